@@ -1,0 +1,139 @@
+"""What an operator is: one declaration that tests, benchmarks, docs and warm-up read from ``OPS``.
+
+``OPS`` is read by tools, never by the hot path: calling an operator costs one device check.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import inspect
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from liger_kernel.ops._tl import HAS_TRITON
+
+F = TypeVar("F", bound=Callable)
+
+OPS: dict[str, Op] = {}
+
+_LIB = torch.library.Library("liger", "DEF")
+_LAUNCHERS: list[str] = []
+_tracing = contextvars.ContextVar("liger_tracing", default=False)
+INTERPRET = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
+_KERNEL_DEVICES = {"cpu"} if INTERPRET else {"cuda"} if HAS_TRITON else set()
+_KERNEL_DTYPES = {torch.float32, torch.float16, torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class T:
+    """A tensor argument of a ``Case``: standard normal values unless ``draw(*shape, dtype=float64)`` says otherwise."""
+
+    shape: tuple[int, ...]
+    draw: Callable[..., Tensor] = torch.randn
+    grad: bool = True
+    dtype: torch.dtype | None = None  # None: the dtype under test
+
+    def make(self, dtype: torch.dtype, device: str) -> Tensor:
+        t = self.draw(*self.shape, dtype=torch.float64).to(device=device, dtype=self.dtype or dtype)
+        return t.requires_grad_(self.grad and t.is_floating_point())
+
+
+@dataclass(frozen=True)
+class Case:
+    """Arguments worth testing or timing, named after the model they come from.
+
+    ``error`` marks a call that must raise ``ValueError`` with that text. ``gpu`` marks real-model shapes, too large for the interpreter.
+    """
+
+    name: str
+    args: Mapping[str, Any]
+    error: str | None = None
+    gpu: bool = False
+
+    def make(self, dtype: torch.dtype, device: str, seed: int = 0) -> dict[str, Any]:
+        torch.manual_seed(seed)
+        return {k: v.make(dtype, device) if isinstance(v, T) else v for k, v in self.args.items()}
+
+
+@dataclass(frozen=True)
+class Op:
+    """A public operator, its reference and its cases."""
+
+    name: str
+    fn: Callable[..., Any]
+    reference: Callable[..., Any]
+    cases: Sequence[Case]
+    doc: str
+
+
+def op(*, reference: Callable, cases: Sequence[Case]) -> Callable[[F], F]:
+    """Declare a public operator; ``reference`` has its signature and is its meaning, in any dtype, on any device."""
+
+    def declare(fn: F) -> F:
+        ours, theirs = inspect.signature(fn), inspect.signature(reference)
+        if list(ours.parameters.values()) != list(theirs.parameters.values()):
+            raise TypeError(f"{fn.__name__}{ours} and its reference{theirs} differ in signature")
+        OPS[fn.__name__] = Op(fn.__name__, fn, reference, cases, inspect.getdoc(fn) or "")
+        return fn
+
+    return declare
+
+
+def use_kernels(x: Tensor, *, fusible: bool = False) -> bool:
+    """Whether kernels serve ``x``; otherwise the reference does: other devices, fp64, and, inside ``torch.compile``, operators that Inductor fuses better."""
+    return x.device.type in _KERNEL_DEVICES and x.dtype in _KERNEL_DTYPES and not (fusible and torch.compiler.is_compiling())
+
+
+def launcher(schema: str) -> Callable[[F], F]:
+    """Register a launcher as ``torch.ops.liger.<name>``; its body without the launches is its fake kernel."""
+
+    def register(fn):
+        _LIB.define(fn.__name__ + schema)
+        _LIB.impl(fn.__name__, fn, "CompositeExplicitAutograd")
+
+        def fake(*args, **kwargs):
+            token = _tracing.set(True)
+            try:
+                return fn(*args, **kwargs)
+            finally:
+                _tracing.reset(token)
+
+        torch.library.register_fake(f"liger::{fn.__name__}", fake, lib=_LIB)
+        _LAUNCHERS.append(fn.__name__)
+        return getattr(torch.ops.liger, fn.__name__).default
+
+    return register
+
+
+def tracing(x: Tensor) -> bool:
+    """Whether only shapes are asked for: inside a fake kernel, or on the meta device."""
+    return _tracing.get() or x.is_meta
+
+
+_ON_DEVICE = contextlib.nullcontext()
+
+
+def launch(kernel, grid: tuple[int, ...], x: Tensor, *args, **meta) -> None:
+    """Run ``kernel`` on the device of its first tensor ``x``, whatever the current device is."""
+    if tracing(x):
+        return
+    elsewhere = x.is_cuda and x.get_device() != torch.cuda.current_device()
+    with torch.cuda.device(x.device) if elsewhere else _ON_DEVICE:
+        kernel[grid](x, *args, **meta)
+
+
+def acc(dtype: torch.dtype) -> torch.dtype:
+    """Accumulation dtype: fp32 below fp32, unchanged above, so that references also run in fp64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """``x`` as (M, N) with unit column stride: a view where the strides allow it, else a copy."""
+    x = x.reshape(-1, x.shape[-1]) if x.shape[-1] else x.reshape(x.shape[:-1].numel(), 0)
+    return x if x.stride(-1) == 1 else x.contiguous()

@@ -1,0 +1,171 @@
+"""Gated linear unit: ``y = act(gate) * up``, the product of a gated MLP's two projections (Shazeer, arXiv:2002.05202).
+
+Shapes: gate, up, y (..., I); packed: gate (..., 2 I) holds gate and up side by side, and no copy of either is made.
+
+act(gate) is rounded to the dtype of gate before the product, as in models that write ``act_fn(gate) * up``.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_kernel.ops import _config
+from liger_kernel.ops._op import Case, T, acc, launch, launcher, op, rows_of, use_kernels
+from liger_kernel.ops._tl import cdiv, tl, triton
+
+ACTS = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu2": lambda x: F.relu(x).square(),
+    "sigmoid": torch.sigmoid,
+}
+
+
+def reference(gate: Tensor, up: Tensor | None = None, *, act: str = "silu") -> Tensor:
+    if up is None:
+        gate, up = gate.chunk(2, -1)
+    return ACTS[act](gate.to(acc(gate.dtype))).to(gate.dtype) * up
+
+
+@triton.jit
+def _act(x, ACT: tl.constexpr):
+    """act(x) and its derivative, in fp32."""
+    if ACT == "silu":
+        s = tl.sigmoid(x)
+        y = x * s
+        dy = s * (1.0 + x * (1.0 - s))
+    elif ACT == "gelu":
+        cdf = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+        y = x * cdf
+        dy = cdf + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
+    elif ACT == "gelu_tanh":  # (1 + tanh u) / 2 = sigmoid(2 u)
+        s = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+        y = x * s
+        dy = s + x * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * x * x)
+    elif ACT == "relu2":
+        y = tl.where(x > 0, x, 0.0) * x
+        dy = tl.where(x > 0, x, 0.0) * 2.0
+    else:
+        y = tl.sigmoid(x)
+        dy = y * (1.0 - y)
+    return y, dy
+
+
+@triton.jit
+def _fwd(
+    gate_ptr, up_ptr, y_ptr, M, N, gate_stride, up_stride, y_stride,
+    ACT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(N, BLOCK_N)
+    row = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    col = (tl.program_id(0) % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = (row < M)[:, None] & (col < N)[None, :]
+    gate = tl.load(gate_ptr + row[:, None] * gate_stride + col[None, :], mask=mask, other=0.0)
+    up = tl.load(up_ptr + row[:, None] * up_stride + col[None, :], mask=mask, other=0.0)
+    y, _ = _act(gate.to(tl.float32), ACT)
+    y = y.to(gate.dtype).to(tl.float32) * up.to(tl.float32)
+    tl.store(y_ptr + row[:, None] * y_stride + col[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _bwd(
+    dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, M, N, dy_stride, gate_stride, up_stride, dgate_stride, dup_stride,
+    ACT: tl.constexpr, NEED_DGATE: tl.constexpr, NEED_DUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(N, BLOCK_N)
+    row = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    col = (tl.program_id(0) % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = (row < M)[:, None] & (col < N)[None, :]
+    dy = tl.load(dy_ptr + row[:, None] * dy_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + row[:, None] * gate_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+    y, dact = _act(gate, ACT)
+    if NEED_DGATE:
+        up = tl.load(up_ptr + row[:, None] * up_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+        tl.store(dgate_ptr + row[:, None] * dgate_stride + col[None, :], (dy * up * dact).to(dgate_ptr.dtype.element_ty), mask=mask)
+    if NEED_DUP:
+        tl.store(dup_ptr + row[:, None] * dup_stride + col[None, :], (dy * y).to(dup_ptr.dtype.element_ty), mask=mask)
+
+
+def _grid(M: int, N: int, itemsize: int) -> tuple[tuple[int], dict[str, int]]:
+    # H200, 8192 x 14336 bf16: 2048 columns a program of 4 warps; wider tiles gain nothing
+    c = _config.tile("glu", N, itemsize, elements=2048, max_block_n=2048)
+    return (cdiv(M, c.block_m) * cdiv(N, c.block_n),), dict(BLOCK_M=c.block_m, BLOCK_N=c.block_n, num_warps=c.num_warps)
+
+
+@launcher("(Tensor gate, Tensor up, str act) -> Tensor")
+def glu_fwd(gate: Tensor, up: Tensor, act: str) -> Tensor:
+    M, N = gate.shape
+    y = gate.new_empty(M, N, dtype=torch.promote_types(gate.dtype, up.dtype))
+    grid, tile = _grid(M, N, gate.itemsize)
+    launch(_fwd, grid, gate, up, y, M, N, gate.stride(0), up.stride(0), N, ACT=act, **tile)
+    return y
+
+
+@launcher("(Tensor dy, Tensor gate, Tensor up, str act, bool packed, bool need_dgate, bool need_dup) -> (Tensor dgate, Tensor dup)")
+def glu_bwd(dy: Tensor, gate: Tensor, up: Tensor, act: str, packed: bool, need_dgate: bool, need_dup: bool) -> tuple[Tensor, Tensor]:
+    """dgate and dup, empty where not needed; ``packed``: both side by side in the first, the second empty."""
+    M, N = gate.shape
+    dgate = gate.new_empty(M, 2 * N) if packed else gate.new_empty((M, N) if need_dgate else (0, 0))
+    dup = up.new_empty((M, N) if need_dup and not packed else (0, 0))
+    d0, d1 = (dgate[:, :N], dgate[:, N:]) if packed else (dgate, dup)
+    grid, tile = _grid(M, N, gate.itemsize)
+    launch(_bwd, grid, dy, gate, up, d0, d1, M, N, dy.stride(0), gate.stride(0), up.stride(0), d0.stride(0), d1.stride(0),
+           ACT=act, NEED_DGATE=need_dgate or packed, NEED_DUP=need_dup or packed, **tile)  # fmt: skip
+    return dgate, dup
+
+
+class LigerGLUFunction(torch.autograd.Function):
+    """``apply(gate, up or None, act="silu")``."""
+
+    @staticmethod
+    def forward(ctx, gate, up, act="silu"):
+        ctx.shape, ctx.act, ctx.packed = gate.shape, act, up is None
+        gate = rows_of(gate)
+        gate, up = (gate[:, : gate.shape[1] // 2], gate[:, gate.shape[1] // 2 :]) if ctx.packed else (gate, rows_of(up))
+        ctx.save_for_backward(gate, up)
+        return glu_fwd(gate, up, act).view(*ctx.shape[:-1], gate.shape[1])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        need_dgate, need_dup, _ = ctx.needs_input_grad
+        dgate, dup = glu_bwd(rows_of(dy), *ctx.saved_tensors, ctx.act, ctx.packed, need_dgate, need_dup)
+        return dgate.view(ctx.shape) if need_dgate else None, dup.view(ctx.shape) if need_dup else None, None
+
+
+@op(
+    reference=reference,
+    cases=[
+        Case("llama", dict(gate=T((6, 96)), up=T((6, 96)))),
+        Case("gemma", dict(gate=T((2, 5, 72)), up=T((2, 5, 72)), act="gelu_tanh")),
+        Case("exact-gelu", dict(gate=T((5, 70)), up=T((5, 70)), act="gelu")),
+        Case("relu2", dict(gate=T((5, 64)), up=T((5, 64)), act="relu2")),
+        Case("sigmoid", dict(gate=T((5, 64)), up=T((5, 64)), act="sigmoid")),
+        Case("phi3", dict(gate=T((2, 3, 128)), up=None)),
+        Case("odd-packed", dict(gate=T((5, 66)), up=None, act="gelu_tanh")),
+        Case("one", dict(gate=T((1, 1)), up=T((1, 1)))),
+        Case("llama3-8b", dict(gate=T((8192, 14336)), up=T((8192, 14336))), gpu=True),
+        Case("phi3-mini", dict(gate=T((4096, 16384)), up=None), gpu=True),
+        Case("bad-act", dict(gate=T((2, 4)), up=T((2, 4)), act="swish2"),
+             error="glu: act must be one of ['gelu', 'gelu_tanh', 'relu2', 'sigmoid', 'silu'], got 'swish2'"),
+        Case("bad-shapes", dict(gate=T((2, 4)), up=T((2, 5))), error="glu: up must have shape (2, 4), got (2, 5)"),
+        Case("odd-width", dict(gate=T((2, 5)), up=None), error="glu: packed gate must have an even last dim, got 5"),
+    ],
+)  # fmt: skip
+def glu(gate: Tensor, up: Tensor | None = None, *, act: str = "silu") -> Tensor:
+    """``act(gate) * up``, with act silu, gelu (exact), gelu_tanh, relu2 or sigmoid.
+
+    gate, up (..., I) in fp32, fp16, bf16 or fp64, any strides; or gate (..., 2 I) and no up, for projections that are one packed matrix.
+    """
+    if act not in ACTS:
+        raise ValueError(f"glu: act must be one of {sorted(ACTS)}, got {act!r}")
+    if up is None and gate.shape[-1] % 2:
+        raise ValueError(f"glu: packed gate must have an even last dim, got {gate.shape[-1]}")
+    if up is not None and up.shape != gate.shape:
+        raise ValueError(f"glu: up must have shape {tuple(gate.shape)}, got {tuple(up.shape)}")
+    if not use_kernels(gate, fusible=True):
+        return reference(gate, up, act=act)
+    return LigerGLUFunction.apply(gate, up, act)

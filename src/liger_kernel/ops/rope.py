@@ -1,0 +1,210 @@
+"""Rotary position embedding of queries and keys in one launch (Su et al., arXiv:2104.09864).
+
+Shapes: q (B, Hq, T, D), k (B, Hk, T, D), or with ``unsqueeze_dim=2`` (B, T, H, D); cos, sin (B or 1, T, R/2): one angle for each
+rotated pair.  R <= D: the last D - R columns pass through.
+
+A pair (a, b) becomes (a cos - b sin, b cos + a sin).  ``layout="halves"`` pairs column i with i + R/2, ``"pairs"`` 2i with 2i + 1.
+The arithmetic is fp32, rounded once. The backward turns the other way: the same kernel with -sin.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from liger_kernel.ops import _config
+from liger_kernel.ops._op import T as T_  # T is the sequence length here
+from liger_kernel.ops._op import Case, acc, launch, launcher, op, use_kernels
+from liger_kernel.ops._tl import next_power_of_2, tl, triton
+
+LAYOUTS = ("halves", "pairs")
+
+
+def reference(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, *, layout: str = "halves", unsqueeze_dim: int = 1
+) -> tuple[Tensor, Tensor]:
+    if position_ids is not None:
+        cos, sin = (t.reshape(-1, t.shape[-1])[position_ids] for t in (cos, sin))
+    cos, sin = cos.detach().unsqueeze(unsqueeze_dim), sin.detach().unsqueeze(unsqueeze_dim)
+    R = 2 * cos.shape[-1]
+
+    def turn(x: Tensor) -> Tensor:
+        dtype = acc(torch.promote_types(x.dtype, cos.dtype))
+        rotated = x[..., :R].to(dtype)
+        a, b = rotated.chunk(2, -1) if layout == "halves" else (rotated[..., ::2], rotated[..., 1::2])
+        a, b = a * cos - b * sin, b * cos + a * sin
+        y = torch.cat((a, b), -1) if layout == "halves" else torch.stack((a, b), -1).flatten(-2)
+        return torch.cat((y.to(x.dtype), x[..., R:]), -1) if R < x.shape[-1] else y.to(x.dtype)
+
+    return turn(q), turn(k)
+
+
+@triton.jit
+def _turn(
+    x_ptr, y_ptr, cos, sin, H, x_head, y_head, HALF, D,
+    PAIRS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr,
+):  # fmt: skip
+    """All heads of one token: pointers to its first head, strides between heads, cos and sin of BLOCK_R angles."""
+    r = tl.arange(0, BLOCK_R)
+    for start in range(0, H, BLOCK_H):
+        h = (start + tl.arange(0, BLOCK_H)).to(tl.int64)
+        if PAIRS:  # one wide load of neighbours, then split
+            col = tl.arange(0, 2 * BLOCK_R)
+            mask = (h < H)[:, None] & (col < 2 * HALF)[None, :]
+            x = tl.load(x_ptr + h[:, None] * x_head + col[None, :], mask=mask, other=0.0).to(tl.float32)
+            a, b = tl.split(tl.reshape(x, (BLOCK_H, BLOCK_R, 2)))
+            y = tl.reshape(tl.join(a * cos[None, :] - b * sin[None, :], b * cos[None, :] + a * sin[None, :]), (BLOCK_H, 2 * BLOCK_R))
+            tl.store(y_ptr + h[:, None] * y_head + col[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+        else:
+            mask = (h < H)[:, None] & (r < HALF)[None, :]
+            x = x_ptr + h[:, None] * x_head + r[None, :]
+            y = y_ptr + h[:, None] * y_head + r[None, :]
+            a = tl.load(x, mask=mask, other=0.0).to(tl.float32)
+            b = tl.load(x + HALF, mask=mask, other=0.0).to(tl.float32)
+            tl.store(y, (a * cos[None, :] - b * sin[None, :]).to(y_ptr.dtype.element_ty), mask=mask)
+            tl.store(y + HALF, (b * cos[None, :] + a * sin[None, :]).to(y_ptr.dtype.element_ty), mask=mask)
+        if BLOCK_REST > 0:
+            rest = 2 * HALF + tl.arange(0, BLOCK_REST)
+            mask = (h < H)[:, None] & (rest < D)[None, :]
+            x = tl.load(x_ptr + h[:, None] * x_head + rest[None, :], mask=mask, other=0.0)
+            tl.store(y_ptr + h[:, None] * y_head + rest[None, :], x, mask=mask)
+
+
+@triton.jit
+def _rope(
+    q_ptr, k_ptr, cos_ptr, sin_ptr, pos_ptr, yq_ptr, yk_ptr, T, Hq, Hk, L, HALF, D,
+    q_batch, q_time, q_head, k_batch, k_time, k_head, yq_batch, yq_time, yq_head, yk_batch, yk_time, yk_head,
+    cos_batch, cos_time, sin_batch, sin_time, pos_batch, pos_time,
+    HAS_POS: tl.constexpr, INVERSE: tl.constexpr, PAIRS: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    batch, time = program // T, program % T
+    r = tl.arange(0, BLOCK_R)
+    if HAS_POS:
+        angle_batch = batch * 0
+        angle_time = tl.load(pos_ptr + batch * pos_batch + time * pos_time).to(tl.int64)
+    else:
+        angle_batch = batch
+        angle_time = time
+    mask = (r < HALF) & (angle_time >= 0) & (angle_time < L)  # a position outside the table gives NaN, not a stray read
+    cos = tl.load(cos_ptr + angle_batch * cos_batch + angle_time * cos_time + r, mask=mask, other=float("nan")).to(tl.float32)
+    sin = tl.load(sin_ptr + angle_batch * sin_batch + angle_time * sin_time + r, mask=mask, other=float("nan")).to(tl.float32)
+    if INVERSE:
+        sin = -sin
+    _turn(q_ptr + batch * q_batch + time * q_time, yq_ptr + batch * yq_batch + time * yq_time, cos, sin, Hq, q_head, yq_head, HALF, D,
+          PAIRS, BLOCK_Q, BLOCK_R, BLOCK_REST)  # fmt: skip
+    _turn(k_ptr + batch * k_batch + time * k_time, yk_ptr + batch * yk_batch + time * yk_time, cos, sin, Hk, k_head, yk_head, HALF, D,
+          PAIRS, BLOCK_K, BLOCK_R, BLOCK_REST)  # fmt: skip
+
+
+@launcher("(Tensor q, Tensor k, Tensor cos, Tensor sin, Tensor? position_ids, bool pairs, bool inverse) -> (Tensor yq, Tensor yk)")
+def rope_turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None, pairs: bool, inverse: bool) -> tuple[Tensor, Tensor]:
+    """q, k as (B, T, H, D) views; cos, sin (B or 1, T, R/2), or tables (1, L, R/2) with position_ids (B, T)."""
+    q, k, cos, sin = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, cos, sin))
+    yq, yk = torch.empty_like(q), torch.empty_like(k)
+    B, T, Hq, D = q.shape
+    Hk, half = k.shape[2], cos.shape[-1]
+    block_r = next_power_of_2(half)
+    rest = next_power_of_2(D - 2 * half) if D > 2 * half else 0
+    heads = max(1, 4096 // (2 * block_r + rest))  # keeps a tile in registers
+    block_q, block_k = (min(next_power_of_2(h), heads) for h in (Hq, Hk))
+    angle = lambda t: (t.stride(0) if t.shape[0] > 1 else 0, t.stride(1))
+    position = (0, 0) if position_ids is None else (position_ids.stride(0) if position_ids.shape[0] > 1 else 0, position_ids.stride(1))
+    launch(_rope, (B * T,), q, k, cos, sin, position_ids, yq, yk, T, Hq, Hk, cos.shape[1], half, D,
+           *q.stride()[:3], *k.stride()[:3], *yq.stride()[:3], *yk.stride()[:3], *angle(cos), *angle(sin), *position,
+           HAS_POS=position_ids is not None, INVERSE=inverse, PAIRS=pairs,
+           BLOCK_Q=block_q, BLOCK_K=block_k, BLOCK_R=block_r, BLOCK_REST=rest, num_warps=min(_config.max_warps(), 4))  # fmt: skip
+    return yq, yk
+
+
+def _both(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None, heads_first: bool, pairs: bool, inverse: bool) -> tuple[Tensor, Tensor]:
+    if heads_first:
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
+    q, k = rope_turn(q, k, cos, sin, position_ids, pairs, inverse)
+    return (q.transpose(1, 2), k.transpose(1, 2)) if heads_first else (q, k)
+
+
+class LigerRopeFunction(torch.autograd.Function):
+    """``apply(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, layout="halves")``; cos and sin hold one angle a pair."""
+
+    @staticmethod
+    def forward(ctx, q, k, cos, sin, position_ids=None, unsqueeze_dim=1, layout="halves"):
+        ctx.save_for_backward(cos, sin, position_ids)
+        ctx.heads_first, ctx.pairs = unsqueeze_dim == 1, layout == "pairs"
+        return _both(q, k, cos, sin, position_ids, ctx.heads_first, ctx.pairs, False)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dq, dk):
+        heads, (need_dq, need_dk) = (1 if ctx.heads_first else 2), ctx.needs_input_grad[:2]
+        # a gradient that nobody needs is turned over no heads
+        dq = dq if need_dq else dq.narrow(heads, 0, 0)
+        dk = dk if need_dk else dk.narrow(heads, 0, 0)
+        dq, dk = _both(dq, dk, *ctx.saved_tensors, ctx.heads_first, ctx.pairs, True)
+        return dq if need_dq else None, dk if need_dk else None, None, None, None, None, None
+
+
+def _angles(T: int, half: int, B: int = 1) -> dict[str, T_]:
+    angle = lambda *shape, dtype: torch.arange(shape[1], dtype=dtype)[None, :, None] * 0.7 ** torch.arange(1, shape[2] + 1, dtype=dtype) + 0.1 * torch.arange(
+        shape[0], dtype=dtype
+    ).view(-1, 1, 1)
+    return {
+        "cos": T_((B, T, half), lambda *s, dtype: angle(*s, dtype=dtype).cos(), grad=False),
+        "sin": T_((B, T, half), lambda *s, dtype: angle(*s, dtype=dtype).sin(), grad=False),
+    }
+
+
+def _ids(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randint(0, 11, shape)
+
+
+@op(
+    reference=reference,
+    cases=[
+        Case("llama", dict(q=T_((2, 4, 7, 16)), k=T_((2, 2, 7, 16)), **_angles(7, 8))),
+        Case("batched-angles", dict(q=T_((2, 4, 5, 16)), k=T_((2, 1, 5, 16)), **_angles(5, 8, B=2))),
+        Case("partial", dict(q=T_((2, 3, 5, 20)), k=T_((2, 3, 5, 20)), **_angles(5, 6))),
+        Case("cohere", dict(q=T_((2, 4, 5, 16)), k=T_((2, 2, 5, 16)), layout="pairs", **_angles(5, 8))),
+        Case("glm4", dict(q=T_((1, 5, 3, 24)), k=T_((1, 1, 3, 24)), layout="pairs", **_angles(3, 6))),
+        Case("time-first", dict(q=T_((2, 7, 4, 16)), k=T_((2, 7, 2, 16)), unsqueeze_dim=2, **_angles(7, 8))),
+        Case("packed", dict(q=T_((2, 4, 5, 16)), k=T_((2, 2, 5, 16)), position_ids=T_((2, 5), _ids, dtype=torch.int64), **_angles(11, 8))),
+        Case("llama3-8b", dict(q=T_((4, 32, 2048, 128)), k=T_((4, 8, 2048, 128)), **_angles(2048, 64)), gpu=True),
+        Case("gemma", dict(q=T_((1, 8, 1000, 256)), k=T_((1, 1, 1000, 256)), **_angles(1000, 128)), gpu=True),
+        Case("not-4d", dict(q=T_((4, 7, 16)), k=T_((2, 7, 16)), **_angles(7, 8)), error="rope: q and k must be 4-dimensional, got (4, 7, 16) and (2, 7, 16)"),
+        Case("shapes-differ", dict(q=T_((2, 4, 7, 16)), k=T_((2, 2, 6, 16)), **_angles(7, 8)),
+             error="rope: q and k must agree but for the heads, got (2, 4, 7, 16) and (2, 2, 6, 16)"),
+        Case("bad-angles", dict(q=T_((2, 4, 7, 16)), k=T_((2, 2, 7, 16)), **_angles(6, 8)),
+             error="rope: cos and sin must have shape (2 or 1, 7, at most 8), got (1, 6, 8) and (1, 6, 8)"),
+        Case("bad-layout", dict(q=T_((2, 4, 7, 16)), k=T_((2, 2, 7, 16)), layout="thirds", **_angles(7, 8)),
+             error="rope: layout must be one of ('halves', 'pairs'), got 'thirds'"),
+    ],
+)  # fmt: skip
+def rope(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, *, layout: str = "halves", unsqueeze_dim: int = 1
+) -> tuple[Tensor, Tensor]:
+    """Turn queries and keys by the angles of their positions; returns new tensors of their shapes and dtypes.
+
+    q (B, Hq, T, D), k (B, Hk, T, D), or (B, T, H, D) with ``unsqueeze_dim=2``; any strides. cos, sin (B or 1, T, R/2) with R <= D; or, with
+    ``position_ids`` (B or 1, T), tables (L, R/2) or (1, L, R/2) that it indexes. No gradient flows to cos and sin.
+    A position outside its table gives NaN on a GPU, an ``IndexError`` elsewhere.
+    """
+    if layout not in LAYOUTS:
+        raise ValueError(f"rope: layout must be one of {LAYOUTS}, got {layout!r}")
+    if unsqueeze_dim not in (1, 2):
+        raise ValueError(f"rope: unsqueeze_dim must be 1 or 2, got {unsqueeze_dim}")
+    if q.ndim != 4 or k.ndim != 4:
+        raise ValueError(f"rope: q and k must be 4-dimensional, got {tuple(q.shape)} and {tuple(k.shape)}")
+    B, time, D = q.shape[0], q.shape[3 - unsqueeze_dim], q.shape[3]
+    if (B, time, D) != (k.shape[0], k.shape[3 - unsqueeze_dim], k.shape[3]):
+        raise ValueError(f"rope: q and k must agree but for the heads, got {tuple(q.shape)} and {tuple(k.shape)}")
+    if position_ids is not None:
+        position_ids = position_ids.reshape(-1, position_ids.shape[-1])
+        if position_ids.shape[0] not in (1, B) or position_ids.shape[1] != time:
+            raise ValueError(f"rope: position_ids must have shape ({B} or 1, {time}), got {tuple(position_ids.shape)}")
+        cos, sin = (t.reshape(1, -1, t.shape[-1]) for t in (cos, sin))
+    elif cos.ndim != 3 or cos.shape[0] not in (1, B) or cos.shape[1] != time or cos.shape != sin.shape or 2 * cos.shape[2] > D:
+        raise ValueError(f"rope: cos and sin must have shape ({B} or 1, {time}, at most {D // 2}), got {tuple(cos.shape)} and {tuple(sin.shape)}")
+    if not use_kernels(q, fusible=True):
+        return reference(q, k, cos, sin, position_ids, layout=layout, unsqueeze_dim=unsqueeze_dim)
+    return LigerRopeFunction.apply(q, k, cos, sin, position_ids, unsqueeze_dim, layout)

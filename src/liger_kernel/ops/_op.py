@@ -44,7 +44,7 @@ class T:
         return t.requires_grad_(self.grad and t.is_floating_point())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Case:
     """Arguments worth testing or timing, named after the model they come from.
 
@@ -61,7 +61,7 @@ class Case:
         return {k: v.make(dtype, device) if isinstance(v, T) else v for k, v in self.args.items()}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Op:
     """A public operator, its reference and its cases."""
 

@@ -117,7 +117,7 @@ def glu_bwd(dy: Tensor, gate: Tensor, up: Tensor, act: str, packed: bool, need_d
     return dgate, dup
 
 
-class LigerGLUFunction(torch.autograd.Function):
+class GLUFunction(torch.autograd.Function):
     """``apply(gate, up or None, act="silu")``."""
 
     @staticmethod
@@ -168,4 +168,4 @@ def glu(gate: Tensor, up: Tensor | None = None, *, act: str = "silu") -> Tensor:
         raise ValueError(f"glu: up must have shape {tuple(gate.shape)}, got {tuple(up.shape)}")
     if not use_kernels(gate, fusible=True):
         return reference(gate, up, act=act)
-    return LigerGLUFunction.apply(gate, up, act)
+    return GLUFunction.apply(gate, up, act)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops import _config
-from liger_kernel.ops._op import T as T_  # T is the sequence length here
 from liger_kernel.ops._op import Case, acc, launch, launcher, op, use_kernels
+from liger_kernel.ops._op import T as T_  # T is the sequence length here
 from liger_kernel.ops._tl import next_power_of_2, tl, triton
 
 LAYOUTS = ("halves", "pairs")
@@ -34,7 +34,7 @@ def reference(
         a, b = rotated.chunk(2, -1) if layout == "halves" else (rotated[..., ::2], rotated[..., 1::2])
         a, b = a * cos - b * sin, b * cos + a * sin
         y = torch.cat((a, b), -1) if layout == "halves" else torch.stack((a, b), -1).flatten(-2)
-        return torch.cat((y.to(x.dtype), x[..., R:]), -1) if R < x.shape[-1] else y.to(x.dtype)
+        return torch.cat((y.to(x.dtype), x[..., R:]), -1) if x.shape[-1] > R else y.to(x.dtype)
 
     return turn(q), turn(k)
 
@@ -106,7 +106,7 @@ def rope_turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tens
     B, T, Hq, D = q.shape
     Hk, half = k.shape[2], cos.shape[-1]
     block_r = next_power_of_2(half)
-    rest = next_power_of_2(D - 2 * half) if D > 2 * half else 0
+    rest = next_power_of_2(D - 2 * half) if 2 * half < D else 0
     heads = max(1, 4096 // (2 * block_r + rest))  # keeps a tile in registers
     block_q, block_k = (min(next_power_of_2(h), heads) for h in (Hq, Hk))
     angle = lambda t: (t.stride(0) if t.shape[0] > 1 else 0, t.stride(1))
@@ -125,7 +125,7 @@ def _both(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor |
     return (q.transpose(1, 2), k.transpose(1, 2)) if heads_first else (q, k)
 
 
-class LigerRopeFunction(torch.autograd.Function):
+class RopeFunction(torch.autograd.Function):
     """``apply(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, layout="halves")``; cos and sin hold one angle a pair."""
 
     @staticmethod
@@ -146,9 +146,10 @@ class LigerRopeFunction(torch.autograd.Function):
 
 
 def _angles(T: int, half: int, B: int = 1) -> dict[str, T_]:
-    angle = lambda *shape, dtype: torch.arange(shape[1], dtype=dtype)[None, :, None] * 0.7 ** torch.arange(1, shape[2] + 1, dtype=dtype) + 0.1 * torch.arange(
-        shape[0], dtype=dtype
-    ).view(-1, 1, 1)
+    angle = lambda *shape, dtype: (
+        torch.arange(shape[1], dtype=dtype)[None, :, None] * 0.7 ** torch.arange(1, shape[2] + 1, dtype=dtype)
+        + 0.1 * torch.arange(shape[0], dtype=dtype).view(-1, 1, 1)
+    )
     return {
         "cos": T_((B, T, half), lambda *s, dtype: angle(*s, dtype=dtype).cos(), grad=False),
         "sin": T_((B, T, half), lambda *s, dtype: angle(*s, dtype=dtype).sin(), grad=False),
@@ -207,4 +208,4 @@ def rope(
         raise ValueError(f"rope: cos and sin must have shape ({B} or 1, {time}, at most {D // 2}), got {tuple(cos.shape)} and {tuple(sin.shape)}")
     if not use_kernels(q, fusible=True):
         return reference(q, k, cos, sin, position_ids, layout=layout, unsqueeze_dim=unsqueeze_dim)
-    return LigerRopeFunction.apply(q, k, cos, sin, position_ids, unsqueeze_dim, layout)
+    return RopeFunction.apply(q, k, cos, sin, position_ids, unsqueeze_dim, layout)

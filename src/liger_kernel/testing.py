@@ -1,0 +1,109 @@
+"""One accuracy rule for every operator, as accurate as PyTorch in the same dtype, and the helpers that run operators to compare them.
+
+The rule: for every output and gradient, against the reference in fp64,
+
+    error(ours) <= 2 * error(PyTorch in this dtype) + floor
+
+for the largest error (relative to the largest value) and for the RMS error (relative to the RMS value). The floor is what rounding alone may do:
+one fp32 epsilon, as fp32 is what kernels compute in; half an epsilon of the dtype for the largest error; and for the RMS an epsilon over
+``sqrt(numel)``, as the RMS error of a few numbers is a matter of luck. No test has a tolerance of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Named = dict[str, Tensor]
+
+
+def like(args: Mapping[str, Any], dtype: torch.dtype | None = None) -> dict[str, Any]:
+    """The same values as fresh leaves, floating-point ones in ``dtype`` if given; everything that is no tensor as it is."""
+
+    def leaf(t: Tensor) -> Tensor:
+        return t.detach().to(dtype if dtype and t.is_floating_point() else t.dtype, copy=True).requires_grad_(t.requires_grad)
+
+    return {k: leaf(v) if isinstance(v, Tensor) else v for k, v in args.items()}
+
+
+def differentiable(args: Mapping[str, Any]) -> Named:
+    """The arguments that ask for a gradient."""
+    return {k: v for k, v in args.items() if isinstance(v, Tensor) and v.requires_grad}
+
+
+def forward(fn: Callable[..., Any], args: Mapping[str, Any]) -> Named:
+    """The tensors that ``fn`` returns, as ``out0``, ``out1`` ...; a None among them is left out."""
+    outs = fn(**args)
+    return {f"out{i}": o for i, o in enumerate(outs if isinstance(outs, tuple) else (outs,)) if o is not None}
+
+
+def upstream(outs: Named, seed: int = 1) -> Named:
+    """A fixed random gradient for every differentiable output: multiples of 1/32 below 8, which every dtype holds exactly."""
+
+    def draw(name: str, o: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(seed + int(name[3:]))
+        return (torch.randn(o.shape, generator=generator, dtype=torch.float64) * 32).round().div(32).to(o)
+
+    return {name: draw(name, o) for name, o in outs.items() if o.requires_grad}
+
+
+def backward(outs: Named, args: Mapping[str, Any], grads: Named, *, retain_graph: bool = False) -> Named:
+    """Gradients of the arguments that ask for one, as ``d<name>``; a None among them is left out."""
+    inputs = differentiable(args)
+    if not grads or not inputs:
+        return {}
+    found = torch.autograd.grad([outs[k] for k in grads], list(inputs.values()), list(grads.values()), allow_unused=True, retain_graph=retain_graph)
+    return {f"d{k}": g for k, g in zip(inputs, found) if g is not None}
+
+
+def run(fn: Callable[..., Any], args: Mapping[str, Any], grads: Callable[[Named], Named] = upstream) -> Named:
+    """Outputs and gradients of ``fn`` by name, for the upstream gradients that ``grads`` makes for its outputs."""
+    outs = forward(fn, args)
+    return {k: o.detach() for k, o in outs.items()} | backward(outs, args, grads(outs))
+
+
+def errors(value: Tensor, truth: Tensor) -> dict[str, float]:
+    """Largest and RMS error of ``value``, relative to the largest and RMS value of ``truth``, over the elements where both are finite."""
+    if not truth.numel():
+        return {"max": 0.0, "rms": 0.0}
+    finite = truth.isfinite() & value.isfinite()
+    t = torch.where(finite, truth, 0.0).double()
+    e = torch.where(finite, value.double() - t, 0.0)
+    tiny = torch.finfo(torch.float64).tiny
+    return {"max": (e.abs().max() / (t.abs().max() + tiny)).item(), "rms": (e.norm() / (t.norm() + tiny)).item()}
+
+
+def floors(dtype: torch.dtype, numel: int) -> dict[str, float]:
+    """The error that rounding alone may make."""
+    eps, fp32 = torch.finfo(dtype).eps, torch.finfo(torch.float32).eps
+    return {"max": fp32 + eps / 2, "rms": fp32 + eps / math.sqrt(max(numel, 1))}
+
+
+def assert_as_accurate(ours: Named, pytorch: Named, truth: Named) -> None:
+    """Assert the accuracy rule for every output and gradient; integers must be right, and non-finite values where PyTorch has them."""
+    assert ours.keys() == pytorch.keys() == truth.keys(), f"outputs and gradients {[*ours]}, PyTorch {[*pytorch]}, truth {[*truth]}"
+    for name, t in truth.items():
+        o, p = ours[name], pytorch[name]
+        assert (o.dtype, o.shape) == (p.dtype, p.shape), f"{name}: {o.dtype} {tuple(o.shape)}; PyTorch: {p.dtype} {tuple(p.shape)}"
+        if not o.is_floating_point():  # an argmax may fall on another of two values that rounding made equal: then as in this dtype
+            wrong = (o != p) & (o != t)
+            assert not wrong.any(), f"{name}: {int(wrong.sum())} of {wrong.numel()} wrong: {o[wrong][:4]} instead of {t[wrong][:4]}"
+            continue
+        assert o.isfinite().equal(p.isfinite()) or o.isfinite().equal(t.isfinite()), f"{name}: not finite where PyTorch is, or the reverse"
+        theirs, floor = errors(p, t), floors(o.dtype, o.numel())
+        for kind, e in errors(o, t).items():
+            assert e <= 2 * theirs[kind] + floor[kind], f"{name}: {kind} error {e:.2e}; PyTorch makes {theirs[kind]:.2e}, rounding {floor[kind]:.1e}"
+
+
+def assert_same_bits(a: Named, b: Named) -> None:
+    """Assert that two results are equal bit for bit."""
+    assert a.keys() == b.keys(), f"{[*a]} != {[*b]}"
+    for name, x in a.items():
+        y = b[name]
+        assert (x.dtype, x.shape) == (y.dtype, y.shape), f"{name}: {x.dtype} {tuple(x.shape)} != {y.dtype} {tuple(y.shape)}"
+        same = torch.equal(x.reshape(-1).view(torch.uint8), y.reshape(-1).view(torch.uint8))
+        assert same, f"{name}: differs by up to {(x.double() - y.double()).abs().max().item()}"

@@ -1,0 +1,131 @@
+"""Makes Triton's interpreter compute what a GPU computes: it runs kernels in numpy, which has no bf16.
+
+The interpreter keeps bf16 as uint16 bit patterns and hands these to integer arithmetic, truncates instead of rounding when it casts, and passes
+float arguments and loop indices as Python numbers. Here bf16 is computed in fp32 and rounded to nearest even, as PyTorch and the hardware do, and
+these are fp32 and int32 scalars, as in a compiled kernel. Only what kernels use is covered; bf16 atomics are refused rather than wrong.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter
+from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
+
+_UNARY = ("cos", "exp", "exp2", "floor", "ceil", "log", "log2", "precise_sqrt", "sqrt", "sin", "erf", "rsqrt")
+_BINARY = ("fadd", "fsub", "fmul", "fdiv", "frem", "precise_divf", "minimumf", "minnumf", "maximumf", "maxnumf")
+_COMPARE = tuple(f"fcmp{order}{relation}" for order in "OU" for relation in ("LT", "LE", "GT", "GE", "EQ", "NE"))
+
+
+def from_bf16(bits: np.ndarray) -> np.ndarray:
+    """fp32 values of bf16 bit patterns."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def to_bf16(x: np.ndarray) -> np.ndarray:
+    """bf16 bit patterns of fp32 values, rounded to nearest even."""
+    bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return np.where(np.isnan(x), np.uint16(0x7FC0), rounded).reshape(np.shape(x))
+
+
+def _is_bf16(h: TensorHandle) -> bool:
+    return h.dtype.scalar == tl.bfloat16
+
+
+def _up(h: TensorHandle) -> TensorHandle:
+    return TensorHandle(from_bf16(h.data), tl.float32) if _is_bf16(h) else h
+
+
+def _down(h: TensorHandle) -> TensorHandle:
+    return TensorHandle(to_bf16(h.data), tl.bfloat16)
+
+
+def _in_fp32(compute, *, rounds: bool):
+    """``compute`` with its bf16 operands in fp32; its result rounded to bf16, or not if it is a comparison or accumulates in fp32."""
+
+    def wrapped(self, *operands):
+        bf16 = any(isinstance(h, TensorHandle) and _is_bf16(h) for h in operands)
+        if not bf16:
+            return compute(self, *operands)
+        out = compute(self, *(_up(h) if isinstance(h, TensorHandle) else h for h in operands))
+        return _down(out) if rounds else out
+
+    return wrapped
+
+
+def _cast(stock):
+    def cast_impl(self, src, dst_type):
+        if _is_bf16(src):
+            up = _up(src)
+            return src if dst_type.scalar == tl.bfloat16 else up if dst_type.scalar == tl.float32 else stock(self, up, dst_type)
+        if dst_type.scalar == tl.bfloat16:
+            return _down(TensorHandle(src.data.astype(np.float32), tl.float32))
+        return stock(self, src, dst_type)
+
+    return cast_impl
+
+
+def _fp_to_fp(stock):
+    def create_fp_to_fp(self, src, dst_type, rounding_mode):
+        if tl.bfloat16 not in (src.dtype.scalar, dst_type.scalar):
+            return stock(self, src, dst_type, rounding_mode)
+        if rounding_mode not in (None, interpreter._ir.ROUNDING_MODE.RTNE):
+            raise NotImplementedError(f"bf16 with rounding mode {rounding_mode}")
+        return self.cast_impl(src, dst_type)
+
+    return create_fp_to_fp
+
+
+def _atomic(stock):
+    def create_atomic_rmw(self, op, ptr, val, mask, sem, scope):
+        if _is_bf16(val):
+            raise NotImplementedError("bf16 atomics")
+        return stock(self, op, ptr, val, mask, sem, scope)
+
+    return create_atomic_rmw
+
+
+def _argument(stock):
+    def implicit_cvt(arg):
+        if isinstance(arg, float):
+            return tl.core.tensor(TensorHandle(np.array([arg], dtype=np.float32), tl.float32), tl.float32)
+        return stock(arg)
+
+    return implicit_cvt
+
+
+def _language(stock):
+    """``tl.range`` counts in int32 scalars, which have ``.to``, rather than in Python integers."""
+
+    def patch_lang_core(lang, scope):
+        stock(lang, scope)
+        count = lang.range
+        scope.set_attr(lang, "range", lambda *args, **kwargs: (interpreter._implicit_cvt(i) for i in count(*args, **kwargs)))
+
+    return patch_lang_core
+
+
+def _quiet(stock):
+    """Lanes that a mask discards may divide by zero or overflow, here as on a GPU."""
+
+    def call(self, *args, **kwargs):
+        with np.errstate(all="ignore"):
+            return stock(self, *args, **kwargs)
+
+    return call
+
+
+def install() -> None:
+    """Patch the interpreter of this process."""
+    B = InterpreterBuilder
+    for names, rounds in (((*_UNARY, *_BINARY, "fma", "clampf"), True), ((*_COMPARE, "dot"), False)):
+        for name in (f"create_{n}" for n in names):
+            setattr(B, name, _in_fp32(getattr(B, name), rounds=rounds))
+    B.cast_impl = _cast(B.cast_impl)
+    B.create_fp_to_fp = _fp_to_fp(B.create_fp_to_fp)
+    B.create_atomic_rmw = _atomic(B.create_atomic_rmw)
+    B.get_bf16 = lambda self, value: TensorHandle(to_bf16(np.array([value], dtype=np.float32)), tl.bfloat16)
+    interpreter._implicit_cvt = _argument(interpreter._implicit_cvt)
+    interpreter._patch_lang_core = _language(interpreter._patch_lang_core)
+    GridExecutor.__call__ = _quiet(GridExecutor.__call__)

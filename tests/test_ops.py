@@ -1,0 +1,282 @@
+"""Everything that every operator promises. New operators and cases are picked up by import; nothing to add here."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from liger_kernel.ops import OPS, _op
+from liger_kernel.testing import assert_as_accurate, assert_same_bits, backward, differentiable, forward, like, run, upstream
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def _params(keep) -> list:
+    return [pytest.param(o, c, id=f"{o.name}-{c.name}") for o in OPS.values() for c in o.cases if keep(c)]
+
+
+runnable = pytest.mark.parametrize("op, case", _params(lambda c: not c.error and (GPU or not c.gpu)))
+small = pytest.mark.parametrize("op, case", _params(lambda c: not c.error and not c.gpu))
+invalid = pytest.mark.parametrize("op, case", _params(lambda c: c.error))
+in_every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
+
+
+def ones(outs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What ``loss.backward()`` sends upstream."""
+    return {k: torch.ones_like(o) for k, o in outs.items() if o.requires_grad}
+
+
+def threes(outs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """One number for all elements, not 1, in memory once: stride 0, as from ``(3 * y).sum().backward()``."""
+    return {k: o.new_full((), 3.0).expand(o.shape) for k, o in outs.items() if o.requires_grad}
+
+
+def transposed(outs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Upstream gradients in column-major memory."""
+    return {k: column_major(g) for k, g in upstream(outs).items()}
+
+
+@functools.lru_cache(maxsize=8 if GPU else 512)
+def _expected(op_name: str, case_name: str, dtype: torch.dtype, grads) -> tuple[dict, dict]:
+    op = OPS[op_name]
+    args = next(c for c in op.cases if c.name == case_name).make(dtype, DEVICE)
+    return run(op.reference, like(args), grads), run(op.reference, like(args, torch.float64), grads)
+
+
+def expected(op, case, dtype, grads=upstream) -> tuple[dict, dict]:
+    """The reference's results in ``dtype`` and in fp64."""
+    return _expected(op.name, case.name, dtype, grads)
+
+
+class Launches(TorchDispatchMode):
+    """Records ``(launcher, args, kwargs, outputs)`` of every launcher that runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls: list[tuple] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func.namespace == "liger":
+            self.calls.append((func, args, kwargs or {}, out))
+        return out
+
+    def allocated(self) -> int:
+        """Elements that launchers returned."""
+        outs = itertools.chain.from_iterable(out if isinstance(out, (tuple, list)) else (out,) for *_, out in self.calls)
+        return sum(o.numel() for o in outs if isinstance(o, Tensor))
+
+
+@runnable
+@in_every_dtype
+def test_as_accurate_as_pytorch(op, case, dtype):
+    assert_as_accurate(run(op.fn, case.make(dtype, DEVICE)), *expected(op, case, dtype))
+
+
+@small
+@pytest.mark.parametrize("grads", [ones, threes], ids=["ones", "threes"])
+def test_any_upstream_gradient(op, case, grads):
+    assert_as_accurate(run(op.fn, case.make(torch.float32, DEVICE), grads), *expected(op, case, torch.float32, grads))
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+def test_kernels_run(op):
+    """Nothing below would notice if everything fell back to the reference."""
+    with Launches() as launches:
+        run(op.fn, op.cases[0].make(torch.bfloat16, DEVICE))
+    assert len(launches.calls) >= 2, f"{op.name}: forward and backward launched {[str(c[0]) for c in launches.calls]}"
+
+
+@small
+def test_compiles_whole(op, case):
+    torch._dynamo.reset()
+    compiled = torch.compile(op.fn, fullgraph=True, dynamic=True, backend="inductor" if GPU else "aot_eager")
+    assert_as_accurate(run(compiled, case.make(torch.float32, DEVICE)), *expected(op, case, torch.float32))
+
+
+def column_major(t: Tensor) -> Tensor:
+    return t.movedim(-1, 0).contiguous().movedim(0, -1) if t.ndim else t
+
+
+def row_padded(t: Tensor) -> Tensor:
+    """Rows further apart than they are long, NaN between them."""
+    wide = t.new_full((*t.shape[:-1], t.shape[-1] + 3), float("nan") if t.is_floating_point() else torch.iinfo(t.dtype).max)
+    return wide[..., : t.shape[-1]].copy_(t)
+
+
+def misaligned(t: Tensor) -> Tensor:
+    """Begins one element into its storage."""
+    return torch.cat([t.new_zeros(1), t.reshape(-1)])[1:].view(t.shape)
+
+
+def sequence_first(t: Tensor) -> Tensor:
+    """The first two dims exchanged in memory, as attention layouts do."""
+    return t.transpose(0, 1).contiguous().transpose(0, 1) if t.ndim > 1 else t
+
+
+@small
+@pytest.mark.parametrize("arrange", [column_major, row_padded, misaligned, sequence_first], ids=lambda f: f.__name__)
+def test_strides_do_not_matter(op, case, arrange):
+    args = case.make(torch.float32, DEVICE)
+    strided = {k: arrange(v.detach()).requires_grad_(v.requires_grad) if isinstance(v, Tensor) and v.ndim else v for k, v in args.items()}
+    assert_as_accurate(run(op.fn, strided), *expected(op, case, torch.float32))
+
+
+@small
+def test_upstream_strides_do_not_matter(op, case):
+    assert_as_accurate(run(op.fn, case.make(torch.float32, DEVICE), transposed), *expected(op, case, torch.float32))
+
+
+@runnable
+def test_same_bits_twice(op, case):
+    args = case.make(torch.bfloat16, DEVICE)
+    assert_same_bits(run(op.fn, like(args)), run(op.fn, like(args)))
+
+
+@pytest.fixture
+def poisoned_memory():
+    """Every uninitialised tensor is NaN, or the largest integer, wherever it is allocated."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.utils.deterministic.fill_uninitialized_memory and torch.empty(3, device=DEVICE).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+@small
+@pytest.mark.filterwarnings("ignore:.*does not have a deterministic implementation")
+def test_never_reads_uninitialised_memory(op, case, poisoned_memory):
+    assert_as_accurate(run(op.fn, case.make(torch.float32, DEVICE)), *expected(op, case, torch.float32))
+
+
+@small
+def test_empty_input(op, case):
+    """No rows: every tensor that shares the first tensor's leading dim without it."""
+    args = case.make(torch.float32, DEVICE)
+    rows = next(v.shape[0] for v in args.values() if isinstance(v, Tensor) and v.ndim)
+    empty = {k: v.detach()[:0].requires_grad_(v.requires_grad) if isinstance(v, Tensor) and v.ndim and v.shape[0] == rows else v for k, v in args.items()}
+    assert_as_accurate(run(op.fn, empty), run(op.reference, like(empty)), run(op.reference, like(empty, torch.float64)))
+
+
+@small
+def test_frozen_inputs_cost_nothing(op, case):
+    """Every subset of the inputs asks for gradients: only these get them, and what is not needed is not allocated."""
+    pytorch, truth = expected(op, case, torch.float32)
+    args = case.make(torch.float32, DEVICE)
+    names = list(differentiable(args))
+    with Launches() as full:
+        run(op.fn, like(args))
+    for needed in itertools.chain.from_iterable(itertools.combinations(names, n) for n in range(len(names))):
+        frozen = {k: v.detach().clone().requires_grad_(k in needed) if isinstance(v, Tensor) else v for k, v in args.items()}
+        with Launches() as launches:
+            ours = run(op.fn, frozen)
+        wanted = [k for k in truth if k.startswith("out") or k[1:] in needed]
+        assert_as_accurate(ours, {k: pytorch[k] for k in wanted}, {k: truth[k] for k in wanted})
+        if full.calls:
+            saved, unneeded = full.allocated() - launches.allocated(), sum(args[k].numel() for k in names if k not in needed and f"d{k}" in truth)
+            assert saved >= unneeded, f"gradients for {needed or 'nothing'}: launchers allocate {saved} elements less; the others have {unneeded}"
+
+
+@small
+def test_modifies_nothing(op, case):
+    args = case.make(torch.bfloat16, DEVICE)
+    before = {k: v.detach().clone() for k, v in args.items() if isinstance(v, Tensor)}
+    outs = forward(op.fn, args)
+    grads = upstream(outs)
+    grads_before, outs_before = like(grads), {k: o.detach().clone() for k, o in outs.items()}
+    versions = {k: v._version for k, v in (args | grads | outs).items() if isinstance(v, Tensor)}
+    backward(outs, args, grads)
+    now = args | grads | outs
+    for name, value in (before | grads_before | outs_before).items():
+        if name not in grads_before or name not in outs_before:
+            assert_same_bits({name: now[name].detach()}, {name: value})
+    assert {k: now[k]._version for k in versions} == versions
+
+
+@small
+def test_second_backward_equals_the_first(op, case):
+    args = case.make(torch.bfloat16, DEVICE)
+    outs = forward(op.fn, args)
+    grads = threes(outs)
+    first = {k: g.clone() for k, g in backward(outs, args, grads, retain_graph=True).items()}
+    assert_same_bits(backward(outs, args, grads, retain_graph=True), first)
+    assert_same_bits(backward(outs, args, grads), first)
+
+
+@invalid
+def test_says_what_is_wrong(op, case):
+    with pytest.raises(ValueError) as error:
+        op.fn(**case.make(torch.float32, DEVICE))
+    assert str(error.value) == case.error
+
+
+@functools.cache
+def recorded() -> dict[str, list[tuple]]:
+    """Calls of every launcher by name: all small cases, and those with one input frozen."""
+    calls: dict[str, dict] = {name: {} for name in _op._LAUNCHERS}
+    for param in _params(lambda c: not c.error and not c.gpu):
+        op, case = param.values
+        args = case.make(torch.float32, DEVICE)
+        for frozen in (None, *differentiable(args)):
+            some = {k: v.detach().clone().requires_grad_(v.requires_grad and k != frozen) if isinstance(v, Tensor) else v for k, v in args.items()}
+            with Launches() as launches:
+                run(op.fn, some)
+            for func, fargs, fkwargs, _ in launches.calls:
+                kind = tuple((a.ndim, a.dtype) if isinstance(a, Tensor) else a for a in fargs)
+                calls[func._schema.name.removeprefix("liger::")].setdefault(repr(kind), (func, fargs, fkwargs))
+    return {name: list(kinds.values()) for name, kinds in calls.items()}
+
+
+@pytest.mark.parametrize("name", _op._LAUNCHERS)
+def test_launcher_has_a_true_schema_and_fake(name):
+    calls = recorded()[name]
+    assert calls, f"no case reaches {name}"
+    for func, args, kwargs in calls:
+        torch.library.opcheck(func, args, kwargs, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+def test_runs_where_its_tensors_are(op):
+    case = op.cases[0]
+    with torch.cuda.device(0):
+        assert_as_accurate(
+            run(op.fn, case.make(torch.float32, "cuda:1")), *({k: v.to("cuda:1") for k, v in r.items()} for r in expected(op, case, torch.float32))
+        )
+
+
+WITHOUT_TRITON = """
+import importlib.abc, sys
+
+class NoTriton(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "triton":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, NoTriton())
+import torch
+from liger_kernel.ops import OPS, _op
+from liger_kernel.testing import assert_as_accurate, like, run
+
+assert not _op.HAS_TRITON and "triton" not in sys.modules
+for op in OPS.values():
+    args = op.cases[0].make(torch.float32, "cpu")
+    ours, pytorch, truth = run(op.fn, like(args)), run(op.reference, like(args)), run(op.reference, like(args, torch.float64))
+    assert_as_accurate(ours, pytorch, truth)
+    print(op.name)
+"""
+
+
+def test_works_without_triton(user_env):
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TRITON], env=user_env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == list(OPS)

@@ -45,15 +45,23 @@ def transposed(outs: dict[str, Tensor]) -> dict[str, Tensor]:
     return {k: column_major(g) for k, g in upstream(outs).items()}
 
 
+Draw = tuple[dict[str, Tensor], dict[str, Tensor]]
+
+
 @functools.lru_cache(maxsize=8 if GPU else 512)
-def _expected(op_name: str, case_name: str, dtype: torch.dtype, grads) -> tuple[dict, dict]:
+def _expected(op_name: str, case_name: str, dtype: torch.dtype, grads) -> tuple:
     op = OPS[op_name]
-    args = next(c for c in op.cases if c.name == case_name).make(dtype, DEVICE)
-    return run(op.reference, like(args), grads), run(op.reference, like(args, torch.float64), grads)
+    case = next(c for c in op.cases if c.name == case_name)
+
+    def draw(seed: int) -> Draw:
+        args = case.make(dtype, DEVICE, seed)
+        return run(op.reference, like(args), grads), run(op.reference, like(args, torch.float64), grads)
+
+    return *draw(0), *(draw(seed) for seed in range(1, 1 if case.gpu else 4))
 
 
-def expected(op, case, dtype, grads=upstream) -> tuple[dict, dict]:
-    """The reference's results in ``dtype`` and in fp64."""
+def expected(op, case, dtype, grads=upstream) -> tuple:
+    """The reference's results in ``dtype`` and in fp64, for the case's inputs; then pairs of these for other draws of its inputs."""
     return _expected(op.name, case.name, dtype, grads)
 
 
@@ -170,7 +178,7 @@ def test_empty_input(op, case):
 @small
 def test_frozen_inputs_cost_nothing(op, case):
     """Every subset of the inputs asks for gradients: only these get them, and what is not needed is not allocated."""
-    pytorch, truth = expected(op, case, torch.float32)
+    pytorch, truth, *others = expected(op, case, torch.float32)
     args = case.make(torch.float32, DEVICE)
     names = list(differentiable(args))
     with Launches() as full:
@@ -180,7 +188,7 @@ def test_frozen_inputs_cost_nothing(op, case):
         with Launches() as launches:
             ours = run(op.fn, frozen)
         wanted = [k for k in truth if k.startswith("out") or k[1:] in needed]
-        assert_as_accurate(ours, {k: pytorch[k] for k in wanted}, {k: truth[k] for k in wanted})
+        assert_as_accurate(ours, {k: pytorch[k] for k in wanted}, {k: truth[k] for k in wanted}, *others)
         if full.calls:
             saved, unneeded = full.allocated() - launches.allocated(), sum(args[k].numel() for k in names if k not in needed and f"d{k}" in truth)
             assert saved >= unneeded, f"gradients for {needed or 'nothing'}: launchers allocate {saved} elements less; the others have {unneeded}"
@@ -247,11 +255,10 @@ def test_launcher_has_a_true_schema_and_fake(name):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)
 def test_runs_where_its_tensors_are(op):
-    case = op.cases[0]
+    args = op.cases[0].make(torch.float32, "cuda:1")
+    pytorch, truth = run(op.reference, like(args)), run(op.reference, like(args, torch.float64))
     with torch.cuda.device(0):
-        assert_as_accurate(
-            run(op.fn, case.make(torch.float32, "cuda:1")), *({k: v.to("cuda:1") for k, v in r.items()} for r in expected(op, case, torch.float32))
-        )
+        assert_as_accurate(run(op.fn, args), pytorch, truth)
 
 
 WITHOUT_TRITON = """

@@ -6,13 +6,14 @@ The rule: for every output and gradient, against the reference in fp64,
 
 for the largest error (relative to the largest value) and for the RMS error (relative to the RMS value). The floor is what rounding alone may do:
 one fp32 epsilon, as fp32 is what kernels compute in; half an epsilon of the dtype for the largest error; and for the RMS an epsilon over
-``sqrt(numel)``, as the RMS error of a few numbers is a matter of luck. No test has a tolerance of its own.
+``sqrt(numel)``, as the RMS error of a few numbers is a matter of luck. PyTorch's error is the quadratic mean over the draws of the inputs that a test
+has, for the same reason. No test has a tolerance of its own.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -83,8 +84,17 @@ def floors(dtype: torch.dtype, numel: int) -> dict[str, float]:
     return {"max": fp32 + eps / 2, "rms": fp32 + eps / math.sqrt(max(numel, 1))}
 
 
-def assert_as_accurate(ours: Named, pytorch: Named, truth: Named) -> None:
-    """Assert the accuracy rule for every output and gradient; integers must be right, and non-finite values where PyTorch has them."""
+def typical_errors(name: str, draws: Sequence[tuple[Named, Named]]) -> dict[str, float]:
+    """Quadratic mean over ``draws``, pairs of results and truth, of the errors of ``name``."""
+    each = [errors(value[name], truth[name]) for value, truth in draws]
+    return {kind: math.sqrt(sum(e[kind] ** 2 for e in each) / len(each)) for kind in each[0]}
+
+
+def assert_as_accurate(ours: Named, pytorch: Named, truth: Named, *other_draws: tuple[Named, Named]) -> None:
+    """Assert the accuracy rule for every output and gradient; integers must be right, and non-finite values where PyTorch has them.
+
+    ``other_draws``: PyTorch's and the true results for other inputs of the same distribution.
+    """
     assert ours.keys() == pytorch.keys() == truth.keys(), f"outputs and gradients {[*ours]}, PyTorch {[*pytorch]}, truth {[*truth]}"
     for name, t in truth.items():
         o, p = ours[name], pytorch[name]
@@ -94,7 +104,7 @@ def assert_as_accurate(ours: Named, pytorch: Named, truth: Named) -> None:
             assert not wrong.any(), f"{name}: {int(wrong.sum())} of {wrong.numel()} wrong: {o[wrong][:4]} instead of {t[wrong][:4]}"
             continue
         assert o.isfinite().equal(p.isfinite()) or o.isfinite().equal(t.isfinite()), f"{name}: not finite where PyTorch is, or the reverse"
-        theirs, floor = errors(p, t), floors(o.dtype, o.numel())
+        theirs, floor = typical_errors(name, [(pytorch, truth), *other_draws]), floors(o.dtype, o.numel())
         for kind, e in errors(o, t).items():
             assert e <= 2 * theirs[kind] + floor[kind], f"{name}: {kind} error {e:.2e}; PyTorch makes {theirs[kind]:.2e}, rounding {floor[kind]:.1e}"
 

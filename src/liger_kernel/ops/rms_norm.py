@@ -141,7 +141,7 @@ class LigerRMSNormFunction(torch.autograd.Function):
         Case("qk-norm", dict(x=T((2, 9, 4, 32)), w=T((32,)))),
         Case("no-weight", dict(x=T((5, 3, 64)), w=None)),
         Case("odd", dict(x=T((5, 123)), w=T((123,)))),
-        Case("one-column", dict(x=T((5, 1)), w=T((1,)))),
+        Case("one-column", dict(x=T((5, 1)), w=T((1,)), eps=0.5)),  # a small eps cancels to rounding error
         Case("fp32-weight", dict(x=T((5, 64)), w=T((64,), dtype=torch.float32))),
         Case("llama3-8b", dict(x=T((8192, 4096)), w=T((4096,))), gpu=True),
         Case("qwen3-qk", dict(x=T((4, 2048, 32, 128)), w=T((128,))), gpu=True),

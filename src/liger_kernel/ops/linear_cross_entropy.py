@@ -69,13 +69,13 @@ def _chunks(
     out: Rows | None, norm: Tensor | None, g: Tensor | None, lse: Tensor | None,
     need: tuple[bool, bool, bool], accum_dtype: torch.dtype | None, chunk_rows: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The loop. Per-row results into ``out``; returns dx, dw and dbias, empty where not ``need``ed."""
+    """The loop. Per-row results into ``out``; returns dx, dw and (in fp32) dbias, empty where not ``need``ed."""
     (M, H), V = x.shape, w.shape[0]
     need_dx, need_dw, need_db = need
     dx, dw = x.new_empty((M, H) if need_dx else 0), w.new_empty((V, H) if need_dw else 0)
     db = x.new_zeros(V if need_db else 0, dtype=acc(x.dtype))
     if tracing(x):
-        return dx, dw, db.to(x.dtype)
+        return dx, dw, db
     step = chunk_rows or auto_chunk_rows(M, V, x.itemsize, x.is_cuda)
     if accum_dtype is None:
         accum_dtype = w.dtype if cdiv(M, step) <= MAX_ROUNDED_CHUNKS else acc(w.dtype)
@@ -94,7 +94,7 @@ def _chunks(
             _add_mm(total, z.t(), x[rows], first=start == 0)
         if need_db:
             db += z.sum(0, dtype=db.dtype)
-    return dx, dw if total is dw else dw.copy_(total), db.to(x.dtype)
+    return dx, dw if total is dw else dw.copy_(total), db
 
 
 _IN = f"Tensor x, Tensor w, Tensor target, Tensor? bias, Tensor? class_weight, {LOSS_SCHEMA}, ScalarType? accum_dtype, int? chunk_rows, bool need_dx, bool need_dw, bool need_db"  # noqa: E501
@@ -127,7 +127,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
     def forward(ctx, x, w, target, bias, class_weight, need_dx, need_dw, need_db, accum_dtype, chunk_rows, *numbers):
         x, need = rows_of(x), (need_dx, need_dw, need_db)
         ctx.need, ctx.numbers = need, (*numbers, accum_dtype, chunk_rows)
-        ctx.recompute, ctx.divide = Loss(*numbers).reduction == "none", x.dtype == torch.float16
+        ctx.dtype, ctx.recompute = x.dtype, Loss(*numbers).reduction == "none"
         now = (False, False, False) if ctx.recompute else need
         loss, z_loss, predicted, lse, norm, dx, dw, db = linear_cross_entropy_fwd(x, w, target, bias, class_weight, *ctx.numbers, *now)
         if ctx.recompute:
@@ -144,9 +144,9 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             grads = linear_cross_entropy_bwd(g.contiguous(), *ctx.saved_tensors, *ctx.numbers, *ctx.need)
         else:
             *grads, norm = ctx.saved_tensors
-            grads = scaled(tuple(grads), g / norm if ctx.divide and norm is not None else g)
+            grads = scaled(tuple(grads), g / norm if ctx.dtype == torch.float16 and norm is not None else g)
         dx, dw, db = (grad if need else None for grad, need in zip(grads, ctx.need))
-        return dx, dw, None, db, None, *(None,) * (3 + len(ctx.numbers))
+        return dx, dw, None, None if db is None else db.to(ctx.dtype), None, *(None,) * (3 + len(ctx.numbers))
 
 
 @op(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,9 +27,32 @@ class Tile:
     stages: int = 1
 
 
+_target: tuple[str, int] | None = None  # architecture and processors, where these are not the current device's
+
+
+@contextlib.contextmanager
+def target(arch_name: str, n_processors: int) -> Iterator[None]:
+    """Choose configurations for another device than the current one, to compile for it."""
+    global _target
+    before, _target = _target, (arch_name, n_processors)
+    _forget()
+    try:
+        yield
+    finally:
+        _target = before
+        _forget()
+
+
+def _forget() -> None:
+    for cached in (arch, processors, tile):
+        cached.cache_clear()
+
+
 @functools.cache
 def arch() -> str:
     """``sm90``, ``gfx942`` ... of the current device, ``cpu`` without one."""
+    if _target:
+        return _target[0]
     if not torch.cuda.is_available():
         return "cpu"
     p = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -43,6 +68,8 @@ def _table(arch_name: str) -> dict:
 @functools.cache
 def processors() -> int:
     """Streaming multiprocessors of the current device."""
+    if _target:
+        return _target[1]
     return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count if torch.cuda.is_available() else 4
 
 

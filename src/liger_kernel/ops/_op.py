@@ -9,7 +9,7 @@ import contextlib
 import contextvars
 import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -40,7 +40,10 @@ class T:
     dtype: torch.dtype | None = None  # None: the dtype under test
 
     def make(self, dtype: torch.dtype, device: str) -> Tensor:
-        t = self.draw(*self.shape, dtype=torch.float64).to(device=device, dtype=self.dtype or dtype)
+        if device == "meta":
+            t = torch.empty(self.shape, device=device, dtype=self.dtype or dtype)
+        else:
+            t = self.draw(*self.shape, dtype=torch.float64).to(device=device, dtype=self.dtype or dtype)
         return t.requires_grad_(self.grad and t.is_floating_point())
 
 
@@ -98,7 +101,7 @@ def launcher(schema: str) -> Callable[[F], F]:
         _LIB.impl(fn.__name__, fn, "CompositeExplicitAutograd")
 
         def fake(*args, **kwargs):
-            token = _tracing.set(True)
+            token = _tracing.set(_intercept is None)
             try:
                 return fn(*args, **kwargs)
             finally:
@@ -113,7 +116,27 @@ def launcher(schema: str) -> Callable[[F], F]:
 
 def tracing(x: Tensor) -> bool:
     """Whether only shapes are asked for: inside a fake kernel, or on the meta device."""
-    return _tracing.get() or x.is_meta
+    return _tracing.get() or (x.is_meta and _intercept is None)
+
+
+Run = Callable[[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]], None]
+_intercept: Run | None = None
+
+
+@contextlib.contextmanager
+def intercept_launches(run: Run) -> Iterator[None]:
+    """Hand every launch to ``run(kernel, grid, args, meta)`` instead: how kernels are compiled for a device that is not there.
+
+    Operators then use kernels for tensors on the meta device, too, and launchers run as if these were real.
+    """
+    global _intercept
+    _intercept = run
+    _KERNEL_DEVICES.add("meta")
+    try:
+        yield
+    finally:
+        _intercept = None
+        _KERNEL_DEVICES.discard("meta")
 
 
 _ON_DEVICE = contextlib.nullcontext()
@@ -123,6 +146,8 @@ def launch(kernel, grid: tuple[int, ...], x: Tensor, *args, **meta) -> None:
     """Run ``kernel`` on the device of its first tensor ``x``, whatever the current device is."""
     if tracing(x):
         return
+    if _intercept is not None:
+        return _intercept(kernel, grid, (x, *args), meta)
     elsewhere = x.is_cuda and x.get_device() != torch.cuda.current_device()
     with torch.cuda.device(x.device) if elsewhere else _ON_DEVICE:
         kernel[grid](x, *args, **meta)

@@ -207,7 +207,8 @@ def linear_cross_entropy(
         raise ValueError(f"linear_cross_entropy: chunk_rows must be positive, got {chunk_rows}")
     check("linear_cross_entropy", (x.shape[0], w.shape[0]), target, class_weight, reduction)
     device = x.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.promote_types(x.dtype, w.dtype)
+    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    dtype = torch.get_autocast_dtype(device) if autocast else torch.promote_types(x.dtype, w.dtype)
     x, w, bias = x.to(dtype), w.to(dtype), bias if bias is None else bias.to(dtype)
     need = (t is not None and t.requires_grad and torch.is_grad_enabled() for t in (x, w, bias))
     numbers = (ignore_index, reduction, label_smoothing, z_loss, logit_scale, softcap, token_scaling, stats)

@@ -1,0 +1,61 @@
+# make demo | test | lint set up .venv with the machine's python3 first. Variables:
+#   PYTHON=python3.12     the interpreter that .venv is made of
+#   PY=python3            use this interpreter as it is: no .venv, nothing is installed
+#   VENV_ARGS=--system-site-packages   let .venv see the machine's packages (with CONSTRAINTS= it keeps their versions)
+#   TORCH_INDEX=URL       a package index that has PyTorch for your hardware, such as the CPU one that pytorch.org names under "Get started"
+#   ARGS="-k rope -x"     further arguments of pytest or of the demo;  JOBS=1  pytest processes
+
+PYTHON ?= python3
+VENV ?= .venv
+VENV_ARGS ?=
+TORCH_INDEX ?=
+CONSTRAINTS ?= constraints.txt
+JOBS ?= 2
+ARGS ?=
+
+ifndef PY
+PY := $(VENV)/bin/python
+READY := $(VENV)/.ready
+endif
+
+.PHONY: help setup demo test lint format hooks clean
+help:
+	@echo "make demo    train a small Llama twice, stock and with our kernels, and compare (runs/demo)"
+	@echo "make test    the whole test suite"
+	@echo "make lint    ruff and mypy;  make format  lets ruff repair what it can;  make hooks  installs the pre-commit hooks"
+	@echo "make setup   only .venv;  make clean  removes .venv and caches"
+	@sed -n 's/^#   /  /p' Makefile
+
+setup: $(READY)
+
+demo: $(READY)
+	PYTHONPATH=src $(PY) -m liger_kernel.cli demo $(ARGS)
+
+# One thread per process: the processes share the cores already, and small tensors gain nothing from more.
+test: $(READY)
+	@workers=; if [ $(JOBS) -gt 1 ] && $(PY) -c 'import xdist' 2>/dev/null; then workers='-n $(JOBS)'; fi; \
+	set -x; OMP_NUM_THREADS=1 PYTHONPATH=src $(PY) -m pytest $$workers $(ARGS)
+
+lint: $(READY)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+format: $(READY)
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+hooks: $(READY)
+	$(PY) -m pre_commit install
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "Python 3.10 or newer is needed, $(PYTHON) is not: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV_ARGS) $(VENV) || { echo "$(PYTHON) cannot make a virtual environment (Debian and Ubuntu: apt install python3-venv); or use an interpreter that has the packages: make PY=python3" >&2; exit 1; }
+	@if [ "$$(uname)" = Linux ] && [ -z "$(TORCH_INDEX)" ] && ! nvidia-smi >/dev/null 2>&1; then \
+		echo "No NVIDIA GPU here. If pip now fetches nvidia-* packages (several GB, needless), stop it and give TORCH_INDEX (see the Makefile)."; fi
+	$(VENV)/bin/python -m pip install -q $(addprefix -c ,$(CONSTRAINTS)) setuptools
+	$(VENV)/bin/python -m pip install -q $(addprefix -c ,$(CONSTRAINTS)) $(addprefix --extra-index-url ,$(TORCH_INDEX)) --no-build-isolation -e '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache

@@ -1,0 +1,66 @@
+"""What is installed, which GPU there is, and whether kernels or references serve: the first thing a bug report needs."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+PACKAGES = ("torch", "triton", "transformers", "tokenizers", "datasets", "accelerate", "peft", "trl", "deepspeed", "lightning")
+
+
+def environment() -> dict[str, str]:
+    """Label -> value, in the order in which people read it."""
+    import liger_kernel
+
+    found = {
+        "liger-kernel": f"{liger_kernel.__version__} in {Path(liger_kernel.__file__).parent}",
+        "Python": platform.python_version(),
+        "platform": platform.platform(),
+    }
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    if importlib.util.find_spec("torch") is None:
+        return {**found, "operators": "none: PyTorch is not installed"}
+    import torch
+
+    found["CUDA of PyTorch"] = torch.version.cuda or "none"
+    found["HIP of PyTorch"] = torch.version.hip or "none"
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    found["GPU"] = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)) or "none"
+    found["driver"] = _driver()
+    found["operators"] = _serving(bool(names))
+    return found
+
+
+def _driver() -> str:
+    if not shutil.which("nvidia-smi"):
+        return "unknown"
+    query = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True, check=False)
+    return query.stdout.split("\n")[0].strip() if query.returncode == 0 and query.stdout.strip() else "unknown"
+
+
+def _serving(gpu: bool) -> str:
+    if importlib.util.find_spec("triton") is None:
+        return "PyTorch references: Triton is not installed"
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return "Triton kernels, interpreted on the CPU (TRITON_INTERPRET=1)"
+    return "Triton kernels on the GPU, PyTorch references on the CPU" if gpu else "PyTorch references: no GPU"
+
+
+def print_env_report() -> None:
+    found = environment()
+    width = max(map(len, found))
+    for label, value in found.items():
+        print(f"{label:<{width}}  {value}")
+
+
+if __name__ == "__main__":
+    print_env_report()

@@ -1,0 +1,210 @@
+"""What a training run is: one dataclass. Flags, ``--help``, config files and their checks are derived from its fields."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import shutil
+import types
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PRECISIONS = ("auto", "fp32", "bf16-mixed", "bf16")
+SCHEDULES = ("cosine", "linear", "constant")
+
+
+class UserError(ValueError):
+    """A mistake in what the user asked for: shown as one line, without a traceback."""
+
+
+def _field(default: Any, group: str, help: str, choices: tuple[str, ...] | None = None) -> Any:
+    return dataclasses.field(default=default, metadata={"group": group, "help": help, "choices": choices})
+
+
+@dataclass
+class TrainConfig:
+    """A training run on one device. A field is a flag of ``liger train``: ``batch`` is ``--batch``, ``grad_clip`` is ``--grad-clip``."""
+
+    model: str | None = _field(None, "model", "checkpoint folder or Hugging Face id; without it, a small Llama of the sizes below from random weights")
+    hidden: int = _field(256, "model", "hidden size")
+    intermediate: int | None = _field(None, "model", "inner size of the MLP (default: 8/3 of hidden, in steps of 64)")
+    layers: int = _field(4, "model", "number of layers")
+    heads: int = _field(4, "model", "attention heads")
+    kv_heads: int | None = _field(None, "model", "key and value heads (default: half of heads)")
+    vocab: int = _field(16384, "model", "size of the BPE vocabulary trained on the data where no tokenizer is given")
+    attention: str = _field("sdpa", "model", "attention implementation of transformers: sdpa, eager, flash_attention_2 ...")
+
+    data: str = _field("stdlib", "data", "'stdlib' (the Python library's own sources), a .jsonl or .parquet file, or a Hugging Face dataset id")
+    split: str = _field("train", "data", "split of a Hugging Face dataset")
+    limit: int | None = _field(None, "data", "read at most this many texts")
+    tokenizer: str | None = _field(None, "data", "tokenizer folder or id (default: the model's; with neither, a BPE trained on the data)")
+    length: int = _field(512, "data", "tokens per row: plain text is packed into rows of this length, conversations are cut to it")
+    eval_fraction: float = _field(0.02, "data", "part of the rows kept for evaluation; 0 keeps none")
+
+    steps: int = _field(100, "optimisation", "optimizer steps")
+    batch: int = _field(8, "optimisation", "rows per forward pass")
+    accumulate: int = _field(1, "optimisation", "forward passes per step; each token weighs the same whichever pass it is in")
+    lr: float | None = _field(None, "optimisation", "peak learning rate of AdamW (default: 1e-3 from random weights, 2e-5 with a model)")
+    weight_decay: float = _field(0.1, "optimisation", "weight decay of matrices; vectors have none")
+    beta2: float = _field(0.95, "optimisation", "AdamW's decay of the squared gradient")
+    grad_clip: float = _field(1.0, "optimisation", "largest gradient norm; 0 does not clip")
+    schedule: str = _field("cosine", "optimisation", "learning rate after warm-up", SCHEDULES)
+    warmup: int = _field(10, "optimisation", "steps of linear warm-up")
+    min_lr: float = _field(0.1, "optimisation", "last learning rate as a part of the peak")
+
+    kernels: str = _field("on", "kernels", "off trains the model as Hugging Face ships it", ("on", "off"))
+    rope: bool | None = _field(None, "kernels", "rotary embedding (default, as for the next ones: what the model family supports)")
+    rms_norm: bool | None = _field(None, "kernels", "RMSNorm")
+    swiglu: bool | None = _field(None, "kernels", "gated MLP with SiLU")
+    geglu: bool | None = _field(None, "kernels", "gated MLP with GELU")
+    cross_entropy: bool | None = _field(None, "kernels", "cross entropy over the logits, not fused with the head")
+    fused_linear_cross_entropy: bool | None = _field(None, "kernels", "output head and cross entropy in one: the logits are never stored")
+
+    out: str = _field("runs/train", "run", "folder for metrics.json and config.json")
+    cache: str | None = _field(None, "run", "folder for tokenised data (default: cache in the folder of the run)")
+    save: str | None = _field(None, "run", "folder for the trained model (safetensors) and its tokenizer, as from_pretrained reads them")
+    device: str = _field("auto", "run", "cpu, cuda, cuda:1 ...; auto takes the GPU if there is one")
+    precision: str = _field("auto", "run", "bf16-mixed keeps fp32 weights, bf16 everything in bf16; auto: bf16-mixed on a GPU, fp32 on a CPU", PRECISIONS)
+    seed: int = _field(0, "run", "seed of the weights and of the order of the data")
+    deterministic: bool = _field(False, "run", "only deterministic PyTorch algorithms: the same bits in every run")
+    log_every: int = _field(10, "run", "steps between log lines; between them the GPU is never waited for")
+    eval_every: int = _field(0, "run", "steps between evaluations; 0 evaluates once, at the end")
+
+    def __post_init__(self) -> None:
+        for name in ("hidden", "layers", "heads", "vocab", "length", "steps", "batch", "accumulate", "log_every"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("warmup", "eval_every", "grad_clip", "weight_decay"):
+            if getattr(self, name) < 0:
+                raise UserError(f"{name} must not be negative, got {getattr(self, name)}")
+        for field in dataclasses.fields(self):
+            choices = field.metadata["choices"]
+            if choices and getattr(self, field.name) not in choices:
+                raise UserError(f"{field.name} must be one of {', '.join(choices)}; got {getattr(self, field.name)!r}")
+        if not 0 <= self.eval_fraction < 1:
+            raise UserError(f"eval_fraction must be in [0, 1), got {self.eval_fraction}")
+        if self.cross_entropy and self.fused_linear_cross_entropy:
+            raise UserError("cross_entropy and fused_linear_cross_entropy exclude each other")
+
+    @property
+    def peak_lr(self) -> float:
+        return self.lr if self.lr is not None else 2e-5 if self.model else 1e-3
+
+    @property
+    def kernel_flags(self) -> dict[str, bool]:
+        """The kernels asked for or refused by name; the model family decides on the others."""
+        names = [field.name for field in dataclasses.fields(self) if field.metadata["group"] == "kernels" and field.name != "kernels"]
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+    def save_to(self, path: str | Path) -> None:
+        """Write YAML (``.yaml``, ``.yml``) or JSON (anything else)."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        values = dataclasses.asdict(self)
+        path.write_text(_yaml().safe_dump(values, sort_keys=False) if _is_yaml(path) else json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> TrainConfig:
+        """Read what ``save_to`` wrote, or any subset of it."""
+        return cls(**read_values(path))
+
+
+def read_values(path: str | Path) -> dict[str, Any]:
+    """The names and values in a config file. ``UserError`` on unknown names and wrong types."""
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+        values = _yaml().safe_load(text) if _is_yaml(path) else json.loads(text)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    except UserError:
+        raise
+    except Exception as error:  # the two parsers share no exception class
+        raise UserError(f"{path} is not valid {'YAML' if _is_yaml(path) else 'JSON'}: {' '.join(str(error).split())}") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{path} must hold names and values, got a {type(values).__name__}")
+    kinds = _kinds(TrainConfig)
+    for name, value in values.items():
+        if name not in kinds:
+            raise UserError(f"{path}: unknown name {name!r}")
+        kind, optional = kinds[name]
+        if kind is float and isinstance(value, int | str) and not isinstance(value, bool):
+            with contextlib.suppress(ValueError):  # YAML reads 1e-3 as a string
+                value = values[name] = float(value)
+        if not (type(value) is kind or (value is None and optional)):
+            raise UserError(f"{path}: {name} must be of type {kind.__name__}, got {value!r}")
+    return values
+
+
+def _is_yaml(path: Path) -> bool:
+    return path.suffix in (".yaml", ".yml")
+
+
+def _yaml() -> Any:
+    try:
+        import yaml
+    except ImportError as error:
+        raise UserError("YAML configs need pyyaml (pip install pyyaml), or use JSON") from error
+    return yaml
+
+
+def _kinds(cls: type) -> dict[str, tuple[type, bool]]:
+    """Field name -> (type, whether None is allowed)."""
+    kinds = {}
+    for name, hint in typing.get_type_hints(cls).items():
+        options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+        kinds[name] = (next(kind for kind in options if kind is not types.NoneType), types.NoneType in options)
+    return kinds
+
+
+_METAVAR = {int: "N", float: "X", str: "NAME"}
+
+
+def _add_flags(parser: argparse.ArgumentParser, defaults: TrainConfig, fixed: tuple[str, ...]) -> None:
+    """One flag per field, by group. A flag that is not given leaves no trace, so that config files and defaults show through."""
+    kinds, groups = _kinds(TrainConfig), {}
+    for field in dataclasses.fields(TrainConfig):
+        if field.name in fixed:
+            continue
+        name, kind, choices = field.metadata["group"], kinds[field.name][0], field.metadata["choices"]
+        if name not in groups:
+            groups[name] = parser.add_argument_group(name)
+        options = {"help": _help(field, getattr(defaults, field.name)), "default": argparse.SUPPRESS, "dest": field.name}
+        if kind is bool:
+            options["action"] = argparse.BooleanOptionalAction
+        else:
+            options |= {"type": kind, "choices": choices, "metavar": None if choices else _METAVAR[kind]}
+        groups[name].add_argument("--" + field.name.replace("_", "-"), **options)
+
+
+def _help(field: dataclasses.Field, default: Any) -> str:
+    text = field.metadata["help"].replace("%", "%%")
+    if default is None or isinstance(default, bool):
+        return text
+    return f"{text} (default: {default:g})" if isinstance(default, float) else f"{text} (default: {default})"
+
+
+def from_flags(
+    argv: list[str],
+    prog: str = "liger train",
+    description: str = "Train or fine-tune a causal language model.",
+    defaults: TrainConfig | None = None,
+    fixed: tuple[str, ...] = (),
+) -> TrainConfig:
+    """The config that a command line asks for: flags win over ``--config FILE``, which wins over the defaults. ``fixed`` names have no flag."""
+    defaults = defaults or TrainConfig()
+    parser = argparse.ArgumentParser(prog=prog, usage="%(prog)s [--config FILE] [--name value ...]", description=description, formatter_class=_Formatter)
+    parser.add_argument("--config", metavar="FILE", help="YAML or JSON file with any of the names below; flags win over it")
+    _add_flags(parser, defaults, fixed)
+    flags = vars(parser.parse_args(argv))
+    path = flags.pop("config")
+    return TrainConfig(**{**dataclasses.asdict(defaults), **(read_values(path) if path else {}), **flags})
+
+
+class _Formatter(argparse.HelpFormatter):
+    def __init__(self, prog: str):
+        super().__init__(prog, max_help_position=34, width=min(130, shutil.get_terminal_size().columns))

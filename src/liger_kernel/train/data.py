@@ -1,0 +1,320 @@
+"""From a name to batches: texts or conversations are read, tokenised, packed into rows and drawn in an order fixed by the seed.
+
+Three kinds of record are understood, recognised by the keys of the first one:
+  {"text": ...}                            plain text; every token is learnt, documents are joined and cut into rows of equal length
+  {"instruction", "output", ["input"]}     Alpaca; a conversation of one question and one answer
+  {"messages": [{"role", "content"}...]}   a conversation; one row each, only the assistant's turns carry labels
+
+Labels are -100 where nothing is learnt; the model shifts them by one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from liger_kernel.train.config import TrainConfig, UserError
+
+IGNORE = -100
+END = "<|endoftext|>"
+# For tokenizers without a chat template. It is saved with the model, so that a chat uses what was trained.
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ '' if loop.first else '\n\n' }}### {{ m.role | capitalize }}:\n{{ m.content }}"
+    "{{ eos_token if m.role == 'assistant' else '' }}{% endfor %}{% if add_generation_prompt %}\n\n### Assistant:\n{% endif %}"
+)
+# Parts of the standard library that are not prose or code written by people for people.
+NOT_TEXT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "ensurepip", "turtledemo", "encodings", "__pycache__"}
+
+
+# -- records -------------------------------------------------------------------------------
+
+
+def standard_library() -> list[str]:
+    """The sources of this Python's standard library, docstrings and reference topics included: a real text that every machine has."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    paths = [path for path in sorted(root.rglob("*.py")) if not NOT_TEXT & set(path.relative_to(root).parts)]
+    texts = [path.read_bytes().decode("utf-8", errors="ignore") for path in paths]
+    if sum(map(len, texts)) < 1_000_000:
+        raise UserError(f"this Python has no sources of its standard library in {root}: give --data a file")
+    return texts
+
+
+def read(config: TrainConfig) -> list[dict[str, Any]]:
+    """The records that ``config.data`` names, at most ``config.limit``."""
+    name, path = config.data, Path(config.data)
+    if name == "stdlib":
+        records: Iterable[dict[str, Any]] = ({"text": text} for text in standard_library())
+    elif path.suffix in (".jsonl", ".parquet"):
+        if not path.is_file():
+            raise UserError(f"no such file: {path}")
+        records = _jsonl(path) if path.suffix == ".jsonl" else _parquet(path)
+    elif path.exists():
+        raise UserError(f"data must be a .jsonl or .parquet file, got {path}")
+    else:
+        records = _hub(name, config.split)
+    records = list(islice(records, config.limit))
+    if not records:
+        raise UserError(f"{name} holds no records")
+    return records
+
+
+def _jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise UserError(f"{path}:{number}: not valid JSON: {error}") from error
+            if not isinstance(record, dict):
+                raise UserError(f"{path}:{number}: a record must be an object, got {type(record).__name__}")
+            yield record
+
+
+def _parquet(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        import pyarrow.parquet as parquet
+    except ImportError as error:
+        raise UserError("Parquet files need pyarrow: pip install 'liger-kernel[train]'") from error
+    try:
+        for batch in parquet.ParquetFile(path).iter_batches():
+            yield from batch.to_pylist()
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: {error}") from error
+
+
+def _hub(name: str, split: str) -> Iterable[dict[str, Any]]:
+    try:
+        import datasets
+    except ImportError as error:
+        raise UserError(f"{name!r} is no file, and Hugging Face datasets need: pip install 'liger-kernel[datasets]'") from error
+    try:
+        return datasets.load_dataset(name, split=split)
+    except Exception as error:  # whatever the network, the hub or the format of the dataset raise
+        raise UserError(f"cannot load the dataset {name!r}: {' '.join(str(error).split())[:300]}") from error
+
+
+def conversation(record: dict[str, Any]) -> list[dict[str, str]] | None:
+    """The turns of a chat or Alpaca record; None for plain text."""
+    if "messages" in record:
+        return record["messages"]
+    if "instruction" in record and "output" in record:
+        question = "\n\n".join(part for part in (record["instruction"], record.get("input")) if part)
+        return [{"role": "user", "content": question}, {"role": "assistant", "content": record["output"]}]
+    return None
+
+
+# -- rows ----------------------------------------------------------------------------------
+
+
+class Rows:
+    """Rows of tokens and labels, end to end in two int32 tensors; row i lies between ``bounds[i]`` and ``bounds[i + 1]``."""
+
+    def __init__(self, ids: Tensor, labels: Tensor, bounds: Tensor):
+        self.ids, self.labels, self.bounds = ids, labels, bounds
+
+    @classmethod
+    def of(cls, rows: list[tuple[list[int], list[int]]]) -> Rows:
+        bounds = torch.tensor([0, *(len(ids) for ids, _ in rows)]).cumsum(0)
+        ids, labels = (torch.tensor([token for row in rows for token in row[part]], dtype=torch.int32) for part in (0, 1))
+        return cls(ids, labels, bounds)
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    def batch(self, picks: list[int], pad: int) -> dict[str, Tensor]:
+        """Right-padded (B, T) int64 tensors; an attention mask only where something is padded."""
+        spans = [slice(int(self.bounds[i]), int(self.bounds[i + 1])) for i in picks]
+        padded = lambda flat, value: pad_sequence([flat[span].long() for span in spans], batch_first=True, padding_value=value)
+        batch = {"input_ids": padded(self.ids, pad), "labels": padded(self.labels, IGNORE)}
+        lengths = torch.tensor([span.stop - span.start for span in spans])
+        if (lengths < lengths.max()).any():
+            batch["attention_mask"] = (torch.arange(int(lengths.max())) < lengths[:, None]).long()
+        return batch
+
+
+def learnt_tokens(batch: dict[str, Tensor]) -> int:
+    """How many tokens carry a loss: the first of a row is predicted by nothing."""
+    return int((batch["labels"][:, 1:] != IGNORE).sum())
+
+
+def packed(texts: list[str], tokenizer: Any, length: int) -> Rows:
+    """Texts between their begin and end tokens, joined and cut into rows of ``length``; what does not fill the last row is dropped."""
+    begin = [tokenizer.bos_token_id] if tokenizer.bos_token_id not in (None, tokenizer.eos_token_id) else []
+    end = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
+    tokens: list[int] = []
+    for start in range(0, len(texts), 1000):
+        for ids in tokenizer(texts[start : start + 1000], add_special_tokens=False, return_attention_mask=False)["input_ids"]:
+            tokens += begin + ids + end
+    count = len(tokens) // length
+    ids = torch.tensor(tokens[: count * length], dtype=torch.int32)
+    return Rows(ids, ids, torch.arange(count + 1) * length)
+
+
+def conversation_row(messages: list[dict[str, str]], tokenizer: Any, length: int) -> tuple[list[int], list[int]]:
+    """A conversation in the tokenizer's own format, labels on the assistant's turns alone, cut to ``length``.
+
+    A turn is located by rendering the conversation up to it and through it. Where a template rewrites earlier turns (some drop the reasoning of
+    all but the last), these are context: they carry no labels.
+    """
+    render = lambda turns, prompt=False: tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=prompt)
+    text = render(messages)
+    spans = []
+    for i, message in enumerate(messages):
+        if message["role"] == "assistant":
+            before, through = render(messages[:i], True), render(messages[: i + 1])
+            if text.startswith(through) and through.startswith(before):
+                spans.append((len(before), len(through)))
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    # Some tokenizers trim the white space off a token's range: what counts is that it ends inside a turn and does not begin before it.
+    learnt = [any(start <= begin and start < end <= stop for start, stop in spans) for begin, end in encoded["offset_mapping"]]
+    ids = encoded["input_ids"][:length]
+    return ids, [token if keep else IGNORE for token, keep in zip(ids, learnt)]
+
+
+def tokenise(records: list[dict[str, Any]], tokenizer: Any, length: int) -> Rows:
+    """Rows of at most ``length`` tokens. ``UserError`` names the record it cannot read."""
+    if conversation(records[0]) is None:
+        rows = packed(_texts(records), tokenizer, length)
+        if not len(rows):
+            raise UserError(f"the data is shorter than one row of {length} tokens: lower the length")
+        return rows
+    if not tokenizer.is_fast:
+        raise UserError("conversations need a fast tokenizer: a slow one does not say which characters a token covers")
+    pairs = []
+    for number, record in enumerate(records, 1):
+        try:
+            pairs.append(conversation_row(conversation(record) or [], tokenizer, length))
+        except Exception as error:  # chat templates raise what they like
+            raise UserError(f"record {number} is no conversation that the chat template accepts: {' '.join(str(error).split())[:200]}") from error
+    pairs = [(ids, labels) for ids, labels in pairs if any(label != IGNORE for label in labels[1:])]
+    if not pairs:
+        raise UserError(f"no conversation has an answer within its first {length} tokens: raise the length")
+    return Rows.of(pairs)
+
+
+def _texts(records: list[dict[str, Any]]) -> list[str]:
+    """All the text in the records, to pack or to train a tokenizer on."""
+    if conversation(records[0]) is not None:
+        return [turn["content"] for record in records for turn in conversation(record) or []]
+    if "text" not in records[0]:
+        raise UserError(f"a record must have 'text', 'messages', or 'instruction' and 'output'; the first one has {sorted(records[0])}")
+    for number, record in enumerate(records, 1):
+        if not isinstance(record.get("text"), str):
+            raise UserError(f"record {number} has no text, unlike the first one")
+    return [record["text"] for record in records]
+
+
+def train_bpe(texts: Iterable[str], vocab: int) -> Any:
+    """A byte-level BPE as a transformers tokenizer; the end of a text is also its beginning and its padding."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=vocab, special_tokens=[END], initial_alphabet=alphabet, show_progress=False))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, bos_token=END, pad_token=END)
+
+
+# -- a dataset -----------------------------------------------------------------------------
+
+
+class Data:
+    """Rows to train on and rows to evaluate on, split by position so that the split does not depend on the seed."""
+
+    def __init__(self, rows: Rows, tokenizer: Any, eval_fraction: float):
+        self.rows, self.tokenizer = rows, tokenizer
+        held = max(1, round(len(rows) * eval_fraction)) if eval_fraction and len(rows) > 1 else 0
+        # Every k-th row, not the last ones: neighbours come from the same source.
+        self.eval = [round((i + 0.5) * len(rows) / held - 0.5) for i in range(held)]
+        self.train = sorted(set(range(len(rows))) - set(self.eval))
+        self._order: tuple[tuple[int, int], list[int]] = ((-1, -1), [])
+
+    def train_batch(self, index: int, size: int, seed: int) -> dict[str, Tensor]:
+        """Training batch number ``index``, a pure function of its arguments; every epoch has an order of its own."""
+        picks = []
+        for position in range(index * size, (index + 1) * size):
+            epoch, offset = divmod(position, len(self.train))
+            if self._order[0] != (seed, epoch):
+                generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+                self._order = (seed, epoch), torch.randperm(len(self.train), generator=generator).tolist()
+            picks.append(self.train[self._order[1][offset]])
+        return self.rows.batch(picks, self.tokenizer.pad_token_id)
+
+    def eval_batches(self, size: int) -> Iterator[dict[str, Tensor]]:
+        for start in range(0, len(self.eval), size):
+            yield self.rows.batch(self.eval[start : start + size], self.tokenizer.pad_token_id)
+
+
+def load(config: TrainConfig) -> Data:
+    """The data of a run. What a tokenizer of its own made of it is cached."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise UserError("training needs transformers: pip install 'liger-kernel[train]'") from error
+    from safetensors.torch import load_file
+
+    source = config.tokenizer or config.model
+    if source is None:
+        folder = _cache(config)
+        if folder and folder.is_dir():
+            return Data(Rows(**load_file(folder / "rows.safetensors")), transformers.AutoTokenizer.from_pretrained(folder), config.eval_fraction)
+        records = read(config)
+        tokenizer = train_bpe(_texts(records), config.vocab)
+    else:
+        folder = None
+        records = read(config)
+        try:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+        except (OSError, ValueError) as error:
+            raise UserError(f"cannot load the tokenizer {source!r}: {str(error).splitlines()[0]}") from error
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if not tokenizer.chat_template:
+        tokenizer.chat_template = CHAT_TEMPLATE
+    rows = tokenise(records, tokenizer, config.length)
+    if folder:
+        _write(folder, rows, tokenizer)
+    return Data(rows, tokenizer, config.eval_fraction)
+
+
+def _cache(config: TrainConfig) -> Path | None:
+    """Where rows are kept between runs, named after all that decides on them; None for what may change unseen."""
+    path = Path(config.data)
+    if config.data == "stdlib":
+        identity = sys.version
+    elif path.is_file():
+        identity = f"{path.resolve()} {path.stat().st_size} {path.stat().st_mtime_ns}"
+    else:
+        return None
+    key = json.dumps([identity, config.limit, config.vocab, config.length, CHAT_TEMPLATE])
+    return Path(config.cache or Path(config.out) / "cache") / hashlib.sha256(key.encode()).hexdigest()[:16]
+
+
+def _write(folder: Path, rows: Rows, tokenizer: Any) -> None:
+    """All or nothing: a run that is killed leaves no half of a cache."""
+    from safetensors.torch import save_file
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
+        tokenizer.save_pretrained(temporary)
+        save_file({"ids": rows.ids, "labels": rows.labels.clone(), "bounds": rows.bounds}, Path(temporary) / "rows.safetensors")
+        with contextlib.suppress(OSError):  # another run has just written the same
+            os.rename(temporary, folder)
+            os.mkdir(temporary)

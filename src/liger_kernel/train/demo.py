@@ -1,0 +1,142 @@
+"""``liger demo``: one small Llama, trained twice from the same weights on the same text; stock, and with our kernels; then compared.
+
+Both runs start from random weights (or from ``--model``), each in a process of its own, so that each peak of memory is its own.
+They must agree: the losses of every step may differ by what rounding explains and no more, else the exit code is 1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from liger_kernel.env_report import environment
+from liger_kernel.train.config import TrainConfig, from_flags
+
+RUNS = {"stock": "off", "ours": "on"}
+
+# Sizes at which the output head weighs what it weighs in real models: most of the memory beyond the weights.
+CPU = TrainConfig(out="runs/demo", hidden=192, heads=3, kv_heads=1, layers=4, vocab=16384, steps=50, warmup=5, log_every=2, eval_fraction=0.0)
+GPU = dataclasses.replace(CPU, hidden=1024, heads=16, kv_heads=8, layers=8, vocab=32000, length=2048, steps=100, warmup=10, log_every=10, lr=6e-4)
+
+# Largest relative difference of the two losses at any step. fp32: sums in another order, then amplified by AdamW, whose first steps have the
+# size of the learning rate whatever the size of the gradient. bf16: one rounding step is 2^-8 = 0.4 %.
+TOLERANCE = {"fp32": 1e-3, "bf16-mixed": 1e-2, "bf16": 2e-2}
+
+
+def main(argv: list[str]) -> int:
+    """Both runs, the table, the files; 0 if the losses agree, 1 if not or if a run failed."""
+    import torch
+
+    from liger_kernel.train import data
+
+    description = "Train a small Llama twice from the same weights on the same text, stock and with our kernels, and compare."
+    config = from_flags(argv, "liger demo", description, GPU if torch.cuda.is_available() else CPU, fixed=("kernels", "save", "cache"))
+    out = Path(config.out)
+    started = time.perf_counter()
+    prepared = data.load(dataclasses.replace(config, cache=str(out / "cache")))
+    tokens = int(prepared.rows.bounds[-1])
+    print(f"data: {config.data}, {tokens:,} tokens of a vocabulary of {len(prepared.tokenizer):,} ({time.perf_counter() - started:.0f} s)")
+    del prepared
+
+    results = {}
+    for name, kernels in RUNS.items():
+        print(f"\n{name}: {'our kernels' if kernels == 'on' else 'as Hugging Face ships it'}", flush=True)
+        run = dataclasses.replace(config, kernels=kernels, out=str(out / name), cache=str(out / "cache"))
+        run.save_to(out / name / "config.json")
+        code = subprocess.run([sys.executable, "-m", "liger_kernel.cli", "train", "--config", str(out / name / "config.json")], check=False).returncode
+        if code:
+            print(f"the {name} run failed with exit code {code}", file=sys.stderr)
+            return 1
+        results[name] = json.loads((out / name / "metrics.json").read_text(encoding="utf-8"))
+
+    report = compare(results["stock"], results["ours"])
+    (out / "demo.json").write_text(json.dumps({**report, "config": dataclasses.asdict(config), "environment": environment(), "runs": results}, indent=1) + "\n")
+    print("\n" + table(report, results["ours"]))
+    plotted = plot(report, results, out / "demo.png")
+    print(f"\n{plotted}{out / 'demo.json'}")
+    return 0 if report["agree"] else 1
+
+
+def compare(stock: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
+    """The numbers of the table, and whether the loss curves agree."""
+    last = min(10, len(stock["losses"]))
+    rows = {"loss": {name: sum(run["losses"][-last:]) / last for name, run in (("stock", stock), ("ours", ours))}}
+    for name in ("tokens_per_second", "peak_memory"):
+        rows[name] = {"stock": stock[name], "ours": ours[name]}
+    rows["training_memory"] = {name: run["peak_memory"] - run["memory_before_training"] for name, run in (("stock", stock), ("ours", ours))}
+    for row in rows.values():
+        row["ratio"] = row["ours"] / row["stock"]
+    difference = max(abs(a - b) / abs(a) for a, b in zip(stock["losses"], ours["losses"]))
+    tolerance = TOLERANCE[stock["precision"]]
+    return {**rows, "last_steps": last, "largest_loss_difference": difference, "tolerance": tolerance, "agree": difference <= tolerance}
+
+
+def table(report: dict[str, Any], run: dict[str, Any]) -> str:
+    """What the terminal shows at the end."""
+    rows = [
+        (f"loss, mean of the last {report['last_steps']} steps", "loss", lambda x: f"{x:.4f}", ".4f"),
+        ("tokens/s", "tokens_per_second", lambda x: f"{x:,.0f}", ".2f"),
+        ("peak memory", "peak_memory", _gb, ".2f"),
+        ("peak memory beyond the start", "training_memory", _gb, ".2f"),
+    ]
+    lines = [f"{'':<32}{'stock':>10}{'ours':>10}{'ours/stock':>12}"]
+    for label, name, show, ratio in rows:
+        lines.append(f"{label:<32}{show(report[name]['stock']):>10}{show(report[name]['ours']):>10}{report[name]['ratio']:>12{ratio}}")
+    verdict, difference, allowed = "agree" if report["agree"] else "DO NOT AGREE", report["largest_loss_difference"], report["tolerance"]
+    lines += [
+        "",
+        f"The loss curves {verdict}: largest relative difference of a step {difference:.1e}, allowed {allowed:.0e} in {run['precision']}.",
+        f"{run['parameters'] / 1e6:.1f} M parameters on {run['device']}; memory is {run['memory_kind']}, each run in its own process.",
+    ]
+    return "\n".join(lines)
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:.2f} GB"
+
+
+def plot(report: dict[str, Any], runs: dict[str, Any], path: Path) -> str:
+    """Write the picture; the text for the last line, which says so if there is none."""
+    try:
+        import matplotlib
+    except ImportError:
+        return "no plot (matplotlib is missing: pip install 'liger-kernel[train]'); "
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    ink, quiet, colours = "#24292f", "#8c959f", {"stock": "#b6bec8", "ours": "#0a7d6c"}
+    plt.rcParams.update({"font.family": "DejaVu Sans", "font.size": 10, "text.color": ink, "axes.edgecolor": quiet, "axes.labelcolor": quiet,
+                         "xtick.color": quiet, "ytick.color": quiet, "axes.spines.top": False, "axes.spines.right": False})  # fmt: skip
+    figure, (curve, memory, speed) = plt.subplots(1, 3, figsize=(11, 3.8), width_ratios=(2.2, 1, 1), layout="constrained", dpi=160)
+
+    steps = range(1, len(runs["stock"]["losses"]) + 1)
+    curve.plot(steps, runs["stock"]["losses"], color=colours["stock"], linewidth=6, solid_capstyle="round", label="stock")
+    curve.plot(steps, runs["ours"]["losses"], color=colours["ours"], linewidth=1.8, label="ours")
+    curve.set_title(f"Loss: the same curve (differs by {report['largest_loss_difference']:.0e} at most)", loc="left", fontsize=11, fontweight="bold")
+    curve.set_xlabel("step")
+    curve.legend(frameon=False, labelcolor=ink)
+
+    bars = (
+        (memory, "peak_memory", lambda x: f"{x / 1e9:.2f} GB", f"Peak memory: {report['peak_memory']['ratio']:.2f}x"),
+        (speed, "tokens_per_second", lambda x: f"{x:,.0f}", f"Tokens/s: {report['tokens_per_second']['ratio']:.2f}x"),
+    )
+    for axes, name, show, title in bars:
+        values = [report[name][run] for run in RUNS]
+        drawn = axes.bar(list(RUNS), values, width=0.62, color=[colours[run] for run in RUNS])
+        axes.bar_label(drawn, [show(value) for value in values], padding=4, color=ink)
+        axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
+        axes.set_ylim(0, 1.15 * max(values))
+        axes.set_yticks([])
+        axes.spines["left"].set_visible(False)
+        axes.tick_params(axis="x", length=0, labelcolor=ink)
+    run = runs["ours"]
+    note = f"{run['model']}, {run['parameters'] / 1e6:.0f} M parameters, {run['precision']}, on {run['device']}; memory: {run['memory_kind']}"
+    figure.supxlabel(note, fontsize=8, color=quiet, x=0.01, ha="left")
+    figure.savefig(path)
+    plt.close(figure)
+    return f"{path}, "

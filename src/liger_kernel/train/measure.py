@@ -1,0 +1,71 @@
+"""What a run costs: the peak of memory, and what it ran on."""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import sys
+from pathlib import Path
+
+import torch
+
+STATUS = Path("/proc/self/status")
+
+
+class PeakMemory:
+    """The highest memory between ``start`` and ``read``; pausing leaves a stretch out.
+
+    On a GPU: bytes that PyTorch's allocator handed out. Elsewhere: the process's resident set, Python and libraries included, of which
+    ``before`` is what was there at the start.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.kind = "GPU memory allocated" if device.type == "cuda" else "resident memory of the process"
+        self._peak = 0
+        self.start()
+        self.before = self._now()
+
+    def start(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        elif STATUS.exists():
+            with contextlib.suppress(OSError):  # not allowed in some containers: the peak then includes the start-up
+                Path("/proc/self/clear_refs").write_text("5")
+
+    def pause(self) -> None:
+        """Take note of the peak so far; ``start`` resumes."""
+        self._peak = max(self._peak, self._high())
+
+    def read(self) -> int:
+        self.pause()
+        return self._peak
+
+    def _high(self) -> int:
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        if STATUS.exists():
+            return _status("VmHWM")
+        if sys.platform == "win32":
+            return 0  # nothing in Python's library says it
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)  # macOS counts bytes
+
+    def _now(self) -> int:
+        if self.device.type == "cuda":
+            return torch.cuda.memory_allocated(self.device)
+        return _status("VmRSS") if STATUS.exists() else self._high()
+
+
+def _status(name: str) -> int:
+    return next(int(line.split()[1]) * 1024 for line in STATUS.read_text().splitlines() if line.startswith(name + ":"))
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    model = ""
+    with contextlib.suppress(OSError, StopIteration):
+        model = next(line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name"))
+    return f"{model or platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"

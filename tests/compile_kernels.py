@@ -1,0 +1,130 @@
+"""``python compile_kernels.py cuda:90 report.json``: compile every kernel of every operator for a GPU that need not be there.
+
+A script, since the test process interprets kernels. The operators run their cases on the meta device; each launch becomes a compilation on the path of
+a real one. Of the launches that differ in tile sizes alone, those of real-model cases are compiled and, without one, the largest.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
+from triton.runtime import driver
+from triton.runtime.jit import MockTensor
+
+from liger_kernel.ops import OPS, _config, _op
+from liger_kernel.testing import differentiable, run
+
+# backend:arch -> name in _config, threads a warp, processors (A100, H100, B200, MI300X)
+TARGETS = {"cuda:80": ("sm80", 32, 108), "cuda:90": ("sm90", 32, 132), "cuda:100": ("sm100", 32, 148), "hip:gfx942": ("gfx942", 64, 304)}
+TILE = re.compile("BLOCK|STAGES|num_warps|num_stages")
+
+
+class CompileOnly(DriverBase):
+    """A device that can only be compiled for."""
+
+    def __init__(self, target: GPUTarget):
+        self.target = target
+
+    @classmethod
+    def is_active(cls) -> bool:
+        return False
+
+    def map_python_to_cpp_type(self, ty: str) -> str:
+        return ty
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def set_current_device(self, device: int) -> None:
+        pass
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+    def get_benchmarker(self):
+        raise RuntimeError("nothing runs here")
+
+
+def launches() -> list[tuple]:
+    """(kernel, args, meta) for every kernel, combination of flags and dtypes that the cases reach, with all gradients and without each one."""
+    found: dict[tuple, dict[tuple, tuple]] = {}
+
+    def recorder(real: bool):
+        def record(kernel, grid, args, meta):
+            kinds = tuple(str(a.dtype) if isinstance(a, torch.Tensor) else type(a).__name__ for a in args)
+            flags = tuple((k, v) for k, v in meta.items() if not TILE.match(k))
+            tiles = found.setdefault((kernel.fn.__module__, kernel.fn.__name__, kinds, flags), {})
+            mocks = [MockTensor(a.dtype) if isinstance(a, torch.Tensor) else a for a in args]
+            elements = math.prod(v for k, v in meta.items() if k.startswith("BLOCK") and v)
+            tiles[tuple(meta.items())] = real, elements, kernel, mocks, meta
+
+        return record
+
+    for op in OPS.values():
+        for case in (c for c in op.cases if not c.error):
+            for dtype in (torch.float32, torch.float16, torch.bfloat16):
+                args = case.make(dtype, "meta")
+                for frozen in (None, *differentiable(args)):
+                    some = {k: v.detach().requires_grad_(v.requires_grad and k != frozen) if isinstance(v, torch.Tensor) else v for k, v in args.items()}
+                    with _op.intercept_launches(recorder(case.gpu)):
+                        run(op.fn, some, lambda outs: {k: torch.ones_like(o) for k, o in outs.items() if o.requires_grad})
+    chosen = []
+    for tiles in found.values():
+        real = [t for t in tiles.values() if t[0]]
+        chosen += real or [max(tiles.values(), key=lambda t: t[1])]
+    return [t[2:] for t in chosen]
+
+
+def resources(compiled) -> dict[str, int]:
+    """Registers a thread, spilled bytes a thread, and shared memory."""
+    if "amdgcn" in compiled.asm:
+        said = {k: int(v) for k, v in re.findall(r"\.(\w+): +(\d+)$", compiled.asm["amdgcn"], re.MULTILINE)}
+        spills = 4 * (said["vgpr_spill_count"] + said["sgpr_spill_count"]) + said["private_segment_fixed_size"]
+        return {"registers": said["vgpr_count"], "spills": spills, "shared": compiled.metadata.shared}
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(compiled.asm["cubin"])
+        cubin.flush()
+        text = subprocess.run([knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin.name], capture_output=True, text=True, check=True).stdout
+    said = {k: int(v) for k, v in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
+    return {"registers": said["REG"], "spills": said["STACK"] + said["LOCAL"], "shared": compiled.metadata.shared}
+
+
+def main(name: str, report: str) -> None:
+    backend, arch = name.split(":")
+    config, warp, processors = TARGETS[name]
+    driver.set_active(CompileOnly(GPUTarget(backend, int(arch) if arch.isdigit() else arch, warp)))
+    rows = []
+    with _config.target(config, processors):
+        for kernel, args, meta in launches():
+            row = {
+                "kernel": f"{kernel.fn.__module__.removeprefix('liger_kernel.ops.')}.{kernel.fn.__name__}",
+                "dtypes": " ".join(dict.fromkeys(str(a.dtype)[6:] for a in args if isinstance(a, MockTensor))),
+                "meta": " ".join(f"{k}={v}" for k, v in meta.items()),
+                "threads": meta.get("num_warps", 4) * warp,
+            }
+            try:
+                row |= resources(kernel.warmup(*args, grid=(1,), **meta))
+            except Exception as error:  # reported with the others rather than one at a time
+                row["error"] = f"{type(error).__name__}: {error}"
+            rows.append(row)
+    Path(report).write_text(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

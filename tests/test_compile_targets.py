@@ -1,0 +1,68 @@
+"""Every kernel compiles for every GPU we claim, without one: in registers, within shared memory and thread limits. ``-s`` shows the table."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from liger_kernel.ops import OPS, _op
+
+pytestmark = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="Triton is not installed")
+
+SHARED = {"cuda:80": 166912, "cuda:90": 232448, "cuda:100": 232448, "hip:gfx942": 65536}  # bytes a program may have
+# (target, kernel) -> bytes a thread may spill, and why that is no loss
+SPILLS = {
+    # ptxas holds registers at 80, so that six programs fit a processor, and spills one value; only for 72 columns, a test's shape
+    ("cuda:90", "glu._bwd"): 8,
+    # likewise at 40, for three programs of 512 threads; only fp32 logits with a softcap
+    ("cuda:100", "cross_entropy._rows"): 8,
+}
+
+
+def launched_kernels() -> set[str]:
+    """Names of the kernels that the sources launch."""
+    modules = {sys.modules[op.fn.__module__] for op in OPS.values()} | {m for n, m in sys.modules.items() if n.startswith(f"{_op.__package__}.")}
+    return {f"{m.__name__.removeprefix('liger_kernel.ops.')}.{k}" for m in modules for k in re.findall(r"\blaunch\(\s*(\w+),", inspect.getsource(m))} - {
+        "_op.kernel"
+    }
+
+
+def table(rows: list[dict]) -> str:
+    """The heaviest variant of each kernel, by spills, then registers; one line a kernel and dtypes."""
+    worst: dict[tuple, dict] = {}
+    for row in sorted(rows, key=lambda r: (r["spills"], r["registers"], r["shared"])):
+        worst[row["kernel"], row["dtypes"]] = row
+    lines = ["| kernel | dtypes | registers | spilled bytes | shared bytes | threads | heaviest variant |", "|---|---|---|---|---|---|---|"]
+    columns = ("kernel", "dtypes", "registers", "spills", "shared", "threads", "meta")
+    return "\n".join([*lines, *("| " + " | ".join(str(worst[k][c]) for c in columns) + " |" for k in sorted(worst))])
+
+
+@pytest.mark.parametrize("target", SHARED)
+def test_every_kernel_compiles(target, user_env, tmp_path, request):
+    report = tmp_path / "kernels.json"
+    script = Path(__file__).with_name("compile_kernels.py")
+    done = subprocess.run([sys.executable, script, target, report], env=user_env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(report.read_text())
+
+    failed = [f"{r['kernel']} {r['dtypes']} {r['meta']}: {r['error']}" for r in rows if "error" in r]
+    assert not failed, "\n".join(failed)
+    assert {r["kernel"] for r in rows} == launched_kernels(), "a kernel that no case reaches"
+
+    text = f"{target}: {len(rows)} kernels\n{table(rows)}\n"
+    print(f"\n{text}")
+    if to := request.config.getoption("--kernel-report"):
+        Path(to).mkdir(parents=True, exist_ok=True)
+        (Path(to) / f"{target.replace(':', '-')}.md").write_text(text)
+    for r in rows:
+        allowed = SPILLS.get((target, r["kernel"]), 0)
+        assert r["spills"] <= allowed, f"{r['kernel']} {r['dtypes']} {r['meta']} spills {r['spills']} bytes with {r['registers']} registers"
+        assert r["shared"] <= SHARED[target], f"{r['kernel']} {r['meta']} needs {r['shared']} bytes of shared memory"
+        assert r["threads"] <= 1024, f"{r['kernel']} {r['meta']} has {r['threads']} threads"

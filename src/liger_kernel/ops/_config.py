@@ -73,17 +73,26 @@ def processors() -> int:
     return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count if torch.cuda.is_available() else 4
 
 
+def shared_memory() -> int:
+    """Bytes of shared memory that a program may use."""
+    return 65536 if arch().startswith("gfx") else 232448 if arch() in ("sm90", "sm100") else 101376 if arch() in ("sm86", "sm89", "sm120") else 166912
+
+
 def max_warps() -> int:
     """Warps a program may have: 1024 threads of 32, or of 64 on CDNA."""
     return 16 if arch().startswith("gfx") else 32
 
 
 @functools.cache
-def tile(op: str, n: int, itemsize: int, *, elements: int, per_thread: int = 16, max_block_n: int = 1 << 20) -> Tile:
-    """Tile for kernel ``op`` over rows of ``n`` columns: about ``elements`` values a program and ``per_thread`` values a thread."""
+def tile(op: str, n: int, itemsize: int, *, elements: int, per_thread: int = 16, max_block_n: int = 1 << 20, pipelined: int = 0) -> Tile:
+    """Tile for kernel ``op`` over rows of ``n`` columns: about ``elements`` values a program and ``per_thread`` values a thread.
+
+    A kernel that loops over tiles says how many tensors it has ``pipelined`` through shared memory: up to three stages, where they fit.
+    """
     if found := _table(arch()).get(f"{op}/{itemsize}/{n}"):
         return Tile(**found)
     block_n = min(next_power_of_2(n), max_block_n)
     block_m = max(1, elements // block_n)
     warps = min(max_warps(), max(4 if block_m * block_n >= 2048 else 1, next_power_of_2(cdiv(block_m * block_n, 32 * per_thread))))
-    return Tile(block_m, block_n, warps)
+    stages = min(3, max(1, shared_memory() // (block_m * block_n * itemsize * pipelined))) if pipelined else 1
+    return Tile(block_m, block_n, warps, stages=stages)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from liger_kernel.ops import _config
 from liger_kernel.ops._op import Case, T, acc, launch, launcher, op, rows_of, tracing, use_kernels
-from liger_kernel.ops._tl import next_power_of_2, tanh, tl, triton
+from liger_kernel.ops._tl import tanh, tl, triton
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -253,8 +253,8 @@ def row_kernel(
         return _rows_in_torch(z, target, loss, class_weight, bias, out, dz, norm, g, lse)
     M, V = z.shape
     weight_sum = None if class_weight is None else class_weight.float().sum()
-    # H200, 8192 x 128256 bf16: see MEASURED.md
-    block = min(next_power_of_2(V), 8192)
+    # H200, in place, 1024 x 128256 bf16: 221 us; blocks of 8192 237, of 4096 234 (three passes at copy speed: 187)
+    c = _config.tile("cross_entropy", V, z.itemsize, elements=16384, max_block_n=16384)
     none = z  # a pointer for what a flag switches off
     o = out or Rows(none, none, none, none)
     launch(
@@ -265,7 +265,7 @@ def row_kernel(
         loss.ignore_index, loss.label_smoothing, loss.z_loss, loss.logit_scale, loss.softcap or 1.0,
         HAS_W=class_weight is not None, HAS_BIAS=bias is not None, HAS_CAP=loss.softcap is not None, SMOOTH=loss.label_smoothing != 0.0,
         DFT=loss.token_scaling, PREDICT=loss.stats, HAS_NORM=norm is not None, HAS_G=g is not None, HAS_LSE=lse is not None,
-        NEED_LOSS=out is not None, NEED_DZ=dz is not None, BLOCK=block, num_warps=min(_config.max_warps(), max(1, block // 512)),
+        NEED_LOSS=out is not None, NEED_DZ=dz is not None, BLOCK=c.block_n, num_warps=c.num_warps,
     )  # fmt: skip
     return None
 

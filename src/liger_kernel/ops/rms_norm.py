@@ -91,7 +91,7 @@ def rms_norm_fwd(x: Tensor, w: Tensor | None, eps: float, offset: float, casting
     M, N = x.shape
     y = x.new_empty(M, N, dtype=x.dtype if w is None or casting == "gemma" else torch.promote_types(x.dtype, w.dtype))
     rstd = x.new_empty(M, dtype=torch.float32)
-    c = _config.tile("rms_norm_fwd", N, x.itemsize, elements=4096)
+    c = _config.tile("rms_norm_fwd", N, x.itemsize, elements=4096, per_thread=32)
     launch(_fwd, (cdiv(M, c.block_m),), x, w, y, rstd, M, N, x.stride(0), eps, offset,
            HAS_W=w is not None, CASTING=casting, BLOCK_M=c.block_m, BLOCK_N=c.block_n, num_warps=c.num_warps)  # fmt: skip
     return y, rstd
@@ -101,7 +101,8 @@ def rms_norm_fwd(x: Tensor, w: Tensor | None, eps: float, offset: float, casting
 def rms_norm_bwd(dy: Tensor, x: Tensor, w: Tensor | None, rstd: Tensor, offset: float, need_dx: bool, need_dw: bool) -> tuple[Tensor, Tensor]:
     """dx and dw; what is not needed is empty."""
     M, N = x.shape
-    c = _config.tile("rms_norm_bwd", N, x.itemsize, elements=4096)
+    # H200, bf16, 8192 x 4096: 55 us; without the pipeline 115, with half the tile and two programs an SM 56
+    c = _config.tile("rms_norm_bwd", N, x.itemsize, elements=8192, per_thread=32, pipelined=2)
     programs = max(1, min(_config.processors() * c.per_sm, cdiv(M, c.block_m)))
     dx = x.new_empty((M, N) if need_dx else 0)
     partials = x.new_empty((programs, N) if need_dw else 0, dtype=torch.float32)

@@ -247,9 +247,9 @@ def row_kernel(
     The gradient is multiplied by ``g`` (M,) and divided by the 0-dim ``norm``. ``lse`` of an earlier call spares the first sweep.
     ``bias`` (V,) is added to z first. Called by launchers; without kernels, the same in torch.
     """
-    if tracing(z) and not z.is_meta:
+    if tracing(z):
         return
-    if not use_kernels(z) and not z.is_meta:
+    if not use_kernels(z):
         return _rows_in_torch(z, target, loss, class_weight, bias, out, dz, norm, g, lse)
     M, V = z.shape
     weight_sum = None if class_weight is None else class_weight.float().sum()
@@ -343,7 +343,7 @@ class CrossEntropyFunction(torch.autograd.Function):
 def check(name: str, logits_shape: tuple[int, int], target: Tensor, class_weight: Tensor | None, reduction: str) -> None:
     """Refuse what the losses over (M, V) logits cannot mean."""
     M, V = logits_shape
-    if target.is_floating_point():
+    if target.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"{name}: target must hold class indices, got {target.dtype} (class probabilities are not supported)")
     if target.shape != (M,):
         raise ValueError(f"{name}: target must have shape ({M},), got {tuple(target.shape)}")

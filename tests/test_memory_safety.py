@@ -1,0 +1,188 @@
+"""Kernels touch only memory that is theirs: tensors between unreadable pages, tensors spread over more than 2^31 elements, indices out of range.
+
+A stray access kills the process, hence each operator runs in one of its own: ``python test_memory_safety.py guarded rms_norm``. The interpreter makes
+real accesses at real addresses, so none of this needs a GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import mmap
+import resource
+import signal
+import subprocess
+import sys
+
+import conftest  # noqa: F401  as a script, this sets up the interpreter, as pytest does for a test
+import pytest
+import torch
+from torch import Tensor
+
+from liger_kernel.ops import OPS, _op
+from liger_kernel.ops._tl import tl, triton
+from liger_kernel.testing import assert_as_accurate, backward, forward, like, run, upstream
+
+PAGE, PROT_NONE, MAP_NORESERVE = mmap.PAGESIZE, 0, 0x4000
+SPARSE_SPAN = 3 << 30  # elements from the first row to the last: int32 offsets wrap to negative ones
+MAX_RSS = 2 << 30
+
+libc = ctypes.CDLL(None, use_errno=True)
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+def _map(n_bytes: int) -> int:
+    """Address of private zero pages that cost nothing until they are touched; never freed."""
+    address = libc.mmap(None, n_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE, -1, 0)
+    if address in (None, ctypes.c_void_p(-1).value):
+        raise MemoryError(f"mmap of {n_bytes} bytes: errno {ctypes.get_errno()}")
+    return address
+
+
+def _at(address: int, shape, stride, dtype: torch.dtype) -> Tensor:
+    elements = 1 + sum((n - 1) * s for n, s in zip(shape, stride))
+    buffer = (ctypes.c_char * (elements * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(buffer, dtype=dtype, count=elements).as_strided(shape, stride)
+
+
+def contiguous(shape, row_stride: int | None = None) -> tuple[int, ...]:
+    """Strides of a contiguous tensor, but for rows ``row_stride`` elements apart."""
+    stride = [1] * len(shape)
+    for i in reversed(range(len(shape) - 1)):
+        stride[i] = row_stride if row_stride and i == len(shape) - 2 else stride[i + 1] * max(shape[i + 1], 1)
+    return tuple(stride)
+
+
+def guarded(shape, dtype: torch.dtype, *, front: bool = False, padding: int = 0) -> Tensor:
+    """An empty tensor that ends where an unreadable page begins, or begins where one ends; its rows ``padding`` elements apart."""
+    if 0 in shape:
+        return torch.empty(shape, dtype=dtype)
+    stride = contiguous(shape, shape[-1] + padding if len(shape) > 1 else None)
+    n_bytes = (1 + sum((n - 1) * s for n, s in zip(shape, stride))) * dtype.itemsize
+    pages = -(-n_bytes // PAGE) * PAGE
+    base = _map(pages + 2 * PAGE)
+    for guard in (base, base + PAGE + pages):
+        assert libc.mprotect(guard, PAGE, PROT_NONE) == 0
+    return _at(base + PAGE if front else base + PAGE + pages - n_bytes, shape, stride, dtype)
+
+
+def sparse(shape, dtype: torch.dtype) -> Tensor:
+    """An empty tensor whose rows lie so far apart that the last begins at element ``SPARSE_SPAN`` or beyond."""
+    rows = math.prod(shape[:-1])
+    if len(shape) < 2 or rows < 2:
+        return torch.empty(shape, dtype=dtype)
+    stride = contiguous(shape, -(-SPARSE_SPAN // (rows - 1)) // 8 * 8 + 8)
+    return _at(_map((1 + sum((n - 1) * s for n, s in zip(shape, stride))) * dtype.itemsize), shape, stride, dtype)
+
+
+def moved(tensors: dict, place) -> dict:
+    """The same arguments, tensors copied into memory from ``place(shape, dtype)``."""
+    return {k: place(v.shape, v.dtype).copy_(v.detach()).requires_grad_(v.requires_grad) if isinstance(v, Tensor) else v for k, v in tensors.items()}
+
+
+def _allocate_from(place) -> None:
+    """Make what launchers allocate come from ``place``."""
+    shape_of = lambda size: tuple(size[0]) if size and isinstance(size[0], (tuple, list)) else tuple(size)
+    torch.Tensor.new_empty = lambda t, *size, dtype=None, device=None: place(shape_of(size), dtype or t.dtype)
+    torch.Tensor.new_zeros = lambda t, *size, dtype=None, device=None: place(shape_of(size), dtype or t.dtype).zero_()
+    torch.empty_like = lambda t, dtype=None: place(tuple(t.shape), dtype or t.dtype)
+    torch.zeros_like = lambda t, dtype=None: place(tuple(t.shape), dtype or t.dtype).zero_()
+
+
+def _small_cases(op):
+    return [c for c in op.cases if not c.error and not c.gpu]
+
+
+def check_guarded(op) -> None:
+    """Every case, with every tensor that it is given or allocates next to an unreadable page."""
+    for name, options in {"end": {}, "front": {"front": True}, "rows": {"padding": 3}}.items():
+        place = lambda shape, dtype, options=options: guarded(shape, dtype, **options)
+        allocators = {
+            (owner, n): getattr(owner, n)
+            for owner, n in ((torch.Tensor, "new_empty"), (torch.Tensor, "new_zeros"), (torch, "empty_like"), (torch, "zeros_like"))
+        }
+        for case in _small_cases(op):
+            print(f"{op.name} {case.name}, unreadable page at {name}", flush=True)
+            args = case.make(torch.bfloat16, "cpu")
+            expected = run(op.reference, like(args)), run(op.reference, like(args, torch.float64))
+            ours = moved(args, place)
+            # outputs are contiguous: launchers do not ask for padding between rows
+            _allocate_from(lambda shape, dtype, front=name == "front": guarded(shape, dtype, front=front))
+            try:
+                outs = forward(op.fn, ours)
+                grads = backward(outs, ours, moved(upstream(outs), place))
+            finally:
+                for (owner, n), stock in allocators.items():
+                    setattr(owner, n, stock)
+            assert_as_accurate({k: o.detach() for k, o in outs.items()} | grads, *expected)
+
+
+def check_sparse(op) -> None:
+    """Every case, with rows of the inputs and of the upstream gradients so far apart that their offsets do not fit into 32 bits."""
+    for case in _small_cases(op):
+        print(f"{op.name} {case.name}, offsets beyond 2^31", flush=True)
+        args = case.make(torch.bfloat16, "cpu")
+        expected = run(op.reference, like(args)), run(op.reference, like(args, torch.float64))
+        ours = moved(args, sparse)
+        outs = forward(op.fn, ours)
+        grads = backward(outs, ours, moved(upstream(outs), sparse))
+        assert_as_accurate({k: o.detach() for k, o in outs.items()} | grads, *expected)
+    rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    assert rss < MAX_RSS, f"{rss >> 20} MiB resident: something touched what lies between the rows"
+
+
+def check_indices(op) -> None:
+    """Every case that takes integers, with some out of range: what comes out is the operator's business, what is read is not."""
+    for case in _small_cases(op):
+        args = case.make(torch.bfloat16, "cpu")
+        for name in [k for k, v in args.items() if isinstance(v, Tensor) and not v.is_floating_point()]:
+            for wrong in (-1, -(2**40), 10**6, 2**40):
+                print(f"{op.name} {case.name}, {name} = {wrong}", flush=True)
+                ours = moved(args, guarded)
+                ours[name].view(-1)[::2] = wrong
+                outs = forward(op.fn, ours)
+                backward(outs, ours, upstream(outs))
+
+
+@triton.jit
+def _unmasked(x_ptr, y_ptr, BLOCK: tl.constexpr):
+    col = tl.arange(0, BLOCK)
+    tl.store(y_ptr + col, tl.load(x_ptr + col))
+
+
+def check_alarm(op) -> None:
+    """A kernel that forgot its mask: does not survive."""
+    _unmasked[(1,)](guarded((100,), torch.float32), torch.empty(128), BLOCK=128)
+    print("survived", flush=True)
+
+
+CHECKS = {"guarded": check_guarded, "sparse": check_sparse, "indices": check_indices, "alarm": check_alarm}
+
+
+def _in_its_own_process(check: str, op_name: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-X", "faulthandler", __file__, check, op_name], capture_output=True, text=True)
+
+
+interpreted = pytest.mark.skipif(not _op.INTERPRET, reason="addresses are checked in the interpreter; on a GPU by compute-sanitizer")
+every_op = pytest.mark.parametrize("op", OPS)
+
+
+@interpreted
+@every_op
+@pytest.mark.parametrize("check", ["guarded", "sparse", "indices"])
+def test_touches_only_its_memory(op, check):
+    done = _in_its_own_process(check, op)
+    last = done.stdout.splitlines()[-1:] or ["before the first case"]
+    assert done.returncode == 0, f"{last[0]}: exit status {done.returncode}\n{done.stderr}"
+
+
+@interpreted
+def test_a_stray_access_is_noticed():
+    done = _in_its_own_process("alarm", next(iter(OPS)))
+    assert done.returncode == -signal.SIGSEGV and "survived" not in done.stdout, done.stderr
+
+
+if __name__ == "__main__":
+    CHECKS[sys.argv[1]](OPS[sys.argv[2]])

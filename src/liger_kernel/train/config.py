@@ -166,14 +166,15 @@ _METAVAR = {int: "N", float: "X", str: "NAME"}
 
 def _add_flags(parser: argparse.ArgumentParser, defaults: TrainConfig, fixed: tuple[str, ...]) -> None:
     """One flag per field, by group. A flag that is not given leaves no trace, so that config files and defaults show through."""
-    kinds, groups = _kinds(TrainConfig), {}
+    kinds = _kinds(TrainConfig)
+    groups: dict[str, Any] = {}
     for field in dataclasses.fields(TrainConfig):
         if field.name in fixed:
             continue
         name, kind, choices = field.metadata["group"], kinds[field.name][0], field.metadata["choices"]
         if name not in groups:
             groups[name] = parser.add_argument_group(name)
-        options = {"help": _help(field, getattr(defaults, field.name)), "default": argparse.SUPPRESS, "dest": field.name}
+        options: dict[str, Any] = {"help": _help(field, getattr(defaults, field.name)), "default": argparse.SUPPRESS, "dest": field.name}
         if kind is bool:
             options["action"] = argparse.BooleanOptionalAction
         else:

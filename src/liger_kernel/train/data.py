@@ -32,8 +32,8 @@ IGNORE = -100
 END = "<|endoftext|>"
 # For tokenizers without a chat template. It is saved with the model, so that a chat uses what was trained.
 CHAT_TEMPLATE = (
-    "{% for m in messages %}{{ '' if loop.first else '\n\n' }}### {{ m.role | capitalize }}:\n{{ m.content }}"
-    "{{ eos_token if m.role == 'assistant' else '' }}{% endfor %}{% if add_generation_prompt %}\n\n### Assistant:\n{% endif %}"
+    "{% for m in messages %}{{ '' if loop.first else '\n\n' }}{{ '### ' + m.role | capitalize + ':\n' + m.content }}"
+    "{{ eos_token if m.role == 'assistant' else '' }}{% endfor %}{{ '\n\n### Assistant:\n' if add_generation_prompt else '' }}"
 )
 # Parts of the standard library that are not prose or code written by people for people.
 NOT_TEXT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "ensurepip", "turtledemo", "encodings", "__pycache__"}
@@ -210,7 +210,8 @@ def tokenise(records: list[dict[str, Any]], tokenizer: Any, length: int) -> Rows
 def _texts(records: list[dict[str, Any]]) -> list[str]:
     """All the text in the records, to pack or to train a tokenizer on."""
     if conversation(records[0]) is not None:
-        return [turn["content"] for record in records for turn in conversation(record) or []]
+        turns = [turn for record in records for turn in conversation(record) or []]
+        return [turn["content"] for turn in turns if isinstance(turn.get("content"), str)]
     if "text" not in records[0]:
         raise UserError(f"a record must have 'text', 'messages', or 'instruction' and 'output'; the first one has {sorted(records[0])}")
     for number, record in enumerate(records, 1):

@@ -1,0 +1,98 @@
+"""The ``liger`` command: what it prints, and that mistakes take one line and exit code 2."""
+
+import subprocess
+import sys
+
+import pytest
+
+import liger_kernel
+from liger_kernel.cli import COMMANDS, main
+
+
+def run(*argv, **env):
+    return subprocess.run([sys.executable, "-m", "liger_kernel.cli", *argv], capture_output=True, text=True, check=False)
+
+
+def test_help_lists_every_command(capsys):
+    assert main([]) == 0
+    out = capsys.readouterr().out
+    assert all(f"    {name} " in out for name in COMMANDS)
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c != "models"])
+def test_every_command_has_help(command, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([command, "--help"])
+    assert stop.value.code == 0
+    assert f"usage: liger {command}" in capsys.readouterr().out
+
+
+def test_help_of_train_says_what_a_flag_does_and_its_default(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    out = " ".join(capsys.readouterr().out.split())
+    assert "--batch N rows per forward pass (default: 8)" in out
+    assert "--fused-linear-cross-entropy, --no-fused-linear-cross-entropy" in out
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out.strip() == f"liger-kernel {liger_kernel.__version__}"
+
+
+def test_ops_lists_the_registry(capsys):
+    from liger_kernel.ops import OPS
+
+    assert main(["ops"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(OPS)
+    assert f"{len(OPS['rms_norm'].cases)} cases" in lines[list(OPS).index("rms_norm")]
+
+
+def test_ops_with_a_name_shows_its_cases(capsys):
+    assert main(["ops", "rms_norm"]) == 0
+    out = capsys.readouterr().out
+    assert "Root-mean-square" in out and "llama3-8b" in out and "raises" in out
+
+
+def test_env_says_what_serves(capsys):
+    import torch
+
+    assert main(["env"]) == 0
+    rows = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
+    assert rows["liger-kernel"].strip().startswith(liger_kernel.__version__)
+    assert rows["torch"].strip() == torch.__version__
+    assert ("kernels on the GPU" in rows["operators"]) == torch.cuda.is_available()
+
+
+def test_the_old_door_to_env(capsys):
+    from liger_kernel.env_report import print_env_report
+
+    print_env_report()
+    assert "liger-kernel" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["train", "--batch", "0"], "liger train: batch must be at least 1, got 0"),
+        (["train", "--data", "nowhere.jsonl"], "liger train: no such file: nowhere.jsonl"),
+        (["train", "--config", "nowhere.yaml"], "liger train: cannot read nowhere.yaml: No such file or directory"),
+        (["train", "--device", "abacus"], "liger train: unknown device 'abacus'"),
+        (["ops", "bogus"], "liger ops: no operator 'bogus'; there are "),
+    ],
+)
+def test_mistakes_take_one_line(argv, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(argv) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(message) and captured.err.count("\n") == 1
+
+
+def test_the_exit_code_reaches_the_shell():
+    done = run("train", "--batch", "0")
+    assert done.returncode == 2 and done.stderr == "liger train: batch must be at least 1, got 0\n"
+    assert run("bogus").returncode == 2
+    assert run("--version").returncode == 0

@@ -1,0 +1,371 @@
+"""The runtime layer: configs, data and masks, the loop, and the demo."""
+
+import contextlib
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from liger_kernel.train import data as data_module
+from liger_kernel.train import demo, loop
+from liger_kernel.train.config import TrainConfig, UserError, from_flags
+from liger_kernel.train.data import CHAT_TEMPLATE, IGNORE, Data, Rows, learnt_tokens, load, tokenise, train_bpe
+from liger_kernel.train.measure import PeakMemory
+
+TEXT = "def add(a, b):\n    return a + b\n\n" * 40
+TINY = dict(hidden=32, heads=2, kv_heads=1, layers=2, vocab=300, length=24, batch=4, steps=3, warmup=1, log_every=1, device="cpu", lr=1e-2)
+CHATS = [
+    [("user", "hi"), ("assistant", "yes")],
+    [("system", "be brief"), ("user", "one"), ("assistant", "uno"), ("user", "two"), ("assistant", "dos")],
+    [("user", "a longer question, of more tokens"), ("assistant", "no")],
+    [("user", "a"), ("assistant", "an answer that is longer than its question")],
+]
+CHATS = [{"messages": [{"role": role, "content": content} for role, content in chat]} for chat in CHATS]
+
+
+@pytest.fixture
+def tokenizer():
+    """One token a byte: what a label covers can be counted."""
+    tokenizer = train_bpe([TEXT], 257)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def write_jsonl(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+@pytest.fixture
+def config(tmp_path):
+    """A tiny run on plain text."""
+    return TrainConfig(**TINY, data=write_jsonl(tmp_path / "text.jsonl", [{"text": TEXT}] * 4), out=str(tmp_path / "run"))
+
+
+# -- config --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["c.json", "c.yaml", "c.yml"])
+def test_a_config_survives_its_file(name, tmp_path):
+    config = TrainConfig(model="some/model", lr=3e-4, rope=False, steps=7, deterministic=True)
+    config.save_to(tmp_path / name)
+    assert TrainConfig.load(tmp_path / name) == config
+
+
+def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path):
+    (tmp_path / "c.yaml").write_text("steps: 5\nbatch: 2\nlr: 1e-4\nmin_lr: 0\n")
+    config = from_flags(["--config", str(tmp_path / "c.yaml"), "--batch", "3"])
+    assert (config.steps, config.batch, config.lr, config.min_lr) == (5, 3, 1e-4, 0.0)
+    assert dataclasses.replace(config, steps=100, batch=8, lr=None, min_lr=0.1) == TrainConfig()
+
+
+def test_every_field_is_a_flag():
+    argv, expected = [], {}
+    for field in dataclasses.fields(TrainConfig):
+        flag = "--" + field.name.replace("_", "-")
+        value = getattr(TrainConfig(), field.name)
+        if "bool" in field.type:
+            argv, expected[field.name] = [*argv, "--no-" + flag[2:]], False
+        elif field.metadata["choices"]:
+            argv, expected[field.name] = [*argv, flag, field.metadata["choices"][-1]], field.metadata["choices"][-1]
+        else:
+            value = {"int": 64, "float": 0.5}.get(field.type.split(" ")[0], "x")
+            argv, expected[field.name] = [*argv, flag, str(value)], value
+    assert dataclasses.asdict(from_flags(argv)) == expected
+
+
+def test_only_kernels_named_are_passed_on():
+    assert TrainConfig().kernel_flags == {}
+    assert from_flags(["--no-rope", "--rms-norm"]).kernel_flags == {"rope": False, "rms_norm": True}
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("stepz: 5", "unknown name 'stepz'"),
+        ("steps: many", "steps must be of type int, got 'many'"),
+        ("steps: 1.5", "steps must be of type int, got 1.5"),
+        ("steps: true", "steps must be of type int, got True"),
+        ("- 1", "must hold names and values, got a list"),
+        ("a: [", "is not valid YAML"),
+        ("steps: 0", "steps must be at least 1, got 0"),
+        ("precision: fp8", "precision must be one of auto, fp32, bf16-mixed, bf16; got 'fp8'"),
+        ("eval_fraction: 1", r"eval_fraction must be in \[0, 1\), got 1.0"),
+        ("{cross_entropy: true, fused_linear_cross_entropy: true}", "exclude each other"),
+    ],
+)
+def test_mistakes_in_a_config_are_named(text, message, tmp_path):
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(UserError, match=message):
+        TrainConfig.load(tmp_path / "c.yaml")
+
+
+# -- data ----------------------------------------------------------------------------------
+
+
+def test_only_the_assistants_turns_carry_labels(tokenizer):
+    rows = tokenise([CHATS[1]], tokenizer, 200)
+    context = "### System:\nbe brief\n\n### User:\none\n\n### Assistant:\n", "\n\n### User:\ntwo\n\n### Assistant:\n"
+    answers = "uno", "dos"
+    ids, labels = [], []
+    for said, answer in zip(context, answers):
+        said, answer = tokenizer.encode(said), [*tokenizer.encode(answer), tokenizer.eos_token_id]
+        assert len(answer) == 4
+        ids += said + answer
+        labels += [IGNORE] * len(said) + answer
+    assert rows.ids.tolist() == ids
+    assert rows.labels.tolist() == labels
+
+
+def test_alpaca_is_a_conversation(tokenizer):
+    rows = tokenise([{"instruction": "Add.", "input": "1, 2", "output": "3"}, {"instruction": "Add.", "input": "", "output": "3"}], tokenizer, 200)
+    whole = [tokenizer.decode(rows.ids[rows.bounds[i] : rows.bounds[i + 1]]) for i in range(2)]
+    assert whole == ["### User:\nAdd.\n\n1, 2\n\n### Assistant:\n3<|endoftext|>", "### User:\nAdd.\n\n### Assistant:\n3<|endoftext|>"]
+    assert tokenizer.decode(rows.labels[rows.labels != IGNORE]) == "3<|endoftext|>" * 2
+
+
+def test_a_template_that_rewrites_earlier_turns_masks_them(tokenizer):
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'user' %}Q {{ m.content }} A {% else %}{{ '[last]' if loop.last }}{{ m.content }};{% endif %}{% endfor %}"
+    )
+    rows = tokenise([{"messages": CHATS[1]["messages"][1:]}], tokenizer, 200)
+    assert tokenizer.decode(rows.ids) == "Q one A uno;Q two A [last]dos;"
+    assert tokenizer.decode(rows.labels[rows.labels != IGNORE]) == "[last]dos;"
+
+
+def test_a_long_conversation_is_cut_and_one_without_an_answer_left_is_dropped(tokenizer):
+    rows = tokenise(CHATS, tokenizer, 58)
+    assert rows.bounds.diff().max() == 58
+    assert len(rows) == 3  # the third question alone is longer than that
+
+
+def test_text_is_packed_into_rows_of_equal_length(tokenizer):
+    rows = tokenise([{"text": "abcd"}, {"text": "efg"}, {"text": "hi"}], tokenizer, 3)
+    end = tokenizer.eos_token_id
+    stream = [*tokenizer.encode("abcd"), end, *tokenizer.encode("efg"), end, *tokenizer.encode("hi"), end]
+    assert rows.ids.tolist() == rows.labels.tolist() == stream
+    assert rows.bounds.tolist() == [0, 3, 6, 9, 12]
+    assert len(tokenise([{"text": "abcd"}, {"text": "efg"}], tokenizer, 4)) == 2  # 9 tokens: the last one is dropped
+
+
+def test_a_batch_is_padded_without_labels():
+    rows = Rows.of([([1, 2, 3], [IGNORE, 2, 3]), ([4], [4])])
+    batch = rows.batch([1, 0], pad=9)
+    assert batch["input_ids"].tolist() == [[4, 9, 9], [1, 2, 3]]
+    assert batch["labels"].tolist() == [[4, IGNORE, IGNORE], [IGNORE, 2, 3]]
+    assert batch["attention_mask"].tolist() == [[1, 0, 0], [1, 1, 1]]
+    assert learnt_tokens(batch) == 2  # the 4 comes first in its row: nothing predicts it
+    assert "attention_mask" not in rows.batch([0, 0], pad=9)
+
+
+def test_the_order_is_fixed_by_the_seed_and_every_epoch_sees_every_row(tokenizer):
+    rows = Rows.of([([i], [i]) for i in range(10)])
+    data = Data(rows, tokenizer, eval_fraction=0.2)
+    assert len(data.eval) == 2 and not set(data.eval) & set(data.train)
+    drawn = lambda seed: [data.train_batch(i, 2, seed)["input_ids"].flatten().tolist() for i in range(8)]
+    first = drawn(0)
+    assert first == drawn(0) != drawn(1)
+    epochs = sum(first[:4], []), sum(first[4:], [])
+    assert sorted(epochs[0]) == sorted(epochs[1]) == data.train and epochs[0] != epochs[1]
+    assert data.train_batch(5, 2, 0)["input_ids"].flatten().tolist() == first[5]  # from the middle as well
+    assert sorted(i for batch in data.eval_batches(4) for i in batch["input_ids"].flatten().tolist()) == data.eval
+
+
+def test_files_of_both_kinds_and_datasets_read_alike(tmp_path, monkeypatch):
+    datasets, arrow, parquet = (pytest.importorskip(name) for name in ("datasets", "pyarrow", "pyarrow.parquet"))
+    parquet.write_table(arrow.Table.from_pylist(CHATS), tmp_path / "chats.parquet")
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: {("org/chats", "dev"): datasets.Dataset.from_list(CHATS)}[name, split])
+    named = [write_jsonl(tmp_path / "chats.jsonl", CHATS), str(tmp_path / "chats.parquet"), "org/chats"]
+    for name in named:
+        assert data_module.read(TrainConfig(data=name, split="dev")) == CHATS
+        assert data_module.read(TrainConfig(data=name, split="dev", limit=2)) == CHATS[:2]
+
+
+def test_the_standard_library_is_text_enough():
+    texts = data_module.standard_library()
+    assert sum(map(len, texts)) > 5_000_000
+    assert any("class TestCase" not in text and "def dataclass(" in text for text in texts)
+
+
+def test_a_cache_gives_the_same_data_and_follows_the_file(config, tmp_path):
+    first = load(config)
+    (folder,) = (tmp_path / "run" / "cache").iterdir()
+    again = load(config)
+    assert torch.equal(first.rows.ids, again.rows.ids) and torch.equal(first.rows.bounds, again.rows.bounds)
+    assert first.tokenizer.encode(TEXT) == again.tokenizer.encode(TEXT)
+    assert again.tokenizer.chat_template == CHAT_TEMPLATE and again.tokenizer.pad_token_id == first.tokenizer.pad_token_id
+    write_jsonl(tmp_path / "text.jsonl", [{"text": "something else entirely, " * 50}])
+    assert "something" in load(config).tokenizer.decode(load(config).rows.ids)
+    assert len(list(folder.parent.iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    "lines, message",
+    [
+        ("", "holds no records"),
+        ("{oops", ":1: not valid JSON"),
+        ("[1]", ":1: a record must be an object, got list"),
+        ('{"prompt": "x"}', r"must have 'text', 'messages', or 'instruction' and 'output'; the first one has \['prompt'\]"),
+        ('{"text": "x"}\n{"txt": "y"}', "record 2 has no text"),
+        ('{"text": "x"}', "shorter than one row of 24 tokens"),
+        ('{"messages": [{"role": "user", "content": "hi"}]}', "no conversation has an answer"),
+        ('{"messages": [{"role": "user"}]}', "'content'"),
+    ],
+)
+def test_mistakes_in_the_data_are_named(lines, message, config, tmp_path):
+    (tmp_path / "text.jsonl").write_text(lines)
+    with pytest.raises(UserError, match=message):
+        load(config)
+
+
+# -- loop ----------------------------------------------------------------------------------
+
+
+def test_learning_rate():
+    config = TrainConfig(steps=11, warmup=2, lr=1.0, min_lr=0.1)
+    rates = [loop.learning_rate(config, step) for step in range(11)]
+    assert rates[:3] == [0.5, 1.0, 1.0]
+    assert rates[6] == pytest.approx(0.1 + 0.9 * 0.5)
+    assert rates[10] == pytest.approx(0.1)
+    assert loop.learning_rate(dataclasses.replace(config, schedule="linear"), 8) == pytest.approx(0.1 + 0.9 * 0.25)
+    assert loop.learning_rate(dataclasses.replace(config, schedule="constant"), 10) == 1.0
+    assert TrainConfig().peak_lr == 1e-3 and TrainConfig(model="x").peak_lr == 2e-5
+
+
+def test_a_run_learns_and_says_what_it_did(config, tmp_path):
+    config = dataclasses.replace(config, steps=12, kernels="off", eval_fraction=0.1, eval_every=6, save=str(tmp_path / "model"))
+    metrics = loop.train(config)
+    assert metrics == json.loads((tmp_path / "run" / "metrics.json").read_text())
+    assert TrainConfig.load(tmp_path / "run" / "config.json") == config
+    assert len(metrics["losses"]) == len(metrics["gradient_norms"]) == len(metrics["learning_rates"]) == 12
+    assert metrics["losses"][-1] < 0.8 * metrics["losses"][0]
+    assert [e["step"] for e in metrics["evaluations"]] == [6, 12] and metrics["evaluations"][1]["loss"] < metrics["evaluations"][0]["loss"]
+    assert metrics["tokens_per_second"] > 0 and metrics["peak_memory"] > 0
+
+
+def test_the_first_loss_is_transformers_own(config):
+    metrics = loop.train(dataclasses.replace(config, kernels="off"))
+    data = load(config)
+    model = loop.build(dataclasses.replace(config, kernels="off"), data.tokenizer, torch.device("cpu"), "fp32")
+    expected = model(**data.train_batch(0, config.batch, config.seed)).loss.item()
+    assert metrics["losses"][0] == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_same_config_gives_the_same_bits(config):
+    assert loop.train(config)["losses"] == loop.train(config)["losses"] != loop.train(dataclasses.replace(config, seed=1))["losses"]
+
+
+@pytest.mark.parametrize("records", ["text", "chats"])
+def test_kernels_change_no_loss(records, config, tmp_path):
+    if records == "chats":
+        config = dataclasses.replace(config, data=write_jsonl(tmp_path / "chats.jsonl", CHATS * 4), length=128, vocab=257)
+    stock, ours = (loop.train(dataclasses.replace(config, kernels=kernels)) for kernels in ("off", "on"))
+    assert stock["losses"] != ours["losses"] or torch.cuda.is_available()  # two implementations, unless nothing was patched
+    assert ours["losses"] == pytest.approx(stock["losses"], rel=1e-5)
+    assert ours["gradient_norms"] == pytest.approx(stock["gradient_norms"], rel=1e-3)
+
+
+@pytest.mark.parametrize("kernels", ["off", "on"])
+def test_accumulation_equals_one_large_batch(kernels, config, tmp_path):
+    """Although the parts have different numbers of labels: a token weighs the same wherever it is."""
+    chats = write_jsonl(tmp_path / "chats.jsonl", CHATS * 4)
+    config = dataclasses.replace(config, data=chats, length=128, vocab=257, kernels=kernels, batch=4, accumulate=1)
+    whole, parts = loop.train(config), loop.train(dataclasses.replace(config, batch=1, accumulate=4))
+    assert parts["losses"] == pytest.approx(whole["losses"], rel=1e-5)
+    assert parts["gradient_norms"] == pytest.approx(whole["gradient_norms"], rel=1e-4)
+
+
+@pytest.mark.parametrize("kernels", ["off", "on"])
+def test_a_saved_model_reads_back(kernels, config, tmp_path):
+    import transformers
+
+    folder = tmp_path / "model"
+    config = dataclasses.replace(config, kernels=kernels, save=str(folder))
+    loop.train(config)
+    assert (folder / "model.safetensors").is_file()
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    assert type(model) is transformers.LlamaForCausalLM and tokenizer.chat_template == CHAT_TEMPLATE
+    # and training goes on from there: the first loss is what the saved weights give
+    more = loop.train(dataclasses.replace(config, model=str(folder), save=None, steps=1))
+    data = load(dataclasses.replace(config, model=str(folder)))
+    with torch.no_grad():
+        expected = model(**data.train_batch(0, config.batch, config.seed)).loss.item()
+    assert more["losses"] == [pytest.approx(expected, rel=1e-5)]
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16"])
+def test_low_precision_follows_fp32(precision, config):
+    full, low = (loop.train(dataclasses.replace(config, precision=p)) for p in ("fp32", precision))
+    assert low["losses"] != full["losses"]
+    assert low["losses"] == pytest.approx(full["losses"], rel=2e-2)
+
+
+def test_a_diverged_run_stops_with_a_word(config):
+    with pytest.raises(UserError, match="the loss is nan at step"):
+        loop.train(dataclasses.replace(config, kernels="off", lr=1e30, grad_clip=0.0, warmup=0, steps=8))
+
+
+def test_an_unknown_kernel_is_refused(config):
+    with pytest.raises(UserError, match="geglu"):
+        loop.train(dataclasses.replace(config, geglu=True))
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(device="cuda") if not torch.cuda.is_available() else dict(device="abacus"), "device"),
+        (dict(heads=3), "heads must divide hidden"),
+        (dict(model="/nowhere/at/all"), "/nowhere/at/all"),
+    ],
+)
+def test_mistakes_in_a_run_are_named(changes, message, config):
+    with pytest.raises(UserError, match=message):
+        loop.train(dataclasses.replace(config, **changes))
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems do not let a process forget its peak")
+def test_peak_memory_sees_what_was_freed_and_leaves_pauses_out():
+    memory = PeakMemory(torch.device("cpu"))
+    block = torch.ones(50_000_000)  # 200 MB
+    del block
+    memory.pause()
+    larger = torch.ones(150_000_000)
+    del larger
+    memory.start()
+    assert 190e6 < memory.read() - memory.before < 400e6
+
+
+# -- demo ----------------------------------------------------------------------------------
+
+
+def test_curves_that_differ_are_called_out():
+    run = {"losses": [4.0, 3.0], "tokens_per_second": 100.0, "peak_memory": 2e9, "memory_before_training": 1e9, "precision": "fp32",
+           "parameters": 1, "device": "x", "memory_kind": "y"}  # fmt: skip
+    other = {**run, "losses": [4.0, 3.0 * (1 + 2 * demo.TOLERANCE["fp32"])], "tokens_per_second": 150.0}
+    assert demo.compare(run, run)["agree"]
+    report = demo.compare(run, other)
+    assert not report["agree"] and "DO NOT AGREE" in demo.table(report, other)
+    assert report["tokens_per_second"] == {"stock": 100.0, "ours": 150.0, "ratio": 1.5}
+
+
+def test_the_demo_runs(tmp_path, user_env):
+    data = write_jsonl(tmp_path / "text.jsonl", [{"text": TEXT}] * 8)
+    flags = {**TINY, "data": data, "out": tmp_path / "demo", "steps": 4}
+    argv = [part for name, value in flags.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    done = subprocess.run([sys.executable, "-m", "liger_kernel.cli", "demo", *argv], env=user_env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "The loss curves agree" in done.stdout
+    report = json.loads((tmp_path / "demo" / "demo.json").read_text())
+    assert report["agree"] and [run["kernels"] for run in report["runs"].values()] == ["off", "on"]
+    assert all(math.isfinite(report[name]["ratio"]) for name in ("loss", "tokens_per_second", "peak_memory"))
+    with contextlib.suppress(ImportError):
+        import matplotlib  # noqa: F401
+
+        assert (tmp_path / "demo" / "demo.png").stat().st_size > 10_000

@@ -171,7 +171,7 @@ def test_the_order_is_fixed_by_the_seed_and_every_epoch_sees_every_row(tokenizer
     drawn = lambda seed: [data.train_batch(i, 2, seed)["input_ids"].flatten().tolist() for i in range(8)]
     first = drawn(0)
     assert first == drawn(0) != drawn(1)
-    epochs = sum(first[:4], []), sum(first[4:], [])
+    epochs = [[row for batch in part for row in batch] for part in (first[:4], first[4:])]
     assert sorted(epochs[0]) == sorted(epochs[1]) == data.train and epochs[0] != epochs[1]
     assert data.train_batch(5, 2, 0)["input_ids"].flatten().tolist() == first[5]  # from the middle as well
     assert sorted(i for batch in data.eval_batches(4) for i in batch["input_ids"].flatten().tolist()) == data.eval

@@ -112,12 +112,15 @@ def plot(report: dict[str, Any], runs: dict[str, Any], path: Path) -> str:
     ink, quiet, colours = "#24292f", "#8c959f", {"stock": "#b6bec8", "ours": "#0a7d6c"}
     plt.rcParams.update({"font.family": "DejaVu Sans", "font.size": 10, "text.color": ink, "axes.edgecolor": quiet, "axes.labelcolor": quiet,
                          "xtick.color": quiet, "ytick.color": quiet, "axes.spines.top": False, "axes.spines.right": False})  # fmt: skip
-    figure, (curve, memory, speed) = plt.subplots(1, 3, figsize=(11, 3.8), width_ratios=(2.2, 1, 1), layout="constrained", dpi=160)
+    title: dict[str, Any] = {"loc": "left", "fontsize": 11, "fontweight": "bold"}
+    figure, (curve, memory, speed) = plt.subplots(1, 3, figsize=(11, 3.8), width_ratios=(2.2, 1, 1), dpi=160)
+    figure.set_layout_engine("constrained", wspace=0.06)
 
     steps = range(1, len(runs["stock"]["losses"]) + 1)
     curve.plot(steps, runs["stock"]["losses"], color=colours["stock"], linewidth=6, solid_capstyle="round", label="stock")
     curve.plot(steps, runs["ours"]["losses"], color=colours["ours"], linewidth=1.8, label="ours")
-    curve.set_title(f"Loss: the same curve (differs by {report['largest_loss_difference']:.0e} at most)", loc="left", fontsize=11, fontweight="bold")
+    verdict = "Loss: the same curve" if report["agree"] else "Loss: NOT the same curve"
+    curve.set_title(f"{verdict} (differs by {report['largest_loss_difference']:.0e} at most)", **title)
     curve.set_xlabel("step")
     curve.legend(frameon=False, labelcolor=ink)
 
@@ -125,15 +128,18 @@ def plot(report: dict[str, Any], runs: dict[str, Any], path: Path) -> str:
         (memory, "peak_memory", lambda x: f"{x / 1e9:.2f} GB", f"Peak memory: {report['peak_memory']['ratio']:.2f}x"),
         (speed, "tokens_per_second", lambda x: f"{x:,.0f}", f"Tokens/s: {report['tokens_per_second']['ratio']:.2f}x"),
     )
-    for axes, name, show, title in bars:
+    for axes, name, show, heading in bars:
         values = [report[name][run] for run in RUNS]
         drawn = axes.bar(list(RUNS), values, width=0.62, color=[colours[run] for run in RUNS])
         axes.bar_label(drawn, [show(value) for value in values], padding=4, color=ink)
-        axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
+        axes.set_title(heading, **title)
         axes.set_ylim(0, 1.15 * max(values))
         axes.set_yticks([])
         axes.spines["left"].set_visible(False)
         axes.tick_params(axis="x", length=0, labelcolor=ink)
+    start = [run["memory_before_training"] for run in runs.values()]
+    memory.bar(list(RUNS), start, width=0.62, color="white", alpha=0.35)
+    memory.text(0, start[0] / 2, "before\ntraining", ha="center", va="center", fontsize=8, color=ink)
     run = runs["ours"]
     note = f"{run['model']}, {run['parameters'] / 1e6:.0f} M parameters, {run['precision']}, on {run['device']}; memory: {run['memory_kind']}"
     figure.supxlabel(note, fontsize=8, color=quiet, x=0.01, ha="left")

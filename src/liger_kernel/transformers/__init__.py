@@ -1,0 +1,71 @@
+"""Kernels for Hugging Face transformers. What patches models is imported when it is asked for, as it needs transformers installed."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import Any
+
+from liger_kernel.nn import (
+    LigerCrossEntropyLoss,
+    LigerFusedLinearCrossEntropyLoss,
+    LigerGEGLUMLP,
+    LigerPhi3SwiGLUMLP,
+    LigerRMSNorm,
+    LigerRMSNormForGemma,
+    LigerRMSNormForGemma2,
+    LigerRMSNormForGemma3,
+    LigerRMSNormForGlm4,
+    LigerRMSNormForOlmo2,
+    LigerRMSNormForQwen3Next,
+    LigerSwiGLUMLP,
+    liger_rotary_pos_emb,
+)
+from liger_kernel.transformers import _legacy
+
+_legacy.install()
+
+_PATCH = ("MODEL_TYPE_TO_APPLY_LIGER_FN", "_apply_liger_kernel", "_apply_liger_kernel_to_instance", "class_patches", "instance_patches", "restore")
+
+__all__ = [
+    "LigerCrossEntropyLoss",
+    "LigerFusedLinearCrossEntropyLoss",
+    "LigerGEGLUMLP",
+    "LigerPhi3SwiGLUMLP",
+    "LigerRMSNorm",
+    "LigerRMSNormForGemma",
+    "LigerRMSNormForGemma2",
+    "LigerRMSNormForGemma3",
+    "LigerRMSNormForGlm4",
+    "LigerRMSNormForOlmo2",
+    "LigerRMSNormForQwen3Next",
+    "LigerSwiGLUMLP",
+    "is_transformers_available",
+    "liger_rotary_pos_emb",
+]
+
+
+def is_transformers_available() -> bool:
+    return importlib.util.find_spec("transformers") is not None
+
+
+def __getattr__(name: str) -> Any:
+    if name == "AutoLigerKernelForCausalLM":
+        module = "auto"
+    elif name in _PATCH or name.startswith("apply_liger_kernel_to_"):
+        module = "patch"
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if not is_transformers_available():
+        raise ImportError(f"{name} needs transformers: pip install 'liger-kernel[transformers]'")
+    return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+
+
+if is_transformers_available():
+    __all__ += ["AutoLigerKernelForCausalLM", *_PATCH]
+
+
+def __dir__() -> list[str]:
+    if not is_transformers_available():
+        return __all__
+    return [*__all__, *(f.__name__ for f in __getattr__("MODEL_TYPE_TO_APPLY_LIGER_FN").values())]

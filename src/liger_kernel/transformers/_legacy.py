@@ -1,0 +1,43 @@
+"""Import paths of the published package: old module -> (new module, names; all names of the new one if none are listed)."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+_HERE = "liger_kernel.transformers."
+_NORMS = ("LigerRMSNorm", *(f"LigerRMSNormFor{m}" for m in ("Gemma", "Gemma2", "Gemma3", "Olmo2", "Glm4", "Qwen3Next")))
+
+PATHS: dict[str, tuple[str, tuple[str, ...]]] = {
+    _HERE + "auto_model": (_HERE + "auto", ("AutoLigerKernelForCausalLM",)),
+    _HERE + "cross_entropy": ("liger_kernel.nn", ("LigerCrossEntropyLoss",)),
+    _HERE + "fused_linear_cross_entropy": ("liger_kernel.nn", ("LigerFusedLinearCrossEntropyLoss",)),
+    _HERE + "geglu": ("liger_kernel.nn", ("LigerGEGLUMLP",)),
+    _HERE + "monkey_patch": (_HERE + "patch", ()),
+    _HERE + "rms_norm": ("liger_kernel.nn", _NORMS),
+    _HERE + "rope": ("liger_kernel.nn", ("liger_rotary_pos_emb",)),
+    _HERE + "swiglu": ("liger_kernel.nn", ("LigerSwiGLUMLP", "LigerPhi3SwiGLUMLP")),
+    _HERE + "trainer_integration": (_HERE + "patch", ("_apply_liger_kernel",)),
+}
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Makes a module of ``PATHS`` when it is imported."""
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
+        return importlib.machinery.ModuleSpec(fullname, self) if fullname in PATHS else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        source, names = PATHS[module.__name__]
+        new = vars(importlib.import_module(source))
+        module.__doc__ = f"An old path to ``{source}``."
+        vars(module).update({n: new[n] for n in names or [n for n in new if not n.startswith("__")]})
+
+
+def install() -> None:
+    if not any(type(f).__name__ == _Finder.__name__ and type(f).__module__ == __name__ for f in sys.meta_path):
+        sys.meta_path.append(_Finder())

@@ -1,0 +1,448 @@
+"""Fused output head and loss without replacing any model's ``forward``.
+
+For the time of one training ``forward`` a stand-in takes the place of the output head. It returns ``DeferredLogits``: a recipe for the logits.
+What models do to logits on the way to their loss (scaling, soft-capping, casts, slices, reshapes) is recorded; ``F.cross_entropy``, wherever
+it is called from, takes the recipe and computes the loss from hidden states and head in chunks. Anything else gets the logits, computed by
+the head itself: slower, never wrong. So the model's own ``forward`` and its own loss function run, whatever they are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import sys
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import checkpoint
+from transformers import modeling_outputs
+from transformers.utils import ModelOutput
+
+from liger_kernel.nn import token_accuracy
+from liger_kernel.ops.cross_entropy import cross_entropy
+from liger_kernel.ops.linear_cross_entropy import auto_chunk_rows, linear_cross_entropy
+
+IGNORE = -100
+
+# Keywords of a patched ``forward`` that are meant for its loss, and what the operators call them.
+LOSS_OPTIONS = {
+    "label_smoothing": "label_smoothing",
+    "lse_square_scale": "z_loss",
+    "softcap": "softcap",
+    "use_token_scaling": "token_scaling",
+    "ce_weight": "class_weight",
+    "accum_dtype": "accum_dtype",
+}
+STATISTICS = ("return_token_accuracy", "return_predicted_tokens")
+
+
+# -- the loss ------------------------------------------------------------------------------
+
+
+def is_plain(head: nn.Module) -> bool:
+    """Whether calling ``head`` is ``x @ weight.T + bias`` and nothing else: no hook, wrapper, adapter or sharding sees the call."""
+    if type(head) is not nn.Linear or "forward" in head.__dict__:
+        return False
+    if head._forward_hooks or head._forward_pre_hooks or head._backward_hooks or head._backward_pre_hooks:
+        return False
+    return all(p is None or type(p) in (Tensor, nn.Parameter) for p in (head.weight, head.bias)) and head.weight.numel() > 0
+
+
+def head_cross_entropy(head: nn.Module, x: Tensor, target: Tensor, *, class_weight: Tensor | None = None, **options: Any) -> Any:
+    """Cross entropy of ``head(x)`` and ``target``, with the options and results of ``linear_cross_entropy``, without holding all logits.
+
+    x (M, H), target (M,). A plain ``nn.Linear`` is fused. Any other head (LoRA, quantised, sharded, hooked ...) is called itself on one chunk
+    of tokens at a time, and again in the backward, so whatever surrounds its call takes part.
+    """
+    if is_plain(head):
+        return linear_cross_entropy(x, head.weight, target, head.bias, class_weight, **options)
+    options.pop("accum_dtype", None)  # the head accumulates its own gradients
+    reduction, stats = options.pop("reduction", "mean"), options.pop("stats", False)
+
+    def part(x: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = head(x[None])
+        return cross_entropy(
+            logits.reshape(-1, logits.shape[-1]), target, class_weight, reduction="none" if reduction == "none" else "sum", stats=True, **options
+        )
+
+    rows = auto_chunk_rows(x.shape[0], out_features(head), x.element_size(), x.is_cuda)
+    run = functools.partial(checkpoint, part, use_reentrant=False) if torch.is_grad_enabled() else part
+    parts = [run(*chunk) for chunk in zip(x.split(rows), target.split(rows))]
+    losses, z_losses, predicted = ([p[i] for p in parts] for i in range(3))
+    if reduction == "none":
+        loss, z_loss = torch.cat(losses), torch.cat(z_losses)
+    else:
+        loss, z_loss = torch.stack(losses).sum(), torch.stack(z_losses).sum()
+    if reduction == "mean":
+        valid = target != options.get("ignore_index", IGNORE)
+        n = valid.sum() if class_weight is None else class_weight[target.where(valid, 0)].where(valid, 0).sum()
+        loss, z_loss = loss / n, z_loss / n
+    return (loss, z_loss, torch.cat(predicted)) if stats else loss
+
+
+def out_features(head: nn.Module) -> int:
+    return head.out_features if isinstance(getattr(head, "out_features", None), int) else head.weight.shape[0]
+
+
+# -- the recipe ----------------------------------------------------------------------------
+
+
+@dataclass
+class Loss:
+    """What the caller of ``forward`` asked of the loss, and what the loss found."""
+
+    options: dict[str, Any] = field(default_factory=dict)
+    statistics: bool = False
+    taken: bool = False
+    token_accuracy: Tensor | None = None
+    predicted_tokens: Tensor | None = None
+
+
+class DeferredLogits:
+    """``head(rows)``, or ``rows`` if there is no head, then ``tail``; computed when somebody looks.
+
+    ``tail`` holds ("mul", number), ("div", number), ("tanh", None) and ("to", dtype). Selecting and reshaping tokens acts on ``rows``. Once the
+    logits exist they are what counts, as somebody may have changed them in place.
+    """
+
+    def __init__(self, rows: Tensor, head: nn.Module | None, loss: Loss, tail: tuple[tuple[str, Any], ...] = ()):
+        self.rows, self.head, self.loss, self.tail = rows, head, loss, tail
+        self.computed: Tensor | None = None
+
+    def value(self) -> Tensor:
+        """The logits themselves."""
+        if self.computed is None:
+            y = self.rows if self.head is None else self.head(self.rows)
+            for name, arg in self.tail:
+                y = y.to(arg) if name == "to" else y * arg if name == "mul" else y / arg if name == "div" else torch.tanh(y)
+            self.computed = y
+        return self.computed
+
+    def then(self, name: str, arg: Any = None) -> DeferredLogits:
+        return DeferredLogits(self.rows, self.head, self.loss, (*self.tail, (name, arg)))
+
+    def with_rows(self, rows: Tensor) -> DeferredLogits:
+        return DeferredLogits(rows, self.head, self.loss, self.tail)
+
+    def scale_and_cap(self) -> tuple[float, float | None] | None:
+        """``tail`` as ``cap * tanh(scale * x / cap)``, or ``scale * x`` if cap is None; None if it is neither."""
+        before = after = 1.0
+        capped = False
+        for name, arg in self.tail:
+            if name == "tanh":
+                if capped:
+                    return None
+                capped = True
+            elif name != "to":
+                factor = arg if name == "mul" else 1 / arg
+                before, after = (before, after * factor) if capped else (before * factor, after)
+        return (before * after, after) if capped else (before, None)
+
+    # -- what is known without computing
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.rows.shape if self.head is None else torch.Size((*self.rows.shape[:-1], out_features(self.head)))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        casts = [arg for name, arg in self.tail if name == "to"]
+        if casts:
+            return casts[-1]
+        device = self.rows.device.type
+        return torch.get_autocast_dtype(device) if self.head is not None and torch.is_autocast_enabled(device) else self.rows.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.rows.device
+
+    @property
+    def ndim(self) -> int:
+        return self.rows.ndim
+
+    def dim(self) -> int:
+        return self.rows.ndim
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    # -- what is recorded
+
+    def __mul__(self, other: Any) -> Any:
+        return self.then("mul", other) if self.computed is None and isinstance(other, (int, float)) else self.value() * other
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: Any) -> Any:
+        return self.then("div", other) if self.computed is None and isinstance(other, (int, float)) and other else self.value() / other
+
+    def tanh(self) -> Any:
+        return self.then("tanh") if self.computed is None else self.value().tanh()
+
+    def float(self) -> Any:
+        return self.to(torch.float32)
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        if self.computed is None and not kwargs and len(args) == 1:
+            if isinstance(args[0], torch.dtype):
+                return self.then("to", args[0])
+            if args[0] == self.device:
+                return self
+        return self.value().to(*args, **kwargs)
+
+    def contiguous(self) -> Any:
+        return self if self.computed is None else self.value().contiguous()
+
+    def reshape(self, *shape: Any) -> Any:
+        sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
+        V = self.shape[-1]
+        if self.computed is None and all(isinstance(n, int) for n in sizes) and len(sizes) > 1:
+            lead, last = sizes[:-1], sizes[-1]
+            if last == V or (last == -1 and -1 not in lead and torch.Size(lead).numel() == self.rows.shape[:-1].numel()):
+                return self.with_rows(self.rows.reshape(*lead, self.rows.shape[-1]))
+        return self.value().view(*sizes) if len(sizes) == 1 else self.value().reshape(sizes)
+
+    view = reshape
+
+    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Any:
+        if self.computed is None and start_dim >= 0 and end_dim % self.ndim < self.ndim - 1:
+            return self.with_rows(self.rows.flatten(start_dim, end_dim))
+        return self.value().flatten(start_dim, end_dim)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.with_rows(self.rows[index]) if self.computed is None and _keeps_last_dim(index, self.ndim) else self.value()[index]
+
+    # -- everything else
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.value(), name)
+
+    @classmethod
+    def __torch_function__(cls, fn: Callable, types_: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if fn is F.cross_entropy:
+            return _cross_entropy(*args, **kwargs)
+        if fn is torch.tanh and not kwargs:
+            return args[0].tanh()
+        return fn(*tree_map(_materialised, args), **tree_map(_materialised, kwargs))
+
+
+def _materialised(x: Any) -> Any:
+    return x.value() if isinstance(x, DeferredLogits) else x
+
+
+def _operator(name: str) -> Callable:
+    return lambda self, *args: getattr(self.value(), name)(*tree_map(_materialised, args))
+
+
+for _name in "add radd sub rsub rtruediv neg abs pow rpow matmul eq ne lt le gt ge iter setitem bool invert and or".split():
+    setattr(DeferredLogits, f"__{_name}__", _operator(f"__{_name}__"))
+DeferredLogits.__hash__ = object.__hash__  # type: ignore[method-assign]
+
+
+def _keeps_last_dim(index: Any, ndim: int) -> bool:
+    """Whether ``index`` selects among all dims but the last."""
+    items = index if isinstance(index, tuple) else (index,)
+    if any(not (i is None or i is Ellipsis or isinstance(i, (int, slice, Tensor))) for i in items):
+        return False
+    used = sum(i.ndim if isinstance(i, Tensor) and i.dtype == torch.bool else i is not None for i in items if i is not Ellipsis)
+    if items[-1:] == (slice(None),):
+        return used <= ndim
+    return used < ndim and (Ellipsis not in [i for i in items if not isinstance(i, Tensor)] or items[-1] is Ellipsis)
+
+
+def _cross_entropy(
+    input: Any, target: Any, weight: Any = None, size_average: Any = None, ignore_index: int = IGNORE, reduce: Any = None,
+    reduction: str = "mean", label_smoothing: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """``F.cross_entropy`` of a recipe."""
+    if isinstance(input, DeferredLogits) and input.ndim == 2 and target.ndim == 1 and size_average is None and reduce is None:
+        said = {k: v for k, v in (("class_weight", weight), ("label_smoothing", label_smoothing or None)) if v is not None}
+        return _loss(input, target, ignore_index=ignore_index, reduction=reduction, **said)
+    args = (_materialised(a) for a in (input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing))
+    return F.cross_entropy(*args)
+
+
+def _loss(logits: DeferredLogits, target: Tensor, **options: Any) -> Tensor:
+    asked = logits.loss
+    options = asked.options | options
+    transform = logits.scale_and_cap() if logits.computed is None else None
+    if transform is not None and (transform[1] is None or "softcap" not in asked.options):
+        options["logit_scale"], softcap = transform
+        options |= {} if softcap is None else {"softcap": softcap}
+        head, rows = logits.head, logits.rows
+    else:
+        head, rows = None, logits.value()
+    if head is None:
+        options.pop("accum_dtype", None)
+        found = cross_entropy(rows, target, options.pop("class_weight", None), stats=asked.statistics, **options)
+    else:
+        found = head_cross_entropy(head, rows, target, stats=asked.statistics, **options)
+    asked.taken = True
+    if not asked.statistics:
+        return found
+    loss, _, predicted = found
+    if asked.predicted_tokens is None:  # the first loss of a forward is the main one
+        asked.predicted_tokens, asked.token_accuracy = predicted, token_accuracy(predicted, target, options["ignore_index"])
+    return loss
+
+
+# -- around the model's forward ------------------------------------------------------------
+
+
+class StandIn(nn.Module):
+    """In the head's place during one ``forward``: returns a recipe, and is otherwise the head."""
+
+    def __init__(self, head: nn.Module, loss: Loss, keep_logits: bool):
+        super().__init__()
+        self.head, self.loss, self.keep_logits = head, loss, keep_logits
+
+    def forward(self, hidden_states: Tensor) -> DeferredLogits:
+        if self.keep_logits:
+            return DeferredLogits(self.head(hidden_states), None, self.loss)
+        return DeferredLogits(hidden_states, self.head, self.loss)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("head"), name)
+
+
+def place_of_head(model: nn.Module) -> tuple[nn.Module, str] | None:
+    """The module that holds the output head, and its name there."""
+    try:
+        head = model.get_output_embeddings()
+    except (AttributeError, NotImplementedError):
+        return None
+    if not isinstance(head, nn.Module):
+        return None
+    for name, child in model._modules.items():  # where it nearly always is
+        if child is head:
+            return model, name
+    return next(((m, name) for m in model.modules() for name, child in m._modules.items() if child is head), None)
+
+
+def fused(forward: Callable, *, keep_logits: bool = False) -> Callable:
+    """``forward`` (a function of a model class) with head and loss fused, and the keywords that users of patched models know.
+
+    Logits are left out while training with labels, or as ``skip_logits`` says. With ``keep_logits`` they are always computed, and only
+    the loss on them is fused.
+    """
+    signature = inspect.signature(forward)
+    names = list(signature.parameters)
+    variadic = [p for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD]
+    takes_anything = bool(variadic)
+    own_options = [n for n in LOSS_OPTIONS if n not in names]
+    _declare_outputs(sys.modules.get(forward.__module__))
+
+    @functools.wraps(forward)
+    def wrapper(self: nn.Module, *args: Any, skip_logits: bool | None = None, **kwargs: Any) -> Any:
+        options = {LOSS_OPTIONS[n]: v for n in own_options if (v := kwargs.pop(n, None)) is not None and v is not False}
+        accuracy, predictions = (kwargs.pop(n, None) for n in STATISTICS)
+        given = dict(zip(names[1:], args)) | kwargs
+        learns = given.get("labels") is not None or given.get("shift_labels") is not None
+        skip = learns and not keep_logits and (self.training if skip_logits is None else skip_logits)
+        wanted = learns and (skip or keep_logits or options or accuracy or predictions)
+        place = place_of_head(self) if wanted else None
+        if place is None:
+            return forward(self, *args, **kwargs)
+        loss = Loss(options, bool(accuracy or predictions))
+        parent, name = place
+        head = parent._modules[name]
+        parent._modules[name] = StandIn(head, loss, keep_logits=not skip)
+        try:
+            out = forward(self, **(_aligned(given) if takes_anything else given))
+        finally:
+            parent._modules[name] = head
+        if not loss.taken and (options or loss.statistics):
+            warnings.warn(f"{type(self).__name__}: its loss is not one cross entropy of its logits, so it has no {[*own_options, *STATISTICS]}", stacklevel=2)
+        return _settled(out, skip, loss.token_accuracy if accuracy else None, loss.predicted_tokens if predictions else None)
+
+    skip = inspect.Parameter("skip_logits", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="bool | None")
+    wrapper.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[*(p for p in signature.parameters.values() if p not in variadic), skip, *variadic]
+    )
+    return wrapper
+
+
+def _aligned(given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a model's ``forward`` with labels that fit the logits it keeps, and ``labels`` where only ``shift_labels`` are given."""
+    labels, shift_labels, keep = (given.get(n) for n in ("labels", "shift_labels", "logits_to_keep"))
+    tokens = next((given[n].shape[:2] for n in ("input_ids", "inputs_embeds") if given.get(n) is not None), None)
+    if keep is not None and not (isinstance(keep, int) and keep == 0):
+        if shift_labels is None:
+            shift_labels = F.pad(labels, (0, 1), value=IGNORE)[..., 1:]
+        if shift_labels.shape == tokens:
+            shift_labels = _kept(shift_labels, keep)
+    if shift_labels is None:
+        return given
+    # contiguous: loss functions take a view of them
+    return given | {"labels": shift_labels if labels is None else labels, "shift_labels": shift_labels.contiguous()}
+
+
+def _kept(t: Tensor, keep: int | Tensor) -> Tensor:
+    """What ``logits_to_keep`` keeps of t (B, T): the last ones, some positions, or of each sequence its own positions or mask."""
+    if isinstance(keep, Tensor) and keep.ndim == 2:
+        return t[keep] if keep.dtype == torch.bool else t.gather(1, keep)
+    return t[:, slice(-keep, None) if isinstance(keep, int) else keep]
+
+
+# -- outputs -------------------------------------------------------------------------------
+
+_OUTPUTS: dict[type, type] = {}
+
+
+def output_class(cls: type) -> type:
+    """``cls``, a ``ModelOutput``, with the fields ``token_accuracy`` and ``predicted_tokens``."""
+    if cls not in _OUTPUTS:
+        fields = [(name, "Tensor | None", None) for name in ("token_accuracy", "predicted_tokens")]
+        name = cls.__name__ if cls.__name__.startswith("Liger") else f"Liger{cls.__name__}"
+        _OUTPUTS[cls] = dataclasses.make_dataclass(name, fields, bases=(cls,), namespace={"__module__": __name__, "__doc__": cls.__doc__})
+    return _OUTPUTS[cls]
+
+
+def __getattr__(name: str) -> type:  # so that outputs can be pickled
+    for cls in _OUTPUTS.values():
+        if cls.__name__ == name:
+            return cls
+    raise AttributeError(name)
+
+
+def _declare_outputs(module: types.ModuleType | None) -> None:
+    """Make the classes that models of ``module`` may return, ahead of time: ``torch.compile`` cannot trace the making of a class."""
+    for each in (modeling_outputs, module):
+        for cls in _outputs_in(each) if each else ():
+            output_class(cls)
+
+
+def _outputs_in(module: types.ModuleType) -> Iterator[type]:
+    for cls in vars(module).values():
+        if isinstance(cls, type) and issubclass(cls, ModelOutput) and {"loss", "logits"} <= set(getattr(cls, "__dataclass_fields__", ())):
+            yield cls
+
+
+def _settled(out: Any, skip: bool, token_accuracy: Tensor | None, predicted_tokens: Tensor | None) -> Any:
+    """``out`` without recipes: what was skipped is left out, the rest is computed. A ``ModelOutput`` is rebuilt, as it is also a dict."""
+    if isinstance(out, tuple):
+        drop = skip and isinstance(out[0], Tensor)  # the loss is there
+        kept = [_materialised(x) for x in out if not (drop and isinstance(x, DeferredLogits))]
+        return tuple(kept + [x for x in (token_accuracy, predicted_tokens) if x is not None])
+    if not isinstance(out, ModelOutput):
+        return _materialised(out)
+    drop = skip and getattr(out, "loss", None) is not None
+    fields = {k: _materialised(v) for k, v in out.items() if not (drop and isinstance(v, DeferredLogits))}
+    return output_class(type(out))(**fields, token_accuracy=token_accuracy, predicted_tokens=predicted_tokens)

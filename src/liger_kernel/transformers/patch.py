@@ -1,0 +1,302 @@
+"""Patches as values, and the functions users and frameworks call to apply them.
+
+A patch is (owner, attribute, replacement): the owner is one of transformers' classes, one of its modules, or one live module of a model. What was
+there before is remembered and given back by ``restore`` exactly. Nothing is ever assigned into ``torch``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import types
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from liger_kernel.transformers import deferred, slots
+from liger_kernel.transformers.families import FAMILIES
+from liger_kernel.transformers.slots import Family
+
+# -- patches -------------------------------------------------------------------------------
+
+ABSENT = object()
+_STOCK: dict[Any, dict[str, Any]] = {}  # classes and Python modules: owner -> attribute -> what was there
+_KEY = "_liger_stock"  # of live modules it is kept in their own __dict__, so that copies of a model know it too
+
+
+def _stock(owner: Any) -> dict[str, Any]:
+    return owner.__dict__.get(_KEY, {}) if isinstance(owner, nn.Module) else _STOCK.get(owner, {})
+
+
+@dataclass(frozen=True)
+class Patch:
+    """``owner.attribute`` becomes ``new``."""
+
+    owner: Any
+    attribute: str
+    new: Any
+    label: str = ""
+
+    @property
+    def applied(self) -> bool:
+        return self.attribute in _stock(self.owner) and self.owner.__dict__.get(self.attribute) == self.new
+
+    def apply(self) -> None:
+        memory = self.owner.__dict__.setdefault(_KEY, {}) if isinstance(self.owner, nn.Module) else _STOCK.setdefault(self.owner, {})
+        memory.setdefault(self.attribute, self.owner.__dict__.get(self.attribute, ABSENT))
+        setattr(self.owner, self.attribute, self.new)
+
+    def __str__(self) -> str:
+        name = self.owner.__name__.rpartition(".")[2] if hasattr(self.owner, "__name__") else f"<{type(self.owner).__name__}>"
+        return f"{name}.{self.attribute} <- {self.label}"
+
+
+class Patches(tuple[Patch, ...]):
+    """Print them, apply them, restore them; or ``with patches: ...``."""
+
+    def apply(self) -> Patches:
+        """Apply those not in place yet; returns those."""
+        new = Patches(p for p in self if not p.applied)
+        for p in new:
+            p.apply()
+        return new
+
+    def restore(self) -> None:
+        """Give back what was there before the first patch of each attribute, where our patch still is what is there."""
+        for p in reversed(self):
+            _give_back(p.owner, [p.attribute] if p.applied else [])
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[Patches]:
+        new = self.apply()
+        try:
+            yield self
+        finally:
+            new.restore()
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self))
+
+
+def _give_back(owner: Any, attributes: Iterable[str]) -> None:
+    memory = _stock(owner)
+    for name in attributes:
+        stock = memory.pop(name)
+        if not _is_ours(owner.__dict__.get(name)):
+            warnings.warn(f"{Patch(owner, name, None)}: replaced by somebody else after us, so it stays as it is", stacklevel=3)
+        elif stock is ABSENT:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, stock)
+    if not memory:
+        owner.__dict__.pop(_KEY, None) if isinstance(owner, nn.Module) else _STOCK.pop(owner, None)
+
+
+def _is_ours(value: Any) -> bool:
+    return getattr(value, "_liger", False)
+
+
+def _ours(function: Callable) -> Callable:
+    function._liger = True  # type: ignore[attr-defined]
+    return function
+
+
+def restore(model: nn.Module | str | None = None) -> None:
+    """Give back the stock classes and modules: of one live model, of one model type, or, without an argument, of all patched classes.
+
+    Every attribute is again the very object that it was.
+    """
+    if isinstance(model, nn.Module):
+        owners: list[Any] = [m for m in model.modules() if _KEY in m.__dict__]
+    elif isinstance(model, str):
+        module = slots.modeling(model)
+        owners = [o for o in _STOCK if (o.__name__ if isinstance(o, types.ModuleType) else o.__module__) == module.__name__]
+    else:
+        owners = list(_STOCK)
+    for owner in owners:
+        _give_back(owner, list(_stock(owner)))
+
+
+# -- what to patch -------------------------------------------------------------------------
+
+
+@functools.cache
+def family(model_type: str) -> Family | None:
+    """The frozen row of a model type; for one that the table does not know, what recognition finds; None if there is no such type."""
+    if model_type in FAMILIES:
+        return Family(**FAMILIES[model_type])
+    try:
+        found = slots.infer(model_type)
+    except (KeyError, ImportError):
+        return None
+    return found if found.head or found.swapped else None
+
+
+@functools.cache
+def _variant(label: str, stock: Callable) -> Callable:
+    return _ours(slots.VARIANTS[label](stock))
+
+
+@functools.cache
+def _fused(forward: Callable, keep_logits: bool) -> Callable:
+    return _ours(deferred.fused(forward, keep_logits=keep_logits))
+
+
+def _of_stock(owner: Any, attribute: str) -> Any:
+    """``owner.attribute`` as it was before us; for a class, also where it inherits it."""
+    for cls in owner.__mro__ if isinstance(owner, type) else (owner,):
+        value = _stock(cls).get(attribute, ABSENT)
+        value = cls.__dict__.get(attribute, ABSENT) if value is ABSENT else value
+        if value is not ABSENT:
+            return value
+    raise AttributeError(f"{owner} has no attribute {attribute}")
+
+
+def class_patches(model_type: str, parts: Mapping[str, bool], head: str | None) -> Patches:
+    """Patches of the classes of ``model_type``. ``parts``: slot -> whether to swap it; ``head``: "fused", "logits" (fused loss on real logits) or None."""
+    row, module = family(model_type), slots.modeling(model_type)
+    found = []
+    for name, label in row.swapped.items() if row else ():
+        owner, attribute = (getattr(module, name, None), "forward") if isinstance(getattr(module, name, None), type) else (module, name)
+        if parts.get(slots.SLOT_OF[label]) and hasattr(owner, attribute):  # another version of transformers may not have it
+            found.append(Patch(owner, attribute, _variant(label, _of_stock(owner, attribute)), label))
+    if row and row.head and head and hasattr(module, row.head):
+        cls = getattr(module, row.head)
+        found.append(Patch(cls, "forward", _fused(_of_stock(cls, "forward"), head == "logits"), f"{head} head"))
+    return Patches(found)
+
+
+def instance_patches(model: nn.Module, model_type: str, parts: Mapping[str, bool], head: str | None) -> Patches:
+    """The same for the modules of one live model, found by their classes wherever they are (PEFT wrappers, towers); nothing else is touched.
+
+    A rope function belongs to a Python module: methods that call it get a copy of themselves that sees ours.
+    """
+    found = []
+    for p in class_patches(model_type, parts, head):
+        if isinstance(p.owner, types.ModuleType) and p.applied:
+            continue
+        for m in model.modules():
+            if isinstance(p.owner, types.ModuleType):
+                found += [_on_instance(m, name, _seeing(f, p.attribute, p.new), p.label) for name, f in _callers(type(m), p.owner, p.attribute)]
+            elif isinstance(m, p.owner) and _of_stock(type(m), p.attribute) is _of_stock(p.owner, p.attribute):
+                found.append(_on_instance(m, p.attribute, p.new, p.label))
+    return Patches(p for p in found if p)
+
+
+def _on_instance(m: nn.Module, attribute: str, new: Callable, label: str) -> Patch | None:
+    """``new`` bound to ``m``, where a call of ``m`` gets to the function of its class; None if that is ours already."""
+    if new is getattr(type(m), attribute, None):
+        return None
+    for place in ("_old_forward", "forward") if attribute == "forward" else (attribute,):  # accelerate's hooks keep what they wrap in the first
+        value = m.__dict__.get(place)
+        stock = _stock(m).get(place, value)
+        if stock is ABSENT or (stock is None and place == attribute):
+            return Patch(m, place, types.MethodType(new, m), label)
+        if isinstance(stock, types.MethodType) and stock.__self__ is m and stock.__func__ is _of_stock(type(m), attribute):
+            return Patch(m, place, types.MethodType(new, m), label)
+    return None  # somebody has replaced it on this module
+
+
+@functools.cache
+def _callers(cls: type, module: types.ModuleType, name: str) -> list[tuple[str, types.FunctionType]]:
+    """Methods of ``cls`` that look up ``name`` in ``module``."""
+    methods = {}
+    for base in reversed(cls.__mro__):
+        for attribute in base.__dict__:
+            methods[attribute] = _of_stock(base, attribute)
+    return [(a, f) for a, f in methods.items() if isinstance(f, types.FunctionType) and f.__globals__ is module.__dict__ and name in f.__code__.co_names]
+
+
+@functools.cache
+def _seeing(function: types.FunctionType, name: str, value: Callable) -> Callable:
+    """A copy of ``function`` in whose globals ``name`` is ``value``."""
+    # without __name__: torch.compile would look globals up in the module of that name
+    scope = {k: v for k, v in function.__globals__.items() if k != "__name__"} | {name: value}
+    copy = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return _ours(functools.update_wrapper(copy, function))
+
+
+# -- flags ---------------------------------------------------------------------------------
+
+HEAD_FLAGS = ("cross_entropy", "fused_linear_cross_entropy")
+
+# Where the published defaults are not rope, fused_linear_cross_entropy, rms_norm and the gated MLP; and flags beyond those.
+_DEFAULTS: dict[str, dict[str, bool]] = {
+    "granite": dict(cross_entropy=True, fused_linear_cross_entropy=False),
+    **{t: dict(rope=False) for t in ("deepseek_v2", "deepseek_v3", "glm4", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "gemma4_text")},
+    "deepseek_v4": dict(rope=False, swiglu=False),
+    "gpt_oss": dict(swiglu=False),
+    "qwen3_vl_text": dict(swiglu=False),
+    "llama4_text": dict(layer_norm=True),
+    "mllama_text_model": dict(layer_norm=True),
+    "qwen2_vl_text": dict(layer_norm=True),
+}
+
+
+def flags_of(model_type: str) -> dict[str, bool]:
+    """Flag -> default of ``apply_liger_kernel_to_<model_type>``."""
+    row = family(model_type)
+    standard = dict(rope=True, cross_entropy=False, fused_linear_cross_entropy=True, rms_norm=True)
+    return standard | {row.glu if row else "swiglu": True} | _DEFAULTS.get(model_type, {})
+
+
+def _apply(model_type: str, given: Mapping[str, bool | None], model: nn.Module | None) -> Patches:
+    """Apply with the flags that somebody gave, and defaults for the rest. A flag given as None is off."""
+    if all(given.get(f) for f in HEAD_FLAGS):
+        raise AssertionError("cross_entropy and fused_linear_cross_entropy cannot both be True")
+    flags = flags_of(model_type) | {f: False for f, other in zip(HEAD_FLAGS, reversed(HEAD_FLAGS)) if given.get(other)} | dict(given)
+    parts = {"rope": flags["rope"], "rms_norm": flags["rms_norm"], "glu": flags.get("swiglu", flags.get("geglu"))}
+    head = "fused" if flags["fused_linear_cross_entropy"] else "logits" if flags["cross_entropy"] else None
+    parts = {k: bool(v) for k, v in parts.items()}
+    return (class_patches(model_type, parts, head) if model is None else instance_patches(model, model_type, parts, head)).apply()
+
+
+def _apply_function(model_type: str) -> Callable[..., None]:
+    flags = flags_of(model_type)
+    parameters = [inspect.Parameter(f, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=v, annotation="bool | None") for f, v in flags.items()]
+    parameters.append(inspect.Parameter("model", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation="nn.Module | None"))
+    signature = inspect.Signature(parameters, return_annotation=None)
+
+    def apply(*args: Any, **kwargs: Any) -> None:
+        try:
+            given = signature.bind(*args, **kwargs).arguments
+        except TypeError as error:
+            raise TypeError(f"{apply.__name__}(): {error}; it takes {', '.join(signature.parameters)}") from None
+        model = given.pop("model", None)
+        row = family(model_type)
+        served = {slots.SLOT_OF[label] for label in row.swapped.values()} if row else set()
+        for flag, slot in (("rope", "rope"), ("rms_norm", "rms_norm"), ("swiglu", "glu"), ("geglu", "glu")):
+            if given.get(flag) and slot not in served:
+                warnings.warn(f"{model_type}: nothing to swap for {flag}=True (see `liger models {model_type}`)", stacklevel=2)
+        _apply(model_type, given, model)
+
+    apply.__name__ = apply.__qualname__ = f"apply_liger_kernel_to_{model_type}"
+    apply.__signature__ = signature  # type: ignore[attr-defined]
+    swaps = ", ".join(row.swapped) if (row := family(model_type)) else ""
+    apply.__doc__ = f"Patch the classes of transformers' ``{model_type}`` models, or only ``model`` if one is given. Swapped: {swaps}."
+    return apply
+
+
+MODEL_TYPE_TO_APPLY_LIGER_FN: dict[str, Callable[..., None]] = {t: _apply_function(t) for t in FAMILIES}
+globals().update({f.__name__: f for f in MODEL_TYPE_TO_APPLY_LIGER_FN.values()})
+
+
+def _lenient(model_type: str, kwargs: Mapping[str, Any], model: nn.Module | None) -> None:
+    if model_type and family(model_type):
+        known = flags_of(model_type)
+        _apply(model_type, {k: v for k, v in kwargs.items() if k in known}, model)
+
+
+def _apply_liger_kernel(model_type: str, **kwargs: Any) -> None:
+    """Patch the classes of a model type; unknown types and flags are ignored, as frameworks pass the same ones to every model."""
+    _lenient(model_type, kwargs, None)
+
+
+def _apply_liger_kernel_to_instance(model: nn.Module, **kwargs: Any) -> None:
+    """Patch one live model; unknown types and flags are ignored. Applying again changes nothing."""
+    _lenient(getattr(getattr(model, "config", None), "model_type", ""), kwargs, model)

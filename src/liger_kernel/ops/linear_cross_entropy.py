@@ -51,7 +51,8 @@ def auto_chunk_rows(M: int, V: int, itemsize: int, on_gpu: bool) -> int:
     CPU: a buffer of 64 MiB.
     """
     rows = max(1024, min(cdiv(M, 8), (1 << 30) // (V * itemsize))) if on_gpu else max(64, (1 << 26) // (V * 4))
-    return cdiv(cdiv(M, cdiv(M, rows)), 128) * 128 if rows < M else max(M, 1)
+    align = 128 if on_gpu else 8
+    return cdiv(cdiv(M, cdiv(M, rows)), align) * align if rows < M else max(M, 1)
 
 
 def _add_mm(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
@@ -207,7 +208,7 @@ def linear_cross_entropy(
         raise ValueError(f"linear_cross_entropy: chunk_rows must be positive, got {chunk_rows}")
     check("linear_cross_entropy", (x.shape[0], w.shape[0]), target, class_weight, reduction)
     device = x.device.type
-    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    autocast = device != "meta" and torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if autocast else torch.promote_types(x.dtype, w.dtype)
     x, w, bias = x.to(dtype), w.to(dtype), bias if bias is None else bias.to(dtype)
     need = (t is not None and t.requires_grad and torch.is_grad_enabled() for t in (x, w, bias))

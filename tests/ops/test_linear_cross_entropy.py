@@ -1,0 +1,134 @@
+"""What a case cannot say of the linear cross entropy: memory, autocast, labels, chunk sizes."""
+
+import importlib
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from liger_kernel.ops import linear_cross_entropy
+from liger_kernel.ops.linear_cross_entropy import auto_chunk_rows, reference
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def inputs(M=12, H=16, V=50, dtype=torch.float32):
+    torch.manual_seed(0)
+    x, w = torch.randn(M, H, device=DEVICE, dtype=dtype, requires_grad=True), torch.randn(V, H, device=DEVICE, dtype=dtype, requires_grad=True)
+    target = torch.randint(0, V, (M,), device=DEVICE)
+    target[::3] = -100
+    return x, w, target
+
+
+class Watch(TorchDispatchMode):
+    """The most elements of any floating-point tensor that an operation returned, and the number of matrix products."""
+
+    def __init__(self):
+        super().__init__()
+        self.largest = self.products = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.products += "mm" in func.__name__
+        for t in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(t, torch.Tensor) and t.is_floating_point():
+                self.largest = max(self.largest, t.numel())
+        return out
+
+
+@pytest.fixture
+def watch(monkeypatch):
+    """Watches the inside of the launchers, which dispatch modes around them do not see."""
+    module, mode = importlib.import_module("liger_kernel.ops.linear_cross_entropy"), Watch()
+    chunks = module._chunks
+
+    def watched(*args, **kwargs):
+        with mode:
+            return chunks(*args, **kwargs)
+
+    monkeypatch.setattr(module, "_chunks", watched)
+    return mode
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_the_full_logits_never_exist(reduction, watch):
+    x, w, target = inputs(M=40, H=4, V=60)
+    linear_cross_entropy(x, w, target, reduction=reduction, chunk_rows=5).sum().backward()
+    assert watch.largest == 5 * 60
+
+
+def test_only_the_products_that_are_needed(watch):
+    x, w, target = inputs()
+    with torch.no_grad():
+        linear_cross_entropy(x, w, target, chunk_rows=12)
+    assert watch.products == 1
+    linear_cross_entropy(x.detach(), w, target, chunk_rows=12)
+    assert watch.products == 1 + 2
+    linear_cross_entropy(x, w, target, chunk_rows=12)
+    assert watch.products == 1 + 2 + 3
+
+
+def test_autocast_computes_in_its_dtype_and_returns_gradients_in_the_leaves():
+    x, w, target = inputs(H=64)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        loss = linear_cross_entropy(x, w, target)
+    loss.backward()
+    assert loss.dtype == x.grad.dtype == w.grad.dtype == torch.float32
+    x16, w16 = (t.detach().bfloat16().requires_grad_() for t in (x, w))
+    expected = linear_cross_entropy(x16, w16, target)
+    expected.backward()
+    assert torch.equal(loss, expected) and torch.equal(w.grad, w16.grad.float()) and torch.equal(x.grad, x16.grad.float())
+
+
+def test_mixed_dtypes_are_promoted():
+    x, w, target = inputs()
+    loss = linear_cross_entropy(x.detach().bfloat16(), w, target)
+    torch.testing.assert_close(loss, reference(x.detach().bfloat16().float(), w, target))
+
+
+@pytest.mark.parametrize("label", [-1, 50, 1 << 40])
+def test_a_label_out_of_range_makes_the_loss_nan(label):
+    x, w, target = inputs()
+    target[1] = label
+    assert linear_cross_entropy(x, w, target).isnan()
+    per_token = linear_cross_entropy(x, w, target, reduction="none")
+    assert per_token.isnan().nonzero().tolist() == [[1]]
+
+
+def test_all_labels_ignored_gives_what_torch_gives():
+    x, w, target = inputs()
+    loss = linear_cross_entropy(x, w, torch.full_like(target, -100))
+    loss.backward()
+    assert loss.isnan() and not x.grad.any() and not w.grad.any()
+
+
+def test_int32_labels():
+    x, w, target = inputs()
+    assert torch.equal(linear_cross_entropy(x, w, target.int()), linear_cross_entropy(x, w, target))
+
+
+@pytest.mark.parametrize("M, V, itemsize", [(1, 10, 2), (1025, 128256, 2), (8192, 128256, 2), (32768, 262208, 2), (100000, 32000, 4), (0, 7, 2)])
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_chunks_are_equal_and_within_their_budget(M, V, itemsize, on_gpu):
+    rows = auto_chunk_rows(M, V, itemsize, on_gpu)
+    assert rows >= 1
+    budget = max(1024 * V * itemsize, 1 << 30) if on_gpu else max(64 * V * 4, 1 << 26)
+    assert min(rows, M) * V * (itemsize if on_gpu else 4) <= budget * 1.2
+    chunks = -(-M // rows)
+    assert M - (chunks - 1) * rows > rows // 2 or chunks <= 1
+
+
+def test_zero_tokens_give_zero_gradients():
+    x, w, target = inputs()
+    loss = linear_cross_entropy(x[:0], w, target[:0], reduction="sum")
+    loss.backward()
+    assert loss == 0 and not w.grad.any()
+
+
+def test_gradients_are_not_stored_twice():
+    """Autograd takes the gradient that the forward computed, it does not copy it."""
+    x, w, target = inputs(V=5000)
+    grads = []
+    w.register_hook(lambda grad: grads.append(grad.data_ptr()))
+    linear_cross_entropy(x, w, target).backward()
+    assert w.grad.data_ptr() == grads[0]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import inspect
 import itertools
 import subprocess
 import sys
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -107,7 +110,9 @@ def test_kernels_run(op):
 @small
 def test_compiles_whole(op, case):
     torch._dynamo.reset()
-    compiled = torch.compile(op.fn, fullgraph=True, dynamic=True, backend="inductor" if GPU else "aot_eager")
+    # Inductor takes seconds a case and treats all cases of an operator alike: it compiles the first three
+    inductor = GPU and case in list(op.cases)[:3]
+    compiled = torch.compile(op.fn, fullgraph=True, dynamic=True, backend="inductor" if inductor else "aot_eager")
     assert_as_accurate(run(compiled, case.make(torch.float32, DEVICE)), *expected(op, case, torch.float32))
 
 
@@ -166,13 +171,39 @@ def test_never_reads_uninitialised_memory(op, case, poisoned_memory):
     assert_as_accurate(run(op.fn, case.make(torch.float32, DEVICE)), *expected(op, case, torch.float32))
 
 
+def sharing_rows(case) -> list[str]:
+    """The tensors that have the first one's leading dim."""
+    tensors = {k: v for k, v in case.args.items() if isinstance(v, _op.T)}
+    rows = next(iter(tensors.values())).shape[0]
+    return [k for k, v in tensors.items() if v.shape[0] == rows]
+
+
 @small
 def test_empty_input(op, case):
-    """No rows: every tensor that shares the first tensor's leading dim without it."""
     args = case.make(torch.float32, DEVICE)
-    rows = next(v.shape[0] for v in args.values() if isinstance(v, Tensor) and v.ndim)
-    empty = {k: v.detach()[:0].requires_grad_(v.requires_grad) if isinstance(v, Tensor) and v.ndim and v.shape[0] == rows else v for k, v in args.items()}
+    empty = args | {k: args[k].detach()[:0].requires_grad_(args[k].requires_grad) for k in sharing_rows(case)}
     assert_as_accurate(run(op.fn, empty), run(op.reference, like(empty)), run(op.reference, like(empty, torch.float64)))
+
+
+@pytest.mark.skipif(not GPU or torch.cuda.mem_get_info()[1] < 70 << 30, reason="needs 70 GB of GPU memory; test_memory_safety.py covers inputs elsewhere")
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+def test_more_than_2_to_31_elements(op):
+    """The last rows of a tensor that 32-bit offsets do not span, forward and backward, are what they are alone."""
+    case = next(c for c in op.cases if c.gpu)
+    rows_of, x = sharing_rows(case), next(iter(case.args))
+    rows = 2**31 // case.args[x].shape[1:].numel() + 9
+    per_row = {"reduction": "none"} if "reduction" in inspect.signature(op.fn).parameters else {}
+    large = dataclasses.replace(
+        case, args=dict(case.args) | {k: dataclasses.replace(case.args[k], shape=(rows, *case.args[k].shape[1:])) for k in rows_of} | per_row
+    )
+    args = large.make(torch.bfloat16, DEVICE)
+    last = {k: v.detach()[-4:].clone() if k in rows_of else v for k, v in args.items()}
+    last = {k: v.detach().requires_grad_(args[k].requires_grad) if isinstance(v, Tensor) else v for k, v in last.items()}
+    expected = run(op.reference, like(last), threes), run(op.reference, like(last, torch.float64), threes)
+    ours = run(op.fn, args, threes)
+    of_rows = [k for k in expected[0] if ours[k].ndim and ours[k].shape[0] == rows]
+    assert "out0" in of_rows and f"d{x}" in of_rows
+    assert_as_accurate({k: ours[k][-4:] for k in of_rows}, *({k: e[k] for k in of_rows} for e in expected))
 
 
 @small
@@ -192,6 +223,11 @@ def test_frozen_inputs_cost_nothing(op, case):
         if full.calls:
             saved, unneeded = full.allocated() - launches.allocated(), sum(args[k].numel() for k in names if k not in needed and f"d{k}" in truth)
             assert saved >= unneeded, f"gradients for {needed or 'nothing'}: launchers allocate {saved} elements less; the others have {unneeded}"
+    with torch.no_grad(), Launches() as launches:
+        forward(op.fn, args)
+    with Launches() as frozen_launches:
+        forward(op.fn, {k: v.detach() if isinstance(v, Tensor) else v for k, v in args.items()})
+    assert launches.allocated() == frozen_launches.allocated(), "no_grad computes more than frozen inputs do"
 
 
 @small
@@ -218,6 +254,26 @@ def test_second_backward_equals_the_first(op, case):
     first = {k: g.clone() for k, g in backward(outs, args, grads, retain_graph=True).items()}
     assert_same_bits(backward(outs, args, grads, retain_graph=True), first)
     assert_same_bits(backward(outs, args, grads), first)
+
+
+@small
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoints(op, case, reentrant):
+    """Activation checkpointing computes the same again."""
+    args = case.make(torch.bfloat16, DEVICE)
+    names = list(args)
+
+    def checkpointed(**kwargs):
+        return torch.utils.checkpoint.checkpoint(lambda *values: op.fn(**dict(zip(names, values))), *kwargs.values(), use_reentrant=reentrant)
+
+    results = []
+    for fn in (op.fn, checkpointed):
+        fresh = like(args)
+        outs = forward(fn, fresh)
+        grads = upstream(outs)
+        torch.autograd.backward([outs[k] for k in grads], list(grads.values()))
+        results.append({k: o.detach() for k, o in outs.items()} | {f"d{k}": v.grad for k, v in differentiable(fresh).items()})
+    assert_same_bits(*results)
 
 
 @invalid

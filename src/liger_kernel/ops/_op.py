@@ -40,10 +40,8 @@ class T:
     dtype: torch.dtype | None = None  # None: the dtype under test
 
     def make(self, dtype: torch.dtype, device: str) -> Tensor:
-        if device == "meta":
-            t = torch.empty(self.shape, device=device, dtype=self.dtype or dtype)
-        else:
-            t = self.draw(*self.shape, dtype=torch.float64).to(device=device, dtype=self.dtype or dtype)
+        with torch.device(device):
+            t = self.draw(*self.shape, dtype=torch.float64).to(self.dtype or dtype)
         return t.requires_grad_(self.grad and t.is_floating_point())
 
 

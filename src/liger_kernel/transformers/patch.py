@@ -156,9 +156,12 @@ def _of_stock(owner: Any, attribute: str) -> Any:
     raise AttributeError(f"{owner} has no attribute {attribute}")
 
 
-def class_patches(model_type: str, parts: Mapping[str, bool], head: str | None) -> Patches:
-    """Patches of the classes of ``model_type``. ``parts``: slot -> whether to swap it; ``head``: "fused", "logits" (fused loss on real logits) or None."""
-    row, module = family(model_type), slots.modeling(model_type)
+def class_patches(model_type: str, parts: Mapping[str, bool], head: str | None, row: Family | None = None) -> Patches:
+    """Patches of the classes of ``model_type``.
+
+    ``parts``: slot -> whether to swap it; ``head``: "fused", "logits" (fused loss on real logits) or None; ``row``: instead of the family's.
+    """
+    row, module = row or family(model_type), slots.modeling(model_type)
     found = []
     for name, label in row.swapped.items() if row else ():
         owner, attribute = (getattr(module, name, None), "forward") if isinstance(getattr(module, name, None), type) else (module, name)
@@ -170,13 +173,13 @@ def class_patches(model_type: str, parts: Mapping[str, bool], head: str | None) 
     return Patches(found)
 
 
-def instance_patches(model: nn.Module, model_type: str, parts: Mapping[str, bool], head: str | None) -> Patches:
+def instance_patches(model: nn.Module, model_type: str, parts: Mapping[str, bool], head: str | None, row: Family | None = None) -> Patches:
     """The same for the modules of one live model, found by their classes wherever they are (PEFT wrappers, towers); nothing else is touched.
 
     A rope function belongs to a Python module: methods that call it get a copy of themselves that sees ours.
     """
     found = []
-    for p in class_patches(model_type, parts, head):
+    for p in class_patches(model_type, parts, head, row):
         if isinstance(p.owner, types.ModuleType) and p.applied:
             continue
         for m in model.modules():
@@ -231,6 +234,7 @@ _DEFAULTS: dict[str, dict[str, bool]] = {
     **{t: dict(rope=False) for t in ("deepseek_v2", "deepseek_v3", "glm4", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "gemma4_text")},
     "deepseek_v4": dict(rope=False, swiglu=False),
     "gpt_oss": dict(swiglu=False),
+    "nemotron": dict(relu_squared=True),
     "qwen3_vl_text": dict(swiglu=False),
     "llama4_text": dict(layer_norm=True),
     "mllama_text_model": dict(layer_norm=True),
@@ -275,7 +279,7 @@ def _apply_function(model_type: str) -> Callable[..., None]:
                 warnings.warn(f"{model_type}: nothing to swap for {flag}=True (see `liger models {model_type}`)", stacklevel=2)
         _apply(model_type, given, model)
 
-    apply.__name__ = apply.__qualname__ = f"apply_liger_kernel_to_{model_type}"
+    apply.__name__ = apply.__qualname__ = f"apply_liger_kernel_to_{model_type.replace('-', '_')}"
     apply.__signature__ = signature  # type: ignore[attr-defined]
     swaps = ", ".join(row.swapped) if (row := family(model_type)) else ""
     apply.__doc__ = f"Patch the classes of transformers' ``{model_type}`` models, or only ``model`` if one is given. Swapped: {swaps}."
@@ -283,7 +287,7 @@ def _apply_function(model_type: str) -> Callable[..., None]:
 
 
 MODEL_TYPE_TO_APPLY_LIGER_FN: dict[str, Callable[..., None]] = {t: _apply_function(t) for t in FAMILIES}
-globals().update({f.__name__: f for f in MODEL_TYPE_TO_APPLY_LIGER_FN.values()})
+globals().update({f.__name__: f for f in MODEL_TYPE_TO_APPLY_LIGER_FN.values()})  # apply_liger_kernel_to_llama ...
 
 
 def _lenient(model_type: str, kwargs: Mapping[str, Any], model: nn.Module | None) -> None:

@@ -17,7 +17,7 @@ SIZES: dict[str, Any] = dict(
     num_experts=4, num_local_experts=4, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, first_k_dense_replace=1,
     q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16,
     n_embd=64, n_layer=2, n_head=4, n_positions=128, n_inner=96, d_model=64, n_layers=2, n_heads=4, ffn_dim=96, ffn_hidden_size=96, word_embed_proj_dim=64,
-    mamba_d_state=8, mamba_n_heads=8, mamba_d_head=16, mamba_d_ssm=128, mamba_n_groups=1, state_size=8, sliding_window=8, query_pre_attn_scalar=16,
+    mamba_d_state=8, mamba_n_heads=8, mamba_d_head=16, mamba_d_ssm=128, mamba_n_groups=1, state_size=8, sliding_window=8, query_pre_attn_scalar=16, rotary_dim=8,
 )  # fmt: skip
 
 # Multipliers that are 1, or None, by default in at least one family
@@ -27,15 +27,20 @@ SCALES: dict[str, Any] = dict(
 )  # fmt: skip
 
 
+# Sizes to set even where the default is None, which then means that they follow from others
+ALWAYS = {"num_key_value_heads", "head_dim", "pad_token_id", "bos_token_id", "eos_token_id"}
+
+
 def tiny_config(model_type: str, **more: Any) -> PretrainedConfig:
     """A configuration of a few thousand parameters, with the sizes this type knows."""
     cls = CONFIG_MAPPING[model_type]
     default = cls()
     known = set(inspect.signature(cls.__init__).parameters) | set(getattr(cls, "__dataclass_fields__", {})) | {k for k in SIZES if hasattr(default, k)}
-    sizes = {k: v for k, v in SIZES.items() if k in known and getattr(default, k, None) is not None}
-    # a scale that this type does not apply would do nothing; a cap that is None is off
-    scales = {k: v for k, v in SCALES.items() if k in known and getattr(default, k, None) is not None}
-    return cls(**sizes | scales | more)
+    values = {k: v for k, v in (SIZES | SCALES).items() if k in known and (k in ALWAYS or getattr(default, k, None) is not None)}
+    if "qk_rope_head_dim" in known:  # latent attention: head_dim is that
+        values.pop("head_dim", None)
+        values["num_key_value_heads"] = values["num_attention_heads"]
+    return cls(**values | more)
 
 
 def tiny_model(model_type: str, *, attention: str = "eager", **more: Any) -> PreTrainedModel:

@@ -70,6 +70,7 @@ def step(a: argparse.Namespace) -> dict:
         _apply_liger_kernel_to_instance(model=model)
     run = torch.compile(model) if a.variant == "compile" else model
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    torch.manual_seed(1)
     batches = [torch.randint(0, config.vocab_size, (a.batch, a.seq), device=device) for _ in range(4)]
     losses = []
 

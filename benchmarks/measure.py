@@ -64,11 +64,11 @@ def step(a: argparse.Namespace) -> dict:
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").train()
     model.config.use_cache = False
-    if a.variant in ("upstream", "ours"):
+    if a.variant in ("upstream", "ours", "ours+compile"):
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
         _apply_liger_kernel_to_instance(model=model)
-    run = torch.compile(model) if a.variant == "compile" else model
+    run = torch.compile(model) if a.variant.endswith("compile") else model
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     torch.manual_seed(1)
     batches = [torch.randint(0, config.vocab_size, (a.batch, a.seq), device=device) for _ in range(4)]
@@ -194,7 +194,9 @@ def ops(a: argparse.Namespace) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["step", "ops"])
-    parser.add_argument("--against", default="stock,ours", help="variants, comma-separated: stock, eager, compile, upstream, ours")
+    parser.add_argument(
+        "--against", default="stock,ours", help="variants, comma-separated: stock (step) or eager (ops), compile, upstream, ours, ours+compile (step)"
+    )
     parser.add_argument("--model", choices=MODELS, default="llama-3.2-1b")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--seq", type=int, default=4096)

@@ -248,7 +248,8 @@ def _operator(name: str) -> Callable:
     return lambda self, *args: getattr(self.value(), name)(*tree_map(_materialised, args))
 
 
-for _name in "add radd sub rsub rtruediv neg abs pow rpow matmul eq ne lt le gt ge iter setitem bool invert and or".split():
+_ARITHMETIC = ("add", "radd", "sub", "rsub", "rtruediv", "neg", "abs", "pow", "rpow", "matmul")
+for _name in (*_ARITHMETIC, "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "invert", "bool", "iter", "setitem"):
     setattr(DeferredLogits, f"__{_name}__", _operator(f"__{_name}__"))
 DeferredLogits.__hash__ = object.__hash__  # type: ignore[method-assign]
 

@@ -1,4 +1,6 @@
-"""What is swapped in each family. Written by ``liger models --write`` from transformers 5.23.0; do not edit."""
+"""What is swapped in each family. Written by ``liger models --write`` from transformers VERSION; do not edit."""
+
+VERSION = "5.23.0"
 
 # fmt: off
 # ruff: noqa: E501

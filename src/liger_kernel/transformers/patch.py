@@ -7,6 +7,7 @@ there before is remembered and given back by ``restore`` exactly. Nothing is eve
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import types
@@ -15,10 +16,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import transformers
 from torch import nn
 
 from liger_kernel.transformers import deferred, slots
-from liger_kernel.transformers.families import FAMILIES
+from liger_kernel.transformers.families import FAMILIES, VERSION
 from liger_kernel.transformers.slots import Family
 
 # -- patches -------------------------------------------------------------------------------
@@ -126,13 +128,19 @@ def restore(model: nn.Module | str | None = None) -> None:
 
 @functools.cache
 def family(model_type: str) -> Family | None:
-    """The frozen row of a model type; for one that the table does not know, what recognition finds; None if there is no such type."""
-    if model_type in FAMILIES:
-        return Family(**FAMILIES[model_type])
+    """The frozen row of a model type, or what recognition finds now where there is none; None if transformers has no such type.
+
+    What is swapped is also looked at again under another version of transformers than the table's: releases change where they round.
+    """
+    frozen = Family(**FAMILIES[model_type]) if model_type in FAMILIES else None
+    if frozen and transformers.__version__ == VERSION:
+        return frozen
     try:
         found = slots.infer(model_type)
     except (KeyError, ImportError):
         return None
+    if frozen:
+        return dataclasses.replace(frozen, swapped=found.swapped, left_alone=found.left_alone)
     return found if found.head or found.swapped else None
 
 
@@ -244,7 +252,7 @@ _DEFAULTS: dict[str, dict[str, bool]] = {
 
 def flags_of(model_type: str) -> dict[str, bool]:
     """Flag -> default of ``apply_liger_kernel_to_<model_type>``."""
-    row = family(model_type)
+    row = Family(**FAMILIES[model_type]) if model_type in FAMILIES else family(model_type)
     standard = dict(rope=True, cross_entropy=False, fused_linear_cross_entropy=True, rms_norm=True)
     return standard | {row.glu if row else "swiglu": True} | _DEFAULTS.get(model_type, {})
 
@@ -281,8 +289,7 @@ def _apply_function(model_type: str) -> Callable[..., None]:
 
     apply.__name__ = apply.__qualname__ = f"apply_liger_kernel_to_{model_type.replace('-', '_')}"
     apply.__signature__ = signature  # type: ignore[attr-defined]
-    swaps = ", ".join(row.swapped) if (row := family(model_type)) else ""
-    apply.__doc__ = f"Patch the classes of transformers' ``{model_type}`` models, or only ``model`` if one is given. Swapped: {swaps}."
+    apply.__doc__ = f"Patch the classes of transformers' ``{model_type}`` models, or only ``model`` if one is given. ``liger models {model_type}`` says how."
     return apply
 
 

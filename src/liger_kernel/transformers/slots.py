@@ -152,10 +152,10 @@ def _glu_stand_ins(gate: str, up: str, down: str, act: str) -> Iterator[tuple[di
 def _rope_stand_ins(tables: str) -> Iterator[tuple[dict[str, Any], tuple[Any, ...]]]:
     for width in (16, 24):  # 24: the last eight columns pass through
         for batch, unsqueeze_dim in ((1, 1), (3, 1), (3, 2)):
-            heads = lambda n: torch.randn((3, n, 5, width) if unsqueeze_dim == 1 else (3, 5, n, width))
+            q, k = (torch.randn((3, heads, 5, width) if unsqueeze_dim == 1 else (3, 5, heads, width)) for heads in (2, 1))
             angle = torch.randn(batch, 5, 8)
             angle = {"once": angle, "twice": torch.cat((angle, angle), -1), "repeated": angle.repeat_interleave(2, -1)}[tables]
-            yield {}, (heads(2), heads(1), angle.cos(), angle.sin(), unsqueeze_dim)
+            yield {}, (q, k, angle.cos(), angle.sin(), unsqueeze_dim)
 
 
 @dataclass(frozen=True)

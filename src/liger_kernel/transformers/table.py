@@ -82,7 +82,9 @@ def source(rows: dict[str, Family], unverified: dict[str, str]) -> str:
     """The text of ``families.py``."""
     fields = lambda row: ", ".join(f"{k}={v!r}" for k, v in vars(row).items() if v != getattr(Family(), k))
     lines = [
-        f'"""What is swapped in each family. Written by ``liger models --write`` from transformers {transformers.__version__}; do not edit."""',
+        f'"""What is swapped in each family. Written by ``liger models --write`` from transformers VERSION; do not edit."""',
+        "",
+        f'VERSION = "{transformers.__version__}"',
         "",
         "# fmt: off",
         "# ruff: noqa: E501",
@@ -125,9 +127,9 @@ def table(model_types: Iterable[str] = ()) -> str:
 
 def check() -> str:
     """How the table of the installed transformers differs from the frozen one; empty if it does not."""
-    frozen = Path(families.__file__).read_text().splitlines()
-    fresh = source(*make()).splitlines()
-    return "\n".join(line for line in difflib.unified_diff(frozen[1:], fresh[1:], "frozen", f"transformers {transformers.__version__}", lineterm="", n=0))
+    frozen, fresh = Path(families.__file__).read_text(), source(*make())
+    names = f"transformers {families.VERSION}", f"transformers {transformers.__version__}"
+    return "\n".join(difflib.unified_diff(frozen.splitlines(), fresh.splitlines(), *names, lineterm="", n=0))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -29,6 +29,14 @@ CHATS = [
 CHATS = [{"messages": [{"role": role, "content": content} for role, content in chat]} for chat in CHATS]
 
 
+@pytest.fixture(autouse=True)
+def as_users_run_it(monkeypatch):
+    """On a CPU, references serve: the interpreter, which the other tests run kernels in, is no part of training."""
+    from liger_kernel.ops import _op
+
+    monkeypatch.setattr(_op, "_KERNEL_DEVICES", _op._KERNEL_DEVICES - {"cpu"})
+
+
 @pytest.fixture
 def tokenizer():
     """One token a byte: what a label covers can be counted."""

@@ -41,9 +41,9 @@ def demo(argv: list[str]) -> int:
 
 def models(argv: list[str]) -> int | None:
     _need("torch", "transformers")
-    from liger_kernel.transformers import families
+    from liger_kernel.transformers import table
 
-    return families.main(argv)
+    return table.main(argv)
 
 
 def ops(argv: list[str]) -> None:

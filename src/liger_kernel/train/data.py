@@ -313,9 +313,8 @@ def _write(folder: Path, rows: Rows, tokenizer: Any) -> None:
     from safetensors.torch import save_file
 
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
+    with tempfile.TemporaryDirectory(dir=folder.parent, ignore_cleanup_errors=True) as temporary:
         tokenizer.save_pretrained(temporary)
         save_file({"ids": rows.ids, "labels": rows.labels.clone(), "bounds": rows.bounds}, Path(temporary) / "rows.safetensors")
         with contextlib.suppress(OSError):  # another run has just written the same
             os.rename(temporary, folder)
-            os.mkdir(temporary)

@@ -20,8 +20,8 @@ from liger_kernel.train.config import TrainConfig, from_flags
 RUNS = {"stock": "off", "ours": "on"}
 
 # Sizes at which the output head weighs what it weighs in real models: most of the memory beyond the weights.
-CPU = TrainConfig(out="runs/demo", hidden=192, heads=3, kv_heads=1, layers=4, vocab=16384, steps=50, warmup=5, log_every=2, eval_fraction=0.0)
-GPU = dataclasses.replace(CPU, hidden=1024, heads=16, kv_heads=8, layers=8, vocab=32000, length=2048, steps=100, warmup=10, log_every=10, lr=6e-4)
+CPU = TrainConfig(out="runs/demo", hidden=192, heads=3, kv_heads=1, layers=4, vocab=32000, batch=4, steps=60, warmup=5, log_every=2, eval_fraction=0.0)
+GPU = dataclasses.replace(CPU, hidden=1024, heads=16, kv_heads=8, layers=8, length=2048, batch=8, steps=100, warmup=10, log_every=10, lr=6e-4)
 
 # Largest relative difference of the two losses at any step. fp32: sums in another order, then amplified by AdamW, whose first steps have the
 # size of the learning rate whatever the size of the gradient. bf16: one rounding step is 2^-8 = 0.4 %.

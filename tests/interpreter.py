@@ -106,6 +106,16 @@ def _language(stock):
     return patch_lang_core
 
 
+def _tensor(stock):
+    """Scalars are arrays of one element, which numpy 2.4 no longer converts to int, as Triton 3.6 still asks it to."""
+
+    def patch_lang_tensor(tensor, scope):
+        stock(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+
+    return patch_lang_tensor
+
+
 def _quiet(stock):
     """Lanes that a mask discards may divide by zero or overflow, here as on a GPU."""
 
@@ -128,4 +138,5 @@ def install() -> None:
     B.get_bf16 = lambda self, value: TensorHandle(to_bf16(np.array([value], dtype=np.float32)), tl.bfloat16)
     interpreter._implicit_cvt = _argument(interpreter._implicit_cvt)
     interpreter._patch_lang_core = _language(interpreter._patch_lang_core)
+    interpreter._patch_lang_tensor = _tensor(interpreter._patch_lang_tensor)
     GridExecutor.__call__ = _quiet(GridExecutor.__call__)

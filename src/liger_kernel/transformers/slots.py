@@ -326,7 +326,7 @@ def infer(model_type: str, config: Any = None) -> Family:
     head = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
     swapped, left_alone = {}, {}
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), references():
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # torch.manual_seed would seed the GPUs, too, and their state is the user's
         tables = _tables(module, config)
         for name, candidate in inspect.getmembers(module):
             slot = next((s for s in SLOTS if s.candidate(name, candidate)), None)

@@ -73,7 +73,7 @@ def head_cross_entropy(head: nn.Module, x: Tensor, target: Tensor, *, class_weig
             logits.reshape(-1, logits.shape[-1]), target, class_weight, reduction="none" if reduction == "none" else "sum", stats=True, **options
         )
 
-    rows = auto_chunk_rows(x.shape[0], out_features(head), x.element_size(), x.is_cuda)
+    rows = auto_chunk_rows(x.shape[0], out_features(head, x), x.element_size(), x.is_cuda)
     run = functools.partial(checkpoint, part, use_reentrant=False) if torch.is_grad_enabled() else part
     parts = [run(*chunk) for chunk in zip(x.split(rows), target.split(rows))]
     losses, z_losses, predicted = ([p[i] for p in parts] for i in range(3))
@@ -88,8 +88,15 @@ def head_cross_entropy(head: nn.Module, x: Tensor, target: Tensor, *, class_weig
     return (loss, z_loss, torch.cat(predicted)) if stats else loss
 
 
-def out_features(head: nn.Module) -> int:
-    return head.out_features if isinstance(getattr(head, "out_features", None), int) else head.weight.shape[0]
+def out_features(head: nn.Module, x: Tensor) -> int:
+    """The width of ``head(x)``, asked of the head if it does not say."""
+    n, weight = getattr(head, "out_features", None), getattr(head, "weight", None)
+    if isinstance(n, int):
+        return n
+    if isinstance(weight, Tensor) and weight.ndim == 2:
+        return weight.shape[0]
+    with torch.no_grad():
+        return head(x.reshape(1, -1, x.shape[-1])[:, :1]).shape[-1]
 
 
 # -- the recipe ----------------------------------------------------------------------------
@@ -150,7 +157,7 @@ class DeferredLogits:
 
     @property
     def shape(self) -> torch.Size:
-        return self.rows.shape if self.head is None else torch.Size((*self.rows.shape[:-1], out_features(self.head)))
+        return self.rows.shape if self.head is None else torch.Size((*self.rows.shape[:-1], out_features(self.head, self.rows)))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -356,17 +363,20 @@ def fused(forward: Callable, *, keep_logits: bool = False) -> Callable:
         accuracy, predictions = (kwargs.pop(n, None) for n in STATISTICS)
         given = dict(zip(names[1:], args)) | kwargs
         learns = given.get("labels") is not None or given.get("shift_labels") is not None
-        skip = learns and not keep_logits and (self.training if skip_logits is None else skip_logits)
-        wanted = learns and (skip or keep_logits or options or accuracy or predictions)
-        place = place_of_head(self) if wanted else None
-        if place is None:
+        if not learns:
             return forward(self, *args, **kwargs)
+        if takes_anything:
+            given = _aligned(given)
+        skip = not keep_logits and (self.training if skip_logits is None else skip_logits)
+        place = place_of_head(self) if skip or keep_logits or options or accuracy or predictions else None
+        if place is None:
+            return forward(self, **given)
         loss = Loss(options, bool(accuracy or predictions))
         parent, name = place
         head = parent._modules[name]
         parent._modules[name] = StandIn(head, loss, keep_logits=not skip)
         try:
-            out = forward(self, **(_aligned(given) if takes_anything else given))
+            out = forward(self, **given)
         finally:
             parent._modules[name] = head
         if not loss.taken and (options or loss.statistics):

@@ -1,0 +1,81 @@
+"""What tests of patched models share: tiny models, a training step, and snapshots that tell whether anything is not the stock object."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_kernel.transformers import slots
+from liger_kernel.transformers.tiny import VOCAB, tiny_model
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@contextlib.contextmanager
+def served_by_kernels_or_references() -> Iterator[None]:
+    """Kernels on a GPU; on a CPU the references, as whole models would take minutes in the interpreter."""
+    with contextlib.nullcontext() if DEVICE == "cuda" else slots.references():
+        yield
+
+
+def make(model_type: str, dtype: torch.dtype = torch.float32, seed: int = 0, **more: Any) -> nn.Module:
+    torch.manual_seed(seed)
+    model = tiny_model(model_type, **more)
+    for name, p in model.named_parameters():  # norms at their initial 1 or 0 would hide offsets, and biases at 0 themselves
+        if p.ndim == 1:
+            nn.init.normal_(p, p.mean().item() if "norm" in name else 0.0, 0.2)
+    return model.to(DEVICE, dtype)
+
+
+def tokens(batch: int = 2, length: int = 12, seed: int = 1, ignored: int = 3) -> dict[str, Tensor]:
+    """Tokens and labels, the first ``ignored`` of each sequence ignored."""
+    ids = torch.randint(3, VOCAB - 3, (batch, length), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+    labels = ids.clone()
+    labels[:, :ignored] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def step(model: nn.Module, batch: dict[str, Any] | None = None, **kwargs: Any) -> tuple[Any, dict[str, Tensor]]:
+    """Output of one training step; loss and all gradients by name."""
+    torch.manual_seed(2)
+    model.zero_grad()
+    out = model(**(tokens() if batch is None else batch), **{"use_cache": False, **kwargs})
+    loss = out[0] if isinstance(out, tuple) else out.loss
+    loss.backward()
+    return out, {"loss": loss.detach()} | {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same_learning(ours: dict[str, Tensor], stock: dict[str, Tensor], tolerance: float = 2e-6) -> None:
+    """Loss and gradients equal to fp32 rounding: each to ``tolerance`` of its largest value, or of 1/1000 of the largest gradient of all.
+
+    (Some gradients, of key biases for example, are zero but for rounding.)
+    """
+    assert ours.keys() == stock.keys(), f"gradients differ: {ours.keys() ^ stock.keys()}"
+    floor = max(g.abs().max().item() for n, g in stock.items() if n != "loss") / 1000
+    for name, g in stock.items():
+        error = (ours[name] - g).abs().max().item()
+        assert error <= tolerance * max(g.abs().max().item(), floor), f"{name}: error {error:.1e}, largest value {g.abs().max().item():.1e}"
+
+
+def snapshot(*owners: Any) -> list[tuple[Any, dict[str, Any]]]:
+    """Every attribute of classes, Python modules, and of models' modules."""
+    flat = [m for o in owners for m in (o.modules() if isinstance(o, nn.Module) else [o])]
+    return [(o, dict(o.__dict__)) for o in flat]
+
+
+def assert_untouched(before: list[tuple[Any, dict[str, Any]]]) -> None:
+    """Every attribute is again, or still, the very object that it was."""
+    for owner, attributes in before:
+        now = owner.__dict__
+        changed = [k for k in attributes.keys() | now.keys() if now.get(k, owner) is not attributes.get(k, owner)]
+        assert not changed, f"{owner if isinstance(owner, type) else type(owner)}: {changed}"
+
+
+def everything_of(model_type: str) -> list[Any]:
+    """The modeling module of a type and its classes."""
+    module = slots.modeling(model_type)
+    return [module, *(c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__)]

@@ -1,0 +1,477 @@
+"""The recipe for logits, the heads it can hold, and the contract of a patched ``forward``."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+transformers = pytest.importorskip("transformers")
+
+from hf_models import DEVICE, assert_same_learning, make, served_by_kernels_or_references, step, tokens  # noqa: E402
+
+from liger_kernel.transformers import deferred, instance_patches, restore  # noqa: E402
+from liger_kernel.transformers.deferred import DeferredLogits, Loss, head_cross_entropy, is_plain, place_of_head  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def _served():
+    with served_by_kernels_or_references():
+        yield
+    restore()
+
+
+@pytest.fixture
+def computed(monkeypatch):
+    """Shapes of the logits that recipes had to compute."""
+    shapes, value = [], DeferredLogits.value
+
+    def spy(self):
+        if self.computed is None:
+            shapes.append(tuple(self.shape))
+        return value(self)
+
+    monkeypatch.setattr(DeferredLogits, "value", spy)
+    return shapes
+
+
+def patched(model: nn.Module, head: str = "fused") -> nn.Module:
+    instance_patches(model, model.config.model_type, {}, head).apply()
+    return model
+
+
+B, T, H, V = 2, 5, 8, 11
+
+
+def recipe(loss: Loss | None = None, bias: bool = False):
+    torch.manual_seed(0)
+    head = nn.Linear(H, V, bias=bias, device=DEVICE)
+    hidden = torch.randn(B, T, H, device=DEVICE, requires_grad=True)
+    return DeferredLogits(hidden, head, loss or Loss()), head(hidden)
+
+
+TARGET = torch.tensor([1, 4, -100, 7, 0, 10, -100, 2, 3, 5], device=DEVICE)
+
+# what models and losses do between head and cross entropy, without the logits ever being computed
+RECORDED = {
+    "float, view": lambda x: F.cross_entropy(x.float().view(-1, V), TARGET),
+    "reshape to given sizes": lambda x: F.cross_entropy(x.reshape(B * T, V), TARGET, reduction="sum"),
+    "reshape to a tuple": lambda x: F.cross_entropy(x.reshape((B * T, -1)), TARGET),
+    "flatten": lambda x: F.cross_entropy(x.flatten(0, 1), TARGET, reduction="none").sum(),
+    "size and shape": lambda x: F.cross_entropy(x.view(-1, x.size(-1)), TARGET[: x.shape[0] * x.shape[1]]),
+    "module": lambda x: nn.CrossEntropyLoss(label_smoothing=0.1)(x.contiguous().view(-1, V), TARGET),
+    "class weights": lambda x: F.cross_entropy(x.view(-1, V), TARGET, weight=torch.arange(1.0, V + 1, device=DEVICE)),
+    "ignore index": lambda x: F.cross_entropy(x.view(-1, V), TARGET.where(TARGET >= 0, 3), ignore_index=3),
+    "shift": lambda x: F.cross_entropy(x[..., :-1, :].contiguous().view(-1, V), TARGET.view(B, T)[:, 1:].reshape(-1)),
+    "slices": lambda x: F.cross_entropy(x[:, 1:].reshape(-1, V), TARGET.view(B, T)[:, 1:].reshape(-1)),
+    "mask": lambda x: F.cross_entropy(x[TARGET.view(B, T) > 2], TARGET[TARGET > 2]),
+    "positions": lambda x: F.cross_entropy(x[:, torch.tensor([3, 0])].view(-1, V), TARGET.view(B, T)[:, [3, 0]].view(-1)),
+    "one sequence": lambda x: F.cross_entropy(x[1], TARGET[T:]),
+    "scale": lambda x: F.cross_entropy((x * 0.5 / 3.0).view(-1, V), TARGET),
+    "scale from the left": lambda x: F.cross_entropy((2 * x).view(-1, V), TARGET),
+    "cap": lambda x: F.cross_entropy((torch.tanh(x / 2.0) * 2.0).view(-1, V), TARGET),
+    "scale and cap": lambda x: F.cross_entropy(((x * 3.0 / 2.0).tanh() * 2.0).view(-1, V), TARGET),
+    "cap of another size": lambda x: F.cross_entropy((x.float().tanh() * 4.0).view(-1, V), TARGET),
+    "cast back": lambda x: F.cross_entropy((torch.tanh(x.to(torch.float32) / 2.0) * 2.0).to(x.dtype).view(-1, V), TARGET),
+}  # fmt: skip
+
+# and where they are
+COMPUTED = {
+    "log softmax": lambda x: F.nll_loss(F.log_softmax(x.float(), -1).view(-1, V), TARGET),
+    "method": lambda x: F.nll_loss(x.view(-1, V).log_softmax(-1), TARGET),
+    "channels second": lambda x: F.cross_entropy(x.transpose(1, 2), TARGET.view(B, T)),
+    "class probabilities": lambda x: F.cross_entropy(x.view(-1, V), torch.full((B * T, V), 1 / V, device=DEVICE)),
+    "sum": lambda x: F.cross_entropy((x + 0.5 * x).view(-1, V), TARGET),
+    "negative": lambda x: F.cross_entropy((-x).view(-1, V), TARGET),
+    "difference": lambda x: F.cross_entropy((1.0 - x).view(-1, V), TARGET),
+    "tensor scale": lambda x: F.cross_entropy((x * torch.tensor(0.3, device=DEVICE)).view(-1, V), TARGET),
+    "two caps": lambda x: F.cross_entropy(torch.tanh(torch.tanh(x)).view(-1, V), TARGET),
+    "in place": lambda x: (x.mul_(0.5), F.cross_entropy(x.view(-1, V), TARGET))[1],
+    "in place, then scaled": lambda x: (x.mul_(0.5), F.cross_entropy((x / 2.0).float().view(-1, V), TARGET))[1],
+    "assignment": lambda x: (x.__setitem__((..., 0), -10.0), F.cross_entropy(x.view(-1, V), TARGET))[1],
+    "columns": lambda x: F.cross_entropy(x[..., :10].reshape(-1, 10), TARGET.clamp(max=9)),
+    "columns by number": lambda x: F.cross_entropy(x[:, :, torch.arange(10)].reshape(-1, 10), TARGET.clamp(max=9)),
+    "columns first": lambda x: x[..., 3].sum(),
+    "concatenated": lambda x: F.cross_entropy(torch.cat([x, x], 1).view(-1, V), TARGET.view(B, T).repeat(1, 2).view(-1)),
+    "another shape": lambda x: x.view(B, T * V).square().sum(),
+    "matmul": lambda x: (x @ torch.ones(V, device=DEVICE)).sum(),
+    "argmax": lambda x: F.cross_entropy(x.view(-1, V), x.argmax(-1).view(-1)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RECORDED | COMPUTED)
+def test_a_recipe_is_its_logits(name, computed):
+    """The same loss and gradients as with the logits."""
+    use = (RECORDED | COMPUTED)[name]
+    deferred_logits, logits = recipe()
+    hidden, weight = deferred_logits.rows, deferred_logits.head.weight
+    expected = use(logits if "place" not in name and name != "assignment" else logits + 0)
+    truth = torch.autograd.grad(expected, (hidden, weight))
+    found = use(deferred_logits)
+    torch.testing.assert_close(found, expected, rtol=2e-6, atol=1e-6)
+    torch.testing.assert_close(torch.autograd.grad(found, (hidden, weight)), truth, rtol=1e-5, atol=1e-6)
+    assert bool(computed) == (name in COMPUTED)
+
+
+def test_what_is_known_without_computing(computed):
+    x, logits = recipe()
+    assert (x.shape, x.dtype, x.device, x.ndim, x.dim(), len(x), x.size(0)) == (logits.shape, logits.dtype, logits.device, 3, 3, B, B)
+    assert x.to(torch.float64).dtype == torch.float64 and x.to(x.device) is x and (x / 2).shape == logits.shape
+    assert not computed
+
+
+def test_options_of_the_loss():
+    options = dict(label_smoothing=0.1, z_loss=1e-2, token_scaling=True, accum_dtype=torch.float32)
+    loss = Loss(options, statistics=True)
+    x, logits = recipe(loss)
+    found = F.cross_entropy((torch.tanh(x * 3) * 2).view(-1, V), TARGET)
+    from liger_kernel.ops import cross_entropy
+
+    z = (torch.tanh(logits * 3) * 2).view(-1, V)
+    options.pop("accum_dtype")
+    torch.testing.assert_close(found, cross_entropy(z, TARGET, **options))
+    assert loss.taken and torch.equal(loss.predicted_tokens, z.argmax(-1).where(TARGET >= 0, -1))
+    torch.testing.assert_close(loss.token_accuracy, (z.argmax(-1) == TARGET)[TARGET >= 0].float().mean())
+
+
+# -- heads ---------------------------------------------------------------------------------
+
+
+class LowRank(nn.Module):
+    """A head with an adapter and dropout, as PEFT makes them."""
+
+    def __init__(self, base: nn.Linear):
+        super().__init__()
+        self.base, self.a, self.b, self.dropout = base, nn.Linear(base.in_features, 2, bias=False), nn.Linear(2, base.out_features), nn.Dropout(0.5)
+
+    def forward(self, x):
+        return self.base(x) + self.b(self.a(self.dropout(x)))
+
+
+def heads():
+    torch.manual_seed(0)
+    hooked = nn.Linear(H, V)
+    hooked.register_forward_hook(lambda module, args, out: out * 2)
+    replaced = nn.Linear(H, V, bias=False)
+    replaced.forward = types.MethodType(lambda self, x: F.linear(x, self.weight).square(), replaced)
+    normalised = nn.utils.parametrizations.weight_norm(nn.Linear(H, V))
+    return {
+        "plain": nn.Linear(H, V, bias=False),
+        "bias": nn.Linear(H, V),
+        "adapter": LowRank(nn.Linear(H, V)),
+        "hook": hooked,
+        "forward": replaced,
+        "weight norm": normalised,
+    }  # noqa: E501
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("name", heads())
+def test_every_head_is_called_as_it_is(name, reduction, monkeypatch):
+    monkeypatch.setattr(deferred, "auto_chunk_rows", lambda *_: 4)
+    head = heads()[name].to(DEVICE).double().eval()
+    assert is_plain(head) == (name in ("plain", "bias"))
+    x = torch.randn(B * T, H, device=DEVICE, dtype=torch.float64, requires_grad=True)
+    weights = torch.rand(V, device=DEVICE, dtype=torch.float64)
+    z = 3.0 * torch.tanh(head(x) * 0.5 / 3.0)
+    expected = F.cross_entropy(z, TARGET, weights, label_smoothing=0.1, reduction=reduction)
+    g = torch.rand_like(expected)
+    leaves = [x, *head.parameters()]
+    truth = torch.autograd.grad(expected, leaves, g)
+    found = head_cross_entropy(head, x, TARGET, class_weight=weights, label_smoothing=0.1, reduction=reduction, logit_scale=0.5, softcap=3.0)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(torch.autograd.grad(found, leaves, g), truth)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            head_cross_entropy(head, x, TARGET, class_weight=weights, label_smoothing=0.1, logit_scale=0.5, softcap=3.0, reduction=reduction), expected
+        )  # noqa: E501
+
+
+def test_other_heads_are_called_on_chunks(monkeypatch):
+    """At most one chunk of logits exists, and dropout is the same in forward and recomputation."""
+    monkeypatch.setattr(deferred, "auto_chunk_rows", lambda *_: 4)
+    head, calls = LowRank(nn.Linear(H, V)).to(DEVICE).train(), []
+    head.out_features = V
+    head.register_forward_hook(lambda module, args, out: calls.append(out.shape))
+    x = torch.randn(B * T, H, device=DEVICE, requires_grad=True)
+    loss = head_cross_entropy(head, x, TARGET, reduction="sum")
+    assert calls == [(1, 4, V), (1, 4, V), (1, 2, V)]
+    dx = torch.autograd.grad(loss, x)[0]
+    assert len(calls) == 6
+    direction = torch.randn_like(x)
+    torch.manual_seed(3)
+    a = head_cross_entropy(head, x, TARGET, reduction="sum")
+    da = torch.autograd.grad(a, x)[0]
+    eps = 1e-2
+    ends = []
+    for sign in (1, -1):
+        torch.manual_seed(3)
+        ends.append(head_cross_entropy(head, x + sign * eps * direction, TARGET, reduction="sum"))
+    torch.testing.assert_close((da * direction).sum(), (ends[0] - ends[1]) / (2 * eps), rtol=1e-2, atol=1e-2)
+    assert not torch.equal(da, dx)
+
+
+def test_heads_of_models_are_found_wherever_they_are():
+    model = make("llama", num_hidden_layers=1)
+    assert place_of_head(model) == (model, "lm_head")
+    outer = nn.Module()
+    outer.model, outer.get_output_embeddings = model, model.get_output_embeddings
+    assert place_of_head(outer) == (model, "lm_head")
+    outer.get_output_embeddings = lambda: None
+    assert place_of_head(outer) is None
+    assert place_of_head(nn.Linear(1, 1)) is None
+
+
+@pytest.mark.parametrize("kind", ["hook", "adapter"])
+def test_models_with_other_heads(kind):
+    model = make("gemma2", tie_word_embeddings=False)
+    if kind == "adapter":
+        model.lm_head = LowRank(model.lm_head).to(DEVICE).eval()
+    else:
+        model.lm_head.register_forward_hook(lambda module, args, out: out * 1.5)
+    expected = step(model)[1]
+    out, learned = step(patched(model))
+    assert out.logits is None
+    assert_same_learning(learned, expected)
+
+
+def test_frozen_trunk_still_trains_its_head():
+    model = make("llama", num_hidden_layers=1)
+    for name, p in model.named_parameters():
+        p.requires_grad_("lm_head" in name)
+    expected = step(model)[1]
+    assert expected.keys() == {"loss", "lm_head.weight"}
+    assert_same_learning(step(patched(model))[1], expected)
+
+
+def test_frozen_head_gets_no_gradient():
+    model = make("llama", num_hidden_layers=1)
+    model.lm_head.weight.requires_grad_(False)
+    expected = step(model)[1]
+    assert_same_learning(step(patched(model))[1], expected)
+
+
+# -- the contract of forward ---------------------------------------------------------------
+
+
+def test_when_logits_are_left_out(computed):
+    model = patched(make("llama", num_hidden_layers=1))
+    batch = tokens()
+    present = lambda **kwargs: model(**kwargs).logits is not None
+    assert not present(**batch)
+    assert not present(**batch, skip_logits=True)
+    assert present(**batch, skip_logits=False)
+    assert present(input_ids=batch["input_ids"])
+    assert present(input_ids=batch["input_ids"], skip_logits=True)  # nothing to skip them for
+    model.eval()
+    assert present(**batch)
+    assert present(**batch, skip_logits=False)
+    assert not present(**batch, skip_logits=True)
+    assert not computed
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("skip", [True, False])
+def test_loss_arguments(training, skip):
+    model = make("llama", num_hidden_layers=1).train(training)
+    ours = patched(copy.deepcopy(model))
+    batch = tokens()
+    shifted = F.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
+    cases = [
+        dict(num_items_in_batch=7),
+        dict(num_items_in_batch=torch.tensor(11)),
+        dict(num_items_in_batch=torch.tensor([5.0])),
+        dict(shift_labels=shifted.contiguous()),
+        dict(labels=batch["input_ids"], ignore_index=int(batch["labels"][0, -1])),
+    ]
+    for case in cases:
+        case = batch | case
+        torch.testing.assert_close(ours(**case, skip_logits=skip).loss, model(**case).loss, rtol=2e-6, atol=1e-6)
+
+
+def test_shift_labels_alone_and_not_contiguous():
+    model = make("llama", num_hidden_layers=1)
+    batch = tokens()
+    expected = step(model, batch)[1]
+    wide = torch.full((2, 24), -100, device=DEVICE)
+    wide[:, ::2] = F.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
+    out, learned = step(patched(model), {"input_ids": batch["input_ids"], "shift_labels": wide[:, ::2]})
+    assert out.logits is None
+    assert_same_learning(learned, expected)
+
+
+KEEP = {
+    "int": 3,
+    "positions": torch.tensor([2, 7, 4], device=DEVICE),
+    "own positions": torch.tensor([[2, 7], [4, 0]], device=DEVICE),
+    "mask": torch.arange(24, device=DEVICE).view(2, 12) % 3 == 0,
+}
+
+
+@pytest.mark.parametrize("keep", KEEP)
+def test_logits_to_keep(keep):
+    """Logits as stock; with labels the loss of the positions kept, which stock cannot do."""
+    if keep in ("own positions", "mask") and tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23):
+        pytest.skip("two-dimensional logits_to_keep came with transformers 5.23")
+    model = make("llama", num_hidden_layers=1)
+    batch, kept = tokens(), KEEP[keep]
+    stock = model(input_ids=batch["input_ids"])
+    expected = model(input_ids=batch["input_ids"], logits_to_keep=kept).logits
+    ours = patched(model)
+    assert torch.equal(ours(input_ids=batch["input_ids"], logits_to_keep=kept).logits, expected)
+    targets = F.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
+    positions = torch.zeros(2, 12, dtype=torch.bool, device=DEVICE)
+    if keep == "mask":
+        positions = kept
+    else:
+        rows = kept if keep == "own positions" else torch.arange(9, 12, device=DEVICE).expand(2, -1) if keep == "int" else kept.expand(2, -1)
+        positions.scatter_(1, rows, True)
+    loss = F.cross_entropy(stock.logits[positions], targets[positions])
+    for skip in (None, False):
+        torch.testing.assert_close(ours(**batch, logits_to_keep=kept, skip_logits=skip).loss, loss, rtol=1e-5, atol=1e-6)
+
+
+def test_positional_arguments_and_tuples():
+    model = make("llama", num_hidden_layers=1)
+    ids, labels = tokens().values()
+    expected = model(ids, None, None, None, None, labels, return_dict=False, use_cache=False)
+    ours = patched(model)
+    out = ours(ids, None, None, None, None, labels, return_dict=False, use_cache=False)
+    torch.testing.assert_close(out, expected[:1])
+    out = ours(ids, None, None, None, None, labels, return_dict=False, use_cache=False, skip_logits=False)
+    torch.testing.assert_close(out, expected)
+    out = ours(ids, labels=labels, return_dict=False, use_cache=False, return_token_accuracy=True, return_predicted_tokens=True)
+    assert [o.shape for o in out] == [(), (), (24,)]
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_statistics(skip):
+    model = make("llama", num_hidden_layers=1)
+    batch = tokens()
+    predicted = model(**batch).logits[:, :-1].argmax(-1)
+    batch["labels"][:, 5:8] = predicted[:, 4:7]  # some must be right
+    target = batch["labels"][:, 1:]
+    ours = patched(model)
+    out = ours(**batch, skip_logits=skip, return_token_accuracy=True, return_predicted_tokens=True)
+    assert (out.logits is None) == skip
+    assert out.token_accuracy.ndim == 0 and not out.token_accuracy.requires_grad
+    torch.testing.assert_close(out.token_accuracy, (predicted == target)[target != -100].float().mean())
+    assert torch.equal(out.predicted_tokens.view(2, -1)[:, :-1], predicted.where(target != -100, -1))
+    out = ours(**batch)
+    assert out.token_accuracy is None and out.predicted_tokens is None and "token_accuracy" not in out
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_loss_options_reach_the_loss(skip):
+    model = make("llama", num_hidden_layers=1)
+    batch = tokens()
+    logits = model(**batch).logits[:, :-1].flatten(0, 1).float()
+    target = batch["labels"][:, 1:].reshape(-1)
+    logp = F.log_softmax(logits, -1).gather(-1, target.clamp(min=0)[:, None])[:, 0]
+    scaled = -(logp * logp.detach().exp())[target != -100].mean()
+    smooth = F.cross_entropy(logits, target, label_smoothing=0.2)
+    squared = F.cross_entropy(logits, target) + 0.1 * logits.logsumexp(-1)[target != -100].square().mean()
+    weights = torch.rand(logits.shape[-1], device=DEVICE)
+    ours = patched(model)
+    found = lambda **kwargs: ours(**batch, **kwargs, skip_logits=skip).loss
+    torch.testing.assert_close(found(use_token_scaling=True), scaled)
+    torch.testing.assert_close(found(label_smoothing=0.2), smooth)
+    torch.testing.assert_close(found(lse_square_scale=0.1), squared)
+    torch.testing.assert_close(found(ce_weight=weights), F.cross_entropy(logits, target, weights))
+    torch.testing.assert_close(found(accum_dtype=torch.float32), F.cross_entropy(logits, target))
+
+
+def test_custom_losses():
+    """A loss function of the user's, on what it knows as logits; one that is not a cross entropy says that options had no effect."""
+    model = make("llama", num_hidden_layers=1)
+
+    def smoothed(logits, labels, vocab_size, **kwargs):
+        return nn.CrossEntropyLoss(label_smoothing=0.3)(logits[..., :-1, :].reshape(-1, vocab_size), labels[..., 1:].reshape(-1))
+
+    def margin(logits, labels, vocab_size, **kwargs):
+        return F.multi_margin_loss(logits.float().view(-1, vocab_size), labels.clamp(min=0).view(-1))
+
+    for custom in (smoothed, margin):
+        model.loss_function = custom
+        expected = step(model)[1]
+        with instance_patches(model, "llama", {}, "fused")():
+            out, learned = step(model)
+            assert out.logits is None
+            assert_same_learning(learned, expected)
+            if custom is margin:
+                with pytest.warns(UserWarning, match="not one cross entropy"):
+                    model(**tokens(), use_token_scaling=True)
+
+
+def test_cross_entropy_head_keeps_logits():
+    for family in ("llama", "gemma2", "granite"):
+        model = make(family)
+        stock, expected = step(model)
+        with instance_patches(model, family, {}, "logits")():
+            out, learned = step(model)
+        assert_same_learning(learned, expected)
+        assert torch.equal(out.logits, stock.logits)
+
+
+def test_signature_says_what_it_takes():
+    model = make("llama", num_hidden_layers=1)
+    stock = inspect.signature(model.forward)
+    ours = inspect.signature(patched(model).forward)
+    names = [*stock.parameters][:-1]
+    assert [*ours.parameters] == [*names, "skip_logits", [*stock.parameters][-1]]
+    assert isinstance(model.forward, types.MethodType) and model.forward.__func__.__name__ == "forward"
+
+
+def test_outputs_travel():
+    """Outputs survive pickling and pytrees, as DDP, FSDP and accelerate put them through."""
+    out = patched(make("llama", num_hidden_layers=1))(**tokens(), return_token_accuracy=True)
+    out.loss, out.past_key_values = out.loss.detach(), None
+    assert type(out).__name__ == "LigerCausalLMOutputWithPast" and isinstance(out, transformers.modeling_outputs.CausalLMOutputWithPast)
+    copied = pickle.loads(pickle.dumps(out))
+    assert type(copied) is type(out) and torch.equal(copied.token_accuracy, out.token_accuracy)
+    mapped = torch.utils._pytree.tree_map(lambda t: t * 2 if isinstance(t, torch.Tensor) else t, out)
+    assert type(mapped) is type(out) and torch.equal(mapped.token_accuracy, out.token_accuracy * 2) and mapped.logits is None
+
+
+def test_the_head_is_back_after_an_exception():
+    model = patched(make("llama", num_hidden_layers=1))
+    head = model.lm_head
+    with pytest.raises((ValueError, RuntimeError)):
+        model(input_ids=tokens()["input_ids"], labels=torch.zeros(2, 5, dtype=torch.long, device=DEVICE))
+    assert model.lm_head is head
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(dtype):
+    """Loss in fp32, gradients in the parameters' fp32, as accurate as stock under autocast."""
+    model = make("llama")
+    truth = step(model)[1]
+    with torch.autocast(DEVICE, dtype):
+        stock = step(model)[1]
+        ours = step(patched(model))[1]
+    for name, t in truth.items():
+        assert ours[name].dtype == torch.float32
+        error, theirs = ((x[name] - t).norm() / t.norm() for x in (ours, stock))
+        assert error <= 2 * theirs + torch.finfo(dtype).eps / 4, f"{name}: {error:.2e}; stock {theirs:.2e}"
+
+
+def test_compiles_without_graph_breaks():
+    torch._dynamo.reset()
+    model = make("llama", num_hidden_layers=1)
+    expected = step(model)[1]
+    instance_patches(model, "llama", dict(rope=True, rms_norm=True, glu=True), "fused").apply()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for kwargs in ({}, {"num_items_in_batch": torch.tensor(18, device=DEVICE)}, {"return_token_accuracy": True}):
+        out, learned = step(compiled, **kwargs)
+        learned = {n.removeprefix("_orig_mod."): g for n, g in learned.items()}
+        assert out.logits is None and (out.token_accuracy is not None) == ("return_token_accuracy" in kwargs)
+        assert_same_learning(learned, expected)
+    compiled.eval()
+    assert compiled(**tokens(), use_cache=False).logits is not None
+    torch._dynamo.reset()

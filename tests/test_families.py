@@ -1,0 +1,219 @@
+"""Patched models of many families learn what stock models learn."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+transformers = pytest.importorskip("transformers")
+
+from hf_models import DEVICE, assert_same_learning, assert_untouched, everything_of, make, served_by_kernels_or_references, snapshot, step, tokens  # noqa: E402
+
+from liger_kernel.testing import assert_as_accurate  # noqa: E402
+from liger_kernel.transformers import class_patches, families, instance_patches, restore, slots, table  # noqa: E402
+from liger_kernel.transformers.patch import MODEL_TYPE_TO_APPLY_LIGER_FN  # noqa: E402
+
+LISTED = ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "granite", "olmo2", "smollm3"]
+# other kinds of heads (scaled, biased, of a mixture of experts), norms (none of ours) and rope (pairs, partial, tables without duplicates)
+FURTHER = ["cohere", "cohere2", "glm4", "phi", "gpt_oss", "qwen3_moe", "falcon_h1", "nemotron", "gpt2", "deepseek_v3", "olmo3", "starcoder2"]
+EVERYTHING = dict(rope=True, rms_norm=True, glu=True)
+
+
+@pytest.fixture(autouse=True)
+def _served():
+    with served_by_kernels_or_references():
+        yield
+    restore()
+
+
+def patch(path: str, model: torch.nn.Module, model_type: str, parts: dict = EVERYTHING, head: str | None = "fused"):
+    return class_patches(model_type, parts, head) if path == "class" else instance_patches(model, model_type, parts, head)
+
+
+@pytest.mark.parametrize("path", ["class", "instance"])
+@pytest.mark.parametrize("family", LISTED + FURTHER)
+def test_learns_the_same_and_is_undone(family, path):
+    model = make(family)
+    other = copy.deepcopy(model)
+    _, expected = step(model)
+    model.zero_grad(set_to_none=True)
+    before = snapshot(*everything_of(family))
+    modules = snapshot(model)
+    patches = patch(path, model, family)
+    assert patches
+    patches.apply()
+    out, learned = step(model)
+    assert out.logits is None and "logits" not in out
+    assert_same_learning(learned, expected)
+    if path == "instance":
+        assert_untouched(before)
+        stock_out, untouched = step(other)
+        assert all(torch.equal(untouched[n], expected[n]) for n in expected) and stock_out.logits is not None
+    patches.restore()
+    assert_untouched(before)
+    assert_untouched(modules)
+    out, again = step(model)
+    assert out.logits is not None and all(torch.equal(again[n], expected[n]) for n in expected)
+
+
+@pytest.mark.parametrize("family", LISTED + FURTHER)
+def test_bf16_is_as_accurate_as_stock(family):
+    # a token whose experts change by rounding has another gradient altogether: all experts are used
+    model = make(family, torch.bfloat16, **{"num_experts_per_tok": 4} if family in ("gpt_oss", "qwen3_moe", "deepseek_v3") else {})
+    exact = copy.deepcopy(model).double()
+    exact.config._experts_implementation = "eager"  # grouped products have no fp64
+    batches = [tokens(seed=seed) for seed in range(8)]  # together: the error of one loss is luck
+
+    def together(m: torch.nn.Module) -> dict[str, torch.Tensor]:
+        results = [step(m, batch)[1] for batch in batches]
+        return {name: torch.stack([r[name] for r in results]) for name in results[0]}
+
+    truth, stock = together(exact), together(model)
+    with instance_patches(model, family, EVERYTHING, "fused")():
+        ours = together(model)
+    assert_as_accurate(ours, stock, truth)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", LISTED + FURTHER)
+def test_eval_logits(family, dtype):
+    model = make(family, dtype).eval()
+    batch = tokens()
+    with torch.no_grad():
+        expected = model(**batch, use_cache=False)
+        exact = {"rms_norm": True, "glu": True}  # rope rounds once where models round at every step
+        with instance_patches(model, family, exact, "fused")():
+            out = model(**batch, use_cache=False)
+        if DEVICE == "cpu":
+            assert torch.equal(out.logits, expected.logits) and torch.equal(out.loss, expected.loss)
+        assert type(out) is type(expected)
+        if dtype is torch.float32:
+            with instance_patches(model, family, EVERYTHING, "fused")():
+                torch.testing.assert_close(model(**batch, use_cache=False).logits, expected.logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", LISTED)
+def test_generate(family):
+    model = make(family).eval()
+    prompt = tokens()["input_ids"]
+    arguments = dict(max_new_tokens=4, do_sample=False, attention_mask=torch.ones_like(prompt), eos_token_id=None)
+    expected = model.generate(prompt, **arguments)
+    with instance_patches(model, family, EVERYTHING, "fused")():
+        assert torch.equal(model.generate(prompt, **arguments), expected)
+
+
+def test_scales_and_caps_matter():
+    """The tiny models have logits that are scaled or capped, by enough to be seen in the loss."""
+    for family, name in (("granite", "logits_scaling"), ("cohere", "logit_scale"), ("gemma2", "final_logit_softcapping"), ("falcon_h1", "lm_head_multiplier")):
+        model = make(family)
+        assert getattr(model.config, name) not in (1.0, None)
+        loss = step(model)[1]["loss"]
+        setattr(model.config, name, 1e6 if "cap" in name else 1.0)
+        if hasattr(model, name):
+            setattr(model, name, 1.0)
+        if family == "falcon_h1":
+            model.model.lm_head_multiplier = 1.0
+        assert (step(model)[1]["loss"] - loss).abs() > 1e-4, family
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "phi3"])
+def test_tied_embeddings_and_gradient_checkpointing(family):
+    for reentrant in (False, True):
+        model = make(family, tie_word_embeddings=True)
+        assert model.lm_head.weight is model.get_input_embeddings().weight
+        _, expected = step(model)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        with instance_patches(model, family, EVERYTHING, "fused")():
+            out, learned = step(model)
+        assert out.logits is None
+        assert_same_learning(learned, expected)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="kernels are used everywhere there")
+def test_llama_with_interpreted_kernels():
+    from liger_kernel.ops import _op
+
+    if not _op.INTERPRET:
+        pytest.skip("without Triton")
+    model, batch = make("llama", num_hidden_layers=1), tokens(1, 5, ignored=1)
+    _, expected = step(model, batch)
+    _op._KERNEL_DEVICES.add("cpu")
+    with instance_patches(model, "llama", EVERYTHING, "fused")():
+        out, learned = step(model, batch)
+    assert out.logits is None
+    assert_same_learning(learned, expected, 1e-5)
+
+
+def test_rounding_is_recognised_not_assumed():
+    found = {f: slots.infer(f).swapped for f in ("llama", "gemma", "olmo2", "gpt_oss", "glm4", "cohere")}
+    assert found["llama"]["LlamaRMSNorm"] == "rms_norm(0, llama, variance_epsilon)"
+    assert found["gemma"]["GemmaRMSNorm"] == "rms_norm(1, gemma, eps)"
+    assert found["olmo2"]["Olmo2RMSNorm"] == found["gpt_oss"]["GptOssRMSNorm"] == "rms_norm(0, gemma, variance_epsilon)"
+    tables = {f: row["apply_rotary_pos_emb"] for f, row in found.items()}
+    assert tables["llama"] == "rope(halves, twice)" and tables["gpt_oss"] == "rope(halves, once)"
+    assert tables["glm4"] == "rope(pairs, twice)" and tables["cohere"] == "rope(pairs, repeated)"
+
+
+def _variations():
+    """Look-alikes of Llama's norm, MLP and rope that differ in one respect."""
+    from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, rotate_half
+
+    class Eps(LlamaRMSNorm):
+        def forward(self, x):
+            return self.weight * (x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+    class Bias(LlamaRMSNorm):
+        def forward(self, x):
+            return LlamaRMSNorm.forward(self, x) + self.bias
+
+    class TwoInputs(LlamaRMSNorm):
+        def forward(self, x, gate=None):
+            return LlamaRMSNorm.forward(self, x)
+
+    class Detached(LlamaRMSNorm):
+        def forward(self, x):
+            rstd = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.variance_epsilon).detach()
+            return self.weight * (x.float() * rstd).to(x.dtype)
+
+    class Clamped(LlamaMLP):
+        def forward(self, x):
+            return self.down_proj(self.act_fn(self.gate_proj(x).clamp(max=1.0)) * self.up_proj(x))
+
+    class AlwaysSilu(LlamaMLP):
+        def forward(self, x):
+            return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+    class Scaled(LlamaMLP):
+        def forward(self, x):
+            return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)) * self.multiplier
+
+    def other_way(q, k, cos, sin, unsqueeze_dim=1):
+        cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+        return q * cos - rotate_half(q) * sin, k * cos - rotate_half(k) * sin
+
+    norm, mlp, rope = slots.SLOTS
+    return [(norm, Eps), (norm, Bias), (norm, TwoInputs), (norm, Detached), (mlp, Clamped), (mlp, AlwaysSilu), (mlp, Scaled), (rope, other_way)]
+
+
+def test_look_alikes_are_left_alone():
+    with slots.references():
+        for slot, candidate in _variations():
+            stock = candidate.__dict__["forward"] if isinstance(candidate, type) else candidate
+            label, reason = slots.recognise(slot, candidate, stock, {"twice"})
+            assert label is None and reason, candidate
+
+
+@pytest.mark.skipif(transformers.__version__ != families.VERSION, reason="the table is of another version")
+def test_the_table_is_that_of_the_installed_transformers():
+    """Recognises everything again, and tries every family of the table on a tiny model."""
+    assert table.check() == ""
+
+
+def test_listed_families_are_complete():
+    for family in LISTED:
+        row = families.FAMILIES[family]
+        assert row["head"] and {slots.SLOT_OF[label] for label in row["swapped"].values()} == {"rms_norm", "glu", "rope"} and "left_alone" not in row
+        assert MODEL_TYPE_TO_APPLY_LIGER_FN[family].__name__ == f"apply_liger_kernel_to_{family}"

@@ -24,8 +24,14 @@ from triton.runtime.jit import MockTensor
 from liger_kernel.ops import OPS, _config, _op
 from liger_kernel.testing import differentiable, run
 
-# backend:arch -> name in _config, threads a warp, processors (A100, H100, B200, MI300X)
-TARGETS = {"cuda:80": ("sm80", 32, 108), "cuda:90": ("sm90", 32, 132), "cuda:100": ("sm100", 32, 148), "hip:gfx942": ("gfx942", 64, 304)}
+# backend:arch -> name in _config, threads a warp, processors (A100, RTX 4090, H100, B200, MI300X)
+TARGETS = {
+    "cuda:80": ("sm80", 32, 108),
+    "cuda:89": ("sm89", 32, 128),
+    "cuda:90": ("sm90", 32, 132),
+    "cuda:100": ("sm100", 32, 148),
+    "hip:gfx942": ("gfx942", 64, 304),
+}
 TILE = re.compile("BLOCK|STAGES|num_warps|num_stages")
 
 

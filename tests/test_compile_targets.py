@@ -16,13 +16,12 @@ from liger_kernel.ops import OPS, _op
 
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="Triton is not installed")
 
-SHARED = {"cuda:80": 166912, "cuda:90": 232448, "cuda:100": 232448, "hip:gfx942": 65536}  # bytes a program may have
-# (target, kernel) -> bytes a thread may spill, and why that is no loss
+SHARED = {"cuda:80": 166912, "cuda:89": 101376, "cuda:90": 232448, "cuda:100": 232448, "hip:gfx942": 65536}  # bytes a program may have
+# Bytes that a thread may spill; 0 for a kernel that is not here. Neither is short of registers (255): ptxas spills a few values in one variant, to fit
+# another program on a processor.
 SPILLS = {
-    # ptxas holds registers at 80, so that six programs fit a processor, and spills one value; only for 72 columns, a test's shape
-    ("cuda:90", "glu._bwd"): 8,
-    # likewise at 40, for three programs of 512 threads; only fp32 logits with a softcap
-    ("cuda:100", "cross_entropy._rows"): 8,
+    "glu._bwd": 24,  # gelu_tanh of 72 columns, a test's shape: 8 bytes on sm_90; on sm_80 and sm_89 with Triton 3.6
+    "rms_norm._bwd": 16,  # fp32, with a frozen weight on sm_100; 8 without weight on sm_90
 }
 
 
@@ -62,7 +61,7 @@ def test_every_kernel_compiles(target, user_env, tmp_path, request):
         Path(to).mkdir(parents=True, exist_ok=True)
         (Path(to) / f"{target.replace(':', '-')}.md").write_text(text)
     for r in rows:
-        allowed = SPILLS.get((target, r["kernel"]), 0)
+        allowed = SPILLS.get(r["kernel"], 0)
         assert r["spills"] <= allowed, f"{r['kernel']} {r['dtypes']} {r['meta']} spills {r['spills']} bytes with {r['registers']} registers"
         assert r["shared"] <= SHARED[target], f"{r['kernel']} {r['meta']} needs {r['shared']} bytes of shared memory"
         assert r["threads"] <= 1024, f"{r['kernel']} {r['meta']} has {r['threads']} threads"

@@ -30,6 +30,7 @@ def _params(keep) -> list:
 runnable = pytest.mark.parametrize("op, case", _params(lambda c: not c.error and (GPU or not c.gpu)))
 small = pytest.mark.parametrize("op, case", _params(lambda c: not c.error and not c.gpu))
 invalid = pytest.mark.parametrize("op, case", _params(lambda c: c.error))
+needs_kernels = pytest.mark.skipif(not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call")
 in_every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
 
 
@@ -99,6 +100,7 @@ def test_any_upstream_gradient(op, case, grads):
     assert_as_accurate(run(op.fn, case.make(torch.float32, DEVICE), grads), *expected(op, case, torch.float32, grads))
 
 
+@needs_kernels
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)
 def test_kernels_run(op):
     """Nothing below would notice if everything fell back to the reference."""
@@ -300,6 +302,7 @@ def recorded() -> dict[str, list[tuple]]:
     return {name: list(kinds.values()) for name, kinds in calls.items()}
 
 
+@needs_kernels
 @pytest.mark.parametrize("name", _op._LAUNCHERS)
 def test_launcher_has_a_true_schema_and_fake(name):
     calls = recorded()[name]

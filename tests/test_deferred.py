@@ -168,7 +168,7 @@ def heads():
         "hook": hooked,
         "forward": replaced,
         "weight norm": normalised,
-    }  # noqa: E501
+    }
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -190,7 +190,7 @@ def test_every_head_is_called_as_it_is(name, reduction, monkeypatch):
     with torch.no_grad():
         torch.testing.assert_close(
             head_cross_entropy(head, x, TARGET, class_weight=weights, label_smoothing=0.1, logit_scale=0.5, softcap=3.0, reduction=reduction), expected
-        )  # noqa: E501
+        )
 
 
 def test_other_heads_are_called_on_chunks(monkeypatch):

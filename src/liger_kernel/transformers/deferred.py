@@ -384,6 +384,7 @@ def fused(forward: Callable, *, keep_logits: bool = False) -> Callable:
         return _settled(out, skip, loss.token_accuracy if accuracy else None, loss.predicted_tokens if predictions else None)
 
     skip = inspect.Parameter("skip_logits", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="bool | None")
+    del wrapper.__wrapped__  # type: ignore[attr-defined]  # accelerate follows it when it takes its own wrappers off
     wrapper.__signature__ = signature.replace(  # type: ignore[attr-defined]
         parameters=[*(p for p in signature.parameters.values() if p not in variadic), skip, *variadic]
     )

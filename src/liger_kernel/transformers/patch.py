@@ -25,7 +25,11 @@ from liger_kernel.transformers.slots import Family
 
 # -- patches -------------------------------------------------------------------------------
 
-ABSENT = object()
+
+class ABSENT:
+    """There was nothing. (A class, as copies of it are itself.)"""
+
+
 _STOCK: dict[Any, dict[str, Any]] = {}  # classes and Python modules: owner -> attribute -> what was there
 _KEY = "_liger_stock"  # of live modules it is kept in their own __dict__, so that copies of a model know it too
 
@@ -45,7 +49,9 @@ class Patch:
 
     @property
     def applied(self) -> bool:
-        return self.attribute in _stock(self.owner) and self.owner.__dict__.get(self.attribute) == self.new
+        """Whether it is in place, be it below what somebody else put over it since."""
+        value = self.owner.__dict__.get(self.attribute)
+        return self.attribute in _stock(self.owner) and (value == self.new or not _is_ours(value))
 
     def apply(self) -> None:
         memory = self.owner.__dict__.setdefault(_KEY, {}) if isinstance(self.owner, nn.Module) else _STOCK.setdefault(self.owner, {})
@@ -188,28 +194,33 @@ def instance_patches(model: nn.Module, model_type: str, parts: Mapping[str, bool
     """
     found = []
     for p in class_patches(model_type, parts, head, row):
-        if isinstance(p.owner, types.ModuleType) and p.applied:
-            continue
         for m in model.modules():
             if isinstance(p.owner, types.ModuleType):
-                found += [_on_instance(m, name, _seeing(f, p.attribute, p.new), p.label) for name, f in _callers(type(m), p.owner, p.attribute)]
+                callers = () if p.applied else _callers(type(m), p.owner, p.attribute)
+                found += [_on_instance(m, name, _seeing(f, p.attribute, p.new), p.label) for name, f in callers]
             elif isinstance(m, p.owner) and _of_stock(type(m), p.attribute) is _of_stock(p.owner, p.attribute):
-                found.append(_on_instance(m, p.attribute, p.new, p.label))
+                around = functools.partial(deferred.fused, keep_logits=head == "logits") if p.label.endswith("head") else None
+                found.append(_on_instance(m, p.attribute, p.new, p.label, around))
     return Patches(p for p in found if p)
 
 
-def _on_instance(m: nn.Module, attribute: str, new: Callable, label: str) -> Patch | None:
-    """``new`` bound to ``m``, where a call of ``m`` gets to the function of its class; None if that is ours already."""
+def _on_instance(m: nn.Module, attribute: str, new: Callable, label: str, around: Callable | None = None) -> Patch | None:
+    """``new`` bound to ``m``, where a call of ``m`` gets to the function of its class; None if that is ours already.
+
+    Where somebody has replaced that function on this module: ``around`` theirs, or None.
+    """
     if new is getattr(type(m), attribute, None):
         return None
-    for place in ("_old_forward", "forward") if attribute == "forward" else (attribute,):  # accelerate's hooks keep what they wrap in the first
-        value = m.__dict__.get(place)
-        stock = _stock(m).get(place, value)
-        if stock is ABSENT or (stock is None and place == attribute):
-            return Patch(m, place, types.MethodType(new, m), label)
-        if isinstance(stock, types.MethodType) and stock.__self__ is m and stock.__func__ is _of_stock(type(m), attribute):
-            return Patch(m, place, types.MethodType(new, m), label)
-    return None  # somebody has replaced it on this module
+    # accelerate's hooks keep what they wrap in _old_forward
+    place = "_old_forward" if attribute == "forward" and "_old_forward" in m.__dict__ else attribute
+    there = _stock(m).get(place, m.__dict__.get(place, ABSENT))
+    if there is not ABSENT:
+        bound = isinstance(there, types.MethodType) and there.__self__ is m
+        if not (bound and there.__func__ is _of_stock(type(m), attribute)):
+            if around is None:
+                return None
+            new = _ours(around(there.__func__ if bound else lambda self, *args, **kwargs: there(*args, **kwargs)))
+    return Patch(m, place, types.MethodType(new, m), label)
 
 
 @functools.cache

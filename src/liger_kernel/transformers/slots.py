@@ -291,7 +291,7 @@ def _tables(module: ModuleType, config: Any) -> set[str]:
     """In which form this module's rotary embeddings, as far as ``config`` can make them, hold their angles."""
     forms = set()
     for name, cls in vars(module).items():
-        if not (isinstance(cls, type) and "Rotary" in name and cls.__module__ == module.__name__):
+        if not (isinstance(cls, type) and issubclass(cls, nn.Module) and "Rotary" in name and cls.__module__ == module.__name__):
             continue
         with contextlib.suppress(Exception):  # a vision tower's, for example
             embed = cls(config)

@@ -82,7 +82,7 @@ def source(rows: dict[str, Family], unverified: dict[str, str]) -> str:
     """The text of ``families.py``."""
     fields = lambda row: ", ".join(f"{k}={v!r}" for k, v in vars(row).items() if v != getattr(Family(), k))
     lines = [
-        f'"""What is swapped in each family. Written by ``liger models --write`` from transformers VERSION; do not edit."""',
+        '"""What is swapped in each family. Written by ``liger models --write`` from transformers VERSION; do not edit."""',
         "",
         f'VERSION = "{transformers.__version__}"',
         "",

@@ -17,7 +17,8 @@ SIZES: dict[str, Any] = dict(
     num_experts=4, num_local_experts=4, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, first_k_dense_replace=1,
     q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16,
     n_embd=64, n_layer=2, n_head=4, n_positions=128, n_inner=96, d_model=64, n_layers=2, n_heads=4, ffn_dim=96, ffn_hidden_size=96, word_embed_proj_dim=64,
-    mamba_d_state=8, mamba_n_heads=8, mamba_d_head=16, mamba_d_ssm=128, mamba_n_groups=1, state_size=8, sliding_window=8, query_pre_attn_scalar=16, rotary_dim=8,
+    mamba_d_state=8, mamba_n_heads=8, mamba_d_head=16, mamba_d_ssm=128, mamba_n_groups=1, state_size=8, sliding_window=8,
+    query_pre_attn_scalar=16, rotary_dim=8,
 )  # fmt: skip
 
 # Multipliers that are 1, or None, by default in at least one family

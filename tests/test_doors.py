@@ -1,0 +1,540 @@
+"""The doors through which users and frameworks come in: auto classes, apply functions, modules and functions, and the frameworks themselves."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+import subprocess
+import sys
+import types
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+transformers = pytest.importorskip("transformers")
+
+from hf_models import (  # noqa: E402
+    DEVICE,
+    assert_same_learning,
+    assert_untouched,
+    everything_of,
+    make,
+    served_by_kernels_or_references,
+    snapshot,
+    step,
+    tokens,
+)
+from transformers.models.llama import modeling_llama  # noqa: E402
+
+import liger_kernel.transformers as liger  # noqa: E402
+from liger_kernel import nn as lnn  # noqa: E402
+from liger_kernel.testing import assert_as_accurate, run  # noqa: E402
+from liger_kernel.transformers import _legacy, families, functional  # noqa: E402
+from liger_kernel.transformers.tiny import tiny_config  # noqa: E402
+
+LLAMA_FLAGS = dict(rope=True, cross_entropy=False, fused_linear_cross_entropy=True, rms_norm=True, swiglu=True)
+
+
+@pytest.fixture(autouse=True)
+def _served():
+    stock = F.cross_entropy, nn.CrossEntropyLoss, nn.LayerNorm, nn.Linear.forward
+    with served_by_kernels_or_references():
+        yield
+    liger.restore()
+    assert stock == (F.cross_entropy, nn.CrossEntropyLoss, nn.LayerNorm, nn.Linear.forward)
+
+
+# -- the auto class ------------------------------------------------------------------------
+
+
+def test_auto_from_pretrained(tmp_path):
+    model = make("llama")
+    model.save_pretrained(tmp_path)
+    expected = step(model)[1]
+    auto = liger.AutoLigerKernelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager", rope=False, swiglu=None)
+    assert type(auto) is type(model)
+    assert str(liger.class_patches("llama", {"rms_norm": True}, "fused")) and modeling_llama.LlamaRMSNorm.forward._liger
+    assert not hasattr(modeling_llama.LlamaMLP.forward, "_liger") and not hasattr(modeling_llama.apply_rotary_pos_emb, "_liger")
+    out, learned = step(auto.to(DEVICE).train())
+    assert out.logits is None
+    assert_same_learning(learned, expected)
+
+
+def test_auto_from_config():
+    model = liger.AutoLigerKernelForCausalLM.from_config(tiny_config("gemma2"), cross_entropy=True, fused_linear_cross_entropy=False, geglu=True)
+    out = model.to(DEVICE).train()(**tokens())
+    assert out.loss is not None and out.logits is not None
+
+
+def test_auto_unknown_type_is_plain_with_one_warning():
+    class NobodyConfig(transformers.PretrainedConfig):
+        model_type = "nobody-knows"
+
+    class Nobody(transformers.PreTrainedModel):
+        config_class = NobodyConfig
+
+    transformers.AutoModelForCausalLM.register(NobodyConfig, Nobody)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        model = liger.AutoLigerKernelForCausalLM.from_config(NobodyConfig(), rope=True, geglu=False)
+    assert type(model) is Nobody
+    assert len([w for w in seen if "nobody-knows" in str(w.message)]) == 1
+
+
+# -- apply functions -----------------------------------------------------------------------
+
+
+def test_signatures_are_the_published_ones():
+    gemma = {("geglu" if k == "swiglu" else k): v for k, v in LLAMA_FLAGS.items()}
+    published = {
+        **dict.fromkeys(
+            ("llama", "mistral", "qwen2", "qwen3", "phi3", "olmo2", "olmo3", "smollm3", "mixtral", "qwen3_moe", "falcon_h1", "exaone4"), LLAMA_FLAGS
+        ),
+        **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), gemma),
+        **dict.fromkeys(("glm4", "qwen3_next", "deepseek_v3"), LLAMA_FLAGS | {"rope": False}),
+        "granite": LLAMA_FLAGS | {"cross_entropy": True, "fused_linear_cross_entropy": False},
+        "gpt_oss": LLAMA_FLAGS | {"swiglu": False},
+    }
+    for model_type, flags in published.items():
+        fn = getattr(liger, f"apply_liger_kernel_to_{model_type}")
+        assert fn is liger.MODEL_TYPE_TO_APPLY_LIGER_FN[model_type]
+        parameters = inspect.signature(fn).parameters
+        assert {k: p.default for k, p in parameters.items()} == flags | {"model": None} and [*parameters] == [*flags, "model"]
+    assert type(liger.MODEL_TYPE_TO_APPLY_LIGER_FN) is dict and liger.MODEL_TYPE_TO_APPLY_LIGER_FN.keys() == families.FAMILIES.keys()
+    assert "apply_liger_kernel_to_llama" in dir(liger)
+
+
+def test_flags_choose_what_is_swapped():
+    before = snapshot(*everything_of("llama"))
+    swapped = {
+        "rope": (modeling_llama, "apply_rotary_pos_emb"),
+        "rms_norm": (modeling_llama.LlamaRMSNorm, "forward"),
+        "swiglu": (modeling_llama.LlamaMLP, "forward"),
+        "fused_linear_cross_entropy": (modeling_llama.LlamaForCausalLM, "forward"),
+    }
+    for flag in swapped:
+        for off in (False, None):
+            liger.apply_liger_kernel_to_llama(**{f: off for f in LLAMA_FLAGS} | {flag: True})
+            assert {f for f, (owner, name) in swapped.items() if hasattr(getattr(owner, name), "_liger")} == {flag}
+            liger.restore("llama")
+            assert_untouched(before)
+    liger.apply_liger_kernel_to_llama(False, False, False, False, False)
+    assert_untouched(before)
+
+
+def test_what_cannot_be_done_is_said():
+    with pytest.raises(TypeError, match="geglu"):
+        liger.apply_liger_kernel_to_llama(geglu=True)
+    with pytest.raises(AssertionError, match="cannot both be True"):
+        liger.apply_liger_kernel_to_llama(cross_entropy=True, fused_linear_cross_entropy=True)
+    with pytest.warns(UserWarning, match="cohere: nothing to swap for rms_norm=True"):
+        liger.apply_liger_kernel_to_cohere(rms_norm=True)
+    with pytest.raises(AttributeError):
+        liger.apply_liger_kernel_to_nobody  # noqa: B018
+    model = make("llama", num_hidden_layers=1)
+    with pytest.raises(AssertionError):
+        liger._apply_liger_kernel_to_instance(model=model, cross_entropy=True, fused_linear_cross_entropy=True)
+
+
+def test_cross_entropy_stays_in_the_family():
+    """One flag named is enough; logits are there, and nobody else's cross entropy changes (the fixture looks at torch's)."""
+    model, other = make("granite"), make("llama")
+    expected, elsewhere = step(model)[1], step(other)
+    liger.apply_liger_kernel_to_granite()
+    out, learned = step(model)
+    assert out.logits is not None
+    assert_same_learning(learned, expected)
+    again = step(other)
+    assert type(again[0]) is type(elsewhere[0]) and all(torch.equal(again[1][n], g) for n, g in elsewhere[1].items())
+    liger.apply_liger_kernel_to_granite(fused_linear_cross_entropy=True)
+    out, learned = step(model)
+    assert out.logits is None
+    assert_same_learning(learned, expected)
+
+
+def test_classes_patched_before_and_after_construction():
+    before = make("llama")
+    expected = step(before)[1]
+    liger.apply_liger_kernel_to_llama()
+    for model in (before, make("llama")):
+        out, learned = step(model)
+        assert out.logits is None
+        assert_same_learning(learned, expected)
+
+
+def test_frameworks_are_not_disturbed():
+    """Unknown types and flags are nothing; None is off; again is the same; the result is None."""
+    model = make("llama", num_hidden_layers=1)
+    modules = snapshot(model, *everything_of("llama"))
+    assert liger._apply_liger_kernel("nobody", rope=True) is None and liger._apply_liger_kernel("") is None
+    assert liger._apply_liger_kernel_to_instance(model=nn.Linear(1, 1)) is None
+    liger._apply_liger_kernel_to_instance(model=model, rope=None, rms_norm=None, swiglu=None, fused_linear_cross_entropy=None, layer_norm=True)
+    assert_untouched(modules)
+    assert liger._apply_liger_kernel_to_instance(model=model, geglu=True, layer_norm=True) is None
+    once = snapshot(model)
+    assert liger._apply_liger_kernel_to_instance(model=model, geglu=True, layer_norm=True) is None
+    assert_untouched(once)
+    assert isinstance(model.forward, types.MethodType)
+    liger.restore(model)
+    assert_untouched(modules)
+
+
+def test_class_and_instance_path_together():
+    """A model whose classes are patched needs nothing more, and is stock again when they are."""
+    model = make("llama")
+    expected = step(model)[1]
+    modules = snapshot(model)
+    liger.apply_liger_kernel_to_llama()
+    liger._apply_liger_kernel_to_instance(model=model)
+    assert_untouched(modules)
+    assert_same_learning(step(model)[1], expected)
+    liger.restore()
+    out, again = step(model)
+    assert out.logits is not None and all(torch.equal(again[n], expected[n]) for n in expected)
+
+
+def test_models_without_our_head():
+    for cls in (transformers.LlamaModel, transformers.LlamaForSequenceClassification):
+        torch.manual_seed(0)
+        model = cls(tiny_config("llama")).to(DEVICE)
+        ids = tokens()["input_ids"]
+        expected = model(ids)[0]
+        liger._apply_liger_kernel_to_instance(model=model)
+        assert any("forward" in m.__dict__ for m in model.modules()) and "forward" not in model.__dict__
+        torch.testing.assert_close(model(ids)[0], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_copies_of_a_patched_model():
+    """A deep copy is patched, on its own modules, and can be restored."""
+    model = make("llama", num_hidden_layers=1)
+    liger._apply_liger_kernel_to_instance(model=model)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        twin.lm_head.weight.zero_()
+    assert step(twin)[1]["loss"] != step(model)[1]["loss"] and step(twin)[0].logits is None
+    liger.restore(twin)
+    assert step(twin)[0].logits is not None and step(model)[0].logits is None
+    assert not any("forward" in m.__dict__ or "_liger_stock" in m.__dict__ for m in twin.modules())
+
+
+def test_what_somebody_else_put_over_ours_stays():
+    model = make("llama", num_hidden_layers=1)
+    liger._apply_liger_kernel_to_instance(model=model)
+    ours = model.forward
+    model.forward = lambda *args, **kwargs: ours(*args, **kwargs)
+    with pytest.warns(UserWarning, match="replaced by somebody else"):
+        liger.restore(model)
+    assert model(**tokens()).loss is not None
+
+
+def test_day_zero_families():
+    """A type that the table does not know is recognised when it is asked for."""
+    assert "deepseek_v2" not in families.FAMILIES
+    row = importlib.import_module("liger_kernel.transformers.patch").family("deepseek_v2")
+    assert row.swapped["DeepseekV2RMSNorm"] == "rms_norm(0, llama, variance_epsilon)"
+
+
+# -- old paths -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", _legacy.PATHS)
+def test_old_import_paths(path):
+    old, (new, names) = importlib.import_module(path), _legacy.PATHS[path]
+    assert all(getattr(old, n) is getattr(importlib.import_module(new), n) for n in names)
+
+
+def test_monkey_patch_module():
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN, _apply_liger_kernel_to_instance
+
+    assert MODEL_TYPE_TO_APPLY_LIGER_FN is liger.MODEL_TYPE_TO_APPLY_LIGER_FN and _apply_liger_kernel_to_instance is liger._apply_liger_kernel_to_instance
+
+
+def test_modules_need_no_transformers():
+    code = "import sys; sys.modules['transformers'] = None; from liger_kernel.transformers import LigerRMSNorm, functional; LigerRMSNorm(4)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    assert subprocess.run([sys.executable, "-c", "import liger_kernel.transformers, sys; assert 'transformers' not in sys.modules"]).returncode == 0
+
+
+# -- modules and functions -----------------------------------------------------------------
+
+NORMS = {
+    lnn.LigerRMSNorm: dict(offset=0.0, casting="llama", init=1.0),
+    lnn.LigerRMSNormForGemma: dict(offset=1.0, casting="gemma", init=0.0),
+    lnn.LigerRMSNormForGemma2: dict(offset=1.0, casting="gemma", init=0.0),
+    lnn.LigerRMSNormForGemma3: dict(offset=1.0, casting="gemma", init=0.0),
+    lnn.LigerRMSNormForQwen3Next: dict(offset=1.0, casting="gemma", init=0.0),
+    lnn.LigerRMSNormForOlmo2: dict(offset=0.0, casting="llama", init=1.0),
+    lnn.LigerRMSNormForGlm4: dict(offset=0.0, casting="llama", init=1.0),
+}
+
+
+@pytest.mark.parametrize("cls", NORMS)
+def test_norm_modules(cls):
+    norm, kind = cls(32, eps=0.1).to(DEVICE), NORMS[cls]
+    assert (norm.weight == kind["init"]).all() and [*norm.state_dict()] == ["weight"]
+    nn.init.normal_(norm.weight)
+    x = torch.randn(3, 5, 32, device=DEVICE)
+    rms = (x.square().mean(-1, keepdim=True) + 0.1).sqrt()
+    torch.testing.assert_close(norm(x), x / rms * (norm.weight + kind["offset"]))
+    h = x.bfloat16().float()
+    h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 0.1)
+    w = norm.weight.detach().bfloat16()
+    expected = w * h.bfloat16() if kind["casting"] == "llama" else (h * (w.float() + 1)).bfloat16()
+    if DEVICE == "cpu":
+        assert torch.equal(norm.bfloat16()(x.bfloat16()), expected)
+
+
+def test_norm_options():
+    plain = lnn.LigerRMSNorm(8, elementwise_affine=False).to(DEVICE)
+    x = torch.randn(4, 8, device=DEVICE)
+    assert plain.weight is None and not plain.state_dict()
+    torch.testing.assert_close(plain(x), F.rms_norm(x, (8,), eps=1e-6))
+    lnn.LigerRMSNorm(8, 1e-6, 0.0, "llama", "ones", False, None, True)
+    with pytest.raises(ValueError, match="init_fn must be one of"):
+        lnn.LigerRMSNorm(8, init_fn="random")
+
+
+def config(act="silu", **more):
+    return types.SimpleNamespace(hidden_size=8, intermediate_size=12, hidden_act=act, **more)
+
+
+def test_mlp_modules():
+    x = torch.randn(2, 3, 8, device=DEVICE)
+    gelu_tanh = lambda t: F.gelu(t, approximate="tanh")
+    for cls, act, fn in (
+        (lnn.LigerSwiGLUMLP, "silu", F.silu),
+        (lnn.LigerSwiGLUMLP, "swish", F.silu),
+        (lnn.LigerGEGLUMLP, "gelu", F.gelu),
+        (lnn.LigerGEGLUMLP, "gelu_pytorch_tanh", gelu_tanh),
+    ):
+        mlp = cls(config(act)).to(DEVICE)
+        torch.testing.assert_close(mlp(x), mlp.down_proj(fn(mlp.gate_proj(x)) * mlp.up_proj(x)))
+        assert mlp.gate_proj.bias is None
+    assert lnn.LigerSwiGLUMLP(config(), intermediate_size=20).up_proj.weight.shape == (20, 8)
+    assert lnn.LigerSwiGLUMLP(config(mlp_bias=True)).down_proj.bias is not None
+    gemma = types.SimpleNamespace(hidden_size=8, intermediate_size=12, hidden_act="gelu", hidden_activation="gelu_pytorch_tanh")
+    assert lnn.LigerGEGLUMLP(gemma).act == "gelu_tanh"
+    phi3 = lnn.LigerPhi3SwiGLUMLP(config()).to(DEVICE)
+    gate, up = phi3.gate_up_proj(x).chunk(2, -1)
+    torch.testing.assert_close(phi3(x), phi3.down_proj(up * F.silu(gate)))
+    with pytest.raises(ValueError, match="LigerSwiGLUMLP: activation must be one of"):
+        lnn.LigerSwiGLUMLP(config("gelu"))
+    with pytest.raises(ValueError, match="LigerGEGLUMLP: activation must be one of"):
+        lnn.LigerGEGLUMLP(config("silu"))
+
+
+OPTIONS = [
+    {},
+    dict(reduction="sum"),
+    dict(reduction="none"),
+    dict(ignore_index=2),
+    dict(label_smoothing=0.1),
+    dict(lse_square_scale=0.01, return_z_loss=True),
+    dict(softcap=1.5),
+    dict(weights=True, label_smoothing=0.1),
+    dict(return_token_accuracy=True, return_predicted_tokens=True),
+]
+
+
+def truth_of(logits, target, weights=None, ignore_index=-100, reduction="mean", label_smoothing=0.0, lse_square_scale=0.0, softcap=None, **_):
+    z = logits.float() if softcap is None else softcap * torch.tanh(logits.float() / softcap)
+    loss = F.cross_entropy(z, target, weights, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
+    valid = target != ignore_index
+    square = (lse_square_scale * z.logsumexp(-1).square()).where(valid, 0)
+    z_loss = {"mean": square.sum() / valid.sum(), "sum": square.sum(), "none": square}[reduction]
+    return loss + z_loss, z_loss, (z.argmax(-1) == target)[valid].float().mean(), z.argmax(-1).where(valid, -1)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("linear", [False, True])
+def test_losses(options, linear):
+    torch.manual_seed(0)
+    options = dict(options)
+    x, w, b = torch.randn(9, 8, device=DEVICE), torch.randn(13, 8, device=DEVICE, requires_grad=True), torch.randn(13, device=DEVICE)
+    target = torch.randint(0, 13, (9,), device=DEVICE)
+    target[4] = options.get("ignore_index", -100)
+    weights = torch.rand(13, device=DEVICE) if options.pop("weights", False) else None
+    loss, z_loss, accuracy, predicted = truth_of(F.linear(x, w, b), target, weights, **options)
+    g = torch.rand_like(loss)
+    truth = torch.autograd.grad(loss, w, g)[0]
+    if linear:
+        found = [
+            lnn.LigerFusedLinearCrossEntropyLoss(weights, **options)(w, x, target, b),
+            functional.liger_fused_linear_cross_entropy(x, w, target, b, weights, **options),
+            lnn.LigerFusedLinearCrossEntropyLoss(ce_weight=weights, accum_dtype=torch.float32, **options)(w, x, target, b),
+        ]
+    else:
+        found = [
+            lnn.LigerCrossEntropyLoss(weights, **options)(F.linear(x, w, b), target),
+            functional.liger_cross_entropy(F.linear(x, w, b), target, weights, **options),
+        ]
+    for out in found:
+        asked = [k for k in options if k.startswith("return_")]
+        if asked:
+            assert isinstance(out, functional.CrossEntropyOutput)
+            for name, value in (("z_loss", z_loss), ("token_accuracy", accuracy), ("predicted_tokens", predicted)):
+                if f"return_{name}" in asked:
+                    torch.testing.assert_close(getattr(out, name), value)
+                else:
+                    assert getattr(out, name) is None
+            out = out.loss
+        torch.testing.assert_close(out, loss)
+        torch.testing.assert_close(torch.autograd.grad(out, w, g)[0], truth)
+
+
+def test_token_scaling_and_positions_of_arguments():
+    torch.manual_seed(0)
+    x, w, target = torch.randn(9, 8, device=DEVICE), torch.randn(13, 8, device=DEVICE), torch.randint(0, 13, (9,), device=DEVICE)
+    logp = F.log_softmax(F.linear(x, w), -1).gather(-1, target[:, None])[:, 0]
+    out = lnn.LigerFusedLinearCrossEntropyLoss(use_token_scaling=True)(w, x, target)
+    torch.testing.assert_close(out, -(logp * logp.exp()).mean())
+    assert [*inspect.signature(functional.liger_cross_entropy).parameters][:8] == [*inspect.signature(F.cross_entropy).parameters]
+    for arguments in ((None, None, 2), (None, False), (None, None, -100, False), (None, None, -100, None, "sum", 0.1)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.testing.assert_close(functional.liger_cross_entropy(x, target.clamp(max=7), *arguments), F.cross_entropy(x, target.clamp(max=7), *arguments))
+
+
+def test_rope_and_gated_functions():
+    torch.manual_seed(0)
+    angles = torch.randn(1, 5, 6, device=DEVICE)
+    cos, sin = (torch.cat((t, t), -1) for t in (angles.cos(), angles.sin()))
+    q, k = torch.randn(2, 4, 5, 12, device=DEVICE), torch.randn(2, 1, 5, 12, device=DEVICE)
+    expected = modeling_llama.apply_rotary_pos_emb(q, k, cos, sin)
+    kept = q.clone(), k.clone()
+    torch.testing.assert_close(liger.liger_rotary_pos_emb(q, k, cos, sin), expected)
+    torch.testing.assert_close(functional.liger_rope(q, k, cos, sin, None, 1), expected)
+    swapped = liger.liger_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), cos, sin, unsqueeze_dim=2)
+    torch.testing.assert_close(tuple(t.transpose(1, 2) for t in swapped), expected)
+    assert torch.equal(q, kept[0]) and torch.equal(k, kept[1])  # unlike the published function
+    a, b = torch.randn(2, 3, 8, device=DEVICE), torch.randn(2, 3, 8, device=DEVICE)
+    torch.testing.assert_close(functional.liger_swiglu(a, b), F.silu(a) * b)
+    torch.testing.assert_close(functional.liger_geglu(a, b), F.gelu(a, approximate="tanh") * b)
+    w = torch.randn(8, device=DEVICE)
+    torch.testing.assert_close(functional.liger_rms_norm(a, w, 1e-5, 1.0, "gemma"), F.rms_norm(a, (8,), w + 1, 1e-5))
+
+
+def test_modules_are_as_accurate_as_pytorch():
+    """The rule of the operators holds for a module made of them."""
+    torch.manual_seed(0)
+    mlp = lnn.LigerSwiGLUMLP(config()).to(DEVICE)
+    weights = {n.replace(".", "_"): p.detach() for n, p in mlp.named_parameters()}
+    args = lambda dtype: {n: v.to(dtype, copy=True).requires_grad_() for n, v in ({"x": torch.ones(3, 8, device=DEVICE) * 0.3} | weights).items()}
+    stock = lambda x, gate_proj_weight, up_proj_weight, down_proj_weight: F.linear(
+        F.silu(F.linear(x, gate_proj_weight)) * F.linear(x, up_proj_weight), down_proj_weight
+    )  # noqa: E501
+    ours = lambda x, **w: torch.func.functional_call(mlp, {n.replace("_weight", ".weight"): p for n, p in w.items()}, x)
+    assert_as_accurate(run(ours, args(torch.bfloat16)), run(stock, args(torch.bfloat16)), run(stock, args(torch.float64)))
+
+
+# -- frameworks ----------------------------------------------------------------------------
+
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, i):
+        return {k: v[0].cpu() for k, v in tokens(1, 12, seed=i, ignored=i % 3).items()}
+
+
+@pytest.mark.parametrize("more", [{}, {"label_smoothing_factor": 0.1}, {"bf16": True}], ids=str)
+def test_trainer(tmp_path, more):
+    """Two steps with gradient accumulation and an evaluation, as without the flag; again, as the second time."""
+
+    def logs(use_liger_kernel: bool) -> tuple[list[dict], list[torch.Tensor], type]:
+        model = make("llama")
+        args = transformers.TrainingArguments(
+            str(tmp_path), use_cpu=DEVICE == "cpu", use_liger_kernel=use_liger_kernel, max_steps=2, per_device_train_batch_size=2,
+            gradient_accumulation_steps=2, logging_steps=1, eval_strategy="steps", eval_steps=1, save_strategy="no", report_to=[], disable_tqdm=True, **more,
+        )  # fmt: skip
+        trainer = transformers.Trainer(model, args, train_dataset=Rows(), eval_dataset=Rows())
+        before = trainer.evaluate()
+        trainer.train()
+        trainer.train()
+        assert ("_liger_stock" in model.__dict__) == use_liger_kernel
+        keys = ("loss", "eval_loss", "grad_norm")
+        found = [{k: e[k] for k in keys if k in e} for e in [before, *trainer.state.log_history]]
+        return found, [p.detach() for p in model.parameters()], type(model.train()(**tokens()))
+
+    (ours, parameters, output), (stock, expected, stock_output) = logs(True), logs(False)
+    rough = dict(rtol=2e-2, atol=2e-3) if more.get("bf16") else dict(rtol=1e-5, atol=1e-5)
+    assert len(ours) == len(stock) > 4 and output is not stock_output
+    torch.testing.assert_close(ours, stock, **rough)
+    if not more.get("bf16"):
+        torch.testing.assert_close(parameters, expected, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "lm_head"], "all-linear"])
+@pytest.mark.parametrize("more", [{}, {"use_dora": True}, {"modules_to_save": ["lm_head", "norm"], "target_modules": ["v_proj"]}], ids=str)
+def test_peft(targets, more):
+    peft = pytest.importorskip("peft")
+
+    def model():
+        torch.manual_seed(0)
+        wrapped = peft.get_peft_model(make("llama"), peft.LoraConfig(r=2, task_type="CAUSAL_LM", **{"target_modules": targets} | more))
+        for name, p in wrapped.named_parameters():
+            if "lora_" in name:
+                nn.init.normal_(p, std=0.1)
+        return wrapped
+
+    expected = step(model())[1]
+    assert any("lm_head" in n for n in expected) or targets == "all-linear"
+    ours = model()
+    liger._apply_liger_kernel_to_instance(model=ours.get_base_model())
+    out, learned = step(ours)
+    assert out.logits is None
+    assert_same_learning(learned, expected)
+    outer = model()
+    liger._apply_liger_kernel_to_instance(model=outer)  # the wrapper itself
+    out, learned = step(outer)
+    assert out.logits is None
+    assert_same_learning(learned, expected)
+    norm = ours.get_base_model().model.norm
+    assert not more.get("modules_to_save") or "forward" in norm.modules_to_save["default"].__dict__
+
+
+def test_accelerate_hooks():
+    """Hooks that offload weights see every call, patched before and after they came."""
+    accelerate = pytest.importorskip("accelerate")
+    model = make("llama")
+    batch = {k: v.cpu() for k, v in tokens().items()}
+    execution = torch.device(DEVICE)
+    expected = step(model)[1]
+    for first in (True, False):
+        offloaded = make("llama")
+        if first:
+            liger._apply_liger_kernel_to_instance(model=offloaded)
+        accelerate.cpu_offload(offloaded, execution_device=execution)
+        before = snapshot(offloaded)
+        if not first:
+            liger._apply_liger_kernel_to_instance(model=offloaded)
+        with torch.no_grad():
+            out = offloaded(**batch, use_cache=False)
+        assert out.logits is None
+        torch.testing.assert_close(out.loss.to(DEVICE), expected["loss"], rtol=1e-5, atol=1e-5)
+        if not first:
+            liger.restore(offloaded)
+            assert_untouched(before)
+        assert offloaded(**batch, use_cache=False).logits is not None or first
+
+
+def test_data_parallel_style_wrappers_find_the_columns():
+    """What Trainer reads to decide which columns of a dataset to keep."""
+    model = make("llama", num_hidden_layers=1)
+    stock = set(inspect.signature(model.forward).parameters)
+    liger._apply_liger_kernel_to_instance(model=model)
+    assert set(inspect.signature(model.forward).parameters) == stock | {"skip_logits"}
+
+
+@pytest.mark.parametrize("script", sorted(p.name for p in Path(__file__).parent.parent.joinpath("examples").glob("*.py")))
+def test_examples_run(script, user_env):
+    path = Path(__file__).parent.parent / "examples" / script
+    done = subprocess.run([sys.executable, str(path)], env=user_env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "loss" in done.stdout

@@ -7,7 +7,7 @@ The rule: for every output and gradient, against the reference in fp64,
 for the largest error (relative to the largest value) and for the RMS error (relative to the RMS value). The floor is what rounding alone may do:
 one fp32 epsilon, as fp32 is what kernels compute in; half an epsilon of the dtype for the largest error; and for the RMS an epsilon over
 ``sqrt(numel)``, as the RMS error of a few numbers is a matter of luck. PyTorch's error is the quadratic mean over the draws of the inputs that a test
-has, for the same reason. No test has a tolerance of its own.
+has, for the same reason, and over fewer than 16 elements the largest: one number's error may be zero. No test has a tolerance of its own.
 """
 
 from __future__ import annotations
@@ -85,8 +85,10 @@ def floors(dtype: torch.dtype, numel: int) -> dict[str, float]:
 
 
 def typical_errors(name: str, draws: Sequence[tuple[Named, Named]]) -> dict[str, float]:
-    """Quadratic mean over ``draws``, pairs of results and truth, of the errors of ``name``."""
+    """Quadratic mean over ``draws``, pairs of results and truth, of the errors of ``name``; of fewer than 16 elements the largest."""
     each = [errors(value[name], truth[name]) for value, truth in draws]
+    if draws[0][1][name].numel() < 16:
+        return {kind: max(e[kind] for e in each) for kind in each[0]}
     return {kind: math.sqrt(sum(e[kind] ** 2 for e in each) / len(each)) for kind in each[0]}
 
 

@@ -31,26 +31,34 @@ def reference(gate: Tensor, up: Tensor | None = None, *, act: str = "silu") -> T
 
 
 @triton.jit
+def _sigmoids(x):
+    """sigmoid(x) and sigmoid(-x), each accurate relative to its value; 1 - sigmoid(x) would cancel."""
+    e = tl.exp(-tl.abs(x))
+    r = 1.0 / (1.0 + e)
+    return tl.where(x >= 0, r, e * r), tl.where(x >= 0, e * r, r)
+
+
+@triton.jit
 def _act(x, ACT: tl.constexpr):
     """act(x) and its derivative, in fp32."""
     if ACT == "silu":
-        s = tl.sigmoid(x)
+        s, c = _sigmoids(x)
         y = x * s
-        dy = s * (1.0 + x * (1.0 - s))
+        dy = s * (1.0 + x * c)
     elif ACT == "gelu":
         cdf = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
         y = x * cdf
         dy = cdf + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
     elif ACT == "gelu_tanh":  # (1 + tanh u) / 2 = sigmoid(2 u)
-        s = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+        s, c = _sigmoids(1.5957691216057308 * (x + 0.044715 * x * x * x))
         y = x * s
-        dy = s + x * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * x * x)
+        dy = s + x * s * c * 1.5957691216057308 * (1.0 + 0.134145 * x * x)
     elif ACT == "relu2":
         y = tl.where(x > 0, x, 0.0) * x
         dy = tl.where(x > 0, x, 0.0) * 2.0
     else:
-        y = tl.sigmoid(x)
-        dy = y * (1.0 - y)
+        y, c = _sigmoids(x)
+        dy = y * c
     return y, dy
 
 

@@ -26,8 +26,8 @@ def train(argv: list[str]) -> None:
     from liger_kernel.train import loop
 
     metrics = loop.train(config)
-    rate = f", {metrics['tokens_per_second']:,.0f} tokens/s" if metrics["tokens_per_second"] else ""
-    print(f"loss {metrics['losses'][-1]:.4f}{rate}, {metrics['peak_memory'] / 1e9:.2f} GB at most ({metrics['memory_kind']}); {config.out}/metrics.json")
+    loss, rate, memory = metrics["losses"][-1], metrics["tokens_per_second"], metrics["peak_memory"] / 1e9
+    print(f"loss {loss:.4f}, {rate:,.0f} tokens/s, {memory:.2f} GB at most ({metrics['memory_kind']}); {config.out}/metrics.json")
     if config.save:
         print(f"model in {config.save}")
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -66,8 +67,8 @@ class _Run:
         norms: list[float] = []
         evaluations: list[dict[str, float]] = []
         pending: list[Tensor] = []  # (loss, gradient norm) of the steps since the last log line, still on the device
-        tokens = timed_tokens = 0
-        seconds = timed_seconds = 0.0
+        rates: list[float] = []
+        tokens, seconds = 0, 0.0
         with _Progress(config.steps) as progress:
             started = self._clock()
             for step in range(config.steps):
@@ -82,13 +83,13 @@ class _Run:
                         norms.append(norm)
                     pending.clear()
                     seconds += now - started
-                    if step >= UNTIMED:
-                        timed_tokens, timed_seconds = timed_tokens + tokens, timed_seconds + now - started
+                    if step >= UNTIMED or config.steps <= UNTIMED:
+                        rates.append(tokens / (now - started))
                     if not math.isfinite(losses[-1]):
                         raise UserError(f"the loss is {losses[-1]} at step {len(losses)}: lower the learning rate, or look at the data")
                     self.memory.pause()
                     if (step + 1) % config.log_every == 0 or last:
-                        progress.show(step + 1, losses[-1], timed_tokens / timed_seconds if timed_seconds else tokens / seconds, self.memory.read())
+                        progress.show(step + 1, losses[-1], tokens / (now - started), self.memory.read())
                     tokens = 0
                     started = self._clock()
                 if self.data.eval and (last or (config.eval_every and (step + 1) % config.eval_every == 0)):
@@ -102,7 +103,7 @@ class _Run:
             "kernels": config.kernels,
             "device": device_name(self.device),
             "precision": self.precision,
-            "tokens_per_second": timed_tokens / timed_seconds if timed_seconds else None,
+            "tokens_per_second": statistics.median(rates),  # of the stretches between log lines: other programs disturb it less than the mean
             "seconds": seconds,
             "memory_kind": self.memory.kind,
             "peak_memory": self.memory.read(),

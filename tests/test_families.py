@@ -10,7 +10,18 @@ import torch.nn.functional as F
 
 transformers = pytest.importorskip("transformers")
 
-from hf_models import DEVICE, assert_same_learning, assert_untouched, everything_of, make, served_by_kernels_or_references, snapshot, step, tokens  # noqa: E402
+from hf_models import (  # noqa: E402
+    DEVICE,
+    assert_same_bits,
+    assert_same_learning,
+    assert_untouched,
+    everything_of,
+    make,
+    served_by_kernels_or_references,
+    snapshot,
+    step,
+    tokens,
+)
 
 from liger_kernel.testing import assert_as_accurate  # noqa: E402
 from liger_kernel.transformers import class_patches, families, instance_patches, restore, slots, table  # noqa: E402
@@ -51,12 +62,14 @@ def test_learns_the_same_and_is_undone(family, path):
     if path == "instance":
         assert_untouched(before)
         stock_out, untouched = step(other)
-        assert all(torch.equal(untouched[n], expected[n]) for n in expected) and stock_out.logits is not None
+        assert_same_bits(untouched, expected)
+        assert stock_out.logits is not None
     patches.restore()
     assert_untouched(before)
     assert_untouched(modules)
     out, again = step(model)
-    assert out.logits is not None and all(torch.equal(again[n], expected[n]) for n in expected)
+    assert out.logits is not None
+    assert_same_bits(again, expected)
 
 
 @pytest.mark.parametrize("family", LISTED + FURTHER)

@@ -287,6 +287,18 @@ class LigerPhi3SwiGLUMLP(nn.Module):
         return self.down_proj(glu(self.gate_up_proj(hidden_states), act=self.act))
 
 
+LOSS_OPTIONS = (
+    "ignore_index",
+    "lse_square_scale",
+    "label_smoothing",
+    "reduction",
+    "softcap",
+    "return_z_loss",
+    "return_token_accuracy",
+    "return_predicted_tokens",
+)
+
+
 class LigerCrossEntropyLoss(nn.Module):
     """Cross entropy of logits (M, V) and class indices (M,); the logits are not overwritten.
 
@@ -312,19 +324,7 @@ class LigerCrossEntropyLoss(nn.Module):
         self.return_z_loss, self.return_token_accuracy, self.return_predicted_tokens = return_z_loss, return_token_accuracy, return_predicted_tokens
 
     def forward(self, _input: Tensor, target: Tensor) -> Tensor | CrossEntropyOutput:
-        return liger_cross_entropy(
-            _input,
-            target,
-            self.weight,
-            ignore_index=self.ignore_index,
-            reduction=self.reduction,
-            label_smoothing=self.label_smoothing,
-            lse_square_scale=self.lse_square_scale,
-            softcap=self.softcap,
-            return_z_loss=self.return_z_loss,
-            return_token_accuracy=self.return_token_accuracy,
-            return_predicted_tokens=self.return_predicted_tokens,
-        )
+        return liger_cross_entropy(_input, target, self.weight, **{name: getattr(self, name) for name in LOSS_OPTIONS})
 
 
 class LigerFusedLinearCrossEntropyLoss(nn.Module):
@@ -356,19 +356,5 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
 
     def forward(self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None) -> Tensor | CrossEntropyOutput:
         return liger_fused_linear_cross_entropy(
-            _input,
-            lin_weight,
-            target,
-            bias,
-            self.ce_weight,
-            self.ignore_index,
-            self.lse_square_scale,
-            self.label_smoothing,
-            self.reduction,
-            self.softcap,
-            self.return_z_loss,
-            self.accum_dtype,
-            self.use_token_scaling,
-            self.return_token_accuracy,
-            self.return_predicted_tokens,
+            _input, lin_weight, target, bias, **{name: getattr(self, name) for name in ("ce_weight", "accum_dtype", "use_token_scaling", *LOSS_OPTIONS)}
         )

@@ -123,6 +123,7 @@ def test_what_is_known_without_computing(computed):
     x, logits = recipe()
     assert (x.shape, x.dtype, x.device, x.ndim, x.dim(), len(x), x.size(0)) == (logits.shape, logits.dtype, logits.device, 3, 3, B, B)
     assert x.to(torch.float64).dtype == torch.float64 and x.to(x.device) is x and (x / 2).shape == logits.shape
+    assert x.requires_grad and not DeferredLogits(x.rows.detach(), x.head.requires_grad_(False), Loss()).requires_grad
     assert not computed
 
 

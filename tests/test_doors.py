@@ -238,8 +238,11 @@ def test_what_somebody_else_put_over_ours_stays():
 def test_day_zero_families():
     """A type that the table does not know is recognised when it is asked for."""
     assert "deepseek_v2" not in families.FAMILIES
-    row = importlib.import_module("liger_kernel.transformers.patch").family("deepseek_v2")
+    family = importlib.import_module("liger_kernel.transformers.patch").family
+    row = family("deepseek_v2")
     assert row.swapped["DeepseekV2RMSNorm"] == "rms_norm(0, llama, variance_epsilon)"
+    assert family("gemma4_assistant") is None or "gemma4_assistant" in families.FAMILIES  # its default configuration is not valid
+    assert family("nobody") is None
 
 
 # -- old paths -----------------------------------------------------------------------------

@@ -172,6 +172,11 @@ class DeferredLogits:
         return self.rows.device
 
     @property
+    def requires_grad(self) -> bool:
+        leaves = (self.rows, *(self.head.parameters() if self.head is not None else ()))
+        return torch.is_grad_enabled() and any(t.requires_grad for t in leaves)
+
+    @property
     def ndim(self) -> int:
         return self.rows.ndim
 

@@ -143,7 +143,7 @@ def family(model_type: str) -> Family | None:
         return frozen
     try:
         found = slots.infer(model_type)
-    except (KeyError, ImportError):
+    except Exception:  # no such type, no modeling file, or no default configuration: then nothing is known
         return None
     if frozen:
         return dataclasses.replace(frozen, swapped=found.swapped, left_alone=found.left_alone)

@@ -107,14 +107,14 @@ def rope_turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tens
     Hk, half = k.shape[2], cos.shape[-1]
     block_r = next_power_of_2(half)
     rest = next_power_of_2(D - 2 * half) if 2 * half < D else 0
-    heads = max(1, 4096 // (2 * block_r + rest))  # keeps a tile in registers
-    block_q, block_k = (min(next_power_of_2(h), heads) for h in (Hq, Hk))
+    c = _config.tile("rope", 2 * block_r + rest, q.itemsize, elements=4096, per_thread=32)
+    block_q, block_k = (min(next_power_of_2(h), c.block_m) for h in (Hq, Hk))
     angle = lambda t: (t.stride(0) if t.shape[0] > 1 else 0, t.stride(1))
     position = (0, 0) if position_ids is None else (position_ids.stride(0) if position_ids.shape[0] > 1 else 0, position_ids.stride(1))
     launch(_rope, (B * T,), q, k, cos, sin, position_ids, yq, yk, T, Hq, Hk, cos.shape[1], half, D,
            *q.stride()[:3], *k.stride()[:3], *yq.stride()[:3], *yk.stride()[:3], *angle(cos), *angle(sin), *position,
            HAS_POS=position_ids is not None, INVERSE=inverse, PAIRS=pairs,
-           BLOCK_Q=block_q, BLOCK_K=block_k, BLOCK_R=block_r, BLOCK_REST=rest, num_warps=min(_config.max_warps(), 4))  # fmt: skip
+           BLOCK_Q=block_q, BLOCK_K=block_k, BLOCK_R=block_r, BLOCK_REST=rest, num_warps=c.num_warps)  # fmt: skip
     return yq, yk
 
 

@@ -98,7 +98,7 @@ def test_signatures_are_the_published_ones():
         ),
         **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), gemma),
         **dict.fromkeys(("glm4", "qwen3_next", "deepseek_v3"), LLAMA_FLAGS | {"rope": False}),
-        "granite": LLAMA_FLAGS | {"cross_entropy": True, "fused_linear_cross_entropy": False},
+        "granite": LLAMA_FLAGS,
         "gpt_oss": LLAMA_FLAGS | {"swiglu": False},
     }
     for model_type, flags in published.items():
@@ -146,14 +146,14 @@ def test_cross_entropy_stays_in_the_family():
     """One flag named is enough; logits are there, and nobody else's cross entropy changes (the fixture looks at torch's)."""
     model, other = make("granite"), make("llama")
     expected, elsewhere = step(model)[1], step(other)
-    liger.apply_liger_kernel_to_granite()
+    liger.apply_liger_kernel_to_granite(cross_entropy=True)
     out, learned = step(model)
     assert out.logits is not None
     assert_same_learning(learned, expected)
     again = step(other)
     assert type(again[0]) is type(elsewhere[0])
     assert_same_bits(again[1], elsewhere[1])
-    liger.apply_liger_kernel_to_granite(fused_linear_cross_entropy=True)
+    liger.apply_liger_kernel_to_granite()
     out, learned = step(model)
     assert out.logits is None
     assert_same_learning(learned, expected)

@@ -107,7 +107,8 @@ def rope_turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tens
     Hk, half = k.shape[2], cos.shape[-1]
     block_r = next_power_of_2(half)
     rest = next_power_of_2(D - 2 * half) if 2 * half < D else 0
-    c = _config.tile("rope", 2 * block_r + rest, q.itemsize, elements=4096, per_thread=32)
+    # H200, B4 T2048 H32/8 D128: 46 us a direction; 32 heads a tile 48, 4 heads 63 (byte floor 40)
+    c = _config.tile("rope", 2 * block_r + rest, q.itemsize, elements=2048)
     block_q, block_k = (min(next_power_of_2(h), c.block_m) for h in (Hq, Hk))
     angle = lambda t: (t.stride(0) if t.shape[0] > 1 else 0, t.stride(1))
     position = (0, 0) if position_ids is None else (position_ids.stride(0) if position_ids.shape[0] > 1 else 0, position_ids.stride(1))

@@ -35,7 +35,7 @@ from transformers.models.llama import modeling_llama  # noqa: E402
 import liger_kernel.transformers as liger  # noqa: E402
 from liger_kernel import nn as lnn  # noqa: E402
 from liger_kernel.testing import assert_as_accurate, run  # noqa: E402
-from liger_kernel.transformers import _legacy, families, functional  # noqa: E402
+from liger_kernel.transformers import _legacy, families, functional, slots  # noqa: E402
 from liger_kernel.transformers.tiny import tiny_config  # noqa: E402
 
 LLAMA_FLAGS = dict(rope=True, cross_entropy=False, fused_linear_cross_entropy=True, rms_norm=True, swiglu=True)
@@ -241,8 +241,14 @@ def test_day_zero_families():
     family = importlib.import_module("liger_kernel.transformers.patch").family
     row = family("deepseek_v2")
     assert row.swapped["DeepseekV2RMSNorm"] == "rms_norm(0, llama, variance_epsilon)"
-    assert family("gemma4_assistant") is None or "gemma4_assistant" in families.FAMILIES  # its default configuration is not valid
     assert family("nobody") is None
+
+
+def test_recognition_draws_none_of_the_users_random_numbers(monkeypatch):
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: pytest.fail("torch.manual_seed reaches the generators of all devices"))
+    before = torch.get_rng_state()
+    slots.infer("llama")
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 # -- old paths -----------------------------------------------------------------------------

@@ -173,7 +173,7 @@ class _Progress:
             with contextlib.suppress(ImportError):
                 import tqdm
 
-                self.bar = tqdm.tqdm(total=steps, unit="step", dynamic_ncols=True)
+                self.bar = tqdm.tqdm(total=steps, dynamic_ncols=True, bar_format="{n}/{total} {bar:24} {elapsed}<{remaining}{postfix}")
 
     def __enter__(self) -> _Progress:
         return self

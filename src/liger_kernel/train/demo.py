@@ -139,7 +139,8 @@ def plot(report: dict[str, Any], runs: dict[str, Any], path: Path) -> str:
         axes.tick_params(axis="x", length=0, labelcolor=ink)
     start = [run["memory_before_training"] for run in runs.values()]
     memory.bar(list(RUNS), start, width=0.62, color="white", alpha=0.35)
-    memory.text(0, start[0] / 2, "before\ntraining", ha="center", va="center", fontsize=8, color=ink)
+    if start[0] > 0.15 * report["peak_memory"]["stock"]:  # else there is no room for the words
+        memory.text(0, start[0] / 2, "before\ntraining", ha="center", va="center", fontsize=8, color=ink)
     run = runs["ours"]
     note = f"{run['model']}, {run['parameters'] / 1e6:.0f} M parameters, {run['precision']}, on {run['device']}; memory: {run['memory_kind']}"
     figure.supxlabel(note, fontsize=8, color=quiet, x=0.01, ha="left")

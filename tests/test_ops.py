@@ -312,6 +312,18 @@ def test_launcher_has_a_true_schema_and_fake(name):
         torch.library.opcheck(func, args, kwargs, test_utils=("test_schema", "test_faketensor"))
 
 
+@pytest.mark.skipif(not GPU, reason="there is no device to wait for")
+@small
+def test_never_waits_for_the_device(op, case):
+    args = case.make(torch.bfloat16, DEVICE)
+    grads = upstream(forward(op.fn, args))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run(op.fn, args, lambda outs: grads)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)
 def test_runs_where_its_tensors_are(op):

@@ -1,0 +1,1 @@
+"""Benchmarks: ``liger bench``, ``liger bench step``, ``liger tune``."""

@@ -1,0 +1,179 @@
+"""Clocks and ceilings: how long a call takes on the device, on the wall and on the host, and what this machine could do at best.
+
+Device time is the sum of the durations of the kernels that a call launched, as CUPTI records them: neither the host nor a synchronisation
+inside the call is in it. Before every call the L2 cache is overwritten. Without a GPU, all three are wall time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import date
+from importlib import metadata
+from typing import Any
+
+import torch
+
+GPU = torch.cuda.is_available()
+SEPARATOR = "spin_kernel"  # what torch.cuda._sleep launches; nothing that we measure does
+
+
+@dataclass
+class Times:
+    """Milliseconds of repeated calls."""
+
+    all: list[float] = field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.all)
+
+    @property
+    def spread(self) -> float:
+        """Interquartile range over the median."""
+        low, _, high = statistics.quantiles(self.all, n=4) if len(self.all) > 1 else (0.0, 0.0, 0.0)
+        return (high - low) / self.median if self.median else 0.0
+
+
+@dataclass
+class Timed:
+    """What ``race`` found out about one contestant; ``kernels`` per call."""
+
+    device: Times = field(default_factory=Times)
+    wall: Times = field(default_factory=Times)
+    host: Times = field(default_factory=Times)
+    kernels: int = 0
+
+
+@functools.cache
+def _scratch() -> torch.Tensor:
+    return torch.empty(1 << 28, dtype=torch.int8, device="cuda")  # several times any L2
+
+
+def flush_l2() -> None:
+    """Overwrite the L2 cache."""
+    if GPU:
+        _scratch().zero_()
+
+
+def synchronize() -> None:
+    if GPU:
+        torch.cuda.synchronize()
+
+
+Prepare = Callable[[], Callable[[], Any]]
+
+
+def race(contestants: dict[str, Prepare], repeats: int = 11, warmup: int = 2) -> dict[str, Timed]:
+    """Time contestants against each other: interleaved, in an order that rotates, with a cold L2.
+
+    Each is a function that does what is not timed (such as the forward of a backward) and returns the call that is.
+    """
+    for prepare in contestants.values():
+        for _ in range(warmup):
+            prepare()()
+    synchronize()
+    names, found = list(contestants), {name: Timed() for name in contestants}
+    order = [name for r in range(repeats) for name in names[r % len(names) :] + names[: r % len(names)]]
+    for name in order:
+        call = contestants[name]()
+        flush_l2()
+        synchronize()
+        start = time.perf_counter()
+        out = call()
+        enqueued = time.perf_counter()
+        synchronize()
+        done = time.perf_counter()
+        found[name].host.all.append(1e3 * (enqueued - start))
+        found[name].wall.all.append(1e3 * (done - start))
+        del call, out
+    if not GPU:
+        for timed in found.values():
+            timed.device.all = list(timed.wall.all)
+        return found
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for name in order:
+            call = contestants[name]()
+            flush_l2()
+            torch.cuda._sleep(1000)
+            out = call()
+            torch.cuda._sleep(1000)
+            del call, out
+        torch.cuda.synchronize()
+    for name, kernels in zip(order, _between_separators(profile)):
+        found[name].device.all.append(sum(kernels) / 1e3)
+        found[name].kernels = len(kernels)
+    return found
+
+
+def _between_separators(profile: Any) -> list[list[float]]:
+    """Durations in microseconds of the kernels of each call."""
+    events = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    calls: list[list[float]] = []
+    inside = False
+    for event in sorted(events, key=lambda e: e.time_range.start):
+        if SEPARATOR in event.name:
+            inside = not inside
+            if inside:
+                calls.append([])
+        elif inside:
+            calls[-1].append(event.time_range.elapsed_us())
+    return calls
+
+
+def device_ms(calls: dict[str, Callable[[], Any]], repeats: int = 11) -> dict[str, Times]:
+    """Device time alone of calls that need no preparation."""
+    return {name: timed.device for name, timed in race({name: lambda call=call: call for name, call in calls.items()}, repeats).items()}
+
+
+def peak_bytes(prepare: Prepare) -> int:
+    """Peak memory of a call beyond what was there before it; 0 without a GPU."""
+    if not GPU:
+        return 0
+    call = prepare()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    out = call()
+    torch.cuda.synchronize()
+    del out
+    return torch.cuda.max_memory_allocated() - before
+
+
+@functools.cache
+def copy_tb_s() -> float:
+    """Terabytes per second, read and written, of a large device-to-device copy."""
+    n = 1 << (30 if GPU else 26)
+    x = torch.randint(0, 127, (n,), dtype=torch.int8, device="cuda" if GPU else "cpu")
+    y = torch.empty_like(x)
+    return 2 * n / device_ms({"copy": lambda: y.copy_(x)})["copy"].median / 1e9
+
+
+@functools.cache
+def gemm_ms(m: int, n: int, k: int, dtype: torch.dtype) -> float:
+    """Milliseconds of an (m, k) x (k, n) product on random values."""
+    device = "cuda" if GPU else "cpu"
+    a, b = torch.randn(m, k, device=device).to(dtype), torch.randn(k, n, device=device).to(dtype)
+    out = torch.empty(m, n, device=device, dtype=dtype)
+    return device_ms({"gemm": lambda: torch.mm(a, b, out=out)}, repeats=7)["gemm"].median
+
+
+def ceilings() -> dict[str, float]:
+    """Measured on this machine, now: copy bandwidth, and the bf16 rate of an 8192 x 8192 x 8192 product (fp32, 1024, without a GPU)."""
+    size, dtype = (8192, torch.bfloat16) if GPU else (1024, torch.float32)
+    return {"copy_tb_s": copy_tb_s(), "gemm_tflops": 2 * size**3 / gemm_ms(size, size, size, dtype) / 1e9}
+
+
+def hardware() -> dict[str, Any]:
+    """The machine and the versions that a number belongs to."""
+    versions = {}
+    for name in ("torch", "triton", "transformers", "liger_kernel"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    device = torch.cuda.get_device_name() if GPU else f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)"
+    return {"hardware": device, "python": platform.python_version(), **versions, "date": date.today().isoformat()}

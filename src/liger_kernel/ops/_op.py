@@ -22,7 +22,8 @@ F = TypeVar("F", bound=Callable)
 
 OPS: dict[str, Op] = {}
 
-_LIB = torch.library.Library("liger", "DEF")
+NAMESPACE = "liger"
+_LIB = torch.library.Library(NAMESPACE, "DEF")
 _LAUNCHERS: list[str] = []
 _tracing = contextvars.ContextVar("liger_tracing", default=False)
 INTERPRET = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
@@ -62,25 +63,65 @@ class Case:
         return {k: v.make(dtype, device) if isinstance(v, T) else v for k, v in self.args.items()}
 
 
+@dataclass(frozen=True)
+class Cost:
+    """What an operator cannot avoid: bytes read and written once, floating-point operations, and matrix products (m, n, k), by direction.
+
+    ``whole`` are the bytes of forward and backward together where one pass could serve both; default: their sum.
+    """
+
+    forward: int
+    backward: int
+    whole: int | None = None
+    flops: tuple[int, int] = (0, 0)
+    gemms: tuple[Sequence[tuple[int, int, int]], Sequence[tuple[int, int, int]]] = ((), ())
+
+    def of(self, mode: str) -> tuple[int, int, list[tuple[int, int, int]]]:
+        """Bytes, operations and products of "forward", "backward" or "full"."""
+        at = {"forward": (0,), "backward": (1,), "full": (0, 1)}[mode]
+        moved = {"forward": self.forward, "backward": self.backward, "full": self.forward + self.backward if self.whole is None else self.whole}[mode]
+        products = [g for i in at for g in self.gemms[i]]
+        return moved, sum(self.flops[i] for i in at) + sum(2 * m * n * k for m, n, k in products), products
+
+
+def nbytes(*tensors: Tensor | None) -> int:
+    """Bytes of tensors, those that are there."""
+    return sum(t.nbytes for t in tensors if t is not None)
+
+
 @dataclass(frozen=True, eq=False)
 class Op:
-    """A public operator, its reference and its cases."""
+    """A public operator, its reference, its cases, and what benchmarks need to know of it."""
 
     name: str
     fn: Callable[..., Any]
     reference: Callable[..., Any]
     cases: Sequence[Case]
+    cost: Callable[..., Cost]
+    rivals: Mapping[str, Callable[..., Any]]
+    sweeps: Mapping[str, tuple[Sequence[int], Callable[[int], Mapping[str, Any]]]]
     doc: str
 
 
-def op(*, reference: Callable, cases: Sequence[Case]) -> Callable[[F], F]:
-    """Declare a public operator; ``reference`` has its signature and is its meaning, in any dtype, on any device."""
+def op(
+    *,
+    reference: Callable,
+    cases: Sequence[Case],
+    cost: Callable[..., Cost],
+    rivals: Mapping[str, Callable[..., Any]] | None = None,
+    sweeps: Mapping[str, tuple[Sequence[int], Callable[[int], Mapping[str, Any]]]] | None = None,
+) -> Callable[[F], F]:
+    """Declare a public operator; ``reference`` has its signature and is its meaning, in any dtype, on any device.
+
+    ``cost`` takes a case's arguments. ``rivals`` are other implementations to measure against: "torch", or a package, whose function takes
+    the module ``bench.rivals`` loads it as, and the arguments. ``sweeps``: name -> (values, arguments of a case for a value).
+    """
 
     def declare(fn: F) -> F:
         ours, theirs = inspect.signature(fn), inspect.signature(reference)
         if list(ours.parameters.values()) != list(theirs.parameters.values()):
             raise TypeError(f"{fn.__name__}{ours} and its reference{theirs} differ in signature")
-        OPS[fn.__name__] = Op(fn.__name__, fn, reference, cases, inspect.getdoc(fn) or "")
+        OPS[fn.__name__] = Op(fn.__name__, fn, reference, cases, cost, rivals or {}, sweeps or {}, inspect.getdoc(fn) or "")
         return fn
 
     return declare
@@ -105,9 +146,9 @@ def launcher(schema: str) -> Callable[[F], F]:
             finally:
                 _tracing.reset(token)
 
-        torch.library.register_fake(f"liger::{fn.__name__}", fake, lib=_LIB)
+        torch.library.register_fake(f"{NAMESPACE}::{fn.__name__}", fake, lib=_LIB)
         _LAUNCHERS.append(fn.__name__)
-        return getattr(torch.ops.liger, fn.__name__).default
+        return getattr(getattr(torch.ops, NAMESPACE), fn.__name__).default
 
     return register
 

@@ -19,10 +19,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from liger_kernel.ops import _config
-from liger_kernel.ops._op import Case, T, acc, launch, launcher, op, rows_of, tracing, use_kernels
+from liger_kernel.ops._op import Case, Cost, T, acc, launch, launcher, nbytes, op, rows_of, tracing, use_kernels
 from liger_kernel.ops._tl import tanh, tl, triton
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -368,6 +369,27 @@ def positive(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.rand(*shape, dtype=dtype) + 0.5
 
 
+def _torch(logits, target, class_weight=None, *, ignore_index=-100, reduction="mean", label_smoothing=0.0, **options):
+    plain(options)
+    return F.cross_entropy(logits, target, class_weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
+
+
+def _upstream(functional, logits, target, class_weight=None, *, z_loss=0.0, logit_scale=1.0, token_scaling=False, stats=False, **options):
+    plain(dict(logit_scale=logit_scale, token_scaling=token_scaling, stats=stats))
+    return functional.liger_cross_entropy(logits, target, class_weight, lse_square_scale=z_loss, **options)
+
+
+def _quack(quack, logits, target, class_weight=None, *, ignore_index=-100, reduction="mean", **options):
+    plain(options | dict(class_weight=class_weight))
+    return quack.cross_entropy(logits, target, ignore_index=ignore_index, reduction=reduction)
+
+
+def plain(options: dict) -> None:
+    """Raise ``NotImplementedError`` where a rival is asked for an option that it has not."""
+    if any(value is not None and value != getattr(Loss, name, None) for name, value in options.items()):
+        raise NotImplementedError
+
+
 @op(
     reference=reference,
     cases=[
@@ -409,6 +431,13 @@ def positive(*shape: int, dtype: torch.dtype) -> Tensor:
              error="cross_entropy: reduction must be one of ('mean', 'sum', 'none'), got 'avg'"),
         Case("3d", dict(logits=T((3, 5, 2)), target=targets(3, 5)), error="cross_entropy: logits must have shape (M, V), got (3, 5, 2)"),
     ],
+    # a loss that leaves its gradient behind needs one pass to read and one to write
+    cost=lambda logits, target, class_weight=None, **_: Cost(
+        nbytes(logits, target, class_weight), nbytes(logits, logits, target, class_weight), whole=nbytes(logits, logits, target, class_weight),
+        flops=(4 * logits.numel(), 4 * logits.numel()),
+    ),
+    rivals={"torch": _torch, "upstream": _upstream, "quack": _quack},
+    sweeps={"vocabulary": ((16384, 32768, 65536, 131072, 262144), lambda v: dict(logits=T((2048, v)), target=targets(2048, v, 17)))},
 )  # fmt: skip
 def cross_entropy(
     logits: Tensor,

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_kernel.ops import _config
-from liger_kernel.ops._op import Case, T, acc, launch, launcher, op, rows_of, use_kernels
+from liger_kernel.ops._op import Case, Cost, T, acc, launch, launcher, nbytes, op, rows_of, use_kernels
 from liger_kernel.ops._tl import cdiv, tl, triton
 
 ACTS = {
@@ -162,6 +162,16 @@ class GLUFunction(torch.autograd.Function):
         Case("bad-shapes", dict(gate=T((2, 4)), up=T((2, 5))), error="glu: up must have shape (2, 4), got (2, 5)"),
         Case("odd-width", dict(gate=T((2, 5)), up=None), error="glu: packed gate must have an even last dim, got 5"),
     ],
+    cost=lambda gate, up=None, **_: (
+        Cost(nbytes(gate) * 3 // 2, nbytes(gate) * 5 // 2, flops=(3 * gate.numel(), 8 * gate.numel()))
+        if up is None
+        else Cost(nbytes(gate, up, gate), nbytes(gate, up, gate, up, gate), flops=(6 * gate.numel(), 16 * gate.numel()))
+    ),
+    rivals={
+        "upstream": lambda functional, gate, up=None, *, act="silu": {"silu": functional.liger_swiglu, "gelu_tanh": functional.liger_geglu}[act](
+            *(gate.chunk(2, -1) if up is None else (gate, up))
+        )
+    },
 )  # fmt: skip
 def glu(gate: Tensor, up: Tensor | None = None, *, act: str = "silu") -> Tensor:
     """``act(gate) * up``, with act silu, gelu (exact), gelu_tanh, relu2 or sigmoid.

@@ -10,12 +10,13 @@ in the backward, which then computes the chunks again. The arithmetic is 6 M H V
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops._op import Case, T, acc, launcher, op, rows_of, tracing
+from liger_kernel.ops._op import Case, Cost, T, acc, launcher, nbytes, op, rows_of, tracing
 from liger_kernel.ops._reduce import scaled
 from liger_kernel.ops._tl import cdiv
-from liger_kernel.ops.cross_entropy import LOSS_SCHEMA, Loss, Rows, check, normaliser, positive, row_kernel, targets
+from liger_kernel.ops.cross_entropy import LOSS_SCHEMA, Loss, Rows, check, normaliser, plain, positive, row_kernel, targets
 from liger_kernel.ops.cross_entropy import reference as cross_entropy_reference
 
 # Rows of dw's partial sums that may be rounded to a 16-bit w before their error passes that of one GEMM twice over; more take fp32.
@@ -41,7 +42,7 @@ def reference(
     chunk_rows: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     numbers = (ignore_index, reduction, label_smoothing, z_loss, logit_scale, softcap, token_scaling, stats)
-    return cross_entropy_reference(torch.nn.functional.linear(x, w, bias), target, class_weight, **dict(zip(Loss.__dataclass_fields__, numbers)))
+    return cross_entropy_reference(F.linear(x, w, bias), target, class_weight, **dict(zip(Loss.__dataclass_fields__, numbers)))
 
 
 def auto_chunk_rows(M: int, V: int, itemsize: int, on_gpu: bool) -> int:
@@ -150,6 +151,34 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         return dx, dw, None, None if db is None else db.to(ctx.dtype), None, *(None,) * (3 + len(ctx.numbers))
 
 
+def _small(*shape: int, dtype: torch.dtype) -> Tensor:
+    return 0.02 * torch.randn(*shape, dtype=dtype)
+
+
+def _cost(x, w, target, bias=None, class_weight=None, **_) -> Cost:
+    (M, H), V = x.shape, w.shape[0]
+    return Cost(nbytes(x, w, target, bias, class_weight), nbytes(x, w, bias), gemms=([(M, V, H)], [(M, H, V), (V, H, M)]))
+
+
+def _torch(x, w, target, bias=None, class_weight=None, *, ignore_index=-100, reduction="mean", label_smoothing=0.0, **options):
+    plain({k: v for k, v in options.items() if k not in ("accum_dtype", "chunk_rows")})
+    if hasattr(F, "linear_cross_entropy"):
+        return F.linear_cross_entropy(x, w, target, linear_bias=bias, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
+    raise NotImplementedError
+
+
+def _upstream(
+    functional, x, w, target, bias=None, class_weight=None, *, z_loss=0.0, logit_scale=1.0, token_scaling=False, stats=False, chunk_rows=None, **options
+):
+    plain(dict(logit_scale=logit_scale, stats=stats))
+    return functional.liger_fused_linear_cross_entropy(x, w, target, bias, class_weight, lse_square_scale=z_loss, use_token_scaling=token_scaling, **options)
+
+
+def _cce(cce, x, w, target, bias=None, class_weight=None, *, ignore_index=-100, reduction="mean", softcap=None, accum_dtype=None, chunk_rows=None, **options):
+    plain(options | dict(class_weight=class_weight))
+    return cce.linear_cross_entropy(x, w, target, bias=bias, ignore_index=ignore_index, softcap=softcap, reduction=reduction)
+
+
 @op(
     reference=reference,
     cases=[
@@ -173,6 +202,12 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         Case("bad-target", dict(x=T((4, 8)), w=T((10, 8)), target=targets(5, 10)), error="linear_cross_entropy: target must have shape (4,), got (5,)"),
         Case("3d", dict(x=T((2, 4, 8)), w=T((10, 8)), target=targets(8, 10)), error="linear_cross_entropy: x must have shape (M, H), got (2, 4, 8)"),
     ],
+    cost=_cost,
+    rivals={"torch": _torch, "upstream": _upstream, "cce": _cce},
+    sweeps={
+        "tokens": ((1024, 2048, 4096, 8192), lambda m: dict(x=T((m, 4096)), w=T((128256, 4096), _small), target=targets(m, 128256, 17))),
+        "vocabulary": ((32768, 65536, 131072, 262144), lambda v: dict(x=T((4096, 2048)), w=T((v, 2048), _small), target=targets(4096, v, 17))),
+    },
 )  # fmt: skip
 def linear_cross_entropy(
     x: Tensor,

@@ -11,10 +11,11 @@ Shapes: x (..., N), w (N,), y like x.  M = product of the leading dims.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from liger_kernel.ops import _config
-from liger_kernel.ops._op import Case, T, acc, launch, launcher, op, rows_of, use_kernels
+from liger_kernel.ops._op import Case, Cost, T, acc, launch, launcher, nbytes, op, rows_of, use_kernels
 from liger_kernel.ops._reduce import column_sum
 from liger_kernel.ops._tl import cdiv, tl, triton
 
@@ -151,6 +152,13 @@ class LigerRMSNormFunction(torch.autograd.Function):
         Case("bad-casting", dict(x=T((4, 8)), w=T((8,)), casting="bf16"), error="rms_norm: casting must be one of ('llama', 'gemma', 'none'), got 'bf16'"),
         Case("integers", dict(x=T((4, 8), dtype=torch.int64)), error="rms_norm: x must be floating point, got torch.int64"),
     ],
+    cost=lambda x, w=None, **_: Cost(nbytes(x, x, w), nbytes(x, x, x, w, w), flops=(4 * x.numel(), 10 * x.numel())),
+    rivals={
+        "torch": lambda x, w=None, *, eps=1e-6, offset=0.0, casting="llama": F.rms_norm(x, x.shape[-1:], w + offset if offset else w, eps),
+        "upstream": lambda functional, x, w=None, *, eps=1e-6, offset=0.0, casting="llama": functional.liger_rms_norm(x, w, eps, offset, casting),
+        "quack": lambda quack, x, w=None, *, eps=1e-6, offset=0.0, casting="llama": quack.rmsnorm(x.reshape(-1, x.shape[-1]), w, eps=eps).view(x.shape),
+    },
+    sweeps={"hidden": ((1024, 2048, 4096, 8192, 16384), lambda n: dict(x=T(((1 << 25) // n, n)), w=T((n,))))},
 )
 def rms_norm(x: Tensor, w: Tensor | None = None, *, eps: float = 1e-6, offset: float = 0.0, casting: str = "llama") -> Tensor:
     """Root-mean-square normalisation over the last dim.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops import _config
-from liger_kernel.ops._op import Case, acc, launch, launcher, op, use_kernels
+from liger_kernel.ops._op import Case, Cost, acc, launch, launcher, nbytes, op, use_kernels
 from liger_kernel.ops._op import T as T_  # T is the sequence length here
 from liger_kernel.ops._tl import next_power_of_2, tl, triton
 
@@ -157,6 +157,12 @@ def _angles(T: int, half: int, B: int = 1) -> dict[str, T_]:
     }
 
 
+def _upstream(functional, q, k, cos, sin, position_ids=None, *, layout="halves", unsqueeze_dim=1):
+    if layout != "halves" or position_ids is not None or unsqueeze_dim != 1:
+        raise NotImplementedError
+    return functional.liger_rope(q, k, torch.cat((cos, cos), -1), torch.cat((sin, sin), -1))
+
+
 def _ids(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.randint(0, 11, shape)
 
@@ -181,6 +187,10 @@ def _ids(*shape: int, dtype: torch.dtype) -> Tensor:
         Case("bad-layout", dict(q=T_((2, 4, 7, 16)), k=T_((2, 2, 7, 16)), layout="thirds", **_angles(7, 8)),
              error="rope: layout must be one of ('halves', 'pairs'), got 'thirds'"),
     ],
+    cost=lambda q, k, cos, sin, position_ids=None, **_: Cost(
+        nbytes(q, k, q, k, cos, sin, position_ids), nbytes(q, k, q, k, cos, sin, position_ids), flops=(3 * (q.numel() + k.numel()),) * 2
+    ),
+    rivals={"upstream": _upstream},
 )  # fmt: skip
 def rope(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, *, layout: str = "halves", unsqueeze_dim: int = 1

@@ -28,7 +28,7 @@ def _params(keep) -> list:
     return [pytest.param(o, c, id=f"{o.name}-{c.name}") for o in OPS.values() for c in o.cases if keep(c)]
 
 
-runnable = pytest.mark.parametrize("op, case", _params(lambda c: not c.error and (GPU or not c.gpu)))
+runnable = pytest.mark.parametrize("op, case", _params(lambda c: not c.error and not c.timed and (GPU or not c.gpu)))
 small = pytest.mark.parametrize("op, case", _params(lambda c: not c.error and not c.gpu))
 invalid = pytest.mark.parametrize("op, case", _params(lambda c: c.error))
 needs_kernels = pytest.mark.skipif(not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call")

@@ -1,4 +1,4 @@
-"""``liger``: train, demo, models, ops, env. A command's code is imported when it is asked for, so that help is instant."""
+"""``liger``: train, demo, models, ops, bench, env. A command's code is imported when it is asked for, so that help is instant."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ COMMANDS = {
     "demo": "train a small Llama twice, as Hugging Face ships it and with our kernels, and compare",
     "models": "the model families: what is swapped, what is left alone and why",
     "ops": "the operators and the cases they are tested on",
+    "bench": "measure operators, or with `bench step` whole training steps, beside eager, torch.compile and other packages",
     "env": "versions, GPU, and whether kernels or references serve",
 }
 
@@ -65,6 +66,17 @@ def ops(argv: list[str]) -> None:
     for case in op.cases:
         kind = f"raises {case.error!r}" if case.error else "real model, GPU only" if case.gpu else ""
         print(f"  {case.name:<20} {kind}".rstrip())
+
+
+def bench(argv: list[str]) -> int:
+    _need("torch")
+    if argv[:1] == ["step"]:
+        from liger_kernel.bench import step
+
+        return step.main(argv[1:])
+    from liger_kernel.bench import operators
+
+    return operators.main(argv)
 
 
 def env(argv: list[str]) -> None:

@@ -50,13 +50,15 @@ class T:
 class Case:
     """Arguments worth testing or timing, named after the model they come from.
 
-    ``error`` marks a call that must raise ``ValueError`` with that text. ``gpu`` marks real-model shapes, too large for the interpreter.
+    ``error`` marks a call that must raise ``ValueError`` with that text. ``gpu`` marks real-model shapes, too large for the interpreter;
+    ``timed`` those that are only measured, as tests of the same kernels at smaller shapes say as much.
     """
 
     name: str
     args: Mapping[str, Any]
     error: str | None = None
     gpu: bool = False
+    timed: bool = False
 
     def make(self, dtype: torch.dtype, device: str, seed: int = 0) -> dict[str, Any]:
         torch.manual_seed(seed)

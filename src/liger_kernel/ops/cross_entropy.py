@@ -406,6 +406,7 @@ def plain(options: dict) -> None:
         Case("dft", dict(logits=T((6, 99)), target=targets(6, 99), token_scaling=True)),
         Case("all-ignored", dict(logits=T((3, 20)), target=targets(3, 20, 1), reduction="sum")),
         Case("two-blocks", dict(logits=T((2, 9001)), target=targets(2, 9001, 5))),
+        Case("llama3-8k", dict(logits=T((8192, 128256)), target=targets(8192, 128256, 17)), gpu=True, timed=True),
         Case("llama3", dict(logits=T((1024, 128256)), target=targets(1024, 128256, 17)), gpu=True),
         Case("gemma", dict(logits=T((512, 256000)), target=targets(512, 256000, 17), softcap=30.0), gpu=True),
         Case(

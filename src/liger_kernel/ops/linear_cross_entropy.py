@@ -196,6 +196,16 @@ def _cce(cce, x, w, target, bias=None, class_weight=None, *, ignore_index=-100, 
         Case("all-ignored", dict(x=T((3, 16)), w=T((20, 16)), target=targets(3, 20, 1), reduction="sum")),
         Case("llama-3.2-1b", dict(x=T((4096, 2048)), w=T((128256, 2048), lambda *s, dtype: 0.02 * torch.randn(*s, dtype=dtype)),
              target=targets(4096, 128256, 17)), gpu=True),
+        *(
+            Case(name, dict(x=T((M, H)), w=T((V, H), _small), target=targets(M, V, 17)), gpu=True, timed=True)
+            for name, M, H, V in (
+                ("llama3-8b-2k", 2048, 4096, 128256),
+                ("llama3-8b-8k", 8192, 4096, 128256),
+                ("qwen2.5-1.5b", 8192, 2048, 151936),
+                ("gemma-7b", 4096, 3072, 256000),
+                ("llama2-7b", 16384, 4096, 32000),
+            )
+        ),
         Case("bad-width", dict(x=T((4, 8)), w=T((10, 6)), target=targets(4, 10)), error="linear_cross_entropy: w must have shape (V, 8), got (10, 6)"),
         Case("bad-bias", dict(x=T((4, 8)), w=T((10, 8)), target=targets(4, 10), bias=T((4,))),
              error="linear_cross_entropy: bias must have shape (10,), got (4,)"),

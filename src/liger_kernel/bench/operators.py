@@ -1,0 +1,301 @@
+"""``liger bench``: every operator in ``OPS`` on its real-model cases, beside eager PyTorch, ``torch.compile`` and other packages.
+
+A row is one (operator, case, dtype, mode, variant). The variants of a case race in one process, an operator has a process of its own, and
+what is finished is written at once, so that a run can be resumed. A variant whose results are less accurate than the rule of
+``liger_kernel.testing`` allows is measured, but gets no speed-up anywhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import gc
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_kernel.bench import clock, rivals
+from liger_kernel.ops import OPS
+from liger_kernel.ops._op import Case, Op
+from liger_kernel.testing import Named, backward, errors, floors, forward, like, upstream
+from liger_kernel.train.config import UserError
+
+DEVICE = "cuda" if clock.GPU else "cpu"
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+MODES = ("forward", "backward", "full")
+VARIANTS = ("ours", "eager", "compile", "torch", "upstream", "cce", "quack", "base")
+FEW = 16  # elements up to which a tensor's error is luck
+
+
+# -- one case ------------------------------------------------------------------------------
+
+
+def cases_of(op: Op, names: list[str], sweep: str | None, small: bool) -> Iterator[tuple[Case, dict[str, Any]]]:
+    """Cases and what a row says of them beyond their name."""
+    if sweep:
+        values, arguments = op.sweeps.get(sweep, ((), dict))
+        for value in values:
+            yield Case(f"{sweep}={value}", arguments(value), gpu=True), {"sweep": sweep, "x": value}
+        return
+    valid = [c for c in op.cases if not c.error and (c.name in names if names else c.gpu != small)]
+    for case in valid[:2] if small and not names else valid:
+        yield case, {}
+
+
+def implementations(op: Op, against: list[str], loaded: dict[str, rivals.Rival]) -> dict[str, Callable[..., Any]]:
+    """variant -> function of the operator's arguments; those that there are."""
+    found: dict[str, Callable[..., Any]] = {"ours": op.fn, "eager": op.reference}
+    if "compile" in against:
+        found["compile"] = torch.compile(op.reference, dynamic=False)
+    if "torch" in against and "torch" in op.rivals:
+        found["torch"] = op.rivals["torch"]
+    for name, rival in loaded.items():
+        if name == "base":
+            found[name] = getattr(rival.module, op.name)
+        elif name in op.rivals:
+            found[name] = _with(op.rivals[name], rival.module)
+    return found
+
+
+def _with(function: Callable[..., Any], module: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: function(module, *args, **kwargs)
+
+
+def gradients(outs: Named) -> Named:
+    """Upstream gradients: random for tensors, one for a loss, as ``loss.backward()`` has it."""
+    return {name: torch.ones_like(outs[name]) if outs[name].ndim == 0 else g for name, g in upstream(outs).items()}
+
+
+def results(fn: Callable[..., Any], args: dict[str, Any], dtypes: Named | None = None) -> Named:
+    """Outputs and gradients by name, those that the reference has, in its dtypes: a rival may return its loss in another."""
+    outs = forward(fn, args)
+    found = {k: o.detach() for k, o in outs.items()} | backward(outs, args, gradients({k: o for k, o in outs.items() if dtypes is None or k in dtypes}))
+    return found if dtypes is None else {k: found[k].to(t.dtype) for k, t in dtypes.items() if k in found}
+
+
+def accuracy(ours: Named, pytorch: Named, truth: Named, dtype: torch.dtype) -> tuple[float, float, bool]:
+    """Largest RMS error, PyTorch's, and whether the rule holds: at most twice PyTorch's, for each output and gradient."""
+    worst, theirs, good = 0.0, 0.0, True
+    for name, t in truth.items():
+        if not t.is_floating_point() or name not in ours:
+            good = good and not t.is_floating_point()
+            continue
+        mine, reference = errors(ours[name], t)["rms"], errors(pytorch[name], t)["rms"]
+        floor = torch.finfo(dtype).eps / 16 if t.numel() < FEW else floors(pytorch[name].dtype, t.numel())["rms"]
+        good = good and mine <= 2 * reference + floor and bool(ours[name].isfinite().all())
+        worst, theirs = max(worst, mine), max(theirs, reference)
+    return worst, theirs, good
+
+
+def measure(op: Op, case: Case, more: dict[str, Any], dtype: torch.dtype, modes: list[str], against: list[str], loaded: dict[str, rivals.Rival], repeats: int):
+    """Rows of one case: accuracy first, then the race."""
+    base = case.make(dtype, DEVICE)
+    functions = implementations(op, against, loaded)
+    rows: dict[str, dict[str, Any]] = {}
+    truth = results(op.reference, like(base, torch.float64))
+    truth = {k: t.float() if t.dtype == torch.float64 and t.numel() > 1 << 28 else t for k, t in truth.items()}
+    pytorch = results(op.reference, like(base))
+    alive = {}
+    for name, fn in functions.items():
+        row = rows[name] = {"failed": None, "accurate": False, "error": None, "error_pytorch": None}
+        try:
+            with _present(loaded.get(name)):
+                found = pytorch if name == "eager" else results(fn, like(base), pytorch)
+            row["error"], row["error_pytorch"], row["accurate"] = accuracy(found, pytorch, truth, dtype)
+            alive[name] = fn
+        except NotImplementedError:
+            del rows[name]  # it does not offer this
+        except Exception as error:
+            row["failed"] = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        found = None
+    del truth, pytorch
+    _free()
+    shape = {k: list(v.shape) for k, v in base.items() if isinstance(v, Tensor)}
+    cost = op.cost(**base)
+    for mode in modes:
+        moved, flops, products = cost.of(mode)
+        floor = max(moved / clock.copy_tb_s() / 1e9, sum(clock.gemm_ms(m, n, k, dtype) for m, n, k in products))
+        with contextlib.ExitStack() as stack:
+            for name in alive:
+                stack.enter_context(_present(loaded.get(name)))
+            contestants = {name: _contestant(fn, base, mode) for name, fn in alive.items()}
+            timed = clock.race(contestants, repeats)
+            peaks = {name: clock.peak_bytes(prepare) for name, prepare in contestants.items()}
+        for name, row in rows.items():
+            row = {"op": op.name, "case": case.name, "dtype": _name(dtype), "mode": mode, "variant": name, **more, "shape": shape, **row,
+                   "bytes": moved, "flops": flops, "floor_ms": floor}  # fmt: skip
+            if name in timed:
+                t = timed[name]
+                ms = t.device.median
+                row |= {"device_ms": ms, "device_spread": t.device.spread, "wall_ms": t.wall.median, "host_ms": t.host.median, "kernels": t.kernels,
+                        "peak_mb": peaks[name] / 1e6, "percent_of_floor": 100 * floor / ms, "tb_s": moved / ms / 1e9, "tflop_s": flops / ms / 1e9}  # fmt: skip
+            yield row
+        _free()
+
+
+def _contestant(fn: Callable[..., Any], base: dict[str, Any], mode: str) -> clock.Prepare:
+    """Fresh inputs and upstream gradients each time: some implementations write into both."""
+    drawn = gradients(forward(fn, like(base)))
+
+    def prepare() -> Callable[[], Any]:
+        args, grads = like(base), {k: g.clone() for k, g in drawn.items()}
+        if mode == "forward":
+            return lambda: fn(**args)
+        if mode == "full":
+            return lambda: backward(forward(fn, args), args, grads)
+        outs = forward(fn, args)
+        return lambda: backward(outs, args, grads)
+
+    return prepare
+
+
+def _present(rival: rivals.Rival | None) -> contextlib.AbstractContextManager:
+    return rival.present() if rival else contextlib.nullcontext()
+
+
+def _name(dtype: torch.dtype) -> str:
+    return next(name for name, d in DTYPES.items() if d == dtype)
+
+
+def _free() -> None:
+    gc.collect()
+    if clock.GPU:
+        torch.cuda.empty_cache()
+
+
+# -- a run ---------------------------------------------------------------------------------
+
+
+def child(a: argparse.Namespace) -> None:
+    """One operator, in this process; a JSON line for each row."""
+    op, loaded = OPS[a.child], {}
+    for name in a.against:
+        with contextlib.suppress(rivals.Missing):
+            if name in rivals.PACKAGES and name in op.rivals:
+                loaded[name] = rivals.load(name, getattr(a, f"{name}_path"))
+    if a.base:
+        loaded["base"] = rivals.revision(a.base)
+    done = {tuple(key) for key in json.loads(a.done)}
+    for case, more in cases_of(op, a.case, a.sweep, small=not clock.GPU or a.smoke):
+        for dtype in a.dtype:
+            if (op.name, case.name, dtype) not in done:
+                for row in measure(op, case, more, DTYPES[dtype], a.mode, a.against, loaded, a.repeats):
+                    print("ROW " + json.dumps(row), flush=True)
+
+
+def run(a: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
+    """All operators asked for, each in a process of its own."""
+    from liger_kernel.bench import report
+
+    path = Path(a.json) if a.json else None
+    result: dict[str, Any] = {"meta": clock.hardware() | clock.ceilings() | {"command": "liger bench " + " ".join(argv)}, "rows": []}
+    if a.resume and path and path.exists():
+        result["rows"] = json.loads(path.read_text())["rows"]
+    for name in a.against:
+        if name in rivals.PACKAGES:
+            try:
+                rivals.load(name, getattr(a, f"{name}_path"))
+            except rivals.Missing as error:
+                print(error)
+    if not clock.GPU:
+        print("No GPU: this measures the CPU path, on small cases. Nothing here says anything about kernels.")
+    for name in a.op or list(OPS):
+        done = [(r["op"], r["case"], r["dtype"]) for r in result["rows"] if r["op"] == name]
+        command = [sys.executable, "-m", "liger_kernel.bench.operators", *argv, "--child", name, "--done", json.dumps(done)]
+        rows: list[dict[str, Any]] = []
+        with tempfile.TemporaryFile("w+") as messages, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=messages, text=True) as process:
+            for line in process.stdout or ():
+                if line.startswith("ROW "):
+                    rows.append(json.loads(line[4:]))
+                    result["rows"].append(rows[-1])
+                    if path:
+                        path.write_text(json.dumps(result, indent=1))
+            if process.wait():
+                messages.seek(0)
+                print(f"{name}: stopped after {len(rows)} rows: {(messages.read().strip().splitlines() or ['?'])[-1]}")
+        if rows:
+            print(report.text_table(rows), flush=True)
+    return result
+
+
+def write_csv(result: dict[str, Any], path: str) -> None:
+    """Rows as a table, with hardware, versions and date in each."""
+    about = {k: result["meta"].get(k) for k in ("hardware", "torch", "triton", "transformers", "liger_kernel", "date")}
+    rows = [
+        {k: json.dumps(v) if isinstance(v, dict) else f"{v:.6g}" if isinstance(v, float) else v for k, v in (row | about).items()} for row in result["rows"]
+    ]
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(dict.fromkeys(k for row in rows for k in row)))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    comma = lambda allowed: lambda text: [_one_of(item, allowed) for item in text.split(",")]
+    parser = argparse.ArgumentParser(prog="liger bench", description="Measure operators; `liger bench step` measures training steps.")
+    parser.add_argument("op", nargs="*", help=f"operators (default: all): {', '.join(OPS)}")
+    parser.add_argument("--case", action="append", default=[], help="only this case (may be given again); see `liger ops NAME`")
+    parser.add_argument("--sweep", help="instead of cases, an operator's sweep: tokens, vocabulary, hidden")
+    parser.add_argument("--dtype", type=comma(DTYPES), default=None, help="bf16, fp16, fp32; comma-separated (default: bf16, fp32 without a GPU)")
+    parser.add_argument("--mode", type=comma(MODES), default=["full"], help="forward, backward, full; comma-separated (default: full)")
+    parser.add_argument("--against", type=comma(VARIANTS), default=None, help="eager, compile, torch, upstream, cce, quack (default: eager,compile,torch)")
+    for name, package in rivals.PACKAGES.items():
+        parser.add_argument(f"--{name}-path", metavar="DIR", help=f"where {package.requirement} is: pip install --no-deps --target DIR")
+    parser.add_argument("--base", metavar="GITREF", help="our operators at this revision, too")
+    parser.add_argument("--repeats", type=int, default=11, help="timed calls of each variant (default: 11)")
+    parser.add_argument("--json", metavar="FILE", help="write rows as they come; with --resume, go on where FILE stops")
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--csv", metavar="FILE")
+    parser.add_argument("--plot", metavar="DIR", help="PNG charts and report.html")
+    parser.add_argument("--smoke", action="store_true", help="two small cases of each operator, three repeats")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--done", default="[]", help=argparse.SUPPRESS)
+    a = parser.parse_args(argv)
+    a.dtype = a.dtype or ["bf16" if clock.GPU else "fp32"]
+    a.against = a.against or (["eager", "compile", "torch"] if clock.GPU else ["eager"])
+    a.repeats = 3 if a.smoke else a.repeats
+    for name in a.op:
+        _one_of(name, OPS)
+    return a
+
+
+def _one_of(item: str, allowed: Any) -> str:
+    if item not in allowed:
+        raise UserError(f"{item!r} is none of {', '.join(allowed)}")
+    return item
+
+
+def main(argv: list[str]) -> int:
+    """The command; 0 if all that was asked for was measured and ours is accurate everywhere."""
+    a = parse(argv)
+    if a.child:
+        child(a)
+        return 0
+    result = run(a, argv)
+    if a.csv:
+        write_csv(result, a.csv)
+    if a.plot:
+        from liger_kernel.bench import plots, report
+
+        folder = Path(a.plot)
+        folder.mkdir(parents=True, exist_ok=True)
+        images = plots.operators(result, folder)
+        print(report.html(folder / "report.html", result, None, images))
+    wrong = [r for r in result["rows"] if r["variant"] == "ours" and (r["failed"] or not r["accurate"])]
+    for row in wrong:
+        reason = row["failed"] or f"error {row['error']:.2e}, PyTorch makes {row['error_pytorch']:.2e}"
+        print(f"WRONG: {row['op']} {row['case']} {row['dtype']}: {reason}")
+    return 1 if wrong or not result["rows"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,80 @@
+"""Other packages to measure against, loaded beside ours, each from where it does not disturb anybody."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+OURS = "liger_kernel"
+
+
+@dataclass(frozen=True)
+class Package:
+    """Where a rival's functions live, and how to get it."""
+
+    module: str
+    requirement: str
+
+
+PACKAGES = {
+    "upstream": Package("liger_kernel.transformers.functional", "liger-kernel==0.8.5"),
+    "cce": Package("cut_cross_entropy", "cut-cross-entropy"),
+    "quack": Package("quack", "quack-kernels"),
+}
+
+
+class Missing(Exception):
+    """A rival that is not installed; the text says how to get it."""
+
+
+class Rival:
+    """A loaded package. Inside ``present()`` its modules are the imported ones, also where their names are ours."""
+
+    def __init__(self, module: str, path: str | None):
+        self.path, self._modules = path, {}
+        with self.present():
+            self.module: ModuleType = importlib.import_module(module)
+
+    @contextlib.contextmanager
+    def present(self) -> Iterator[None]:
+        hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == OURS}
+        sys.modules.update(self._modules)
+        if self.path:
+            sys.path.insert(0, self.path)
+        try:
+            yield
+        finally:
+            if self.path:
+                sys.path.remove(self.path)
+            self._modules = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == OURS}
+            sys.modules.update(hidden)
+
+
+def load(name: str, path: str | None = None) -> Rival:
+    """The package of rival ``name``, from directory ``path`` if given. ``Missing`` if it is not there."""
+    package = PACKAGES[name]
+    how = f"{name} is missing: pip install --no-deps --target DIR {package.requirement}, then --{name}-path DIR"
+    if name == "upstream" and path is None:
+        raise Missing(how)
+    try:
+        return Rival(package.module, path)
+    except ImportError as error:
+        raise Missing(f"{how} ({error})") from error
+
+
+def revision(ref: str) -> Rival:
+    """Our operators as they were at a git revision, under a namespace of their own."""
+    root = subprocess.run(["git", "rev-parse", "--show-toplevel"], cwd=Path(__file__).parent, capture_output=True, text=True, check=True).stdout.strip()
+    folder = tempfile.mkdtemp(prefix="liger-base-")
+    archive = subprocess.run(["git", "archive", ref, "src"], cwd=root, capture_output=True, check=True).stdout
+    subprocess.run(["tar", "-x", "-C", folder], input=archive, check=True)
+    op = Path(folder) / "src" / OURS / "ops" / "_op.py"
+    op.write_text(op.read_text().replace('NAMESPACE = "liger"', 'NAMESPACE = "liger_base"'))
+    return Rival("liger_kernel.ops", str(Path(folder) / "src"))

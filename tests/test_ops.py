@@ -129,6 +129,12 @@ def row_padded(t: Tensor) -> Tensor:
     return wide[..., : t.shape[-1]].copy_(t)
 
 
+def every_other(t: Tensor) -> Tensor:
+    """Columns two apart, those of vectors too, NaN between them."""
+    wide = t.new_full((*t.shape, 2), float("nan") if t.is_floating_point() else torch.iinfo(t.dtype).max)
+    return wide[..., 0].copy_(t)
+
+
 def misaligned(t: Tensor) -> Tensor:
     """Begins one element into its storage."""
     return torch.cat([t.new_zeros(1), t.reshape(-1)])[1:].view(t.shape)
@@ -140,7 +146,7 @@ def sequence_first(t: Tensor) -> Tensor:
 
 
 @small
-@pytest.mark.parametrize("arrange", [column_major, row_padded, misaligned, sequence_first], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("arrange", [column_major, row_padded, every_other, misaligned, sequence_first], ids=lambda f: f.__name__)
 def test_strides_do_not_matter(op, case, arrange):
     args = case.make(torch.float32, DEVICE)
     strided = {k: arrange(v.detach()).requires_grad_(v.requires_grad) if isinstance(v, Tensor) and v.ndim else v for k, v in args.items()}

@@ -117,7 +117,7 @@ class LigerRMSNormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, w, eps, offset=0.0, casting_mode="llama", in_place=None, row_mode=None):
-        x2 = rows_of(x)
+        x2, w = rows_of(x), w if w is None else w.contiguous()
         y, rstd = rms_norm_fwd(x2, w, eps, offset, casting_mode)
         ctx.save_for_backward(x2, w, rstd)
         ctx.offset = offset

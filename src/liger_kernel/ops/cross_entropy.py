@@ -206,7 +206,7 @@ class Rows:
     def empty(cls, target: Tensor, stats: bool, dtype: torch.dtype = torch.float32) -> Rows:
         M = target.shape[0]
         loss, z_loss, lse = (target.new_empty(M, dtype=dtype) for _ in range(3))
-        return cls(loss, z_loss, lse, target.new_empty(M if stats else 0))
+        return cls(loss, z_loss, lse, target.new_empty(M if stats else 0, dtype=torch.int64))
 
     def __getitem__(self, rows: slice) -> Rows:
         return Rows(self.loss[rows], self.z_loss[rows], self.lse[rows], self.predicted[rows])

@@ -110,6 +110,15 @@ def test_int32_labels():
         assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(ours, expected))
 
 
+def test_class_weights_get_no_gradient():
+    """Served by kernels and by the reference."""
+    x, _, target = inputs()
+    for dtype in (torch.float32, torch.float64):
+        class_weight = torch.ones(16, device=DEVICE, dtype=dtype, requires_grad=True)
+        cross_entropy(x.to(dtype), target.clamp(max=15), class_weight).backward()
+        assert class_weight.grad is None
+
+
 @pytest.mark.parametrize("M, V, itemsize", [(1, 10, 2), (1025, 128256, 2), (8192, 128256, 2), (32768, 262208, 2), (100000, 32000, 4), (0, 7, 2)])
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_chunks_are_equal_and_within_their_budget(M, V, itemsize, on_gpu):

@@ -52,7 +52,7 @@ def reference(
     lse = z.logsumexp(-1)
     log_p = z - lse[:, None]
     log_p_y = log_p.gather(-1, y[:, None])[:, 0]
-    w = z.new_ones(V) if class_weight is None else class_weight.to(z.dtype)
+    w = z.new_ones(V) if class_weight is None else class_weight.detach().to(z.dtype)
     loss = -(1 - label_smoothing) * w[y] * log_p_y
     if label_smoothing:
         loss = loss - label_smoothing / V * (w * log_p).sum(-1)

@@ -194,6 +194,17 @@ def test_every_head_is_called_as_it_is(name, reduction, monkeypatch):
         )
 
 
+def test_class_weights_of_16_bits_are_summed_in_32():
+    """And a label out of range makes the loss NaN here as in the fused head."""
+    head, x = heads()["bias"].to(DEVICE, torch.bfloat16), torch.randn(2000, H, device=DEVICE, dtype=torch.bfloat16)
+    weights, target = torch.rand(V, device=DEVICE, dtype=torch.bfloat16), torch.arange(2000, device=DEVICE) % V
+    plain = head_cross_entropy(head, x, target, class_weight=weights)
+    head.register_forward_hook(lambda module, args, out: None)
+    torch.testing.assert_close(head_cross_entropy(head, x, target, class_weight=weights), plain, rtol=5e-4, atol=0)
+    target[3] = V
+    assert head_cross_entropy(head, x, target, class_weight=weights).isnan()
+
+
 def test_other_heads_are_called_on_chunks(monkeypatch):
     """At most one chunk of logits exists, and dropout is the same in forward and recomputation."""
     monkeypatch.setattr(deferred, "auto_chunk_rows", lambda *_: 4)

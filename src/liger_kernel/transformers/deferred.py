@@ -27,7 +27,7 @@ from transformers import modeling_outputs
 from transformers.utils import ModelOutput
 
 from liger_kernel.nn import token_accuracy
-from liger_kernel.ops.cross_entropy import cross_entropy
+from liger_kernel.ops.cross_entropy import cross_entropy, normaliser
 from liger_kernel.ops.linear_cross_entropy import auto_chunk_rows, linear_cross_entropy
 
 IGNORE = -100
@@ -65,6 +65,7 @@ def head_cross_entropy(head: nn.Module, x: Tensor, target: Tensor, *, class_weig
     if is_plain(head):
         return linear_cross_entropy(x, head.weight, target, head.bias, class_weight, **options)
     options.pop("accum_dtype", None)  # the head accumulates its own gradients
+    class_weight = class_weight if class_weight is None else class_weight.detach()
     reduction, stats = options.pop("reduction", "mean"), options.pop("stats", False)
 
     def part(x: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -82,8 +83,7 @@ def head_cross_entropy(head: nn.Module, x: Tensor, target: Tensor, *, class_weig
     else:
         loss, z_loss = torch.stack(losses).sum(), torch.stack(z_losses).sum()
     if reduction == "mean":
-        valid = target != options.get("ignore_index", IGNORE)
-        n = valid.sum() if class_weight is None else class_weight[target.where(valid, 0)].where(valid, 0).sum()
+        n = normaliser(target, class_weight, options.get("ignore_index", IGNORE), reduction)
         loss, z_loss = loss / n, z_loss / n
     return (loss, z_loss, torch.cat(predicted)) if stats else loss
 

@@ -184,6 +184,10 @@ def _ids(*shape: int, dtype: torch.dtype) -> Tensor:
              error="rope: q and k must agree but for the heads, got (2, 4, 7, 16) and (2, 2, 6, 16)"),
         Case("bad-angles", dict(q=T_((2, 4, 7, 16)), k=T_((2, 2, 7, 16)), **_angles(6, 8)),
              error="rope: cos and sin must have shape (2 or 1, 7, at most 8), got (1, 6, 8) and (1, 6, 8)"),
+        Case("wide-tables", dict(q=T_((2, 4, 5, 16)), k=T_((2, 2, 5, 16)), position_ids=T_((2, 5), _ids, dtype=torch.int64), **_angles(11, 9)),
+             error="rope: tables cos and sin must have shape (L, at most 8), got (1, 11, 9) and (1, 11, 9)"),
+        Case("tables-of-a-batch", dict(q=T_((2, 4, 5, 16)), k=T_((2, 2, 5, 16)), position_ids=T_((2, 5), _ids, dtype=torch.int64), **_angles(11, 8, B=2)),
+             error="rope: tables cos and sin must have shape (L, at most 8), got (2, 11, 8) and (2, 11, 8)"),
         Case("bad-layout", dict(q=T_((2, 4, 7, 16)), k=T_((2, 2, 7, 16)), layout="thirds", **_angles(7, 8)),
              error="rope: layout must be one of ('halves', 'pairs'), got 'thirds'"),
     ],
@@ -199,7 +203,7 @@ def rope(
 
     q (B, Hq, T, D), k (B, Hk, T, D), or (B, T, H, D) with ``unsqueeze_dim=2``; any strides. cos, sin (B or 1, T, R/2) with R <= D; or, with
     ``position_ids`` (B or 1, T), tables (L, R/2) or (1, L, R/2) that it indexes. No gradient flows to cos and sin.
-    A position outside its table gives NaN on a GPU, an ``IndexError`` elsewhere.
+    A position outside its table gives NaN on a GPU; elsewhere an ``IndexError``, or, if negative, what PyTorch's indexing finds from the end.
     """
     if layout not in LAYOUTS:
         raise ValueError(f"rope: layout must be one of {LAYOUTS}, got {layout!r}")
@@ -214,6 +218,8 @@ def rope(
         position_ids = position_ids.reshape(-1, position_ids.shape[-1])
         if position_ids.shape[0] not in (1, B) or position_ids.shape[1] != time:
             raise ValueError(f"rope: position_ids must have shape ({B} or 1, {time}), got {tuple(position_ids.shape)}")
+        if cos.shape != sin.shape or cos.shape[:-2].numel() != 1 or 2 * cos.shape[-1] > D:
+            raise ValueError(f"rope: tables cos and sin must have shape (L, at most {D // 2}), got {tuple(cos.shape)} and {tuple(sin.shape)}")
         cos, sin = (t.reshape(1, -1, t.shape[-1]) for t in (cos, sin))
     elif cos.ndim != 3 or cos.shape[0] not in (1, B) or cos.shape[1] != time or cos.shape != sin.shape or 2 * cos.shape[2] > D:
         raise ValueError(f"rope: cos and sin must have shape ({B} or 1, {time}, at most {D // 2}), got {tuple(cos.shape)} and {tuple(sin.shape)}")

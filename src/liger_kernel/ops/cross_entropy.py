@@ -177,6 +177,8 @@ def _rows(
             if PREDICT:
                 tl.store(predicted_ptr + row, best)
         if NEED_DZ:
+            if HAS_LSE and DFT:  # with no sweep before, a warp may still be waiting for z_y when another one overwrites it
+                tl.debug_barrier()
             if HAS_NORM:
                 factor *= 1.0 / tl.load(norm_ptr).to(tl.float32)
             if HAS_G:

@@ -1,0 +1,66 @@
+"""The models whose training steps are measured, as configurations for random weights, and the arithmetic a step of theirs needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+LLAMA3 = dict(model_type="llama", vocab_size=128256, rope_theta=500000.0, rms_norm_eps=1e-5, num_key_value_heads=8)
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama-3.2-1b": LLAMA3 | dict(
+        hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32, head_dim=64, tie_word_embeddings=True,
+        max_position_embeddings=131072),
+    "llama-3.2-3b": LLAMA3 | dict(
+        hidden_size=3072, intermediate_size=8192, num_hidden_layers=28, num_attention_heads=24, head_dim=128, tie_word_embeddings=True,
+        max_position_embeddings=131072),
+    "llama-3-8b": LLAMA3 | dict(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, head_dim=128, max_position_embeddings=8192),
+    "llama-3-8b-4layers": LLAMA3 | dict(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=4, num_attention_heads=32, head_dim=128, max_position_embeddings=8192),
+    "qwen2.5-7b-4layers": dict(
+        model_type="qwen2", hidden_size=3584, intermediate_size=18944, num_hidden_layers=4, num_attention_heads=28, num_key_value_heads=4,
+        vocab_size=152064, rope_theta=1000000.0, max_position_embeddings=32768),
+    "qwen3-0.6b": dict(
+        model_type="qwen3", hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8,
+        head_dim=128, vocab_size=151936, tie_word_embeddings=True, rope_theta=1000000.0, max_position_embeddings=40960),
+    "gemma-2b": dict(
+        model_type="gemma", hidden_size=2048, intermediate_size=16384, num_hidden_layers=18, num_attention_heads=8, num_key_value_heads=1,
+        head_dim=256, vocab_size=256000, hidden_act="gelu_pytorch_tanh", max_position_embeddings=8192),
+    "gemma-3-1b": dict(
+        model_type="gemma3_text", hidden_size=1152, intermediate_size=6912, num_hidden_layers=26, num_attention_heads=4, num_key_value_heads=1,
+        head_dim=256, vocab_size=262144, sliding_window=512, max_position_embeddings=32768),
+    "tiny": dict(
+        model_type="llama", hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=500, max_position_embeddings=4096),
+}  # fmt: skip
+
+
+def config_of(values: dict[str, Any]) -> Any:
+    """The transformers configuration of an entry of ``MODELS``."""
+    import transformers
+
+    values = dict(values)
+    return transformers.AutoConfig.for_model(values.pop("model_type"), **values)
+
+
+def step_flops(values: dict[str, Any], batch: int, seq: int, causal: bool = True) -> float:
+    """Model FLOPs of one training step on ``batch`` rows of ``seq`` tokens, recomputation not counted.
+
+    Per token 6 N + 6 H V + 12 A C summed over the layers: N the weights of the matrices in the layers, H V those of the output head (looking up
+    an embedding is free), A heads x head size, and C the mean number of tokens attended to: T / 2 under a causal mask, W - W^2 / 2T under a
+    sliding window W < T, T without ``causal``. Each multiply-add is 2 in the forward and 4 in the backward.
+    """
+    import torch
+    import transformers
+
+    config = config_of(values)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    head = model.get_output_embeddings()
+    matrices = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head)
+    width = config.num_attention_heads * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    window = min(getattr(config, "sliding_window", None) or seq, seq)
+    context = {"sliding_attention": window - window**2 / (2 * seq), "full_attention": seq / 2}
+    attended = sum(context[kind] if causal else seq for kind in kinds)
+    return batch * seq * (6 * (matrices + head.weight.numel()) + 12 * width * attended)

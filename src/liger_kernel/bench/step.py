@@ -1,0 +1,356 @@
+"""``liger bench step``: whole training steps of Hugging Face models in random weights, each variant in processes of its own (step_child.py).
+
+Every variant starts from the same weights and sees the same batches. One whose losses differ from stock's, or that fails, has no ratio.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from liger_kernel.bench import profile
+from liger_kernel.bench.models import MODELS, config_of, step_flops
+from liger_kernel.train.config import UserError
+
+BASES = ("stock", "upstream", "ours")
+VARIANTS = (*BASES, "compile", *(f"{base}+compile" for base in BASES[1:]))
+PARITY = {"bfloat16": 1e-2, "float32": 1e-4}  # largest relative difference of a loss to stock's over the first steps
+PARITY_STEPS = 4
+TRACE_STEPS = 2
+GET_UPSTREAM = "upstream is skipped: pip install --no-deps --target DIR liger-kernel==0.8.5, then --upstream-path DIR"
+CHILD = Path(__file__).with_name("step_child.py")
+PACKAGE = Path(__file__).parents[2]  # the folder that holds our liger_kernel
+
+Row = dict[str, Any]
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="liger bench step", description="Measure whole training steps of models in random weights.")
+    add = parser.add_argument
+    add("--model", default="llama-3.2-1b", help=f"comma-separated (default: llama-3.2-1b): {', '.join(MODELS)}")
+    add("--batch", type=int, default=4, help="rows per step and GPU (default: 4)")
+    add("--seq", type=int, default=2048, help="tokens per row (default: 2048)")
+    add("--against", default="stock,ours", help=f"variants, comma-separated (default: stock,ours): {', '.join(VARIANTS)}")
+    add("--compile", action="store_true", help="each variant also under torch.compile")
+    add("--upstream-path", metavar="DIR", help="where the published package is: pip install --no-deps --target DIR liger-kernel==0.8.5")
+    add(
+        "--data", choices=("random", "real"), default="random", help="random tokens (default), or the sources of Python's library through a BPE trained on them"
+    )
+    add("--masked", type=float, default=0.0, metavar="F", help="part of the labels that is ignored (default: 0)")
+    add("--optimizer", choices=("sgd", "adamw"), default="sgd", help="(default: sgd)")
+    add("--checkpointing", action="store_true", help="recompute the layers in the backward")
+    add("--gpus", type=int, default=1, metavar="N", help="processes, each with a GPU where there are any (default: 1)")
+    add("--parallel", choices=("ddp", "fsdp2"), help="how the model is spread over them (default: ddp if there are several)")
+    add("--steps", type=int, default=10, help="measured steps (default: 10)")
+    add("--warmup", type=int, default=4, help="steps before them (default: 4)")
+    add("--largest-batch", action="store_true", help="search for the largest batch that fits, each trial in a fresh process (GPU only)")
+    add("--profile", action="store_true", help="device time by kind of work")
+    add("--peak-tflops", type=float, metavar="X", help="what MFU is relative to (default: the rate of a large matrix product, measured now)")
+    add("--json", metavar="FILE", help="write rows as they come")
+    add("--csv", metavar="FILE")
+    add("--plot", metavar="DIR", help="PNG charts and report.html")
+    add("--smoke", action="store_true", help="a tiny model, a few steps: does everything work?")
+    a = parser.parse_args(argv)
+    if a.smoke:
+        a.model, a.batch, a.seq, a.steps, a.warmup, a.profile = "tiny", 2, 64, 3, 2, True
+    a.model = [_one_of(name, MODELS) for name in a.model.split(",")]
+    a.against = [_one_of(name, VARIANTS) for name in a.against.split(",")]
+    if a.compile:
+        a.against += ["compile" if name == "stock" else f"{name}+compile" for name in a.against if name in BASES]
+    a.against = list(dict.fromkeys(a.against))
+    a.parallel = a.parallel or ("ddp" if a.gpus > 1 else None)
+    for name in ("batch", "seq", "gpus", "steps"):
+        if getattr(a, name) < 1:
+            raise UserError(f"--{name} must be at least 1, got {getattr(a, name)}")
+    if a.warmup < 0 or a.warmup + a.steps < PARITY_STEPS:
+        raise UserError(f"--warmup and --steps must add up to {PARITY_STEPS}, whose losses are compared; got {a.warmup} and {a.steps}")
+    if not 0 <= a.masked < 1:
+        raise UserError(f"--masked must be in [0, 1), got {a.masked}")
+    return a
+
+
+def _one_of(item: str, allowed: Any) -> str:
+    if item not in allowed:
+        raise UserError(f"{item!r} is none of {', '.join(allowed)}")
+    return item
+
+
+# -- children ------------------------------------------------------------------------------
+
+
+def run_child(spec: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """What step_child.py measured, or ``{"failed": why}``."""
+    given, result, messages = folder / "spec.json", folder / "result.json", folder / "stderr"
+    given.write_text(json.dumps(spec))
+    result.unlink(missing_ok=True)
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={spec['gpus']}"] if spec["parallel"] else []
+    path = [spec["package"]] if spec["package"] else []
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([*path, *filter(None, [os.environ.get("PYTHONPATH")])])}
+    with messages.open("w") as stderr:
+        done = subprocess.run([sys.executable, *launch, str(CHILD), str(given), str(result)], env=env, stdout=stderr, stderr=stderr, check=False)
+    said = messages.read_text(errors="replace").strip()
+    if result.exists():
+        found = json.loads(result.read_text())
+    else:
+        how = f"killed by signal {-done.returncode}" if done.returncode < 0 else f"exit code {done.returncode}"
+        found = {"failed": f"{how}: {(said.splitlines() or ['it said nothing'])[-1][:300]}"}
+    if found.get("failed") and os.environ.get("LIGER_TRACEBACK") == "1":
+        print(said, file=sys.stderr)
+    return found
+
+
+def largest_that(fits: Callable[[int], bool], start: int = 1, limit: int = 4096) -> int:
+    """The largest number that fits, by doubling and then bisection, to within a sixteenth; 0 if not even 1 does."""
+    low, high = 0, start
+    while high <= limit and fits(high):
+        low, high = high, 2 * high
+    while high - low > max(1, low // 16):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def environment() -> dict[str, Any]:
+    """Hardware, versions and the measured peak, found out by a child: this process must hold no GPU memory while others measure theirs."""
+    code = "import json; from liger_kernel.bench import clock; print(json.dumps(clock.hardware() | clock.ceilings() | {'gpu': clock.GPU}))"
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(PACKAGE), *filter(None, [os.environ.get("PYTHONPATH")])])}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise UserError(f"cannot measure this machine: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def write_tokens(kind: str, vocab: int, path: Path) -> None:
+    """A stream of token ids below ``vocab``, for children that cannot import our tokeniser."""
+    import torch
+
+    if kind == "random":
+        tokens = torch.randint(0, vocab, (1 << 22,), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    else:
+        from liger_kernel.train import data
+        from liger_kernel.train.config import TrainConfig
+
+        cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "liger-kernel"
+        tokens = data.load(TrainConfig(vocab=min(vocab, 32768), length=1024, cache=str(cache))).rows.ids
+        tokens = tokens % vocab  # a byte-level BPE has at least 257 ids
+    torch.save(tokens, path)
+
+
+# -- rows ----------------------------------------------------------------------------------
+
+
+def judge(row: Row, stock: Row | None, tolerance: float) -> Row:
+    """Compare the losses of a row with stock's: ``loss_parity``, and whether it is ``accurate``; None where there is nothing to compare with."""
+    row |= {"loss_parity": None, "accurate": None}
+    if row["failed"]:
+        return row
+    if not all(map(math.isfinite, row["losses"])):
+        return row | {"failed": "the loss is not finite", "losses": None}
+    if stock is None or stock["failed"]:
+        return row
+    parity = max(abs(x - y) / abs(y) for x, y in zip(row["losses"], stock["losses"]))
+    return row | {"loss_parity": parity, "accurate": parity <= tolerance}
+
+
+def ratio(row: Row, stock: Row | None, field: str) -> float | None:
+    """``row[field]`` over stock's; None where either failed or their losses differ."""
+    if stock is None or row["failed"] or stock["failed"] or not row["accurate"] or not stock.get(field) or row.get(field) is None:
+        return None
+    return row[field] / stock[field]
+
+
+def peak_of(timeline: list[tuple[float, float, str]]) -> tuple[float, float, str]:
+    """Milliseconds, GB and phase of the peak."""
+    return max(timeline, key=lambda point: point[1])
+
+
+def measure(a: argparse.Namespace, model: str, variant: str, folder: Path, peak: float, gpu: bool) -> Row:
+    """One row: a child measures, more of them search for the largest batch."""
+    base, _, rest = variant.partition("+")
+    base, compiled = ("stock", True) if base == "compile" else (base, rest == "compile")
+    row: Row = {"model": model, "variant": variant, "batch": a.batch, "seq": a.seq, "gpus": a.gpus, "parallel": a.parallel, "failed": None}
+    spec = {
+        "config": MODELS[model],
+        "dtype": "bfloat16" if gpu else "float32",
+        "package": {"stock": None, "upstream": a.upstream_path, "ours": str(PACKAGE)}[base],
+        "compile": compiled,
+        "tokens": str(folder / f"{model}.pt"),
+        "trial": False,
+        "trace": str(folder / "trace.json") if a.profile else None,
+        "trace_steps": TRACE_STEPS,
+        **{name: getattr(a, name) for name in ("batch", "seq", "gpus", "parallel", "masked", "optimizer", "checkpointing", "steps", "warmup")},
+    }
+    row |= run_child(spec, folder)
+    fitting = {a.batch: not row["failed"]}
+    if not row["failed"]:
+        row["mfu"] = step_flops(MODELS[model], a.batch, a.seq) / row["step_ms"] / 1e9 / peak
+        if a.profile:
+            with open(spec["trace"]) as file:
+                row["breakdown_ms"] = profile.breakdown(json.load(file)["traceEvents"], TRACE_STEPS, row["step_ms"])
+    if a.largest_batch and (row["failed"] in (None, "out of memory")):
+
+        def fits(batch: int) -> bool:
+            if batch not in fitting:
+                trial = run_child(spec | {"batch": batch, "trial": True, "trace": None}, folder)
+                fitting[batch] = not trial.get("failed")
+                if not fitting[batch]:
+                    row["largest_batch_limit"] = trial["failed"]  # not memory alone: some kernels end at 2^31 elements
+            return fitting[batch]
+
+        row["largest_batch"] = largest_that(fits, a.batch)
+    return row
+
+
+# -- what is printed -----------------------------------------------------------------------
+
+
+def table(rows: list[Row], tolerance: float) -> str:
+    """The rows of one model for a terminal, relative to stock."""
+    stock = next((row for row in rows if row["variant"] == "stock"), None)
+    heads = ["variant", "tokens/s", "/ stock", "step ms", "spread", "MFU", "peak GB", "/ stock", "reserved GB", "loss diff", "largest batch"]
+    lines = [heads]
+    for row in rows:
+        show = lambda field, form, row=row: "" if row.get(field) is None else format(row[field], form)
+        times = lambda field, row=row: "" if (r := ratio(row, stock, field)) is None else f"{r:.2f}x"
+        if row["failed"]:
+            lines.append([row["variant"], f"failed: {row['failed']}", *[""] * 8, show("largest_batch", "d")])
+            continue
+        faster = "losses differ" if row["accurate"] is False else times("tokens_per_s")
+        speed = [show("tokens_per_s", ",.0f"), faster, show("step_ms", ".2f"), show("spread", ".1%"), show("mfu", ".1%")]
+        memory = [show("peak_allocated_gb", ".2f"), times("peak_allocated_gb"), show("peak_reserved_gb", ".2f")]
+        lines.append([row["variant"], *speed, *memory, show("loss_parity", ".1e"), show("largest_batch", "d")])
+    notes = []
+    if stock is None or stock["failed"]:
+        notes.append("No ratios: they are relative to stock, which was not measured.")
+    if any(row["accurate"] is False for row in rows):
+        notes.append(
+            f"losses differ: by more than {tolerance:g} of stock's within the first {PARITY_STEPS} steps; a step that learns something else has no ratio."
+        )
+    for row in rows:
+        if not row["failed"]:
+            ms, gb, phase = peak_of(row["memory_timeline"])
+            notes.append(f"{row['variant']}: memory peaks at {gb:.2f} GB in '{phase}', {ms:.0f} ms into a step")
+    return "\n".join([_aligned(lines), *notes])
+
+
+def breakdown_table(rows: list[Row]) -> str:
+    """Milliseconds of a step by kind of work; kinds that nobody needs are left out."""
+    rows = [row for row in rows if row.get("breakdown_ms")]
+    kinds = [kind for kind in profile.KINDS if any(row["breakdown_ms"][kind] >= 0.005 for row in rows)]
+    return _aligned([["ms / step", *kinds], *[[row["variant"], *[f"{row['breakdown_ms'][kind]:.2f}" for kind in kinds]] for row in rows]]) if rows else ""
+
+
+def _aligned(lines: list[list[str]]) -> str:
+    """Words left, numbers right; a failure may run over the empty cells that follow it."""
+    widths = [max(len(line[i]) for line in lines if not line[1].startswith("failed")) for i in range(len(lines[0]))]
+    widths[0] = max(len(line[0]) for line in lines)
+    text = []
+    for line in lines:
+        if line[1].startswith("failed"):
+            more = f"  (largest batch {line[-1]})" if line[-1] else ""
+            text.append(f"{line[0]:<{widths[0]}}  {line[1]}{more}")
+        else:
+            text.append("  ".join([f"{line[0]:<{widths[0]}}", *[f"{cell:>{width}}" for cell, width in zip(line[1:], widths[1:])]]).rstrip())
+    return "\n".join(text)
+
+
+def write_csv(result: dict[str, Any], path: str) -> None:
+    """One line a row: the breakdown in columns, of the memory timeline its peak alone."""
+    from liger_kernel.bench import operators
+
+    rows = []
+    for row in result["rows"]:
+        flat = {k: v for k, v in row.items() if k not in ("breakdown_ms", "memory_timeline", "losses")}
+        flat |= {f"{kind}_ms": ms for kind, ms in (row.get("breakdown_ms") or {}).items()}
+        flat |= {f"loss_{i}": loss for i, loss in enumerate(row.get("losses") or ())}
+        flat["peak_phase"] = peak_of(row["memory_timeline"])[2] if row.get("memory_timeline") else None
+        rows.append(flat)
+    operators.write_csv({"meta": result["meta"], "rows": rows}, path)
+
+
+# -- the command ---------------------------------------------------------------------------
+
+
+def run(a: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
+    """All models and variants asked for; what is finished is printed and written at once."""
+    meta = environment()
+    gpu = meta.pop("gpu")
+    dtype = "bfloat16" if gpu else "float32"
+    if not gpu:
+        print("No GPU: this measures the CPU path in fp32. Nothing here says anything about kernels, and memory is that of the whole process.")
+        if a.largest_batch:
+            raise UserError("--largest-batch needs a GPU: without one, too large a batch takes the machine down instead of failing")
+    if a.plot:
+        _plots()
+    if any(name.startswith("upstream") for name in a.against) and not a.upstream_path:
+        print(GET_UPSTREAM)
+        a.against = [name for name in a.against if not name.startswith("upstream")]
+    peak = a.peak_tflops or meta["gemm_tflops"]
+    options = {name: getattr(a, name) for name in ("data", "masked", "optimizer", "checkpointing", "steps", "warmup")}
+    meta |= {"peak_tflops": peak, "dtype": dtype, **options, "parity_tolerance": PARITY[dtype], "command": "liger bench step " + " ".join(argv)}
+    result: dict[str, Any] = {"meta": meta, "rows": []}
+    with tempfile.TemporaryDirectory(prefix="liger-bench-") as name:
+        folder = Path(name)
+        for model in a.model:
+            write_tokens(a.data, config_of(MODELS[model]).vocab_size, folder / f"{model}.pt")
+            rows: list[Row] = []
+            # Stock first: the others are judged against it.
+            for variant in sorted(a.against, key=lambda name: name != "stock"):
+                row = measure(a, model, variant, folder, peak, gpu)
+                stock = row if variant == "stock" else next((r for r in rows if r["variant"] == "stock"), None)
+                rows.append(judge(row, stock, PARITY[dtype]))
+                result["rows"].append(rows[-1])
+                if a.json:
+                    Path(a.json).parent.mkdir(parents=True, exist_ok=True)
+                    Path(a.json).write_text(json.dumps(result, indent=1))
+                print(f"{model} {variant}: {rows[-1]['failed'] or format(rows[-1]['tokens_per_s'], ',.0f') + ' tokens/s'}", file=sys.stderr, flush=True)
+            where = f", {a.gpus} x {a.parallel}" if a.parallel else ""
+            extras = ", checkpointing" if a.checkpointing else ""
+            print(f"\n{model}: {a.batch} x {a.seq} {a.data} tokens{where}, {dtype}, {a.optimizer}{extras}; MFU of {peak:,.1f} TFLOP/s\n")
+            print(table(rows, PARITY[dtype]))
+            if a.profile:
+                print(f"\n{breakdown_table(rows)}")
+            sys.stdout.flush()
+    return result
+
+
+def _plots() -> Any:
+    """The module that draws; asked for before hours are spent on what could not be drawn."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise UserError("--plot needs matplotlib: pip install matplotlib") from error
+    from liger_kernel.bench import plots
+
+    return plots
+
+
+def main(argv: list[str]) -> int:
+    """The command; 0 if ours ran with stock's losses wherever it was asked for."""
+    a = parse(argv)
+    result = run(a, argv)
+    if a.csv:
+        write_csv(result, a.csv)
+    if a.plot:
+        from liger_kernel.bench import report
+
+        folder = Path(a.plot)
+        folder.mkdir(parents=True, exist_ok=True)
+        print(report.html(folder / "report.html", None, result, _plots().steps(result, folder)))
+    bad = [row for row in result["rows"] if row["variant"].startswith("ours") and (row["failed"] or row["accurate"] is False)]
+    return 1 if bad or not result["rows"] else 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except UserError as error:
+        sys.exit(f"liger bench step: {error}")

@@ -119,6 +119,13 @@ def test_class_weights_get_no_gradient():
         assert class_weight.grad is None
 
 
+def test_a_softcap_of_zero_is_not_none():
+    """Everything is capped to 0: all classes are equally likely."""
+    x, w, target = inputs()
+    for loss in (cross_entropy(x, target.clamp(max=15), softcap=0.0).exp() - 16, linear_cross_entropy(x, w, target, softcap=0.0).exp() - 50):
+        assert loss.abs() < 1e-3
+
+
 @pytest.mark.parametrize("M, V, itemsize", [(1, 10, 2), (1025, 128256, 2), (8192, 128256, 2), (32768, 262208, 2), (100000, 32000, 4), (0, 7, 2)])
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_chunks_are_equal_and_within_their_budget(M, V, itemsize, on_gpu):

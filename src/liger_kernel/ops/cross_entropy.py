@@ -266,7 +266,7 @@ def row_kernel(
         none if norm is None else norm, none if g is None else g, none if lse is None else lse, none if bias is None else bias,
         none if dz is None else dz, o.loss, o.z_loss, o.predicted, o.lse,
         V, z.stride(0), 0 if dz is None else dz.stride(0), target.stride(0), 0 if g is None else g.stride(0),
-        loss.ignore_index, loss.label_smoothing, loss.z_loss, loss.logit_scale, loss.softcap or 1.0,
+        loss.ignore_index, loss.label_smoothing, loss.z_loss, loss.logit_scale, 1.0 if loss.softcap is None else loss.softcap,
         HAS_W=class_weight is not None, HAS_BIAS=bias is not None, HAS_CAP=loss.softcap is not None, SMOOTH=loss.label_smoothing != 0.0,
         DFT=loss.token_scaling, PREDICT=loss.stats, HAS_NORM=norm is not None, HAS_G=g is not None, HAS_LSE=lse is not None,
         NEED_LOSS=out is not None, NEED_DZ=dz is not None, BLOCK=c.block_n, num_warps=c.num_warps,

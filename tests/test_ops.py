@@ -16,7 +16,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from liger_kernel.ops import OPS, _op
+from liger_kernel.ops import OPS, LigerRMSNormFunction, _op
 from liger_kernel.testing import assert_as_accurate, assert_same_bits, backward, differentiable, forward, like, run, upstream
 
 GPU = torch.cuda.is_available()
@@ -337,6 +337,15 @@ def test_runs_where_its_tensors_are(op):
     pytorch, truth = run(op.reference, like(args)), run(op.reference, like(args, torch.float64))
     with torch.cuda.device(0):
         assert_as_accurate(run(op.fn, args), pytorch, truth)
+
+
+def test_functions_without_kernels_say_so(monkeypatch):
+    """An ``autograd.Function`` has no reference to fall back to."""
+    monkeypatch.setattr(_op, "INTERPRET", False)
+    for triton, what in ((True, "a GPU"), (False, "Triton")):
+        monkeypatch.setattr(_op, "HAS_TRITON", triton)
+        with pytest.raises(RuntimeError, match=f"kernels need {what}, got a tensor on cpu: call the operator"):
+            LigerRMSNormFunction.apply(torch.ones(2, 4), None, 1e-6)
 
 
 WITHOUT_TRITON = """

@@ -184,11 +184,13 @@ _ON_DEVICE = contextlib.nullcontext()
 
 
 def launch(kernel, grid: tuple[int, ...], x: Tensor, *args, **meta) -> None:
-    """Run ``kernel`` on the device of its first tensor ``x``, whatever the current device is."""
+    """Run ``kernel`` on the device of its first tensor ``x``, whatever the current device is. ``RuntimeError`` where there are no kernels."""
     if tracing(x):
         return
     if _intercept is not None:
         return _intercept(kernel, grid, (x, *args), meta)
+    if not (INTERPRET or (HAS_TRITON and x.is_cuda)):
+        raise RuntimeError(f"kernels need {'a GPU' if HAS_TRITON else 'Triton'}, got a tensor on {x.device}: call the operator, which has a reference")
     elsewhere = x.is_cuda and x.get_device() != torch.cuda.current_device()
     with torch.cuda.device(x.device) if elsewhere else _ON_DEVICE:
         kernel[grid](x, *args, **meta)

@@ -369,6 +369,8 @@ def fused(forward: Callable, *, keep_logits: bool = False) -> Callable:
         given = dict(zip(names[1:], args)) | kwargs
         learns = given.get("labels") is not None or given.get("shift_labels") is not None
         if not learns:
+            if skip_logits:
+                raise ValueError(f"{type(self).__name__}: skip_logits=True needs labels or shift_labels")
             return forward(self, *args, **kwargs)
         if takes_anything:
             given = _aligned(given)

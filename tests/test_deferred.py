@@ -346,8 +346,11 @@ def test_logits_to_keep(keep):
         rows = kept if keep == "own positions" else torch.arange(9, 12, device=DEVICE).expand(2, -1) if keep == "int" else kept.expand(2, -1)
         positions.scatter_(1, rows, True)
     loss = F.cross_entropy(stock.logits[positions], targets[positions])
+    pad = batch["labels"].clamp(min=0)  # 0 where ignored
     for skip in (None, False):
         torch.testing.assert_close(ours(**batch, logits_to_keep=kept, skip_logits=skip).loss, loss, rtol=1e-5, atol=1e-6)
+        again = ours(batch["input_ids"], labels=pad, ignore_index=0, logits_to_keep=kept, skip_logits=skip).loss
+        torch.testing.assert_close(again, loss, rtol=1e-5, atol=1e-6)
 
 
 def test_positional_arguments_and_tuples():

@@ -404,7 +404,7 @@ def _aligned(given: dict[str, Any]) -> dict[str, Any]:
     tokens = next((given[n].shape[:2] for n in ("input_ids", "inputs_embeds") if given.get(n) is not None), None)
     if keep is not None and not (isinstance(keep, int) and keep == 0):
         if shift_labels is None:
-            shift_labels = F.pad(labels, (0, 1), value=IGNORE)[..., 1:]
+            shift_labels = F.pad(labels, (0, 1), value=given.get("ignore_index", IGNORE))[..., 1:]
         if shift_labels.shape == tokens:
             shift_labels = _kept(shift_labels, keep)
     if shift_labels is None:

@@ -368,9 +368,7 @@ def fused(forward: Callable, *, keep_logits: bool = False) -> Callable:
         accuracy, predictions = (kwargs.pop(n, None) for n in STATISTICS)
         given = dict(zip(names[1:], args)) | kwargs
         learns = given.get("labels") is not None or given.get("shift_labels") is not None
-        if not learns:
-            if skip_logits:
-                raise ValueError(f"{type(self).__name__}: skip_logits=True needs labels or shift_labels")
+        if not learns:  # with skip_logits=True, too: trainers that keep the labels for a loss of their own pass it in evaluation
             return forward(self, *args, **kwargs)
         if takes_anything:
             given = _aligned(given)

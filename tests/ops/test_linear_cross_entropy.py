@@ -126,6 +126,16 @@ def test_a_softcap_of_zero_is_not_none():
         assert loss.abs() < 1e-3
 
 
+@pytest.mark.parametrize("chunk_rows", [None, 20])
+def test_fp16_sums_over_tokens_do_not_overflow(chunk_rows):
+    """The sum over all tokens, before the mean is taken, is not a number of fp16; the mean is."""
+    x = torch.full((200, 4), 600.0, dtype=torch.float16, device=DEVICE)
+    w = torch.zeros(3, 4, dtype=torch.float16, device=DEVICE, requires_grad=True)
+    linear_cross_entropy(x, w, torch.zeros(200, dtype=torch.int64, device=DEVICE), chunk_rows=chunk_rows).backward()
+    assert w.grad.dtype == torch.float16
+    torch.testing.assert_close(w.grad[:, 0].tolist(), [-400.0, 200.0, 200.0], rtol=2e-3, atol=0)
+
+
 @pytest.mark.parametrize("M, V, itemsize", [(1, 10, 2), (1025, 128256, 2), (8192, 128256, 2), (32768, 262208, 2), (100000, 32000, 4), (0, 7, 2)])
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_chunks_are_equal_and_within_their_budget(M, V, itemsize, on_gpu):

@@ -71,17 +71,21 @@ def _chunks(
     out: Rows | None, norm: Tensor | None, g: Tensor | None, lse: Tensor | None,
     need: tuple[bool, bool, bool], accum_dtype: torch.dtype | None, chunk_rows: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The loop. Per-row results into ``out``; returns dx, dw and (in fp32) dbias, empty where not ``need``ed."""
+    """The loop. Per-row results into ``out``; returns dx, dw and (in fp32) dbias, empty where not ``need``ed.
+
+    Sums over all tokens that are not scaled yet overflow in fp16, so that dw is fp32 there, too.
+    """
     (M, H), V = x.shape, w.shape[0]
     need_dx, need_dw, need_db = need
-    dx, dw = x.new_empty((M, H) if need_dx else 0), w.new_empty((V, H) if need_dw else 0)
+    dw_dtype = acc(w.dtype) if w.dtype == torch.float16 else w.dtype
+    dx, dw = x.new_empty((M, H) if need_dx else 0), w.new_empty((V, H) if need_dw else 0, dtype=dw_dtype)
     db = x.new_zeros(V if need_db else 0, dtype=acc(x.dtype))
     if tracing(x):
         return dx, dw, db
     step = chunk_rows or auto_chunk_rows(M, V, x.itemsize, x.is_cuda)
     if accum_dtype is None:
-        accum_dtype = w.dtype if cdiv(M, step) <= MAX_ROUNDED_CHUNKS else acc(w.dtype)
-    total = dw if accum_dtype == w.dtype or step >= M else dw.new_empty(dw.shape, dtype=accum_dtype)
+        accum_dtype = dw.dtype if cdiv(M, step) <= MAX_ROUNDED_CHUNKS else acc(w.dtype)
+    total = dw if accum_dtype == dw.dtype or step >= M else dw.new_empty(dw.shape, dtype=accum_dtype)
     if M == 0:
         total.zero_()
     buffer = x.new_empty(min(step, M), V)
@@ -148,7 +152,8 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             *grads, norm = ctx.saved_tensors
             grads = scaled(tuple(grads), g / norm if ctx.dtype == torch.float16 and norm is not None else g)
         dx, dw, db = (grad if need else None for grad, need in zip(grads, ctx.need))
-        return dx, dw, None, None if db is None else db.to(ctx.dtype), None, *(None,) * (3 + len(ctx.numbers))
+        dw, db = (None if d is None else d.to(ctx.dtype) for d in (dw, db))
+        return dx, dw, None, db, None, *(None,) * (3 + len(ctx.numbers))
 
 
 def _small(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -241,7 +246,7 @@ def linear_cross_entropy(
 
     x (M, H), w (V, H), target (M,) int64, bias (V,), class_weight (V,); x, w and bias are promoted to one dtype, under autocast to its dtype.
     Returns like ``cross_entropy``. ``chunk_rows`` tokens a chunk (default: ``auto_chunk_rows``); dw is summed over chunks in
-    ``accum_dtype`` (default: w's dtype up to 8 chunks, beyond that fp32).
+    ``accum_dtype`` (default: fp32 in fp16 and beyond 8 chunks, else w's dtype).
     """
     if x.ndim != 2:
         raise ValueError(f"linear_cross_entropy: x must have shape (M, H), got {tuple(x.shape)}")

@@ -1,4 +1,4 @@
-"""``liger``: train, demo, models, ops, bench, env. A command's code is imported when it is asked for, so that help is instant."""
+"""``liger``: train, demo, models, ops, bench, tune, env. A command's code is imported when it is asked for, so that help is instant."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ COMMANDS = {
     "models": "the model families: what is swapped, what is left alone and why",
     "ops": "the operators and the cases they are tested on",
     "bench": "measure operators, or with `bench step` whole training steps, beside eager, torch.compile and other packages",
+    "tune": "search an operator's launch configurations on this GPU",
     "env": "versions, GPU, and whether kernels or references serve",
 }
 
@@ -77,6 +78,13 @@ def bench(argv: list[str]) -> int:
     from liger_kernel.bench import operators
 
     return operators.main(argv)
+
+
+def tune(argv: list[str]) -> int:
+    _need("torch")
+    from liger_kernel.bench import tune
+
+    return tune.main(argv)
 
 
 def env(argv: list[str]) -> None:

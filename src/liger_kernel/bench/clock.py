@@ -69,7 +69,7 @@ def synchronize() -> None:
 Prepare = Callable[[], Callable[[], Any]]
 
 
-def race(contestants: dict[str, Prepare], repeats: int = 11, warmup: int = 2) -> dict[str, Timed]:
+def race(contestants: dict[str, Prepare], repeats: int = 11, warmup: int = 2, device_only: bool = False) -> dict[str, Timed]:
     """Time contestants against each other: interleaved, in an order that rotates, with a cold L2.
 
     Each is a function that does what is not timed (such as the forward of a backward) and returns the call that is.
@@ -80,7 +80,7 @@ def race(contestants: dict[str, Prepare], repeats: int = 11, warmup: int = 2) ->
     synchronize()
     names, found = list(contestants), {name: Timed() for name in contestants}
     order = [name for r in range(repeats) for name in names[r % len(names) :] + names[: r % len(names)]]
-    for name in order:
+    for name in () if device_only and GPU else order:
         call = contestants[name]()
         flush_l2()
         synchronize()
@@ -128,7 +128,8 @@ def _between_separators(profile: Any) -> list[list[float]]:
 
 def device_ms(calls: dict[str, Callable[[], Any]], repeats: int = 11) -> dict[str, Times]:
     """Device time alone of calls that need no preparation."""
-    return {name: timed.device for name, timed in race({name: lambda call=call: call for name, call in calls.items()}, repeats).items()}
+    ready: dict[str, Prepare] = {name: functools.partial(lambda call: call, call) for name, call in calls.items()}
+    return {name: timed.device for name, timed in race(ready, repeats, device_only=True).items()}
 
 
 def peak_bytes(prepare: Prepare) -> int:

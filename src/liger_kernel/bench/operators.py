@@ -25,7 +25,7 @@ from torch import Tensor
 from liger_kernel.bench import clock, rivals
 from liger_kernel.ops import OPS
 from liger_kernel.ops._op import Case, Op
-from liger_kernel.testing import Named, backward, errors, floors, forward, like, upstream
+from liger_kernel.testing import Named, backward, errors, floors, forward, like
 from liger_kernel.train.config import UserError
 
 DEVICE = "cuda" if clock.GPU else "cpu"
@@ -41,9 +41,10 @@ FEW = 16  # elements up to which a tensor's error is luck
 def cases_of(op: Op, names: list[str], sweep: str | None, small: bool) -> Iterator[tuple[Case, dict[str, Any]]]:
     """Cases and what a row says of them beyond their name."""
     if sweep:
-        values, arguments = op.sweeps.get(sweep, ((), dict))
-        for value in values:
-            yield Case(f"{sweep}={value}", arguments(value), gpu=True), {"sweep": sweep, "x": value}
+        if sweep in op.sweeps:
+            values, arguments = op.sweeps[sweep]
+            for value in values:
+                yield Case(f"{sweep}={value}", arguments(value), gpu=True), {"sweep": sweep, "x": value}
         return
     valid = [c for c in op.cases if not c.error and (c.name in names if names else c.gpu != small)]
     for case in valid[:2] if small and not names else valid:
@@ -70,15 +71,21 @@ def _with(function: Callable[..., Any], module: Any) -> Callable[..., Any]:
 
 
 def gradients(outs: Named) -> Named:
-    """Upstream gradients: random for tensors, one for a loss, as ``loss.backward()`` has it."""
-    return {name: torch.ones_like(outs[name]) if outs[name].ndim == 0 else g for name, g in upstream(outs).items()}
+    """Upstream gradients: one for a loss, as ``loss.backward()`` has it; for tensors random multiples of 1/32, exact in every dtype."""
+
+    def draw(o: Tensor) -> Tensor:
+        generator = torch.Generator(DEVICE).manual_seed(1)
+        values = torch.randn(o.shape, generator=generator, device=DEVICE).mul_(32).round_().clamp_(-255, 255).div_(32)
+        return torch.ones_like(o) if o.ndim == 0 else values.to(o.dtype)
+
+    return {name: draw(o) for name, o in outs.items() if o.requires_grad}
 
 
-def results(fn: Callable[..., Any], args: dict[str, Any], dtypes: Named | None = None) -> Named:
-    """Outputs and gradients by name, those that the reference has, in its dtypes: a rival may return its loss in another."""
-    outs = forward(fn, args)
-    found = {k: o.detach() for k, o in outs.items()} | backward(outs, args, gradients({k: o for k, o in outs.items() if dtypes is None or k in dtypes}))
-    return found if dtypes is None else {k: found[k].to(t.dtype) for k, t in dtypes.items() if k in found}
+def results(fn: Callable[..., Any], args: dict[str, Any], like_these: Named | None = None) -> Named:
+    """Outputs and gradients by name; those that the reference has, in its dtypes, as a rival may return its loss in another."""
+    outs = {k: o for k, o in forward(fn, args).items() if like_these is None or k in like_these}
+    found = {k: o.detach() for k, o in outs.items()} | backward(outs, args, gradients(outs))
+    return found if like_these is None else {k: found[k].to(t.dtype) for k, t in like_these.items() if k in found}
 
 
 def accuracy(ours: Named, pytorch: Named, truth: Named, dtype: torch.dtype) -> tuple[float, float, bool]:
@@ -95,7 +102,9 @@ def accuracy(ours: Named, pytorch: Named, truth: Named, dtype: torch.dtype) -> t
     return worst, theirs, good
 
 
-def measure(op: Op, case: Case, more: dict[str, Any], dtype: torch.dtype, modes: list[str], against: list[str], loaded: dict[str, rivals.Rival], repeats: int):
+def measure(
+    op: Op, case: Case, dtype: torch.dtype, modes: list[str], against: list[str], loaded: dict[str, rivals.Rival], repeats: int
+) -> Iterator[dict[str, Any]]:
     """Rows of one case: accuracy first, then the race."""
     base = case.make(dtype, DEVICE)
     functions = implementations(op, against, loaded)
@@ -110,12 +119,12 @@ def measure(op: Op, case: Case, more: dict[str, Any], dtype: torch.dtype, modes:
             with _present(loaded.get(name)):
                 found = pytorch if name == "eager" else results(fn, like(base), pytorch)
             row["error"], row["error_pytorch"], row["accurate"] = accuracy(found, pytorch, truth, dtype)
+            del found
             alive[name] = fn
         except NotImplementedError:
             del rows[name]  # it does not offer this
         except Exception as error:
             row["failed"] = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        found = None
     del truth, pytorch
     _free()
     shape = {k: list(v.shape) for k, v in base.items() if isinstance(v, Tensor)}
@@ -130,7 +139,7 @@ def measure(op: Op, case: Case, more: dict[str, Any], dtype: torch.dtype, modes:
             timed = clock.race(contestants, repeats)
             peaks = {name: clock.peak_bytes(prepare) for name, prepare in contestants.items()}
         for name, row in rows.items():
-            row = {"op": op.name, "case": case.name, "dtype": _name(dtype), "mode": mode, "variant": name, **more, "shape": shape, **row,
+            row = {"op": op.name, "case": case.name, "dtype": _name(dtype), "mode": mode, "variant": name, "shape": shape, **row,
                    "bytes": moved, "flops": flops, "floor_ms": floor}  # fmt: skip
             if name in timed:
                 t = timed[name]
@@ -147,14 +156,16 @@ def _contestant(fn: Callable[..., Any], base: dict[str, Any], mode: str) -> cloc
 
     def prepare() -> Callable[[], Any]:
         args, grads = like(base), {k: g.clone() for k, g in drawn.items()}
-        if mode == "forward":
-            return lambda: fn(**args)
-        if mode == "full":
-            return lambda: backward(forward(fn, args), args, grads)
-        outs = forward(fn, args)
-        return lambda: backward(outs, args, grads)
+        outs = forward(fn, args) if mode == "backward" else {}
+        whole = lambda: backward(forward(fn, args), args, grads)
+        return {"forward": lambda: fn(**args), "backward": lambda: backward(outs, args, grads), "full": whole}[mode]
 
     return prepare
+
+
+def timed_call(fn: Callable[..., Any], base: dict[str, Any], repeats: int) -> float:
+    """Device milliseconds of one forward and backward."""
+    return clock.race({"": _contestant(fn, base, "full")}, repeats, device_only=True)[""].device.median
 
 
 def _present(rival: rivals.Rival | None) -> contextlib.AbstractContextManager:
@@ -187,8 +198,8 @@ def child(a: argparse.Namespace) -> None:
     for case, more in cases_of(op, a.case, a.sweep, small=not clock.GPU or a.smoke):
         for dtype in a.dtype:
             if (op.name, case.name, dtype) not in done:
-                for row in measure(op, case, more, DTYPES[dtype], a.mode, a.against, loaded, a.repeats):
-                    print("ROW " + json.dumps(row), flush=True)
+                for row in measure(op, case, DTYPES[dtype], a.mode, a.against, loaded, a.repeats):
+                    print("ROW " + json.dumps(row | more), flush=True)
 
 
 def run(a: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
@@ -240,14 +251,13 @@ def write_csv(result: dict[str, Any], path: str) -> None:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    comma = lambda allowed: lambda text: [_one_of(item, allowed) for item in text.split(",")]
     parser = argparse.ArgumentParser(prog="liger bench", description="Measure operators; `liger bench step` measures training steps.")
     parser.add_argument("op", nargs="*", help=f"operators (default: all): {', '.join(OPS)}")
     parser.add_argument("--case", action="append", default=[], help="only this case (may be given again); see `liger ops NAME`")
     parser.add_argument("--sweep", help="instead of cases, an operator's sweep: tokens, vocabulary, hidden")
-    parser.add_argument("--dtype", type=comma(DTYPES), default=None, help="bf16, fp16, fp32; comma-separated (default: bf16, fp32 without a GPU)")
-    parser.add_argument("--mode", type=comma(MODES), default=["full"], help="forward, backward, full; comma-separated (default: full)")
-    parser.add_argument("--against", type=comma(VARIANTS), default=None, help="eager, compile, torch, upstream, cce, quack (default: eager,compile,torch)")
+    parser.add_argument("--dtype", help="bf16, fp16, fp32; comma-separated (default: bf16, fp32 without a GPU)")
+    parser.add_argument("--mode", default="full", help="forward, backward, full; comma-separated (default: full)")
+    parser.add_argument("--against", help="eager, compile, torch, upstream, cce, quack (default: eager,compile,torch)")
     for name, package in rivals.PACKAGES.items():
         parser.add_argument(f"--{name}-path", metavar="DIR", help=f"where {package.requirement} is: pip install --no-deps --target DIR")
     parser.add_argument("--base", metavar="GITREF", help="our operators at this revision, too")
@@ -260,8 +270,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--done", default="[]", help=argparse.SUPPRESS)
     a = parser.parse_args(argv)
-    a.dtype = a.dtype or ["bf16" if clock.GPU else "fp32"]
-    a.against = a.against or (["eager", "compile", "torch"] if clock.GPU else ["eager"])
+    several = lambda text, allowed: [_one_of(item, allowed) for item in text.split(",")]
+    a.mode, a.dtype = several(a.mode, MODES), several(a.dtype or ("bf16" if clock.GPU else "fp32"), DTYPES)
+    a.against = several(a.against or ("eager,compile,torch" if clock.GPU else "eager"), VARIANTS)
     a.repeats = 3 if a.smoke else a.repeats
     for name in a.op:
         _one_of(name, OPS)

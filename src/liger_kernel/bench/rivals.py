@@ -38,7 +38,8 @@ class Rival:
     """A loaded package. Inside ``present()`` its modules are the imported ones, also where their names are ours."""
 
     def __init__(self, module: str, path: str | None):
-        self.path, self._modules = path, {}
+        self.path = path
+        self._modules: dict[str, ModuleType] = {}
         with self.present():
             self.module: ModuleType = importlib.import_module(module)
 

@@ -67,7 +67,9 @@ class Case:
 
 @dataclass(frozen=True)
 class Cost:
-    """What an operator cannot avoid: bytes read and written once, floating-point operations, and matrix products (m, n, k), by direction.
+    """What an operator cannot avoid: bytes read and written once, elementwise operations, and matrix products (m, n, k), by direction.
+
+    A transcendental function counts as one operation.
 
     ``whole`` are the bytes of forward and backward together where one pass could serve both; default: their sum.
     """

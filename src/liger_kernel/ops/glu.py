@@ -163,9 +163,9 @@ class GLUFunction(torch.autograd.Function):
         Case("odd-width", dict(gate=T((2, 5)), up=None), error="glu: packed gate must have an even last dim, got 5"),
     ],
     cost=lambda gate, up=None, **_: (
-        Cost(nbytes(gate) * 3 // 2, nbytes(gate) * 5 // 2, flops=(3 * gate.numel(), 8 * gate.numel()))
+        Cost(nbytes(gate) * 3 // 2, nbytes(gate) * 5 // 2, flops=(gate.numel(), 2 * gate.numel()))
         if up is None
-        else Cost(nbytes(gate, up, gate), nbytes(gate, up, gate, up, gate), flops=(6 * gate.numel(), 16 * gate.numel()))
+        else Cost(nbytes(gate, up, gate), nbytes(gate, up, gate, up, gate), flops=(2 * gate.numel(), 4 * gate.numel()))
     ),
     rivals={
         "upstream": lambda functional, gate, up=None, *, act="silu": {"silu": functional.liger_swiglu, "gelu_tanh": functional.liger_geglu}[act](

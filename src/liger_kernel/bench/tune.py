@@ -1,0 +1,116 @@
+"""``liger tune OP``: search the launch configurations of an operator's kernels on this GPU, and write those that gain to ``ops/_tuned``.
+
+Only kernels that ask ``_config.tile`` are tuned; each configuration they ask for on the operator's real-model cases is varied by itself, the
+others stay. A candidate that breaks the accuracy rule is refused, whatever its speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+
+from liger_kernel.bench import clock
+from liger_kernel.bench.operators import DEVICE, DTYPES, accuracy, cases_of, results, timed_call
+from liger_kernel.ops import OPS, _config
+from liger_kernel.ops._config import Tile
+from liger_kernel.ops._op import Case, Op
+from liger_kernel.testing import like
+from liger_kernel.train.config import UserError
+
+GAIN = 0.02  # of the operator's device time: less is noise
+
+
+@contextlib.contextmanager
+def configured(override: dict[str, Tile] | None = None) -> Iterator[dict[str, tuple[int, Tile]]]:
+    """Kernels get the tiles of ``override``; yields key -> (columns, tile) of all that were asked for."""
+    tile, asked = _config.tile, {}
+
+    def chosen(op: str, n: int, itemsize: int, **rule: Any) -> Tile:
+        key = f"{op}/{itemsize}/{n}"
+        asked[key] = (n, (override or {}).get(key) or tile(op, n, itemsize, **rule))
+        return asked[key][1]
+
+    with mock.patch.object(_config, "tile", chosen):
+        yield asked
+
+
+def candidates(n: int, tile: Tile) -> list[Tile]:
+    """Neighbours of ``tile``: rows, warps, pipeline; and columns, where a row takes several blocks."""
+    found = []
+    for block_n in [tile.block_n] if tile.block_n >= n else [b for b in (1024, 2048, 4096, 8192, 16384) if b <= 2 * n]:
+        for block_m in sorted({max(1, tile.block_m * f // 4) for f in (1, 2, 4, 8)}) if tile.block_n >= n else [tile.block_m]:
+            for num_warps in (2, 4, 8, 16, 32):
+                per_thread = block_m * block_n / (32 * num_warps)
+                if num_warps <= _config.max_warps() and 4 <= per_thread <= 64:
+                    for per_sm, stages in ((1, 1), (1, 2), (1, 3), (2, 2), (2, 3), (4, 2)) if tile.stages > 1 else ((tile.per_sm, tile.stages),):
+                        found.append(Tile(block_m, block_n, num_warps, per_sm, stages))
+    return [c for c in found if c != tile]
+
+
+def search(op: Op, case: Case, dtype: str, repeats: int) -> dict[str, tuple[Tile, float, float]]:
+    """key -> (best tile, ms before, ms after) for the kernels of one case; those that gain."""
+    base = case.make(DTYPES[dtype], DEVICE)
+    truth, pytorch = results(op.reference, like(base, torch.float64)), results(op.reference, like(base))
+    accurate = lambda: accuracy(results(op.fn, like(base), pytorch), pytorch, truth, DTYPES[dtype])[2]
+    with configured() as asked:
+        if not accurate():
+            raise UserError(f"{op.name} {case.name} {dtype} is not accurate as it is")
+        before = timed_call(op.fn, base, repeats)
+    better: dict[str, tuple[Tile, float, float]] = {}
+    for key, (n, tile) in dict(asked).items():
+        best, best_ms = tile, before
+        for candidate in candidates(n, tile):
+            with configured({k: b[0] for k, b in better.items()} | {key: candidate}):
+                try:
+                    ms = timed_call(op.fn, base, max(3, repeats // 3))
+                    if ms < best_ms * (1 - GAIN) and (ms := timed_call(op.fn, base, repeats)) < best_ms * (1 - GAIN):
+                        if not accurate():
+                            print(f"  refused, not accurate: {key} {candidate}")
+                            continue
+                        best, best_ms = candidate, ms
+                except Exception as error:  # does not fit this GPU
+                    print(f"  does not run: {key} {candidate}: {' '.join(str(error).split())[:100]}")
+        if best is not tile:
+            better[key] = best, before, best_ms
+            before = best_ms
+    return better
+
+
+def write(found: dict[str, Tile]) -> str:
+    """Add to the table of this architecture; its path."""
+    _config.TUNED.mkdir(exist_ok=True)
+    path = _config.TUNED / f"{_config.arch()}.json"
+    table = json.loads(path.read_text()) if path.exists() else {}
+    table |= {key: dataclasses.asdict(tile) for key, tile in found.items()}
+    path.write_text("{\n" + ",\n".join(f" {json.dumps(key)}: {json.dumps(table[key])}" for key in sorted(table)) + "\n}\n")
+    return str(path)
+
+
+def main(argv: list[str]) -> int:
+    """The command; 0 also if nothing gains."""
+    parser = argparse.ArgumentParser(prog="liger tune", description="Search launch configurations on this GPU.")
+    parser.add_argument("op", choices=OPS, help="operator")
+    parser.add_argument("--case", action="append", default=[], help="only this case")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--dry-run", action="store_true", help="write nothing")
+    a = parser.parse_args(argv)
+    if not clock.GPU:
+        raise UserError("tuning needs a GPU: launch configurations mean nothing elsewhere")
+    op, chosen = OPS[a.op], {}
+    for case, _ in cases_of(op, a.case, None, small=False):
+        better = search(op, case, a.dtype, a.repeats)
+        print(f"{op.name} {case.name} {a.dtype}: {'nothing gains' if not better else ''}")
+        for key, (tile, before, after) in better.items():
+            print(f"  {key}: {before:.4f} -> {after:.4f} ms ({before / after:.2f}x) with {tile}")
+            chosen[key] = tile
+    if chosen and not a.dry_run:
+        print(f"written to {write(chosen)}: review it like code")
+    return 0

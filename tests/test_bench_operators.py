@@ -1,0 +1,231 @@
+"""The instrument itself: declared costs against counts, the accuracy gate, rivals, tuning."""
+
+import dataclasses
+import json
+import math
+import types
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from liger_kernel import cli
+from liger_kernel.bench import clock, operators, rivals, tune
+from liger_kernel.ops import OPS, _config
+from liger_kernel.ops._config import Tile
+from liger_kernel.testing import backward, forward, like
+from liger_kernel.train.config import UserError
+
+CASES = [pytest.param(op, case, id=f"{op.name}-{case.name}") for op in OPS.values() for case in op.cases if not case.error and not case.gpu]
+in_every_case = pytest.mark.parametrize("op, case", CASES)
+INDICES = {"target", "position_ids", "cos", "sin", "class_weight"}  # inputs without gradient
+
+
+class Elementwise(TorchDispatchMode):
+    """Counts an operation for each element that an elementwise operation writes or a reduction reads, but for products of matrices."""
+
+    FREE = tuple(
+        ["view", "reshape", "expand", "clone", "copy", "detach", "empty", "zeros", "ones", "slice", "select", "transpose", "unsqueeze", "squeeze", "cat", "stack", "split", "alias", "gather", "scatter", "index", "where", "full", "fill", "mm", "t.", "_to_copy", "permute", "as_strided", "scalar", "new_"]
+    )
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if not any(func.__name__.startswith(name) for name in self.FREE):
+            tensors = [t for t in (*args, *(out if isinstance(out, tuple | list) else [out])) if isinstance(t, Tensor) and t.is_floating_point()]
+            self.count += max((t.numel() for t in tensors), default=0)
+        return out
+
+
+@in_every_case
+def test_declared_bytes_are_those_of_inputs_and_outputs(op, case):
+    args = case.make(torch.float32, "cpu")
+    outs = forward(op.reference, args)
+    grads = (
+        backward(outs, args, operators.gradients(outs)) if operators.DEVICE == "cpu" else backward(outs, args, {k: torch.ones_like(o) for k, o in outs.items()})
+    )
+    cost, size = op.cost(**args), lambda tensors: sum(t.nbytes for t in tensors)
+    inputs = [v for v in args.values() if isinstance(v, Tensor)]
+    per_row = 16 * max(t.shape[0] for t in inputs)  # losses and statistics, which nobody counts
+    assert abs(cost.forward - size(inputs) - size(o for o in outs.values() if o.ndim > 1)) <= per_row
+    # a backward reads the upstream gradients and writes the others; what else it reads is some of the forward's inputs
+    least = size(grads.values()) + size(o for o in outs.values() if o.ndim > 1)
+    assert least <= cost.backward + per_row and cost.backward <= least + size(inputs) + per_row
+    assert max(cost.forward, cost.backward) <= cost.of("full")[0] <= cost.forward + cost.backward
+
+
+@in_every_case
+def test_declared_operations_are_those_that_a_count_finds(op, case):
+    args = case.make(torch.float32, "cpu")
+    with FlopCounterMode(display=False) as products, Elementwise() as elementwise:
+        outs = forward(op.reference, args)
+        backward(outs, args, {k: torch.ones_like(o) for k, o in outs.items() if o.requires_grad})
+    cost = op.cost(**args)
+    declared_products = sum(2 * m * n * k for part in cost.gemms for m, n, k in part)
+    assert declared_products == products.get_total_flops()
+    if not declared_products:
+        assert 0.25 < cost.of("full")[1] / elementwise.count < 4  # a factor of four moves a dot on the roofline, nothing else
+
+
+def test_modes_are_parts_of_the_whole():
+    args = OPS["linear_cross_entropy"].cases[0].make(torch.float32, "cpu")
+    cost = OPS["linear_cross_entropy"].cost(**args)
+    assert [len(cost.of(mode)[2]) for mode in operators.MODES] == [1, 2, 3]
+    assert cost.of("full")[1] == cost.of("forward")[1] + cost.of("backward")[1]
+
+
+def wrong(op, error):
+    def fn(x, *args, **kwargs):
+        return op.fn(x, *args, **kwargs) * (1 + error)
+
+    return dataclasses.replace(op, fn=fn)
+
+
+@pytest.mark.parametrize("error, accurate", [(0.0, True), (1e-3, False), (float("nan"), False)])
+def test_a_wrong_kernel_is_caught_and_gets_no_speed_up(error, accurate, monkeypatch, capsys):
+    op = wrong(OPS["rms_norm"], error)
+    rows = list(operators.measure(op, op.cases[0], torch.float32, ["full"], ["eager"], {}, 3))
+    ours = next(r for r in rows if r["variant"] == "ours")
+    assert ours["accurate"] is accurate and ours["device_ms"] > 0
+    report = pytest.importorskip("liger_kernel.bench.report")
+    line = next(line for line in report.text_table(rows).splitlines() if " eager " in line)
+    assert ("x  " in line) is accurate, line
+
+
+def test_a_kernel_that_raises_is_a_row_that_says_so():
+    def fn(x, w=None, **_):
+        raise RuntimeError("no such GPU")
+
+    op = dataclasses.replace(OPS["rms_norm"], fn=fn)
+    ours = next(r for r in operators.measure(op, op.cases[0], torch.float32, ["full"], [], {}, 3) if r["variant"] == "ours")
+    assert ours["failed"] == "RuntimeError: no such GPU" and not ours["accurate"] and "device_ms" not in ours
+
+
+@pytest.mark.skipif(clock.GPU, reason="says what it does without a GPU")
+def test_the_command_without_a_gpu(tmp_path, capsys, user_env, monkeypatch):
+    for name in ("TRITON_INTERPRET",):
+        monkeypatch.delenv(name, raising=False)
+    json_file, csv_file = tmp_path / "b.json", tmp_path / "b.csv"
+    code = cli.main(
+        ["bench", "rms_norm", "linear_cross_entropy", "--smoke", "--against", "eager,quack,upstream", "--json", str(json_file), "--csv", str(csv_file)]
+    )
+    said = capsys.readouterr().out
+    assert code == 0 and "this measures the CPU path" in said
+    assert "pip install --no-deps --target DIR liger-kernel==0.8.5, then --upstream-path DIR" in said
+    result = json.loads(json_file.read_text())
+    assert {r["op"] for r in result["rows"]} == {"rms_norm", "linear_cross_entropy"} and all(r["accurate"] for r in result["rows"])
+    assert all(r["percent_of_floor"] > 0 and r["error_pytorch"] is not None for r in result["rows"])
+    assert result["meta"]["copy_tb_s"] > 0 and result["meta"]["date"] and result["meta"]["command"].startswith("liger bench rms_norm")
+    header, *lines = csv_file.read_text().splitlines()
+    assert {"hardware", "torch", "date", "device_ms"} <= set(header.split(",")) and len(lines) == len(result["rows"])
+    # resumed, it measures nothing again
+    cli.main(["bench", "rms_norm", "--smoke", "--json", str(json_file), "--resume"])
+    assert json.loads(json_file.read_text())["rows"] == result["rows"]
+
+
+def test_unknown_names_are_refused():
+    for argv in (["nothing"], ["rms_norm", "--mode", "sideways"], ["--against", "flash"], ["--dtype", "fp8"]):
+        with pytest.raises(UserError, match="is none of"):
+            operators.parse(argv)
+
+
+def test_a_rival_of_our_own_name_is_loaded_beside_us(tmp_path):
+    package = tmp_path / "liger_kernel" / "transformers"
+    package.mkdir(parents=True)
+    (tmp_path / "liger_kernel" / "__init__.py").write_text("")
+    (package / "__init__.py").write_text("")
+    (package / "functional.py").write_text("import liger_kernel\nWHO = 'theirs'\ndef late():\n    import liger_kernel\n    return liger_kernel.__file__\n")
+    import liger_kernel
+
+    rival = rivals.load("upstream", str(tmp_path))
+    assert rival.module.WHO == "theirs" and rival.module.liger_kernel is not liger_kernel
+    with rival.present():
+        assert rival.module.late().startswith(str(tmp_path))
+    import liger_kernel as again
+
+    assert again is liger_kernel and str(tmp_path) not in str(liger_kernel.__file__)
+
+
+def test_an_earlier_revision_of_ours_runs_beside_us(monkeypatch):
+    if not (rivals.Path(rivals.__file__).parents[3] / ".git").exists():
+        pytest.skip("not a git checkout")
+    base = rivals.revision("HEAD")
+    x = torch.randn(3, 8)
+    with base.present():
+        assert torch.equal(base.module.rms_norm(x), OPS["rms_norm"].fn(x))
+    assert base.module.rms_norm is not OPS["rms_norm"].fn
+
+
+def test_kernels_are_counted_between_separators():
+    def event(name, start, length):
+        span = types.SimpleNamespace(start=start, elapsed_us=lambda: length)
+        return types.SimpleNamespace(name=name, time_range=span, device_type=torch.autograd.DeviceType.CUDA)
+
+    events = [event("memset", 0, 50), event("spin_kernel(long)", 1, 9), event("_fwd", 2, 3.0), event("_bwd", 3, 4.0), event("spin_kernel(long)", 4, 9),
+              event("copy", 5, 7), event("spin_kernel(long)", 6, 9), event("spin_kernel(long)", 7, 9)]  # fmt: skip
+    assert clock._between_separators(types.SimpleNamespace(events=lambda: events[::-1])) == [[3.0, 4.0], []]
+
+
+def test_times():
+    times = clock.Times([3.0, 1.0, 2.0, 100.0, 2.0])
+    assert times.median == 2.0 and math.isclose(times.spread, (51.5 - 1.5) / 2)
+
+
+def test_the_order_of_contestants_rotates(monkeypatch):
+    ran = []
+    clock.race({name: lambda name=name: lambda: ran.append(name) for name in "abc"}, repeats=3, warmup=0, device_only=False)
+    assert ran[:9] == list("abcbcacab")
+
+
+# -- tuning --------------------------------------------------------------------------------
+
+
+def tuned(monkeypatch, best, accurate=lambda tile: True):
+    """``search`` on a machine where ``best`` takes half the time, judged by ``accurate``."""
+    asked = {}
+
+    def fn(x, w=None, **options):
+        asked["tile"] = _config.tile("rms_norm_fwd", x.shape[-1], x.itemsize, elements=4096)
+        return OPS["rms_norm"].reference(x, w, **options)
+
+    op = dataclasses.replace(OPS["rms_norm"], fn=fn)
+    monkeypatch.setattr(tune, "DEVICE", "cpu")
+    monkeypatch.setattr(tune, "timed_call", lambda fn, base, repeats: (fn(**like(base)), 0.5 if asked["tile"] == best else 1.0)[1])
+    monkeypatch.setattr(tune, "accuracy", lambda *_: (0.0, 0.0, accurate(asked["tile"])))
+    return tune.search(op, op.cases[0], "fp32", 5)
+
+
+def test_tuning_finds_the_best_tile(monkeypatch):
+    best = Tile(8, 256, 4)
+    assert tuned(monkeypatch, best) == {"rms_norm_fwd/4/256": (best, 1.0, 0.5)}
+
+
+def test_tuning_refuses_what_loses_accuracy(monkeypatch, capsys):
+    best = Tile(8, 256, 4)
+    assert tuned(monkeypatch, best, accurate=lambda tile: tile != best) == {}
+    assert "refused, not accurate" in capsys.readouterr().out
+
+
+def test_a_tuned_table_is_used_and_kept(monkeypatch, tmp_path):
+    monkeypatch.setattr(_config, "TUNED", tmp_path / "_tuned")
+    with _config.target("sm90", 132):
+        _config._table.cache_clear()
+        heuristic = _config.tile("rms_norm_fwd", 256, 2, elements=4096)
+        tune.write({"rms_norm_fwd/2/256": Tile(2, 256, 1)})
+        tune.write({"glu/2/64": Tile(4, 64, 1)})
+        _config._table.cache_clear()
+        _config.tile.cache_clear()
+        assert _config.tile("rms_norm_fwd", 256, 2, elements=4096) == Tile(2, 256, 1) != heuristic
+        assert _config.tile("glu", 64, 2, elements=4096) == Tile(4, 64, 1)
+    _config._table.cache_clear()
+
+
+@pytest.mark.skipif(clock.GPU, reason="refused without a GPU")
+def test_tuning_needs_a_gpu(capsys):
+    assert cli.main(["tune", "rms_norm"]) == 2
+    assert "needs a GPU" in capsys.readouterr().err

@@ -26,9 +26,13 @@ INDICES = {"target", "position_ids", "cos", "sin", "class_weight"}  # inputs wit
 class Elementwise(TorchDispatchMode):
     """Counts an operation for each element that an elementwise operation writes or a reduction reads, but for products of matrices."""
 
-    FREE = tuple(
-        ["view", "reshape", "expand", "clone", "copy", "detach", "empty", "zeros", "ones", "slice", "select", "transpose", "unsqueeze", "squeeze", "cat", "stack", "split", "alias", "gather", "scatter", "index", "where", "full", "fill", "mm", "t.", "_to_copy", "permute", "as_strided", "scalar", "new_"]
+    # fmt: off
+    FREE = (
+        "view", "reshape", "expand", "clone", "copy", "detach", "empty", "zeros", "ones", "slice", "select", "transpose", "unsqueeze", "squeeze",
+        "cat", "stack", "split", "alias", "gather", "scatter", "index", "where", "full", "fill", "mm", "t.", "_to_copy", "permute", "as_strided",
+        "scalar", "new_",
     )
+    # fmt: on
 
     def __init__(self):
         super().__init__()

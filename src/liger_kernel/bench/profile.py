@@ -81,7 +81,7 @@ def breakdown(events: list[dict[str, Any]], steps: int, step_ms: float) -> dict[
     Kinds that run at the same time, such as communication, each count in full. ``idle`` is what is left of ``step_ms``, measured without the
     profiler, when no kernel runs.
     """
-    nodes, launches = _nodes(events)
+    nodes, launches, operators = _nodes(events)
     forwards: dict[int, list[Node]] = {}
     for node in nodes:
         if node.sequence is not None and not node.backward:
@@ -89,21 +89,28 @@ def breakdown(events: list[dict[str, Any]], steps: int, step_ms: float) -> dict[
     kernels = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     work: list[tuple[str, Node | None, float]]
     if kernels:
-        work = [(e["name"], launches.get(e.get("args", {}).get("correlation")), e["dur"]) for e in kernels]
+        work = [(e["name"], _launch(e.get("args", {}), launches, operators), e["dur"]) for e in kernels]
         busy = _union((e["ts"], e["ts"] + e["dur"]) for e in kernels)
     else:
         work = [(node.name, node, max(0.0, node.end - node.start - node.inner)) for node in nodes if node.operator]
         busy = _union((node.start, node.end) for node in nodes if node.operator)
     total = dict.fromkeys(KINDS, 0.0)
-    for name, node, duration in work:
-        total[kind_of(name, _chain(node, forwards))] += duration / 1e3 / steps
+    for name, launch, duration in work:
+        total[kind_of(name, _chain(launch, forwards))] += duration / 1e3 / steps
     total["idle"] = max(0.0, step_ms - busy / 1e3 / steps)
     return total
 
 
-def _nodes(events: list[dict[str, Any]]) -> tuple[list[Node], dict[int, Node]]:
-    """All nodes with their parents, in the order of their starts, and the launches among them by correlation."""
+def _launch(args: dict[str, Any], launches: dict[int, Node], operators: dict[int, Node]) -> Node | None:
+    """What launched a kernel: the call to the driver, or where that is on no thread of ours, the operator that CUPTI was told of."""
+    launch = launches.get(args.get("correlation", -1))
+    return launch if launch is not None and launch.parent is not None else operators.get(args.get("External id", -1), launch)
+
+
+def _nodes(events: list[dict[str, Any]]) -> tuple[list[Node], dict[int, Node], dict[int, Node]]:
+    """All nodes with their parents, in the order of their starts; the launches among them by correlation, the operators by external id."""
     launches: dict[int, Node] = {}
+    operators: dict[int, Node] = {}
     threads: dict[Any, list[Node]] = {}
     for e in events:
         category, args = e.get("cat"), e.get("args", {})
@@ -114,6 +121,8 @@ def _nodes(events: list[dict[str, Any]]) -> tuple[list[Node], dict[int, Node]]:
         threads.setdefault((e["pid"], e["tid"]), []).append(node)
         if launch and "correlation" in args:
             launches[args["correlation"]] = node
+        elif not launch and "External id" in args:
+            operators[args["External id"]] = node
     for nodes in threads.values():
         nodes.sort(key=lambda node: (node.start, -node.end))
         stack: list[Node] = []
@@ -122,12 +131,12 @@ def _nodes(events: list[dict[str, Any]]) -> tuple[list[Node], dict[int, Node]]:
                 stack.pop()
             node.parent = stack[-1] if stack else None
             stack.append(node)
-            outer = node.parent
+            outer: Node | None = node.parent
             while node.operator and outer is not None and not outer.operator:
                 outer = outer.parent
             if node.operator and outer is not None:
                 outer.inner += node.end - node.start
-    return sorted((node for nodes in threads.values() for node in nodes), key=lambda node: node.start), launches
+    return sorted((node for nodes in threads.values() for node in nodes), key=lambda node: node.start), launches, operators
 
 
 def _chain(node: Node | None, forwards: dict[int, list[Node]]) -> Iterator[str]:

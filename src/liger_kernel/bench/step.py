@@ -120,7 +120,9 @@ def largest_that(fits: Callable[[int], bool], start: int = 1, limit: int = 4096)
 
 def environment() -> dict[str, Any]:
     """Hardware, versions and the measured peak, found out by a child: this process must hold no GPU memory while others measure theirs."""
-    code = "import json; from liger_kernel.bench import clock; print(json.dumps(clock.hardware() | clock.ceilings() | {'gpu': clock.GPU}))"
+    code = (
+        "import json, torch; from liger_kernel.bench import clock; print(json.dumps(clock.hardware() | clock.ceilings() | {'gpus': torch.cuda.device_count()}))"
+    )
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(PACKAGE), *filter(None, [os.environ.get("PYTHONPATH")])])}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -231,13 +233,13 @@ def table(rows: list[Row], tolerance: float) -> str:
     if stock is None or stock["failed"]:
         notes.append("No ratios: they are relative to stock, which was not measured.")
     if any(row["accurate"] is False for row in rows):
-        notes.append(
-            f"losses differ: by more than {tolerance:g} of stock's within the first {PARITY_STEPS} steps; a step that learns something else has no ratio."
-        )
+        notes.append(f"losses differ: by more than {tolerance:g} of stock's within the first {PARITY_STEPS} steps. Such a step has no ratio.")
     for row in rows:
         if not row["failed"]:
             ms, gb, phase = peak_of(row["memory_timeline"])
             notes.append(f"{row['variant']}: memory peaks at {gb:.2f} GB in '{phase}', {ms:.0f} ms into a step")
+        if row.get("largest_batch_limit", "out of memory") != "out of memory":
+            notes.append(f"{row['variant']}: larger batches fail with {row['largest_batch_limit']}")
     return "\n".join([_aligned(lines), *notes])
 
 
@@ -282,7 +284,9 @@ def write_csv(result: dict[str, Any], path: str) -> None:
 def run(a: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
     """All models and variants asked for; what is finished is printed and written at once."""
     meta = environment()
-    gpu = meta.pop("gpu")
+    gpu = meta["gpus"] > 0
+    if gpu and a.gpus > meta["gpus"]:
+        raise UserError(f"--gpus is {a.gpus}, but there are {meta['gpus']}")
     dtype = "bfloat16" if gpu else "float32"
     if not gpu:
         print("No GPU: this measures the CPU path in fp32. Nothing here says anything about kernels, and memory is that of the whole process.")
@@ -314,7 +318,7 @@ def run(a: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
                 print(f"{model} {variant}: {rows[-1]['failed'] or format(rows[-1]['tokens_per_s'], ',.0f') + ' tokens/s'}", file=sys.stderr, flush=True)
             where = f", {a.gpus} x {a.parallel}" if a.parallel else ""
             extras = ", checkpointing" if a.checkpointing else ""
-            print(f"\n{model}: {a.batch} x {a.seq} {a.data} tokens{where}, {dtype}, {a.optimizer}{extras}; MFU of {peak:,.1f} TFLOP/s\n")
+            print(f"\n{model}: {a.batch} x {a.seq} {a.data} tokens{where}, {dtype}, {a.optimizer}{extras}; {meta['hardware']}, MFU of {peak:,.1f} TFLOP/s\n")
             print(table(rows, PARITY[dtype]))
             if a.profile:
                 print(f"\n{breakdown_table(rows)}")

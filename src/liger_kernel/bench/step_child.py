@@ -8,7 +8,7 @@ import sys
 # Whose package is called `liger_kernel` here, ours or the published one, PYTHONPATH alone decides. Therefore this file is run by its path, imports nothing
 # that lies next to it, and takes its folder off the path, where `profile.py` would hide the one of Python's library.
 if __name__ == "__main__":
-    sys.path.remove(os.path.dirname(os.path.abspath(__file__)))
+    sys.path[:] = [path for path in sys.path if os.path.abspath(path) != os.path.dirname(os.path.abspath(__file__))]
 
 import contextlib
 import functools
@@ -83,7 +83,7 @@ class Timeline:
 
 
 @contextlib.contextmanager
-def layers_marked(model: nn.Module, timeline: Timeline) -> Iterator[None]:
+def layers_marked(model: Any, timeline: Timeline) -> Iterator[None]:
     """Mark the layers of one forward and backward. The head is not hooked: that would keep ours from fusing it."""
     layers = model.base_model.layers
     last = len(layers) - 1
@@ -119,7 +119,7 @@ SCOPES = (("norm", "norm"), ("mlp", "activation"), ("rotary", "rope"), ("attenti
 
 
 @contextlib.contextmanager
-def scopes(model: nn.Module) -> Iterator[None]:
+def scopes(model: Any) -> Iterator[None]:
     """Annotate what modules and the loss do, so that the profile can tell a norm's multiplication from a rotary embedding's."""
     hooks, active = [], []
 
@@ -155,7 +155,7 @@ def scopes(model: nn.Module) -> Iterator[None]:
 # -- a step --------------------------------------------------------------------------------
 
 
-def build(spec: dict[str, Any], device: torch.device) -> nn.Module:
+def build(spec: dict[str, Any], device: torch.device) -> Any:
     """The model of the spec, on the device, patched if the variant says so. Equal weights in every variant and on every rank."""
     values = dict(spec["config"])
     config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
@@ -176,7 +176,7 @@ def build(spec: dict[str, Any], device: torch.device) -> nn.Module:
     return model
 
 
-def parallel(model: nn.Module, how: str | None, device: torch.device) -> nn.Module:
+def parallel(model: Any, how: str | None, device: torch.device) -> Any:
     if how == "ddp":
         return nn.parallel.DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
     if how == "fsdp2":
@@ -204,7 +204,7 @@ def batches(spec: dict[str, Any], rank: int, device: torch.device) -> list[dict[
     return found
 
 
-def optimizer_of(name: str, model: nn.Module, gpu: bool) -> torch.optim.Optimizer:
+def optimizer_of(name: str, model: Any, gpu: bool) -> torch.optim.Optimizer:
     if name == "adamw":
         return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=gpu)  # what transformers' Trainer takes
     return torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -218,12 +218,12 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     if gpu:
         torch.cuda.set_device(device)
     if spec["parallel"]:
-        dist.init_process_group("nccl" if gpu else "gloo", **(dict(device_id=device) if gpu else {}))
+        dist.init_process_group("nccl" if gpu else "gloo", device_id=device if gpu else None)
     synchronize = torch.cuda.synchronize if gpu else lambda: None
     memory = Memory(gpu)
 
     model = build(spec, device)
-    run: Any = parallel(model, spec["parallel"], device)
+    run = parallel(model, spec["parallel"], device)
     run = torch.compile(run) if spec["compile"] else run
     optimizer = optimizer_of(spec["optimizer"], model, gpu)
     data = batches(spec, rank, device)
@@ -277,7 +277,7 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _trace(spec: dict[str, Any], model: nn.Module, step: Callable[[], None], synchronize: Callable[[], None], rank: int) -> None:
+def _trace(spec: dict[str, Any], model: Any, step: Callable[[], None], synchronize: Callable[[], None], rank: int) -> None:
     """``spec["trace_steps"]`` steps as a Chrome trace. Every rank takes them, the first one writes."""
     activities = [torch.profiler.ProfilerActivity.CPU, *([torch.profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
     # Under torch.compile hooks would change the graph, and generated kernels name what they fuse.
@@ -288,7 +288,7 @@ def _trace(spec: dict[str, Any], model: nn.Module, step: Callable[[], None], syn
             for _ in range(spec["trace_steps"]):
                 step()
             synchronize()
-    if rank == 0:
+    if profile is not None:
         profile.export_chrome_trace(spec["trace"])
 
 
@@ -328,8 +328,9 @@ def main(spec: str, result: str) -> int:
     except Exception as error:  # whatever it is, it is what the row says
         text = " ".join(f"{type(error).__name__}: {error}".split())
         out_of_memory = isinstance(error, torch.OutOfMemoryError) or "out of memory" in text or "ALLOC_FAILED" in text
-        path.write_text(json.dumps({"failed": "out of memory" if out_of_memory else text[:300]}))
         traceback.print_exc()
+        with contextlib.suppress(FileExistsError), path.open("x") as file:  # the first rank to fail says why: the others fail because of it
+            json.dump({"failed": "out of memory" if out_of_memory else text[:300]}, file)
         sys.stderr.flush()
         os._exit(1)  # other ranks may wait for this one in a collective, and so would a regular exit
     if int(os.environ.get("RANK", 0)) == 0:

@@ -1,0 +1,361 @@
+"""``liger bench step``: that it measures what it says, and that a step which learns something else gets no ratio."""
+
+import csv
+import json
+import math
+import re
+import sys
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from liger_kernel.bench import profile, step, step_child
+from liger_kernel.bench.models import MODELS, config_of, step_flops
+from liger_kernel.train.config import UserError
+
+TINY = MODELS["tiny"]
+
+# -- kinds of work -------------------------------------------------------------------------
+
+KERNELS = {
+    "nvjet_tst_192x192_64x3_2x1_v_bz_coopB_TNT": "gemm",
+    "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1_execute_segment_k_off_kernel__5x_cublas": "gemm",
+    "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_bf16_128x256_32x3_nn_align8>(cutlass_80_tensorop_bf16_s16816gemm_bf16::Params)": "gemm",
+    "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16, float, __nv_bfloat16, true, false, false>": "gemm",
+    "triton_tem_fused_mm_3": "gemm",
+    "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128, 4, false, false, cutlass::bfloat16_t>>": "attention",
+    "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<Flash_bwd_kernel_traits<128, 64, 128>>": "attention",
+    "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_6_128x128x64_4x1x1_kernel0_0": "attention",
+    "fmha_cutlassF_bf16_aligned_64x64_rf_sm80(PyTorchMemEffAttention::AttentionKernel)": "attention",
+    "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)": "communication",
+    "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<TensorListMetadata<2>, BinaryOpListAlphaFunctor<c10::BFloat16, 2, 2, 0>>": "optimizer",
+    "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedOptimizerTensorListMetadata<4>, FusedAdamMathFunctor<float, 4>>": "optimizer",
+    "_rms_norm_backward_kernel": "norm",
+    "_block_rms_norm_forward_kernel": "norm",
+    "_swiglu_forward_kernel": "activation",
+    "_geglu_tanh_backward_kernel": "activation",
+    "_triton_rope": "rope",
+    "liger_cross_entropy_kernel": "loss",
+    "void at::native::(anonymous namespace)::cunn_SoftMaxForward<4, c10::BFloat16, float, float, LogSoftMaxForwardEpilogue>": "loss",
+    "void at::native::(anonymous namespace)::nll_loss_forward_reduce_cuda_kernel_2d<float, float, long>": "loss",
+    "void at::native::vectorized_elementwise_kernel<4, at::native::(anonymous namespace)::silu_kernel(at::TensorIteratorBase&)>": "activation",
+    "triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_3": "norm",
+    "triton_poi_fused_mul_silu_5": "activation",
+    "triton_poi_fused_add_cat_cos_mul_neg_sin_1": "rope",
+    "triton_red_fused__log_softmax__to_copy_nll_loss_forward_9": "loss",
+    "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<c10::BFloat16>>": "other",
+    "Memcpy DtoD (Device -> Device)": "other",
+}
+
+
+@pytest.mark.parametrize("name", KERNELS, ids=lambda name: name[:40])
+def test_kind_of_a_kernel_by_its_name(name):
+    assert profile.kind_of(name) == KERNELS[name]
+
+
+@pytest.mark.parametrize(
+    "kernel, chain, kind",
+    [
+        ("_fwd", ["cuLaunchKernelEx", "liger::rms_norm_fwd", "LigerRMSNormFunction"], "norm"),
+        ("_bwd", ["liger::rope_fwd", "LigerRopeFunctionBackward"], "rope"),
+        ("_bwd", ["liger::glu_bwd"], "activation"),
+        ("_rows", ["liger::linear_cross_entropy_fwd"], "loss"),
+        ("nvjet_tst_128x256", ["liger::linear_cross_entropy_fwd"], "gemm"),
+        ("element_mul_kernel", ["LigerFusedLinearCrossEntropyFunctionBackward"], "loss"),
+        ("vectorized_elementwise_kernel", ["aten::mul", "bench/norm", "bench/rope"], "norm"),
+        ("vectorized_elementwise_kernel", ["aten::copy_", "FSDP::all_gather_copy_out"], "communication"),
+        ("vectorized_elementwise_kernel", ["aten::add_", "Optimizer.step#SGD.step"], "optimizer"),
+        ("reduce_kernel", ["aten::sum", "ScaledDotProductFlashAttentionBackward0", "bench/rope"], "attention"),
+        ("vectorized_elementwise_kernel", ["aten::add", "DistributedDataParallel.forward"], "other"),
+    ],
+)
+def test_kind_of_a_kernel_by_what_launched_it(kernel, chain, kind):
+    assert profile.kind_of(kernel, chain) == kind
+
+
+def event(category, name, start, duration, tid=1, **args):
+    return dict(ph="X", cat=category, name=name, pid=1, tid=tid, ts=start, dur=duration, args={k.replace("_", " "): v for k, v in args.items()})
+
+
+def test_breakdown_follows_kernels_to_their_launch_and_the_backward_to_its_forward():
+    forward, backward, device = 1, 2, 7
+    events = [
+        event("user_annotation", "bench/norm", 0, 100, forward),
+        event("cpu_op", "aten::mul", 10, 20, forward, External_id=1, Sequence_number=5, Fwd_thread_id=0),
+        event("cuda_runtime", "cudaLaunchKernel", 12, 2, forward, correlation=100),
+        event("cpu_op", "liger::glu_fwd", 120, 20, forward, External_id=2),
+        event("cuda_driver", "cuLaunchKernelEx", 122, 2, forward, correlation=101),
+        event("cpu_op", "autograd::engine::evaluate_function: MulBackward0", 200, 30, backward, External_id=3, Sequence_number=5, Fwd_thread_id=1),
+        event("cpu_op", "aten::mul", 205, 20, backward, External_id=4),
+        event("cuda_runtime", "cudaLaunchKernel", 206, 2, backward, correlation=102),
+        event("kernel", "elementwise", 1000, 100, device, correlation=100),
+        event("kernel", "_fwd", 1200, 50, device, correlation=101),
+        event("kernel", "elementwise", 1300, 200, device, correlation=102),
+        event("kernel", "ncclDevKernel_AllReduce", 1400, 300, device + 1, correlation=999),
+        event("kernel", "elementwise", 2000, 40, device, correlation=998, External_id=2),  # the launch is not in the trace, the operator is
+    ]
+    found = profile.breakdown(events, steps=2, step_ms=0.5)
+    expected = {"norm": 150.0, "activation": 45.0, "communication": 150.0, "idle": 500 - (100 + 50 + 400 + 40) / 2}
+    assert {kind: round(1e3 * ms, 6) for kind, ms in found.items() if ms} == expected
+
+
+def test_a_recomputed_forward_is_the_one_that_its_backward_belongs_to():
+    operator = dict(External_id=1, Sequence_number=5, Fwd_thread_id=0)
+    events = [
+        event("user_annotation", "bench/norm", 0, 10),
+        event("cpu_op", "aten::mul", 1, 5, **operator),
+        event("user_annotation", "bench/rope", 20, 10),
+        event("cpu_op", "aten::mul", 21, 5, **operator),
+        event("cpu_op", "MulBackward0", 40, 7, External_id=2, Sequence_number=5, Fwd_thread_id=1),
+    ]
+    found = profile.breakdown(events, steps=1, step_ms=0.02)
+    assert {kind: round(1e3 * ms, 6) for kind, ms in found.items() if ms} == {"norm": 5, "rope": 12, "idle": 3}
+
+
+# -- FLOPs ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("changes", [{}, {"model_type": "qwen3", "head_dim": 32, "num_hidden_layers": 3}, {"model_type": "gemma", "head_dim": 16}])
+def test_flops_are_what_pytorch_counts(changes):
+    import transformers
+
+    B, T = 2, 24
+    values = TINY | changes
+    model = transformers.AutoModelForCausalLM.from_config(config_of(values), attn_implementation="eager")  # which computes the masked half, too
+    ids = torch.randint(0, 500, (B, T))
+    rotary = 2 * B * T * model.model.rotary_emb.inv_freq.numel()  # angles by a product with one column: not the model's work
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids, labels=ids).loss.backward()
+    assert 0 <= counter.get_total_flops() - step_flops(values, B, T, causal=False) <= rotary
+
+
+def test_flops_of_a_causal_mask_and_of_a_window():
+    B, T, W = 2, 1024, 64
+    values = dict(MODELS["gemma-3-1b"], num_hidden_layers=6, sliding_window=W, vocab_size=500)
+    full, masked = (step_flops(values, B, T, causal=causal) for causal in (False, True))
+    attended = 5 * sum(min(t + 0.5, W) for t in range(T)) + sum(t + 0.5 for t in range(T))
+    assert full - masked == pytest.approx(12 * 4 * 256 * B * (6 * T * T - attended), rel=1e-5)
+
+
+def test_models_are_of_the_size_in_their_names():
+    import transformers
+
+    def billions(name):
+        with torch.device("meta"):
+            return transformers.AutoModelForCausalLM.from_config(config_of(MODELS[name])).num_parameters() / 1e9
+
+    sizes = {"llama-3.2-1b": 1.24, "llama-3.2-3b": 3.21, "llama-3-8b": 8.03, "qwen3-0.6b": 0.60, "gemma-2b": 2.51, "gemma-3-1b": 1.00}
+    assert {name: round(billions(name), 2) for name in sizes} == sizes
+
+
+# -- judgement -----------------------------------------------------------------------------
+
+
+def row(variant, **fields):
+    measured = dict(failed=None, tokens_per_s=100.0, step_ms=10.0, spread=0.01, mfu=0.5, peak_allocated_gb=8.0, losses=[4.0, 3.0, 2.0, 1.0])
+    return {"model": "tiny", "variant": variant, **measured, "memory_timeline": [(0.0, 1.0, "start"), (5.0, 8.0, "head"), (9.0, 1.0, "optimizer")]} | fields
+
+
+def judged(*rows):
+    return [step.judge(r, rows[0], 1e-2) for r in rows]
+
+
+def test_equal_losses_give_ratios():
+    stock, ours = judged(row("stock"), row("ours", tokens_per_s=150.0, peak_allocated_gb=4.0, losses=[4.0, 3.0, 2.0, 1.005]))
+    assert ours["accurate"] and ours["loss_parity"] == pytest.approx(0.005)
+    text = step.table([stock, ours], 1e-2)
+    assert "1.50x" in text and "0.50x" in text and "differ" not in text
+    assert "ours: memory peaks at 8.00 GB in 'head', 5 ms into a step" in text
+
+
+def test_other_losses_give_no_ratio():
+    stock, ours = judged(row("stock"), row("ours", tokens_per_s=150.0, peak_allocated_gb=4.0, losses=[4.0, 3.0, 2.0, 1.02]))
+    assert ours["accurate"] is False
+    text = step.table([stock, ours], 1e-2)
+    assert "1.50x" not in text and "0.50x" not in text
+    assert "losses differ" in text.splitlines()[2]
+
+
+def test_a_loss_that_is_not_finite_is_a_failure():
+    stock, ours = judged(row("stock"), row("ours", losses=[4.0, math.nan, math.nan, math.nan]))
+    assert ours["failed"] == "the loss is not finite" and step.ratio(ours, stock, "tokens_per_s") is None
+    json.dumps(ours, allow_nan=False)
+
+
+def test_a_variant_that_fails_is_a_row_with_its_error():
+    stock, ours = judged(row("stock"), {"variant": "ours", "failed": "RuntimeError: no"})
+    assert step.table([stock, ours], 1e-2).splitlines()[2].split(None, 1) == ["ours", "failed: RuntimeError: no"]
+
+
+@pytest.mark.parametrize("stock", [row("stock", failed="out of memory"), None])
+def test_without_stock_there_is_no_ratio(stock):
+    stock = stock and step.judge(stock, stock, 1e-2)
+    ours = step.judge(row("ours"), stock, 1e-2)
+    text = step.table([r for r in (stock, ours) if r], 1e-2)
+    assert "No ratios" in text and not re.search(r"\dx", text)
+
+
+@pytest.mark.parametrize("most", [0, 1, 2, 3, 7, 15, 16])
+@pytest.mark.parametrize("start", [1, 4])
+def test_largest_batch(most, start):
+    assert step.largest_that(lambda n: n <= most, start) == most
+
+
+def test_largest_batch_is_close_where_it_is_large():
+    tried = []
+    found = step.largest_that(lambda n: tried.append(n) or n <= 1000, 8)
+    assert 1000 * 15 / 16 <= found <= 1000 and len(tried) <= 12
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["--model", "gpt-5"], "'gpt-5' is none of llama-3.2-1b"),
+        (["--against", "stock,theirs"], "'theirs' is none of stock"),
+        (["--steps", "1", "--warmup", "1"], "must add up to 4"),
+        (["--masked", "1"], "--masked must be in"),
+        (["--gpus", "0"], "--gpus must be at least 1"),
+    ],
+)
+def test_mistakes_in_flags(argv, message):
+    with pytest.raises(UserError, match=message):
+        step.parse(argv)
+
+
+def test_compile_adds_the_compiled_variants():
+    assert step.parse(["--against", "stock,ours", "--compile"]).against == ["stock", "ours", "compile", "ours+compile"]
+    assert step.parse(["--against", "stock,compile", "--compile"]).against == ["stock", "compile"]
+
+
+# -- the command ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    monkeypatch.setattr(step, "environment", lambda: {"hardware": "CPU", "gemm_tflops": 0.1, "gpus": 0})
+
+
+def test_a_cpu_is_not_filled_up(machine):
+    with pytest.raises(UserError, match="needs a GPU"):
+        step.main(["--smoke", "--largest-batch"])
+
+
+def test_plots_need_matplotlib(machine, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(UserError, match="pip install matplotlib"):
+        step.main(["--smoke", "--plot", "nowhere"])
+
+
+def test_the_exit_code_says_that_ours_learns_something_else(machine, monkeypatch, capsys):
+    losses = {None: [4.0, 3.0, 2.0, 1.0], str(step.PACKAGE): [4.0, 3.0, 2.0, 1.001]}
+    measured = {name: value for name, value in row("").items() if name not in ("model", "variant")}
+    monkeypatch.setattr(step, "run_child", lambda spec, folder: measured | {"losses": losses[spec["package"]]})
+    argv = ["--model", "tiny", "--batch", "2", "--seq", "8"]
+    assert step.main(argv) == 1
+    assert "losses differ" in capsys.readouterr().out
+    losses[str(step.PACKAGE)] = losses[None]
+    assert step.main(argv) == 0
+
+
+def test_the_search_for_the_largest_batch(machine, monkeypatch, capsys):
+    """The measured batch counts as tried; why the next one fails is said unless it is memory."""
+    monkeypatch.setattr(step, "environment", lambda: {"hardware": "GPU", "gemm_tflops": 700.0, "gpus": 1})
+    tried = []
+
+    def run_child(spec, folder):
+        if not spec["trial"]:
+            return {name: value for name, value in row("").items() if name not in ("model", "variant")}
+        tried.append(spec["batch"])
+        return {"failed": "RuntimeError: 2^31"} if spec["batch"] > 9 else {}
+
+    monkeypatch.setattr(step, "run_child", run_child)
+    assert step.main(["--model", "tiny", "--batch", "4", "--seq", "8", "--against", "stock", "--largest-batch"]) == 0
+    out = capsys.readouterr().out
+    assert tried == [8, 16, 12, 10, 9]
+    assert out.splitlines()[4].endswith(" 9") and "stock: larger batches fail with RuntimeError: 2^31" in out
+
+
+def test_smoke_end_to_end(tmp_path, capsys):
+    published = tmp_path / "published" / "liger_kernel" / "transformers"  # stands for the published package: its name is that of ours
+    published.mkdir(parents=True)
+    (published.parent / "__init__.py").touch()
+    (published / "__init__.py").write_text("def _apply_liger_kernel_to_instance(model):\n    model.model.norm.weight.data *= 2\n")
+    argv = ["--smoke", "--against", "ours,stock,upstream", "--upstream-path", str(tmp_path / "published")]
+    argv += ["--plot", str(tmp_path / "plots"), "--json", str(tmp_path / "r.json"), "--csv", str(tmp_path / "r.csv")]
+    assert step.main(argv) == 0
+    out = capsys.readouterr().out
+    assert "No GPU" in out and "losses differ" in out and "1.00x" in out
+
+    result = json.loads((tmp_path / "r.json").read_text())
+    assert result["meta"]["torch"] == torch.__version__ and result["meta"]["dtype"] == "float32"
+    stock, ours, upstream = result["rows"]
+    assert [r["variant"] for r in result["rows"]] == ["stock", "ours", "upstream"]
+    assert ours["accurate"] and ours["loss_parity"] < 1e-6 and ours["losses"] == pytest.approx([math.log(500)] * 4, rel=0.05)
+    assert not upstream["accurate"] and not upstream["failed"]
+    for r in (stock, ours):
+        assert r["tokens_per_s"] == pytest.approx(2 * 64 / r["step_ms"] * 1e3)
+        assert r["mfu"] == pytest.approx(step_flops(TINY, 2, 64) / r["step_ms"] / 1e9 / result["meta"]["peak_tflops"])
+        assert all(r["breakdown_ms"][kind] > 0 for kind in ("gemm", "attention", "norm", "activation", "rope", "loss", "optimizer"))
+        assert r["breakdown_ms"]["communication"] == 0
+        phases = [phase for _, _, phase in r["memory_timeline"]]
+        assert list(dict.fromkeys(phases)) == [
+            *("start", "forward: embedding", "forward: layer 0", "forward: layer 1", "forward: loss and head"),
+            *("backward: loss and head", "backward: layer 1", "backward: layer 0 and embedding", "optimizer"),
+        ]
+        assert all(a[0] <= b[0] for a, b in zip(r["memory_timeline"], r["memory_timeline"][1:]))
+    assert {path.name for path in (tmp_path / "plots").iterdir()} >= {"report.html", "step.png", "breakdown.png"}
+    with open(tmp_path / "r.csv") as file:
+        lines = list(csv.DictReader(file))
+    assert [line["variant"] for line in lines] == ["stock", "ours", "upstream"]
+    assert float(lines[1]["gemm_ms"]) > 0 and float(lines[1]["loss_0"]) == pytest.approx(ours["losses"][0], rel=1e-4)
+
+
+@pytest.fixture(autouse=True)
+def children_run_references(monkeypatch):
+    """Not the interpreter that this process may have: it is slow, and what kernels compute is tested elsewhere."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+
+def spec(tmp_path, **changes):
+    torch.save(torch.randint(0, 500, (4096,), generator=torch.Generator().manual_seed(3), dtype=torch.int32), tmp_path / "tokens")
+    values = dict(config=TINY, dtype="float32", package=str(step.PACKAGE), compile=False, tokens=str(tmp_path / "tokens"), trial=False, trace=None)
+    values |= dict(trace_steps=1, batch=2, seq=32, gpus=1, parallel=None, masked=0.0, optimizer="sgd", checkpointing=False, steps=3, warmup=1)
+    return values | changes
+
+
+def test_two_processes_learn_what_one_does(tmp_path):
+    one = step.run_child(spec(tmp_path), tmp_path)
+    for how in ("ddp", "fsdp2"):
+        two = step.run_child(spec(tmp_path, batch=1, gpus=2, parallel=how), tmp_path)
+        assert not two.get("failed")
+        assert two["losses"] == pytest.approx(one["losses"], rel=1e-6)
+        assert two["tokens_per_s"] == pytest.approx(2 * 32 / two["step_ms"] * 1e3)
+
+
+def test_a_child_that_finds_another_package_fails_and_says_so(tmp_path):
+    found = step.run_child(spec(tmp_path, package=str(tmp_path)), tmp_path)
+    assert found["failed"].startswith("ImportError: liger_kernel was found in") and str(tmp_path) in found["failed"]
+
+
+def test_masked_labels_and_ranks(tmp_path):
+    masked = step_child.batches(spec(tmp_path, masked=0.5, batch=8, gpus=2), 0, torch.device("cpu"))
+    other = step_child.batches(spec(tmp_path, masked=0.5, batch=8, gpus=2), 1, torch.device("cpu"))
+    again = step_child.batches(spec(tmp_path, masked=0.5, batch=8, gpus=2), 0, torch.device("cpu"))
+    labels = torch.cat([batch["labels"] for batch in masked])
+    assert 0.4 < (labels == -100).float().mean() < 0.6
+    assert all(torch.equal(a[name], b[name]) for a, b in zip(masked, again) for name in a)
+    assert not torch.equal(masked[0]["input_ids"], other[0]["input_ids"])
+    for batch in masked:
+        kept = batch["labels"] != -100
+        assert torch.equal(batch["labels"][kept], batch["input_ids"][kept])
+
+
+def test_options_train_the_same_model(tmp_path):
+    """In this process: checkpointing does not change the losses, AdamW does, and a trial measures nothing."""
+    plain = step_child.measure(spec(tmp_path, package=None))
+    checkpointed = step_child.measure(spec(tmp_path, package=None, checkpointing=True))
+    assert checkpointed["losses"] == pytest.approx(plain["losses"], rel=1e-6)
+    assert [phase for *_, phase in checkpointed["memory_timeline"]][-1] == "optimizer"
+    assert step_child.measure(spec(tmp_path, package=None, optimizer="adamw"))["losses"][1:] != plain["losses"][1:]
+    assert step_child.measure(spec(tmp_path, package=None, trial=True)) == {}

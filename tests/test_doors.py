@@ -190,12 +190,13 @@ def test_class_and_instance_path_together():
     """A model whose classes are patched needs nothing more, and is stock again when they are."""
     model = make("llama")
     expected = step(model)[1]
-    modules = snapshot(model)
+    modules, classes = snapshot(model), snapshot(*everything_of("llama"))
     liger.apply_liger_kernel_to_llama()
     liger._apply_liger_kernel_to_instance(model=model)
     assert_untouched(modules)
     assert_same_learning(step(model)[1], expected)
     liger.restore()
+    assert_untouched(classes)
     out, again = step(model)
     assert out.logits is not None
     assert_same_bits(again, expected)
@@ -369,6 +370,7 @@ def test_losses(options, linear):
     options = dict(options)
     x, w, b = torch.randn(9, 8, device=DEVICE), torch.randn(13, 8, device=DEVICE, requires_grad=True), torch.randn(13, device=DEVICE)
     target = torch.randint(0, 13, (9,), device=DEVICE)
+    target[:3] = F.linear(x[:3], w, b).argmax(-1)  # some predictions are right
     target[4] = options.get("ignore_index", -100)
     weights = nn.Parameter(torch.rand(13, device=DEVICE), requires_grad=False) if options.pop("weights", False) else None
     loss, z_loss, accuracy, predicted = truth_of(F.linear(x, w, b), target, weights, **options)

@@ -407,6 +407,7 @@ def plain(options: dict) -> None:
         Case("everything", dict(logits=T((6, 99)), target=targets(6, 99, 5), class_weight=T((99,), positive, grad=False), label_smoothing=0.2,
              z_loss=1e-2, logit_scale=1.5, softcap=3.0, reduction="none", stats=True)),
         Case("dft", dict(logits=T((6, 99)), target=targets(6, 99), token_scaling=True)),
+        Case("dft-z-loss", dict(logits=T((6, 99)), target=targets(6, 99), token_scaling=True, z_loss=1e-2, stats=True)),
         Case("all-ignored", dict(logits=T((3, 20)), target=targets(3, 20, 1), reduction="sum")),
         Case("two-blocks", dict(logits=T((2, 9001)), target=targets(2, 9001, 5))),
         Case("llama3-8k", dict(logits=T((8192, 128256)), target=targets(8192, 128256, 17)), gpu=True, timed=True),

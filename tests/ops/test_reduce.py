@@ -1,0 +1,18 @@
+"""The second stages that operators share."""
+
+import pytest
+import torch
+
+from liger_kernel.ops import _op
+from liger_kernel.ops._reduce import column_sum
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.mark.skipif(not _op._KERNEL_DEVICES, reason="Triton is not installed")
+@pytest.mark.parametrize("P, N", [(1, 1), (32, 32), (33, 31), (70, 45)])
+def test_column_sum_takes_every_row(P, N):
+    """As many partial sums as a large GPU has processors, where the machine has few."""
+    torch.manual_seed(0)
+    x = torch.randn(P, N, device=DEVICE)
+    torch.testing.assert_close(column_sum(x, torch.float32), x.double().sum(0).float())

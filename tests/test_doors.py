@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import inspect
+import pickle
 import subprocess
 import sys
 import types
@@ -224,6 +225,26 @@ def test_copies_of_a_patched_model():
     liger.restore(twin)
     assert step(twin)[0].logits is not None and step(model)[0].logits is None
     assert not any("forward" in m.__dict__ or "_liger_stock" in m.__dict__ for m in twin.modules())
+
+
+def test_pickling_a_patched_model():
+    """Gives a stock model, which can be patched again and restored."""
+    model = make("llama", num_hidden_layers=1)
+    expected = step(model)[1]
+    liger._apply_liger_kernel_to_instance(model=model)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*replaced by somebody else")
+        for apply_again in (True, False):
+            twin = pickle.loads(pickle.dumps(model))
+            out, learned = step(twin)
+            assert out.logits is not None
+            assert_same_bits(learned, expected)
+            if apply_again:
+                liger._apply_liger_kernel_to_instance(model=twin)
+                assert step(twin)[0].logits is None and hasattr(twin.model.norm.forward, "_liger")
+            liger.restore(twin)
+            assert step(twin)[0].logits is not None
+            assert not any("forward" in m.__dict__ or "_liger_stock" in m.__dict__ for m in twin.modules())
 
 
 def test_what_somebody_else_put_over_ours_stays():

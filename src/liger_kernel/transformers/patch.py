@@ -51,7 +51,7 @@ class Patch:
     def applied(self) -> bool:
         """Whether it is in place, be it below what somebody else put over it since."""
         value = self.owner.__dict__.get(self.attribute)
-        return self.attribute in _stock(self.owner) and (value == self.new or not _is_ours(value))
+        return self.attribute in _stock(self.owner) and (value == self.new or not (_is_ours(value) or _is_lost(self.owner, self.attribute)))
 
     def apply(self) -> None:
         memory = self.owner.__dict__.setdefault(_KEY, {}) if isinstance(self.owner, nn.Module) else _STOCK.setdefault(self.owner, {})
@@ -94,7 +94,7 @@ def _give_back(owner: Any, attributes: Iterable[str]) -> None:
     memory = _stock(owner)
     for name in attributes:
         stock = memory.pop(name)
-        if not _is_ours(owner.__dict__.get(name)):
+        if not (_is_ours(owner.__dict__.get(name)) or _is_lost(owner, name)):
             warnings.warn(f"{Patch(owner, name, None)}: replaced by somebody else after us, so it stays as it is", stacklevel=3)
         elif stock is ABSENT:
             delattr(owner, name)
@@ -106,6 +106,12 @@ def _give_back(owner: Any, attributes: Iterable[str]) -> None:
 
 def _is_ours(value: Any) -> bool:
     return getattr(value, "_liger", False)
+
+
+def _is_lost(owner: Any, attribute: str) -> bool:
+    """Whether pickling has made the class's own method of a patch: it looks methods up by their names."""
+    value = owner.__dict__.get(attribute)
+    return isinstance(owner, nn.Module) and isinstance(value, types.MethodType) and value.__func__ is getattr(type(owner), value.__func__.__name__, None)
 
 
 def _ours(function: Callable) -> Callable:

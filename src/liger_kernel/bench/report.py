@@ -1,0 +1,554 @@
+"""Tables of benchmark results: for the terminal, for Markdown, and as one HTML file that needs nothing else.
+
+Input are the dicts that ``liger bench`` and ``liger bench step`` write as JSON: ``{"meta": {...}, "rows": [{...}, ...]}``. A row that failed, that is
+inaccurate, or whose counterpart of ours is, has no ratio anywhere.
+"""
+
+from __future__ import annotations
+
+import base64
+import html as escape_html
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+OURS = "ours"
+LABELS = {
+    "ours": "ours",
+    "base": "ours, base commit",
+    "upstream": "upstream",
+    "compile": "torch.compile",
+    "torch": "torch built-in",
+    "cce": "cut-cross-entropy",
+    "quack": "quack",
+    "eager": "PyTorch eager",
+    "stock": "stock",
+    "ours+compile": "ours + compile",
+}
+MEANING = {
+    "ours": "the operator of this package",
+    "base": "the same operator at another commit (--base)",
+    "upstream": "the published liger-kernel package, in a process of its own",
+    "compile": "the eager code under torch.compile",
+    "torch": "the fused function that PyTorch itself ships",
+    "cce": "the cut-cross-entropy package",
+    "quack": "the quack-kernels package",
+    "eager": "plain PyTorch, one kernel after another",
+    "stock": "the Hugging Face model as it is",
+    "ours+compile": "the model with our kernels, under torch.compile",
+}
+LONGEST = 60  # characters of a cell in a table of text
+MODES = {"forward": "forward", "backward": "backward", "full": "forward + backward"}
+
+
+# -- judging rows
+
+
+def usable(row: Row | None) -> bool:
+    """It ran, and its results are right: only then may its speed be compared."""
+    return row is not None and not row.get("failed") and row.get("accurate") is not False
+
+
+def key(row: Row) -> tuple[Any, ...]:
+    """What two rows must share to be compared."""
+    names = ("model", "batch", "seq", "gpus", "parallel") if "model" in row else ("op", "case", "dtype", "mode", "sweep", "x")
+    return tuple(row.get(name) for name in names)
+
+
+def with_ours(rows: Iterable[Row]) -> list[tuple[Row, Row | None]]:
+    """Each row with the row of ours that it is compared to."""
+    rows = list(rows)
+    ours = {key(row): row for row in rows if row["variant"] == OURS}
+    return [(row, ours.get(key(row))) for row in rows]
+
+
+def ratio(row: Row, ours: Row | None, name: str = "device_ms") -> float | None:
+    """``row[name]`` over that of ours: for times, how many times as fast ours is. None where it would mean nothing."""
+    if row["variant"] == OURS or not usable(row) or not usable(ours):
+        return None
+    assert ours is not None
+    theirs, mine = row.get(name), ours.get(name)
+    return theirs / mine if theirs and mine else None
+
+
+def speedup(row: Row, ours: Row | None) -> float | None:
+    """How many times as fast ours is, for rows of either kind."""
+    if "model" in row:
+        slower = ratio(row, ours, "tokens_per_s")
+        return 1 / slower if slower else None
+    return ratio(row, ours)
+
+
+def digits(value: float | None) -> str:
+    """Three significant digits, never an exponent."""
+    if value is None or not math.isfinite(value):
+        return "" if value is None else str(value)
+    if value == 0:
+        return "0"
+    decimals = max(0, 2 - math.floor(math.log10(abs(float(f"{value:.2e}")))))
+    return f"{value:,.{decimals}f}"
+
+
+def times(value: float | None) -> str:
+    """A ratio as people write it: ``1.45x``, ``14.6x``, ``146x``."""
+    return "" if value is None else f"{value:.0f}x" if value >= 100 else f"{value:.1f}x" if value >= 10 else f"{value:.2f}x"
+
+
+def span(values: Sequence[float]) -> str:
+    """``1.08-1.29x``: the range of some ratios."""
+    low, high = times(min(values)), times(max(values))
+    return low if low == high else f"{low[:-1]}–{high}"
+
+
+def variant_label(name: str) -> str:
+    return LABELS.get(name, name)
+
+
+def status(row: Row) -> str:
+    """``failed: why``, ``wrong`` or nothing."""
+    if row.get("failed"):
+        return f"failed: {' '.join(str(row['failed']).split())}"
+    return "wrong" if row.get("accurate") is False else ""
+
+
+def hardware_line(meta: dict[str, Any]) -> str:
+    """One line under every plot: what was measured on what, and when."""
+    versions = [f"{name.replace('_', '-')} {meta[name]}" for name in ("torch", "triton", "transformers", "liger_kernel") if meta.get(name)]
+    return ", ".join(str(part) for part in (_flat(meta.get("hardware")), *versions, meta.get("date")) if part)
+
+
+def _flat(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_flat(inner)}" for name, inner in value.items())
+    return ", ".join(map(_flat, value)) if isinstance(value, (list, tuple)) else "" if value is None else str(value)
+
+
+# -- columns: their meaning, and how they are shown
+
+
+@dataclass(frozen=True)
+class Column:
+    """``value`` sorts, ``text`` is shown; both take a row and the row of ours."""
+
+    name: str
+    meaning: str
+    value: Callable[[Row, Row | None], Any]
+    text: Callable[[Row, Row | None], str]
+    filtered: bool = False
+    left: bool = False
+
+
+def _words(name: str, field: str, meaning: str, show: Callable[[Any], str] = str, filtered: bool = True) -> Column:
+    text = lambda row, ours: "" if row.get(field) is None else show(row[field])
+    return Column(name, meaning, text, text, filtered, left=True)
+
+
+def _number(name: str, field: str, meaning: str, show: Callable[[Any], str] = digits) -> Column:
+    number = lambda row, ours: None if row.get("failed") else row.get(field)
+    return Column(name, meaning, number, lambda row, ours: "" if number(row, ours) is None else show(number(row, ours)))
+
+
+def _device(row: Row, ours: Row | None) -> str:
+    if row.get("failed"):
+        return status(row)
+    spread = row.get("device_spread")
+    return digits(row.get("device_ms")) + ("" if spread is None else f" ± {100 * spread:.1f} %")
+
+
+def _error(row: Row, ours: Row | None = None) -> float | None:
+    error, pytorch = row.get("error"), row.get("error_pytorch")
+    if row.get("failed") or error is None or pytorch is None:
+        return None
+    return error / pytorch if pytorch else math.inf if error else 1.0
+
+
+def _error_text(row: Row, ours: Row | None) -> str:
+    error = _error(row)
+    shown = "" if error is None else digits(error)
+    return f"{shown} wrong".strip() if status(row) == "wrong" else shown
+
+
+OPERATOR = (
+    _words("op", "op", "The operator."),
+    _words("case", "case", "Shapes of a real model, or a point of a sweep.", filtered=False),
+    _words("dtype", "dtype", "Type of the inputs."),
+    _words("mode", "mode", "Forward, backward, or full: forward and backward."),
+    _words("variant", "variant", "Who computes: see the list of variants."),
+    Column(
+        "device ms",
+        "Milliseconds the device computes: the durations of all kernels of one call, summed, with a cold L2 cache. Neither Python nor gaps between "
+        "kernels are in it. Median of the repeats; ± is the interquartile range, in percent of the median. Without a GPU it is the wall time.",
+        lambda row, ours: None if row.get("failed") else row.get("device_ms"),
+        _device,
+    ),
+    Column(
+        "x",
+        "How many times as fast ours is, by device time: above 1 ours is faster. Empty where either of the two failed or is inaccurate.",
+        ratio,
+        lambda row, ours: times(ratio(row, ours)),
+    ),
+    _number("wall", "wall_ms", "Milliseconds from the start of the call to its result being there, as a caller sees it: host, gaps and device."),
+    _number("host", "host_ms", "Milliseconds that Python and the driver need to enqueue the call. Where host exceeds device, the device waits for the host."),
+    _number("kernels", "kernels", "Kernels launched by one call.", lambda n: f"{n:g}"),
+    _number("peak MB", "peak_mb", "Peak memory beyond the inputs, results and gradients included.", lambda x: f"{x:,.0f}" if x >= 100 else digits(x)),
+    _number(
+        "% floor",
+        "percent_of_floor",
+        "100 x floor / device. The floor is the least time that this machine could need: the bytes that the operator has to move at the copy bandwidth, or its "
+        "FLOPs at the rate of a matrix product of that shape, both measured in the same run, whichever takes longer. 100 is perfect.",
+        lambda x: f"{x:.0f}",
+    ),
+    Column(
+        "error/PyTorch",
+        "Largest RMS error of the results and gradients against fp64, divided by the error that PyTorch makes in the same type. 1 is as exact as PyTorch; "
+        "'wrong' did not pass the accuracy check, and its speed counts for nothing.",
+        _error,
+        _error_text,
+    ),
+)
+
+STEP = (
+    _words("model", "model", "Hugging Face architecture, in random weights."),
+    _words("variant", "variant", "Who trains: see the list of variants. Each in a process of its own."),
+    _words("batch", "batch", "Rows per device.", filtered=False),
+    _words("seq", "seq", "Tokens per row.", filtered=False),
+    _words("gpus", "gpus", "Devices."),
+    _words("parallel", "parallel", "How the model is spread over them."),
+    Column(
+        "tokens/s",
+        "Tokens trained per second; ± is the interquartile range of the step time, in percent.",
+        lambda row, ours: None if row.get("failed") else row.get("tokens_per_s"),
+        lambda row, ours: (
+            status(row)
+            if row.get("failed")
+            else (f"{row['tokens_per_s']:,.0f}" if row.get("tokens_per_s") else "")
+            + (f" ± {100 * row['spread']:.1f} %" if row.get("spread") is not None else "")
+        ),
+    ),
+    Column("x", "How many times as fast ours trains.", speedup, lambda row, ours: times(speedup(row, ours))),
+    _number("step ms", "step_ms", "Median wall time of one optimizer step."),
+    _number("MFU %", "mfu", "FLOPs of the model per second, in percent of what the device could do.", lambda x: f"{100 * x:.1f}"),
+    _number("peak GB", "peak_allocated_gb", "Peak memory that tensors occupied."),
+    _number("reserved GB", "peak_reserved_gb", "Peak memory that PyTorch took from the device, its fragmentation included."),
+    _number("largest batch", "largest_batch", "Most rows that fit.", lambda n: f"{n:g}"),
+    _number("loss parity", "loss_parity", "Largest relative difference of a loss to stock's, over the first steps.", lambda x: f"{x:.1e}" if x else "0"),
+)
+
+
+# -- tables of text
+
+
+def text_table(rows: Iterable[Row]) -> str:
+    """The rows for a terminal, of operators or of steps; a line of explanation is the caller's."""
+    columns, lines = _cells(rows, all_columns=False)
+    lines = [[column.name for column in columns], *lines]
+    widths = [max(len(line[i]) for line in lines if not line[i].startswith("failed:")) for i in range(len(columns))]  # nothing follows why it failed
+    align = lambda text, i: text.ljust(widths[i]) if columns[i].left else text.rjust(widths[i])
+    return "\n".join("  ".join(align(text, i) for i, text in enumerate(line)).rstrip() for line in lines)
+
+
+def markdown_table(rows: Iterable[Row]) -> str:
+    """The same as a table in Markdown."""
+    columns, lines = _cells(rows, all_columns=False)
+    write = lambda cells: "| " + " | ".join(cells) + " |"
+    head = [write([column.name for column in columns]), "|" + "|".join("---" if column.left else "---:" for column in columns) + "|"]
+    return "\n".join(head + [write([text.replace("|", "\\|") for text in line]) for line in lines])
+
+
+def _cells(rows: Iterable[Row], all_columns: bool) -> tuple[list[Column], list[list[str]]]:
+    """Columns and texts; columns without content are left out, and unless ``all_columns`` a type or a place that all rows share."""
+    pairs = with_ours(rows)
+    columns = list(_columns(row for row, _ in pairs))
+    shorten = lambda text: text if all_columns or len(text) <= LONGEST else text[: LONGEST - 2] + " …"
+    texts = [[shorten(column.text(row, ours)) for column in columns] for row, ours in pairs]
+    shared = () if all_columns else ("dtype", "gpus", "parallel")
+    keep = [i for i, column in enumerate(columns) if (distinct := {line[i] for line in texts} - {""}) and not (column.name in shared and len(distinct) < 2)]
+    return [columns[i] for i in keep], [[line[i] for i in keep] for line in texts]
+
+
+def _columns(rows: Iterable[Row]) -> tuple[Column, ...]:
+    return STEP if any("model" in row for row in rows) else OPERATOR
+
+
+# -- where ours loses
+
+
+@dataclass(frozen=True)
+class Loss:
+    """One measure in which a rival is better; ``ratio`` is ours over theirs, in the direction in which more is worse."""
+
+    row: Row
+    measure: str
+    ours: float
+    theirs: float
+    ratio: float
+    noise: bool
+
+
+def losses(rows: Iterable[Row]) -> list[Loss]:
+    """Every measure in which a usable rival beats ours, time before memory, the worst first; ``noise`` where the spreads of the two explain it."""
+    found = []
+    for row, ours in with_ours(rows):
+        if row["variant"] == OURS or not usable(row) or not usable(ours):
+            continue
+        assert ours is not None
+        spreads = [r.get(name) or 0.0 for r in (row, ours) for name in ("device_spread", "spread")]
+        measures = (
+            (("tokens/s", "tokens_per_s", -1, max(spreads)), ("peak GB", "peak_allocated_gb", 1, 0.0))
+            if "model" in row
+            else (("device ms", "device_ms", 1, max(spreads)), ("wall ms", "wall_ms", 1, max(spreads)), ("peak MB", "peak_mb", 1, 0.0))
+        )
+        for label, name, sign, spread in measures:
+            mine, theirs = ours.get(name), row.get(name)
+            if mine is None or theirs is None or sign * (mine - theirs) <= 0:
+                continue
+            worse = (mine / theirs) ** sign if mine and theirs else math.inf
+            found.append(Loss(row, label, mine, theirs, worse, worse <= 1 + spread))
+    return sorted(found, key=lambda loss: (loss.noise, loss.measure.startswith("peak"), -loss.ratio))
+
+
+# -- HTML
+
+TITLE = "Benchmarks of liger-kernel"
+
+STYLE = """
+:root{color-scheme:light dark;--paper:#fff;--ink:#24292f;--quiet:#656d76;--line:#d8dee4;--soft:#f6f8fa;--ours:#0a7d6c;--bad:#b3402e}
+@media(prefers-color-scheme:dark){:root{--paper:#14171b;--ink:#e4e8ec;--quiet:#98a2ad;--line:#31373e;--soft:#1c2025;--ours:#4cc3ae;--bad:#f0907f}
+figure img{filter:invert(.92) hue-rotate(180deg);mix-blend-mode:lighten}}
+body{margin:0 auto;max-width:78rem;padding:2rem 1.25rem 4rem;background:var(--paper);color:var(--ink);font:15px/1.55 "DejaVu Sans",Verdana,system-ui,sans-serif}
+h1{font-size:1.55rem;margin:0 0 .3rem}h2{font-size:1.15rem;margin:2.6rem 0 .6rem}h3{font-size:.95rem;margin:1.4rem 0 .4rem}p{max-width:52rem}
+.quiet,caption,dt,th,nav{color:var(--quiet)}nav a{margin-right:1.1rem}a{color:var(--ours)}
+.scroll{overflow:auto;max-height:34rem}thead{position:sticky;top:0;background:var(--paper)}table{border-collapse:collapse;font-size:.8rem;font-variant-numeric:tabular-nums}
+th,td{padding:.28rem .5rem;border-bottom:1px solid var(--line);text-align:right;white-space:nowrap}
+.left{text-align:left}th{border-bottom:1.5px solid var(--quiet);font-weight:normal;vertical-align:bottom}
+th button{all:unset;cursor:pointer;font-weight:bold}th button:focus-visible{outline:2px solid var(--ours)}
+th button::after{content:"\\2003"}th[aria-sort=ascending] button::after{content:" \\25B4"}th[aria-sort=descending] button::after{content:" \\25BE"}
+tr.ours td{background:var(--soft)}tr.ours td.who{color:var(--ours);font-weight:bold}td.bad,li.bad{color:var(--bad)}
+.cut{max-width:8rem;overflow:hidden;text-overflow:ellipsis}
+.filters{display:flex;flex-wrap:wrap;gap:.5rem 1.2rem;margin:.8rem 0;font-size:.85rem;color:var(--quiet)}
+select{font:inherit;color:var(--ink);background:var(--soft);border:1px solid var(--line);border-radius:4px;padding:.1rem .3rem}
+dl{display:grid;grid-template-columns:max-content 1fr;gap:.3rem 1.2rem;font-size:.88rem}dd{margin:0;max-width:48rem;overflow-wrap:anywhere}
+figure{margin:0}.plots{display:flex;flex-wrap:wrap;gap:1.6rem .6rem;align-items:flex-start}figure img{max-width:100%;height:auto}
+code{font:.92em "DejaVu Sans Mono",ui-monospace,monospace}
+"""
+
+SCRIPT = """
+const sortValue = cell => cell.dataset.v === undefined ? cell.textContent.trim().toLowerCase() : cell.dataset.v === "" ? null : Number(cell.dataset.v);
+
+function sortBy(header) {
+  const table = header.closest("table"), body = table.tBodies[0], column = header.cellIndex;
+  const sign = header.getAttribute("aria-sort") === "ascending" ? -1 : 1;
+  for (const other of table.tHead.rows[0].cells) other.removeAttribute("aria-sort");
+  header.setAttribute("aria-sort", sign > 0 ? "ascending" : "descending");
+  const rows = Array.from(body.rows, row => [sortValue(row.cells[column]), row]);
+  const empty = value => value === null || value === "";
+  rows.sort(([a], [b]) => {
+    if (empty(a) || empty(b)) return empty(a) - empty(b);
+    return sign * (typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b), undefined, {numeric: true}));
+  });
+  body.append(...rows.map(([, row]) => row));
+}
+
+function filterRows(table) {
+  const chosen = Array.from(document.querySelectorAll(`select[data-table="${table.id}"]`)).filter(select => select.value);
+  let shown = 0;
+  for (const row of table.tBodies[0].rows) {
+    row.hidden = chosen.some(select => row.cells[Number(select.dataset.column)].textContent !== select.value);
+    shown += !row.hidden;
+  }
+  document.getElementById(table.id + "-count").textContent = `${shown} of ${table.tBodies[0].rows.length} rows`;
+}
+
+for (const button of document.querySelectorAll("th button")) button.addEventListener("click", () => sortBy(button.parentElement));
+for (const select of document.querySelectorAll("select[data-table]"))
+  select.addEventListener("change", () => filterRows(document.getElementById(select.dataset.table)));
+"""
+
+
+def html(path: Path | str, operator_json: dict[str, Any] | None = None, step_json: dict[str, Any] | None = None, images: Sequence[Path | str] = ()) -> Path:
+    """Write one file with the tables, the plots (PNG) and what they mean; nothing in it is fetched from anywhere. Returns its path."""
+    parts = [(name, identity, data) for name, identity, data in (("Operators", "operators", operator_json), ("Training steps", "steps", step_json)) if data]
+    rows = [row for _, _, data in parts for row in data["rows"]]
+    titles = [
+        ("at-a-glance", "At a glance"),
+        ("loses", "Slower than"),
+        *[("plots", "Plots")] * bool(images),
+        *((identity, name) for name, identity, _ in parts),
+    ]
+    titles += [("legend", "What the columns mean"), ("measured", "Measured with")]
+    links = "".join(f'<a href="#{identity}">{title}</a>' for identity, title in titles)
+    subtitle = "; ".join(dict.fromkeys(hardware_line(data.get("meta", {})) for _, _, data in parts))
+    page = [f'<h1>{TITLE}</h1>\n<p class="quiet">{_escape(subtitle)}</p>\n<nav>{links}</nav>']
+    if any(_flat(data.get("meta", {}).get("hardware")).startswith("CPU") for _, _, data in parts):
+        page += ["<p><b>Measured without a GPU: the references of the operators ran, not their kernels.</b></p>"]
+    page += [_heading("at-a-glance", "At a glance"), _glance(rows), _heading("loses", "Slower than"), _loses(rows)]
+    if images:
+        page += [_heading("plots", "Plots"), '<div class="plots">', *map(_image, images), "</div>"]
+    for name, identity, data in parts:
+        page += [_heading(identity, name), _table(data["rows"], f"table-{identity}")]
+    page += [_heading("legend", "What the columns mean"), _legend(rows), _heading("measured", "Measured with")]
+    page += [_meta(name, data.get("meta", {})) for name, _, data in parts]
+    head = f'<meta charset="utf-8">\n<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{TITLE}</title>\n<style>{STYLE}</style>'
+    body = "\n".join(page)
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(
+        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n{head}\n</head>\n<body>\n{body}\n<script>{SCRIPT}</script>\n</body>\n</html>\n', encoding="utf-8"
+    )
+    return path
+
+
+def _escape(text: Any) -> str:
+    return escape_html.escape(str(text))
+
+
+def _heading(identity: str, title: str) -> str:
+    return f'<h2 id="{identity}">{title}</h2>'
+
+
+def _cell(text: str, value: Any, classes: str) -> str:
+    """A cell; a number or its absence goes into ``data-v``, by which it is sorted."""
+    number = value is None or isinstance(value, (int, float))
+    sort = f' data-v="{"" if value is None else "Infinity" if value == math.inf else value}"' if number else ""
+    cut = f'<div class="cut" title="{_escape(text)}">{_escape(text)}</div>' if text.startswith("failed:") else _escape(text)
+    return f"<td{sort}{f' class={chr(34)}{classes}{chr(34)}' if classes else ''}>{cut}</td>"
+
+
+def _sortable(identity: str, heads: Sequence[tuple[str, str, bool]], lines: Sequence[str], filters: Mapping[int, Iterable[str]] | None = None) -> str:
+    """A table; heads are (name, meaning, left-aligned), ``filters`` the texts that occur in a column."""
+    head = "".join(
+        f'<th{" class=left" if left else ""} title="{_escape(meaning)}"><button type="button">{_escape(name)}</button></th>' for name, meaning, left in heads
+    )
+    selects = ""
+    for i, texts in (filters or {}).items():
+        if len(choices := list(dict.fromkeys(texts))) > 1:
+            options = "".join(f"<option>{_escape(choice)}</option>" for choice in choices)
+            selects += (
+                f'<label>{_escape(heads[i][0])} <select data-table="{identity}" data-column="{i}"><option value="">all</option>{options}</select></label>'
+            )
+    above = f'<div class="filters">{selects}<span id="{identity}-count">{len(lines)} rows</span></div>\n' if selects else ""
+    rows = "\n".join(lines)
+    return f'{above}<div class="scroll"><table id="{identity}">\n<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody></table></div>'
+
+
+def _table(rows: Sequence[Row], identity: str) -> str:
+    columns, texts = _cells(rows, all_columns=True)
+    lines = []
+    for (row, ours), cells in zip(with_ours(rows), texts):
+        bad = status(row)
+        written = []
+        for column, text in zip(columns, cells):
+            classes = " ".join(["left"] * column.left + ["who"] * (column.name == "variant") + ["bad"] * bool(bad and text and bad.split(":")[0] in text))
+            written.append(_cell(text, column.value(row, ours), classes))
+        lines.append(f"<tr{' class=ours' if row['variant'] == OURS else ''}>{''.join(written)}</tr>")
+    filters = {i: [line[i] for line in texts] for i, column in enumerate(columns) if column.filtered}
+    return _sortable(identity, [(column.name, column.meaning, column.left) for column in columns], lines, filters)
+
+
+def summary(rows: Iterable[Row]) -> dict[str, dict[str, list[float]]]:
+    """Operator or model -> variant -> how many times as fast ours is, one number per case; forward + backward where it was measured, without sweeps."""
+    rows = list(rows)
+    pairs = with_ours([row for row in rows if not row.get("sweep")] or rows)
+    full = {row.get("op") for row, _ in pairs if row.get("mode") == "full"}
+    found: dict[str, dict[str, list[float]]] = {}
+    for row, ours in pairs:
+        faster = speedup(row, ours)
+        if faster is not None and not (row.get("op") in full and row.get("mode") != "full"):
+            found.setdefault(row.get("op") or row["model"], {}).setdefault(row["variant"], []).append(faster)
+    return found
+
+
+def _glance(rows: Sequence[Row]) -> str:
+    found = summary(rows)
+    variants = [name for name in [*LABELS, *dict.fromkeys(row["variant"] for row in rows)] if any(name in columns for columns in found.values())]
+    variants = list(dict.fromkeys(variants))
+    if not found:
+        return "<p>Nothing to compare: no variant besides ours ran and was accurate.</p>"
+    lines = []
+    for op, columns in found.items():
+        cells = [_cell(op, op, "left")]
+        for name in variants:
+            values = columns.get(name)
+            mean = math.exp(sum(map(math.log, values)) / len(values)) if values else None
+            text = "" if not values else times(mean) + (f" ({span(values)})" if len(values) > 1 else "")
+            cells.append(_cell(text, mean, "bad" if mean is not None and round(mean, 2) < 1 else ""))
+        lines.append(f"<tr>{''.join(cells)}</tr>")
+    heads = [("", "Operator or model", True), *((f"against {variant_label(name)}", MEANING.get(name, ""), False) for name in variants)]
+    text = (
+        "How many times as fast ours is: the geometric mean over the cases and, in brackets, the range. Forward and backward together where both were measured."
+    )
+    return f"<p>{text}</p>" + _sortable("table-glance", heads, lines)
+
+
+def _loses(rows: Sequence[Row]) -> str:
+    broken = [row for row in rows if row["variant"] == OURS and not usable(row)]
+    found = losses(rows)
+    out = []
+    if broken:
+        items = "".join(f'<li class="bad">{_escape(_name(row))}: {_escape(status(row))}</li>' for row in broken)
+        out.append(f"<p>Ours did not work, or was not accurate, here:</p><ul>{items}</ul>")
+    if not found:
+        return "".join(out) + "<p>No accurate variant was faster than ours or needed less memory, in any row.</p>"
+    out.append(
+        "<p>Every row in which an accurate variant took less device time, wall time or memory than ours. The ratio says how many times as "
+        "much ours takes. “Within noise” means that the spread of the two measurements explains the difference.</p>"
+    )
+    lines = []
+    for loss in found:
+        cells = [
+            _cell(_name(loss.row), _name(loss.row), "left"),
+            _cell(variant_label(loss.row["variant"]), loss.row["variant"], "left"),
+            _cell(loss.measure, loss.measure, "left"),
+            _cell(digits(loss.ours), loss.ours, ""),
+            _cell(digits(loss.theirs), loss.theirs, ""),
+            _cell("" if loss.ratio == math.inf else times(loss.ratio), loss.ratio, ""),
+            _cell("within noise" if loss.noise else "", "within noise" if loss.noise else "", "left"),
+        ]
+        lines.append(f"<tr>{''.join(cells)}</tr>")
+    heads = [("where", "", True), ("slower than", "", True), ("in", "", True), ("ours", "", False), ("theirs", "", False), ("ratio", "", False), ("", "", True)]
+    filters = {1: [variant_label(loss.row["variant"]) for loss in found], 2: [loss.measure for loss in found]}
+    return "".join(out) + _sortable("table-loses", heads, lines, filters)
+
+
+def _name(row: Row) -> str:
+    if "model" in row:
+        place = f", {row['gpus']} x {row.get('parallel')}" if (row.get("gpus") or 1) > 1 else ""
+        return f"{row['model']} {row.get('batch')} x {row.get('seq')}{place}"
+    return f"{row['op']} {row['case']}, {row['dtype']}, {row['mode']}"
+
+
+def _image(path: Path | str) -> str:
+    """A PNG, embedded at half the size of its pixels: sharp, and with words of one size."""
+    path = Path(path)
+    content = path.read_bytes()
+    width = int.from_bytes(content[16:20], "big") // 2  # of the header
+    return (
+        f'<figure><img width="{width}" alt="{_escape(path.stem.replace("-", " "))}" src="data:image/png;base64,{base64.b64encode(content).decode()}"></figure>'
+    )
+
+
+def _legend(rows: Sequence[Row]) -> str:
+    out = ""
+    for name, columns, some in (
+        ("Operators", OPERATOR, [row for row in rows if "model" not in row]),
+        ("Training steps", STEP, [row for row in rows if "model" in row]),
+    ):
+        items = "".join(f"<dt>{_escape(column.name)}</dt><dd>{_escape(column.meaning)}</dd>" for column in columns)
+        out += f"<h3>{name}</h3><dl>{items}</dl>" if some else ""
+    who = "".join(f"<dt>{_escape(name)}</dt><dd>{_escape(MEANING.get(name, ''))}</dd>" for name in dict.fromkeys(row["variant"] for row in rows))
+    return f"{out}<h3>Variants</h3><dl>{who}</dl>"
+
+
+def _meta(name: str, meta: dict[str, Any]) -> str:
+    items = "".join(f"<dt>{_escape(label.replace('_', ' '))}</dt><dd>{_shown(label, value)}</dd>" for label, value in meta.items())
+    return f"<h3>{name}</h3><dl>{items}</dl>"
+
+
+def _shown(label: str, value: Any) -> str:
+    if label == "command":
+        return f"<code>{_escape(value)}</code>"
+    return _escape(digits(value) if isinstance(value, float) else _flat(value))

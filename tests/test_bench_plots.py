@@ -309,6 +309,14 @@ def test_text_table_of_steps():
     assert cells(table, "llama-3.2-1b", "ours+compile")[4:] == ["failed: out of memory"]
 
 
+def test_steps_whose_losses_differ_have_no_ratio(words, tmp_path):
+    rows = [row | {"accurate": row["variant"] != "upstream", "loss_parity": 0.3} for row in trained()["rows"][:4]]
+    assert cells(report.text_table(rows), "llama-3.2-1b", "upstream")[-1] == "3.0e-01 wrong"
+    assert "upstream" not in report.summary(rows)["llama-3.2-1b"]
+    plots.step_bars({"meta": META, "rows": rows}, tmp_path)
+    assert words["step.png"].count("wrong") == 2 and not any("x as fast as upstream" in text for text in words["step.png"])
+
+
 def test_markdown_table():
     lines = report.markdown_table([*measured()["rows"][:4], WRONG | {"case": "a|b"}]).splitlines()
     assert len(lines) == 7 and len({line.replace("\\|", "").count("|") for line in lines}) == 1

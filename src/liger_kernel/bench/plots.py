@@ -30,6 +30,7 @@ COLOURS = {
     "ours+compile": "#4aa395",
     "base": "#8cc5bb",
     "upstream": "#d39a3a",
+    "upstream+compile": "#e6c68f",
     "compile": "#66768a",
     "torch": "#8fa9c9",
     "cce": "#a8678f",

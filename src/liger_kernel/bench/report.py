@@ -28,6 +28,7 @@ LABELS = {
     "eager": "PyTorch eager",
     "stock": "stock",
     "ours+compile": "ours + compile",
+    "upstream+compile": "upstream + compile",
 }
 MEANING = {
     "ours": "the operator of this package",
@@ -40,6 +41,7 @@ MEANING = {
     "eager": "plain PyTorch, one kernel after another",
     "stock": "the Hugging Face model as it is",
     "ours+compile": "the model with our kernels, under torch.compile",
+    "upstream+compile": "the model with upstream's kernels, under torch.compile",
 }
 LONGEST = 60  # characters of a cell in a table of text
 MODES = {"forward": "forward", "backward": "backward", "full": "forward + backward"}
@@ -172,6 +174,12 @@ def _error_text(row: Row, ours: Row | None) -> str:
     return f"{shown} wrong".strip() if status(row) == "wrong" else shown
 
 
+def _parity(row: Row) -> str:
+    parity = row.get("loss_parity")
+    shown = "" if parity is None or row.get("failed") else f"{parity:.1e}" if parity else "0"
+    return f"{shown} wrong".strip() if status(row) == "wrong" else shown
+
+
 OPERATOR = (
     _words("op", "op", "The operator."),
     _words("case", "case", "Shapes of a real model, or a point of a sweep.", filtered=False),
@@ -235,7 +243,12 @@ STEP = (
     _number("peak GB", "peak_allocated_gb", "Peak memory that tensors occupied."),
     _number("reserved GB", "peak_reserved_gb", "Peak memory that PyTorch took from the device, its fragmentation included."),
     _number("largest batch", "largest_batch", "Most rows that fit.", lambda n: f"{n:g}"),
-    _number("loss parity", "loss_parity", "Largest relative difference of a loss to stock's, over the first steps.", lambda x: f"{x:.1e}" if x else "0"),
+    Column(
+        "loss parity",
+        "Largest relative difference of a loss to stock's, over the first steps; 'wrong': more than rounding explains, so its speed counts for nothing.",
+        lambda row, ours: None if row.get("failed") else row.get("loss_parity"),
+        lambda row, ours: _parity(row),
+    ),
 )
 
 
@@ -319,16 +332,16 @@ STYLE = """
 :root{color-scheme:light dark;--paper:#fff;--ink:#24292f;--quiet:#656d76;--line:#d8dee4;--soft:#f6f8fa;--ours:#0a7d6c;--bad:#b3402e}
 @media(prefers-color-scheme:dark){:root{--paper:#14171b;--ink:#e4e8ec;--quiet:#98a2ad;--line:#31373e;--soft:#1c2025;--ours:#4cc3ae;--bad:#f0907f}
 figure img{filter:invert(.92) hue-rotate(180deg);mix-blend-mode:lighten}}
-body{margin:0 auto;max-width:78rem;padding:2rem 1.25rem 4rem;background:var(--paper);color:var(--ink);font:15px/1.55 "DejaVu Sans",Verdana,system-ui,sans-serif}
+body{margin:0 auto;max-width:80rem;padding:2rem 1.25rem 4rem;background:var(--paper);color:var(--ink);font:15px/1.55 "DejaVu Sans",Verdana,system-ui,sans-serif}
 h1{font-size:1.55rem;margin:0 0 .3rem}h2{font-size:1.15rem;margin:2.6rem 0 .6rem}h3{font-size:.95rem;margin:1.4rem 0 .4rem}p{max-width:52rem}
 .quiet,caption,dt,th,nav{color:var(--quiet)}nav a{margin-right:1.1rem}a{color:var(--ours)}
-.scroll{overflow:auto;max-height:34rem}thead{position:sticky;top:0;background:var(--paper)}table{border-collapse:collapse;font-size:.8rem;font-variant-numeric:tabular-nums}
-th,td{padding:.28rem .5rem;border-bottom:1px solid var(--line);text-align:right;white-space:nowrap}
+.scroll{overflow:auto;max-height:34rem}thead{position:sticky;top:0;background:var(--paper)}table{border-collapse:collapse;font-size:.76rem;font-variant-numeric:tabular-nums}
+th,td{padding:.28rem .4rem;border-bottom:1px solid var(--line);text-align:right;white-space:nowrap}
 .left{text-align:left}th{border-bottom:1.5px solid var(--quiet);font-weight:normal;vertical-align:bottom}
 th button{all:unset;cursor:pointer;font-weight:bold}th button:focus-visible{outline:2px solid var(--ours)}
-th button::after{content:"\\2003"}th[aria-sort=ascending] button::after{content:" \\25B4"}th[aria-sort=descending] button::after{content:" \\25BE"}
+th button::after{content:"\\2002"}th[aria-sort=ascending] button::after{content:" \\25B4"}th[aria-sort=descending] button::after{content:" \\25BE"}
 tr.ours td{background:var(--soft)}tr.ours td.who{color:var(--ours);font-weight:bold}td.bad,li.bad{color:var(--bad)}
-.cut{max-width:8rem;overflow:hidden;text-overflow:ellipsis}
+.cut{max-width:9.5rem;overflow:hidden;text-overflow:ellipsis}
 .filters{display:flex;flex-wrap:wrap;gap:.5rem 1.2rem;margin:.8rem 0;font-size:.85rem;color:var(--quiet)}
 select{font:inherit;color:var(--ink);background:var(--soft);border:1px solid var(--line);border-radius:4px;padding:.1rem .3rem}
 dl{display:grid;grid-template-columns:max-content 1fr;gap:.3rem 1.2rem;font-size:.88rem}dd{margin:0;max-width:48rem;overflow-wrap:anywhere}

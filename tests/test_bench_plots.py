@@ -50,11 +50,12 @@ WRONG = operator_row("rms_norm", "llama3-8b", "quack", 0.031, 12, {"x": [8192, 4
 FAILED = failed_row("rms_norm", "llama3-1b", "quack", "RuntimeError: no kernel image\nfor this device", moved=0.336e9)
 
 
-def measured():
+def measured(*ops):
+    """All results, or those of some operators."""
     rows = [
         operator_row(op, case, v, *found, shape, moved, flops) for op, case, shape, moved, flops, *variants in MEASURED for v, found in zip(VARIANTS, variants)
     ]
-    return {"meta": META, "rows": [*rows, WRONG, FAILED]}
+    return {"meta": META, "rows": [row for row in [*rows, WRONG, FAILED] if not ops or row["op"] in ops]}
 
 
 def swept(sweep="tokens", values=(1024, 2048, 4096, 8192, 16384, 32768)):
@@ -161,7 +162,7 @@ def test_operators_draws_roofline_times_and_memory(words, tmp_path):
 
 
 def test_time_bars_say_values_ratios_and_the_floor(words, tmp_path):
-    plots.time_bars(measured(), tmp_path)
+    plots.time_bars(measured("rms_norm", "rope"), tmp_path)
     texts = words["time-rms_norm-bf16.png"]
     assert "0.0960 ms   83 % of floor" in texts
     assert "0.139 ms   1.45x" in texts and "1.40 ms   14.6x" in texts
@@ -171,8 +172,8 @@ def test_time_bars_say_values_ratios_and_the_floor(words, tmp_path):
 
 
 def test_wrong_and_failed_have_no_ratio(words, tmp_path):
-    plots.time_bars(measured(), tmp_path)
-    plots.memory_bars(measured(), tmp_path)
+    plots.time_bars(measured("rms_norm"), tmp_path)
+    plots.memory_bars(measured("rms_norm"), tmp_path)
     for name in ("time-rms_norm-bf16.png", "memory-rms_norm-bf16.png"):
         texts = words[name]
         assert "wrong" in texts and "failed" in texts
@@ -198,7 +199,7 @@ def test_modes_are_columns(words, tmp_path):
 
 
 def test_memory_of_nothing_is_not_hidden(words, tmp_path):
-    plots.memory_bars(measured(), tmp_path)
+    plots.memory_bars(measured("rope"), tmp_path)
     assert "0 MB" in words["memory-rope-bf16.png"]
     assert any("upstream needs none" in text for text in words["memory-rope-bf16.png"])
 
@@ -300,6 +301,17 @@ def test_text_table():
     assert cells(table, "rms_norm", "llama3-8b", "full", "quack")[-1] == "50.0 wrong"
     assert cells(table, "rms_norm", "llama3-1b", "full", "quack")[4:] == ["failed: RuntimeError: no kernel image for this device"]
     assert "dtype" in report.text_table([*measured()["rows"], operator_row("glu", "a", "ours", 1.0, 1.0, dtype="fp32")]).split()
+
+
+def test_what_could_not_be_measured_has_no_column():
+    table = report.text_table([row | {"kernels": 0, "peak_mb": 0.0} for row in measured()["rows"]])
+    assert "kernels" not in table and "peak MB" not in table
+
+
+def test_a_spread_beyond_the_picture_is_cut(tmp_path, words):
+    rows = [operator_row("glu", "a", variant, 1.0, 1.0, device_spread=spread) for variant, spread in (("ours", 57.9), ("eager", 0.1))]
+    assert is_png(plots.time_bars({"meta": META, "rows": rows}, tmp_path)[0])
+    assert any("whiskers" in text for text in words["time-glu-bf16.png"])
 
 
 def test_text_table_of_steps():

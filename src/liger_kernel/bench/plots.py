@@ -156,8 +156,8 @@ def _panel(axes: Any, inches: float, panel: _Panel, named: bool) -> None:
         if value is not None and value > limit:
             axes.plot([0.955 * limit, 0.97 * limit], [y + 0.5, y - 0.5], color=WHITE, linewidth=2.2, solid_capstyle="butt")
         elif value is not None and spread > VISIBLE:
-            end = value * (1 + spread / 2)
-            axes.plot([value * (1 - spread / 2), end], [y, y], color=INK, linewidth=0.9, solid_capstyle="butt")
+            end = min(value * (1 + spread / 2), max(limit, value))
+            axes.plot([max(0.0, value * (1 - spread / 2)), end], [y, y], color=INK, linewidth=0.9, solid_capstyle="butt")
         if floor and 0.98 * end < floor < 1.15 * end:
             end = floor  # words are clear of the line
         ink, weight = _words_of(row["variant"]) if right else (QUIET, "normal")
@@ -427,10 +427,10 @@ def _roof(figure: Any, axes: Any, named: dict[str, list[Row]], peak: float, band
     figure.set_layout_engine("none")  # what follows depends on where things are now
     start, end = axes.transData.transform([(low, low * bandwidth), (ridge, peak)])
     along = (end - start) / math.hypot(*(end - start))
-    anchor = axes.transData.inverted().transform(start + 0.68 * (end - start) + 6 * along[::-1] * (-1, 1))
+    anchor = axes.transData.inverted().transform(start + 0.75 * (end - start) + 6 * along[::-1] * (-1, 1))
     angle = math.degrees(math.atan2(along[1], along[0]))
-    axes.text(*anchor, f"copy {bandwidth:.2f} TB/s", rotation=angle, rotation_mode="anchor", ha="center", va="bottom", fontsize=8, color=QUIET)
-    axes.text(1.1 * ridge, 1.1 * peak, f"GEMM {peak:,.0f} TFLOP/s", fontsize=8, color=QUIET)
+    axes.text(*anchor, f"copy {digits(bandwidth)} TB/s", rotation=angle, rotation_mode="anchor", ha="center", va="bottom", fontsize=8, color=QUIET)
+    axes.text(1.1 * ridge, 1.1 * peak, f"GEMM {digits(peak)} TFLOP/s", fontsize=8, color=QUIET)
     dots = [(_intensity(group[0]), max(row["tflop_s"] for row in group), name) for name, group in named.items()]
     _label_dots(figure, axes, dots, lambda x: min(peak, x * bandwidth))
 

@@ -43,6 +43,7 @@ MEANING = {
     "ours+compile": "the model with our kernels, under torch.compile",
     "upstream+compile": "the model with upstream's kernels, under torch.compile",
 }
+COUNTS = ("kernels", "peak MB")  # columns that are zero everywhere where they could not be measured
 LONGEST = 60  # characters of a cell in a table of text
 MODES = {"forward": "forward", "backward": "backward", "full": "forward + backward"}
 
@@ -279,7 +280,11 @@ def _cells(rows: Iterable[Row], all_columns: bool) -> tuple[list[Column], list[l
     shorten = lambda text: text if all_columns or len(text) <= LONGEST else text[: LONGEST - 2] + " …"
     texts = [[shorten(column.text(row, ours)) for column in columns] for row, ours in pairs]
     shared = () if all_columns else ("dtype", "gpus", "parallel")
-    keep = [i for i, column in enumerate(columns) if (distinct := {line[i] for line in texts} - {""}) and not (column.name in shared and len(distinct) < 2)]
+    keep = [
+        i
+        for i, column in enumerate(columns)
+        if (distinct := {line[i] for line in texts} - ({"", "0"} if column.name in COUNTS else {""})) and not (column.name in shared and len(distinct) < 2)
+    ]
     return [columns[i] for i in keep], [[line[i] for i in keep] for line in texts]
 
 

@@ -136,15 +136,41 @@ def test_fp16_sums_over_tokens_do_not_overflow(chunk_rows):
     torch.testing.assert_close(w.grad[:, 0].tolist(), [-400.0, 200.0, 200.0], rtol=2e-3, atol=0)
 
 
-@pytest.mark.parametrize("M, V, itemsize", [(1, 10, 2), (1025, 128256, 2), (8192, 128256, 2), (32768, 262208, 2), (100000, 32000, 4), (0, 7, 2)])
-@pytest.mark.parametrize("on_gpu", [False, True])
-def test_chunks_are_equal_and_within_their_budget(M, V, itemsize, on_gpu):
-    rows = auto_chunk_rows(M, V, itemsize, on_gpu)
-    assert rows >= 1
-    budget = max(1024 * V * itemsize, 1 << 30) if on_gpu else max(64 * V * 4, 1 << 26)
-    assert min(rows, M) * V * (itemsize if on_gpu else 4) <= budget * 1.2
-    chunks = -(-M // rows)
-    assert rows * chunks - M < max(1, chunks) * 128  # equal but for alignment
+@pytest.mark.parametrize(
+    "M, H, V, itemsize, rows, chunks",
+    [
+        (8192, 4096, 128256, 2, 1344, 7),  # six, and a remainder of 128
+        (2048, 4096, 128256, 2, 1024, 2),
+        (16384, 4096, 32000, 2, 2688, 7),
+        (900, 4096, 128256, 2, 900, 1),
+        (1 << 20, 2048, 128256, 2, 4160, 253),  # fp32 sums, 1 GiB
+        (32768, 2048, 128256, 4, 2048, 16),
+    ],
+)
+def test_chunks_on_a_gpu(M, H, V, itemsize, rows, chunks):
+    assert auto_chunk_rows(M, V, H, itemsize, True) == rows and -(-M // rows) == chunks
+
+
+@pytest.mark.parametrize("M, V", [(1, 10), (1025, 128256), (100000, 32000), (0, 7)])
+def test_chunks_on_a_cpu_take_64_mib(M, V):
+    rows = auto_chunk_rows(M, V, 512, 4, False)
+    assert 1 <= rows <= max(M, 1) and rows * V * 4 <= max(64 * V * 4, 1 << 26)
+
+
+def test_a_16_bit_weight_gradient_is_rounded_at_most_six_times_and_a_bit(watch, monkeypatch):
+    """More chunks are summed in fp32, unless the caller says otherwise."""
+    sums = []
+    module = importlib.import_module("liger_kernel.ops.linear_cross_entropy")
+    add = module._add_mm
+    monkeypatch.setattr(module, "_add_mm", lambda total, *args, **kwargs: (sums.append(total.dtype), add(total, *args, **kwargs)))
+    x, w, target = inputs(M=42, dtype=torch.bfloat16)
+    for chunk_rows, dtype, number in ((42, torch.bfloat16, 1), (7, torch.bfloat16, 6), (6, torch.float32, 7)):
+        sums.clear()
+        linear_cross_entropy(x, w, target, chunk_rows=chunk_rows)
+        assert sums == [dtype] * number
+    sums.clear()
+    linear_cross_entropy(x, w, target, chunk_rows=2, accum_dtype=torch.bfloat16)
+    assert sums == [torch.bfloat16] * 21
 
 
 def test_zero_tokens_give_zero_gradients():

@@ -58,7 +58,7 @@ def search(op: Op, case: Case, dtype: str, repeats: int) -> dict[str, tuple[Tile
     """key -> (best tile, ms before, ms after) for the kernels of one case; those that gain."""
     base = case.make(DTYPES[dtype], DEVICE)
     truth, pytorch = results(op.reference, like(base, torch.float64)), results(op.reference, like(base))
-    accurate = lambda: accuracy(results(op.fn, like(base), pytorch), pytorch, truth, DTYPES[dtype])[2]
+    accurate = lambda: accuracy(results(op.fn, like(base)), pytorch, truth, DTYPES[dtype])[2]
     with configured() as asked:
         if not accurate():
             raise UserError(f"{op.name} {case.name} {dtype} is not accurate as it is")

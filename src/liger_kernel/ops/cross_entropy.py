@@ -374,7 +374,7 @@ def positive(*shape: int, dtype: torch.dtype) -> Tensor:
 
 def _torch(logits, target, class_weight=None, *, ignore_index=-100, reduction="mean", label_smoothing=0.0, **options):
     plain(options)
-    return F.cross_entropy(logits, target, class_weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
+    return F.cross_entropy(logits.float(), target, class_weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
 
 
 def _upstream(functional, logits, target, class_weight=None, *, z_loss=0.0, logit_scale=1.0, token_scaling=False, stats=False, **options):

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from liger_kernel.ops._op import Case, Cost, T, acc, launcher, nbytes, op, rows_of, tracing
 from liger_kernel.ops._reduce import scaled
-from liger_kernel.ops._tl import cdiv
 from liger_kernel.ops.cross_entropy import LOSS_SCHEMA, Loss, Rows, check, normaliser, plain, positive, row_kernel, targets
 from liger_kernel.ops.cross_entropy import reference as cross_entropy_reference
 
-# Rows of dw's partial sums that may be rounded to a 16-bit w before their error passes that of one GEMM twice over; more take fp32.
-MAX_ROUNDED_CHUNKS = 8
+# Partial sums of dw that a 16-bit w may hold. Each is rounded: k equal chunks of independent tokens make sqrt((k + 1) / 2) times the error of
+# one product, 1.9 for 6 (and measured 2.2 for 8: MEASURED.md). Where more are needed, dw is summed in fp32.
+ROUNDED_SUMS = 6
 
 
 def reference(
@@ -45,15 +45,20 @@ def reference(
     return cross_entropy_reference(F.linear(x, w, bias), target, class_weight, **dict(zip(Loss.__dataclass_fields__, numbers)))
 
 
-def auto_chunk_rows(M: int, V: int, itemsize: int, on_gpu: bool) -> int:
-    """Tokens a chunk: equal chunks, few enough for fast GEMMs and an exact dw, small enough for memory.
+def auto_chunk_rows(M: int, V: int, H: int, itemsize: int, on_gpu: bool) -> int:
+    """Tokens a chunk; the remainder of M makes a smaller chunk, the first one.
 
-    GPU: an eighth of the tokens, at least 1024 (H200: GEMMs of 512 rows lose a third of their speed), at most a buffer of 1 GiB.
+    GPU: at least 1024 (H200: GEMMs of 512 rows lose a third of their speed). For a 16-bit w as many as it takes to sum dw in ``ROUNDED_SUMS``
+    chunks, unless fp32 sums and chunks of 1024 take less memory; then, and for an fp32 w, an eighth of the tokens and at most 1 GiB.
     CPU: a buffer of 64 MiB.
     """
-    rows = max(1024, min(cdiv(M, 8), (1 << 30) // (V * itemsize))) if on_gpu else max(64, (1 << 26) // (V * 4))
-    align = 128 if on_gpu else 8
-    return cdiv(cdiv(M, cdiv(M, rows)), align) * align if rows < M else max(M, 1)
+    if not on_gpu:
+        rows, align = max(64, (1 << 26) // (V * 4)), 8
+    elif itemsize < 4 and M // ROUNDED_SUMS <= 2 * H + 1024:
+        rows, align = max(1024, M // ROUNDED_SUMS), 64
+    else:
+        rows, align = max(1024, min(M // 8, (1 << 30) // (V * itemsize))), 64
+    return max(1, min(M, rows // align * align))
 
 
 def _add_mm(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
@@ -82,22 +87,23 @@ def _chunks(
     db = x.new_zeros(V if need_db else 0, dtype=acc(x.dtype))
     if tracing(x):
         return dx, dw, db
-    step = chunk_rows or auto_chunk_rows(M, V, x.itemsize, x.is_cuda)
+    step = max(1, min(M, chunk_rows or auto_chunk_rows(M, V, H, x.itemsize, x.is_cuda)))
     if accum_dtype is None:
-        accum_dtype = dw.dtype if cdiv(M, step) <= MAX_ROUNDED_CHUNKS else acc(w.dtype)
+        accum_dtype = dw.dtype if M // step <= ROUNDED_SUMS else acc(w.dtype)
     total = dw if accum_dtype == dw.dtype or step >= M else dw.new_empty(dw.shape, dtype=accum_dtype)
     if M == 0:
         total.zero_()
-    buffer = x.new_empty(min(step, M), V)
-    for start in range(0, M, step):
-        rows = slice(start, min(start + step, M))
-        z = torch.mm(x[rows], w.t(), out=buffer[: rows.stop - start])
+    buffer = x.new_empty(step, V)
+    # the remainder first: what is summed last is rounded least
+    for start in range(M % step - step if M % step else 0, M, step):
+        rows = slice(max(start, 0), start + step)
+        z = torch.mm(x[rows], w.t(), out=buffer[: rows.stop - rows.start])
         row_kernel(z, target[rows], s, class_weight=class_weight, bias=bias, out=out and out[rows], dz=z if any(need) else None,
                  norm=norm, g=None if g is None else g[rows], lse=None if lse is None else lse[rows])  # fmt: skip
         if need_dx:
             torch.mm(z, w, out=dx[rows])
         if need_dw:
-            _add_mm(total, z.t(), x[rows], first=start == 0)
+            _add_mm(total, z.t(), x[rows], first=rows.start == 0)
         if need_db:
             db += z.sum(0, dtype=db.dtype)
     return dx, dw if total is dw else dw.copy_(total), db
@@ -166,10 +172,11 @@ def _cost(x, w, target, bias=None, class_weight=None, **_) -> Cost:
 
 
 def _torch(x, w, target, bias=None, class_weight=None, *, ignore_index=-100, reduction="mean", label_smoothing=0.0, **options):
-    plain({k: v for k, v in options.items() if k not in ("accum_dtype", "chunk_rows")})
+    plain({k: v for k, v in options.items() if k not in ("accum_dtype", "chunk_rows")} | dict(class_weight=class_weight))
+    options = dict(ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
     if hasattr(F, "linear_cross_entropy"):
-        return F.linear_cross_entropy(x, w, target, linear_bias=bias, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
-    raise NotImplementedError
+        return F.linear_cross_entropy(x, w, target, linear_bias=bias, **options)
+    return F.cross_entropy(F.linear(x, w, bias).float(), target, **options)
 
 
 def _upstream(
@@ -180,8 +187,8 @@ def _upstream(
 
 
 def _cce(cce, x, w, target, bias=None, class_weight=None, *, ignore_index=-100, reduction="mean", softcap=None, accum_dtype=None, chunk_rows=None, **options):
-    plain(options | dict(class_weight=class_weight))
-    return cce.linear_cross_entropy(x, w, target, bias=bias, ignore_index=ignore_index, softcap=softcap, reduction=reduction)
+    plain(options | dict(class_weight=class_weight, bias=bias))
+    return cce.linear_cross_entropy(x, w, target, ignore_index=ignore_index, softcap=softcap, reduction=reduction)
 
 
 @op(
@@ -246,7 +253,7 @@ def linear_cross_entropy(
 
     x (M, H), w (V, H), target (M,) int64, bias (V,), class_weight (V,); x, w and bias are promoted to one dtype, under autocast to its dtype.
     Returns like ``cross_entropy``. ``chunk_rows`` tokens a chunk (default: ``auto_chunk_rows``); dw is summed over chunks in
-    ``accum_dtype`` (default: fp32 in fp16 and beyond 8 chunks, else w's dtype).
+    ``accum_dtype`` (default: fp32 in fp16 and beyond 6 chunks, else w's dtype).
     """
     if x.ndim != 2:
         raise ValueError(f"linear_cross_entropy: x must have shape (M, H), got {tuple(x.shape)}")

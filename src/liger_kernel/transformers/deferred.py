@@ -74,7 +74,7 @@ def head_cross_entropy(head: nn.Module, x: Tensor, target: Tensor, *, class_weig
             logits.reshape(-1, logits.shape[-1]), target, class_weight, reduction="none" if reduction == "none" else "sum", stats=True, **options
         )
 
-    rows = auto_chunk_rows(x.shape[0], out_features(head, x), x.element_size(), x.is_cuda)
+    rows = auto_chunk_rows(x.shape[0], out_features(head, x), x.shape[1], x.element_size(), x.is_cuda)
     run = functools.partial(checkpoint, part, use_reentrant=False) if torch.is_grad_enabled() else part
     parts = [run(*chunk) for chunk in zip(x.split(rows), target.split(rows))]
     losses, z_losses, predicted = ([p[i] for p in parts] for i in range(3))

@@ -265,6 +265,17 @@ def test_second_backward_equals_the_first(op, case):
     assert_same_bits(backward(outs, args, grads), first)
 
 
+@needs_kernels
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+def test_second_derivatives_are_refused(op):
+    """Rather than left out of a sum: a penalty on a gradient is not a constant."""
+    args = op.cases[0].make(torch.float32, DEVICE)
+    outs = forward(op.fn, args)
+    dx = torch.autograd.grad(outs["out0"].sum(), next(iter(differentiable(args).values())), create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="no second derivatives"):
+        (outs["out0"].sum() + dx.square().sum()).backward()
+
+
 @small
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpoints(op, case, reentrant):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -196,6 +197,21 @@ def launch(kernel, grid: tuple[int, ...], x: Tensor, *args, **meta) -> None:
     elsewhere = x.is_cuda and x.get_device() != torch.cuda.current_device()
     with torch.cuda.device(x.device) if elsewhere else _ON_DEVICE:
         kernel[grid](x, *args, **meta)
+
+
+def once_differentiable(backward: Callable) -> Callable:
+    """``backward`` of a Function whose gradients, differentiated again, raise. (torch's own lets them pass as constants if the upstream gradient is one.)"""
+
+    @functools.wraps(backward)
+    def once(ctx, *grads):
+        with torch.no_grad():
+            outs = backward(ctx, *grads)
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():  # enabled: create_graph=True
+            return outs
+        fail = torch._C._functions.DelayedError(b"liger_kernel: kernels have no second derivatives; the stock model has", len(outs))
+        return fail(*(None if d is None else d.detach().requires_grad_() for d in outs))
+
+    return once
 
 
 def acc(dtype: torch.dtype) -> torch.dtype:

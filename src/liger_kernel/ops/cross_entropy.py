@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_kernel.ops import _config
-from liger_kernel.ops._op import Case, Cost, T, acc, launch, launcher, nbytes, op, rows_of, tracing, use_kernels
+from liger_kernel.ops._op import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, rows_of, tracing, use_kernels
 from liger_kernel.ops._tl import tanh, tl, triton
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -339,7 +339,7 @@ class CrossEntropyFunction(torch.autograd.Function):
         return loss, z_loss, predicted
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, g, *_):
         return cross_entropy_bwd(g, *ctx.saved_tensors, *ctx.numbers), *(None,) * (2 + len(ctx.numbers))
 

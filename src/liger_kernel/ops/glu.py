@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_kernel.ops import _config
-from liger_kernel.ops._op import Case, Cost, T, acc, launch, launcher, nbytes, op, rows_of, use_kernels
+from liger_kernel.ops._op import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, rows_of, use_kernels
 from liger_kernel.ops._tl import cdiv, tl, triton
 
 ACTS = {
@@ -137,7 +137,7 @@ class GLUFunction(torch.autograd.Function):
         return glu_fwd(gate, up, act).view(*ctx.shape[:-1], gate.shape[1])
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, dy):
         need_dgate, need_dup, _ = ctx.needs_input_grad
         dgate, dup = glu_bwd(rows_of(dy), *ctx.saved_tensors, ctx.act, ctx.packed, need_dgate, need_dup)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops._op import Case, Cost, T, acc, launcher, nbytes, op, rows_of, tracing
+from liger_kernel.ops._op import Case, Cost, T, acc, launcher, nbytes, once_differentiable, op, rows_of, tracing
 from liger_kernel.ops._reduce import scaled
 from liger_kernel.ops.cross_entropy import LOSS_SCHEMA, Loss, Rows, check, normaliser, plain, positive, row_kernel, targets
 from liger_kernel.ops.cross_entropy import reference as cross_entropy_reference
@@ -150,7 +150,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         return loss, z_loss, predicted
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, g, *_):
         if ctx.recompute:
             grads = linear_cross_entropy_bwd(g.contiguous(), *ctx.saved_tensors, *ctx.numbers, *ctx.need)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops import _config
-from liger_kernel.ops._op import Case, Cost, acc, launch, launcher, nbytes, op, use_kernels
+from liger_kernel.ops._op import Case, Cost, acc, launch, launcher, nbytes, once_differentiable, op, use_kernels
 from liger_kernel.ops._op import T as T_  # T is the sequence length here
 from liger_kernel.ops._tl import next_power_of_2, tl, triton
 
@@ -136,7 +136,7 @@ class RopeFunction(torch.autograd.Function):
         return _both(q, k, cos, sin, position_ids, ctx.heads_first, ctx.pairs, False)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, dq, dk):
         heads, (need_dq, need_dk) = (1 if ctx.heads_first else 2), ctx.needs_input_grad[:2]
         # a gradient that nobody needs is turned over no heads

@@ -141,7 +141,7 @@ def test_fp16_sums_over_tokens_do_not_overflow(chunk_rows):
     [
         (8192, 4096, 128256, 2, 1344, 7),  # six, and a remainder of 128
         (2048, 4096, 128256, 2, 1024, 2),
-        (16384, 4096, 32000, 2, 2688, 7),
+        (16384, 4096, 32000, 2, 3264, 6),
         (900, 4096, 128256, 2, 900, 1),
         (1 << 20, 2048, 128256, 2, 4160, 253),  # fp32 sums, 1 GiB
         (32768, 2048, 128256, 4, 2048, 16),
@@ -157,14 +157,14 @@ def test_chunks_on_a_cpu_take_64_mib(M, V):
     assert 1 <= rows <= max(M, 1) and rows * V * 4 <= max(64 * V * 4, 1 << 26)
 
 
-def test_a_16_bit_weight_gradient_is_rounded_at_most_six_times_and_a_bit(watch, monkeypatch):
+def test_a_16_bit_weight_gradient_is_rounded_few_times(watch, monkeypatch):
     """More chunks are summed in fp32, unless the caller says otherwise."""
     sums = []
     module = importlib.import_module("liger_kernel.ops.linear_cross_entropy")
     add = module._add_mm
     monkeypatch.setattr(module, "_add_mm", lambda total, *args, **kwargs: (sums.append(total.dtype), add(total, *args, **kwargs)))
     x, w, target = inputs(M=42, dtype=torch.bfloat16)
-    for chunk_rows, dtype, number in ((42, torch.bfloat16, 1), (7, torch.bfloat16, 6), (6, torch.float32, 7)):
+    for chunk_rows, dtype, number in ((42, torch.bfloat16, 1), (8, torch.bfloat16, 6), (7, torch.float32, 6)):
         sums.clear()
         linear_cross_entropy(x, w, target, chunk_rows=chunk_rows)
         assert sums == [dtype] * number

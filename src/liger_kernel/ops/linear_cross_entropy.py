@@ -18,11 +18,6 @@ from liger_kernel.ops._reduce import scaled
 from liger_kernel.ops.cross_entropy import LOSS_SCHEMA, Loss, Rows, check, normaliser, plain, positive, row_kernel, targets
 from liger_kernel.ops.cross_entropy import reference as cross_entropy_reference
 
-# Partial sums of dw that a 16-bit w may hold. Each is rounded: k equal chunks of independent tokens make sqrt((k + 1) / 2) times the error of
-# one product, 1.9 for 6 (and measured 2.2 for 8: MEASURED.md). Where more are needed, dw is summed in fp32.
-ROUNDED_SUMS = 6
-
-
 def reference(
     x: Tensor,
     w: Tensor,
@@ -45,17 +40,27 @@ def reference(
     return cross_entropy_reference(F.linear(x, w, bias), target, class_weight, **dict(zip(Loss.__dataclass_fields__, numbers)))
 
 
+def rounded_sums(M: int, V: int) -> int:
+    """Chunks whose sum a 16-bit dw may hold: each addition is rounded, and k equal chunks make up to sqrt((k + 1) / 2) times the error of one product.
+
+    That is what a row of dw gets if it changes in every chunk; with many more classes than tokens most do not. 16384 tokens, 32000 classes,
+    H200: 2.04 times for 6 chunks. 8192 tokens, 128256 classes: 1.29 times. More chunks than this are summed in fp32.
+    """
+    return 6 if 4 * M <= V else 5
+
+
 def auto_chunk_rows(M: int, V: int, H: int, itemsize: int, on_gpu: bool) -> int:
     """Tokens a chunk; the remainder of M makes a smaller chunk, the first one.
 
-    GPU: at least 1024 (H200: GEMMs of 512 rows lose a third of their speed). For a 16-bit w as many as it takes to sum dw in ``ROUNDED_SUMS``
+    GPU: at least 1024 (H200: GEMMs of 512 rows lose a third of their speed). For a 16-bit w as many as it takes to sum dw in ``rounded_sums``
     chunks, unless fp32 sums and chunks of 1024 take less memory; then, and for an fp32 w, an eighth of the tokens and at most 1 GiB.
     CPU: a buffer of 64 MiB.
     """
+    few = M // rounded_sums(M, V)
     if not on_gpu:
         rows, align = max(64, (1 << 26) // (V * 4)), 8
-    elif itemsize < 4 and M // ROUNDED_SUMS <= 2 * H + 1024:
-        rows, align = max(1024, M // ROUNDED_SUMS), 64
+    elif itemsize < 4 and few <= 2 * H + 1024:
+        rows, align = max(1024, few), 64
     else:
         rows, align = max(1024, min(M // 8, (1 << 30) // (V * itemsize))), 64
     return max(1, min(M, rows // align * align))
@@ -89,7 +94,7 @@ def _chunks(
         return dx, dw, db
     step = max(1, min(M, chunk_rows or auto_chunk_rows(M, V, H, x.itemsize, x.is_cuda)))
     if accum_dtype is None:
-        accum_dtype = dw.dtype if M // step <= ROUNDED_SUMS else acc(w.dtype)
+        accum_dtype = dw.dtype if M // step <= rounded_sums(M, V) else acc(w.dtype)
     total = dw if accum_dtype == dw.dtype or step >= M else dw.new_empty(dw.shape, dtype=accum_dtype)
     if M == 0:
         total.zero_()
@@ -253,7 +258,7 @@ def linear_cross_entropy(
 
     x (M, H), w (V, H), target (M,) int64, bias (V,), class_weight (V,); x, w and bias are promoted to one dtype, under autocast to its dtype.
     Returns like ``cross_entropy``. ``chunk_rows`` tokens a chunk (default: ``auto_chunk_rows``); dw is summed over chunks in
-    ``accum_dtype`` (default: fp32 in fp16 and beyond 6 chunks, else w's dtype).
+    ``accum_dtype`` (default: fp32 in fp16 and beyond 5 or 6 chunks, else w's dtype).
     """
     if x.ndim != 2:
         raise ValueError(f"linear_cross_entropy: x must have shape (M, H), got {tuple(x.shape)}")

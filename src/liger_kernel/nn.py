@@ -318,7 +318,7 @@ class LigerCrossEntropyLoss(nn.Module):
         return_predicted_tokens: bool = False,
     ):
         super().__init__()
-        self.weight = weight
+        self.register_buffer("weight", weight, persistent=False)  # moves with the module, and is no part of its state
         self.ignore_index, self.lse_square_scale, self.label_smoothing = ignore_index, lse_square_scale, label_smoothing
         self.reduction, self.softcap = reduction, softcap
         self.return_z_loss, self.return_token_accuracy, self.return_predicted_tokens = return_z_loss, return_token_accuracy, return_predicted_tokens
@@ -349,7 +349,7 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
         return_predicted_tokens: bool = False,
     ):
         super().__init__()
-        self.ce_weight = ce_weight
+        self.register_buffer("ce_weight", ce_weight, persistent=False)
         self.ignore_index, self.lse_square_scale, self.label_smoothing = ignore_index, lse_square_scale, label_smoothing
         self.reduction, self.softcap, self.accum_dtype, self.use_token_scaling = reduction, softcap, accum_dtype, use_token_scaling
         self.return_z_loss, self.return_token_accuracy, self.return_predicted_tokens = return_z_loss, return_token_accuracy, return_predicted_tokens

@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import csv
 import gc
+import importlib.util
 import json
 import subprocess
 import sys
@@ -276,6 +277,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     a.mode, a.dtype = several(a.mode, MODES), several(a.dtype or ("bf16" if clock.GPU else "fp32"), DTYPES)
     a.against = several(a.against or ("eager,compile,torch" if clock.GPU else "eager"), VARIANTS)
     a.repeats = 3 if a.smoke else a.repeats
+    if a.plot and importlib.util.find_spec("matplotlib") is None:  # now, not after ten minutes
+        raise UserError("--plot needs matplotlib: pip install 'liger-kernel[train]'")
     for name in a.op:
         _one_of(name, OPS)
     return a

@@ -258,7 +258,7 @@ def row_kernel(
     class_weight, bias = (None if t is None else t.contiguous() for t in (class_weight, bias))
     weight_sum = None if class_weight is None else class_weight.float().sum()
     # H200, in place, 1024 x 128256 bf16: 221 us; blocks of 8192 237, of 4096 234 (three passes at copy speed: 187)
-    c = _config.tile("cross_entropy", V, z.itemsize, elements=16384, max_block_n=16384)
+    c = _config.tile("cross_entropy", V, z.itemsize, elements=1, max_block_n=16384)  # one row a program
     none = z  # a pointer for what a flag switches off
     o = out or Rows(none, none, none, none)
     launch(
@@ -434,6 +434,11 @@ def plain(options: dict) -> None:
              error="cross_entropy: class_weight must have shape (5,), got (4,)"),
         Case("bad-reduction", dict(logits=T((3, 5)), target=targets(3, 5), reduction="avg"),
              error="cross_entropy: reduction must be one of ('mean', 'sum', 'none'), got 'avg'"),
+        Case(
+            "integers",
+            dict(logits=T((3, 5), dtype=torch.int64), target=targets(3, 5)),
+            error="cross_entropy: logits must be floating point, got torch.int64",
+        ),
         Case("3d", dict(logits=T((3, 5, 2)), target=targets(3, 5)), error="cross_entropy: logits must have shape (M, V), got (3, 5, 2)"),
     ],
     # a loss that leaves its gradient behind needs one pass to read and one to write
@@ -463,6 +468,8 @@ def cross_entropy(
     Returns the fp32 loss, 0-dim or (M,) with ``reduction="none"``; with ``stats`` also the z-loss that it contains and the predicted
     classes (M,) int64, -1 where ignored, both without gradient. ``class_weight`` (V,) gets no gradient.
     """
+    if not logits.is_floating_point():
+        raise ValueError(f"cross_entropy: logits must be floating point, got {logits.dtype}")
     if logits.ndim != 2:
         raise ValueError(f"cross_entropy: logits must have shape (M, V), got {tuple(logits.shape)}")
     check("cross_entropy", logits.shape, target, class_weight, reduction)

@@ -54,8 +54,9 @@ def _act(x, ACT: tl.constexpr):
         y = x * s
         dy = s + x * s * c * 1.5957691216057308 * (1.0 + 0.134145 * x * x)
     elif ACT == "relu2":
-        y = tl.where(x > 0, x, 0.0) * x
-        dy = tl.where(x > 0, x, 0.0) * 2.0
+        r = tl.where(x <= 0, 0.0, x)
+        y = r * r
+        dy = 2.0 * r
     else:
         y, c = _sigmoids(x)
         dy = y * c
@@ -157,6 +158,7 @@ class GLUFunction(torch.autograd.Function):
         Case("one", dict(gate=T((1, 1)), up=T((1, 1)))),
         Case("llama3-8b", dict(gate=T((8192, 14336)), up=T((8192, 14336))), gpu=True),
         Case("phi3-mini", dict(gate=T((4096, 16384)), up=None), gpu=True),
+        Case("integers", dict(gate=T((2, 4), dtype=torch.int64), up=T((2, 4))), error="glu: gate must be floating point, got torch.int64"),
         Case("bad-act", dict(gate=T((2, 4)), up=T((2, 4)), act="swish2"),
              error="glu: act must be one of ['gelu', 'gelu_tanh', 'relu2', 'sigmoid', 'silu'], got 'swish2'"),
         Case("bad-shapes", dict(gate=T((2, 4)), up=T((2, 5))), error="glu: up must have shape (2, 4), got (2, 5)"),
@@ -178,6 +180,8 @@ def glu(gate: Tensor, up: Tensor | None = None, *, act: str = "silu") -> Tensor:
 
     gate, up (..., I) in fp32, fp16, bf16 or fp64, any strides; or gate (..., 2 I) and no up, for projections that are one packed matrix.
     """
+    if not gate.is_floating_point():
+        raise ValueError(f"glu: gate must be floating point, got {gate.dtype}")
     if act not in ACTS:
         raise ValueError(f"glu: act must be one of {sorted(ACTS)}, got {act!r}")
     if up is None and gate.shape[-1] % 2:

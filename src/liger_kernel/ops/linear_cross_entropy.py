@@ -18,6 +18,7 @@ from liger_kernel.ops._reduce import scaled
 from liger_kernel.ops.cross_entropy import LOSS_SCHEMA, Loss, Rows, check, normaliser, plain, positive, row_kernel, targets
 from liger_kernel.ops.cross_entropy import reference as cross_entropy_reference
 
+
 def reference(
     x: Tensor,
     w: Tensor,
@@ -223,6 +224,8 @@ def _cce(cce, x, w, target, bias=None, class_weight=None, *, ignore_index=-100, 
                 ("llama2-7b", 16384, 4096, 32000),
             )
         ),
+        Case("integers", dict(x=T((4, 8), dtype=torch.int64), w=T((10, 8)), target=targets(4, 10)),
+             error="linear_cross_entropy: x and w must be floating point, got torch.int64 and torch.float32"),
         Case("bad-width", dict(x=T((4, 8)), w=T((10, 6)), target=targets(4, 10)), error="linear_cross_entropy: w must have shape (V, 8), got (10, 6)"),
         Case("bad-bias", dict(x=T((4, 8)), w=T((10, 8)), target=targets(4, 10), bias=T((4,))),
              error="linear_cross_entropy: bias must have shape (10,), got (4,)"),
@@ -260,6 +263,8 @@ def linear_cross_entropy(
     Returns like ``cross_entropy``. ``chunk_rows`` tokens a chunk (default: ``auto_chunk_rows``); dw is summed over chunks in
     ``accum_dtype`` (default: fp32 in fp16 and beyond 5 or 6 chunks, else w's dtype).
     """
+    if not (x.is_floating_point() and w.is_floating_point()):
+        raise ValueError(f"linear_cross_entropy: x and w must be floating point, got {x.dtype} and {w.dtype}")
     if x.ndim != 2:
         raise ValueError(f"linear_cross_entropy: x must have shape (M, H), got {tuple(x.shape)}")
     if w.ndim != 2 or w.shape[1] != x.shape[1]:
@@ -270,7 +275,7 @@ def linear_cross_entropy(
         raise ValueError(f"linear_cross_entropy: chunk_rows must be positive, got {chunk_rows}")
     check("linear_cross_entropy", (x.shape[0], w.shape[0]), target, class_weight, reduction)
     device = x.device.type
-    autocast = device != "meta" and torch.is_autocast_enabled(device)
+    autocast = device != "meta" and torch.is_autocast_enabled(device) and torch.float64 not in (x.dtype, w.dtype)  # as F.linear has it
     dtype = torch.get_autocast_dtype(device) if autocast else torch.promote_types(x.dtype, w.dtype)
     x, w, bias = x.to(dtype), w.to(dtype), bias if bias is None else bias.to(dtype)
     need = (t is not None and t.requires_grad and torch.is_grad_enabled() for t in (x, w, bias))

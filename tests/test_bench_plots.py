@@ -176,10 +176,10 @@ def test_wrong_and_failed_have_no_ratio(words, tmp_path):
     plots.memory_bars(measured("rms_norm"), tmp_path)
     for name in ("time-rms_norm-bf16.png", "memory-rms_norm-bf16.png"):
         texts = words[name]
-        assert "wrong" in texts and "failed" in texts
+        assert "inaccurate" in texts and "failed" in texts
         assert not any("quack" in text and "x" in text for text in texts)  # nor in the title
     ours = operator_row("rms_norm", "llama3-8b", "ours", 0.096, 136)
-    assert plots.bar_label(WRONG, ours, "device_ms") == plots.bar_label(WRONG, ours, "peak_mb") == "wrong"
+    assert plots.bar_label(WRONG, ours, "device_ms") == plots.bar_label(WRONG, ours, "peak_mb") == "inaccurate"
     assert plots.bar_label(FAILED, ours, "device_ms") == "failed"
 
 
@@ -188,7 +188,7 @@ def test_nothing_is_compared_to_a_wrong_ours(words, tmp_path):
     paths = [*plots.time_bars({"meta": META, "rows": rows}, tmp_path), *plots.memory_bars({"meta": META, "rows": rows}, tmp_path)]
     assert len(paths) == 2
     for texts in words.values():
-        assert "glu: ours is wrong in 1 of 1 cases" in texts
+        assert "glu: ours is inaccurate in 1 of 1 cases" in texts
         assert not any(re.search(r"\d\.\d\dx", text) for text in texts)
 
 
@@ -298,7 +298,7 @@ def test_text_table():
     assert cells(table, "rms_norm", "llama3-8b", "full", "upstream")[4:] == ["0.139 ± 1.2 %", "1.45x", "0.189", "0.310", "3", "69.0", "57", "1.00"]
     assert cells(table, "rms_norm", "llama3-8b", "full", "ours")[4:6] == ["0.0960 ± 1.2 %", "0.146"]  # ours has no ratio to itself
     assert cells(table, "rms_norm", "llama3-8b", "full", "quack")[4:6] == ["0.0310 ± 1.2 %", "0.0810"]
-    assert cells(table, "rms_norm", "llama3-8b", "full", "quack")[-1] == "50.0 wrong"
+    assert cells(table, "rms_norm", "llama3-8b", "full", "quack")[-1] == "50.0 inaccurate"
     assert cells(table, "rms_norm", "llama3-1b", "full", "quack")[4:] == ["failed: RuntimeError: no kernel image for this device"]
     assert "dtype" in report.text_table([*measured()["rows"], operator_row("glu", "a", "ours", 1.0, 1.0, dtype="fp32")]).split()
 
@@ -323,10 +323,10 @@ def test_text_table_of_steps():
 
 def test_steps_whose_losses_differ_have_no_ratio(words, tmp_path):
     rows = [row | {"accurate": row["variant"] != "upstream", "loss_parity": 0.3} for row in trained()["rows"][:4]]
-    assert cells(report.text_table(rows), "llama-3.2-1b", "upstream")[-1] == "3.0e-01 wrong"
+    assert cells(report.text_table(rows), "llama-3.2-1b", "upstream")[-1] == "3.0e-01 inaccurate"
     assert "upstream" not in report.summary(rows)["llama-3.2-1b"]
     plots.step_bars({"meta": META, "rows": rows}, tmp_path)
-    assert words["step.png"].count("wrong") == 2 and not any("x as fast as upstream" in text for text in words["step.png"])
+    assert words["step.png"].count("inaccurate") == 2 and not any("x as fast as upstream" in text for text in words["step.png"])
 
 
 def test_markdown_table():
@@ -457,7 +457,7 @@ def test_html_explains_and_names_the_machine(page):
 def test_html_admits_a_broken_ours_and_a_cpu(tmp_path):
     rows = [row | {"accurate": row["variant"] != "ours"} for row in measured()["rows"] if row["op"] == "glu"]
     parsed = Page(report.html(tmp_path / "r.html", {"meta": META | {"hardware": "CPU (x86_64, 2 threads)"}, "rows": rows}).read_text())
-    assert "glu llama3-8b, bf16, full: wrong" in parsed.text and "Measured without a GPU" in parsed.text
+    assert "glu llama3-8b, bf16, full: inaccurate" in parsed.text and "Measured without a GPU" in parsed.text
     assert not any(re.fullmatch(r"\d\.\d\dx", text) for line in parsed.tables["table-operators"] for text, _ in line)
 
 

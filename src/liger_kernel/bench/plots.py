@@ -198,7 +198,7 @@ def memory_bars(data: Data, out: Path | str) -> list[Path]:
 def bar_label(row: Row, ours: Row | None, name: str) -> str:
     """The words at the end of a bar: the value, and its ratio to ours if both are usable."""
     if not usable(row):
-        return "failed" if row.get("failed") else "wrong"
+        return "failed" if row.get("failed") else "inaccurate"
     unit = {"device_ms": "ms", "peak_mb": "MB", "tokens_per_s": "tokens/s", "peak_allocated_gb": "GB", "mfu": "%"}[name]
     value = row.get(name)
     if value is None:
@@ -318,7 +318,7 @@ def _lines(axes: Any, rows: list[Row], name: str, sweep: str) -> None:
         )
         axes.plot(*zip(*wrong) if wrong else ([], []), color=_colour(variant), linestyle="none", marker="o", markersize=4.5, markerfacecolor=WHITE)
         if good or wrong:
-            words = variant_label(variant) + (f", failed at {min(failed):,}" if failed else "") + (", hollow: wrong" if wrong else "")
+            words = variant_label(variant) + (f", failed at {min(failed):,}" if failed else "") + (", hollow: inaccurate" if wrong else "")
             ends.append((*(good or wrong)[-1], words, variant))
     floor = sorted({(row["x"], row["floor_ms"]) for row in rows if row.get("floor_ms")}) if name == "device_ms" else []
     if floor:

@@ -112,10 +112,10 @@ def variant_label(name: str) -> str:
 
 
 def status(row: Row) -> str:
-    """``failed: why``, ``wrong`` or nothing."""
+    """``failed: why``, ``inaccurate`` or nothing."""
     if row.get("failed"):
         return f"failed: {' '.join(str(row['failed']).split())}"
-    return "wrong" if row.get("accurate") is False else ""
+    return "inaccurate" if row.get("accurate") is False else ""
 
 
 def hardware_line(meta: dict[str, Any]) -> str:
@@ -172,13 +172,13 @@ def _error(row: Row, ours: Row | None = None) -> float | None:
 def _error_text(row: Row, ours: Row | None) -> str:
     error = _error(row)
     shown = "" if error is None else digits(error)
-    return f"{shown} wrong".strip() if status(row) == "wrong" else shown
+    return f"{shown} inaccurate".strip() if status(row) == "inaccurate" else shown
 
 
 def _parity(row: Row) -> str:
     parity = row.get("loss_parity")
     shown = "" if parity is None or row.get("failed") else f"{parity:.1e}" if parity else "0"
-    return f"{shown} wrong".strip() if status(row) == "wrong" else shown
+    return f"{shown} inaccurate".strip() if status(row) == "inaccurate" else shown
 
 
 OPERATOR = (
@@ -214,7 +214,7 @@ OPERATOR = (
     Column(
         "error/PyTorch",
         "Largest RMS error of the results and gradients against fp64, divided by the error that PyTorch makes in the same type. 1 is as exact as PyTorch; "
-        "'wrong' did not pass the accuracy check, and its speed counts for nothing.",
+        "'inaccurate' did not pass the accuracy check, and its speed counts for nothing.",
         _error,
         _error_text,
     ),
@@ -246,7 +246,7 @@ STEP = (
     _number("largest batch", "largest_batch", "Most rows that fit.", lambda n: f"{n:g}"),
     Column(
         "loss parity",
-        "Largest relative difference of a loss to stock's, over the first steps; 'wrong': more than rounding explains, so its speed counts for nothing.",
+        "Largest relative difference of a loss to stock's, over the first steps; 'inaccurate': more than rounding explains, so its speed counts for nothing.",
         lambda row, ours: None if row.get("failed") else row.get("loss_parity"),
         lambda row, ours: _parity(row),
     ),

@@ -155,6 +155,19 @@ def test_a_rival_of_our_own_name_is_loaded_beside_us(tmp_path):
     assert again is liger_kernel and str(tmp_path) not in str(liger_kernel.__file__)
 
 
+def test_what_a_rival_needs_prepared_is_not_timed():
+    seen = []
+
+    def rival(module, x, w=None, **options):
+        seen.append(x.shape[0])
+        return OPS["rms_norm"].reference(x, w, **options)
+
+    rival.prepare = lambda args: args | {"x": args["x"].detach()[:4].requires_grad_()}
+    fn = operators._with(rival, None)
+    operators._contestant(fn, OPS["rms_norm"].cases[0].make(torch.float32, operators.DEVICE), "full")()()
+    assert seen == [4, 4]
+
+
 def test_an_earlier_revision_of_ours_runs_beside_us(monkeypatch):
     if not (rivals.Path(rivals.__file__).parents[3] / ".git").exists():
         pytest.skip("not a git checkout")

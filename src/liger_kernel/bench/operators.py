@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import csv
+import functools
 import gc
 import importlib.util
 import json
@@ -68,7 +69,14 @@ def implementations(op: Op, against: list[str], loaded: dict[str, rivals.Rival])
 
 
 def _with(function: Callable[..., Any], module: Any) -> Callable[..., Any]:
-    return lambda *args, **kwargs: function(module, *args, **kwargs)
+    bound = functools.partial(function, module)
+    bound.prepare = getattr(function, "prepare", lambda args: args)  # type: ignore[attr-defined]
+    return bound
+
+
+def inputs(fn: Callable[..., Any], base: dict[str, Any]) -> dict[str, Any]:
+    """Fresh arguments for ``fn``, as it takes them."""
+    return getattr(fn, "prepare", lambda args: args)(like(base))
 
 
 def gradients(outs: Named) -> Named:
@@ -120,7 +128,7 @@ def measure(
         row = rows[name] = {"failed": None, "accurate": False, "error": None, "error_pytorch": None}
         try:
             with _present(loaded.get(name)):
-                found = pytorch if name == "eager" else results(fn, like(base))
+                found = pytorch if name == "eager" else results(fn, inputs(fn, base))
             row["error"], row["error_pytorch"], row["accurate"] = accuracy(found, pytorch, truth, dtype)
             del found
             alive[name] = fn
@@ -155,10 +163,10 @@ def measure(
 
 def _contestant(fn: Callable[..., Any], base: dict[str, Any], mode: str) -> clock.Prepare:
     """Fresh inputs and upstream gradients each time: some implementations write into both."""
-    drawn = gradients(forward(fn, like(base)))
+    drawn = gradients(forward(fn, inputs(fn, base)))
 
     def prepare() -> Callable[[], Any]:
-        args, grads = like(base), {k: g.clone() for k, g in drawn.items()}
+        args, grads = inputs(fn, base), {k: g.clone() for k, g in drawn.items()}
         outs = forward(fn, args) if mode == "backward" else {}
         whole = lambda: backward(forward(fn, args), args, grads)
         return {"forward": lambda: fn(**args), "backward": lambda: backward(outs, args, grads), "full": whole}[mode]

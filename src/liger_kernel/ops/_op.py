@@ -119,7 +119,8 @@ def op(
     """Declare a public operator; ``reference`` has its signature and is its meaning, in any dtype, on any device.
 
     ``cost`` takes a case's arguments. ``rivals`` are other implementations to measure against: "torch", or a package, whose function takes
-    the module ``bench.rivals`` loads it as, and the arguments. ``sweeps``: name -> (values, arguments of a case for a value).
+    the module ``bench.rivals`` loads it as, and the arguments; its attribute ``prepare``, if it has one, maps a case's arguments to them, and is
+    not timed. ``sweeps``: name -> (values, arguments of a case for a value).
     """
 
     def declare(fn: F) -> F:

@@ -160,7 +160,11 @@ def _angles(T: int, half: int, B: int = 1) -> dict[str, T_]:
 def _upstream(functional, q, k, cos, sin, position_ids=None, *, layout="halves", unsqueeze_dim=1):
     if layout != "halves" or position_ids is not None or unsqueeze_dim != 1:
         raise NotImplementedError
-    return functional.liger_rope(q, k, torch.cat((cos, cos), -1), torch.cat((sin, sin), -1))
+    return functional.liger_rope(q, k, cos, sin)
+
+
+# it wants its tables twice over; models make them so, and not in the call
+_upstream.prepare = lambda args: args | {name: torch.cat((args[name], args[name]), -1) for name in ("cos", "sin")}  # type: ignore[attr-defined]
 
 
 def _projected(B: int, H: int, T: int, D: int, dtype: torch.dtype) -> Tensor:

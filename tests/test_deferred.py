@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import inspect
 import pickle
 import types
@@ -260,6 +261,41 @@ def test_frozen_trunk_still_trains_its_head():
     expected = step(model)[1]
     assert expected.keys() == {"loss", "lm_head.weight"}
     assert_same_learning(step(patched(model))[1], expected)
+
+
+@pytest.mark.parametrize("kwargs", [{}, dict(num_items_in_batch=17)])
+def test_ignored_tokens_stay_out_of_the_head(kwargs, monkeypatch):
+    """The labels are known when the forward begins: the head computes only the tokens that they count."""
+    model, batch = make("llama", num_hidden_layers=1), tokens(ignored=6)
+    expected = step(model, batch, **kwargs)[1]
+    rows, product = [], torch.mm
+    vocabulary = model.config.vocab_size
+    monkeypatch.setattr(torch, "mm", lambda a, b, **kw: (rows.append(a.shape[0]) if b.shape[1] == vocabulary else None, product(a, b, **kw))[1])
+    assert_same_learning(step(patched(model), batch, **kwargs)[1], expected)
+    assert rows == [(batch["labels"][:, 1:] != -100).sum()]
+
+
+def test_a_loss_that_counts_unforeseen_tokens_is_nan_not_wrong():
+    model, batch = patched(make("llama", num_hidden_layers=1)), tokens(ignored=6)
+    kept = deferred._kept_early
+    deferred._kept_early = lambda given, head: kept({"labels": given["labels"].index_fill(1, torch.tensor([8], device=DEVICE), -100)}, head)
+    try:
+        assert model(**batch).loss.isnan()
+    finally:
+        deferred._kept_early = kept
+
+
+def test_the_gradient_of_the_head_is_scaled_in_the_forward(monkeypatch):
+    """``num_items_in_batch``: what reaches the backward is 1, to rounding."""
+    seen = []
+    module = importlib.import_module("liger_kernel.ops.linear_cross_entropy")
+    scaled = module.scaled
+    monkeypatch.setattr(module, "scaled", lambda grads, g: (seen.append(g.item()), scaled(grads, g))[1])
+    monkeypatch.setattr(module, "auto_chunk_rows", lambda *_: 5)
+    model, batch = make("llama", num_hidden_layers=1), tokens(length=40)
+    expected = step(model, batch, num_items_in_batch=49)[1]
+    assert_same_learning(step(patched(model), batch, num_items_in_batch=49)[1], expected)
+    assert seen == [pytest.approx(1, abs=2e-7)]
 
 
 def test_frozen_head_gets_no_gradient():

@@ -230,7 +230,12 @@ def test_frozen_inputs_cost_nothing(op, case):
         wanted = [k for k in truth if k.startswith("out") or k[1:] in needed]
         assert_as_accurate(ours, {k: pytorch[k] for k in wanted}, {k: truth[k] for k in wanted}, *others)
         if full.calls:
-            saved, unneeded = full.allocated() - launches.allocated(), sum(args[k].numel() for k in names if k not in needed and f"d{k}" in truth)
+            saved, unneeded = full.allocated() - launches.allocated(), 0
+            known = [truth[f"d{k}"] for k in needed if f"d{k}" in truth]
+            for d in (truth[f"d{k}"] for k in names if k not in needed and f"d{k}" in truth):
+                if not any(d.shape == other.shape and torch.equal(d, other) for other in known):  # inputs that are added up share theirs
+                    unneeded += d.numel()
+                    known.append(d)
             assert saved >= unneeded, f"gradients for {needed or 'nothing'}: launchers allocate {saved} elements less; the others have {unneeded}"
     with torch.no_grad(), Launches() as launches:
         forward(op.fn, args)
@@ -279,7 +284,10 @@ def test_second_derivatives_are_refused(op):
 @small
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpoints(op, case, reentrant):
-    """Activation checkpointing computes the same again."""
+    """Activation checkpointing computes the same again: the same gradients, and losses to the last bit or two.
+
+    A loss whose gradient nobody wants yet comes from a kernel compiled for that.
+    """
     args = case.make(torch.bfloat16, DEVICE)
     names = list(args)
 
@@ -292,8 +300,11 @@ def test_checkpoints(op, case, reentrant):
         outs = forward(fn, fresh)
         grads = upstream(outs)
         torch.autograd.backward([outs[k] for k in grads], list(grads.values()))
-        results.append({k: o.detach() for k, o in outs.items()} | {f"d{k}": v.grad for k, v in differentiable(fresh).items()})
-    assert_same_bits(*results)
+        results.append(({k: o.detach() for k, o in outs.items()}, {f"d{k}": v.grad for k, v in differentiable(fresh).items()}))
+    (outs, grads), (again, grads_again) = results
+    assert_same_bits(grads, grads_again)
+    for k, o in outs.items():
+        torch.testing.assert_close(again[k], o, rtol=2 * torch.finfo(o.dtype).eps if o.is_floating_point() else 0, atol=0, equal_nan=True)
 
 
 @invalid

@@ -31,6 +31,7 @@ def environment() -> dict[str, str]:
         return {**found, "operators": "none: PyTorch is not installed"}
     import torch
 
+    found["torch"] = torch.__version__  # with its build, which the metadata may leave out
     found["CUDA of PyTorch"] = torch.version.cuda or "none"
     found["HIP of PyTorch"] = torch.version.hip or "none"
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]

@@ -5,43 +5,67 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from liger_kernel.ops.cross_entropy import cross_entropy
+from liger_kernel.ops._linear import Kept
+from liger_kernel.ops.cross_entropy import REDUCTIONS, cross_entropy
+from liger_kernel.ops.dyt import dyt
+from liger_kernel.ops.fused_add_rms_norm import fused_add_rms_norm
+from liger_kernel.ops.fused_linear_jsd import LigerFusedLinearJSDFunction
 from liger_kernel.ops.glu import glu
+from liger_kernel.ops.jsd import jsd
+from liger_kernel.ops.kl_div import kl_div
+from liger_kernel.ops.layer_norm import layer_norm
 from liger_kernel.ops.linear_cross_entropy import linear_cross_entropy
 from liger_kernel.ops.rms_norm import rms_norm
 from liger_kernel.ops.rope import rope
+from liger_kernel.ops.softmax import softmax
+from liger_kernel.ops.sparsemax import sparsemax
+from liger_kernel.ops.tvd import tvd
+from liger_kernel.ops.vocab_parallel_cross_entropy import validate_formula_and_mode, vocab_parallel_cross_entropy
 
 # -- functions -----------------------------------------------------------------------------
 
 
 @dataclass
 class CrossEntropyOutput:
-    """A loss and what was asked for beside it. ``token_accuracy`` is over the tokens not ignored; ``predicted_tokens`` is -1 for those ignored."""
+    """A loss and what was asked for beside it. ``token_accuracy`` is over the tokens not ignored; ``predicted_tokens`` is -1 for those ignored.
+
+    ``correct_tokens`` and ``counted_tokens``, 0-dim int64, make up ``token_accuracy``: sums of these, not means of that, are right over micro-batches.
+    """
 
     loss: Tensor
     z_loss: Tensor | None = None
     token_accuracy: Tensor | None = None
     predicted_tokens: Tensor | None = None
+    correct_tokens: Tensor | None = None
+    counted_tokens: Tensor | None = None
+
+
+def token_counts(predicted: Tensor, target: Tensor, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
+    """How many of ``predicted`` are ``target``, among how many targets not ignored."""
+    valid = target != ignore_index
+    return ((predicted == target) & valid).sum(), valid.sum()
 
 
 def token_accuracy(predicted: Tensor, target: Tensor, ignore_index: int = -100) -> Tensor:
     """Share of ``predicted`` that is ``target``, among the targets not ignored; NaN if there are none."""
-    valid = target != ignore_index
-    return ((predicted == target) & valid).sum() / valid.sum()
+    correct, counted = token_counts(predicted, target, ignore_index)
+    return correct / counted
 
 
 def _output(found: Any, target: Tensor, ignore_index: int, z_loss: bool, accuracy: bool, predictions: bool) -> Tensor | CrossEntropyOutput:
     if not (z_loss or accuracy or predictions):
         return found
     loss, z, predicted = found
-    correct = token_accuracy(predicted, target, ignore_index) if accuracy else None
-    return CrossEntropyOutput(loss, z if z_loss else None, correct, predicted if predictions else None)
+    correct, counted = token_counts(predicted, target, ignore_index) if accuracy else (None, None)
+    share = None if correct is None else correct / counted
+    return CrossEntropyOutput(loss, z if z_loss else None, share, predicted if predictions else None, correct, counted)
 
 
 def liger_cross_entropy(
@@ -97,11 +121,17 @@ def liger_fused_linear_cross_entropy(
     return_token_accuracy: bool = False,
     return_predicted_tokens: bool = False,
     chunk_mem_const: float = 1,
+    *,
+    num_items: Tensor | float | None = None,
+    compact: bool | Kept = False,
+    chunk_rows: int | None = None,
+    fp32_logits: bool = False,
 ) -> Tensor | CrossEntropyOutput:
     """Cross entropy of ``input @ weight.T + bias`` and class indices, without the logits. input (M, H), weight (V, H), target (M,).
 
     ``ce_weight`` (V,) weighs classes; ``accum_dtype`` is that of the sum of the weight's gradient over chunks; ``use_token_scaling`` multiplies
-    each loss by the detached probability of its target. ``chunk_mem_const`` is accepted and ignored: chunks are sized by memory.
+    each loss by the detached probability of its target. ``chunk_mem_const`` is accepted and ignored: chunks are sized by memory, or have
+    ``chunk_rows`` tokens. ``num_items``, ``compact`` and ``fp32_logits``: see ``linear_cross_entropy``.
     """
     stats = return_z_loss or return_token_accuracy or return_predicted_tokens
     found = linear_cross_entropy(
@@ -118,6 +148,10 @@ def liger_fused_linear_cross_entropy(
         token_scaling=use_token_scaling,
         accum_dtype=accum_dtype,
         stats=stats,
+        num_items=num_items,
+        compact=compact,
+        chunk_rows=chunk_rows,
+        fp32_logits=fp32_logits,
     )
     return _output(found, target, ignore_index, return_z_loss, return_token_accuracy, return_predicted_tokens)
 
@@ -125,6 +159,18 @@ def liger_fused_linear_cross_entropy(
 def liger_rms_norm(X: Tensor, W: Tensor | None, eps: float, offset: float = 0.0, casting_mode: str = "llama", in_place: bool = True) -> Tensor:
     """``x / rms(x) * (W + offset)`` over the last dim."""
     return rms_norm(X, W, eps=eps, offset=offset, casting=casting_mode)
+
+
+def liger_fused_add_rms_norm(
+    X: Tensor, R: Tensor, W: Tensor | None, eps: float, offset: float = 0.0, casting_mode: str = "llama", in_place: bool = True
+) -> tuple[Tensor, Tensor]:
+    """The ``liger_rms_norm`` of ``X + R``, and that sum."""
+    return fused_add_rms_norm(X, R, W, eps=eps, offset=offset, casting=casting_mode)
+
+
+def liger_layer_norm(X: Tensor, W: Tensor | None, B: Tensor | None, eps: float) -> Tensor:
+    """``F.layer_norm`` over the last dim."""
+    return layer_norm(X, W, B, eps=eps)
 
 
 def liger_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
@@ -147,6 +193,31 @@ def liger_swiglu(a: Tensor, b: Tensor) -> Tensor:
 def liger_geglu(a: Tensor, b: Tensor) -> Tensor:
     """``gelu(a) * b``, gelu by its tanh approximation."""
     return glu(a, b, act="gelu_tanh")
+
+
+def liger_jsd(input: Tensor, target: Tensor, shift_labels: Tensor | None = None, beta: float = 0.5, ignore_index: int = -100) -> Tensor:
+    """Generalised Jensen-Shannon divergence of log-probabilities log q = input and log p = target, over the rows not ignored (none left: NaN)."""
+    return jsd(input, target, shift_labels, beta=beta, ignore_index=ignore_index)
+
+
+def liger_kl_div(
+    input: Tensor,
+    target: Tensor,
+    size_average: bool = True,
+    reduce: bool = True,
+    reduction: str = "mean",
+    log_target: bool = False,
+    eps: float = 1e-10,
+) -> Tensor:
+    """``F.kl_div``: KL(target || exp(input)); ``reduce=False`` means "none", ``size_average=False`` "sum", and True leaves it to ``reduction``."""
+    if reduce is False or size_average is False:
+        reduction = "none" if reduce is False else "sum"
+    return kl_div(input, target, reduction=reduction, log_target=log_target, eps=eps)
+
+
+def liger_tvd(input: Tensor, target: Tensor, shift_labels: Tensor | None = None, reduction: str = "mean", ignore_index: int = -100) -> Tensor:
+    """Total variation distance of probabilities, ``sum |input - target| / 2``."""
+    return tvd(input, target, shift_labels, reduction=reduction, ignore_index=ignore_index)
 
 
 # -- modules -------------------------------------------------------------------------------
@@ -234,6 +305,40 @@ class LigerRMSNormForGlm4(LigerRMSNorm):
         row_mode: bool | None = None,
     ):
         super().__init__(hidden_size, eps, offset, casting_mode, init_fn)
+
+
+class LigerFusedAddRMSNorm(LigerRMSNorm):
+    """``(norm(s), s)`` of ``s = hidden_states + residual``, in one kernel."""
+
+    def __init__(self, hidden_size: int, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama", init_fn: str = "ones", in_place: bool = False):
+        super().__init__(hidden_size, eps, offset, casting_mode, init_fn)
+
+    def forward(self, hidden_states: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return fused_add_rms_norm(hidden_states, residual, self.weight, eps=self.variance_epsilon, offset=self.offset, casting=self.casting_mode)
+
+
+class LigerLayerNorm(nn.Module):
+    """``layer_norm`` with a weight and a bias, which is there and begins at zero whatever ``bias`` says, as published state dicts have it.
+
+    ``elementwise_affine=False``: with neither.
+    """
+
+    def __init__(self, hidden_size: int | Sequence[int], eps: float = 1e-6, bias: bool = False, init_fn: str = "ones", *, elementwise_affine: bool = True):
+        super().__init__()
+        if init_fn not in INIT:
+            raise ValueError(f"{type(self).__name__}: init_fn must be one of {tuple(INIT)}, got {init_fn!r}")
+        shape = (hidden_size,) if isinstance(hidden_size, int) else tuple(hidden_size)
+        if len(shape) != 1:
+            raise ValueError(f"{type(self).__name__}: hidden_size must be one dim, got {shape}")
+        self.hidden_size, self.variance_epsilon = shape[0], eps
+        self.register_parameter("weight", nn.Parameter(INIT[init_fn](shape)) if elementwise_affine else None)
+        self.register_parameter("bias", nn.Parameter(torch.zeros(shape)) if elementwise_affine else None)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return layer_norm(hidden_states, self.weight, self.bias, eps=self.variance_epsilon)
+
+    def extra_repr(self) -> str:
+        return f"({self.hidden_size},), eps={self.variance_epsilon}"
 
 
 def _activation(owner: Any, name: str, known: dict[str, str]) -> str:
@@ -330,7 +435,9 @@ class LigerCrossEntropyLoss(nn.Module):
 class LigerFusedLinearCrossEntropyLoss(nn.Module):
     """Cross entropy of ``_input @ lin_weight.T + bias`` and class indices (M,), without the logits. _input (M, H), lin_weight (V, H).
 
-    ``accum_dtype``: of the sum of the weight's gradient; ``use_token_scaling``: times the detached probability of the target.
+    ``accum_dtype``: of the sum of the weight's gradient; ``use_token_scaling``: times the detached probability of the target; ``compact``,
+    ``chunk_rows``, ``fp32_logits`` and the ``num_items`` of a call: see ``linear_cross_entropy``.
+
     Returns the loss, or a ``CrossEntropyOutput`` if one of the ``return_*`` is set.
     """
 
@@ -347,14 +454,174 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
         use_token_scaling: bool = False,
         return_token_accuracy: bool = False,
         return_predicted_tokens: bool = False,
+        *,
+        compact: bool = False,
+        chunk_rows: int | None = None,
+        fp32_logits: bool = False,
     ):
         super().__init__()
+        self.compact, self.chunk_rows, self.fp32_logits = compact, chunk_rows, fp32_logits
         self.register_buffer("ce_weight", ce_weight, persistent=False)
         self.ignore_index, self.lse_square_scale, self.label_smoothing = ignore_index, lse_square_scale, label_smoothing
         self.reduction, self.softcap, self.accum_dtype, self.use_token_scaling = reduction, softcap, accum_dtype, use_token_scaling
         self.return_z_loss, self.return_token_accuracy, self.return_predicted_tokens = return_z_loss, return_token_accuracy, return_predicted_tokens
 
-    def forward(self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None) -> Tensor | CrossEntropyOutput:
-        return liger_fused_linear_cross_entropy(
-            _input, lin_weight, target, bias, **{name: getattr(self, name) for name in ("ce_weight", "accum_dtype", "use_token_scaling", *LOSS_OPTIONS)}
+    def forward(
+        self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None, *, num_items: Tensor | float | None = None
+    ) -> Tensor | CrossEntropyOutput:
+        own = ("ce_weight", "accum_dtype", "use_token_scaling", "compact", "chunk_rows", "fp32_logits")
+        options = {name: getattr(self, name) for name in (*own, *LOSS_OPTIONS)}
+        return liger_fused_linear_cross_entropy(_input, lin_weight, target, bias, num_items=num_items, **options)
+
+
+class LigerJSD(nn.Module):
+    """Generalised Jensen-Shannon divergence of log-probabilities (M, V); ``beta=0`` is KL(p || q), ``beta=1`` KL(q || p)."""
+
+    def __init__(self, beta: float = 0.5, ignore_index: int = -100):
+        super().__init__()
+        self.beta, self.ignore_index = beta, ignore_index
+
+    def forward(self, log_q: Tensor, log_p: Tensor, shift_labels: Tensor | None = None) -> Tensor:
+        return jsd(log_q, log_p, shift_labels, beta=self.beta, ignore_index=self.ignore_index)
+
+
+class LigerKLDIVLoss(nn.KLDivLoss):
+    """``nn.KLDivLoss`` with a floor ``eps`` under the probabilities whose logarithm is taken; the arguments after it are torch's."""
+
+    def __init__(self, eps: float = 1e-10, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.eps = eps
+
+    def forward(self, y_pred: Tensor, y_true: Tensor) -> Tensor:
+        return kl_div(y_pred, y_true, reduction=self.reduction, log_target=self.log_target, eps=self.eps)
+
+
+class LigerTVDLoss(nn.Module):
+    """Total variation distance of probabilities (M, V)."""
+
+    def __init__(self, reduction: str = "batchmean", ignore_index: int = -100):
+        super().__init__()
+        self.reduction, self.ignore_index = reduction, ignore_index
+
+    def forward(self, p: Tensor, q: Tensor, shift_labels: Tensor | None = None) -> Tensor:
+        return tvd(p, q, shift_labels, reduction=self.reduction, ignore_index=self.ignore_index)
+
+
+class LigerVocabParallelCrossEntropy(nn.Module):
+    """Cross entropy of this rank's slice of the logits (..., N) and indices among all classes (...), over the ranks of ``tp_group``.
+
+    ``label_smoothing_formula`` "pytorch" or "megatron"; ``label_smoothing_mode``: over the "global" classes or this rank's "partition".
+    """
+
+    def __init__(
+        self, ignore_index: int = -100, label_smoothing: float = 0.0, reduction: str = "none", label_smoothing_formula: str = "pytorch",
+        label_smoothing_mode: str = "global",
+    ):  # fmt: skip
+        super().__init__()
+        validate_formula_and_mode(label_smoothing_formula, label_smoothing_mode)
+        if reduction not in REDUCTIONS:
+            raise ValueError(f"{type(self).__name__}: reduction must be one of {REDUCTIONS}, got {reduction!r}")
+        self.ignore_index, self.label_smoothing, self.reduction = ignore_index, label_smoothing, reduction
+        self.label_smoothing_formula, self.label_smoothing_mode = label_smoothing_formula, label_smoothing_mode
+
+    def forward(self, vocab_parallel_logits: Tensor, target: Tensor, tp_group: Any = None) -> Tensor:
+        return vocab_parallel_cross_entropy(
+            vocab_parallel_logits,
+            target,
+            tp_group,
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+            label_smoothing=self.label_smoothing,
+            formula=self.label_smoothing_formula,
+            mode=self.label_smoothing_mode,
         )
+
+
+def liger_fused_linear_jsd(
+    student_input: Tensor,
+    student_weight: Tensor,
+    teacher_input: Tensor,
+    teacher_weight: Tensor,
+    shift_labels: Tensor | None = None,
+    jsd_beta: float = 0.5,
+    ignore_index: int = -100,
+    temperature: float = 1.0,
+    accum_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Generalised JSD of two linear heads' tokens, without the logits, over the tokens that are not ignored. (M, Hs), (V, Hs), (M, Ht), (V, Ht), (M,)."""
+    return LigerFusedLinearJSDFunction.apply(
+        student_input, student_weight, teacher_input, teacher_weight, shift_labels, jsd_beta, ignore_index, temperature, accum_dtype
+    )
+
+
+class LigerFusedLinearJSD(nn.Module):
+    """beta KL(p || m) + (1 - beta) KL(q || m) of student q and teacher p (arXiv:2306.13649), m = beta p + (1 - beta) q, without the logits of either.
+
+    The mean over tokens that are not ignored. The teacher gets no gradient. ``accum_dtype``: of the sum of the weight's gradient.
+    """
+
+    def __init__(self, jsd_beta: float = 0.5, ignore_index: int = -100, temperature: float = 1.0, accum_dtype: torch.dtype | None = None):
+        super().__init__()
+        if not temperature > 0:
+            raise ValueError(f"LigerFusedLinearJSD: temperature must be positive, got {temperature}")
+        self.jsd_beta, self.ignore_index, self.temperature, self.accum_dtype = jsd_beta, ignore_index, temperature, accum_dtype
+
+    def forward(
+        self, student_input: Tensor, student_weight: Tensor, teacher_input: Tensor, teacher_weight: Tensor, shift_labels: Tensor | None = None
+    ) -> Tensor:
+        return liger_fused_linear_jsd(
+            student_input, student_weight, teacher_input, teacher_weight, shift_labels, self.jsd_beta, self.ignore_index, self.temperature, self.accum_dtype
+        )
+
+
+def liger_softmax(x: Tensor) -> Tensor:
+    """Softmax over the last dim."""
+    return softmax(x)
+
+
+def liger_sparsemax(input: Tensor, dim: int = -1) -> Tensor:
+    """Euclidean projection onto the simplex along ``dim``."""
+    return sparsemax(input, dim=dim)
+
+
+def liger_dyt(x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor | None) -> Tensor:
+    """``tanh(alpha * x) * gamma + beta`` over the last dim; alpha has one element."""
+    return dyt(x, alpha, gamma, beta)
+
+
+class LigerSoftmax(nn.Module):
+    """Softmax over the last dim."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return softmax(x)
+
+
+class LigerSparsemax(nn.Module):
+    """Euclidean projection onto the simplex along ``dim`` (arXiv:1602.02068)."""
+
+    def __init__(self, dim: int = -1):
+        super().__init__()
+        self.dim = dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sparsemax(x, dim=self.dim)
+
+    def extra_repr(self) -> str:
+        return f"dim={self.dim}"
+
+
+class LigerDyT(nn.Module):
+    """Dynamic tanh, in the place of a norm: ``tanh(alpha * x) * gamma + beta`` (arXiv:2503.10622). ``beta``: whether there is one."""
+
+    def __init__(self, hidden_size: int, beta: bool = True, init_alpha: float = 0.5):
+        super().__init__()
+        self.hidden_size, self.init_alpha = hidden_size, init_alpha
+        self.alpha = nn.Parameter(torch.full((1,), float(init_alpha)))
+        self.gamma = nn.Parameter(torch.ones(hidden_size))
+        self.register_parameter("beta", nn.Parameter(torch.zeros(hidden_size)) if beta else None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return dyt(x, self.alpha, self.gamma, self.beta)
+
+    def extra_repr(self) -> str:
+        return f"{self.hidden_size}, beta={self.beta is not None}, init_alpha={self.init_alpha}"

@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from liger_kernel.nn import LigerFusedLinearCrossEntropyLoss
 from liger_kernel.ops import cross_entropy, linear_cross_entropy
-from liger_kernel.ops.linear_cross_entropy import auto_chunk_rows, reference
+from liger_kernel.ops._linear import Kept, auto_chunk_rows
+from liger_kernel.ops.linear_cross_entropy import reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -38,15 +40,15 @@ class Watch(TorchDispatchMode):
 
 @pytest.fixture
 def watch(monkeypatch):
-    """Watches the inside of the launchers, which dispatch modes around them do not see."""
+    """Watches the inside of the chunk loop, which dispatch modes around launchers do not see."""
     module, mode = importlib.import_module("liger_kernel.ops.linear_cross_entropy"), Watch()
-    chunks = module._chunks
+    chunks = module.chunk_gradients
 
     def watched(*args, **kwargs):
         with mode:
             return chunks(*args, **kwargs)
 
-    monkeypatch.setattr(module, "_chunks", watched)
+    monkeypatch.setattr(module, "chunk_gradients", watched)
     return mode
 
 
@@ -60,12 +62,12 @@ def test_the_full_logits_never_exist(reduction, watch):
 def test_only_the_products_that_are_needed(watch):
     x, w, target = inputs()
     with torch.no_grad():
-        linear_cross_entropy(x, w, target, chunk_rows=12)
-    assert watch.products == 1
-    linear_cross_entropy(x.detach(), w, target, chunk_rows=12)
-    assert watch.products == 1 + 2
-    linear_cross_entropy(x, w, target, chunk_rows=12)
-    assert watch.products == 1 + 2 + 3
+        linear_cross_entropy(x, w, target, chunk_rows=6)
+    assert watch.products == 2 * 1
+    linear_cross_entropy(x.detach(), w, target, chunk_rows=6)
+    assert watch.products == 2 * (1 + 2)
+    linear_cross_entropy(x, w, target, chunk_rows=6)
+    assert watch.products == 2 * (1 + 2 + 3)
 
 
 def test_autocast_computes_in_its_dtype_and_returns_gradients_in_the_leaves():
@@ -139,11 +141,12 @@ def test_fp16_sums_over_tokens_do_not_overflow(chunk_rows):
 @pytest.mark.parametrize(
     "M, H, V, itemsize, rows, chunks",
     [
-        (8192, 4096, 128256, 2, 1344, 7),  # six, and a remainder of 128
+        (8192, 4096, 128256, 2, 2048, 4),
+        (8192, 2048, 151936, 2, 1536, 6),
         (2048, 4096, 128256, 2, 1024, 2),
-        (16384, 4096, 32000, 2, 3264, 6),
+        (16384, 4096, 32000, 2, 3584, 5),
         (900, 4096, 128256, 2, 900, 1),
-        (1 << 20, 2048, 128256, 2, 4160, 253),  # fp32 sums, 1 GiB
+        (1 << 20, 2048, 128256, 2, 4096, 256),  # fp32 sums, 1 GiB
         (32768, 2048, 128256, 4, 2048, 16),
     ],
 )
@@ -160,11 +163,17 @@ def test_chunks_on_a_cpu_take_64_mib(M, V):
 def test_a_16_bit_weight_gradient_is_rounded_few_times(watch, monkeypatch):
     """More chunks are summed in fp32, unless the caller says otherwise."""
     sums = []
-    module = importlib.import_module("liger_kernel.ops.linear_cross_entropy")
-    add = module._add_mm
-    monkeypatch.setattr(module, "_add_mm", lambda total, *args, **kwargs: (sums.append(total.dtype), add(total, *args, **kwargs)))
+    module = importlib.import_module("liger_kernel.ops._linear")
+    add = module.add_mm
+
+    def recorded(total, *args, **kwargs):
+        if total.shape == w.shape:
+            sums.append(total.dtype)
+        add(total, *args, **kwargs)
+
+    monkeypatch.setattr(module, "add_mm", recorded)
     x, w, target = inputs(M=42, dtype=torch.bfloat16)
-    for chunk_rows, dtype, number in ((42, torch.bfloat16, 1), (8, torch.bfloat16, 6), (7, torch.float32, 6)):
+    for chunk_rows, dtype, number in ((21, torch.bfloat16, 2), (8, torch.bfloat16, 6), (6, torch.float32, 7)):
         sums.clear()
         linear_cross_entropy(x, w, target, chunk_rows=chunk_rows)
         assert sums == [dtype] * number
@@ -187,3 +196,139 @@ def test_gradients_are_not_stored_twice():
     w.register_hook(lambda grad: grads.append(grad.data_ptr()))
     linear_cross_entropy(x, w, target).backward()
     assert w.grad.data_ptr() == grads[0]
+
+
+@pytest.mark.parametrize("chunk_rows", [5, 100])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_ignored_tokens_take_part_in_no_product(chunk_rows, reduction, monkeypatch):
+    """Half of the rows, the same results; the others may even be NaN."""
+    x, w, target = inputs(M=40)
+    target[1::2] = -100
+    seen = []
+    mm = torch.mm
+    monkeypatch.setattr(torch, "mm", lambda a, b, **kw: (seen.append(2 * a.shape[0] * a.shape[1] * b.shape[1]), mm(a, b, **kw))[1])
+    dense = torch.autograd.grad(linear_cross_entropy(x, w, target, reduction=reduction, chunk_rows=chunk_rows).sum(), (x, w))
+    work = sum(seen)
+    seen.clear()
+    broken = x.detach().clone()
+    broken[target == -100] = float("nan")
+    broken.requires_grad_()
+    compact = torch.autograd.grad(linear_cross_entropy(broken, w, target, reduction=reduction, chunk_rows=chunk_rows, compact=True).sum(), (broken, w))
+    assert sum(seen) <= 0.5 * work
+    for a, b in zip(dense, compact):
+        torch.testing.assert_close(a, b)
+
+
+def test_labels_counted_early_need_no_second_count():
+    x, w, target = inputs(M=40)
+    kept = Kept(target)
+    torch.testing.assert_close(linear_cross_entropy(x, w, target, compact=kept), linear_cross_entropy(x, w, target))
+    assert kept.rows().tolist() == (target != -100).nonzero()[:, 0].tolist()
+    assert Kept(target.clamp(min=0)).rows() is None, "nothing to leave out"
+    assert Kept(torch.tensor([1, -100, -100, -100, 2, 3]), group=2).counts() == [1, 0, 2]
+
+
+@pytest.mark.parametrize("chunk_rows", [4, 100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_go_straight_into_a_buffer(chunk_rows, dtype):
+    x, w, target = inputs(dtype=dtype)
+    expected = torch.autograd.grad(linear_cross_entropy(x, w, target, chunk_rows=chunk_rows), (x, w))
+    main_grad = torch.full_like(w, 0.125, dtype=torch.float32)
+    linear_cross_entropy(x, w, target, chunk_rows=chunk_rows, dw_into=main_grad).backward()
+    assert w.grad is None
+    torch.testing.assert_close(x.grad, expected[0])
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(main_grad - 0.125, expected[1].float(), rtol=2 * eps, atol=eps)
+
+
+def test_a_buffer_that_missed_an_upstream_gradient_says_so():
+    x, w, target = inputs()
+    main_grad = torch.zeros_like(w)
+    (2 * linear_cross_entropy(x, w, target, chunk_rows=4, dw_into=main_grad)).backward()
+    assert main_grad.isnan().any()
+    main_grad.zero_()
+    linear_cross_entropy(x, w, target, reduction="none", dw_into=main_grad).backward(torch.full((12,), 2.0, device=DEVICE))  # known before the product
+    torch.testing.assert_close(main_grad, 2 * torch.autograd.grad(linear_cross_entropy(x, w, target, reduction="sum"), w)[0])
+
+
+def test_checked_mode_names_the_label(monkeypatch):
+    monkeypatch.setenv("LIGER_CHECKS", "1")
+    x, w, target = inputs()
+    linear_cross_entropy(x, w, target)
+    target[4] = 50
+    with pytest.raises(ValueError, match=r"linear_cross_entropy: target must be in \[0, 50\) or -100, got 50"):
+        linear_cross_entropy(x, w, target)
+
+
+def test_one_chunk_keeps_the_graph_for_a_second_backward():
+    x, w, target = inputs()
+    for reduction in ("mean", "none"):
+        loss = linear_cross_entropy(x, w, target, reduction=reduction).sum()
+        first = torch.autograd.grad(loss, (x, w), retain_graph=True)
+        second = torch.autograd.grad(loss, (x, w))
+        assert all(torch.equal(a, b) for a, b in zip(first, second))
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@needs_gpu
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("chunk_rows", [5, None])
+def test_a_cuda_graph_replays_it(reduction, chunk_rows):
+    x, w, target = inputs(M=20, dtype=torch.bfloat16)
+    run = lambda: torch.autograd.grad(linear_cross_entropy(x, w, target, reduction=reduction, chunk_rows=chunk_rows, compact=True).sum(), (x, w))
+    with torch.cuda.stream(torch.cuda.Stream()):
+        run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        grads = run()
+    with torch.no_grad():
+        x.copy_(torch.randn_like(x))
+    graph.replay()
+    for found, expected in zip(grads, run()):  # cuBLAS may take another way, with a workspace of its own
+        torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2 * expected.abs().max().item())
+
+
+@needs_gpu
+def test_nothing_waits_for_the_device_once_labels_are_counted():
+    x, w, target = inputs(M=40, dtype=torch.bfloat16)
+    kept = Kept(target)
+    linear_cross_entropy(x, w, target, compact=kept, chunk_rows=8).backward()  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        linear_cross_entropy(x, w, target, compact=kept, chunk_rows=8).backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@needs_gpu
+def test_a_long_run_ends_where_one_with_fp32_sums_ends():
+    """1000 steps of a head and its inputs, dw summed in bf16 over six chunks."""
+    M, H, V, ends = 1536, 128, 8192, []
+    for accum_dtype in (None, torch.float32):
+        torch.manual_seed(0)
+        table = torch.randn(V, H, device=DEVICE).mul_(0.1).requires_grad_()
+        head = torch.randn(V, H, device=DEVICE).mul_(0.1).requires_grad_()
+        optimizer = torch.optim.AdamW([table, head], lr=1e-2)
+        shift = torch.randperm(V, device=DEVICE)  # what follows each token
+        losses = []
+        for _ in range(1000):
+            tokens = (torch.rand(M, device=DEVICE) ** 3 * V).long()  # some tokens are frequent, as in texts
+            loss = linear_cross_entropy(table[tokens].bfloat16(), head.bfloat16(), shift[tokens], chunk_rows=256, accum_dtype=accum_dtype)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        ends.append(torch.stack(losses[-50:]).mean().item())
+    assert losses[0] > 4 * ends[1], "nothing was learned"
+    assert ends[0] == pytest.approx(ends[1], rel=1e-3)
+
+
+def test_token_counts_average_rightly_over_micro_batches():
+    x, w, target = inputs(M=40)
+    loss = LigerFusedLinearCrossEntropyLoss(return_token_accuracy=True)
+    parts = [loss(w, x[rows], target[rows]) for rows in (slice(0, 7), slice(7, 40))]
+    whole = loss(w, x, target)
+    correct, counted = (sum(getattr(part, name) for part in parts) for name in ("correct_tokens", "counted_tokens"))
+    assert counted == (target != -100).sum() and torch.equal(correct / counted, whole.token_accuracy)

@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import platform
+import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from importlib import metadata
@@ -70,7 +71,10 @@ Prepare = Callable[[], Callable[[], Any]]
 
 
 def race(contestants: dict[str, Prepare], repeats: int = 11, warmup: int = 2, device_only: bool = False) -> dict[str, Timed]:
-    """Time contestants against each other: interleaved, in an order that rotates, with a cold L2.
+    """Time contestants against each other: interleaved, in an order drawn anew each time, with a cold L2.
+
+    A GPU at its power limit is slower after matrix products than after copies: a contestant that always followed the same other would be
+    measured in that one's heat.
 
     Each is a function that does what is not timed (such as the forward of a backward) and returns the call that is.
     """
@@ -79,7 +83,8 @@ def race(contestants: dict[str, Prepare], repeats: int = 11, warmup: int = 2, de
             prepare()()
     synchronize()
     names, found = list(contestants), {name: Timed() for name in contestants}
-    order = [name for r in range(repeats) for name in names[r % len(names) :] + names[: r % len(names)]]
+    draw = random.Random(0)
+    order = [name for _ in range(repeats) for name in draw.sample(names, len(names))]
     for name in () if device_only and GPU else order:
         call = contestants[name]()
         flush_l2()
@@ -155,13 +160,23 @@ def copy_tb_s() -> float:
     return 2 * n / device_ms({"copy": lambda: y.copy_(x)})["copy"].median / 1e9
 
 
+def products(shapes: Sequence[tuple[int, int, int]], dtype: torch.dtype) -> Callable[[], Any]:
+    """A contestant: (m, k) x (k, n) products of random values, one after the other."""
+    device = "cuda" if GPU else "cpu"
+    draw = lambda *shape: torch.randn(shape, device=device, dtype=dtype)
+    ready = [(draw(m, k), draw(k, n), draw(m, n)) for m, n, k in shapes]
+
+    def call() -> None:
+        for a, b, out in ready:
+            torch.mm(a, b, out=out)
+
+    return call
+
+
 @functools.cache
 def gemm_ms(m: int, n: int, k: int, dtype: torch.dtype) -> float:
     """Milliseconds of an (m, k) x (k, n) product on random values."""
-    device = "cuda" if GPU else "cpu"
-    a, b = torch.randn(m, k, device=device).to(dtype), torch.randn(k, n, device=device).to(dtype)
-    out = torch.empty(m, n, device=device, dtype=dtype)
-    return device_ms({"gemm": lambda: torch.mm(a, b, out=out)}, repeats=7)["gemm"].median
+    return device_ms({"gemm": products([(m, n, k)], dtype)}, repeats=7)["gemm"].median
 
 
 def ceilings() -> dict[str, float]:

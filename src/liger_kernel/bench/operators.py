@@ -80,12 +80,13 @@ def inputs(fn: Callable[..., Any], base: dict[str, Any]) -> dict[str, Any]:
 
 
 def gradients(outs: Named) -> Named:
-    """Upstream gradients: one for a loss, as ``loss.backward()`` has it; for tensors random multiples of 1/32, exact in every dtype."""
+    """Upstream gradients: one for a loss, as ``loss.backward()`` has it; for tensors random multiples of 1/32, exact in every dtype, laid out
+    as the output is."""
 
     def draw(o: Tensor) -> Tensor:
         generator = torch.Generator(DEVICE).manual_seed(1)
         values = torch.randn(o.shape, generator=generator, device=DEVICE).mul_(32).round_().clamp_(-255, 255).div_(32)
-        return torch.ones_like(o) if o.ndim == 0 else values.to(o.dtype)
+        return torch.ones_like(o) if o.ndim == 0 else torch.empty_like(o).copy_(values)
 
     return {name: draw(o) for name, o in outs.items() if o.requires_grad}
 
@@ -111,6 +112,9 @@ def accuracy(ours: Named, pytorch: Named, truth: Named, dtype: torch.dtype) -> t
         good = good and mine <= 2 * reference + floor and bool(ours[name].isfinite().all())
         worst, theirs = max(worst, mine), max(theirs, reference)
     return worst, theirs, good
+
+
+PRODUCTS = "products"  # an operator's matrix products alone, as a contestant
 
 
 def measure(
@@ -142,13 +146,16 @@ def measure(
     cost = op.cost(**base)
     for mode in modes:
         moved, flops, products = cost.of(mode)
-        floor = max(moved / clock.copy_tb_s() / 1e9, sum(clock.gemm_ms(m, n, k, dtype) for m, n, k in products))
         with contextlib.ExitStack() as stack:
             for name in alive:
                 stack.enter_context(_present(loaded.get(name)))
             contestants = {name: _contestant(fn, base, mode) for name, fn in alive.items()}
-            timed = clock.race(contestants, repeats)
+            # a GPU that draws all the power it may slows down: the products take their turns among the others, or they would seem faster
+            alone = {PRODUCTS: functools.partial(lambda call: call, clock.products(products, dtype))} if products else {}
+            timed = clock.race(contestants | alone, repeats)
+            alone.clear()
             peaks = {name: clock.peak_bytes(prepare) for name, prepare in contestants.items()}
+        floor = max(moved / clock.copy_tb_s() / 1e9, timed[PRODUCTS].device.median if products else 0.0)
         for name, row in rows.items():
             row = {"op": op.name, "case": case.name, "dtype": _name(dtype), "mode": mode, "variant": name, "shape": shape, **row,
                    "bytes": moved, "flops": flops, "floor_ms": floor}  # fmt: skip
@@ -193,12 +200,19 @@ def _free() -> None:
         torch.cuda.empty_cache()
 
 
+def known() -> dict[str, Op]:
+    """What can be measured, by name."""
+    from liger_kernel.bench.losses import LOSSES
+
+    return OPS | LOSSES
+
+
 # -- a run ---------------------------------------------------------------------------------
 
 
 def child(a: argparse.Namespace) -> None:
     """One operator, in this process; a JSON line for each row."""
-    op, loaded = OPS[a.child], {}
+    op, loaded = known()[a.child], {}
     for name in a.against:
         with contextlib.suppress(rivals.Missing):
             if name in rivals.PACKAGES and name in op.rivals:
@@ -229,7 +243,7 @@ def run(a: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
                 print(error)
     if not clock.GPU:
         print("No GPU: this measures the CPU path, on small cases. Nothing here says anything about kernels.")
-    for name in a.op or list(OPS):
+    for name in a.op or list(known()):
         done = [(r["op"], r["case"], r["dtype"]) for r in result["rows"] if r["op"] == name]
         command = [sys.executable, "-m", "liger_kernel.bench.operators", *argv, "--child", name, "--done", json.dumps(done)]
         rows: list[dict[str, Any]] = []
@@ -263,7 +277,7 @@ def write_csv(result: dict[str, Any], path: str) -> None:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="liger bench", description="Measure operators; `liger bench step` measures training steps.")
-    parser.add_argument("op", nargs="*", help=f"operators (default: all): {', '.join(OPS)}")
+    parser.add_argument("op", nargs="*", help=f"operators and losses (default: all): {', '.join(known())}")
     parser.add_argument("--case", action="append", default=[], help="only this case (may be given again); see `liger ops NAME`")
     parser.add_argument("--sweep", help="instead of cases, an operator's sweep: tokens, vocabulary, hidden")
     parser.add_argument("--dtype", help="bf16, fp16, fp32; comma-separated (default: bf16, fp32 without a GPU)")
@@ -288,7 +302,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if a.plot and importlib.util.find_spec("matplotlib") is None:  # now, not after ten minutes
         raise UserError("--plot needs matplotlib: pip install 'liger-kernel[train]'")
     for name in a.op:
-        _one_of(name, OPS)
+        _one_of(name, known())
     return a
 
 

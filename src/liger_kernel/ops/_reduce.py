@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from liger_kernel.ops import _config
 from liger_kernel.ops._op import launch, launcher, use_kernels
 from liger_kernel.ops._tl import cdiv, tl, triton
 
@@ -30,16 +31,19 @@ def column_sum(partials: Tensor, dtype: torch.dtype) -> Tensor:
 @triton.jit
 def _scale(x_ptr, s_ptr, n, BLOCK: tl.constexpr):
     s = tl.load(s_ptr).to(tl.float32)
-    if s != 1.0:  # the common case, ``loss.backward()``, costs a launch and no traffic
-        offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        x = tl.load(x_ptr + offset, mask=offset < n, other=0.0)
-        tl.store(x_ptr + offset, (x.to(tl.float32) * s).to(x.dtype), mask=offset < n)
+    # the common case, ``loss.backward()``, costs a launch and no traffic; so does a number that was divided and multiplied by
+    if tl.abs(s - 1.0) > 2e-7:
+        for start in range(tl.program_id(0).to(tl.int64) * BLOCK, n, tl.num_programs(0).to(tl.int64) * BLOCK):
+            offset = start + tl.arange(0, BLOCK)
+            x = tl.load(x_ptr + offset, mask=offset < n, other=0.0)
+            tl.store(x_ptr + offset, (x.to(tl.float32) * s).to(x.dtype), mask=offset < n)
 
 
 @launcher("(Tensor(a!) x, Tensor s) -> ()")
 def scale_(x: Tensor, s: Tensor) -> None:
     if use_kernels(x):
-        launch(_scale, (cdiv(x.numel(), 4096),), x, s, x.numel(), BLOCK=4096, num_warps=8)
+        programs = min(cdiv(x.numel(), 8192), 8 * _config.processors())
+        launch(_scale, (programs,), x, s, x.numel(), BLOCK=8192, num_warps=8)
     else:
         x.mul_(s)
 

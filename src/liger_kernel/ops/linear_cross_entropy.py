@@ -3,19 +3,24 @@
 Shapes: x (M, H), w (V, H), bias (V,), target (M,). The loss is that of ``cross_entropy`` (formula there) on the logits.
 
 Each chunk: logits by one GEMM into a reused buffer, the row kernel, which leaves their gradient in that buffer, and one GEMM each for dx and
-dw, all in the forward; the backward only multiplies by the upstream gradient. With ``reduction="none"`` that gradient is a vector, known only
-in the backward, which then computes the chunks again. The arithmetic is 6 M H V floating-point operations (8 M H V for "none").
+dw, all in the forward, where w is sure to be there (ZeRO-3 and FSDP gather it for that time); the backward only multiplies by the upstream
+gradient. That is 6 M H V floating-point operations. With ``reduction="none"`` the upstream gradient is a vector, known only in the backward: it
+takes the logits from the forward if one chunk held all, else it computes them again (8 M H V).
 """
 
 from __future__ import annotations
+
+import functools
+from dataclasses import astuple, dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from liger_kernel.ops._linear import Kept, add_mm, auto_chunk_rows, chunk_gradients
 from liger_kernel.ops._op import Case, Cost, T, acc, launcher, nbytes, once_differentiable, op, rows_of, tracing
 from liger_kernel.ops._reduce import scaled
-from liger_kernel.ops.cross_entropy import LOSS_SCHEMA, Loss, Rows, check, normaliser, plain, positive, row_kernel, targets
+from liger_kernel.ops.cross_entropy import LOSS_SCHEMA, Loss, Rows, check, items, normaliser, plain, positive, row_kernel, targets
 from liger_kernel.ops.cross_entropy import reference as cross_entropy_reference
 
 
@@ -34,151 +39,186 @@ def reference(
     softcap: float | None = None,
     token_scaling: bool = False,
     stats: bool = False,
+    num_items: Tensor | float | None = None,
+    compact: bool | Kept = False,
     accum_dtype: torch.dtype | None = None,
     chunk_rows: int | None = None,
+    fp32_logits: bool = False,
+    dw_into: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     numbers = (ignore_index, reduction, label_smoothing, z_loss, logit_scale, softcap, token_scaling, stats)
-    return cross_entropy_reference(F.linear(x, w, bias), target, class_weight, **dict(zip(Loss.__dataclass_fields__, numbers)))
+    return cross_entropy_reference(F.linear(x, w, bias), target, class_weight, num_items=num_items, **dict(zip(Loss.__dataclass_fields__, numbers)))
 
 
-def rounded_sums(M: int, V: int) -> int:
-    """Chunks whose sum a 16-bit dw may hold: each addition is rounded, and k equal chunks make up to sqrt((k + 1) / 2) times the error of one product.
-
-    That is what a row of dw gets if it changes in every chunk; with many more classes than tokens most do not. 16384 tokens, 32000 classes,
-    H200: 2.04 times for 6 chunks. 8192 tokens, 128256 classes: 1.29 times. More chunks than this are summed in fp32.
-    """
-    return 6 if 4 * M <= V else 5
-
-
-def auto_chunk_rows(M: int, V: int, H: int, itemsize: int, on_gpu: bool) -> int:
-    """Tokens a chunk; the remainder of M makes a smaller chunk, the first one.
-
-    GPU: at least 1024 (H200: GEMMs of 512 rows lose a third of their speed). For a 16-bit w as many as it takes to sum dw in ``rounded_sums``
-    chunks, unless fp32 sums and chunks of 1024 take less memory; then, and for an fp32 w, an eighth of the tokens and at most 1 GiB.
-    CPU: a buffer of 64 MiB.
-    """
-    few = M // rounded_sums(M, V)
-    if not on_gpu:
-        rows, align = max(64, (1 << 26) // (V * 4)), 8
-    elif itemsize < 4 and few <= 2 * H + 1024:
-        rows, align = max(1024, few), 64
-    else:
-        rows, align = max(1024, min(M // 8, (1 << 30) // (V * itemsize))), 64
-    return max(1, min(M, rows // align * align))
-
-
-def _add_mm(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
-    """total (+)= a b, accumulated in the dtype of ``total``."""
-    if total.dtype == a.dtype:
-        torch.mm(a, b, out=total) if first else torch.addmm(total, a, b, out=total)
-    elif a.is_cuda:
-        torch.mm(a, b, out_dtype=total.dtype, out=total) if first else torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    else:
-        torch.mm(a.to(total.dtype), b.to(total.dtype), out=total) if first else total.addmm_(a.to(total.dtype), b.to(total.dtype))
-
-
-def _chunks(
-    x: Tensor, w: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None, s: Loss, *,
-    out: Rows | None, norm: Tensor | None, g: Tensor | None, lse: Tensor | None,
-    need: tuple[bool, bool, bool], accum_dtype: torch.dtype | None, chunk_rows: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The loop. Per-row results into ``out``; returns dx, dw and (in fp32) dbias, empty where not ``need``ed.
-
-    Sums over all tokens that are not scaled yet overflow in fp16, so that dw is fp32 there, too.
-    """
-    (M, H), V = x.shape, w.shape[0]
-    need_dx, need_dw, need_db = need
-    dw_dtype = acc(w.dtype) if w.dtype == torch.float16 else w.dtype
-    dx, dw = x.new_empty((M, H) if need_dx else 0), w.new_empty((V, H) if need_dw else 0, dtype=dw_dtype)
-    db = x.new_zeros(V if need_db else 0, dtype=acc(x.dtype))
-    if tracing(x):
-        return dx, dw, db
-    step = max(1, min(M, chunk_rows or auto_chunk_rows(M, V, H, x.itemsize, x.is_cuda)))
-    if accum_dtype is None:
-        accum_dtype = dw.dtype if M // step <= rounded_sums(M, V) else acc(w.dtype)
-    total = dw if accum_dtype == dw.dtype or step >= M else dw.new_empty(dw.shape, dtype=accum_dtype)
-    if M == 0:
-        total.zero_()
-    buffer = x.new_empty(step, V)
-    # the remainder first: what is summed last is rounded least
-    for start in range(M % step - step if M % step else 0, M, step):
-        rows = slice(max(start, 0), start + step)
-        z = torch.mm(x[rows], w.t(), out=buffer[: rows.stop - rows.start])
-        row_kernel(z, target[rows], s, class_weight=class_weight, bias=bias, out=out and out[rows], dz=z if any(need) else None,
-                 norm=norm, g=None if g is None else g[rows], lse=None if lse is None else lse[rows])  # fmt: skip
-        if need_dx:
-            torch.mm(z, w, out=dx[rows])
-        if need_dw:
-            _add_mm(total, z.t(), x[rows], first=rows.start == 0)
-        if need_db:
-            db += z.sum(0, dtype=db.dtype)
-    return dx, dw if total is dw else dw.copy_(total), db
-
-
-_IN = f"Tensor x, Tensor w, Tensor target, Tensor? bias, Tensor? class_weight, {LOSS_SCHEMA}, ScalarType? accum_dtype, int? chunk_rows, bool need_dx, bool need_dw, bool need_db"  # noqa: E501
+_IN = f"Tensor x, Tensor w, Tensor target, Tensor? bias, Tensor? class_weight, Tensor? kept, {LOSS_SCHEMA}, bool fp32_logits"
+_CHUNKS = "ScalarType? accum_dtype, int? chunk_rows, bool need_dx, bool need_dw, bool need_db"
+_OUT = "Tensor loss, Tensor z_loss, Tensor predicted, Tensor entropy, Tensor mean, Tensor lse, Tensor? norm"
 _N = len(Loss.__dataclass_fields__)
 
 
-@launcher(f"({_IN}) -> (Tensor loss, Tensor z_loss, Tensor predicted, Tensor lse, Tensor? norm, Tensor dx, Tensor dw, Tensor db)")
-def linear_cross_entropy_fwd(x: Tensor, w: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None, *numbers):
-    s, (accum_dtype, chunk_rows, *need) = Loss(*numbers[:_N]), numbers[_N:]
-    out = Rows.empty(target, s.stats, acc(x.dtype))
-    norm = normaliser(target, class_weight, s.ignore_index, s.reduction)
+def _launcher_without_into(schema: str):
+    """``launcher``, but what adds to ``dw_into`` runs as plain Python: a registered operator cannot both return and write."""
+
+    def register(fn):
+        registered = launcher(schema)(fn)
+
+        @functools.wraps(fn)
+        def call(*args, dw_into=None):
+            return registered(*args) if dw_into is None else fn(*args, dw_into=dw_into)
+
+        return call
+
+    return register
+
+
+def _of(t: Tensor | None, kept: Tensor | None) -> Tensor | None:
+    return t if t is None or kept is None else t.index_select(0, kept)
+
+
+def _results(out: Rows, norm: Tensor | None, s: Loss, kept: Tensor | None, M: int) -> tuple[Tensor | None, ...]:
+    """What ``_OUT`` names; lse of the ``kept`` rows alone."""
+    every = out if kept is None or not (s.reduction == "none" or s.stats or s.mean) else out.among(kept, M)
+    return *every.reduced(norm, s.reduction), every.predicted, every.entropy, every.mean, out.lse, norm
+
+
+@_launcher_without_into(f"({_IN}, {_CHUNKS}, Tensor? num_items) -> ({_OUT}, Tensor dx, Tensor dw, Tensor db)")
+def linear_cross_entropy_fwd(x, w, target, bias, class_weight, kept, *rest, dw_into=None):
+    """Chunk by chunk, gradients included."""
+    s, (fp32_logits, accum_dtype, chunk_rows, *need, num_items) = Loss(*rest[:_N]), rest[_N:]
+    norm, y, out = normaliser(target, class_weight, s, num_items), _of(target, kept), Rows.empty(_of(target, kept), s, acc(x.dtype))
     # fp16 gradients of a mean over many tokens would underflow before a loss scaler reaches them: the backward divides
-    dx, dw, db = _chunks(x, w, target, bias, class_weight, s, out=out, norm=None if x.dtype == torch.float16 else norm, g=None, lse=None,
-                         need=tuple(need), accum_dtype=accum_dtype, chunk_rows=chunk_rows)  # fmt: skip
-    return *out.reduced(norm, s.reduction), out.lse, norm, dx, dw, db
+    divisor = None if x.dtype == torch.float16 else norm
+
+    def body(z: Tensor, rows: slice, dz: Tensor | None) -> None:
+        row_kernel(z, y[rows], s, class_weight=class_weight, bias=bias, out=out[rows], dz=dz, norm=divisor)
+
+    grads = chunk_gradients(x, w, body, need=tuple(need), chunk_rows=chunk_rows, accum_dtype=accum_dtype, kept=kept, fp32_logits=fp32_logits,
+                            dw_into=dw_into)  # fmt: skip
+    return *_results(out, norm, s, kept, x.shape[0]), *grads
 
 
-@launcher(f"(Tensor g, Tensor lse, {_IN}) -> (Tensor dx, Tensor dw, Tensor db)")
-def linear_cross_entropy_bwd(g: Tensor, lse: Tensor, x: Tensor, w: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None, *numbers):
-    """The chunks again, for per-token upstream gradients g (M,)."""
-    s, (accum_dtype, chunk_rows, *need) = Loss(*numbers[:_N]), numbers[_N:]
-    return _chunks(x, w, target, bias, class_weight, s, out=None, norm=None, g=g, lse=lse,
-                   need=tuple(need), accum_dtype=accum_dtype, chunk_rows=chunk_rows)  # fmt: skip
+@_launcher_without_into(f"(Tensor g, Tensor g_entropy, Tensor lse, Tensor entropy, {_IN}, {_CHUNKS}) -> (Tensor dx, Tensor dw, Tensor db)")
+def linear_cross_entropy_bwd(g, g_entropy, lse, entropy, x, w, target, bias, class_weight, kept, *rest, dw_into=None):
+    """The chunks again, for per-token upstream gradients."""
+    s, (fp32_logits, accum_dtype, chunk_rows, *need) = Loss(*rest[:_N]), rest[_N:]
+    y, g = _of(target, kept), _of(g, kept)
+    ge, h = (_of(g_entropy, kept), _of(entropy, kept)) if s.entropy else (None, None)
+
+    def body(z: Tensor, rows: slice, dz: Tensor | None) -> None:
+        row_kernel(z, y[rows], s, class_weight=class_weight, bias=bias, dz=dz, g=g[rows], lse=lse[rows],
+                   g_entropy=None if ge is None else ge[rows], entropy=None if h is None else h[rows])  # fmt: skip
+
+    return chunk_gradients(x, w, body, need=tuple(need), chunk_rows=chunk_rows, accum_dtype=accum_dtype, kept=kept, fp32_logits=fp32_logits, dw_into=dw_into)
+
+
+@launcher(f"({_IN}) -> ({_OUT}, Tensor z)")
+def linear_cross_entropy_one_fwd(x, w, target, bias, class_weight, kept, *rest):
+    """One chunk, whose logits stay: for per-token upstream gradients."""
+    s, (fp32_logits,) = Loss(*rest[:_N]), rest[_N:]
+    y, x_k = _of(target, kept), _of(x, kept)
+    out, z = Rows.empty(y, s, acc(x.dtype)), x.new_empty(x_k.shape[0], w.shape[0], dtype=acc(x.dtype) if fp32_logits else x.dtype)
+    if not tracing(x):
+        add_mm(z, x_k, w.t(), first=True)
+        row_kernel(z, y, s, class_weight=class_weight, bias=bias, out=out)
+    return *_results(out, None, s, kept, x.shape[0]), z
+
+
+@_launcher_without_into(
+    f"(Tensor g, Tensor g_entropy, Tensor z, Tensor lse, Tensor entropy, {_IN}, bool need_dx, bool need_dw, bool need_db) -> (Tensor dx, Tensor dw, Tensor db)"
+)
+def linear_cross_entropy_one_bwd(g, g_entropy, z, lse, entropy, x, w, target, bias, class_weight, kept, *rest, dw_into=None):
+    s, (_, need_dx, need_dw, need_db) = Loss(*rest[:_N]), rest[_N:]
+    x_k, dz = _of(x, kept), z.new_empty(z.shape, dtype=x.dtype)
+    ge, h = (_of(g_entropy, kept), _of(entropy, kept)) if s.entropy else (None, None)
+    row_kernel(z, _of(target, kept), s, class_weight=class_weight, bias=bias, dz=dz, g=_of(g, kept), lse=lse, g_entropy=ge, entropy=h)
+    dx, dw, db = x.new_empty(0), w.new_empty(0), x.new_empty(0)
+    if need_dx:
+        dx = torch.mm(dz, w)
+        dx = dx if kept is None else torch.zeros_like(x).index_copy_(0, kept, dx)
+    if need_dw and dw_into is None:
+        dw = torch.mm(dz.t(), x_k)
+    elif need_dw:
+        add_mm(dw_into, dz.t(), x_k, first=False)
+    if need_db:
+        db = dz.sum(0, dtype=acc(dz.dtype))
+    return dx, dw, db
+
+
+@dataclass(frozen=True)
+class Options:
+    """How the loop goes, beside what the loss is."""
+
+    need: tuple[bool, bool, bool]
+    accum_dtype: torch.dtype | None = None
+    chunk_rows: int | None = None
+    fp32_logits: bool = False
+    dw_into: Tensor | None = None
 
 
 class LinearCrossEntropyFunction(torch.autograd.Function):
-    """``apply(x, w, target, bias, class_weight, need_dx, need_dw, need_db, accum_dtype, chunk_rows, *fields of Loss)``."""
+    """``apply(x, w, target, bias, class_weight, num_items, kept, Loss, Options)`` -> loss, z-loss, predicted classes, entropy, mean logit."""
 
     @staticmethod
-    def forward(ctx, x, w, target, bias, class_weight, need_dx, need_dw, need_db, accum_dtype, chunk_rows, *numbers):
-        x, need = rows_of(x), (need_dx, need_dw, need_db)
-        ctx.need, ctx.numbers = need, (*numbers, accum_dtype, chunk_rows)
-        ctx.dtype, ctx.recompute = x.dtype, Loss(*numbers).reduction == "none"
-        now = (False, False, False) if ctx.recompute else need
-        loss, z_loss, predicted, lse, norm, dx, dw, db = linear_cross_entropy_fwd(x, w, target, bias, class_weight, *ctx.numbers, *now)
-        if ctx.recompute:
-            ctx.save_for_backward(lse, x, w, target, bias, class_weight)
+    def forward(ctx, x, w, target, bias, class_weight, num_items, kept, s, o):
+        x, numbers = rows_of(x), astuple(s)
+        M = x.shape[0] if kept is None else kept.shape[0]
+        ctx.s, ctx.o = s, o
+        fits = 0 < M <= (o.chunk_rows or auto_chunk_rows(M, w.shape[0], w.shape[1], x.itemsize, x.is_cuda)) and any(o.need)
+        ctx.kind = "done" if s.reduction != "none" else "one" if fits else "again"
+        inputs = (x, w, target, bias, class_weight, kept, *numbers, o.fp32_logits)
+        if ctx.kind == "one":
+            *found, lse, _, z = linear_cross_entropy_one_fwd(*inputs)
+            ctx.save_for_backward(z, lse, found[3], *inputs[:6])
         else:
-            ctx.save_for_backward(dx, dw, db, norm)
-        ctx.mark_non_differentiable(z_loss, predicted)
-        return loss, z_loss, predicted
+            need = (False, False, False) if ctx.kind == "again" else o.need
+            into = o.dw_into if need[1] else None
+            *found, lse, norm, dx, dw, db = linear_cross_entropy_fwd(*inputs, o.accum_dtype, o.chunk_rows, *need, num_items, dw_into=into)
+            ctx.save_for_backward(*((lse, found[3], *inputs[:6]) if ctx.kind == "again" else (dx, dw, db, norm if x.dtype == torch.float16 else None)))
+        loss, z_loss, predicted, entropy, mean = found
+        ctx.mark_non_differentiable(z_loss, predicted, mean, *(() if s.reduction == "none" and s.entropy else (entropy,)))
+        return loss, z_loss, predicted, entropy, mean
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, g, *_):
-        if ctx.recompute:
-            grads = linear_cross_entropy_bwd(g.contiguous(), *ctx.saved_tensors, *ctx.numbers, *ctx.need)
-        else:
+    def backward(ctx, g, _z, _p, g_entropy, _m):
+        o = ctx.o
+        into = o.dw_into if o.need[1] else None
+        if ctx.kind == "done":
             *grads, norm = ctx.saved_tensors
-            grads = scaled(tuple(grads), g / norm if ctx.dtype == torch.float16 and norm is not None else g)
-        dx, dw, db = (grad if need else None for grad, need in zip(grads, ctx.need))
-        dw, db = (None if d is None else d.to(ctx.dtype) for d in (dw, db))
-        return dx, dw, None, db, None, *(None,) * (3 + len(ctx.numbers))
+            grads = scaled(tuple(grads), g if norm is None else g / norm)
+            if into is not None:
+                _only_one_(into, g)
+        else:
+            first = (g.contiguous(), g_entropy.contiguous(), *ctx.saved_tensors, *astuple(ctx.s), o.fp32_logits)
+            if ctx.kind == "one":
+                grads = linear_cross_entropy_one_bwd(*first, *o.need, dw_into=into)
+            else:
+                grads = linear_cross_entropy_bwd(*first, o.accum_dtype, o.chunk_rows, *o.need, dw_into=into)
+        dx, dw, db = (grad if need else None for grad, need in zip(grads, o.need))
+        dw = None if o.dw_into is not None else dw
+        return dx, dw, None, db, *(None,) * 5
+
+
+def _only_one_(total: Tensor, g: Tensor) -> None:
+    """``total`` has had a gradient added for an upstream gradient of 1: if it was another, NaN tells."""
+    total.view(-1)[0].add_(torch.where(g == 1, 0.0, float("nan")).to(total.dtype))
 
 
 def _small(*shape: int, dtype: torch.dtype) -> Tensor:
     return 0.02 * torch.randn(*shape, dtype=dtype)
 
 
-def _cost(x, w, target, bias=None, class_weight=None, **_) -> Cost:
+def _cost(x, w, target, bias=None, class_weight=None, *, ignore_index=-100, compact=False, **_) -> Cost:
     (M, H), V = x.shape, w.shape[0]
+    M = int((target != ignore_index).sum()) if compact else M
     return Cost(nbytes(x, w, target, bias, class_weight), nbytes(x, w, bias), gemms=([(M, V, H)], [(M, H, V), (V, H, M)]))
 
 
+OURS = ("compact", "accum_dtype", "chunk_rows", "fp32_logits", "dw_into")
+
+
 def _torch(x, w, target, bias=None, class_weight=None, *, ignore_index=-100, reduction="mean", label_smoothing=0.0, **options):
-    plain({k: v for k, v in options.items() if k not in ("accum_dtype", "chunk_rows")} | dict(class_weight=class_weight))
+    plain({k: v for k, v in options.items() if k not in OURS} | dict(class_weight=class_weight))
     options = dict(ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
     if hasattr(F, "linear_cross_entropy"):
         return F.linear_cross_entropy(x, w, target, linear_bias=bias, **options)
@@ -186,21 +226,24 @@ def _torch(x, w, target, bias=None, class_weight=None, *, ignore_index=-100, red
 
 
 def _upstream(
-    functional, x, w, target, bias=None, class_weight=None, *, z_loss=0.0, logit_scale=1.0, token_scaling=False, stats=False, chunk_rows=None, **options
+    functional, x, w, target, bias=None, class_weight=None, *, z_loss=0.0, logit_scale=1.0, token_scaling=False, stats=False, num_items=None, **options
 ):
-    plain(dict(logit_scale=logit_scale, stats=stats))
+    plain(dict(logit_scale=logit_scale, stats=stats, num_items=num_items))
+    options = {k: v for k, v in options.items() if k == "accum_dtype" or k not in OURS}
     return functional.liger_fused_linear_cross_entropy(x, w, target, bias, class_weight, lse_square_scale=z_loss, use_token_scaling=token_scaling, **options)
 
 
-def _cce(cce, x, w, target, bias=None, class_weight=None, *, ignore_index=-100, reduction="mean", softcap=None, accum_dtype=None, chunk_rows=None, **options):
-    plain(options | dict(class_weight=class_weight, bias=bias))
+def _cce(cce, x, w, target, bias=None, class_weight=None, *, ignore_index=-100, reduction="mean", softcap=None, **options):
+    plain({k: v for k, v in options.items() if k not in OURS} | dict(class_weight=class_weight, bias=bias))
     return cce.linear_cross_entropy(x, w, target, ignore_index=ignore_index, softcap=softcap, reduction=reduction)
 
 
 @op(
     reference=reference,
     cases=[
-        Case("mean", dict(x=T((9, 32)), w=T((65, 32)), target=targets(9, 65))),
+        Case("mean", dict(x=T((9, 32)), w=T((65, 32)), target=targets(9, 65), chunk_rows=4)),
+        Case("one-chunk", dict(x=T((9, 32)), w=T((65, 32)), target=targets(9, 65))),
+        Case("one-chunk-none", dict(x=T((9, 32)), w=T((65, 32)), target=targets(9, 65), bias=T((65,)), reduction="none")),
         Case("sum-chunks", dict(x=T((11, 16)), w=T((37, 16)), target=targets(11, 37), reduction="sum", chunk_rows=4)),
         Case("none", dict(x=T((7, 16)), w=T((40, 16)), target=targets(7, 40), reduction="none", chunk_rows=3, stats=True)),
         Case("bias", dict(x=T((7, 16)), w=T((40, 16)), target=targets(7, 40), bias=T((40,)), chunk_rows=3)),
@@ -211,6 +254,11 @@ def _cce(cce, x, w, target, bias=None, class_weight=None, *, ignore_index=-100, 
         Case("dft", dict(x=T((6, 16)), w=T((50, 16)), target=targets(6, 50), token_scaling=True, logit_scale=0.25)),
         Case("fp32-sums", dict(x=T((12, 16)), w=T((50, 16)), target=targets(12, 50), accum_dtype=torch.float32, chunk_rows=3)),
         Case("many-chunks", dict(x=T((20, 16)), w=T((30, 16)), target=targets(20, 30, 7), chunk_rows=2)),
+        Case("compact", dict(x=T((9, 16)), w=T((40, 16)), target=targets(9, 40), bias=T((40,)), compact=True, chunk_rows=4, stats=True)),
+        Case("compact-none", dict(x=T((9, 16)), w=T((40, 16)), target=targets(9, 40), compact=True, chunk_rows=4, reduction="none")),
+        Case("compact-one-none", dict(x=T((9, 16)), w=T((40, 16)), target=targets(9, 40), compact=True, reduction="none", z_loss=1e-2)),
+        Case("fp32-logits", dict(x=T((9, 16)), w=T((40, 16)), target=targets(9, 40), fp32_logits=True, chunk_rows=4)),
+        Case("num-items", dict(x=T((9, 16)), w=T((40, 16)), target=targets(9, 40), num_items=21, chunk_rows=4)),
         Case("all-ignored", dict(x=T((3, 16)), w=T((20, 16)), target=targets(3, 20, 1), reduction="sum")),
         Case("llama-3.2-1b", dict(x=T((4096, 2048)), w=T((128256, 2048), lambda *s, dtype: 0.02 * torch.randn(*s, dtype=dtype)),
              target=targets(4096, 128256, 17)), gpu=True),
@@ -222,8 +270,10 @@ def _cce(cce, x, w, target, bias=None, class_weight=None, *, ignore_index=-100, 
                 ("qwen2.5-1.5b", 8192, 2048, 151936),
                 ("gemma-7b", 4096, 3072, 256000),
                 ("llama2-7b", 16384, 4096, 32000),
+                ("gemma3-4b", 4096, 2560, 262208),
             )
         ),
+        Case("llama3-8b-8k-masked", dict(x=T((8192, 4096)), w=T((128256, 4096), _small), target=targets(8192, 128256, 2), compact=True), gpu=True, timed=True),
         Case("integers", dict(x=T((4, 8), dtype=torch.int64), w=T((10, 8)), target=targets(4, 10)),
              error="linear_cross_entropy: x and w must be floating point, got torch.int64 and torch.float32"),
         Case("bad-width", dict(x=T((4, 8)), w=T((10, 6)), target=targets(4, 10)), error="linear_cross_entropy: w must have shape (V, 8), got (10, 6)"),
@@ -254,31 +304,68 @@ def linear_cross_entropy(
     softcap: float | None = None,
     token_scaling: bool = False,
     stats: bool = False,
+    num_items: Tensor | float | None = None,
+    compact: bool | Kept = False,
     accum_dtype: torch.dtype | None = None,
     chunk_rows: int | None = None,
+    fp32_logits: bool = False,
+    dw_into: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """Cross entropy of ``x @ w.T + bias`` and class indices, in chunks of tokens; runs on any device.
 
     x (M, H), w (V, H), target (M,) int64, bias (V,), class_weight (V,); x, w and bias are promoted to one dtype, under autocast to its dtype.
-    Returns like ``cross_entropy``. ``chunk_rows`` tokens a chunk (default: ``auto_chunk_rows``); dw is summed over chunks in
-    ``accum_dtype`` (default: fp32 in fp16 and beyond 5 or 6 chunks, else w's dtype).
+    Returns like ``cross_entropy``; ``num_items`` is what "mean" divides by instead of the number of tokens that count.
+
+    compact: leave ignored tokens out of all products. True waits once for their number; a ``Kept(target, ignore_index)`` made when the labels came
+    does not. ``chunk_rows`` tokens a chunk (default: ``auto_chunk_rows``). dw is summed over chunks in ``accum_dtype`` (default: fp32 in fp16 and
+    beyond 5 or 6 chunks, else w's dtype), or straight into ``dw_into`` (V, H), a ``w.grad`` or ``w.main_grad`` of any dtype: then w gets no
+    gradient of its own, and the upstream gradient of a reduced loss must be 1 (else ``dw_into`` becomes NaN). fp32_logits: logits are not
+    rounded to x's dtype, for 6 bytes a logit of a chunk instead of 2.
     """
-    if not (x.is_floating_point() and w.is_floating_point()):
-        raise ValueError(f"linear_cross_entropy: x and w must be floating point, got {x.dtype} and {w.dtype}")
-    if x.ndim != 2:
-        raise ValueError(f"linear_cross_entropy: x must have shape (M, H), got {tuple(x.shape)}")
-    if w.ndim != 2 or w.shape[1] != x.shape[1]:
-        raise ValueError(f"linear_cross_entropy: w must have shape (V, {x.shape[1]}), got {tuple(w.shape)}")
-    if bias is not None and bias.shape != w.shape[:1]:
-        raise ValueError(f"linear_cross_entropy: bias must have shape ({w.shape[0]},), got {tuple(bias.shape)}")
-    if chunk_rows is not None and chunk_rows < 1:
-        raise ValueError(f"linear_cross_entropy: chunk_rows must be positive, got {chunk_rows}")
-    check("linear_cross_entropy", (x.shape[0], w.shape[0]), target, class_weight, reduction)
-    device = x.device.type
-    autocast = device != "meta" and torch.is_autocast_enabled(device) and torch.float64 not in (x.dtype, w.dtype)  # as F.linear has it
-    dtype = torch.get_autocast_dtype(device) if autocast else torch.promote_types(x.dtype, w.dtype)
-    x, w, bias = x.to(dtype), w.to(dtype), bias if bias is None else bias.to(dtype)
-    need = (t is not None and t.requires_grad and torch.is_grad_enabled() for t in (x, w, bias))
+    check_head("linear_cross_entropy", x, w, bias, chunk_rows)
+    if dw_into is not None and torch.compiler.is_compiling():
+        raise ValueError("linear_cross_entropy: dw_into must be None under torch.compile")
+    if dw_into is not None and (dw_into.shape != w.shape or not dw_into.is_contiguous()):
+        raise ValueError(f"linear_cross_entropy: dw_into must be contiguous, of shape {tuple(w.shape)}, got {tuple(dw_into.shape)}")
+    check("linear_cross_entropy", (x.shape[0], w.shape[0]), target, class_weight, reduction, ignore_index)
+    x, w, bias = promoted(x, w, bias)
     numbers = (ignore_index, reduction, label_smoothing, z_loss, logit_scale, softcap, token_scaling, stats)
-    out = LinearCrossEntropyFunction.apply(x, w, target, bias, class_weight, *need, accum_dtype, chunk_rows, *numbers)
-    return out if stats else out[0]
+    out = apply(x, w, target, bias, class_weight, Loss(*numbers), items(num_items, x), compact, accum_dtype, chunk_rows, fp32_logits, dw_into)
+    return out[:3] if stats else out[0]
+
+
+def check_head(name: str, x: Tensor, w: Tensor, bias: Tensor | None, chunk_rows: int | None) -> None:
+    """Refuse what a linear head cannot mean."""
+    if not (x.is_floating_point() and w.is_floating_point()):
+        raise ValueError(f"{name}: x and w must be floating point, got {x.dtype} and {w.dtype}")
+    if x.ndim != 2:
+        raise ValueError(f"{name}: x must have shape (M, H), got {tuple(x.shape)}")
+    if w.ndim != 2 or w.shape[1] != x.shape[1]:
+        raise ValueError(f"{name}: w must have shape (V, {x.shape[1]}), got {tuple(w.shape)}")
+    if bias is not None and bias.shape != w.shape[:1]:
+        raise ValueError(f"{name}: bias must have shape ({w.shape[0]},), got {tuple(bias.shape)}")
+    if chunk_rows is not None and chunk_rows < 1:
+        raise ValueError(f"{name}: chunk_rows must be positive, got {chunk_rows}")
+
+
+def promoted(x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """In one dtype; under autocast in its dtype, as ``F.linear`` has it."""
+    device = x.device.type
+    autocast = device != "meta" and torch.is_autocast_enabled(device) and torch.float64 not in (x.dtype, w.dtype)
+    dtype = torch.get_autocast_dtype(device) if autocast else torch.promote_types(x.dtype, w.dtype)
+    return x.to(dtype), w.to(dtype), bias if bias is None else bias.to(dtype)
+
+
+def kept_rows(compact: bool | Kept, target: Tensor, ignore_index: int) -> Tensor | None:
+    """Rows to compute, None for all."""
+    if compact is False or target.is_meta or torch.compiler.is_compiling() or (target.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return None
+    return (Kept(target, ignore_index) if compact is True else compact).rows()
+
+
+def apply(x, w, target, bias, class_weight, s: Loss, num_items, compact, accum_dtype, chunk_rows, fp32_logits, dw_into=None):
+    """``LinearCrossEntropyFunction`` of checked arguments."""
+    need = tuple(t is not None and t.requires_grad and torch.is_grad_enabled() for t in (x, w, bias))
+    kept = kept_rows(compact, target, s.ignore_index)
+    options = Options(need, accum_dtype, chunk_rows, fp32_logits, dw_into)
+    return LinearCrossEntropyFunction.apply(x, w, target, bias, class_weight, num_items, kept, s, options)

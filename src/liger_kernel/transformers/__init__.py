@@ -8,8 +8,14 @@ from typing import Any
 
 from liger_kernel.nn import (
     LigerCrossEntropyLoss,
+    LigerDyT,
+    LigerFusedAddRMSNorm,
     LigerFusedLinearCrossEntropyLoss,
+    LigerFusedLinearJSD,
     LigerGEGLUMLP,
+    LigerJSD,
+    LigerKLDIVLoss,
+    LigerLayerNorm,
     LigerPhi3SwiGLUMLP,
     LigerRMSNorm,
     LigerRMSNormForGemma,
@@ -18,7 +24,11 @@ from liger_kernel.nn import (
     LigerRMSNormForGlm4,
     LigerRMSNormForOlmo2,
     LigerRMSNormForQwen3Next,
+    LigerSoftmax,
+    LigerSparsemax,
     LigerSwiGLUMLP,
+    LigerTVDLoss,
+    LigerVocabParallelCrossEntropy,
     liger_rotary_pos_emb,
 )
 from liger_kernel.transformers import _legacy
@@ -29,8 +39,14 @@ _PATCH = ("MODEL_TYPE_TO_APPLY_LIGER_FN", "_apply_liger_kernel", "_apply_liger_k
 
 __all__ = [
     "LigerCrossEntropyLoss",
+    "LigerDyT",
+    "LigerFusedAddRMSNorm",
     "LigerFusedLinearCrossEntropyLoss",
+    "LigerFusedLinearJSD",
     "LigerGEGLUMLP",
+    "LigerJSD",
+    "LigerKLDIVLoss",
+    "LigerLayerNorm",
     "LigerPhi3SwiGLUMLP",
     "LigerRMSNorm",
     "LigerRMSNormForGemma",
@@ -39,7 +55,11 @@ __all__ = [
     "LigerRMSNormForGlm4",
     "LigerRMSNormForOlmo2",
     "LigerRMSNormForQwen3Next",
+    "LigerSoftmax",
+    "LigerSparsemax",
     "LigerSwiGLUMLP",
+    "LigerTVDLoss",
+    "LigerVocabParallelCrossEntropy",
     "is_transformers_available",
     "liger_rotary_pos_emb",
 ]

@@ -15,13 +15,24 @@ _NORMS = ("LigerRMSNorm", *(f"LigerRMSNormFor{m}" for m in ("Gemma", "Gemma2", "
 PATHS: dict[str, tuple[str, tuple[str, ...]]] = {
     _HERE + "auto_model": (_HERE + "auto", ("AutoLigerKernelForCausalLM",)),
     _HERE + "cross_entropy": ("liger_kernel.nn", ("LigerCrossEntropyLoss",)),
+    _HERE + "dyt": ("liger_kernel.nn", ("LigerDyT",)),
+    _HERE + "fused_add_rms_norm": ("liger_kernel.nn", ("LigerFusedAddRMSNorm",)),
     _HERE + "fused_linear_cross_entropy": ("liger_kernel.nn", ("LigerFusedLinearCrossEntropyLoss",)),
+    _HERE + "fused_linear_jsd": ("liger_kernel.nn", ("LigerFusedLinearJSD",)),
     _HERE + "geglu": ("liger_kernel.nn", ("LigerGEGLUMLP",)),
+    _HERE + "grpo_loss": ("liger_kernel.ops.grpo_loss", ("triton_grpo_loss",)),
+    _HERE + "jsd": ("liger_kernel.nn", ("LigerJSD",)),
+    _HERE + "kl_div": ("liger_kernel.nn", ("LigerKLDIVLoss",)),
+    _HERE + "layer_norm": ("liger_kernel.nn", ("LigerLayerNorm",)),
     _HERE + "monkey_patch": (_HERE + "patch", ()),
     _HERE + "rms_norm": ("liger_kernel.nn", _NORMS),
     _HERE + "rope": ("liger_kernel.nn", ("liger_rotary_pos_emb",)),
+    _HERE + "softmax": ("liger_kernel.nn", ("LigerSoftmax",)),
+    _HERE + "sparsemax": ("liger_kernel.nn", ("LigerSparsemax",)),
     _HERE + "swiglu": ("liger_kernel.nn", ("LigerSwiGLUMLP", "LigerPhi3SwiGLUMLP")),
     _HERE + "trainer_integration": (_HERE + "patch", ("_apply_liger_kernel",)),
+    _HERE + "tvd": ("liger_kernel.nn", ("LigerTVDLoss",)),
+    _HERE + "vocab_parallel_cross_entropy": ("liger_kernel.nn", ("LigerVocabParallelCrossEntropy",)),
 }
 
 

@@ -24,11 +24,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 from transformers import modeling_outputs
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils import ModelOutput
 
 from liger_kernel.nn import token_accuracy
-from liger_kernel.ops.cross_entropy import cross_entropy, normaliser
-from liger_kernel.ops.linear_cross_entropy import auto_chunk_rows, linear_cross_entropy
+from liger_kernel.ops._linear import Kept, auto_chunk_rows
+from liger_kernel.ops.cross_entropy import Loss as LossNumbers
+from liger_kernel.ops.cross_entropy import cross_entropy, items, normaliser
+from liger_kernel.ops.linear_cross_entropy import linear_cross_entropy
 
 IGNORE = -100
 
@@ -64,7 +67,8 @@ def head_cross_entropy(head: nn.Module, x: Tensor, target: Tensor, *, class_weig
     """
     if is_plain(head):
         return linear_cross_entropy(x, head.weight, target, head.bias, class_weight, **options)
-    options.pop("accum_dtype", None)  # the head accumulates its own gradients
+    for name in ("accum_dtype", "compact"):  # the head accumulates its own gradients, and may ask what every token is
+        options.pop(name, None)
     class_weight = class_weight if class_weight is None else class_weight.detach()
     reduction, stats = options.pop("reduction", "mean"), options.pop("stats", False)
 
@@ -83,7 +87,7 @@ def head_cross_entropy(head: nn.Module, x: Tensor, target: Tensor, *, class_weig
     else:
         loss, z_loss = torch.stack(losses).sum(), torch.stack(z_losses).sum()
     if reduction == "mean":
-        n = normaliser(target, class_weight, options.get("ignore_index", IGNORE), reduction)
+        n = normaliser(target, class_weight, LossNumbers(ignore_index=options.get("ignore_index", IGNORE)))
         loss, z_loss = loss / n, z_loss / n
     return (loss, z_loss, torch.cat(predicted)) if stats else loss
 
@@ -111,6 +115,8 @@ class Loss:
     taken: bool = False
     token_accuracy: Tensor | None = None
     predicted_tokens: Tensor | None = None
+    kept: Kept | None = None  # tokens that count, counted when the forward began
+    num_items: Any = None  # what the loss function will divide the sum by
 
 
 class DeferredLogits:
@@ -303,7 +309,7 @@ def _loss(logits: DeferredLogits, target: Tensor, **options: Any) -> Tensor:
         options.pop("accum_dtype", None)
         found = cross_entropy(rows, target, options.pop("class_weight", None), stats=asked.statistics, **options)
     else:
-        found = head_cross_entropy(head, rows, target, stats=asked.statistics, **options)
+        found = _head_loss(head, rows, target, asked, options)
     asked.taken = True
     if not asked.statistics:
         return found
@@ -311,6 +317,40 @@ def _loss(logits: DeferredLogits, target: Tensor, **options: Any) -> Tensor:
     if asked.predicted_tokens is None:  # the first loss of a forward is the main one
         asked.predicted_tokens, asked.token_accuracy = predicted, token_accuracy(predicted, target, options["ignore_index"])
     return loss
+
+
+def _inside(function: Callable) -> bool:
+    """Whether ``function`` is being called, a few frames up: some models have a loss function and do not use it."""
+    frame = sys._getframe(1)
+    for _ in range(12):
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+        if frame.f_code is function.__code__:
+            return True
+    return False
+
+
+def _head_loss(head: nn.Module, rows: Tensor, target: Tensor, asked: Loss, options: dict[str, Any]) -> Any:
+    """``head_cross_entropy`` with what was known when the forward began, if it is the loss that was foreseen."""
+    foreseen = asked.kept is not None or asked.num_items is not None
+    main = foreseen and not asked.taken and is_plain(head) and options["ignore_index"] == IGNORE and _inside(ForCausalLMLoss)
+    kept = asked.kept if main and asked.kept is not None and asked.kept.total == target.numel() else None
+    if kept is not None:
+        options["compact"] = kept
+    # a sum that is about to be divided: dividing in the forward spares the backward a pass over the gradient of the head
+    n = items(asked.num_items, rows) if main and asked.num_items is not None and options.get("reduction") == "sum" else None
+    if n is not None:
+        options |= dict(reduction="mean", num_items=n)
+    found = head_cross_entropy(head, rows, target, stats=asked.statistics, **options)
+    loss, *more = found if asked.statistics else (found,)
+    if n is not None:
+        loss, more = loss * n, [more[0] * n, *more[1:]] if more else more
+    if kept is not None and (chosen := kept.rows()) is not None:
+        # a token that counts and was not foreseen makes the loss NaN rather than wrong
+        counts = target != IGNORE
+        loss = torch.where(counts.sum() == counts[chosen].sum(), loss, float("nan"))
+    return (loss, *more) if asked.statistics else loss
 
 
 # -- around the model's forward ------------------------------------------------------------
@@ -379,6 +419,8 @@ def fused(forward: Callable, *, keep_logits: bool = False) -> Callable:
         loss = Loss(options, bool(accuracy or predictions))
         parent, name = place
         head = parent._modules[name]
+        if not keep_logits and is_plain(head) and not torch.compiler.is_compiling() and getattr(self, "loss_function", None) is ForCausalLMLoss:
+            loss.kept, loss.num_items = _kept_early(given, head), given.get("num_items_in_batch")
         parent._modules[name] = StandIn(head, loss, keep_logits=not skip)
         try:
             out = forward(self, **given)
@@ -409,6 +451,16 @@ def _aligned(given: dict[str, Any]) -> dict[str, Any]:
         return given
     # contiguous: loss functions take a view of them
     return given | {"labels": shift_labels if labels is None else labels, "shift_labels": shift_labels.contiguous()}
+
+
+def _kept_early(given: dict[str, Any], head: nn.Module) -> Kept | None:
+    """The tokens that the causal loss will count; on a GPU they are counted while the model computes."""
+    labels = given.get("shift_labels")
+    if labels is None:
+        labels = F.pad(given["labels"], (0, 1), value=IGNORE)[..., 1:]
+    if labels.is_meta or labels.device != head.weight.device or (labels.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return None
+    return Kept(labels, IGNORE)
 
 
 def _kept(t: Tensor, keep: int | Tensor) -> Tensor:

@@ -58,7 +58,7 @@ def verified(model_type: str) -> Family:
             ours, our_grads, left_out = step(model)
     size = max(g.abs().max().item() for g in grads.values())
     if grads.keys() != our_grads.keys() or not torch.allclose(ours, loss, rtol=1e-5, atol=1e-5):
-        raise Unverified(f"loss {ours.item():.6f} instead of {loss.item():.6f}")
+        raise Unverified(f"loss {ours.item():.4f} instead of {loss.item():.4f}")
     if wrong := [n for n, g in grads.items() if not torch.allclose(our_grads[n], g, rtol=0, atol=1e-5 * size)]:
         raise Unverified(f"another gradient for {', '.join(wrong[:3])}")
     if row.head is None or not left_out or computed:

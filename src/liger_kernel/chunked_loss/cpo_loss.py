@@ -1,0 +1,63 @@
+"""CPO, contrastive preference optimisation (arXiv:2401.08417): DPO with a uniform reference, and the likelihood of the chosen sequences beside it.
+
+With Delta = log pi(chosen) - log pi(rejected) (sums over tokens) and e = label_smoothing, the probability that a preference is reversed
+(as in cDPO, https://ericmitchell.ai/cdpo.pdf), over B pairs (equation 3 for e = 0):
+
+    loss = alpha * NLL(chosen) - 1 / B * sum ((1 - e) log sigmoid(beta Delta) + e log sigmoid(-beta Delta))
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from liger_kernel.chunked_loss.fused_linear_preference import Found, LigerFusedLinearPreferenceBase
+
+
+def smoothed_logistic(z: Tensor, label_smoothing: float) -> Tensor:
+    """-log sigmoid(z), and that of -z with probability ``label_smoothing``."""
+    return -(1 - label_smoothing) * F.logsigmoid(z) - (label_smoothing * F.logsigmoid(-z) if label_smoothing else 0)
+
+
+class LigerFusedLinearCPOFunction(LigerFusedLinearPreferenceBase):
+    @staticmethod
+    def preference_loss_fn(
+        chosen_logps: Tensor, rejected_logps: Tensor, full_target: Tensor, beta: float = 0.1, label_smoothing: float = 0.0
+    ) -> tuple[Tensor, ...]:
+        """Loss, and rewards beta * log pi of chosen and rejected."""
+        loss = smoothed_logistic(beta * (chosen_logps - rejected_logps), label_smoothing).sum() / max(full_target.shape[0] // 2, 1)
+        return loss, beta * chosen_logps, beta * rejected_logps
+
+    @classmethod
+    def forward(  # type: ignore[override]
+        cls, ctx: Any, _input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, ignore_index: int = -100,
+        beta: float = 0.1, alpha: float = 1.0, label_smoothing: float = 0.0, compute_nll_loss: bool = True, compiled: bool = True,
+        average_log_prob: bool = False, chunk_size: int = 1, compact: bool = True,
+    ) -> Found:  # fmt: skip
+        return super().forward(
+            cls, ctx, _input, weight, target, bias, ignore_index=ignore_index, alpha=alpha, beta=beta, compute_nll_loss=compute_nll_loss,
+            average_log_prob=average_log_prob, label_smoothing=label_smoothing, compact=compact,
+        )  # fmt: skip
+
+
+class LigerFusedLinearCPOLoss(nn.Module):
+    """``(loss, (chosen_logps, rejected_logps, chosen_logits_mean, rejected_logits_mean, nll_loss, chosen_rewards, rejected_rewards))``.
+
+    ``compiled`` and ``chunk_size`` have no effect; ``compact``: ``LigerFusedLinearPreferenceBase``.
+    """
+
+    def __init__(
+        self, ignore_index: int = -100, beta: float = 0.1, alpha: float = 1.0, label_smoothing: float = 0.0, compute_nll_loss: bool = True,
+        compiled: bool = True, average_log_prob: bool = False, chunk_size: int = 1, compact: bool = True,
+    ):  # fmt: skip
+        super().__init__()
+        self.ignore_index, self.beta, self.alpha, self.label_smoothing, self.compute_nll_loss = ignore_index, beta, alpha, label_smoothing, compute_nll_loss
+        self.compiled, self.average_log_prob, self.chunk_size, self.compact = compiled, average_log_prob, chunk_size, compact
+
+    def forward(self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None) -> Found:
+        return LigerFusedLinearCPOFunction.apply(
+            _input, lin_weight, target, bias, self.ignore_index, self.beta, self.alpha, self.label_smoothing, self.compute_nll_loss,
+            average_log_prob=self.average_log_prob, compact=self.compact,
+        )  # fmt: skip

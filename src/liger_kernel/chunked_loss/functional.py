@@ -1,0 +1,19 @@
+"""The losses as functions: ``liger_fused_linear_dpo`` is ``LigerFusedLinearDPOFunction.apply``, and so for the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import liger_kernel.chunked_loss as losses
+
+__all__ = [name for name in losses.__all__ if name.startswith("liger_")]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(losses, name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,94 @@
+"""Any policy-gradient loss of a head's per-token log-probabilities, on ``ops.linear_loss``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_kernel.ops.grpo_loss import IGNORED, unmasked
+from liger_kernel.ops.linear_logprobs import linear_logprobs
+from liger_kernel.ops.linear_loss import Tokens, linear_loss
+
+
+class LigerFusedLinearPPOBase:
+    """A loss is a subclass with its own ``ppo_loss_fn``; ``Subclass.apply(_input, weight, ...)`` -> loss, tuple of metrics.
+
+    ``apply`` is made of operators that have gradients, in _input, weight and bias, so that a subclass needs no ``backward`` and, unless its arguments differ,
+    no ``forward``. No autograd context is passed to a ``forward``: ``ctx`` is None.
+    """
+
+    @staticmethod
+    def ppo_loss_fn(*args: Any, **kwargs: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """What some sequences add to the loss, and metrics: one-dimensional and larger ones are concatenated over calls, 0-dim ones summed.
+
+        Called with keywords: ``per_token_logps, attention_mask, advantages, ref_per_token_logps, old_per_token_logps, vllm_is_ratio`` of these sequences,
+        ``full_attention_mask`` of all, the numbers given to ``apply``, and ``entropies`` of these, too, if ``entropy``. Where the mask is 0, (B, T) tensors
+        are 0 (``vllm_is_ratio``: 1), whatever was given.
+        """
+        raise NotImplementedError("LigerFusedLinearPPOBase: a subclass must define ppo_loss_fn")
+
+    @classmethod
+    def apply(own, *args: Any, **kwargs: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
+        return own.forward(None, *args, **kwargs)
+
+    # ``cls`` as a keyword is what an overriding ``forward`` of the published package passes on
+    @classmethod
+    def forward(
+        own, ctx: None, _input: Tensor, weight: Tensor, selected_token_ids: Tensor, attention_mask: Tensor, advantages: Tensor,
+        bias: Tensor | None = None, ref_per_token_logps: Tensor | None = None, old_per_token_logps: Tensor | None = None,
+        ref_input: Tensor | None = None, ref_weight: Tensor | None = None, ref_bias: Tensor | None = None, epsilon_low: float = 0.2,
+        epsilon_high: float = 0.2, beta: float = 0.04, loss_type: str = "dapo", max_completion_length: int | None = None,
+        importance_sampling_level: str = "token", temperature: float = 1.0, compiled: bool = True, use_ref_model: bool = False,
+        chunk_size: int = 1, sapo_temperature_pos: float = 1.0, sapo_temperature_neg: float = 1.05, vllm_is_ratio: Tensor | None = None,
+        delta: float | None = None, use_bias_correction_kl: bool = False, vespo_k_pos: float = 2.0, vespo_lambda_pos: float = 3.0,
+        vespo_k_neg: float = 3.0, vespo_lambda_neg: float = 2.0, num_items_in_batch: Tensor | float | None = None, *,
+        cls: type | None = None, compact: bool = True, entropy: bool = False, **more: Any,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
+        """_input (B, T, H), weight (V, H), bias (V,), ids and mask (B, T), advantages (B,) or (B, T); ``more`` goes to ``ppo_loss_fn``.
+
+        Tokens whose mask is 0 take part in no product with ``compact``, at the price of waiting for their number; ``compact=False`` waits for nothing.
+        The reference's log-probabilities are those given, else, if beta is not 0, those of ``ref_input``. ``compiled`` and ``chunk_size`` have no effect: the
+        engine chooses chunks of whole sequences.
+        """
+        B, T = _check(_input, selected_token_ids, attention_mask, advantages, ref_per_token_logps, old_per_token_logps, vllm_is_ratio)
+        target = selected_token_ids.where(attention_mask != 0, IGNORED).reshape(-1)
+        head: dict[str, Any] = dict(temperature=temperature, ignore_index=IGNORED, compact=compact)
+        if use_ref_model and beta != 0 and ref_per_token_logps is None:
+            if ref_input is None or ref_weight is None:
+                raise ValueError("fused_linear_ppo: ref_per_token_logps, or ref_input and ref_weight, must be given for use_ref_model, got None")
+            with torch.no_grad():
+                found = linear_logprobs(ref_input.reshape(-1, ref_input.shape[-1]), ref_weight, target, ref_bias, **head)
+                ref_per_token_logps = found.view(B, T)  # type: ignore[union-attr]
+        numbers = dict(
+            epsilon_low=epsilon_low, epsilon_high=epsilon_high, beta=beta, loss_type=loss_type, max_completion_length=max_completion_length,
+            importance_sampling_level=importance_sampling_level, sapo_temperature_pos=sapo_temperature_pos, sapo_temperature_neg=sapo_temperature_neg,
+            delta=delta, use_bias_correction_kl=use_bias_correction_kl, vespo_k_pos=vespo_k_pos, vespo_lambda_pos=vespo_lambda_pos,
+            vespo_k_neg=vespo_k_neg, vespo_lambda_neg=vespo_lambda_neg, num_items_in_batch=num_items_in_batch,
+        )  # fmt: skip
+        of_sequences = dict(
+            attention_mask=attention_mask, advantages=unmasked(attention_mask, advantages), vllm_is_ratio=unmasked(attention_mask, vllm_is_ratio, 1.0),
+            ref_per_token_logps=unmasked(attention_mask, ref_per_token_logps), old_per_token_logps=unmasked(attention_mask, old_per_token_logps),
+        )  # fmt: skip
+
+        def loss(tokens: Tokens, first: int, last: int) -> tuple[Tensor, tuple[Tensor, ...]]:
+            here = {name: None if t is None else t[first:last] for name, t in of_sequences.items()}
+            entropies = dict(entropies=tokens.entropy) if entropy else {}
+            part, metrics = own.ppo_loss_fn(per_token_logps=tokens.logp, full_attention_mask=attention_mask, **here, **numbers, **entropies, **more)
+            return part, tuple(metrics)
+
+        return linear_loss(loss, _input.reshape(B * T, _input.shape[2]), weight, target, bias, group=max(T, 1), entropy=entropy, **head)
+
+
+def _check(x: Tensor, ids: Tensor, mask: Tensor, advantages: Tensor, ref: Tensor | None, old: Tensor | None, is_ratio: Tensor | None) -> tuple[int, int]:
+    if x.ndim != 3:
+        raise ValueError(f"fused_linear_ppo: _input must have shape (B, T, H), got {tuple(x.shape)}")
+    B, T = x.shape[:2]
+    each, rows = ((B, T),), ((B,), (B, 1), (B, T))
+    named = dict(selected_token_ids=(ids, each), attention_mask=(mask, each), advantages=(advantages, rows), ref_per_token_logps=(ref, each),
+                 old_per_token_logps=(old, each), vllm_is_ratio=(is_ratio, rows))  # fmt: skip
+    for name, (t, shapes) in named.items():
+        if t is not None and tuple(t.shape) not in shapes:
+            raise ValueError(f"fused_linear_ppo: {name} must have shape {' or '.join(map(str, shapes))}, got {tuple(t.shape)}")
+    return B, T

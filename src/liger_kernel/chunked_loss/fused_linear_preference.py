@@ -1,0 +1,145 @@
+"""Losses of pairs of sequences under a linear head, given as a function of their log-probabilities.
+
+Shapes: ``_input`` (2B, T, H) and ``target`` (2B, T), the first B sequences chosen and the last B rejected, in the same order; weight (V, H), bias (V,).
+With log pi(y) the sum over a sequence's counted tokens of their log-probabilities, or with ``average_log_prob`` their mean,
+
+    loss = preference_loss_fn(log pi(chosen), log pi(rejected), ...) + alpha * NLL,        NLL = -(mean of logp over the tokens of all chosen sequences)
+
+Tokens whose target is ``ignore_index`` have no part in anything. A sequence without any token has log-probability 0, and an NLL of no tokens is 0.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_kernel.ops.linear_logprobs import linear_logprobs
+from liger_kernel.ops.linear_loss import Tokens, linear_loss
+
+Found = tuple[Tensor, tuple[Tensor, ...]]
+
+
+class LossFunction:
+    """``apply(...)`` of classes whose ``forward(cls, ctx, ...)`` returns a differentiable loss; arguments by position or by name.
+
+    Gradients are the engine's: a ``backward`` in a subclass is not called, and ``ctx`` is there for the signature alone.
+    """
+
+    forward: Any
+    _unbound: bool
+
+    def __init_subclass__(cls, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        cls._unbound = "cls" in inspect.signature(cls.forward).parameters  # the base's own, which ``super().forward(cls, ctx, ...)`` calls
+
+    @classmethod
+    def apply(cls, *args: Any, **kwargs: Any) -> Found:
+        ctx = torch.autograd.function.FunctionCtx()
+        return cls.forward(cls, ctx, *args, **kwargs) if cls._unbound else cls.forward(ctx, *args, **kwargs)
+
+
+class LigerFusedLinearPreferenceBase(LossFunction):
+    """A loss of pairs: a subclass has ``preference_loss_fn``, and a ``forward`` if it wants arguments of its own."""
+
+    @staticmethod
+    def preference_loss_fn(*args: Any, **kwargs: Any) -> Any:
+        """What some pairs add to the loss, 0-dim, or that and tensors to return beside it.
+
+        Called with ``(chosen_logps (n,), rejected_logps (n,), full_target (2B, T), beta=, **loss_kwargs)`` and, with a reference, ``ref_chosen_logps`` and
+        ``ref_rejected_logps`` (n,), chunk by chunk: losses and 0-dim tensors are added up, others concatenated. A mean over the batch
+        divides by ``full_target.shape[0] // 2``.
+        """
+        raise NotImplementedError("preference_loss_fn")
+
+    @staticmethod
+    def forward(
+        cls: Any, ctx: Any, _input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, chunk_size: int = 1,
+        ignore_index: int = -100, alpha: float = 1.0, beta: float = 0.1, compute_nll_loss: bool = True, nll_target: Tensor | None = None,
+        compiled: bool = True, use_ref_model: bool = False, ref_input: Tensor | None = None, ref_weight: Tensor | None = None,
+        ref_bias: Tensor | None = None, average_log_prob: bool = True, *, ref_chosen_logps: Tensor | None = None,
+        ref_rejected_logps: Tensor | None = None, whole_batch: bool = False, compact: bool = True, **loss_kwargs: Any,
+    ) -> Found:  # fmt: skip
+        """``(loss, (chosen_logps (B,), rejected_logps (B,), chosen_logits_mean, rejected_logits_mean, nll_loss, *what preference_loss_fn returned))``.
+
+        The means are over counted tokens and the vocabulary. ``nll_target`` ((B, T) or (2B, T)): other targets of the chosen sequences for the NLL; they cost
+        products of their own. The reference is a head on ``ref_input`` (2B, T, H), or ``ref_chosen_logps`` and ``ref_rejected_logps`` (B,), known sums
+        over tokens. ``whole_batch``: ``preference_loss_fn`` needs all pairs at once, which costs a product more. ``compact``: leave ignored tokens
+        out of all products, for one wait for their number. ``chunk_size`` and ``compiled`` have no effect: the engine chooses, nothing is compiled.
+        """
+        name = cls.__name__
+        check_sequences(name, _input, target, pairs=True)
+        N, T, H = _input.shape
+        B = N // 2
+        if nll_target is not None and nll_target.shape not in ((B, T), (N, T)):
+            raise ValueError(f"{name}: nll_target must have shape {(B, T)} or {(N, T)}, got {tuple(nll_target.shape)}")
+        nll_y = nll_target[:B].reshape(-1) if compute_nll_loss and nll_target is not None else None
+        paired = lambda t: t.unflatten(0, (2, B)).transpose(0, 1)
+        valid = target != ignore_index
+        counts = paired(valid.sum(1))
+        lengths = counts.clamp(min=1) if average_log_prob else torch.ones_like(counts)
+        tokens_of = counts.sum(0).clamp(min=1)
+        ref = None
+        if ref_chosen_logps is not None and ref_rejected_logps is not None:
+            ref = torch.stack((ref_chosen_logps, ref_rejected_logps), 1).detach() / lengths
+        elif use_ref_model:
+            if ref_input is None or ref_weight is None:
+                raise ValueError(f"{name}: ref_input and ref_weight, or ref_chosen_logps and ref_rejected_logps, must be given with use_ref_model, got None")
+            ref = paired(sequence_logprobs(name, ref_input, ref_weight, target, ref_bias, ignore_index, compact)) / lengths
+
+        def fn(tokens: Tokens, first: int, last: int) -> Found:
+            logp = tokens.logp.view(last - first, 2, T).sum(-1)
+            chosen, rejected = (logp / lengths[first:last]).unbind(1)
+            refs = {} if ref is None else dict(ref_chosen_logps=ref[first:last, 0], ref_rejected_logps=ref[first:last, 1])
+            loss, *extra = several(cls.preference_loss_fn(chosen, rejected, target, beta=beta, **refs, **loss_kwargs))
+            nll = -logp[:, 0].sum() / tokens_of[0] if compute_nll_loss and nll_y is None else logp.new_zeros(())
+            mean_logit: Any = tokens.mean_logit
+            logits = mean_logit.view(last - first, 2, T).sum((0, 2)) / tokens_of
+            return loss + alpha * nll, (chosen, rejected, *logits.unbind(0), nll, *extra)
+
+        x, y = paired(_input).reshape(N * T, H), paired(target).reshape(N * T)
+        loss, (chosen, rejected, chosen_logits, rejected_logits, nll, *extra) = linear_loss(
+            fn, x, weight, y, bias, group=2 * T, ignore_index=ignore_index, compact=compact, mean_logit=True, whole=whole_batch
+        )
+        if nll_y is not None:
+            n = (nll_y != ignore_index).sum().clamp(min=1)
+            of_nll = lambda t, *_: -t.logp.sum() / n
+            apart, _ = linear_loss(of_nll, _input[:B].reshape(B * T, H), weight, nll_y, bias, group=block(B * T), ignore_index=ignore_index, compact=compact)
+            loss, nll = loss + alpha * apart, apart.detach()
+        return loss, (chosen, rejected, chosen_logits, rejected_logits, nll, *extra)
+
+
+def check_sequences(name: str, x: Tensor, target: Tensor, pairs: bool) -> None:
+    """Refuse what is no batch of sequences."""
+    if x.ndim != 3:
+        raise ValueError(f"{name}: _input must have shape ({'2B' if pairs else 'B'}, T, H), got {tuple(x.shape)}")
+    if pairs and x.shape[0] % 2:
+        raise ValueError(f"{name}: _input must hold as many chosen as rejected sequences, got {x.shape[0]}")
+    if target.shape != x.shape[:2]:
+        raise ValueError(f"{name}: target must have shape {tuple(x.shape[:2])}, got {tuple(target.shape)}")
+
+
+def sigmoid(z: Tensor) -> Tensor:
+    """torch.sigmoid with a gradient that keeps its digits where it saturates at 1."""
+    return F.logsigmoid(z).exp()
+
+
+def several(found: Any) -> tuple[Tensor, ...]:
+    return found if isinstance(found, tuple) else (found,)
+
+
+def sequence_logprobs(name: str, x: Tensor, w: Tensor, target: Tensor, bias: Tensor | None, ignore_index: int, compact: bool) -> Tensor:
+    """Sums (N,) of the log-probabilities of each sequence's tokens under the reference, without gradient: x (N, T, H), target (N, T)."""
+    if x.ndim != 3 or x.shape[:2] != target.shape:
+        raise ValueError(f"{name}: ref_input must have shape ({target.shape[0]}, {target.shape[1]}, H), got {tuple(x.shape)}")
+    with torch.no_grad():
+        logp: Any = linear_logprobs(x.reshape(target.numel(), x.shape[-1]), w, target.reshape(-1), bias, ignore_index=ignore_index, compact=compact)
+    return logp.view(target.shape).sum(1)
+
+
+def block(M: int) -> int:
+    """A group for losses of tokens: small enough for any chunk, and fewer than M, as the engine counts groups on the host."""
+    return max(min(64, M & -M), 1)

@@ -1,0 +1,79 @@
+"""Losses of sequences that are each marked desirable or not, given as a function of their log-probabilities.
+
+Shapes: ``_input`` (B, T, H), ``target`` (B, T), ``preference_labels`` (B,), true where desirable; weight (V, H), bias (V,). A sequence's log-probability is
+the sum over its counted tokens, or with ``average_log_prob`` their mean; tokens whose target is ``ignore_index`` have no part in anything.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_kernel.chunked_loss.fused_linear_preference import Found, LossFunction, check_sequences, sequence_logprobs, several
+from liger_kernel.ops.linear_loss import Tokens, linear_loss
+
+
+class LigerFusedLinearUnpairedPreferenceBase(LossFunction):
+    """A loss of marked sequences: a subclass has ``preference_loss_fn``, and a ``forward`` if it wants arguments of its own."""
+
+    @staticmethod
+    def preference_loss_fn(*args: Any, **kwargs: Any) -> Any:
+        """What some sequences add to the loss, 0-dim, or that and tensors to return beside it.
+
+        Called with ``(logps (n,), preference_labels (n,), full_target (B, T), **loss_kwargs)`` and, with a reference, ``ref_log_prob_chunk`` (n,), chunk by
+        chunk: losses and 0-dim tensors are added up, others concatenated. A mean over the batch divides by ``full_target.shape[0]``.
+        """
+        raise NotImplementedError("preference_loss_fn")
+
+    @staticmethod
+    def forward(
+        cls: Any, ctx: Any, _input: Tensor, weight: Tensor, target: Tensor, preference_labels: Tensor, bias: Tensor | None = None,
+        chunk_size: int = 1, ignore_index: int = -100, compiled: bool = True, use_ref_model: bool = False, ref_input: Tensor | None = None,
+        ref_weight: Tensor | None = None, ref_bias: Tensor | None = None, average_log_prob: bool = False, *,
+        ref_logps: Tensor | None = None, whole_batch: bool = False, compact: bool = True, **loss_kwargs: Any,
+    ) -> Found:  # fmt: skip
+        """``(loss, (chosen_logps, rejected_logps, chosen_logits, rejected_logits, *what preference_loss_fn returned))``.
+
+        These are 0-dim sums: of log-probabilities over the desirable and the other sequences, and of logits over their counted tokens and the vocabulary.
+        The reference is a head on ``ref_input`` (B, T, H), or ``ref_logps`` (B,), known sums over tokens. Other options: those of
+        ``LigerFusedLinearPreferenceBase``.
+        """
+        name = cls.__name__
+        check_sequences(name, _input, target, pairs=False)
+        (B, T, H), V = _input.shape, weight.shape[0]
+        labels = None if preference_labels is None else torch.as_tensor(preference_labels, device=_input.device)
+        if labels is None or labels.shape != (B,):
+            raise ValueError(f"{name}: preference_labels must have shape ({B},), got {None if labels is None else tuple(labels.shape)}")
+        desirable = labels.bool()
+        counts = (target != ignore_index).sum(1)
+        lengths = counts.clamp(min=1) if average_log_prob else torch.ones_like(counts)
+        ref = None
+        if ref_logps is not None:
+            ref = ref_logps.detach() / lengths
+        elif use_ref_model:
+            if ref_input is None or ref_weight is None:
+                raise ValueError(f"{name}: ref_input and ref_weight, or ref_logps, must be given with use_ref_model, got None")
+            ref = sequence_logprobs(name, ref_input, ref_weight, target, ref_bias, ignore_index, compact) / lengths
+
+        def fn(tokens: Tokens, first: int, last: int) -> Found:
+            logps = tokens.logp.sum(1) / lengths[first:last]
+            refs = {} if ref is None else dict(ref_log_prob_chunk=ref[first:last])
+            loss, *extra = several(cls.preference_loss_fn(logps, labels[first:last], target, **refs, **loss_kwargs))
+            of_both = lambda t: (t.where(desirable[first:last], 0).sum(), t.where(~desirable[first:last], 0).sum())
+            mean_logit: Any = tokens.mean_logit
+            return loss, (*of_both(logps), *of_both(mean_logit.sum(1) * V), *extra)
+
+        return linear_loss(
+            fn,
+            _input.reshape(B * T, H),
+            weight,
+            target.reshape(-1),
+            bias,
+            group=T,
+            ignore_index=ignore_index,
+            compact=compact,
+            mean_logit=True,
+            whole=whole_batch,
+        )

@@ -1,0 +1,80 @@
+"""KTO, Kahneman-Tversky optimisation (arXiv:2402.01306): sequences are desirable or not, each by itself, and gains and losses weigh unequally.
+
+With r = log pi(y) - log pi_ref(y), z = ``kl``, the batch's estimate of KL(pi || pi_ref), not differentiated and clamped by who estimates it, over B sequences
+(equation 8):
+
+    loss = 1 / B * sum  w_d (1 - sigmoid(beta (r - z))) if desirable,  w_u (1 - sigmoid(beta (z - r))) if not
+
+w_d = ``desirable_weight``, w_u = ``undesirable_weight``. Without a reference log pi_ref is 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_kernel.chunked_loss.fused_linear_preference import Found, sigmoid
+from liger_kernel.chunked_loss.fused_linear_unpaired_preference import LigerFusedLinearUnpairedPreferenceBase
+
+
+class LigerFusedLinearKTOFunction(LigerFusedLinearUnpairedPreferenceBase):
+    @staticmethod
+    def preference_loss_fn(
+        log_prob_chunk: Tensor, preference_labels_chunk: Tensor, full_target: Tensor, ref_log_prob_chunk: Tensor | None = None,
+        beta: float = 0.1, kl: Tensor | float | None = None, desirable_weight: float = 1.0, undesirable_weight: float = 1.0,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """Loss, and the sums of rewards beta * r of the desirable and of the other sequences."""
+        ratio = log_prob_chunk if ref_log_prob_chunk is None else log_prob_chunk - ref_log_prob_chunk
+        desirable = preference_labels_chunk.bool()
+        gain = beta * (ratio if kl is None else ratio - kl)
+        losses = torch.where(desirable, desirable_weight * sigmoid(-gain), undesirable_weight * sigmoid(gain))
+        rewards = beta * ratio.detach()
+        return losses.sum() / max(full_target.shape[0], 1), rewards.where(desirable, 0).sum(), rewards.where(~desirable, 0).sum()
+
+    @classmethod
+    def forward(  # type: ignore[override]
+        cls, ctx: Any, _input: Tensor, weight: Tensor, target: Tensor, preference_labels: Tensor, bias: Tensor | None = None,
+        ref_input: Tensor | None = None, ref_weight: Tensor | None = None, ref_bias: Tensor | None = None,
+        kl: Tensor | float | None = None, ignore_index: int = -100, beta: float = 0.1, compiled: bool = True, use_ref_model: bool = False,
+        average_log_prob: bool = False, chunk_size: int = 1, desirable_weight: float = 1.0, undesirable_weight: float = 1.0,
+        ref_logps: Tensor | None = None, compact: bool = True,
+    ) -> Found:  # fmt: skip
+        if isinstance(kl, Tensor):
+            if kl.numel() != 1:
+                raise ValueError(f"{cls.__name__}: kl must be one number, got shape {tuple(kl.shape)}")
+            kl = kl.detach().reshape(())
+        return super().forward(
+            cls, ctx, _input, weight, target, preference_labels, bias, ignore_index=ignore_index, use_ref_model=use_ref_model or ref_input is not None,
+            ref_input=ref_input, ref_weight=ref_weight, ref_bias=ref_bias, average_log_prob=average_log_prob, ref_logps=ref_logps, compact=compact, beta=beta,
+            kl=kl, desirable_weight=desirable_weight, undesirable_weight=undesirable_weight,
+        )  # fmt: skip
+
+
+class LigerFusedLinearKTOLoss(nn.Module):
+    """``(loss, (chosen_logps, rejected_logps, chosen_logits, rejected_logits, chosen_rewards, rejected_rewards))``, the latter 0-dim sums.
+
+    ``kl``: a number or a tensor of one. A reference that is given is used; ``use_ref_model=True`` says that there must be one. ``compiled`` and ``chunk_size``
+    have no effect; ``compact``, ``ref_logps``: ``LigerFusedLinearUnpairedPreferenceBase``.
+    """
+
+    def __init__(
+        self, ignore_index: int = -100, beta: float = 0.1, compiled: bool = True, use_ref_model: bool = False,
+        average_log_prob: bool = False, chunk_size: int = 1, desirable_weight: float = 1.0, undesirable_weight: float = 1.0,
+        compact: bool = True,
+    ):  # fmt: skip
+        super().__init__()
+        self.ignore_index, self.beta, self.compiled, self.use_ref_model, self.average_log_prob = ignore_index, beta, compiled, use_ref_model, average_log_prob
+        self.chunk_size, self.desirable_weight, self.undesirable_weight, self.compact = chunk_size, desirable_weight, undesirable_weight, compact
+
+    def forward(
+        self, _input: Tensor, lin_weight: Tensor, target: Tensor, bias: Tensor | None = None, preference_labels: Tensor | None = None,
+        ref_input: Tensor | None = None, ref_weight: Tensor | None = None, ref_bias: Tensor | None = None,
+        kl: Tensor | float | None = None, ref_logps: Tensor | None = None,
+    ) -> Found:  # fmt: skip
+        return LigerFusedLinearKTOFunction.apply(
+            _input, lin_weight, target, preference_labels, bias, ref_input, ref_weight, ref_bias, kl, self.ignore_index, self.beta,
+            use_ref_model=self.use_ref_model, average_log_prob=self.average_log_prob, desirable_weight=self.desirable_weight,
+            undesirable_weight=self.undesirable_weight, ref_logps=ref_logps, compact=self.compact,
+        )  # fmt: skip

@@ -1,0 +1,59 @@
+"""SimPO, simple preference optimisation (arXiv:2405.14734): rewards are mean log-probabilities, without a reference, and have to differ by a margin.
+
+With Delta = log pi(chosen) - log pi(rejected) (means over tokens) and e = label_smoothing, over B pairs (equation 6 for e = 0 and no NLL):
+
+    z = beta Delta - gamma,        loss = alpha * NLL(chosen) - 1 / B * sum ((1 - e) log sigmoid(z) + e log sigmoid(-z))
+
+The paper has no NLL: ``compute_nll_loss=False``. It is on by default, in the function as in the module.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from liger_kernel.chunked_loss.cpo_loss import smoothed_logistic
+from liger_kernel.chunked_loss.fused_linear_preference import Found, LigerFusedLinearPreferenceBase
+
+
+class LigerFusedLinearSimPOFunction(LigerFusedLinearPreferenceBase):
+    @staticmethod
+    def preference_loss_fn(
+        chosen_logps: Tensor, rejected_logps: Tensor, full_target: Tensor, beta: float = 0.1, gamma: float = 0.5, label_smoothing: float = 0.0
+    ) -> tuple[Tensor, ...]:
+        """Loss, and rewards beta * log pi of chosen and rejected."""
+        z = beta * (chosen_logps - rejected_logps) - gamma
+        return smoothed_logistic(z, label_smoothing).sum() / max(full_target.shape[0] // 2, 1), beta * chosen_logps, beta * rejected_logps
+
+    @classmethod
+    def forward(  # type: ignore[override]
+        cls, ctx: Any, _input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, ignore_index: int = -100,
+        beta: float = 0.1, alpha: float = 1.0, label_smoothing: float = 0.0, compute_nll_loss: bool = True, compiled: bool = True,
+        gamma: float = 0.5, chunk_size: int = 1, compact: bool = True,
+    ) -> Found:  # fmt: skip
+        return super().forward(
+            cls, ctx, _input, weight, target, bias, ignore_index=ignore_index, alpha=alpha, beta=beta, compute_nll_loss=compute_nll_loss,
+            average_log_prob=True, label_smoothing=label_smoothing, gamma=gamma, compact=compact,
+        )  # fmt: skip
+
+
+class LigerFusedLinearSimPOLoss(nn.Module):
+    """``(loss, (chosen_logps, rejected_logps, chosen_logits_mean, rejected_logits_mean, nll_loss, chosen_rewards, rejected_rewards))``.
+
+    ``compiled`` and ``chunk_size`` have no effect; ``compact``: ``LigerFusedLinearPreferenceBase``.
+    """
+
+    def __init__(
+        self, ignore_index: int = -100, beta: float = 0.1, alpha: float = 1.0, label_smoothing: float = 0.0, compute_nll_loss: bool = True,
+        compiled: bool = True, gamma: float = 0.5, chunk_size: int = 1, compact: bool = True,
+    ):  # fmt: skip
+        super().__init__()
+        self.ignore_index, self.beta, self.alpha, self.label_smoothing, self.compute_nll_loss = ignore_index, beta, alpha, label_smoothing, compute_nll_loss
+        self.compiled, self.gamma, self.chunk_size, self.compact = compiled, gamma, chunk_size, compact
+
+    def forward(self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None) -> Found:
+        return LigerFusedLinearSimPOFunction.apply(
+            _input, lin_weight, target, bias, self.ignore_index, self.beta, self.alpha, self.label_smoothing, self.compute_nll_loss,
+            gamma=self.gamma, compact=self.compact,
+        )  # fmt: skip

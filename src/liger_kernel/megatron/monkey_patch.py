@@ -1,0 +1,75 @@
+"""What is replaced in Megatron-core."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from liger_kernel.megatron.cross_entropy import LigerMegatronCrossEntropy
+from liger_kernel.megatron.rms_norm import LigerMegatronRMSNorm
+from liger_kernel.megatron.swiglu import LigerMegatronSwiGLU
+
+MARK = "__liger_patched__"
+
+
+def apply_liger_kernel_to_megatron(rms_norm: bool = True, cross_entropy: bool = False, swiglu: bool = False) -> None:
+    """Let the Megatron-core models built from now on use our kernels; what is patched has ``__liger_patched__``, and patching again changes nothing.
+
+    rms_norm: the RMSNorm of local layer specs (``WrappedTorchNorm``); Transformer Engine's specs have norms of their own, which stay.
+    cross_entropy: ``vocab_parallel_cross_entropy`` and ``fused_vocab_parallel_cross_entropy``; labels of -100 count as 0, others that are no class as NaN.
+    swiglu: ``bias_swiglu_impl`` where there is no bias.
+    ``ImportError`` without Megatron-core.
+    """
+    if rms_norm:
+        _patch_norm(importlib.import_module("megatron.core.transformer.torch_norm").WrappedTorchNorm)
+    if cross_entropy:
+        _replace("megatron.core.tensor_parallel.cross_entropy", "vocab_parallel_cross_entropy", lambda _: _cross_entropy)
+        _replace("megatron.core.fusions.fused_cross_entropy", "fused_vocab_parallel_cross_entropy", lambda _: _fused_cross_entropy)
+    if swiglu:
+        _replace("megatron.core.fusions.fused_bias_swiglu", "bias_swiglu_impl", LigerMegatronSwiGLU)
+
+
+def _patch_norm(norm: Any) -> None:
+    """In place, as layer specs hold the class itself."""
+    if getattr(norm, MARK, False):
+        return
+    stock = norm.__new__
+
+    def new(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
+        if config.normalization != "RMSNorm":
+            return stock(cls, config, *args, **kwargs)
+        # the stock one ignores ``normalization``, the config decides
+        return LigerMegatronRMSNorm(config, *args[:4], **{k: v for k, v in kwargs.items() if k != "normalization"})
+
+    norm.__new__ = staticmethod(new)
+    setattr(norm, MARK, True)
+
+
+def _replace(source: str, name: str, make: Callable[[Any], Any]) -> None:
+    """Put ``make(function)`` in the place of a function, in its module and in every module of Megatron that has imported it by name."""
+    stock = getattr(importlib.import_module(source), name)
+    if getattr(stock, MARK, False):
+        return
+    ours = make(stock)
+    setattr(ours, MARK, True)
+    for module_name, module in list(sys.modules.items()):
+        if module_name.partition(".")[0] == "megatron":
+            for key in [k for k, v in vars(module).items() if v is stock]:
+                setattr(module, key, ours)
+
+
+def _tensor_parallel_group() -> Any:
+    return importlib.import_module("megatron.core.parallel_state").get_tensor_model_parallel_group()
+
+
+def _cross_entropy(vocab_parallel_logits: Tensor, target: Tensor, label_smoothing: float = 0.0, tp_group: Any = None) -> Tensor:
+    group = _tensor_parallel_group() if tp_group is None else tp_group
+    return LigerMegatronCrossEntropy(label_smoothing=label_smoothing)(vocab_parallel_logits, target, group)
+
+
+def _fused_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor, tp_group: Any = None) -> Tensor:
+    return _cross_entropy(vocab_parallel_logits, target, tp_group=tp_group)

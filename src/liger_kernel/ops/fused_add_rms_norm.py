@@ -1,0 +1,237 @@
+"""RMSNorm of a sum: ``s = x + residual``, ``y = rms_norm(s, w)``, returned as (y, s); ``casting`` and ``offset`` as in ``rms_norm``.
+
+Shapes: x, residual, y, s (..., N), w (N,).  M = product of the leading dims.
+
+s has the promoted dtype of x and residual, and y is the norm of s as rounded to it: what the next layer adds to is what was normalised.
+x and residual have the same gradient, ``ds`` of the sum plus what flows back through the norm; it is computed and written once.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_kernel.ops import _config
+from liger_kernel.ops._op import Case, Cost, T, launch, launcher, nbytes, once_differentiable, op, rows_of, use_kernels
+from liger_kernel.ops._reduce import column_sum
+from liger_kernel.ops._tl import cdiv, tl, triton
+from liger_kernel.ops.rms_norm import CASTING
+from liger_kernel.ops.rms_norm import reference as rms_norm_reference
+
+MAX_N = 16384  # columns that one program holds in registers; wider rows take the reference
+BWD_N = 8192  # columns of dy, ds, s, the weight and its gradient that one program holds
+
+
+def reference(x: Tensor, residual: Tensor, w: Tensor | None = None, *, eps: float = 1e-6, offset: float = 0.0, casting: str = "llama") -> tuple[Tensor, Tensor]:
+    s = x + residual
+    return rms_norm_reference(s, w, eps=eps, offset=offset, casting=casting), s
+
+
+@triton.jit
+def _fwd(
+    x_ptr, r_ptr, w_ptr, y_ptr, s_ptr, rstd_ptr, M, N, x_stride, r_stride, eps, offset,
+    HAS_W: tl.constexpr, CASTING: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    col = tl.arange(0, BLOCK_N)
+    mask = (row < M)[:, None] & (col < N)[None, :]
+    x = tl.load(x_ptr + row[:, None] * x_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+    r = tl.load(r_ptr + row[:, None] * r_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+    s = (x + r).to(s_ptr.dtype.element_ty)
+    tl.store(s_ptr + row[:, None] * N + col[None, :], s, mask=mask)
+    h = s.to(tl.float32)
+    rstd = 1.0 / tl.sqrt(tl.sum(h * h, axis=1) / N + tl.cast(eps, tl.float32))
+    tl.store(rstd_ptr + row, rstd, mask=row < M)
+    if CASTING == "none":
+        rstd = rstd.to(s.dtype).to(tl.float32)
+    h = h * rstd[:, None]
+    if HAS_W:
+        if CASTING != "gemma":
+            h = h.to(s.dtype).to(tl.float32)
+        w = tl.load(w_ptr + col, mask=col < N, other=0.0)
+        w_offset = w.to(tl.float32) + tl.cast(offset, tl.float32)
+        if CASTING != "gemma":
+            w_offset = w_offset.to(w.dtype).to(tl.float32)
+        h = h * w_offset[None, :]
+    tl.store(y_ptr + row[:, None] * N + col[None, :], h.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _bwd_mean(
+    dy_ptr, s_ptr, w_ptr, rstd_ptr, mean_ptr, M, N, dy_stride, offset,
+    HAS_W: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The mean of g s_hat, g = dy (w + offset), over a row wider than a block."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    rstd = tl.load(rstd_ptr + row, mask=row < M, other=0.0)[:, None]
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    for start in range(0, N, BLOCK_N):
+        col = start + tl.arange(0, BLOCK_N)
+        mask = (row < M)[:, None] & (col < N)[None, :]
+        g = tl.load(dy_ptr + row[:, None] * dy_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+        s = tl.load(s_ptr + row[:, None] * N + col[None, :], mask=mask, other=0.0).to(tl.float32)
+        if HAS_W:
+            g = g * (tl.load(w_ptr + col, mask=col < N, other=0.0).to(tl.float32) + tl.cast(offset, tl.float32))[None, :]
+        total += tl.sum(g * (s * rstd), axis=1)
+    tl.store(mean_ptr + row, total / N, mask=row < M)
+
+
+@triton.jit
+def _bwd(
+    dy_ptr, ds_ptr, s_ptr, w_ptr, rstd_ptr, mean_ptr, dx_ptr, dw_ptr, M, N, dy_stride, ds_stride, offset,
+    HAS_W: tl.constexpr, HAS_DS: tl.constexpr, WIDE: tl.constexpr, NEED_DX: tl.constexpr, NEED_DW: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    col = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    if HAS_W:
+        w = tl.load(w_ptr + col, mask=col < N, other=0.0).to(tl.float32) + tl.cast(offset, tl.float32)
+    dw = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for tile in tl.range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
+        row = tile.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+        mask = (row < M)[:, None] & (col < N)[None, :]
+        dy = tl.load(dy_ptr + row[:, None] * dy_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+        s = tl.load(s_ptr + row[:, None] * N + col[None, :], mask=mask, other=0.0).to(tl.float32)
+        rstd = tl.load(rstd_ptr + row, mask=row < M, other=0.0)[:, None]
+        s_hat = s * rstd
+        if NEED_DW:
+            dw += dy * s_hat
+        if NEED_DX:
+            g = dy * w[None, :] if HAS_W else dy
+            if WIDE:
+                mean = tl.load(mean_ptr + row, mask=row < M, other=0.0)
+            else:
+                mean = tl.sum(g * s_hat, axis=1) / N
+            dx = (g - s_hat * mean[:, None]) * rstd
+            if HAS_DS:
+                dx += tl.load(ds_ptr + row[:, None] * ds_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+            tl.store(dx_ptr + row[:, None] * N + col[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    if NEED_DW:
+        tl.store(dw_ptr + program.to(tl.int64) * N + col, tl.sum(dw, axis=0), mask=col < N)
+
+
+@launcher("(Tensor x, Tensor residual, Tensor? w, float eps, float offset, str casting) -> (Tensor y, Tensor s, Tensor rstd)")
+def fused_add_rms_norm_fwd(x: Tensor, residual: Tensor, w: Tensor | None, eps: float, offset: float, casting: str) -> tuple[Tensor, Tensor, Tensor]:
+    M, N = x.shape
+    s = x.new_empty(M, N, dtype=torch.promote_types(x.dtype, residual.dtype))
+    y = s.new_empty(M, N, dtype=s.dtype if w is None or casting == "gemma" else torch.promote_types(s.dtype, w.dtype))
+    rstd = x.new_empty(M, dtype=torch.float32)
+    c = _config.tile("fused_add_rms_norm_fwd", N, s.itemsize, elements=4096, per_thread=32)
+    launch(_fwd, (cdiv(M, c.block_m),), x, residual, w, y, s, rstd, M, N, x.stride(0), residual.stride(0), eps, offset,
+           HAS_W=w is not None, CASTING=casting, BLOCK_M=c.block_m, BLOCK_N=c.block_n, num_warps=c.num_warps)  # fmt: skip
+    return y, s, rstd
+
+
+@launcher("(Tensor dy, Tensor? ds, Tensor s, Tensor? w, Tensor rstd, float offset, bool need_dx, bool need_dw) -> (Tensor dx, Tensor dw)")
+def fused_add_rms_norm_bwd(
+    dy: Tensor, ds: Tensor | None, s: Tensor, w: Tensor | None, rstd: Tensor, offset: float, need_dx: bool, need_dw: bool
+) -> tuple[Tensor, Tensor]:
+    """dx, which is dresidual, and dw; what is not needed is empty."""
+    M, N = s.shape
+    wide = N > BWD_N
+    c = _config.tile("fused_add_rms_norm_bwd", N, s.itemsize, elements=4096 if wide else 8192, per_thread=32, pipelined=3,
+                     max_block_n=2048 if wide else BWD_N)  # fmt: skip
+    blocks = cdiv(N, c.block_n) if wide else 1
+    programs = max(1, min(_config.processors() * c.per_sm // blocks, cdiv(M, c.block_m)))
+    dx = s.new_empty((M, N) if need_dx else 0)
+    partials = s.new_empty((programs, N) if need_dw else 0, dtype=torch.float32)
+    mean = s.new_empty(M if wide and need_dx else 0, dtype=torch.float32)
+    if wide and need_dx:
+        launch(_bwd_mean, (cdiv(M, c.block_m),), dy, s, w, rstd, mean, M, N, dy.stride(0), offset,
+               HAS_W=w is not None, BLOCK_M=c.block_m, BLOCK_N=c.block_n, num_warps=c.num_warps)  # fmt: skip
+    launch(_bwd, (programs, blocks), dy, ds, s, w, rstd, mean, dx, partials, M, N, dy.stride(0), 0 if ds is None else ds.stride(0), offset,
+           HAS_W=w is not None, HAS_DS=ds is not None, WIDE=wide, NEED_DX=need_dx, NEED_DW=need_dw,
+           BLOCK_M=c.block_m, BLOCK_N=c.block_n, STAGES=c.stages, num_warps=c.num_warps)  # fmt: skip
+    return dx, column_sum(partials, w.dtype) if need_dw else s.new_empty(0)
+
+
+class LigerFusedAddRMSNormFunction(torch.autograd.Function):
+    """``apply(x, residual, w, eps, offset=0.0, casting_mode="llama", in_place=False)``; the last is accepted and ignored."""
+
+    @staticmethod
+    def forward(ctx, x, residual, w, eps, offset=0.0, casting_mode="llama", in_place=False):
+        ctx.set_materialize_grads(False)
+        w = w if w is None else w.contiguous()
+        y, s, rstd = fused_add_rms_norm_fwd(rows_of(x), rows_of(residual), w, eps, offset, casting_mode)
+        ctx.save_for_backward(s, w, rstd)
+        ctx.offset, ctx.dtypes = offset, (x.dtype, residual.dtype)
+        return y.view(x.shape), s.view(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy, ds):
+        need_x, need_residual, need_dw = ctx.needs_input_grad[:3]
+        need_dx, dx, dw = need_x or need_residual, ds, None
+        if dy is not None:
+            s, w, rstd = ctx.saved_tensors
+            ds = rows_of(ds) if ds is not None and need_dx else None
+            dx, dw = fused_add_rms_norm_bwd(rows_of(dy), ds, s, w, rstd, ctx.offset, need_dx, need_dw)
+            dx = dx.view(dy.shape) if need_dx else None
+        # One tensor for both, as for a plain sum, and never two views of one: autograd adds in place to, and keeps, what has no other owner
+        each = [None if dx is None or not need else dx.to(dtype) for need, dtype in zip((need_x, need_residual), ctx.dtypes)]
+        return *each, dw if need_dw else None, None, None, None, None
+
+
+def _torch(x, residual, w=None, *, eps=1e-6, offset=0.0, casting="llama"):
+    s = x + residual
+    return F.rms_norm(s, s.shape[-1:], w + offset if offset else w, eps), s
+
+
+def _tensors(*shape: int) -> dict[str, T]:
+    return dict(x=T(shape), residual=T(shape), w=T(shape[-1:]))
+
+
+@op(
+    reference=reference,
+    cases=[
+        Case("llama", _tensors(48, 256)),
+        Case("gemma", dict(_tensors(2, 17, 224), offset=1.0, casting="gemma")),
+        Case("offset", dict(_tensors(9, 64), offset=1.0, eps=1e-5)),
+        Case("no-upcast", dict(_tensors(9, 64), casting="none")),
+        Case("no-weight", dict(_tensors(5, 3, 64), w=None)),
+        Case("odd", _tensors(5, 123)),
+        Case("many-rows", _tensors(301, 40)),
+        Case("fp32-weight", dict(_tensors(5, 64), w=T((64,), dtype=torch.float32))),
+        Case("fp32-residual", dict(_tensors(5, 64), residual=T((5, 64), dtype=torch.float32))),
+        Case("wide-backward", _tensors(3, BWD_N + 5)),
+        Case("llama3-8b", _tensors(8192, 4096), gpu=True),
+        Case("row-of-8k", _tensors(2048, 8192), gpu=True),
+        Case("row-of-16k", _tensors(1024, 16384), gpu=True),
+        Case("bad-weight", dict(_tensors(4, 8), w=T((4,))), error="fused_add_rms_norm: w must have shape (8,), got (4,)"),
+        Case("bad-residual", dict(_tensors(4, 8), residual=T((1, 8))), error="fused_add_rms_norm: residual must have shape (4, 8), got (1, 8)"),
+        Case("bad-casting", dict(_tensors(4, 8), casting="bf16"), error="fused_add_rms_norm: casting must be one of ('llama', 'gemma', 'none'), got 'bf16'"),
+        Case(
+            "integers",
+            dict(_tensors(4, 8), residual=T((4, 8), dtype=torch.int64)),
+            error="fused_add_rms_norm: residual must be floating point, got torch.int64",
+        ),
+    ],
+    cost=lambda x, residual, w=None, **_: Cost(nbytes(x, residual, x, x, w), nbytes(x, x, x, x, w, w), flops=(5 * x.numel(), 11 * x.numel())),
+    rivals={
+        "torch": _torch,
+        "upstream": lambda functional, x, residual, w=None, *, eps=1e-6, offset=0.0, casting="llama": functional.liger_fused_add_rms_norm(
+            x, residual, w, eps, offset, casting
+        ),
+    },
+    sweeps={"hidden": ((1024, 2048, 4096, 8192, 16384), lambda n: _tensors((1 << 25) // n, n))},
+)
+def fused_add_rms_norm(
+    x: Tensor, residual: Tensor, w: Tensor | None = None, *, eps: float = 1e-6, offset: float = 0.0, casting: str = "llama"
+) -> tuple[Tensor, Tensor]:
+    """``(rms_norm(s), s)`` of ``s = x + residual`` over the last dim.
+
+    x and residual (..., N), of one shape, in fp32, fp16, bf16 or fp64, any strides; w (N,) or None. s has their promoted dtype.
+    """
+    for name, t in (("x", x), ("residual", residual)):
+        if not t.is_floating_point():
+            raise ValueError(f"fused_add_rms_norm: {name} must be floating point, got {t.dtype}")
+    if casting not in CASTING:
+        raise ValueError(f"fused_add_rms_norm: casting must be one of {CASTING}, got {casting!r}")
+    if residual.shape != x.shape:
+        raise ValueError(f"fused_add_rms_norm: residual must have shape {tuple(x.shape)}, got {tuple(residual.shape)}")
+    if w is not None and w.shape != x.shape[-1:]:
+        raise ValueError(f"fused_add_rms_norm: w must have shape {tuple(x.shape[-1:])}, got {tuple(w.shape)}")
+    if not (use_kernels(x, fusible=True) and use_kernels(residual)) or x.shape[-1] > MAX_N:
+        return reference(x, residual, w, eps=eps, offset=offset, casting=casting)
+    return LigerFusedAddRMSNormFunction.apply(x, residual, w, eps, offset, casting)

@@ -1,0 +1,43 @@
+"""What a case cannot say of the cross entropy of given logits: rows whose first block does not tell how large the rest is."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from liger_kernel.ops import cross_entropy, linear_logprobs
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+inf = float("inf")
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize(
+    "first, rest, last",
+    [
+        (0.0, 0.0, 200.0),  # exp of what follows overflows
+        (300.0, 0.0, 0.0),  # ... vanishes
+        (-inf, 1.0, 2.0),  # the first block has no class that is possible
+        (-inf, -inf, 3.0),
+        (-inf, -200.0, -200.0),  # exp of all vanishes
+        (-inf, 150.0, -inf),
+    ],
+)
+def test_any_order_of_magnitudes(first, rest, last, entropy):
+    z = torch.full((3, 20_000), rest, device=DEVICE)
+    z[:, :9000] = first
+    z[:, -1] = last
+    target = torch.tensor([int(z[0].argmax()), 19_999, -100], device=DEVICE)
+    logits = z.clone().requires_grad_()
+    expected = F.cross_entropy(logits, target, reduction="none")
+    if entropy:  # the same rows through a head of one column
+        w = z[0][:, None].contiguous()
+        x = torch.ones(3, 1, device=DEVICE)
+        logp, found = linear_logprobs(x, w.clamp(min=-1e30), target, return_entropy=True)
+        p = z[0].softmax(0)
+        torch.testing.assert_close(-logp.clamp(min=-1e3), expected.clamp(max=1e3))
+        torch.testing.assert_close(found[0], torch.special.entr(p).sum(), rtol=1e-5, atol=1e-6)
+        return
+    (grad,) = torch.autograd.grad(expected[:1].sum(), logits)
+    ours = cross_entropy(logits, target, reduction="none")
+    torch.testing.assert_close(ours, expected)
+    torch.testing.assert_close(torch.autograd.grad(ours[:1].sum(), logits)[0], grad)

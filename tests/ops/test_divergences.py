@@ -1,0 +1,202 @@
+"""What cases cannot say of the divergences: probabilities that are 0, equal distributions, nothing left to average, gradients in place."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from liger_kernel import nn as liger
+from liger_kernel.ops import jsd, kl_div, logit_divergence, tvd
+from liger_kernel.ops.logit_divergence import KINDS, Divergence, row_kernel
+from liger_kernel.ops.logit_divergence import reference as of_logits
+from liger_kernel.testing import assert_as_accurate, run
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+INF = float("inf")
+kinds = pytest.mark.parametrize("kind", KINDS)
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["kernels", "torch"])
+
+
+def draw(*shape, dtype=torch.float32, seed=0):
+    torch.manual_seed(seed)
+    return torch.randn(*shape, dtype=torch.float64).to(DEVICE, dtype)
+
+
+def leaves(*tensors):
+    return [t.detach().clone().requires_grad_() for t in tensors]
+
+
+@pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean", "batchmean"])
+@pytest.mark.parametrize("log_target", [False, True])
+def test_kl_div_is_torchs(reduction, log_target):
+    x, y = draw(5, 3, 17, dtype=torch.float64).log_softmax(-1), draw(5, 3, 17, dtype=torch.float64, seed=1).log_softmax(-1)
+    y = y if log_target else y.exp()
+    (a, b), (c, d) = leaves(x, y), leaves(x, y)
+    ours, theirs = kl_div(a, b, reduction=reduction, log_target=log_target), F.kl_div(c, d, reduction=reduction, log_target=log_target)
+    torch.testing.assert_close(ours, theirs)
+    ours.sum().backward()
+    theirs.sum().backward()
+    torch.testing.assert_close((a.grad, b.grad), (c.grad, d.grad))
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_jsd_is_made_of_kls(beta):
+    q, p = draw(5, 17, dtype=torch.float64).log_softmax(-1), draw(5, 17, dtype=torch.float64, seed=1).log_softmax(-1)
+    m = (beta * p.exp() + (1 - beta) * q.exp()).log()
+
+    def kl(a, b):
+        return F.kl_div(b, a, reduction="batchmean", log_target=True)
+
+    expected = {0.0: kl(p, q), 1.0: kl(q, p)}.get(beta, beta * kl(p, m) + (1 - beta) * kl(q, m))
+    torch.testing.assert_close(jsd(q, p, beta=beta), expected)
+    torch.testing.assert_close(logit_divergence(2 * q + 3, 2 * p, beta=beta, temperature=2.0), expected)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+@dtypes
+def test_what_both_exclude_counts_nothing(beta, dtype):
+    """Columns of probability 0 in both, as vocabularies padded with -inf have."""
+    q, p = draw(4, 9, dtype=dtype).log_softmax(-1), draw(4, 9, dtype=dtype, seed=1).log_softmax(-1)
+    padded = leaves(*(F.pad(t, (0, 3), value=-INF) for t in (q, p)))
+    for fn, of in ((jsd, dict(beta=beta)), (logit_divergence, dict(beta=beta)), (logit_divergence, dict(kind="tvd"))):
+        plain, wide = leaves(q, p), leaves(*padded)
+        loss, wide_loss = fn(*plain, **of), fn(*wide, **of)
+        torch.testing.assert_close(wide_loss, loss)
+        loss.backward()
+        wide_loss.backward()
+        for a, b in zip(wide, plain):
+            torch.testing.assert_close(a.grad, F.pad(b.grad, (0, 3)))
+
+
+@dtypes
+def test_a_teacher_of_zeros_and_ones(dtype):
+    """p = 0 counts nothing, also against q = 0; the student's gradient is -p."""
+    x = torch.tensor([[-INF, -1.0, -2.0], [-0.5, -INF, -3.0]], dtype=dtype, device=DEVICE).requires_grad_()
+    p = torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 1.0]], dtype=dtype, device=DEVICE)
+    for target, log_target in ((p, False), (p.log(), True)):
+        loss = kl_div(x, target, reduction="sum", log_target=log_target)
+        assert loss.item() == 4.0
+        assert torch.autograd.grad(loss, x)[0].equal(-p)
+
+
+@dtypes
+def test_tvd_of_equals_has_no_gradient(dtype):
+    p, q = leaves(*(2 * [draw(4, 9, dtype=dtype).softmax(-1)]))
+    loss = tvd(p, q)
+    loss.backward()
+    assert loss == 0 and not p.grad.any() and not q.grad.any()
+
+
+@kinds
+@dtypes
+def test_equal_logits_have_no_divergence(kind, dtype):
+    """Also when they are shifted, which softmax does not see."""
+    s = draw(4, 300, dtype=dtype)
+    loss = logit_divergence(s, s.clone(), kind=kind)
+    assert abs(loss.item()) < torch.finfo(dtype).eps
+
+
+def test_jsd_where_the_mixture_underflows():
+    """The smallest probabilities of one, none of the other: finite, and next to nothing."""
+    x, y = leaves(torch.tensor([[-103.0, -87.4, -87.0, 0.0]], device=DEVICE), torch.tensor([[-INF, -INF, -INF, 0.0]], device=DEVICE))
+    loss = jsd(x, y)
+    loss.backward()
+    assert 0 <= loss < 1e-30 and x.grad.abs().max() < 1e-30 and y.grad.abs().max() < 1e-30
+
+
+@kinds
+def test_large_logits_are_as_good_as_small_ones(kind):
+    args = dict(student=draw(6, 50) + 1e4, teacher=draw(6, 50, seed=1) - 1e4, kind=kind, temperature=0.5, reduction="none")
+    args = {k: v.requires_grad_() if isinstance(v, torch.Tensor) else v for k, v in args.items()}
+    fp64 = {k: v.detach().double().requires_grad_() if isinstance(v, torch.Tensor) else v for k, v in args.items()}
+    assert_as_accurate(run(logit_divergence, args), run(of_logits, args), run(of_logits, fp64))
+
+
+@pytest.mark.parametrize("fn", [jsd, tvd, logit_divergence])
+@dtypes
+def test_nothing_left_to_average(fn, dtype):
+    """NaN, as 0 / 0 is in torch, and no gradient."""
+    x, y = leaves(draw(3, 8, dtype=dtype).log_softmax(-1), draw(3, 8, dtype=dtype, seed=1).log_softmax(-1))
+    loss = fn(x, y, torch.full((3,), -100, device=DEVICE))
+    loss.backward()
+    assert loss.isnan() and not x.grad.any() and not y.grad.any()
+
+
+@pytest.mark.parametrize("fn", [jsd, tvd, logit_divergence])
+@pytest.mark.parametrize("reduction", ["none", "batchmean"])
+def test_ignored_rows_are_not_read(fn, reduction):
+    x, y = draw(3, 8).log_softmax(-1), draw(3, 8, seed=1).log_softmax(-1)
+    x[1] = float("nan")
+    x, y = leaves(x, y)
+    loss = fn(x, y, torch.tensor([5, 7, 5], device=DEVICE), ignore_index=7, reduction=reduction)
+    loss.sum().backward()
+    assert loss.isfinite().all() and x.grad.isfinite().all() and y.grad.isfinite().all() and not x.grad[1].any() and not y.grad[1].any()
+
+
+@pytest.mark.parametrize("scaled", [kl_div, jsd, tvd, logit_divergence])
+def test_fp16_gradients_of_a_mean_do_not_underflow(scaled):
+    """A loss scaler multiplies what a mean over many would have made 0."""
+    x, y = leaves(draw(600, 40, dtype=torch.float16).log_softmax(-1), draw(600, 40, dtype=torch.float16, seed=1).log_softmax(-1))
+    if scaled is tvd:
+        x, y = leaves(x.exp() / 500, y.exp() / 500)
+    of = dict(log_target=True, reduction="mean") if scaled is kl_div else dict(reduction="mean") if scaled is tvd else {}
+    (65536 * scaled(x, y, **of)).backward()
+    a, b = leaves(x.double(), y.double())
+    (65536 * scaled(a, b, **of)).backward()
+    for ours, true in ((x.grad, a.grad), (y.grad, b.grad)):
+        torch.testing.assert_close(ours, true.half())
+
+
+@kinds
+@dtypes
+@pytest.mark.parametrize("in_place", [False, True])
+def test_row_kernel(kind, dtype, in_place):
+    """As the fused losses call it: on views of a chunk, the gradient over the logits, ``g`` and ``norm`` on the device."""
+    s, t = draw(9, 300, dtype=dtype), draw(9, 300, dtype=dtype, seed=1)
+    labels = torch.arange(9, device=DEVICE)
+    g, norm = draw(9, dtype=dtype, seed=2), torch.tensor(7.0, dtype=dtype, device=DEVICE)
+    x = s.clone().requires_grad_()
+    expected = of_logits(x, t, labels, kind=kind, temperature=1.7, ignore_index=4, reduction="none")
+    (expected * g / norm).sum().backward()
+    loss, buffer = s.new_zeros(9), torch.empty(9, 301, dtype=dtype, device=DEVICE)[:, :300]
+    z = buffer.copy_(s)
+    dz = z if in_place else torch.empty_like(s)
+    rows = slice(2, 9)
+    d = Divergence(kind, temperature=1.7, ignore_index=4)
+    row_kernel(z[rows], t[rows], d, labels=labels[rows], out=loss[rows], dz=dz[rows], norm=norm, g=g[rows])
+    torch.testing.assert_close(loss[rows], expected[rows])
+    torch.testing.assert_close(dz[rows], x.grad[rows])
+    assert loss[4] == 0 and not dz[4].any() and dz[3].any()
+
+
+def test_modules_and_functions():
+    q, p, labels = draw(6, 11).log_softmax(-1), draw(6, 11, seed=1).log_softmax(-1), torch.tensor([1, -1, 2, 3, -1, 5], device=DEVICE)
+    kept = labels != -1
+    for ours in (liger.LigerJSD(0.2, -1)(q, p, labels), liger.liger_jsd(q, p, labels, 0.2, -1)):
+        torch.testing.assert_close(ours, jsd(q[kept], p[kept], beta=0.2))
+    each = F.kl_div(q, p.exp(), reduction="none")
+    for reduction, expected in (("none", each), ("sum", each.sum()), ("mean", each.mean()), ("batchmean", each.sum() / 6)):
+        torch.testing.assert_close(liger.LigerKLDIVLoss(reduction=reduction)(q, p.exp()), expected)
+        torch.testing.assert_close(liger.LigerKLDIVLoss(1e-10, None, None, reduction, True)(q, p), expected)
+        torch.testing.assert_close(liger.liger_kl_div(q, p.exp(), reduction=reduction), expected)
+    torch.testing.assert_close(liger.liger_kl_div(q, p.exp(), size_average=False), each.sum())
+    torch.testing.assert_close(liger.liger_kl_div(q, p.exp(), reduce=False), each)
+    half = (q.exp() - p.exp()).abs() / 2
+    torch.testing.assert_close(liger.LigerTVDLoss(ignore_index=-1)(q.exp(), p.exp(), labels), half[kept].sum() / 4)
+    torch.testing.assert_close(liger.liger_tvd(q.exp(), p.exp(), labels, ignore_index=-1), half[kept].mean())
+    torch.testing.assert_close(liger.LigerTVDLoss("none")(q.exp(), p.exp()), half)
+
+
+def test_old_paths():
+    from liger_kernel.transformers.jsd import LigerJSD as old_jsd
+    from liger_kernel.transformers.kl_div import LigerKLDIVLoss as old_kl_div
+    from liger_kernel.transformers.tvd import LigerTVDLoss as old_tvd
+
+    from liger_kernel.transformers import LigerJSD, LigerKLDIVLoss, LigerTVDLoss
+
+    assert (LigerJSD, LigerKLDIVLoss, LigerTVDLoss) == (old_jsd, old_kl_div, old_tvd)
+
+
+def test_scalars_are_refused():
+    with pytest.raises(ValueError, match=r"kl_div: input must have at least one dim, got shape \(\)"):
+        kl_div(torch.tensor(0.0), torch.tensor(0.0))

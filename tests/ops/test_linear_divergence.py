@@ -1,0 +1,194 @@
+"""What a case cannot say of the linear divergence: memory, products, kernels beside their formulas, teachers of other forms."""
+
+import sys
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from liger_kernel.ops import logit_divergence
+from liger_kernel.ops.linear_divergence import linear_divergence, reference
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+KINDS = ["jsd", "forward_kl", "reverse_kl", "tvd", "cosine"]
+
+
+def inputs(M=12, H=16, G=24, V=50, dtype=torch.float32, seed=0):
+    torch.manual_seed(seed)
+    new = lambda *s: torch.randn(*s, device=DEVICE, dtype=torch.float64).to(dtype)
+    x, w, tx, tw = new(M, H).requires_grad_(), new(V, H).mul_(0.3).requires_grad_(), new(M, G), new(V, G).mul_(0.3)
+    target = torch.randint(0, V, (M,), device=DEVICE)
+    target[::3] = -100
+    return x, w, tx, tw, target
+
+
+def topk_of(tx, tw, K, temperature=1.0):
+    log_probs = ((tx @ tw.t()).float() / temperature).log_softmax(-1)
+    top = log_probs.topk(K)
+    return dict(topk_log_probs=top.values, topk_indices=top.indices)
+
+
+class Watch(TorchDispatchMode):
+    """The most elements of any floating-point tensor that an operation returned, and the multiplications of matrix products."""
+
+    def __init__(self):
+        super().__init__()
+        self.largest = self.work = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if "mm" in func.__name__:
+            a, b = args[-2:]
+            self.work += a.shape[0] * a.shape[1] * b.shape[1]
+        for t in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(t, torch.Tensor) and t.is_floating_point():
+                self.largest = max(self.largest, t.numel())
+        return out
+
+
+@pytest.fixture
+def watch(monkeypatch):
+    """Watches the inside of the chunk loop, which dispatch modes around launchers do not see."""
+    module, mode = sys.modules[linear_divergence.__module__], Watch()
+    chunks = module._chunks
+
+    def watched(*args, **kwargs):
+        with mode:
+            return chunks(*args, **kwargs)
+
+    monkeypatch.setattr(module, "_chunks", watched)
+    return mode
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("compact", [False, True])
+def test_neither_full_logits_exist(compact, reduction, watch):
+    x, w, tx, tw, target = inputs(M=40, H=4, G=6, V=60)
+    linear_divergence(x, w, tx, tw, target, weight_hard=0.5, reduction=reduction, compact=compact, chunk_rows=5).sum().backward()
+    assert watch.largest == 6 * 60  # the teacher's weight; a chunk has 5 rows
+
+
+def test_only_the_products_that_are_needed(watch):
+    M, H, G, V = 12, 16, 24, 50
+    x, w, tx, tw, target = inputs()
+
+    def work(*args, **options):
+        watch.work = 0
+        linear_divergence(*args, weight_hard=0.5, chunk_rows=5, **options)
+        return watch.work
+
+    student, teacher = M * H * V, M * G * V
+    assert work(x, w, tx, tw, target) == 3 * student + teacher
+    assert work(x.detach(), w, tx, tw, target) == 2 * student + teacher
+    with torch.no_grad():
+        assert work(x, w, tx, tw, target) == student + teacher
+    assert work(x, w, tx, tw, target, compact=True) == (3 * student + teacher) * 2 // 3
+    assert work(x, w, target=target, teacher_logits=tx @ tw.t()) == 3 * student
+    assert work(x, w, target=target, kind="forward_kl", **topk_of(tx, tw, 4)) == 3 * student
+
+
+@pytest.mark.parametrize("temperature", [1.0, 1.7])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("kind", [*KINDS, "topk", "no-tail"])
+def test_without_kernels(kind, reduction, temperature):
+    """fp64 is served by torch, by closed formulas for gradients: against autograd's."""
+    x, w, tx, tw, target = inputs(dtype=torch.float64)
+    bias, teacher_bias = torch.randn(50, dtype=torch.float64, device=DEVICE, requires_grad=True), torch.randn(50, dtype=torch.float64, device=DEVICE)
+    teacher = dict(teacher_x=tx, teacher_w=tw, teacher_bias=teacher_bias, kind=kind)
+    if kind in ("topk", "no-tail"):
+        teacher = dict(kind="forward_kl", tail=kind == "topk", **topk_of(tx, tw, 5, temperature))
+    options = dict(target=target, bias=bias, beta=0.3, temperature=temperature, weight_hard=0.4, weight_soft=0.7, reduction=reduction, **teacher)
+    ours, theirs = linear_divergence(x, w, chunk_rows=5, **options), reference(x, w, **options)
+    torch.testing.assert_close(ours, theirs)
+    for a, b in zip(*(torch.autograd.grad((out * out.detach().cos()).sum(), (x, w, bias)) for out in (ours, theirs))):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_compact_is_equal_and_does_not_see_the_others(kind, reduction):
+    x, w, tx, tw, target = inputs()
+    options = dict(kind=kind, weight_hard=0.5, reduction=reduction, chunk_rows=3)
+    dense = torch.autograd.grad(linear_divergence(x, w, tx, tw, target, **options).sum(), (x, w))
+    wild = lambda t: t.detach().masked_fill((target == -100)[:, None], float("nan")).requires_grad_(t.requires_grad)
+    x = wild(x)
+    compact = torch.autograd.grad(linear_divergence(x, w, wild(tx), tw, target, compact=True, **options).sum(), (x, w))
+    torch.testing.assert_close(compact, dense)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+@pytest.mark.parametrize("tail", [True, False])
+def test_the_top_of_everything_is_forward_kl(tail, temperature):
+    x, w, tx, tw, target = inputs()
+    options = dict(kind="forward_kl", temperature=temperature, weight_hard=0.5, chunk_rows=5)
+    whole = linear_divergence(x, w, tx, tw, target, **options)
+    top = linear_divergence(x, w, target=target, tail=tail, **topk_of(tx, tw, 50, temperature), **options)
+    torch.testing.assert_close(top, whole)
+    torch.testing.assert_close(*(torch.autograd.grad(loss, (x, w)) for loss in (top, whole)), rtol=1e-4, atol=1e-6)
+
+
+def test_lumping_the_tail_bounds_forward_kl_from_below():
+    x, w, tx, tw, _ = inputs()
+    losses = [linear_divergence(x, w, kind="forward_kl", **topk_of(tx, tw, K)).item() for K in (1, 3, 9, 27, 50)]
+    assert losses == sorted(losses) and losses[0] >= 0
+    assert losses[-1] == pytest.approx(linear_divergence(x, w, tx, tw, kind="forward_kl").item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("tail", [True, False])
+def test_padding_of_the_top_k(tail):
+    """Indices outside the vocabulary count as none, whatever their probability."""
+    x, w, tx, tw, target = inputs()
+    top = topk_of(tx, tw, 5)
+    padded = dict(
+        topk_log_probs=torch.cat([top["topk_log_probs"], top["topk_log_probs"].new_full((12, 2), -0.1)], 1),
+        topk_indices=torch.cat([top["topk_indices"], top["topk_indices"].new_tensor([[-1, 50]]).expand(12, 2)], 1),
+    )
+    for dtype in (torch.float32, torch.float64):
+        x, w = (t.detach().to(dtype).requires_grad_() for t in (x, w))
+        options = dict(kind="forward_kl", target=target, tail=tail, weight_hard=0.5)
+        a, b = (linear_divergence(x, w, **options, **some) for some in (top, padded))
+        torch.testing.assert_close(a, b)
+        torch.testing.assert_close(torch.autograd.grad(a, (x, w)), torch.autograd.grad(b, (x, w)))
+
+
+def test_a_tail_without_student_mass():
+    """exp of the student's tail underflows in fp32; the loss and its gradient are those of fp64."""
+    x = torch.tensor([[1.0]], device=DEVICE, requires_grad=True)
+    w = torch.tensor([[150.0], [149.0], [1.0], [0.0]], device=DEVICE)
+    top = dict(topk_log_probs=torch.tensor([[0.5, 0.25]], device=DEVICE).log(), topk_indices=torch.tensor([[0, 1]], device=DEVICE))
+    loss = linear_divergence(x, w, kind="forward_kl", **top)
+    truth = reference(x.detach().double().requires_grad_(), w.double(), kind="forward_kl", **top)
+    torch.testing.assert_close(loss.double(), truth)
+    assert loss.isfinite() and torch.autograd.grad(loss, x)[0].isfinite()
+
+
+@pytest.mark.parametrize("kind", ["jsd", "cosine"])
+def test_a_teacher_given_by_its_logits(kind):
+    x, w, tx, tw, target = inputs()
+    t = tx @ tw.t()
+    torch.testing.assert_close(linear_divergence(x, w, target=target, teacher_logits=t, kind=kind), linear_divergence(x, w, tx, tw, target, kind=kind))
+    if kind != "cosine":
+        torch.testing.assert_close(linear_divergence(x, w, target=target, teacher_logits=t, kind=kind), logit_divergence(x @ w.t(), t, target, kind=kind))
+
+
+@pytest.mark.parametrize("label", [-1, 50, 1 << 40])
+def test_a_label_out_of_range_makes_the_hard_loss_nan(label):
+    x, w, tx, tw, target = inputs()
+    target[1] = label
+    loss, soft, hard = linear_divergence(x, w, tx, tw, target, weight_hard=0.5, reduction="none", parts=True)
+    assert loss.isnan().nonzero().tolist() == hard.isnan().nonzero().tolist() == [[1]] and not soft.isnan().any()
+
+
+def test_all_labels_ignored():
+    x, w, tx, tw, target = inputs()
+    for compact in (False, True):
+        loss = linear_divergence(x, w, tx, tw, torch.full_like(target, -100), weight_hard=0.5, compact=compact)
+        assert loss.isnan() and not any(g.any() for g in torch.autograd.grad(loss, (x, w)))
+
+
+def test_fp16_sums_over_tokens_do_not_overflow():
+    x = torch.full((200, 4), 600.0, dtype=torch.float16, device=DEVICE)
+    w = torch.zeros(3, 4, dtype=torch.float16, device=DEVICE, requires_grad=True)
+    t = torch.tensor([[80.0, 0.0, 0.0]], dtype=torch.float16, device=DEVICE).expand(200, 3)
+    linear_divergence(x, w, teacher_logits=t, kind="forward_kl", chunk_rows=20).backward()
+    torch.testing.assert_close(w.grad[:, 0].tolist(), [-400.0, 200.0, 200.0], rtol=2e-3, atol=0)

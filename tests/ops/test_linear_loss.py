@@ -1,0 +1,165 @@
+"""A loss of log-probabilities, differentiated chunk by chunk, against the same loss over all of them."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from liger_kernel.ops._linear import Kept
+from liger_kernel.ops.linear_logprobs import linear_logprobs, reference
+from liger_kernel.ops.linear_loss import Tokens, linear_loss
+from liger_kernel.testing import assert_as_accurate
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+B, T, H, V = 6, 5, 16, 61
+
+
+def inputs(dtype=torch.float32, ignored=True, seed=0):
+    torch.manual_seed(seed)
+    new = lambda *s, k=1.0: (k * torch.randn(*s, device=DEVICE, dtype=torch.float64)).to(dtype).requires_grad_()
+    x, w, bias = new(B * T, H), new(V, H, k=0.3), new(V)
+    target = torch.randint(0, V, (B * T,), device=DEVICE)
+    if ignored:
+        target[torch.rand(B * T, device=DEVICE) < 0.4] = -100
+        target[:T] = -100  # a group without a token
+    return x, w, target, bias
+
+
+def dpo(tokens, first, last):
+    chosen, rejected = tokens.logp.view(last - first, 2, -1).sum(-1).unbind(1)
+    return -F.logsigmoid(0.1 * (chosen - rejected)).sum() / 3, (chosen, (chosen > rejected).sum())
+
+
+def with_entropy(tokens, first, last):
+    weight = torch.arange(first + 1, last + 1, device=tokens.logp.device)[:, None] / B
+    return (weight * tokens.logp.exp() - 0.01 * tokens.entropy).sum()
+
+
+def undivided(fn, x, w, target, bias, group):
+    """Named results, and what ``fn`` returned beside the loss."""
+    logp, entropy = (t.view(-1, group) for t in reference(x, w, target, bias, temperature=0.8, return_entropy=True))
+    result = fn(Tokens(logp, entropy), 0, logp.shape[0])
+    loss, aux = result if isinstance(result, tuple) else (result, ())
+    return named(loss, x, w, bias), aux
+
+
+def named(loss, *leaves):
+    return {"out": loss.detach()} | {f"d{i}": g for i, g in enumerate(torch.autograd.grad(3 * loss, leaves))}
+
+
+def expected(fn, group, dtype, seed):
+    """PyTorch's results in ``dtype``, the true ones."""
+    x, w, target, bias = inputs(dtype, seed=seed)
+    exact = lambda t: t.detach().double().requires_grad_()
+    return undivided(fn, x, w, target, bias, group), undivided(fn, exact(x), exact(w), target, exact(bias), group)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("compact", [False, True])
+@pytest.mark.parametrize("chunk_rows", [None, 10, 1])
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("fn, group, entropy", [(dpo, 2 * T, False), (with_entropy, T, True)])
+def test_as_accurate_as_the_whole(fn, group, entropy, whole, chunk_rows, compact, dtype):
+    x, w, target, bias = inputs(dtype)
+    loss, aux = linear_loss(fn, x, w, target, bias, group=group, temperature=0.8, entropy=entropy, chunk_rows=chunk_rows, compact=compact, whole=whole)
+    draws = [expected(fn, group, dtype, seed) for seed in range(6)]
+    (pytorch, pytorch_aux), (truth, _) = draws[0]
+    assert_as_accurate(named(loss, x, w, bias), pytorch, truth, *((p, t) for (p, _), (t, _) in draws[1:]))
+    for a, b in zip(aux, pytorch_aux):
+        torch.testing.assert_close(a, b.to(a.dtype), rtol=2e-2, atol=2e-2)
+
+
+def test_three_products_and_no_full_logits(monkeypatch):
+    """With entropies and in chunks: what ``linear_logprobs`` would need four for."""
+    x, w, target, _ = inputs(ignored=False)
+    seen = []
+    mm, addmm = torch.mm, torch.addmm
+    monkeypatch.setattr(torch, "mm", lambda a, b, **kw: (seen.append(a.shape[0] * a.shape[1] * b.shape[1]), mm(a, b, **kw))[1])
+    monkeypatch.setattr(torch, "addmm", lambda c, a, b, **kw: (seen.append(a.shape[0] * a.shape[1] * b.shape[1]), addmm(c, a, b, **kw))[1])
+    linear_loss(with_entropy, x, w, target, group=T, entropy=True, chunk_rows=10)[0].backward()
+    assert sum(seen) == 3 * B * T * H * V
+    seen.clear()
+    with torch.no_grad():
+        linear_loss(with_entropy, x, w, target, group=T, entropy=True, chunk_rows=10)
+    assert sum(seen) == B * T * H * V
+    seen.clear()
+    linear_loss(with_entropy, x.detach(), w, target, group=T, entropy=True, chunk_rows=10)[0].backward()
+    assert sum(seen) == 2 * B * T * H * V
+
+
+def test_ignored_tokens_take_part_in_no_product(monkeypatch):
+    x, w, target, bias = inputs()
+    seen = []
+    mm = torch.mm
+    monkeypatch.setattr(torch, "mm", lambda a, b, **kw: (seen.append(a.shape[0]), mm(a, b, **kw))[1])
+    kept = Kept(target, group=T)
+    with torch.no_grad():
+        linear_loss(with_entropy, x, w, target, bias, group=T, entropy=True, chunk_rows=10, compact=kept)
+    assert sum(seen) == (target != -100).sum()
+
+
+def test_compiles_whole():
+    args = inputs()
+    fn = lambda *args: linear_loss(dpo, *args, group=2 * T)
+    eager, compiled = fn(*args), torch.compile(fn, fullgraph=True, backend="aot_eager")(*args)
+    torch.testing.assert_close(compiled, eager)
+    torch.testing.assert_close(torch.autograd.grad(compiled[0], args[:2]), torch.autograd.grad(eager[0], args[:2]))
+
+
+def test_a_loss_without_gradient():
+    x, w, target, _ = inputs()
+    loss, (kept,) = linear_loss(lambda tokens, *_: (tokens.logp.detach().sum(), (tokens.predicted,)), x, w, target, group=T, predicted=True, chunk_rows=10)
+    loss.backward()
+    assert not x.grad.any() and not w.grad.any()
+    assert kept.shape == (B, T) and torch.equal(kept.view(-1) < 0, target == -100)
+
+
+def test_statistics():
+    x, w, target, _ = inputs()
+    z = (x @ w.t()).detach()
+    for compact in (False, True):
+        _, (mean, predicted) = linear_loss(
+            lambda t, *_: (t.logp.sum(), (t.mean_logit, t.predicted)), x, w, target, group=T, mean_logit=True, predicted=True, compact=compact
+        )
+        valid = target != -100
+        torch.testing.assert_close(mean.view(-1), z.mean(-1).where(valid, 0))
+        assert torch.equal(predicted.view(-1), z.argmax(-1).where(valid, -1))
+
+
+@pytest.mark.parametrize(
+    "group, temperature, message", [(7, 1.0, "group must divide the 30 rows of x, got 7"), (5, 0.0, "temperature must be positive, got 0.0")]
+)
+def test_mistakes_are_named(group, temperature, message):
+    x, w, target, _ = inputs()
+    with pytest.raises(ValueError, match="linear_loss: " + message):
+        linear_loss(dpo, x, w, target, group=group, temperature=temperature)
+
+
+def test_agrees_with_logprobs():
+    x, w, target, bias = inputs()
+    logp, entropy = linear_logprobs(x, w, target, bias, return_entropy=True)
+    _, found = linear_loss(lambda t, *_: (t.logp.sum(), (t.logp, t.entropy)), x, w, target, bias, group=T, entropy=True, chunk_rows=10)
+    torch.testing.assert_close(found[0].view(-1), logp)
+    torch.testing.assert_close(found[1].view(-1), entropy)
+
+
+@pytest.mark.parametrize("chunk_rows, products", [(10, 3), (2, 4)])
+def test_the_head_is_not_needed_after_the_forward(chunk_rows, products, monkeypatch):
+    """ZeRO-3 gathers it for the forward alone; of groups longer than two chunks, too."""
+    x, w, target, _ = inputs()
+    expected = torch.autograd.grad(linear_loss(with_entropy, x, w, target, group=T, entropy=True)[0], (x, w))
+    head = w.detach().clone().requires_grad_()
+    seen, counted = [], lambda product: lambda *t, **kw: (seen.append(t[-2].shape[0] * t[-2].shape[1] * t[-1].shape[1]), product(*t, **kw))[1]
+    for name in ("mm", "addmm"):
+        monkeypatch.setattr(torch, name, counted(getattr(torch, name)))
+    loss, _ = linear_loss(with_entropy, x, head, target, group=T, entropy=True, chunk_rows=chunk_rows)
+    head.data.fill_(float("nan"))
+    loss.backward()
+    torch.testing.assert_close((x.grad, head.grad), expected)
+    assert sum(seen) == products * B * T * H * V
+
+
+def test_every_token_ignored():
+    x, w, target, _ = inputs()
+    for compact in (False, True):
+        loss, _ = linear_loss(with_entropy, x, w, torch.full_like(target, -100), group=T, entropy=True, compact=compact)
+        assert not any(g.any() for g in torch.autograd.grad(loss, (x, w)))

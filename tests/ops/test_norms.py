@@ -1,0 +1,197 @@
+"""LayerNorm and the RMSNorm of a sum, where a ``Case`` cannot say it."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from liger_kernel.nn import LigerFusedAddRMSNorm, LigerLayerNorm, liger_fused_add_rms_norm, liger_layer_norm
+from liger_kernel.ops import LigerFusedAddRMSNormFunction, LigerLayerNormFunction, _op
+from liger_kernel.ops.fused_add_rms_norm import fused_add_rms_norm
+from liger_kernel.ops.fused_add_rms_norm import reference as fused_add_rms_norm_reference
+from liger_kernel.ops.layer_norm import layer_norm
+from liger_kernel.ops.layer_norm import reference as layer_norm_reference
+from liger_kernel.ops.rms_norm import rms_norm
+from liger_kernel.testing import assert_as_accurate, like, run
+
+fused = sys.modules["liger_kernel.ops.fused_add_rms_norm"]  # the package has the function under this name
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+needs_kernels = pytest.mark.skipif(not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call")
+
+
+# -- layer_norm ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize("names", ["", "w", "b", "wb"], ids=lambda n: n or "none")
+@pytest.mark.parametrize("N", [40, 123])
+def test_layer_norm_with_any_parameters(names, N, dtype):
+    """Constant upstream gradients, as cases have them too, leave nothing of dx without a weight."""
+    torch.manual_seed(0)
+    args = {k: torch.randn(N if k in "wb" else (9, N), dtype=dtype, device=DEVICE).requires_grad_() for k in ("x", *names)}
+    draws = [(run(layer_norm_reference, like(args)), run(layer_norm_reference, like(args, torch.float64)))]
+    assert_as_accurate(run(layer_norm, args), *draws[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=lambda d: str(d)[6:])
+def test_layer_norm_is_torchs(dtype):
+    torch.manual_seed(0)
+    x, w, b = (torch.randn(*shape, dtype=dtype, device=DEVICE) for shape in ((4, 7, 96), (96,), (96,)))
+    expected = F.layer_norm(x, (96,), w, b, 1e-5)
+    for y in (layer_norm(x, w, b, eps=1e-5), liger_layer_norm(x, w, b, 1e-5), layer_norm_reference(x, w, b, eps=1e-5)):
+        torch.testing.assert_close(y, expected)
+
+
+@needs_kernels
+def test_layer_norm_statistics_are_fp32_and_do_not_cancel():
+    x = (1000 + torch.randn(3, 200, device=DEVICE)).to(torch.float16)
+    _, mean, rstd = torch.ops.liger.layer_norm_fwd(x, None, None, 0.0)
+    truth = x.double()
+    assert mean.dtype == rstd.dtype == torch.float32
+    torch.testing.assert_close(mean.double(), truth.mean(-1), rtol=1e-6, atol=0)
+    torch.testing.assert_close(rstd.double(), truth.var(-1, unbiased=False).rsqrt(), rtol=1e-6, atol=0)
+
+
+@needs_kernels
+def test_layer_norm_sums_the_weights_gradients_once():
+    """dw and db are halves of one tensor: one finishing kernel."""
+    dy, x, w, stats = torch.randn(4, 8, device=DEVICE), torch.randn(4, 8, device=DEVICE), torch.ones(8, device=DEVICE), torch.ones(4, device=DEVICE)
+    for need_dw, need_db in ((True, True), (True, False), (False, True), (False, False)):
+        dx, dwb = torch.ops.liger.layer_norm_bwd(dy, x, w, stats, stats, False, need_dw, need_db, torch.float32)
+        assert dx.numel() == 0 and dwb.numel() == 8 * (need_dw + need_db)
+
+
+@needs_kernels
+def test_layer_norm_accumulates_into_gradients_that_are_apart():
+    norm = LigerLayerNorm(6).to(DEVICE)
+    x = torch.randn(5, 6, device=DEVICE)
+    norm(x).sum().backward()
+    first = norm.weight.grad.clone()
+    norm(x).sum().backward()
+    torch.testing.assert_close(norm.weight.grad, 2 * first)
+    torch.testing.assert_close(norm.bias.grad, torch.full((6,), 10.0, device=DEVICE))
+    norm.weight.grad.zero_()
+    torch.testing.assert_close(norm.bias.grad, torch.full((6,), 10.0, device=DEVICE))
+
+
+def test_layer_norm_of_a_number_is_refused():
+    with pytest.raises(ValueError, match=r"layer_norm: x must have at least one dim, got shape \(\)"):
+        layer_norm(torch.tensor(1.0))
+
+
+@needs_kernels
+def test_layer_norm_function_takes_published_arguments():
+    x, w = torch.randn(3, 8, device=DEVICE), torch.ones(8, device=DEVICE)
+    torch.testing.assert_close(LigerLayerNormFunction.apply(x, w, None, 1e-6), F.layer_norm(x, (8,), w, None, 1e-6))
+
+
+def test_layer_norm_module():
+    norm = LigerLayerNorm(8, eps=1e-5, bias=True).to(DEVICE)
+    stock = torch.nn.LayerNorm(8, eps=1e-5).to(DEVICE)
+    assert not norm.bias.any() and (norm.weight == 1).all() and repr(norm) == "LigerLayerNorm((8,), eps=1e-05)"
+    norm.load_state_dict(stock.state_dict())
+    LigerLayerNorm(8).load_state_dict(stock.state_dict())
+    x = torch.randn(3, 8, device=DEVICE)
+    torch.testing.assert_close(norm(x), stock(x))
+    assert not LigerLayerNorm(8, init_fn="zeros").weight.any()
+    plain = LigerLayerNorm((8,), elementwise_affine=False)
+    assert not plain.state_dict()
+    torch.testing.assert_close(plain(x), F.layer_norm(x, (8,), eps=1e-6))
+    with pytest.raises(ValueError, match="LigerLayerNorm: init_fn must be one of"):
+        LigerLayerNorm(8, init_fn="randn")
+    with pytest.raises(ValueError, match=r"LigerLayerNorm: hidden_size must be one dim, got \(4, 8\)"):
+        LigerLayerNorm((4, 8))
+
+
+# -- fused_add_rms_norm --------------------------------------------------------------------
+
+
+def _sum_and_norm(N: int = 24) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return {k: torch.randn(N if k == "w" else (5, N), device=DEVICE).requires_grad_() for k in ("x", "residual", "w")}
+
+
+@pytest.mark.parametrize("out", [0, 1])
+def test_a_gradient_of_one_output_alone(out):
+    """What is absent stays absent: no zeros are made or read."""
+    alone = lambda outs: {f"out{out}": torch.ones_like(outs[f"out{out}"]) * torch.arange(24, device=DEVICE)}
+    args = _sum_and_norm()
+    expected = run(fused_add_rms_norm_reference, like(args), alone), run(fused_add_rms_norm_reference, like(args, torch.float64), alone)
+    assert ("dw" in expected[0]) == (out == 0)
+    assert_as_accurate(run(fused_add_rms_norm, args, alone), *expected)
+
+
+@needs_kernels
+def test_a_gradient_of_the_sum_alone_launches_nothing(monkeypatch):
+    args = _sum_and_norm()
+    _, s = fused_add_rms_norm(**args)
+    monkeypatch.setattr(fused, "fused_add_rms_norm_bwd", None)
+    s.sum().backward()
+    assert (args["x"].grad == 1).all() and (args["residual"].grad == 1).all() and args["w"].grad is None
+
+
+def test_the_two_gradients_accumulate_apart():
+    """x and residual get the same values; a second backward, or a step on one of them, must not reach the other."""
+    args = _sum_and_norm()
+    grads = []
+    for _ in range(2):
+        y, s = fused_add_rms_norm(**args)
+        (y.square().sum() + (s * s).sum()).backward()
+        grads.append({k: v.grad.clone() for k, v in args.items()})
+    for k in args:
+        torch.testing.assert_close(grads[1][k], 2 * grads[0][k])
+    args["x"].grad.zero_()
+    torch.testing.assert_close(args["residual"].grad, grads[1]["residual"])
+
+
+def test_a_tensor_added_to_itself_and_used_elsewhere():
+    torch.manual_seed(0)
+    x0, w0 = torch.randn(5, 24, device=DEVICE), torch.randn(24, device=DEVICE)
+
+    def gradient(fn, dtype):
+        x, w = x0.to(dtype, copy=True).requires_grad_(), w0.to(dtype)
+        h = x * 2
+        y, s = fn(h, h, w)
+        y2, s2 = fn(y, s, w)  # as in a model: s flows on, and is normalised
+        (y2 * s2 * h).sum().backward()
+        return {"dx": x.grad}
+
+    assert_as_accurate(*(gradient(fn, dtype) for fn, dtype in (
+        (fused_add_rms_norm, torch.float32), (fused_add_rms_norm_reference, torch.float32), (fused_add_rms_norm_reference, torch.float64))))  # fmt: skip
+
+
+@pytest.mark.parametrize("casting", ["llama", "gemma", "none"])
+def test_the_norm_is_that_of_the_rounded_sum(casting):
+    x, residual, w = (torch.randn(*shape, device=DEVICE).to(torch.bfloat16) for shape in ((6, 96), (6, 96), (96,)))
+    y, s = fused_add_rms_norm(x, residual, w, casting=casting)
+    assert torch.equal(s, x + residual) and torch.equal(y, rms_norm(s, w, casting=casting))
+
+
+def test_a_sum_changed_in_place_is_noticed():
+    """The backward reads it."""
+    args = _sum_and_norm()
+    y, s = fused_add_rms_norm(**args)
+    with pytest.raises(RuntimeError):
+        s.add_(1)
+        y.sum().backward()
+
+
+@needs_kernels
+def test_fused_add_rms_norm_function_takes_published_arguments():
+    args = _sum_and_norm()
+    y, s = LigerFusedAddRMSNormFunction.apply(args["x"], args["residual"], args["w"], 1e-6, 1.0, "gemma", True)
+    torch.testing.assert_close(y, rms_norm(s, args["w"], eps=1e-6, offset=1.0, casting="gemma"))
+
+
+def test_fused_add_rms_norm_module():
+    norm = LigerFusedAddRMSNorm(8, eps=1e-5, offset=1.0, casting_mode="gemma", init_fn="zeros", in_place=True).to(DEVICE)
+    x, residual = torch.randn(3, 8, device=DEVICE), torch.randn(3, 8, device=DEVICE)
+    y, s = norm(x, residual)
+    torch.testing.assert_close((y, s), (F.rms_norm(x + residual, (8,), eps=1e-5), x + residual))
+    torch.testing.assert_close(liger_fused_add_rms_norm(x, residual, norm.weight, 1e-5, 1.0, "gemma"), (y, s))
+    assert set(norm.state_dict()) == {"weight"}
+    with pytest.raises(ValueError, match="LigerFusedAddRMSNorm: init_fn must be one of"):
+        LigerFusedAddRMSNorm(8, init_fn="randn")

@@ -1,0 +1,385 @@
+"""The vocabulary-parallel losses over real process groups: gloo on CPUs, NCCL where there is a GPU for every rank.
+
+A process costs seconds, so that each group runs all its checks in one go; every check is a test of its own, which reads what the ranks said.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import tempfile
+import traceback
+from pathlib import Path
+
+import conftest  # noqa: F401  in a spawned rank, this sets up the interpreter, as pytest does for a test
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.multiprocessing.spawn import ProcessException, spawn
+
+from liger_kernel.nn import LigerVocabParallelCrossEntropy
+from liger_kernel.ops import (
+    LigerVocabParallelCEFunction,
+    _op,
+    cross_entropy,
+    linear_cross_entropy,
+    vocab_parallel_cross_entropy,
+    vocab_parallel_linear_cross_entropy,
+)
+from liger_kernel.testing import assert_as_accurate, assert_same_bits, like, run
+
+GPUS = torch.cuda.device_count()
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this PyTorch has no torch.distributed")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SIZES = {2: (40, 40), 3: (17, 30, 9)}  # classes of each rank
+
+
+def full(
+    logits: Tensor, target: Tensor, lo: int, hi: int, *, label_smoothing=0.0, formula="pytorch", mode="global", reduction="mean", z_loss=0.0,
+    logit_scale=1.0, softcap=None,
+) -> Tensor:  # fmt: skip
+    """The loss over all classes, from its definition: a distribution over labels. [lo, hi) are the classes that mode "partition" smooths over."""
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32)) * logit_scale
+    z = z if softcap is None else softcap * torch.tanh(z / softcap)
+    V = z.shape[-1]
+    y, valid = target.clamp(min=0), target != -100
+    lo, hi = (lo, hi) if mode == "partition" else (0, V)
+    K, e = hi - lo, label_smoothing
+    e = e * K / (K - 1) if formula == "megatron" else e
+    q = torch.zeros_like(z).scatter_(-1, y[..., None], 1 - e)
+    q[..., lo:hi] += e / K
+    if formula == "megatron" and mode == "global":  # a label keeps 1 - label_smoothing, the others share the rest
+        torch.testing.assert_close(q.gather(-1, y[..., None]), torch.full_like(q[..., :1], 1 - label_smoothing))
+    # a class without weight may have a logit of -inf
+    log_p = z.log_softmax(-1)
+    loss = -torch.where(q == 0, 0.0, q * log_p).sum(-1) + z_loss * z.logsumexp(-1).square()
+    loss = loss.where(valid, 0)
+    return {"mean": lambda t: t.sum() / valid.sum(), "sum": torch.sum, "none": lambda t: t}[reduction](loss)
+
+
+class Rank:
+    """One process of the group, and the data that all of them draw alike."""
+
+    def __init__(self, rank: int, ranks: int):
+        self.rank, self.ranks, self.group = rank, ranks, dist.group.WORLD
+        self.device = "cuda" if ranks <= GPUS else "cpu"
+        self.sizes = SIZES[ranks]
+        self.even = len(set(self.sizes)) == 1
+        self.V = sum(self.sizes)
+        self.lo = sum(self.sizes[:rank])
+        self.hi = self.lo + self.sizes[rank]
+        self.slices = {} if self.even else {"sizes": self.sizes}
+
+    def own(self, t: Tensor, dim: int = -1) -> Tensor:
+        return t.narrow(dim, self.lo, self.hi - self.lo)
+
+    def target(self, *shape: int) -> Tensor:
+        y = torch.randint(0, self.V, shape, generator=torch.Generator().manual_seed(1))
+        y.view(-1)[::4] = -100
+        return y.to(self.device)
+
+    def randn(self, *shape: int, dtype: torch.dtype, seed: int = 0, scale: float = 1.0) -> Tensor:
+        return (torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * scale).to(dtype).to(self.device).requires_grad_()
+
+    def dense(self, shape: tuple[int, ...], dtype: torch.dtype, logits: Tensor | None = None, fn=vocab_parallel_cross_entropy, **options) -> None:
+        """This rank's loss and gradient, and those over all classes."""
+        target = self.target(*shape)
+        logits = self.randn(*shape, self.V, dtype=dtype) if logits is None else logits
+        mine = self.own(logits.detach()).clone().requires_grad_()
+        ours = run(lambda logits: fn(logits, target, self.group, **self.slices, **options), dict(logits=mine))
+
+        def truth(seed: int, dtype: torch.dtype):
+            values = logits if seed == 0 else self.randn(*shape, self.V, dtype=logits.dtype, seed=seed)
+            found = run(lambda logits: full(logits, target, self.lo, self.hi, **options), like(dict(logits=values), dtype))
+            return found | dict(dlogits=self.own(found["dlogits"]))
+
+        draws = [(truth(seed, logits.dtype), truth(seed, torch.float64)) for seed in range(8)]
+        assert_as_accurate(ours, *draws[0], *draws[1:])
+
+    def linear(self, M: int, H: int, dtype: torch.dtype, *, bias: bool = False, frozen: tuple[str, ...] = (), chunk_rows=None, **options) -> None:
+        target = self.target(M)
+
+        def draw(seed: int) -> dict[str, Tensor]:
+            args = dict(x=self.randn(M, H, dtype=dtype, seed=10 * seed), w=self.randn(self.V, H, dtype=dtype, seed=10 * seed + 1, scale=0.5))
+            args |= dict(bias=self.randn(self.V, dtype=dtype, seed=10 * seed + 2)) if bias else {}
+            return {k: v.detach().requires_grad_(k not in frozen) for k, v in args.items()}
+
+        def theirs(seed: int, to: torch.dtype):
+            found = run(lambda x, w, bias=None: full(F.linear(x, w, bias), target, self.lo, self.hi, **options), like(draw(seed), to))
+            return {k: self.own(v, 0) if k in ("dw", "dbias") else v for k, v in found.items()}
+
+        mine = {k: (v if k == "x" else self.own(v.detach(), 0).clone().requires_grad_(k not in frozen)) for k, v in draw(0).items()}
+        fn = functools.partial(vocab_parallel_linear_cross_entropy, group=self.group, target=target, chunk_rows=chunk_rows, **self.slices, **options)
+        ours = run(lambda x, w, bias=None: fn(x=x, w=w, bias=bias), mine)
+        draws = [(theirs(seed, dtype), theirs(seed, torch.float64)) for seed in range(8)]
+        assert_as_accurate(ours, *draws[0], *draws[1:])
+
+
+CHECKS = {}
+
+
+def check(fn):
+    CHECKS[fn.__name__] = fn
+    return fn
+
+
+@check
+def dense_in_every_dtype(r: Rank) -> None:
+    for dtype in (*DTYPES, torch.float64):
+        r.dense((9,), dtype)
+
+
+@check
+def dense_options(r: Rank) -> None:
+    r.dense((3, 4), torch.float32, reduction="none")
+    r.dense((9,), torch.float32, reduction="sum", z_loss=1e-2, logit_scale=0.5, softcap=2.0)
+
+
+@check
+def label_smoothing(r: Rank) -> None:
+    for formula in ("pytorch", "megatron"):
+        for mode in ("global", "partition"):
+            for dtype in (torch.bfloat16, torch.float64):  # by kernels, and by the reference
+                r.dense((7,), dtype, reduction="none", label_smoothing=0.2, formula=formula, mode=mode)
+
+
+@check
+def global_smoothing_is_pytorchs(r: Rank) -> None:
+    logits, target = r.randn(9, r.V, dtype=torch.float64), r.target(9)
+    loss = vocab_parallel_cross_entropy(r.own(logits).float(), target, r.group, label_smoothing=0.1, **r.slices)
+    torch.testing.assert_close(loss, F.cross_entropy(logits, target, label_smoothing=0.1).float())
+
+
+@check
+def a_slice_of_minus_infinity(r: Rank) -> None:
+    """Classes that only pad the vocabulary: one whole rank of them, and a part of another."""
+    logits = r.randn(6, r.V, dtype=torch.float32).detach()
+    logits[:, : r.sizes[0] + 5] = -math.inf
+    target = r.target(6).where(r.target(6) < 0, r.V - 1)
+    for dtype in (torch.float32, torch.float64):
+        mine = r.own(logits).to(dtype).requires_grad_()
+        loss = vocab_parallel_cross_entropy(mine, target, r.group, **r.slices)
+        loss.backward()
+        expected = logits.double().requires_grad_()
+        F.cross_entropy(expected, target).backward()
+        torch.testing.assert_close(loss, F.cross_entropy(expected, target).to(dtype))
+        torch.testing.assert_close(mine.grad.double(), r.own(expected.grad), rtol=1e-5, atol=1e-7)
+
+
+@check
+def labels_out_of_range_are_nan(r: Rank) -> None:
+    logits = r.own(r.randn(6, r.V, dtype=torch.float32)).detach().requires_grad_()
+    target = torch.tensor([0, r.V, -1, r.V - 1, 1 << 40, -100], device=r.device)
+    wrong = [False, True, True, False, True, False]
+    loss = vocab_parallel_cross_entropy(logits, target, r.group, reduction="none", **r.slices)
+    loss.sum().backward()
+    assert loss.isnan().tolist() == wrong and loss[-1] == 0
+    assert logits.grad.isnan().all(-1).tolist() == wrong and not logits.grad[-1].any()
+    loss = vocab_parallel_cross_entropy(logits.double(), target, r.group, reduction="none", **r.slices)
+    assert loss.isnan().tolist() == wrong
+    x = torch.ones(6, 4, device=r.device)
+    w = torch.ones(r.hi - r.lo, 4, device=r.device)
+    assert vocab_parallel_linear_cross_entropy(x, w, target, r.group, reduction="none", chunk_rows=2, **r.slices).isnan().tolist() == wrong
+
+
+@check
+def everything_ignored(r: Rank) -> None:
+    logits = r.own(r.randn(3, r.V, dtype=torch.float32)).detach().requires_grad_()
+    loss = vocab_parallel_cross_entropy(logits, torch.full((3,), 7, device=r.device), r.group, ignore_index=7, reduction="sum", **r.slices)
+    loss.backward()
+    assert loss == 0 and not logits.grad.any()
+
+
+@check
+def unequal_slices_are_refused(r: Rank) -> None:
+    """Without ``sizes`` there is no telling before the collective: then the loss is NaN, never a wrong number."""
+    N = 5 + (r.rank == 0)
+    logits = torch.zeros(4, N, device=r.device, requires_grad=True)
+    for label_smoothing in (0.0, 0.1):
+        loss = vocab_parallel_cross_entropy(logits, torch.arange(4, device=r.device), r.group, reduction="none", label_smoothing=label_smoothing)
+        assert loss.isnan().all()
+        assert torch.autograd.grad(loss.sum(), logits)[0].isnan().all()
+    with pytest.raises(ValueError, match=f"sizes must be the classes of {r.ranks} ranks, {N} of rank {r.rank}, got"):
+        vocab_parallel_cross_entropy(logits, torch.arange(4, device=r.device), r.group, sizes=(N + 1,) * r.ranks)
+
+
+@check
+def the_logits_stay_and_backward_repeats(r: Rank) -> None:
+    logits = r.own(r.randn(6, r.V, dtype=torch.bfloat16).detach()).clone().requires_grad_()
+    before = logits.detach().clone()
+    loss = vocab_parallel_cross_entropy(logits, r.target(6), r.group, **r.slices)
+    first, second = (torch.autograd.grad(loss, logits, retain_graph=True)[0] for _ in range(2))
+    assert_same_bits(dict(z=logits.detach(), dz=first), dict(z=before, dz=second))
+
+
+@check
+def all_ranks_have_the_same_bits(r: Rank) -> None:
+    loss = vocab_parallel_cross_entropy(r.own(r.randn(50, r.V, dtype=torch.float32).detach()), r.target(50), r.group, reduction="none", **r.slices)
+    everyone = [torch.empty_like(loss) for _ in range(r.ranks)]
+    dist.all_gather(everyone, loss)
+    assert all(torch.equal(loss, other) for other in everyone)
+
+
+@check
+def as_deepspeed_calls_it(r: Rank) -> None:
+    if not r.even:
+        return
+    logits, target = r.randn(2, 3, r.V, dtype=torch.float32), r.target(2, 3)
+    mine = r.own(logits.detach()).clone().requires_grad_()
+    N = mine.shape[-1]
+    loss = LigerVocabParallelCEFunction.apply(mine.reshape(-1, 1, N), target.reshape(-1, 1), r.group, -100, 0.0, "pytorch", "global")
+    assert loss.shape == (6, 1) and loss.dtype == torch.float32
+    loss.sum().backward()
+    expected = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none")
+    torch.testing.assert_close(loss[:, 0], expected)
+    (dz,) = torch.autograd.grad(expected.sum(), logits)
+    torch.testing.assert_close(mine.grad, r.own(dz))
+
+
+@check
+def the_module(r: Rank) -> None:
+    if not r.even:
+        return
+    for reduction in ("none", "mean", "sum"):
+        r.dense((4, 3), torch.float32, fn=lambda z, y, group, **o: LigerVocabParallelCrossEntropy(reduction=o["reduction"])(z, y, group), reduction=reduction)
+
+
+@check
+def linear_in_every_dtype(r: Rank) -> None:
+    for dtype in (*DTYPES, torch.float64):
+        r.linear(11, 32, dtype, chunk_rows=4)
+    r.linear(11, 32, torch.bfloat16)
+
+
+@check
+def linear_options(r: Rank) -> None:
+    r.linear(10, 16, torch.float32, bias=True, reduction="none", chunk_rows=3, label_smoothing=0.1, formula="megatron")
+    r.linear(10, 16, torch.float32, bias=True, reduction="sum", chunk_rows=10, z_loss=1e-2, logit_scale=0.5, softcap=2.0)
+    r.linear(24, 16, torch.bfloat16, chunk_rows=2)
+
+
+@check
+def linear_gradients_that_are_needed(r: Rank) -> None:
+    for frozen in (("x",), ("w",)):
+        r.linear(7, 16, torch.float32, frozen=frozen, chunk_rows=3)
+        r.linear(7, 16, torch.float32, frozen=frozen, reduction="none", chunk_rows=3)
+
+
+@check
+def terms_of_dx_add_up(r: Rank) -> None:
+    args = dict(x=r.randn(7, 16, dtype=torch.float32), w=r.own(r.randn(r.V, 16, dtype=torch.float32, seed=1).detach(), 0))
+    for x_dtype in (torch.float32, torch.float64):
+        args = {k: v.detach().to(x_dtype).requires_grad_(k == "x") for k, v in args.items()}
+        fn = functools.partial(vocab_parallel_linear_cross_entropy, **args, target=r.target(7), group=r.group, chunk_rows=3, **r.slices)
+        (whole,), (term,) = torch.autograd.grad(fn(), args["x"]), torch.autograd.grad(fn(sum_dx=False), args["x"])
+        assert not torch.allclose(whole, term)
+        dist.all_reduce(term)
+        torch.testing.assert_close(term, whole)
+
+
+@check
+def chunks_without_rows(r: Rank) -> None:
+    x, w = torch.ones(0, 4, device=r.device, requires_grad=True), torch.ones(r.hi - r.lo, 4, device=r.device, requires_grad=True)
+    loss = vocab_parallel_linear_cross_entropy(x, w, torch.zeros(0, dtype=torch.int64, device=r.device), r.group, reduction="sum", **r.slices)
+    loss.backward()
+    assert loss == 0 and not w.grad.any() and x.grad.shape == (0, 4)
+
+
+@check
+def a_group_that_is_part_of_the_world(r: Rank) -> None:
+    """Ranks within the group count, and a group of one has all classes."""
+    alone = [dist.new_group([rank]) for rank in range(r.ranks)][r.rank]
+    pair = dist.new_group([r.ranks - 2, r.ranks - 1])
+    logits, target = r.randn(6, 8, dtype=torch.float32).detach(), torch.arange(6, device=r.device)
+    expected = F.cross_entropy(logits, target)
+    torch.testing.assert_close(vocab_parallel_cross_entropy(logits, target, alone), expected)
+    if r.rank >= r.ranks - 2:
+        torch.testing.assert_close(vocab_parallel_cross_entropy(logits.chunk(2, -1)[r.rank - r.ranks + 2], target, pair), expected)
+
+
+@check
+def compiles_whole(r: Rank) -> None:
+    logits, target = r.own(r.randn(6, r.V, dtype=torch.float32).detach()).clone(), r.target(6)
+    args = dict(x=r.randn(6, 16, dtype=torch.float32), w=r.own(r.randn(r.V, 16, dtype=torch.float32).detach(), 0).clone())
+    sizes = {} if r.even else {"sizes": r.sizes}
+    dense = lambda logits: vocab_parallel_cross_entropy(logits, target, r.group, label_smoothing=0.1, **sizes)
+    linear = lambda x, w: vocab_parallel_linear_cross_entropy(x, w, target, r.group, chunk_rows=4, **sizes)
+    for fn, tensors in ((dense, dict(logits=logits)), (linear, args)):
+        tensors = {k: v.detach().requires_grad_() for k, v in tensors.items()}
+        compiled = torch.compile(fn, fullgraph=True, backend="inductor" if r.device == "cuda" else "aot_eager")
+        torch.testing.assert_close(run(compiled, like(tensors)), run(fn, like(tensors)))
+
+
+def _rank(rank: int, ranks: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    if ranks <= GPUS:
+        torch.cuda.set_device(rank)
+    dist.init_process_group("nccl" if ranks <= GPUS else "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    r = Rank(rank, ranks)
+    for name, fn in CHECKS.items():
+        said = Path(folder) / f"{name}.{rank}"
+        try:
+            fn(r)
+            said.write_text("fine")
+        except BaseException:  # the ranks no longer agree which collective is next
+            said.write_text(traceback.format_exc())
+            raise
+    dist.destroy_process_group()
+
+
+@functools.cache
+def outcome(ranks: int) -> dict[str, list[str]]:
+    """What every rank said of every check; after the first failure they say nothing more."""
+    with tempfile.TemporaryDirectory() as folder:
+        with contextlib.suppress(ProcessException):
+            spawn(_rank, (ranks, folder), nprocs=ranks)
+        files = {name: [Path(folder) / f"{name}.{rank}" for rank in range(ranks)] for name in CHECKS}
+        return {name: [f.read_text() if f.exists() else "not reached" for f in of_ranks] for name, of_ranks in files.items()}
+
+
+@pytest.mark.skipif(not _op._KERNEL_DEVICES, reason="Triton is not installed")
+@pytest.mark.parametrize("ranks", SIZES)
+@pytest.mark.parametrize("name", CHECKS)
+def test_over_ranks(name, ranks):
+    if torch.cuda.is_available() and ranks > GPUS:
+        pytest.skip(f"needs {ranks} GPUs")
+    said = outcome(ranks)[name]
+    assert said == ["fine"] * ranks, "\n".join(said)
+
+
+# -- one rank -------------------------------------------------------------------------------
+
+DEVICE = "cuda" if GPUS else "cpu"
+
+
+def test_one_rank_is_the_loss_itself():
+    torch.manual_seed(0)
+    logits, x, w = (torch.randn(*shape, device=DEVICE, requires_grad=True) for shape in ((9, 50), (9, 16), (50, 16)))
+    target = torch.randint(0, 50, (9,), device=DEVICE)
+    target[2] = -100
+    options = dict(label_smoothing=0.1, z_loss=1e-2, logit_scale=0.5, softcap=3.0, reduction="none")
+    for ours, theirs, args in (
+        (vocab_parallel_cross_entropy, cross_entropy, dict(logits=logits)),
+        (vocab_parallel_linear_cross_entropy, linear_cross_entropy, dict(x=x, w=w)),
+    ):
+        values = run(lambda **t: ours(**t, target=target, **options), args)  # noqa: B023
+        expected = run(lambda **t: theirs(**t, target=target, **options), args)  # noqa: B023
+        for name in expected:
+            torch.testing.assert_close(values[name], expected[name])
+
+
+def test_the_module_refuses_what_it_does_not_know():
+    for wrong in (dict(label_smoothing_formula="torch"), dict(label_smoothing_mode="local"), dict(reduction="avg")):
+        with pytest.raises(ValueError, match="must be one of"):
+            LigerVocabParallelCrossEntropy(**wrong)
+
+
+def test_old_import_paths():
+    from liger_kernel.transformers.vocab_parallel_cross_entropy import LigerVocabParallelCrossEntropy as old
+
+    from liger_kernel.transformers import LigerVocabParallelCrossEntropy as exported
+
+    assert exported is old is LigerVocabParallelCrossEntropy

@@ -1,0 +1,586 @@
+"""GRPO and its kin against the formulas, sequence by sequence on full logits, and against TRL's trainer where that is installed."""
+
+import importlib
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from liger_kernel.chunked_loss.fused_linear_ppo import LigerFusedLinearPPOBase
+from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOFunction, LigerFusedLinearGRPOLoss, clip_coef_fn, k3_loss_fn, sapo_loss_fn
+from liger_kernel.ops.grpo_loss import LOSS_TYPES, Policy, fused_selective_log_softmax, token_losses, triton_grpo_loss
+from liger_kernel.testing import assert_as_accurate, assert_same_bits
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+B, T, H, V = 5, 6, 16, 61
+LEVELS = ("token", "sequence")
+
+
+@pytest.fixture(autouse=True)
+def two_sequences_a_chunk(monkeypatch):
+    monkeypatch.setattr(importlib.import_module("liger_kernel.ops.linear_loss"), "auto_chunk_rows", lambda *_: 2 * T)
+
+
+def batch(dtype=torch.float32, seed=0, level="token", advantages="sequence", ratio=None, old=True, ref="logps", bias=True):
+    """Arguments of the module's forward; ratios to the old policy keep away from where clipping begins, as there rounding would decide."""
+    torch.manual_seed(seed)
+    rand = lambda *s, k=1.0: k * torch.randn(*s, device=DEVICE, dtype=torch.float64)
+    x, w, b = (t.to(dtype).requires_grad_() for t in (rand(B, T, H), rand(V, H, k=0.3), rand(V)))
+    b = b if bias else None
+    ids = torch.randint(0, V, (B, T), device=DEVICE)
+    mask = torch.ones(B, T, dtype=torch.int64, device=DEVICE)
+    mask[1, 2:4] = 0  # what a tool said
+    mask[2] = 0
+    mask[3, 1:] = 0
+    logp = logprobs(*(t if t is None else t.detach().double() for t in (x, w, b)), ids, 0.9)[0]
+    steps = torch.tensor([0.5, -0.5, 0.05, -0.05, 0.6], device=DEVICE, dtype=torch.float64)
+    away = steps[torch.randint(0, 5, (B, T), device=DEVICE)] if level == "token" else steps[torch.arange(B, device=DEVICE) % 5, None].expand(B, T)
+    args = dict(_input=x, lin_weight=w, selected_token_ids=ids, attention_mask=mask, bias=b)
+    args["advantages"] = {"sequence": rand(B), "column": rand(B, 1), "token": rand(B, T)}[advantages].float()
+    args["old_per_token_logps"] = (logp - away + rand(B, T, k=0.01)).float() if old else None
+    if ref == "logps":
+        args["ref_per_token_logps"] = (logp + rand(B, T, k=0.5)).float()
+    elif ref == "hidden":
+        args |= dict(ref_input=rand(B, T, H).to(dtype), ref_weight=rand(V, H, k=0.3).to(dtype), ref_bias=b if b is None else b.detach() * 0.5)
+    if ratio:
+        args["vllm_is_ratio"] = rand(B, {"token": T, "sequence": 1}[ratio], k=0.3).exp().float()
+    return args
+
+
+def logprobs(x, w, b, ids, temperature):
+    z = F.linear(x, w, b)
+    log_p = (z.to(torch.promote_types(z.dtype, torch.float32)) / temperature).log_softmax(-1)
+    return log_p.gather(-1, ids[..., None])[..., 0], -(log_p.exp() * log_p).sum(-1)
+
+
+def sequence(o, lp, old, ref, A, ratio):
+    """Losses, divergences and clipping of a sequence's own tokens, (n,) each."""
+    log_r = lp - (lp.detach() if old is None else old)
+    r = log_r.exp() if o.get("importance_sampling_level", "token") == "token" else log_r.mean().exp().expand_as(lp)
+    kind, never = o.get("loss_type", "dapo"), torch.zeros_like(lp, dtype=torch.bool)
+    low, high = o.get("epsilon_low", 0.2), o.get("epsilon_high", 0.2)
+    if kind == "cispo":
+        loss, clipped = -r.detach().minimum(torch.full_like(r, high)) * A * lp, (r > high) & (A > 0)
+    elif kind == "sapo":
+        t = torch.tensor([o.get("sapo_temperature_pos", 1.0) if a > 0 else o.get("sapo_temperature_neg", 1.05) for a in A.tolist()], dtype=lp.dtype)
+        t = t.to(lp.device)
+        loss, clipped = -A * 4 / t / (1 + torch.exp(-t * (r - 1))), never
+    elif kind == "vespo":
+        W = log_r.detach().exp().prod() * (1 if ratio is None else ratio[0] if o["ratio"] == "sequence" else ratio.prod())
+        phi = torch.stack([W**k * torch.exp(rate * (1 - W)) for k, rate in ((2.0, 3.0) if a >= 0 else (3.0, 2.0) for a in A.tolist())])
+        loss, clipped = -phi * A * lp, never
+    else:
+        first = r if o.get("delta") is None else torch.where(r > o["delta"], o["delta"], r)
+        second = torch.where(r < 1 - low, 1 - low, torch.where(r > 1 + high, 1 + high, r))
+        loss = -torch.where(first * A < second * A, first * A, second * A)
+        clipped = ((r < 1 - low) & (A < 0)) | ((r > 1 + high) & (A > 0))
+    if ratio is not None and kind != "vespo":
+        loss = loss * ratio
+    kl = torch.zeros_like(lp)
+    if o.get("beta", 0.04) and ref is not None:
+        kl = (ref - lp).exp() - (ref - lp) - 1
+        kl = kl * r if o.get("use_bias_correction_kl") else kl
+    return loss + o.get("beta", 0.04) * kl, kl, clipped
+
+
+def whole(o, args):
+    """Loss and metrics, named, in the dtype of the arguments."""
+    a = types.SimpleNamespace(**dict(ref_per_token_logps=None, vllm_is_ratio=None, num_items_in_batch=None) | args)
+    logp, entropy = logprobs(a._input, a.lin_weight, a.bias, a.selected_token_ids, o.get("temperature", 1.0))
+    wide = lambda t: t if t is None else (t if t.ndim == 2 else t[:, None]).to(logp.dtype).expand(B, T)
+    ref = a.ref_per_token_logps
+    if "ref_input" in args:
+        ref = logprobs(a.ref_input, a.ref_weight, a.ref_bias, a.selected_token_ids, o.get("temperature", 1.0))[0]
+    keep = [a.attention_mask[i] != 0 for i in range(B)]
+    pick = lambda t, i: None if t is None else wide(t)[i][keep[i]]
+    found = [sequence(o, *(pick(t, i) for t in (logp, a.old_per_token_logps, ref, a.advantages, a.vllm_is_ratio))) for i in range(B) if keep[i].any()]
+    tokens, kind = sum(len(f[0]) for f in found), o.get("loss_type", "dapo")
+    total = sum(f[0].sum() for f in found)
+    if kind in ("grpo", "sapo"):
+        loss = sum(f[0].mean() for f in found) / B
+    else:
+        items = tokens if kind == "bnpo" or a.num_items_in_batch is None else a.num_items_in_batch
+        loss = total / {"dr_grpo": B * o.get("max_completion_length", 1), "luspo": B}.get(kind, items)
+    mean = lambda parts: torch.cat(parts).to(logp.dtype).sum() / tokens
+    h, metrics = mean([entropy[i][keep[i]] for i in range(B)]), []
+    if o.get("beta", 0.04):
+        metrics.append(mean([f[1] for f in found]))
+    if o.get("entropy_coef") or o.get("return_entropy"):
+        metrics.append(h)
+    return loss - o.get("entropy_coef", 0.0) * h, (*metrics, mean([f[2] for f in found]))
+
+
+def named(result, args):
+    loss, metrics = result
+    leaves = {k: t for k, t in args.items() if isinstance(t, torch.Tensor) and t.requires_grad}
+    grads = torch.autograd.grad(3 * loss, list(leaves.values()))
+    return {"loss": loss.detach(), **{f"m{i}": m.detach() for i, m in enumerate(metrics)}, **{f"d{k}": g for k, g in zip(leaves, grads)}}
+
+
+def exact(args):
+    return {k: t.detach().double().requires_grad_(t.requires_grad) if isinstance(t, torch.Tensor) and t.is_floating_point() else t for k, t in args.items()}
+
+
+def module(o, **more):
+    return LigerFusedLinearGRPOLoss(**{k: v for k, v in o.items() if k not in DATA}, **more)
+
+
+# Options of the module, and those of ``batch`` and of the call.
+DATA = ("advantages", "ratio", "old", "ref", "bias", "num_items_in_batch")
+CASES = {f"{kind}-{level}": dict(loss_type=kind, importance_sampling_level=level) for kind in LOSS_TYPES for level in LEVELS} | {
+    "defaults": dict(),
+    "asymmetric": dict(loss_type="dapo", epsilon_low=0.15, epsilon_high=0.28, temperature=0.7, bias=False),
+    "two-sided": dict(loss_type="grpo", delta=1.5),
+    "two-sided-sequence": dict(loss_type="grpo", delta=1.5, importance_sampling_level="sequence"),
+    "ratio-token": dict(loss_type="dapo", ratio="token"),
+    "ratio-sequence": dict(loss_type="grpo", ratio="sequence", importance_sampling_level="sequence"),
+    "cispo-ratio": dict(loss_type="cispo", ratio="token", num_items_in_batch=70),
+    "vespo-ratio-token": dict(loss_type="vespo", ratio="token"),
+    "vespo-ratio-sequence": dict(loss_type="vespo", ratio="sequence", advantages="token"),
+    "kl-corrected": dict(loss_type="grpo", use_bias_correction_kl=True, beta=0.3),
+    "kl-corrected-sequence": dict(loss_type="bnpo", use_bias_correction_kl=True, beta=0.3, importance_sampling_level="sequence", delta=1.5),
+    "no-kl": dict(loss_type="dapo", beta=0.0, ref=None),
+    "itself-as-reference": dict(loss_type="dapo", beta=0.5, ref=None, use_ref_model=False),
+    "reference-model": dict(loss_type="bnpo", beta=0.5, ref="hidden", temperature=0.8),
+    "on-policy": dict(loss_type="grpo", old=False),
+    "on-policy-sequence": dict(loss_type="luspo", old=False, importance_sampling_level="sequence"),
+    "advantages-of-tokens": dict(loss_type="dapo", advantages="token"),
+    "advantages-of-tokens-sapo": dict(loss_type="sapo", advantages="token", sapo_temperature_pos=0.7, sapo_temperature_neg=2.0),
+    "advantages-column": dict(loss_type="grpo", advantages="column"),
+    "num-items": dict(loss_type="dapo", num_items_in_batch=70),
+    "entropy": dict(loss_type="grpo", entropy_coef=0.2),
+    "entropy-no-kl": dict(loss_type="cispo", beta=0.0, return_entropy=True, epsilon_high=1.3, ref=None),
+}
+for _o in CASES.values():
+    if _o.get("loss_type") == "dr_grpo":
+        _o["max_completion_length"] = 9
+    if _o.get("loss_type") == "cispo":
+        _o["epsilon_high"] = 1.3
+
+
+def inputs(o, dtype=torch.float32, seed=0):
+    args = batch(dtype, seed, o.get("importance_sampling_level", "token"), **{k: o[k] for k in DATA if k in o and k != "num_items_in_batch"})
+    return args | ({"num_items_in_batch": torch.tensor(o["num_items_in_batch"], device=DEVICE)} if "num_items_in_batch" in o else {})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_as_accurate_as_the_formula(case, dtype):
+    o = CASES[case]
+    args = inputs(o, dtype)
+    ours = named(module(o)(**args), args)
+    draws = []
+    for seed in range(5):
+        pytorch = inputs(o, dtype, seed)
+        truth = exact(pytorch)
+        draws.append((named(whole(o, pytorch), pytorch), named(whole(o, truth), truth)))
+    assert_as_accurate(ours, *draws[0], *draws[1:])
+
+
+def trl_loss(o, args, trainer):
+    """TRL's loss of the same log-probabilities, and the metrics it logs."""
+    logp, entropy = logprobs(args["_input"], args["lin_weight"], args["bias"], args["selected_token_ids"], o.get("temperature", 1.0))
+    names = ("delta", "use_bias_correction_kl", "sapo_temperature_pos", "sapo_temperature_neg")
+    options = {k: o.get(k, getattr(Policy, k)) for k in (*names, "loss_type", "importance_sampling_level", "beta", "epsilon_low", "epsilon_high")}
+    args_ = types.SimpleNamespace(steps_per_generation=1, vespo_k_pos=2.0, vespo_lambda_pos=3.0, vespo_k_neg=3.0, vespo_lambda_neg=2.0, **options)
+    logged = {"train": {}}
+    for name in ("kl", "entropy", "policy_loss", "entropy_coef", "cispo_clip_ratio", "vespo/phi_seq_mean"):
+        logged["train"][name] = []
+    for name in ("low_mean", "high_mean", "region_mean", "low_min", "high_max"):
+        logged["train"]["clip_ratio/" + name] = []
+    accelerator = types.SimpleNamespace(num_processes=1, sync_gradients=False, gather=lambda t: t, reduce=lambda t, reduction: t)
+    me = types.SimpleNamespace(
+        **options, args=args_, model=torch.nn.Identity(), accelerator=accelerator, aux_loss_enabled=False, top_entropy_quantile=1.0,
+        off_policy_mask_threshold=None, use_vllm="vllm_is_ratio" in args, vllm_importance_sampling_correction=True, current_gradient_accumulation_steps=1,
+        max_completion_length=o.get("max_completion_length"), _metrics=logged, _entropy_bonus_enabled=bool(o.get("entropy_coef")),
+        entropy_coef=o.get("entropy_coef", 0.0), use_adaptive_entropy=False, get_gamma_weights=trainer.get_gamma_weights,
+        _get_per_token_logps_and_entropies=lambda *_, **__: (logp, entropy, None),
+    )  # fmt: skip
+    mask = args["attention_mask"]
+    given = dict(
+        prompt_ids=mask[:, :0], prompt_mask=mask[:, :0], completion_ids=args["selected_token_ids"], completion_mask=mask, advantages=args["advantages"],
+        old_per_token_logps=args["old_per_token_logps"], num_items_in_batch=torch.as_tensor(args.get("num_items_in_batch", mask.sum())),
+    )  # fmt: skip
+    if "ref_per_token_logps" in args:
+        given["ref_per_token_logps"] = args["ref_per_token_logps"]
+    if "vllm_is_ratio" in args:
+        given["importance_sampling_ratio"] = args["vllm_is_ratio"].where(mask != 0, 1) if args["vllm_is_ratio"].shape[1] > 1 else args["vllm_is_ratio"]
+    return trainer._compute_loss(me, None, given), logged["train"]
+
+
+@pytest.mark.parametrize("case", [c for c, o in CASES.items() if o.get("ref", "logps") != "hidden" and c != "itself-as-reference"])
+def test_agrees_with_trl(case):
+    trainer = pytest.importorskip("trl.trainer.grpo_trainer").GRPOTrainer
+    o = CASES[case]
+    args = inputs(o)
+    loss, metrics = module(o)(**args)
+    theirs, logged = trl_loss(o, args, trainer)
+    leaves = [t for t in args.values() if isinstance(t, torch.Tensor) and t.requires_grad]
+    torch.testing.assert_close(loss, theirs)
+    torch.testing.assert_close(torch.autograd.grad(loss, leaves), torch.autograd.grad(theirs, leaves))
+    if logged["kl"]:
+        assert metrics[0].item() == pytest.approx(logged["kl"][0], rel=1e-4)
+    if o.get("entropy_coef") or o.get("return_entropy"):
+        assert metrics[-2].item() == pytest.approx(logged["entropy"][0], rel=1e-4)
+    clipped = logged["cispo_clip_ratio"] or logged["clip_ratio/region_mean"]
+    if clipped and o.get("importance_sampling_level") != "sequence":  # TRL's mean is over sequences there, empty ones included
+        assert metrics[-1].item() == pytest.approx(clipped[0], rel=1e-5)
+
+
+def test_metrics_tell_something():
+    args = inputs(CASES["defaults"])
+    kl, clipped = module({})(**args)[1]
+    assert kl > 0 and 0 < clipped < 1
+
+
+@pytest.mark.parametrize("case", ["defaults", "grpo-sequence", "vespo-token", "entropy", "reference-model"])
+def test_compact_or_not(case):
+    args = inputs(CASES[case])
+    torch.testing.assert_close(named(module(CASES[case], compact=False)(**args), args), named(module(CASES[case])(**args), args))
+
+
+@pytest.mark.parametrize("compact", [True, False])
+@pytest.mark.parametrize("kind", LOSS_TYPES)
+def test_what_is_masked_has_no_effect(kind, compact):
+    args = batch(ratio="token", advantages="token")
+    out = args["attention_mask"] == 0
+    poisoned = dict(args, selected_token_ids=args["selected_token_ids"].masked_fill(out, -100))
+    for name in ("advantages", "old_per_token_logps", "ref_per_token_logps", "vllm_is_ratio"):
+        poisoned[name] = args[name].masked_fill(out, float("nan"))
+    loss = LigerFusedLinearGRPOLoss(loss_type=kind, max_completion_length=T, compact=compact, entropy_coef=0.1)
+    assert_same_bits(named(loss(**poisoned), args), named(loss(**args), args))
+
+
+@pytest.mark.parametrize("mask_dtype", [torch.bool, torch.float32, torch.bfloat16], ids=str)
+def test_masks_of_any_dtype(mask_dtype):
+    args = batch()
+    loss = LigerFusedLinearGRPOLoss(loss_type="grpo")
+    assert_same_bits(named(loss(**args | dict(attention_mask=args["attention_mask"].to(mask_dtype))), args), named(loss(**args), args))
+
+
+@pytest.mark.parametrize("compact", [True, False])
+@pytest.mark.parametrize("kind", LOSS_TYPES)
+def test_all_masked(kind, compact):
+    args = batch()
+    args["attention_mask"] = torch.zeros_like(args["attention_mask"])
+    found = named(LigerFusedLinearGRPOLoss(loss_type=kind, max_completion_length=T, compact=compact, entropy_coef=0.1)(**args), args)
+    assert all((t == 0).all() for t in found.values())
+
+
+@pytest.mark.parametrize("shape", [(0, T), (B, 0)])
+@pytest.mark.parametrize("level", LEVELS)
+def test_empty(shape, level):
+    x, w = torch.randn(*shape, H, device=DEVICE, requires_grad=True), torch.randn(V, H, device=DEVICE, requires_grad=True)
+    ids = torch.zeros(shape, dtype=torch.int64, device=DEVICE)
+    loss, metrics = LigerFusedLinearGRPOLoss(beta=0.0, importance_sampling_level=level)(x, w, ids, ids + 1, torch.ones(shape[0], device=DEVICE))
+    loss.backward()
+    assert loss == 0 and metrics[-1] == 0 and not w.grad.any()
+
+
+@pytest.mark.parametrize("trained", ["_input", "lin_weight", "bias"])
+def test_frozen(trained):
+    args = batch()
+    every = named(module({})(**args), args)
+    alone = {k: t.detach().requires_grad_(k == trained) if isinstance(t, torch.Tensor) and t.requires_grad else t for k, t in args.items()}
+    found = named(module({})(**alone), alone)
+    assert_same_bits(found, {k: t for k, t in every.items() if not k.startswith("d") or k == f"d{trained}"})
+
+
+def test_without_gradient():
+    args = batch()
+    with torch.no_grad():
+        loss, metrics = module({})(**args)
+    assert not loss.requires_grad
+    assert_same_bits({"loss": loss, "kl": metrics[0]}, (lambda r: {"loss": r[0].detach(), "kl": r[1][0]})(module({})(**args)))
+
+
+def test_only_the_head_is_differentiated():
+    args = {k: t.detach().requires_grad_() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for k, t in batch(ratio="token").items()}
+    loss, metrics = module({})(**args)
+    assert not any(m.requires_grad for m in metrics)
+    loss.backward()
+    assert {k for k, t in args.items() if isinstance(t, torch.Tensor) and t.grad is not None} == {"_input", "lin_weight", "bias"}
+
+
+class Seen(TorchDispatchMode):
+    """Names of the operators that run, and the largest floating-point tensor they make."""
+
+    def __init__(self):
+        super().__init__()
+        self.names, self.largest = [], 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.names.append(func.overloadpacket.__name__)
+        made = [t.numel() for t in (out if isinstance(out, tuple | list) else (out,)) if isinstance(t, torch.Tensor) and t.is_floating_point()]
+        self.largest = max(self.largest, *made, 0)
+        return out
+
+
+def test_no_full_logits_and_three_products(monkeypatch):
+    args = batch(ref="hidden") | dict(attention_mask=torch.ones(B, T, dtype=torch.int64, device=DEVICE))
+    products = []
+    for name in ("mm", "addmm"):
+        plain = getattr(torch, name)
+        monkeypatch.setattr(torch, name, lambda *a, plain=plain, **kw: (products.append(a[-2].shape[0] * a[-2].shape[1] * a[-1].shape[1]), plain(*a, **kw))[1])
+    monkeypatch.setattr(importlib.import_module("liger_kernel.ops.linear_cross_entropy"), "auto_chunk_rows", lambda *_: 2 * T)
+    monkeypatch.setattr(importlib.import_module("liger_kernel.ops._linear"), "auto_chunk_rows", lambda *_: 2 * T)
+    with Seen() as seen:
+        loss, _ = LigerFusedLinearGRPOLoss(entropy_coef=0.1)(**args)
+        loss.backward()
+    assert seen.largest <= max(2 * T * V, H * V)
+    assert sum(products) == 4 * B * T * H * V  # one of them for the reference
+
+
+@pytest.mark.parametrize("kind", LOSS_TYPES)
+def test_waits_for_nothing(kind):
+    args = batch(ratio="token")
+    with Seen() as seen:
+        LigerFusedLinearGRPOLoss(loss_type=kind, max_completion_length=T, compact=False, entropy_coef=0.1)(**args)[0].backward()
+    assert not {"_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select"} & set(seen.names)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kind", LOSS_TYPES)
+def test_few_kernels_a_chunk(kind, level):
+    """With divergence and metrics; each takes some microseconds, and a chunk some milliseconds."""
+    args = batch()
+    logp = torch.randn(B, T, device=DEVICE, requires_grad=True)
+    names = ("advantages", "ref_per_token_logps", "old_per_token_logps")
+    mask = args["attention_mask"].float()
+    options = dict(n=3, tokens=mask.sum(), loss_type=kind, importance_sampling_level=level, **{k: args[k] for k in names})
+    with Seen() as seen:
+        loss, _ = LigerFusedLinearGRPOFunction.ppo_loss_fn(logp, mask, full_attention_mask=mask, **options)
+        torch.autograd.grad(loss, logp)
+    views = ("view", "_unsafe_view", "slice", "detach", "alias", "expand", "unsqueeze", "empty", "_to_copy")
+    assert len([name for name in seen.names if name not in views]) <= 60
+
+
+@pytest.mark.parametrize("case", ["grpo-sequence", "vespo-ratio-token", "entropy", "reference-model"])
+def test_compiles_whole(case):
+    args, loss = inputs(CASES[case]), module(CASES[case])
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(named(compiled(**args), args), named(loss(**args), args))
+
+
+def test_autocast():
+    args = batch()
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        loss, _ = module({})(**args)
+    loss.backward()
+    assert loss.dtype == torch.float32 and args["lin_weight"].grad.dtype == torch.float32
+    torch.testing.assert_close(loss, module({})(**args)[0], rtol=0.05, atol=0.02)
+
+
+def test_tokens_of_all_ranks(monkeypatch):
+    """Here of two, the other one of which has three times as many."""
+    args = batch()
+    alone = module({})(**args)[0]
+    dist = importlib.import_module("liger_kernel.ops.grpo_loss").dist
+    calls = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "all_reduce", lambda t: calls.append(t.mul_(4)))
+    torch.testing.assert_close(module({})(**args)[0], alone / 2)
+    assert len(calls) == 1
+    tokens = args["attention_mask"].sum()
+    torch.testing.assert_close(module({})(**args, num_items_in_batch=tokens * 4)[0], alone / 2)
+    torch.testing.assert_close(module({})(**args, num_items_in_batch=4 * tokens.item())[0], alone / 2)
+    assert len(calls) == 1
+
+
+class Reinforce(LigerFusedLinearPPOBase):
+    @staticmethod
+    def ppo_loss_fn(per_token_logps, attention_mask, advantages, full_attention_mask, **kwargs):
+        loss = -(per_token_logps * advantages[:, None] * attention_mask).sum() / full_attention_mask.sum()
+        return loss, [per_token_logps.sum(-1), (per_token_logps < -1).sum()]
+
+
+class ReinforceWithForward(Reinforce):
+    @classmethod
+    def forward(cls, ctx, _input, weight, ids, mask, advantages, bias=None, temperature=1.0):
+        return super().forward(
+            cls=cls, ctx=ctx, _input=_input, weight=weight, selected_token_ids=ids, attention_mask=mask, advantages=advantages, bias=bias,
+            temperature=temperature, beta=0.0, compiled=False,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("mine", [Reinforce, ReinforceWithForward])
+def test_a_loss_of_the_users(mine):
+    args = batch()
+    x, w, ids, mask, A, b = (args[k] for k in ("_input", "lin_weight", "selected_token_ids", "attention_mask", "advantages", "bias"))
+    loss, (sums, few) = mine.apply(x, w, ids, mask, A, b)
+    logp = logprobs(x, w, b, ids, 1.0)[0] * mask
+    expected = -(logp * A[:, None]).sum() / mask.sum()
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(sums, logp.sum(-1))
+    assert few == (logp < -1).sum()
+    torch.testing.assert_close(torch.autograd.grad(loss, (x, w, b)), torch.autograd.grad(expected, (x, w, b)))
+
+
+def test_base_has_no_loss():
+    args = batch()
+    with pytest.raises(NotImplementedError, match="ppo_loss_fn"):
+        LigerFusedLinearPPOBase.apply(*(args[k] for k in ("_input", "lin_weight", "selected_token_ids", "attention_mask", "advantages")))
+
+
+def test_function_in_the_published_order():
+    """beta, epsilon_low, epsilon_high, loss_type, max_completion_length, level, SAPO's temperatures, temperature ..."""
+    args = batch()
+    first = [
+        args.get(k)
+        for k in ("_input", "lin_weight", "selected_token_ids", "attention_mask", "advantages", "bias", "ref_per_token_logps", "old_per_token_logps")
+    ]
+    numbers = (0.1, 0.15, 0.3, "sapo", 7, "sequence", 0.9, 1.2, 0.8, False, True, 1, None, None, True)
+    loss, metrics = LigerFusedLinearGRPOFunction.apply(*first, None, None, None, *numbers)
+    options = dict(beta=0.1, loss_type="sapo", importance_sampling_level="sequence", sapo_temperature_pos=0.9, sapo_temperature_neg=1.2, temperature=0.8)
+    same = LigerFusedLinearGRPOLoss(**options, use_bias_correction_kl=True)(**args)
+    assert_same_bits({"loss": loss.detach(), "kl": metrics[0]}, {"loss": same[0].detach(), "kl": same[1][0]})
+
+
+def test_the_loss_of_some_sequences_is_its_own_function():
+    """Called as the published ``ppo_loss_fn`` is, without what ``apply`` knows of the whole batch."""
+    args = batch()
+    logp = logprobs(args["_input"], args["lin_weight"], args["bias"], args["selected_token_ids"], 1.0)[0]
+    names = ("attention_mask", "advantages", "ref_per_token_logps", "old_per_token_logps")
+    part = lambda s: LigerFusedLinearGRPOFunction.ppo_loss_fn(logp[s], full_attention_mask=args["attention_mask"], **{k: args[k][s] for k in names})
+    (a, (kl_a, _)), (b, (kl_b, _)) = part(slice(0, 2)), part(slice(2, B))
+    loss, metrics = module({})(**args)
+    torch.testing.assert_close((a + b, kl_a + kl_b), (loss, metrics[0]))
+
+
+def test_pieces():
+    r = torch.tensor([0.5, 0.9, 1.1, 2.0], dtype=torch.float64)
+    assert [t.tolist() for t in clip_coef_fn(r, 0.2, 0.3, "grpo")] == [[0.8, 0.9, 1.1, 1.3], [True, False, False, False], [False, False, False, True]]
+    assert [t.tolist() for t in clip_coef_fn(r, 0.2, 1.3, "cispo")] == [[0.5, 0.9, 1.1, 1.3], [False] * 4, [False, False, False, True]]
+    torch.testing.assert_close(k3_loss_fn(r.log(), torch.zeros_like(r)), r - r.log() - 1)
+    torch.testing.assert_close(sapo_loss_fn(r, 2.0), 2 / (1 + torch.exp(-2 * (r - 1))))
+    with pytest.raises(ValueError, match=r"sapo_loss_fn: temperature must be positive, got 0\.0"):
+        sapo_loss_fn(r, 0.0)
+
+
+def test_no_gradient_through_the_sampling_policy():
+    """Far off policy: what a clipped ratio leaves of the gradient is nothing, of an unclipped one all."""
+    logp = torch.zeros(2, 1, requires_grad=True)
+    losses, _, clipped = token_losses(Policy(beta=0.0), logp, torch.ones(2, 1), torch.tensor([1.0, -1.0]), old_logp=torch.full((2, 1), -3.0))
+    losses.sum().backward()
+    assert clipped.tolist() == [[True], [False]] and logp.grad[0] == 0 and logp.grad[1] > 20
+
+
+@pytest.mark.parametrize(
+    "change, options, message",
+    [
+        (dict(), dict(loss_type="ppo"), "loss_type must be one of .* got 'ppo'"),
+        (dict(), dict(importance_sampling_level="word"), "importance_sampling_level must be 'token' or 'sequence', got 'word'"),
+        (dict(), dict(loss_type="dr_grpo"), "max_completion_length must be given for loss_type 'dr_grpo', got None"),
+        (dict(), dict(loss_type="sapo", sapo_temperature_neg=0.0), "sapo_temperature_neg must be positive, got 0.0"),
+        (dict(), dict(temperature=0.0), "temperature must be positive, got 0.0"),
+        (dict(ref_per_token_logps=None), dict(), "ref_per_token_logps, or ref_input and ref_weight, must be given for use_ref_model, got None"),
+        (dict(advantages=torch.ones(3, device=DEVICE)), dict(), r"advantages must have shape \(5,\) or \(5, 1\) or \(5, 6\), got \(3,\)"),
+        (dict(attention_mask=torch.ones(5, 7, device=DEVICE)), dict(), r"attention_mask must have shape \(5, 6\), got \(5, 7\)"),
+        (dict(_input=torch.ones(30, H, device=DEVICE)), dict(), r"_input must have shape \(B, T, H\), got \(30, 16\)"),
+    ],
+)
+def test_mistakes_are_named(change, options, message):
+    with pytest.raises(ValueError, match=message):
+        LigerFusedLinearGRPOLoss(**options)(**batch() | change)
+
+
+def test_a_token_outside_the_vocabulary():
+    args = batch()
+    args["selected_token_ids"][0, 0] = -100
+    assert module({})(**args)[0].isnan()
+
+
+def given_logits(dtype=torch.float32, seed=0, **options):
+    args = batch(dtype, seed, **options)
+    logits = torch.cat([F.linear(args["_input"], args["lin_weight"], args["bias"]).detach(), torch.randn(B, 1, V, device=DEVICE, dtype=dtype)], 1)
+    return args, logits.requires_grad_()
+
+
+def on_logits(args, logits):
+    """The same call with logits for hidden states, and no head to speak of."""
+    return args | dict(_input=logits[:, :-1], lin_weight=torch.eye(V, device=DEVICE, dtype=logits.dtype), bias=None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kind", LOSS_TYPES)
+def test_given_logits(kind, level, dtype):
+    o = dict(loss_type=kind, importance_sampling_level=level, beta=0.1, temperature=0.9, max_completion_length=9, epsilon_high=1.3 if kind == "cispo" else 0.4)
+
+    def ours(args, logits):
+        loss, metrics = triton_grpo_loss(
+            logits, args["old_per_token_logps"], args["ref_per_token_logps"], args["selected_token_ids"], args["advantages"], args["attention_mask"],
+            beta=0.1, eps_high=o["epsilon_high"], loss_type=kind, importance_sampling_level=level, reduce=True, max_completion_length=9,
+        )  # fmt: skip
+        return named((loss, metrics), {"logits": logits})
+
+    theirs = lambda args, logits: named(whole(o, on_logits(args, logits)), {"logits": logits})
+    args, logits = given_logits(dtype, level=level)
+    before = logits.detach().clone()
+    found = ours(args, logits)
+    assert torch.equal(logits, before)
+    draws = []
+    for seed in range(5):
+        a, z = given_logits(dtype, seed, level=level)
+        draws.append((theirs(a, z), theirs(exact(a), z.detach().double().requires_grad_())))
+    assert_as_accurate(found, *draws[0], *draws[1:])
+
+
+def test_given_logits_unreduced():
+    args, logits = given_logits()
+    rest = (args["old_per_token_logps"], args["ref_per_token_logps"], args["selected_token_ids"], args["advantages"], args["attention_mask"])
+    losses, kl, clipped = triton_grpo_loss(logits, *rest, reduce=False)
+    loss, (mean_kl, mean_clipped) = triton_grpo_loss(logits, *rest, reduce=True)
+    n = args["attention_mask"].sum()
+    torch.testing.assert_close((losses.sum() / n, kl.sum() / n, clipped.sum() / n), (loss, mean_kl, mean_clipped))
+    assert losses.shape == kl.shape == clipped.shape == (B, T) and not losses[args["attention_mask"] == 0].any()
+    torch.testing.assert_close(torch.autograd.grad(losses.sum() / n, logits), torch.autograd.grad(loss, logits))
+    assert triton_grpo_loss(logits, rest[0], None, *rest[2:], beta=0.0)[1] is None
+
+
+def test_given_logits_compile():
+    args, logits = given_logits()
+    rest = (args["old_per_token_logps"], args["ref_per_token_logps"], args["selected_token_ids"], args["advantages"], args["attention_mask"])
+    fn = lambda *a: triton_grpo_loss(*a, reduce=True)
+    eager, compiled = fn(logits, *rest), torch.compile(fn, fullgraph=True, backend="aot_eager")(logits, *rest)
+    torch.testing.assert_close(compiled, eager)
+    torch.testing.assert_close(torch.autograd.grad(compiled[0], logits), torch.autograd.grad(eager[0], logits))
+
+
+@pytest.mark.parametrize("longer", [0, 3])
+@pytest.mark.parametrize("masked", [True, False])
+def test_selected_log_softmax(masked, longer):
+    args, logits = given_logits()
+    ids, mask = args["selected_token_ids"], args["attention_mask"]
+    expected = (logits[:, :-1] / 0.9).log_softmax(-1).gather(-1, ids[..., None])[..., 0].detach()
+    pad = lambda t: F.pad(t, (longer, 0))
+    found = fused_selective_log_softmax(logits, pad(ids), mask=pad(mask) if masked else None)
+    assert not found.requires_grad and found.dtype == torch.float32
+    torch.testing.assert_close(found, expected * mask if masked else expected)
+
+
+def test_selected_log_softmax_of_any_strides():
+    _, logits = given_logits()
+    ids = torch.randint(0, V, (B, T), device=DEVICE)
+    wide = torch.cat([logits.detach()] * 2, 1)[:, T + 1 :]
+    torch.testing.assert_close(fused_selective_log_softmax(wide, ids, 1.0), fused_selective_log_softmax(logits, ids, 1.0))
+    across = logits.detach().transpose(0, 2).contiguous().transpose(0, 2)
+    torch.testing.assert_close(fused_selective_log_softmax(across, ids, 1.0), fused_selective_log_softmax(logits, ids, 1.0))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(temperature=0.0), "temperature must be positive, got 0.0"),
+        (dict(input_ids=torch.zeros(B, T - 1, dtype=torch.int64, device=DEVICE)), r"input_ids must have shape \(5, 6\), got \(5, 5\)"),
+        (dict(logits=torch.zeros(B, V, device=DEVICE)), r"logits must have shape \(B, T \+ 1, V\), got \(5, 61\)"),
+    ],
+)
+def test_mistakes_in_given_logits(change, message):
+    args = dict(logits=torch.zeros(B, T + 1, V, device=DEVICE), input_ids=torch.zeros(B, T, dtype=torch.int64, device=DEVICE))
+    with pytest.raises(ValueError, match="grpo_loss: " + message):
+        fused_selective_log_softmax(**args | change)

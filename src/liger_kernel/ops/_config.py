@@ -75,7 +75,8 @@ def processors() -> int:
 
 def shared_memory() -> int:
     """Bytes of shared memory that a program may use."""
-    return 65536 if arch().startswith("gfx") else 232448 if arch() in ("sm90", "sm100") else 101376 if arch() in ("sm86", "sm89", "sm120") else 166912
+    known = {"gfx950": 163840, "sm80": 166912, "sm90": 232448, "sm100": 232448, "sm103": 232448}
+    return known.get(arch(), 65536 if arch().startswith("gfx") else 101376)
 
 
 def max_warps() -> int:
@@ -87,12 +88,12 @@ def max_warps() -> int:
 def tile(op: str, n: int, itemsize: int, *, elements: int, per_thread: int = 16, max_block_n: int = 1 << 20, pipelined: int = 0) -> Tile:
     """Tile for kernel ``op`` over rows of ``n`` columns: about ``elements`` values a program and ``per_thread`` values a thread.
 
-    A kernel that loops over tiles says how many tensors it has ``pipelined`` through shared memory: up to three stages, where they fit.
+    A kernel that loops over tiles says how many tensors it has ``pipelined`` through shared memory: up to three stages, two on AMD, where they fit.
     """
     if found := _table(arch()).get(f"{op}/{itemsize}/{n}"):
         return Tile(**found)
     block_n = min(next_power_of_2(n), max_block_n)
     block_m = max(1, elements // block_n)
     warps = min(max_warps(), max(4 if block_m * block_n >= 2048 else 1, next_power_of_2(cdiv(block_m * block_n, 32 * per_thread))))
-    stages = min(3, max(1, shared_memory() // (block_m * block_n * itemsize * pipelined))) if pipelined else 1
+    stages = min(2 if arch().startswith("gfx") else 3, max(1, shared_memory() // (block_m * block_n * itemsize * pipelined))) if pipelined else 1
     return Tile(block_m, block_n, warps, stages=stages)

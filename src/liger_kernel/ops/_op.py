@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._tl import HAS_TRITON
+from liger_kernel.ops._tl import HAS_TRITON, triton
 
 F = TypeVar("F", bound=Callable)
 
@@ -26,6 +26,7 @@ OPS: dict[str, Op] = {}
 NAMESPACE = "liger"
 _LIB = torch.library.Library(NAMESPACE, "DEF")
 _LAUNCHERS: list[str] = []
+_PLAIN = {Tensor, torch.nn.Parameter, type(None), bool, int, float, str, torch.dtype, list, tuple}
 _tracing = contextvars.ContextVar("liger_tracing", default=False)
 INTERPRET = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 _KERNEL_DEVICES = {"cpu"} if INTERPRET else {"cuda"} if HAS_TRITON else set()
@@ -154,7 +155,15 @@ def launcher(schema: str) -> Callable[[F], F]:
 
         torch.library.register_fake(f"{NAMESPACE}::{fn.__name__}", fake, lib=_LIB)
         _LAUNCHERS.append(fn.__name__)
-        return getattr(getattr(torch.ops, NAMESPACE), fn.__name__).default
+        registered = getattr(getattr(torch.ops, NAMESPACE), fn.__name__).default
+
+        @functools.wraps(fn)
+        def call(*args):
+            # PyTorch's dispatcher is for those who want to see or trace the call; a kernel on plain tensors does not need it
+            plain = not torch.compiler.is_compiling() and not torch._C._len_torch_dispatch_stack() and all(type(a) in _PLAIN for a in args)
+            return fn(*args) if plain else registered(*args)
+
+        return call
 
     return register
 
@@ -184,20 +193,70 @@ def intercept_launches(run: Run) -> Iterator[None]:
         _KERNEL_DEVICES.discard("meta")
 
 
-_ON_DEVICE = contextlib.nullcontext()
+DIRECT = ("3.6", "3.7")  # releases of Triton whose compiled kernels we know how to call
+_DIRECT = HAS_TRITON and not INTERPRET and bool(torch.version.cuda) and triton.__version__.rpartition(".")[0] in DIRECT
+_compiled: dict[tuple, tuple] = {}  # what a launch depends on -> how its compiled kernel is called
+if _DIRECT:
+    _hook = triton.knobs.runtime.launch_enter_hook
+    _stream = torch._C._cuda_getCurrentRawStream
+
+
+def _start(device: int, kernel, grid: tuple[int, ...], args: tuple[Any, ...], meta: dict[str, Any]) -> None:
+    """``kernel[grid](*args, **meta)``, without Triton's work per call, a third of the host time, if this kernel is known already.
+
+    Known by all that Triton specialises a kernel on: constexprs and options, dtypes, and which integers are 1 or multiples of 16. What is rare takes
+    Triton's own way: pointers that are not multiples of 16, integers beyond 31 bits, other kinds of arguments, a profiler that hooks launches; and so do
+    other releases, and AMD's compiler, which specialises on more.
+    """
+    if not _DIRECT or _hook.calls:
+        kernel[grid](*args, **meta)
+        return
+    key = [kernel.fn, device, *meta, *meta.values()]
+    pointers = integers = 0
+    for a in args:
+        kind = type(a)
+        if kind is int:
+            integers |= a
+            key.append(2 if a == 1 else not a & 15)
+        elif kind is Tensor or kind is torch.nn.Parameter:
+            pointers |= a.data_ptr()
+            key.append(a.dtype)
+        elif kind is float or a is None:
+            key.append(kind)
+        else:
+            pointers = 1
+    known = tuple(key)
+    if pointers & 15 or integers >> 31:
+        kernel[grid](*args, **meta)
+    elif found := _compiled.get(known):
+        run, function, metadata, constants = found
+        x, y, z = (*grid, 1, 1)[:3]
+        run(x, y, z, _stream(device), function, metadata, None, None, None, *args, *constants)
+    else:
+        compiled = kernel[grid](*args, **meta)
+        constants = tuple(meta[name] for name in kernel.arg_names[len(args) :])
+        _compiled[known] = compiled.run, compiled.function, compiled.packed_metadata, constants
 
 
 def launch(kernel, grid: tuple[int, ...], x: Tensor, *args, **meta) -> None:
-    """Run ``kernel`` on the device of its first tensor ``x``, whatever the current device is. ``RuntimeError`` where there are no kernels."""
+    """Run ``kernel`` on the device of its first tensor ``x``, whatever the current device is. ``RuntimeError`` where there are no kernels.
+
+    ``args`` are tensors, integers, floats and None, all arguments before the constexprs; ``meta`` names these.
+    """
     if tracing(x):
         return
     if _intercept is not None:
         return _intercept(kernel, grid, (x, *args), meta)
-    if not (INTERPRET or (HAS_TRITON and x.is_cuda)):
-        raise RuntimeError(f"kernels need {'a GPU' if HAS_TRITON else 'Triton'}, got a tensor on {x.device}: call the operator, which has a reference")
-    elsewhere = x.is_cuda and x.get_device() != torch.cuda.current_device()
-    with torch.cuda.device(x.device) if elsewhere else _ON_DEVICE:
-        kernel[grid](x, *args, **meta)
+    device = x.get_device()
+    if device < 0:
+        if x.device.type not in _KERNEL_DEVICES:
+            raise RuntimeError(f"kernels need {'a GPU' if HAS_TRITON else 'Triton'}, got a tensor on {x.device}: call the operator, which has a reference")
+        _start(device, kernel, grid, (x, *args), meta)
+    elif device == torch.cuda.current_device():
+        _start(device, kernel, grid, (x, *args), meta)
+    else:
+        with torch.cuda.device(device):
+            _start(device, kernel, grid, (x, *args), meta)
 
 
 def once_differentiable(backward: Callable) -> Callable:
@@ -205,9 +264,11 @@ def once_differentiable(backward: Callable) -> Callable:
 
     @functools.wraps(backward)
     def once(ctx, *grads):
+        if not torch.is_grad_enabled():  # enabled: create_graph=True
+            return backward(ctx, *grads)
         with torch.no_grad():
             outs = backward(ctx, *grads)
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():  # enabled: create_graph=True
+        if torch.compiler.is_compiling():
             return outs
         fail = torch._C._functions.DelayedError(b"liger_kernel: kernels have no second derivatives; the stock model has", len(outs))
         return fail(*(None if d is None else d.detach().requires_grad_() for d in outs))

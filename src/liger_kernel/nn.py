@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,10 +23,12 @@ from liger_kernel.ops.jsd import jsd
 from liger_kernel.ops.kl_div import kl_div
 from liger_kernel.ops.layer_norm import layer_norm
 from liger_kernel.ops.linear_cross_entropy import linear_cross_entropy
+from liger_kernel.ops.qk_norm_rope import qk_norm_rope
 from liger_kernel.ops.rms_norm import rms_norm
-from liger_kernel.ops.rope import rope
+from liger_kernel.ops.rope import of_complex, of_sections, once, rope
 from liger_kernel.ops.softmax import softmax
 from liger_kernel.ops.sparsemax import sparsemax
+from liger_kernel.ops.tiled_mlp import apply_tiled_mlp
 from liger_kernel.ops.tvd import tvd
 from liger_kernel.ops.vocab_parallel_cross_entropy import validate_formula_and_mode, vocab_parallel_cross_entropy
 
@@ -178,11 +181,50 @@ def liger_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Ten
 
     q (B, Hq, T, D), k (B, Hk, T, D), or (B, T, H, D) with ``unsqueeze_dim=2``. ``position_ids`` has no effect, as in transformers. Returns new tensors.
     """
-    half = cos.shape[-1] // 2
-    return rope(q, k, cos[..., :half], sin[..., :half], unsqueeze_dim=unsqueeze_dim)
+    return rope(q, k, once(cos), once(sin), unsqueeze_dim=unsqueeze_dim)
 
 
 liger_rotary_pos_emb = liger_rope
+
+
+def liger_rotary_pos_emb_vision(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """``liger_rope`` of the patches of all images in a row: q, k (T, H, D), tables (T, R)."""
+    q, k = rope(q[None], k[None], once(cos)[None], once(sin)[None], unsqueeze_dim=2)
+    return q[0], k[0]
+
+
+def liger_multimodal_rotary_pos_emb(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, mrope_section: Sequence[int], unsqueeze_dim: int = 1
+) -> tuple[Tensor, Tensor]:
+    """``liger_rope`` by tables (3, B, T, R) for positions in time, height and width, to each of which belong sections of the R/2 pairs, in turns.
+
+    Models whose embedding puts the sections together, interleaved or not, call ``liger_rope``.
+    """
+    return rope(q, k, of_sections(cos, mrope_section), of_sections(sin, mrope_section), unsqueeze_dim=unsqueeze_dim)
+
+
+liger_qwen2vl_mrope = liger_multimodal_rotary_pos_emb
+
+
+def liger_llama4_text_rotary_pos_emb(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:
+    """Neighbouring columns of xq, xk (B, T, H, D), as complex numbers, times freqs_cis (B or 1, T, D/2)."""
+    return rope(xq, xk, *of_complex(freqs_cis), layout="pairs", unsqueeze_dim=2)
+
+
+def liger_llama4_vision_rotary_pos_emb(query: Tensor, key: Tensor, freqs_ci: Tensor) -> tuple[Tensor, Tensor]:
+    """``liger_llama4_text_rotary_pos_emb``; freqs_ci may also be one table for all images, of T * D/2 numbers in any shape."""
+    table = query.shape[1], query.shape[-1] // 2
+    if freqs_ci.numel() == math.prod(table):
+        freqs_ci = freqs_ci.reshape(1, *table)
+    return liger_llama4_text_rotary_pos_emb(query, key, freqs_ci.to(query.device))
+
+
+def liger_qk_norm_rope(
+    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float = 1e-6, offset: float = 0.0,
+    casting_mode: str = "llama", unsqueeze_dim: int = 1,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """``liger_rope`` of the ``liger_rms_norm`` of each head of q and k, in one pass; weights (D,), tables (B or 1, T, R)."""
+    return qk_norm_rope(q, k, q_weight, k_weight, once(cos), once(sin), eps=eps, offset=offset, casting=casting_mode, unsqueeze_dim=unsqueeze_dim)
 
 
 def liger_swiglu(a: Tensor, b: Tensor) -> Tensor:
@@ -377,6 +419,28 @@ class LigerGEGLUMLP(_GatedMLP):
     def __init__(self, config: Any):
         name = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None) or "gelu_pytorch_tanh"
         super().__init__(config, _activation(self, name, GELU), getattr(config, "mlp_bias", False))
+
+
+class LigerTiledSwiGLUMLP(LigerSwiGLUMLP):
+    """``LigerSwiGLUMLP`` in ``num_shards`` tiles of the sequence, each recomputed in the backward; default: tiles of about hidden_size tokens."""
+
+    def __init__(self, config: Any, num_shards: int | None = None):
+        super().__init__(config)
+        self.num_shards = num_shards
+
+    def forward(self, x: Tensor) -> Tensor:
+        return apply_tiled_mlp(LigerSwiGLUMLP.forward, self, x, self.num_shards)
+
+
+class LigerTiledGEGLUMLP(LigerGEGLUMLP):
+    """``LigerGEGLUMLP`` in ``num_shards`` tiles of the sequence, each recomputed in the backward; default: tiles of about hidden_size tokens."""
+
+    def __init__(self, config: Any, num_shards: int | None = None):
+        super().__init__(config)
+        self.num_shards = num_shards
+
+    def forward(self, x: Tensor) -> Tensor:
+        return apply_tiled_mlp(LigerGEGLUMLP.forward, self, x, self.num_shards)
 
 
 class LigerPhi3SwiGLUMLP(nn.Module):

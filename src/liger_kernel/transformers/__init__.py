@@ -27,9 +27,15 @@ from liger_kernel.nn import (
     LigerSoftmax,
     LigerSparsemax,
     LigerSwiGLUMLP,
+    LigerTiledGEGLUMLP,
+    LigerTiledSwiGLUMLP,
     LigerTVDLoss,
     LigerVocabParallelCrossEntropy,
+    liger_llama4_text_rotary_pos_emb,
+    liger_llama4_vision_rotary_pos_emb,
+    liger_multimodal_rotary_pos_emb,
     liger_rotary_pos_emb,
+    liger_rotary_pos_emb_vision,
 )
 from liger_kernel.transformers import _legacy
 
@@ -59,9 +65,15 @@ __all__ = [
     "LigerSparsemax",
     "LigerSwiGLUMLP",
     "LigerTVDLoss",
+    "LigerTiledGEGLUMLP",
+    "LigerTiledSwiGLUMLP",
     "LigerVocabParallelCrossEntropy",
     "is_transformers_available",
+    "liger_llama4_text_rotary_pos_emb",
+    "liger_llama4_vision_rotary_pos_emb",
+    "liger_multimodal_rotary_pos_emb",
     "liger_rotary_pos_emb",
+    "liger_rotary_pos_emb_vision",
 ]
 
 

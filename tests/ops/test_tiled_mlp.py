@@ -1,0 +1,205 @@
+"""The tiled MLP against the MLP in one piece: gradients, hooks, dropout, autocast, wrappers, and what is kept for the backward."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.utils.checkpoint
+from torch import nn
+
+from liger_kernel.nn import LigerGEGLUMLP, LigerSwiGLUMLP, LigerTiledGEGLUMLP, LigerTiledSwiGLUMLP
+from liger_kernel.ops import LigerTiledMLPFunction, apply_tiled_mlp
+from liger_kernel.testing import assert_as_accurate, assert_same_bits
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CONFIG = SimpleNamespace(hidden_size=32, intermediate_size=64, hidden_act="silu")
+
+
+class MLP(nn.Module):
+    """Plain PyTorch; ``tiles`` of the sequence, or in one piece."""
+
+    def __init__(self, p: float = 0.0, tiles: int | None = None):
+        super().__init__()
+        self.up, self.drop, self.down = nn.Linear(32, 64), nn.Dropout(p), nn.Linear(64, 32, bias=False)
+        self.tiles = tiles
+
+    def one(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.drop(nn.functional.silu(self.up(x))))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.one(x) if self.tiles is None else apply_tiled_mlp(MLP.one, self, x, self.tiles)
+
+
+def mlp(tiles: int | None, dtype: torch.dtype = torch.float32, p: float = 0.0, seed: int = 0) -> MLP:
+    torch.manual_seed(seed)
+    return MLP(p, tiles).to(DEVICE).to(torch.bfloat16).to(dtype)
+
+
+def data(dtype: torch.dtype = torch.float32, T: int = 50, seed: int = 0) -> torch.Tensor:
+    return torch.randn(2, T, 32, generator=torch.Generator().manual_seed(seed)).to(DEVICE, torch.bfloat16).to(dtype).requires_grad_()
+
+
+def results(module: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    y = module(x)
+    y.mul(x.detach() + 1).sum().backward()  # not zero in the mean, so that sums over tiles grow
+    return {"out0": y.detach(), "dx": x.grad} | {f"d{n}": p.grad for n, p in module.named_parameters()}
+
+
+@pytest.mark.parametrize("dtype, T, tiles", [(torch.float32, 50, 1), (torch.float32, 50, 7), (torch.bfloat16, 320, 32), (torch.bfloat16, 3, 50)])
+def test_equals_the_mlp_in_one_piece(dtype, T, tiles):
+    pairs = [(results(mlp(None, dtype, seed=s), data(dtype, T, s)), results(mlp(None, torch.float64, seed=s), data(torch.float64, T, s))) for s in range(8)]
+    assert_as_accurate(results(mlp(tiles, dtype), data(dtype, T)), *pairs[0], *pairs[1:])
+
+
+@pytest.mark.parametrize("tiled, whole", [(LigerTiledSwiGLUMLP, LigerSwiGLUMLP), (LigerTiledGEGLUMLP, LigerGEGLUMLP)])
+def test_modules(tiled, whole):
+    config = copy.copy(CONFIG)
+    config.hidden_act = "silu" if whole is LigerSwiGLUMLP else "gelu_pytorch_tanh"
+    ours, plain = tiled(config, num_shards=3).to(DEVICE), whole(config).to(DEVICE)
+    plain.load_state_dict(ours.state_dict())
+    truth = results(copy.deepcopy(plain).double(), data(torch.float64))
+    assert_as_accurate(results(ours, data()), results(plain, data()), truth)
+    assert tiled(config).to(DEVICE)(data(T=0)).shape == (2, 0, 32)
+
+
+def test_dropout_draws_the_same_again():
+    ours, plain = mlp(5, p=0.5), mlp(None, p=0.5)
+    plain.forward = lambda x: torch.cat([plain.one(t) for t in x.chunk(5, -2)], -2)
+    torch.manual_seed(1)
+    expected, after = results(plain, data()), torch.rand(3)
+    torch.manual_seed(1)
+    found = results(ours, data())
+    assert torch.equal(torch.rand(3), after), "the backward moved the generator"
+    for k, v in expected.items():
+        torch.testing.assert_close(found[k], v)
+
+
+def test_hooks_run_once_and_gradients_accumulate():
+    module, calls = mlp(5), []
+    for name, p in module.named_parameters():
+        p.register_hook(lambda g, name=name: calls.append(name))
+        p.register_post_accumulate_grad_hook(lambda p, name=name: calls.append(name))
+    first = {k: v.clone() for k, v in results(module, data()).items()}
+    assert sorted(calls) == sorted(2 * ["up.weight", "up.bias", "down.weight"])
+    second = results(module, data())
+    assert_same_bits({k: second[k] for k in first if k in ("out0", "dx")}, {k: first[k] for k in ("out0", "dx")})
+    torch.testing.assert_close(second["dup.weight"], 2 * first["dup.weight"])
+
+
+def test_grad_leaves_dot_grad_alone():
+    module, x = mlp(3), data()
+    y = module(x)
+    with pytest.raises(RuntimeError, match="no second derivatives"):
+        torch.autograd.grad(y.sum(), x, create_graph=True)[0].sum().backward()
+    (dw,) = torch.autograd.grad(module(x).sum(), [module.up.weight])
+    assert dw.abs().sum() > 0 and x.grad is None and all(p.grad is None for p in module.parameters())
+
+
+@pytest.mark.parametrize("frozen", ["x", "up", "down", "all but x"])
+def test_frozen(frozen):
+    def run(tiles):
+        module, x = mlp(tiles), data()
+        for n, p in module.named_parameters():
+            p.requires_grad_(frozen not in n and frozen != "all but x")
+        x.requires_grad_(frozen != "x")
+        return results(module, x)
+
+    expected = run(None)
+    ours = run(4)
+    for k, v in expected.items():
+        assert (ours[k] is None) == (v is None), k
+        if v is not None:
+            torch.testing.assert_close(ours[k], v)
+
+
+def test_keeps_the_input_and_the_weights_only():
+    module, x, kept = mlp(5), data(), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y = module(x)
+    assert sum(t.numel() for t in kept) == x.numel() + sum(p.numel() for p in module.parameters())
+    with torch.no_grad():
+        assert torch.equal(module(x), y)
+
+
+def test_changed_weights_are_noticed():
+    module = mlp(3)
+    y = module(data())
+    with torch.no_grad():
+        module.up.weight.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_autocast_is_that_of_the_forward():
+    def run(tiles):
+        module, x = mlp(tiles), data()
+        with torch.autocast(DEVICE, torch.bfloat16):
+            y = module(x)
+        assert y.dtype == torch.bfloat16
+        y.float().sum().backward()
+        return module.up.weight.grad
+
+    torch.testing.assert_close(run(3), run(None), rtol=0.02, atol=0.02)
+
+
+def test_weights_from_outside_are_refused():
+    scale = torch.ones(32, device=DEVICE, requires_grad=True)
+    y = LigerTiledMLPFunction.apply(lambda module, x: MLP.one(module, x) * scale, mlp(None), data(), 3, [scale])
+    with pytest.raises(ValueError, match=r"fn must use no tensor outside mlp_module that asks for a gradient, got one of shape \(32,\)"):
+        y.sum().backward()
+
+
+def test_says_what_is_wrong():
+    with pytest.raises(ValueError, match="apply_tiled_mlp: x must have at least 2 dims, got 1"):
+        apply_tiled_mlp(MLP.one, mlp(None), torch.ones(32), 2)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_inside_a_checkpoint(reentrant):
+    plain, module = mlp(4, p=0.5), mlp(4, p=0.5)
+    module.forward = lambda x: torch.utils.checkpoint.checkpoint(MLP.forward, module, x, use_reentrant=reentrant)
+    torch.manual_seed(3)
+    expected = results(plain, data())
+    torch.manual_seed(3)
+    assert_same_bits(results(module, data()), expected)
+
+
+def test_compiles_whole():
+    torch._dynamo.reset()
+    module = mlp(4)
+    ours = results(torch.compile(module, fullgraph=True, backend="aot_eager"), data())
+    for (_, a), b in zip(sorted(ours.items()), (v for _, v in sorted(results(mlp(None), data()).items()))):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.fixture
+def process_group(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="one process on the CPU says as much")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp1", "fsdp1-flat", "fsdp2"])
+def test_wrapped(wrapper, process_group):
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    module = mlp(4)
+    if wrapper == "ddp":
+        model = nn.parallel.DistributedDataParallel(module)
+    elif wrapper == "fsdp2":
+        model = fully_shard(module, mesh=dist.init_device_mesh("cpu", (1,)))
+    else:
+        model = FullyShardedDataParallel(module, use_orig_params=wrapper == "fsdp1", device_id=torch.device("cpu"))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    expected, x = mlp(None), data()
+    reference = torch.optim.SGD(expected.parameters(), 0.1)
+    for _ in range(2):
+        for m, o in ((model, optimizer), (expected, reference)):
+            m(x).square().mean().backward()
+            o.step()
+            o.zero_grad()
+    torch.testing.assert_close(model(x), expected(x))

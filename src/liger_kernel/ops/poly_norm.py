@@ -25,11 +25,8 @@ _LARGE = tl.constexpr(LARGE)
 
 def reference(x: Tensor, w: Tensor, b: Tensor, *, eps: float = 1e-6) -> Tensor:
     h, w, b = (t.to(acc(x.dtype)) for t in (x, w, b.reshape(())))
-    if x.shape[-1]:
-        top = h.detach().abs().amax(-1, keepdim=True)
-        inverse = torch.where(top > LARGE, 1 / top, 1.0)
-    else:
-        inverse = 1.0
+    top = h.detach().abs().amax(-1, keepdim=True) if x.shape[-1] else h.new_zeros(())
+    inverse = torch.where(top > LARGE, 1 / top, 1.0)
     u = h * inverse
     norm = lambda p: u**p * torch.rsqrt((u**p).square().mean(-1, keepdim=True) + eps * inverse ** (2 * p))
     return (w[0] * norm(3) + w[1] * norm(2) + w[2] * norm(1) + b).to(x.dtype)

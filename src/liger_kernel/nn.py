@@ -23,6 +23,7 @@ from liger_kernel.ops.jsd import jsd
 from liger_kernel.ops.kl_div import kl_div
 from liger_kernel.ops.layer_norm import layer_norm
 from liger_kernel.ops.linear_cross_entropy import linear_cross_entropy
+from liger_kernel.ops.multi_token_attention import multi_token_attention
 from liger_kernel.ops.qk_norm_rope import qk_norm_rope
 from liger_kernel.ops.rms_norm import rms_norm
 from liger_kernel.ops.rope import of_complex, of_sections, once, rope
@@ -689,3 +690,32 @@ class LigerDyT(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, beta={self.beta is not None}, init_alpha={self.init_alpha}"
+
+
+def liger_multi_token_attention(
+    scores: Tensor, weight: Tensor, bias: Tensor | None = None, stride: int = 1, padding: int = 0, dilation: int = 1, groups: int = 1,
+    sparse: bool = False,
+) -> Tensor:  # fmt: skip
+    """Causal softmax, or sparsemax, of scores (B, C, L, L), convolved over neighbouring queries and keys; zero above the diagonal."""
+    return multi_token_attention(scores, weight, bias, stride=stride, padding=padding, dilation=dilation, groups=groups, sparse=sparse)
+
+
+class LigerMultiTokenAttention(nn.Module):
+    """``multi_token_attention`` of scores (B, in_channels, L, L), with the weights of an ``nn.Conv2d`` (arXiv:2504.00927)."""
+
+    def __init__(
+        self, in_channels: int, out_channels: int, kernel_size: int, stride: int = 1, padding: int = 0, dilation: int = 1, groups: int = 1,
+        bias: bool = True, sparse: bool = False,
+    ):  # fmt: skip
+        super().__init__()
+        conv = nn.Conv2d(in_channels, out_channels, kernel_size, groups=groups, bias=bias)
+        self.weight, self.bias = conv.weight, conv.bias
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+        self.options: dict[str, Any] = dict(stride=stride, padding=padding, dilation=dilation, groups=groups, sparse=sparse)
+
+    def forward(self, scores: Tensor) -> Tensor:
+        return multi_token_attention(scores, self.weight, self.bias, **self.options)
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}, " + ", ".join(f"{k}={v}" for k, v in self.options.items())

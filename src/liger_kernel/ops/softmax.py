@@ -29,11 +29,12 @@ def _over(e, total, PRECISE: tl.constexpr):
 
 
 @triton.jit
-def _fwd(x_ptr, y_ptr, M, N, x_stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def _fwd(x_ptr, y_ptr, M, N, x_stride, CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     col = tl.arange(0, BLOCK_N)
     mask = (row < M)[:, None] & (col < N)[None, :]
-    x = tl.load(x_ptr + row[:, None] * x_stride + col[None, :], mask=mask, other=-float("inf")).to(tl.float32)
+    seen = mask & (col[None, :] <= (row % N)[:, None]) if CAUSAL else mask
+    x = tl.load(x_ptr + row[:, None] * x_stride + col[None, :], mask=seen, other=-float("inf")).to(tl.float32)
     e = tl.exp(x - tl.max(x, axis=1)[:, None])
     y = _over(e, tl.sum(e, axis=1)[:, None], x_ptr.dtype.element_ty == tl.float32)
     tl.store(y_ptr + row[:, None] * N + col[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
@@ -50,26 +51,27 @@ def _total(x_ptr, N, shift, lane, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _fwd_long(x_ptr, y_ptr, N, x_stride, BLOCK: tl.constexpr):
+def _fwd_long(x_ptr, y_ptr, N, x_stride, CAUSAL: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
+    end = row % N + 1 if CAUSAL else N
     x_ptr += row * x_stride
     y_ptr += row * N
     lane = tl.arange(0, BLOCK)
     # one exponential a value: numbers are counted from the largest of the first block
-    x = tl.load(x_ptr + lane, mask=lane < N, other=-float("inf"), eviction_policy="evict_last").to(tl.float32)
+    x = tl.load(x_ptr + lane, mask=lane < end, other=-float("inf"), eviction_policy="evict_last").to(tl.float32)
     shift = tl.max(x, axis=0)
     shift = tl.where(shift == -float("inf"), 0.0, shift)
-    total = _total(x_ptr, N, shift, lane, BLOCK)
+    total = _total(x_ptr, end, shift, lane, BLOCK)
     if (total > 1e30) | (total < 1e-30):  # that was too far from the others: from the largest of all
         top = tl.full((BLOCK,), -float("inf"), tl.float32)
-        for start in range(0, N, BLOCK):
-            top = tl.maximum(top, tl.load(x_ptr + start + lane, mask=start + lane < N, other=-float("inf")).to(tl.float32))
+        for start in range(0, end, BLOCK):
+            top = tl.maximum(top, tl.load(x_ptr + start + lane, mask=start + lane < end, other=-float("inf")).to(tl.float32))
         shift = tl.max(top, axis=0)
-        total = _total(x_ptr, N, shift, lane, BLOCK)
+        total = _total(x_ptr, end, shift, lane, BLOCK)
     blocks = tl.cdiv(N, BLOCK)
     for i in range(0, blocks):
         col = (blocks - 1 - i) * BLOCK + lane
-        x = tl.load(x_ptr + col, mask=col < N, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        x = tl.load(x_ptr + col, mask=col < end, other=-float("inf"), eviction_policy="evict_first").to(tl.float32)
         y = _over(tl.exp(x - shift), total, x_ptr.dtype.element_ty == tl.float32)
         tl.store(y_ptr + col, y.to(y_ptr.dtype.element_ty), mask=col < N, eviction_policy="evict_first")
 
@@ -105,18 +107,19 @@ def _bwd_long(dy_ptr, y_ptr, dx_ptr, N, dy_stride, y_stride, BLOCK: tl.constexpr
         tl.store(dx_ptr + col, (y * (dy - total)).to(dx_ptr.dtype.element_ty), mask=col < N, eviction_policy="evict_first")
 
 
-@launcher("(Tensor x) -> Tensor")
-def softmax_fwd(x: Tensor) -> Tensor:
+@launcher("(Tensor x, bool causal) -> Tensor")
+def softmax_fwd(x: Tensor, causal: bool) -> Tensor:
+    """``causal``: of the rows of square matrices, the columns up to the diagonal; zero beyond."""
     M, N = x.shape
     y = x.new_empty(M, N)
     if tracing(x):
         return y
     if N <= MAX_N:
         c = _config.tile("softmax_fwd", N, x.itemsize, elements=4096, per_thread=32)
-        launch(_fwd, (cdiv(M, c.block_m),), x, y, M, N, x.stride(0), BLOCK_M=c.block_m, BLOCK_N=c.block_n, num_warps=c.num_warps)
+        launch(_fwd, (cdiv(M, c.block_m),), x, y, M, N, x.stride(0), CAUSAL=causal, BLOCK_M=c.block_m, BLOCK_N=c.block_n, num_warps=c.num_warps)
     else:
         c = _config.tile("softmax_fwd", N, x.itemsize, elements=1, max_block_n=8192, per_thread=8)
-        launch(_fwd_long, (M,), x, y, N, x.stride(0), BLOCK=c.block_n, num_warps=c.num_warps)
+        launch(_fwd_long, (M,), x, y, N, x.stride(0), CAUSAL=causal, BLOCK=c.block_n, num_warps=c.num_warps)
     return y
 
 
@@ -141,7 +144,7 @@ class LigerSoftmaxFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x):
-        y = softmax_fwd(rows_of(x)).view(x.shape)
+        y = softmax_fwd(rows_of(x), False).view(x.shape)
         ctx.save_for_backward(y)
         return y
 

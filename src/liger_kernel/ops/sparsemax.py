@@ -38,11 +38,12 @@ def reference(x: Tensor, *, dim: int = -1) -> Tensor:
 
 
 @triton.jit
-def _fwd(x_ptr, y_ptr, M, N, x_stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def _fwd(x_ptr, y_ptr, M, N, x_stride, CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     col = tl.arange(0, BLOCK_N)
     mask = (row < M)[:, None] & (col < N)[None, :]
-    x = tl.load(x_ptr + row[:, None] * x_stride + col[None, :], mask=mask, other=-float("inf")).to(tl.float32)
+    seen = mask & (col[None, :] <= (row % N)[:, None]) if CAUSAL else mask
+    x = tl.load(x_ptr + row[:, None] * x_stride + col[None, :], mask=seen, other=-float("inf")).to(tl.float32)
     z = x - tl.max(x, axis=1)[:, None]
     tau = tl.full((BLOCK_M,), -1.0, tl.float32)
     before = tl.full((BLOCK_M,), BLOCK_N + 1, tl.int32)
@@ -59,15 +60,16 @@ def _fwd(x_ptr, y_ptr, M, N, x_stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.conste
 
 
 @triton.jit
-def _fwd_long(x_ptr, y_ptr, N, x_stride, BLOCK: tl.constexpr):
+def _fwd_long(x_ptr, y_ptr, N, x_stride, CAUSAL: tl.constexpr, BLOCK: tl.constexpr):
     """One row a program: a sweep for the largest, one for each step, and one that writes y."""
     row = tl.program_id(0).to(tl.int64)
+    end = row % N + 1 if CAUSAL else N
     x_ptr += row * x_stride
     y_ptr += row * N
     lane = tl.arange(0, BLOCK)
     top = tl.full((BLOCK,), -float("inf"), tl.float32)
-    for start in range(0, N, BLOCK):
-        x = tl.load(x_ptr + start + lane, mask=start + lane < N, other=-float("inf"), eviction_policy="evict_last").to(tl.float32)
+    for start in range(0, end, BLOCK):
+        x = tl.load(x_ptr + start + lane, mask=start + lane < end, other=-float("inf"), eviction_policy="evict_last").to(tl.float32)
         top = tl.maximum(top, x)
     largest = tl.max(top, axis=0)
     tau = -1.0
@@ -76,10 +78,10 @@ def _fwd_long(x_ptr, y_ptr, N, x_stride, BLOCK: tl.constexpr):
     while shrinks > 0:
         counts = tl.zeros((BLOCK,), tl.int32)
         sums = tl.zeros((BLOCK,), tl.float32)
-        for start in range(0, N, BLOCK):
-            x = tl.load(x_ptr + start + lane, mask=start + lane < N, other=-float("inf"), eviction_policy="evict_last").to(tl.float32)
+        for start in range(0, end, BLOCK):
+            x = tl.load(x_ptr + start + lane, mask=start + lane < end, other=-float("inf"), eviction_policy="evict_last").to(tl.float32)
             z = x - largest
-            out = (z <= tau) | (start + lane >= N)
+            out = (z <= tau) | (start + lane >= end)
             counts += tl.where(out, 0, 1)
             sums += tl.where(out, 0.0, z)
         count = tl.sum(counts, axis=0)
@@ -88,7 +90,7 @@ def _fwd_long(x_ptr, y_ptr, N, x_stride, BLOCK: tl.constexpr):
         shrinks = (count < before).to(tl.int32)
         before = count
     for start in range(0, N, BLOCK):
-        x = tl.load(x_ptr + start + lane, mask=start + lane < N, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        x = tl.load(x_ptr + start + lane, mask=start + lane < end, other=-float("inf"), eviction_policy="evict_first").to(tl.float32)
         z = x - largest
         y = tl.where(z <= tau, 0.0, z - tau)
         tl.store(y_ptr + start + lane, y.to(y_ptr.dtype.element_ty), mask=start + lane < N, eviction_policy="evict_first")
@@ -128,18 +130,19 @@ def _bwd_long(dy_ptr, y_ptr, dx_ptr, N, dy_stride, y_stride, BLOCK: tl.constexpr
         tl.store(dx_ptr + col, tl.where(y != 0.0, dy - mean, 0.0).to(dx_ptr.dtype.element_ty), mask=col < N, eviction_policy="evict_first")
 
 
-@launcher("(Tensor x) -> Tensor")
-def sparsemax_fwd(x: Tensor) -> Tensor:
+@launcher("(Tensor x, bool causal) -> Tensor")
+def sparsemax_fwd(x: Tensor, causal: bool) -> Tensor:
+    """``causal``: of the rows of square matrices, the columns up to the diagonal; zero beyond."""
     M, N = x.shape
     y = x.new_empty(M, N)
     if tracing(x):
         return y
     if N <= MAX_N:
         c = _config.tile("sparsemax_fwd", N, x.itemsize, elements=2048, per_thread=32)
-        launch(_fwd, (cdiv(M, c.block_m),), x, y, M, N, x.stride(0), BLOCK_M=c.block_m, BLOCK_N=c.block_n, num_warps=c.num_warps)
+        launch(_fwd, (cdiv(M, c.block_m),), x, y, M, N, x.stride(0), CAUSAL=causal, BLOCK_M=c.block_m, BLOCK_N=c.block_n, num_warps=c.num_warps)
     else:
         c = _config.tile("sparsemax_fwd", N, x.itemsize, elements=1, max_block_n=8192, per_thread=8)
-        launch(_fwd_long, (M,), x, y, N, x.stride(0), BLOCK=c.block_n, num_warps=c.num_warps)
+        launch(_fwd_long, (M,), x, y, N, x.stride(0), CAUSAL=causal, BLOCK=c.block_n, num_warps=c.num_warps)
     return y
 
 
@@ -165,7 +168,7 @@ class LigerSparsemaxFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, dim):
         x = x.movedim(dim, -1)
-        y = sparsemax_fwd(rows_of(x)).view(x.shape).movedim(-1, dim)
+        y = sparsemax_fwd(rows_of(x), False).view(x.shape).movedim(-1, dim)
         ctx.save_for_backward(y)
         ctx.dim = dim
         return y

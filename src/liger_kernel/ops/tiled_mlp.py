@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,15 +31,15 @@ def _weights(module: nn.Module) -> dict[Slot, Tensor]:
 
 @contextlib.contextmanager
 def _swapped(slots: Iterable[Slot], tensors: Iterable[Tensor]) -> Iterator[None]:
-    stores = [(m._parameters if name in m._parameters else vars(m), name) for m, name in slots]
+    stores: list[tuple[dict[str, Any], str]] = [(m._parameters if name in m._parameters else vars(m), name) for m, name in slots]
     before = [store.get(name) for store, name in stores]
     try:
         for (store, name), t in zip(stores, tensors):
             store[name] = t
         yield
     finally:
-        for (store, name), t in zip(stores, before):
-            store[name] = t
+        for (store, name), old in zip(stores, before):
+            store[name] = old
 
 
 def _refuse_other_leaves(y: Tensor, inputs: Sequence[Tensor]) -> None:

@@ -25,6 +25,7 @@ PATHS: dict[str, tuple[str, tuple[str, ...]]] = {
     _HERE + "kl_div": ("liger_kernel.nn", ("LigerKLDIVLoss",)),
     _HERE + "layer_norm": ("liger_kernel.nn", ("LigerLayerNorm",)),
     _HERE + "llama4_rope": ("liger_kernel.nn", ("liger_llama4_text_rotary_pos_emb", "liger_llama4_vision_rotary_pos_emb")),
+    _HERE + "multi_token_attention": ("liger_kernel.nn", ("LigerMultiTokenAttention",)),
     _HERE + "monkey_patch": (_HERE + "patch", ()),
     _HERE + "qwen2vl_mrope": ("liger_kernel.nn", ("liger_multimodal_rotary_pos_emb",)),
     _HERE + "rms_norm": ("liger_kernel.nn", _NORMS),

@@ -200,6 +200,8 @@ def test_more_than_2_to_31_elements(op):
     """The last rows of a tensor that 32-bit offsets do not span, forward and backward, are what they are alone."""
     case = next(c for c in op.cases if c.gpu)
     rows_of, x = sharing_rows(case), next(iter(case.args))
+    if case.args[x].dtype == torch.int64:
+        pytest.skip("rows of indices: a test of its own in tests/ops")
     rows = 2**31 // math.prod(case.args[x].shape[1:]) + 9
     per_row = {"reduction": "none"} if "reduction" in inspect.signature(op.fn).parameters else {}
     large = dataclasses.replace(

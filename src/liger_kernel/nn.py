@@ -16,15 +16,20 @@ from torch import Tensor, nn
 from liger_kernel.ops._linear import Kept
 from liger_kernel.ops.cross_entropy import REDUCTIONS, cross_entropy
 from liger_kernel.ops.dyt import dyt
+from liger_kernel.ops.embedding import embedding
 from liger_kernel.ops.fused_add_rms_norm import fused_add_rms_norm
 from liger_kernel.ops.fused_linear_jsd import LigerFusedLinearJSDFunction
 from liger_kernel.ops.glu import glu
+from liger_kernel.ops.group_norm import group_norm
 from liger_kernel.ops.jsd import jsd
 from liger_kernel.ops.kl_div import kl_div
 from liger_kernel.ops.layer_norm import layer_norm
 from liger_kernel.ops.linear_cross_entropy import linear_cross_entropy
+from liger_kernel.ops.modulated_rms_norm import modulated_rms_norm
 from liger_kernel.ops.multi_token_attention import multi_token_attention
+from liger_kernel.ops.poly_norm import poly_norm
 from liger_kernel.ops.qk_norm_rope import qk_norm_rope
+from liger_kernel.ops.relu_squared import relu_squared
 from liger_kernel.ops.rms_norm import rms_norm
 from liger_kernel.ops.rope import of_complex, of_sections, once, rope
 from liger_kernel.ops.softmax import softmax
@@ -719,3 +724,109 @@ class LigerMultiTokenAttention(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, " + ", ".join(f"{k}={v}" for k, v in self.options.items())
+
+
+def liger_modulated_rms_norm(
+    X: Tensor, W: Tensor | None, scale: Tensor, shift: Tensor | None = None, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama",
+    in_place: bool = True,
+) -> Tensor:  # fmt: skip
+    """``(1 + scale) * liger_rms_norm(X, W) + shift``; scale and shift (H,), (1, H), (B, H), or with a row for each token."""
+    return modulated_rms_norm(X, scale, shift, W, eps=eps, offset=offset, casting=casting_mode)
+
+
+class LigerModulatedRMSNorm(LigerRMSNorm):
+    """``modulated_rms_norm`` with a weight: ``(1 + scale) * norm(hidden_states) + shift``, as in diffusion transformers (AdaLN)."""
+
+    def __init__(
+        self, hidden_size: int, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama", init_fn: str = "ones", in_place: bool = True,
+        elementwise_affine: bool = True,
+    ):  # fmt: skip
+        super().__init__(hidden_size, eps, offset, casting_mode, init_fn, elementwise_affine=elementwise_affine)
+
+    def forward(self, hidden_states: Tensor, scale: Tensor, shift: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        return modulated_rms_norm(hidden_states, scale, shift, self.weight, eps=self.variance_epsilon, offset=self.offset, casting=self.casting_mode)
+
+
+def liger_group_norm(
+    X: Tensor, affine_scaling_weight: Tensor | None, affine_shifting_bias: Tensor | None, num_channels: int, num_groups: int, eps: float
+) -> Tensor:
+    """``F.group_norm`` of X (B, num_channels, ...)."""
+    if X.shape[1] != num_channels:
+        raise ValueError(f"liger_group_norm: X must have {num_channels} channels, got shape {tuple(X.shape)}")
+    return group_norm(X, num_groups, affine_scaling_weight, affine_shifting_bias, eps=eps)
+
+
+class LigerGroupNorm(nn.Module):
+    """``group_norm`` with a weight and a bias, which is there and begins at zero whatever ``bias`` says, as published state dicts have it."""
+
+    def __init__(self, num_channels: int, num_groups: int, eps: float = 1e-6, bias: bool = False, init_fn: str = "ones"):
+        super().__init__()
+        if init_fn not in INIT:
+            raise ValueError(f"{type(self).__name__}: init_fn must be one of {tuple(INIT)}, got {init_fn!r}")
+        if num_groups < 1 or num_channels % num_groups:
+            raise ValueError(f"{type(self).__name__}: num_groups must divide the {num_channels} channels, got {num_groups}")
+        self.num_channels, self.num_groups, self.variance_epsilon = num_channels, num_groups, eps
+        self.weight = nn.Parameter(INIT[init_fn](num_channels))
+        self.bias = nn.Parameter(torch.zeros(num_channels))
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return liger_group_norm(hidden_states, self.weight, self.bias, self.num_channels, self.num_groups, self.variance_epsilon)
+
+    def extra_repr(self) -> str:
+        return f"num_channels={self.num_channels}, num_groups={self.num_groups}, eps={self.variance_epsilon}"
+
+
+def liger_poly_norm(X: Tensor, W: Tensor, B: Tensor, eps: float = 1e-6, in_place: bool = True) -> Tensor:
+    """``W[0] n(X^3) + W[1] n(X^2) + W[2] n(X) + B``, ``n(z) = z / rms(z)`` over the last dim."""
+    return poly_norm(X, W, B, eps=eps)
+
+
+class LigerPolyNorm(nn.Module):
+    """``poly_norm`` with three weights, 1/3 each at first, and a bias, 1 (arXiv:2411.03884).
+
+    The bias has one dim, as what shards parameters wants; published state dicts, where it has none, load all the same.
+    """
+
+    def __init__(self, eps: float = 1e-6, in_place: bool = True):
+        super().__init__()
+        self.variance_epsilon = eps
+        self.weight = nn.Parameter(torch.full((3,), 1 / 3))
+        self.bias = nn.Parameter(torch.ones(1))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        if f"{prefix}bias" in state_dict:
+            state_dict[f"{prefix}bias"] = state_dict[f"{prefix}bias"].reshape(1)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return poly_norm(hidden_states, self.weight, self.bias, eps=self.variance_epsilon)
+
+    def extra_repr(self) -> str:
+        return f"eps={self.variance_epsilon}"
+
+
+def liger_relu_squared(x: Tensor) -> Tensor:
+    """``relu(x)^2``."""
+    return relu_squared(x)
+
+
+class LigerReLUSquared(nn.Module):
+    """``relu(x)^2``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return relu_squared(x)
+
+
+class LigerEmbedding(nn.Module):
+    """``nn.Embedding`` whose gradient is the same bits every time, summed in fp32; names and initial values are torch's."""
+
+    def __init__(self, num_embeddings: int, embedding_dim: int, padding_idx: int | None = None):
+        super().__init__()
+        stock = nn.Embedding(num_embeddings, embedding_dim, padding_idx)
+        self.num_embeddings, self.embedding_dim, self.padding_idx, self.weight = num_embeddings, embedding_dim, stock.padding_idx, stock.weight
+
+    def forward(self, indices: Tensor) -> Tensor:
+        return embedding(indices, self.weight, padding_idx=self.padding_idx)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}" + ("" if self.padding_idx is None else f", padding_idx={self.padding_idx}")

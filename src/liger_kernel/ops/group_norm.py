@@ -1,6 +1,6 @@
 """GroupNorm: ``y = (x - mean) / sqrt(var + eps) * w + b``, mean and variance over a group of channels, in fp32, rounded once (arXiv:1803.08494).
 
-Shapes: x (B, C, *), w and b (C,), y like x.  G groups of K = C / G channels, D = product of the dims after C, L = K D numbers a group.
+Shapes: x (B, C, *), w and b (C,), y like x.  G groups of K = C / G channels, D = product of the dims after C, N = K D numbers a group.
 
 The variance is the mean square of what the mean leaves, never a difference of means, which cancels. A group that fits is held in registers and read
 once. Of a longer one, several programs find the mean and the squares of a part each, these are merged, and x is read again. The backward reads dy and
@@ -18,7 +18,7 @@ from liger_kernel.ops._op import Case, Cost, T, acc, launch, launcher, nbytes, o
 from liger_kernel.ops._reduce import column_sum
 from liger_kernel.ops._tl import cdiv, tl, triton
 
-MAX_L = 16384  # numbers of a group that one program holds in registers
+MAX_N = 16384  # numbers of a group that one program holds in registers
 PARTS = 256  # parts that a group, or a channel in the backward, is split into at most
 BLOCK = 4096  # numbers of a part that a program reads at a time: 16 a thread, with a mean and a square for each
 
@@ -30,17 +30,17 @@ def reference(x: Tensor, num_groups: int, w: Tensor | None = None, b: Tensor | N
 
 @triton.jit
 def _fwd(
-    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, M, L, G, K, D, eps,
+    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, M, N, G, K, D, eps,
     HAS_W: tl.constexpr, HAS_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Whole groups: M = B G rows of L columns."""
+    """Whole groups: M = B G rows of N columns."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     col = tl.arange(0, BLOCK_N)
-    mask = (row < M)[:, None] & (col < L)[None, :]
-    x = tl.load(x_ptr + row[:, None] * L + col[None, :], mask=mask, other=0.0).to(tl.float32)
-    mean = tl.sum(x, axis=1) / L
+    mask = (row < M)[:, None] & (col < N)[None, :]
+    x = tl.load(x_ptr + row[:, None] * N + col[None, :], mask=mask, other=0.0).to(tl.float32)
+    mean = tl.sum(x, axis=1) / N
     h = tl.where(mask, x - mean[:, None], 0.0)
-    rstd = 1.0 / tl.sqrt(tl.sum(h * h, axis=1) / L + tl.cast(eps, tl.float32))
+    rstd = 1.0 / tl.sqrt(tl.sum(h * h, axis=1) / N + tl.cast(eps, tl.float32))
     tl.store(mean_ptr + row, mean, mask=row < M)
     tl.store(rstd_ptr + row, rstd, mask=row < M)
     # col // D without a division of integers: of numbers this small the quotient's error is far below half a step
@@ -51,16 +51,16 @@ def _fwd(
         y *= tl.load(w_ptr + channel, mask=mask, other=0.0).to(tl.float32)
     if HAS_B:
         y += tl.load(b_ptr + channel, mask=mask, other=0.0).to(tl.float32)
-    tl.store(y_ptr + row[:, None] * L + col[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+    tl.store(y_ptr + row[:, None] * N + col[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _parts(x_ptr, parts_ptr, L, parts, length, BLOCK: tl.constexpr):
+def _parts(x_ptr, parts_ptr, N, parts, length, BLOCK: tl.constexpr):
     """The mean of a part of a group, ``length`` numbers or what is left, and the sum of their squared distances from it."""
     program = tl.program_id(0).to(tl.int64)
-    x_ptr += program // parts * L
+    x_ptr += program // parts * N
     first = program % parts * length
-    end = tl.minimum(first + length, L)
+    end = tl.minimum(first + length, N)
     lane = tl.arange(0, BLOCK)
     mean = tl.zeros((BLOCK,), tl.float32)
     square = tl.zeros((BLOCK,), tl.float32)
@@ -81,16 +81,16 @@ def _parts(x_ptr, parts_ptr, L, parts, length, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _merge(parts_ptr, mean_ptr, rstd_ptr, L, parts, length, eps, PARTS: tl.constexpr):
+def _merge(parts_ptr, mean_ptr, rstd_ptr, N, parts, length, eps, PARTS: tl.constexpr):
     group = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS)
-    count = tl.minimum(tl.maximum(L - part.to(tl.int64) * length, 0), length).to(tl.float32)
+    count = tl.minimum(tl.maximum(N - part.to(tl.int64) * length, 0), length).to(tl.float32)
     mean = tl.load(parts_ptr + 2 * (group * parts + part), mask=part < parts, other=0.0)
     square = tl.load(parts_ptr + 2 * (group * parts + part) + 1, mask=part < parts, other=0.0)
-    total = tl.sum(mean * count, axis=0) / L
+    total = tl.sum(mean * count, axis=0) / N
     delta = mean - total
     tl.store(mean_ptr + group, total)
-    tl.store(rstd_ptr + group, 1.0 / tl.sqrt(tl.sum(square + count * delta * delta, axis=0) / L + tl.cast(eps, tl.float32)))
+    tl.store(rstd_ptr + group, 1.0 / tl.sqrt(tl.sum(square + count * delta * delta, axis=0) / N + tl.cast(eps, tl.float32)))
 
 
 @triton.jit
@@ -142,8 +142,8 @@ def _bwd_sums(
 
 
 @triton.jit
-def _bwd_means(sums_ptr, w_ptr, means_ptr, M, C, G, K, L, parts, HAS_W: tl.constexpr, BLOCK_K: tl.constexpr):
-    """The means over a group, of its L numbers, of w q and w p."""
+def _bwd_means(sums_ptr, w_ptr, means_ptr, M, C, G, K, N, parts, HAS_W: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The means over a group, of its N numbers, of w q and w p."""
     group = tl.program_id(0).to(tl.int64)
     q = tl.zeros((BLOCK_K,), tl.float32)
     p = tl.zeros((BLOCK_K,), tl.float32)
@@ -154,8 +154,8 @@ def _bwd_means(sums_ptr, w_ptr, means_ptr, M, C, G, K, L, parts, HAS_W: tl.const
         w = tl.load(w_ptr + channel, mask=i < K * parts, other=0.0).to(tl.float32) if HAS_W else 1.0
         q += w * tl.load(sums_ptr + at, mask=i < K * parts, other=0.0)
         p += w * tl.load(sums_ptr + at + C, mask=i < K * parts, other=0.0)
-    tl.store(means_ptr + group, tl.sum(q, axis=0) / L)
-    tl.store(means_ptr + M + group, tl.sum(p, axis=0) / L)
+    tl.store(means_ptr + group, tl.sum(q, axis=0) / N)
+    tl.store(means_ptr + M + group, tl.sum(p, axis=0) / N)
 
 
 @triton.jit
@@ -179,7 +179,7 @@ def _bwd_dx(
 
 
 def _sizes(x: Tensor, num_groups: int) -> tuple[int, int, int, int, int]:
-    """B, C, K, D, L."""
+    """B, C, K, D, N."""
     B, C = x.shape[:2]
     D = x.shape[2:].numel()
     return B, C, C // num_groups, D, C // num_groups * D
@@ -193,20 +193,20 @@ def _split(rows: int, n: int, block: int) -> tuple[int, int]:
 
 @launcher("(Tensor x, SymInt num_groups, Tensor? w, Tensor? b, float eps) -> (Tensor y, Tensor mean, Tensor rstd)")
 def group_norm_fwd(x: Tensor, num_groups: int, w: Tensor | None, b: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    B, C, K, D, L = _sizes(x, num_groups)
+    B, C, K, D, N = _sizes(x, num_groups)
     M = B * num_groups
     y = torch.empty_like(x)
     mean, rstd = x.new_empty(M, dtype=torch.float32), x.new_empty(M, dtype=torch.float32)
     affine = dict(HAS_W=w is not None, HAS_B=b is not None)
-    if L <= MAX_L:
-        c = _config.tile("group_norm_fwd", L, x.itemsize, elements=4096, per_thread=32)
-        launch(_fwd, (cdiv(M, c.block_m),), x, w, b, y, mean, rstd, M, L, num_groups, K, D, eps,
+    if N <= MAX_N:
+        c = _config.tile("group_norm_fwd", N, x.itemsize, elements=4096, per_thread=32)
+        launch(_fwd, (cdiv(M, c.block_m),), x, w, b, y, mean, rstd, M, N, num_groups, K, D, eps,
                **affine, BLOCK_M=c.block_m, BLOCK_N=c.block_n, num_warps=c.num_warps)  # fmt: skip
     else:
-        parts, length = _split(M, L, BLOCK)
+        parts, length = _split(M, N, BLOCK)
         found = x.new_empty(M, parts, 2, dtype=torch.float32)
-        launch(_parts, (M * parts,), x, found, L, parts, length, BLOCK=BLOCK, num_warps=8)
-        launch(_merge, (M,), found, mean, rstd, L, parts, length, eps, PARTS=PARTS, num_warps=1)
+        launch(_parts, (M * parts,), x, found, N, parts, length, BLOCK=BLOCK, num_warps=8)
+        launch(_merge, (M,), found, mean, rstd, N, parts, length, eps, PARTS=PARTS, num_warps=1)
         c = _config.tile("group_norm_apply", D, x.itemsize, elements=2048, max_block_n=2048)
         launch(_apply, (cdiv(B * C, c.block_m) * cdiv(D, c.block_n),), x, w, b, mean, rstd, y, B * C, C, K, D,
                **affine, BLOCK_M=c.block_m, BLOCK_N=c.block_n, num_warps=c.num_warps)  # fmt: skip
@@ -221,7 +221,7 @@ def group_norm_bwd(
     dy: Tensor, x: Tensor, num_groups: int, w: Tensor | None, mean: Tensor, rstd: Tensor, need_dx: bool, need_dw: bool, need_db: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """dx, and dw and db side by side in ``dtype``; what is not needed is empty."""
-    B, C, K, D, L = _sizes(x, num_groups)
+    B, C, K, D, N = _sizes(x, num_groups)
     M, rows, need_q, need_p = B * num_groups, B * C, need_dx or need_dw, need_dx or need_db
     c = _config.tile("group_norm_bwd", D, x.itemsize, elements=2048, max_block_n=2048)
     tile = dict(BLOCK_M=c.block_m, BLOCK_N=c.block_n, num_warps=c.num_warps)
@@ -231,7 +231,7 @@ def group_norm_bwd(
     dx = torch.empty_like(x) if need_dx else x.new_empty(0)
     if need_dx:
         means = x.new_empty(2, M, dtype=torch.float32)
-        launch(_bwd_means, (M,), sums, w, means, M, C, num_groups, K, L, parts, HAS_W=w is not None, BLOCK_K=128, num_warps=1)
+        launch(_bwd_means, (M,), sums, w, means, M, C, num_groups, K, N, parts, HAS_W=w is not None, BLOCK_K=128, num_warps=1)
         launch(_bwd_dx, (cdiv(rows, c.block_m) * cdiv(D, c.block_n),), dy, x, w, mean, rstd, means, dx, rows, C, K, D, HAS_W=w is not None, **tile)
     if not (need_dw or need_db):
         return dx, x.new_empty(0, dtype=dtype)

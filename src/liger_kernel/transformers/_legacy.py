@@ -16,18 +16,24 @@ PATHS: dict[str, tuple[str, tuple[str, ...]]] = {
     _HERE + "auto_model": (_HERE + "auto", ("AutoLigerKernelForCausalLM",)),
     _HERE + "cross_entropy": ("liger_kernel.nn", ("LigerCrossEntropyLoss",)),
     _HERE + "dyt": ("liger_kernel.nn", ("LigerDyT",)),
+    _HERE + "experimental": ("liger_kernel.nn", ("LigerEmbedding",)),
+    _HERE + "experimental.embedding": ("liger_kernel.nn", ("LigerEmbedding",)),
     _HERE + "fused_add_rms_norm": ("liger_kernel.nn", ("LigerFusedAddRMSNorm",)),
     _HERE + "fused_linear_cross_entropy": ("liger_kernel.nn", ("LigerFusedLinearCrossEntropyLoss",)),
     _HERE + "fused_linear_jsd": ("liger_kernel.nn", ("LigerFusedLinearJSD",)),
     _HERE + "geglu": ("liger_kernel.nn", ("LigerGEGLUMLP",)),
+    _HERE + "group_norm": ("liger_kernel.nn", ("LigerGroupNorm",)),
     _HERE + "grpo_loss": ("liger_kernel.ops.grpo_loss", ("triton_grpo_loss",)),
     _HERE + "jsd": ("liger_kernel.nn", ("LigerJSD",)),
     _HERE + "kl_div": ("liger_kernel.nn", ("LigerKLDIVLoss",)),
     _HERE + "layer_norm": ("liger_kernel.nn", ("LigerLayerNorm",)),
     _HERE + "llama4_rope": ("liger_kernel.nn", ("liger_llama4_text_rotary_pos_emb", "liger_llama4_vision_rotary_pos_emb")),
+    _HERE + "modulated_rms_norm": ("liger_kernel.nn", ("LigerModulatedRMSNorm",)),
     _HERE + "multi_token_attention": ("liger_kernel.nn", ("LigerMultiTokenAttention",)),
     _HERE + "monkey_patch": (_HERE + "patch", ()),
+    _HERE + "poly_norm": ("liger_kernel.nn", ("LigerPolyNorm",)),
     _HERE + "qwen2vl_mrope": ("liger_kernel.nn", ("liger_multimodal_rotary_pos_emb",)),
+    _HERE + "relu_squared": ("liger_kernel.nn", ("LigerReLUSquared",)),
     _HERE + "rms_norm": ("liger_kernel.nn", _NORMS),
     _HERE + "rope": ("liger_kernel.nn", ("liger_rotary_pos_emb", "liger_rotary_pos_emb_vision")),
     _HERE + "softmax": ("liger_kernel.nn", ("LigerSoftmax",)),
@@ -44,7 +50,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Makes a module of ``PATHS`` when it is imported."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
-        return importlib.machinery.ModuleSpec(fullname, self) if fullname in PATHS else None
+        package = any(path.startswith(f"{fullname}.") for path in PATHS)
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=package) if fullname in PATHS else None
 
     def exec_module(self, module: ModuleType) -> None:
         source, names = PATHS[module.__name__]

@@ -9,6 +9,8 @@ The arithmetic is fp32, rounded once. The backward turns the other way: the same
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -39,30 +41,91 @@ def reference(
     return turn(q), turn(k)
 
 
+def once(table: Tensor) -> Tensor:
+    """One angle a pair, of a table (..., R) that holds each twice, as in ``cat((angles, angles), -1)``."""
+    return table[..., : table.shape[-1] // 2]
+
+
+def of_sections(table: Tensor, sections: Sequence[int]) -> Tensor:
+    """One angle a pair (B, T, R/2), of tables (A, B, T, R) for positions along A axes: time, height and width.
+
+    The pairs come in ``sections``; section i turns by the position on axis i modulo A.
+    """
+    table = once(table)
+    if sum(sections) != table.shape[-1]:
+        raise ValueError(f"mrope: mrope_section must sum to {table.shape[-1]}, got {tuple(sections)}")
+    return torch.cat([part[i % len(part)] for i, part in enumerate(table.split(list(sections), -1))], -1)
+
+
+def of_complex(freqs: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin, as views, of ``cos + i sin``. A model cast to a real dtype leaves its cos alone: its sin is zero."""
+    if freqs.is_complex():
+        cos, sin = torch.view_as_real(freqs.resolve_conj()).unbind(-1)
+        return cos, sin
+    return freqs, torch.zeros_like(freqs)
+
+
+@triton.jit
+def load_angles(
+    cos_ptr, sin_ptr, pos_ptr, batch, time, L, HALF, cos_batch, cos_time, cos_col, sin_batch, sin_time, sin_col, pos_batch, pos_time,
+    HAS_POS: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """cos and sin of one token, a pair each; a position outside the table gives NaN, not a stray read."""
+    r = tl.arange(0, BLOCK_R)
+    mask = r < HALF
+    if HAS_POS:
+        time = tl.load(pos_ptr + batch * pos_batch + time * pos_time).to(tl.int64)
+        batch = batch * 0
+        known = (time >= 0) & (time < L)
+        mask = mask & known
+    cos = tl.load(cos_ptr + batch * cos_batch + time * cos_time + r * cos_col, mask=mask, other=0.0).to(tl.float32)
+    sin = tl.load(sin_ptr + batch * sin_batch + time * sin_time + r * sin_col, mask=mask, other=0.0).to(tl.float32)
+    if HAS_POS:
+        cos = tl.where(known, cos, float("nan"))
+        sin = tl.where(known, sin, float("nan"))
+    return cos, sin
+
+
+@triton.jit
+def load_pairs(x_ptr, h, x_head, H, HALF, PAIRS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr):
+    """The first and second columns of all pairs of the heads ``h`` of one token, in fp32."""
+    if PAIRS:  # one wide load of neighbours, then split
+        col = tl.arange(0, 2 * BLOCK_R)
+        x = tl.load(x_ptr + h[:, None] * x_head + col[None, :], mask=(h < H)[:, None] & (col < 2 * HALF)[None, :], other=0.0)
+        a, b = tl.split(tl.reshape(x.to(tl.float32), (BLOCK_H, BLOCK_R, 2)))
+    else:
+        r = tl.arange(0, BLOCK_R)
+        mask = (h < H)[:, None] & (r < HALF)[None, :]
+        x_ptr += h[:, None] * x_head + r[None, :]
+        a = tl.load(x_ptr, mask=mask, other=0.0).to(tl.float32)
+        b = tl.load(x_ptr + HALF, mask=mask, other=0.0).to(tl.float32)
+    return a, b
+
+
+@triton.jit
+def store_pairs(y_ptr, a, b, h, y_head, H, HALF, PAIRS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr):
+    if PAIRS:
+        col = tl.arange(0, 2 * BLOCK_R)
+        y = tl.reshape(tl.join(a, b), (BLOCK_H, 2 * BLOCK_R)).to(y_ptr.dtype.element_ty)
+        tl.store(y_ptr + h[:, None] * y_head + col[None, :], y, mask=(h < H)[:, None] & (col < 2 * HALF)[None, :])
+    else:
+        r = tl.arange(0, BLOCK_R)
+        mask = (h < H)[:, None] & (r < HALF)[None, :]
+        y_ptr += h[:, None] * y_head + r[None, :]
+        tl.store(y_ptr, a.to(y_ptr.dtype.element_ty), mask=mask)
+        tl.store(y_ptr + HALF, b.to(y_ptr.dtype.element_ty), mask=mask)
+
+
 @triton.jit
 def _turn(
     x_ptr, y_ptr, cos, sin, H, x_head, y_head, HALF, D,
     PAIRS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
     """All heads of one token: pointers to its first head, strides between heads, cos and sin of BLOCK_R angles."""
-    r = tl.arange(0, BLOCK_R)
     for start in range(0, H, BLOCK_H):
         h = (start + tl.arange(0, BLOCK_H)).to(tl.int64)
-        if PAIRS:  # one wide load of neighbours, then split
-            col = tl.arange(0, 2 * BLOCK_R)
-            mask = (h < H)[:, None] & (col < 2 * HALF)[None, :]
-            x = tl.load(x_ptr + h[:, None] * x_head + col[None, :], mask=mask, other=0.0).to(tl.float32)
-            a, b = tl.split(tl.reshape(x, (BLOCK_H, BLOCK_R, 2)))
-            y = tl.reshape(tl.join(a * cos[None, :] - b * sin[None, :], b * cos[None, :] + a * sin[None, :]), (BLOCK_H, 2 * BLOCK_R))
-            tl.store(y_ptr + h[:, None] * y_head + col[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
-        else:
-            mask = (h < H)[:, None] & (r < HALF)[None, :]
-            x = x_ptr + h[:, None] * x_head + r[None, :]
-            y = y_ptr + h[:, None] * y_head + r[None, :]
-            a = tl.load(x, mask=mask, other=0.0).to(tl.float32)
-            b = tl.load(x + HALF, mask=mask, other=0.0).to(tl.float32)
-            tl.store(y, (a * cos[None, :] - b * sin[None, :]).to(y_ptr.dtype.element_ty), mask=mask)
-            tl.store(y + HALF, (b * cos[None, :] + a * sin[None, :]).to(y_ptr.dtype.element_ty), mask=mask)
+        a, b = load_pairs(x_ptr, h, x_head, H, HALF, PAIRS, BLOCK_H, BLOCK_R)
+        store_pairs(y_ptr, a * cos[None, :] - b * sin[None, :], b * cos[None, :] + a * sin[None, :], h, y_head, H, HALF, PAIRS, BLOCK_H, BLOCK_R)
         if BLOCK_REST > 0:
             rest = 2 * HALF + tl.arange(0, BLOCK_REST)
             mask = (h < H)[:, None] & (rest < D)[None, :]
@@ -74,22 +137,14 @@ def _turn(
 def _rope(
     q_ptr, k_ptr, cos_ptr, sin_ptr, pos_ptr, yq_ptr, yk_ptr, T, Hq, Hk, L, HALF, D,
     q_batch, q_time, q_head, k_batch, k_time, k_head, yq_batch, yq_time, yq_head, yk_batch, yk_time, yk_head,
-    cos_batch, cos_time, sin_batch, sin_time, pos_batch, pos_time,
+    cos_batch, cos_time, cos_col, sin_batch, sin_time, sin_col, pos_batch, pos_time,
     HAS_POS: tl.constexpr, INVERSE: tl.constexpr, PAIRS: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     batch, time = program // T, program % T
-    r = tl.arange(0, BLOCK_R)
-    if HAS_POS:
-        angle_batch = batch * 0
-        angle_time = tl.load(pos_ptr + batch * pos_batch + time * pos_time).to(tl.int64)
-    else:
-        angle_batch = batch
-        angle_time = time
-    mask = (r < HALF) & (angle_time >= 0) & (angle_time < L)  # a position outside the table gives NaN, not a stray read
-    cos = tl.load(cos_ptr + angle_batch * cos_batch + angle_time * cos_time + r, mask=mask, other=float("nan")).to(tl.float32)
-    sin = tl.load(sin_ptr + angle_batch * sin_batch + angle_time * sin_time + r, mask=mask, other=float("nan")).to(tl.float32)
+    cos, sin = load_angles(cos_ptr, sin_ptr, pos_ptr, batch, time, L, HALF, cos_batch, cos_time, cos_col, sin_batch, sin_time, sin_col,
+                           pos_batch, pos_time, HAS_POS, BLOCK_R)  # fmt: skip
     if INVERSE:
         sin = -sin
     _turn(q_ptr + batch * q_batch + time * q_time, yq_ptr + batch * yq_batch + time * yq_time, cos, sin, Hq, q_head, yq_head, HALF, D,
@@ -98,10 +153,21 @@ def _rope(
           PAIRS, BLOCK_K, BLOCK_R, BLOCK_REST)  # fmt: skip
 
 
+def unit_stride(x: Tensor) -> Tensor:
+    """``x`` with neighbouring columns in neighbouring memory: itself, or a copy."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def angle_strides(cos: Tensor, sin: Tensor, position_ids: Tensor | None) -> tuple[int, ...]:
+    """What ``load_angles`` wants, from cos_batch to pos_time; a batch of one serves all."""
+    of = lambda t: (t.stride(0) if t.shape[0] > 1 else 0, *t.stride()[1:])
+    return *of(cos), *of(sin), *((0, 0) if position_ids is None else of(position_ids))
+
+
 @launcher("(Tensor q, Tensor k, Tensor cos, Tensor sin, Tensor? position_ids, bool pairs, bool inverse) -> (Tensor yq, Tensor yk)")
 def rope_turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None, pairs: bool, inverse: bool) -> tuple[Tensor, Tensor]:
     """q, k as (B, T, H, D) views; cos, sin (B or 1, T, R/2), or tables (1, L, R/2) with position_ids (B, T)."""
-    q, k, cos, sin = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, cos, sin))
+    q, k = unit_stride(q), unit_stride(k)
     yq, yk = torch.empty_like(q), torch.empty_like(k)
     B, T, Hq, D = q.shape
     Hk, half = k.shape[2], cos.shape[-1]
@@ -110,10 +176,8 @@ def rope_turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tens
     # H200, B4 T2048 H32/8 D128: 46 us a direction; 32 heads a tile 48, 4 heads 63 (byte floor 40)
     c = _config.tile("rope", 2 * block_r + rest, q.itemsize, elements=2048)
     block_q, block_k = (min(next_power_of_2(h), c.block_m) for h in (Hq, Hk))
-    angle = lambda t: (t.stride(0) if t.shape[0] > 1 else 0, t.stride(1))
-    position = (0, 0) if position_ids is None else (position_ids.stride(0) if position_ids.shape[0] > 1 else 0, position_ids.stride(1))
     launch(_rope, (B * T,), q, k, cos, sin, position_ids, yq, yk, T, Hq, Hk, cos.shape[1], half, D,
-           *q.stride()[:3], *k.stride()[:3], *yq.stride()[:3], *yk.stride()[:3], *angle(cos), *angle(sin), *position,
+           *q.stride()[:3], *k.stride()[:3], *yq.stride()[:3], *yk.stride()[:3], *angle_strides(cos, sin, position_ids),
            HAS_POS=position_ids is not None, INVERSE=inverse, PAIRS=pairs,
            BLOCK_Q=block_q, BLOCK_K=block_k, BLOCK_R=block_r, BLOCK_REST=rest, num_warps=c.num_warps)  # fmt: skip
     return yq, yk
@@ -144,6 +208,66 @@ class RopeFunction(torch.autograd.Function):
         dk = dk if need_dk else dk.narrow(heads, 0, 0)
         dq, dk = _both(dq, dk, *ctx.saved_tensors, ctx.heads_first, ctx.pairs, True)
         return dq if need_dq else None, dk if need_dk else None, None, None, None, None, None
+
+
+class LigerRopeFunction(RopeFunction):
+    """``apply(q, k, cos, sin, position_ids=None, unsqueeze_dim=1)``; cos and sin hold each angle twice, as in ``cat((angles, angles), -1)``."""
+
+    @staticmethod
+    def forward(ctx, q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
+        return RopeFunction.forward(ctx, q, k, once(cos), once(sin), None, unsqueeze_dim)
+
+
+class LigerQwen2VLMRopeFunction(RopeFunction):
+    """``apply(q, k, cos, sin, mrope_section, unsqueeze_dim=1)``; cos and sin (3, B, T, D), see ``of_sections``."""
+
+    @staticmethod
+    def forward(ctx, q, k, cos, sin, mrope_section, unsqueeze_dim=1):
+        return RopeFunction.forward(ctx, q, k, of_sections(cos, mrope_section), of_sections(sin, mrope_section), None, unsqueeze_dim)
+
+
+class LigerLlama4RopeFunction(RopeFunction):
+    """``apply(q, k, freqs_cis, BLOCK_SIZE=None)``; q, k (B, T, H, D), freqs_cis complex (B or 1, T, D/2) or (T, D/2). The last is accepted and ignored."""
+
+    @staticmethod
+    def forward(ctx, q, k, freqs_cis, BLOCK_SIZE=None):
+        cos, sin = of_complex(freqs_cis.reshape(-1, *freqs_cis.shape[-2:]))
+        return RopeFunction.forward(ctx, q, k, cos, sin, None, 2, "pairs")
+
+
+def rope_forward(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``LigerRopeFunction`` without autograd, q (B, Hq, T, D): turned q and k, and the tables, for ``rope_backward``."""
+    return *_both(q, k, once(cos), once(sin), None, True, False, False), cos, sin
+
+
+def rope_backward(dq: Tensor, dk: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Turned back: gradients of what ``rope_forward`` was given."""
+    return _both(dq, dk, once(cos), once(sin), None, True, False, True)
+
+
+def checked_tables(
+    name: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None, layout: str, unsqueeze_dim: int
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """cos, sin and position_ids as launchers take them; ``ValueError`` if an argument of operator ``name`` is not what it must be."""
+    if layout not in LAYOUTS:
+        raise ValueError(f"{name}: layout must be one of {LAYOUTS}, got {layout!r}")
+    if unsqueeze_dim not in (1, 2):
+        raise ValueError(f"{name}: unsqueeze_dim must be 1 or 2, got {unsqueeze_dim}")
+    if q.ndim != 4 or k.ndim != 4:
+        raise ValueError(f"{name}: q and k must be 4-dimensional, got {tuple(q.shape)} and {tuple(k.shape)}")
+    B, time, D = q.shape[0], q.shape[3 - unsqueeze_dim], q.shape[3]
+    if (B, time, D) != (k.shape[0], k.shape[3 - unsqueeze_dim], k.shape[3]):
+        raise ValueError(f"{name}: q and k must agree but for the heads, got {tuple(q.shape)} and {tuple(k.shape)}")
+    if position_ids is not None:
+        position_ids = position_ids.reshape(-1, position_ids.shape[-1])
+        if position_ids.shape[0] not in (1, B) or position_ids.shape[1] != time:
+            raise ValueError(f"{name}: position_ids must have shape ({B} or 1, {time}), got {tuple(position_ids.shape)}")
+        if cos.shape != sin.shape or cos.shape[:-2].numel() != 1 or 2 * cos.shape[-1] > D:
+            raise ValueError(f"{name}: tables cos and sin must have shape (L, at most {D // 2}), got {tuple(cos.shape)} and {tuple(sin.shape)}")
+        cos, sin = (t.reshape(1, -1, t.shape[-1]) for t in (cos, sin))
+    elif cos.ndim != 3 or cos.shape[0] not in (1, B) or cos.shape[1] != time or cos.shape != sin.shape or 2 * cos.shape[2] > D:
+        raise ValueError(f"{name}: cos and sin must have shape ({B} or 1, {time}, at most {D // 2}), got {tuple(cos.shape)} and {tuple(sin.shape)}")
+    return cos, sin, position_ids
 
 
 def _angles(T: int, half: int, B: int = 1) -> dict[str, T_]:
@@ -214,24 +338,7 @@ def rope(
     ``position_ids`` (B or 1, T), tables (L, R/2) or (1, L, R/2) that it indexes. No gradient flows to cos and sin.
     A position outside its table gives NaN on a GPU; elsewhere an ``IndexError``, or, if negative, what PyTorch's indexing finds from the end.
     """
-    if layout not in LAYOUTS:
-        raise ValueError(f"rope: layout must be one of {LAYOUTS}, got {layout!r}")
-    if unsqueeze_dim not in (1, 2):
-        raise ValueError(f"rope: unsqueeze_dim must be 1 or 2, got {unsqueeze_dim}")
-    if q.ndim != 4 or k.ndim != 4:
-        raise ValueError(f"rope: q and k must be 4-dimensional, got {tuple(q.shape)} and {tuple(k.shape)}")
-    B, time, D = q.shape[0], q.shape[3 - unsqueeze_dim], q.shape[3]
-    if (B, time, D) != (k.shape[0], k.shape[3 - unsqueeze_dim], k.shape[3]):
-        raise ValueError(f"rope: q and k must agree but for the heads, got {tuple(q.shape)} and {tuple(k.shape)}")
-    if position_ids is not None:
-        position_ids = position_ids.reshape(-1, position_ids.shape[-1])
-        if position_ids.shape[0] not in (1, B) or position_ids.shape[1] != time:
-            raise ValueError(f"rope: position_ids must have shape ({B} or 1, {time}), got {tuple(position_ids.shape)}")
-        if cos.shape != sin.shape or cos.shape[:-2].numel() != 1 or 2 * cos.shape[-1] > D:
-            raise ValueError(f"rope: tables cos and sin must have shape (L, at most {D // 2}), got {tuple(cos.shape)} and {tuple(sin.shape)}")
-        cos, sin = (t.reshape(1, -1, t.shape[-1]) for t in (cos, sin))
-    elif cos.ndim != 3 or cos.shape[0] not in (1, B) or cos.shape[1] != time or cos.shape != sin.shape or 2 * cos.shape[2] > D:
-        raise ValueError(f"rope: cos and sin must have shape ({B} or 1, {time}, at most {D // 2}), got {tuple(cos.shape)} and {tuple(sin.shape)}")
+    cos, sin, position_ids = checked_tables("rope", q, k, cos, sin, position_ids, layout, unsqueeze_dim)
     if not use_kernels(q, fusible=True):
         return reference(q, k, cos, sin, position_ids, layout=layout, unsqueeze_dim=unsqueeze_dim)
     return RopeFunction.apply(q, k, cos, sin, position_ids, unsqueeze_dim, layout)

@@ -1,0 +1,271 @@
+"""Rotary embeddings as models call them, against the functions of transformers; and fused with the norm before them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from liger_kernel import nn as lnn
+from liger_kernel.ops import LigerLlama4RopeFunction, LigerQwen2VLMRopeFunction, LigerRopeFunction, _op, qk_norm_rope, rms_norm, rope
+from liger_kernel.ops.rope import LAYOUTS, rope_backward, rope_forward
+from liger_kernel.testing import assert_as_accurate, assert_same_bits, backward, forward, like, run
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+needs_kernels = pytest.mark.skipif(not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call")
+in_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
+
+
+def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    """Bit for bit; a GPU's compiler may fuse a product and a sum."""
+    if not GPU:
+        return assert_same_bits(ours, theirs)
+    assert ours.keys() == theirs.keys()
+    for name, x in ours.items():
+        torch.testing.assert_close(x, theirs[name])
+
+
+def random(*shape: int, dtype=torch.float32) -> Tensor:
+    return torch.randn(*shape, device=DEVICE, dtype=torch.float32).to(dtype).requires_grad_()
+
+
+def twice(angles: Tensor) -> tuple[Tensor, Tensor]:
+    """Tables as transformers makes them."""
+    angles = torch.cat((angles, angles), -1)
+    return angles.cos(), angles.sin()
+
+
+# -- Llama 4: complex numbers ----------------------------------------------------------------
+
+
+def llama4(dtype: torch.dtype, *table: int) -> tuple[dict, Tensor]:
+    torch.manual_seed(0)
+    angles = torch.randn(*table, device=DEVICE)
+    return dict(q=random(2, 5, 3, 8, dtype=dtype), k=random(2, 5, 1, 8, dtype=dtype)), torch.polar(torch.ones_like(angles), angles)
+
+
+def check_llama4(ours, theirs, args: dict, freqs: Tensor) -> None:
+    """By the rule of accuracy, as PyTorch fuses a product and a sum of complex numbers on some processors; of real ones, bit for bit."""
+    exact = freqs.to(torch.complex128).reshape(-1, 5, 1, 4)
+    product = lambda x: torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (4, 2))) * exact).flatten(3)
+    truth = run(lambda q, k: (product(q), product(k)), like(args, torch.float64))
+    ours, theirs = (run(lambda q, k, fn=fn: fn(q, k, freqs), like(args)) for fn in (ours, theirs))
+    assert_as_accurate(ours, theirs, truth)
+    if not freqs.is_complex():
+        assert_same(ours, theirs)
+
+
+@in_dtypes
+@pytest.mark.parametrize("batch", [1, 2])
+def test_llama4_text(dtype, batch):
+    """Each sequence by its own angles."""
+    from transformers.models.llama4.modeling_llama4 import apply_rotary_emb
+
+    check_llama4(lnn.liger_llama4_text_rotary_pos_emb, apply_rotary_emb, *llama4(dtype, batch, 5, 4))
+
+
+@pytest.mark.parametrize("table", [(5, 1, 4), (5, 4), (1, 5, 1, 4)], ids=str)
+@pytest.mark.parametrize("complex", [True, False])
+def test_llama4_vision(table, complex):
+    """``model.to(dtype)`` makes real numbers of the table; that is the model's loss, and ours."""
+    from transformers.models.llama4.modeling_llama4 import vision_apply_rotary_emb
+
+    args, freqs = llama4(torch.float32, *table)
+    check_llama4(lnn.liger_llama4_vision_rotary_pos_emb, vision_apply_rotary_emb, args, freqs if complex else freqs.real)
+
+
+def test_llama4_tables_must_fit():
+    args, freqs = llama4(torch.float32, 2, 4, 4)
+    with pytest.raises(ValueError, match=r"rope: cos and sin must have shape \(2 or 1, 5, at most 4\), got \(2, 4, 4\) and \(2, 4, 4\)"):
+        lnn.liger_llama4_vision_rotary_pos_emb(args["q"], args["k"], freqs)
+
+
+# -- Qwen-VL: sections and patches -----------------------------------------------------------
+
+
+@in_dtypes
+def test_vision(dtype):
+    from transformers.models.qwen2_vl.modeling_qwen2_vl import apply_rotary_pos_emb_vision
+
+    torch.manual_seed(0)
+    cos, sin = twice(torch.randn(7, 4, device=DEVICE))
+    args = dict(q=random(7, 3, 8, dtype=dtype), k=random(7, 3, 8, dtype=dtype))
+    assert_same(
+        run(lambda q, k: lnn.liger_rotary_pos_emb_vision(q, k, cos, sin), like(args)), run(lambda q, k: apply_rotary_pos_emb_vision(q, k, cos, sin), like(args))
+    )
+
+
+def embedding(model: str, sections: list[int]):
+    from transformers import Qwen2VLTextConfig, Qwen3VLTextConfig
+    from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLRotaryEmbedding
+    from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
+
+    config, module = {"qwen2_vl": (Qwen2VLTextConfig, Qwen2VLRotaryEmbedding), "qwen3_vl": (Qwen3VLTextConfig, Qwen3VLTextRotaryEmbedding)}[model]
+    parameters = dict(rope_type="default", rope_theta=10000.0, mrope_section=sections)
+    return module(config(hidden_size=48, num_attention_heads=3, head_dim=16, rope_parameters=parameters)).to(DEVICE)
+
+
+@in_dtypes
+@pytest.mark.parametrize("model", ["qwen2_vl", "qwen3_vl"])
+def test_multimodal(model, dtype):
+    """transformers puts the sections together once a model, in turns or interleaved, and ``liger_rope`` takes them as they are.
+
+    Where it gets all three tables, as in earlier releases, ``liger_multimodal_rotary_pos_emb`` does so. transformers rounds to bf16 at every step.
+    """
+    from transformers.models.qwen2_vl.modeling_qwen2_vl import apply_rotary_pos_emb
+
+    torch.manual_seed(0)
+    q, k, position_ids = random(2, 3, 5, 16, dtype=dtype), random(2, 1, 5, 16, dtype=dtype), torch.randint(0, 9, (3, 2, 5), device=DEVICE)
+    found = embedding(model, [2, 3, 3])
+    cos, sin = found(q.float(), position_ids)
+    stock = lambda dtype: run(lambda q, k: apply_rotary_pos_emb(q, k, cos.to(dtype), sin.to(dtype)), like(dict(q=q, k=k), dtype))
+    check = assert_same if dtype == torch.float32 else lambda ours, theirs: assert_as_accurate(ours, theirs, stock(torch.float64))
+    check(run(lambda q, k: lnn.liger_rope(q, k, cos.to(dtype), sin.to(dtype)), like(dict(q=q, k=k))), stock(dtype))
+    if model == "qwen2_vl":
+        tables = [t.to(dtype) for t in twice(position_ids[..., None] * found.inv_freq)]
+        for fn in (lnn.liger_multimodal_rotary_pos_emb, LigerQwen2VLMRopeFunction.apply) if _op._KERNEL_DEVICES else (lnn.liger_multimodal_rotary_pos_emb,):
+            check(run(lambda q, k, fn=fn: fn(q, k, *tables, [2, 3, 3]), like(dict(q=q, k=k))), stock(dtype))
+
+
+def test_sections_must_be_all_pairs():
+    cos, sin = twice(torch.randn(3, 1, 5, 8))
+    with pytest.raises(ValueError, match=r"mrope: mrope_section must sum to 8, got \(4, 6, 6\)"):
+        lnn.liger_multimodal_rotary_pos_emb(torch.randn(1, 2, 5, 16), torch.randn(1, 2, 5, 16), cos, sin, [4, 6, 6])
+
+
+# -- published Functions ---------------------------------------------------------------------
+
+
+@needs_kernels
+def test_functions():
+    torch.manual_seed(0)
+    angles = torch.randn(2, 5, 4, device=DEVICE)
+    cos, sin = twice(angles)
+    args = dict(q=random(2, 3, 5, 8), k=random(2, 1, 5, 8))
+    expected = run(lambda q, k: lnn.liger_rope(q, k, cos, sin), like(args))
+    before = like(args)
+    assert_same_bits(run(lambda q, k: LigerRopeFunction.apply(q, k, cos, sin, None, 1), args), expected)
+    outs = forward(lambda q, k: rope_forward(q, k, cos, sin), args)
+    assert_same_bits({"out0": outs["out0"].detach(), "out1": outs["out1"].detach()}, {k: v for k, v in expected.items() if k.startswith("out")})
+    turned_back = dict(zip(("q", "k"), rope_backward(outs["out0"], outs["out1"], cos, sin)))
+    for name, x in args.items():
+        torch.testing.assert_close(turned_back[name], x)
+        assert_same_bits({name: x}, {name: before[name]})  # nothing is turned in place
+
+    args = {name: x.detach().transpose(1, 2).requires_grad_() for name, x in args.items()}
+    freqs = torch.polar(torch.ones_like(angles), angles)
+    expected = run(lambda q, k: lnn.liger_llama4_text_rotary_pos_emb(q, k, freqs), like(args))
+    assert_same_bits(run(lambda q, k: LigerLlama4RopeFunction.apply(q, k, freqs, 128), args), expected)
+
+
+# -- slices of one projection ----------------------------------------------------------------
+
+
+def _norm_and_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    w = torch.linspace(0.5, 1.5, q.shape[-1], device=q.device)
+    return qk_norm_rope(q, k, w, w, cos, sin, unsqueeze_dim=2, casting="gemma")
+
+
+@needs_kernels
+@pytest.mark.parametrize("fn", [lambda *args: rope(*args, unsqueeze_dim=2), _norm_and_rope], ids=["rope", "qk_norm_rope"])
+@pytest.mark.parametrize("slices", [lambda x: x.split((4, 2, 2), 2), lambda x: x.unflatten(2, (4, 2)).unbind(3)[:2]], ids=["split", "unbind"])
+def test_slices_of_a_projection_are_read_where_they_are(fn, slices):
+    """Kernels get the memory of the caller's tensors, transposed gradients included; a packed gradient arrives."""
+    torch.manual_seed(0)
+    angles = torch.randn(1, 5, 4, device=DEVICE)
+    qkv, cos, sin = random(2, 5, 8, 8), angles.cos(), angles.sin()
+    launched = []
+    with _op.intercept_launches(lambda kernel, grid, args, meta: launched.append(args)):
+        q, k = slices(qkv)[:2]
+        outs = fn(q, k, cos, sin)
+        attention = [torch.randn_like(o.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2) for o in outs]
+        torch.autograd.grad(outs, [q, k], attention)
+    for args, tensors in zip(launched, ((q, k), attention)):
+        assert [(a.data_ptr(), a.stride()) for a in args[:2]] == [(t.data_ptr(), t.stride()) for t in tensors]
+
+    def packed(qkv):
+        return fn(*(x for x in slices(qkv)[:2]), cos, sin)
+
+    apart = {name: x.detach().clone().requires_grad_() for name, x in zip("qk", slices(qkv))}
+    expected = run(lambda q, k: fn(q, k, cos, sin), apart)
+    ours = run(packed, dict(qkv=qkv))
+    for name, grad in zip(("dq", "dk"), slices(ours["dqkv"])):
+        assert_same_bits({name: grad}, {name: expected[name]})
+    assert_same_bits({k: v for k, v in ours.items() if k != "dqkv"}, {k: v for k, v in expected.items() if k.startswith("out")})
+
+
+# -- fused with the norm before --------------------------------------------------------------
+
+
+def eighths(*shape: int, dtype: torch.dtype) -> Tensor:
+    """Numbers whose squares add up without rounding, in whatever order."""
+    return (torch.randn(*shape, device=DEVICE) * 8).round().div(8).to(dtype).requires_grad_()
+
+
+@in_dtypes
+@pytest.mark.parametrize("casting, offset", [("llama", 0.0), ("llama", 1.0), ("gemma", 1.0), ("none", 0.0)])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_qk_norm_rope_is_the_operators_in_sequence(dtype, casting, offset, layout):
+    torch.manual_seed(0)
+    angles = torch.randn(2, 3, 5, device=DEVICE)
+    q, k, cos, sin = eighths(2, 3, 3, 16, dtype=dtype), eighths(2, 1, 3, 16, dtype=dtype), angles.cos().to(dtype), angles.sin().to(dtype)
+    wq, wk = random(16, dtype=dtype), random(16, dtype=dtype)
+    norm = lambda x, w: rms_norm(x, w, eps=1e-6, offset=offset, casting=casting)
+    expected = rope(norm(q, wq), norm(k, wk), cos, sin, layout=layout)
+    ours = qk_norm_rope(q, k, wq, wk, cos, sin, eps=1e-6, offset=offset, casting=casting, layout=layout)
+    assert_same(dict(zip("qk", ours)), dict(zip("qk", expected)))
+
+
+@in_dtypes
+@pytest.mark.parametrize("model", ["qwen3", "gemma3"])
+def test_qk_norm_rope_is_what_models_compute(model, dtype):
+    """transformers' norms and rotation in a row; in bf16 at least as near the truth as they are."""
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+    norm, options = {"qwen3": (Qwen3RMSNorm, {}), "gemma3": (Gemma3RMSNorm, dict(offset=1.0, casting_mode="gemma"))}[model]
+    torch.manual_seed(0)
+    tables = twice(torch.randn(1, 5, 8, device=DEVICE))
+
+    def stock(q, k, wq, wk):
+        modules = [norm(16).to(q) for _ in range(2)]
+        q, k = (torch.func.functional_call(m, {"weight": w}, x) for m, w, x in zip(modules, (wq, wk), (q, k)))
+        return apply_rotary_pos_emb(q, k, *(t.to(q.dtype) for t in tables))
+
+    def truth(q, k, wq, wk):
+        q, k = (rms_norm(x, w, eps=1e-6, offset=options.get("offset", 0.0)) for x, w in ((q, wq), (k, wk)))
+        return apply_rotary_pos_emb(q, k, *(t.to(dtype).double() for t in tables))
+
+    args = dict(q=random(2, 3, 5, 16, dtype=dtype), k=random(2, 2, 5, 16, dtype=dtype), wq=random(16, dtype=dtype), wk=random(16, dtype=dtype))
+    ours = run(lambda q, k, wq, wk: lnn.liger_qk_norm_rope(q, k, wq, wk, *(t.to(dtype) for t in tables), eps=1e-6, **options), like(args))
+    assert_as_accurate(ours, run(stock, like(args)), run(truth, like(args, torch.float64)))
+
+
+@needs_kernels
+def test_qk_norm_rope_of_zeros():
+    """With eps 0, heads beyond the last of a tile have no finite 1/rms, and no say in dw."""
+    torch.manual_seed(0)
+    args = dict(q=random(1, 3, 2, 8), k=random(1, 1, 2, 8), wq=random(8), wk=random(8))
+    angles = torch.randn(1, 2, 4, device=DEVICE)
+    fn = lambda **args: qk_norm_rope(**args, cos=angles.cos(), sin=angles.sin(), eps=0.0)
+    outs = forward(fn, args)
+    assert all(g.isfinite().all() for g in backward(outs, args, {name: torch.ones_like(o) for name, o in outs.items()}).values())
+
+
+@needs_kernels
+def test_qk_norm_rope_beyond_the_table():
+    args = dict(q=random(1, 2, 3, 8), k=random(1, 1, 3, 8), wq=random(8), wk=random(8))
+    angles = torch.randn(4, 4, device=DEVICE)
+    yq, yk = qk_norm_rope(**args, cos=angles.cos(), sin=angles.sin(), position_ids=torch.tensor([[0, 4, -1]], device=DEVICE))
+    assert yq[:, :, 0].isfinite().all() and yq[:, :, 1:].isnan().all() and yk[:, :, 1:].isnan().all()
+
+
+def test_wide_heads_take_the_reference():
+    args = dict(q=random(1, 1, 1, 1026), k=random(1, 1, 1, 1026), wq=random(1026), wk=random(1026))
+    angles = torch.randn(1, 1, 513, device=DEVICE)
+    fn = lambda cos, sin, **args: qk_norm_rope(**args, cos=cos, sin=sin)
+    tables = dict(cos=angles.cos(), sin=angles.sin())
+    pytorch = run(fn, like(args | tables))
+    assert_as_accurate(pytorch, pytorch, run(fn, like(args | tables, torch.float64)))

@@ -180,8 +180,9 @@ def modulated_rms_norm_bwd(
     (M, N), S, need_dshift = x.shape, len(scale), shift is not None
     per_row = S == M and S > 1
     samples, R = (1, M) if per_row else (S, M // max(S, 1))
-    c = _config.tile("modulated_rms_norm_bwd", N, x.itemsize, elements=8192, per_thread=32, pipelined=2)
-    programs = max(1, min(cdiv(_config.processors() * c.per_sm, max(samples, 1)), cdiv(R, c.block_m)))  # of a sample
+    # half of rms_norm's tile: 32 numbers a thread and a scale for each row do not fit in the registers of sm90
+    c = _config.tile("modulated_rms_norm_bwd", N, x.itemsize, elements=4096, pipelined=2)
+    programs = max(1, min(cdiv(2 * _config.processors() * c.per_sm, max(samples, 1)), cdiv(R, c.block_m)))  # of a sample
     dx = x.new_empty((M, N) if need_dx else 0)
     dscale = scale.new_empty((S, N) if need_dscale else 0)
     dshift = x.new_empty((S, N) if need_dshift else 0, dtype=shift)

@@ -18,7 +18,7 @@ from liger_kernel.ops._op import Case, Cost, T, acc, launch, launcher, nbytes, o
 from liger_kernel.ops._reduce import column_sum
 from liger_kernel.ops._tl import cdiv, tl, triton
 
-MAX_N = 32768  # columns that one program holds in registers; wider rows take the reference
+MAX_N = 16384  # columns that one program holds in registers, with their powers; wider rows take the reference
 LARGE = 2.0**15
 _LARGE = tl.constexpr(LARGE)
 
@@ -119,7 +119,7 @@ def poly_norm_fwd(x: Tensor, w: Tensor, b: Tensor, eps: float) -> tuple[Tensor, 
     """y; and of each row 1/s, r_1, r_2 and r_3."""
     M, N = x.shape
     y, stats = x.new_empty(M, N), x.new_empty(4, M, dtype=torch.float32)
-    c = _config.tile("poly_norm_fwd", N, x.itemsize, elements=4096, per_thread=32)
+    c = _config.tile("poly_norm_fwd", N, x.itemsize, elements=4096)
     launch(_fwd, (cdiv(M, c.block_m),), x, w, b, y, stats, M, N, x.stride(0), eps, BLOCK_M=c.block_m, BLOCK_N=c.block_n, num_warps=c.num_warps)
     return y, stats
 
@@ -129,7 +129,7 @@ def poly_norm_bwd(dy: Tensor, x: Tensor, w: Tensor, stats: Tensor, need_dx: bool
     """dx, and dw and db side by side in fp32; what is not needed is empty."""
     M, N = x.shape
     # half of rms_norm's tile: the powers of a row take the registers of its weight and of the sums for it, twice over
-    c = _config.tile("poly_norm_bwd", N, x.itemsize, elements=4096, per_thread=16, pipelined=2)
+    c = _config.tile("poly_norm_bwd", N, x.itemsize, elements=4096, pipelined=2)
     programs = max(1, min(2 * _config.processors() * c.per_sm, cdiv(M, c.block_m)))
     dx = x.new_empty((M, N) if need_dx else 0)
     partials = x.new_empty(programs, 3 * need_dw + need_db, dtype=torch.float32)
@@ -173,7 +173,6 @@ def _tensors(*shape: int) -> dict[str, T]:
         Case("fp32-weights", dict(x=T((6, 64)), w=T((3,), dtype=torch.float32), b=T((1,), dtype=torch.float32))),
         Case("1b", _tensors(8192, 5504), gpu=True),
         Case("row-of-16k", _tensors(2048, 16384), gpu=True),
-        Case("row-of-32k", _tensors(512, 32768), gpu=True),
         Case("bad-weight", dict(_tensors(4, 8), w=T((4,))), error="poly_norm: w must have shape (3,), got (4,)"),
         Case("bad-bias", dict(_tensors(4, 8), b=T((3,))), error="poly_norm: b must have one element, got shape (3,)"),
         Case("integers", dict(_tensors(4, 8), x=T((4, 8), dtype=torch.int64)), error="poly_norm: x must be floating point, got torch.int64"),

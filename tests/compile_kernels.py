@@ -1,4 +1,4 @@
-"""``python compile_kernels.py cuda:90 report.json``: compile every kernel of every operator for a GPU that need not be there.
+"""``python compile_kernels.py sm90 report.json``: compile every kernel of every operator for a GPU that need not be there.
 
 A script, since the test process interprets kernels. The operators run their cases on the meta device; each launch becomes a compilation on the path of
 a real one. Of the launches that differ in tile sizes alone, those of real-model cases are compiled and, without one, the largest. One target, ``FULL``,
@@ -17,57 +17,13 @@ from pathlib import Path
 
 import torch
 from triton import knobs
-from triton.backends.compiler import GPUTarget
-from triton.backends.driver import DriverBase
-from triton.runtime import driver
-from triton.runtime.jit import MockTensor
 
-from liger_kernel.ops import OPS, _config, _op
+from liger_kernel import warmup
+from liger_kernel.ops import OPS, _op
 from liger_kernel.testing import differentiable, run
 
-# backend:arch -> name in _config, threads a warp, processors (A100, RTX 4090, H100, B200, MI300X, MI355X)
-TARGETS = {
-    "cuda:80": ("sm80", 32, 108),
-    "cuda:89": ("sm89", 32, 128),
-    "cuda:90": ("sm90", 32, 132),
-    "cuda:100": ("sm100", 32, 148),
-    "hip:gfx942": ("gfx942", 64, 304),
-    "hip:gfx950": ("gfx950", 64, 256),
-}
-FULL = "cuda:90"
+FULL = "sm90"
 TILE = re.compile("BLOCK|STAGES|num_warps|num_stages")
-
-
-class CompileOnly(DriverBase):
-    """A device that can only be compiled for."""
-
-    def __init__(self, target: GPUTarget):
-        self.target = target
-
-    @classmethod
-    def is_active(cls) -> bool:
-        return False
-
-    def map_python_to_cpp_type(self, ty: str) -> str:
-        return ty
-
-    def get_current_target(self) -> GPUTarget:
-        return self.target
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def set_current_device(self, device: int) -> None:
-        pass
-
-    def get_current_stream(self, device: int | None = None) -> int:
-        return 0
-
-    def get_benchmarker(self):
-        raise RuntimeError("nothing runs here")
 
 
 def launches(full: bool) -> list[tuple]:
@@ -79,7 +35,7 @@ def launches(full: bool) -> list[tuple]:
             kinds = tuple(str(a.dtype) if isinstance(a, torch.Tensor) else type(a).__name__ for a in args)
             flags = tuple((k, v) for k, v in meta.items() if not TILE.match(k))
             tiles = found.setdefault((kernel.fn.__module__, kernel.fn.__name__, kinds, flags), {})
-            mocks = [MockTensor(a.dtype) if isinstance(a, torch.Tensor) else a for a in args]
+            mocks = [warmup.Mock(a) if isinstance(a, torch.Tensor) else a for a in args]
             elements = math.prod(v for k, v in meta.items() if k.startswith("BLOCK") and v)
             tiles[tuple(meta.items())] = real, elements, kernel, mocks, meta
 
@@ -117,18 +73,15 @@ def resources(compiled) -> dict[str, int]:
     return {"registers": said["REG"], "spills": said["STACK"] + said["LOCAL"], "shared": compiled.metadata.shared}
 
 
-def main(name: str, report: str) -> None:
-    backend, arch = name.split(":")
-    config, warp, processors = TARGETS[name]
-    driver.set_active(CompileOnly(GPUTarget(backend, int(arch) if arch.isdigit() else arch, warp)))
+def main(arch: str, report: str) -> None:
     rows = []
-    with _config.target(config, processors):
-        for kernel, args, meta in launches(name == FULL):
+    with warmup.compiling_for(arch):
+        for kernel, args, meta in launches(full=arch == FULL):
             row = {
                 "kernel": f"{kernel.fn.__module__.removeprefix('liger_kernel.ops.')}.{kernel.fn.__name__}",
-                "dtypes": " ".join(dict.fromkeys(str(a.dtype)[6:] for a in args if isinstance(a, MockTensor))),
+                "dtypes": " ".join(dict.fromkeys(str(a.dtype)[6:] for a in args if isinstance(a, warmup.Mock))),
                 "meta": " ".join(f"{k}={v}" for k, v in meta.items()),
-                "threads": meta.get("num_warps", 4) * warp,
+                "threads": meta.get("num_warps", 4) * warmup.TARGETS[arch].warp,
             }
             try:
                 row |= resources(kernel.warmup(*args, grid=(1,), **meta))

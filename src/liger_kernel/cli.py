@@ -1,4 +1,4 @@
-"""``liger``: train, demo, models, ops, bench, tune, env. A command's code is imported when it is asked for, so that help is instant."""
+"""``liger``: train, demo, models, ops, bench, tune, warmup, env. A command's code is imported when it is asked for, so that help is instant."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ COMMANDS = {
     "ops": "the operators and the cases they are tested on",
     "bench": "measure operators, or with `bench step` whole training steps, beside eager, torch.compile and other packages",
     "tune": "search an operator's launch configurations on this GPU",
+    "warmup": "compile the kernels that training a model needs, with or without a GPU",
     "env": "versions, GPU, and whether kernels or references serve",
 }
 
@@ -85,6 +86,13 @@ def tune(argv: list[str]) -> int:
     from liger_kernel.bench import tune
 
     return tune.main(argv)
+
+
+def warmup(argv: list[str]) -> int:
+    _need("torch", "triton", "transformers")
+    from liger_kernel import warmup
+
+    return warmup.main(argv)
 
 
 def env(argv: list[str]) -> None:

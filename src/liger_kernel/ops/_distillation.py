@@ -16,7 +16,7 @@ from liger_kernel.ops import _config, logit_divergence
 from liger_kernel.ops._divergence import element
 from liger_kernel.ops._linear import Kept, chunk_gradients
 from liger_kernel.ops._op import acc, launch, tracing, use_kernels
-from liger_kernel.ops._tl import next_power_of_2, tl, triton
+from liger_kernel.ops._tl import jit, next_power_of_2, tl
 from liger_kernel.ops.cross_entropy import Loss, Rows, check
 from liger_kernel.ops.cross_entropy import row_kernel as cross_entropy_rows
 from liger_kernel.ops.linear_cross_entropy import check_head, promoted
@@ -69,14 +69,14 @@ class Distillation:
 NUMBERS = "str kind, float beta, float temperature, float weight_hard, float weight_soft, bool tail, int ignore_index, str reduction"
 
 
-@triton.jit
+@jit
 def _load(z_ptr, bias_ptr, start, V, origin, HAS_BIAS: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr):
     """A block of one row's logits less ``origin``, (LANES, VEC): what a thread reads at once is a row of it. -inf outside."""
     col = start + tl.arange(0, LANES)[:, None] * VEC + tl.arange(0, VEC)[None, :]
     return col, _at(z_ptr, bias_ptr, col, col < V, HAS_BIAS) - origin
 
 
-@triton.jit
+@jit
 def _at(z_ptr, bias_ptr, col, mask, HAS_BIAS: tl.constexpr):
     """Logits of one row where the ``mask`` is, -inf elsewhere."""
     z = tl.load(z_ptr + col, mask=mask, other=-float("inf")).to(tl.float32)
@@ -85,7 +85,7 @@ def _at(z_ptr, bias_ptr, col, mask, HAS_BIAS: tl.constexpr):
     return z
 
 
-@triton.jit
+@jit
 def _origin(z_ptr, bias_ptr, V, HAS_BIAS: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr):
     """The first block's maximum: softmax does not see what is subtracted from all logits, the rounding of their differences does."""
     _, z = _load(z_ptr, bias_ptr, 0, V, 0.0, HAS_BIAS, LANES, VEC)
@@ -93,13 +93,13 @@ def _origin(z_ptr, bias_ptr, V, HAS_BIAS: tl.constexpr, LANES: tl.constexpr, VEC
     return tl.where(tl.abs(top) == float("inf"), 0.0, top)
 
 
-@triton.jit
+@jit
 def _times(a, weight):
     """``a`` weighted; nothing where the weight is, also of what is infinite."""
     return tl.where(weight == 0.0, 0.0, a * weight)
 
 
-@triton.jit
+@jit
 def _online(z, top, total):
     """The maximum of each lane so far, its sum of exponentials relative to that, those of ``z``, and what older sums are to be multiplied by."""
     new = tl.maximum(top, tl.max(z, axis=1))
@@ -109,7 +109,7 @@ def _online(z, top, total):
     return new, total * rescale + tl.sum(e, axis=1), e, rescale
 
 
-@triton.jit
+@jit
 def _joined(top, total):
     """The logsumexp over lanes, and the weight of each in softmax."""
     best = tl.max(top, axis=0)
@@ -118,14 +118,14 @@ def _joined(top, total):
     return best + tl.log(total), weight / total
 
 
-@triton.jit
+@jit
 def _with(lse, x):
     """logsumexp of what has ``lse`` and of x."""
     top = tl.maximum(lse, tl.max(x, axis=0))
     return top + tl.log(tl.exp(lse - top) + tl.sum(tl.exp(x - top), axis=0))
 
 
-@triton.jit
+@jit
 def _derived(x, y, beta, KIND: tl.constexpr):
     """Loss and its derivative with respect to x at each element, and q; of the kinds that are not linear in the log-probabilities."""
     q = tl.exp(x)
@@ -137,7 +137,7 @@ def _derived(x, y, beta, KIND: tl.constexpr):
     return loss, g, q
 
 
-@triton.jit
+@jit
 def _ignore(soft_ptr, hard_ptr, dz_ptr, row, V, HARD: tl.constexpr, NEED_DZ: tl.constexpr, BLOCK: tl.constexpr):
     """Nothing of a row that does not count."""
     tl.store(soft_ptr + row, 0.0)
@@ -149,7 +149,7 @@ def _ignore(soft_ptr, hard_ptr, dz_ptr, row, V, HARD: tl.constexpr, NEED_DZ: tl.
             tl.store(dz_ptr + col, tl.zeros((BLOCK,), dz_ptr.dtype.element_ty), mask=col < V)
 
 
-@triton.jit
+@jit
 def _factor(norm_ptr, g_ptr, row, HAS_NORM: tl.constexpr, HAS_G: tl.constexpr):
     """What multiplies the gradient of a row."""
     factor = 1.0
@@ -160,7 +160,7 @@ def _factor(norm_ptr, g_ptr, row, HAS_NORM: tl.constexpr, HAS_G: tl.constexpr):
     return factor
 
 
-@triton.jit
+@jit
 def _rows(
     s_ptr, t_ptr, s_bias_ptr, t_bias_ptr, target_ptr, norm_ptr, g_ptr, soft_ptr, hard_ptr, dz_ptr,
     V, s_stride, t_stride, dz_stride, ignore_index, beta, scale, weight_hard, weight_soft,
@@ -279,7 +279,7 @@ def _rows(
                 tl.store(dz_ptr + col, dz.to(dz_ptr.dtype.element_ty), mask=col < V)
 
 
-@triton.jit
+@jit
 def _topk_rows(
     s_ptr, log_p_ptr, index_ptr, s_bias_ptr, target_ptr, norm_ptr, g_ptr, soft_ptr, hard_ptr, dz_ptr,
     V, K, s_stride, dz_stride, ignore_index, scale, weight_hard, weight_soft,

@@ -19,7 +19,7 @@ from torch import Tensor
 from liger_kernel.ops import _config
 from liger_kernel.ops._op import acc, launch, launcher, nbytes, rows_of, tracing, use_kernels
 from liger_kernel.ops._reduce import scaled
-from liger_kernel.ops._tl import cdiv, tl, triton
+from liger_kernel.ops._tl import cdiv, jit, tl
 
 TINY = 1.1754944e-38  # the smallest normal fp32
 
@@ -57,7 +57,7 @@ def masked(losses: Tensor, labels: Tensor | None, ignore_index: int) -> Tensor:
     return losses if labels is None else losses.where((labels != ignore_index)[..., None], 0)
 
 
-@triton.jit
+@jit
 def element(x, y, beta, eps, KIND: tl.constexpr):
     """The divergence at each element of fp32 x and y, and its derivatives with respect to x and to y."""
     if KIND == "tvd":
@@ -91,7 +91,7 @@ def element(x, y, beta, eps, KIND: tl.constexpr):
     return loss, dx, dy
 
 
-@triton.jit
+@jit
 def _dense(
     x_ptr, y_ptr, label_ptr, norm_ptr, g_ptr, loss_ptr, dx_ptr, dy_ptr,
     V, span, splits, x_stride, y_stride, label_stride, g_stride, g_col_stride, ignore_index, beta, eps,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._op import acc, tracing
+from liger_kernel.ops._op import acc, intercepted, on_gpu, tracing
 
 Body = Callable[[Tensor, slice, Tensor | None], None]
 
@@ -86,7 +86,7 @@ def chunk_gradients(
     db = x.new_zeros(V if need_db else 0, dtype=acc(x.dtype))
     if tracing(x):
         return dx, dw, db
-    step = max(1, min(M, chunk_rows or auto_chunk_rows(M, V, H, x.itemsize, x.is_cuda)))
+    step = max(1, min(M, chunk_rows or auto_chunk_rows(M, V, H, x.itemsize, on_gpu(x))))
     chunks = list(chunks_of(M, step) if chunks is None else chunks)
     step = max((c.stop - c.start for c in chunks), default=0)
     if accum_dtype is None:
@@ -138,7 +138,9 @@ class Kept:
             self._counts = counts
 
     def counts(self) -> list[int]:
-        """Rows that count, of each group."""
+        """Rows that count, of each group; half of them where nothing is computed."""
+        if intercepted():
+            return [self.total // self._counts.numel() // 2] * self._counts.numel()
         if self._event is not None:
             self._event.synchronize()
             self._event = None

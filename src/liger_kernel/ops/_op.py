@@ -178,19 +178,30 @@ _intercept: Run | None = None
 
 
 @contextlib.contextmanager
-def intercept_launches(run: Run) -> Iterator[None]:
+def intercept_launches(run: Run, device: str = "meta") -> Iterator[None]:
     """Hand every launch to ``run(kernel, grid, args, meta)`` instead: how kernels are compiled for a device that is not there.
 
-    Operators then use kernels for tensors on the meta device, too, and launchers run as if these were real.
+    Operators then use kernels for tensors on ``device``, "meta" or, for fake tensors, "cpu", and launchers run as if these were a GPU's.
     """
     global _intercept
     _intercept = run
-    _KERNEL_DEVICES.add("meta")
+    added = {device} - _KERNEL_DEVICES
+    _KERNEL_DEVICES.update(added)
     try:
         yield
     finally:
         _intercept = None
-        _KERNEL_DEVICES.discard("meta")
+        _KERNEL_DEVICES.difference_update(added)
+
+
+def intercepted() -> bool:
+    """Whether launches go elsewhere, so that nothing is computed and only shapes can be relied on."""
+    return _intercept is not None
+
+
+def on_gpu(x: Tensor) -> bool:
+    """Whether ``x`` is on a GPU, or stands for a tensor that is while launches are intercepted."""
+    return x.is_cuda or _intercept is not None
 
 
 DIRECT = ("3.6", "3.7")  # releases of Triton whose compiled kernels we know how to call

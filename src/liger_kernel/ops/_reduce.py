@@ -7,10 +7,10 @@ from torch import Tensor
 
 from liger_kernel.ops import _config
 from liger_kernel.ops._op import launch, launcher, use_kernels
-from liger_kernel.ops._tl import cdiv, tl, triton
+from liger_kernel.ops._tl import cdiv, jit, tl
 
 
-@triton.jit
+@jit
 def _column_sum(x_ptr, y_ptr, P, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):
     col = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     total = tl.zeros((BLOCK_P, BLOCK_N), tl.float32)
@@ -28,7 +28,7 @@ def column_sum(partials: Tensor, dtype: torch.dtype) -> Tensor:
     return y
 
 
-@triton.jit
+@jit
 def _scale(x_ptr, s_ptr, n, BLOCK: tl.constexpr):
     s = tl.load(s_ptr).to(tl.float32)
     # the common case, ``loss.backward()``, costs a launch and no traffic; so does a number that was divided and multiplied by

@@ -1,6 +1,8 @@
-"""Triton, or a stand-in where it is not installed, and the ``@triton.jit`` pieces that kernels share."""
+"""Triton, or a stand-in where it is not installed, and the ``@jit`` pieces that kernels share."""
 
 from __future__ import annotations
+
+import functools
 
 try:
     import triton
@@ -18,6 +20,12 @@ except ImportError:  # macOS, Windows: references only; kernels are defined but 
     HAS_TRITON = False
 
 
+# Integers that change with the batch, and numbers that users choose: a kernel is not compiled anew where one of these is 1 or a multiple of 16. All
+# others do without a name here, as loads are wide where widths and strides are known to be such multiples.
+VARYING = ("M", "T", "L", "R", "P", "tokens", "n_tokens", "programs", "splits", "ignore_index", "cos_batch", "sin_batch", "pos_batch", "label_stride")
+jit = functools.partial(triton.jit, do_not_specialize=VARYING)
+
+
 def next_power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
@@ -26,7 +34,7 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-@triton.jit
+@jit
 def tanh(x):
     """fp32 tanh in plain Triton, accurate relative to its value: a series below 0.3, exponentials above."""
     t = tl.abs(x)

@@ -27,7 +27,7 @@ from torch import Tensor
 from liger_kernel.ops import _config
 from liger_kernel.ops._op import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, rows_of, tracing, use_kernels
 from liger_kernel.ops._reduce import scaled
-from liger_kernel.ops._tl import tanh, tl, triton
+from liger_kernel.ops._tl import jit, tanh, tl
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -96,7 +96,7 @@ LOSS_SCHEMA = (
 _LOG2E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit
+@jit
 def _logits(z_ptr, bias_ptr, col, mask, scale, cap, HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr, EVICT: tl.constexpr):
     """Transformed logits; and tanh, for the derivative of the softcap."""
     z = tl.load(z_ptr + col, mask=mask, other=0.0, eviction_policy=EVICT).to(tl.float32)
@@ -111,13 +111,13 @@ def _logits(z_ptr, bias_ptr, col, mask, scale, cap, HAS_BIAS: tl.constexpr, HAS_
     return z, t
 
 
-@triton.jit
+@jit
 def _finite(x):
     """A row of -inf alone has no largest number to count from."""
     return tl.where(x == -float("inf"), 0.0, x)
 
 
-@triton.jit
+@jit
 def _sums(
     z_ptr, bias_ptr, w_ptr, V, shift, logit_scale, cap, lane, HAS_W: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr,
     SMOOTH: tl.constexpr, STATS: tl.constexpr, MEAN: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
@@ -154,7 +154,7 @@ def _sums(
     )  # fmt: skip
 
 
-@triton.jit
+@jit
 def _rows(
     z_ptr, target_ptr, dz_ptr, w_ptr, w_sum_ptr, bias_ptr, norm_ptr, g_ptr, g_entropy_ptr, lse_in_ptr, entropy_in_ptr,
     loss_ptr, z_loss_ptr, lse_ptr, predicted_ptr, entropy_ptr, mean_ptr,

@@ -12,7 +12,7 @@ from torch import Tensor
 from liger_kernel.ops import _config
 from liger_kernel.ops._op import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, rows_of, use_kernels
 from liger_kernel.ops._reduce import column_sum
-from liger_kernel.ops._tl import cdiv, tanh, tl, triton
+from liger_kernel.ops._tl import cdiv, jit, tanh, tl
 
 
 def reference(x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor | None = None) -> Tensor:
@@ -21,7 +21,7 @@ def reference(x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor | None = Non
     return (y if beta is None else y + beta.to(dtype)).to(x.dtype)
 
 
-@triton.jit
+@jit
 def _fwd(
     x_ptr, alpha_ptr, gamma_ptr, beta_ptr, y_ptr, M, N, x_stride,
     HAS_BETA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -38,7 +38,7 @@ def _fwd(
     tl.store(y_ptr + row[:, None] * N + col[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@jit
 def _bwd(
     dy_ptr, x_ptr, alpha_ptr, gamma_ptr, dx_ptr, dalpha_ptr, dgamma_ptr, dbeta_ptr, M, N, dy_stride, x_stride,
     NEED_DX: tl.constexpr, NEED_DALPHA: tl.constexpr, NEED_DGAMMA: tl.constexpr, NEED_DBETA: tl.constexpr,

@@ -15,7 +15,7 @@ from torch import Tensor
 from liger_kernel.ops import _config
 from liger_kernel.ops._op import Case, Cost, T, launch, launcher, nbytes, once_differentiable, op, rows_of, use_kernels
 from liger_kernel.ops._reduce import column_sum
-from liger_kernel.ops._tl import cdiv, tl, triton
+from liger_kernel.ops._tl import cdiv, jit, tl
 from liger_kernel.ops.rms_norm import CASTING
 from liger_kernel.ops.rms_norm import reference as rms_norm_reference
 
@@ -28,7 +28,7 @@ def reference(x: Tensor, residual: Tensor, w: Tensor | None = None, *, eps: floa
     return rms_norm_reference(s, w, eps=eps, offset=offset, casting=casting), s
 
 
-@triton.jit
+@jit
 def _fwd(
     x_ptr, r_ptr, w_ptr, y_ptr, s_ptr, rstd_ptr, M, N, x_stride, r_stride, eps, offset,
     HAS_W: tl.constexpr, CASTING: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -57,7 +57,7 @@ def _fwd(
     tl.store(y_ptr + row[:, None] * N + col[None, :], h.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@jit
 def _bwd_mean(
     dy_ptr, s_ptr, w_ptr, rstd_ptr, mean_ptr, M, N, dy_stride, offset,
     HAS_W: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -77,7 +77,7 @@ def _bwd_mean(
     tl.store(mean_ptr + row, total / N, mask=row < M)
 
 
-@triton.jit
+@jit
 def _bwd(
     dy_ptr, ds_ptr, s_ptr, w_ptr, rstd_ptr, mean_ptr, dx_ptr, dw_ptr, M, N, dy_stride, ds_stride, offset,
     HAS_W: tl.constexpr, HAS_DS: tl.constexpr, WIDE: tl.constexpr, NEED_DX: tl.constexpr, NEED_DW: tl.constexpr,

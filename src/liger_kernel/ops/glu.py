@@ -13,7 +13,7 @@ from torch import Tensor
 
 from liger_kernel.ops import _config
 from liger_kernel.ops._op import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, rows_of, use_kernels
-from liger_kernel.ops._tl import cdiv, tl, triton
+from liger_kernel.ops._tl import cdiv, jit, tl
 
 ACTS = {
     "silu": F.silu,
@@ -30,7 +30,7 @@ def reference(gate: Tensor, up: Tensor | None = None, *, act: str = "silu") -> T
     return ACTS[act](gate.to(acc(gate.dtype))).to(gate.dtype) * up
 
 
-@triton.jit
+@jit
 def _sigmoids(x):
     """sigmoid(x) and sigmoid(-x), each accurate relative to its value; 1 - sigmoid(x) would cancel."""
     e = tl.exp(-tl.abs(x))
@@ -38,7 +38,7 @@ def _sigmoids(x):
     return tl.where(x >= 0, r, e * r), tl.where(x >= 0, e * r, r)
 
 
-@triton.jit
+@jit
 def _act(x, ACT: tl.constexpr):
     """act(x) and its derivative, in fp32."""
     if ACT == "silu":
@@ -63,7 +63,7 @@ def _act(x, ACT: tl.constexpr):
     return y, dy
 
 
-@triton.jit
+@jit
 def _fwd(
     gate_ptr, up_ptr, y_ptr, M, N, gate_stride, up_stride, y_stride,
     ACT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -79,7 +79,7 @@ def _fwd(
     tl.store(y_ptr + row[:, None] * y_stride + col[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@jit
 def _bwd(
     dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, M, N, dy_stride, gate_stride, up_stride, dgate_stride, dup_stride,
     ACT: tl.constexpr, NEED_DGATE: tl.constexpr, NEED_DUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,

@@ -15,7 +15,7 @@ from torch import Tensor
 from liger_kernel.ops import _config
 from liger_kernel.ops._op import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, rows_of, use_kernels
 from liger_kernel.ops._reduce import column_sum
-from liger_kernel.ops._tl import cdiv, tl, triton
+from liger_kernel.ops._tl import cdiv, jit, tl
 
 # Columns that a program holds: a row in fp32 forward; backward a row of dy and x, the weight and two sums, which fill the registers of a processor
 FWD_N, BWD_N = 16384, 8192
@@ -26,7 +26,7 @@ def reference(x: Tensor, w: Tensor | None = None, b: Tensor | None = None, *, ep
     return F.layer_norm(x.to(h), x.shape[-1:], w if w is None else w.to(h), b if b is None else b.to(h), eps).to(x.dtype)
 
 
-@triton.jit
+@jit
 def _affine(h, w_ptr, b_ptr, col, N, HAS_W: tl.constexpr, HAS_B: tl.constexpr):
     """``h * w + b`` for the columns ``col``."""
     if HAS_W:
@@ -36,7 +36,7 @@ def _affine(h, w_ptr, b_ptr, col, N, HAS_W: tl.constexpr, HAS_B: tl.constexpr):
     return h
 
 
-@triton.jit
+@jit
 def _fwd(
     x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, M, N, x_stride, eps,
     HAS_W: tl.constexpr, HAS_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -54,7 +54,7 @@ def _fwd(
     tl.store(y_ptr + row[:, None] * N + col[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@jit
 def _fwd_wide(
     x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, M, N, x_stride, eps,
     HAS_W: tl.constexpr, HAS_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -84,7 +84,7 @@ def _fwd_wide(
         tl.store(y_ptr + row[:, None] * N + col[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@jit
 def _bwd_means(
     dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, means_ptr, M, N, dy_stride, x_stride,
     HAS_W: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -107,7 +107,7 @@ def _bwd_means(
     tl.store(means_ptr + M + row, gx_sum / N, mask=row < M)
 
 
-@triton.jit
+@jit
 def _bwd(
     dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, means_ptr, dx_ptr, dwb_ptr, M, N, dy_stride, x_stride, HAS_W: tl.constexpr, WIDE: tl.constexpr,
     NEED_DX: tl.constexpr, NEED_DW: tl.constexpr, NEED_DB: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,

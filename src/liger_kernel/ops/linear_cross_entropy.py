@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_kernel.ops._linear import Kept, add_mm, auto_chunk_rows, chunk_gradients
-from liger_kernel.ops._op import Case, Cost, T, acc, launcher, nbytes, once_differentiable, op, rows_of, tracing
+from liger_kernel.ops._op import Case, Cost, T, acc, launcher, nbytes, on_gpu, once_differentiable, op, rows_of, tracing
 from liger_kernel.ops._reduce import scaled
 from liger_kernel.ops.cross_entropy import LOSS_SCHEMA, Loss, Rows, check, items, normaliser, plain, positive, row_kernel, targets
 from liger_kernel.ops.cross_entropy import reference as cross_entropy_reference
@@ -163,7 +163,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         x, numbers = rows_of(x), astuple(s)
         M = x.shape[0] if kept is None else kept.shape[0]
         ctx.s, ctx.o = s, o
-        fits = 0 < M <= (o.chunk_rows or auto_chunk_rows(M, w.shape[0], w.shape[1], x.itemsize, x.is_cuda)) and any(o.need)
+        fits = 0 < M <= (o.chunk_rows or auto_chunk_rows(M, w.shape[0], w.shape[1], x.itemsize, on_gpu(x))) and any(o.need)
         ctx.kind = "done" if s.reduction != "none" else "one" if fits else "again"
         inputs = (x, w, target, bias, class_weight, kept, *numbers, o.fp32_logits)
         if ctx.kind == "one":

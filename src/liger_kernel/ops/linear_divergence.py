@@ -24,7 +24,7 @@ from torch import Tensor
 
 from liger_kernel.ops._distillation import KINDS, NUMBERS, TINY, Distillation, check_teacher, row_kernel, topk_forward_kl
 from liger_kernel.ops._linear import Kept, add_mm, auto_chunk_rows, chunk_gradients
-from liger_kernel.ops._op import Case, Cost, T, acc, launcher, nbytes, once_differentiable, op, rows_of
+from liger_kernel.ops._op import Case, Cost, T, acc, launcher, nbytes, on_gpu, once_differentiable, op, rows_of
 from liger_kernel.ops._reduce import scaled
 from liger_kernel.ops.cross_entropy import check, items, targets
 from liger_kernel.ops.cross_entropy import reference as cross_entropy_reference
@@ -92,7 +92,7 @@ def _chunks(x, w, bias, teacher_x, teacher_w, teacher_bias, teacher_logits, log_
     of = lambda t: t if t is None or kept is None else t.index_select(0, kept)
     y, g, log_probs, indices = (None if t is None else of(t).contiguous() for t in (target, g, log_probs, indices))
     n, V = x.shape[0] if kept is None else kept.shape[0], w.shape[0]
-    rows = max(1, min(n, chunk_rows or auto_chunk_rows(n, V, w.shape[1], x.itemsize, x.is_cuda)))
+    rows = max(1, min(n, chunk_rows or auto_chunk_rows(n, V, w.shape[1], x.itemsize, on_gpu(x))))
     soft, hard = (x.new_empty(size, dtype=acc(x.dtype)) for size in (n, n if s.weight_hard else 0))
     bias, teacher_bias = (None if t is None else t.contiguous() for t in (bias, teacher_bias))
     buffer = None if teacher_w is None else teacher_w.new_empty(rows, V, dtype=acc(teacher_w.dtype) if fp32_logits else teacher_w.dtype)

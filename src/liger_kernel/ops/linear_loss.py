@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops._linear import Kept, auto_chunk_rows, chunk_gradients, chunks_of
-from liger_kernel.ops._op import acc, once_differentiable, rows_of
+from liger_kernel.ops._op import acc, on_gpu, once_differentiable, rows_of
 from liger_kernel.ops._reduce import scaled
 from liger_kernel.ops.cross_entropy import Loss, Rows, check, row_kernel
 from liger_kernel.ops.linear_cross_entropy import Options, check_head, linear_cross_entropy_bwd, linear_cross_entropy_fwd, promoted
@@ -94,7 +94,7 @@ def linear_loss(
     kept = None
     if compact and not x.is_meta and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
         kept = Kept(target, ignore_index, group) if compact is True else compact
-    rows = o.chunk_rows or auto_chunk_rows(M, V, w.shape[1], x.itemsize, x.is_cuda)
+    rows = o.chunk_rows or auto_chunk_rows(M, V, w.shape[1], x.itemsize, on_gpu(x))
     loss, *aux = LinearLossFunction.apply(x, w, target, bias, fn, group, whole or group > 2 * rows, kept, s, o)
     return loss, tuple(aux)
 
@@ -189,7 +189,7 @@ def _plan(M: int, V: int, group: int, x: Tensor, w: Tensor, kept: Kept | None, c
     """Chunks of whole groups, [((first, last), rows)], and the numbers of the rows that they count among (None: all)."""
     index = None if kept is None else kept.rows()
     n = M if index is None else index.shape[0]
-    rows = chunk_rows or auto_chunk_rows(n, V, w.shape[1], x.itemsize, x.is_cuda)
+    rows = chunk_rows or auto_chunk_rows(n, V, w.shape[1], x.itemsize, on_gpu(x))
     if index is None:  # no more chunks than tokens alone would make
         each = group * (-(-(M // group) // max(1, -(-n // rows))) if chunk_rows is None else max(1, rows // group))
         return [((c.start // group, c.stop // group), c) for c in chunks_of(M, each)], None

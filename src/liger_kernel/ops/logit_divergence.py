@@ -30,7 +30,7 @@ from liger_kernel.ops import _config, _divergence
 from liger_kernel.ops._divergence import counted, element, elements, jsd_kind
 from liger_kernel.ops._op import Case, Cost, T, acc, launch, launcher, once_differentiable, op, rows_of, tracing, use_kernels
 from liger_kernel.ops._reduce import scaled
-from liger_kernel.ops._tl import tl, triton
+from liger_kernel.ops._tl import jit, tl
 from liger_kernel.ops.cross_entropy import targets
 
 KINDS = ("jsd", "forward_kl", "reverse_kl", "tvd")
@@ -85,14 +85,14 @@ def reference(
     return loss.sum() if reduction == "sum" else loss
 
 
-@triton.jit
+@jit
 def _load(z_ptr, start, V, origin, scale, LANES: tl.constexpr, VEC: tl.constexpr):
     """A block of one row's scaled logits, (LANES, VEC): what a thread reads at once is a row of it. -inf outside."""
     col = start + tl.arange(0, LANES)[:, None] * VEC + tl.arange(0, VEC)[None, :]
     return col, (tl.load(z_ptr + col, mask=col < V, other=-float("inf")).to(tl.float32) - origin) * scale
 
 
-@triton.jit
+@jit
 def _origin(z_ptr, V, LANES: tl.constexpr, VEC: tl.constexpr):
     """The first block's maximum, to count a row's logits from: softmax does not see a shift, the rounding of differences does."""
     _, z = _load(z_ptr, 0, V, 0.0, 1.0, LANES, VEC)
@@ -100,13 +100,13 @@ def _origin(z_ptr, V, LANES: tl.constexpr, VEC: tl.constexpr):
     return tl.where(tl.abs(top) == float("inf"), 0.0, top)
 
 
-@triton.jit
+@jit
 def _times(a, weight):
     """``a`` weighted; nothing where the weight is, also of what is infinite."""
     return tl.where(weight == 0.0, 0.0, a * weight)
 
 
-@triton.jit
+@jit
 def _online(z, top, total):
     """The running maximum of each lane, its sum of exponentials relative to it, those of ``z``, and what older sums are to be multiplied by."""
     new = tl.maximum(top, tl.max(z, axis=1))
@@ -116,7 +116,7 @@ def _online(z, top, total):
     return new, total * rescale + tl.sum(e, axis=1), e, rescale
 
 
-@triton.jit
+@jit
 def _joined(top, total):
     """The logsumexp over lanes, and the weight of each in softmax."""
     best = tl.max(top, axis=0)
@@ -125,7 +125,7 @@ def _joined(top, total):
     return best + tl.log(total), weight / total
 
 
-@triton.jit
+@jit
 def _derived(x, y, beta, KIND: tl.constexpr):
     """Loss and dloss / dx at each element, and q; of the kinds that are not linear in the log-probabilities."""
     q = tl.exp(x)
@@ -137,7 +137,7 @@ def _derived(x, y, beta, KIND: tl.constexpr):
     return loss, g, q
 
 
-@triton.jit
+@jit
 def _rows(
     s_ptr, t_ptr, label_ptr, norm_ptr, g_ptr, loss_ptr, dz_ptr, V, s_stride, t_stride, label_stride, g_stride, dz_stride, ignore_index, beta, scale,
     KIND: tl.constexpr, HAS_LABELS: tl.constexpr, HAS_NORM: tl.constexpr, HAS_G: tl.constexpr, NEED_DZ: tl.constexpr,

@@ -17,7 +17,7 @@ from torch import Tensor
 from liger_kernel.ops import _config
 from liger_kernel.ops._op import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, rows_of, use_kernels
 from liger_kernel.ops._reduce import column_sum
-from liger_kernel.ops._tl import cdiv, tl, triton
+from liger_kernel.ops._tl import cdiv, jit, tl
 
 CASTING = ("llama", "gemma", "none")
 MAX_N = 32768  # columns that one program holds in registers; wider rows take the reference
@@ -34,7 +34,7 @@ def reference(x: Tensor, w: Tensor | None = None, *, eps: float = 1e-6, offset: 
     return (w + offset if offset else w) * h.to(x.dtype)
 
 
-@triton.jit
+@jit
 def _fwd(
     x_ptr, w_ptr, y_ptr, rstd_ptr, M, N, x_stride, eps, offset,
     HAS_W: tl.constexpr, CASTING: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -60,7 +60,7 @@ def _fwd(
     tl.store(y_ptr + row[:, None] * N + col[None, :], h.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@jit
 def _bwd(
     dy_ptr, x_ptr, w_ptr, rstd_ptr, dx_ptr, dw_ptr, M, N, dy_stride, x_stride, offset,
     HAS_W: tl.constexpr, NEED_DX: tl.constexpr, NEED_DW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,

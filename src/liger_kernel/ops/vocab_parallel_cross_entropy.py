@@ -29,7 +29,7 @@ from torch import Tensor
 
 from liger_kernel.ops import _config
 from liger_kernel.ops._op import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, rows_of, tracing, use_kernels
-from liger_kernel.ops._tl import cdiv, tanh, tl, triton
+from liger_kernel.ops._tl import cdiv, jit, tanh, tl
 from liger_kernel.ops.cross_entropy import check
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ def reference(
     return {"mean": lambda t: t.sum() / valid.sum(), "sum": torch.sum, "none": lambda t: t}[reduction](loss)
 
 
-@triton.jit
+@jit
 def _logits(z_ptr, bias_ptr, at, mask, logit_scale, softcap, HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr):
     """Transformed logits, and tanh, for the derivative of the softcap."""
     z = tl.load(z_ptr + at, mask=mask, other=0.0).to(tl.float32)
@@ -165,7 +165,7 @@ def _logits(z_ptr, bias_ptr, at, mask, logit_scale, softcap, HAS_BIAS: tl.conste
     return z, t
 
 
-@triton.jit
+@jit
 def _stats(
     z_ptr, bias_ptr, target_ptr, out_ptr, M, N, z_stride, first, V, ignore_index, logit_scale, softcap,
     HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, SUM: tl.constexpr, BLOCK: tl.constexpr,
@@ -203,7 +203,7 @@ def _stats(
         tl.store(out_ptr + (4 if SUM else 3) * M, tl.cast(V, tl.float32))
 
 
-@triton.jit
+@jit
 def _merge(
     parts_ptr, own_ptr, target_ptr, loss_ptr, top_ptr, total_ptr, M, RANKS, V, ignore_index, e, K, z_loss,
     SUM: tl.constexpr, PARTITION: tl.constexpr, BLOCK: tl.constexpr,
@@ -244,7 +244,7 @@ def _merge(
     tl.store(total_ptr + row, tl.where(ignored, 1.0, total), mask=mask)
 
 
-@triton.jit
+@jit
 def _grad(
     z_ptr, bias_ptr, target_ptr, top_ptr, total_ptr, g_ptr, norm_ptr, dz_ptr, N, z_stride, dz_stride, g_stride, first, V, ignore_index,
     on, off, z_loss, logit_scale, softcap,

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_kernel.ops._linear import add_mm, auto_chunk_rows, chunks_of, rounded_sums
-from liger_kernel.ops._op import Case, Cost, T, acc, launcher, nbytes, once_differentiable, op, rows_of, tracing, use_kernels
+from liger_kernel.ops._op import Case, Cost, T, acc, launcher, nbytes, on_gpu, once_differentiable, op, rows_of, tracing, use_kernels
 from liger_kernel.ops._reduce import scaled
 from liger_kernel.ops._tl import cdiv
 from liger_kernel.ops.cross_entropy import check
@@ -92,7 +92,7 @@ def _chunks(
     group = process_group(s.group) if s.group else None
     # every rank must make the same chunks, though slices may differ
     widest = cdiv(s.V, group.size()) if group else N
-    step = max(1, min(M, chunk_rows or auto_chunk_rows(M, widest, H, x.itemsize, x.is_cuda)))
+    step = max(1, min(M, chunk_rows or auto_chunk_rows(M, widest, H, x.itemsize, on_gpu(x))))
     if accum_dtype is None:
         accum_dtype = dw.dtype if M // step <= rounded_sums(M, widest) else acc(w.dtype)
     dw_sum = dw if accum_dtype == dw.dtype or step >= M else dw.new_empty(dw.shape, dtype=accum_dtype)

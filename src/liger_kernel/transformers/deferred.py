@@ -29,6 +29,7 @@ from transformers.utils import ModelOutput
 
 from liger_kernel.nn import token_accuracy
 from liger_kernel.ops._linear import Kept, auto_chunk_rows
+from liger_kernel.ops._op import intercepted, on_gpu
 from liger_kernel.ops.cross_entropy import Loss as LossNumbers
 from liger_kernel.ops.cross_entropy import cross_entropy, items, normaliser
 from liger_kernel.ops.linear_cross_entropy import linear_cross_entropy
@@ -56,7 +57,7 @@ def is_plain(head: nn.Module) -> bool:
         return False
     if head._forward_hooks or head._forward_pre_hooks or head._backward_hooks or head._backward_pre_hooks:
         return False
-    return all(p is None or type(p) in (Tensor, nn.Parameter) for p in (head.weight, head.bias)) and head.weight.numel() > 0
+    return all(p is None or type(p) in (Tensor, nn.Parameter) or intercepted() for p in (head.weight, head.bias)) and head.weight.numel() > 0
 
 
 def head_cross_entropy(head: nn.Module, x: Tensor, target: Tensor, *, class_weight: Tensor | None = None, **options: Any) -> Any:
@@ -78,7 +79,7 @@ def head_cross_entropy(head: nn.Module, x: Tensor, target: Tensor, *, class_weig
             logits.reshape(-1, logits.shape[-1]), target, class_weight, reduction="none" if reduction == "none" else "sum", stats=True, **options
         )
 
-    rows = auto_chunk_rows(x.shape[0], out_features(head, x), x.shape[1], x.element_size(), x.is_cuda)
+    rows = auto_chunk_rows(x.shape[0], out_features(head, x), x.shape[1], x.element_size(), on_gpu(x))
     run = functools.partial(checkpoint, part, use_reentrant=False) if torch.is_grad_enabled() else part
     parts = [run(*chunk) for chunk in zip(x.split(rows), target.split(rows))]
     losses, z_losses, predicted = ([p[i] for p in parts] for i in range(3))

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -106,7 +107,7 @@ def activation(fn: Callable) -> str | None:
         return _ACTIVATIONS[fn]
     except (KeyError, TypeError):
         pass
-    with torch.no_grad(), contextlib.suppress(Exception):  # needs parameters, other devices ...: then it is none of ours
+    with torch.no_grad(), unset_fake_temporarily(), contextlib.suppress(Exception):  # needs parameters, other devices ...: then it is none of ours
         x = torch.linspace(-6, 6, 385, device="cpu")
         same = lambda ours: all(torch.equal(fn(t), ours(t.float()).to(t.dtype)) for t in (x, x.bfloat16()))
         _ACTIVATIONS[fn] = next((name for name, ours in ACTS.items() if same(ours)), None)

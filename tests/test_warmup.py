@@ -1,0 +1,64 @@
+"""Kernels compiled ahead are the kernels that training takes; batches of other sizes need no others."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="Triton is not installed")
+
+CONFIGS = {
+    "llama": dict(model_type="llama", hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=500),
+    "qwen3": dict(
+        model_type="qwen3", hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=500
+    ),
+}
+
+
+def run(env: dict[str, str], *argv: object) -> str:
+    done = subprocess.run([sys.executable, *map(str, argv)], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_training_after_warmup_compiles_nothing(family, user_env, tmp_path):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(CONFIGS[family]))
+    env = user_env | {"TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    train = (Path(__file__).with_name("fake_gpu.py"), "train", config, "2x32", "3x17")
+
+    warmup = ("-m", "liger_kernel.cli", "warmup", "--model", config, "--batch", 2, "--seq", 64, "--arch", "sm90")
+    first, second = run(env, *warmup), run(env, *warmup)
+    needed, compiled = map(int, re.match(r"(\d+) kernels for sm90: (\d+) compiled", first).groups())
+    assert compiled == needed > 8
+    assert f"{needed} kernels for sm90: 0 compiled, {needed} were in" in second
+
+    found = json.loads(run(env, *train))
+    assert found["compiled"] == 0 and found["cached"] == needed
+    cold = json.loads(run(env | {"TRITON_CACHE_DIR": str(tmp_path / "empty")}, *train))
+    assert cold["compiled"] == needed  # the count counts
+
+
+def test_batches_of_other_sizes_need_no_other_kernels(user_env):
+    found = json.loads(run(user_env, Path(__file__).with_name("fake_gpu.py"), "specialisations"))
+    assert all(one > 0 for one, _ in found.values())
+    assert {name: every for name, (_, every) in found.items()} == {name: one for name, (one, _) in found.items()}
+
+
+def test_what_cannot_be_warmed_up_is_said(user_env, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    for argv, said in (
+        (["--model", "tiny"], "no GPU here: say for which with --arch"),
+        (["--model", tmp_path / "config.json", "--arch", "sm90"], "has no model_type"),
+        (["--model", "tiny", "--arch", "sm90", "--seq", "0"], "--batch and --seq must be at least 1, got 1 and 0"),
+    ):
+        argv = [sys.executable, "-m", "liger_kernel.cli", "warmup", *map(str, argv)]
+        done = subprocess.run(argv, env=user_env | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, check=False)
+        assert done.returncode == 2 and said in done.stderr

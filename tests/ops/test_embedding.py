@@ -67,7 +67,14 @@ def test_checked_mode_names_the_index(monkeypatch):
 def test_shapes_of_indices():
     w = torch.randn(6, 4, device=DEVICE)
     for index in (torch.tensor(3, device=DEVICE), torch.randint(0, 6, (2, 0), device=DEVICE), torch.randint(0, 6, (3, 8), device=DEVICE)[:, ::2].T):
-        torch.testing.assert_close(embedding(index, w), F.embedding(index, w), rtol=0, atol=0)
+        for dtype in (torch.int64, torch.int32):
+            torch.testing.assert_close(embedding(index.to(dtype), w), F.embedding(index, w), rtol=0, atol=0)
+
+
+def test_32_bit_indices_have_the_same_gradient():
+    w, index = torch.randn(6, 4, device=DEVICE, requires_grad=True), torch.tensor([3, 0, -1, 3, 6, 5], dtype=torch.int32, device=DEVICE)
+    first, second = (torch.autograd.grad(embedding(i, w).nansum(), w)[0] for i in (index, index.long()))
+    assert torch.equal(first, second) and first.sum(1).tolist() == [4, 0, 0, 8, 0, 4]
 
 
 def test_module():

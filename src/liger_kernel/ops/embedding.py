@@ -155,7 +155,7 @@ def _with_strays(*shape: int, dtype: torch.dtype) -> Tensor:
         Case("long-runs", dict(index=tokens(2, CUT + 50), w=T((2, 8)))),
         Case("two-blocks", dict(index=tokens(4, 9), w=T((4, 1100)))),
         Case("strays", dict(index=T((16,), _with_strays, dtype=torch.int64), w=T((9, 16)))),
-        Case("int32", dict(index=T((2, 2, 3), lambda *shape, dtype: torch.randint(0, 7, shape), dtype=torch.int32), w=T((7, 1)))),
+        Case("one-column", dict(index=tokens(3, 2, 2, 4), w=T((3, 1)))),
         Case("llama3-8b", dict(index=tokens(128256, 4, 8192), w=T((128256, 4096))), gpu=True),
         Case("gpt2", dict(index=tokens(50257, 64, 1024), w=T((50257, 768)), padding_idx=50256), gpu=True),
         Case("floats", dict(index=T((4,)), w=T((5, 8))), error="embedding: index must be int64 or int32, got torch.float32"),
@@ -163,7 +163,11 @@ def _with_strays(*shape: int, dtype: torch.dtype) -> Tensor:
         Case("integers", dict(index=tokens(5, 4), w=T((5, 8), dtype=torch.int64)), error="embedding: w must be floating point, got torch.int64"),
         Case("bad-padding", dict(index=tokens(5, 4), w=T((5, 8)), padding_idx=5), error="embedding: padding_idx must be in [-5, 5), got 5"),
     ],
-    cost=lambda index, w, **_: Cost(nbytes(index) + 2 * index.numel() * w.shape[1] * w.itemsize, nbytes(index, w) + index.numel() * w.shape[1] * w.itemsize),
+    cost=lambda index, w, **_: Cost(
+        nbytes(index) + (index.numel() + min(index.numel(), w.shape[0])) * w.shape[1] * w.itemsize,
+        nbytes(index, w) + index.numel() * w.shape[1] * w.itemsize,
+        flops=(0, index.numel() * w.shape[1]),
+    ),
     rivals={
         "torch": lambda index, w, *, padding_idx=None: F.embedding(index, w, padding_idx),
     },

@@ -41,7 +41,7 @@ def reference(
     y = h.reshape(S, x.shape[:-1].numel() // max(S, 1), N) * (1 + scale.to(dtype).reshape(S, 1, N))
     if shift is not None:
         y = y + shift.to(dtype).reshape(S, 1, N)
-    return y.to(x.dtype).view(x.shape)
+    return y.to(x.dtype).reshape(x.shape)
 
 
 @triton.jit
@@ -292,6 +292,8 @@ def modulated_rms_norm(
     for name, t in (("x", x), ("scale", scale), ("shift", shift)):
         if t is not None and not t.is_floating_point():
             raise ValueError(f"modulated_rms_norm: {name} must be floating point, got {t.dtype}")
+    if not x.ndim:
+        raise ValueError("modulated_rms_norm: x must have at least one dim, got shape ()")
     if casting not in CASTING:
         raise ValueError(f"modulated_rms_norm: casting must be one of {CASTING}, got {casting!r}")
     if w is not None and w.shape != x.shape[-1:]:

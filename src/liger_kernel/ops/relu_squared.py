@@ -58,7 +58,7 @@ class LigerReLUSquaredFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        return relu_squared_bwd(dy.contiguous(), *ctx.saved_tensors)
+        return (relu_squared_bwd(dy.contiguous(), *ctx.saved_tensors),)
 
 
 @op(

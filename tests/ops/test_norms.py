@@ -46,7 +46,7 @@ from liger_kernel.ops.rms_norm import rms_norm
 from liger_kernel.testing import assert_as_accurate, like, run
 
 # the package has the functions under these names
-fused, group = sys.modules["liger_kernel.ops.fused_add_rms_norm"], sys.modules["liger_kernel.ops.group_norm"]
+fused, group, poly = (sys.modules[f"liger_kernel.ops.{name}"] for name in ("fused_add_rms_norm", "group_norm", "poly_norm"))
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_kernels = pytest.mark.skipif(not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call")
 
@@ -375,9 +375,13 @@ def test_group_norm_module():
 
 
 @pytest.mark.parametrize("scale", [1e-12, 1e-3, 3e4, 1e7, 1e30])
+@pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=lambda d: str(d)[6:])
-def test_powers_of_large_and_small_numbers(scale, dtype):
+def test_powers_of_large_and_small_numbers(scale, wide, dtype, monkeypatch):
     """x^6 is neither infinite nor lost where fp32 does not hold it."""
+    if wide:
+        monkeypatch.setattr(poly, "FWD_N", 8)
+        monkeypatch.setattr(poly, "BWD_N", 8)
     torch.manual_seed(0)
     args = dict(x=(scale * torch.randn(5, 40, device=DEVICE)).to(dtype), w=torch.randn(3, device=DEVICE).to(dtype), b=torch.randn(1, device=DEVICE).to(dtype))
     args = {k: v.requires_grad_() for k, v in args.items()}

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_kernel.ops._op import Case, Cost, T, launch, launcher, nbytes, once_differentiable, op, rows_of, use_kernels
-from liger_kernel.ops._tl import cdiv, next_power_of_2, tl, triton
+from liger_kernel.ops._tl import cdiv, jit, next_power_of_2, tl
 
 CUT = 256  # tokens a piece has at most: 64 steps of a program; the slots, two rows of fp32 a cut, are a sixty-fourth of dy in bf16
 
@@ -28,7 +28,7 @@ def reference(index: Tensor, w: Tensor, *, padding_idx: int | None = None) -> Te
     return torch.where(known.unsqueeze(-1), y, float("nan"))
 
 
-@triton.jit
+@jit
 def _fwd(index_ptr, w_ptr, y_ptr, M, V, N, w_stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     blocks = tl.cdiv(N, BLOCK_N)
     row = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -40,7 +40,7 @@ def _fwd(index_ptr, w_ptr, y_ptr, M, V, N, w_stride, BLOCK_M: tl.constexpr, BLOC
     tl.store(y_ptr + row[:, None] * N + col[None, :], tl.where(known, w, float("nan")).to(w.dtype), mask=mask)
 
 
-@triton.jit
+@jit
 def _bwd(
     dy_ptr, key_ptr, token_ptr, dw_ptr, slot_ptr, M, V, N, dy_stride,
     CUT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -69,7 +69,7 @@ def _bwd(
             tl.store(slot_ptr + (at // CUT * 2 + head.to(tl.int64)) * N + col, row, mask=col < N)
 
 
-@triton.jit
+@jit
 def _bwd_join(key_ptr, dw_ptr, slot_ptr, M, V, N, CUT: tl.constexpr, BLOCK_N: tl.constexpr):
     """The sum of the run that begins before a cut and goes on after it, if one does: of its first piece, and of those at this cut and the next ones."""
     blocks = tl.cdiv(N, BLOCK_N)

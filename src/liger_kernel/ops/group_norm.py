@@ -16,10 +16,10 @@ from torch import Tensor
 from liger_kernel.ops import _config
 from liger_kernel.ops._op import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, use_kernels
 from liger_kernel.ops._reduce import column_sum
-from liger_kernel.ops._tl import cdiv, tl, triton
+from liger_kernel.ops._tl import cdiv, jit, tl
 
 MAX_N = 16384  # numbers of a group that one program holds in registers
-PARTS = 256  # parts that a group, or a channel in the backward, is split into at most
+SPLITS = 256  # parts that a group, or a channel in the backward, is split into at most
 BLOCK = 4096  # numbers of a part that a program reads at a time: 16 a thread, with a mean and a square for each
 
 
@@ -33,7 +33,7 @@ def reference(x: Tensor, num_groups: int, w: Tensor | None = None, b: Tensor | N
     return y.to(x.dtype)
 
 
-@triton.jit
+@jit
 def _fwd(
     x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, M, N, G, K, D, eps,
     HAS_W: tl.constexpr, HAS_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -59,16 +59,16 @@ def _fwd(
     tl.store(y_ptr + row[:, None] * N + col[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
-def _parts(x_ptr, parts_ptr, N, parts, length, BLOCK: tl.constexpr):
+@jit
+def _parts(x_ptr, parts_ptr, N, splits, length, BLOCK: tl.constexpr):
     """The mean of a part of a group, ``length`` numbers or what is left, and the sum of their squared distances from it.
 
     Counted from the group's first number: what is far from all of them would be rounded with each that comes in.
     """
     program = tl.program_id(0).to(tl.int64)
-    x_ptr += program // parts * N
+    x_ptr += program // splits * N
     origin = tl.load(x_ptr).to(tl.float32)
-    first = program % parts * length
+    first = program % splits * length
     end = tl.minimum(first + length, N)
     lane = tl.arange(0, BLOCK)
     mean = tl.zeros((BLOCK,), tl.float32)
@@ -88,20 +88,20 @@ def _parts(x_ptr, parts_ptr, N, parts, length, BLOCK: tl.constexpr):
     tl.store(parts_ptr + 2 * program + 1, tl.sum(square + count * delta * delta, axis=0))
 
 
-@triton.jit
-def _merge(x_ptr, parts_ptr, mean_ptr, rstd_ptr, N, parts, length, eps, PARTS: tl.constexpr):
+@jit
+def _merge(x_ptr, parts_ptr, mean_ptr, rstd_ptr, N, splits, length, eps, SPLITS: tl.constexpr):
     group = tl.program_id(0).to(tl.int64)
-    part = tl.arange(0, PARTS)
+    part = tl.arange(0, SPLITS)
     count = tl.minimum(tl.maximum(N - part.to(tl.int64) * length, 0), length).to(tl.float32)
-    mean = tl.load(parts_ptr + 2 * (group * parts + part), mask=part < parts, other=0.0)
-    square = tl.load(parts_ptr + 2 * (group * parts + part) + 1, mask=part < parts, other=0.0)
+    mean = tl.load(parts_ptr + 2 * (group * splits + part), mask=part < splits, other=0.0)
+    square = tl.load(parts_ptr + 2 * (group * splits + part) + 1, mask=part < splits, other=0.0)
     total = tl.sum(mean * count, axis=0) / N
     delta = mean - total
     tl.store(mean_ptr + group, tl.load(x_ptr + group * N).to(tl.float32) + total)
     tl.store(rstd_ptr + group, 1.0 / tl.sqrt(tl.sum(square + count * delta * delta, axis=0) / N + tl.cast(eps, tl.float32)))
 
 
-@triton.jit
+@jit
 def _apply(
     x_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, y_ptr, M, C, K, D,
     HAS_W: tl.constexpr, HAS_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -122,14 +122,14 @@ def _apply(
     tl.store(y_ptr + row[:, None] * D + col[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@jit
 def _bwd_sums(
-    dy_ptr, x_ptr, mean_ptr, rstd_ptr, sums_ptr, M, C, K, D, parts, length,
+    dy_ptr, x_ptr, mean_ptr, rstd_ptr, sums_ptr, M, C, K, D, splits, length,
     NEED_Q: tl.constexpr, NEED_P: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Sums q and p over a part of the columns of some rows (channels of samples), ``sums`` (parts, B, q then p, C)."""
-    row = (tl.program_id(0) // parts).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    part = (tl.program_id(0) % parts).to(tl.int64)
+    """Sums q and p over a part of the columns of some rows (channels of samples), ``sums`` (splits, B, q then p, C)."""
+    row = (tl.program_id(0) // splits).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    part = (tl.program_id(0) % splits).to(tl.int64)
     mean = tl.load(mean_ptr + row // K, mask=row < M, other=0.0)[:, None]
     rstd = tl.load(rstd_ptr + row // K, mask=row < M, other=0.0)
     q = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -149,24 +149,24 @@ def _bwd_sums(
         tl.store(sums_ptr + C * NEED_Q, tl.sum(p, axis=1), mask=row < M)
 
 
-@triton.jit
-def _bwd_means(sums_ptr, w_ptr, means_ptr, M, C, G, K, N, parts, HAS_W: tl.constexpr, BLOCK_K: tl.constexpr):
+@jit
+def _bwd_means(sums_ptr, w_ptr, means_ptr, M, C, G, K, N, splits, HAS_W: tl.constexpr, BLOCK_K: tl.constexpr):
     """The means over a group, of its N numbers, of w q and w p."""
     group = tl.program_id(0).to(tl.int64)
     q = tl.zeros((BLOCK_K,), tl.float32)
     p = tl.zeros((BLOCK_K,), tl.float32)
-    for start in range(0, K * parts, BLOCK_K):
+    for start in range(0, K * splits, BLOCK_K):
         i = start + tl.arange(0, BLOCK_K)
         channel = group % G * K + i % K
         at = (i // K * (M // G) + group // G) * 2 * C + channel
-        w = tl.load(w_ptr + channel, mask=i < K * parts, other=0.0).to(tl.float32) if HAS_W else 1.0
-        q += w * tl.load(sums_ptr + at, mask=i < K * parts, other=0.0)
-        p += w * tl.load(sums_ptr + at + C, mask=i < K * parts, other=0.0)
+        w = tl.load(w_ptr + channel, mask=i < K * splits, other=0.0).to(tl.float32) if HAS_W else 1.0
+        q += w * tl.load(sums_ptr + at, mask=i < K * splits, other=0.0)
+        p += w * tl.load(sums_ptr + at + C, mask=i < K * splits, other=0.0)
     tl.store(means_ptr + group, tl.sum(q, axis=0) / N)
     tl.store(means_ptr + M + group, tl.sum(p, axis=0) / N)
 
 
-@triton.jit
+@jit
 def _bwd_dx(
     dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, means_ptr, dx_ptr, M, C, K, D, HAS_W: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -194,9 +194,9 @@ def _sizes(x: Tensor, num_groups: int) -> tuple[int, int, int, int, int]:
 
 
 def _split(rows: int, n: int, block: int) -> tuple[int, int]:
-    """Into how many parts to split ``n`` columns, and their length, for four programs a processor where there are few rows."""
-    parts = max(1, min(PARTS, 4 * _config.processors() // max(rows, 1), cdiv(n, block)))
-    return parts, max(1, cdiv(cdiv(n, parts), block)) * block
+    """Into how many splits to split ``n`` columns, and their length, for four programs a processor where there are few rows."""
+    splits = max(1, min(SPLITS, 4 * _config.processors() // max(rows, 1), cdiv(n, block)))
+    return splits, max(1, cdiv(cdiv(n, splits), block)) * block
 
 
 @launcher("(Tensor x, SymInt num_groups, Tensor? w, Tensor? b, float eps) -> (Tensor y, Tensor mean, Tensor rstd)")
@@ -211,10 +211,10 @@ def group_norm_fwd(x: Tensor, num_groups: int, w: Tensor | None, b: Tensor | Non
         launch(_fwd, (cdiv(M, c.block_m),), x, w, b, y, mean, rstd, M, N, num_groups, K, D, eps,
                **affine, BLOCK_M=c.block_m, BLOCK_N=c.block_n, num_warps=c.num_warps)  # fmt: skip
     else:
-        parts, length = _split(M, N, BLOCK)
-        found = x.new_empty(M, parts, 2, dtype=torch.float32)
-        launch(_parts, (M * parts,), x, found, N, parts, length, BLOCK=BLOCK, num_warps=8)
-        launch(_merge, (M,), x, found, mean, rstd, N, parts, length, eps, PARTS=PARTS, num_warps=1)
+        splits, length = _split(M, N, BLOCK)
+        found = x.new_empty(M, splits, 2, dtype=torch.float32)
+        launch(_parts, (M * splits,), x, found, N, splits, length, BLOCK=BLOCK, num_warps=8)
+        launch(_merge, (M,), x, found, mean, rstd, N, splits, length, eps, SPLITS=SPLITS, num_warps=1)
         c = _config.tile("group_norm_apply", D, x.itemsize, elements=2048, per_thread=8, max_block_n=2048)
         launch(_apply, (cdiv(B * C, c.block_m) * cdiv(D, c.block_n),), x, w, b, mean, rstd, y, B * C, C, K, D,
                **affine, BLOCK_M=c.block_m, BLOCK_N=c.block_n, num_warps=c.num_warps)  # fmt: skip
@@ -234,13 +234,13 @@ def group_norm_bwd(
     # 8 numbers a thread: with as many 64-bit offsets as rows a thread has, 16 take 226 registers on sm90 where channels are short
     c = _config.tile("group_norm_bwd", D, x.itemsize, elements=2048, per_thread=8, max_block_n=2048)
     tile = dict(BLOCK_M=c.block_m, BLOCK_N=c.block_n, num_warps=c.num_warps)
-    parts, length = _split(cdiv(rows, c.block_m), D, c.block_n)
-    sums = x.new_empty(parts * B, C * (need_q + need_p), dtype=torch.float32)
-    launch(_bwd_sums, (cdiv(rows, c.block_m) * parts,), dy, x, mean, rstd, sums, rows, C, K, D, parts, length, NEED_Q=need_q, NEED_P=need_p, **tile)
+    splits, length = _split(cdiv(rows, c.block_m), D, c.block_n)
+    sums = x.new_empty(splits * B, C * (need_q + need_p), dtype=torch.float32)
+    launch(_bwd_sums, (cdiv(rows, c.block_m) * splits,), dy, x, mean, rstd, sums, rows, C, K, D, splits, length, NEED_Q=need_q, NEED_P=need_p, **tile)
     dx = torch.empty_like(x) if need_dx else x.new_empty(0)
     if need_dx:
         means = x.new_empty(2, M, dtype=torch.float32)
-        launch(_bwd_means, (M,), sums, w, means, M, C, num_groups, K, N, parts, HAS_W=w is not None, BLOCK_K=128, num_warps=1)
+        launch(_bwd_means, (M,), sums, w, means, M, C, num_groups, K, N, splits, HAS_W=w is not None, BLOCK_K=128, num_warps=1)
         launch(_bwd_dx, (cdiv(rows, c.block_m) * cdiv(D, c.block_n),), dy, x, w, mean, rstd, means, dx, rows, C, K, D, HAS_W=w is not None, **tile)
     if not (need_dw or need_db):
         return dx, x.new_empty(0, dtype=dtype)

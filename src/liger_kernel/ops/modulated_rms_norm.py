@@ -21,7 +21,7 @@ from torch import Tensor
 from liger_kernel.ops import _config
 from liger_kernel.ops._op import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, rows_of, use_kernels
 from liger_kernel.ops._reduce import column_sum
-from liger_kernel.ops._tl import cdiv, tl, triton
+from liger_kernel.ops._tl import cdiv, jit, tl
 from liger_kernel.ops.rms_norm import CASTING
 
 MAX_N = 8192  # columns of dy, x, two sums and the factors that the backward holds in registers; wider rows take the reference
@@ -44,7 +44,7 @@ def reference(
     return y.to(x.dtype).reshape(x.shape)
 
 
-@triton.jit
+@jit
 def _fwd(
     x_ptr, w_ptr, scale_ptr, shift_ptr, y_ptr, rstd_ptr, M, N, R, x_stride, scale_stride, shift_stride, eps, offset,
     HAS_W: tl.constexpr, HAS_SHIFT: tl.constexpr, CASTING: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -70,7 +70,7 @@ def _fwd(
     tl.store(y_ptr + row[:, None] * N + col[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@jit
 def _bwd(
     dy_ptr, x_ptr, w_ptr, scale_ptr, rstd_ptr, dx_ptr, a_ptr, b_ptr, dscale_ptr, dshift_ptr, R, N, programs, dy_stride, x_stride, scale_stride, offset,
     HAS_W: tl.constexpr, PER_ROW: tl.constexpr, NEED_DX: tl.constexpr, NEED_DW: tl.constexpr, NEED_DSCALE: tl.constexpr, NEED_DSHIFT: tl.constexpr,
@@ -126,7 +126,7 @@ def _bwd(
         tl.store(b_ptr + partial, tl.sum(b, axis=0), mask=col < N)
 
 
-@triton.jit
+@jit
 def _bwd_sample(
     a_ptr, b_ptr, w_ptr, scale_ptr, dscale_ptr, dshift_ptr, dw_ptr, N, programs, scale_stride, offset,
     HAS_W: tl.constexpr, NEED_DW: tl.constexpr, NEED_DSCALE: tl.constexpr, NEED_DSHIFT: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -259,6 +259,7 @@ def _tensors(x: tuple[int, ...], scale: tuple[int, ...]) -> dict[str, T]:
         Case("flux", dict(x=T((2, 4608, 3072)), scale=T((2, 3072)), shift=T((2, 3072))), gpu=True),
         Case("wan-14b", dict(x=T((1, 32760, 5120)), scale=T((1, 5120)), shift=T((1, 5120))), gpu=True),
         Case("row-of-8k", _tensors((2, 1024, 8192), (2, 8192)), gpu=True),
+        Case("wan-ti2v", dict(x=T((1, 8192, 3072)), scale=T((1, 8192, 3072)), shift=T((1, 8192, 3072))), gpu=True),
         Case("token-4k", _tensors((8192, 4096), (8192, 4096)), gpu=True),
         Case("bad-weight", dict(_tensors((4, 8), (8,)), w=T((4,))), error="modulated_rms_norm: w must have shape (8,), got (4,)"),
         Case("bad-scale", _tensors((2, 4, 8), (4, 8)),

@@ -16,9 +16,10 @@ from torch import Tensor
 from liger_kernel.ops import _config
 from liger_kernel.ops._op import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, rows_of, use_kernels
 from liger_kernel.ops._reduce import column_sum
-from liger_kernel.ops._tl import cdiv, tl, triton
+from liger_kernel.ops._tl import cdiv, jit, tl
 
-MAX_N = 16384  # columns that one program holds in registers, with their powers; wider rows take the reference
+# Columns that a program holds in registers, with their powers; backward of dy, too. A wider row is read more than once, in blocks of columns
+FWD_N, BWD_N = 16384, 8192
 LARGE = 2.0**15
 _LARGE = tl.constexpr(LARGE)
 
@@ -32,23 +33,34 @@ def reference(x: Tensor, w: Tensor, b: Tensor, *, eps: float = 1e-6) -> Tensor:
     return (w[0] * norm(3) + w[1] * norm(2) + w[2] * norm(1) + b).to(x.dtype)
 
 
-@triton.jit
+@jit
+def _inverse(top):
+    """1 / s. Rounded like a division: the approximate one makes 0 of the largest numbers' inverse."""
+    return tl.where(top > _LARGE, tl.div_rn(tl.zeros_like(top) + 1.0, top), 1.0)
+
+
+@jit
+def _roots(square, fourth, sixth, inverse, N, eps):
+    """r_1, r_2 and r_3, of sums of powers of u."""
+    eps = tl.cast(eps, tl.float32)
+    square_inverse = inverse * inverse
+    r1 = 1.0 / tl.sqrt(square / N + eps * square_inverse)
+    r2 = 1.0 / tl.sqrt(fourth / N + eps * square_inverse * square_inverse)
+    r3 = 1.0 / tl.sqrt(sixth / N + eps * square_inverse * square_inverse * square_inverse)
+    return r1, r2, r3
+
+
+@jit
 def _fwd(x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, M, N, x_stride, eps, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     col = tl.arange(0, BLOCK_N)
     mask = (row < M)[:, None] & (col < N)[None, :]
     x = tl.load(x_ptr + row[:, None] * x_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
-    top = tl.max(tl.abs(x), axis=1)
-    # rounded like a division: the approximate one makes 0 of the largest numbers' inverse
-    inverse = tl.where(top > _LARGE, tl.div_rn(tl.full((BLOCK_M,), 1.0, tl.float32), top), 1.0)
+    inverse = _inverse(tl.max(tl.abs(x), axis=1))
     u = x * inverse[:, None]
     u2 = u * u
     u3 = u2 * u
-    inverse2 = inverse * inverse
-    eps = tl.cast(eps, tl.float32)
-    r1 = 1.0 / tl.sqrt(tl.sum(u2, axis=1) / N + eps * inverse2)
-    r2 = 1.0 / tl.sqrt(tl.sum(u2 * u2, axis=1) / N + eps * inverse2 * inverse2)
-    r3 = 1.0 / tl.sqrt(tl.sum(u3 * u3, axis=1) / N + eps * inverse2 * inverse2 * inverse2)
+    r1, r2, r3 = _roots(tl.sum(u2, axis=1), tl.sum(u2 * u2, axis=1), tl.sum(u3 * u3, axis=1), inverse, N, eps)
     tl.store(stats_ptr + row, inverse, mask=row < M)
     tl.store(stats_ptr + M + row, r1, mask=row < M)
     tl.store(stats_ptr + 2 * M + row, r2, mask=row < M)
@@ -60,7 +72,111 @@ def _fwd(x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, M, N, x_stride, eps, BLOCK_M: tl
     tl.store(y_ptr + row[:, None] * N + col[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@jit
+def _powers(x_ptr, N, inverse, BLOCK_N: tl.constexpr):
+    """Of a row: the largest |x|, and sums of u^2, u^4 and u^6."""
+    top = tl.zeros((BLOCK_N,), tl.float32)
+    square = tl.zeros((BLOCK_N,), tl.float32)
+    fourth = tl.zeros((BLOCK_N,), tl.float32)
+    sixth = tl.zeros((BLOCK_N,), tl.float32)
+    for start in range(0, N, BLOCK_N):
+        col = start + tl.arange(0, BLOCK_N)
+        x = tl.load(x_ptr + col, mask=col < N, other=0.0).to(tl.float32)
+        top = tl.maximum(top, tl.abs(x))
+        u = x * inverse
+        square += u * u
+        fourth += (u * u) * (u * u)
+        sixth += (u * u * u) * (u * u * u)
+    return tl.max(top, axis=0), tl.sum(square, axis=0), tl.sum(fourth, axis=0), tl.sum(sixth, axis=0)
+
+
+@jit
+def _fwd_wide(x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, M, N, x_stride, eps, BLOCK_N: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * x_stride
+    top, square, fourth, sixth = _powers(x_ptr, N, 1.0, BLOCK_N)
+    inverse = _inverse(top)
+    if top > _LARGE:  # these sums may be infinite
+        top, square, fourth, sixth = _powers(x_ptr, N, inverse, BLOCK_N)
+    r1, r2, r3 = _roots(square, fourth, sixth, inverse, N, eps)
+    tl.store(stats_ptr + row, inverse)
+    tl.store(stats_ptr + M + row, r1)
+    tl.store(stats_ptr + 2 * M + row, r2)
+    tl.store(stats_ptr + 3 * M + row, r3)
+    w0 = tl.load(w_ptr).to(tl.float32)
+    w1 = tl.load(w_ptr + 1).to(tl.float32)
+    w2 = tl.load(w_ptr + 2).to(tl.float32)
+    b = tl.load(b_ptr).to(tl.float32)
+    for start in range(0, N, BLOCK_N):
+        col = start + tl.arange(0, BLOCK_N)
+        u = tl.load(x_ptr + col, mask=col < N, other=0.0).to(tl.float32) * inverse
+        y = w0 * (u * u * u * r3) + w1 * (u * u * r2) + w2 * (u * r1) + b
+        tl.store(y_ptr + row * N + col, y.to(y_ptr.dtype.element_ty), mask=col < N)
+
+
+@jit
+def _store_sums(dwb_ptr, dw0, dw1, dw2, db, NEED_DW: tl.constexpr, NEED_DB: tl.constexpr):
+    """A program's row of partial sums: dw, then db; one alone if the other is not needed."""
+    dwb_ptr += tl.program_id(0) * (3 * NEED_DW + NEED_DB)
+    if NEED_DW:
+        tl.store(dwb_ptr, dw0)
+        tl.store(dwb_ptr + 1, dw1)
+        tl.store(dwb_ptr + 2, dw2)
+        dwb_ptr += 3
+    if NEED_DB:
+        tl.store(dwb_ptr, db)
+
+
+@jit
+def _bwd_wide(
+    dy_ptr, x_ptr, w_ptr, stats_ptr, dx_ptr, dwb_ptr, M, N, dy_stride, x_stride,
+    NEED_DX: tl.constexpr, NEED_DW: tl.constexpr, NEED_DB: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    w0 = tl.load(w_ptr).to(tl.float32)
+    w1 = tl.load(w_ptr + 1).to(tl.float32)
+    w2 = tl.load(w_ptr + 2).to(tl.float32)
+    dw0 = 0.0
+    dw1 = 0.0
+    dw2 = 0.0
+    db = 0.0
+    for i in tl.range(tl.program_id(0), M, tl.num_programs(0)):
+        row = i.to(tl.int64)
+        inverse = tl.load(stats_ptr + row)
+        r1 = tl.load(stats_ptr + M + row)
+        r2 = tl.load(stats_ptr + 2 * M + row)
+        r3 = tl.load(stats_ptr + 3 * M + row)
+        s0 = tl.zeros((BLOCK_N,), tl.float32)
+        s1 = tl.zeros((BLOCK_N,), tl.float32)
+        s2 = tl.zeros((BLOCK_N,), tl.float32)
+        s3 = tl.zeros((BLOCK_N,), tl.float32)
+        for start in range(0, N, BLOCK_N):
+            col = start + tl.arange(0, BLOCK_N)
+            dy = tl.load(dy_ptr + row * dy_stride + col, mask=col < N, other=0.0).to(tl.float32)
+            u = tl.load(x_ptr + row * x_stride + col, mask=col < N, other=0.0).to(tl.float32) * inverse
+            s0 += dy
+            s1 += dy * (u * r1)
+            s2 += dy * (u * u * r2)
+            s3 += dy * (u * u * u * r3)
+        n1_sum = tl.sum(s1, axis=0)
+        n2_sum = tl.sum(s2, axis=0)
+        n3_sum = tl.sum(s3, axis=0)
+        dw0 += n3_sum
+        dw1 += n2_sum
+        dw2 += n1_sum
+        db += tl.sum(s0, axis=0)
+        if NEED_DX:
+            for start in range(0, N, BLOCK_N):
+                col = start + tl.arange(0, BLOCK_N)
+                dy = tl.load(dy_ptr + row * dy_stride + col, mask=col < N, other=0.0).to(tl.float32)
+                u = tl.load(x_ptr + row * x_stride + col, mask=col < N, other=0.0).to(tl.float32) * inverse
+                dx = w0 * (3.0 * u * u * r3) * (dy - u * u * u * r3 * (n3_sum / N))
+                dx += w1 * (2.0 * u * r2) * (dy - u * u * r2 * (n2_sum / N))
+                dx += w2 * r1 * (dy - u * r1 * (n1_sum / N))
+                tl.store(dx_ptr + row * N + col, (dx * inverse).to(dx_ptr.dtype.element_ty), mask=col < N)
+    _store_sums(dwb_ptr, dw0, dw1, dw2, db, NEED_DW, NEED_DB)
+
+
+@jit
 def _bwd(
     dy_ptr, x_ptr, w_ptr, stats_ptr, dx_ptr, dwb_ptr, M, N, dy_stride, x_stride,
     NEED_DX: tl.constexpr, NEED_DW: tl.constexpr, NEED_DB: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
@@ -103,15 +219,7 @@ def _bwd(
             dx += w2 * r1 * (dy - n1 * (s1 / N)[:, None])
             dx *= inverse[:, None]
             tl.store(dx_ptr + row[:, None] * N + col[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
-    # a program's row of partial sums: dw, then db; one alone if the other is not needed
-    dwb_ptr += program * (3 * NEED_DW + NEED_DB)
-    if NEED_DW:
-        tl.store(dwb_ptr, tl.sum(dw0, axis=0))
-        tl.store(dwb_ptr + 1, tl.sum(dw1, axis=0))
-        tl.store(dwb_ptr + 2, tl.sum(dw2, axis=0))
-        dwb_ptr += 3
-    if NEED_DB:
-        tl.store(dwb_ptr, tl.sum(db, axis=0))
+    _store_sums(dwb_ptr, tl.sum(dw0, axis=0), tl.sum(dw1, axis=0), tl.sum(dw2, axis=0), tl.sum(db, axis=0), NEED_DW, NEED_DB)
 
 
 @launcher("(Tensor x, Tensor w, Tensor b, float eps) -> (Tensor y, Tensor stats)")
@@ -119,6 +227,9 @@ def poly_norm_fwd(x: Tensor, w: Tensor, b: Tensor, eps: float) -> tuple[Tensor, 
     """y; and of each row 1/s, r_1, r_2 and r_3."""
     M, N = x.shape
     y, stats = x.new_empty(M, N), x.new_empty(4, M, dtype=torch.float32)
+    if N > FWD_N:
+        launch(_fwd_wide, (M,), x, w, b, y, stats, M, N, x.stride(0), eps, BLOCK_N=4096, num_warps=8)
+        return y, stats
     c = _config.tile("poly_norm_fwd", N, x.itemsize, elements=4096)
     launch(_fwd, (cdiv(M, c.block_m),), x, w, b, y, stats, M, N, x.stride(0), eps, BLOCK_M=c.block_m, BLOCK_N=c.block_n, num_warps=c.num_warps)
     return y, stats
@@ -128,13 +239,18 @@ def poly_norm_fwd(x: Tensor, w: Tensor, b: Tensor, eps: float) -> tuple[Tensor, 
 def poly_norm_bwd(dy: Tensor, x: Tensor, w: Tensor, stats: Tensor, need_dx: bool, need_dw: bool, need_db: bool) -> tuple[Tensor, Tensor]:
     """dx, and dw and db side by side in fp32; what is not needed is empty."""
     M, N = x.shape
+    wide = N > BWD_N
     # half of rms_norm's tile: the powers of a row take the registers of its weight and of the sums for it, twice over
-    c = _config.tile("poly_norm_bwd", N, x.itemsize, elements=4096, pipelined=2)
-    programs = max(1, min(2 * _config.processors() * c.per_sm, cdiv(M, c.block_m)))
+    c = _config.tile("poly_norm_bwd", min(N, BWD_N), x.itemsize, elements=4096, pipelined=2)
+    programs = max(1, min(2 * _config.processors() * c.per_sm, M if wide else cdiv(M, c.block_m)))
     dx = x.new_empty((M, N) if need_dx else 0)
     partials = x.new_empty(programs, 3 * need_dw + need_db, dtype=torch.float32)
-    launch(_bwd, (programs,), dy, x, w, stats, dx, partials, M, N, dy.stride(0), x.stride(0),
-           NEED_DX=need_dx, NEED_DW=need_dw, NEED_DB=need_db, BLOCK_M=c.block_m, BLOCK_N=c.block_n, STAGES=c.stages, num_warps=c.num_warps)  # fmt: skip
+    needs = dict(NEED_DX=need_dx, NEED_DW=need_dw, NEED_DB=need_db)
+    if wide:
+        launch(_bwd_wide, (programs,), dy, x, w, stats, dx, partials, M, N, dy.stride(0), x.stride(0), **needs, BLOCK_N=2048, num_warps=8)
+    else:
+        launch(_bwd, (programs,), dy, x, w, stats, dx, partials, M, N, dy.stride(0), x.stride(0),
+               **needs, BLOCK_M=c.block_m, BLOCK_N=c.block_n, STAGES=c.stages, num_warps=c.num_warps)  # fmt: skip
     return dx, column_sum(partials, torch.float32)
 
 
@@ -171,7 +287,10 @@ def _tensors(*shape: int) -> dict[str, T]:
         Case("many-rows", _tensors(301, 40)),
         Case("one-column", dict(_tensors(5, 1), eps=0.5)),  # a small eps cancels to rounding error
         Case("fp32-weights", dict(x=T((6, 64)), w=T((3,), dtype=torch.float32), b=T((1,), dtype=torch.float32))),
+        Case("wide-backward", _tensors(2, BWD_N + 5)),
+        Case("wide", _tensors(2, FWD_N + 77)),
         Case("1b", _tensors(8192, 5504), gpu=True),
+        Case("row-of-28k", _tensors(2048, 28672), gpu=True),
         Case("row-of-16k", _tensors(2048, 16384), gpu=True),
         Case("bad-weight", dict(_tensors(4, 8), w=T((4,))), error="poly_norm: w must have shape (3,), got (4,)"),
         Case("bad-bias", dict(_tensors(4, 8), b=T((3,))), error="poly_norm: b must have one element, got shape (3,)"),
@@ -197,6 +316,6 @@ def poly_norm(x: Tensor, w: Tensor, b: Tensor, *, eps: float = 1e-6) -> Tensor:
         raise ValueError(f"poly_norm: w must have shape (3,), got {tuple(w.shape)}")
     if b.numel() != 1:
         raise ValueError(f"poly_norm: b must have one element, got shape {tuple(b.shape)}")
-    if not use_kernels(x, fusible=True) or x.shape[-1] > MAX_N:
+    if not use_kernels(x, fusible=True):
         return reference(x, w, b, eps=eps)
     return LigerPolyNormFunction.apply(x, w, b, eps)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_kernel.ops._op import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, use_kernels
-from liger_kernel.ops._tl import cdiv, tl, triton
+from liger_kernel.ops._tl import cdiv, jit, tl
 
 BLOCK = 2048  # values a program, 16 a thread: as in glu, a stream that needs nothing but loads in flight
 
@@ -16,20 +16,20 @@ def reference(x: Tensor) -> Tensor:
     return F.relu(x.to(acc(x.dtype))).square().to(x.dtype)
 
 
-@triton.jit
-def _fwd(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
+@jit
+def _fwd(x_ptr, y_ptr, M, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + i, mask=i < n, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + i, mask=i < M, other=0.0).to(tl.float32)
     # a NaN stays one
-    tl.store(y_ptr + i, tl.where(x <= 0, 0.0, x * x).to(y_ptr.dtype.element_ty), mask=i < n)
+    tl.store(y_ptr + i, tl.where(x <= 0, 0.0, x * x).to(y_ptr.dtype.element_ty), mask=i < M)
 
 
-@triton.jit
-def _bwd(dy_ptr, x_ptr, dx_ptr, n, BLOCK: tl.constexpr):
+@jit
+def _bwd(dy_ptr, x_ptr, dx_ptr, M, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    dy = tl.load(dy_ptr + i, mask=i < n, other=0.0).to(tl.float32)
-    x = tl.load(x_ptr + i, mask=i < n, other=0.0).to(tl.float32)
-    tl.store(dx_ptr + i, tl.where(x <= 0, 0.0, 2.0 * x * dy).to(dx_ptr.dtype.element_ty), mask=i < n)
+    dy = tl.load(dy_ptr + i, mask=i < M, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + i, mask=i < M, other=0.0).to(tl.float32)
+    tl.store(dx_ptr + i, tl.where(x <= 0, 0.0, 2.0 * x * dy).to(dx_ptr.dtype.element_ty), mask=i < M)
 
 
 @launcher("(Tensor x) -> Tensor")

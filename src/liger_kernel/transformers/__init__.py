@@ -9,6 +9,7 @@ from typing import Any
 from liger_kernel.nn import (
     LigerCrossEntropyLoss,
     LigerDyT,
+    LigerExperts,
     LigerFusedAddRMSNorm,
     LigerFusedLinearCrossEntropyLoss,
     LigerFusedLinearJSD,
@@ -17,6 +18,7 @@ from liger_kernel.nn import (
     LigerJSD,
     LigerKLDIVLoss,
     LigerLayerNorm,
+    LigerMHC,
     LigerModulatedRMSNorm,
     LigerMultiTokenAttention,
     LigerPhi3SwiGLUMLP,
@@ -51,6 +53,7 @@ _PATCH = ("MODEL_TYPE_TO_APPLY_LIGER_FN", "_apply_liger_kernel", "_apply_liger_k
 __all__ = [
     "LigerCrossEntropyLoss",
     "LigerDyT",
+    "LigerExperts",
     "LigerFusedAddRMSNorm",
     "LigerFusedLinearCrossEntropyLoss",
     "LigerFusedLinearJSD",
@@ -59,6 +62,7 @@ __all__ = [
     "LigerJSD",
     "LigerKLDIVLoss",
     "LigerLayerNorm",
+    "LigerMHC",
     "LigerModulatedRMSNorm",
     "LigerMultiTokenAttention",
     "LigerPhi3SwiGLUMLP",

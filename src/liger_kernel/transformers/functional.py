@@ -2,6 +2,7 @@
 
 from liger_kernel.nn import (
     CrossEntropyOutput,
+    liger_attn_res,
     liger_cross_entropy,
     liger_dyt,
     liger_fused_add_rms_norm,
@@ -12,6 +13,11 @@ from liger_kernel.nn import (
     liger_jsd,
     liger_kl_div,
     liger_layer_norm,
+    liger_mhc_apply,
+    liger_mhc_coeffs,
+    liger_mhc_forward,
+    liger_mhc_post_res,
+    liger_mhc_pre,
     liger_modulated_rms_norm,
     liger_multi_token_attention,
     liger_poly_norm,
@@ -28,6 +34,7 @@ from liger_kernel.nn import (
 
 __all__ = [
     "CrossEntropyOutput",
+    "liger_attn_res",
     "liger_cross_entropy",
     "liger_dyt",
     "liger_fused_add_rms_norm",
@@ -38,6 +45,11 @@ __all__ = [
     "liger_jsd",
     "liger_kl_div",
     "liger_layer_norm",
+    "liger_mhc_apply",
+    "liger_mhc_coeffs",
+    "liger_mhc_forward",
+    "liger_mhc_post_res",
+    "liger_mhc_pre",
     "liger_modulated_rms_norm",
     "liger_multi_token_attention",
     "liger_poly_norm",

@@ -141,8 +141,8 @@ def _rope(
     HAS_POS: tl.constexpr, INVERSE: tl.constexpr, PAIRS: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0).to(tl.int64)
-    batch, time = program // T, program % T
+    token = tl.program_id(0)
+    batch, time = (token // T).to(tl.int64), (token % T).to(tl.int64)
     cos, sin = load_angles(cos_ptr, sin_ptr, pos_ptr, batch, time, L, HALF, cos_batch, cos_time, cos_col, sin_batch, sin_time, sin_col,
                            pos_batch, pos_time, HAS_POS, BLOCK_R)  # fmt: skip
     if INVERSE:

@@ -161,7 +161,7 @@ def _bwd_sample(
 def modulated_rms_norm_fwd(x: Tensor, w: Tensor | None, scale: Tensor, shift: Tensor | None, eps: float, offset: float, casting: str) -> tuple[Tensor, Tensor]:
     M, N = x.shape
     y, rstd = x.new_empty(M, N), x.new_empty(M, dtype=torch.float32)
-    c = _config.tile("modulated_rms_norm_fwd", N, x.itemsize, elements=4096, per_thread=32)
+    c = _config.tile("modulated_rms_norm_fwd", N, x.itemsize, elements=4096)
     launch(_fwd, (cdiv(M, c.block_m),), x, w, scale, shift, y, rstd, M, N, M // max(len(scale), 1), x.stride(0), scale.stride(0),
            0 if shift is None else shift.stride(0), eps, offset,
            HAS_W=w is not None, HAS_SHIFT=shift is not None, CASTING=casting, BLOCK_M=c.block_m, BLOCK_N=c.block_n, num_warps=c.num_warps)  # fmt: skip

@@ -3,7 +3,7 @@
 Shapes: a (M, K), group e being its rows offs[e - 1] to offs[e]; offs (E,) int32, never read by the host. Rows from offs[-1] on belong to no group: they
 are not read, and what would be theirs is not written.
   grouped_mm     (M, N): rows of group e times b[e], of b (E, K, N)
-  grouped_outer  (E, P, Q): a_e^T b_e for the rows of group e of a (M, P) and b (M, Q); zero without any
+  grouped_outer  (E, N, Q): a_e^T b_e for the rows of group e of a (M, N) and b (M, Q); zero without any
   grouped_sum    (E, N): sum of the rows of group e, each times its ``scale`` (M,)
 
 PyTorch's grouped products serve bf16 where these are CUTLASS kernels, on Hopper and Blackwell; elsewhere its implementation waits for ``offs``, and
@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops import _config
-from liger_kernel.ops._op import launch, launcher, tracing
-from liger_kernel.ops._tl import cdiv, next_power_of_2, tl, triton
+from liger_kernel.ops._op import intercepted, launch, launcher, on_gpu, tracing
+from liger_kernel.ops._tl import cdiv, jit, next_power_of_2, tl
 
 GROUP_M = 8  # tiles of rows that share a tile of columns before the next one: what the programs of one moment read stays in L2
 
 
-@triton.jit
+@jit
 def _mm(
     a_ptr, b_ptr, y_ptr, offs_ptr, E, K, N, b_stride_e, b_stride_k, b_stride_n, EVEN_K: tl.constexpr, PRECISION: tl.constexpr, GROUP_M: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -63,28 +63,28 @@ def _mm(
         tl.store(y_tile, total.to(y_ptr.dtype.element_ty), mask=(row < rows) & (col < N))
 
 
-@triton.jit
+@jit
 def _outer(
-    a_ptr, b_ptr, y_ptr, offs_ptr, E, P, Q, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    a_ptr, b_ptr, y_ptr, offs_ptr, E, N, Q, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     q_tiles = tl.cdiv(Q, BLOCK_N)
-    tiles = tl.cdiv(P, BLOCK_M) * q_tiles
+    tiles = tl.cdiv(N, BLOCK_M) * q_tiles
     for tile in tl.range(tl.program_id(0), E * tiles, tl.num_programs(0)):
         group = tile // tiles
         start, stop = tl.load(offs_ptr + group - 1, mask=group > 0, other=0), tl.load(offs_ptr + group)
-        p = tile % tiles // q_tiles * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+        col = tile % tiles // q_tiles * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
         q = tile % tiles % q_tiles * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for at in tl.range(start, stop, BLOCK_K):
             row = (at + tl.arange(0, BLOCK_K)).to(tl.int64)
-            a = tl.load(a_ptr + row[None, :] * P + p, mask=(row < stop)[None, :] & (p < P), other=0.0)
+            a = tl.load(a_ptr + row[None, :] * N + col, mask=(row < stop)[None, :] & (col < N), other=0.0)
             b = tl.load(b_ptr + row[:, None] * Q + q, mask=(row < stop)[:, None] & (q < Q), other=0.0)
             total = tl.dot(a, b, total, input_precision=PRECISION)
-        y = y_ptr + group.to(tl.int64) * P * Q + p.to(tl.int64) * Q + q
-        tl.store(y, total.to(y_ptr.dtype.element_ty), mask=(stop > start) & (p < P) & (q < Q))
+        y = y_ptr + group.to(tl.int64) * N * Q + col.to(tl.int64) * Q + q
+        tl.store(y, total.to(y_ptr.dtype.element_ty), mask=(stop > start) & (col < N) & (q < Q))
 
 
-@triton.jit
+@jit
 def _zero_empty(y_ptr, offs_ptr, n, BLOCK: tl.constexpr):
     group = tl.program_id(0)
     if tl.load(offs_ptr + group) == tl.load(offs_ptr + group - 1, mask=group > 0, other=0):
@@ -93,7 +93,7 @@ def _zero_empty(y_ptr, offs_ptr, n, BLOCK: tl.constexpr):
             tl.store(y_ptr + group.to(tl.int64) * n + at, tl.zeros((BLOCK,), y_ptr.dtype.element_ty), mask=at < n)
 
 
-@triton.jit
+@jit
 def _sum(a_ptr, scale_ptr, y_ptr, offs_ptr, N, HAS_SCALE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     group = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -110,8 +110,9 @@ def _sum(a_ptr, scale_ptr, y_ptr, offs_ptr, N, HAS_SCALE: tl.constexpr, BLOCK_M:
 
 def _aligned(t: Tensor) -> bool:
     """Whether ``t`` is row- or column-major with everything at multiples of 16 bytes of 16-bit values, as TMA and asynchronous copies want it."""
+    at = t.storage_offset() * t.itemsize if intercepted() else t.data_ptr()
     t = t.mT if t.stride(-2) == 1 else t
-    return t.stride(-1) == 1 and t.stride(-2) >= t.shape[-1] and all(s % 8 == 0 for s in t.stride()[:-1]) and t.data_ptr() % 16 == 0
+    return at % 16 == 0 and t.stride(-1) == 1 and t.stride(-2) >= t.shape[-1] and all(s % 8 == 0 for s in t.stride()[:-1])
 
 
 def _tile(a: Tensor, b: Tensor) -> dict:
@@ -135,8 +136,9 @@ def _programs(tiles: int) -> tuple[int]:
 
 
 def _cutlass(a: Tensor, b: Tensor) -> bool:
-    on_device = (a.is_cuda or a.is_meta) and _config.arch() in ("sm90", "sm100")
-    return on_device and a.dtype == torch.bfloat16 and a.numel() > 0 and _aligned(a) and _aligned(b)
+    """Whether PyTorch has a kernel for these."""
+    served = on_gpu(a) and _config.arch() in ("sm90", "sm100") and a.dtype == torch.bfloat16
+    return served and a.numel() > 0 and _aligned(a) and _aligned(b)
 
 
 @launcher("(Tensor a, Tensor b, Tensor offs) -> Tensor")
@@ -155,17 +157,17 @@ def grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
 
 @launcher("(Tensor a, Tensor b, Tensor offs) -> Tensor")
 def grouped_outer(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
-    (_, P), (_, Q), E = a.shape, b.shape, offs.shape[0]
-    if not tracing(a) and _cutlass(a.t(), b) and P % 8 == 0:
+    (_, N), (_, Q), E = a.shape, b.shape, offs.shape[0]
+    if not tracing(a) and _cutlass(a.t(), b) and N % 8 == 0:
         y = torch._grouped_mm(a.t(), b, offs=offs)
     else:
-        y = a.new_empty(E, P, Q)
+        y = a.new_empty(E, N, Q)
         if tracing(a):
             return y
         tile = _tile(a, b)
-        launch(_outer, _programs(E * cdiv(P, tile["BLOCK_M"]) * cdiv(Q, tile["BLOCK_N"])), a, b, y, offs, E, P, Q, **tile)
+        launch(_outer, _programs(E * cdiv(N, tile["BLOCK_M"]) * cdiv(Q, tile["BLOCK_N"])), a, b, y, offs, E, N, Q, **tile)
     # nobody promises that the product of an empty group is written
-    launch(_zero_empty, (E, min(32, cdiv(P * Q, 2048))), y, offs, P * Q, BLOCK=2048, num_warps=4)
+    launch(_zero_empty, (E, min(32, cdiv(N * Q, 2048))), y, offs, N * Q, BLOCK=2048, num_warps=4)
     return y
 
 

@@ -1,0 +1,224 @@
+"""Mixture of experts where a ``Case`` cannot say it."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+import torch
+
+from liger_kernel.nn import LigerExperts
+from liger_kernel.ops import LigerFusedMoEFunction, _grouped_mm, _op
+from liger_kernel.ops.moe import moe, moe_route, reference
+from liger_kernel.testing import assert_as_accurate, assert_same_bits, differentiable, like, run
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+needs_kernels = pytest.mark.skipif(not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call")
+
+
+def arguments(tokens=11, K=2, H=16, I=24, E=4, used=None, *, dtype=torch.float32, grads=("x", "gate_up", "down", "topk_weight")) -> dict:
+    torch.manual_seed(0)
+    draw = lambda *shape, scale=1.0: torch.randn(*shape, dtype=torch.float64) * scale
+    args = dict(
+        x=draw(tokens, H), gate_up=draw(E, 2 * I, H, scale=H**-0.5), down=draw(E, H, I, scale=I**-0.5),
+        topk_index=torch.rand(tokens, used or E).argsort(-1)[:, :K].contiguous(), topk_weight=draw(tokens, K).softmax(-1),
+    )  # fmt: skip
+    cast = lambda name, t: t.to(DEVICE, dtype).requires_grad_(name in grads) if t.is_floating_point() else t.to(DEVICE)
+    return {name: cast(name, t) for name, t in args.items()}
+
+
+def assert_right(args: dict, fn=moe) -> None:
+    assert_as_accurate(run(fn, args), run(reference, like(args)), run(reference, like(args, torch.float64)))
+
+
+@needs_kernels
+@pytest.mark.parametrize("n, E", [(5000, 3), (100, 300), (1, 1), (0, 2), (640, 8)])
+def test_routing_is_a_stable_sort(n, E):
+    """Over several blocks, too; what is no expert comes last."""
+    torch.manual_seed(n)
+    index = torch.randint(-1, E + 2, (n, 1), dtype=torch.int64, device=DEVICE)
+    order, position, offs = moe_route(index, E)
+    key = torch.where((index < 0) | (index >= E), E, index).flatten()
+    expected = key.argsort(stable=True)
+    assert torch.equal(order.long(), expected)
+    assert torch.equal(position.long()[expected], torch.arange(n, device=DEVICE))
+    assert torch.equal(offs.long(), torch.bincount(key, minlength=E + 1).cumsum(0)[:E])
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_gradient_at_once(dtype):
+    args = arguments(dtype=dtype) | dict(limit=6.0, offset=1.0, alpha=1.5)
+    # far from the limit on one side or the other: where rounding decides, a gradient is a matter of luck
+    args["gate_up_bias"] = (torch.randint(-1, 2, (4, 48)) * 12.0).to(DEVICE, dtype).requires_grad_()
+    args["down_bias"] = torch.randn(4, 16).to(DEVICE, dtype).requires_grad_()
+    assert_right(args)
+
+
+@needs_kernels
+def test_tiles_of_several_strips_and_steps():
+    """More tiles of rows than a strip has, more columns than a tile, more rows of an expert than a step."""
+    assert_right(arguments(400, 1, 40, 20, 2, grads=("x", "gate_up")))
+
+
+@needs_kernels
+def test_no_expert_at_all():
+    args = arguments()
+    args["topk_index"].fill_(4)
+    out = run(moe, args)
+    assert len(out) == 5 and not any(t.any() for t in out.values())
+
+
+@needs_kernels
+def test_pytorch_products_that_leave_what_is_empty(monkeypatch):
+    """What serves Hopper, here as a loop: nothing relies on rows of no group, nor on groups without rows, being written."""
+
+    def grouped(a, b, *, offs):
+        ends = offs.tolist()
+        rows = [slice(start, stop) for start, stop in zip([0, *ends], ends)]
+        if b.ndim == 3:
+            y = a.new_full((a.shape[0], b.shape[2]), float("nan"))
+            for e, r in enumerate(rows):
+                y[r] = a[r] @ b[e]
+        else:
+            y = a.new_full((len(ends), a.shape[0], b.shape[1]), float("nan"))
+            for e, r in enumerate(rows):
+                if r.stop > r.start:
+                    y[e] = a[:, r] @ b[r]
+        calls.append(b.ndim)
+        return y
+
+    calls = []
+    monkeypatch.setattr(_grouped_mm, "_cutlass", lambda a, b: True)
+    monkeypatch.setattr(torch, "_grouped_mm", grouped)
+    args = arguments(used=2)
+    args["topk_index"][::3, 0] = -1
+    assert_right(args)
+    assert calls == [3, 3, 3, 2, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "t, aligned",
+    [
+        (torch.empty(4, 8), True),
+        (torch.empty(3, 8, 16).mT, True),
+        (torch.empty(4, 12), False),
+        (torch.empty(4, 17)[:, :16], False),
+        (torch.empty(4 * 8 + 1)[1:].view(4, 8), False),
+        (torch.empty(8).expand(4, 8), False),
+        (torch.empty(4, 8, 2)[..., 0], False),
+    ],
+)
+def test_only_aligned_matrices_go_to_tma(t, aligned):
+    assert _grouped_mm._aligned(t.bfloat16() if t.is_contiguous() and t.storage_offset() == 0 else t) is aligned
+
+
+class Products(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts the matrix products that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.__name__.partition(".")[0]
+        if name in ("grouped_mm", "grouped_outer"):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    "grads, mm, outer",
+    [((), 2, 0), (("x",), 4, 0), (("down",), 2, 1), (("topk_weight",), 3, 0), (("gate_up",), 3, 1), (("x", "gate_up", "down", "topk_weight"), 4, 2)],
+)
+def test_what_is_frozen_has_no_products(grads, mm, outer):
+    with Products() as products:
+        run(moe, arguments(grads=grads))
+    assert (products.names.count("grouped_mm"), products.names.count("grouped_outer")) == (mm, outer)
+
+
+@needs_kernels
+def test_saves_one_activation():
+    """Beside the arguments: what gate_up yields, and the order."""
+    args = arguments(grads=("x", "gate_up", "down", "topk_weight"))
+    given = {t.data_ptr() for t in args.values()}
+    saved = {}
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.update({t.data_ptr(): t.numel()}), lambda t: t):
+        moe(**args)
+    assert sum(n for p, n in saved.items() if p not in given) == 22 * 48 + 2 * 22 + 4
+
+
+@needs_kernels
+def test_function_takes_what_the_published_one_takes():
+    args = arguments()
+    args["topk_index"] = args["topk_index"].int()
+    assert_same_bits(run(lambda **a: LigerFusedMoEFunction.apply(*a.values()), like(args)), run(moe, like(args)))
+
+
+def test_autocast():
+    args = arguments()
+    with torch.autocast(DEVICE, torch.bfloat16):
+        out = moe(**args)
+        assert out.dtype == torch.bfloat16
+        out.sum().backward()
+    assert all(t.grad.dtype == torch.float32 and t.grad.isfinite().all() for t in differentiable(args).values())
+    experts = LigerExperts(types.SimpleNamespace(hidden_size=16, intermediate_size=8, num_local_experts=4, hidden_act="silu")).to(DEVICE)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        assert experts(args["x"], args["topk_index"], args["topk_weight"]).dtype == torch.float32
+
+
+@pytest.mark.parametrize("shape", [(11, 16), (1, 11, 16)])
+def test_experts_equal_those_of_transformers(shape):
+    modeling = pytest.importorskip("transformers.models.qwen3_moe.modeling_qwen3_moe")
+    config = modeling.Qwen3MoeConfig(hidden_size=16, moe_intermediate_size=24, num_experts=4)
+    config._experts_implementation = "eager"
+    theirs, ours = modeling.Qwen3MoeExperts(config).to(DEVICE), LigerExperts(config).to(DEVICE)
+    args = arguments()
+    with torch.no_grad():
+        for module in (theirs, ours):
+            module.gate_up_proj.copy_(args["gate_up"])
+            module.down_proj.copy_(args["down"])
+    ours.load_state_dict(theirs.state_dict())
+
+    def of(module):
+        module.zero_grad()
+
+        def forward(x, topk_index, topk_weight, **weights):
+            call = torch.func.functional_call
+            return call(module, {"gate_up_proj": weights["gate_up"], "down_proj": weights["down"]}, (x, topk_index, topk_weight))
+
+        return forward
+
+    flat = run(of(theirs), like(args))
+    truth = run(of(theirs.double()), like(args, torch.float64))
+    assert_as_accurate(run(of(ours), like(args)), flat, truth)
+    out = ours(args["x"].view(shape), args["topk_index"].view(*shape[:-1], 2), args["topk_weight"].view(*shape[:-1], 2))
+    assert out.shape == shape
+
+
+def test_gpt_oss_layout_needs_no_copies():
+    """Weights stored as (E, H, 2 I) and (E, I, H) are passed transposed, and their gradients come back as they are stored."""
+    modeling = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
+    config = modeling.GptOssConfig(hidden_size=16, intermediate_size=24, num_local_experts=4)
+    config._experts_implementation = "eager"
+    theirs = modeling.GptOssExperts(config).to(DEVICE)
+    with torch.no_grad():
+        for p in theirs.parameters():
+            p.normal_()
+    args = arguments()
+    names = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
+    args = {k: args[k] for k in ("x", "topk_index", "topk_weight")} | {n: getattr(theirs, n).detach().clone().requires_grad_() for n in names}
+
+    def stock(x, topk_index, topk_weight, **parameters):
+        return torch.func.functional_call(theirs, parameters, (x, topk_index, topk_weight))
+
+    def fused(x, topk_index, topk_weight, gate_up_proj, gate_up_proj_bias, down_proj, down_proj_bias):
+        return moe(
+            x, gate_up_proj.mT, down_proj.mT, topk_index, topk_weight, gate_up_bias=gate_up_proj_bias, down_bias=down_proj_bias,
+            interleaved=True, alpha=theirs.alpha, limit=theirs.limit, offset=1.0,
+        )  # fmt: skip
+
+    ours = run(fused, like(args))
+    assert_as_accurate(ours, run(stock, like(args)), run(stock, like(args, torch.float64)))
+    assert ours["dgate_up_proj"].is_contiguous() and ours["ddown_proj"].is_contiguous()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from liger_kernel.ops.mhc import mhc_coeffs, mhc_post_res, mhc_pre
 from liger_kernel.ops.modulated_rms_norm import modulated_rms_norm
 from liger_kernel.ops.moe import moe
 from liger_kernel.ops.multi_token_attention import multi_token_attention
+from liger_kernel.ops.neighborhood_attention import neighborhood_attention
 from liger_kernel.ops.poly_norm import poly_norm
 from liger_kernel.ops.qk_norm_rope import qk_norm_rope
 from liger_kernel.ops.relu_squared import relu_squared
@@ -474,6 +475,60 @@ class LigerExperts(nn.Module):
         index, weights = (t.reshape(-1, t.shape[-1]) for t in (top_k_index, top_k_weights))
         y = moe(hidden_states.reshape(-1, self.hidden_dim), self.gate_up_proj, self.down_proj, index, weights, act=self.act)
         return y.view(hidden_states.shape).to(hidden_states.dtype)
+
+
+class LigerQwen3MoeSwiGLUMLP(_GatedMLP):
+    """``LigerSwiGLUMLP`` without biases, of ``intermediate_size`` if it is given."""
+
+    def __init__(self, config: Any, intermediate_size: int | None = None):
+        super().__init__(config, _activation(self, config.hidden_act, SILU), False, intermediate_size)
+
+
+class LigerHunyuanV1SwiGLUMLP(_GatedMLP):
+    """``LigerSwiGLUMLP`` without biases; ``layer_idx`` is kept as an attribute."""
+
+    def __init__(self, config: Any, layer_idx: int | None = None, is_shared_mlp: bool = False):
+        super().__init__(config, _activation(self, config.hidden_act, SILU), False)
+        self.layer_idx = layer_idx
+
+
+class LigerFalconH1SwiGLUMLP(_GatedMLP):
+    """``down(silu(gate(x) m_gate) * up(x)) m_down`` with ``m_gate, m_down = config.mlp_multipliers``."""
+
+    def __init__(self, config: Any):
+        super().__init__(config, _activation(self, config.hidden_act, SILU), config.mlp_bias)
+        self.gate_multiplier, self.down_multiplier = config.mlp_multipliers
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = glu(self.gate_proj(x), self.up_proj(x), act=self.act, gate_multiplier=self.gate_multiplier)
+        return self.down_proj(y) * self.down_multiplier
+
+
+class LigerBlockSparseTop2MLP(nn.Module):
+    """An expert of Mixtral: ``w2(silu(w1(x)) * w3(x))``."""
+
+    def __init__(self, config: Any):
+        super().__init__()
+        self.config, self.act = config, _activation(self, config.hidden_act, SILU)
+        self.ffn_dim, self.hidden_dim = config.intermediate_size, config.hidden_size
+        self.w1 = nn.Linear(self.hidden_dim, self.ffn_dim, bias=False)
+        self.w2 = nn.Linear(self.ffn_dim, self.hidden_dim, bias=False)
+        self.w3 = nn.Linear(self.hidden_dim, self.ffn_dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(glu(self.w1(x), self.w3(x), act=self.act))
+
+
+class LigerGEGLUMLPForGemma4(_GatedMLP):
+    """``LigerGEGLUMLP`` without biases; twice as wide in layers that reuse keys and values, if ``config.use_double_wide_mlp`` says so."""
+
+    def __init__(self, config: Any, layer_idx: int | None = None):
+        reuses = False
+        if layer_idx is not None and getattr(config, "use_double_wide_mlp", False):
+            modes = getattr(config, "kv_sharing_modes", None)
+            first = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", 0) or 0)
+            reuses = modes[layer_idx] == "reuse" if modes is not None else layer_idx >= first > 0
+        super().__init__(config, _activation(self, config.hidden_activation, GELU), False, config.intermediate_size * (1 + reuses))
 
 
 class LigerPhi3SwiGLUMLP(nn.Module):
@@ -931,3 +986,67 @@ class LigerMHC(nn.Module):
 
     def extra_repr(self) -> str:
         return f"hc={self.hc}, c={self.c}, tmax={self.options['tmax']}"
+
+
+def liger_fused_neighborhood_attention(
+    query: Tensor, key: Tensor, value: Tensor, kernel_size: int = 7, dilation: int = 1, scale: float | None = None
+) -> Tensor:  # fmt: skip
+    """Attention of query (B, H, T, D) to the ``kernel_size`` keys around it, ``dilation`` apart, fewer at the borders."""
+    return neighborhood_attention(query, key, value, kernel_size=kernel_size, dilation=dilation, scale=scale)
+
+
+class LigerFusedNeighborhoodAttention(nn.Module):
+    """Neighbourhood attention over hidden states (B, T, hidden_size), between its projections; dropout before the last one."""
+
+    def __init__(
+        self, hidden_size: int, num_heads: int, kernel_size: int = 7, dilation: int = 1, bias: bool = True, dropout: float = 0.0,
+        scale: float | None = None,
+    ):  # fmt: skip
+        super().__init__()
+        if hidden_size % num_heads:
+            raise ValueError(f"{type(self).__name__}: hidden_size must be a multiple of num_heads, {num_heads}, got {hidden_size}")
+        self.head_dim, self.kernel_size, self.dilation, self.scale = hidden_size // num_heads, kernel_size, dilation, scale
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(hidden_size, hidden_size, bias=bias) for _ in range(4))
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        if attention_mask is not None:
+            raise ValueError(f"{type(self).__name__}: attention_mask must be None, got a tensor of shape {tuple(attention_mask.shape)}")
+        q, k, v = (proj(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        o = neighborhood_attention(q, k, v, kernel_size=self.kernel_size, dilation=self.dilation, scale=self.scale)
+        return self.out_proj(self.dropout(o.transpose(1, 2).flatten(-2)))
+
+    def extra_repr(self) -> str:
+        return f"head_dim={self.head_dim}, kernel_size={self.kernel_size}, dilation={self.dilation}, scale={self.scale}"
+
+
+class LigerFusedNeighborhoodAttentionLayer(nn.Module):
+    """``x + dropout(attention(layer_norm(x)))``."""
+
+    def __init__(
+        self, hidden_size: int, num_heads: int, kernel_size: int = 7, dilation: int = 1, bias: bool = True, dropout: float = 0.0,
+        layer_norm_eps: float = 1e-5, scale: float | None = None,
+    ):  # fmt: skip
+        super().__init__()
+        self.attention = LigerFusedNeighborhoodAttention(hidden_size, num_heads, kernel_size, dilation, bias, dropout, scale)
+        self.layer_norm, self.dropout = LigerLayerNorm(hidden_size, layer_norm_eps), nn.Dropout(dropout)
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        return hidden_states + self.dropout(self.attention(self.layer_norm(hidden_states), attention_mask))
+
+
+@dataclass
+class LigerFusedNeighborhoodAttentionConfig:
+    """Arguments of ``LigerFusedNeighborhoodAttentionLayer``."""
+
+    hidden_size: int = 768
+    num_heads: int = 12
+    kernel_size: int = 7
+    dilation: int = 1
+    bias: bool = True
+    dropout: float = 0.0
+    layer_norm_eps: float = 1e-5
+    scale: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)

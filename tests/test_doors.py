@@ -34,9 +34,10 @@ from hf_models import (  # noqa: E402
 from transformers.models.llama import modeling_llama  # noqa: E402
 
 import liger_kernel.transformers as liger  # noqa: E402
+from liger_kernel import _legacy  # noqa: E402
 from liger_kernel import nn as lnn  # noqa: E402
 from liger_kernel.testing import assert_as_accurate, run  # noqa: E402
-from liger_kernel.transformers import _legacy, families, functional, slots  # noqa: E402
+from liger_kernel.transformers import families, functional, slots  # noqa: E402
 from liger_kernel.transformers.tiny import tiny_config  # noqa: E402
 
 LLAMA_FLAGS = dict(rope=True, cross_entropy=False, fused_linear_cross_entropy=True, rms_norm=True, swiglu=True)

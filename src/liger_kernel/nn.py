@@ -329,6 +329,14 @@ class LigerRMSNormForGemma3(LigerRMSNorm):
         super().__init__(dim, eps, offset, casting_mode, init_fn)
 
 
+class LigerRMSNormForGemma4(LigerRMSNorm):
+    def __init__(
+        self, dim: int, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "gemma", init_fn: str = "ones", in_place: bool = False,
+        with_scale: bool = True,
+    ):  # fmt: skip
+        super().__init__(dim, eps, offset, casting_mode, init_fn, elementwise_affine=with_scale)
+
+
 class LigerRMSNormForOlmo2(LigerRMSNorm):
     """As published, casting "llama"; transformers' Olmo2 rounds like "gemma", and its patched models do too."""
 

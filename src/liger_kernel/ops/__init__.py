@@ -1,4 +1,4 @@
-"""Fused operators. Importing an operator's file declares it; this package re-exports every public operator and its ``Liger*Function``."""
+"""Fused operators. Importing an operator's file declares it; this package re-exports every public operator and what it is published with."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -653,3 +654,28 @@ def cross_entropy(
     now = gradient_in_forward and logits.requires_grad and torch.is_grad_enabled()
     out = CrossEntropyFunction.apply(logits, target, class_weight, num_items, now, *numbers, False, False)
     return out if stats else out[0]
+
+
+def published(found: Any, target: Tensor, ignore_index: int, z_loss: bool, accuracy: bool, predictions: bool) -> tuple[Tensor | None, ...]:
+    """Loss, z-loss, token accuracy and predicted classes, those that were asked for: from what an operator returned, with ``stats`` if any were."""
+    if not (z_loss or accuracy or predictions):
+        return found, None, None, None
+    loss, z, predicted = found
+    valid = target != ignore_index
+    share = ((predicted == target) & valid).sum() / valid.sum() if accuracy else None
+    return loss, z if z_loss else None, share, predicted if predictions else None
+
+
+class LigerCrossEntropyFunction:
+    """``apply(...)``: loss, z-loss, token accuracy and predicted classes, None where not asked for. The logits are not overwritten."""
+
+    @staticmethod
+    def apply(
+        _input: Tensor, target: Tensor, weight: Tensor | None = None, ignore_index: int = -100, lse_square_scale: float = 0.0, label_smoothing: float = 0.0,
+        reduction: str = "mean", softcap: float | None = None, return_z_loss: bool = False, return_token_accuracy: bool = False,
+        return_predicted_tokens: bool = False,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        asked = return_z_loss, return_token_accuracy, return_predicted_tokens
+        found = cross_entropy(_input, target, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing,
+                              z_loss=lse_square_scale, softcap=softcap, stats=any(asked))  # fmt: skip
+        return published(found, target, ignore_index, *asked)

@@ -3,9 +3,14 @@
 Shapes: gate, up, y (..., I); packed: gate (..., 2 I) holds gate and up side by side, and no copy of either is made.
 
 act(gate) is rounded to the dtype of gate before the product, as in models that write ``act_fn(gate) * up``.
+
+What models add, in this order: ``gate * gate_multiplier``, rounded (Falcon-H1); gate at most ``limit``, up within +-limit (DeepSeek-V4, GLM-5); with
+``alpha`` act(alpha gate) / alpha, which for silu is gate sigmoid(alpha gate), and up + ``offset`` (gpt-oss); the product times ``down_multiplier``.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,10 +29,19 @@ ACTS = {
 }
 
 
-def reference(gate: Tensor, up: Tensor | None = None, *, act: str = "silu") -> Tensor:
+def reference(
+    gate: Tensor, up: Tensor | None = None, *, act: str = "silu", gate_multiplier: float = 1.0, limit: float | None = None, alpha: float = 1.0,
+    offset: float = 0.0, down_multiplier: float = 1.0,
+) -> Tensor:  # fmt: skip
     if up is None:
         gate, up = gate.chunk(2, -1)
-    return ACTS[act](gate.to(acc(gate.dtype))).to(gate.dtype) * up
+    if gate_multiplier != 1:
+        gate = gate * gate_multiplier
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    h = ACTS[act](gate.to(acc(gate.dtype)) * alpha) / alpha
+    y = h.to(gate.dtype) * (up + offset if offset else up)
+    return y if down_multiplier == 1 else y * down_multiplier
 
 
 @jit
@@ -65,37 +79,73 @@ def _act(x, ACT: tl.constexpr):
 
 @jit
 def _fwd(
-    gate_ptr, up_ptr, y_ptr, M, N, gate_stride, up_stride, y_stride,
-    ACT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    gate_ptr, up_ptr, y_ptr, M, N, gate_stride, up_stride, y_stride, gate_multiplier, limit, alpha, offset, down_multiplier,
+    ACT: tl.constexpr, SCALED: tl.constexpr, CLAMPED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(N, BLOCK_N)
     row = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     col = (tl.program_id(0) % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (row < M)[:, None] & (col < N)[None, :]
     gate = tl.load(gate_ptr + row[:, None] * gate_stride + col[None, :], mask=mask, other=0.0)
-    up = tl.load(up_ptr + row[:, None] * up_stride + col[None, :], mask=mask, other=0.0)
-    y, _ = _act(gate.to(tl.float32), ACT)
-    y = y.to(gate.dtype).to(tl.float32) * up.to(tl.float32)
+    up = tl.load(up_ptr + row[:, None] * up_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+    g = gate.to(tl.float32)
+    if SCALED:
+        g = (g * gate_multiplier).to(gate.dtype).to(tl.float32)
+    if CLAMPED:
+        g = tl.where(g > limit, limit, g)
+        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+    if SCALED:
+        y, _ = _act(g * alpha, ACT)
+        y = (y / alpha).to(gate.dtype).to(tl.float32) * (up + offset) * down_multiplier
+    else:
+        y, _ = _act(g, ACT)
+        y = y.to(gate.dtype).to(tl.float32) * up
     tl.store(y_ptr + row[:, None] * y_stride + col[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @jit
 def _bwd(
     dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, M, N, dy_stride, gate_stride, up_stride, dgate_stride, dup_stride,
-    ACT: tl.constexpr, NEED_DGATE: tl.constexpr, NEED_DUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    gate_multiplier, limit, alpha, offset, down_multiplier, ACT: tl.constexpr, SCALED: tl.constexpr, CLAMPED: tl.constexpr,
+    NEED_DGATE: tl.constexpr, NEED_DUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(N, BLOCK_N)
     row = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     col = (tl.program_id(0) % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (row < M)[:, None] & (col < N)[None, :]
     dy = tl.load(dy_ptr + row[:, None] * dy_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
-    gate = tl.load(gate_ptr + row[:, None] * gate_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
-    y, dact = _act(gate, ACT)
-    if NEED_DGATE:
+    gate = tl.load(gate_ptr + row[:, None] * gate_stride + col[None, :], mask=mask, other=0.0)
+    g = gate.to(tl.float32)
+    if SCALED:
+        dy = dy * down_multiplier
+        g = (g * gate_multiplier).to(gate.dtype).to(tl.float32)
+    if CLAMPED or NEED_DGATE:
         up = tl.load(up_ptr + row[:, None] * up_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
-        tl.store(dgate_ptr + row[:, None] * dgate_stride + col[None, :], (dy * up * dact).to(dgate_ptr.dtype.element_ty), mask=mask)
+    free_gate = mask
+    free_up = mask
+    if CLAMPED:  # a gradient flows where a clamp changed nothing
+        free_gate = ~(g > limit)
+        free_up = ~(tl.abs(up) > limit)
+        g = tl.where(free_gate, g, limit)
+        up = tl.where(free_up, up, tl.where(up > 0, limit, -limit))
+    if SCALED:
+        y, dact = _act(g * alpha, ACT)
+        y = y / alpha
+    else:
+        y, dact = _act(g, ACT)
+    if NEED_DGATE:
+        if SCALED:
+            dgate = dy * (up + offset) * dact * gate_multiplier
+        else:
+            dgate = dy * up * dact
+        if CLAMPED:
+            dgate = tl.where(free_gate, dgate, 0.0)
+        tl.store(dgate_ptr + row[:, None] * dgate_stride + col[None, :], dgate.to(dgate_ptr.dtype.element_ty), mask=mask)
     if NEED_DUP:
-        tl.store(dup_ptr + row[:, None] * dup_stride + col[None, :], (dy * y).to(dup_ptr.dtype.element_ty), mask=mask)
+        dup = dy * y
+        if CLAMPED:
+            dup = tl.where(free_up, dup, 0.0)
+        tl.store(dup_ptr + row[:, None] * dup_stride + col[None, :], dup.to(dup_ptr.dtype.element_ty), mask=mask)
 
 
 def _grid(M: int, N: int, itemsize: int) -> tuple[tuple[int], dict[str, int]]:
@@ -104,45 +154,74 @@ def _grid(M: int, N: int, itemsize: int) -> tuple[tuple[int], dict[str, int]]:
     return (cdiv(M, c.block_m) * cdiv(N, c.block_n),), dict(BLOCK_M=c.block_m, BLOCK_N=c.block_n, num_warps=c.num_warps)
 
 
-@launcher("(Tensor gate, Tensor up, str act) -> Tensor")
-def glu_fwd(gate: Tensor, up: Tensor, act: str) -> Tensor:
+class Form(NamedTuple):
+    """What models add, as the module describes it."""
+
+    gate_multiplier: float = 1.0
+    limit: float | None = None
+    alpha: float = 1.0
+    offset: float = 0.0
+    down_multiplier: float = 1.0
+
+    def kernel(self) -> tuple[tuple[float, ...], dict[str, bool]]:
+        """Arguments and constexprs."""
+        scaled = (self.gate_multiplier, self.alpha, self.offset, self.down_multiplier) != (1, 1, 0, 1)
+        numbers = (self.gate_multiplier, self.limit or 0.0, self.alpha, self.offset, self.down_multiplier)
+        return tuple(map(float, numbers)), dict(SCALED=scaled, CLAMPED=self.limit is not None)
+
+
+_FORM = "float gate_multiplier, float? limit, float alpha, float offset, float down_multiplier"
+
+
+@launcher(f"(Tensor gate, Tensor up, str act, {_FORM}) -> Tensor")
+def glu_fwd(gate: Tensor, up: Tensor, act: str, *form: Any) -> Tensor:
     M, N = gate.shape
     y = gate.new_empty(M, N, dtype=torch.promote_types(gate.dtype, up.dtype))
     grid, tile = _grid(M, N, gate.itemsize)
-    launch(_fwd, grid, gate, up, y, M, N, gate.stride(0), up.stride(0), N, ACT=act, **tile)
+    numbers, flags = Form(*form).kernel()
+    launch(_fwd, grid, gate, up, y, M, N, gate.stride(0), up.stride(0), N, *numbers, ACT=act, **flags, **tile)
     return y
 
 
-@launcher("(Tensor dy, Tensor gate, Tensor up, str act, bool packed, bool need_dgate, bool need_dup) -> (Tensor dgate, Tensor dup)")
-def glu_bwd(dy: Tensor, gate: Tensor, up: Tensor, act: str, packed: bool, need_dgate: bool, need_dup: bool) -> tuple[Tensor, Tensor]:
+@launcher(f"(Tensor dy, Tensor gate, Tensor up, str act, bool packed, bool need_dgate, bool need_dup, {_FORM}) -> (Tensor dgate, Tensor dup)")
+def glu_bwd(dy: Tensor, gate: Tensor, up: Tensor, act: str, packed: bool, need_dgate: bool, need_dup: bool, *form: Any) -> tuple[Tensor, Tensor]:
     """dgate and dup, empty where not needed; ``packed``: both side by side in the first, the second empty."""
     M, N = gate.shape
     dgate = gate.new_empty(M, 2 * N) if packed else gate.new_empty((M, N) if need_dgate else (0, 0))
     dup = up.new_empty((M, N) if need_dup and not packed else (0, 0))
     d0, d1 = (dgate[:, :N], dgate[:, N:]) if packed else (dgate, dup)
     grid, tile = _grid(M, N, gate.itemsize)
-    launch(_bwd, grid, dy, gate, up, d0, d1, M, N, dy.stride(0), gate.stride(0), up.stride(0), d0.stride(0), d1.stride(0),
-           ACT=act, NEED_DGATE=need_dgate or packed, NEED_DUP=need_dup or packed, **tile)  # fmt: skip
+    numbers, flags = Form(*form).kernel()
+    launch(_bwd, grid, dy, gate, up, d0, d1, M, N, dy.stride(0), gate.stride(0), up.stride(0), d0.stride(0), d1.stride(0), *numbers,
+           ACT=act, **flags, NEED_DGATE=need_dgate or packed, NEED_DUP=need_dup or packed, **tile)  # fmt: skip
     return dgate, dup
 
 
 class GLUFunction(torch.autograd.Function):
-    """``apply(gate, up or None, act="silu")``."""
+    """``apply(gate, up or None, act="silu", form=Form())``."""
 
     @staticmethod
-    def forward(ctx, gate, up, act="silu"):
-        ctx.shape, ctx.act, ctx.packed = gate.shape, act, up is None
+    def forward(ctx, gate, up, act="silu", form=Form()):  # noqa: B008
+        ctx.shape, ctx.act, ctx.packed, ctx.form = gate.shape, act, up is None, form
         gate = rows_of(gate)
         gate, up = (gate[:, : gate.shape[1] // 2], gate[:, gate.shape[1] // 2 :]) if ctx.packed else (gate, rows_of(up))
         ctx.save_for_backward(gate, up)
-        return glu_fwd(gate, up, act).view(*ctx.shape[:-1], gate.shape[1])
+        return glu_fwd(gate, up, act, *form).view(*ctx.shape[:-1], gate.shape[1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        need_dgate, need_dup, _ = ctx.needs_input_grad
-        dgate, dup = glu_bwd(rows_of(dy), *ctx.saved_tensors, ctx.act, ctx.packed, need_dgate, need_dup)
-        return dgate.view(ctx.shape) if need_dgate else None, dup.view(ctx.shape) if need_dup else None, None
+        need_dgate, need_dup, _, _ = ctx.needs_input_grad
+        dgate, dup = glu_bwd(rows_of(dy), *ctx.saved_tensors, ctx.act, ctx.packed, need_dgate, need_dup, *ctx.form)
+        return dgate.view(ctx.shape) if need_dgate else None, dup.view(ctx.shape) if need_dup else None, None, None
+
+
+def _upstream(functional, gate, up=None, *, act="silu"):
+    return {"silu": functional.liger_swiglu, "gelu_tanh": functional.liger_geglu}[act](*(gate.chunk(2, -1) if up is None else (gate, up)))
+
+
+def _wide(*shape: int, dtype: torch.dtype) -> Tensor:
+    return 4 * torch.randn(*shape, dtype=dtype)
 
 
 @op(
@@ -155,12 +234,17 @@ class GLUFunction(torch.autograd.Function):
         Case("sigmoid", dict(gate=T((5, 64)), up=T((5, 64)), act="sigmoid")),
         Case("phi3", dict(gate=T((2, 3, 128)), up=None)),
         Case("odd-packed", dict(gate=T((5, 66)), up=None, act="gelu_tanh")),
+        Case("gpt-oss", dict(gate=T((5, 64), _wide), up=T((5, 64), _wide), limit=7.0, alpha=1.702, offset=1.0)),
+        Case("deepseek-v4", dict(gate=T((3, 80), _wide), up=None, limit=5.0)),
+        Case("falcon-h1", dict(gate=T((5, 64)), up=T((5, 64)), gate_multiplier=0.37, down_multiplier=1.9)),
         Case("one", dict(gate=T((1, 1)), up=T((1, 1)))),
         Case("llama3-8b", dict(gate=T((8192, 14336)), up=T((8192, 14336))), gpu=True),
         Case("phi3-mini", dict(gate=T((4096, 16384)), up=None), gpu=True),
         Case("integers", dict(gate=T((2, 4), dtype=torch.int64), up=T((2, 4))), error="glu: gate must be floating point, got torch.int64"),
         Case("bad-act", dict(gate=T((2, 4)), up=T((2, 4)), act="swish2"),
              error="glu: act must be one of ['gelu', 'gelu_tanh', 'relu2', 'sigmoid', 'silu'], got 'swish2'"),
+        Case("bad-limit", dict(gate=T((2, 4)), up=T((2, 4)), limit=0.0), error="glu: limit must be positive or None, got 0.0"),
+        Case("bad-alpha", dict(gate=T((2, 4)), up=T((2, 4)), alpha=-1.0), error="glu: alpha must be positive, got -1.0"),
         Case("bad-shapes", dict(gate=T((2, 4)), up=T((2, 5))), error="glu: up must have shape (2, 4), got (2, 5)"),
         Case("odd-width", dict(gate=T((2, 5)), up=None), error="glu: packed gate must have an even last dim, got 5"),
     ],
@@ -169,25 +253,65 @@ class GLUFunction(torch.autograd.Function):
         if up is None
         else Cost(nbytes(gate, up, gate), nbytes(gate, up, gate, up, gate), flops=(2 * gate.numel(), 4 * gate.numel()))
     ),
-    rivals={
-        "upstream": lambda functional, gate, up=None, *, act="silu": {"silu": functional.liger_swiglu, "gelu_tanh": functional.liger_geglu}[act](
-            *(gate.chunk(2, -1) if up is None else (gate, up))
-        )
-    },
+    rivals={"upstream": _upstream},
 )  # fmt: skip
-def glu(gate: Tensor, up: Tensor | None = None, *, act: str = "silu") -> Tensor:
+def glu(
+    gate: Tensor, up: Tensor | None = None, *, act: str = "silu", gate_multiplier: float = 1.0, limit: float | None = None, alpha: float = 1.0,
+    offset: float = 0.0, down_multiplier: float = 1.0,
+) -> Tensor:  # fmt: skip
     """``act(gate) * up``, with act silu, gelu (exact), gelu_tanh, relu2 or sigmoid.
 
     gate, up (..., I) in fp32, fp16, bf16 or fp64, any strides; or gate (..., 2 I) and no up, for projections that are one packed matrix.
+    gpt-oss: ``limit=7.0, alpha=1.702, offset=1.0``.
     """
     if not gate.is_floating_point():
         raise ValueError(f"glu: gate must be floating point, got {gate.dtype}")
     if act not in ACTS:
         raise ValueError(f"glu: act must be one of {sorted(ACTS)}, got {act!r}")
+    if limit is not None and not limit > 0:
+        raise ValueError(f"glu: limit must be positive or None, got {limit}")
+    if not alpha > 0:
+        raise ValueError(f"glu: alpha must be positive, got {alpha}")
     if up is None and gate.shape[-1] % 2:
         raise ValueError(f"glu: packed gate must have an even last dim, got {gate.shape[-1]}")
     if up is not None and up.shape != gate.shape:
         raise ValueError(f"glu: up must have shape {tuple(gate.shape)}, got {tuple(up.shape)}")
+    form = Form(gate_multiplier, limit, alpha, offset, down_multiplier)
     if not use_kernels(gate, fusible=True):
-        return reference(gate, up, act=act)
-    return GLUFunction.apply(gate, up, act)
+        return reference(gate, up, act=act, **form._asdict())
+    return GLUFunction.apply(gate, up, act, form)
+
+
+class LigerSiLUMulFunction:
+    """``apply(a, b, gate_multiplier=1.0, down_multiplier=1.0)``: ``silu(a gate_multiplier) b down_multiplier``."""
+
+    @staticmethod
+    def apply(a: Tensor, b: Tensor, gate_multiplier: float = 1.0, down_multiplier: float = 1.0) -> Tensor:
+        return glu(a, b, gate_multiplier=gate_multiplier, down_multiplier=down_multiplier)
+
+
+class LigerGELUMulFunction:
+    """``apply(a, b)``: ``gelu(a) b``, gelu by its tanh approximation."""
+
+    @staticmethod
+    def apply(a: Tensor, b: Tensor) -> Tensor:
+        return glu(a, b, act="gelu_tanh")
+
+
+class LigerFusedGateUpSiLUMulFunction:
+    """``apply(y, in_place=False)``: ``silu(gate) up`` of y (..., 2 I), gate and up side by side; ``in_place`` is accepted and ignored."""
+
+    @staticmethod
+    def apply(y: Tensor, in_place: bool = False) -> Tensor:
+        return glu(y)
+
+
+def swiglu_forward(a: Tensor, b: Tensor, gate_multiplier: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+    """Without autograd: a and b for ``swiglu_backward``, and ``silu(a gate_multiplier) b``."""
+    return a, b, glu_fwd(rows_of(a), rows_of(b), "silu", *Form(gate_multiplier)).view(a.shape)
+
+
+def swiglu_backward(a: Tensor, b: Tensor, dc: Tensor, gate_multiplier: float = 1.0) -> tuple[Tensor, Tensor]:
+    """da and db; nothing is overwritten."""
+    da, db = glu_bwd(rows_of(dc), rows_of(a), rows_of(b), "silu", False, True, True, *Form(gate_multiplier))
+    return da.view(a.shape), db.view(b.shape)

@@ -20,7 +20,7 @@ from torch import Tensor
 from liger_kernel.ops._linear import Kept, add_mm, auto_chunk_rows, chunk_gradients
 from liger_kernel.ops._op import Case, Cost, T, acc, launcher, nbytes, on_gpu, once_differentiable, op, rows_of, tracing
 from liger_kernel.ops._reduce import scaled
-from liger_kernel.ops.cross_entropy import LOSS_SCHEMA, Loss, Rows, check, items, normaliser, plain, positive, row_kernel, targets
+from liger_kernel.ops.cross_entropy import LOSS_SCHEMA, Loss, Rows, check, items, normaliser, plain, positive, published, row_kernel, targets
 from liger_kernel.ops.cross_entropy import reference as cross_entropy_reference
 
 
@@ -369,3 +369,19 @@ def apply(x, w, target, bias, class_weight, s: Loss, num_items, compact, accum_d
     kept = kept_rows(compact, target, s.ignore_index)
     options = Options(need, accum_dtype, chunk_rows, fp32_logits, dw_into)
     return LinearCrossEntropyFunction.apply(x, w, target, bias, class_weight, num_items, kept, s, options)
+
+
+class LigerFusedLinearCrossEntropyFunction:
+    """``apply(...)``: loss, z-loss, token accuracy and predicted classes, None where not asked for."""
+
+    @staticmethod
+    def apply(
+        _input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, ce_weight: Tensor | None = None, ignore_index: int = -100,
+        lse_square_scale: float = 0.0, label_smoothing: float = 0.0, reduction: str = "mean", softcap: float | None = None, return_z_loss: bool = False,
+        accum_dtype: torch.dtype | None = None, use_token_scaling: bool = False, return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        asked = return_z_loss, return_token_accuracy, return_predicted_tokens
+        found = linear_cross_entropy(_input, weight, target, bias, ce_weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing,
+                                     z_loss=lse_square_scale, softcap=softcap, token_scaling=use_token_scaling, stats=any(asked),
+                                     accum_dtype=accum_dtype)  # fmt: skip
+        return published(found, target, ignore_index, *asked)

@@ -132,6 +132,22 @@ class LigerRMSNormFunction(torch.autograd.Function):
         return dx.view(dy.shape) if need_dx else None, dw if need_dw else None, None, None, None, None, None
 
 
+def rms_norm_forward(X: Tensor, W: Tensor | None, eps: float, offset: float = 0.0, casting_mode: str = "llama", row_mode: bool | None = None) -> tuple:
+    """Without autograd: y, x as rows and 1/rms for ``rms_norm_backward``, two numbers of no meaning here, and ``casting_mode``."""
+    x = rows_of(X)
+    y, rstd = rms_norm_fwd(x, W, eps, offset, casting_mode)
+    return y.view(X.shape), x, rstd, 0, 0, casting_mode
+
+
+def rms_norm_backward(
+    dY: Tensor, X: Tensor, W: Tensor | None, RSTD: Tensor, offset: float, casting_mode: str, BLOCK_SIZE: int = 0, num_warps: int = 0,
+    in_place: bool = False, row_mode: bool | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """dx and dw from what ``rms_norm_forward`` returned; dY is not overwritten."""
+    dx, dw = rms_norm_bwd(rows_of(dY), X, W, RSTD, offset, True, W is not None)
+    return dx.view(dY.shape), dw if W is not None else None
+
+
 @op(
     reference=reference,
     cases=[

@@ -7,14 +7,17 @@ import importlib.util
 from typing import Any
 
 from liger_kernel.nn import (
+    LigerBlockSparseTop2MLP,
     LigerCrossEntropyLoss,
     LigerDyT,
     LigerExperts,
+    LigerFalconH1SwiGLUMLP,
     LigerFusedAddRMSNorm,
     LigerFusedLinearCrossEntropyLoss,
     LigerFusedLinearJSD,
     LigerGEGLUMLP,
     LigerGroupNorm,
+    LigerHunyuanV1SwiGLUMLP,
     LigerJSD,
     LigerKLDIVLoss,
     LigerLayerNorm,
@@ -23,11 +26,13 @@ from liger_kernel.nn import (
     LigerMultiTokenAttention,
     LigerPhi3SwiGLUMLP,
     LigerPolyNorm,
+    LigerQwen3MoeSwiGLUMLP,
     LigerReLUSquared,
     LigerRMSNorm,
     LigerRMSNormForGemma,
     LigerRMSNormForGemma2,
     LigerRMSNormForGemma3,
+    LigerRMSNormForGemma4,
     LigerRMSNormForGlm4,
     LigerRMSNormForOlmo2,
     LigerRMSNormForQwen3Next,
@@ -44,21 +49,21 @@ from liger_kernel.nn import (
     liger_rotary_pos_emb,
     liger_rotary_pos_emb_vision,
 )
-from liger_kernel.transformers import _legacy
-
-_legacy.install()
 
 _PATCH = ("MODEL_TYPE_TO_APPLY_LIGER_FN", "_apply_liger_kernel", "_apply_liger_kernel_to_instance", "class_patches", "instance_patches", "restore")
 
 __all__ = [
+    "LigerBlockSparseTop2MLP",
     "LigerCrossEntropyLoss",
     "LigerDyT",
     "LigerExperts",
+    "LigerFalconH1SwiGLUMLP",
     "LigerFusedAddRMSNorm",
     "LigerFusedLinearCrossEntropyLoss",
     "LigerFusedLinearJSD",
     "LigerGEGLUMLP",
     "LigerGroupNorm",
+    "LigerHunyuanV1SwiGLUMLP",
     "LigerJSD",
     "LigerKLDIVLoss",
     "LigerLayerNorm",
@@ -67,10 +72,12 @@ __all__ = [
     "LigerMultiTokenAttention",
     "LigerPhi3SwiGLUMLP",
     "LigerPolyNorm",
+    "LigerQwen3MoeSwiGLUMLP",
     "LigerRMSNorm",
     "LigerRMSNormForGemma",
     "LigerRMSNormForGemma2",
     "LigerRMSNormForGemma3",
+    "LigerRMSNormForGemma4",
     "LigerRMSNormForGlm4",
     "LigerRMSNormForOlmo2",
     "LigerRMSNormForQwen3Next",

@@ -10,9 +10,19 @@ from collections.abc import Sequence
 from types import ModuleType
 
 _HERE = "liger_kernel.transformers."
-_NORMS = ("LigerRMSNorm", *(f"LigerRMSNormFor{m}" for m in ("Gemma", "Gemma2", "Gemma3", "Olmo2", "Glm4", "Qwen3Next")))
+_NORMS = ("LigerRMSNorm", *(f"LigerRMSNormFor{m}" for m in ("Gemma", "Gemma2", "Gemma3", "Gemma4", "Olmo2", "Glm4", "Qwen3Next")))
+
+_SWIGLU = ("SwiGLU", "Phi3SwiGLU", "Qwen3MoeSwiGLU", "HunyuanV1SwiGLU", "FalconH1SwiGLU", "BlockSparseTop2")
 
 PATHS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "liger_kernel.ops.fused_linear_cross_entropy": ("liger_kernel.ops.linear_cross_entropy", ("LigerFusedLinearCrossEntropyFunction",)),
+    "liger_kernel.ops.fused_linear_scaled_cross_entropy": ("liger_kernel.ops.linear_logprobs", ("LigerFusedLinearScaledCrossEntropyFunction",)),
+    "liger_kernel.ops.fused_moe": ("liger_kernel.ops.moe", ("LigerFusedMoEFunction",)),
+    "liger_kernel.ops.fused_neighborhood_attention": ("liger_kernel.ops.neighborhood_attention", ("LigerFusedNeighborhoodAttentionFunction",)),
+    "liger_kernel.ops.llama4_rope": ("liger_kernel.ops.rope", ("LigerLlama4RopeFunction",)),
+    "liger_kernel.ops.qwen2vl_mrope": ("liger_kernel.ops.rope", ("LigerQwen2VLMRopeFunction",)),
+    "liger_kernel.ops.swiglu": ("liger_kernel.ops.glu", ("LigerSiLUMulFunction", "LigerFusedGateUpSiLUMulFunction")),
+    "liger_kernel.ops.geglu": ("liger_kernel.ops.glu", ("LigerGELUMulFunction",)),
     _HERE + "auto_model": (_HERE + "auto", ("AutoLigerKernelForCausalLM",)),
     _HERE + "cross_entropy": ("liger_kernel.nn", ("LigerCrossEntropyLoss",)),
     _HERE + "dyt": ("liger_kernel.nn", ("LigerDyT",)),
@@ -21,7 +31,11 @@ PATHS: dict[str, tuple[str, tuple[str, ...]]] = {
     _HERE + "fused_add_rms_norm": ("liger_kernel.nn", ("LigerFusedAddRMSNorm",)),
     _HERE + "fused_linear_cross_entropy": ("liger_kernel.nn", ("LigerFusedLinearCrossEntropyLoss",)),
     _HERE + "fused_linear_jsd": ("liger_kernel.nn", ("LigerFusedLinearJSD",)),
-    _HERE + "geglu": ("liger_kernel.nn", ("LigerGEGLUMLP",)),
+    _HERE + "fused_neighborhood_attention": (
+        "liger_kernel.nn",
+        tuple(f"LigerFusedNeighborhoodAttention{part}" for part in ("", "Layer", "Config")),
+    ),
+    _HERE + "geglu": ("liger_kernel.nn", ("LigerGEGLUMLP", "LigerGEGLUMLPForGemma4")),
     _HERE + "group_norm": ("liger_kernel.nn", ("LigerGroupNorm",)),
     _HERE + "grpo_loss": ("liger_kernel.ops.grpo_loss", ("triton_grpo_loss",)),
     _HERE + "jsd": ("liger_kernel.nn", ("LigerJSD",)),
@@ -39,7 +53,7 @@ PATHS: dict[str, tuple[str, tuple[str, ...]]] = {
     _HERE + "rope": ("liger_kernel.nn", ("liger_rotary_pos_emb", "liger_rotary_pos_emb_vision")),
     _HERE + "softmax": ("liger_kernel.nn", ("LigerSoftmax",)),
     _HERE + "sparsemax": ("liger_kernel.nn", ("LigerSparsemax",)),
-    _HERE + "swiglu": ("liger_kernel.nn", ("LigerExperts", "LigerSwiGLUMLP", "LigerPhi3SwiGLUMLP")),
+    _HERE + "swiglu": ("liger_kernel.nn", ("LigerExperts", *(f"Liger{m}MLP" for m in _SWIGLU))),
     _HERE + "tiled_mlp": ("liger_kernel.nn", ("LigerTiledGEGLUMLP", "LigerTiledSwiGLUMLP")),
     _HERE + "trainer_integration": (_HERE + "patch", ("_apply_liger_kernel",)),
     _HERE + "tvd": ("liger_kernel.nn", ("LigerTVDLoss",)),

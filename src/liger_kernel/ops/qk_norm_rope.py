@@ -17,7 +17,7 @@ from liger_kernel.ops import _config
 from liger_kernel.ops._op import Case, Cost, launch, launcher, nbytes, once_differentiable, op, use_kernels
 from liger_kernel.ops._op import T as T_  # T is the sequence length here
 from liger_kernel.ops._reduce import column_sum
-from liger_kernel.ops._tl import next_power_of_2, tl, triton
+from liger_kernel.ops._tl import jit, next_power_of_2, tl
 from liger_kernel.ops.rms_norm import CASTING
 from liger_kernel.ops.rms_norm import reference as rms_norm_reference
 from liger_kernel.ops.rope import _angles, _ids, _projected, angle_strides, checked_tables, load_angles, load_pairs, store_pairs, unit_stride
@@ -34,7 +34,7 @@ def reference(
     return rope_reference(q, k, cos, sin, position_ids, layout=layout, unsqueeze_dim=unsqueeze_dim)
 
 
-@triton.jit
+@jit
 def _plus(w, offset, ROUND: tl.constexpr):
     """A row of w + offset, in fp32; rounded to w's dtype on the way where the forward has it so."""
     x = w.to(tl.float32) + tl.cast(offset, tl.float32)
@@ -43,7 +43,7 @@ def _plus(w, offset, ROUND: tl.constexpr):
     return x[None, :]
 
 
-@triton.jit
+@jit
 def _weights(w_ptr, offset, HALF, D, PAIRS: tl.constexpr, ROUND: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr):
     """w + offset for both columns of the pairs, and for the rest."""
     r = tl.arange(0, BLOCK_R)
@@ -54,7 +54,7 @@ def _weights(w_ptr, offset, HALF, D, PAIRS: tl.constexpr, ROUND: tl.constexpr, B
     return _plus(a, offset, ROUND), _plus(b, offset, ROUND), _plus(c, offset, ROUND)
 
 
-@triton.jit
+@jit
 def _load_rest(x_ptr, h, x_head, H, HALF, D, PARTIAL: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_REST: tl.constexpr):
     """The columns that do not turn, in fp32."""
     rest = 2 * HALF + tl.arange(0, BLOCK_REST)
@@ -64,13 +64,13 @@ def _load_rest(x_ptr, h, x_head, H, HALF, D, PARTIAL: tl.constexpr, BLOCK_H: tl.
     return x
 
 
-@triton.jit
+@jit
 def _store_rest(y_ptr, y, h, y_head, H, HALF, D, BLOCK_REST: tl.constexpr):
     rest = 2 * HALF + tl.arange(0, BLOCK_REST)
     tl.store(y_ptr + h[:, None] * y_head + rest[None, :], y.to(y_ptr.dtype.element_ty), mask=(h < H)[:, None] & (rest < D)[None, :])
 
 
-@triton.jit
+@jit
 def _sum(a, b, c, PARTIAL: tl.constexpr):
     """Over all columns of each head."""
     total = tl.sum(a + b, axis=1)
@@ -79,14 +79,14 @@ def _sum(a, b, c, PARTIAL: tl.constexpr):
     return total
 
 
-@triton.jit
+@jit
 def _rstd(a, b, c, h, H, D, eps, PARTIAL: tl.constexpr):
     """1 / rms of each head; 0 for those beyond the last, which have no say in dw, not even with eps 0."""
     square = _sum(a * a, b * b, c * c, PARTIAL)
     return tl.where(h < H, 1.0 / tl.sqrt(square / D + tl.cast(eps, tl.float32)), 0.0)[:, None]
 
 
-@triton.jit
+@jit
 def _scale(x, rstd, w, X: tl.constexpr, Y: tl.constexpr, CASTING: tl.constexpr):
     """fp32 values of the normed x: x rounded to dtype X before the weight where ``casting`` says so, to dtype Y after it."""
     h = x * rstd
@@ -95,7 +95,7 @@ def _scale(x, rstd, w, X: tl.constexpr, Y: tl.constexpr, CASTING: tl.constexpr):
     return (h * w).to(Y).to(tl.float32)
 
 
-@triton.jit
+@jit
 def _fwd_heads(
     x_ptr, w_ptr, y_ptr, cos, sin, H, x_head, y_head, HALF, D, eps, offset,
     CASTING: tl.constexpr, PAIRS: tl.constexpr, PARTIAL: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr,
@@ -118,7 +118,7 @@ def _fwd_heads(
             _store_rest(y_ptr, _scale(c, rstd, w_c, X, Y, CASTING), h, y_head, H, HALF, D, BLOCK_REST)
 
 
-@triton.jit
+@jit
 def _fwd(
     q_ptr, k_ptr, wq_ptr, wk_ptr, cos_ptr, sin_ptr, pos_ptr, yq_ptr, yk_ptr, T, Hq, Hk, L, HALF, D, eps, offset,
     q_batch, q_time, q_head, k_batch, k_time, k_head, yq_batch, yq_time, yq_head, yk_batch, yk_time, yk_head,
@@ -136,7 +136,7 @@ def _fwd(
                eps, offset, CASTING, PAIRS, PARTIAL, BLOCK_K, BLOCK_R, BLOCK_REST)  # fmt: skip
 
 
-@triton.jit
+@jit
 def _bwd(
     dy_ptr, x_ptr, w_ptr, dx_ptr, dw_ptr, cos_ptr, sin_ptr, pos_ptr, tokens, T, H, L, HALF, D, eps, offset, dw_stride,
     dy_batch, dy_time, dy_head, x_batch, x_time, x_head, dx_batch, dx_time, dx_head,
@@ -247,7 +247,8 @@ def qk_norm_rope_bwd(
                    HAS_POS=position_ids is not None, PAIRS=pairs, PARTIAL=2 * half < D, NEED_DX=need_dx, NEED_DW=need_dw,
                    BLOCK_H=min(next_power_of_2(heads), c.block_m), BLOCK_R=block_r, BLOCK_REST=block_rest, STAGES=c.stages, num_warps=c.num_warps)  # fmt: skip
         dxs.append(dx)
-    return *dxs, column_sum(partials, torch.promote_types(wq.dtype, wk.dtype)) if need_dwq or need_dwk else q.new_empty(0)
+    dq, dk = dxs
+    return dq, dk, column_sum(partials, torch.promote_types(wq.dtype, wk.dtype)) if need_dwq or need_dwk else q.new_empty(0)
 
 
 class QKNormRopeFunction(torch.autograd.Function):

@@ -17,7 +17,7 @@ from torch import Tensor
 from liger_kernel.ops import _config
 from liger_kernel.ops._op import Case, Cost, acc, launch, launcher, nbytes, once_differentiable, op, use_kernels
 from liger_kernel.ops._op import T as T_  # T is the sequence length here
-from liger_kernel.ops._tl import next_power_of_2, tl, triton
+from liger_kernel.ops._tl import jit, next_power_of_2, tl
 
 LAYOUTS = ("halves", "pairs")
 
@@ -65,7 +65,7 @@ def of_complex(freqs: Tensor) -> tuple[Tensor, Tensor]:
     return freqs, torch.zeros_like(freqs)
 
 
-@triton.jit
+@jit
 def load_angles(
     cos_ptr, sin_ptr, pos_ptr, batch, time, L, HALF, cos_batch, cos_time, cos_col, sin_batch, sin_time, sin_col, pos_batch, pos_time,
     HAS_POS: tl.constexpr, BLOCK_R: tl.constexpr,
@@ -86,7 +86,7 @@ def load_angles(
     return cos, sin
 
 
-@triton.jit
+@jit
 def load_pairs(x_ptr, h, x_head, H, HALF, PAIRS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr):
     """The first and second columns of all pairs of the heads ``h`` of one token, in fp32."""
     if PAIRS:  # one wide load of neighbours, then split
@@ -102,7 +102,7 @@ def load_pairs(x_ptr, h, x_head, H, HALF, PAIRS: tl.constexpr, BLOCK_H: tl.const
     return a, b
 
 
-@triton.jit
+@jit
 def store_pairs(y_ptr, a, b, h, y_head, H, HALF, PAIRS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr):
     if PAIRS:
         col = tl.arange(0, 2 * BLOCK_R)
@@ -116,7 +116,7 @@ def store_pairs(y_ptr, a, b, h, y_head, H, HALF, PAIRS: tl.constexpr, BLOCK_H: t
         tl.store(y_ptr + HALF, b.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@jit
 def _turn(
     x_ptr, y_ptr, cos, sin, H, x_head, y_head, HALF, D,
     PAIRS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr,
@@ -133,7 +133,7 @@ def _turn(
             tl.store(y_ptr + h[:, None] * y_head + rest[None, :], x, mask=mask)
 
 
-@triton.jit
+@jit
 def _rope(
     q_ptr, k_ptr, cos_ptr, sin_ptr, pos_ptr, yq_ptr, yk_ptr, T, Hq, Hk, L, HALF, D,
     q_batch, q_time, q_head, k_batch, k_time, k_head, yq_batch, yq_time, yq_head, yk_batch, yk_time, yk_head,

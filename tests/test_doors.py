@@ -363,6 +363,26 @@ def test_mlp_modules():
         lnn.LigerGEGLUMLP(config("silu"))
 
 
+def test_mlp_modules_are_those_of_transformers():
+    from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1MLP
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    x = torch.randn(2, 3, 8, device=DEVICE)
+    falcon = config(mlp_bias=True, mlp_multipliers=(0.3, 1.7))
+    for ours, stock in (
+        (lnn.LigerFalconH1SwiGLUMLP(falcon), FalconH1MLP(falcon)),
+        (lnn.LigerQwen3MoeSwiGLUMLP(config(), 20), LlamaMLP(types.SimpleNamespace(**vars(config(mlp_bias=False)) | {"intermediate_size": 20}))),
+        (lnn.LigerHunyuanV1SwiGLUMLP(config(), layer_idx=3), LlamaMLP(config(mlp_bias=False))),
+    ):
+        ours.load_state_dict(stock.state_dict())
+        torch.testing.assert_close(ours.to(DEVICE)(x), stock.to(DEVICE)(x))
+    expert = lnn.LigerBlockSparseTop2MLP(config()).to(DEVICE)
+    torch.testing.assert_close(expert(x), expert.w2(F.silu(expert.w1(x)) * expert.w3(x)))
+    gemma = types.SimpleNamespace(hidden_size=8, intermediate_size=12, hidden_activation="gelu_pytorch_tanh", use_double_wide_mlp=True)
+    gemma.num_hidden_layers, gemma.num_kv_shared_layers = 4, 1
+    assert [lnn.LigerGEGLUMLPForGemma4(gemma, i).intermediate_size for i in (None, 2, 3)] == [12, 12, 24]
+
+
 OPTIONS = [
     {},
     dict(reduction="sum"),

@@ -42,6 +42,7 @@ PATHS: dict[str, tuple[str, tuple[str, ...]]] = {
     _HERE + "kl_div": ("liger_kernel.nn", ("LigerKLDIVLoss",)),
     _HERE + "layer_norm": ("liger_kernel.nn", ("LigerLayerNorm",)),
     _HERE + "llama4_rope": ("liger_kernel.nn", ("liger_llama4_text_rotary_pos_emb", "liger_llama4_vision_rotary_pos_emb")),
+    _HERE + "mlp": ("liger_kernel.nn", ("LigerMLP", "LigerFalconH1MLP")),
     _HERE + "modulated_rms_norm": ("liger_kernel.nn", ("LigerModulatedRMSNorm",)),
     _HERE + "mhc": ("liger_kernel.nn", ("LigerMHC",)),
     _HERE + "multi_token_attention": ("liger_kernel.nn", ("LigerMultiTokenAttention",)),

@@ -27,6 +27,7 @@ from liger_kernel.ops.kl_div import kl_div
 from liger_kernel.ops.layer_norm import layer_norm
 from liger_kernel.ops.linear_cross_entropy import linear_cross_entropy
 from liger_kernel.ops.mhc import mhc_coeffs, mhc_post_res, mhc_pre
+from liger_kernel.ops.mlp import mlp
 from liger_kernel.ops.modulated_rms_norm import modulated_rms_norm
 from liger_kernel.ops.moe import moe
 from liger_kernel.ops.multi_token_attention import multi_token_attention
@@ -510,6 +511,28 @@ class LigerFalconH1SwiGLUMLP(_GatedMLP):
     def forward(self, x: Tensor) -> Tensor:
         y = glu(self.gate_proj(x), self.up_proj(x), act=self.act, gate_multiplier=self.gate_multiplier)
         return self.down_proj(y) * self.down_multiplier
+
+
+class LigerMLP(_GatedMLP):
+    """``LigerSwiGLUMLP`` without biases, in one operator that computes the activation again in the backward rather than keep it."""
+
+    def __init__(self, config: Any):
+        super().__init__(config, _activation(self, config.hidden_act, SILU), False)
+        self.gate_multiplier, self.down_multiplier = 1.0, 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        multipliers = dict(gate_multiplier=self.gate_multiplier, down_multiplier=self.down_multiplier)
+        return mlp(x, self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight, act=self.act, **multipliers)
+
+
+class LigerFalconH1MLP(LigerMLP):
+    """``LigerMLP`` with ``gate_multiplier, down_multiplier = config.mlp_multipliers``."""
+
+    def __init__(self, config: Any):
+        if getattr(config, "mlp_bias", False):
+            raise ValueError("LigerFalconH1MLP: mlp_bias must be False, got True")
+        super().__init__(config)
+        self.gate_multiplier, self.down_multiplier = map(float, config.mlp_multipliers)
 
 
 class LigerBlockSparseTop2MLP(nn.Module):

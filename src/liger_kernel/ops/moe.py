@@ -348,7 +348,10 @@ def _torch(x, gate_up, down, topk_index, topk_weight):
 
 def _upstream(functional, x, gate_up, down, topk_index, topk_weight):
     ops = importlib.import_module("liger_kernel.ops")  # theirs, as theirs is what is imported now
-    return ops.LigerFusedMoEFunction.apply(x, gate_up, down, topk_index.int(), topk_weight)
+    return ops.LigerFusedMoEFunction.apply(x, gate_up, down, topk_index, topk_weight)
+
+
+_upstream.prepare = lambda args: args | {"topk_index": args["topk_index"].int()}  # type: ignore[attr-defined]
 
 
 def _scaled(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -368,7 +371,7 @@ def _routed(tokens: int, K: int, H: int, I: int, E: int, *, used: int | None = N
     x, w1, w2, w = (name in grads.split() for name in ("x", "w1", "w2", "w"))
     return dict(
         x=T((tokens, H), grad=x), gate_up=T((E, 2 * I, H), _scaled, w1), down=T((E, H, I), _scaled, w2),
-        topk_index=T((tokens, K), choices, dtype=torch.int32), topk_weight=T((tokens, K), _shares, w, weight),
+        topk_index=T((tokens, K), choices, dtype=torch.int64), topk_weight=T((tokens, K), _shares, w, weight),
     )  # fmt: skip
 
 
@@ -407,6 +410,8 @@ _SMALL = _routed(4, 2, 8, 8, 3)
         Case("bad-weight", _SMALL | dict(topk_weight=T((4, 3))), error="moe: topk_weight must be floating point of shape (4, 2), got torch.float32 (4, 3)"),
         Case("bad-bias", _SMALL | dict(down_bias=T((3, 9))), error="moe: down_bias must have shape (3, 8), got (3, 9)"),
         Case("mixed", _SMALL | dict(down=T((3, 8, 8), dtype=torch.float64)), error="moe: down must have x's dtype, torch.float32, got torch.float64"),
+        Case("bad-limit", _SMALL | dict(limit=0.0), error="moe: limit must be positive or None, got 0.0"),
+        Case("bad-alpha", _SMALL | dict(alpha=0.0), error="moe: alpha must be positive, got 0.0"),
         Case("bad-act", _SMALL | dict(act="swish2"), error="moe: act must be one of ['gelu', 'gelu_tanh', 'relu2', 'sigmoid', 'silu'], got 'swish2'"),
     ],
     cost=lambda x, gate_up, down, topk_index, topk_weight, gate_up_bias=None, down_bias=None, **_: Cost(
@@ -456,6 +461,10 @@ def moe(
         raise ValueError(f"moe: topk_weight must be floating point of shape {tuple(topk_index.shape)}, got {topk_weight.dtype} {tuple(topk_weight.shape)}")
     if act not in ACTS:
         raise ValueError(f"moe: act must be one of {sorted(ACTS)}, got {act!r}")
+    if limit is not None and not limit > 0:
+        raise ValueError(f"moe: limit must be positive or None, got {limit}")
+    if not alpha > 0:
+        raise ValueError(f"moe: alpha must be positive, got {alpha}")
     device = x.device.type
     if device != "meta" and torch.is_autocast_enabled(device) and x.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)

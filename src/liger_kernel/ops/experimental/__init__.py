@@ -1,0 +1,1 @@
+"""Operators whose interface may change; imported by their own paths only."""

@@ -210,19 +210,19 @@ def _coeffs_bwd(
 
 
 def _tiles(P: int, dtype: torch.dtype) -> dict:
-    """Of the projection: tiles of at most 4096 values of phi, so that they fit into 64 KB of shared memory in fp32, too. Not measured.
+    """Of the projection: tiles of at most 2048 values of phi, so that nothing spills and 64 KB of shared memory are enough, in fp32, too. Not measured.
 
     Three tf32 products make one that is exact enough for 16-bit results; AMD's matrix cores multiply fp32.
     """
     block_p = max(16, next_power_of_2(P))
     precision = "ieee" if dtype == torch.float32 or not _config.arch().startswith("sm") else "tf32x3"
-    return dict(PRECISION=precision, BLOCK_T=32, BLOCK_K=min(64, 4096 // block_p), BLOCK_P=block_p, num_warps=4)
+    return dict(PRECISION=precision, BLOCK_T=min(32, 2048 // block_p), BLOCK_K=min(64, 2048 // block_p), BLOCK_P=block_p, num_warps=8)
 
 
 def _tokens(H: int) -> dict[str, int]:
-    """Of the coefficients: 32 values of h_res a thread."""
+    """Of the coefficients: 16 values of h_res a thread, of which the backward holds seven."""
     block_h = next_power_of_2(H)
-    return dict(BLOCK_T=max(1, 2048 // block_h**2), BLOCK_H=block_h, num_warps=2)
+    return dict(BLOCK_T=max(1, 2048 // block_h**2), BLOCK_H=block_h, num_warps=4)
 
 
 @launcher(
@@ -411,11 +411,11 @@ def _mix_bwd(
         tl.store(dp_ptr + (row * O)[:, None] + outputs[None, :], dp.to(dp_ptr.dtype.element_ty), mask=known)
 
 
-def _mix_tile(kernel: str, x: Tensor) -> dict[str, int]:
-    """4096 values of x, all streams of each column, 32 a thread. Not measured."""
+def _mix_tile(kernel: str, x: Tensor, per_thread: int) -> dict[str, int]:
+    """``per_thread`` values of x, all streams of each column, for each of 128 threads. Not measured."""
     block_h = next_power_of_2(x.shape[1])
-    columns = max(16, 4096 // block_h)
-    c = _config.tile(kernel, x.shape[2], x.itemsize, elements=columns, max_block_n=columns, per_thread=max(1, 32 // block_h))
+    columns = max(16, 128 * per_thread // block_h)
+    c = _config.tile(kernel, x.shape[2], x.itemsize, elements=columns, max_block_n=columns, per_thread=max(1, per_thread // block_h))
     return dict(BLOCK_T=c.block_m, BLOCK_H=block_h, BLOCK_C=c.block_n, num_warps=c.num_warps)
 
 
@@ -424,7 +424,7 @@ def mhc_mix_fwd(x: Tensor, a: Tensor, f: Tensor | None, p: Tensor | None) -> Ten
     (M, H, C), outputs = x.shape, a.shape[1]
     y = x.new_empty(M, outputs, C)
     if not tracing(x):
-        tile = _mix_tile("mhc_mix_fwd", x)
+        tile = _mix_tile("mhc_mix_fwd", x, 32)
         grid = (cdiv(M, tile["BLOCK_T"]) * cdiv(C, tile["BLOCK_C"]),)
         launch(_mix_fwd, grid, x, f, a, p, y, M, C, H, outputs, x.stride(0), x.stride(1), 0 if f is None else f.stride(0), HAS_F=f is not None, **tile)
     return y
@@ -436,7 +436,7 @@ def mhc_mix_bwd(dy: Tensor, x: Tensor, a: Tensor, f: Tensor | None, p: Tensor | 
     (M, H, C), outputs = x.shape, a.shape[1]
     dx, da, df, dp = (x.new_empty(0) if t is None or not need else t.new_empty(t.shape) for t, need in zip((x, a, f, p), needed))
     if not tracing(x):
-        tile = _mix_tile("mhc_mix_bwd", x)
+        tile = _mix_tile("mhc_mix_bwd", x, 16)
         launch(_mix_bwd, (cdiv(M, tile["BLOCK_T"]),), dy, x, f, a, p, dx, df, da, dp, M, C, H, outputs, dy.stride(0), dy.stride(1), x.stride(0),
                x.stride(1), 0 if f is None else f.stride(0), NEED_DX=needed[0], NEED_DA=needed[1], NEED_DF=needed[2], NEED_DP=needed[3],
                BLOCK_O=next_power_of_2(outputs), **tile)  # fmt: skip

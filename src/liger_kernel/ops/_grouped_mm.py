@@ -125,8 +125,9 @@ def _tile(a: Tensor, b: Tensor) -> dict:
     if _config.arch() == "cpu":
         return dict(PRECISION="ieee", BLOCK_M=32, BLOCK_N=32, BLOCK_K=32, num_warps=4, num_stages=1)
     amd = _config.arch().startswith("gfx")
-    m, k, warps = (128, 64, 8) if a.itemsize == 2 and _aligned(a) and _aligned(b) else (64, 32, 4)
-    stages = 2 if amd else min(4, _config.shared_memory() // (2 * m * k * a.itemsize))
+    aligned = _aligned(a) and _aligned(b)
+    m, k, warps = (128, 64, 8) if a.itemsize == 2 and aligned else (64, 32, 4 if aligned else 8)
+    stages = 2 if amd or not aligned else min(4, _config.shared_memory() // (2 * m * k * a.itemsize))
     tf32 = a.dtype == torch.float32 and not amd and torch.get_float32_matmul_precision() != "highest"
     return dict(PRECISION="tf32" if tf32 else "ieee", BLOCK_M=m, BLOCK_N=m, BLOCK_K=k, num_warps=warps, num_stages=stages)
 

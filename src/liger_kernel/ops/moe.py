@@ -61,7 +61,7 @@ def _one_hot(index_ptr, M, E, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr):
     """Assignments of a block by expert, those of no expert under E."""
     i = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     expert = tl.load(index_ptr + i, mask=i < M, other=0)
-    expert = tl.where((expert < 0) | (expert >= E), E, expert)
+    expert = tl.where((expert < 0) | (expert >= E), E, expert).to(tl.int32)
     return i, ((expert[:, None] == tl.arange(0, BLOCK_E)[None, :]) & (i < M)[:, None]).to(tl.int32)
 
 
@@ -219,9 +219,9 @@ def moe_route(index: Tensor, E: int) -> tuple[Tensor, Tensor, Tensor]:
     blocks = max(1, cdiv(M, block_m))
     order, position = index.new_empty(M, dtype=torch.int32), index.new_empty(M, dtype=torch.int32)
     counts = index.new_empty((E + 1) * blocks, dtype=torch.int32)
-    launch(_count, (blocks,), index, counts, M, E, BLOCK_M=block_m, BLOCK_E=block_e, num_warps=4)
+    launch(_count, (blocks,), index, counts, M, E, BLOCK_M=block_m, BLOCK_E=block_e, num_warps=8)
     ends = counts.cumsum(0, dtype=torch.int32)
-    launch(_place, (blocks,), index, ends, order, position, M, E, BLOCK_M=block_m, BLOCK_E=block_e, num_warps=4)
+    launch(_place, (blocks,), index, ends, order, position, M, E, BLOCK_M=block_m, BLOCK_E=block_e, num_warps=8)
     return order, position, ends.view(E + 1, blocks)[:E, -1].contiguous()
 
 

@@ -25,7 +25,7 @@ OPS: dict[str, Op] = {}
 
 NAMESPACE = "liger"
 _LIB = torch.library.Library(NAMESPACE, "DEF")
-_LAUNCHERS: list[str] = []
+_LAUNCHERS: dict[str, str] = {}  # name -> module
 _PLAIN = {Tensor, torch.nn.Parameter, type(None), bool, int, float, str, torch.dtype, list, tuple}
 _tracing = contextvars.ContextVar("liger_tracing", default=False)
 INTERPRET = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
@@ -154,7 +154,7 @@ def launcher(schema: str) -> Callable[[F], F]:
                 _tracing.reset(token)
 
         torch.library.register_fake(f"{NAMESPACE}::{fn.__name__}", fake, lib=_LIB)
-        _LAUNCHERS.append(fn.__name__)
+        _LAUNCHERS[fn.__name__] = fn.__module__
         registered = getattr(getattr(torch.ops, NAMESPACE), fn.__name__).default
 
         @functools.wraps(fn)

@@ -68,6 +68,13 @@ def specialisations() -> dict:
         "cross_entropy": lambda B, T: ops.cross_entropy(t(B * T, 64), ids(B * T), ignore_index=-B * T % 17),
         "cross_entropy-temperature": lambda B, T: ops.cross_entropy(t(B * T, 64), ids(B * T), logit_scale=1 / (B + T)),
         "linear_cross_entropy": lambda B, T: ops.linear_cross_entropy(t(B * T, 64), t(64, 64), ids(B * T), chunk_rows=4096),
+        "qk_norm_rope": lambda B, T: ops.qk_norm_rope(t(B, T, 4, 16), t(B, T, 2, 16), t(16), t(16), *angles(T), unsqueeze_dim=2),
+        "modulated_rms_norm": lambda B, T: ops.modulated_rms_norm(t(B, T, 64), t(B, 64), t(B, 64), w),
+        "poly_norm": lambda B, T: ops.poly_norm(t(B, T, 64), t(3), t(1)),
+        "relu_squared": lambda B, T: ops.relu_squared(t(B, T, 64)),
+        "embedding": lambda B, T: ops.embedding(ids(B, T), t(50, 64)),
+        "moe": lambda B, T: ops.moe(t(B * T, 64), t(4, 32, 64), t(4, 64, 16), ids(B * T, 2), torch.rand(B * T, 2, device="meta")),
+        "attn_res": lambda B, T: ops.attn_res(t(B, T, 3, 64), t(64), w),
         "jsd": lambda B, T: ops.jsd(t(B * T, 64), t(B * T, 64)),
     }
 

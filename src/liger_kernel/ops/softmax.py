@@ -12,7 +12,7 @@ from torch import Tensor
 
 from liger_kernel.ops import _config
 from liger_kernel.ops._op import Case, Cost, T, launch, launcher, nbytes, once_differentiable, op, rows_of, tracing, use_kernels
-from liger_kernel.ops._tl import cdiv, tl, triton
+from liger_kernel.ops._tl import cdiv, jit, tl
 
 MAX_N = 32768  # columns that one program holds in registers: 32 fp32 values a thread
 MAX_N_BWD = 16384  # the same for two tensors
@@ -22,13 +22,13 @@ def reference(x: Tensor, *, dim: int = -1) -> Tensor:
     return torch.softmax(x, dim)
 
 
-@triton.jit
+@jit
 def _over(e, total, PRECISE: tl.constexpr):
     """e / total. In fp32 each to the last bit: a rounded 1 / total would move a whole row's sum away from 1."""
     return tl.div_rn(e, total + tl.zeros_like(e)) if PRECISE else e * (1.0 / total)
 
 
-@triton.jit
+@jit
 def _fwd(x_ptr, y_ptr, M, N, x_stride, CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     col = tl.arange(0, BLOCK_N)
@@ -40,7 +40,7 @@ def _fwd(x_ptr, y_ptr, M, N, x_stride, CAUSAL: tl.constexpr, BLOCK_M: tl.constex
     tl.store(y_ptr + row[:, None] * N + col[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@jit
 def _total(x_ptr, N, shift, lane, BLOCK: tl.constexpr):
     """The sum of exp(x - shift) over a row."""
     total = tl.zeros((BLOCK,), tl.float32)
@@ -50,7 +50,7 @@ def _total(x_ptr, N, shift, lane, BLOCK: tl.constexpr):
     return tl.sum(total, axis=0)
 
 
-@triton.jit
+@jit
 def _fwd_long(x_ptr, y_ptr, N, x_stride, CAUSAL: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     end = row % N + 1 if CAUSAL else N
@@ -76,7 +76,7 @@ def _fwd_long(x_ptr, y_ptr, N, x_stride, CAUSAL: tl.constexpr, BLOCK: tl.constex
         tl.store(y_ptr + col, y.to(y_ptr.dtype.element_ty), mask=col < N, eviction_policy="evict_first")
 
 
-@triton.jit
+@jit
 def _bwd(dy_ptr, y_ptr, dx_ptr, M, N, dy_stride, y_stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     col = tl.arange(0, BLOCK_N)
@@ -87,7 +87,7 @@ def _bwd(dy_ptr, y_ptr, dx_ptr, M, N, dy_stride, y_stride, BLOCK_M: tl.constexpr
     tl.store(dx_ptr + row[:, None] * N + col[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@jit
 def _bwd_long(dy_ptr, y_ptr, dx_ptr, N, dy_stride, y_stride, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     dy_ptr += row * dy_stride

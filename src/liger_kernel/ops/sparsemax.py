@@ -18,7 +18,7 @@ from torch import Tensor
 
 from liger_kernel.ops import _config
 from liger_kernel.ops._op import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, rows_of, tracing, use_kernels
-from liger_kernel.ops._tl import cdiv, tl, triton
+from liger_kernel.ops._tl import cdiv, jit, tl
 
 MAX_N = 32768  # columns that one program holds in registers: 32 fp32 values a thread
 MAX_N_BWD = 16384  # the same for two tensors
@@ -37,7 +37,7 @@ def reference(x: Tensor, *, dim: int = -1) -> Tensor:
     return y.movedim(-1, dim) if x.ndim else y[0]
 
 
-@triton.jit
+@jit
 def _fwd(x_ptr, y_ptr, M, N, x_stride, CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     col = tl.arange(0, BLOCK_N)
@@ -59,7 +59,7 @@ def _fwd(x_ptr, y_ptr, M, N, x_stride, CAUSAL: tl.constexpr, BLOCK_M: tl.constex
     tl.store(y_ptr + row[:, None] * N + col[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@jit
 def _fwd_long(x_ptr, y_ptr, N, x_stride, CAUSAL: tl.constexpr, BLOCK: tl.constexpr):
     """One row a program: a sweep for the largest, one for each step, and one that writes y."""
     row = tl.program_id(0).to(tl.int64)
@@ -96,7 +96,7 @@ def _fwd_long(x_ptr, y_ptr, N, x_stride, CAUSAL: tl.constexpr, BLOCK: tl.constex
         tl.store(y_ptr + start + lane, y.to(y_ptr.dtype.element_ty), mask=start + lane < N, eviction_policy="evict_first")
 
 
-@triton.jit
+@jit
 def _bwd(dy_ptr, y_ptr, dx_ptr, M, N, dy_stride, y_stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     col = tl.arange(0, BLOCK_N)
@@ -107,7 +107,7 @@ def _bwd(dy_ptr, y_ptr, dx_ptr, M, N, dy_stride, y_stride, BLOCK_M: tl.constexpr
     tl.store(dx_ptr + row[:, None] * N + col[None, :], tl.where(inside, dy - mean[:, None], 0.0).to(dx_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@jit
 def _bwd_long(dy_ptr, y_ptr, dx_ptr, N, dy_stride, y_stride, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     dy_ptr += row * dy_stride

@@ -1,5 +1,6 @@
 """Pictures and tables of benchmark results: from hand-written rows, on the numbers that one H200 gave."""
 
+import json
 import re
 import sys
 from html.parser import HTMLParser
@@ -464,3 +465,16 @@ def test_html_admits_a_broken_ours_and_a_cpu(tmp_path):
 def test_html_escapes(tmp_path):
     row = failed_row("glu", "<b>case</b>", "ours", "<script>alert(1)</script>")
     assert "<script>alert" not in report.html(tmp_path / "r.html", {"meta": META, "rows": [row]}).read_text()
+
+
+def test_report_of_several_runs(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    row = dict(op="glu", case="llama", dtype="bf16", mode="full", variant="ours", device_ms=2.0, accurate=True, failed=None)
+    runs = [[row, row | {"case": "phi3", "device_ms": 5.0}], [row | {"device_ms": 1.25}]]
+    for i, rows in enumerate(runs):
+        (tmp_path / f"{i}.json").write_text(json.dumps({"meta": META, "rows": rows}))
+    out = ["--csv", str(tmp_path / "all.csv"), "--markdown", str(tmp_path / "all.md"), "--plot", str(tmp_path / "plots")]
+    assert report.main([str(tmp_path / "0.json"), str(tmp_path / "1.json"), *out]) == 0
+    table = (tmp_path / "all.md").read_text()
+    assert "1.25" in table and "5.00" in table and "2.00" not in table
+    assert len((tmp_path / "all.csv").read_text().splitlines()) == 3 and (tmp_path / "plots" / "report.html").exists()

@@ -76,6 +76,10 @@ def bench(argv: list[str]) -> int:
         from liger_kernel.bench import step
 
         return step.main(argv[1:])
+    if argv[:1] == ["report"]:
+        from liger_kernel.bench import report
+
+        return report.main(argv[1:])
     from liger_kernel.bench import operators
 
     return operators.main(argv)

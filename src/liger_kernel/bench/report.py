@@ -6,8 +6,10 @@ inaccurate, or whose counterpart of ours is, has no ratio anywhere.
 
 from __future__ import annotations
 
+import argparse
 import base64
 import html as escape_html
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -570,3 +572,40 @@ def _shown(label: str, value: Any) -> str:
     if label == "command":
         return f"<code>{_escape(value)}</code>"
     return _escape(digits(value) if isinstance(value, float) else _flat(value))
+
+
+# -- the command
+
+
+def merged(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Results as one; a row measured again takes the place of the older one, and the first result says with what was measured."""
+    rows: dict[tuple[Any, ...], Row] = {}
+    for result in results:
+        for row in result["rows"]:
+            rows[(*key(row), row["variant"])] = row
+    return {"meta": results[0]["meta"], "rows": list(rows.values())}
+
+
+def main(argv: list[str]) -> int:
+    """``liger bench report``: tables, plots and data of runs that were written with ``--json``."""
+    from liger_kernel.bench import operators, plots, step
+
+    parser = argparse.ArgumentParser(prog="liger bench report", description="Tables, plots and data of runs written with --json, of operators or of steps.")
+    parser.add_argument("json", nargs="+", help="files; a row measured again in a later one takes the place of the earlier")
+    parser.add_argument("--csv", metavar="FILE")
+    parser.add_argument("--markdown", metavar="FILE", help="the table")
+    parser.add_argument("--plot", metavar="DIR", help="PNG charts and report.html")
+    a = parser.parse_args(argv)
+    result = merged([json.loads(Path(path).read_text()) for path in a.json])
+    steps = "model" in result["rows"][0]
+    print(text_table(result["rows"]))
+    if a.csv:
+        (step if steps else operators).write_csv(result, a.csv)
+    if a.markdown:
+        Path(a.markdown).write_text(markdown_table(result["rows"]) + "\n")
+    if a.plot:
+        folder = Path(a.plot)
+        folder.mkdir(parents=True, exist_ok=True)
+        images = (plots.steps if steps else plots.operators)(result, folder)
+        print(html(folder / "report.html", None if steps else result, result if steps else None, images))
+    return 0

@@ -378,7 +378,7 @@ def test_runs_where_its_tensors_are(op):
 
 def test_functions_without_kernels_say_so(monkeypatch):
     """An ``autograd.Function`` has no reference to fall back to."""
-    monkeypatch.setattr(_op, "INTERPRET", False)
+    monkeypatch.setattr(_op, "_KERNEL_DEVICES", set())
     for triton, what in ((True, "a GPU"), (False, "Triton")):
         monkeypatch.setattr(_op, "HAS_TRITON", triton)
         with pytest.raises(RuntimeError, match=f"kernels need {what}, got a tensor on cpu: call the operator"):

@@ -582,7 +582,8 @@ def merged(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     rows: dict[tuple[Any, ...], Row] = {}
     for result in results:
         for row in result["rows"]:
-            rows[(*key(row), row["variant"])] = row
+            identity = (*key(row), row["variant"])
+            rows[identity] = row
     return {"meta": results[0]["meta"], "rows": list(rows.values())}
 
 

@@ -49,7 +49,10 @@ def pre_reference(x: Tensor, h_pre: Tensor) -> Tensor:
 
 def post_res_reference(x: Tensor, f_out: Tensor, h_post: Tensor, h_res: Tensor) -> Tensor:
     dtype = acc(x.dtype)
-    return (h_res.to(dtype) @ x.to(dtype) + h_post.to(dtype)[..., None] * f_out.to(dtype)[..., None, :]).to(x.dtype)
+    y = h_post.to(dtype)[..., None] * f_out.to(dtype)[..., None, :]
+    for i in range(x.shape[-2]):
+        y = y + h_res.to(dtype)[..., i, None] * x.to(dtype)[..., i, None, :]
+    return y.to(x.dtype)
 
 
 def _check(name: str, x: Tensor, **shapes: tuple[Tensor, tuple[int, ...]]) -> None:

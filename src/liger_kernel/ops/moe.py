@@ -355,6 +355,19 @@ def _upstream(functional, x, gate_up, down, topk_index, topk_weight):
 _upstream.prepare = lambda args: args | {"topk_index": args["topk_index"].int()}  # type: ignore[attr-defined]
 
 
+def _cost(x, gate_up, down, topk_index, topk_weight, gate_up_bias=None, down_bias=None, **_) -> Cost:
+    m = int(((topk_index >= 0) & (topk_index < gate_up.shape[0])).sum())
+    (_, twice_n, H), n = gate_up.shape, down.shape[2]
+    given = [t for t in (x, gate_up, down, topk_weight, gate_up_bias, down_bias) if t is not None]
+    trained = [t for t in given if t.requires_grad]
+    first = any(t is not None and t.requires_grad for t in (x, gate_up, gate_up_bias))
+    products = [((m, n, H), first), ((H, n, m), down.requires_grad), ((m, H, twice_n), x.requires_grad), ((twice_n, H, m), gate_up.requires_grad)]
+    return Cost(
+        nbytes(*given, topk_index, x), nbytes(*given, topk_index, x, *trained),
+        gemms=([(m, twice_n, H), (m, H, n)], [product for product, needed in products if needed]),
+    )  # fmt: skip
+
+
 def _scaled(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(*shape, dtype=dtype) / math.sqrt(shape[-1])
 
@@ -415,14 +428,7 @@ _SMALL = _routed(4, 2, 8, 8, 3)
         Case("bad-alpha", _SMALL | dict(alpha=0.0), error="moe: alpha must be positive, got 0.0"),
         Case("bad-act", _SMALL | dict(act="swish2"), error="moe: act must be one of ['gelu', 'gelu_tanh', 'relu2', 'sigmoid', 'silu'], got 'swish2'"),
     ],
-    cost=lambda x, gate_up, down, topk_index, topk_weight, gate_up_bias=None, down_bias=None, **_: Cost(
-        nbytes(x, gate_up, gate_up_bias, down, down_bias, topk_index, topk_weight, x),
-        nbytes(x, x, x, gate_up, gate_up, gate_up_bias, gate_up_bias, down, down, down_bias, topk_index, topk_weight, topk_weight),
-        gemms=(
-            [(m := topk_index.numel(), gate_up.shape[1], x.shape[1]), (m, x.shape[1], down.shape[2])],
-            [(m, down.shape[2], x.shape[1]), (x.shape[1], down.shape[2], m), (m, x.shape[1], gate_up.shape[1]), (gate_up.shape[1], x.shape[1], m)],
-        ),
-    ),
+    cost=_cost,
     rivals={"torch": _torch, "upstream": _upstream},
     sweeps={"tokens": ((1024, 2048, 4096, 8192, 16384, 32768), lambda n: _routed(n, 8, 2048, 768, 128))},
 )  # fmt: skip

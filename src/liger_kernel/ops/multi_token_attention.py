@@ -68,11 +68,13 @@ class LigerMultiTokenAttentionFunction(torch.autograd.Function):
         return *(g if need else None for g, need in zip(grads, needed)), None, None, None, None, None
 
 
-def _cost(scores: Tensor, weight: Tensor, bias: Tensor | None = None, *, stride: Size = 1, **_) -> Cost:
-    steps = _pair(stride)
-    product = (scores.shape[0] * scores.shape[-1] ** 2 // (steps[0] * steps[1]), weight.shape[0], weight[0].numel())
+def _cost(scores: Tensor, weight: Tensor, bias: Tensor | None = None, *, stride: Size = 1, padding: Size = 0, dilation: Size = 1, **_) -> Cost:
+    B, _, L, _ = scores.shape
+    out = [(L + 2 * p - d * (k - 1) - 1) // s + 1 for s, p, d, k in zip(_pair(stride), _pair(padding), _pair(dilation), weight.shape[2:])]
+    product = (B * out[0] * out[1], weight.shape[0], weight[0].numel())
     flops = (4 * scores.numel(), 4 * scores.numel())
-    return Cost(nbytes(scores, scores, weight), nbytes(scores, scores, weight, weight), flops=flops, gemms=([product], [product, product]))
+    y = B * weight.shape[0] * out[0] * out[1] * scores.itemsize
+    return Cost(nbytes(scores, weight, bias) + y, nbytes(scores, scores, weight, weight, bias) + y, flops=flops, gemms=([product], [product, product]))
 
 
 @op(

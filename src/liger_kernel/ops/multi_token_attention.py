@@ -69,7 +69,7 @@ class LigerMultiTokenAttentionFunction(torch.autograd.Function):
 
 
 def _cost(scores: Tensor, weight: Tensor, bias: Tensor | None = None, *, stride: Size = 1, padding: Size = 0, dilation: Size = 1, **_) -> Cost:
-    B, _, L, _ = scores.shape
+    B, L = scores.shape[0], scores.shape[-1]
     out = [(L + 2 * p - d * (k - 1) - 1) // s + 1 for s, p, d, k in zip(_pair(stride), _pair(padding), _pair(dilation), weight.shape[2:])]
     product = (B * out[0] * out[1], weight.shape[0], weight[0].numel())
     flops = (4 * scores.numel(), 4 * scores.numel())

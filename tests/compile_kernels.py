@@ -33,6 +33,9 @@ def launches(full: bool) -> list[tuple]:
     def recorder(real: bool):
         def record(kernel, grid, args, meta):
             kinds = tuple(str(a.dtype) if isinstance(a, torch.Tensor) else type(a).__name__ for a in args)
+            # what _op.launch relies on: constexprs come last, all of them named
+            assert [p.is_constexpr for p in kernel.params] == [False] * len(args) + [True] * (len(kernel.params) - len(args)), kernel
+            assert set(kernel.arg_names[len(args) :]) <= set(meta), kernel
             flags = tuple((k, v) for k, v in meta.items() if not TILE.match(k))
             tiles = found.setdefault((kernel.fn.__module__, kernel.fn.__name__, kinds, flags), {})
             mocks = [warmup.Mock(a) if isinstance(a, torch.Tensor) else a for a in args]

@@ -1,6 +1,8 @@
-"""``python fake_gpu.py train config.json steps...``: a training process as a GPU of sm_90 would see it, of which launches do nothing; run by test_warmup.py.
+"""What a process does where kernels are compiled for sm_90 and their launches do nothing; prints JSON.
 
-``specialisations``: what the kernels of common operators are compiled for, over batches of several sizes. Prints JSON.
+``python fake_gpu.py train config.json 2x32 3x17``: kernels that training steps of so many tokens compile, and find in the cache.
+``specialisations``: what common operators compile for one batch, and for batches of several sizes. ``launches``: what reaches the driver by Triton's own
+way and by ours. ``host``: microseconds to get there.
 """
 
 from __future__ import annotations
@@ -8,6 +10,8 @@ from __future__ import annotations
 import functools
 import json
 import sys
+import timeit
+from typing import ClassVar
 
 import torch
 from triton import knobs
@@ -26,8 +30,10 @@ class Gpu(warmup.CompileOnly):
         load_binary = staticmethod(lambda name, kernel, shared, device: (object(), object(), 32, 0, 1024))
         get_device_properties = staticmethod(lambda device: {"max_shared_mem": 232448})
 
+    started: ClassVar[list] = []
+
     def launcher_cls(self, src, metadata):
-        return lambda *args: None
+        return lambda x, y, z, stream, function, packed, *args: self.started.append((metadata.hash, (x, y, z), packed, args[3:]))
 
 
 def train(config: str, *steps: str) -> dict:
@@ -49,6 +55,70 @@ def train(config: str, *steps: str) -> dict:
             model(input_ids=tokens, labels=tokens).loss.backward()
             optimizer.step()
     return {"compiled": seen[False], "cached": seen[True]}
+
+
+def launches() -> dict:
+    """What reaches the driver by Triton's own way and by ours, for calls that differ in all that a kernel is specialised on."""
+    gpu = Gpu(warmup.TARGETS[ARCH])
+    driver.set_active(gpu)
+    _op._KERNEL_DEVICES.add("cpu")
+    _op._stream, _op._hook = lambda device: 0, knobs.runtime.launch_enter_hook
+    bf16 = torch.randn(4096).bfloat16()
+    calls = {
+        "plain": (bf16[:512].view(8, 64), bf16[:64]),
+        "one-row": (bf16[:64].view(1, 64), bf16[:64]),
+        "odd": (bf16[:315].view(5, 63), bf16[:63]),
+        "strided": (bf16[:640].view(8, 80)[:, :64], bf16[:64]),
+        "fp32": (torch.randn(8, 64), bf16[:64]),
+        "misaligned": (bf16[1:513].view(8, 64), bf16[:64]),
+        "parameter": (bf16[:512].view(8, 64), torch.nn.Parameter(bf16[:64])),
+        "no-weight": (bf16[:512].view(8, 64), None),
+    }
+
+    def started(direct: bool) -> list:
+        _op._DIRECT = direct
+        for x, w in calls.values():
+            for _ in range(2):
+                x, dy = x.detach().requires_grad_(), torch.ones_like(x)
+                torch.autograd.grad(ops.rms_norm(x, w, eps=1e-5), x, dy.to(torch.promote_types(x.dtype, w.dtype)) if w is not None else dy)
+        seen = [(h, grid, str([type(a).__name__ if isinstance(a, torch.Tensor) else a for a in args])) for h, grid, _, args in gpu.started]
+        gpu.started.clear()
+        return seen
+
+    with _config.target(ARCH, warmup.TARGETS[ARCH].processors):
+        theirs, ours = started(False), started(True)
+    return {"same": theirs == ours, "launches": len(ours), "kernels": len({h for h, *_ in ours}), "direct": len(_op._compiled)}
+
+
+def host(rounds: str = "40") -> dict:
+    """Microseconds of host time of a forward and backward, by Triton's own way and by ours; PyTorch's own RMSNorm, which computes, beside them."""
+    driver.set_active(Gpu(warmup.TARGETS[ARCH]))
+    Gpu.launcher_cls = lambda self, src, metadata: lambda *args: None
+    _op._KERNEL_DEVICES.add("cpu")
+    _op._stream, _op._hook = lambda device: 0, knobs.runtime.launch_enter_hook
+    t = lambda *shape: torch.randn(shape, dtype=torch.bfloat16, requires_grad=True)
+    x, y, w, q, k, angles = t(4, 64), t(4, 64), t(64), t(1, 8, 4, 16), t(1, 8, 2, 16), torch.randn(1, 8, 8, dtype=torch.bfloat16)
+    calls = {
+        "rms_norm": (lambda: ops.rms_norm(x, w), (x, w)),
+        "layer_norm": (lambda: ops.layer_norm(x, w, w), (x, w)),
+        "glu": (lambda: ops.glu(x, y), (x, y)),
+        "rope": (lambda: ops.rope(q, k, angles, angles, unsqueeze_dim=2), (q, k)),
+        "torch rms_norm": (lambda: torch.nn.functional.rms_norm(x, (64,), w), (x, w)),
+    }
+
+    def once(name: str) -> None:
+        fn, leaves = calls[name]
+        outs = fn()
+        outs = outs if isinstance(outs, tuple) else (outs,)
+        torch.autograd.grad(outs, leaves, outs)
+
+    def least(name: str, direct: bool) -> float:
+        _op._DIRECT = direct
+        timeit.timeit(lambda: once(name), number=50)
+        return round(min(timeit.repeat(lambda: once(name), number=100, repeat=int(rounds))) * 1e4, 1)
+
+    with _config.target(ARCH, warmup.TARGETS[ARCH].processors):
+        return {name: {"triton": least(name, False), "ours": least(name, True)} for name in calls}
 
 
 def specialisations() -> dict:

@@ -10,6 +10,7 @@ import contextvars
 import functools
 import inspect
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -219,6 +220,7 @@ def _start(device: int, kernel, grid: tuple[int, ...], args: tuple[Any, ...], me
     Triton's own way: pointers that are not multiples of 16, integers beyond 31 bits, other kinds of arguments, a profiler that hooks launches; and so do
     other releases, and AMD's compiler, which specialises on more.
     """
+    global _DIRECT
     if not _DIRECT or _hook.calls:
         kernel[grid](*args, **meta)
         return
@@ -242,7 +244,12 @@ def _start(device: int, kernel, grid: tuple[int, ...], args: tuple[Any, ...], me
     elif found := _compiled.get(known):
         run, function, metadata, constants = found
         x, y, z = (*grid, 1, 1)[:3]
-        run(x, y, z, _stream(device), function, metadata, None, None, None, *args, *constants)
+        try:
+            run(x, y, z, _stream(device), function, metadata, None, None, None, *args, *constants)
+        except TypeError as error:  # raised before anything is launched
+            _DIRECT = False
+            warnings.warn(f"liger_kernel: Triton {triton.__version__} starts kernels in another way ({error}); calls cost more host time", stacklevel=2)
+            kernel[grid](*args, **meta)
     else:
         compiled = kernel[grid](*args, **meta)
         constants = tuple(meta[name] for name in kernel.arg_names[len(args) :])

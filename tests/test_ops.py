@@ -349,7 +349,8 @@ def recorded(op_name: str) -> dict[str, dict[str, tuple]]:
 def test_launcher_has_a_true_schema_and_fake(name):
     home = _op._LAUNCHERS[name].rpartition(".")[2]
     near = [o.name for o in OPS.values() if re.search(rf"\b{home}\b", f"{o.fn.__module__} {inspect.getsource(sys.modules[o.fn.__module__])}")]
-    calls = {kind: call for op in near for kind, call in recorded(op).get(name, {}).items()}
+    reached = (found for op in near if (found := recorded(op).get(name)))
+    calls = {kind: call for found in itertools.islice(reached, 3) for kind, call in found.items()}
     assert calls, f"no case reaches {name}"
     for func, args, kwargs in calls.values():
         torch.library.opcheck(func, args, kwargs, test_utils=("test_schema", "test_faketensor"))

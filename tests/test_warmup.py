@@ -55,6 +55,7 @@ def test_batches_of_other_sizes_need_no_other_kernels(user_env):
 def test_kernels_known_already_are_started_as_triton_would(user_env):
     found = json.loads(run(user_env, Path(__file__).with_name("fake_gpu.py"), "launches"))
     assert found["same"] and found["launches"] >= 32 and found["kernels"] >= 10 and found["direct"] >= 10
+    assert found["negative"] == 1  # an ignore_index of -100 is no rarity
 
 
 def test_what_cannot_be_warmed_up_is_said(user_env, tmp_path):

@@ -229,7 +229,7 @@ def _start(device: int, kernel, grid: tuple[int, ...], args: tuple[Any, ...], me
     for a in args:
         kind = type(a)
         if kind is int:
-            integers |= a
+            integers |= a if a >= 0 else ~a
             key.append(2 if a == 1 else not a & 15)
         elif kind is Tensor or kind is torch.nn.Parameter:
             pointers |= a.data_ptr()

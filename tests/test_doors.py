@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 transformers = pytest.importorskip("transformers")
 
@@ -594,3 +595,19 @@ def test_examples_run(script, user_env):
     done = subprocess.run([sys.executable, str(path)], env=user_env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "loss" in done.stdout
+
+
+SURROUNDINGS = {
+    "fake tensors": FakeTensorMode,
+    "device": lambda: torch.device("meta"),
+    "inference mode": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("name", SURROUNDINGS)
+def test_recognition_is_the_same_in_any_surroundings(name):
+    expected = slots.infer("llama")
+    with SURROUNDINGS[name]():
+        assert slots.infer("llama") == expected
+    assert len(expected.swapped) == 3

@@ -320,14 +320,29 @@ class Family:
     left_alone: dict[str, str] = field(default_factory=dict)
 
 
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Computing on the CPU as by default, whatever surrounds the call: fake tensors, autocast, inference mode, another device or default dtype."""
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with (
+            unset_fake_temporarily(), torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False),
+            torch.random.fork_rng(devices=[]), torch.device("cpu"), references(),
+        ):  # fmt: skip
+            torch.default_generator.manual_seed(0)  # torch.manual_seed would seed the GPUs, too, and their state is the user's
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+
+
 def infer(model_type: str, config: Any = None) -> Family:
     """What can be swapped in the installed transformers' models of ``model_type``."""
     module = modeling(model_type)
     config = CONFIG_MAPPING[model_type]() if config is None else config
     head = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
     swapped, left_alone = {}, {}
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"), references():
-        torch.default_generator.manual_seed(0)  # torch.manual_seed would seed the GPUs, too, and their state is the user's
+    with _undisturbed():
         tables = _tables(module, config)
         for name, candidate in inspect.getmembers(module):
             slot = next((s for s in SLOTS if s.candidate(name, candidate)), None)

@@ -10,18 +10,21 @@ from collections.abc import Sequence
 from types import ModuleType
 
 _HERE = "liger_kernel.transformers."
-_NORMS = ("LigerRMSNorm", *(f"LigerRMSNormFor{m}" for m in ("Gemma", "Gemma2", "Gemma3", "Gemma4", "Olmo2", "Glm4", "Qwen3Next")))
+_NORMS = ("LigerRMSNormFunction", "LigerRMSNorm", *(f"LigerRMSNormFor{m}" for m in ("Gemma", "Gemma2", "Gemma3", "Gemma4", "Olmo2", "Glm4", "Qwen3Next")))
 
 _SWIGLU = ("SwiGLU", "Phi3SwiGLU", "Qwen3MoeSwiGLU", "HunyuanV1SwiGLU", "FalconH1SwiGLU", "BlockSparseTop2")
 
+_TRITON_CACHE = "liger_kernel._triton_cache", ("LigerTritonFileCacheManager", "apply_liger_triton_cache_manager")
+
 PATHS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "liger_kernel.ops.fused_linear_cross_entropy": ("liger_kernel.ops.linear_cross_entropy", ("LigerFusedLinearCrossEntropyFunction",)),
+    "liger_kernel.ops.backends": ("liger_kernel.utils", ("IMPL_REGISTRY",)),
+    "liger_kernel.ops.backends.registry": ("liger_kernel.utils", ("IMPL_REGISTRY",)),
     "liger_kernel.ops.fused_linear_scaled_cross_entropy": ("liger_kernel.ops.linear_logprobs", ("LigerFusedLinearScaledCrossEntropyFunction",)),
     "liger_kernel.ops.fused_moe": ("liger_kernel.ops.moe", ("LigerFusedMoEFunction",)),
     "liger_kernel.ops.fused_neighborhood_attention": ("liger_kernel.ops.neighborhood_attention", ("LigerFusedNeighborhoodAttentionFunction",)),
     "liger_kernel.ops.llama4_rope": ("liger_kernel.ops.rope", ("LigerLlama4RopeFunction",)),
     "liger_kernel.ops.qwen2vl_mrope": ("liger_kernel.ops.rope", ("LigerQwen2VLMRopeFunction",)),
-    "liger_kernel.ops.swiglu": ("liger_kernel.ops.glu", ("LigerSiLUMulFunction", "LigerFusedGateUpSiLUMulFunction")),
+    "liger_kernel.ops.swiglu": ("liger_kernel.ops.glu", ("LigerSiLUMulFunction", "LigerFusedGateUpSiLUMulFunction", "swiglu_forward", "swiglu_backward")),
     "liger_kernel.ops.geglu": ("liger_kernel.ops.glu", ("LigerGELUMulFunction",)),
     _HERE + "auto_model": (_HERE + "auto", ("AutoLigerKernelForCausalLM",)),
     _HERE + "cross_entropy": ("liger_kernel.nn", ("LigerCrossEntropyLoss",)),
@@ -57,8 +60,12 @@ PATHS: dict[str, tuple[str, tuple[str, ...]]] = {
     _HERE + "swiglu": ("liger_kernel.nn", ("LigerExperts", *(f"Liger{m}MLP" for m in _SWIGLU))),
     _HERE + "tiled_mlp": ("liger_kernel.nn", ("LigerTiledGEGLUMLP", "LigerTiledSwiGLUMLP")),
     _HERE + "trainer_integration": (_HERE + "patch", ("_apply_liger_kernel",)),
+    _HERE + "trainer": (_HERE + "fsdp", ("_FSDPForwardRedirection",)),
+    _HERE + "trainer.orpo_trainer": (_HERE + "fsdp", ("_FSDPForwardRedirection",)),
     _HERE + "tvd": ("liger_kernel.nn", ("LigerTVDLoss",)),
     _HERE + "vocab_parallel_cross_entropy": ("liger_kernel.nn", ("LigerVocabParallelCrossEntropy",)),
+    "liger_kernel.triton": _TRITON_CACHE,
+    "liger_kernel.triton.monkey_patch": _TRITON_CACHE,
 }
 
 

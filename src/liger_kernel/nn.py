@@ -35,6 +35,7 @@ from liger_kernel.ops.neighborhood_attention import neighborhood_attention
 from liger_kernel.ops.poly_norm import poly_norm
 from liger_kernel.ops.qk_norm_rope import qk_norm_rope
 from liger_kernel.ops.relu_squared import relu_squared
+from liger_kernel.ops.rms_norm import LigerRMSNormFunction as LigerRMSNormFunction
 from liger_kernel.ops.rms_norm import rms_norm
 from liger_kernel.ops.rope import of_complex, of_sections, once, rope
 from liger_kernel.ops.softmax import softmax
@@ -430,6 +431,9 @@ class LigerSwiGLUMLP(_GatedMLP):
 
     def __init__(self, config: Any, intermediate_size: int | None = None):
         super().__init__(config, _activation(self, config.hidden_act, SILU), getattr(config, "mlp_bias", False), intermediate_size)
+
+    def forward(self, x: Tensor) -> Tensor:  # also bound to MLPs of other classes, which have the projections and no more
+        return self.down_proj(glu(self.gate_proj(x), self.up_proj(x), act="silu"))
 
 
 class LigerGEGLUMLP(_GatedMLP):

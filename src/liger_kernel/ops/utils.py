@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from liger_kernel.ops import _config
 from liger_kernel.ops._tl import next_power_of_2, tl
+from liger_kernel.utils import infer_device
 
 MAX_FUSED_SIZE = 65536
 
@@ -51,5 +53,14 @@ def compare_version(package: str, operator: Callable, target: str) -> bool:
         return False
     return operator(Version(module.__version__), Version(target))
 
+
+def device_context(device: torch.device | str | int) -> contextlib.AbstractContextManager:
+    """A context in which ``device`` is the current one of its kind; kernels are launched there."""
+    kind = getattr(torch, torch.device(device).type)
+    return kind.device(device) if hasattr(kind, "device") else contextlib.nullcontext()
+
+
+amp_custom_fwd = functools.partial(torch.amp.custom_fwd, device_type=infer_device())
+amp_custom_bwd = functools.partial(torch.amp.custom_bwd, device_type=infer_device())
 
 torch_to_triton_dtype = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16} if hasattr(tl, "float32") else {}

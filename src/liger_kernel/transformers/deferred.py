@@ -33,6 +33,7 @@ from liger_kernel.ops._op import intercepted, on_gpu
 from liger_kernel.ops.cross_entropy import Loss as LossNumbers
 from liger_kernel.ops.cross_entropy import cross_entropy, items, normaliser
 from liger_kernel.ops.linear_cross_entropy import linear_cross_entropy
+from liger_kernel.transformers.model import loss_utils
 
 IGNORE = -100
 
@@ -116,6 +117,7 @@ class Loss:
     taken: bool = False
     token_accuracy: Tensor | None = None
     predicted_tokens: Tensor | None = None
+    causal: bool = False  # whether transformers' ForCausalLMLoss is the model's loss function
     kept: Kept | None = None  # tokens that count, counted when the forward began
     num_items: Any = None  # what the loss function will divide the sum by
 
@@ -334,8 +336,13 @@ def _inside(function: Callable) -> bool:
 
 def _head_loss(head: nn.Module, rows: Tensor, target: Tensor, asked: Loss, options: dict[str, Any]) -> Any:
     """``head_cross_entropy`` with what was known when the forward began, if it is the loss that was foreseen."""
-    foreseen = asked.kept is not None or asked.num_items is not None
-    main = foreseen and not asked.taken and is_plain(head) and options["ignore_index"] == IGNORE and _inside(ForCausalLMLoss)
+    main = asked.causal and not asked.taken and is_plain(head) and options["ignore_index"] == IGNORE
+    # a head's bias, its scale, and losses of single tokens are not in the signature of what was replaced
+    plain = getattr(head, "bias", None) is None and options.get("logit_scale", 1.0) == 1.0 and options.get("reduction") != "none"
+    hooked = main and plain and loss_utils.replaced()
+    main = main and (hooked if torch.compiler.is_compiling() else _inside(ForCausalLMLoss))
+    if main and hooked:
+        return _replaced_loss(head, rows, target, asked, options)
     kept = asked.kept if main and asked.kept is not None and asked.kept.total == target.numel() else None
     if kept is not None:
         options["compact"] = kept
@@ -352,6 +359,21 @@ def _head_loss(head: nn.Module, rows: Tensor, target: Tensor, asked: Loss, optio
         counts = target != IGNORE
         loss = torch.where(counts.sum() == counts[chosen].sum(), loss, float("nan"))
     return (loss, *more) if asked.statistics else loss
+
+
+def _replaced_loss(head: nn.Module, rows: Tensor, target: Tensor, asked: Loss, options: dict[str, Any]) -> Any:
+    """What the function that somebody put in place of one of ours in ``loss_utils`` returns; it may reduce or not."""
+    n = asked.num_items if options["reduction"] == "sum" else None  # by which the caller divides
+    names = {ours: name for name, ours in LOSS_OPTIONS.items()} | {"softcap": "final_logit_softcapping"}
+    said = {names[k]: v for k, v in options.items() if k in names}
+    said |= dict.fromkeys(STATISTICS, True) if asked.statistics else {}
+    found = loss_utils.LigerForCausalLMLoss(
+        rows, head.weight, None, rows.shape[-1], num_items_in_batch=n, ignore_index=options["ignore_index"], shift_labels=target, **said
+    )
+    loss, predicted = (found, None) if isinstance(found, Tensor) else (found.loss, found.predicted_tokens)
+    loss = loss if n is None else loss * items(n, rows)
+    asked.statistics = predicted is not None
+    return (loss, None, predicted) if asked.statistics else loss
 
 
 # -- around the model's forward ------------------------------------------------------------
@@ -420,8 +442,10 @@ def fused(forward: Callable, *, keep_logits: bool = False) -> Callable:
         loss = Loss(options, bool(accuracy or predictions))
         parent, name = place
         head = parent._modules[name]
-        if not keep_logits and is_plain(head) and not torch.compiler.is_compiling() and getattr(self, "loss_function", None) is ForCausalLMLoss:
-            loss.kept, loss.num_items = _kept_early(given, head), given.get("num_items_in_batch")
+        if not keep_logits and getattr(self, "loss_function", None) is ForCausalLMLoss:
+            loss.causal, loss.num_items = True, given.get("num_items_in_batch")
+            if is_plain(head) and not torch.compiler.is_compiling():
+                loss.kept = _kept_early(given, head)
         parent._modules[name] = StandIn(head, loss, keep_logits=not skip)
         try:
             out = forward(self, **given)

@@ -1,0 +1,1 @@
+"""Losses, outputs and forwards of patched causal models, by the names that other packages reach for."""

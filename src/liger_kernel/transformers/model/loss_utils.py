@@ -1,0 +1,91 @@
+"""The loss of a causal model as functions of hidden states and head, which frameworks call, wrap or replace.
+
+Patched models do not need them. But where one of the three (these two, and ``functional.liger_fused_linear_cross_entropy``) has been replaced,
+patched models compute their loss by it; names are looked up when a loss is computed, not before.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_kernel.transformers import functional
+from liger_kernel.transformers.functional import CrossEntropyOutput, liger_fused_linear_cross_entropy
+
+_OPTIONS = inspect.signature(liger_fused_linear_cross_entropy).parameters.keys() - {"reduction", "num_items", "softcap", "input", "weight", "target"}
+
+
+def fixed_fused_linear_cross_entropy(
+    hidden_states: Tensor,
+    lm_head_weight: Tensor,
+    target: Tensor,
+    num_items_in_batch: Tensor | float | None = None,
+    ignore_index: int = -100,
+    final_logit_softcapping: float | None = None,
+    accum_dtype: Any = None,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
+    **kwargs: Any,
+) -> Tensor | CrossEntropyOutput:
+    """Cross entropy of hidden_states (M, H), lm_head_weight (V, H) and target (M,): its sum over ``num_items_in_batch``, or its mean.
+
+    Options of ``liger_fused_linear_cross_entropy`` among ``kwargs`` are passed on, others ignored. If every target is ignored, 0.
+    """
+    options = {k: v for k, v in kwargs.items() if k in _OPTIONS}
+    if num_items_in_batch is None and options.get("ce_weight") is None:
+        num_items_in_batch = (target != ignore_index).sum().clamp(min=1)
+    return functional.liger_fused_linear_cross_entropy(
+        hidden_states,
+        lm_head_weight,
+        target,
+        ignore_index=ignore_index,
+        softcap=final_logit_softcapping,
+        accum_dtype=accum_dtype,
+        return_token_accuracy=return_token_accuracy,
+        return_predicted_tokens=return_predicted_tokens,
+        num_items=num_items_in_batch,
+        **options,
+    )
+
+
+def LigerForCausalLMLoss(
+    hidden_states: Tensor,
+    lm_head_weight: Tensor,
+    labels: Tensor | None,
+    hidden_size: int,
+    num_items_in_batch: Tensor | float | None = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    final_logit_softcapping: float | None = None,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
+    **kwargs: Any,
+) -> Tensor | CrossEntropyOutput:
+    """``fixed_fused_linear_cross_entropy`` of what each token says about the next one.
+
+    hidden_states (..., T, hidden_size); ``shift_labels``, or ``labels`` moved by one, of any shape with as many elements as there are tokens.
+    """
+    if shift_labels is None:
+        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    return fixed_fused_linear_cross_entropy(
+        hidden_states.reshape(-1, hidden_size),
+        lm_head_weight,
+        shift_labels.reshape(-1).to(hidden_states.device),
+        num_items_in_batch,
+        ignore_index,
+        final_logit_softcapping,
+        return_token_accuracy=return_token_accuracy,
+        return_predicted_tokens=return_predicted_tokens,
+        **kwargs,
+    )
+
+
+_OURS = LigerForCausalLMLoss, fixed_fused_linear_cross_entropy, liger_fused_linear_cross_entropy
+
+
+def replaced() -> bool:
+    """Whether somebody has put another function in place of one of ours."""
+    return (LigerForCausalLMLoss, fixed_fused_linear_cross_entropy, functional.liger_fused_linear_cross_entropy) != _OURS

@@ -16,7 +16,7 @@ from liger_kernel.ops import _config, logit_divergence
 from liger_kernel.ops._divergence import element
 from liger_kernel.ops._linear import Kept, chunk_gradients
 from liger_kernel.ops._op import acc, launch, tracing, use_kernels
-from liger_kernel.ops._tl import jit, next_power_of_2, tl
+from liger_kernel.ops._tl import jit, log, next_power_of_2, tl
 from liger_kernel.ops.cross_entropy import Loss, Rows, check
 from liger_kernel.ops.cross_entropy import row_kernel as cross_entropy_rows
 from liger_kernel.ops.linear_cross_entropy import check_head, promoted
@@ -115,7 +115,7 @@ def _joined(top, total):
     best = tl.max(top, axis=0)
     weight = tl.exp(top - tl.where(best == -float("inf"), 0.0, best))
     total = tl.sum(total * weight, axis=0)
-    return best + tl.log(total), weight / total
+    return best + log(total), weight / total
 
 
 @jit

@@ -34,11 +34,57 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
+# Accurate fp32 functions. tl.exp, tl.log, tl.sqrt and / are the hardware's: off by two units in the last place and more, and always to the same side,
+# so that long sums and steps that build on each other do not average the error out.
+
+
+@jit
+def div(a, b):
+    """a / b to the last bit."""
+    a, b = tl.broadcast(a, b)
+    return tl.div_rn(a, b)
+
+
+@jit
+def rsqrt(x):
+    """1 / sqrt(x) to a unit in the last place."""
+    return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), tl.sqrt_rn(x))
+
+
+@jit
+def exp(x):
+    """exp(x) to a unit in the last place; tl.exp loses what x log2(e) is rounded by, |x| units."""
+    n = tl.floor(x * 1.4426950408889634 + 0.5)
+    r = (x - n * 0.693359375) + n * 2.12194440e-4  # ln 2 in two parts, the first of so few bits that its product is exact (Cody and Waite)
+    return tl.where(tl.abs(x) < 80.0, tl.exp2(r * 1.4426950408889634) * tl.exp2(n), tl.exp(x))
+
+
+@jit
+def log(x):
+    """log(x) to a unit in the last place: a series in s = (m - 1) / (m + 1), where x = m 2^k and m is within sqrt(2) of 1 (as in FreeBSD's libm)."""
+    bits = x.to(tl.int32, bitcast=True) + (0x3F800000 - 0x3F3504F3)
+    k = ((bits >> 23) - 127).to(tl.float32)
+    f = ((bits & 0x7FFFFF) + 0x3F3504F3).to(tl.float32, bitcast=True) - 1.0
+    s = f / (2.0 + f)
+    z = s * s
+    series = z * (0.66666663 + z * (0.4000097 + z * (0.28498787 + z * 0.24279079)))
+    half = 0.5 * f * f
+    found = k * 0.693359375 - ((half - (s * (half + series) - k * 2.12194440e-4)) - f)
+    return tl.where((x > 1.2e-38) & (x < 3.4e38), found, tl.log(x))
+
+
 @jit
 def tanh(x):
-    """fp32 tanh in plain Triton, accurate relative to its value: a series below 0.3, exponentials above."""
+    """tanh(x), accurate relative to its value: a series below 0.3, exponentials above."""
     t = tl.abs(x)
     e = tl.exp(-2.0 * t)
     s = x * x
     series = x * (1.0 + s * (-0.33333334 + s * (0.13333334 + s * (-0.05396825 + s * (0.02186949 - 0.00886324 * s)))))
     return tl.where(t < 0.3, series, tl.where(x < 0, -1.0, 1.0) * (1.0 - e) / (1.0 + e))
+
+
+@jit
+def tanh_slope(x):
+    """1 - tanh(x)^2, accurate relative to its value."""
+    e = tl.exp(-2.0 * tl.abs(x))
+    return div(4.0 * e, (1.0 + e) * (1.0 + e))

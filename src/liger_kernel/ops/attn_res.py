@@ -17,7 +17,7 @@ from torch import Tensor
 from liger_kernel.ops import _config
 from liger_kernel.ops._op import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, rows_of, tracing, use_kernels
 from liger_kernel.ops._reduce import column_sum
-from liger_kernel.ops._tl import cdiv, jit, tl
+from liger_kernel.ops._tl import cdiv, div, exp, jit, rsqrt, tl
 
 MAX_D = 8192  # columns of which one program holds five tensors in registers; wider rows take the reference
 
@@ -44,13 +44,13 @@ def _fwd(
     h = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for n in range(N):
         v = tl.load(v_ptrs, mask=mask, other=0.0).to(tl.float32)
-        rstd = 1.0 / tl.sqrt(tl.sum(v * v, axis=1) / D + tl.cast(eps, tl.float32))
+        rstd = rsqrt(tl.sum(v * v, axis=1) / D + tl.cast(eps, tl.float32))  # scores are large, so are their errors
         score = tl.sum(v * w[None, :], axis=1) * rstd
         tl.store(rstd_ptr + row * N + n, rstd, mask=row < M)
         tl.store(score_ptr + row * N + n, score, mask=row < M)
         new = tl.maximum(top, score)
-        e = tl.exp(score - new)
-        shrink = tl.exp(top - new)
+        e = exp(score - new)
+        shrink = exp(top - new)
         total = total * shrink + e
         h = h * shrink[:, None] + v * e[:, None]
         top = new
@@ -79,7 +79,7 @@ def _bwd(
         v_ptrs = v_ptr + row[:, None] * v_stride + col[None, :]
         mean = tl.zeros((BLOCK_M,), tl.float32)
         for n in range(N):
-            a = tl.exp(tl.load(score_ptr + row * N + n, mask=row < M, other=0.0) - top) / total
+            a = div(exp(tl.load(score_ptr + row * N + n, mask=row < M, other=0.0) - top), total)
             mean += a * tl.sum(dh * tl.load(v_ptrs, mask=mask, other=0.0).to(tl.float32), axis=1)
             v_ptrs += n_stride
         dv_ptrs = dv_ptr + row[:, None] * dv_stride + col[None, :]
@@ -88,7 +88,7 @@ def _bwd(
             v = tl.load(v_ptrs, mask=mask, other=0.0).to(tl.float32)
             score = tl.load(score_ptr + row * N + n, mask=row < M, other=0.0)
             rstd = tl.load(rstd_ptr + row * N + n, mask=row < M, other=0.0)
-            a = tl.exp(score - top) / total
+            a = div(exp(score - top), total)
             ds = a * (tl.sum(dh * v, axis=1) - mean)
             x = v * rstd[:, None]
             if NEED_DV:

@@ -28,7 +28,7 @@ from torch import Tensor
 from liger_kernel.ops import _config
 from liger_kernel.ops._op import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, rows_of, tracing, use_kernels
 from liger_kernel.ops._reduce import scaled
-from liger_kernel.ops._tl import jit, tanh, tl
+from liger_kernel.ops._tl import jit, log, tanh, tl
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -226,7 +226,7 @@ def _rows(
                 row_total, weighted, wz_sum, z_sum, best = _sums(
                     z_ptr, bias_ptr, w_ptr, V, lse, logit_scale, cap, lane, HAS_W, HAS_BIAS, HAS_SCALE, HAS_CAP, SMOOTH, STATS, MEAN, ENTROPY, BLOCK
                 )
-            low = tl.log(row_total)
+            low = log(row_total)
             if ENTROPY:
                 entropy = low - weighted / row_total
             both = lse.to(tl.float64) + low.to(tl.float64)

@@ -12,7 +12,7 @@ from torch import Tensor
 from liger_kernel.ops import _config
 from liger_kernel.ops._op import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, rows_of, use_kernels
 from liger_kernel.ops._reduce import column_sum
-from liger_kernel.ops._tl import cdiv, jit, tanh, tl
+from liger_kernel.ops._tl import cdiv, jit, tanh, tanh_slope, tl
 
 
 def reference(x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor | None = None) -> Tensor:
@@ -61,10 +61,9 @@ def _bwd(
             dbeta += dy
         if NEED_DX or NEED_DALPHA or NEED_DGAMMA:
             x = tl.load(x_ptr + row[:, None] * x_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
-            t = tanh(alpha * x)
-            s = (1.0 - t * t) * dy * gamma[None, :]
+            s = tanh_slope(alpha * x) * dy * gamma[None, :]
             if NEED_DGAMMA:
-                dgamma += dy * t
+                dgamma += dy * tanh(alpha * x)
             if NEED_DALPHA:
                 dalpha += s * x
             if NEED_DX:

@@ -30,7 +30,7 @@ from liger_kernel.ops import _config, _divergence
 from liger_kernel.ops._divergence import counted, element, elements, jsd_kind
 from liger_kernel.ops._op import Case, Cost, T, acc, launch, launcher, once_differentiable, op, rows_of, tracing, use_kernels
 from liger_kernel.ops._reduce import scaled
-from liger_kernel.ops._tl import jit, tl
+from liger_kernel.ops._tl import jit, log, tl
 from liger_kernel.ops.cross_entropy import targets
 
 KINDS = ("jsd", "forward_kl", "reverse_kl", "tvd")
@@ -122,7 +122,7 @@ def _joined(top, total):
     best = tl.max(top, axis=0)
     weight = tl.exp(top - tl.where(best == -float("inf"), 0.0, best))
     total = tl.sum(total * weight, axis=0)
-    return best + tl.log(total), weight / total
+    return best + log(total), weight / total
 
 
 @jit

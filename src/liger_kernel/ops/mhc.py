@@ -20,7 +20,7 @@ from torch import Tensor
 from liger_kernel.ops import _config
 from liger_kernel.ops._op import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, rows_of, tracing, use_kernels
 from liger_kernel.ops._reduce import column_sum
-from liger_kernel.ops._tl import cdiv, jit, next_power_of_2, tl
+from liger_kernel.ops._tl import cdiv, div, jit, next_power_of_2, rsqrt, tl
 
 MAX_STREAMS = 8  # for the coefficients; with more, phi's columns are too many for a tile, and the reference computes them
 
@@ -75,17 +75,20 @@ def _project(
     p = tl.arange(0, BLOCK_P)
     mix = tl.zeros((BLOCK_T, BLOCK_P), tl.float32)
     squares = tl.zeros((BLOCK_T, BLOCK_K), tl.float32)
-    for start in range(0, K, BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)
-        x = tl.load(x_ptr + row[:, None] * x_stride + k[None, :], mask=(row < T)[:, None] & (k < K)[None, :], other=0.0)
-        phi = tl.load(phi_ptr + k[:, None] * P + p[None, :], mask=(k < K)[:, None] & (p < P)[None, :], other=0.0)
-        wide = x.to(tl.float32)
-        squares += wide * wide
-        if x.dtype == phi.dtype:
-            mix = tl.dot(x, phi, mix, input_precision=PRECISION)
-        else:
-            mix = tl.dot(wide, phi.to(tl.float32), mix, input_precision=PRECISION)
-    rstd = 1.0 / tl.sqrt(tl.sum(squares, axis=1) / K + tl.cast(eps, tl.float32))
+    for outer in range(0, K, 128):  # tensor cores cut off what their sums cannot hold: short sums, added in fp32
+        part = tl.zeros((BLOCK_T, BLOCK_P), tl.float32)
+        for start in range(outer, outer + 128, BLOCK_K):
+            k = start + tl.arange(0, BLOCK_K)
+            x = tl.load(x_ptr + row[:, None] * x_stride + k[None, :], mask=(row < T)[:, None] & (k < K)[None, :], other=0.0)
+            phi = tl.load(phi_ptr + k[:, None] * P + p[None, :], mask=(k < K)[:, None] & (p < P)[None, :], other=0.0)
+            wide = x.to(tl.float32)
+            squares += wide * wide
+            if x.dtype == phi.dtype:
+                part = tl.dot(x, phi, part, input_precision=PRECISION)
+            else:
+                part = tl.dot(wide, phi.to(tl.float32), part, input_precision=PRECISION)
+        mix += part
+    rstd = rsqrt(tl.sum(squares, axis=1) / K + tl.cast(eps, tl.float32))
     tl.store(rstd_ptr + row, rstd, mask=row < T)
     tl.store(mix_ptr + row[:, None] * P + p[None, :], mix * rstd[:, None], mask=(row < T)[:, None] & (p < P)[None, :])
 
@@ -120,13 +123,13 @@ def _project_bwd(
 
 @jit
 def _over_sums(m, padding, eps, AXIS: tl.constexpr):
-    return m / (tl.expand_dims(tl.sum(m, axis=AXIS), AXIS) + eps + padding)
+    return div(m, tl.expand_dims(tl.sum(m, axis=AXIS), AXIS) + eps + padding)
 
 
 @jit
 def _over_sums_bwd(d, m, y, padding, eps, AXIS: tl.constexpr):
     """Of y = m over its sums."""
-    return (d - tl.expand_dims(tl.sum(d * y, axis=AXIS), AXIS)) / (tl.expand_dims(tl.sum(m, axis=AXIS), AXIS) + eps + padding)
+    return div(d - tl.expand_dims(tl.sum(d * y, axis=AXIS), AXIS), tl.expand_dims(tl.sum(m, axis=AXIS), AXIS) + eps + padding)
 
 
 @jit
@@ -137,11 +140,16 @@ def _logits(mix_ptr, b_ptr, alpha_ptr, row, at, inside):
 
 
 @jit
+def _sigmoid(x):
+    return div(tl.full(x.shape, 1.0, tl.float32), 1.0 + tl.exp(-x))
+
+
+@jit
 def _row_softmax(logits, inside):
     shifted = tl.where(inside, logits - tl.expand_dims(tl.max(tl.where(inside, logits, -1e38), axis=2), 2), -1e38)
     e = tl.where(inside, tl.exp(shifted), 0.0)
     total = tl.expand_dims(tl.sum(e, axis=2), 2)
-    return e / tl.where(total > 0, total, 1.0)
+    return div(e, tl.where(total > 0, total, 1.0))
 
 
 @jit
@@ -155,8 +163,8 @@ def _coeffs_fwd(
     one = (row * P)[:, None]
     pre = _logits(mix_ptr, b_ptr, a_pre_ptr, one, j[None, :], flat)
     post = _logits(mix_ptr, b_ptr, a_post_ptr, one, H + j[None, :], flat)
-    tl.store(pre_ptr + (row * H)[:, None] + j[None, :], 1.0 / (1.0 + tl.exp(-pre)) + tl.cast(pre_eps, tl.float32), mask=flat)
-    tl.store(post_ptr + (row * H)[:, None] + j[None, :], tl.cast(post_mult, tl.float32) / (1.0 + tl.exp(-post)), mask=flat)
+    tl.store(pre_ptr + (row * H)[:, None] + j[None, :], _sigmoid(pre) + tl.cast(pre_eps, tl.float32), mask=flat)
+    tl.store(post_ptr + (row * H)[:, None] + j[None, :], tl.cast(post_mult, tl.float32) * _sigmoid(post), mask=flat)
 
     at = j[None, :, None] * H + j[None, None, :]
     inside = (row < T)[:, None, None] & (j < H)[None, :, None] & (j < H)[None, None, :]
@@ -182,8 +190,8 @@ def _coeffs_bwd(
     j = tl.arange(0, BLOCK_H)
     flat = (row < T)[:, None] & (j < H)[None, :]
     one = (row * P)[:, None]
-    pre = 1.0 / (1.0 + tl.exp(-_logits(mix_ptr, b_ptr, a_pre_ptr, one, j[None, :], flat)))
-    post = 1.0 / (1.0 + tl.exp(-_logits(mix_ptr, b_ptr, a_post_ptr, one, H + j[None, :], flat)))
+    pre = _sigmoid(_logits(mix_ptr, b_ptr, a_pre_ptr, one, j[None, :], flat))
+    post = _sigmoid(_logits(mix_ptr, b_ptr, a_post_ptr, one, H + j[None, :], flat))
     dpre = tl.load(dpre_ptr + (row * H)[:, None] + j[None, :], mask=flat, other=0.0)
     dpost = tl.load(dpost_ptr + (row * H)[:, None] + j[None, :], mask=flat, other=0.0) * tl.cast(post_mult, tl.float32)
     tl.store(dlogits_ptr + one + j[None, :], dpre * pre * (1.0 - pre), mask=flat)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from liger_kernel.ops import _config
 from liger_kernel.ops._op import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, tracing, use_kernels
-from liger_kernel.ops._tl import cdiv, jit, tl
+from liger_kernel.ops._tl import cdiv, jit, log, tl
 
 MAX_D = 1024  # channels of which a program holds five tensors in registers; larger heads take the reference
 
@@ -74,7 +74,7 @@ def _fwd(
     total = tl.where(t < T, total, 1.0)
     mask = (t < T)[:, None] & (col < D)[None, :]
     tl.store(o_ptr + b * ob + h * oh + t[:, None] * ot + col[None, :], (o / total[:, None]).to(o_ptr.dtype.element_ty), mask=mask)
-    tl.store(lse_ptr + (b * H + h) * T + t, top + tl.log(total), mask=t < T)
+    tl.store(lse_ptr + (b * H + h) * T + t, top + log(total), mask=t < T)
 
 
 @jit

@@ -7,7 +7,8 @@ tau needs no sort: from the left, Newton's steps on the convex ``sum_i max(x_i -
     tau  <-  (sum of the x_i > tau,  -  1) / (number of these)
 
 and never pass the root; the set of x_i > tau only shrinks, and once it stays tau is exact. They start at max(x) - 1, and all is counted from max(x),
-which leaves errors that are small beside the largest y. The gradient is ``dx = dy - mean(dy over y > 0)`` where y > 0, else 0.
+which leaves errors that are small beside the largest y. Quotients are exact to the last bit: an x that is tau must not be counted in. The gradient
+is ``dx = dy - mean(dy over y > 0)`` where y > 0, else 0.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from liger_kernel.ops import _config
 from liger_kernel.ops._op import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, rows_of, tracing, use_kernels
-from liger_kernel.ops._tl import cdiv, jit, tl
+from liger_kernel.ops._tl import cdiv, div, jit, tl
 
 MAX_N = 32768  # columns that one program holds in registers: 32 fp32 values a thread
 MAX_N_BWD = 16384  # the same for two tensors
@@ -51,7 +52,7 @@ def _fwd(x_ptr, y_ptr, M, N, x_stride, CAUSAL: tl.constexpr, BLOCK_M: tl.constex
     while shrinks > 0:
         out = z <= tau[:, None]  # this way round a NaN makes all of its row NaN
         count = tl.sum(tl.where(out, 0, 1), axis=1)
-        step = (tl.sum(tl.where(out, 0.0, z), axis=1) - 1.0) / count
+        step = div(tl.sum(tl.where(out, 0.0, z), axis=1) - 1.0, count.to(tl.float32))
         tau = tl.where(step < tau, tau, step)
         shrinks = tl.max((count < before).to(tl.int32), axis=0)
         before = count
@@ -85,7 +86,7 @@ def _fwd_long(x_ptr, y_ptr, N, x_stride, CAUSAL: tl.constexpr, BLOCK: tl.constex
             counts += tl.where(out, 0, 1)
             sums += tl.where(out, 0.0, z)
         count = tl.sum(counts, axis=0)
-        step = (tl.sum(sums, axis=0) - 1.0) / count
+        step = tl.div_rn(tl.sum(sums, axis=0) - 1.0, count.to(tl.float32))
         tau = tl.where(step < tau, tau, step)
         shrinks = (count < before).to(tl.int32)
         before = count
@@ -103,7 +104,7 @@ def _bwd(dy_ptr, y_ptr, dx_ptr, M, N, dy_stride, y_stride, BLOCK_M: tl.constexpr
     mask = (row < M)[:, None] & (col < N)[None, :]
     inside = tl.load(y_ptr + row[:, None] * y_stride + col[None, :], mask=mask, other=0.0).to(tl.float32) != 0.0
     dy = tl.load(dy_ptr + row[:, None] * dy_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
-    mean = tl.sum(tl.where(inside, dy, 0.0), axis=1) / tl.sum(tl.where(inside, 1, 0), axis=1)
+    mean = div(tl.sum(tl.where(inside, dy, 0.0), axis=1), tl.sum(tl.where(inside, 1.0, 0.0), axis=1))
     tl.store(dx_ptr + row[:, None] * N + col[None, :], tl.where(inside, dy - mean[:, None], 0.0).to(dx_ptr.dtype.element_ty), mask=mask)
 
 
@@ -121,7 +122,7 @@ def _bwd_long(dy_ptr, y_ptr, dx_ptr, N, dy_stride, y_stride, BLOCK: tl.constexpr
         dy = tl.load(dy_ptr + start + lane, mask=start + lane < N, other=0.0, eviction_policy="evict_last").to(tl.float32)
         counts += tl.where(y != 0.0, 1, 0)
         sums += tl.where(y != 0.0, dy, 0.0)
-    mean = tl.sum(sums, axis=0) / tl.sum(counts, axis=0)
+    mean = tl.div_rn(tl.sum(sums, axis=0), tl.sum(counts, axis=0).to(tl.float32))
     blocks = tl.cdiv(N, BLOCK)
     for i in range(0, blocks):  # back from where the first sweep ended
         col = (blocks - 1 - i) * BLOCK + lane

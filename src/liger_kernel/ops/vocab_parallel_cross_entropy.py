@@ -29,7 +29,7 @@ from torch import Tensor
 
 from liger_kernel.ops import _config
 from liger_kernel.ops._op import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, rows_of, tracing, use_kernels
-from liger_kernel.ops._tl import cdiv, jit, tanh, tl
+from liger_kernel.ops._tl import cdiv, jit, log, tanh, tl
 from liger_kernel.ops.cross_entropy import check
 
 if TYPE_CHECKING:
@@ -231,7 +231,7 @@ def _merge(
         top = new_top
     if SUM and PARTITION:
         sum_z = tl.load(own_ptr + 3 * M + row, mask=mask, other=0.0)
-    log_total = tl.log(total)
+    log_total = log(total)
     lse = top + log_total
     e = tl.cast(e, tl.float32)
     loss = (1.0 - e) * (top - z_y + log_total) + tl.cast(z_loss, tl.float32) * lse * lse
@@ -259,7 +259,7 @@ def _grad(
     top = tl.load(top_ptr + row)
     total = tl.load(total_ptr + row)
     z, t = _logits(z_ptr + row * z_stride, bias_ptr, col, (col < N) & (not ignored), logit_scale, softcap, HAS_BIAS, HAS_CAP)
-    dz = tl.exp(z - top) * ((1.0 + 2.0 * tl.cast(z_loss, tl.float32) * (top + tl.log(total))) / total) - tl.cast(off, tl.float32)
+    dz = tl.exp(z - top) * ((1.0 + 2.0 * tl.cast(z_loss, tl.float32) * (top + log(total))) / total) - tl.cast(off, tl.float32)
     dz = tl.where(col == target - first, dz - tl.cast(on, tl.float32), dz)
     scale = tl.where((target >= 0) & (target < V), tl.cast(logit_scale, tl.float32), float("nan"))
     if HAS_G:

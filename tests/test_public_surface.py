@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
+import ast
 import inspect
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,6 +32,20 @@ FUNCTIONAL = _names("""
     mhc_pre mhc_post_res mhc_apply mhc_forward attn_res
 """)
 PATHS = _names("""
+    ops.backends.registry:IMPL_REGISTRY ops.fused_linear_cross_entropy:fused_linear_cross_entropy_forward ops.utils:is_hip
+    ops.fused_linear_cross_entropy:fused_linear_cross_entropy_backward ops.fused_linear_cross_entropy:MAX_FUSED_SIZE ops.utils:device_context
+    ops.utils:amp_custom_fwd ops.utils:amp_custom_bwd ops.swiglu:swiglu_forward ops.swiglu:swiglu_backward utils:PEFT_AVAILABLE utils:is_npu_available
+    utils:infer_device transformers:_apply_liger_kernel transformers:_apply_liger_kernel_to_instance transformers:AutoLigerKernelForCausalLM
+    transformers.monkey_patch:MODEL_TYPE_TO_APPLY_LIGER_FN transformers.monkey_patch:_apply_liger_kernel
+    transformers.monkey_patch:_apply_liger_kernel_to_instance transformers.monkey_patch:_patch_rms_norm_module
+    transformers.monkey_patch:_patch_layer_norm_module transformers.monkey_patch:_patch_swiglu_module transformers:functional
+    transformers.trainer_integration:_apply_liger_kernel transformers.model:loss_utils transformers.model.loss_utils:LigerForCausalLMLoss
+    transformers.model.loss_utils:fixed_fused_linear_cross_entropy transformers.model.llama:lce_forward transformers.model.qwen2:lce_forward
+    transformers.model.qwen2:lce_forward_deprecated transformers.model.qwen3_5_moe:lce_forward_conditional_generation
+    transformers.model.output_classes:LigerCausalLMOutputWithPast transformers.model.output_classes:LigerMoeCausalLMOutputWithPast
+    transformers.trainer.orpo_trainer:_FSDPForwardRedirection transformers.fsdp:_FSDPForwardRedirection transformers.rms_norm:LigerRMSNormFunction
+    triton:apply_liger_triton_cache_manager triton.monkey_patch:LigerTritonFileCacheManager chunked_loss:grpo_loss
+    transformers.auto_model:AutoLigerKernelForCausalLM
     ops.fused_linear_cross_entropy:LigerFusedLinearCrossEntropyFunction ops.grpo_loss:fused_selective_log_softmax ops.rms_norm:LigerRMSNormFunction
     ops.rms_norm:rms_norm_backward ops.rms_norm:rms_norm_forward ops.rope:rope_backward ops.rope:rope_forward ops.swiglu:LigerSiLUMulFunction
     ops.utils:calculate_settings ops.utils:compare_version ops.utils:ensure_contiguous ops.utils:torch_to_triton_dtype
@@ -46,14 +65,69 @@ EVERY = [
 ]
 
 
+DATA = "torch_to_triton_dtype", "IMPL_REGISTRY", "PEFT_AVAILABLE", "MAX_FUSED_SIZE", "MODEL_TYPE_TO_APPLY_LIGER_FN"
+
+
+def found(path: str):
+    """What ``path``, "module:name", is here."""
+    module, name = path.split(":")
+    scope: dict = {}
+    exec(f"from liger_kernel.{module} import {name}", scope)  # as users write it
+    return scope[name]
+
+
 @pytest.mark.parametrize("path", EVERY)
 def test_it_is_there(path):
-    module, name = path.split(":")
-    found = getattr(importlib.import_module(f"liger_kernel.{module}"), name)
+    it, name = found(path), path.split(":")[1]
     if name.endswith("Function"):
-        assert callable(found.apply)
-    elif name != "torch_to_triton_dtype":
-        assert inspect.getdoc(found)
+        assert callable(it.apply)
+    elif name not in DATA:
+        assert inspect.getdoc(it)
+
+
+# -- parameters ----------------------------------------------------------------------------
+
+
+def published() -> list[tuple[str, str, ast.arguments]]:
+    """Module, name and parameters of everything in published_names.txt."""
+    rows, module = [], ""
+    for line in Path(__file__).with_name("published_names.txt").read_text().splitlines()[1:]:
+        if line[0] == " ":
+            name, _, rest = line.strip().partition("(")
+            rows.append((module, name, ast.parse(f"def f({rest}: pass").body[0].args))
+        else:
+            module = line
+    return rows
+
+
+PUBLISHED = published()
+IGNORED = "in_place"  # has no effect, whatever it says
+
+
+def parameters_of(it) -> list[inspect.Parameter]:
+    return [p for p in inspect.signature(it).parameters.values() if p.name not in ("self", "cls", "ctx")]
+
+
+@pytest.mark.parametrize("module, name, asked", PUBLISHED, ids=[f"{module}:{name}" for module, name, _ in PUBLISHED])
+def test_it_takes_what_is_published(module, name, asked):
+    """The same parameters in the same order with the same defaults; there may be more behind them."""
+    owner, _, method = name.partition(".")
+    it, by_position = found(f"{module}:{owner}"), False
+    if method == "apply" and parameters_of(it.apply)[0].kind is inspect.Parameter.VAR_POSITIONAL:  # it is forward that says what it takes
+        it, by_position = it.forward, it.apply.__func__ is torch.autograd.Function.apply.__func__
+    elif method:
+        it = getattr(it, method)
+    ours = parameters_of(it)
+    names, defaults = [a.arg for a in asked.args], [None] * (len(asked.args) - len(asked.defaults)) + asked.defaults
+    assert len(ours) >= len(names)
+    for want, default, p in zip(names, defaults, ours):
+        assert p.kind is not p.KEYWORD_ONLY and (by_position or p.name == want)
+        if default is not None and want != IGNORED:
+            value = p.default
+            assert str(value) == ast.unparse(default) if isinstance(value, torch.dtype) else value == ast.literal_eval(default), (want, value)
+
+
+# -- what some of them do ------------------------------------------------------------------
 
 
 def test_losses_as_functions():
@@ -99,3 +173,106 @@ def test_pairs_without_autograd(monkeypatch):
     *saved, c = swiglu_forward(x, b, 0.5)
     torch.testing.assert_close(c, want)
     torch.testing.assert_close(swiglu_backward(*saved, dy, 0.5), torch.autograd.grad(want, leaves, dy))
+
+
+def test_the_pair_of_the_head_without_autograd():
+    from liger_kernel.ops.fused_linear_cross_entropy import fused_linear_cross_entropy_backward, fused_linear_cross_entropy_forward
+
+    torch.manual_seed(0)
+    x, w, b = (torch.randn(*shape, requires_grad=True) for shape in ((6, 8), (11, 8), (11,)))
+    target = torch.tensor([0, 3, -100, 10, 7, 7])
+    want = torch.nn.functional.cross_entropy(x @ w.t() + b, target, reduction="sum")
+    loss, z_loss, accuracy, predicted, *grads = fused_linear_cross_entropy_forward(x, w, target, bias=b, reduction="sum", return_token_accuracy=True)
+    torch.testing.assert_close(loss, want)
+    assert not loss.requires_grad and z_loss is predicted is None and 0 <= accuracy <= 1
+    torch.testing.assert_close(fused_linear_cross_entropy_backward(torch.tensor(3.0), *grads), torch.autograd.grad(3 * want, (x, w, b)))
+    assert fused_linear_cross_entropy_forward(x, w, target)[-1] is None
+
+
+def test_devices():
+    from liger_kernel import utils
+    from liger_kernel.ops.utils import amp_custom_bwd, amp_custom_fwd, device_context
+
+    assert (utils.infer_device(), utils.infer_comm_backend()) == (("cuda", "nccl") if torch.cuda.is_available() else ("cpu", "gloo"))
+    assert utils.is_npu_available() is False
+    if torch.cuda.is_available():
+        assert utils.infer_device_arch()[:2] in ("sm", "gf") and utils.get_total_gpu_memory() > 0
+    else:
+        assert utils.infer_device_arch() == "cpu"
+        with pytest.raises(RuntimeError, match="must be a GPU"):
+            utils.get_total_gpu_memory()
+    assert utils.transformers_version_dispatch("1.0", min, max, (1, 2), (3, 4)) == 4
+    assert utils.transformers_version_dispatch("999.0", min, max, (1, 2), (3, 4)) == 1
+
+    class Double(torch.autograd.Function):
+        @staticmethod
+        @amp_custom_fwd
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        @amp_custom_bwd
+        def backward(ctx, dy):
+            return dy * 2
+
+    x = torch.ones(3, device=utils.infer_device(), requires_grad=True)
+    with device_context(x.device):
+        Double.apply(x).sum().backward()
+    assert torch.equal(x.grad, torch.full_like(x, 2))
+
+
+def test_another_implementation_is_refused_audibly():
+    code = "import warnings; warnings.simplefilter('error'); import liger_kernel.ops"
+    run = lambda value: subprocess.run([sys.executable, "-c", code], env=os.environ | {"LIGER_KERNEL_IMPL": value}, capture_output=True, text=True)
+    assert "LIGER_KERNEL_IMPL=cutile" in run("cutile").stderr
+    assert run("").returncode == 0
+
+
+def test_cache_of_many_processes(tmp_path, monkeypatch):
+    triton_cache = pytest.importorskip("triton.runtime.cache", reason="Triton is not installed")
+    from liger_kernel.triton import apply_liger_triton_cache_manager
+    from liger_kernel.triton.monkey_patch import LigerTritonFileCacheManager
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_MANAGER", "")
+    apply_liger_triton_cache_manager()
+    manager = triton_cache.get_cache_manager("ABCD")
+    assert type(manager).__name__ == LigerTritonFileCacheManager.__name__
+    for data, read in ((b"\x00binary", Path.read_bytes), ("text", Path.read_text)):
+        path = manager.put(data, "kernel", binary=isinstance(data, bytes))
+        assert read(Path(path)) == data and [p.name for p in Path(path).parent.iterdir() if "lock" not in p.name] == ["kernel"]
+    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("full")))
+    with pytest.raises(OSError, match="full"):
+        manager.put(b"more", "other")
+    assert not [p for p in Path(path).parent.iterdir() if p.name.startswith("tmp")]
+
+
+def test_calls_of_what_fsdp_has_sharded():
+    """What is called sees the gathered parameters, and the module's own ``forward`` is back at once."""
+    from liger_kernel.transformers.trainer.orpo_trainer import _FSDPForwardRedirection
+
+    class Wrapper(torch.nn.Module):  # what FSDP1 does around a call
+        def __init__(self, module):
+            super().__init__()
+            self.module, self.gathered = module, False
+
+        def forward(self, *args, **kwargs):
+            self.gathered = True
+            try:
+                return self.module(*args, **kwargs)
+            finally:
+                self.gathered = False
+
+    wrapper = Wrapper(torch.nn.Linear(2, 2))
+
+    def loss(head, x, scale):
+        assert wrapper.gathered and wrapper.module is head
+        return head(x).sum() * scale
+
+    x = torch.ones(1, 2)
+    assert _FSDPForwardRedirection()(wrapper, loss, wrapper.module, x, scale=2) == wrapper.module(x).sum() * 2
+    with pytest.raises(ZeroDivisionError):
+        _FSDPForwardRedirection()(wrapper, lambda *_: 1 / 0, x)
+    assert "forward" not in wrapper.module.__dict__
+    own = wrapper.module.forward = types.MethodType(lambda self, x: x, wrapper.module)
+    assert _FSDPForwardRedirection()(wrapper, lambda x: x + 1, x).equal(x + 1) and wrapper.module.forward is own

@@ -1,0 +1,149 @@
+"""``Trainer(use_liger_kernel=True)``: every number that it logs, and every weight it ends with, as without the flag."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hf_models import DEVICE, make, tokens
+from torch import nn
+
+import liger_kernel.transformers as liger
+from liger_kernel.transformers.tiny import VOCAB
+
+LOGGED = "loss", "eval_loss", "grad_norm", "eval_accuracy"
+
+
+class Rows(torch.utils.data.Dataset):
+    """Sequences of different numbers of labels, so that it matters what a loss is divided by."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        return {k: v[0].cpu() for k, v in tokens(1, 12, seed=i, ignored=1 + i).items()} | {"attention_mask": torch.ones(12, dtype=torch.long)}
+
+
+class Run:
+    """A training: ``logs`` and final ``weights``."""
+
+    def __init__(self, folder: Path, use_liger_kernel: bool, model: nn.Module | None = None, times: int = 1, resume: bool = False, **more: Any):
+        self.model = make("llama") if model is None else model
+        own = {k: more.pop(k) for k in ("compute_metrics", "compute_loss_func") if k in more}
+        defaults = dict(max_steps=2, gradient_accumulation_steps=2, per_device_train_batch_size=2, per_device_eval_batch_size=3, logging_steps=1,
+                        eval_strategy="steps", eval_steps=1, save_strategy="no", report_to=[], disable_tqdm=True, learning_rate=0.1, optim="sgd")  # fmt: skip
+        args = transformers.TrainingArguments(str(folder), use_cpu=DEVICE == "cpu", use_liger_kernel=use_liger_kernel, **(defaults | more))
+        self.trainer = transformers.Trainer(self.model, args, train_dataset=Rows(), eval_dataset=Rows(), **own)
+        for _ in range(times):
+            self.trainer.train(resume_from_checkpoint=resume)
+        self.logs = [{k: e[k] for k in LOGGED if k in e} for e in self.trainer.state.log_history]
+        self.weights = {n: p.detach().float() for n, p in self.model.state_dict().items()}
+
+    @property
+    def patched(self) -> bool:
+        return any("_liger_stock" in m.__dict__ for m in self.model.modules())
+
+
+def assert_same(ours: Run, stock: Run, rough: bool = False) -> None:
+    assert ours.patched and not stock.patched
+    assert len(ours.logs) == len(stock.logs) > 2
+    torch.testing.assert_close(ours.logs, stock.logs, **(dict(rtol=3e-2, atol=3e-3) if rough else dict(rtol=2e-5, atol=1e-5)))
+    if not rough:
+        torch.testing.assert_close(ours.weights, stock.weights, rtol=1e-4, atol=1e-5)
+
+
+def accuracy(prediction: Any) -> dict[str, float]:
+    assert prediction.predictions.shape == (8, 12, VOCAB), "predictions are the logits alone"
+    return {"accuracy": float((prediction.predictions[:, :-1].argmax(-1) == prediction.label_ids[:, 1:]).mean())}
+
+
+def halved(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    loss = nn.functional.cross_entropy(outputs["logits"][:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), reduction="sum")
+    return loss / 2 / (num_items_in_batch if num_items_in_batch is not None else (labels[:, 1:] != -100).sum())
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"gradient_accumulation_steps": 1, "max_steps": 3, "weight_decay": 0.1},
+        {"prediction_loss_only": True},
+        {"compute_metrics": accuracy},
+        {"compute_metrics": accuracy, "label_smoothing_factor": 0.1},
+        {"label_smoothing_factor": 0.1, "prediction_loss_only": True},
+        {"compute_loss_func": halved},
+        {"gradient_checkpointing": True},
+        {"times": 2},
+        {"bf16": True},
+        {"torch_compile": True, "torch_compile_backend": "aot_eager", "max_steps": 1},
+        {"liger_kernel_config": {"rope": False, "swiglu": None, "cross_entropy": True, "fused_linear_cross_entropy": False, "geglu": True, "unheard_of": 1}},
+    ],
+    ids=lambda more: ",".join(more) or "plain",
+)
+def test_as_without_the_flag(tmp_path, more):
+    config = {k: more[k] for k in ("liger_kernel_config",) if k in more}
+    plain = {k: v for k, v in more.items() if k not in config}
+    ours, stock = Run(tmp_path, True, **plain, **config), Run(tmp_path, False, **plain)
+    assert_same(ours, stock, rough="bf16" in more)
+
+
+def test_columns_and_what_is_left_out(tmp_path):
+    """In training there are no logits, in evaluation without metrics none either; ``forward`` stays a method that accelerate can unwrap."""
+    run = Run(tmp_path, True, max_steps=1, eval_strategy="no")
+    model = run.model
+    assert inspect.ismethod(model.forward) and {"labels", "input_ids", "kwargs"} <= inspect.signature(model.forward).parameters.keys()
+    assert model.train()(**tokens()).logits is None
+    assert model.eval()(**tokens()).logits is not None
+    assert model.eval()(**tokens(), skip_logits=True).logits is None
+    assert run.trainer.evaluate()["eval_loss"] > 0
+
+
+def test_state_dict_and_resume(tmp_path):
+    """A checkpoint of a patched model is one of the stock model, and a training goes on from it as if it had not been interrupted."""
+    schedule = dict(max_steps=4, save_strategy="steps", save_steps=2, lr_scheduler_type="constant")
+    whole = Run(tmp_path / "whole", True, **schedule)
+    stock = Run(tmp_path / "stock", False, **schedule)
+    assert_same(whole, stock)
+    assert whole.model.state_dict().keys() == make("llama").state_dict().keys()
+    loaded = type(whole.model).from_pretrained(tmp_path / "whole" / "checkpoint-4")
+    assert all(torch.equal(p.detach().float().cpu(), whole.weights[n].cpu()) for n, p in loaded.state_dict().items())
+    resumed = Run(tmp_path / "whole", True, resume=str(tmp_path / "whole" / "checkpoint-2"), **schedule)
+    torch.testing.assert_close(resumed.weights, whole.weights)
+    torch.testing.assert_close(resumed.logs[-3:], whole.logs[-3:])
+
+
+@pytest.mark.parametrize("lora", [dict(target_modules=["q_proj", "lm_head"]), dict(target_modules=["v_proj"], modules_to_save=["lm_head", "norm"])], ids=str)
+def test_peft(tmp_path, lora):
+    peft = pytest.importorskip("peft", reason="peft is not installed: make setup")
+
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return peft.get_peft_model(make("llama"), peft.LoraConfig(r=2, task_type="CAUSAL_LM", init_lora_weights=False, **lora))
+
+    assert_same(Run(tmp_path, True, model()), Run(tmp_path, False, model()))
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "bert-generation"])
+def test_models_with_little_to_swap(tmp_path, model_type):
+    ours, stock = (Run(tmp_path, use, make(model_type), max_steps=1, eval_strategy="no") for use in (True, False))
+    torch.testing.assert_close(ours.logs, stock.logs, rtol=2e-5, atol=1e-5)
+
+
+def test_classification_and_base_models(tmp_path):
+    """Norms, MLPs and ropes are swapped, losses and outputs are theirs."""
+    config = make("llama").config
+    config.pad_token_id, config.num_labels = 0, 3
+    batch = {"input_ids": tokens()["input_ids"], "labels": torch.tensor([0, 2], device=DEVICE)}
+    for cls, keys in ((transformers.LlamaForSequenceClassification, batch), (transformers.LlamaModel, {"input_ids": batch["input_ids"]})):
+        torch.manual_seed(0)
+        model = cls(config).to(DEVICE)
+        expected = model(**keys)[0]
+        assert liger._apply_liger_kernel_to_instance(model=model) is None
+        patched = sum("_liger_stock" in m.__dict__ for m in model.modules())
+        torch.testing.assert_close(model(**keys)[0], expected, rtol=1e-5, atol=1e-5)
+        liger._apply_liger_kernel_to_instance(model=model)
+        assert patched == sum("_liger_stock" in m.__dict__ for m in model.modules()) > 0

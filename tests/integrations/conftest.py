@@ -14,6 +14,15 @@ import liger_kernel.transformers as liger
 
 
 @pytest.fixture(autouse=True)
+def _apart(monkeypatch: pytest.MonkeyPatch):
+    """What accelerate keeps of one training does not reach the next: older transformers would go on in its dtype."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    yield
+    state = pytest.importorskip("accelerate.state", reason="accelerate is not installed: make setup")
+    state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture(autouse=True)
 def _served():
     stock = F.cross_entropy, torch.nn.CrossEntropyLoss, torch.nn.LayerNorm, torch.nn.Linear.forward
     with served_by_kernels_or_references():

@@ -1,7 +1,7 @@
 """``liger tune OP``: search the launch configurations of an operator's kernels on this GPU, and write those that gain to ``ops/_tuned``.
 
 Only kernels that ask ``_config.tile`` are tuned; each configuration they ask for on the operator's real-model cases is varied by itself, the
-others stay. A candidate that breaks the accuracy rule is refused, whatever its speed.
+others stay. Candidates are compiled ahead, on all cores. One that breaks the accuracy rule is refused, whatever its speed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,10 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import multiprocessing
+import os
 from collections.abc import Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor
 from typing import Any
 from unittest import mock
 
@@ -21,7 +24,7 @@ from liger_kernel.bench.operators import DEVICE, DTYPES, accuracy, cases_of, res
 from liger_kernel.ops import OPS, _config
 from liger_kernel.ops._config import Tile
 from liger_kernel.ops._op import Case, Op
-from liger_kernel.testing import like
+from liger_kernel.testing import forward, like
 from liger_kernel.train.config import UserError
 
 GAIN = 0.02  # of the operator's device time: less is noise
@@ -54,7 +57,22 @@ def candidates(n: int, tile: Tile) -> list[Tile]:
     return [c for c in found if c != tile]
 
 
-def search(op: Op, case: Case, dtype: str, repeats: int) -> dict[str, tuple[Tile, float, float]]:
+def compile_ahead(op_name: str, case_name: str, sweep: str | None, dtype: str, arch: str, override: dict[str, Tile]) -> None:
+    """Compile the kernels of one forward and backward for ``arch`` into Triton's cache, without a GPU."""
+    from liger_kernel import warmup
+
+    case = next(c for c, _ in cases_of(OPS[op_name], [] if sweep else [case_name], sweep, small=False) if c.name == case_name)
+
+    def step() -> None:
+        outs = [o for o in forward(OPS[op_name].fn, case.make(DTYPES[dtype], "meta")).values() if o.requires_grad]
+        torch.autograd.backward(outs, [torch.ones_like(o) for o in outs])
+
+    # what does not compile is said when it is tried
+    with contextlib.suppress(Exception), warmup.compiling_for(arch), configured(override):
+        warmup.compile_launches(warmup.launches(step, "meta"))
+
+
+def search(op: Op, case: Case, dtype: str, repeats: int, sweep: str | None = None, pool: Executor | None = None) -> dict[str, tuple[Tile, float, float]]:
     """key -> (best tile, ms before, ms after) for the kernels of one case; those that gain."""
     base = case.make(DTYPES[dtype], DEVICE)
     truth, pytorch = results(op.reference, like(base, torch.float64)), results(op.reference, like(base))
@@ -65,6 +83,10 @@ def search(op: Op, case: Case, dtype: str, repeats: int) -> dict[str, tuple[Tile
         before = timed_call(op.fn, base, repeats)
     better: dict[str, tuple[Tile, float, float]] = {}
     for key, (n, tile) in dict(asked).items():
+        if pool:
+            overrides = ({k: b[0] for k, b in better.items()} | {key: candidate} for candidate in candidates(n, tile))
+            for compiled in [pool.submit(compile_ahead, op.name, case.name, sweep, dtype, _config.arch(), o) for o in overrides]:
+                compiled.result()
         best, best_ms = tile, before
         for candidate in candidates(n, tile):
             with configured({k: b[0] for k, b in better.items()} | {key: candidate}):
@@ -96,21 +118,27 @@ def write(found: dict[str, Tile]) -> str:
 def main(argv: list[str]) -> int:
     """The command; 0 also if nothing gains."""
     parser = argparse.ArgumentParser(prog="liger tune", description="Search launch configurations on this GPU.")
-    parser.add_argument("op", choices=OPS, help="operator")
+    parser.add_argument("op", nargs="+", choices=OPS, help="operators")
     parser.add_argument("--case", action="append", default=[], help="only this case")
+    parser.add_argument("--sweep", help="instead of cases, an operator's sweep")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--dry-run", action="store_true", help="write nothing")
     a = parser.parse_args(argv)
     if not clock.GPU:
         raise UserError("tuning needs a GPU: launch configurations mean nothing elsewhere")
-    op, chosen = OPS[a.op], {}
-    for case, _ in cases_of(op, a.case, None, small=False):
-        better = search(op, case, a.dtype, a.repeats)
-        print(f"{op.name} {case.name} {a.dtype}: {'nothing gains' if not better else ''}")
-        for key, (tile, before, after) in better.items():
-            print(f"  {key}: {before:.4f} -> {after:.4f} ms ({before / after:.2f}x) with {tile}")
-            chosen[key] = tile
+    chosen: dict[str, Tile] = {}
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(max(1, (os.cpu_count() or 2) - 1), mp_context=spawn) as pool:
+        for op in (OPS[name] for name in a.op):
+            for case, _ in cases_of(op, a.case, a.sweep, small=False):
+                better = search(op, case, a.dtype, a.repeats, a.sweep, pool)
+                print(f"{op.name} {case.name} {a.dtype}: {'nothing gains' if not better else ''}", flush=True)
+                for key, (tile, before, after) in better.items():
+                    print(f"  {key}: {before:.4f} -> {after:.4f} ms ({before / after:.2f}x) with {tile}", flush=True)
+                    chosen[key] = tile
+                if chosen and not a.dry_run:
+                    path = write(chosen)
     if chosen and not a.dry_run:
-        print(f"written to {write(chosen)}: review it like code")
+        print(f"written to {path}: review it like code")
     return 0

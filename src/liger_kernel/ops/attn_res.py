@@ -62,7 +62,7 @@ def _fwd(
 
 @jit
 def _bwd(
-    dh_ptr, v_ptr, wq_ptr, wn_ptr, rstd_ptr, score_ptr, top_ptr, total_ptr, dv_ptr, dw_ptr,
+    dh_ptr, v_ptr, wq_ptr, wn_ptr, rstd_ptr, score_ptr, top_ptr, total_ptr, g_ptr, dv_ptr, dw_ptr,
     M, N, D, dh_stride, v_stride, n_stride, dv_stride, dn_stride,
     NEED_DV: tl.constexpr, NEED_DW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -80,8 +80,11 @@ def _bwd(
         mean = tl.zeros((BLOCK_M,), tl.float32)
         for n in range(N):
             a = div(exp(tl.load(score_ptr + row * N + n, mask=row < M, other=0.0) - top), total)
-            mean += a * tl.sum(dh * tl.load(v_ptrs, mask=mask, other=0.0).to(tl.float32), axis=1)
+            g = tl.sum(dh * tl.load(v_ptrs, mask=mask, other=0.0).to(tl.float32), axis=1)
+            tl.store(g_ptr + row * N + n, g, mask=row < M)
+            mean += a * g
             v_ptrs += n_stride
+        tl.debug_barrier()
         dv_ptrs = dv_ptr + row[:, None] * dv_stride + col[None, :]
         v_ptrs = v_ptr + row[:, None] * v_stride + col[None, :]
         for n in range(N):
@@ -89,7 +92,7 @@ def _bwd(
             score = tl.load(score_ptr + row * N + n, mask=row < M, other=0.0)
             rstd = tl.load(rstd_ptr + row * N + n, mask=row < M, other=0.0)
             a = div(exp(score - top), total)
-            ds = a * (tl.sum(dh * v, axis=1) - mean)
+            ds = a * (tl.load(g_ptr + row * N + n, mask=row < M, other=0.0) - mean)
             x = v * rstd[:, None]
             if NEED_DV:
                 dv = a[:, None] * dh + (ds * rstd)[:, None] * (w[None, :] - x * (score / D)[:, None])
@@ -128,7 +131,8 @@ def attn_res_bwd(dh: Tensor, v: Tensor, w_query: Tensor, w_norm: Tensor, stats: 
     c = _config.tile("attn_res_bwd", D, v.itemsize, elements=2048, per_thread=8)
     programs = min(2 * _config.processors(), cdiv(M, c.block_m))
     partials = v.new_empty((programs, D) if need_dq or need_dn else 0, dtype=torch.float32)
-    launch(_bwd, (programs,), dh, v, w_query, w_norm, *stats, dv, partials, M, N, D, dh.stride(0), v.stride(0), v.stride(1), dv.stride(0),
+    g = torch.empty_like(stats[0])  # the very same in both sweeps: where one block has all the weight, its g and the mean of all cancel
+    launch(_bwd, (programs,), dh, v, w_query, w_norm, *stats, g, dv, partials, M, N, D, dh.stride(0), v.stride(0), v.stride(1), dv.stride(0),
            dv.stride(1), NEED_DV=need_dv, NEED_DW=need_dq or need_dn, BLOCK_M=c.block_m, BLOCK_D=c.block_n, num_warps=c.num_warps)  # fmt: skip
     if need_dq or need_dn:
         dw = column_sum(partials, torch.float32)

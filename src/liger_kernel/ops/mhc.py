@@ -20,7 +20,7 @@ from torch import Tensor
 from liger_kernel.ops import _config
 from liger_kernel.ops._op import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, rows_of, tracing, use_kernels
 from liger_kernel.ops._reduce import column_sum
-from liger_kernel.ops._tl import cdiv, div, jit, next_power_of_2, rsqrt, tl
+from liger_kernel.ops._tl import cdiv, div, exp, jit, next_power_of_2, rsqrt, tl
 
 MAX_STREAMS = 8  # for the coefficients; with more, phi's columns are too many for a tile, and the reference computes them
 
@@ -141,13 +141,13 @@ def _logits(mix_ptr, b_ptr, alpha_ptr, row, at, inside):
 
 @jit
 def _sigmoid(x):
-    return div(tl.full(x.shape, 1.0, tl.float32), 1.0 + tl.exp(-x))
+    return div(tl.full(x.shape, 1.0, tl.float32), 1.0 + exp(-x))
 
 
 @jit
 def _row_softmax(logits, inside):
     shifted = tl.where(inside, logits - tl.expand_dims(tl.max(tl.where(inside, logits, -1e38), axis=2), 2), -1e38)
-    e = tl.where(inside, tl.exp(shifted), 0.0)
+    e = tl.where(inside, exp(shifted), 0.0)
     total = tl.expand_dims(tl.sum(e, axis=2), 2)
     return div(e, tl.where(total > 0, total, 1.0))
 

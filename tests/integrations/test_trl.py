@@ -1,0 +1,276 @@
+"""TRL's trainers with ``use_liger_kernel``: losses, weights and every metric that both of their paths log."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hf_models import DEVICE, make
+from torch import nn
+
+trl = pytest.importorskip("trl", reason="trl is not installed: make test-integrations")
+datasets = pytest.importorskip("datasets", reason="datasets is not installed: make setup")
+
+import tokenizers  # noqa: E402
+from packaging.version import Version  # noqa: E402
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
+
+datasets.disable_progress_bars()
+VERSION = Version(trl.__version__)
+FUSED = Version("1.13") > VERSION  # later versions have losses of their own, and take our layers alone
+LETTERS = "abcdefghijklmnopqrstuvwxyz .,?!0123456789"
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'][0] }}{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}!{% endgeneration %}"
+    "{% else %}{{ m['content'] }}.{% endif %}{% endfor %}{% if add_generation_prompt %}a{% endif %}"
+)
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = {w: i for i, w in enumerate(["<pad>", "<s>", "</s>", "<unk>", *LETTERS])}
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    model.decoder = tokenizers.decoders.Fuse()
+    made = PreTrainedTokenizerFast(tokenizer_object=model, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>",
+                                   model_input_names=["input_ids", "attention_mask"])  # fmt: skip
+    made.chat_template = TEMPLATE
+    return made
+
+
+def rows(kind: str) -> Any:
+    prompts = ["what is it", "say", "how many are", "who is there?"] * 2
+    good, bad = [f"it is {i} indeed" for i in range(8)], [f"no {i}" * (1 + i % 3) for i in range(8)]
+    chat = [[{"role": "user", "content": p}, {"role": "assistant", "content": a}] for p, a in zip(prompts, good)]
+    kinds = {
+        "text": {"text": [p + " " + a for p, a in zip(prompts, good)]},
+        "chat": {"messages": chat},
+        "pairs": {"prompt": prompts, "chosen": good, "rejected": bad},
+        "unpaired": {"prompt": prompts, "completion": [g if i % 2 else b for i, (g, b) in enumerate(zip(good, bad))], "label": [bool(i % 2) for i in range(8)]},
+        "prompts": {"prompt": prompts},
+    }
+    return datasets.Dataset.from_dict(kinds[kind])
+
+
+def taught(folder: Path, trainer: str, kind: str, use: bool, model: nn.Module | None = None, trainer_kwargs: Any = None, **options: Any):
+    """Metrics of each step and of evaluations, and the weights after two steps."""
+    cls, config_cls = trainer_of(trainer), trainer_of(trainer.replace("Trainer", "Config"))
+    if model is None:  # from a folder, as TRL makes the reference of it
+        make("llama", vocab_size=64).save_pretrained(folder / "model")
+        model = LlamaForCausalLM.from_pretrained(folder / "model").to(DEVICE)
+    common = dict(max_steps=2, per_device_train_batch_size=4, gradient_accumulation_steps=2, logging_steps=1, save_strategy="no", report_to=[], seed=1,
+                  disable_tqdm=True, learning_rate=0.1, optim="sgd", use_cpu=DEVICE == "cpu", bf16=False, gradient_checkpointing=False)  # fmt: skip
+    flag = {n for n in ("use_liger_loss", "use_liger_kernel") if n in inspect.signature(config_cls).parameters}
+    args = config_cls(str(folder), **dict.fromkeys(flag, use), **(common | options))
+    torch.manual_seed(3)
+    made = cls(model=model, args=args, train_dataset=rows(kind), processing_class=tokenizer(), **((trainer_kwargs or (lambda: {}))()))
+    made.train()
+    skip = "runtime", "per_second", "epoch", "learning_rate", "time", "flos"
+    logs = [{k: v for k, v in e.items() if isinstance(v, (int, float)) and not any(s in k for s in skip)} for e in made.state.log_history]
+    return made, logs, {n: p.detach() for n, p in model.state_dict().items()}
+
+
+def trainer_of(name: str) -> Any:
+    if hasattr(trl, name):
+        return getattr(trl, name)
+    module = name.removesuffix("Trainer").removesuffix("Config").lower()
+    return getattr(pytest.importorskip(f"trl.experimental.{module}", reason=f"trl {VERSION} has no {name}"), name)
+
+
+def assert_same(ours: tuple, stock: tuple, differ: tuple[str, ...] = ()) -> None:
+    (_, logs, weights), (_, expected, expected_weights) = ours, stock
+    assert len(logs) == len(expected) > 2
+    common = [{k: e[k] for k in e if k in o and k not in differ} for o, e in zip(logs, expected)]
+    assert all(any(name.endswith("loss") for name in e) for e in common)
+    torch.testing.assert_close([{k: o[k] for k in e} for o, e in zip(logs, common)], common, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(weights, expected_weights, rtol=1e-3, atol=2e-5)
+
+
+def both(tmp_path: Path, trainer: str, kind: str, **options: Any) -> tuple[tuple, tuple]:
+    return taught(tmp_path / "ours", trainer, kind, True, **options), taught(tmp_path / "stock", trainer, kind, False, **options)
+
+
+# -- supervised ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "kind, options",
+    [
+        ("text", {}),
+        ("text", {"packing": True, "packing_strategy": "wrapped", "max_length": 16}),
+        ("chat", {"assistant_only_loss": True}),
+        ("chat", {"loss_type": "dft"}),
+        ("text", {"eval_strategy": "steps", "eval_steps": 1}),
+    ],
+    ids=str,
+)
+def test_sft(tmp_path, kind, options):
+    options = {k: v for k, v in options.items() if k in inspect.signature(trl.SFTConfig).parameters}
+    more = {"trainer_kwargs": lambda: {"eval_dataset": rows(kind)}} if "eval_strategy" in options else {}
+    ours, stock = both(tmp_path, "SFTTrainer", kind, **options, **more)
+    assert_same(ours, stock)
+    assert "mean_token_accuracy" in ours[1][0] or Version("0.26") > VERSION
+
+
+def test_sft_with_lora_on_the_head(tmp_path):
+    peft = pytest.importorskip("peft", reason="peft is not installed: make setup")
+    config = lambda: {"peft_config": peft.LoraConfig(r=2, target_modules=["q_proj", "lm_head"], init_lora_weights=False, task_type="CAUSAL_LM")}
+    if not FUSED:
+        pytest.skip(f"trl {VERSION} refuses adapters of the head, with the flag and without")
+    nll = {"loss_type": "nll"} if "loss_type" in inspect.signature(trl.SFTConfig).parameters else {}  # the default does not know such heads
+    assert_same(*both(tmp_path, "SFTTrainer", "text", trainer_kwargs=config, **nll))
+
+
+@pytest.mark.parametrize("center", [None, 0.1])
+def test_reward(tmp_path, center):
+    from transformers import LlamaForSequenceClassification
+
+    def run(use: bool) -> tuple:
+        config = make("llama", vocab_size=64).config
+        config.num_labels, config.pad_token_id = 1, 0
+        torch.manual_seed(0)
+        model = LlamaForSequenceClassification(config).to(DEVICE)
+        return taught(tmp_path / str(use), "RewardTrainer", "pairs", use, model, center_rewards_coefficient=center)
+
+    assert_same(run(True), run(False))
+
+
+# -- preferences ---------------------------------------------------------------------------
+
+DPO_LOSSES = (
+    "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired", "discopop", "apo_zero", "apo_down", "sft",
+    "sigmoid_norm",
+)  # fmt: skip
+
+
+# losses of mean log-probabilities return these; TRL's own path logs sums all the same
+OF_MEANS = "ipo", "sigmoid_norm"
+PER_TOKEN = "logps/chosen", "logps/rejected", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"
+
+
+@pytest.mark.parametrize("loss_type", DPO_LOSSES)
+def test_dpo(tmp_path, loss_type):
+    if Version("0.26") > VERSION and loss_type not in ("sigmoid", "apo_zero", "apo_down", "sppo_hard", "nca_pair"):
+        pytest.skip(f"trl {VERSION} refuses {loss_type} with the flag")
+    if Version("1.1") > VERSION and loss_type == "sigmoid_norm":
+        pytest.skip(f"trl {VERSION} has no {loss_type}")
+    more = {"label_smoothing": 1e-3} if loss_type == "exo_pair" else {}
+    if loss_type == "exo_pair" and FUSED:  # TRL does not pass its smoothing on
+        with pytest.raises(ValueError, match="label_smoothing must be in"):
+            taught(tmp_path, "DPOTrainer", "pairs", True, loss_type=[loss_type], **more)
+    else:
+        assert_same(*both(tmp_path, "DPOTrainer", "pairs", loss_type=[loss_type], **more), PER_TOKEN if FUSED and loss_type in OF_MEANS else ())
+
+
+def test_dpo_with_references_computed_before(tmp_path):
+    if Version("0.26") > VERSION:
+        pytest.skip(f"with the flag, trl {VERSION} computes references in any case, from the model that is trained")
+    options = dict(precompute_ref_log_probs=True)
+    if FUSED:
+        with pytest.raises(ValueError, match="precomput"):  # by TRL itself
+            taught(tmp_path, "DPOTrainer", "pairs", True, **options)
+    else:
+        assert_same(*both(tmp_path, "DPOTrainer", "pairs", **options))
+
+
+@pytest.mark.parametrize("trainer", ["DPOTrainer", "KTOTrainer"])
+def test_lora_without_a_reference_model(tmp_path, trainer):
+    peft = pytest.importorskip("peft", reason="peft is not installed: make setup")
+    config = lambda: {"peft_config": peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")}
+    if trainer == "KTOTrainer" and FUSED:
+        pytest.skip("with the flag and PEFT, TRL leaves the reference out: it asks for one only where there is a model of it")
+    if trainer == "DPOTrainer" and Version("0.26") <= VERSION < Version("1.1"):
+        pytest.skip(f"trl {VERSION} refuses PEFT in DPO with the flag")
+    assert_same(*both(tmp_path, trainer, "pairs" if trainer == "DPOTrainer" else "unpaired", trainer_kwargs=config), MEANS)
+
+
+# With the flag TRL divides sums over tokens and vocabulary by the number of sequences; without, it takes means since 1.1.
+MEANS = "logits/chosen", "logits/rejected"
+
+
+@pytest.mark.parametrize("options", [{}, {"beta": 0.5}, {"loss_type": "apo_zero_unpaired"}], ids=str)
+def test_kto(tmp_path, options):
+    if options.get("loss_type") and FUSED:
+        with pytest.raises(ValueError, match="Only KTO loss"):  # by TRL itself
+            taught(tmp_path, "KTOTrainer", "unpaired", True, **options)
+    else:
+        assert_same(*both(tmp_path, "KTOTrainer", "unpaired", **options), MEANS)
+
+
+@pytest.mark.parametrize("trainer, options", [("ORPOTrainer", {}), ("CPOTrainer", {}), ("CPOTrainer", {"loss_type": "simpo", "cpo_alpha": 0.0})], ids=str)
+def test_preferences_without_a_reference(tmp_path, trainer, options):
+    """TRL has no fused path for these; layers and norms are ours."""
+    prompt = {"max_prompt_length": 24} if "max_prompt_length" in inspect.signature(trainer_of(trainer.replace("Trainer", "Config"))).parameters else {}
+    assert_same(*both(tmp_path, trainer, "pairs", max_length=48, **(options | prompt)))
+
+
+# -- reinforcement learning ----------------------------------------------------------------
+
+
+def reward(completions: list[str], **_: Any) -> list[float]:
+    return [text.count("a") + 0.1 * len(set(text)) for text in completions]
+
+
+GRPO_LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
+
+
+def grpo(tmp_path: Path, **options: Any) -> None:
+    known = inspect.signature(trl.GRPOConfig).parameters
+    unknown = [k for k in options if k not in known]
+    if unknown:
+        pytest.skip(f"trl {VERSION} has no {', '.join(unknown)}")
+    if Version("1.4") > VERSION and "use_bias_correction_kl" in options:
+        pytest.skip(f"trl {VERSION} does not pass use_bias_correction_kl on")
+    if Version("1.11") > VERSION and "mask_truncated_completions" in options:
+        pytest.skip(f"trl {VERSION} does not pass the number of tokens of all micro-batches on")
+    if Version("1.0") > VERSION and options.get("loss_type") in ("cispo", "sapo", "luspo", "vespo"):
+        pytest.skip(f"trl {VERSION} has no {options['loss_type']}")
+    common = dict(num_generations=4, max_completion_length=6, per_device_train_batch_size=4, gradient_accumulation_steps=2, num_iterations=2, max_steps=3,
+                  trainer_kwargs=lambda: {"reward_funcs": reward}, temperature=0.9)  # fmt: skip
+    try:
+        ours = taught(tmp_path / "ours", "GRPOTrainer", "prompts", True, **(common | options))
+    except (ValueError, NotImplementedError) as error:
+        if FUSED and "iger" in str(error) and "LigerFused" not in str(error):
+            pytest.skip(f"trl {VERSION} refuses this with the flag: {error}")
+        raise
+    assert_same(ours, taught(tmp_path / "stock", "GRPOTrainer", "prompts", False, **(common | options)))
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.04])
+@pytest.mark.parametrize("loss_type", GRPO_LOSSES)
+def test_grpo(tmp_path, loss_type, beta):
+    grpo(tmp_path, loss_type=loss_type, beta=beta)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"importance_sampling_level": "sequence"},
+        {"importance_sampling_level": "sequence", "loss_type": "luspo"},
+        {"delta": 1.5, "beta": 0.04},
+        {"epsilon": 0.01, "epsilon_high": 0.02},
+        {"use_bias_correction_kl": True, "beta": 0.1},
+        {"mask_truncated_completions": True},
+        {"scale_rewards": "batch"},
+    ],
+    ids=str,
+)
+def test_grpo_options(tmp_path, options):
+    grpo(tmp_path, **options)
+
+
+def test_rloo(tmp_path):
+    common = dict(num_generations=4, max_completion_length=6, trainer_kwargs=lambda: {"reward_funcs": reward})
+    assert_same(*both(tmp_path, "RLOOTrainer", "prompts", **common))
+
+
+# -- distillation --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_gkd(tmp_path, beta):
+    if Version("1.4") > VERSION:
+        pytest.skip(f"with the flag, trl {VERSION} adds half of the cross entropy: it leaves the weights of both parts at their defaults")
+    teacher = lambda: {"teacher_model": make("llama", seed=7, vocab_size=64)}
+    assert_same(*both(tmp_path, "GKDTrainer", "chat", trainer_kwargs=teacher, beta=beta, lmbda=0.0, max_new_tokens=4, max_length=64))

@@ -6,7 +6,6 @@ import copy
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 transformers = pytest.importorskip("transformers")
 
@@ -30,7 +29,7 @@ from liger_kernel.transformers.patch import MODEL_TYPE_TO_APPLY_LIGER_FN  # noqa
 LISTED = ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "granite", "olmo2", "smollm3"]
 # other kinds of heads (scaled, biased, of a mixture of experts), norms (none of ours) and rope (pairs, partial, tables without duplicates)
 FURTHER = ["cohere", "cohere2", "glm4", "phi", "gpt_oss", "qwen3_moe", "falcon_h1", "nemotron", "gpt2", "deepseek_v3", "olmo3", "starcoder2"]
-EVERYTHING = dict(rope=True, rms_norm=True, glu=True)
+EVERYTHING = table.EVERYTHING
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +96,8 @@ def test_eval_logits(family, dtype):
     batch = tokens()
     with torch.no_grad():
         expected = model(**batch, use_cache=False)
-        exact = {"rms_norm": True, "glu": True}  # rope rounds once where models round at every step
+        labels = families.FAMILIES[family]["swapped"].values()
+        exact = {slot: all(label in slots.EXACT for label in labels if slots.SLOT_OF[label] == slot) for slot in EVERYTHING}
         with instance_patches(model, family, exact, "fused")():
             out = model(**batch, use_cache=False)
         if DEVICE == "cpu":
@@ -171,8 +171,12 @@ def test_rounding_is_recognised_not_assumed():
 
 
 def _variations():
-    """Look-alikes of Llama's norm, MLP and rope that differ in one respect."""
+    """Look-alikes of norms, MLPs, experts and rope functions that differ in one respect."""
+    from transformers.models.cohere.modeling_cohere import CohereLayerNorm
+    from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Experts
     from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, rotate_half
+    from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
     class Eps(LlamaRMSNorm):
         def forward(self, x):
@@ -195,9 +199,9 @@ def _variations():
         def forward(self, x):
             return self.down_proj(self.act_fn(self.gate_proj(x).clamp(max=1.0)) * self.up_proj(x))
 
-    class AlwaysSilu(LlamaMLP):
+    class AlwaysTanh(LlamaMLP):
         def forward(self, x):
-            return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+            return self.down_proj(torch.tanh(self.gate_proj(x)) * self.up_proj(x))
 
     class Scaled(LlamaMLP):
         def forward(self, x):
@@ -207,8 +211,36 @@ def _variations():
         cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
         return q * cos - rotate_half(q) * sin, k * cos - rotate_half(k) * sin
 
-    norm, mlp, rope = slots.SLOTS
-    return [(norm, Eps), (norm, Bias), (norm, TwoInputs), (norm, Detached), (mlp, Clamped), (mlp, AlwaysSilu), (mlp, Scaled), (rope, other_way)]
+    class Rounded(CohereLayerNorm):
+        def forward(self, x):
+            y = (x - x.mean(-1, keepdim=True)) * torch.rsqrt(x.float().var(-1, keepdim=True) + self.variance_epsilon).to(x.dtype)
+            return self.weight * y
+
+    class SigmoidGate(Qwen3NextRMSNormGated):
+        def forward(self, x, gate):
+            return LlamaRMSNorm.forward(self, x) * torch.sigmoid(gate)
+
+    class LimitAfter(DeepseekV4Experts):
+        def forward(self, x, index, weights):
+            return DeepseekV4Experts.forward(self, x, index, weights)
+
+        def _apply_gate(self, gate_up):
+            gate, up = gate_up.chunk(2, -1)
+            return self.act_fn(gate).clamp(max=self.limit) * up.clamp(-self.limit, self.limit)
+
+    class NotWeighted(MixtralExperts):
+        def forward(self, x, index, weights):
+            return MixtralExperts.forward(self, x, index, torch.ones_like(weights))
+
+    def vision_other_way(q, k, cos, sin):
+        return other_way(q, k, cos, sin, -2)
+
+    norm, mlp, rope = (next(s for s in slots.SLOTS if s.flag == flag) for flag in ("rms_norm", "glu", "rope"))
+    layer, gated, experts, flat = (
+        next(s for s in slots.SLOTS if any(label.startswith(kind) for label in s.variants)) for kind in ("layer_norm", "gated", "moe", "rope(flat")
+    )
+    others = [(layer, Rounded), (gated, SigmoidGate), (experts, LimitAfter), (experts, NotWeighted), (flat, vision_other_way)]
+    return [*others, (norm, Eps), (norm, Bias), (norm, TwoInputs), (norm, Detached), (mlp, Clamped), (mlp, AlwaysTanh), (mlp, Scaled), (rope, other_way)]
 
 
 def test_look_alikes_are_left_alone():
@@ -228,5 +260,10 @@ def test_the_table_is_that_of_the_installed_transformers():
 def test_listed_families_are_complete():
     for family in LISTED:
         row = families.FAMILIES[family]
-        assert row["head"] and {slots.SLOT_OF[label] for label in row["swapped"].values()} == {"rms_norm", "glu", "rope"} and "left_alone" not in row
+        assert (
+            row["heads"]
+            and "fused" not in row
+            and {slots.SLOT_OF[label] for label in row["swapped"].values()} == {"rms_norm", "glu", "rope"}
+            and "left_alone" not in row
+        )
         assert MODEL_TYPE_TO_APPLY_LIGER_FN[family].__name__ == f"apply_liger_kernel_to_{family}"

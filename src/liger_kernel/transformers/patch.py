@@ -154,8 +154,23 @@ def family(model_type: str) -> Family | None:
     except Exception:  # no such type, no modeling file, or no default configuration: then nothing is known
         return None
     if frozen:
-        return dataclasses.replace(frozen, swapped=found.swapped, left_alone=found.left_alone)
-    return found if found.head or found.swapped else None
+        return dataclasses.replace(frozen, heads=found.heads, swapped=found.swapped, left_alone=found.left_alone, parts=found.parts)
+    return found if found.heads or found.swapped else None
+
+
+Rows = Callable[[str], Family | None]
+
+
+def _rows_of(model_types: Iterable[str], rows: Rows) -> list[tuple[types.ModuleType, Family]]:
+    """The rows of these types and their parts, with the modules that they are about."""
+    found: dict[str, tuple[types.ModuleType, Family]] = {}
+    pending = list(model_types)
+    while pending:
+        model_type = pending.pop(0)
+        if model_type not in found and (row := rows(model_type)):
+            found[model_type] = slots.modeling(model_type), row
+            pending += row.parts
+    return list(found.values())
 
 
 @functools.cache
@@ -178,30 +193,44 @@ def _of_stock(owner: Any, attribute: str) -> Any:
     raise AttributeError(f"{owner} has no attribute {attribute}")
 
 
-def class_patches(model_type: str, parts: Mapping[str, bool], head: str | None, row: Family | None = None) -> Patches:
-    """Patches of the classes of ``model_type``.
+def _patches(model_types: Iterable[str], parts: Mapping[str, bool], head: str | None, rows: Rows) -> Iterator[Patch]:
+    """All patches of these types and their parts, those of PyTorch's own classes included; heads are those of the first type."""
+    for i, (module, row) in enumerate(_rows_of(model_types, rows)):
+        for name, label in row.swapped.items():
+            if not parts.get(slots.SLOT_OF[label]):
+                continue
+            if name in slots.TORCHS_OWN:
+                owner, attribute = getattr(nn, slots.TORCHS_OWN[name][0]), "forward"
+            else:
+                owner, attribute = (getattr(module, name, None), "forward") if isinstance(getattr(module, name, None), type) else (module, name)
+            if hasattr(owner, attribute):  # another version of transformers may not have it
+                yield Patch(owner, attribute, _variant(label, _of_stock(owner, attribute)), label)
+        for name in row.heads if i == 0 and head and not row.fused else ():
+            if hasattr(module, name):
+                cls = getattr(module, name)
+                yield Patch(cls, "forward", _fused(_of_stock(cls, "forward"), head == "logits"), f"{head} head")
 
-    ``parts``: slot -> whether to swap it; ``head``: "fused", "logits" (fused loss on real logits) or None; ``row``: instead of the family's.
+
+def class_patches(model_type: str, parts: Mapping[str, bool], head: str | None, rows: Rows = family) -> Patches:
+    """Patches of the classes of ``model_type``, and of those types its parts are of by default. PyTorch's own classes are left alone.
+
+    ``parts``: slot -> whether to swap it; ``head``: "fused", "logits" (fused loss on real logits) or None.
     """
-    row, module = row or family(model_type), slots.modeling(model_type)
-    found = []
-    for name, label in row.swapped.items() if row else ():
-        owner, attribute = (getattr(module, name, None), "forward") if isinstance(getattr(module, name, None), type) else (module, name)
-        if parts.get(slots.SLOT_OF[label]) and hasattr(owner, attribute):  # another version of transformers may not have it
-            found.append(Patch(owner, attribute, _variant(label, _of_stock(owner, attribute)), label))
-    if row and row.head and head and hasattr(module, row.head):
-        cls = getattr(module, row.head)
-        found.append(Patch(cls, "forward", _fused(_of_stock(cls, "forward"), head == "logits"), f"{head} head"))
-    return Patches(found)
+    return Patches(dict.fromkeys(p for p in _patches([model_type], parts, head, rows) if not _is_torchs(p.owner)))
 
 
-def instance_patches(model: nn.Module, model_type: str, parts: Mapping[str, bool], head: str | None, row: Family | None = None) -> Patches:
+def _is_torchs(owner: Any) -> bool:
+    return getattr(owner, "__module__", "").startswith("torch.")
+
+
+def instance_patches(model: nn.Module, model_type: str, parts: Mapping[str, bool], head: str | None, rows: Rows = family) -> Patches:
     """The same for the modules of one live model, found by their classes wherever they are (PEFT wrappers, towers); nothing else is touched.
 
     A rope function belongs to a Python module: methods that call it get a copy of themselves that sees ours.
     """
     found = []
-    for p in class_patches(model_type, parts, head, row):
+    own = [c.model_type for c in slots.configs_of(getattr(model, "config", None)) if getattr(c, "model_type", "")]
+    for p in dict.fromkeys(_patches(dict.fromkeys([model_type, *own]), parts, head, rows)):
         for m in model.modules():
             if isinstance(p.owner, types.ModuleType):
                 callers = () if p.applied else _callers(type(m), p.owner, p.attribute)
@@ -254,26 +283,66 @@ def _seeing(function: types.FunctionType, name: str, value: Callable) -> Callabl
 # -- flags ---------------------------------------------------------------------------------
 
 HEAD_FLAGS = ("cross_entropy", "fused_linear_cross_entropy")
+STANDARD: dict[str, bool | None] = dict(rope=True, cross_entropy=False, fused_linear_cross_entropy=True, rms_norm=True)
 
-# Where the published defaults are not rope, fused_linear_cross_entropy, rms_norm and the gated MLP; and flags beyond those. (granite's are not
+# Published flags and defaults that do not follow from what is recognised; "model" comes where it stands, else last. (granite's defaults are not
 # followed: they leave its head out because the published one cannot scale logits.)
-_DEFAULTS: dict[str, dict[str, bool]] = {
-    **{t: dict(rope=False) for t in ("deepseek_v2", "deepseek_v3", "glm4", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "gemma4_text")},
-    "deepseek_v4": dict(rope=False, swiglu=False),
-    "gpt_oss": dict(swiglu=False),
-    "nemotron": dict(relu_squared=True),
-    "qwen3_vl_text": dict(swiglu=False),
-    "llama4_text": dict(layer_norm=True),
-    "mllama_text_model": dict(layer_norm=True),
-    "qwen2_vl_text": dict(layer_norm=True),
-}
+_NO_ROPE = ("deepseek_v2", "deepseek_v3", "glm4", "glm4v", "glm4v_moe", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next")
+_FLAGS = dict[str, bool | None]
+_PUBLISHED: dict[str, _FLAGS] = {
+    **{t: STANDARD | dict(swiglu=True) for t in (
+        "exaone4", "falcon_h1", "hunyuan_v1_dense", "hunyuan_v1_moe", "llama", "ministral", "mistral", "mixtral", "olmo2", "olmo3", "phi3", "qwen2", "qwen3",
+        "qwen3_moe", "smollm3", "qwen2_5_vl", "qwen2_5_vl_text", "qwen3_vl_moe", "qwen3_vl_moe_text", "granite",
+    )},
+    **{t: STANDARD | dict(rope=False, swiglu=True) for t in _NO_ROPE},
+    "deepseek_v4": STANDARD | dict(rope=False, swiglu=False),
+    **{t: STANDARD | dict(swiglu=False) for t in ("gpt_oss", "qwen3_vl", "qwen3_vl_text")},
+    **{t: STANDARD | _FLAGS(swiglu=True, model=None, layer_norm=True) for t in ("llama4", "llama4_text")},
+    **{t: _FLAGS(rope=True, cross_entropy=False, fused_linear_cross_entropy=True, layer_norm=True, rms_norm=True, swiglu=True)
+       for t in ("mllama", "mllama_text_model")},
+    **{t: STANDARD | dict(layer_norm=True, swiglu=True) for t in ("qwen2_vl", "qwen2_vl_text", "muse_glimmer")},
+    **{t: STANDARD | dict(geglu=True) for t in ("gemma", "gemma2", "gemma3_text")},
+    **{t: _FLAGS(rope=True, cross_entropy=False, fused_linear_cross_entropy=True, layer_norm=True, rms_norm=True, geglu=True) for t in ("gemma3", "paligemma")},
+    "gemma4_text": STANDARD | dict(rope=False, geglu=True),
+    "gemma4": dict(rope=False, cross_entropy=False, fused_linear_cross_entropy=True, layer_norm=False, rms_norm=True, geglu=True),
+    "pixtral": dict(rope=True, rms_norm=True, swiglu=True),
+}  # fmt: skip
+# and of those that hand other flags on to their parts
+_HEAD_FIRST: dict[str, tuple[str, ...]] = {"nemotron": ("relu_squared",), "llava": (), "internvl": (), "smolvlm": ()}
 
 
-def flags_of(model_type: str) -> dict[str, bool]:
-    """Flag -> default of ``apply_liger_kernel_to_<model_type>``."""
+def _served(model_type: str) -> set[str]:
+    """Slots of which something is swapped in models of a type, their parts included."""
+    found, pending = set(), [model_type]
+    seen = set()
+    while pending:
+        t = pending.pop()
+        row = Family(**FAMILIES[t]) if t in FAMILIES else family(t)
+        if row and t not in seen:
+            found |= {slots.SLOT_OF[label] for label in row.swapped.values()}
+            pending += row.parts
+        seen.add(t)
+    return found
+
+
+@functools.cache
+def flags_of(model_type: str) -> dict[str, bool | None]:
+    """Flag -> default of ``apply_liger_kernel_to_<model_type>``, in its order."""
+    served = _served(model_type)
+    more = {flag: True for flag in ("layer_norm", "relu_squared") if flag in served}
+    if model_type in _PUBLISHED:  # what the published package does not swap has its flag behind those that callers may give by position
+        published = _PUBLISHED[model_type]
+        more = {f: v for f, v in more.items() if f not in published}
+        return published | ({"model": None} | more if more else {})
     row = Family(**FAMILIES[model_type]) if model_type in FAMILIES else family(model_type)
-    standard = dict(rope=True, cross_entropy=False, fused_linear_cross_entropy=True, rms_norm=True)
-    return standard | {row.glu if row else "swiglu": True} | _DEFAULTS.get(model_type, {})
+    flags = STANDARD | {row.glu if row else "swiglu": True} | more
+    if row and not row.heads:
+        return {f: v for f, v in flags.items() if f not in HEAD_FLAGS}
+    if model_type in _HEAD_FIRST:
+        flags |= dict.fromkeys(_HEAD_FIRST[model_type], True)
+        first = (*_HEAD_FIRST[model_type], *HEAD_FLAGS)
+        return {f: flags[f] for f in (*first, *(f for f in ("rms_norm", "layer_norm", *flags) if f in flags and f not in first))}
+    return flags
 
 
 def _apply(model_type: str, given: Mapping[str, bool | None], model: nn.Module | None) -> Patches:
@@ -281,16 +350,37 @@ def _apply(model_type: str, given: Mapping[str, bool | None], model: nn.Module |
     if all(given.get(f) for f in HEAD_FLAGS):
         raise AssertionError("cross_entropy and fused_linear_cross_entropy cannot both be True")
     flags = flags_of(model_type) | {f: False for f, other in zip(HEAD_FLAGS, reversed(HEAD_FLAGS)) if given.get(other)} | dict(given)
-    parts = {"rope": flags["rope"], "rms_norm": flags["rms_norm"], "glu": flags.get("swiglu", flags.get("geglu"))}
-    head = "fused" if flags["fused_linear_cross_entropy"] else "logits" if flags["cross_entropy"] else None
-    parts = {k: bool(v) for k, v in parts.items()}
+    parts = {flag: bool(flags.get(flag)) for flag in ("rope", "rms_norm", "layer_norm", "relu_squared")}
+    parts["glu"] = bool(flags.get("swiglu", flags.get("geglu")))
+    head = "fused" if flags.get("fused_linear_cross_entropy") else "logits" if flags.get("cross_entropy") else None
     return (class_patches(model_type, parts, head) if model is None else instance_patches(model, model_type, parts, head)).apply()
 
 
+_WARNED: set[tuple[str, str]] = set()
+
+
+def _say_what_is_missing(model_type: str, given: Mapping[str, bool | None], live: bool) -> None:
+    """A warning, once, for each flag that somebody asked for and that has no effect."""
+    served, row = _served(model_type), family(model_type)
+    asked = {"rope": "rope", "rms_norm": "rms_norm", "layer_norm": "layer_norm", "swiglu": "glu", "geglu": "glu", "relu_squared": "relu_squared"}
+    silent = [flag for flag, slot in asked.items() if given.get(flag) and slot not in served]
+    silent += [flag for flag in HEAD_FLAGS if given.get(flag) and (row is None or row.fused)]
+    for flag in silent:
+        if (model_type, flag) not in _WARNED:
+            _WARNED.add((model_type, flag))
+            warnings.warn(f"{model_type}: nothing to swap for {flag}=True (see `liger models {model_type}`)", stacklevel=4)
+    if given.get("layer_norm") and not live and (model_type, "LayerNorm") not in _WARNED and "layer_norm" in served:
+        labels = {label for _, row in _rows_of([model_type], family) for label in row.swapped.values() if slots.SLOT_OF[label] == "layer_norm"}
+        if labels <= {label for _, label in slots.TORCHS_OWN.values()}:
+            _WARNED.add((model_type, "LayerNorm"))
+            warnings.warn(f"{model_type}: its LayerNorms are torch's own class, so they are swapped only in a live model (model=...)", stacklevel=4)
+
+
 def _apply_function(model_type: str) -> Callable[..., None]:
-    flags = flags_of(model_type)
-    parameters = [inspect.Parameter(f, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=v, annotation="bool | None") for f, v in flags.items()]
-    parameters.append(inspect.Parameter("model", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation="nn.Module | None"))
+    flags = dict(flags_of(model_type))
+    flags.setdefault("model", None)
+    annotation = lambda f: "nn.Module | None" if f == "model" else "bool | None"
+    parameters = [inspect.Parameter(f, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=v, annotation=annotation(f)) for f, v in flags.items()]
     signature = inspect.Signature(parameters, return_annotation=None)
 
     def apply(*args: Any, **kwargs: Any) -> None:
@@ -299,11 +389,7 @@ def _apply_function(model_type: str) -> Callable[..., None]:
         except TypeError as error:
             raise TypeError(f"{apply.__name__}(): {error}; it takes {', '.join(signature.parameters)}") from None
         model = given.pop("model", None)
-        row = family(model_type)
-        served = {slots.SLOT_OF[label] for label in row.swapped.values()} if row else set()
-        for flag, slot in (("rope", "rope"), ("rms_norm", "rms_norm"), ("swiglu", "glu"), ("geglu", "glu")):
-            if given.get(flag) and slot not in served:
-                warnings.warn(f"{model_type}: nothing to swap for {flag}=True (see `liger models {model_type}`)", stacklevel=2)
+        _say_what_is_missing(model_type, given, model is not None)
         _apply(model_type, given, model)
 
     apply.__name__ = apply.__qualname__ = f"apply_liger_kernel_to_{model_type.replace('-', '_')}"

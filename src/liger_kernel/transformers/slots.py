@@ -11,6 +11,7 @@ attributes the variant reads. Whatever needs more is left alone and listed with 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import inspect
 import re
@@ -24,13 +25,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from transformers import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import CONFIG_MAPPING, PretrainedConfig
+from transformers.activations import ACT2FN
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as IMAGE_TEXT_TO_TEXT
 
 from liger_kernel.ops import _op
 from liger_kernel.ops.glu import ACTS, glu
+from liger_kernel.ops.layer_norm import layer_norm
+from liger_kernel.ops.moe import moe
+from liger_kernel.ops.relu_squared import relu_squared
 from liger_kernel.ops.rms_norm import rms_norm
-from liger_kernel.ops.rope import rope
+from liger_kernel.ops.rope import of_complex, of_sections, once, rope
 
 # -- variants: label -> what takes the place of the stock function, which it is given ------
 
@@ -48,17 +54,156 @@ def _norm(offset: float, casting: str, eps: str, weight: str) -> Variant:
     return variant
 
 
-def _glu(gate: str, up: str, down: str, act: str) -> Variant:
+def _gated_norm(first: str, eps: str, groups: str) -> Variant:
+    """``first``: the "norm" or the "gate", or "norm_before_gate", an attribute that says; ``groups``: what says into how many parts rows are cut."""
+
+    def variant(stock: Callable) -> Callable:
+        def forward(self, hidden_states, gate=None):
+            act = activation(ACT2FN[self.activation]) if "activation" in self.__dict__ and not torch.compiler.is_compiling() else "silu"
+            if act is None or (torch.compiler.is_compiling() and getattr(self, "activation", "silu") not in ("silu", "swish")):
+                return stock(self, hidden_states, gate)
+            h, dtype = hidden_states, hidden_states.dtype
+            gate = gate if gate is None else gate.float()
+            if first == "norm":
+                h = rms_norm(h, self.weight, eps=getattr(self, eps))
+                return (h if gate is None else glu(gate, h, act=act)).to(dtype)
+            norm_first = first == "norm_before_gate" and self.norm_before_gate
+            h = h.float()
+            if gate is not None and not norm_first:
+                h = glu(gate, h, act=act)
+            size = h.shape[-1] if not groups else self.group_size if groups == "group_size" else h.shape[-1] // self.n_groups
+            h = rms_norm(h.unflatten(-1, (-1, size)), None, eps=getattr(self, eps)).flatten(-2)
+            if first == "gate":
+                return self.weight * h.to(dtype)
+            h = self.weight * h
+            return (glu(gate, h, act=act) if gate is not None and norm_first else h).to(dtype)
+
+        return forward
+
+    return variant
+
+
+def _layer_norm(eps: str, form: str) -> Variant:
+    def variant(stock: Callable) -> Callable:
+        def forward(self, hidden_states):
+            if len(getattr(self, "normalized_shape", (0,))) != 1:
+                return stock(self, hidden_states)
+            w, b = (getattr(self, name, None) for name in ("weight", "bias"))
+            w = w + 1.0 if form == "1P" else w
+            if form in ("torch", "1P") and torch.is_autocast_enabled(hidden_states.device.type):
+                hidden_states = _autocast_input(hidden_states, form)
+            return layer_norm(hidden_states, w, b, eps=OLMO_EPS if eps == "constant" else getattr(self, eps))
+
+        return forward
+
+    return variant
+
+
+OLMO_EPS = 1e-5
+
+
+def _autocast_input(x: Tensor, form: str) -> Tensor:
+    """What autocast makes of a LayerNorm's input: fp32; the one that has 1 added to its weight casts for itself, to autocast's dtype."""
+    return x if x.dtype == torch.float64 else x.to(torch.float32 if form == "torch" else torch.get_autocast_dtype(x.device.type))
+
+
+@dataclass(frozen=True)
+class GLUForm:
+    """What a gated MLP does beyond ``down(act(gate(x)) * up(x))``; ``attributes`` of its stand-ins, each set of them."""
+
+    attributes: tuple[Callable[[], dict[str, Any]], ...] = (dict,)
+    gate: Callable[[Any, Tensor], Tensor] = lambda self, gate: gate
+    options: Callable[[Any], dict[str, Any]] = lambda self: {}  # of the operator
+    wide: bool = False  # activation and product in fp32
+    between: Callable[[Any, Tensor], Tensor] = lambda self, h: h
+    after: Callable[[Any, Tensor], Tensor] = lambda self, y: y
+    exact: bool = True
+
+
+class _Halve(nn.Module):
+    """Some module, for a stand-in."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 0.5 * x
+
+
+GLU_FORMS = {
+    "": GLUForm(),
+    "multipliers": GLUForm(
+        (lambda: {"gate_multiplier": 0.7, "down_multiplier": 1.3},),
+        options=lambda self: {"gate_multiplier": self.gate_multiplier}, after=lambda self, y: y * self.down_multiplier,
+    ),
+    "global_scale": GLUForm((lambda: {"global_scale": nn.Parameter(torch.full((1,), 0.7))},), after=lambda self, y: y * self.global_scale),
+    "residual_dropout": GLUForm(
+        (lambda: {"residual_dropout": 0.0}, lambda: {"residual_dropout": 1.0}),
+        after=lambda self, y: F.dropout(y, p=self.residual_dropout, training=self.training),
+    ),
+    "ffn_sub_norm": GLUForm((lambda: {"ffn_sub_norm": _Halve()},), between=lambda self, h: self.ffn_sub_norm(h)),
+    "drop": GLUForm((lambda: {"drop": _Halve()},), between=lambda self, h: self.drop(h)),
+    "dropout": GLUForm((lambda: {"dropout": _Halve()},), between=lambda self, h: self.dropout(h)),
+    "sparsity": GLUForm(
+        (lambda: {"activation_sparsity": 0.0}, lambda: {"activation_sparsity": 0.6}),
+        gate=lambda self, gate: self._gaussian_topk(gate) if self.activation_sparsity > 0.0 else gate,
+    ),
+    "fp32": GLUForm(wide=True),
+    "limit": GLUForm((lambda: {"limit": 0.3},), options=lambda self: {"limit": self.limit}),
+    "swiglu_limit": GLUForm((lambda: {"swiglu_limit": 0.3},), options=lambda self: {"limit": self.swiglu_limit}),
+    "swiglu_alpha, swiglu_limit": GLUForm(
+        (lambda: {"swiglu_alpha": 1.7, "swiglu_limit": 0.3},),
+        options=lambda self: {"alpha": self.swiglu_alpha, "limit": self.swiglu_limit, "offset": 1.0}, exact=False,
+    ),
+}  # fmt: skip
+
+
+def _glu(gate: str, up: str, down: str, act: str, form: GLUForm) -> Variant:
     def variant(stock: Callable) -> Callable:
         def forward(self, x):
             g = getattr(self, gate)(x)
-            u = None if up == gate else getattr(self, up)(x)
+            g, u = g.chunk(2, -1) if up == gate else (g, getattr(self, up)(x))
+            g, options = form.gate(self, g), form.options(self)
+            dtype = g.dtype
+            if form.wide:
+                g, u = g.float(), u.float()
             fn = F.silu if act == "F.silu" else getattr(self, act)
-            name = None if torch.compiler.is_compiling() else activation(fn)  # compiled, the formula is what we would hand over anyway
+            # compiled, the formula is what we would hand over anyway
+            name = "silu" if act == "F.silu" else None if torch.compiler.is_compiling() else activation(fn)
             if name is None:
-                g, u = g.chunk(2, -1) if u is None else (g, u)
-                return getattr(self, down)(fn(g) * u)
-            return getattr(self, down)(glu(g, u, act=name))
+                if "limit" in options:
+                    g, u = g.clamp(max=options["limit"]), u.clamp(-options["limit"], options["limit"])
+                h = fn(g * options["gate_multiplier"] if "gate_multiplier" in options else g) * u
+            else:
+                h = glu(g, u, act=name, **options)
+            return form.after(self, getattr(self, down)(form.between(self, h.to(dtype))))
+
+        return forward
+
+    return variant
+
+
+def _mlp(up: str, down: str, act: str) -> Variant:
+    def variant(stock: Callable) -> Callable:
+        def forward(self, x):
+            if torch.compiler.is_compiling() or activation(getattr(self, act)) != "relu2":
+                return stock(self, x)
+            return getattr(self, down)(relu_squared(getattr(self, up)(x)))
+
+        return forward
+
+    return variant
+
+
+def _experts(transposed: bool, interleaved: bool, biased: bool, act: str, options: Callable[[Any], dict[str, Any]]) -> Variant:
+    def variant(stock: Callable) -> Callable:
+        def forward(self, hidden_states, top_k_index, top_k_weights):
+            name = None if torch.compiler.is_compiling() else "silu" if act == "F.silu" else activation(getattr(self, act))
+            w, v = self.gate_up_proj, self.down_proj
+            if name is None or not w.is_floating_point() or w.ndim != 3 or getattr(self, "_is_expert_parallel", False):
+                return stock(self, hidden_states, top_k_index, top_k_weights)
+            bias = dict(gate_up_bias=self.gate_up_proj_bias, down_bias=self.down_proj_bias) if biased else {}
+            index, weights = (t.reshape(-1, t.shape[-1]) for t in (top_k_index, top_k_weights))
+            y = moe(hidden_states.reshape(-1, hidden_states.shape[-1]), *((w.mT, v.mT) if transposed else (w, v)), index, weights,
+                    act=name, interleaved=interleaved, **bias, **options(self))  # fmt: skip
+            return y.view(hidden_states.shape).to(hidden_states.dtype)
 
         return forward
 
@@ -71,30 +216,73 @@ TABLES: dict[str, Callable[[Tensor], Tensor]] = {
     "twice": lambda t: t[..., : t.shape[-1] // 2],  # cat(angles, angles)
     "repeated": lambda t: t[..., ::2],  # repeat_interleave(angles, 2)
 }
+ABSENT = object()
 
 
 def _rope(layout: str, tables: str) -> Variant:
+    """``layout`` "apart": takes pairs, and returns the first of each and then the second."""
     angles = TABLES[tables]
 
-    def variant(stock: Callable) -> Callable:
-        def turn(q, k, cos, sin, position_ids, unsqueeze_dim):
-            if q.ndim == k.ndim == 4 and cos.ndim == 3 and cos.shape[0] in (1, q.shape[0]) and unsqueeze_dim in (1, 2):
-                return rope(q, k, angles(cos), angles(sin), layout=layout, unsqueeze_dim=unsqueeze_dim)
-            more = (unsqueeze_dim,) if position_ids is absent else (position_ids, unsqueeze_dim)
-            return stock(q, k, cos, sin, *more)
+    def turn(stock: Callable, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Any, unsqueeze_dim: int) -> tuple[Tensor, Tensor]:
+        if q.ndim == k.ndim == 4 and cos.ndim == 3 and cos.shape[0] in (1, q.shape[0]) and unsqueeze_dim in (1, 2):
+            turned = rope(q, k, angles(cos), angles(sin), layout="pairs" if layout == "apart" else layout, unsqueeze_dim=unsqueeze_dim)
+            return tuple(torch.cat((y[..., ::2], y[..., 1::2]), -1) for y in turned) if layout == "apart" else turned  # type: ignore[return-value]
+        more = (unsqueeze_dim,) if position_ids is ABSENT else (position_ids, unsqueeze_dim)
+        return stock(q, k, cos, sin, *more)
 
+    def variant(stock: Callable) -> Callable:
         if "position_ids" in inspect.signature(stock).parameters:  # it has been without effect for long, and is gone in most
 
             def apply_rotary_pos_emb(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
-                return turn(q, k, cos, sin, position_ids, unsqueeze_dim)
+                return turn(stock, q, k, cos, sin, position_ids, unsqueeze_dim)
         else:
 
             def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
-                return turn(q, k, cos, sin, absent, unsqueeze_dim)
+                return turn(stock, q, k, cos, sin, ABSENT, unsqueeze_dim)
 
         return apply_rotary_pos_emb
 
-    absent = object()
+    return variant
+
+
+def _rope_sections() -> Variant:
+    def variant(stock: Callable) -> Callable:
+        def apply_multimodal_rotary_pos_emb(q, k, cos, sin, mrope_section, unsqueeze_dim=1):
+            if q.ndim != 4 or cos.ndim != 4 or unsqueeze_dim not in (1, 2):
+                return stock(q, k, cos, sin, mrope_section, unsqueeze_dim)
+            return rope(q, k, of_sections(cos, mrope_section), of_sections(sin, mrope_section), unsqueeze_dim=unsqueeze_dim)
+
+        return apply_multimodal_rotary_pos_emb
+
+    return variant
+
+
+def _rope_flat() -> Variant:
+    def variant(stock: Callable) -> Callable:
+        def apply_rotary_pos_emb_vision(q, k, cos, sin):
+            if q.ndim != 3 or k.ndim != 3 or cos.ndim != 2:
+                return stock(q, k, cos, sin)
+            q, k = rope(q[None], k[None], once(cos)[None], once(sin)[None], unsqueeze_dim=2)
+            return q[0], k[0]
+
+        return apply_rotary_pos_emb_vision
+
+    return variant
+
+
+def _rope_complex(unsqueeze_dim: int) -> Variant:
+    def variant(stock: Callable) -> Callable:
+        def apply_rotary_emb(xq, xk, freqs_cis):
+            if unsqueeze_dim == 2 and freqs_cis.numel() == xq.shape[1] * (xq.shape[-1] // 2):  # one table for all images
+                table = freqs_cis.reshape(1, xq.shape[1], xq.shape[-1] // 2)
+            else:
+                table = freqs_cis
+            if not freqs_cis.is_complex() or table.ndim != 3:
+                return stock(xq, xk, freqs_cis)
+            return rope(xq, xk, *of_complex(table.to(xq.device)), layout="pairs", unsqueeze_dim=unsqueeze_dim)
+
+        return apply_rotary_emb
+
     return variant
 
 
@@ -123,10 +311,38 @@ GLU_NAMES = [
     ("gate_proj", "up_proj", "down_proj", "activation_fn"),
     ("gate_up_proj", "gate_up_proj", "down_proj", "activation_fn"),
     ("gate_up_proj", "gate_up_proj", "down_proj", "act_fn"),
+    ("gate_up_proj", "gate_up_proj", "down_proj", "F.silu"),
     ("input_linear", "input_linear", "output_linear", "activation"),
+    ("weights_in", "weights_in", "weights_out", "F.silu"),
     ("w1", "w3", "w2", "F.silu"),
     ("w1", "w3", "w2", "act_fn"),
+    ("w1", "w2", "w3", "act_fn"),
+    ("wi_0", "wi_1", "wo", "act"),
+    ("Wi", "Wi", "Wo", "act"),
+    ("gate_proj", "up_proj", "down_proj", "F.silu"),
 ]
+MLP_NAMES = [
+    ("up_proj", "down_proj", "act_fn"),
+    ("fc1", "fc2", "activation_fn"),
+    ("c_fc", "c_proj", "act"),
+    ("dense_h_to_4h", "dense_4h_to_h", "act"),
+]
+# label -> the activation, options of the operator, attributes of the stand-ins
+EXPERT_FORMS: dict[str, tuple[str, Callable[[Any], dict[str, Any]], dict[str, float]]] = {
+    "": ("act_fn", lambda self: {}, {}),
+    "limit": ("act_fn", lambda self: {"limit": self.limit}, {"limit": 0.3}),
+    "swiglu_limit": ("F.silu", lambda self: {"limit": self.swiglu_limit}, {"swiglu_limit": 0.3}),
+    "swiglu_alpha, swiglu_limit": (
+        "F.silu", lambda self: {"alpha": self.swiglu_alpha, "limit": self.swiglu_limit, "offset": 1.0}, {"swiglu_alpha": 1.7, "swiglu_limit": 0.3},
+    ),
+    "alpha, limit": ("F.silu", lambda self: {"alpha": self.alpha, "limit": self.limit, "offset": 1.0}, {"alpha": 1.7, "limit": 0.3}),
+}  # fmt: skip
+
+StandIns = Callable[[], Iterator[tuple[dict[str, Any], tuple[Any, ...]]]]
+
+
+def _weight(n: int = 32) -> nn.Parameter:
+    return nn.Parameter(torch.randn(n) * 0.3 + 0.5)
 
 
 def _norm_stand_ins(eps: str, weight: str) -> Iterator[tuple[dict[str, Any], tuple[Tensor, ...]]]:
@@ -134,20 +350,72 @@ def _norm_stand_ins(eps: str, weight: str) -> Iterator[tuple[dict[str, Any], tup
         for with_scale in (True, False) if weight == "with_scale" else (True,):
             attributes: dict[str, Any] = {eps: EPS[eps]}
             if weight != "none":
-                attributes["weight"] = nn.Parameter(torch.randn(32) * 0.3 + 0.5)
+                attributes["weight"] = _weight()
             if weight == "with_scale":
                 attributes["with_scale"] = with_scale
             yield attributes, (torch.randn(shape),)
 
 
-def _glu_stand_ins(gate: str, up: str, down: str, act: str) -> Iterator[tuple[dict[str, Any], tuple[Tensor, ...]]]:
+def _gated_norm_stand_ins(first: str, eps: str, groups: str, named: bool) -> Iterator[tuple[dict[str, Any], tuple[Tensor, ...]]]:
+    for act in ("silu", "gelu_pytorch_tanh", "softplus") if named else ("",):
+        for norm_first in (True, False) if first == "norm_before_gate" else (True,):
+            attributes = {eps: EPS[eps], "weight": _weight()} | ({groups: 8 if groups == "group_size" else 4} if groups else {})
+            if first == "norm_before_gate":
+                attributes["norm_before_gate"] = norm_first
+            if named:
+                attributes["activation"] = act if act != "softplus" else "mish"  # the last is none of ours
+            yield attributes, (torch.randn(2, 3, 32), torch.randn(2, 3, 32))
+
+
+def _layer_norm_stand_ins(eps: str, form: str) -> Iterator[tuple[dict[str, Any], tuple[Tensor, ...]]]:
+    for bias in (True, False) if form in ("torch", "1P") else (form == "bias",):
+        attributes: dict[str, Any] = {} if eps == "constant" else {eps: EPS[eps]}
+        if form in ("torch", "1P", "none"):
+            attributes["normalized_shape"] = (32,)
+        if form != "none":
+            attributes["weight"] = _weight()
+        if form in ("torch", "1P") or bias:
+            attributes["bias"] = _weight() if bias else None
+        yield attributes, (torch.randn(2, 3, 4, 32) + 0.3,)
+
+
+def _glu_stand_ins(gate: str, up: str, down: str, act: str, form: GLUForm) -> Iterator[tuple[dict[str, Any], tuple[Tensor, ...]]]:
     for fn in (nn.SiLU(), nn.GELU(approximate="tanh"), nn.Softplus()):  # the last is none of ours: act_fn must be what counts
-        attributes: dict[str, Any] = {gate: nn.Linear(8, 24 if up == gate else 12), down: nn.Linear(12, 8)}
-        if up != gate:
-            attributes[up] = nn.Linear(8, 12)
+        for more in form.attributes:
+            attributes: dict[str, Any] = {gate: nn.Linear(8, 24 if up == gate else 12), down: nn.Linear(12, 8)} | more()
+            if up != gate:
+                attributes[up] = nn.Linear(8, 12)
+            if act != "F.silu":
+                attributes[act] = fn
+            yield attributes, (torch.randn(2, 5, 8),)
+
+
+def _mlp_stand_ins(up: str, down: str, act: str) -> Iterator[tuple[dict[str, Any], tuple[Tensor, ...]]]:
+    for fn in (ACT2FN["relu2"], nn.SiLU()):
+        yield {up: nn.Linear(8, 12), down: nn.Linear(12, 8), act: fn}, (torch.randn(2, 5, 8),)
+
+
+def _expert_stand_ins(transposed: bool, biased: bool, act: str, numbers: dict[str, float]) -> Iterator[tuple[dict[str, Any], tuple[Tensor, ...]]]:
+    E, H, n = 4, 8, 12
+    for fn in (nn.SiLU(), nn.GELU(approximate="tanh"), nn.Softplus()):
+        weight = lambda *shape: nn.Parameter(torch.randn(shape) / 3)
+        attributes: dict[str, Any] = dict(
+            num_experts=E, hidden_dim=H, hidden_size=H, intermediate_dim=n, intermediate_size=n, expert_dim=n, config=_Eager(), has_gate=True,
+            has_bias=biased, is_transposed=transposed, gate_up_proj=weight(E, H, 2 * n) if transposed else weight(E, 2 * n, H),
+            down_proj=weight(E, n, H) if transposed else weight(E, H, n),
+        ) | numbers  # fmt: skip
+        if biased:
+            attributes |= dict(gate_up_proj_bias=weight(E, 2 * n), down_proj_bias=weight(E, H))
         if act != "F.silu":
             attributes[act] = fn
-        yield attributes, (torch.randn(2, 5, 8),)
+        index = torch.tensor([[0, 2], [2, 3], [3, 0], [0, 3], [2, 0]])  # nothing for one of the experts
+        yield attributes, (torch.randn(5, H), index, torch.rand(5, 2))
+
+
+class _Eager:
+    """A configuration under which a module of experts computes what its source says."""
+
+    _experts_implementation = "eager"
 
 
 def _rope_stand_ins(tables: str) -> Iterator[tuple[dict[str, Any], tuple[Any, ...]]]:
@@ -156,41 +424,99 @@ def _rope_stand_ins(tables: str) -> Iterator[tuple[dict[str, Any], tuple[Any, ..
             q, k = (torch.randn((3, heads, 5, width) if unsqueeze_dim == 1 else (3, 5, heads, width)) for heads in (2, 1))
             angle = torch.randn(batch, 5, 8)
             angle = {"once": angle, "twice": torch.cat((angle, angle), -1), "repeated": angle.repeat_interleave(2, -1)}[tables]
-            yield {}, (q, k, angle.cos(), angle.sin(), unsqueeze_dim)
+            yield {"unsqueeze_dim": unsqueeze_dim}, (q, k, angle.cos(), angle.sin())
+
+
+def _rope_sections_stand_ins() -> Iterator[tuple[dict[str, Any], tuple[Any, ...]]]:
+    for unsqueeze_dim in (1, 2):
+        q, k = (torch.randn((3, heads, 5, 16) if unsqueeze_dim == 1 else (3, 5, heads, 16)) for heads in (2, 1))
+        angle = torch.randn(3, 3, 5, 8)
+        angle = torch.cat((angle, angle), -1)
+        yield {"unsqueeze_dim": unsqueeze_dim, "mrope_section": [2, 3, 3]}, (q, k, angle.cos(), angle.sin())
+
+
+def _rope_flat_stand_ins() -> Iterator[tuple[dict[str, Any], tuple[Any, ...]]]:
+    angle = torch.randn(5, 8)
+    angle = torch.cat((angle, angle), -1)
+    yield {}, (torch.randn(5, 2, 16), torch.randn(5, 1, 16), angle.cos(), angle.sin())
+
+
+def _rope_complex_stand_ins(unsqueeze_dim: int) -> Iterator[tuple[dict[str, Any], tuple[Any, ...]]]:
+    for batch in (1, 3):
+        q, k = (torch.randn((3, heads, 5, 16) if unsqueeze_dim == 1 else (3, 5, heads, 16)) for heads in (2, 1))
+        yield {}, (q, k, torch.polar(torch.ones(batch, 5, 8), torch.randn(batch, 5, 8)))
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A kind of candidate. ``variants``: label -> the variant and a maker of its stand-ins."""
+    """A kind of candidate. ``variants``: label -> the variant, a maker of its stand-ins, and whether its bf16 must be equal bit for bit."""
 
     flag: str
     candidate: Callable[[str, Any], bool]
     parameters: tuple[tuple[str, ...], ...]  # of the candidate, past self; the names matter for functions only
-    variants: dict[str, tuple[Variant, Callable[[], Iterator]]]
+    variants: dict[str, tuple[Variant, StandIns, bool]]
 
 
 def _module(named: str) -> Callable[[str, Any], bool]:
     return lambda name, c: isinstance(c, type) and issubclass(c, nn.Module) and "forward" in c.__dict__ and re.search(named, name) is not None
 
 
+def _function(named: str) -> Callable[[str, Any], bool]:
+    return lambda name, c: inspect.isfunction(c) and re.search(named, name) is not None
+
+
+def _label(*parts: str) -> str:
+    return ", ".join(filter(None, dict.fromkeys(parts)))
+
+
+NORMS = _module("Norm(Gated|1P)?$")
 SLOTS = [
-    Slot("rms_norm", _module("Norm(Gated|1P)?$"), (("x",),), {
-        f"rms_norm({', '.join([f'{offset:g}', casting, eps] + [weight] * (weight != 'weight'))})":
-            (_norm(offset, casting, eps, weight), lambda eps=eps, weight=weight: _norm_stand_ins(eps, weight))
+    Slot("rms_norm", NORMS, (("x",),), {
+        f"rms_norm({_label(f'{offset:g}', casting, eps, '' if weight == 'weight' else weight)})":
+            (_norm(offset, casting, eps, weight), functools.partial(_norm_stand_ins, eps, weight), True)
         for offset, weight in ((0.0, "weight"), (1.0, "weight"), (0.0, "with_scale"), (0.0, "none"))
         for casting in (("gemma",) if weight == "none" else ("llama", "gemma", "none")) for eps in EPS
     }),
-    Slot("glu", _module("(MLP|Mlp|FeedForward|FFN)$"), (("x",),), {
-        f"glu({', '.join(dict.fromkeys(names))})": (_glu(*names), lambda names=names: _glu_stand_ins(*names)) for names in GLU_NAMES
+    Slot("layer_norm", NORMS, (("x",),), {
+        f"layer_norm({form}, {eps})": (_layer_norm(eps, form), functools.partial(_layer_norm_stand_ins, eps, form), form in ("torch", "1P"))
+        for form in ("torch", "1P", "weight", "bias", "none") for eps in (*EPS, "constant")
     }),
-    Slot("rope", lambda name, c: inspect.isfunction(c) and re.match("apply_rotary|apply_rope", name) is not None,
+    Slot("rms_norm", NORMS, (("x", "gate"),), {
+        f"gated_rms_norm({_label(first + ' first', eps, groups, 'activation' if named else '')})":
+            (_gated_norm(first, eps, groups), functools.partial(_gated_norm_stand_ins, first, eps, groups, named), True)
+        for first, groups in (("norm", ""), ("gate", ""), ("gate", "group_size"), ("gate", "n_groups"), ("norm_before_gate", "n_groups"))
+        for named in (False, True) for eps in ("variance_epsilon", "eps")
+    }),
+    Slot("glu", _module("(MLP|Mlp|FeedForward|FFN|DenseGatedActDense)$"), (("x",),), {
+        f"glu({_label(*names, form)})": (_glu(*names, GLU_FORMS[form]), functools.partial(_glu_stand_ins, *names, GLU_FORMS[form]), GLU_FORMS[form].exact)
+        for names in GLU_NAMES for form in GLU_FORMS
+    }),
+    Slot("relu_squared", _module("(MLP|Mlp|FeedForward|FFN)$"), (("x",),), {
+        f"relu_squared({_label(*names)})": (_mlp(*names), functools.partial(_mlp_stand_ins, *names), True) for names in MLP_NAMES
+    }),
+    Slot("glu", _module("Experts$"), (("x", "index", "weights"),), {
+        f"moe({_label('transposed' if transposed else '', 'interleaved' if interleaved else '', 'biased' if biased else '', act, form)})": (
+            _experts(transposed, interleaved, biased, act, options), functools.partial(_expert_stand_ins, transposed, biased, act, numbers), False,
+        )
+        for form, (act, options, numbers) in EXPERT_FORMS.items()
+        for transposed in (False, True) for interleaved in (False, True) for biased in (False, True)
+    }),
+    Slot("rope", _function("^apply_rotary|^apply_rope"),
         (("q", "k", "cos", "sin", "unsqueeze_dim"), ("q", "k", "cos", "sin", "position_ids", "unsqueeze_dim")), {
-        f"rope({layout}, {tables})": (_rope(layout, tables), lambda tables=tables: _rope_stand_ins(tables))
-        for layout in ("halves", "pairs") for tables in TABLES
+        f"rope({layout}, {tables})": (_rope(layout, tables), functools.partial(_rope_stand_ins, tables), False)
+        for layout in ("halves", "pairs", "apart") for tables in TABLES
+    }),
+    Slot("rope", _function("^apply_multimodal_rotary"), (("q", "k", "cos", "sin", "mrope_section", "unsqueeze_dim"),), {
+        "rope(sections)": (_rope_sections(), _rope_sections_stand_ins, False),
+    }),
+    Slot("rope", _function("rotary.*vision"), (("q", "k", "cos", "sin"),), {"rope(flat)": (_rope_flat(), _rope_flat_stand_ins, False)}),
+    Slot("rope", _function("rotary_emb$"), (("xq", "xk", "freqs_cis"), ("query", "key", "freqs_ci")), {
+        f"rope(complex, {d})": (_rope_complex(d), functools.partial(_rope_complex_stand_ins, d), False) for d in (2, 1)
     }),
 ]  # fmt: skip
+EXACT = {label for slot in SLOTS for label, (_, _, exact) in slot.variants.items() if exact}
 SLOT_OF = {label: slot.flag for slot in SLOTS for label in slot.variants}
-VARIANTS = {label: variant for slot in SLOTS for label, (variant, _) in slot.variants.items()}
+VARIANTS = {label: variant for slot in SLOTS for label, (variant, _, _) in slot.variants.items()}
 
 
 # -- recognition ---------------------------------------------------------------------------
@@ -218,69 +544,79 @@ def _stand_in(cls: type, attributes: dict[str, Any]) -> nn.Module:
 
 def _run(fn: Callable, owner: Any, attributes: dict, inputs: tuple, dtype: torch.dtype, weight_dtype: torch.dtype) -> list[Tensor]:
     """Outputs, and in fp32 the gradients of tensor inputs (but angles) and parameters."""
-    tensors = [t.detach().to(dtype).requires_grad_(dtype == torch.float32) if isinstance(t, Tensor) else t for t in inputs]
-    params: list[Tensor] = []
+    learns = dtype == torch.float32
+    tensors = [t.detach().to(dtype).requires_grad_(learns) if isinstance(t, Tensor) and t.is_floating_point() else t for t in inputs]
     if isinstance(owner, type):
         module = _stand_in(owner, attributes).to(weight_dtype)
-        params = list(module.parameters())
         out = fn(module, *tensors)
-        leaves = [*tensors, *params]
+        leaves = [*(t for t in tensors if isinstance(t, Tensor) and t.requires_grad), *module.parameters()]
     else:
-        *angled, unsqueeze_dim = tensors
-        out = fn(*angled, unsqueeze_dim=unsqueeze_dim)
-        leaves = angled[:2]
+        out = fn(*tensors, **attributes)
+        leaves = tensors[:2]
     outs = list(out) if isinstance(out, tuple) else [out]
-    if dtype != torch.float32:
+    if not learns:
         return [o.detach() for o in outs]
-    return [*outs, *torch.autograd.grad(sum((o * o).sum() for o in outs), leaves)]
+    total = sum((o * o).sum() for o in outs)
+    # where dropout leaves nothing there is no gradient
+    return [*outs, *(torch.autograd.grad(total, leaves) if isinstance(total, Tensor) and total.requires_grad else ())]
 
 
-def reproduces(variant: Variant, stand_ins: Callable[[], Iterator], owner: Any, stock: Callable) -> bool:
-    """Whether ``variant`` does what ``stock`` does on every stand-in; on those of a rope function, where ``stock`` works."""
+def reproduces(variant: Variant, stand_ins: StandIns, exact: bool, owner: Any, stock: Callable) -> bool:
+    """Whether ``variant`` does what ``stock`` does on every stand-in: those that are ``exact`` bit for bit in bf16."""
     new, compared = variant(stock), 0
     for attributes, inputs in stand_ins():
         for dtype, weight_dtype in ((torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)):
-            if attributes.keys() >= {"down_proj"} and dtype != weight_dtype:
-                continue  # projections do not mix dtypes
             try:
                 expected = _run(stock, owner, attributes, inputs, dtype, weight_dtype)
             except RuntimeError:
-                if isinstance(owner, type):
+                if isinstance(owner, type) and dtype == weight_dtype:
                     return False
-                continue  # a rope function that does not pass columns through, or take other layouts: its callers do not ask for it
+                # projections that do not mix dtypes, a rope function that does not pass columns through: callers do not ask for it
+                continue
             found = _run(new, owner, attributes, inputs, dtype, weight_dtype)
-            exact = dict(rtol=0, atol=0) if dtype is torch.bfloat16 and isinstance(owner, type) else dict(rtol=1e-5, atol=1e-5)
-            if dtype is torch.bfloat16 and not isinstance(owner, type):
-                exact = dict(rtol=2**-6, atol=2**-6)  # rope: stock rounds at every step, we round once
-            if [o.dtype for o in expected] != [o.dtype for o in found] or not all(torch.allclose(a, b, **exact) for a, b in zip(expected, found)):
+            if dtype is torch.bfloat16:  # else stock rounds at every step, and we once
+                close = dict(rtol=0, atol=0) if exact else dict(rtol=2**-6, atol=2**-6)
+            else:
+                close = dict(rtol=1e-5, atol=1e-5)
+            if [o.dtype for o in expected] != [o.dtype for o in found] or len(expected) != len(found):
+                return False
+            if not all(torch.allclose(a, b, **close) for a, b in zip(expected, found)):
                 return False
             compared += 1
     return compared > 0
+
+
+@functools.cache
+def _known(label: str) -> frozenset[str]:
+    """Attributes that the stand-ins of a variant have."""
+    stand_ins = next(slot.variants[label][1] for slot in SLOTS if label in slot.variants)
+    return frozenset(name for attributes, _ in stand_ins() for name in attributes)
 
 
 def recognise(slot: Slot, owner: Any, stock: Callable, tables: set[str] | None = None) -> tuple[str | None, str]:
     """The label of the variant that reproduces ``stock``, or None and why there is none. ``tables``: forms of the tables a rope function gets."""
     names = [p.name for p in inspect.signature(stock).parameters.values()]
     if isinstance(owner, type):
-        if len(names) != 2:
+        if len(names) != len(slot.parameters[0]) + 1:
             return None, f"forward takes ({', '.join(names[1:])})"
     elif tuple(names) not in slot.parameters:
         return None, f"takes ({', '.join(names)})"
+    by_tables = {label for label in slot.variants if label[:-1].split(", ")[-1] in TABLES}
     missing: set[str] = set()
-    for label, (variant, stand_ins) in slot.variants.items():
-        if slot.flag == "rope" and tables != {label[:-1].split(", ")[1]}:
+    for label, (variant, stand_ins, exact) in slot.variants.items():
+        if label in by_tables and tables != {label[:-1].split(", ")[1]}:
             continue
         try:
-            if reproduces(variant, stand_ins, owner, stock):
+            if reproduces(variant, stand_ins, exact, owner, stock):
                 return label, ""
         except AttributeError as error:
             missing |= set(re.findall(r"no attribute '(\w+)'", str(error)))
         except Exception:  # whatever it is that it does, it is not what the variant does
             continue
-    if slot.flag == "rope" and (tables is None or len(tables) != 1):
+    if by_tables and (tables is None or len(tables) != 1):
         return None, "its tables are not understood"
-    known = {a for names in GLU_NAMES for a in names} | set(EPS) | {"weight", "with_scale"}
-    return None, f"uses {', '.join(sorted(missing - known))}" if missing - known else "no variant computes the same"
+    missing = missing - frozenset().union(*map(_known, slot.variants))
+    return None, f"uses {', '.join(sorted(missing))}" if missing else "no variant computes the same"
 
 
 def modeling(model_type: str) -> ModuleType:
@@ -288,36 +624,62 @@ def modeling(model_type: str) -> ModuleType:
     return importlib.import_module(CONFIG_MAPPING[model_type].__module__.replace("configuration_", "modeling_"))
 
 
+def configs_of(config: Any) -> Iterator[Any]:
+    """``config`` and the configurations of its parts."""
+    yield config
+    for name in getattr(config, "sub_configs", ()):
+        part = getattr(config, name, None)
+        if isinstance(part, PretrainedConfig):
+            yield from configs_of(part)
+
+
 def _tables(module: ModuleType, config: Any) -> set[str]:
-    """In which form this module's rotary embeddings, as far as ``config`` can make them, hold their angles."""
+    """In which form this module's rotary embeddings, as far as ``config`` or its parts can make them, hold their angles."""
     forms = set()
     for name, cls in vars(module).items():
         if not (isinstance(cls, type) and issubclass(cls, nn.Module) and "Rotary" in name and cls.__module__ == module.__name__):
             continue
-        with contextlib.suppress(Exception):  # a vision tower's, for example
-            embed = cls(config)
-            more = {"layer_type": config.layer_types[0]} if "layer_type" in inspect.signature(cls.forward).parameters else {}
-            cos, sin = embed(torch.zeros(1, 5, 8), torch.arange(5)[None], **more)
-            both = torch.stack((cos, sin))
-            half = both.shape[-1] // 2
-            if both[..., :half].equal(both[..., half:]):
-                forms.add("twice")
-            elif both[..., ::2].equal(both[..., 1::2]):
-                forms.add("repeated")
-            else:
-                forms.add("once")
+        for each in configs_of(config):
+            with contextlib.suppress(Exception):  # a vision tower's, for example
+                embed = cls(each)
+                more = {"layer_type": each.layer_types[0]} if "layer_type" in inspect.signature(cls.forward).parameters else {}
+                positions = torch.arange(5)[None]
+                try:
+                    cos, sin = embed(torch.zeros(1, 5, 8), positions, **more)
+                except Exception:  # time, height and width
+                    cos, sin = embed(torch.zeros(1, 5, 8), torch.stack((positions, 3 * positions, 7 * positions)), **more)
+                forms.add(_form(torch.stack((cos, sin))))
+                break
     return forms
+
+
+def _form(both: Tensor) -> str:
+    half = both.shape[-1] // 2
+    if both[..., :half].equal(both[..., half:]):
+        return "twice"
+    return "repeated" if both[..., ::2].equal(both[..., 1::2]) else "once"
+
+
+TORCHS_OWN = {"nn.LayerNorm": ("LayerNorm", "layer_norm(torch, eps)")}  # in the table's name -> in torch.nn, and the variant
 
 
 @dataclass(frozen=True)
 class Family:
     """What is swapped in the models of one type: candidates of its module -> variant, or -> why it is left alone."""
 
-    head: str | None = None
+    heads: tuple[str, ...] = ()  # classes whose forward ends with a head and a loss
     fused: str = ""  # why the head is not fused; empty if it is
     glu: str = "swiglu"  # the name of the flag
     swapped: dict[str, str] = field(default_factory=dict)
     left_alone: dict[str, str] = field(default_factory=dict)
+    parts: tuple[str, ...] = ()  # types of its parts that have a module of their own
+    images: bool = False  # whether it was tried with images
+
+
+def heads_of(model_type: str, module: ModuleType) -> tuple[str, ...]:
+    """Model classes of a type that have a head and a loss."""
+    names = (mapping.get(model_type) for mapping in (IMAGE_TEXT_TO_TEXT, CAUSAL))
+    return tuple(dict.fromkeys(n for n in names if n and hasattr(module, n)))
 
 
 @contextlib.contextmanager
@@ -340,19 +702,39 @@ def infer(model_type: str, config: Any = None) -> Family:
     """What can be swapped in the installed transformers' models of ``model_type``."""
     module = modeling(model_type)
     config = CONFIG_MAPPING[model_type]() if config is None else config
-    head = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
     swapped, left_alone = {}, {}
+    activations = {str(getattr(c, a, "")) for c in configs_of(config) for a in ("hidden_act", "hidden_activation", "mlp_hidden_act", "activation_function")}
     with _undisturbed():
         tables = _tables(module, config)
         for name, candidate in inspect.getmembers(module):
-            slot = next((s for s in SLOTS if s.candidate(name, candidate)), None)
-            if slot is None or candidate.__module__ != module.__name__:
+            if getattr(candidate, "__module__", None) != module.__name__:
                 continue
-            owner, stock = (candidate, candidate.__dict__["forward"]) if isinstance(candidate, type) else (module, candidate)
-            label, reason = recognise(slot, owner, stock, tables)
-            if label:
-                swapped[name] = label
+            owner, stock = (candidate, candidate.__dict__.get("forward")) if isinstance(candidate, type) else (module, candidate)
+            reasons: list[str] = []
+            for slot in SLOTS:
+                if not slot.candidate(name, candidate):
+                    continue
+                label, reason = recognise(slot, owner, stock, tables)
+                if label and slot.flag == "relu_squared" and "relu2" not in activations:
+                    label, reason = None, "one activation: PyTorch has a kernel for it"
+                if label:
+                    swapped[name] = label
+                    break
+                reasons.append(reason)
             else:
-                left_alone[name] = reason
-    act = str(next((getattr(config, a) for a in ("hidden_activation", "hidden_act") if getattr(config, a, None)), ""))
-    return Family(head if hasattr(module, head or "") else None, "", "geglu" if "gelu" in act else "swiglu", swapped, left_alone)
+                if reasons:
+                    left_alone[name] = next((r for r in reasons if r.startswith("one ")), next((r for r in reasons if " take" not in f" {r}"), reasons[0]))
+        for name, (cls, label) in TORCHS_OWN.items():
+            if any(_makes(c, cls) for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__):
+                swapped[name] = label
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    act = str(next((getattr(c, a) for c in (text, *configs_of(config)) for a in ("hidden_activation", "hidden_act") if getattr(c, a, None)), ""))
+    own = config.__class__.__module__
+    parts = dict.fromkeys(c.model_type for c in configs_of(config) if c.__class__.__module__ != own and c.model_type in CONFIG_MAPPING)
+    return Family(heads_of(model_type, module), "", "geglu" if "gelu" in act else "swiglu", swapped, left_alone, tuple(parts))
+
+
+def _makes(cls: type, name: str) -> bool:
+    """Whether the constructor of ``cls`` names ``torch.nn``'s class ``name``."""
+    init = cls.__dict__.get("__init__")
+    return inspect.isfunction(init) and name in inspect.unwrap(init).__code__.co_names

@@ -1,53 +1,225 @@
-"""A tiny random model of any family, for tests and for the table of families; its scales and caps are not 1."""
+"""A tiny random model of any family, with inputs, for tests and for the table of families; its scales and caps are not 1."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+import transformers
+from torch import Tensor
+from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
+
+from liger_kernel.transformers.slots import modeling
 
 VOCAB = 257
+IMAGE = 16  # pixels on each side of an image; 4 of a patch
 
 SIZES: dict[str, Any] = dict(
     vocab_size=VOCAB, pad_token_id=0, bos_token_id=1, eos_token_id=2, max_position_embeddings=128,
     hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
     moe_intermediate_size=32, shared_expert_intermediate_size=32, moe_shared_expert_intermediate_size=32, shared_intermediate_size=32,
     num_experts=4, num_local_experts=4, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, first_k_dense_replace=1,
+    moe_num_experts=4, moe_k=2, moe_topk=2, moe_num_shared_experts=1,
     q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16,
     n_embd=64, n_layer=2, n_head=4, n_positions=128, n_inner=96, d_model=64, n_layers=2, n_heads=4, ffn_dim=96, ffn_hidden_size=96, word_embed_proj_dim=64,
     mamba_d_state=8, mamba_n_heads=8, mamba_d_head=16, mamba_d_ssm=128, mamba_n_groups=1, state_size=8, sliding_window=8,
-    query_pre_attn_scalar=16, rotary_dim=8,
+    query_pre_attn_scalar=16, rotary_dim=8, dense_intermediate_size=96, intermediate_size_mlp=96, num_global_key_value_heads=2, global_head_dim=16,
+    encoder_layers=2, decoder_layers=2, encoder_ffn_dim=96, decoder_ffn_dim=96, encoder_attention_heads=4, decoder_attention_heads=4,
+    hidden_size_per_layer_input=16, vocab_size_per_layer_input=VOCAB, laurel_rank=8, altup_num_inputs=2,
+    linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16,
+    index_n_heads=2, index_head_dim=16, index_topk=8, swa_num_attention_heads=4, swa_num_key_value_heads=2, swa_head_dim=16, swa_v_head_dim=16,
+    # of vision towers and what joins them to the text
+    image_size=IMAGE, patch_size=4, depth=2, embed_dim=64, num_heads=4, out_hidden_size=64, projection_dim=64, num_channels=3, vision_output_dim=64,
+    vision_use_head=False, projector_input_dim=64, projector_output_dim=64, text_hidden_size=64, mlp_dim=64, qk_hidden_size=64, mm_tokens_per_image=4,
+    num_global_layers=1, image_grid_pinpoints=[[IMAGE, 2 * IMAGE]], attention_heads=4, pixel_shuffle_ratio=0.5, scale_factor=2, projector_hidden_size=64,
+    num_position_embeddings=64, window_size=16, in_hidden_size=64, llm_hidden_size=64, resampler_n_latents=4, resampler_depth=1,
+    resampler_n_heads=4, resampler_head_dim=16,
 )  # fmt: skip
 
 # Multipliers that are 1, or None, by default in at least one family
 SCALES: dict[str, Any] = dict(
     logits_scaling=3.0, logit_scale=0.25, lm_head_multiplier=0.5, embedding_multiplier=2.0, residual_multiplier=0.5, attention_multiplier=0.3,
-    final_logit_softcapping=1.5, attn_logit_softcapping=5.0,
+    final_logit_softcapping=1.5, attn_logit_softcapping=5.0, mlp_multipliers=[0.7, 1.3], logits_softcap=1.5, router_aux_loss_coef=0.1,
 )  # fmt: skip
 
 
 # Sizes to set even where the default is None, which then means that they follow from others
-ALWAYS = {"num_key_value_heads", "head_dim", "pad_token_id", "bos_token_id", "eos_token_id"}
+ALWAYS = {"num_key_value_heads", "head_dim", "pad_token_id", "bos_token_id", "eos_token_id", "num_experts_per_tok", "n_routed_experts", "n_shared_experts"}
+
+# What follows from no name: sizes that must fit each other in the models of one type
+FITTING: dict[str, dict[str, Any]] = {
+    "blt": dict(encoder_hash_byte_group_vocab=64),
+    "longcat_flash": dict(head_dim=8, qk_head_dim=16, num_layers=2, expert_ffn_hidden_size=32, ffn_hidden_size=96, zero_expert_num=2, moe_topk=2),
+    "lfm2_moe": dict(layer_types=["conv", "full_attention"], num_dense_layers=1),
+    "mamba2": dict(num_heads=8, head_dim=16, n_groups=1),
+    "mllama_vision_model": dict(max_num_tiles=4, intermediate_layers_indices=[0], vision_output_dim=128),
+    "mllama_text_model": dict(cross_attention_layers=[1]),
+    "prophetnet": dict(num_hidden_layers=None, num_encoder_layers=2, num_decoder_layers=2, num_encoder_attention_heads=4, num_decoder_attention_heads=4),
+    "reformer": dict(is_decoder=True, axial_pos_shape=[8, 16], axial_pos_embds_dim=[32, 32], attn_layers=["local", "lsh"], num_hidden_layers=2),
+    "roc_bert": dict(enable_pronunciation=False, enable_shape=False),
+    "xmod": dict(default_language="en_XX", languages=["en_XX"]),
+    "zaya": dict(num_experts_per_tok=1),
+    "gemma4_assistant": dict(),
+    "vipllava": dict(vision_feature_layers=[-2, -1, 1, 0, -2]),
+    "molmo2_adapter": dict(vision_feature_layer=[1, 0]),
+}
+LAYER_KINDS = ("layer_types", "layers_block_type", "mlp_layer_types", "block_types", "attn_layer_indices", "hybrid_override_pattern")
 
 
 def tiny_config(model_type: str, **more: Any) -> PretrainedConfig:
     """A configuration of a few thousand parameters, with the sizes this type knows."""
-    cls = CONFIG_MAPPING[model_type]
-    default = cls()
-    known = set(inspect.signature(cls.__init__).parameters) | set(getattr(cls, "__dataclass_fields__", {})) | {k for k in SIZES if hasattr(default, k)}
-    values = {k: v for k, v in (SIZES | SCALES).items() if k in known and (k in ALWAYS or getattr(default, k, None) is not None)}
+    return _tiny(CONFIG_MAPPING[model_type], more)
+
+
+def _tiny(cls: type[PretrainedConfig], more: dict[str, Any], default: PretrainedConfig | None = None, part: bool = False) -> PretrainedConfig:
+    default = default or cls()
+    known = set(inspect.signature(cls.__init__).parameters) | set(getattr(cls, "__dataclass_fields__", {})) | {k for k in SIZES if _get(default, k) is not None}
+    known -= {k for c in cls.__mro__ for k, v in vars(c).items() if isinstance(v, property) and v.fset is None}
+    values = {k: _like(v, _get(default, k)) for k, v in (SIZES | SCALES).items() if k in known and (k in ALWAYS or _get(default, k) is not None)}
     if "qk_rope_head_dim" in known:  # latent attention: head_dim is that
         values.pop("head_dim", None)
         values["num_key_value_heads"] = values["num_attention_heads"]
-    return cls(**values | more)
+    if _get(default, "num_key_value_heads") is None and part:
+        values.pop("num_key_value_heads", None)
+    values |= _layers(default, values) | _tokens(default)
+    for name in getattr(cls, "sub_configs", ()):
+        sub = _get(default, name)
+        if isinstance(sub, PretrainedConfig):
+            values[name] = _tiny(type(sub), {}, sub, True).to_dict()
+    values |= _sections(default, values) | FITTING.get(default.model_type, {})
+    return cls(**{k: v for k, v in values.items() if v is not None or k in more} | more)
 
 
-def tiny_model(model_type: str, *, attention: str = "eager", **more: Any) -> PreTrainedModel:
-    """A causal language model of ``tiny_config``, in training mode, in fp32 and without dropout."""
-    model = AutoModelForCausalLM.from_config(tiny_config(model_type, **more), attn_implementation=attention).float().train()
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-    return model
+def _get(config: PretrainedConfig, name: str) -> Any:
+    try:
+        return getattr(config, name, None)
+    except Exception:  # what differs from layer to layer cannot be asked for in general
+        return config.__dict__.get(name)
+
+
+def _like(value: Any, default: Any) -> Any:
+    """``value`` in the form that a configuration has it: once, or for each side or layer."""
+    if isinstance(default, (list, tuple)) and not isinstance(value, (list, tuple)) and len(set(map(str, default))) == 1:
+        return type(default)(value for _ in default)
+    return value
+
+
+def _layers(default: PretrainedConfig, values: dict[str, Any]) -> dict[str, Any]:
+    """A layer of each kind, at least two, and lists that have a value for each layer cut to them."""
+    name = next((n for n in ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "depth") if isinstance(_get(default, n), int)), None)
+    if name is None:
+        return {}
+    count = _get(default, name)
+    lists = {k: v for k in list(default.__dict__) if isinstance(v := default.__dict__[k], (list, tuple)) and len(v) == count and count > 2}
+    kinds = next((lists[k] for k in LAYER_KINDS if k in lists), None)
+    chosen = [0, count - 1]
+    if kinds:
+        chosen = sorted({list(kinds).index(k) for k in dict.fromkeys(kinds)})[:4]
+        chosen = chosen if len(chosen) > 1 else [0, count - 1]
+    cut = {k: [v[i] for i in chosen] for k, v in lists.items()}
+    cut |= {k: [values[k]] * len(chosen) for k in cut.keys() & values.keys() if not isinstance(values[k], (list, tuple))}
+    return ({name: len(chosen)} if name in values or cut else {}) | cut
+
+
+def _sections(default: PretrainedConfig, values: dict[str, Any]) -> dict[str, Any]:
+    """Sections of multimodal rotary embeddings, cut to the width of the tiny heads."""
+    name = next((n for n in ("rope_parameters", "rope_scaling") if isinstance(_get(default, n), dict)), "rope_parameters")
+    rope = _get(default, name) or {}
+    sections = rope.get("mrope_section") or (16, 24, 24)
+    try:
+        named = "mrope_section" in inspect.getsource(importlib.import_module(type(default).__module__.replace("configuration_", "modeling_")))
+    except ImportError:
+        named = False
+    if not named or "num_attention_heads" not in values or any(isinstance(v, dict) for v in rope.values()):
+        return {}
+    width = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
+    width = int(width * (rope.get("partial_rotary_factor") or _get(default, "partial_rotary_factor") or 1.0)) // 2
+    small = [max(1, width * n // sum(sections)) for n in sections[1:]]
+    return {name: {"rope_type": "default", "rope_theta": 10000.0} | rope | {"mrope_section": [width - sum(small), *small]}}
+
+
+def _tokens(default: PretrainedConfig) -> dict[str, Any]:
+    """Ids of special tokens that fit the vocabulary, each another one."""
+    given = {k: v for k in list(default.__dict__) if k.endswith(("token_id", "token_index")) and isinstance(v := default.__dict__[k], int)}
+    large = [k for k in sorted(given) if given[k] >= VOCAB - 20]
+    return {k: VOCAB - 20 + i for i, k in enumerate(large)}
+
+
+def tiny_model(model_type: str, *, attention: str = "eager", head: str | None = None, **more: Any) -> PreTrainedModel:
+    """A model with a language model's head, of ``tiny_config``, in training mode, in fp32 and without dropout. ``head``: its class, if not the usual."""
+    return model_of(tiny_config(model_type, **more), attention, head)
+
+
+def model_of(config: PretrainedConfig, attention: str = "eager", head: str | None = None) -> PreTrainedModel:
+    from liger_kernel.transformers.slots import heads_of
+
+    module = modeling(config.model_type)
+    cls = getattr(module, head or heads_of(config.model_type, module)[0])
+    try:
+        model = cls._from_config(config, attn_implementation=attention)
+    except (AttributeError, ValueError, TypeError):  # a part that has no such attention
+        model = cls._from_config(config)
+    for m in model.modules():
+        if isinstance(m, torch.nn.Dropout):
+            m.p = 0.0
+    return model.float().train()
+
+
+def words(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Two sequences of tokens to learn."""
+    ids = torch.randint(3, VOCAB - 30, (2, 12), device=model.device)
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def images(model: PreTrainedModel) -> Iterator[dict[str, Tensor]]:
+    """Inputs of two images in the forms that processors give them: the first one that the model takes is its own."""
+    pixels = torch.randn(2, 3, IMAGE, IMAGE)
+    grid = torch.tensor([[1, 4, 4], [1, 4, 4]])
+    for channels in (3 * 2 * 4 * 4, 3 * 4 * 4):
+        yield {"pixel_values": torch.randn(32, channels), "image_grid_thw": grid}
+    yield {"pixel_values": pixels}
+    yield {"pixel_values": pixels, "image_sizes": torch.tensor([[IMAGE, IMAGE]] * 2)}
+    yield {"pixel_values": torch.randn(2, 3, 3, IMAGE, IMAGE), "image_sizes": torch.tensor([[IMAGE, 2 * IMAGE]] * 2)}
+    yield {"pixel_values": pixels[:, None]}
+    yield {"pixel_values": pixels, "image_num_patches": torch.tensor([1, 1])}
+    yield {
+        "pixel_values": torch.randn(2, 16, 48),
+        "spatial_shapes": torch.tensor([[4, 4]] * 2),
+        "pixel_attention_mask": torch.ones(2, 16, dtype=torch.long),
+    }
+
+
+def with_images(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str, Tensor] | None:
+    """``batch`` (2 sequences) with an image in each; None if no form of images is understood."""
+    token = next((t for c in (model.config, getattr(model.config, "text_config", None)) for n in ("image_token_id", "image_token_index")
+                  if (t := getattr(c, n, None)) is not None), None)  # fmt: skip
+    features = next((f for m in (model, getattr(model, "model", None)) if (f := getattr(m, "get_image_features", None)) is not None), None)
+    if token is None or features is None:
+        return None
+    for form in images(model):
+        with contextlib.suppress(Exception), torch.no_grad():
+            found = features(**form)
+            found = getattr(found, "pooler_output", found)
+            found = getattr(found, "last_hidden_state", found)
+            rows = sum(t.shape[:-1].numel() for t in found) if isinstance(found, (list, tuple)) else found.shape[:-1].numel()
+            if rows % 2 or not rows:
+                continue
+            ids = torch.full((2, rows // 2), token, device=batch["input_ids"].device)
+            more = {"input_ids": torch.cat((batch["input_ids"][:, :3], ids, batch["input_ids"][:, 3:]), 1)}
+            more["labels"] = torch.cat((batch["labels"][:, :3], torch.full_like(ids, -100), batch["labels"][:, 3:]), 1)
+            types = (more["input_ids"] == token).long()
+            takes = inspect.signature(model.forward).parameters
+            more |= {n: types for n in ("token_type_ids", "mm_token_type_ids") if n in takes}
+            given = batch | more | form | {"attention_mask": torch.ones_like(more["input_ids"])}
+            model(**given, use_cache=False)
+            return given
+    return None
+
+
+def version() -> tuple[int, ...]:
+    """Of the installed transformers."""
+    return tuple(int(n) for n in transformers.__version__.split(".")[:2])

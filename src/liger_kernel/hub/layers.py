@@ -1,0 +1,64 @@
+"""Layers without state of their own, as ``kernels`` wants them: each is a ``forward`` for modules of others.
+
+A norm whose rounding none of our variants reproduces keeps the ``forward`` it has.
+"""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from torch import Tensor, nn
+
+from liger_kernel.ops.glu import glu
+from liger_kernel.ops.rms_norm import rms_norm
+from liger_kernel.ops.rope import once, rope
+from liger_kernel.transformers import slots
+
+_NORMS = next(s for s in slots.SLOTS if s.flag == "rms_norm")
+_FORMS: dict[type, tuple[float, str, str] | None] = {}
+
+
+@torch.compiler.assume_constant_result
+def _form(cls: type) -> tuple[float, str, str] | None:
+    """Offset, casting and the name of eps of the variant that reproduces the norm ``cls``; None if there is none."""
+    if cls not in _FORMS:
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"), slots.references():
+            label, _ = slots.recognise(_NORMS, cls, cls.forward)  # type: ignore[attr-defined]
+        found = re.fullmatch(r"rms_norm\((.+), (\w+), (\w+)\)", label or "")
+        _FORMS[cls] = (float(found[1]), found[2], found[3]) if found else None
+    return _FORMS[cls]
+
+
+class LigerRMSNorm(nn.Module):
+    can_torch_compile = has_backward = True
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        form = _form(type(self))
+        if form is None:
+            return type(self).forward(self, hidden_states)
+        offset, casting, eps = form
+        return rms_norm(hidden_states, self.weight, eps=getattr(self, eps), offset=offset, casting=casting)
+
+
+class LigerRotaryPosEmb(nn.Module):
+    """Of tables that hold each angle twice, as in ``cat((angles, angles), -1)``."""
+
+    can_torch_compile = has_backward = True
+
+    def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+        return rope(q, k, once(cos), once(sin), unsqueeze_dim=unsqueeze_dim)
+
+
+class LigerSwiGLUMLP(nn.Module):
+    can_torch_compile = has_backward = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(glu(self.gate_proj(x), self.up_proj(x), act="silu"))
+
+
+class LigerGEGLUMLP(nn.Module):
+    can_torch_compile = has_backward = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(glu(self.gate_proj(x), self.up_proj(x), act="gelu_tanh"))

@@ -1,0 +1,100 @@
+"""Hugging Face's ``kernels``: our layers taken from a local repository, gradients and torch.compile included."""
+
+from __future__ import annotations
+
+import inspect
+import json
+
+import pytest
+import torch
+from hf_models import DEVICE, assert_same_learning, make, step, tokens
+from torch import nn
+
+from liger_kernel import hub
+from liger_kernel.hub import layers
+
+LAYERS = [c for c in vars(layers).values() if isinstance(c, type) and issubclass(c, nn.Module)]
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=lambda c: c.__name__)
+def test_layers_have_no_state(layer):
+    """What kernels asks of a layer: no constructor, and no members but two flags."""
+    assert layer.__init__ is nn.Module.__init__
+    members = {n for n, _ in inspect.getmembers(layer)} - {n for n, _ in inspect.getmembers(nn.Module)}
+    assert members == {"can_torch_compile", "has_backward"}
+    assert json.loads((hub.PATH / "metadata.json").read_text())["license"] == "BSD-2-Clause"
+
+
+def with_layers(model: nn.Module, names: dict[str, str], compiled: bool = False) -> nn.Module:
+    kernels = pytest.importorskip("kernels", reason="kernels is not installed: make test-integrations")
+    mode = kernels.Mode.TRAINING | kernels.Mode.TORCH_COMPILE if compiled else kernels.Mode.TRAINING
+    mapping = {name: {DEVICE: {mode: kernels.LocalLayerRepository(hub.PATH, layer_name=layer)}} for name, layer in names.items()}
+    with kernels.use_kernel_mapping(mapping, inherit_mapping=False):
+        return kernels.kernelize(model.train(), mode=mode, device=DEVICE, use_fallback=True)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("model_type", ["llama", "olmo2", "qwen3"])
+def test_models_learn_the_same(model_type, compiled, monkeypatch):
+    """olmo2 multiplies by the weight before it rounds, llama after: the layer does as the norm does whose place it takes."""
+    calls = {"rope": 0, "rms_norm": 0}
+    for name in calls:
+        monkeypatch.setattr(layers, name, counted(getattr(layers, name), calls, name))
+    model = make(model_type)
+    expected = step(model)[1]
+    model = with_layers(model, {"RMSNorm": "LigerRMSNorm", "rotary_pos_emb": "LigerRotaryPosEmb"}, compiled)
+    norms = [m for m in model.modules() if "RMSNorm" in type(m).__name__]
+    assert norms and all("forward" in m.__dict__ for m in norms)
+    if compiled:
+        run = torch.compile(model, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(run(**tokens(), use_cache=False).loss.detach(), expected["loss"])
+    else:
+        assert_same_learning(step(model)[1], expected)
+        assert calls == {"rope": len(model.model.layers), "rms_norm": len(norms)}
+
+
+def counted(function, calls, name):
+    def call(*args, **kwargs):
+        calls[name] += 1
+        return function(*args, **kwargs)
+
+    return call
+
+
+def test_in_bf16_every_bit(monkeypatch):
+    for model_type in ("llama", "olmo2"):
+        model = make(model_type, torch.bfloat16)
+        norm = next(m for m in model.modules() if "RMSNorm" in type(m).__name__)
+        x = torch.randn(3, norm.weight.shape[0], device=DEVICE, dtype=torch.bfloat16)
+        expected = norm(x)
+        with_layers(model, {"RMSNorm": "LigerRMSNorm"})
+        assert "forward" in norm.__dict__ and torch.equal(norm(x), expected)
+
+
+def test_a_norm_that_nothing_reproduces():
+    class OddRMSNorm(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.variance_epsilon = nn.Parameter(torch.rand(8, device=DEVICE)), 1e-6
+
+        def forward(self, hidden_states):
+            return hidden_states.abs() * self.weight
+
+    norm, x = OddRMSNorm(), torch.randn(2, 8, device=DEVICE)
+    assert torch.equal(layers.LigerRMSNorm.forward(norm, x), norm(x))
+
+
+@pytest.mark.parametrize("name, layer, act", [("SwiGLUMLP", "LigerSwiGLUMLP", "silu"), ("GeGLUMLP", "LigerGEGLUMLP", "gelu_pytorch_tanh")])
+def test_mlps(name, layer, act):
+    kernels = pytest.importorskip("kernels", reason="kernels is not installed: make test-integrations")
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    cls = type("MLP", (LlamaMLP,), {"forward": lambda self, x: LlamaMLP.forward(self, x)})
+    kernels.replace_kernel_forward_from_hub(cls, name)
+    torch.manual_seed(0)
+    mlp = cls(make("llama", hidden_act=act).config).to(DEVICE)
+    x = torch.randn(2, 5, 64, device=DEVICE)
+    expected = mlp(x)
+    with_layers(mlp, {name: layer})
+    assert "forward" in mlp.__dict__
+    torch.testing.assert_close(mlp(x), expected)

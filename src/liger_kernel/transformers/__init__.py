@@ -53,6 +53,7 @@ from liger_kernel.nn import (
     liger_rotary_pos_emb_vision,
 )
 
+_AUTO = ("AutoLigerKernelForCausalLM", "AutoLigerKernelForImageTextToText", "AutoLigerKernelForSequenceClassification")
 _PATCH = ("MODEL_TYPE_TO_APPLY_LIGER_FN", "_apply_liger_kernel", "_apply_liger_kernel_to_instance", "class_patches", "instance_patches", "restore")
 
 __all__ = [
@@ -109,7 +110,7 @@ def is_transformers_available() -> bool:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "AutoLigerKernelForCausalLM":
+    if name in _AUTO:
         module = "auto"
     elif name in _PATCH or name.startswith("apply_liger_kernel_to_"):
         module = "patch"
@@ -121,7 +122,7 @@ def __getattr__(name: str) -> Any:
 
 
 if is_transformers_available():
-    __all__ += ["AutoLigerKernelForCausalLM", *_PATCH]
+    __all__ += [*_AUTO, *_PATCH]
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""``AutoModelForCausalLM`` with the classes of the model's family patched before it is made."""
+"""transformers' auto classes, with the classes of the model's family patched before it is made."""
 
 from __future__ import annotations
 
@@ -6,35 +6,58 @@ import inspect
 import warnings
 from typing import Any
 
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
 
-from liger_kernel.transformers.patch import MODEL_TYPE_TO_APPLY_LIGER_FN, _apply_liger_kernel, family, flags_of
+from liger_kernel.transformers.patch import MODEL_TYPE_TO_APPLY_LIGER_FN, _apply_liger_kernel, _apply_torchs_own, family, flags_of
 
 _FLAGS = {f for apply in MODEL_TYPE_TO_APPLY_LIGER_FN.values() for f in inspect.signature(apply).parameters} - {"model"}
+_HUB = ("cache_dir", "code_revision", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token", "trust_remote_code")
 
 
-def _patched(config: PretrainedConfig, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """``kwargs`` without flags, after the family's classes are patched as those say; a family that we do not know stays plain, with a warning."""
+def _patched(name: str, config: PretrainedConfig, kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """``kwargs`` without flags, and those that the family has, after its classes are patched as they say; an unknown family stays plain, with a warning."""
     model_type = getattr(config, "model_type", "")
-    row = family(model_type) if model_type else None
-    if row is None:
-        warnings.warn(f"AutoLigerKernelForCausalLM: no kernels for model type {model_type!r}; the model is plain", stacklevel=3)
+    given: dict[str, Any] = {}
+    if model_type and family(model_type):
+        given = {k: v for k, v in kwargs.items() if k in _FLAGS and k in flags_of(model_type)}
+        _apply_liger_kernel(model_type, **given)
     else:
-        _apply_liger_kernel(model_type, **{k: v for k, v in kwargs.items() if k in flags_of(model_type)})
-    return {k: v for k, v in kwargs.items() if k not in _FLAGS}
+        warnings.warn(f"{name}: no kernels for model type {model_type!r}; the model is plain", stacklevel=3)
+    return {k: v for k, v in kwargs.items() if k not in _FLAGS}, given
 
 
-class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
+class _Auto:
     """Makes ordinary transformers models; the flags of ``apply_liger_kernel_to_*`` are taken out of the keywords, the rest is passed on."""
+
+    _plain: Any  # the class of transformers that makes them: remote code is found under its name
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str, *model_args: Any, **kwargs: Any) -> PreTrainedModel:
         config = kwargs.get("config")
         if not isinstance(config, PretrainedConfig):
-            hub = ("cache_dir", "code_revision", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token", "trust_remote_code")
-            config = AutoConfig.from_pretrained(config or pretrained_model_name_or_path, **{k: kwargs[k] for k in hub if k in kwargs})
-        return AutoModelForCausalLM.from_pretrained(pretrained_model_name_or_path, *model_args, **_patched(config, kwargs))
+            config = AutoConfig.from_pretrained(config or pretrained_model_name_or_path, **{k: kwargs[k] for k in _HUB if k in kwargs})
+        rest, given = _patched(cls.__name__, config, kwargs)
+        return _apply_torchs_own(cls._plain.from_pretrained(pretrained_model_name_or_path, *model_args, **rest), given)
 
     @classmethod
     def from_config(cls, config: PretrainedConfig, **kwargs: Any) -> PreTrainedModel:
-        return AutoModelForCausalLM.from_config(config, **_patched(config, kwargs))
+        rest, given = _patched(cls.__name__, config, kwargs)
+        return _apply_torchs_own(cls._plain.from_config(config, **rest), given)
+
+
+class AutoLigerKernelForCausalLM(_Auto, AutoModelForCausalLM):
+    """``AutoModelForCausalLM`` with kernels; the flags of ``apply_liger_kernel_to_*`` are taken out of the keywords."""
+
+    _plain = AutoModelForCausalLM
+
+
+class AutoLigerKernelForImageTextToText(_Auto, AutoModelForImageTextToText):
+    """``AutoModelForImageTextToText`` with kernels; the flags of ``apply_liger_kernel_to_*`` are taken out of the keywords."""
+
+    _plain = AutoModelForImageTextToText
+
+
+class AutoLigerKernelForSequenceClassification(_Auto, AutoModelForSequenceClassification):
+    """``AutoModelForSequenceClassification`` with kernels; the flags of ``apply_liger_kernel_to_*`` are taken out of the keywords."""
+
+    _plain = AutoModelForSequenceClassification

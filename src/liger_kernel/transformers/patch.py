@@ -153,6 +153,8 @@ def family(model_type: str) -> Family | None:
         found = slots.infer(model_type)
     except Exception:  # no such type, no modeling file, or no default configuration: then nothing is known
         return None
+    if frozen is None or slots.FLAT not in frozen.swapped.values():
+        found = slots.without_flat(found)
     if frozen:
         return dataclasses.replace(frozen, heads=found.heads, swapped=found.swapped, left_alone=found.left_alone, parts=found.parts)
     return found if found.heads or found.swapped else None
@@ -285,30 +287,34 @@ def _seeing(function: types.FunctionType, name: str, value: Callable) -> Callabl
 HEAD_FLAGS = ("cross_entropy", "fused_linear_cross_entropy")
 STANDARD: dict[str, bool | None] = dict(rope=True, cross_entropy=False, fused_linear_cross_entropy=True, rms_norm=True)
 
-# Published flags and defaults that do not follow from what is recognised; "model" comes where it stands, else last. (granite's defaults are not
-# followed: they leave its head out because the published one cannot scale logits.)
+# Published flags and defaults, then model and, behind it, flags that the published functions do not have, where there is something to swap. (granite's
+# defaults are not followed: they leave its head out because the published one cannot scale logits.)
 _NO_ROPE = ("deepseek_v2", "deepseek_v3", "glm4", "glm4v", "glm4v_moe", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next")
 _FLAGS = dict[str, bool | None]
 _PUBLISHED: dict[str, _FLAGS] = {
     **{t: STANDARD | dict(swiglu=True) for t in (
         "exaone4", "falcon_h1", "hunyuan_v1_dense", "hunyuan_v1_moe", "llama", "ministral", "mistral", "mixtral", "olmo2", "olmo3", "phi3", "qwen2", "qwen3",
         "qwen3_moe", "smollm3", "qwen2_5_vl", "qwen2_5_vl_text", "qwen3_vl_moe", "qwen3_vl_moe_text", "granite",
+        "llama4", "llama4_text",
     )},
     **{t: STANDARD | dict(rope=False, swiglu=True) for t in _NO_ROPE},
     "deepseek_v4": STANDARD | dict(rope=False, swiglu=False),
     **{t: STANDARD | dict(swiglu=False) for t in ("gpt_oss", "qwen3_vl", "qwen3_vl_text")},
-    **{t: STANDARD | _FLAGS(swiglu=True, model=None, layer_norm=True) for t in ("llama4", "llama4_text")},
     **{t: _FLAGS(rope=True, cross_entropy=False, fused_linear_cross_entropy=True, layer_norm=True, rms_norm=True, swiglu=True)
-       for t in ("mllama", "mllama_text_model")},
-    **{t: STANDARD | dict(layer_norm=True, swiglu=True) for t in ("qwen2_vl", "qwen2_vl_text", "muse_glimmer")},
+       for t in ("mllama", "mllama_text_model", "muse_glimmer")},
+    **{t: STANDARD | dict(layer_norm=True, swiglu=True) for t in ("qwen2_vl", "qwen2_vl_text")},
     **{t: STANDARD | dict(geglu=True) for t in ("gemma", "gemma2", "gemma3_text")},
     **{t: _FLAGS(rope=True, cross_entropy=False, fused_linear_cross_entropy=True, layer_norm=True, rms_norm=True, geglu=True) for t in ("gemma3", "paligemma")},
     "gemma4_text": STANDARD | dict(rope=False, geglu=True),
     "gemma4": dict(rope=False, cross_entropy=False, fused_linear_cross_entropy=True, layer_norm=False, rms_norm=True, geglu=True),
     "pixtral": dict(rope=True, rms_norm=True, swiglu=True),
 }  # fmt: skip
-# and of those that hand other flags on to their parts
-_HEAD_FIRST: dict[str, tuple[str, ...]] = {"nemotron": ("relu_squared",), "llava": (), "internvl": (), "smolvlm": ()}
+# Those that hand further flags on to their parts
+_HANDING_ON: dict[str, _FLAGS] = {
+    "nemotron": dict(relu_squared=True, cross_entropy=False, fused_linear_cross_entropy=True),
+    "llava": dict(cross_entropy=False, fused_linear_cross_entropy=True),
+    **{t: dict(cross_entropy=False, fused_linear_cross_entropy=True, rms_norm=True, layer_norm=True) for t in ("internvl", "smolvlm")},
+}
 
 
 def _served(model_type: str) -> set[str]:
@@ -325,24 +331,38 @@ def _served(model_type: str) -> set[str]:
     return found
 
 
-@functools.cache
 def flags_of(model_type: str) -> dict[str, bool | None]:
-    """Flag -> default of ``apply_liger_kernel_to_<model_type>``, in its order."""
-    served = _served(model_type)
-    more = {flag: True for flag in ("layer_norm", "relu_squared") if flag in served}
-    if model_type in _PUBLISHED:  # what the published package does not swap has its flag behind those that callers may give by position
-        published = _PUBLISHED[model_type]
-        more = {f: v for f, v in more.items() if f not in published}
-        return published | ({"model": None} | more if more else {})
+    """Flag -> default of ``apply_liger_kernel_to_<model_type>``."""
+    return {f: v for f, v in _parameters_of(model_type).items() if f != "model"}
+
+
+@functools.cache
+def _parameters_of(model_type: str) -> _FLAGS:
+    """Parameter -> default of ``apply_liger_kernel_to_<model_type>``, in its order: flags and ``model``."""
     row = Family(**FAMILIES[model_type]) if model_type in FAMILIES else family(model_type)
+    more: _FLAGS = dict.fromkeys(sorted(_served(model_type) & {"layer_norm", "relu_squared"}), True)
     flags = STANDARD | {row.glu if row else "swiglu": True} | more
+    if model_type in _PUBLISHED | _HANDING_ON:
+        published = (_PUBLISHED | _HANDING_ON)[model_type]
+        more = {f: v for f, v in (more if model_type in _PUBLISHED else flags).items() if f not in published}
+        return published | {"model": None} | more
     if row and not row.heads:
-        return {f: v for f, v in flags.items() if f not in HEAD_FLAGS}
-    if model_type in _HEAD_FIRST:
-        flags |= dict.fromkeys(_HEAD_FIRST[model_type], True)
-        first = (*_HEAD_FIRST[model_type], *HEAD_FLAGS)
-        return {f: flags[f] for f in (*first, *(f for f in ("rms_norm", "layer_norm", *flags) if f in flags and f not in first))}
-    return flags
+        flags = {f: v for f, v in flags.items() if f not in HEAD_FLAGS}
+    return flags | {"model": None}
+
+
+def _parts(flags: Mapping[str, bool | None]) -> dict[str, bool]:
+    parts = {flag: bool(flags.get(flag)) for flag in ("rope", "rms_norm", "layer_norm", "relu_squared")}
+    return parts | {"glu": bool(flags.get("swiglu", flags.get("geglu")))}
+
+
+def _apply_torchs_own(model: nn.Module, given: Mapping[str, bool | None]) -> nn.Module:
+    """``model`` with what class patches leave out, because its class is PyTorch's."""
+    model_type = getattr(getattr(model, "config", None), "model_type", "")
+    if model_type and family(model_type):
+        parts = _parts(flags_of(model_type) | dict(given))
+        Patches(p for p in instance_patches(model, model_type, parts, None) if _is_torchs(type(p.owner))).apply()
+    return model
 
 
 def _apply(model_type: str, given: Mapping[str, bool | None], model: nn.Module | None) -> Patches:
@@ -350,10 +370,8 @@ def _apply(model_type: str, given: Mapping[str, bool | None], model: nn.Module |
     if all(given.get(f) for f in HEAD_FLAGS):
         raise AssertionError("cross_entropy and fused_linear_cross_entropy cannot both be True")
     flags = flags_of(model_type) | {f: False for f, other in zip(HEAD_FLAGS, reversed(HEAD_FLAGS)) if given.get(other)} | dict(given)
-    parts = {flag: bool(flags.get(flag)) for flag in ("rope", "rms_norm", "layer_norm", "relu_squared")}
-    parts["glu"] = bool(flags.get("swiglu", flags.get("geglu")))
     head = "fused" if flags.get("fused_linear_cross_entropy") else "logits" if flags.get("cross_entropy") else None
-    return (class_patches(model_type, parts, head) if model is None else instance_patches(model, model_type, parts, head)).apply()
+    return (class_patches(model_type, _parts(flags), head) if model is None else instance_patches(model, model_type, _parts(flags), head)).apply()
 
 
 _WARNED: set[tuple[str, str]] = set()
@@ -377,8 +395,7 @@ def _say_what_is_missing(model_type: str, given: Mapping[str, bool | None], live
 
 
 def _apply_function(model_type: str) -> Callable[..., None]:
-    flags = dict(flags_of(model_type))
-    flags.setdefault("model", None)
+    flags = _parameters_of(model_type)
     annotation = lambda f: "nn.Module | None" if f == "model" else "bool | None"
     parameters = [inspect.Parameter(f, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=v, annotation=annotation(f)) for f, v in flags.items()]
     signature = inspect.Signature(parameters, return_annotation=None)

@@ -11,6 +11,7 @@ attributes the variant reads. Whatever needs more is left alone and listed with 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -469,6 +470,7 @@ def _label(*parts: str) -> str:
     return ", ".join(filter(None, dict.fromkeys(parts)))
 
 
+FLAT = "rope(flat)"
 NORMS = _module("Norm(Gated|1P)?$")
 SLOTS = [
     Slot("rms_norm", NORMS, (("x",),), {
@@ -509,7 +511,7 @@ SLOTS = [
     Slot("rope", _function("^apply_multimodal_rotary"), (("q", "k", "cos", "sin", "mrope_section", "unsqueeze_dim"),), {
         "rope(sections)": (_rope_sections(), _rope_sections_stand_ins, False),
     }),
-    Slot("rope", _function("rotary.*vision"), (("q", "k", "cos", "sin"),), {"rope(flat)": (_rope_flat(), _rope_flat_stand_ins, False)}),
+    Slot("rope", _function("rotary.*vision"), (("q", "k", "cos", "sin"),), {FLAT: (_rope_flat(), _rope_flat_stand_ins, False)}),
     Slot("rope", _function("rotary_emb$"), (("xq", "xk", "freqs_cis"), ("query", "key", "freqs_ci")), {
         f"rope(complex, {d})": (_rope_complex(d), functools.partial(_rope_complex_stand_ins, d), False) for d in (2, 1)
     }),
@@ -696,6 +698,12 @@ def _undisturbed() -> Iterator[None]:
             yield
     finally:
         torch.set_default_dtype(dtype)
+
+
+def without_flat(row: Family) -> Family:
+    """``row`` without rope functions whose tables are made in the middle of a tower: whether they fit is seen only on images."""
+    flat = {name: "its tables are not understood" for name, label in row.swapped.items() if label == FLAT}
+    return dataclasses.replace(row, swapped={n: v for n, v in row.swapped.items() if n not in flat}, left_alone=row.left_alone | flat) if flat else row
 
 
 def infer(model_type: str, config: Any = None) -> Family:

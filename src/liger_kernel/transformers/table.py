@@ -45,7 +45,7 @@ def _short(error: Exception) -> str:
 def verified(model_type: str, rows: Callable[[str], Family | None]) -> Family:
     """``infer(model_type)``, tried on a tiny model: one step with all swaps must give the stock loss and gradients, without the logits.
 
-    Models of text and images are given images. What a tower is given no images for is not swapped unless its class is found in others, too.
+    Models of text and images are given images, if their form is understood.
     """
     try:
         row = rows(model_type)
@@ -99,7 +99,9 @@ def make(model_types: Iterable[str] | None = None) -> tuple[dict[str, Family], d
         # seen at work in what it is a part of
         if model_type in CONFIG_MAPPING and (row := rows(model_type)) and row.swapped:
             found[model_type] = dataclasses.replace(row, heads=(), fused="")
-    return dict(sorted(found.items())), unverified
+    seen = {slots.modeling(t).__name__ for t, row in found.items() if row.images}
+    found = {t: row if slots.modeling(t).__name__ in seen else slots.without_flat(row) for t, row in sorted(found.items())}
+    return found, unverified
 
 
 def source(rows: dict[str, Family], unverified: dict[str, str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import inspect
 import os
 import subprocess
@@ -173,6 +174,45 @@ def test_pairs_without_autograd(monkeypatch):
     *saved, c = swiglu_forward(x, b, 0.5)
     torch.testing.assert_close(c, want)
     torch.testing.assert_close(swiglu_backward(*saved, dy, 0.5), torch.autograd.grad(want, leaves, dy))
+
+
+needs_kernels = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@needs_kernels
+def test_functions_as_veomni_0_1_12_calls_them():
+    from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+    from liger_kernel.transformers.rope import liger_rotary_pos_emb
+
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+    torch.manual_seed(0)
+    x, w, g, target = (torch.randn(*shape, device=DEVICE) for shape in ((6, 16), (20, 16), (16,), (6,)))
+    target = target.abs().long()
+    torch.testing.assert_close(LigerFusedLinearCrossEntropyLoss(reduction="mean")(w, x, target), torch.nn.functional.cross_entropy(x @ w.t(), target))
+    torch.testing.assert_close(LigerRMSNormFunction.apply(x, g, 1e-6, 0.0, "llama", False), torch.nn.functional.rms_norm(x, (16,), g, 1e-6))
+    torch.testing.assert_close(LigerSiLUMulFunction.apply(x, x + 1), torch.nn.functional.silu(x) * (x + 1))
+    q, k, angle = torch.randn(2, 4, 5, 8, device=DEVICE), torch.randn(2, 2, 5, 8, device=DEVICE), torch.randn(1, 5, 4, device=DEVICE)
+    cos, sin = (torch.cat((t, t), -1)[:, None] for t in (angle.cos(), angle.sin()))
+    half = lambda t: torch.cat((-t[..., 4:], t[..., :4]), -1)
+    torch.testing.assert_close(liger_rotary_pos_emb(q, k, cos[:, 0], sin[:, 0]), tuple(t * cos + half(t) * sin for t in (q, k)))
+
+
+@needs_kernels
+def test_vocabulary_parallel_loss_as_deepspeed_0_19_8_calls_it():
+    from liger_kernel.ops.vocab_parallel_cross_entropy import LigerVocabParallelCEFunction
+
+    logits, target = torch.randn(2, 5, 32, device=DEVICE, requires_grad=True), torch.randint(0, 32, (2, 5), device=DEVICE)
+    target[0, 1] = -100
+    loss = LigerVocabParallelCEFunction.apply(logits.reshape(-1, 1, 32), target.reshape(-1, 1), None, -100, 0.0, "pytorch", "global").reshape_as(target)
+    want = torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none").view(2, 5)
+    torch.testing.assert_close(loss, want)
+    guarded = []
+    loss.register_hook(lambda g: guarded.append(g) or g)  # what it hangs on the loss
+    torch.testing.assert_close(torch.autograd.grad(loss.sum(), logits), torch.autograd.grad(want.sum(), logits))
+    assert len(guarded) == 1
 
 
 def test_the_pair_of_the_head_without_autograd():

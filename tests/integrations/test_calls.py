@@ -1,0 +1,509 @@
+"""What frameworks do with the package, call by call: their own arguments, in their own order, and what they expect back.
+
+The versions are those whose sources the calls were read from.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import types
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from hf_models import DEVICE, assert_same_learning, make, step, tokens
+from torch import nn
+
+import liger_kernel.transformers as liger
+from liger_kernel.transformers.model import loss_utils
+
+
+@pytest.fixture(autouse=True)
+def _given_back():
+    """What frameworks have put in place of ours is gone after each test."""
+    owners = [loss_utils, liger.functional, liger.LigerFusedLinearCrossEntropyLoss]
+    before = [dict(vars(o)) for o in owners]
+    yield
+    for owner, attributes in zip(owners, before):
+        for name, value in attributes.items():
+            if vars(owner)[name] is not value:
+                setattr(owner, name, value)
+
+
+def patched(model_type: str = "llama", **flags: Any) -> nn.Module:
+    model = make(model_type)
+    liger._apply_liger_kernel_to_instance(model=model, **flags)
+    return model
+
+
+def dft(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    loss = F.cross_entropy(logits, target, reduction="none")
+    return (loss * (-loss.detach()).exp()).sum() / (target != -100).sum()
+
+
+# -- losses wrapped and replaced -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("items", [None, 37])
+def test_ms_swift_4_6_wraps_the_loss(items):
+    """Models patched before the wrapper came see it; keywords of padding-free batches arrive and do no harm."""
+    model, stock, seen = patched(), make("llama"), []
+    batch = tokens() | ({} if items is None else {"num_items_in_batch": torch.tensor(items)})
+    origin = loss_utils.LigerForCausalLMLoss
+
+    def LigerForCausalLMLoss(hidden_states, *args, **kwargs):
+        seen.append(hidden_states.contiguous())
+        for key in ["cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"]:
+            kwargs.pop(key, None)
+        return origin(hidden_states, *args, **kwargs)
+
+    expected = step(stock, batch)[1]
+    loss_utils.LigerForCausalLMLoss = LigerForCausalLMLoss
+    out, learned = step(model, batch)
+    assert len(seen) == 1 and out.logits is None
+    assert_same_learning(learned, expected)
+    accuracy = step(model, batch, return_token_accuracy=True)[0].token_accuracy
+    loss_utils.LigerForCausalLMLoss = origin
+    assert accuracy == step(model, batch, return_token_accuracy=True)[0].token_accuracy and len(seen) == 2
+    kwargs = dict(cu_seq_lens_q=torch.tensor([0, 24]), max_length_q=24)  # tolerated without the wrapper as well
+    hidden, head = torch.randn(2, 12, 64, device=DEVICE), stock.lm_head.weight
+    torch.testing.assert_close(origin(hidden, head, batch["labels"], 64, **kwargs), origin(hidden, head, batch["labels"], 64))
+
+
+@pytest.mark.parametrize("hf", [False, True], ids=["liger", "liger+hf"])
+def test_mini_trainer_0_9_replaces_the_reduction(monkeypatch, hf):
+    """Its replacement returns the loss of every token, and the patched model passes that on."""
+
+    def none_reduction(hidden_states, lm_head_weight, target, num_items_in_batch=None, ignore_index=-100, final_logit_softcapping=None, **kwargs):
+        import liger_kernel.transformers.functional as functional
+
+        return functional.liger_fused_linear_cross_entropy(
+            hidden_states, lm_head_weight, target, reduction="none", ignore_index=ignore_index, softcap=final_logit_softcapping
+        )
+
+    def hf_none_reduction(source, target, num_items_in_batch=None, ignore_index=-100, **kwargs):
+        return F.cross_entropy(source, target, ignore_index=ignore_index, reduction="none")
+
+    stock = make("llama")
+    labels = F.pad(tokens()["labels"], (0, 1), value=-100)[:, 1:].flatten()
+    expected = F.cross_entropy(stock(tokens()["input_ids"]).logits.flatten(0, 1), labels, reduction="none")
+    monkeypatch.setattr(loss_utils, "fixed_fused_linear_cross_entropy", none_reduction)
+    if hf:
+        monkeypatch.setattr("transformers.loss.loss_utils.fixed_cross_entropy", hf_none_reduction)
+    for batch in (tokens(), tokens() | {"num_items_in_batch": torch.tensor(7)}):
+        model = patched().train()
+        out = model(**batch)
+        assert out.loss.shape == labels.shape and out.logits is None
+        torch.testing.assert_close(out.loss, expected)
+        out.loss.sum().backward()
+        assert model.lm_head.weight.grad.abs().sum() > 0
+
+
+def test_axolotl_0_19_forces_token_scaling(monkeypatch):
+    """It wraps the function and the class; both, and patched models, follow, compiled ones too."""
+    from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
+
+    from liger_kernel.transformers import functional
+
+    old, old_init = functional.liger_fused_linear_cross_entropy, LigerFusedLinearCrossEntropyLoss.__init__
+    functional.liger_fused_linear_cross_entropy = lambda *args, **kwargs: old(*args, **(kwargs | {"use_token_scaling": True}))
+    LigerFusedLinearCrossEntropyLoss.__init__ = lambda self, *args, **kwargs: old_init(self, *args, **(kwargs | {"use_token_scaling": True}))
+    stock = make("llama")
+    logits, labels = stock(tokens()["input_ids"]).logits.flatten(0, 1), F.pad(tokens()["labels"], (0, 1), value=-100)[:, 1:].flatten()
+    expected = dft(logits, labels)
+    x, w = torch.randn(24, 64, device=DEVICE), torch.randn(50, 64, device=DEVICE)
+    torch.testing.assert_close(LigerFusedLinearCrossEntropyLoss()(w, x, labels.clamp(max=49)), dft(x @ w.t(), labels.clamp(max=49)))
+    torch.testing.assert_close(patched().train()(**tokens()).loss, expected)
+    model = make("llama", num_hidden_layers=1)
+    expected = dft(model(tokens()["input_ids"]).logits.flatten(0, 1), labels)
+    liger._apply_liger_kernel_to_instance(model=model)
+    torch.testing.assert_close(torch.compile(model, backend="eager")(**tokens(), use_cache=False).loss, expected)
+
+
+def test_axolotl_0_19_wraps_the_pair_under_compile():
+    """``torch_compile: true`` asks for two names by getattr, and puts wrappers in their place."""
+    import liger_kernel.ops.fused_linear_cross_entropy as module
+
+    for name in ("fused_linear_cross_entropy_forward", "fused_linear_cross_entropy_backward"):
+        original = getattr(module, name)
+        setattr(module, name, functools.wraps(original)(torch.compiler.disable(lambda *a, original=original, **k: original(*a, **k))))
+        try:
+            torch.testing.assert_close(patched().train()(**tokens()).loss, make("llama").train()(**tokens()).loss)
+        finally:
+            setattr(module, name, original)
+
+
+# -- flags by signature --------------------------------------------------------------------
+
+
+def test_signatures_can_be_read():
+    """axolotl and LLaMA-Factory build keywords from them: real names, all of them flags but ``model``."""
+    for model_type, apply in liger.MODEL_TYPE_TO_APPLY_LIGER_FN.items():
+        parameters = inspect.signature(apply).parameters
+        assert "model" in parameters, model_type
+        for p in parameters.values():
+            flag = isinstance(p.default, bool) if p.name != "model" else p.default is None
+            assert p.kind is p.POSITIONAL_OR_KEYWORD and flag, (model_type, p)
+
+
+@pytest.mark.parametrize(
+    "keys", [{}, {"liger_rms_norm": True}, {"liger_rope": True, "liger_glu_activation": True, "liger_fused_linear_cross_entropy": True}], ids=str
+)
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen3_moe"])
+def test_axolotl_0_19_keys(model_type, keys):
+    """Before the model is made, on the classes; keys that the YAML leaves out are None, and off."""
+    expected = step(make(model_type))[1]
+    apply = liger.MODEL_TYPE_TO_APPLY_LIGER_FN[model_type]
+    known = inspect.signature(apply).parameters
+    kwargs = {n: keys.get(f"liger_{n}") for n in ("rope", "cross_entropy", "fused_linear_cross_entropy", "rms_norm", "layer_norm") if n in known}
+    kwargs |= {n: keys.get("liger_glu_activation") for n in ("geglu", "swiglu") if n in known}
+    apply(**kwargs)
+    model = make(model_type)
+    out, learned = step(model)
+    assert (out.logits is None) == bool(keys.get("liger_fused_linear_cross_entropy"))
+    norm = next(m for m in model.modules() if "RMSNorm" in type(m).__name__)
+    assert hasattr(type(norm).forward, "_liger") == bool(keys.get("liger_rms_norm"))
+    assert_same_learning(learned, expected)
+
+
+def test_axolotl_0_19_generic_forward():
+    """``models/base.py``: a forward of its own around ``LigerForCausalLMLoss``, for model types that it knows nothing about."""
+    from liger_kernel.transformers.trainer.orpo_trainer import _FSDPForwardRedirection
+
+    from liger_kernel.transformers.model.loss_utils import LigerForCausalLMLoss
+    from liger_kernel.utils import PEFT_AVAILABLE
+
+    assert callable(_FSDPForwardRedirection()) and isinstance(PEFT_AVAILABLE, bool)
+    stock = make("llama")
+    for kwargs in ({}, {"num_items_in_batch": 5}):
+        expected = stock.loss_function(stock(tokens()["input_ids"]).logits, tokens()["labels"], stock.config.vocab_size, **kwargs)
+        hidden = stock.model(tokens()["input_ids"])[0]
+        found = LigerForCausalLMLoss(
+            hidden_states=hidden, lm_head_weight=stock.lm_head.weight, labels=tokens()["labels"], hidden_size=64, shift_labels=None, use_cache=False, **kwargs
+        )
+        torch.testing.assert_close(found, expected)
+    ignored = torch.full_like(tokens()["labels"], -100)
+    assert LigerForCausalLMLoss(hidden, stock.lm_head.weight, ignored, 64) == 0
+    both = LigerForCausalLMLoss(hidden, stock.lm_head.weight, tokens()["labels"], 64, return_token_accuracy=True, return_predicted_tokens=True)
+    assert both.token_accuracy.ndim == 0 and both.predicted_tokens.shape == (24,)
+    transposed = hidden.transpose(0, 1).contiguous().transpose(0, 1)  # not contiguous
+    torch.testing.assert_close(LigerForCausalLMLoss(transposed, stock.lm_head.weight, tokens()["labels"], 64), both.loss)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
+def test_llama_factory_0_9_5(model_type):
+    """``require_logits``: losses that need logits get the fused cross entropy on them, on the classes, and torch's own stays."""
+    apply = getattr(liger, f"apply_liger_kernel_to_{model_type}")
+    assert "fused_linear_cross_entropy" in inspect.signature(apply).parameters
+    expected = step(make(model_type))
+    apply(fused_linear_cross_entropy=False, cross_entropy=True)
+    out, learned = step(make(model_type))
+    torch.testing.assert_close(out.logits, expected[0].logits)
+    assert_same_learning(learned, expected[1])
+
+
+def test_llama_factory_0_9_5_v1():
+    """Every parameter but ``model`` is a toggle, and all of them are passed."""
+    apply = liger.apply_liger_kernel_to_qwen3
+    toggles = [n for n in inspect.signature(apply).parameters if n != "model"]
+    model = make("qwen3")
+    expected = step(make("qwen3"))[1]
+    apply(**{n: n in ("rms_norm", "fused_linear_cross_entropy") for n in toggles}, model=model)
+    out, learned = step(model)
+    assert out.logits is None
+    assert_same_learning(learned, expected)
+
+
+def test_rlinf_0_3():
+    from liger_kernel.transformers import apply_liger_kernel_to_qwen2, apply_liger_kernel_to_qwen3_moe
+
+    for model_type, apply in (("qwen2", apply_liger_kernel_to_qwen2), ("qwen3_moe", apply_liger_kernel_to_qwen3_moe)):
+        model, expected = make(model_type), step(make(model_type))[1]
+        apply(rope=True, rms_norm=True, swiglu=True, fused_linear_cross_entropy=True, model=model)
+        assert_same_learning(step(model)[1], expected)
+
+
+def test_nemo_automodel_0_7():
+    model = make("mistral")
+    expected = step(make("mistral"))[1]
+    liger.apply_liger_kernel_to_mistral(model=model, rope=False, cross_entropy=False, fused_linear_cross_entropy=False)
+    out, learned = step(model)
+    assert out.logits is not None
+    assert_same_learning(learned, expected)
+    liger._apply_liger_kernel_to_instance(model=model)
+    assert step(model)[0].logits is None
+
+
+def test_oumi_0_9_patches_after_the_model_is_made():
+    model, expected = make("llama"), step(make("llama"))[1]
+    liger._apply_liger_kernel(model.config.model_type)
+    out, learned = step(model)
+    assert out.logits is None
+    assert_same_learning(learned, expected)
+
+
+def test_an_unknown_keyword_of_a_user_raises():
+    with pytest.raises(TypeError, match="it takes rope"):
+        liger.apply_liger_kernel_to_llama(rms_nrom=True)
+    assert liger._apply_liger_kernel_to_instance(model=nn.Linear(2, 2), rope=True, unheard_of=None) is None
+
+
+# -- models from the auto class ------------------------------------------------------------
+
+
+def test_openrlhf_0_11_and_arctic_0_8(tmp_path):
+    make("llama").save_pretrained(tmp_path)
+    expected = step(make("llama"))[1]
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    for kwargs in (
+        dict(trust_remote_code=True, attn_implementation="eager", quantization_config=None, torch_dtype=torch.float32, device_map=None),
+        dict(config=config, attn_implementation="sdpa", dtype=torch.float32, swiglu=False),
+    ):
+        model = liger.AutoLigerKernelForCausalLM.from_pretrained(str(tmp_path), **kwargs).to(DEVICE)
+        assert type(model) is transformers.LlamaForCausalLM
+        out, learned = step(model.train())
+        assert out.logits is None
+        assert_same_learning(learned, expected)
+        liger.restore()
+
+
+def test_instructlab_0_16(tmp_path):
+    make("llama").save_pretrained(tmp_path)
+    model = liger.AutoLigerKernelForCausalLM.from_pretrained(
+        pretrained_model_name_or_path=str(tmp_path), quantization_config=None, cross_entropy=True, fused_linear_cross_entropy=False
+    )
+    out, learned = step(model.to(DEVICE).train())
+    expected = step(make("llama"))
+    torch.testing.assert_close(out.logits, expected[0].logits)
+    assert_same_learning(learned, expected[1])
+
+
+def test_skyrl_0_3_without_memory():
+    config = make("llama").config
+    with torch.device("meta"):
+        model = liger.AutoLigerKernelForCausalLM.from_config(config, trust_remote_code=True)
+    model.to_empty(device=DEVICE).load_state_dict(make("llama").state_dict())
+    for name, buffer in make("llama").named_buffers():
+        model.get_buffer(name).copy_(buffer)
+    out, learned = step(model.train())
+    assert out.logits is None
+    assert_same_learning(learned, step(patched())[1])
+
+
+# -- functions and modules -----------------------------------------------------------------
+
+
+def test_verl_0_9_1():
+    """At import, when patching, and as the head of policies: NLL and entropy of every token, both differentiable."""
+    from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
+
+    from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction
+
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(9, 16, device=DEVICE, requires_grad=True), torch.randn(31, 16, device=DEVICE, requires_grad=True)
+    ids = torch.randint(0, 31, (9,), device=DEVICE)
+    nll, entropy = LigerFusedLinearScaledCrossEntropyFunction.apply(hidden, weight, ids, 0.7, -100, 1, True)
+    log_p = (hidden @ weight.t() / 0.7).log_softmax(-1)
+    want = -log_p.gather(1, ids[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    torch.testing.assert_close((nll, entropy), want)
+    grad = lambda a, b: torch.autograd.grad((a * 0.3 - b).sum(), (hidden, weight))
+    torch.testing.assert_close(grad(nll, entropy), grad(*want), rtol=1e-4, atol=1e-5)
+
+    model = make("llama")
+    _apply_liger_kernel_to_instance(model=model, fused_linear_cross_entropy=False, swiglu=True)
+    own = types.MethodType(lambda self, **batch: transformers.LlamaForCausalLM.forward(self, **batch), model)
+    model.forward = own  # verl puts a forward of its own there afterwards: norms, ropes and MLPs do not depend on ours
+    assert_same_learning(step(model)[1], step(make("llama"))[1])
+    assert any("_liger_stock" in m.__dict__ for m in model.model.modules())
+
+
+def test_lmms_engine_0_1_4():
+    """It walks the model itself and patches module by module; wrappers of PEFT are looked into."""
+    from liger_kernel.transformers.monkey_patch import _patch_layer_norm_module, _patch_rms_norm_module, _patch_swiglu_module
+    from liger_kernel.transformers.swiglu import LigerSwiGLUMLP
+
+    from liger_kernel.transformers.model.qwen2 import lce_forward_deprecated
+
+    model, expected = make("qwen2"), step(make("qwen2"))[1]
+    for _ in range(2):  # again changes nothing
+        _patch_rms_norm_module(model.model.norm)
+        for layer in model.model.layers:
+            _patch_swiglu_module(layer.mlp, LigerSwiGLUMLP)
+            _patch_rms_norm_module(layer.input_layernorm, offset=0.0, casting_mode="llama")
+            _patch_rms_norm_module(layer.post_attention_layernorm)
+    model.forward = types.MethodType(lce_forward_deprecated, model)
+    out, learned = step(model)
+    assert out.logits is None
+    assert_same_learning(learned, expected)
+    norm = nn.LayerNorm(8, eps=1e-3).to(DEVICE)
+    x = torch.randn(3, 8, device=DEVICE)
+    want = norm(x)
+    _patch_layer_norm_module(norm, eps=7.0)  # it has an eps of its own
+    assert "forward" in norm.__dict__
+    torch.testing.assert_close(norm(x), want)
+    liger.restore(norm)
+    liger.restore(model.model)
+    assert "forward" not in norm.__dict__ and not any("forward" in m.__dict__ for m in model.model.modules())
+
+
+def test_lmms_engine_0_1_4_and_peft():
+    peft = pytest.importorskip("peft", reason="peft is not installed: make setup")
+    from liger_kernel.transformers.monkey_patch import _patch_rms_norm_module
+
+    model = peft.get_peft_model(make("qwen2"), peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["norm"]))
+    wrapper = model.base_model.model.model.norm
+    x = torch.randn(3, 64, device=DEVICE)
+    expected = wrapper(x)
+    _patch_rms_norm_module(wrapper)
+    assert "forward" in wrapper.original_module.__dict__ and "forward" in wrapper.modules_to_save["default"].__dict__
+    torch.testing.assert_close(wrapper(x), expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_forwards_as_functions(name):
+    """User code assigns ``lce_forward`` to a class."""
+    module = __import__(f"liger_kernel.transformers.model.{name}", fromlist=["lce_forward"])
+    cls = type(make(name))
+    stock, cls.forward = cls.forward, module.lce_forward
+    try:
+        out, learned = step(make(name))
+    finally:
+        cls.forward = stock
+    assert out.logits is None and type(out).__name__ == "LigerCausalLMOutputWithPast"
+    assert_same_learning(learned, step(make(name))[1])
+
+
+def test_modelopt_0_47():
+    """The head is made to return hidden states, and its loss called from outside, in the head's dtype."""
+    model = make("llama", torch.bfloat16)
+    model.lm_head.forward = lambda x: x
+    hidden = model(tokens()["input_ids"]).logits.float().to(model.lm_head.weight.dtype)
+    labels = tokens()["labels"]
+    for smoothing in (0.0, 0.1):
+        loss = loss_utils.LigerForCausalLMLoss(
+            hidden_states=hidden, lm_head_weight=model.lm_head.weight, labels=labels, hidden_size=64, num_items_in_batch=None, ignore_index=-100,
+            label_smoothing=smoothing,
+        )  # fmt: skip
+        logits = F.linear(hidden, model.lm_head.weight)[:, :-1].float()
+        want = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), label_smoothing=smoothing)
+        torch.testing.assert_close(loss.float(), want, rtol=1e-2, atol=1e-2)
+    s, t = torch.randn(6, 8, device=DEVICE), torch.randn(6, 8, device=DEVICE)
+    w, v = torch.randn(20, 8, device=DEVICE), torch.randn(20, 8, device=DEVICE)
+    shift = torch.tensor([1, -100, 3, 4, 5, 6], device=DEVICE)
+    found = liger.LigerFusedLinearJSD(jsd_beta=0.5, ignore_index=-100, temperature=2.0)(s, w, t, v, shift)
+    q, p = ((a @ b.t() / 2).log_softmax(-1)[shift != -100] for a, b in ((s, w), (t, v)))
+    m = ((p.exp() + q.exp()) / 2).log()
+    torch.testing.assert_close(found, (p.exp() * (p - m) + q.exp() * (q - m)).sum(-1).mean() / 2)
+
+
+def test_unsloth_2026_10_sets_options_of_a_made_loss():
+    from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
+
+    torch.manual_seed(0)
+    x, w, t = torch.randn(1, 6, 8), torch.randn(20, 8), torch.randint(0, 20, (1, 6))
+    made = LigerFusedLinearJSDLoss(beta=0.3, temperature=2.0, compiled=False)
+    assert (made.weight_hard_loss, made.weight_soft_loss) == (0.5, 0.5)
+    made.weight_hard_loss, made.weight_soft_loss, made.temperature = 0.0, 1.0, 1.0
+    fresh = LigerFusedLinearJSDLoss(weight_hard_loss=0.0, weight_soft_loss=1.0, beta=0.3, ignore_index=-100, temperature=1.0, compiled=False)
+    call = lambda loss: loss(student_input=x, student_weight=w, teacher_input=x + 1, teacher_weight=w, true_labels=t, student_bias=None, teacher_bias=None)
+    assert torch.equal(call(made), call(fresh))
+
+
+def test_ms_swift_4_6_grpo():
+    from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
+
+    torch.manual_seed(0)
+    x, w, ids = torch.randn(4, 5, 8), torch.randn(20, 8), torch.randint(0, 20, (4, 5))
+    loss = LigerFusedLinearGRPOLoss(beta=0.04, compiled=False, epsilon_low=0.2, epsilon_high=0.28, temperature=0.9, use_ref_model=True,
+                                    loss_type="grpo", max_completion_length=5, importance_sampling_level="token",
+                                    sapo_temperature_pos=1.0, sapo_temperature_neg=1.05)  # fmt: skip
+    logp = (x @ w.t() / 0.9).log_softmax(-1).gather(-1, ids[..., None])[..., 0]
+    advantages = torch.tensor([1.0, -1.0, 0.5, 0.0])
+    found, metrics = loss(_input=x, lin_weight=w, selected_token_ids=ids, attention_mask=torch.ones(4, 5), advantages=advantages,
+                          old_per_token_logps=None, ref_per_token_logps=logp, vllm_is_ratio=torch.ones(4, 1))  # fmt: skip
+    torch.testing.assert_close(found, torch.tensor(-0.125), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(metrics[0], torch.tensor(0.0), rtol=0, atol=1e-6)
+
+
+def test_the_head_that_trl_is_going_to_need():
+    """Log-probabilities and entropies of tokens from hidden states, with gradients: what remains of its losses are formulas."""
+    from liger_kernel.ops import linear_logprobs
+
+    torch.manual_seed(0)
+    x, w = torch.randn(2 * 5, 8, requires_grad=True), torch.randn(20, 8, requires_grad=True)
+    ids = torch.randint(0, 20, (2 * 5,))
+    logp, entropy = linear_logprobs(x, w, ids, temperature=0.8, return_entropy=True)
+    log_p = (x @ w.t() / 0.8).log_softmax(-1)
+    want = log_p.gather(1, ids[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    torch.testing.assert_close((logp, entropy), want)
+    grad = lambda pair: torch.autograd.grad((pair[0].exp() - 0.1 * pair[1]).sum(), (x, w))
+    torch.testing.assert_close(grad((logp, entropy)), grad(want), rtol=1e-4, atol=1e-5)
+
+
+# -- accelerate ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["patched-then-prepared", "prepared-then-patched"])
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_accelerate_1_15_prepares(first, precision):
+    """Its autocast wrapper goes around a bound method, and can be taken off."""
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed: make setup")
+
+    def run(use: bool) -> tuple[Any, dict[str, torch.Tensor]]:
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+        accelerator = accelerate.Accelerator(mixed_precision=precision, cpu=DEVICE == "cpu")
+        model = make("llama")
+        if use and first:
+            liger._apply_liger_kernel_to_instance(model=model)
+        prepared = accelerator.prepare(model)
+        if use and not first:
+            liger._apply_liger_kernel_to_instance(model=accelerator.unwrap_model(prepared))
+        out, learned = step(prepared)
+        assert inspect.ismethod(accelerator.unwrap_model(prepared, keep_fp32_wrapper=False).forward)
+        return out, learned
+
+    (out, learned), (_, expected) = run(True), run(False)
+    assert out.logits is None
+    if precision == "no":
+        assert_same_learning(learned, expected)
+    else:
+        torch.testing.assert_close(learned["loss"], expected["loss"], rtol=1e-2, atol=1e-2)
+
+
+def test_accelerate_1_15_device_map(tmp_path):
+    """Weights that come and go: layers on disk, the head offloaded."""
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed: make setup")
+    expected = make("llama").eval()(**tokens()).loss
+    places = {
+        "model.embed_tokens": DEVICE,
+        "model.layers.0": "disk",
+        "model.layers.1": DEVICE,
+        "model.norm": DEVICE,
+        "model.rotary_emb": DEVICE,
+        "lm_head": "disk",
+    }
+    for first in (True, False):
+        model = make("llama").eval()
+        if first:
+            liger._apply_liger_kernel_to_instance(model=model)
+        model = accelerate.dispatch_model(model, device_map=dict(places), main_device=DEVICE, offload_dir=str(tmp_path / str(first)), force_hooks=True)
+        if not first:
+            liger._apply_liger_kernel_to_instance(model=model)
+        with torch.no_grad():
+            out = model(**tokens(), skip_logits=True, use_cache=False)
+        assert out.logits is None
+        torch.testing.assert_close(out.loss, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_deep_copies_are_patched_for_themselves():
+    """Trainers copy a model to make the reference of it."""
+    model = patched()
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    assert_same_learning(step(copied)[1], step(make("llama"))[1])

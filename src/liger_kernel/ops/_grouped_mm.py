@@ -23,9 +23,31 @@ GROUP_M = 8  # tiles of rows that share a tile of columns before the next one: w
 
 
 @jit
+def _product(
+    a_tile, b_tile, begin, end, rows, cols, k, K, b_stride_k,
+    EVEN_K: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Of the columns of a and rows of b from ``begin`` to ``end``."""
+    a_tile += begin
+    b_tile += tl.cast(b_stride_k, tl.int64) * begin
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for done in range(begin, end, BLOCK_K):
+        if EVEN_K:
+            a = tl.load(a_tile, mask=rows, other=0.0)
+            b = tl.load(b_tile, mask=cols, other=0.0)
+        else:
+            a = tl.load(a_tile, mask=rows & (done + k < K)[None, :], other=0.0)
+            b = tl.load(b_tile, mask=(done + k < K)[:, None] & cols, other=0.0)
+        total = tl.dot(a, b, total, input_precision=PRECISION)
+        a_tile += BLOCK_K
+        b_tile += tl.cast(b_stride_k, tl.int64) * BLOCK_K
+    return total
+
+
+@jit
 def _mm(
-    a_ptr, b_ptr, y_ptr, offs_ptr, E, K, N, b_stride_e, b_stride_k, b_stride_n, EVEN_K: tl.constexpr, PRECISION: tl.constexpr, GROUP_M: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    a_ptr, b_ptr, y_ptr, offs_ptr, E, K, N, b_stride_e, b_stride_k, b_stride_n, EVEN_K: tl.constexpr, SPAN: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP_M: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     e = tl.arange(0, BLOCK_E)
     begin = tl.load(offs_ptr + e - 1, mask=(e > 0) & (e < E), other=0)
@@ -48,17 +70,13 @@ def _mm(
         k = tl.arange(0, BLOCK_K)
         a_tile = a_ptr + start.to(tl.int64) * K + row * K + k[None, :]
         b_tile = b_ptr + group.to(tl.int64) * b_stride_e + k[:, None].to(tl.int64) * b_stride_k + col * b_stride_n
-        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for done in range(0, K, BLOCK_K):
-            if EVEN_K:
-                a = tl.load(a_tile, mask=row < rows, other=0.0)
-                b = tl.load(b_tile, mask=col < N, other=0.0)
-            else:
-                a = tl.load(a_tile, mask=(row < rows) & (done + k < K)[None, :], other=0.0)
-                b = tl.load(b_tile, mask=(done + k < K)[:, None] & (col < N), other=0.0)
-            total = tl.dot(a, b, total, input_precision=PRECISION)
-            a_tile += BLOCK_K
-            b_tile += tl.cast(b_stride_k, tl.int64) * BLOCK_K
+        if SPAN == 0:
+            total = _product(a_tile, b_tile, 0, K, row < rows, col < N, k, K, b_stride_k, EVEN_K, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
+        else:
+            total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            for first_k in range(0, K, SPAN):
+                last_k = tl.minimum(first_k + SPAN, K)
+                total += _product(a_tile, b_tile, first_k, last_k, row < rows, col < N, k, K, b_stride_k, EVEN_K, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
         y_tile = y_ptr + start.to(tl.int64) * N + row * N + col
         tl.store(y_tile, total.to(y_ptr.dtype.element_ty), mask=(row < rows) & (col < N))
 
@@ -152,7 +170,7 @@ def grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
         return y
     tile = _tile(a, b)
     launch(_mm, _programs((cdiv(M, tile["BLOCK_M"]) + min(E, M)) * cdiv(N, tile["BLOCK_N"])), a, b, y, offs, E, K, N, *b.stride(),
-           EVEN_K=K % tile["BLOCK_K"] == 0, GROUP_M=GROUP_M, BLOCK_E=next_power_of_2(E), **tile)  # fmt: skip
+           EVEN_K=K % tile["BLOCK_K"] == 0, SPAN=128 if a.dtype == torch.float32 else 0, GROUP_M=GROUP_M, BLOCK_E=next_power_of_2(E), **tile)  # fmt: skip
     return y
 
 

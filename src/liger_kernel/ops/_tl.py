@@ -47,7 +47,7 @@ def div(a, b):
 
 @jit
 def rsqrt(x):
-    """1 / sqrt(x) to a unit in the last place."""
+    """1 / sqrt(x) to one and a half units in the last place."""
     return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), tl.sqrt_rn(x))
 
 
@@ -57,6 +57,12 @@ def exp(x):
     n = tl.floor(x * 1.4426950408889634 + 0.5)
     r = (x - n * 0.693359375) + n * 2.12194440e-4  # ln 2 in two parts, the first of so few bits that its product is exact (Cody and Waite)
     return tl.where(tl.abs(x) < 80.0, tl.exp2(r * 1.4426950408889634) * tl.exp2(n), tl.exp(x))
+
+
+@jit
+def exp_of(x, PRECISE: tl.constexpr):
+    """exp(x), in as many instructions as the result is worth: fp32 data take the accurate one."""
+    return exp(x) if PRECISE else tl.exp(x)
 
 
 @jit

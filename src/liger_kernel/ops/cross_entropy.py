@@ -28,7 +28,7 @@ from torch import Tensor
 from liger_kernel.ops import _config
 from liger_kernel.ops._op import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, rows_of, tracing, use_kernels
 from liger_kernel.ops._reduce import scaled
-from liger_kernel.ops._tl import jit, log, tanh, tl
+from liger_kernel.ops._tl import exp_of, jit, log, tanh, tl
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -121,7 +121,7 @@ def _finite(x):
 @jit
 def _sums(
     z_ptr, bias_ptr, w_ptr, V, shift, logit_scale, cap, lane, HAS_W: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr,
-    SMOOTH: tl.constexpr, STATS: tl.constexpr, MEAN: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+    SMOOTH: tl.constexpr, STATS: tl.constexpr, MEAN: tl.constexpr, ENTROPY: tl.constexpr, PRECISE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A row's sums over classes of e = exp(z - shift), e (z - shift), w z and z, and the class of the largest z; what no flag asks for is 0."""
     total = tl.zeros((BLOCK,), tl.float32)
@@ -143,7 +143,7 @@ def _sums(
             top = tl.where(higher, z, top)
             at = tl.where(higher, col, at)
         d = tl.where(mask, z - shift, -float("inf"))
-        e = tl.exp(d)
+        e = exp_of(d, PRECISE)
         total += e
         if ENTROPY:
             weighted += e * tl.maximum(d, -3e38)
@@ -215,7 +215,7 @@ def _rows(
             z, _ = _logits(z_ptr, bias_ptr, lane, lane < V, logit_scale, cap, HAS_BIAS, HAS_SCALE, HAS_CAP, "evict_last")
             lse = _finite(tl.max(tl.where(lane < V, z, -float("inf")), axis=0))
             row_total, weighted, wz_sum, z_sum, best = _sums(
-                z_ptr, bias_ptr, w_ptr, V, lse, logit_scale, cap, lane, HAS_W, HAS_BIAS, HAS_SCALE, HAS_CAP, SMOOTH, STATS, MEAN, ENTROPY, BLOCK
+                z_ptr, bias_ptr, w_ptr, V, lse, logit_scale, cap, lane, HAS_W, HAS_BIAS, HAS_SCALE, HAS_CAP, SMOOTH, STATS, MEAN, ENTROPY, PRECISE, BLOCK
             )
             if (row_total == float("inf")) | (row_total < 1e-30):
                 top = tl.full((BLOCK,), -float("inf"), tl.float32)
@@ -224,7 +224,7 @@ def _rows(
                     top = tl.maximum(top, tl.where(start + lane < V, z, -float("inf")))
                 lse = _finite(tl.max(top, axis=0))
                 row_total, weighted, wz_sum, z_sum, best = _sums(
-                    z_ptr, bias_ptr, w_ptr, V, lse, logit_scale, cap, lane, HAS_W, HAS_BIAS, HAS_SCALE, HAS_CAP, SMOOTH, STATS, MEAN, ENTROPY, BLOCK
+                    z_ptr, bias_ptr, w_ptr, V, lse, logit_scale, cap, lane, HAS_W, HAS_BIAS, HAS_SCALE, HAS_CAP, SMOOTH, STATS, MEAN, ENTROPY, PRECISE, BLOCK
                 )
             low = log(row_total)
             if ENTROPY:
@@ -275,7 +275,7 @@ def _rows(
                 slope = spread
                 if HAS_GE:
                     slope += ge * ((lse - tl.maximum(z, -3e38)) - (entropy - low))
-                dz = (tl.exp((z - lse) - low) if PRECISE else tl.exp2(z * _LOG2E - lse * _LOG2E)) * slope  # one instruction less
+                dz = (exp_of((z - lse) - low, True) if PRECISE else tl.exp2(z * _LOG2E - lse * _LOG2E)) * slope  # one instruction less
                 if SMOOTH:
                     dz -= factor * smooth * (tl.load(w_ptr + col, mask=mask, other=0.0).to(tl.float32) if HAS_W else 1.0)
                 if HAS_CAP:
@@ -285,7 +285,7 @@ def _rows(
             slope = spread
             if HAS_GE:
                 slope += ge * ((lse - tl.maximum(z_y, -3e38)) - (entropy - low))
-            dz_y = tl.exp((z_y - lse) - low) * slope - factor * on
+            dz_y = exp_of((z_y - lse) - low, PRECISE) * slope - factor * on
             if SMOOTH:
                 dz_y -= factor * smooth * w_y
             if HAS_CAP:

@@ -99,13 +99,14 @@ def dyt_bwd(
     blocks = cdiv(N, c.block_n)
     programs = max(1, min(cdiv(4 * c.per_sm * _config.processors(), max(blocks, 1)), cdiv(M, c.block_m)))
     dx = x.new_empty((M, N) if need_dx else 0)
-    partials = lambda need, *shape: x.new_empty(shape if need else (0, 0), dtype=torch.float32)
-    a, g, b = partials(need_dalpha, programs * blocks, 1), partials(need_dgamma, programs, N), partials(need_dbeta, programs, N)
+    partials = lambda need, *shape: x.new_empty(shape if need else 0, dtype=torch.float32)
+    a, g, b = partials(need_dalpha, programs * blocks), partials(need_dgamma, programs, N), partials(need_dbeta, programs, N)
     launch(_bwd, (programs * blocks,), dy, x, alpha, gamma, dx, a, g, b, M, N, dy.stride(0), x.stride(0),
            NEED_DX=need_dx, NEED_DALPHA=need_dalpha, NEED_DGAMMA=need_dgamma, NEED_DBETA=need_dbeta,
            BLOCK_M=c.block_m, BLOCK_N=c.block_n, STAGES=c.stages, num_warps=c.num_warps)  # fmt: skip
     summed = lambda need, partials, like: column_sum(partials, like.dtype) if need else x.new_empty(0)
-    return dx, summed(need_dalpha, a, alpha), summed(need_dgamma, g, gamma), summed(need_dbeta, b, beta)
+    dalpha = a.sum(dtype=torch.float64).to(alpha.dtype).view(1) if need_dalpha else x.new_empty(0)  # of millions of terms of either sign
+    return dx, dalpha, summed(need_dgamma, g, gamma), summed(need_dbeta, b, beta)
 
 
 class LigerDyTFunction(torch.autograd.Function):

@@ -348,7 +348,9 @@ def mhc_coeffs(
     if not use_kernels(x) or H > MAX_STREAMS or not x.numel():
         options = dict(tmax=tmax, rms_eps=rms_eps, pre_eps=pre_eps, sinkhorn_eps=sinkhorn_eps, post_mult=post_mult)
         return coeffs_reference(x, phi, b, alpha_pre, alpha_post, alpha_res, **options)  # type: ignore[arg-type]
-    return LigerMHCCoeffsFunction.apply(x, phi, b, alpha_pre, alpha_post, alpha_res, True, tmax, rms_eps, pre_eps, sinkhorn_eps, post_mult)
+    outer, x = x.shape[:-2], x.reshape(-1, H, C)
+    pre, post, res = LigerMHCCoeffsFunction.apply(x, phi, b, alpha_pre, alpha_post, alpha_res, True, tmax, rms_eps, pre_eps, sinkhorn_eps, post_mult)
+    return pre.view(*outer, H), post.view(*outer, H), res.view(*outer, H, H)
 
 
 # -- mixing: y_o = sum_i a_oi x_i + p_o f, of O outputs; one output and no f for x_in -----------------------

@@ -58,7 +58,8 @@ class LigerMultiTokenAttentionFunction(torch.autograd.Function):
         p = (sparsemax_fwd if sparse else softmax_fwd)(rows_of(scores), True).view(scores.shape)
         ctx.save_for_backward(p, weight)
         ctx.conv, ctx.sparse = (_pair(stride), _pair(padding), _pair(dilation), groups), sparse
-        return F.conv2d(p, weight, bias, *ctx.conv).tril_()
+        y = F.conv2d(p, weight, bias, *ctx.conv)
+        return y.tril() if torch.compiler.is_compiling() else y.tril_()  # torch.compile of 2.11 loses the gradient of the latter
 
     @staticmethod
     @once_differentiable

@@ -235,7 +235,8 @@ def qk_norm_rope_bwd(
     block_r, block_rest = _blocks(D, half)
     # A tile is x, its gradient and a sum for dw, 16 values of each a thread: four programs of 4 warps and up to 128 registers a thread fill a processor,
     # with two tiles each on their way, 64 KB, what it takes to hide the latency of memory. q, then k: both in one kernel are short of scalar registers on CDNA.
-    c = _config.tile("qk_norm_rope_bwd", 2 * block_r + block_rest * (2 * half < D), q.itemsize, elements=2048, pipelined=2 * 4)
+    name = "qk_norm_rope_bwd" if 2 * half == D else "qk_norm_rope_bwd_partial"
+    c = _config.tile(name, 2 * block_r + block_rest * (2 * half < D), q.itemsize, elements=2048, pipelined=2 * 4)
     programs = max(1, min(_config.processors() * max(c.per_sm, 16 // c.num_warps), B * T))
     partials = q.new_empty((programs, D * (need_dwq + need_dwk)) if need_dwq or need_dwk else 0, dtype=torch.float32)
     dxs = []

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from liger_kernel.ops import _config
 from liger_kernel.ops._op import Case, Cost, T, launch, launcher, nbytes, once_differentiable, op, rows_of, tracing, use_kernels
-from liger_kernel.ops._tl import cdiv, div, exp, jit, tl
+from liger_kernel.ops._tl import cdiv, div, exp_of, jit, tl
 
 MAX_N = 32768  # columns that one program holds in registers: 32 fp32 values a thread
 MAX_N_BWD = 16384  # the same for two tensors
@@ -20,11 +20,6 @@ MAX_N_BWD = 16384  # the same for two tensors
 
 def reference(x: Tensor, *, dim: int = -1) -> Tensor:
     return torch.softmax(x, dim)
-
-
-@jit
-def _exp(x, PRECISE: tl.constexpr):
-    return exp(x) if PRECISE else tl.exp(x)
 
 
 @jit
@@ -41,7 +36,7 @@ def _fwd(x_ptr, y_ptr, M, N, x_stride, CAUSAL: tl.constexpr, BLOCK_M: tl.constex
     seen = mask & (col[None, :] <= (row % N)[:, None]) if CAUSAL else mask
     x = tl.load(x_ptr + row[:, None] * x_stride + col[None, :], mask=seen, other=-float("inf")).to(tl.float32)
     PRECISE: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
-    e = _exp(x - tl.max(x, axis=1)[:, None], PRECISE)
+    e = exp_of(x - tl.max(x, axis=1)[:, None], PRECISE)
     y = _over(e, tl.sum(e, axis=1)[:, None], PRECISE)
     tl.store(y_ptr + row[:, None] * N + col[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
 
@@ -52,7 +47,7 @@ def _total(x_ptr, N, shift, lane, BLOCK: tl.constexpr):
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, N, BLOCK):
         x = tl.load(x_ptr + start + lane, mask=start + lane < N, other=-float("inf"), eviction_policy="evict_last").to(tl.float32)
-        total += _exp(x - shift, x_ptr.dtype.element_ty == tl.float32)
+        total += exp_of(x - shift, x_ptr.dtype.element_ty == tl.float32)
     return tl.sum(total, axis=0)
 
 
@@ -78,7 +73,7 @@ def _fwd_long(x_ptr, y_ptr, N, x_stride, CAUSAL: tl.constexpr, BLOCK: tl.constex
     for i in range(0, blocks):
         col = (blocks - 1 - i) * BLOCK + lane
         x = tl.load(x_ptr + col, mask=col < end, other=-float("inf"), eviction_policy="evict_first").to(tl.float32)
-        y = _over(_exp(x - shift, x_ptr.dtype.element_ty == tl.float32), total, x_ptr.dtype.element_ty == tl.float32)
+        y = _over(exp_of(x - shift, x_ptr.dtype.element_ty == tl.float32), total, x_ptr.dtype.element_ty == tl.float32)
         tl.store(y_ptr + col, y.to(y_ptr.dtype.element_ty), mask=col < N, eviction_policy="evict_first")
 
 

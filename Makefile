@@ -18,10 +18,11 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 endif
 
-.PHONY: help setup demo test lint format hooks clean
+.PHONY: help setup demo test test-integrations lint format hooks clean
 help:
 	@echo "make demo    train a small Llama twice, stock and with our kernels, and compare (runs/demo)"
 	@echo "make test    the whole test suite"
+	@echo "make test-integrations   TRL, axolotl, Lightning ... themselves, each in an environment of its own (.venv-integrations); ARGS='trl frameworks -k dpo'"
 	@echo "make lint    ruff and mypy;  make format  lets ruff repair what it can;  make hooks  installs the pre-commit hooks"
 	@echo "make setup   only .venv;  make clean  removes .venv and caches"
 	@sed -n 's/^#   /  /p' Makefile
@@ -35,6 +36,9 @@ demo: $(READY)
 test: $(READY)
 	@workers=; if [ $(JOBS) -gt 1 ] && $(PY) -c 'import xdist' 2>/dev/null; then workers='-n $(JOBS)'; fi; \
 	set -x; OMP_NUM_THREADS=1 PYTHONPATH=src $(PY) -m pytest $$workers $(ARGS)
+
+test-integrations: $(READY)
+	OMP_NUM_THREADS=1 PYTHONPATH=src $(PY) tests/integrations/environments.py $(ARGS)
 
 lint: $(READY)
 	$(PY) -m ruff check .
@@ -58,4 +62,4 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) .venv-integrations .pytest_cache .ruff_cache .mypy_cache

@@ -1,0 +1,75 @@
+"""The frameworks that tests/integrations runs: environments over the one at hand, which brings PyTorch and everything else.
+
+python tests/integrations/environments.py              all of them, one after the other
+python tests/integrations/environments.py trl-1.12 frameworks -k dpo
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+
+# name -> (tests, packages with what they require, packages alone: what they require would replace PyTorch, or is not needed)
+ENVIRONMENTS: dict[str, tuple[list[str], list[str], list[str]]] = {
+    "transformers-5.17": (["hf_trainer", "calls"], ["transformers==5.17.0"], []),
+    "transformers-4.57": (["hf_trainer", "calls"], ["transformers==4.57.6", "datasets<4.6"], []),
+    "trl": (["trl"], [], ["trl==1.16.0", "requests"]),
+    "trl-1.12": (["trl"], ["requests"], ["trl==1.12.0"]),
+    "trl-1.0": (["trl"], ["transformers==5.17.0", "requests"], ["trl==1.0.0"]),
+    "trl-0.25": (["trl"], ["transformers==4.57.6", "datasets<4.6", "requests"], ["trl==0.25.1"]),
+    "kernels": (["hf_kernels"], ["transformers==5.17.0", "kernels==0.16.2"], []),
+    "frameworks": (
+        ["frameworks"],
+        ["addict", "aiofiles", "cloudpickle", "colorama", "deprecated", "distro", "fire", "hjson", "jsonlines", "lightning-utilities", "loguru", "msgpack",
+         "omegaconf", "opentelemetry-sdk", "orjson", "posthog", "protobuf", "pulp", "py-cpuinfo", "pyvers", "requests"],
+        ["axolotl==0.19.0", "bitsandbytes==0.50.2", "deepspeed==0.19.8", "evaluate", "instructlab-training==0.16.2", "lightning==2.6.6", "litgpt==0.5.13",
+         "llvmlite", "nemo-automodel==0.7.0", "numba", "pytorch-lightning==2.6.6", "ray", "rhai-innovation-mini-trainer==0.9.0", "schedulefree", "tensordict", "torchdata",
+         "torchmetrics", "trl==1.9.0", "verl==0.9.1"],
+    ),
+}  # fmt: skip
+
+
+def made(name: str) -> Path:
+    """The interpreter of an environment, which is made where it is not there."""
+    folder = ROOT / ".venv-integrations" / name
+    python = folder / "bin" / "python"
+    whole, alone = ENVIRONMENTS[name][1:]
+    ready = folder / "ready"
+    if not ready.exists() or ready.read_text() != repr((whole, alone)):
+        venv.create(folder, with_pip=True, clear=True)
+        (site,) = folder.glob("lib/python*/site-packages")
+        (site / "over.pth").write_text(f"{sysconfig.get_path('purelib')}\n{ROOT / 'src'}\n")
+        for packages, how in ((whole, []), (alone, ["--no-deps", "--no-build-isolation"])):
+            if packages:
+                subprocess.run([python, "-m", "pip", "install", "-q", *how, *packages], check=True, env=os.environ | {"DS_BUILD_OPS": "0"})
+        ready.write_text(repr((whole, alone)))
+    return python
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help=", ".join(ENVIRONMENTS))
+    args, more = parser.parse_known_args()
+    unknown = set(args.names) - ENVIRONMENTS.keys()
+    if unknown:
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(ENVIRONMENTS)}")
+    failed = []
+    for name in args.names or ENVIRONMENTS:
+        tests = [str(HERE / f"test_{test}.py") for test in ENVIRONMENTS[name][0]]
+        print(f"== {name}", flush=True)
+        if subprocess.run([made(name), "-m", "pytest", "-q", "--show-capture=no", *tests, *more], cwd=ROOT, check=False).returncode:
+            failed.append(name)
+    print("failed:", *failed) if failed else print("all passed")
+    return len(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.metadata
+import os
 import re
 import subprocess
 import sys
@@ -38,6 +39,27 @@ def test_the_version_is_one():
 def test_the_distribution_is_liger_kernel():
     assert importlib.metadata.metadata("liger-kernel")["Name"] == "liger-kernel"
     assert importlib.metadata.version("liger-kernel") == liger_kernel.__version__
+
+
+def test_names_by_which_it_is_looked_up():
+    """Both spellings, and the directory that it owns."""
+    assert importlib.metadata.version("liger_kernel") == importlib.metadata.version("liger-kernel")
+    assert importlib.metadata.distribution("liger-kernel").read_text("top_level.txt").split() == ["liger_kernel"]
+    assert importlib.metadata.packages_distributions()["liger_kernel"] == ["liger-kernel"]
+
+
+def test_published_packages_beside_ours_are_reported(tmp_path):
+    for name, version in (("liger_kernel", "0.8.5"), ("liger_kernel_nightly", "0.9.0.dev1")):
+        folder = tmp_path / f"{name}-{version}.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n")
+    code = "from liger_kernel import env_report as e; print(e.others()); e.PACKAGES = (); e.importlib.util.find_spec = lambda _: None; e.print_env_report()"
+    path = str(Path(liger_kernel.__file__).parents[1])
+    run = lambda path, code: subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=True)
+    said = f"liger-kernel 0.8.5 in {tmp_path}, liger-kernel-nightly 0.9.0.dev1 in {tmp_path}"
+    assert f"not loaded    {said}" in run(f"{tmp_path}{os.pathsep}{path}", code).stdout
+    assert run(path, code).stdout.startswith("[]")
+    assert f"is loaded, not {said}" in run(f"{tmp_path}{os.pathsep}{path}", "import liger_kernel.transformers").stderr
 
 
 def test_only_torch_and_triton_are_required():

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import warnings
 from typing import Any
 
+import liger_kernel
+from liger_kernel.env_report import others
 from liger_kernel.nn import (
     LigerBlockSparseTop2MLP,
     LigerCrossEntropyLoss,
@@ -54,6 +57,9 @@ from liger_kernel.nn import (
 )
 
 _AUTO = ("AutoLigerKernelForCausalLM", "AutoLigerKernelForImageTextToText", "AutoLigerKernelForSequenceClassification")
+if _others := others():
+    warnings.warn(f"liger_kernel {liger_kernel.__version__} of {liger_kernel.__path__[0]} is loaded, not {', '.join(_others)}", stacklevel=2)
+
 _PATCH = ("MODEL_TYPE_TO_APPLY_LIGER_FN", "_apply_liger_kernel", "_apply_liger_kernel_to_instance", "class_patches", "instance_patches", "restore")
 
 __all__ = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from hf_models import (  # noqa: E402
     assert_same_bits,
     assert_same_learning,
     assert_untouched,
+    batch_of,
     everything_of,
     make,
     served_by_kernels_or_references,
@@ -26,10 +28,12 @@ from liger_kernel.testing import assert_as_accurate  # noqa: E402
 from liger_kernel.transformers import class_patches, families, instance_patches, restore, slots, table  # noqa: E402
 from liger_kernel.transformers.patch import MODEL_TYPE_TO_APPLY_LIGER_FN  # noqa: E402
 
+EVERY = sorted(t for t, row in families.FAMILIES.items() if row.get("heads"))
 LISTED = ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "granite", "olmo2", "smollm3"]
 # other kinds of heads (scaled, biased, of a mixture of experts), norms (none of ours) and rope (pairs, partial, tables without duplicates)
 FURTHER = ["cohere", "cohere2", "glm4", "phi", "gpt_oss", "qwen3_moe", "falcon_h1", "nemotron", "gpt2", "deepseek_v3", "olmo3", "starcoder2"]
 EVERYTHING = table.EVERYTHING
+TOLERANCE = 2e-5  # of the largest value of each gradient
 
 
 @pytest.fixture(autouse=True)
@@ -43,35 +47,47 @@ def patch(path: str, model: torch.nn.Module, model_type: str, parts: dict = EVER
     return class_patches(model_type, parts, head) if path == "class" else instance_patches(model, model_type, parts, head)
 
 
+def some(names: list[str], every: list[str] = EVERY) -> list:
+    """``names`` always, and the rest of ``every`` with ``pytest -m families``."""
+    return [*names, *(pytest.param(t, marks=pytest.mark.families) for t in every if t not in names)]
+
+
+# of text and images: pairs of a tower and a text model, sections, LayerNorms and flat rope in towers, experts, deep features, cross attention, tiles
+IMAGES = ["llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl_moe", "gemma3", "paligemma", "glm4v", "llama4", "mllama", "smolvlm", "mistral3", "internvl", "qwen3_5"]
+
+
 @pytest.mark.parametrize("path", ["class", "instance"])
-@pytest.mark.parametrize("family", LISTED + FURTHER)
+@pytest.mark.parametrize("family", some(["llama", "granite", "cohere", "gpt_oss", "nemotron", "deepseek_v3", "llava", "qwen2_vl"]))
 def test_learns_the_same_and_is_undone(family, path):
     model = make(family)
     other = copy.deepcopy(model)
-    _, expected = step(model)
+    batch = batch_of(model)
+    step(model, batch)  # some settle at the first call how they attend
+    step(other, batch)
+    _, expected = step(model, batch)
     model.zero_grad(set_to_none=True)
     before = snapshot(*everything_of(family))
     modules = snapshot(model)
     patches = patch(path, model, family)
     assert patches
     patches.apply()
-    out, learned = step(model)
-    assert out.logits is None and "logits" not in out
-    assert_same_learning(learned, expected)
+    out, learned = step(model, batch)
+    assert bool(families.FAMILIES[family].get("fused")) or (out.logits is None and "logits" not in out)
+    assert_same_learning(learned, expected, TOLERANCE)
     if path == "instance":
         assert_untouched(before)
-        stock_out, untouched = step(other)
+        stock_out, untouched = step(other, batch)
         assert_same_bits(untouched, expected)
         assert stock_out.logits is not None
     patches.restore()
     assert_untouched(before)
     assert_untouched(modules)
-    out, again = step(model)
+    out, again = step(model, batch)
     assert out.logits is not None
     assert_same_bits(again, expected)
 
 
-@pytest.mark.parametrize("family", LISTED + FURTHER)
+@pytest.mark.parametrize("family", some(["llama", "gemma", "qwen3_moe", "nemotron"], LISTED + FURTHER))
 def test_bf16_is_as_accurate_as_stock(family):
     # a token whose experts change by rounding has another gradient altogether: all experts are used
     model = make(family, torch.bfloat16, **{"num_experts_per_tok": 4} if family in ("gpt_oss", "qwen3_moe", "deepseek_v3") else {})
@@ -90,13 +106,15 @@ def test_bf16_is_as_accurate_as_stock(family):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", LISTED + FURTHER)
+@pytest.mark.parametrize("family", some(["llama", "gemma2", "cohere", "gpt_oss", "gpt2", *IMAGES[:2]]))
 def test_eval_logits(family, dtype):
     model = make(family, dtype).eval()
-    batch = tokens()
+    batch = batch_of(model)
     with torch.no_grad():
+        model(**batch, use_cache=False)
         expected = model(**batch, use_cache=False)
-        labels = families.FAMILIES[family]["swapped"].values()
+        rows = [families.FAMILIES[t] for t in {family, *(c.model_type for c in slots.configs_of(model.config))} & families.FAMILIES.keys()]
+        labels = [label for row in rows for label in row.get("swapped", {}).values()]
         exact = {slot: all(label in slots.EXACT for label in labels if slots.SLOT_OF[label] == slot) for slot in EVERYTHING}
         with instance_patches(model, family, exact, "fused")():
             out = model(**batch, use_cache=False)
@@ -105,7 +123,7 @@ def test_eval_logits(family, dtype):
         assert type(out) is type(expected)
         if dtype is torch.float32:
             with instance_patches(model, family, EVERYTHING, "fused")():
-                torch.testing.assert_close(model(**batch, use_cache=False).logits, expected.logits, rtol=1e-4, atol=1e-5)
+                torch.testing.assert_close(model(**batch, use_cache=False).logits, expected.logits, rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("family", LISTED)
@@ -170,12 +188,33 @@ def test_rounding_is_recognised_not_assumed():
     assert tables["glm4"] == "rope(pairs, twice)" and tables["cohere"] == "rope(pairs, repeated)"
 
 
+def slot_of(kind: str) -> slots.Slot:
+    return next(s for s in slots.SLOTS if any(label.startswith(kind) for label in s.variants))
+
+
+def _expert_variations():
+    from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Experts
+    from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+    class LimitAfter(DeepseekV4Experts):
+        def forward(self, x, index, weights):
+            return DeepseekV4Experts.forward(self, x, index, weights)
+
+        def _apply_gate(self, gate_up):
+            gate, up = gate_up.chunk(2, -1)
+            return self.act_fn(gate).clamp(max=self.limit) * up.clamp(-self.limit, self.limit)
+
+    class NotWeighted(MixtralExperts):
+        def forward(self, x, index, weights):
+            return MixtralExperts.forward(self, x, index, torch.ones_like(weights))
+
+    return [(slot_of("moe"), LimitAfter), (slot_of("moe"), NotWeighted)]
+
+
 def _variations():
     """Look-alikes of norms, MLPs, experts and rope functions that differ in one respect."""
     from transformers.models.cohere.modeling_cohere import CohereLayerNorm
-    from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Experts
     from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, rotate_half
-    from transformers.models.mixtral.modeling_mixtral import MixtralExperts
     from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
     class Eps(LlamaRMSNorm):
@@ -220,41 +259,42 @@ def _variations():
         def forward(self, x, gate):
             return LlamaRMSNorm.forward(self, x) * torch.sigmoid(gate)
 
-    class LimitAfter(DeepseekV4Experts):
-        def forward(self, x, index, weights):
-            return DeepseekV4Experts.forward(self, x, index, weights)
-
-        def _apply_gate(self, gate_up):
-            gate, up = gate_up.chunk(2, -1)
-            return self.act_fn(gate).clamp(max=self.limit) * up.clamp(-self.limit, self.limit)
-
-    class NotWeighted(MixtralExperts):
-        def forward(self, x, index, weights):
-            return MixtralExperts.forward(self, x, index, torch.ones_like(weights))
-
     def vision_other_way(q, k, cos, sin):
         return other_way(q, k, cos, sin, -2)
 
     norm, mlp, rope = (next(s for s in slots.SLOTS if s.flag == flag) for flag in ("rms_norm", "glu", "rope"))
-    layer, gated, experts, flat = (
-        next(s for s in slots.SLOTS if any(label.startswith(kind) for label in s.variants)) for kind in ("layer_norm", "gated", "moe", "rope(flat")
-    )
-    others = [(layer, Rounded), (gated, SigmoidGate), (experts, LimitAfter), (experts, NotWeighted), (flat, vision_other_way)]
+    layer, gated, flat = (slot_of(kind) for kind in ("layer_norm", "gated", "rope(flat"))
+    others = [(layer, Rounded), (gated, SigmoidGate), (flat, vision_other_way)]
     return [*others, (norm, Eps), (norm, Bias), (norm, TwoInputs), (norm, Detached), (mlp, Clamped), (mlp, AlwaysTanh), (mlp, Scaled), (rope, other_way)]
 
 
 def test_look_alikes_are_left_alone():
     with slots.references():
-        for slot, candidate in _variations():
+        for slot, candidate in [*_variations(), *(_expert_variations() if "deepseek_v4" in transformers.CONFIG_MAPPING else [])]:
             stock = candidate.__dict__["forward"] if isinstance(candidate, type) else candidate
             label, reason = slots.recognise(slot, candidate, stock, {"twice"})
             assert label is None and reason, candidate
 
 
 @pytest.mark.skipif(transformers.__version__ != families.VERSION, reason="the table is of another version")
-def test_the_table_is_that_of_the_installed_transformers():
-    """Recognises everything again, and tries every family of the table on a tiny model."""
-    assert table.check() == ""
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.families)])
+def test_the_table_is_that_of_the_installed_transformers(every):
+    """Recognises again, and tries on tiny models, some families of each kind, or all of the table."""
+    assert table.check(None if every else ["afmoe", "gemma3n_text", "internlm3", "llava", "minimax_m3_vl", "mixtral"]) == ""
+
+
+def test_the_document_of_families_is_current():
+    assert (Path(__file__).parent.parent / "docs" / "models.md").read_text() == table.document()
+
+
+def test_what_the_table_must_show():
+    rows = {t: slots.Family(**row) for t, row in families.FAMILIES.items()}
+    text = [t for t in slots.CAUSAL if t not in slots.IMAGE_TEXT_TO_TEXT]
+    if transformers.__version__ == families.VERSION:
+        # those without a model to try them on are listed with the reason
+        assert all(t in rows or t in families.UNVERIFIED for t in [*slots.CAUSAL, *slots.IMAGE_TEXT_TO_TEXT])
+        assert sum(t in rows and bool(rows[t].heads) and not rows[t].fused for t in text) >= 0.95 * len(text)
+    assert sum(bool(row.swapped or any(rows[p].swapped for p in row.parts if p in rows)) for row in rows.values() if row.heads) >= 150
 
 
 def test_listed_families_are_complete():

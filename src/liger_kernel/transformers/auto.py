@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
 
-from liger_kernel.transformers.patch import MODEL_TYPE_TO_APPLY_LIGER_FN, _apply_liger_kernel, _apply_torchs_own, family, flags_of
+from liger_kernel.transformers.patch import MODEL_TYPE_TO_APPLY_LIGER_FN, _apply_liger_kernel, _apply_rest, family, flags_of
 
 _FLAGS = {f for apply in MODEL_TYPE_TO_APPLY_LIGER_FN.values() for f in inspect.signature(apply).parameters} - {"model"}
 _HUB = ("cache_dir", "code_revision", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token", "trust_remote_code")
@@ -37,12 +37,12 @@ class _Auto:
         if not isinstance(config, PretrainedConfig):
             config = AutoConfig.from_pretrained(config or pretrained_model_name_or_path, **{k: kwargs[k] for k in _HUB if k in kwargs})
         rest, given = _patched(cls.__name__, config, kwargs)
-        return _apply_torchs_own(cls._plain.from_pretrained(pretrained_model_name_or_path, *model_args, **rest), given)
+        return _apply_rest(cls._plain.from_pretrained(pretrained_model_name_or_path, *model_args, **rest), given)
 
     @classmethod
     def from_config(cls, config: PretrainedConfig, **kwargs: Any) -> PreTrainedModel:
         rest, given = _patched(cls.__name__, config, kwargs)
-        return _apply_torchs_own(cls._plain.from_config(config, **rest), given)
+        return _apply_rest(cls._plain.from_config(config, **rest), given)
 
 
 class AutoLigerKernelForCausalLM(_Auto, AutoModelForCausalLM):

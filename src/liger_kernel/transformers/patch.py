@@ -214,15 +214,13 @@ def _patches(model_types: Iterable[str], parts: Mapping[str, bool], head: str | 
 
 
 def class_patches(model_type: str, parts: Mapping[str, bool], head: str | None, rows: Rows = family) -> Patches:
-    """Patches of the classes of ``model_type``, and of those types its parts are of by default. PyTorch's own classes are left alone.
+    """Patches of the classes of ``model_type``, and of those types its parts are of by default. Classes of PyTorch and of other families are left alone.
 
     ``parts``: slot -> whether to swap it; ``head``: "fused", "logits" (fused loss on real logits) or None.
     """
-    return Patches(dict.fromkeys(p for p in _patches([model_type], parts, head, rows) if not _is_torchs(p.owner)))
-
-
-def _is_torchs(owner: Any) -> bool:
-    return getattr(owner, "__module__", "").startswith("torch.")
+    own = {module.__name__ for module, _ in _rows_of([model_type], rows)}
+    found = _patches([model_type], parts, head, rows)
+    return Patches(dict.fromkeys(p for p in found if not isinstance(p.owner, type) or p.owner.__module__ in own))
 
 
 def instance_patches(model: nn.Module, model_type: str, parts: Mapping[str, bool], head: str | None, rows: Rows = family) -> Patches:
@@ -356,12 +354,11 @@ def _parts(flags: Mapping[str, bool | None]) -> dict[str, bool]:
     return parts | {"glu": bool(flags.get("swiglu", flags.get("geglu")))}
 
 
-def _apply_torchs_own(model: nn.Module, given: Mapping[str, bool | None]) -> nn.Module:
-    """``model`` with what class patches leave out, because its class is PyTorch's."""
+def _apply_rest(model: nn.Module, given: Mapping[str, bool | None]) -> nn.Module:
+    """``model`` with what class patches leave out, because its class is PyTorch's or of another family."""
     model_type = getattr(getattr(model, "config", None), "model_type", "")
     if model_type and family(model_type):
-        parts = _parts(flags_of(model_type) | dict(given))
-        Patches(p for p in instance_patches(model, model_type, parts, None) if _is_torchs(type(p.owner))).apply()
+        instance_patches(model, model_type, _parts(flags_of(model_type) | dict(given)), None).apply()
     return model
 
 

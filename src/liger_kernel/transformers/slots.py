@@ -224,15 +224,20 @@ def _rope(layout: str, tables: str) -> Variant:
     """``layout`` "apart": takes pairs, and returns the first of each and then the second."""
     angles = TABLES[tables]
 
-    def turn(stock: Callable, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Any, unsqueeze_dim: int) -> tuple[Tensor, Tensor]:
-        if q.ndim == k.ndim == 4 and cos.ndim == 3 and cos.shape[0] in (1, q.shape[0]) and unsqueeze_dim in (1, 2):
+    def turn(stock: Callable, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, position_ids: Any, unsqueeze_dim: int) -> tuple[Tensor, Tensor]:
+        if k is not None and q.ndim == k.ndim == 4 and cos.ndim == 3 and cos.shape[0] in (1, q.shape[0]) and unsqueeze_dim in (1, 2):
             turned = rope(q, k, angles(cos), angles(sin), layout="pairs" if layout == "apart" else layout, unsqueeze_dim=unsqueeze_dim)
             return tuple(torch.cat((y[..., ::2], y[..., 1::2]), -1) for y in turned) if layout == "apart" else turned  # type: ignore[return-value]
         more = (unsqueeze_dim,) if position_ids is ABSENT else (position_ids, unsqueeze_dim)
         return stock(q, k, cos, sin, *more)
 
     def variant(stock: Callable) -> Callable:
-        if "position_ids" in inspect.signature(stock).parameters:  # it has been without effect for long, and is gone in most
+        parameters = inspect.signature(stock).parameters
+        if parameters["k"].default is None:  # called for queries alone, too
+
+            def apply_rotary_pos_emb(q, k=None, cos=None, sin=None, unsqueeze_dim=1):
+                return turn(stock, q, k, cos, sin, ABSENT, unsqueeze_dim)
+        elif "position_ids" in parameters:  # it has been without effect for long, and is gone in most
 
             def apply_rotary_pos_emb(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
                 return turn(stock, q, k, cos, sin, position_ids, unsqueeze_dim)
@@ -678,6 +683,9 @@ class Family:
     images: bool = False  # whether it was tried with images
 
 
+PLACE = "transformers.models."
+
+
 def heads_of(model_type: str, module: ModuleType) -> tuple[str, ...]:
     """Model classes of a type that have a head and a loss."""
     names = (mapping.get(model_type) for mapping in (IMAGE_TEXT_TO_TEXT, CAUSAL))
@@ -715,7 +723,7 @@ def infer(model_type: str, config: Any = None) -> Family:
     with _undisturbed():
         tables = _tables(module, config)
         for name, candidate in inspect.getmembers(module):
-            if getattr(candidate, "__module__", None) != module.__name__:
+            if not str(getattr(candidate, "__module__", "")).startswith(PLACE):  # its own, or of another family that it takes it from
                 continue
             owner, stock = (candidate, candidate.__dict__.get("forward")) if isinstance(candidate, type) else (module, candidate)
             reasons: list[str] = []

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 
@@ -44,6 +43,7 @@ SIZES: dict[str, Any] = dict(
 SCALES: dict[str, Any] = dict(
     logits_scaling=3.0, logit_scale=0.25, lm_head_multiplier=0.5, embedding_multiplier=2.0, residual_multiplier=0.5, attention_multiplier=0.3,
     final_logit_softcapping=1.5, attn_logit_softcapping=5.0, mlp_multipliers=[0.7, 1.3], logits_softcap=1.5, router_aux_loss_coef=0.1,
+    output_router_logits=True,
 )  # fmt: skip
 
 
@@ -53,20 +53,45 @@ ALWAYS = {"num_key_value_heads", "head_dim", "pad_token_id", "bos_token_id", "eo
 # What follows from no name: sizes that must fit each other in the models of one type
 FITTING: dict[str, dict[str, Any]] = {
     "blt": dict(encoder_hash_byte_group_vocab=64),
-    "longcat_flash": dict(head_dim=8, qk_head_dim=16, num_layers=2, expert_ffn_hidden_size=32, ffn_hidden_size=96, zero_expert_num=2, moe_topk=2),
+    "blt_local_encoder": dict(hidden_size_global=64),
+    "blt_local_decoder": dict(hidden_size_global=64),
+    "chameleon": dict(vocabulary_map={"<image>": VOCAB - 1}),
+    "cohere_compass_text": dict(rope_parameters={
+        kind: {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]} for kind in ("full_attention", "sliding_attention")
+    }),
+    "dbrx": dict(attn_config=dict(kv_n_heads=2, rope_theta=1e4, clip_qkv=8.0), ffn_config=dict(ffn_hidden_size=32, moe_num_experts=4, moe_top_k=2)),
+    "deepseek_ocr2_text": dict(mlp_layer_types=["dense", "sparse"]),
+    "diffusion_gemma_text": dict(num_experts=4, top_k_experts=2, moe_intermediate_size=32),
+    "dots1": dict(n_shared_experts=1),
+    "dots3_note_text": dict(shared_experts_intermediate_size=32),
+    "emu3": dict(vocabulary_map={"<|extra_200|>": VOCAB - 2, "<image>": VOCAB - 1}),
+    "ernie4_5_vl_moe_text": dict(moe_intermediate_size=[32, 32], rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]}),
+    "flint": dict(output_router_logits=False),
+    "gemma3n_text": dict(num_kv_shared_layers=0),
+    "glm5_next_text": dict(index_kpool=4, qk_rope_head_dim=0),
     "lfm2_moe": dict(layer_types=["conv", "full_attention"], num_dense_layers=1),
+    "longcat_flash": dict(head_dim=8, qk_head_dim=16, num_layers=2, expert_ffn_hidden_size=32, zero_expert_num=2),
     "mamba2": dict(num_heads=8, head_dim=16, n_groups=1),
-    "mllama_vision_model": dict(max_num_tiles=4, intermediate_layers_indices=[0], vision_output_dim=128),
     "mllama_text_model": dict(cross_attention_layers=[1]),
+    "mllama_vision_model": dict(max_num_tiles=4, intermediate_layers_indices=[0], vision_output_dim=128),
+    "mistral_large4_text": dict(kv_source_layers=[0, 1]),
     "prophetnet": dict(num_hidden_layers=None, num_encoder_layers=2, num_decoder_layers=2, num_encoder_attention_heads=4, num_decoder_attention_heads=4),
-    "reformer": dict(is_decoder=True, axial_pos_shape=[8, 16], axial_pos_embds_dim=[32, 32], attn_layers=["local", "lsh"], num_hidden_layers=2),
-    "roc_bert": dict(enable_pronunciation=False, enable_shape=False),
-    "xmod": dict(default_language="en_XX", languages=["en_XX"]),
-    "zaya": dict(num_experts_per_tok=1),
-    "gemma4_assistant": dict(),
+    "qwen4_exp_text": dict(indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=8, indexer_compress_ratio=2),
+    "radio": dict(video_temporal_patch_size=2),
+    "reformer": dict(is_decoder=True, axial_pos_shape=[4, 3], axial_pos_embds_dim=[32, 32], attn_layers=["local", "lsh"], num_hidden_layers=2,
+                     local_attn_chunk_length=4, lsh_attn_chunk_length=4, num_buckets=2, max_position_embeddings=12,
+                     hash_seed=0),
+    "roc_bert": dict(enable_pronunciation=False, enable_shape=False, shape_vocab_size=100, pronunciation_vocab_size=100),
+    "step3p7_text": dict(sliding_window=8),
+    "udop": dict(decoder_start_token_id=0),
+    "unlimited_ocr_text": dict(num_key_value_heads=4),
     "vipllava": dict(vision_feature_layers=[-2, -1, 1, 0, -2]),
-    "molmo2_adapter": dict(vision_feature_layer=[1, 0]),
-}
+    "xmod": dict(default_language="en_XX", languages=["en_XX"]),
+    "xlnet": dict(max_position_embeddings=None),
+    "zamba": dict(layers_block_type=["hybrid", "linear_attention", "hybrid"], num_hidden_layers=3, attention_hidden_size=128, attention_head_dim=32,
+                  mamba_dt_rank=8, n_mamba_heads=2),
+    "zaya": dict(num_experts_per_tok=1),
+}  # fmt: skip
 LAYER_KINDS = ("layer_types", "layers_block_type", "mlp_layer_types", "block_types", "attn_layer_indices", "hybrid_override_pattern")
 
 
@@ -127,7 +152,7 @@ def _layers(default: PretrainedConfig, values: dict[str, Any]) -> dict[str, Any]
 
 def _sections(default: PretrainedConfig, values: dict[str, Any]) -> dict[str, Any]:
     """Sections of multimodal rotary embeddings, cut to the width of the tiny heads."""
-    name = next((n for n in ("rope_parameters", "rope_scaling") if isinstance(_get(default, n), dict)), "rope_parameters")
+    name = "rope_parameters" if hasattr(default, "rope_parameters") else "rope_scaling"  # as it was before transformers 5
     rope = _get(default, name) or {}
     sections = rope.get("mrope_section") or (16, 24, 24)
     try:
@@ -199,7 +224,7 @@ def with_images(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str, T
                   if (t := getattr(c, n, None)) is not None), None)  # fmt: skip
     features = next((f for m in (model, getattr(model, "model", None)) if (f := getattr(m, "get_image_features", None)) is not None), None)
     if token is None or features is None:
-        return None
+        return _with_pictures(model, batch)
     for form in images(model):
         with contextlib.suppress(Exception), torch.no_grad():
             found = features(**form)
@@ -220,6 +245,12 @@ def with_images(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str, T
     return None
 
 
-def version() -> tuple[int, ...]:
-    """Of the installed transformers."""
-    return tuple(int(n) for n in transformers.__version__.split(".")[:2])
+def _with_pictures(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str, Tensor] | None:
+    """``batch`` with images that have no place among the tokens."""
+    if "pixel_values" not in inspect.signature(model.forward).parameters:
+        return None
+    for form in images(model):
+        with contextlib.suppress(Exception), torch.no_grad():
+            if model(**batch, **form, use_cache=False).loss is not None:
+                return batch | form
+    return None

@@ -1,0 +1,59 @@
+"""Patched and stock models that train for a while stay together, as far as their dtype lets stock stay with fp64."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from hf_models import batch_of, make, served_by_kernels_or_references  # noqa: E402
+
+from liger_kernel.testing import assert_as_accurate  # noqa: E402
+from liger_kernel.transformers import families, instance_patches, patch, table  # noqa: E402
+
+STEPS = 32
+# every family that the published package trains in its tests of convergence, and more: those it has functions for
+PUBLISHED = [t for t in [*patch._PUBLISHED, *patch._HANDING_ON] if families.FAMILIES.get(t, {}).get("heads")]
+IN_SHORT = ["llama"]
+
+
+def train(model: torch.nn.Module, batches: list[dict]) -> dict[str, torch.Tensor]:
+    """Losses of all steps, then the logits and parameters that are left, each as one tensor."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, foreach=False)
+    losses = []
+    for i in range(STEPS):
+        batch = {k: v.to(model.dtype) if v.is_floating_point() else v for k, v in batches[i % len(batches)].items()}
+        optimizer.zero_grad()
+        loss = model(**batch, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    with torch.no_grad():
+        logits = model.eval()(**{k: v for k, v in batch.items() if k != "labels"}, use_cache=False).logits
+    return {"losses": torch.stack(losses), "logits": logits, "parameters": torch.cat([p.detach().flatten() for p in model.parameters()])}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", [*IN_SHORT, *(pytest.param(t, marks=pytest.mark.families) for t in PUBLISHED if t not in IN_SHORT)])
+def test_trains_as_stock_does(family, dtype):
+    # a token whose experts change by rounding learns something else altogether: all experts are used
+    more = {"num_experts_per_tok": 4} if family in ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "hunyuan_v1_moe", "qwen3_next") else {}
+    stock = make(family, dtype, **more)
+    batches = [batch_of(stock)]
+    for seed in range(3):
+        other = dict(batches[0])
+        other["input_ids"] = torch.where(other["labels"] < 0, other["input_ids"], (other["input_ids"] + 7 * seed) % 200 + 3)
+        other["labels"] = torch.where(other["labels"] < 0, -100, other["input_ids"])
+        batches.append(other)
+    exact, ours = copy.deepcopy(stock).double(), copy.deepcopy(stock)
+    exact.config._experts_implementation = "eager"  # grouped products have no fp64
+    with served_by_kernels_or_references():
+        truth, expected = train(exact, batches), train(stock, batches)
+        with instance_patches(ours, family, table.EVERYTHING, "fused")() as patches:
+            assert patches
+            found = train(ours, batches)
+    assert truth["losses"][-4:].mean() < truth["losses"][:4].mean() - 0.5  # something was learnt
+    assert_as_accurate(found, expected, truth)

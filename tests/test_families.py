@@ -289,7 +289,7 @@ def test_the_document_of_families_is_current():
 
 def test_what_the_table_must_show():
     rows = {t: slots.Family(**row) for t, row in families.FAMILIES.items()}
-    text = [t for t in slots.CAUSAL if t not in slots.IMAGE_TEXT_TO_TEXT]
+    text = [t for t in slots.CAUSAL if t not in slots.IMAGE_TEXT_TO_TEXT and "transformers has no model" not in families.UNVERIFIED.get(t, "")]
     if transformers.__version__ == families.VERSION:
         # those without a model to try them on are listed with the reason
         assert all(t in rows or t in families.UNVERIFIED for t in [*slots.CAUSAL, *slots.IMAGE_TEXT_TO_TEXT])

@@ -292,6 +292,7 @@ FAMILIES: dict[str, dict] = {
     'qwen4_exp_vision': dict(glu='geglu', swapped={'Qwen4ExpTextExperts': 'moe(act_fn)', 'Qwen4ExpTextMLP': 'glu(gate_proj, up_proj, down_proj, act_fn)', 'Qwen4ExpTextRMSNormGated': 'gated_rms_norm(norm first, variance_epsilon, activation)', 'apply_rotary_pos_emb': 'rope(halves, twice)', 'apply_rotary_pos_emb_vision': 'rope(flat)', 'nn.LayerNorm': 'layer_norm(torch, eps)'}, left_alone={'Qwen4ExpTextRMSNorm': 'uses group_size', 'Qwen4ExpVisionMLP': 'uses linear_fc2'}),
     'radio': dict(glu='geglu', swapped={'RadioSwiGLUFFN': 'glu(gate_proj, up_proj, down_proj, act_fn)', 'nn.LayerNorm': 'layer_norm(torch, eps)'}, left_alone={'RadioMLP': 'one activation: PyTorch has a kernel for it'}),
     'recurrent_gemma': dict(heads=('RecurrentGemmaForCausalLM',), glu='geglu', swapped={'RecurrentGemmaMlp': 'glu(gate_proj, up_proj, down_proj, act_fn)', 'RecurrentGemmaRMSNorm': 'rms_norm(1, gemma, eps)', 'apply_rotary_pos_emb': 'rope(halves, twice)'}),
+    'reformer': dict(heads=('ReformerModelWithLMHead',), swapped={'nn.LayerNorm': 'layer_norm(torch, eps)'}, left_alone={'ChunkReformerFeedForward': 'uses chunk_size_feed_forward'}),
     'rembert': dict(heads=('RemBertForCausalLM',), glu='geglu', swapped={'nn.LayerNorm': 'layer_norm(torch, eps)'}),
     'roberta': dict(heads=('RobertaForCausalLM',), glu='geglu', swapped={'nn.LayerNorm': 'layer_norm(torch, eps)'}),
     'roberta-prelayernorm': dict(heads=('RobertaPreLayerNormForCausalLM',), glu='geglu', swapped={'nn.LayerNorm': 'layer_norm(torch, eps)'}),
@@ -367,10 +368,9 @@ UNVERIFIED: dict[str, str] = {
     'pix2struct': 'ValueError: You have to specify flattened_patches',
     'pp_chart2table': "ValueError: transformers has no model of it with a language model's head and a loss",
     'pp_formulanet': 'ValueError: You must specify exactly one of encoder_outputs or pixel_values',
-    'reformer': 'loss 5.5190 instead of 5.5366',
     'shieldgemma2': "ValueError: transformers has no model of it with a language model's head and a loss",
     'step3p7': 'ValueError: Could not find a `sliding_window` argument in the config, or it is not set',
-    'udop': 'ValueError: Bbox is required for horizontal relative position bias',
+    'udop': "AttributeError: 'UdopConfig' object has no attribute 'decoder_start_token_id'",
     'vision-encoder-decoder': 'ValueError: You have to specify pixel_values',
 }
 # fmt: on

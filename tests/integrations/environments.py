@@ -16,23 +16,29 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
+_names = str.split
 
 # name -> (tests, packages with what they require, packages alone: what they require would replace PyTorch, or is not needed)
 ENVIRONMENTS: dict[str, tuple[list[str], list[str], list[str]]] = {
     "transformers-5.17": (["hf_trainer", "calls"], ["transformers==5.17.0"], []),
     "transformers-4.57": (["hf_trainer", "calls"], ["transformers==4.57.6", "datasets<4.6"], []),
-    "trl": (["trl"], [], ["trl==1.16.0", "requests"]),
-    "trl-1.12": (["trl"], ["requests"], ["trl==1.12.0"]),
+    "trl": (["trl", "examples"], [], ["trl==1.16.0", "requests"]),
+    "trl-1.12": (["trl", "examples"], ["requests"], ["trl==1.12.0"]),
     "trl-1.0": (["trl"], ["transformers==5.17.0", "requests"], ["trl==1.0.0"]),
     "trl-0.25": (["trl"], ["transformers==4.57.6", "datasets<4.6", "requests"], ["trl==0.25.1"]),
-    "kernels": (["hf_kernels"], ["transformers==5.17.0", "kernels==0.16.2"], []),
-    "frameworks": (
+    "kernels": (["hf_kernels", "examples"], ["transformers==5.17.0", "kernels==0.16.2"], []),
+    "llama-factory": (
         ["frameworks"],
-        ["addict", "aiofiles", "cloudpickle", "colorama", "deprecated", "distro", "fire", "hjson", "jsonlines", "lightning-utilities", "loguru", "msgpack",
-         "omegaconf", "opentelemetry-sdk", "orjson", "posthog", "protobuf", "pulp", "py-cpuinfo", "pyvers", "requests"],
-        ["axolotl==0.19.0", "bitsandbytes==0.50.2", "deepspeed==0.19.8", "evaluate", "instructlab-training==0.16.2", "lightning==2.6.6", "litgpt==0.5.13",
-         "llvmlite", "nemo-automodel==0.7.0", "numba", "pytorch-lightning==2.6.6", "ray", "rhai-innovation-mini-trainer==0.9.0", "schedulefree", "tensordict", "torchdata",
-         "torchmetrics", "trl==1.9.0", "verl==0.9.1"],
+        ["transformers==4.57.6", "datasets<4.6", "requests", "omegaconf", "fire"],
+        ["llamafactory==0.9.5", "trl==0.24.0"],
+    ),
+    "frameworks": (
+        ["frameworks", "examples"],
+        _names("""addict aiofiles attrdict binpacking cloudpickle colorama cryptography dacite deprecated distro einops fire hjson json_repair jsonlines jsonschema
+                  lightning-utilities loguru msgpack omegaconf opentelemetry-sdk orjson posthog protobuf pulp py-cpuinfo pyvers requests"""),
+        _names("""axolotl==0.19.0 bitsandbytes==0.50.2 deepspeed==0.19.8 evaluate instructlab-training==0.16.2 lightning==2.6.6 litgpt==0.5.13 llvmlite modelscope
+                  modelscope-hub ms-swift==4.6.0 nemo-automodel==0.7.0 numba pytorch-lightning==2.6.6 ray rhai-innovation-mini-trainer==0.9.0 schedulefree
+                  tensordict torchdata torchmetrics trl==1.9.0 verl==0.9.1"""),
     ),
 }  # fmt: skip
 

@@ -96,6 +96,40 @@ def test_axolotl_distillation():
     assert torch.isfinite(found) and all(torch.isfinite(g).all() for g in torch.autograd.grad(found, (x, w)))
 
 
+# -- LLaMA-Factory -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("require_logits", [False, True])
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen3", "qwen3_moe", "phi3", "granite"])
+def test_llama_factory(model_type, require_logits):
+    """Before the model is made; stages other than supervised ones need logits."""
+    module = needs("llamafactory.model.model_utils.liger_kernel")
+    expected = step(make(model_type))[1]
+    module.apply_liger_kernel(make(model_type).config, SimpleNamespace(enable_liger_kernel=True), True, require_logits)
+    out, learned = step(make(model_type))
+    assert (out.logits is not None) == require_logits
+    assert_same_learning(learned, expected)
+
+
+# -- ms-swift ------------------------------------------------------------------------------
+
+
+def test_ms_swift(monkeypatch):
+    """Its wrapper of the loss, which it puts in place before models are patched."""
+    from liger_kernel.transformers.model import loss_utils
+
+    module = needs("swift.trainers.arguments")
+    monkeypatch.setattr(loss_utils, "LigerForCausalLMLoss", loss_utils.LigerForCausalLMLoss)
+    ours = loss_utils.LigerForCausalLMLoss
+    module.TrainArgumentsMixin._patch_liger_kernel()
+    assert loss_utils.LigerForCausalLMLoss is not ours
+    model, batch = make("qwen2"), tokens() | {"num_items_in_batch": torch.tensor(11)}
+    liger._apply_liger_kernel_to_instance(model=model)
+    out, learned = step(model, batch)
+    assert out.logits is None
+    assert_same_learning(learned, step(make("qwen2"), batch)[1])
+
+
 # -- frameworks around the auto class ------------------------------------------------------
 
 

@@ -58,10 +58,15 @@ PATHS = _names("""
     transformers.experimental.embedding:LigerEmbedding transformers.qwen2vl_mrope:liger_multimodal_rotary_pos_emb
     transformers.functional:CrossEntropyOutput
 """)
+FAMILIES = _names("""
+    gemma gemma2 gemma3 gemma3_text glm4 glm4v glm4v_moe gpt_oss granite instance internvl llama llama4 llava mistral mixtral mllama olmo2 paligemma phi3
+    qwen2 qwen2_5_vl qwen2_vl qwen3 qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next qwen3_vl qwen3_vl_moe
+""")
 EVERY = [
     *(f"ops:Liger{name}Function" for name in FUNCTIONS),
     *(f"transformers:Liger{name}" for name in MODULES),
     *(f"transformers.functional:liger_{name}" for name in FUNCTIONAL),
+    *(f"transformers:apply_liger_kernel_to_{name}" for name in FAMILIES),
     *PATHS,
 ]
 

@@ -31,18 +31,18 @@ FUNCTIONS = {  # and the units in the last place by which they may be off
     "rsqrt": (torch.rsqrt, 1.5),
     "div": (lambda x: x / (3.0 + x.abs().float()).double(), 0.51),
     "tanh": (torch.tanh, 8.0),
-    "tanh_slope": (lambda x: 1 / torch.cosh(x) ** 2, 24.0),  # of exp(-2 |x|), up to 80
+    "tanh_slope": (lambda x: 1 / torch.cosh(x) ** 2, 24.0),  # what exp(-2 |x|) is
 }
 
 
 def test_accurate_functions():
-    x = torch.cat([torch.logspace(-37, 38, 20001), torch.linspace(-80, 80, 40001), torch.linspace(0.5, 2, 9999), torch.linspace(-1, 1, 9999)]).to(DEVICE)
+    x = torch.cat([torch.logspace(-37, 38, 20001), torch.linspace(-87, 87, 40001), torch.linspace(0.5, 2, 9999), torch.linspace(-1, 1, 9999)]).to(DEVICE)
     y = torch.empty(len(FUNCTIONS), len(x), device=DEVICE)
     _all[(triton.cdiv(len(x), 1024),)](x, y, len(x), BLOCK=1024)
     found = {}
     for (name, (function, _)), ours in zip(FUNCTIONS.items(), y):
         true = function(x.double())
-        normal = true.isfinite() & (true.abs() > 1.2e-38) & (true.abs() < 3.4e38)
+        normal = true.isfinite() & (true.abs() > 2e-38) & (true.abs() < 5e37)
         ulps = ((ours.double() - true) / torch.exp2(true.abs().log2().floor() - 23))[normal].abs()
         found[name] = ulps.max().item()
     assert all(found[name] <= allowed for name, (_, allowed) in FUNCTIONS.items()), found

@@ -46,6 +46,14 @@ def div(a, b):
 
 
 @jit
+def add_exactly(total, x, lost):
+    """total + x, and what rounding loses of it, which the next call takes (Kahan)."""
+    x = x - lost
+    new = total + x
+    return new, (new - total) - x
+
+
+@jit
 def rsqrt(x):
     """1 / sqrt(x) to one and a half units in the last place."""
     return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), tl.sqrt_rn(x))
@@ -56,7 +64,7 @@ def exp(x):
     """exp(x) to a unit in the last place; tl.exp loses what x log2(e) is rounded by, |x| units."""
     n = tl.floor(x * 1.4426950408889634 + 0.5)
     r = (x - n * 0.693359375) + n * 2.12194440e-4  # ln 2 in two parts, the first of so few bits that its product is exact (Cody and Waite)
-    return tl.where(tl.abs(x) < 80.0, tl.exp2(r * 1.4426950408889634) * tl.exp2(n), tl.exp(x))
+    return tl.where(tl.abs(x) < 87.0, tl.exp2(r * 1.4426950408889634) * tl.exp2(n), tl.exp(x))
 
 
 @jit

@@ -4,7 +4,8 @@
 
 Shapes: v (..., N, D), w_query, w_norm (D,), h (..., D); N blocks, M = product of the leading dims.  Everything in fp32, rounded once.
 
-The forward reads v once, counting exponentials from the largest score so far. With g_n = sum_d dh_d v_nd and ds_n = a_n (g_n - sum_k a_k g_k),
+The forward reads v once, counting exponentials from the largest score so far; the backward sums them again, all from the largest, as scores of
+hundreds are rounded at their size. With g_n = sum_d dh_d v_nd and ds_n = a_n (g_n - sum_k a_k g_k),
 
     dv_n = a_n dh + ds_n / rms_n (w_query w_norm - x_n s_n / D),   d(w_query w_norm) = sum over tokens and n of ds_n x_n.
 """
@@ -31,7 +32,7 @@ def reference(v: Tensor, w_query: Tensor, w_norm: Tensor, *, eps: float = 1e-6) 
 
 @jit
 def _fwd(
-    v_ptr, wq_ptr, wn_ptr, h_ptr, rstd_ptr, score_ptr, top_ptr, total_ptr, M, N, D, v_stride, n_stride, eps,
+    v_ptr, wq_ptr, wn_ptr, h_ptr, rstd_ptr, score_ptr, top_ptr, M, N, D, v_stride, n_stride, eps,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -56,13 +57,12 @@ def _fwd(
         top = new
         v_ptrs += n_stride
     tl.store(top_ptr + row, top, mask=row < M)
-    tl.store(total_ptr + row, total, mask=row < M)
     tl.store(h_ptr + row[:, None] * D + col[None, :], (h / total[:, None]).to(h_ptr.dtype.element_ty), mask=mask)
 
 
 @jit
 def _bwd(
-    dh_ptr, v_ptr, wq_ptr, wn_ptr, rstd_ptr, score_ptr, top_ptr, total_ptr, g_ptr, dv_ptr, dw_ptr,
+    dh_ptr, v_ptr, wq_ptr, wn_ptr, rstd_ptr, score_ptr, top_ptr, g_ptr, dv_ptr, dw_ptr,
     M, N, D, dh_stride, v_stride, n_stride, dv_stride, dn_stride,
     NEED_DV: tl.constexpr, NEED_DW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -75,15 +75,17 @@ def _bwd(
         mask = (row < M)[:, None] & (col < D)[None, :]
         dh = tl.load(dh_ptr + row[:, None] * dh_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
         top = tl.load(top_ptr + row, mask=row < M, other=0.0)
-        total = tl.load(total_ptr + row, mask=row < M, other=1.0)
         v_ptrs = v_ptr + row[:, None] * v_stride + col[None, :]
         mean = tl.zeros((BLOCK_M,), tl.float32)
+        total = tl.zeros((BLOCK_M,), tl.float32)
         for n in range(N):
-            a = div(exp(tl.load(score_ptr + row * N + n, mask=row < M, other=0.0) - top), total)
+            a = exp(tl.load(score_ptr + row * N + n, mask=row < M, other=0.0) - top)
             g = tl.sum(dh * tl.load(v_ptrs, mask=mask, other=0.0).to(tl.float32), axis=1)
             tl.store(g_ptr + row * N + n, g, mask=row < M)
             mean += a * g
+            total += a
             v_ptrs += n_stride
+        mean = div(mean, total)
         tl.debug_barrier()
         dv_ptrs = dv_ptr + row[:, None] * dv_stride + col[None, :]
         v_ptrs = v_ptr + row[:, None] * v_stride + col[None, :]
@@ -105,17 +107,17 @@ def _bwd(
         tl.store(dw_ptr + program.to(tl.int64) * D + col, tl.sum(dw, axis=0), mask=col < D)
 
 
-@launcher("(Tensor v, Tensor w_query, Tensor w_norm, float eps) -> (Tensor h, Tensor rstd, Tensor score, Tensor top, Tensor total)")
-def attn_res_fwd(v: Tensor, w_query: Tensor, w_norm: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+@launcher("(Tensor v, Tensor w_query, Tensor w_norm, float eps) -> (Tensor h, Tensor rstd, Tensor score, Tensor top)")
+def attn_res_fwd(v: Tensor, w_query: Tensor, w_norm: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     M, N, D = v.shape
     h = v.new_empty(M, D)
-    rstd, score, top, total = stats = tuple(v.new_empty(shape, dtype=torch.float32) for shape in ((M, N), (M, N), (M,), (M,)))
+    rstd, score, top = stats = tuple(v.new_empty(shape, dtype=torch.float32) for shape in ((M, N), (M, N), (M,)))
     if not tracing(v):
         # as many values in flight as other norms have; tiles not measured
         c = _config.tile("attn_res_fwd", D, v.itemsize, elements=4096, per_thread=16)
         launch(_fwd, (cdiv(M, c.block_m),), v, w_query, w_norm, h, *stats, M, N, D, v.stride(0), v.stride(1), eps,
                BLOCK_M=c.block_m, BLOCK_D=c.block_n, num_warps=c.num_warps)  # fmt: skip
-    return h, rstd, score, top, total
+    return h, rstd, score, top
 
 
 @launcher("(Tensor dh, Tensor v, Tensor w_query, Tensor w_norm, Tensor[] stats, bool[] needed) -> (Tensor dv, Tensor dw_query, Tensor dw_norm)")
@@ -131,7 +133,7 @@ def attn_res_bwd(dh: Tensor, v: Tensor, w_query: Tensor, w_norm: Tensor, stats: 
     c = _config.tile("attn_res_bwd", D, v.itemsize, elements=2048, per_thread=8)
     programs = min(2 * _config.processors(), cdiv(M, c.block_m))
     partials = v.new_empty((programs, D) if need_dq or need_dn else 0, dtype=torch.float32)
-    g = torch.empty_like(stats[0])  # the very same in both sweeps: where one block has all the weight, its g and the mean of all cancel
+    g = torch.empty_like(stats[0])  # the very same in both sweeps, as where one block has all the weight, its g and the mean of all cancel
     launch(_bwd, (programs,), dh, v, w_query, w_norm, *stats, g, dv, partials, M, N, D, dh.stride(0), v.stride(0), v.stride(1), dv.stride(0),
            dv.stride(1), NEED_DV=need_dv, NEED_DW=need_dq or need_dn, BLOCK_M=c.block_m, BLOCK_D=c.block_n, num_warps=c.num_warps)  # fmt: skip
     if need_dq or need_dn:

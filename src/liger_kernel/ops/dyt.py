@@ -12,7 +12,7 @@ from torch import Tensor
 from liger_kernel.ops import _config
 from liger_kernel.ops._op import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, rows_of, use_kernels
 from liger_kernel.ops._reduce import column_sum
-from liger_kernel.ops._tl import cdiv, jit, tanh, tanh_slope, tl
+from liger_kernel.ops._tl import add_exactly, cdiv, jit, tanh, tanh_slope, tl
 
 
 def reference(x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor | None = None) -> Tensor:
@@ -51,6 +51,7 @@ def _bwd(
     alpha = tl.load(alpha_ptr).to(tl.float32)
     gamma = tl.load(gamma_ptr + col, mask=col < N, other=0.0).to(tl.float32)
     dalpha = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    lost = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     dgamma = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     dbeta = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for tile in tl.range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0) // blocks, num_stages=STAGES):
@@ -65,11 +66,11 @@ def _bwd(
             if NEED_DGAMMA:
                 dgamma += dy * tanh(alpha * x)
             if NEED_DALPHA:
-                dalpha += s * x
+                dalpha, lost = add_exactly(dalpha, s * x, lost)  # millions of terms of either sign may leave little
             if NEED_DX:
                 tl.store(dx_ptr + row[:, None] * N + col[None, :], (alpha * s).to(dx_ptr.dtype.element_ty), mask=mask)
     if NEED_DALPHA:
-        tl.store(dalpha_ptr + tl.program_id(0), tl.sum(tl.sum(dalpha, axis=0), axis=0))
+        tl.store(dalpha_ptr + tl.program_id(0), tl.sum(tl.sum(dalpha.to(tl.float64), axis=0), axis=0))
     if NEED_DGAMMA:
         tl.store(dgamma_ptr + program.to(tl.int64) * N + col, tl.sum(dgamma, axis=0), mask=col < N)
     if NEED_DBETA:
@@ -100,12 +101,13 @@ def dyt_bwd(
     programs = max(1, min(cdiv(4 * c.per_sm * _config.processors(), max(blocks, 1)), cdiv(M, c.block_m)))
     dx = x.new_empty((M, N) if need_dx else 0)
     partials = lambda need, *shape: x.new_empty(shape if need else 0, dtype=torch.float32)
-    a, g, b = partials(need_dalpha, programs * blocks), partials(need_dgamma, programs, N), partials(need_dbeta, programs, N)
+    a = x.new_empty(programs * blocks if need_dalpha else 0, dtype=torch.float64)
+    g, b = partials(need_dgamma, programs, N), partials(need_dbeta, programs, N)
     launch(_bwd, (programs * blocks,), dy, x, alpha, gamma, dx, a, g, b, M, N, dy.stride(0), x.stride(0),
            NEED_DX=need_dx, NEED_DALPHA=need_dalpha, NEED_DGAMMA=need_dgamma, NEED_DBETA=need_dbeta,
            BLOCK_M=c.block_m, BLOCK_N=c.block_n, STAGES=c.stages, num_warps=c.num_warps)  # fmt: skip
     summed = lambda need, partials, like: column_sum(partials, like.dtype) if need else x.new_empty(0)
-    dalpha = a.sum(dtype=torch.float64).to(alpha.dtype).view(1) if need_dalpha else x.new_empty(0)  # of millions of terms of either sign
+    dalpha = a.sum().to(alpha.dtype).view(1) if need_dalpha else x.new_empty(0)
     return dx, dalpha, summed(need_dgamma, g, gamma), summed(need_dbeta, b, beta)
 
 

@@ -59,7 +59,7 @@ PATHS = _names("""
     transformers.functional:CrossEntropyOutput
 """)
 FAMILIES = _names("""
-    gemma gemma2 gemma3 gemma3_text glm4 glm4v glm4v_moe gpt_oss granite instance internvl llama llama4 llava mistral mixtral mllama olmo2 paligemma phi3
+    gemma gemma2 gemma3 gemma3_text glm4 glm4v glm4v_moe gpt_oss granite internvl llama llama4 llava mistral mixtral mllama olmo2 paligemma phi3
     qwen2 qwen2_5_vl qwen2_vl qwen3 qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next qwen3_vl qwen3_vl_moe
 """)
 EVERY = [

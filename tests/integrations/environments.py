@@ -37,8 +37,8 @@ ENVIRONMENTS: dict[str, tuple[list[str], list[str], list[str]]] = {
         _names("""addict aiofiles attrdict binpacking cloudpickle colorama cryptography dacite deprecated distro einops fire hjson json_repair jsonlines
                   jsonschema lightning-utilities loguru msgpack omegaconf opentelemetry-sdk orjson posthog protobuf pulp py-cpuinfo pyvers requests"""),
         _names("""axolotl==0.19.0 bitsandbytes==0.50.2 deepspeed==0.19.8 evaluate instructlab-training==0.16.2 lightning==2.6.6 litgpt==0.5.13 llvmlite
-                  modelscope modelscope-hub ms-swift==4.6.0 nemo-automodel==0.7.0 numba pytorch-lightning==2.6.6 ray rhai-innovation-mini-trainer==0.9.0 schedulefree
-                  tensordict torchdata torchmetrics trl==1.9.0 verl==0.9.1"""),
+                  modelscope modelscope-hub ms-swift==4.6.0 nemo-automodel==0.7.0 numba pytorch-lightning==2.6.6 ray rhai-innovation-mini-trainer==0.9.0
+                  schedulefree tensordict torchdata torchmetrics trl==1.9.0 verl==0.9.1"""),
     ),
 }  # fmt: skip
 

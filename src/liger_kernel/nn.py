@@ -44,6 +44,10 @@ from liger_kernel.ops.tiled_mlp import apply_tiled_mlp
 from liger_kernel.ops.tvd import tvd
 from liger_kernel.ops.vocab_parallel_cross_entropy import validate_formula_and_mode, vocab_parallel_cross_entropy
 
+# as it was before any framework put another there
+_stock_cross_entropy = torch.nn.functional.cross_entropy
+
+
 # -- functions -----------------------------------------------------------------------------
 
 
@@ -100,11 +104,15 @@ def liger_cross_entropy(
 ) -> Tensor | CrossEntropyOutput:
     """``F.cross_entropy`` of logits (M, V) and class indices (M,), and what language models add to it. Logits are not overwritten.
 
+    Other shapes and class probabilities are left to PyTorch, as frameworks put this function in the place of its own.
     ``size_average`` and ``reduce`` mean what they mean there. Returns a ``CrossEntropyOutput`` if one of the ``return_*`` is set.
     """
     if size_average is not None or reduce is not None:
         reduction = "none" if reduce is False else "sum" if size_average is False else "mean"
     stats = return_z_loss or return_token_accuracy or return_predicted_tokens
+    plain = isinstance(input, Tensor) and input.ndim == 2 and target.ndim == 1 and not target.is_floating_point()
+    if not (plain or stats or lse_square_scale or softcap):
+        return _stock_cross_entropy(input, target, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
     found = cross_entropy(
         input,
         target,

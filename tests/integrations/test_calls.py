@@ -137,6 +137,27 @@ def test_axolotl_0_19_wraps_the_pair_under_compile():
             setattr(module, name, original)
 
 
+def test_axolotl_0_19_and_lmms_engine_0_1_4_replace_torchs_own(monkeypatch):
+    """For models that they know and we were not asked about; whatever else the process does with it goes on as before."""
+    from liger_kernel.transformers.functional import liger_cross_entropy
+
+    stock = F.cross_entropy
+    calls = [
+        ((torch.randn(3, 5), torch.tensor([0, -100, 4])), {}),
+        ((torch.randn(2, 5, 3), torch.randint(0, 5, (2, 3))), {"reduction": "sum"}),
+        ((torch.randn(3, 5), torch.rand(3, 5)), {"label_smoothing": 0.1}),
+        ((torch.randn(5), torch.tensor(2)), {}),
+    ]
+    expected = [stock(*args, **kwargs) for args, kwargs in calls]
+    losses = [step(make("llama"))[1], step(patched())[1]]
+    monkeypatch.setattr("transformers.loss.loss_utils.nn.functional.cross_entropy", liger_cross_entropy)
+    assert F.cross_entropy is liger_cross_entropy
+    torch.testing.assert_close([F.cross_entropy(*args, **kwargs) for args, kwargs in calls], expected)
+    for model, loss in zip((make("llama"), patched()), losses):
+        assert_same_learning(step(model)[1], loss)
+    monkeypatch.undo()
+
+
 # -- flags by signature --------------------------------------------------------------------
 
 

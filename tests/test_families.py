@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import inspect
+import warnings
 from pathlib import Path
 
 import pytest
@@ -24,10 +27,13 @@ from hf_models import (  # noqa: E402
     tokens,
 )
 
+import liger_kernel.transformers as transformers_of_ours  # noqa: E402
 from liger_kernel.testing import assert_as_accurate  # noqa: E402
 from liger_kernel.transformers import class_patches, families, instance_patches, restore, slots, table  # noqa: E402
 from liger_kernel.transformers.patch import MODEL_TYPE_TO_APPLY_LIGER_FN  # noqa: E402
+from liger_kernel.transformers.tiny import tiny_config  # noqa: E402
 
+patch_module = importlib.import_module("liger_kernel.transformers.patch")
 EVERY = sorted(t for t, row in families.FAMILIES.items() if row.get("heads"))
 LISTED = ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "granite", "olmo2", "smollm3"]
 # other kinds of heads (scaled, biased, of a mixture of experts), norms (none of ours) and rope (pairs, partial, tables without duplicates)
@@ -307,3 +313,91 @@ def test_listed_families_are_complete():
             and "left_alone" not in row
         )
         assert MODEL_TYPE_TO_APPLY_LIGER_FN[family].__name__ == f"apply_liger_kernel_to_{family}"
+
+
+# Every type that the published package has a function for
+PUBLISHED = [
+    "deepseek_v4", "exaone4", "falcon_h1", "gemma", "gemma2", "gemma3", "gemma3_text", "gemma4", "gemma4_text", "glm4", "glm4v", "glm4v_moe",
+    "gpt_oss", "granite", "hunyuan_v1_dense", "hunyuan_v1_moe", "internvl", "llama", "llama4", "llama4_text", "llava", "ministral", "mistral",
+    "mixtral", "mllama", "mllama_text_model", "nemotron", "olmo2", "olmo3", "paligemma", "phi3", "pixtral", "qwen2", "qwen2_5_vl", "qwen2_5_vl_text",
+    "qwen2_vl", "qwen2_vl_text", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl",
+    "qwen3_vl_moe", "qwen3_vl_moe_text", "qwen3_vl_text", "smollm3", "smolvlm", "deepseek_v2", "deepseek_v3", "muse_glimmer",
+]  # fmt: skip
+
+
+@pytest.mark.skipif(transformers.__version__ != families.VERSION, reason="other versions have other families")
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_published_functions_serve_all_that_they_have_flags_for(family):
+    apply = MODEL_TYPE_TO_APPLY_LIGER_FN[family]
+    parameters = inspect.signature(apply).parameters
+    assert apply is getattr(transformers_of_ours, apply.__name__) and parameters["model"].default is None
+    served = patch_module._served(family)
+    names = {"swiglu": "glu", "geglu": "glu"}
+    # rope, rms_norm and the MLP are in every signature of the published package: where there is none, or of a form without a kernel, that is said
+    missing = {f for f in parameters if f not in ("model", *patch_module.HEAD_FLAGS) and names.get(f, f) not in served}
+    assert missing <= {"gemma4": {"rope"}, "gemma4_text": {"rope"}, "deepseek_v4": {"rope"}, "nemotron": {"rms_norm", "swiglu"}}.get(family, set())
+
+
+def test_what_a_family_has_not_is_said_once():
+    model = make("nemotron")
+    apply = MODEL_TYPE_TO_APPLY_LIGER_FN["nemotron"]
+    patch_module._WARNED.clear()
+    with pytest.warns(UserWarning, match="nothing to swap for swiglu=True"):
+        apply(swiglu=True, model=model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        apply(swiglu=True, model=model)
+    with pytest.raises(TypeError, match="geglu"):
+        apply(geglu=True, model=model)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3_moe"])
+def test_reward_models(family):
+    """Heads that are not a language model's stay what they are; what is below them is swapped."""
+    batch = {"input_ids": tokens()["input_ids"], "labels": torch.tensor([0.3, -0.7], device=DEVICE)}
+    results = []
+    for auto in (transformers.AutoModelForSequenceClassification, transformers_of_ours.AutoLigerKernelForSequenceClassification):
+        torch.manual_seed(0)
+        model = auto.from_config(tiny_config(family, num_labels=1), attn_implementation="eager").to(DEVICE).eval()
+        results.append(step(model, batch)[1])
+    assert any(patch_module._is_ours(m.forward) for m in model.modules())
+    assert_same_learning(results[1], results[0], TOLERANCE)
+
+
+class Packed(torch.nn.Module):
+    """A frozen linear layer in eight bits, as quantised bases have them: its weight is nothing to multiply with."""
+
+    def __init__(self, linear: torch.nn.Linear):
+        super().__init__()
+        self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, None
+        scale = linear.weight.detach().abs().max() / 127
+        self.weight = torch.nn.Parameter((linear.weight.detach() / scale).round().to(torch.int8), requires_grad=False)
+        self.register_buffer("scale", scale)
+
+    def forward(self, x):
+        return x @ (self.weight.to(x.dtype) * self.scale.to(x.dtype)).T
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3", "arcee"])
+def test_quantised_bases(family):
+    model = make(family)
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, torch.nn.Linear):
+                setattr(parent, name, Packed(child))
+    expected = step(model)[1]
+    with instance_patches(model, family, EVERYTHING, "fused")():
+        out, learned = step(model)
+    assert out.logits is None
+    assert_same_learning(learned, expected, TOLERANCE)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_losses_of_routers_are_added(family):
+    model = make(family)
+    assert model.config.output_router_logits
+    stock = step(model)[0]
+    with instance_patches(model, family, EVERYTHING, "fused")():
+        out = step(model)[0]
+    assert stock.aux_loss > 0
+    torch.testing.assert_close((out.loss, out.aux_loss), (stock.loss, stock.aux_loss))

@@ -355,7 +355,7 @@ def _norm_stand_ins(eps: str, weight: str) -> Iterator[tuple[dict[str, Any], tup
     for shape in ((3, 32), (2, 3, 4, 32)):
         for with_scale in (True, False) if weight == "with_scale" else (True,):
             attributes: dict[str, Any] = {eps: EPS[eps]}
-            if weight != "none":
+            if weight == "weight" or (weight == "with_scale" and with_scale):
                 attributes["weight"] = _weight()
             if weight == "with_scale":
                 attributes["with_scale"] = with_scale

@@ -450,6 +450,32 @@ def test_ms_swift_4_6_grpo():
     torch.testing.assert_close(metrics[0], torch.tensor(0.0), rtol=0, atol=1e-6)
 
 
+def test_heads_that_are_gathered_for_the_forward_alone():
+    """TRL gathers a ZeRO-3 head around the call of a chunked loss: its gradient is there before it goes."""
+    from liger_kernel import chunked_loss
+
+    torch.manual_seed(0)
+    x, ref, y = torch.randn(4, 5, 8), torch.randn(4, 5, 8), torch.randint(0, 20, (4, 5))
+    losses = {
+        "dpo": lambda x, w: chunked_loss.LigerFusedLinearDPOLoss()(w, x, y, None, ref, w.detach().clone(), None)[0],
+        "orpo": lambda x, w: chunked_loss.LigerFusedLinearORPOLoss()(w, x, y)[0],
+        "kto": lambda x, w: chunked_loss.LigerFusedLinearKTOLoss()(x, w, y, preference_labels=torch.tensor([True, False, True, False]), kl=torch.zeros(1))[0],
+        "grpo": lambda x, w: chunked_loss.LigerFusedLinearGRPOLoss(beta=0.0)(x, w, y, torch.ones(4, 5), torch.randn(4))[0],
+        "jsd": lambda x, w: chunked_loss.LigerFusedLinearJSDLoss()(x, w, ref, w.detach().clone(), y),
+    }
+    for name, loss in losses.items():
+        found = []
+        for gone in (False, True):
+            torch.manual_seed(1)
+            leaf, w = x.clone().requires_grad_(), torch.randn(20, 8, requires_grad=True)
+            out = loss(leaf, w)
+            if gone:
+                w.data.fill_(float("nan"))  # what a released parameter holds is nobody's business
+            out.backward()
+            found.append((out.detach(), leaf.grad, w.grad))
+        torch.testing.assert_close(*found, rtol=0, atol=0, msg=name)
+
+
 def test_the_head_that_trl_is_going_to_need():
     """Log-probabilities and entropies of tokens from hidden states, with gradients: what remains of its losses are formulas."""
     from liger_kernel.ops import linear_logprobs

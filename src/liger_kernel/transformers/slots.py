@@ -87,12 +87,14 @@ def _gated_norm(first: str, eps: str, groups: str) -> Variant:
 def _layer_norm(eps: str, form: str) -> Variant:
     def variant(stock: Callable) -> Callable:
         def forward(self, hidden_states):
-            if len(getattr(self, "normalized_shape", (0,))) != 1:
+            device = hidden_states.device.type
+            autocast = form in ("torch", "1P") and torch.is_autocast_enabled(device)
+            if len(getattr(self, "normalized_shape", (0,))) != 1 or (autocast and form == "1P"):  # which casts for itself
                 return stock(self, hidden_states)
             w, b = (getattr(self, name, None) for name in ("weight", "bias"))
             w = w + 1.0 if form == "1P" else w
-            if form in ("torch", "1P") and torch.is_autocast_enabled(hidden_states.device.type):
-                hidden_states = _autocast_input(hidden_states, form)
+            if autocast and device == "cuda" and hidden_states.dtype != torch.float64:  # as PyTorch does there, and not on CPUs
+                hidden_states = hidden_states.float()
             return layer_norm(hidden_states, w, b, eps=OLMO_EPS if eps == "constant" else getattr(self, eps))
 
         return forward
@@ -101,11 +103,6 @@ def _layer_norm(eps: str, form: str) -> Variant:
 
 
 OLMO_EPS = 1e-5
-
-
-def _autocast_input(x: Tensor, form: str) -> Tensor:
-    """What autocast makes of a LayerNorm's input: fp32; the one that has 1 added to its weight casts for itself, to autocast's dtype."""
-    return x if x.dtype == torch.float64 else x.to(torch.float32 if form == "torch" else torch.get_autocast_dtype(x.device.type))
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,8 @@ PATHS = _names("""
     transformers.model.loss_utils:fixed_fused_linear_cross_entropy transformers.model.llama:lce_forward transformers.model.qwen2:lce_forward
     transformers.model.qwen2:lce_forward_deprecated transformers.model.qwen3_5_moe:lce_forward_conditional_generation
     transformers.model.output_classes:LigerCausalLMOutputWithPast transformers.model.output_classes:LigerMoeCausalLMOutputWithPast
-    transformers.trainer.orpo_trainer:_FSDPForwardRedirection transformers.fsdp:_FSDPForwardRedirection transformers.rms_norm:LigerRMSNormFunction
+    transformers.trainer.orpo_trainer:_FSDPForwardRedirection
+    transformers.trainer:_FSDPForwardRedirection transformers.fsdp:_FSDPForwardRedirection transformers.rms_norm:LigerRMSNormFunction
     triton:apply_liger_triton_cache_manager triton.monkey_patch:LigerTritonFileCacheManager chunked_loss:grpo_loss
     transformers.auto_model:AutoLigerKernelForCausalLM
     ops.fused_linear_cross_entropy:LigerFusedLinearCrossEntropyFunction ops.grpo_loss:fused_selective_log_softmax ops.rms_norm:LigerRMSNormFunction

@@ -60,8 +60,8 @@ PATHS: dict[str, tuple[str, tuple[str, ...]]] = {
     _HERE + "swiglu": ("liger_kernel.nn", ("LigerExperts", *(f"Liger{m}MLP" for m in _SWIGLU))),
     _HERE + "tiled_mlp": ("liger_kernel.nn", ("LigerTiledGEGLUMLP", "LigerTiledSwiGLUMLP")),
     _HERE + "trainer_integration": (_HERE + "patch", ("_apply_liger_kernel",)),
-    _HERE + "trainer": (_HERE + "fsdp", ("_FSDPForwardRedirection",)),
-    _HERE + "trainer.orpo_trainer": (_HERE + "fsdp", ("_FSDPForwardRedirection",)),
+    _HERE + "trainer": (_HERE + "orpo_trainer", ("LigerORPOTrainer", "_FSDPForwardRedirection")),
+    _HERE + "trainer.orpo_trainer": (_HERE + "orpo_trainer", ("LigerORPOTrainer", "_FSDPForwardRedirection")),
     _HERE + "tvd": ("liger_kernel.nn", ("LigerTVDLoss",)),
     _HERE + "vocab_parallel_cross_entropy": ("liger_kernel.nn", ("LigerVocabParallelCrossEntropy",)),
     "liger_kernel.triton": _TRITON_CACHE,
@@ -80,7 +80,10 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         source, names = PATHS[module.__name__]
         new = vars(importlib.import_module(source))
         module.__doc__ = f"An old path to ``{source}``."
-        vars(module).update({n: new[n] for n in names or [n for n in new if not n.startswith("__")]})
+        wanted = names or [n for n in new if not n.startswith("__")]
+        vars(module).update({n: new[n] for n in wanted if n in new})
+        if not new.keys() >= set(wanted):  # the rest is made when it is asked for
+            vars(module)["__getattr__"] = new["__getattr__"]
 
 
 def install() -> None:

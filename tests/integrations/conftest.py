@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 pytest.importorskip("transformers", reason="transformers is not installed: make setup")
@@ -15,8 +17,9 @@ import liger_kernel.transformers as liger
 
 @pytest.fixture(autouse=True)
 def _apart(monkeypatch: pytest.MonkeyPatch):
-    """What accelerate keeps of one training does not reach the next: older transformers would go on in its dtype."""
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    """What accelerate keeps of one training does not reach the next: with older transformers it would go on in its dtype, and compiled."""
+    for name in [n for n in os.environ if n.startswith("ACCELERATE_")]:
+        monkeypatch.delenv(name)
     yield
     state = pytest.importorskip("accelerate.state", reason="accelerate is not installed: make setup")
     state.AcceleratorState._reset_state(reset_partial_state=True)

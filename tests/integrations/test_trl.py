@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from pathlib import Path
 from typing import Any
@@ -203,6 +204,24 @@ def test_preferences_without_a_reference(tmp_path, trainer, options):
     """TRL has no fused path for these; layers and norms are ours."""
     prompt = {"max_prompt_length": 24} if "max_prompt_length" in inspect.signature(trainer_of(trainer.replace("Trainer", "Config"))).parameters else {}
     assert_same(*both(tmp_path, trainer, "pairs", max_length=48, **(options | prompt)))
+
+
+def test_our_orpo_trainer(tmp_path, monkeypatch):
+    """Its losses and metrics without logits are TRL's with them."""
+    from liger_kernel.transformers.trainer import LigerORPOTrainer
+
+    prompt = {"max_prompt_length": 24} if "max_prompt_length" in inspect.signature(trainer_of("ORPOConfig")).parameters else {}
+    stock = taught(tmp_path / "stock", "ORPOTrainer", "pairs", False, max_length=48, **prompt)
+    monkeypatch.setattr(trl, "LigerORPOTrainer", LigerORPOTrainer, raising=False)
+    monkeypatch.setattr(trl, "LigerORPOConfig", trainer_of("ORPOConfig"), raising=False)
+
+    @functools.wraps(LlamaForCausalLM.forward)
+    def forward(self, *args: Any, **kwargs: Any) -> None:
+        raise AssertionError("logits were computed")
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
+    ours = taught(tmp_path / "ours", "LigerORPOTrainer", "pairs", False, max_length=48, **prompt)
+    assert_same(ours, stock)
 
 
 # -- reinforcement learning ----------------------------------------------------------------

@@ -99,6 +99,6 @@ def tanh(x):
 
 @jit
 def tanh_slope(x):
-    """1 - tanh(x)^2, accurate relative to its value."""
+    """1 - tanh(x)^2 without a difference of two numbers that are nearly one."""
     e = tl.exp(-2.0 * tl.abs(x))
     return div(4.0 * e, (1.0 + e) * (1.0 + e))

@@ -227,7 +227,8 @@ def _tiles(P: int, dtype: torch.dtype) -> dict:
     """
     block_p = max(16, next_power_of_2(P))
     precision = "ieee" if dtype == torch.float32 or not _config.arch().startswith("sm") else "tf32x3"
-    return dict(PRECISION=precision, BLOCK_T=min(32, 2048 // block_p), BLOCK_K=min(64, 2048 // block_p), BLOCK_P=block_p, num_warps=8)
+    block_k = 16 if precision == "ieee" else min(64, 2048 // block_p)  # of fp32, sums of few products before they are added exactly
+    return dict(PRECISION=precision, BLOCK_T=min(32, 2048 // block_p), BLOCK_K=block_k, BLOCK_P=block_p, num_warps=8)
 
 
 def _tokens(H: int) -> dict[str, int]:
@@ -269,9 +270,13 @@ def mhc_coeffs_bwd(
         launch(_coeffs_bwd, (cdiv(M, tokens["BLOCK_T"]),), *dh, mix, b, *alphas, dlogits, M, H, P, tmax, sinkhorn_eps, post_mult, **tokens)
         parts = [H, H, H * H]
         if needed[2]:
-            grads[2] = dlogits.sum(0).to(b.dtype)
+            grads[2] = dlogits.sum(0, dtype=torch.float64).to(b.dtype)
+        if needed[0] or needed[1] or any(needed[3:]):
+            # dlogits of a row of h_res sum to zero: what all of its mix have in common counts for nothing but rounding
+            res = mix[:, 2 * H :].unflatten(1, (H, H))
+            mix = torch.cat([mix[:, : 2 * H], (res - res.mean(-1, keepdim=True)).flatten(1)], 1)
         if any(needed[3:]):
-            sums = (dlogits * mix).sum(0).split(parts)
+            sums = (dlogits * mix).sum(0, dtype=torch.float64).split(parts)
             grads[3:] = [s.sum().to(a.dtype).reshape(a.shape) if need else g for s, a, g, need in zip(sums, alphas, grads[3:], needed[3:])]
         if needed[0] or needed[1]:
             dmix = dlogits * torch.cat([a.float().reshape(1).expand(n) for a, n in zip(alphas, parts)])

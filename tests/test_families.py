@@ -117,7 +117,10 @@ def test_eval_logits(family, dtype):
     model = make(family, dtype).eval()
     batch = batch_of(model)
     with torch.no_grad():
-        model(**batch, use_cache=False)
+        try:
+            model(**batch, use_cache=False)
+        except RuntimeError as error:  # before anything is patched
+            pytest.skip(f"stock: {error}")
         expected = model(**batch, use_cache=False)
         rows = [families.FAMILIES[t] for t in {family, *(c.model_type for c in slots.configs_of(model.config))} & families.FAMILIES.keys()]
         labels = [label for row in rows for label in row.get("swapped", {}).values()]

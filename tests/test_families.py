@@ -361,7 +361,7 @@ def test_reward_models(family):
     results = []
     for auto in (transformers.AutoModelForSequenceClassification, transformers_of_ours.AutoLigerKernelForSequenceClassification):
         torch.manual_seed(0)
-        model = auto.from_config(tiny_config(family, num_labels=1), attn_implementation="eager").to(DEVICE).eval()
+        model = auto.from_config(tiny_config(family, num_labels=1, pad_token_id=0), attn_implementation="eager").to(DEVICE).eval()
         results.append(step(model, batch)[1])
     assert any(patch_module._is_ours(m.forward) for m in model.modules())
     assert_same_learning(results[1], results[0], TOLERANCE)

@@ -22,7 +22,7 @@ _names = str.split
 ENVIRONMENTS: dict[str, tuple[list[str], list[str], list[str]]] = {
     "transformers-5.17": (["hf_trainer", "calls"], ["transformers==5.17.0"], []),
     "transformers-4.57": (["hf_trainer", "calls"], ["transformers==4.57.6", "datasets<4.6"], []),
-    "trl": (["trl", "examples"], [], ["trl==1.16.0", "requests"]),
+    "trl": (["trl", "examples"], ["requests"], ["trl==1.16.0"]),
     "trl-1.12": (["trl", "examples"], ["requests"], ["trl==1.12.0"]),
     "trl-1.0": (["trl"], ["transformers==5.17.0", "requests"], ["trl==1.0.0"]),
     "trl-0.25": (["trl"], ["transformers==4.57.6", "datasets<4.6", "requests"], ["trl==0.25.1"]),

@@ -87,3 +87,10 @@ def test_the_check_above_sees_what_is_loaded():
 def test_the_console_script_exists():
     (script,) = [e for e in importlib.metadata.entry_points(group="console_scripts") if e.name == "liger"]
     assert callable(script.load())
+
+
+def test_importing_asks_no_gpu(user_env):
+    """Asking for a GPU starts its driver, after which forked processes cannot use it."""
+    code = "import torch; torch.cuda.is_available = torch.cuda.device_count = None; import liger_kernel.ops.utils, liger_kernel.nn, liger_kernel.chunked_loss"
+    done = subprocess.run([sys.executable, "-c", code], env=user_env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -60,7 +60,14 @@ def device_context(device: torch.device | str | int) -> contextlib.AbstractConte
     return kind.device(device) if hasattr(kind, "device") else contextlib.nullcontext()
 
 
-amp_custom_fwd = functools.partial(torch.amp.custom_fwd, device_type=infer_device())
-amp_custom_bwd = functools.partial(torch.amp.custom_bwd, device_type=infer_device())
+def amp_custom_fwd(fwd: Callable | None = None, **options: Any) -> Callable:
+    """``torch.amp.custom_fwd`` for the kind of device that is here, which is asked when this is called: importing must not wake a GPU's driver."""
+    return torch.amp.custom_fwd(fwd, device_type=infer_device(), **options)
+
+
+def amp_custom_bwd(bwd: Callable | None = None, **options: Any) -> Callable:
+    """``torch.amp.custom_bwd`` likewise."""
+    return torch.amp.custom_bwd(bwd, device_type=infer_device(), **options)
+
 
 torch_to_triton_dtype = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16} if hasattr(tl, "float32") else {}

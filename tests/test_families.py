@@ -292,6 +292,7 @@ def test_the_table_is_that_of_the_installed_transformers(every):
     assert table.check(None if every else ["afmoe", "gemma3n_text", "internlm3", "llava", "minimax_m3_vl", "mixtral"]) == ""
 
 
+@pytest.mark.skipif(transformers.__version__ != families.VERSION, reason="the table is of another version")
 def test_the_document_of_families_is_current():
     assert (Path(__file__).parent.parent / "docs" / "models.md").read_text() == table.document()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import importlib.util
 import inspect
 import pickle
 import subprocess
@@ -282,6 +283,8 @@ def test_recognition_draws_none_of_the_users_random_numbers(monkeypatch):
 @pytest.mark.parametrize("path", _legacy.PATHS)
 def test_old_import_paths(path):
     old, (new, names) = importlib.import_module(path), _legacy.PATHS[path]
+    if not importlib.util.find_spec("trl"):
+        names = [n for n in names if n != "LigerORPOTrainer"]  # a class of TRL's, made when it is asked for
     assert all(getattr(old, n) is getattr(importlib.import_module(new), n) for n in names)
 
 

@@ -32,7 +32,7 @@ def reference(v: Tensor, w_query: Tensor, w_norm: Tensor, *, eps: float = 1e-6) 
 
 @jit
 def _fwd(
-    v_ptr, wq_ptr, wn_ptr, h_ptr, rstd_ptr, score_ptr, top_ptr, M, N, D, v_stride, n_stride, eps,
+    v_ptr, wq_ptr, wn_ptr, h_ptr, rstd_ptr, score_ptr, M, N, D, v_stride, n_stride, eps,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -56,13 +56,12 @@ def _fwd(
         h = h * shrink[:, None] + v * e[:, None]
         top = new
         v_ptrs += n_stride
-    tl.store(top_ptr + row, top, mask=row < M)
     tl.store(h_ptr + row[:, None] * D + col[None, :], (h / total[:, None]).to(h_ptr.dtype.element_ty), mask=mask)
 
 
 @jit
 def _bwd(
-    dh_ptr, v_ptr, wq_ptr, wn_ptr, rstd_ptr, score_ptr, top_ptr, g_ptr, dv_ptr, dw_ptr,
+    dh_ptr, v_ptr, wq_ptr, wn_ptr, rstd_ptr, score_ptr, g_ptr, dv_ptr, dw_ptr,
     M, N, D, dh_stride, v_stride, n_stride, dv_stride, dn_stride,
     NEED_DV: tl.constexpr, NEED_DW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -74,12 +73,14 @@ def _bwd(
         row = tl.cast(tile, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
         mask = (row < M)[:, None] & (col < D)[None, :]
         dh = tl.load(dh_ptr + row[:, None] * dh_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
-        top = tl.load(top_ptr + row, mask=row < M, other=0.0)
+        top = tl.load(score_ptr + row * N, mask=row < M, other=0.0)
+        for n in range(1, N):
+            top = tl.maximum(top, tl.load(score_ptr + row * N + n, mask=row < M, other=0.0))
         v_ptrs = v_ptr + row[:, None] * v_stride + col[None, :]
         mean = tl.zeros((BLOCK_M,), tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
         for n in range(N):
-            a = exp(tl.load(score_ptr + row * N + n, mask=row < M, other=0.0) - top)
+            a = tl.exp(tl.load(score_ptr + row * N + n, mask=row < M, other=0.0) - top)
             g = tl.sum(dh * tl.load(v_ptrs, mask=mask, other=0.0).to(tl.float32), axis=1)
             tl.store(g_ptr + row * N + n, g, mask=row < M)
             mean += a * g
@@ -93,7 +94,7 @@ def _bwd(
             v = tl.load(v_ptrs, mask=mask, other=0.0).to(tl.float32)
             score = tl.load(score_ptr + row * N + n, mask=row < M, other=0.0)
             rstd = tl.load(rstd_ptr + row * N + n, mask=row < M, other=0.0)
-            a = div(exp(score - top), total)
+            a = div(tl.exp(score - top), total)
             ds = a * (tl.load(g_ptr + row * N + n, mask=row < M, other=0.0) - mean)
             x = v * rstd[:, None]
             if NEED_DV:
@@ -107,17 +108,17 @@ def _bwd(
         tl.store(dw_ptr + program.to(tl.int64) * D + col, tl.sum(dw, axis=0), mask=col < D)
 
 
-@launcher("(Tensor v, Tensor w_query, Tensor w_norm, float eps) -> (Tensor h, Tensor rstd, Tensor score, Tensor top)")
-def attn_res_fwd(v: Tensor, w_query: Tensor, w_norm: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@launcher("(Tensor v, Tensor w_query, Tensor w_norm, float eps) -> (Tensor h, Tensor rstd, Tensor score)")
+def attn_res_fwd(v: Tensor, w_query: Tensor, w_norm: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     M, N, D = v.shape
     h = v.new_empty(M, D)
-    rstd, score, top = stats = tuple(v.new_empty(shape, dtype=torch.float32) for shape in ((M, N), (M, N), (M,)))
+    rstd, score = stats = tuple(v.new_empty(M, N, dtype=torch.float32) for _ in range(2))
     if not tracing(v):
         # as many values in flight as other norms have; tiles not measured
         c = _config.tile("attn_res_fwd", D, v.itemsize, elements=4096, per_thread=16)
         launch(_fwd, (cdiv(M, c.block_m),), v, w_query, w_norm, h, *stats, M, N, D, v.stride(0), v.stride(1), eps,
                BLOCK_M=c.block_m, BLOCK_D=c.block_n, num_warps=c.num_warps)  # fmt: skip
-    return h, rstd, score, top
+    return h, rstd, score
 
 
 @launcher("(Tensor dh, Tensor v, Tensor w_query, Tensor w_norm, Tensor[] stats, bool[] needed) -> (Tensor dv, Tensor dw_query, Tensor dw_norm)")

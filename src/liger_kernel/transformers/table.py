@@ -195,7 +195,7 @@ def document() -> str:
         "| type | head | images | swapped | left alone |",
         "|---|---|---|---|---|",
     ]
-    for t, frozen in families.FAMILIES.items():
+    for t, frozen in sorted(families.FAMILIES.items()):
         row = Family(**frozen)
         head = row.fused or ("fused" if row.heads else "part of others")
         parts = [f"parts: {', '.join(row.parts)}"] if row.parts else []

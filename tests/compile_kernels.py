@@ -2,8 +2,8 @@
 
 A script, since the test process interprets kernels. The operators run their cases on the meta device; each launch becomes a compilation on the path of
 a real one. Of the launches that differ in tile sizes alone, those of real-model cases are compiled and, without one, the largest. One target, ``FULL``,
-compiles every combination of flags in fp32 and bf16, and in fp16 as many launches as show every value of every flag; the others do with as many in fp32
-and bf16.
+compiles every combination of flags in fp32 and bf16, and in fp16 as many launches as show every value of every flag; the others do with as many, in bf16
+where a kernel has it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def launches(full: bool) -> list[tuple]:
 
     for op in OPS.values():
         for case in (c for c in op.cases if not c.error):
-            for dtype in (torch.float32, torch.bfloat16, *([torch.float16] if full else [])):
+            for dtype in (torch.bfloat16, torch.float32, *([torch.float16] if full else [])):
                 args = case.make(dtype, "meta")
                 for frozen in (None, *differentiable(args)):
                     some = {k: v.detach().requires_grad_(v.requires_grad and k != frozen) if isinstance(v, torch.Tensor) else v for k, v in args.items()}
@@ -55,7 +55,7 @@ def launches(full: bool) -> list[tuple]:
                         run(op.fn, some, lambda outs: {k: torch.ones_like(o) for k, o in outs.items() if o.requires_grad})
     chosen, shown = [], set()
     for (*kernel, kinds, flags), tiles in sorted(found.items(), key=lambda kv: -max(t[1] for t in kv[1].values())):
-        new = {(*kernel, kinds, flag) for flag in flags or [()]} - shown
+        new = {(*kernel, kinds if full else "", flag) for flag in flags or [()]} - shown
         if (full and "torch.float16" not in kinds) or new:
             shown |= new
             real = [t for t in tiles.values() if t[0]]

@@ -31,13 +31,14 @@ from transformers.activations import ACT2FN
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as IMAGE_TEXT_TO_TEXT
 
+from liger_kernel.nn import liger_rotary_pos_emb_vision
 from liger_kernel.ops import _op
 from liger_kernel.ops.glu import ACTS, glu
 from liger_kernel.ops.layer_norm import layer_norm
 from liger_kernel.ops.moe import moe
 from liger_kernel.ops.relu_squared import relu_squared
 from liger_kernel.ops.rms_norm import rms_norm
-from liger_kernel.ops.rope import of_complex, of_sections, once, rope
+from liger_kernel.ops.rope import of_complex, of_sections, rope
 
 # -- variants: label -> what takes the place of the stock function, which it is given ------
 
@@ -265,8 +266,7 @@ def _rope_flat() -> Variant:
         def apply_rotary_pos_emb_vision(q, k, cos, sin):
             if q.ndim != 3 or k.ndim != 3 or cos.ndim != 2:
                 return stock(q, k, cos, sin)
-            q, k = rope(q[None], k[None], once(cos)[None], once(sin)[None], unsqueeze_dim=2)
-            return q[0], k[0]
+            return liger_rotary_pos_emb_vision(q, k, cos, sin)
 
         return apply_rotary_pos_emb_vision
 

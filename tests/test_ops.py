@@ -183,6 +183,24 @@ def test_upstream_strides_do_not_matter(op, case):
     assert_accurate(run(op.fn, case.make(torch.float32, DEVICE), transposed), op, case)
 
 
+@small
+def test_results_may_be_written_into(op, case):
+    """As models do with what PyTorch returns. What the backward needs is missed loudly."""
+    if not GPU and case not in _first(op):
+        pytest.skip("depends on the operator rather than on the case")
+    args = case.make(torch.float32, DEVICE)
+    outs = forward(op.fn, args)
+    grads = upstream(outs)
+    written = {k: o.mul_(2) for k, o in outs.items() if k in grads}
+    try:
+        found = backward(written, args, grads)
+    except RuntimeError as error:
+        assert "modified by an inplace operation" in str(error)
+    else:
+        expected = run(op.fn, args, lambda outs: {k: 2 * g for k, g in upstream(outs).items()})
+        assert_same_bits(found, {k: expected[k] for k in found})
+
+
 @runnable
 def test_same_bits_twice(op, case):
     if not GPU and case not in _first(op):

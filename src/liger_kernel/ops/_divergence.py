@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops import _config
-from liger_kernel.ops._op import acc, launch, launcher, nbytes, rows_of, tracing, use_kernels
+from liger_kernel.ops._op import acc, launch, launcher, nbytes, rows_of, shaped, tracing, use_kernels
 from liger_kernel.ops._reduce import scaled
 from liger_kernel.ops._tl import cdiv, jit, tl
 
@@ -195,7 +195,7 @@ def forward(ctx, x: Tensor, y: Tensor, labels: Tensor | None, norm: Tensor | Non
         ctx.save_for_backward(dx, dy, norm if torch.float16 in (x.dtype, y.dtype) else None)
         return loss
     ctx.save_for_backward(x2, y2, rows)
-    return loss.view(x.shape if out == "elements" else x.shape[:-1])
+    return shaped(loss, x.shape if out == "elements" else x.shape[:-1])
 
 
 def backward(ctx, g: Tensor) -> tuple[Tensor | None, Tensor | None]:

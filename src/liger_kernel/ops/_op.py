@@ -299,6 +299,16 @@ def acc(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def shaped(y: Tensor, shape: Sequence[int]) -> Tensor:
+    """``y``, new and contiguous, in another shape, and not as a view: what a Function returns may be written into, which autograd refuses for views."""
+    return y.view(shape) if torch.compiler.is_compiling() else y.resize_(shape)
+
+
+def swapped(y: Tensor) -> Tensor:
+    """``y``, new, with dims 1 and 2 exchanged, not as a view."""
+    return y.transpose(1, 2) if torch.compiler.is_compiling() else y.transpose_(1, 2)
+
+
 def rows_of(x: Tensor) -> Tensor:
     """``x`` as (M, N) with unit column stride: a view where the strides allow it, else a copy."""
     x = x.reshape(-1, x.shape[-1]) if x.shape[-1] else x.reshape(x.shape[:-1].numel(), 0)

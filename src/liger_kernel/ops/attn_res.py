@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops import _config
-from liger_kernel.ops._op import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, rows_of, tracing, use_kernels
+from liger_kernel.ops._op import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, rows_of, shaped, tracing, use_kernels
 from liger_kernel.ops._reduce import column_sum
 from liger_kernel.ops._tl import cdiv, div, exp, jit, rsqrt, tl
 
@@ -154,7 +154,7 @@ class LigerAttnResFunction(torch.autograd.Function):
         w_query, w_norm = w_query.contiguous(), w_norm.contiguous()
         h, *stats = attn_res_fwd(v, w_query, w_norm, eps)
         ctx.save_for_backward(v, w_query, w_norm, *stats)
-        return h.view(V.shape[1:])
+        return shaped(h, V.shape[1:])
 
     @staticmethod
     @once_differentiable

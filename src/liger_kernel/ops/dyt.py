@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops import _config
-from liger_kernel.ops._op import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, rows_of, use_kernels
+from liger_kernel.ops._op import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, rows_of, shaped, use_kernels
 from liger_kernel.ops._reduce import column_sum
 from liger_kernel.ops._tl import add_exactly, cdiv, jit, tanh, tanh_slope, tl
 
@@ -118,7 +118,7 @@ class LigerDyTFunction(torch.autograd.Function):
     def forward(ctx, x, alpha, gamma, beta):
         x2, gamma, beta = rows_of(x), gamma.contiguous(), beta if beta is None else beta.contiguous()
         ctx.save_for_backward(x2, alpha, gamma, beta)
-        return dyt_fwd(x2, alpha, gamma, beta).view(x.shape)
+        return shaped(dyt_fwd(x2, alpha, gamma, beta), x.shape)
 
     @staticmethod
     @once_differentiable

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops._op import Case, Cost, T, launch, launcher, nbytes, once_differentiable, op, rows_of, use_kernels
+from liger_kernel.ops._op import Case, Cost, T, launch, launcher, nbytes, once_differentiable, op, rows_of, shaped, use_kernels
 from liger_kernel.ops._tl import cdiv, jit, next_power_of_2, tl
 
 CUT = 256  # tokens a piece has at most: 64 steps of a program; the slots, two rows of fp32 a cut, are a sixty-fourth of dy in bf16
@@ -128,7 +128,7 @@ class LigerEmbeddingFunction(torch.autograd.Function):
         flat = index.reshape(-1).contiguous()
         ctx.save_for_backward(flat)
         ctx.V, ctx.padding_idx = w.shape[0], padding_idx
-        return embedding_fwd(flat, rows_of(w)).view(*index.shape, w.shape[1])
+        return shaped(embedding_fwd(flat, rows_of(w)), (*index.shape, w.shape[1]))
 
     @staticmethod
     @once_differentiable

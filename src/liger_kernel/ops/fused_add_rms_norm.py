@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_kernel.ops import _config
-from liger_kernel.ops._op import Case, Cost, T, launch, launcher, nbytes, once_differentiable, op, rows_of, use_kernels
+from liger_kernel.ops._op import Case, Cost, T, launch, launcher, nbytes, once_differentiable, op, rows_of, shaped, use_kernels
 from liger_kernel.ops._reduce import column_sum
 from liger_kernel.ops._tl import cdiv, jit, tl
 from liger_kernel.ops.rms_norm import CASTING
@@ -156,7 +156,7 @@ class LigerFusedAddRMSNormFunction(torch.autograd.Function):
         y, s, rstd = fused_add_rms_norm_fwd(rows_of(x), rows_of(residual), w, eps, offset, casting_mode)
         ctx.save_for_backward(s, w, rstd)
         ctx.offset, ctx.dtypes = offset, (x.dtype, residual.dtype)
-        return y.view(x.shape), s.view(x.shape)
+        return shaped(y, x.shape), shaped(s, x.shape)
 
     @staticmethod
     @once_differentiable
@@ -166,7 +166,7 @@ class LigerFusedAddRMSNormFunction(torch.autograd.Function):
         if dy is not None:
             s, w, rstd = ctx.saved_tensors
             ds = rows_of(ds) if ds is not None and need_dx else None
-            dx, dw = fused_add_rms_norm_bwd(rows_of(dy), ds, s, w, rstd, ctx.offset, need_dx, need_dw)
+            dx, dw = fused_add_rms_norm_bwd(rows_of(dy), ds, rows_of(s), w, rstd, ctx.offset, need_dx, need_dw)
             dx = dx.view(dy.shape) if need_dx else None
         # One tensor for both, as for a plain sum, and never two views of one: autograd adds in place to, and keeps, what has no other owner
         each = [None if dx is None or not need else dx.to(dtype) for need, dtype in zip((need_x, need_residual), ctx.dtypes)]

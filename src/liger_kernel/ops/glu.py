@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_kernel.ops import _config
-from liger_kernel.ops._op import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, rows_of, use_kernels
+from liger_kernel.ops._op import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, rows_of, shaped, use_kernels
 from liger_kernel.ops._tl import cdiv, jit, tl
 
 ACTS = {
@@ -206,7 +206,7 @@ class GLUFunction(torch.autograd.Function):
         gate = rows_of(gate)
         gate, up = (gate[:, : gate.shape[1] // 2], gate[:, gate.shape[1] // 2 :]) if ctx.packed else (gate, rows_of(up))
         ctx.save_for_backward(gate, up)
-        return glu_fwd(gate, up, act, *form).view(*ctx.shape[:-1], gate.shape[1])
+        return shaped(glu_fwd(gate, up, act, *form), (*ctx.shape[:-1], gate.shape[1]))
 
     @staticmethod
     @once_differentiable

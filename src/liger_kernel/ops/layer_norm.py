@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_kernel.ops import _config
-from liger_kernel.ops._op import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, rows_of, use_kernels
+from liger_kernel.ops._op import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, rows_of, shaped, use_kernels
 from liger_kernel.ops._reduce import column_sum
 from liger_kernel.ops._tl import cdiv, jit, tl
 
@@ -192,7 +192,7 @@ class LigerLayerNormFunction(torch.autograd.Function):
         y, mean, rstd = layer_norm_fwd(x2, w, b, eps)
         ctx.save_for_backward(x2, w, mean, rstd)
         ctx.b_dtype = None if b is None else b.dtype
-        return y.view(x.shape)
+        return shaped(y, x.shape)
 
     @staticmethod
     @once_differentiable

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from liger_kernel.ops import _config, _divergence
 from liger_kernel.ops._divergence import counted, element, elements, jsd_kind
-from liger_kernel.ops._op import Case, Cost, T, acc, launch, launcher, once_differentiable, op, rows_of, tracing, use_kernels
+from liger_kernel.ops._op import Case, Cost, T, acc, launch, launcher, once_differentiable, op, rows_of, shaped, tracing, use_kernels
 from liger_kernel.ops._reduce import scaled
 from liger_kernel.ops._tl import jit, log, tl
 from liger_kernel.ops.cross_entropy import targets
@@ -318,7 +318,7 @@ class LogitDivergenceFunction(torch.autograd.Function):
             ctx.save_for_backward(ds, dt, norm if torch.float16 in (s.dtype, t.dtype) else None)
             return loss
         ctx.save_for_backward(s, t, labels)
-        return loss.view(student.shape[:-1])
+        return shaped(loss, student.shape[:-1])
 
     @staticmethod
     @once_differentiable

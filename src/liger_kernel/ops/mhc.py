@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops import _config
-from liger_kernel.ops._op import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, rows_of, tracing, use_kernels
+from liger_kernel.ops._op import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, rows_of, shaped, tracing, use_kernels
 from liger_kernel.ops._reduce import column_sum
 from liger_kernel.ops._tl import add_exactly, cdiv, div, exp, jit, next_power_of_2, rsqrt, tl
 
@@ -303,7 +303,7 @@ class LigerMHCCoeffsFunction(torch.autograd.Function):
         pre, post, res, mix, rstd = mhc_coeffs_fwd(x, phi, b, alphas, H, tmax, rms_eps, pre_eps, sinkhorn_eps, post_mult)
         ctx.save_for_backward(x, phi, b, mix, rstd, *alphas)
         outer = ctx.shape[:-2]
-        return pre.view(*outer, H), post.view(*outer, H), res.view(*outer, H, H)
+        return shaped(pre, (*outer, H)), shaped(post, (*outer, H)), shaped(res, (*outer, H, H))
 
     @staticmethod
     @once_differentiable
@@ -473,7 +473,7 @@ class LigerMHCPreFunction(torch.autograd.Function):
         ctx.shape = x.shape
         x, a = _streams(x), h_pre.reshape(-1, 1, x.shape[-2]).contiguous()
         ctx.save_for_backward(x, a)
-        return mhc_mix_fwd(x, a, None, None).view(*ctx.shape[:-2], ctx.shape[-1])
+        return shaped(mhc_mix_fwd(x, a, None, None), (*ctx.shape[:-2], ctx.shape[-1]))
 
     @staticmethod
     @once_differentiable
@@ -491,7 +491,7 @@ class LigerMHCPostResFunction(torch.autograd.Function):
         ctx.shape, H = x.shape, x.shape[-2]
         x, f, p, a = _streams(x), rows_of(f_out), h_post.reshape(-1, H).contiguous(), h_res.reshape(-1, H, H).contiguous()
         ctx.save_for_backward(x, a, f, p)
-        return mhc_mix_fwd(x, a, f, p).view(ctx.shape)
+        return shaped(mhc_mix_fwd(x, a, f, p), ctx.shape)
 
     @staticmethod
     @once_differentiable

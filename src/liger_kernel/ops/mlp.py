@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops._op import Case, Cost, T, launcher, nbytes, once_differentiable, op, rows_of, use_kernels
+from liger_kernel.ops._op import Case, Cost, T, launcher, nbytes, once_differentiable, op, rows_of, shaped, use_kernels
 from liger_kernel.ops.glu import ACTS, Form, glu_bwd, glu_fwd
 from liger_kernel.ops.glu import reference as glu_reference
 
@@ -72,7 +72,7 @@ class LigerMLPFunction(torch.autograd.Function):
         x = rows_of(x)
         y, g, u = mlp_fwd(x, gate, up, down, *ctx.form)
         ctx.save_for_backward(x, gate, up, down, g, u)
-        return y.view(*ctx.shape[:-1], down.shape[0])
+        return shaped(y, (*ctx.shape[:-1], down.shape[0]))
 
     @staticmethod
     @once_differentiable

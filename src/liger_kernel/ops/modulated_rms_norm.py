@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_kernel.ops import _config
-from liger_kernel.ops._op import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, rows_of, use_kernels
+from liger_kernel.ops._op import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, rows_of, shaped, use_kernels
 from liger_kernel.ops._reduce import column_sum
 from liger_kernel.ops._tl import cdiv, jit, tl
 from liger_kernel.ops.rms_norm import CASTING
@@ -210,7 +210,7 @@ class LigerModulatedRMSNormFunction(torch.autograd.Function):
         ctx.save_for_backward(x2, w, scale2, rstd)
         ctx.offset, ctx.scale_shape = offset, scale.shape
         ctx.shift_shape, ctx.shift_dtype = (None, None) if shift is None else (shift.shape, shift.dtype)
-        return y.view(x.shape)
+        return shaped(y, x.shape)
 
     @staticmethod
     @once_differentiable

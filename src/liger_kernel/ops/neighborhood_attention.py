@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_kernel.ops import _config
-from liger_kernel.ops._op import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, tracing, use_kernels
+from liger_kernel.ops._op import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, swapped, tracing, use_kernels
 from liger_kernel.ops._tl import cdiv, jit, log, tl
 
 MAX_D = 1024  # channels of which a program holds five tensors in registers; larger heads take the reference
@@ -147,7 +147,7 @@ def _bwd_dkv(
 def _new(q: Tensor, needed: bool = True) -> Tensor:
     """Like ``q``, in memory as (B, T, H, D), which is what projections around attention read and write."""
     B, H, length, D = q.shape
-    return q.new_empty(B, length, H, D).transpose(1, 2) if needed else q.new_empty(0, 0, 0, 0)
+    return swapped(q.new_empty(B, length, H, D)) if needed else q.new_empty(0, 0, 0, 0)
 
 
 def _grid(kernel: str, q: Tensor) -> tuple[tuple[int], dict[str, int]]:

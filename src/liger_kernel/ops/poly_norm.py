@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops import _config
-from liger_kernel.ops._op import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, rows_of, use_kernels
+from liger_kernel.ops._op import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, rows_of, shaped, use_kernels
 from liger_kernel.ops._reduce import column_sum
 from liger_kernel.ops._tl import cdiv, jit, tl
 
@@ -263,7 +263,7 @@ class LigerPolyNormFunction(torch.autograd.Function):
         y, stats = poly_norm_fwd(x2, w, b, eps)
         ctx.save_for_backward(x2, w, stats)
         ctx.b_shape, ctx.b_dtype = b.shape, b.dtype
-        return y.view(x.shape)
+        return shaped(y, x.shape)
 
     @staticmethod
     @once_differentiable

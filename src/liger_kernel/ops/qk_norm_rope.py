@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops import _config
-from liger_kernel.ops._op import Case, Cost, launch, launcher, nbytes, once_differentiable, op, use_kernels
+from liger_kernel.ops._op import Case, Cost, launch, launcher, nbytes, once_differentiable, op, swapped, use_kernels
 from liger_kernel.ops._op import T as T_  # T is the sequence length here
 from liger_kernel.ops._reduce import column_sum
 from liger_kernel.ops._tl import jit, next_power_of_2, tl
@@ -264,7 +264,7 @@ class QKNormRopeFunction(torch.autograd.Function):
         yq, yk = qk_norm_rope_fwd(q, k, wq, wk, cos, sin, position_ids, eps, offset, casting, layout == "pairs")
         ctx.save_for_backward(q, k, wq, wk, cos, sin, position_ids)
         ctx.options = eps, offset, layout == "pairs"
-        return (yq.transpose(1, 2), yk.transpose(1, 2)) if ctx.heads_first else (yq, yk)
+        return (swapped(yq), swapped(yk)) if ctx.heads_first else (yq, yk)
 
     @staticmethod
     @once_differentiable

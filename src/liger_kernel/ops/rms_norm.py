@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_kernel.ops import _config
-from liger_kernel.ops._op import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, rows_of, use_kernels
+from liger_kernel.ops._op import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, rows_of, shaped, use_kernels
 from liger_kernel.ops._reduce import column_sum
 from liger_kernel.ops._tl import cdiv, jit, tl
 
@@ -121,7 +121,7 @@ class LigerRMSNormFunction(torch.autograd.Function):
         y, rstd = rms_norm_fwd(x2, w, eps, offset, casting_mode)
         ctx.save_for_backward(x2, w, rstd)
         ctx.offset = offset
-        return y.view(x.shape)
+        return shaped(y, x.shape)
 
     @staticmethod
     @once_differentiable

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops import _config
-from liger_kernel.ops._op import Case, Cost, acc, launch, launcher, nbytes, once_differentiable, op, use_kernels
+from liger_kernel.ops._op import Case, Cost, acc, launch, launcher, nbytes, once_differentiable, op, swapped, use_kernels
 from liger_kernel.ops._op import T as T_  # T is the sequence length here
 from liger_kernel.ops._tl import jit, next_power_of_2, tl
 
@@ -187,7 +187,7 @@ def _both(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor |
     if heads_first:
         q, k = q.transpose(1, 2), k.transpose(1, 2)
     q, k = rope_turn(q, k, cos, sin, position_ids, pairs, inverse)
-    return (q.transpose(1, 2), k.transpose(1, 2)) if heads_first else (q, k)
+    return (swapped(q), swapped(k)) if heads_first else (q, k)
 
 
 class RopeFunction(torch.autograd.Function):

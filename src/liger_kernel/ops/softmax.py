@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops import _config
-from liger_kernel.ops._op import Case, Cost, T, launch, launcher, nbytes, once_differentiable, op, rows_of, tracing, use_kernels
+from liger_kernel.ops._op import Case, Cost, T, launch, launcher, nbytes, once_differentiable, op, rows_of, shaped, tracing, use_kernels
 from liger_kernel.ops._tl import cdiv, div, exp_of, jit, tl
 
 MAX_N = 32768  # columns that one program holds in registers: 32 fp32 values a thread
@@ -145,7 +145,7 @@ class LigerSoftmaxFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x):
-        y = softmax_fwd(rows_of(x), False).view(x.shape)
+        y = shaped(softmax_fwd(rows_of(x), False), x.shape)
         ctx.save_for_backward(y)
         return y
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_kernel.ops import _config
-from liger_kernel.ops._op import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, rows_of, tracing, use_kernels
+from liger_kernel.ops._op import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, rows_of, shaped, tracing, use_kernels
 from liger_kernel.ops._tl import cdiv, div, jit, tl
 
 MAX_N = 32768  # columns that one program holds in registers: 32 fp32 values a thread
@@ -169,7 +169,8 @@ class LigerSparsemaxFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, dim):
         x = x.movedim(dim, -1)
-        y = sparsemax_fwd(rows_of(x), False).view(x.shape).movedim(-1, dim)
+        y = shaped(sparsemax_fwd(rows_of(x), False), x.shape)
+        y = y if dim in (-1, x.ndim - 1) else y.movedim(-1, dim)
         ctx.save_for_backward(y)
         ctx.dim = dim
         return y

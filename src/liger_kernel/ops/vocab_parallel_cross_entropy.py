@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_kernel.ops import _config
-from liger_kernel.ops._op import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, rows_of, tracing, use_kernels
+from liger_kernel.ops._op import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, rows_of, shaped, tracing, use_kernels
 from liger_kernel.ops._tl import cdiv, jit, log, tanh, tl
 from liger_kernel.ops.cross_entropy import check
 
@@ -341,7 +341,7 @@ class LigerVocabParallelCEFunction(torch.autograd.Function):
         loss, *sums = vocab_parallel_cross_entropy_fwd(z, y, *ctx.numbers)
         ctx.save_for_backward(z, y, *sums)
         ctx.shape = vocab_parallel_logits.shape
-        return loss.view(target.shape)
+        return shaped(loss, target.shape)
 
     @staticmethod
     @once_differentiable

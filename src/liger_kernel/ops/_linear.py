@@ -19,25 +19,26 @@ Body = Callable[[Tensor, slice, Tensor | None], None]
 def rounded_sums(M: int, V: int) -> int:
     """Chunks whose sum a 16-bit dw may hold: each addition is rounded, and k equal chunks make up to sqrt((k + 1) / 2) times the error of one product.
 
-    That is what a row of dw gets if it changes in every chunk; with many more classes than tokens most do not. 16384 tokens, 32000 classes,
-    H200: 2.04 times for 6 chunks. 8192 tokens, 128256 classes: 1.29 times. More chunks than this are summed in fp32.
+    That is what a row of dw gets if it changes in every chunk; with many more classes than tokens most do not. H200, RMS error over that of PyTorch:
+    16384 tokens, 32000 classes, 6 chunks 2.04; 8192 and 128256, 4 chunks 1.22, 8 chunks 1.26 (largest error 1.91); 8192 and 151936, 8 chunks 1.17.
+    More chunks than this are summed in fp32.
     """
-    return 6 if 4 * M <= V else 5
+    return 8 if 12 * M <= V else 6 if 4 * M <= V else 5
 
 
 def auto_chunk_rows(M: int, V: int, H: int, itemsize: int, on_gpu: bool) -> int:
     """Tokens a chunk; the remainder of M makes a smaller chunk, the first one.
 
-    GPU: at least 1024 (H200: GEMMs of 512 rows lose a third of their speed), in multiples of 512 (three GEMMs at 8192 x 4096 x 128256 in chunks of
-    1344: 42.9 ms, of 1536 39.8, of 2048 37.5, undivided 38.3). For a 16-bit w as many as it takes to sum dw in ``rounded_sums`` chunks, or
-    half as many as w has columns, unless fp32 sums and chunks of 1024 take less memory; then, and for an fp32 w, an eighth of the tokens and
-    at most 1 GiB. CPU: a buffer of 64 MiB.
+    GPU: at least 1024 (H200: GEMMs of 512 rows lose a third of their speed), in multiples of 512. For a 16-bit w as many as it takes to sum dw in
+    ``rounded_sums`` chunks, or a quarter as many as w has columns, so that the logits take a quarter of dw's memory, unless fp32 sums and chunks of
+    1024 take less; then, and for an fp32 w, an eighth of the tokens and at most 1 GiB. CPU: a buffer of 64 MiB.
+    H200, 8192 x 4096 x 128256: chunks of 1024 41.0 ms and 1.38 GB, of 1408 41.6 and 1.48, of 1536 40.8 and 1.51, of 2048 40.1 and 1.64.
     """
     few = -(-M // rounded_sums(M, V))
     if not on_gpu:
         rows = max(64, (1 << 26) // (V * 4)) // 8 * 8
     elif itemsize < 4 and few <= 2 * H + 1024:
-        rows = max(1024, -(-few // 512) * 512, min(H // 2, M // 4) // 1024 * 1024)
+        rows = max(1024, -(-few // 512) * 512, min(H // 4, M // 4) // 1024 * 1024)
     else:
         rows = max(1024, min(M // 8, (1 << 30) // (V * itemsize)) // 1024 * 1024)
     return max(1, min(M, rows))

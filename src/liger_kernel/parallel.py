@@ -1,0 +1,223 @@
+"""Models over many processes: the modes of PyTorch, what a loss needs of a sharded head, and the norm of sharded gradients.
+
+``parallelize`` puts a model, patched or not, under one of ``MODES``:
+
+    none     one process
+    ddp      a replica on every rank, gradients averaged (DistributedDataParallel)
+    fsdp2    parameters, gradients and optimizer state sharded over the ranks (``fully_shard``), one group a decoder layer, the rest in the root's
+    tp       every linear layer sharded over the ranks of one host as transformers' plan of the model says, the head by vocabulary
+
+This is the only file that knows how FSDP, ZeRO and DTensor work. It needs no transformers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+MODES = ("none", "ddp", "fsdp2", "tp")
+
+
+# -- modes ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """A model under one of ``MODES``.
+
+    ``model`` is what to call, ``module`` the model itself: for names of parameters, ``state_dict`` and configuration. Ranks of one ``data_rank`` must read
+    the same batches, other ranks others; there are ``data_ranks`` of them, and ``mesh`` is None in a single process.
+    """
+
+    model: nn.Module
+    module: nn.Module
+    mode: str
+    mesh: DeviceMesh | None = None
+    data_rank: int = 0
+    data_ranks: int = 1
+
+    def total(self, count: Tensor | float) -> Tensor:
+        """The sum of a number over all data ranks, fp64 and on the model's device. One small all-reduce."""
+        device = next(self.module.parameters()).device
+        sum_ = torch.as_tensor(count, dtype=torch.float64).to(device, copy=True)
+        if self.data_ranks > 1:
+            dist.all_reduce(sum_)
+        return sum_
+
+    def items(self, tokens: Tensor | float) -> Tensor:
+        """``num_items_in_batch`` for this rank's losses, if it learns ``tokens`` tokens before its next step.
+
+        Every mode averages gradients over data ranks. Sums of losses divided by this number give the gradient of the mean over all tokens of all ranks,
+        however unequal their shares are. The mean loss is the sum of the ranks' losses, divided by ``data_ranks``.
+        """
+        return self.total(tokens) / self.data_ranks
+
+    @contextlib.contextmanager
+    def accumulating(self, last: bool) -> Iterator[None]:
+        """Around forward and backward of a micro-batch: under DDP, only the ``last`` one before a step sends gradients.
+
+        Under FSDP2 every one does: what is kept between them is then sharded, too.
+        """
+        with contextlib.nullcontext() if last or self.mode != "ddp" else self.model.no_sync():  # type: ignore[operator]
+            yield
+
+    def clip_grad_norm_(self, max_norm: float | None) -> Tensor:
+        """``clip_grad_norm_`` of this model."""
+        return clip_grad_norm_(self.model, max_norm)
+
+
+def parallelize(
+    model: nn.Module,
+    mode: str,
+    *,
+    mesh: DeviceMesh | None = None,
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = torch.float32,
+    reshard_after_forward: bool = True,
+    own_head: bool = False,
+    **options: Any,
+) -> Parallel:
+    """``model`` under ``mode``, over the ranks of a 1-dim ``mesh`` (default: all). Patch it before; make its optimizer after.
+
+    The model is on its device, with the same weights on every rank. FSDP2: ``param_dtype`` is what layers compute in (default: the weights' own), which are
+    kept, reduced (``reduce_dtype``) and updated in theirs; ``reshard_after_forward`` False trades memory for half of the gathers; ``own_head`` shards the output
+    head apart from the root's group, so that it is gathered only where it is used. ``options`` are those of DistributedDataParallel or ``fully_shard``.
+    ``ValueError`` for an unknown mode, and for models that the mode cannot split.
+    """
+    if mode not in MODES:
+        raise ValueError(f"parallelize: mode must be one of {MODES}, got {mode!r}")
+    if mode == "none":
+        return Parallel(model, model, mode)
+    device = next(model.parameters()).device
+    mesh = mesh or init_device_mesh(device.type, (dist.get_world_size(),))
+    if mesh.ndim != 1:
+        raise ValueError(f"parallelize: mesh must have 1 dim, got {mesh.ndim}")
+    if mode == "tp":
+        tensor_parallel(model, mesh)
+        return Parallel(model, model, mode, mesh)
+    if mode == "ddp":
+        on = [device.index] if device.type == "cuda" else None
+        run: nn.Module = nn.parallel.DistributedDataParallel(model, device_ids=on, process_group=mesh.get_group(), **options)
+    else:
+        policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+        options |= {"mesh": mesh, "mp_policy": policy}
+        for layer in layers_of(model):
+            fully_shard(layer, reshard_after_forward=reshard_after_forward, **options)
+        if own_head:
+            head = model.get_output_embeddings()  # type: ignore[operator]
+            if any(p is q for p in head.parameters() for q in model.get_input_embeddings().parameters()):  # type: ignore[operator]
+                raise ValueError("parallelize: own_head must be False where the head is the embedding, got True")
+            fully_shard(head, reshard_after_forward=reshard_after_forward, **options)
+        run = fully_shard(model, **options)
+    return Parallel(run, model, mode, mesh, mesh.get_local_rank(), mesh.size())
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The decoder layers: what transformers says must not be split, else what the outermost lists of modules hold."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    found = [m for m in model.modules() if type(m).__name__ in names]
+    if found:
+        return found
+    lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList)]
+    outer = [m for name, m in lists if not any(name.startswith(other + ".") for other, _ in lists)]
+    return [layer for m in outer for layer in m if any(True for _ in layer.parameters())]
+
+
+# What transformers' plans call the ways to shard a layer, and how PyTorch does it. A head's logits are gathered for those who ask for them.
+STYLES = {
+    "colwise": lambda: ColwiseParallel(),
+    "rowwise": lambda: RowwiseParallel(),
+    "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
+}
+SUMMED = "replicated_with_grad_allreduce"  # the same weights on every rank, of which each sees other heads
+
+
+def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Shard the linear layers of a model of transformers as its ``tp_plan`` says, in place. Norms, and what the plan leaves out, stay whole."""
+    plan = dict(getattr(model, "tp_plan", None) or {})
+    unknown = sorted({s for s in plan.values() if s not in (*STYLES, SUMMED)})
+    config = getattr(model, "config", None)
+    if not plan or unknown:
+        why = f"with the plan {', '.join(unknown)}" if unknown else "without a plan"
+        raise ValueError(f"parallelize: mode tp needs a model whose tp_plan is made of {', '.join((*STYLES, SUMMED))}, got {type(model).__name__} {why}")
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        if (heads := getattr(config, name, None)) and heads % mesh.size():
+            raise ValueError(f"parallelize: {name} must be a multiple of the {mesh.size()} ranks of mode tp, got {heads}")
+    tied = _tied(model)
+    shared = {name.rpartition(".")[0] for names in tied for name in names}
+    for name, module in list(model.named_modules()):
+        style = next((s for pattern, s in plan.items() if fnmatch.fnmatchcase(name, pattern)), None)
+        if style is None and name in shared and isinstance(module, nn.Embedding):
+            style = "embedding_rowwise"  # as its head is sharded
+        if style == SUMMED:
+            for p in module.parameters(recurse=False):
+                p.register_hook(lambda g, group=mesh.get_group(): _summed(g, group))
+        elif style:
+            parallelize_module(module, mesh, STYLES[style]())
+    for first, *others in tied:  # sharding made several parameters of one
+        for name in others:
+            owner, _, attribute = name.rpartition(".")
+            model.get_submodule(owner).register_parameter(attribute, model.get_parameter(first))
+
+
+def _tied(model: nn.Module) -> list[list[str]]:
+    """Names of parameters that are one and the same."""
+    names: dict[int, list[str]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(p), []).append(name)
+    return [group for group in names.values() if len(group) > 1]
+
+
+def _summed(g: Tensor, group: dist.ProcessGroup) -> Tensor:
+    g = g.contiguous().clone()
+    dist.all_reduce(g, group=group)
+    return g
+
+
+# -- gradients -----------------------------------------------------------------------------
+
+
+def clip_grad_norm_(model: nn.Module, max_norm: float | None) -> Tensor:
+    """Scale the gradients of ``model`` so that their 2-norm is at most ``max_norm`` (None: only measure); returns the norm before, 0-dim and plain.
+
+    The norm is that of the whole gradient, the same on every rank, however parameters are sharded: each distinct sharding is reduced once, replicas
+    count once. Under FSDP1 it must be the root; DeepSpeed clips for itself (``gradient_clipping``), and its engine is refused.
+    """
+    if hasattr(model, "get_global_grad_norm"):
+        raise ValueError("clip_grad_norm_: model must not be a DeepSpeed engine, which clips for itself: set gradient_clipping in its configuration")
+    if isinstance(model, FullyShardedDataParallel):
+        return model.clip_grad_norm_(float("inf") if max_norm is None else max_norm)
+    parameters = [p for p in model.parameters() if p.grad is not None]
+    norm = grad_norm([p.grad for p in parameters])  # type: ignore[misc]
+    if max_norm is not None:
+        for group in _by_sharding(parameters):
+            torch.nn.utils.clip_grads_with_norm_(group, max_norm, norm)
+    return norm
+
+
+def grad_norm(grads: Iterable[Tensor]) -> Tensor:
+    """The 2-norm of gradients of any shardings taken together; 0-dim and plain. Every rank must ask."""
+    norms = [torch.nn.utils.get_total_norm(group) for group in _by_sharding(grads)]
+    whole = [n.full_tensor() if isinstance(n, DTensor) else n for n in norms]
+    return torch.linalg.vector_norm(torch.stack(whole)) if whole else torch.zeros(())
+
+
+def _by_sharding(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """PyTorch computes with tensors of one mesh and one sharding at a time."""
+    groups: dict[Any, list[Tensor]] = {}
+    for t in tensors:
+        groups.setdefault((t.device_mesh, t.placements) if isinstance(t, DTensor) else None, []).append(t)
+    return list(groups.values())

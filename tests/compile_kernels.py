@@ -1,9 +1,9 @@
-"""``python compile_kernels.py sm90 report.json``: compile every kernel of every operator for a GPU that need not be there.
+"""``python compile_kernels.py sm90 report.json flags``: compile the kernels of every operator for a GPU that need not be there.
 
 A script, since the test process interprets kernels. The operators run their cases on the meta device; each launch becomes a compilation on the path of
-a real one. Of the launches that differ in tile sizes alone, those of real-model cases are compiled and, without one, the largest. One target, ``FULL``,
-compiles every combination of flags in fp32 and bf16, and in fp16 as many launches as show every value of every flag; the others do with as many, in bf16
-where a kernel has it.
+a real one. Of the launches that differ in tile sizes alone, those of real-model cases are compiled and, without one, the largest. ``all`` compiles
+every combination of flags in fp32 and bf16, and in fp16 as many launches as show every value of every flag; ``flags`` as many of any dtype;
+``kernels`` each kernel once, with the most flags on.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from liger_kernel import warmup
 from liger_kernel.ops import OPS, _op
 from liger_kernel.testing import differentiable, run
 
-FULL = "sm90"
 TILE = re.compile("BLOCK|STAGES|num_warps|num_stages")
 
 
-def launches(full: bool) -> list[tuple]:
+def launches(variants: str) -> list[tuple]:
     """(kernel, args, meta) for every kernel, combination of flags and dtypes that the cases reach, with all gradients and without each one; or a selection."""
+    full = variants == "all"
     found: dict[tuple, dict[tuple, tuple]] = {}
 
     def recorder(real: bool):
@@ -54,8 +54,9 @@ def launches(full: bool) -> list[tuple]:
                     with _op.intercept_launches(recorder(case.gpu)):
                         run(op.fn, some, lambda outs: {k: torch.ones_like(o) for k, o in outs.items() if o.requires_grad})
     chosen, shown = [], set()
-    for (*kernel, kinds, flags), tiles in sorted(found.items(), key=lambda kv: -max(t[1] for t in kv[1].values())):
-        new = {(*kernel, kinds if full else "", flag) for flag in flags or [()]} - shown
+    on = lambda flags: sum(bool(v) for _, v in flags) if variants == "kernels" else 0
+    for (*kernel, kinds, flags), tiles in sorted(found.items(), key=lambda kv: (-on(kv[0][3]), -max(t[1] for t in kv[1].values()))):
+        new = {(*kernel, kinds if full else "", flag) for flag in (flags if flags and variants != "kernels" else [()])} - shown
         if (full and "torch.float16" not in kinds) or new:
             shown |= new
             real = [t for t in tiles.values() if t[0]]
@@ -77,10 +78,10 @@ def resources(compiled) -> dict[str, int]:
     return {"registers": said["REG"], "spills": said["STACK"] + said["LOCAL"], "shared": compiled.metadata.shared}
 
 
-def main(arch: str, report: str) -> None:
+def main(arch: str, report: str, variants: str) -> None:
     rows = []
     with warmup.compiling_for(arch):
-        for kernel, args, meta in launches(full=arch == FULL):
+        for kernel, args, meta in launches(variants):
             row = {
                 "kernel": f"{kernel.fn.__module__.removeprefix('liger_kernel.ops.')}.{kernel.fn.__name__}",
                 "dtypes": " ".join(dict.fromkeys(str(a.dtype)[6:] for a in args if isinstance(a, warmup.Mock))),

@@ -41,11 +41,15 @@ def table(rows: list[dict]) -> str:
     return "\n".join([*lines, *("| " + " | ".join(str(worst[k][c]) for c in columns) + " |" for k in sorted(worst))])
 
 
-@pytest.mark.parametrize("target", SHARED)
-def test_every_kernel_compiles(target, user_env, tmp_path, request):
+VARIANTS = [(t, "flags" if t == "sm90" else "kernels") for t in SHARED] + [pytest.param(t, "all", marks=pytest.mark.slow) for t in SHARED]
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("target, variants", VARIANTS)
+def test_every_kernel_compiles(target, variants, user_env, tmp_path, request):
     report = tmp_path / "kernels.json"
     script = Path(__file__).with_name("compile_kernels.py")
-    done = subprocess.run([sys.executable, script, target, report], env=user_env, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, script, target, report, variants], env=user_env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     rows = json.loads(report.read_text())
 

@@ -27,7 +27,7 @@ def run(env: dict[str, str], *argv: object) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", ["llama", *(pytest.param(f, marks=pytest.mark.slow) for f in CONFIGS if f != "llama")])
 def test_training_after_warmup_compiles_nothing(family, user_env, tmp_path):
     config = tmp_path / "config.json"
     config.write_text(json.dumps(CONFIGS[family]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from typing import Any
 
@@ -10,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from liger_kernel.transformers.patch import MODEL_TYPE_TO_APPLY_LIGER_FN, _apply_liger_kernel, _apply_rest, family, flags_of
 
-_FLAGS = {f for apply in MODEL_TYPE_TO_APPLY_LIGER_FN.values() for f in inspect.signature(apply).parameters} - {"model"}
+_FLAGS = {f for t in MODEL_TYPE_TO_APPLY_LIGER_FN for f in flags_of(t)}
 _HUB = ("cache_dir", "code_revision", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token", "trust_remote_code")
 
 

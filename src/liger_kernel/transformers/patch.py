@@ -18,7 +18,9 @@ from typing import Any
 
 import transformers
 from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
+from liger_kernel import memory
 from liger_kernel.ops.layer_norm import layer_norm
 from liger_kernel.ops.rms_norm import rms_norm
 from liger_kernel.transformers import deferred, slots
@@ -185,6 +187,19 @@ def _fused(forward: Callable, keep_logits: bool) -> Callable:
     return _ours(deferred.fused(forward, keep_logits=keep_logits))
 
 
+@functools.cache
+def _rematerialised(forward: Callable, level: str) -> Callable:
+    return _ours(memory.rematerialised(forward, level))
+
+
+CHEAP = {"rms_norm", "layer_norm", "glu", "relu_squared"}  # slots whose outputs can be computed again for one pass over memory
+
+
+def _layers(module: types.ModuleType) -> list[type]:
+    """The classes of layers, which checkpointing would recompute as a whole."""
+    return [c for c in vars(module).values() if isinstance(c, type) and issubclass(c, GradientCheckpointingLayer) and c.__module__ == module.__name__]
+
+
 def _of_stock(owner: Any, attribute: str) -> Any:
     """``owner.attribute`` as it was before us; for a class, also where it inherits it."""
     for cls in owner.__mro__ if isinstance(owner, type) else (owner,):
@@ -195,7 +210,7 @@ def _of_stock(owner: Any, attribute: str) -> Any:
     raise AttributeError(f"{owner} has no attribute {attribute}")
 
 
-def _patches(model_types: Iterable[str], parts: Mapping[str, bool], head: str | None, rows: Rows) -> Iterator[Patch]:
+def _patches(model_types: Iterable[str], parts: Mapping[str, Any], head: str | None, rows: Rows) -> Iterator[Patch]:
     """All patches of these types and their parts, those of PyTorch's own classes included; heads are those of the first type."""
     for i, (module, row) in enumerate(_rows_of(model_types, rows)):
         for name, label in row.swapped.items():
@@ -207,23 +222,27 @@ def _patches(model_types: Iterable[str], parts: Mapping[str, bool], head: str | 
                 owner, attribute = (getattr(module, name, None), "forward") if isinstance(getattr(module, name, None), type) else (module, name)
             if hasattr(owner, attribute):  # another version of transformers may not have it
                 yield Patch(owner, attribute, _variant(label, _of_stock(owner, attribute)), label)
+        level = memory.level_of(parts.get("rematerialise"))
+        cheap = any(parts.get(slot) and slot in CHEAP for slot in map(slots.SLOT_OF.__getitem__, row.swapped.values()))
+        for cls in _layers(module) if cheap and level != "off" else ():
+            yield Patch(cls, "forward", _rematerialised(_of_stock(cls, "forward"), level), f"rematerialised({level})")
         for name in row.heads if i == 0 and head and not row.fused else ():
             if hasattr(module, name):
                 cls = getattr(module, name)
                 yield Patch(cls, "forward", _fused(_of_stock(cls, "forward"), head == "logits"), f"{head} head")
 
 
-def class_patches(model_type: str, parts: Mapping[str, bool], head: str | None, rows: Rows = family) -> Patches:
+def class_patches(model_type: str, parts: Mapping[str, Any], head: str | None, rows: Rows = family) -> Patches:
     """Patches of the classes of ``model_type``, and of those types its parts are of by default. Classes of PyTorch and of other families are left alone.
 
-    ``parts``: slot -> whether to swap it; ``head``: "fused", "logits" (fused loss on real logits) or None.
+    ``parts``: slot -> whether to swap it, and "rematerialise": a level of ``memory``; ``head``: "fused", "logits" (fused loss on real logits) or None.
     """
     own = {module.__name__ for module, _ in _rows_of([model_type], rows)}
     found = _patches([model_type], parts, head, rows)
     return Patches(dict.fromkeys(p for p in found if not isinstance(p.owner, type) or p.owner.__module__ in own))
 
 
-def instance_patches(model: nn.Module, model_type: str, parts: Mapping[str, bool], head: str | None, rows: Rows = family) -> Patches:
+def instance_patches(model: nn.Module, model_type: str, parts: Mapping[str, Any], head: str | None, rows: Rows = family) -> Patches:
     """The same for the modules of one live model, found by their classes wherever they are (PEFT wrappers, towers); nothing else is touched.
 
     A rope function belongs to a Python module: methods that call it get a copy of themselves that sees ours.
@@ -236,7 +255,9 @@ def instance_patches(model: nn.Module, model_type: str, parts: Mapping[str, bool
                 callers = () if p.applied else _callers(type(m), p.owner, p.attribute)
                 found += [_on_instance(m, name, _seeing(f, p.attribute, p.new), p.label) for name, f in callers]
             elif isinstance(m, p.owner) and _of_stock(type(m), p.attribute) is _of_stock(p.owner, p.attribute):
-                around = functools.partial(deferred.fused, keep_logits=head == "logits") if p.label.endswith("head") else None
+                around: Callable | None = functools.partial(deferred.fused, keep_logits=head == "logits") if p.label.endswith("head") else None
+                if p.label.startswith("rematerialised"):
+                    around = functools.partial(memory.rematerialised, level=memory.level_of(parts.get("rematerialise")))
                 found.append(_on_instance(m, p.attribute, p.new, p.label, around))
     return Patches(p for p in found if p)
 
@@ -330,8 +351,8 @@ def _served(model_type: str) -> set[str]:
 
 
 def flags_of(model_type: str) -> dict[str, bool | None]:
-    """Flag -> default of ``apply_liger_kernel_to_<model_type>``."""
-    return {f: v for f, v in _parameters_of(model_type).items() if f != "model"}
+    """Flag -> default of ``apply_liger_kernel_to_<model_type>``; the last, of no published signature, is a level of ``memory``."""
+    return {f: v for f, v in _parameters_of(model_type).items() if f != "model"} | {"rematerialise": True}
 
 
 @functools.cache
@@ -349,9 +370,9 @@ def _parameters_of(model_type: str) -> _FLAGS:
     return flags | {"model": None}
 
 
-def _parts(flags: Mapping[str, bool | None]) -> dict[str, bool]:
-    parts = {flag: bool(flags.get(flag)) for flag in ("rope", "rms_norm", "layer_norm", "relu_squared")}
-    return parts | {"glu": bool(flags.get("swiglu", flags.get("geglu")))}
+def _parts(flags: Mapping[str, Any]) -> dict[str, Any]:
+    parts: dict[str, Any] = {flag: bool(flags.get(flag)) for flag in ("rope", "rms_norm", "layer_norm", "relu_squared")}
+    return parts | {"glu": bool(flags.get("swiglu", flags.get("geglu"))), "rematerialise": memory.level_of(flags.get("rematerialise"))}
 
 
 def _apply_rest(model: nn.Module, given: Mapping[str, bool | None]) -> nn.Module:
@@ -398,17 +419,21 @@ def _apply_function(model_type: str) -> Callable[..., None]:
     signature = inspect.Signature(parameters, return_annotation=None)
 
     def apply(*args: Any, **kwargs: Any) -> None:
+        level = {name: kwargs.pop(name) for name in ("rematerialise",) if name in kwargs}
         try:
-            given = signature.bind(*args, **kwargs).arguments
+            given = signature.bind(*args, **kwargs).arguments | level
         except TypeError as error:
-            raise TypeError(f"{apply.__name__}(): {error}; it takes {', '.join(signature.parameters)}") from None
+            raise TypeError(f"{apply.__name__}(): {error}; it takes {', '.join(signature.parameters)}, rematerialise") from None
         model = given.pop("model", None)
         _say_what_is_missing(model_type, given, model is not None)
         _apply(model_type, given, model)
 
     apply.__name__ = apply.__qualname__ = f"apply_liger_kernel_to_{model_type.replace('-', '_')}"
     apply.__signature__ = signature  # type: ignore[attr-defined]
-    apply.__doc__ = f"Patch the classes of transformers' ``{model_type}`` models, or only ``model`` if one is given. ``liger models {model_type}`` says how."
+    apply.__doc__ = (
+        f"Patch the classes of transformers' ``{model_type}`` models, or only ``model`` if one is given. ``liger models {model_type}`` says how.\n\n"
+        '``rematerialise=True`` (or "cheap"; False and "off"; "mlp") says what is computed again in the backward instead of kept: see ``liger_kernel.memory``.'
+    )
     return apply
 
 

@@ -31,6 +31,7 @@ from transformers.activations import ACT2FN
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as IMAGE_TEXT_TO_TEXT
 
+from liger_kernel import memory
 from liger_kernel.nn import liger_rotary_pos_emb_vision
 from liger_kernel.ops import _op
 from liger_kernel.ops.glu import ACTS, glu
@@ -49,7 +50,7 @@ def _norm(offset: float, casting: str, eps: str, weight: str) -> Variant:
     def variant(stock: Callable) -> Callable:
         def forward(self, hidden_states):
             w = None if weight == "none" or (weight == "with_scale" and not self.with_scale) else self.weight
-            return rms_norm(hidden_states, w, eps=getattr(self, eps), offset=offset, casting=casting)
+            return memory.cheap(rms_norm, hidden_states, w, eps=getattr(self, eps), offset=offset, casting=casting)
 
         return forward
 
@@ -96,7 +97,7 @@ def _layer_norm(eps: str, form: str) -> Variant:
             w = w + 1.0 if form == "1P" else w
             if autocast and device == "cuda" and hidden_states.dtype != torch.float64:  # as PyTorch does there, and not on CPUs
                 hidden_states = hidden_states.float()
-            return layer_norm(hidden_states, w, b, eps=OLMO_EPS if eps == "constant" else getattr(self, eps))
+            return memory.cheap(layer_norm, hidden_states, w, b, eps=OLMO_EPS if eps == "constant" else getattr(self, eps))
 
         return forward
 
@@ -156,9 +157,11 @@ GLU_FORMS = {
 
 def _glu(gate: str, up: str, down: str, act: str, form: GLUForm) -> Variant:
     def variant(stock: Callable) -> Callable:
-        def forward(self, x):
+        def run(self, x):
+            memory.needed()
             g = getattr(self, gate)(x)
             g, u = g.chunk(2, -1) if up == gate else (g, getattr(self, up)(x))
+            memory.taken()
             g, options = form.gate(self, g), form.options(self)
             dtype = g.dtype
             if form.wide:
@@ -171,8 +174,11 @@ def _glu(gate: str, up: str, down: str, act: str, form: GLUForm) -> Variant:
                     g, u = g.clamp(max=options["limit"]), u.clamp(-options["limit"], options["limit"])
                 h = fn(g * options["gate_multiplier"] if "gate_multiplier" in options else g) * u
             else:
-                h = glu(g, u, act=name, **options)
+                h = memory.cheap(glu, g, u, act=name, **options)
             return form.after(self, getattr(self, down)(form.between(self, h.to(dtype))))
+
+        def forward(self, x):
+            return memory.projected(functools.partial(run, self), x)
 
         return forward
 
@@ -184,7 +190,7 @@ def _mlp(up: str, down: str, act: str) -> Variant:
         def forward(self, x):
             if torch.compiler.is_compiling() or activation(getattr(self, act)) != "relu2":
                 return stock(self, x)
-            return getattr(self, down)(relu_squared(getattr(self, up)(x)))
+            return getattr(self, down)(memory.cheap(relu_squared, getattr(self, up)(x)))
 
         return forward
 
@@ -223,6 +229,7 @@ def _rope(layout: str, tables: str) -> Variant:
     angles = TABLES[tables]
 
     def turn(stock: Callable, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, position_ids: Any, unsqueeze_dim: int) -> tuple[Tensor, Tensor]:
+        memory.taken()  # by the projections
         if k is not None and q.ndim == k.ndim == 4 and cos.ndim == 3 and cos.shape[0] in (1, q.shape[0]) and unsqueeze_dim in (1, 2):
             turned = rope(q, k, angles(cos), angles(sin), layout="pairs" if layout == "apart" else layout, unsqueeze_dim=unsqueeze_dim)
             return tuple(torch.cat((y[..., ::2], y[..., 1::2]), -1) for y in turned) if layout == "apart" else turned  # type: ignore[return-value]

@@ -1,0 +1,707 @@
+"""Rematerialisation: equal gradients with less kept, and nothing lost where others look at, change or free what it works with."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from liger_kernel import memory
+from liger_kernel.ops import _op
+from liger_kernel.ops.glu import glu
+from liger_kernel.ops.rms_norm import reference as rms_norm_reference
+from liger_kernel.ops.rms_norm import rms_norm
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class Kept(TorchDispatchMode):
+    """Bytes of what was computed under it and is still there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        given = {t.untyped_storage()._cdata for t in args if isinstance(t, Tensor)}
+        for t in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(t, Tensor) and (storage := t.untyped_storage())._cdata not in given:  # views are of what was there
+                self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        return out
+
+    def bytes(self) -> int:
+        return sum(n for storage, n in self.storages.values() if not storage.expired())
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list[tuple[int, ...]]:
+    """Shapes that ``norm``, below, was called with."""
+    found: list[tuple[int, ...]] = []
+    monkeypatch.setattr(Layer, "calls", found)
+    return found
+
+
+def norm(x: Tensor, w: Tensor, **options) -> Tensor:
+    Layer.calls.append(tuple(x.shape))
+    return rms_norm_reference(x, w, **options)
+
+
+class Layer(nn.Module):
+    """A norm, projections that share its output, and a gated activation; ``between`` may look at the norm's output or put something else in its place."""
+
+    calls: list[tuple[int, ...]] = []
+
+    def __init__(self, between=lambda y: y):
+        super().__init__()
+        torch.manual_seed(0)
+        self.w = nn.Parameter(torch.randn(16))
+        self.q, self.k, self.gate, self.up = (nn.Linear(16, 24, bias=i % 2 == 0) for i in range(4))
+        self.down = nn.Linear(24, 16, bias=False)
+        self.between = between
+        self.to(DEVICE)
+
+    def body(self, x: Tensor) -> Tensor:
+        y = memory.cheap(norm, x, self.w, eps=1e-5)
+        y = self.between(y)
+        a = self.q(y) + self.k(y)
+        h = memory.cheap(glu, self.gate(y), self.up(y))
+        return self.down(h * 1.0 if self.between is twice else h) + F.pad(a[..., :8], (0, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x)
+
+
+class Rematerialised(Layer):
+    forward = memory.rematerialised(Layer.body)
+
+
+def twice(y: Tensor) -> Tensor:
+    return y * 2
+
+
+def x_of(shape: tuple[int, ...] = (2, 5, 16), dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype).requires_grad_()
+
+
+def learn(layer: nn.Module, x: Tensor | None = None, run=lambda layer, x: layer(x)) -> dict[str, Tensor]:
+    x = x_of() if x is None else x
+    layer.zero_grad()
+    out = run(layer, x * 1.0)
+    out.square().sum().backward()
+    return {"out": out.detach(), "x": x.grad} | {n: p.grad.clone() for n, p in layer.named_parameters()}
+
+
+def assert_equal(ours: dict[str, Tensor], stock: dict[str, Tensor]) -> None:
+    assert ours.keys() == stock.keys()
+    for name, t in stock.items():
+        assert torch.equal(ours[name], t), name
+
+
+def held(layer: nn.Module, x: Tensor, run=lambda layer, x: layer(x)) -> tuple[int, Kept]:
+    """Bytes that one forward leaves for its backward, besides its output."""
+    with Kept() as kept:
+        out = run(layer, x)
+    return kept.bytes() - out.nbytes, kept
+
+
+# -- any module --------------------------------------------------------------------------------
+
+
+def test_keeps_less_and_computes_once(calls):
+    x = x_of()
+    stock, ours = (held(cls(), x)[0] for cls in (Layer, Rematerialised))
+    assert stock - ours == 2 * 5 * (16 + 24) * 4  # the norm's output and the gated activation
+    calls.clear()
+    learned = learn(Rematerialised())
+    assert len(calls) == 2  # in the forward, and once for all four projections
+    assert_equal(learned, learn(Layer()))
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_frees_with_the_graph(failing):
+    gc.collect()
+    gc.disable()
+    try:
+        for layer in (Layer(), Rematerialised()):
+            x = x_of()
+            with Kept() as kept:
+                out = layer(x)
+            if failing:
+                node = out.grad_fn
+                out.register_hook(lambda g: 1 / 0)
+                with pytest.raises(ZeroDivisionError):
+                    out.sum().backward()
+                del node
+            assert kept.bytes() > out.nbytes
+            del out
+            assert kept.bytes() == 0
+    finally:
+        gc.enable()
+
+
+def test_nothing_is_kept_after_the_backward():
+    layer, x = Rematerialised(), x_of()
+    with Kept() as kept:
+        out = layer(x)
+        loss = out.sum()
+    loss.backward()
+    assert kept.bytes() == out.nbytes + loss.nbytes
+
+
+def test_retain_graph(calls):
+    grads = []
+    for layer in (Layer(), Rematerialised()):
+        out = layer(x_of()).sum()
+        calls.clear()
+        out.backward(retain_graph=True)
+        out.backward(retain_graph=True)
+        assert len(calls) == (2 if isinstance(layer, Rematerialised) else 0)
+        torch.autograd.grad(out, [layer.k.weight], retain_graph=True)  # one of those who share, alone
+        out.backward()
+        grads.append({n: p.grad for n, p in layer.named_parameters()})
+        with pytest.raises(RuntimeError, match="second time"):
+            out.backward()
+    assert_equal(*grads)
+
+
+def test_second_derivatives():
+    found = []
+    for layer in (Layer(), Rematerialised()):
+        x = x_of()
+        (dx,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+        found.append(dict(zip("xw", torch.autograd.grad(dx.square().sum(), [x, layer.w]))))
+    for name, t in found[0].items():
+        torch.testing.assert_close(found[1][name], t)
+
+
+def test_second_derivatives_of_kernels_raise():
+    if DEVICE == "cpu" and not _op.INTERPRET:
+        pytest.skip("without Triton")
+    _op._KERNEL_DEVICES.add(DEVICE)
+    layer = Rematerialised()
+    x = x_of()
+    run = memory.rematerialised(lambda self, x: self.q(memory.cheap(rms_norm, x, self.w)))
+    (dx,) = torch.autograd.grad(run(layer, x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivatives"):
+        dx.sum().backward()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_steps_aside_under_checkpointing(calls, reentrant):
+    run = lambda layer, x: checkpoint(layer, x, use_reentrant=reentrant)
+    bytes_held, learned, computed = [], [], []
+    for cls in (Layer, Rematerialised):
+        bytes_held.append(held(cls(), x_of(), run)[0])
+        calls.clear()
+        learned.append(learn(cls(), run=run))
+        computed.append(len(calls))
+    assert bytes_held[0] == bytes_held[1] and computed == [2, 2]
+    assert_equal(*learned)
+
+
+def test_checkpointing_inside():
+    class Inside(Layer):
+        def body(self, x):
+            y = memory.cheap(norm, x, self.w)
+            a = self.q(y)
+            b = checkpoint(lambda y: self.down(memory.cheap(glu, self.gate(y), self.up(y))), y, use_reentrant=False)
+            return b + F.pad(a[..., :8], (0, 8)) + self.k(y).sum()
+
+    class Ours(Inside):
+        forward = memory.rematerialised(Inside.body)
+
+    assert held(Ours(), x_of())[0] < held(Inside(), x_of())[0]
+    assert_equal(learn(Ours()), learn(Inside()))
+
+
+def test_steps_aside_for_hooks_of_others():
+    packed: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
+        out = Rematerialised()(x_of())
+    assert {(2, 5, 16), (10, 16)} & {tuple(t.shape) for t in packed} and out.grad_fn
+    with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+        out = Rematerialised()(x_of())
+    assert memory._local.region is None and memory._top() is None
+    layer = Rematerialised()
+    parameters = dict(layer.named_parameters())
+    x = x_of()
+    ours = torch.func.grad(lambda p: torch.func.functional_call(layer, p, (x,)).square().sum())(parameters)
+    stock = learn(Layer())
+    for name, t in ours.items():
+        torch.testing.assert_close(t, stock[name])
+
+
+def test_hooks_pushed_inside_are_left_alone():
+    """Hooks that somebody pushes and pops while ours are in place, over the end of our stretch."""
+
+    class Inside(Layer):
+        def body(self, x):
+            y = memory.cheap(norm, x, self.w)
+            with torch.autograd.graph.save_on_cpu():
+                a = self.q(y)
+                memory.taken()
+                b = self.k(y)
+            return self.down(a * b)
+
+    class Ours(Inside):
+        forward = memory.rematerialised(Inside.body)
+
+    learned = []
+    for layer in (Inside(), Ours()):
+        del layer.gate, layer.up
+        learned.append(learn(layer))
+    assert_equal(*learned)
+    assert memory._top() is None
+
+
+def test_an_error_in_the_forward_leaves_no_hooks():
+    def fail(y: Tensor) -> Tensor:
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        Rematerialised(fail)(x_of())
+    assert memory._top() is None and memory._local.region is None
+
+
+def in_place(y: Tensor) -> Tensor:
+    return y.mul_(1.5)
+
+
+def in_place_unseen(y: Tensor) -> Tensor:
+    with torch.no_grad():
+        y.mul_(1.5)
+    return y
+
+
+def detached_copy(y: Tensor) -> Tensor:
+    return y.clone()
+
+
+def part(y: Tensor) -> Tensor:
+    return torch.cat((y[:1], y[1:] * 3))
+
+
+@pytest.mark.parametrize("between", [in_place, in_place_unseen, detached_copy, part, twice])
+def test_a_changed_output_is_saved_as_it_is(between):
+    assert_equal(learn(Rematerialised(between)), learn(Layer(between)))
+
+
+def test_views_of_an_output():
+    class Inside(Layer):
+        def body(self, x):
+            y = memory.cheap(norm, x, self.w)
+            return self.q(y[1:]).sum(0) + self.k(y.transpose(0, 1)[::2].flatten(0, 1)).sum(0) + self.gate(y[..., 4:].repeat(1, 1, 2)[..., :16]).sum((0, 1))
+
+        def forward(self, x):
+            return self.body(x)
+
+    class Ours(Inside):
+        forward = memory.rematerialised(Inside.body)
+
+    learned = []
+    for layer in (Inside(), Ours()):
+        del layer.up, layer.down
+        learned.append(learn(layer))
+    assert_equal(*learned)
+
+
+def test_an_output_changed_after_it_was_saved():
+    """Stock raises; here the gradient is that of the value that was there."""
+
+    class Late(Layer):
+        def body(self, x):
+            y = memory.cheap(norm, x, self.w)
+            a = self.q(y)
+            with torch.no_grad():
+                y.zero_()
+            return a
+
+        def forward(self, x):
+            return self.body(x)
+
+    class Ours(Late):
+        forward = memory.rematerialised(Late.body)
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        Late()(x_of()).sum().backward()
+    layer = Ours()
+    layer(x_of()).sum().backward()
+    expected = norm(x_of(), layer.w, eps=1e-6).detach().sum((0, 1)).expand(24, 16)
+    torch.testing.assert_close(layer.q.weight.grad, expected)
+
+
+@pytest.mark.parametrize("what", ["input", "weight", "other"])
+def test_changed_inputs_raise_as_in_stock(what):
+    for layer in (Layer(), Rematerialised()):
+        x = x_of() * 1.0
+        out = layer(x)
+        with torch.no_grad():
+            {"input": x, "weight": layer.w, "other": layer.q.weight}[what].add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+
+
+def test_freed_inputs():
+    """A sharded weight that is gone when the norm has run leaves its output saved; one that goes later is an error, not garbage."""
+    for early in (True, False):
+        layer = Rematerialised()
+        weight = nn.Parameter(layer.w.detach().clone())
+
+        def free(y: Tensor | None = None, weight: Tensor = weight) -> Tensor | None:
+            weight.untyped_storage().resize_(0)
+            return y
+
+        layer.w, layer.between = weight, free if early else lambda y: y
+        out = layer(x_of().detach()).sum()
+        if early:
+            size = weight.numel() * weight.element_size()
+            torch.autograd.grad(out, [layer.q.weight, layer.up.weight], retain_graph=True)
+            weight.untyped_storage().resize_(size)
+        else:
+            free()
+            with pytest.raises(RuntimeError, match="was freed before the backward"):
+                out.backward()
+
+
+def test_hooks_on_the_output_fire():
+    learned, seen = [], []
+    for cls in (Layer, Rematerialised):
+        grads: list[Tensor] = []
+        layer = cls(lambda y, grads=grads: y.register_hook(grads.append) and y)
+        learned.append(learn(layer))
+        seen.append(grads)
+    assert_equal(*learned)
+    assert len(seen[0]) == len(seen[1]) == 1 and torch.equal(seen[0][0], seen[1][0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast(calls, dtype):
+    """Each Linear saves a cast of its own."""
+
+    def run(layer, x):
+        with torch.autocast(DEVICE, torch.bfloat16):
+            return layer(x)
+
+    x = x_of(dtype=dtype)
+    stock, ours = (held(cls(), x, run)[0] for cls in (Layer, Rematerialised))
+    # The norm's output is fp32, because its weight is, and so nobody saves it but as four casts. (The gated activation's reference keeps the gate in fp32
+    # only, so that there it is kept for the activation itself.)
+    assert stock - ours == 2 * 5 * 4 * 16 * 2
+    calls.clear()
+    learned = learn(Rematerialised(), x_of(dtype=dtype), run)
+    assert len(calls) == 2
+    assert_equal(learned, learn(Layer(), x_of(dtype=dtype), run))
+
+
+def test_nothing_without_gradients(calls):
+    layer = Rematerialised()
+    with torch.no_grad():
+        assert layer(x_of()).grad_fn is None
+    layer.requires_grad_(False)
+    layer.q.requires_grad_(True)
+    out = layer(x_of().detach())  # the norm keeps nothing, so its output is saved
+    calls.clear()
+    out.sum().backward()
+    assert not calls and layer.q.weight.grad is not None
+
+
+def test_threads_do_not_meet():
+    learned: dict[int, dict[str, Tensor]] = {}
+    barrier = threading.Barrier(2)
+
+    def between(y: Tensor) -> Tensor:
+        barrier.wait(10)
+        return y
+
+    layers = [Rematerialised(between) for _ in range(2)]
+
+    def run(i: int) -> None:
+        learned[i] = learn(layers[i])
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    stock = learn(Layer())
+    assert_equal(learned[0], stock)
+    assert_equal(learned[1], stock)
+
+
+def test_compiles_as_if_it_were_not_there():
+    layer, stock = Rematerialised(), Layer()
+    counted = lambda model: torch.compile(model, backend="aot_eager", fullgraph=True)
+    try:
+        torch.testing.assert_close(learn(layer, run=lambda m, x: counted(m)(x)), learn(stock), rtol=1e-5, atol=1e-5)
+        # a compiled part of a layer that is not
+        layer.gate = torch.compile(layer.gate, backend="aot_eager")
+        learned = {n.replace("_orig_mod.", ""): t for n, t in learn(layer).items()}
+        torch.testing.assert_close(learned, learn(stock), rtol=1e-5, atol=1e-5)
+    finally:
+        torch._dynamo.reset()
+
+
+def test_levels():
+    assert [memory.level_of(v) for v in (True, False, None, "off", "cheap", "mlp")] == ["cheap", "off", "off", "off", "cheap", "mlp"]
+    for wrong in ("all", 1, 2.0):
+        with pytest.raises(ValueError, match=r"rematerialise: must be True, False or one of \('off', 'cheap', 'mlp'\), got"):
+            memory.level_of(wrong)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+def test_streams_do_not_share():
+    """A projection on another stream computes for itself."""
+
+    def run(self, x):
+        y = memory.cheap(rms_norm, x, self.w)
+        a = self.q(y)
+        other = torch.cuda.Stream()
+        other.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(other):
+            b = self.k(y)
+        torch.cuda.current_stream().wait_stream(other)
+        return a + b
+
+    x = torch.randn(4096, 16, device=DEVICE, requires_grad=True)
+    learned = []
+    for forward in (run, memory.rematerialised(run)):
+        layer = Layer()
+        forward(layer, x).sum().backward()
+        learned.append({"q": layer.q.weight.grad, "k": layer.k.weight.grad})
+    assert_equal(*learned)
+
+
+# -- models of transformers ----------------------------------------------------------------------
+
+transformers = pytest.importorskip("transformers")
+
+from hf_models import assert_same_bits, assert_untouched, everything_of, make, served_by_kernels_or_references, snapshot, step, tokens  # noqa: E402
+
+import liger_kernel.transformers as ours  # noqa: E402
+from liger_kernel.transformers import restore  # noqa: E402
+
+FAMILIES = ["llama", "qwen3", "gemma2", "phi3", "mixtral"]  # plain; norms of heads; four norms; packed gate and up; experts
+
+
+@pytest.fixture(autouse=True)
+def _restored() -> Iterator[None]:
+    with served_by_kernels_or_references():
+        yield
+    restore()
+
+
+def patched(model: nn.Module, level: bool | str, **flags: bool) -> nn.Module:
+    restore(model)
+    ours._apply_liger_kernel_to_instance(model, rematerialise=level, **flags)
+    return model
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    return [m for m in model.modules() if type(m).__name__.endswith("DecoderLayer")]
+
+
+@pytest.mark.parametrize("level", [True, "mlp"])
+@pytest.mark.parametrize("family", [*FAMILIES, "nemotron", "cohere"])
+def test_gradients_are_equal(family, level):
+    model = make(family)
+    if family == "nemotron":  # an activation of one projection
+        model.config.hidden_act = "relu2"
+    _, expected = step(patched(model, False))
+    assert not any("forward" in m.__dict__ for m in layers_of(model))
+    _, learned = step(patched(model, level))
+    assert all("forward" in m.__dict__ for m in layers_of(model))
+    assert_same_bits(learned, expected)
+
+
+def test_classes():
+    model = make("llama")
+    before = snapshot(*everything_of("llama"))
+    _, stock = step(model)
+    ours.apply_liger_kernel_to_llama(rematerialise=False)
+    _, expected = step(model)
+    restore()
+    ours.apply_liger_kernel_to_llama()
+    with Kept() as kept:
+        model(**tokens(), use_cache=False)
+    _, learned = step(model)
+    assert_same_bits(learned, expected)
+    assert list(stock) == list(learned) and kept.storages
+    restore()
+    assert_untouched(before)
+
+
+def test_undo_and_switches():
+    model = make("llama")
+    before = snapshot(*everything_of("llama"), model)
+    patched(model, True)
+    first = {id(m): m.forward for m in layers_of(model)}
+    ours._apply_liger_kernel_to_instance(model)
+    assert all(m.forward == first[id(m)] for m in layers_of(model))
+    copied = copy.deepcopy(model)
+    _, expected = step(model)
+    assert_same_bits(step(copied)[1], expected)
+    restore(model)
+    assert_untouched(before)
+    patched(model, True, rms_norm=False, swiglu=False)  # nothing left to compute again
+    assert not any("forward" in m.__dict__ for m in layers_of(model))
+    with pytest.raises(ValueError, match="rematerialise: must be True, False or one of"):
+        patched(model, "everything")
+
+
+class Attention(torch.autograd.Function):
+    """Keeps what flash attention keeps. (PyTorch's own takes another form without a GPU.)"""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        out = torch.empty_like(q)
+        ctx.save_for_backward(q, k, v, out)
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        return tuple(map(torch.empty_like, ctx.saved_tensors[:3]))
+
+
+def saved_bytes(level: bool | str, layers: int, hidden: int = 2048, batch: int = 2, length: int = 512) -> int:
+    """What a forward of Llama-3.2-1B's shape with so many layers leaves, by shapes alone."""
+    attention = lambda module, q, k, v, *args, **kwargs: (Attention.apply(q, k, v).transpose(1, 2), None)
+    transformers.AttentionInterface.register("saving_little", attention)
+    config = transformers.LlamaConfig(
+        vocab_size=128, hidden_size=hidden, intermediate_size=8192, num_hidden_layers=layers, num_attention_heads=32, num_key_value_heads=8,
+        attn_implementation="saving_little",
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+        ids = torch.zeros(batch, length, dtype=torch.long)
+    patched(model, level)
+    with _op.intercept_launches(lambda *_: None, device="meta"), Kept() as kept:
+        out = model.model(input_ids=ids, attention_mask=torch.ones(batch, 1, length, length, device="meta"), use_cache=False).last_hidden_state
+    assert out.grad_fn is not None
+    return kept.bytes()
+
+
+def test_saved_bytes_of_a_layer():
+    off, cheap, mlp = (saved_bytes(level, 3) - saved_bytes(level, 1) for level in (False, True, "mlp"))
+    hidden = 2 * 2 * 512 * 2048 * 2  # bytes of one activation of two layers, in bf16
+    assert off - cheap == (1 + 1 + 4) * hidden  # two norms' outputs and the gated activation
+    assert cheap - mlp == (4 + 4) * hidden  # gate and up
+    assert 1 - cheap / off > 0.32
+    assert 1 - mlp / off > 0.75
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_models(reentrant):
+    model = make("llama")
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    _, expected = step(patched(model, False))
+    for level in (True, "mlp"):
+        assert_same_bits(step(patched(model, level))[1], expected)
+
+
+@pytest.mark.parametrize("level", [True, "mlp"])
+def test_autocast_models(level):
+    model = make("llama")
+
+    def run(level):
+        patched(model, level)
+        with torch.autocast(DEVICE, torch.bfloat16):
+            return step(model)[1]
+
+    assert_same_bits(run(level), run(False))
+
+
+@pytest.mark.parametrize("level", [True, "mlp"])
+def test_lora(level):
+    peft = pytest.importorskip("peft")
+    model = make("llama")
+    lora = peft.LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.5, init_lora_weights=False, task_type="CAUSAL_LM")
+    torch.manual_seed(0)
+    model = peft.get_peft_model(model, lora).train()
+    inner = model.base_model.model
+    _, expected = step(patched(inner, False))
+    assert any("lora_A" in name for name in expected)
+    assert_same_bits(step(patched(inner, level))[1], expected)
+
+
+def test_quantised_linear():
+    """A Linear that saves its input in a Function of its own."""
+
+    class Quantised(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, w):
+            ctx.save_for_backward(x, w)
+            return x @ w.round(decimals=2).t()
+
+        @staticmethod
+        def backward(ctx, dy):
+            x, w = ctx.saved_tensors
+            return dy @ w.round(decimals=2), dy.flatten(0, -2).t() @ x.flatten(0, -2)
+
+    class QuantisedLinear(nn.Linear):
+        def forward(self, x):
+            return Quantised.apply(x, self.weight)
+
+    model = make("llama")
+    for layer in layers_of(model):
+        for module in (layer.self_attn, layer.mlp):
+            for child in list(module.children()):
+                if isinstance(child, nn.Linear):
+                    child.__class__ = QuantisedLinear
+    _, expected = step(patched(model, False))
+    for level in (True, "mlp"):
+        assert_same_bits(step(patched(model, level))[1], expected)
+
+
+def test_module_hooks():
+    model = make("llama")
+    norm, fired = layers_of(model)[0].input_layernorm, []
+    norm.register_forward_hook(lambda m, args, out: out.mul_(1.25) if out.requires_grad else None)
+    norm.register_full_backward_hook(lambda m, dx, dy: fired.append(dy[0].clone()))
+    layers_of(model)[1].mlp.down_proj.register_forward_pre_hook(lambda m, args: (args[0] * 0.5,))
+    layers_of(model)[1].mlp.register_full_backward_hook(lambda m, dx, dy: fired.append(dy[0].clone()))
+    _, expected = step(patched(model, False))
+    for level in (True, "mlp"):
+        assert_same_bits(step(patched(model, level))[1], expected)
+    assert len(fired) == 6 and torch.equal(fired[0], fired[2]) and torch.equal(fired[1], fired[3])
+
+
+def test_generation_is_untouched():
+    model = make("llama").eval()
+    prompt = tokens()["input_ids"]
+    arguments = dict(max_new_tokens=3, do_sample=False, attention_mask=torch.ones_like(prompt), eos_token_id=None)
+    expected = model.generate(prompt, **arguments)
+    assert torch.equal(patched(model, True).generate(prompt, **arguments), expected)
+
+
+def test_a_patched_model_compiles_in_one_graph():
+    model = patched(make("llama", num_hidden_layers=1), "mlp")
+    _, expected = step(model)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    try:
+        _, learned = step(compiled)
+    finally:
+        torch._dynamo.reset()
+    for name, t in expected.items():
+        torch.testing.assert_close(learned.get(name, learned.get(f"_orig_mod.{name}")), t, rtol=1e-4, atol=1e-4)
+
+
+def test_with_interpreted_kernels():
+    if DEVICE == "cuda":
+        pytest.skip("kernels are used everywhere there")
+    if not _op.INTERPRET:
+        pytest.skip("without Triton")
+    model, batch = make("llama", num_hidden_layers=1), tokens(1, 5, ignored=1)
+    _op._KERNEL_DEVICES.add("cpu")
+    _, expected = step(patched(model, False), batch)
+    _, learned = step(patched(model, True), batch)
+    assert_same_bits(learned, expected)

@@ -225,7 +225,12 @@ def test_as_accurate_as_the_formula(case, dtype, chunks):
     assert_as_accurate(ours(case, dtype), pytorch, truth, *others, again=lambda seed: ours(case, dtype, seed))
 
 
-@pytest.mark.parametrize("case", ["dpo-sigmoid", "dpo-aot", "dpo-ipo", "dpo-nll", "orpo", "orpo-nll_target", "cpo", "kto"])
+def short(*cases: str, slow: tuple[str, ...]) -> list:
+    """``cases``, and those that are slow in the interpreter."""
+    return [*cases, *(pytest.param(c, marks=[pytest.mark.slow] * (DEVICE == "cpu")) for c in slow)]
+
+
+@pytest.mark.parametrize("case", short("dpo-sigmoid", "orpo-nll_target", "kto", slow=("dpo-aot", "dpo-ipo", "dpo-nll", "orpo", "cpo")))
 def test_compaction_and_chunks_change_nothing(case, chunks):
     """Compact or not, one chunk, and pairs of more than two chunks."""
     whole = ours(case, compact=False)
@@ -250,7 +255,7 @@ def test_ignored_tokens_may_hold_anything(case):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("case", ["dpo-sigmoid", "dpo-aot", "orpo-nll_target", "kto"])
+@pytest.mark.parametrize("case", short("dpo-sigmoid", "orpo-nll_target", slow=("dpo-aot", "kto")))
 def test_frozen_inputs_and_evaluation(case, chunks, monkeypatch):
     """What is frozen gets no gradient, the rest the same, and evaluation multiplies by no gradient."""
     chunks(2 * T)
@@ -293,7 +298,7 @@ def test_products_and_no_full_logits(case, products, chunks, monkeypatch):
 
 
 @pytest.mark.parametrize("rows", [None, 3])
-@pytest.mark.parametrize("case", ["dpo-sigmoid", "dpo-aot", "orpo-nll_target", "kto"])
+@pytest.mark.parametrize("case", short("dpo-sigmoid", "kto", slow=("dpo-aot", "orpo-nll_target")))
 def test_weights_are_not_needed_after_the_forward(case, rows, chunks):
     """What shards them gathers them for the forward alone (ZeRO-3)."""
     if rows:
@@ -304,11 +309,12 @@ def test_weights_are_not_needed_after_the_forward(case, rows, chunks):
     for t in (leaves[1], reference[1]):
         t.data.fill_(float("nan"))
     (3 * loss).backward()
+    whole = ours(case)
     for t, name in zip(leaves, ("dx", "dw", "dbias")):
-        torch.testing.assert_close(t.grad, ours(case)[name], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(t.grad, whole[name], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("case", ["dpo-sigmoid", "dpo-aot", "orpo-nll_target", "simpo", "kto"])
+@pytest.mark.parametrize("case", short("dpo-sigmoid", "orpo-nll_target", slow=("dpo-aot", "simpo", "kto")))
 def test_compiles_whole(case):
     module, call, _ = CASES[case]
     leaves, target, reference, marks = inputs()

@@ -335,13 +335,20 @@ class LigerFusedMoEFunction(torch.autograd.Function):
         return dx, dgate_up, ddown, None, dw if need_w else None, db1, db2, *[None] * 5
 
 
-def _torch(x, gate_up, down, topk_index, topk_weight):
+def _torch(
+    x, gate_up, down, topk_index, topk_weight, *, gate_up_bias=None, down_bias=None, act="silu", interleaved=False, alpha=1.0, limit=None, offset=0.0
+):  # fmt: skip
     """As transformers does it with ``experts_implementation="grouped_mm"``."""
     K = topk_index.shape[1]
     expert, order = topk_index.flatten().sort()
     offs = torch.histc(expert.int(), gate_up.shape[0], 0, gate_up.shape[0] - 1).cumsum(0, dtype=torch.int32)
-    gate, up = torch._grouped_mm(x[order // K], gate_up.mT, offs=offs).chunk(2, -1)
-    y = torch._grouped_mm(F.silu(gate) * up, down.mT, offs=offs) * topk_weight.flatten()[order, None]
+    plus = lambda y, bias: y if bias is None else y + bias[expert]
+    z = plus(torch._grouped_mm(x[order // K], gate_up.mT, offs=offs), gate_up_bias)
+    gate, up = (z[:, ::2], z[:, 1::2]) if interleaved else z.chunk(2, -1)
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    gated = ACTS[act](gate) if alpha == 1.0 else gate * torch.sigmoid(gate * alpha)
+    y = plus(torch._grouped_mm(gated * (up + offset if offset else up), down.mT, offs=offs), down_bias) * topk_weight.flatten()[order, None]
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(order.shape[0], device=order.device)
     return y[inverse].view(*topk_index.shape, -1).sum(1).to(x.dtype)

@@ -182,7 +182,8 @@ def cheap(op: Callable[..., Tensor], *tensors: Tensor | None, **options: Any) ->
     y = op(*tensors, **options)
     if torch.compiler.is_compiling() or (region := _local.region) is None:
         return y
-    if y.grad_fn is not None and all(type(t) in _PLAIN or t is None for t in (y, *tensors)):
+    # ZeRO-3 (ds_id) takes the data out of a parameter when its module has run
+    if y.grad_fn is not None and all(t is None or (type(t) in _PLAIN and not hasattr(t, "ds_id")) for t in (y, *tensors)):
         region.declare(y, op, tensors, options)
     return y
 

@@ -14,17 +14,24 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-from collections.abc import Iterable, Iterator
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from liger_kernel.ops._linear import auto_chunk_rows
+from liger_kernel.ops._op import on_gpu
+from liger_kernel.ops.vocab_parallel_linear_cross_entropy import vocab_parallel_linear_cross_entropy
 
 MODES = ("none", "ddp", "fsdp2", "tp")
 
@@ -91,8 +98,8 @@ def parallelize(
     """``model`` under ``mode``, over the ranks of a 1-dim ``mesh`` (default: all). Patch it before; make its optimizer after.
 
     The model is on its device, with the same weights on every rank. FSDP2: ``param_dtype`` is what layers compute in (default: the weights' own), which are
-    kept, reduced (``reduce_dtype``) and updated in theirs; ``reshard_after_forward`` False trades memory for half of the gathers; ``own_head`` shards the output
-    head apart from the root's group, so that it is gathered only where it is used. ``options`` are those of DistributedDataParallel or ``fully_shard``.
+    kept, reduced (``reduce_dtype``) and updated in theirs; ``reshard_after_forward`` False trades memory for half of the gathers; ``own_head`` shards the
+    output head apart from the root's group, so that it is gathered only where it is used. ``options`` are those of DistributedDataParallel or ``fully_shard``.
     ``ValueError`` for an unknown mode, and for models that the mode cannot split.
     """
     if mode not in MODES:
@@ -119,7 +126,8 @@ def parallelize(
             if any(p is q for p in head.parameters() for q in model.get_input_embeddings().parameters()):  # type: ignore[operator]
                 raise ValueError("parallelize: own_head must be False where the head is the embedding, got True")
             fully_shard(head, reshard_after_forward=reshard_after_forward, **options)
-        run = fully_shard(model, **options)
+        fully_shard(model, **options)
+        run = model
     return Parallel(run, model, mode, mesh, mesh.get_local_rank(), mesh.size())
 
 
@@ -164,7 +172,7 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
             style = "embedding_rowwise"  # as its head is sharded
         if style == SUMMED:
             for p in module.parameters(recurse=False):
-                p.register_hook(lambda g, group=mesh.get_group(): _summed(g, group))
+                p.register_hook(functools.partial(_summed, group=mesh.get_group()))
         elif style:
             parallelize_module(module, mesh, STYLES[style]())
     for first, *others in tied:  # sharding made several parameters of one
@@ -221,3 +229,176 @@ def _by_sharding(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     for t in tensors:
         groups.setdefault((t.device_mesh, t.placements) if isinstance(t, DTensor) else None, []).append(t)
     return list(groups.values())
+
+
+# -- heads ---------------------------------------------------------------------------------
+
+Hook = Callable[..., Any]
+_SHARDING = ("torch.distributed.fsdp.", "deepspeed.")  # whose hooks bring a module's parameters for the time of its call
+_TENSOR = ("torch.distributed.tensor.", "transformers.distributed.")  # whose hooks, or forward, spread a module's work over ranks
+
+
+def _is_from(function: Any, packages: tuple[str, ...]) -> bool:
+    function = getattr(function, "func", function)
+    return (getattr(getattr(function, "__func__", function), "__module__", None) or "").startswith(packages)
+
+
+def _hooks(module: nn.Module) -> list[Hook]:
+    kinds = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
+    return [hook for hooks in kinds for hook in hooks.values()]
+
+
+def is_linear(head: nn.Module) -> bool:
+    """Whether ``head`` is ``nn.Linear``, be it fully sharded, and no class derived from it."""
+    return type(head) is nn.Linear or (isinstance(head, FSDPModule) and type(head).__bases__ == (FSDPModule, nn.Linear))
+
+
+def is_hooked(head: nn.Module) -> bool:
+    """Whether somebody sees calls of ``head`` who does more than to bring its parameters."""
+    return any(not _is_from(hook, _SHARDING) for hook in _hooks(head))
+
+
+def bare(head: nn.Module) -> nn.Module:
+    """What FSDP1 has wrapped, or ``head``."""
+    return head.module if isinstance(head, FullyShardedDataParallel) else head
+
+
+def needs_entering(head: nn.Module) -> bool:
+    """Whether the parameters of ``head`` are there only while it is called (FSDP1, FSDP2, ZeRO-3), and nobody else looks at its calls."""
+    hooks = _hooks(head)
+    sharded = isinstance(head, FullyShardedDataParallel) or any(_is_from(hook, _SHARDING) for hook in hooks)
+    return sharded and all(_is_from(hook, (*_SHARDING, *_TENSOR)) for hook in hooks)
+
+
+def entered(head: nn.Module, function: Callable, *args: Any, **kwargs: Any) -> Any:
+    """``function(*args, **kwargs)`` in the place of one call of ``head``: with its parameters gathered, and its gradients reduced, once.
+
+    Called chunk by chunk, a sharded head would be gathered for each. ``function`` may call ``bare(head).forward``.
+    """
+    return call_instead(head, bare(head), function, *args, **kwargs) if needs_entering(head) else function(*args, **kwargs)
+
+
+def call_instead(head: nn.Module, inner: nn.Module, function: Callable, *args: Any, **kwargs: Any) -> Any:
+    """A call of ``head`` in which ``function`` takes the place of the ``forward`` of ``inner``, which is in it or itself."""
+    hooks = {name: getattr(head, name) for name in ("_forward_pre_hooks", "_forward_hooks")}
+    forward = inner.__dict__.get("forward")
+
+    def leave() -> None:
+        inner.__dict__.pop("forward", None)
+        if forward is not None:
+            inner.__dict__["forward"] = forward
+
+    def instead(*args: Any, **kwargs: Any) -> Any:
+        leave()
+        return function(*args, **kwargs)
+
+    inner.__dict__["forward"] = instead
+    for name, all_hooks in hooks.items():
+        if any(_is_from(hook, _TENSOR) for hook in all_hooks.values()):  # they are for logits
+            setattr(head, name, OrderedDict((k, hook) for k, hook in all_hooks.items() if _is_from(hook, _SHARDING)))
+    try:
+        return head(*args, **kwargs)
+    finally:
+        leave()
+        for name, all_hooks in hooks.items():
+            setattr(head, name, all_hooks)
+
+
+def received(head: nn.Module, x: Tensor) -> tuple[nn.Module, Tensor] | None:
+    """``head`` and the rows that it computes with, of what it is called with; None where only its own call tells.
+
+    Of a head sharded by vocabulary they are plain and whole on every rank, and their gradient is this rank's term: what the head's own hooks gather,
+    of a sequence spread over ranks for example, is gathered here.
+    """
+    if not any(map(_is_tensor_parallel, head.modules())):
+        return head, x
+    if not _is_vocabulary_parallel(head):
+        return None
+    for hook in head._forward_pre_hooks.values():
+        if _is_from(hook, _TENSOR):
+            out = hook(head, (x,))
+            x = x if out is None else out[0] if isinstance(out, tuple) else out
+    mesh = _mesh_of(head.weight)
+    if not isinstance(x, DTensor):
+        x = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+    return VocabularyParallel(head), x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+
+
+def _is_tensor_parallel(module: nn.Module) -> bool:
+    return any(_is_from(hook, _TENSOR) for hook in _hooks(module)) or _is_from(module.__dict__.get("forward"), _TENSOR)
+
+
+def _is_vocabulary_parallel(head: nn.Module) -> bool:
+    if not is_linear(head) or not all(_is_from(hook, (*_SHARDING, *_TENSOR)) for hook in _hooks(head)):
+        return False
+    parameters = [p for p in (head.weight, head.bias) if p is not None]
+    return all(isinstance(p, DTensor) and p.placements[-1] == Shard(0) for p in parameters) and min(_slices(head.weight)) > 0
+
+
+def _mesh_of(w: Any) -> DeviceMesh:
+    """The ranks among which classes are spread: the last dim, whatever shards them further."""
+    mesh = w.device_mesh
+    return mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[-1]]  # type: ignore[index]
+
+
+def _slices(w: Any) -> list[int]:
+    """Classes of each rank."""
+    V, ranks = w.shape[0], _mesh_of(w).size()
+    step = -(-V // ranks)
+    return [max(0, min(step, V - rank * step)) for rank in range(ranks)]
+
+
+class VocabularyParallel(nn.Module):
+    """A linear head (V, H) whose classes are spread over ranks; ``received`` makes it, and the rows to call it with."""
+
+    def __init__(self, head: nn.Module):
+        super().__init__()
+        self.head: Any = head
+        self.slices = _slices(self.head.weight)
+        self.out_features = sum(self.slices)
+
+    def _local(self) -> tuple[Tensor, Tensor | None, DeviceMesh]:
+        w, b = self.head.weight, self.head.bias
+        return w.to_local(), None if b is None else b.to_local(), w.device_mesh
+
+    def forward(self, x: Tensor) -> Tensor:
+        """All logits (..., V) on every rank, gathered: for those who need them."""
+
+        def logits(x: Tensor) -> Tensor:
+            w, b, mesh = self._local()
+            shape = torch.Size((*x.shape[:-1], self.out_features))
+            stride = torch.empty(shape, device="meta").stride()
+            return DTensor.from_local(F.linear(x, w, b), mesh, [Shard(x.ndim - 1)], run_check=False, shape=shape, stride=stride).full_tensor()
+
+        return entered(self.head, logits, x)
+
+    def cross_entropy(self, x: Tensor, target: Tensor, *, stats: bool = False, ignore_index: int = -100, **options: Any) -> Any:
+        """``linear_cross_entropy`` of rows x (M, H) and target (M,), without any rank's logits leaving it: three numbers a row do, and a slice's
+        best class with ``stats``, which returns loss, None and predicted classes (M,).
+
+        ``options`` are those of ``vocab_parallel_linear_cross_entropy``.
+        """
+
+        def loss(x: Tensor) -> Any:
+            w, b, mesh = self._local()
+            found = vocab_parallel_linear_cross_entropy(
+                x, w, target, mesh.get_group(), b, ignore_index=ignore_index, sizes=self.slices, sum_dx=False, **options
+            )
+            if not stats:
+                return found
+            sign = -1.0 if options.get("logit_scale", 1.0) < 0 else 1.0
+            best = _best_classes(x.detach(), w.detach(), None if b is None else b.detach(), sign, mesh, sum(self.slices[: mesh.get_local_rank()]))
+            return found, None, best.where(target != ignore_index, -1)
+
+        return entered(self.head, loss, x)
+
+
+@torch.no_grad()
+def _best_classes(x: Tensor, w: Tensor, b: Tensor | None, sign: float, mesh: DeviceMesh, first: int) -> Tensor:
+    """The class of the largest logit of each row, of all ranks' classes; the first of equals."""
+    rows = auto_chunk_rows(x.shape[0], w.shape[0], x.shape[1], x.element_size(), on_gpu(x))
+    value, index = (torch.cat(parts) for parts in zip(*((sign * F.linear(c, w, b)).float().max(-1) for c in x.split(rows))))
+    own = torch.stack((value.double(), (index + first).double()))
+    parts = own.new_empty(mesh.size(), *own.shape)
+    dist.all_gather(list(parts.unbind()), own, group=mesh.get_group())
+    return parts[:, 1].gather(0, parts[:, 0].argmax(0)[None])[0].long()

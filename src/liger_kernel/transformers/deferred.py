@@ -27,6 +27,7 @@ from transformers import modeling_outputs
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils import ModelOutput
 
+from liger_kernel import parallel
 from liger_kernel.nn import token_accuracy
 from liger_kernel.ops._linear import Kept, auto_chunk_rows
 from liger_kernel.ops._op import intercepted, on_gpu
@@ -52,35 +53,44 @@ STATISTICS = ("return_token_accuracy", "return_predicted_tokens")
 # -- the loss ------------------------------------------------------------------------------
 
 
-def is_plain(head: nn.Module) -> bool:
-    """Whether calling ``head`` is ``x @ weight.T + bias`` and nothing else: no hook, wrapper, adapter or sharding sees the call."""
-    if type(head) is not nn.Linear or "forward" in head.__dict__:
+def is_plain(head: nn.Module, within: bool = False) -> bool:
+    """Whether calling ``head`` is ``x @ weight.T + bias`` and nothing else: no hook, wrapper, adapter or sharding sees the call.
+
+    ``within``: in ``parallel.entered``, where sharded parameters are whole.
+    """
+    if not parallel.is_linear(head) or "forward" in head.__dict__:
         return False
-    if head._forward_hooks or head._forward_pre_hooks or head._backward_hooks or head._backward_pre_hooks:
+    if parallel.is_hooked(head) or (not within and parallel.needs_entering(head)):
         return False
     return all(p is None or type(p) in (Tensor, nn.Parameter) or intercepted() for p in (head.weight, head.bias)) and head.weight.numel() > 0
 
 
-def head_cross_entropy(head: nn.Module, x: Tensor, target: Tensor, *, class_weight: Tensor | None = None, **options: Any) -> Any:
+def head_cross_entropy(head: nn.Module, x: Tensor, target: Tensor, *, within: bool = False, class_weight: Tensor | None = None, **options: Any) -> Any:
     """Cross entropy of ``head(x)`` and ``target``, with the options and results of ``linear_cross_entropy``, without holding all logits.
 
-    x (M, H), target (M,). A plain ``nn.Linear`` is fused. Any other head (LoRA, quantised, sharded, hooked ...) is called itself on one chunk
-    of tokens at a time, and again in the backward, so whatever surrounds its call takes part.
+    x (M, H), target (M,). A plain ``nn.Linear`` is fused, also one whose parameters FSDP or ZeRO shards: they are gathered once. Any other head (LoRA,
+    quantised, hooked ...) is called itself on one chunk of tokens at a time, and again in the backward, so whatever surrounds its call takes part.
+    ``within``: the caller has entered ``head``.
     """
-    if is_plain(head):
+    if not within and parallel.needs_entering(head):
+        return parallel.entered(head, lambda x: head_cross_entropy(parallel.bare(head), x, target, within=True, class_weight=class_weight, **options), x)
+    if is_plain(head, within):
         return linear_cross_entropy(x, head.weight, target, head.bias, class_weight, **options)
+    if isinstance(head, parallel.VocabularyParallel) and class_weight is None and not options.get("token_scaling"):
+        return _vocabulary_parallel_loss(head, x, target, **options)
     for name in ("accum_dtype", "compact"):  # the head accumulates its own gradients, and may ask what every token is
         options.pop(name, None)
     class_weight = class_weight if class_weight is None else class_weight.detach()
     reduction, stats = options.pop("reduction", "mean"), options.pop("stats", False)
+    call = head.forward if within else head
 
     def part(x: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        logits = head(x[None])
+        logits = call(x[None])
         return cross_entropy(
             logits.reshape(-1, logits.shape[-1]), target, class_weight, reduction="none" if reduction == "none" else "sum", stats=True, **options
         )
 
-    rows = auto_chunk_rows(x.shape[0], out_features(head, x), x.shape[1], x.element_size(), on_gpu(x))
+    rows = auto_chunk_rows(x.shape[0], out_features(head, x, call), x.shape[1], x.element_size(), on_gpu(x))
     run = functools.partial(checkpoint, part, use_reentrant=False) if torch.is_grad_enabled() else part
     parts = [run(*chunk) for chunk in zip(x.split(rows), target.split(rows))]
     losses, z_losses, predicted = ([p[i] for p in parts] for i in range(3))
@@ -94,15 +104,30 @@ def head_cross_entropy(head: nn.Module, x: Tensor, target: Tensor, *, class_weig
     return (loss, z_loss, torch.cat(predicted)) if stats else loss
 
 
-def out_features(head: nn.Module, x: Tensor) -> int:
-    """The width of ``head(x)``, asked of the head if it does not say."""
+def _vocabulary_parallel_loss(
+    head: parallel.VocabularyParallel, x: Tensor, target: Tensor, *, compact: bool | Kept = False, token_scaling: bool = False, **options: Any
+) -> Any:
+    """The loss of a head that is sharded by vocabulary; tokens known not to count are left out."""
+    kept = compact.rows() if isinstance(compact, Kept) and options.get("reduction") != "none" else None
+    if kept is None:
+        return head.cross_entropy(x, target, **options)
+    found = head.cross_entropy(x.index_select(0, kept), target[kept], **options)
+    if not options.get("stats"):
+        return found
+    loss, z_loss, predicted = found
+    return loss, z_loss, predicted.new_full(target.shape, -1).index_copy_(0, kept, predicted)
+
+
+def out_features(head: nn.Module, x: Tensor, call: Callable | None = None) -> int:
+    """The width of ``head(x)``, asked of the head, or of ``call``, if it does not say."""
+    head = parallel.bare(head)
     n, weight = getattr(head, "out_features", None), getattr(head, "weight", None)
     if isinstance(n, int):
         return n
     if isinstance(weight, Tensor) and weight.ndim == 2:
         return weight.shape[0]
     with torch.no_grad():
-        return head(x.reshape(1, -1, x.shape[-1])[:, :1]).shape[-1]
+        return (call or head)(x.reshape(1, -1, x.shape[-1])[:, :1]).shape[-1]
 
 
 # -- the recipe ----------------------------------------------------------------------------
@@ -336,21 +361,28 @@ def _inside(function: Callable) -> bool:
 
 def _head_loss(head: nn.Module, rows: Tensor, target: Tensor, asked: Loss, options: dict[str, Any]) -> Any:
     """``head_cross_entropy`` with what was known when the forward began, if it is the loss that was foreseen."""
-    main = asked.causal and not asked.taken and is_plain(head) and options["ignore_index"] == IGNORE
+    main = asked.causal and not asked.taken and options["ignore_index"] == IGNORE
     # a head's bias, its scale, and losses of single tokens are not in the signature of what was replaced
-    plain = getattr(head, "bias", None) is None and options.get("logit_scale", 1.0) == 1.0 and options.get("reduction") != "none"
+    plain = getattr(parallel.bare(head), "bias", None) is None and options.get("logit_scale", 1.0) == 1.0 and options.get("reduction") != "none"
     hooked = main and plain and loss_utils.replaced()
     main = main and (hooked if torch.compiler.is_compiling() else _inside(ForCausalLMLoss))
-    if main and hooked:
+    within, inner = parallel.needs_entering(head), parallel.bare(head)
+    return parallel.entered(head, lambda rows: _entered_loss(inner, rows, target, asked, options, within, main, hooked), rows)
+
+
+def _entered_loss(head: nn.Module, rows: Tensor, target: Tensor, asked: Loss, options: dict[str, Any], within: bool, main: bool, hooked: bool) -> Any:
+    """The rest of ``_head_loss``, where the parameters of the head are."""
+    sliced, linear = isinstance(head, parallel.VocabularyParallel), is_plain(head, within)
+    if main and hooked and linear:
         return _replaced_loss(head, rows, target, asked, options)
-    kept = asked.kept if main and asked.kept is not None and asked.kept.total == target.numel() else None
+    kept = asked.kept if main and (linear or sliced) and asked.kept is not None and asked.kept.total == target.numel() else None
     if kept is not None:
         options["compact"] = kept
     # a sum that is about to be divided: dividing in the forward spares the backward a pass over the gradient of the head
-    n = items(asked.num_items, rows) if main and asked.num_items is not None and options.get("reduction") == "sum" else None
+    n = items(asked.num_items, rows) if main and linear and asked.num_items is not None and options.get("reduction") == "sum" else None
     if n is not None:
         options |= dict(reduction="mean", num_items=n)
-    found = head_cross_entropy(head, rows, target, stats=asked.statistics, **options)
+    found = head_cross_entropy(head, rows, target, within=within, stats=asked.statistics, **options)
     loss, *more = found if asked.statistics else (found,)
     if n is not None:
         loss, more = loss * n, [more[0] * n, *more[1:]] if more else more
@@ -387,9 +419,11 @@ class StandIn(nn.Module):
         self.head, self.loss, self.keep_logits = head, loss, keep_logits
 
     def forward(self, hidden_states: Tensor) -> DeferredLogits:
-        if self.keep_logits:
+        held = None if self.keep_logits else parallel.received(self.head, hidden_states)
+        if held is None:
             return DeferredLogits(self.head(hidden_states), None, self.loss)
-        return DeferredLogits(hidden_states, self.head, self.loss)
+        head, rows = held
+        return DeferredLogits(rows, head, self.loss)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -404,6 +438,8 @@ def place_of_head(model: nn.Module) -> tuple[nn.Module, str] | None:
         head = model.get_output_embeddings()
     except (AttributeError, NotImplementedError):
         return None
+    if head is None:  # transformers does not look for it where there is no embedding: in the last stage of a pipeline
+        head = model._modules.get("lm_head")
     if not isinstance(head, nn.Module):
         return None
     for name, child in model._modules.items():  # where it nearly always is
@@ -442,10 +478,11 @@ def fused(forward: Callable, *, keep_logits: bool = False) -> Callable:
         loss = Loss(options, bool(accuracy or predictions))
         parent, name = place
         head = parent._modules[name]
-        if not keep_logits and getattr(self, "loss_function", None) is ForCausalLMLoss:
+        shifts = not getattr(getattr(self, "config", None), "is_encoder_decoder", False)  # of others, some say that their labels are the shifted ones
+        if not keep_logits and shifts and getattr(self, "loss_function", None) is ForCausalLMLoss:
             loss.causal, loss.num_items = True, given.get("num_items_in_batch")
-            if is_plain(head) and not torch.compiler.is_compiling():
-                loss.kept = _kept_early(given, head)
+            if parallel.is_linear(parallel.bare(head)) and not torch.compiler.is_compiling():
+                loss.kept = _kept_early(given, parallel.bare(head))
         parent._modules[name] = StandIn(head, loss, keep_logits=not skip)
         try:
             out = forward(self, **given)

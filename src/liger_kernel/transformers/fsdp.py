@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
+
+from liger_kernel.parallel import call_instead
 
 
 class _FSDPForwardRedirection:
@@ -14,21 +15,4 @@ class _FSDPForwardRedirection:
 
     def __call__(self, wrapper_module: FullyShardedDataParallel, method: Callable, *args: Any, **kwargs: Any) -> Any:
         """``method(*args, **kwargs)``, from within a call of ``wrapper_module``."""
-        inner: nn.Module = wrapper_module.module
-        kept = inner.__dict__.get("forward")
-
-        def forward(*_: Any, **__: Any) -> Any:
-            restore()  # method may call the module
-            return method(*args, **kwargs)
-
-        def restore() -> None:
-            if kept is None:
-                inner.__dict__.pop("forward", None)
-            else:
-                inner.forward = kept
-
-        inner.forward = forward
-        try:
-            return wrapper_module(*args, **kwargs)
-        finally:
-            restore()
+        return call_instead(wrapper_module, wrapper_module.module, method, *args, **kwargs)

@@ -1,0 +1,678 @@
+"""What each rank does in test_parallel.py: every way of running over several processes, compared with one process of the stock model.
+
+``CHECKS`` are the ways. ``run(folder)`` starts the ranks, which write what they found of each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import importlib.util
+import os
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from hf_models import assert_same_learning, make, served_by_kernels_or_references, step, tokens
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.multiprocessing.spawn import ProcessException, spawn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from liger_kernel.parallel import Parallel, VocabularyParallel, clip_grad_norm_, parallelize
+from liger_kernel.transformers import _apply_liger_kernel_to_instance, deferred
+
+RANKS = 2
+ROWS, LENGTH, IGNORED = 4, 12, 3  # of the batch of all ranks together
+TOLERANCE = 1e-5  # sums of other terms, in another order
+GPUS = torch.cuda.device_count()
+
+
+def batch() -> dict[str, Tensor]:
+    """Of unequal numbers of learnt tokens in the halves."""
+    found = tokens(ROWS, LENGTH, ignored=IGNORED)
+    found["labels"][0, :9] = -100
+    return found
+
+
+@functools.cache
+def expected(model_type: str = "llama", **more: Any) -> dict[str, Tensor]:
+    """Loss and gradients of the stock model in one process, on the whole batch."""
+    return step(make(model_type, **more), batch())[1]
+
+
+def patched(model_type: str = "llama", **more: Any) -> nn.Module:
+    model = make(model_type, **more)
+    _apply_liger_kernel_to_instance(model=model)
+    return model
+
+
+def whole(t: Tensor) -> Tensor:
+    return t.full_tensor() if isinstance(t, DTensor) else t
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Whole gradients by the names of one process."""
+    found = {}
+    for name, p in model.named_parameters():
+        if p.grad is not None:
+            for extra in ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "module."):
+                name = name.replace(extra, "")
+            found[name] = whole(p.grad).clone()
+    return found
+
+
+def learn(run: nn.Module, ranks: int = RANKS, rank: int | None = None, parts: int = 1, seen: Collectives | None = None, **kwargs: Any) -> dict[str, Tensor]:
+    """Loss and gradients of the mean over all ranks' tokens, this rank learning its share of the batch in ``parts`` micro-batches."""
+    rank = dist.get_rank() if rank is None and ranks > 1 else rank or 0
+    mine = {k: v.chunk(ranks)[rank] for k, v in batch().items()}
+    n = (batch()["labels"][:, 1:] != -100).sum() / ranks
+    total = torch.zeros((), device=mine["labels"].device)
+    with seen or contextlib.nullcontext():
+        for i in range(parts):
+            micro = {k: v.chunk(parts)[i] for k, v in mine.items()}
+            with contextlib.nullcontext() if i + 1 == parts or not hasattr(run, "no_sync") else run.no_sync():
+                out = run(**micro, use_cache=False, num_items_in_batch=n, **kwargs)
+                assert out.logits is None, "the head was not fused"
+                out.loss.backward()
+                total += whole(out.loss.detach())
+    if ranks > 1:
+        dist.all_reduce(total)
+    return {"loss": total / ranks} | gradients(run)
+
+
+class Collectives(TorchDispatchMode):
+    """The number of elements of every tensor that a collective sends or receives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional", "_dtensor"):
+            out = func(*args, **(kwargs or {}))
+            tensors = [t for t in torch.utils._pytree.tree_leaves((args, out)) if isinstance(t, Tensor)]
+            self.sizes += [(str(func), t.numel()) for t in {t.data_ptr(): t for t in tensors}.values()]  # in place: sent and returned
+            return out
+        return func(*args, **(kwargs or {}))
+
+    def largest(self) -> int:
+        return max((n for _, n in self.sizes), default=0)
+
+
+CHECKS: dict[str, Callable[[], None]] = {}
+
+
+def check(fn: Callable[[], None]) -> Callable[[], None]:
+    CHECKS[fn.__name__] = fn
+    return fn
+
+
+@contextlib.contextmanager
+def calls_of_heads() -> Iterator[list[str]]:
+    """Whether losses were fused with the head's weight, or called the head chunk by chunk."""
+    said: list[str] = []
+    fused, plain = deferred.linear_cross_entropy, deferred.checkpoint
+    sliced = VocabularyParallel.cross_entropy
+    deferred.linear_cross_entropy = lambda *a, **k: (said.append("fused"), fused(*a, **k))[1]  # type: ignore[assignment]
+    deferred.checkpoint = lambda *a, **k: (said.append("called"), plain(*a, **k))[1]  # type: ignore[assignment]
+    VocabularyParallel.cross_entropy = lambda *a, **k: (said.append("sliced"), sliced(*a, **k))[1]  # type: ignore[method-assign]
+    try:
+        yield said
+    finally:
+        deferred.linear_cross_entropy, deferred.checkpoint, VocabularyParallel.cross_entropy = fused, plain, sliced
+
+
+def same(run: nn.Module, truth: dict[str, Tensor] | None = None, head: str = "fused", **kwargs: Any) -> None:
+    """The learning of one process, by the way that the head should take."""
+    with calls_of_heads() as said:
+        found = learn(run, **kwargs)
+    assert set(said) == {head}, f"the head was {said}, should be {head}"
+    assert_same_learning(found, truth or expected(), TOLERANCE)
+
+
+def mesh() -> Any:
+    return init_device_mesh("cuda" if GPUS else "cpu", (RANKS,))
+
+
+# -- DDP -----------------------------------------------------------------------------------
+
+
+@check
+def ddp() -> None:
+    same(parallelize(patched(), "ddp").model)
+
+
+@check
+def ddp_static_graph() -> None:
+    run = parallelize(patched(), "ddp", static_graph=True).model
+    for _ in range(2):
+        run.zero_grad()
+        same(run)
+
+
+@check
+def ddp_unused_parameters() -> None:
+    model = patched()
+    model.unused = nn.Linear(3, 3)
+    run = parallelize(model, "ddp", find_unused_parameters=True).model
+    found = learn(run)
+    assert_same_learning({k: v for k, v in found.items() if "unused" not in k}, expected(), TOLERANCE)
+
+
+@check
+def ddp_no_sync() -> None:
+    seen = Collectives()
+    same(parallelize(patched(), "ddp").model, parts=2, seen=seen)
+    reduced = sum(n for name, n in seen.sizes if "allreduce" in name)
+    assert reduced < 2 * sum(p.numel() for p in patched().parameters()), "gradients were reduced more than once"
+
+
+@check
+def ddp_tied() -> None:
+    same(parallelize(patched(tie_word_embeddings=True), "ddp").model, expected(tie_word_embeddings=True))
+
+
+# -- FSDP2 ---------------------------------------------------------------------------------
+
+
+@check
+def fsdp2_head_in_the_roots_group() -> None:
+    same(parallelize(patched(), "fsdp2").model)
+
+
+@check
+def fsdp2_head_on_its_own() -> None:
+    p = parallelize(patched(), "fsdp2", own_head=True)
+    for _ in range(2):
+        p.model.zero_grad()
+        seen = Collectives()
+        same(p.model, seen=seen)
+    V, H = p.module.lm_head.weight.shape
+    gathers = [n for name, n in seen.sizes if "allgather" in name.replace("_", "") and n == V * H + V % 2 * H]
+    assert len(gathers) <= 2 * 2, f"the head was gathered for every chunk: {seen.sizes}"
+
+
+@check
+def fsdp2_head_with_the_norm() -> None:
+    """As accelerate groups them."""
+    model = patched()
+    fully_shard([model.model.norm, model.lm_head], mesh=mesh())
+    same(fully_shard(model, mesh=mesh()))
+
+
+@check
+def fsdp2_tied() -> None:
+    same(parallelize(patched(tie_word_embeddings=True), "fsdp2").model, expected(tie_word_embeddings=True))
+
+
+@check
+def fsdp2_tied_in_one_group() -> None:
+    model = patched(tie_word_embeddings=True)
+    fully_shard([model.model.embed_tokens, model.model.norm, model.lm_head], mesh=mesh())
+    same(fully_shard(model, mesh=mesh()), expected(tie_word_embeddings=True))
+
+
+@check
+def fsdp2_accumulates() -> None:
+    same(parallelize(patched(), "fsdp2", own_head=True).model, parts=2)
+
+
+@check
+def fsdp2_checkpointed() -> None:
+    model = patched()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    same(parallelize(model, "fsdp2", own_head=True).model)
+
+
+@check
+def fsdp2_mixed_precision() -> None:
+    """Compared with the stock model in the same precision."""
+    truth = learn_any(parallelize(make("llama"), "fsdp2", param_dtype=torch.bfloat16).model)
+    for own_head in (False, True):
+        found = learn_any(parallelize(patched(), "fsdp2", param_dtype=torch.bfloat16, own_head=own_head).model)
+        assert_same_learning(found, truth, 3e-2)
+
+
+def learn_any(run: nn.Module) -> dict[str, Tensor]:
+    """``learn`` of a model that may be stock."""
+    mine = {k: v.chunk(RANKS)[dist.get_rank()] for k, v in batch().items()}
+    out = run(**mine, use_cache=False)
+    out.loss.backward()
+    return {"loss": out.loss.detach().float()} | gradients(run)
+
+
+@check
+def fsdp2_evaluates() -> None:
+    """With logits, and without a backward."""
+    run = parallelize(patched(), "fsdp2", own_head=True).model.eval()
+    stock = make("llama").eval()
+    with torch.no_grad():
+        out, truth = run(**batch()), stock(**batch())
+    torch.testing.assert_close(whole(out.logits), truth.logits, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(out.loss, truth.loss, rtol=1e-5, atol=1e-5)
+    same(run.train())
+
+
+# -- FSDP1 ---------------------------------------------------------------------------------
+
+
+def fsdp1(model: nn.Module, leaves: tuple[type, ...], use_orig_params: bool) -> FullyShardedDataParallel:
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    device = torch.device("cuda", dist.get_rank()) if GPUS else torch.device("cpu")
+    return FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy(set(leaves)), use_orig_params=use_orig_params, device_id=device)
+
+
+def same_under_fsdp1(run: FullyShardedDataParallel, truth: dict[str, Tensor], head: str = "fused", **kwargs: Any) -> None:
+    """Gradients are what a step of gradient descent changes, as FSDP1 shows them whole only with ``use_orig_params``."""
+
+    def weights() -> dict[str, Tensor]:
+        with FullyShardedDataParallel.summon_full_params(run):
+            return {name.replace("_fsdp_wrapped_module.", ""): p.detach().clone() for name, p in run.named_parameters()}
+
+    before, rate = weights(), 1e3  # so large that what is lost in the sum is small
+    with calls_of_heads() as said:
+        loss = learn(run, **kwargs)["loss"]
+    assert set(said) == {head}, f"the head was {said}, should be {head}"
+    torch.optim.SGD(run.parameters(), lr=rate).step()
+    found = {name: (before[name] - w) / rate for name, w in weights().items()}
+    with FullyShardedDataParallel.summon_full_params(run), torch.no_grad():
+        for name, p in run.named_parameters():
+            p.copy_(before[name.replace("_fsdp_wrapped_module.", "")])
+    assert not any(g.any() for name, g in found.items() if name not in truth)
+    assert_same_learning({"loss": loss} | {name: g for name, g in found.items() if name in truth}, truth, TOLERANCE)
+
+
+@check
+def fsdp1_layers() -> None:
+    for tied in (False, True):
+        for use_orig_params in (True, False):
+            model = patched(tie_word_embeddings=tied)
+            same_under_fsdp1(fsdp1(model, (type(model.model.layers[0]),), use_orig_params), expected(tie_word_embeddings=tied))
+
+
+@check
+def fsdp1_every_linear() -> None:
+    """The head, too, is a unit of its own."""
+    for use_orig_params in (True, False):
+        run = fsdp1(patched(), (nn.Linear,), use_orig_params)
+        for _ in range(2):
+            run.zero_grad()
+            same_under_fsdp1(run, expected())
+
+
+@check
+def fsdp1_accumulates() -> None:
+    model = patched()
+    same_under_fsdp1(fsdp1(model, (type(model.model.layers[0]),), True), expected(), parts=2)
+
+
+# -- tensor parallel -----------------------------------------------------------------------
+
+WIDE = dict(vocab_size=2050)  # so that logits would be the largest thing sent
+
+
+def logits_stay(seen: Collectives) -> None:
+    """What is sent is smaller than one rank's share of the logits: hidden states, and three numbers a token."""
+    assert 0 < seen.largest() < ROWS * LENGTH * WIDE["vocab_size"] // RANKS // 4, sorted(set(seen.sizes), key=lambda x: -x[1])[:5]
+
+
+@check
+def tp_by_plan() -> None:
+    for more in (WIDE, WIDE | dict(tie_word_embeddings=True)):
+        p = parallelize(patched(**more), "tp")
+        with Collectives() as seen:
+            out = p.model(**batch(), use_cache=False)
+            out.loss.backward()
+        logits_stay(seen)
+        assert out.logits is None
+        assert_same_learning({"loss": out.loss.detach()} | gradients(p.module), expected(**more), TOLERANCE)
+
+
+@check
+def tp_of_families() -> None:
+    """Soft-capped logits, norms of heads, and classes that ranks share unequally."""
+    for model_type, more in (("gemma2", dict(tie_word_embeddings=False)), ("qwen3", {}), ("llama", dict(vocab_size=257))):
+        same(parallelize(patched(model_type, **more), "tp").model, expected(model_type, **more), head="sliced", ranks=1)
+
+
+@check
+def tp_options_of_the_loss() -> None:
+    """Labels smoothed, z-loss, statistics, and what needs whole logits, of which there is then one chunk at a time."""
+    run, one = parallelize(patched(), "tp").model, patched()
+    for options, head in (
+        (dict(label_smoothing=0.1, lse_square_scale=1e-2, return_token_accuracy=True, return_predicted_tokens=True), {"sliced"}),
+        (dict(use_token_scaling=True), {"called"}),
+    ):
+        run.zero_grad()
+        truth, learnt = step(one, batch(), **options)
+        with calls_of_heads() as said:
+            out = run(**batch(), use_cache=False, **options)
+            out.loss.backward()
+        assert set(said) == head
+        assert_same_learning({"loss": out.loss.detach()} | gradients(run), learnt, TOLERANCE)
+        if "return_predicted_tokens" in options:
+            assert torch.equal(out.predicted_tokens, truth.predicted_tokens)
+            torch.testing.assert_close(out.token_accuracy, truth.token_accuracy)
+
+
+@check
+def tp_evaluates() -> None:
+    run, stock = parallelize(patched(), "tp").model.eval(), make("llama").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(run(**batch()).logits, stock(**batch()).logits, rtol=1e-5, atol=1e-5)
+
+
+@check
+def tp_default_head() -> None:
+    """``ColwiseParallel()`` without a thought about its output: this rank's logits, of which the stock loss would be wrong."""
+    for style in (ColwiseParallel(), ColwiseParallel(use_local_output=False), ColwiseParallel(output_layouts=Replicate())):
+        model = patched(**WIDE)
+        parallelize_module(model, mesh(), {"lm_head": style})
+        seen = Collectives()
+        same(model, expected(**WIDE), head="sliced", ranks=1, seen=seen)
+        logits_stay(seen)
+
+
+@check
+def tp_sequence_parallel() -> None:
+    """Norms on DTensors that are sharded by sequence, and a head that gathers it."""
+    model = patched(**WIDE)
+    sequence = dict(input_layouts=Shard(1), desired_input_layouts=Replicate())
+    plan = {
+        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=False),
+        "model.norm": SequenceParallel(),
+        "lm_head": ColwiseParallel(input_layouts=Shard(1)),
+    }
+    for i in range(len(model.model.layers)):
+        at = f"model.layers.{i}."
+        plan |= {
+            at + "input_layernorm": SequenceParallel(),
+            at + "post_attention_layernorm": SequenceParallel(),
+            at + "self_attn": PrepareModuleInput(input_kwarg_layouts={"hidden_states": Shard(1)}, desired_input_kwarg_layouts={"hidden_states": Replicate()}),
+            at + "mlp": PrepareModuleInput(**sequence),
+            **{at + f"self_attn.{n}_proj": ColwiseParallel() for n in "qkv"},
+            **{at + f"mlp.{n}_proj": ColwiseParallel() for n in ("gate", "up")},
+            at + "self_attn.o_proj": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+            at + "mlp.down_proj": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+        }
+    parallelize_module(model, mesh(), plan)
+    seen = Collectives()
+    # positions: models count them on the embedding, of which each rank would see its part
+    same(model, expected(**WIDE), head="sliced", ranks=1, seen=seen, position_ids=torch.arange(LENGTH, device=model.device)[None])
+    logits_stay(seen)
+
+
+@check
+def tp_by_transformers() -> None:
+    """transformers shards a checkpoint while it loads it."""
+    from transformers import AutoModelForCausalLM
+
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    if dist.get_rank() == 0:
+        make("llama", **WIDE).save_pretrained(folder[0])
+    dist.barrier()
+    model = AutoModelForCausalLM.from_pretrained(folder[0], tp_plan="auto", device_mesh=mesh()).train()
+    assert isinstance(model.lm_head.weight, DTensor)
+    _apply_liger_kernel_to_instance(model=model)
+    seen = Collectives()
+    same(model, expected(**WIDE), head="sliced", ranks=1, seen=seen)
+    logits_stay(seen)
+
+
+@check
+def tp_in_fsdp2() -> None:
+    """Two dims: classes over ``tp``, and everything over ``dp``; one of them has two ranks."""
+    for shape in ((2, 1), (1, 2)):
+        for own_head in (False, True):
+            dims = init_device_mesh("cuda" if GPUS else "cpu", shape, mesh_dim_names=("dp", "tp"))
+            model = patched()
+            parallelize_module(model, dims["tp"], {"lm_head": ColwiseParallel()})
+            if own_head:
+                fully_shard(model.lm_head, mesh=dims["dp"])
+            fully_shard(model, mesh=dims["dp"])
+            same(model, head="sliced", ranks=shape[0], rank=dims["dp"].get_local_rank())
+            full = torch.linalg.vector_norm(torch.stack([g.norm() for n, g in expected().items() if n != "loss"]))
+            torch.testing.assert_close(clip_grad_norm_(model, None), full, rtol=1e-5, atol=1e-6)
+
+
+# -- sequences and pipelines ---------------------------------------------------------------
+
+
+@check
+def context_parallel() -> None:
+    """Every rank has half of each sequence, and labels shifted before the cut; keys and values are gathered for attention."""
+    from torch.distributed.nn.functional import all_gather
+    from transformers import AttentionInterface
+
+    def attention(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **_: Any) -> tuple[Tensor, None]:
+        k, v = (torch.cat(all_gather(t.contiguous()), 2).repeat_interleave(module.num_key_value_groups, 1) for t in (k, v))
+        first = dist.get_rank() * q.shape[2]
+        causal = torch.arange(k.shape[2], device=q.device) <= first + torch.arange(q.shape[2], device=q.device)[:, None]
+        return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=causal, scale=scaling).transpose(1, 2), None
+
+    AttentionInterface.register("gathered", attention)
+    model = patched()
+    model.config._attn_implementation = "gathered"
+    whole_batch = batch()
+    shifted = nn.functional.pad(whole_batch["labels"], (0, 1), value=-100)[:, 1:]
+    cut = lambda t: t.chunk(RANKS, 1)[dist.get_rank()].contiguous()
+    with calls_of_heads() as said:
+        out = model(input_ids=cut(whole_batch["input_ids"]), position_ids=cut(torch.arange(LENGTH, device=model.device)[None]), shift_labels=cut(shifted),
+                    attention_mask=None, num_items_in_batch=(shifted != -100).sum(), use_cache=False)  # fmt: skip
+        out.loss.backward()
+    assert said == ["fused"] and out.logits is None
+    found = {"loss": out.loss.detach()} | gradients(model)
+    for t in found.values():
+        dist.all_reduce(t)
+    assert_same_learning(found, expected(), TOLERANCE)
+
+
+@check
+def pipeline_stages() -> None:
+    """The first stage has no head, the last one no embedding."""
+    model, rank = patched(), dist.get_rank()
+    layers, half = model.model.layers, len(model.model.layers) // 2
+    given = batch()
+    hidden = torch.zeros(ROWS, LENGTH, model.config.hidden_size, device=model.device, requires_grad=True)
+    if rank == 0:
+        model.model.layers, model.model.norm, model.lm_head = layers[:half], nn.Identity(), nn.Identity()
+        out = model(input_ids=given["input_ids"], use_cache=False).logits
+        dist.send(out.detach(), 1)
+        gradient = torch.zeros_like(out)
+        dist.recv(gradient, 1)
+        out.backward(gradient)
+    else:
+        model.model.layers = layers[half:]
+        for i, layer in enumerate(model.model.layers):
+            layer.self_attn.layer_idx = i
+        del model.model.embed_tokens
+        dist.recv(hidden.data, 0)
+        with calls_of_heads() as said:
+            out = model(inputs_embeds=hidden, labels=given["labels"], use_cache=False)
+            out.loss.backward()
+        assert said == ["fused"] and out.logits is None
+        dist.send(hidden.grad, 0)
+    found = gradients(model)
+    truth = {k: v for k, v in expected().items() if k != "loss"}
+    if rank:
+        found = {k.replace(f"layers.{k.split('.')[2]}", f"layers.{int(k.split('.')[2]) + half}") if ".layers." in k else k: v for k, v in found.items()}
+        found["loss"] = out.loss.detach()
+    everyone: list[Any] = [None] * RANKS
+    dist.all_gather_object(everyone, {k: v.cpu() for k, v in found.items()})
+    together = {k: v for part in everyone for k, v in part.items()}
+    assert_same_learning(together, {k: v.cpu() for k, v in (truth | {"loss": expected()["loss"]}).items()}, TOLERANCE)
+
+
+# -- adapters ------------------------------------------------------------------------------
+
+
+def adapted(use: bool, **more: Any) -> nn.Module:
+    """With adapters in attention and on the head."""
+    import peft
+
+    model = peft.get_peft_model(make("llama"), peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head"], init_lora_weights=False, **more))
+    if use:
+        _apply_liger_kernel_to_instance(model=model.get_base_model())
+    return model
+
+
+@functools.cache
+def adapted_learning() -> dict[str, Tensor]:
+    torch.manual_seed(4)
+    return step(adapted(False), batch())[1]
+
+
+def adapted_alike() -> nn.Module:
+    torch.manual_seed(4)
+    return adapted(True)
+
+
+@check
+def lora_ddp() -> None:
+    same(parallelize(adapted_alike(), "ddp").model, adapted_learning(), head="called")
+
+
+@check
+def lora_fsdp2() -> None:
+    for own_head in (False, True):
+        model = adapted_alike()
+        for layer in model.base_model.model.model.layers:
+            fully_shard(layer, mesh=mesh())
+        if own_head:
+            fully_shard(model.base_model.model.lm_head, mesh=mesh())
+        same(fully_shard(model, mesh=mesh()), adapted_learning(), head="called")
+
+
+@check
+def lora_fsdp1() -> None:
+    for leaves in ((), (nn.Linear,)):
+        model = adapted_alike()
+        run = fsdp1(model, (type(model.base_model.model.model.layers[0]), *leaves), True)
+        same_under_fsdp1(run, adapted_learning(), head="called")
+
+
+@check
+def lora_on_a_head_of_tp() -> None:
+    """The adapter is whole on every rank; logits are those that the layers give."""
+    torch.manual_seed(4)
+    import peft
+
+    config = peft.LoraConfig(r=4, target_modules=["lm_head"], init_lora_weights=False)
+    truth = step(peft.get_peft_model(make("llama"), config), batch())[1]
+    torch.manual_seed(4)
+    model = peft.get_peft_model(make("llama"), config)
+    parallelize_module(model, mesh(), {"base_model.model.lm_head.base_layer": ColwiseParallel(output_layouts=Replicate())})
+    _apply_liger_kernel_to_instance(model=model.get_base_model())
+    assert_same_learning(learn(model, ranks=1), truth, TOLERANCE)
+
+
+# -- gradient norms ------------------------------------------------------------------------
+
+
+@check
+def norms_are_those_of_one_process() -> None:
+    one = make("llama")
+    step(one, batch())
+    norm = nn.utils.clip_grad_norm_(one.parameters(), 0.5)
+    clipped = gradients(one)
+    for mode in ("ddp", "fsdp2", "tp"):
+        p: Parallel = parallelize(patched(), mode)
+        learn(p.model, p.data_ranks)
+        torch.testing.assert_close(p.clip_grad_norm_(None), norm, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(p.clip_grad_norm_(0.5), norm, rtol=1e-5, atol=1e-6)
+        assert_same_learning(gradients(p.module), clipped, TOLERANCE)
+    model = patched()
+    run = fsdp1(model, (type(model.model.layers[0]),), True)
+    learn(run)
+    torch.testing.assert_close(clip_grad_norm_(run, 0.5), norm, rtol=1e-5, atol=1e-6)
+
+
+@check
+def tokens_are_counted_over_ranks() -> None:
+    p = parallelize(patched(), "ddp")
+    share = 3 + dist.get_rank()
+    assert p.total(share).item() == 7 and p.items(share).item() == 3.5
+    assert (p.data_rank, p.data_ranks) == (dist.get_rank(), RANKS)
+    p = parallelize(patched(), "tp")
+    assert p.total(share).item() == share and p.data_ranks == 1
+
+
+# -- DeepSpeed -----------------------------------------------------------------------------
+
+
+def deepspeed_check(stage: int, adapters: bool) -> None:
+    import deepspeed
+    from deepspeed.utils import safe_get_full_grad
+
+    model = adapted_alike() if adapters else patched()
+    truth = adapted_learning() if adapters else expected()
+    config = {
+        "train_micro_batch_size_per_gpu": ROWS // RANKS,
+        "gradient_accumulation_steps": 1,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},  # every parameter comes and goes
+    }
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    mine = {k: v.chunk(RANKS)[dist.get_rank()] for k, v in batch().items()}
+    n = (batch()["labels"][:, 1:] != -100).sum() / RANKS
+    with calls_of_heads() as said:
+        out = engine(**mine, use_cache=False, num_items_in_batch=n)
+        engine.backward(out.loss)
+    loss = out.loss.detach().clone()
+    dist.all_reduce(loss)
+    found = {"loss": loss / RANKS} | {n: g for n, p in model.named_parameters() if p.requires_grad and (g := safe_get_full_grad(p)) is not None}
+    engine.step()
+    engine.destroy()
+    assert out.logits is None and set(said) == {"called" if adapters else "fused"}, said
+    assert_same_learning(found, truth, TOLERANCE)
+
+
+if importlib.util.find_spec("deepspeed"):
+    for _stage in (1, 2, 3):
+        for _adapters in (False, True):
+            _check = functools.partial(deepspeed_check, _stage, _adapters)
+            CHECKS[f"{'lora_' * _adapters}deepspeed_zero{_stage}"] = _check
+
+
+# -- ranks ---------------------------------------------------------------------------------
+
+
+def _rank(rank: int, folder: str, port: int, names: list[str]) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if GPUS else "cpu")
+    if GPUS:
+        torch.cuda.set_device(rank)
+    dist.init_process_group("nccl" if GPUS else "gloo", rank=rank, world_size=RANKS, timeout=datetime.timedelta(seconds=60))
+    for name in names:
+        said = Path(folder) / f"{name}.{rank}"
+        try:
+            with served_by_kernels_or_references():
+                CHECKS[name]()
+            said.write_text("fine")
+        except BaseException:  # the ranks no longer agree which collective is next
+            said.write_text(traceback.format_exc())
+            raise
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run(names: list[str], port: int) -> dict[str, list[str]]:
+    """What every rank said of every check; after the first failure they say nothing more."""
+    with tempfile.TemporaryDirectory() as folder:
+        with contextlib.suppress(ProcessException):
+            spawn(_rank, (folder, port, names), nprocs=RANKS)
+        files = {name: [Path(folder) / f"{name}.{rank}" for rank in range(RANKS)] for name in names}
+        return {name: [f.read_text() if f.exists() else "not reached" for f in of_ranks] for name, of_ranks in files.items()}

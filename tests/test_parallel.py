@@ -1,0 +1,68 @@
+"""Patched models over two processes learn what one process of the stock model learns: DDP, FSDP, ZeRO, tensor, sequence and pipeline parallel.
+
+A process costs seconds, so that one group of ranks makes all checks; every check is a test of its own, which reads what the ranks said.
+"""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+if not dist.is_available():
+    pytest.skip("this PyTorch has no torch.distributed", allow_module_level=True)
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+
+import parallel_ranks
+
+from liger_kernel.parallel import clip_grad_norm_, layers_of, parallelize
+
+
+@pytest.fixture(scope="module")
+def outcome(request):
+    names = [item.callspec.params["name"] for item in request.session.items if item.path == request.path and "name" in getattr(item, "callspec", _None).params]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return parallel_ranks.run(names, port)
+
+
+class _None:
+    params: dict[str, object] = {}
+
+
+@pytest.mark.skipif(0 < parallel_ranks.GPUS < parallel_ranks.RANKS, reason="needs a GPU for every rank, or none")
+@pytest.mark.parametrize("name", parallel_ranks.CHECKS)
+def test_over_ranks(name, outcome):
+    said = outcome[name]
+    assert said == ["fine"] * parallel_ranks.RANKS, "\n".join(said)
+
+
+# -- one process ---------------------------------------------------------------------------
+
+
+def test_modes():
+    model = nn.Linear(2, 2)
+    assert parallelize(model, "none").model is model
+    with pytest.raises(ValueError, match=r"mode must be one of .*, got 'zero'"):
+        parallelize(model, "zero")
+
+
+def test_layers_of_models_that_do_not_say():
+    model = nn.Sequential(nn.Embedding(3, 2), nn.ModuleList([nn.Linear(2, 2), nn.ModuleList([nn.Linear(2, 2)])]))
+    assert layers_of(model) == [model[1][0], model[1][1]]
+
+
+def test_norm_of_one_process():
+    model = nn.Linear(2, 2)
+    assert clip_grad_norm_(model, 1.0) == 0
+    model(torch.ones(1, 2)).sum().backward()
+    assert clip_grad_norm_(model, 1.0) == pytest.approx(6**0.5)
+    assert clip_grad_norm_(model, None) == pytest.approx(1)
+    model.get_global_grad_norm = lambda: 0
+    with pytest.raises(ValueError, match="DeepSpeed"):
+        clip_grad_norm_(model, 1.0)

@@ -23,16 +23,27 @@ COMMANDS = {
 }
 
 
-def train(argv: list[str]) -> None:
+def train(argv: list[str]) -> int:
     config = from_flags(argv)  # before torch is imported: help and mistakes in flags answer at once
     _need("torch", "transformers")
+    from liger_kernel.train import ranks
+
+    if config.nproc is not None:
+        return ranks.launch_elastic(config)
     from liger_kernel.train import loop
 
-    metrics = loop.train(config)
+    try:
+        metrics = ranks.reporting(loop.train)(config)
+    except ranks.Preempted as stopped:
+        print(stopped, file=sys.stderr)
+        return ranks.EXIT_PREEMPTED
+    if int(os.environ.get("RANK", "0")):
+        return 0
     loss, rate, memory = metrics["losses"][-1], metrics["tokens_per_second"], metrics["peak_memory"] / 1e9
     print(f"loss {loss:.4f}, {rate:,.0f} tokens/s, {memory:.2f} GB at most ({metrics['memory_kind']}); {config.out}/metrics.json")
     if config.save:
         print(f"model in {config.save}")
+    return 0
 
 
 def demo(argv: list[str]) -> int:

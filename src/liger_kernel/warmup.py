@@ -129,8 +129,10 @@ def distinct(found: list[Launch]) -> list[Launch]:
 # -- a model -------------------------------------------------------------------------------
 
 
-def model_launches(config: Any, *, batch: int, seq: int, dtype: torch.dtype, autocast: torch.dtype | None) -> list[Launch]:
-    """The launches of training and evaluating a patched causal language model, its loss a mean, or a sum over a given number of tokens."""
+def model_launches(
+    config: Any, *, batch: int, seq: int, dtype: torch.dtype, autocast: torch.dtype | None, flags: dict[str, bool] | None = None
+) -> list[Launch]:
+    """The launches of training and evaluating a causal language model patched with ``flags``, its loss a mean, or a sum over a given number of tokens."""
     import transformers
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -143,7 +145,7 @@ def model_launches(config: Any, *, batch: int, seq: int, dtype: torch.dtype, aut
         with FakeTensorMode():
             model._apply(lambda t: torch.empty(t.shape, dtype=t.dtype))
             model.tie_weights()
-            _apply_liger_kernel_to_instance(model)
+            _apply_liger_kernel_to_instance(model, **(flags or {}))
             tokens = torch.zeros(batch, seq, dtype=torch.int64)
             arithmetic = torch.autocast("cpu", autocast, enabled=autocast is not None)
             for number in ({}, {"num_items_in_batch": torch.tensor(batch * seq)}):

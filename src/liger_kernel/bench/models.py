@@ -56,11 +56,18 @@ def step_flops(values: dict[str, Any], batch: int, seq: int, causal: bool = True
     config = config_of(values)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
-    head = model.get_output_embeddings()
+    return batch * seq * token_flops(model, seq, causal)
+
+
+def token_flops(model: Any, seq: int, causal: bool = True) -> float:
+    """The same of one token of a model that is there, whole or on the meta device."""
+    import torch
+
+    config, head = model.config.get_text_config(), model.get_output_embeddings()
     matrices = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head)
     width = config.num_attention_heads * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     window = min(getattr(config, "sliding_window", None) or seq, seq)
     context = {"sliding_attention": window - window**2 / (2 * seq), "full_attention": seq / 2}
     attended = sum(context[kind] if causal else seq for kind in kinds)
-    return batch * seq * (6 * (matrices + head.weight.numel()) + 12 * width * attended)
+    return 6 * (matrices + head.weight.numel()) + 12 * width * attended

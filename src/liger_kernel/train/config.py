@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+PARALLEL = ("none", "ddp", "fsdp2", "tp")
 PRECISIONS = ("auto", "fp32", "bf16-mixed", "bf16")
-SCHEDULES = ("cosine", "linear", "constant")
+SCHEDULES = ("cosine", "linear", "constant", "wsd")
+REPORTS = ("tensorboard", "wandb", "mlflow")
 
 
 class UserError(ValueError):
@@ -27,7 +29,7 @@ def _field(default: Any, group: str, help: str, choices: tuple[str, ...] | None 
 
 @dataclass
 class TrainConfig:
-    """A training run on one device. A field is a flag of ``liger train``: ``batch`` is ``--batch``, ``grad_clip`` is ``--grad-clip``."""
+    """A training run. A field is a flag of ``liger train``: ``batch`` is ``--batch``, ``grad_clip`` is ``--grad-clip``."""
 
     model: str | None = _field(None, "model", "checkpoint folder or Hugging Face id; without it, a small Llama of the sizes below from random weights")
     hidden: int = _field(256, "model", "hidden size")
@@ -38,6 +40,8 @@ class TrainConfig:
     vocab: int = _field(16384, "model", "size of the BPE vocabulary trained on the data where no tokenizer is given")
     attention: str = _field("sdpa", "model", "attention implementation of transformers: sdpa, eager, flash_attention_2 ...")
 
+    lora: int = _field(0, "model", "rank of LoRA adapters on every linear layer but the head, all else frozen (needs peft); 0 trains everything")
+
     data: str = _field("stdlib", "data", "'stdlib' (the Python library's own sources), a .jsonl or .parquet file, or a Hugging Face dataset id")
     split: str = _field("train", "data", "split of a Hugging Face dataset")
     limit: int | None = _field(None, "data", "read at most this many texts")
@@ -47,7 +51,10 @@ class TrainConfig:
 
     steps: int = _field(100, "optimisation", "optimizer steps")
     batch: int = _field(8, "optimisation", "rows per forward pass")
-    accumulate: int = _field(1, "optimisation", "forward passes per step; each token weighs the same whichever pass it is in")
+    accumulate: int = _field(1, "optimisation", "forward passes per step; each token weighs the same whichever pass and rank it is in")
+    global_batch: int | None = _field(
+        None, "optimisation", "rows per step of all ranks (default: batch x accumulate x ranks of the first start, kept when others go on)"
+    )
     lr: float | None = _field(None, "optimisation", "peak learning rate of AdamW (default: 1e-3 from random weights, 2e-5 with a model)")
     weight_decay: float = _field(0.1, "optimisation", "weight decay of matrices; vectors have none")
     beta2: float = _field(0.95, "optimisation", "AdamW's decay of the squared gradient")
@@ -55,6 +62,10 @@ class TrainConfig:
     schedule: str = _field("cosine", "optimisation", "learning rate after warm-up", SCHEDULES)
     warmup: int = _field(10, "optimisation", "steps of linear warm-up")
     min_lr: float = _field(0.1, "optimisation", "last learning rate as a part of the peak")
+    decay: float = _field(0.2, "optimisation", "part of the steps at the end in which wsd (warm-up, stable, decay) falls, linearly")
+    nonfinite: str = _field(
+        "stop", "optimisation", "a step with a NaN or Inf gradient never changes weights; skip goes on after it, stop ends the run", ("stop", "skip")
+    )
 
     kernels: str = _field("on", "kernels", "off trains the model as Hugging Face ships it", ("on", "off"))
     rope: bool | None = _field(None, "kernels", "rotary embedding (default, as for the next ones: what the model family supports)")
@@ -64,7 +75,28 @@ class TrainConfig:
     cross_entropy: bool | None = _field(None, "kernels", "cross entropy over the logits, not fused with the head")
     fused_linear_cross_entropy: bool | None = _field(None, "kernels", "output head and cross entropy in one: the logits are never stored")
 
-    out: str = _field("runs/train", "run", "folder for metrics.json and config.json")
+    parallel: str = _field("none", "ranks", "how several ranks share the work: copies of the model, or its shards", PARALLEL)
+    nproc: int | None = _field(None, "ranks", "start so many processes on this machine and restart them when one dies (0: one a GPU); else one, or torchrun's")
+    nnodes: str = _field("1", "ranks", "machines, or MIN:MAX; with nproc")
+    rdzv_endpoint: str = _field("localhost:0", "ranks", "HOST:PORT of one of the machines, the same on all; with nproc")
+    max_restarts: int = _field(3, "ranks", "restarts after a process died; with nproc")
+    timeout: int = _field(600, "ranks", "seconds without progress after which every rank writes its stack and exits")
+
+    checkpoint_every: int = _field(0, "checkpoints", "steps between checkpoints in the run's folder, one also at the end and on SIGTERM; 0 writes none")
+    checkpoint_keep: int = _field(2, "checkpoints", "newest checkpoints to keep")
+    checkpoint_async: bool = _field(True, "checkpoints", "write while training goes on")
+    resume: bool = _field(True, "checkpoints", "go on from the run's latest checkpoint; without, a run that has any is refused")
+
+    gradient_checkpointing: str = _field(
+        "none", "memory", "recompute activations in the backward: all of a layer, or all but its matrix products and attention", ("none", "selective", "full")
+    )
+    compile: bool = _field(False, "memory", "torch.compile of each layer")
+
+    report: str | None = _field(None, "metrics", f"beside console and metrics.jsonl: any of {', '.join(REPORTS)}, with commas between")
+    metrics_port: int = _field(0, "metrics", "Prometheus endpoint of rank r on this port + its local rank; 0: none")
+    metrics_host: str = _field("127.0.0.1", "metrics", "address that the endpoint listens on")
+
+    out: str = _field("runs/train", "run", "folder for metrics.json, config.json and checkpoints")
     cache: str | None = _field(None, "run", "folder for tokenised data (default: cache in the folder of the run)")
     save: str | None = _field(None, "run", "folder for the trained model (safetensors) and its tokenizer, as from_pretrained reads them")
     device: str = _field("auto", "run", "cpu, cuda, cuda:1 ...; auto takes the GPU if there is one")
@@ -75,24 +107,32 @@ class TrainConfig:
     eval_every: int = _field(0, "run", "steps between evaluations; 0 evaluates once, at the end")
 
     def __post_init__(self) -> None:
-        for name in ("hidden", "layers", "heads", "vocab", "length", "steps", "batch", "accumulate", "log_every"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("warmup", "eval_every", "grad_clip", "weight_decay"):
-            if getattr(self, name) < 0:
-                raise UserError(f"{name} must not be negative, got {getattr(self, name)}")
+        for name in ("hidden", "layers", "heads", "vocab", "length", "steps", "batch", "accumulate", "global_batch", "log_every", "timeout", "checkpoint_keep"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"{name} must be at least 1, got {value}")
+        for name in ("warmup", "eval_every", "grad_clip", "weight_decay", "lora", "nproc", "max_restarts", "checkpoint_every", "metrics_port"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise UserError(f"{name} must not be negative, got {value}")
         for field in dataclasses.fields(self):
             choices = field.metadata["choices"]
             if choices and getattr(self, field.name) not in choices:
                 raise UserError(f"{field.name} must be one of {', '.join(choices)}; got {getattr(self, field.name)!r}")
         if not 0 <= self.eval_fraction < 1:
             raise UserError(f"eval_fraction must be in [0, 1), got {self.eval_fraction}")
+        if not 0 < self.decay <= 1:
+            raise UserError(f"decay must be in (0, 1], got {self.decay}")
         if self.cross_entropy and self.fused_linear_cross_entropy:
             raise UserError("cross_entropy and fused_linear_cross_entropy exclude each other")
 
     @property
     def peak_lr(self) -> float:
         return self.lr if self.lr is not None else 2e-5 if self.model else 1e-3
+
+    @property
+    def reports(self) -> list[str]:
+        return [name.strip() for name in self.report.split(",")] if self.report else []
 
     @property
     def kernel_flags(self) -> dict[str, bool]:

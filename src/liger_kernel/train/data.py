@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import sys
 import sysconfig
@@ -22,6 +23,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -126,6 +128,7 @@ class Rows:
 
     def __init__(self, ids: Tensor, labels: Tensor, bounds: Tensor):
         self.ids, self.labels, self.bounds = ids, labels, bounds
+        self._learnt: Tensor | None = None
 
     @classmethod
     def of(cls, rows: list[tuple[list[int], list[int]]]) -> Rows:
@@ -135,6 +138,15 @@ class Rows:
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
+
+    def count(self, picks: list[int]) -> tuple[int, int]:
+        """(tokens, tokens that carry a loss: the first of a row is predicted by nothing)."""
+        if self._learnt is None:  # once: every rank asks for the rows of all
+            begins = self.bounds[:-1]
+            carries = (self.labels != IGNORE).numpy()
+            self._learnt = torch.from_numpy(np.add.reduceat(carries, begins.numpy(), dtype=np.int64)) - carries[begins.numpy()]
+        index = torch.tensor(picks)
+        return int((self.bounds[index + 1] - self.bounds[index]).sum()), int(self._learnt[index].sum())
 
     def batch(self, picks: list[int], pad: int) -> dict[str, Tensor]:
         """Right-padded (B, T) int64 tensors; an attention mask only where something is padded."""
@@ -247,55 +259,90 @@ class Data:
         self.train = sorted(set(range(len(rows))) - set(self.eval))
         self._order: tuple[tuple[int, int], list[int]] = ((-1, -1), [])
 
-    def train_batch(self, index: int, size: int, seed: int) -> dict[str, Tensor]:
-        """Training batch number ``index``, a pure function of its arguments; every epoch has an order of its own."""
+    def picks(self, position: int, count: int, seed: int) -> list[int]:
+        """The rows at ``position`` and after it in the order of training, which depends on the seed and on nothing else; an epoch has an order of its own."""
         picks = []
-        for position in range(index * size, (index + 1) * size):
-            epoch, offset = divmod(position, len(self.train))
+        for place in range(position, position + count):
+            epoch, offset = divmod(place, len(self.train))
             if self._order[0] != (seed, epoch):
                 generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
                 self._order = (seed, epoch), torch.randperm(len(self.train), generator=generator).tolist()
             picks.append(self.train[self._order[1][offset]])
-        return self.rows.batch(picks, self.tokenizer.pad_token_id)
+        return picks
+
+    def train_batch(self, index: int, size: int, seed: int) -> dict[str, Tensor]:
+        """Training batch number ``index`` of ``size`` rows each."""
+        return self.rows.batch(self.picks(index * size, size, seed), self.tokenizer.pad_token_id)
+
+    def batches(self, picks: list[int], rank: int, world: int, size: int) -> list[dict[str, Tensor]]:
+        """This rank's share of a step's rows, in batches of at most ``size`` rows: as many batches on every rank, where rows are short one without labels."""
+        batches = []
+        for part in share(picks, rank, world, size):
+            batch = self.rows.batch(part or picks[:1], self.tokenizer.pad_token_id)
+            if not part:
+                batch["labels"].fill_(IGNORE)
+            batches.append(batch)
+        return batches
 
     def eval_batches(self, size: int) -> Iterator[dict[str, Tensor]]:
         for start in range(0, len(self.eval), size):
             yield self.rows.batch(self.eval[start : start + size], self.tokenizer.pad_token_id)
 
 
+def share(picks: list[int], rank: int, world: int, size: int) -> list[list[int]]:
+    """``rank``'s part of ``picks``, in pieces of at most ``size``; the number of pieces is the same on every rank, hence some may be empty."""
+    mine = picks[len(picks) * rank // world : len(picks) * (rank + 1) // world]
+    pieces = math.ceil(math.ceil(len(picks) / world) / size)
+    return [mine[size * i : size * (i + 1)] for i in range(pieces)]
+
+
 def load(config: TrainConfig) -> Data:
-    """The data of a run. What a tokenizer of its own made of it is cached."""
+    """The data of a run. Rows of a file are cached: of the processes that share the cache one tokenises, the others read what it wrote."""
     try:
         import transformers
     except ImportError as error:
         raise UserError("training needs transformers: pip install 'liger-kernel[train]'") from error
-    from safetensors.torch import load_file
-
-    source = config.tokenizer or config.model
-    if source is None:
-        folder = _cache(config)
-        if folder and folder.is_dir():
-            return Data(Rows(**load_file(folder / "rows.safetensors")), transformers.AutoTokenizer.from_pretrained(folder), config.eval_fraction)
-        records = read(config)
-        tokenizer = train_bpe(_texts(records), config.vocab)
-    else:
-        folder = None
-        records = read(config)
+    source, tokenizer = config.tokenizer or config.model, None
+    if source is not None:
         try:
             tokenizer = transformers.AutoTokenizer.from_pretrained(source)
         except (OSError, ValueError) as error:
             raise UserError(f"cannot load the tokenizer {source!r}: {str(error).splitlines()[0]}") from error
+        _complete(tokenizer)
+    folder = _cache(config, tokenizer)
+    if folder is None:
+        return _prepare(config, tokenizer)
+    from filelock import FileLock
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder.parent}.lock"):
+        if not folder.is_dir():
+            data = _prepare(config, tokenizer)
+            _write(folder, data.rows, data.tokenizer)
+            return data
+    from safetensors.torch import load_file
+
+    rows = Rows(**load_file(folder / "rows.safetensors"))
+    return Data(rows, tokenizer or transformers.AutoTokenizer.from_pretrained(folder), config.eval_fraction)
+
+
+def _prepare(config: TrainConfig, tokenizer: Any) -> Data:
+    records = read(config)
+    if tokenizer is None:
+        tokenizer = train_bpe(_texts(records), config.vocab)
+        _complete(tokenizer)
+    return Data(tokenise(records, tokenizer, config.length), tokenizer, config.eval_fraction)
+
+
+def _complete(tokenizer: Any) -> None:
+    """What training needs of a tokenizer and not every one has."""
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     if not tokenizer.chat_template:
         tokenizer.chat_template = CHAT_TEMPLATE
-    rows = tokenise(records, tokenizer, config.length)
-    if folder:
-        _write(folder, rows, tokenizer)
-    return Data(rows, tokenizer, config.eval_fraction)
 
 
-def _cache(config: TrainConfig) -> Path | None:
+def _cache(config: TrainConfig, tokenizer: Any) -> Path | None:
     """Where rows are kept between runs, named after all that decides on them; None for what may change unseen."""
     path = Path(config.data)
     if config.data == "stdlib":
@@ -304,7 +351,13 @@ def _cache(config: TrainConfig) -> Path | None:
         identity = f"{path.resolve()} {path.stat().st_size} {path.stat().st_mtime_ns}"
     else:
         return None
-    key = json.dumps([identity, config.limit, config.vocab, config.length, CHAT_TEMPLATE])
+    if tokenizer is None:
+        by: Any = config.vocab
+    elif tokenizer.is_fast:
+        by = [tokenizer.backend_tokenizer.to_str(), tokenizer.bos_token_id, tokenizer.eos_token_id, str(tokenizer.chat_template)]
+    else:
+        return None
+    key = json.dumps([identity, config.limit, by, config.length, CHAT_TEMPLATE])
     return Path(config.cache or Path(config.out) / "cache") / hashlib.sha256(key.encode()).hexdigest()[:16]
 
 

@@ -1,4 +1,4 @@
-"""``train(config)``: one device, plain PyTorch, and no wait for the GPU between two log lines."""
+"""``train(config)``: plain PyTorch on any number of ranks, and no wait for the GPU between two log lines."""
 
 from __future__ import annotations
 
@@ -8,37 +8,56 @@ import math
 import os
 import statistics
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from liger_kernel.parallel import Parallel, parallelize
+from liger_kernel.train.checkpoint import Checkpoints
 from liger_kernel.train.config import TrainConfig, UserError
-from liger_kernel.train.data import Data, learnt_tokens, load
-from liger_kernel.train.measure import PeakMemory, device_name
-from liger_kernel.train.model import build, device_and_precision, save
+from liger_kernel.train.data import Data, load
+from liger_kernel.train.kernels import Compilations, compile_ahead
+from liger_kernel.train.measure import PeakMemory, StepClock, device_name, peak_flops
+from liger_kernel.train.metrics import Endpoint, Reports, StepLines, check_reports
+from liger_kernel.train.model import build, device_and_precision, flops_per_token, save
+from liger_kernel.train.ranks import News, Preempted, Ranks, Watch, joined, local_rank, restarts, told_to_stop
 
-UNTIMED = 2  # first steps, in which memory is reserved and kernels are compiled: no part of tokens/s
+UNTIMED = 2  # first steps, in which memory is reserved: no part of tokens/s
+SKIPS = 10  # steps in a row without finite gradients after which `--nonfinite skip` gives up: more data will not mend the weights
 
 
 def train(config: TrainConfig) -> dict[str, Any]:
-    """Train, write ``config.out``/metrics.json and return what it holds: losses per step, tokens/s, peak memory and more."""
+    """Train, write ``config.out``/metrics.json and return what it holds: losses per step, tokens/s, peak memory and more.
+
+    Under torchrun or ``launch_elastic`` this is one rank's part. Goes on from the latest checkpoint in ``config.out``. Raises ``UserError`` for what cannot be
+    trained, ``Preempted`` after SIGTERM.
+    """
+    check_reports(config)
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     out = Path(config.out)
-    config.save_to(out / "config.json")
     device, precision = device_and_precision(config)
-    data = load(config)
-    model = build(config, data.tokenizer, device, precision)
-    if int(data.rows.ids.max()) >= model.config.get_text_config().vocab_size:
-        raise UserError(f"the tokenizer has ids beyond the model's vocabulary of {model.config.get_text_config().vocab_size}")
-    metrics = _Run(config, data, model, device, precision).train()
-    (out / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n", encoding="utf-8")
-    if config.save:
-        save(model, data.tokenizer, config.save)
+    # without checkpoints there is nothing to save on SIGTERM, which then ends the process as it always does
+    with told_to_stop() if config.checkpoint_every else contextlib.nullcontext(threading.Event()) as stop, joined(config, device) as ranks:
+        if ranks.first:
+            config.save_to(out / "config.json")
+        data = load(config)
+        model = build(config, data.tokenizer, device, precision)
+        if int(data.rows.ids.max()) >= model.config.get_text_config().vocab_size:
+            raise UserError(f"the tokenizer has ids beyond the model's vocabulary of {model.config.get_text_config().vocab_size}")
+        if device.type == "cuda" and config.kernels == "on":
+            compile_ahead(config, model.config, precision, ranks)
+        metrics = _Run(config, data, model, device, precision, ranks, stop).train()
+        if ranks.first:
+            (out / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n", encoding="utf-8")
+        if config.save:
+            save(model, data.tokenizer, config.save, ranks.first)
     return metrics
 
 
@@ -47,108 +66,270 @@ def learning_rate(config: TrainConfig, step: int) -> float:
     if step < config.warmup:
         return config.peak_lr * (step + 1) / config.warmup
     progress = (step - config.warmup) / max(1, config.steps - 1 - config.warmup)
-    high = {"cosine": 0.5 * (1 + math.cos(math.pi * progress)), "linear": 1 - progress, "constant": 1.0}[config.schedule]
+    falling = min(1.0, (config.steps - 1 - step) / max(1, config.steps * config.decay))
+    high = {"cosine": 0.5 * (1 + math.cos(math.pi * progress)), "linear": 1 - progress, "constant": 1.0, "wsd": falling}[config.schedule]
     return config.peak_lr * (config.min_lr + (1 - config.min_lr) * high)
 
 
 class _Run:
-    def __init__(self, config: TrainConfig, data: Data, model: Any, device: torch.device, precision: str):
-        self.config, self.data, self.model, self.device = config, data, model, device
-        self.precision = precision
+    def __init__(self, config: TrainConfig, data: Data, model: Any, device: torch.device, precision: str, ranks: Ranks, stop: threading.Event):
+        self.config, self.data, self.device, self.precision, self.ranks, self.stop = config, data, device, precision, ranks, stop
+        self.flops = flops_per_token(model, config.length)
+        mixed = torch.bfloat16 if precision == "bf16-mixed" else None
+        try:
+            self.parallel: Parallel = parallelize(model, config.parallel, param_dtype=mixed)
+        except ValueError as error:
+            raise UserError(str(error)) from error
+        self.autocast = mixed is not None and config.parallel != "fsdp2"
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         matrices, vectors = ([p for p in self.parameters if (p.ndim > 1) == wide] for wide in (True, False))
         groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        groups = [group for group in groups if group["params"]]  # adapters have no vectors
         self.optimizer = torch.optim.AdamW(groups, lr=config.peak_lr, betas=(0.9, config.beta2), fused=True)
+        self.out = Path(config.out)
+        self.checkpoints = Checkpoints(self.out / "checkpoints", ranks, config.checkpoint_keep)
+        self.step, self.position, self.tokens, self.nonfinite, self.skips = 0, 0, 0, 0, 0
+        self.rows = config.global_batch or config.batch * config.accumulate * self.parallel.data_ranks
+        torch.manual_seed(config.seed * 1_000_003 + self.parallel.data_rank)  # of dropout: other tokens, other draws
+        self._resume()
         self.memory = PeakMemory(device)
+        self.timer = StepClock(device)
+
+    # -- one run -----------------------------------------------------------------------------
 
     def train(self) -> dict[str, Any]:
         config = self.config
-        losses: list[float] = []
-        norms: list[float] = []
-        evaluations: list[dict[str, float]] = []
-        pending: list[Tensor] = []  # (loss, gradient norm) of the steps since the last log line, still on the device
-        rates: list[float] = []
-        tokens, seconds = 0, 0.0
-        with _Progress(config.steps) as progress:
-            started = self._clock()
-            for step in range(config.steps):
-                outcome, read = self._step(step)
-                pending.append(outcome)
-                tokens += read
-                last = step + 1 == config.steps
-                if step + 1 == UNTIMED or (step + 1) % config.log_every == 0 or last:
-                    now = self._clock()
-                    for loss, norm in torch.stack(pending).tolist():
-                        losses.append(loss)
-                        norms.append(norm)
-                    pending.clear()
-                    seconds += now - started
-                    if step >= UNTIMED or config.steps <= UNTIMED:
-                        rates.append(tokens / (now - started))
-                    if not math.isfinite(losses[-1]):
-                        raise UserError(f"the loss is {losses[-1]} at step {len(losses)}: lower the learning rate, or look at the data")
-                    self.memory.pause()
-                    if (step + 1) % config.log_every == 0 or last:
-                        progress.show(step + 1, losses[-1], tokens / (now - started), self.memory.read())
-                    tokens = 0
-                    started = self._clock()
-                if self.data.eval and (last or (config.eval_every and (step + 1) % config.eval_every == 0)):
-                    before = self._clock()
-                    evaluations.append({"step": step + 1, "loss": self._evaluate()})
-                    progress.say(f"step {step + 1}: evaluation loss {evaluations[-1]['loss']:.4f}")
-                    started += self._clock() - before
-        return {
-            "model": self.model.config.model_type,
-            "parameters": sum(p.numel() for p in self.model.parameters()),
-            "kernels": config.kernels,
-            "device": device_name(self.device),
-            "precision": self.precision,
-            "tokens_per_second": statistics.median(rates),  # of the stretches between log lines: other programs disturb it less than the mean
-            "seconds": seconds,
-            "memory_kind": self.memory.kind,
-            "peak_memory": self.memory.read(),
-            "memory_before_training": self.memory.before,
-            "losses": losses,
-            "gradient_norms": norms,
-            "learning_rates": [learning_rate(config, step) for step in range(config.steps)],
-            "evaluations": evaluations,
-        }
+        self.lines = StepLines(self.out / "metrics.jsonl", self.step) if self.ranks.first else None
+        self.reports = Reports(config, {name: value for name, value in vars(config).items() if name != "report"}) if self.ranks.first else None
+        endpoint = Endpoint(config.metrics_host, config.metrics_port + local_rank(), self.ranks.rank) if config.metrics_port else None
+        self.endpoint, self.compilations = endpoint, Compilations()
+        self.pending: list[tuple[Tensor, dict[str, Any]]] = []  # (loss, gradient norm) on the device, the rest of its line
+        self.rates: list[float] = []
+        self.times: list[float] = []
+        self.waits: list[float] = []
+        self.seconds, self.unlogged = 0.0, 0
+        try:
+            with _Progress(config.steps, self.ranks.first) as self.progress, Watch(self.out, self.ranks.rank, config.timeout) as self.watch:
+                self._steps()
+        finally:
+            self.compilations.close()
+            if endpoint:
+                endpoint.close()
+            if self.reports:
+                self.reports.close()
+        return self._metrics()
 
-    def _step(self, step: int) -> tuple[Tensor, int]:
-        """One optimizer step; (loss, gradient norm) on the device, and how many tokens were read."""
-        config = self.config
-        first = step * config.accumulate
-        batches = [self.data.train_batch(index, config.batch, config.seed) for index in range(first, first + config.accumulate)]
-        learnt = max(1, sum(map(learnt_tokens, batches)))
+    def _steps(self) -> None:
+        config, checkpoints, news = self.config, self.checkpoints, News(self.ranks)
+        first, every = self.step, config.checkpoint_every
+        self.started = self._clock()
+        while self.step < config.steps:
+            outcome, line = self._step()
+            self.pending.append((outcome, line))
+            step, last = self.step, self.step == config.steps
+            logged = step % config.log_every == 0 or last
+            save = bool(every) and (step % every == 0 or last)
+            evaluation = self._evaluate() if self.data.eval and (last or (config.eval_every and step % config.eval_every == 0)) else None
+            if logged or save or evaluation is not None or step - first == UNTIMED:
+                self._flush(evaluation, logged, timed=step - first > UNTIMED or config.steps - first <= UNTIMED)
+            if save:
+                self._save(wait=last or not config.checkpoint_async)
+            stop, saved = news.exchange(self.stop.is_set(), checkpoints.done)
+            if checkpoints.under_way is not None and checkpoints.under_way == saved:
+                checkpoints.commit()
+            if stop and not last:
+                news.last()
+                self._flush(None, True, timed=False)
+                self._save(wait=True)
+                raise Preempted(f"stopped after step {step} by SIGTERM; checkpoint: step {checkpoints.step}")
+            self.watch.progress()
+            if self.endpoint:
+                self.endpoint.progress = time.time()
+        news.last()
+        checkpoints.finish()
+        if every and checkpoints.step != config.steps:
+            raise OSError(f"the last checkpoint could not be written, the newest is of step {checkpoints.step}")
+
+    def _step(self) -> tuple[Tensor, dict[str, Any]]:
+        """One optimizer step; (loss of this rank, gradient norm) on the device, and what the host knows of it."""
+        config, data, parallel = self.config, self.data, self.parallel
+        self.timer.start()
+        started = time.perf_counter()
+        picks = data.picks(self.position, self.rows, config.seed)
+        tokens, learnt = data.rows.count(picks)
+        batches = [self._to_device(batch) for batch in data.batches(picks, parallel.data_rank, parallel.data_ranks, config.batch)]
+        self.waits.append(time.perf_counter() - started)
+        # every rank knows the rows of all: no collective is needed to weigh tokens alike; gradients are averaged over ranks, hence the division
+        items = max(1, learnt) / parallel.data_ranks
         loss = torch.zeros((), device=self.device)
-        for batch in batches:
-            with self._autocast():
-                part = self.model(**self._to_device(batch), use_cache=False, num_items_in_batch=learnt).loss
-            part.backward()
+        for i, batch in enumerate(batches):
+            with parallel.accumulating(last=i + 1 == len(batches)):
+                with self._autocast():
+                    part = parallel.model(**batch, use_cache=False, num_items_in_batch=items).loss
+                part.backward()
             loss += part.detach()
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters, config.grad_clip or math.inf)
+        norm = parallel.clip_grad_norm_(config.grad_clip or None)
+        lr = learning_rate(config, self.step)
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(config, step)
+            group["lr"] = lr
+        # the fused kernel itself leaves weights and moments alone where this is 1: nobody waits for the norm
+        self.optimizer.found_inf, self.optimizer.grad_scale = (~torch.isfinite(norm)).to(self.device, torch.float32), None  # type: ignore[attr-defined]
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        read = sum(int(batch["attention_mask"].sum()) if "attention_mask" in batch else batch["input_ids"].numel() for batch in batches)
-        return torch.stack((loss, norm.float())), read
+        self.timer.stop()
+        self.step += 1
+        self.position += self.rows
+        self.tokens += tokens
+        self.unlogged += tokens
+        return torch.stack((loss, norm.float())), {"step": self.step, "lr": lr, "tokens": self.tokens, "rows": [self.position - self.rows, self.position]}
 
     @torch.no_grad()
     def _evaluate(self) -> float:
-        """Mean loss per learnt token of the rows kept back. It may store logits, hence is no part of the measured memory."""
+        """Mean loss per learnt token of the rows kept back. It may store logits, hence is no part of the measured memory, nor of the time."""
+        before = self._clock()
         self.memory.pause()
-        self.model.eval()
-        total, learnt = torch.zeros((), device=self.device), 0
-        for batch in self.data.eval_batches(self.config.batch):
-            count = learnt_tokens(batch)
-            with self._autocast():
-                total += self.model(**self._to_device(batch), use_cache=False).loss * count
-            learnt += count
-        self.model.train()
-        loss = float(total) / learnt
+        self.parallel.model.eval()
+        data, parallel = self.data, self.parallel
+        total = torch.zeros((), device=self.device)
+        for start in range(0, len(data.eval), self.config.batch * parallel.data_ranks):
+            picks = data.eval[start : start + self.config.batch * parallel.data_ranks]
+            for batch in data.batches(picks, parallel.data_rank, parallel.data_ranks, self.config.batch):
+                with self._autocast():
+                    total += parallel.model(**self._to_device(batch), use_cache=False, num_items_in_batch=1).loss
+            self.watch.progress()
+        self.parallel.model.train()
+        loss = float(parallel.total(total)) / max(1, data.rows.count(data.eval)[1])
+        self.progress.say(f"step {self.step}: evaluation loss {loss:.4f}")
         self.memory.start()
+        self.started += self._clock() - before
         return loss
+
+    # -- numbers -----------------------------------------------------------------------------
+
+    def _flush(self, evaluation: float | None, show: bool, timed: bool) -> None:
+        """Fetch what the steps since the last time left on the device, write their lines, and stop a run that cannot go on."""
+        if not self.pending:
+            return
+        now = self._clock()
+        outcomes = torch.stack([outcome for outcome, _ in self.pending])
+        if self.parallel.data_ranks > 1:  # each has the loss of its own tokens, over the number of all
+            losses = outcomes[:, 0].contiguous()
+            dist.all_reduce(losses)
+            outcomes[:, 0] = losses / self.parallel.data_ranks
+        lines = [{**line, "loss": loss, "grad_norm": norm} for (_, line), (loss, norm) in zip(self.pending, outcomes.tolist())]
+        self.pending.clear()
+        if evaluation is not None:
+            lines[-1]["eval_loss"] = evaluation
+        for line in lines:
+            finite = math.isfinite(line["loss"]) and math.isfinite(line["grad_norm"])
+            self.skips = 0 if finite else self.skips + 1
+            self.nonfinite += not finite
+            if self.skips > (SKIPS if self.config.nonfinite == "skip" else 0):
+                what = "gradient norm" if math.isfinite(line["loss"]) else "loss"
+                value = line["grad_norm" if what == "gradient norm" else "loss"]
+                raise UserError(f"the {what} is {value} at step {line['step']}: lower the learning rate, or look at the data")
+        seconds, rate = now - self.started, self.unlogged / (now - self.started)
+        times = sorted(self.timer.read())
+        self.memory.pause()
+        if timed:
+            self.rates.append(rate)
+            self.times += times
+        self.seconds += seconds
+        peak = peak_flops(self.device, self.precision)
+        state = {
+            **lines[-1],
+            "tokens_per_second": rate,
+            "mfu": rate * self.flops / peak / self.ranks.world if self.flops and peak else None,
+            "step_seconds_p50": _percentile(times, 0.5),
+            "step_seconds_p95": _percentile(times, 0.95),
+            "data_wait_seconds": statistics.mean(self.waits),
+            "memory": self.memory.read(),
+            "nonfinite_steps": self.nonfinite,
+            "restarts": restarts(),
+            "checkpoint_step": self.checkpoints.step if self.checkpoints.step >= 0 else None,
+            "checkpoint_time": self.checkpoints.time if self.checkpoints.step >= 0 else None,
+            "checkpoint_failures": self.checkpoints.failures,
+            "kernels_compiled": self.compilations.count,
+        }
+        lines[-1] = {name: value for name, value in state.items() if value is not None}
+        self.waits.clear()
+        self.unlogged = 0
+        if self.endpoint:
+            self.endpoint.values = state
+        if self.lines and self.reports:
+            self.lines.append(lines)
+            self.reports.send(state)
+        if show:
+            self.progress.show(state)
+        self.started = self._clock()
+
+    def _metrics(self) -> dict[str, Any]:
+        lines = list(self.lines.read()) if self.lines else []
+        model: Any = self.parallel.module
+        return {
+            "model": model.config.model_type,
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "kernels": self.config.kernels,
+            "device": device_name(self.device),
+            "precision": self.precision,
+            "ranks": self.ranks.world,
+            "parallel": self.config.parallel,
+            "restarts": restarts(),
+            "tokens_per_second": statistics.median(self.rates or [0.0]),  # of the stretches between log lines: other programs disturb it less than the mean
+            "step_seconds_p50": _percentile(sorted(self.times), 0.5),
+            "step_seconds_p95": _percentile(sorted(self.times), 0.95),
+            "seconds": self.seconds,
+            "memory_kind": self.memory.kind,
+            "peak_memory": self.memory.read(),
+            "memory_before_training": self.memory.before,
+            "kernels_compiled": self.compilations.count,
+            "nonfinite_steps": self.nonfinite,
+            "losses": [line["loss"] for line in lines],
+            "gradient_norms": [line["grad_norm"] for line in lines],
+            "learning_rates": [line["lr"] for line in lines],
+            "evaluations": [{"step": line["step"], "loss": line["eval_loss"]} for line in lines if "eval_loss" in line],
+        }
+
+    # -- checkpoints ---------------------------------------------------------------------------
+
+    def _identity(self) -> dict[str, Any]:
+        """What must be the same for the order of the data to go on where it stopped."""
+        rows = self.data.rows
+        return {"seed": self.config.seed, "length": self.config.length, "rows": len(rows), "held back": len(self.data.eval), "sum of ids": int(rows.ids.sum())}
+
+    def _save(self, wait: bool) -> None:
+        state = {
+            "step": self.step,
+            "position": self.position,
+            "tokens": self.tokens,
+            "nonfinite": self.nonfinite,
+            "skips": self.skips,
+            "global_batch": self.rows,
+        }
+        self.checkpoints.save(self.parallel.module, self.optimizer, state | {"identity": self._identity()}, wait)
+        self.started = self._clock()
+
+    def _resume(self) -> None:
+        path = self.checkpoints.latest()
+        if path is None:
+            return
+        if not self.config.resume and restarts() == 0:
+            raise UserError(f"{self.checkpoints.folder} holds checkpoints: remove them, give another --out, or leave --no-resume")
+        state = self.checkpoints.load(path, self.parallel.module, self.optimizer)
+        wrong = [
+            f"{name} {state['identity'].get(name)} there, {value} here" for name, value in self._identity().items() if state["identity"].get(name) != value
+        ]
+        if wrong:
+            raise UserError(f"checkpoint {path} is of other data: {'; '.join(wrong)}")
+        self.step, self.position, self.tokens = state["step"], state["position"], state["tokens"]
+        self.nonfinite, self.skips = state["nonfinite"], state["skips"]
+        self.rows = self.config.global_batch or state["global_batch"]
+        if state["ranks"] != self.ranks.world:
+            torch.manual_seed((self.config.seed * 1_000_003 + self.step) * 1_000_003 + self.parallel.data_rank)
+        if self.ranks.first:
+            print(f"resuming after step {self.step} from {path} ({state['ranks']} ranks then, {self.ranks.world} now)", flush=True)
+
+    # -- device --------------------------------------------------------------------------------
 
     def _to_device(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         if self.device.type != "cuda":
@@ -156,7 +337,7 @@ class _Run:
         return {name: value.pin_memory().to(self.device, non_blocking=True) for name, value in batch.items()}
 
     def _autocast(self) -> contextlib.AbstractContextManager:
-        return torch.autocast(self.device.type, torch.bfloat16) if self.precision == "bf16-mixed" else contextlib.nullcontext()
+        return torch.autocast(self.device.type, torch.bfloat16) if self.autocast else contextlib.nullcontext()
 
     def _clock(self) -> float:
         if self.device.type == "cuda":
@@ -164,12 +345,16 @@ class _Run:
         return time.perf_counter()
 
 
-class _Progress:
-    """A bar on a terminal (with tqdm), lines elsewhere."""
+def _percentile(ordered: list[float], part: float) -> float | None:
+    return ordered[min(len(ordered) - 1, int(part * len(ordered)))] if ordered else None
 
-    def __init__(self, steps: int):
-        self.steps, self.bar = steps, None
-        if sys.stderr.isatty():
+
+class _Progress:
+    """A bar on a terminal (with tqdm), lines elsewhere; nothing on ranks that do not ``show``."""
+
+    def __init__(self, steps: int, show: bool):
+        self.steps, self.shown, self.bar = steps, show, None
+        if show and sys.stderr.isatty():
             with contextlib.suppress(ImportError):
                 import tqdm
 
@@ -182,13 +367,20 @@ class _Progress:
         if self.bar is not None:
             self.bar.close()
 
-    def show(self, step: int, loss: float, rate: float, memory: int) -> None:
-        text = f"loss {loss:.4f}  {rate:,.0f} tokens/s  {memory / 1e9:.2f} GB"
+    def show(self, state: dict[str, Any]) -> None:
+        if not self.shown:
+            return
+        text = f"loss {state['loss']:.4f}  {state['tokens_per_second']:,.0f} tokens/s  {state['memory'] / 1e9:.2f} GB"
+        if state["mfu"]:
+            text += f"  MFU {state['mfu']:.1%}"
+        if state["nonfinite_steps"]:
+            text += f"  {state['nonfinite_steps']} steps left out"
         if self.bar is None:
-            print(f"step {step:>{len(str(self.steps))}}/{self.steps}  {text}", flush=True)
+            print(f"step {state['step']:>{len(str(self.steps))}}/{self.steps}  {text}", flush=True)
         else:
             self.bar.set_postfix_str(text, refresh=False)
-            self.bar.update(step - self.bar.n)
+            self.bar.update(state["step"] - self.bar.n)
 
     def say(self, text: str) -> None:
-        print(text, flush=True) if self.bar is None else self.bar.write(text)
+        if self.shown:
+            print(text, flush=True) if self.bar is None else self.bar.write(text)

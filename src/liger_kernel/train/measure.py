@@ -1,11 +1,13 @@
-"""What a run costs: the peak of memory, and what it ran on."""
+"""What a run costs: time of steps, the peak of memory, part of what the GPU could do; and what it ran on."""
 
 from __future__ import annotations
 
 import contextlib
 import platform
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -56,6 +58,56 @@ class PeakMemory:
         if self.device.type == "cuda":
             return torch.cuda.memory_allocated(self.device)
         return _status("VmRSS") if STATUS.exists() else self._high()
+
+
+class StepClock:
+    """Seconds between ``start`` and ``stop``, without waiting for the GPU: there they are events in its stream, read when it has passed them."""
+
+    def __init__(self, device: torch.device):
+        self._gpu = device.type == "cuda"
+        self._marks: list[tuple[Any, Any]] = []
+
+    def start(self) -> None:
+        self._started = self._now()
+
+    def stop(self) -> None:
+        self._marks.append((self._started, self._now()))
+
+    def read(self) -> list[float]:
+        """One number a stretch; the GPU must have passed them all. They are forgotten."""
+        seconds = [a.elapsed_time(b) / 1e3 if self._gpu else b - a for a, b in self._marks]
+        self._marks.clear()
+        return seconds
+
+    def _now(self) -> Any:
+        if not self._gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+# Dense bf16 TFLOP/s by the makers' data sheets, first match of the GPU's name
+PEAK_TFLOPS = {
+    "B200": 2250,
+    "H200": 989,
+    "H100 PCIe": 756,
+    "H100": 989,
+    "H800": 989,
+    "A100": 312,
+    "L40S": 362,
+    "L4": 121,
+    "MI355": 2500,
+    "MI325": 1307,
+    "MI300": 1307,
+}
+
+
+def peak_flops(device: torch.device, precision: str) -> float | None:
+    """What the GPU could do at best per second, if it is one we know; None otherwise, and in fp32."""
+    if device.type != "cuda" or precision == "fp32":
+        return None
+    return next((1e12 * peak for name, peak in PEAK_TFLOPS.items() if name in torch.cuda.get_device_name(device)), None)
 
 
 def _status(name: str) -> int:

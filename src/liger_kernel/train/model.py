@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from liger_kernel.parallel import layers_of
 from liger_kernel.train.config import TrainConfig, UserError
+from liger_kernel.train.ranks import local_rank
 
 
 def device_and_precision(config: TrainConfig) -> tuple[torch.device, str]:
     """``auto`` settled: the GPU if there is one, with fp32 weights and bf16 arithmetic; else the CPU in fp32."""
     name = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda":
+        name = f"cuda:{local_rank()}"
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -40,7 +50,48 @@ def build(config: TrainConfig, tokenizer: Any, device: torch.device, precision: 
     model = model.to(device).train()
     if config.kernels == "on":
         patch(model, config.kernel_flags)
+    if config.lora:
+        model = with_lora(model, config.lora)
+    if config.gradient_checkpointing != "none":
+        recompute(model, config.gradient_checkpointing)
+    if config.compile:
+        for layer in layers_of(model):
+            layer.compile()
     return model
+
+
+def with_lora(model: Any, rank: int) -> Any:
+    """``model`` with adapters of ``rank`` on its linear layers; alpha is twice the rank."""
+    try:
+        import peft
+    except ImportError as error:
+        raise UserError("lora needs peft: pip install peft") from error
+    return peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
+
+
+def recompute(model: Any, what: str) -> None:
+    """Gradient checkpointing of each layer: ``full``, or ``selective``, which keeps the results of matrix products and attention."""
+    options: dict[str, Any] = {"use_reentrant": False}
+    if what == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+    if hasattr(model, "enable_input_require_grads") and not any(p.requires_grad for p in model.get_input_embeddings().parameters()):
+        model.enable_input_require_grads()
+    try:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    except ValueError as error:
+        raise UserError(f"gradient_checkpointing: {error}") from error
+
+
+_aten = torch.ops.aten
+_COSTLY = {
+    op for name in ("mm", "addmm", "bmm", "baddbmm", "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
+                    "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_attention_math")
+    if (op := getattr(getattr(_aten, name, None), "default", None)) is not None
+}  # fmt: skip
+
+
+def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in _COSTLY else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def small_llama(config: TrainConfig, tokenizer: Any) -> Any:
@@ -79,7 +130,30 @@ def patch(model: Any, flags: dict[str, bool]) -> None:
     kernels._apply_liger_kernel_to_instance(model, **flags)
 
 
-def save(model: Any, tokenizer: Any, folder: str) -> None:
-    """Weights as safetensors, config and tokenizer, as ``from_pretrained`` reads them."""
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+def flops_per_token(model: Any, length: int) -> float | None:
+    """FLOPs that training needs per token, recomputation not counted; None where linear layers are not all there is to count (mixtures of experts, LoRA)."""
+    if any(p.ndim > 2 or not p.requires_grad for p in model.parameters()):
+        return None
+    from liger_kernel.bench.models import token_flops
+
+    return token_flops(model, length)
+
+
+def save(model: Any, tokenizer: Any, folder: str, first: bool = True) -> None:
+    """Weights as safetensors, config and tokenizer, as ``from_pretrained`` reads them. Sharded weights are gathered: every rank calls it, the ``first`` writes.
+
+    Files are written aside and then take their places one by one: a full disk leaves what was in ``folder``.
+    """
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    sharded = any(isinstance(p, DTensor) for p in model.parameters())
+    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)) if sharded else None
+    if not first:
+        return
+    target = Path(folder)
+    target.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target, prefix=".saving-") as aside:
+        model.save_pretrained(aside, state_dict=weights)
+        tokenizer.save_pretrained(aside)
+        for path in sorted(Path(aside).iterdir()):
+            os.replace(path, target / path.name)

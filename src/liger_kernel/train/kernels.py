@@ -1,0 +1,72 @@
+"""Kernels of a run: compiled on every node once, before the first step, and counted if any is compiled later."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from liger_kernel.train.config import TrainConfig
+from liger_kernel.train.ranks import Ranks, local_rank
+
+
+class Compilations:
+    """How many kernels of Triton's were compiled since it was made, not found in the cache."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        if importlib.util.find_spec("triton"):
+            from triton import knobs
+
+            knobs.compilation.listener = self._seen
+
+    def _seen(self, *, cache_hit: bool, **_: Any) -> None:
+        self.count += not cache_hit
+
+    def close(self) -> None:
+        if importlib.util.find_spec("triton"):
+            from triton import knobs
+
+            knobs.compilation.listener = None
+
+
+def compile_ahead(config: TrainConfig, model_config: Any, precision: str, ranks: Ranks) -> None:
+    """One rank of each node compiles what a training step needs, as `liger warmup` does; jobs that share a cache take turns, the other ranks wait."""
+    if local_rank() == 0:
+        try:
+            with _alone():
+                compiled, needed = _compile(config, model_config, precision)
+            if ranks.first:
+                print(f"kernels: {needed} needed, {compiled} compiled, {needed - compiled} from the cache", flush=True)
+        except Exception as error:  # a model that cannot be built without data compiles in its first step
+            print(f"kernels are compiled in the first step, not ahead of it: {' '.join(str(error).split())[:300]}", flush=True)
+    ranks.any(False)  # a barrier of the CPU
+
+
+def _compile(config: TrainConfig, model_config: Any, precision: str) -> tuple[int, int]:
+    from liger_kernel.warmup import compile_launches, model_launches
+
+    # FSDP2 casts weights, autocast arithmetic
+    half = precision == "bf16" or (precision == "bf16-mixed" and config.parallel == "fsdp2")
+    return compile_launches(
+        model_launches(
+            model_config,
+            batch=config.batch,
+            seq=config.length,
+            dtype=torch.bfloat16 if half else torch.float32,
+            autocast=torch.bfloat16 if precision == "bf16-mixed" and not half else None,
+            flags=config.kernel_flags,
+        )
+    )
+
+
+def _alone() -> contextlib.AbstractContextManager:
+    from filelock import FileLock
+    from triton import knobs
+
+    folder = Path(knobs.cache.dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    return FileLock(folder / "liger-warmup.lock")

@@ -1,0 +1,171 @@
+"""Where the numbers of a run go: metrics.jsonl, a Prometheus endpoint of every rank, TensorBoard, Weights & Biases, MLflow.
+
+Numbers leave the device at log lines alone; the endpoint shows those of the last one. ``metrics.jsonl`` has a line a step: a run that goes on from a
+checkpoint drops the lines after it, so that every step is there once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from liger_kernel.train.config import REPORTS, TrainConfig, UserError
+
+# name on the endpoint -> (key of a log line, kind, what it is)
+EXPORTED = {
+    "step": ("step", "gauge", "Optimizer steps done"),
+    "loss": ("loss", "gauge", "Loss of the last step, mean over its tokens"),
+    "learning_rate": ("lr", "gauge", "Learning rate of the last step"),
+    "gradient_norm": ("grad_norm", "gauge", "Norm of the gradient before clipping"),
+    "tokens_total": ("tokens", "counter", "Tokens trained on by all ranks since the first start"),
+    "tokens_per_second": ("tokens_per_second", "gauge", "Tokens of all ranks per second since the log line before"),
+    "mfu": ("mfu", "gauge", "Model FLOPs over what the GPUs could do"),
+    "step_seconds_p50": ("step_seconds_p50", "gauge", "Median time of a step since the log line before"),
+    "step_seconds_p95": ("step_seconds_p95", "gauge", "95th percentile of the time of a step"),
+    "data_wait_seconds": ("data_wait_seconds", "gauge", "Mean time of a step in which batches were made"),
+    "memory_bytes": ("memory", "gauge", "Peak memory of this rank"),
+    "nonfinite_steps_total": ("nonfinite_steps", "counter", "Steps left out because of a NaN or Inf"),
+    "restarts_total": ("restarts", "counter", "Restarts of this rank"),
+    "checkpoint_step": ("checkpoint_step", "gauge", "Step of the newest checkpoint on disk"),
+    "checkpoint_time_seconds": ("checkpoint_time", "gauge", "Unix time of the newest checkpoint on disk"),
+    "checkpoint_failures_total": ("checkpoint_failures", "counter", "Checkpoints that could not be written"),
+    "kernels_compiled_total": ("kernels_compiled", "counter", "Kernels compiled after training began"),
+}
+
+
+# -- lines of steps ------------------------------------------------------------------------
+
+
+class StepLines:
+    """``metrics.jsonl``: one line a step."""
+
+    def __init__(self, path: Path, step: int):
+        """Keep the lines of the first ``step`` steps."""
+        self.path = path
+        kept = list(self.read())[:step] if step else []
+        if len(kept) < step:
+            raise UserError(f"{path} must have a line for each of the {step} steps before the checkpoint, has {len(kept)}: it belongs to another run")
+        aside = path.with_name(path.name + ".tmp")
+        aside.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        aside.replace(path)
+
+    def append(self, lines: list[dict[str, Any]]) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write("".join(json.dumps(line) + "\n" for line in lines))
+
+    def read(self) -> Iterator[dict[str, Any]]:
+        if self.path.is_file():
+            with self.path.open(encoding="utf-8") as file:
+                for line in file:
+                    with contextlib.suppress(json.JSONDecodeError):  # the end of a run that was killed
+                        yield json.loads(line)
+
+
+# -- Prometheus ----------------------------------------------------------------------------
+
+
+class Endpoint:
+    """``GET /metrics`` in Prometheus' text format, from a thread of its own; ``GET /healthz`` says how old the last progress is."""
+
+    def __init__(self, host: str, port: int, rank: int):
+        self.values: dict[str, Any] = {}
+        self.progress = time.time()
+        endpoint = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                pages: dict[str, Callable[[], str]] = {
+                    "/metrics": lambda: exposition(endpoint.values, rank),
+                    "/healthz": lambda: f"{time.time() - endpoint.progress:.0f} s since the last step\n",
+                }
+                page = pages.get(self.path.partition("?")[0])
+                self.send_response(200 if page else 404)
+                self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
+                self.end_headers()
+                self.wfile.write((page() if page else "/metrics or /healthz\n").encode())
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        try:
+            self._server = ThreadingHTTPServer((host, port), Handler)
+        except (OSError, OverflowError) as error:
+            raise UserError(f"cannot listen on {host}:{port} for metrics: {error}") from error
+        self.port = self._server.server_port
+        threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def exposition(values: dict[str, Any], rank: int) -> str:
+    """``values``, by the names of ``EXPORTED``, as Prometheus reads them."""
+    text = ""
+    for name, (key, kind, help) in EXPORTED.items():
+        if values.get(key) is not None:
+            text += f'# HELP liger_{name} {help}\n# TYPE liger_{name} {kind}\nliger_{name}{{rank="{rank}"}} {float(values[key])!r}\n'.replace(" nan", " NaN")
+    return text
+
+
+# -- services ------------------------------------------------------------------------------
+
+
+def check_reports(config: TrainConfig) -> None:
+    """``UserError`` before anything is loaded, if ``config.report`` names what is not known or not installed."""
+    for name in config.reports:
+        if name not in REPORTS:
+            raise UserError(f"report must be of {', '.join(REPORTS)}, with commas between; got {config.report!r}")
+        if importlib.util.find_spec(name) is None:
+            raise UserError(f"report to {name} needs it: pip install {'mlflow-skinny' if name == 'mlflow' else name}")
+
+
+class Reports:
+    """The services of ``config.report``; rank 0 makes one."""
+
+    def __init__(self, config: TrainConfig, settings: dict[str, Any]):
+        self._send: list[Callable[[int, dict[str, float]], Any]] = []
+        self._close: list[Callable[[], Any]] = []
+        self._names = config.reports
+        out = Path(config.out)
+        if "tensorboard" in config.reports:
+            from torch.utils.tensorboard import SummaryWriter
+
+            writer: Any = SummaryWriter(str(out / "tensorboard"))
+            self._send.append(lambda step, values: [writer.add_scalar(name, value, step) for name, value in values.items()])
+            self._close.append(writer.close)
+        if "wandb" in config.reports:
+            import wandb
+
+            # the same id after a restart: the run goes on
+            run = wandb.init(dir=str(out), name=out.name, id=out.resolve().as_posix().strip("/").replace("/", "-")[-64:], resume="allow", config=settings)
+            self._send.append(lambda step, values: run.log(values, step=step))
+            self._close.append(run.finish)
+        if "mlflow" in config.reports:
+            import mlflow
+
+            mlflow.start_run(run_name=out.name)
+            mlflow.log_params({name: value for name, value in settings.items() if value is not None})
+            self._send.append(lambda step, values: mlflow.log_metrics(values, step=step))
+            self._close.append(mlflow.end_run)
+
+    def send(self, values: dict[str, Any]) -> None:
+        numbers = {name: float(value) for name, value in values.items() if isinstance(value, int | float) and name != "step"}
+        for send in list(self._send):
+            try:
+                send(values["step"], numbers)
+            except Exception as error:  # a service that is down must not end a run
+                self._send.remove(send)
+                print(f"no more reports to one of {', '.join(self._names)}: {type(error).__name__}: {error}", file=sys.stderr)
+
+    def close(self) -> None:
+        for close in self._close:
+            close()

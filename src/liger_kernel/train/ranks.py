@@ -1,0 +1,271 @@
+"""The processes of a run: how they meet, what they agree on, how they are started again when one dies.
+
+Started by torchrun or ``launch_elastic``, a process finds its rank in the environment; otherwise it is a run of one rank. Signals and finished saves are
+news of one rank: they are exchanged at every step by an all-reduce on the CPU that runs beside the step, and acted upon one step later by all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from liger_kernel.train.config import TrainConfig, UserError
+
+T = TypeVar("T")
+
+EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: everything is saved, run it again
+
+
+class Preempted(Exception):
+    """SIGTERM reached some rank; all of them stopped after the same step, whose checkpoint is written."""
+
+
+def local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def restarts() -> int:
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+@dataclasses.dataclass
+class Ranks:
+    """This process among those of the run, and groups on the CPU for what training's own collectives must not wait for."""
+
+    rank: int
+    world: int
+    control: Any
+    saving: Any
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    def agreed(self, value: Any) -> Any:
+        """Rank 0's value, on every rank."""
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self.control)
+        return box[0]
+
+    def any(self, flag: bool) -> bool:
+        """Whether ``flag`` is set on any rank."""
+        flags = torch.tensor([int(flag)])
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.control)
+        return bool(flags.item())
+
+
+@contextlib.contextmanager
+def joined(config: TrainConfig, device: torch.device) -> Iterator[Ranks]:
+    """The process group of the run, made here unless the caller has made one. After an error of many ranks it is left as it is: peers may be gone."""
+    made = not dist.is_initialized()
+    if made:
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        # longer than the watch over progress, so that stacks are written before a collective gives up
+        options: dict[str, Any] = {"timeout": timedelta(seconds=config.timeout + 60)}
+        if "WORLD_SIZE" not in os.environ:
+            options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        dist.init_process_group(backend, **options)
+    try:
+        rank, world = dist.get_rank(), dist.get_world_size()
+        if world > 1 and config.parallel == "none":
+            raise UserError(f"{world} ranks need --parallel ddp, fsdp2 or tp")
+        if (
+            restarts() == 0
+            and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+            and os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1"
+            and rank == 0
+        ):
+            print("restarts fail by default: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 beside torchrun, or use --nproc", file=sys.stderr)
+        yield Ranks(rank, world, dist.new_group(backend="gloo"), dist.new_group(backend="gloo"))
+    except BaseException as error:
+        if made and (isinstance(error, Preempted) or dist.get_world_size() == 1):
+            _leave()
+        raise
+    if made:
+        _leave()
+
+
+def _leave() -> None:
+    dist.barrier()  # else a rank may be gone while another still talks to it, and abort
+    dist.destroy_process_group()
+
+
+def reporting(run: Callable[[TrainConfig], T]) -> Callable[[TrainConfig], T]:
+    """``run`` as a worker's main function: among several ranks, an error is written to where torchrun looks for it and ends the process at once.
+
+    An orderly end would first wait for threads and groups, and these for a peer that is gone.
+    """
+
+    def main(config: TrainConfig) -> T:
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+            return run(config)
+        try:
+            return run(config)
+        except Preempted:
+            raise
+        except Exception as error:
+            get_error_handler().record_exception(error)
+            mistake = isinstance(error, UserError)
+            text = f"{error}\n" if mistake else traceback.format_exc()
+            os.write(2, f"rank {os.environ['RANK']}: {text}".encode())
+            os._exit(2 if mistake else 1)
+
+    return main
+
+
+class News:
+    """What ranks tell each other, one step late and without waiting: whether to stop, and which save is done everywhere."""
+
+    def __init__(self, ranks: Ranks):
+        self._ranks = ranks
+        self._sent: tuple[torch.Tensor, Any] | None = None
+
+    def exchange(self, stop: bool, saved: int) -> tuple[bool, int]:
+        """Send this rank's and return (whether any rank was to stop, the least save that was done) of the exchange before; the same on all ranks."""
+        heard = self.last()
+        numbers = torch.tensor([-int(stop), saved])
+        self._sent = numbers, dist.all_reduce(numbers, dist.ReduceOp.MIN, group=self._ranks.control, async_op=True)
+        return heard
+
+    def last(self) -> tuple[bool, int]:
+        """What the last exchange said; after it there is none under way."""
+        if self._sent is None:
+            return False, -1
+        numbers, work = self._sent
+        work.wait()
+        self._sent = None
+        return bool(numbers[0]), int(numbers[1])
+
+
+@contextlib.contextmanager
+def told_to_stop() -> Iterator[threading.Event]:
+    """An event that SIGTERM sets."""
+    event = threading.Event()
+    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's: someone else handles them
+        yield event
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: event.set())
+    try:
+        yield event
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class Watch:
+    """Ends the process when ``progress`` is not called for ``seconds``, with the stacks of its threads on stderr and in stuck-rank-N.txt of ``folder``.
+
+    Where a call holds the interpreter, so that no thread of Python's runs, the interpreter's own timer (faulthandler) writes them, to stderr alone.
+    """
+
+    def __init__(self, folder: Path, rank: int, seconds: float):
+        self._path, self._rank, self._seconds = folder / f"stuck-rank-{rank}.txt", rank, seconds
+        self._ended = threading.Event()
+        self.progress()
+
+    def progress(self) -> None:
+        self._last = time.monotonic()
+
+    def __enter__(self) -> Watch:
+        self._thread = threading.Thread(target=self._look, name="watch", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+        faulthandler.cancel_dump_traceback_later()
+
+    def _look(self) -> None:
+        while not self._ended.wait(min(1.0, self._seconds / 4)):
+            faulthandler.dump_traceback_later(self._seconds + 5, exit=True, file=2)
+            if time.monotonic() - self._last > self._seconds:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                with self._path.open("w") as file:
+                    file.write(f"rank {self._rank}: no progress for {self._seconds:.0f} s\n")
+                    file.flush()
+                    faulthandler.dump_traceback(file)
+                os.write(2, self._path.read_bytes())
+                os._exit(1)
+
+
+# -- starting and restarting ---------------------------------------------------------------
+
+# What PyTorch 2.13 needs for restarts. Without the first, a restarted worker reads the addresses of the one before from the agent's store.
+ELASTIC = {
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+    "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "300",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    "TORCH_FR_BUFFER_SIZE": "2000",  # collectives that NCCL's flight recorder keeps
+}
+# With these in the environment, as Kubeflow sets them, the rendezvous is a static one, from which no restart comes back.
+STATIC = ("PET_MASTER_ADDR", "PET_MASTER_PORT", "PET_RDZV_BACKEND", "PET_RDZV_ENDPOINT")
+
+
+def launch_elastic(config: TrainConfig, command: list[str] | None = None) -> int:
+    """Run ``config`` in ``config.nproc`` processes on each of ``config.nnodes`` machines, started anew up to ``max_restarts`` times when one dies.
+
+    ``command`` is what a worker runs (default: ``liger train`` with this config). Returns 0, ``EXIT_PREEMPTED`` after SIGTERM, or the exit code
+    of the first worker that failed when there were no restarts left.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    os.environ.update({name: os.environ.get(name, value) for name, value in ELASTIC.items()})
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    for name in STATIC:
+        os.environ.pop(name, None)
+    least, _, most = config.nnodes.partition(":")
+    try:
+        nodes = int(least), int(most or least)
+    except ValueError as error:
+        raise UserError(f"nnodes must be N or MIN:MAX, got {config.nnodes!r}") from error
+    if not 1 <= nodes[0] <= nodes[1]:
+        raise UserError(f"nnodes must be N or MIN:MAX with 1 <= MIN <= MAX, got {config.nnodes!r}")
+    nproc = config.nproc or (torch.cuda.device_count() if torch.cuda.is_available() else 1)
+    if nodes[1] > 1 and config.rdzv_endpoint == TrainConfig.rdzv_endpoint:
+        raise UserError("several machines need --rdzv-endpoint HOST:PORT of one of them, the same on all")
+    if command is None:
+        path = Path(config.out) / "launched.json"
+        dataclasses.replace(config, nproc=None).save_to(path)
+        command = [sys.executable, "-m", "liger_kernel.cli", "train", "--config", str(path)]
+    if "OMP_NUM_THREADS" not in os.environ and nproc > 1:  # else each process takes all cores
+        os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // nproc))
+    settings = LaunchConfig(
+        min_nodes=nodes[0],
+        max_nodes=nodes[1],
+        nproc_per_node=nproc,
+        run_id=os.environ.get("PET_RDZV_ID") or Path(config.out).name,
+        rdzv_backend="c10d",
+        rdzv_endpoint=config.rdzv_endpoint,
+        max_restarts=config.max_restarts,
+        monitor_interval=1.0,
+    )
+    try:
+        elastic_launch(settings, command[0])(*command[1:])
+    except SignalException as signalled:
+        if signalled.sigval == signal.SIGTERM:
+            return EXIT_PREEMPTED
+        raise
+    except ChildFailedError as error:
+        print(error, file=sys.stderr)
+        return max(1, error.get_first_failure()[1].exitcode)  # a signal is a negative number
+    return 0

@@ -1,0 +1,464 @@
+"""The runtime layer over several processes: ranks are killed, stopped, stuck and changed in number, and the run must end as if nothing had happened.
+
+Workers are forked from a server that has imported everything once. `pytest -m elastic tests/test_runtime.py` runs the rest of the matrix.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+if not sys.platform.startswith("linux"):
+    pytest.skip("workers are forked", allow_module_level=True)
+
+from liger_kernel.parallel import Parallel
+from liger_kernel.train import checkpoint, loop, metrics, ranks
+from liger_kernel.train.config import TrainConfig, UserError
+from liger_kernel.train.data import share
+
+STEPS = 12
+TEXT = "def add(a, b):\n    return a + b\n\n"
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["test_runtime", "transformers.models.llama.modeling_llama"])
+
+
+# -- workers -------------------------------------------------------------------------------
+
+
+def at_step(step, act):
+    """Do ``act`` after the step of that number."""
+    before = loop._Run._step
+
+    def after(self):
+        result = before(self)
+        if self.step == step:
+            act()
+        return result
+
+    loop._Run._step = after
+
+
+def in_save(number, act):
+    """Do ``act`` where a save of that number, from 1, writes tensors."""
+    before, seen = checkpoint.dcp.FileSystemWriter.write_data, []
+
+    def write(self, plan, planner):
+        seen.append(plan)
+        if len(seen) == number:
+            act()
+        return before(self, plan, planner)
+
+    checkpoint.dcp.FileSystemWriter.write_data = write
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def no_space():
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def poisoned(step):
+    """The gradient of a parameter is Inf in that step."""
+    before, seen = Parallel.clip_grad_norm_, []
+
+    def clip(self, norm):
+        seen.append(norm)
+        if len(seen) == step:
+            gradient = next(p.grad for p in self.module.parameters() if p.grad is not None)
+            getattr(gradient, "_local_tensor", gradient).fill_(float("inf"))
+        return before(self, norm)
+
+    Parallel.clip_grad_norm_ = clip
+
+
+FAULTS = {
+    "killed": lambda step: at_step(step, die),
+    "terminated": lambda step: at_step(step, lambda: os.kill(os.getpid(), signal.SIGTERM)),
+    "stuck": lambda step: at_step(step, lambda: time.sleep(100)),
+    "poisoned": poisoned,
+    "killed in save": lambda number: in_save(number, die),
+    "disk full": lambda number: in_save(number, no_space),
+}
+
+
+def work(rank, world, port, config, fault, elsewhere):
+    log = os.open(f"{config.out}-rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1), os.dup2(log, 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+    os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), **elsewhere)
+    torch.set_num_threads(1)
+    as_users_run_it()
+    if fault and rank == world - 1:
+        FAULTS[fault[0]](fault[1])
+    try:
+        ranks.reporting(loop.train)(config)
+    except ranks.Preempted:
+        sys.exit(ranks.EXIT_PREEMPTED)
+    finally:
+        sys.stdout.flush(), sys.stderr.flush()
+
+
+def as_users_run_it():
+    from liger_kernel.ops import _op
+
+    _op._KERNEL_DEVICES.discard("cpu")
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def run(config, world=2, fault=None, **elsewhere):
+    """Exit codes of ``world`` ranks, the last of which has the ``fault``; a negative one is a signal. Survivors are ended as torchrun does."""
+    port = free_port()
+    workers = [context.Process(target=work, args=(rank, world, port, config, fault, elsewhere)) for rank in range(world)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(120)
+    hung = [worker for worker in workers if worker.is_alive()]
+    for worker in hung:
+        worker.kill()
+    assert not hung, log(config)
+    return [worker.exitcode for worker in workers]
+
+
+def log(config):
+    return "\n".join(f"== {path.name}\n{path.read_text()}" for path in sorted(Path(config.out).parent.glob("*.log")))
+
+
+def losses(config):
+    return [json.loads(line)["loss"] for line in (Path(config.out) / "metrics.jsonl").read_text().splitlines()]
+
+
+def rows(config):
+    return [json.loads(line)["rows"] for line in (Path(config.out) / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(config):
+    return (Path(config.save) / "model.safetensors").read_bytes()
+
+
+def latest(config):
+    return (Path(config.out) / "checkpoints" / "latest").read_text().split()
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A run of a tiny model with dropout, whose draws must come back as well."""
+    import transformers
+
+    from liger_kernel.train.data import train_bpe
+
+    folder = tmp_path_factory.mktemp("runtime")
+    tokenizer = train_bpe([TEXT], 280)
+    tokenizer.save_pretrained(folder / "model")
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, attention_dropout=0.1)).save_pretrained(folder / "model")
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": TEXT * 30 + str(i)}) + "\n" for i in range(12)))
+    return TrainConfig(
+        model=str(folder / "model"), data=str(folder / "text.jsonl"), cache=str(folder / "cache"), length=24, batch=2, global_batch=6, steps=STEPS, warmup=2,
+        lr=1e-2, log_every=3, checkpoint_every=4, eval_fraction=0.05, device="cpu", parallel="fsdp2", timeout=60,
+    )  # fmt: skip
+
+
+def place(base, folder, **changes):
+    return dataclasses.replace(base, out=str(folder / "run"), save=str(folder / "saved"), **changes)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(base, tmp_path_factory):
+    config = place(base, tmp_path_factory.mktemp("undisturbed"))
+    assert run(config) == [0, 0], log(config)
+    assert len(losses(config)) == STEPS and losses(config)[-1] < 0.8 * losses(config)[0]
+    return config
+
+
+def same_run(config, undisturbed):
+    """To the last bit: every loss, the rows of every step, the weights."""
+    assert losses(config) == losses(undisturbed)
+    assert rows(config) == rows(undisturbed) == [[6 * i, 6 * i + 6] for i in range(STEPS)]
+    assert weights(config) == weights(undisturbed)
+
+
+# -- faults --------------------------------------------------------------------------------
+
+
+def test_a_killed_rank_loses_nothing(base, undisturbed, tmp_path):
+    config = place(base, tmp_path)
+    codes = run(config, fault=("killed", 10))
+    assert codes == [1, -signal.SIGKILL], log(config)  # the other one does not wait for ever
+    assert latest(config) in (["step-00000008", "step-00000004"], ["step-00000004"])  # the second may still have been under way
+    assert run(config, TORCHELASTIC_RESTART_COUNT="1") == [0, 0], log(config)
+    same_run(config, undisturbed)
+    assert json.loads((tmp_path / "run" / "metrics.json").read_text())["restarts"] == 1
+    assert run(config) == [0, 0]  # finished: nothing is left to do
+    same_run(config, undisturbed)
+
+
+def test_a_rank_killed_in_a_save_leaves_the_checkpoint_before(base, undisturbed, tmp_path):
+    config = place(base, tmp_path)
+    assert run(config, fault=("killed in save", 2))[1] == -signal.SIGKILL, log(config)
+    assert latest(config) == ["step-00000004"]
+    assert run(config) == [0, 0], log(config)
+    same_run(config, undisturbed)
+
+
+def test_sigterm_to_one_rank_stops_all_after_the_same_step(base, undisturbed, tmp_path):
+    config = place(base, tmp_path)
+    assert run(config, fault=("terminated", 6)) == [ranks.EXIT_PREEMPTED] * 2, log(config)
+    assert latest(config)[0] == "step-00000007"  # the news travel beside one step
+    assert len(losses(config)) == 7
+    assert run(config) == [0, 0], log(config)
+    same_run(config, undisturbed)
+
+
+def test_a_run_goes_on_with_other_numbers_of_ranks(base, undisturbed, tmp_path):
+    """2 -> 1 -> 3: the same rows in every step, hence the same losses but for dropout, which is drawn per rank."""
+    config = place(base, tmp_path)
+    assert run(config, 2, fault=("terminated", 3)) == [ranks.EXIT_PREEMPTED] * 2, log(config)
+    assert run(config, 1, fault=("terminated", 7)) == [ranks.EXIT_PREEMPTED], log(config)
+    assert run(config, 3) == [0, 0, 0], log(config)
+    assert "1 ranks then, 3 now" in log(config)
+    assert rows(config) == rows(undisturbed)
+    assert losses(config)[:4] == losses(undisturbed)[:4]
+    assert losses(config) == pytest.approx(losses(undisturbed), rel=0.1)
+
+
+def test_a_full_disk_costs_a_checkpoint_and_no_more(base, undisturbed, tmp_path):
+    config = place(base, tmp_path)
+    assert run(config, fault=("disk full", 2)) == [0, 0], log(config)
+    assert "No space left" in log(config) and latest(config) == ["step-00000012", "step-00000004"]
+    assert not (tmp_path / "run" / "checkpoints" / "step-00000008").exists()
+    same_run(config, undisturbed)
+
+
+def test_a_stuck_collective_is_reported_with_its_stacks(base, tmp_path):
+    config = place(base, tmp_path, timeout=3)
+    started = time.monotonic()
+    assert run(config, fault=("stuck", 2)) == [1, 1], log(config)
+    assert time.monotonic() - started < 60
+    waiting, guilty = ((tmp_path / "run" / f"stuck-rank-{rank}.txt").read_text() for rank in range(2))
+    assert "no progress for 3 s" in waiting and "_steps" in waiting
+    assert "in <lambda>" in guilty and "in <lambda>" not in waiting  # the one that sleeps
+
+
+def test_a_step_without_finite_gradients_changes_nothing(base, tmp_path):
+    """An Inf in the shard of one rank: both leave the step out, weights, moments and count of steps."""
+    stopped = place(base, tmp_path, log_every=1, steps=4)
+    assert run(stopped, fault=("poisoned", 3)) == [2, 2]
+    assert "the gradient norm is" in log(stopped) and "at step 3" in log(stopped)
+    config = dataclasses.replace(stopped, nonfinite="skip", out=str(tmp_path / "skip"))
+    assert run(config, fault=("poisoned", 3)) == [0, 0], log(config)
+    lines = [json.loads(line) for line in (tmp_path / "skip" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["nonfinite_steps"] for line in lines] == [0, 0, 1, 1] and lines[3]["grad_norm"] > 0
+    assert lines[3]["loss"] < lines[0]["loss"]
+
+
+# -- ranks share a step ----------------------------------------------------------------------
+
+
+def test_shares_are_all_rows_once_in_as_many_pieces_on_every_rank():
+    for count, world, size in ((8, 1, 8), (8, 2, 2), (7, 3, 2), (1, 3, 4), (10, 4, 1)):
+        shares = [share(list(range(count)), rank, world, size) for rank in range(world)]
+        assert [row for pieces in shares for piece in pieces for row in piece] == list(range(count))
+        assert len({len(pieces) for pieces in shares}) == 1 and max(len(piece) for pieces in shares for piece in pieces) <= size
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+def test_tokens_weigh_the_same_on_every_rank(parallel, base, tmp_path):
+    """Five answers of unequal length: one rank has three of them, in two pieces, the other two in one, and a piece without labels."""
+    chats = [{"instruction": "say it", "output": "yes" * (1 + 5 * (i % 4))} for i in range(40)]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    changes = dict(model=None, tokenizer=base.model, hidden=32, heads=2, layers=1, data=str(tmp_path / "chats.jsonl"), length=128, global_batch=5, batch=2)
+    one = place(base, tmp_path, **changes, steps=4, parallel="none", log_every=1, checkpoint_every=0)
+    two = dataclasses.replace(one, parallel=parallel, out=str(tmp_path / "two"))
+    assert run(one, 1) == [0] and run(two) == [0, 0], log(one)
+    assert losses(two) == pytest.approx(losses(one), rel=1e-5)
+    of = lambda config: [json.loads(line)["grad_norm"] for line in (Path(config.out) / "metrics.jsonl").read_text().splitlines()]
+    assert of(two) == pytest.approx(of(one), rel=1e-4)
+
+
+# -- checkpoints -----------------------------------------------------------------------------
+
+
+def test_a_damaged_checkpoint_is_passed_over(base, undisturbed, tmp_path, monkeypatch):
+    config = place(base, tmp_path)
+    shutil.copytree(undisturbed.out, config.out)
+    newest, before = latest(config)
+    folder = Path(config.out) / "checkpoints"
+    assert checkpoint.damage(folder / newest) is None
+    part = max((folder / newest).glob("*.distcp"), key=lambda path: path.stat().st_size)
+    os.truncate(part, part.stat().st_size - 1)
+    assert "is too short" in checkpoint.damage(folder / newest)
+    one = ranks.Ranks(0, 1, None, None)
+    monkeypatch.setattr(ranks.Ranks, "agreed", lambda self, value: value)
+    assert checkpoint.Checkpoints(folder, one, 2).latest() == folder / before
+    (folder / before / "rank-1.json").unlink()
+    with pytest.raises(UserError, match=r"no checkpoint in .* is complete"):
+        checkpoint.Checkpoints(folder, one, 2).latest()
+    assert checkpoint.Checkpoints(tmp_path / "none", one, 2).latest() is None
+
+
+def test_a_pickle_in_the_place_of_metadata_runs_nothing(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "evil"),)
+
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(pickle.UnpicklingError, match=r"must not hold posix\.mkdir"):
+        checkpoint.SafeReader(tmp_path).read_metadata()
+    assert not (tmp_path / "evil").exists()
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "latest"
+    checkpoint.write(path, "one")
+    monkeypatch.setattr(os, "fsync", lambda _: no_space())
+    with pytest.raises(OSError, match="No space left"):
+        checkpoint.write(path, "two")
+    assert path.read_text() == "one" and list(tmp_path.iterdir()) == [path]
+
+
+def test_other_data_and_a_second_start_are_refused(base, undisturbed, tmp_path):
+    other = dataclasses.replace(undisturbed, seed=7, steps=STEPS + 1)
+    assert run(other) == [2, 2] and "is of other data: seed 0 there, 7 here" in log(other)
+    assert run(dataclasses.replace(undisturbed, resume=False)) == [2, 2] and "holds checkpoints" in log(other)
+
+
+# -- metrics ---------------------------------------------------------------------------------
+
+
+def test_the_endpoint_shows_the_last_numbers_on_the_loopback_address():
+    endpoint = metrics.Endpoint("127.0.0.1", 0, rank=3)
+    try:
+        endpoint.values = {"loss": 2.5, "grad_norm": float("nan"), "mfu": None, "tokens": 10}
+        get = lambda path: urllib.request.urlopen(f"http://127.0.0.1:{endpoint.port}{path}", timeout=10).read().decode()
+        lines = [line for line in get("/metrics").splitlines() if not line.startswith("#")]
+        assert lines == ['liger_loss{rank="3"} 2.5', 'liger_gradient_norm{rank="3"} NaN', 'liger_tokens_total{rank="3"} 10.0']
+        assert "since the last step" in get("/healthz")
+    finally:
+        endpoint.close()
+    assert TrainConfig().metrics_host == "127.0.0.1" and TrainConfig().metrics_port == 0
+
+
+def test_lines_of_steps_after_the_checkpoint_are_dropped(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    metrics.StepLines(path, 0).append([{"step": 1}, {"step": 2}, {"step": 3}])
+    with path.open("a") as file:
+        file.write('{"step": 4, "lo')  # killed while it wrote
+    lines = metrics.StepLines(path, 2)
+    lines.append([{"step": 3}])
+    assert [line["step"] for line in lines.read()] == [1, 2, 3]
+    with pytest.raises(UserError, match="a line for each of the 5 steps"):
+        metrics.StepLines(path, 5)
+
+
+# -- torchrun ----------------------------------------------------------------------------------
+
+
+def launched(config, user_env, *more):
+    config.save_to(f"{config.out}.json")
+    argv = [sys.executable, "-m", "liger_kernel.cli", "train", "--config", f"{config.out}.json", *more]
+    return subprocess.Popen(argv, env=user_env | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def workers_of(pid):
+    """Processes that a launcher has started."""
+    parents = {int(path.parent.name): int(path.read_text().rpartition(")")[2].split()[1]) for path in Path("/proc").glob("[0-9]*/stat")}
+    return sorted(process for process, parent in parents.items() if parent == pid)
+
+
+def until(condition, seconds=120):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+MEET = """
+import os, signal, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(1))
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(1))
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_restarted_workers_meet_again(user_env, tmp_path):
+    """By default they do not: they find the addresses of the workers before them. A static rendezvous from the environment would not help, either."""
+    launch = f"""
+from liger_kernel.train.config import TrainConfig
+from liger_kernel.train.ranks import launch_elastic
+import sys
+sys.exit(launch_elastic(TrainConfig(nproc=2, max_restarts=1, out={str(tmp_path)!r}), [sys.executable, "-c", {MEET!r}]))
+"""
+    env = user_env | {"OMP_NUM_THREADS": "1", "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(free_port()), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0"}
+    done = subprocess.run([sys.executable, "-c", launch], env=env, capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.elastic
+def test_a_launcher_starts_killed_workers_again(base, undisturbed, tmp_path, user_env):
+    config = place(base, tmp_path, log_every=1, checkpoint_async=False)
+    launcher = launched(config, user_env, "--nproc", "2")
+    path = tmp_path / "run" / "checkpoints" / "latest"
+    until(lambda: path.exists() or launcher.poll() is not None)
+    assert launcher.poll() is None, launcher.communicate()[0]
+    os.kill(workers_of(launcher.pid)[-1], signal.SIGKILL)
+    output = launcher.communicate(timeout=240)[0]
+    assert launcher.returncode == 0, output
+    assert "resuming after step" in output
+    same_run(config, undisturbed)
+
+
+@pytest.mark.elastic
+def test_sigterm_to_a_launcher_saves_and_says_so(base, undisturbed, tmp_path, user_env):
+    config = place(base, tmp_path, log_every=1)
+    launcher = launched(config, user_env, "--nproc", "2")
+    until(lambda: ((tmp_path / "run" / "metrics.jsonl").exists() and len(losses(config)) > 2) or launcher.poll() is not None)
+    launcher.send_signal(signal.SIGTERM)
+    output = launcher.communicate(timeout=240)[0]
+    assert launcher.returncode == ranks.EXIT_PREEMPTED, output
+    assert latest(config)[0] == f"step-{len(losses(config)):08d}"
+    again = launched(config, user_env, "--nproc", "2")
+    output = again.communicate(timeout=240)[0]
+    assert again.returncode == 0, output
+    same_run(config, undisturbed)
+
+
+@pytest.mark.elastic
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("fault", [("killed", step) for step in (1, 4, 7, 8, 12)] + [("killed in save", number) for number in (1, 2, 3)])
+def test_no_moment_is_a_bad_one_to_be_killed_in(parallel, fault, base, tmp_path):
+    calm, config = place(base, tmp_path / "calm", parallel=parallel), place(base, tmp_path / "killed", parallel=parallel)
+    (tmp_path / "calm").mkdir(), (tmp_path / "killed").mkdir()
+    assert run(calm) == [0, 0], log(calm)
+    assert run(config, fault=fault)[1] == -signal.SIGKILL, log(config)
+    assert run(config) == [0, 0], log(config)
+    same_run(config, calm)

@@ -320,7 +320,7 @@ def children_run_references(monkeypatch):
 def spec(tmp_path, **changes):
     torch.save(torch.randint(0, 500, (4096,), generator=torch.Generator().manual_seed(3), dtype=torch.int32), tmp_path / "tokens")
     values = dict(config=TINY, dtype="float32", package=str(step.PACKAGE), compile=False, tokens=str(tmp_path / "tokens"), trial=False, trace=None)
-    values |= dict(trace_steps=1, batch=2, seq=32, gpus=1, parallel=None, masked=0.0, optimizer="sgd", checkpointing=False, steps=3, warmup=1)
+    values |= dict(flags={}, trace_steps=1, batch=2, seq=32, gpus=1, parallel=None, masked=0.0, optimizer="sgd", checkpointing=False, steps=3, warmup=1)
     return values | changes
 
 

@@ -63,8 +63,8 @@ class _Recipe:
         self.stream: Any = None
 
     def available(self) -> bool:
-        """Whether its tensors hold data: sharded parameters may be gone as soon as their module has run."""
-        return all(t is None or not t.numel() or t.untyped_storage().size() > 0 for t in self.tensors)
+        """Whether its weights, behind the first tensor, hold data: where they are sharded they may be gone as soon as their module has run."""
+        return all(t is None or t.untyped_storage().size() > 0 or not t.numel() for t in self.tensors[1:])
 
     def _compute(self, dtype: torch.dtype) -> Tensor:
         if self.dtype in self.values:

@@ -21,7 +21,8 @@ from liger_kernel.bench.models import MODELS, config_of, step_flops
 from liger_kernel.train.config import UserError
 
 BASES = ("stock", "upstream", "ours")
-VARIANTS = (*BASES, "compile", *(f"{base}+compile" for base in BASES[1:]))
+REMATERIALISING = ("ours:off", "ours:mlp")  # with another level of liger_kernel.memory than the default
+VARIANTS = (*BASES, *REMATERIALISING, "compile", *(f"{base}+compile" for base in BASES[1:]))
 PARITY = {"bfloat16": 1e-2, "float32": 1e-4}  # largest relative difference of a loss to stock's over the first steps
 PARITY_STEPS = 4
 TRACE_STEPS = 2
@@ -178,11 +179,13 @@ def measure(a: argparse.Namespace, model: str, variant: str, folder: Path, peak:
     """One row: a child measures, more of them search for the largest batch."""
     base, _, rest = variant.partition("+")
     base, compiled = ("stock", True) if base == "compile" else (base, rest == "compile")
+    base, _, level = base.partition(":")
     row: Row = {"model": model, "variant": variant, "batch": a.batch, "seq": a.seq, "gpus": a.gpus, "parallel": a.parallel, "failed": None}
     spec = {
         "config": MODELS[model],
         "dtype": "bfloat16" if gpu else "float32",
         "package": {"stock": None, "upstream": a.upstream_path, "ours": str(PACKAGE)}[base],
+        "flags": {"rematerialise": level} if level else {},
         "compile": compiled,
         "tokens": str(folder / f"{model}.pt"),
         "trial": False,

@@ -172,7 +172,7 @@ def build(spec: dict[str, Any], device: torch.device) -> Any:
         found = Path(liger_kernel.__file__ or "").resolve().parents[1]
         if found != Path(spec["package"]).resolve():
             raise ImportError(f"liger_kernel was found in {found}, not in {spec['package']}")
-        _apply_liger_kernel_to_instance(model=model)
+        _apply_liger_kernel_to_instance(model=model, **spec["flags"])
     return model
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 PARALLEL = ("none", "ddp", "fsdp2", "tp")
 PRECISIONS = ("auto", "fp32", "bf16-mixed", "bf16")
+REMATERIALISE = ("off", "cheap", "mlp")
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
 REPORTS = ("tensorboard", "wandb", "mlflow")
 
@@ -74,6 +75,9 @@ class TrainConfig:
     geglu: bool | None = _field(None, "kernels", "gated MLP with GELU")
     cross_entropy: bool | None = _field(None, "kernels", "cross entropy over the logits, not fused with the head")
     fused_linear_cross_entropy: bool | None = _field(None, "kernels", "output head and cross entropy in one: the logits are never stored")
+    rematerialise: str | None = _field(
+        None, "kernels", "computed again in the backward, not kept: cheap, norms and gated activations (default); mlp, projections, too; off", REMATERIALISE
+    )
 
     parallel: str = _field("none", "ranks", "how several ranks share the work: copies of the model, or its shards", PARALLEL)
     nproc: int | None = _field(None, "ranks", "start so many processes on this machine and restart them when one dies (0: one a GPU); else one, or torchrun's")
@@ -117,7 +121,7 @@ class TrainConfig:
                 raise UserError(f"{name} must not be negative, got {value}")
         for field in dataclasses.fields(self):
             choices = field.metadata["choices"]
-            if choices and getattr(self, field.name) not in choices:
+            if choices and getattr(self, field.name) not in (*choices, field.default):
                 raise UserError(f"{field.name} must be one of {', '.join(choices)}; got {getattr(self, field.name)!r}")
         if not 0 <= self.eval_fraction < 1:
             raise UserError(f"eval_fraction must be in [0, 1), got {self.eval_fraction}")
@@ -135,7 +139,7 @@ class TrainConfig:
         return [name.strip() for name in self.report.split(",")] if self.report else []
 
     @property
-    def kernel_flags(self) -> dict[str, bool]:
+    def kernel_flags(self) -> dict[str, Any]:
         """The kernels asked for or refused by name; the model family decides on the others."""
         names = [field.name for field in dataclasses.fields(self) if field.metadata["group"] == "kernels" and field.name != "kernels"]
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 import inspect
+import types
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +33,7 @@ from hf_models import (  # noqa: E402
 
 import liger_kernel.transformers as transformers_of_ours  # noqa: E402
 from liger_kernel.testing import assert_as_accurate  # noqa: E402
-from liger_kernel.transformers import class_patches, families, instance_patches, restore, slots, table  # noqa: E402
+from liger_kernel.transformers import class_patches, deferred, families, instance_patches, restore, slots, table  # noqa: E402
 from liger_kernel.transformers.patch import MODEL_TYPE_TO_APPLY_LIGER_FN  # noqa: E402
 from liger_kernel.transformers.tiny import tiny_config  # noqa: E402
 
@@ -38,6 +42,7 @@ EVERY = sorted(t for t, row in families.FAMILIES.items() if row.get("heads"))
 LISTED = ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "granite", "olmo2", "smollm3"]
 # other kinds of heads (scaled, biased, of a mixture of experts), norms (none of ours) and rope (pairs, partial, tables without duplicates)
 FURTHER = ["cohere", "cohere2", "glm4", "phi", "gpt_oss", "qwen3_moe", "falcon_h1", "nemotron", "gpt2", "deepseek_v3", "olmo3", "starcoder2"]
+SMOKE = ["llama", "gemma2", "qwen3_moe", "qwen2_vl"]  # what every version has and trains: CI tries these on the oldest
 EVERYTHING = table.EVERYTHING
 TOLERANCE = 5e-5  # of the largest value of each gradient
 
@@ -53,25 +58,30 @@ def patch(path: str, model: torch.nn.Module, model_type: str, parts: dict = EVER
     return class_patches(model_type, parts, head) if path == "class" else instance_patches(model, model_type, parts, head)
 
 
-def stock_of(family: str, dtype: torch.dtype = torch.float32) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
-    """A tiny model that has made a step, as some settle then how they attend, and its batch.
-
-    Other versions than the table's lack some types, and have some that do not train.
-    """
+@contextlib.contextmanager
+def stock(family: str) -> Iterator[None]:
+    """Around what stock models do: other versions than the table's lack some types, and have some that do not train."""
     try:
-        model = make(family, dtype)
-        batch = batch_of(model)
-        step(model, batch)
+        yield
     except Exception as error:
-        if transformers.__version__ == families.VERSION:
+        if transformers.__version__ == families.VERSION or family in SMOKE:
             raise
         pytest.skip(f"stock of {transformers.__version__}: {type(error).__name__}")
+
+
+def stock_of(family: str, dtype: torch.dtype = torch.float32, **more: Any) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    """A tiny model that has made a step, as some settle then how they attend, and its batch."""
+    with stock(family):
+        model = make(family, dtype, **more)
+        batch = batch_of(model)
+        step(model, batch)
     return model, batch
 
 
 def some(names: list[str], every: list[str] = EVERY) -> list:
     """``names`` always, and the rest of ``every`` with ``pytest -m families``."""
-    return [*names, *(pytest.param(t, marks=pytest.mark.families) for t in every if t not in names)]
+    marks = lambda t: [*([] if t in names else [pytest.mark.families]), *([pytest.mark.smoke] if t in SMOKE else [])]
+    return [pytest.param(t, marks=marks(t)) for t in [*names, *(t for t in every if t not in names)]]
 
 
 # of text and images: pairs of a tower and a text model, sections, LayerNorms and flat rope in towers, experts, deep features, cross attention, tiles
@@ -79,11 +89,14 @@ IMAGES = ["llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl_moe", "gemma3", "paligemm
 
 
 @pytest.mark.parametrize("path", ["class", "instance"])
-@pytest.mark.parametrize("family", some(["llama", "granite", "cohere", "gpt_oss", "nemotron", "deepseek_v3", "llava", "qwen2_vl"]))
+@pytest.mark.parametrize(
+    "family", some(["llama", "granite", "cohere", "gpt_oss", "nemotron", "deepseek_v3", "llava", "qwen2_vl", "gptj", "gemma4_text", "deepseek_v4", "florence2"])
+)
 def test_learns_the_same_and_is_undone(family, path):
     model, batch = stock_of(family)
-    other = copy.deepcopy(model)
-    _, expected = step(model, batch)
+    other, _ = stock_of(family)  # not a copy: what some keep between steps cannot be copied
+    with stock(family):
+        _, expected = step(model, batch)
     model.zero_grad(set_to_none=True)
     before = snapshot(*everything_of(family))
     modules = snapshot(model)
@@ -109,7 +122,7 @@ def test_learns_the_same_and_is_undone(family, path):
 @pytest.mark.parametrize("family", some(["llama", "gemma", "qwen3_moe", "nemotron"], LISTED + FURTHER))
 def test_bf16_is_as_accurate_as_stock(family):
     # a token whose experts change by rounding has another gradient altogether: all experts are used
-    model = make(family, torch.bfloat16, **{"num_experts_per_tok": 4} if family in ("gpt_oss", "qwen3_moe", "deepseek_v3") else {})
+    model, _ = stock_of(family, torch.bfloat16, **{"num_experts_per_tok": 4} if family in ("gpt_oss", "qwen3_moe", "deepseek_v3") else {})
     exact = copy.deepcopy(model).double()
     exact.config._experts_implementation = "eager"  # grouped products have no fp64
     batches = [tokens(seed=seed) for seed in range(8)]  # together: the error of one loss is luck
@@ -118,10 +131,11 @@ def test_bf16_is_as_accurate_as_stock(family):
         results = [step(m, batch)[1] for batch in batches]
         return {name: torch.stack([r[name] for r in results]) for name in results[0]}
 
-    truth, stock = together(exact), together(model)
+    with stock(family):
+        truth, theirs = together(exact), together(model)
     with instance_patches(model, family, EVERYTHING, "fused")():
         ours = together(model)
-    assert_as_accurate(ours, stock, truth)
+    assert_as_accurate(ours, theirs, truth)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -134,12 +148,12 @@ def test_eval_logits(family, dtype):
         pytest.skip(f"stock: {error}")
     with torch.no_grad():
         expected = model(**batch, use_cache=False)
-        rows = [families.FAMILIES[t] for t in {family, *(c.model_type for c in slots.configs_of(model.config))} & families.FAMILIES.keys()]
-        labels = [label for row in rows for label in row.get("swapped", {}).values()]
+        rows = [patch_module.family(t) for t in {family, *(c.model_type for c in slots.configs_of(model.config))}]
+        labels = [label for row in rows if row for label in row.swapped.values()]
         exact = {slot: all(label in slots.EXACT for label in labels if slots.SLOT_OF[label] == slot) for slot in EVERYTHING}
         with instance_patches(model, family, exact, "fused")():
             out = model(**batch, use_cache=False)
-        if DEVICE == "cpu":
+        if DEVICE == "cpu" and (dtype is torch.bfloat16 or transformers.__version__ == families.VERSION):  # in fp32, others divide by a root
             assert torch.equal(out.logits, expected.logits) and torch.equal(out.loss, expected.loss)
         assert type(out) is type(expected)
         if dtype is torch.float32:
@@ -207,6 +221,9 @@ def test_rounding_is_recognised_not_assumed():
     tables = {f: row["apply_rotary_pos_emb"] for f, row in found.items()}
     assert tables["llama"] == "rope(halves, twice)" and tables["gpt_oss"] == "rope(halves, once)"
     assert tables["glm4"] == "rope(pairs, twice)" and tables["cohere"] == "rope(pairs, repeated)"
+    assert slots.infer("gptj").swapped["apply_rotary_pos_emb"] == "rope(alone, sin first, pairs, once)"
+    if "gemma4_text" in transformers.CONFIG_MAPPING:
+        assert slots.infer("gemma4_text").swapped["apply_rotary_pos_emb"] == "rope(alone, halves, twice)"
 
 
 def slot_of(kind: str) -> slots.Slot:
@@ -283,9 +300,17 @@ def _variations():
     def vision_other_way(q, k, cos, sin):
         return other_way(q, k, cos, sin, -2)
 
+    def alone_other_way(x, cos, sin, unsqueeze_dim=1):
+        return other_way(x, x, cos, sin, unsqueeze_dim)[0]
+
+    def turned_twice(tensor, sin, cos):
+        stock = importlib.import_module("transformers.models.gptj.modeling_gptj").apply_rotary_pos_emb
+        return stock(stock(tensor, sin, cos), sin, cos)
+
     norm, mlp, rope = (next(s for s in slots.SLOTS if s.flag == flag) for flag in ("rms_norm", "glu", "rope"))
     layer, gated, flat = (slot_of(kind) for kind in ("layer_norm", "gated", "rope(flat"))
     others = [(layer, Rounded), (gated, SigmoidGate), (flat, vision_other_way)]
+    others += [(slot_of("rope(alone, halves"), alone_other_way), (slot_of("rope(alone, sin"), turned_twice)]
     return [*others, (norm, Eps), (norm, Bias), (norm, TwoInputs), (norm, Detached), (mlp, Clamped), (mlp, AlwaysTanh), (mlp, Scaled), (rope, other_way)]
 
 
@@ -351,7 +376,7 @@ def test_published_functions_serve_all_that_they_have_flags_for(family):
     names = {"swiglu": "glu", "geglu": "glu"}
     # rope, rms_norm and the MLP are in every signature of the published package: where there is none, or of a form without a kernel, that is said
     missing = {f for f in parameters if f not in ("model", *patch_module.HEAD_FLAGS) and names.get(f, f) not in served}
-    assert missing <= {"gemma4": {"rope"}, "gemma4_text": {"rope"}, "deepseek_v4": {"rope"}, "nemotron": {"rms_norm", "swiglu"}}.get(family, set())
+    assert missing <= {"nemotron": {"rms_norm", "swiglu"}}.get(family, set())
 
 
 def test_what_a_family_has_not_is_said_once():
@@ -365,6 +390,33 @@ def test_what_a_family_has_not_is_said_once():
         apply(swiglu=True, model=model)
     with pytest.raises(TypeError, match="geglu"):
         apply(geglu=True, model=model)
+
+
+def test_flags_are_strict():
+    """An unknown keyword raises, whatever the family, and patches nothing; what cannot be honoured is said once, and only to who asked for it."""
+    for apply in MODEL_TYPE_TO_APPLY_LIGER_FN.values():
+        assert apply.__name__.isidentifier() and getattr(transformers_of_ours, apply.__name__) is apply
+        with pytest.raises(TypeError, match=r"apply_liger_kernel_to_\w+\(\): .*'no_such_flag'; it takes .*model"):
+            apply(rope=False, no_such_flag=True) if "rope" in inspect.signature(apply).parameters else apply(no_such_flag=True)
+        flags = [f for f in inspect.signature(apply).parameters if f != "model"]
+        with pytest.raises(TypeError, match="too many positional arguments"):
+            apply(*[False] * len(flags), None, False)
+    assert not patch_module._STOCK
+    asked = [("chameleon", flag, f"chameleon: nothing to swap for {flag}=True") for flag in patch_module.HEAD_FLAGS]  # its head is not fused
+    asked += [("gpt2", "rms_norm", "gpt2: nothing to swap for rms_norm=True"), ("olmo", "swiglu", None), ("gpt2", "layer_norm", "swapped only in a live model")]
+    patch_module._WARNED.clear()
+    for family, flag, said in asked:
+        apply = MODEL_TYPE_TO_APPLY_LIGER_FN[family]
+        rest = dict.fromkeys((f for f in patch_module.flags_of(family) if f != flag), False)
+        for first in (True, False):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                apply(**rest | {flag: False})
+                apply(**rest | {flag: None})
+                assert not caught
+                apply(**rest | {flag: True})
+            assert [said in str(w.message) for w in caught] == ([True] if said and first else [])
+        restore()
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3_moe"])
@@ -417,6 +469,66 @@ def test_losses_of_routers_are_added(family):
         out = step(model)[0]
     assert stock.aux_loss > 0
     torch.testing.assert_close((out.loss, out.aux_loss), (stock.loss, stock.aux_loss))
+
+
+@pytest.mark.parametrize("path", ["class", "instance"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_layers_that_predict_further_tokens(family, path):
+    """What transformers builds of a model's own layers, norms and head: it drafts and learns the same beside a patched model."""
+    layers = pytest.importorskip("transformers.modeling_layers")
+    if not hasattr(getattr(layers, "MtpModel", None), "forward_layer"):
+        pytest.skip("this version has none to train")
+    model, batch = make(family), tokens()
+    torch.manual_seed(5)
+    further = layers.MtpModel(model, 2).to(DEVICE).train()
+    for p in further.layers.parameters():
+        torch.nn.init.normal_(p, 0.0, 0.2)
+    positions = torch.arange(1, 12, device=DEVICE)[None].expand(2, -1)
+
+    def learn() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        further.zero_grad()
+        out, learned = step(model, batch, output_hidden_states=True)
+        hidden, losses = out.hidden_states[-1].detach()[:, :-1], []
+        for i in range(2):
+            hidden = further.forward_layer(i, hidden, positions, None, input_ids=batch["input_ids"][:, 1:])
+            logits = further._project_to_logits(hidden)
+            assert type(logits) is torch.Tensor
+            losses.append(torch.nn.functional.cross_entropy(logits[:, : -1 - i].flatten(0, 1), batch["labels"][:, 2 + i :].flatten()))
+        model.zero_grad()
+        sum(losses).backward()
+        learned |= {f"further.{n}": p.grad.clone() for n, p in further.named_parameters() if p.grad is not None}
+        with torch.no_grad():
+            drafted, _, _ = further(batch["input_ids"][:1, 1:], out.hidden_states[-1][:1, :-1], None, positions[:1], None)
+        return drafted, learned | {"further losses": torch.stack(losses).detach()}
+
+    drafted, expected = learn()
+    with patch(path, model, family)():
+        ours, learned = learn()
+        blocks = [m for m in further.layers.modules() if type(m).__name__.endswith("RMSNorm")]
+        assert blocks and all(patch_module._is_ours(type(m).forward) == (path == "class") for m in blocks)
+    assert further.shared_head is model.lm_head
+    assert torch.equal(ours, drafted)
+    assert_same_learning(learned, expected, TOLERANCE)
+
+
+def test_a_second_loss_of_the_same_head():
+    """Models that predict a further token in their own forward call their head twice: both losses are there, and fused."""
+
+    def forward(self, input_ids=None, labels=None, **kwargs):
+        hidden = self.model(input_ids).last_hidden_state
+        loss = self.loss_function(self.lm_head(hidden), labels, self.config.vocab_size)
+        further = torch.nn.functional.pad(labels, (0, 2), value=-100)[:, 2:]
+        logits = self.lm_head(hidden.roll(1, -1))
+        loss = loss + 0.3 * self.loss_function(logits, None, self.config.vocab_size, shift_labels=further.contiguous())
+        return transformers.modeling_outputs.CausalLMOutputWithPast(loss=loss, logits=logits)
+
+    model = make("llama", num_hidden_layers=1)
+    model.forward = types.MethodType(forward, model)
+    expected = step(model)[1]
+    model.forward = types.MethodType(deferred.fused(forward), model)
+    out, learned = step(model)
+    assert out.logits is None
+    assert_same_learning(learned, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -39,7 +39,8 @@ def reference(
         gate = gate * gate_multiplier
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    h = ACTS[act](gate.to(acc(gate.dtype)) * alpha) / alpha
+    h = gate.to(acc(gate.dtype))
+    h = ACTS[act](h) if alpha == 1 else ACTS[act](h * alpha) / alpha  # of the same strides: of others, PyTorch's gelu differs in the last bit
     y = h.to(gate.dtype) * (up + offset if offset else up)
     return y if down_multiplier == 1 else y * down_multiplier
 

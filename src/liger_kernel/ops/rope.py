@@ -310,6 +310,7 @@ def _ids(*shape: int, dtype: torch.dtype) -> Tensor:
         Case("glm4", dict(q=T_((1, 5, 3, 24)), k=T_((1, 1, 3, 24)), layout="pairs", **_angles(3, 6))),
         Case("time-first", dict(q=T_((2, 7, 4, 16)), k=T_((2, 7, 2, 16)), unsqueeze_dim=2, **_angles(7, 8))),
         Case("packed", dict(q=T_((2, 4, 5, 16)), k=T_((2, 2, 5, 16)), position_ids=T_((2, 5), _ids, dtype=torch.int64), **_angles(11, 8))),
+        Case("alone", dict(q=T_((2, 4, 5, 20)), k=T_((2, 0, 5, 20)), layout="pairs", **_angles(5, 8))),
         Case("llama3-8b", dict(q=T_((4, 32, 2048, 128), _projected), k=T_((4, 8, 2048, 128), _projected), **_angles(2048, 64)), gpu=True),
         Case("gemma", dict(q=T_((1, 8, 1000, 256), _projected), k=T_((1, 1, 1000, 256), _projected), **_angles(1000, 128)), gpu=True),
         Case("not-4d", dict(q=T_((4, 7, 16)), k=T_((2, 7, 16)), **_angles(7, 8)), error="rope: q and k must be 4-dimensional, got (4, 7, 16) and (2, 7, 16)"),

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import re
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -428,7 +429,7 @@ def _apply_function(model_type: str) -> Callable[..., None]:
         _say_what_is_missing(model_type, given, model is not None)
         _apply(model_type, given, model)
 
-    apply.__name__ = apply.__qualname__ = f"apply_liger_kernel_to_{model_type.replace('-', '_')}"
+    apply.__name__ = apply.__qualname__ = "apply_liger_kernel_to_" + re.sub(r"\W", "_", model_type)
     apply.__signature__ = signature  # type: ignore[attr-defined]
     apply.__doc__ = (
         f"Patch the classes of transformers' ``{model_type}`` models, or only ``model`` if one is given. ``liger models {model_type}`` says how.\n\n"

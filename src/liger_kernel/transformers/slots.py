@@ -50,6 +50,8 @@ def _norm(offset: float, casting: str, eps: str, weight: str) -> Variant:
     def variant(stock: Callable) -> Callable:
         def forward(self, hidden_states):
             w = None if weight == "none" or (weight == "with_scale" and not self.with_scale) else self.weight
+            if w is not None and w.ndim == 0:  # one for all columns
+                w = w.expand(hidden_states.shape[-1])
             return memory.cheap(rms_norm, hidden_states, w, eps=getattr(self, eps), offset=offset, casting=casting)
 
         return forward
@@ -256,6 +258,36 @@ def _rope(layout: str, tables: str) -> Variant:
     return variant
 
 
+def _rope_alone(layout: str, tables: str, sin_first: bool = False) -> Variant:
+    """Of one tensor: beside it goes another one, of no heads. ``layout`` "behind": pairs in the last columns, others pass through."""
+    angles = TABLES[tables]
+
+    def turned(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int) -> Tensor | None:
+        if x.ndim != 4 or cos.ndim != 3 or cos.shape[0] not in (1, x.shape[0]) or unsqueeze_dim not in (1, 2):
+            return None
+        cos, sin = angles(cos), angles(sin)
+        first = x.shape[-1] - 2 * cos.shape[-1] if layout == "behind" else 0
+        part = x[..., first:] if first else x
+        y, _ = rope(part, part.detach().narrow(unsqueeze_dim, 0, 0), cos, sin, layout="pairs" if layout == "behind" else layout, unsqueeze_dim=unsqueeze_dim)
+        return torch.cat((x[..., :first], y), -1) if first else y
+
+    def variant(stock: Callable) -> Callable:
+        if sin_first:
+
+            def apply_rotary_pos_emb(tensor, sin, cos):
+                y = turned(tensor, cos, sin, 2)
+                return stock(tensor, sin, cos) if y is None else y
+        else:
+
+            def apply_rotary_pos_emb(x, cos, sin, unsqueeze_dim=1):
+                y = turned(x, cos, sin, unsqueeze_dim)
+                return stock(x, cos, sin, unsqueeze_dim) if y is None else y
+
+        return apply_rotary_pos_emb
+
+    return variant
+
+
 def _rope_sections() -> Variant:
     def variant(stock: Callable) -> Callable:
         def apply_multimodal_rotary_pos_emb(q, k, cos, sin, mrope_section, unsqueeze_dim=1):
@@ -437,6 +469,14 @@ def _rope_stand_ins(tables: str) -> Iterator[tuple[dict[str, Any], tuple[Any, ..
             yield {"unsqueeze_dim": unsqueeze_dim}, (q, k, angle.cos(), angle.sin())
 
 
+def _rope_alone_stand_ins(tables: str, sin_first: bool = False) -> Iterator[tuple[dict[str, Any], tuple[Any, ...]]]:
+    for attributes, (q, _, cos, sin) in _rope_stand_ins(tables):
+        if not sin_first:
+            yield attributes, (q, cos, sin)
+        elif attributes["unsqueeze_dim"] == 2:
+            yield {}, (q, sin, cos)
+
+
 def _rope_sections_stand_ins() -> Iterator[tuple[dict[str, Any], tuple[Any, ...]]]:
     for unsqueeze_dim in (1, 2):
         q, k = (torch.randn((3, heads, 5, 16) if unsqueeze_dim == 1 else (3, 5, heads, 16)) for heads in (2, 1))
@@ -517,6 +557,14 @@ SLOTS = [
         f"rope({layout}, {tables})": (_rope(layout, tables), functools.partial(_rope_stand_ins, tables), False)
         for layout in ("halves", "pairs", "apart") for tables in TABLES
     }),
+    Slot("rope", _function("^apply_rotary|^apply_rope"), (("x", "cos", "sin", "unsqueeze_dim"),), {
+        f"rope(alone, {layout}, {tables})": (_rope_alone(layout, tables), functools.partial(_rope_alone_stand_ins, tables), False)
+        for layout in ("halves", "pairs", "behind") for tables in TABLES
+    }),
+    Slot("rope", _function("^apply_rotary|^apply_rope"), (("tensor", "sin", "cos"),), {
+        f"rope(alone, sin first, {layout}, once)": (_rope_alone(layout, "once", True), functools.partial(_rope_alone_stand_ins, "once", True), False)
+        for layout in ("halves", "pairs")
+    }),
     Slot("rope", _function("^apply_multimodal_rotary"), (("q", "k", "cos", "sin", "mrope_section", "unsqueeze_dim"),), {
         "rope(sections)": (_rope_sections(), _rope_sections_stand_ins, False),
     }),
@@ -564,7 +612,7 @@ def _run(fn: Callable, owner: Any, attributes: dict, inputs: tuple, dtype: torch
         leaves = [*(t for t in tensors if isinstance(t, Tensor) and t.requires_grad), *module.parameters()]
     else:
         out = fn(*tensors, **attributes)
-        leaves = tensors[:2]
+        leaves = tensors[: len(out) if isinstance(out, tuple) else 1]  # what is turned
     outs = list(out) if isinstance(out, tuple) else [out]
     if not learns:
         return [o.detach() for o in outs]
@@ -616,7 +664,9 @@ def recognise(slot: Slot, owner: Any, stock: Callable, tables: set[str] | None =
     by_tables = {label for label in slot.variants if label[:-1].split(", ")[-1] in TABLES}
     missing: set[str] = set()
     for label, (variant, stand_ins, exact) in slot.variants.items():
-        if label in by_tables and tables != {label[:-1].split(", ")[1]}:
+        form = label[:-1].split(", ")[-1]
+        # a function that takes each angle once takes nothing else
+        if label in by_tables and tables != {form} and (tables or form != "once"):
             continue
         try:
             if reproduces(variant, stand_ins, exact, owner, stock):
@@ -654,7 +704,8 @@ def _tables(module: ModuleType, config: Any) -> set[str]:
         for each in configs_of(config):
             with contextlib.suppress(Exception):  # a vision tower's, for example
                 embed = cls(each)
-                more = {"layer_type": each.layer_types[0]} if "layer_type" in inspect.signature(cls.forward).parameters else {}
+                # not of the config's kinds of layers: some turn nothing, or have other names here
+                more = {"layer_type": next(iter(embed.rope_type))} if "layer_type" in inspect.signature(cls.forward).parameters else {}
                 positions = torch.arange(5)[None]
                 try:
                     cos, sin = embed(torch.zeros(1, 5, 8), positions, **more)

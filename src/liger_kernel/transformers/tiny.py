@@ -36,7 +36,7 @@ SIZES: dict[str, Any] = dict(
     vision_use_head=False, projector_input_dim=64, projector_output_dim=64, text_hidden_size=64, mlp_dim=64, qk_hidden_size=64, mm_tokens_per_image=4,
     num_global_layers=1, image_grid_pinpoints=[[IMAGE, 2 * IMAGE]], attention_heads=4, pixel_shuffle_ratio=0.5, scale_factor=2, projector_hidden_size=64,
     num_position_embeddings=64, window_size=16, in_hidden_size=64, llm_hidden_size=64, resampler_n_latents=4, resampler_depth=1,
-    resampler_n_heads=4, resampler_head_dim=16,
+    resampler_n_heads=4, resampler_head_dim=16, base_channels=32,
 )  # fmt: skip
 
 # Multipliers that are 1, or None, by default in at least one family
@@ -52,6 +52,7 @@ ALWAYS = {"num_key_value_heads", "head_dim", "pad_token_id", "bos_token_id", "eo
 
 # What follows from no name: sizes that must fit each other in the models of one type
 FITTING: dict[str, dict[str, Any]] = {
+    "blip-2": dict(image_token_index=VOCAB - 1),
     "blt": dict(encoder_hash_byte_group_vocab=64),
     "blt_local_encoder": dict(hidden_size_global=64),
     "blt_local_decoder": dict(hidden_size_global=64),
@@ -65,8 +66,11 @@ FITTING: dict[str, dict[str, Any]] = {
     "dots1": dict(n_shared_experts=1),
     "dots3_note_text": dict(shared_experts_intermediate_size=32),
     "emu3": dict(vocabulary_map={"<|extra_200|>": VOCAB - 2, "<image>": VOCAB - 1}),
+    "emu3_vqgan": dict(channel_multiplier=[1, 1, 1, 2]),
     "ernie4_5_vl_moe_text": dict(moe_intermediate_size=[32, 32], rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]}),
     "flint": dict(output_router_logits=False),
+    "florence_vision": dict(depths=[1, 1], embed_dim=[32, 64], num_heads=[2, 4], num_groups=[2, 4], window_size=2,
+                            patch_size=[4, 2], patch_stride=[4, 2], patch_padding=[0, 0], patch_prenorm=[False, True]),
     "gemma3n_text": dict(num_kv_shared_layers=0),
     "glm5_next_text": dict(index_kpool=4, qk_rope_head_dim=0),
     "lfm2_moe": dict(layer_types=["conv", "full_attention"], num_dense_layers=1),
@@ -75,6 +79,7 @@ FITTING: dict[str, dict[str, Any]] = {
     "mllama_text_model": dict(cross_attention_layers=[1]),
     "mllama_vision_model": dict(max_num_tiles=4, intermediate_layers_indices=[0], vision_output_dim=128),
     "mistral_large4_text": dict(kv_source_layers=[0, 1]),
+    "muse_spark_audio": dict(hidden_sizes=[16, 16], depths=[1, 1]),
     "prophetnet": dict(num_hidden_layers=None, num_encoder_layers=2, num_decoder_layers=2, num_encoder_attention_heads=4, num_decoder_attention_heads=4),
     "qwen4_exp_text": dict(indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=8, indexer_compress_ratio=2),
     "radio": dict(video_temporal_patch_size=2),
@@ -82,7 +87,7 @@ FITTING: dict[str, dict[str, Any]] = {
                      local_attn_chunk_length=4, lsh_attn_chunk_length=4, num_buckets=2, max_position_embeddings=12,
                      hash_seed=0, hidden_dropout_prob=0.0, local_attention_probs_dropout_prob=0.0, lsh_attention_probs_dropout_prob=0.0),
     "roc_bert": dict(enable_pronunciation=False, enable_shape=False, shape_vocab_size=100, pronunciation_vocab_size=100),
-    "step3p7_text": dict(sliding_window=8),
+    "step3p5": dict(layer_types=["full_attention", "sliding_attention"], sliding_window=8),
     "unlimited_ocr_text": dict(num_key_value_heads=4),
     "vipllava": dict(vision_feature_layers=[-2, -1, 1, 0, -2]),
     "xmod": dict(default_language="en_XX", languages=["en_XX"]),

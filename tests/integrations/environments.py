@@ -1,7 +1,8 @@
-"""The frameworks that tests/integrations runs: environments over the one at hand, which brings PyTorch and everything else.
+"""Frameworks and other versions of transformers: environments over the one at hand, which brings PyTorch and everything else.
 
 python tests/integrations/environments.py              all of them, one after the other
 python tests/integrations/environments.py trl-1.12 frameworks -k dpo
+python tests/integrations/environments.py transformers-4.57 -m smoke       some families on the oldest transformers; CI runs this
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from pathlib import Path
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 _names = str.split
+FAMILIES = ["families", "deferred", "convergence"]
 
 # name -> (tests, packages with what they require, packages alone: what they require would replace PyTorch, or is not needed)
 ENVIRONMENTS: dict[str, tuple[list[str], list[str], list[str]]] = {
-    "transformers-5.17": (["hf_trainer", "calls"], ["transformers==5.17.0"], []),
-    "transformers-4.57": (["hf_trainer", "calls"], ["transformers==4.57.6", "datasets<4.6"], []),
+    "transformers-5.17": ([*FAMILIES, "hf_trainer", "calls"], ["transformers==5.17.0"], []),
+    "transformers-4.57": ([*FAMILIES, "hf_trainer", "calls"], ["transformers==4.57.6", "datasets<4.6"], []),
     "trl": (["trl", "examples"], ["requests"], ["trl==1.16.0"]),
     "trl-1.12": (["trl", "examples"], ["requests"], ["trl==1.12.0"]),
     "trl-1.0": (["trl"], ["transformers==5.17.0", "requests"], ["trl==1.0.0"]),
@@ -69,7 +71,7 @@ def main() -> int:
         parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(ENVIRONMENTS)}")
     failed = []
     for name in args.names or ENVIRONMENTS:
-        tests = [str(HERE / f"test_{test}.py") for test in ENVIRONMENTS[name][0]]
+        tests = [str(next(path for folder in (HERE, HERE.parent) if (path := folder / f"test_{test}.py").exists())) for test in ENVIRONMENTS[name][0]]
         print(f"== {name}", flush=True)
         if subprocess.run([made(name), "-m", "pytest", "-q", "--show-capture=no", *tests, *more], cwd=ROOT, check=False).returncode:
             failed.append(name)

@@ -363,7 +363,7 @@ def test_the_endpoint_shows_the_last_numbers_on_the_loopback_address():
     assert TrainConfig().metrics_host == "127.0.0.1" and TrainConfig().metrics_port == 0
 
 
-def test_lines_of_steps_after_the_checkpoint_are_dropped(tmp_path):
+def test_lines_of_steps_after_the_checkpoint_are_dropped(tmp_path, capsys):
     path = tmp_path / "metrics.jsonl"
     metrics.StepLines(path, 0).append([{"step": 1}, {"step": 2}, {"step": 3}])
     with path.open("a") as file:
@@ -371,8 +371,31 @@ def test_lines_of_steps_after_the_checkpoint_are_dropped(tmp_path):
     lines = metrics.StepLines(path, 2)
     lines.append([{"step": 3}])
     assert [line["step"] for line in lines.read()] == [1, 2, 3]
-    with pytest.raises(UserError, match="a line for each of the 5 steps"):
-        metrics.StepLines(path, 5)
+    metrics.StepLines(path, 5)
+    assert "lines of 3 steps, the checkpoint was written after 5" in capsys.readouterr().err
+
+
+# -- kernels ---------------------------------------------------------------------------------
+
+
+def test_a_cache_of_kernels_can_be_copied_and_read_from_an_image(tmp_path, monkeypatch):
+    pytest.importorskip("triton")
+    from triton import knobs
+
+    from liger_kernel._triton_cache import BASE
+    from liger_kernel._triton_cache import LigerTritonFileCacheManager as Manager
+
+    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path / "built"))
+    built = Manager("key")
+    built.put_group("kernel.json", {name: built.put(name.encode(), name) for name in ("kernel.json", "kernel.cubin")})
+    shutil.move(tmp_path / "built", tmp_path / "image")
+    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path / "node"))
+    assert Manager("key").get_group("kernel.json") is None
+    monkeypatch.setenv(BASE, str(tmp_path / "image"))
+    found = Manager("key").get_group("kernel.json")
+    assert {name: Path(path).read_text() for name, path in found.items()} == {"kernel.json": "kernel.json", "kernel.cubin": "kernel.cubin"}
+    (tmp_path / "image" / "key" / "kernel.cubin").unlink()
+    assert Manager("key").get_group("kernel.json") is None  # never half a kernel
 
 
 # -- torchrun ----------------------------------------------------------------------------------

@@ -1,17 +1,46 @@
-"""Triton's file cache for many processes that share one directory."""
+"""Triton's file cache for many processes that share one directory, and for directories that are copied, as into the image of a container.
+
+``LIGER_TRITON_BASE_CACHE`` names a directory that is read and never written, where what the cache itself (``TRITON_CACHE_DIR``) lacks may be.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import tempfile
 from typing import Any
 
 from triton.runtime.cache import FileCacheManager
 
+BASE = "LIGER_TRITON_BASE_CACHE"
+
 
 class LigerTritonFileCacheManager(FileCacheManager):
-    """Writes no directories of its own, so that nothing is there to remove while other processes work in the same place."""
+    """Writes no directories of its own, so that nothing is there to remove while other processes work in the same place.
+
+    Triton's own keeps absolute paths and finds nothing in a directory that has moved; here names are looked for beside each other.
+    """
+
+    def get_file(self, filename: str) -> str | None:
+        """The path of ``filename`` in the cache or else in the base; None if it is in neither."""
+        folders = [self.cache_dir, *([os.path.join(os.environ[BASE], self.key)] if os.environ.get(BASE) else [])]
+        return next((path for path in (os.path.join(folder, filename) for folder in folders) if os.path.exists(path)), None)
+
+    def has_file(self, filename: str) -> bool:
+        """Whether ``get_file`` finds it."""
+        return self.get_file(filename) is not None
+
+    def get_group(self, filename: str) -> dict[str, str] | None:
+        """Names and paths of the files that belong to ``filename``; None unless all of them are there."""
+        path = self.get_file(f"__grp__{filename}")
+        try:
+            with open(path or "") as file:
+                names = json.load(file)["child_paths"]
+        except (OSError, ValueError, KeyError):
+            return None
+        paths = {name: self.get_file(name) for name in names}
+        return None if None in paths.values() else {name: path for name, path in paths.items() if path}
 
     def put(self, data: Any, filename: str, binary: bool = True) -> str:
         """Store ``data`` (bytes, or text if ``binary`` is False) as ``filename``: others see all of it or nothing. Returns the path."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,12 @@ def compile_ahead(config: TrainConfig, model_config: Any, precision: str, ranks:
         except Exception as error:  # a model that cannot be built without data compiles in its first step
             print(f"kernels are compiled in the first step, not ahead of it: {' '.join(str(error).split())[:300]}", flush=True)
     ranks.any(False)  # a barrier of the CPU
+
+
+def use_cache() -> None:
+    """Triton's cache through our manager, whose directories may be copied and read only, unless the user has one of his own. Before the first kernel."""
+    if importlib.util.find_spec("triton") and "TRITON_CACHE_MANAGER" not in os.environ:
+        os.environ["TRITON_CACHE_MANAGER"] = "liger_kernel._triton_cache:LigerTritonFileCacheManager"
 
 
 def _compile(config: TrainConfig, model_config: Any, precision: str) -> tuple[int, int]:

@@ -51,8 +51,8 @@ class StepLines:
         """Keep the lines of the first ``step`` steps."""
         self.path = path
         kept = list(self.read())[:step] if step else []
-        if len(kept) < step:
-            raise UserError(f"{path} must have a line for each of the {step} steps before the checkpoint, has {len(kept)}: it belongs to another run")
+        if len(kept) < step:  # no reason not to train
+            print(f"{path} has lines of {len(kept)} steps, the checkpoint was written after {step}: those between are lost", file=sys.stderr)
         aside = path.with_name(path.name + ".tmp")
         aside.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
         aside.replace(path)

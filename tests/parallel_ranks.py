@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import conftest  # noqa: F401  in a spawned rank, this sets up the interpreter, as pytest does for a test
 import torch
 import torch.distributed as dist
 from hf_models import assert_same_learning, make, served_by_kernels_or_references, step, tokens
@@ -27,7 +28,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 from torch.multiprocessing.spawn import ProcessException, spawn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from liger_kernel.parallel import Parallel, VocabularyParallel, clip_grad_norm_, parallelize
+from liger_kernel.parallel import Parallel, VocabularyParallel, by_sharding, clip_grad_norm_, parallelize
 from liger_kernel.transformers import _apply_liger_kernel_to_instance, deferred
 
 RANKS = 2
@@ -109,6 +110,7 @@ class Collectives(TorchDispatchMode):
 
 
 CHECKS: dict[str, Callable[[], None]] = {}
+BY_KERNELS = {"norms_of_dtensors"}  # in the interpreter; whole models would take minutes in it
 
 
 def check(fn: Callable[[], None]) -> Callable[[], None]:
@@ -413,6 +415,37 @@ def tp_sequence_parallel() -> None:
 
 
 @check
+def norms_of_dtensors() -> None:
+    """By kernels, on the rows of each rank, which are not gathered."""
+    from liger_kernel.ops import _op, glu, layer_norm, rms_norm
+
+    group = mesh()
+    x, w, b = (torch.randn(*shape, generator=torch.Generator().manual_seed(5)).to(group.device_type) for shape in ((2, 5, 64), (64,), (64,)))
+    kernels: list[str] = []
+    launch = _op._start
+    _op._start = lambda device, kernel, *more: (kernels.append(kernel.fn.__name__), launch(device, kernel, *more))[1]
+    for fn, weights in ((rms_norm, (w,)), (layer_norm, (w, b))):
+        one = [t.clone().requires_grad_() for t in (x, *weights)]
+        truth = fn(*one)
+        truth.square().sum().backward()
+        for placement in (Shard(1), Shard(0), Replicate()):
+            kernels.clear()
+            mine = [DTensor.from_local(x.clone(), group, [Replicate()]).redistribute(placements=[placement]).detach().requires_grad_()]
+            mine += [DTensor.from_local(t.clone(), group, [Replicate()]).requires_grad_() for t in weights]
+            with Collectives() as seen:
+                y = fn(*mine)
+                y.to_local().square().sum().backward()
+            assert y.placements == (placement,) and y.shape == x.shape and len(kernels) >= 2
+            assert seen.largest() <= 64, "more than the gradients of the weights was sent"
+            for ours, theirs in zip((y, *(t.grad for t in mine)), (truth, *(t.grad for t in one))):
+                torch.testing.assert_close(ours.full_tensor(), theirs, rtol=1e-5, atol=1e-5)
+    _op._start = launch
+    columns = DTensor.from_local(x.chunk(2, -1)[dist.get_rank()], group, [Shard(2)])  # rows in pieces: by PyTorch's own operators
+    torch.testing.assert_close(rms_norm(columns, DTensor.from_local(w, group, [Replicate()])).full_tensor(), rms_norm(x, w), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(glu(columns, columns).full_tensor(), glu(x, x), rtol=1e-5, atol=1e-5)
+
+
+@check
 def tp_by_transformers() -> None:
     """transformers shards a checkpoint while it loads it."""
     from transformers import AutoModelForCausalLM
@@ -599,6 +632,19 @@ def norms_are_those_of_one_process() -> None:
 
 
 @check
+def optimizers_of_mixed_shardings() -> None:
+    """Kernels that update many parameters at once, of sharded layers and whole norms."""
+    updated = []
+    for mode in ("none", "tp"):
+        p = parallelize(patched(), mode)
+        learn(p.model, ranks=1)
+        torch.optim.AdamW([{"params": same} for same in by_sharding(p.module.parameters())], lr=1e-2, eps=1e-3, foreach=True).step()
+        updated.append({name: whole(w.detach()) for name, w in p.module.named_parameters()})
+    for name, w in updated[0].items():
+        torch.testing.assert_close(updated[1][name], w, rtol=1e-4, atol=1e-4)
+
+
+@check
 def tokens_are_counted_over_ranks() -> None:
     p = parallelize(patched(), "ddp")
     share = 3 + dist.get_rank()
@@ -659,7 +705,7 @@ def _rank(rank: int, folder: str, port: int, names: list[str]) -> None:
     for name in names:
         said = Path(folder) / f"{name}.{rank}"
         try:
-            with served_by_kernels_or_references():
+            with contextlib.nullcontext() if name in BY_KERNELS else served_by_kernels_or_references():
                 CHECKS[name]()
             said.write_text("fine")
         except BaseException:  # the ranks no longer agree which collective is next

@@ -95,7 +95,7 @@ def parallelize(
     own_head: bool = False,
     **options: Any,
 ) -> Parallel:
-    """``model`` under ``mode``, over the ranks of a 1-dim ``mesh`` (default: all). Patch it before; make its optimizer after.
+    """``model`` under ``mode``, over the ranks of a 1-dim ``mesh`` (default: all). Patch it before; make its optimizer after, of groups ``by_sharding``.
 
     The model is on its device, with the same weights on every rank. FSDP2: ``param_dtype`` is what layers compute in (default: the weights' own), which are
     kept, reduced (``reduce_dtype``) and updated in theirs; ``reshard_after_forward`` False trades memory for half of the gathers; ``own_head`` shards the
@@ -211,20 +211,20 @@ def clip_grad_norm_(model: nn.Module, max_norm: float | None) -> Tensor:
     parameters = [p for p in model.parameters() if p.grad is not None]
     norm = grad_norm([p.grad for p in parameters])  # type: ignore[misc]
     if max_norm is not None:
-        for group in _by_sharding(parameters):
+        for group in by_sharding(parameters):
             torch.nn.utils.clip_grads_with_norm_(group, max_norm, norm)
     return norm
 
 
 def grad_norm(grads: Iterable[Tensor]) -> Tensor:
     """The 2-norm of gradients of any shardings taken together; 0-dim and plain. Every rank must ask."""
-    norms = [torch.nn.utils.get_total_norm(group) for group in _by_sharding(grads)]
+    norms = [torch.nn.utils.get_total_norm(group) for group in by_sharding(grads)]
     whole = [n.full_tensor() if isinstance(n, DTensor) else n for n in norms]
     return torch.linalg.vector_norm(torch.stack(whole)) if whole else torch.zeros(())
 
 
-def _by_sharding(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """PyTorch computes with tensors of one mesh and one sharding at a time."""
+def by_sharding(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """``tensors`` in lists of one mesh and sharding each. Fused and foreach optimizers need parameter groups like these: they compute with all at once."""
     groups: dict[Any, list[Tensor]] = {}
     for t in tensors:
         groups.setdefault((t.device_mesh, t.placements) if isinstance(t, DTensor) else None, []).append(t)

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from liger_kernel.ops._shards import is_sharded
 from liger_kernel.ops._tl import HAS_TRITON, triton
 
 F = TypeVar("F", bound=Callable)
@@ -136,7 +137,10 @@ def op(
 
 
 def use_kernels(x: Tensor, *, fusible: bool = False) -> bool:
-    """Whether kernels serve ``x``; otherwise the reference does: other devices, fp64, and, inside ``torch.compile``, operators that Inductor fuses better."""
+    """Whether kernels serve ``x``; otherwise the reference does: other devices, fp64, DTensors, which PyTorch knows how to split, and, inside
+    ``torch.compile``, operators that Inductor fuses better."""
+    if is_sharded(x):
+        return False
     return x.device.type in _KERNEL_DEVICES and x.dtype in _KERNEL_DTYPES and not (fusible and torch.compiler.is_compiling())
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from liger_kernel.ops import _config
 from liger_kernel.ops._op import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, rows_of, shaped, use_kernels
 from liger_kernel.ops._reduce import column_sum
+from liger_kernel.ops._shards import is_sharded, on_own_rows
 from liger_kernel.ops._tl import cdiv, jit, tl
 
 # Columns that a program holds: a row in fp32 forward; backward a row of dy and x, the weight and two sums, which fill the registers of a processor
@@ -254,6 +255,8 @@ def layer_norm(x: Tensor, w: Tensor | None = None, b: Tensor | None = None, *, e
     for name, p in (("w", w), ("b", b)):
         if p is not None and p.shape != x.shape[-1:]:
             raise ValueError(f"layer_norm: {name} must have shape {tuple(x.shape[-1:])}, got {tuple(p.shape)}")
+    if is_sharded(x) and (y := on_own_rows(layer_norm, x, w, b, eps=eps)) is not None:
+        return y
     if not use_kernels(x, fusible=True):
         return reference(x, w, b, eps=eps)
     return LigerLayerNormFunction.apply(x, w, b, eps)

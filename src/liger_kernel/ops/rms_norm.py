@@ -17,6 +17,7 @@ from torch import Tensor
 from liger_kernel.ops import _config
 from liger_kernel.ops._op import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, rows_of, shaped, use_kernels
 from liger_kernel.ops._reduce import column_sum
+from liger_kernel.ops._shards import is_sharded, on_own_rows
 from liger_kernel.ops._tl import cdiv, jit, tl
 
 CASTING = ("llama", "gemma", "none")
@@ -187,6 +188,8 @@ def rms_norm(x: Tensor, w: Tensor | None = None, *, eps: float = 1e-6, offset: f
         raise ValueError(f"rms_norm: casting must be one of {CASTING}, got {casting!r}")
     if w is not None and w.shape != x.shape[-1:]:
         raise ValueError(f"rms_norm: w must have shape {tuple(x.shape[-1:])}, got {tuple(w.shape)}")
+    if is_sharded(x) and (y := on_own_rows(rms_norm, x, w, eps=eps, offset=offset, casting=casting)) is not None:
+        return y
     if not use_kernels(x, fusible=True) or x.shape[-1] > MAX_N:
         return reference(x, w, eps=eps, offset=offset, casting=casting)
     return LigerRMSNormFunction.apply(x, w, eps, offset, casting)

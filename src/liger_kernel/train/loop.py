@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_kernel.parallel import Parallel, parallelize
+from liger_kernel.parallel import Parallel, by_sharding, parallelize
 from liger_kernel.train.checkpoint import Checkpoints
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.data import Data, load
-from liger_kernel.train.kernels import Compilations, compile_ahead
+from liger_kernel.train.kernels import Compilations, compile_ahead, use_cache
 from liger_kernel.train.measure import PeakMemory, StepClock, device_name, peak_flops
 from liger_kernel.train.metrics import Endpoint, Reports, StepLines, check_reports
 from liger_kernel.train.model import build, device_and_precision, flops_per_token, save
@@ -52,6 +52,7 @@ def train(config: TrainConfig) -> dict[str, Any]:
         if int(data.rows.ids.max()) >= model.config.get_text_config().vocab_size:
             raise UserError(f"the tokenizer has ids beyond the model's vocabulary of {model.config.get_text_config().vocab_size}")
         if device.type == "cuda" and config.kernels == "on":
+            use_cache()
             compile_ahead(config, model.config, precision, ranks)
         metrics = _Run(config, data, model, device, precision, ranks, stop).train()
         if ranks.first:
@@ -83,8 +84,8 @@ class _Run:
         self.autocast = mixed is not None and config.parallel != "fsdp2"
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         matrices, vectors = ([p for p in self.parameters if (p.ndim > 1) == wide] for wide in (True, False))
-        groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-        groups = [group for group in groups if group["params"]]  # adapters have no vectors
+        groups: list[dict[str, Any]] = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        groups = [group | {"params": same} for group in groups for same in by_sharding(group["params"])]  # fused kernels take one kind of tensor
         self.optimizer = torch.optim.AdamW(groups, lr=config.peak_lr, betas=(0.9, config.beta2), fused=True)
         self.out = Path(config.out)
         self.checkpoints = Checkpoints(self.out / "checkpoints", ranks, config.checkpoint_keep)

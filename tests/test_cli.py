@@ -65,6 +65,7 @@ def test_env_says_what_serves(capsys):
     assert rows["liger-kernel"].strip().startswith(liger_kernel.__version__)
     assert rows["torch"].strip() == torch.__version__
     assert ("kernels on the GPU" in rows["operators"]) == torch.cuda.is_available()
+    assert rows["attention"].strip().startswith("sdpa by ") and rows["attention"].endswith("installed")
 
 
 def test_the_old_door_to_env(capsys):

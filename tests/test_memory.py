@@ -6,6 +6,8 @@ import copy
 import gc
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from liger_kernel import memory
+from liger_kernel.nn import LigerRMSNorm, LigerSwiGLUMLP
 from liger_kernel.ops import _op
 from liger_kernel.ops.rms_norm import reference as rms_norm_reference
 from liger_kernel.ops.rms_norm import rms_norm
@@ -662,6 +665,54 @@ def test_quantised_linear():
     _, expected = step(patched(model, False))
     for level in (True, "mlp"):
         assert_same_bits(step(patched(model, level))[1], expected)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_fsdp2(alone):
+    """Weights of layers are freed after the forward and gathered again for the backward; those of norms that are units of their own before that."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh, learned, rebuilt = init_device_mesh(DEVICE, (1,)), [], []
+        for level in (False, True, "mlp"):
+            model = patched(make("llama"), level)
+            for layer in layers_of(model):
+                for unit in (layer.input_layernorm, layer.post_attention_layernorm) if alone else ():
+                    fully_shard(unit, mesh=mesh)
+                fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+            fully_shard(model, mesh=mesh)
+            with mock.patch.object(memory._Recipe, "_compute", autospec=True, side_effect=memory._Recipe._compute) as compute:
+                _, found = step(model)
+            learned.append({n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in found.items()})
+            rebuilt.append(compute.call_count)
+    finally:
+        dist.destroy_process_group()
+    for each in learned[1:]:
+        assert_same_bits(each, learned[0])
+    assert rebuilt == ([0, 2, 0] if alone else [0, 6, 4])  # of two layers: norms and the activation, or only that
+
+
+def test_modules_of_ours():
+    config = SimpleNamespace(hidden_size=16, intermediate_size=24, hidden_act="silu")
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.norm, self.mlp = LigerRMSNorm(16), LigerSwiGLUMLP(config)
+            self.to(DEVICE)
+
+        def forward(self, x):
+            return x + self.mlp(self.norm(x))
+
+    class Ours(Block):
+        forward = memory.rematerialised(Block.forward)
+
+    assert held(Ours(), x_of())[0] < held(Block(), x_of())[0]
+    assert_equal(learn(Ours()), learn(Block()))
 
 
 def test_module_hooks():

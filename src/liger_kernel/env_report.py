@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import os
@@ -47,6 +48,7 @@ def environment() -> dict[str, str]:
     found["GPU"] = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)) or "none"
     found["driver"] = _driver()
     found["operators"] = _serving(bool(names))
+    found["attention"] = _attention("cuda" if names else "cpu")
     return found
 
 
@@ -63,6 +65,20 @@ def _serving(gpu: bool) -> str:
     if os.environ.get("TRITON_INTERPRET") == "1":
         return "Triton kernels, interpreted on the CPU (TRITON_INTERPRET=1)"
     return "Triton kernels on the GPU, PyTorch references on the CPU" if gpu else "PyTorch references: no GPU"
+
+
+def _attention(device: str) -> str:
+    """Which back end PyTorch takes for causal attention in bf16, and which packages transformers could be told to use instead."""
+    import torch
+    from torch.nn.attention import SDPBackend
+
+    q = torch.empty(1, 8, 128, 128, dtype=torch.bfloat16, device=device)
+    chosen = SDPBackend(torch._fused_sdp_choice(q, q, q, None, 0.0, True)).name.lower().replace("_", " ")
+    installed = []
+    for name in ("flash-attn", "flash-attn-3", "flash-attn-4", "kernels"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            installed.append(f"{name} {importlib.metadata.version(name)}")
+    return f"sdpa by {chosen}; {', '.join(installed) or 'no other package'} installed"
 
 
 def print_env_report() -> None:

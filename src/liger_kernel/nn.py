@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from liger_kernel import memory
 from liger_kernel.ops._linear import Kept
 from liger_kernel.ops.attn_res import attn_res
 from liger_kernel.ops.cross_entropy import REDUCTIONS, cross_entropy
@@ -308,7 +309,7 @@ class LigerRMSNorm(nn.Module):
         self.hidden_size, self.variance_epsilon, self.offset, self.casting_mode = hidden_size, eps, offset, casting_mode
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return rms_norm(hidden_states, self.weight, eps=self.variance_epsilon, offset=self.offset, casting=self.casting_mode)
+        return memory.cheap(rms_norm, hidden_states, self.weight, eps=self.variance_epsilon, offset=self.offset, casting=self.casting_mode)
 
     def extra_repr(self) -> str:
         return f"({self.hidden_size},), eps={self.variance_epsilon}, offset={self.offset}, casting_mode={self.casting_mode!r}"
@@ -405,7 +406,7 @@ class LigerLayerNorm(nn.Module):
         self.register_parameter("bias", nn.Parameter(torch.zeros(shape)) if elementwise_affine else None)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return layer_norm(hidden_states, self.weight, self.bias, eps=self.variance_epsilon)
+        return memory.cheap(layer_norm, hidden_states, self.weight, self.bias, eps=self.variance_epsilon)
 
     def extra_repr(self) -> str:
         return f"({self.hidden_size},), eps={self.variance_epsilon}"
@@ -431,7 +432,7 @@ class _GatedMLP(nn.Module):
         self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(glu(self.gate_proj(x), self.up_proj(x), act=self.act))
+        return self.down_proj(memory.cheap(glu, self.gate_proj(x), self.up_proj(x), act=self.act))
 
 
 class LigerSwiGLUMLP(_GatedMLP):
@@ -441,7 +442,7 @@ class LigerSwiGLUMLP(_GatedMLP):
         super().__init__(config, _activation(self, config.hidden_act, SILU), getattr(config, "mlp_bias", False), intermediate_size)
 
     def forward(self, x: Tensor) -> Tensor:  # also bound to MLPs of other classes, which have the projections and no more
-        return self.down_proj(glu(self.gate_proj(x), self.up_proj(x), act="silu"))
+        return self.down_proj(memory.cheap(glu, self.gate_proj(x), self.up_proj(x), act="silu"))
 
 
 class LigerGEGLUMLP(_GatedMLP):
@@ -521,7 +522,7 @@ class LigerFalconH1SwiGLUMLP(_GatedMLP):
         self.gate_multiplier, self.down_multiplier = config.mlp_multipliers
 
     def forward(self, x: Tensor) -> Tensor:
-        y = glu(self.gate_proj(x), self.up_proj(x), act=self.act, gate_multiplier=self.gate_multiplier)
+        y = memory.cheap(glu, self.gate_proj(x), self.up_proj(x), act=self.act, gate_multiplier=self.gate_multiplier)
         return self.down_proj(y) * self.down_multiplier
 
 
@@ -559,7 +560,7 @@ class LigerBlockSparseTop2MLP(nn.Module):
         self.w3 = nn.Linear(self.hidden_dim, self.ffn_dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.w2(glu(self.w1(x), self.w3(x), act=self.act))
+        return self.w2(memory.cheap(glu, self.w1(x), self.w3(x), act=self.act))
 
 
 class LigerGEGLUMLPForGemma4(_GatedMLP):
@@ -584,7 +585,7 @@ class LigerPhi3SwiGLUMLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return self.down_proj(glu(self.gate_up_proj(hidden_states), act=self.act))
+        return self.down_proj(memory.cheap(glu, self.gate_up_proj(hidden_states), act=self.act))
 
 
 LOSS_OPTIONS = (

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import datetime
 import functools
 import importlib.util
@@ -110,7 +111,7 @@ class Collectives(TorchDispatchMode):
 
 
 CHECKS: dict[str, Callable[[], None]] = {}
-BY_KERNELS = {"norms_of_dtensors"}  # in the interpreter; whole models would take minutes in it
+BY_KERNELS = {"norms_of_dtensors", "a_sharded_head_by_kernels"}  # in the interpreter; whole models would take minutes in it
 
 
 def check(fn: Callable[[], None]) -> Callable[[], None]:
@@ -440,9 +441,35 @@ def norms_of_dtensors() -> None:
             for ours, theirs in zip((y, *(t.grad for t in mine)), (truth, *(t.grad for t in one))):
                 torch.testing.assert_close(ours.full_tensor(), theirs, rtol=1e-5, atol=1e-5)
     _op._start = launch
+    late = DTensor.from_local(x.chunk(2, -1)[dist.get_rank()].contiguous(), group, [Shard(2)])  # still on its way when the kernel is asked for
+    torch.testing.assert_close(rms_norm(late.redistribute(placements=[Replicate()], async_op=True)).to_local(), rms_norm(x))
     columns = DTensor.from_local(x.chunk(2, -1)[dist.get_rank()], group, [Shard(2)])  # rows in pieces: by PyTorch's own operators
     torch.testing.assert_close(rms_norm(columns, DTensor.from_local(w, group, [Replicate()])).full_tensor(), rms_norm(x, w), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(glu(columns, columns).full_tensor(), glu(x, x), rtol=1e-5, atol=1e-5)
+
+
+@check
+def a_sharded_head_by_kernels() -> None:
+    """Of hidden states that are spread over the ranks by sequence, and classes shared unequally."""
+    from liger_kernel.parallel import received
+
+    group = mesh()
+    torch.manual_seed(6)
+    one = nn.Linear(16, 71).to(group.device_type)
+    head = parallelize_module(copy.deepcopy(one), group, ColwiseParallel(input_layouts=Shard(1)))
+    x, target = torch.randn(2, 6, 16).to(group.device_type), torch.randint(0, 71, (12,)).to(group.device_type)
+    target[3] = -100
+    all_x, own_x = x.clone().requires_grad_(), x.chunk(2, 1)[dist.get_rank()].clone().requires_grad_()
+    truth = nn.functional.cross_entropy(one(all_x).flatten(0, 1), target)
+    truth.backward()
+    sliced, rows = received(head, own_x)
+    loss = deferred.head_cross_entropy(sliced, rows.flatten(0, 1), target)
+    loss.backward()
+    torch.testing.assert_close(loss, truth)
+    torch.testing.assert_close(own_x.grad, all_x.grad.chunk(2, 1)[dist.get_rank()])
+    for ours, theirs in zip(head.parameters(), one.parameters()):
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+    torch.testing.assert_close(sliced(rows), one(x))
 
 
 @check

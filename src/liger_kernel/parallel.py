@@ -24,14 +24,18 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from liger_kernel.ops._linear import auto_chunk_rows
 from liger_kernel.ops._op import on_gpu
 from liger_kernel.ops.vocab_parallel_linear_cross_entropy import vocab_parallel_linear_cross_entropy
+
+if dist.is_available():
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+else:  # a PyTorch for one process: nothing is an instance of these
+    DTensor = FSDPModule = FullyShardedDataParallel = ()  # type: ignore[assignment,misc]
 
 MODES = ("none", "ddp", "fsdp2", "tp")
 
@@ -58,8 +62,8 @@ class Parallel:
         """The sum of a number over all data ranks, fp64 and on the model's device. One small all-reduce."""
         device = next(self.module.parameters()).device
         sum_ = torch.as_tensor(count, dtype=torch.float64).to(device, copy=True)
-        if self.data_ranks > 1:
-            dist.all_reduce(sum_)
+        if self.mesh is not None and self.data_ranks > 1:
+            dist.all_reduce(sum_, group=self.mesh.get_group())
         return sum_
 
     def items(self, tokens: Tensor | float) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch import nn
 
 from liger_kernel.parallel import call_instead
 
@@ -13,6 +13,6 @@ from liger_kernel.parallel import call_instead
 class _FSDPForwardRedirection:
     """Calls a function while the parameters of a module, wrapped by FSDP1, are gathered, and lets their gradients be reduced."""
 
-    def __call__(self, wrapper_module: FullyShardedDataParallel, method: Callable, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, wrapper_module: nn.Module, method: Callable, *args: Any, **kwargs: Any) -> Any:
         """``method(*args, **kwargs)``, from within a call of ``wrapper_module``."""
         return call_instead(wrapper_module, wrapper_module.module, method, *args, **kwargs)

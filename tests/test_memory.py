@@ -532,10 +532,10 @@ def test_classes():
     model = make("llama")
     before = snapshot(*everything_of("llama"))
     _, stock = step(model)
-    ours.apply_liger_kernel_to_llama(rematerialise=False)
+    ours.apply_liger_kernel_to_llama()
     _, expected = step(model)
     restore()
-    ours.apply_liger_kernel_to_llama()
+    ours.apply_liger_kernel_to_llama(rematerialise=True)
     with Kept() as kept:
         model(**tokens(), use_cache=False)
     _, learned = step(model)

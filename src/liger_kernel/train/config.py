@@ -76,7 +76,7 @@ class TrainConfig:
     cross_entropy: bool | None = _field(None, "kernels", "cross entropy over the logits, not fused with the head")
     fused_linear_cross_entropy: bool | None = _field(None, "kernels", "output head and cross entropy in one: the logits are never stored")
     rematerialise: str | None = _field(
-        None, "kernels", "computed again in the backward, not kept: cheap, norms and gated activations (default); mlp, projections, too; off", REMATERIALISE
+        None, "kernels", "computed again in the backward, not kept: cheap, norms and gated activations; mlp, projections, too; off (default)", REMATERIALISE
     )
 
     parallel: str = _field("none", "ranks", "how several ranks share the work: copies of the model, or its shards", PARALLEL)

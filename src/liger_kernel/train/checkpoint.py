@@ -117,7 +117,7 @@ class Checkpoints:
         if wait:
             try:
                 self._future.set_result(dcp.save(tensors, **options))
-            except Exception as problem:  # what a disk or another rank's disk raised
+            except (Exception, dcp.api.CheckpointException) as problem:  # this disk or another rank's; DCP's is no Exception
                 self._future.set_exception(problem)
             self.finish()
         else:

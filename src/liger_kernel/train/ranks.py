@@ -118,9 +118,9 @@ def reporting(run: Callable[[TrainConfig], T]) -> Callable[[TrainConfig], T]:
             return run(config)
         try:
             return run(config)
-        except Preempted:
+        except (Preempted, SystemExit, KeyboardInterrupt):
             raise
-        except Exception as error:
+        except BaseException as error:  # DCP's is no Exception
             get_error_handler().record_exception(error)
             mistake = isinstance(error, UserError)
             text = f"{error}\n" if mistake else traceback.format_exc()

@@ -133,10 +133,10 @@ def test_ignored_rows_are_not_read(fn, reduction):
     assert loss.isfinite().all() and x.grad.isfinite().all() and y.grad.isfinite().all() and not x.grad[1].any() and not y.grad[1].any()
 
 
-@pytest.mark.parametrize("scaled", [kl_div, jsd, tvd, logit_divergence])
+@pytest.mark.parametrize("scaled", [kl_div, jsd, tvd, pytest.param(logit_divergence, marks=[pytest.mark.slow] * (DEVICE == "cpu"))])
 def test_fp16_gradients_of_a_mean_do_not_underflow(scaled):
     """A loss scaler multiplies what a mean over many would have made 0."""
-    x, y = leaves(draw(120, 200, dtype=torch.float16).log_softmax(-1), draw(120, 200, dtype=torch.float16, seed=1).log_softmax(-1))
+    x, y = leaves(draw(600, 40, dtype=torch.float16).log_softmax(-1), draw(600, 40, dtype=torch.float16, seed=1).log_softmax(-1))
     if scaled is tvd:
         x, y = leaves(x.exp() / 500, y.exp() / 500)
     of = dict(log_target=True, reduction="mean") if scaled is kl_div else dict(reduction="mean") if scaled is tvd else {}

@@ -32,7 +32,7 @@ def auto_chunk_rows(M: int, V: int, H: int, itemsize: int, on_gpu: bool) -> int:
     GPU: at least 1024 (H200: GEMMs of 512 rows lose a third of their speed), in multiples of 512. For a 16-bit w as many as it takes to sum dw in
     ``rounded_sums`` chunks, or a quarter as many as w has columns, so that the logits take a quarter of dw's memory, unless fp32 sums and chunks of
     1024 take less; then, and for an fp32 w, an eighth of the tokens and at most 1 GiB. CPU: a buffer of 64 MiB.
-    H200, 8192 x 4096 x 128256: chunks of 1024 41.0 ms and 1.38 GB, of 1408 41.6 and 1.48, of 1536 40.8 and 1.51, of 2048 40.1 and 1.64.
+    H200, 8192 x 4096 x 128256: chunks of 1024 41.0 ms and 1.38 GB, of 1536 40.8 and 1.51, of 2048 40.9 and 1.64.
     """
     few = -(-M // rounded_sums(M, V))
     if not on_gpu:

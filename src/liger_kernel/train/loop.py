@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from liger_kernel.parallel import Parallel, by_sharding, parallelize
@@ -214,9 +213,7 @@ class _Run:
         now = self._clock()
         outcomes = torch.stack([outcome for outcome, _ in self.pending])
         if self.parallel.data_ranks > 1:  # each has the loss of its own tokens, over the number of all
-            losses = outcomes[:, 0].contiguous()
-            dist.all_reduce(losses)
-            outcomes[:, 0] = losses / self.parallel.data_ranks
+            outcomes[:, 0] = self.parallel.total(outcomes[:, 0]) / self.parallel.data_ranks
         lines = [{**line, "loss": loss, "grad_norm": norm} for (_, line), (loss, norm) in zip(self.pending, outcomes.tolist())]
         self.pending.clear()
         if evaluation is not None:

@@ -12,6 +12,7 @@ import json
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -145,8 +146,10 @@ class Reports:
         if "wandb" in config.reports:
             import wandb
 
-            # the same id after a restart: the run goes on
-            run = wandb.init(dir=str(out), name=out.name, id=out.resolve().as_posix().strip("/").replace("/", "-")[-64:], resume="allow", config=settings)
+            path = out / "wandb-id"  # the same after a restart: the run goes on
+            if not path.is_file():
+                path.write_text(uuid.uuid4().hex)
+            run = wandb.init(dir=str(out), name=out.name, id=path.read_text(), resume="allow", config=settings)
             self._send.append(lambda step, values: run.log(values, step=step))
             self._close.append(run.finish)
         if "mlflow" in config.reports:

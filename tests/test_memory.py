@@ -54,7 +54,8 @@ def calls(monkeypatch) -> list[tuple[int, ...]]:
 
 
 def norm(x: Tensor, w: Tensor, **options) -> Tensor:
-    Layer.calls.append(tuple(x.shape))
+    if not torch.compiler.is_compiling():
+        Layer.calls.append(tuple(x.shape))
     return rms_norm_reference(x, w, **options)
 
 

@@ -215,4 +215,4 @@ def sparsemax(x: Tensor, *, dim: int = -1) -> Tensor:
         raise ValueError(f"sparsemax: dim must be in [{-max(x.ndim, 1)}, {max(x.ndim, 1) - 1}], got {dim}")
     if not x.ndim or not use_kernels(x):
         return reference(x, dim=dim)
-    return LigerSparsemaxFunction.apply(x, dim)
+    return LigerSparsemaxFunction.apply(x.movedim(dim, -1), -1).movedim(-1, dim)

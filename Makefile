@@ -34,7 +34,7 @@ demo: $(READY)
 
 # One thread per process: the processes share the cores already, and small tensors gain nothing from more.
 test: $(READY)
-	@workers=; if [ $(JOBS) -gt 1 ] && $(PY) -c 'import xdist' 2>/dev/null; then workers='-n $(JOBS)'; fi; \
+	@workers=; if [ $(JOBS) -gt 1 ] && $(PY) -c 'import xdist' 2>/dev/null; then workers='-n $(JOBS) --dist loadgroup'; fi; \
 	set -x; OMP_NUM_THREADS=1 PYTHONPATH=src $(PY) -m pytest $$workers $(ARGS)
 
 test-integrations: $(READY)

@@ -41,7 +41,8 @@ def table(rows: list[dict]) -> str:
     return "\n".join([*lines, *("| " + " | ".join(str(worst[k][c]) for c in columns) + " |" for k in sorted(worst))])
 
 
-VARIANTS = [(t, "flags" if t == "sm90" else "kernels") for t in SHARED] + [pytest.param(t, "all", marks=pytest.mark.slow) for t in SHARED]
+EVERY_TIME = ("sm80", "sm90", "sm100", "gfx942")
+VARIANTS = [pytest.param(t, v, marks=[pytest.mark.slow] * (v == "all" or t not in EVERY_TIME)) for v in ("kernels", "all") for t in SHARED]
 
 
 @pytest.mark.timeout(3600)

@@ -36,6 +36,7 @@ class _None:
 
 
 @pytest.mark.skipif(0 < parallel_ranks.GPUS < parallel_ranks.RANKS, reason="needs a GPU for every rank, or none")
+@pytest.mark.xdist_group("parallel")  # the ranks run all checks at once
 @pytest.mark.parametrize("name", parallel_ranks.CHECKS)
 def test_over_ranks(name, outcome):
     said = outcome[name]

@@ -342,6 +342,7 @@ def outcome(ranks: int) -> dict[str, list[str]]:
 
 @pytest.mark.skipif(not _op._KERNEL_DEVICES, reason="Triton is not installed")
 @pytest.mark.parametrize("ranks", [pytest.param(r, marks=[pytest.mark.slow] * (not GPUS and r == 2)) for r in SIZES])  # 3 slices are of different sizes
+@pytest.mark.xdist_group("vocab_parallel")  # the ranks run all checks at once
 @pytest.mark.parametrize("name", CHECKS)
 def test_over_ranks(name, ranks):
     if torch.cuda.is_available() and ranks > GPUS:

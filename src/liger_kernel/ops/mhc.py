@@ -8,8 +8,8 @@
 Shapes: x, y (..., H, C), phi (H C, P), b (P,), P = H H + 2 H, alphas of one element, f, x_in (..., C); T = product of the leading dims.
 
 Sinkhorn is a softmax of each row, plus eps, its columns divided by their sums, and then tmax - 1 times rows and columns by theirs; a sum is increased
-by eps. Its backward is that of these steps: one at a time, each from the start, which costs tmax^2 / 2 steps on matrices that stay in registers and no
-memory. The coefficients are fp32, and so is everything before them.
+by eps. Its backward goes back through these steps, which it takes again and writes down, for as many tokens at a time as there are programs. The
+coefficients are fp32, and so is everything before them.
 """
 
 from __future__ import annotations
@@ -68,15 +68,15 @@ def _check(name: str, x: Tensor, **shapes: tuple[Tensor, tuple[int, ...]]) -> No
 
 @jit
 def _project(
-    x_ptr, phi_ptr, mix_ptr, rstd_ptr, T, K, P, x_stride, eps,
-    PRECISION: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr,
+    x_ptr, phi_ptr, mix_ptr, T, K, P, x_stride, PRECISION: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
+    """Of some columns: x phi, and as one more column the sums of the squares of x."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     p = tl.arange(0, BLOCK_P)
     mix = tl.zeros((BLOCK_T, BLOCK_P), tl.float32)
     squares = tl.zeros((BLOCK_T, BLOCK_K), tl.float32)
     lost = tl.zeros((BLOCK_T, BLOCK_P), tl.float32)
-    for start in range(0, K, BLOCK_K):
+    for start in range(tl.program_id(1) * BLOCK_K, K, tl.num_programs(1) * BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         x = tl.load(x_ptr + row[:, None] * x_stride + k[None, :], mask=(row < T)[:, None] & (k < K)[None, :], other=0.0)
         phi = tl.load(phi_ptr + k[:, None] * P + p[None, :], mask=(k < K)[:, None] & (p < P)[None, :], other=0.0)
@@ -88,9 +88,9 @@ def _project(
             part = tl.dot(wide, phi.to(tl.float32), input_precision=PRECISION)
         # what a sum of thousands rounds off is kept (Kahan): tensor cores cut it off, and the exponentials to come multiply it
         mix, lost = add_exactly(mix, part, lost)
-    rstd = rsqrt(tl.sum(squares, axis=1) / K + tl.cast(eps, tl.float32))
-    tl.store(rstd_ptr + row, rstd, mask=row < T)
-    tl.store(mix_ptr + row[:, None] * P + p[None, :], mix * rstd[:, None], mask=(row < T)[:, None] & (p < P)[None, :])
+    at = (tl.program_id(1).to(tl.int64) * T + row) * (P + 1)
+    tl.store(mix_ptr + at + P, tl.sum(squares, axis=1), mask=row < T)
+    tl.store(mix_ptr + at[:, None] + p[None, :], mix, mask=(row < T)[:, None] & (p < P)[None, :])
 
 
 @jit
@@ -133,9 +133,18 @@ def _over_sums_bwd(d, m, y, padding, eps, AXIS: tl.constexpr):
 
 
 @jit
-def _logits(mix_ptr, b_ptr, alpha_ptr, row, at, inside):
-    """alpha mix + b, of all ``at`` in each row."""
-    mix = tl.load(mix_ptr + row + at, mask=inside, other=0.0)
+def _rstd(mix_ptr, row, T, K, P, eps):
+    return rsqrt(tl.load(mix_ptr + row * (P + 1) + P, mask=row < T, other=1.0) / K + tl.cast(eps, tl.float32))
+
+
+@jit
+def _normed(mix_ptr, rstd, row, at, inside, P):
+    """x phi rstd, of all ``at`` in each row."""
+    return tl.load(mix_ptr + row * (P + 1) + at, mask=inside, other=0.0) * rstd
+
+
+@jit
+def _logits(mix, b_ptr, alpha_ptr, at, inside):
     return mix * tl.load(alpha_ptr).to(tl.float32) + tl.load(b_ptr + at, mask=inside, other=0.0).to(tl.float32)
 
 
@@ -154,70 +163,119 @@ def _row_softmax(logits, inside):
 
 @jit
 def _coeffs_fwd(
-    mix_ptr, b_ptr, a_pre_ptr, a_post_ptr, a_res_ptr, pre_ptr, post_ptr, res_ptr, T, H, P, tmax, pre_eps, sinkhorn_eps, post_mult,
+    mix_ptr, b_ptr, a_pre_ptr, a_post_ptr, a_res_ptr, pre_ptr, post_ptr, res_ptr, T, H, K, P, tmax, rms_eps, pre_eps, sinkhorn_eps, post_mult,
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    j = tl.arange(0, BLOCK_H)
-    flat = (row < T)[:, None] & (j < H)[None, :]
-    one = (row * P)[:, None]
-    pre = _logits(mix_ptr, b_ptr, a_pre_ptr, one, j[None, :], flat)
-    post = _logits(mix_ptr, b_ptr, a_post_ptr, one, H + j[None, :], flat)
-    tl.store(pre_ptr + (row * H)[:, None] + j[None, :], _sigmoid(pre) + tl.cast(pre_eps, tl.float32), mask=flat)
-    tl.store(post_ptr + (row * H)[:, None] + j[None, :], tl.cast(post_mult, tl.float32) * _sigmoid(post), mask=flat)
+    j = tl.arange(0, BLOCK_H)[None, :]
+    flat = (row < T)[:, None] & (j < H)
+    rstd = _rstd(mix_ptr, row, T, K, P, rms_eps)
+    pre = _logits(_normed(mix_ptr, rstd[:, None], row[:, None], j, flat, P), b_ptr, a_pre_ptr, j, flat)
+    post = _logits(_normed(mix_ptr, rstd[:, None], row[:, None], H + j, flat, P), b_ptr, a_post_ptr, H + j, flat)
+    tl.store(pre_ptr + (row * H)[:, None] + j, _sigmoid(pre) + tl.cast(pre_eps, tl.float32), mask=flat)
+    tl.store(post_ptr + (row * H)[:, None] + j, tl.cast(post_mult, tl.float32) * _sigmoid(post), mask=flat)
 
-    at = j[None, :, None] * H + j[None, None, :]
-    inside = (row < T)[:, None, None] & (j < H)[None, :, None] & (j < H)[None, None, :]
-    padding = (j >= H).to(tl.float32)
+    r = tl.arange(0, BLOCK_H)[None, :, None]
+    c = tl.arange(0, BLOCK_H)[None, None, :]
+    row = row[:, None, None]
+    inside = (row < T) & (r < H) & (c < H)
+    of_rows = (r >= H).to(tl.float32) + (row >= T).to(tl.float32)
+    of_columns = (c >= H).to(tl.float32) + (row >= T).to(tl.float32)
     eps = tl.cast(sinkhorn_eps, tl.float32)
-    m = _row_softmax(_logits(mix_ptr, b_ptr, a_res_ptr, (row * P)[:, None, None], 2 * H + at, inside), inside)
-    m = tl.where(inside, m + eps, 0.0)
-    beyond = (row >= T).to(tl.float32)[:, None, None]
-    for step in range(2 * tmax - 1):
-        if step % 2 == 0:
-            m = _over_sums(m, padding[None, None, :] + beyond, eps, 1)
-        else:
-            m = _over_sums(m, padding[None, :, None] + beyond, eps, 2)
-    tl.store(res_ptr + (row * H * H)[:, None, None] + at, m, mask=inside)
+    at = 2 * H + r * H + c
+    m = _row_softmax(_logits(_normed(mix_ptr, rstd[:, None, None], row, at, inside, P), b_ptr, a_res_ptr, at, inside), inside)
+    m = _over_sums(tl.where(inside, m + eps, 0.0), of_columns, eps, 1)
+    for _ in range(1, tmax):
+        m = _over_sums(_over_sums(m, of_rows, eps, 2), of_columns, eps, 1)
+    tl.store(res_ptr + row * H * H + r * H + c, m, mask=inside)
 
 
 @jit
 def _coeffs_bwd(
-    dpre_ptr, dpost_ptr, dres_ptr, mix_ptr, b_ptr, a_pre_ptr, a_post_ptr, a_res_ptr, dlogits_ptr, T, H, P, tmax, sinkhorn_eps, post_mult,
-    BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
+    dpre_ptr, dpost_ptr, dres_ptr, mix_ptr, b_ptr, a_pre_ptr, a_post_ptr, a_res_ptr, dz_ptr, factor_ptr, sums_ptr, steps_ptr,
+    T, H, K, P, tmax, rms_eps, sinkhorn_eps, post_mult, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    j = tl.arange(0, BLOCK_H)
-    flat = (row < T)[:, None] & (j < H)[None, :]
-    one = (row * P)[:, None]
-    pre = _sigmoid(_logits(mix_ptr, b_ptr, a_pre_ptr, one, j[None, :], flat))
-    post = _sigmoid(_logits(mix_ptr, b_ptr, a_post_ptr, one, H + j[None, :], flat))
-    dpre = tl.load(dpre_ptr + (row * H)[:, None] + j[None, :], mask=flat, other=0.0)
-    dpost = tl.load(dpost_ptr + (row * H)[:, None] + j[None, :], mask=flat, other=0.0) * tl.cast(post_mult, tl.float32)
-    tl.store(dlogits_ptr + one + j[None, :], dpre * pre * (1.0 - pre), mask=flat)
-    tl.store(dlogits_ptr + one + H + j[None, :], dpost * post * (1.0 - post), mask=flat)
+    """dz, the gradient of x phi; factor x is what dx has of the norm. And each program's sums of the gradients of b, and of alpha pre, post and res.
 
-    at = j[None, :, None] * H + j[None, None, :]
-    inside = (row < T)[:, None, None] & (j < H)[None, :, None] & (j < H)[None, None, :]
-    beyond = (row >= T).to(tl.float32)[:, None, None]
-    of_rows = (j >= H).to(tl.float32)[None, :, None] + beyond
-    of_columns = (j >= H).to(tl.float32)[None, None, :] + beyond
+    ``steps`` is the program's memory of its Sinkhorn steps.
+    """
+    program = tl.program_id(0)
+    j = tl.arange(0, BLOCK_H)[None, :]
+    r = tl.arange(0, BLOCK_H)[None, :, None]
+    c = tl.arange(0, BLOCK_H)[None, None, :]
+    at = 2 * H + r * H + c
     eps = tl.cast(sinkhorn_eps, tl.float32)
-    s = _row_softmax(_logits(mix_ptr, b_ptr, a_res_ptr, (row * P)[:, None, None], 2 * H + at, inside), inside)
-    first = tl.where(inside, s + eps, 0.0)
-    scaled = _over_sums(first, of_columns, eps, 1)
-    d = tl.load(dres_ptr + (row * H * H)[:, None, None] + at, mask=inside, other=0.0)
-    for step in range(1, tmax):
-        m = scaled
-        for _ in range(tmax - 1 - step):
-            m = _over_sums(_over_sums(m, of_rows, eps, 2), of_columns, eps, 1)
-        r = _over_sums(m, of_rows, eps, 2)
-        c = _over_sums(r, of_columns, eps, 1)
-        d = _over_sums_bwd(d, r, c, of_columns, eps, 1)
-        d = _over_sums_bwd(d, m, r, of_rows, eps, 2)
-    d = _over_sums_bwd(d, first, scaled, of_columns, eps, 1)
-    d = s * (d - tl.expand_dims(tl.sum(d * s, axis=2), 2))
-    tl.store(dlogits_ptr + (row * P)[:, None, None] + 2 * H + at, d, mask=inside)
+    a_pre = tl.load(a_pre_ptr).to(tl.float32)
+    a_post = tl.load(a_post_ptr).to(tl.float32)
+    a_res = tl.load(a_res_ptr).to(tl.float32)
+    slot = tl.arange(0, BLOCK_T)[:, None, None] * BLOCK_H * BLOCK_H + r * BLOCK_H + c
+    steps_ptr += program.to(tl.int64) * (2 * tmax - 1) * BLOCK_T * BLOCK_H * BLOCK_H + slot
+    STEP: tl.constexpr = BLOCK_T * BLOCK_H * BLOCK_H
+    db_pre = tl.zeros((BLOCK_T, BLOCK_H), tl.float32)
+    db_post = tl.zeros((BLOCK_T, BLOCK_H), tl.float32)
+    db_res = tl.zeros((BLOCK_T, BLOCK_H, BLOCK_H), tl.float32)
+    da_pre = tl.zeros((BLOCK_T, BLOCK_H), tl.float32)
+    da_post = tl.zeros((BLOCK_T, BLOCK_H), tl.float32)
+    da_res = tl.zeros((BLOCK_T, BLOCK_H, BLOCK_H), tl.float32)
+    for tile in range(program, tl.cdiv(T, BLOCK_T), tl.num_programs(0)):
+        rows = tl.cast(tile, tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+        flat = (rows < T)[:, None] & (j < H)
+        rstd = _rstd(mix_ptr, rows, T, K, P, rms_eps)
+        row = rows[:, None]
+        mix_pre = _normed(mix_ptr, rstd[:, None], row, j, flat, P)
+        mix_post = _normed(mix_ptr, rstd[:, None], row, H + j, flat, P)
+        pre = _sigmoid(_logits(mix_pre, b_ptr, a_pre_ptr, j, flat))
+        post = _sigmoid(_logits(mix_post, b_ptr, a_post_ptr, H + j, flat))
+        dpre = tl.load(dpre_ptr + row * H + j, mask=flat, other=0.0) * pre * (1.0 - pre)
+        dpost = tl.load(dpost_ptr + row * H + j, mask=flat, other=0.0) * tl.cast(post_mult, tl.float32) * post * (1.0 - post)
+
+        row = rows[:, None, None]
+        inside = (row < T) & (r < H) & (c < H)
+        of_rows = (r >= H).to(tl.float32) + (row >= T).to(tl.float32)
+        of_columns = (c >= H).to(tl.float32) + (row >= T).to(tl.float32)
+        mix = _normed(mix_ptr, rstd[:, None, None], row, at, inside, P)
+        s = _row_softmax(_logits(mix, b_ptr, a_res_ptr, at, inside), inside)
+        first = tl.where(inside, s + eps, 0.0)
+        m = _over_sums(first, of_columns, eps, 1)
+        tl.debug_barrier()  # the tile before has read its steps
+        for step in range(tmax - 1):
+            tl.store(steps_ptr + 2 * step * STEP, m)
+            m = _over_sums(m, of_rows, eps, 2)
+            tl.store(steps_ptr + (2 * step + 1) * STEP, m)
+            m = _over_sums(m, of_columns, eps, 1)
+        tl.debug_barrier()
+        d = tl.load(dres_ptr + row * H * H + r * H + c, mask=inside, other=0.0)
+        for i in range(tmax - 1):
+            step = tmax - 2 - i
+            halfway = tl.load(steps_ptr + (2 * step + 1) * STEP)
+            d = _over_sums_bwd(d, halfway, m, of_columns, eps, 1)
+            m = tl.load(steps_ptr + 2 * step * STEP)
+            d = _over_sums_bwd(d, m, halfway, of_rows, eps, 2)
+        d = _over_sums_bwd(d, first, m, of_columns, eps, 1)
+        d = s * (d - tl.expand_dims(tl.sum(d * s, axis=2), 2))
+        # d of a row of h_res sums to zero: what all of its mix have in common counts for nothing but rounding
+        mix = tl.where(inside, mix - tl.expand_dims(tl.sum(mix, axis=2), 2) / H, 0.0)
+
+        db_pre += dpre
+        db_post += dpost
+        db_res += d
+        da_pre += dpre * mix_pre
+        da_post += dpost * mix_post
+        da_res += d * mix
+        along = tl.sum(a_pre * dpre * mix_pre + a_post * dpost * mix_post, axis=1) + a_res * tl.sum(tl.sum(d * mix, axis=2), axis=1)
+        tl.store(factor_ptr + rows, -along * rstd * rstd / K, mask=rows < T)
+        tl.store(dz_ptr + rows[:, None] * P + j, a_pre * dpre * rstd[:, None], mask=flat)
+        tl.store(dz_ptr + rows[:, None] * P + H + j, a_post * dpost * rstd[:, None], mask=flat)
+        tl.store(dz_ptr + row * P + at, a_res * d * rstd[:, None, None], mask=inside)
+    sums_ptr += program * (P + 3)
+    one = tl.arange(0, BLOCK_H)
+    tl.store(sums_ptr + one, tl.sum(db_pre, axis=0), mask=one < H)
+    tl.store(sums_ptr + H + one, tl.sum(db_post, axis=0), mask=one < H)
+    each = one[:, None] * H + one[None, :]
+    tl.store(sums_ptr + 2 * H + each, tl.sum(db_res, axis=0), mask=(one < H)[:, None] & (one < H)[None, :])
+    tl.store(sums_ptr + P, tl.sum(da_pre))
+    tl.store(sums_ptr + P + 1, tl.sum(da_post))
+    tl.store(sums_ptr + P + 2, tl.sum(da_res))
 
 
 def _tiles(P: int, dtype: torch.dtype) -> dict:
@@ -232,33 +290,40 @@ def _tiles(P: int, dtype: torch.dtype) -> dict:
 
 
 def _tokens(H: int) -> dict[str, int]:
-    """Of the coefficients: 16 values of h_res a thread, of which the backward holds seven."""
+    """Of the coefficients: chains of dependent steps on little matrices, so as many warps as there can be, of 4 values of h_res a thread."""
     block_h = next_power_of_2(H)
-    return dict(BLOCK_T=max(1, 2048 // block_h**2), BLOCK_H=block_h, num_warps=4)
+    return dict(BLOCK_T=max(1, 128 // block_h**2), BLOCK_H=block_h, num_warps=1)
 
 
 @launcher(
     "(Tensor x, Tensor phi, Tensor b, Tensor[] alphas, int H, int tmax, float rms_eps, float pre_eps, float sinkhorn_eps, float post_mult)"
-    " -> (Tensor pre, Tensor post, Tensor res, Tensor mix, Tensor rstd)"
+    " -> (Tensor pre, Tensor post, Tensor res, Tensor mix)"
 )
 def mhc_coeffs_fwd(
     x: Tensor, phi: Tensor, b: Tensor, alphas: list[Tensor], H: int, tmax: int, rms_eps: float, pre_eps: float, sinkhorn_eps: float, post_mult: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The coefficients; ``mix`` (M, P + 1) is x phi and the sum of x^2."""
     (M, K), P = x.shape, phi.shape[1]
-    pre, post, res, mix, rstd = (x.new_empty(shape, dtype=torch.float32) for shape in ((M, H), (M, H), (M, H, H), (M, P), (M,)))
+    pre, post, res, mix = (x.new_empty(shape, dtype=torch.float32) for shape in ((M, H), (M, H), (M, H, H), (M, P + 1)))
     if not tracing(x):
         tiles, tokens = _tiles(P, x.dtype), _tokens(H)
-        launch(_project, (cdiv(M, tiles["BLOCK_T"]),), x, phi, mix, rstd, M, K, P, x.stride(0), rms_eps, **tiles)
-        launch(_coeffs_fwd, (cdiv(M, tokens["BLOCK_T"]),), mix, b, *alphas, pre, post, res, M, H, P, tmax, pre_eps, sinkhorn_eps, post_mult, **tokens)
-    return pre, post, res, mix, rstd
+        blocks = cdiv(M, tiles["BLOCK_T"])
+        splits = max(1, min(cdiv(4 * _config.processors(), blocks), cdiv(K, 8 * tiles["BLOCK_K"])))
+        partials = mix if splits == 1 else x.new_empty((splits, mix.numel()), dtype=torch.float32)
+        launch(_project, (blocks, splits), x, phi, partials, M, K, P, x.stride(0), **tiles)
+        if splits > 1:
+            mix = column_sum(partials, torch.float32).view(M, P + 1)
+        launch(_coeffs_fwd, (cdiv(M, tokens["BLOCK_T"]),), mix, b, *alphas, pre, post, res, M, H, K, P, tmax, rms_eps, pre_eps, sinkhorn_eps, post_mult,
+               **tokens)  # fmt: skip
+    return pre, post, res, mix
 
 
 @launcher(
-    "(Tensor[] dh, Tensor x, Tensor phi, Tensor b, Tensor[] alphas, Tensor mix, Tensor rstd, int H, int tmax, float sinkhorn_eps, float post_mult,"
+    "(Tensor[] dh, Tensor x, Tensor phi, Tensor b, Tensor[] alphas, Tensor mix, int H, int tmax, float rms_eps, float sinkhorn_eps, float post_mult,"
     " bool[] needed) -> (Tensor dx, Tensor dphi, Tensor db, Tensor dalpha_pre, Tensor dalpha_post, Tensor dalpha_res)"
 )
 def mhc_coeffs_bwd(
-    dh: list[Tensor], x: Tensor, phi: Tensor, b: Tensor, alphas: list[Tensor], mix: Tensor, rstd: Tensor, H: int, tmax: int, sinkhorn_eps: float,
+    dh: list[Tensor], x: Tensor, phi: Tensor, b: Tensor, alphas: list[Tensor], mix: Tensor, H: int, tmax: int, rms_eps: float, sinkhorn_eps: float,
     post_mult: float, needed: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of x, phi, b and the alphas; what is not needed is empty."""
@@ -266,22 +331,16 @@ def mhc_coeffs_bwd(
     if not tracing(x):
         (M, K), P = x.shape, phi.shape[1]
         tiles, tokens = _tiles(P, x.dtype), _tokens(H)
-        dlogits = torch.empty_like(mix)
-        launch(_coeffs_bwd, (cdiv(M, tokens["BLOCK_T"]),), *dh, mix, b, *alphas, dlogits, M, H, P, tmax, sinkhorn_eps, post_mult, **tokens)
-        parts = [H, H, H * H]
-        if needed[2]:
-            grads[2] = dlogits.sum(0, dtype=torch.float64).to(b.dtype)
-        if needed[0] or needed[1] or any(needed[3:]):
-            # dlogits of a row of h_res sum to zero: what all of its mix have in common counts for nothing but rounding
-            res = mix[:, 2 * H :].unflatten(1, (H, H))
-            mix = torch.cat([mix[:, : 2 * H], (res - res.mean(-1, keepdim=True)).flatten(1)], 1)
-        if any(needed[3:]):
-            sums = (dlogits * mix).sum(0, dtype=torch.float64).split(parts)
-            grads[3:] = [s.sum().to(a.dtype).reshape(a.shape) if need else g for s, a, g, need in zip(sums, alphas, grads[3:], needed[3:])]
+        programs = min(cdiv(M, tokens["BLOCK_T"]), 8 * _config.processors())
+        dz, factor, sums, steps = (
+            x.new_empty(shape, dtype=torch.float32)
+            for shape in ((M, P), (M,), (programs, P + 3), (programs, 2 * tmax - 1, tokens["BLOCK_T"] * tokens["BLOCK_H"] ** 2))
+        )
+        launch(_coeffs_bwd, (programs,), *dh, mix, b, *alphas, dz, factor, sums, steps, M, H, K, P, tmax, rms_eps, sinkhorn_eps, post_mult, **tokens)
+        if any(needed[2:]):
+            found = sums.sum(0, dtype=torch.float64).split([P, 1, 1, 1])
+            grads[2:] = [s.to(p.dtype).reshape(p.shape) if need else g for s, p, g, need in zip(found, (b, *alphas), grads[2:], needed[2:])]
         if needed[0] or needed[1]:
-            dmix = dlogits * torch.cat([a.float().reshape(1).expand(n) for a, n in zip(alphas, parts)])
-            factor = (dmix * mix).sum(1) * rstd.square() / -K
-            dz = dmix * rstd[:, None]
             blocks = cdiv(K, tiles["BLOCK_K"])
             splits = max(1, min(cdiv(2 * _config.processors(), blocks), cdiv(M, tiles["BLOCK_T"])))
             partials = x.new_empty((splits, K * P) if needed[1] else 0, dtype=torch.float32)
@@ -298,21 +357,25 @@ class LigerMHCCoeffsFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, phi, b, alpha_pre, alpha_post, alpha_res, allow_fp32, tmax, rms_eps, pre_eps, sinkhorn_eps, post_mult):
         ctx.shape, H = x.shape, x.shape[-2]
-        ctx.options = H, tmax, sinkhorn_eps, post_mult
+        ctx.options = H, tmax, rms_eps, sinkhorn_eps, post_mult
         x, phi, b, alphas = rows_of(x.flatten(-2)), phi.contiguous(), b.contiguous(), [alpha_pre, alpha_post, alpha_res]
-        pre, post, res, mix, rstd = mhc_coeffs_fwd(x, phi, b, alphas, H, tmax, rms_eps, pre_eps, sinkhorn_eps, post_mult)
-        ctx.save_for_backward(x, phi, b, mix, rstd, *alphas)
+        pre, post, res, mix = mhc_coeffs_fwd(x, phi, b, alphas, H, tmax, rms_eps, pre_eps, sinkhorn_eps, post_mult)
+        ctx.save_for_backward(x, phi, b, mix, *alphas)
         outer = ctx.shape[:-2]
         return shaped(pre, (*outer, H)), shaped(post, (*outer, H)), shaped(res, (*outer, H, H))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *dh):
-        x, phi, b, mix, rstd, *alphas = ctx.saved_tensors
+        x, phi, b, mix, *alphas = ctx.saved_tensors
         needed = list(ctx.needs_input_grad[:6])
-        grads = mhc_coeffs_bwd([d.contiguous() for d in dh], x, phi, b, alphas, mix, rstd, *ctx.options, needed)
+        grads = mhc_coeffs_bwd([d.contiguous() for d in dh], x, phi, b, alphas, mix, *ctx.options, needed)
         dx, *others = (g if need else None for g, need in zip(grads, needed))
         return None if dx is None else dx.view(ctx.shape), *others, None, None, None, None, None, None
+
+
+def _upstream_coeffs(functional, **args):
+    return functional.liger_mhc_coeffs(**{k: v.reshape(()) if k.startswith("alpha") else v for k, v in args.items()}, allow_fp32=True)
 
 
 _ALPHAS = dict(alpha_pre=T((1,)), alpha_post=T((1,)), alpha_res=T((1,)))
@@ -336,7 +399,7 @@ _ALPHAS = dict(alpha_pre=T((1,)), alpha_post=T((1,)), alpha_res=T((1,)))
         nbytes(x, phi) + x.numel() // x.shape[-1] * (x.shape[-2] + 2) * 4, 2 * nbytes(x, phi),
         gemms=([(x[..., 0, 0].numel(), phi.shape[1], phi.shape[0])], [(x[..., 0, 0].numel(), phi.shape[1], phi.shape[0])] * 2),
     ),
-    rivals={"upstream": lambda functional, *args, **options: functional.liger_mhc_coeffs(*args, allow_fp32=True, **options)},
+    rivals={"upstream": _upstream_coeffs},
 )  # fmt: skip
 def mhc_coeffs(
     x: Tensor, phi: Tensor, b: Tensor, alpha_pre: Tensor, alpha_post: Tensor, alpha_res: Tensor, *, tmax: int = 20, rms_eps: float = 1e-6,

@@ -54,12 +54,13 @@ def mlp_bwd(
         ddown = dy.t() @ glu_fwd(g, u, act, *form)
     if need_x or need_gate or need_up:
         dg, du = glu_bwd(dy @ down, g, u, act, False, need_x or need_gate, need_x or need_up, *form)
-        if need_gate:
-            dgate = dg.t() @ x
-        if need_up:
-            dup = du.t() @ x
         if need_x:
             dx = (dg @ gate).addmm_(du, up)
+        if need_gate:
+            dgate = dg.t() @ x
+        del dg
+        if need_up:
+            dup = du.t() @ x
     return dx, dgate, dup, ddown
 
 
@@ -84,7 +85,8 @@ class LigerMLPFunction(torch.autograd.Function):
 
 def _upstream(functional, x, gate, up, down, *, gate_multiplier=1.0, down_multiplier=1.0):
     ops = importlib.import_module("liger_kernel.ops")  # theirs, as theirs is what is imported now
-    return ops.LigerMLPFunction.apply(x, gate, up, down, gate_multiplier, down_multiplier)
+    y = ops.LigerMLPFunction.apply(x.reshape(1, -1, x.shape[-1]), gate, up, down, gate_multiplier, down_multiplier)
+    return y.reshape(x.shape)
 
 
 def _scaled(*shape: int, dtype: torch.dtype) -> Tensor:

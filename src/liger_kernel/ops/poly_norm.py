@@ -299,7 +299,7 @@ def _tensors(*shape: int) -> dict[str, T]:
     cost=lambda x, w, b, **_: Cost(nbytes(x, x), nbytes(x, x, x), flops=(14 * x.numel(), 27 * x.numel())),
     rivals={
         "torch": reference,
-        "upstream": lambda functional, x, w, b, *, eps=1e-6: functional.liger_poly_norm(x, w, b, eps),
+        "upstream": lambda functional, x, w, b, *, eps=1e-6: functional.liger_poly_norm(x, w, b.reshape(()), eps),
     },
     sweeps={"hidden": ((1024, 2048, 4096, 8192, 16384), lambda n: _tensors((1 << 25) // n, n))},
 )

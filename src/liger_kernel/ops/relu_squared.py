@@ -17,19 +17,19 @@ def reference(x: Tensor) -> Tensor:
 
 
 @jit
-def _fwd(x_ptr, y_ptr, M, BLOCK: tl.constexpr):
+def _fwd(x_ptr, y_ptr, N, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + i, mask=i < M, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + i, mask=i < N, other=0.0).to(tl.float32)
     # a NaN stays one
-    tl.store(y_ptr + i, tl.where(x <= 0, 0.0, x * x).to(y_ptr.dtype.element_ty), mask=i < M)
+    tl.store(y_ptr + i, tl.where(x <= 0, 0.0, x * x).to(y_ptr.dtype.element_ty), mask=i < N)
 
 
 @jit
-def _bwd(dy_ptr, x_ptr, dx_ptr, M, BLOCK: tl.constexpr):
+def _bwd(dy_ptr, x_ptr, dx_ptr, N, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    dy = tl.load(dy_ptr + i, mask=i < M, other=0.0).to(tl.float32)
-    x = tl.load(x_ptr + i, mask=i < M, other=0.0).to(tl.float32)
-    tl.store(dx_ptr + i, tl.where(x <= 0, 0.0, 2.0 * x * dy).to(dx_ptr.dtype.element_ty), mask=i < M)
+    dy = tl.load(dy_ptr + i, mask=i < N, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + i, mask=i < N, other=0.0).to(tl.float32)
+    tl.store(dx_ptr + i, tl.where(x <= 0, 0.0, 2.0 * x * dy).to(dx_ptr.dtype.element_ty), mask=i < N)
 
 
 @launcher("(Tensor x) -> Tensor")

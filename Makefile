@@ -34,7 +34,7 @@ demo: $(READY)
 
 # One thread per process: the processes share the cores already, and small tensors gain nothing from more.
 test: $(READY)
-	@workers=; if [ $(JOBS) -gt 1 ] && $(PY) -c 'import xdist' 2>/dev/null; then workers='-n $(JOBS) --dist loadgroup'; fi; \
+	@workers=; if [ $(JOBS) -gt 1 ] && $(PY) -c 'import xdist' 2>/dev/null; then workers='-n $(JOBS)'; fi; \
 	set -x; OMP_NUM_THREADS=1 PYTHONPATH=src $(PY) -m pytest $$workers $(ARGS)
 
 test-integrations: $(READY)
@@ -58,7 +58,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@if [ "$$(uname)" = Linux ] && [ -z "$(TORCH_INDEX)" ] && ! nvidia-smi >/dev/null 2>&1; then \
 		echo "No NVIDIA GPU here. If pip now fetches nvidia-* packages (several GB, needless), stop it and give TORCH_INDEX (see the Makefile)."; fi
 	$(VENV)/bin/python -m pip install -q $(addprefix -c ,$(CONSTRAINTS)) setuptools
-	$(VENV)/bin/python -m pip install -q $(addprefix -c ,$(CONSTRAINTS)) $(addprefix --extra-index-url ,$(TORCH_INDEX)) --no-build-isolation -e '.[dev]'
+	$(VENV)/bin/python -m pip install -q --no-compile $(addprefix -c ,$(CONSTRAINTS)) $(addprefix --extra-index-url ,$(TORCH_INDEX)) --no-build-isolation -e '.[dev]'
 	@touch $@
 
 clean:

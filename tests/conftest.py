@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 
 import pytest
@@ -13,6 +14,31 @@ if not torch.cuda.is_available() and importlib.util.find_spec("triton"):
     import interpreter
 
     interpreter.install()
+
+
+def in_both_dtypes(cases, *quick) -> list:
+    """Parameters ``case, dtype``. In the interpreter, bf16 is slow of what is not ``quick``."""
+    slow = lambda c, d: not torch.cuda.is_available() and d == torch.bfloat16 and c not in quick
+    return [pytest.param(c, d, id=f"{c}-{d}", marks=[pytest.mark.slow] * slow(c, d)) for c in cases for d in (torch.float32, torch.bfloat16)]
+
+
+@pytest.fixture(scope="session")
+def once(tmp_path_factory):
+    """``once(name, fn)``: what ``fn`` returns, JSON, which one of the test processes calls; the others wait for it."""
+    import fcntl  # not on Windows
+
+    folder = tmp_path_factory.getbasetemp()
+    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+
+    def call(name, fn):
+        said = folder / f"{name}.json"
+        with open(folder / f"{name}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not said.exists():
+                said.write_text(json.dumps(fn()))
+        return json.loads(said.read_text())
+
+    return call
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import in_both_dtypes
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_kernel.chunked_loss.fused_linear_ppo import LigerFusedLinearPPOBase
@@ -165,8 +166,7 @@ def inputs(o, dtype=torch.float32, seed=0):
     return args | ({"num_items_in_batch": torch.tensor(o["num_items_in_batch"], device=DEVICE)} if "num_items_in_batch" in o else {})
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case, dtype", in_both_dtypes(CASES, "defaults", "grpo-sequence", "entropy"))
 def test_as_accurate_as_the_formula(case, dtype):
     o = CASES[case]
     args = inputs(o, dtype)

@@ -98,12 +98,12 @@ def _allocate_from(place) -> None:
     torch.zeros_like = lambda t, dtype=None: place(tuple(t.shape), dtype or t.dtype).zero_()
 
 
-FIRST = "first"  # cases, and not "all"
+FIRST = "first"  # case, and not "all"
 
 
 def _small_cases(op):
     small = [c for c in op.cases if not c.error and not c.gpu]
-    return small[:2] if FIRST in sys.argv else small
+    return small[:1] if FIRST in sys.argv else small
 
 
 def check_guarded(op) -> None:

@@ -23,12 +23,16 @@ from liger_kernel.parallel import clip_grad_norm_, layers_of, parallelize
 
 
 @pytest.fixture(scope="module")
-def outcome(request):
+def outcome(request, once):
     names = [item.callspec.params["name"] for item in request.session.items if item.path == request.path and "name" in getattr(item, "callspec", _None).params]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    return parallel_ranks.run(names, port)
+
+    def run():
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        return parallel_ranks.run(names, port)
+
+    return once("parallel", run)
 
 
 class _None:
@@ -36,7 +40,6 @@ class _None:
 
 
 @pytest.mark.skipif(0 < parallel_ranks.GPUS < parallel_ranks.RANKS, reason="needs a GPU for every rank, or none")
-@pytest.mark.xdist_group("parallel")  # the ranks run all checks at once
 @pytest.mark.parametrize("name", parallel_ranks.CHECKS)
 def test_over_ranks(name, outcome):
     said = outcome[name]

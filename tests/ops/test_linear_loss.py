@@ -53,7 +53,7 @@ def expected(fn, group, dtype, seed):
     return undivided(fn, x, w, target, bias, group), undivided(fn, exact(x), exact(w), target, exact(bias), group)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=[pytest.mark.slow] * (DEVICE == "cpu"))], ids=str)
 @pytest.mark.parametrize("compact", [False, True])
 @pytest.mark.parametrize("chunk_rows", [None, 10, 1])
 @pytest.mark.parametrize("whole", [False, True])

@@ -330,7 +330,6 @@ def _rank(rank: int, ranks: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-@functools.cache
 def outcome(ranks: int) -> dict[str, list[str]]:
     """What every rank said of every check; after the first failure they say nothing more."""
     with tempfile.TemporaryDirectory() as folder:
@@ -342,12 +341,11 @@ def outcome(ranks: int) -> dict[str, list[str]]:
 
 @pytest.mark.skipif(not _op._KERNEL_DEVICES, reason="Triton is not installed")
 @pytest.mark.parametrize("ranks", [pytest.param(r, marks=[pytest.mark.slow] * (not GPUS and r == 2)) for r in SIZES])  # 3 slices are of different sizes
-@pytest.mark.xdist_group("vocab_parallel")  # the ranks run all checks at once
 @pytest.mark.parametrize("name", CHECKS)
-def test_over_ranks(name, ranks):
+def test_over_ranks(name, ranks, once):
     if torch.cuda.is_available() and ranks > GPUS:
         pytest.skip(f"needs {ranks} GPUs")
-    said = outcome(ranks)[name]
+    said = once(f"vocab_parallel-{ranks}", lambda: outcome(ranks))[name]
     assert said == ["fine"] * ranks, "\n".join(said)
 
 

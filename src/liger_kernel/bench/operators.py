@@ -211,7 +211,7 @@ def known() -> dict[str, Op]:
 
 
 def child(a: argparse.Namespace) -> None:
-    """One operator, in this process; a JSON line for each row."""
+    """One operator, in this process; a JSON line for each row, once it has read a line."""
     op, loaded = known()[a.child], {}
     for name in a.against:
         with contextlib.suppress(rivals.Missing):
@@ -220,11 +220,45 @@ def child(a: argparse.Namespace) -> None:
     if a.base:
         loaded["base"] = rivals.revision(a.base)
     done = {tuple(key) for key in json.loads(a.done)}
+    sys.stdin.readline()
     for case, more in cases_of(op, a.case, a.sweep, small=not clock.GPU or a.smoke):
         for dtype in a.dtype:
             if (op.name, case.name, dtype) not in done:
                 for row in measure(op, case, DTYPES[dtype], a.mode, a.against, loaded, a.repeats):
                     print("ROW " + json.dumps(row | more), flush=True)
+
+
+class _Child:
+    """The process of one operator. It imports, and then waits to be asked for its rows."""
+
+    def __init__(self, a: argparse.Namespace, argv: list[str], name: str, rows: list[dict[str, Any]]):
+        done = [(r["op"], r["case"], r["dtype"]) for r in rows if r["op"] == name]
+        command = [sys.executable, "-m", "liger_kernel.bench.operators", *argv, "--child", name, "--done", json.dumps(done)]
+        self.messages = tempfile.TemporaryFile("w+")  # noqa: SIM115  __exit__ closes it
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.messages, text=True)
+
+    def __enter__(self) -> _Child:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+        self.messages.close()
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        assert self.process.stdin and self.process.stdout
+        with contextlib.suppress(BrokenPipeError):  # it has failed already
+            self.process.stdin.write("go\n")
+            self.process.stdin.flush()
+        for line in self.process.stdout:
+            if line.startswith("ROW "):
+                yield json.loads(line[4:])
+
+    def error(self) -> str | None:
+        if not self.process.wait():
+            return None
+        self.messages.seek(0)
+        return (self.messages.read().strip().splitlines() or ["?"])[-1]
 
 
 def run(a: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
@@ -243,22 +277,21 @@ def run(a: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
                 print(error)
     if not clock.GPU:
         print("No GPU: this measures the CPU path, on small cases. Nothing here says anything about kernels.")
-    for name in a.op or list(known()):
-        done = [(r["op"], r["case"], r["dtype"]) for r in result["rows"] if r["op"] == name]
-        command = [sys.executable, "-m", "liger_kernel.bench.operators", *argv, "--child", name, "--done", json.dumps(done)]
-        rows: list[dict[str, Any]] = []
-        with tempfile.TemporaryFile("w+") as messages, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=messages, text=True) as process:
-            for line in process.stdout or ():
-                if line.startswith("ROW "):
-                    rows.append(json.loads(line[4:]))
-                    result["rows"].append(rows[-1])
-                    if path:
-                        path.write_text(json.dumps(result, indent=1))
-            if process.wait():
-                messages.seek(0)
-                print(f"{name}: stopped after {len(rows)} rows: {(messages.read().strip().splitlines() or ['?'])[-1]}")
-        if rows:
-            print(report.text_table(rows), flush=True)
+    names = a.op or list(known())
+    with contextlib.ExitStack() as stack:
+        children = [stack.enter_context(_Child(a, argv, name, result["rows"])) for name in names[:1]]
+        for i, name in enumerate(names):
+            children += [stack.enter_context(_Child(a, argv, following, result["rows"])) for following in names[i + 1 : i + 2]]  # it imports meanwhile
+            rows: list[dict[str, Any]] = []
+            for row in children[i].rows():
+                rows.append(row)
+                result["rows"].append(row)
+                if path:
+                    path.write_text(json.dumps(result, indent=1))
+            if why := children[i].error():
+                print(f"{name}: stopped after {len(rows)} rows: {why}")
+            if rows:
+                print(report.text_table(rows), flush=True)
     return result
 
 

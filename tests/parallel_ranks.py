@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import conftest  # noqa: F401  in a spawned rank, this sets up the interpreter, as pytest does for a test
+import conftest  # in a spawned rank, this sets up the interpreter, as pytest does for a test
 import torch
 import torch.distributed as dist
 from hf_models import assert_same_learning, make, served_by_kernels_or_references, step, tokens
@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel, parallelize_module
-from torch.multiprocessing.spawn import ProcessException, spawn
+from torch.multiprocessing.spawn import ProcessException
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_kernel.parallel import Parallel, VocabularyParallel, by_sharding, clip_grad_norm_, parallelize
@@ -746,6 +746,6 @@ def run(names: list[str], port: int) -> dict[str, list[str]]:
     """What every rank said of every check; after the first failure they say nothing more."""
     with tempfile.TemporaryDirectory() as folder:
         with contextlib.suppress(ProcessException):
-            spawn(_rank, (folder, port, names), nprocs=RANKS)
+            conftest.start_ranks(_rank, (folder, port, names), RANKS)
         files = {name: [Path(folder) / f"{name}.{rank}" for rank in range(RANKS)] for name in names}
         return {name: [f.read_text() if f.exists() else "not reached" for f in of_ranks] for name, of_ranks in files.items()}

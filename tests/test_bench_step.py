@@ -319,7 +319,7 @@ def children_run_references(monkeypatch):
 
 def spec(tmp_path, **changes):
     torch.save(torch.randint(0, 500, (4096,), generator=torch.Generator().manual_seed(3), dtype=torch.int32), tmp_path / "tokens")
-    values = dict(config=TINY, dtype="float32", package=str(step.PACKAGE), compile=False, tokens=str(tmp_path / "tokens"), trial=False, trace=None)
+    values = dict(config=TINY, dtype="float32", package=str(step.PACKAGE), compile=None, tokens=str(tmp_path / "tokens"), trial=False, trace=None)
     values |= dict(flags={}, trace_steps=1, batch=2, seq=32, gpus=1, parallel=None, masked=0.0, optimizer="sgd", checkpointing=False, steps=3, warmup=1)
     return values | changes
 
@@ -359,3 +359,10 @@ def test_options_train_the_same_model(tmp_path):
     assert [phase for *_, phase in checkpointed["memory_timeline"]][-1] == "optimizer"
     assert step_child.measure(spec(tmp_path, package=None, optimizer="adamw"))["losses"][1:] != plain["losses"][1:]
     assert step_child.measure(spec(tmp_path, package=None, trial=True)) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", step.COMPILED.values())
+def test_compiled_models_learn_the_same(how, tmp_path):
+    plain, compiled = (step.run_child(spec(tmp_path, compile=c), tmp_path) for c in (None, how))
+    assert compiled["losses"] == pytest.approx(plain["losses"], rel=1e-5)

@@ -11,16 +11,12 @@ import faulthandler
 import functools
 import math
 import mmap
-import multiprocessing
-import os
 import resource
 import signal
 import sys
-from multiprocessing import forkserver
 from pathlib import Path
-from unittest import mock
 
-import conftest  # noqa: F401  as a script, this sets up the interpreter, as pytest does for a test
+import conftest  # as a script, this sets up the interpreter, as pytest does for a test
 import pytest
 import torch
 from torch import Tensor
@@ -190,19 +186,10 @@ def _main(said: str, *argv: str) -> None:
         CHECKS[argv[0]](OPS[argv[1]])
 
 
-@functools.cache
-def _server() -> multiprocessing.context.BaseContext:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # before Python 3.13 the server does not see sys.path
-        forkserver.ensure_running()
-    return context
-
-
 def _in_its_own_process(check: str, op_name: str, cases: str, folder: Path) -> tuple[int, str]:
     """Exit status, and what it said."""
     said = folder / "said"
-    process = _server().Process(target=_main, args=(str(said), check, op_name, cases))
+    process = conftest.forkserver().Process(target=_main, args=(str(said), check, op_name, cases))
     process.start()
     process.join()
     return process.exitcode, said.read_text() if said.exists() else ""

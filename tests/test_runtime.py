@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
-import multiprocessing
 import os
 import pickle
 import shutil
@@ -22,6 +21,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import forkserver
 
 pytest.importorskip("transformers")
 if not sys.platform.startswith("linux"):
@@ -34,8 +34,6 @@ from liger_kernel.train.data import share
 
 STEPS = 8
 TEXT = "def add(a, b):\n    return a + b\n\n"
-context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["test_runtime", "transformers.models.llama.modeling_llama", "liger_kernel.transformers", "liger_kernel.bench.models"])
 
 
 # -- workers -------------------------------------------------------------------------------
@@ -131,7 +129,7 @@ def free_port():
 def run(config, world=2, fault=None, **elsewhere):
     """Exit codes of ``world`` ranks, the last of which has the ``fault``; a negative one is a signal. Survivors are ended as torchrun does."""
     port = free_port()
-    workers = [context.Process(target=work, args=(rank, world, port, config, fault, elsewhere)) for rank in range(world)]
+    workers = [forkserver().Process(target=work, args=(rank, world, port, config, fault, elsewhere)) for rank in range(world)]
     for worker in workers:
         worker.start()
     for worker in workers:

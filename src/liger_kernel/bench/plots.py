@@ -28,10 +28,13 @@ STYLE: dict[Any, Any] = {"font.family": "DejaVu Sans", "font.size": 10, "text.co
 COLOURS = {
     "ours": "#0a7d6c",
     "ours+compile": "#4aa395",
+    "ours+layers": "#6db8ab",
     "base": "#8cc5bb",
     "upstream": "#d39a3a",
     "upstream+compile": "#e6c68f",
+    "upstream+layers": "#f0dcb8",
     "compile": "#66768a",
+    "layers": "#8793a2",
     "torch": "#8fa9c9",
     "cce": "#a8678f",
     "quack": "#bd6a4c",

@@ -31,6 +31,9 @@ LABELS = {
     "stock": "stock",
     "ours+compile": "ours + compile",
     "upstream+compile": "upstream + compile",
+    "layers": "compiled layers",
+    "ours+layers": "ours + compiled layers",
+    "upstream+layers": "upstream + compiled layers",
 }
 MEANING = {
     "ours": "the operator of this package",
@@ -44,6 +47,9 @@ MEANING = {
     "stock": "the Hugging Face model as it is",
     "ours+compile": "the model with our kernels, under torch.compile",
     "upstream+compile": "the model with upstream's kernels, under torch.compile",
+    "layers": "the Hugging Face model, each decoder layer under torch.compile",
+    "ours+layers": "the model with our kernels, each decoder layer under torch.compile",
+    "upstream+layers": "the model with upstream's kernels, each decoder layer under torch.compile",
 }
 COUNTS = ("kernels", "peak MB")  # columns that are zero everywhere where they could not be measured
 LONGEST = 60  # characters of a cell in a table of text

@@ -22,7 +22,8 @@ from liger_kernel.train.config import UserError
 
 BASES = ("stock", "upstream", "ours")
 REMATERIALISING = ("ours:cheap", "ours:mlp")  # with another level of liger_kernel.memory than the default
-VARIANTS = (*BASES, *REMATERIALISING, "compile", *(f"{base}+compile" for base in BASES[1:]))
+COMPILED = {"compile": "model", "layers": "layers"}  # by torch.compile: the whole model, or each decoder layer by itself
+VARIANTS = (*BASES, *REMATERIALISING, *COMPILED, *(f"{base}+{how}" for base in BASES[1:] for how in COMPILED))
 PARITY = {"bfloat16": 1e-2, "float32": 1e-4}  # largest relative difference of a loss to stock's over the first steps
 PARITY_STEPS = 4
 TRACE_STEPS = 2
@@ -178,7 +179,7 @@ def peak_of(timeline: list[tuple[float, float, str]]) -> tuple[float, float, str
 def measure(a: argparse.Namespace, model: str, variant: str, folder: Path, peak: float, gpu: bool) -> Row:
     """One row: a child measures, more of them search for the largest batch."""
     base, _, rest = variant.partition("+")
-    base, compiled = ("stock", True) if base == "compile" else (base, rest == "compile")
+    base, rest = ("stock", base) if base in COMPILED else (base, rest)
     base, _, level = base.partition(":")
     row: Row = {"model": model, "variant": variant, "batch": a.batch, "seq": a.seq, "gpus": a.gpus, "parallel": a.parallel, "failed": None}
     spec = {
@@ -186,7 +187,7 @@ def measure(a: argparse.Namespace, model: str, variant: str, folder: Path, peak:
         "dtype": "bfloat16" if gpu else "float32",
         "package": {"stock": None, "upstream": a.upstream_path, "ours": str(PACKAGE)}[base],
         "flags": {"rematerialise": level} if level else {},
-        "compile": compiled,
+        "compile": COMPILED.get(rest),
         "tokens": str(folder / f"{model}.pt"),
         "trial": False,
         "trace": str(folder / "trace.json") if a.profile else None,

@@ -224,7 +224,11 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
 
     model = build(spec, device)
     run = parallel(model, spec["parallel"], device)
-    run = torch.compile(run) if spec["compile"] else run
+    if spec["compile"] == "layers":
+        for layer in model.base_model.layers:
+            layer.compile()
+    elif spec["compile"]:
+        run = torch.compile(run)
     optimizer = optimizer_of(spec["optimizer"], model, gpu)
     data = batches(spec, rank, device)
     losses: list[Tensor] = []

@@ -111,28 +111,29 @@ def _product(a, b, total, PRECISION: tl.constexpr):
 @jit
 def _project_bwd(
     x_ptr, phi_ptr, dz_ptr, factor_ptr, dx_ptr, dphi_ptr, T, K, P, x_stride,
-    NEED_DX: tl.constexpr, NEED_DPHI: tl.constexpr, PRECISION: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr,
+    OF_PHI: tl.constexpr, PRECISION: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """dx = dz phi^T + factor x, and a partial sum of dphi = x^T dz, for some columns of x and some tiles of its rows."""
+    """dx = dz phi^T + factor x, or a partial sum of dphi = x^T dz, for some columns of x and some tiles of its rows."""
     split = tl.program_id(1)
     k = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
     p = tl.arange(0, BLOCK_P)
     inside = (k < K)[:, None] & (p < P)[None, :]
-    if NEED_DX:
+    if OF_PHI:
+        dphi = tl.zeros((BLOCK_K, BLOCK_P), tl.float32)
+    else:
         phi = tl.load(phi_ptr + k[:, None] * P + p[None, :], mask=inside, other=0.0)
-    dphi = tl.zeros((BLOCK_K, BLOCK_P), tl.float32)
     for tile in range(split, tl.cdiv(T, BLOCK_T), tl.num_programs(1)):
         row = tl.cast(tile, tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
         mask = (row < T)[:, None] & (k < K)[None, :]
         x = tl.load(x_ptr + row[:, None] * x_stride + k[None, :], mask=mask, other=0.0)
         dz = tl.load(dz_ptr + row[:, None] * P + p[None, :], mask=(row < T)[:, None] & (p < P)[None, :], other=0.0)
-        if NEED_DX:
+        if OF_PHI:
+            dphi = _product(tl.trans(x), dz, dphi, PRECISION)
+        else:
             factor = tl.load(factor_ptr + row, mask=row < T, other=0.0)
             dx = _product(dz, tl.trans(phi), x.to(tl.float32) * factor[:, None], PRECISION)
             tl.store(dx_ptr + row[:, None] * K + k[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
-        if NEED_DPHI:
-            dphi = _product(tl.trans(x), dz, dphi, PRECISION)
-    if NEED_DPHI:
+    if OF_PHI:
         tl.store(dphi_ptr + (split.to(tl.int64) * K + k[:, None]) * P + p[None, :], dphi, mask=inside)
 
 
@@ -293,17 +294,17 @@ def _coeffs_bwd(
     tl.store(sums_ptr + P + 2, tl.sum(da_res))
 
 
-def _tiles(x: Tensor, phi: Tensor, backward: bool = False) -> dict:
-    """Of the projection. bf16: the fastest of a dozen on an H200. Else: tiles of at most 2048 values of phi, so that nothing spills and 64 KB of shared
-    memory are enough, in fp32, too.
+def _tiles(x: Tensor, phi: Tensor, dphi: bool = False) -> dict:
+    """Of the projection, its dx, or its dphi. bf16: the fastest of a dozen on an H200. Else: tiles of at most 2048 values of phi, so that nothing spills
+    and 64 KB of shared memory are enough, in fp32, too.
 
     Three tf32 products make one that is exact enough for 16-bit results; AMD's matrix cores multiply fp32.
     """
     block_p = max(16, next_power_of_2(phi.shape[1]))
     precision = "ieee" if x.dtype == torch.float32 or not _config.arch().startswith("sm") else "tf32x3"
     if x.dtype == phi.dtype == torch.bfloat16:
-        wide = block_p > 32
-        return dict(PRECISION=precision, BLOCK_T=64, BLOCK_K=64 if wide or not backward else 128, BLOCK_P=block_p, num_warps=8 if backward or wide else 4)
+        block_k, warps = (128, 8) if dphi else (64, 4)
+        return dict(PRECISION=precision, BLOCK_T=64, BLOCK_K=block_k, BLOCK_P=block_p, num_warps=warps)
     block_k = 16 if precision == "ieee" else min(64, 2048 // block_p)  # of fp32, sums of few products before they are added exactly
     return dict(PRECISION=precision, BLOCK_T=min(32, 2048 // block_p), BLOCK_K=block_k, BLOCK_P=block_p, num_warps=8)
 
@@ -349,7 +350,7 @@ def mhc_coeffs_bwd(
     grads = [t.new_empty(t.shape if need else 0) for t, need in zip((x, phi, b, *alphas), needed)]
     if not tracing(x):
         (M, K), P = x.shape, phi.shape[1]
-        tiles, tokens = _tiles(x, phi, backward=True), _tokens(H)
+        tokens = _tokens(H)
         programs = min(cdiv(M, tokens["BLOCK_T"]), 8 * _config.processors())
         dz, factor, sums, steps = (
             x.new_empty(shape, dtype=torch.float32)
@@ -359,16 +360,15 @@ def mhc_coeffs_bwd(
         if any(needed[2:]):
             found = sums.sum(0, dtype=torch.float64).split([P, 1, 1, 1])
             grads[2:] = [s.to(p.dtype).reshape(p.shape) if need else g for s, p, g, need in zip(found, (b, *alphas), grads[2:], needed[2:])]
-        if needed[0] or needed[1]:
-            blocks = cdiv(K, tiles["BLOCK_K"])
-            splits = max(1, min(cdiv(2 * _config.processors(), blocks), cdiv(M, tiles["BLOCK_T"])))
-            partials = x.new_empty((splits, K * P) if needed[1] else 0, dtype=torch.float32)
-            for need_dx, need_dphi in ((True, False), (False, True)):  # both at once are more than the registers hold
-                if needed[need_dphi]:
-                    launch(_project_bwd, (blocks, splits), x, phi, dz, factor, grads[0], partials, M, K, P, x.stride(0),
-                           NEED_DX=need_dx, NEED_DPHI=need_dphi, **tiles)  # fmt: skip
-            if needed[1]:
-                grads[1] = column_sum(partials, phi.dtype).view(K, P)
+        for of_phi in (False, True):  # both at once are more than the registers hold
+            if needed[of_phi]:
+                tiles = _tiles(x, phi, of_phi)
+                blocks = cdiv(K, tiles["BLOCK_K"])
+                splits = max(1, min(cdiv(2 * _config.processors(), blocks), cdiv(M, tiles["BLOCK_T"])))
+                partials = x.new_empty((splits, K * P) if of_phi else 0, dtype=torch.float32)
+                launch(_project_bwd, (blocks, splits), x, phi, dz, factor, grads[0], partials, M, K, P, x.stride(0), OF_PHI=of_phi, **tiles)
+                if of_phi:
+                    grads[1] = column_sum(partials, phi.dtype).view(K, P)
     return tuple(grads)  # type: ignore[return-value]
 
 

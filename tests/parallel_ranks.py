@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import conftest  # in a spawned rank, this sets up the interpreter, as pytest does for a test
+import interpreted  # noqa: F401  in a spawned rank, this sets up the interpreter, as pytest does for a test
+import processes
 import torch
 import torch.distributed as dist
 from hf_models import assert_same_learning, make, served_by_kernels_or_references, step, tokens
@@ -746,6 +747,6 @@ def run(names: list[str], port: int) -> dict[str, list[str]]:
     """What every rank said of every check; after the first failure they say nothing more."""
     with tempfile.TemporaryDirectory() as folder:
         with contextlib.suppress(ProcessException):
-            conftest.start_ranks(_rank, (folder, port, names), RANKS)
+            processes.start_ranks(_rank, (folder, port, names), RANKS)
         files = {name: [Path(folder) / f"{name}.{rank}" for rank in range(RANKS)] for name in names}
         return {name: [f.read_text() if f.exists() else "not reached" for f in of_ranks] for name, of_ranks in files.items()}

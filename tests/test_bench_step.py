@@ -324,7 +324,8 @@ def spec(tmp_path, **changes):
     return values | changes
 
 
-@pytest.mark.parametrize("how", ["fsdp2", pytest.param("ddp", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
 def test_two_processes_learn_what_one_does(how, tmp_path):
     one = step.run_child(spec(tmp_path), tmp_path)
     two = step.run_child(spec(tmp_path, batch=1, gpus=2, parallel=how), tmp_path)

@@ -15,7 +15,8 @@ from liger_kernel.testing import assert_as_accurate
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 M, H, G, V = 14, 16, 24, 53
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-in_every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
+fp16 = pytest.param(torch.float16, marks=[pytest.mark.slow] * (not torch.cuda.is_available()))
+in_every_dtype = pytest.mark.parametrize("dtype", [*DTYPES[:2], fp16], ids=lambda d: str(d)[6:])
 
 
 def inputs(dtype=torch.float32, seed=0, bias=True):

@@ -6,7 +6,7 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import in_both_dtypes
+from quick import in_both_dtypes
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_kernel.chunked_loss.fused_linear_ppo import LigerFusedLinearPPOBase

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import in_both_dtypes
+from quick import in_both_dtypes
 
 import liger_kernel.chunked_loss as losses
 from liger_kernel.chunked_loss import (

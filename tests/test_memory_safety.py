@@ -16,7 +16,8 @@ import signal
 import sys
 from pathlib import Path
 
-import conftest  # as a script, this sets up the interpreter, as pytest does for a test
+import interpreted
+import processes
 import pytest
 import torch
 from torch import Tensor
@@ -189,20 +190,20 @@ def _main(said: str, *argv: str) -> None:
 def _in_its_own_process(check: str, op_name: str, cases: str, folder: Path) -> tuple[int, str]:
     """Exit status, and what it said."""
     said = folder / "said"
-    process = conftest.forkserver().Process(target=_main, args=(str(said), check, op_name, cases))
+    process = processes.forkserver().Process(target=_main, args=(str(said), check, op_name, cases))
     process.start()
     process.join()
     return process.exitcode, said.read_text() if said.exists() else ""
 
 
-interpreted = pytest.mark.skipif(not _op.INTERPRET, reason="addresses are checked in the interpreter; on a GPU by compute-sanitizer")
+by_addresses = pytest.mark.skipif(not _op.INTERPRET, reason="addresses are checked in the interpreter; on a GPU by compute-sanitizer")
 
 
 def _takes_integers(op) -> bool:
     return any(isinstance(v, T) and v.dtype == torch.int64 for c in _small_cases(op) for v in c.args.values())
 
 
-@interpreted
+@by_addresses
 @pytest.mark.parametrize("cases", [FIRST, pytest.param("all", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("check, op", [(check, name) for name, op in OPS.items() for check in ("guarded", "sparse", "indices")[: 2 + _takes_integers(op)]])
 def test_touches_only_its_memory(check, op, cases, tmp_path):
@@ -210,7 +211,7 @@ def test_touches_only_its_memory(check, op, cases, tmp_path):
     assert status == 0, f"exit status {status}\n{said}"
 
 
-@interpreted
+@by_addresses
 def test_a_stray_access_is_noticed(tmp_path):
     status, said = _in_its_own_process("alarm", next(iter(OPS)), FIRST, tmp_path)
     assert status == -signal.SIGSEGV and "Segmentation fault" in said and "survived" not in said

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import forkserver
+from processes import forkserver
 
 pytest.importorskip("transformers")
 if not sys.platform.startswith("linux"):
@@ -198,6 +198,19 @@ def same_run(config, undisturbed):
     assert losses(config) == losses(undisturbed)
     assert rows(config) == rows(undisturbed) == [[6 * i, 6 * i + 6] for i in range(STEPS)]
     assert weights(config) == weights(undisturbed)
+
+
+@pytest.mark.parametrize("parallel", ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)])
+def test_transformers_trainer_learns_the_same_over_ranks(parallel, base, tmp_path):
+    sizes = dict(model=None, tokenizer=base.model, hidden=32, layers=1, heads=2, kv_heads=1, parallel=parallel, global_batch=8, checkpoint_every=0, log_every=1)
+    curves = {}
+    for trainer in ("torch", "hf"):
+        (tmp_path / trainer).mkdir()
+        config = place(base, tmp_path / trainer, trainer=trainer, **sizes)
+        assert run(config) == [0, 0], log(config)
+        curves[trainer] = json.loads((Path(config.out) / "metrics.json").read_text())
+    for name in ("losses", "gradient_norms", "learning_rates"):
+        assert curves["hf"][name] == pytest.approx(curves["torch"][name], rel=2e-4), name
 
 
 # -- faults --------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ with warmup.compiling_for(sys.argv[1]), _op.intercept_launches(compile):
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
-@pytest.mark.parametrize("arch", ["sm80", "sm90", "gfx942"])
+@pytest.mark.parametrize("arch", [pytest.param("sm80", marks=pytest.mark.slow), "sm90", "gfx942"])
 def test_compiles(arch, user_env):
     done = subprocess.run([sys.executable, "-c", COMPILE, arch], env=user_env, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.strip() == arch, done.stderr

@@ -12,7 +12,8 @@ import tempfile
 import traceback
 from pathlib import Path
 
-import conftest  # in a spawned rank, this sets up the interpreter, as pytest does for a test
+import interpreted  # noqa: F401  in a spawned rank, this sets up the interpreter, as pytest does for a test
+import processes
 import pytest
 import torch
 import torch.distributed as dist
@@ -334,7 +335,7 @@ def outcome(ranks: int) -> dict[str, list[str]]:
     """What every rank said of every check; after the first failure they say nothing more."""
     with tempfile.TemporaryDirectory() as folder:
         with contextlib.suppress(ProcessException):
-            conftest.start_ranks(_rank, (ranks, folder), ranks)
+            processes.start_ranks(_rank, (ranks, folder), ranks)
         files = {name: [Path(folder) / f"{name}.{rank}" for rank in range(ranks)] for name in CHECKS}
         return {name: [f.read_text() if f.exists() else "not reached" for f in of_ranks] for name, of_ranks in files.items()}
 

@@ -294,17 +294,19 @@ def _coeffs_bwd(
     tl.store(sums_ptr + P + 2, tl.sum(da_res))
 
 
-def _tiles(x: Tensor, phi: Tensor, dphi: bool = False) -> dict:
-    """Of the projection, its dx, or its dphi. bf16: the fastest of a dozen on an H200. Else: tiles of at most 2048 values of phi, so that nothing spills
-    and 64 KB of shared memory are enough, in fp32, too.
+def _tiles(x: Tensor, phi: Tensor, of: str) -> dict:
+    """Of the projection ("mix"), its "dx" or its "dphi". bf16: the fastest of a dozen on an H200, of those that fit elsewhere. Else: tiles of at most
+    2048 values of phi, so that nothing spills and 64 KB of shared memory are enough, in fp32, too.
 
     Three tf32 products make one that is exact enough for 16-bit results; AMD's matrix cores multiply fp32.
     """
     block_p = max(16, next_power_of_2(phi.shape[1]))
     precision = "ieee" if x.dtype == torch.float32 or not _config.arch().startswith("sm") else "tf32x3"
     if x.dtype == phi.dtype == torch.bfloat16:
-        block_k, warps = (128, 8) if dphi else (64, 4)
-        return dict(PRECISION=precision, BLOCK_T=64, BLOCK_K=block_k, BLOCK_P=block_p, num_warps=warps)
+        wide = block_p > 32
+        from_shared_memory = _config.arch() in ("sm90", "sm100", "sm103")  # the operands of products, which elsewhere take registers
+        block_k = 128 if of == "dphi" and (not wide or from_shared_memory) else 64
+        return dict(PRECISION=precision, BLOCK_T=64, BLOCK_K=block_k, BLOCK_P=block_p, num_warps=8 if of == "dphi" or wide else 4)
     block_k = 16 if precision == "ieee" else min(64, 2048 // block_p)  # of fp32, sums of few products before they are added exactly
     return dict(PRECISION=precision, BLOCK_T=min(32, 2048 // block_p), BLOCK_K=block_k, BLOCK_P=block_p, num_warps=8)
 
@@ -326,7 +328,7 @@ def mhc_coeffs_fwd(
     (M, K), P = x.shape, phi.shape[1]
     pre, post, res, mix = (x.new_empty(shape, dtype=torch.float32) for shape in ((M, H), (M, H), (M, H, H), (M, P + 1)))
     if not tracing(x):
-        tiles, tokens = _tiles(x, phi), _tokens(H)
+        tiles, tokens = _tiles(x, phi, "mix"), _tokens(H)
         blocks = cdiv(M, tiles["BLOCK_T"])
         splits = max(1, min(cdiv(4 * _config.processors(), blocks), cdiv(K, 8 * tiles["BLOCK_K"])))
         partials = mix if splits == 1 else x.new_empty((splits, mix.numel()), dtype=torch.float32)
@@ -362,7 +364,7 @@ def mhc_coeffs_bwd(
             grads[2:] = [s.to(p.dtype).reshape(p.shape) if need else g for s, p, g, need in zip(found, (b, *alphas), grads[2:], needed[2:])]
         for of_phi in (False, True):  # both at once are more than the registers hold
             if needed[of_phi]:
-                tiles = _tiles(x, phi, of_phi)
+                tiles = _tiles(x, phi, "dphi" if of_phi else "dx")
                 blocks = cdiv(K, tiles["BLOCK_K"])
                 splits = max(1, min(cdiv(2 * _config.processors(), blocks), cdiv(M, tiles["BLOCK_T"])))
                 partials = x.new_empty((splits, K * P) if of_phi else 0, dtype=torch.float32)

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-PARALLEL = ("none", "ddp", "fsdp2", "tp")
+TRAINERS = ("torch", "hf", "lightning")
+PARALLEL = ("none", "ddp", "fsdp2", "tp", "deepspeed-z2", "deepspeed-z3")
 PRECISIONS = ("auto", "fp32", "bf16-mixed", "bf16")
 REMATERIALISE = ("off", "cheap", "mlp")
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
@@ -79,7 +80,10 @@ class TrainConfig:
         None, "kernels", "computed again in the backward, not kept: cheap, norms and gated activations; mlp, projections, too; off (default)", REMATERIALISE
     )
 
-    parallel: str = _field("none", "ranks", "how several ranks share the work: copies of the model, or its shards", PARALLEL)
+    trainer: str = _field("torch", "run", "who runs the loop: plain PyTorch, transformers' Trainer, or Lightning's", TRAINERS)
+    parallel: str = _field(
+        "none", "ranks", "how several ranks share the work: copies of the model, or its shards; deepspeed-z2 and -z3 need trainer hf, tp needs torch", PARALLEL
+    )
     nproc: int | None = _field(None, "ranks", "start so many processes on this machine and restart them when one dies (0: one a GPU); else one, or torchrun's")
     nnodes: str = _field("1", "ranks", "machines, or MIN:MAX; with nproc")
     rdzv_endpoint: str = _field("localhost:0", "ranks", "HOST:PORT of one of the machines, the same on all; with nproc")
@@ -127,6 +131,8 @@ class TrainConfig:
             raise UserError(f"eval_fraction must be in [0, 1), got {self.eval_fraction}")
         if not 0 < self.decay <= 1:
             raise UserError(f"decay must be in (0, 1], got {self.decay}")
+        if self.parallel.startswith("deepspeed") and self.trainer != "hf":
+            raise UserError(f"parallel {self.parallel} needs trainer hf, got {self.trainer}")
         if self.cross_entropy and self.fused_linear_cross_entropy:
             raise UserError("cross_entropy and fused_linear_cross_entropy exclude each other")
 

@@ -1,4 +1,4 @@
-"""``train(config)``: plain PyTorch on any number of ranks, and no wait for the GPU between two log lines."""
+"""``train(config)``, and its own trainer: plain PyTorch on any number of ranks, and no wait for the GPU between two log lines."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_kernel.parallel import Parallel, by_sharding, parallelize
+from liger_kernel.parallel import Parallel, parallelize
 from liger_kernel.train.checkpoint import Checkpoints
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.data import Data, load
 from liger_kernel.train.kernels import Compilations, compile_ahead, use_cache
-from liger_kernel.train.measure import PeakMemory, StepClock, device_name, peak_flops
-from liger_kernel.train.metrics import Endpoint, Reports, StepLines, check_reports
+from liger_kernel.train.measure import PeakMemory, StepClock, peak_flops
+from liger_kernel.train.metrics import Endpoint, Reports, StepLines, check_reports, of_lines, of_run
 from liger_kernel.train.model import build, device_and_precision, flops_per_token, save
+from liger_kernel.train.optimizer import adamw, learning_rate
 from liger_kernel.train.ranks import News, Preempted, Ranks, Watch, joined, local_rank, restarts, told_to_stop
 
 UNTIMED = 2  # first steps, in which memory is reserved: no part of tokens/s
@@ -53,22 +54,26 @@ def train(config: TrainConfig) -> dict[str, Any]:
         if device.type == "cuda" and config.kernels == "on":
             use_cache()
             compile_ahead(config, model.config, precision, ranks)
-        metrics = _Run(config, data, model, device, precision, ranks, stop).train()
+        metrics = _by(config, data, model, device, precision, ranks, stop)
         if ranks.first:
             (out / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n", encoding="utf-8")
-        if config.save:
-            save(model, data.tokenizer, config.save, ranks.first)
     return metrics
 
 
-def learning_rate(config: TrainConfig, step: int) -> float:
-    """The learning rate of step 0, 1, ...: linear warm-up, then the schedule down to ``min_lr`` of the peak at the last step."""
-    if step < config.warmup:
-        return config.peak_lr * (step + 1) / config.warmup
-    progress = (step - config.warmup) / max(1, config.steps - 1 - config.warmup)
-    falling = min(1.0, (config.steps - 1 - step) / max(1, config.steps * config.decay))
-    high = {"cosine": 0.5 * (1 + math.cos(math.pi * progress)), "linear": 1 - progress, "constant": 1.0, "wsd": falling}[config.schedule]
-    return config.peak_lr * (config.min_lr + (1 - config.min_lr) * high)
+def _by(config: TrainConfig, data: Data, model: Any, device: torch.device, precision: str, ranks: Ranks, stop: threading.Event) -> dict[str, Any]:
+    """The run by the trainer that the config names."""
+    if config.trainer == "hf":
+        from liger_kernel.train import hf
+
+        return hf.run(config, data, model, device, precision, ranks, stop)
+    if config.trainer == "lightning":
+        from liger_kernel.train import lightning
+
+        return lightning.run(config, data, model, device, precision, ranks, stop)
+    metrics = _Run(config, data, model, device, precision, ranks, stop).train()
+    if config.save:
+        save(model, data.tokenizer, config.save, ranks.first)
+    return metrics
 
 
 class _Run:
@@ -81,11 +86,7 @@ class _Run:
         except ValueError as error:
             raise UserError(str(error)) from error
         self.autocast = mixed is not None and config.parallel != "fsdp2"
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
-        matrices, vectors = ([p for p in self.parameters if (p.ndim > 1) == wide] for wide in (True, False))
-        groups: list[dict[str, Any]] = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-        groups = [group | {"params": same} for group in groups for same in by_sharding(group["params"])]  # fused kernels take one kind of tensor
-        self.optimizer = torch.optim.AdamW(groups, lr=config.peak_lr, betas=(0.9, config.beta2), fused=True)
+        self.optimizer = adamw(model.parameters(), config)
         self.out = Path(config.out)
         self.checkpoints = Checkpoints(self.out / "checkpoints", ranks, config.checkpoint_keep)
         self.step, self.position, self.tokens, self.nonfinite, self.skips = 0, 0, 0, 0, 0
@@ -264,29 +265,19 @@ class _Run:
     def _metrics(self) -> dict[str, Any]:
         lines = list(self.lines.read()) if self.lines else []
         model: Any = self.parallel.module
-        return {
-            "model": model.config.model_type,
-            "parameters": sum(p.numel() for p in model.parameters()),
-            "kernels": self.config.kernels,
-            "device": device_name(self.device),
-            "precision": self.precision,
-            "ranks": self.ranks.world,
-            "parallel": self.config.parallel,
-            "restarts": restarts(),
-            "tokens_per_second": statistics.median(self.rates or [0.0]),  # of the stretches between log lines: other programs disturb it less than the mean
-            "step_seconds_p50": _percentile(sorted(self.times), 0.5),
-            "step_seconds_p95": _percentile(sorted(self.times), 0.95),
-            "seconds": self.seconds,
-            "memory_kind": self.memory.kind,
-            "peak_memory": self.memory.read(),
-            "memory_before_training": self.memory.before,
-            "kernels_compiled": self.compilations.count,
-            "nonfinite_steps": self.nonfinite,
-            "losses": [line["loss"] for line in lines],
-            "gradient_norms": [line["grad_norm"] for line in lines],
-            "learning_rates": [line["lr"] for line in lines],
-            "evaluations": [{"step": line["step"], "loss": line["eval_loss"]} for line in lines if "eval_loss" in line],
-        }
+        return (
+            of_run(self.config, model, self.device, self.precision, self.ranks.world, self.memory)
+            | of_lines(lines)
+            | {
+                "tokens_per_second": statistics.median(self.rates or [0.0]),  # of the stretches between log lines: other programs disturb it less than the mean
+                "step_seconds_p50": _percentile(sorted(self.times), 0.5),
+                "step_seconds_p95": _percentile(sorted(self.times), 0.95),
+                "seconds": self.seconds,
+                "kernels_compiled": self.compilations.count,
+                "nonfinite_steps": self.nonfinite,
+                "evaluations": [{"step": line["step"], "loss": line["eval_loss"]} for line in lines if "eval_loss" in line],
+            }
+        )
 
     # -- checkpoints ---------------------------------------------------------------------------
 

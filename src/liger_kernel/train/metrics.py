@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from liger_kernel.train.config import REPORTS, TrainConfig, UserError
+from liger_kernel.train.measure import PeakMemory, device_name
+from liger_kernel.train.ranks import restarts
 
 # name on the endpoint -> (key of a log line, kind, what it is)
 EXPORTED = {
@@ -172,3 +174,27 @@ class Reports:
     def close(self) -> None:
         for close in self._close:
             close()
+
+
+def of_run(config: TrainConfig, model: Any, device: Any, precision: str, world: int, memory: PeakMemory) -> dict[str, Any]:
+    """What ``metrics.json`` says of a run whoever trained."""
+    return {
+        "trainer": config.trainer,
+        "model": model.config.model_type,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "kernels": config.kernels,
+        "device": device_name(device),
+        "precision": precision,
+        "ranks": world,
+        "parallel": config.parallel,
+        "restarts": restarts(),
+        "memory_kind": memory.kind,
+        "peak_memory": memory.read(),
+        "memory_before_training": memory.before,
+    }
+
+
+def of_lines(lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """Its curves."""
+    names = {"losses": "loss", "gradient_norms": "grad_norm", "learning_rates": "lr"}
+    return {name: [line[key] for line in lines] for name, key in names.items()}

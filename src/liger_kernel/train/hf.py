@@ -1,0 +1,203 @@
+"""``--trainer hf``: the run by transformers' ``Trainer``, with DDP, FSDP2 or DeepSpeed by its own arguments.
+
+The same rows in the same order, each token of a step of the same weight, the same optimizer and schedule as of the other trainers.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch.utils.data import Dataset, Sampler, SequentialSampler
+from transformers.trainer_utils import get_last_checkpoint
+
+from liger_kernel.train.config import TrainConfig, UserError
+from liger_kernel.train.data import Data
+from liger_kernel.train.measure import PeakMemory
+from liger_kernel.train.metrics import Endpoint, Reports, of_lines, of_run
+from liger_kernel.train.optimizer import adamw, learning_rate
+from liger_kernel.train.ranks import Preempted, Ranks, Watch, local_rank, restarts
+
+UNTIMED = 2  # first steps, in which memory is reserved: no part of tokens/s
+
+
+class _Places(Dataset):
+    """Row numbers by their place in the order of training, or the rows kept back."""
+
+    def __init__(self, pick: Any, count: int):
+        self.pick, self.count = pick, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, place: int) -> int:
+        return self.pick(place)
+
+
+class _Trainer(transformers.Trainer):
+    def __init__(self, config: TrainConfig, **options: Any):
+        self.config = config
+        super().__init__(**options)
+
+    def _get_train_sampler(self, *args: Any) -> Sampler:
+        return SequentialSampler(self.train_dataset)  # type: ignore[arg-type]
+
+    def create_optimizer(self, *args: Any, **options: Any) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            self.optimizer = adamw(self.model.parameters(), self.config)  # type: ignore[union-attr]
+        return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        if self.lr_scheduler is None:
+            part = lambda step: learning_rate(self.config, min(step, self.config.steps - 1)) / self.config.peak_lr
+            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer or self.optimizer, part)  # type: ignore[arg-type]
+        return self.lr_scheduler
+
+
+class _Lines(transformers.TrainerCallback):
+    """Keeps what the trainer logs, watches over it, and stops it on SIGTERM."""
+
+    def __init__(self, config: TrainConfig, ranks: Ranks, stop: threading.Event, watch: Watch, endpoint: Endpoint | None, reports: Reports | None):
+        self.config, self.ranks, self.stop, self.watch, self.endpoint, self.reports = config, ranks, stop, watch, endpoint, reports
+        self.lines: list[dict[str, float]] = []
+        self.evaluations: list[dict[str, float]] = []
+        self.preempted, self.first, self.timed_from = False, 0, 0.0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.first, self.timed_from = state.global_step, time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.watch.progress()
+        if state.global_step - self.first == UNTIMED:
+            self.timed_from = time.perf_counter()
+        if self.config.checkpoint_every and self.ranks.any(self.stop.is_set()) and state.global_step < self.config.steps:
+            self.preempted = control.should_save = control.should_training_stop = True
+
+    def on_prediction_step(self, *_: Any, **__: Any) -> None:
+        self.watch.progress()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
+        logs = logs or {}
+        if "eval_loss" in logs:
+            self.evaluations.append({"step": state.global_step, "loss": logs["eval_loss"]})
+        if "loss" not in logs or "learning_rate" not in logs:
+            return
+        line = {"step": state.global_step, "loss": logs["loss"], "grad_norm": logs.get("grad_norm", math.nan), "lr": logs["learning_rate"]}
+        self.lines.append(line)
+        if self.endpoint:
+            self.endpoint.values, self.endpoint.progress = line | {"restarts": restarts()}, time.time()
+        if self.reports:
+            self.reports.send(line)
+        for name, value in (("loss", line["loss"]), ("gradient norm", logs.get("grad_norm", 0.0))):
+            if not math.isfinite(value):
+                raise UserError(f"the {name} is {value} at step {state.global_step}: lower the learning rate, or look at the data")
+
+
+def deepspeed(stage: int) -> dict[str, Any]:
+    """DeepSpeed's config for ZeRO of a stage; what is "auto" follows from the run's own."""
+    zero: dict[str, Any] = {"stage": stage, "overlap_comm": True}
+    if stage == 3:
+        zero["stage3_gather_16bit_weights_on_model_save"] = True
+    auto = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"), "auto")
+    return auto | {"zero_optimization": zero, "bf16": {"enabled": "auto"}, "zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
+
+
+def arguments(config: TrainConfig, device: torch.device, precision: str, ranks: Ranks, rows: int) -> transformers.TrainingArguments:
+    """The run as transformers' arguments. ``UserError`` for what its ``Trainer`` does not offer."""
+    accumulate, rest = divmod(rows, config.batch * ranks.world)
+    if rest:
+        raise UserError(f"with trainer hf, global_batch must be a multiple of batch x ranks = {config.batch * ranks.world}, got {rows}")
+    for name, wrong in (("parallel", "tp"), ("nonfinite", "skip")):
+        if getattr(config, name) == wrong:
+            raise UserError(f"{name} {wrong} needs --trainer torch")
+    if config.parallel == "none" and ranks.world > 1:
+        raise UserError(f"parallel is none, but there are {ranks.world} ranks: choose ddp, fsdp2 or deepspeed-z2 or -z3")
+    how: dict[str, Any] = {}
+    if config.parallel == "fsdp2":
+        how = {"fsdp": "full_shard auto_wrap", "fsdp_config": {"fsdp_version": 2}}
+    elif config.parallel.startswith("deepspeed-z"):
+        how = {"deepspeed": deepspeed(int(config.parallel[-1]))}
+    return transformers.TrainingArguments(
+        output_dir=str(Path(config.out) / "checkpoints-hf"),
+        max_steps=config.steps,
+        per_device_train_batch_size=config.batch,
+        per_device_eval_batch_size=config.batch,
+        gradient_accumulation_steps=accumulate,
+        learning_rate=config.peak_lr,
+        weight_decay=config.weight_decay,
+        adam_beta2=config.beta2,
+        max_grad_norm=config.grad_clip,
+        bf16=precision == "bf16-mixed",
+        use_cpu=device.type == "cpu",
+        logging_steps=config.log_every,
+        logging_nan_inf_filter=False,
+        save_strategy="steps" if config.checkpoint_every else "no",
+        save_steps=config.checkpoint_every or 500,
+        save_total_limit=config.checkpoint_keep,
+        eval_strategy="steps" if config.eval_every and config.eval_fraction else "no",
+        eval_steps=config.eval_every or None,
+        prediction_loss_only=True,
+        report_to="none",
+        remove_unused_columns=False,
+        dataloader_drop_last=False,
+        ddp_find_unused_parameters=False,
+        seed=config.seed,
+        **how,
+    )
+
+
+def run(config: TrainConfig, data: Data, model: Any, device: torch.device, precision: str, ranks: Ranks, stop: threading.Event) -> dict[str, Any]:
+    """Train and save as ``config`` says; what ``metrics.json`` holds. A line is the mean of ``log_every`` steps here."""
+    rows = config.global_batch or config.batch * config.accumulate * ranks.world
+    args = arguments(config, device, precision, ranks, rows)
+    folder = str(args.output_dir)
+    last = get_last_checkpoint(folder) if Path(folder).is_dir() else None
+    if last and not config.resume and restarts() == 0:
+        raise UserError(f"{folder} holds checkpoints: remove them, give another --out, or leave --no-resume")
+    memory = PeakMemory(device)
+    endpoint = Endpoint(config.metrics_host, config.metrics_port + local_rank(), ranks.rank) if config.metrics_port else None
+    reports = Reports(config, vars(config)) if ranks.first and config.reports else None
+    try:
+        with Watch(Path(config.out), ranks.rank, config.timeout) as watch:
+            lines = _Lines(config, ranks, stop, watch, endpoint, reports)
+            trainer = _Trainer(
+                config,
+                model=model,
+                args=args,
+                train_dataset=_Places(lambda place: data.picks(place, 1, config.seed)[0], config.steps * rows),
+                eval_dataset=_Places(lambda i: data.eval[i], len(data.eval)) if data.eval else None,
+                data_collator=lambda picks: data.rows.batch(picks, data.tokenizer.pad_token_id),
+                callbacks=[lines],
+            )
+            memory.start()
+            trainer.train(resume_from_checkpoint=last)
+            memory.pause()
+            seconds = time.perf_counter() - lines.timed_from
+            if lines.preempted:
+                raise Preempted(f"stopped after step {trainer.state.global_step} by SIGTERM; checkpoint: {folder}")
+            if data.eval and (not lines.evaluations or lines.evaluations[-1]["step"] != config.steps):
+                trainer.evaluate()
+            if config.save:
+                trainer.save_model(config.save)
+                if ranks.first:
+                    data.tokenizer.save_pretrained(config.save)
+    finally:
+        for open_ in (endpoint, reports):
+            if open_:
+                open_.close()
+    begin = min(lines.first + UNTIMED, config.steps - 1)
+    tokens = data.rows.count(data.picks(begin * rows, (config.steps - begin) * rows, config.seed))[0]
+    return (
+        of_run(config, model, device, precision, ranks.world, memory)
+        | of_lines(lines.lines)
+        | {
+            "tokens_per_second": tokens / seconds,
+            "seconds": seconds,
+            "evaluations": lines.evaluations,
+        }
+    )

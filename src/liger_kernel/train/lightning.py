@@ -1,0 +1,209 @@
+"""``--trainer lightning``: the run by Lightning's ``Trainer``, on one device or DDP.
+
+The same rows in the same order, each token of a step of the same weight, the same optimizer and schedule as of the other trainers.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from liger_kernel.train.config import TrainConfig, UserError
+from liger_kernel.train.data import Data
+from liger_kernel.train.measure import PeakMemory
+from liger_kernel.train.metrics import Endpoint, Reports, of_lines, of_run
+from liger_kernel.train.model import save
+from liger_kernel.train.optimizer import adamw, learning_rate
+from liger_kernel.train.ranks import Preempted, Ranks, Watch, local_rank, restarts
+
+try:
+    import lightning as L
+except ImportError as error:
+    raise UserError("trainer lightning needs lightning: pip install lightning") from error
+
+UNTIMED = 2  # first steps, in which memory is reserved: no part of tokens/s
+PRECISIONS = {"fp32": "32-true", "bf16": "bf16-true", "bf16-mixed": "bf16-mixed"}
+
+
+class _Parts(IterableDataset):
+    """This rank's batches of every step that is left, each with the number of tokens that the step learns from, a rank."""
+
+    def __init__(self, config: TrainConfig, data: Data, ranks: Ranks, rows: int, done: Any):
+        self.config, self.data, self.ranks, self.rows, self.done = config, data, ranks, rows, done
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for step in range(self.done(), self.config.steps):
+            picks = self.data.picks(step * self.rows, self.rows, self.config.seed)
+            items = max(1, self.data.rows.count(picks)[1]) / self.ranks.world
+            for batch in self.data.batches(picks, self.ranks.rank, self.ranks.world, self.config.batch):
+                yield batch | {"num_items_in_batch": items}
+
+
+class _Module(L.LightningModule):
+    def __init__(self, config: TrainConfig, model: Any, parts: int):
+        super().__init__()
+        self.config, self.model, self.parts = config, model, parts
+
+    def training_step(self, batch: dict[str, Any], index: int) -> Tensor:
+        return self.model(**batch, use_cache=False).loss * self.parts  # Lightning takes the mean of the parts of a step
+
+    def validation_step(self, batch: dict[str, Any], index: int) -> None:
+        learnt = (batch["labels"][:, 1:] != -100).sum()
+        self.evaluated += torch.stack((self.model(**batch, use_cache=False, num_items_in_batch=1).loss.float(), learnt))
+
+    def on_validation_epoch_start(self) -> None:
+        self.evaluated = torch.zeros(2, device=self.device)
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        optimizer = adamw(self.model.parameters(), self.config)
+        part = lambda step: learning_rate(self.config, min(step, self.config.steps - 1)) / self.config.peak_lr
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, part), "interval": "step"}}
+
+
+class _Lines(L.Callback):
+    """Keeps the numbers of every step, watches over the run, and stops it on SIGTERM."""
+
+    def __init__(
+        self, config: TrainConfig, ranks: Ranks, stop: threading.Event, watch: Watch, endpoint: Endpoint | None, reports: Reports | None, folder: Path
+    ):
+        self.config, self.ranks, self.stop, self.watch, self.folder = config, ranks, stop, watch, folder
+        self.endpoint, self.reports = endpoint, reports
+        self.lines: list[dict[str, Any]] = []  # loss and gradient norm on the device
+        self.evaluations: list[dict[str, float]] = []
+        self.preempted, self.first, self.timed_from = False, 0, 0.0
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.first, self.timed_from, self.seen, self.loss = trainer.global_step, time.perf_counter(), trainer.global_step, 0.0
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        self.norm = torch.nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None])
+        self.lr = optimizer.param_groups[0]["lr"]
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+        self.loss = self.loss + outputs["loss"].detach()  # of a part
+        if trainer.global_step == self.seen:
+            return
+        self.seen = step = trainer.global_step
+        self.lines.append({"step": step, "loss": self.loss, "grad_norm": self.norm, "lr": self.lr})
+        self.loss = 0.0
+        self.watch.progress()
+        if step - self.first == UNTIMED:
+            self.timed_from = time.perf_counter()
+        if step % self.config.log_every == 0 or step == self.config.steps:
+            self.fetch()
+        if self.config.checkpoint_every and step < self.config.steps and self.ranks.any(self.stop.is_set()):
+            self.preempted = trainer.should_stop = True
+            trainer.save_checkpoint(self.folder / "last.ckpt")
+
+    def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
+        self.watch.progress()
+
+    def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
+        total = module.evaluated.clone()
+        if self.ranks.world > 1:
+            torch.distributed.all_reduce(total)
+        self.evaluations.append({"step": trainer.global_step, "loss": float(total[0] / total[1].clamp(min=1))})
+
+    def fetch(self) -> None:
+        for line in self.lines:
+            if isinstance(line["loss"], Tensor):  # not fetched yet
+                loss = line["loss"].clone()
+                if self.ranks.world > 1:
+                    torch.distributed.all_reduce(loss)
+                line["loss"], line["grad_norm"] = float(loss) / self.ranks.world, float(line["grad_norm"])
+                if self.reports:
+                    self.reports.send(line)
+            for name in ("loss", "grad_norm"):
+                if not math.isfinite(line[name]):
+                    raise UserError(
+                        f"the {name.replace('grad_', 'gradient ')} is {line[name]} at step {line['step']}: lower the learning rate, or look at the data"
+                    )
+        if self.endpoint and self.lines:
+            self.endpoint.values, self.endpoint.progress = self.lines[-1] | {"restarts": restarts()}, time.time()
+        if self.ranks.first and self.lines:
+            print(f"step {self.lines[-1]['step']}/{self.config.steps}  loss {self.lines[-1]['loss']:.4f}", flush=True)
+
+
+def run(config: TrainConfig, data: Data, model: Any, device: torch.device, precision: str, ranks: Ranks, stop: threading.Event) -> dict[str, Any]:
+    """Train and save as ``config`` says; what ``metrics.json`` holds. ``UserError`` for what this trainer does not offer."""
+    if config.parallel not in ("none", "ddp") or config.nonfinite == "skip":
+        raise UserError("trainer lightning offers parallel none and ddp, and nonfinite stop: choose another trainer")
+    if config.parallel == "none" and ranks.world > 1:
+        raise UserError(f"parallel is none, but there are {ranks.world} ranks: choose ddp")
+    rows = config.global_batch or config.batch * config.accumulate * ranks.world
+    parts = math.ceil(math.ceil(rows / ranks.world) / config.batch)
+    folder = Path(config.out) / "checkpoints-lightning"
+    last = folder / "last.ckpt" if (folder / "last.ckpt").exists() else None
+    if last and not config.resume and restarts() == 0:
+        raise UserError(f"{folder} holds checkpoints: remove them, give another --out, or leave --no-resume")
+    memory = PeakMemory(device)
+    endpoint = Endpoint(config.metrics_host, config.metrics_port + local_rank(), ranks.rank) if config.metrics_port else None
+    module = _Module(config, model, parts)
+    mine = [batch for start in range(0, len(data.eval), config.batch * ranks.world)
+            for batch in data.batches(data.eval[start : start + config.batch * ranks.world], ranks.rank, ranks.world, config.batch)]  # fmt: skip
+    saving = (
+        L.pytorch.callbacks.ModelCheckpoint(dirpath=folder, every_n_train_steps=config.checkpoint_every, save_last=True) if config.checkpoint_every else None
+    )
+    reports = Reports(config, vars(config)) if ranks.first and config.reports else None
+    try:
+        with Watch(Path(config.out), ranks.rank, config.timeout) as watch:
+            lines = _Lines(config, ranks, stop, watch, endpoint, reports, folder)
+            trainer = L.Trainer(
+                accelerator="gpu" if device.type == "cuda" else "cpu",
+                devices=[device.index or 0] if device.type == "cuda" and ranks.world == 1 else max(1, ranks.world),
+                strategy="ddp" if config.parallel == "ddp" else "auto",
+                precision=PRECISIONS[precision],
+                max_steps=config.steps,
+                accumulate_grad_batches=parts,
+                gradient_clip_val=config.grad_clip or None,
+                callbacks=[lines, *([saving] if saving else [])],
+                enable_checkpointing=saving is not None,
+                logger=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+                use_distributed_sampler=False,
+                num_sanity_val_steps=0,
+                val_check_interval=config.eval_every * parts if config.eval_every and mine else None,
+                limit_val_batches=1.0 if config.eval_every and mine else 0,
+                check_val_every_n_epoch=None,
+            )
+            memory.start()
+            trainer.fit(
+                module,
+                DataLoader(_Parts(config, data, ranks, rows, lambda: trainer.global_step), batch_size=None),
+                DataLoader(mine, batch_size=None) if mine else None,  # type: ignore[arg-type]
+                ckpt_path=last,
+            )
+            memory.pause()
+            seconds = time.perf_counter() - lines.timed_from
+            lines.fetch()
+            if lines.preempted:
+                raise Preempted(f"stopped after step {trainer.global_step} by SIGTERM; checkpoint: {folder / 'last.ckpt'}")
+            if mine and (not lines.evaluations or lines.evaluations[-1]["step"] != config.steps):
+                trainer.limit_val_batches = 1.0
+                trainer.validate(module, DataLoader(mine, batch_size=None), verbose=False)  # type: ignore[arg-type]
+            if config.save:
+                save(model, data.tokenizer, config.save, ranks.first)
+    finally:
+        for open_ in (endpoint, reports):
+            if open_:
+                open_.close()
+    begin = min(lines.first + UNTIMED, config.steps - 1)
+    tokens = data.rows.count(data.picks(begin * rows, (config.steps - begin) * rows, config.seed))[0]
+    return (
+        of_run(config, model, device, precision, ranks.world, memory)
+        | of_lines(lines.lines)
+        | {
+            "tokens_per_second": tokens / seconds,
+            "seconds": seconds,
+            "evaluations": lines.evaluations,
+        }
+    )

@@ -1,0 +1,33 @@
+"""AdamW and its learning rate, the same for every trainer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from liger_kernel.parallel import by_sharding
+from liger_kernel.train.config import TrainConfig
+
+
+def adamw(parameters: Iterable[Tensor], config: TrainConfig) -> torch.optim.AdamW:
+    """PyTorch's fused AdamW of what is trained; vectors have no weight decay."""
+    trained = [p for p in parameters if p.requires_grad]
+    groups = [
+        {"params": same, "weight_decay": config.weight_decay if matrices else 0.0}
+        for matrices in (True, False)
+        for same in by_sharding([p for p in trained if (p.ndim > 1) == matrices])  # fused kernels take one kind of tensor
+    ]
+    return torch.optim.AdamW(groups, lr=config.peak_lr, betas=(0.9, config.beta2), fused=True)
+
+
+def learning_rate(config: TrainConfig, step: int) -> float:
+    """The learning rate of step 0, 1, ...: linear warm-up, then the schedule down to ``min_lr`` of the peak at the last step."""
+    if step < config.warmup:
+        return config.peak_lr * (step + 1) / config.warmup
+    progress = (step - config.warmup) / max(1, config.steps - 1 - config.warmup)
+    falling = min(1.0, (config.steps - 1 - step) / max(1, config.steps * config.decay))
+    high = {"cosine": 0.5 * (1 + math.cos(math.pi * progress)), "linear": 1 - progress, "constant": 1.0, "wsd": falling}[config.schedule]
+    return config.peak_lr * (config.min_lr + (1 - config.min_lr) * high)

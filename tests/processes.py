@@ -1,0 +1,42 @@
+"""Processes of tests, forked from one that has imported everything."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+import sys
+from unittest import mock
+
+import torch
+
+SETTING_UP = ["interpreted", "test_memory_safety"]
+PRELOADED = [
+    "transformers.models.llama.modeling_llama",
+    "liger_kernel.transformers",
+    "liger_kernel.bench.models",
+    "liger_kernel.train.loop",
+]
+
+
+@functools.cache
+def forkserver() -> multiprocessing.context.BaseContext:
+    """Processes forked from one, the same for all tests, that has imported all they need: what is not there is skipped."""
+    from multiprocessing import forkserver
+
+    context = multiprocessing.get_context("forkserver")
+    # these ask for GPUs; where there are some, what is forked after that cannot use them
+    context.set_forkserver_preload(PRELOADED if torch.cuda.is_available() else SETTING_UP + PRELOADED)
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # before Python 3.13 the server does not see sys.path
+        forkserver.ensure_running()
+    return context
+
+
+def start_ranks(fn, args: tuple, ranks: int) -> None:
+    """``fn(rank, *args)`` in a process for each rank; returns when all have ended, raises ``ProcessException`` if one failed."""
+    from torch.multiprocessing.spawn import start_processes
+
+    method = "spawn" if torch.cuda.is_available() else "forkserver"
+    if method == "forkserver":
+        forkserver()
+    start_processes(fn, args, ranks, start_method=method)

@@ -1,0 +1,123 @@
+"""The trainers that `liger train` can hand a run to: same rows, same losses, same weights as its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from liger_kernel.train import loop, ranks
+from liger_kernel.train.config import TrainConfig, UserError
+
+CHAT = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "uno, dos"}]
+has = lambda name: importlib.util.find_spec(name) is not None
+others = pytest.mark.parametrize(
+    "trainer", ["hf", pytest.param("lightning", marks=pytest.mark.skipif(not has("lightning"), reason="lightning is not installed"))]
+)
+
+
+@pytest.fixture(autouse=True)
+def as_users_run_it(monkeypatch):
+    """On a CPU, references serve."""
+    from liger_kernel.ops import _op
+
+    monkeypatch.setattr(_op, "_KERNEL_DEVICES", _op._KERNEL_DEVICES - {"cpu"})
+
+
+@pytest.fixture
+def config(tmp_path):
+    """Rows of different lengths, so that tokens of a step weigh alike only if they are counted over all of it."""
+    records = [{"messages": CHAT * (1 + i % 3)} for i in range(24)]
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    return TrainConfig(
+        hidden=32, heads=2, kv_heads=1, layers=2, vocab=300, length=48, batch=2, accumulate=2, steps=6, warmup=2, log_every=1, device="cpu", lr=1e-2,
+        eval_fraction=0.1, eval_every=3, data=str(tmp_path / "text.jsonl"), cache=str(tmp_path / "cache"), out=str(tmp_path / "torch"),
+        save=str(tmp_path / "saved"),
+    )  # fmt: skip
+
+
+def by(trainer, config, **changes):
+    return dataclasses.replace(config, trainer=trainer, out=f"{config.out}-{trainer}", save=f"{config.save}-{trainer}", **changes)
+
+
+def weights(config):
+    from safetensors.torch import load_file
+
+    return load_file(f"{config.save}/model.safetensors")
+
+
+@others
+def test_trains_as_our_own(trainer, config):
+    other = by(trainer, config)
+    expected, found = loop.train(config), loop.train(other)
+    assert found["trainer"] == trainer and expected["trainer"] == "torch"
+    for name in ("losses", "gradient_norms", "learning_rates"):
+        assert len(found[name]) == config.steps
+        assert found[name] == pytest.approx(expected[name], rel=2e-4), name
+    assert [e["step"] for e in found["evaluations"]] == [e["step"] for e in expected["evaluations"]] == [3, 6]
+    # transformers' mean is over batches, not tokens
+    rel = 0.1 if trainer == "hf" else 1e-4
+    assert [e["loss"] for e in found["evaluations"]] == pytest.approx([e["loss"] for e in expected["evaluations"]], rel=rel)
+    assert found["losses"][-1] < 0.8 * found["losses"][0]
+    assert found["tokens_per_second"] > 0 and found["peak_memory"] > 0
+    torch.testing.assert_close(weights(other), weights(config), rtol=1e-3, atol=1e-4)
+    assert json.loads(Path(other.out, "metrics.json").read_text())["losses"] == found["losses"]
+
+
+@others
+def test_sigterm_stops_and_the_run_goes_on(trainer, config, monkeypatch, tmp_path):
+    undisturbed = by(trainer, config, checkpoint_every=2)
+    expected = loop.train(undisturbed)
+    again = dataclasses.replace(undisturbed, out=str(tmp_path / "stopped"), save=str(tmp_path / "again"))
+    module = sys.modules[f"liger_kernel.train.{trainer}"]
+    name = {"hf": "on_step_end", "lightning": "on_train_batch_end"}[trainer]
+    before, steps = getattr(module._Lines, name), []
+
+    def at_the_third_step(self, *args, **options):
+        state = args[1] if trainer == "hf" else args[0]
+        if state.global_step == 3 and not steps:
+            steps.append(3)
+            self.stop.set()
+        return before(self, *args, **options)
+
+    monkeypatch.setattr(module._Lines, name, at_the_third_step)
+    with pytest.raises(ranks.Preempted, match="stopped after step 3 by SIGTERM"):
+        loop.train(again)
+    found = loop.train(again)
+    assert found["losses"] == pytest.approx(expected["losses"][3:], rel=1e-6)
+    for name, weight in weights(again).items():
+        torch.testing.assert_close(weight, weights(undisturbed)[name], rtol=1e-6, atol=1e-7)
+    with pytest.raises(UserError, match="holds checkpoints"):
+        loop.train(dataclasses.replace(again, resume=False))
+
+
+@others
+def test_a_loss_that_is_not_finite_ends_the_run(trainer, config):
+    with pytest.raises(UserError, match=r"is (nan|inf) at step \d+: lower the learning rate"):
+        loop.train(by(trainer, config, lr=1e20, warmup=0, grad_clip=0.0))
+
+
+@others
+def test_what_it_does_not_offer_is_said(trainer, config):
+    with pytest.raises(UserError, match="nonfinite"):
+        loop.train(by(trainer, config, nonfinite="skip"))
+    with pytest.raises(UserError, match="tp"):
+        loop.train(by(trainer, config, parallel="tp"))
+
+
+def test_deepspeed_is_transformers(config):
+    with pytest.raises(UserError, match="parallel deepspeed-z2 needs trainer hf, got torch"):
+        dataclasses.replace(config, parallel="deepspeed-z2")
+
+
+def test_batches_that_do_not_fit_are_said(config):
+    with pytest.raises(UserError, match="global_batch must be a multiple of batch x ranks = 2, got 3"):
+        loop.train(by("hf", config, global_batch=3))

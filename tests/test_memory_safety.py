@@ -16,7 +16,6 @@ import signal
 import sys
 from pathlib import Path
 
-import interpreted
 import processes
 import pytest
 import torch

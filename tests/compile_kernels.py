@@ -3,7 +3,7 @@
 A script, since the test process interprets kernels. The operators run their cases on the meta device; each launch becomes a compilation on the path of
 a real one. Of the launches that differ in tile sizes alone, those of real-model cases are compiled and, without one, the largest. ``all`` compiles
 every combination of flags in fp32 and bf16, and in fp16 as many launches as show every value of every flag; ``flags`` as many of any dtype;
-``kernels`` each kernel once, with the most flags on.
+``kernels`` each kernel once, in bf16, with the most flags on.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ def launches(variants: str) -> list[tuple]:
 
     for op in OPS.values():
         for case in (c for c in op.cases if not c.error):
-            for dtype in (torch.bfloat16, torch.float32, *([torch.float16] if full else [])):
+            for dtype in [torch.bfloat16] if variants == "kernels" else (torch.bfloat16, torch.float32, *([torch.float16] if full else [])):
                 args = case.make(dtype, "meta")
-                for frozen in (None, *differentiable(args)):
+                for frozen in [None] if variants == "kernels" else (None, *differentiable(args)):
                     some = {k: v.detach().requires_grad_(v.requires_grad and k != frozen) if isinstance(v, torch.Tensor) else v for k, v in args.items()}
                     with _op.intercept_launches(recorder(case.gpu)):
                         run(op.fn, some, lambda outs: {k: torch.ones_like(o) for k, o in outs.items() if o.requires_grad})

@@ -134,8 +134,9 @@ class _Lines(L.Callback):
 
 def run(config: TrainConfig, data: Data, model: Any, device: torch.device, precision: str, ranks: Ranks, stop: threading.Event) -> dict[str, Any]:
     """Train and save as ``config`` says; what ``metrics.json`` holds. ``UserError`` for what this trainer does not offer."""
-    if config.parallel not in ("none", "ddp") or config.nonfinite == "skip":
-        raise UserError("trainer lightning offers parallel none and ddp, and nonfinite stop: choose another trainer")
+    for name, offered in (("parallel", ("none", "ddp")), ("nonfinite", ("stop",))):
+        if getattr(config, name) not in offered:
+            raise UserError(f"trainer lightning offers {name} {' and '.join(offered)}, got {getattr(config, name)}")
     if config.parallel == "none" and ranks.world > 1:
         raise UserError(f"parallel is none, but there are {ranks.world} ranks: choose ddp")
     rows = config.global_batch or config.batch * config.accumulate * ranks.world

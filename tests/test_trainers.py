@@ -115,7 +115,7 @@ def test_what_it_does_not_offer_is_said(trainer, config):
 
 def test_deepspeed_is_transformers(config):
     with pytest.raises(UserError, match="parallel deepspeed-z2 needs trainer hf, got torch"):
-        dataclasses.replace(config, parallel="deepspeed-z2")
+        loop.train(dataclasses.replace(config, parallel="deepspeed-z2"))
 
 
 def test_batches_that_do_not_fit_are_said(config):

@@ -131,8 +131,6 @@ class TrainConfig:
             raise UserError(f"eval_fraction must be in [0, 1), got {self.eval_fraction}")
         if not 0 < self.decay <= 1:
             raise UserError(f"decay must be in (0, 1], got {self.decay}")
-        if self.parallel.startswith("deepspeed") and self.trainer != "hf":
-            raise UserError(f"parallel {self.parallel} needs trainer hf, got {self.trainer}")
         if self.cross_entropy and self.fused_linear_cross_entropy:
             raise UserError("cross_entropy and fused_linear_cross_entropy exclude each other")
 

@@ -14,6 +14,7 @@ import functools
 import gc
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -220,7 +221,8 @@ def child(a: argparse.Namespace) -> None:
     if a.base:
         loaded["base"] = rivals.revision(a.base)
     done = {tuple(key) for key in json.loads(a.done)}
-    sys.stdin.readline()
+    if not sys.stdin.readline():  # who asked is gone
+        return
     for case, more in cases_of(op, a.case, a.sweep, small=not clock.GPU or a.smoke):
         for dtype in a.dtype:
             if (op.name, case.name, dtype) not in done:
@@ -278,10 +280,13 @@ def run(a: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
     if not clock.GPU:
         print("No GPU: this measures the CPU path, on small cases. Nothing here says anything about kernels.")
     names = a.op or list(known())
+    ahead = int(clock.GPU and (os.cpu_count() or 1) >= 8)  # imports beside a measurement need cores that it does not
     with contextlib.ExitStack() as stack:
-        children = [stack.enter_context(_Child(a, argv, name, result["rows"])) for name in names[:1]]
+        children = [stack.enter_context(_Child(a, argv, name, result["rows"])) for name in names[:ahead]]
         for i, name in enumerate(names):
-            children += [stack.enter_context(_Child(a, argv, following, result["rows"])) for following in names[i + 1 : i + 2]]  # it imports meanwhile
+            children += [
+                stack.enter_context(_Child(a, argv, following, result["rows"])) for following in names[i + ahead : i + ahead + 1]
+            ]  # it imports meanwhile
             rows: list[dict[str, Any]] = []
             for row in children[i].rows():
                 rows.append(row)

@@ -270,6 +270,10 @@ class Data:
             picks.append(self.train[self._order[1][offset]])
         return picks
 
+    def tokens_of(self, begin: int, end: int, seed: int) -> int:
+        """Tokens of the rows at positions ``begin`` to ``end`` in the order of training."""
+        return self.rows.count(self.picks(begin, end - begin, seed))[0]
+
     def train_batch(self, index: int, size: int, seed: int) -> dict[str, Tensor]:
         """Training batch number ``index`` of ``size`` rows each."""
         return self.rows.batch(self.picks(index * size, size, seed), self.tokenizer.pad_token_id)

@@ -18,12 +18,10 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.data import Data
-from liger_kernel.train.measure import PeakMemory
+from liger_kernel.train.measure import UNTIMED, PeakMemory
 from liger_kernel.train.metrics import Endpoint, Reports, of_lines, of_run
-from liger_kernel.train.optimizer import adamw, learning_rate
-from liger_kernel.train.ranks import Preempted, Ranks, Watch, local_rank, restarts
-
-UNTIMED = 2  # first steps, in which memory is reserved: no part of tokens/s
+from liger_kernel.train.optimizer import adamw, scheduler
+from liger_kernel.train.ranks import News, Preempted, Ranks, Watch, local_rank, restarts
 
 
 class _Places(Dataset):
@@ -54,8 +52,7 @@ class _Trainer(transformers.Trainer):
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         if self.lr_scheduler is None:
-            part = lambda step: learning_rate(self.config, min(step, self.config.steps - 1)) / self.config.peak_lr
-            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer or self.optimizer, part)  # type: ignore[arg-type]
+            self.lr_scheduler = scheduler(optimizer or self.optimizer, self.config)  # type: ignore[arg-type]
         return self.lr_scheduler
 
 
@@ -64,6 +61,7 @@ class _Lines(transformers.TrainerCallback):
 
     def __init__(self, config: TrainConfig, ranks: Ranks, stop: threading.Event, watch: Watch, endpoint: Endpoint | None, reports: Reports | None):
         self.config, self.ranks, self.stop, self.watch, self.endpoint, self.reports = config, ranks, stop, watch, endpoint, reports
+        self.news = News(ranks)
         self.lines: list[dict[str, float]] = []
         self.evaluations: list[dict[str, float]] = []
         self.preempted, self.first, self.timed_from = False, 0, 0.0
@@ -75,7 +73,7 @@ class _Lines(transformers.TrainerCallback):
         self.watch.progress()
         if state.global_step - self.first == UNTIMED:
             self.timed_from = time.perf_counter()
-        if self.config.checkpoint_every and self.ranks.any(self.stop.is_set()) and state.global_step < self.config.steps:
+        if self.config.checkpoint_every and self.news.exchange(self.stop.is_set(), -1)[0] and state.global_step < self.config.steps:
             self.preempted = control.should_save = control.should_training_stop = True
 
     def on_prediction_step(self, *_: Any, **__: Any) -> None:
@@ -176,6 +174,7 @@ def run(config: TrainConfig, data: Data, model: Any, device: torch.device, preci
             )
             memory.start()
             trainer.train(resume_from_checkpoint=last)
+            lines.news.last()
             memory.pause()
             seconds = time.perf_counter() - lines.timed_from
             if lines.preempted:
@@ -191,13 +190,5 @@ def run(config: TrainConfig, data: Data, model: Any, device: torch.device, preci
             if open_:
                 open_.close()
     begin = min(lines.first + UNTIMED, config.steps - 1)
-    tokens = data.rows.count(data.picks(begin * rows, (config.steps - begin) * rows, config.seed))[0]
-    return (
-        of_run(config, model, device, precision, ranks.world, memory)
-        | of_lines(lines.lines)
-        | {
-            "tokens_per_second": tokens / seconds,
-            "seconds": seconds,
-            "evaluations": lines.evaluations,
-        }
-    )
+    speed = {"tokens_per_second": data.tokens_of(begin * rows, config.steps * rows, config.seed) / seconds, "seconds": seconds}
+    return of_run(config, model, device, precision, ranks.world, memory) | of_lines(lines.lines) | speed | {"evaluations": lines.evaluations}

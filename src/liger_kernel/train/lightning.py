@@ -18,18 +18,17 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.data import Data
-from liger_kernel.train.measure import PeakMemory
+from liger_kernel.train.measure import UNTIMED, PeakMemory
 from liger_kernel.train.metrics import Endpoint, Reports, of_lines, of_run
 from liger_kernel.train.model import save
-from liger_kernel.train.optimizer import adamw, learning_rate
-from liger_kernel.train.ranks import Preempted, Ranks, Watch, local_rank, restarts
+from liger_kernel.train.optimizer import adamw, scheduler
+from liger_kernel.train.ranks import News, Preempted, Ranks, Watch, local_rank, restarts
 
 try:
     import lightning as L
 except ImportError as error:
     raise UserError("trainer lightning needs lightning: pip install lightning") from error
 
-UNTIMED = 2  # first steps, in which memory is reserved: no part of tokens/s
 PRECISIONS = {"fp32": "32-true", "bf16": "bf16-true", "bf16-mixed": "bf16-mixed"}
 
 
@@ -64,8 +63,7 @@ class _Module(L.LightningModule):
 
     def configure_optimizers(self) -> dict[str, Any]:
         optimizer = adamw(self.model.parameters(), self.config)
-        part = lambda step: learning_rate(self.config, min(step, self.config.steps - 1)) / self.config.peak_lr
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, part), "interval": "step"}}
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler(optimizer, self.config), "interval": "step"}}
 
 
 class _Lines(L.Callback):
@@ -76,6 +74,7 @@ class _Lines(L.Callback):
     ):
         self.config, self.ranks, self.stop, self.watch, self.folder = config, ranks, stop, watch, folder
         self.endpoint, self.reports = endpoint, reports
+        self.news = News(ranks)
         self.lines: list[dict[str, Any]] = []  # loss and gradient norm on the device
         self.evaluations: list[dict[str, float]] = []
         self.preempted, self.first, self.timed_from = False, 0, 0.0
@@ -99,7 +98,7 @@ class _Lines(L.Callback):
             self.timed_from = time.perf_counter()
         if step % self.config.log_every == 0 or step == self.config.steps:
             self.fetch()
-        if self.config.checkpoint_every and step < self.config.steps and self.ranks.any(self.stop.is_set()):
+        if self.config.checkpoint_every and self.news.exchange(self.stop.is_set(), -1)[0] and step < self.config.steps:
             self.preempted = trainer.should_stop = True
             trainer.save_checkpoint(self.folder / "last.ckpt")
 
@@ -183,6 +182,7 @@ def run(config: TrainConfig, data: Data, model: Any, device: torch.device, preci
                 DataLoader(mine, batch_size=None) if mine else None,  # type: ignore[arg-type]
                 ckpt_path=last,
             )
+            lines.news.last()
             memory.pause()
             seconds = time.perf_counter() - lines.timed_from
             lines.fetch()
@@ -198,13 +198,5 @@ def run(config: TrainConfig, data: Data, model: Any, device: torch.device, preci
             if open_:
                 open_.close()
     begin = min(lines.first + UNTIMED, config.steps - 1)
-    tokens = data.rows.count(data.picks(begin * rows, (config.steps - begin) * rows, config.seed))[0]
-    return (
-        of_run(config, model, device, precision, ranks.world, memory)
-        | of_lines(lines.lines)
-        | {
-            "tokens_per_second": tokens / seconds,
-            "seconds": seconds,
-            "evaluations": lines.evaluations,
-        }
-    )
+    speed = {"tokens_per_second": data.tokens_of(begin * rows, config.steps * rows, config.seed) / seconds, "seconds": seconds}
+    return of_run(config, model, device, precision, ranks.world, memory) | of_lines(lines.lines) | speed | {"evaluations": lines.evaluations}

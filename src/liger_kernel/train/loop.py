@@ -21,13 +21,12 @@ from liger_kernel.train.checkpoint import Checkpoints
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.data import Data, load
 from liger_kernel.train.kernels import Compilations, compile_ahead, use_cache
-from liger_kernel.train.measure import PeakMemory, StepClock, peak_flops
+from liger_kernel.train.measure import UNTIMED, PeakMemory, StepClock, peak_flops
 from liger_kernel.train.metrics import Endpoint, Reports, StepLines, check_reports, of_lines, of_run
 from liger_kernel.train.model import build, device_and_precision, flops_per_token, save
 from liger_kernel.train.optimizer import adamw, learning_rate
 from liger_kernel.train.ranks import News, Preempted, Ranks, Watch, joined, local_rank, restarts, told_to_stop
 
-UNTIMED = 2  # first steps, in which memory is reserved: no part of tokens/s
 SKIPS = 10  # steps in a row without finite gradients after which `--nonfinite skip` gives up: more data will not mend the weights
 
 

@@ -14,6 +14,9 @@ import torch
 STATUS = Path("/proc/self/status")
 
 
+UNTIMED = 2  # first steps, in which memory is reserved: no part of tokens/s
+
+
 class PeakMemory:
     """The highest memory between ``start`` and ``read``; pausing leaves a stretch out.
 

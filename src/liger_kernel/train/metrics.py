@@ -181,7 +181,7 @@ def of_run(config: TrainConfig, model: Any, device: Any, precision: str, world: 
     return {
         "trainer": config.trainer,
         "model": model.config.model_type,
-        "parameters": sum(p.numel() for p in model.parameters()),
+        "parameters": sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters()),  # ZeRO-3's are elsewhere
         "kernels": config.kernels,
         "device": device_name(device),
         "precision": precision,

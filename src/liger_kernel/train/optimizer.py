@@ -23,6 +23,11 @@ def adamw(parameters: Iterable[Tensor], config: TrainConfig) -> torch.optim.Adam
     return torch.optim.AdamW(groups, lr=config.peak_lr, betas=(0.9, config.beta2), fused=True)
 
 
+def scheduler(optimizer: torch.optim.Optimizer, config: TrainConfig) -> torch.optim.lr_scheduler.LambdaLR:
+    """``learning_rate`` as PyTorch's schedulers have it, for trainers of others."""
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(config, min(step, config.steps - 1)) / config.peak_lr)
+
+
 def learning_rate(config: TrainConfig, step: int) -> float:
     """The learning rate of step 0, 1, ...: linear warm-up, then the schedule down to ``min_lr`` of the peak at the last step."""
     if step < config.warmup:

@@ -12,6 +12,7 @@ TORCH_INDEX ?=
 CONSTRAINTS ?= constraints.txt
 JOBS ?= 2
 ARGS ?=
+unexport PYTHONDONTWRITEBYTECODE # tests, the demo and the bench start many processes: each would compile PyTorch's and transformers' sources anew
 
 ifndef PY
 PY := $(VENV)/bin/python

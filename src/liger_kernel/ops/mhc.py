@@ -82,8 +82,8 @@ def _project(
         phi = tl.load(phi_ptr + k[:, None] * P + p[None, :], mask=(k < K)[:, None] & (p < P)[None, :], other=0.0)
         wide = x.to(tl.float32)
         squares += wide * wide
-        if x.dtype == phi.dtype:
-            part = tl.dot(x, phi, input_precision=PRECISION)
+        if x.dtype == phi.dtype and x.dtype != tl.float32:
+            part = tl.dot(x, phi)
         else:
             part = tl.dot(wide, phi.to(tl.float32), input_precision=PRECISION)
         # what a sum of thousands rounds off is kept (Kahan): tensor cores cut it off, and the exponentials to come multiply it
@@ -95,12 +95,12 @@ def _project(
 
 @jit
 def _product(a, b, total, PRECISION: tl.constexpr):
-    """total + a b, one of which is fp32: as two bf16 parts where the other is bf16, which leaves 16 bits of it and products that tensor cores have."""
-    if a.dtype == tl.bfloat16:
+    """total + a b, one of which is fp32. "bf16x2": as two bf16 parts, which leaves 16 bits of it and products that tensor cores have."""
+    if PRECISION == "bf16x2" and a.dtype == tl.bfloat16:
         high = b.to(tl.bfloat16)
         total = tl.dot(a, high, total)
         return tl.dot(a, (b - high.to(tl.float32)).to(tl.bfloat16), total)
-    elif b.dtype == tl.bfloat16:
+    elif PRECISION == "bf16x2":
         high = a.to(tl.bfloat16)
         total = tl.dot(high, b, total)
         return tl.dot((a - high.to(tl.float32)).to(tl.bfloat16), b, total)
@@ -298,15 +298,15 @@ def _tiles(x: Tensor, phi: Tensor, of: str) -> dict:
     """Of the projection ("mix"), its "dx" or its "dphi". bf16: the fastest of a dozen on an H200, of those that fit elsewhere. Else: tiles of at most
     2048 values of phi, so that nothing spills and 64 KB of shared memory are enough, in fp32, too.
 
-    Three tf32 products make one that is exact enough for 16-bit results; AMD's matrix cores multiply fp32.
+    Two bf16 products make one that is exact enough for bf16 results, three of tf32 for others; AMD's matrix cores multiply fp32.
     """
     block_p = max(16, next_power_of_2(phi.shape[1]))
-    precision = "ieee" if x.dtype == torch.float32 or not _config.arch().startswith("sm") else "tf32x3"
     if x.dtype == phi.dtype == torch.bfloat16:
         wide = block_p > 32
         from_shared_memory = _config.arch() in ("sm90", "sm100", "sm103")  # the operands of products, which elsewhere take registers
         block_k = 128 if of == "dphi" and (not wide or from_shared_memory) else 64
-        return dict(PRECISION=precision, BLOCK_T=64, BLOCK_K=block_k, BLOCK_P=block_p, num_warps=8 if of == "dphi" or wide else 4)
+        return dict(PRECISION="bf16x2", BLOCK_T=64, BLOCK_K=block_k, BLOCK_P=block_p, num_warps=8 if of == "dphi" or wide else 4)
+    precision = "ieee" if x.dtype == torch.float32 or not _config.arch().startswith("sm") else "tf32x3"
     block_k = 16 if precision == "ieee" else min(64, 2048 // block_p)  # of fp32, sums of few products before they are added exactly
     return dict(PRECISION=precision, BLOCK_T=min(32, 2048 // block_p), BLOCK_K=block_k, BLOCK_P=block_p, num_warps=8)
 

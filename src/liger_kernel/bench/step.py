@@ -21,7 +21,7 @@ from liger_kernel.bench.models import MODELS, config_of, step_flops
 from liger_kernel.train.config import UserError
 
 BASES = ("stock", "upstream", "ours")
-REMATERIALISING = ("ours:cheap", "ours:mlp")  # with another level of liger_kernel.memory than the default
+REMATERIALISING = ("ours:off", "ours:mlp")  # with another level of liger_kernel.memory than the default
 COMPILED = {"compile": "model", "layers": "layers"}  # by torch.compile: the whole model, or each decoder layer by itself
 VARIANTS = (*BASES, *REMATERIALISING, *COMPILED, *(f"{base}+{how}" for base in BASES[1:] for how in COMPILED))
 PARITY = {"bfloat16": 1e-2, "float32": 1e-4}  # largest relative difference of a loss to stock's over the first steps

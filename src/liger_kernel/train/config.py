@@ -77,7 +77,7 @@ class TrainConfig:
     cross_entropy: bool | None = _field(None, "kernels", "cross entropy over the logits, not fused with the head")
     fused_linear_cross_entropy: bool | None = _field(None, "kernels", "output head and cross entropy in one: the logits are never stored")
     rematerialise: str | None = _field(
-        None, "kernels", "computed again in the backward, not kept: cheap, norms and gated activations; mlp, projections, too; off (default)", REMATERIALISE
+        None, "kernels", "computed again in the backward, not kept: cheap, norms and gated activations (default); mlp, projections, too; off", REMATERIALISE
     )
 
     trainer: str = _field("torch", "run", "who runs the loop: plain PyTorch, transformers' Trainer, or Lightning's", TRAINERS)

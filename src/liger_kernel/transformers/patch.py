@@ -353,7 +353,7 @@ def _served(model_type: str) -> set[str]:
 
 def flags_of(model_type: str) -> dict[str, bool | None]:
     """Flag -> default of ``apply_liger_kernel_to_<model_type>``; the last, of no published signature, is a level of ``memory``."""
-    return {f: v for f, v in _parameters_of(model_type).items() if f != "model"} | {"rematerialise": False}
+    return {f: v for f, v in _parameters_of(model_type).items() if f != "model"} | {"rematerialise": True}
 
 
 @functools.cache
@@ -433,7 +433,7 @@ def _apply_function(model_type: str) -> Callable[..., None]:
     apply.__signature__ = signature  # type: ignore[attr-defined]
     apply.__doc__ = (
         f"Patch the classes of transformers' ``{model_type}`` models, or only ``model`` if one is given. ``liger models {model_type}`` says how.\n\n"
-        '``rematerialise`` (False or "off"; True or "cheap"; "mlp") says what is computed again in the backward instead of kept: see ``liger_kernel.memory``.'
+        '``rematerialise`` (True or "cheap", the default; "mlp"; False or "off") says what is computed again in the backward instead of kept: see ``liger_kernel.memory``.'
     )
     return apply
 

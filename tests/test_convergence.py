@@ -25,7 +25,9 @@ DRAWS = 6  # where the first run misses
 
 def train(model: torch.nn.Module, batches: list[dict]) -> dict[str, torch.Tensor]:
     """Losses of all steps, then the logits and parameters that are left, each as one tensor."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, foreach=False)
+    # gradients that are zero but for rounding would be scaled up to whole steps by an eps of 1e-8: stock, its weights changed by one rounding, is then off
+    # by twenty times what it was
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, eps=1e-5, foreach=False)
     losses = []
     for i in range(STEPS):
         batch = {k: v.to(model.dtype) if v.is_floating_point() else v for k, v in batches[i % len(batches)].items()}
@@ -65,6 +67,6 @@ def test_trains_as_stock_does(family, dtype):
     assert truth["losses"][-4:].mean() < truth["losses"][:4].mean() - 0.5  # something was learnt
     try:
         assert_as_accurate(found, expected, truth)
-    except AssertionError:  # 32 steps of AdamW make much of a first rounding, in stock as well: the error of one run says little
+    except AssertionError:  # 32 steps make much of a first rounding, in stock as well: the error of one run says little
         again = functools.cache(lambda seed: draw(seed, True))
         assert_as_accurate(found, expected, truth, *(draw(seed, False) for seed in range(1, DRAWS)), again=again)

@@ -433,7 +433,7 @@ def _apply_function(model_type: str) -> Callable[..., None]:
     apply.__signature__ = signature  # type: ignore[attr-defined]
     apply.__doc__ = (
         f"Patch the classes of transformers' ``{model_type}`` models, or only ``model`` if one is given. ``liger models {model_type}`` says how.\n\n"
-        '``rematerialise`` (True or "cheap", the default; "mlp"; False or "off") says what is computed again in the backward instead of kept: see ``liger_kernel.memory``.'
+        '``rematerialise`` (True or "cheap", the default; "mlp"; False or "off") says what is computed again in the backward: see ``liger_kernel.memory``.'
     )
     return apply
 

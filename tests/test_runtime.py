@@ -513,6 +513,27 @@ def test_sigterm_to_a_launcher_saves_and_says_so(base, undisturbed, tmp_path, us
 
 
 @pytest.mark.elastic
+def test_a_lost_machine_costs_a_restart(base, undisturbed, tmp_path, user_env):
+    """Two launchers stand for two machines; one of them is killed with its worker, the other goes on alone."""
+    config = place(base, tmp_path, log_every=1, checkpoint_every=1, checkpoint_async=False, steps=30)
+    port = free_port()
+    flags = ("--nproc", "1", "--nnodes", "1:2", "--rdzv-endpoint", f"127.0.0.1:{port}")
+    first = launched(config, user_env, *flags)
+    until(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0)  # this one keeps the rendezvous, whichever is lost
+    second = launched(config, user_env, *flags)
+    until(lambda: ((tmp_path / "run" / "metrics.jsonl").exists() and len(losses(config)) > 3) or first.poll() is not None)
+    lost = workers_of(second.pid)
+    assert lost, "the second machine took no part"
+    second.kill()
+    for pid in lost:
+        os.kill(pid, signal.SIGKILL)
+    output = first.communicate(timeout=400)[0]
+    assert first.returncode == 0, output
+    assert "resuming after step" in output
+    assert rows(config) == [[6 * i, 6 * i + 6] for i in range(30)]
+
+
+@pytest.mark.elastic
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
 @pytest.mark.parametrize("fault", [("killed", step) for step in (1, 3, 5, 6, 8)] + [("killed in save", number) for number in (1, 2, 3)])
 def test_no_moment_is_a_bad_one_to_be_killed_in(parallel, fault, base, tmp_path):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -121,3 +123,38 @@ def test_deepspeed_is_transformers(config):
 def test_batches_that_do_not_fit_are_said(config):
     with pytest.raises(UserError, match="global_batch must be a multiple of batch x ranks = 2, got 3"):
         loop.train(by("hf", config, global_batch=3))
+
+
+def test_8_bit_moments_are_for_other_trainers(config):
+    with pytest.raises(UserError, match="optimizer adamw-8bit needs trainer hf or lightning and parallel none or ddp, got torch and none"):
+        dataclasses.replace(config, optimizer="adamw-8bit")
+
+
+@pytest.mark.skipif(not has("bitsandbytes"), reason="bitsandbytes is not installed")
+def test_8_bit_moments_learn_and_come_back(config):
+    eight = by("hf", config, optimizer="adamw-8bit", checkpoint_every=3)
+    expected, found = loop.train(config), loop.train(eight)
+    assert found["losses"] != expected["losses"]
+    torch.testing.assert_close(torch.tensor(found["losses"]), torch.tensor(expected["losses"]), rtol=2e-2, atol=0)
+    learnt = weights(eight)
+    shutil.rmtree(Path(eight.out) / "checkpoints-hf" / "checkpoint-6")
+    assert loop.train(eight)["losses"] == pytest.approx(found["losses"][3:], rel=1e-6)
+    torch.testing.assert_close(weights(eight), learnt)
+
+
+@pytest.mark.skipif(not has("deepspeed"), reason="deepspeed is not installed")
+@pytest.mark.parametrize("parallel", ["fsdp2", "deepspeed-z2", "deepspeed-z3"])
+def test_sharded_over_two_ranks(parallel, config, user_env):
+    """The losses of one process, whose rows are those of both ranks."""
+    expected = loop.train(config)
+    two = by("hf", config, parallel=parallel, accumulate=1, nproc=2, max_restarts=0)
+    two.save_to(Path(two.out) / "two.json")
+    argv = [sys.executable, "-m", "liger_kernel.cli", "train", "--config", str(Path(two.out) / "two.json")]
+    done = subprocess.run(argv, env=user_env | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(Path(two.out, "metrics.json").read_text())
+    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-3)
+    learnt = weights(two)
+    assert learnt.keys() == weights(config).keys()
+    for name, weight in weights(config).items():
+        torch.testing.assert_close(learnt[name], weight, rtol=1e-2, atol=1e-3)

@@ -17,6 +17,7 @@ TRAINERS = ("torch", "hf", "lightning")
 PARALLEL = ("none", "ddp", "fsdp2", "tp", "deepspeed-z2", "deepspeed-z3")
 PRECISIONS = ("auto", "fp32", "bf16-mixed", "bf16")
 REMATERIALISE = ("off", "cheap", "mlp")
+OPTIMIZERS = ("adamw", "adamw-8bit")
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
 REPORTS = ("tensorboard", "wandb", "mlflow")
 
@@ -56,6 +57,9 @@ class TrainConfig:
     accumulate: int = _field(1, "optimisation", "forward passes per step; each token weighs the same whichever pass and rank it is in")
     global_batch: int | None = _field(
         None, "optimisation", "rows per step of all ranks (default: batch x accumulate x ranks of the first start, kept when others go on)"
+    )
+    optimizer: str = _field(
+        "adamw", "optimisation", "adamw-8bit keeps the moments in 8 bits (bitsandbytes; trainer hf or lightning, parallel none or ddp)", OPTIMIZERS
     )
     lr: float | None = _field(None, "optimisation", "peak learning rate of AdamW (default: 1e-3 from random weights, 2e-5 with a model)")
     weight_decay: float = _field(0.1, "optimisation", "weight decay of matrices; vectors have none")
@@ -133,6 +137,8 @@ class TrainConfig:
             raise UserError(f"decay must be in (0, 1], got {self.decay}")
         if self.cross_entropy and self.fused_linear_cross_entropy:
             raise UserError("cross_entropy and fused_linear_cross_entropy exclude each other")
+        if self.optimizer == "adamw-8bit" and (self.trainer == "torch" or self.parallel not in ("none", "ddp")):
+            raise UserError(f"optimizer adamw-8bit needs trainer hf or lightning and parallel none or ddp, got {self.trainer} and {self.parallel}")
 
     @property
     def peak_lr(self) -> float:

@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from liger_kernel.parallel import by_sharding
-from liger_kernel.train.config import TrainConfig
+from liger_kernel.train.config import TrainConfig, UserError
 
 
-def adamw(parameters: Iterable[Tensor], config: TrainConfig) -> torch.optim.AdamW:
-    """PyTorch's fused AdamW of what is trained; vectors have no weight decay."""
+def adamw(parameters: Iterable[Tensor], config: TrainConfig) -> torch.optim.Optimizer:
+    """PyTorch's fused AdamW of what is trained, or that of bitsandbytes with moments in 8 bits; vectors have no weight decay."""
     trained = [p for p in parameters if p.requires_grad]
     groups = [
         {"params": same, "weight_decay": config.weight_decay if matrices else 0.0}
         for matrices in (True, False)
         for same in by_sharding([p for p in trained if (p.ndim > 1) == matrices])  # fused kernels take one kind of tensor
     ]
-    return torch.optim.AdamW(groups, lr=config.peak_lr, betas=(0.9, config.beta2), fused=True)
+    options: dict[str, Any] = {"lr": config.peak_lr, "betas": (0.9, config.beta2)}
+    if config.optimizer == "adamw-8bit":
+        try:
+            from bitsandbytes.optim import AdamW8bit
+        except ImportError as error:
+            raise UserError("optimizer adamw-8bit needs bitsandbytes: pip install bitsandbytes") from error
+        return AdamW8bit(groups, **options)
+    return torch.optim.AdamW(groups, fused=True, **options)
 
 
 def scheduler(optimizer: torch.optim.Optimizer, config: TrainConfig) -> torch.optim.lr_scheduler.LambdaLR:

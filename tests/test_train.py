@@ -162,6 +162,56 @@ def test_text_is_packed_into_rows_of_equal_length(tokenizer):
     assert len(tokenise([{"text": "abcd"}, {"text": "efg"}], tokenizer, 4)) == 2  # 9 tokens: the last one is dropped
 
 
+def test_texts_of_a_row_are_documents_by_themselves(tokenizer):
+    rows = tokenise([{"text": "abcd"}, {"text": "e"}, {"text": "hij"}], tokenizer, 4, "documents")
+    a, b, c, d, e, h = (tokenizer.encode(t)[0] for t in "abcdeh")
+    end, no = tokenizer.eos_token_id, IGNORE
+    assert rows.ids.tolist() == [a, b, c, d, end, e, end, h]  # j does not fill a row
+    assert rows.labels.tolist() == [no, b, c, d, no, no, end, no]
+    assert rows.positions.tolist() == [0, 1, 2, 3, 0, 0, 1, 0]
+    assert rows.count([0, 1]) == (8, 4)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("patched", [False, True])
+def test_conversations_of_a_row_are_learnt_as_if_each_were_alone(tokenizer, attention, patched):
+    """Loss and gradients of packed rows are those of a row each; no conversation is lost, and little is padded."""
+    import transformers
+
+    chats = [chat for chat in CHATS for _ in range(3)]
+    alone, packed = tokenise(chats, tokenizer, 200), tokenise(chats, tokenizer, 200, "documents")
+    assert len(packed) < len(alone) // 2 and packed.bounds.diff().max() <= 200
+    assert sorted(packed.ids.tolist()) == sorted(alone.ids.tolist()) and int((packed.positions == 0).sum()) == len(chats)
+    learnt = alone.count(list(range(len(alone))))
+    assert packed.count(list(range(len(packed)))) == learnt
+    sizes = dict(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, attn_implementation=attention)).train()
+    if patched:
+        from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+        apply_liger_kernel_to_llama(model=model)
+    found = []
+    for rows in (alone, packed):
+        model.zero_grad()
+        loss = sum(model(**rows.batch([i], 0), use_cache=False, num_items_in_batch=learnt[1]).loss for i in range(0, len(rows) - 1))
+        batch = rows.batch([0, len(rows) - 1], 0)  # of different lengths
+        batch["labels"][0] = IGNORE
+        loss += model(**batch, use_cache=False, num_items_in_batch=learnt[1]).loss
+        loss.backward()
+        found.append({"loss": loss.detach()} | {name: p.grad.clone() for name, p in model.named_parameters()})
+    for name, expected in found[0].items():
+        torch.testing.assert_close(found[1][name], expected, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("trainer", ["torch", "hf"])
+def test_a_run_on_packed_conversations(trainer, tmp_path):
+    config = TrainConfig(**TINY, data=write_jsonl(tmp_path / "chats.jsonl", CHATS * 20), out=str(tmp_path / "run"), packing="documents", trainer=trainer)
+    config = dataclasses.replace(config, length=150, batch=1, steps=4)
+    losses = loop.train(config)["losses"]
+    assert len(losses) == 4 and losses[-1] < losses[0]
+
+
 def test_a_batch_is_padded_without_labels():
     rows = Rows.of([([1, 2, 3], [IGNORE, 2, 3]), ([4], [4])])
     batch = rows.batch([1, 0], pad=9)

@@ -18,6 +18,7 @@ PARALLEL = ("none", "ddp", "fsdp2", "tp", "deepspeed-z2", "deepspeed-z3")
 PRECISIONS = ("auto", "fp32", "bf16-mixed", "bf16")
 REMATERIALISE = ("off", "cheap", "mlp")
 OPTIMIZERS = ("adamw", "adamw-8bit")
+PACKINGS = ("auto", "documents")
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
 REPORTS = ("tensorboard", "wandb", "mlflow")
 
@@ -50,6 +51,9 @@ class TrainConfig:
     limit: int | None = _field(None, "data", "read at most this many texts")
     tokenizer: str | None = _field(None, "data", "tokenizer folder or id (default: the model's; with neither, a BPE trained on the data)")
     length: int = _field(512, "data", "tokens per row: plain text is packed into rows of this length, conversations are cut to it")
+    packing: str = _field(
+        "auto", "data", "auto joins plain text and gives each conversation a row; documents packs both, and no document sees another in its row", PACKINGS
+    )
     eval_fraction: float = _field(0.02, "data", "part of the rows kept for evaluation; 0 keeps none")
 
     steps: int = _field(100, "optimisation", "optimizer steps")
@@ -137,8 +141,6 @@ class TrainConfig:
             raise UserError(f"decay must be in (0, 1], got {self.decay}")
         if self.cross_entropy and self.fused_linear_cross_entropy:
             raise UserError("cross_entropy and fused_linear_cross_entropy exclude each other")
-        if self.optimizer == "adamw-8bit" and (self.trainer == "torch" or self.parallel not in ("none", "ddp")):
-            raise UserError(f"optimizer adamw-8bit needs trainer hf or lightning and parallel none or ddp, got {self.trainer} and {self.parallel}")
 
     @property
     def peak_lr(self) -> float:

@@ -5,11 +5,13 @@ Three kinds of record are understood, recognised by the keys of the first one:
   {"instruction", "output", ["input"]}     Alpaca; a conversation of one question and one answer
   {"messages": [{"role", "content"}...]}   a conversation; one row each, only the assistant's turns carry labels
 
-Labels are -100 where nothing is learnt; the model shifts them by one.
+Labels are -100 where nothing is learnt; the model shifts them by one. With packing "documents" a row has several documents or conversations, whose
+positions begin at 0: from these transformers sees where attention ends.
 """
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import hashlib
 import json
@@ -124,10 +126,13 @@ def conversation(record: dict[str, Any]) -> list[dict[str, str]] | None:
 
 
 class Rows:
-    """Rows of tokens and labels, end to end in two int32 tensors; row i lies between ``bounds[i]`` and ``bounds[i + 1]``."""
+    """Rows of tokens and labels, end to end in two int32 tensors; row i lies between ``bounds[i]`` and ``bounds[i + 1]``.
 
-    def __init__(self, ids: Tensor, labels: Tensor, bounds: Tensor):
-        self.ids, self.labels, self.bounds = ids, labels, bounds
+    ``positions``, where rows have several documents: those of the tokens in their documents.
+    """
+
+    def __init__(self, ids: Tensor, labels: Tensor, bounds: Tensor, positions: Tensor | None = None):
+        self.ids, self.labels, self.bounds, self.positions = ids, labels, bounds, positions
         self._learnt: Tensor | None = None
 
     @classmethod
@@ -135,6 +140,20 @@ class Rows:
         bounds = torch.tensor([0, *(len(ids) for ids, _ in rows)]).cumsum(0)
         ids, labels = (torch.tensor([token for row in rows for token in row[part]], dtype=torch.int32) for part in (0, 1))
         return cls(ids, labels, bounds)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What makes them again; no two share memory."""
+        found = {"ids": self.ids, "labels": self.labels.clone(), "bounds": self.bounds}
+        return found if self.positions is None else found | {"positions": self.positions}
+
+    def of_documents(self, starts: Tensor) -> Rows:
+        """The same rows, where a document begins at each of ``starts`` and at the begin of each row; its first token is predicted by nothing."""
+        begins = torch.zeros(len(self.ids), dtype=torch.bool)
+        begins[starts[starts < len(self.ids)]] = True
+        begins[self.bounds[:-1]] = True
+        at = torch.arange(len(self.ids))
+        positions = at - torch.where(begins, at, 0).cummax(0).values
+        return Rows(self.ids, self.labels.masked_fill(begins, IGNORE), self.bounds, positions.int())
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
@@ -154,7 +173,9 @@ class Rows:
         padded = lambda flat, value: pad_sequence([flat[span].long() for span in spans], batch_first=True, padding_value=value)
         batch = {"input_ids": padded(self.ids, pad), "labels": padded(self.labels, IGNORE)}
         lengths = torch.tensor([span.stop - span.start for span in spans])
-        if (lengths < lengths.max()).any():
+        if self.positions is not None:  # what is padded is behind all that is learnt, and documents of its own
+            batch["position_ids"] = padded(self.positions, 0)
+        elif (lengths < lengths.max()).any():
             batch["attention_mask"] = (torch.arange(int(lengths.max())) < lengths[:, None]).long()
         return batch
 
@@ -164,17 +185,40 @@ def learnt_tokens(batch: dict[str, Tensor]) -> int:
     return int((batch["labels"][:, 1:] != IGNORE).sum())
 
 
-def packed(texts: list[str], tokenizer: Any, length: int) -> Rows:
-    """Texts between their begin and end tokens, joined and cut into rows of ``length``; what does not fill the last row is dropped."""
+def packed(texts: list[str], tokenizer: Any, length: int, documents: bool = False) -> Rows:
+    """Texts between their begin and end tokens, joined and cut into rows of ``length``; what does not fill the last row is dropped.
+
+    ``documents``: what a row has of a text is a document by itself.
+    """
     begin = [tokenizer.bos_token_id] if tokenizer.bos_token_id not in (None, tokenizer.eos_token_id) else []
     end = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
     tokens: list[int] = []
+    starts: list[int] = []
     for start in range(0, len(texts), 1000):
         for ids in tokenizer(texts[start : start + 1000], add_special_tokens=False, return_attention_mask=False)["input_ids"]:
+            starts.append(len(tokens))
             tokens += begin + ids + end
     count = len(tokens) // length
     ids = torch.tensor(tokens[: count * length], dtype=torch.int32)
-    return Rows(ids, ids, torch.arange(count + 1) * length)
+    rows = Rows(ids, ids, torch.arange(count + 1) * length)
+    return rows.of_documents(torch.tensor(starts)) if documents else rows
+
+
+def together(pairs: list[tuple[list[int], list[int]]], length: int) -> Rows:
+    """Conversations in rows of at most ``length``: the longest first, each into the row that it fills best."""
+    rows: list[list[int]] = []
+    free: list[tuple[int, int]] = []  # (what is left, row), sorted
+    for number in sorted(range(len(pairs)), key=lambda i: (-len(pairs[i][0]), i)):
+        size = len(pairs[number][0])
+        place = bisect.bisect_left(free, (size, -1))
+        left, row = free.pop(place) if place < len(free) else (length, len(rows))
+        if row == len(rows):
+            rows.append([])
+        rows[row].append(number)
+        bisect.insort(free, (left - size, row))
+    joined = [([t for i in row for t in pairs[i][0]], [t for i in row for t in pairs[i][1]]) for row in rows]
+    sizes = torch.tensor([len(pairs[i][0]) for row in rows for i in row])
+    return Rows.of(joined).of_documents(sizes.cumsum(0) - sizes)
 
 
 def conversation_row(messages: list[dict[str, str]], tokenizer: Any, length: int) -> tuple[list[int], list[int]]:
@@ -198,10 +242,10 @@ def conversation_row(messages: list[dict[str, str]], tokenizer: Any, length: int
     return ids, [token if keep else IGNORE for token, keep in zip(ids, learnt)]
 
 
-def tokenise(records: list[dict[str, Any]], tokenizer: Any, length: int) -> Rows:
+def tokenise(records: list[dict[str, Any]], tokenizer: Any, length: int, packing: str = "auto") -> Rows:
     """Rows of at most ``length`` tokens. ``UserError`` names the record it cannot read."""
     if conversation(records[0]) is None:
-        rows = packed(_texts(records), tokenizer, length)
+        rows = packed(_texts(records), tokenizer, length, packing == "documents")
         if not len(rows):
             raise UserError(f"the data is shorter than one row of {length} tokens: lower the length")
         return rows
@@ -216,7 +260,7 @@ def tokenise(records: list[dict[str, Any]], tokenizer: Any, length: int) -> Rows
     pairs = [(ids, labels) for ids, labels in pairs if any(label != IGNORE for label in labels[1:])]
     if not pairs:
         raise UserError(f"no conversation has an answer within its first {length} tokens: raise the length")
-    return Rows.of(pairs)
+    return together(pairs, length) if packing == "documents" else Rows.of(pairs)
 
 
 def _texts(records: list[dict[str, Any]]) -> list[str]:
@@ -335,7 +379,7 @@ def _prepare(config: TrainConfig, tokenizer: Any) -> Data:
     if tokenizer is None:
         tokenizer = train_bpe(_texts(records), config.vocab)
         _complete(tokenizer)
-    return Data(tokenise(records, tokenizer, config.length), tokenizer, config.eval_fraction)
+    return Data(tokenise(records, tokenizer, config.length, config.packing), tokenizer, config.eval_fraction)
 
 
 def _complete(tokenizer: Any) -> None:
@@ -361,7 +405,7 @@ def _cache(config: TrainConfig, tokenizer: Any) -> Path | None:
         by = [tokenizer.backend_tokenizer.to_str(), tokenizer.bos_token_id, tokenizer.eos_token_id, str(tokenizer.chat_template)]
     else:
         return None
-    key = json.dumps([identity, config.limit, by, config.length, CHAT_TEMPLATE])
+    key = json.dumps([identity, config.limit, by, config.length, config.packing, CHAT_TEMPLATE])
     return Path(config.cache or Path(config.out) / "cache") / hashlib.sha256(key.encode()).hexdigest()[:16]
 
 
@@ -372,6 +416,6 @@ def _write(folder: Path, rows: Rows, tokenizer: Any) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, ignore_cleanup_errors=True) as temporary:
         tokenizer.save_pretrained(temporary)
-        save_file({"ids": rows.ids, "labels": rows.labels.clone(), "bounds": rows.bounds}, Path(temporary) / "rows.safetensors")
+        save_file(rows.tensors(), Path(temporary) / "rows.safetensors")
         with contextlib.suppress(OSError):  # another run has just written the same
             os.rename(temporary, folder)

@@ -241,8 +241,13 @@ def test_files_of_both_kinds_and_datasets_read_alike(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", lambda name, split: {("org/chats", "dev"): datasets.Dataset.from_list(CHATS)}[name, split])
     named = [write_jsonl(tmp_path / "chats.jsonl", CHATS), str(tmp_path / "chats.parquet"), "org/chats"]
     for name in named:
-        assert data_module.read(TrainConfig(data=name, split="dev")) == CHATS
-        assert data_module.read(TrainConfig(data=name, split="dev", limit=2)) == CHATS[:2]
+        records = data_module.Records(TrainConfig(data=name, split="dev"))
+        assert list(records) == list(records) == CHATS
+        assert list(data_module.Records(TrainConfig(data=name, split="dev", limit=2))) == CHATS[:2]
+    assert list(data_module.Records(TrainConfig(data=str(tmp_path)))) == CHATS + CHATS  # a folder of both
+    assert next(iter(data_module.Records(TrainConfig(data=named[0])))) == CHATS[0]
+    (tmp_path / "chats.jsonl").open("a").write("{oops")
+    assert next(iter(data_module.Records(TrainConfig(data=named[0])))) == CHATS[0]  # the rest is not read
 
 
 def test_the_standard_library_is_text_enough():

@@ -20,7 +20,7 @@ import os
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from torch.nn.utils.rnn import pad_sequence
 from liger_kernel.train.config import TrainConfig, UserError
 
 IGNORE = -100
+Tokens = Sequence[int] | np.ndarray
 END = "<|endoftext|>"
 # For tokenizers without a chat template. It is saved with the model, so that a chat uses what was trained.
 CHAT_TEMPLATE = (
@@ -56,23 +57,44 @@ def standard_library() -> list[str]:
     return texts
 
 
-def read(config: TrainConfig) -> list[dict[str, Any]]:
-    """The records that ``config.data`` names, at most ``config.limit``."""
-    name, path = config.data, Path(config.data)
-    if name == "stdlib":
-        records: Iterable[dict[str, Any]] = ({"text": text} for text in standard_library())
-    elif path.suffix in (".jsonl", ".parquet"):
+class Records:
+    """The records that ``config.data`` names, at most ``config.limit``; read anew, one by one, whenever they are gone through."""
+
+    def __init__(self, config: TrainConfig):
+        self.config = config
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        found = False
+        for record in islice(self._read(), self.config.limit):
+            found = True
+            yield record
+        if not found:
+            raise UserError(f"{self.config.data} holds no records")
+
+    def _read(self) -> Iterable[dict[str, Any]]:
+        name, files = self.config.data, files_of(self.config.data)
+        if name == "stdlib":
+            return ({"text": text} for text in standard_library())
+        if files:
+            return (record for path in files for record in (_jsonl(path) if path.suffix == ".jsonl" else _parquet(path)))
+        return _hub(name, self.config.split)
+
+
+def files_of(name: str) -> list[Path]:
+    """The file of that name, or the ``.jsonl`` and ``.parquet`` files of the folder, in order; none where it is no path."""
+    path = Path(name)
+    if path.is_dir():
+        files = sorted(f for f in path.iterdir() if f.suffix in (".jsonl", ".parquet"))
+        if not files:
+            raise UserError(f"no .jsonl or .parquet files in {path}")
+        return files
+    if path.suffix in (".jsonl", ".parquet"):
         if not path.is_file():
             raise UserError(f"no such file: {path}")
-        records = _jsonl(path) if path.suffix == ".jsonl" else _parquet(path)
-    elif path.exists():
-        raise UserError(f"data must be a .jsonl or .parquet file, got {path}")
-    else:
-        records = _hub(name, config.split)
-    records = list(islice(records, config.limit))
-    if not records:
-        raise UserError(f"{name} holds no records")
-    return records
+        return [path]
+    if path.exists():
+        raise UserError(f"data must be a .jsonl or .parquet file or a folder of them, got {path}")
+    return []
 
 
 def _jsonl(path: Path) -> Iterator[dict[str, Any]]:
@@ -125,6 +147,24 @@ def conversation(record: dict[str, Any]) -> list[dict[str, str]] | None:
 # -- rows ----------------------------------------------------------------------------------
 
 
+class _Tokens:
+    """Integers on their way to a tensor of int32, in a file without a name rather than in memory."""
+
+    def __init__(self) -> None:
+        self.file, self.count = tempfile.TemporaryFile(), 0  # noqa: SIM115  open as long as the tensor
+
+    def __iadd__(self, more: Tokens) -> _Tokens:
+        np.asarray(more, dtype=np.int32).tofile(self.file)
+        self.count += len(more)
+        return self
+
+    def tensor(self, count: int | None = None) -> Tensor:
+        """The first ``count`` of them, or all; the file goes when the tensor does."""
+        count = self.count if count is None else count
+        self.file.flush()
+        return torch.from_numpy(np.memmap(self.file, np.int32, "r+", shape=count)) if count else torch.empty(0, dtype=torch.int32)
+
+
 class Rows:
     """Rows of tokens and labels, end to end in two int32 tensors; row i lies between ``bounds[i]`` and ``bounds[i + 1]``.
 
@@ -136,10 +176,13 @@ class Rows:
         self._learnt: Tensor | None = None
 
     @classmethod
-    def of(cls, rows: list[tuple[list[int], list[int]]]) -> Rows:
-        bounds = torch.tensor([0, *(len(ids) for ids, _ in rows)]).cumsum(0)
-        ids, labels = (torch.tensor([token for row in rows for token in row[part]], dtype=torch.int32) for part in (0, 1))
-        return cls(ids, labels, bounds)
+    def of(cls, rows: Iterable[tuple[Tokens, Tokens]]) -> Rows:
+        ids, labels, lengths = _Tokens(), _Tokens(), [0]
+        for row in rows:
+            ids += row[0]
+            labels += row[1]
+            lengths.append(len(row[0]))
+        return cls(ids.tensor(), labels.tensor(), torch.tensor(lengths).cumsum(0))
 
     def tensors(self) -> dict[str, Tensor]:
         """What makes them again; no two share memory."""
@@ -185,26 +228,25 @@ def learnt_tokens(batch: dict[str, Tensor]) -> int:
     return int((batch["labels"][:, 1:] != IGNORE).sum())
 
 
-def packed(texts: list[str], tokenizer: Any, length: int, documents: bool = False) -> Rows:
+def packed(texts: Iterable[str], tokenizer: Any, length: int, documents: bool = False) -> Rows:
     """Texts between their begin and end tokens, joined and cut into rows of ``length``; what does not fill the last row is dropped.
 
     ``documents``: what a row has of a text is a document by itself.
     """
     begin = [tokenizer.bos_token_id] if tokenizer.bos_token_id not in (None, tokenizer.eos_token_id) else []
     end = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
-    tokens: list[int] = []
-    starts: list[int] = []
-    for start in range(0, len(texts), 1000):
-        for ids in tokenizer(texts[start : start + 1000], add_special_tokens=False, return_attention_mask=False)["input_ids"]:
-            starts.append(len(tokens))
+    tokens, starts, texts = _Tokens(), [], iter(texts)
+    while some := list(islice(texts, 1000)):
+        for ids in tokenizer(some, add_special_tokens=False, return_attention_mask=False)["input_ids"]:
+            starts.append(tokens.count)
             tokens += begin + ids + end
-    count = len(tokens) // length
-    ids = torch.tensor(tokens[: count * length], dtype=torch.int32)
+    count = tokens.count // length
+    ids = tokens.tensor(count * length)
     rows = Rows(ids, ids, torch.arange(count + 1) * length)
     return rows.of_documents(torch.tensor(starts)) if documents else rows
 
 
-def together(pairs: list[tuple[list[int], list[int]]], length: int) -> Rows:
+def together(pairs: Sequence[tuple[Tokens, Tokens]], length: int) -> Rows:
     """Conversations in rows of at most ``length``: the longest first, each into the row that it fills best."""
     rows: list[list[int]] = []
     free: list[tuple[int, int]] = []  # (what is left, row), sorted
@@ -216,9 +258,9 @@ def together(pairs: list[tuple[list[int], list[int]]], length: int) -> Rows:
             rows.append([])
         rows[row].append(number)
         bisect.insort(free, (left - size, row))
-    joined = [([t for i in row for t in pairs[i][0]], [t for i in row for t in pairs[i][1]]) for row in rows]
+    joined = ([np.concatenate([pairs[i][part] for i in row]) for part in (0, 1)] for row in rows)
     sizes = torch.tensor([len(pairs[i][0]) for row in rows for i in row])
-    return Rows.of(joined).of_documents(sizes.cumsum(0) - sizes)
+    return Rows.of((ids, labels) for ids, labels in joined).of_documents(sizes.cumsum(0) - sizes)
 
 
 def conversation_row(messages: list[dict[str, str]], tokenizer: Any, length: int) -> tuple[list[int], list[int]]:
@@ -242,9 +284,9 @@ def conversation_row(messages: list[dict[str, str]], tokenizer: Any, length: int
     return ids, [token if keep else IGNORE for token, keep in zip(ids, learnt)]
 
 
-def tokenise(records: list[dict[str, Any]], tokenizer: Any, length: int, packing: str = "auto") -> Rows:
+def tokenise(records: Iterable[dict[str, Any]], tokenizer: Any, length: int, packing: str = "auto") -> Rows:
     """Rows of at most ``length`` tokens. ``UserError`` names the record it cannot read."""
-    if conversation(records[0]) is None:
+    if conversation(next(iter(records))) is None:
         rows = packed(_texts(records), tokenizer, length, packing == "documents")
         if not len(rows):
             raise UserError(f"the data is shorter than one row of {length} tokens: lower the length")
@@ -254,26 +296,29 @@ def tokenise(records: list[dict[str, Any]], tokenizer: Any, length: int, packing
     pairs = []
     for number, record in enumerate(records, 1):
         try:
-            pairs.append(conversation_row(conversation(record) or [], tokenizer, length))
+            ids, labels = conversation_row(conversation(record) or [], tokenizer, length)
         except Exception as error:  # chat templates raise what they like
             raise UserError(f"record {number} is no conversation that the chat template accepts: {' '.join(str(error).split())[:200]}") from error
-    pairs = [(ids, labels) for ids, labels in pairs if any(label != IGNORE for label in labels[1:])]
+        if any(label != IGNORE for label in labels[1:]):
+            pairs.append((np.array(ids, np.int32), np.array(labels, np.int32)))
     if not pairs:
         raise UserError(f"no conversation has an answer within its first {length} tokens: raise the length")
     return together(pairs, length) if packing == "documents" else Rows.of(pairs)
 
 
-def _texts(records: list[dict[str, Any]]) -> list[str]:
+def _texts(records: Iterable[dict[str, Any]]) -> Iterator[str]:
     """All the text in the records, to pack or to train a tokenizer on."""
-    if conversation(records[0]) is not None:
-        turns = [turn for record in records for turn in conversation(record) or []]
-        return [turn["content"] for turn in turns if isinstance(turn.get("content"), str)]
-    if "text" not in records[0]:
-        raise UserError(f"a record must have 'text', 'messages', or 'instruction' and 'output'; the first one has {sorted(records[0])}")
+    first = next(iter(records))
+    if conversation(first) is not None:
+        turns = (turn for record in records for turn in conversation(record) or [])
+        yield from (turn["content"] for turn in turns if isinstance(turn.get("content"), str))
+        return
+    if "text" not in first:
+        raise UserError(f"a record must have 'text', 'messages', or 'instruction' and 'output'; the first one has {sorted(first)}")
     for number, record in enumerate(records, 1):
         if not isinstance(record.get("text"), str):
             raise UserError(f"record {number} has no text, unlike the first one")
-    return [record["text"] for record in records]
+        yield record["text"]
 
 
 def train_bpe(texts: Iterable[str], vocab: int) -> Any:
@@ -375,7 +420,7 @@ def load(config: TrainConfig) -> Data:
 
 
 def _prepare(config: TrainConfig, tokenizer: Any) -> Data:
-    records = read(config)
+    records = Records(config)
     if tokenizer is None:
         tokenizer = train_bpe(_texts(records), config.vocab)
         _complete(tokenizer)
@@ -392,11 +437,10 @@ def _complete(tokenizer: Any) -> None:
 
 def _cache(config: TrainConfig, tokenizer: Any) -> Path | None:
     """Where rows are kept between runs, named after all that decides on them; None for what may change unseen."""
-    path = Path(config.data)
     if config.data == "stdlib":
         identity = sys.version
-    elif path.is_file():
-        identity = f"{path.resolve()} {path.stat().st_size} {path.stat().st_mtime_ns}"
+    elif files := files_of(config.data):
+        identity = "\n".join(f"{path.resolve()} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in files)
     else:
         return None
     if tokenizer is None:

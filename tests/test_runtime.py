@@ -18,6 +18,7 @@ import sys
 import time
 import urllib.request
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ if not sys.platform.startswith("linux"):
     pytest.skip("workers are forked", allow_module_level=True)
 
 from liger_kernel.parallel import Parallel
-from liger_kernel.train import checkpoint, loop, metrics, ranks
+from liger_kernel.train import checkpoint, loop, metrics, ranks, store
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.data import share
 
@@ -382,6 +383,48 @@ def test_a_finished_run_is_left_alone_and_other_data_is_refused(base, here, tmp_
         loop.train(dataclasses.replace(config, resume=False))
     with pytest.raises(UserError, match=r"does not fit this model: .*"):
         loop.train(dataclasses.replace(config, model=None, tokenizer=config.model, hidden=16, heads=2, layers=1))
+
+
+# -- an object store ---------------------------------------------------------------------------
+
+
+def test_a_run_goes_on_from_an_object_store_in_an_empty_folder(base, undisturbed, tmp_path):
+    """A pod is taken away with its disk; the next one finds in the store what it needs, and the run is the same to the last bit."""
+    uri = (tmp_path / "store").as_uri()
+    first = place(base, tmp_path / "pod", store=uri)
+    (tmp_path / "pod").mkdir()
+    assert run(first, fault=("terminated", 4)) == [ranks.EXIT_PREEMPTED] * 2, log(first)
+    assert (tmp_path / "store" / "checkpoints" / "latest").read_text().split() == latest(first) == ["step-00000005", "step-00000003"]
+    shutil.rmtree(first.out)
+    assert run(first) == [0, 0], log(first)
+    assert f"fetched step-00000005 from {uri}" in log(first)
+    same_run(first, undisturbed)
+    kept = {path.name for path in (tmp_path / "store" / "checkpoints").iterdir()}
+    assert kept == {"latest", *latest(first)}  # others are removed there, too
+
+
+def test_a_store_names_only_what_is_there_whole(base, undisturbed, tmp_path):
+    source = Path(undisturbed.out)
+    kept = store.Store((tmp_path / "store").as_uri(), source)
+    with mock.patch.object(kept.fs, "pipe_file", side_effect=lambda *_: no_space()), pytest.raises(OSError, match="No space"):
+        kept.copy()
+    assert kept.names() == []
+    assert kept.copy() and not kept.copy()
+    newest, before = kept.names()
+    part = max((tmp_path / "store" / "checkpoints" / newest).glob("*.distcp"), key=lambda path: path.stat().st_size)
+    os.truncate(part, part.stat().st_size - 1)
+    new = store.Store((tmp_path / "store").as_uri(), tmp_path / "new")
+    assert new.fetch() == before and (tmp_path / "new" / "checkpoints" / "latest").read_text().split() == [before]
+    assert new.fetch() is None  # what is in the folder wins
+
+
+def test_a_store_that_cannot_serve_is_said(base, here, tmp_path):
+    for changes, said in (
+        (dict(store="nothing://here"), "cannot use the store 'nothing://here'"),
+        (dict(store="file:///x", checkpoint_every=0), "store needs trainer torch and checkpoint_every"),
+    ):
+        with pytest.raises(UserError, match=said):
+            loop.train(place(base, tmp_path, parallel="none", **changes))
 
 
 # -- metrics ---------------------------------------------------------------------------------

@@ -24,7 +24,8 @@ from triton.runtime import driver
 from triton.runtime.jit import MockTensor
 
 from liger_kernel.ops import _config, _op
-from liger_kernel.train.config import UserError
+from liger_kernel.train.config import TrainConfig, UserError
+from liger_kernel.train.kernels import use_cache
 
 
 @dataclass(frozen=True)
@@ -158,6 +159,20 @@ def model_launches(
     return launches(step, "cpu")
 
 
+def training_launches(config: TrainConfig, model_config: Any, precision: str) -> list[Launch]:
+    """The launches of a run of ``config`` in ``precision``."""
+    # FSDP2 casts weights, autocast arithmetic
+    half = precision == "bf16" or (precision == "bf16-mixed" and config.parallel == "fsdp2")
+    return model_launches(
+        model_config,
+        batch=config.batch,
+        seq=config.length,
+        dtype=torch.bfloat16 if half else torch.float32,
+        autocast=torch.bfloat16 if precision == "bf16-mixed" and not half else None,
+        flags=config.kernel_flags,
+    )
+
+
 def configuration(name: str) -> Any:
     """The transformers configuration of a ``config.json``, a folder that holds one, a model that `liger bench step` knows, or a model on the hub."""
     import transformers
@@ -201,7 +216,8 @@ def main(argv: list[str]) -> int:
 
     parser = argparse.ArgumentParser(prog="liger warmup", description="Compile the kernels that training a model needs into Triton's cache (TRITON_CACHE_DIR).")
     add = parser.add_argument
-    add("--model", required=True, metavar="NAME", help=f"a config.json, a folder with one, a model on the hub, or one of {', '.join(MODELS)}")
+    add("--config", metavar="FILE", help="a config of liger train, of which model, batch, length, precision, parallel and kernels are taken")
+    add("--model", metavar="NAME", help=f"a config.json, a folder with one, a model on the hub, or one of {', '.join(MODELS)}")
     add("--batch", type=int, default=1, help="rows of a step (default: 1)")
     add("--seq", type=int, default=2048, help="tokens a row (default: 2048)")
     add("--arch", choices=TARGETS, help="the GPU to compile for (default: the one that is there)")
@@ -214,10 +230,19 @@ def main(argv: list[str]) -> int:
         raise UserError(f"--batch and --seq must be at least 1, got {a.batch} and {a.seq}")
     if _op.INTERPRET:
         raise UserError("TRITON_INTERPRET=1 is set: kernels are interpreted, not compiled")
+    if (a.config is None) == (a.model is None):
+        raise UserError("give --model or --config")
     start = time.perf_counter()
+    use_cache()
     with compiling_for(a.arch) if a.arch else contextlib.nullcontext():
-        autocast = DTYPES[a.autocast] if a.autocast else None
-        found = model_launches(configuration(a.model), batch=a.batch, seq=a.seq, dtype=DTYPES[a.dtype], autocast=autocast)
+        if a.config:
+            train = TrainConfig.load(a.config)
+            if train.model is None:
+                raise UserError(f"{a.config} names no model: the vocabulary of a new one is not known before its data is read")
+            found = training_launches(train, configuration(train.model), "bf16-mixed" if train.precision == "auto" else train.precision)
+        else:
+            autocast = DTYPES[a.autocast] if a.autocast else None
+            found = model_launches(configuration(a.model), batch=a.batch, seq=a.seq, dtype=DTYPES[a.dtype], autocast=autocast)
         compiled, needed = compile_launches(found)
         arch = _config.arch()
     from triton import knobs

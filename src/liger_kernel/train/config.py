@@ -103,6 +103,11 @@ class TrainConfig:
     checkpoint_every: int = _field(0, "checkpoints", "steps between checkpoints in the run's folder, one also at the end and on SIGTERM; 0 writes none")
     checkpoint_keep: int = _field(2, "checkpoints", "newest checkpoints to keep")
     checkpoint_async: bool = _field(True, "checkpoints", "write while training goes on")
+    store: str | None = _field(
+        None,
+        "checkpoints",
+        "URI (s3://bucket/run ...) to which checkpoints are copied, and from which a run whose folder has none goes on; by fsspec",
+    )
     resume: bool = _field(True, "checkpoints", "go on from the run's latest checkpoint; without, a run that has any is refused")
 
     gradient_checkpointing: str = _field(
@@ -173,6 +178,11 @@ class TrainConfig:
 
 def read_values(path: str | Path) -> dict[str, Any]:
     """The names and values in a config file. ``UserError`` on unknown names and wrong types."""
+    return checked(read_file(path), TrainConfig, str(path))
+
+
+def read_file(path: str | Path) -> dict[str, Any]:
+    """What a YAML or JSON file holds: names and values, or ``UserError``."""
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")
@@ -185,16 +195,21 @@ def read_values(path: str | Path) -> dict[str, Any]:
         raise UserError(f"{path} is not valid {'YAML' if _is_yaml(path) else 'JSON'}: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
         raise UserError(f"{path} must hold names and values, got a {type(values).__name__}")
-    kinds = _kinds(TrainConfig)
+    return values
+
+
+def checked(values: dict[str, Any], cls: type, where: str) -> dict[str, Any]:
+    """``values`` for the fields of the dataclass ``cls``. ``UserError`` on unknown names and wrong types, which begins with ``where``."""
+    kinds = _kinds(cls)
     for name, value in values.items():
         if name not in kinds:
-            raise UserError(f"{path}: unknown name {name!r}")
+            raise UserError(f"{where}: unknown name {name!r}")
         kind, optional = kinds[name]
         if kind is float and isinstance(value, int | str) and not isinstance(value, bool):
             with contextlib.suppress(ValueError):  # YAML reads 1e-3 as a string
                 value = values[name] = float(value)
         if not (type(value) is kind or (value is None and optional)):
-            raise UserError(f"{path}: {name} must be of type {kind.__name__}, got {value!r}")
+            raise UserError(f"{where}: {name} must be of type {kind.__name__}, got {value!r}")
     return values
 
 

@@ -8,8 +8,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from liger_kernel.train.config import TrainConfig
 from liger_kernel.train.ranks import Ranks, local_rank
 
@@ -54,20 +52,9 @@ def use_cache() -> None:
 
 
 def _compile(config: TrainConfig, model_config: Any, precision: str) -> tuple[int, int]:
-    from liger_kernel.warmup import compile_launches, model_launches
+    from liger_kernel.warmup import compile_launches, training_launches
 
-    # FSDP2 casts weights, autocast arithmetic
-    half = precision == "bf16" or (precision == "bf16-mixed" and config.parallel == "fsdp2")
-    return compile_launches(
-        model_launches(
-            model_config,
-            batch=config.batch,
-            seq=config.length,
-            dtype=torch.bfloat16 if half else torch.float32,
-            autocast=torch.bfloat16 if precision == "bf16-mixed" and not half else None,
-            flags=config.kernel_flags,
-        )
-    )
+    return compile_launches(training_launches(config, model_config, precision))
 
 
 def _alone() -> contextlib.AbstractContextManager:

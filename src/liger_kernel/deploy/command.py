@@ -1,0 +1,47 @@
+"""``liger deploy``: render a job's files, or give them to a cluster."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+
+from liger_kernel.deploy.job import Job
+from liger_kernel.deploy.render import FORMS, render, write
+from liger_kernel.train.config import UserError
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="liger deploy", description="Render a training job for Kubernetes, or submit it (docs/platform.md).")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    rendering = commands.add_parser("render", help="print or write a job's files")
+    submitting = commands.add_parser("submit", help="kubectl apply of the plain YAML")
+    for command in (rendering, submitting):
+        command.add_argument("job", help="YAML or JSON file of a job")
+    rendering.add_argument("--as", dest="form", choices=FORMS, default="yaml", help="plain YAML (default), a folder for kubectl -k, a Helm chart; "
+                           "the config of liger train; Prometheus rules, a Grafana dashboard")  # fmt: skip
+    rendering.add_argument("--to", metavar="DIR", help="write below this folder (default: print)")
+    submitting.add_argument("--dry-run", choices=("client", "server"), help="let kubectl check and change nothing; server asks the cluster's own checks")
+    submitting.add_argument("--context", help="of kubectl's configuration")
+    a = parser.parse_args(argv)
+    job = Job.load(a.job)
+    if a.command == "submit":
+        return submit(job, a.dry_run, a.context)
+    files = render(job, a.form)
+    if a.to:
+        print(*write(files, a.to), sep="\n")
+    elif len(files) > 1:
+        raise UserError(f"{a.form} is {len(files)} files: say where with --to DIR")
+    else:
+        print(*files.values(), sep="", end="")
+    return 0
+
+
+def submit(job: Job, dry_run: str | None = None, context: str | None = None) -> int:
+    """``kubectl apply`` of the job's plain YAML; returns its exit code. ``UserError`` if there is no kubectl."""
+    kubectl = shutil.which("kubectl")
+    if kubectl is None:
+        raise UserError("submit needs kubectl on the PATH; or apply what `liger deploy render` writes in your own way")
+    flags = [*(["--context", context] if context else []), "apply", *([f"--dry-run={dry_run}"] if dry_run else []), "-f", "-"]
+    (text,) = render(job, "yaml").values()
+    return subprocess.run([kubectl, *flags], input=text, text=True, check=False).returncode

@@ -1,0 +1,131 @@
+"""What runs on a cluster: one dataclass, of which every manifest, chart and rule is a rendering."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from liger_kernel.train.config import TrainConfig, UserError, checked, read_file
+
+KINDS = ("pytorchjob", "trainjob", "jobset")
+OVERLAYS = ("plain", "eks")
+
+METRICS_PORT = 9400
+RENDEZVOUS_PORT = 29400
+SHARED = "/shared"  # where the volume of all nodes is mounted
+CONFIG = "/etc/liger/train.json"
+CACHE = "/cache"  # of the node: kernels, downloads
+IMAGE_KERNELS = "/opt/liger/kernels"  # where deploy/Dockerfile puts those compiled in advance
+
+
+@dataclass
+class Job:
+    """A training run on ``nodes`` machines of ``gpus`` each; every field is a name in the job's file, ``train`` holds the names of ``liger train``."""
+
+    name: str
+    image: str  # with a tag or a digest
+    train: TrainConfig
+    kind: str = "pytorchjob"  # elastic (Kubeflow training-operator 1.9), trainjob (Kubeflow Trainer 2), or jobset
+    overlay: str = "plain"
+    namespace: str = "default"
+    nodes: int = 1
+    min_nodes: int | None = None  # pytorchjob: goes on with so many when machines are lost (default: all)
+    gpus: int = 8  # of a node; 0 trains on CPUs
+    gpu_resource: str = "nvidia.com/gpu"
+    arch: str | None = "sm90"  # what the init container compiles kernels for; None leaves it to the first step
+    cpu: str = "32"  # of a node
+    memory: str = "256Gi"  # of a node, /dev/shm included
+    shm: str = "16Gi"  # /dev/shm
+    cache: str = "50Gi"  # scratch on the node: compiled kernels, downloaded models
+    volume: str | None = None  # PersistentVolumeClaim that all nodes can write to (ReadWriteMany), mounted at /shared
+    queue: str | None = None  # Kueue's LocalQueue
+    cluster_queue: str | None = None  # render that LocalQueue, too, as one of this ClusterQueue
+    quota_nodes: int | None = None  # render that ClusterQueue, too, with room for so many nodes
+    retries: int = 10  # of the whole job, preemptions not counted where the kind of job can tell
+    grace: int = 180  # seconds from SIGTERM to SIGKILL: must exceed a step and a checkpoint
+    secret: str | None = None  # Secret whose keys become environment variables, such as HF_TOKEN
+    environment: dict = field(default_factory=dict)
+    node_selector: dict = field(default_factory=dict)
+    tolerations: list = field(default_factory=list)
+    monitoring_namespace: str = "monitoring"  # whose pods may read metrics
+    monitor_labels: dict = field(default_factory=dict)  # by which that Prometheus finds monitors and rules, such as release: prometheus
+    checkpoint_age: int = 7200  # seconds after which a newest checkpoint is worth an alert
+    efa: int = 0  # eks: network interfaces of a node
+    role: str | None = None  # eks: ARN of the IAM role for the object store
+
+    def __post_init__(self) -> None:
+        config = self.train
+        if not re.fullmatch(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", self.name):  # pods are called NAME-worker-0: a label has 63 characters
+            raise UserError(f"name must be at most 40 of a-z, 0-9 and -, a letter first; got {self.name!r}")
+        if not re.search(r"[:@][^/]+$", self.image) or self.image.endswith(":latest"):
+            raise UserError(f"image must have a tag other than latest, or a digest; got {self.image!r}")
+        for name, choices in (("kind", KINDS), ("overlay", OVERLAYS)):
+            if getattr(self, name) not in choices:
+                raise UserError(f"{name} must be one of {', '.join(choices)}; got {getattr(self, name)!r}")
+        for name, least in (("nodes", 1), ("min_nodes", 1), ("gpus", 0), ("retries", 0), ("grace", 60), ("efa", 0), ("quota_nodes", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise UserError(f"{name} must be at least {least}, got {value}")
+        if self.min_nodes is not None and (self.kind != "pytorchjob" or self.min_nodes > self.nodes):
+            raise UserError(f"min_nodes needs kind pytorchjob and at most nodes; got {self.min_nodes} of {self.nodes}, kind {self.kind}")
+        if self.overlay != "eks" and (self.efa or self.role):
+            raise UserError("efa and role need overlay eks")
+        if (self.cluster_queue and not self.queue) or (self.quota_nodes and not self.cluster_queue):
+            raise UserError("cluster_queue needs queue, quota_nodes needs cluster_queue")
+        if self.volume is None and self.nodes > 1:
+            raise UserError("several nodes need a volume that all of them can write to, for checkpoints")
+        if self.volume is None and not config.store:
+            raise UserError("without a volume the run's folder goes with its pod: give one, or train.store (s3://...)")
+        if not config.checkpoint_every:
+            raise UserError("train.checkpoint_every must be set: a restart goes on from the latest checkpoint")
+        if config.parallel == "none" and self.nodes * self.processes > 1:
+            raise UserError(f"{self.nodes * self.processes} processes need train.parallel ddp, fsdp2 or tp")
+        if self.volume and config.out.startswith("/") and not config.out.startswith(SHARED + "/"):
+            raise UserError(f"train.out must be relative or under {SHARED}, where the volume is; got {config.out!r}")
+
+    @property
+    def processes(self) -> int:
+        """Of a node: one a GPU; without GPUs what ``train.nproc`` says."""
+        return self.gpus or self.train.nproc or 1
+
+    @property
+    def metrics(self) -> bool:
+        """Whether the trainer has an endpoint of metrics."""
+        return self.train.trainer == "torch"
+
+    @property
+    def config(self) -> TrainConfig:
+        """What ``liger train`` is given in a pod; processes, machines and their meeting point are flags beside it."""
+        root = Path(SHARED if self.volume else CACHE)
+        return dataclasses.replace(
+            self.train,
+            nproc=None,
+            nnodes=TrainConfig.nnodes,
+            rdzv_endpoint=TrainConfig.rdzv_endpoint,
+            out=str(root / self.train.out),
+            cache=str(root / (self.train.cache or "data")),
+            save=str(root / (self.train.save or f"{self.train.out}/model")),
+            metrics_port=METRICS_PORT if self.metrics else 0,
+            metrics_host="0.0.0.0" if self.metrics else TrainConfig.metrics_host,
+        )
+
+    @classmethod
+    def load(cls, path: str | Path) -> Job:
+        """Read a YAML or JSON file. ``UserError`` on unknown names, wrong types and what cannot run."""
+        values = checked_job(read_file(path), str(path))
+        return cls(**values)
+
+
+def checked_job(values: dict[str, Any], where: str) -> dict[str, Any]:
+    """``values`` as ``Job`` takes them."""
+    train = values.pop("train", None)
+    checked(values, Job, where)
+    missing = [name for name, value in (("name", values.get("name")), ("image", values.get("image")), ("train", train)) if value is None]
+    if missing:
+        raise UserError(f"{where}: {' and '.join(missing)} must be given")
+    if not isinstance(train, dict):
+        raise UserError(f"{where}: train must hold names and values of liger train")
+    return values | {"train": TrainConfig(**checked(train, TrainConfig, f"{where}: train"))}

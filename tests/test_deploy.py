@@ -1,0 +1,249 @@
+"""A job and what is rendered of it, as far as it can be checked without the tools of a cluster (tests/integrations/test_k8s.py has these)."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("yaml")
+
+import yaml
+
+from liger_kernel.deploy import monitoring
+from liger_kernel.deploy.command import submit
+from liger_kernel.deploy.job import Job
+from liger_kernel.deploy.manifests import objects, train_json
+from liger_kernel.deploy.render import render
+from liger_kernel.train.config import TrainConfig, UserError
+from liger_kernel.train.metrics import EXPORTED
+
+ROOT = Path(__file__).parents[1]
+JOBS = ROOT / "deploy" / "jobs"
+TRAIN = {"model": "m", "checkpoint_every": 10, "parallel": "fsdp2", "store": "s3://b/run"}
+KINDS = {"pytorchjob": dict(min_nodes=1), "trainjob": {}, "jobset": {}}
+
+
+def job(train=None, **changes):
+    return Job(**{"name": "run", "image": "registry.test/liger:1", "nodes": 2, "volume": "claim", **changes, "train": TrainConfig(**TRAIN | (train or {}))})
+
+
+def pods(found):
+    """Every pod specification in ``found``."""
+    if isinstance(found, dict):
+        return ([found] if "containers" in found else []) + [pod for value in found.values() for pod in pods(value)]
+    return [pod for value in found for pod in pods(value)] if isinstance(found, list) else []
+
+
+def containers(found):
+    return [container for pod in pods(found) for container in [*pod["containers"], *pod.get("initContainers", [])]]
+
+
+@pytest.mark.parametrize("path", sorted(JOBS.glob("*.yaml")), ids=lambda p: p.stem)
+def test_the_jobs_that_are_shipped_can_be_rendered(path):
+    found = objects(Job.load(path))
+    assert {"ConfigMap", "NetworkPolicy", "PodMonitor", "PrometheusRule", "PyTorchJob"} <= {o["kind"] for o in found}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (dict(name="Run"), "name must be at most 40"),
+        (dict(image="liger"), "image must have a tag"),
+        (dict(image="liger:latest"), "image must have a tag other than latest"),
+        (dict(kind="pod"), "kind must be one of pytorchjob, trainjob, jobset; got 'pod'"),
+        (dict(kind="trainjob", min_nodes=1), "min_nodes needs kind pytorchjob"),
+        (dict(min_nodes=3), "at most nodes; got 3 of 2"),
+        (dict(nodes=0), "nodes must be at least 1, got 0"),
+        (dict(efa=4), "efa and role need overlay eks"),
+        (dict(volume=None), "several nodes need a volume"),
+        (dict(quota_nodes=4), "quota_nodes needs cluster_queue"),
+        (dict(train=dict(checkpoint_every=0)), r"train\.checkpoint_every must be set"),
+        (dict(train=dict(parallel="none")), r"16 processes need train\.parallel"),
+        (dict(train=dict(out="/home/me")), r"train\.out must be relative or under /shared"),
+        (dict(nodes=1, volume=None, train=dict(store=None)), "the run's folder goes with its pod"),
+    ],
+)
+def test_what_cannot_run_is_refused(changes, said):
+    with pytest.raises(UserError, match=said):
+        job(**changes)
+
+
+def test_mistakes_in_a_file_are_named(tmp_path):
+    path = tmp_path / "job.json"
+    good = {"name": "run", "image": "i:1", "nodes": 1, "volume": "v", "train": TRAIN}
+    for change, said in (
+        ({"node": 2}, "unknown name 'node'"),
+        ({"nodes": "2"}, "nodes must be of type int, got '2'"),
+        ({"train": {**TRAIN, "stepz": 1}}, "train: unknown name 'stepz'"),
+        ({"train": None}, "train must be given"),
+    ):
+        path.write_text(json.dumps(good | change))
+        with pytest.raises(UserError, match=said):
+            Job.load(path)
+    path.write_text(json.dumps(good))
+    assert Job.load(path).train.store == "s3://b/run"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pods_are_confined_and_hold_no_secrets(kind):
+    found = objects(job(kind=kind, secret="tokens", **KINDS[kind]))
+    assert pods(found) and len(containers(found)) == 2
+    for pod in pods(found):
+        assert pod["securityContext"]["runAsNonRoot"] and not pod["automountServiceAccountToken"]
+        assert all("hostPath" not in volume for volume in pod["volumes"])
+        shutdown = next(int(e["value"]) for e in pod["containers"][0]["env"] if e["name"] == "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
+        assert 0 < shutdown < pod["terminationGracePeriodSeconds"]
+    for container in containers(found):
+        confined = container["securityContext"]
+        assert confined["readOnlyRootFilesystem"] and not confined["allowPrivilegeEscalation"] and confined["capabilities"] == {"drop": ["ALL"]}
+        assert container["envFrom"] == [{"secretRef": {"name": "tokens"}}]
+        assert {m["mountPath"] for m in container["volumeMounts"]} == {"/cache", "/tmp", "/dev/shm", "/etc/liger", "/shared"}
+        assert container["resources"]["limits"] == container["resources"]["requests"]
+    assert not any(o["kind"] == "Secret" for o in found)
+
+
+def environment_read():
+    """Names of variables that the package reads, from its sources."""
+    names = set()
+    for path in (ROOT / "src" / "liger_kernel").rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        constants = {
+            node.targets[0].id: node.value.value
+            for node in tree.body
+            if isinstance(node, ast.Assign)
+            and isinstance(node.targets[0], ast.Name)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        }
+        for node in ast.walk(tree):
+            key = None
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("os.environ.get", "os.getenv", "os.environ.setdefault"):
+                key = node.args[0]
+            elif isinstance(node, ast.Subscript) and ast.unparse(node.value) == "os.environ":
+                key = node.slice
+            elif isinstance(node, ast.Compare) and ast.unparse(node.comparators[0]) == "os.environ":
+                key = node.left
+            if isinstance(key, ast.Constant):
+                names.add(key.value)
+            elif isinstance(key, ast.Name) and key.id in constants:
+                names.add(constants[key.id])
+    return names
+
+
+# who sets what the manifests leave alone
+ELSEWHERE = {
+    "torch's launcher": {"RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"},
+    "our launcher": {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "OMP_NUM_THREADS"},
+    "nobody: HOME serves": {"XDG_CACHE_HOME"},
+    "whoever wants another implementation": {"LIGER_KERNEL_IMPL"},
+    "our trainer": {"TRITON_CACHE_MANAGER", "CUBLAS_WORKSPACE_CONFIG"},
+    "whoever looks for a mistake": {"LIGER_CHECKS", "LIGER_TRACEBACK", "TRITON_INTERPRET"},
+    "`liger bench`, for its own processes": {"PYTHONPATH"},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_variable_that_is_read_is_set_somewhere(kind):
+    read = environment_read()
+    assert {"RANK", "PET_RDZV_ID", "LIGER_TRITON_BASE_CACHE"} <= read  # the search finds
+    found = objects(job(kind=kind, **KINDS[kind]))
+    set_here = {variable["name"] for container in containers(found) for variable in container["env"]}
+    if any(o["spec"].get("elasticPolicy", {}).get("rdzvId") == "run" for o in found if o["kind"] == "PyTorchJob"):
+        set_here.add("PET_RDZV_ID")
+    assert read - set_here == set().union(*ELSEWHERE.values())
+
+
+def test_processes_meet_where_the_kind_of_job_says():
+    flags = {}
+    for kind, more in KINDS.items():
+        found = objects(job(kind=kind, **more))
+        (args,) = [o["spec"]["trainer"]["args"] for o in found if o["kind"] == "TrainJob"] or [
+            c["args"] for c in containers(found) if c["name"] != "warm-kernels"
+        ]
+        flags[kind] = " ".join(args).partition("train.json ")[2]
+    assert flags == {
+        "pytorchjob": "--nproc 8 --nnodes 1:2 --rdzv-endpoint run-worker-0:29400",
+        "trainjob": "--nproc 8 --nnodes 2:2 --rdzv-endpoint $(PET_MASTER_ADDR):$(PET_MASTER_PORT)",
+        "jobset": "--nproc 8 --nnodes 2:2 --rdzv-endpoint run-node-0-0.run:29400",
+    }
+
+
+@pytest.mark.parametrize("kind", ["trainjob", "jobset"])
+def test_preemption_does_not_use_up_restarts(kind):
+    from liger_kernel.train.ranks import EXIT_PREEMPTED
+
+    text = json.dumps(objects(job(kind=kind)))
+    assert '"action": "RestartJobSetAndIgnoreMaxRestarts", "onJobFailureReasons": ["PodFailurePolicy"]' in text
+    assert '"onPodConditions": [{"type": "DisruptionTarget"' in text and f'"values": [{EXIT_PREEMPTED}]' in text
+
+
+def test_pods_train_what_liger_train_would(tmp_path, monkeypatch):
+    """The file in the ConfigMap is a config of liger train: it says where pods write, and leaves the number of machines to the flags beside it."""
+    made = job(train=dict(steps=7, nproc=3, out="runs/a"))
+    (config,) = [o for o in objects(made) if o["kind"] == "ConfigMap"]
+    path = tmp_path / "train.json"
+    path.write_text(config["data"]["train.json"])
+    assert path.read_text() == train_json(made) == render(made, "train")["train.json"]
+    loaded = TrainConfig.load(path)
+    assert (loaded.steps, loaded.nproc, loaded.out, loaded.metrics_port, loaded.metrics_host) == (7, None, "/shared/runs/a", 9400, "0.0.0.0")
+    assert dataclasses.replace(loaded, **{n: getattr(made.train, n) for n in ("out", "cache", "save", "metrics_port", "metrics_host", "nproc")}) == made.train
+
+
+def test_the_overlay_of_eks_adds_what_is_there():
+    plain, eks = job(), job(overlay="eks", efa=32, role="arn:aws:iam::1:role/r", tolerations=[])
+    (pod,) = pods(objects(eks))
+    assert pod["containers"][0]["resources"]["limits"]["vpc.amazonaws.com/efa"] == "32" and pod["serviceAccountName"] == "run"
+    assert "vpc.amazonaws.com" not in json.dumps(objects(plain))
+    assert pod["initContainers"][0]["resources"]["limits"] == {"cpu": "32", "memory": "256Gi"}  # compiling needs no GPU
+
+
+def test_a_queue_suspends_until_there_is_room():
+    found = objects(job(queue="team", cluster_queue="gpus", quota_nodes=3))
+    (run,) = [o for o in found if o["kind"] == "PyTorchJob"]
+    assert run["spec"]["runPolicy"]["suspend"] and run["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team"
+    (cluster,) = [o for o in found if o["kind"] == "ClusterQueue"]
+    quotas = cluster["spec"]["resourceGroups"][0]["flavors"][0]["resources"]
+    assert {q["name"]: q["nominalQuota"] for q in quotas} == {"cpu": "96", "memory": "768Gi", "nvidia.com/gpu": "24"}
+    assert not next(o for o in objects(job()) if o["kind"] == "PyTorchJob")["spec"]["runPolicy"]["suspend"]
+
+
+def test_rules_and_dashboard_know_every_metric_and_no_other():
+    queries = [rule["expr"] for group in monitoring.rules(job())["groups"] for rule in group["rules"]]
+    shown = [expression for _, _, targets in monitoring.PANELS for expression, _ in targets]
+    named = lambda texts: set(re.findall(r"\bliger_(\w+)", " ".join(texts)))
+    assert named(shown) == EXPORTED.keys()
+    assert named(queries) <= EXPORTED.keys()
+
+
+def test_submitting_without_kubectl_says_so(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match="submit needs kubectl"):
+        submit(job())
+
+
+def test_submitting_gives_kubectl_what_is_rendered(tmp_path, user_env):
+    kubectl = tmp_path / "kubectl"
+    kubectl.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/flags\nexec cat > {tmp_path}/applied\n')
+    kubectl.chmod(0o755)
+    argv = [sys.executable, "-m", "liger_kernel.cli", "deploy", "submit", str(JOBS / "plain.yaml"), "--dry-run", "server", "--context", "there"]
+    subprocess.run(argv, env=user_env | {"PATH": f"{tmp_path}:/usr/bin:/bin"}, check=True)
+    assert (tmp_path / "flags").read_text() == "--context there apply --dry-run=server -f -\n"
+    assert list(yaml.safe_load_all((tmp_path / "applied").read_text())) == objects(Job.load(JOBS / "plain.yaml"))
+
+
+def test_rendering_loads_nothing_heavy(user_env):
+    code = f"""
+import sys
+from liger_kernel import cli
+assert cli.main(["deploy", "render", {str(JOBS / "plain.yaml")!r}]) == 0
+print("LOADED", *{{"torch", "triton", "transformers", "numpy"}} & sys.modules.keys())
+"""
+    done = subprocess.run([sys.executable, "-c", code], env=user_env, capture_output=True, text=True, check=True)
+    assert done.stdout.rpartition("LOADED")[2].strip() == "" and "kind: PyTorchJob" in done.stdout

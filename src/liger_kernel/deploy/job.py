@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -111,6 +113,18 @@ class Job:
             metrics_port=METRICS_PORT if self.metrics else 0,
             metrics_host="0.0.0.0" if self.metrics else TrainConfig.metrics_host,
         )
+
+    def to_json(self) -> str:
+        """What ``LIGER_JOB`` holds in pods."""
+        return json.dumps({name: value for name, value in dataclasses.asdict(self).items() if value is not None})
+
+    @classmethod
+    def of_environment(cls) -> Job:
+        """The job that the variable LIGER_JOB holds as JSON, or whose file it names."""
+        text = os.environ.get("LIGER_JOB")
+        if not text:
+            raise UserError("set LIGER_JOB to the file of a job (docs/platform.md)")
+        return cls(**checked_job(json.loads(text), "LIGER_JOB")) if text.startswith("{") else cls.load(text)
 
     @classmethod
     def load(cls, path: str | Path) -> Job:

@@ -164,6 +164,16 @@ def _template(job: Job, container: str, host: str, port: str = str(RENDEZVOUS_PO
     return {"metadata": {"labels": _labels(job)}, "spec": spec}
 
 
+def bare_pod(job: Job, container: str) -> Object:
+    """The pod of a job for a platform that brings command, image and resources: what is mounted, confined and set."""
+    spec = _template(dataclasses.replace(job, arch=None), container, "")["spec"]
+    node = spec["containers"][0]
+    spec["containers"] = [{name: value for name, value in node.items() if name in ("name", "env", "envFrom", "securityContext")}]
+    spec["containers"][0]["volumeMounts"] = [mount for mount in node["volumeMounts"] if mount["name"] not in ("config", "shm")]
+    spec["volumes"] = [volume for volume in spec["volumes"] if volume["name"] not in ("config", "shm")]
+    return spec
+
+
 def _environment(job: Job) -> list[Object]:
     values = {
         "HOME": CACHE,  # the root file system is read-only

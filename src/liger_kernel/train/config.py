@@ -47,7 +47,7 @@ class TrainConfig:
     lora: int = _field(0, "model", "rank of LoRA adapters on every linear layer but the head, all else frozen (needs peft); 0 trains everything")
 
     data: str = _field(
-        "stdlib", "data", "'stdlib' (the Python library's own sources), a .jsonl or .parquet file or a folder of them, or a Hugging Face dataset id"
+        "stdlib", "data", "'stdlib' (Python's own sources), a .jsonl or .parquet file, a folder of them or of prepared rows, or a Hugging Face dataset id"
     )
     split: str = _field("train", "data", "split of a Hugging Face dataset")
     limit: int | None = _field(None, "data", "read at most this many texts")

@@ -35,6 +35,7 @@ from liger_kernel.train.config import TrainConfig, UserError
 IGNORE = -100
 Tokens = Sequence[int] | np.ndarray
 END = "<|endoftext|>"
+ROWS = "rows.safetensors"  # in a folder of tokenised data, beside its tokenizer
 # For tokenizers without a chat template. It is saved with the model, so that a chat uses what was trained.
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ '' if loop.first else '\n\n' }}{{ '### ' + m.role | capitalize + ':\n' + m.content }}"
@@ -395,6 +396,8 @@ def load(config: TrainConfig) -> Data:
         import transformers
     except ImportError as error:
         raise UserError("training needs transformers: pip install 'liger-kernel[train]'") from error
+    if (Path(config.data) / ROWS).is_file():
+        return _prepared(config)
     source, tokenizer = config.tokenizer or config.model, None
     if source is not None:
         try:
@@ -413,10 +416,29 @@ def load(config: TrainConfig) -> Data:
             data = _prepare(config, tokenizer)
             _write(folder, data.rows, data.tokenizer)
             return data
+    return _read(folder, config, tokenizer)
+
+
+def prepare(config: TrainConfig, folder: str | Path) -> Path:
+    """Tokenise the data of a run into ``folder``, which then serves as ``data`` of runs with this ``length`` or a greater one."""
+    folder, data = Path(folder), load(config)
+    _write(folder, data.rows, data.tokenizer)
+    return folder
+
+
+def _prepared(config: TrainConfig) -> Data:
+    data = _read(Path(config.data), config, None)
+    longest = int((data.rows.bounds[1:] - data.rows.bounds[:-1]).max())
+    if longest > config.length:
+        raise UserError(f"{config.data} was prepared with rows of {longest} tokens, length is {config.length}")
+    return data
+
+
+def _read(folder: Path, config: TrainConfig, tokenizer: Any) -> Data:
+    import transformers
     from safetensors.torch import load_file
 
-    rows = Rows(**load_file(folder / "rows.safetensors"))
-    return Data(rows, tokenizer or transformers.AutoTokenizer.from_pretrained(folder), config.eval_fraction)
+    return Data(Rows(**load_file(folder / ROWS)), tokenizer or transformers.AutoTokenizer.from_pretrained(folder), config.eval_fraction)
 
 
 def _prepare(config: TrainConfig, tokenizer: Any) -> Data:
@@ -460,6 +482,6 @@ def _write(folder: Path, rows: Rows, tokenizer: Any) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, ignore_cleanup_errors=True) as temporary:
         tokenizer.save_pretrained(temporary)
-        save_file(rows.tensors(), Path(temporary) / "rows.safetensors")
+        save_file(rows.tensors(), Path(temporary) / ROWS)
         with contextlib.suppress(OSError):  # another run has just written the same
             os.rename(temporary, folder)

@@ -1,0 +1,103 @@
+"""A Flyte 2 workflow of the job that LIGER_JOB describes: prepare the data, warm the kernels, train elastically, evaluate, export.
+
+    LIGER_JOB=job.yaml flyte run --local -p liger_kernel.deploy.flyte2 pipeline
+    LIGER_JOB=job.yaml flyte run -p liger_kernel.deploy.flyte2 pipeline --target s3://models/llama-sft
+
+LIGER_JOB is the job's file, and in pods the job itself, as JSON: what a task is (its image, nodes, processes) must be known wherever it is imported.
+"""
+
+import json
+from pathlib import Path
+from tempfile import mkdtemp
+
+import flyte
+import flyte.report
+from flyte.io import Dir
+from flyteplugins.pytorch import Elastic
+from flyteplugins.pytorch.task import RunPolicy
+
+from liger_kernel.deploy import steps
+from liger_kernel.deploy.job import Job
+from liger_kernel.deploy.pods import ELASTIC, pod_spec
+from liger_kernel.train.config import TrainConfig
+
+job = Job.of_environment()
+variables = {"LIGER_JOB": job.to_json(), **ELASTIC}
+
+
+def environment(name: str, gpus: int, **more) -> flyte.TaskEnvironment:
+    """Pods of the job's image and resources, with ``gpus`` of its GPUs."""
+    return flyte.TaskEnvironment(
+        name=f"{job.name}-{name}",
+        image=flyte.Image.from_base(job.image),
+        resources=flyte.Resources(cpu=job.cpu, memory=job.memory, gpu=gpus or None, shm=job.shm),
+        env_vars=variables,
+        pod_template=flyte.PodTemplate(pod_spec=pod_spec(job), primary_container_name="primary"),
+        **more,
+    )
+
+
+ranks = environment(
+    "train",
+    job.gpus,
+    interruptible=True,
+    plugin_config=Elastic(
+        nnodes=job.nodes if job.min_nodes in (None, job.nodes) else f"{job.min_nodes}:{job.nodes}",
+        nproc_per_node=job.processes,
+        max_restarts=job.train.max_restarts,
+        nccl_async_error_handling=True,
+        run_policy=RunPolicy(clean_pod_policy="Running", backoff_limit=job.retries),
+    ),
+)
+one = environment("evaluate", min(1, job.gpus))
+none = environment("steps", 0)
+driver = flyte.TaskEnvironment(
+    name=job.name, image=flyte.Image.from_base(job.image), resources=flyte.Resources(cpu=1, memory="2Gi"), env_vars=variables, depends_on=[ranks, one, none]
+)
+
+
+@none.task
+def prepare(config: TrainConfig) -> Dir:
+    """Tokenised rows and their tokenizer."""
+    return Dir.from_local_sync(str(steps.prepare(config, Path(mkdtemp()) / "data")))
+
+
+@none.task
+def warm(config: TrainConfig) -> Dir:
+    """Compiled kernels; no GPU is needed."""
+    return Dir.from_local_sync(str(steps.warm(config, job.arch if job.gpus else None, Path(mkdtemp()) / "kernels")))
+
+
+@ranks.task(retries=job.retries)
+def train(config: TrainConfig, data: Dir, kernels: Dir) -> Dir | None:
+    """One rank's part; rank 0 returns the model and the metrics."""
+    rows = steps.once(data.path, lambda folder: data.download_sync(local_path=folder))
+    compiled = steps.once(kernels.path, lambda folder: kernels.download_sync(local_path=folder))
+    run = steps.train(config, rows, compiled, job.processes)
+    return Dir.from_local_sync(str(run)) if steps.first() else None
+
+
+@one.task(report=True)
+def evaluate(config: TrainConfig, data: Dir, run: Dir) -> str:
+    """Scores of the saved model, as JSON; the report shows the run's curves."""
+    rows, folder = (steps.once(d.path, lambda folder, d=d: d.download_sync(local_path=folder)) for d in (data, run))
+    scores = steps.evaluate(config, rows, folder)
+    flyte.report.replace(steps.report(folder, scores), do_flush=True)
+    return json.dumps(scores)
+
+
+@none.task
+def export(run: Dir, scores: str, target: str) -> str:
+    """The model at ``target``; where that is."""
+    return steps.export(steps.once(run.path, lambda folder: run.download_sync(local_path=folder)), json.loads(scores), target)
+
+
+@driver.task
+def pipeline(config: TrainConfig = job.config, target: str = "") -> str:
+    """All of it; the scores, as JSON. ``target`` is where the model goes (a URI), besides Flyte's own store."""
+    data = prepare(config)
+    run = train(config, data, warm(config))
+    scores = evaluate(config, data, run)
+    if target:
+        export(run, scores, target)
+    return scores

@@ -1,0 +1,143 @@
+"""The steps of a workflow, as plain functions from config and folders to folders: what the tasks of Flyte 1 and 2 call."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import io
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from liger_kernel.train.config import TrainConfig, UserError
+
+METRICS = ("metrics.json", "metrics.jsonl")
+
+
+def prepare(config: TrainConfig, folder: Path) -> Path:
+    """Tokenised data in ``folder``."""
+    from liger_kernel.train import data
+
+    return data.prepare(config, folder)
+
+
+def warm(config: TrainConfig, arch: str | None, folder: Path) -> Path:
+    """The kernels that training needs on ``arch``, compiled into ``folder``; no GPU is needed. Nothing if ``arch`` is None or the model is not known yet."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if arch and config.model and config.kernels == "on":
+        from liger_kernel import warmup
+
+        os.environ["TRITON_CACHE_DIR"] = str(folder)
+        config.save_to(folder / "train.json")
+        warmup.main(["--config", str(folder / "train.json"), "--arch", arch])
+    return folder
+
+
+def once(source: str, fetch: Callable[[str], Any]) -> Path:
+    """A folder on this machine with what ``fetch(folder)`` brings from ``source``: one of the processes that ask for it fetches, the others wait."""
+    from filelock import FileLock
+
+    folder = Path(tempfile.gettempdir()) / "liger" / hashlib.sha256(source.encode()).hexdigest()[:16]
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if not folder.is_dir():
+            aside = folder.with_name(folder.name + ".tmp")
+            fetch(str(aside))
+            aside.rename(folder)
+    return folder
+
+
+def train(config: TrainConfig, data: Path, kernels: Path, processes: int) -> Path:
+    """Train on prepared ``data``; the folder with the model and its metrics, of which rank 0 is the one to take them.
+
+    As one of the ranks that a platform has started, or, where there is none, by starting ``processes`` here. Goes on from the latest checkpoint. Raises
+    ``RuntimeError`` if the run did not end well, for the platform to try again.
+    """
+    folder = Path(config.out)
+    config = dataclasses.replace(config, data=str(data), save=str(folder / "model"), nproc=None)
+    os.environ["LIGER_TRITON_BASE_CACHE"] = str(kernels)
+    if "RANK" in os.environ:
+        from liger_kernel.train import loop, ranks
+
+        try:
+            ranks.reporting(loop.train)(config)
+        except ranks.Preempted as stopped:
+            raise RuntimeError(str(stopped)) from stopped
+    else:
+        from liger_kernel.train.ranks import launch_elastic
+
+        code = launch_elastic(dataclasses.replace(config, nproc=processes))
+        if code:
+            raise RuntimeError(f"liger train ended with {code}")
+    if first():
+        for name in METRICS:
+            shutil.copyfile(folder / name, folder / "model" / name)
+    return folder / "model"
+
+
+def first() -> bool:
+    """Whether this is rank 0, or no rank at all."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def evaluate(config: TrainConfig, data: Path, run: Path) -> dict[str, Any]:
+    """Loss of the saved model on the rows kept back, as Hugging Face ships it and with our kernels: what was saved is what was trained."""
+    from liger_kernel.train.evaluate import evaluate
+
+    config = dataclasses.replace(config, data=str(data), model=str(run))
+    scores = evaluate(config)
+    return {**scores, "loss_without_kernels": evaluate(dataclasses.replace(config, kernels="off"))["loss"]}
+
+
+def export(run: Path, scores: dict[str, Any], target: str) -> str:
+    """Copy the model, with ``evaluation.json`` beside it, to ``target``, a URI that fsspec understands; returns it."""
+    try:
+        import fsspec
+
+        fs, root = fsspec.core.url_to_fs(target)
+    except (ImportError, ValueError) as error:
+        raise UserError(f"cannot export to {target!r}: {error}") from error
+    (run / "evaluation.json").write_text(json.dumps(scores, indent=1) + "\n")
+    fs.makedirs(root, exist_ok=True)
+    for path in sorted(run.iterdir()):
+        fs.put_file(str(path), f"{root}/{path.name}")
+    return target
+
+
+def report(run: Path, scores: dict[str, Any]) -> str:
+    """HTML: loss and throughput over the steps, and the numbers that sum them up."""
+    metrics = json.loads((run / "metrics.json").read_text())
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rates = [(line["step"], line["tokens_per_second"]) for line in lines if "tokens_per_second" in line]
+    shown = {
+        "final loss": f"{metrics['losses'][-1]:.4f}",
+        "evaluation loss": f"{scores['loss']:.4f}",
+        "the same without kernels": f"{scores['loss_without_kernels']:.4f}",
+        "tokens/s": f"{metrics['tokens_per_second']:,.0f}",
+        "ranks": f"{metrics['ranks']} on {metrics['device']}",
+        "restarts": metrics["restarts"],
+        "steps left out": metrics["nonfinite_steps"],
+    }
+    rows = "".join(f"<tr><th align=left>{name}</th><td>{value}</td></tr>" for name, value in shown.items())
+    curves = [([line["step"] for line in lines], [line["loss"] for line in lines], "loss"), (*map(list, zip(*rates)), "tokens per second")]
+    return f"<h2>liger train</h2><table>{rows}</table>" + "".join(_svg(*curve) for curve in curves)
+
+
+def _svg(x: Any, y: Any, name: str) -> str:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 3), layout="constrained")
+    axes.plot(x, y, gid=name.replace(" ", "-"))
+    axes.set(xlabel="step", ylabel=name)
+    axes.grid(alpha=0.3)
+    text = io.StringIO()
+    figure.savefig(text, format="svg")
+    plt.close(figure)
+    return text.getvalue()[text.getvalue().index("<svg") :]

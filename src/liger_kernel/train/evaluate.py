@@ -1,0 +1,32 @@
+"""How well a saved model predicts the rows that its run kept back."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import Any
+
+import torch
+
+from liger_kernel.train.config import TrainConfig, UserError
+from liger_kernel.train.data import learnt_tokens, load
+from liger_kernel.train.model import build, device_and_precision
+
+
+@torch.no_grad()
+def evaluate(config: TrainConfig) -> dict[str, Any]:
+    """Mean loss (nats) and perplexity over the learnt tokens of the rows kept back, by ``config.model``, in one process."""
+    device, precision = device_and_precision(config)
+    data = load(config)
+    if not data.eval:
+        raise UserError("no rows are kept back: eval_fraction is 0")
+    model = build(config, data.tokenizer, device, precision).eval()
+    total, tokens = 0.0, 0
+    arithmetic = torch.autocast(device.type, torch.bfloat16) if precision == "bf16-mixed" else contextlib.nullcontext()
+    for batch in data.eval_batches(config.batch):
+        on_device = {name: value.to(device) for name, value in batch.items()}
+        with arithmetic:
+            total += float(model(**on_device, use_cache=False, num_items_in_batch=1).loss)
+        tokens += learnt_tokens(batch)
+    loss = total / max(1, tokens)
+    return {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf, "tokens": tokens, "rows": len(data.eval)}

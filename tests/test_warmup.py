@@ -68,3 +68,47 @@ def test_what_cannot_be_warmed_up_is_said(user_env, tmp_path):
         argv = [sys.executable, "-m", "liger_kernel.cli", "warmup", *map(str, argv)]
         done = subprocess.run(argv, env=user_env | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, check=False)
         assert done.returncode == 2 and said in done.stderr
+
+
+@pytest.mark.slow
+def test_a_pod_finds_the_kernels_of_its_image(user_env, tmp_path):
+    """The image's build compiles them; moved and only read, they are all that the pod's init container and its training need."""
+    from liger_kernel.train.config import TrainConfig
+
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIGS["llama"]))
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "liger").write_text(f'#!/bin/sh\nexec {sys.executable} -m liger_kernel.cli "$@"\n')
+    (tmp_path / "bin" / "liger").chmod(0o755)
+    build = {"ARCHS": "sm90", "MODELS": str(tmp_path / "model"), "KERNELS": str(tmp_path / "built"), "PRECISIONS": "bfloat16"}
+    env = user_env | {"PATH": f"{tmp_path / 'bin'}:{user_env['PATH']}"}
+    script = Path(__file__).parents[1] / "deploy" / "precompile.sh"
+    done = subprocess.run(["sh", str(script)], env=env | build, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (tmp_path / "built").rename(tmp_path / "image")
+    files = lambda: {str(path): path.stat().st_mtime_ns for path in (tmp_path / "image").rglob("*")}
+    before = files()
+    assert len(before) > 20 and not any(path.stat().st_mode & 0o222 for path in (tmp_path / "image").rglob("*"))
+
+    TrainConfig(model=str(tmp_path / "model"), parallel="fsdp2", length=64, batch=2).save_to(tmp_path / "train.json")
+    pod = env | {"TRITON_CACHE_DIR": str(tmp_path / "node"), "LIGER_TRITON_BASE_CACHE": str(tmp_path / "image")}
+    said = run(pod, "-m", "liger_kernel.cli", "warmup", "--config", tmp_path / "train.json", "--arch", "sm90")
+    assert ": 0 compiled" in said
+    manager = {"TRITON_CACHE_MANAGER": "liger_kernel._triton_cache:LigerTritonFileCacheManager"}  # as training sets it
+    found = json.loads(run(pod | manager, Path(__file__).with_name("fake_gpu.py"), "train", tmp_path / "model" / "config.json", "2x64"))
+    assert found["compiled"] == 0 and found["cached"] > 8
+    assert files() == before
+
+
+@pytest.mark.slow
+def test_pods_that_warm_one_cache_at_once_do_no_harm(user_env, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["llama"]))
+    env = user_env | {"TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    argv = [sys.executable, "-m", "liger_kernel.cli", "warmup", "--model", str(tmp_path / "config.json"), "--arch", "sm90"]
+    pods = [subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for _ in range(4)]
+    for pod in pods:
+        said = pod.communicate(timeout=300)[0]
+        assert pod.returncode == 0, said
+    assert not list((tmp_path / "cache").rglob("tmp.pid_*"))
+    found = json.loads(run(env, Path(__file__).with_name("fake_gpu.py"), "train", tmp_path / "config.json", "2x64"))
+    assert found["compiled"] == 0

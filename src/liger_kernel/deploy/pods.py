@@ -11,9 +11,10 @@ from liger_kernel.train import ranks
 ELASTIC = ranks.ELASTIC
 
 
-def pod_spec(job: Job) -> Any:
-    """A ``V1PodSpec`` whose container ``primary`` has the job's volumes, variables and confinement."""
+def pod_spec(job: Job, **variables: str) -> Any:
+    """A ``V1PodSpec`` whose container ``primary`` has the job's volumes, confinement and variables, and ``variables``."""
     from kubernetes import client
 
-    api = client.ApiClient()
-    return api._ApiClient__deserialize(bare_pod(job, "primary"), "V1PodSpec")
+    spec = bare_pod(job, "primary")
+    spec["containers"][0]["env"] += [{"name": name, "value": value} for name, value in variables.items()]
+    return client.ApiClient()._ApiClient__deserialize(spec, "V1PodSpec")

@@ -1,0 +1,87 @@
+"""The workflow of ``flyte2.py`` for clusters that still run Flyte 1.
+
+LIGER_JOB=job.yaml PYTHONPATH=. pyflyte run liger_kernel/deploy/flyte1.py pipeline
+LIGER_JOB=job.yaml pyflyte --pkgs liger_kernel.deploy.flyte1 package --image IMAGE --output workflow.tgz
+"""
+
+import json
+import os
+from pathlib import Path
+from tempfile import mkdtemp
+
+from flytekit import Deck, PodTemplate, Resources, task, workflow
+from flytekit.types.directory import FlyteDirectory
+from flytekitplugins.kfpytorch import CleanPodPolicy, Elastic, RunPolicy
+
+from liger_kernel.deploy import steps
+from liger_kernel.deploy.job import Job
+from liger_kernel.deploy.pods import ELASTIC, pod_spec
+from liger_kernel.train.config import TrainConfig
+
+job = Job.of_environment()
+for name, value in ELASTIC.items():  # of the agent in this process, wherever it is
+    os.environ.setdefault(name, value)
+
+
+def pods(gpus: int) -> dict:
+    """Pods of the job's image and resources, with ``gpus`` of its GPUs."""
+    size = Resources(cpu=job.cpu, mem=job.memory, gpu=str(gpus) if gpus else None)
+    template = PodTemplate(primary_container_name="primary", pod_spec=pod_spec(job, LIGER_JOB=job.to_json()))
+    return {"container_image": job.image, "requests": size, "limits": size, "pod_template": template}
+
+
+@task(**pods(0))
+def prepare(config: TrainConfig) -> FlyteDirectory:
+    """Tokenised rows and their tokenizer."""
+    return FlyteDirectory(path=str(steps.prepare(config, Path(mkdtemp()) / "data")))
+
+
+@task(**pods(0))
+def warm(config: TrainConfig) -> FlyteDirectory:
+    """Compiled kernels; no GPU is needed."""
+    return FlyteDirectory(path=str(steps.warm(config, job.arch if job.gpus else None, Path(mkdtemp()) / "kernels")))
+
+
+@task(
+    **pods(job.gpus),
+    task_config=Elastic(
+        nnodes=job.nodes if job.min_nodes in (None, job.nodes) else f"{job.min_nodes}:{job.nodes}",
+        nproc_per_node=job.processes,
+        max_restarts=job.train.max_restarts,
+        rdzv_configs={"timeout": 900, "join_timeout": 900},
+        increase_shared_mem=False,  # shared_memory does it
+        run_policy=RunPolicy(clean_pod_policy=CleanPodPolicy.RUNNING, backoff_limit=job.retries),
+    ),
+    shared_memory=job.shm,
+    retries=job.retries,
+    interruptible=True,
+)
+def train(config: TrainConfig, data: FlyteDirectory, kernels: FlyteDirectory) -> FlyteDirectory:
+    """One rank's part; of rank 0 the model and the metrics."""
+    return FlyteDirectory(path=str(steps.train(config, Path(data.download()), Path(kernels.download()), job.processes)))
+
+
+@task(**pods(min(1, job.gpus)), enable_deck=True)
+def evaluate(config: TrainConfig, data: FlyteDirectory, run: FlyteDirectory) -> str:
+    """Scores of the saved model, as JSON; the deck shows the run's curves."""
+    folder = Path(run.download())
+    scores = steps.evaluate(config, Path(data.download()), folder)
+    Deck("liger train", steps.report(folder, scores))
+    return json.dumps(scores)
+
+
+@task(**pods(0))
+def export(run: FlyteDirectory, scores: str, target: str) -> str:
+    """The model at ``target``, if that is not empty; where it is."""
+    folder = Path(run.download())
+    return steps.export(folder, json.loads(scores), target) if target else run.path
+
+
+@workflow
+def pipeline(config: TrainConfig = job.config, target: str = "") -> str:
+    """All of it; the scores, as JSON. ``target`` is where the model goes (a URI), besides Flyte's own store."""
+    data = prepare(config=config)
+    run = train(config=config, data=data, kernels=warm(config=config))
+    scores = evaluate(config=config, data=data, run=run)
+    export(run=run, scores=scores, target=target)
+    return scores

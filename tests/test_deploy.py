@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import json
 import re
 import subprocess
@@ -109,6 +110,7 @@ def test_pods_are_confined_and_hold_no_secrets(kind):
     assert not any(o["kind"] == "Secret" for o in found)
 
 
+@functools.cache
 def environment_read():
     """Names of variables that the package reads, from its sources."""
     names = set()
@@ -141,6 +143,7 @@ def environment_read():
 ELSEWHERE = {
     "torch's launcher": {"RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"},
     "our launcher": {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "OMP_NUM_THREADS"},
+    "Flyte's pods": {"LIGER_JOB"},
     "nobody: HOME serves": {"XDG_CACHE_HOME"},
     "whoever wants another implementation": {"LIGER_KERNEL_IMPL"},
     "our trainer": {"TRITON_CACHE_MANAGER", "CUBLAS_WORKSPACE_CONFIG"},

@@ -268,6 +268,27 @@ def test_a_cache_gives_the_same_data_and_follows_the_file(config, tmp_path):
     assert len(list(folder.parent.iterdir())) == 2
 
 
+def test_prepared_rows_are_the_data_without_its_text(config, tmp_path):
+    folder = data_module.prepare(config, tmp_path / "prepared")
+    direct, prepared = load(config), load(dataclasses.replace(config, data=str(folder)))
+    assert torch.equal(direct.rows.ids, prepared.rows.ids) and direct.eval == prepared.eval
+    assert len(prepared.tokenizer) == len(direct.tokenizer)
+    with pytest.raises(UserError, match=f"prepared with rows of {config.length} tokens, length is 8"):
+        load(dataclasses.replace(config, data=str(folder), length=8))
+
+
+def test_a_saved_model_scores_as_the_run_that_saved_it(config, tmp_path):
+    from liger_kernel.train.evaluate import evaluate
+
+    config = dataclasses.replace(config, save=str(tmp_path / "saved"), eval_fraction=0.2)
+    metrics = loop.train(config)
+    scores = evaluate(dataclasses.replace(config, model=config.save))
+    assert scores["loss"] == pytest.approx(metrics["evaluations"][-1]["loss"], rel=1e-5) and scores["tokens"] > 0
+    assert scores["perplexity"] == pytest.approx(math.exp(scores["loss"]))
+    with pytest.raises(UserError, match="no rows are kept back"):
+        evaluate(dataclasses.replace(config, model=config.save, eval_fraction=0.0))
+
+
 @pytest.mark.parametrize(
     "lines, message",
     [

@@ -1,14 +1,16 @@
 """A Flyte 2 workflow of the job that LIGER_JOB describes: prepare the data, warm the kernels, train elastically, evaluate, export.
 
-    LIGER_JOB=job.yaml flyte run --local -p liger_kernel.deploy.flyte2 pipeline
-    LIGER_JOB=job.yaml flyte run -p liger_kernel.deploy.flyte2 pipeline --target s3://models/llama-sft
+    LIGER_JOB=job.yaml flyte run --local liger_kernel/deploy/flyte2.py pipeline --out runs/here
+    LIGER_JOB=job.yaml flyte run liger_kernel/deploy/flyte2.py pipeline --target s3://models/llama-sft
 
 LIGER_JOB is the job's file, and in pods the job itself, as JSON: what a task is (its image, nodes, processes) must be known wherever it is imported.
 """
 
+import dataclasses
 import json
 from pathlib import Path
 from tempfile import mkdtemp
+from typing import Any
 
 import flyte
 import flyte.report
@@ -25,7 +27,7 @@ job = Job.of_environment()
 variables = {"LIGER_JOB": job.to_json(), **ELASTIC}
 
 
-def environment(name: str, gpus: int, **more) -> flyte.TaskEnvironment:
+def environment(name: str, gpus: int, **more: Any) -> flyte.TaskEnvironment:
     """Pods of the job's image and resources, with ``gpus`` of its GPUs."""
     return flyte.TaskEnvironment(
         name=f"{job.name}-{name}",
@@ -80,7 +82,8 @@ def train(config: TrainConfig, data: Dir, kernels: Dir) -> Dir | None:
 @one.task(report=True)
 def evaluate(config: TrainConfig, data: Dir, run: Dir) -> str:
     """Scores of the saved model, as JSON; the report shows the run's curves."""
-    rows, folder = (steps.once(d.path, lambda folder, d=d: d.download_sync(local_path=folder)) for d in (data, run))
+    rows = steps.once(data.path, lambda folder: data.download_sync(local_path=folder))
+    folder = steps.once(run.path, lambda folder: run.download_sync(local_path=folder))
     scores = steps.evaluate(config, rows, folder)
     flyte.report.replace(steps.report(folder, scores), do_flush=True)
     return json.dumps(scores)
@@ -93,8 +96,10 @@ def export(run: Dir, scores: str, target: str) -> str:
 
 
 @driver.task
-def pipeline(config: TrainConfig = job.config, target: str = "") -> str:
-    """All of it; the scores, as JSON. ``target`` is where the model goes (a URI), besides Flyte's own store."""
+def pipeline(config: TrainConfig = job.config, target: str = "", out: str = "") -> str:
+    """All of it; the scores, as JSON. ``target`` is where the model goes (a URI), besides Flyte's own store; ``out`` a folder instead of the pods' own."""
+    if out:
+        config = dataclasses.replace(config, out=out, cache=None)
     data = prepare(config)
     run = train(config, data, warm(config))
     scores = evaluate(config, data, run)

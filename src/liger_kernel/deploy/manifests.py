@@ -256,8 +256,6 @@ def _network_policy(job: Job) -> Object:
         ingress.append({"from": [prometheus], "ports": ports})
     dns = [{"protocol": protocol, "port": 53} for protocol in ("UDP", "TCP")]
     egress = [{"to": [own]}, {"ports": dns}, {"ports": [{"protocol": "TCP", "port": 443}]}]
-    if job.role:  # EKS Pod Identity's agent on the node
-        egress.append({"to": [{"ipBlock": {"cidr": "169.254.170.23/32"}}], "ports": [{"protocol": "TCP", "port": 80}]})
     spec = {"podSelector": {"matchLabels": _labels(job)}, "policyTypes": ["Ingress", "Egress"], "ingress": ingress, "egress": egress}
     return {"apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy", "metadata": _metadata(job), "spec": spec}
 

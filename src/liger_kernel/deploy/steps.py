@@ -123,18 +123,18 @@ def report(run: Path, scores: dict[str, Any]) -> str:
         "steps left out": metrics["nonfinite_steps"],
     }
     rows = "".join(f"<tr><th align=left>{name}</th><td>{value}</td></tr>" for name, value in shown.items())
-    curves = [([line["step"] for line in lines], [line["loss"] for line in lines], "loss"), (*map(list, zip(*rates)), "tokens per second")]
-    return f"<h2>liger train</h2><table>{rows}</table>" + "".join(_svg(*curve) for curve in curves)
+    losses = [(line["step"], line["loss"]) for line in lines]
+    return f"<h2>liger train</h2><table>{rows}</table>{_svg(losses, 'loss')}{_svg(rates, 'tokens per second')}"
 
 
-def _svg(x: Any, y: Any, name: str) -> str:
+def _svg(points: list[tuple[int, float]], name: str) -> str:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 3), layout="constrained")
-    axes.plot(x, y, gid=name.replace(" ", "-"))
+    axes.plot(*zip(*points), gid=name.replace(" ", "-"))
     axes.set(xlabel="step", ylabel=name)
     axes.grid(alpha=0.3)
     text = io.StringIO()

@@ -11,6 +11,7 @@ import dataclasses
 import faulthandler
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -244,7 +245,7 @@ def launch_elastic(config: TrainConfig, command: list[str] | None = None) -> int
     if nodes[1] > 1 and config.rdzv_endpoint == TrainConfig.rdzv_endpoint:
         raise UserError("several machines need --rdzv-endpoint HOST:PORT of one of them, the same on all")
     if command is None:
-        path = Path(config.out) / "launched.json"
+        path = Path(config.out) / f"launched-{socket.gethostname()}.json"  # machines share the folder, and may start at the same moment
         dataclasses.replace(config, nproc=None).save_to(path)
         command = [sys.executable, "-m", "liger_kernel.cli", "train", "--config", str(path)]
     if "OMP_NUM_THREADS" not in os.environ and nproc > 1:  # else each process takes all cores

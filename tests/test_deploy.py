@@ -19,8 +19,8 @@ import yaml
 
 from liger_kernel.deploy import monitoring
 from liger_kernel.deploy.command import submit
-from liger_kernel.deploy.job import Job
-from liger_kernel.deploy.manifests import objects, train_json
+from liger_kernel.deploy.job import CACHE, IMAGE_KERNELS, SHARED, Job
+from liger_kernel.deploy.manifests import USER, objects, train_json
 from liger_kernel.deploy.render import render
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.metrics import EXPORTED
@@ -193,10 +193,12 @@ def test_pods_train_what_liger_train_would(tmp_path, monkeypatch):
     (config,) = [o for o in objects(made) if o["kind"] == "ConfigMap"]
     path = tmp_path / "train.json"
     path.write_text(config["data"]["train.json"])
-    assert path.read_text() == train_json(made) == render(made, "train")["train.json"]
+    assert path.read_text() == train_json(made)
     loaded = TrainConfig.load(path)
     assert (loaded.steps, loaded.nproc, loaded.out, loaded.metrics_port, loaded.metrics_host) == (7, None, "/shared/runs/a", 9400, "0.0.0.0")
     assert dataclasses.replace(loaded, **{n: getattr(made.train, n) for n in ("out", "cache", "save", "metrics_port", "metrics_host", "nproc")}) == made.train
+    path.write_text(render(made, "train")["train.json"])
+    assert TrainConfig.load(path) == made.train
 
 
 def test_the_overlay_of_eks_adds_what_is_there():
@@ -223,6 +225,19 @@ def test_rules_and_dashboard_know_every_metric_and_no_other():
     named = lambda texts: set(re.findall(r"\bliger_(\w+)", " ".join(texts)))
     assert named(shown) == EXPORTED.keys()
     assert named(queries) <= EXPORTED.keys()
+
+
+def test_the_image_is_what_pods_expect():
+    text = (ROOT / "deploy" / "Dockerfile").read_text()
+    assert f"KERNELS={IMAGE_KERNELS}" in text and f"LIGER_TRITON_BASE_CACHE={IMAGE_KERNELS}" in text and f"TRITON_CACHE_DIR={CACHE}/triton" in text
+    assert f"--uid {USER} " in text and f"\nUSER {USER}\n" in text and f"chown liger {CACHE} {SHARED}" in text
+    copied = [name for line in re.findall(r"^COPY (?!--from)(.*) \S+$", text, re.M) for name in line.split()]
+    assert len(copied) > 4 and all((ROOT / name).exists() for name in copied)
+    from liger_kernel.bench.models import MODELS
+    from liger_kernel.warmup import TARGETS
+
+    defaults = dict(re.findall(r'^ARG (\w+)="([^"]*)"', text, re.M))
+    assert set(defaults["MODELS"].split()) <= MODELS.keys() and set(defaults["ARCHS"].split()) <= TARGETS.keys()
 
 
 def test_submitting_without_kubectl_says_so(tmp_path, monkeypatch):

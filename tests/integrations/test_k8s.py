@@ -8,9 +8,13 @@ import importlib.metadata
 import json
 import os
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import tarfile
+import time
+import urllib.request
 import zipfile
 from pathlib import Path
 
@@ -22,10 +26,11 @@ import yaml
 from strict import errors
 
 from liger_kernel.deploy.job import Job
-from liger_kernel.deploy.manifests import objects
+from liger_kernel.deploy.manifests import PREEMPTED, objects
 from liger_kernel.deploy.render import render, write
 from liger_kernel.train.config import TrainConfig, UserError, checked
 
+ROOT = Path(__file__).parents[2]
 TRAIN = {"model": "m", "checkpoint_every": 10, "parallel": "fsdp2", "store": "s3://b/run"}
 FULL = dict(
     overlay="eks", efa=4, role="arn:aws:iam::1:role/r", queue="team", cluster_queue="gpus", quota_nodes=4, secret="tokens", volume="claim", nodes=2,
@@ -191,3 +196,46 @@ def _same_but_for_layout(text, wanted, rules=True):
 def test_a_quota_cannot_be_a_value():
     with pytest.raises(UserError, match="cannot compute a quota"):
         render(job("jobset"), "helm")
+
+
+def test_what_a_pod_runs_trains_answers_probes_and_saves_when_it_is_stopped(user_env, tmp_path):
+    """The container's command, variables and config, with the volumes in a folder: two ranks, their metrics, SIGTERM, and a pod after it that goes on."""
+    text = tmp_path / "shared" / "text.jsonl"
+    text.parent.mkdir()
+    text.write_text("".join(json.dumps({"text": path.read_text()}) + "\n" for path in sorted((ROOT / "docs").glob("*.md"))))
+    sizes = dict(
+        length=32, batch=2, hidden=32, layers=1, heads=2, vocab=400, lr=1e-3, eval_fraction=0, log_every=1, checkpoint_every=500, device="cpu", steps=400
+    )
+    train = TrainConfig(**sizes, data="/shared/text.jsonl", nproc=2, parallel="ddp", out="run")
+    found = objects(Job(name="run", image="registry.test/liger:1", nodes=1, gpus=0, volume="claim", train=train))
+    here = lambda value: value.replace("/shared", f"{tmp_path}/shared").replace("/cache", f"{tmp_path}/cache").replace("/etc/liger", str(tmp_path))
+    (config,) = [o["data"]["train.json"] for o in found if o["kind"] == "ConfigMap"]
+    (job_,) = [o for o in found if o["kind"] == "PyTorchJob"]
+    (container,) = job_["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
+    port = container["ports"][0]["containerPort"]
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        free = s.getsockname()[1]
+    (tmp_path / "train.json").write_text(here(config).replace(str(port), str(free)))
+    env = user_env | {e["name"]: here(e["value"]) for e in container["env"]} | {"PET_RDZV_ID": "run", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
+    argv = [sys.executable, "-m", "liger_kernel.cli", *(here(a).replace("run-worker-0:29400", "localhost:0") for a in container["args"])]
+    pod = subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    lines = tmp_path / "shared" / "run" / "metrics.jsonl"
+    end = time.monotonic() + 120
+    while pod.poll() is None and not (lines.exists() and len(lines.read_text().splitlines()) > 5):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    get = lambda rank, path: urllib.request.urlopen(f"http://127.0.0.1:{free + rank}{path}", timeout=10)
+    assert pod.poll() is None, pod.communicate()[0]
+    probe = container["livenessProbe"]["httpGet"]
+    assert probe["port"] == port and get(0, probe["path"]).status == 200
+    assert b'liger_step{rank="1"}' in get(1, "/metrics").read()
+    pod.send_signal(signal.SIGTERM)
+    output = pod.communicate(timeout=120)[0]
+    assert pod.returncode == PREEMPTED, output
+    stopped = len(lines.read_text().splitlines())
+    assert (tmp_path / "shared" / "run" / "checkpoints" / "latest").read_text().split() == [f"step-{stopped:08d}"]
+    assert stopped < 400
+    after = subprocess.run(argv, env=env, capture_output=True, text=True, check=False, timeout=240)
+    assert after.returncode == 0 and f"resuming after step {stopped}" in after.stdout, after.stdout + after.stderr
+    assert len(lines.read_text().splitlines()) == 400 and (tmp_path / "shared" / "run" / "model" / "model.safetensors").exists()

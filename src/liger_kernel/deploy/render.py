@@ -11,7 +11,7 @@ from typing import Any
 
 from liger_kernel.deploy import monitoring
 from liger_kernel.deploy.job import Job
-from liger_kernel.deploy.manifests import Object, objects, train_json
+from liger_kernel.deploy.manifests import Object, objects
 from liger_kernel.train.config import TrainConfig, UserError, _kinds
 
 FORMS = ("yaml", "kustomize", "helm", "train", "rules", "dashboard")
@@ -24,7 +24,7 @@ def render(job: Job, form: str) -> dict[str, str]:
     if form == "helm":
         return helm(job)
     if form == "train":
-        return {"train.json": train_json(job)}
+        return {"train.json": json.dumps(dataclasses.asdict(job.train), indent=2) + "\n"}
     if form == "rules":
         return {"rules.yaml": _dump([monitoring.rules(job)])}
     if form == "dashboard":

@@ -15,8 +15,9 @@ from flytekitplugins.kfpytorch import CleanPodPolicy, Elastic, RunPolicy
 
 from liger_kernel.deploy import steps
 from liger_kernel.deploy.job import Job
-from liger_kernel.deploy.pods import ELASTIC, pod_spec
+from liger_kernel.deploy.pods import pod_spec
 from liger_kernel.train.config import TrainConfig
+from liger_kernel.train.ranks import ELASTIC
 
 job = Job.of_environment()
 for name, value in ELASTIC.items():  # of the agent in this process, wherever it is

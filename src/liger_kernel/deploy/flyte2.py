@@ -20,8 +20,9 @@ from flyteplugins.pytorch.task import RunPolicy
 
 from liger_kernel.deploy import steps
 from liger_kernel.deploy.job import Job
-from liger_kernel.deploy.pods import ELASTIC, pod_spec
+from liger_kernel.deploy.pods import pod_spec
 from liger_kernel.train.config import TrainConfig
+from liger_kernel.train.ranks import ELASTIC
 
 job = Job.of_environment()
 variables = {"LIGER_JOB": job.to_json(), **ELASTIC}

@@ -1,14 +1,12 @@
-"""What both versions of Flyte need of a job: its pod as the Kubernetes client's object, and the variables of elastic training."""
+"""A job's pod as the Kubernetes client's object, which both versions of Flyte take."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from liger_kernel.deploy.job import Job
 from liger_kernel.deploy.manifests import bare_pod
-from liger_kernel.train import ranks
-
-ELASTIC = ranks.ELASTIC
 
 
 def pod_spec(job: Job, **variables: str) -> Any:
@@ -17,4 +15,4 @@ def pod_spec(job: Job, **variables: str) -> Any:
 
     spec = bare_pod(job, "primary")
     spec["containers"][0]["env"] += [{"name": name, "value": value} for name, value in variables.items()]
-    return client.ApiClient()._ApiClient__deserialize(spec, "V1PodSpec")
+    return client.ApiClient().deserialize(json.dumps(spec), "V1PodSpec", "application/json")

@@ -102,9 +102,10 @@ def export(run: Path, scores: dict[str, Any], target: str) -> str:
     except (ImportError, ValueError) as error:
         raise UserError(f"cannot export to {target!r}: {error}") from error
     (run / "evaluation.json").write_text(json.dumps(scores, indent=1) + "\n")
-    fs.makedirs(root, exist_ok=True)
+    from liger_kernel.train.store import put
+
     for path in sorted(run.iterdir()):
-        fs.put_file(str(path), f"{root}/{path.name}")
+        put(fs, path, f"{root}/{path.name}")
     return target
 
 

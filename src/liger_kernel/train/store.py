@@ -74,9 +74,14 @@ class Store:
         return True
 
     def _put(self, path: Path, name: str) -> None:
-        target = f"{self.root}/{name}"
-        self.fs.makedirs(target.rpartition("/")[0], exist_ok=True)
-        self.fs.put_file(str(path), target)
+        put(self.fs, path, f"{self.root}/{name}")
+
+
+def put(fs: Any, path: Path, target: str) -> None:
+    """Copy the file ``path`` to ``target`` of a file system of fsspec's."""
+    if "file" in fs.protocol:  # an object store has no folders, and a bucket that is not there is a mistake, not to be made
+        fs.makedirs(target.rpartition("/")[0], exist_ok=True)
+    fs.put_file(str(path), target)
 
 
 @contextlib.contextmanager

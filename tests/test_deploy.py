@@ -233,6 +233,8 @@ def test_the_image_is_what_pods_expect():
     assert f"--uid {USER} " in text and f"\nUSER {USER}\n" in text and f"chown liger {CACHE} {SHARED}" in text
     copied = [name for line in re.findall(r"^COPY (?!--from)(.*) \S+$", text, re.M) for name in line.split()]
     assert len(copied) > 4 and all((ROOT / name).exists() for name in copied)
+    context = (ROOT / "deploy" / "Dockerfile.dockerignore").read_text().splitlines()
+    assert sorted(copied) == sorted(line[1:] for line in context if line.startswith("!"))
     from liger_kernel.bench.models import MODELS
     from liger_kernel.warmup import TARGETS
 

@@ -34,5 +34,13 @@ def user_env() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
 
 
+# Of tests that take up to a minute each: they begin first, so that at the end no process waits for one of them.
+LONG = ("test_compile_targets", "test_warmup", "test_train", "test_runtime", "test_bench_step", "test_doors")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.stem not in LONG)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kernel-report", metavar="DIR", help="write registers, spills and shared memory of every kernel to DIR, one table an architecture")

@@ -1,6 +1,7 @@
 """The runtime layer over several processes: ranks are killed, stopped, stuck and changed in number, and the run must end as if nothing had happened.
 
-Workers are forked from a server that has imported everything once. `pytest -m elastic tests/test_runtime.py` runs the rest of the matrix.
+Workers are forked from a server that has imported everything once. `pytest -m elastic tests/test_runtime.py` runs the rest of the matrix,
+`LIGER_TEST_DEVICE=cuda pytest -m elastic tests/test_runtime.py -k launcher` on GPUs.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.data import share
 
 STEPS = 8
+DEVICE = os.environ.get("LIGER_TEST_DEVICE", "cpu")  # cuda: NCCL, where there is a GPU for each of two ranks
 TEXT = "def add(a, b):\n    return a + b\n\n"
 
 
@@ -178,7 +180,7 @@ def base(tmp_path_factory):
     (folder / "text.jsonl").write_text("".join(json.dumps({"text": TEXT * 30 + str(i)}) + "\n" for i in range(12)))
     return TrainConfig(
         model=str(folder / "model"), data=str(folder / "text.jsonl"), cache=str(folder / "cache"), length=24, batch=2, global_batch=6, steps=STEPS, warmup=2,
-        lr=1e-2, log_every=3, checkpoint_every=3, eval_fraction=0.05, device="cpu", parallel="fsdp2", timeout=60,
+        lr=1e-2, log_every=3, checkpoint_every=3, eval_fraction=0.05, device=DEVICE, precision="fp32", parallel="fsdp2", timeout=60,
     )  # fmt: skip
 
 

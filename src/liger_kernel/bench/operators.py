@@ -212,18 +212,19 @@ def known() -> dict[str, Op]:
 
 
 def child(a: argparse.Namespace) -> None:
-    """One operator, in this process; a JSON line for each row, once it has read a line."""
-    op, loaded = known()[a.child], {}
+    """Operators, in this process; a JSON line for each row, once it has read a line."""
+    ops = [known()[one] for one in a.child.split(",")]
+    loaded = {}
     for name in a.against:
         with contextlib.suppress(rivals.Missing):
-            if name in rivals.PACKAGES and name in op.rivals:
+            if name in rivals.PACKAGES and any(name in op.rivals for op in ops):
                 loaded[name] = rivals.load(name, getattr(a, f"{name}_path"))
     if a.base:
         loaded["base"] = rivals.revision(a.base)
     done = {tuple(key) for key in json.loads(a.done)}
     if not sys.stdin.readline():  # who asked is gone
         return
-    for case, more in cases_of(op, a.case, a.sweep, small=not clock.GPU or a.smoke):
+    for op, case, more in ((one, *found) for one in ops for found in cases_of(one, a.case, a.sweep, small=not clock.GPU or a.smoke)):
         for dtype in a.dtype:
             if (op.name, case.name, dtype) not in done:
                 for row in measure(op, case, DTYPES[dtype], a.mode, a.against, loaded, a.repeats):
@@ -231,10 +232,10 @@ def child(a: argparse.Namespace) -> None:
 
 
 class _Child:
-    """The process of one operator. It imports, and then waits to be asked for its rows."""
+    """The process of an operator, or of several with commas between. It imports, and then waits to be asked for its rows."""
 
     def __init__(self, a: argparse.Namespace, argv: list[str], name: str, rows: list[dict[str, Any]]):
-        done = [(r["op"], r["case"], r["dtype"]) for r in rows if r["op"] == name]
+        done = [(r["op"], r["case"], r["dtype"]) for r in rows if r["op"] in name.split(",")]
         command = [sys.executable, "-m", "liger_kernel.bench.operators", *argv, "--child", name, "--done", json.dumps(done)]
         self.messages = tempfile.TemporaryFile("w+")  # noqa: SIM115  __exit__ closes it
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.messages, text=True)
@@ -264,7 +265,7 @@ class _Child:
 
 
 def run(a: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
-    """All operators asked for, each in a process of its own."""
+    """All operators asked for, each in a process of its own; in a smoke run, where nothing depends on it, all in one."""
     from liger_kernel.bench import report
 
     path = Path(a.json) if a.json else None
@@ -280,6 +281,7 @@ def run(a: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
     if not clock.GPU:
         print("No GPU: this measures the CPU path, on small cases. Nothing here says anything about kernels.")
     names = a.op or list(known())
+    names = [",".join(names)] if a.smoke else names
     ahead = int(clock.GPU and (os.cpu_count() or 1) >= 8)  # imports beside a measurement need cores that it does not
     with contextlib.ExitStack() as stack:
         children = [stack.enter_context(_Child(a, argv, name, result["rows"])) for name in names[:ahead]]

@@ -10,6 +10,7 @@ What models add, in this order: ``gate * gate_multiplier``, rounded (Falcon-H1);
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -164,11 +165,12 @@ class Form(NamedTuple):
     offset: float = 0.0
     down_multiplier: float = 1.0
 
-    def kernel(self) -> tuple[tuple[float, ...], dict[str, bool]]:
-        """Arguments and constexprs."""
-        scaled = (self.gate_multiplier, self.alpha, self.offset, self.down_multiplier) != (1, 1, 0, 1)
-        numbers = (self.gate_multiplier, self.limit or 0.0, self.alpha, self.offset, self.down_multiplier)
-        return tuple(map(float, numbers)), dict(SCALED=scaled, CLAMPED=self.limit is not None)
+
+@functools.cache
+def _arguments(gate_multiplier: float, limit: float | None, alpha: float, offset: float, down_multiplier: float) -> tuple[tuple[float, ...], dict[str, bool]]:
+    """What a ``Form`` is to the kernels: arguments and constexprs."""
+    scaled = (gate_multiplier, alpha, offset, down_multiplier) != (1, 1, 0, 1)
+    return tuple(map(float, (gate_multiplier, limit or 0.0, alpha, offset, down_multiplier))), dict(SCALED=scaled, CLAMPED=limit is not None)
 
 
 _FORM = "float gate_multiplier, float? limit, float alpha, float offset, float down_multiplier"
@@ -179,7 +181,7 @@ def glu_fwd(gate: Tensor, up: Tensor, act: str, *form: Any) -> Tensor:
     M, N = gate.shape
     y = gate.new_empty(M, N, dtype=torch.promote_types(gate.dtype, up.dtype))
     grid, tile = _grid(M, N, gate.itemsize)
-    numbers, flags = Form(*form).kernel()
+    numbers, flags = _arguments(*form)
     launch(_fwd, grid, gate, up, y, M, N, gate.stride(0), up.stride(0), N, *numbers, ACT=act, **flags, **tile)
     return y
 
@@ -192,7 +194,7 @@ def glu_bwd(dy: Tensor, gate: Tensor, up: Tensor, act: str, packed: bool, need_d
     dup = up.new_empty((M, N) if need_dup and not packed else (0, 0))
     d0, d1 = (dgate[:, :N], dgate[:, N:]) if packed else (dgate, dup)
     grid, tile = _grid(M, N, gate.itemsize)
-    numbers, flags = Form(*form).kernel()
+    numbers, flags = _arguments(*form)
     launch(_bwd, grid, dy, gate, up, d0, d1, M, N, dy.stride(0), gate.stride(0), up.stride(0), d0.stride(0), d1.stride(0), *numbers,
            ACT=act, **flags, NEED_DGATE=need_dgate or packed, NEED_DUP=need_dup or packed, **tile)  # fmt: skip
     return dgate, dup
@@ -277,9 +279,9 @@ def glu(
         raise ValueError(f"glu: packed gate must have an even last dim, got {gate.shape[-1]}")
     if up is not None and up.shape != gate.shape:
         raise ValueError(f"glu: up must have shape {tuple(gate.shape)}, got {tuple(up.shape)}")
-    form = Form(gate_multiplier, limit, alpha, offset, down_multiplier)
+    form = (gate_multiplier, limit, alpha, offset, down_multiplier)
     if not use_kernels(gate, fusible=True):
-        return reference(gate, up, act=act, **form._asdict())
+        return reference(gate, up, act=act, **Form(*form)._asdict())
     return GLUFunction.apply(gate, up, act, form)
 
 

@@ -577,3 +577,48 @@ def test_trl_orpo():
     c, r, nll, _ = pairs((x, w, bias), target, means=True)
     each, chosen, rejected, ratio, odds = method(trainer(), c, r)
     agree(LigerFusedLinearORPOLoss(beta=BETA), (x, w, bias), (w, x, target, bias), nll - each.mean(), {5: chosen.mean(), 6: rejected.mean(), 7: ratio, 8: odds})
+
+
+@pytest.mark.parametrize(("kind", "whole"), [("dpo", False), ("dpo", True), ("kto", False), ("kto", True), ("grpo", False)])
+def test_a_reference_equal_to_the_policy_has_its_log_probabilities_in_every_bit(kind, whole, monkeypatch):
+    """Otherwise a run does not begin at a loss of log 2, and its first rewards are noise."""
+    for name in ("_linear", "linear_loss"):
+        monkeypatch.setattr(importlib.import_module(f"liger_kernel.ops.{name}"), "auto_chunk_rows", lambda M, *_: max(1, min(M, 7)))
+    linear = importlib.import_module("liger_kernel.ops._linear")
+    product = linear.add_mm
+
+    def of_these_rows(total, a, b, first):
+        """A GPU's product: what a row of it is rounded to may depend on the rows beside it."""
+        product(total, a, b, first)
+        total += a.mean() * torch.arange(total.shape[1], device=DEVICE)
+
+    monkeypatch.setattr(linear, "add_mm", of_these_rows)
+    torch.manual_seed(0)
+    x, w = torch.randn(8, 5, 256, device=DEVICE).bfloat16(), torch.randn(301, 256, device=DEVICE).bfloat16()
+    target = torch.randint(0, 301, (8, 5), device=DEVICE)
+    target[torch.rand(8, 5, device=DEVICE) < 0.4] = -100
+    same, seen = dict(ref_input=x, ref_weight=w, use_ref_model=True), []
+
+    class Pairs(LigerFusedLinearPreferenceBase):
+        @staticmethod
+        def preference_loss_fn(chosen, rejected, target, ref_chosen_logps, ref_rejected_logps, **_):
+            seen.extend(((chosen, ref_chosen_logps), (rejected, ref_rejected_logps)))
+            return chosen.sum()
+
+    class Alone(LigerFusedLinearUnpairedPreferenceBase):
+        @staticmethod
+        def preference_loss_fn(logp, labels, target, ref_log_prob_chunk, **_):
+            seen.append((logp, ref_log_prob_chunk))
+            return logp.sum()
+
+    if kind == "dpo":
+        Pairs.apply(x, w, target, whole_batch=whole, **same)
+    elif kind == "kto":
+        Alone.apply(x, w, target, preference_labels=[True, False] * 4, whole_batch=whole, **same)
+    else:
+        grpo = losses.LigerFusedLinearGRPOLoss(beta=0.1, use_ref_model=True)
+        _, (divergence, *_) = grpo(x, w, target.clamp(min=0), target != -100, torch.randn(8, device=DEVICE), ref_input=x, ref_weight=w)
+        seen.append((divergence, torch.zeros_like(divergence)))
+    assert seen
+    for policy, reference in seen:
+        assert torch.equal(policy, reference)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from liger_kernel.chunked_loss.fused_linear_preference import check_reference, reference_logprobs
 from liger_kernel.ops.grpo_loss import IGNORED, unmasked
-from liger_kernel.ops.linear_logprobs import linear_logprobs
 from liger_kernel.ops.linear_loss import Tokens, linear_loss
 
 
@@ -54,13 +53,12 @@ class LigerFusedLinearPPOBase:
         """
         B, T = _check(_input, selected_token_ids, attention_mask, advantages, ref_per_token_logps, old_per_token_logps, vllm_is_ratio)
         target = selected_token_ids.where(attention_mask != 0, IGNORED).reshape(-1)
-        head: dict[str, Any] = dict(temperature=temperature, ignore_index=IGNORED, compact=compact)
+        head: dict[str, Any] = dict(group=max(T, 1), temperature=temperature, ignore_index=IGNORED, compact=compact, entropy=entropy)
         if use_ref_model and beta != 0 and ref_per_token_logps is None:
             if ref_input is None or ref_weight is None:
                 raise ValueError("fused_linear_ppo: ref_per_token_logps, or ref_input and ref_weight, must be given for use_ref_model, got None")
-            with torch.no_grad():
-                found = linear_logprobs(ref_input.reshape(-1, ref_input.shape[-1]), ref_weight, target, ref_bias, **head)
-                ref_per_token_logps = found.view(B, T)  # type: ignore[union-attr]
+            check_reference("fused_linear_ppo", ref_input, selected_token_ids)
+            ref_per_token_logps = reference_logprobs(ref_input, ref_weight, target.view(B, T), ref_bias, **head)
         numbers = dict(
             epsilon_low=epsilon_low, epsilon_high=epsilon_high, beta=beta, loss_type=loss_type, max_completion_length=max_completion_length,
             importance_sampling_level=importance_sampling_level, sapo_temperature_pos=sapo_temperature_pos, sapo_temperature_neg=sapo_temperature_neg,
@@ -78,7 +76,7 @@ class LigerFusedLinearPPOBase:
             part, metrics = own.ppo_loss_fn(per_token_logps=tokens.logp, full_attention_mask=attention_mask, **here, **numbers, **entropies, **more)
             return part, tuple(metrics)
 
-        return linear_loss(loss, _input.reshape(B * T, _input.shape[2]), weight, target, bias, group=max(T, 1), entropy=entropy, **head)
+        return linear_loss(loss, _input.reshape(B * T, _input.shape[2]), weight, target, bias, **head)
 
 
 def _check(x: Tensor, ids: Tensor, mask: Tensor, advantages: Tensor, ref: Tensor | None, old: Tensor | None, is_ratio: Tensor | None) -> tuple[int, int]:

@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops.linear_logprobs import linear_logprobs
 from liger_kernel.ops.linear_loss import Tokens, linear_loss
 
 Found = tuple[Tensor, tuple[Tensor, ...]]
@@ -78,6 +77,7 @@ class LigerFusedLinearPreferenceBase(LossFunction):
             raise ValueError(f"{name}: nll_target must have shape {(B, T)} or {(N, T)}, got {tuple(nll_target.shape)}")
         nll_y = nll_target[:B].reshape(-1) if compute_nll_loss and nll_target is not None else None
         paired = lambda t: t.unflatten(0, (2, B)).transpose(0, 1)
+        head: dict[str, Any] = dict(ignore_index=ignore_index, compact=compact, mean_logit=True, whole=whole_batch)
         valid = target != ignore_index
         counts = paired(valid.sum(1))
         lengths = counts.clamp(min=1) if average_log_prob else torch.ones_like(counts)
@@ -88,7 +88,9 @@ class LigerFusedLinearPreferenceBase(LossFunction):
         elif use_ref_model:
             if ref_input is None or ref_weight is None:
                 raise ValueError(f"{name}: ref_input and ref_weight, or ref_chosen_logps and ref_rejected_logps, must be given with use_ref_model, got None")
-            ref = paired(sequence_logprobs(name, ref_input, ref_weight, target, ref_bias, ignore_index, compact)) / lengths
+            check_reference(name, ref_input, target)
+            logp = reference_logprobs(paired(ref_input).flatten(0, 1), ref_weight, paired(target).flatten(0, 1), ref_bias, group=2 * T, **head)
+            ref = logp.sum(1).view(B, 2) / lengths
 
         def fn(tokens: Tokens, first: int, last: int) -> Found:
             logp = tokens.logp.view(last - first, 2, T).sum(-1)
@@ -102,7 +104,7 @@ class LigerFusedLinearPreferenceBase(LossFunction):
 
         x, y = paired(_input).reshape(N * T, H), paired(target).reshape(N * T)
         loss, (chosen, rejected, chosen_logits, rejected_logits, nll, *extra) = linear_loss(
-            fn, x, weight, y, bias, group=2 * T, ignore_index=ignore_index, compact=compact, mean_logit=True, whole=whole_batch
+            fn, x, weight, y, bias, group=2 * T, **head
         )
         if nll_y is not None:
             n = (nll_y != ignore_index).sum().clamp(min=1)
@@ -131,13 +133,21 @@ def several(found: Any) -> tuple[Tensor, ...]:
     return found if isinstance(found, tuple) else (found,)
 
 
-def sequence_logprobs(name: str, x: Tensor, w: Tensor, target: Tensor, bias: Tensor | None, ignore_index: int, compact: bool) -> Tensor:
-    """Sums (N,) of the log-probabilities of each sequence's tokens under the reference, without gradient: x (N, T, H), target (N, T)."""
+def check_reference(name: str, x: Tensor, target: Tensor) -> None:
+    """Refuse hidden states of a reference that are not those of ``target``."""
     if x.ndim != 3 or x.shape[:2] != target.shape:
         raise ValueError(f"{name}: ref_input must have shape ({target.shape[0]}, {target.shape[1]}, H), got {tuple(x.shape)}")
+
+
+def reference_logprobs(x: Tensor, w: Tensor, target: Tensor, bias: Tensor | None, **options: Any) -> Tensor:
+    """Log-probabilities (N, T) of each token under the reference, without gradient: x (N, T, H), target (N, T), ``options`` of ``linear_loss``.
+
+    Computed as the policy's are, in the same chunks: as long as the two models are the same, their log-probabilities are, in every bit.
+    """
     with torch.no_grad():
-        logp: Any = linear_logprobs(x.reshape(target.numel(), x.shape[-1]), w, target.reshape(-1), bias, ignore_index=ignore_index, compact=compact)
-    return logp.view(target.shape).sum(1)
+        of_tokens = lambda tokens, *_: (tokens.logp.sum(), (tokens.logp,))
+        _, (logp,) = linear_loss(of_tokens, x.reshape(target.numel(), x.shape[-1]), w, target.reshape(-1), bias, **options)
+    return logp.view(target.shape)
 
 
 def block(M: int) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_kernel.chunked_loss.fused_linear_preference import Found, LossFunction, check_sequences, sequence_logprobs, several
+from liger_kernel.chunked_loss.fused_linear_preference import Found, LossFunction, check_reference, check_sequences, reference_logprobs, several
 from liger_kernel.ops.linear_loss import Tokens, linear_loss
 
 
@@ -49,13 +49,15 @@ class LigerFusedLinearUnpairedPreferenceBase(LossFunction):
         desirable = labels.bool()
         counts = (target != ignore_index).sum(1)
         lengths = counts.clamp(min=1) if average_log_prob else torch.ones_like(counts)
+        head: dict[str, Any] = dict(group=T, ignore_index=ignore_index, compact=compact, mean_logit=True, whole=whole_batch)
         ref = None
         if ref_logps is not None:
             ref = ref_logps.detach() / lengths
         elif use_ref_model:
             if ref_input is None or ref_weight is None:
                 raise ValueError(f"{name}: ref_input and ref_weight, or ref_logps, must be given with use_ref_model, got None")
-            ref = sequence_logprobs(name, ref_input, ref_weight, target, ref_bias, ignore_index, compact) / lengths
+            check_reference(name, ref_input, target)
+            ref = reference_logprobs(ref_input, ref_weight, target, ref_bias, **head).sum(1) / lengths
 
         def fn(tokens: Tokens, first: int, last: int) -> Found:
             logps = tokens.logp.sum(1) / lengths[first:last]
@@ -65,15 +67,4 @@ class LigerFusedLinearUnpairedPreferenceBase(LossFunction):
             mean_logit: Any = tokens.mean_logit
             return loss, (*of_both(logps), *of_both(mean_logit.sum(1) * V), *extra)
 
-        return linear_loss(
-            fn,
-            _input.reshape(B * T, H),
-            weight,
-            target.reshape(-1),
-            bias,
-            group=T,
-            ignore_index=ignore_index,
-            compact=compact,
-            mean_logit=True,
-            whole=whole_batch,
-        )
+        return linear_loss(fn, _input.reshape(B * T, H), weight, target.reshape(-1), bias, **head)

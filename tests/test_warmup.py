@@ -35,7 +35,11 @@ def test_training_after_warmup_compiles_nothing(family, user_env, tmp_path):
     train = (Path(__file__).with_name("fake_gpu.py"), "train", config, "2x32", "3x17")
 
     warmup = ("-m", "liger_kernel.cli", "warmup", "--model", config, "--batch", 2, "--seq", 64, "--arch", "sm90")
-    first, second = run(env, *warmup), run(env, *warmup)
+    built = lambda: {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.so")}
+    first, libraries, second = run(env, *warmup), built(), run(env, *warmup)
+    # what starts kernels, too; that it finds NVIDIA's driver is known by name
+    assert libraries == built() and libraries
+    assert all(b"libcuda.so.1" in path.read_bytes() for path in libraries)
     needed, compiled = map(int, re.match(r"(\d+) kernels for sm90: (\d+) compiled", first).groups())
     assert compiled == needed > 8
     assert f"{needed} kernels for sm90: 0 compiled, {needed} were in" in second

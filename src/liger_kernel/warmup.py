@@ -10,17 +10,24 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
+import re
+import shutil
+import subprocess
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+import types
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
-from triton.runtime import driver
+from triton.runtime import build, driver
 from triton.runtime.jit import MockTensor
 
 from liger_kernel.ops import _config, _op
@@ -192,8 +199,6 @@ def configuration(name: str) -> Any:
 
 def compile_launches(found: list[Launch]) -> tuple[int, int]:
     """Compile what is not in the cache; returns how many kernels were, and how many are needed."""
-    from triton import knobs
-
     compiled = 0
 
     def listen(*, cache_hit: bool, **_: Any) -> None:
@@ -202,10 +207,49 @@ def compile_launches(found: list[Launch]) -> tuple[int, int]:
 
     before, knobs.compilation.listener = knobs.compilation.listener, listen
     try:
-        needed = {kernel.warmup(*args, grid=(1,), **meta).hash for kernel, args, meta in distinct(found)}
+        needed = {kernel.hash: kernel for kernel in (kernel.warmup(*args, grid=(1,), **meta) for kernel, args, meta in distinct(found))}
     finally:
         knobs.compilation.listener = before
+    if driver.active.get_current_target().backend == "cuda":
+        build_launchers(needed.values())
     return compiled, len(needed)
+
+
+def build_launchers(kernels: Iterable[Any]) -> None:
+    """The C code by which Triton starts CUDA kernels, into its cache: one library of its own and, before Triton 3.7, one a kernel.
+
+    At the first launch that would take a C compiler a quarter of a second each. They are built, not loaded; where NVIDIA's driver is not there, they are
+    linked to one that has its functions' names.
+    """
+    from triton.backends.nvidia import driver as nvidia
+
+    load, build._load_module_from_path = build._load_module_from_path, lambda name, path: Unloaded(name)
+    try:
+        with tempfile.TemporaryDirectory() as folder, knobs.nvidia.scope():
+            source = Path(nvidia.dirname, "driver.c").read_text()
+            if not torch.cuda.is_available():
+                names = sorted(set(re.findall(r"\bcu[A-Z]\w*", source + Path(nvidia.__file__).read_text())))
+                compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or "cc"
+                command = [compiler, "-shared", "-w", "-x", "c", "-", "-Wl,-soname,libcuda.so.1", "-o", f"{folder}/libcuda.so.1"]
+                subprocess.run(command, input="".join(f"void {name}(void) {{}}\n" for name in names), text=True, check=True)
+                knobs.nvidia.libcuda_path = folder
+            to = dict(library_dirs=nvidia.library_dirs(), include_dirs=nvidia.include_dirs, libraries=nvidia.libraries)
+            build.compile_module_from_src(source, "cuda_utils", **to)
+            for kernel in kernels if hasattr(nvidia, "make_launcher") else ():
+                nvidia.CudaLauncher(kernel.src, kernel.metadata)
+    except (OSError, subprocess.CalledProcessError) as error:
+        print(f"the first launches will need a C compiler, which did not work here: {error}")
+    finally:
+        build._load_module_from_path = load
+        for cached in (nvidia.libcuda_dirs, nvidia.library_dirs):
+            cached.cache_clear()
+
+
+class Unloaded(types.ModuleType):
+    """A module that was built only."""
+
+    def __getattr__(self, name: str) -> Callable:
+        return lambda *args: None
 
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -245,7 +289,5 @@ def main(argv: list[str]) -> int:
             found = model_launches(configuration(a.model), batch=a.batch, seq=a.seq, dtype=DTYPES[a.dtype], autocast=autocast)
         compiled, needed = compile_launches(found)
         arch = _config.arch()
-    from triton import knobs
-
     print(f"{needed} kernels for {arch}: {compiled} compiled, {needed - compiled} were in {knobs.cache.dir}; {time.perf_counter() - start:.1f} s")
     return 0

@@ -103,9 +103,7 @@ class LigerFusedLinearPreferenceBase(LossFunction):
             return loss + alpha * nll, (chosen, rejected, *logits.unbind(0), nll, *extra)
 
         x, y = paired(_input).reshape(N * T, H), paired(target).reshape(N * T)
-        loss, (chosen, rejected, chosen_logits, rejected_logits, nll, *extra) = linear_loss(
-            fn, x, weight, y, bias, group=2 * T, **head
-        )
+        loss, (chosen, rejected, chosen_logits, rejected_logits, nll, *extra) = linear_loss(fn, x, weight, y, bias, group=2 * T, **head)
         if nll_y is not None:
             n = (nll_y != ignore_index).sum().clamp(min=1)
             of_nll = lambda t, *_: -t.logp.sum() / n

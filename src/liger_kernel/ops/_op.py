@@ -9,7 +9,6 @@ import contextlib
 import contextvars
 import functools
 import inspect
-import operator
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -212,73 +211,59 @@ def on_gpu(x: Tensor) -> bool:
 
 DIRECT = ("3.6", "3.7")  # releases of Triton whose compiled kernels we know how to call
 _DIRECT = HAS_TRITON and not INTERPRET and bool(torch.version.cuda) and triton.__version__.rpartition(".")[0] in DIRECT
-_compiled: dict[tuple, tuple] = {}  # what a kernel is specialised on -> how it is called
-_recent: dict[tuple, tuple] = {}  # the same by the numbers as they are, which is quicker to find; emptied when full, as lengths vary without end
-_RECENT = 4096
-_NONE = type(None)
-_KINDS = {int, float, _NONE}
-_dtype = operator.attrgetter("dtype")
-_pointers: dict[Any, int] = {}  # kernel -> how many of its arguments are tensors; they come first
-_current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)  # the former does not ask whether CUDA is there
+_compiled: dict[tuple, tuple] = {}  # what a launch depends on -> how its compiled kernel is called
 if _DIRECT:
     _hook = triton.knobs.runtime.launch_enter_hook
     _stream = torch._C._cuda_getCurrentRawStream
 
 
 def _start(device: int, kernel, grid: tuple[int, ...], args: tuple[Any, ...], meta: dict[str, Any]) -> None:
-    """``kernel[grid](*args, **meta)``, without Triton's work per call, most of the host time, if this kernel is known already.
+    """``kernel[grid](*args, **meta)``, without Triton's work per call, a third of the host time, if this kernel is known already.
 
     Known by all that Triton specialises a kernel on: constexprs and options, dtypes, and which integers are 1 or multiples of 16. What is rare takes
-    Triton's own way: pointers that are not multiples of 16, tensors elsewhere, integers beyond 31 bits, other kinds of arguments, a profiler that hooks
-    launches; and so do other releases, and AMD's compiler, which specialises on more.
+    Triton's own way: pointers that are not multiples of 16, integers beyond 31 bits, other kinds of arguments, a profiler that hooks launches; and so do
+    other releases, and AMD's compiler, which specialises on more.
     """
     global _DIRECT
     if not _DIRECT or _hook.calls:
         kernel[grid](*args, **meta)
         return
-    name = kernel.fn
-    if (count := _pointers.get(name)) is None:
-        count = _pointers[name] = sum(argument.endswith("_ptr") for argument in kernel.arg_names)
-    tensors, numbers = args[:count], args[count:]
-    given = tensors if _NONE not in map(type, tensors) else tuple(t for t in tensors if t is not None)
-    kinds = tuple(map(type, numbers))
-    addresses = tuple(map(Tensor.data_ptr, given))  # which a compiled kernel takes as they are; of tensors it would ask the driver
-    usual = not functools.reduce(operator.or_, addresses) & 15
-    shown = tuple(map(_dtype, given)) + tuple(map(Tensor.get_device, given))
-    if given is not tensors:
-        left = iter(addresses)
-        addresses = tuple(None if t is None else next(left) for t in tensors)
-        shown += tuple(t is None for t in tensors)
-    key = (name, numbers, kinds, *meta.values(), *shown)
-    found = _recent.get(key) if usual else None
-    if found is None:
-        within = all(kind is not int or -(1 << 31) <= n < 1 << 31 for n, kind in zip(numbers, kinds))
-        if not (usual and within and _KINDS.issuperset(kinds) and all(t.get_device() == device for t in given)):
-            kernel[grid](*args, **meta)
-            return
-        known = (name, *meta, *meta.values(), *shown, *((2 if n == 1 else not n & 15) if kind is int else kind for n, kind in zip(numbers, kinds)))
-        if len(_recent) >= _RECENT:
-            _recent.clear()
-        if (found := _compiled.get(known)) is None:
-            compiled = kernel[grid](*args, **meta)
-            constants = tuple(meta[name] for name in kernel.arg_names[len(args) :])
-            _compiled[known] = _recent[key] = compiled.run, compiled.function, compiled.packed_metadata, constants
-            return
-        _recent[key] = found
-    run, function, metadata, constants = found
-    x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
-    try:
-        run(x, y, z, _stream(device), function, metadata, None, None, None, *addresses, *numbers, *constants)
-    except TypeError as error:  # raised before anything is launched
-        _DIRECT = False
-        warnings.warn(f"liger_kernel: Triton {triton.__version__} starts kernels in another way ({error}); calls cost more host time", stacklevel=2)
+    key = [kernel.fn, device, *meta, *meta.values()]
+    pointers = integers = 0
+    for a in args:
+        kind = type(a)
+        if kind is int:
+            integers |= a if a >= 0 else ~a
+            key.append(2 if a == 1 else not a & 15)
+        elif kind is Tensor or kind is torch.nn.Parameter:
+            pointers |= a.data_ptr()
+            key.append(a.dtype)
+        elif kind is float or a is None:
+            key.append(kind)
+        else:
+            pointers = 1
+    known = tuple(key)
+    if pointers & 15 or integers >> 31:
         kernel[grid](*args, **meta)
+    elif found := _compiled.get(known):
+        run, function, metadata, constants = found
+        x, y, z = (*grid, 1, 1)[:3]
+        try:
+            run(x, y, z, _stream(device), function, metadata, None, None, None, *args, *constants)
+        except TypeError as error:  # raised before anything is launched
+            _DIRECT = False
+            warnings.warn(f"liger_kernel: Triton {triton.__version__} starts kernels in another way ({error}); calls cost more host time", stacklevel=2)
+            kernel[grid](*args, **meta)
+    else:
+        compiled = kernel[grid](*args, **meta)
+        constants = tuple(meta[name] for name in kernel.arg_names[len(args) :])
+        _compiled[known] = compiled.run, compiled.function, compiled.packed_metadata, constants
 
 
 def launch(kernel, grid: tuple[int, ...], x: Tensor, *args, **meta) -> None:
     """Run ``kernel`` on the device of its first tensor ``x``, whatever the current device is. ``RuntimeError`` where there are no kernels.
 
-    ``args`` are tensors, then integers and floats, or None: all arguments before the constexprs; ``meta`` names these. Names of tensors end in ``_ptr``.
+    ``args`` are tensors, integers, floats and None, all arguments before the constexprs; ``meta`` names these.
     """
     if tracing(x):
         return
@@ -289,7 +274,7 @@ def launch(kernel, grid: tuple[int, ...], x: Tensor, *args, **meta) -> None:
         if x.device.type not in _KERNEL_DEVICES:
             raise RuntimeError(f"kernels need {'a GPU' if HAS_TRITON else 'Triton'}, got a tensor on {x.device}: call the operator, which has a reference")
         _start(device, kernel, grid, (x, *args), meta)
-    elif device == _current_device():
+    elif device == torch.cuda.current_device():
         _start(device, kernel, grid, (x, *args), meta)
     else:
         with torch.cuda.device(device):

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import copy
-import functools
+from statistics import median
 
 import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
 
-from hf_models import batch_of, make, served_by_kernels_or_references  # noqa: E402
+from hf_models import batch_of, make, served_by_kernels_or_references, stock  # noqa: E402
 
-from liger_kernel.testing import assert_as_accurate  # noqa: E402
+from liger_kernel.testing import assert_as_accurate, errors, floors  # noqa: E402
 from liger_kernel.transformers import families, instance_patches, patch, table  # noqa: E402
 
 STEPS = 32
@@ -20,7 +20,7 @@ STEPS = 32
 PUBLISHED = [t for t in [*patch._PUBLISHED, *patch._HANDING_ON] if families.FAMILIES.get(t, {}).get("heads")]
 IN_SHORT = ["llama"]
 ALL_EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "hunyuan_v1_moe", "qwen3_next")
-DRAWS = 6  # where the first run misses
+DRAWS = 11  # where the first run misses
 
 
 def train(model: torch.nn.Module, batches: list[dict]) -> dict[str, torch.Tensor]:
@@ -35,7 +35,7 @@ def train(model: torch.nn.Module, batches: list[dict]) -> dict[str, torch.Tensor
         loss = model(**batch, use_cache=False).loss
         loss.backward()
         optimizer.step()
-        losses.append(loss.detach())
+        losses.append(loss.detach().float())  # on 4.57 one family's stock returns it in bf16
     with torch.no_grad():
         logits = model.eval()(**{k: v for k, v in batch.items() if k != "labels"}, use_cache=False).logits
     return {"losses": torch.stack(losses), "logits": logits, "parameters": torch.cat([p.detach().flatten() for p in model.parameters()])}
@@ -47,8 +47,8 @@ def test_trains_as_stock_does(family, dtype):
     def draw(seed: int, patched: bool) -> dict[str, torch.Tensor] | tuple[dict, dict]:
         """The patched model's training, or stock's and that of stock in fp64."""
         # a token whose experts change by rounding learns something else altogether: all experts are used
-        stock = make(family, dtype, seed, **({"num_experts_per_tok": 4} if family in ALL_EXPERTS else {}))
-        batches = [batch_of(stock)]
+        model = make(family, dtype, seed, **({"num_experts_per_tok": 4} if family in ALL_EXPERTS else {}))
+        batches = [batch_of(model)]
         for shift in range(3):
             other = dict(batches[0])
             other["input_ids"] = torch.where(other["labels"] < 0, other["input_ids"], (other["input_ids"] + 7 * shift) % 200 + 3)
@@ -56,17 +56,23 @@ def test_trains_as_stock_does(family, dtype):
             batches.append(other)
         with served_by_kernels_or_references():
             if patched:
-                with instance_patches(stock, family, table.EVERYTHING, "fused")() as patches:
+                with instance_patches(model, family, table.EVERYTHING, "fused")() as patches:
                     assert patches
-                    return train(stock, batches)
-            exact = copy.deepcopy(stock).double()
+                    return train(model, batches)
+            exact = copy.deepcopy(model).double()
             exact.config._experts_implementation = "eager"  # grouped products have no fp64
-            return train(stock, batches), train(exact, batches)
+            return train(model, batches), train(exact, batches)
 
-    found, (expected, truth) = draw(0, True), draw(0, False)
+    with stock(family):
+        expected, truth = draw(0, False)
+    found = draw(0, True)
     assert truth["losses"][-4:].mean() < truth["losses"][:4].mean() - 0.5  # something was learnt
     try:
         assert_as_accurate(found, expected, truth)
-    except AssertionError:  # 32 steps make much of a first rounding, in stock as well: the error of one run says little
-        again = functools.cache(lambda seed: draw(seed, True))
-        assert_as_accurate(found, expected, truth, *(draw(seed, False) for seed in range(1, DRAWS)), again=again)
+    except AssertionError:  # 32 steps make much of a first rounding, in stock as well: the error of one run says little, and their mean is the largest one's
+        runs = [(found, expected, truth), *((draw(seed, True), *draw(seed, False)) for seed in range(1, DRAWS))]
+        for name, t in truth.items():
+            ours, theirs = ([errors(run[of][name], run[2][name]) for run in runs] for of in (0, 1))
+            for kind, floor in floors(found[name].dtype, t.numel()).items():
+                mine, limit = median(e[kind] for e in ours), 2 * median(e[kind] for e in theirs) + floor
+                assert mine <= limit, f"{name}: median {kind} error {mine:.2e}, of stock {limit / 2:.2e}"

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import importlib
 import inspect
 import types
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ transformers = pytest.importorskip("transformers")
 
 from hf_models import (  # noqa: E402
     DEVICE,
+    SMOKE,
     assert_same_bits,
     assert_same_learning,
     assert_untouched,
@@ -28,6 +27,7 @@ from hf_models import (  # noqa: E402
     served_by_kernels_or_references,
     snapshot,
     step,
+    stock,
     tokens,
 )
 
@@ -42,7 +42,6 @@ EVERY = sorted(t for t, row in families.FAMILIES.items() if row.get("heads"))
 LISTED = ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "granite", "olmo2", "smollm3"]
 # other kinds of heads (scaled, biased, of a mixture of experts), norms (none of ours) and rope (pairs, partial, tables without duplicates)
 FURTHER = ["cohere", "cohere2", "glm4", "phi", "gpt_oss", "qwen3_moe", "falcon_h1", "nemotron", "gpt2", "deepseek_v3", "olmo3", "starcoder2"]
-SMOKE = ["llama", "gemma2", "qwen3_moe", "qwen2_vl"]  # what every version has and trains: CI tries these on the oldest
 EVERYTHING = table.EVERYTHING
 TOLERANCE = 5e-5  # of the largest value of each gradient
 
@@ -56,17 +55,6 @@ def _served():
 
 def patch(path: str, model: torch.nn.Module, model_type: str, parts: dict = EVERYTHING, head: str | None = "fused"):
     return class_patches(model_type, parts, head) if path == "class" else instance_patches(model, model_type, parts, head)
-
-
-@contextlib.contextmanager
-def stock(family: str) -> Iterator[None]:
-    """Around what stock models do: other versions than the table's lack some types, and have some that do not train."""
-    try:
-        yield
-    except Exception as error:
-        if transformers.__version__ == families.VERSION or family in SMOKE:
-            raise
-        pytest.skip(f"stock of {transformers.__version__}: {type(error).__name__}")
 
 
 def stock_of(family: str, dtype: torch.dtype = torch.float32, **more: Any) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:

@@ -47,6 +47,19 @@ def infer_device_arch(device_id: int = 0) -> str:
     return p.gcnArchName.split(":")[0] if torch.version.hip else f"sm{p.major}{p.minor}"
 
 
+def varlen_lacks(device: Any, dtype: Any) -> str | None:
+    """What keeps PyTorch's ``varlen_attn`` from serving a ``torch.device`` and dtype; None if nothing does."""
+    import torch
+
+    if importlib.util.find_spec("torch.nn.attention.varlen") is None:
+        return f"PyTorch {torch.__version__} has no varlen_attn, 2.10 and later have"
+    if device.type != "cuda":
+        return "no GPU"
+    if torch.version.hip or torch.cuda.get_device_properties(device).major < 8:
+        return "the GPU is none that varlen_attn serves"
+    return None if dtype in (torch.bfloat16, torch.float16) else f"varlen_attn takes no {str(dtype).removeprefix('torch.')}"
+
+
 def get_total_gpu_memory() -> int:
     """Memory of the current device in GB, rounded down; ``RuntimeError`` on a CPU."""
     import torch

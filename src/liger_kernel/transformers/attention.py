@@ -1,0 +1,165 @@
+"""Attention over rows of several documents, without a mask of every pair of tokens: PyTorch's ``varlen_attn`` by transformers' attention interface.
+
+``liger_varlen`` is what "sdpa" is, to the bit, but for batches that say where their documents begin, as for Flash Attention: ``cu_seq_lens_q`` (documents + 1,)
+int32, bounds in the flattened batch, and ``max_length_q``, a number. A collator knows both on the host. There each document is a sequence of its own.
+
+Whether the kernel serves is known in a layer, after the mask is made. So the mask of packed rows is a ``PackedMask``, which keeps how it is made: a layer that
+the kernel serves leaves it at that, and whatever else reads it, in ways that we cannot know, reads what sdpa would have been given.
+
+``B`` rows, ``T`` tokens a row, ``H`` heads, ``D`` width of a head.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from liger_kernel.utils import varlen_lacks
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:  # before PyTorch 2.10
+
+    def varlen_attn(*args: Any, **kwargs: Any) -> Any: ...
+
+
+NAME = "liger_varlen"
+_lacks = torch.compiler.assume_constant_result(varlen_lacks)
+_TAKES = inspect.signature(varlen_attn).parameters
+
+# Parts of transformers' mask functions of which masks are made that a document's bounds, causality and a window say all of
+_SAID = {"causal_mask_function"} | {
+    f"{name}.<locals>.{inner}"
+    for name, inner in (
+        ("and_masks", "and_mask"),
+        ("sliding_window_overlay", "inner_mask"),
+        ("packed_sequence_mask_function", "inner_mask"),
+        ("remap_positions_for_packed_sequence", "inner_mask"),
+    )
+}
+
+
+class PackedMask(Tensor):
+    """The (B, 1, T, T) mask that ``sdpa_mask(**arguments)`` makes, made when it is read."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    window: int | None
+    arguments: dict[str, Any]
+    made: Tensor | None
+
+    @staticmethod
+    def __new__(cls, documents: Tensor, arguments: dict[str, Any]) -> PackedMask:
+        B, T = documents.shape
+        mask = Tensor._make_wrapper_subclass(cls, (B, 1, T, T), dtype=torch.bool, device=documents.device)  # type: ignore[attr-defined]
+        mask.window, mask.arguments, mask.made = arguments.get("local_size"), arguments, None
+        return mask
+
+    def dense(self) -> Tensor:
+        """The mask itself, the same one for all layers."""
+        if self.made is None:
+            self.made = sdpa_mask(**self.arguments)
+        return self.made
+
+    def __repr__(self, **_: Any) -> str:
+        return f"PackedMask({tuple(self.shape)}, window={self.window})"
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if function is torch.ops.aten.detach.default:  # reentrant checkpointing
+            return args[0]
+        args, kwargs = tree_map(lambda x: x.dense() if isinstance(x, cls) else x, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+
+def _parts(function: Callable) -> Iterator[Callable]:
+    """A mask function and those that it is made of."""
+    yield function
+    for value in inspect.getclosurevars(function).nonlocals.values():
+        for part in value if isinstance(value, tuple) else (value,):
+            if callable(part):
+                yield from _parts(part)
+
+
+def packed_mask(**arguments: Any) -> Tensor | None:
+    """The mask of packed rows as a ``PackedMask``; any other as ``sdpa_mask`` makes it."""
+    if arguments.get("use_vmap") is False and arguments.get("attention_mask") is None and not torch.compiler.is_compiling():
+        parts = list(_parts(arguments["mask_function"]))
+        documents = [inspect.getclosurevars(p).nonlocals["packed_sequence_mask"] for p in parts if p.__qualname__.startswith("packed_sequence_mask_function.")]
+        if documents and all(part.__qualname__ in _SAID for part in parts):
+            return PackedMask(documents[0], arguments)
+    return sdpa_mask(**arguments)
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """(B, H, T, D) query, key and value to a (B, T, H, D) output, by ``varlen_attn`` where it serves, else by transformers' sdpa."""
+    if isinstance(attention_mask, PackedMask):
+        bounds, longest = kwargs.get("cu_seq_lens_q"), kwargs.get("max_length_q")
+        beyond = dropout or any(kwargs.get(name) is not None for name in ("softcap", "s_aux", "position_bias"))
+        if bounds is not None and longest is not None and not beyond:
+            q, k, v = (_cast(t) for t in (query, key, value))
+            window = attention_mask.window if attention_mask.window is not None and attention_mask.window < longest else None
+            if _serves(q, k, v, attention_mask, window):
+                return _varlen(q, k, v, bounds, longest, scaling, window), None
+        attention_mask = attention_mask.dense()
+    return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+
+
+def _cast(t: Tensor) -> Tensor:
+    """What autocast makes of an argument of sdpa: it knows nothing of ``varlen_attn``."""
+    return t.to(torch.get_autocast_dtype(t.device.type)) if torch.is_autocast_enabled(t.device.type) else t
+
+
+def _serves(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, window: int | None) -> bool:
+    whole = (q.shape[0], q.shape[2], k.shape[2]) == (mask.shape[0], mask.shape[2], mask.shape[3])
+    alike = q.dtype == k.dtype == v.dtype and q.shape[3] == k.shape[3] == v.shape[3] and q.shape[3] % 8 == 0 and q.shape[3] <= 256
+    return whole and alike and (window is None or "window_size" in _TAKES) and _lacks(q.device, q.dtype) is None
+
+
+def _varlen(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, scaling: float | None, window: int | None) -> Tensor:
+    B, H, T, D = q.shape
+    options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0)} if "window_size" in _TAKES else {"is_causal": True}
+    if "enable_gqa" in _TAKES:
+        options["enable_gqa"] = k.shape[1] != H
+    else:
+        k, v = (repeat_kv(t, H // k.shape[1]) for t in (k, v))
+    q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
+    return varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scaling, **options).view(B, T, H, D)
+
+
+def use(model: nn.Module) -> str | None:
+    """Make ``liger_varlen`` the attention of a model's layers, of text in one of text and images; or say why it stays what it is.
+
+    Left alone is what computes attention by itself, asks whether it is sdpa, or takes bounds of documents for another purpose.
+    """
+    if "use_vmap" not in inspect.signature(sdpa_mask).parameters:  # it needs vmap, and a PackedMask could not be read
+        return f"transformers {transformers.__version__} is older than 5"
+    text = model.config.get_text_config(decoder=True)  # type: ignore[union-attr]
+    modules = {sys.modules[type(m).__module__] for m in model.modules() if isinstance(m, PreTrainedModel) and m.config is text}
+    sources = [inspect.getsource(module) for module in modules]
+    if not sources or any("ALL_ATTENTION_FUNCTIONS" not in source or '"sdpa"' in source or '"cu_seq_lens' in source for source in sources):
+        return f"{text.model_type} has attention of its own"
+    text._attn_implementation = NAME
+    return None
+
+
+AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, packed_mask)

@@ -42,7 +42,9 @@ class TrainConfig:
     heads: int = _field(4, "model", "attention heads")
     kv_heads: int | None = _field(None, "model", "key and value heads (default: half of heads)")
     vocab: int = _field(16384, "model", "size of the BPE vocabulary trained on the data where no tokenizer is given")
-    attention: str = _field("sdpa", "model", "attention implementation of transformers: sdpa, eager, flash_attention_2 ...")
+    attention: str = _field(
+        "auto", "model", "sdpa, eager, flash_attention_2 ... of transformers; auto: sdpa, but for packed documents PyTorch's varlen_attn where it serves"
+    )
 
     lora: int = _field(0, "model", "rank of LoRA adapters on every linear layer but the head, all else frozen (needs peft); 0 trains everything")
 

@@ -169,11 +169,12 @@ class _Tokens:
 class Rows:
     """Rows of tokens and labels, end to end in two int32 tensors; row i lies between ``bounds[i]`` and ``bounds[i + 1]``.
 
-    ``positions``, where rows have several documents: those of the tokens in their documents.
+    ``positions``, where rows have several documents: those of the tokens in their documents. ``bounded``: batches of them say where documents begin, too.
     """
 
     def __init__(self, ids: Tensor, labels: Tensor, bounds: Tensor, positions: Tensor | None = None):
         self.ids, self.labels, self.bounds, self.positions = ids, labels, bounds, positions
+        self.bounded = False
         self._learnt: Tensor | None = None
 
     @classmethod
@@ -211,17 +212,26 @@ class Rows:
         index = torch.tensor(picks)
         return int((self.bounds[index + 1] - self.bounds[index]).sum()), int(self._learnt[index].sum())
 
-    def batch(self, picks: list[int], pad: int) -> dict[str, Tensor]:
-        """Right-padded (B, T) int64 tensors; an attention mask only where something is padded."""
+    def batch(self, picks: list[int], pad: int) -> dict[str, Any]:
+        """Right-padded (B, T) int64 tensors; an attention mask only where something is padded. Bounds of documents are as Flash Attention takes them."""
         spans = [slice(int(self.bounds[i]), int(self.bounds[i + 1])) for i in picks]
         padded = lambda flat, value: pad_sequence([flat[span].long() for span in spans], batch_first=True, padding_value=value)
         batch = {"input_ids": padded(self.ids, pad), "labels": padded(self.labels, IGNORE)}
         lengths = torch.tensor([span.stop - span.start for span in spans])
-        if self.positions is not None:  # what is padded is behind all that is learnt, and documents of its own
-            batch["position_ids"] = padded(self.positions, 0)
-        elif (lengths < lengths.max()).any():
-            batch["attention_mask"] = (torch.arange(int(lengths.max())) < lengths[:, None]).long()
+        beyond = torch.arange(int(lengths.max())) - lengths[:, None]
+        if self.positions is not None:  # what is padded is behind all that is learnt, and a document of its own
+            batch["position_ids"] = torch.where(beyond < 0, padded(self.positions, 0), beyond)
+            if self.bounded:
+                batch |= _bounds(batch["position_ids"])
+        elif (beyond >= 0).any():
+            batch["attention_mask"] = (beyond < 0).long()
         return batch
+
+
+def _bounds(positions: Tensor) -> dict[str, Any]:
+    """Where documents begin and end in the flattened batch, and the length of the longest."""
+    bounds = torch.cat([(positions.flatten() == 0).nonzero().flatten(), torch.tensor([positions.numel()])]).int()
+    return {f"cu_seq_lens_{t}": bounds for t in "qk"} | {f"max_length_{t}": int(bounds.diff().max()) for t in "qk"}
 
 
 def learnt_tokens(batch: dict[str, Tensor]) -> int:
@@ -364,11 +374,11 @@ class Data:
         """Tokens of the rows at positions ``begin`` to ``end`` in the order of training."""
         return self.rows.count(self.picks(begin, end - begin, seed))[0]
 
-    def train_batch(self, index: int, size: int, seed: int) -> dict[str, Tensor]:
+    def train_batch(self, index: int, size: int, seed: int) -> dict[str, Any]:
         """Training batch number ``index`` of ``size`` rows each."""
         return self.rows.batch(self.picks(index * size, size, seed), self.tokenizer.pad_token_id)
 
-    def batches(self, picks: list[int], rank: int, world: int, size: int) -> list[dict[str, Tensor]]:
+    def batches(self, picks: list[int], rank: int, world: int, size: int) -> list[dict[str, Any]]:
         """This rank's share of a step's rows, in batches of at most ``size`` rows: as many batches on every rank, where rows are short one without labels."""
         batches = []
         for part in share(picks, rank, world, size):
@@ -378,7 +388,7 @@ class Data:
             batches.append(batch)
         return batches
 
-    def eval_batches(self, size: int) -> Iterator[dict[str, Tensor]]:
+    def eval_batches(self, size: int) -> Iterator[dict[str, Any]]:
         for start in range(0, len(self.eval), size):
             yield self.rows.batch(self.eval[start : start + size], self.tokenizer.pad_token_id)
 

@@ -10,7 +10,7 @@ import torch
 
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.data import learnt_tokens, load
-from liger_kernel.train.model import build, device_and_precision
+from liger_kernel.train.model import attend, build, device_and_precision
 
 
 @torch.no_grad()
@@ -21,10 +21,11 @@ def evaluate(config: TrainConfig) -> dict[str, Any]:
     if not data.eval:
         raise UserError("no rows are kept back: eval_fraction is 0")
     model = build(config, data.tokenizer, device, precision).eval()
+    attend(config, data.rows, model, device, precision)
     total, tokens = 0.0, 0
     arithmetic = torch.autocast(device.type, torch.bfloat16) if precision == "bf16-mixed" else contextlib.nullcontext()
     for batch in data.eval_batches(config.batch):
-        on_device = {name: value.to(device) for name, value in batch.items()}
+        on_device = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
         with arithmetic:
             total += float(model(**on_device, use_cache=False, num_items_in_batch=1).loss)
         tokens += learnt_tokens(batch)

@@ -23,7 +23,7 @@ from liger_kernel.train.data import Data, load
 from liger_kernel.train.kernels import Compilations, compile_ahead, use_cache
 from liger_kernel.train.measure import UNTIMED, PeakMemory, StepClock, peak_flops
 from liger_kernel.train.metrics import Endpoint, Reports, StepLines, check_reports, of_lines, of_run
-from liger_kernel.train.model import build, device_and_precision, flops_per_token, save
+from liger_kernel.train.model import attend, build, device_and_precision, flops_per_token, save
 from liger_kernel.train.optimizer import adamw, learning_rate
 from liger_kernel.train.ranks import News, Preempted, Ranks, Watch, joined, local_rank, restarts, told_to_stop
 from liger_kernel.train.store import stored
@@ -53,8 +53,11 @@ def train(config: TrainConfig) -> dict[str, Any]:
             config.save_to(out / "config.json")
         data = load(config)
         model = build(config, data.tokenizer, device, precision)
+        attention = attend(config, data.rows, model, device, precision)
         if int(data.rows.ids.max()) >= model.config.get_text_config().vocab_size:
             raise UserError(f"the tokenizer has ids beyond the model's vocabulary of {model.config.get_text_config().vocab_size}")
+        if ranks.first:
+            print(f"attention: {attention}", flush=True)
         if device.type == "cuda" and config.kernels == "on":
             use_cache()
             compile_ahead(config, model.config, precision, ranks)
@@ -328,10 +331,9 @@ class _Run:
 
     # -- device --------------------------------------------------------------------------------
 
-    def _to_device(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        if self.device.type != "cuda":
-            return {name: value.to(self.device) for name, value in batch.items()}
-        return {name: value.pin_memory().to(self.device, non_blocking=True) for name, value in batch.items()}
+    def _to_device(self, batch: dict[str, Any]) -> dict[str, Any]:
+        pinned = lambda t: t.pin_memory() if self.device.type == "cuda" else t
+        return {name: pinned(value).to(self.device, non_blocking=True) if isinstance(value, Tensor) else value for name, value in batch.items()}
 
     def _autocast(self) -> contextlib.AbstractContextManager:
         return torch.autocast(self.device.type, torch.bfloat16) if self.autocast else contextlib.nullcontext()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 from functools import partial
@@ -14,7 +15,12 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from liger_kernel.parallel import layers_of
 from liger_kernel.train.config import TrainConfig, UserError
+from liger_kernel.train.data import Rows
 from liger_kernel.train.ranks import local_rank
+from liger_kernel.utils import varlen_lacks
+
+with contextlib.suppress(ImportError):  # before PyTorch 2.10
+    import torch.nn.attention.varlen  # makes its operator
 
 
 def device_and_precision(config: TrainConfig) -> tuple[torch.device, str]:
@@ -38,7 +44,7 @@ def build(config: TrainConfig, tokenizer: Any, device: torch.device, precision: 
 
     torch.manual_seed(config.seed)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    options = {"dtype": dtype, "attn_implementation": config.attention}
+    options = {"dtype": dtype, "attn_implementation": "sdpa" if config.attention == "auto" else config.attention}
     model: Any
     try:
         if config.model:
@@ -58,6 +64,23 @@ def build(config: TrainConfig, tokenizer: Any, device: torch.device, precision: 
         for layer in layers_of(model):
             layer.compile()
     return model
+
+
+def attend(config: TrainConfig, rows: Rows, model: Any, device: torch.device, precision: str) -> str:
+    """Settle attention ``auto`` for these rows; what it came to, in words."""
+    if config.attention != "auto" or rows.positions is None:
+        return config.attention.replace("auto", "sdpa")
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+    if config.trainer == "hf" and config.parallel == "none" and torch.cuda.device_count() > 1:
+        lacking: str | None = "transformers' Trainer cuts batches for the GPUs that it sees"
+    else:
+        lacking = varlen_lacks(device, dtype)
+    if lacking is None:
+        from liger_kernel.transformers import attention
+
+        lacking = attention.use(model)
+    rows.bounded = lacking is None
+    return f"sdpa with a mask, as {lacking}" if lacking else "varlen_attn, each document by itself"
 
 
 def with_lora(model: Any, rank: int) -> Any:
@@ -82,11 +105,16 @@ def recompute(model: Any, what: str) -> None:
         raise UserError(f"gradient_checkpointing: {error}") from error
 
 
-_aten = torch.ops.aten
+def _operator(namespace: str, name: str) -> Any:
+    """PyTorch's operator of that name, or None."""
+    return getattr(getattr(getattr(torch.ops, namespace), name, None), "default", None)
+
+
 _COSTLY = {
-    op for name in ("mm", "addmm", "bmm", "baddbmm", "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
-                    "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_attention_math")
-    if (op := getattr(getattr(_aten, name, None), "default", None)) is not None
+    op for name in ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten._scaled_dot_product_flash_attention",
+                    "aten._scaled_dot_product_efficient_attention", "aten._scaled_dot_product_cudnn_attention",
+                    "aten._scaled_dot_product_flash_attention_for_cpu", "aten._scaled_dot_product_attention_math", "torch_attn._varlen_attn")
+    if (op := _operator(*name.split("."))) is not None
 }  # fmt: skip
 
 

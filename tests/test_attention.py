@@ -1,0 +1,367 @@
+"""Packed rows without a mask: the same as with one, and as separate rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from hf_models import assert_same_bits, assert_same_learning, make, step
+from torch import Tensor
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+from liger_kernel.testing import assert_as_accurate
+from liger_kernel.testing import run as run_op
+from liger_kernel.train import loop
+from liger_kernel.train import model as train_model
+from liger_kernel.train.config import TrainConfig
+from liger_kernel.train.data import IGNORE, Rows
+from liger_kernel.train.evaluate import evaluate
+from liger_kernel.transformers import _apply_liger_kernel_to_instance, attention, slots
+from liger_kernel.utils import varlen_lacks
+
+if int(transformers.__version__.split(".")[0]) < 5:
+    pytest.skip("keeps sdpa under transformers older than 5", allow_module_level=True)
+
+VOCAB = 100
+SIZES = [[7, 1, 5], [3, 3], [13]]  # lengths of the documents of each row; the second one is padded
+# model type -> what its tiny config gets: grouped heads, heads of their own, norms of queries and keys, windows narrower than documents, also of some layers
+MODELS = {
+    "llama": dict(num_key_value_heads=1),
+    "phi": {},
+    "qwen3": dict(num_key_value_heads=2),
+    "mistral": dict(sliding_window=4, num_key_value_heads=2),
+    "gemma3_text": dict(sliding_window=4, layer_types=["sliding_attention", "full_attention"]),
+}
+
+
+def rows(sizes: list[list[int]] = SIZES) -> Rows:
+    generator = torch.Generator().manual_seed(3)
+    documents = [torch.randint(3, VOCAB, (n,), generator=generator).int() for row in sizes for n in row]
+    starts = torch.tensor([0, *(len(d) for d in documents)]).cumsum(0)[:-1]
+    ids = torch.cat(documents)
+    bounds = torch.tensor([0, *(sum(row) for row in sizes)]).cumsum(0)
+    packed = Rows(ids, ids, bounds).of_documents(starts)
+    packed.bounded = True
+    return packed
+
+
+def on_device(batch: dict, device: str) -> dict:
+    return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
+
+
+def batches(device: str = "cpu") -> tuple[dict, dict]:
+    """The rows as one batch of packed ones, and a row for each document; the same sum of losses."""
+    packed = rows().batch([0, 1, 2], 0)
+    alone = rows([[n] for row in SIZES for n in row]).batch(list(range(sum(map(len, SIZES)))), 0)
+    alone["attention_mask"] = (torch.arange(alone["labels"].shape[1]) < torch.tensor([n for row in SIZES for n in row])[:, None]).long()
+    both = packed, {k: alone[k] for k in ("input_ids", "labels", "attention_mask")}
+    return tuple(on_device(b, device) | {"num_items_in_batch": 20} for b in both)
+
+
+def documents_in_a_loop(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1), enable_gqa=False):
+    """``varlen_attn``, whose arguments it checks, in plain PyTorch."""
+    assert query.ndim == 3 and cu_seq_q.dtype == torch.int32 and cu_seq_q[0] == 0 and cu_seq_q[-1] == len(query)
+    assert max_q == max_k == cu_seq_q.diff().max() and window_size[1] == 0
+    assert enable_gqa or query.shape[1] == key.shape[1]
+    outs = []
+    for begin, end in zip(cu_seq_q.tolist(), cu_seq_q.tolist()[1:]):
+        q, k, v = (t[begin:end].transpose(0, 1) for t in (query, key, value))
+        apart = torch.arange(end - begin)[:, None] - torch.arange(end - begin)
+        seen = (apart >= 0) & ((apart <= window_size[0]) | (window_size[0] < 0))
+        outs.append(F.scaled_dot_product_attention(q, k, v, seen, scale=scale, enable_gqa=enable_gqa).transpose(0, 1))
+    return torch.cat(outs)
+
+
+def before_windows(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None, *, scale=None):
+    """``varlen_attn`` as PyTorch 2.10 had it."""
+    assert is_causal
+    return documents_in_a_loop(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=(-1, 0))
+
+
+@pytest.fixture
+def dense_masks(monkeypatch) -> list[tuple]:
+    """Shapes of the masks that are made."""
+    made, sdpa_mask = [], attention.sdpa_mask
+
+    @functools.wraps(sdpa_mask)
+    def spied(*args, **kwargs):
+        mask = sdpa_mask(*args, **kwargs)
+        if mask is not None:
+            made.append(tuple(mask.shape))
+        return mask
+
+    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "sdpa", spied)
+    monkeypatch.setattr(attention, "sdpa_mask", spied)
+    return made
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list[tuple]:
+    """``varlen_attn`` in plain PyTorch, for any tensor; the windows that it was called with."""
+    serve(monkeypatch, documents_in_a_loop, windows := [])
+    return windows
+
+
+def serve(monkeypatch, function, windows: list | None = None) -> None:
+    def varlen_attn(*args, **kwargs):
+        if windows is not None:
+            windows.append(kwargs.get("window_size"))
+        return function(*args, **kwargs)
+
+    monkeypatch.setattr(attention, "varlen_attn", varlen_attn)
+    monkeypatch.setattr(attention, "_TAKES", inspect.signature(function).parameters)
+    monkeypatch.setattr(attention, "_lacks", lambda device, dtype: None)
+
+
+def packing_model(model_type: str, patched: bool = False, attends: str = attention.NAME, **more) -> torch.nn.Module:
+    model = make(model_type, attention="sdpa", **{**MODELS.get(model_type, {}), **more}).cpu()
+    if patched:
+        _apply_liger_kernel_to_instance(model)
+    if attends == attention.NAME:
+        assert attention.use(model) is None
+    return model
+
+
+def learnt(model: torch.nn.Module, batch: dict, **more) -> dict[str, Tensor]:
+    with slots.references():
+        return step(model, batch, **more)[1]
+
+
+@pytest.mark.parametrize("patched", [False, True])
+@pytest.mark.parametrize("model_type", MODELS)
+def test_where_it_does_not_serve_it_is_sdpa_to_the_bit(model_type, patched, dense_masks):
+    packed, _ = batches()
+    expected = learnt(packing_model(model_type, patched, "sdpa"), packed)
+    of_sdpa = dense_masks.copy()
+    dense_masks.clear()
+    assert_same_bits(learnt(packing_model(model_type, patched), packed), expected)
+    assert dense_masks == of_sdpa  # as many, each made once for all layers
+
+
+@pytest.mark.parametrize("patched", [False, True])
+@pytest.mark.parametrize("model_type", MODELS)
+def test_documents_are_learnt_as_if_each_were_alone(model_type, patched, calls, dense_masks):
+    packed, alone = batches()
+    expected = learnt(packing_model(model_type, patched, "sdpa"), alone)
+    dense_masks.clear()
+    model = packing_model(model_type, patched)
+    assert_same_learning(learnt(model, packed), expected)
+    assert not dense_masks
+    kinds = getattr(model.config, "layer_types", None) or ["sliding_attention" if getattr(model.config, "sliding_window", None) else "full_attention"] * 2
+    assert calls == [(3, 0) if kind == "sliding_attention" else (-1, 0) for kind in kinds]
+
+
+def test_a_window_wider_than_any_document_is_none(calls):
+    learnt(packing_model("mistral", sliding_window=13), batches()[0])
+    assert calls == [(-1, 0)] * 2
+
+
+@pytest.mark.parametrize("model_type, served", [("llama", True), ("mistral", False)])
+def test_before_it_had_windows_and_groups(model_type, served, monkeypatch, dense_masks):
+    serve(monkeypatch, before_windows, called := [])
+    packed, alone = batches()
+    assert_same_learning(learnt(packing_model(model_type), packed), learnt(packing_model(model_type, attends="sdpa"), alone))
+    assert bool(called) == served
+
+
+def far(found: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
+    return sum(float((found[name].float() - t).norm() / t.norm().clamp(min=1e-6)) for name, t in truth.items())
+
+
+def no_bounds(batch: dict) -> dict:
+    return {k: v for k, v in batch.items() if not k.startswith(("cu_", "max_"))}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        no_bounds,
+        lambda b: b | {"softcap": None, "position_bias": torch.zeros(1, 1, 13, 13)},
+        lambda b: b | {"attention_mask": (torch.arange(13) < 12).long().expand(3, 13)},
+    ],
+)
+def test_what_it_cannot_do_is_left_to_sdpa(change, calls):
+    batch = change(batches()[0])
+    expected = learnt(packing_model("llama", attends="sdpa"), batch)
+    assert_same_bits(learnt(packing_model("llama"), batch), expected)
+    assert not calls
+
+
+def test_dropout_is_left_to_sdpa(calls):
+    batch = batches()[0]
+    expected = learnt(packing_model("llama", attends="sdpa", attention_dropout=0.5), batch)
+    assert_same_bits(learnt(packing_model("llama", attention_dropout=0.5), batch), expected)
+    assert not calls
+
+
+def test_masks_of_other_patterns_are_made():
+    """Not those that bounds and a window say all of."""
+    config = transformers.LlamaConfig(hidden_size=8, num_attention_heads=2, attn_implementation=attention.NAME)
+    create = functools.partial(transformers.masking_utils.create_causal_mask, config, torch.zeros(2, 6, 8), attention_mask=None, past_key_values=None)
+    packed = torch.tensor([[0, 1, 2, 0, 1, 0]]).expand(2, 6)
+    assert isinstance(mask := create(position_ids=packed), attention.PackedMask)
+    block = torch.block_diag(*(torch.ones(n, n) for n in (3, 2, 1))).tril().bool()
+    assert mask.shape == (2, 1, 6, 6) and mask.dtype == torch.bool and mask.made is None
+    assert torch.equal(mask[1, 0], block) and torch.equal(mask | False, mask.dense()) and mask.detach() is mask
+    assert create(position_ids=torch.arange(6)[None]) is None
+    seen = create(position_ids=packed, or_mask_function=lambda b, h, q, k: k == 0)
+    assert type(seen) is Tensor and bool(seen[0, 0, :, 0].any())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_layers(reentrant, calls, dense_masks):
+    packed, alone = batches()
+    expected = learnt(packing_model("llama", attends="sdpa"), alone)
+    dense_masks.clear()
+    model = packing_model("llama")
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    model.get_input_embeddings().register_forward_hook(lambda module, args, out: out.requires_grad_())
+    assert_same_learning(learnt(model, packed), expected)
+    assert len(calls) == 4 and not dense_masks
+
+
+def test_autocast_casts_as_for_sdpa(calls):
+    """Norms of queries and keys leave them in fp32 there, and values in bf16."""
+    packed, _ = batches()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = learnt(packing_model("qwen3"), packed)
+        stock = learnt(packing_model("qwen3", attends="sdpa"), packed)
+    assert calls
+    truth = learnt(packing_model("qwen3", attends="sdpa"), packed)
+    assert far(found, truth) <= 2 * far(stock, truth)
+
+
+def test_compiled_layers(calls, dense_masks):
+    packed, alone = batches()
+    expected = learnt(packing_model("llama", attends="sdpa"), alone)
+    dense_masks.clear()
+    model = packing_model("llama")
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager")
+    assert_same_learning(learnt(model, packed), expected)
+    assert not dense_masks
+
+
+@pytest.mark.parametrize("model_type", ["falcon", "bloom", "qwen3_next"])  # asks whether it is sdpa; its own; bounds are for its linear layers
+def test_families_that_keep_what_they_have(model_type):
+    model = make(model_type)
+    before = model.config._attn_implementation
+    assert attention.use(model) == f"{model_type} has attention of its own"
+    assert model.config._attn_implementation == before
+
+
+def test_text_in_a_model_of_images():
+    model = make("gemma3", attention="sdpa")
+    assert attention.use(model) is None
+    assert model.config.text_config._attn_implementation == attention.NAME
+    assert model.config.vision_config._attn_implementation == "sdpa"
+
+
+def test_auto_takes_it_where_it_serves(monkeypatch):
+    model = packing_model("llama", attends="sdpa")
+    settle = lambda rows, device="cpu", precision="bf16", **config: train_model.attend(TrainConfig(**config), rows, model, torch.device(device), precision)
+    assert settle(rows()) == "sdpa with a mask, as no GPU"
+    assert settle(rows(), attention="eager") == "eager"
+    plain = Rows.of([([1, 2], [1, 2])])
+    assert settle(plain) == "sdpa"
+    monkeypatch.setattr(train_model, "varlen_lacks", lambda device, dtype: None if dtype == torch.bfloat16 else "fp32")
+    assert settle(rows(), attention="sdpa") == settle(plain) == "sdpa" and model.config._attn_implementation == "sdpa"
+    assert settle(rows(), precision="fp32") == "sdpa with a mask, as fp32"
+    packed = rows()
+    packed.bounded = False
+    assert settle(packed, precision="bf16-mixed") == "varlen_attn, each document by itself"
+    assert packed.bounded and model.config._attn_implementation == attention.NAME
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert settle(rows(), trainer="hf").startswith("sdpa with a mask, as transformers' Trainer cuts")
+
+
+@pytest.fixture
+def by_references():
+    """What is trained on a CPU is not interpreted."""
+    with slots.references():
+        yield
+
+
+@pytest.mark.usefixtures("by_references")
+@pytest.mark.parametrize("trainer, checkpointing", [("torch", "none"), ("torch", "selective"), ("hf", "none")])
+def test_a_run(trainer, checkpointing, calls, dense_masks, monkeypatch, tmp_path, capsys):
+    """Each trainer's batches say where documents begin, in training and evaluation, and losses are those of a mask."""
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": "def add(a, b): return a + b " * (1 + i % 4)}) + "\n" for i in range(40)))
+    config = TrainConfig(
+        hidden=32, heads=2, kv_heads=1, layers=2, vocab=300, length=64, batch=2, steps=3, warmup=1, log_every=1, device="cpu", packing="documents",
+        eval_fraction=0.1, trainer=trainer, gradient_checkpointing=checkpointing, data=str(tmp_path / "texts.jsonl"), out=str(tmp_path / "run"),
+    )  # fmt: skip
+    expected = loop.train(dataclasses.replace(config, attention="sdpa", save=str(tmp_path / "saved")))
+    assert "attention: sdpa\n" in capsys.readouterr().out and dense_masks and not calls
+    monkeypatch.setattr(train_model, "varlen_lacks", lambda device, dtype: None if dtype == torch.float32 else "fp32 here")
+    dense_masks.clear()
+    metrics = loop.train(dataclasses.replace(config, save=str(tmp_path / "other")))
+    assert "attention: varlen_attn, each document by itself\n" in capsys.readouterr().out and calls and not dense_masks
+    assert metrics["losses"] == pytest.approx(expected["losses"], rel=1e-4)
+    assert metrics["evaluations"][-1]["loss"] == pytest.approx(expected["evaluations"][-1]["loss"], rel=1e-4)
+    assert attention.NAME not in (tmp_path / "other" / "config.json").read_text()
+    scores = evaluate(dataclasses.replace(config, model=str(tmp_path / "other")))
+    assert not dense_masks and scores["loss"] == pytest.approx(expected["evaluations"][-1]["loss"], rel=0.05)
+
+
+def test_bounds_of_documents():
+    batch = rows().batch([1, 0], 0)
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, *range(7)], [*range(7), 0, *range(5)]]  # what is padded is a document
+    assert batch["cu_seq_lens_q"].tolist() == batch["cu_seq_lens_k"].tolist() == [0, 3, 6, 13, 20, 21, 26]
+    assert batch["cu_seq_lens_q"].dtype == torch.int32 and batch["max_length_q"] == batch["max_length_k"] == 7
+    assert (batch["labels"][0, 6:] == IGNORE).all()
+
+
+def test_what_it_takes():
+    assert varlen_lacks(torch.device("cpu"), torch.bfloat16) == "no GPU"
+
+
+# -- on a GPU ------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="varlen_attn needs a GPU")
+@pytest.mark.parametrize("sizes", [[[129, 1, 77, 49], [256]], [[1, 255], [33, 222, 1]], [[256]]], ids=str)
+@pytest.mark.parametrize("heads, kv_heads, width", [(4, 4, 64), (8, 2, 128), (4, 1, 256)])
+@pytest.mark.parametrize("window", [None, 16])
+def test_as_accurate_as_sdpa(sizes, heads, kv_heads, width, window):
+    """Output and gradients of the real kernel in bf16 against sdpa with a mask."""
+    if window and "window_size" not in attention._TAKES:
+        pytest.skip("this varlen_attn has no windows")
+    batch = on_device(rows(sizes).batch(list(range(len(sizes))), 0), "cuda")
+    config = transformers.MistralConfig(num_attention_heads=heads, num_key_value_heads=kv_heads, sliding_window=window, attn_implementation=attention.NAME)
+    create = transformers.masking_utils.create_sliding_window_causal_mask if window else transformers.masking_utils.create_causal_mask
+    embeds = torch.zeros(*batch["input_ids"].shape, 8, device="cuda")
+    mask = create(config, embeds, attention_mask=None, past_key_values=None, position_ids=batch["position_ids"])
+    module = torch.nn.Module()
+    module.num_key_value_groups, module.is_causal = heads // kv_heads, True
+    B, T = batch["input_ids"].shape
+    draw = lambda n, seed: torch.randn(B, n, T, width, device="cuda", generator=torch.Generator("cuda").manual_seed(seed)).bfloat16().requires_grad_()
+    args = dict(q=draw(heads, 0), k=draw(kv_heads, 1), v=draw(kv_heads, 2))
+    wide = {name: t.detach().double().requires_grad_() for name, t in args.items()}
+    bounds = {name: batch[name] for name in ("cu_seq_lens_q", "max_length_q")}
+    by = lambda mask, **more: lambda q, k, v: attention.attention(module, q, k, v, mask, **more)[0]
+    if isinstance(mask, attention.PackedMask):
+        ours = run_op(by(mask, **bounds), args)
+        assert mask.made is None
+        mask = mask.dense()
+    else:  # one document in each row: no mask is needed
+        ours = run_op(by(mask, **bounds), args)
+    assert_as_accurate(ours, run_op(by(mask), args), run_op(by(mask), wide))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="varlen_attn needs a GPU")
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "mistral"])
+def test_a_model_on_a_gpu(model_type, dense_masks):
+    """Losses and gradients in bf16 are as close to those in fp32 as sdpa's."""
+    packed, _ = batches("cuda")
+    model = lambda attends, dtype: packing_model(model_type, True, attends, head_dim=16).to("cuda", dtype)
+    found = step(model(attention.NAME, torch.bfloat16), packed)[1]
+    assert not dense_masks or "window_size" not in attention._TAKES
+    stock, truth = (step(model("sdpa", dtype), packed)[1] for dtype in (torch.bfloat16, torch.float32))
+    assert far(found, truth) <= 2 * far(stock, truth)

@@ -66,6 +66,8 @@ def test_env_says_what_serves(capsys):
     assert rows["torch"].strip() == torch.__version__
     assert ("kernels on the GPU" in rows["operators"]) == torch.cuda.is_available()
     assert rows["attention"].strip().startswith("sdpa by ") and rows["attention"].endswith("installed")
+    assert "(enabled: flash, cudnn, mem efficient, math)" in rows["attention"]
+    assert f"packed documents by {'varlen_attn' if torch.cuda.is_available() else 'sdpa with a mask: no GPU'};" in rows["attention"]
 
 
 def test_the_old_door_to_env(capsys):

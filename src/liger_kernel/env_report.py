@@ -68,17 +68,24 @@ def _serving(gpu: bool) -> str:
 
 
 def _attention(device: str) -> str:
-    """Which back end PyTorch takes for causal attention in bf16, and which packages transformers could be told to use instead."""
+    """Which back end PyTorch takes for causal attention in bf16, what else it may take, and which packages transformers could be told to use instead."""
     import torch
     from torch.nn.attention import SDPBackend
 
+    from liger_kernel.utils import varlen_lacks
+
     q = torch.empty(1, 8, 128, 128, dtype=torch.bfloat16, device=device)
     chosen = SDPBackend(torch._fused_sdp_choice(q, q, q, None, 0.0, True)).name.lower().replace("_", " ")
+    may = {name: getattr(torch.backends.cuda, f"{name.replace(' ', '_')}_sdp_enabled")() for name in ("flash", "cudnn", "mem efficient", "math")}
+    lacking = varlen_lacks(q.device, q.dtype)
     installed = []
     for name in ("flash-attn", "flash-attn-3", "flash-attn-4", "kernels"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             installed.append(f"{name} {importlib.metadata.version(name)}")
-    return f"sdpa by {chosen}; {', '.join(installed) or 'no other package'} installed"
+    return (
+        f"sdpa by {chosen} (enabled: {', '.join(name for name, on in may.items() if on)}); packed documents by "
+        f"{f'sdpa with a mask: {lacking}' if lacking else 'varlen_attn'}; {', '.join(installed) or 'no other package'} installed"
+    )
 
 
 def print_env_report() -> None:

@@ -73,6 +73,8 @@ def attend(config: TrainConfig, rows: Rows, model: Any, device: torch.device, pr
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     if config.trainer == "hf" and config.parallel == "none" and torch.cuda.device_count() > 1:
         lacking: str | None = "transformers' Trainer cuts batches for the GPUs that it sees"
+    elif config.deterministic:
+        lacking = "varlen_attn's gradients are not the same bits in every run"
     else:
         lacking = varlen_lacks(device, dtype)
     if lacking is None:

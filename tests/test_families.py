@@ -207,11 +207,11 @@ def test_rounding_is_recognised_not_assumed():
     assert found["gemma"]["GemmaRMSNorm"] == "rms_norm(1, gemma, eps)"
     assert found["olmo2"]["Olmo2RMSNorm"] == found["gpt_oss"]["GptOssRMSNorm"] == "rms_norm(0, gemma, variance_epsilon)"
     tables = {f: row["apply_rotary_pos_emb"] for f, row in found.items()}
-    assert tables["llama"] == "rope(halves, twice)" and tables["gpt_oss"] == "rope(halves, once)"
-    assert tables["glm4"] == "rope(pairs, twice)" and tables["cohere"] == "rope(pairs, repeated)"
-    assert slots.infer("gptj").swapped["apply_rotary_pos_emb"] == "rope(alone, sin first, pairs, once)"
+    assert tables["llama"] == "rope(none, halves, twice)" and tables["gpt_oss"] == "rope(none, halves, once)"
+    assert tables["glm4"] == "rope(none, pairs, twice)" and tables["cohere"] == "rope(fp32, pairs, repeated)"
+    assert slots.infer("gptj").swapped["apply_rotary_pos_emb"] == "rope(alone, sin first, none, pairs, once)"
     if "gemma4_text" in transformers.CONFIG_MAPPING:
-        assert slots.infer("gemma4_text").swapped["apply_rotary_pos_emb"] == "rope(alone, halves, twice)"
+        assert slots.infer("gemma4_text").swapped["apply_rotary_pos_emb"] == "rope(alone, none, halves, twice)"
 
 
 def slot_of(kind: str) -> slots.Slot:
@@ -296,9 +296,9 @@ def _variations():
         return stock(stock(tensor, sin, cos), sin, cos)
 
     norm, mlp, rope = (next(s for s in slots.SLOTS if s.flag == flag) for flag in ("rms_norm", "glu", "rope"))
-    layer, gated, flat = (slot_of(kind) for kind in ("layer_norm", "gated", "rope(flat"))
+    layer, gated, flat = (slot_of(kind) for kind in ("layer_norm", "gated", "rope(none, flat"))
     others = [(layer, Rounded), (gated, SigmoidGate), (flat, vision_other_way)]
-    others += [(slot_of("rope(alone, halves"), alone_other_way), (slot_of("rope(alone, sin"), turned_twice)]
+    others += [(slot_of("rope(alone, none, halves"), alone_other_way), (slot_of("rope(alone, sin"), turned_twice)]
     return [*others, (norm, Eps), (norm, Bias), (norm, TwoInputs), (norm, Detached), (mlp, Clamped), (mlp, AlwaysTanh), (mlp, Scaled), (rope, other_way)]
 
 

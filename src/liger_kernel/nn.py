@@ -200,16 +200,17 @@ def liger_layer_norm(X: Tensor, W: Tensor | None, B: Tensor | None, eps: float) 
 def liger_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
     """Turn q and k by tables (B or 1, T, R) as transformers makes them: each angle twice, as in ``cat((angles, angles), -1)``; R <= D.
 
-    q (B, Hq, T, D), k (B, Hk, T, D), or (B, T, H, D) with ``unsqueeze_dim=2``. ``position_ids`` has no effect, as in transformers. Returns new tensors.
+    q (B, Hq, T, D), k (B, Hk, T, D), or (B, T, H, D) with ``unsqueeze_dim=2``. ``position_ids`` has no effect, and products are
+    rounded to the tensors' dtype, as in transformers. Returns new tensors.
     """
-    return rope(q, k, once(cos), once(sin), unsqueeze_dim=unsqueeze_dim)
+    return rope(q, k, once(cos), once(sin), unsqueeze_dim=unsqueeze_dim, casting="none")
 
 
 liger_rotary_pos_emb = liger_rope
 
 
 def liger_rotary_pos_emb_vision(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """``liger_rope`` of the patches of all images in a row: q, k (T, H, D), tables (T, R)."""
+    """``liger_rope``, in fp32, of the patches of all images in a row: q, k (T, H, D), tables (T, R)."""
     q, k = rope(q[None], k[None], once(cos)[None], once(sin)[None], unsqueeze_dim=2)
     return q[0], k[0]
 
@@ -221,7 +222,7 @@ def liger_multimodal_rotary_pos_emb(
 
     Models whose embedding puts the sections together, interleaved or not, call ``liger_rope``.
     """
-    return rope(q, k, of_sections(cos, mrope_section), of_sections(sin, mrope_section), unsqueeze_dim=unsqueeze_dim)
+    return rope(q, k, of_sections(cos, mrope_section), of_sections(sin, mrope_section), unsqueeze_dim=unsqueeze_dim, casting="none")
 
 
 liger_qwen2vl_mrope = liger_multimodal_rotary_pos_emb

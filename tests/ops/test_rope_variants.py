@@ -36,6 +36,27 @@ def twice(angles: Tensor) -> tuple[Tensor, Tensor]:
     return angles.cos(), angles.sin()
 
 
+# -- text: halves of the columns ------------------------------------------------------------
+
+
+@needs_kernels
+@in_dtypes
+@pytest.mark.parametrize(("model", "layout"), [("llama", "halves"), ("glm", "pairs")])
+@pytest.mark.parametrize("unsqueeze_dim", [1, 2])
+def test_without_upcast_it_is_bit_for_bit_what_models_compute(model, layout, unsqueeze_dim, dtype):
+    """Products are rounded to bf16, on a GPU as well: a policy with our kernels and a reference without them agree."""
+    module = pytest.importorskip(f"transformers.models.{model}.modeling_{model}")
+    torch.manual_seed(0)
+    shape = lambda heads: (2, heads, 37, 32) if unsqueeze_dim == 1 else (2, 37, heads, 32)
+    args = dict(q=random(*shape(3), dtype=dtype), k=random(*shape(1), dtype=dtype))
+    angles = torch.randn(2, 37, 16, device=DEVICE)
+    cos, sin = (t.to(dtype) for t in twice(angles))
+    theirs = run(lambda q, k: module.apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim), like(args))
+    once = lambda t: t[..., :16]
+    ours = run(lambda q, k: rope(q, k, once(cos), once(sin), layout=layout, unsqueeze_dim=unsqueeze_dim, casting="none"), like(args))
+    (assert_same if dtype is torch.float32 else assert_same_bits)(ours, theirs)
+
+
 # -- Llama 4: complex numbers ----------------------------------------------------------------
 
 

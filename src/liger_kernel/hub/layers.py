@@ -47,7 +47,7 @@ class LigerRotaryPosEmb(nn.Module):
     can_torch_compile = has_backward = True
 
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-        return rope(q, k, once(cos), once(sin), unsqueeze_dim=unsqueeze_dim)
+        return rope(q, k, once(cos), once(sin), unsqueeze_dim=unsqueeze_dim, casting="none")
 
 
 class LigerSwiGLUMLP(nn.Module):

@@ -4,7 +4,11 @@ Shapes: q (B, Hq, T, D), k (B, Hk, T, D), or with ``unsqueeze_dim=2`` (B, T, H, 
 rotated pair.  R <= D: the last D - R columns pass through.
 
 A pair (a, b) becomes (a cos - b sin, b cos + a sin).  ``layout="halves"`` pairs column i with i + R/2, ``"pairs"`` 2i with 2i + 1.
-The arithmetic is fp32, rounded once. The backward turns the other way: the same kernel with -sin.
+The backward turns the other way: the same kernel with -sin.
+
+``casting`` says where the arithmetic is rounded, as models differ in it:
+  fp32    everything in fp32, rounded once
+  none    no upcast: each product is rounded to the dtype that x and the tables promote to, as in ``q * cos + rotate_half(q) * sin``
 """
 
 from __future__ import annotations
@@ -20,18 +24,21 @@ from liger_kernel.ops._op import T as T_  # T is the sequence length here
 from liger_kernel.ops._tl import jit, next_power_of_2, tl
 
 LAYOUTS = ("halves", "pairs")
+CASTING = ("none", "fp32")
 
 
 def reference(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, *, layout: str = "halves", unsqueeze_dim: int = 1
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, *, layout: str = "halves", unsqueeze_dim: int = 1,
+    casting: str = "fp32",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     if position_ids is not None:
         cos, sin = (t.reshape(-1, t.shape[-1])[position_ids] for t in (cos, sin))
     cos, sin = cos.detach().unsqueeze(unsqueeze_dim), sin.detach().unsqueeze(unsqueeze_dim)
     R = 2 * cos.shape[-1]
 
     def turn(x: Tensor) -> Tensor:
-        dtype = acc(torch.promote_types(x.dtype, cos.dtype))
+        dtype = torch.promote_types(x.dtype, cos.dtype)
+        dtype = acc(dtype) if casting == "fp32" else dtype
         rotated = x[..., :R].to(dtype)
         a, b = rotated.chunk(2, -1) if layout == "halves" else (rotated[..., ::2], rotated[..., 1::2])
         a, b = a * cos - b * sin, b * cos + a * sin
@@ -119,13 +126,18 @@ def store_pairs(y_ptr, a, b, h, y_head, H, HALF, PAIRS: tl.constexpr, BLOCK_H: t
 @jit
 def _turn(
     x_ptr, y_ptr, cos, sin, H, x_head, y_head, HALF, D,
-    PAIRS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr,
+    PAIRS: tl.constexpr, ROUND: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
     """All heads of one token: pointers to its first head, strides between heads, cos and sin of BLOCK_R angles."""
     for start in range(0, H, BLOCK_H):
         h = (start + tl.arange(0, BLOCK_H)).to(tl.int64)
         a, b = load_pairs(x_ptr, h, x_head, H, HALF, PAIRS, BLOCK_H, BLOCK_R)
-        store_pairs(y_ptr, a * cos[None, :] - b * sin[None, :], b * cos[None, :] + a * sin[None, :], h, y_head, H, HALF, PAIRS, BLOCK_H, BLOCK_R)
+        a_cos, a_sin, b_cos, b_sin = a * cos[None, :], a * sin[None, :], b * cos[None, :], b * sin[None, :]
+        if ROUND:
+            dtype = x_ptr.dtype.element_ty
+            a_cos, a_sin = a_cos.to(dtype).to(tl.float32), a_sin.to(dtype).to(tl.float32)
+            b_cos, b_sin = b_cos.to(dtype).to(tl.float32), b_sin.to(dtype).to(tl.float32)
+        store_pairs(y_ptr, a_cos - b_sin, b_cos + a_sin, h, y_head, H, HALF, PAIRS, BLOCK_H, BLOCK_R)
         if BLOCK_REST > 0:
             rest = 2 * HALF + tl.arange(0, BLOCK_REST)
             mask = (h < H)[:, None] & (rest < D)[None, :]
@@ -138,7 +150,7 @@ def _rope(
     q_ptr, k_ptr, cos_ptr, sin_ptr, pos_ptr, yq_ptr, yk_ptr, T, Hq, Hk, L, HALF, D,
     q_batch, q_time, q_head, k_batch, k_time, k_head, yq_batch, yq_time, yq_head, yk_batch, yk_time, yk_head,
     cos_batch, cos_time, cos_col, sin_batch, sin_time, sin_col, pos_batch, pos_time,
-    HAS_POS: tl.constexpr, INVERSE: tl.constexpr, PAIRS: tl.constexpr,
+    HAS_POS: tl.constexpr, INVERSE: tl.constexpr, PAIRS: tl.constexpr, ROUND: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0)
@@ -148,9 +160,9 @@ def _rope(
     if INVERSE:
         sin = -sin
     _turn(q_ptr + batch * q_batch + time * q_time, yq_ptr + batch * yq_batch + time * yq_time, cos, sin, Hq, q_head, yq_head, HALF, D,
-          PAIRS, BLOCK_Q, BLOCK_R, BLOCK_REST)  # fmt: skip
+          PAIRS, ROUND, BLOCK_Q, BLOCK_R, BLOCK_REST)  # fmt: skip
     _turn(k_ptr + batch * k_batch + time * k_time, yk_ptr + batch * yk_batch + time * yk_time, cos, sin, Hk, k_head, yk_head, HALF, D,
-          PAIRS, BLOCK_K, BLOCK_R, BLOCK_REST)  # fmt: skip
+          PAIRS, ROUND, BLOCK_K, BLOCK_R, BLOCK_REST)  # fmt: skip
 
 
 def unit_stride(x: Tensor) -> Tensor:
@@ -164,8 +176,8 @@ def angle_strides(cos: Tensor, sin: Tensor, position_ids: Tensor | None) -> tupl
     return *of(cos), *of(sin), *((0, 0) if position_ids is None else of(position_ids))
 
 
-@launcher("(Tensor q, Tensor k, Tensor cos, Tensor sin, Tensor? position_ids, bool pairs, bool inverse) -> (Tensor yq, Tensor yk)")
-def rope_turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None, pairs: bool, inverse: bool) -> tuple[Tensor, Tensor]:
+@launcher("(Tensor q, Tensor k, Tensor cos, Tensor sin, Tensor? position_ids, bool pairs, bool upcast, bool inverse) -> (Tensor yq, Tensor yk)")
+def rope_turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None, pairs: bool, upcast: bool, inverse: bool) -> tuple[Tensor, Tensor]:
     """q, k as (B, T, H, D) views; cos, sin (B or 1, T, R/2), or tables (1, L, R/2) with position_ids (B, T)."""
     q, k = unit_stride(q), unit_stride(k)
     yq, yk = torch.empty_like(q), torch.empty_like(k)
@@ -178,52 +190,54 @@ def rope_turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tens
     block_q, block_k = (min(next_power_of_2(h), c.block_m) for h in (Hq, Hk))
     launch(_rope, (B * T,), q, k, cos, sin, position_ids, yq, yk, T, Hq, Hk, cos.shape[1], half, D,
            *q.stride()[:3], *k.stride()[:3], *yq.stride()[:3], *yk.stride()[:3], *angle_strides(cos, sin, position_ids),
-           HAS_POS=position_ids is not None, INVERSE=inverse, PAIRS=pairs,
+           HAS_POS=position_ids is not None, INVERSE=inverse, PAIRS=pairs, ROUND=not upcast and q.dtype == k.dtype == cos.dtype != torch.float32,
            BLOCK_Q=block_q, BLOCK_K=block_k, BLOCK_R=block_r, BLOCK_REST=rest, num_warps=c.num_warps)  # fmt: skip
     return yq, yk
 
 
-def _both(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None, heads_first: bool, pairs: bool, inverse: bool) -> tuple[Tensor, Tensor]:
+def _both(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None, heads_first: bool, pairs: bool, upcast: bool, inverse: bool
+) -> tuple[Tensor, Tensor]:
     if heads_first:
         q, k = q.transpose(1, 2), k.transpose(1, 2)
-    q, k = rope_turn(q, k, cos, sin, position_ids, pairs, inverse)
+    q, k = rope_turn(q, k, cos, sin, position_ids, pairs, upcast, inverse)
     return (swapped(q), swapped(k)) if heads_first else (q, k)
 
 
 class RopeFunction(torch.autograd.Function):
-    """``apply(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, layout="halves")``; cos and sin hold one angle a pair."""
+    """``apply(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, layout="halves", casting="fp32")``; cos and sin hold one angle a pair."""
 
     @staticmethod
-    def forward(ctx, q, k, cos, sin, position_ids=None, unsqueeze_dim=1, layout="halves"):
+    def forward(ctx, q, k, cos, sin, position_ids=None, unsqueeze_dim=1, layout="halves", casting="fp32"):
         ctx.save_for_backward(cos, sin, position_ids)
-        ctx.heads_first, ctx.pairs = unsqueeze_dim == 1, layout == "pairs"
-        return _both(q, k, cos, sin, position_ids, ctx.heads_first, ctx.pairs, False)
+        ctx.how = unsqueeze_dim == 1, layout == "pairs", casting == "fp32"
+        return _both(q, k, cos, sin, position_ids, *ctx.how, False)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dq, dk):
-        heads, (need_dq, need_dk) = (1 if ctx.heads_first else 2), ctx.needs_input_grad[:2]
+        heads, (need_dq, need_dk) = (1 if ctx.how[0] else 2), ctx.needs_input_grad[:2]
         # a gradient that nobody needs is turned over no heads
         dq = dq if need_dq else dq.narrow(heads, 0, 0)
         dk = dk if need_dk else dk.narrow(heads, 0, 0)
-        dq, dk = _both(dq, dk, *ctx.saved_tensors, ctx.heads_first, ctx.pairs, True)
-        return dq if need_dq else None, dk if need_dk else None, None, None, None, None, None
+        dq, dk = _both(dq, dk, *ctx.saved_tensors, *ctx.how, True)
+        return dq if need_dq else None, dk if need_dk else None, *(None,) * 6
 
 
 class LigerRopeFunction(RopeFunction):
-    """``apply(q, k, cos, sin, position_ids=None, unsqueeze_dim=1)``; cos and sin hold each angle twice, as in ``cat((angles, angles), -1)``."""
+    """``apply(q, k, cos, sin, position_ids=None, unsqueeze_dim=1)``; cos and sin hold each angle twice, as in ``cat((angles, angles), -1)``. No upcast."""
 
     @staticmethod
     def forward(ctx, q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
-        return RopeFunction.forward(ctx, q, k, once(cos), once(sin), None, unsqueeze_dim)
+        return RopeFunction.forward(ctx, q, k, once(cos), once(sin), None, unsqueeze_dim, casting="none")
 
 
 class LigerQwen2VLMRopeFunction(RopeFunction):
-    """``apply(q, k, cos, sin, mrope_section, unsqueeze_dim=1)``; cos and sin (3, B, T, D), see ``of_sections``."""
+    """``apply(q, k, cos, sin, mrope_section, unsqueeze_dim=1)``; cos and sin (3, B, T, D), see ``of_sections``. No upcast."""
 
     @staticmethod
     def forward(ctx, q, k, cos, sin, mrope_section, unsqueeze_dim=1):
-        return RopeFunction.forward(ctx, q, k, of_sections(cos, mrope_section), of_sections(sin, mrope_section), None, unsqueeze_dim)
+        return RopeFunction.forward(ctx, q, k, of_sections(cos, mrope_section), of_sections(sin, mrope_section), None, unsqueeze_dim, casting="none")
 
 
 class LigerLlama4RopeFunction(RopeFunction):
@@ -237,12 +251,12 @@ class LigerLlama4RopeFunction(RopeFunction):
 
 def rope_forward(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``LigerRopeFunction`` without autograd, q (B, Hq, T, D): turned q and k, and the tables, for ``rope_backward``."""
-    return *_both(q, k, once(cos), once(sin), None, True, False, False), cos, sin
+    return *_both(q, k, once(cos), once(sin), None, True, False, False, False), cos, sin
 
 
 def rope_backward(dq: Tensor, dk: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Turned back: gradients of what ``rope_forward`` was given."""
-    return _both(dq, dk, once(cos), once(sin), None, True, False, True)
+    return _both(dq, dk, once(cos), once(sin), None, True, False, False, True)
 
 
 def checked_tables(
@@ -281,7 +295,7 @@ def _angles(T: int, half: int, B: int = 1) -> dict[str, T_]:
     }
 
 
-def _upstream(functional, q, k, cos, sin, position_ids=None, *, layout="halves", unsqueeze_dim=1):
+def _upstream(functional, q, k, cos, sin, position_ids=None, *, layout="halves", unsqueeze_dim=1, casting="fp32"):
     if layout != "halves" or position_ids is not None or unsqueeze_dim != 1:
         raise NotImplementedError
     return functional.liger_rope(q, k, cos, sin)
@@ -310,6 +324,8 @@ def _ids(*shape: int, dtype: torch.dtype) -> Tensor:
         Case("glm4", dict(q=T_((1, 5, 3, 24)), k=T_((1, 1, 3, 24)), layout="pairs", **_angles(3, 6))),
         Case("time-first", dict(q=T_((2, 7, 4, 16)), k=T_((2, 7, 2, 16)), unsqueeze_dim=2, **_angles(7, 8))),
         Case("packed", dict(q=T_((2, 4, 5, 16)), k=T_((2, 2, 5, 16)), position_ids=T_((2, 5), _ids, dtype=torch.int64), **_angles(11, 8))),
+        Case("no-upcast", dict(q=T_((2, 4, 7, 16)), k=T_((2, 2, 7, 16)), casting="none", **_angles(7, 8))),
+        Case("no-upcast-pairs", dict(q=T_((2, 5, 3, 20)), k=T_((2, 5, 1, 20)), casting="none", layout="pairs", unsqueeze_dim=2, **_angles(5, 6))),
         Case("alone", dict(q=T_((2, 4, 5, 20)), k=T_((2, 0, 5, 20)), layout="pairs", **_angles(5, 8))),
         Case("llama3-8b", dict(q=T_((4, 32, 2048, 128), _projected), k=T_((4, 8, 2048, 128), _projected), **_angles(2048, 64)), gpu=True),
         Case("gemma", dict(q=T_((1, 8, 1000, 256), _projected), k=T_((1, 1, 1000, 256), _projected), **_angles(1000, 128)), gpu=True),
@@ -322,6 +338,8 @@ def _ids(*shape: int, dtype: torch.dtype) -> Tensor:
              error="rope: tables cos and sin must have shape (L, at most 8), got (1, 11, 9) and (1, 11, 9)"),
         Case("tables-of-a-batch", dict(q=T_((2, 4, 5, 16)), k=T_((2, 2, 5, 16)), position_ids=T_((2, 5), _ids, dtype=torch.int64), **_angles(11, 8, B=2)),
              error="rope: tables cos and sin must have shape (L, at most 8), got (2, 11, 8) and (2, 11, 8)"),
+        Case("bad-casting", dict(q=T_((2, 4, 7, 16)), k=T_((2, 2, 7, 16)), casting="llama", **_angles(7, 8)),
+             error="rope: casting must be one of ('none', 'fp32'), got 'llama'"),
         Case("bad-layout", dict(q=T_((2, 4, 7, 16)), k=T_((2, 2, 7, 16)), layout="thirds", **_angles(7, 8)),
              error="rope: layout must be one of ('halves', 'pairs'), got 'thirds'"),
     ],
@@ -331,15 +349,18 @@ def _ids(*shape: int, dtype: torch.dtype) -> Tensor:
     rivals={"upstream": _upstream},
 )  # fmt: skip
 def rope(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, *, layout: str = "halves", unsqueeze_dim: int = 1
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, *, layout: str = "halves", unsqueeze_dim: int = 1,
+    casting: str = "fp32",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Turn queries and keys by the angles of their positions; returns new tensors of their shapes and dtypes.
 
     q (B, Hq, T, D), k (B, Hk, T, D), or (B, T, H, D) with ``unsqueeze_dim=2``; any strides. cos, sin (B or 1, T, R/2) with R <= D; or, with
     ``position_ids`` (B or 1, T), tables (L, R/2) or (1, L, R/2) that it indexes. No gradient flows to cos and sin.
     A position outside its table gives NaN on a GPU; elsewhere an ``IndexError``, or, if negative, what PyTorch's indexing finds from the end.
     """
+    if casting not in CASTING:
+        raise ValueError(f"rope: casting must be one of {CASTING}, got {casting!r}")
     cos, sin, position_ids = checked_tables("rope", q, k, cos, sin, position_ids, layout, unsqueeze_dim)
     if not use_kernels(q, fusible=True):
-        return reference(q, k, cos, sin, position_ids, layout=layout, unsqueeze_dim=unsqueeze_dim)
-    return RopeFunction.apply(q, k, cos, sin, position_ids, unsqueeze_dim, layout)
+        return reference(q, k, cos, sin, position_ids, layout=layout, unsqueeze_dim=unsqueeze_dim, casting=casting)
+    return RopeFunction.apply(q, k, cos, sin, position_ids, unsqueeze_dim, layout, casting)

@@ -156,7 +156,7 @@ def family(model_type: str) -> Family | None:
         found = slots.infer(model_type)
     except Exception:  # no such type, no modeling file, or no default configuration: then nothing is known
         return None
-    if frozen is None or slots.FLAT not in frozen.swapped.values():
+    if frozen is None or not set(slots.FLAT.values()) & set(frozen.swapped.values()):
         found = slots.without_flat(found)
     if frozen:
         return dataclasses.replace(frozen, heads=found.heads, swapped=found.swapped, left_alone=found.left_alone, parts=found.parts)

@@ -32,14 +32,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as IMAGE_TEXT_TO_TEXT
 
 from liger_kernel import memory
-from liger_kernel.nn import liger_rotary_pos_emb_vision
 from liger_kernel.ops import _op
 from liger_kernel.ops.glu import ACTS, glu
 from liger_kernel.ops.layer_norm import layer_norm
 from liger_kernel.ops.moe import moe
 from liger_kernel.ops.relu_squared import relu_squared
 from liger_kernel.ops.rms_norm import rms_norm
-from liger_kernel.ops.rope import of_complex, of_sections, rope
+from liger_kernel.ops.rope import CASTING, of_complex, of_sections, once, rope
 
 # -- variants: label -> what takes the place of the stock function, which it is given ------
 
@@ -226,14 +225,14 @@ TABLES: dict[str, Callable[[Tensor], Tensor]] = {
 ABSENT = object()
 
 
-def _rope(layout: str, tables: str) -> Variant:
+def _rope(layout: str, tables: str, casting: str) -> Variant:
     """``layout`` "apart": takes pairs, and returns the first of each and then the second."""
     angles = TABLES[tables]
 
     def turn(stock: Callable, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, position_ids: Any, unsqueeze_dim: int) -> tuple[Tensor, Tensor]:
         memory.taken()  # by the projections
         if k is not None and q.ndim == k.ndim == 4 and cos.ndim == 3 and cos.shape[0] in (1, q.shape[0]) and unsqueeze_dim in (1, 2):
-            turned = rope(q, k, angles(cos), angles(sin), layout="pairs" if layout == "apart" else layout, unsqueeze_dim=unsqueeze_dim)
+            turned = rope(q, k, angles(cos), angles(sin), layout="pairs" if layout == "apart" else layout, unsqueeze_dim=unsqueeze_dim, casting=casting)
             return tuple(torch.cat((y[..., ::2], y[..., 1::2]), -1) for y in turned) if layout == "apart" else turned  # type: ignore[return-value]
         more = (unsqueeze_dim,) if position_ids is ABSENT else (position_ids, unsqueeze_dim)
         return stock(q, k, cos, sin, *more)
@@ -258,7 +257,7 @@ def _rope(layout: str, tables: str) -> Variant:
     return variant
 
 
-def _rope_alone(layout: str, tables: str, sin_first: bool = False) -> Variant:
+def _rope_alone(layout: str, tables: str, casting: str, sin_first: bool = False) -> Variant:
     """Of one tensor: beside it goes another one, of no heads. ``layout`` "behind": pairs in the last columns, others pass through."""
     angles = TABLES[tables]
 
@@ -268,7 +267,8 @@ def _rope_alone(layout: str, tables: str, sin_first: bool = False) -> Variant:
         cos, sin = angles(cos), angles(sin)
         first = x.shape[-1] - 2 * cos.shape[-1] if layout == "behind" else 0
         part = x[..., first:] if first else x
-        y, _ = rope(part, part.detach().narrow(unsqueeze_dim, 0, 0), cos, sin, layout="pairs" if layout == "behind" else layout, unsqueeze_dim=unsqueeze_dim)
+        none = part.detach().narrow(unsqueeze_dim, 0, 0)
+        y, _ = rope(part, none, cos, sin, layout="pairs" if layout == "behind" else layout, unsqueeze_dim=unsqueeze_dim, casting=casting)
         return torch.cat((x[..., :first], y), -1) if first else y
 
     def variant(stock: Callable) -> Callable:
@@ -288,24 +288,25 @@ def _rope_alone(layout: str, tables: str, sin_first: bool = False) -> Variant:
     return variant
 
 
-def _rope_sections() -> Variant:
+def _rope_sections(casting: str) -> Variant:
     def variant(stock: Callable) -> Callable:
         def apply_multimodal_rotary_pos_emb(q, k, cos, sin, mrope_section, unsqueeze_dim=1):
             if q.ndim != 4 or cos.ndim != 4 or unsqueeze_dim not in (1, 2):
                 return stock(q, k, cos, sin, mrope_section, unsqueeze_dim)
-            return rope(q, k, of_sections(cos, mrope_section), of_sections(sin, mrope_section), unsqueeze_dim=unsqueeze_dim)
+            return rope(q, k, of_sections(cos, mrope_section), of_sections(sin, mrope_section), unsqueeze_dim=unsqueeze_dim, casting=casting)
 
         return apply_multimodal_rotary_pos_emb
 
     return variant
 
 
-def _rope_flat() -> Variant:
+def _rope_flat(casting: str) -> Variant:
     def variant(stock: Callable) -> Callable:
         def apply_rotary_pos_emb_vision(q, k, cos, sin):
             if q.ndim != 3 or k.ndim != 3 or cos.ndim != 2:
                 return stock(q, k, cos, sin)
-            return liger_rotary_pos_emb_vision(q, k, cos, sin)
+            q, k = rope(q[None], k[None], once(cos)[None], once(sin)[None], unsqueeze_dim=2, casting=casting)
+            return q[0], k[0]
 
         return apply_rotary_pos_emb_vision
 
@@ -519,7 +520,7 @@ def _label(*parts: str) -> str:
     return ", ".join(filter(None, dict.fromkeys(parts)))
 
 
-FLAT = "rope(flat)"
+FLAT = {casting: f"rope({casting}, flat)" for casting in CASTING}
 NORMS = _module("Norm(Gated|1P)?$")
 SLOTS = [
     Slot("rms_norm", NORMS, (("x",),), {
@@ -554,21 +555,25 @@ SLOTS = [
     }),
     Slot("rope", _function("^apply_rotary|^apply_rope"),
         (("q", "k", "cos", "sin", "unsqueeze_dim"), ("q", "k", "cos", "sin", "position_ids", "unsqueeze_dim")), {
-        f"rope({layout}, {tables})": (_rope(layout, tables), functools.partial(_rope_stand_ins, tables), False)
-        for layout in ("halves", "pairs", "apart") for tables in TABLES
+        f"rope({casting}, {layout}, {tables})": (_rope(layout, tables, casting), functools.partial(_rope_stand_ins, tables), True)
+        for casting in CASTING for layout in ("halves", "pairs", "apart") for tables in TABLES
     }),
     Slot("rope", _function("^apply_rotary|^apply_rope"), (("x", "cos", "sin", "unsqueeze_dim"),), {
-        f"rope(alone, {layout}, {tables})": (_rope_alone(layout, tables), functools.partial(_rope_alone_stand_ins, tables), False)
-        for layout in ("halves", "pairs", "behind") for tables in TABLES
+        f"rope(alone, {casting}, {layout}, {tables})": (_rope_alone(layout, tables, casting), functools.partial(_rope_alone_stand_ins, tables), True)
+        for casting in CASTING for layout in ("halves", "pairs", "behind") for tables in TABLES
     }),
     Slot("rope", _function("^apply_rotary|^apply_rope"), (("tensor", "sin", "cos"),), {
-        f"rope(alone, sin first, {layout}, once)": (_rope_alone(layout, "once", True), functools.partial(_rope_alone_stand_ins, "once", True), False)
-        for layout in ("halves", "pairs")
+        f"rope(alone, sin first, {casting}, {layout}, once)": (
+            _rope_alone(layout, "once", casting, True), functools.partial(_rope_alone_stand_ins, "once", True), True,
+        )
+        for casting in CASTING for layout in ("halves", "pairs")
     }),
     Slot("rope", _function("^apply_multimodal_rotary"), (("q", "k", "cos", "sin", "mrope_section", "unsqueeze_dim"),), {
-        "rope(sections)": (_rope_sections(), _rope_sections_stand_ins, False),
+        f"rope({casting}, sections)": (_rope_sections(casting), _rope_sections_stand_ins, True) for casting in CASTING
     }),
-    Slot("rope", _function("rotary.*vision"), (("q", "k", "cos", "sin"),), {FLAT: (_rope_flat(), _rope_flat_stand_ins, False)}),
+    Slot("rope", _function("rotary.*vision"), (("q", "k", "cos", "sin"),), {
+        FLAT[casting]: (_rope_flat(casting), _rope_flat_stand_ins, True) for casting in CASTING
+    }),
     Slot("rope", _function("rotary_emb$"), (("xq", "xk", "freqs_cis"), ("query", "key", "freqs_ci")), {
         f"rope(complex, {d})": (_rope_complex(d), functools.partial(_rope_complex_stand_ins, d), False) for d in (2, 1)
     }),
@@ -766,7 +771,7 @@ def _undisturbed() -> Iterator[None]:
 
 def without_flat(row: Family) -> Family:
     """``row`` without rope functions whose tables are made in the middle of a tower: whether they fit is seen only on images."""
-    flat = {name: "its tables are not understood" for name, label in row.swapped.items() if label == FLAT}
+    flat = {name: "its tables are not understood" for name, label in row.swapped.items() if label in FLAT.values()}
     return dataclasses.replace(row, swapped={n: v for n, v in row.swapped.items() if n not in flat}, left_alone=row.left_alone | flat) if flat else row
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from liger_kernel.chunked_loss.fused_linear_preference import check_reference, reference_logprobs
 from liger_kernel.ops.grpo_loss import IGNORED, unmasked
-from liger_kernel.ops.linear_loss import Tokens, linear_loss
+from liger_kernel.ops.linear_loss import Tokens, counted, linear_loss
 
 
 class LigerFusedLinearPPOBase:
@@ -53,7 +53,9 @@ class LigerFusedLinearPPOBase:
         """
         B, T = _check(_input, selected_token_ids, attention_mask, advantages, ref_per_token_logps, old_per_token_logps, vllm_is_ratio)
         target = selected_token_ids.where(attention_mask != 0, IGNORED).reshape(-1)
-        head: dict[str, Any] = dict(group=max(T, 1), temperature=temperature, ignore_index=IGNORED, compact=compact, entropy=entropy)
+        head: dict[str, Any] = dict(
+            group=max(T, 1), temperature=temperature, ignore_index=IGNORED, compact=compact and counted(target, IGNORED, T), entropy=entropy
+        )
         if use_ref_model and beta != 0 and ref_per_token_logps is None:
             if ref_input is None or ref_weight is None:
                 raise ValueError("fused_linear_ppo: ref_per_token_logps, or ref_input and ref_weight, must be given for use_ref_model, got None")

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops.linear_loss import Tokens, linear_loss
+from liger_kernel.ops.linear_loss import Tokens, counted, linear_loss
 
 Found = tuple[Tensor, tuple[Tensor, ...]]
 
@@ -77,7 +77,8 @@ class LigerFusedLinearPreferenceBase(LossFunction):
             raise ValueError(f"{name}: nll_target must have shape {(B, T)} or {(N, T)}, got {tuple(nll_target.shape)}")
         nll_y = nll_target[:B].reshape(-1) if compute_nll_loss and nll_target is not None else None
         paired = lambda t: t.unflatten(0, (2, B)).transpose(0, 1)
-        head: dict[str, Any] = dict(ignore_index=ignore_index, compact=compact, mean_logit=True, whole=whole_batch)
+        y = paired(target).reshape(N * T)
+        head: dict[str, Any] = dict(ignore_index=ignore_index, compact=compact and counted(y, ignore_index, 2 * T), mean_logit=True, whole=whole_batch)
         valid = target != ignore_index
         counts = paired(valid.sum(1))
         lengths = counts.clamp(min=1) if average_log_prob else torch.ones_like(counts)
@@ -89,7 +90,7 @@ class LigerFusedLinearPreferenceBase(LossFunction):
             if ref_input is None or ref_weight is None:
                 raise ValueError(f"{name}: ref_input and ref_weight, or ref_chosen_logps and ref_rejected_logps, must be given with use_ref_model, got None")
             check_reference(name, ref_input, target)
-            logp = reference_logprobs(paired(ref_input).flatten(0, 1), ref_weight, paired(target).flatten(0, 1), ref_bias, group=2 * T, **head)
+            logp = reference_logprobs(paired(ref_input).flatten(0, 1), ref_weight, y.view(N, T), ref_bias, group=2 * T, **head)
             ref = logp.sum(1).view(B, 2) / lengths
 
         def fn(tokens: Tokens, first: int, last: int) -> Found:
@@ -102,7 +103,7 @@ class LigerFusedLinearPreferenceBase(LossFunction):
             logits = mean_logit.view(last - first, 2, T).sum((0, 2)) / tokens_of
             return loss + alpha * nll, (chosen, rejected, *logits.unbind(0), nll, *extra)
 
-        x, y = paired(_input).reshape(N * T, H), paired(target).reshape(N * T)
+        x = paired(_input).reshape(N * T, H)
         loss, (chosen, rejected, chosen_logits, rejected_logits, nll, *extra) = linear_loss(fn, x, weight, y, bias, group=2 * T, **head)
         if nll_y is not None:
             n = (nll_y != ignore_index).sum().clamp(min=1)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from liger_kernel.chunked_loss.fused_linear_preference import Found, LossFunction, check_reference, check_sequences, reference_logprobs, several
-from liger_kernel.ops.linear_loss import Tokens, linear_loss
+from liger_kernel.ops.linear_loss import Tokens, counted, linear_loss
 
 
 class LigerFusedLinearUnpairedPreferenceBase(LossFunction):
@@ -49,7 +49,9 @@ class LigerFusedLinearUnpairedPreferenceBase(LossFunction):
         desirable = labels.bool()
         counts = (target != ignore_index).sum(1)
         lengths = counts.clamp(min=1) if average_log_prob else torch.ones_like(counts)
-        head: dict[str, Any] = dict(group=T, ignore_index=ignore_index, compact=compact, mean_logit=True, whole=whole_batch)
+        head: dict[str, Any] = dict(
+            group=T, ignore_index=ignore_index, compact=compact and counted(target, ignore_index, T), mean_logit=True, whole=whole_batch
+        )
         ref = None
         if ref_logps is not None:
             ref = ref_logps.detach() / lengths

@@ -61,7 +61,7 @@ def linear_loss(
     mean_logit: bool = False,
     predicted: bool = False,
     whole: bool = False,
-    compact: bool | Kept = False,
+    compact: bool | Kept | None = False,
     accum_dtype: torch.dtype | None = None,
     chunk_rows: int | None = None,
     fp32_logits: bool = False,
@@ -91,12 +91,17 @@ def linear_loss(
         losses, _, best, h, mean = nll(x, w, target, bias, None, s, None, False, accum_dtype, chunk_rows, fp32_logits)
         loss, aux = _called(fn, B, group, s, -losses, h, mean, best)
         return loss, tuple(a.detach() for a in aux)
-    kept = None
-    if compact and not x.is_meta and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
-        kept = Kept(target, ignore_index, group) if compact is True else compact
+    kept = counted(target, ignore_index, group, compact) if compact else None
     rows = o.chunk_rows or auto_chunk_rows(M, V, w.shape[1], x.itemsize, on_gpu(x))
     loss, *aux = LinearLossFunction.apply(x, w, target, bias, fn, group, whole or group > 2 * rows, kept, s, o)
     return loss, tuple(aux)
+
+
+def counted(target: Tensor, ignore_index: int, group: int, compact: bool | Kept = True) -> Kept | None:
+    """``compact`` for several losses of the same targets, which are then counted, and waited for, once; None where nobody may wait."""
+    if torch.compiler.is_compiling() or target.is_meta or not target.numel() or (target.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return None
+    return Kept(target, ignore_index, group) if compact is True else compact or None
 
 
 def _called(fn: Fn, B: int, group: int, s: Loss, *found: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:

@@ -188,7 +188,7 @@ def document() -> str:
         "",
         f"Written by `liger models --write` from transformers {families.VERSION}; `liger models MODEL_TYPE` says more. {summary()}.",
         "",
-        "A part is swapped where ours reproduces it: bit for bit in bf16, or, where ours rounds once and Hugging Face at every step (rope, experts,",
+        "A part is swapped where ours reproduces it: bit for bit in bf16, or, where ours rounds once and Hugging Face at every step (experts, complex rope,",
         "SwiGLU with a slope, some LayerNorms), to that rounding. Every family below was tried: one training step of a tiny model, with images where the",
         "column says so, gives the loss and gradients of stock Hugging Face.",
         "",

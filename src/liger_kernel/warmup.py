@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -229,7 +228,7 @@ def build_launchers(kernels: Iterable[Any]) -> None:
             source = Path(nvidia.dirname, "driver.c").read_text()
             if not torch.cuda.is_available():
                 names = sorted(set(re.findall(r"\bcu[A-Z]\w*", source + Path(nvidia.__file__).read_text())))
-                compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or "cc"
+                compiler = next(filter(shutil.which, ("cc", "gcc", "clang")), "cc")
                 command = [compiler, "-shared", "-w", "-x", "c", "-", "-Wl,-soname,libcuda.so.1", "-o", f"{folder}/libcuda.so.1"]
                 subprocess.run(command, input="".join(f"void {name}(void) {{}}\n" for name in names), text=True, check=True)
                 knobs.nvidia.libcuda_path = folder

@@ -50,6 +50,22 @@ def test_training_after_warmup_compiles_nothing(family, user_env, tmp_path):
     assert cold["compiled"] == needed  # the count counts
 
 
+def test_without_a_c_compiler_kernels_are_compiled_all_the_same(monkeypatch, tmp_path, capsys):
+    from triton import knobs
+    from triton.runtime import build
+
+    from liger_kernel import warmup
+
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    before = build._load_module_from_path
+    with knobs.cache.scope():
+        knobs.cache.dir = str(tmp_path / "cache")
+        warmup.build_launchers([])
+    assert "built at the first launches" in capsys.readouterr().out
+    assert build._load_module_from_path is before
+
+
 def test_batches_of_other_sizes_need_no_other_kernels(user_env):
     found = json.loads(run(user_env, Path(__file__).with_name("fake_gpu.py"), "specialisations"))
     assert all(one > 0 for one, _ in found.values())

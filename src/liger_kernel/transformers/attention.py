@@ -11,6 +11,7 @@ the kernel serves leaves it at that, and whatever else reads it, in ways that we
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -34,7 +35,7 @@ except ImportError:  # before PyTorch 2.10
 
 
 NAME = "liger_varlen"
-_lacks = torch.compiler.assume_constant_result(varlen_lacks)
+_lacks = torch.compiler.assume_constant_result(functools.cache(varlen_lacks))  # asked in every layer
 _TAKES = inspect.signature(varlen_attn).parameters
 
 # Parts of transformers' mask functions of which masks are made that a document's bounds, causality and a window say all of

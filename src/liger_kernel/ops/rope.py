@@ -188,10 +188,12 @@ def rope_turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tens
     # H200, B4 T2048 H32/8 D128: 46 us a direction; 32 heads a tile 48, 4 heads 63 (byte floor 40)
     c = _config.tile("rope", 2 * block_r + rest, q.itemsize, elements=2048)
     block_q, block_k = (min(next_power_of_2(h), c.block_m) for h in (Hq, Hk))
+    rounds = not upcast and q.dtype == k.dtype == cos.dtype != torch.float32
+    # compilers work in bf16 where that rounds as told, and would then fuse a product and a sum, which rounds once
     launch(_rope, (B * T,), q, k, cos, sin, position_ids, yq, yk, T, Hq, Hk, cos.shape[1], half, D,
            *q.stride()[:3], *k.stride()[:3], *yq.stride()[:3], *yk.stride()[:3], *angle_strides(cos, sin, position_ids),
-           HAS_POS=position_ids is not None, INVERSE=inverse, PAIRS=pairs, ROUND=not upcast and q.dtype == k.dtype == cos.dtype != torch.float32,
-           BLOCK_Q=block_q, BLOCK_K=block_k, BLOCK_R=block_r, BLOCK_REST=rest, num_warps=c.num_warps)  # fmt: skip
+           HAS_POS=position_ids is not None, INVERSE=inverse, PAIRS=pairs, ROUND=rounds,
+           BLOCK_Q=block_q, BLOCK_K=block_k, BLOCK_R=block_r, BLOCK_REST=rest, num_warps=c.num_warps, enable_fp_fusion=not rounds)  # fmt: skip
     return yq, yk
 
 

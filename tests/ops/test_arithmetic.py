@@ -19,7 +19,7 @@ def _all(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
     x = tl.load(x_ptr + at, mask=at < n, other=1.0)
     tl.store(y_ptr + at, _tl.exp(x), mask=at < n)
     tl.store(y_ptr + n + at, _tl.log(x), mask=at < n)
-    tl.store(y_ptr + 2 * n + at, _tl.rsqrt(x), mask=at < n)
+    tl.store(y_ptr + 2 * n + at, tl.rsqrt(x), mask=at < n)
     tl.store(y_ptr + 3 * n + at, _tl.div(x, 3.0 + tl.abs(x)), mask=at < n)
     tl.store(y_ptr + 4 * n + at, _tl.tanh(x), mask=at < n)
     tl.store(y_ptr + 5 * n + at, _tl.tanh_slope(x), mask=at < n)

@@ -41,7 +41,7 @@ def _fwd(
     s = (x + r).to(s_ptr.dtype.element_ty)
     tl.store(s_ptr + row[:, None] * N + col[None, :], s, mask=mask)
     h = s.to(tl.float32)
-    rstd = 1.0 / tl.sqrt(tl.sum(h * h, axis=1) / N + tl.cast(eps, tl.float32))
+    rstd = tl.rsqrt(tl.sum(h * h, axis=1) / N + tl.cast(eps, tl.float32))
     tl.store(rstd_ptr + row, rstd, mask=row < M)
     if CASTING == "none":
         rstd = rstd.to(s.dtype).to(tl.float32)

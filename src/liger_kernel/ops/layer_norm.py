@@ -48,7 +48,7 @@ def _fwd(
     x = tl.load(x_ptr + row[:, None] * x_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
     mean = tl.sum(x, axis=1) / N
     h = tl.where(mask, x - mean[:, None], 0.0)
-    rstd = 1.0 / tl.sqrt(tl.sum(h * h, axis=1) / N + tl.cast(eps, tl.float32))
+    rstd = tl.rsqrt(tl.sum(h * h, axis=1) / N + tl.cast(eps, tl.float32))
     tl.store(mean_ptr + row, mean, mask=row < M)
     tl.store(rstd_ptr + row, rstd, mask=row < M)
     y = _affine(h * rstd[:, None], w_ptr, b_ptr, col, N, HAS_W, HAS_B)
@@ -74,7 +74,7 @@ def _fwd_wide(
         share = tl.cast(n, tl.float32) / (start + n)
         mean += delta * share
         square += tl.sum(h * h, axis=1) + delta * delta * share * start
-    rstd = 1.0 / tl.sqrt(square / N + tl.cast(eps, tl.float32))
+    rstd = tl.rsqrt(square / N + tl.cast(eps, tl.float32))
     tl.store(mean_ptr + row, mean, mask=row < M)
     tl.store(rstd_ptr + row, rstd, mask=row < M)
     for start in range(0, N, BLOCK_N):

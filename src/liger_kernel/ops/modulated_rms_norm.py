@@ -55,7 +55,7 @@ def _fwd(
     mask = (row < M)[:, None] & (col < N)[None, :]
     x = tl.load(x_ptr + row[:, None] * x_stride + col[None, :], mask=mask, other=0.0)
     h = x.to(tl.float32)
-    rstd = 1.0 / tl.sqrt(tl.sum(h * h, axis=1) / N + tl.cast(eps, tl.float32))
+    rstd = tl.rsqrt(tl.sum(h * h, axis=1) / N + tl.cast(eps, tl.float32))
     tl.store(rstd_ptr + row, rstd, mask=row < M)
     if CASTING == "none":
         rstd = rstd.to(x.dtype).to(tl.float32)

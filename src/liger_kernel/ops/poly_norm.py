@@ -44,9 +44,9 @@ def _roots(square, fourth, sixth, inverse, N, eps):
     """r_1, r_2 and r_3, of sums of powers of u."""
     eps = tl.cast(eps, tl.float32)
     square_inverse = inverse * inverse
-    r1 = 1.0 / tl.sqrt(square / N + eps * square_inverse)
-    r2 = 1.0 / tl.sqrt(fourth / N + eps * square_inverse * square_inverse)
-    r3 = 1.0 / tl.sqrt(sixth / N + eps * square_inverse * square_inverse * square_inverse)
+    r1 = tl.rsqrt(square / N + eps * square_inverse)
+    r2 = tl.rsqrt(fourth / N + eps * square_inverse * square_inverse)
+    r3 = tl.rsqrt(sixth / N + eps * square_inverse * square_inverse * square_inverse)
     return r1, r2, r3
 
 

@@ -83,7 +83,7 @@ def _sum(a, b, c, PARTIAL: tl.constexpr):
 def _rstd(a, b, c, h, H, D, eps, PARTIAL: tl.constexpr):
     """1 / rms of each head; 0 for those beyond the last, which have no say in dw, not even with eps 0."""
     square = _sum(a * a, b * b, c * c, PARTIAL)
-    return tl.where(h < H, 1.0 / tl.sqrt(square / D + tl.cast(eps, tl.float32)), 0.0)[:, None]
+    return tl.where(h < H, tl.rsqrt(square / D + tl.cast(eps, tl.float32)), 0.0)[:, None]
 
 
 @jit

@@ -23,7 +23,7 @@ from liger_kernel import warmup
 from liger_kernel.ops import OPS, _op
 from liger_kernel.testing import differentiable, run
 
-TILE = re.compile("BLOCK|STAGES|num_warps|num_stages")
+TILE = re.compile("BLOCK|STAGES|num_warps|num_stages|enable_fp_fusion")
 
 
 def launches(variants: str) -> list[tuple]:

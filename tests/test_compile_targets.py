@@ -66,3 +66,26 @@ def test_every_kernel_compiles(target, variants, user_env, tmp_path, request):
     limits = {"spills": SPILLS, "shared": SHARED[target], "threads": 1024}
     broken = [f"{r['kernel']} {r['dtypes']} {r['meta']} has {r[k]} {k}" for r in rows for k, limit in limits.items() if r[k] > limit]
     assert not broken, "\n".join(broken)
+
+
+ROUNDS_TWICE = """
+import torch
+from liger_kernel import warmup
+from liger_kernel.ops import _op, rope
+
+def compile(kernel, grid, args, meta):
+    compiled = kernel.warmup(*(warmup.Mock(a) if isinstance(a, torch.Tensor) else a for a in args), grid=(1,), **meta)
+    print(*(line.split()[0] for line in compiled.asm["ptx"].splitlines() if ".bf16 " in line))
+
+q = torch.empty(1, 2, 8, 64, device="meta", dtype=torch.bfloat16)
+angles = torch.empty(1, 8, 32, device="meta", dtype=torch.bfloat16)
+with warmup.compiling_for("sm90"), _op.intercept_launches(compile):
+    rope(q, q, angles, angles, casting="none")
+"""
+
+
+def test_no_product_and_sum_share_a_rounding(user_env):
+    """Where models round a product to bf16 before they add, no compiler may fuse the two."""
+    done = subprocess.run([sys.executable, "-c", ROUNDS_TWICE], env=user_env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "mul" in done.stdout and "fma" not in done.stdout, done.stdout

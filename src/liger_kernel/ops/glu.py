@@ -19,7 +19,7 @@ from torch import Tensor
 
 from liger_kernel.ops import _config
 from liger_kernel.ops._op import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, rows_of, shaped, use_kernels
-from liger_kernel.ops._tl import cdiv, jit, tl
+from liger_kernel.ops._tl import cdiv, div, jit, tl
 
 ACTS = {
     "silu": F.silu,
@@ -56,6 +56,16 @@ def _sigmoids(x):
 
 @jit
 def _act(x, ACT: tl.constexpr):
+    """act(x) in fp32; silu as PyTorch's kernels compute it, so that values rounded to bf16 are the same."""
+    if ACT == "silu":
+        y = div(x, 1.0 + tl.exp(-x))
+    else:
+        y, _ = _act_and_slope(x, ACT)
+    return y
+
+
+@jit
+def _act_and_slope(x, ACT: tl.constexpr):
     """act(x) and its derivative, in fp32."""
     if ACT == "silu":
         s, c = _sigmoids(x)
@@ -97,10 +107,10 @@ def _fwd(
         g = tl.where(g > limit, limit, g)
         up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
     if SCALED:
-        y, _ = _act(g * alpha, ACT)
+        y = _act(g * alpha, ACT)
         y = (y / alpha).to(gate.dtype).to(tl.float32) * (up + offset) * down_multiplier
     else:
-        y, _ = _act(g, ACT)
+        y = _act(g, ACT)
         y = y.to(gate.dtype).to(tl.float32) * up
     tl.store(y_ptr + row[:, None] * y_stride + col[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
 
@@ -131,10 +141,10 @@ def _bwd(
         g = tl.where(free_gate, g, limit)
         up = tl.where(free_up, up, tl.where(up > 0, limit, -limit))
     if SCALED:
-        y, dact = _act(g * alpha, ACT)
+        y, dact = _act_and_slope(g * alpha, ACT)
         y = y / alpha
     else:
-        y, dact = _act(g, ACT)
+        y, dact = _act_and_slope(g, ACT)
     if NEED_DGATE:
         if SCALED:
             dgate = dy * (up + offset) * dact * gate_multiplier

@@ -122,6 +122,9 @@ class _Run:
         self.seconds, self.unlogged = 0.0, 0
         try:
             with _Progress(config.steps, self.ranks.first) as self.progress, Watch(self.out, self.ranks.rank, config.timeout) as self.watch:
+                if self.device.type == "cuda" and self.step < config.steps:
+                    self._rehearse()
+                    self.watch.progress()
                 self._steps()
         finally:
             self.compilations.close()
@@ -172,28 +175,47 @@ class _Run:
         batches = [self._to_device(batch) for batch in data.batches(picks, parallel.data_rank, parallel.data_ranks, config.batch)]
         self.waits.append(time.perf_counter() - started)
         # every rank knows the rows of all: no collective is needed to weigh tokens alike; gradients are averaged over ranks, hence the division
-        items = max(1, learnt) / parallel.data_ranks
-        loss = torch.zeros((), device=self.device)
-        for i, batch in enumerate(batches):
-            with parallel.accumulating(last=i + 1 == len(batches)):
-                with self._autocast():
-                    part = parallel.model(**batch, use_cache=False, num_items_in_batch=items).loss
-                part.backward()
-            loss += part.detach()
-        norm = parallel.clip_grad_norm_(config.grad_clip or None)
+        loss = self._gradients(batches, max(1, learnt) / parallel.data_ranks)
         lr = learning_rate(config, self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        # the fused kernel itself leaves weights and moments alone where this is 1: nobody waits for the norm
-        self.optimizer.found_inf, self.optimizer.grad_scale = (~torch.isfinite(norm)).to(self.device, torch.float32), None  # type: ignore[attr-defined]
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        norm = self._update()
         self.timer.stop()
         self.step += 1
         self.position += self.rows
         self.tokens += tokens
         self.unlogged += tokens
         return torch.stack((loss, norm.float())), {"step": self.step, "lr": lr, "tokens": self.tokens, "rows": [self.position - self.rows, self.position]}
+
+    def _gradients(self, batches: list[dict[str, Any]], items: float) -> Tensor:
+        """Backward of every batch's loss; the sum of these."""
+        loss = torch.zeros((), device=self.device)
+        for i, batch in enumerate(batches):
+            with self.parallel.accumulating(last=i + 1 == len(batches)):
+                with self._autocast():
+                    part = self.parallel.model(**batch, use_cache=False, num_items_in_batch=items).loss
+                part.backward()
+            loss += part.detach()
+        return loss
+
+    def _update(self, keep: bool = False) -> Tensor:
+        """Clip, step and forget the gradients; their norm. Weights and moments stay where it is not finite, or with ``keep``."""
+        norm = self.parallel.clip_grad_norm_(self.config.grad_clip or None)
+        # the fused kernel itself leaves weights and moments alone where this is 1: nobody waits for the norm
+        skip = torch.ones_like(norm, dtype=torch.bool) if keep else ~torch.isfinite(norm)
+        self.optimizer.found_inf, self.optimizer.grad_scale = skip.to(self.device, torch.float32), None  # type: ignore[attr-defined]
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def _rehearse(self) -> None:
+        """A batch's step that changes nothing: libraries are loaded, plans made and memory reserved before the first step that counts."""
+        data, parallel = self.data, self.parallel
+        picks = data.picks(self.position, self.rows, self.config.seed)
+        batch = next(iter(data.batches(picks, parallel.data_rank, parallel.data_ranks, self.config.batch)))
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            self._gradients([self._to_device(batch)], 1.0)
+        self._update(keep=True)
 
     @torch.no_grad()
     def _evaluate(self) -> float:

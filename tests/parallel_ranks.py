@@ -17,11 +17,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hf_models
 import interpreted  # noqa: F401  in a spawned rank, this sets up the interpreter, as pytest does for a test
 import processes
 import torch
 import torch.distributed as dist
-from hf_models import assert_same_learning, make, served_by_kernels_or_references, step, tokens
+from hf_models import assert_same_learning, served_by_kernels_or_references, step, tokens
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -33,10 +34,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from liger_kernel.parallel import Parallel, VocabularyParallel, by_sharding, clip_grad_norm_, parallelize
 from liger_kernel.transformers import _apply_liger_kernel_to_instance, deferred
 
-RANKS = 2
-ROWS, LENGTH, IGNORED = 4, 12, 3  # of the batch of all ranks together
+RANKS = int(os.environ.get("LIGER_TEST_RANKS", 2))
+ROWS, LENGTH, IGNORED = 2 * RANKS, 12, 3  # of the batch of all ranks together
 TOLERANCE = 1e-5  # sums of other terms, in another order
 GPUS = torch.cuda.device_count()
+make = functools.partial(hf_models.make, **(dict(num_attention_heads=RANKS, num_key_value_heads=RANKS) if RANKS > 2 else {}))  # heads for every rank
 
 
 def batch() -> dict[str, Tensor]:
@@ -89,7 +91,8 @@ def learn(run: nn.Module, ranks: int = RANKS, rank: int | None = None, parts: in
                 total += whole(out.loss.detach())
     if ranks > 1:
         dist.all_reduce(total)
-    return {"loss": total / ranks} | gradients(run)
+        total /= dist.get_world_size()
+    return {"loss": total} | gradients(run)
 
 
 class Collectives(TorchDispatchMode):
@@ -422,7 +425,7 @@ def norms_of_dtensors() -> None:
     from liger_kernel.ops import _op, glu, layer_norm, rms_norm
 
     group = mesh()
-    x, w, b = (torch.randn(*shape, generator=torch.Generator().manual_seed(5)).to(group.device_type) for shape in ((2, 5, 64), (64,), (64,)))
+    x, w, b = (torch.randn(*shape, generator=torch.Generator().manual_seed(5)).to(group.device_type) for shape in ((RANKS, 3 * RANKS - 1, 64), (64,), (64,)))
     kernels: list[str] = []
     launch = _op._start
     _op._start = lambda device, kernel, *more: (kernels.append(kernel.fn.__name__), launch(device, kernel, *more))[1]
@@ -442,9 +445,9 @@ def norms_of_dtensors() -> None:
             for ours, theirs in zip((y, *(t.grad for t in mine)), (truth, *(t.grad for t in one))):
                 torch.testing.assert_close(ours.full_tensor(), theirs, rtol=1e-5, atol=1e-5)
     _op._start = launch
-    late = DTensor.from_local(x.chunk(2, -1)[dist.get_rank()].contiguous(), group, [Shard(2)])  # still on its way when the kernel is asked for
+    late = DTensor.from_local(x.chunk(RANKS, -1)[dist.get_rank()].contiguous(), group, [Shard(2)])  # still on its way when the kernel is asked for
     torch.testing.assert_close(rms_norm(late.redistribute(placements=[Replicate()], async_op=True)).to_local(), rms_norm(x))
-    columns = DTensor.from_local(x.chunk(2, -1)[dist.get_rank()], group, [Shard(2)])  # rows in pieces: by PyTorch's own operators
+    columns = DTensor.from_local(x.chunk(RANKS, -1)[dist.get_rank()], group, [Shard(2)])  # rows in pieces: by PyTorch's own operators
     torch.testing.assert_close(rms_norm(columns, DTensor.from_local(w, group, [Replicate()])).full_tensor(), rms_norm(x, w), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(glu(columns, columns).full_tensor(), glu(x, x), rtol=1e-5, atol=1e-5)
 
@@ -458,16 +461,16 @@ def a_sharded_head_by_kernels() -> None:
     torch.manual_seed(6)
     one = nn.Linear(16, 71).to(group.device_type)
     head = parallelize_module(copy.deepcopy(one), group, ColwiseParallel(input_layouts=Shard(1)))
-    x, target = torch.randn(2, 6, 16).to(group.device_type), torch.randint(0, 71, (12,)).to(group.device_type)
+    x, target = torch.randn(2, 3 * RANKS, 16).to(group.device_type), torch.randint(0, 71, (6 * RANKS,)).to(group.device_type)
     target[3] = -100
-    all_x, own_x = x.clone().requires_grad_(), x.chunk(2, 1)[dist.get_rank()].clone().requires_grad_()
+    all_x, own_x = x.clone().requires_grad_(), x.chunk(RANKS, 1)[dist.get_rank()].clone().requires_grad_()
     truth = nn.functional.cross_entropy(one(all_x).flatten(0, 1), target)
     truth.backward()
     sliced, rows = received(head, own_x)
     loss = deferred.head_cross_entropy(sliced, rows.flatten(0, 1), target)
     loss.backward()
     torch.testing.assert_close(loss, truth)
-    torch.testing.assert_close(own_x.grad, all_x.grad.chunk(2, 1)[dist.get_rank()])
+    torch.testing.assert_close(own_x.grad, all_x.grad.chunk(RANKS, 1)[dist.get_rank()])
     for ours, theirs in zip(head.parameters(), one.parameters()):
         torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
     torch.testing.assert_close(sliced(rows), one(x))
@@ -493,8 +496,8 @@ def tp_by_transformers() -> None:
 
 @check
 def tp_in_fsdp2() -> None:
-    """Two dims: classes over ``tp``, and everything over ``dp``; one of them has two ranks."""
-    for shape in ((2, 1), (1, 2)):
+    """Two dims: classes over ``tp``, and everything over ``dp``."""
+    for shape in dict.fromkeys([(RANKS, 1), (1, RANKS), (RANKS // 2, 2)]):
         for own_head in (False, True):
             dims = init_device_mesh("cuda" if GPUS else "cpu", shape, mesh_dim_names=("dp", "tp"))
             model = patched()
@@ -512,12 +515,12 @@ def tp_in_fsdp2() -> None:
 
 @check
 def context_parallel() -> None:
-    """Every rank has half of each sequence, and labels shifted before the cut; keys and values are gathered for attention."""
-    from torch.distributed.nn.functional import all_gather
+    """Every rank has a part of each sequence, and labels shifted before the cut; keys and values are gathered for attention."""
+    from torch.distributed._functional_collectives import all_gather_tensor_autograd
     from transformers import AttentionInterface
 
     def attention(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **_: Any) -> tuple[Tensor, None]:
-        k, v = (torch.cat(all_gather(t.contiguous()), 2).repeat_interleave(module.num_key_value_groups, 1) for t in (k, v))
+        k, v = (all_gather_tensor_autograd(t.contiguous(), 2, dist.group.WORLD).repeat_interleave(module.num_key_value_groups, 1) for t in (k, v))
         first = dist.get_rank() * q.shape[2]
         causal = torch.arange(k.shape[2], device=q.device) <= first + torch.arange(q.shape[2], device=q.device)[:, None]
         return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=causal, scale=scaling).transpose(1, 2), None
@@ -553,7 +556,7 @@ def pipeline_stages() -> None:
         gradient = torch.zeros_like(out)
         dist.recv(gradient, 1)
         out.backward(gradient)
-    else:
+    elif rank == 1:
         model.model.layers = layers[half:]
         for i, layer in enumerate(model.model.layers):
             layer.self_attn.layer_idx = i
@@ -566,7 +569,7 @@ def pipeline_stages() -> None:
         dist.send(hidden.grad, 0)
     found = gradients(model)
     truth = {k: v for k, v in expected().items() if k != "loss"}
-    if rank:
+    if rank == 1:
         found = {k.replace(f"layers.{k.split('.')[2]}", f"layers.{int(k.split('.')[2]) + half}") if ".layers." in k else k: v for k, v in found.items()}
         found["loss"] = out.loss.detach()
     everyone: list[Any] = [None] * RANKS
@@ -676,7 +679,8 @@ def optimizers_of_mixed_shardings() -> None:
 def tokens_are_counted_over_ranks() -> None:
     p = parallelize(patched(), "ddp")
     share = 3 + dist.get_rank()
-    assert p.total(share).item() == 7 and p.items(share).item() == 3.5
+    shares = 3 * RANKS + sum(range(RANKS))
+    assert p.total(share).item() == shares and p.items(share).item() == shares / RANKS
     assert (p.data_rank, p.data_ranks) == (dist.get_rank(), RANKS)
     p = parallelize(patched(), "tp")
     assert p.total(share).item() == share and p.data_ranks == 1

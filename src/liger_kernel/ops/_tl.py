@@ -35,7 +35,7 @@ def cdiv(a: int, b: int) -> int:
 
 
 # Accurate fp32 functions. tl.exp, tl.log, tl.sqrt and / are the hardware's: off by two units in the last place and more, and always to the same side,
-# so that long sums and steps that build on each other do not average the error out. tl.rsqrt needs no help: off by one unit, to either side.
+# so that long sums and steps that build on each other do not average the error out. tl.rsqrt needs no help: two units at most, to either side.
 
 
 @jit

@@ -19,7 +19,7 @@ def _all(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
     x = tl.load(x_ptr + at, mask=at < n, other=1.0)
     tl.store(y_ptr + at, _tl.exp(x), mask=at < n)
     tl.store(y_ptr + n + at, _tl.log(x), mask=at < n)
-    tl.store(y_ptr + 2 * n + at, tl.rsqrt(x), mask=at < n)
+    tl.store(y_ptr + 2 * n + at, _tl.rsqrt(x), mask=at < n)
     tl.store(y_ptr + 3 * n + at, _tl.div(x, 3.0 + tl.abs(x)), mask=at < n)
     tl.store(y_ptr + 4 * n + at, _tl.tanh(x), mask=at < n)
     tl.store(y_ptr + 5 * n + at, _tl.tanh_slope(x), mask=at < n)
@@ -28,7 +28,7 @@ def _all(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
 FUNCTIONS = {  # and the units in the last place by which they may be off; a slope is at most one, and one's units count
     "exp": (torch.exp, 2.0),
     "log": (torch.log, 1.5),
-    "rsqrt": (torch.rsqrt, 2.2),  # 2^-22.9 of the value, by the manual
+    "rsqrt": (torch.rsqrt, 1.5),
     "div": (lambda x: x / (3.0 + x.abs().float()).double(), 0.51),
     "tanh": (torch.tanh, 8.0),
     "tanh_slope": (lambda x: 1 / torch.cosh(x) ** 2, 2.0),

@@ -35,7 +35,7 @@ def cdiv(a: int, b: int) -> int:
 
 
 # Accurate fp32 functions. tl.exp, tl.log, tl.sqrt and / are the hardware's: off by two units in the last place and more, and always to the same side,
-# so that long sums and steps that build on each other do not average the error out. tl.rsqrt needs no help: two units at most, to either side.
+# so that long sums and steps that build on each other do not average the error out.
 
 
 @jit
@@ -51,6 +51,12 @@ def add_exactly(total, x, lost):
     x = x - lost
     new = total + x
     return new, (new - total) - x
+
+
+@jit
+def rsqrt(x):
+    """1 / sqrt(x) to one and a half units in the last place. tl.rsqrt, to two units on either side, does for one norm; scores add the errors of many."""
+    return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), tl.sqrt_rn(x))
 
 
 @jit

@@ -18,7 +18,7 @@ from torch import Tensor
 from liger_kernel.ops import _config
 from liger_kernel.ops._op import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, rows_of, shaped, tracing, use_kernels
 from liger_kernel.ops._reduce import column_sum
-from liger_kernel.ops._tl import cdiv, div, exp, jit, tl
+from liger_kernel.ops._tl import cdiv, div, exp, jit, rsqrt, tl
 
 MAX_D = 8192  # columns of which one program holds five tensors in registers; wider rows take the reference
 
@@ -45,7 +45,7 @@ def _fwd(
     h = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for n in range(N):
         v = tl.load(v_ptrs, mask=mask, other=0.0).to(tl.float32)
-        rstd = tl.rsqrt(tl.sum(v * v, axis=1) / D + tl.cast(eps, tl.float32))
+        rstd = rsqrt(tl.sum(v * v, axis=1) / D + tl.cast(eps, tl.float32))  # scores are large, so are their errors
         score = tl.sum(v * w[None, :], axis=1) * rstd
         tl.store(rstd_ptr + row * N + n, rstd, mask=row < M)
         tl.store(score_ptr + row * N + n, score, mask=row < M)

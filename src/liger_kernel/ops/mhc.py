@@ -20,7 +20,7 @@ from torch import Tensor
 from liger_kernel.ops import _config
 from liger_kernel.ops._op import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, rows_of, shaped, tracing, use_kernels
 from liger_kernel.ops._reduce import column_sum
-from liger_kernel.ops._tl import add_exactly, cdiv, div, exp, jit, next_power_of_2, tl
+from liger_kernel.ops._tl import add_exactly, cdiv, div, exp, jit, next_power_of_2, rsqrt, tl
 
 MAX_STREAMS = 8  # for the coefficients; with more, phi's columns are too many for a tile, and the reference computes them
 
@@ -150,7 +150,7 @@ def _over_sums_bwd(d, m, y, padding, eps, AXIS: tl.constexpr):
 
 @jit
 def _rstd(mix_ptr, row, T, K, P, eps):
-    return tl.rsqrt(tl.load(mix_ptr + row * (P + 1) + P, mask=row < T, other=1.0) / K + tl.cast(eps, tl.float32))
+    return rsqrt(tl.load(mix_ptr + row * (P + 1) + P, mask=row < T, other=1.0) / K + tl.cast(eps, tl.float32))
 
 
 @jit

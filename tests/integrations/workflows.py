@@ -8,8 +8,9 @@ import signal
 import time
 from pathlib import Path
 
+STEPS = 200  # seconds, of which the rank that is killed sees the first
 TRAIN = dict(
-    length=64, batch=2, hidden=32, layers=1, heads=2, vocab=400, nproc=2, parallel="ddp", steps=40, checkpoint_every=5, checkpoint_async=False, log_every=2,
+    length=64, batch=2, hidden=32, layers=1, heads=2, vocab=400, nproc=2, parallel="ddp", steps=STEPS, checkpoint_every=20, checkpoint_async=False, log_every=2,
     eval_fraction=0.02, device="cpu", max_restarts=2, timeout=120,
 )  # fmt: skip
 

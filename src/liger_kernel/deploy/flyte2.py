@@ -8,6 +8,7 @@ LIGER_JOB is the job's file, and in pods the job itself, as JSON: what a task is
 
 import dataclasses
 import json
+import random
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -77,6 +78,7 @@ def train(config: TrainConfig, data: Dir, kernels: Dir) -> Dir | None:
     rows = steps.once(data.path, lambda folder: data.download_sync(local_path=folder))
     compiled = steps.once(kernels.path, lambda folder: kernels.download_sync(local_path=folder))
     run = steps.train(config, rows, compiled, job.processes)
+    random.seed()  # every attempt's ranks are forked with the same state, from which Flyte draws the folder of its result
     return Dir.from_local_sync(str(run)) if steps.first() else None
 
 

@@ -1,0 +1,106 @@
+"""Hours of training in which ranks are killed at random, beside a run that is left alone: no step may be lost, no loss differ, no memory grow.
+
+    python benchmarks/soak.py runs/soak --minutes 30 -- --steps 60000 --hidden 64 --layers 2 --length 128 --batch 4 --checkpoint-every 500
+
+What follows `--` goes to `liger train`. When the time is over both runs write a checkpoint; the same command goes on. Prints one line of JSON a call, and
+exits with 1 if a step is missing or differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+PREEMPTED = 75
+
+
+def start(out: Path, flags: list[str]) -> subprocess.Popen:
+    """A launcher with one rank, which it starts again whenever it dies."""
+    out.mkdir(parents=True, exist_ok=True)
+    argv = [sys.executable, "-m", "liger_kernel.cli", "train", "--nproc", "1", "--max-restarts", "1000000", "--deterministic", "--eval-fraction", "0"]
+    return subprocess.Popen([*argv, *flags, "--out", str(out)], stdout=(out / "output.txt").open("a"), stderr=subprocess.STDOUT)
+
+
+def rank_of(launcher: subprocess.Popen) -> int | None:
+    """The launcher's child that trains."""
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children")
+    for pid in map(int, children.read_text().split() if children.exists() else []):
+        command = Path(f"/proc/{pid}/cmdline")
+        if command.exists() and b"liger_kernel" in command.read_bytes():
+            return pid
+    return None
+
+
+def resident(pid: int | None) -> float | None:
+    """MB of memory of the host."""
+    status = Path(f"/proc/{pid}/status")
+    lines = status.read_text().splitlines() if pid and status.exists() else []
+    return next((int(line.split()[1]) / 1024 for line in lines if line.startswith("VmRSS")), None)
+
+
+def lines_of(out: Path) -> list[dict]:
+    path = out / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--kill-every", type=float, default=60.0, help="mean seconds between two kills (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    cut = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    a, flags = parser.parse_args(sys.argv[1:cut]), sys.argv[cut + 1 :]
+    draw = random.Random(a.seed + len(lines_of(a.out / "disturbed")))
+    calm, disturbed = a.out / "calm", a.out / "disturbed"
+    runs = {out: start(out, flags) for out in (calm, disturbed)}
+    began, kills, preemptions, memory = time.monotonic(), 0, 0, []
+    strike = began + draw.expovariate(1 / a.kill_every)
+    while time.monotonic() < began + 60 * a.minutes and any(run.poll() is None for run in runs.values()):
+        time.sleep(1.0)
+        now = time.monotonic()
+        if rss := resident(rank_of(runs[calm])):
+            memory.append((now - began, rss))
+        if runs[disturbed].poll() == PREEMPTED:
+            runs[disturbed] = start(disturbed, flags)
+        if now < strike or runs[disturbed].poll() is not None:
+            continue
+        strike = now + draw.expovariate(1 / a.kill_every)
+        if draw.random() < 0.2:  # the node is taken away
+            runs[disturbed].terminate()
+            preemptions += 1
+        elif pid := rank_of(runs[disturbed]):
+            os.kill(pid, signal.SIGKILL)
+            kills += 1
+    for run in runs.values():
+        if run.poll() is None:
+            run.terminate()
+    codes = {out.name: run.wait(300) for out, run in runs.items()}
+    lines = {out: lines_of(out) for out in runs}
+    losses = {out: {line["step"]: (line["loss"], line["grad_norm"]) for line in found} for out, found in lines.items()}
+    both = losses[calm].keys() & losses[disturbed].keys()
+    differ = sum(losses[calm][step] != losses[disturbed][step] for step in both)
+    whole = all([line["step"] for line in found] == list(range(1, len(found) + 1)) for found in lines.values())
+    late = [rss for at, rss in memory if at > 60]  # past the start
+    tenth = max(1, len(late) // 10)
+    device = [line["memory"] for line in lines[calm] if "memory" in line]
+    report = dict(
+        minutes=round((time.monotonic() - began) / 60, 1), kills=kills, preemptions=preemptions, exit_codes=codes,
+        steps={out.name: len(found) for out, found in losses.items()}, compared=len(both), differ=differ, each_step_once=whole,
+        host_mb=[round(sum(part) / len(part), 1) for part in (late[:tenth], late[-tenth:]) if part],
+        memory_gb=[round(m / 1e9, 3) for m in device[:1] + device[-1:]],
+        loss=[lines[calm][0]["loss"], lines[calm][-1]["loss"]] if lines[calm] else None,
+    )  # fmt: skip
+    print(json.dumps(report), flush=True)
+    return 0 if both and not differ and whole else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

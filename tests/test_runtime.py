@@ -90,6 +90,12 @@ def poisoned(step):
     Parallel.clip_grad_norm_ = clip
 
 
+def rehearsed():
+    """What is done on GPUs before the first step."""
+    steps = loop._Run._steps
+    loop._Run._steps = lambda run: (run._rehearse(), steps(run))
+
+
 FAULTS = {
     "killed": lambda step: at_step(step, die),
     "terminated": lambda step: at_step(step, lambda: os.kill(os.getpid(), signal.SIGTERM)),
@@ -107,6 +113,8 @@ def work(rank, world, port, config, fault, elsewhere):
     os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), **elsewhere)
     torch.set_num_threads(1)
     as_users_run_it()
+    if "REHEARSE" in elsewhere:
+        rehearsed()
     if fault and rank == world - 1:
         FAULTS[fault[0]](fault[1])
     try:
@@ -227,6 +235,14 @@ def test_a_killed_rank_loses_nothing(base, undisturbed, tmp_path):
     assert run(config, TORCHELASTIC_RESTART_COUNT="1") == [0, 0], log(config)
     same_run(config, undisturbed)
     assert json.loads((tmp_path / "run" / "metrics.json").read_text())["restarts"] == 1
+
+
+def test_a_rehearsal_changes_no_bit(base, undisturbed, tmp_path):
+    """Not the weights, the moments or the draws of dropout, whether the run begins or goes on."""
+    config = place(base, tmp_path)
+    assert run(config, fault=("killed", 7), REHEARSE="1") == [1, -signal.SIGKILL], log(config)
+    assert run(config, TORCHELASTIC_RESTART_COUNT="1", REHEARSE="1") == [0, 0], log(config)
+    same_run(config, undisturbed)
 
 
 def test_a_rank_killed_in_a_save_leaves_the_checkpoint_before(base, undisturbed, tmp_path):

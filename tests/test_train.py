@@ -347,24 +347,6 @@ def test_the_same_config_gives_the_same_bits(config):
     assert loop.train(config)["losses"] == loop.train(config)["losses"] != loop.train(dataclasses.replace(config, seed=1))["losses"]
 
 
-def test_a_rehearsal_changes_no_bit(config, monkeypatch):
-    """Not the weights, the moments or the draws of dropout: what a GPU does before its first step."""
-    steps, drawn = loop._Run._steps, []
-
-    def rehearsed(run):
-        state = torch.get_rng_state()
-        hook = run.parallel.module.register_forward_pre_hook(lambda *_: drawn.append(torch.rand(1)))
-        run._rehearse()
-        hook.remove()
-        assert len(drawn) == 1 and torch.get_rng_state().equal(state)
-        steps(run)
-
-    config = dataclasses.replace(config, accumulate=2)
-    plain = loop.train(config)
-    monkeypatch.setattr(loop._Run, "_steps", rehearsed)
-    assert loop.train(config)["losses"] == plain["losses"] and drawn
-
-
 @pytest.mark.parametrize("records", ["text", "chats"])
 def test_kernels_change_no_loss(records, config, tmp_path):
     if records == "chats":

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_kernel.ops import _config, logit_divergence
-from liger_kernel.ops._divergence import element
+from liger_kernel.ops._divergence import derived, joined, online, times
 from liger_kernel.ops._linear import Kept, chunk_gradients
 from liger_kernel.ops._op import acc, launch, tracing, use_kernels
-from liger_kernel.ops._tl import jit, log, next_power_of_2, tl
+from liger_kernel.ops._tl import jit, next_power_of_2, tl
 from liger_kernel.ops.cross_entropy import Loss, Rows, check
 from liger_kernel.ops.cross_entropy import row_kernel as cross_entropy_rows
 from liger_kernel.ops.linear_cross_entropy import check_head, promoted
@@ -94,47 +94,10 @@ def _origin(z_ptr, bias_ptr, V, HAS_BIAS: tl.constexpr, LANES: tl.constexpr, VEC
 
 
 @jit
-def _times(a, weight):
-    """``a`` weighted; nothing where the weight is, also of what is infinite."""
-    return tl.where(weight == 0.0, 0.0, a * weight)
-
-
-@jit
-def _online(z, top, total):
-    """The maximum of each lane so far, its sum of exponentials relative to that, those of ``z``, and what older sums are to be multiplied by."""
-    new = tl.maximum(top, tl.max(z, axis=1))
-    shift = tl.where(new == -float("inf"), 0.0, new)
-    rescale = tl.exp(top - shift)
-    e = tl.exp(z - shift[:, None])
-    return new, total * rescale + tl.sum(e, axis=1), e, rescale
-
-
-@jit
-def _joined(top, total):
-    """The logsumexp over lanes, and the weight of each in softmax."""
-    best = tl.max(top, axis=0)
-    weight = tl.exp(top - tl.where(best == -float("inf"), 0.0, best))
-    total = tl.sum(total * weight, axis=0)
-    return best + log(total), weight / total
-
-
-@jit
 def _with(lse, x):
     """logsumexp of what has ``lse`` and of x."""
     top = tl.maximum(lse, tl.max(x, axis=0))
     return top + tl.log(tl.exp(lse - top) + tl.sum(tl.exp(x - top), axis=0))
-
-
-@jit
-def _derived(x, y, beta, KIND: tl.constexpr):
-    """Loss and its derivative with respect to x at each element, and q; of the kinds that are not linear in the log-probabilities."""
-    q = tl.exp(x)
-    if KIND == "tvd":
-        loss, dq, _ = element(q, tl.exp(y), beta, 0.0, KIND)
-        g = q * dq
-    else:
-        loss, g, _ = element(x, y, beta, 0.0, KIND)
-    return loss, g, q
 
 
 @jit
@@ -208,33 +171,33 @@ def _rows(
                 t_sum += tl.sum(b * b, axis=1)
             else:
                 s = z * scale
-                s_top, s_sum, s_e, s_rescale = _online(s, s_top, s_sum)
-                t_top, t_sum, t_e, t_rescale = _online(t, t_top, t_sum)
+                s_top, s_sum, s_e, s_rescale = online(s, s_top, s_sum)
+                t_top, t_sum, t_e, t_rescale = online(t, t_top, t_sum)
                 if KIND == "forward_kl":
-                    gap = _times(gap, t_rescale) + tl.sum(_times(t - s, t_e), axis=1)
+                    gap = times(gap, t_rescale) + tl.sum(times(t - s, t_e), axis=1)
                 elif KIND == "reverse_kl":
-                    gap = _times(gap, s_rescale) + tl.sum(_times(s - t, s_e), axis=1)
+                    gap = times(gap, s_rescale) + tl.sum(times(s - t, s_e), axis=1)
             if HARD_LSE:
-                h_top, h_sum, _e, _r = _online(z, h_top, h_sum)
+                h_top, h_sum, _e, _r = online(z, h_top, h_sum)
 
         h_lse = 0.0
         if HARD_LSE:
-            h_lse, _w = _joined(h_top, h_sum)
+            h_lse, _w = joined(h_top, h_sum)
         if KIND == "cosine":
             s_norm = tl.maximum(tl.sqrt(tl.sum(s_sum, axis=0)), 1e-12)
             t_norm = tl.maximum(tl.sqrt(tl.sum(t_sum, axis=0)), 1e-12)
             mean = tl.sum(gap, axis=0) / s_norm / t_norm
             loss = 1.0 - mean
         else:
-            s_lse, s_weight = _joined(s_top, s_sum)
-            t_lse, t_weight = _joined(t_top, t_sum)
+            s_lse, s_weight = joined(s_top, s_sum)
+            t_lse, t_weight = joined(t_top, t_sum)
             if HARD and not HARD_LSE:
                 h_lse = s_lse
             if KIND == "forward_kl":
-                mean = tl.sum(_times(gap, t_weight), axis=0)
+                mean = tl.sum(times(gap, t_weight), axis=0)
                 loss = mean + (s_lse - t_lse)
             elif KIND == "reverse_kl":
-                mean = tl.sum(_times(gap, s_weight), axis=0)
+                mean = tl.sum(times(gap, s_weight), axis=0)
                 loss = mean + (t_lse - s_lse)
             else:
                 losses = tl.zeros((LANES,), tl.float32)
@@ -243,7 +206,7 @@ def _rows(
                     start = (blocks - 1 - i) * BLOCK
                     col, s = _load(s_ptr, s_bias_ptr, start, V, s_origin, S_BIAS, LANES, VEC)
                     col, t = _load(t_ptr, t_bias_ptr, start, V, t_origin, T_BIAS, LANES, VEC)
-                    loss_block, g, q = _derived(s * scale - s_lse, t * scale - t_lse, beta, KIND)
+                    loss_block, g, q = derived(s * scale - s_lse, t * scale - t_lse, beta, KIND)
                     losses += tl.sum(loss_block, axis=1)
                     if NEED_DZ:
                         g_sums += tl.sum(g, axis=1)
@@ -269,9 +232,9 @@ def _rows(
                     if KIND == "forward_kl":
                         dz = tl.exp(x) - tl.exp(y_log)
                     elif KIND == "reverse_kl":  # of the logits themselves: rounding of the normalisers would not cancel
-                        dz = _times(s - t - mean, tl.exp(x))
+                        dz = times(s - t - mean, tl.exp(x))
                     else:
-                        _l, g, q = _derived(x, y_log, beta, KIND)
+                        _l, g, q = derived(x, y_log, beta, KIND)
                         dz = g - q * g_sum
                 dz *= soft
                 if HARD:
@@ -322,15 +285,15 @@ def _topk_rows(
         h_total = tl.zeros((LANES,), tl.float32)
         for i in range(0, blocks):
             col, z = _load(s_ptr, s_bias_ptr, i * BLOCK, V, origin, S_BIAS, LANES, VEC)
-            top, total, _e, _r = _online(z * scale, top, total)
+            top, total, _e, _r = online(z * scale, top, total)
             if HARD_LSE:
-                h_top, h_total, _e, _r = _online(z, h_top, h_total)
+                h_top, h_total, _e, _r = online(z, h_top, h_total)
         s_k = z_k * scale
-        others, _w = _joined(top, total)
+        others, _w = joined(top, total)
         lse = _with(others, s_k)
         h_lse = lse
         if HARD_LSE:
-            h_others, _w = _joined(h_top, h_total)
+            h_others, _w = joined(h_top, h_total)
             h_lse = _with(h_others, z_k)
 
         p = tl.exp(log_p)

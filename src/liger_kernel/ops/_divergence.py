@@ -19,7 +19,7 @@ from torch import Tensor
 from liger_kernel.ops import _config
 from liger_kernel.ops._op import acc, launch, launcher, nbytes, rows_of, shaped, tracing, use_kernels
 from liger_kernel.ops._reduce import scaled
-from liger_kernel.ops._tl import cdiv, jit, tl
+from liger_kernel.ops._tl import cdiv, jit, log, tl
 
 TINY = 1.1754944e-38  # the smallest normal fp32
 
@@ -89,6 +89,43 @@ def element(x, y, beta, eps, KIND: tl.constexpr):
         dy = beta * p * tl.where(p == 0.0, 0.0, y - log_m)
         loss = dx + dy
     return loss, dx, dy
+
+
+@jit
+def times(a, weight):
+    """``a`` weighted; nothing where the weight is, also of what is infinite."""
+    return tl.where(weight == 0.0, 0.0, a * weight)
+
+
+@jit
+def online(z, top, total):
+    """The running maximum of each lane, its sum of exponentials relative to it, those of ``z``, and what older sums are to be multiplied by."""
+    new = tl.maximum(top, tl.max(z, axis=1))
+    shift = tl.where(new == -float("inf"), 0.0, new)  # a lane of -inf only has no maximum to subtract
+    rescale = tl.exp(top - shift)
+    e = tl.exp(z - shift[:, None])
+    return new, total * rescale + tl.sum(e, axis=1), e, rescale
+
+
+@jit
+def joined(top, total):
+    """The logsumexp over lanes, and the weight of each in softmax."""
+    best = tl.max(top, axis=0)
+    weight = tl.exp(top - tl.where(best == -float("inf"), 0.0, best))
+    total = tl.sum(total * weight, axis=0)
+    return best + log(total), weight / total
+
+
+@jit
+def derived(x, y, beta, KIND: tl.constexpr):
+    """Loss and dloss / dx at each element, and q; of the kinds that are not linear in the log-probabilities."""
+    q = tl.exp(x)
+    if KIND == "tvd":
+        loss, dq, _ = element(q, tl.exp(y), beta, 0.0, KIND)
+        g = q * dq
+    else:
+        loss, g, _ = element(x, y, beta, 0.0, KIND)
+    return loss, g, q
 
 
 @jit

@@ -16,7 +16,7 @@ from liger_kernel.ops import _config
 from liger_kernel.ops._op import Case, Cost, T, launch, launcher, nbytes, once_differentiable, op, rows_of, shaped, use_kernels
 from liger_kernel.ops._reduce import column_sum
 from liger_kernel.ops._tl import cdiv, jit, tl
-from liger_kernel.ops.rms_norm import CASTING
+from liger_kernel.ops.rms_norm import CASTING, scaled_rows
 from liger_kernel.ops.rms_norm import reference as rms_norm_reference
 
 MAX_N = 16384  # columns that one program holds in registers; wider rows take the reference
@@ -43,17 +43,7 @@ def _fwd(
     h = s.to(tl.float32)
     rstd = tl.rsqrt(tl.sum(h * h, axis=1) / N + tl.cast(eps, tl.float32))
     tl.store(rstd_ptr + row, rstd, mask=row < M)
-    if CASTING == "none":
-        rstd = rstd.to(s.dtype).to(tl.float32)
-    h = h * rstd[:, None]
-    if HAS_W:
-        if CASTING != "gemma":
-            h = h.to(s.dtype).to(tl.float32)
-        w = tl.load(w_ptr + col, mask=col < N, other=0.0)
-        w_offset = w.to(tl.float32) + tl.cast(offset, tl.float32)
-        if CASTING != "gemma":
-            w_offset = w_offset.to(w.dtype).to(tl.float32)
-        h = h * w_offset[None, :]
+    h = scaled_rows(h, rstd, w_ptr, col, N, offset, s.dtype, HAS_W, CASTING)
     tl.store(y_ptr + row[:, None] * N + col[None, :], h.to(y_ptr.dtype.element_ty), mask=mask)
 
 

@@ -27,10 +27,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_kernel.ops import _config, _divergence
-from liger_kernel.ops._divergence import counted, element, elements, jsd_kind
+from liger_kernel.ops._divergence import counted, derived, elements, joined, jsd_kind, online, times
 from liger_kernel.ops._op import Case, Cost, T, acc, launch, launcher, once_differentiable, op, rows_of, shaped, tracing, use_kernels
 from liger_kernel.ops._reduce import scaled
-from liger_kernel.ops._tl import jit, log, tl
+from liger_kernel.ops._tl import jit, tl
 from liger_kernel.ops.cross_entropy import targets
 
 KINDS = ("jsd", "forward_kl", "reverse_kl", "tvd")
@@ -101,43 +101,6 @@ def _origin(z_ptr, V, LANES: tl.constexpr, VEC: tl.constexpr):
 
 
 @jit
-def _times(a, weight):
-    """``a`` weighted; nothing where the weight is, also of what is infinite."""
-    return tl.where(weight == 0.0, 0.0, a * weight)
-
-
-@jit
-def _online(z, top, total):
-    """The running maximum of each lane, its sum of exponentials relative to it, those of ``z``, and what older sums are to be multiplied by."""
-    new = tl.maximum(top, tl.max(z, axis=1))
-    shift = tl.where(new == -float("inf"), 0.0, new)  # a lane of -inf only has no maximum to subtract
-    rescale = tl.exp(top - shift)
-    e = tl.exp(z - shift[:, None])
-    return new, total * rescale + tl.sum(e, axis=1), e, rescale
-
-
-@jit
-def _joined(top, total):
-    """The logsumexp over lanes, and the weight of each in softmax."""
-    best = tl.max(top, axis=0)
-    weight = tl.exp(top - tl.where(best == -float("inf"), 0.0, best))
-    total = tl.sum(total * weight, axis=0)
-    return best + log(total), weight / total
-
-
-@jit
-def _derived(x, y, beta, KIND: tl.constexpr):
-    """Loss and dloss / dx at each element, and q; of the kinds that are not linear in the log-probabilities."""
-    q = tl.exp(x)
-    if KIND == "tvd":
-        loss, dq, _ = element(q, tl.exp(y), beta, 0.0, KIND)
-        g = q * dq
-    else:
-        loss, g, _ = element(x, y, beta, 0.0, KIND)
-    return loss, g, q
-
-
-@jit
 def _rows(
     s_ptr, t_ptr, label_ptr, norm_ptr, g_ptr, loss_ptr, dz_ptr, V, s_stride, t_stride, label_stride, g_stride, dz_stride, ignore_index, beta, scale,
     KIND: tl.constexpr, HAS_LABELS: tl.constexpr, HAS_NORM: tl.constexpr, HAS_G: tl.constexpr, NEED_DZ: tl.constexpr,
@@ -171,20 +134,20 @@ def _rows(
         for i in range(0, blocks):
             col, s = _load(s_ptr, i * BLOCK, V, s_origin, scale, LANES, VEC)
             col, t = _load(t_ptr, i * BLOCK, V, t_origin, scale, LANES, VEC)
-            t_top, t_sum, t_e, t_rescale = _online(t, t_top, t_sum)
+            t_top, t_sum, t_e, t_rescale = online(t, t_top, t_sum)
             if KIND == "forward_kl":
-                gap = _times(gap, t_rescale) + tl.sum(_times(t - s, t_e), axis=1)
-            s_top, s_sum, s_e, s_rescale = _online(s, s_top, s_sum)
+                gap = times(gap, t_rescale) + tl.sum(times(t - s, t_e), axis=1)
+            s_top, s_sum, s_e, s_rescale = online(s, s_top, s_sum)
             if KIND == "reverse_kl":
-                gap = _times(gap, s_rescale) + tl.sum(_times(s - t, s_e), axis=1)
-        s_lse, s_weight = _joined(s_top, s_sum)
-        t_lse, t_weight = _joined(t_top, t_sum)
+                gap = times(gap, s_rescale) + tl.sum(times(s - t, s_e), axis=1)
+        s_lse, s_weight = joined(s_top, s_sum)
+        t_lse, t_weight = joined(t_top, t_sum)
 
         if KIND == "forward_kl":
-            mean = tl.sum(_times(gap, t_weight), axis=0)
+            mean = tl.sum(times(gap, t_weight), axis=0)
             loss = mean + (s_lse - t_lse)
         elif KIND == "reverse_kl":
-            mean = tl.sum(_times(gap, s_weight), axis=0)
+            mean = tl.sum(times(gap, s_weight), axis=0)
             loss = mean + (t_lse - s_lse)
         else:
             losses = tl.zeros((LANES,), tl.float32)
@@ -193,7 +156,7 @@ def _rows(
                 start = (blocks - 1 - i) * BLOCK
                 col, s = _load(s_ptr, start, V, s_origin, scale, LANES, VEC)
                 col, t = _load(t_ptr, start, V, t_origin, scale, LANES, VEC)
-                loss_block, g, q = _derived(s - s_lse, t - t_lse, beta, KIND)
+                loss_block, g, q = derived(s - s_lse, t - t_lse, beta, KIND)
                 losses += tl.sum(loss_block, axis=1)
                 if NEED_DZ:
                     g_sums += tl.sum(g, axis=1)
@@ -214,9 +177,9 @@ def _rows(
                 if KIND == "forward_kl":
                     dz = tl.exp(x) - tl.exp(y)
                 elif KIND == "reverse_kl":  # of the logits themselves: rounding of the normalisers would not cancel
-                    dz = _times(s - t - mean, tl.exp(x))
+                    dz = times(s - t - mean, tl.exp(x))
                 else:
-                    _, g, q = _derived(x, y, beta, KIND)
+                    _, g, q = derived(x, y, beta, KIND)
                     dz = g - q * g_sum
                 tl.store(dz_ptr + col, (dz * factor).to(dz_ptr.dtype.element_ty), mask=col < V)
 

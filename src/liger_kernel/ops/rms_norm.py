@@ -36,6 +36,23 @@ def reference(x: Tensor, w: Tensor | None = None, *, eps: float = 1e-6, offset: 
 
 
 @jit
+def scaled_rows(h, rstd, w_ptr, col, N, offset, DTYPE: tl.constexpr, HAS_W: tl.constexpr, CASTING: tl.constexpr):
+    """Rows h of fp32 values times 1/rms and weight, rounded to their dtype where ``casting`` says so."""
+    if CASTING == "none":
+        rstd = rstd.to(DTYPE).to(tl.float32)
+    h = h * rstd[:, None]
+    if HAS_W:
+        if CASTING != "gemma":
+            h = h.to(DTYPE).to(tl.float32)
+        w = tl.load(w_ptr + col, mask=col < N, other=0.0)
+        w_offset = w.to(tl.float32) + tl.cast(offset, tl.float32)
+        if CASTING != "gemma":
+            w_offset = w_offset.to(w.dtype).to(tl.float32)
+        h = h * w_offset[None, :]
+    return h
+
+
+@jit
 def _fwd(
     x_ptr, w_ptr, y_ptr, rstd_ptr, M, N, x_stride, eps, offset,
     HAS_W: tl.constexpr, CASTING: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -47,17 +64,7 @@ def _fwd(
     h = x.to(tl.float32)
     rstd = tl.rsqrt(tl.sum(h * h, axis=1) / N + tl.cast(eps, tl.float32))
     tl.store(rstd_ptr + row, rstd, mask=row < M)
-    if CASTING == "none":
-        rstd = rstd.to(x.dtype).to(tl.float32)
-    h = h * rstd[:, None]
-    if HAS_W:
-        if CASTING != "gemma":
-            h = h.to(x.dtype).to(tl.float32)
-        w = tl.load(w_ptr + col, mask=col < N, other=0.0)
-        w_offset = w.to(tl.float32) + tl.cast(offset, tl.float32)
-        if CASTING != "gemma":
-            w_offset = w_offset.to(w.dtype).to(tl.float32)
-        h = h * w_offset[None, :]
+    h = scaled_rows(h, rstd, w_ptr, col, N, offset, x.dtype, HAS_W, CASTING)
     tl.store(y_ptr + row[:, None] * N + col[None, :], h.to(y_ptr.dtype.element_ty), mask=mask)
 
 

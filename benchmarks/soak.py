@@ -3,7 +3,7 @@
     python benchmarks/soak.py runs/soak --minutes 30 -- --steps 60000 --hidden 64 --layers 2 --length 128 --batch 4 --checkpoint-every 500
 
 What follows `--` goes to `liger train`. When the time is over both runs write a checkpoint; the same command goes on. Prints one line of JSON a call, and
-exits with 1 if a step is missing or differs.
+exits with 1 if a step is missing or differs, or a run ended otherwise.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def main() -> int:
         loss=[lines[calm][0]["loss"], lines[calm][-1]["loss"]] if lines[calm] else None,
     )  # fmt: skip
     print(json.dumps(report), flush=True)
-    return 0 if both and not differ and whole else 1
+    return 0 if both and not differ and whole and set(codes.values()) <= {0, PREEMPTED} else 1
 
 
 if __name__ == "__main__":

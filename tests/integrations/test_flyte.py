@@ -85,7 +85,8 @@ write(flyte2.evaluate, config=config, data=local(rows), run=local(here / "run" /
     kill_a_rank(training, tmp_path / "store")
     output = training.communicate(timeout=300)[0]
     assert training.returncode == 0 and "resuming after step" in output, output
-    assert {f.name for f in (tmp_path / "training").iterdir()} >= {"outputs.pb"} and not (tmp_path / "training" / "error.pb").exists(), output
+    outputs = tmp_path / "training" / "outputs.pb"
+    assert outputs.is_file() and outputs.stat().st_size and not outputs.with_name("error.pb").exists(), output
     assert json.loads((tmp_path / "run" / "model" / "metrics.json").read_text())["ranks"] == 2
 
     evaluation = a0("evaluate", tmp_path, env, "evaluation")

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from liger_kernel.ops import _config
 from liger_kernel.ops._op import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, rows_of, shaped, use_kernels
-from liger_kernel.ops._tl import cdiv, div, jit, tl
+from liger_kernel.ops._tl import cdiv, div, exp_of, jit, tl
 
 ACTS = {
     "silu": F.silu,
@@ -47,36 +47,36 @@ def reference(
 
 
 @jit
-def _sigmoids(x):
+def _sigmoids(x, PRECISE: tl.constexpr):
     """sigmoid(x) and sigmoid(-x), each accurate relative to its value; 1 - sigmoid(x) would cancel."""
-    e = tl.exp(-tl.abs(x))
-    r = 1.0 / (1.0 + e)
+    e = exp_of(-tl.abs(x), PRECISE)
+    r = div(tl.full(e.shape, 1.0, tl.float32), 1.0 + e) if PRECISE else 1.0 / (1.0 + e)
     return tl.where(x >= 0, r, e * r), tl.where(x >= 0, e * r, r)
 
 
 @jit
-def _act(x, ACT: tl.constexpr):
-    """act(x) in fp32; silu as PyTorch's kernels compute it, so that values rounded to bf16 are the same."""
+def act_of(x, ACT: tl.constexpr, PRECISE: tl.constexpr):
+    """act(x) in fp32; silu as PyTorch's kernels compute it, so that values rounded to bf16 are the same. ``PRECISE`` is for fp32 data."""
     if ACT == "silu":
-        y = div(x, 1.0 + tl.exp(-x))
+        y = div(x, 1.0 + exp_of(-x, PRECISE))
     else:
-        y, _ = _act_and_slope(x, ACT)
+        y, _ = act_and_slope(x, ACT, PRECISE)
     return y
 
 
 @jit
-def _act_and_slope(x, ACT: tl.constexpr):
+def act_and_slope(x, ACT: tl.constexpr, PRECISE: tl.constexpr):
     """act(x) and its derivative, in fp32."""
     if ACT == "silu":
-        s, c = _sigmoids(x)
+        s, c = _sigmoids(x, PRECISE)
         y = x * s
         dy = s * (1.0 + x * c)
     elif ACT == "gelu":
         cdf = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
         y = x * cdf
-        dy = cdf + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
+        dy = cdf + x * 0.3989422804014327 * exp_of(-0.5 * x * x, PRECISE)
     elif ACT == "gelu_tanh":  # (1 + tanh u) / 2 = sigmoid(2 u)
-        s, c = _sigmoids(1.5957691216057308 * (x + 0.044715 * x * x * x))
+        s, c = _sigmoids(1.5957691216057308 * (x + 0.044715 * x * x * x), PRECISE)
         y = x * s
         dy = s + x * s * c * 1.5957691216057308 * (1.0 + 0.134145 * x * x)
     elif ACT == "relu2":
@@ -84,7 +84,7 @@ def _act_and_slope(x, ACT: tl.constexpr):
         y = r * r
         dy = 2.0 * r
     else:
-        y, c = _sigmoids(x)
+        y, c = _sigmoids(x, PRECISE)
         dy = y * c
     return y, dy
 
@@ -101,16 +101,17 @@ def _fwd(
     gate = tl.load(gate_ptr + row[:, None] * gate_stride + col[None, :], mask=mask, other=0.0)
     up = tl.load(up_ptr + row[:, None] * up_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
     g = gate.to(tl.float32)
+    PRECISE: tl.constexpr = gate.dtype == tl.float32
     if SCALED:
         g = (g * gate_multiplier).to(gate.dtype).to(tl.float32)
     if CLAMPED:
         g = tl.where(g > limit, limit, g)
         up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
     if SCALED:
-        y = _act(g * alpha, ACT)
+        y = act_of(g * alpha, ACT, PRECISE)
         y = (y / alpha).to(gate.dtype).to(tl.float32) * (up + offset) * down_multiplier
     else:
-        y = _act(g, ACT)
+        y = act_of(g, ACT, PRECISE)
         y = y.to(gate.dtype).to(tl.float32) * up
     tl.store(y_ptr + row[:, None] * y_stride + col[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
 
@@ -128,6 +129,7 @@ def _bwd(
     dy = tl.load(dy_ptr + row[:, None] * dy_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + row[:, None] * gate_stride + col[None, :], mask=mask, other=0.0)
     g = gate.to(tl.float32)
+    PRECISE: tl.constexpr = gate.dtype == tl.float32
     if SCALED:
         dy = dy * down_multiplier
         g = (g * gate_multiplier).to(gate.dtype).to(tl.float32)
@@ -141,10 +143,10 @@ def _bwd(
         g = tl.where(free_gate, g, limit)
         up = tl.where(free_up, up, tl.where(up > 0, limit, -limit))
     if SCALED:
-        y, dact = _act_and_slope(g * alpha, ACT)
+        y, dact = act_and_slope(g * alpha, ACT, PRECISE)
         y = y / alpha
     else:
-        y, dact = _act_and_slope(g, ACT)
+        y, dact = act_and_slope(g, ACT, PRECISE)
     if NEED_DGATE:
         if SCALED:
             dgate = dy * (up + offset) * dact * gate_multiplier

@@ -22,7 +22,7 @@ from liger_kernel.ops import _config
 from liger_kernel.ops._grouped_mm import grouped_mm, grouped_outer, grouped_sum
 from liger_kernel.ops._op import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, rows_of, tracing, use_kernels
 from liger_kernel.ops._tl import cdiv, jit, next_power_of_2, tl
-from liger_kernel.ops.glu import ACTS, _act, _act_and_slope
+from liger_kernel.ops.glu import ACTS, act_and_slope, act_of
 
 
 def reference(
@@ -160,7 +160,7 @@ def _glu(
         gate = tl.where(gate > limit, limit, gate)
         up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
     alpha = tl.cast(alpha, tl.float32)
-    y = _act(gate * alpha, ACT)
+    y = act_of(gate * alpha, ACT, h_ptr.dtype.element_ty == tl.float32)
     y = (y / alpha).to(y_ptr.dtype.element_ty).to(tl.float32) * (up + tl.cast(offset, tl.float32))
     tl.store(y_ptr + row[:, None] * n + col[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
 
@@ -190,7 +190,7 @@ def _glu_bwd(
         if HAS_LIMIT:
             gate = tl.where(gate_out, limit, gate)
             up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-        a, da = _act_and_slope(gate * alpha, ACT)
+        a, da = act_and_slope(gate * alpha, ACT, h_ptr.dtype.element_ty == tl.float32)
         a /= alpha
         up += tl.cast(offset, tl.float32)
         if NEED_WY:

@@ -1,0 +1,33 @@
+"""GLU's values beside those of PyTorch's own kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+pytest.importorskip("triton")
+
+from liger_kernel.ops.glu import glu  # noqa: E402
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="bits are those of PyTorch's kernels for GPUs")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_swiglu_is_pytorchs_to_the_last_bit(dtype):
+    generator = torch.Generator("cuda").manual_seed(0)
+    gate, up = (torch.randn(4096, 8192, generator=generator, device="cuda", dtype=dtype) * 3 for _ in range(2))
+    assert torch.equal(glu(gate, up, act="silu"), F.silu(gate) * up)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="accuracy is that of the GPU's exponential")
+@pytest.mark.parametrize("act", ["silu", "gelu", "gelu_tanh"])
+def test_fp32_is_as_accurate_as_pytorch(act):
+    """In units of the last place; the exponential that narrow dtypes take would be off by several times that."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    gate, up = (torch.randn(1024, 8192, generator=generator, device="cuda") * 3 for _ in range(2))
+    true = F.silu(gate.double()) if act == "silu" else F.gelu(gate.double(), approximate="tanh" if act == "gelu_tanh" else "none")
+    stock = F.silu(gate) if act == "silu" else F.gelu(gate, approximate="tanh" if act == "gelu_tanh" else "none")
+    normal = true.abs() > 1e-30
+    true = (true * up.double())[normal]
+    ours, stock = (((y[normal].double() - true) / true).pow(2).mean().sqrt().item() for y in (glu(gate, up, act=act), stock * up))
+    assert ours <= 1.1 * stock, (ours, stock)

@@ -578,8 +578,8 @@ class Attention(torch.autograd.Function):
         return tuple(map(torch.empty_like, ctx.saved_tensors[:3]))
 
 
-def saved_bytes(level: bool | str, layers: int, hidden: int = 2048, batch: int = 2, length: int = 512) -> int:
-    """What a forward of Llama-3.2-1B's shape with so many layers leaves, by shapes alone."""
+def saved_bytes(level: bool | str, layers: int, hooked: bool = False, hidden: int = 2048, batch: int = 2, length: int = 512) -> int:
+    """What a forward of Llama-3.2-1B's shape with so many layers leaves, by shapes alone; ``hooked``: its MLPs must call their parts."""
     attention = lambda module, q, k, v, *args, **kwargs: (Attention.apply(q, k, v).transpose(1, 2), None)
     transformers.AttentionInterface.register("saving_little", attention)
     config = transformers.LlamaConfig(
@@ -590,6 +590,8 @@ def saved_bytes(level: bool | str, layers: int, hidden: int = 2048, batch: int =
         model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
         ids = torch.zeros(batch, length, dtype=torch.long)
     patched(model, level)
+    for layer in layers_of(model) if hooked else ():
+        layer.mlp.down_proj.register_forward_hook(lambda *_: None)
     with _op.intercept_launches(lambda *_: None, device="meta"), Kept() as kept:
         out = model.model(input_ids=ids, attention_mask=torch.ones(batch, 1, length, length, device="meta"), use_cache=False).last_hidden_state
     assert out.grad_fn is not None
@@ -597,12 +599,16 @@ def saved_bytes(level: bool | str, layers: int, hidden: int = 2048, batch: int =
 
 
 def test_saved_bytes_of_a_layer():
-    off, cheap, mlp = (saved_bytes(level, 3) - saved_bytes(level, 1) for level in (False, True, "mlp"))
+    kept = lambda level, **more: saved_bytes(level, 3, **more) - saved_bytes(level, 1, **more)
     hidden = 2 * 2 * 512 * 2048 * 2  # bytes of one activation of two layers, in bf16
-    assert off - cheap == (1 + 1 + 4) * hidden  # two norms' outputs and the gated activation
+    parts = kept(False, hooked=True)
+    off, cheap, mlp = map(kept, (False, True, "mlp"))
+    assert parts - off == 4 * hidden  # the gated activation
+    assert off - cheap == (1 + 1) * hidden  # two norms' outputs
     assert cheap - mlp == (4 + 4) * hidden  # gate and up
-    assert 1 - cheap / off > 0.32
-    assert 1 - mlp / off > 0.75
+    assert kept(True, hooked=True) == cheap and kept("mlp", hooked=True) == mlp
+    assert 1 - cheap / parts > 0.32
+    assert 1 - mlp / parts > 0.75
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -188,6 +188,12 @@ def cheap(op: Callable[..., Tensor], *tensors: Tensor | None, **options: Any) ->
     return y
 
 
+def level() -> str:
+    """The level of the rematerialised forward that runs; "off" where none does."""
+    region = None if torch.compiler.is_compiling() else _local.region
+    return "off" if region is None else region.level
+
+
 def needed() -> None:
     """What was declared will be saved next: by projections that follow on something else."""
     if not torch.compiler.is_compiling() and _local.region is not None:

@@ -8,14 +8,13 @@ from torch.nn import functional as F
 
 pytest.importorskip("triton")
 
-from liger_kernel.ops.glu import glu  # noqa: E402
+from liger_kernel.ops.glu import glu
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="bits are those of PyTorch's kernels for GPUs")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_swiglu_is_pytorchs_to_the_last_bit(dtype):
+def test_bf16_swiglu_is_pytorchs_to_the_last_bit():
     generator = torch.Generator("cuda").manual_seed(0)
-    gate, up = (torch.randn(4096, 8192, generator=generator, device="cuda", dtype=dtype) * 3 for _ in range(2))
+    gate, up = (torch.randn(4096, 8192, generator=generator, device="cuda", dtype=torch.bfloat16) * 3 for _ in range(2))
     assert torch.equal(glu(gate, up, act="silu"), F.silu(gate) * up)
 
 
@@ -27,7 +26,8 @@ def test_fp32_is_as_accurate_as_pytorch(act):
     gate, up = (torch.randn(1024, 8192, generator=generator, device="cuda") * 3 for _ in range(2))
     true = F.silu(gate.double()) if act == "silu" else F.gelu(gate.double(), approximate="tanh" if act == "gelu_tanh" else "none")
     stock = F.silu(gate) if act == "silu" else F.gelu(gate, approximate="tanh" if act == "gelu_tanh" else "none")
+    true = true * up.double()
     normal = true.abs() > 1e-30
-    true = (true * up.double())[normal]
+    true = true[normal]
     ours, stock = (((y[normal].double() - true) / true).pow(2).mean().sqrt().item() for y in (glu(gate, up, act=act), stock * up))
     assert ours <= 1.1 * stock, (ours, stock)

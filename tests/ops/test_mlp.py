@@ -70,3 +70,151 @@ def test_autocast():
     assert out.dtype == torch.bfloat16
     out.sum().backward()
     assert all(t.grad.dtype == torch.float32 and t.grad.isfinite().all() for t in args.values())
+
+
+# -- in patched models -------------------------------------------------------------------
+
+
+class Gated(torch.nn.Module):
+    def __init__(self, packed: bool):
+        super().__init__()
+        torch.manual_seed(0)
+        linear = lambda n, k: torch.nn.Linear(k, n, bias=False, device=DEVICE)
+        if packed:
+            self.gate_up_proj = linear(48, 16)
+        else:
+            self.gate_proj, self.up_proj = linear(24, 16), linear(24, 16)
+        self.down_proj, self.act_fn = linear(16, 24), torch.nn.SiLU()
+
+    def forward(self, x):
+        raise AssertionError("the variant is what is called")
+
+
+@pytest.fixture
+def wholes(monkeypatch) -> list[dict]:
+    """Calls of the operator by patched models."""
+    slots, calls = pytest.importorskip("liger_kernel.transformers.slots"), []
+    monkeypatch.setattr(slots, "mlp", lambda *args, **options: calls.append(options) or mlp(*args, **options))
+    return calls
+
+
+def gated(packed: bool = False):
+    """A module, and what a patch makes of its forward."""
+    from liger_kernel.transformers import slots
+
+    label = "glu(gate_up_proj, down_proj, act_fn)" if packed else "glu(gate_proj, up_proj, down_proj, act_fn)"
+    module = Gated(packed)
+    return module, lambda x: slots.VARIANTS[label](Gated.forward)(module, x)
+
+
+def gradients(module, y) -> dict[str, torch.Tensor]:
+    module.zero_grad()
+    y.square().sum().backward()
+    return {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
+
+
+@needs_kernels
+@pytest.mark.parametrize("packed", [False, True])
+def test_patched_mlps_are_one_operator(wholes, packed):
+    module, forward = gated(packed)
+    x = torch.randn(3, 5, 16, device=DEVICE)
+    alone = gradients(module, forward(x))
+    assert len(wholes) == 1
+    seen = []
+    handle = module.down_proj.register_forward_hook(lambda m, args, y: seen.append(y))
+    for name, d in gradients(module, forward(x)).items():
+        torch.testing.assert_close(d, alone[name], rtol=1e-5, atol=1e-5)
+    assert len(seen) == len(wholes) == 1
+    handle.remove()
+    forward(x)
+    assert len(wholes) == 2
+
+
+def _adapted(module):
+    module.up_proj = torch.nn.Sequential(module.up_proj)
+
+
+def _biased(module):
+    module.gate_proj.bias = torch.nn.Parameter(torch.zeros(24, device=DEVICE))
+
+
+def _replaced(module):
+    module.gate_proj.forward = lambda x: torch.nn.functional.linear(x, module.gate_proj.weight)
+
+
+def _parametrised(module):
+    torch.nn.utils.parametrizations.weight_norm(module.down_proj)
+
+
+def _hooked(module):
+    module.down_proj.register_full_backward_hook(lambda *_: None)
+
+
+def _another_activation(module):
+    module.act_fn = torch.nn.Softplus()
+
+
+def _mixed(module):
+    module.double()
+
+
+@needs_kernels
+@pytest.mark.parametrize("change", [_adapted, _biased, _replaced, _parametrised, _hooked, _another_activation, _mixed])
+def test_what_is_more_than_products_is_called(wholes, change):
+    module, forward = gated()
+    change(module)
+    x = torch.randn(3, 5, 16, device=DEVICE, dtype=torch.float64 if change is _mixed else torch.float32)
+    gradients(module, forward(x))
+    with torch.no_grad():
+        forward(x)
+    assert not wholes
+
+
+@needs_kernels
+def test_global_hooks_are_called(wholes):
+    module, forward = gated()
+    seen = []
+    with torch.nn.modules.module.register_module_forward_hook(lambda m, *_: seen.append(m)):
+        forward(torch.randn(2, 16, device=DEVICE))
+    assert module.up_proj in seen and not wholes
+
+
+@needs_kernels
+@pytest.mark.parametrize("packed", [False, True])
+def test_nothing_is_written_over_that_is_seen_again(packed):
+    """Two backwards through one graph, and hooks that keep what is saved, find what was there; gradients are the same bits."""
+    module, forward = gated(packed)
+    x = torch.randn(3, 5, 16, device=DEVICE, requires_grad=True)
+    once = torch.autograd.grad(forward(x).square().sum(), [x, *module.parameters()])
+    loss = forward(x).square().sum()
+    for retain_graph in (True, True, False):
+        again = torch.autograd.grad(loss, [x, *module.parameters()], retain_graph=retain_graph)
+        assert all(map(torch.equal, once, again))
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append((t, t.clone())) or t, lambda t: t):
+        loss = forward(x).square().sum()
+    again = torch.autograd.grad(loss, [x, *module.parameters()])
+    assert all(map(torch.equal, once, again)) and len(kept) > 4 and all(torch.equal(t, copy) for t, copy in kept)
+
+
+@needs_kernels
+def test_projections_are_written_over():
+    """Where nobody sees them again: otherwise a backward would need two buffers more."""
+    args, kept = arguments(), []
+    y = mlp(**args)
+    kept = [t for t in y.grad_fn.saved_tensors[4:]]
+    before = [t.clone() for t in kept]
+    y.sum().backward()
+    assert len(kept) == 2 and not any(map(torch.equal, kept, before))
+
+
+@needs_kernels
+@pytest.mark.parametrize("frozen", [("gate", "up", "down"), ("down",), ("gate", "up")])
+def test_frozen_weights(frozen):
+    args = {name: (t.detach() / 4).requires_grad_(name not in frozen) for name, t in arguments().items()}
+    parts = lambda x, gate, up, down: torch.nn.functional.linear(torch.nn.functional.silu(x @ gate.t()) * (x @ up.t()), down)
+    y = mlp(**args)
+    assert (y.grad_fn.saved_tensors[0] is None) == ({"gate", "up"} <= set(frozen))
+    learn = [t for t in args.values() if t.requires_grad]
+    for ours, theirs in zip(torch.autograd.grad(y.square().sum(), learn), torch.autograd.grad(parts(**args).square().sum(), learn)):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)

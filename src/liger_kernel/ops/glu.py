@@ -90,6 +90,19 @@ def act_and_slope(x, ACT: tl.constexpr, PRECISE: tl.constexpr):
 
 
 @jit
+def _value(g, up, alpha, offset, down_multiplier, ACT: tl.constexpr, SCALED: tl.constexpr, DTYPE: tl.constexpr):
+    """act(g) * up, where the activation is rounded to DTYPE as the model's own is."""
+    PRECISE: tl.constexpr = tl.float32 == DTYPE
+    if SCALED:
+        y = act_of(g * alpha, ACT, PRECISE)
+        y = (y / alpha).to(DTYPE).to(tl.float32) * (up + offset) * down_multiplier
+    else:
+        y = act_of(g, ACT, PRECISE)
+        y = y.to(DTYPE).to(tl.float32) * up
+    return y
+
+
+@jit
 def _fwd(
     gate_ptr, up_ptr, y_ptr, M, N, gate_stride, up_stride, y_stride, gate_multiplier, limit, alpha, offset, down_multiplier,
     ACT: tl.constexpr, SCALED: tl.constexpr, CLAMPED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -101,27 +114,22 @@ def _fwd(
     gate = tl.load(gate_ptr + row[:, None] * gate_stride + col[None, :], mask=mask, other=0.0)
     up = tl.load(up_ptr + row[:, None] * up_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
     g = gate.to(tl.float32)
-    PRECISE: tl.constexpr = gate.dtype == tl.float32
     if SCALED:
         g = (g * gate_multiplier).to(gate.dtype).to(tl.float32)
     if CLAMPED:
         g = tl.where(g > limit, limit, g)
         up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-    if SCALED:
-        y = act_of(g * alpha, ACT, PRECISE)
-        y = (y / alpha).to(gate.dtype).to(tl.float32) * (up + offset) * down_multiplier
-    else:
-        y = act_of(g, ACT, PRECISE)
-        y = y.to(gate.dtype).to(tl.float32) * up
+    y = _value(g, up, alpha, offset, down_multiplier, ACT, SCALED, gate.dtype)
     tl.store(y_ptr + row[:, None] * y_stride + col[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @jit
 def _bwd(
-    dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, M, N, dy_stride, gate_stride, up_stride, dgate_stride, dup_stride,
+    dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, y_ptr, M, N, dy_stride, gate_stride, up_stride, dgate_stride, dup_stride,
     gate_multiplier, limit, alpha, offset, down_multiplier, ACT: tl.constexpr, SCALED: tl.constexpr, CLAMPED: tl.constexpr,
-    NEED_DGATE: tl.constexpr, NEED_DUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    NEED_DGATE: tl.constexpr, NEED_DUP: tl.constexpr, NEED_Y: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    """y, where needed, has dy's strides. Outputs may be what the inputs are: a program has loaded all of its tile before it stores."""
     blocks = tl.cdiv(N, BLOCK_N)
     row = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     col = (tl.program_id(0) % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -133,7 +141,7 @@ def _bwd(
     if SCALED:
         dy = dy * down_multiplier
         g = (g * gate_multiplier).to(gate.dtype).to(tl.float32)
-    if CLAMPED or NEED_DGATE:
+    if CLAMPED or NEED_DGATE or NEED_Y:
         up = tl.load(up_ptr + row[:, None] * up_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
     free_gate = mask
     free_up = mask
@@ -142,6 +150,9 @@ def _bwd(
         free_up = ~(tl.abs(up) > limit)
         g = tl.where(free_gate, g, limit)
         up = tl.where(free_up, up, tl.where(up > 0, limit, -limit))
+    if NEED_Y:
+        whole = _value(g, up, alpha, offset, down_multiplier, ACT, SCALED, gate.dtype)
+        tl.store(y_ptr + row[:, None] * dy_stride + col[None, :], whole.to(y_ptr.dtype.element_ty), mask=mask)
     if SCALED:
         y, dact = act_and_slope(g * alpha, ACT, PRECISE)
         y = y / alpha
@@ -207,9 +218,19 @@ def glu_bwd(dy: Tensor, gate: Tensor, up: Tensor, act: str, packed: bool, need_d
     d0, d1 = (dgate[:, :N], dgate[:, N:]) if packed else (dgate, dup)
     grid, tile = _grid(M, N, gate.itemsize)
     numbers, flags = _arguments(*form)
-    launch(_bwd, grid, dy, gate, up, d0, d1, M, N, dy.stride(0), gate.stride(0), up.stride(0), d0.stride(0), d1.stride(0), *numbers,
-           ACT=act, **flags, NEED_DGATE=need_dgate or packed, NEED_DUP=need_dup or packed, **tile)  # fmt: skip
+    launch(_bwd, grid, dy, gate, up, d0, d1, None, M, N, dy.stride(0), gate.stride(0), up.stride(0), d0.stride(0), d1.stride(0), *numbers,
+           ACT=act, **flags, NEED_DGATE=need_dgate or packed, NEED_DUP=need_dup or packed, NEED_Y=False, **tile)  # fmt: skip
     return dgate, dup
+
+
+@launcher(f"(Tensor(a!) dy, Tensor(b!) gate, Tensor(c!) up, str act, bool need_y, {_FORM}) -> ()")
+def glu_bwd_(dy: Tensor, gate: Tensor, up: Tensor, act: str, need_y: bool, *form: Any) -> None:
+    """dgate and dup in the place of gate and up, and, if needed, the value of the forward in the place of dy: for one who owns all three."""
+    M, N = gate.shape
+    grid, tile = _grid(M, N, gate.itemsize)
+    numbers, flags = _arguments(*form)
+    launch(_bwd, grid, dy, gate, up, gate, up, dy if need_y else None, M, N, dy.stride(0), gate.stride(0), up.stride(0), gate.stride(0), up.stride(0),
+           *numbers, ACT=act, **flags, NEED_DGATE=True, NEED_DUP=True, NEED_Y=need_y, **tile)  # fmt: skip
 
 
 class GLUFunction(torch.autograd.Function):

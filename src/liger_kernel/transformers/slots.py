@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.nn.modules.module import _has_any_global_hook
 from transformers import CONFIG_MAPPING, PretrainedConfig
 from transformers.activations import ACT2FN
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
@@ -33,8 +34,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 
 from liger_kernel import memory
 from liger_kernel.ops import _op
+from liger_kernel.ops._op import use_kernels
 from liger_kernel.ops.glu import ACTS, glu
 from liger_kernel.ops.layer_norm import layer_norm
+from liger_kernel.ops.mlp import mlp
 from liger_kernel.ops.moe import moe
 from liger_kernel.ops.relu_squared import relu_squared
 from liger_kernel.ops.rms_norm import rms_norm
@@ -120,6 +123,11 @@ class GLUForm:
     after: Callable[[Any, Tensor], Tensor] = lambda self, y: y
     exact: bool = True
 
+    @property
+    def whole(self) -> bool:
+        """Whether nothing happens between the projections but activation and product."""
+        return not self.wide and self.gate is GLUForm.gate and self.between is GLUForm.between
+
 
 class _Halve(nn.Module):
     """Some module, for a stand-in."""
@@ -156,8 +164,44 @@ GLU_FORMS = {
 }  # fmt: skip
 
 
+_LINEAR: Any = nn.Linear.forward
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def _bare(m: Any) -> bool:
+    """Whether calling ``m`` is a product with its weight and nothing else: no bias, adapter, shards, or hooks."""
+    if type(m) not in (nn.Linear,) or m.bias is not None or type(m.weight) not in (Tensor, nn.Parameter) or hasattr(m.weight, "ds_id"):
+        return False
+    there = m.__dict__
+    return "forward" not in there and not any(there[name] for name in _HOOKS)
+
+
+def _whole(x: Tensor, *projections: Any) -> bool:
+    """Whether a gated MLP of these projections can be one operator, and would gain by it."""
+    if not use_kernels(x, fusible=True) or not torch.is_grad_enabled() or nn.Linear.forward is not _LINEAR or _has_any_global_hook():
+        return False
+    if not all(map(_bare, projections)) or not (x.requires_grad or any(m.weight.requires_grad for m in projections)):
+        return False
+    return all(m.weight.dtype == x.dtype for m in projections) or torch.is_autocast_enabled(x.device.type)
+
+
 def _glu(gate: str, up: str, down: str, act: str, form: GLUForm) -> Variant:
     def variant(stock: Callable) -> Callable:
+        def whole(self, x):
+            """As one operator; None where it is more than that."""
+            projections = [getattr(self, name) for name in dict.fromkeys((gate, up, down))]
+            options = form.options(self)
+            if not _whole(x, *projections) or options.keys() - {"gate_multiplier"}:
+                return None
+            name = "silu" if act == "F.silu" else activation(getattr(self, act))
+            if name is None:
+                return None
+            memory.needed()
+            first, *second, last = (m.weight for m in projections)
+            y = mlp(x, first, second[0] if second else None, last, act=name, recompute=memory.level() == "mlp", **options)
+            memory.taken()
+            return form.after(self, y)
+
         def run(self, x):
             memory.needed()
             g = getattr(self, gate)(x)
@@ -179,7 +223,8 @@ def _glu(gate: str, up: str, down: str, act: str, form: GLUForm) -> Variant:
             return form.after(self, getattr(self, down)(form.between(self, h.to(dtype))))
 
         def forward(self, x):
-            return memory.projected(functools.partial(run, self), x)
+            y = whole(self, x) if form.whole else None
+            return memory.projected(functools.partial(run, self), x) if y is None else y
 
         return forward
 

@@ -47,58 +47,43 @@ def reference(
 
 
 @jit
-def _sigmoids(x, PRECISE: tl.constexpr):
-    """sigmoid(x) and sigmoid(-x), each accurate relative to its value; 1 - sigmoid(x) would cancel."""
-    e = exp_of(-tl.abs(x), PRECISE)
-    r = div(tl.full(e.shape, 1.0, tl.float32), 1.0 + e) if PRECISE else 1.0 / (1.0 + e)
-    return tl.where(x >= 0, r, e * r), tl.where(x >= 0, e * r, r)
-
-
-@jit
-def act_of(x, ACT: tl.constexpr, PRECISE: tl.constexpr):
-    """act(x) in fp32; silu as PyTorch's kernels compute it, so that values rounded to bf16 are the same. ``PRECISE`` is for fp32 data."""
-    if ACT == "silu":
-        y = div(x, 1.0 + exp_of(-x, PRECISE))
-    else:
-        y, _ = act_and_slope(x, ACT, PRECISE)
-    return y
+def _inverse(x, PRECISE: tl.constexpr):
+    return div(tl.full(x.shape, 1.0, tl.float32), x) if PRECISE else 1.0 / x
 
 
 @jit
 def act_and_slope(x, ACT: tl.constexpr, PRECISE: tl.constexpr):
-    """act(x) and its derivative, in fp32."""
-    if ACT == "silu":
-        s, c = _sigmoids(x, PRECISE)
-        y = x * s
-        dy = s * (1.0 + x * c)
-    elif ACT == "gelu":
+    """act(x) and its derivative, in fp32; silu as PyTorch's kernels compute it, so that values rounded to bf16 are the same. ``PRECISE``: for fp32 data."""
+    if ACT == "gelu":
         cdf = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
         y = x * cdf
         dy = cdf + x * 0.3989422804014327 * exp_of(-0.5 * x * x, PRECISE)
-    elif ACT == "gelu_tanh":  # (1 + tanh u) / 2 = sigmoid(2 u)
-        s, c = _sigmoids(1.5957691216057308 * (x + 0.044715 * x * x * x), PRECISE)
-        y = x * s
-        dy = s + x * s * c * 1.5957691216057308 * (1.0 + 0.134145 * x * x)
     elif ACT == "relu2":
         r = tl.where(x <= 0, 0.0, x)
         y = r * r
         dy = 2.0 * r
     else:
-        y, c = _sigmoids(x, PRECISE)
-        dy = y * c
+        u = x
+        if ACT == "gelu_tanh":  # (1 + tanh u) / 2 = sigmoid(2 u)
+            u = 1.5957691216057308 * (x + 0.044715 * x * x * x)
+        e = exp_of(-u, PRECISE)
+        s = _inverse(1.0 + e, PRECISE)
+        c = tl.where(u >= 0, e * s, 1.0 - s)  # sigmoid(-u), accurate relative to its value, as s is
+        if ACT == "silu":
+            y = div(x, 1.0 + e)
+            dy = s * (1.0 + x * c)
+        elif ACT == "gelu_tanh":
+            y = x * s
+            dy = s + x * s * c * 1.5957691216057308 * (1.0 + 0.134145 * x * x)
+        else:
+            y = s
+            dy = s * c
     return y, dy
 
 
 @jit
-def _value(g, up, alpha, offset, down_multiplier, ACT: tl.constexpr, SCALED: tl.constexpr, DTYPE: tl.constexpr):
-    """act(g) * up, where the activation is rounded to DTYPE as the model's own is."""
-    PRECISE: tl.constexpr = tl.float32 == DTYPE
-    if SCALED:
-        y = act_of(g * alpha, ACT, PRECISE)
-        y = (y / alpha).to(DTYPE).to(tl.float32) * (up + offset) * down_multiplier
-    else:
-        y = act_of(g, ACT, PRECISE)
-        y = y.to(DTYPE).to(tl.float32) * up
+def act_of(x, ACT: tl.constexpr, PRECISE: tl.constexpr):
+    y, _ = act_and_slope(x, ACT, PRECISE)
     return y
 
 
@@ -119,7 +104,11 @@ def _fwd(
     if CLAMPED:
         g = tl.where(g > limit, limit, g)
         up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-    y = _value(g, up, alpha, offset, down_multiplier, ACT, SCALED, gate.dtype)
+    PRECISE: tl.constexpr = gate.dtype == tl.float32
+    if SCALED:
+        y = (act_of(g * alpha, ACT, PRECISE) / alpha).to(gate.dtype).to(tl.float32) * (up + offset) * down_multiplier
+    else:
+        y = act_of(g, ACT, PRECISE).to(gate.dtype).to(tl.float32) * up
     tl.store(y_ptr + row[:, None] * y_stride + col[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -150,14 +139,15 @@ def _bwd(
         free_up = ~(tl.abs(up) > limit)
         g = tl.where(free_gate, g, limit)
         up = tl.where(free_up, up, tl.where(up > 0, limit, -limit))
-    if NEED_Y:
-        whole = _value(g, up, alpha, offset, down_multiplier, ACT, SCALED, gate.dtype)
-        tl.store(y_ptr + row[:, None] * dy_stride + col[None, :], whole.to(y_ptr.dtype.element_ty), mask=mask)
     if SCALED:
         y, dact = act_and_slope(g * alpha, ACT, PRECISE)
         y = y / alpha
     else:
         y, dact = act_and_slope(g, ACT, PRECISE)
+    if NEED_Y:
+        whole = y.to(gate.dtype).to(tl.float32)
+        whole = whole * (up + offset) * down_multiplier if SCALED else whole * up
+        tl.store(y_ptr + row[:, None] * dy_stride + col[None, :], whole.to(y_ptr.dtype.element_ty), mask=mask)
     if NEED_DGATE:
         if SCALED:
             dgate = dy * (up + offset) * dact * gate_multiplier
@@ -223,9 +213,8 @@ def glu_bwd(dy: Tensor, gate: Tensor, up: Tensor, act: str, packed: bool, need_d
     return dgate, dup
 
 
-@launcher(f"(Tensor(a!) dy, Tensor(b!) gate, Tensor(c!) up, str act, bool need_y, {_FORM}) -> ()")
 def glu_bwd_(dy: Tensor, gate: Tensor, up: Tensor, act: str, need_y: bool, *form: Any) -> None:
-    """dgate and dup in the place of gate and up, and, if needed, the value of the forward in the place of dy: for one who owns all three."""
+    """dgate and dup in the place of gate and up, and, if needed, the value of the forward in the place of dy: for a launcher that owns all three."""
     M, N = gate.shape
     grid, tile = _grid(M, N, gate.itemsize)
     numbers, flags = _arguments(*form)

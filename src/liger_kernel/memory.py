@@ -180,12 +180,17 @@ def _allowed() -> bool:
 def cheap(op: Callable[..., Tensor], *tensors: Tensor | None, **options: Any) -> Tensor:
     """``op(*tensors, **options)``, not saved but computed again where a rematerialised forward runs. ``op``: the same bits in every call."""
     y = op(*tensors, **options)
+    declare(y, op, *tensors, **options)
+    return y
+
+
+def declare(y: Tensor, op: Callable[..., Tensor], *tensors: Tensor | None, **options: Any) -> None:
+    """As for ``cheap``, of a ``y`` that came about in another way."""
     if torch.compiler.is_compiling() or (region := _local.region) is None:
-        return y
+        return
     # ZeRO-3 (ds_id) takes the data out of a parameter when its module has run
     if y.grad_fn is not None and all(t is None or (type(t) in _PLAIN and not hasattr(t, "ds_id")) for t in (y, *tensors)):
         region.declare(y, op, tensors, options)
-    return y
 
 
 def level() -> str:

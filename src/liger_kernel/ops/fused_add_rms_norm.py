@@ -1,5 +1,7 @@
 """RMSNorm of a sum: ``s = x + residual``, ``y = rms_norm(s, w)``, returned as (y, s); ``casting`` and ``offset`` as in ``rms_norm``.
 
+Without a residual s is x: one who norms x and goes on with it, too, has both gradients added in the norm's backward.
+
 Shapes: x, residual, y, s (..., N), w (N,).  M = product of the leading dims.
 
 s has the promoted dtype of x and residual, and y is the norm of s as rounded to it: what the next layer adds to is what was normalised.
@@ -23,23 +25,26 @@ MAX_N = 16384  # columns that one program holds in registers; wider rows take th
 BWD_N = 8192  # columns of dy, ds, s, the weight and its gradient that one program holds
 
 
-def reference(x: Tensor, residual: Tensor, w: Tensor | None = None, *, eps: float = 1e-6, offset: float = 0.0, casting: str = "llama") -> tuple[Tensor, Tensor]:
-    s = x + residual
+def reference(
+    x: Tensor, residual: Tensor | None, w: Tensor | None = None, *, eps: float = 1e-6, offset: float = 0.0, casting: str = "llama"
+) -> tuple[Tensor, Tensor]:
+    s = x if residual is None else x + residual
     return rms_norm_reference(s, w, eps=eps, offset=offset, casting=casting), s
 
 
 @jit
 def _fwd(
     x_ptr, r_ptr, w_ptr, y_ptr, s_ptr, rstd_ptr, M, N, x_stride, r_stride, eps, offset,
-    HAS_W: tl.constexpr, CASTING: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_W: tl.constexpr, HAS_R: tl.constexpr, CASTING: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     col = tl.arange(0, BLOCK_N)
     mask = (row < M)[:, None] & (col < N)[None, :]
-    x = tl.load(x_ptr + row[:, None] * x_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
-    r = tl.load(r_ptr + row[:, None] * r_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
-    s = (x + r).to(s_ptr.dtype.element_ty)
-    tl.store(s_ptr + row[:, None] * N + col[None, :], s, mask=mask)
+    s = tl.load(x_ptr + row[:, None] * x_stride + col[None, :], mask=mask, other=0.0)
+    if HAS_R:
+        r = tl.load(r_ptr + row[:, None] * r_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+        s = (s.to(tl.float32) + r).to(s_ptr.dtype.element_ty)
+        tl.store(s_ptr + row[:, None] * N + col[None, :], s, mask=mask)
     h = s.to(tl.float32)
     rstd = tl.rsqrt(tl.sum(h * h, axis=1) / N + tl.cast(eps, tl.float32))
     tl.store(rstd_ptr + row, rstd, mask=row < M)
@@ -101,15 +106,16 @@ def _bwd(
         tl.store(dw_ptr + program.to(tl.int64) * N + col, tl.sum(dw, axis=0), mask=col < N)
 
 
-@launcher("(Tensor x, Tensor residual, Tensor? w, float eps, float offset, str casting) -> (Tensor y, Tensor s, Tensor rstd)")
-def fused_add_rms_norm_fwd(x: Tensor, residual: Tensor, w: Tensor | None, eps: float, offset: float, casting: str) -> tuple[Tensor, Tensor, Tensor]:
+@launcher("(Tensor x, Tensor? residual, Tensor? w, float eps, float offset, str casting) -> (Tensor y, Tensor s, Tensor rstd)")
+def fused_add_rms_norm_fwd(x: Tensor, residual: Tensor | None, w: Tensor | None, eps: float, offset: float, casting: str) -> tuple[Tensor, Tensor, Tensor]:
+    """y, s, which is empty without a residual, and 1/rms of s."""
     M, N = x.shape
-    s = x.new_empty(M, N, dtype=torch.promote_types(x.dtype, residual.dtype))
+    s = x.new_empty(0) if residual is None else x.new_empty(M, N, dtype=torch.promote_types(x.dtype, residual.dtype))
     y = s.new_empty(M, N, dtype=s.dtype if w is None or casting == "gemma" else torch.promote_types(s.dtype, w.dtype))
     rstd = x.new_empty(M, dtype=torch.float32)
     c = _config.tile("fused_add_rms_norm_fwd", N, s.itemsize, elements=4096, per_thread=32)
-    launch(_fwd, (cdiv(M, c.block_m),), x, residual, w, y, s, rstd, M, N, x.stride(0), residual.stride(0), eps, offset,
-           HAS_W=w is not None, CASTING=casting, BLOCK_M=c.block_m, BLOCK_N=c.block_n, num_warps=c.num_warps)  # fmt: skip
+    launch(_fwd, (cdiv(M, c.block_m),), x, residual, w, y, s, rstd, M, N, x.stride(0), 0 if residual is None else residual.stride(0), eps, offset,
+           HAS_W=w is not None, HAS_R=residual is not None, CASTING=casting, BLOCK_M=c.block_m, BLOCK_N=c.block_n, num_warps=c.num_warps)  # fmt: skip
     return y, s, rstd
 
 
@@ -137,16 +143,16 @@ def fused_add_rms_norm_bwd(
 
 
 class LigerFusedAddRMSNormFunction(torch.autograd.Function):
-    """``apply(x, residual, w, eps, offset=0.0, casting_mode="llama", in_place=False)``; the last is accepted and ignored."""
+    """``apply(x, residual or None, w, eps, offset=0.0, casting_mode="llama", in_place=False)``; the last is accepted and ignored."""
 
     @staticmethod
     def forward(ctx, x, residual, w, eps, offset=0.0, casting_mode="llama", in_place=False):
         ctx.set_materialize_grads(False)
         w = w if w is None else w.contiguous()
-        y, s, rstd = fused_add_rms_norm_fwd(rows_of(x), rows_of(residual), w, eps, offset, casting_mode)
-        ctx.save_for_backward(s, w, rstd)
-        ctx.offset, ctx.dtypes = offset, (x.dtype, residual.dtype)
-        return shaped(y, x.shape), shaped(s, x.shape)
+        y, s, rstd = fused_add_rms_norm_fwd(rows_of(x), None if residual is None else rows_of(residual), w, eps, offset, casting_mode)
+        ctx.save_for_backward(x if residual is None else s, w, rstd)
+        ctx.offset, ctx.dtypes = offset, (x.dtype, x.dtype if residual is None else residual.dtype)
+        return shaped(y, x.shape), x.detach() if residual is None else shaped(s, x.shape)
 
     @staticmethod
     @once_differentiable
@@ -164,7 +170,7 @@ class LigerFusedAddRMSNormFunction(torch.autograd.Function):
 
 
 def _torch(x, residual, w=None, *, eps=1e-6, offset=0.0, casting="llama"):
-    s = x + residual
+    s = x if residual is None else x + residual
     return F.rms_norm(s, s.shape[-1:], w + offset if offset else w, eps), s
 
 
@@ -180,12 +186,14 @@ def _tensors(*shape: int) -> dict[str, T]:
         Case("offset", dict(_tensors(9, 64), offset=1.0, eps=1e-5)),
         Case("no-upcast", dict(_tensors(9, 64), casting="none")),
         Case("no-weight", dict(_tensors(5, 3, 64), w=None)),
+        Case("no-residual", dict(_tensors(3, 7, 192), residual=None)),
         Case("odd", _tensors(5, 123)),
         Case("many-rows", _tensors(301, 40)),
         Case("fp32-weight", dict(_tensors(5, 64), w=T((64,), dtype=torch.float32))),
         Case("fp32-residual", dict(_tensors(5, 64), residual=T((5, 64), dtype=torch.float32))),
         Case("wide-backward", _tensors(3, BWD_N + 5)),
         Case("llama3-8b", _tensors(8192, 4096), gpu=True),
+        Case("llama3-8b-no-residual", dict(_tensors(8192, 4096), residual=None), gpu=True),
         Case("row-of-8k", _tensors(2048, 8192), gpu=True),
         Case("row-of-16k", _tensors(1024, 16384), gpu=True),
         Case("bad-weight", dict(_tensors(4, 8), w=T((4,))), error="fused_add_rms_norm: w must have shape (8,), got (4,)"),
@@ -197,7 +205,9 @@ def _tensors(*shape: int) -> dict[str, T]:
             error="fused_add_rms_norm: residual must be floating point, got torch.int64",
         ),
     ],
-    cost=lambda x, residual, w=None, **_: Cost(nbytes(x, residual, x, x, w), nbytes(x, x, x, x, w, w), flops=(5 * x.numel(), 11 * x.numel())),
+    cost=lambda x, residual, w=None, **_: Cost(
+        nbytes(x, x, w) + (0 if residual is None else nbytes(residual, x)), nbytes(x, x, x, x, w, w), flops=(5 * x.numel(), 11 * x.numel())
+    ),
     rivals={
         "torch": _torch,
         "upstream": lambda functional, x, residual, w=None, *, eps=1e-6, offset=0.0, casting="llama": functional.liger_fused_add_rms_norm(
@@ -207,21 +217,27 @@ def _tensors(*shape: int) -> dict[str, T]:
     sweeps={"hidden": ((1024, 2048, 4096, 8192, 16384), lambda n: _tensors((1 << 25) // n, n))},
 )
 def fused_add_rms_norm(
-    x: Tensor, residual: Tensor, w: Tensor | None = None, *, eps: float = 1e-6, offset: float = 0.0, casting: str = "llama"
+    x: Tensor, residual: Tensor | None, w: Tensor | None = None, *, eps: float = 1e-6, offset: float = 0.0, casting: str = "llama"
 ) -> tuple[Tensor, Tensor]:
-    """``(rms_norm(s), s)`` of ``s = x + residual`` over the last dim.
+    """``(rms_norm(s), s)`` of ``s = x + residual`` over the last dim, or of s = x, which then is what x is, without a residual.
 
     x and residual (..., N), of one shape, in fp32, fp16, bf16 or fp64, any strides; w (N,) or None. s has their promoted dtype.
     """
     for name, t in (("x", x), ("residual", residual)):
-        if not t.is_floating_point():
+        if t is not None and not t.is_floating_point():
             raise ValueError(f"fused_add_rms_norm: {name} must be floating point, got {t.dtype}")
     if casting not in CASTING:
         raise ValueError(f"fused_add_rms_norm: casting must be one of {CASTING}, got {casting!r}")
-    if residual.shape != x.shape:
+    if residual is not None and residual.shape != x.shape:
         raise ValueError(f"fused_add_rms_norm: residual must have shape {tuple(x.shape)}, got {tuple(residual.shape)}")
     if w is not None and w.shape != x.shape[-1:]:
         raise ValueError(f"fused_add_rms_norm: w must have shape {tuple(x.shape[-1:])}, got {tuple(w.shape)}")
-    if not (use_kernels(x, fusible=True) and use_kernels(residual)) or x.shape[-1] > MAX_N:
+    if not (use_kernels(x, fusible=True) and (residual is None or use_kernels(residual))) or x.shape[-1] > MAX_N:
         return reference(x, residual, w, eps=eps, offset=offset, casting=casting)
     return LigerFusedAddRMSNormFunction.apply(x, residual, w, eps, offset, casting)
+
+
+def rms_norm_of_sum(s: Tensor, w: Tensor | None, *, eps: float, offset: float, casting: str) -> Tensor:
+    """y of the operator from its s, bit for bit: to compute it again. No gradient."""
+    y, _, _ = fused_add_rms_norm_fwd(rows_of(s), None, None if w is None else w.contiguous(), eps, offset, casting)
+    return shaped(y, s.shape)

@@ -24,7 +24,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from liger_kernel import memory
 from liger_kernel.ops.layer_norm import layer_norm
 from liger_kernel.ops.rms_norm import rms_norm
-from liger_kernel.transformers import deferred, slots
+from liger_kernel.transformers import deferred, fusions, slots
 from liger_kernel.transformers.families import FAMILIES, VERSION
 from liger_kernel.transformers.slots import Family
 
@@ -188,9 +188,26 @@ def _fused(forward: Callable, keep_logits: bool) -> Callable:
     return _ours(deferred.fused(forward, keep_logits=keep_logits))
 
 
+def _change(forward: Callable, level: str, fuse: bool) -> Callable:
+    forward = (fuse and fusions.fused(forward)) or forward
+    return forward if level == "off" else memory.rematerialised(forward, level)
+
+
 @functools.cache
-def _rematerialised(forward: Callable, level: str) -> Callable:
-    return _ours(memory.rematerialised(forward, level))
+def _layer(forward: Callable, level: str, fuse: bool, of_class: bool) -> Callable:
+    return _ours(fusions.within(forward, functools.partial(_change, level=level, fuse=fuse), of_class=of_class))
+
+
+@functools.cache
+def _live_layer(stock: Callable, level: str, fuse: bool) -> Callable:
+    """For one layer of a class with this forward; its class, which FSDP2 may change after us, says what checkpoints."""
+    usual = _layer(stock, level, fuse, False)
+
+    def forward(self, *args, **kwargs):
+        outer = type(self).forward
+        return (usual if outer is stock else _layer(outer, level, fuse, False))(self, *args, **kwargs)
+
+    return _ours(forward)
 
 
 CHEAP = {"rms_norm", "layer_norm", "glu", "relu_squared"}  # slots whose outputs can be computed again for one pass over memory
@@ -224,9 +241,14 @@ def _patches(model_types: Iterable[str], parts: Mapping[str, Any], head: str | N
             if hasattr(owner, attribute):  # another version of transformers may not have it
                 yield Patch(owner, attribute, _variant(label, _of_stock(owner, attribute)), label)
         level = memory.level_of(parts.get("rematerialise"))
-        cheap = any(parts.get(slot) and slot in CHEAP for slot in map(slots.SLOT_OF.__getitem__, row.swapped.values()))
-        for cls in _layers(module) if cheap and level != "off" else ():
-            yield Patch(cls, "forward", _rematerialised(_of_stock(cls, "forward"), level), f"rematerialised({level})")
+        served = {slot for slot in map(slots.SLOT_OF.__getitem__, row.swapped.values()) if parts.get(slot)}
+        level = level if served & CHEAP else "off"
+        for cls in _layers(module):
+            stock = _of_stock(cls, "forward")
+            fuse = "rms_norm" in served and fusions.fused(inspect.unwrap(stock)) is not None
+            if fuse or level != "off":
+                label = ", ".join(["add_norm"] * fuse + [f"rematerialised({level})"] * (level != "off"))
+                yield Patch(cls, "forward", _layer(stock, level, fuse, True), label)
         for name in row.heads if i == 0 and head and not row.fused else ():
             if hasattr(module, name):
                 cls = getattr(module, name)
@@ -257,9 +279,11 @@ def instance_patches(model: nn.Module, model_type: str, parts: Mapping[str, Any]
                 found += [_on_instance(m, name, _seeing(f, p.attribute, p.new), p.label) for name, f in callers]
             elif isinstance(m, p.owner) and _of_stock(type(m), p.attribute) is _of_stock(p.owner, p.attribute):
                 around: Callable | None = functools.partial(deferred.fused, keep_logits=head == "logits") if p.label.endswith("head") else None
-                if p.label.startswith("rematerialised"):
-                    around = functools.partial(memory.rematerialised, level=memory.level_of(parts.get("rematerialise")))
-                found.append(_on_instance(m, p.attribute, p.new, p.label, around))
+                new, level = p.new, p.label.partition("rematerialised(")[2][:-1]
+                if p.new is not getattr(type(m), p.attribute, None) and (level or p.label == "add_norm"):
+                    new = _live_layer(_of_stock(type(m), p.attribute), level or "off", p.label.startswith("add_norm"))
+                    around = functools.partial(memory.rematerialised, level=level) if level else None
+                found.append(_on_instance(m, p.attribute, new, p.label, around))
     return Patches(p for p in found if p)
 
 

@@ -26,7 +26,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.nn.modules.module import _has_any_global_hook
 from transformers import CONFIG_MAPPING, PretrainedConfig
 from transformers.activations import ACT2FN
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
@@ -42,6 +41,7 @@ from liger_kernel.ops.moe import moe
 from liger_kernel.ops.relu_squared import relu_squared
 from liger_kernel.ops.rms_norm import rms_norm
 from liger_kernel.ops.rope import CASTING, of_complex, of_sections, once, rope
+from liger_kernel.transformers.fusions import plain, unhooked
 
 # -- variants: label -> what takes the place of the stock function, which it is given ------
 
@@ -56,6 +56,8 @@ def _norm(offset: float, casting: str, eps: str, weight: str) -> Variant:
                 w = w.expand(hidden_states.shape[-1])
             return memory.cheap(rms_norm, hidden_states, w, eps=getattr(self, eps), offset=offset, casting=casting)
 
+        if weight == "weight":
+            forward.rms_norm_form = offset, casting, eps  # type: ignore[attr-defined]
         return forward
 
     return variant
@@ -165,20 +167,16 @@ GLU_FORMS = {
 
 
 _LINEAR: Any = nn.Linear.forward
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def _bare(m: Any) -> bool:
     """Whether calling ``m`` is a product with its weight and nothing else: no bias, adapter, shards, or hooks."""
-    if type(m) not in (nn.Linear,) or m.bias is not None or type(m.weight) not in (Tensor, nn.Parameter) or hasattr(m.weight, "ds_id"):
-        return False
-    there = m.__dict__
-    return "forward" not in there and not any(there[name] for name in _HOOKS)
+    return type(m) in (nn.Linear,) and m.bias is None and plain(m.weight) and "forward" not in m.__dict__ and unhooked(m)
 
 
 def _whole(x: Tensor, *projections: Any) -> bool:
     """Whether a gated MLP of these projections can be one operator, and would gain by it."""
-    if not use_kernels(x, fusible=True) or not torch.is_grad_enabled() or nn.Linear.forward is not _LINEAR or _has_any_global_hook():
+    if not use_kernels(x, fusible=True) or not torch.is_grad_enabled() or nn.Linear.forward is not _LINEAR:
         return False
     if not all(map(_bare, projections)) or not (x.requires_grad or any(m.weight.requires_grad for m in projections)):
         return False

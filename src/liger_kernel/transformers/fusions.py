@@ -1,0 +1,214 @@
+"""Neighbouring steps of a layer's forward that one kernel does at once: a residual's addition and the norm behind it.
+
+The source of a forward is read and rewritten where it literally says one of these, x and n being names, or x a sum:
+
+    s = a + b; r = s; n = self.norm(s)   ->   r, n = add_norm(self.norm, a, b); s = r
+    r = x; n = self.norm(x)              ->   r, n = add_norm(self.norm, x); x = r
+
+In the second, the gradients of r and of the norm's input are added in the norm's backward, where autograd would take a pass over memory. ``add_norm``
+decides at each call: where the module is not just our RMSNorm, it adds and calls the module, as the source did. All else of the forward stays as it is,
+and a traceback shows the rewritten lines.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import linecache
+import textwrap
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from liger_kernel import memory
+from liger_kernel.ops._op import use_kernels
+from liger_kernel.ops.fused_add_rms_norm import MAX_N, fused_add_rms_norm, rms_norm_of_sum
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+PLAIN = (Tensor, nn.Parameter)
+
+
+def unhooked(m: nn.Module) -> bool:
+    """Whether calling ``m`` is its forward and nothing else."""
+    return not any(m.__dict__[name] for name in HOOKS) and not _has_any_global_hook()
+
+
+def plain(w: Any) -> bool:
+    """Whether ``w`` is a parameter that is here as a whole: not sharded, quantised, or with ZeRO's marks."""
+    return type(w) in PLAIN and not hasattr(w, "ds_id")
+
+
+def _form_of(norm: Any, x: Any) -> tuple[float, str, str] | None:
+    """Offset, casting and the name of the attribute with the eps, if ``norm`` is our RMSNorm and nothing more, and kernels can serve it on ``x``."""
+    if type(x) is not Tensor or not use_kernels(x, fusible=True) or not x.is_floating_point() or not 0 < x.shape[-1] <= MAX_N:
+        return None
+    if not isinstance(norm, nn.Module) or not unhooked(norm):
+        return None
+    form = getattr(norm.forward, "rms_norm_form", None)  # of a variant, which says it of itself
+    w = getattr(norm, "weight", None)
+    return form if form is not None and plain(w) and w.shape == x.shape[-1:] else None
+
+
+def add_norm(norm: Any, a: Any, b: Any = None) -> tuple[Any, Any]:
+    """``(s, norm(s))`` of ``s = a + b``, or of ``s = a``."""
+    form = None if torch.compiler.is_compiling() else _form_of(norm, a)
+    if form is None or (b is not None and (type(b) is not Tensor or b.shape != a.shape or b.dtype != a.dtype or b.device != a.device)):
+        s = a if b is None else a + b
+        return s, norm(s)
+    offset, casting, eps = form
+    options = dict(eps=getattr(norm, eps), offset=offset, casting=casting)
+    y, s = fused_add_rms_norm(a, b, norm.weight, **options)
+    memory.declare(y, rms_norm_of_sum, s, norm.weight, **options)
+    return s, y
+
+
+# -- source ----------------------------------------------------------------------------------
+
+
+def _name(node: Any) -> str | None:
+    return node.id if isinstance(node, ast.Name) else None
+
+
+def _assigned(statement: ast.stmt) -> tuple[str, ast.expr] | None:
+    """Name and value of ``name = value``."""
+    if isinstance(statement, ast.Assign) and len(statement.targets) == 1 and (name := _name(statement.targets[0])):
+        return name, statement.value
+    return None
+
+
+def _norm_of(value: ast.expr) -> tuple[ast.expr, str] | None:
+    """Module and argument of ``self.some_norm(name)``."""
+    if not (isinstance(value, ast.Call) and len(value.args) == 1 and not value.keywords and (argument := _name(value.args[0]))):
+        return None
+    module = value.func
+    if isinstance(module, ast.Attribute) and _name(module.value) == "self" and "norm" in module.attr.lower():
+        return module, argument
+    return None
+
+
+def _assignment(targets: list[str], value: ast.expr, at: ast.stmt) -> ast.stmt:
+    names: list[ast.expr] = [ast.Name(t, ast.Store()) for t in targets]
+    target = names[0] if len(names) == 1 else ast.Tuple(names, ast.Store())
+    return ast.copy_location(ast.Assign([target], value), at)
+
+
+ADD_NORM = "_liger_add_norm"
+
+
+def _fused(block: list[ast.stmt], at: int) -> tuple[int, list[ast.stmt]] | None:
+    """How many statements from ``at`` on are one of the patterns, and what takes their place."""
+    here = [_assigned(s) for s in block[at : at + 3]]
+    if not here or here[0] is None:
+        return None
+    (first, value), n = here[0], 1
+    added = isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add)
+    names = {first}
+    if added:
+        if len(here) > 1 and here[1] and _name(here[1][1]) == first:
+            names.add(here[1][0])
+            n = 2
+    elif _name(value):
+        names.add(_name(value))  # type: ignore[arg-type]
+    else:
+        return None
+    if len(here) <= n or (last := here[n]) is None or (norm := _norm_of(last[1])) is None or norm[1] not in names:
+        return None
+    module, normed = norm[0], last[0]
+    left = sorted(names - {normed})  # that hold the sum afterwards
+    if not left:
+        return None  # a sum that nobody but the norm needs
+    operands = [value.left, value.right] if isinstance(value, ast.BinOp) else [value]
+    call = ast.Call(ast.Name(ADD_NORM, ast.Load()), [module, *operands], [])
+    new = [_assignment([left[0], normed], call, block[at])]
+    new += [_assignment([name], ast.Name(left[0], ast.Load()), block[at]) for name in left[1:]]
+    return n + 1, new
+
+
+def _rewrite(block: list[ast.stmt]) -> tuple[list[ast.stmt], int]:
+    """``block`` with its patterns fused, those in nested blocks, too, and how many they are."""
+    out: list[ast.stmt] = []
+    found = at = 0
+    while at < len(block):
+        if (match := _fused(block, at)) is not None:
+            taken, new = match
+            out += new
+            found += 1
+            at += taken
+            continue
+        statement = block[at]
+        for part in ("body", "orelse", "finalbody"):
+            inner = getattr(statement, part, None)
+            if isinstance(inner, list) and not isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
+                new, n = _rewrite(inner)
+                setattr(statement, part, new)
+                found += n
+        out.append(statement)
+        at += 1
+    return out, found
+
+
+@functools.cache
+def fused(forward: types.FunctionType) -> types.FunctionType | None:
+    """``forward`` with its patterns fused; None where there are none, or its source cannot be had as what runs: decorated, a closure, changed in place."""
+    if not inspect.isfunction(forward) or forward.__code__.co_freevars or hasattr(forward, "__wrapped__"):
+        return None
+    try:
+        source = textwrap.dedent(inspect.getsource(forward))
+        (tree,) = ast.parse(source).body
+    except (OSError, TypeError, SyntaxError, ValueError):
+        return None
+    if not isinstance(tree, ast.FunctionDef) or tree.decorator_list or tree.name != forward.__name__:
+        return None
+    if any(isinstance(node, (ast.AugAssign, ast.Global, ast.Nonlocal, ast.Yield, ast.YieldFrom)) for node in ast.walk(tree)):
+        return None
+    tree.body, found = _rewrite(tree.body)
+    if not found:
+        return None
+    arguments = tree.args
+    tree.returns = None
+    for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, *filter(None, (arguments.vararg, arguments.kwarg))):
+        a.annotation = None
+    nothing = lambda: ast.Constant(None)  # the values are given below
+    arguments.defaults, arguments.kw_defaults = [nothing() for _ in arguments.defaults], [d and nothing() for d in arguments.kw_defaults]
+    factory = ast.parse(f"def factory({ADD_NORM}):\n    return {tree.name}")
+    factory.body[0].body.insert(0, tree)  # type: ignore[attr-defined]
+    text = ast.unparse(ast.fix_missing_locations(factory))
+    place = f"<liger_kernel: {forward.__module__}.{forward.__qualname__}>"
+    linecache.cache[place] = len(text), None, text.splitlines(keepends=True), place
+    scope: dict[str, Any] = {}
+    exec(compile(text, place, "exec"), forward.__globals__, scope)  # its globals are the model's own, and get no new name
+    new = scope["factory"](add_norm)
+    new.__defaults__, new.__kwdefaults__, new.__annotations__ = forward.__defaults__, forward.__kwdefaults__, forward.__annotations__
+    for name in ("__module__", "__qualname__", "__doc__"):
+        setattr(new, name, getattr(forward, name))
+    return new
+
+
+# -- transformers' wrapper for checkpointing ------------------------------------------------
+
+
+def within(forward: Callable, change: Callable[[Callable], Callable], *, of_class: bool) -> Callable:
+    """``change(forward)``, or, where transformers has wrapped a layer's forward to checkpoint it, that wrapper around ``change`` of what it wraps.
+
+    Such a wrapper checkpoints if it is ``type(self).forward``: the new one asks that of itself if it is to be that (``of_class``), or else of the old one.
+    """
+    code = getattr(forward, "__code__", None)
+    names = code.co_freevars if code is not None else ()
+    if code is None or code.co_name != "forward_with_checkpointing" or not {"forward", code.co_name} <= set(names):
+        return change(forward)
+    cells = dict(zip(names, forward.__closure__))  # type: ignore[attr-defined]
+    cells["forward"] = types.CellType(within(cells["forward"].cell_contents, change, of_class=False))
+    if of_class:
+        cells[code.co_name] = types.CellType()
+    new = types.FunctionType(code, forward.__globals__, forward.__name__, forward.__defaults__, tuple(cells.values()))  # type: ignore[attr-defined]
+    new.__kwdefaults__ = forward.__kwdefaults__  # type: ignore[attr-defined]
+    functools.update_wrapper(new, forward)
+    new.__wrapped__ = cells["forward"].cell_contents  # type: ignore[attr-defined]
+    if of_class:
+        cells[code.co_name].cell_contents = new
+    return new

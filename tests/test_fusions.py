@@ -1,0 +1,286 @@
+"""Steps of a layer that one kernel does at once: the rewritten forward computes what the source says, whatever the norm is."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import traceback
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+transformers = pytest.importorskip("transformers")
+
+from hf_models import make, served_by_kernels_or_references, step, tokens  # noqa: E402
+
+import liger_kernel.transformers as ours  # noqa: E402
+from liger_kernel.ops import _op  # noqa: E402
+from liger_kernel.transformers import fusions, patch, restore, slots  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+needs_kernels = pytest.mark.skipif(not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call")
+RMS_NORM = slots.VARIANTS["rms_norm(0, llama, eps)"](nn.RMSNorm.forward)
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list[bool]:
+    """Calls of the operator; whether there was a residual."""
+    found, stock = [], fusions.fused_add_rms_norm
+    monkeypatch.setattr(
+        fusions, "fused_add_rms_norm", lambda x, residual, *args, **options: found.append(residual is not None) or stock(x, residual, *args, **options)
+    )
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _restored():
+    yield
+    restore()
+
+
+class Norm(nn.Module):
+    """Of transformers' kind, with ours as its forward."""
+
+    def __init__(self, n: int = 8):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.linspace(0.5, 1.5, n)), 0.1
+
+    forward = RMS_NORM
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first_norm, self.second_norm, self.third_norm = Norm(), Norm(), Norm()
+        self.attention, self.mlp = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, hidden_states: torch.Tensor, scale: float = 0.5, *, again: bool = False) -> torch.Tensor:
+        residual = hidden_states
+        hidden_states = self.first_norm(hidden_states)
+        hidden_states = self.attention(hidden_states)
+        # a comment
+        hidden_states = residual + hidden_states * scale
+        residual = hidden_states
+        hidden_states = self.second_norm(hidden_states)
+        hidden_states = residual + self.mlp(hidden_states)
+        if again:
+            total = hidden_states + residual
+            normed = self.third_norm(total)
+            hidden_states = total * normed
+        return hidden_states
+
+
+class Nothing(Layer):
+    def forward(self, hidden_states):
+        hidden_states = self.first_norm(hidden_states)
+        total = hidden_states + 1
+        total = self.second_norm(total)
+        return self.mlp(total)
+
+
+class InPlace(Layer):
+    def forward(self, hidden_states):
+        residual = hidden_states
+        hidden_states = self.first_norm(hidden_states)
+        hidden_states += residual
+        return hidden_states
+
+
+class Derived(Layer):
+    def forward(self, hidden_states):
+        residual = hidden_states
+        hidden_states = self.first_norm(hidden_states)
+        return residual + super().forward(hidden_states)
+
+
+def run(forward, layer: nn.Module, **options) -> list[torch.Tensor]:
+    x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(1)).to(DEVICE).requires_grad_()
+    layer = layer.to(DEVICE)
+    y = forward(layer, x, **options)
+    return [y, *torch.autograd.grad(y.square().sum(), [x, *layer.parameters()], allow_unused=True)]
+
+
+def assert_close(ours: list, theirs: list) -> None:
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@needs_kernels
+@pytest.mark.parametrize("again", [False, True])
+def test_computes_what_the_source_says(calls, again):
+    new = fusions.fused(Layer.forward)
+    assert_close(run(new, Layer(), again=again), run(Layer.forward, Layer(), again=again))
+    assert calls == [False, True] + [True] * again
+
+
+def test_is_the_same_function_to_others():
+    new = fusions.fused(Layer.forward)
+    assert inspect.signature(new) == inspect.signature(Layer.forward) and new.__qualname__ == "Layer.forward"
+    assert new.__globals__ is Layer.forward.__globals__ and not any("liger" in name for name in globals())
+    with pytest.raises((RuntimeError, ValueError)) as caught:
+        new(Layer(), torch.randn(3, 7))
+    assert any("_liger_add_norm(self.first_norm, hidden_states)" in line for line in traceback.format_tb(caught.tb))
+
+
+@pytest.mark.parametrize("cls", [Nothing, InPlace, Derived, nn.Linear])
+def test_other_forwards_stay(cls):
+    assert fusions.fused(cls.forward) is None
+
+
+def _hooked(layer):
+    layer.first_norm.register_forward_hook(lambda *_: None)
+
+
+def _stock(layer):
+    layer.first_norm = nn.RMSNorm(8, eps=0.1)
+
+
+def _wrapped(layer):
+    layer.first_norm.forward = lambda x, norm=layer.first_norm: Norm.forward(norm, x)
+
+
+def _replaced_by_none(layer):
+    layer.first_norm = nn.Identity()
+
+
+@needs_kernels
+@pytest.mark.parametrize("change", [_hooked, _stock, _wrapped, _replaced_by_none])
+def test_norms_that_are_more_are_called(calls, change):
+    layers = Layer(), Layer()
+    for layer in layers:
+        change(layer)
+    assert_close(run(fusions.fused(Layer.forward), layers[0]), run(Layer.forward, layers[1]))
+    assert calls == [True]
+
+
+@needs_kernels
+def test_what_does_not_fit_is_added_as_it_was(calls):
+    layer, x = Layer().to(DEVICE), torch.randn(2, 3, 8, device=DEVICE)
+    for a, b in ((x, torch.ones(8, device=DEVICE)), (x, x.double()), (x, 1.0), (x.double(), x), (x.bool(), None)):
+        if b is None:
+            with pytest.raises((ValueError, RuntimeError, TypeError)):
+                fusions.add_norm(layer.first_norm, a)
+            continue
+        s, y = fusions.add_norm(layer.first_norm, a, b)
+        torch.testing.assert_close(s, a + b)
+        torch.testing.assert_close(y, layer.first_norm(a + b))
+    assert not calls
+
+
+@needs_kernels
+def test_a_residual_that_is_changed_raises_as_in_stock():
+    norm, x = Norm().to(DEVICE), torch.randn(3, 8, device=DEVICE, requires_grad=True)
+    s, y = fusions.add_norm(norm, x * 1)
+    s.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+# -- models of transformers ------------------------------------------------------------------
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    return [m for m in model.modules() if type(m).__name__.endswith("DecoderLayer")]
+
+
+@needs_kernels
+@pytest.mark.parametrize("level", [False, True, "mlp"])
+@pytest.mark.parametrize("family", ["llama", "phi3", "granite"])
+def test_models(calls, family, level):
+    with served_by_kernels_or_references():
+        model, batch = make(family), tokens(2, 9, ignored=2)
+        _, expected = step(model, batch)
+        _op._KERNEL_DEVICES.add(DEVICE)
+        ours._apply_liger_kernel_to_instance(model, rematerialise=level)
+        _, learned = step(model, batch)
+    both = 2 if family == "llama" else 0  # others scale or drop what they add: a sum all the same
+    assert calls.count(True) >= max(both, 1) and calls.count(False) == 2
+    for name, d in expected.items():
+        torch.testing.assert_close(learned[name], d, rtol=1e-4, atol=1e-4)
+    restore(model)
+    assert not any("forward" in m.__dict__ for m in model.modules())
+
+
+@needs_kernels
+def test_nothing_is_kept_by_the_graph(monkeypatch):
+    found, stock = [], fusions.fused_add_rms_norm
+
+    def seen(*args, **options):
+        y, s = stock(*args, **options)
+        found.extend((weakref.ref(y), weakref.ref(s)))
+        return y, s
+
+    monkeypatch.setattr(fusions, "fused_add_rms_norm", seen)
+    with served_by_kernels_or_references():
+        _op._KERNEL_DEVICES.add(DEVICE)
+        model = make("llama", num_hidden_layers=1)
+        ours._apply_liger_kernel_to_instance(model)
+        gc.collect()
+        gc.disable()
+        try:
+            loss = model(**tokens(1, 5, ignored=1)).loss
+            assert len(found) == 4 and any(each() is not None for each in found)
+            del loss
+            assert all(each() is None for each in found)
+        finally:
+            gc.enable()
+
+
+def checkpointed(model: nn.Module) -> int:
+    """Layers that checkpointing recomputes in a step."""
+    model.train()
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable()
+    found = []
+    for layer in layers_of(model):
+        call = layer._gradient_checkpointing_func
+        layer._gradient_checkpointing_func = lambda *args, call=call, **kwargs: found.append(args) or call(*args, **kwargs)
+    step(model)
+    return len(found)
+
+
+@pytest.mark.parametrize("level", [False, True])
+@pytest.mark.parametrize("door", ["class", "instance", "both"])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_layers_are_checkpointed(door, level, sharded):
+    """transformers' own wrapper of a layer's forward, which checkpoints, knows itself by being ``type(layer).forward``, in FSDP2's classes, too."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    with served_by_kernels_or_references():
+        if door in ("class", "both"):
+            ours.apply_liger_kernel_to_llama(rematerialise=level)
+        model = make("llama")
+        if door in ("instance", "both"):
+            ours._apply_liger_kernel_to_instance(model, rematerialise=level)
+        if sharded:
+            dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            for layer in layers_of(model) if sharded else ():
+                fully_shard(layer, mesh=init_device_mesh(DEVICE, (1,)))
+            assert checkpointed(model) == len(layers_of(model)) == 2
+        finally:
+            if sharded:
+                dist.destroy_process_group()
+
+
+def test_what_is_rewritten():
+    """In the installed transformers: most layers, and no others than those of these forms."""
+    from transformers.models.bert.modeling_bert import BertLayer
+    from transformers.models.gemma2.modeling_gemma2 import Gemma2DecoderLayer
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    forms = {cls: fusions.fused(inspect.unwrap(cls.forward)) for cls in (LlamaDecoderLayer, Gemma2DecoderLayer, BertLayer)}
+    if forms[LlamaDecoderLayer] is None:
+        pytest.skip("its forwards are decorated in this version of transformers")
+    count = lambda cls: inspect.getsource(forms[cls]).count(fusions.ADD_NORM)
+    assert (count(LlamaDecoderLayer), count(Gemma2DecoderLayer), forms[BertLayer]) == (2, 2, None)
+    labels = [str(p) for p in patch.class_patches("llama", {"rms_norm": True, "glu": False, "rope": False}, None)]
+    assert "LlamaDecoderLayer.forward <- add_norm" in labels
+    assert not any("add_norm" in str(p) for p in patch.class_patches("llama", {"rms_norm": False, "glu": True, "rope": True, "rematerialise": True}, None))

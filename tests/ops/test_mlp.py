@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import types
 
 import pytest
@@ -218,3 +219,36 @@ def test_frozen_weights(frozen):
     learn = [t for t in args.values() if t.requires_grad]
     for ours, theirs in zip(torch.autograd.grad(y.square().sum(), learn), torch.autograd.grad(parts(**args).square().sum(), learn)):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@needs_kernels
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing(monkeypatch, reentrant, recompute):
+    """Gradients are the same bits, and what is computed again ends before the last product, as for stock modules."""
+    from torch.utils.checkpoint import checkpoint
+
+    module = sys.modules[LigerMLPFunction.__module__]
+    products, stock = [], module.mlp_fwd
+    monkeypatch.setattr(module, "mlp_fwd", lambda *args: products.append(1) or stock(*args))
+    args = arguments()
+    call = lambda x: x + mlp(x, **{k: v for k, v in args.items() if k != "x"}, recompute=recompute)
+    expected = torch.autograd.grad(call(args["x"]).square().sum(), list(args.values()))
+    assert len(products) == 1
+    y = checkpoint(call, args["x"], use_reentrant=reentrant)
+    y.square().sum().backward()
+    assert all(map(torch.equal, expected, [t.grad for t in args.values()]))
+    assert len(products) == (3 if reentrant else 2)
+
+
+@needs_kernels
+def test_checkpointing_twice():
+    """A graph that is kept is computed again for each backward."""
+    from torch.utils.checkpoint import checkpoint
+
+    args = arguments()
+    y = checkpoint(lambda x: mlp(x, args["gate"], args["up"], args["down"]), args["x"], use_reentrant=False).square().sum()
+    once = torch.autograd.grad(y, list(args.values()), retain_graph=True)
+    assert all(map(torch.equal, once, torch.autograd.grad(y, list(args.values()))))
+    with pytest.raises(RuntimeError):
+        torch.autograd.grad(y, list(args.values()))

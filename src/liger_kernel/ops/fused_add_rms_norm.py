@@ -54,7 +54,7 @@ def _fwd(
 
 @jit
 def _bwd_mean(
-    dy_ptr, s_ptr, w_ptr, rstd_ptr, mean_ptr, M, N, dy_stride, offset,
+    dy_ptr, s_ptr, w_ptr, rstd_ptr, mean_ptr, M, N, dy_stride, s_stride, offset,
     HAS_W: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """The mean of g s_hat, g = dy (w + offset), over a row wider than a block."""
@@ -65,7 +65,7 @@ def _bwd_mean(
         col = start + tl.arange(0, BLOCK_N)
         mask = (row < M)[:, None] & (col < N)[None, :]
         g = tl.load(dy_ptr + row[:, None] * dy_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
-        s = tl.load(s_ptr + row[:, None] * N + col[None, :], mask=mask, other=0.0).to(tl.float32)
+        s = tl.load(s_ptr + row[:, None] * s_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
         if HAS_W:
             g = g * (tl.load(w_ptr + col, mask=col < N, other=0.0).to(tl.float32) + tl.cast(offset, tl.float32))[None, :]
         total += tl.sum(g * (s * rstd), axis=1)
@@ -74,7 +74,7 @@ def _bwd_mean(
 
 @jit
 def _bwd(
-    dy_ptr, ds_ptr, s_ptr, w_ptr, rstd_ptr, mean_ptr, dx_ptr, dw_ptr, M, N, dy_stride, ds_stride, offset,
+    dy_ptr, ds_ptr, s_ptr, w_ptr, rstd_ptr, mean_ptr, dx_ptr, dw_ptr, M, N, dy_stride, ds_stride, s_stride, offset,
     HAS_W: tl.constexpr, HAS_DS: tl.constexpr, WIDE: tl.constexpr, NEED_DX: tl.constexpr, NEED_DW: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -87,7 +87,7 @@ def _bwd(
         row = tile.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
         mask = (row < M)[:, None] & (col < N)[None, :]
         dy = tl.load(dy_ptr + row[:, None] * dy_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
-        s = tl.load(s_ptr + row[:, None] * N + col[None, :], mask=mask, other=0.0).to(tl.float32)
+        s = tl.load(s_ptr + row[:, None] * s_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
         rstd = tl.load(rstd_ptr + row, mask=row < M, other=0.0)[:, None]
         s_hat = s * rstd
         if NEED_DW:
@@ -134,9 +134,10 @@ def fused_add_rms_norm_bwd(
     partials = s.new_empty((programs, N) if need_dw else 0, dtype=torch.float32)
     mean = s.new_empty(M if wide and need_dx else 0, dtype=torch.float32)
     if wide and need_dx:
-        launch(_bwd_mean, (cdiv(M, c.block_m),), dy, s, w, rstd, mean, M, N, dy.stride(0), offset,
+        launch(_bwd_mean, (cdiv(M, c.block_m),), dy, s, w, rstd, mean, M, N, dy.stride(0), s.stride(0), offset,
                HAS_W=w is not None, BLOCK_M=c.block_m, BLOCK_N=c.block_n, num_warps=c.num_warps)  # fmt: skip
-    launch(_bwd, (programs, blocks), dy, ds, s, w, rstd, mean, dx, partials, M, N, dy.stride(0), 0 if ds is None else ds.stride(0), offset,
+    launch(_bwd, (programs, blocks), dy, ds, s, w, rstd, mean, dx, partials, M, N, dy.stride(0), 0 if ds is None else ds.stride(0), s.stride(0),
+           offset,
            HAS_W=w is not None, HAS_DS=ds is not None, WIDE=wide, NEED_DX=need_dx, NEED_DW=need_dw,
            BLOCK_M=c.block_m, BLOCK_N=c.block_n, STAGES=c.stages, num_warps=c.num_warps)  # fmt: skip
     return dx, column_sum(partials, w.dtype) if need_dw else s.new_empty(0)

@@ -12,6 +12,7 @@ gate x and up x are copied first.
 from __future__ import annotations
 
 import importlib
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,14 +35,15 @@ def _form(gate_multiplier: float, down_multiplier: float) -> Form:
     return Form(gate_multiplier=gate_multiplier, down_multiplier=down_multiplier)
 
 
+_CHECKPOINT = "torch.utils.checkpoint"
 # Hooks for saved tensors that keep no tensor for themselves: they give back what was saved, a copy, or what was computed again
-_HARMLESS = {"liger_kernel.memory", "torch.autograd.graph", "torch.utils.checkpoint"}
+_HARMLESS = {"", "liger_kernel.memory", "torch.autograd.graph", _CHECKPOINT}
 
 
-def _unshared() -> bool:
-    """Whether nobody gets to see what is saved now."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
-    return hooks is None or getattr(hooks[1], "__module__", "") in _HARMLESS
+def _hooks() -> tuple[tuple[Any, Any] | None, str]:
+    """The hooks that see what is saved now, and the module they are from: none, and no name."""
+    hooks = None if torch.compiler.is_compiling() else torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
+    return hooks, "" if hooks is None else getattr(hooks[1], "__module__", "?")
 
 
 def _graph_is_kept() -> bool:
@@ -100,18 +102,24 @@ class LigerMLPFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, gate, up, down, gate_multiplier=1.0, down_multiplier=1.0, act="silu", recompute=False):
         ctx.form = act, gate_multiplier, down_multiplier
-        ctx.unshared = not torch.compiler.is_compiling() and _unshared()
+        hooks, owner = _hooks()
+        ctx.unshared, ctx.packed = owner in _HARMLESS and not torch.compiler.is_compiling(), None
         g, u = mlp_projections(rows_of(x), gate, up)
         u = None if up is None else u
-        y = mlp_fwd(g, u, down, *ctx.form)
         need_x = recompute or ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
-        ctx.save_for_backward(x if need_x else None, gate, up, down, *(() if recompute else (g, u)))
+        saved = x if need_x else None, gate, up, down, *(() if recompute else (g, u))
+        if hooks is not None and owner == _CHECKPOINT:
+            # not after the last product: a recomputation ends when it has seen all that was saved, and that product is for nobody then
+            ctx.packed, ctx.unpack = [t if t is None else hooks[0](t) for t in saved], hooks[1]
+        else:
+            ctx.save_for_backward(*saved)
+        y = mlp_fwd(g, u, down, *ctx.form)
         return shaped(y, (*x.shape[:-1], down.shape[0]))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        x, gate, up, down, *projected = ctx.saved_tensors
+        x, gate, up, down, *projected = ctx.saved_tensors if ctx.packed is None else [t if t is None else ctx.unpack(t) for t in ctx.packed]
         shape, need = (*dy.shape[:-1], gate.shape[1]), ctx.needs_input_grad[:4]
         x = None if x is None else rows_of(x)
         g, u = projected or mlp_projections(x, gate, up)

@@ -45,8 +45,8 @@ def plain(w: Any) -> bool:
 
 def _form_of(norm: Any, x: Any) -> tuple[float, str, str] | None:
     """Offset, casting and the name of the attribute with the eps, if ``norm`` is our RMSNorm and nothing more, and kernels can serve it on ``x``."""
-    if type(x) is not Tensor or not use_kernels(x, fusible=True) or not x.is_floating_point() or not 0 < x.shape[-1] <= MAX_N:
-        return None
+    if type(x) is not Tensor or not use_kernels(x, fusible=True) or not x.is_floating_point() or not 0 < x.shape[-1] <= MAX_N or not x.is_contiguous():
+        return None  # rows of other strides may be summed in another order, and are not worth another kernel to compute them again
     if not isinstance(norm, nn.Module) or not unhooked(norm):
         return None
     form = getattr(norm.forward, "rms_norm_form", None)  # of a variant, which says it of itself
@@ -57,7 +57,7 @@ def _form_of(norm: Any, x: Any) -> tuple[float, str, str] | None:
 def add_norm(norm: Any, a: Any, b: Any = None) -> tuple[Any, Any]:
     """``(s, norm(s))`` of ``s = a + b``, or of ``s = a``."""
     form = None if torch.compiler.is_compiling() else _form_of(norm, a)
-    if form is None or (b is not None and (type(b) is not Tensor or b.shape != a.shape or b.dtype != a.dtype or b.device != a.device)):
+    if form is None or (b is not None and (type(b) is not Tensor or b.shape != a.shape or b.dtype != a.dtype or b.device != a.device or not b.is_contiguous())):
         s = a if b is None else a + b
         return s, norm(s)
     offset, casting, eps = form

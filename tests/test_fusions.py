@@ -206,6 +206,97 @@ def test_models(calls, family, level):
     assert not any("forward" in m.__dict__ for m in model.modules())
 
 
+@pytest.fixture
+def turns(monkeypatch) -> list[dict]:
+    """Calls of the operator that norms and turns."""
+    found, stock = [], fusions.qk_norm_rope
+    monkeypatch.setattr(fusions, "qk_norm_rope", lambda *args, **options: found.append(options) or stock(*args, **options))
+    return found
+
+
+def attentions_of(model: nn.Module) -> list[nn.Module]:
+    return [m for m in model.modules() if type(m).__name__.endswith("Attention") and hasattr(m, "q_norm")]
+
+
+@needs_kernels
+@pytest.mark.parametrize("door", ["class", "instance"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "qwen3_next"])
+def test_norms_of_heads_go_with_their_rotation(turns, family, door):
+    with served_by_kernels_or_references():
+        model, batch = make(family), tokens(2, 9, ignored=2)
+        _, expected = step(model, batch)
+        _op._KERNEL_DEVICES.add(DEVICE)
+        if door == "class":
+            getattr(ours, f"apply_liger_kernel_to_{family}")(rope=True)
+        else:
+            ours._apply_liger_kernel_to_instance(model, rope=True)
+        _, learned = step(model, batch)
+        assert len(turns) == len(attentions_of(model)) > 0
+        for name, d in expected.items():
+            torch.testing.assert_close(learned[name], d, rtol=1e-4, atol=1e-4)
+
+        attentions_of(model)[0].k_norm.register_forward_hook(lambda *_: None)
+        turns.clear()
+        _, hooked = step(model, batch)
+        assert len(turns) == len(attentions_of(model)) - 1
+        for name, d in expected.items():
+            torch.testing.assert_close(hooked[name], d, rtol=1e-4, atol=1e-4)
+        turns.clear()
+        restore(model if door == "instance" else None)
+        step(model, batch)
+        assert not turns
+
+
+@pytest.mark.parametrize("flag", ["rope", "rms_norm"])
+def test_norms_and_rotation_need_both_flags(turns, flag):
+    with served_by_kernels_or_references():
+        model = make("qwen3")
+        _op._KERNEL_DEVICES.add(DEVICE)
+        ours._apply_liger_kernel_to_instance(model, **{flag: False})
+        step(model, tokens(1, 5, ignored=1))
+        restore(model)
+        ours.apply_liger_kernel_to_qwen3(**{flag: False})
+        step(model, tokens(1, 5, ignored=1))
+    assert not turns
+
+
+def apply_rotary(q, k, cos, sin):
+    return q * cos, k * sin
+
+
+class Turned(nn.Module):
+    """An attention that looks at its queries before they turn."""
+
+    def forward(self, q, k, cos, sin):
+        q = self.q_norm(q)
+        k = self.k_norm(k)
+        total = q.sum()
+        q, k = apply_rotary(q, k, cos, sin)
+        return q, k, total
+
+
+class Ungainly(Turned):
+    def forward(self, q, k, cos, sin):
+        q = self.q_norm(q).transpose(1, 2)
+        k = self.k_norm(k)
+        q, k = apply_rotary(q, k, cos, sin)
+        return q, k
+
+
+class Conditional(Turned):
+    def forward(self, q, k, cos, sin):
+        q = self.q_norm(q)
+        if cos is not None:
+            k = self.k_norm(k)
+        q, k = apply_rotary(q, k, cos, sin)
+        return q, k
+
+
+@pytest.mark.parametrize("cls", [Turned, Ungainly, Conditional])
+def test_other_norms_of_heads_stay(cls):
+    assert fusions.fused(cls.forward) is None
+
+
 @needs_kernels
 def test_nothing_is_kept_by_the_graph(monkeypatch):
     found, stock = [], fusions.fused_add_rms_norm

@@ -1,7 +1,7 @@
 """RMSNorm of the heads of queries and keys, then rotary position embedding, in one pass: ``rope(rms_norm(q, wq), rms_norm(k, wk), cos, sin)``.
 
 Shapes: q (B, Hq, T, D), k (B, Hk, T, D), or with ``unsqueeze_dim=2`` (B, T, H, D); wq, wk (D,), shared by the heads; cos, sin (B or 1, T, R/2).
-R <= D: the last D - R columns are normed and pass through.  ``casting`` as in ``rms_norm``, ``layout`` as in ``rope``.
+R <= D: the last D - R columns are normed and pass through.  ``casting`` as in ``rms_norm``, ``layout`` as in ``rope``, ``rope_casting`` as its ``casting``.
 
 A normed value is rounded to its dtype before it turns, as where these are two operators. Per head, with a = dy turned back,
 x_hat = x rstd and g = a (w + offset):  dw = sum of a x_hat,  dx = (g - x_hat mean(g x_hat)) rstd.
@@ -20,7 +20,21 @@ from liger_kernel.ops._reduce import column_sum
 from liger_kernel.ops._tl import jit, next_power_of_2, tl
 from liger_kernel.ops.rms_norm import CASTING
 from liger_kernel.ops.rms_norm import reference as rms_norm_reference
-from liger_kernel.ops.rope import _angles, _ids, _projected, angle_strides, checked_tables, load_angles, load_pairs, store_pairs, unit_stride
+from liger_kernel.ops.rope import CASTING as ROPE_CASTING
+from liger_kernel.ops.rope import (
+    _angles,
+    _ids,
+    _projected,
+    angle_strides,
+    checked_tables,
+    fusing,
+    load_angles,
+    load_pairs,
+    rounding,
+    store_pairs,
+    turned,
+    unit_stride,
+)
 from liger_kernel.ops.rope import reference as rope_reference
 
 MAX_D = 1024  # columns of a head that a tile holds; wider heads take the reference
@@ -28,10 +42,10 @@ MAX_D = 1024  # columns of a head that a tile holds; wider heads take the refere
 
 def reference(
     q: Tensor, k: Tensor, wq: Tensor, wk: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, *,
-    eps: float = 1e-6, offset: float = 0.0, casting: str = "llama", layout: str = "halves", unsqueeze_dim: int = 1,
+    eps: float = 1e-6, offset: float = 0.0, casting: str = "llama", layout: str = "halves", unsqueeze_dim: int = 1, rope_casting: str = "fp32",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     q, k = (rms_norm_reference(x, w, eps=eps, offset=offset, casting=casting) for x, w in ((q, wq), (k, wk)))
-    return rope_reference(q, k, cos, sin, position_ids, layout=layout, unsqueeze_dim=unsqueeze_dim)
+    return rope_reference(q, k, cos, sin, position_ids, layout=layout, unsqueeze_dim=unsqueeze_dim, casting=rope_casting)
 
 
 @jit
@@ -98,7 +112,8 @@ def _scale(x, rstd, w, X: tl.constexpr, Y: tl.constexpr, CASTING: tl.constexpr):
 @jit
 def _fwd_heads(
     x_ptr, w_ptr, y_ptr, cos, sin, H, x_head, y_head, HALF, D, eps, offset,
-    CASTING: tl.constexpr, PAIRS: tl.constexpr, PARTIAL: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr,
+    CASTING: tl.constexpr, PAIRS: tl.constexpr, PARTIAL: tl.constexpr, ROUND: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
     """All heads of one token: pointers to its first head, strides between heads."""
     X: tl.constexpr = x_ptr.dtype.element_ty
@@ -113,7 +128,8 @@ def _fwd_heads(
             rstd = rstd.to(X).to(tl.float32)
         a = _scale(a, rstd, w_a, X, Y, CASTING)
         b = _scale(b, rstd, w_b, X, Y, CASTING)
-        store_pairs(y_ptr, a * cos[None, :] - b * sin[None, :], b * cos[None, :] + a * sin[None, :], h, y_head, H, HALF, PAIRS, BLOCK_H, BLOCK_R)
+        a, b = turned(a, b, cos, sin, ROUND, Y)
+        store_pairs(y_ptr, a, b, h, y_head, H, HALF, PAIRS, BLOCK_H, BLOCK_R)
         if PARTIAL:
             _store_rest(y_ptr, _scale(c, rstd, w_c, X, Y, CASTING), h, y_head, H, HALF, D, BLOCK_REST)
 
@@ -123,7 +139,7 @@ def _fwd(
     q_ptr, k_ptr, wq_ptr, wk_ptr, cos_ptr, sin_ptr, pos_ptr, yq_ptr, yk_ptr, T, Hq, Hk, L, HALF, D, eps, offset,
     q_batch, q_time, q_head, k_batch, k_time, k_head, yq_batch, yq_time, yq_head, yk_batch, yk_time, yk_head,
     cos_batch, cos_time, cos_col, sin_batch, sin_time, sin_col, pos_batch, pos_time,
-    HAS_POS: tl.constexpr, CASTING: tl.constexpr, PAIRS: tl.constexpr, PARTIAL: tl.constexpr,
+    HAS_POS: tl.constexpr, CASTING: tl.constexpr, PAIRS: tl.constexpr, PARTIAL: tl.constexpr, ROUND: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0)
@@ -131,9 +147,9 @@ def _fwd(
     cos, sin = load_angles(cos_ptr, sin_ptr, pos_ptr, batch, time, L, HALF, cos_batch, cos_time, cos_col, sin_batch, sin_time, sin_col,
                            pos_batch, pos_time, HAS_POS, BLOCK_R)  # fmt: skip
     _fwd_heads(q_ptr + batch * q_batch + time * q_time, wq_ptr, yq_ptr + batch * yq_batch + time * yq_time, cos, sin, Hq, q_head, yq_head, HALF, D,
-               eps, offset, CASTING, PAIRS, PARTIAL, BLOCK_Q, BLOCK_R, BLOCK_REST)  # fmt: skip
+               eps, offset, CASTING, PAIRS, PARTIAL, ROUND, BLOCK_Q, BLOCK_R, BLOCK_REST)  # fmt: skip
     _fwd_heads(k_ptr + batch * k_batch + time * k_time, wk_ptr, yk_ptr + batch * yk_batch + time * yk_time, cos, sin, Hk, k_head, yk_head, HALF, D,
-               eps, offset, CASTING, PAIRS, PARTIAL, BLOCK_K, BLOCK_R, BLOCK_REST)  # fmt: skip
+               eps, offset, CASTING, PAIRS, PARTIAL, ROUND, BLOCK_K, BLOCK_R, BLOCK_REST)  # fmt: skip
 
 
 @jit
@@ -198,12 +214,12 @@ def _blocks(D: int, half: int) -> tuple[int, int]:
 
 
 @launcher(
-    "(Tensor q, Tensor k, Tensor wq, Tensor wk, Tensor cos, Tensor sin, Tensor? position_ids, float eps, float offset, str casting, bool pairs)"
-    " -> (Tensor yq, Tensor yk)"
+    "(Tensor q, Tensor k, Tensor wq, Tensor wk, Tensor cos, Tensor sin, Tensor? position_ids, float eps, float offset, str casting, bool pairs,"
+    " bool upcast) -> (Tensor yq, Tensor yk)"
 )
 def qk_norm_rope_fwd(
     q: Tensor, k: Tensor, wq: Tensor, wk: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None,
-    eps: float, offset: float, casting: str, pairs: bool,
+    eps: float, offset: float, casting: str, pairs: bool, upcast: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """q, k as (B, T, H, D) views with unit column stride; cos, sin (B or 1, T, R/2), or tables (1, L, R/2) with position_ids (B or 1, T)."""
     yq, yk = (torch.empty_like(x, dtype=x.dtype if casting == "gemma" else torch.promote_types(x.dtype, w.dtype)) for x, w in ((q, wq), (k, wk)))
@@ -213,10 +229,11 @@ def qk_norm_rope_fwd(
     # a token a program, so that its angles are loaded once, and the tile of ``rope``, which moves the same bytes
     c = _config.tile("qk_norm_rope_fwd", 2 * block_r + block_rest * (2 * half < D), q.itemsize, elements=2048)
     block_q, block_k = (min(next_power_of_2(h), c.block_m) for h in (Hq, Hk))
+    rounds = not upcast and rounding(yq, yk, cos)
     launch(_fwd, (B * T,), q, k, wq, wk, cos, sin, position_ids, yq, yk, T, Hq, Hk, cos.shape[1], half, D, eps, offset,
            *q.stride()[:3], *k.stride()[:3], *yq.stride()[:3], *yk.stride()[:3], *angle_strides(cos, sin, position_ids),
-           HAS_POS=position_ids is not None, CASTING=casting, PAIRS=pairs, PARTIAL=2 * half < D,
-           BLOCK_Q=block_q, BLOCK_K=block_k, BLOCK_R=block_r, BLOCK_REST=block_rest, num_warps=c.num_warps)  # fmt: skip
+           HAS_POS=position_ids is not None, CASTING=casting, PAIRS=pairs, PARTIAL=2 * half < D, ROUND=rounds,
+           BLOCK_Q=block_q, BLOCK_K=block_k, BLOCK_R=block_r, BLOCK_REST=block_rest, num_warps=c.num_warps, **fusing(rounds))  # fmt: skip
     return yq, yk
 
 
@@ -253,15 +270,15 @@ def qk_norm_rope_bwd(
 
 
 class QKNormRopeFunction(torch.autograd.Function):
-    """``apply(q, k, wq, wk, cos, sin, position_ids, eps, offset, casting, layout, unsqueeze_dim)``; cos and sin hold one angle a pair."""
+    """``apply(q, k, wq, wk, cos, sin, position_ids, eps, offset, casting, layout, unsqueeze_dim, rope_casting)``; cos and sin hold one angle a pair."""
 
     @staticmethod
-    def forward(ctx, q, k, wq, wk, cos, sin, position_ids, eps, offset, casting, layout, unsqueeze_dim):
+    def forward(ctx, q, k, wq, wk, cos, sin, position_ids, eps, offset, casting, layout, unsqueeze_dim, rope_casting="fp32"):
         ctx.heads_first = unsqueeze_dim == 1
         if ctx.heads_first:
             q, k = q.transpose(1, 2), k.transpose(1, 2)
         q, k, wq, wk = unit_stride(q), unit_stride(k), wq.contiguous(), wk.contiguous()
-        yq, yk = qk_norm_rope_fwd(q, k, wq, wk, cos, sin, position_ids, eps, offset, casting, layout == "pairs")
+        yq, yk = qk_norm_rope_fwd(q, k, wq, wk, cos, sin, position_ids, eps, offset, casting, layout == "pairs", rope_casting == "fp32")
         ctx.save_for_backward(q, k, wq, wk, cos, sin, position_ids)
         ctx.options = eps, offset, layout == "pairs"
         return (swapped(yq), swapped(yk)) if ctx.heads_first else (yq, yk)
@@ -278,7 +295,7 @@ class QKNormRopeFunction(torch.autograd.Function):
             dq, dk = dq.transpose(1, 2), dk.transpose(1, 2)
         D = len(wq)
         grads = dq, dk, dw[:D].to(wq.dtype), dw[-D:].to(wk.dtype)
-        return *(g if needed else None for g, needed in zip(grads, need)), *(None,) * 8
+        return *(g if needed else None for g, needed in zip(grads, need)), *(None,) * 9
 
 
 def _qk(B: int, Hq: int, Hk: int, T: int, D: int, half: int, draw=torch.randn, tokens: int | None = None, w_dtype=None, **options) -> dict:
@@ -287,7 +304,9 @@ def _qk(B: int, Hq: int, Hk: int, T: int, D: int, half: int, draw=torch.randn, t
     return dict(q=T_((B, Hq, T, D), draw), k=T_((B, Hk, T, D), draw), wq=w, wk=w, **_angles(tokens or T, half), **options)
 
 
-def _upstream(functional, q, k, wq, wk, cos, sin, position_ids=None, *, eps=1e-6, offset=0.0, casting="llama", layout="halves", unsqueeze_dim=1):
+def _upstream(
+    functional, q, k, wq, wk, cos, sin, position_ids=None, *, eps=1e-6, offset=0.0, casting="llama", layout="halves", unsqueeze_dim=1, rope_casting="fp32"
+):
     if layout != "halves" or position_ids is not None or unsqueeze_dim != 1:
         raise NotImplementedError
     norm = lambda x, w: functional.liger_rms_norm(x, w, eps, offset, casting)
@@ -306,11 +325,14 @@ _upstream.prepare = lambda args: args | {name: torch.cat((args[name], args[name]
         Case("glm4-moe", dict(q=T_((1, 3, 5, 20)), k=T_((1, 3, 2, 20)), wq=T_((20,)), wk=T_((20,)), **_angles(3, 5), unsqueeze_dim=2)),
         Case("pairs", _qk(2, 3, 2, 2, 20, 6, layout="pairs", position_ids=T_((2, 2), _ids, dtype=torch.int64), tokens=11, offset=0.5)),
         Case("no-upcast", _qk(1, 2, 1, 2, 16, 8, casting="none", w_dtype=torch.float32)),
+        Case("rounded", _qk(2, 4, 2, 3, 20, 8, rope_casting="none")),
         Case("qwen3-8b", _qk(4, 32, 8, 2048, 128, 64, _projected), gpu=True),
         Case("gemma3-4b", _qk(1, 8, 4, 4096, 256, 128, _projected, offset=1.0, casting="gemma"), gpu=True),
         Case("glm4.5-air", _qk(1, 96, 8, 2048, 128, 32, _projected), gpu=True),
         Case("bad-weight", _qk(2, 4, 2, 5, 16, 8) | dict(wk=T_((8,))), error="qk_norm_rope: wq and wk must have shape (16,), got (16,) and (8,)"),
         Case("bad-casting", _qk(2, 4, 2, 5, 16, 8, casting="bf16"), error="qk_norm_rope: casting must be one of ('llama', 'gemma', 'none'), got 'bf16'"),
+        Case("bad-rope-casting", _qk(2, 4, 2, 5, 16, 8, rope_casting="llama"),
+             error="qk_norm_rope: rope_casting must be one of ('none', 'fp32'), got 'llama'"),
         Case("integers", _qk(2, 4, 2, 5, 16, 8) | dict(q=T_((2, 4, 5, 16), dtype=torch.int64)),
              error="qk_norm_rope: q and k must be floating point, got torch.int64 and torch.float32"),
         Case("shapes-differ", _qk(2, 4, 2, 5, 16, 8) | dict(k=T_((2, 2, 6, 16))),
@@ -325,20 +347,23 @@ _upstream.prepare = lambda args: args | {name: torch.cat((args[name], args[name]
 )  # fmt: skip
 def qk_norm_rope(
     q: Tensor, k: Tensor, wq: Tensor, wk: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, *,
-    eps: float = 1e-6, offset: float = 0.0, casting: str = "llama", layout: str = "halves", unsqueeze_dim: int = 1,
+    eps: float = 1e-6, offset: float = 0.0, casting: str = "llama", layout: str = "halves", unsqueeze_dim: int = 1, rope_casting: str = "fp32",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """RMSNorm of each head, then rotation: ``rope(rms_norm(q, wq), rms_norm(k, wk), cos, sin)``; new tensors of their shapes, dtypes and layout in memory.
 
     q (B, Hq, T, D), k (B, Hk, T, D), or (B, T, H, D) with ``unsqueeze_dim=2``; any strides, slices of one projection among them. wq, wk (D,).
-    ``eps``, ``offset`` and ``casting`` as in ``rms_norm``; cos, sin, ``position_ids`` and ``layout`` as in ``rope``.
+    ``eps``, ``offset`` and ``casting`` as in ``rms_norm``; cos, sin, ``position_ids`` and ``layout`` as in ``rope``, ``rope_casting`` as its ``casting``.
     """
     if not (q.is_floating_point() and k.is_floating_point()):
         raise ValueError(f"qk_norm_rope: q and k must be floating point, got {q.dtype} and {k.dtype}")
     if casting not in CASTING:
         raise ValueError(f"qk_norm_rope: casting must be one of {CASTING}, got {casting!r}")
+    if rope_casting not in ROPE_CASTING:
+        raise ValueError(f"qk_norm_rope: rope_casting must be one of {ROPE_CASTING}, got {rope_casting!r}")
     cos, sin, position_ids = checked_tables("qk_norm_rope", q, k, cos, sin, position_ids, layout, unsqueeze_dim)
     if not q.shape[-1:] == wq.shape == wk.shape:
         raise ValueError(f"qk_norm_rope: wq and wk must have shape {tuple(q.shape[-1:])}, got {tuple(wq.shape)} and {tuple(wk.shape)}")
     if not use_kernels(q, fusible=True) or q.shape[-1] > MAX_D:
-        return reference(q, k, wq, wk, cos, sin, position_ids, eps=eps, offset=offset, casting=casting, layout=layout, unsqueeze_dim=unsqueeze_dim)
-    return QKNormRopeFunction.apply(q, k, wq, wk, cos, sin, position_ids, eps, offset, casting, layout, unsqueeze_dim)
+        options = dict(eps=eps, offset=offset, casting=casting, layout=layout, unsqueeze_dim=unsqueeze_dim, rope_casting=rope_casting)
+        return reference(q, k, wq, wk, cos, sin, position_ids, **options)  # type: ignore[arg-type]
+    return QKNormRopeFunction.apply(q, k, wq, wk, cos, sin, position_ids, eps, offset, casting, layout, unsqueeze_dim, rope_casting)

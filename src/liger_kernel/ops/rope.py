@@ -124,6 +124,16 @@ def store_pairs(y_ptr, a, b, h, y_head, H, HALF, PAIRS: tl.constexpr, BLOCK_H: t
 
 
 @jit
+def turned(a, b, cos, sin, ROUND: tl.constexpr, DTYPE: tl.constexpr):
+    """Pairs turned by their angles, products rounded to DTYPE if asked for."""
+    a_cos, a_sin, b_cos, b_sin = a * cos[None, :], a * sin[None, :], b * cos[None, :], b * sin[None, :]
+    if ROUND:
+        a_cos, a_sin = a_cos.to(DTYPE).to(tl.float32), a_sin.to(DTYPE).to(tl.float32)
+        b_cos, b_sin = b_cos.to(DTYPE).to(tl.float32), b_sin.to(DTYPE).to(tl.float32)
+    return a_cos - b_sin, b_cos + a_sin
+
+
+@jit
 def _turn(
     x_ptr, y_ptr, cos, sin, H, x_head, y_head, HALF, D,
     PAIRS: tl.constexpr, ROUND: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr,
@@ -132,12 +142,8 @@ def _turn(
     for start in range(0, H, BLOCK_H):
         h = (start + tl.arange(0, BLOCK_H)).to(tl.int64)
         a, b = load_pairs(x_ptr, h, x_head, H, HALF, PAIRS, BLOCK_H, BLOCK_R)
-        a_cos, a_sin, b_cos, b_sin = a * cos[None, :], a * sin[None, :], b * cos[None, :], b * sin[None, :]
-        if ROUND:
-            dtype = x_ptr.dtype.element_ty
-            a_cos, a_sin = a_cos.to(dtype).to(tl.float32), a_sin.to(dtype).to(tl.float32)
-            b_cos, b_sin = b_cos.to(dtype).to(tl.float32), b_sin.to(dtype).to(tl.float32)
-        store_pairs(y_ptr, a_cos - b_sin, b_cos + a_sin, h, y_head, H, HALF, PAIRS, BLOCK_H, BLOCK_R)
+        a, b = turned(a, b, cos, sin, ROUND, x_ptr.dtype.element_ty)
+        store_pairs(y_ptr, a, b, h, y_head, H, HALF, PAIRS, BLOCK_H, BLOCK_R)
         if BLOCK_REST > 0:
             rest = 2 * HALF + tl.arange(0, BLOCK_REST)
             mask = (h < H)[:, None] & (rest < D)[None, :]
@@ -176,6 +182,16 @@ def angle_strides(cos: Tensor, sin: Tensor, position_ids: Tensor | None) -> tupl
     return *of(cos), *of(sin), *((0, 0) if position_ids is None else of(position_ids))
 
 
+def rounding(q: Tensor, k: Tensor, cos: Tensor) -> bool:
+    """Whether products of these, as PyTorch multiplies them, are rounded to less than fp32."""
+    return q.dtype == k.dtype == cos.dtype != torch.float32
+
+
+def fusing(rounds: bool) -> dict[str, bool]:
+    """Compilers work in bf16 where that rounds as told, and would then fuse a product and a sum, which rounds once: not where it is to round twice."""
+    return {"enable_fp_fusion": not rounds}
+
+
 @launcher("(Tensor q, Tensor k, Tensor cos, Tensor sin, Tensor? position_ids, bool pairs, bool upcast, bool inverse) -> (Tensor yq, Tensor yk)")
 def rope_turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None, pairs: bool, upcast: bool, inverse: bool) -> tuple[Tensor, Tensor]:
     """q, k as (B, T, H, D) views; cos, sin (B or 1, T, R/2), or tables (1, L, R/2) with position_ids (B, T)."""
@@ -188,12 +204,11 @@ def rope_turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tens
     # H200, B4 T2048 H32/8 D128: 46 us a direction; 32 heads a tile 48, 4 heads 63 (byte floor 40)
     c = _config.tile("rope", 2 * block_r + rest, q.itemsize, elements=2048)
     block_q, block_k = (min(next_power_of_2(h), c.block_m) for h in (Hq, Hk))
-    rounds = not upcast and q.dtype == k.dtype == cos.dtype != torch.float32
-    # compilers work in bf16 where that rounds as told, and would then fuse a product and a sum, which rounds once
+    rounds = not upcast and rounding(q, k, cos)
     launch(_rope, (B * T,), q, k, cos, sin, position_ids, yq, yk, T, Hq, Hk, cos.shape[1], half, D,
            *q.stride()[:3], *k.stride()[:3], *yq.stride()[:3], *yk.stride()[:3], *angle_strides(cos, sin, position_ids),
            HAS_POS=position_ids is not None, INVERSE=inverse, PAIRS=pairs, ROUND=rounds,
-           BLOCK_Q=block_q, BLOCK_K=block_k, BLOCK_R=block_r, BLOCK_REST=rest, num_warps=c.num_warps, enable_fp_fusion=not rounds)  # fmt: skip
+           BLOCK_Q=block_q, BLOCK_K=block_k, BLOCK_R=block_r, BLOCK_REST=rest, num_warps=c.num_warps, **fusing(rounds))  # fmt: skip
     return yq, yk
 
 

@@ -1,13 +1,16 @@
-"""Neighbouring steps of a layer's forward that one kernel does at once: a residual's addition and the norm behind it.
+"""Neighbouring steps of a forward that one kernel does at once: a residual's addition and the norm behind it; norms of heads and their rotation.
 
-The source of a forward is read and rewritten where it literally says one of these, x and n being names, or x a sum:
+The source of a forward is read and rewritten where it literally says one of these, x, n, q, k being names, a and b anything:
 
     s = a + b; r = s; n = self.norm(s)   ->   r, n = add_norm(self.norm, a, b); s = r
     r = x; n = self.norm(x)              ->   r, n = add_norm(self.norm, x); x = r
 
-In the second, the gradients of r and of the norm's input are added in the norm's backward, where autograd would take a pass over memory. ``add_norm``
-decides at each call: where the module is not just our RMSNorm, it adds and calls the module, as the source did. All else of the forward stays as it is,
-and a traceback shows the rewritten lines.
+    q = self.q_norm(a).transpose(1, 2); k = self.k_norm(b).transpose(1, 2); q, k = apply_rotary_pos_emb(q, k, cos, sin)     (also without transpose)
+        ->   q = a.transpose(1, 2); k = b.transpose(1, 2); q, k = qk_norm_rope(self.q_norm, self.k_norm, apply_rotary_pos_emb, q, k, cos, sin)
+
+In the second, the gradients of r and of the norm's input are added in the norm's backward, where autograd would take a pass over memory. What is called
+decides each time: where the modules are not just our RMSNorms, or the function not ours, it does what the source did. All else of the forward stays as
+it is, and a traceback shows the rewritten lines.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from liger_kernel import memory
 from liger_kernel.ops._op import use_kernels
 from liger_kernel.ops.fused_add_rms_norm import MAX_N, fused_add_rms_norm, rms_norm_of_sum
+from liger_kernel.ops.qk_norm_rope import MAX_D, qk_norm_rope
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 PLAIN = (Tensor, nn.Parameter)
@@ -45,19 +49,18 @@ def plain(w: Any) -> bool:
 
 def _form_of(norm: Any, x: Any) -> tuple[float, str, str] | None:
     """Offset, casting and the name of the attribute with the eps, if ``norm`` is our RMSNorm and nothing more, and kernels can serve it on ``x``."""
-    if type(x) is not Tensor or not use_kernels(x, fusible=True) or not x.is_floating_point() or not 0 < x.shape[-1] <= MAX_N or not x.is_contiguous():
-        return None  # rows of other strides may be summed in another order, and are not worth another kernel to compute them again
-    if not isinstance(norm, nn.Module) or not unhooked(norm):
+    if torch.compiler.is_compiling() or type(x) is not Tensor or not use_kernels(x) or not x.is_floating_point() or not isinstance(norm, nn.Module):
         return None
     form = getattr(norm.forward, "rms_norm_form", None)  # of a variant, which says it of itself
     w = getattr(norm, "weight", None)
-    return form if form is not None and plain(w) and w.shape == x.shape[-1:] else None
+    return form if form is not None and unhooked(norm) and plain(w) and w.shape == x.shape[-1:] else None
 
 
 def add_norm(norm: Any, a: Any, b: Any = None) -> tuple[Any, Any]:
     """``(s, norm(s))`` of ``s = a + b``, or of ``s = a``."""
-    form = None if torch.compiler.is_compiling() else _form_of(norm, a)
-    if form is None or (b is not None and (type(b) is not Tensor or b.shape != a.shape or b.dtype != a.dtype or b.device != a.device or not b.is_contiguous())):
+    form = _form_of(norm, a)
+    # rows of other strides may be summed in another order, and are not worth a kernel of their own to compute them again
+    if form is None or not 0 < a.shape[-1] <= MAX_N or not a.is_contiguous() or (b is not None and not (_alike(a, b) and b.is_contiguous())):
         s = a if b is None else a + b
         return s, norm(s)
     offset, casting, eps = form
@@ -65,6 +68,25 @@ def add_norm(norm: Any, a: Any, b: Any = None) -> tuple[Any, Any]:
     y, s = fused_add_rms_norm(a, b, norm.weight, **options)
     memory.declare(y, rms_norm_of_sum, s, norm.weight, **options)
     return s, y
+
+
+def _alike(a: Tensor, b: Any) -> bool:
+    return type(b) is Tensor and b.shape == a.shape and b.dtype == a.dtype and b.device == a.device
+
+
+def norm_rope(q_norm: Any, k_norm: Any, rope: Any, transposed: bool, q: Any, k: Any, cos: Any, sin: Any) -> tuple[Any, Any]:
+    """``rope(q_norm(q), k_norm(k), cos, sin)``; ``transposed``: q and k (B, H, T, D) are what is normed with its dims 1 and 2 exchanged."""
+    turn = getattr(rope, "rope_form", None)  # of a variant, as above
+    form = None if turn is None else _form_of(q_norm, q)
+    fits = form is not None and form == _form_of(k_norm, k) and q.ndim == k.ndim == 4 and 0 < q.shape[-1] <= MAX_D and q.dtype == k.dtype
+    fits = fits and type(cos) is Tensor and cos.ndim == 3 and cos.shape[0] in (1, q.shape[0])
+    if not fits or getattr(q_norm, form[2]) != getattr(k_norm, form[2]):  # type: ignore[index]
+        q, k = (norm(x.transpose(1, 2)).transpose(1, 2) if transposed else norm(x) for norm, x in ((q_norm, q), (k_norm, k)))
+        return rope(q, k, cos, sin)
+    memory.taken()  # by the projections
+    (layout, angles, rope_casting), (offset, casting, eps) = turn, form  # type: ignore[misc]
+    options = dict(eps=getattr(q_norm, eps), offset=offset, casting=casting, layout=layout, rope_casting=rope_casting)
+    return qk_norm_rope(q, k, q_norm.weight, k_norm.weight, angles(cos), angles(sin), **options)
 
 
 # -- source ----------------------------------------------------------------------------------
@@ -97,7 +119,62 @@ def _assignment(targets: list[str], value: ast.expr, at: ast.stmt) -> ast.stmt:
     return ast.copy_location(ast.Assign([target], value), at)
 
 
-ADD_NORM = "_liger_add_norm"
+ADD_NORM, NORM_ROPE = "_liger_add_norm", "_liger_norm_rope"
+HELPERS = {ADD_NORM: add_norm, NORM_ROPE: norm_rope}
+
+
+def _normed(value: ast.expr) -> tuple[ast.expr, ast.expr, bool] | None:
+    """Module, argument, and whether it is transposed, of ``self.some_norm(anything)`` or ``self.some_norm(anything).transpose(1, 2)``."""
+    transposed = isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr == "transpose"
+    if transposed and ast.unparse(value).endswith(".transpose(1, 2)"):
+        value = value.func.value  # type: ignore[attr-defined]
+    elif transposed:
+        return None
+    if not (isinstance(value, ast.Call) and len(value.args) == 1 and not value.keywords and isinstance(value.func, ast.Attribute)):
+        return None
+    module = value.func
+    return (module, value.args[0], transposed) if _name(module.value) == "self" and "norm" in module.attr.lower() else None
+
+
+def _names(node: ast.AST) -> set[str]:
+    return {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+
+
+def _norm_before(block: list[ast.stmt], end: int, name: str) -> tuple[int, tuple[ast.expr, ast.expr, bool]] | None:
+    """Where ``name`` was last assigned before ``end``, if that was a norm, and nobody has looked at it since."""
+    for at in range(end - 1, -1, -1):
+        if (assigned := _assigned(block[at])) is not None and assigned[0] == name:
+            found = _normed(assigned[1])
+            return None if found is None else (at, found)
+        if name in _names(block[at]):
+            return None
+    return None
+
+
+def _fuse_ropes(block: list[ast.stmt]) -> int:
+    """Take the norms of queries and keys in ``block`` into its rotations; returns how many."""
+    count = 0
+    for i, statement in enumerate(block):
+        if not (isinstance(statement, ast.Assign) and len(statement.targets) == 1 and isinstance(statement.value, ast.Call)):
+            continue
+        target, call = statement.targets[0], statement.value
+        function = _name(call.func) or ""
+        if not (isinstance(target, ast.Tuple) and function.startswith("apply_rotary") and len(call.args) == 4 and not call.keywords):
+            continue
+        names = [_name(e) for e in target.elts]
+        if len(names) != 2 or None in names or names != [_name(a) for a in call.args[:2]] or names[0] == names[1]:
+            continue
+        norms = [_norm_before(block, i, name) for name in names]  # type: ignore[arg-type]
+        if norms[0] is None or norms[1] is None or norms[0][1][2] != norms[1][1][2]:
+            continue
+        for at, (_, argument, transposed) in filter(None, norms):
+            value = ast.Call(ast.Attribute(argument, "transpose", ast.Load()), [ast.Constant(1), ast.Constant(2)], []) if transposed else argument
+            block[at] = ast.copy_location(ast.Assign(block[at].targets, value), block[at])  # type: ignore[attr-defined]
+        modules = [norm[1][0] for norm in filter(None, norms)]
+        arguments = [*modules, call.func, ast.Constant(norms[0][1][2]), *call.args]
+        block[i] = ast.copy_location(ast.Assign([target], ast.Call(ast.Name(NORM_ROPE, ast.Load()), arguments, [])), statement)
+        count += 1
+    return count
 
 
 def _fused(block: list[ast.stmt], at: int) -> tuple[int, list[ast.stmt]] | None:
@@ -132,7 +209,7 @@ def _fused(block: list[ast.stmt], at: int) -> tuple[int, list[ast.stmt]] | None:
 def _rewrite(block: list[ast.stmt]) -> tuple[list[ast.stmt], int]:
     """``block`` with its patterns fused, those in nested blocks, too, and how many they are."""
     out: list[ast.stmt] = []
-    found = at = 0
+    found, at = _fuse_ropes(block), 0
     while at < len(block):
         if (match := _fused(block, at)) is not None:
             taken, new = match
@@ -175,14 +252,14 @@ def fused(forward: types.FunctionType) -> types.FunctionType | None:
         a.annotation = None
     nothing = lambda: ast.Constant(None)  # the values are given below
     arguments.defaults, arguments.kw_defaults = [nothing() for _ in arguments.defaults], [d and nothing() for d in arguments.kw_defaults]
-    factory = ast.parse(f"def factory({ADD_NORM}):\n    return {tree.name}")
+    factory = ast.parse(f"def factory({', '.join(HELPERS)}):\n    return {tree.name}")
     factory.body[0].body.insert(0, tree)  # type: ignore[attr-defined]
     text = ast.unparse(ast.fix_missing_locations(factory))
     place = f"<liger_kernel: {forward.__module__}.{forward.__qualname__}>"
     linecache.cache[place] = len(text), None, text.splitlines(keepends=True), place
     scope: dict[str, Any] = {}
     exec(compile(text, place, "exec"), forward.__globals__, scope)  # its globals are the model's own, and get no new name
-    new = scope["factory"](add_norm)
+    new = scope["factory"](**HELPERS)
     new.__defaults__, new.__kwdefaults__, new.__annotations__ = forward.__defaults__, forward.__kwdefaults__, forward.__annotations__
     for name in ("__module__", "__qualname__", "__doc__"):
         setattr(new, name, getattr(forward, name))

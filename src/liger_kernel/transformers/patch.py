@@ -210,6 +210,27 @@ def _live_layer(stock: Callable, level: str, fuse: bool) -> Callable:
     return _ours(forward)
 
 
+NORM_ROPE = "norm_rope"
+
+
+@functools.cache
+def _norm_rope(forward: types.FunctionType) -> Callable:
+    return _ours(fusions.fused(forward) or forward)
+
+
+def _turning(module: types.ModuleType, row: Family) -> list[type]:
+    """Classes of attention whose norms of heads go with their rotation."""
+    ropes = {name for name, label in row.swapped.items() if slots.SLOT_OF[label] == "rope"}
+    found = []
+    for cls in vars(module).values():
+        if isinstance(cls, type) and issubclass(cls, nn.Module) and cls.__module__ == module.__name__ and "forward" in cls.__dict__:
+            forward = _of_stock(cls, "forward")
+            names = forward.__code__.co_names if isinstance(forward, types.FunctionType) else ()
+            if ropes & set(names) and (new := fusions.fused(forward)) is not None and fusions.NORM_ROPE in new.__code__.co_freevars:
+                found.append(cls)
+    return found
+
+
 CHEAP = {"rms_norm", "layer_norm", "glu", "relu_squared"}  # slots whose outputs can be computed again for one pass over memory
 
 
@@ -242,6 +263,8 @@ def _patches(model_types: Iterable[str], parts: Mapping[str, Any], head: str | N
                 yield Patch(owner, attribute, _variant(label, _of_stock(owner, attribute)), label)
         level = memory.level_of(parts.get("rematerialise"))
         served = {slot for slot in map(slots.SLOT_OF.__getitem__, row.swapped.values()) if parts.get(slot)}
+        for cls in _turning(module, row) if {"rms_norm", "rope"} <= served else ():
+            yield Patch(cls, "forward", _norm_rope(_of_stock(cls, "forward")), NORM_ROPE)
         level = level if served & CHEAP else "off"
         for cls in _layers(module):
             stock = _of_stock(cls, "forward")
@@ -273,10 +296,12 @@ def instance_patches(model: nn.Module, model_type: str, parts: Mapping[str, Any]
     found = []
     own = [c.model_type for c in slots.configs_of(getattr(model, "config", None)) if getattr(c, "model_type", "")]
     for p in dict.fromkeys(_patches(dict.fromkeys([model_type, *own]), parts, head, rows)):
-        for m in model.modules():
+        for m in model.modules() if p.label != NORM_ROPE else ():  # that of a live module goes with its rope function
             if isinstance(p.owner, types.ModuleType):
                 callers = () if p.applied else _callers(type(m), p.owner, p.attribute)
-                found += [_on_instance(m, name, _seeing(f, p.attribute, p.new), p.label) for name, f in callers]
+                for name, f in callers:
+                    f = (parts.get("rms_norm") and fusions.fused(f)) or f
+                    found.append(_on_instance(m, name, _seeing(f, p.attribute, p.new), p.label))
             elif isinstance(m, p.owner) and _of_stock(type(m), p.attribute) is _of_stock(p.owner, p.attribute):
                 around: Callable | None = functools.partial(deferred.fused, keep_logits=head == "logits") if p.label.endswith("head") else None
                 new, level = p.new, p.label.partition("rematerialised(")[2][:-1]

@@ -295,6 +295,8 @@ def _rope(layout: str, tables: str, casting: str) -> Variant:
             def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
                 return turn(stock, q, k, cos, sin, ABSENT, unsqueeze_dim)
 
+        if layout != "apart" and parameters["unsqueeze_dim"].default == 1:
+            apply_rotary_pos_emb.rope_form = layout, angles, casting  # type: ignore[attr-defined]
         return apply_rotary_pos_emb
 
     return variant

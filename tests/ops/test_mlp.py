@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+import weakref
 
 import pytest
 import torch
@@ -250,5 +251,19 @@ def test_checkpointing_twice():
     y = checkpoint(lambda x: mlp(x, args["gate"], args["up"], args["down"]), args["x"], use_reentrant=False).square().sum()
     once = torch.autograd.grad(y, list(args.values()), retain_graph=True)
     assert all(map(torch.equal, once, torch.autograd.grad(y, list(args.values()))))
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match="second time"):
         torch.autograd.grad(y, list(args.values()))
+
+
+@needs_kernels
+def test_checkpointing_frees_its_input():
+    """As soon as a layer's backward is over, not with the graph."""
+    from torch.utils.checkpoint import checkpoint
+
+    args, alive = arguments(), []
+    x = args["x"] * 1
+    x.register_hook(lambda _: alive.append(inner() is not None))
+    inner = weakref.ref(y := x * 2)
+    y = checkpoint(lambda x: mlp(x, args["gate"], args["up"], args["down"]), y, use_reentrant=False)
+    y.sum().backward()
+    assert alive == [False]

@@ -48,7 +48,7 @@ def _hooks() -> tuple[tuple[Any, Any] | None, str]:
 
 def _graph_is_kept() -> bool:
     """Whether the backward that runs may be followed by another one, or that is not known."""
-    return torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
+    return torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
 
 
 def _halves(g: Tensor, u: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -119,11 +119,16 @@ class LigerMLPFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        x, gate, up, down, *projected = ctx.saved_tensors if ctx.packed is None else [t if t is None else ctx.unpack(t) for t in ctx.packed]
+        kept, saved = _graph_is_kept(), ctx.saved_tensors  # raises in a second backward through what was freed
+        if ctx.packed is not None:
+            saved = [t if t is None else ctx.unpack(t) for t in ctx.packed]
+            if not kept:  # the hooks hold the input of all that was checkpointed
+                ctx.packed = ctx.unpack = None
+        x, gate, up, down, *projected = saved
         shape, need = (*dy.shape[:-1], gate.shape[1]), ctx.needs_input_grad[:4]
         x = None if x is None else rows_of(x)
         g, u = projected or mlp_projections(x, gate, up)
-        if projected and not (ctx.unshared and not _graph_is_kept()):
+        if projected and (kept or not ctx.unshared):
             g, u = g.clone(), None if up is None else u.clone()
         gradients = mlp_bwd(rows_of(dy), x, gate, up, down, g, None if up is None else u, need, *ctx.form)
         dx, *dweights = (d if n else None for d, n in zip(gradients, need))

@@ -372,6 +372,9 @@ def test_what_is_rewritten():
         pytest.skip("its forwards are decorated in this version of transformers")
     count = lambda cls: inspect.getsource(forms[cls]).count(fusions.ADD_NORM)
     assert (count(LlamaDecoderLayer), count(Gemma2DecoderLayer), forms[BertLayer]) == (2, 2, None)
+    from liger_kernel.transformers.table import table
+
+    assert "Qwen3Attention <- norm_rope\n" in table(["qwen3"]) and "Qwen3DecoderLayer <- add_norm, rematerialised(cheap)" in table(["qwen3"])
     labels = [str(p) for p in patch.class_patches("llama", {"rms_norm": True, "glu": False, "rope": False}, None)]
     assert "LlamaDecoderLayer.forward <- add_norm" in labels
     assert not any("add_norm" in str(p) for p in patch.class_patches("llama", {"rms_norm": False, "glu": True, "rope": True, "rematerialise": True}, None))

@@ -230,8 +230,8 @@ def test_checkpointing(monkeypatch, reentrant, recompute):
     from torch.utils.checkpoint import checkpoint
 
     module = sys.modules[LigerMLPFunction.__module__]
-    products, stock = [], module.mlp_fwd
-    monkeypatch.setattr(module, "mlp_fwd", lambda *args: products.append(1) or stock(*args))
+    products, stock = [], module.output
+    monkeypatch.setattr(module, "output", lambda *args: products.append(1) or stock(*args))
     args = arguments()
     call = lambda x: x + mlp(x, **{k: v for k, v in args.items() if k != "x"}, recompute=recompute)
     expected = torch.autograd.grad(call(args["x"]).square().sum(), list(args.values()))
@@ -267,3 +267,21 @@ def test_checkpointing_frees_its_input():
     y = checkpoint(lambda x: mlp(x, args["gate"], args["up"], args["down"]), y, use_reentrant=False)
     y.sum().backward()
     assert alive == [False]
+
+
+@needs_kernels
+def test_selective_checkpointing():
+    """A policy that saves matrix products sees those of an MLP."""
+    from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+    args, products = arguments(), []
+
+    def policy(ctx, op, *args, **kwargs):
+        products.append((ctx.is_recompute, op == torch.ops.aten.mm.default))
+        return CheckpointPolicy.MUST_SAVE if op == torch.ops.aten.mm.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+    call = lambda x: mlp(x, args["gate"], args["up"], args["down"])
+    expected = torch.autograd.grad(call(args["x"]).square().sum(), list(args.values()))
+    y = checkpoint(call, args["x"], use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(policy))
+    assert all(map(torch.equal, expected, torch.autograd.grad(y.square().sum(), list(args.values()))))
+    assert products.count((False, True)) == 3

@@ -55,14 +55,13 @@ def _halves(g: Tensor, u: Tensor | None) -> tuple[Tensor, Tensor]:
     return (g[:, : g.shape[1] // 2], g[:, g.shape[1] // 2 :]) if u is None else (g, u)
 
 
-@launcher("(Tensor x, Tensor gate, Tensor? up) -> (Tensor g, Tensor u)")
-def mlp_projections(x: Tensor, gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
-    """gate x and up x, or both side by side and nothing."""
-    return x @ gate.t(), x.new_empty(0) if up is None else x @ up.t()
+def projections(x: Tensor, gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """gate x and up x, or both side by side and None."""
+    return x @ gate.t(), None if up is None else x @ up.t()
 
 
-@launcher("(Tensor g, Tensor? u, Tensor down, str act, float gate_multiplier, float down_multiplier) -> Tensor")
-def mlp_fwd(g: Tensor, u: Tensor | None, down: Tensor, act: str, gate_multiplier: float, down_multiplier: float) -> Tensor:
+def output(g: Tensor, u: Tensor | None, down: Tensor, act: str, gate_multiplier: float, down_multiplier: float) -> Tensor:
+    """y of what ``projections`` gives."""
     return glu_fwd(*_halves(g, u), act, *_form(gate_multiplier, down_multiplier)) @ down.t()
 
 
@@ -104,8 +103,7 @@ class LigerMLPFunction(torch.autograd.Function):
         ctx.form = act, gate_multiplier, down_multiplier
         hooks, owner = _hooks()
         ctx.unshared, ctx.packed = owner in _HARMLESS and not torch.compiler.is_compiling(), None
-        g, u = mlp_projections(rows_of(x), gate, up)
-        u = None if up is None else u
+        g, u = projections(rows_of(x), gate, up)
         need_x = recompute or ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
         saved = x if need_x else None, gate, up, down, *(() if recompute else (g, u))
         if hooks is not None and owner == _CHECKPOINT:
@@ -113,7 +111,7 @@ class LigerMLPFunction(torch.autograd.Function):
             ctx.packed, ctx.unpack = [t if t is None else hooks[0](t) for t in saved], hooks[1]
         else:
             ctx.save_for_backward(*saved)
-        y = mlp_fwd(g, u, down, *ctx.form)
+        y = output(g, u, down, *ctx.form)
         return shaped(y, (*x.shape[:-1], down.shape[0]))
 
     @staticmethod
@@ -127,10 +125,10 @@ class LigerMLPFunction(torch.autograd.Function):
         x, gate, up, down, *projected = saved
         shape, need = (*dy.shape[:-1], gate.shape[1]), ctx.needs_input_grad[:4]
         x = None if x is None else rows_of(x)
-        g, u = projected or mlp_projections(x, gate, up)
+        g, u = projected or projections(x, gate, up)
         if projected and (kept or not ctx.unshared):
-            g, u = g.clone(), None if up is None else u.clone()
-        gradients = mlp_bwd(rows_of(dy), x, gate, up, down, g, None if up is None else u, need, *ctx.form)
+            g, u = g.clone(), u if u is None else u.clone()
+        gradients = mlp_bwd(rows_of(dy), x, gate, up, down, g, u, need, *ctx.form)
         dx, *dweights = (d if n else None for d, n in zip(gradients, need))
         return None if dx is None else dx.view(shape), *dweights, None, None, None, None
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING
 
 from liger_kernel.transformers import deferred, families, slots
-from liger_kernel.transformers.patch import instance_patches
+from liger_kernel.transformers.patch import class_patches, instance_patches
 from liger_kernel.transformers.slots import CAUSAL, IMAGE_TEXT_TO_TEXT, SLOTS, Family
 from liger_kernel.transformers.tiny import model_of, tiny_config, with_images, words
 
@@ -139,6 +139,12 @@ def source(rows: dict[str, Family], unverified: dict[str, str]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _steps(model_type: str) -> list[tuple[str, str]]:
+    """Classes whose own forward is changed, in the installed transformers, and how."""
+    found = class_patches(model_type, EVERYTHING | {"rematerialise": True}, None)
+    return [(p.owner.__name__, p.label) for p in found if p.label not in slots.SLOT_OF]
+
+
 def table(model_types: Iterable[str] = ()) -> str:
     """The frozen table, for reading."""
     lines = []
@@ -152,6 +158,8 @@ def table(model_types: Iterable[str] = ()) -> str:
         if row.parts:
             lines.append(f"  parts         {', '.join(row.parts)}")
         lines += [f"  {'swapped' if i == 0 else '':<13} {name} <- {label}" for i, (name, label) in enumerate(row.swapped.items())]
+        for i, (name, label) in enumerate(_steps(t) if model_types else ()):
+            lines.append(f"  {'steps' if i == 0 else '':<13} {name} <- {label}")
         lines += [f"  {'left alone' if i == 0 else '':<13} {name}: {reason}" for i, (name, reason) in enumerate(row.left_alone.items())]
     if not model_types:
         lines.append(f"\n{summary()}")

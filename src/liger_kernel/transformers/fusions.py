@@ -26,10 +26,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.module import _has_any_global_hook
 
 from liger_kernel import memory
-from liger_kernel.ops._op import use_kernels
+from liger_kernel.ops._op import intercepted, use_kernels
 from liger_kernel.ops.fused_add_rms_norm import MAX_N, fused_add_rms_norm, rms_norm_of_sum
 from liger_kernel.ops.qk_norm_rope import MAX_D, qk_norm_rope
 
@@ -42,14 +43,14 @@ def unhooked(m: nn.Module) -> bool:
     return not any(m.__dict__[name] for name in HOOKS) and not _has_any_global_hook()
 
 
-def plain(w: Any) -> bool:
-    """Whether ``w`` is a parameter that is here as a whole: not sharded, quantised, or with ZeRO's marks."""
-    return type(w) in PLAIN and not hasattr(w, "ds_id")
+def plain(t: Any) -> bool:
+    """Whether ``t`` is a tensor that is here as a whole: not sharded, quantised, or with ZeRO's marks; or one that stands for such a tensor in a warm-up."""
+    return (type(t) in PLAIN or (intercepted() and isinstance(t, FakeTensor))) and not hasattr(t, "ds_id")
 
 
 def _form_of(norm: Any, x: Any) -> tuple[float, str, str] | None:
     """Offset, casting and the name of the attribute with the eps, if ``norm`` is our RMSNorm and nothing more, and kernels can serve it on ``x``."""
-    if torch.compiler.is_compiling() or type(x) is not Tensor or not use_kernels(x) or not x.is_floating_point() or not isinstance(norm, nn.Module):
+    if torch.compiler.is_compiling() or not plain(x) or not use_kernels(x) or not x.is_floating_point() or not isinstance(norm, nn.Module):
         return None
     form = getattr(norm.forward, "rms_norm_form", None)  # of a variant, which says it of itself
     w = getattr(norm, "weight", None)
@@ -71,7 +72,7 @@ def add_norm(norm: Any, a: Any, b: Any = None) -> tuple[Any, Any]:
 
 
 def _alike(a: Tensor, b: Any) -> bool:
-    return type(b) is Tensor and b.shape == a.shape and b.dtype == a.dtype and b.device == a.device
+    return plain(b) and b.shape == a.shape and b.dtype == a.dtype and b.device == a.device
 
 
 def norm_rope(q_norm: Any, k_norm: Any, rope: Any, transposed: bool, q: Any, k: Any, cos: Any, sin: Any) -> tuple[Any, Any]:
@@ -79,7 +80,7 @@ def norm_rope(q_norm: Any, k_norm: Any, rope: Any, transposed: bool, q: Any, k: 
     turn = getattr(rope, "rope_form", None)  # of a variant, as above
     form = None if turn is None else _form_of(q_norm, q)
     fits = form is not None and form == _form_of(k_norm, k) and q.ndim == k.ndim == 4 and 0 < q.shape[-1] <= MAX_D and q.dtype == k.dtype
-    fits = fits and type(cos) is Tensor and cos.ndim == 3 and cos.shape[0] in (1, q.shape[0])
+    fits = fits and plain(cos) and cos.ndim == 3 and cos.shape[0] in (1, q.shape[0])
     if not fits or getattr(q_norm, form[2]) != getattr(k_norm, form[2]):  # type: ignore[index]
         q, k = (norm(x.transpose(1, 2)).transpose(1, 2) if transposed else norm(x) for norm, x in ((q_norm, q), (k_norm, k)))
         return rope(q, k, cos, sin)

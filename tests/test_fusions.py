@@ -14,6 +14,7 @@ from torch import nn
 transformers = pytest.importorskip("transformers")
 
 from hf_models import make, served_by_kernels_or_references, step, tokens  # noqa: E402
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer  # noqa: E402
 
 import liger_kernel.transformers as ours  # noqa: E402
 from liger_kernel.ops import _op  # noqa: E402
@@ -21,6 +22,8 @@ from liger_kernel.transformers import fusions, patch, restore, slots  # noqa: E4
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_kernels = pytest.mark.skipif(not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call")
+FUSED = fusions.fused(inspect.unwrap(LlamaDecoderLayer.forward)) is not None
+needs_plain_source = pytest.mark.skipif(not FUSED, reason="forwards are decorated in this version of transformers")
 RMS_NORM = slots.VARIANTS["rms_norm(0, llama, eps)"](nn.RMSNorm.forward)
 
 
@@ -188,6 +191,7 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     return [m for m in model.modules() if type(m).__name__.endswith("DecoderLayer")]
 
 
+@needs_plain_source
 @needs_kernels
 @pytest.mark.parametrize("level", [False, True, "mlp"])
 @pytest.mark.parametrize("family", ["llama", "phi3", "granite"])
@@ -218,6 +222,7 @@ def attentions_of(model: nn.Module) -> list[nn.Module]:
     return [m for m in model.modules() if type(m).__name__.endswith("Attention") and hasattr(m, "q_norm")]
 
 
+@needs_plain_source
 @needs_kernels
 @pytest.mark.parametrize("door", ["class", "instance"])
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "qwen3_next"])
@@ -297,6 +302,7 @@ def test_other_norms_of_heads_stay(cls):
     assert fusions.fused(cls.forward) is None
 
 
+@needs_plain_source
 @needs_kernels
 def test_nothing_is_kept_by_the_graph(monkeypatch):
     found, stock = [], fusions.fused_add_rms_norm
@@ -361,15 +367,13 @@ def test_layers_are_checkpointed(door, level, sharded):
                 dist.destroy_process_group()
 
 
+@needs_plain_source
 def test_what_is_rewritten():
     """In the installed transformers: most layers, and no others than those of these forms."""
     from transformers.models.bert.modeling_bert import BertLayer
     from transformers.models.gemma2.modeling_gemma2 import Gemma2DecoderLayer
-    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
     forms = {cls: fusions.fused(inspect.unwrap(cls.forward)) for cls in (LlamaDecoderLayer, Gemma2DecoderLayer, BertLayer)}
-    if forms[LlamaDecoderLayer] is None:
-        pytest.skip("its forwards are decorated in this version of transformers")
     count = lambda cls: inspect.getsource(forms[cls]).count(fusions.ADD_NORM)
     assert (count(LlamaDecoderLayer), count(Gemma2DecoderLayer), forms[BertLayer]) == (2, 2, None)
     from liger_kernel.transformers.table import table

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import inspect
 import traceback
@@ -147,12 +148,26 @@ def _wrapped(layer):
     layer.first_norm.forward = lambda x, norm=layer.first_norm: Norm.forward(norm, x)
 
 
+def _wrapped_as_accelerate_does(layer):
+    norm, old = layer.first_norm, layer.first_norm.forward
+    norm.forward = functools.update_wrapper(functools.partial(lambda m, x: old(x), norm), old)
+
+
+def _decorated(layer):
+    class Decorated(Norm):
+        @functools.wraps(Norm.forward)
+        def forward(self, x):
+            return Norm.forward(self, x)
+
+    layer.first_norm.__class__ = Decorated
+
+
 def _replaced_by_none(layer):
     layer.first_norm = nn.Identity()
 
 
 @needs_kernels
-@pytest.mark.parametrize("change", [_hooked, _stock, _wrapped, _replaced_by_none])
+@pytest.mark.parametrize("change", [_hooked, _stock, _wrapped, _wrapped_as_accelerate_does, _decorated, _replaced_by_none])
 def test_norms_that_are_more_are_called(calls, change):
     layers = Layer(), Layer()
     for layer in layers:

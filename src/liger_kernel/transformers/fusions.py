@@ -21,6 +21,7 @@ import inspect
 import linecache
 import textwrap
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -37,6 +38,10 @@ from liger_kernel.ops.qk_norm_rope import MAX_D, qk_norm_rope
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 PLAIN = (Tensor, nn.Parameter)
 
+# Variants say here what they are: an attribute of theirs would pass to whatever wraps them with functools
+NORM_FORMS: weakref.WeakKeyDictionary[Callable, tuple[float, str, str]] = weakref.WeakKeyDictionary()  # offset, casting, attribute with the eps
+ROPE_FORMS: weakref.WeakKeyDictionary[Callable, tuple[str, Callable, str]] = weakref.WeakKeyDictionary()  # layout, angles of a table, casting
+
 
 def unhooked(m: nn.Module) -> bool:
     """Whether calling ``m`` is its forward and nothing else."""
@@ -52,8 +57,8 @@ def _form_of(norm: Any, x: Any) -> tuple[float, str, str] | None:
     """Offset, casting and the name of the attribute with the eps, if ``norm`` is our RMSNorm and nothing more, and kernels can serve it on ``x``."""
     if torch.compiler.is_compiling() or not plain(x) or not use_kernels(x) or not x.is_floating_point() or not isinstance(norm, nn.Module):
         return None
-    form = getattr(norm.forward, "rms_norm_form", None)  # of a variant, which says it of itself
-    w = getattr(norm, "weight", None)
+    function, w = getattr(norm.forward, "__func__", None), getattr(norm, "weight", None)
+    form = None if function is None else NORM_FORMS.get(function)
     return form if form is not None and unhooked(norm) and plain(w) and w.shape == x.shape[-1:] else None
 
 
@@ -77,7 +82,7 @@ def _alike(a: Tensor, b: Any) -> bool:
 
 def norm_rope(q_norm: Any, k_norm: Any, rope: Any, transposed: bool, q: Any, k: Any, cos: Any, sin: Any) -> tuple[Any, Any]:
     """``rope(q_norm(q), k_norm(k), cos, sin)``; ``transposed``: q and k (B, H, T, D) are what is normed with its dims 1 and 2 exchanged."""
-    turn = getattr(rope, "rope_form", None)  # of a variant, as above
+    turn = None if torch.compiler.is_compiling() else ROPE_FORMS.get(rope)
     form = None if turn is None else _form_of(q_norm, q)
     fits = form is not None and form == _form_of(k_norm, k) and q.ndim == k.ndim == 4 and 0 < q.shape[-1] <= MAX_D and q.dtype == k.dtype
     fits = fits and plain(cos) and cos.ndim == 3 and cos.shape[0] in (1, q.shape[0])

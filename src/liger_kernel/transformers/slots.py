@@ -41,7 +41,7 @@ from liger_kernel.ops.moe import moe
 from liger_kernel.ops.relu_squared import relu_squared
 from liger_kernel.ops.rms_norm import rms_norm
 from liger_kernel.ops.rope import CASTING, of_complex, of_sections, once, rope
-from liger_kernel.transformers.fusions import plain, unhooked
+from liger_kernel.transformers.fusions import NORM_FORMS, ROPE_FORMS, plain, unhooked
 
 # -- variants: label -> what takes the place of the stock function, which it is given ------
 
@@ -57,7 +57,7 @@ def _norm(offset: float, casting: str, eps: str, weight: str) -> Variant:
             return memory.cheap(rms_norm, hidden_states, w, eps=getattr(self, eps), offset=offset, casting=casting)
 
         if weight == "weight":
-            forward.rms_norm_form = offset, casting, eps  # type: ignore[attr-defined]
+            NORM_FORMS[forward] = offset, casting, eps
         return forward
 
     return variant
@@ -296,7 +296,7 @@ def _rope(layout: str, tables: str, casting: str) -> Variant:
                 return turn(stock, q, k, cos, sin, ABSENT, unsqueeze_dim)
 
         if layout != "apart" and parameters["unsqueeze_dim"].default == 1:
-            apply_rotary_pos_emb.rope_form = layout, angles, casting  # type: ignore[attr-defined]
+            ROPE_FORMS[apply_rotary_pos_emb] = layout, angles, casting
         return apply_rotary_pos_emb
 
     return variant

@@ -100,6 +100,15 @@ class Derived(Layer):
         return residual + super().forward(hidden_states)
 
 
+class Private(Layer):
+    def forward(self, hidden_states):
+        residual = hidden_states
+        hidden_states = self.first_norm(hidden_states)
+        return residual + self.__scale * hidden_states
+
+    __scale = 2.0
+
+
 def run(forward, layer: nn.Module, **options) -> list[torch.Tensor]:
     x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(1)).to(DEVICE).requires_grad_()
     layer = layer.to(DEVICE)
@@ -131,7 +140,7 @@ def test_is_the_same_function_to_others():
     assert any("_liger_add_norm(self.first_norm, hidden_states)" in line for line in traceback.format_tb(caught.tb))
 
 
-@pytest.mark.parametrize("cls", [Nothing, InPlace, Derived, nn.Linear])
+@pytest.mark.parametrize("cls", [Nothing, InPlace, Derived, Private, nn.Linear])
 def test_other_forwards_stay(cls):
     assert fusions.fused(cls.forward) is None
 

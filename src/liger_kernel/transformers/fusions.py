@@ -249,6 +249,9 @@ def fused(forward: types.FunctionType) -> types.FunctionType | None:
         return None
     if any(isinstance(node, (ast.AugAssign, ast.Global, ast.Nonlocal, ast.Yield, ast.YieldFrom)) for node in ast.walk(tree)):
         return None
+    names = {node.attr if isinstance(node, ast.Attribute) else node.id for node in ast.walk(tree) if isinstance(node, (ast.Attribute, ast.Name))}
+    if any(name.startswith("__") and not name.endswith("__") for name in names):  # these mean something else outside of their class
+        return None
     tree.body, found = _rewrite(tree.body)
     if not found:
         return None

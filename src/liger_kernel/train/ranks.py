@@ -172,6 +172,7 @@ def told_to_stop() -> Iterator[threading.Event]:
 class Watch:
     """Ends the process when ``progress`` is not called for ``seconds``, with the stacks of its threads on stderr and in stuck-rank-N.txt of ``folder``.
 
+    The end comes as many seconds after the stacks, 30 at most: once one rank has gone, the others fail in their collectives, with nothing to show for it.
     Where a call holds the interpreter, so that no thread of Python's runs, the interpreter's own timer (faulthandler) writes them, to stderr alone.
     """
 
@@ -203,6 +204,7 @@ class Watch:
                     file.flush()
                     faulthandler.dump_traceback(file)
                 os.write(2, self._path.read_bytes())
+                time.sleep(min(self._seconds, 30))
                 os._exit(1)
 
 

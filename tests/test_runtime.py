@@ -243,6 +243,15 @@ def test_a_killed_rank_loses_nothing(base, undisturbed, tmp_path):
     assert json.loads((tmp_path / "run" / "metrics.json").read_text())["restarts"] == 1
 
 
+def test_a_stream_loses_nothing_with_a_rank(base, undisturbed, tmp_path):
+    """One part, whose order is that of the data as a whole; it is gone with the machine."""
+    config = place(base, tmp_path, stream=1, cache=str(tmp_path / "cache"))
+    assert run(config, fault=("killed", 7)) == [1, -signal.SIGKILL], log(config)
+    shutil.rmtree(tmp_path / "cache")
+    assert run(config, TORCHELASTIC_RESTART_COUNT="1") == [0, 0], log(config)
+    same_run(config, undisturbed)
+
+
 def test_a_rehearsal_changes_no_bit(base, undisturbed, tmp_path):
     """Not the weights, the moments or the draws of dropout, whether the run begins or goes on."""
     config = place(base, tmp_path)

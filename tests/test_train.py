@@ -238,7 +238,7 @@ def test_the_order_is_fixed_by_the_seed_and_every_epoch_sees_every_row(tokenizer
 def test_files_of_both_kinds_and_datasets_read_alike(tmp_path, monkeypatch):
     datasets, arrow, parquet = (pytest.importorskip(name) for name in ("datasets", "pyarrow", "pyarrow.parquet"))
     parquet.write_table(arrow.Table.from_pylist(CHATS), tmp_path / "chats.parquet")
-    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: {("org/chats", "dev"): datasets.Dataset.from_list(CHATS)}[name, split])
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, split, streaming: {("org/chats", "dev"): datasets.Dataset.from_list(CHATS)}[name, split])
     named = [write_jsonl(tmp_path / "chats.jsonl", CHATS), str(tmp_path / "chats.parquet"), "org/chats"]
     for name in named:
         records = data_module.Records(TrainConfig(data=name, split="dev"))

@@ -58,6 +58,9 @@ class TrainConfig:
     packing: str = _field(
         "auto", "data", "auto joins plain text and gives each conversation a row; documents packs both, and no document sees another in its row", PACKINGS
     )
+    stream: float = _field(
+        0.0, "data", "millions of characters that are read, tokenised and shuffled at a time, beside training; 0 tokenises and shuffles all of the data before"
+    )
     eval_fraction: float = _field(0.02, "data", "part of the rows kept for evaluation; 0 keeps none")
 
     steps: int = _field(100, "optimisation", "optimizer steps")
@@ -136,7 +139,7 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"{name} must be at least 1, got {value}")
-        for name in ("warmup", "eval_every", "grad_clip", "weight_decay", "lora", "nproc", "max_restarts", "checkpoint_every", "metrics_port"):
+        for name in ("warmup", "eval_every", "grad_clip", "weight_decay", "lora", "nproc", "max_restarts", "checkpoint_every", "metrics_port", "stream"):
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise UserError(f"{name} must not be negative, got {value}")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import dataclasses
 import hashlib
 import json
 import math
@@ -20,7 +21,8 @@ import os
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,8 @@ from liger_kernel.train.config import TrainConfig, UserError
 
 IGNORE = -100
 Tokens = Sequence[int] | np.ndarray
+Place = tuple[int, int, int]  # between two records: how many are before it, the file, how many of the file are before it
+BEGIN: Place = (0, 0, 0)
 END = "<|endoftext|>"
 ROWS = "rows.safetensors"  # in a folder of tokenised data, beside its tokenizer
 # For tokenizers without a chat template. It is saved with the model, so that a chat uses what was trained.
@@ -65,20 +69,29 @@ class Records:
         self.config = config
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        found = False
-        for record in islice(self._read(), self.config.limit):
-            found = True
-            yield record
-        if not found:
+        return (record for record, _ in self.since(BEGIN))
+
+    def since(self, place: Place) -> Iterator[tuple[dict[str, Any], Place]]:
+        """Those from a place on, each with the place behind it."""
+        number, file, within = place
+        for at, read in enumerate(self._sources()[file:], file):
+            for record in read(within):
+                number, within = number + 1, within + 1
+                yield record, (number, at, within)
+                if number == self.config.limit:
+                    return
+            within = 0
+        if not number:
             raise UserError(f"{self.config.data} holds no records")
 
-    def _read(self) -> Iterable[dict[str, Any]]:
+    def _sources(self) -> list[Callable[[int], Iterable[dict[str, Any]]]]:
+        """Functions that read a file each, from a record of that number on."""
         name, files = self.config.data, files_of(self.config.data)
         if name == "stdlib":
-            return ({"text": text} for text in standard_library())
+            return [lambda skip: ({"text": text} for text in standard_library()[skip:])]
         if files:
-            return (record for path in files for record in (_jsonl(path) if path.suffix == ".jsonl" else _parquet(path)))
-        return _hub(name, self.config.split)
+            return [partial(_jsonl if path.suffix == ".jsonl" else _parquet, path) for path in files]
+        return [partial(_hub, name, self.config.split, bool(self.config.stream))]
 
 
 def files_of(name: str) -> list[Path]:
@@ -98,10 +111,13 @@ def files_of(name: str) -> list[Path]:
     return []
 
 
-def _jsonl(path: Path) -> Iterator[dict[str, Any]]:
+def _jsonl(path: Path, skip: int) -> Iterator[dict[str, Any]]:
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
+                continue
+            if skip:
+                skip -= 1
                 continue
             try:
                 record = json.loads(line)
@@ -112,25 +128,32 @@ def _jsonl(path: Path) -> Iterator[dict[str, Any]]:
             yield record
 
 
-def _parquet(path: Path) -> Iterator[dict[str, Any]]:
+def _parquet(path: Path, skip: int) -> Iterator[dict[str, Any]]:
     try:
         import pyarrow.parquet as parquet
     except ImportError as error:
         raise UserError("Parquet files need pyarrow: pip install 'liger-kernel[train]'") from error
     try:
-        for batch in parquet.ParquetFile(path).iter_batches():
-            yield from batch.to_pylist()
+        file = parquet.ParquetFile(path)
+        for group in range(file.num_row_groups):
+            if skip >= (rows := file.metadata.row_group(group).num_rows):
+                skip -= rows
+                continue
+            for batch in file.iter_batches(row_groups=[group]):
+                yield from batch.slice(min(skip, batch.num_rows)).to_pylist()
+                skip -= min(skip, batch.num_rows)
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: {error}") from error
 
 
-def _hub(name: str, split: str) -> Iterable[dict[str, Any]]:
+def _hub(name: str, split: str, stream: bool, skip: int) -> Iterable[dict[str, Any]]:
     try:
         import datasets
     except ImportError as error:
         raise UserError(f"{name!r} is no file, and Hugging Face datasets need: pip install 'liger-kernel[datasets]'") from error
     try:
-        return datasets.load_dataset(name, split=split)
+        data = datasets.load_dataset(name, split=split, streaming=stream)
+        return data.skip(skip) if skip else data
     except Exception as error:  # whatever the network, the hub or the format of the dataset raise
         raise UserError(f"cannot load the dataset {name!r}: {' '.join(str(error).split())[:300]}") from error
 
@@ -212,15 +235,20 @@ class Rows:
         index = torch.tensor(picks)
         return int((self.bounds[index + 1] - self.bounds[index]).sum()), int(self._learnt[index].sum())
 
+    def row(self, pick: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Ids, labels and positions of a row."""
+        span = slice(int(self.bounds[pick]), int(self.bounds[pick + 1]))
+        return self.ids[span], self.labels[span], None if self.positions is None else self.positions[span]
+
     def batch(self, picks: list[int], pad: int) -> dict[str, Any]:
         """Right-padded (B, T) int64 tensors; an attention mask only where something is padded. Bounds of documents are as Flash Attention takes them."""
-        spans = [slice(int(self.bounds[i]), int(self.bounds[i + 1])) for i in picks]
-        padded = lambda flat, value: pad_sequence([flat[span].long() for span in spans], batch_first=True, padding_value=value)
-        batch = {"input_ids": padded(self.ids, pad), "labels": padded(self.labels, IGNORE)}
-        lengths = torch.tensor([span.stop - span.start for span in spans])
+        ids, labels, positions = zip(*(self.row(i) for i in picks))
+        padded = lambda rows, value: pad_sequence([row.long() for row in rows], batch_first=True, padding_value=value)
+        batch = {"input_ids": padded(ids, pad), "labels": padded(labels, IGNORE)}
+        lengths = torch.tensor([len(row) for row in ids])
         beyond = torch.arange(int(lengths.max())) - lengths[:, None]
-        if self.positions is not None:  # what is padded is behind all that is learnt, and a document of its own
-            batch["position_ids"] = torch.where(beyond < 0, padded(self.positions, 0), beyond)
+        if positions[0] is not None:  # what is padded is behind all that is learnt, and a document of its own
+            batch["position_ids"] = torch.where(beyond < 0, padded(positions, 0), beyond)
             if self.bounded:
                 batch |= _bounds(batch["position_ids"])
         elif (beyond >= 0).any():
@@ -295,17 +323,21 @@ def conversation_row(messages: list[dict[str, str]], tokenizer: Any, length: int
     return ids, [token if keep else IGNORE for token, keep in zip(ids, learnt)]
 
 
-def tokenise(records: Iterable[dict[str, Any]], tokenizer: Any, length: int, packing: str = "auto") -> Rows:
-    """Rows of at most ``length`` tokens. ``UserError`` names the record it cannot read."""
+class NoRows(UserError):
+    """Records from which no row can be made."""
+
+
+def tokenise(records: Iterable[dict[str, Any]], tokenizer: Any, length: int, packing: str = "auto", before: int = 0) -> Rows:
+    """Rows of at most ``length`` tokens. ``UserError`` names the record it cannot read, counted from those ``before``; ``NoRows``: there are none."""
     if conversation(next(iter(records))) is None:
-        rows = packed(_texts(records), tokenizer, length, packing == "documents")
+        rows = packed(texts_of(records, before), tokenizer, length, packing == "documents")
         if not len(rows):
-            raise UserError(f"the data is shorter than one row of {length} tokens: lower the length")
+            raise NoRows(f"the data is shorter than one row of {length} tokens: lower the length")
         return rows
     if not tokenizer.is_fast:
         raise UserError("conversations need a fast tokenizer: a slow one does not say which characters a token covers")
     pairs = []
-    for number, record in enumerate(records, 1):
+    for number, record in enumerate(records, before + 1):
         try:
             ids, labels = conversation_row(conversation(record) or [], tokenizer, length)
         except Exception as error:  # chat templates raise what they like
@@ -313,11 +345,11 @@ def tokenise(records: Iterable[dict[str, Any]], tokenizer: Any, length: int, pac
         if any(label != IGNORE for label in labels[1:]):
             pairs.append((np.array(ids, np.int32), np.array(labels, np.int32)))
     if not pairs:
-        raise UserError(f"no conversation has an answer within its first {length} tokens: raise the length")
+        raise NoRows(f"no conversation has an answer within its first {length} tokens: raise the length")
     return together(pairs, length) if packing == "documents" else Rows.of(pairs)
 
 
-def _texts(records: Iterable[dict[str, Any]]) -> Iterator[str]:
+def texts_of(records: Iterable[dict[str, Any]], before: int = 0) -> Iterator[str]:
     """All the text in the records, to pack or to train a tokenizer on."""
     first = next(iter(records))
     if conversation(first) is not None:
@@ -326,7 +358,7 @@ def _texts(records: Iterable[dict[str, Any]]) -> Iterator[str]:
         return
     if "text" not in first:
         raise UserError(f"a record must have 'text', 'messages', or 'instruction' and 'output'; the first one has {sorted(first)}")
-    for number, record in enumerate(records, 1):
+    for number, record in enumerate(records, before + 1):
         if not isinstance(record.get("text"), str):
             raise UserError(f"record {number} has no text, unlike the first one")
         yield record["text"]
@@ -345,6 +377,11 @@ def train_bpe(texts: Iterable[str], vocab: int) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, bos_token=END, pad_token=END)
 
 
+def check(rows: Rows, vocabulary: int) -> None:
+    if len(rows) and int(rows.ids.max()) >= vocabulary:
+        raise UserError(f"the tokenizer has ids beyond the model's vocabulary of {vocabulary}")
+
+
 # -- a dataset -----------------------------------------------------------------------------
 
 
@@ -357,18 +394,39 @@ class Data:
         # Every k-th row, not the last ones: neighbours come from the same source.
         self.eval = [round((i + 0.5) * len(rows) / held - 0.5) for i in range(held)]
         self.train = sorted(set(range(len(rows))) - set(self.eval))
-        self._order: tuple[tuple[int, int], list[int]] = ((-1, -1), [])
+        self._order: tuple[tuple[int, ...], list[int]] = ((), [])
+
+    def check(self, vocabulary: int) -> None:
+        """``UserError`` where a model has not that many ids."""
+        check(self.rows, vocabulary)
+
+    def identity(self) -> dict[str, int]:
+        """What must be the same for the order of the data to go on where it stopped."""
+        return {"rows": len(self.rows), "held back": len(self.eval), "sum of ids": int(self.rows.ids.sum())}
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint should keep, beside the position, for ``seek`` to find it again."""
+        return {}
+
+    def seek(self, position: int, state: dict[str, Any]) -> None:
+        """The next rows will be those at ``position``."""
+
+    def close(self) -> None:
+        """No more rows are needed."""
 
     def picks(self, position: int, count: int, seed: int) -> list[int]:
         """The rows at ``position`` and after it in the order of training, which depends on the seed and on nothing else; an epoch has an order of its own."""
         picks = []
         for place in range(position, position + count):
             epoch, offset = divmod(place, len(self.train))
-            if self._order[0] != (seed, epoch):
-                generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
-                self._order = (seed, epoch), torch.randperm(len(self.train), generator=generator).tolist()
-            picks.append(self.train[self._order[1][offset]])
+            picks.append(self.train[self._shuffled(len(self.train), seed, epoch)[offset]])
         return picks
+
+    def _shuffled(self, count: int, seed: int, epoch: int, part: int = 0) -> list[int]:
+        if self._order[0] != (count, seed, epoch, part):
+            generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) ^ part << 40)
+            self._order = (count, seed, epoch, part), torch.randperm(count, generator=generator).tolist()
+        return self._order[1]
 
     def tokens_of(self, begin: int, end: int, seed: int) -> int:
         """Tokens of the rows at positions ``begin`` to ``end`` in the order of training."""
@@ -402,20 +460,14 @@ def share(picks: list[int], rank: int, world: int, size: int) -> list[list[int]]
 
 def load(config: TrainConfig) -> Data:
     """The data of a run. Rows of a file are cached: of the processes that share the cache one tokenises, the others read what it wrote."""
-    try:
-        import transformers
-    except ImportError as error:
-        raise UserError("training needs transformers: pip install 'liger-kernel[train]'") from error
     if (Path(config.data) / ROWS).is_file():
         return _prepared(config)
-    source, tokenizer = config.tokenizer or config.model, None
-    if source is not None:
-        try:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(source)
-        except (OSError, ValueError) as error:
-            raise UserError(f"cannot load the tokenizer {source!r}: {str(error).splitlines()[0]}") from error
-        _complete(tokenizer)
+    tokenizer = tokenizer_of(config)
     folder = _cache(config, tokenizer)
+    if config.stream:
+        from liger_kernel.train.stream import Stream
+
+        return Stream(config, tokenizer, folder or Path(config.out) / "stream")
     if folder is None:
         return _prepare(config, tokenizer)
     from filelock import FileLock
@@ -429,9 +481,26 @@ def load(config: TrainConfig) -> Data:
     return _read(folder, config, tokenizer)
 
 
+def tokenizer_of(config: TrainConfig) -> Any:
+    """The tokenizer that the config names; None where one is to be trained on the data."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise UserError("training needs transformers: pip install 'liger-kernel[train]'") from error
+    source = config.tokenizer or config.model
+    if source is None:
+        return None
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot load the tokenizer {source!r}: {str(error).splitlines()[0]}") from error
+    complete(tokenizer)
+    return tokenizer
+
+
 def prepare(config: TrainConfig, folder: str | Path) -> Path:
     """Tokenise the data of a run into ``folder``, which then serves as ``data`` of runs with this ``length`` or a greater one."""
-    folder, data = Path(folder), load(config)
+    folder, data = Path(folder), load(dataclasses.replace(config, stream=0))
     _write(folder, data.rows, data.tokenizer)
     return folder
 
@@ -454,12 +523,12 @@ def _read(folder: Path, config: TrainConfig, tokenizer: Any) -> Data:
 def _prepare(config: TrainConfig, tokenizer: Any) -> Data:
     records = Records(config)
     if tokenizer is None:
-        tokenizer = train_bpe(_texts(records), config.vocab)
-        _complete(tokenizer)
+        tokenizer = train_bpe(texts_of(records), config.vocab)
+        complete(tokenizer)
     return Data(tokenise(records, tokenizer, config.length, config.packing), tokenizer, config.eval_fraction)
 
 
-def _complete(tokenizer: Any) -> None:
+def complete(tokenizer: Any) -> None:
     """What training needs of a tokenizer and not every one has."""
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -481,7 +550,7 @@ def _cache(config: TrainConfig, tokenizer: Any) -> Path | None:
         by = [tokenizer.backend_tokenizer.to_str(), tokenizer.bos_token_id, tokenizer.eos_token_id, str(tokenizer.chat_template)]
     else:
         return None
-    key = json.dumps([identity, config.limit, by, config.length, config.packing, CHAT_TEMPLATE])
+    key = json.dumps([identity, config.limit, by, config.length, config.packing, CHAT_TEMPLATE, *([config.stream] if config.stream else [])])
     return Path(config.cache or Path(config.out) / "cache") / hashlib.sha256(key.encode()).hexdigest()[:16]
 
 

@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
     from liger_kernel.train import data
 
     description = "Train a small Llama twice from the same weights on the same text, stock and with our kernels, and compare."
-    config = from_flags(argv, "liger demo", description, GPU if torch.cuda.is_available() else CPU, fixed=("kernels", "save", "cache"))
+    config = from_flags(argv, "liger demo", description, GPU if torch.cuda.is_available() else CPU, fixed=("kernels", "save", "cache", "stream"))
     out = Path(config.out)
     started = time.perf_counter()
     prepared = data.load(dataclasses.replace(config, cache=str(out / "cache")))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from liger_kernel.train.config import TrainConfig, UserError
-from liger_kernel.train.data import learnt_tokens, load
+from liger_kernel.train.data import Data, learnt_tokens, load
 from liger_kernel.train.model import attend, build, device_and_precision
 
 
@@ -17,7 +17,11 @@ from liger_kernel.train.model import attend, build, device_and_precision
 def evaluate(config: TrainConfig) -> dict[str, Any]:
     """Mean loss (nats) and perplexity over the learnt tokens of the rows kept back, by ``config.model``, in one process."""
     device, precision = device_and_precision(config)
-    data = load(config)
+    with contextlib.closing(load(config)) as data:
+        return _evaluated(config, data, device, precision)
+
+
+def _evaluated(config: TrainConfig, data: Data, device: torch.device, precision: str) -> dict[str, Any]:
     if not data.eval:
         raise UserError("no rows are kept back: eval_fraction is 0")
     model = build(config, data.tokenizer, device, precision).eval()

@@ -48,14 +48,13 @@ def train(config: TrainConfig) -> dict[str, Any]:
         told_to_stop() if config.checkpoint_every else contextlib.nullcontext(threading.Event()) as stop,
         joined(config, device) as ranks,
         stored(config, ranks),
+        contextlib.closing(load(config)) as data,
     ):
         if ranks.first:
             config.save_to(out / "config.json")
-        data = load(config)
         model = build(config, data.tokenizer, device, precision)
         attention = attend(config, data.rows, model, device, precision)
-        if int(data.rows.ids.max()) >= model.config.get_text_config().vocab_size:
-            raise UserError(f"the tokenizer has ids beyond the model's vocabulary of {model.config.get_text_config().vocab_size}")
+        data.check(model.config.get_text_config().vocab_size)
         if ranks.first:
             print(f"attention: {attention}", flush=True)
         if device.type == "cuda" and config.kernels == "on":
@@ -316,8 +315,7 @@ class _Run:
 
     def _identity(self) -> dict[str, Any]:
         """What must be the same for the order of the data to go on where it stopped."""
-        rows = self.data.rows
-        return {"seed": self.config.seed, "length": self.config.length, "rows": len(rows), "held back": len(self.data.eval), "sum of ids": int(rows.ids.sum())}
+        return {"seed": self.config.seed, "length": self.config.length} | self.data.identity()
 
     def _save(self, wait: bool) -> None:
         state = {
@@ -327,6 +325,7 @@ class _Run:
             "nonfinite": self.nonfinite,
             "skips": self.skips,
             "global_batch": self.rows,
+            "data": self.data.state(),
         }
         self.checkpoints.save(self.parallel.module, self.optimizer, state | {"identity": self._identity()}, wait)
         self.started = self._clock()
@@ -345,6 +344,7 @@ class _Run:
             raise UserError(f"checkpoint {path} is of other data: {'; '.join(wrong)}")
         self.step, self.position, self.tokens = state["step"], state["position"], state["tokens"]
         self.nonfinite, self.skips = state["nonfinite"], state["skips"]
+        self.data.seek(self.position, state.get("data", {}))
         self.rows = self.config.global_batch or state["global_batch"]
         if state["ranks"] != self.ranks.world:
             torch.manual_seed((self.config.seed * 1_000_003 + self.step) * 1_000_003 + self.parallel.data_rank)

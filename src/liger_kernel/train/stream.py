@@ -1,0 +1,311 @@
+"""Rows while they are made: data is read, tokenised and shuffled part by part, and training begins when the first part is there.
+
+A part is a run of records, of ``config.stream`` million characters or a little more. One process, of all that share a folder, writes parts into it, in
+order and ahead of training; every rank reads them there. What a part holds follows from data and config alone, and checkpoints know where parts begin:
+a run that goes on where the folder is empty has the part made first that it needs, not all before it.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from liger_kernel.train.config import TrainConfig, UserError
+from liger_kernel.train.data import BEGIN, Data, NoRows, Records, Rows, check, complete, conversation, texts_of, tokenise, tokenizer_of, train_bpe
+from liger_kernel.train.ranks import local_rank
+
+WIDTH = 1 << 32  # row i of part k is pick k * WIDTH + i
+KEPT = 3  # parts held open: the first, of which rows are held back, and those that a step can be in
+TOKENIZER = "tokenizer"
+
+
+class Part(NamedTuple):
+    """What is known of a part without its rows; a list in JSON."""
+
+    rows: int
+    end: list[int]  # the ``Place`` behind its last record
+    last: bool
+
+
+def path_of(folder: Path, part: int) -> Path:
+    return folder / f"part-{part:06d}.safetensors"
+
+
+def described(path: Path) -> Part:
+    """A part that has been written."""
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as file:
+        return Part(*json.loads(file.metadata()["part"]))
+
+
+# -- reading -------------------------------------------------------------------------------
+
+
+class Parts(Rows):
+    """The rows of all parts."""
+
+    def __init__(self, stream: Stream):
+        self.bounded = False
+        self._stream, self._vocabulary = stream, sys.maxsize
+        self._open: dict[int, Rows] = {}
+
+    def check(self, vocabulary: int) -> None:
+        self._vocabulary = vocabulary
+        for rows in self._open.values():
+            check(rows, vocabulary)
+
+    def part(self, number: int) -> Rows:
+        from safetensors.torch import load_file
+
+        if number not in self._open:
+            if len(self._open) == KEPT:
+                del self._open[next(k for k in self._open if k)]  # the one opened first; never part 0
+            rows = Rows(**load_file(self._stream.wait(number)))
+            check(rows, self._vocabulary)
+            self._open[number] = rows
+        return self._open[number]
+
+    @property
+    def positions(self) -> Tensor | None:  # type: ignore[override]
+        return self.part(0).positions
+
+    def row(self, pick: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        return self.part(pick // WIDTH).row(pick % WIDTH)
+
+    def count(self, picks: list[int]) -> tuple[int, int]:
+        counts = [self.part(number).count([pick % WIDTH for pick in some]) for number, some in groupby(picks, lambda pick: pick // WIDTH)]
+        return sum(tokens for tokens, _ in counts), sum(learnt for _, learnt in counts)
+
+
+class Stream(Data):
+    """Rows in the order of their parts, shuffled within each; those held back are of the first. The number of all is known once the last is written."""
+
+    rows: Parts
+
+    def __init__(self, config: TrainConfig, tokenizer: Any, folder: Path):
+        self._folder = folder
+        self._writer = _start(config, folder) if local_rank() == 0 else None
+        try:
+            if tokenizer is None:
+                import transformers
+
+                self.wait(0)
+                tokenizer = transformers.AutoTokenizer.from_pretrained(folder / TOKENIZER)
+            rows = Parts(self)
+            super().__init__(rows.part(0), tokenizer, config.eval_fraction)  # which of them are held back
+        except BaseException:
+            self.close()
+            raise
+        self.rows = rows
+        self._parts = [described(path_of(folder, 0))]
+        self._ends = [len(self.train)]  # of parts, in the order of training
+
+    def wait(self, part: int) -> Path:
+        """Until that part is there."""
+        path = path_of(self._folder, part)
+        while not path.is_file():
+            if self._writer is not None and self._writer.poll() is not None and not path.is_file():
+                said = self._writer.stdout.read().decode().strip()  # type: ignore[union-attr]
+                raise UserError(said or f"tokenising ended with exit code {self._writer.returncode}: {path} is missing")
+            time.sleep(0.02)
+        return path
+
+    def picks(self, position: int, count: int, seed: int) -> list[int]:
+        return [self._pick(place, seed) for place in range(position, position + count)]
+
+    def _pick(self, place: int, seed: int) -> int:
+        self._learn(place)
+        epoch, place = divmod(place, self._ends[-1]) if self._parts[-1].last else (0, place)
+        part = bisect.bisect_right(self._ends, place)
+        begin = self._ends[part - 1] if part else 0
+        row = self._shuffled(self._ends[part] - begin, seed, epoch, part)[place - begin]
+        return part * WIDTH + (row if part else self.train[row])
+
+    def _learn(self, place: int) -> None:
+        """Read about parts up to the one in which that row of training is."""
+        while place >= self._ends[-1] and not self._parts[-1].last:
+            self._add(described(self.wait(len(self._parts))))
+
+    def _add(self, part: Part) -> None:
+        self._parts.append(part)
+        self._ends.append(self._ends[-1] + part.rows)
+
+    def check(self, vocabulary: int) -> None:
+        self.rows.check(vocabulary)
+
+    def identity(self) -> dict[str, int]:
+        first = self.rows.part(0)
+        return {"rows of part 0": len(first), "held back": len(self.eval), "sum of ids of part 0": int(first.ids.sum())}
+
+    def state(self) -> dict[str, Any]:
+        return {"parts": self._parts}
+
+    def seek(self, position: int, state: dict[str, Any]) -> None:
+        for part in state.get("parts", [])[len(self._parts) :]:
+            self._add(Part(*part))
+        if self._parts[-1].last:
+            position %= self._ends[-1]
+        wanted = bisect.bisect_right(self._ends, position)
+        if self._writer is not None:
+            with contextlib.suppress(BrokenPipeError):  # it has written all and gone
+                _tell(self._writer, {"wanted": wanted, "parts": self._parts})
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.kill()
+            self._writer.communicate()
+            self._writer = None
+
+
+# -- writing -------------------------------------------------------------------------------
+
+
+def _start(config: TrainConfig, folder: Path) -> subprocess.Popen:
+    """The process that writes parts. It ends when this one does, whatever ends it."""
+    writer = subprocess.Popen([sys.executable, "-m", "liger_kernel.train.stream", str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    _tell(writer, dataclasses.asdict(config))
+    return writer
+
+
+def _tell(writer: subprocess.Popen, message: dict[str, Any]) -> None:
+    assert writer.stdin is not None
+    writer.stdin.write(json.dumps(message).encode() + b"\n")
+    writer.stdin.flush()
+
+
+class Writer:
+    """Writes the parts that are missing, from the one that is wanted on, then those before it."""
+
+    def __init__(self, config: TrainConfig, folder: Path):
+        self.config, self.folder, self.records = config, folder, Records(config)
+        self.asked: dict[str, Any] = {"wanted": 0, "parts": []}
+        self.tokenizer = tokenizer_of(config)
+        self._parts: list[Part] = []  # as far as known, from the first
+        self._there: set[int] = set()
+        self._next = -1  # the part that begins where ``_ahead`` is
+        self._stream: Iterator[tuple[dict[str, Any], Any]] = iter(())
+        self._ahead: tuple[dict[str, Any], Any] | None = None
+
+    def run(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        while (part := self._due()) is not None:
+            self._write(part)
+
+    def _due(self) -> int | None:
+        self._parts += [Part(*known) for known in self.asked["parts"][len(self._parts) :]]
+        if not path_of(self.folder, 0).is_file():
+            return 0
+        part = self._missing(self.asked["wanted"])
+        return self._missing(0) if part is None else part
+
+    def _missing(self, part: int) -> int | None:
+        """The first part from that one on which has not been written, or cannot be before it is known where the one before ends."""
+        part = min(part, len(self._parts))
+        while True:
+            if part not in self._there:
+                if not path_of(self.folder, part).is_file():
+                    return part
+                self._there.add(part)
+            if part == len(self._parts):
+                self._parts.append(described(path_of(self.folder, part)))
+            if self._parts[part].last:
+                return None
+            part += 1
+
+    def _write(self, part: int) -> None:
+        from safetensors.torch import save_file
+
+        begin = self._parts[part - 1].end if part else list(BEGIN)
+        if self._next != part:
+            self._stream = self.records.since(tuple(begin))  # type: ignore[arg-type]
+            self._ahead = next(self._stream, None)
+        records, size, end = [], 0, begin
+        while self._ahead is not None and size < self.config.stream * 1_000_000:
+            record, end = self._ahead
+            records.append(record)
+            size += _characters(record)
+            self._ahead = next(self._stream, None)
+        self._next = part + 1
+        if self.tokenizer is None:
+            self.tokenizer = self._own_tokenizer(records)
+        try:
+            rows = tokenise(records, self.tokenizer, self.config.length, self.config.packing, begin[0])
+        except NoRows:
+            if part == 0:
+                raise
+            rows = Rows.of([])
+        found = Part(len(rows), list(end), self._ahead is None)
+        if part < len(self._parts) and self._parts[part] != found:
+            raise UserError(f"{self.config.data} has changed: part {part} had {self._parts[part]}, and has {found}")
+        path = path_of(self.folder, part)
+        unfinished = path.with_suffix(".unfinished")
+        save_file(rows.tensors(), unfinished, {"part": json.dumps(found)})
+        unfinished.replace(path)
+
+    def _own_tokenizer(self, records: list[dict[str, Any]]) -> Any:
+        """A BPE trained on the first part."""
+        import transformers
+
+        folder = self.folder / TOKENIZER
+        if folder.is_dir():
+            return transformers.AutoTokenizer.from_pretrained(folder)
+        tokenizer = train_bpe(texts_of(records), self.config.vocab)
+        complete(tokenizer)
+        unfinished = folder.with_suffix(".unfinished")
+        tokenizer.save_pretrained(unfinished)
+        unfinished.rename(folder)
+        return tokenizer
+
+
+def _characters(record: dict[str, Any]) -> int:
+    turns = conversation(record)
+    texts = [record.get("text")] if turns is None else [turn.get("content") for turn in turns]
+    return sum(len(text) for text in texts if isinstance(text, str))
+
+
+def _main() -> None:
+    said, sys.stdout = sys.stdout, sys.stderr  # what is said here, the parent raises
+    config, folder, code = TrainConfig(**json.loads(sys.stdin.readline())), Path(sys.argv[1]), 0
+    if hasattr(os, "nice"):
+        os.nice(10)
+    try:
+        from filelock import FileLock
+
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        writer = Writer(config, folder)
+
+        def listen() -> None:
+            for line in sys.stdin:
+                writer.asked = json.loads(line)
+            os._exit(0)  # the parent has gone
+
+        threading.Thread(target=listen, daemon=True).start()
+        with FileLock(f"{folder}.lock"):
+            writer.run()
+    except UserError as error:
+        print(error, file=said, flush=True)
+        code = 2
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stderr.flush()
+    os._exit(code)  # not by way of sys.stdin's lock, which the listener holds
+
+
+if __name__ == "__main__":
+    _main()

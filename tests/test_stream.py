@@ -1,0 +1,233 @@
+"""Data that is tokenised while a run trains on it: what it reads, in which order, and where it goes on."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from liger_kernel.train import loop
+from liger_kernel.train.config import TrainConfig, UserError
+from liger_kernel.train.data import BEGIN, Records, load, tokenise, tokenizer_of, train_bpe
+from liger_kernel.train.evaluate import evaluate
+from liger_kernel.train.stream import Part, Stream, Writer, described, path_of
+
+SIZE = 330  # characters of a record
+CHATS = [{"messages": [{"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": "yes " * (i % 5 + 1) + str(i)}]} for i in range(60)]
+
+
+@pytest.fixture(autouse=True)
+def as_users_run_it(monkeypatch):
+    """On a CPU, references serve."""
+    from liger_kernel.ops import _op
+
+    monkeypatch.setattr(_op, "_KERNEL_DEVICES", _op._KERNEL_DEVICES - {"cpu"})
+
+
+def write_jsonl(path, records):
+    path.write_text("".join(json.dumps(record) + "\n\n" for record in records))  # blank lines are no records
+    return str(path)
+
+
+@pytest.fixture
+def config(tmp_path):
+    """Eleven records; parts of three."""
+    texts = [f"{i:010d}" * (SIZE // 10) for i in range(11)]
+    train_bpe(texts, 257).save_pretrained(tmp_path / "tokenizer")  # a token a byte
+    return TrainConfig(
+        hidden=32, heads=2, kv_heads=1, layers=1, length=24, batch=4, steps=3, warmup=1, log_every=1, device="cpu", lr=1e-2, eval_fraction=0.1,
+        tokenizer=str(tmp_path / "tokenizer"), data=write_jsonl(tmp_path / "text.jsonl", [{"text": text} for text in texts]),
+        cache=str(tmp_path / "cache"), out=str(tmp_path / "run"), stream=3 * SIZE / 1e6,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def streams():
+    """Streams that are closed at the end."""
+    opened = []
+
+    def stream(config, folder):
+        opened.append(Stream(config, tokenizer_of(config), folder))
+        return opened[-1]
+
+    yield stream
+    for one in opened:
+        one.close()
+
+
+def written(config, folder):
+    writer = Writer(config, folder)
+    writer.run()
+    return writer
+
+
+def ids(data, picks):
+    return [tuple(data.rows.row(pick)[0].tolist()) for pick in picks]
+
+
+def test_parts_hold_what_all_of_it_holds(config, tmp_path, streams):
+    data = streams(config, tmp_path / "parts")
+    texts = [[record for record in Records(config)][at : at + 3] for at in range(0, 11, 3)]
+    parts = [tokenise(records, data.tokenizer, config.length) for records in texts]
+    counts = [len(rows) for rows in parts]
+    total = sum(counts) - len(data.eval)
+    epochs = [data.picks(epoch * total, total, seed=1) for epoch in range(3)]
+    rows = [tuple(row.tolist()) for part in parts for row in part.ids.view(-1, config.length)]
+    for epoch in epochs:
+        assert sorted(ids(data, epoch) + ids(data, data.eval)) == sorted(rows)
+    assert len({tuple(epoch) for epoch in epochs}) == 3 and epochs[0] != data.picks(0, total, seed=2)
+    begin = 0
+    for part, count in enumerate(counts):  # one part after the other
+        count -= len(data.eval) if part == 0 else 0
+        assert set(ids(data, epochs[0][begin : begin + count])) <= {tuple(row.tolist()) for row in parts[part].ids.view(-1, config.length)}
+        begin += count
+    assert data.tokens_of(0, total, 1) == total * config.length
+    over = data.picks(counts[0] - len(data.eval) - 2, 4, seed=1)  # a batch of two parts
+    assert data.rows.batch(over, 0)["input_ids"].tolist() == [list(row) for row in ids(data, over)]
+
+
+@pytest.mark.parametrize("packing", ["auto", "documents"])
+@pytest.mark.parametrize("chats", [False, True])
+def test_a_stream_of_one_part_is_the_data(chats, packing, config, tmp_path, streams):
+    config = dataclasses.replace(config, packing=packing, length=80, limit=9)
+    if chats:
+        config = dataclasses.replace(config, data=write_jsonl(tmp_path / "chats.jsonl", CHATS), limit=50)
+    whole, stream = load(config := dataclasses.replace(config, stream=0)), streams(dataclasses.replace(config, stream=1), tmp_path / "parts")
+    assert (whole.rows.positions is None) == (stream.rows.positions is None) == (packing == "auto")
+    total = len(whole.train)
+    assert stream.eval == whole.eval and stream.picks(0, 2 * total + 1, 3) == whole.picks(0, 2 * total + 1, 3)
+    picks = whole.picks(1, 5, 3)
+    assert stream.rows.count(picks) == whole.rows.count(picks)
+    one, other = stream.rows.batch(picks, 0), whole.rows.batch(picks, 0)
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_training_begins_before_the_rest_is_read(config, tmp_path, streams):
+    """A line that is no JSON, at the end: what is before it can be had, and then the run says so."""
+    with Path(config.data).open("a") as file:
+        file.write("{oops")
+    data = streams(config, tmp_path / "parts")
+    first = data.picks(0, len(data.train), seed=0)
+    assert len(ids(data, first)) > 30
+    with pytest.raises(UserError, match=r"text\.jsonl:23: not valid JSON"):
+        data.picks(0, 10_000, seed=0)
+
+
+def test_a_part_that_is_wanted_comes_before_those_before_it(config, tmp_path):
+    complete = written(config, tmp_path / "complete")
+    assert len(complete._parts) == 4 and [part.last for part in complete._parts] == [False, False, False, True]
+    writer, order = Writer(config, tmp_path / "again"), []
+    write = writer._write
+    writer._write = lambda part: (order.append(part), write(part))
+    writer.asked = {"wanted": 2, "parts": json.loads(json.dumps(complete._parts[:3]))}
+    writer.run()
+    assert order == [0, 2, 3, 1]
+    for part in range(4):
+        assert path_of(tmp_path / "again", part).read_bytes() == path_of(tmp_path / "complete", part).read_bytes()
+    path_of(tmp_path / "again", 1).unlink()
+    Writer(config, tmp_path / "again").run()
+    assert path_of(tmp_path / "again", 1).read_bytes() == path_of(tmp_path / "complete", 1).read_bytes()
+
+
+def test_data_that_has_changed_is_noticed(config, tmp_path):
+    writer = Writer(config, tmp_path / "parts")
+    writer.asked = {"wanted": 0, "parts": [[1, [3, 0, 3], False]]}
+    with pytest.raises(UserError, match="has changed"):
+        writer.run()
+
+
+def test_a_part_without_rows_is_passed_over(config, tmp_path, streams):
+    """The last record is shorter than a row."""
+    with Path(config.data).open("a") as file:
+        file.write(json.dumps({"text": "x" * (SIZE + 1)}) + "\n" + json.dumps({"text": "short"}))
+    writer = written(config, tmp_path / "parts")
+    assert writer._parts[-1].rows == 0 and writer._parts[-1].last
+    data = streams(config, tmp_path / "parts")
+    total = sum(part.rows for part in writer._parts) - len(data.eval)
+    assert len(set(data.picks(0, total, 0))) == total and set(data.picks(total, total, 0)) == set(data.picks(0, total, 0))
+
+
+def test_records_are_read_from_any_place(tmp_path, monkeypatch):
+    datasets, arrow, parquet = (pytest.importorskip(name) for name in ("datasets", "pyarrow", "pyarrow.parquet"))
+    folder = tmp_path / "both"
+    folder.mkdir()
+    write_jsonl(folder / "a.jsonl", CHATS[:7])
+    parquet.write_table(arrow.Table.from_pylist(CHATS[7:20]), folder / "b.parquet", row_group_size=4)
+    write_jsonl(folder / "c.jsonl", CHATS[20:30])
+    hub = lambda name, split, streaming: datasets.Dataset.from_list(CHATS[:30]).to_iterable_dataset() if streaming else None
+    monkeypatch.setattr(datasets, "load_dataset", hub)
+    for name in (str(folder), "org/chats"):
+        for limit in (None, 25):
+            records = Records(TrainConfig(data=name, limit=limit, stream=1))
+            found = list(records.since(BEGIN))
+            assert [record for record, _ in found] == CHATS[: limit or 30]
+            for number in range(len(found) - 1):
+                assert list(records.since(found[number][1])) == found[number + 1 :], (name, number)
+
+
+# -- runs ----------------------------------------------------------------------------------
+
+
+def test_a_run_goes_on_where_its_parts_are_gone(config, tmp_path):
+    """To the bit, as the checkpoint knows where parts begin; by the tokenizer that the first part trains."""
+    config = dataclasses.replace(config, tokenizer=None, vocab=258, steps=8, batch=12, checkpoint_every=4, schedule="constant")
+    whole = loop.train(config)
+    assert whole["losses"][-1] < 0.9 * whole["losses"][0] and whole["evaluations"]
+    stopped = dataclasses.replace(config, out=str(tmp_path / "stopped"), cache=str(tmp_path / "first"))
+    loop.train(dataclasses.replace(stopped, steps=4))
+    state = json.loads((tmp_path / "stopped" / "checkpoints" / "step-00000004" / "state.json").read_text())
+    assert Part(*state["data"]["parts"][0]).rows == state["identity"]["rows of part 0"] and len(state["data"]["parts"]) > 1
+    resumed = loop.train(dataclasses.replace(stopped, cache=str(tmp_path / "second")))
+    assert resumed["losses"] == whole["losses"]
+    assert (tmp_path / "second").is_dir()
+    with pytest.raises(UserError, match=r"of other data: .*rows of part 0"):
+        loop.train(dataclasses.replace(stopped, stream=config.stream / 3, steps=9))
+
+
+def test_a_saved_model_scores_as_its_run(config, tmp_path):
+    run = loop.train(dataclasses.replace(config, save=str(tmp_path / "saved")))
+    assert evaluate(dataclasses.replace(config, model=str(tmp_path / "saved")))["loss"] == pytest.approx(run["evaluations"][-1]["loss"], rel=1e-5)
+
+
+def test_transformers_trainer_learns_the_same(config):
+    changes = dict(steps=6, eval_fraction=0)
+    ours, theirs = (loop.train(dataclasses.replace(config, trainer=trainer, out=f"{config.out}-{trainer}", **changes)) for trainer in ("torch", "hf"))
+    assert theirs["losses"] == pytest.approx(ours["losses"], rel=2e-4)
+
+
+def test_a_writer_that_dies_is_missed_and_one_without_a_reader_ends(config, tmp_path, user_env):
+    """Its reader is killed: no process is left behind, and the next run takes over."""
+    lines = [{"text": f"{i:010d}" * (SIZE // 10)} for i in range(20_000)]
+    config = dataclasses.replace(config, data=write_jsonl(tmp_path / "long.jsonl", lines))
+    code = f"""
+import time
+from liger_kernel.train.config import TrainConfig
+from liger_kernel.train.data import load
+data = load(TrainConfig.load({str(tmp_path / "config.json")!r}))
+print(data._writer.pid, data._folder, flush=True)
+time.sleep(1000)
+"""
+    config.save_to(tmp_path / "config.json")
+    reader = subprocess.Popen([sys.executable, "-c", code], env=user_env, stdout=subprocess.PIPE, text=True)
+    pid, folder = reader.stdout.readline().split()
+    assert not path_of(Path(folder), 6666).exists()
+    reader.kill()
+    reader.communicate()
+    end = time.monotonic() + 60
+    while Path("/proc", pid).exists() and "State:\tZ" not in Path("/proc", pid, "status").read_text():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    data = load(config)
+    try:
+        assert described(data.wait(3)).rows == described(path_of(Path(folder), 1)).rows
+        data._writer.kill()
+        with pytest.raises(UserError, match=r"tokenising ended with exit code -9: .*part-006666\.safetensors is missing"):
+            data.wait(6666)
+    finally:
+        data.close()

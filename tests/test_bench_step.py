@@ -196,15 +196,30 @@ def test_without_stock_there_is_no_ratio(stock):
     assert "No ratios" in text and not re.search(r"\dx", text)
 
 
+@pytest.mark.parametrize("capacity", [None, 80.0])
 @pytest.mark.parametrize("most", [0, 1, 2, 3, 7, 15, 16])
 @pytest.mark.parametrize("start", [1, 4])
-def test_largest_batch(most, start):
-    assert step.largest_that(lambda n: n <= most, start) == most
+def test_largest_batch(most, start, capacity):
+    assert step_child.largest_that(lambda n: 10.0 + n if n <= most else None, start, capacity) == most
 
 
-def test_largest_batch_is_close_where_it_is_large():
+@pytest.mark.parametrize("base, slope, noise", [(5, 1, 0), (30, 0.07, 0.5), (60, 0.001, 0.1), (2, 0.4, 3)])
+def test_the_search_follows_the_line_that_memory_is(base, slope, noise):
     tried = []
-    found = step.largest_that(lambda n: tried.append(n) or n <= 1000, 8)
+
+    def peak(n):
+        tried.append(n)
+        taken = base + slope * n + noise * math.sin(n)
+        return taken if taken <= 80 else None
+
+    found = step_child.largest_that(peak, 4, 80.0)
+    most = max(n for n in range(1, 200_000) if base + slope * n + noise * math.sin(n) <= 80)
+    assert most * 15 / 16 - 1 <= found <= most and len(tried) <= 4 + math.log(most / 4, 4) + 3
+
+
+def test_a_search_without_a_capacity_doubles_and_halves():
+    tried = []
+    found = step_child.largest_that(lambda n: tried.append(n) or (1.0 if n <= 1000 else None), 8)
     assert 1000 * 15 / 16 <= found <= 1000 and len(tried) <= 12
 
 
@@ -216,6 +231,10 @@ def test_largest_batch_is_close_where_it_is_large():
         (["--steps", "1", "--warmup", "1"], "must add up to 4"),
         (["--masked", "1"], "--masked must be in"),
         (["--gpus", "0"], "--gpus must be at least 1"),
+        (["--batch", "4,x"], "--batch must be numbers"),
+        (["--batch", "4,0"], "--batch must be at least 1, got 0"),
+        (["--batch", "4,8", "--profile"], "need one --batch"),
+        (["--gpus", "2", "--largest-seq"], "searched for on one GPU"),
     ],
 )
 def test_mistakes_in_flags(argv, message):
@@ -250,7 +269,7 @@ def test_plots_need_matplotlib(machine, monkeypatch):
 def test_the_exit_code_says_that_ours_learns_something_else(machine, monkeypatch, capsys):
     losses = {None: [4.0, 3.0, 2.0, 1.0], str(step.PACKAGE): [4.0, 3.0, 2.0, 1.001]}
     measured = {name: value for name, value in row("").items() if name not in ("model", "variant")}
-    monkeypatch.setattr(step, "run_child", lambda spec, folder: measured | {"losses": losses[spec["package"]]})
+    monkeypatch.setattr(step, "run_child", lambda spec, folder: {"rows": [measured | {"batch": 2, "losses": losses[spec["package"]]}], "failed": None})
     argv = ["--model", "tiny", "--batch", "2", "--seq", "8"]
     assert step.main(argv) == 1
     assert "losses differ" in capsys.readouterr().out
@@ -258,22 +277,44 @@ def test_the_exit_code_says_that_ours_learns_something_else(machine, monkeypatch
     assert step.main(argv) == 0
 
 
-def test_the_search_for_the_largest_batch(machine, monkeypatch, capsys):
-    """The measured batch counts as tried; why the next one fails is said unless it is memory."""
-    monkeypatch.setattr(step, "environment", lambda: {"hardware": "GPU", "gemm_tflops": 700.0, "gpus": 1})
+def test_the_search_for_the_largest_batch_of_several_ranks(machine, monkeypatch, capsys):
+    """A process for each trial; why the next one fails is said unless it is memory."""
+    monkeypatch.setattr(step, "environment", lambda: {"hardware": "GPU", "gemm_tflops": 700.0, "gpus": 2})
     tried = []
 
     def run_child(spec, folder):
         if not spec["trial"]:
-            return {name: value for name, value in row("").items() if name not in ("model", "variant")}
-        tried.append(spec["batch"])
-        return {"failed": "RuntimeError: 2^31"} if spec["batch"] > 9 else {}
+            assert spec["largest"] == []
+            return {"rows": [{name: value for name, value in row("").items() if name not in ("model", "variant")} | {"batch": 4}], "failed": None}
+        tried.extend(spec["batches"])
+        return {"rows": [], "failed": "RuntimeError: 2^31"} if tried[-1] > 9 else {"rows": [], "failed": None, "peak": 1.0}
 
     monkeypatch.setattr(step, "run_child", run_child)
-    assert step.main(["--model", "tiny", "--batch", "4", "--seq", "8", "--against", "stock", "--largest-batch"]) == 0
+    assert step.main(["--model", "tiny", "--batch", "4", "--seq", "8", "--against", "stock", "--largest-batch", "--gpus", "2"]) == 0
     out = capsys.readouterr().out
-    assert tried == [8, 16, 12, 10, 9]
+    assert tried == [4, 8, 16, 12, 10, 9]
     assert out.splitlines()[4].endswith(" 9") and "stock: larger batches fail with RuntimeError: 2^31" in out
+
+
+def test_batches_are_measured_until_one_fails(machine, monkeypatch, capsys, tmp_path):
+    fits = {None: 2, str(step.PACKAGE): 4}
+    measured = {name: value for name, value in row("").items() if name not in ("model", "variant")}
+
+    def run_child(spec, folder):
+        rows = [measured | {"batch": batch, "tokens_per_s": 10.0 * batch} for batch in spec["batches"] if batch <= fits[spec["package"]]]
+        return {"rows": rows, "failed": None if len(rows) == len(spec["batches"]) else "out of memory"}
+
+    monkeypatch.setattr(step, "run_child", run_child)
+    assert step.main(["--model", "tiny", "--batch", "4,1,2,8", "--seq", "8", "--json", str(tmp_path / "r.json"), "--plot", str(tmp_path)]) == 1
+    rows = json.loads((tmp_path / "r.json").read_text())["rows"]
+    assert [(r["variant"], r["batch"], r["failed"]) for r in rows] == [
+        *[("stock", 1, None), ("stock", 2, None), ("stock", 4, "out of memory")],
+        *[("ours", 1, None), ("ours", 2, None), ("ours", 4, None), ("ours", 8, "out of memory")],
+    ]
+    assert [r["accurate"] for r in rows] == [True, True, None, True, True, None, None]
+    out = capsys.readouterr().out
+    assert out.count("tiny: ") == 4 and out.index("tiny: 1 x 8") < out.index("tiny: 8 x 8")
+    assert (tmp_path / "batches-tiny.png").stat().st_size > 10_000 and not (tmp_path / "step.png").exists()
 
 
 def test_smoke_end_to_end(tmp_path, capsys):
@@ -320,7 +361,8 @@ def children_run_references(monkeypatch):
 def spec(tmp_path, **changes):
     torch.save(torch.randint(0, 500, (4096,), generator=torch.Generator().manual_seed(3), dtype=torch.int32), tmp_path / "tokens")
     values = dict(config=TINY, dtype="float32", package=str(step.PACKAGE), compile=None, tokens=str(tmp_path / "tokens"), trial=False, trace=None)
-    values |= dict(flags={}, trace_steps=1, batch=2, seq=32, gpus=1, parallel=None, masked=0.0, optimizer="sgd", checkpointing=False, steps=3, warmup=1)
+    values |= dict(batches=[2], largest=[], lora=0, median=0)
+    values |= dict(flags={}, trace_steps=1, seq=32, gpus=1, parallel=None, masked=0.0, optimizer="sgd", checkpointing=False, steps=3, warmup=1)
     return values | changes
 
 
@@ -328,8 +370,9 @@ def spec(tmp_path, **changes):
 @pytest.mark.parametrize("how", ["ddp", "fsdp2"])
 def test_two_processes_learn_what_one_does(how, tmp_path):
     one = step.run_child(spec(tmp_path), tmp_path)
-    two = step.run_child(spec(tmp_path, batch=1, gpus=2, parallel=how), tmp_path)
-    assert not two.get("failed")
+    two = step.run_child(spec(tmp_path, batches=[1], gpus=2, parallel=how), tmp_path)
+    assert not two["failed"]
+    (one,), (two,) = one["rows"], two["rows"]
     assert two["losses"] == pytest.approx(one["losses"], rel=1e-6)
     assert two["tokens_per_s"] == pytest.approx(2 * 32 / two["step_ms"] * 1e3)
 
@@ -340,9 +383,9 @@ def test_a_child_that_finds_another_package_fails_and_says_so(tmp_path):
 
 
 def test_masked_labels_and_ranks(tmp_path):
-    masked = step_child.batches(spec(tmp_path, masked=0.5, batch=8, gpus=2), 0, torch.device("cpu"))
-    other = step_child.batches(spec(tmp_path, masked=0.5, batch=8, gpus=2), 1, torch.device("cpu"))
-    again = step_child.batches(spec(tmp_path, masked=0.5, batch=8, gpus=2), 0, torch.device("cpu"))
+    masked = step_child.batches(spec(tmp_path, masked=0.5, gpus=2) | {"batch": 8}, 0, torch.device("cpu"))
+    other = step_child.batches(spec(tmp_path, masked=0.5, gpus=2) | {"batch": 8}, 1, torch.device("cpu"))
+    again = step_child.batches(spec(tmp_path, masked=0.5, gpus=2) | {"batch": 8}, 0, torch.device("cpu"))
     labels = torch.cat([batch["labels"] for batch in masked])
     assert 0.4 < (labels == -100).float().mean() < 0.6
     assert all(torch.equal(a[name], b[name]) for a, b in zip(masked, again) for name in a)
@@ -352,18 +395,63 @@ def test_masked_labels_and_ranks(tmp_path):
         assert torch.equal(batch["labels"][kept], batch["input_ids"][kept])
 
 
+def test_rows_that_end_are_padded_and_their_padding_is_not_learnt(tmp_path):
+    for batch in step_child.batches(spec(tmp_path, median=12) | {"batch": 64}, 0, torch.device("cpu")):
+        lengths = batch["attention_mask"].sum(1)
+        assert 8 <= lengths.min() < 12 < lengths.max() <= 32 and 9 <= lengths.median() <= 15
+        assert torch.equal(batch["attention_mask"] == 0, batch["labels"] == -100)
+        assert all(mask[: int(length)].all() for mask, length in zip(batch["attention_mask"], lengths))
+
+
 def test_options_train_the_same_model(tmp_path):
-    """In this process: checkpointing does not change the losses, AdamW does, and a trial measures nothing."""
-    plain = step_child.measure(spec(tmp_path, package=None))
-    checkpointed = step_child.measure(spec(tmp_path, package=None, checkpointing=True))
+    """In this process: checkpointing does not change the losses, AdamW and adapters do, and a trial measures nothing."""
+    rows = lambda **changes: step_child.measure(spec(tmp_path, package=None, **changes))["rows"]
+    (plain,) = rows()
+    (checkpointed,) = rows(checkpointing=True)
     assert checkpointed["losses"] == pytest.approx(plain["losses"], rel=1e-6)
     assert [phase for *_, phase in checkpointed["memory_timeline"]][-1] == "optimizer"
-    assert step_child.measure(spec(tmp_path, package=None, optimizer="adamw"))["losses"][1:] != plain["losses"][1:]
-    assert step_child.measure(spec(tmp_path, package=None, trial=True)) == {}
+    assert rows(optimizer="adamw")[0]["losses"][1:] != plain["losses"][1:]
+    assert [row["batch"] for row in rows(batches=[2, 3])] == [2, 3]
+    trial = step_child.measure(spec(tmp_path, package=None, trial=True))
+    assert trial["rows"] == [] and trial["peak"] > 0
+
+
+def test_adapters_alone_are_trained(tmp_path):
+    pytest.importorskip("peft")
+    for package in (None, str(step.PACKAGE)):
+        training = step_child.Training(spec(tmp_path, package=package, lora=4, optimizer="adamw", checkpointing=True))
+        before = {name: p.detach().clone() for name, p in training.model.named_parameters()}
+        training.measure(2)
+        changed = {name for name, p in training.model.named_parameters() if not torch.equal(p, before[name])}
+        assert changed and all("lora" in name for name in changed)
+
+
+def test_largest_sizes_survive_the_one_that_ends_the_process(tmp_path, monkeypatch):
+    """A trial that does not fit is forgotten, one that breaks the device ends it all, and what was found is there."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: type("", (), {"total_memory": 80e9}))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    step_ = step_child.Training.step
+
+    def limited(self, data, *mark):
+        B, T = data[0]["input_ids"].shape
+        if T > 700:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        if B > 5:
+            raise torch.OutOfMemoryError("no")
+        step_(self, data, *mark)
+
+    monkeypatch.setattr(step_child.Training, "step", limited)
+    (tmp_path / "spec.json").write_text(json.dumps(spec(tmp_path, largest=["batch", "seq"])))
+    monkeypatch.setattr(step_child.os, "_exit", lambda code: sys.exit(code))
+    with pytest.raises(SystemExit):
+        step_child.main(str(tmp_path / "spec.json"), str(tmp_path / "result.json"))
+    (found,) = json.loads((tmp_path / "result.json").read_text())["rows"]
+    assert found["largest_batch"] == 5 and found["largest_batch_limit"] == "out of memory" and found["largest_seq"] == 512
+    assert "illegal memory access" in json.loads((tmp_path / "result.json.failed").read_text())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", step.COMPILED.values())
 def test_compiled_models_learn_the_same(how, tmp_path):
-    plain, compiled = (step.run_child(spec(tmp_path, compile=c), tmp_path) for c in (None, how))
+    plain, compiled = (step.run_child(spec(tmp_path, compile=c), tmp_path)["rows"][0] for c in (None, how))
     assert compiled["losses"] == pytest.approx(plain["losses"], rel=1e-5)

@@ -26,6 +26,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma-2b": dict(
         model_type="gemma", hidden_size=2048, intermediate_size=16384, num_hidden_layers=18, num_attention_heads=8, num_key_value_heads=1,
         head_dim=256, vocab_size=256000, hidden_act="gelu_pytorch_tanh", max_position_embeddings=8192),
+    "gemma-7b": dict(
+        model_type="gemma", hidden_size=3072, intermediate_size=24576, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=16,
+        head_dim=256, vocab_size=256000, hidden_act="gelu_pytorch_tanh", max_position_embeddings=8192),
     "gemma-3-1b": dict(
         model_type="gemma3_text", hidden_size=1152, intermediate_size=6912, num_hidden_layers=26, num_attention_heads=4, num_key_value_heads=1,
         head_dim=256, vocab_size=262144, sliding_window=512, max_position_embeddings=32768),

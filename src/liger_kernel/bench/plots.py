@@ -60,7 +60,9 @@ def operators(data: Data, out: Path | str) -> list[Path]:
 
 def steps(data: Data, out: Path | str) -> list[Path]:
     """All pictures of training steps."""
-    return [*step_bars(data, out), *breakdown(data, out), *timelines(data, out)]
+    swept = {id(row) for rows in _swept(data).values() for row in rows}
+    single = {**data, "rows": [row for row in data["rows"] if id(row) not in swept]}
+    return [*step_bars(single, out), *breakdown(single, out), *timelines(single, out), *batch_curves(data, out)]
 
 
 # -- drawing
@@ -351,7 +353,8 @@ def _end_labels(axes: Any, ends: list[tuple[float, float, str, str]]) -> None:
     """Name each line at the right margin, moved apart where the names would overlap; ``ends`` are (x, y, words, variant)."""
     low, high = axes.get_ylim()
     ends = sorted(ends, key=lambda end: end[1])
-    places = [math.log(y / low) / math.log(high / low) for _, y, _, _ in ends]
+    scale = math.log if axes.get_yscale() == "log" else float
+    places = [(scale(y) - scale(low)) / (scale(high) - scale(low)) for _, y, _, _ in ends]
     for _ in range(200):
         for i in range(len(places) - 1):
             short = (0.058 - (places[i + 1] - places[i])) / 2
@@ -497,12 +500,66 @@ def step_bars(data: Data, out: Path | str) -> list[Path]:
     return [_bars(_path(out, "step"), lines, title, words, hardware_line(data.get("meta", {})))]
 
 
+def _place(row: Row) -> str:
+    """Model, rows and what else steps must share to be compared, but for the batch."""
+    parts = [f"{row['gpus']} GPUs {row.get('parallel') or ''}".rstrip() if (row.get("gpus") or 1) > 1 else ""]
+    parts += ["checkpointing" if row.get("checkpointing") else "", f"LoRA {row['lora']}" if row.get("lora") else ""]
+    return "".join(f", {part}" for part in parts if part)
+
+
+def _swept(data: Data) -> dict[str, list[Row]]:
+    """Heading -> rows that differ in their batch."""
+    groups: dict[str, list[Row]] = {}
+    for row in data["rows"]:
+        if "model" in row:
+            groups.setdefault(f"{row['model']}, rows of {row['seq']}{_place(row)}", []).append(row)
+    return {heading: rows for heading, rows in groups.items() if len({row["batch"] for row in rows}) > 1}
+
+
+def batch_curves(data: Data, out: Path | str) -> list[Path]:
+    """Tokens per second and peak memory against the batch, until memory is out: ``batches-MODEL.png``."""
+    swept, paths = _swept(data), []
+    for model in dict.fromkeys(rows[0]["model"] for rows in swept.values()):
+        groups = {heading: rows for heading, rows in swept.items() if rows[0]["model"] == model}
+        most = {row["variant"]: row["batch"] for rows in groups.values() for row in sorted(rows, key=lambda row: row["batch"]) if _value(row, "tokens_per_s")}
+        title = f"{model}: rows a GPU that fit, of those tried: " + ", ".join(
+            f"{variant_label(name)} {most[name]}" for name in _order(data["rows"]) if name in most
+        )
+        path = _path(out, "batches", model)
+        with _figure(
+            path, 10.8, 3.4 * len(groups), title, "against rows a GPU; a line ends where memory is out", hardware_line(data.get("meta", {}))
+        ) as figure:
+            for line, (heading, rows) in zip(figure.subplots(len(groups), 2, squeeze=False), groups.items()):
+                for axes, name, words in zip(line, ("tokens_per_s", "peak_allocated_gb"), ("tokens per second", "peak memory a GPU, GB")):
+                    _curves(axes, rows, name)
+                    axes.set_title(f"{heading[len(model) + 2 :]}: {words}", color=INK, pad=6)
+        paths.append(path)
+    return paths
+
+
+def _curves(axes: Any, rows: list[Row], name: str) -> None:
+    ends = []
+    for variant in reversed(_order(rows)):
+        mine = sorted((row for row in rows if row["variant"] == variant), key=lambda row: row["batch"])
+        good = [(row["batch"], row[name]) for row in mine if _value(row, name) and row.get("accurate") is not False]
+        failed = [row["batch"] for row in mine if row.get("failed")]
+        if good:
+            axes.plot(
+                *zip(*good), color=_colour(variant), linewidth=2.4 if variant == OURS else 1.6, marker="o", markersize=4, zorder=3 if variant == OURS else 2
+            )
+            ends.append((*good[-1], variant_label(variant) + (f", not {min(failed):,}" if failed else ""), variant))
+    axes.set_xlim(0, 1.04 * max(row["batch"] for row in rows))
+    axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
+    axes.yaxis.set_major_formatter(_plain)
+    axes.set_xlabel("rows a GPU")
+    _end_labels(axes, ends)
+
+
 def _step_groups(data: Data) -> dict[str, list[Row]]:
     """Heading -> its rows, in the order of the variants."""
     groups: dict[str, list[Row]] = {}
     for row in data["rows"]:
-        place = f", {row['gpus']} GPUs {row.get('parallel') or ''}".rstrip() if (row.get("gpus") or 1) > 1 else ""
-        groups.setdefault(f"{row['model']}, {row['batch']} x {row['seq']}{place}", []).append(row)
+        groups.setdefault(f"{row['model']}, {row['batch']} x {row['seq']}{_place(row)}", []).append(row)
     return {heading: sorted(rows, key=lambda row: _order(rows).index(row["variant"])) for heading, rows in groups.items()}
 
 

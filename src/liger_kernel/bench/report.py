@@ -66,7 +66,7 @@ def usable(row: Row | None) -> bool:
 
 def key(row: Row) -> tuple[Any, ...]:
     """What two rows must share to be compared."""
-    names = ("model", "batch", "seq", "gpus", "parallel") if "model" in row else ("op", "case", "dtype", "mode", "sweep", "x")
+    names = ("model", "batch", "seq", "gpus", "parallel", "checkpointing", "lora") if "model" in row else ("op", "case", "dtype", "mode", "sweep", "x")
     return tuple(row.get(name) for name in names)
 
 
@@ -235,6 +235,8 @@ STEP = (
     _words("seq", "seq", "Tokens per row.", filtered=False),
     _words("gpus", "gpus", "Devices."),
     _words("parallel", "parallel", "How the model is spread over them."),
+    _words("recomputed", "checkpointing", "What is computed again in the backward.", lambda on: "layers" if on else ""),
+    _words("LoRA", "lora", "Rank of the adapters that alone are trained.", lambda rank: str(rank) if rank else ""),
     Column(
         "tokens/s",
         "Tokens trained per second; ± is the interquartile range of the step time, in percent.",
@@ -252,6 +254,7 @@ STEP = (
     _number("peak GB", "peak_allocated_gb", "Peak memory that tensors occupied."),
     _number("reserved GB", "peak_reserved_gb", "Peak memory that PyTorch took from the device, its fragmentation included."),
     _number("largest batch", "largest_batch", "Most rows that fit.", lambda n: f"{n:g}"),
+    _number("longest rows", "largest_seq", "Most tokens a row of which the batch fits.", lambda n: f"{n:,}"),
     Column(
         "loss parity",
         "Largest relative difference of a loss to stock's, over the first steps; 'inaccurate': more than rounding explains, so its speed counts for nothing.",

@@ -12,7 +12,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="liger bench step", description="Measure whole training steps of models in random weights.")
     add = parser.add_argument
     add("--model", default="llama-3.2-1b", help=f"comma-separated (default: llama-3.2-1b): {', '.join(MODELS)}")
-    add("--batch", type=int, default=4, help="rows per step and GPU (default: 4)")
+    add("--batch", default="4", help="rows per step and GPU (default: 4); several, comma-separated, are measured one after the other until one does not fit")
     add("--seq", type=int, default=2048, help="tokens per row (default: 2048)")
     add("--against", default="stock,ours", help=f"variants, comma-separated (default: stock,ours): {', '.join(VARIANTS)}")
     add("--compile", action="store_true", help="each variant also under torch.compile")
@@ -46,14 +45,17 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add(
         "--data", choices=("random", "real"), default="random", help="random tokens (default), or the sources of Python's library through a BPE trained on them"
     )
+    add("--lengths", type=int, default=0, metavar="M", help="rows of that median length, padded: 95 is like Alpaca (default: all are full)")
     add("--masked", type=float, default=0.0, metavar="F", help="part of the labels that is ignored (default: 0)")
     add("--optimizer", choices=("sgd", "adamw"), default="sgd", help="(default: sgd)")
     add("--checkpointing", action="store_true", help="recompute the layers in the backward")
+    add("--lora", type=int, default=0, metavar="R", help="train adapters of that rank on all linear layers but the head (needs peft)")
     add("--gpus", type=int, default=1, metavar="N", help="processes, each with a GPU where there are any (default: 1)")
     add("--parallel", choices=("ddp", "fsdp2"), help="how the model is spread over them (default: ddp if there are several)")
     add("--steps", type=int, default=10, help="measured steps (default: 10)")
     add("--warmup", type=int, default=4, help="steps before them (default: 4)")
-    add("--largest-batch", action="store_true", help="search for the largest batch that fits, each trial in a fresh process (GPU only)")
+    add("--largest-batch", action="store_true", help="search for the largest batch that fits (GPU only)")
+    add("--largest-seq", action="store_true", help="search for the longest rows of which the batch fits (one GPU only)")
     add("--profile", action="store_true", help="device time by kind of work")
     add("--peak-tflops", type=float, metavar="X", help="what MFU is relative to (default: the rate of a large matrix product, measured now)")
     add("--json", metavar="FILE", help="write rows as they come")
@@ -62,16 +64,24 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--smoke", action="store_true", help="a tiny model, a few steps: does everything work?")
     a = parser.parse_args(argv)
     if a.smoke:
-        a.model, a.batch, a.seq, a.steps, a.warmup, a.profile = "tiny", 2, 64, 3, 2, True
+        a.model, a.batch, a.seq, a.steps, a.warmup, a.profile = "tiny", "2", 64, 3, 2, True
+    try:
+        a.batch = sorted(map(int, a.batch.split(",")))
+    except ValueError as error:
+        raise UserError(f"--batch must be numbers, comma-separated, got {a.batch!r}") from error
     a.model = [_one_of(name, MODELS) for name in a.model.split(",")]
     a.against = [_one_of(name, VARIANTS) for name in a.against.split(",")]
     if a.compile:
         a.against += ["compile" if name == "stock" else f"{name}+compile" for name in a.against if name in BASES]
     a.against = list(dict.fromkeys(a.against))
     a.parallel = a.parallel or ("ddp" if a.gpus > 1 else None)
-    for name in ("batch", "seq", "gpus", "steps"):
-        if getattr(a, name) < 1:
-            raise UserError(f"--{name} must be at least 1, got {getattr(a, name)}")
+    for name, value in {"batch": a.batch[0], "seq": a.seq, "gpus": a.gpus, "steps": a.steps}.items():
+        if value < 1:
+            raise UserError(f"--{name} must be at least 1, got {value}")
+    if a.gpus > 1 and a.largest_seq:
+        raise UserError("--largest-seq is searched for on one GPU")
+    if len(a.batch) > 1 and (a.profile or a.largest_batch or a.largest_seq):
+        raise UserError("--profile and --largest-... need one --batch")
     if a.warmup < 0 or a.warmup + a.steps < PARITY_STEPS:
         raise UserError(f"--warmup and --steps must add up to {PARITY_STEPS}, whose losses are compared; got {a.warmup} and {a.steps}")
     if not 0 <= a.masked < 1:
@@ -89,35 +99,26 @@ def _one_of(item: str, allowed: Any) -> str:
 
 
 def run_child(spec: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """What step_child.py measured, or ``{"failed": why}``."""
-    given, result, messages = folder / "spec.json", folder / "result.json", folder / "stderr"
+    """What step_child.py measured: ``rows``, and ``failed``, why it went no further."""
+    given, result, messages, why = folder / "spec.json", folder / "result.json", folder / "stderr", folder / "result.json.failed"
     given.write_text(json.dumps(spec))
     result.unlink(missing_ok=True)
+    why.unlink(missing_ok=True)
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={spec['gpus']}"] if spec["parallel"] else []
     path = [spec["package"]] if spec["package"] else []
     env = os.environ | {"PYTHONPATH": os.pathsep.join([*path, *filter(None, [os.environ.get("PYTHONPATH")])])}
     with messages.open("w") as stderr:
         done = subprocess.run([sys.executable, *launch, str(CHILD), str(given), str(result)], env=env, stdout=stderr, stderr=stderr, check=False)
     said = messages.read_text(errors="replace").strip()
-    if result.exists():
-        found = json.loads(result.read_text())
-    else:
+    found: dict[str, Any] = {"rows": [], "failed": None} | (json.loads(result.read_text()) if result.exists() else {})
+    if why.exists():
+        found["failed"] = json.loads(why.read_text())
+    elif done.returncode or not result.exists():
         how = f"killed by signal {-done.returncode}" if done.returncode < 0 else f"exit code {done.returncode}"
-        found = {"failed": f"{how}: {(said.splitlines() or ['it said nothing'])[-1][:300]}"}
-    if found.get("failed") and os.environ.get("LIGER_TRACEBACK") == "1":
+        found["failed"] = f"{how}: {(said.splitlines() or ['it said nothing'])[-1][:300]}"
+    if found["failed"] and os.environ.get("LIGER_TRACEBACK") == "1":
         print(said, file=sys.stderr)
     return found
-
-
-def largest_that(fits: Callable[[int], bool], start: int = 1, limit: int = 4096) -> int:
-    """The largest number that fits, by doubling and then bisection, to within a sixteenth; 0 if not even 1 does."""
-    low, high = 0, start
-    while high <= limit and fits(high):
-        low, high = high, 2 * high
-    while high - low > max(1, low // 16):
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
 
 
 def environment() -> dict[str, Any]:
@@ -176,12 +177,13 @@ def peak_of(timeline: list[tuple[float, float, str]]) -> tuple[float, float, str
     return max(timeline, key=lambda point: point[1])
 
 
-def measure(a: argparse.Namespace, model: str, variant: str, folder: Path, peak: float, gpu: bool) -> Row:
-    """One row: a child measures, more of them search for the largest batch."""
+def measure(a: argparse.Namespace, model: str, variant: str, folder: Path, peak: float, gpu: bool) -> list[Row]:
+    """A row for each batch, until one fails: a child measures, and searches for the largest sizes; of several ranks, a child for each trial."""
     base, _, rest = variant.partition("+")
     base, rest = ("stock", base) if base in COMPILED else (base, rest)
     base, _, level = base.partition(":")
-    row: Row = {"model": model, "variant": variant, "batch": a.batch, "seq": a.seq, "gpus": a.gpus, "parallel": a.parallel, "failed": None}
+    options = {name: getattr(a, name) for name in ("seq", "gpus", "parallel", "checkpointing", "lora")}
+    common: Row = {"model": model, "variant": variant, **options}
     spec = {
         "config": MODELS[model],
         "dtype": "bfloat16" if gpu else "float32",
@@ -189,30 +191,43 @@ def measure(a: argparse.Namespace, model: str, variant: str, folder: Path, peak:
         "flags": {"rematerialise": level} if level else {},
         "compile": COMPILED.get(rest),
         "tokens": str(folder / f"{model}.pt"),
+        "batches": a.batch,
+        "median": a.lengths,
+        "largest": [what for what in ("batch", "seq") if getattr(a, f"largest_{what}")] if a.gpus == 1 else [],
         "trial": False,
         "trace": str(folder / "trace.json") if a.profile else None,
         "trace_steps": TRACE_STEPS,
-        **{name: getattr(a, name) for name in ("batch", "seq", "gpus", "parallel", "masked", "optimizer", "checkpointing", "steps", "warmup")},
+        **options,
+        **{name: getattr(a, name) for name in ("masked", "optimizer", "steps", "warmup")},
     }
-    row |= run_child(spec, folder)
-    fitting = {a.batch: not row["failed"]}
-    if not row["failed"]:
-        row["mfu"] = step_flops(MODELS[model], a.batch, a.seq) / row["step_ms"] / 1e9 / peak
-        if a.profile:
-            with open(spec["trace"]) as file:
-                row["breakdown_ms"] = profile.breakdown(json.load(file)["traceEvents"], TRACE_STEPS, row["step_ms"])
-    if a.largest_batch and (row["failed"] in (None, "out of memory")):
+    found = run_child(spec, folder)
+    rows = [common | row | {"failed": None} for row in found["rows"]]
+    for row in rows:
+        row["mfu"] = None if a.lora else step_flops(MODELS[model], row["batch"], a.seq) / row["step_ms"] / 1e9 / peak
+    if rows and a.profile:
+        with open(spec["trace"]) as file:
+            rows[0]["breakdown_ms"] = profile.breakdown(json.load(file)["traceEvents"], TRACE_STEPS, rows[0]["step_ms"])
+    if found["failed"] and len(rows) < len(a.batch):
+        rows.append(common | {"batch": a.batch[len(rows)], "failed": found["failed"]})
+    elif found["failed"]:  # in the search
+        rows[0] |= {f"largest_{what}_limit": found["failed"] for what in spec["largest"]}
+    if a.largest_batch and (a.gpus > 1 or (rows[0]["failed"] == "out of memory")):
+        rows[0] |= _largest_batch(spec | {"trace": None}, folder)
+    return rows
 
-        def fits(batch: int) -> bool:
-            if batch not in fitting:
-                trial = run_child(spec | {"batch": batch, "trial": True, "trace": None}, folder)
-                fitting[batch] = not trial.get("failed")
-                if not fitting[batch]:
-                    row["largest_batch_limit"] = trial["failed"]  # not memory alone: some kernels end at 2^31 elements
-            return fitting[batch]
 
-        row["largest_batch"] = largest_that(fits, a.batch)
-    return row
+def _largest_batch(spec: dict[str, Any], folder: Path) -> Row:
+    from liger_kernel.bench.step_child import largest_that
+
+    limit = {}
+
+    def peak(batch: int) -> float | None:
+        trial = run_child(spec | {"batches": [batch], "trial": True}, folder)
+        if trial["failed"]:
+            limit["largest_batch_limit"] = trial["failed"]  # not memory alone: some kernels end at 2^31 elements
+        return None if trial["failed"] else trial["peak"]
+
+    return {"largest_batch": largest_that(peak, spec["batches"][0])} | limit
 
 
 # -- what is printed -----------------------------------------------------------------------
@@ -221,18 +236,18 @@ def measure(a: argparse.Namespace, model: str, variant: str, folder: Path, peak:
 def table(rows: list[Row], tolerance: float) -> str:
     """The rows of one model for a terminal, relative to stock."""
     stock = next((row for row in rows if row["variant"] == "stock"), None)
-    heads = ["variant", "tokens/s", "/ stock", "step ms", "spread", "MFU", "peak GB", "/ stock", "reserved GB", "loss diff", "largest batch"]
+    heads = ["variant", "tokens/s", "/ stock", "step ms", "spread", "MFU", "peak GB", "/ stock", "reserved GB", "loss diff", "largest batch", "longest rows"]
     lines = [heads]
     for row in rows:
         show = lambda field, form, row=row: "" if row.get(field) is None else format(row[field], form)
         times = lambda field, row=row: "" if (r := ratio(row, stock, field)) is None else f"{r:.2f}x"
         if row["failed"]:
-            lines.append([row["variant"], f"failed: {row['failed']}", *[""] * 8, show("largest_batch", "d")])
+            lines.append([row["variant"], f"failed: {row['failed']}", *[""] * 8, show("largest_batch", "d"), ""])
             continue
         faster = "losses differ" if row["accurate"] is False else times("tokens_per_s")
         speed = [show("tokens_per_s", ",.0f"), faster, show("step_ms", ".2f"), show("spread", ".1%"), show("mfu", ".1%")]
         memory = [show("peak_allocated_gb", ".2f"), times("peak_allocated_gb"), show("peak_reserved_gb", ".2f")]
-        lines.append([row["variant"], *speed, *memory, show("loss_parity", ".1e"), show("largest_batch", "d")])
+        lines.append([row["variant"], *speed, *memory, show("loss_parity", ".1e"), show("largest_batch", "d"), show("largest_seq", ",d")])
     notes = []
     if stock is None or stock["failed"]:
         notes.append("No ratios: they are relative to stock, which was not measured.")
@@ -242,8 +257,9 @@ def table(rows: list[Row], tolerance: float) -> str:
         if not row["failed"]:
             ms, gb, phase = peak_of(row["memory_timeline"])
             notes.append(f"{row['variant']}: memory peaks at {gb:.2f} GB in '{phase}', {ms:.0f} ms into a step")
-        if row.get("largest_batch_limit", "out of memory") != "out of memory":
-            notes.append(f"{row['variant']}: larger batches fail with {row['largest_batch_limit']}")
+        for what, larger in (("batch", "larger batches"), ("seq", "longer rows")):
+            if (why := row.get(f"largest_{what}_limit", "out of memory")) != "out of memory":
+                notes.append(f"{row['variant']}: {larger} fail with {why}")
     return "\n".join([_aligned(lines), *notes])
 
 
@@ -261,7 +277,7 @@ def _aligned(lines: list[list[str]]) -> str:
     text = []
     for line in lines:
         if line[1].startswith("failed"):
-            more = f"  (largest batch {line[-1]})" if line[-1] else ""
+            more = f"  (largest batch {line[-2]})" if line[-2] else ""
             text.append(f"{line[0]:<{widths[0]}}  {line[1]}{more}")
         else:
             text.append("  ".join([f"{line[0]:<{widths[0]}}", *[f"{cell:>{width}}" for cell, width in zip(line[1:], widths[1:])]]).rstrip())
@@ -275,7 +291,7 @@ def write_csv(result: dict[str, Any], path: str) -> None:
     rows = []
     for row in result["rows"]:
         flat = {k: v for k, v in row.items() if k not in ("breakdown_ms", "memory_timeline", "losses")}
-        flat |= {k: result["meta"][k] for k in ("data", "masked", "optimizer", "checkpointing")}
+        flat |= {k: result["meta"][k] for k in ("data", "lengths", "masked", "optimizer")}
         flat |= {f"{kind}_ms": ms for kind, ms in (row.get("breakdown_ms") or {}).items()}
         flat |= {f"loss_{i}": loss for i, loss in enumerate(row.get("losses") or ())}
         flat["peak_phase"] = peak_of(row["memory_timeline"])[2] if row.get("memory_timeline") else None
@@ -295,15 +311,15 @@ def run(a: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
     dtype = "bfloat16" if gpu else "float32"
     if not gpu:
         print("No GPU: this measures the CPU path in fp32. Nothing here says anything about kernels, and memory is that of the whole process.")
-        if a.largest_batch:
-            raise UserError("--largest-batch needs a GPU: without one, too large a batch takes the machine down instead of failing")
+        if a.largest_batch or a.largest_seq:
+            raise UserError("--largest-... needs a GPU: without one, too large a batch takes the machine down instead of failing")
     if a.plot:
         _plots()
     if any(name.startswith("upstream") for name in a.against) and not a.upstream_path:
         print(GET_UPSTREAM)
         a.against = [name for name in a.against if not name.startswith("upstream")]
     peak = a.peak_tflops or meta["gemm_tflops"]
-    options = {name: getattr(a, name) for name in ("data", "masked", "optimizer", "checkpointing", "steps", "warmup")}
+    options = {name: getattr(a, name) for name in ("data", "lengths", "masked", "optimizer", "steps", "warmup")}
     meta |= {"peak_tflops": peak, "dtype": dtype, **options, "parity_tolerance": PARITY[dtype], "command": "liger bench step " + " ".join(argv)}
     result: dict[str, Any] = {"meta": meta, "rows": []}
     with tempfile.TemporaryDirectory(prefix="liger-bench-") as name:
@@ -313,18 +329,23 @@ def run(a: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
             rows: list[Row] = []
             # Stock first: the others are judged against it.
             for variant in sorted(a.against, key=lambda name: name != "stock"):
-                row = measure(a, model, variant, folder, peak, gpu)
-                stock = row if variant == "stock" else next((r for r in rows if r["variant"] == "stock"), None)
-                rows.append(judge(row, stock, PARITY[dtype]))
-                result["rows"].append(rows[-1])
+                for row in measure(a, model, variant, folder, peak, gpu):
+                    stock = row if variant == "stock" else next((r for r in rows if r["variant"] == "stock" and r["batch"] == row["batch"]), None)
+                    rows.append(judge(row, stock, PARITY[dtype]))
+                    result["rows"].append(rows[-1])
+                    said = rows[-1]["failed"] or f"{rows[-1]['tokens_per_s']:,.0f} tokens/s"
+                    print(f"{model} {variant}, {row['batch']} rows: {said}", file=sys.stderr, flush=True)
                 if a.json:
                     Path(a.json).parent.mkdir(parents=True, exist_ok=True)
                     Path(a.json).write_text(json.dumps(result, indent=1))
-                print(f"{model} {variant}: {rows[-1]['failed'] or format(rows[-1]['tokens_per_s'], ',.0f') + ' tokens/s'}", file=sys.stderr, flush=True)
             where = f", {a.gpus} x {a.parallel}" if a.parallel else ""
-            extras = ", checkpointing" if a.checkpointing else ""
-            print(f"\n{model}: {a.batch} x {a.seq} {a.data} tokens{where}, {dtype}, {a.optimizer}{extras}; {meta['hardware']}, MFU of {peak:,.1f} TFLOP/s\n")
-            print(table(rows, PARITY[dtype]))
+            extras = (", checkpointing" if a.checkpointing else "") + (f", LoRA {a.lora}" if a.lora else "")
+            for batch in a.batch:
+                some = [row for row in rows if row["batch"] == batch]
+                if not some:
+                    continue
+                print(f"\n{model}: {batch} x {a.seq} {a.data} tokens{where}, {dtype}, {a.optimizer}{extras}; {meta['hardware']}, MFU of {peak:,.1f} TFLOP/s\n")
+                print(table(some, PARITY[dtype]))
             if a.profile:
                 print(f"\n{breakdown_table(rows)}")
             sys.stdout.flush()

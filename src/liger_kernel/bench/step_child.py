@@ -12,6 +12,7 @@ if __name__ == "__main__":
 
 import contextlib
 import functools
+import gc
 import itertools
 import json
 import statistics
@@ -85,7 +86,7 @@ class Timeline:
 @contextlib.contextmanager
 def layers_marked(model: Any, timeline: Timeline) -> Iterator[None]:
     """Mark the layers of one forward and backward. The head is not hooked: that would keep ours from fusing it."""
-    layers = model.base_model.layers
+    layers = layers_of(model)
     last = len(layers) - 1
 
     def backward_reached(i: int, gradient: Tensor) -> None:
@@ -173,7 +174,18 @@ def build(spec: dict[str, Any], device: torch.device) -> Any:
         if found != Path(spec["package"]).resolve():
             raise ImportError(f"liger_kernel was found in {found}, not in {spec['package']}")
         _apply_liger_kernel_to_instance(model=model, **spec["flags"])
+    if spec["lora"]:
+        import peft
+
+        if spec["checkpointing"]:
+            model.enable_input_require_grads()
+        model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", r=spec["lora"], lora_alpha=2 * spec["lora"], target_modules="all-linear"))
     return model
+
+
+def layers_of(model: Any) -> nn.ModuleList:
+    """The decoder layers, of a model with adapters, too."""
+    return getattr(model, "get_base_model", lambda: model)().base_model.layers
 
 
 def parallel(model: Any, how: str | None, device: torch.device) -> Any:
@@ -184,101 +196,201 @@ def parallel(model: Any, how: str | None, device: torch.device) -> Any:
         from torch.distributed.fsdp import fully_shard
 
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-        for layer in model.base_model.layers:
+        for layer in layers_of(model):
             fully_shard(layer, mesh=mesh)
         return fully_shard(model, mesh=mesh)
     return model
 
 
-def batches(spec: dict[str, Any], rank: int, device: torch.device) -> list[dict[str, Tensor]]:
+def batches(spec: dict[str, Any], rank: int, device: torch.device, count: int = BATCHES) -> list[dict[str, Tensor]]:
     """The same for every variant, different ones for every rank."""
     tokens = torch.load(spec["tokens"]).long()
     B, T = spec["batch"], spec["seq"]
     generator = torch.Generator().manual_seed(1 + rank)
     found = []
-    for i in range(BATCHES):
+    for i in range(count):
         at = (torch.arange(B * T) + (i * spec["gpus"] + rank) * B * T) % len(tokens)
         ids = tokens[at].view(B, T)
         masked = torch.rand(B, T, generator=generator) < spec["masked"]
-        found.append({"input_ids": ids.to(device), "labels": ids.masked_fill(masked, IGNORE).to(device)})
+        batch = {"input_ids": ids}
+        if spec["median"]:  # rows end there and are padded
+            lengths = (spec["median"] * torch.exp(0.6 * torch.randn(B, generator=generator))).long().clamp(8, T)
+            batch["attention_mask"] = (torch.arange(T) < lengths[:, None]).long()
+            masked |= batch["attention_mask"] == 0
+        batch["labels"] = ids.masked_fill(masked, IGNORE)
+        found.append({name: value.to(device) for name, value in batch.items()})
     return found
 
 
 def optimizer_of(name: str, model: Any, gpu: bool) -> torch.optim.Optimizer:
+    trained = [p for p in model.parameters() if p.requires_grad]
     if name == "adamw":
-        return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=gpu)  # what transformers' Trainer takes
-    return torch.optim.SGD(model.parameters(), lr=1e-3)
+        return torch.optim.AdamW(trained, lr=1e-4, fused=gpu)  # what transformers' Trainer takes
+    return torch.optim.SGD(trained, lr=1e-3)
 
 
-def measure(spec: dict[str, Any]) -> dict[str, Any]:
-    """Train as the spec says; fields of a row. With ``trial``, only find out whether two steps fit."""
-    gpu = torch.cuda.is_available()
-    rank = int(os.environ.get("RANK", 0))
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if gpu else torch.device("cpu")
-    if gpu:
-        torch.cuda.set_device(device)
-    if spec["parallel"]:
-        dist.init_process_group("nccl" if gpu else "gloo", device_id=device if gpu else None)
-    synchronize = torch.cuda.synchronize if gpu else lambda: None
-    memory = Memory(gpu)
+class Training:
+    """A model that is trained as the spec says, on this rank."""
 
-    model = build(spec, device)
-    run = parallel(model, spec["parallel"], device)
-    if spec["compile"] == "layers":
-        for layer in model.base_model.layers:
-            layer.compile()
-    elif spec["compile"]:
-        run = torch.compile(run)
-    optimizer = optimizer_of(spec["optimizer"], model, gpu)
-    data = batches(spec, rank, device)
-    losses: list[Tensor] = []
+    def __init__(self, spec: dict[str, Any]):
+        self.spec, self.gpu = spec, torch.cuda.is_available()
+        self.rank = int(os.environ.get("RANK", 0))
+        self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if self.gpu else torch.device("cpu")
+        if self.gpu:
+            torch.cuda.set_device(self.device)
+        if spec["parallel"]:
+            dist.init_process_group("nccl" if self.gpu else "gloo", device_id=self.device if self.gpu else None)
+        self.synchronize = torch.cuda.synchronize if self.gpu else lambda: None
+        self.memory = Memory(self.gpu)
+        self.model = build(spec, self.device)
+        self.run = parallel(self.model, spec["parallel"], self.device)
+        if spec["compile"] == "layers":
+            for layer in layers_of(self.model):
+                layer.compile()
+        elif spec["compile"]:
+            self.run = torch.compile(self.run)
+        self.optimizer = optimizer_of(spec["optimizer"], self.model, self.gpu)
+        self.losses: list[Tensor] = []
+        self.why = ""
 
-    def step(mark: Callable[[str], None] = lambda phase: None) -> None:
-        loss = run(**data[len(losses) % BATCHES]).loss
+    def step(self, data: list[dict[str, Tensor]], mark: Callable[[str], None] = lambda phase: None) -> None:
+        loss = self.run(**data[len(self.losses) % len(data)]).loss
         mark("forward: loss and head")
         loss.backward()
-        mark("backward" if spec["compile"] else "backward: layer 0 and embedding")
-        optimizer.step()
-        optimizer.zero_grad()
+        mark("backward" if self.spec["compile"] else "backward: layer 0 and embedding")
+        self.optimizer.step()
+        self.optimizer.zero_grad()
         mark("optimizer")
-        losses.append(loss.detach())
+        self.losses.append(loss.detach())
 
-    for _ in range(2 if spec["trial"] else spec["warmup"]):
-        step()
-    synchronize()
+    def measure(self, batch: int) -> dict[str, Any]:
+        """Fields of a row."""
+        spec, memory = self.spec | {"batch": batch}, self.memory
+        data = batches(spec, self.rank, self.device)
+        self.losses.clear()
+        for _ in range(spec["warmup"]):
+            self.step(data)
+        self.synchronize()
+        memory.reset()
+        clock = _EventClock() if self.gpu else _HostClock()
+        for _ in range(spec["steps"]):
+            self.step(data)
+            clock.tick()
+        times = clock.read()
+        peaks = [memory.peak(), memory.reserved() or 0.0]
+        first = torch.stack(self.losses[:BATCHES]).float()
+        if spec["parallel"]:
+            both = torch.tensor(peaks, device=self.device)
+            dist.all_reduce(both, op=dist.ReduceOp.MAX)
+            peaks = both.tolist()
+            dist.all_reduce(first)
+            first /= dist.get_world_size()
+
+        timeline = Timeline(memory, self.synchronize)
+        with contextlib.nullcontext() if spec["compile"] else layers_marked(self.model, timeline):
+            self.step(data, timeline.mark)
+        if spec["trace"]:
+            _trace(spec, self.model, lambda: self.step(data), self.synchronize, self.rank)
+
+        low, median, high = statistics.quantiles(times, n=4) if len(times) > 1 else times * 3
+        return {
+            "batch": batch,
+            "tokens_per_s": batch * spec["seq"] * spec["gpus"] / median * 1e3,
+            "step_ms": median,
+            "spread": (high - low) / median,
+            "peak_allocated_gb": peaks[0],
+            "peak_reserved_gb": peaks[1] if self.gpu else None,
+            "losses": first.tolist(),
+            "memory_timeline": timeline.points,
+        }
+
+    def peak(self, batch: int, seq: int) -> float | None:
+        """GB that two steps of that size take; None where they fail, and ``why``. On one GPU alone: of several ranks, others would wait for one that fails."""
+        held = self.memory.now()
+        self.memory.reset()
+        try:
+            data = batches(self.spec | {"batch": batch, "seq": seq}, self.rank, self.device, 1)
+            self.step(data)
+            self.step(data)
+            self.synchronize()
+            return self.memory.peak()
+        except Exception as error:
+            if "CUDA error" in str(error):  # after which nothing works
+                raise
+            self.why = _text(error)
+        finally:
+            data = []
+            self.losses.clear()
+            self.optimizer.zero_grad()
+            gc.collect()
+            torch.cuda.empty_cache()
+        if self.memory.now() > 1.02 * held + 0.1:
+            raise RuntimeError(f"{self.memory.now():.1f} GB are held after a step that did not fit, {held:.1f} before it: what fits cannot be told")
+        return None
+
+
+UNITS = {"batch": 1, "seq": 256}  # in which the largest is searched for
+
+
+def largest_that(peak: Callable[[int], float | None], start: int, capacity: float | None = None) -> int:
+    """The largest number that fits, to within a sixteenth; 0 if not even 1 does. ``peak(n)`` is the memory that n takes, or None where it does not fit.
+
+    Memory is nearly a line in n, so that the next number to try is where the line reaches the capacity.
+    """
+    peaks: dict[int, float] = {}
+    n, high = start, None
+    while True:
+        taken = peak(n)
+        if taken is None:
+            high = n
+        else:
+            peaks[n] = taken
+        low, step = max(peaks, default=0), max(1, max(peaks, default=0) // 16)
+        if high is not None and high - low <= step:
+            return low
+        n = 2 * low
+        if len(peaks) > 1 and capacity:
+            a, b = sorted(peaks)[-2:]
+            slope = (peaks[b] - peaks[a]) / (b - a)
+            n = min(4 * low, int(b + 0.99 * (capacity - peaks[b]) / slope)) if slope > 0 else n
+        n = max(n, low + step)
+        if high is not None and n >= high:
+            n = (low + high) // 2
+
+
+def measure(spec: dict[str, Any], found: Callable[[dict[str, Any]], None] = lambda result: None) -> dict[str, Any]:
+    """Train as the spec says: rows, one a batch, and the largest sizes that fit; ``found`` is told of each as it comes."""
+    training = Training(spec)
+    result: dict[str, Any] = {"rows": []}
     if spec["trial"]:
-        return {}
-    memory.reset()
-    clock = _EventClock() if gpu else _HostClock()
-    for _ in range(spec["steps"]):
-        step()
-        clock.tick()
-    times = clock.read()
-    peaks = [memory.peak(), memory.reserved() or 0.0]
-    first = torch.stack(losses[:BATCHES]).float()
-    if spec["parallel"]:
-        both = torch.tensor(peaks, device=device)
-        dist.all_reduce(both, op=dist.ReduceOp.MAX)
-        peaks = both.tolist()
-        dist.all_reduce(first)
-        first /= dist.get_world_size()
+        data = batches(spec | {"batch": spec["batches"][0]}, training.rank, training.device, 1)
+        training.step(data)
+        training.step(data)
+        training.synchronize()
+        return result | {"peak": training.memory.peak()}
+    for batch in spec["batches"]:
+        result["rows"].append(training.measure(batch))
+        found(result)
+    for what in spec["largest"]:
+        _search(training, what, result["rows"][0], lambda: found(result))
+    return result
 
-    timeline = Timeline(memory, synchronize)
-    with contextlib.nullcontext() if spec["compile"] else layers_marked(model, timeline):
-        step(timeline.mark)
-    if spec["trace"]:
-        _trace(spec, model, step, synchronize, rank)
 
-    low, median, high = statistics.quantiles(times, n=4) if len(times) > 1 else times * 3
-    return {
-        "tokens_per_s": spec["batch"] * spec["seq"] * spec["gpus"] / median * 1e3,
-        "step_ms": median,
-        "spread": (high - low) / median,
-        "peak_allocated_gb": peaks[0],
-        "peak_reserved_gb": peaks[1] if gpu else None,
-        "losses": first.tolist(),
-        "memory_timeline": timeline.points,
-    }
+def _search(training: Training, what: str, row: dict[str, Any], found: Callable[[], None]) -> None:
+    """``row["largest_" + what]``, known as far as it is when a larger one ends the process."""
+    sizes, unit = {"batch": row["batch"], "seq": training.spec["seq"]}, UNITS[what]
+    row[f"largest_{what}"] = 0
+
+    def peak(n: int) -> float | None:
+        taken = training.peak(**sizes | {what: n * unit})
+        if taken is None:
+            row[f"largest_{what}_limit"] = training.why
+        else:
+            row[f"largest_{what}"] = max(row[f"largest_{what}"], n * unit)
+        found()
+        return taken
+
+    largest_that(peak, max(1, sizes[what] // unit), torch.cuda.get_device_properties(training.device).total_memory / 1e9)
 
 
 def _trace(spec: dict[str, Any], model: Any, step: Callable[[], None], synchronize: Callable[[], None], rank: int) -> None:
@@ -325,20 +437,27 @@ class _HostClock:
         return [1e3 * (b - a) for a, b in itertools.pairwise(self.ticks)]
 
 
+def _text(error: Exception) -> str:
+    if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error) or "ALLOC_FAILED" in str(error):
+        return "out of memory"
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
 def main(spec: str, result: str) -> int:
-    path = Path(result)
+    first = int(os.environ.get("RANK", 0)) == 0
+
+    def write(so_far: dict[str, Any]) -> None:
+        if first:
+            Path(result).write_text(json.dumps(so_far))
+
     try:
-        found = measure(json.loads(Path(spec).read_text()))
+        write(measure(json.loads(Path(spec).read_text()), write))
     except Exception as error:  # whatever it is, it is what the row says
-        text = " ".join(f"{type(error).__name__}: {error}".split())
-        out_of_memory = isinstance(error, torch.OutOfMemoryError) or "out of memory" in text or "ALLOC_FAILED" in text
         traceback.print_exc()
-        with contextlib.suppress(FileExistsError), path.open("x") as file:  # the first rank to fail says why: the others fail because of it
-            json.dump({"failed": "out of memory" if out_of_memory else text[:300]}, file)
+        with contextlib.suppress(FileExistsError), Path(f"{result}.failed").open("x") as file:  # the first rank to fail says why: the others do because of it
+            json.dump(_text(error), file)
         sys.stderr.flush()
         os._exit(1)  # other ranks may wait for this one in a collective, and so would a regular exit
-    if int(os.environ.get("RANK", 0)) == 0:
-        path.write_text(json.dumps(found))
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()

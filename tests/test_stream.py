@@ -98,7 +98,8 @@ def test_a_stream_of_one_part_is_the_data(chats, packing, config, tmp_path, stre
     config = dataclasses.replace(config, packing=packing, length=80, limit=9)
     if chats:
         config = dataclasses.replace(config, data=write_jsonl(tmp_path / "chats.jsonl", CHATS), limit=50)
-    whole, stream = load(config := dataclasses.replace(config, stream=0)), streams(dataclasses.replace(config, stream=1), tmp_path / "parts")
+    written(dataclasses.replace(config, stream=1), tmp_path / "parts")
+    whole, stream = load(dataclasses.replace(config, stream=0)), streams(dataclasses.replace(config, stream=1), tmp_path / "parts")
     assert (whole.rows.positions is None) == (stream.rows.positions is None) == (packing == "auto")
     total = len(whole.train)
     assert stream.eval == whole.eval and stream.picks(0, 2 * total + 1, 3) == whole.picks(0, 2 * total + 1, 3)

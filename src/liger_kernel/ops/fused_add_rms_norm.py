@@ -6,6 +6,8 @@ Shapes: x, residual, y, s (..., N), w (N,).  M = product of the leading dims.
 
 s has the promoted dtype of x and residual, and y is the norm of s as rounded to it: what the next layer adds to is what was normalised.
 x and residual have the same gradient, ``ds`` of the sum plus what flows back through the norm; it is computed and written once.
+
+Rows too wide for the registers of one program are read twice, in blocks of columns; ``rms_norm`` of such rows is this, without a residual.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from liger_kernel.ops._tl import cdiv, jit, tl
 from liger_kernel.ops.rms_norm import CASTING, scaled_rows
 from liger_kernel.ops.rms_norm import reference as rms_norm_reference
 
-MAX_N = 16384  # columns that one program holds in registers; wider rows take the reference
+FWD_N = 16384  # columns that one program holds in registers
 BWD_N = 8192  # columns of dy, ds, s, the weight and its gradient that one program holds
 
 
@@ -33,6 +35,15 @@ def reference(
 
 
 @jit
+def _sum(x_ptr, r_ptr, row, col, x_stride, r_stride, mask, DTYPE: tl.constexpr, HAS_R: tl.constexpr):
+    s = tl.load(x_ptr + row[:, None] * x_stride + col[None, :], mask=mask, other=0.0)
+    if HAS_R:
+        r = tl.load(r_ptr + row[:, None] * r_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+        s = (s.to(tl.float32) + r).to(DTYPE)
+    return s
+
+
+@jit
 def _fwd(
     x_ptr, r_ptr, w_ptr, y_ptr, s_ptr, rstd_ptr, M, N, x_stride, r_stride, eps, offset,
     HAS_W: tl.constexpr, HAS_R: tl.constexpr, CASTING: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -40,16 +51,41 @@ def _fwd(
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     col = tl.arange(0, BLOCK_N)
     mask = (row < M)[:, None] & (col < N)[None, :]
-    s = tl.load(x_ptr + row[:, None] * x_stride + col[None, :], mask=mask, other=0.0)
+    s = _sum(x_ptr, r_ptr, row, col, x_stride, r_stride, mask, s_ptr.dtype.element_ty, HAS_R)
     if HAS_R:
-        r = tl.load(r_ptr + row[:, None] * r_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
-        s = (s.to(tl.float32) + r).to(s_ptr.dtype.element_ty)
         tl.store(s_ptr + row[:, None] * N + col[None, :], s, mask=mask)
     h = s.to(tl.float32)
     rstd = tl.rsqrt(tl.sum(h * h, axis=1) / N + tl.cast(eps, tl.float32))
     tl.store(rstd_ptr + row, rstd, mask=row < M)
     h = scaled_rows(h, rstd, w_ptr, col, N, offset, s.dtype, HAS_W, CASTING)
     tl.store(y_ptr + row[:, None] * N + col[None, :], h.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@jit
+def _fwd_wide(
+    x_ptr, r_ptr, w_ptr, y_ptr, s_ptr, rstd_ptr, M, N, x_stride, r_stride, eps, offset,
+    HAS_W: tl.constexpr, HAS_R: tl.constexpr, CASTING: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    DTYPE: tl.constexpr = s_ptr.dtype.element_ty
+    square = tl.zeros((BLOCK_M,), tl.float32)
+    for start in range(0, N, BLOCK_N):
+        col = start + tl.arange(0, BLOCK_N)
+        mask = (row < M)[:, None] & (col < N)[None, :]
+        s = _sum(x_ptr, r_ptr, row, col, x_stride, r_stride, mask, DTYPE, HAS_R)
+        if HAS_R:
+            tl.store(s_ptr + row[:, None] * N + col[None, :], s, mask=mask)
+        h = s.to(tl.float32)
+        square += tl.sum(h * h, axis=1)
+    rstd = tl.rsqrt(square / N + tl.cast(eps, tl.float32))
+    tl.store(rstd_ptr + row, rstd, mask=row < M)
+    blocks = tl.cdiv(N, BLOCK_N)
+    for i in range(0, blocks):  # going back from where the first sweep ended, where the L2 cache has the row
+        col = (blocks - 1 - i) * BLOCK_N + tl.arange(0, BLOCK_N)
+        mask = (row < M)[:, None] & (col < N)[None, :]
+        s = _sum(x_ptr, r_ptr, row, col, x_stride, r_stride, mask, DTYPE, HAS_R)
+        h = scaled_rows(s.to(tl.float32), rstd, w_ptr, col, N, offset, s.dtype, HAS_W, CASTING)
+        tl.store(y_ptr + row[:, None] * N + col[None, :], h.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @jit
@@ -113,8 +149,10 @@ def fused_add_rms_norm_fwd(x: Tensor, residual: Tensor | None, w: Tensor | None,
     s = x.new_empty(0) if residual is None else x.new_empty(M, N, dtype=torch.promote_types(x.dtype, residual.dtype))
     y = s.new_empty(M, N, dtype=s.dtype if w is None or casting == "gemma" else torch.promote_types(s.dtype, w.dtype))
     rstd = x.new_empty(M, dtype=torch.float32)
-    c = _config.tile("fused_add_rms_norm_fwd", N, s.itemsize, elements=4096, per_thread=32)
-    launch(_fwd, (cdiv(M, c.block_m),), x, residual, w, y, s, rstd, M, N, x.stride(0), 0 if residual is None else residual.stride(0), eps, offset,
+    wide = N > FWD_N
+    c = _config.tile("fused_add_rms_norm_fwd", N, s.itemsize, elements=4096, per_thread=32, max_block_n=8192 if wide else FWD_N)
+    launch(_fwd_wide if wide else _fwd, (cdiv(M, c.block_m),), x, residual, w, y, s, rstd, M, N, x.stride(0),
+           0 if residual is None else residual.stride(0), eps, offset,
            HAS_W=w is not None, HAS_R=residual is not None, CASTING=casting, BLOCK_M=c.block_m, BLOCK_N=c.block_n, num_warps=c.num_warps)  # fmt: skip
     return y, s, rstd
 
@@ -193,10 +231,13 @@ def _tensors(*shape: int) -> dict[str, T]:
         Case("fp32-weight", dict(_tensors(5, 64), w=T((64,), dtype=torch.float32))),
         Case("fp32-residual", dict(_tensors(5, 64), residual=T((5, 64), dtype=torch.float32))),
         Case("wide-backward", _tensors(3, BWD_N + 5)),
+        Case("wide", _tensors(2, FWD_N + 77)),
+        Case("wide-gemma", dict(_tensors(3, FWD_N + 77), residual=None, offset=1.0, casting="gemma")),
         Case("llama3-8b", _tensors(8192, 4096), gpu=True),
         Case("llama3-8b-no-residual", dict(_tensors(8192, 4096), residual=None), gpu=True),
         Case("row-of-8k", _tensors(2048, 8192), gpu=True),
         Case("row-of-16k", _tensors(1024, 16384), gpu=True),
+        Case("row-of-64k", _tensors(256, 65536), gpu=True),
         Case("bad-weight", dict(_tensors(4, 8), w=T((4,))), error="fused_add_rms_norm: w must have shape (8,), got (4,)"),
         Case("bad-residual", dict(_tensors(4, 8), residual=T((1, 8))), error="fused_add_rms_norm: residual must have shape (4, 8), got (1, 8)"),
         Case("bad-casting", dict(_tensors(4, 8), casting="bf16"), error="fused_add_rms_norm: casting must be one of ('llama', 'gemma', 'none'), got 'bf16'"),
@@ -233,7 +274,7 @@ def fused_add_rms_norm(
         raise ValueError(f"fused_add_rms_norm: residual must have shape {tuple(x.shape)}, got {tuple(residual.shape)}")
     if w is not None and w.shape != x.shape[-1:]:
         raise ValueError(f"fused_add_rms_norm: w must have shape {tuple(x.shape[-1:])}, got {tuple(w.shape)}")
-    if not (use_kernels(x, fusible=True) and (residual is None or use_kernels(residual))) or x.shape[-1] > MAX_N:
+    if not (use_kernels(x, fusible=True) and (residual is None or use_kernels(residual))):
         return reference(x, residual, w, eps=eps, offset=offset, casting=casting)
     return LigerFusedAddRMSNormFunction.apply(x, residual, w, eps, offset, casting)
 

@@ -6,6 +6,8 @@ Shapes: x (..., N), w (N,), y like x.  M = product of the leading dims.
   llama   x_hat is rounded to x's dtype, then multiplied by w; the result has the promoted dtype of x and w
   gemma   everything in fp32, rounded once, to x's dtype
   none    no upcast: 1/rms and each product are rounded to x's dtype, the last one promoted with w
+
+Rows wider than one program holds go to ``fused_add_rms_norm``, without a residual.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from liger_kernel.ops._shards import is_sharded, on_own_rows
 from liger_kernel.ops._tl import cdiv, jit, tl
 
 CASTING = ("llama", "gemma", "none")
-MAX_N = 32768  # columns that one program holds in registers; wider rows take the reference
+MAX_N = 32768  # columns that one program holds in registers
 
 
 def reference(x: Tensor, w: Tensor | None = None, *, eps: float = 1e-6, offset: float = 0.0, casting: str = "llama") -> Tensor:
@@ -98,6 +100,11 @@ def _bwd(
 @launcher("(Tensor x, Tensor? w, float eps, float offset, str casting) -> (Tensor y, Tensor rstd)")
 def rms_norm_fwd(x: Tensor, w: Tensor | None, eps: float, offset: float, casting: str) -> tuple[Tensor, Tensor]:
     M, N = x.shape
+    if N > MAX_N:
+        from liger_kernel.ops.fused_add_rms_norm import fused_add_rms_norm_fwd  # which imports this module
+
+        y, _, rstd = fused_add_rms_norm_fwd(x, None, w, eps, offset, casting)
+        return y, rstd
     y = x.new_empty(M, N, dtype=x.dtype if w is None or casting == "gemma" else torch.promote_types(x.dtype, w.dtype))
     rstd = x.new_empty(M, dtype=torch.float32)
     c = _config.tile("rms_norm_fwd", N, x.itemsize, elements=4096, per_thread=32)
@@ -110,6 +117,10 @@ def rms_norm_fwd(x: Tensor, w: Tensor | None, eps: float, offset: float, casting
 def rms_norm_bwd(dy: Tensor, x: Tensor, w: Tensor | None, rstd: Tensor, offset: float, need_dx: bool, need_dw: bool) -> tuple[Tensor, Tensor]:
     """dx and dw; what is not needed is empty."""
     M, N = x.shape
+    if N > MAX_N:
+        from liger_kernel.ops.fused_add_rms_norm import fused_add_rms_norm_bwd
+
+        return fused_add_rms_norm_bwd(dy, None, x, w, rstd, offset, need_dx, need_dw)
     # H200, bf16, 262144 x 128: 56 us; half the tile and one stage 176
     c = _config.tile("rms_norm_bwd", N, x.itemsize, elements=8192, per_thread=32, pipelined=2)
     programs = max(1, min(_config.processors() * c.per_sm, cdiv(M, c.block_m)))
@@ -169,9 +180,12 @@ def rms_norm_backward(
         Case("odd", dict(x=T((5, 123)), w=T((123,)))),
         Case("one-column", dict(x=T((5, 1)), w=T((1,)), eps=0.5)),  # a small eps cancels to rounding error
         Case("fp32-weight", dict(x=T((5, 64)), w=T((64,), dtype=torch.float32))),
+        Case("wide", dict(x=T((2, MAX_N + 77)), w=T((MAX_N + 77,)))),
         Case("llama3-8b", dict(x=T((8192, 4096)), w=T((4096,))), gpu=True),
         Case("qwen3-qk", dict(x=T((4, 2048, 32, 128)), w=T((128,))), gpu=True),
         Case("phi3", dict(x=T((4096, 3072)), w=T((3072,))), gpu=True),
+        Case("row-of-64k", dict(x=T((256, 65536)), w=T((65536,))), gpu=True),
+        Case("row-of-256k", dict(x=T((64, 262144)), w=T((262144,))), gpu=True),
         Case("bad-weight", dict(x=T((4, 8)), w=T((4,))), error="rms_norm: w must have shape (8,), got (4,)"),
         Case("bad-casting", dict(x=T((4, 8)), w=T((8,)), casting="bf16"), error="rms_norm: casting must be one of ('llama', 'gemma', 'none'), got 'bf16'"),
         Case("integers", dict(x=T((4, 8), dtype=torch.int64)), error="rms_norm: x must be floating point, got torch.int64"),
@@ -197,6 +211,6 @@ def rms_norm(x: Tensor, w: Tensor | None = None, *, eps: float = 1e-6, offset: f
         raise ValueError(f"rms_norm: w must have shape {tuple(x.shape[-1:])}, got {tuple(w.shape)}")
     if is_sharded(x) and (y := on_own_rows(rms_norm, x, w, eps=eps, offset=offset, casting=casting)) is not None:
         return y
-    if not use_kernels(x, fusible=True) or x.shape[-1] > MAX_N:
+    if not use_kernels(x, fusible=True):
         return reference(x, w, eps=eps, offset=offset, casting=casting)
     return LigerRMSNormFunction.apply(x, w, eps, offset, casting)

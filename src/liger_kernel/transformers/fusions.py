@@ -32,7 +32,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from liger_kernel import memory
 from liger_kernel.ops._op import intercepted, use_kernels
-from liger_kernel.ops.fused_add_rms_norm import MAX_N, fused_add_rms_norm, rms_norm_of_sum
+from liger_kernel.ops.fused_add_rms_norm import fused_add_rms_norm, rms_norm_of_sum
 from liger_kernel.ops.qk_norm_rope import MAX_D, qk_norm_rope
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -66,7 +66,7 @@ def add_norm(norm: Any, a: Any, b: Any = None) -> tuple[Any, Any]:
     """``(s, norm(s))`` of ``s = a + b``, or of ``s = a``."""
     form = _form_of(norm, a)
     # rows of other strides may be summed in another order, and are not worth a kernel of their own to compute them again
-    if form is None or not 0 < a.shape[-1] <= MAX_N or not a.is_contiguous() or (b is not None and not (_alike(a, b) and b.is_contiguous())):
+    if form is None or not a.shape[-1] or not a.is_contiguous() or (b is not None and not (_alike(a, b) and b.is_contiguous())):
         s = a if b is None else a + b
         return s, norm(s)
     offset, casting, eps = form

@@ -12,6 +12,7 @@ import torch
 
 pytest.importorskip("transformers")
 
+from liger_kernel.train import data as data_module
 from liger_kernel.train import loop
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.data import BEGIN, Records, load, tokenise, tokenizer_of, train_bpe
@@ -152,6 +153,14 @@ def test_a_part_without_rows_is_passed_over(config, tmp_path, streams):
     data = streams(config, tmp_path / "parts")
     total = sum(part.rows for part in writer._parts) - len(data.eval)
     assert len(set(data.picks(0, total, 0))) == total and set(data.picks(total, total, 0)) == set(data.picks(0, total, 0))
+
+
+def test_what_may_change_unseen_is_kept_for_its_run_alone(tmp_path):
+    """And by all that is known of it: other lengths are other rows."""
+    places = lambda **changes: data_module._cache(TrainConfig(stream=1, cache=str(tmp_path / "shared"), out=str(tmp_path / "run"), **changes), None)
+    hub, longer, file = places(data="org/chats"), places(data="org/chats", length=77), places(data="stdlib")
+    assert hub[0].parent == longer[0].parent == tmp_path / "run" / "cache" and not hub[1] and hub != longer
+    assert file[0].parent == tmp_path / "shared" and file[1]
 
 
 def test_records_are_read_from_any_place(tmp_path, monkeypatch):

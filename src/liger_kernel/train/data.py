@@ -463,12 +463,12 @@ def load(config: TrainConfig) -> Data:
     if (Path(config.data) / ROWS).is_file():
         return _prepared(config)
     tokenizer = tokenizer_of(config)
-    folder = _cache(config, tokenizer)
+    folder, sure = _cache(config, tokenizer)
     if config.stream:
         from liger_kernel.train.stream import Stream
 
-        return Stream(config, tokenizer, folder or Path(config.out) / "stream")
-    if folder is None:
+        return Stream(config, tokenizer, folder)
+    if not sure:
         return _prepare(config, tokenizer)
     from filelock import FileLock
 
@@ -536,22 +536,24 @@ def complete(tokenizer: Any) -> None:
         tokenizer.chat_template = CHAT_TEMPLATE
 
 
-def _cache(config: TrainConfig, tokenizer: Any) -> Path | None:
-    """Where rows are kept between runs, named after all that decides on them; None for what may change unseen."""
+def _cache(config: TrainConfig, tokenizer: Any) -> tuple[Path, bool]:
+    """Where rows are kept, named after all that decides on them, and whether that is all that does: else it is of this run alone."""
+    sure, files = True, files_of(config.data)
     if config.data == "stdlib":
         identity = sys.version
-    elif files := files_of(config.data):
+    elif files:
         identity = "\n".join(f"{path.resolve()} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in files)
     else:
-        return None
+        identity, sure = f"{config.data} {config.split}", False
     if tokenizer is None:
         by: Any = config.vocab
     elif tokenizer.is_fast:
         by = [tokenizer.backend_tokenizer.to_str(), tokenizer.bos_token_id, tokenizer.eos_token_id, str(tokenizer.chat_template)]
     else:
-        return None
+        by, sure = config.tokenizer or config.model, False
     key = json.dumps([identity, config.limit, by, config.length, config.packing, CHAT_TEMPLATE, *([config.stream] if config.stream else [])])
-    return Path(config.cache or Path(config.out) / "cache") / hashlib.sha256(key.encode()).hexdigest()[:16]
+    folder = config.cache if config.cache and sure else Path(config.out) / "cache"
+    return Path(folder) / hashlib.sha256(key.encode()).hexdigest()[:16], sure
 
 
 def _write(folder: Path, rows: Rows, tokenizer: Any) -> None:

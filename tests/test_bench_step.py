@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from liger_kernel.bench import profile, step, step_child
 from liger_kernel.bench.models import MODELS, config_of, step_flops
+from liger_kernel.ops import _op
 from liger_kernel.train.config import UserError
 
 TINY = MODELS["tiny"]
@@ -354,7 +355,8 @@ def test_smoke_end_to_end(tmp_path, capsys):
 
 @pytest.fixture(autouse=True)
 def children_run_references(monkeypatch):
-    """Not the interpreter that this process may have: it is slow, and what kernels compute is tested elsewhere."""
+    """Nor what runs in this process. The interpreter is slow, and what kernels compute is tested elsewhere."""
+    monkeypatch.setattr(_op, "_KERNEL_DEVICES", _op._KERNEL_DEVICES - {"cpu"})
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 
 

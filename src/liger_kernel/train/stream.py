@@ -281,8 +281,6 @@ def _characters(record: dict[str, Any]) -> int:
 def _main() -> None:
     said, sys.stdout = sys.stdout, sys.stderr  # what is said here, the parent raises
     config, folder, code = TrainConfig(**json.loads(sys.stdin.readline())), Path(sys.argv[1]), 0
-    if hasattr(os, "nice"):
-        os.nice(10)
     try:
         from filelock import FileLock
 

@@ -439,7 +439,7 @@ def test_largest_sizes_survive_the_one_that_ends_the_process(tmp_path, monkeypat
         if T > 700:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         if B > 5:
-            raise torch.OutOfMemoryError("no")
+            raise torch.OutOfMemoryError("no") if B % 2 else RuntimeError("CUDA error: out of memory")
         step_(self, data, *mark)
 
     monkeypatch.setattr(step_child.Training, "step", limited)
@@ -449,7 +449,12 @@ def test_largest_sizes_survive_the_one_that_ends_the_process(tmp_path, monkeypat
         step_child.main(str(tmp_path / "spec.json"), str(tmp_path / "result.json"))
     (found,) = json.loads((tmp_path / "result.json").read_text())["rows"]
     assert found["largest_batch"] == 5 and found["largest_batch_limit"] == "out of memory" and found["largest_seq"] == 512
-    assert "illegal memory access" in json.loads((tmp_path / "result.json.failed").read_text())
+    why = json.loads((tmp_path / "result.json.failed").read_text())
+    assert "illegal memory access" in why
+    monkeypatch.setattr(step, "run_child", lambda spec, folder: {"rows": [found], "failed": why})
+    argv = ["--model", "tiny", "--batch", "2", "--seq", "32", "--largest-batch", "--largest-seq"]
+    (row,) = step.measure(step.parse(argv), "tiny", "ours", tmp_path, 1.0, True)
+    assert row["largest_batch_limit"] == "out of memory" and row["largest_seq_limit"] == why and row["failed"] is None
 
 
 @pytest.mark.slow

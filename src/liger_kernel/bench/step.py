@@ -209,8 +209,8 @@ def measure(a: argparse.Namespace, model: str, variant: str, folder: Path, peak:
             rows[0]["breakdown_ms"] = profile.breakdown(json.load(file)["traceEvents"], TRACE_STEPS, rows[0]["step_ms"])
     if found["failed"] and len(rows) < len(a.batch):
         rows.append(common | {"batch": a.batch[len(rows)], "failed": found["failed"]})
-    elif found["failed"]:  # in the search
-        rows[0] |= {f"largest_{what}_limit": found["failed"] for what in spec["largest"]}
+    elif found["failed"] and (searched := [what for what in spec["largest"] if f"largest_{what}" in rows[0]]):  # in the last of these
+        rows[0][f"largest_{searched[-1]}_limit"] = found["failed"]
     if a.largest_batch and (a.gpus > 1 or (rows[0]["failed"] == "out of memory")):
         rows[0] |= _largest_batch(spec | {"trace": None}, folder)
     return rows

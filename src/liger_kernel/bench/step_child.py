@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 BATCHES = 4  # distinct ones, taken in turn
 IGNORE = -100
+OUT_OF_MEMORY = "out of memory"
 
 
 # -- what is measured ----------------------------------------------------------------------
@@ -315,9 +316,9 @@ class Training:
             self.synchronize()
             return self.memory.peak()
         except Exception as error:
-            if "CUDA error" in str(error):  # after which nothing works
-                raise
             self.why = _text(error)
+            if self.why != OUT_OF_MEMORY and "CUDA error" in str(error):  # after which nothing works
+                raise
         finally:
             data = []
             self.losses.clear()
@@ -439,7 +440,7 @@ class _HostClock:
 
 def _text(error: Exception) -> str:
     if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error) or "ALLOC_FAILED" in str(error):
-        return "out of memory"
+        return OUT_OF_MEMORY
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 

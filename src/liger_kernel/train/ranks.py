@@ -204,8 +204,8 @@ class Watch:
                     file.flush()
                     faulthandler.dump_traceback(file)
                 os.write(2, self._path.read_bytes())
-                time.sleep(min(self._seconds, 30))
-                os._exit(1)
+                if not self._ended.wait(min(self._seconds, 30)):
+                    os._exit(1)
 
 
 # -- starting and restarting ---------------------------------------------------------------

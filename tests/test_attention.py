@@ -13,6 +13,7 @@ import torch.nn.functional as F
 import transformers
 from hf_models import assert_same_bits, assert_same_learning, make, step
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from liger_kernel.testing import assert_as_accurate
@@ -246,6 +247,64 @@ def test_compiled_layers(calls, dense_masks):
         layer.compile(backend="aot_eager")
     assert_same_learning(learnt(model, packed), expected)
     assert not dense_masks
+
+
+def masked(backend: CompileCounterWithBackend) -> list[bool]:
+    """Whether attention has a mask in each graph that has attention."""
+    calls = [[n for n in g.graph.nodes if "scaled_dot_product" in str(n.target)] for g in backend.graphs]
+    found = [{n.kwargs["attn_mask"] is not None for n in of_graph} for of_graph in calls if of_graph]
+    return [masked for (masked,) in found]
+
+
+def of_length(n: int, **more: Tensor) -> dict:
+    ids = torch.arange(2 * n).view(2, n) % VOCAB
+    return dict(input_ids=ids, labels=ids) | more
+
+
+@pytest.fixture
+def compiler():
+    yield CompileCounterWithBackend
+    torch._dynamo.reset()
+
+
+def test_a_model_compiled_whole_has_the_mask_of_eager_mode(compiler):
+    model, backend = make("llama", attention="sdpa", num_hidden_layers=1), compiler("aot_eager")
+    _apply_liger_kernel_to_instance(model=model)
+    expected = learnt(model, of_length(7))
+    model.compile(backend=backend, fullgraph=True)
+    assert_same_learning(learnt(model, of_length(7)), expected)
+    for n in (8, 9):
+        learnt(model, of_length(n))
+    assert masked(backend) == [False, False]  # one graph for that length, one for any
+    assert model.config._attn_implementation == "sdpa"
+
+
+PADDED = torch.tensor([[1] * 7, [1] * 4 + [0] * 3])
+DOCUMENTS = torch.tensor([[0, 1, 2, 0, 1, 2, 3]]).expand(2, 7)
+
+
+@pytest.mark.parametrize(
+    "model_type, config, batch, expected",
+    [
+        ("qwen2", {}, {}, False),
+        ("gemma", {}, {}, False),
+        ("llama", {}, dict(attention_mask=PADDED), True),
+        ("llama", {}, dict(position_ids=DOCUMENTS), True),
+        ("mistral", dict(sliding_window=4), {}, True),
+    ],
+)
+def test_masks_of_compiled_models(model_type, config, batch, expected, compiler):
+    model, backend = make(model_type, attention="sdpa", **config), compiler("eager")
+    _apply_liger_kernel_to_instance(model=model)
+    torch.compile(model, backend=backend, fullgraph=True)(**of_length(7, **batch), use_cache=False)
+    assert masked(backend) == [expected]
+
+
+def test_other_compiled_models_are_left_alone(compiler):
+    stock, backend = make("llama", attention="sdpa", num_hidden_layers=1), compiler("eager")
+    _apply_liger_kernel_to_instance(model=make("llama", attention="sdpa"))
+    torch.compile(stock, backend=backend)(**of_length(7), use_cache=False)
+    assert masked(backend) == [True], "transformers leaves the mask out by itself: attention.unmasked can go"
 
 
 @pytest.mark.parametrize("model_type", ["falcon", "bloom", "qwen3_next"])  # asks whether it is sdpa; its own; bounds are for its linear layers

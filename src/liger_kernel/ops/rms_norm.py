@@ -101,9 +101,7 @@ def _bwd(
 def rms_norm_fwd(x: Tensor, w: Tensor | None, eps: float, offset: float, casting: str) -> tuple[Tensor, Tensor]:
     M, N = x.shape
     if N > MAX_N:
-        from liger_kernel.ops.fused_add_rms_norm import fused_add_rms_norm_fwd  # which imports this module
-
-        y, _, rstd = fused_add_rms_norm_fwd(x, None, w, eps, offset, casting)
+        y, _, rstd = wide.fused_add_rms_norm_fwd(x, None, w, eps, offset, casting)
         return y, rstd
     y = x.new_empty(M, N, dtype=x.dtype if w is None or casting == "gemma" else torch.promote_types(x.dtype, w.dtype))
     rstd = x.new_empty(M, dtype=torch.float32)
@@ -118,9 +116,7 @@ def rms_norm_bwd(dy: Tensor, x: Tensor, w: Tensor | None, rstd: Tensor, offset: 
     """dx and dw; what is not needed is empty."""
     M, N = x.shape
     if N > MAX_N:
-        from liger_kernel.ops.fused_add_rms_norm import fused_add_rms_norm_bwd
-
-        return fused_add_rms_norm_bwd(dy, None, x, w, rstd, offset, need_dx, need_dw)
+        return wide.fused_add_rms_norm_bwd(dy, None, x, w, rstd, offset, need_dx, need_dw)
     # H200, bf16, 262144 x 128: 56 us; half the tile and one stage 176
     c = _config.tile("rms_norm_bwd", N, x.itemsize, elements=8192, per_thread=32, pipelined=2)
     programs = max(1, min(_config.processors() * c.per_sm, cdiv(M, c.block_m)))
@@ -214,3 +210,6 @@ def rms_norm(x: Tensor, w: Tensor | None = None, *, eps: float = 1e-6, offset: f
     if not use_kernels(x, fusible=True):
         return reference(x, w, eps=eps, offset=offset, casting=casting)
     return LigerRMSNormFunction.apply(x, w, eps, offset, casting)
+
+
+import liger_kernel.ops.fused_add_rms_norm as wide  # noqa: E402 - it imports this module

@@ -6,15 +6,20 @@ int32, bounds in the flattened batch, and ``max_length_q``, a number. A collator
 Whether the kernel serves is known in a layer, after the mask is made. So the mask of packed rows is a ``PackedMask``, which keeps how it is made: a layer that
 the kernel serves leaves it at that, and whatever else reads it, in ways that we cannot know, reads what sdpa would have been given.
 
+``liger_causal`` is "sdpa" without a mask. Inside ``torch.compile`` transformers writes out the mask of a batch of which nothing is said, as it may not look at
+positions there, and attention then takes three times as long; in eager mode it finds that such a batch needs none.
+
 ``B`` rows, ``T`` tokens a row, ``H`` heads, ``D`` width of a head.
 """
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+import types
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -35,6 +40,7 @@ except ImportError:  # before PyTorch 2.10
 
 
 NAME = "liger_varlen"
+CAUSAL = "liger_causal"
 _lacks = torch.compiler.assume_constant_result(functools.cache(varlen_lacks))  # asked in every layer
 _TAKES = inspect.signature(varlen_attn).parameters
 
@@ -162,5 +168,52 @@ def use(model: nn.Module) -> str | None:
     return None
 
 
+_MASKS = {"create_causal_mask", "create_sliding_window_causal_mask"}
+_SPECIAL = {"or_mask_function", "and_mask_function", "block_sequence_ids", "allow_is_causal_skip"}
+_SAYS = {"attention_mask", "position_ids", "past_key_values", "cache_position"}  # what a token may see
+
+
+@functools.cache
+def masks_as_told(module: types.ModuleType) -> bool:
+    """Whether what models of a Python module mask is causality, a window, and what their arguments say; and their attention is transformers' interface."""
+    try:
+        source = inspect.getsource(module)
+    except (OSError, TypeError):  # not from a file
+        return False
+    nodes = list(ast.walk(ast.parse(source)))
+    makers = {name for n in nodes if isinstance(n, ast.Name) and "mask" in (name := n.id) and name.startswith("create_")}
+    special = {n.arg for n in nodes if isinstance(n, ast.keyword)} & _SPECIAL
+    made = any(isinstance(n, ast.Name) and n.id == "attention_mask" and isinstance(n.ctx, ast.Store) for n in nodes)
+    return "create_causal_mask" in makers <= _MASKS and not special and not made and "ALL_ATTENTION_FUNCTIONS" in source and '"sdpa"' not in source
+
+
+def unmasked(forward: Callable) -> Callable:
+    """``forward`` of a model with a head; inside ``torch.compile`` without a mask where the same batch has none in eager mode."""
+    module, names = sys.modules.get(forward.__module__), list(inspect.signature(forward).parameters)
+    if module is None or not masks_as_told(module):
+        return forward
+
+    @functools.wraps(forward)
+    def called(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        config = getattr(self, "config", None)
+        if not torch.compiler.is_compiling() or not needs_no_mask(config, dict(zip(names[1:], args)) | kwargs):
+            return forward(self, *args, **kwargs)
+        config._attn_implementation_internal = CAUSAL  # while it is traced: nobody else can see it
+        try:
+            return forward(self, *args, **kwargs)
+        finally:
+            config._attn_implementation_internal = "sdpa"
+
+    return called
+
+
+def needs_no_mask(config: Any, given: Mapping[str, Any]) -> bool:
+    """Whether transformers' sdpa gets no mask for a batch, the arguments of a ``forward``, in eager mode: nothing is said of it, and there is no window."""
+    window = getattr(config, "sliding_window", None) or set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    sdpa = getattr(config, "_attn_implementation_internal", None) == "sdpa" and not getattr(config, "is_encoder_decoder", False)
+    return sdpa and not window and all(given.get(name) is None for name in _SAYS)
+
+
 AttentionInterface.register(NAME, attention)
+AttentionInterface.register(CAUSAL, sdpa_attention_forward)  # no mask is made for what has no entry below
 AttentionMaskInterface.register(NAME, packed_mask)

@@ -34,6 +34,7 @@ from liger_kernel.ops._op import intercepted, on_gpu
 from liger_kernel.ops.cross_entropy import Loss as LossNumbers
 from liger_kernel.ops.cross_entropy import cross_entropy, items, normaliser
 from liger_kernel.ops.linear_cross_entropy import linear_cross_entropy
+from liger_kernel.transformers import attention
 from liger_kernel.transformers.model import loss_utils
 
 IGNORE = -100
@@ -455,6 +456,7 @@ def fused(forward: Callable, *, keep_logits: bool = False) -> Callable:
     the loss on them is fused.
     """
     signature = inspect.signature(forward)
+    forward = attention.unmasked(forward)
     names = list(signature.parameters)
     variadic = [p for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD]
     takes_anything = bool(variadic)

@@ -26,8 +26,8 @@ def test_attn_res_of_blocks_first_or_a_list():
     assert_same_bits(run(lambda V, w_query, w_norm: liger_attn_res(list(V), w_query, w_norm), like(args)), ours)
 
 
-def streams(H: int, C: int, **dtypes: torch.dtype) -> dict[str, torch.Tensor]:
-    torch.manual_seed(0)
+def streams(H: int, C: int, seed: int = 0, **dtypes: torch.dtype) -> dict[str, torch.Tensor]:
+    torch.manual_seed(seed)
     shapes = {"x": (2, 5, H, C), "phi": (H * C, H * H + 2 * H), "b": (H * H + 2 * H,), "alpha_pre": (), "alpha_post": (), "alpha_res": ()}
     return {k: torch.randn(s, dtype=torch.float64).to(DEVICE, dtypes.get(k, torch.float32)).requires_grad_() for k, s in shapes.items()}
 
@@ -35,9 +35,10 @@ def streams(H: int, C: int, **dtypes: torch.dtype) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("H, dtypes", [(4, {}), (5, dict(x=torch.bfloat16, phi=torch.float16)), (12, {})], ids=["default", "mixed", "many-streams"])
 def test_published_defaults(H, dtypes):
     """20 steps, alphas without dims, phi of another dtype than x, more streams than the kernels serve."""
-    args = streams(H, 8, **dtypes)
+    args, *others = (streams(H, 8, seed, **dtypes) for seed in range(6))  # gradients of alphas are single numbers
     ours = run(liger_mhc_coeffs, like(args))
-    assert_as_accurate(ours, run(coeffs_reference, like(args)), run(coeffs_reference, like(args, torch.float64)))
+    draws = [(run(coeffs_reference, like(a)), run(coeffs_reference, like(a, torch.float64))) for a in (args, *others)]
+    assert_as_accurate(ours, *draws[0], *draws[1:], again=lambda i: run(liger_mhc_coeffs, like(others[i - 1])))
     apply = lambda *a, **k: LigerMHCCoeffsFunction.apply(*k.values(), True, 20, 1e-6, 0.0, 1e-6, 2.0)
     if H < 12:
         assert_same_bits(run(apply, like(args)), ours)

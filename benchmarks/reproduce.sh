@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The numbers of the README and of docs/benchmarks.md, on your machine:  benchmarks/reproduce.sh OUT [steps|largest|batches|operators ...]   (default: all)
-# OUT gets a JSON file and a log a command, and the plots. GPUS=4 spreads the batches over four (default: all there are). On an H200 steps take 8 minutes, largest 6.
+# The tables of training steps and operators in docs/benchmarks.md, on your machine:  benchmarks/reproduce.sh OUT [steps|largest|batches|operators ...]   (default: all)
+# OUT gets a JSON file and a log a command, and the plots. GPUS=4 spreads the batches over four (default: all there are).
 set -euo pipefail
 out=$(realpath -m "${1:?a folder for the results}")
 shift

@@ -7,7 +7,7 @@ Whether the kernel serves is known in a layer, after the mask is made. So the ma
 the kernel serves leaves it at that, and whatever else reads it, in ways that we cannot know, reads what sdpa would have been given.
 
 ``liger_causal`` is "sdpa" without a mask. Inside ``torch.compile`` transformers writes out the mask of a batch of which nothing is said, as it may not look at
-positions there, and attention then takes three times as long; in eager mode it finds that such a batch needs none.
+positions there, and attention then takes nearly three times as long; in eager mode it finds that such a batch needs none.
 
 ``B`` rows, ``T`` tokens a row, ``H`` heads, ``D`` width of a head.
 """
@@ -152,6 +152,11 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, scali
     return varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scaling, **options).view(B, T, H, D)
 
 
+def _by_interface(source: str) -> bool:
+    """Whether models of this source compute attention by transformers' interface, and do not ask whether it is sdpa."""
+    return "ALL_ATTENTION_FUNCTIONS" in source and '"sdpa"' not in source
+
+
 def use(model: nn.Module) -> str | None:
     """Make ``liger_varlen`` the attention of a model's layers, of text in one of text and images; or say why it stays what it is.
 
@@ -162,7 +167,7 @@ def use(model: nn.Module) -> str | None:
     text = model.config.get_text_config(decoder=True)  # type: ignore[union-attr]
     modules = {sys.modules[type(m).__module__] for m in model.modules() if isinstance(m, PreTrainedModel) and m.config is text}
     sources = [inspect.getsource(module) for module in modules]
-    if not sources or any("ALL_ATTENTION_FUNCTIONS" not in source or '"sdpa"' in source or '"cu_seq_lens' in source for source in sources):
+    if not sources or not all(_by_interface(source) and '"cu_seq_lens' not in source for source in sources):
         return f"{text.model_type} has attention of its own"
     text._attn_implementation = NAME
     return None
@@ -181,10 +186,11 @@ def masks_as_told(module: types.ModuleType) -> bool:
     except (OSError, TypeError):  # not from a file
         return False
     nodes = list(ast.walk(ast.parse(source)))
-    makers = {name for n in nodes if isinstance(n, ast.Name) and "mask" in (name := n.id) and name.startswith("create_")}
+    names = {n.id for n in nodes if isinstance(n, ast.Name)}
+    makers = {name for name in names if name.startswith("create_") and "mask" in name}
     special = {n.arg for n in nodes if isinstance(n, ast.keyword)} & _SPECIAL
     made = any(isinstance(n, ast.Name) and n.id == "attention_mask" and isinstance(n.ctx, ast.Store) for n in nodes)
-    return "create_causal_mask" in makers <= _MASKS and not special and not made and "ALL_ATTENTION_FUNCTIONS" in source and '"sdpa"' not in source
+    return "create_causal_mask" in makers <= _MASKS and not special and not made and _by_interface(source)
 
 
 def unmasked(forward: Callable) -> Callable:
@@ -198,7 +204,7 @@ def unmasked(forward: Callable) -> Callable:
         config = getattr(self, "config", None)
         if not torch.compiler.is_compiling() or not needs_no_mask(config, dict(zip(names[1:], args)) | kwargs):
             return forward(self, *args, **kwargs)
-        config._attn_implementation_internal = CAUSAL  # while it is traced: nobody else can see it
+        config._attn_implementation_internal = CAUSAL  # while it is traced: who runs sees "sdpa"
         try:
             return forward(self, *args, **kwargs)
         finally:

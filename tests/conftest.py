@@ -8,6 +8,10 @@ import os
 import interpreted  # noqa: F401
 import pytest
 
+from liger_kernel import memory
+
+memory.LEAST = 0  # tensors of tests are small
+
 
 @pytest.fixture(scope="session")
 def once(tmp_path_factory):

@@ -134,6 +134,18 @@ def test_keeps_less_and_computes_once(calls):
     assert_equal(learned, learn(Layer()))
 
 
+def test_small_values_are_kept(monkeypatch, calls):
+    """Of 640 bytes the norm's output, of 960 the gated activation."""
+    always = memory.rematerialised(Layer.body, "mlp")
+    for least, dropped in ((640, 640 + 960), (641, 960), (961, 0)):
+        monkeypatch.setattr(memory, "LEAST", least)
+        stock, ours, level_mlp = (held(layer, x_of(), run)[0] for layer, run in (
+            (Layer(), Layer.__call__), (Rematerialised(), Layer.__call__), (Layer(), lambda layer, x: always(layer, x)),
+        ))  # fmt: skip
+        assert (stock - ours, stock - level_mlp) == (dropped, 640 + 960)
+        assert_equal(learn(Rematerialised()), learn(Layer()))
+
+
 @pytest.mark.parametrize("failing", [False, True])
 def test_frees_with_the_graph(failing):
     gc.collect()

@@ -204,11 +204,11 @@ def unmasked(forward: Callable) -> Callable:
         config = getattr(self, "config", None)
         if not torch.compiler.is_compiling() or not needs_no_mask(config, dict(zip(names[1:], args)) | kwargs):
             return forward(self, *args, **kwargs)
-        config._attn_implementation_internal = CAUSAL  # while it is traced: who runs sees "sdpa"
+        config._attn_implementation = CAUSAL  # while it is traced: who runs sees "sdpa". The property, as PyTorch 2.11 does not see through it
         try:
             return forward(self, *args, **kwargs)
         finally:
-            config._attn_implementation_internal = "sdpa"
+            config._attn_implementation = "sdpa"
 
     return called
 
@@ -217,7 +217,8 @@ def needs_no_mask(config: Any, given: Mapping[str, Any]) -> bool:
     """Whether transformers' sdpa gets no mask for a batch, the arguments of a ``forward``, in eager mode: nothing is said of it, and there is no window."""
     window = getattr(config, "sliding_window", None) or set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
     sdpa = getattr(config, "_attn_implementation_internal", None) == "sdpa" and not getattr(config, "is_encoder_decoder", False)
-    return sdpa and not window and all(given.get(name) is None for name in _SAYS)
+    nested = getattr(config, "sub_configs", None)  # setting the outer one's would set theirs
+    return sdpa and not nested and not window and all(given.get(name) is None for name in _SAYS)
 
 
 AttentionInterface.register(NAME, attention)

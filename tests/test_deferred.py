@@ -512,6 +512,15 @@ def test_autocast(dtype):
         assert error <= 2 * theirs + torch.finfo(dtype).eps / 4, f"{name}: {error:.2e}; stock {theirs:.2e}"
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="the default is another device only where there is one")
+def test_a_default_device_does_not_matter():
+    """Of ``torch.set_default_device``: labels are counted in the host's memory all the same."""
+    model = patched(make("llama"))
+    expected = step(model)[1]
+    with torch.device(DEVICE):
+        assert_same_learning(step(model)[1], expected)
+
+
 def test_compiles_without_graph_breaks():
     torch._dynamo.reset()
     model = make("llama", num_hidden_layers=1)

@@ -316,6 +316,16 @@ def test_modifies_nothing(op, case):
     assert {k: now[k]._version for k in versions} == versions
 
 
+@first
+def test_default_device_does_not_matter(op, case):
+    """``torch.set_default_device``: what an operator needs besides its tensors is where they are."""
+    args = case.make(torch.float32, DEVICE)
+    expected = run(op.fn, like(args), ones)
+    with torch.device("meta"):
+        found = run(op.fn, args, ones)
+    assert_same_bits(found, expected)
+
+
 @small
 def test_second_backward_equals_the_first(op, case):
     args = case.make(torch.bfloat16, DEVICE)

@@ -131,7 +131,7 @@ class Kept:
         self._event: torch.cuda.Event | None = None
         counts = valid.view(-1, group).sum(1) if group else valid.sum().view(1)
         if counts.is_cuda:
-            self._counts = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
+            self._counts = torch.empty(counts.shape, dtype=counts.dtype, device="cpu", pin_memory=True)
             self._counts.copy_(counts, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()

@@ -515,10 +515,10 @@ def test_autocast(dtype):
 @pytest.mark.skipif(DEVICE == "cpu", reason="the default is another device only where there is one")
 def test_a_default_device_does_not_matter():
     """Of ``torch.set_default_device``: labels are counted in the host's memory all the same."""
-    model = patched(make("llama"))
-    expected = step(model)[1]
+    model, batch = patched(make("llama")), tokens()
+    expected = step(model, batch)[1]
     with torch.device(DEVICE):
-        assert_same_learning(step(model)[1], expected)
+        assert_same_learning(step(model, batch)[1], expected)
 
 
 def test_compiles_without_graph_breaks():

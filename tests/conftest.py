@@ -10,7 +10,7 @@ import pytest
 
 from liger_kernel import memory
 
-memory.LEAST = 0  # tensors of tests are small
+memory.SMALL = 0  # tensors of tests are small
 
 
 @pytest.fixture(scope="session")

@@ -35,7 +35,7 @@ from liger_kernel import memory
 from liger_kernel.parallel import Parallel, VocabularyParallel, by_sharding, clip_grad_norm_, parallelize
 from liger_kernel.transformers import _apply_liger_kernel_to_instance, deferred
 
-memory.LEAST = 0  # tensors of tests are small
+memory.SMALL = 0  # tensors of tests are small
 RANKS = int(os.environ.get("LIGER_TEST_RANKS", 2))
 ROWS, LENGTH, IGNORED = 2 * RANKS, 12, 3  # of the batch of all ranks together
 TOLERANCE = 1e-5  # sums of other terms, in another order

@@ -137,8 +137,8 @@ def test_keeps_less_and_computes_once(calls):
 def test_small_values_are_kept(monkeypatch, calls):
     """Of 640 bytes the norm's output, of 960 the gated activation."""
     always = memory.rematerialised(Layer.body, "mlp")
-    for least, dropped in ((640, 640 + 960), (641, 960), (961, 0)):
-        monkeypatch.setattr(memory, "LEAST", least)
+    for small, dropped in ((639, 640 + 960), (640, 960), (960, 0)):
+        monkeypatch.setattr(memory, "SMALL", small)
         stock, ours, level_mlp = (held(layer, x_of(), run)[0] for layer, run in (
             (Layer(), Layer.__call__), (Rematerialised(), Layer.__call__), (Layer(), lambda layer, x: always(layer, x)),
         ))  # fmt: skip

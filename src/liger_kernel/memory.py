@@ -25,7 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 LEVELS = ("off", "cheap", "mlp")  # "mlp": besides, the projections before a gated activation are multiplied again
-LEAST = 16 * 2**20  # bytes of a value from which on level "cheap" does not keep it: where layers are quick, the host is late, and hooks cost its time
+SMALL = 16 * 2**20  # bytes up to which level "cheap" keeps a value: where layers are that quick, the GPU waits for the host, and hooks cost its time
 
 # Nodes of views, which lie between a cast and who saves it
 _VIEWS = {f"{name}Backward0" for name in ("View", "UnsafeView", "ReshapeAlias", "T", "Transpose", "Permute", "Unsqueeze", "Slice", "Alias")}
@@ -189,7 +189,7 @@ def declare(y: Tensor, op: Callable[..., Tensor], *tensors: Tensor | None, **opt
     """As for ``cheap``, of a ``y`` that came about in another way."""
     if torch.compiler.is_compiling() or (region := _local.region) is None:
         return
-    if y.nbytes < LEAST and region.level == "cheap":
+    if y.nbytes <= SMALL and region.level == "cheap":
         return
     # ZeRO-3 (ds_id) takes the data out of a parameter when its module has run
     if y.grad_fn is not None and all(t is None or (type(t) in _PLAIN and not hasattr(t, "ds_id")) for t in (y, *tensors)):

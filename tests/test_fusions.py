@@ -15,7 +15,8 @@ from torch import nn
 transformers = pytest.importorskip("transformers")
 
 from hf_models import make, served_by_kernels_or_references, step, tokens  # noqa: E402
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer  # noqa: E402
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer  # noqa: E402
+from transformers.utils.deprecation import deprecate_kwarg  # noqa: E402
 
 import liger_kernel.transformers as ours  # noqa: E402
 from liger_kernel.ops import _op  # noqa: E402
@@ -23,8 +24,6 @@ from liger_kernel.transformers import fusions, patch, restore, slots  # noqa: E4
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_kernels = pytest.mark.skipif(not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call")
-FUSED = fusions.fused(inspect.unwrap(LlamaDecoderLayer.forward)) is not None
-needs_plain_source = pytest.mark.skipif(not FUSED, reason="forwards are decorated in this version of transformers")
 RMS_NORM = slots.VARIANTS["rms_norm(0, llama, eps)"](nn.RMSNorm.forward)
 
 
@@ -75,6 +74,24 @@ class Layer(nn.Module):
             normed = self.third_norm(total)
             hidden_states = total * normed
         return hidden_states
+
+
+renamed = functools.partial(deprecate_kwarg, version="99.0")
+
+
+class Renamed(Layer):
+    @renamed("factor", new_name="scale")
+    @renamed("more", new_name="again")
+    def forward(self, hidden_states, scale=0.5, again=False):
+        residual = hidden_states
+        hidden_states = self.first_norm(hidden_states)
+        hidden_states = residual + self.attention(hidden_states) * scale
+        residual = hidden_states
+        hidden_states = self.second_norm(hidden_states)
+        outputs = (residual + self.mlp(hidden_states),)
+        if again:
+            outputs += (residual,)
+        return sum(outputs)
 
 
 class Nothing(Layer):
@@ -138,6 +155,27 @@ def test_is_the_same_function_to_others():
     with pytest.raises((RuntimeError, ValueError)) as caught:
         new(Layer(), torch.randn(3, 7))
     assert any("_liger_add_norm(self.first_norm, hidden_states)" in line for line in traceback.format_tb(caught.tb))
+
+
+@needs_kernels
+@pytest.mark.filterwarnings("ignore:`(factor|more)` is deprecated")
+def test_within_wrappers_of_transformers(calls):
+    new = fusions.within(Renamed.forward, lambda f: fusions.fused(f) or f)
+    assert fusions.fused(Renamed.forward) is None and new is not Renamed.forward and inspect.signature(new) == inspect.signature(Renamed.forward)
+    options = dict(factor=0.25, more=True)  # names that the wrappers know
+    assert_close(run(new, Renamed(), **options), run(Renamed.forward, Renamed(), **options))
+    assert calls == [False, True]
+    assert fusions.within(Renamed.forward, lambda f: f) is Renamed.forward
+
+
+def test_wrappers_of_others_stay():
+    """What they do besides, or to whom, is not known."""
+
+    @functools.wraps(Layer.forward)
+    def timed(self, hidden_states):
+        return Layer.forward(self, hidden_states)
+
+    assert fusions.core(timed) is timed and fusions.fused(timed) is None
 
 
 @pytest.mark.parametrize("cls", [Nothing, InPlace, Derived, Private, nn.Linear])
@@ -215,7 +253,6 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     return [m for m in model.modules() if type(m).__name__.endswith("DecoderLayer")]
 
 
-@needs_plain_source
 @needs_kernels
 @pytest.mark.parametrize("level", [False, True, "mlp"])
 @pytest.mark.parametrize("family", ["llama", "phi3", "granite"])
@@ -234,6 +271,21 @@ def test_models(calls, family, level):
     assert not any("forward" in m.__dict__ for m in model.modules())
 
 
+def test_wrapped_methods_of_live_models_get_our_rope(monkeypatch):
+    """As those of transformers 4 are, for arguments of older names."""
+    for cls in (LlamaAttention, LlamaDecoderLayer):
+        monkeypatch.setattr(cls, "forward", renamed("past_key_value", new_name="past_key_values")(cls.forward))
+    with served_by_kernels_or_references():
+        model = make("llama", num_hidden_layers=1)
+        expected = step(model)[1]
+        patches = patch.instance_patches(model, "llama", dict(rope=True, rms_norm=True, glu=True, rematerialise=True), None)
+        labels = [p.label for p in patches]
+        assert sum(label.startswith("rope") for label in labels) == 1 and "add_norm, rematerialised(cheap)" in labels
+        patches.apply()
+        for name, d in step(model)[1].items():
+            torch.testing.assert_close(d, expected[name], rtol=1e-4, atol=1e-4)
+
+
 @pytest.fixture
 def turns(monkeypatch) -> list[dict]:
     """Calls of the operator that norms and turns."""
@@ -246,7 +298,6 @@ def attentions_of(model: nn.Module) -> list[nn.Module]:
     return [m for m in model.modules() if type(m).__name__.endswith("Attention") and hasattr(m, "q_norm")]
 
 
-@needs_plain_source
 @needs_kernels
 @pytest.mark.parametrize("door", ["class", "instance"])
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "qwen3_next"])
@@ -326,7 +377,6 @@ def test_other_norms_of_heads_stay(cls):
     assert fusions.fused(cls.forward) is None
 
 
-@needs_plain_source
 @needs_kernels
 def test_nothing_is_kept_by_the_graph(monkeypatch):
     found, stock = [], fusions.fused_add_rms_norm
@@ -391,13 +441,12 @@ def test_layers_are_checkpointed(door, level, sharded):
                 dist.destroy_process_group()
 
 
-@needs_plain_source
 def test_what_is_rewritten():
     """In the installed transformers: most layers, and no others than those of these forms."""
     from transformers.models.bert.modeling_bert import BertLayer
     from transformers.models.gemma2.modeling_gemma2 import Gemma2DecoderLayer
 
-    forms = {cls: fusions.fused(inspect.unwrap(cls.forward)) for cls in (LlamaDecoderLayer, Gemma2DecoderLayer, BertLayer)}
+    forms = {cls: fusions.fused(fusions.core(cls.forward)) for cls in (LlamaDecoderLayer, Gemma2DecoderLayer, BertLayer)}
     count = lambda cls: inspect.getsource(forms[cls]).count(fusions.ADD_NORM)
     assert (count(LlamaDecoderLayer), count(Gemma2DecoderLayer), forms[BertLayer]) == (2, 2, None)
     from liger_kernel.transformers.table import table

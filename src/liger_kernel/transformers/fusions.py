@@ -237,7 +237,7 @@ def _rewrite(block: list[ast.stmt]) -> tuple[list[ast.stmt], int]:
 
 @functools.cache
 def fused(forward: types.FunctionType) -> types.FunctionType | None:
-    """``forward`` with its patterns fused; None where there are none, or its source cannot be had as what runs: decorated, a closure, changed in place."""
+    """``forward`` with its patterns fused; None where there are none, or its source cannot be had as what runs: a wrapper, a closure, changed in place."""
     if not inspect.isfunction(forward) or forward.__code__.co_freevars or hasattr(forward, "__wrapped__"):
         return None
     try:
@@ -245,9 +245,12 @@ def fused(forward: types.FunctionType) -> types.FunctionType | None:
         (tree,) = ast.parse(source).body
     except (OSError, TypeError, SyntaxError, ValueError):
         return None
-    if not isinstance(tree, ast.FunctionDef) or tree.decorator_list or tree.name != forward.__name__:
+    if not isinstance(tree, ast.FunctionDef) or tree.name != forward.__name__:
         return None
-    if any(isinstance(node, (ast.AugAssign, ast.Global, ast.Nonlocal, ast.Yield, ast.YieldFrom)) for node in ast.walk(tree)):
+    tree.decorator_list = []  # they are around ``forward``
+    if any(isinstance(node, (ast.Global, ast.Nonlocal, ast.Yield, ast.YieldFrom)) for node in ast.walk(tree)):
+        return None
+    if any(isinstance(node, ast.AugAssign) and not isinstance(node.value, ast.Tuple) for node in ast.walk(tree)):  # but ``outputs += (weights,)``
         return None
     names = {node.attr if isinstance(node, ast.Attribute) else node.id for node in ast.walk(tree) if isinstance(node, (ast.Attribute, ast.Name))}
     if any(name.startswith("__") and not name.endswith("__") for name in names):  # these mean something else outside of their class
@@ -275,26 +278,43 @@ def fused(forward: types.FunctionType) -> types.FunctionType | None:
     return new
 
 
-# -- transformers' wrapper for checkpointing ------------------------------------------------
+# -- transformers' wrappers ------------------------------------------------------------------
 
 
-def within(forward: Callable, change: Callable[[Callable], Callable], *, of_class: bool) -> Callable:
-    """``change(forward)``, or, where transformers has wrapped a layer's forward to checkpoint it, that wrapper around ``change`` of what it wraps.
+def _wrapped(forward: Any) -> Any:
+    """What ``forward`` wraps, if it is a wrapper of transformers' own, as those for checkpointing and for arguments of older names are; else None."""
+    inner, closure = getattr(forward, "__wrapped__", None), getattr(forward, "__closure__", None) or ()
+    own = inner is not None and isinstance(forward, types.FunctionType) and forward.__globals__.get("__name__", "").startswith("transformers.")
+    return inner if own and any(cell.cell_contents is inner for cell in closure) else None
 
-    Such a wrapper checkpoints if it is ``type(self).forward``: the new one asks that of itself if it is to be that (``of_class``), or else of the old one.
+
+def core(forward: Any) -> Any:
+    """The forward within transformers' wrappers."""
+    while (inner := _wrapped(forward)) is not None:
+        forward = inner
+    return forward
+
+
+def within(forward: Callable, change: Callable[[Any], Callable], *, of_class: bool = True) -> Callable:
+    """``change(forward)``, or, where transformers has wrapped it, that wrapper around ``change`` of what it wraps.
+
+    A wrapper that checkpoints does so if it is ``type(self).forward``: the new one asks that of itself if it is to be that (``of_class``), or else of the
+    old one.
     """
-    code = getattr(forward, "__code__", None)
-    names = code.co_freevars if code is not None else ()
-    if code is None or code.co_name != "forward_with_checkpointing" or not {"forward", code.co_name} <= set(names):
+    inner = _wrapped(forward)
+    if inner is None:
         return change(forward)
-    cells = dict(zip(names, forward.__closure__))  # type: ignore[attr-defined]
-    cells["forward"] = types.CellType(within(cells["forward"].cell_contents, change, of_class=False))
-    if of_class:
+    changed = within(inner, change, of_class=False)
+    if changed is inner:
+        return forward
+    code = forward.__code__  # type: ignore[attr-defined]
+    cells = {name: types.CellType(changed) if cell.cell_contents is inner else cell for name, cell in zip(code.co_freevars, forward.__closure__)}  # type: ignore[attr-defined]
+    if of_class and code.co_name in cells:
         cells[code.co_name] = types.CellType()
     new = types.FunctionType(code, forward.__globals__, forward.__name__, forward.__defaults__, tuple(cells.values()))  # type: ignore[attr-defined]
     new.__kwdefaults__ = forward.__kwdefaults__  # type: ignore[attr-defined]
     functools.update_wrapper(new, forward)
-    new.__wrapped__ = cells["forward"].cell_contents  # type: ignore[attr-defined]
-    if of_class:
+    new.__wrapped__ = changed  # type: ignore[attr-defined]
+    if of_class and code.co_name in cells:
         cells[code.co_name].cell_contents = new
     return new

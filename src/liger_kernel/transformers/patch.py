@@ -215,7 +215,7 @@ NORM_ROPE = "norm_rope"
 
 @functools.cache
 def _norm_rope(forward: types.FunctionType) -> Callable:
-    return _ours(fusions.fused(forward) or forward)
+    return _ours(fusions.within(forward, lambda f: fusions.fused(f) or f))
 
 
 def _turning(module: types.ModuleType, row: Family) -> list[type]:
@@ -224,7 +224,7 @@ def _turning(module: types.ModuleType, row: Family) -> list[type]:
     found = []
     for cls in vars(module).values():
         if isinstance(cls, type) and issubclass(cls, nn.Module) and cls.__module__ == module.__name__ and "forward" in cls.__dict__:
-            forward = _of_stock(cls, "forward")
+            forward = fusions.core(_of_stock(cls, "forward"))
             names = forward.__code__.co_names if isinstance(forward, types.FunctionType) else ()
             if ropes & set(names) and (new := fusions.fused(forward)) is not None and fusions.NORM_ROPE in new.__code__.co_freevars:
                 found.append(cls)
@@ -268,7 +268,7 @@ def _patches(model_types: Iterable[str], parts: Mapping[str, Any], head: str | N
         level = level if served & CHEAP else "off"
         for cls in _layers(module):
             stock = _of_stock(cls, "forward")
-            fuse = "rms_norm" in served and fusions.fused(inspect.unwrap(stock)) is not None
+            fuse = "rms_norm" in served and fusions.fused(fusions.core(stock)) is not None
             if fuse or level != "off":
                 label = ", ".join(["add_norm"] * fuse + [f"rematerialised({level})"] * (level != "off"))
                 yield Patch(cls, "forward", _layer(stock, level, fuse, True), label)
@@ -300,8 +300,7 @@ def instance_patches(model: nn.Module, model_type: str, parts: Mapping[str, Any]
             if isinstance(p.owner, types.ModuleType):
                 callers = () if p.applied else _callers(type(m), p.owner, p.attribute)
                 for name, f in callers:
-                    f = (parts.get("rms_norm") and fusions.fused(f)) or f
-                    found.append(_on_instance(m, name, _seeing(f, p.attribute, p.new), p.label))
+                    found.append(_on_instance(m, name, _seeing(f, p.attribute, p.new, bool(parts.get("rms_norm"))), p.label))
             elif isinstance(m, p.owner) and _of_stock(type(m), p.attribute) is _of_stock(p.owner, p.attribute):
                 around: Callable | None = functools.partial(deferred.fused, keep_logits=head == "logits") if p.label.endswith("head") else None
                 new, level = p.new, p.label.partition("rematerialised(")[2][:-1]
@@ -338,17 +337,24 @@ def _callers(cls: type, module: types.ModuleType, name: str) -> list[tuple[str, 
     for base in reversed(cls.__mro__):
         for attribute in base.__dict__:
             methods[attribute] = _of_stock(base, attribute)
-    return [(a, f) for a, f in methods.items() if isinstance(f, types.FunctionType) and f.__globals__ is module.__dict__ and name in f.__code__.co_names]
+    cores = {a: fusions.core(f) for a, f in methods.items()}
+    looks = lambda f: isinstance(f, types.FunctionType) and f.__globals__ is module.__dict__ and name in f.__code__.co_names
+    return [(a, f) for a, f in methods.items() if looks(cores[a])]
 
 
 @functools.cache
-def _seeing(function: types.FunctionType, name: str, value: Callable) -> Callable:
-    """A copy of ``function`` in whose globals ``name`` is ``value``."""
-    # without __name__: torch.compile would look globals up in the module of that name
-    scope = {k: v for k, v in function.__globals__.items() if k != "__name__"} | {name: value}
-    copy = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return _ours(functools.update_wrapper(copy, function))
+def _seeing(function: types.FunctionType, name: str, value: Callable, fuse: bool) -> Callable:
+    """A copy of ``function`` in whose globals ``name`` is ``value``; ``fuse``: with its patterns fused."""
+
+    def copy(f: types.FunctionType) -> Callable:
+        f = (fuse and fusions.fused(f)) or f
+        # without __name__: torch.compile would look globals up in the module of that name
+        scope = {k: v for k, v in f.__globals__.items() if k != "__name__"} | {name: value}
+        new = types.FunctionType(f.__code__, scope, f.__name__, f.__defaults__, f.__closure__)
+        new.__kwdefaults__ = f.__kwdefaults__
+        return functools.update_wrapper(new, f)
+
+    return _ours(fusions.within(function, copy))
 
 
 # -- flags ---------------------------------------------------------------------------------

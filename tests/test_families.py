@@ -345,6 +345,18 @@ def test_listed_families_are_complete():
 
 
 # Every type that the published package has a function for
+@pytest.mark.parametrize("family", LISTED)
+def test_a_live_model_gets_what_its_classes_get(family):
+    """In every version of transformers, however its forwards are decorated there."""
+    parts = EVERYTHING | {"rematerialise": True}
+    of_classes, of_instance = (
+        {p.label for p in patches} for patches in (class_patches(family, parts, "fused"), instance_patches(make(family), family, parts, "fused"))
+    )
+    assert of_classes - {patch_module.NORM_ROPE} == of_instance  # which goes with the rope of a live model
+    assert {"rms_norm", "rope", "glu"} <= {slots.SLOT_OF.get(label) for label in of_instance}
+    assert any(label.startswith("add_norm") for label in of_instance) or family == "olmo2"  # which norms before it adds
+
+
 PUBLISHED = [
     "deepseek_v4", "exaone4", "falcon_h1", "gemma", "gemma2", "gemma3", "gemma3_text", "gemma4", "gemma4_text", "glm4", "glm4v", "glm4v_moe",
     "gpt_oss", "granite", "hunyuan_v1_dense", "hunyuan_v1_moe", "internvl", "llama", "llama4", "llama4_text", "llava", "ministral", "mistral",

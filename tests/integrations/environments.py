@@ -18,7 +18,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 _names = str.split
-FAMILIES = ["families", "deferred", "convergence"]
+FAMILIES = ["families", "deferred", "convergence", "fusions"]
 KUBERNETES = ["kubernetes==37.0.2", "charset-normalizer", "durationpy", "oauthlib", "requests", "requests-oauthlib", "websocket-client"]
 
 # name -> (tests, packages with what they require, packages alone: what they require would replace PyTorch, or is not needed)

@@ -64,7 +64,8 @@ def made(name: str) -> Path:
         venv.create(folder, with_pip=True, clear=True)
         (site,) = folder.glob("lib/python*/site-packages")
         (site / "over.pth").write_text(f"{sysconfig.get_path('purelib')}\n{ROOT / 'src'}\n")
-        for packages, how in ((whole, []), (alone, ["--no-deps", "--no-build-isolation"])):
+        builds = ["setuptools>=77"] if alone else []  # newer than what Python brings, to build what there is only as source
+        for packages, how in ((whole, []), (builds, []), (alone, ["--no-deps", "--no-build-isolation"])):
             if packages:
                 subprocess.run([python, "-m", "pip", "install", "-q", *how, *packages], check=True, env=os.environ | {"DS_BUILD_OPS": "0"})
         ready.write_text(repr((whole, alone)))

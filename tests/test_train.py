@@ -2,18 +2,23 @@
 
 import contextlib
 import dataclasses
+import importlib.machinery
 import json
 import math
+import shutil
 import subprocess
 import sys
+import threading
+import types
+from pathlib import Path
 
 import pytest
 import torch
 
 pytest.importorskip("transformers")
 
+from liger_kernel.train import checkpoint, demo, loop, metrics, store
 from liger_kernel.train import data as data_module
-from liger_kernel.train import demo, loop
 from liger_kernel.train.config import TrainConfig, UserError, from_flags
 from liger_kernel.train.data import CHAT_TEMPLATE, IGNORE, Data, Rows, learnt_tokens, load, tokenise, train_bpe
 from liger_kernel.train.measure import PeakMemory
@@ -433,12 +438,137 @@ def test_an_unknown_kernel_is_refused(config):
     [
         (dict(device="cuda") if not torch.cuda.is_available() else dict(device="abacus"), "device"),
         (dict(heads=3), "heads must divide hidden"),
+        (dict(limit=0), "limit must be at least 1"),
         (dict(model="/nowhere/at/all"), "/nowhere/at/all"),
     ],
 )
 def test_mistakes_in_a_run_are_named(changes, message, config):
     with pytest.raises(UserError, match=message):
         loop.train(dataclasses.replace(config, **changes))
+
+
+# -- what a run leaves ---------------------------------------------------------------------
+
+
+def steps_in(folder):
+    return [int(name.rpartition("-")[2]) for name in (folder / "checkpoints" / "latest").read_text().split()]
+
+
+def test_a_store_keeps_what_is_newer_than_the_folder(config, tmp_path):
+    """A machine comes back whose disk has an older checkpoint than another one has left in the store meanwhile."""
+    config = dataclasses.replace(config, checkpoint_every=2, schedule="constant", warmup=0, store=(tmp_path / "store").as_uri())
+    one, two = (dataclasses.replace(config, out=str(tmp_path / name)) for name in ("one", "two"))
+    loop.train(dataclasses.replace(one, steps=4))
+    loop.train(dataclasses.replace(two, steps=8))
+    found = loop.train(dataclasses.replace(one, steps=10))
+    assert len(found["losses"]) == 10 and steps_in(tmp_path / "store") == steps_in(tmp_path / "one") == [10, 8]
+    assert found["losses"][:8] == loop.train(dataclasses.replace(two, steps=8, store=None))["losses"]
+    # a third run that knows nothing of that leaves it alone
+    stale = store.Store(config.store, tmp_path / "two")
+    with pytest.raises(RuntimeError, match="another run writes there, its newest checkpoint is step-00000010"):
+        stale.copy()
+    assert steps_in(tmp_path / "store") == [10, 8]
+
+
+def test_a_damaged_checkpoint_in_a_store_is_written_again(config, tmp_path):
+    config = dataclasses.replace(config, checkpoint_every=2, steps=4, schedule="constant", warmup=0, store=(tmp_path / "store").as_uri())
+    loop.train(config)
+    (tmp_path / "store" / "checkpoints" / "step-00000004" / "state.json").write_text("{")
+    shutil.rmtree(config.out)
+    loop.train(config)
+    assert checkpoint.damage(tmp_path / "store" / "checkpoints" / "step-00000004") is None
+
+
+@pytest.mark.parametrize(
+    "before, after, message",
+    [
+        (dict(layers=2), dict(layers=1), "does not fit this model, which has no "),
+        (dict(heads=2, kv_heads=2), dict(heads=4, kv_heads=4), "another model: .*'num_attention_heads': 2"),
+    ],
+)
+def test_checkpoints_of_another_model_are_refused(before, after, message, config):
+    config = dataclasses.replace(config, checkpoint_every=2, steps=2)
+    loop.train(dataclasses.replace(config, **before))
+    with pytest.raises(UserError, match=message):
+        loop.train(dataclasses.replace(config, steps=4, **after))
+
+
+@pytest.mark.parametrize("when", ["start_run", "log_metrics", "end_run"])
+def test_a_service_that_fails_is_left_alone(when, config, tmp_path, monkeypatch, capsys):
+    def down(*args, **kwargs):
+        raise ConnectionError("the tracking server is down")
+
+    service = types.ModuleType("mlflow")
+    service.__spec__ = importlib.machinery.ModuleSpec("mlflow", None)
+    for name in ("start_run", "log_params", "log_metrics", "end_run"):
+        setattr(service, name, down if name == when else lambda *args, **kwargs: None)
+    monkeypatch.setitem(sys.modules, "mlflow", service)
+    loop.train(dataclasses.replace(config, report="mlflow", save=str(tmp_path / "saved")))
+    assert (tmp_path / "saved" / "model.safetensors").is_file() and (tmp_path / "run" / "metrics.json").is_file()
+    assert capsys.readouterr().err.count("the tracking server is down") == 1
+
+
+def test_a_full_disk_ends_no_run(config, tmp_path, monkeypatch, capsys):
+    """Checkpoints and lines of steps cannot be written; the model is saved elsewhere all the same, and what is missing is said."""
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint.dcp.FileSystemWriter, "write_data", full)
+    opened = Path.open
+    monkeypatch.setattr(
+        Path, "open", lambda path, mode="r", *args, **more: full() if (path.name, mode) == ("metrics.jsonl", "a") else opened(path, mode, *args, **more)
+    )
+    with pytest.raises(OSError, match="the last checkpoint could not be written"):
+        loop.train(dataclasses.replace(config, checkpoint_every=2, save=str(tmp_path / "saved")))
+    assert (tmp_path / "saved" / "model.safetensors").is_file()
+    assert "lacks steps 1 to 1: [Errno 28]" in capsys.readouterr().err
+    stopped = threading.Event()
+    stopped.set()
+    monkeypatch.setattr(loop, "told_to_stop", lambda: contextlib.nullcontext(stopped))
+    with pytest.raises(OSError, match="stopped after step 2 by SIGTERM, and no checkpoint of it could be written"):
+        loop.train(dataclasses.replace(config, checkpoint_every=2, out=str(tmp_path / "stopped")))
+
+
+def test_any_seed_is_one_that_pytorch_takes():
+    for numbers in ((20251123, 4, 1), (2**62, 2**40, 8)):
+        torch.manual_seed(loop._seed(*numbers))
+    assert loop._seed(7, 3) == 7 * 1_000_003 + 3
+
+
+def test_fewer_steps_than_the_checkpoint_has_are_no_failure(config, tmp_path):
+    config = dataclasses.replace(config, checkpoint_every=2, steps=4)
+    loop.train(config)
+    loop.train(dataclasses.replace(config, steps=2, save=str(tmp_path / "saved")))
+    assert (tmp_path / "saved" / "model.safetensors").is_file()
+
+
+def test_lines_that_were_lost_do_not_bring_others_twice(tmp_path):
+    lines = metrics.StepLines(tmp_path / "metrics.jsonl", 0)
+    lines.append([{"step": step} for step in (5, 6, 7, 8)])
+    assert [line["step"] for line in metrics.StepLines(tmp_path / "metrics.jsonl", 6).read()] == [5, 6]
+
+
+def test_a_folder_is_prepared_anew_and_can_be_read_by_others(config, tmp_path):
+    other = dataclasses.replace(config, data=write_jsonl(tmp_path / "other.jsonl", [{"text": TEXT[::-1]}] * 4))
+    rows = [load(dataclasses.replace(config, data=str(data_module.prepare(c, tmp_path / "rows")))).rows.ids for c in (config, other)]
+    assert not torch.equal(*(r[:64] for r in rows)) and torch.equal(rows[1], load(other).rows.ids)
+    (tmp_path / "plain").mkdir()
+    assert (tmp_path / "rows").stat().st_mode == (tmp_path / "plain").stat().st_mode
+    assert {path.name for path in tmp_path.iterdir() if path.name.startswith("tmp")} == set()
+
+
+def test_a_model_saved_over_adapters_is_alone(config, tmp_path):
+    pytest.importorskip("peft")
+    import transformers
+
+    base, both = str(tmp_path / "base"), str(tmp_path / "both")
+    loop.train(dataclasses.replace(config, save=base, steps=1))
+    loop.train(dataclasses.replace(config, model=base, lora=4, save=both, out=str(tmp_path / "lora")))
+    (tmp_path / "both" / "mine.txt").write_text("stays")
+    loop.train(dataclasses.replace(config, model=base, save=both, out=str(tmp_path / "whole")))
+    assert not any("lora" in name for name, _ in transformers.AutoModelForCausalLM.from_pretrained(both).named_parameters())
+    assert (tmp_path / "both" / "mine.txt").is_file()
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems do not let a process forget its peak")

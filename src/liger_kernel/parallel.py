@@ -170,6 +170,10 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
             raise ValueError(f"parallelize: {name} must be a multiple of the {mesh.size()} ranks of mode tp, got {heads}")
     tied = _tied(model)
     shared = {name.rpartition(".")[0] for names in tied for name in names}
+    if not any(fnmatch.fnmatchcase(name, pattern) for name, _ in model.named_modules() for pattern in plan):
+        raise ValueError(
+            f"parallelize: mode tp needs modules that {type(model).__name__}'s tp_plan names, which have other names here: of adapters, for example"
+        )
     for name, module in list(model.named_modules()):
         style = next((s for pattern, s in plan.items() if fnmatch.fnmatchcase(name, pattern)), None)
         if style is None and name in shared and isinstance(module, nn.Embedding):

@@ -75,8 +75,12 @@ class Checkpoints:
     def load(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Read ``path`` into model and optimizer, and the generators of this rank if as many ranks wrote it; returns state.json."""
         tensors, optimizer_state = _tensors(model, optimizer)
+        reader = SafeReader(path)
+        beyond = sorted(reader.read_metadata().state_dict_metadata.keys() - tensors.keys())  # what is not asked for DCP leaves out without a word
+        if beyond:
+            raise UserError(f"checkpoint {path} does not fit this model, which has no {', '.join(beyond[:3])}{' ...' if len(beyond) > 3 else ''}")
         try:
-            dcp.load(tensors, storage_reader=SafeReader(path), process_group=self.ranks.saving)
+            dcp.load(tensors, storage_reader=reader, process_group=self.ranks.saving)
         except dcp.api.CheckpointException as error:
             raise UserError(f"checkpoint {path} does not fit this model: {_why(error)}") from error
         model_state: dict[str, Any] = {name[len("model.") :]: tensor for name, tensor in tensors.items() if name.startswith("model.")}
@@ -126,12 +130,12 @@ class Checkpoints:
     @property
     def done(self) -> int:
         """The step of the newest save that this rank has finished, well or not; -1 while the first is under way."""
-        return _step(self._path) if self._future is not None and self._future.done() else self.step
+        return step_of(self._path) if self._future is not None and self._future.done() else self.step
 
     @property
     def under_way(self) -> int | None:
         """The step of the save that is not yet committed."""
-        return None if self._future is None else _step(self._path)
+        return None if self._future is None else step_of(self._path)
 
     def commit(self) -> None:
         """Every rank has finished the save under way: make it the latest, and remove those beyond ``keep``."""
@@ -143,7 +147,7 @@ class Checkpoints:
         full = self.ranks.agreed(self._name() if self.ranks.first else None)
         if full:
             return self._failed(full)
-        self.step, self.time = _step(self._path), time.time()
+        self.step, self.time = step_of(self._path), time.time()
 
     def finish(self) -> None:
         """Wait for the save under way on all ranks, and commit it."""
@@ -181,7 +185,7 @@ def _why(error: BaseException) -> str:
     return "; ".join(f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in list(failures.items())[:3]) or f"{type(error).__name__}: {error}"
 
 
-def _step(path: Path) -> int:
+def step_of(path: Path) -> int:
     return int(path.name.rpartition("-")[2])
 
 

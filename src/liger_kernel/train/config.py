@@ -135,7 +135,21 @@ class TrainConfig:
     eval_every: int = _field(0, "run", "steps between evaluations; 0 evaluates once, at the end")
 
     def __post_init__(self) -> None:
-        for name in ("hidden", "layers", "heads", "vocab", "length", "steps", "batch", "accumulate", "global_batch", "log_every", "timeout", "checkpoint_keep"):
+        for name in (
+            "hidden",
+            "layers",
+            "heads",
+            "vocab",
+            "length",
+            "steps",
+            "batch",
+            "accumulate",
+            "global_batch",
+            "log_every",
+            "timeout",
+            "checkpoint_keep",
+            "limit",
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"{name} must be at least 1, got {value}")

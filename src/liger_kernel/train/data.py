@@ -499,9 +499,17 @@ def tokenizer_of(config: TrainConfig) -> Any:
 
 
 def prepare(config: TrainConfig, folder: str | Path) -> Path:
-    """Tokenise the data of a run into ``folder``, which then serves as ``data`` of runs with this ``length`` or a greater one."""
+    """Tokenise the data of a run into ``folder``, which then serves as ``data`` of runs with this ``length`` or a greater one.
+
+    What was prepared there before makes room.
+    """
     folder, data = Path(folder), load(dataclasses.replace(config, stream=0))
-    _write(folder, data.rows, data.tokenizer)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, ignore_cleanup_errors=True) as aside:
+        _write(Path(aside) / "new", data.rows, data.tokenizer)
+        if (folder / ROWS).is_file():
+            os.rename(folder, Path(aside) / "old")
+        os.rename(Path(aside) / "new", folder)
     return folder
 
 
@@ -562,7 +570,9 @@ def _write(folder: Path, rows: Rows, tokenizer: Any) -> None:
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, ignore_cleanup_errors=True) as temporary:
-        tokenizer.save_pretrained(temporary)
-        save_file(rows.tensors(), Path(temporary) / ROWS)
+        new = Path(temporary) / "new"
+        new.mkdir()  # with the permissions that folders have; the temporary one is its owner's alone
+        tokenizer.save_pretrained(new)
+        save_file(rows.tensors(), new / ROWS)
         with contextlib.suppress(OSError):  # another run has just written the same
-            os.rename(temporary, folder)
+            os.rename(new, folder)

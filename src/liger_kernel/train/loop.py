@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import os
@@ -63,6 +64,8 @@ def train(config: TrainConfig) -> dict[str, Any]:
         metrics = _by(config, data, model, device, precision, ranks, stop)
         if ranks.first:
             (out / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n", encoding="utf-8")
+        if "problem" in metrics:
+            raise OSError(metrics["problem"])
     return metrics
 
 
@@ -101,7 +104,7 @@ class _Run:
         self.checkpoints = Checkpoints(self.out / "checkpoints", ranks, config.checkpoint_keep)
         self.step, self.position, self.tokens, self.nonfinite, self.skips = 0, 0, 0, 0, 0
         self.rows = config.global_batch or config.batch * config.accumulate * self.parallel.data_ranks
-        torch.manual_seed(config.seed * 1_000_003 + self.parallel.data_rank)  # of dropout: other tokens, other draws
+        torch.manual_seed(_seed(config.seed, self.parallel.data_rank))  # of dropout: other tokens, other draws
         self._resume()
         self.memory = PeakMemory(device)
         self.timer = StepClock(device)
@@ -155,14 +158,14 @@ class _Run:
                 news.last()
                 self._flush(None, True, timed=False)
                 self._save(wait=True)
+                if checkpoints.step < step:
+                    raise OSError(f"stopped after step {step} by SIGTERM, and no checkpoint of it could be written; the newest is of step {checkpoints.step}")
                 raise Preempted(f"stopped after step {step} by SIGTERM; checkpoint: step {checkpoints.step}")
             self.watch.progress()
             if self.endpoint:
                 self.endpoint.progress = time.time()
         news.last()
         checkpoints.finish()
-        if every and checkpoints.step != config.steps:
-            raise OSError(f"the last checkpoint could not be written, the newest is of step {checkpoints.step}")
 
     def _step(self) -> tuple[Tensor, dict[str, Any]]:
         """One optimizer step; (loss of this rank, gradient norm) on the device, and what the host knows of it."""
@@ -297,6 +300,8 @@ class _Run:
     def _metrics(self) -> dict[str, Any]:
         lines = list(self.lines.read()) if self.lines else []
         model: Any = self.parallel.module
+        unsaved = self.config.checkpoint_every and self.checkpoints.step < self.step
+        problem = f"the last checkpoint could not be written, the newest is of step {self.checkpoints.step}"
         return (
             of_run(self.config, model, self.device, self.precision, self.ranks.world, self.memory)
             | of_lines(lines)
@@ -309,13 +314,17 @@ class _Run:
                 "nonfinite_steps": self.nonfinite,
                 "evaluations": [{"step": line["step"], "loss": line["eval_loss"]} for line in lines if "eval_loss" in line],
             }
+            | ({"problem": problem} if unsaved else {})
         )
 
     # -- checkpoints ---------------------------------------------------------------------------
 
     def _identity(self) -> dict[str, Any]:
-        """What must be the same for the order of the data to go on where it stopped."""
-        return {"seed": self.config.seed, "length": self.config.length} | self.data.identity()
+        """What must be the same for the order of the data, and the function that is trained, to go on where they stopped."""
+        module: Any = self.parallel.module
+        config = module.config.get_text_config()
+        form = {name: getattr(config, name, None) for name in ("model_type", "num_attention_heads", "num_key_value_heads", "head_dim")}
+        return {"seed": self.config.seed, "length": self.config.length} | self.data.identity() | {"model": form}
 
     def _save(self, wait: bool) -> None:
         state = {
@@ -337,17 +346,17 @@ class _Run:
         if not self.config.resume and restarts() == 0:
             raise UserError(f"{self.checkpoints.folder} holds checkpoints: remove them, give another --out, or leave --no-resume")
         state = self.checkpoints.load(path, self.parallel.module, self.optimizer)
-        wrong = [
-            f"{name} {state['identity'].get(name)} there, {value} here" for name, value in self._identity().items() if state["identity"].get(name) != value
-        ]
+        there = {"model": self._identity()["model"]} | state["identity"]  # which is not in those of earlier releases
+        wrong = [f"{name} {there.get(name)} there, {value} here" for name, value in self._identity().items() if there.get(name) != value]
         if wrong:
-            raise UserError(f"checkpoint {path} is of other data: {'; '.join(wrong)}")
+            kind = "another model" if wrong[0].startswith("model ") else "other data"
+            raise UserError(f"checkpoint {path} is of {kind}: {'; '.join(wrong)}")
         self.step, self.position, self.tokens = state["step"], state["position"], state["tokens"]
         self.nonfinite, self.skips = state["nonfinite"], state["skips"]
         self.data.seek(self.position, state.get("data", {}))
         self.rows = self.config.global_batch or state["global_batch"]
         if state["ranks"] != self.ranks.world:
-            torch.manual_seed((self.config.seed * 1_000_003 + self.step) * 1_000_003 + self.parallel.data_rank)
+            torch.manual_seed(_seed(self.config.seed, self.step, self.parallel.data_rank))
         if self.ranks.first:
             print(f"resuming after step {self.step} from {path} ({state['ranks']} ranks then, {self.ranks.world} now)", flush=True)
 
@@ -364,6 +373,11 @@ class _Run:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
+
+
+def _seed(*numbers: int) -> int:
+    """One seed of several numbers."""
+    return functools.reduce(lambda seed, number: seed * 1_000_003 + number, numbers) % 2**63
 
 
 def _percentile(ordered: list[float], part: float) -> float | None:

@@ -7,6 +7,7 @@ checkpoint drops the lines after it, so that every step is there once.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import json
 import sys
@@ -53,7 +54,7 @@ class StepLines:
     def __init__(self, path: Path, step: int):
         """Keep the lines of the first ``step`` steps."""
         self.path = path
-        kept = list(self.read())[:step] if step else []
+        kept = [line for line in self.read() if line["step"] <= step]
         if len(kept) < step:  # no reason not to train
             print(f"{path} has lines of {len(kept)} steps, the checkpoint was written after {step}: those between are lost", file=sys.stderr)
         aside = path.with_name(path.name + ".tmp")
@@ -61,8 +62,11 @@ class StepLines:
         aside.replace(path)
 
     def append(self, lines: list[dict[str, Any]]) -> None:
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write("".join(json.dumps(line) + "\n" for line in lines))
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write("".join(json.dumps(line) + "\n" for line in lines))
+        except OSError as error:  # a full disk must not end a run
+            print(f"{self.path} lacks steps {lines[0]['step']} to {lines[-1]['step']}: {error}", file=sys.stderr)
 
     def read(self) -> Iterator[dict[str, Any]]:
         if self.path.is_file():
@@ -137,43 +141,55 @@ class Reports:
     def __init__(self, config: TrainConfig, settings: dict[str, Any]):
         self._send: list[Callable[[int, dict[str, float]], Any]] = []
         self._close: list[Callable[[], Any]] = []
-        self._names = config.reports
-        out = Path(config.out)
-        if "tensorboard" in config.reports:
-            from torch.utils.tensorboard import SummaryWriter
+        for name in config.reports:
+            with _left_alone(name):
+                getattr(self, f"_{name}")(Path(config.out), settings)
 
-            writer: Any = SummaryWriter(str(out / "tensorboard"))
-            self._send.append(lambda step, values: [writer.add_scalar(name, value, step) for name, value in values.items()])
-            self._close.append(writer.close)
-        if "wandb" in config.reports:
-            import wandb
+    def _tensorboard(self, out: Path, settings: dict[str, Any]) -> None:
+        from torch.utils.tensorboard import SummaryWriter
 
-            path = out / "wandb-id"  # the same after a restart: the run goes on
-            if not path.is_file():
-                path.write_text(uuid.uuid4().hex)
-            run = wandb.init(dir=str(out), name=out.name, id=path.read_text(), resume="allow", config=settings)
-            self._send.append(lambda step, values: run.log(values, step=step))
-            self._close.append(run.finish)
-        if "mlflow" in config.reports:
-            import mlflow
+        writer: Any = SummaryWriter(str(out / "tensorboard"))
+        self._send.append(lambda step, values: [writer.add_scalar(name, value, step) for name, value in values.items()])
+        self._close.append(writer.close)
 
-            mlflow.start_run(run_name=out.name)
-            mlflow.log_params({name: value for name, value in settings.items() if value is not None})
-            self._send.append(lambda step, values: mlflow.log_metrics(values, step=step))
-            self._close.append(mlflow.end_run)
+    def _wandb(self, out: Path, settings: dict[str, Any]) -> None:
+        import wandb
+
+        path = out / "wandb-id"  # the same after a restart: the run goes on
+        if not path.is_file():
+            path.write_text(uuid.uuid4().hex)
+        run = wandb.init(dir=str(out), name=out.name, id=path.read_text(), resume="allow", config=settings)
+        self._send.append(lambda step, values: run.log(values, step=step))
+        self._close.append(run.finish)
+
+    def _mlflow(self, out: Path, settings: dict[str, Any]) -> None:
+        import mlflow
+
+        mlflow.start_run(run_name=out.name)
+        self._close.append(mlflow.end_run)
+        mlflow.log_params({name: value for name, value in settings.items() if value is not None})
+        self._send.append(lambda step, values: mlflow.log_metrics(values, step=step))
 
     def send(self, values: dict[str, Any]) -> None:
         numbers = {name: float(value) for name, value in values.items() if isinstance(value, int | float) and name != "step"}
         for send in list(self._send):
-            try:
+            with _left_alone("one of them", functools.partial(self._send.remove, send)):
                 send(values["step"], numbers)
-            except Exception as error:  # a service that is down must not end a run
-                self._send.remove(send)
-                print(f"no more reports to one of {', '.join(self._names)}: {type(error).__name__}: {error}", file=sys.stderr)
 
     def close(self) -> None:
         for close in self._close:
-            close()
+            with _left_alone("one of them"):
+                close()
+
+
+@contextlib.contextmanager
+def _left_alone(service: str, then: Callable[[], Any] = lambda: None) -> Iterator[None]:
+    """A service that is down must not end a run."""
+    try:
+        yield
+    except Exception as error:
+        then()
+        print(f"no more reports to {service}: {type(error).__name__}: {error}", file=sys.stderr)
 
 
 def of_run(config: TrainConfig, model: Any, device: Any, precision: str, world: int, memory: PeakMemory) -> dict[str, Any]:

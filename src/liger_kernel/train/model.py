@@ -185,5 +185,10 @@ def save(model: Any, tokenizer: Any, folder: str, first: bool = True) -> None:
     with tempfile.TemporaryDirectory(dir=target, prefix=".saving-") as aside:
         model.save_pretrained(aside, state_dict=weights)
         tokenizer.save_pretrained(aside)
-        for path in sorted(Path(aside).iterdir()):
-            os.replace(path, target / path.name)
+        new = sorted(path.name for path in Path(aside).iterdir())
+        for name in new:
+            os.replace(Path(aside) / name, target / name)
+    for pattern in ("adapter_*", "*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*"):  # of a model that was saved there before
+        for path in target.glob(pattern):
+            if path.name not in new:
+                path.unlink()

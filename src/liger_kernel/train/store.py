@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from liger_kernel.train.checkpoint import LATEST, damage, write
+from liger_kernel.train.checkpoint import LATEST, damage, step_of, write
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.ranks import Preempted, Ranks
 
@@ -31,6 +31,8 @@ class Store:
         except (ImportError, ValueError) as error:
             raise UserError(f"cannot use the store {uri!r}: {error}") from error
         self.uri, self.out, self.root = uri, out, f"{root.rstrip('/')}"
+        self.known: list[str] = []  # what we found or left there
+        self.damaged: set[str] = set()  # of it
 
     def names(self) -> list[str]:
         """The checkpoints there, newest first."""
@@ -40,29 +42,39 @@ class Store:
             return []
 
     def fetch(self) -> str | None:
-        """Bring the newest whole checkpoint into the run's folder, unless that has one; its name."""
+        """Bring the newest whole checkpoint into the run's folder, unless that has one as new; its name."""
         folder = self.out / "checkpoints"
-        if (folder / LATEST).is_file():
-            return None
-        for name in self.names():
+        local = (folder / LATEST).read_text().split() if (folder / LATEST).is_file() else []
+        here = next((step_of(folder / name) for name in local if damage(folder / name) is None), -1)
+        self.known = self.names()
+        for name in self.known:
+            if step_of(folder / name) <= here:
+                break
             (folder / name).mkdir(parents=True, exist_ok=True)
             for path in self.fs.ls(f"{self.root}/checkpoints/{name}", detail=False):
                 self.fs.get_file(path, str(folder / name / path.rpartition("/")[2]))
             if damage(folder / name) is None:
                 with contextlib.suppress(FileNotFoundError):
                     self.fs.get_file(f"{self.root}/metrics.jsonl", str(self.out / "metrics.jsonl"))
-                write(folder / LATEST, f"{name}\n")
+                write(folder / LATEST, "".join(f"{each}\n" for each in dict.fromkeys((name, *local))))
                 return name
+            self.damaged.add(name)
         return None
 
     def copy(self) -> bool:
-        """Bring the checkpoints that the folder names into the store, and remove others there; whether there was anything to do."""
+        """Bring the checkpoints that the folder names into the store, and remove others there; whether there was anything to do.
+
+        ``RuntimeError`` if another run has written there meanwhile: what it wrote stays.
+        """
         folder, there = self.out / "checkpoints", self.names()
         wanted = (folder / LATEST).read_text().split() if (folder / LATEST).is_file() else []
-        if wanted == there:
+        if wanted == there and not self.damaged.intersection(wanted):
+            self.known = there
             return False
+        if there != self.known:
+            raise RuntimeError(f"another run writes there, its newest checkpoint is {there[0] if there else None}")
         for name in wanted:
-            if name not in there:
+            if name not in there or name in self.damaged:
                 for path in sorted((folder / name).iterdir()):
                     self._put(path, f"checkpoints/{name}/{path.name}")
         if (self.out / "metrics.jsonl").is_file():
@@ -71,6 +83,7 @@ class Store:
         for path in self.fs.ls(f"{self.root}/checkpoints", detail=False):
             if (name := path.rstrip("/").rpartition("/")[2]).startswith("step-") and name not in wanted:
                 self.fs.rm(path, recursive=True)
+        self.known, self.damaged = wanted, set()
         return True
 
     def _put(self, path: Path, name: str) -> None:

@@ -6,6 +6,7 @@ A process costs seconds, so that one group of ranks makes all checks; every chec
 from __future__ import annotations
 
 import socket
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,8 +19,9 @@ pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
 import parallel_ranks
+from hf_models import make
 
-from liger_kernel.parallel import clip_grad_norm_, layers_of, parallelize
+from liger_kernel.parallel import clip_grad_norm_, layers_of, parallelize, tensor_parallel
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +55,14 @@ def test_modes():
     assert parallelize(model, "none").model is model
     with pytest.raises(ValueError, match=r"mode must be one of .*, got 'zero'"):
         parallelize(model, "zero")
+
+
+def test_plans_that_name_no_module_of_the_model():
+    """Adapters give modules other names: nothing would be sharded."""
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(make("llama"), peft.LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(ValueError, match="mode tp needs modules that PeftModel's tp_plan names"):
+        tensor_parallel(model, SimpleNamespace(size=lambda: 1))
 
 
 def test_layers_of_models_that_do_not_say():

@@ -293,15 +293,22 @@ def instance_patches(model: nn.Module, model_type: str, parts: Mapping[str, Any]
 
     A rope function belongs to a Python module: methods that call it get a copy of themselves that sees ours.
     """
-    found = []
     own = [c.model_type for c in slots.configs_of(getattr(model, "config", None)) if getattr(c, "model_type", "")]
-    for p in dict.fromkeys(_patches(dict.fromkeys([model_type, *own]), parts, head, rows)):
-        for m in model.modules() if p.label != NORM_ROPE else ():  # that of a live module goes with its rope function
-            if isinstance(p.owner, types.ModuleType):
-                callers = () if p.applied else _callers(type(m), p.owner, p.attribute)
-                for name, f in callers:
-                    found.append(_on_instance(m, name, _seeing(f, p.attribute, p.new, bool(parts.get("rms_norm"))), p.label))
-            elif isinstance(m, p.owner) and _of_stock(type(m), p.attribute) is _of_stock(p.owner, p.attribute):
+    of_all = list(dict.fromkeys(_patches(dict.fromkeys([model_type, *own]), parts, head, rows)))
+    seen: dict[tuple[nn.Module, str, Callable], list[Patch]] = {}  # module, method, its function -> what it is to see
+    for p in of_all:
+        for m in model.modules() if isinstance(p.owner, types.ModuleType) and not p.applied else ():
+            for name, f in _callers(type(m), p.owner, p.attribute):
+                seen.setdefault((m, name, f), []).append(p)
+    fuse = bool(parts.get("rms_norm"))
+    found = [
+        _on_instance(m, name, _seeing(f, tuple((p.attribute, p.new) for p in ps), fuse), p.label)  # one function for all labels
+        for (m, name, f), ps in seen.items() for p in ps
+    ]  # fmt: skip
+    for p in of_all:
+        # norms and rotation of a live module go with its rope function
+        for m in model.modules() if p.label != NORM_ROPE and isinstance(p.owner, type) else ():
+            if isinstance(m, p.owner) and _of_stock(type(m), p.attribute) is _of_stock(p.owner, p.attribute):
                 around: Callable | None = functools.partial(deferred.fused, keep_logits=head == "logits") if p.label.endswith("head") else None
                 new, level = p.new, p.label.partition("rematerialised(")[2][:-1]
                 if p.new is not getattr(type(m), p.attribute, None) and (level or p.label == "add_norm"):
@@ -343,13 +350,13 @@ def _callers(cls: type, module: types.ModuleType, name: str) -> list[tuple[str, 
 
 
 @functools.cache
-def _seeing(function: types.FunctionType, name: str, value: Callable, fuse: bool) -> Callable:
-    """A copy of ``function`` in whose globals ``name`` is ``value``; ``fuse``: with its patterns fused."""
+def _seeing(function: types.FunctionType, values: tuple[tuple[str, Callable], ...], fuse: bool) -> Callable:
+    """A copy of ``function`` in whose globals these names are these ``values``; ``fuse``: with its patterns fused."""
 
     def copy(f: types.FunctionType) -> Callable:
         f = (fuse and fusions.fused(f)) or f
         # without __name__: torch.compile would look globals up in the module of that name
-        scope = {k: v for k, v in f.__globals__.items() if k != "__name__"} | {name: value}
+        scope = {k: v for k, v in f.__globals__.items() if k != "__name__"} | dict(values)
         new = types.FunctionType(f.__code__, scope, f.__name__, f.__defaults__, f.__closure__)
         new.__kwdefaults__ = f.__kwdefaults__
         return functools.update_wrapper(new, f)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 import importlib.util
@@ -215,6 +216,24 @@ def test_models_without_our_head():
         liger._apply_liger_kernel_to_instance(model=model)
         assert any("forward" in m.__dict__ for m in model.modules()) and "forward" not in model.__dict__
         torch.testing.assert_close(model(ids)[0], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("interleave", [False, True])
+@pytest.mark.parametrize("family", ["deepseek_v3", "youtu"])
+def test_a_method_that_calls_one_of_two_rope_functions(family, interleave, monkeypatch):
+    """Gets both in a live model, as in its classes."""
+    if family not in transformers.CONFIG_MAPPING:
+        pytest.skip("not in this version")
+    calls, stock = [], slots.rope
+    monkeypatch.setattr(slots, "rope", lambda *args, **options: calls.append(1) or stock(*args, **options))
+    model = make(family, rope_interleave=interleave)
+    expected = step(model)[1]
+    liger.MODEL_TYPE_TO_APPLY_LIGER_FN[family](model=model, rope=True)
+    calls.clear()  # those of recognition
+    assert_same_learning(step(model)[1], expected)
+    assert len(calls) == model.config.num_hidden_layers
+    liger.restore(model)
+    assert not any("_liger_stock" in m.__dict__ for m in model.modules())
 
 
 def test_copies_of_a_patched_model():
@@ -601,7 +620,22 @@ def test_examples_run(script, user_env):
     assert "loss" in done.stdout
 
 
+@contextlib.contextmanager
+def nothing_initialised():
+    try:
+        from transformers.initialization import no_init_weights
+    except ImportError:
+        from transformers.modeling_utils import no_init_weights
+    with no_init_weights(), pytest.MonkeyPatch.context() as patch:
+        # what memory held before decides otherwise whether that is seen
+        patch.setattr(nn.init, "kaiming_uniform_", lambda t, *args, **kwargs: t.data.fill_(float("nan")))
+        yield
+
+
 SURROUNDINGS = {
+    "empty weights": lambda: pytest.importorskip("accelerate").init_empty_weights(),
+    "empty weights and buffers": lambda: pytest.importorskip("accelerate").init_empty_weights(include_buffers=True),
+    "no initialisation": nothing_initialised,
     "fake tensors": FakeTensorMode,
     "device": lambda: torch.device("meta"),
     "inference mode": torch.inference_mode,

@@ -433,6 +433,12 @@ def _weight(n: int = 32) -> nn.Parameter:
     return nn.Parameter(torch.randn(n) * 0.3 + 0.5)
 
 
+def _linear(n: int, out: int) -> nn.Module:
+    """An ``nn.Linear``, filled whatever constructors and initialisers do at the moment."""
+    attributes = dict(in_features=n, out_features=out, weight=nn.Parameter((torch.rand(out, n) - 0.5) / n**0.5 * 2))
+    return _stand_in(nn.Linear, attributes | dict(bias=nn.Parameter((torch.rand(out) - 0.5) / n**0.5 * 2)))
+
+
 def _norm_stand_ins(eps: str, weight: str) -> Iterator[tuple[dict[str, Any], tuple[Tensor, ...]]]:
     for shape in ((3, 32), (2, 3, 4, 32)):
         for with_scale in (True, False) if weight == "with_scale" else (True,):
@@ -470,9 +476,9 @@ def _layer_norm_stand_ins(eps: str, form: str) -> Iterator[tuple[dict[str, Any],
 def _glu_stand_ins(gate: str, up: str, down: str, act: str, form: GLUForm) -> Iterator[tuple[dict[str, Any], tuple[Tensor, ...]]]:
     for fn in (nn.SiLU(), nn.GELU(approximate="tanh"), nn.Softplus()):  # the last is none of ours: act_fn must be what counts
         for more in form.attributes:
-            attributes: dict[str, Any] = {gate: nn.Linear(8, 24 if up == gate else 12), down: nn.Linear(12, 8)} | more()
+            attributes: dict[str, Any] = {gate: _linear(8, 24 if up == gate else 12), down: _linear(12, 8)} | more()
             if up != gate:
-                attributes[up] = nn.Linear(8, 12)
+                attributes[up] = _linear(8, 12)
             if act != "F.silu":
                 attributes[act] = fn
             yield attributes, (torch.randn(2, 5, 8),)
@@ -480,7 +486,7 @@ def _glu_stand_ins(gate: str, up: str, down: str, act: str, form: GLUForm) -> It
 
 def _mlp_stand_ins(up: str, down: str, act: str) -> Iterator[tuple[dict[str, Any], tuple[Tensor, ...]]]:
     for fn in (ACT2FN["relu2"], nn.SiLU()):
-        yield {up: nn.Linear(8, 12), down: nn.Linear(12, 8), act: fn}, (torch.randn(2, 5, 8),)
+        yield {up: _linear(8, 12), down: _linear(12, 8), act: fn}, (torch.randn(2, 5, 8),)
 
 
 def _expert_stand_ins(transposed: bool, biased: bool, act: str, numbers: dict[str, float]) -> Iterator[tuple[dict[str, Any], tuple[Tensor, ...]]]:
@@ -644,11 +650,14 @@ def references() -> Iterator[None]:
 
 
 def _stand_in(cls: type, attributes: dict[str, Any]) -> nn.Module:
-    """A ``cls`` with these attributes and no others: its constructor, whatever it takes, is not asked."""
+    """A ``cls`` with these attributes and no others: its constructor, whatever it takes, is not asked, nor how parameters are registered (accelerate)."""
     module = cls.__new__(cls)
     nn.Module.__init__(module)
     for name, value in attributes.items():
-        setattr(module, name, value)
+        if isinstance(value, nn.Parameter):
+            module._parameters[name] = value
+        else:
+            setattr(module, name, value)
     return module
 
 

@@ -43,6 +43,22 @@ def _stock(owner: Any) -> dict[str, Any]:
     return owner.__dict__.get(_KEY, {}) if isinstance(owner, nn.Module) else _STOCK.get(owner, {})
 
 
+REPLICATE = "_replicate_for_data_parallel"
+
+
+def _replicate_for_data_parallel(self: nn.Module) -> nn.Module:
+    """As its class does, with our methods bound to the replica, as they would be if they were its class's."""
+    replica = getattr(type(self), REPLICATE)(self)
+    for name, value in self.__dict__.items():
+        if isinstance(value, types.MethodType) and value.__self__ is self and _is_ours(value):
+            replica.__dict__[name] = types.MethodType(value.__func__, replica)
+    replica.__dict__[_KEY] = dict(_stock(self))
+    return replica
+
+
+_replicate_for_data_parallel._liger = True  # type: ignore[attr-defined]
+
+
 @dataclass(frozen=True)
 class Patch:
     """``owner.attribute`` becomes ``new``."""
@@ -62,6 +78,8 @@ class Patch:
         memory = self.owner.__dict__.setdefault(_KEY, {}) if isinstance(self.owner, nn.Module) else _STOCK.setdefault(self.owner, {})
         memory.setdefault(self.attribute, self.owner.__dict__.get(self.attribute, ABSENT))
         setattr(self.owner, self.attribute, self.new)
+        if isinstance(self.owner, nn.Module) and REPLICATE not in memory:
+            Patch(self.owner, REPLICATE, types.MethodType(_replicate_for_data_parallel, self.owner), "replicas").apply()
 
     def __str__(self) -> str:
         name = self.owner.__name__.rpartition(".")[2] if hasattr(self.owner, "__name__") else f"<{type(self.owner).__name__}>"
@@ -105,7 +123,9 @@ def _give_back(owner: Any, attributes: Iterable[str]) -> None:
             delattr(owner, name)
         else:
             setattr(owner, name, stock)
-    if not memory:
+    if memory.keys() == {REPLICATE}:
+        _give_back(owner, [REPLICATE])
+    elif not memory:
         owner.__dict__.pop(_KEY, None) if isinstance(owner, nn.Module) else _STOCK.pop(owner, None)
 
 

@@ -71,6 +71,18 @@ def test_auto_from_pretrained(tmp_path):
     assert_same_learning(learned, expected)
 
 
+def test_auto_from_an_adapter(tmp_path):
+    """Of PEFT, which has no configuration of the model beside it."""
+    peft = pytest.importorskip("peft")
+    make("llama").save_pretrained(tmp_path / "base")
+    adapted = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base"), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    adapted.save_pretrained(tmp_path / "adapter")
+    for name in (tmp_path / "adapter", str(tmp_path / "adapter")):
+        model = liger.AutoLigerKernelForCausalLM.from_pretrained(name, rope=False)
+        assert any("lora_A" in n for n, _ in model.named_parameters()) and model.model.norm.forward._liger
+    assert model.to(DEVICE).train()(**tokens()).logits is None
+
+
 def test_auto_from_config():
     model = liger.AutoLigerKernelForCausalLM.from_config(tiny_config("gemma2"), cross_entropy=True, fused_linear_cross_entropy=False, geglu=True)
     out = model.to(DEVICE).train()(**tokens())

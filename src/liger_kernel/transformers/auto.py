@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import warnings
+from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
+from transformers.utils import find_adapter_config_file, is_peft_available
 
 from liger_kernel.transformers.patch import MODEL_TYPE_TO_APPLY_LIGER_FN, _apply_liger_kernel, _apply_rest, family, flags_of
 
@@ -25,6 +28,15 @@ def _patched(name: str, config: PretrainedConfig, kwargs: dict[str, Any]) -> tup
     return {k: v for k, v in kwargs.items() if k not in _FLAGS}, given
 
 
+def _base_of(name: str, kwargs: dict[str, Any]) -> str:
+    """The model that ``name`` is a PEFT adapter of, as transformers finds it; ``name`` itself if it is none, or has a model beside the adapter."""
+    if not is_peft_available() or (Path(name) / "config.json").exists():
+        return name
+    hub = {k: kwargs[k] for k in ("revision", "token") if kwargs.get(k) is not None}
+    found = find_adapter_config_file(name, **hub | (kwargs.get("adapter_kwargs") or {}))
+    return json.loads(Path(found).read_text(encoding="utf-8"))["base_model_name_or_path"] if found else name
+
+
 class _Auto:
     """Makes ordinary transformers models; the flags of ``apply_liger_kernel_to_*`` are taken out of the keywords, the rest is passed on."""
 
@@ -34,7 +46,8 @@ class _Auto:
     def from_pretrained(cls, pretrained_model_name_or_path: str, *model_args: Any, **kwargs: Any) -> PreTrainedModel:
         config = kwargs.get("config")
         if not isinstance(config, PretrainedConfig):
-            config = AutoConfig.from_pretrained(config or pretrained_model_name_or_path, **{k: kwargs[k] for k in _HUB if k in kwargs})
+            name = config or _base_of(pretrained_model_name_or_path, kwargs)
+            config = AutoConfig.from_pretrained(name, **{k: kwargs[k] for k in _HUB if k in kwargs})
         rest, given = _patched(cls.__name__, config, kwargs)
         return _apply_rest(cls._plain.from_pretrained(pretrained_model_name_or_path, *model_args, **rest), given)
 

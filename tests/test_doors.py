@@ -248,6 +248,29 @@ def test_a_method_that_calls_one_of_two_rope_functions(family, interleave, monke
     assert not any("_liger_stock" in m.__dict__ for m in model.modules())
 
 
+@pytest.mark.parametrize("family", ["phi3", "llama", "gemma2", "qwen3_moe"])
+def test_parameters_keep_their_names(family):
+    """So what calls a module by them, as some of transformers' own models do, goes on to work."""
+    model = make(family)
+    parts = "Norm", "MLP", "Experts"
+    stock = {m: [*inspect.signature(m.forward).parameters] for m in model.modules() if type(m).__name__.endswith(parts)}
+    liger._apply_liger_kernel_to_instance(model=model)
+    patched = [m for m in stock if "forward" in m.__dict__]
+    assert patched and all([*inspect.signature(m.forward).parameters] == stock[m] for m in patched)
+    x = torch.randn(1, 2, model.config.hidden_size, device=DEVICE)
+    for m in (m for m in patched if type(m).__name__.endswith("MLP")):
+        torch.testing.assert_close(m(**{stock[m][0]: x}), type(m).forward(m, x))
+
+
+def test_names_of_parameters_that_are_those_of_locals():
+    def variant(self, x):
+        h = x + 1
+        return (lambda: h * x)()
+
+    assert slots.named_as(variant, lambda self, h: None)(None, h=3) == 12
+    assert [*inspect.signature(variant).parameters] == ["self", "h"]
+
+
 def test_copies_of_a_patched_model():
     """A deep copy is patched, on its own modules, and can be restored."""
     model = make("llama", num_hidden_layers=1)

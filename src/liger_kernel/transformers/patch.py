@@ -200,7 +200,7 @@ def _rows_of(model_types: Iterable[str], rows: Rows) -> list[tuple[types.ModuleT
 
 @functools.cache
 def _variant(label: str, stock: Callable) -> Callable:
-    return _ours(slots.VARIANTS[label](stock))
+    return _ours(slots.named_as(slots.VARIANTS[label](stock), stock))
 
 
 @functools.cache

@@ -48,6 +48,18 @@ from liger_kernel.transformers.fusions import NORM_FORMS, ROPE_FORMS, plain, unh
 Variant = Callable[[Callable], Callable]
 
 
+def named_as(variant: Any, stock: Callable) -> Callable:
+    """``variant``, its parameters named as those of ``stock``: callers may name them. Changed in its code, so that calls cost nothing more."""
+    code = variant.__code__
+    theirs = [p.name for p in inspect.signature(stock).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    new = {old: name for old, name in zip(code.co_varnames[: code.co_argcount], theirs) if old != name}
+    if len(theirs) >= code.co_argcount and not set(new.values()) & {*code.co_freevars, *code.co_varnames[: code.co_argcount]}:
+        taken = {name: f"_{name}" for name in new.values()}  # locals that are called so
+        names = {part: tuple((new | taken).get(name, name) for name in getattr(code, part)) for part in ("co_varnames", "co_cellvars")}
+        variant.__code__ = code.replace(**names)
+    return variant
+
+
 def _norm(offset: float, casting: str, eps: str, weight: str) -> Variant:
     def variant(stock: Callable) -> Callable:
         def forward(self, hidden_states):

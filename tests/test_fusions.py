@@ -286,6 +286,20 @@ def test_wrapped_methods_of_live_models_get_our_rope(monkeypatch):
             torch.testing.assert_close(d, expected[name], rtol=1e-4, atol=1e-4)
 
 
+def test_methods_without_gradients_get_our_rope(monkeypatch):
+    """As those of DeepSeek's indexers are."""
+    monkeypatch.setattr(LlamaAttention, "forward", torch.no_grad()(LlamaAttention.forward))
+    model = make("llama", num_hidden_layers=1)
+    expected = step(model)[1]
+    patches = patch.instance_patches(model, "llama", dict(rope=True), None)
+    assert [p.label.startswith("rope") for p in patches] == [True]
+    with served_by_kernels_or_references(), patches():
+        found = step(model)[1]
+    assert found.keys() == expected.keys() and not any("q_proj" in name for name in found)
+    for name, d in found.items():
+        torch.testing.assert_close(d, expected[name], rtol=1e-4, atol=1e-4)
+
+
 @pytest.fixture
 def turns(monkeypatch) -> list[dict]:
     """Calls of the operator that norms and turns."""

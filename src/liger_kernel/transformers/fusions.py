@@ -281,10 +281,13 @@ def fused(forward: types.FunctionType) -> types.FunctionType | None:
 # -- transformers' wrappers ------------------------------------------------------------------
 
 
+WRAPPING = "transformers.", "torch.utils._contextlib"  # Python modules whose wrappers call what they wrap with the same arguments, or renamed ones
+
+
 def _wrapped(forward: Any) -> Any:
-    """What ``forward`` wraps, if it is a wrapper of transformers' own, as those for checkpointing and for arguments of older names are; else None."""
+    """What ``forward`` wraps, if it is torch's ``no_grad``, or a wrapper of transformers' own, as for checkpointing and arguments of older names; else None."""
     inner, closure = getattr(forward, "__wrapped__", None), getattr(forward, "__closure__", None) or ()
-    own = inner is not None and isinstance(forward, types.FunctionType) and forward.__globals__.get("__name__", "").startswith("transformers.")
+    own = inner is not None and isinstance(forward, types.FunctionType) and forward.__globals__.get("__name__", "").startswith(WRAPPING)
     return inner if own and any(cell.cell_contents is inner for cell in closure) else None
 
 

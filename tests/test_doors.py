@@ -159,6 +159,26 @@ def test_what_cannot_be_done_is_said():
         liger._apply_liger_kernel_to_instance(model=model, cross_entropy=True, fused_linear_cross_entropy=True)
 
 
+def test_classes_of_other_families_are_said(monkeypatch):
+    """transformers 4's qwen2_vl has its norms of qwen2; here any version's has."""
+    from transformers.models.qwen2 import modeling_qwen2
+    from transformers.models.qwen2_vl import modeling_qwen2_vl
+
+    patch = importlib.import_module("liger_kernel.transformers.patch")
+    row = patch.family("qwen2_vl")
+    norms = {n for n, label in row.swapped.items() if slots.SLOT_OF[label] == "rms_norm"}
+    for n in norms:
+        monkeypatch.setattr(modeling_qwen2_vl, n, modeling_qwen2.Qwen2RMSNorm)
+    monkeypatch.setattr(patch, "_WARNED", set())
+    with pytest.warns(UserWarning, match="qwen2_vl: rms_norm=True is of another family's Qwen2RMSNorm"):
+        liger.apply_liger_kernel_to_qwen2_vl(rms_norm=True, swiglu=True)
+    assert norms and not hasattr(modeling_qwen2.Qwen2RMSNorm.forward, "_liger")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        liger.apply_liger_kernel_to_qwen2_vl(rms_norm=True)
+        liger.apply_liger_kernel_to_llama(rms_norm=True, swiglu=True)
+
+
 def test_cross_entropy_stays_in_the_family():
     """One flag named is enough; logits are there, and nobody else's cross entropy changes (the fixture looks at torch's)."""
     model, other = make("granite"), make("llama")

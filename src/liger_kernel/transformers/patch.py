@@ -493,6 +493,16 @@ def _say_what_is_missing(model_type: str, given: Mapping[str, bool | None], live
         if labels <= {label for _, label in slots.TORCHS_OWN.values()}:
             _WARNED.add((model_type, "LayerNorm"))
             warnings.warn(f"{model_type}: its LayerNorms are torch's own class, so they are swapped only in a live model (model=...)", stacklevel=4)
+    wanted = {slot: flag for flag, slot in asked.items() if given.get(flag) and slot in served and (model_type, flag) not in _WARNED}
+    if wanted and not live:
+        rows = _rows_of([model_type], family)
+        own = {module.__name__ for module, _ in rows}
+        owners = [(wanted.get(slots.SLOT_OF[label]), vars(module).get(name)) for module, row in rows for name, label in row.swapped.items()]
+        foreign = lambda owner: isinstance(owner, type) and owner.__module__ not in own
+        borrowed = {flag: owner for flag, owner in owners if flag and foreign(owner)}
+        for flag in borrowed.keys() - {flag for flag, owner in owners if owner is not None and not foreign(owner)}:
+            _WARNED.add((model_type, flag))
+            warnings.warn(f"{model_type}: {flag}=True is of another family's {borrowed[flag].__name__}, swapped only in a live model (model=...)", stacklevel=4)
 
 
 def _apply_function(model_type: str) -> Callable[..., None]:

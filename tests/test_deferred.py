@@ -128,6 +128,44 @@ def test_what_is_known_without_computing(computed):
     assert not computed
 
 
+@pytest.mark.parametrize("look", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("cast", [False, True])
+def test_who_looks_does_not_cut_the_graph(look, cast):
+    """Of logits or of a copy of them: what is under no_grad is the look."""
+    x, logits = recipe()
+    leaves = (x.rows, x.head.weight)
+    expected = F.cross_entropy(logits.view(-1, V), TARGET)
+    truth = torch.autograd.grad(expected, leaves)
+    y = x.float() if cast else x
+    with look():
+        assert torch.equal(y.argmax(-1), logits.argmax(-1))
+    found = F.cross_entropy(y.float().view(-1, V), TARGET)
+    torch.testing.assert_close(torch.autograd.grad(found, leaves), truth)
+
+
+def test_what_is_cut_from_the_graph_stays_cut():
+    x, logits = recipe()
+    with torch.no_grad():
+        y = x.float()
+    assert not y.requires_grad
+    found = F.cross_entropy(y.view(-1, V), TARGET)
+    assert not found.requires_grad
+    torch.testing.assert_close(found, F.cross_entropy(logits.view(-1, V), TARGET).detach())
+
+
+def test_a_head_multiplies_under_the_autocast_of_its_call():
+    """A loss function that turns autocast off does not turn it off for the head."""
+    head, hidden = nn.Linear(H, V, device=DEVICE), torch.randn(B, T, H, device=DEVICE)
+    fused_loss = lambda x: F.cross_entropy(x.float().view(-1, V), TARGET)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        x, logits = DeferredLogits(hidden, head, Loss()), head(hidden)
+        expected = fused_loss(x)
+    assert x.dtype == torch.bfloat16
+    assert torch.equal(fused_loss(x), expected)
+    assert torch.equal(x.float() + 0, logits.float())
+    assert torch.equal(x + 0, logits)
+
+
 def test_options_of_the_loss():
     options = dict(label_smoothing=0.1, z_loss=1e-2, token_scaling=True, accum_dtype=torch.float32)
     loss = Loss(options, statistics=True)
@@ -458,6 +496,21 @@ def test_custom_losses():
             if custom is margin:
                 with pytest.warns(UserWarning, match="not one cross entropy"):
                     model(**tokens(), use_token_scaling=True)
+
+
+def test_a_metric_in_the_loss_function():
+    """Under no_grad, beside a second term that has a gradient of its own."""
+    model = make("qwen3_moe").train()
+
+    def measured(logits, labels, vocab_size, **kwargs):
+        with torch.no_grad():
+            measured.accuracy = (logits.argmax(-1)[:, :-1] == labels[:, 1:]).float().mean()
+        return F.cross_entropy(logits.float().view(-1, vocab_size), F.pad(labels, (0, 1), value=-100)[..., 1:].reshape(-1))
+
+    model.loss_function = measured
+    expected = step(model, output_router_logits=True)[1]
+    assert "lm_head.weight" in expected
+    assert_same_learning(step(patched(model), output_router_logits=True)[1], expected)
 
 
 def test_cross_entropy_head_keeps_logits():

@@ -8,6 +8,7 @@ the head itself: slower, never wrong. So the model's own ``forward`` and its own
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -153,26 +154,47 @@ class DeferredLogits:
 
     ``tail`` holds ("mul", number), ("div", number), ("tanh", None) and ("to", dtype). Selecting and reshaping tokens acts on ``rows``. Once the
     logits exist they are what counts, as somebody may have changed them in place.
+
+    Gradients and autocast are what they were when the head was called, whoever looks.
     """
 
     def __init__(self, rows: Tensor, head: nn.Module | None, loss: Loss, tail: tuple[tuple[str, Any], ...] = ()):
         self.rows, self.head, self.loss, self.tail = rows, head, loss, tail
         self.computed: Tensor | None = None
+        self.grad = torch.is_grad_enabled()
+        self.autocast = _autocast(rows.device.type)
 
     def value(self) -> Tensor:
         """The logits themselves."""
         if self.computed is None:
-            y = self.rows if self.head is None else self.head(self.rows)
-            for name, arg in self.tail:
-                y = y.to(arg) if name == "to" else y * arg if name == "mul" else y / arg if name == "div" else torch.tanh(y)
-            self.computed = y
+            with _outside_inference(), torch.set_grad_enabled(self.grad):
+                self.computed = self._compute()
         return self.computed
 
+    def _compute(self) -> Tensor:
+        with self.as_called():
+            y = self.rows if self.head is None else self.head(self.rows)
+        for name, arg in self.tail:
+            y = y.to(arg) if name == "to" else y * arg if name == "mul" else y / arg if name == "div" else torch.tanh(y)
+        return y
+
+    def as_called(self) -> contextlib.AbstractContextManager:
+        """Autocast as it was when the head was called."""
+        device = self.rows.device.type
+        if self.head is None or self.autocast == _autocast(device):
+            return contextlib.nullcontext()
+        return torch.autocast(device, dtype=self.autocast, enabled=self.autocast is not None)
+
+    def derived(self, rows: Tensor, tail: tuple[tuple[str, Any], ...]) -> DeferredLogits:
+        new = DeferredLogits(rows, self.head, self.loss, tail)
+        new.grad, new.autocast = new.grad and self.grad, self.autocast
+        return new
+
     def then(self, name: str, arg: Any = None) -> DeferredLogits:
-        return DeferredLogits(self.rows, self.head, self.loss, (*self.tail, (name, arg)))
+        return self.derived(self.rows, (*self.tail, (name, arg)))
 
     def with_rows(self, rows: Tensor) -> DeferredLogits:
-        return DeferredLogits(rows, self.head, self.loss, self.tail)
+        return self.derived(rows, self.tail)
 
     def scale_and_cap(self) -> tuple[float, float | None] | None:
         """``tail`` as ``cap * tanh(scale * x / cap)``, or ``scale * x`` if cap is None; None if it is neither."""
@@ -199,8 +221,7 @@ class DeferredLogits:
         casts = [arg for name, arg in self.tail if name == "to"]
         if casts:
             return casts[-1]
-        device = self.rows.device.type
-        return torch.get_autocast_dtype(device) if self.head is not None and torch.is_autocast_enabled(device) else self.rows.dtype
+        return self.autocast if self.head is not None and self.autocast is not None else self.rows.dtype
 
     @property
     def device(self) -> torch.device:
@@ -209,7 +230,7 @@ class DeferredLogits:
     @property
     def requires_grad(self) -> bool:
         leaves = (self.rows, *(self.head.parameters() if self.head is not None else ()))
-        return torch.is_grad_enabled() and any(t.requires_grad for t in leaves)
+        return self.grad and any(t.requires_grad for t in leaves)
 
     @property
     def ndim(self) -> int:
@@ -287,6 +308,16 @@ class DeferredLogits:
         return fn(*tree_map(_materialised, args), **tree_map(_materialised, kwargs))
 
 
+def _autocast(device: str) -> torch.dtype | None:
+    """What matrices are multiplied in there, if autocast says."""
+    known = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if known else None
+
+
+def _outside_inference() -> contextlib.AbstractContextManager:
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()
+
+
 def _materialised(x: Any) -> Any:
     return x.value() if isinstance(x, DeferredLogits) else x
 
@@ -327,7 +358,8 @@ def _cross_entropy(
 def _loss(logits: DeferredLogits, target: Tensor, **options: Any) -> Tensor:
     asked = logits.loss
     options = asked.options | options
-    transform = logits.scale_and_cap() if logits.computed is None else None
+    cut = torch.is_grad_enabled() and not logits.grad  # from the graph, by a no_grad before this loss
+    transform = logits.scale_and_cap() if logits.computed is None and not cut else None
     if transform is not None and (transform[1] is None or "softcap" not in asked.options):
         options["logit_scale"], softcap = transform
         options |= {} if softcap is None else {"softcap": softcap}
@@ -338,7 +370,8 @@ def _loss(logits: DeferredLogits, target: Tensor, **options: Any) -> Tensor:
         options.pop("accum_dtype", None)
         found = cross_entropy(rows, target, options.pop("class_weight", None), stats=asked.statistics, **options)
     else:
-        found = _head_loss(head, rows, target, asked, options)
+        with logits.as_called():
+            found = _head_loss(head, rows, target, asked, options)
     asked.taken = True
     if not asked.statistics:
         return found

@@ -6,6 +6,7 @@ import copy
 import importlib
 import inspect
 import pickle
+import threading
 import types
 
 import pytest
@@ -439,6 +440,22 @@ def test_positional_arguments_and_tuples():
     assert [o.shape for o in out] == [(), (), (24,)]
 
 
+def test_positional_arguments_of_a_replaced_forward():
+    """It says nothing of their names."""
+    model = make("llama", num_hidden_layers=1)
+    batch = tokens()
+    expected = model(**batch).loss
+    stock, passed = model.forward, []
+    model.forward = lambda *args, **kwargs: (passed.append(len(args)), stock(*args, **kwargs))[1]
+    patched(model).train()
+    out = model(batch["input_ids"], labels=batch["labels"])
+    assert out.logits is None
+    torch.testing.assert_close(out.loss, expected)
+    torch.testing.assert_close(model(batch["input_ids"], None, None, None, None, batch["labels"], logits_to_keep=12).loss, expected)
+    model(batch["input_ids"])
+    assert passed == [1, 6, 1]
+
+
 @pytest.mark.parametrize("skip", [True, False])
 def test_statistics(skip):
     model = make("llama", num_hidden_layers=1)
@@ -549,6 +566,74 @@ def test_the_head_is_back_after_an_exception():
     with pytest.raises((ValueError, RuntimeError)):
         model(input_ids=tokens()["input_ids"], labels=torch.zeros(2, 5, dtype=torch.long, device=DEVICE))
     assert model.lm_head is head
+
+
+@pytest.mark.parametrize("labels", [False, True])
+def test_a_model_called_in_another_thread(labels):
+    """While it trains in this one: for logits, which are real, or to train, too."""
+    model = make("llama", num_hidden_layers=1)
+    expected, logits = model(**tokens()).loss, model(tokens()["input_ids"]).logits
+    head, stock = model.lm_head, model.loss_function
+    entered, done = (threading.Event() for _ in range(2)), threading.Event()
+    entered, found = dict(zip(("one", "two"), entered)), {}
+
+    def loss(**kwargs):
+        entered[name := threading.current_thread().name].set()
+        if name == "one":
+            (entered["two"] if labels else done).wait(30)  # until another call is in the middle of its own
+        else:
+            done.wait(30)
+        return stock(**kwargs)
+
+    def one():
+        found["one"] = model(**tokens())
+        done.set()
+
+    def two():
+        entered["one"].wait(30)
+        found["two"] = model(**(tokens() if labels else {"input_ids": tokens()["input_ids"]}))
+        if not labels:
+            done.set()
+
+    patched(model).train()
+    model.loss_function = loss
+    threads = [threading.Thread(target=f, name=f.__name__) for f in (one, two)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert found["one"].logits is None
+    torch.testing.assert_close(found["one"].loss, expected)
+    if labels:
+        assert found["two"].logits is None
+        torch.testing.assert_close(found["two"].loss, expected)
+    else:
+        torch.testing.assert_close(found["two"].logits, logits)
+    assert model.lm_head is head and not deferred._standing
+
+
+@pytest.mark.parametrize("labels", [False, True])
+def test_a_model_called_in_its_own_loss(labels):
+    model = make("llama", num_hidden_layers=1)
+    expected, logits = step(model)[1], model(tokens()["input_ids"]).logits
+    head, stock, seen = model.lm_head, model.loss_function, []
+
+    def loss(**kwargs):
+        if not seen:
+            seen.append(None)
+            seen[0] = model(**tokens()) if labels else model(tokens()["input_ids"])
+        return stock(**kwargs)
+
+    patched(model).train()
+    model.loss_function = loss
+    assert_same_learning(step(model)[1], expected)
+    if labels:
+        assert seen[0].logits is None
+        torch.testing.assert_close(seen[0].loss.detach(), expected["loss"])
+    else:
+        assert type(seen[0].logits) is torch.Tensor
+        torch.testing.assert_close(seen[0].logits, logits)
+    assert model.lm_head is head and not deferred._standing
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import inspect
 import sys
+import threading
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -445,25 +446,96 @@ def _replaced_loss(head: nn.Module, rows: Tensor, target: Tensor, asked: Loss, o
 # -- around the model's forward ------------------------------------------------------------
 
 
+@dataclass
+class Call:
+    """A ``forward`` under way."""
+
+    model: nn.Module
+    loss: Loss
+    keep_logits: bool
+
+
 class StandIn(nn.Module):
-    """In the head's place during one ``forward``: returns a recipe, and is otherwise the head."""
+    """In the head's place during ``forward``: returns a recipe to the calls that want one, and is otherwise the head.
 
-    def __init__(self, head: nn.Module, loss: Loss, keep_logits: bool):
+    ``calls`` are those of each thread, the innermost last; None is one that wants logits.
+    """
+
+    def __init__(self, head: nn.Module):
         super().__init__()
-        self.head, self.loss, self.keep_logits = head, loss, keep_logits
+        self.head = head
+        self.calls: dict[int, list[Call | None]] = {}
 
-    def forward(self, hidden_states: Tensor) -> DeferredLogits:
-        held = None if self.keep_logits else parallel.received(self.head, hidden_states)
+    def call(self) -> Call | None:
+        """What this thread is in."""
+        calls = self.calls.get(_thread())
+        return calls[-1] if calls else None
+
+    def forward(self, hidden_states: Tensor) -> Any:
+        call = self.call()
+        if call is None:
+            return self.head(hidden_states)
+        held = None if call.keep_logits else parallel.received(self.head, hidden_states)
         if held is None:
-            return DeferredLogits(self.head(hidden_states), None, self.loss)
+            return DeferredLogits(self.head(hidden_states), None, call.loss)
         head, rows = held
-        return DeferredLogits(rows, head, self.loss)
+        return DeferredLogits(rows, head, call.loss)
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("head"), name)
+
+
+_standing: list[StandIn] = []  # those in place
+_LOCK = threading.Lock()
+
+
+@torch.compiler.assume_constant_result
+def _thread() -> int:
+    return threading.get_ident()
+
+
+def _locked() -> contextlib.AbstractContextManager:
+    return contextlib.nullcontext() if torch.compiler.is_compiling() else _LOCK
+
+
+def _enter(parent: nn.Module, name: str, call: Call) -> StandIn:
+    """A stand-in for ``name`` of ``parent``, the same one for all calls at a time."""
+    with _locked():
+        there = parent._modules[name]
+        stand_in = there if isinstance(there, StandIn) else StandIn(there)
+        stand_in.calls.setdefault(_thread(), []).append(call)
+        if stand_in is not there:
+            parent._modules[name] = stand_in
+            _standing.append(stand_in)
+    return stand_in
+
+
+def _leave(stand_in: StandIn, parent: nn.Module, name: str) -> None:
+    """The last call out puts the head back."""
+    with _locked():
+        thread = _thread()
+        stand_in.calls[thread].pop()
+        if not stand_in.calls[thread]:
+            del stand_in.calls[thread]
+        if not stand_in.calls:
+            _standing[:] = [s for s in _standing if s.calls]
+            if parent._modules.get(name) is stand_in:
+                parent._modules[name] = stand_in.head
+
+
+def _without_labels(forward: Callable, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """``forward``, which returns logits also where ``model`` is called within its own loss."""
+    within = [s for s in list(_standing) if (call := s.call()) is not None and call.model is model]
+    for stand_in in within:
+        stand_in.calls[_thread()].append(None)
+    try:
+        return forward(model, *args, **kwargs)
+    finally:
+        for stand_in in within:
+            stand_in.calls[_thread()].pop()
 
 
 def place_of_head(model: nn.Module) -> tuple[nn.Module, str] | None:
@@ -482,6 +554,12 @@ def place_of_head(model: nn.Module) -> tuple[nn.Module, str] | None:
     return next(((m, name) for m in model.modules() for name, child in m._modules.items() if child is head), None)
 
 
+def _positional(forward: Callable) -> tuple[list[str], bool]:
+    """Names of the positional parameters of ``forward`` after ``self``, and whether it takes more."""
+    parameters = inspect.signature(forward).parameters.values()
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][1:], any(p.kind is p.VAR_POSITIONAL for p in parameters)
+
+
 def fused(forward: Callable, *, keep_logits: bool = False) -> Callable:
     """``forward`` (a function of a model class) with head and loss fused, and the keywords that users of patched models know.
 
@@ -494,35 +572,42 @@ def fused(forward: Callable, *, keep_logits: bool = False) -> Callable:
     variadic = [p for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD]
     takes_anything = bool(variadic)
     own_options = [n for n in LOSS_OPTIONS if n not in names]
+    positional, more = _positional(forward)
     _declare_outputs(sys.modules.get(forward.__module__))
 
     @functools.wraps(forward)
     def wrapper(self: nn.Module, *args: Any, skip_logits: bool | None = None, **kwargs: Any) -> Any:
         options = {LOSS_OPTIONS[n]: v for n in own_options if (v := kwargs.pop(n, None)) is not None and v is not False}
         accuracy, predictions = (kwargs.pop(n, None) for n in STATISTICS)
-        given = dict(zip(names[1:], args)) | kwargs
+        known = positional
+        if more and args:  # a wrapper somebody put there: what it is given has the names that the class knows
+            of_class = _positional(type(self).forward)[0]
+            known = of_class if of_class[: len(positional)] == positional else positional
+        at = known[: len(args)]  # what is given by position is passed on so
+        given = dict(zip(at, args)) | kwargs
         learns = given.get("labels") is not None or given.get("shift_labels") is not None
         if not learns:  # with skip_logits=True, too: trainers that keep the labels for a loss of their own pass it in evaluation
-            return forward(self, *args, **kwargs)
+            return _without_labels(forward, self, args, kwargs) if _standing else forward(self, *args, **kwargs)
         if takes_anything:
             given = _aligned(given)
         skip = not keep_logits and (self.training if skip_logits is None else skip_logits)
         place = place_of_head(self) if skip or keep_logits or options or accuracy or predictions else None
         if place is None:
-            return forward(self, **given)
+            return forward(self, *(given[n] for n in at), *args[len(at) :], **{k: v for k, v in given.items() if k not in at})
         loss = Loss(options, bool(accuracy or predictions))
         parent, name = place
         head = parent._modules[name]
+        head = head.head if isinstance(head, StandIn) else head
         shifts = not getattr(getattr(self, "config", None), "is_encoder_decoder", False)  # of others, some say that their labels are the shifted ones
         if not keep_logits and shifts and getattr(self, "loss_function", None) is ForCausalLMLoss:
             loss.causal, loss.num_items = True, given.get("num_items_in_batch")
             if parallel.is_linear(parallel.bare(head)) and not torch.compiler.is_compiling():
                 loss.kept = _kept_early(given, parallel.bare(head))
-        parent._modules[name] = StandIn(head, loss, keep_logits=not skip)
+        stand_in = _enter(parent, name, Call(self, loss, keep_logits=not skip))
         try:
-            out = forward(self, **given)
+            out = forward(self, *(given[n] for n in at), *args[len(at) :], **{k: v for k, v in given.items() if k not in at})
         finally:
-            parent._modules[name] = head
+            _leave(stand_in, parent, name)
         if not loss.taken and (options or loss.statistics):
             warnings.warn(f"{type(self).__name__}: its loss is not one cross entropy of its logits, so it has no {[*own_options, *STATISTICS]}", stacklevel=2)
         return _settled(out, skip, loss.token_accuracy if accuracy else None, loss.predicted_tokens if predictions else None)

@@ -8,6 +8,7 @@ import inspect
 import pickle
 import threading
 import types
+import weakref
 
 import pytest
 import torch
@@ -129,6 +130,45 @@ def test_what_is_known_without_computing(computed):
     assert not computed
 
 
+def _in_place(x, change):
+    change(x)
+    return F.cross_entropy(x.float().view(-1, V), TARGET)
+
+
+def _made_before(x, make):
+    y = make(x)
+    x.mul_(3.0)
+    return F.cross_entropy(y.reshape(-1, V), TARGET[-y.reshape(-1, V).shape[0] :])
+
+
+EDITS = {
+    "columns of a view": lambda x: _in_place(x, lambda x: x.view(-1, V)[:, 5:9].fill_(-10.0)),
+    "assignment to a view": lambda x: _in_place(x, lambda x: x.view(-1, V).__setitem__((slice(None), 3), -10.0)),
+    "tokens": lambda x: _in_place(x, lambda x: x[:, :-1].clamp_(-0.1, 0.1)),
+    "flattened": lambda x: _in_place(x, lambda x: x.flatten(0, 1).mul_(2.0)),
+    "cast to what it is": lambda x: _in_place(x, lambda x: x.float().mul_(2.0)),
+    "a view of a view": lambda x: _in_place(x, lambda x: x[:, 1:][0].mul_(2.0)),
+    "a copy": lambda x: _in_place(x, lambda x: (x / 2.0).mul_(2.0)),
+    "positions, which are a copy": lambda x: _in_place(x, lambda x: x[:, torch.tensor([0, 2])].mul_(2.0)),
+    "a contiguous copy": lambda x: _in_place(x, lambda x: x[:, :-1].contiguous().mul_(2.0)),
+    "a view made before": lambda x: _made_before(x, lambda x: x[:, 1:]),
+    "a copy made before": lambda x: _made_before(x, lambda x: x / 2.0),
+    "a copy of a view made before": lambda x: _made_before(x, lambda x: x[1:].contiguous().view(-1, V) / 2.0),
+    "positions made before": lambda x: _made_before(x, lambda x: x[:, torch.tensor([3, 4])]),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_changes_in_place_reach_what_shares_memory(name):
+    deferred_logits, logits = recipe()
+    leaves = (deferred_logits.rows, deferred_logits.head.weight)
+    expected = EDITS[name](logits + 0)
+    truth = torch.autograd.grad(expected, leaves)
+    found = EDITS[name](deferred_logits)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(torch.autograd.grad(found, leaves), truth)
+
+
 @pytest.mark.parametrize("look", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("cast", [False, True])
 def test_who_looks_does_not_cut_the_graph(look, cast):
@@ -147,11 +187,20 @@ def test_who_looks_does_not_cut_the_graph(look, cast):
 def test_what_is_cut_from_the_graph_stays_cut():
     x, logits = recipe()
     with torch.no_grad():
-        y = x.float()
+        y = x / 2.0
     assert not y.requires_grad
     found = F.cross_entropy(y.view(-1, V), TARGET)
     assert not found.requires_grad
-    torch.testing.assert_close(found, F.cross_entropy(logits.view(-1, V), TARGET).detach())
+    torch.testing.assert_close(found, F.cross_entropy(logits.view(-1, V) / 2.0, TARGET).detach())
+
+
+def test_recipes_go_without_the_garbage_collector():
+    x, _ = recipe()
+    gone = weakref.ref(x)
+    y = x.float().view(-1, V)
+    F.cross_entropy(y, TARGET)
+    del x, y
+    assert gone() is None
 
 
 def test_a_head_multiplies_under_the_autocast_of_its_call():

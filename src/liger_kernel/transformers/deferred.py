@@ -16,6 +16,7 @@ import sys
 import threading
 import types
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -153,8 +154,9 @@ class Loss:
 class DeferredLogits:
     """``head(rows)``, or ``rows`` if there is no head, then ``tail``; computed when somebody looks.
 
-    ``tail`` holds ("mul", number), ("div", number), ("tanh", None) and ("to", dtype). Selecting and reshaping tokens acts on ``rows``. Once the
-    logits exist they are what counts, as somebody may have changed them in place.
+    ``tail`` holds ("mul", number), ("div", number), ("tanh", None) and ("to", dtype). Selecting and reshaping tokens acts on ``rows``. Once somebody
+    looks, all recipes made of the same logits are computed from them, views as views: from then on the logits are what counts, as they may be changed
+    in place.
 
     Gradients and autocast are what they were when the head was called, whoever looks.
     """
@@ -164,20 +166,24 @@ class DeferredLogits:
         self.computed: Tensor | None = None
         self.grad = torch.is_grad_enabled()
         self.autocast = _autocast(rows.device.type)
+        self.root: DeferredLogits | None = None  # what others are made of, and how; kept until they are computed
+        self.make: Callable[[], Tensor] | None = None
+        self.others: list[Callable[[], DeferredLogits | None]] = []  # of a root: the recipes made of it, while they live
 
     def value(self) -> Tensor:
         """The logits themselves."""
         if self.computed is None:
-            with _outside_inference(), torch.set_grad_enabled(self.grad):
-                self.computed = self._compute()
-        return self.computed
+            root = self if self.root is None else self.root
+            for recipe in (root, *(other() for other in root.others), self):  # parents come before their children
+                if recipe is not None and recipe.computed is None:
+                    with _outside_inference(), torch.set_grad_enabled(recipe.grad):
+                        recipe.computed = recipe.make() if recipe.make else recipe._call_head()
+                    recipe.root = recipe.make = None
+        return self.computed  # type: ignore[return-value]
 
-    def _compute(self) -> Tensor:
+    def _call_head(self) -> Tensor:
         with self.as_called():
-            y = self.rows if self.head is None else self.head(self.rows)
-        for name, arg in self.tail:
-            y = y.to(arg) if name == "to" else y * arg if name == "mul" else y / arg if name == "div" else torch.tanh(y)
-        return y
+            return self.rows if self.head is None else self.head(self.rows)
 
     def as_called(self) -> contextlib.AbstractContextManager:
         """Autocast as it was when the head was called."""
@@ -186,16 +192,20 @@ class DeferredLogits:
             return contextlib.nullcontext()
         return torch.autocast(device, dtype=self.autocast, enabled=self.autocast is not None)
 
-    def derived(self, rows: Tensor, tail: tuple[tuple[str, Any], ...]) -> DeferredLogits:
+    def derived(self, rows: Tensor, tail: tuple[tuple[str, Any], ...], op: Callable[[Tensor], Tensor]) -> DeferredLogits:
         new = DeferredLogits(rows, self.head, self.loss, tail)
-        new.grad, new.autocast = new.grad and self.grad, self.autocast
+        root = self if self.root is None else self.root
+        new.grad, new.autocast, new.root = new.grad and self.grad, self.autocast, root
+        new.make = lambda: op(self.value())
+        # while it is traced nothing is computed that nobody uses
+        root.others.append((lambda: new) if torch.compiler.is_compiling() else weakref.ref(new))
         return new
 
     def then(self, name: str, arg: Any = None) -> DeferredLogits:
-        return self.derived(self.rows, (*self.tail, (name, arg)))
+        return self.derived(self.rows, (*self.tail, (name, arg)), lambda y: _apply(y, name, arg))
 
-    def with_rows(self, rows: Tensor) -> DeferredLogits:
-        return self.derived(rows, self.tail)
+    def with_rows(self, rows: Tensor, op: Callable[[Tensor], Tensor]) -> DeferredLogits:
+        return self.derived(rows, self.tail, op)
 
     def scale_and_cap(self) -> tuple[float, float | None] | None:
         """``tail`` as ``cap * tanh(scale * x / cap)``, or ``scale * x`` if cap is None; None if it is neither."""
@@ -271,7 +281,7 @@ class DeferredLogits:
         return self.value().to(*args, **kwargs)
 
     def contiguous(self) -> Any:
-        return self if self.computed is None else self.value().contiguous()
+        return self.with_rows(self.rows, Tensor.contiguous) if self.computed is None else self.value().contiguous()
 
     def reshape(self, *shape: Any) -> Any:
         sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
@@ -279,18 +289,20 @@ class DeferredLogits:
         if self.computed is None and all(isinstance(n, int) for n in sizes) and len(sizes) > 1:
             lead, last = sizes[:-1], sizes[-1]
             if last == V or (last == -1 and -1 not in lead and torch.Size(lead).numel() == self.rows.shape[:-1].numel()):
-                return self.with_rows(self.rows.reshape(*lead, self.rows.shape[-1]))
+                return self.with_rows(self.rows.reshape(*lead, self.rows.shape[-1]), lambda y: y.reshape(sizes))
         return self.value().view(*sizes) if len(sizes) == 1 else self.value().reshape(sizes)
 
     view = reshape
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Any:
         if self.computed is None and start_dim >= 0 and end_dim % self.ndim < self.ndim - 1:
-            return self.with_rows(self.rows.flatten(start_dim, end_dim))
+            return self.with_rows(self.rows.flatten(start_dim, end_dim), lambda y: y.flatten(start_dim, end_dim))
         return self.value().flatten(start_dim, end_dim)
 
     def __getitem__(self, index: Any) -> Any:
-        return self.with_rows(self.rows[index]) if self.computed is None and _keeps_last_dim(index, self.ndim) else self.value()[index]
+        if self.computed is None and _keeps_last_dim(index, self.ndim):
+            return self.with_rows(self.rows[index], lambda y: y[index])
+        return self.value()[index]
 
     # -- everything else
 
@@ -307,6 +319,10 @@ class DeferredLogits:
         if fn is torch.tanh and not kwargs:
             return args[0].tanh()
         return fn(*tree_map(_materialised, args), **tree_map(_materialised, kwargs))
+
+
+def _apply(y: Tensor, name: str, arg: Any) -> Tensor:
+    return y.to(arg) if name == "to" else y * arg if name == "mul" else y / arg if name == "div" else torch.tanh(y)
 
 
 def _autocast(device: str) -> torch.dtype | None:

@@ -74,6 +74,21 @@ def test_autocast():
     assert all(t.grad.dtype == torch.float32 and t.grad.isfinite().all() for t in args.values())
 
 
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_backward_in_another_autocast(recompute, create_graph):
+    """A part in fp32 within a step under autocast, whose backward runs there, too."""
+    args = arguments()
+    with torch.autocast(DEVICE, enabled=False):
+        expected = torch.autograd.grad(mlp(**args).sum(), [*args.values()])
+    with torch.autocast(DEVICE, torch.bfloat16):
+        with torch.autocast(DEVICE, enabled=False):
+            out = mlp(**args, recompute=recompute)
+        found = torch.autograd.grad(out.sum(), [*args.values()], create_graph=create_graph)
+        assert torch.is_autocast_enabled(DEVICE)
+    torch.testing.assert_close([t.detach() for t in found], [*expected])
+
+
 # -- in patched models -------------------------------------------------------------------
 
 

@@ -281,15 +281,29 @@ def launch(kernel, grid: tuple[int, ...], x: Tensor, *args, **meta) -> None:
             _start(device, kernel, grid, (x, *args), meta)
 
 
+def _without_autocast(backward: Callable, ctx: Any, grads: tuple[Tensor | None, ...]) -> Any:
+    """In the dtypes of the forward, whatever autocast the caller of a backward is in."""
+    if torch.compiler.is_compiling() or not torch._C._is_any_autocast_enabled():  # type: ignore[attr-defined]
+        return backward(ctx, *grads)
+    device = next((g.device.type for g in grads if g is not None), "meta")
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return backward(ctx, *grads)
+    torch.set_autocast_enabled(device, False)
+    try:
+        return backward(ctx, *grads)
+    finally:
+        torch.set_autocast_enabled(device, True)
+
+
 def once_differentiable(backward: Callable) -> Callable:
     """``backward`` of a Function whose gradients, differentiated again, raise. (torch's own lets them pass as constants if the upstream gradient is one.)"""
 
     @functools.wraps(backward)
     def once(ctx, *grads):
         if not torch.is_grad_enabled():  # enabled: create_graph=True
-            return backward(ctx, *grads)
+            return _without_autocast(backward, ctx, grads)
         with torch.no_grad():
-            outs = backward(ctx, *grads)
+            outs = _without_autocast(backward, ctx, grads)
         if torch.compiler.is_compiling():
             return outs
         fail = torch._C._functions.DelayedError(b"liger_kernel: kernels have no second derivatives; the stock model has", len(outs))

@@ -232,8 +232,9 @@ def test_a_graph_may_be_used_twice(loss):
 
 
 @every_loss
-def test_all_labels_ignored(loss):
-    x, w, tx, tw, target, *biases = inputs()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_all_labels_ignored(loss, dtype):
+    x, w, tx, tw, target, *biases = inputs(dtype)
     value = loss(x, w, tx, tw, torch.full_like(target, -100), *biases)
     value.backward()
     assert value.isnan() and not x.grad.any() and not w.grad.any()

@@ -113,7 +113,7 @@ def test_large_logits_are_as_good_as_small_ones(kind):
 
 
 @pytest.mark.parametrize("fn", [jsd, tvd, logit_divergence])
-@dtypes
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=str)
 def test_nothing_left_to_average(fn, dtype):
     """NaN, as 0 / 0 is in torch, and no gradient."""
     x, y = leaves(draw(3, 8, dtype=dtype).log_softmax(-1), draw(3, 8, dtype=dtype, seed=1).log_softmax(-1))

@@ -179,8 +179,9 @@ def test_a_label_out_of_range_makes_the_hard_loss_nan(label):
     assert loss.isnan().nonzero().tolist() == hard.isnan().nonzero().tolist() == [[1]] and not soft.isnan().any()
 
 
-def test_all_labels_ignored():
-    x, w, tx, tw, target = inputs()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_all_labels_ignored(dtype):
+    x, w, tx, tw, target = inputs(dtype=dtype)
     for compact in (False, True):
         loss = linear_divergence(x, w, tx, tw, torch.full_like(target, -100), weight_hard=0.5, compact=compact)
         assert loss.isnan() and not any(g.any() for g in torch.autograd.grad(loss, (x, w)))
@@ -192,3 +193,10 @@ def test_fp16_sums_over_tokens_do_not_overflow():
     t = torch.tensor([[80.0, 0.0, 0.0]], dtype=torch.float16, device=DEVICE).expand(200, 3)
     linear_divergence(x, w, teacher_logits=t, kind="forward_kl", chunk_rows=20).backward()
     torch.testing.assert_close(w.grad[:, 0].tolist(), [-400.0, 200.0, 200.0], rtol=2e-3, atol=0)
+
+
+@pytest.mark.parametrize("labels", [False, True])
+def test_an_unknown_reduction(labels):
+    x, w, tx, tw, target = inputs()
+    with pytest.raises(ValueError, match=r"linear_divergence: reduction must be one of .*, got 'avg'"):
+        linear_divergence(x, w, tx, tw, target if labels else None, reduction="avg")

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from liger_kernel.ops._distillation import any_gradients
 from liger_kernel.ops._op import once_differentiable
-from liger_kernel.ops._reduce import scaled
+from liger_kernel.ops._reduce import divided, scaled
 from liger_kernel.ops.linear_divergence import linear_divergence
 
 Found = Tensor | tuple[Tensor, Tensor, Tensor]
@@ -79,7 +79,7 @@ class LigerFusedLinearDistillationBase(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         """Gradients of student_input, student_weight and student_bias, the first, second and sixth argument; None for all others."""
         *grads, norm = ctx.saved_tensors
-        dx, dw, db = (d if d is not None and d.numel() else None for d in scaled(tuple(grads), g if norm is None else g / norm))
+        dx, dw, db = (d if d is not None and d.numel() else None for d in scaled(tuple(grads), divided(g, norm)))
         return dx, dw, None, None, None, db, *(None,) * 32
 
     @classmethod

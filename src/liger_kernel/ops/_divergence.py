@@ -18,7 +18,7 @@ from torch import Tensor
 
 from liger_kernel.ops import _config
 from liger_kernel.ops._op import acc, launch, launcher, nbytes, rows_of, shaped, tracing, use_kernels
-from liger_kernel.ops._reduce import scaled
+from liger_kernel.ops._reduce import divided, scaled
 from liger_kernel.ops._tl import cdiv, jit, log, tl
 
 TINY = 1.1754944e-38  # the smallest normal fp32
@@ -239,7 +239,7 @@ def backward(ctx, g: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """dx and dy."""
     if ctx.reduced:
         dx, dy, norm = ctx.saved_tensors
-        grads = scaled(tuple(d if need else None for d, need in zip((dx, dy), ctx.need)), g if norm is None else g / norm)
+        grads = scaled(tuple(d if need else None for d, need in zip((dx, dy), ctx.need)), divided(g, norm))
     else:
         x, y, labels = ctx.saved_tensors
         g = g.reshape(x.shape) if g.shape == ctx.shape else g.reshape(-1, 1).expand(x.shape)

@@ -32,7 +32,7 @@ def column_sum(partials: Tensor, dtype: torch.dtype) -> Tensor:
 def _scale(x_ptr, s_ptr, n, BLOCK: tl.constexpr):
     s = tl.load(s_ptr).to(tl.float32)
     # the common case, ``loss.backward()``, costs a launch and no traffic; so does a number that was divided and multiplied by
-    if tl.abs(s - 1.0) > 2e-7:
+    if (tl.abs(s - 1.0) <= 2e-7) == 0:  # NaN, too
         for start in range(tl.program_id(0).to(tl.int64) * BLOCK, n, tl.num_programs(0).to(tl.int64) * BLOCK):
             offset = start + tl.arange(0, BLOCK)
             x = tl.load(x_ptr + offset, mask=offset < n, other=0.0)
@@ -46,6 +46,11 @@ def scale_(x: Tensor, s: Tensor) -> None:
         launch(_scale, (programs,), x, s, x.numel(), BLOCK=8192, num_warps=8)
     else:
         x.mul_(s)
+
+
+def divided(g: Tensor, norm: Tensor | None) -> Tensor:
+    """The upstream gradient ``g`` of a mean, for what the forward has not divided by the 0-dim ``norm`` yet: gradients of no rows are 0 and stay it."""
+    return g if norm is None else g / norm.where(norm != 0, 1)
 
 
 def scaled(grads: tuple[Tensor | None, ...], s: Tensor) -> tuple[Tensor | None, ...]:

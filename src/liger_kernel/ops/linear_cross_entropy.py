@@ -19,7 +19,7 @@ from torch import Tensor
 
 from liger_kernel.ops._linear import Kept, add_mm, auto_chunk_rows, chunk_gradients
 from liger_kernel.ops._op import Case, Cost, T, acc, launcher, nbytes, on_gpu, once_differentiable, op, rows_of, tracing
-from liger_kernel.ops._reduce import scaled
+from liger_kernel.ops._reduce import divided, scaled
 from liger_kernel.ops.cross_entropy import LOSS_SCHEMA, Loss, Rows, check, items, normaliser, plain, positive, published, row_kernel, targets
 from liger_kernel.ops.cross_entropy import reference as cross_entropy_reference
 
@@ -71,6 +71,11 @@ def _launcher_without_into(schema: str):
     return register
 
 
+def _divides_later(x: Tensor, dw_into: Tensor | None) -> bool:
+    """fp16 gradients of a mean over many tokens would underflow before a loss scaler reaches them: the backward divides, if they are not in a buffer by then."""
+    return x.dtype == torch.float16 and dw_into is None
+
+
 def _of(t: Tensor | None, kept: Tensor | None) -> Tensor | None:
     return t if t is None or kept is None else t.index_select(0, kept)
 
@@ -86,8 +91,7 @@ def linear_cross_entropy_fwd(x, w, target, bias, class_weight, kept, *rest, dw_i
     """Chunk by chunk, gradients included."""
     s, (fp32_logits, accum_dtype, chunk_rows, *need, num_items) = Loss(*rest[:_N]), rest[_N:]
     norm, y, out = normaliser(target, class_weight, s, num_items), _of(target, kept), Rows.empty(_of(target, kept), s, acc(x.dtype))
-    # fp16 gradients of a mean over many tokens would underflow before a loss scaler reaches them: the backward divides
-    divisor = None if x.dtype == torch.float16 else norm
+    divisor = None if _divides_later(x, dw_into) else norm
 
     def body(z: Tensor, rows: slice, dz: Tensor | None) -> None:
         row_kernel(z, y[rows], s, class_weight=class_weight, bias=bias, out=out[rows], dz=dz, norm=divisor)
@@ -173,7 +177,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             need = (False, False, False) if ctx.kind == "again" else o.need
             into = o.dw_into if need[1] else None
             *found, lse, norm, dx, dw, db = linear_cross_entropy_fwd(*inputs, o.accum_dtype, o.chunk_rows, *need, num_items, dw_into=into)
-            ctx.save_for_backward(*((lse, found[3], *inputs[:6]) if ctx.kind == "again" else (dx, dw, db, norm if x.dtype == torch.float16 else None)))
+            ctx.save_for_backward(*((lse, found[3], *inputs[:6]) if ctx.kind == "again" else (dx, dw, db, norm if _divides_later(x, into) else None)))
         loss, z_loss, predicted, entropy, mean = found
         ctx.mark_non_differentiable(z_loss, predicted, mean, *(() if s.reduction == "none" and s.entropy else (entropy,)))
         return loss, z_loss, predicted, entropy, mean
@@ -185,7 +189,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         into = o.dw_into if o.need[1] else None
         if ctx.kind == "done":
             *grads, norm = ctx.saved_tensors
-            grads = scaled(tuple(grads), g if norm is None else g / norm)
+            grads = scaled(tuple(grads), divided(g, norm))
             if into is not None:
                 _only_one_(into, g)
         else:
@@ -320,8 +324,8 @@ def linear_cross_entropy(
     compact: leave ignored tokens out of all products. True waits once for their number; a ``Kept(target, ignore_index)`` made when the labels came
     does not. ``chunk_rows`` tokens a chunk (default: ``auto_chunk_rows``). dw is summed over chunks in ``accum_dtype`` (default: fp32 in fp16 and
     beyond 5 or 6 chunks, else w's dtype), or straight into ``dw_into`` (V, H), a ``w.grad`` or ``w.main_grad`` of any dtype: then w gets no
-    gradient of its own, and the upstream gradient of a reduced loss must be 1 (else ``dw_into`` becomes NaN). fp32_logits: logits are not
-    rounded to x's dtype, for 6 bytes a logit of a chunk instead of 2.
+    gradient of its own, and the upstream gradient of a reduced loss must be 1 (else ``dw_into`` becomes NaN), so that no loss scaler saves
+    small fp16 gradients of a mean from underflow. fp32_logits: logits are not rounded to x's dtype, for 6 bytes a logit of a chunk instead of 2.
     """
     check_head("linear_cross_entropy", x, w, bias, chunk_rows)
     if dw_into is not None and torch.compiler.is_compiling():

@@ -25,8 +25,8 @@ from torch import Tensor
 from liger_kernel.ops._distillation import KINDS, NUMBERS, TINY, Distillation, check_teacher, row_kernel, topk_forward_kl
 from liger_kernel.ops._linear import Kept, add_mm, auto_chunk_rows, chunk_gradients
 from liger_kernel.ops._op import Case, Cost, T, acc, launcher, nbytes, on_gpu, once_differentiable, op, rows_of
-from liger_kernel.ops._reduce import scaled
-from liger_kernel.ops.cross_entropy import check, items, targets
+from liger_kernel.ops._reduce import divided, scaled
+from liger_kernel.ops.cross_entropy import REDUCTIONS, check, items, targets
 from liger_kernel.ops.cross_entropy import reference as cross_entropy_reference
 from liger_kernel.ops.linear_cross_entropy import Options, check_head, kept_rows, promoted
 from liger_kernel.ops.logit_divergence import reference as divergence_reference
@@ -165,7 +165,7 @@ class LinearDivergenceFunction(torch.autograd.Function):
             grads = linear_divergence_bwd(g.contiguous(), *ctx.saved_tensors, *ctx.numbers, *ctx.o.need)
         else:
             *grads, norm = ctx.saved_tensors
-            grads = scaled(tuple(grads), g if norm is None else g / norm)
+            grads = scaled(tuple(grads), divided(g, norm))
         dx, dw, db = (grad if need else None for grad, need in zip(grads, ctx.o.need))
         return dx, dw, db, *(None,) * 11
 
@@ -327,6 +327,8 @@ def linear_divergence(
         raise ValueError(f"{name}: temperature must be positive, got {temperature}")
     if target is None and weight_hard:
         raise ValueError(f"{name}: target must be given for a hard loss, got None")
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"{name}: reduction must be one of {REDUCTIONS}, got {reduction!r}")
     if target is not None:
         check(name, (M, V), target, None, reduction, ignore_index)
     x, w, bias = promoted(x, w, bias)

@@ -29,7 +29,7 @@ from torch import Tensor
 from liger_kernel.ops import _config, _divergence
 from liger_kernel.ops._divergence import counted, derived, elements, joined, jsd_kind, online, times
 from liger_kernel.ops._op import Case, Cost, T, acc, launch, launcher, once_differentiable, op, rows_of, shaped, tracing, use_kernels
-from liger_kernel.ops._reduce import scaled
+from liger_kernel.ops._reduce import divided, scaled
 from liger_kernel.ops._tl import jit, tl
 from liger_kernel.ops.cross_entropy import targets
 
@@ -288,7 +288,7 @@ class LogitDivergenceFunction(torch.autograd.Function):
     def backward(ctx, g):
         if ctx.reduced:
             *grads, norm = ctx.saved_tensors
-            grads = scaled(tuple(d if need else None for d, need in zip(grads, ctx.need)), g if norm is None else g / norm)
+            grads = scaled(tuple(d if need else None for d, need in zip(grads, ctx.need)), divided(g, norm))
         else:
             grads = logit_divergence_bwd(g.reshape(-1), *ctx.saved_tensors, *ctx.need, *ctx.numbers)
         return *(d.view(ctx.shape) if need else None for d, need in zip(grads, ctx.need)), *(None,) * (2 + len(ctx.numbers))

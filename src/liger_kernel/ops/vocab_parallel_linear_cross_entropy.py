@@ -19,7 +19,7 @@ from torch import Tensor
 
 from liger_kernel.ops._linear import add_mm, auto_chunk_rows, chunks_of, rounded_sums
 from liger_kernel.ops._op import Case, Cost, T, acc, launcher, nbytes, on_gpu, once_differentiable, op, rows_of, tracing, use_kernels
-from liger_kernel.ops._reduce import scaled
+from liger_kernel.ops._reduce import divided, scaled
 from liger_kernel.ops._tl import cdiv
 from liger_kernel.ops.cross_entropy import check
 from liger_kernel.ops.vocab_parallel_cross_entropy import PART_SCHEMA, Part, gathered, labels, merge, part_of, process_group, row_grad, row_stats
@@ -182,7 +182,7 @@ class VocabParallelLinearCrossEntropyFunction(torch.autograd.Function):
         if ctx.recompute:
             ctx.save_for_backward(top, total, x, w, target, bias)
         else:
-            ctx.save_for_backward(dx, dw, db, norm)
+            ctx.save_for_backward(dx, dw, db, norm if x.dtype == torch.float16 else None)
         return loss
 
     @staticmethod
@@ -192,7 +192,7 @@ class VocabParallelLinearCrossEntropyFunction(torch.autograd.Function):
             grads = vocab_parallel_linear_cross_entropy_bwd(g.contiguous(), *ctx.saved_tensors, *ctx.numbers, *ctx.need)
         else:
             *grads, norm = ctx.saved_tensors
-            grads = scaled(tuple(grads), g / norm if ctx.dtype == torch.float16 and norm is not None else g)
+            grads = scaled(tuple(grads), divided(g, norm))
         dx, dw, db = (grad if need else None for grad, need in zip(grads, ctx.need))
         dw, db = (None if d is None else d.to(ctx.dtype) for d in (dw, db))
         return dx, dw, None, db, *(None,) * (2 + len(ctx.numbers))

@@ -163,3 +163,35 @@ def test_every_token_ignored():
     for compact in (False, True):
         loss, _ = linear_loss(with_entropy, x, w, torch.full_like(target, -100), group=T, entropy=True, compact=compact)
         assert not any(g.any() for g in torch.autograd.grad(loss, (x, w)))
+
+
+@pytest.mark.parametrize("slopes", [(1, 1), (1e-7, 1), (1, 1e-7), (0, 1e-4), (300, 0)], ids=str)
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("compact", [False, True])
+def test_fp16_slopes_of_any_size(slopes, whole, compact):
+    """A sum over many tokens, a mean, and chunks of different slopes: nothing overflows, and what a loss scaler could save does not underflow."""
+    x, w, target, bias = inputs(torch.float16)
+    rate = torch.tensor(slopes, device=DEVICE, dtype=torch.float64).repeat_interleave(B // 2)[:, None]
+    scaler = 2.0**10 / max(slopes)
+    fn = lambda tokens, first, last: -(rate[first:last].to(tokens.logp.dtype) * tokens.logp).sum() + (rate[first:last] * tokens.entropy).sum()
+    loss, _ = linear_loss(fn, x, w, target, bias, group=T, entropy=True, chunk_rows=T, whole=whole, compact=compact)
+    found = torch.autograd.grad(scaler * loss, (x, w, bias))
+    exact = [t.detach().double().requires_grad_() for t in (x, w, bias)]
+    loss, _ = linear_loss(fn, *exact[:2], target, exact[2], group=T, entropy=True)
+    for ours, truth in zip(found, torch.autograd.grad(scaler * loss, exact)):
+        torch.testing.assert_close(ours.double(), truth, rtol=1e-2, atol=2e-3 * truth.abs().max().item())
+
+
+@pytest.mark.parametrize("frozen", [0, 1, 3])
+@pytest.mark.parametrize("tokens", [129, 1])
+def test_fp16_steep_sums(tokens, frozen):
+    """The slope of each token is 300, whatever their number."""
+    x = torch.ones(tokens, 1, device=DEVICE, dtype=torch.float16)
+    w = torch.tensor([[-3.0], [3.0]], device=DEVICE, dtype=torch.float16)
+    bias = torch.zeros(2, device=DEVICE, dtype=torch.float16)
+    target = torch.zeros(tokens, dtype=torch.int64, device=DEVICE)
+    leaves = [t.requires_grad_() for i, t in enumerate((x, w, target, bias)) if i not in (2, frozen)]
+    ours, _ = linear_loss(lambda t, *_: -300 * t.logp.sum(), x, w, target, bias, chunk_rows=80)
+    theirs = 300 * F.cross_entropy(F.linear(x, w, bias).float(), target, reduction="sum")
+    for a, b in zip(torch.autograd.grad(ours, leaves), torch.autograd.grad(theirs, leaves)):
+        torch.testing.assert_close(a, b, rtol=2e-3, atol=0)

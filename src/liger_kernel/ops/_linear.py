@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops._op import acc, intercepted, on_gpu, tracing
+from liger_kernel.ops._reduce import scale_
 
-Body = Callable[[Tensor, slice, Tensor | None], None]
+Body = Callable[[Tensor, slice, Tensor | None], "Tensor | None"]
 
 
 def rounded_sums(M: int, V: int) -> int:
@@ -75,7 +76,8 @@ def chunk_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The loop: ``body(z, rows, dz)`` for each chunk of logits; returns dx, dw and (in fp32) dbias, empty where not ``need``ed.
 
-    ``body`` leaves the gradient of the logits in ``dz``: z itself, another buffer with ``fp32_logits``, None where no gradient is needed.
+    ``body`` leaves the gradient of the logits in ``dz``: z itself, another buffer with ``fp32_logits``, None where no gradient is needed. Where it returns a
+    0-dim tensor, the gradients of all chunks before are multiplied by that.
     ``kept`` (n,) are the rows of x that count: then the loop runs over these, ``rows`` counts among them, and other rows of dx are zero.
     Sums over all tokens that are not scaled yet overflow in fp16, so that dw is fp32 there, too. With ``dw_into`` dw is added to that.
     """
@@ -105,7 +107,10 @@ def chunk_gradients(
         x_c = x[rows] if at is None else x.index_select(0, at)
         z, dz = buffer[:n], grads[:n] if any(need) else None
         add_mm(z, x_c, w.t(), first=True)
-        body(z, rows, dz)
+        ratio = body(z, rows, dz)
+        if ratio is not None and i:
+            for t in (dx if kept is not None else dx[: rows.start], total, db):
+                scale_(t, ratio)
         if need_dx and at is None:
             torch.mm(dz, w, out=dx[rows])
         elif need_dx:

@@ -117,25 +117,36 @@ class LinearLossFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w, target, bias, fn, group, whole, kept, s, o):
         x = rows_of(x)
-        # fp16 gradients of a mean over many tokens would underflow before a loss scaler reaches them: the backward divides
-        ctx.up = float(1 << (x.shape[0] - 1).bit_length()) if x.dtype == torch.float16 else 1.0
         ctx.need, ctx.dtype = o.need, x.dtype
-        grads, loss, aux = (_whole if whole else _by_chunks)(x, w, target, bias, fn, group, kept, s, o, ctx.up)
-        ctx.save_for_backward(*grads)
+        grads, up, loss, aux = (_whole if whole else _by_chunks)(x, w, target, bias, fn, group, kept, s, o)
+        ctx.save_for_backward(*grads, up)
         ctx.mark_non_differentiable(*aux)
         return loss, *aux
 
     @staticmethod
     @once_differentiable
     def backward(ctx, g, *_):
-        grads = scaled(ctx.saved_tensors, g if ctx.up == 1.0 else g / ctx.up)
+        *saved, up = ctx.saved_tensors
+        grads = scaled(tuple(saved), g if up is None else g / up)
         dx, dw, db = (grad if need else None for grad, need in zip(grads, ctx.need))
         dw, db = (None if d is None else d.to(ctx.dtype) for d in (dw, db))
         return dx, dw, None, db, *(None,) * 6
 
 
-def _whole(x, w, target, bias, fn, group, kept, s, o, up):
-    """Two sweeps: log-probabilities, then, once ``fn`` has seen them all, gradients."""
+def _up(slopes: list[Tensor], target: Tensor, ignore_index: int) -> Tensor:
+    """The power of two that brings the largest slope to between a half and 1, on the device.
+
+    In fp16, gradients of a mean over many tokens would underflow before a loss scaler reaches them, those of a steep loss overflow: the backward divides.
+    """
+    largest = slopes[0].new_zeros(())
+    for t in slopes:
+        if t.numel():
+            largest = torch.maximum(largest, t.where(target != ignore_index, 0).abs().amax())
+    return torch.ldexp(torch.ones_like(largest), -torch.frexp(largest).exponent.clamp(-64, 126))
+
+
+def _whole(x, w, target, bias, fn, group, kept, s, o):
+    """Two sweeps: log-probabilities, then, once ``fn`` has seen them all, gradients. Returns these times ``_up``, that, the loss and what else there is."""
     M, index = x.shape[0], None if kept is None else kept.rows()
     inputs = (x, w, target, bias, None, index, *dataclasses.astuple(s), o.fp32_logits, o.accum_dtype, o.chunk_rows)
     losses, _, predicted, h, mean, lse, *_ = linear_cross_entropy_fwd(*inputs, False, False, False, None)
@@ -144,22 +155,25 @@ def _whole(x, w, target, bias, fn, group, kept, s, o, up):
         loss, aux = _called(fn, M // group, group, s, leaves[0], leaves[-1], mean, predicted)
     slopes = torch.autograd.grad(loss, leaves, allow_unused=True) if loss.requires_grad else (None,) * len(leaves)
     slope, slope_h = (torch.zeros_like(losses) if g is None else g.detach() for g in (slopes[0], slopes[-1]))
-    grads = [x.new_empty(0)] * 3
+    grads, up = [x.new_empty(0)] * 3, None
     if any(o.need):
-        grads = linear_cross_entropy_bwd(slope * -up, slope_h * up, lse, leaves[-1].detach(), *inputs, *o.need)
-    return grads, loss.detach(), [a.detach() for a in aux]
+        if x.dtype == torch.float16:
+            up = _up([slope, slope_h], target, s.ignore_index)
+            slope, slope_h = slope * up, slope_h * up
+        grads = linear_cross_entropy_bwd(-slope, slope_h, lse, leaves[-1].detach(), *inputs, *o.need)
+    return grads, up, loss.detach(), [a.detach() for a in aux]
 
 
-def _by_chunks(x, w, target, bias, fn, group, kept, s, o, up):
-    """One sweep by chunks of whole groups."""
+def _by_chunks(x, w, target, bias, fn, group, kept, s, o):
+    """One sweep by chunks of whole groups; returns what ``_whole`` does. ``up`` is the least of the chunks' so far."""
     M, V = x.shape[0], w.shape[0]
     plan, index = _plan(M, V, group, x, w, kept, o.chunk_rows)
     y = target if index is None else target.index_select(0, index)
-    loss, found = x.new_zeros((), dtype=acc(x.dtype)), []
+    loss, found, up = x.new_zeros((), dtype=acc(x.dtype)), [], None
     of_rows = {rows.start: groups for groups, rows in plan}
 
-    def body(z: Tensor, rows: slice, dz: Tensor | None) -> None:
-        nonlocal loss
+    def body(z: Tensor, rows: slice, dz: Tensor | None) -> Tensor | None:
+        nonlocal loss, up
         first, last = of_rows[rows.start]
         out = Rows.empty(y[rows], s, acc(x.dtype))
         row_kernel(z, y[rows], s, bias=bias, out=out)
@@ -180,14 +194,20 @@ def _by_chunks(x, w, target, bias, fn, group, kept, s, o, up):
         loss = loss + part.detach()
         found.append([a.detach() for a in aux])
         if dz is None:
-            return
+            return None
         picked = [torch.zeros_like(out.loss) if g is None else g.reshape(-1) if at is None else g.reshape(-1).index_select(0, at) for g in grads]
-        more = dict(g_entropy=picked[1] * up, entropy=out.entropy) if s.entropy else {}
-        row_kernel(z, y[rows], s, bias=bias, dz=dz, g=picked[0] * -up, lse=out.lse, **more)
+        ratio = None
+        if x.dtype == torch.float16:
+            own = _up(picked, y[rows], s.ignore_index)
+            before, up = up, own if up is None else torch.minimum(up, own)
+            picked, ratio = [g * up for g in picked], None if before is None else up / before
+        more = dict(g_entropy=picked[1], entropy=out.entropy) if s.entropy else {}
+        row_kernel(z, y[rows], s, bias=bias, dz=dz, g=-picked[0], lse=out.lse, **more)
+        return ratio
 
     grads = chunk_gradients(x, w, body, need=o.need, chunks=[rows for _, rows in plan], accum_dtype=o.accum_dtype, kept=index, fp32_logits=o.fp32_logits)
     aux = [torch.cat(parts) if parts[0].ndim else torch.stack(parts).sum(0) for parts in zip(*found)]
-    return grads, loss, aux
+    return grads, up, loss, aux
 
 
 def _plan(M: int, V: int, group: int, x: Tensor, w: Tensor, kept: Kept | None, chunk_rows: int | None):

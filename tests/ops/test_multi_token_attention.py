@@ -39,3 +39,20 @@ def test_what_is_above_the_diagonal_does_not_matter(sparse):
     y.sum().backward()
     assert not y[..., hidden].any() and not wild.grad[..., hidden].any()
     assert wild.grad.isfinite().all() and module.weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("of", [lambda q: q @ q.mT, lambda q: q], ids=["product", "fp32"])
+def test_autocast(of, sparse):
+    """Scores in autocast's dtype, as its products are, and weights that are not, or neither."""
+    torch.manual_seed(0)
+    module = LigerMultiTokenAttention(2, 2, 3, padding=1, sparse=sparse).to(DEVICE)
+    q = torch.randn(1, 2, 9, 9, device=DEVICE, requires_grad=True)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        y = module(of(q))
+        assert y.dtype == torch.bfloat16
+        y.sum().backward()
+    with torch.no_grad():
+        torch.testing.assert_close(y.float(), module(of(q)), rtol=5e-2, atol=5e-2)
+    for t in (q, module.weight, module.bias):
+        assert t.grad.dtype == torch.float32 and t.grad.isfinite().all()

@@ -105,9 +105,16 @@ def multi_token_attention(
     scores: Tensor, weight: Tensor, bias: Tensor | None = None, *, stride: Size = 1, padding: Size = 0, dilation: Size = 1, groups: int = 1,
     sparse: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Causal softmax, or sparsemax, of scores (B, C, L, L), then ``F.conv2d`` with weight (C', C / groups, kh, kw), then zero above the diagonal."""
+    """Causal softmax, or sparsemax, of scores (B, C, L, L), then ``F.conv2d`` with weight (C', C / groups, kh, kw), then zero above the diagonal.
+
+    All in one dtype, under autocast in its dtype.
+    """
     if scores.ndim != 4 or scores.shape[-1] != scores.shape[-2]:
         raise ValueError(f"multi_token_attention: scores must have shape (B, C, L, L), got {tuple(scores.shape)}")
+    device = scores.device.type
+    if device != "meta" and torch.is_autocast_enabled(device) and scores.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+        scores, weight, bias = (t if t is None else t.to(dtype) for t in (scores, weight, bias))  # type: ignore[assignment]
     if weight.dtype != scores.dtype:
         raise ValueError(f"multi_token_attention: weight must have the dtype of scores, {scores.dtype}, got {weight.dtype}")
     if weight.shape[1] * groups != scores.shape[1]:

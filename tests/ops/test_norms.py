@@ -42,7 +42,7 @@ from liger_kernel.ops.modulated_rms_norm import modulated_rms_norm
 from liger_kernel.ops.modulated_rms_norm import reference as modulated_rms_norm_reference
 from liger_kernel.ops.poly_norm import poly_norm
 from liger_kernel.ops.poly_norm import reference as poly_norm_reference
-from liger_kernel.ops.rms_norm import rms_norm
+from liger_kernel.ops.rms_norm import rms_norm, rms_norm_backward, rms_norm_forward
 from liger_kernel.testing import assert_as_accurate, like, run
 
 # the package has the functions under these names
@@ -209,6 +209,16 @@ def test_a_sum_changed_in_place_is_noticed():
 
 
 @needs_kernels
+def test_a_write_into_x_as_the_sum_is_refused():
+    """Without a residual the sum is x, whose other uses would not hear of it."""
+    leaf = torch.randn(3, 8, device=DEVICE, requires_grad=True)
+    x = 1 * leaf
+    _, s = fused_add_rms_norm(x, None)
+    assert s.data_ptr() == x.data_ptr()
+    with pytest.raises(RuntimeError, match="view"):
+        s.mul_(2)
+
+
 def test_fused_add_rms_norm_function_takes_published_arguments():
     args = _sum_and_norm()
     y, s = LigerFusedAddRMSNormFunction.apply(args["x"], args["residual"], args["w"], 1e-6, 1.0, "gemma", True)
@@ -429,3 +439,17 @@ def test_relu_squared_of_what_is_not_finite():
     torch.testing.assert_close(liger_relu_squared(torch.tensor(3.0, device=DEVICE)), torch.tensor(9.0, device=DEVICE))
     if _op._KERNEL_DEVICES:
         assert torch.equal(LigerReLUSquaredFunction.apply(x[3:].detach()), y[3:].detach())
+
+
+# -- rms norm -------------------------------------------------------------------------------
+
+
+@needs_kernels
+def test_published_launchers_take_a_strided_weight():
+    torch.manual_seed(0)
+    x, dy, w = torch.randn(5, 40, device=DEVICE), torch.randn(5, 40, device=DEVICE), torch.randn(40, 3, device=DEVICE)[:, 1]
+    y, rows, rstd, block, warps, casting = rms_norm_forward(x, w, 1e-6)
+    expected, _, again, *_ = rms_norm_forward(x, w.contiguous(), 1e-6)
+    assert torch.equal(y, expected)
+    found = rms_norm_backward(dy, rows, w, rstd, 0.0, casting, block, warps)
+    torch.testing.assert_close(found, rms_norm_backward(dy, rows, w.contiguous(), again, 0.0, casting), rtol=0, atol=0)

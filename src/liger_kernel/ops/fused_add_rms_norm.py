@@ -191,7 +191,7 @@ class LigerFusedAddRMSNormFunction(torch.autograd.Function):
         y, s, rstd = fused_add_rms_norm_fwd(rows_of(x), None if residual is None else rows_of(residual), w, eps, offset, casting_mode)
         ctx.save_for_backward(x if residual is None else s, w, rstd)
         ctx.offset, ctx.dtypes = offset, (x.dtype, x.dtype if residual is None else residual.dtype)
-        return shaped(y, x.shape), x.detach() if residual is None else shaped(s, x.shape)
+        return shaped(y, x.shape), x.view_as(x) if residual is None else shaped(s, x.shape)
 
     @staticmethod
     @once_differentiable

@@ -149,7 +149,7 @@ class LigerRMSNormFunction(torch.autograd.Function):
 
 def rms_norm_forward(X: Tensor, W: Tensor | None, eps: float, offset: float = 0.0, casting_mode: str = "llama", row_mode: bool | None = None) -> tuple:
     """Without autograd: y, x as rows and 1/rms for ``rms_norm_backward``, two numbers of no meaning here, and ``casting_mode``."""
-    x = rows_of(X)
+    x, W = rows_of(X), W if W is None else W.contiguous()
     y, rstd = rms_norm_fwd(x, W, eps, offset, casting_mode)
     return y.view(X.shape), x, rstd, 0, 0, casting_mode
 
@@ -159,7 +159,7 @@ def rms_norm_backward(
     in_place: bool = False, row_mode: bool | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """dx and dw from what ``rms_norm_forward`` returned; dY is not overwritten."""
-    dx, dw = rms_norm_bwd(rows_of(dY), X, W, RSTD, offset, True, W is not None)
+    dx, dw = rms_norm_bwd(rows_of(dY), X, W if W is None else W.contiguous(), RSTD, offset, True, W is not None)
     return dx.view(dY.shape), dw if W is not None else None
 
 

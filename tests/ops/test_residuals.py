@@ -44,6 +44,17 @@ def test_published_defaults(H, dtypes):
         assert_same_bits(run(apply, like(args)), ours)
 
 
+@pytest.mark.parametrize("H", [4, 12])
+def test_autocast_leaves_coefficients_in_fp32(H):
+    args = streams(H, 8)
+
+    def under_autocast(**args):
+        with torch.autocast(DEVICE, torch.bfloat16):
+            return mhc_coeffs(**args)
+
+    assert_same_bits(run(under_autocast, like(args)), run(mhc_coeffs, like(args)))
+
+
 def test_h_res_is_doubly_stochastic_even_of_extreme_logits():
     args = streams(4, 8)
     with torch.no_grad():

@@ -14,6 +14,8 @@ coefficients are fp32, and so is everything before them.
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from torch import Tensor
 
@@ -31,7 +33,9 @@ def coeffs_reference(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     H, dtype = x.shape[-2], acc(x.dtype)
     f = x.flatten(-2).to(dtype)
-    mix = f @ phi.to(dtype) * torch.rsqrt(f.square().mean(-1, keepdim=True) + rms_eps)
+    with contextlib.nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False):
+        mix = f @ phi.to(dtype)
+    mix = mix * torch.rsqrt(f.square().mean(-1, keepdim=True) + rms_eps)
     parts = zip(mix.split([H, H, H * H], -1), b.to(dtype).split([H, H, H * H]), (alpha_pre, alpha_post, alpha_res))
     pre, post, res = (m * a.to(dtype) + bias for m, bias, a in parts)
     m = torch.softmax(res.unflatten(-1, (H, H)), -1) + sinkhorn_eps

@@ -76,7 +76,7 @@ def sequence(o, lp, old, ref, A, ratio):
         first = r if o.get("delta") is None else torch.where(r > o["delta"], o["delta"], r)
         second = torch.where(r < 1 - low, 1 - low, torch.where(r > 1 + high, 1 + high, r))
         loss = -torch.where(first * A < second * A, first * A, second * A)
-        clipped = ((r < 1 - low) & (A < 0)) | ((r > 1 + high) & (A > 0))
+        clipped = ((first < 1 - low) & (A < 0)) | ((first > 1 + high) & (A > 0))
     if ratio is not None and kind != "vespo":
         loss = loss * ratio
     kl = torch.zeros_like(lp)
@@ -135,6 +135,8 @@ CASES = {f"{kind}-{level}": dict(loss_type=kind, importance_sampling_level=level
     "asymmetric": dict(loss_type="dapo", epsilon_low=0.15, epsilon_high=0.28, temperature=0.7, bias=False),
     "two-sided": dict(loss_type="grpo", delta=1.5),
     "two-sided-sequence": dict(loss_type="grpo", delta=1.5, importance_sampling_level="sequence"),
+    "two-sided-tight": dict(loss_type="dapo", delta=1.05, epsilon_high=0.3),
+    "two-sided-tight-sequence": dict(loss_type="luspo", delta=1.05, epsilon_high=0.3, importance_sampling_level="sequence"),
     "ratio-token": dict(loss_type="dapo", ratio="token"),
     "ratio-sequence": dict(loss_type="grpo", ratio="sequence", importance_sampling_level="sequence"),
     "cispo-ratio": dict(loss_type="cispo", ratio="token", num_items_in_batch=70),

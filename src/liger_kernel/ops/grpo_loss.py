@@ -154,13 +154,15 @@ def token_losses(
             phi_seq = get_gamma_weights(A, log_ratio, mask, correction, p.vespo_k_pos, p.vespo_lambda_pos, p.vespo_k_neg, p.vespo_lambda_neg)
         gain = phi_seq * A * logp
     else:
-        inside, _, high = clip_coef_fn(r.detach(), p.epsilon_low, p.epsilon_high, p.loss_type)
+        inside, low, high = clip_coef_fn(r if p.delta is not None else r.detach(), p.epsilon_low, p.epsilon_high, p.loss_type)
         if p.loss_type == "cispo":
             gain, clipped = inside * A * logp, high & (A > 0)
         else:
             free, bound = (r if p.delta is None else r.clamp(max=p.delta)) * A, inside * A
-            clipped = bound < free  # only outside the bounds, where the clipped ratio has no gradient
+            clipped = bound < free  # without delta only outside the bounds, where the clipped ratio has no gradient
             gain = torch.where(clipped, bound, free)
+            if p.delta is not None:
+                clipped = clipped & torch.where(A < 0, low, high)
     if correction is not None and p.loss_type != "vespo":
         gain = gain * correction
     if p.beta == 0 or ref_logp is None:

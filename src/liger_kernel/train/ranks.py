@@ -23,13 +23,19 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, get_error_handler
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
 
 from liger_kernel.train.config import TrainConfig, UserError
 
 T = TypeVar("T")
 
 EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: everything is saved, run it again
+EXIT_MISTAKE = 2  # of the user: no restart mends it
+EXIT_TERMINATED = 128 + signal.SIGTERM  # SIGTERM came, and not everything is saved
 
 
 class Preempted(Exception):
@@ -126,7 +132,7 @@ def reporting(run: Callable[[TrainConfig], T]) -> Callable[[TrainConfig], T]:
             mistake = isinstance(error, UserError)
             text = f"{error}\n" if mistake else traceback.format_exc()
             os.write(2, f"rank {os.environ['RANK']}: {text}".encode())
-            os._exit(2 if mistake else 1)
+            os._exit(EXIT_MISTAKE if mistake else 1)
 
     return main
 
@@ -222,15 +228,71 @@ ELASTIC = {
 STATIC = ("PET_MASTER_ADDR", "PET_MASTER_PORT", "PET_RDZV_BACKEND", "PET_RDZV_ENDPOINT")
 
 
+class _Agent(LocalElasticAgent):
+    """Starts workers again, but not after a preemption or a user's mistake, and lets them save before it kills them.
+
+    ``patience`` are the seconds that workers have from SIGTERM to SIGKILL.
+    """
+
+    def __init__(self, spec: WorkerSpec, patience: float):
+        super().__init__(spec, DefaultLogsSpecs())
+        self._patience = patience
+
+    def _handlers(self) -> list[Any]:
+        return list(getattr(self._pcontext, "subprocess_handlers", {}).values())
+
+    def _running(self) -> list[Any]:
+        return [handler for handler in self._handlers() if handler.proc.poll() is None]
+
+    def codes(self) -> set[int]:
+        """With what the workers of the last round ended."""
+        return {-signal.SIGKILL if code is None else code for code in (handler.proc.poll() for handler in self._handlers())}
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result = super()._monitor_workers(worker_group)
+        if result.state is not WorkerState.FAILED:
+            return result
+        codes = {failure.exitcode for failure in result.failures.values()}
+        if _preempted(codes) and self._joining():
+            return RunResult(WorkerState.HEALTHY)  # the agent of another machine stopped its workers to let a new one in: restart, as it does
+        if _preempted(codes) or EXIT_MISTAKE in codes:
+            self._remaining_restarts = 0
+        return result
+
+    def _joining(self) -> bool:
+        try:
+            return self._worker_group.spec.rdzv_handler.num_nodes_waiting() > 0
+        except RendezvousError:  # the machine that keeps the rendezvous has gone already
+            return False
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        if death_sig == signal.SIGTERM and self._running():
+            for handler in self._running():
+                handler.close(death_sig)  # to its children, too
+            end = time.monotonic() + self._patience
+            while self._running() and time.monotonic() < end:
+                time.sleep(0.1)
+                if any(handler.proc.returncode not in (None, 0, EXIT_PREEMPTED) for handler in self._handlers()):
+                    end = min(end, time.monotonic() + timeout)  # the others miss it
+            for handler in self._running():
+                print(f"process {handler.proc.pid} did not end in time after SIGTERM: killed", file=sys.stderr)
+                handler.close(signal.SIGKILL)
+        super()._shutdown(death_sig)  # PyTorch 2.11 and 2.13 differ in what else it takes
+
+
+def _preempted(codes: set[int]) -> bool:
+    """Whether workers that failed with ``codes`` have saved everything. The last to end may be killed while they end: once one has, the agent sends SIGTERM."""
+    return EXIT_PREEMPTED in codes and codes <= {EXIT_PREEMPTED, -signal.SIGTERM}
+
+
 def launch_elastic(config: TrainConfig, command: list[str] | None = None) -> int:
     """Run ``config`` in ``config.nproc`` processes on each of ``config.nnodes`` machines, started anew up to ``max_restarts`` times when one dies.
 
-    ``command`` is what a worker runs (default: ``liger train`` with this config). Returns 0, ``EXIT_PREEMPTED`` after SIGTERM, or the exit code
-    of the first worker that failed when there were no restarts left.
+    ``command`` is what a worker runs (default: ``liger train`` with this config). Returns 0, ``EXIT_PREEMPTED`` if SIGTERM reached some process and all
+    workers have saved, ``EXIT_TERMINATED`` if it reached this one and they have not, or the exit code of the first worker that failed when there were no
+    restarts left or none would help.
     """
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
     os.environ.update({name: os.environ.get(name, value) for name, value in ELASTIC.items()})
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -252,25 +314,43 @@ def launch_elastic(config: TrainConfig, command: list[str] | None = None) -> int
         command = [sys.executable, "-m", "liger_kernel.cli", "train", "--config", str(path)]
     if "OMP_NUM_THREADS" not in os.environ and nproc > 1:  # else each process takes all cores
         os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // nproc))
-    settings = LaunchConfig(
-        min_nodes=nodes[0],
-        max_nodes=nodes[1],
-        nproc_per_node=nproc,
-        run_id=os.environ.get("PET_RDZV_ID") or Path(config.out).name,
-        rdzv_backend="c10d",
-        rdzv_endpoint=config.rdzv_endpoint,
-        # machines start minutes apart: one pulls an image that the other has
-        rdzv_configs={"join_timeout": config.timeout, "read_timeout": config.timeout} if nodes[1] > 1 else {},
+    # machines start minutes apart: one pulls an image that the other has
+    waits: dict[str, Any] = {"join_timeout": config.timeout, "read_timeout": config.timeout} if nodes[1] > 1 else {}
+    run_id = os.environ.get("PET_RDZV_ID") or Path(config.out).name
+    rendezvous = get_rendezvous_handler(RendezvousParameters("c10d", config.rdzv_endpoint, run_id, *nodes, **waits))
+    spec = WorkerSpec(
+        role="default_role",
+        local_world_size=nproc,
+        entrypoint=command[0],
+        args=tuple(command[1:]),
+        rdzv_handler=rendezvous,
         max_restarts=config.max_restarts,
         monitor_interval=1.0,
     )
+    # two steps and a save, each of which may take the timeout; torchrun knows the variable, too
+    agent = _Agent(spec, patience=float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 3 * config.timeout)))
     try:
-        elastic_launch(settings, command[0])(*command[1:])
-    except SignalException as signalled:
-        if signalled.sigval == signal.SIGTERM:
+        result = agent.run()
+    except SignalException as signalled:  # other machines may go on: the rendezvous stays open
+        if signalled.sigval != signal.SIGTERM:
+            raise
+        codes = agent.codes() - {0}
+        if not codes or _preempted(codes):
+            return EXIT_PREEMPTED if codes else 0
+        return max((code for code in codes if 0 < code != EXIT_PREEMPTED), default=EXIT_TERMINATED)
+    except RendezvousError:
+        if _preempted(agent.codes()):
             return EXIT_PREEMPTED
+        rendezvous.shutdown()
         raise
-    except ChildFailedError as error:
-        print(error, file=sys.stderr)
-        return max(1, error.get_first_failure()[1].exitcode)  # a signal is a negative number
-    return 0
+    codes = {failure.exitcode for failure in result.failures.values()} if result else set()  # no result: a spare machine that was not needed
+    if _preempted(codes):
+        return EXIT_PREEMPTED
+    rendezvous.shutdown()
+    if not codes:
+        return 0
+    if EXIT_MISTAKE in codes:  # the worker has said which
+        return EXIT_MISTAKE
+    failure = ChildFailedError(command[0], result.failures)
+    print(failure, file=sys.stderr)
+    return max(1, failure.get_first_failure()[1].exitcode)  # a signal is a negative number

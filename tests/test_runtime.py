@@ -586,6 +586,88 @@ def test_sigterm_to_a_launcher_saves_and_says_so(base, undisturbed, tmp_path, us
     same_run(config, undisturbed)
 
 
+def under_way(path, *launchers):
+    until(lambda: path.exists() or any(launcher.poll() is not None for launcher in launchers))
+    assert all(launcher.poll() is None for launcher in launchers), [launcher.communicate()[0] for launcher in launchers]
+
+
+@pytest.mark.elastic
+def test_sigterm_to_a_worker_of_a_launcher_is_no_crash(base, tmp_path, user_env):
+    config = place(base, tmp_path, log_every=1, steps=3000)
+    launcher = launched(config, user_env, "--nproc", "2")
+    under_way(tmp_path / "run" / "metrics.jsonl", launcher)
+    os.kill(workers_of(launcher.pid)[-1], signal.SIGTERM)
+    output = launcher.communicate(timeout=60)[0]
+    assert launcher.returncode == ranks.EXIT_PREEMPTED, output
+    assert "resuming" not in output and latest(config)[0] == f"step-{len(losses(config)):08d}"
+
+
+@pytest.mark.elastic
+@pytest.mark.parametrize("told", [0, 1], ids=["the first", "the second"])  # the first keeps the rendezvous
+def test_sigterm_to_one_of_two_machines_stops_both(told, base, tmp_path, user_env):
+    config = place(base, tmp_path, log_every=1, steps=3000, timeout=40)
+    port = free_port()
+    flags = ("--nproc", "1", "--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{port}")
+    launchers = [launched(config, user_env, *flags)]
+    until(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0)
+    launchers.append(launched(config, user_env, *flags))
+    under_way(tmp_path / "run" / "metrics.jsonl", *launchers)
+    launchers[told].send_signal(signal.SIGTERM)
+    outputs = [launcher.communicate(timeout=30)[0] for launcher in launchers]
+    assert [launcher.returncode for launcher in launchers] == [ranks.EXIT_PREEMPTED] * 2, outputs
+    assert latest(config)[0] == f"step-{len(losses(config)):08d}"
+
+
+@pytest.mark.elastic
+def test_a_launcher_does_not_repeat_a_mistake(base, tmp_path, user_env):
+    launcher = launched(place(base, tmp_path, report="nope"), user_env, "--nproc", "2")
+    output = launcher.communicate(timeout=60)[0]
+    assert launcher.returncode == ranks.EXIT_MISTAKE, output
+    assert 1 <= output.count("got 'nope'") <= 2, output  # of two ranks, the second may be ended before it says so
+
+
+WORKER = """
+import os, pathlib, signal, sys, time
+rank, again, folder = int(os.environ["RANK"]), os.environ["TORCHELASTIC_RESTART_COUNT"] == "1", pathlib.Path(sys.argv[1])
+if {install}:
+    signal.signal(signal.SIGTERM, lambda *_: (time.sleep({saving}), os._exit({code})))
+(folder / f"started-{{rank}}-{{int(again)}}").touch()
+{then}
+time.sleep(60)
+"""
+# what a worker does: whether it handles SIGTERM, the seconds it then saves, its exit code, what it does by itself; the launcher's exit code
+ENDS = {
+    "saved": (("True", 1, 75, ""), "TERM", 75),
+    "finished": (("True", 1, 0, ""), "TERM", 0),
+    "not saved": (("False", 0, 0, ""), "TERM", 143),
+    "failed": (("True", 0, 3, ""), "TERM", 3),
+    "too slow": (("True", 60, 75, ""), "TERM", 143),
+    "the last is still ending": (("rank == 0", 0, 75, "rank == 0 and os._exit(75)"), None, 75),
+    "mistake": (("True", 0, 1, "os._exit(2)"), None, 2),
+    "crash": (("False", 0, 0, "os._exit(0 if again else 1)"), None, 0),
+    "a crash beside a preemption": (("True", 0, 75, "time.sleep(rank / 2); os._exit(0 if again else 1 + 74 * rank)"), None, 0),
+}
+
+
+@pytest.mark.parametrize("case", [pytest.param(name, marks=() if name in ("saved", "not saved", "mistake") else pytest.mark.elastic) for name in ENDS])
+def test_exit_codes_of_a_launcher(case, user_env, tmp_path):
+    (install, saving, code, then), told, expected = ENDS[case]
+    worker = WORKER.format(install=install, saving=saving, code=code, then=then)
+    launch = f"""
+from liger_kernel.train.config import TrainConfig
+from liger_kernel.train.ranks import launch_elastic
+import sys
+sys.exit(launch_elastic(TrainConfig(nproc=2, max_restarts=1, timeout=1, out={str(tmp_path)!r}), [sys.executable, "-c", {worker!r}, {str(tmp_path)!r}]))
+"""
+    launcher = subprocess.Popen([sys.executable, "-c", launch], env=user_env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if told:
+        until(lambda: all((tmp_path / f"started-{rank}-0").exists() for rank in (0, 1)) or launcher.poll() is not None)
+        launcher.send_signal(signal.SIGTERM)
+    output = launcher.communicate(timeout=60)[0]
+    assert launcher.returncode == expected, output
+    assert any(tmp_path.glob("started-*-1")) == ("crash" in case), output
+
+
 @pytest.mark.elastic
 def test_a_lost_machine_costs_a_restart(base, undisturbed, tmp_path, user_env):
     """Two launchers stand for two machines; one of them is killed with its worker, the other goes on alone."""

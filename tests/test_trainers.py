@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -87,7 +89,7 @@ def test_sigterm_stops_and_the_run_goes_on(trainer, config, monkeypatch, tmp_pat
         state = args[1] if trainer == "hf" else args[0]
         if state.global_step == 3 and not steps:
             steps.append(3)
-            self.stop.set()
+            os.kill(os.getpid(), signal.SIGTERM)
         return before(self, *args, **options)
 
     monkeypatch.setattr(module._Lines, name, at_the_third_step)

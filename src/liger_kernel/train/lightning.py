@@ -175,6 +175,8 @@ def run(config: TrainConfig, data: Data, model: Any, device: torch.device, preci
                 limit_val_batches=1.0 if config.eval_every and mine else 0,
                 check_val_every_n_epoch=None,
             )
+            # SIGTERM is ours: Lightning's handler would end the run at the next batch, before ranks agree on a step to save
+            trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
             memory.start()
             trainer.fit(
                 module,

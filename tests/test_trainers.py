@@ -103,6 +103,18 @@ def test_sigterm_stops_and_the_run_goes_on(trainer, config, monkeypatch, tmp_pat
         loop.train(dataclasses.replace(again, resume=False))
 
 
+def test_a_checkpoint_cut_short_is_passed_over(config, capfd):
+    again = by("hf", config, checkpoint_every=2, checkpoint_keep=3, eval_fraction=0.0)
+    expected = loop.train(again)["losses"]
+    folder = Path(again.out) / "checkpoints-hf"
+    (folder / "checkpoint-6" / "trainer_state.json").unlink()  # killed in the save
+    torn = folder / "checkpoint-4" / "optimizer.pt"
+    torn.write_bytes(torn.read_bytes()[:1000])
+    assert loop.train(again)["losses"] == pytest.approx(expected[2:], rel=1e-6)
+    said = capfd.readouterr().err
+    assert "checkpoint-6: FileNotFoundError" in said and "checkpoint-4: optimizer.pt is too short" in said
+
+
 @others
 def test_a_loss_that_is_not_finite_ends_the_run(trainer, config):
     with pytest.raises(UserError, match=r"is (nan|inf) at step \d+: lower the learning rate"):

@@ -5,16 +5,18 @@ The same rows in the same order, each token of a step of the same weight, the sa
 
 from __future__ import annotations
 
+import json
 import math
+import sys
 import threading
 import time
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch.utils.data import Dataset, Sampler, SequentialSampler
-from transformers.trainer_utils import get_last_checkpoint
 
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.data import Data
@@ -149,12 +151,36 @@ def arguments(config: TrainConfig, device: torch.device, precision: str, ranks: 
     )
 
 
+def latest(folder: Path, ranks: Ranks) -> Path | None:
+    """The newest complete checkpoint, the same for all ranks; one that is damaged is passed over with a warning."""
+    found = None
+    if ranks.first:
+        names = sorted((path for path in folder.glob("checkpoint-*") if path.name.rpartition("-")[2].isdigit()), key=lambda path: int(path.name[11:]))
+        for path in reversed(names):
+            why = damage(path)
+            if why is None:
+                found = path
+                break
+            print(f"passing over checkpoint {path}: {why}", file=sys.stderr)
+    return ranks.agreed(found)
+
+
+def damage(path: Path) -> str | None:
+    """What is wrong with a checkpoint of transformers' Trainer, whichever backend wrote it; None if nothing is."""
+    try:
+        json.loads((path / "trainer_state.json").read_text())["global_step"]  # written last
+    except (OSError, ValueError, KeyError) as error:
+        return f"{type(error).__name__}: {error}"
+    short = [file.name for file in path.glob("*.pt*") if not zipfile.is_zipfile(file)]  # what torch.save wrote ends in a table
+    return f"{', '.join(short)} is too short" if short else None
+
+
 def run(config: TrainConfig, data: Data, model: Any, device: torch.device, precision: str, ranks: Ranks, stop: threading.Event) -> dict[str, Any]:
     """Train and save as ``config`` says; what ``metrics.json`` holds. A line is the mean of ``log_every`` steps here."""
     rows = config.global_batch or config.batch * config.accumulate * ranks.world
     args = arguments(config, device, precision, ranks, rows)
-    folder = str(args.output_dir)
-    last = get_last_checkpoint(folder) if Path(folder).is_dir() else None
+    folder = Path(str(args.output_dir))
+    last = latest(folder, ranks)
     if last and not config.resume and restarts() == 0:
         raise UserError(f"{folder} holds checkpoints: remove them, give another --out, or leave --no-resume")
     memory = PeakMemory(device)
@@ -173,7 +199,7 @@ def run(config: TrainConfig, data: Data, model: Any, device: torch.device, preci
                 callbacks=[lines],
             )
             memory.start()
-            trainer.train(resume_from_checkpoint=last)
+            trainer.train(resume_from_checkpoint=str(last) if last else None)
             lines.news.last()
             memory.pause()
             seconds = time.perf_counter() - lines.timed_from

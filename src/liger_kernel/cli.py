@@ -40,8 +40,9 @@ def train(argv: list[str]) -> int:
         return ranks.EXIT_PREEMPTED
     if int(os.environ.get("RANK", "0")):
         return 0
-    loss, rate, memory = metrics["losses"][-1], metrics["tokens_per_second"], metrics["peak_memory"] / 1e9
-    print(f"loss {loss:.4f}, {rate:,.0f} tokens/s, {memory:.2f} GB at most ({metrics['memory_kind']}); {config.out}/metrics.json")
+    loss = f"loss {metrics['losses'][-1]:.4f}" if metrics["losses"] else "no step was left to make"
+    rate, memory = metrics["tokens_per_second"], metrics["peak_memory"] / 1e9
+    print(f"{loss}, {rate:,.0f} tokens/s, {memory:.2f} GB at most ({metrics['memory_kind']}); {config.out}/metrics.json")
     if config.save:
         print(f"model in {config.save}")
     return 0

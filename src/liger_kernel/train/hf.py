@@ -26,6 +26,9 @@ from liger_kernel.train.optimizer import adamw, scheduler
 from liger_kernel.train.ranks import News, Preempted, Ranks, Watch, local_rank, restarts
 
 
+UNMOVED: dict[str, Any] = {"tokens_per_second": 0.0, "seconds": 0.0, "evaluations": []}  # of a run that was finished before, whose numbers are gone
+
+
 class _Places(Dataset):
     """Row numbers by their place in the order of training, or the rows kept back."""
 
@@ -77,6 +80,8 @@ class _Lines(transformers.TrainerCallback):
             self.timed_from = time.perf_counter()
         if self.config.checkpoint_every and self.news.exchange(self.stop.is_set(), -1)[0] and state.global_step < self.config.steps:
             self.preempted = control.should_save = control.should_training_stop = True
+        if self.preempted or state.global_step == self.config.steps:
+            control.should_log = True
 
     def on_prediction_step(self, *_: Any, **__: Any) -> None:
         self.watch.progress()
@@ -175,6 +180,13 @@ def damage(path: Path) -> str | None:
     return f"{', '.join(short)} is too short" if short else None
 
 
+def finished(config: TrainConfig, ranks: Ranks) -> dict[str, Any] | None:
+    """The numbers of the run that made the last step, where this one had none to make."""
+    path = Path(config.out) / "metrics.json"
+    found = json.loads(path.read_text(encoding="utf-8")) if ranks.first and path.is_file() else None  # rank 0 writes it again
+    return found if found and found["trainer"] == config.trainer else None
+
+
 def run(config: TrainConfig, data: Data, model: Any, device: torch.device, precision: str, ranks: Ranks, stop: threading.Event) -> dict[str, Any]:
     """Train and save as ``config`` says; what ``metrics.json`` holds. A line is the mean of ``log_every`` steps here."""
     rows = config.global_batch or config.batch * config.accumulate * ranks.world
@@ -205,7 +217,8 @@ def run(config: TrainConfig, data: Data, model: Any, device: torch.device, preci
             seconds = time.perf_counter() - lines.timed_from
             if lines.preempted:
                 raise Preempted(f"stopped after step {trainer.state.global_step} by SIGTERM; checkpoint: {folder}")
-            if data.eval and (not lines.evaluations or lines.evaluations[-1]["step"] != config.steps):
+            made = trainer.state.global_step > lines.first
+            if made and data.eval and (not lines.evaluations or lines.evaluations[-1]["step"] != config.steps):
                 trainer.evaluate()
             if config.save:
                 trainer.save_model(config.save)
@@ -215,6 +228,8 @@ def run(config: TrainConfig, data: Data, model: Any, device: torch.device, preci
         for open_ in (endpoint, reports):
             if open_:
                 open_.close()
+    if not made:
+        return finished(config, ranks) or of_run(config, model, device, precision, ranks.world, memory) | of_lines([]) | UNMOVED
     begin = min(lines.first + UNTIMED, config.steps - 1)
     speed = {"tokens_per_second": data.tokens_of(begin * rows, config.steps * rows, config.seed) / seconds, "seconds": seconds}
     return of_run(config, model, device, precision, ranks.world, memory) | of_lines(lines.lines) | speed | {"evaluations": lines.evaluations}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import importlib.util
 import json
 import os
@@ -18,6 +19,7 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+from liger_kernel import cli
 from liger_kernel.train import loop, ranks
 from liger_kernel.train.config import TrainConfig, UserError
 
@@ -81,7 +83,7 @@ def test_sigterm_stops_and_the_run_goes_on(trainer, config, monkeypatch, tmp_pat
     undisturbed = by(trainer, config, checkpoint_every=2)
     expected = loop.train(undisturbed)
     again = dataclasses.replace(undisturbed, out=str(tmp_path / "stopped"), save=str(tmp_path / "again"))
-    module = sys.modules[f"liger_kernel.train.{trainer}"]
+    module = importlib.import_module(f"liger_kernel.train.{trainer}")
     name = {"hf": "on_step_end", "lightning": "on_train_batch_end"}[trainer]
     before, steps = getattr(module._Lines, name), []
 
@@ -113,6 +115,53 @@ def test_a_checkpoint_cut_short_is_passed_over(config, capfd):
     assert loop.train(again)["losses"] == pytest.approx(expected[2:], rel=1e-6)
     said = capfd.readouterr().err
     assert "checkpoint-6: FileNotFoundError" in said and "checkpoint-4: optimizer.pt is too short" in said
+
+
+@others
+def test_a_crash_after_a_preemption_costs_the_steps_since_the_newest_checkpoint(trainer, config, monkeypatch):
+    again = by(trainer, config, checkpoint_every=2, checkpoint_keep=2, eval_fraction=0.0, steps=9)
+    module = importlib.import_module(f"liger_kernel.train.{trainer}")
+    name = {"hf": "on_step_end", "lightning": "on_train_batch_end"}[trainer]
+    before = getattr(module._Lines, name)
+
+    def disturbed(self, *args, **options):
+        step = (args[1] if trainer == "hf" else args[0]).global_step
+        if step == 2 and not preempted:
+            os.kill(os.getpid(), signal.SIGTERM)
+            preempted.append(step)
+        if step == 7 and not crashed:
+            crashed.append(step)
+            raise RuntimeError("crash")
+        return before(self, *args, **options)
+
+    preempted, crashed = [], []
+    monkeypatch.setattr(module._Lines, name, disturbed)
+    with pytest.raises(ranks.Preempted, match="stopped after step 3"):
+        loop.train(again)
+    with pytest.raises(RuntimeError, match="crash"):
+        loop.train(again)
+    kept = {"hf": "checkpoint-{}", "lightning": "step-{:08d}.ckpt"}[trainer]
+    folder = Path(again.out) / f"checkpoints-{trainer}"
+    for step in (4, 6):
+        assert (folder / kept.format(step)).exists()
+    assert len(loop.train(again)["losses"]) == 3
+    assert sorted(path.name for path in folder.iterdir()) == [kept.format(8), kept.format(9)]
+
+
+@others
+def test_a_finished_run_started_again_keeps_its_numbers(trainer, config, capsys):
+    short = by(trainer, config, steps=5, log_every=10, checkpoint_every=2)
+    found = loop.train(short)
+    assert len(found["losses"]) == (1 if trainer == "hf" else 5)  # of transformers, the mean of the steps since the line before
+    learnt = weights(short)
+    shutil.rmtree(short.save)
+    assert loop.train(short) == found
+    assert json.loads(Path(short.out, "metrics.json").read_text()) == found
+    assert all(torch.equal(weight, learnt[name]) for name, weight in weights(short).items())
+    Path(short.out, "metrics.json").unlink()
+    short.save_to(Path(short.out) / "short.json")
+    assert cli.main(["train", "--config", str(Path(short.out) / "short.json")]) == 0
+    assert "no step was left to make" in capsys.readouterr().out
 
 
 @others

@@ -6,6 +6,7 @@ The same rows in the same order, each token of a step of the same weight, the sa
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.data import Data
+from liger_kernel.train.hf import UNMOVED, finished
 from liger_kernel.train.measure import UNTIMED, PeakMemory
 from liger_kernel.train.metrics import Endpoint, Reports, of_lines, of_run
 from liger_kernel.train.model import save
@@ -98,9 +100,22 @@ class _Lines(L.Callback):
             self.timed_from = time.perf_counter()
         if step % self.config.log_every == 0 or step == self.config.steps:
             self.fetch()
-        if self.config.checkpoint_every and self.news.exchange(self.stop.is_set(), -1)[0] and step < self.config.steps:
+        every, last = self.config.checkpoint_every, step == self.config.steps
+        if every and self.news.exchange(self.stop.is_set(), -1)[0] and not last:
             self.preempted = trainer.should_stop = True
-            trainer.save_checkpoint(self.folder / "last.ckpt")
+        if every and (step % every == 0 or last or self.preempted):
+            self.save(trainer)
+
+    def save(self, trainer: Any) -> None:
+        """Write a checkpoint, all of it or none, and remove those beyond ``checkpoint_keep``. Lightning's own callback keeps names that a save by hand upsets."""
+        aside = self.folder / "writing.tmp"
+        trainer.save_checkpoint(aside)
+        if self.ranks.first:
+            with aside.open("rb+") as file:
+                os.fsync(file.fileno())
+            os.replace(aside, self.folder / f"step-{trainer.global_step:08d}.ckpt")
+            for old in checkpoints(self.folder)[: -self.config.checkpoint_keep]:
+                old.unlink()
 
     def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
         self.watch.progress()
@@ -131,6 +146,11 @@ class _Lines(L.Callback):
             print(f"step {self.lines[-1]['step']}/{self.config.steps}  loss {self.lines[-1]['loss']:.4f}", flush=True)
 
 
+def checkpoints(folder: Path) -> list[Path]:
+    """The newest is the last."""
+    return sorted(folder.glob("step-*.ckpt"))
+
+
 def run(config: TrainConfig, data: Data, model: Any, device: torch.device, precision: str, ranks: Ranks, stop: threading.Event) -> dict[str, Any]:
     """Train and save as ``config`` says; what ``metrics.json`` holds. ``UserError`` for what this trainer does not offer."""
     for name, offered in (("parallel", ("none", "ddp")), ("nonfinite", ("stop",))):
@@ -141,7 +161,7 @@ def run(config: TrainConfig, data: Data, model: Any, device: torch.device, preci
     rows = config.global_batch or config.batch * config.accumulate * ranks.world
     parts = math.ceil(math.ceil(rows / ranks.world) / config.batch)
     folder = Path(config.out) / "checkpoints-lightning"
-    last = folder / "last.ckpt" if (folder / "last.ckpt").exists() else None
+    last = ranks.agreed(next(reversed(checkpoints(folder)), None))
     if last and not config.resume and restarts() == 0:
         raise UserError(f"{folder} holds checkpoints: remove them, give another --out, or leave --no-resume")
     memory = PeakMemory(device)
@@ -149,9 +169,6 @@ def run(config: TrainConfig, data: Data, model: Any, device: torch.device, preci
     module = _Module(config, model, parts)
     mine = [batch for start in range(0, len(data.eval), config.batch * ranks.world)
             for batch in data.batches(data.eval[start : start + config.batch * ranks.world], ranks.rank, ranks.world, config.batch)]  # fmt: skip
-    saving = (
-        L.pytorch.callbacks.ModelCheckpoint(dirpath=folder, every_n_train_steps=config.checkpoint_every, save_last=True) if config.checkpoint_every else None
-    )
     reports = Reports(config, vars(config)) if ranks.first and config.reports else None
     try:
         with Watch(Path(config.out), ranks.rank, config.timeout) as watch:
@@ -164,8 +181,8 @@ def run(config: TrainConfig, data: Data, model: Any, device: torch.device, preci
                 max_steps=config.steps,
                 accumulate_grad_batches=parts,
                 gradient_clip_val=config.grad_clip or None,
-                callbacks=[lines, *([saving] if saving else [])],
-                enable_checkpointing=saving is not None,
+                callbacks=[lines],
+                enable_checkpointing=False,
                 logger=False,
                 enable_progress_bar=False,
                 enable_model_summary=False,
@@ -189,8 +206,8 @@ def run(config: TrainConfig, data: Data, model: Any, device: torch.device, preci
             seconds = time.perf_counter() - lines.timed_from
             lines.fetch()
             if lines.preempted:
-                raise Preempted(f"stopped after step {trainer.global_step} by SIGTERM; checkpoint: {folder / 'last.ckpt'}")
-            if mine and (not lines.evaluations or lines.evaluations[-1]["step"] != config.steps):
+                raise Preempted(f"stopped after step {trainer.global_step} by SIGTERM; checkpoint: {folder}")
+            if lines.lines and mine and (not lines.evaluations or lines.evaluations[-1]["step"] != config.steps):
                 trainer.limit_val_batches = 1.0
                 trainer.validate(module, DataLoader(mine, batch_size=None), verbose=False)  # type: ignore[arg-type]
             if config.save:
@@ -199,6 +216,8 @@ def run(config: TrainConfig, data: Data, model: Any, device: torch.device, preci
         for open_ in (endpoint, reports):
             if open_:
                 open_.close()
+    if not lines.lines:
+        return finished(config, ranks) or of_run(config, model, device, precision, ranks.world, memory) | of_lines([]) | UNMOVED
     begin = min(lines.first + UNTIMED, config.steps - 1)
     speed = {"tokens_per_second": data.tokens_of(begin * rows, config.steps * rows, config.seed) / seconds, "seconds": seconds}
     return of_run(config, model, device, precision, ranks.world, memory) | of_lines(lines.lines) | speed | {"evaluations": lines.evaluations}

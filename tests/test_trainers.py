@@ -22,6 +22,7 @@ pytest.importorskip("accelerate")
 from liger_kernel import cli
 from liger_kernel.train import loop, ranks
 from liger_kernel.train.config import TrainConfig, UserError
+from liger_kernel.train.optimizer import learning_rate
 
 CHAT = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "uno, dos"}]
 has = lambda name: importlib.util.find_spec(name) is not None
@@ -145,7 +146,25 @@ def test_a_crash_after_a_preemption_costs_the_steps_since_the_newest_checkpoint(
     for step in (4, 6):
         assert (folder / kept.format(step)).exists()
     assert len(loop.train(again)["losses"]) == 3
-    assert sorted(path.name for path in folder.iterdir()) == [kept.format(8), kept.format(9)]
+    assert sorted(path.name for path in folder.iterdir()) == [kept.format(8), kept.format(9), "identity.json"]
+
+
+@others
+def test_what_may_change_between_starts(trainer, config):
+    first = by(trainer, config, steps=3, checkpoint_every=3, eval_fraction=0.0)
+    loop.train(first)
+    with pytest.raises(UserError, match="is of other data: seed 0 there, 1 here"):
+        loop.train(dataclasses.replace(first, seed=1, steps=6))
+    changed = dataclasses.replace(first, lr=3e-3, weight_decay=0.0, steps=6)
+    assert loop.train(changed)["learning_rates"] == pytest.approx([learning_rate(changed, step) for step in (3, 4, 5)])
+
+
+def test_one_process_takes_one_gpu(config, monkeypatch):
+    from liger_kernel.train import hf
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    args = hf.arguments(by("hf", config), torch.device("cuda"), "fp32", ranks.Ranks(0, 1, None, None), 4)
+    assert args.n_gpu == 1 and args.train_batch_size == config.batch
 
 
 @others

@@ -18,13 +18,13 @@ import torch
 import transformers
 from torch.utils.data import Dataset, Sampler, SequentialSampler
 
+from liger_kernel.train.checkpoint import write
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.data import Data
 from liger_kernel.train.measure import UNTIMED, PeakMemory
 from liger_kernel.train.metrics import Endpoint, Reports, of_lines, of_run
 from liger_kernel.train.optimizer import adamw, scheduler
 from liger_kernel.train.ranks import News, Preempted, Ranks, Watch, local_rank, restarts
-
 
 UNMOVED: dict[str, Any] = {"tokens_per_second": 0.0, "seconds": 0.0, "evaluations": []}  # of a run that was finished before, whose numbers are gone
 
@@ -53,12 +53,32 @@ class _Trainer(transformers.Trainer):
     def create_optimizer(self, *args: Any, **options: Any) -> torch.optim.Optimizer:
         if self.optimizer is None:
             self.optimizer = adamw(self.model.parameters(), self.config)  # type: ignore[union-attr]
+            self.numbers = numbers(self.optimizer)
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         if self.lr_scheduler is None:
             self.lr_scheduler = scheduler(optimizer or self.optimizer, self.config)  # type: ignore[arg-type]
         return self.lr_scheduler
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            configured(self.optimizer, self.lr_scheduler, self.numbers)
+
+
+def numbers(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Of each group, what follows from the config: peak of the learning rate, weight decay and so on."""
+    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+
+
+def configured(optimizer: Any, schedule: Any, numbers: list[dict[str, Any]]) -> None:
+    """Give them the numbers of this config again, which loading has replaced by those of the checkpoint."""
+    schedule = getattr(schedule, "scheduler", schedule)  # accelerate's wrapper
+    schedule.base_lrs = [group["lr"] for group in numbers]
+    for group, own, part in zip(optimizer.param_groups, numbers, schedule.lr_lambdas):
+        group.update(own, initial_lr=own["lr"], lr=own["lr"] * part(schedule.last_epoch))
+    schedule._last_lr = [group["lr"] for group in optimizer.param_groups]
 
 
 class _Lines(transformers.TrainerCallback):
@@ -127,7 +147,7 @@ def arguments(config: TrainConfig, device: torch.device, precision: str, ranks: 
         how = {"fsdp": "full_shard auto_wrap", "fsdp_config": {"fsdp_version": 2}}
     elif config.parallel.startswith("deepspeed-z"):
         how = {"deepspeed": deepspeed(int(config.parallel[-1]))}
-    return transformers.TrainingArguments(
+    args = transformers.TrainingArguments(
         output_dir=str(Path(config.out) / "checkpoints-hf"),
         max_steps=config.steps,
         per_device_train_batch_size=config.batch,
@@ -154,6 +174,9 @@ def arguments(config: TrainConfig, device: torch.device, precision: str, ranks: 
         seed=config.seed,
         **how,
     )
+    if args.n_gpu > 1:  # one process, several GPUs: transformers would spread a batch of each over them by DataParallel
+        args._n_gpu = 1
+    return args
 
 
 def latest(folder: Path, ranks: Ranks) -> Path | None:
@@ -180,6 +203,20 @@ def damage(path: Path) -> str | None:
     return f"{', '.join(short)} is too short" if short else None
 
 
+def accept(config: TrainConfig, data: Data, ranks: Ranks, folder: Path, last: Path | None) -> None:
+    """``UserError`` where the run must not go on from ``last``: it is not to, or the order of the data would be another."""
+    if last and not config.resume and restarts() == 0:
+        raise UserError(f"{folder} holds checkpoints: remove them, give another --out, or leave --no-resume")
+    path, here = folder / "identity.json", {"seed": config.seed, "length": config.length} | data.identity()
+    there = ranks.agreed(json.loads(path.read_text()) if ranks.first and last and path.is_file() else None)
+    wrong = [f"{name} {there.get(name)} there, {value} here" for name, value in here.items() if there and there.get(name) != value]
+    if wrong:
+        raise UserError(f"checkpoint {last} is of other data: {'; '.join(wrong)}")
+    if ranks.first and config.checkpoint_every:
+        folder.mkdir(parents=True, exist_ok=True)
+        write(path, json.dumps(here))
+
+
 def finished(config: TrainConfig, ranks: Ranks) -> dict[str, Any] | None:
     """The numbers of the run that made the last step, where this one had none to make."""
     path = Path(config.out) / "metrics.json"
@@ -193,8 +230,7 @@ def run(config: TrainConfig, data: Data, model: Any, device: torch.device, preci
     args = arguments(config, device, precision, ranks, rows)
     folder = Path(str(args.output_dir))
     last = latest(folder, ranks)
-    if last and not config.resume and restarts() == 0:
-        raise UserError(f"{folder} holds checkpoints: remove them, give another --out, or leave --no-resume")
+    accept(config, data, ranks, folder, last)
     memory = PeakMemory(device)
     endpoint = Endpoint(config.metrics_host, config.metrics_port + local_rank(), ranks.rank) if config.metrics_port else None
     reports = Reports(config, vars(config)) if ranks.first and config.reports else None

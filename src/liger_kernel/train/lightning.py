@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.data import Data
-from liger_kernel.train.hf import UNMOVED, finished
+from liger_kernel.train.hf import UNMOVED, accept, configured, finished, numbers
 from liger_kernel.train.measure import UNTIMED, PeakMemory
 from liger_kernel.train.metrics import Endpoint, Reports, of_lines, of_run
 from liger_kernel.train.model import save
@@ -65,6 +65,7 @@ class _Module(L.LightningModule):
 
     def configure_optimizers(self) -> dict[str, Any]:
         optimizer = adamw(self.model.parameters(), self.config)
+        self.numbers = numbers(optimizer)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler(optimizer, self.config), "interval": "step"}}
 
 
@@ -83,6 +84,7 @@ class _Lines(L.Callback):
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         self.first, self.timed_from, self.seen, self.loss = trainer.global_step, time.perf_counter(), trainer.global_step, 0.0
+        configured(trainer.optimizers[0], trainer.lr_scheduler_configs[0].scheduler, module.numbers)
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
         self.norm = torch.nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None])
@@ -107,7 +109,7 @@ class _Lines(L.Callback):
             self.save(trainer)
 
     def save(self, trainer: Any) -> None:
-        """Write a checkpoint, all of it or none, and remove those beyond ``checkpoint_keep``. Lightning's own callback keeps names that a save by hand upsets."""
+        """Write a checkpoint, all of it or none, and remove those beyond ``checkpoint_keep``. Its own callback keeps names that a save by hand upsets."""
         aside = self.folder / "writing.tmp"
         trainer.save_checkpoint(aside)
         if self.ranks.first:
@@ -162,8 +164,8 @@ def run(config: TrainConfig, data: Data, model: Any, device: torch.device, preci
     parts = math.ceil(math.ceil(rows / ranks.world) / config.batch)
     folder = Path(config.out) / "checkpoints-lightning"
     last = ranks.agreed(next(reversed(checkpoints(folder)), None))
-    if last and not config.resume and restarts() == 0:
-        raise UserError(f"{folder} holds checkpoints: remove them, give another --out, or leave --no-resume")
+    accept(config, data, ranks, folder, last)
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world))  # ranks on this machine
     memory = PeakMemory(device)
     endpoint = Endpoint(config.metrics_host, config.metrics_port + local_rank(), ranks.rank) if config.metrics_port else None
     module = _Module(config, model, parts)
@@ -175,7 +177,8 @@ def run(config: TrainConfig, data: Data, model: Any, device: torch.device, preci
             lines = _Lines(config, ranks, stop, watch, endpoint, reports, folder)
             trainer = L.Trainer(
                 accelerator="gpu" if device.type == "cuda" else "cpu",
-                devices=[device.index or 0] if device.type == "cuda" and ranks.world == 1 else max(1, ranks.world),
+                devices=[device.index or 0] if device.type == "cuda" and ranks.world == 1 else here,
+                num_nodes=ranks.world // here,
                 strategy="ddp" if config.parallel == "ddp" else "auto",
                 precision=PRECISIONS[precision],
                 max_steps=config.steps,

@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -165,6 +166,25 @@ def test_one_process_takes_one_gpu(config, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     args = hf.arguments(by("hf", config), torch.device("cuda"), "fp32", ranks.Ranks(0, 1, None, None), 4)
     assert args.n_gpu == 1 and args.train_batch_size == config.batch
+
+
+@pytest.mark.skipif(not has("lightning"), reason="lightning is not installed")
+def test_lightning_is_told_of_several_machines(config, monkeypatch):
+    from liger_kernel.train import data, lightning
+
+    class Told(Exception):
+        pass
+
+    def trainer(**options):
+        raise Told(options["devices"], options["num_nodes"])
+
+    monkeypatch.setattr(lightning.L, "Trainer", trainer)
+    monkeypatch.setattr(ranks.Ranks, "agreed", lambda self, value: value)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    with pytest.raises(Told) as told:
+        two = by("lightning", config, parallel="ddp")
+        lightning.run(two, data.load(two), torch.nn.Linear(1, 1), torch.device("cpu"), "fp32", ranks.Ranks(0, 16, None, None), threading.Event())
+    assert told.value.args == (8, 2)
 
 
 @others

@@ -147,7 +147,7 @@ def test_a_crash_after_a_preemption_costs_the_steps_since_the_newest_checkpoint(
     for step in (4, 6):
         assert (folder / kept.format(step)).exists()
     assert len(loop.train(again)["losses"]) == 3
-    assert sorted(path.name for path in folder.iterdir()) == [kept.format(8), kept.format(9), "identity.json"]
+    assert {path.name for path in folder.iterdir()} == {kept.format(8), kept.format(9), "identity.json"}
 
 
 @others

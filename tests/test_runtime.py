@@ -613,7 +613,7 @@ def test_sigterm_to_one_of_two_machines_stops_both(told, base, tmp_path, user_en
     launchers.append(launched(config, user_env, *flags))
     under_way(tmp_path / "run" / "metrics.jsonl", *launchers)
     launchers[told].send_signal(signal.SIGTERM)
-    outputs = [launcher.communicate(timeout=30)[0] for launcher in launchers]
+    outputs = [launcher.communicate(timeout=120)[0] for launcher in launchers]
     assert [launcher.returncode for launcher in launchers] == [ranks.EXIT_PREEMPTED] * 2, outputs
     assert latest(config)[0] == f"step-{len(losses(config)):08d}"
 

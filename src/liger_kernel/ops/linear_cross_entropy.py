@@ -72,7 +72,7 @@ def _launcher_without_into(schema: str):
 
 
 def _divides_later(x: Tensor, dw_into: Tensor | None) -> bool:
-    """fp16 gradients of a mean over many tokens would underflow before a loss scaler reaches them: the backward divides, if they are not in a buffer by then."""
+    """fp16 gradients of a mean over many tokens would underflow before a loss scaler reaches them: the backward divides, if they are not in a buffer then."""
     return x.dtype == torch.float16 and dw_into is None
 
 

@@ -47,7 +47,7 @@ class Job:
     cluster_queue: str | None = None  # render that LocalQueue, too, as one of this ClusterQueue
     quota_nodes: int | None = None  # render that ClusterQueue, too, with room for so many nodes
     retries: int = 10  # of the whole job, preemptions not counted where the kind of job can tell
-    grace: int = 180  # seconds from SIGTERM to SIGKILL: must exceed a step and a checkpoint
+    grace: int = 180  # seconds from SIGTERM to SIGKILL: must exceed two steps and a checkpoint
     secret: str | None = None  # Secret whose keys become environment variables, such as HF_TOKEN
     environment: dict = field(default_factory=dict)
     node_selector: dict = field(default_factory=dict)

@@ -316,9 +316,10 @@ def instance_patches(model: nn.Module, model_type: str, parts: Mapping[str, Any]
     own = [c.model_type for c in slots.configs_of(getattr(model, "config", None)) if getattr(c, "model_type", "")]
     of_all = list(dict.fromkeys(_patches(dict.fromkeys([model_type, *own]), parts, head, rows)))
     seen: dict[tuple[nn.Module, str, Callable], list[Patch]] = {}  # module, method, its function -> what it is to see
+    callers = functools.cache(_callers)  # for this time: methods of classes may be replaced meanwhile
     for p in of_all:
         for m in model.modules() if isinstance(p.owner, types.ModuleType) and not p.applied else ():
-            for name, f in _callers(type(m), p.owner, p.attribute):
+            for name, f in callers(type(m), p.owner, p.attribute):
                 seen.setdefault((m, name, f), []).append(p)
     fuse = bool(parts.get("rms_norm"))
     found = [
@@ -357,7 +358,6 @@ def _on_instance(m: nn.Module, attribute: str, new: Callable, label: str, around
     return Patch(m, place, types.MethodType(new, m), label)
 
 
-@functools.cache
 def _callers(cls: type, module: types.ModuleType, name: str) -> list[tuple[str, types.FunctionType]]:
     """Methods of ``cls`` that look up ``name`` in ``module``."""
     methods = {}

@@ -13,6 +13,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import nn
 
 transformers = pytest.importorskip("transformers")
@@ -697,6 +698,46 @@ def test_autocast(dtype):
         assert ours[name].dtype == torch.float32
         error, theirs = ((x[name] - t).norm() / t.norm() for x in (ours, stock))
         assert error <= 2 * theirs + torch.finfo(dtype).eps / 4, f"{name}: {error:.2e}; stock {theirs:.2e}"
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """By hand, as those of kernels are."""
+
+    @staticmethod
+    def forward(ctx, logits, target):
+        ctx.save_for_backward(logits.detach() * 1.0, target)
+        return F.cross_entropy(logits.float(), target)
+
+    @staticmethod
+    def backward(ctx, g):
+        logits, target = ctx.saved_tensors
+        with torch.enable_grad():
+            x = logits.requires_grad_()
+            return torch.autograd.grad(F.cross_entropy(x.float(), target), x)[0] * g, None
+
+
+def _checkpointed(logits, target):
+    return torch.utils.checkpoint.checkpoint(F.cross_entropy, logits, target, use_reentrant=True)
+
+
+@pytest.mark.parametrize("function", [_CrossEntropy.apply, _checkpointed], ids=["Function", "checkpoint"])
+def test_functions_of_autograd_need_tensors(function):
+    """They would pass no gradient, and another loss beside would hide that."""
+
+    def loss(logits, labels, vocab_size, **_):
+        target = F.pad(labels, (0, 1), value=-100)[..., 1:].reshape(-1)
+        flat = logits.view(-1, vocab_size)
+        return function(flat.value() if given and isinstance(flat, DeferredLogits) else flat, target)
+
+    given = False
+    model = make("qwen3_moe", num_hidden_layers=1).train()
+    model.loss_function = loss
+    expected = step(model, output_router_logits=True)[1]
+    patched(model)
+    with pytest.raises(RuntimeError, match=r"apply: the logits of a patched model are computed when they are needed.*: give it logits.value\(\)"):
+        step(model, output_router_logits=True)
+    given = True
+    assert_same_learning(step(model, output_router_logits=True)[1], expected)
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="the default is another device only where there is one")

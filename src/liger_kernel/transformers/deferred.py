@@ -172,6 +172,7 @@ class DeferredLogits:
 
     def value(self) -> Tensor:
         """The logits themselves."""
+        self.not_in_a_function()
         if self.computed is None:
             root = self if self.root is None else self.root
             for recipe in (root, *(other() for other in root.others), self):  # parents come before their children
@@ -180,6 +181,19 @@ class DeferredLogits:
                         recipe.computed = recipe.make() if recipe.make else recipe._call_head()
                     recipe.root = recipe.make = None
         return self.computed  # type: ignore[return-value]
+
+    def not_in_a_function(self) -> None:
+        """``RuntimeError`` within a ``torch.autograd.Function`` that was given a recipe: autograd knows tensors alone, and no gradient would pass."""
+        if torch.is_grad_enabled() or not self.grad or torch.compiler.is_compiling():
+            return
+        frame = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code is _APPLY and any(isinstance(a, DeferredLogits) for a in frame.f_locals["args"]):
+                raise RuntimeError(
+                    f"{frame.f_locals['cls'].__name__}.apply: the logits of a patched model are computed when they are needed, and are no tensor before: "
+                    "give it logits.value(), or patch the model with fused_linear_cross_entropy=False"
+                )
+            frame = frame.f_back  # type: ignore[assignment]
 
     def _call_head(self) -> Tensor:
         with self.as_called():
@@ -321,6 +335,9 @@ class DeferredLogits:
         return fn(*tree_map(_materialised, args), **tree_map(_materialised, kwargs))
 
 
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+
+
 def _apply(y: Tensor, name: str, arg: Any) -> Tensor:
     return y.to(arg) if name == "to" else y * arg if name == "mul" else y / arg if name == "div" else torch.tanh(y)
 
@@ -373,6 +390,7 @@ def _cross_entropy(
 
 
 def _loss(logits: DeferredLogits, target: Tensor, **options: Any) -> Tensor:
+    logits.not_in_a_function()
     asked = logits.loss
     options = asked.options | options
     cut = torch.is_grad_enabled() and not logits.grad  # from the graph, by a no_grad before this loss

@@ -141,7 +141,7 @@ def environment_read():
 
 # who sets what the manifests leave alone
 ELSEWHERE = {
-    "torch's launcher": {"RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"},
+    "torch's launcher": {"RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"},
     "our launcher": {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "OMP_NUM_THREADS"},
     "Flyte's pods": {"LIGER_JOB"},
     "nobody: HOME serves": {"XDG_CACHE_HOME"},

@@ -551,11 +551,14 @@ def test_lines_that_were_lost_do_not_bring_others_twice(tmp_path):
 
 def test_a_folder_is_prepared_anew_and_can_be_read_by_others(config, tmp_path):
     other = dataclasses.replace(config, data=write_jsonl(tmp_path / "other.jsonl", [{"text": TEXT[::-1]}] * 4))
-    rows = [load(dataclasses.replace(config, data=str(data_module.prepare(c, tmp_path / "rows")))).rows.ids for c in (config, other)]
+    rows = []
+    for c in (config, other):
+        rows.append(load(dataclasses.replace(config, data=str(data_module.prepare(c, tmp_path / "rows")))).rows.ids)
+        (tmp_path / "rows" / "mine.txt").touch()
     assert not torch.equal(*(r[:64] for r in rows)) and torch.equal(rows[1], load(other).rows.ids)
     (tmp_path / "plain").mkdir()
     assert (tmp_path / "rows").stat().st_mode == (tmp_path / "plain").stat().st_mode
-    assert {path.name for path in tmp_path.iterdir() if path.name.startswith("tmp")} == set()
+    assert (tmp_path / "rows" / "mine.txt").is_file() and not [path for path in (tmp_path / "rows").iterdir() if path.is_dir()]
 
 
 def test_a_model_saved_over_adapters_is_alone(config, tmp_path):
@@ -565,10 +568,14 @@ def test_a_model_saved_over_adapters_is_alone(config, tmp_path):
     base, both = str(tmp_path / "base"), str(tmp_path / "both")
     loop.train(dataclasses.replace(config, save=base, steps=1))
     loop.train(dataclasses.replace(config, model=base, lora=4, save=both, out=str(tmp_path / "lora")))
-    (tmp_path / "both" / "mine.txt").write_text("stays")
+    mine = tmp_path / "both" / "rows.safetensors"
+    mine.write_text("stays")
     loop.train(dataclasses.replace(config, model=base, save=both, out=str(tmp_path / "whole")))
     assert not any("lora" in name for name, _ in transformers.AutoModelForCausalLM.from_pretrained(both).named_parameters())
-    assert (tmp_path / "both" / "mine.txt").is_file()
+    assert mine.is_file()
+    # adapters beside the model that they are of leave it there
+    loop.train(dataclasses.replace(config, model=base, lora=4, save=base, out=str(tmp_path / "beside")))
+    assert any("lora" in name for name, _ in transformers.AutoModelForCausalLM.from_pretrained(base).named_parameters())
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems do not let a process forget its peak")

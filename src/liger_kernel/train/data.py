@@ -501,15 +501,15 @@ def tokenizer_of(config: TrainConfig) -> Any:
 def prepare(config: TrainConfig, folder: str | Path) -> Path:
     """Tokenise the data of a run into ``folder``, which then serves as ``data`` of runs with this ``length`` or a greater one.
 
-    What was prepared there before makes room.
+    Files of what was prepared there before are replaced.
     """
     folder, data = Path(folder), load(dataclasses.replace(config, stream=0))
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, ignore_cleanup_errors=True) as aside:
-        _write(Path(aside) / "new", data.rows, data.tokenizer)
-        if (folder / ROWS).is_file():
-            os.rename(folder, Path(aside) / "old")
-        os.rename(Path(aside) / "new", folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".preparing-", ignore_cleanup_errors=True) as aside:
+        new = Path(aside) / "new"
+        _write(new, data.rows, data.tokenizer)
+        for path in sorted(new.iterdir(), key=lambda path: path.name == ROWS):  # the rows last: they make it a prepared folder
+            os.replace(path, folder / path.name)
     return folder
 
 

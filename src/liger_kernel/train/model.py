@@ -169,6 +169,16 @@ def flops_per_token(model: Any, length: int) -> float | None:
     return token_flops(model, length)
 
 
+WEIGHTS = (
+    "adapter_config.json",
+    "adapter_model.*",
+    "model.safetensors",
+    "model-?????-of-?????.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model*.bin*",
+)
+
+
 def save(model: Any, tokenizer: Any, folder: str, first: bool = True) -> None:
     """Weights as safetensors, config and tokenizer, as ``from_pretrained`` reads them. Sharded weights are gathered: every rank calls it, the ``first`` writes.
 
@@ -188,7 +198,8 @@ def save(model: Any, tokenizer: Any, folder: str, first: bool = True) -> None:
         new = sorted(path.name for path in Path(aside).iterdir())
         for name in new:
             os.replace(Path(aside) / name, target / name)
-    for pattern in ("adapter_*", "*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*"):  # of a model that was saved there before
+    whole = "adapter_config.json" not in new  # adapters may lie beside the model that they are of
+    for pattern in WEIGHTS if whole else ():  # of a model that was saved there before, which from_pretrained might prefer
         for path in target.glob(pattern):
             if path.name not in new:
                 path.unlink()

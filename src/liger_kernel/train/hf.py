@@ -18,15 +18,13 @@ import torch
 import transformers
 from torch.utils.data import Dataset, Sampler, SequentialSampler
 
-from liger_kernel.train.checkpoint import write
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.data import Data
 from liger_kernel.train.measure import UNTIMED, PeakMemory
 from liger_kernel.train.metrics import Endpoint, Reports, of_lines, of_run
 from liger_kernel.train.optimizer import adamw, scheduler
 from liger_kernel.train.ranks import News, Preempted, Ranks, Watch, local_rank, restarts
-
-UNMOVED: dict[str, Any] = {"tokens_per_second": 0.0, "seconds": 0.0, "evaluations": []}  # of a run that was finished before, whose numbers are gone
+from liger_kernel.train.resume import UNMOVED, accept, configured, finished, numbers
 
 
 class _Places(Dataset):
@@ -65,20 +63,6 @@ class _Trainer(transformers.Trainer):
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
             configured(self.optimizer, self.lr_scheduler, self.numbers)
-
-
-def numbers(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Of each group, what follows from the config: peak of the learning rate, weight decay and so on."""
-    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
-
-
-def configured(optimizer: Any, schedule: Any, numbers: list[dict[str, Any]]) -> None:
-    """Give them the numbers of this config again, which loading has replaced by those of the checkpoint."""
-    schedule = getattr(schedule, "scheduler", schedule)  # accelerate's wrapper
-    schedule.base_lrs = [group["lr"] for group in numbers]
-    for group, own, part in zip(optimizer.param_groups, numbers, schedule.lr_lambdas):
-        group.update(own, initial_lr=own["lr"], lr=own["lr"] * part(schedule.last_epoch))
-    schedule._last_lr = [group["lr"] for group in optimizer.param_groups]
 
 
 class _Lines(transformers.TrainerCallback):
@@ -201,27 +185,6 @@ def damage(path: Path) -> str | None:
         return f"{type(error).__name__}: {error}"
     short = [file.name for file in path.glob("*.pt*") if not zipfile.is_zipfile(file)]  # what torch.save wrote ends in a table
     return f"{', '.join(short)} is too short" if short else None
-
-
-def accept(config: TrainConfig, data: Data, ranks: Ranks, folder: Path, last: Path | None) -> None:
-    """``UserError`` where the run must not go on from ``last``: it is not to, or the order of the data would be another."""
-    if last and not config.resume and restarts() == 0:
-        raise UserError(f"{folder} holds checkpoints: remove them, give another --out, or leave --no-resume")
-    path, here = folder / "identity.json", {"seed": config.seed, "length": config.length} | data.identity()
-    there = ranks.agreed(json.loads(path.read_text()) if ranks.first and last and path.is_file() else None)
-    wrong = [f"{name} {there.get(name)} there, {value} here" for name, value in here.items() if there and there.get(name) != value]
-    if wrong:
-        raise UserError(f"checkpoint {last} is of other data: {'; '.join(wrong)}")
-    if ranks.first and config.checkpoint_every:
-        folder.mkdir(parents=True, exist_ok=True)
-        write(path, json.dumps(here))
-
-
-def finished(config: TrainConfig, ranks: Ranks) -> dict[str, Any] | None:
-    """The numbers of the run that made the last step, where this one had none to make."""
-    path = Path(config.out) / "metrics.json"
-    found = json.loads(path.read_text(encoding="utf-8")) if ranks.first and path.is_file() else None  # rank 0 writes it again
-    return found if found and found["trainer"] == config.trainer else None
 
 
 def run(config: TrainConfig, data: Data, model: Any, device: torch.device, precision: str, ranks: Ranks, stop: threading.Event) -> dict[str, Any]:

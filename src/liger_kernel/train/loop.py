@@ -27,6 +27,7 @@ from liger_kernel.train.metrics import Endpoint, Reports, StepLines, check_repor
 from liger_kernel.train.model import attend, build, device_and_precision, flops_per_token, save
 from liger_kernel.train.optimizer import adamw, learning_rate
 from liger_kernel.train.ranks import News, Preempted, Ranks, Watch, joined, local_rank, restarts, told_to_stop
+from liger_kernel.train.resume import refuse_other
 from liger_kernel.train.store import stored
 
 SKIPS = 10  # steps in a row without finite gradients after which `--nonfinite skip` gives up: more data will not mend the weights
@@ -347,10 +348,7 @@ class _Run:
             raise UserError(f"{self.checkpoints.folder} holds checkpoints: remove them, give another --out, or leave --no-resume")
         state = self.checkpoints.load(path, self.parallel.module, self.optimizer)
         there = {"model": self._identity()["model"]} | state["identity"]  # which is not in those of earlier releases
-        wrong = [f"{name} {there.get(name)} there, {value} here" for name, value in self._identity().items() if there.get(name) != value]
-        if wrong:
-            kind = "another model" if wrong[0].startswith("model ") else "other data"
-            raise UserError(f"checkpoint {path} is of {kind}: {'; '.join(wrong)}")
+        refuse_other(path, there, self._identity())
         self.step, self.position, self.tokens = state["step"], state["position"], state["tokens"]
         self.nonfinite, self.skips = state["nonfinite"], state["skips"]
         self.data.seek(self.position, state.get("data", {}))

@@ -1,0 +1,58 @@
+"""What must hold for a run to go on where it stopped, whichever trainer made it, and what the trainers of others need for that."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from liger_kernel.train.checkpoint import write
+from liger_kernel.train.config import TrainConfig, UserError
+from liger_kernel.train.data import Data
+from liger_kernel.train.ranks import Ranks, restarts
+
+UNMOVED: dict[str, Any] = {"tokens_per_second": 0.0, "seconds": 0.0, "evaluations": []}  # of a run that was finished before, whose numbers are gone
+
+
+def refuse_other(path: Path | None, there: dict[str, Any], here: dict[str, Any]) -> None:
+    """``UserError`` if the checkpoint ``path`` was written with another identity than this run's: order of the data, or model."""
+    wrong = [f"{name} {there.get(name)} there, {value} here" for name, value in here.items() if there.get(name) != value]
+    if wrong:
+        kind = "another model" if wrong[0].startswith("model ") else "other data"
+        raise UserError(f"checkpoint {path} is of {kind}: {'; '.join(wrong)}")
+
+
+def accept(config: TrainConfig, data: Data, ranks: Ranks, folder: Path, last: Path | None) -> None:
+    """``UserError`` where the run must not go on from ``last``: it is not to, or the order of the data would be another."""
+    if last and not config.resume and restarts() == 0:
+        raise UserError(f"{folder} holds checkpoints: remove them, give another --out, or leave --no-resume")
+    path, here = folder / "identity.json", {"seed": config.seed, "length": config.length} | data.identity()
+    there = ranks.agreed(json.loads(path.read_text()) if ranks.first and last and path.is_file() else None)
+    if there:
+        refuse_other(last, there, here)
+    if ranks.first and config.checkpoint_every:
+        folder.mkdir(parents=True, exist_ok=True)
+        write(path, json.dumps(here))
+
+
+def finished(config: TrainConfig, ranks: Ranks) -> dict[str, Any] | None:
+    """The numbers of the run that made the last step, where this one had none to make."""
+    path = Path(config.out) / "metrics.json"
+    found = json.loads(path.read_text(encoding="utf-8")) if ranks.first and path.is_file() else None  # rank 0 writes it again
+    return found if found and found["trainer"] == config.trainer else None
+
+
+def numbers(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Of each group, what follows from the config: peak of the learning rate, weight decay and so on."""
+    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+
+
+def configured(optimizer: Any, schedule: Any, numbers: list[dict[str, Any]]) -> None:
+    """Give them the numbers of this config again, which loading has replaced by those of the checkpoint."""
+    schedule = getattr(schedule, "scheduler", schedule)  # accelerate's wrapper
+    schedule.base_lrs = [group["lr"] for group in numbers]
+    for group, own, part in zip(optimizer.param_groups, numbers, schedule.lr_lambdas):
+        group.update(own, initial_lr=own["lr"], lr=own["lr"] * part(schedule.last_epoch))
+    schedule._last_lr = [group["lr"] for group in optimizer.param_groups]

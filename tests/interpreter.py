@@ -13,8 +13,8 @@ import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
 
-_UNARY = ("cos", "exp", "exp2", "floor", "ceil", "log", "log2", "precise_sqrt", "sqrt", "sin", "erf", "rsqrt")
-_BINARY = ("fadd", "fsub", "fmul", "fdiv", "frem", "precise_divf", "minimumf", "minnumf", "maximumf", "maxnumf")
+_UNARY = ("cos", "exp", "exp2", "floor", "ceil", "log", "log2", "precise_sqrt", "sqrt", "sin", "erf", "rsqrt", "fneg")  # the last from Triton 3.8 on
+_BINARY = ("fadd", "fsub", "fmul", "fdiv", "frem", "precise_divf", "minimumf", "maximumf")
 _COMPARE = tuple(f"fcmp{order}{relation}" for order in "OU" for relation in ("LT", "LE", "GT", "GE", "EQ", "NE"))
 
 
@@ -76,6 +76,16 @@ def _fp_to_fp(stock):
         return self.cast_impl(src, dst_type)
 
     return create_fp_to_fp
+
+
+def _comparison(stock):
+    """What compares scalars is a bit, which Triton 3.9 asks masks to be."""
+
+    def binary_op(self, lhs, rhs, op):
+        out = stock(self, lhs, rhs, op)
+        return TensorHandle(out.data, tl.int1) if out.data.dtype == bool else out
+
+    return binary_op
 
 
 def _atomic(stock):
@@ -160,10 +170,14 @@ def install() -> None:
     B = InterpreterBuilder
     for names, rounds in (((*_UNARY, *_BINARY, "fma", "clampf"), True), ((*_COMPARE, "dot"), False)):
         for name in (f"create_{n}" for n in names):
-            setattr(B, name, _in_fp32(getattr(B, name), rounds=rounds))
+            if hasattr(B, name):
+                setattr(B, name, _in_fp32(getattr(B, name), rounds=rounds))
     B.cast_impl = _cast(B.cast_impl)
     B.create_fp_to_fp = _fp_to_fp(B.create_fp_to_fp)
     B.create_atomic_rmw = _atomic(B.create_atomic_rmw)
+    for name, least in (("create_maxnumf", np.fmax), ("create_minnumf", np.fmin)):  # where tl.maximum meets NaN, the other number; so from Triton 3.8 on
+        setattr(B, name, _in_fp32(lambda self, a, b, least=least: self.binary_op(a, b, least), rounds=True))
+    B.binary_op = _comparison(B.binary_op)
     B.get_bf16 = lambda self, value: TensorHandle(to_bf16(np.array([value], dtype=np.float32)), tl.bfloat16)
     interpreter._implicit_cvt = _argument(interpreter._implicit_cvt)
     interpreter._patch_lang_core = _language(interpreter._patch_lang_core)

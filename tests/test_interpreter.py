@@ -38,7 +38,7 @@ def test_arithmetic(dtype):
     out = torch.empty(7, 64, dtype=dtype)
     _all[(1,)](x, y, out, 1.1, BLOCK=64)
     expected = [
-        x + y, x * y - x, torch.maximum(-x, y.abs()), x.where(x < y, 0), (x.float() * torch.tensor(1.1)).to(dtype),
+        x + y, x * y - x, torch.fmax(-x, y.abs()), x.where(x < y, 0), (x.float() * torch.tensor(1.1)).to(dtype),
         (torch.from_numpy(x.float().numpy().sum(keepdims=True)) + torch.arange(64)).to(dtype), y,
     ]  # fmt: skip
     for got, want in zip(out, expected):

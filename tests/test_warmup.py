@@ -29,6 +29,8 @@ def run(env: dict[str, str], *argv: object) -> str:
 
 @pytest.mark.parametrize("family", ["llama", *(pytest.param(f, marks=pytest.mark.slow) for f in CONFIGS if f != "llama")])
 def test_training_after_warmup_compiles_nothing(family, user_env, tmp_path):
+    from triton.runtime import build
+
     config = tmp_path / "config.json"
     config.write_text(json.dumps(CONFIGS[family]))
     env = user_env | {"TRITON_CACHE_DIR": str(tmp_path / "cache")}
@@ -37,8 +39,8 @@ def test_training_after_warmup_compiles_nothing(family, user_env, tmp_path):
     warmup = ("-m", "liger_kernel.cli", "warmup", "--model", config, "--batch", 2, "--seq", 64, "--arch", "sm90")
     built = lambda: {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.so")}
     first, libraries, second = run(env, *warmup), built(), run(env, *warmup)
-    # what starts kernels, too; that it finds NVIDIA's driver is known by name
-    assert libraries == built() and libraries
+    # what starts kernels, too; that it finds NVIDIA's driver is known by name, or, from Triton 3.8 on, by its folder
+    assert libraries == built() and bool(libraries) != hasattr(build, "compile_so_from_file")
     assert all(b"libcuda.so.1" in path.read_bytes() for path in libraries)
     needed, compiled = map(int, re.match(r"(\d+) kernels for sm90: (\d+) compiled", first).groups())
     assert compiled == needed > 8

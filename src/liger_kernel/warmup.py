@@ -218,7 +218,7 @@ def build_launchers(kernels: Iterable[Any]) -> None:
     """The C code by which Triton starts CUDA kernels, into its cache: one library of its own and, before Triton 3.7, one a kernel.
 
     At the first launch that would take a C compiler a quarter of a second each. They are built, not loaded; where NVIDIA's driver is not there, they are
-    linked to one that has its functions' names.
+    linked to one that has its functions' names. From Triton 3.8 on the cache has them by the folder of the driver, so that they are built where that is.
     """
     from triton.backends.nvidia import driver as nvidia
 
@@ -226,15 +226,21 @@ def build_launchers(kernels: Iterable[Any]) -> None:
     try:
         build._load_module_from_path = lambda name, path: Unloaded(name)
         with tempfile.TemporaryDirectory() as folder, knobs.nvidia.scope():
-            source = Path(nvidia.dirname, "driver.c").read_text()
+            source = Path(nvidia.dirname, "driver.c")
+            by_folder = hasattr(build, "compile_so_from_file")
             if not torch.cuda.is_available():
-                names = sorted(set(re.findall(r"\bcu[A-Z]\w*", source + Path(nvidia.__file__).read_text())))
+                if by_folder:
+                    raise RuntimeError("Triton's cache has it by the folder of NVIDIA's driver, which is not here")
+                names = sorted(set(re.findall(r"\bcu[A-Z]\w*", source.read_text() + Path(nvidia.__file__).read_text())))
                 compiler = next(filter(shutil.which, ("cc", "gcc", "clang")), "cc")
                 command = [compiler, "-shared", "-w", "-x", "c", "-", "-Wl,-soname,libcuda.so.1", "-o", f"{folder}/libcuda.so.1"]
                 subprocess.run(command, input="".join(f"void {name}(void) {{}}\n" for name in names), text=True, check=True)
                 knobs.nvidia.libcuda_path = folder
             to = dict(library_dirs=nvidia.library_dirs(), include_dirs=nvidia.include_dirs, libraries=nvidia.libraries)
-            build.compile_module_from_src(source, "cuda_utils", **to)
+            if by_folder:
+                build.compile_so_from_file(str(source), "cuda_utils", **to)
+            else:
+                build.compile_module_from_src(source.read_text(), "cuda_utils", **to)
             for kernel in kernels if hasattr(nvidia, "make_launcher") else ():
                 nvidia.CudaLauncher(kernel.src, kernel.metadata)
     except Exception as error:  # no C compiler, or a Triton that does this in another way: the kernels are there all the same

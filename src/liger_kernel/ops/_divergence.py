@@ -58,6 +58,12 @@ def masked(losses: Tensor, labels: Tensor | None, ignore_index: int) -> Tensor:
 
 
 @jit
+def at_least(x, least):
+    """The larger of x and a number; NaN stays NaN, which it does not in tl.maximum."""
+    return tl.where(x < least, least, x)
+
+
+@jit
 def element(x, y, beta, eps, KIND: tl.constexpr):
     """The divergence at each element of fp32 x and y, and its derivatives with respect to x and to y."""
     if KIND == "tvd":
@@ -66,7 +72,7 @@ def element(x, y, beta, eps, KIND: tl.constexpr):
         dx = tl.where(d > 0, 0.5, tl.where(d < 0, -0.5, 0.0 * d))
         dy = -dx
     elif KIND == "kl":
-        t = tl.log(tl.maximum(y, eps)) - x
+        t = tl.log(at_least(y, eps)) - x
         t = tl.where((y == 0.0) & (t == float("inf")), 0.0, t)
         loss = y * t
         dx = -y
@@ -84,7 +90,7 @@ def element(x, y, beta, eps, KIND: tl.constexpr):
     else:  # the logarithms' own derivatives cancel: the two terms of the loss are its derivatives
         p = tl.exp(y)
         q = tl.exp(x)
-        log_m = tl.log(tl.maximum(beta * p + (1.0 - beta) * q, 1.1754944e-38))  # of probabilities that are not 0, m may underflow
+        log_m = tl.log(at_least(beta * p + (1.0 - beta) * q, 1.1754944e-38))  # of probabilities that are not 0, m may underflow
         dx = (1.0 - beta) * q * tl.where(q == 0.0, 0.0, x - log_m)
         dy = beta * p * tl.where(p == 0.0, 0.0, y - log_m)
         loss = dx + dy

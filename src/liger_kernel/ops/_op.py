@@ -209,7 +209,7 @@ def on_gpu(x: Tensor) -> bool:
     return x.is_cuda or _intercept is not None
 
 
-DIRECT = ("3.6", "3.7")  # releases of Triton whose compiled kernels we know how to call
+DIRECT = ("3.6", "3.7", "3.8", "3.9")  # releases of Triton whose compiled kernels we know how to call
 _DIRECT = HAS_TRITON and not INTERPRET and bool(torch.version.cuda) and triton.__version__.rpartition(".")[0] in DIRECT
 _compiled: dict[tuple, tuple] = {}  # what a launch depends on -> how its compiled kernel is called
 if _DIRECT:

@@ -716,11 +716,27 @@ class _CrossEntropy(torch.autograd.Function):
             return torch.autograd.grad(F.cross_entropy(x.float(), target), x)[0] * g, None
 
 
+class _Decorated(_CrossEntropy):
+    forward = staticmethod(torch.amp.custom_fwd(_CrossEntropy.forward, device_type=DEVICE))
+
+
+class _InTwoParts(_CrossEntropy):
+    @staticmethod
+    def forward(logits, target):
+        return F.cross_entropy(logits.float(), target)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(inputs[0].detach() * 1.0, inputs[1])
+
+
 def _checkpointed(logits, target):
     return torch.utils.checkpoint.checkpoint(F.cross_entropy, logits, target, use_reentrant=True)
 
 
-@pytest.mark.parametrize("function", [_CrossEntropy.apply, _checkpointed], ids=["Function", "checkpoint"])
+@pytest.mark.parametrize(
+    "function", [_CrossEntropy.apply, _Decorated.apply, _InTwoParts.apply, _checkpointed], ids=["Function", "decorated", "in-two-parts", "checkpoint"]
+)
 def test_functions_of_autograd_need_tensors(function):
     """They would pass no gradient, and another loss beside would hide that."""
 

@@ -184,13 +184,15 @@ class DeferredLogits:
 
     def not_in_a_function(self) -> None:
         """``RuntimeError`` within a ``torch.autograd.Function`` that was given a recipe: autograd knows tensors alone, and no gradient would pass."""
-        if torch.is_grad_enabled() or not self.grad or torch.compiler.is_compiling():
+        root = self if self.root is None else self.root
+        if torch.is_grad_enabled() or not root.grad or torch.compiler.is_compiling():
             return
+        forwards = {cls.forward.__code__ for cls in _subclasses(torch.autograd.Function) if isinstance(cls.forward, types.FunctionType)}
         frame = sys._getframe(1)
         while frame is not None:
-            if frame.f_code is _APPLY and any(isinstance(a, DeferredLogits) for a in frame.f_locals["args"]):
+            if frame.f_code in forwards and any(isinstance(a, DeferredLogits) for a in _arguments(frame)):
                 raise RuntimeError(
-                    f"{frame.f_locals['cls'].__name__}.apply: the logits of a patched model are computed when they are needed, and are no tensor before: "
+                    "torch.autograd.Function.apply: the logits of a patched model are computed when they are needed, and are no tensor before: "
                     "give it logits.value(), or patch the model with fused_linear_cross_entropy=False"
                 )
             frame = frame.f_back  # type: ignore[assignment]
@@ -335,7 +337,18 @@ class DeferredLogits:
         return fn(*tree_map(_materialised, args), **tree_map(_materialised, kwargs))
 
 
-_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+def _subclasses(cls: type) -> Iterator[type]:
+    for each in cls.__subclasses__():
+        yield each
+        yield from _subclasses(each)
+
+
+def _arguments(frame: types.FrameType) -> list[Any]:
+    """What the function of ``frame`` was called with, ``*args`` one by one."""
+    code, values = frame.f_code, frame.f_locals
+    n = code.co_argcount + code.co_kwonlyargcount
+    named = [values.get(name) for name in code.co_varnames[:n]]
+    return [*named, *values.get(code.co_varnames[n], ())] if code.co_flags & inspect.CO_VARARGS else named
 
 
 def _apply(y: Tensor, name: str, arg: Any) -> Tensor:

@@ -201,6 +201,14 @@ def test_llama_with_interpreted_kernels():
     assert_same_learning(learned, expected, 1e-5)
 
 
+def test_named_activations_are_looked_at_once(monkeypatch):
+    model = make("qwen3_next")
+    transformers_of_ours._apply_liger_kernel_to_instance(model)
+    step(model)
+    monkeypatch.setattr(slots, "unset_fake_temporarily", None)  # what looking at one begins with
+    step(model)
+
+
 def test_rounding_is_recognised_not_assumed():
     found = {f: slots.infer(f).swapped for f in ("llama", "gemma", "olmo2", "gpt_oss", "glm4", "cohere")}
     assert found["llama"]["LlamaRMSNorm"] == "rms_norm(0, llama, variance_epsilon)"

@@ -75,12 +75,15 @@ def _norm(offset: float, casting: str, eps: str, weight: str) -> Variant:
     return variant
 
 
+_named = functools.cache(lambda name: ACT2FN[name])  # which makes a new one each time, and each would be looked at
+
+
 def _gated_norm(first: str, eps: str, groups: str) -> Variant:
     """``first``: the "norm" or the "gate", or "norm_before_gate", an attribute that says; ``groups``: what says into how many parts rows are cut."""
 
     def variant(stock: Callable) -> Callable:
         def forward(self, hidden_states, gate=None):
-            act = activation(ACT2FN[self.activation]) if "activation" in self.__dict__ and not torch.compiler.is_compiling() else "silu"
+            act = activation(_named(self.activation)) if "activation" in self.__dict__ and not torch.compiler.is_compiling() else "silu"
             if act is None or (torch.compiler.is_compiling() and getattr(self, "activation", "silu") not in ("silu", "swish")):
                 return stock(self, hidden_states, gate)
             h, dtype = hidden_states, hidden_states.dtype

@@ -393,7 +393,10 @@ _ACTIVATIONS: weakref.WeakKeyDictionary[Any, str | None] = weakref.WeakKeyDictio
 
 
 def activation(fn: Callable) -> str | None:
-    """Which of our activations ``fn`` is; None if it is none of them. By its values, looked at once."""
+    """Which of our activations ``fn`` is; None if it is none of them, or somebody sees its calls. By its values, looked at once."""
+    own = getattr(fn, "__dict__", {})
+    if own.get("_forward_hooks") or own.get("_forward_pre_hooks") or own.get("_backward_hooks") or own.get("_backward_pre_hooks") or "forward" in own:
+        return None
     try:
         return _ACTIVATIONS[fn]
     except (KeyError, TypeError):

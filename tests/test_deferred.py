@@ -763,3 +763,13 @@ def test_compiles_without_graph_breaks():
     compiled.eval()
     assert compiled(**tokens(), use_cache=False).logits is not None
     torch._dynamo.reset()
+
+
+def test_a_loss_that_looks_at_logits_compiles_without_graph_breaks():
+    torch._dynamo.reset()
+    model = make("llama", num_hidden_layers=1)
+    model.loss_function = lambda logits, labels, **_: F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten()) + logits.square().mean()
+    expected = step(model)[1]
+    learned = step(torch.compile(patched(model), backend="aot_eager", fullgraph=True))[1]
+    assert_same_learning({n.removeprefix("_orig_mod."): g for n, g in learned.items()}, expected)
+    torch._dynamo.reset()

@@ -349,7 +349,8 @@ def _autocast(device: str) -> torch.dtype | None:
 
 
 def _outside_inference() -> contextlib.AbstractContextManager:
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()
+    inference = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()  # which cannot be traced
+    return torch.inference_mode(False) if inference else contextlib.nullcontext()
 
 
 def _materialised(x: Any) -> Any:

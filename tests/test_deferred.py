@@ -19,8 +19,9 @@ from torch import nn
 transformers = pytest.importorskip("transformers")
 
 from hf_models import DEVICE, assert_same_learning, make, served_by_kernels_or_references, step, tokens  # noqa: E402
+from transformers import LlamaForCausalLM  # noqa: E402
 
-from liger_kernel.transformers import deferred, instance_patches, restore  # noqa: E402
+from liger_kernel.transformers import class_patches, deferred, instance_patches, restore  # noqa: E402
 from liger_kernel.transformers.deferred import DeferredLogits, Loss, head_cross_entropy, is_plain, place_of_head  # noqa: E402
 
 
@@ -578,6 +579,70 @@ def test_a_metric_in_the_loss_function():
     expected = step(model, output_router_logits=True)[1]
     assert "lm_head.weight" in expected
     assert_same_learning(step(patched(model), output_router_logits=True)[1], expected)
+
+
+class Penalised(LlamaForCausalLM):
+    """Adds to the loss of its base, and to its output."""
+
+    def forward(self, *args, labels=None, **kwargs):
+        out = super().forward(*args, labels=labels, **kwargs)
+        if labels is not None:
+            out.loss = out.loss + self.lm_head.weight.square().mean()
+        out.penalised, out["twice"] = True, 2 * out.logits
+        return out
+
+
+class Unmasked(LlamaForCausalLM):
+    """Learns what its labels ignore, too."""
+
+    def forward(self, input_ids, labels=None, **kwargs):
+        return super().forward(input_ids, labels=labels if labels is None else input_ids, **kwargs)
+
+
+class Shifting(LlamaForCausalLM):
+    """Computes the loss by itself, and returns a tuple or a dictionary."""
+
+    def forward(self, input_ids, labels=None, as_dict=False, **kwargs):
+        logits = super().forward(input_ids=input_ids, **kwargs).logits
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+        return {"loss": loss, "found": [logits]} if as_dict else (loss, logits)
+
+
+class Alone(LlamaForCausalLM):
+    """Calls no forward of its base."""
+
+    def forward(self, input_ids, labels=None, **kwargs):
+        logits = self.lm_head(self.model(input_ids, **kwargs).last_hidden_state)
+        loss = None if labels is None else self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)
+        return transformers.modeling_outputs.CausalLMOutput(loss=loss, logits=logits)
+
+
+@pytest.mark.parametrize("cls", [Penalised, Unmasked, Shifting, Alone])
+def test_subclasses_of_users(cls, computed):
+    """A live model whose class has a forward of its own: head and loss are fused, and what it returns is what it returned."""
+    model = make("llama", num_hidden_layers=1)
+    model.__class__ = cls
+    stock, expected = step(model)
+    before = dict(model.__dict__)
+    patched(model).train()
+    out, learned = step(model)
+    assert_same_learning(learned, expected)
+    assert type(out) is type(stock) and len(computed) == (cls in (Penalised, Shifting))  # who return them
+    if cls is Penalised:
+        assert out.penalised and out.logits is None and "logits" not in out
+        torch.testing.assert_close(out["twice"], stock["twice"])
+        found = model(**tokens(), return_token_accuracy=True)
+        assert 0 <= found.token_accuracy <= 1 and found.penalised
+    elif cls is Shifting:
+        for logits in (out[1], model(**tokens(), as_dict=True)["found"][0]):
+            torch.testing.assert_close(logits, stock[1])
+    else:
+        assert out.logits is None
+        torch.testing.assert_close(model(**tokens(), skip_logits=False).logits, stock.logits)
+    restore(model)
+    assert model.__dict__ == before
+    with class_patches("llama", {}, "fused")():
+        assert not any("head" in p.label for p in instance_patches(model, "llama", {}, "fused"))  # its base has it
 
 
 def test_cross_entropy_head_keeps_logits():

@@ -17,6 +17,7 @@ import threading
 import types
 import warnings
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -595,11 +596,11 @@ def _positional(forward: Callable) -> tuple[list[str], bool]:
     return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][1:], any(p.kind is p.VAR_POSITIONAL for p in parameters)
 
 
-def fused(forward: Callable, *, keep_logits: bool = False) -> Callable:
+def fused(forward: Callable, *, keep_logits: bool = False, known: bool = True) -> Callable:
     """``forward`` (a function of a model class) with head and loss fused, and the keywords that users of patched models know.
 
     Logits are left out while training with labels, or as ``skip_logits`` says. With ``keep_logits`` they are always computed, and only
-    the loss on them is fused.
+    the loss on them is fused. ``known``: it is transformers' own; else its loss may be of other labels than it is given, and its output anything.
     """
     signature = inspect.signature(forward)
     forward = attention.unmasked(forward)
@@ -614,11 +615,11 @@ def fused(forward: Callable, *, keep_logits: bool = False) -> Callable:
     def wrapper(self: nn.Module, *args: Any, skip_logits: bool | None = None, **kwargs: Any) -> Any:
         options = {LOSS_OPTIONS[n]: v for n in own_options if (v := kwargs.pop(n, None)) is not None and v is not False}
         accuracy, predictions = (kwargs.pop(n, None) for n in STATISTICS)
-        known = positional
+        takes = positional
         if more and args:  # a wrapper somebody put there: what it is given has the names that the class knows
             of_class = _positional(type(self).forward)[0]
-            known = of_class if of_class[: len(positional)] == positional else positional
-        at = known[: len(args)]  # what is given by position is passed on so
+            takes = of_class if of_class[: len(positional)] == positional else positional
+        at = takes[: len(args)]  # what is given by position is passed on so
         given = dict(zip(at, args)) | kwargs
         learns = given.get("labels") is not None or given.get("shift_labels") is not None
         if not learns:  # with skip_logits=True, too: trainers that keep the labels for a loss of their own pass it in evaluation
@@ -634,7 +635,7 @@ def fused(forward: Callable, *, keep_logits: bool = False) -> Callable:
         head = parent._modules[name]
         head = head.head if isinstance(head, StandIn) else head
         shifts = not getattr(getattr(self, "config", None), "is_encoder_decoder", False)  # of others, some say that their labels are the shifted ones
-        if not keep_logits and shifts and getattr(self, "loss_function", None) is ForCausalLMLoss:
+        if known and not keep_logits and shifts and getattr(self, "loss_function", None) is ForCausalLMLoss:
             loss.causal, loss.num_items = True, given.get("num_items_in_batch")
             if parallel.is_linear(parallel.bare(head)) and not torch.compiler.is_compiling():
                 loss.kept = _kept_early(given, parallel.bare(head))
@@ -645,7 +646,8 @@ def fused(forward: Callable, *, keep_logits: bool = False) -> Callable:
             _leave(stand_in, parent, name)
         if not loss.taken and (options or loss.statistics):
             warnings.warn(f"{type(self).__name__}: its loss is not one cross entropy of its logits, so it has no {[*own_options, *STATISTICS]}", stacklevel=2)
-        return _settled(out, skip, loss.token_accuracy if accuracy else None, loss.predicted_tokens if predictions else None)
+        settle = _settled if known else _settled_in_place
+        return settle(out, skip, loss.token_accuracy if accuracy else None, loss.predicted_tokens if predictions else None)
 
     skip = inspect.Parameter("skip_logits", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="bool | None")
     del wrapper.__wrapped__  # type: ignore[attr-defined]  # accelerate follows it when it takes its own wrappers off
@@ -732,3 +734,20 @@ def _settled(out: Any, skip: bool, token_accuracy: Tensor | None, predicted_toke
     drop = skip and getattr(out, "loss", None) is not None
     fields = {k: _materialised(v) for k, v in out.items() if not (drop and isinstance(v, DeferredLogits))}
     return output_class(type(out))(**fields, token_accuracy=token_accuracy, predicted_tokens=predicted_tokens)
+
+
+def _settled_in_place(out: Any, skip: bool, token_accuracy: Tensor | None, predicted_tokens: Tensor | None) -> Any:
+    """The same for the output of a ``forward`` of the user's: the very object where it is a ``ModelOutput``, as it may have more than its class declares."""
+    if not isinstance(out, ModelOutput):
+        return tree_map(_materialised, out)
+    recipes = {k: v for k, v in out.items() if isinstance(v, DeferredLogits)}
+    for name, recipe in recipes.items():
+        if skip and name == "logits" and getattr(out, "loss", None) is not None:
+            OrderedDict.__delitem__(out, name)
+            out.logits = None
+        else:
+            out[name] = recipe.value()
+    for name, value in (("token_accuracy", token_accuracy), ("predicted_tokens", predicted_tokens)):
+        if value is not None:
+            out[name] = value
+    return out

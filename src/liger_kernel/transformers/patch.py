@@ -204,8 +204,8 @@ def _variant(label: str, stock: Callable) -> Callable:
 
 
 @functools.cache
-def _fused(forward: Callable, keep_logits: bool) -> Callable:
-    return _ours(deferred.fused(forward, keep_logits=keep_logits))
+def _fused(forward: Callable, keep_logits: bool, known: bool = True) -> Callable:
+    return _ours(deferred.fused(forward, keep_logits=keep_logits, known=known))
 
 
 def _change(forward: Callable, level: str, fuse: bool) -> Callable:
@@ -336,7 +336,15 @@ def instance_patches(model: nn.Module, model_type: str, parts: Mapping[str, Any]
                     new = _live_layer(_of_stock(type(m), p.attribute), level or "off", p.label.startswith("add_norm"))
                     around = functools.partial(memory.rematerialised, level=level) if level else None
                 found.append(_on_instance(m, p.attribute, new, p.label, around))
+            elif isinstance(m, p.owner) and p.label.endswith("head") and not p.applied and _of_user(theirs := _of_stock(type(m), "forward")):
+                # a subclass, whose forward calls that of its base, or does all by itself
+                found.append(_on_instance(m, "forward", _fused(theirs, head == "logits", known=False), p.label))
     return Patches(p for p in found if p)
+
+
+def _of_user(forward: Any) -> bool:
+    """Whether a class's ``forward`` is a function from elsewhere than transformers."""
+    return isinstance(forward, types.FunctionType) and not (forward.__module__ or "").startswith("transformers.")
 
 
 def _on_instance(m: nn.Module, attribute: str, new: Callable, label: str, around: Callable | None = None) -> Patch | None:

@@ -310,6 +310,25 @@ def _variations():
     return [*others, (norm, Eps), (norm, Bias), (norm, TwoInputs), (norm, Detached), (mlp, Clamped), (mlp, AlwaysTanh), (mlp, Scaled), (rope, other_way)]
 
 
+def test_tables_of_configurations_that_do_not_name_a_scaling():
+    """As the default ones of transformers 4, whose embeddings read it all the same."""
+
+    class Rotary(torch.nn.Module):
+        def __init__(self, config):
+            super().__init__()
+            self.sections = config.rope_scaling.get("mrope_section", [4])
+
+        def forward(self, x, position_ids):
+            angles = position_ids[..., None].float().expand(*position_ids.shape, 8)
+            return angles.cos(), angles.sin()
+
+    module, config = types.ModuleType(Rotary.__module__), types.SimpleNamespace(rope_scaling=None)
+    module.Rotary = Rotary
+    assert slots._tables(module, config) == {"twice"}
+    assert config.rope_scaling is None
+    assert slots._tables(module, types.SimpleNamespace()) == set()
+
+
 def test_look_alikes_are_left_alone():
     with slots.references():
         for slot, candidate in [*_variations(), *(_expert_variations() if "deepseek_v4" in transformers.CONFIG_MAPPING else [])]:

@@ -11,6 +11,7 @@ attributes the variant reads. Whatever needs more is left alone and listed with 
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import importlib
@@ -780,7 +781,7 @@ def _tables(module: ModuleType, config: Any) -> set[str]:
             continue
         for each in configs_of(config):
             with contextlib.suppress(Exception):  # a vision tower's, for example
-                embed = cls(each)
+                embed = _embedding(cls, each)
                 # not of the config's kinds of layers: some turn nothing, or have other names here
                 more = {"layer_type": next(iter(embed.rope_type))} if "layer_type" in inspect.signature(cls.forward).parameters else {}
                 positions = torch.arange(5)[None]
@@ -791,6 +792,17 @@ def _tables(module: ModuleType, config: Any) -> set[str]:
                 forms.add(_form(torch.stack((cos, sin))))
                 break
     return forms
+
+
+def _embedding(cls: type, config: Any) -> nn.Module:
+    try:
+        return cls(config)
+    except (AttributeError, TypeError):  # of transformers 4, which read from the scaling what its default does not say
+        if getattr(config, "rope_scaling", ABSENT) is not None:
+            raise
+        config = copy.copy(config)
+        config.rope_scaling = {"rope_type": "default"}
+        return cls(config)
 
 
 def _form(both: Tensor) -> str:

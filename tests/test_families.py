@@ -384,6 +384,19 @@ def test_a_live_model_gets_what_its_classes_get(family):
     assert any(label.startswith("add_norm") for label in of_instance) or family == "olmo2"  # which norms before it adds
 
 
+@pytest.mark.parametrize("family", ["glm_ocr", "ernie4_5_vl_moe"])
+def test_classes_get_the_rope_of_their_parts(family):
+    """Whose tables are told by a type in the same module."""
+    model, batch = stock_of(family)
+    ropes = lambda patches: {p.label for p in patches if slots.SLOT_OF.get(p.label) == "rope"}
+    patches = class_patches(family, EVERYTHING, "fused")
+    assert ropes(patches) == ropes(instance_patches(model, family, EVERYTHING, "fused")) and len(ropes(patches)) == 2
+    assert not ropes(class_patches(family, EVERYTHING | {"rope": False}, "fused"))
+    expected = step(model, batch)[1]
+    with patches():
+        assert_same_learning(step(model, batch)[1], expected, TOLERANCE)
+
+
 PUBLISHED = [
     "deepseek_v4", "exaone4", "falcon_h1", "gemma", "gemma2", "gemma3", "gemma3_text", "gemma4", "gemma4_text", "glm4", "glm4v", "glm4v_moe",
     "gpt_oss", "granite", "hunyuan_v1_dense", "hunyuan_v1_moe", "internvl", "llama", "llama4", "llama4_text", "llava", "ministral", "mistral",

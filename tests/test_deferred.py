@@ -96,6 +96,7 @@ COMPUTED = {
     "negative": lambda x: F.cross_entropy((-x).view(-1, V), TARGET),
     "difference": lambda x: F.cross_entropy((1.0 - x).view(-1, V), TARGET),
     "tensor scale": lambda x: F.cross_entropy((x * torch.tensor(0.3, device=DEVICE)).view(-1, V), TARGET),
+    "a cap of nothing": lambda x: F.cross_entropy((x.tanh() * 0.0).view(-1, V), TARGET),
     "two caps": lambda x: F.cross_entropy(torch.tanh(torch.tanh(x)).view(-1, V), TARGET),
     "in place": lambda x: (x.mul_(0.5), F.cross_entropy(x.view(-1, V), TARGET))[1],
     "in place, then scaled": lambda x: (x.mul_(0.5), F.cross_entropy((x / 2.0).float().view(-1, V), TARGET))[1],

@@ -234,6 +234,8 @@ class DeferredLogits:
             elif name != "to":
                 factor = arg if name == "mul" else 1 / arg
                 before, after = (before, after * factor) if capped else (before * factor, after)
+        if capped and not after:
+            return None  # a cap of 0
         return (before * after, after) if capped else (before, None)
 
     # -- what is known without computing

@@ -63,6 +63,12 @@ def recipe(loss: Loss | None = None, bias: bool = False):
 
 TARGET = torch.tensor([1, 4, -100, 7, 0, 10, -100, 2, 3, 5], device=DEVICE)
 
+
+def _divided(x):
+    x /= 2.0
+    return x
+
+
 # what models and losses do between head and cross entropy, without the logits ever being computed
 RECORDED = {
     "float, view": lambda x: F.cross_entropy(x.float().view(-1, V), TARGET),
@@ -83,6 +89,8 @@ RECORDED = {
     "cap": lambda x: F.cross_entropy((torch.tanh(x / 2.0) * 2.0).view(-1, V), TARGET),
     "scale and cap": lambda x: F.cross_entropy(((x * 3.0 / 2.0).tanh() * 2.0).view(-1, V), TARGET),
     "cap of another size": lambda x: F.cross_entropy((x.float().tanh() * 4.0).view(-1, V), TARGET),
+    "divided in place": lambda x: F.cross_entropy(_divided(x * 1.5).view(-1, V), TARGET),
+    "the logits divided in place": lambda x: F.cross_entropy(_divided(x).view(-1, V), TARGET),
     "cast back": lambda x: F.cross_entropy((torch.tanh(x.to(torch.float32) / 2.0) * 2.0).to(x.dtype).view(-1, V), TARGET),
 }  # fmt: skip
 
@@ -97,6 +105,7 @@ COMPUTED = {
     "difference": lambda x: F.cross_entropy((1.0 - x).view(-1, V), TARGET),
     "tensor scale": lambda x: F.cross_entropy((x * torch.tensor(0.3, device=DEVICE)).view(-1, V), TARGET),
     "a cap of nothing": lambda x: F.cross_entropy((x.tanh() * 0.0).view(-1, V), TARGET),
+    "whole numbers": lambda x: (x % 1).sum() + (x // 1 > 0).sum(),
     "two caps": lambda x: F.cross_entropy(torch.tanh(torch.tanh(x)).view(-1, V), TARGET),
     "in place": lambda x: (x.mul_(0.5), F.cross_entropy(x.view(-1, V), TARGET))[1],
     "in place, then scaled": lambda x: (x.mul_(0.5), F.cross_entropy((x / 2.0).float().view(-1, V), TARGET))[1],
@@ -144,7 +153,40 @@ def _made_before(x, make):
     return F.cross_entropy(y.reshape(-1, V), TARGET[-y.reshape(-1, V).shape[0] :])
 
 
+def _augmented(x, change, make=lambda x: x.view(-1, V)):
+    """``change``: a statement like x *= 2, which all names of x, and views of it, see."""
+    same, scope = x, {"x": x, "c": torch.arange(float(V), device=DEVICE) - 5}
+    view, copied = make(x), x / 2.0
+    exec(change, scope)
+    losses = [F.cross_entropy(y.reshape(-1, V), TARGET) for y in (scope["x"], same, view, copied)]
+    return sum(n * loss for n, loss in enumerate(losses, 1))
+
+
+AUGMENTED = ("x *= 2.0", "x /= 2", "x *= c", "x += 1.5 * c", "x -= c", "x **= 2", "x %= 1")
+
+
+def _alone(x):
+    """Which shares nothing, and goes by two names."""
+    same, x = x, x * 1.5
+    again = x
+    x *= 3.0
+    x /= 2.0
+    same *= 0.5
+    return F.cross_entropy(again.view(-1, V), TARGET) + 2 * F.cross_entropy(same.view(-1, V), TARGET)
+
+
+def _uncounted(x):
+    """A change that gradients know nothing of."""
+    with torch.no_grad():
+        x *= 2.0
+    return F.cross_entropy(x.view(-1, V), TARGET)
+
+
 EDITS = {
+    **{f"statement: {change}": lambda x, change=change: _augmented(x, change) for change in AUGMENTED},
+    "statement: a cast": lambda x: _augmented(x.float(), "x *= 2.0", lambda x: x.float()),
+    "statement: no view": _alone,
+    "statement: no gradient": _uncounted,
     "columns of a view": lambda x: _in_place(x, lambda x: x.view(-1, V)[:, 5:9].fill_(-10.0)),
     "assignment to a view": lambda x: _in_place(x, lambda x: x.view(-1, V).__setitem__((slice(None), 3), -10.0)),
     "tokens": lambda x: _in_place(x, lambda x: x[:, :-1].clamp_(-0.1, 0.1)),

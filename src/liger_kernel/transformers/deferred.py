@@ -169,6 +169,7 @@ class DeferredLogits:
         self.autocast = _autocast(rows.device.type)
         self.root: DeferredLogits | None = None  # what others are made of, and how; kept until they are computed
         self.make: Callable[[], Tensor] | None = None
+        self.shared = False  # whether another recipe was made of it, or may be of the same memory
         self.others: list[Callable[[], DeferredLogits | None]] = []  # of a root: the recipes made of it, while they live
 
     def value(self) -> Tensor:
@@ -198,7 +199,10 @@ class DeferredLogits:
 
     def _call_head(self) -> Tensor:
         with self.as_called():
-            return self.rows if self.head is None else self.head(self.rows)
+            y = self.rows if self.head is None else self.head(self.rows)
+        for name, arg in self.tail:  # what was done in place
+            y = _apply(y, name, arg)
+        return y
 
     def as_called(self) -> contextlib.AbstractContextManager:
         """Autocast as it was when the head was called."""
@@ -212,12 +216,24 @@ class DeferredLogits:
         root = self if self.root is None else self.root
         new.grad, new.autocast, new.root = new.grad and self.grad, self.autocast, root
         new.make = lambda: op(self.value())
+        new.shared = self.shared = True
         # while it is traced nothing is computed that nobody uses
         root.others.append((lambda: new) if torch.compiler.is_compiling() else weakref.ref(new))
         return new
 
     def then(self, name: str, arg: Any = None) -> DeferredLogits:
-        return self.derived(self.rows, (*self.tail, (name, arg)), lambda y: _apply(y, name, arg))
+        new = self.derived(self.rows, (*self.tail, (name, arg)), lambda y: _apply(y, name, arg))
+        new.shared = name == "to" and arg == self.dtype
+        return new
+
+    def changed(self, name: str, arg: Any) -> Any:
+        """The same in place."""
+        if self.computed is not None or self.shared or not isinstance(arg, (int, float)) or not arg or self.grad != torch.is_grad_enabled():
+            return getattr(self.value(), f"{name}_")(_materialised(arg))
+        self.tail, make = (*self.tail, (name, arg)), self.make
+        if make is not None:
+            self.make = lambda: _apply(make(), name, arg)
+        return self
 
     def with_rows(self, rows: Tensor, op: Callable[[Tensor], Tensor]) -> DeferredLogits:
         return self.derived(rows, self.tail, op)
@@ -282,6 +298,12 @@ class DeferredLogits:
 
     def __truediv__(self, other: Any) -> Any:
         return self.then("div", other) if self.computed is None and isinstance(other, (int, float)) and other else self.value() / other
+
+    def __imul__(self, other: Any) -> Any:
+        return self.changed("mul", other)
+
+    def __itruediv__(self, other: Any) -> Any:
+        return self.changed("div", other)
 
     def tanh(self) -> Any:
         return self.then("tanh") if self.computed is None else self.value().tanh()
@@ -364,8 +386,9 @@ def _operator(name: str) -> Callable:
     return lambda self, *args: getattr(self.value(), name)(*tree_map(_materialised, args))
 
 
-_ARITHMETIC = ("add", "radd", "sub", "rsub", "rtruediv", "neg", "abs", "pow", "rpow", "matmul")
-for _name in (*_ARITHMETIC, "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "invert", "bool", "iter", "setitem"):
+_ARITHMETIC = ("add", "radd", "sub", "rsub", "rtruediv", "floordiv", "rfloordiv", "mod", "rmod", "neg", "abs", "pow", "rpow", "matmul", "rmatmul")
+_IN_PLACE = ("iadd", "isub", "ipow", "ifloordiv", "imod", "iand", "ior")
+for _name in (*_ARITHMETIC, *_IN_PLACE, "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "invert", "bool", "iter", "setitem"):
     setattr(DeferredLogits, f"__{_name}__", _operator(f"__{_name}__"))
 DeferredLogits.__hash__ = object.__hash__  # type: ignore[method-assign]
 

@@ -718,6 +718,23 @@ def test_outputs_travel():
     assert type(mapped) is type(out) and torch.equal(mapped.token_accuracy, out.token_accuracy * 2) and mapped.logits is None
 
 
+@pytest.mark.parametrize("kind", ["linear", "nested"])
+def test_names_are_the_same_during_a_forward(kind):
+    """For a checkpoint that another thread makes then, or the handler of a signal."""
+    model, seen = make("llama", num_hidden_layers=1), []
+    if kind == "nested":
+        model.lm_head = nn.Sequential(nn.Linear(64, 8), nn.Linear(8, model.vocab_size)).to(DEVICE)
+        model.lm_head.register_buffer("kept", torch.zeros(1))
+        model.lm_head.register_buffer("not_kept", torch.zeros(1), persistent=False)
+    names = lambda: [list(model.state_dict()), *([n for n, _ in named()] for named in (model.named_parameters, model.named_buffers, model.named_modules))]
+    before = names()
+    model.model.register_forward_hook(lambda *_: seen.append((model.lm_head, names())))
+    step(patched(model))
+    ((stand_in, found),) = seen
+    assert found == before
+    assert isinstance(stand_in, deferred.StandIn) and stand_in.head is model.lm_head
+
+
 def test_the_head_is_back_after_an_exception():
     model = patched(make("llama", num_hidden_layers=1))
     head = model.lm_head

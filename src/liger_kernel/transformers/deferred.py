@@ -524,7 +524,10 @@ class StandIn(nn.Module):
 
     def __init__(self, head: nn.Module):
         super().__init__()
-        self.head = head
+        if torch.compiler.is_compiling():
+            self.head = head
+        else:  # names are the head's for those who look meanwhile: a checkpoint made by another thread, or in the handler of a signal
+            self.__dict__.update({name: head.__dict__[name] for name in ("_parameters", "_buffers", "_modules")}, head=head)
         self.calls: dict[int, list[Call | None]] = {}
 
     def call(self) -> Call | None:
@@ -546,7 +549,12 @@ class StandIn(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(super().__getattr__("head"), name)
+            if name == "head":
+                raise
+            return getattr(self.head, name)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.head.state_dict(*args, **kwargs)
 
 
 _standing: list[StandIn] = []  # those in place

@@ -19,8 +19,9 @@ from torch import nn
 transformers = pytest.importorskip("transformers")
 
 from hf_models import DEVICE, assert_same_learning, make, served_by_kernels_or_references, step, tokens  # noqa: E402
+from transformers import LlamaForCausalLM  # noqa: E402
 
-from liger_kernel.transformers import deferred, instance_patches, restore  # noqa: E402
+from liger_kernel.transformers import class_patches, deferred, instance_patches, restore  # noqa: E402
 from liger_kernel.transformers.deferred import DeferredLogits, Loss, head_cross_entropy, is_plain, place_of_head  # noqa: E402
 
 
@@ -62,6 +63,12 @@ def recipe(loss: Loss | None = None, bias: bool = False):
 
 TARGET = torch.tensor([1, 4, -100, 7, 0, 10, -100, 2, 3, 5], device=DEVICE)
 
+
+def _divided(x):
+    x /= 2.0
+    return x
+
+
 # what models and losses do between head and cross entropy, without the logits ever being computed
 RECORDED = {
     "float, view": lambda x: F.cross_entropy(x.float().view(-1, V), TARGET),
@@ -82,6 +89,8 @@ RECORDED = {
     "cap": lambda x: F.cross_entropy((torch.tanh(x / 2.0) * 2.0).view(-1, V), TARGET),
     "scale and cap": lambda x: F.cross_entropy(((x * 3.0 / 2.0).tanh() * 2.0).view(-1, V), TARGET),
     "cap of another size": lambda x: F.cross_entropy((x.float().tanh() * 4.0).view(-1, V), TARGET),
+    "divided in place": lambda x: F.cross_entropy(_divided(x * 1.5).view(-1, V), TARGET),
+    "the logits divided in place": lambda x: F.cross_entropy(_divided(x).view(-1, V), TARGET),
     "cast back": lambda x: F.cross_entropy((torch.tanh(x.to(torch.float32) / 2.0) * 2.0).to(x.dtype).view(-1, V), TARGET),
 }  # fmt: skip
 
@@ -95,6 +104,8 @@ COMPUTED = {
     "negative": lambda x: F.cross_entropy((-x).view(-1, V), TARGET),
     "difference": lambda x: F.cross_entropy((1.0 - x).view(-1, V), TARGET),
     "tensor scale": lambda x: F.cross_entropy((x * torch.tensor(0.3, device=DEVICE)).view(-1, V), TARGET),
+    "a cap of nothing": lambda x: F.cross_entropy((x.tanh() * 0.0).view(-1, V), TARGET),
+    "whole numbers": lambda x: (x % 1).sum() + (x // 1 > 0).sum(),
     "two caps": lambda x: F.cross_entropy(torch.tanh(torch.tanh(x)).view(-1, V), TARGET),
     "in place": lambda x: (x.mul_(0.5), F.cross_entropy(x.view(-1, V), TARGET))[1],
     "in place, then scaled": lambda x: (x.mul_(0.5), F.cross_entropy((x / 2.0).float().view(-1, V), TARGET))[1],
@@ -142,7 +153,40 @@ def _made_before(x, make):
     return F.cross_entropy(y.reshape(-1, V), TARGET[-y.reshape(-1, V).shape[0] :])
 
 
+def _augmented(x, change, make=lambda x: x.view(-1, V)):
+    """``change``: a statement like x *= 2, which all names of x, and views of it, see."""
+    same, scope = x, {"x": x, "c": torch.arange(float(V), device=DEVICE) - 5}
+    view, copied = make(x), x / 2.0
+    exec(change, scope)
+    losses = [F.cross_entropy(y.reshape(-1, V), TARGET) for y in (scope["x"], same, view, copied)]
+    return sum(n * loss for n, loss in enumerate(losses, 1))
+
+
+AUGMENTED = ("x *= 2.0", "x /= 2", "x *= c", "x += 1.5 * c", "x -= c", "x **= 2", "x %= 1")
+
+
+def _alone(x):
+    """Which shares nothing, and goes by two names."""
+    same, x = x, x * 1.5
+    again = x
+    x *= 3.0
+    x /= 2.0
+    same *= 0.5
+    return F.cross_entropy(again.view(-1, V), TARGET) + 2 * F.cross_entropy(same.view(-1, V), TARGET)
+
+
+def _uncounted(x):
+    """A change that gradients know nothing of."""
+    with torch.no_grad():
+        x *= 2.0
+    return F.cross_entropy(x.view(-1, V), TARGET)
+
+
 EDITS = {
+    **{f"statement: {change}": lambda x, change=change: _augmented(x, change) for change in AUGMENTED},
+    "statement: a cast": lambda x: _augmented(x.float(), "x *= 2.0", lambda x: x.float()),
+    "statement: no view": _alone,
+    "statement: no gradient": _uncounted,
     "columns of a view": lambda x: _in_place(x, lambda x: x.view(-1, V)[:, 5:9].fill_(-10.0)),
     "assignment to a view": lambda x: _in_place(x, lambda x: x.view(-1, V).__setitem__((slice(None), 3), -10.0)),
     "tokens": lambda x: _in_place(x, lambda x: x[:, :-1].clamp_(-0.1, 0.1)),
@@ -580,6 +624,70 @@ def test_a_metric_in_the_loss_function():
     assert_same_learning(step(patched(model), output_router_logits=True)[1], expected)
 
 
+class Penalised(LlamaForCausalLM):
+    """Adds to the loss of its base, and to its output."""
+
+    def forward(self, *args, labels=None, **kwargs):
+        out = super().forward(*args, labels=labels, **kwargs)
+        if labels is not None:
+            out.loss = out.loss + self.lm_head.weight.square().mean()
+        out.penalised, out["twice"] = True, 2 * out.logits
+        return out
+
+
+class Unmasked(LlamaForCausalLM):
+    """Learns what its labels ignore, too."""
+
+    def forward(self, input_ids, labels=None, **kwargs):
+        return super().forward(input_ids, labels=labels if labels is None else input_ids, **kwargs)
+
+
+class Shifting(LlamaForCausalLM):
+    """Computes the loss by itself, and returns a tuple or a dictionary."""
+
+    def forward(self, input_ids, labels=None, as_dict=False, **kwargs):
+        logits = super().forward(input_ids=input_ids, **kwargs).logits
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+        return {"loss": loss, "found": [logits]} if as_dict else (loss, logits)
+
+
+class Alone(LlamaForCausalLM):
+    """Calls no forward of its base."""
+
+    def forward(self, input_ids, labels=None, **kwargs):
+        logits = self.lm_head(self.model(input_ids, **kwargs).last_hidden_state)
+        loss = None if labels is None else self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)
+        return transformers.modeling_outputs.CausalLMOutput(loss=loss, logits=logits)
+
+
+@pytest.mark.parametrize("cls", [Penalised, Unmasked, Shifting, Alone])
+def test_subclasses_of_users(cls, computed):
+    """A live model whose class has a forward of its own: head and loss are fused, and what it returns is what it returned."""
+    model = make("llama", num_hidden_layers=1)
+    model.__class__ = cls
+    stock, expected = step(model)
+    before = dict(model.__dict__)
+    patched(model).train()
+    out, learned = step(model)
+    assert_same_learning(learned, expected)
+    assert type(out) is type(stock) and len(computed) == (cls in (Penalised, Shifting))  # who return them
+    if cls is Penalised:
+        assert out.penalised and out.logits is None and "logits" not in out
+        torch.testing.assert_close(out["twice"], stock["twice"])
+        found = model(**tokens(), return_token_accuracy=True)
+        assert 0 <= found.token_accuracy <= 1 and found.penalised
+    elif cls is Shifting:
+        for logits in (out[1], model(**tokens(), as_dict=True)["found"][0]):
+            torch.testing.assert_close(logits, stock[1])
+    else:
+        assert out.logits is None
+        torch.testing.assert_close(model(**tokens(), skip_logits=False).logits, stock.logits)
+    restore(model)
+    assert model.__dict__ == before
+    with class_patches("llama", {}, "fused")():
+        assert not any("head" in p.label for p in instance_patches(model, "llama", {}, "fused"))  # its base has it
+
+
 def test_cross_entropy_head_keeps_logits():
     for family in ("llama", "gemma2", "granite"):
         model = make(family)
@@ -608,6 +716,23 @@ def test_outputs_travel():
     assert type(copied) is type(out) and torch.equal(copied.token_accuracy, out.token_accuracy)
     mapped = torch.utils._pytree.tree_map(lambda t: t * 2 if isinstance(t, torch.Tensor) else t, out)
     assert type(mapped) is type(out) and torch.equal(mapped.token_accuracy, out.token_accuracy * 2) and mapped.logits is None
+
+
+@pytest.mark.parametrize("kind", ["linear", "nested"])
+def test_names_are_the_same_during_a_forward(kind):
+    """For a checkpoint that another thread makes then, or the handler of a signal."""
+    model, seen = make("llama", num_hidden_layers=1), []
+    if kind == "nested":
+        model.lm_head = nn.Sequential(nn.Linear(64, 8), nn.Linear(8, model.vocab_size)).to(DEVICE)
+        model.lm_head.register_buffer("kept", torch.zeros(1))
+        model.lm_head.register_buffer("not_kept", torch.zeros(1), persistent=False)
+    names = lambda: [list(model.state_dict()), *([n for n, _ in named()] for named in (model.named_parameters, model.named_buffers, model.named_modules))]
+    before = names()
+    model.model.register_forward_hook(lambda *_: seen.append((model.lm_head, names())))
+    step(patched(model))
+    ((stand_in, found),) = seen
+    assert found == before
+    assert isinstance(stand_in, deferred.StandIn) and stand_in.head is model.lm_head
 
 
 def test_the_head_is_back_after_an_exception():
@@ -778,4 +903,14 @@ def test_compiles_without_graph_breaks():
         assert_same_learning(learned, expected)
     compiled.eval()
     assert compiled(**tokens(), use_cache=False).logits is not None
+    torch._dynamo.reset()
+
+
+def test_a_loss_that_looks_at_logits_compiles_without_graph_breaks():
+    torch._dynamo.reset()
+    model = make("llama", num_hidden_layers=1)
+    model.loss_function = lambda logits, labels, **_: F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten()) + logits.square().mean()
+    expected = step(model)[1]
+    learned = step(torch.compile(patched(model), backend="aot_eager", fullgraph=True))[1]
+    assert_same_learning({n.removeprefix("_orig_mod."): g for n, g in learned.items()}, expected)
     torch._dynamo.reset()

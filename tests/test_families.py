@@ -201,6 +201,14 @@ def test_llama_with_interpreted_kernels():
     assert_same_learning(learned, expected, 1e-5)
 
 
+def test_named_activations_are_looked_at_once(monkeypatch):
+    model = make("qwen3_next")
+    transformers_of_ours._apply_liger_kernel_to_instance(model)
+    step(model)
+    monkeypatch.setattr(slots, "unset_fake_temporarily", None)  # what looking at one begins with
+    step(model)
+
+
 def test_rounding_is_recognised_not_assumed():
     found = {f: slots.infer(f).swapped for f in ("llama", "gemma", "olmo2", "gpt_oss", "glm4", "cohere")}
     assert found["llama"]["LlamaRMSNorm"] == "rms_norm(0, llama, variance_epsilon)"
@@ -302,6 +310,25 @@ def _variations():
     return [*others, (norm, Eps), (norm, Bias), (norm, TwoInputs), (norm, Detached), (mlp, Clamped), (mlp, AlwaysTanh), (mlp, Scaled), (rope, other_way)]
 
 
+def test_tables_of_configurations_that_do_not_name_a_scaling():
+    """As the default ones of transformers 4, whose embeddings read it all the same."""
+
+    class Rotary(torch.nn.Module):
+        def __init__(self, config):
+            super().__init__()
+            self.sections = config.rope_scaling.get("mrope_section", [4])
+
+        def forward(self, x, position_ids):
+            angles = position_ids[..., None].float().expand(*position_ids.shape, 8)
+            return angles.cos(), angles.sin()
+
+    module, config = types.ModuleType(Rotary.__module__), types.SimpleNamespace(rope_scaling=None)
+    module.Rotary = Rotary
+    assert slots._tables(module, config) == {"twice"}
+    assert config.rope_scaling is None
+    assert slots._tables(module, types.SimpleNamespace()) == set()
+
+
 def test_look_alikes_are_left_alone():
     with slots.references():
         for slot, candidate in [*_variations(), *(_expert_variations() if "deepseek_v4" in transformers.CONFIG_MAPPING else [])]:
@@ -355,6 +382,19 @@ def test_a_live_model_gets_what_its_classes_get(family):
     assert of_classes - {patch_module.NORM_ROPE} == of_instance  # which goes with the rope of a live model
     assert {"rms_norm", "rope", "glu"} <= {slots.SLOT_OF.get(label) for label in of_instance}
     assert any(label.startswith("add_norm") for label in of_instance) or family == "olmo2"  # which norms before it adds
+
+
+@pytest.mark.parametrize("family", ["glm_ocr", "ernie4_5_vl_moe"])
+def test_classes_get_the_rope_of_their_parts(family):
+    """Whose tables are told by a type in the same module."""
+    model, batch = stock_of(family)
+    ropes = lambda patches: {p.label for p in patches if slots.SLOT_OF.get(p.label) == "rope"}
+    patches = class_patches(family, EVERYTHING, "fused")
+    assert ropes(patches) == ropes(instance_patches(model, family, EVERYTHING, "fused")) and len(ropes(patches)) == 2
+    assert not ropes(class_patches(family, EVERYTHING | {"rope": False}, "fused"))
+    expected = step(model, batch)[1]
+    with patches():
+        assert_same_learning(step(model, batch)[1], expected, TOLERANCE)
 
 
 PUBLISHED = [

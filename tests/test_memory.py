@@ -605,6 +605,8 @@ def saved_bytes(level: bool | str, layers: int, hooked: bool = False, hidden: in
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
         ids = torch.zeros(batch, length, dtype=torch.long)
+        angles = torch.zeros(1, length, hidden // 32, dtype=torch.bfloat16)
+    model.model.rotary_emb.forward = lambda *_, **__: (angles, angles)  # transformers 4 cannot compute them there
     patched(model, level)
     for layer in layers_of(model) if hooked else ():
         layer.mlp.down_proj.register_forward_hook(lambda *_: None)

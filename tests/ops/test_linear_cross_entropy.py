@@ -4,6 +4,7 @@ import importlib
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_kernel.nn import LigerFusedLinearCrossEntropyLoss
@@ -228,6 +229,17 @@ def test_labels_counted_early_need_no_second_count():
     assert kept.rows().tolist() == (target != -100).nonzero()[:, 0].tolist()
     assert Kept(target.clamp(min=0)).rows() is None, "nothing to leave out"
     assert Kept(torch.tensor([1, -100, -100, -100, 2, 3]), group=2).counts() == [1, 0, 2]
+
+
+def test_labels_are_counted_on_the_stream_of_their_device(monkeypatch):
+    """Whatever the current device is: an event of another one would be there before the count."""
+    waited_for = []
+    event = type("Event", (), {"record": lambda self, stream=None: waited_for.append(stream)})
+    monkeypatch.setattr(torch.cuda, "Event", event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: device)
+    with FakeTensorMode():
+        Kept(torch.zeros(8, dtype=torch.long, device="cuda:1"))
+    assert waited_for == [torch.device("cuda:1")]
 
 
 @pytest.mark.parametrize("chunk_rows", [4, 100])

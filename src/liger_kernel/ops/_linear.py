@@ -139,7 +139,7 @@ class Kept:
             self._counts = torch.empty(counts.shape, dtype=counts.dtype, device="cpu", pin_memory=True)
             self._counts.copy_(counts, non_blocking=True)
             self._event = torch.cuda.Event()
-            self._event.record()
+            self._event.record(torch.cuda.current_stream(counts.device))  # which is not the current device's where that is another
         else:
             self._counts = counts
 

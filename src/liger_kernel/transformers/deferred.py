@@ -17,6 +17,7 @@ import threading
 import types
 import warnings
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -168,6 +169,7 @@ class DeferredLogits:
         self.autocast = _autocast(rows.device.type)
         self.root: DeferredLogits | None = None  # what others are made of, and how; kept until they are computed
         self.make: Callable[[], Tensor] | None = None
+        self.shared = False  # whether another recipe was made of it, or may be of the same memory
         self.others: list[Callable[[], DeferredLogits | None]] = []  # of a root: the recipes made of it, while they live
 
     def value(self) -> Tensor:
@@ -199,7 +201,10 @@ class DeferredLogits:
 
     def _call_head(self) -> Tensor:
         with self.as_called():
-            return self.rows if self.head is None else self.head(self.rows)
+            y = self.rows if self.head is None else self.head(self.rows)
+        for name, arg in self.tail:  # what was done in place
+            y = _apply(y, name, arg)
+        return y
 
     def as_called(self) -> contextlib.AbstractContextManager:
         """Autocast as it was when the head was called."""
@@ -213,12 +218,24 @@ class DeferredLogits:
         root = self if self.root is None else self.root
         new.grad, new.autocast, new.root = new.grad and self.grad, self.autocast, root
         new.make = lambda: op(self.value())
+        new.shared = self.shared = True
         # while it is traced nothing is computed that nobody uses
         root.others.append((lambda: new) if torch.compiler.is_compiling() else weakref.ref(new))
         return new
 
     def then(self, name: str, arg: Any = None) -> DeferredLogits:
-        return self.derived(self.rows, (*self.tail, (name, arg)), lambda y: _apply(y, name, arg))
+        new = self.derived(self.rows, (*self.tail, (name, arg)), lambda y: _apply(y, name, arg))
+        new.shared = name == "to" and arg == self.dtype
+        return new
+
+    def changed(self, name: str, arg: Any) -> Any:
+        """The same in place."""
+        if self.computed is not None or self.shared or not isinstance(arg, (int, float)) or not arg or self.grad != torch.is_grad_enabled():
+            return getattr(self.value(), f"{name}_")(_materialised(arg))
+        self.tail, make = (*self.tail, (name, arg)), self.make
+        if make is not None:
+            self.make = lambda: _apply(make(), name, arg)
+        return self
 
     def with_rows(self, rows: Tensor, op: Callable[[Tensor], Tensor]) -> DeferredLogits:
         return self.derived(rows, self.tail, op)
@@ -235,6 +252,8 @@ class DeferredLogits:
             elif name != "to":
                 factor = arg if name == "mul" else 1 / arg
                 before, after = (before, after * factor) if capped else (before * factor, after)
+        if capped and not after:
+            return None  # a cap of 0
         return (before * after, after) if capped else (before, None)
 
     # -- what is known without computing
@@ -281,6 +300,12 @@ class DeferredLogits:
 
     def __truediv__(self, other: Any) -> Any:
         return self.then("div", other) if self.computed is None and isinstance(other, (int, float)) and other else self.value() / other
+
+    def __imul__(self, other: Any) -> Any:
+        return self.changed("mul", other)
+
+    def __itruediv__(self, other: Any) -> Any:
+        return self.changed("div", other)
 
     def tanh(self) -> Any:
         return self.then("tanh") if self.computed is None else self.value().tanh()
@@ -362,7 +387,8 @@ def _autocast(device: str) -> torch.dtype | None:
 
 
 def _outside_inference() -> contextlib.AbstractContextManager:
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()
+    inference = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()  # which cannot be traced
+    return torch.inference_mode(False) if inference else contextlib.nullcontext()
 
 
 def _materialised(x: Any) -> Any:
@@ -373,8 +399,9 @@ def _operator(name: str) -> Callable:
     return lambda self, *args: getattr(self.value(), name)(*tree_map(_materialised, args))
 
 
-_ARITHMETIC = ("add", "radd", "sub", "rsub", "rtruediv", "neg", "abs", "pow", "rpow", "matmul")
-for _name in (*_ARITHMETIC, "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "invert", "bool", "iter", "setitem"):
+_ARITHMETIC = ("add", "radd", "sub", "rsub", "rtruediv", "floordiv", "rfloordiv", "mod", "rmod", "neg", "abs", "pow", "rpow", "matmul", "rmatmul")
+_IN_PLACE = ("iadd", "isub", "ipow", "ifloordiv", "imod", "iand", "ior")
+for _name in (*_ARITHMETIC, *_IN_PLACE, "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "invert", "bool", "iter", "setitem"):
     setattr(DeferredLogits, f"__{_name}__", _operator(f"__{_name}__"))
 DeferredLogits.__hash__ = object.__hash__  # type: ignore[method-assign]
 
@@ -510,7 +537,10 @@ class StandIn(nn.Module):
 
     def __init__(self, head: nn.Module):
         super().__init__()
-        self.head = head
+        if torch.compiler.is_compiling():
+            self.head = head
+        else:  # names are the head's for those who look meanwhile: a checkpoint made by another thread, or in the handler of a signal
+            self.__dict__.update({name: head.__dict__[name] for name in ("_parameters", "_buffers", "_modules")}, head=head)
         self.calls: dict[int, list[Call | None]] = {}
 
     def call(self) -> Call | None:
@@ -532,7 +562,12 @@ class StandIn(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(super().__getattr__("head"), name)
+            if name == "head":
+                raise
+            return getattr(self.head, name)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.head.state_dict(*args, **kwargs)
 
 
 _standing: list[StandIn] = []  # those in place
@@ -607,11 +642,11 @@ def _positional(forward: Callable) -> tuple[list[str], bool]:
     return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][1:], any(p.kind is p.VAR_POSITIONAL for p in parameters)
 
 
-def fused(forward: Callable, *, keep_logits: bool = False) -> Callable:
+def fused(forward: Callable, *, keep_logits: bool = False, known: bool = True) -> Callable:
     """``forward`` (a function of a model class) with head and loss fused, and the keywords that users of patched models know.
 
     Logits are left out while training with labels, or as ``skip_logits`` says. With ``keep_logits`` they are always computed, and only
-    the loss on them is fused.
+    the loss on them is fused. ``known``: it is transformers' own; else its loss may be of other labels than it is given, and its output anything.
     """
     signature = inspect.signature(forward)
     forward = attention.unmasked(forward)
@@ -626,11 +661,11 @@ def fused(forward: Callable, *, keep_logits: bool = False) -> Callable:
     def wrapper(self: nn.Module, *args: Any, skip_logits: bool | None = None, **kwargs: Any) -> Any:
         options = {LOSS_OPTIONS[n]: v for n in own_options if (v := kwargs.pop(n, None)) is not None and v is not False}
         accuracy, predictions = (kwargs.pop(n, None) for n in STATISTICS)
-        known = positional
+        takes = positional
         if more and args:  # a wrapper somebody put there: what it is given has the names that the class knows
             of_class = _positional(type(self).forward)[0]
-            known = of_class if of_class[: len(positional)] == positional else positional
-        at = known[: len(args)]  # what is given by position is passed on so
+            takes = of_class if of_class[: len(positional)] == positional else positional
+        at = takes[: len(args)]  # what is given by position is passed on so
         given = dict(zip(at, args)) | kwargs
         learns = given.get("labels") is not None or given.get("shift_labels") is not None
         if not learns:  # with skip_logits=True, too: trainers that keep the labels for a loss of their own pass it in evaluation
@@ -646,7 +681,7 @@ def fused(forward: Callable, *, keep_logits: bool = False) -> Callable:
         head = parent._modules[name]
         head = head.head if isinstance(head, StandIn) else head
         shifts = not getattr(getattr(self, "config", None), "is_encoder_decoder", False)  # of others, some say that their labels are the shifted ones
-        if not keep_logits and shifts and getattr(self, "loss_function", None) is ForCausalLMLoss:
+        if known and not keep_logits and shifts and getattr(self, "loss_function", None) is ForCausalLMLoss:
             loss.causal, loss.num_items = True, given.get("num_items_in_batch")
             if parallel.is_linear(parallel.bare(head)) and not torch.compiler.is_compiling():
                 loss.kept = _kept_early(given, parallel.bare(head))
@@ -657,7 +692,8 @@ def fused(forward: Callable, *, keep_logits: bool = False) -> Callable:
             _leave(stand_in, parent, name)
         if not loss.taken and (options or loss.statistics):
             warnings.warn(f"{type(self).__name__}: its loss is not one cross entropy of its logits, so it has no {[*own_options, *STATISTICS]}", stacklevel=2)
-        return _settled(out, skip, loss.token_accuracy if accuracy else None, loss.predicted_tokens if predictions else None)
+        settle = _settled if known else _settled_in_place
+        return settle(out, skip, loss.token_accuracy if accuracy else None, loss.predicted_tokens if predictions else None)
 
     skip = inspect.Parameter("skip_logits", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="bool | None")
     del wrapper.__wrapped__  # type: ignore[attr-defined]  # accelerate follows it when it takes its own wrappers off
@@ -744,3 +780,20 @@ def _settled(out: Any, skip: bool, token_accuracy: Tensor | None, predicted_toke
     drop = skip and getattr(out, "loss", None) is not None
     fields = {k: _materialised(v) for k, v in out.items() if not (drop and isinstance(v, DeferredLogits))}
     return output_class(type(out))(**fields, token_accuracy=token_accuracy, predicted_tokens=predicted_tokens)
+
+
+def _settled_in_place(out: Any, skip: bool, token_accuracy: Tensor | None, predicted_tokens: Tensor | None) -> Any:
+    """The same for the output of a ``forward`` of the user's: the very object where it is a ``ModelOutput``, as it may have more than its class declares."""
+    if not isinstance(out, ModelOutput):
+        return tree_map(_materialised, out)
+    recipes = {k: v for k, v in out.items() if isinstance(v, DeferredLogits)}
+    for name, recipe in recipes.items():
+        if skip and name == "logits" and getattr(out, "loss", None) is not None:
+            OrderedDict.__delitem__(out, name)
+            out.logits = None
+        else:
+            out[name] = recipe.value()
+    for name, value in (("token_accuracy", token_accuracy), ("predicted_tokens", predicted_tokens)):
+        if value is not None:
+            out[name] = value
+    return out

@@ -19,6 +19,7 @@ from typing import Any
 
 import transformers
 from torch import nn
+from transformers import CONFIG_MAPPING, PretrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from liger_kernel import memory
@@ -204,8 +205,8 @@ def _variant(label: str, stock: Callable) -> Callable:
 
 
 @functools.cache
-def _fused(forward: Callable, keep_logits: bool) -> Callable:
-    return _ours(deferred.fused(forward, keep_logits=keep_logits))
+def _fused(forward: Callable, keep_logits: bool, known: bool = True) -> Callable:
+    return _ours(deferred.fused(forward, keep_logits=keep_logits, known=known))
 
 
 def _change(forward: Callable, level: str, fuse: bool) -> Callable:
@@ -304,8 +305,19 @@ def class_patches(model_type: str, parts: Mapping[str, Any], head: str | None, r
     ``parts``: slot -> whether to swap it, and "rematerialise": a level of ``memory``; ``head``: "fused", "logits" (fused loss on real logits) or None.
     """
     own = {module.__name__ for module, _ in _rows_of([model_type], rows)}
-    found = _patches([model_type], parts, head, rows)
-    return Patches(dict.fromkeys(p for p in found if not isinstance(p.owner, type) or p.owner.__module__ in own))
+    found = [p for p in _patches([model_type], parts, head, rows) if not isinstance(p.owner, type) or p.owner.__module__ in own]
+    return Patches(dict.fromkeys([*found, *_ropes_of_parts(model_type, parts, rows, {(p.owner, p.attribute) for p in found})]))
+
+
+def _ropes_of_parts(model_type: str, parts: Mapping[str, Any], rows: Rows, taken: set[tuple[Any, str]]) -> list[Patch]:
+    """Patches of rope functions whose tables only the types of parts tell, which have the same module: where these agree."""
+    found: dict[tuple[Any, str], set[Patch]] = {}
+    config = CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING and parts.get("rope") else PretrainedConfig
+    for t in (getattr(c, "model_type", "") for c in config.sub_configs.values()):
+        if t in CONFIG_MAPPING and CONFIG_MAPPING[t].__module__ == config.__module__:
+            for p in _patches([t], {"rope": True}, None, rows):
+                found.setdefault((p.owner, p.attribute), set()).add(p)
+    return [p for at, (p, *others) in found.items() if at not in taken and not others]
 
 
 def instance_patches(model: nn.Module, model_type: str, parts: Mapping[str, Any], head: str | None, rows: Rows = family) -> Patches:
@@ -336,7 +348,15 @@ def instance_patches(model: nn.Module, model_type: str, parts: Mapping[str, Any]
                     new = _live_layer(_of_stock(type(m), p.attribute), level or "off", p.label.startswith("add_norm"))
                     around = functools.partial(memory.rematerialised, level=level) if level else None
                 found.append(_on_instance(m, p.attribute, new, p.label, around))
+            elif isinstance(m, p.owner) and p.label.endswith("head") and not p.applied and _of_user(theirs := _of_stock(type(m), "forward")):
+                # a subclass, whose forward calls that of its base, or does all by itself
+                found.append(_on_instance(m, "forward", _fused(theirs, head == "logits", known=False), p.label))
     return Patches(p for p in found if p)
+
+
+def _of_user(forward: Any) -> bool:
+    """Whether a class's ``forward`` is a function from elsewhere than transformers."""
+    return isinstance(forward, types.FunctionType) and not (forward.__module__ or "").startswith("transformers.")
 
 
 def _on_instance(m: nn.Module, attribute: str, new: Callable, label: str, around: Callable | None = None) -> Patch | None:

@@ -11,6 +11,7 @@ attributes the variant reads. Whatever needs more is left alone and listed with 
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import importlib
@@ -75,12 +76,15 @@ def _norm(offset: float, casting: str, eps: str, weight: str) -> Variant:
     return variant
 
 
+_named = functools.cache(lambda name: ACT2FN[name])  # which makes a new one each time, and each would be looked at
+
+
 def _gated_norm(first: str, eps: str, groups: str) -> Variant:
     """``first``: the "norm" or the "gate", or "norm_before_gate", an attribute that says; ``groups``: what says into how many parts rows are cut."""
 
     def variant(stock: Callable) -> Callable:
         def forward(self, hidden_states, gate=None):
-            act = activation(ACT2FN[self.activation]) if "activation" in self.__dict__ and not torch.compiler.is_compiling() else "silu"
+            act = activation(_named(self.activation)) if "activation" in self.__dict__ and not torch.compiler.is_compiling() else "silu"
             if act is None or (torch.compiler.is_compiling() and getattr(self, "activation", "silu") not in ("silu", "swish")):
                 return stock(self, hidden_states, gate)
             h, dtype = hidden_states, hidden_states.dtype
@@ -390,7 +394,10 @@ _ACTIVATIONS: weakref.WeakKeyDictionary[Any, str | None] = weakref.WeakKeyDictio
 
 
 def activation(fn: Callable) -> str | None:
-    """Which of our activations ``fn`` is; None if it is none of them. By its values, looked at once."""
+    """Which of our activations ``fn`` is; None if it is none of them, or somebody sees its calls. By its values, looked at once."""
+    own = getattr(fn, "__dict__", {})
+    if own.get("_forward_hooks") or own.get("_forward_pre_hooks") or own.get("_backward_hooks") or own.get("_backward_pre_hooks") or "forward" in own:
+        return None
     try:
         return _ACTIVATIONS[fn]
     except (KeyError, TypeError):
@@ -774,7 +781,7 @@ def _tables(module: ModuleType, config: Any) -> set[str]:
             continue
         for each in configs_of(config):
             with contextlib.suppress(Exception):  # a vision tower's, for example
-                embed = cls(each)
+                embed = _embedding(cls, each)
                 # not of the config's kinds of layers: some turn nothing, or have other names here
                 more = {"layer_type": next(iter(embed.rope_type))} if "layer_type" in inspect.signature(cls.forward).parameters else {}
                 positions = torch.arange(5)[None]
@@ -785,6 +792,17 @@ def _tables(module: ModuleType, config: Any) -> set[str]:
                 forms.add(_form(torch.stack((cos, sin))))
                 break
     return forms
+
+
+def _embedding(cls: type, config: Any) -> nn.Module:
+    try:
+        return cls(config)
+    except (AttributeError, TypeError):  # of transformers 4, which read from the scaling what its default does not say
+        if getattr(config, "rope_scaling", ABSENT) is not None:
+            raise
+        config = copy.copy(config)
+        config.rope_scaling = {"rope_type": "default"}
+        return cls(config)
 
 
 def _form(both: Tensor) -> str:

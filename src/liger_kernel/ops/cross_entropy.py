@@ -431,7 +431,7 @@ def _rows_in_torch(
             each = log_p()
             out.entropy.copy_((poison * -each.exp().mul_(each.clamp_(min=-3e38)).sum(-1)).where(valid, 0))
     if dz is not None:
-        scale = s.logit_scale / (1 if norm is None else norm)
+        scale = s.logit_scale / (1 if norm is None else norm.to(a.dtype))
         factor = factor * scale * (1 if g is None else g)
         slope = (factor * (on + smooth * w_sum + 2 * s.z_loss * lse))[:, None]
         if g_entropy is not None:

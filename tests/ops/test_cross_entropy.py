@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from liger_kernel.ops import cross_entropy, linear_logprobs
+from liger_kernel.ops import OPS, cross_entropy, linear_logprobs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 inf = float("inf")
@@ -41,3 +41,15 @@ def test_any_order_of_magnitudes(first, rest, last, entropy):
     ours = cross_entropy(logits, target, reduction="none")
     torch.testing.assert_close(ours, expected)
     torch.testing.assert_close(torch.autograd.grad(ours[:1].sum(), logits)[0], grad)
+
+
+@pytest.mark.parametrize("implementation", ["fn", "reference"])
+@pytest.mark.parametrize("name", ["cross_entropy", "vocab_parallel_cross_entropy"])
+def test_a_label_out_of_range_makes_the_gradient_nan(name, implementation):
+    logits = torch.randn(5, 9, device=DEVICE, requires_grad=True)
+    target = torch.tensor([3, 9, -100, -1, 0], device=DEVICE)
+    loss = getattr(OPS[name], implementation)(logits, target, reduction="none")
+    loss.sum().backward()
+    assert loss.isnan().tolist() == [False, True, False, True, False]
+    assert torch.equal(logits.grad.isnan(), loss.isnan()[:, None].expand(5, 9))
+    assert not logits.grad[2].any()

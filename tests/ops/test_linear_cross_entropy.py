@@ -11,6 +11,7 @@ from liger_kernel.nn import LigerFusedLinearCrossEntropyLoss
 from liger_kernel.ops import cross_entropy, linear_cross_entropy
 from liger_kernel.ops._linear import Kept, auto_chunk_rows
 from liger_kernel.ops.linear_cross_entropy import reference
+from liger_kernel.testing import errors
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -190,6 +191,13 @@ def test_zero_tokens_give_zero_gradients():
     loss = linear_cross_entropy(x[:0], w, target[:0], reduction="sum")
     loss.backward()
     assert loss == 0 and not w.grad.any()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_fp64_keeps_its_digits(reduction):
+    x, w, target = inputs(M=17, dtype=torch.float64)
+    ours, truth = (torch.autograd.grad(fn(x, w, target, reduction=reduction).sum(), (x, w)) for fn in (linear_cross_entropy, reference))
+    assert all(errors(o, t)["max"] < 1e-14 for o, t in zip(ours, truth))
 
 
 def test_gradients_are_not_stored_twice():

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from liger_kernel.nn import LigerFusedNeighborhoodAttentionConfig, LigerFusedNeighborhoodAttentionLayer
-from liger_kernel.ops import LigerFusedNeighborhoodAttentionFunction
+from liger_kernel.ops import OPS, LigerFusedNeighborhoodAttentionFunction
 from liger_kernel.testing import assert_as_accurate, assert_same_bits, like, run
 from liger_kernel.transformers.functional import liger_fused_neighborhood_attention
 
@@ -27,6 +27,19 @@ def test_is_attention_with_a_band_for_a_mask(kernel_size, dilation):
     assert_as_accurate(ours, run(masked, like(args)), run(masked, like(args, torch.float64)))
     apply = lambda query, key, value: LigerFusedNeighborhoodAttentionFunction.apply(query, key, value, kernel_size, dilation)
     assert_same_bits(run(apply, like(args)), ours)
+
+
+def test_large_scores_do_not_cost_accuracy():
+    """Of p, where the logsumexp of a row is rounded at its size."""
+    draws = []
+    for seed in range(5):
+        torch.manual_seed(seed)
+        draws.append({k: torch.randn(1, 3, 21, 32, device=DEVICE).mul(s).requires_grad_() for k, s in (("query", 4), ("key", 4), ("value", 1))})
+    reference = OPS["neighborhood_attention"].reference
+    stock = lambda query, key, value: reference(query, key, value)
+    expected = [(run(stock, like(a)), run(stock, like(a, torch.float64))) for a in draws]
+    ours = lambda i: run(liger_fused_neighborhood_attention, like(draws[i]))
+    assert_as_accurate(ours(0), *expected[0], *expected[1:], again=ours)
 
 
 def test_large_scores_stay_finite():

@@ -64,6 +64,13 @@ def test_h_res_is_doubly_stochastic_even_of_extreme_logits():
     assert all(torch.autograd.grad(outs[2].square().sum(), args["b"])[0].isfinite())
 
 
+def test_nan_does_not_leave_a_row_of_h_res():
+    args = {k: v.detach() for k, v in streams(3, 8).items()}
+    args["b"][6] = float("nan")  # of the first row's first column
+    *_, h_res = liger_mhc_coeffs(**args, tmax=1)
+    assert h_res[..., 0, :].isnan().all()
+
+
 def test_one_output_may_be_unused():
     args = streams(3, 4)
     expected = torch.autograd.grad(coeffs_reference(**args)[1].sum(), args["x"])[0]

@@ -276,6 +276,14 @@ def test_qk_norm_rope_of_zeros():
 
 
 @needs_kernels
+@pytest.mark.parametrize("fn", [rope, qk_norm_rope], ids=lambda f: f.__name__)
+def test_positions_of_no_tokens(fn):
+    weights = [torch.ones(8, device=DEVICE)] * 2 if fn is qk_norm_rope else []
+    ids, table = torch.zeros(2, 0, dtype=torch.int64, device=DEVICE), random(11, 4).detach()
+    q, k = fn(random(2, 3, 0, 8), random(2, 1, 0, 8), *weights, table, table, ids)
+    assert (q.shape, k.shape) == ((2, 3, 0, 8), (2, 1, 0, 8))
+
+
 def test_qk_norm_rope_beyond_the_table():
     args = dict(q=random(1, 2, 3, 8), k=random(1, 1, 3, 8), wq=random(8), wk=random(8))
     angles = torch.randn(4, 4, device=DEVICE)

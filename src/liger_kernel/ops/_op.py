@@ -306,10 +306,27 @@ def once_differentiable(backward: Callable) -> Callable:
             outs = _without_autocast(backward, ctx, grads)
         if torch.compiler.is_compiling():
             return outs
-        fail = torch._C._functions.DelayedError(b"liger_kernel: kernels have no second derivatives; the stock model has", len(outs))
-        return fail(*(None if d is None else d.detach().requires_grad_() for d in outs))
+        # torch.autograd.grad runs what lies between its outputs and its inputs: without edges to these it would not come by, and leave us out
+        inputs = [*(None if d is None else d.detach().requires_grad_() for d in outs), *_leaves(ctx)]
+        fail = torch._C._functions.DelayedError(b"liger_kernel: kernels have no second derivatives; the stock model has", len(inputs))
+        refused = fail(*inputs)
+        return refused[: len(outs)] if len(inputs) > 1 else refused
 
     return once
+
+
+def _leaves(node: Any) -> list[Tensor]:
+    """What asks for a gradient where ``node`` leads to."""
+    seen, todo, found = set(), [node], []
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.append(node.variable)
+        todo += [edge for edge, _ in node.next_functions]
+    return found
 
 
 def acc(dtype: torch.dtype) -> torch.dtype:

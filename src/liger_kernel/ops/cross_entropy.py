@@ -66,7 +66,8 @@ def reference(
     if token_scaling:
         scale = log_p_y.detach().exp()
         loss, z_term = loss * scale, z_term * scale
-    loss, z_term = (t.where(inside, float("nan")).where(valid, 0) for t in (loss + z_term, z_term))
+    poison = z.new_ones(()).where(inside | ~valid, float("nan"))  # a factor, of the gradient, too
+    loss, z_term = ((t * poison).where(valid, 0) for t in (loss + z_term, z_term))
     n = num_items if num_items is not None else w[y].where(valid, 0).sum() if class_weight is not None else valid.sum()
     reduce = {"mean": lambda t: t.sum() / n, "sum": torch.sum, "none": lambda t: t}[reduction]
     return (reduce(loss), reduce(z_term).detach(), z.argmax(-1).where(valid, -1)) if stats else reduce(loss)
@@ -430,7 +431,7 @@ def _rows_in_torch(
             each = log_p()
             out.entropy.copy_((poison * -each.exp().mul_(each.clamp_(min=-3e38)).sum(-1)).where(valid, 0))
     if dz is not None:
-        scale = s.logit_scale / (1 if norm is None else norm)
+        scale = s.logit_scale / (1 if norm is None else norm.to(a.dtype))
         factor = factor * scale * (1 if g is None else g)
         slope = (factor * (on + smooth * w_sum + 2 * s.z_loss * lse))[:, None]
         if g_entropy is not None:

@@ -45,7 +45,8 @@ def reference(
         z = softcap * torch.tanh(z / softcap)
     valid, inside = target != ignore_index, (target >= 0) & (target < w.shape[0])
     log_p = z.log_softmax(-1)
-    picked = lambda t: t.where(inside, float("nan")).where(valid, 0)
+    poison = z.new_ones(()).where(inside | ~valid, float("nan"))  # a factor, of the gradient, too
+    picked = lambda t: (t * poison).where(valid, 0)
     logp = picked(log_p.gather(-1, target.where(inside, 0)[:, None])[:, 0])
     return (logp, picked(-(log_p.exp() * log_p).sum(-1))) if return_entropy else logp
 

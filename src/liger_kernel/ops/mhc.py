@@ -178,7 +178,7 @@ def _row_softmax(logits, inside):
     shifted = tl.where(inside, logits - tl.expand_dims(tl.max(tl.where(inside, logits, -1e38), axis=2), 2), -1e38)
     e = tl.where(inside, exp(shifted), 0.0)
     total = tl.expand_dims(tl.sum(e, axis=2), 2)
-    return div(e, tl.where(total > 0, total, 1.0))
+    return div(e, tl.where(total == 0, 1.0, total))
 
 
 @jit

@@ -6,6 +6,9 @@ Shapes: q, k, v, o (B, H, T, D).  Keys before the first and after the last are n
 
 A program holds a block of queries and goes over w; rows of k and v are read once a w, from the cache. In the backward dq gathers from the keys of a
 query, dk and dv from the queries of a key, so that nothing is added up in memory.
+
+p is exp(s - top) share, with the largest score and the inverse of the sum kept apart: their lse would be rounded at its own size, an error relative to p.
+All kernels multiply q k by the scale last, so that the backward has the scores of the forward to the last bit.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from torch import Tensor
 
 from liger_kernel.ops import _config
 from liger_kernel.ops._op import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, swapped, tracing, use_kernels
-from liger_kernel.ops._tl import cdiv, jit, log, tl
+from liger_kernel.ops._tl import cdiv, jit, tl
 
 MAX_D = 1024  # channels of which a program holds five tensors in registers; larger heads take the reference
 
@@ -50,19 +53,20 @@ def _rows(ptr, row, stride, col, D, T):
 
 @jit
 def _fwd(
-    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, T, H, D, qb, qh, qt, kb, kh, kt, vb, vh, vt, ob, oh, ot, scale, kernel_size, dilation,
+    q_ptr, k_ptr, v_ptr, o_ptr, top_ptr, share_ptr, T, H, D, qb, qh, qt, kb, kh, kt, vb, vh, vt, ob, oh, ot, scale, kernel_size, dilation,
     BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     b, h, first = _place(T, H, BLOCK_T)
     t = first + tl.arange(0, BLOCK_T)
     col = tl.arange(0, BLOCK_D)
-    q = _rows(q_ptr + b * qb + h * qh, t, qt, col, D, T) * tl.cast(scale, tl.float32)
+    q = _rows(q_ptr + b * qb + h * qh, t, qt, col, D, T)
+    scale = tl.cast(scale, tl.float32)
     top = tl.full((BLOCK_T,), -float("inf"), tl.float32)
     total = tl.zeros((BLOCK_T,), tl.float32)
     o = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
     for n in range(kernel_size):
         j = t + (n - kernel_size // 2) * dilation
-        s = tl.sum(q * _rows(k_ptr + b * kb + h * kh, j, kt, col, D, T), axis=1)
+        s = tl.sum(q * _rows(k_ptr + b * kb + h * kh, j, kt, col, D, T), axis=1) * scale
         s = tl.where((j >= 0) & (j < T), s, -float("inf"))
         new = tl.maximum(top, s)
         base = tl.where(new == -float("inf"), 0.0, new)
@@ -74,54 +78,55 @@ def _fwd(
     total = tl.where(t < T, total, 1.0)
     mask = (t < T)[:, None] & (col < D)[None, :]
     tl.store(o_ptr + b * ob + h * oh + t[:, None] * ot + col[None, :], (o / total[:, None]).to(o_ptr.dtype.element_ty), mask=mask)
-    tl.store(lse_ptr + (b * H + h) * T + t, top + log(total), mask=t < T)
+    tl.store(top_ptr + (b * H + h) * T + t, top, mask=t < T)
+    tl.store(share_ptr + (b * H + h) * T + t, 1.0 / total, mask=t < T)
 
 
 @jit
 def _bwd_dq(
-    do_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, dq_ptr, mean_ptr, T, H, D, gb, gh, gt, qb, qh, qt, kb, kh, kt, vb, vh, vt, ob, oh, ot, scale,
+    do_ptr, q_ptr, k_ptr, v_ptr, top_ptr, share_ptr, dq_ptr, mean_ptr, T, H, D, gb, gh, gt, qb, qh, qt, kb, kh, kt, vb, vh, vt, ob, oh, ot, scale,
     kernel_size, dilation, NEED_DQ: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """The mean of do . v under p, which dk needs, too; then dq."""
     b, h, first = _place(T, H, BLOCK_T)
     t = first + tl.arange(0, BLOCK_T)
     col = tl.arange(0, BLOCK_D)
-    q = _rows(q_ptr + b * qb + h * qh, t, qt, col, D, T) * tl.cast(scale, tl.float32)
+    q = _rows(q_ptr + b * qb + h * qh, t, qt, col, D, T)
+    scale = tl.cast(scale, tl.float32)
     do = _rows(do_ptr + b * gb + h * gh, t, gt, col, D, T)
-    lse = tl.load(lse_ptr + (b * H + h) * T + t, mask=t < T, other=0.0)
+    top = tl.load(top_ptr + (b * H + h) * T + t, mask=t < T, other=0.0)
+    share = tl.load(share_ptr + (b * H + h) * T + t, mask=t < T, other=0.0)
     mean = tl.zeros((BLOCK_T,), tl.float32)
-    weights = tl.zeros((BLOCK_T,), tl.float32)
     for n in range(kernel_size):
         j = t + (n - kernel_size // 2) * dilation
-        s = tl.sum(q * _rows(k_ptr + b * kb + h * kh, j, kt, col, D, T), axis=1)
-        p = tl.where((j >= 0) & (j < T) & (t < T), tl.exp(s - lse), 0.0)
+        s = tl.sum(q * _rows(k_ptr + b * kb + h * kh, j, kt, col, D, T), axis=1) * scale
+        p = tl.where((j >= 0) & (j < T) & (t < T), tl.exp(s - top) * share, 0.0)
         mean += p * tl.sum(do * _rows(v_ptr + b * vb + h * vh, j, vt, col, D, T), axis=1)
-        weights += p
-    mean = mean / tl.where(t < T, weights, 1.0)  # these sum to 1 but for the rounding of lse
     tl.store(mean_ptr + (b * H + h) * T + t, mean, mask=t < T)
     if NEED_DQ:
         dq = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
         for n in range(kernel_size):
             j = t + (n - kernel_size // 2) * dilation
             k = _rows(k_ptr + b * kb + h * kh, j, kt, col, D, T)
-            p = tl.where((j >= 0) & (j < T) & (t < T), tl.exp(tl.sum(q * k, axis=1) - lse), 0.0)
+            p = tl.where((j >= 0) & (j < T) & (t < T), tl.exp(tl.sum(q * k, axis=1) * scale - top) * share, 0.0)
             ds = p * (tl.sum(do * _rows(v_ptr + b * vb + h * vh, j, vt, col, D, T), axis=1) - mean)
             dq += ds[:, None] * k
-        dq *= tl.cast(scale, tl.float32)
+        dq *= scale
         mask = (t < T)[:, None] & (col < D)[None, :]
         tl.store(dq_ptr + b * ob + h * oh + t[:, None] * ot + col[None, :], dq.to(dq_ptr.dtype.element_ty), mask=mask)
 
 
 @jit
 def _bwd_dkv(
-    do_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, mean_ptr, dk_ptr, dv_ptr, T, H, D, gb, gh, gt, qb, qh, qt, kb, kh, kt, vb, vh, vt, ob, oh, ot, scale,
+    do_ptr, q_ptr, k_ptr, v_ptr, top_ptr, share_ptr, mean_ptr, dk_ptr, dv_ptr, T, H, D, gb, gh, gt, qb, qh, qt, kb, kh, kt, vb, vh, vt, ob, oh, ot, scale,
     kernel_size, dilation, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     b, h, first = _place(T, H, BLOCK_T)
     j = first + tl.arange(0, BLOCK_T)
     col = tl.arange(0, BLOCK_D)
-    k = _rows(k_ptr + b * kb + h * kh, j, kt, col, D, T) * tl.cast(scale, tl.float32)
+    k = _rows(k_ptr + b * kb + h * kh, j, kt, col, D, T)
     v = _rows(v_ptr + b * vb + h * vh, j, vt, col, D, T)
+    scale = tl.cast(scale, tl.float32)
     dk = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
     dv = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
     for n in range(kernel_size):
@@ -129,8 +134,9 @@ def _bwd_dkv(
         inside = (t >= 0) & (t < T)
         q = _rows(q_ptr + b * qb + h * qh, t, qt, col, D, T)
         do = _rows(do_ptr + b * gb + h * gh, t, gt, col, D, T)
-        lse = tl.load(lse_ptr + (b * H + h) * T + t, mask=inside, other=0.0)
-        p = tl.where(inside & (j < T), tl.exp(tl.sum(q * k, axis=1) - lse), 0.0)
+        top = tl.load(top_ptr + (b * H + h) * T + t, mask=inside, other=0.0)
+        share = tl.load(share_ptr + (b * H + h) * T + t, mask=inside, other=0.0)
+        p = tl.where(inside & (j < T), tl.exp(tl.sum(q * k, axis=1) * scale - top) * share, 0.0)
         if NEED_DV:
             dv += p[:, None] * do
         if NEED_DK:
@@ -139,7 +145,7 @@ def _bwd_dkv(
     mask = (j < T)[:, None] & (col < D)[None, :]
     at = b * ob + h * oh + j[:, None] * ot + col[None, :]
     if NEED_DK:
-        tl.store(dk_ptr + at, (dk * tl.cast(scale, tl.float32)).to(dk_ptr.dtype.element_ty), mask=mask)
+        tl.store(dk_ptr + at, (dk * scale).to(dk_ptr.dtype.element_ty), mask=mask)
     if NEED_DV:
         tl.store(dv_ptr + at, dv.to(dv_ptr.dtype.element_ty), mask=mask)
 
@@ -156,21 +162,22 @@ def _grid(kernel: str, q: Tensor) -> tuple[tuple[int], dict[str, int]]:
     return (cdiv(q.shape[2], c.block_m) * q.shape[0] * q.shape[1],), dict(BLOCK_T=c.block_m, BLOCK_D=c.block_n, num_warps=c.num_warps)
 
 
-@launcher("(Tensor q, Tensor k, Tensor v, int kernel_size, int dilation, float scale) -> (Tensor o, Tensor lse)")
-def neighborhood_attention_fwd(q: Tensor, k: Tensor, v: Tensor, kernel_size: int, dilation: int, scale: float) -> tuple[Tensor, Tensor]:
-    o, lse = _new(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+@launcher("(Tensor q, Tensor k, Tensor v, int kernel_size, int dilation, float scale) -> (Tensor o, Tensor top, Tensor share)")
+def neighborhood_attention_fwd(q: Tensor, k: Tensor, v: Tensor, kernel_size: int, dilation: int, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    o, top, share = _new(q), q.new_empty(q.shape[:3], dtype=torch.float32), q.new_empty(q.shape[:3], dtype=torch.float32)
     if not tracing(q):
         grid, tile = _grid("neighborhood_attention_fwd", q)
         strides = [s for t in (q, k, v, o) for s in t.stride()[:3]]
-        launch(_fwd, grid, q, k, v, o, lse, q.shape[2], q.shape[1], q.shape[3], *strides, scale, kernel_size, dilation, **tile)
-    return o, lse
+        launch(_fwd, grid, q, k, v, o, top, share, q.shape[2], q.shape[1], q.shape[3], *strides, scale, kernel_size, dilation, **tile)
+    return o, top, share
 
 
 @launcher(
-    "(Tensor do, Tensor q, Tensor k, Tensor v, Tensor lse, int kernel_size, int dilation, float scale, bool[] needed) -> (Tensor dq, Tensor dk, Tensor dv)"
+    "(Tensor do, Tensor q, Tensor k, Tensor v, Tensor top, Tensor share, int kernel_size, int dilation, float scale, bool[] needed)"
+    " -> (Tensor dq, Tensor dk, Tensor dv)"
 )
 def neighborhood_attention_bwd(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, kernel_size: int, dilation: int, scale: float, needed: list[bool]
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, top: Tensor, share: Tensor, kernel_size: int, dilation: int, scale: float, needed: list[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv; what is not needed is empty."""
     dq, dk, dv = (_new(q, need) for need in needed)
@@ -178,11 +185,11 @@ def neighborhood_attention_bwd(
         like = next(d for d, need in zip((dq, dk, dv), needed) if need)
         common = (q.shape[2], q.shape[1], q.shape[3], *(s for t in (do, q, k, v, like) for s in t.stride()[:3]), scale, kernel_size, dilation)
         grid, tile = _grid("neighborhood_attention_bwd", q)
-        mean = torch.empty_like(lse)
+        mean = torch.empty_like(top)
         if needed[0] or needed[1]:
-            launch(_bwd_dq, grid, do, q, k, v, lse, dq, mean, *common, NEED_DQ=needed[0], **tile)
+            launch(_bwd_dq, grid, do, q, k, v, top, share, dq, mean, *common, NEED_DQ=needed[0], **tile)
         if needed[1] or needed[2]:
-            launch(_bwd_dkv, grid, do, q, k, v, lse, mean, dk, dv, *common, NEED_DK=needed[1], NEED_DV=needed[2], **tile)
+            launch(_bwd_dkv, grid, do, q, k, v, top, share, mean, dk, dv, *common, NEED_DK=needed[1], NEED_DV=needed[2], **tile)
     return dq, dk, dv
 
 
@@ -197,8 +204,8 @@ class LigerFusedNeighborhoodAttentionFunction(torch.autograd.Function):
     def forward(ctx, query, key, value, kernel_size=7, dilation=1, scale=None):
         q, k, v = _unit(query), _unit(key), _unit(value)
         ctx.options = kernel_size, dilation, 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
-        o, lse = neighborhood_attention_fwd(q, k, v, *ctx.options)
-        ctx.save_for_backward(q, k, v, lse)
+        o, *sums = neighborhood_attention_fwd(q, k, v, *ctx.options)
+        ctx.save_for_backward(q, k, v, *sums)
         return o
 
     @staticmethod

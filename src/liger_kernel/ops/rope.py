@@ -32,7 +32,7 @@ def reference(
     casting: str = "fp32",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     if position_ids is not None:
-        cos, sin = (t.reshape(-1, t.shape[-1])[position_ids] for t in (cos, sin))
+        cos, sin = (t.reshape(t.shape[:-1].numel(), t.shape[-1])[position_ids] for t in (cos, sin))
     cos, sin = cos.detach().unsqueeze(unsqueeze_dim), sin.detach().unsqueeze(unsqueeze_dim)
     R = 2 * cos.shape[-1]
 
@@ -290,12 +290,12 @@ def checked_tables(
     if (B, time, D) != (k.shape[0], k.shape[3 - unsqueeze_dim], k.shape[3]):
         raise ValueError(f"{name}: q and k must agree but for the heads, got {tuple(q.shape)} and {tuple(k.shape)}")
     if position_ids is not None:
-        position_ids = position_ids.reshape(-1, position_ids.shape[-1])
+        position_ids = position_ids.reshape(position_ids.shape[:-1].numel(), position_ids.shape[-1])
         if position_ids.shape[0] not in (1, B) or position_ids.shape[1] != time:
             raise ValueError(f"{name}: position_ids must have shape ({B} or 1, {time}), got {tuple(position_ids.shape)}")
         if cos.shape != sin.shape or cos.shape[:-2].numel() != 1 or 2 * cos.shape[-1] > D:
             raise ValueError(f"{name}: tables cos and sin must have shape (L, at most {D // 2}), got {tuple(cos.shape)} and {tuple(sin.shape)}")
-        cos, sin = (t.reshape(1, -1, t.shape[-1]) for t in (cos, sin))
+        cos, sin = (t.reshape(1, t.shape[:-1].numel(), t.shape[-1]) for t in (cos, sin))
     elif cos.ndim != 3 or cos.shape[0] not in (1, B) or cos.shape[1] != time or cos.shape != sin.shape or 2 * cos.shape[2] > D:
         raise ValueError(f"{name}: cos and sin must have shape ({B} or 1, {time}, at most {D // 2}), got {tuple(cos.shape)} and {tuple(sin.shape)}")
     return cos, sin, position_ids

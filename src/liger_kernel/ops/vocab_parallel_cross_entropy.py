@@ -147,7 +147,8 @@ def reference(
     loss = (1 - e) * (lse - z_y) + z_loss * lse.square()
     if e:
         loss = loss + e * (lse - sum_z / K)
-    loss = loss.where(inside, float("nan")).where(valid, 0)
+    poison = z.new_ones(()).where(inside | ~valid, float("nan"))  # a factor, of the gradient, too
+    loss = (loss * poison).where(valid, 0)
     return {"mean": lambda t: t.sum() / valid.sum(), "sum": torch.sum, "none": lambda t: t}[reduction](loss)
 
 

@@ -120,8 +120,9 @@ def test_it_takes_what_is_published(module, name, asked):
     """The same parameters in the same order with the same defaults; there may be more behind them."""
     owner, _, method = name.partition(".")
     it, by_position = found(f"{module}:{owner}"), False
-    if method == "apply" and parameters_of(it.apply)[0].kind is inspect.Parameter.VAR_POSITIONAL:  # it is forward that says what it takes
-        it, by_position = it.forward, it.apply.__func__ is torch.autograd.Function.apply.__func__
+    of_torch = method == "apply" and next(c for c in it.__mro__ if "apply" in vars(c)).__module__.startswith("torch.")
+    if of_torch or (method == "apply" and parameters_of(it.apply)[0].kind is inspect.Parameter.VAR_POSITIONAL):  # it is forward that says what it takes
+        it, by_position = it.forward, of_torch
     elif method:
         it = getattr(it, method)
     ours = parameters_of(it)

@@ -187,8 +187,8 @@ def ceilings() -> dict[str, float]:
 
 def hardware() -> dict[str, Any]:
     """The machine and the versions that a number belongs to."""
-    versions = {}
-    for name in ("torch", "triton", "transformers", "liger_kernel"):
+    versions = {"torch": torch.__version__}  # with its build, which the metadata may leave out
+    for name in ("triton", "transformers", "liger_kernel"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
     device = torch.cuda.get_device_name() if GPU else f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)"

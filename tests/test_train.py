@@ -80,13 +80,15 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path):
 
 def test_every_field_is_a_flag():
     argv, expected = [], {}
+    together = {"trainer": "torch", "parallel": "tp", "optimizer": "adamw"}  # the last choices of all fields are not to be had at once
     for field in dataclasses.fields(TrainConfig):
         flag = "--" + field.name.replace("_", "-")
         value = getattr(TrainConfig(), field.name)
         if "bool" in field.type:
             argv, expected[field.name] = [*argv, "--no-" + flag[2:]], False
         elif field.metadata["choices"]:
-            argv, expected[field.name] = [*argv, flag, field.metadata["choices"][-1]], field.metadata["choices"][-1]
+            value = together.get(field.name, field.metadata["choices"][-1])
+            argv, expected[field.name] = [*argv, flag, value], value
         else:
             value = {"int": 64, "float": 0.5}.get(field.type.split(" ")[0], "x")
             argv, expected[field.name] = [*argv, flag, str(value)], value
@@ -108,7 +110,22 @@ def test_only_kernels_named_are_passed_on():
         ("- 1", "must hold names and values, got a list"),
         ("a: [", "is not valid YAML"),
         ("steps: 0", "steps must be at least 1, got 0"),
+        ("limit: 0", "limit must be at least 1, got 0"),
         ("precision: fp8", "precision must be one of auto, fp32, bf16-mixed, bf16; got 'fp8'"),
+        ("intermediate: -4", "intermediate must be at least 1, got -4"),
+        ("length: 1", "length must be at least 2, got 1"),
+        ("metrics_port: 70000", r"metrics_port must be in \[0, 65535\], got 70000"),
+        ("seed: -1", "seed must be in"),
+        ("seed: 4294967296", "seed must be in"),
+        ("grad_clip: .nan", "grad_clip must be at least 0, got nan"),
+        ("stream: .nan", "stream must be at least 0, got nan"),
+        ("min_lr: 2", r"min_lr must be in \[0, 1\], got 2.0"),
+        ("lr: 0", "lr must be positive, got 0.0"),
+        ("lr: .nan", "lr must be positive, got nan"),
+        ("beta2: 1", r"beta2 must be in \[0, 1\), got 1.0"),
+        ("heads: 3", "heads must divide hidden"),
+        ("kv_heads: -1", "kv_heads must be at least 1, got -1"),
+        ("store: s3://b/run", "store needs trainer torch and checkpoint_every"),
         ("eval_fraction: 1", r"eval_fraction must be in \[0, 1\), got 1.0"),
         ("{cross_entropy: true, fused_linear_cross_entropy: true}", "exclude each other"),
     ],
@@ -437,8 +454,6 @@ def test_an_unknown_kernel_is_refused(config):
     "changes, message",
     [
         (dict(device="cuda") if not torch.cuda.is_available() else dict(device="abacus"), "device"),
-        (dict(heads=3), "heads must divide hidden"),
-        (dict(limit=0), "limit must be at least 1"),
         (dict(model="/nowhere/at/all"), "/nowhere/at/all"),
     ],
 )

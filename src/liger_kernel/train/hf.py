@@ -121,11 +121,6 @@ def arguments(config: TrainConfig, device: torch.device, precision: str, ranks: 
     accumulate, rest = divmod(rows, config.batch * ranks.world)
     if rest:
         raise UserError(f"with trainer hf, global_batch must be a multiple of batch x ranks = {config.batch * ranks.world}, got {rows}")
-    for name, wrong in (("parallel", "tp"), ("nonfinite", "skip")):
-        if getattr(config, name) == wrong:
-            raise UserError(f"{name} {wrong} needs --trainer torch")
-    if config.parallel == "none" and ranks.world > 1:
-        raise UserError(f"parallel is none, but there are {ranks.world} ranks: choose ddp, fsdp2 or deepspeed-z2 or -z3")
     how: dict[str, Any] = {}
     if config.parallel == "fsdp2":
         how = {"fsdp": "full_shard auto_wrap", "fsdp_config": {"fsdp_version": 2}}

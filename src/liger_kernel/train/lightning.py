@@ -154,12 +154,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def run(config: TrainConfig, data: Data, model: Any, device: torch.device, precision: str, ranks: Ranks, stop: threading.Event) -> dict[str, Any]:
-    """Train and save as ``config`` says; what ``metrics.json`` holds. ``UserError`` for what this trainer does not offer."""
-    for name, offered in (("parallel", ("none", "ddp")), ("nonfinite", ("stop",))):
-        if getattr(config, name) not in offered:
-            raise UserError(f"trainer lightning offers {name} {' and '.join(offered)}, got {getattr(config, name)}")
-    if config.parallel == "none" and ranks.world > 1:
-        raise UserError(f"parallel is none, but there are {ranks.world} ranks: choose ddp")
+    """Train and save as ``config`` says; what ``metrics.json`` holds."""
     rows = config.global_batch or config.batch * config.accumulate * ranks.world
     parts = math.ceil(math.ceil(rows / ranks.world) / config.batch)
     folder = Path(config.out) / "checkpoints-lightning"

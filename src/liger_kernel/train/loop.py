@@ -72,10 +72,6 @@ def train(config: TrainConfig) -> dict[str, Any]:
 
 def _by(config: TrainConfig, data: Data, model: Any, device: torch.device, precision: str, ranks: Ranks, stop: threading.Event) -> dict[str, Any]:
     """The run by the trainer that the config names."""
-    if config.parallel.startswith("deepspeed") and config.trainer != "hf":
-        raise UserError(f"parallel {config.parallel} needs trainer hf, got {config.trainer}")
-    if config.optimizer == "adamw-8bit" and (config.trainer == "torch" or config.parallel not in ("none", "ddp")):
-        raise UserError(f"optimizer adamw-8bit needs trainer hf or lightning and parallel none or ddp, got {config.trainer} and {config.parallel}")
     if config.trainer == "hf":
         from liger_kernel.train import hf
 

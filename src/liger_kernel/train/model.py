@@ -128,16 +128,13 @@ def small_llama(config: TrainConfig, tokenizer: Any) -> Any:
     """A LlamaConfig of the config's sizes, for the tokenizer's vocabulary."""
     import transformers
 
-    kv_heads = config.kv_heads or max(1, config.heads // 2)
-    if config.hidden % config.heads or config.heads % kv_heads:
-        raise UserError(f"heads must divide hidden, and kv_heads must divide heads; got {config.hidden}, {config.heads}, {kv_heads}")
     return transformers.LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=config.hidden,
         intermediate_size=config.intermediate or -(-8 * config.hidden // (3 * 64)) * 64,
         num_hidden_layers=config.layers,
         num_attention_heads=config.heads,
-        num_key_value_heads=kv_heads,
+        num_key_value_heads=config.kv_heads or max(1, config.heads // 2),
         max_position_embeddings=max(2048, config.length),
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,

@@ -103,8 +103,6 @@ def stored(config: TrainConfig, ranks: Ranks) -> Iterator[None]:
     if not config.store:
         yield
         return
-    if config.trainer != "torch" or not config.checkpoint_every:
-        raise UserError("store needs trainer torch and checkpoint_every")
     problem, thread, ended = None, None, threading.Event()
     if ranks.first:
         try:

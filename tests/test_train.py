@@ -257,6 +257,12 @@ def test_the_order_is_fixed_by_the_seed_and_every_epoch_sees_every_row(tokenizer
     assert sorted(i for batch in data.eval_batches(4) for i in batch["input_ids"].flatten().tolist()) == data.eval
 
 
+@pytest.mark.parametrize("rows, fraction, held", [(1, 0.5, 0), (2, 0.01, 1), (10, 0.999, 9), (10, 0.2, 2), (10, 0.0, 0)])
+def test_some_rows_are_left_to_train_on(rows, fraction, held, tokenizer):
+    data = Data(Rows.of([([1, 2], [1, 2])] * rows), tokenizer, fraction)
+    assert len(data.eval) == held and len(data.train) == rows - held and len(data.picks(0, 3, 0)) == 3
+
+
 def test_files_of_both_kinds_and_datasets_read_alike(tmp_path, monkeypatch):
     datasets, arrow, parquet = (pytest.importorskip(name) for name in ("datasets", "pyarrow", "pyarrow.parquet"))
     parquet.write_table(arrow.Table.from_pylist(CHATS), tmp_path / "chats.parquet")

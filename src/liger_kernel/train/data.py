@@ -390,7 +390,7 @@ class Data:
 
     def __init__(self, rows: Rows, tokenizer: Any, eval_fraction: float):
         self.rows, self.tokenizer = rows, tokenizer
-        held = max(1, round(len(rows) * eval_fraction)) if eval_fraction and len(rows) > 1 else 0
+        held = min(max(1, round(len(rows) * eval_fraction)), len(rows) - 1) if eval_fraction and len(rows) else 0
         # Every k-th row, not the last ones: neighbours come from the same source.
         self.eval = [round((i + 0.5) * len(rows) / held - 0.5) for i in range(held)]
         self.train = sorted(set(range(len(rows))) - set(self.eval))

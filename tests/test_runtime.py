@@ -531,6 +531,19 @@ def until(condition, seconds=120):
         time.sleep(0.05)
 
 
+def test_a_run_in_the_current_folder_has_a_name(tmp_path, monkeypatch):
+    class Asked(Exception):
+        pass
+
+    def handler(parameters):
+        raise Asked(parameters.run_id)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.distributed.elastic.rendezvous.registry.get_rendezvous_handler", handler)
+    with mock.patch.dict(os.environ), pytest.raises(Asked, match=tmp_path.name):
+        ranks.launch_elastic(TrainConfig(nproc=1, out="."), ["true"])
+
+
 MEET = """
 import os, signal, torch, torch.distributed as dist
 dist.init_process_group("gloo")

@@ -316,7 +316,7 @@ def launch_elastic(config: TrainConfig, command: list[str] | None = None) -> int
         os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // nproc))
     # machines start minutes apart: one pulls an image that the other has
     waits: dict[str, Any] = {"join_timeout": config.timeout, "read_timeout": config.timeout} if nodes[1] > 1 else {}
-    run_id = os.environ.get("PET_RDZV_ID") or Path(config.out).name
+    run_id = os.environ.get("PET_RDZV_ID") or Path(config.out).absolute().name or "run"
     rendezvous = get_rendezvous_handler(RendezvousParameters("c10d", config.rdzv_endpoint, run_id, *nodes, **waits))
     spec = WorkerSpec(
         role="default_role",

@@ -29,6 +29,7 @@ pytest.importorskip("transformers")
 if not sys.platform.startswith("linux"):
     pytest.skip("workers are forked", allow_module_level=True)
 
+from liger_kernel import cli
 from liger_kernel.parallel import Parallel
 from liger_kernel.train import checkpoint, loop, metrics, ranks, store
 from liger_kernel.train.config import TrainConfig, UserError
@@ -529,6 +530,24 @@ def until(condition, seconds=120):
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize("error, code", [(ConnectionError("the file system is away"), 1), (UserError("no such file"), ranks.EXIT_MISTAKE)])
+def test_the_only_worker_tells_a_crash_from_a_mistake(error, code, monkeypatch):
+    """As many do: after a mistake the launcher would not start it again."""
+
+    class Ended(BaseException):
+        pass
+
+    def end(code):
+        raise Ended(code)
+
+    monkeypatch.setenv("RANK", "0"), monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setattr(loop, "train", mock.Mock(side_effect=error))
+    monkeypatch.setattr(os, "_exit", end)
+    with pytest.raises(Ended) as ended:
+        cli.main(["train"])
+    assert ended.value.args == (code,)
 
 
 def test_a_run_in_the_current_folder_has_a_name(tmp_path, monkeypatch):

@@ -115,13 +115,13 @@ def _leave() -> None:
 
 
 def reporting(run: Callable[[TrainConfig], T]) -> Callable[[TrainConfig], T]:
-    """``run`` as a worker's main function: among several ranks, an error is written to where torchrun looks for it and ends the process at once.
+    """``run`` as a worker's main function: a rank's error is written to where torchrun looks for it and ends the process at once, with 1 or ``EXIT_MISTAKE``.
 
     An orderly end would first wait for threads and groups, and these for a peer that is gone.
     """
 
     def main(config: TrainConfig) -> T:
-        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        if "RANK" not in os.environ:
             return run(config)
         try:
             return run(config)

@@ -674,6 +674,7 @@ ENDS = {
     "not saved": (("False", 0, 0, ""), "TERM", 143),
     "failed": (("True", 0, 3, ""), "TERM", 3),
     "too slow": (("True", 60, 75, ""), "TERM", 143),
+    "interrupted": (("False", 0, 0, ""), "INT", 130),
     "the last is still ending": (("rank == 0", 0, 75, "rank == 0 and os._exit(75)"), None, 75),
     "mistake": (("True", 0, 1, "os._exit(2)"), None, 2),
     "crash": (("False", 0, 0, "os._exit(0 if again else 1)"), None, 0),
@@ -694,9 +695,10 @@ sys.exit(launch_elastic(TrainConfig(nproc=2, max_restarts=1, timeout=1, out={str
     launcher = subprocess.Popen([sys.executable, "-c", launch], env=user_env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if told:
         until(lambda: all((tmp_path / f"started-{rank}-0").exists() for rank in (0, 1)) or launcher.poll() is not None)
-        launcher.send_signal(signal.SIGTERM)
+        launcher.send_signal(getattr(signal, f"SIG{told}"))
     output = launcher.communicate(timeout=60)[0]
     assert launcher.returncode == expected, output
+    assert told != "INT" or "SignalException" not in output
     assert any(tmp_path.glob("started-*-1")) == ("crash" in case), output
 
 

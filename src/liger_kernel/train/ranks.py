@@ -289,8 +289,8 @@ def launch_elastic(config: TrainConfig, command: list[str] | None = None) -> int
     """Run ``config`` in ``config.nproc`` processes on each of ``config.nnodes`` machines, started anew up to ``max_restarts`` times when one dies.
 
     ``command`` is what a worker runs (default: ``liger train`` with this config). Returns 0, ``EXIT_PREEMPTED`` if SIGTERM reached some process and all
-    workers have saved, ``EXIT_TERMINATED`` if it reached this one and they have not, or the exit code of the first worker that failed when there were no
-    restarts left or none would help.
+    workers have saved, ``EXIT_TERMINATED`` if it reached this one and they have not, 130 after Ctrl-C, or the exit code of the first worker that failed
+    when there were no restarts left or none would help.
     """
     from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
@@ -333,7 +333,7 @@ def launch_elastic(config: TrainConfig, command: list[str] | None = None) -> int
         result = agent.run()
     except SignalException as signalled:  # other machines may go on: the rendezvous stays open
         if signalled.sigval != signal.SIGTERM:
-            raise
+            return 128 + signalled.sigval
         codes = agent.codes() - {0}
         if not codes or _preempted(codes):
             return EXIT_PREEMPTED if codes else 0

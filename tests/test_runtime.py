@@ -563,6 +563,14 @@ def test_a_run_in_the_current_folder_has_a_name(tmp_path, monkeypatch):
         ranks.launch_elastic(TrainConfig(nproc=1, out="."), ["true"])
 
 
+def test_sigterm_before_there_are_workers_is_no_success(monkeypatch, tmp_path):
+    stopped = ranks.SignalException("told to stop", sigval=signal.SIGTERM)
+    monkeypatch.setattr("torch.distributed.elastic.rendezvous.registry.get_rendezvous_handler", mock.Mock())
+    monkeypatch.setattr(ranks._Agent, "run", mock.Mock(side_effect=stopped))
+    with mock.patch.dict(os.environ):
+        assert ranks.launch_elastic(TrainConfig(nproc=1, out=str(tmp_path)), ["true"]) == ranks.EXIT_TERMINATED
+
+
 MEET = """
 import os, signal, torch, torch.distributed as dist
 dist.init_process_group("gloo")

@@ -334,9 +334,11 @@ def launch_elastic(config: TrainConfig, command: list[str] | None = None) -> int
     except SignalException as signalled:  # other machines may go on: the rendezvous stays open
         if signalled.sigval != signal.SIGTERM:
             return 128 + signalled.sigval
-        codes = agent.codes() - {0}
-        if not codes or _preempted(codes):
-            return EXIT_PREEMPTED if codes else 0
+        codes = agent.codes()  # none: it came while the first workers were started
+        if codes == {0}:
+            return 0
+        if _preempted(codes - {0}):
+            return EXIT_PREEMPTED
         return max((code for code in codes if 0 < code != EXIT_PREEMPTED), default=EXIT_TERMINATED)
     except RendezvousError:
         if _preempted(agent.codes()):

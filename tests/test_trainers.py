@@ -160,11 +160,27 @@ def test_what_may_change_between_starts(trainer, config):
     assert loop.train(changed)["learning_rates"] == pytest.approx([learning_rate(changed, step) for step in (3, 4, 5)])
 
 
-def test_one_process_takes_one_gpu(config, monkeypatch):
+@others
+def test_a_step_keeps_its_rows_when_batches_change(trainer, config):
+    """Else the run would go on at another place in the data."""
+    records = [{"messages": [{"role": "user", "content": f"{i}"}, {"role": "assistant", "content": f"{i}" * (i % 7 + 1)}]} for i in range(30)]
+    Path(config.data).write_text("".join(json.dumps(r) + "\n" for r in records))
+    config = dataclasses.replace(config, eval_fraction=0.0, schedule="constant")
+    expected = loop.train(by(trainer, config))["losses"]
+    first = by(trainer, config, steps=3, checkpoint_every=3)
+    first = dataclasses.replace(first, out=f"{first.out}-again")
+    loop.train(first)
+    with pytest.raises(UserError, match="is of other data: global_batch 4 there, 8 here"):
+        loop.train(dataclasses.replace(first, steps=6, global_batch=8))
+    found = loop.train(dataclasses.replace(first, steps=6, batch=1, accumulate=1))["losses"]
+    assert found == pytest.approx(expected[3:], rel=1e-5)
+
+
+def test_one_process_takes_one_gpu(config, monkeypatch, tmp_path):
     from liger_kernel.train import hf
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    args = hf.arguments(by("hf", config), torch.device("cuda"), "fp32", ranks.Ranks(0, 1, None, None), 4)
+    args = hf.arguments(by("hf", config), tmp_path, torch.device("cuda"), "fp32", ranks.Ranks(0, 1, None, None), 4)
     assert args.n_gpu == 1 and args.train_batch_size == config.batch
 
 

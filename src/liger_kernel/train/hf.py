@@ -116,7 +116,7 @@ def deepspeed(stage: int) -> dict[str, Any]:
     return auto | {"zero_optimization": zero, "bf16": {"enabled": "auto"}, "zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
 
 
-def arguments(config: TrainConfig, device: torch.device, precision: str, ranks: Ranks, rows: int) -> transformers.TrainingArguments:
+def arguments(config: TrainConfig, folder: Path, device: torch.device, precision: str, ranks: Ranks, rows: int) -> transformers.TrainingArguments:
     """The run as transformers' arguments. ``UserError`` for what its ``Trainer`` does not offer."""
     accumulate, rest = divmod(rows, config.batch * ranks.world)
     if rest:
@@ -127,7 +127,7 @@ def arguments(config: TrainConfig, device: torch.device, precision: str, ranks: 
     elif config.parallel.startswith("deepspeed-z"):
         how = {"deepspeed": deepspeed(int(config.parallel[-1]))}
     args = transformers.TrainingArguments(
-        output_dir=str(Path(config.out) / "checkpoints-hf"),
+        output_dir=str(folder),
         max_steps=config.steps,
         per_device_train_batch_size=config.batch,
         per_device_eval_batch_size=config.batch,
@@ -184,11 +184,10 @@ def damage(path: Path) -> str | None:
 
 def run(config: TrainConfig, data: Data, model: Any, device: torch.device, precision: str, ranks: Ranks, stop: threading.Event) -> dict[str, Any]:
     """Train and save as ``config`` says; what ``metrics.json`` holds. A line is the mean of ``log_every`` steps here."""
-    rows = config.global_batch or config.batch * config.accumulate * ranks.world
-    args = arguments(config, device, precision, ranks, rows)
-    folder = Path(str(args.output_dir))
+    folder = Path(config.out) / "checkpoints-hf"
     last = latest(folder, ranks)
-    accept(config, data, ranks, folder, last)
+    rows = accept(config, data, ranks, folder, last)
+    args = arguments(config, folder, device, precision, ranks, rows)
     memory = PeakMemory(device)
     endpoint = Endpoint(config.metrics_host, config.metrics_port + local_rank(), ranks.rank) if config.metrics_port else None
     reports = Reports(config, vars(config)) if ranks.first and config.reports else None

@@ -85,6 +85,12 @@ class _Lines(L.Callback):
     def on_train_start(self, trainer: Any, module: Any) -> None:
         self.first, self.timed_from, self.seen, self.loss = trainer.global_step, time.perf_counter(), trainer.global_step, 0.0
         configured(trainer.optimizers[0], trainer.lr_scheduler_configs[0].scheduler, module.numbers)
+        if self.first:  # a step ends where batches so far divide by its parts: of a checkpoint, steps may have had another number of these
+            batches = trainer.fit_loop.epoch_loop.batch_progress
+            for count in (batches.total, batches.current):
+                open_ = count.ready - count.completed
+                count.ready = count.started = count.processed = self.first * module.parts
+                count.completed = count.ready - open_
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
         self.norm = torch.nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None])
@@ -155,11 +161,10 @@ def checkpoints(folder: Path) -> list[Path]:
 
 def run(config: TrainConfig, data: Data, model: Any, device: torch.device, precision: str, ranks: Ranks, stop: threading.Event) -> dict[str, Any]:
     """Train and save as ``config`` says; what ``metrics.json`` holds."""
-    rows = config.global_batch or config.batch * config.accumulate * ranks.world
-    parts = math.ceil(math.ceil(rows / ranks.world) / config.batch)
     folder = Path(config.out) / "checkpoints-lightning"
     last = ranks.agreed(next(reversed(checkpoints(folder)), None))
-    accept(config, data, ranks, folder, last)
+    rows = accept(config, data, ranks, folder, last)
+    parts = math.ceil(math.ceil(rows / ranks.world) / config.batch)
     here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world))  # ranks on this machine
     memory = PeakMemory(device)
     endpoint = Endpoint(config.metrics_host, config.metrics_port + local_rank(), ranks.rank) if config.metrics_port else None

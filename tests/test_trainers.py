@@ -176,6 +176,17 @@ def test_a_step_keeps_its_rows_when_batches_change(trainer, config):
     assert found == pytest.approx(expected[3:], rel=1e-5)
 
 
+@pytest.mark.skipif(not has("lightning"), reason="lightning is not installed")
+def test_checkpoints_of_earlier_releases_are_found(config):
+    again = by("lightning", config, steps=2, checkpoint_every=2, checkpoint_keep=1, eval_fraction=0.0)
+    loop.train(again)
+    folder = Path(again.out) / "checkpoints-lightning"
+    (folder / "step-00000002.ckpt").rename(folder / "last.ckpt")
+    (folder / "identity.json").unlink()
+    assert len(loop.train(dataclasses.replace(again, steps=4))["losses"]) == 2
+    assert {path.name for path in folder.iterdir()} == {"step-00000004.ckpt", "identity.json"}
+
+
 def test_one_process_takes_one_gpu(config, monkeypatch, tmp_path):
     from liger_kernel.train import hf
 

@@ -155,8 +155,8 @@ class _Lines(L.Callback):
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The newest is the last."""
-    return sorted(folder.glob("step-*.ckpt"))
+    """The newest is the last; earlier releases wrote last.ckpt alone."""
+    return [*folder.glob("last.ckpt"), *sorted(folder.glob("step-*.ckpt"))]
 
 
 def run(config: TrainConfig, data: Data, model: Any, device: torch.device, precision: str, ranks: Ranks, stop: threading.Event) -> dict[str, Any]:

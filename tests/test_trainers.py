@@ -161,6 +161,14 @@ def test_what_may_change_between_starts(trainer, config):
 
 
 @others
+@pytest.mark.parametrize("steps, timed", [(2, 2), (5, 3)])  # the first two count where there are no others
+def test_tokens_per_second_are_of_the_steps_that_are_timed(steps, timed, trainer, config):
+    Path(config.data).write_text("".join(json.dumps({"text": "one two three " * 60}) + "\n" for _ in range(8)))
+    found = loop.train(by(trainer, config, steps=steps, eval_fraction=0.0))
+    assert found["tokens_per_second"] * found["seconds"] == pytest.approx(timed * 4 * config.length)
+
+
+@others
 def test_a_step_keeps_its_rows_when_batches_change(trainer, config):
     """Else the run would go on at another place in the data."""
     records = [{"messages": [{"role": "user", "content": f"{i}"}, {"role": "assistant", "content": f"{i}" * (i % 7 + 1)}]} for i in range(30)]

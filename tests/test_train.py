@@ -468,6 +468,14 @@ def test_mistakes_in_a_run_are_named(changes, message, config):
         loop.train(dataclasses.replace(config, **changes))
 
 
+@pytest.mark.parametrize("name", ["out", "save"])
+def test_what_cannot_be_written_is_said_before_anything_is_loaded(name, config, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(loop, "load", None)
+    with pytest.raises(OSError, match="file"):
+        loop.train(dataclasses.replace(config, **{name: str(tmp_path / "file" / "run")}))
+
+
 # -- what a run leaves ---------------------------------------------------------------------
 
 

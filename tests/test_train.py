@@ -22,6 +22,7 @@ from liger_kernel.train import data as data_module
 from liger_kernel.train.config import TrainConfig, UserError, from_flags
 from liger_kernel.train.data import CHAT_TEMPLATE, IGNORE, Data, Rows, learnt_tokens, load, tokenise, train_bpe
 from liger_kernel.train.measure import PeakMemory
+from liger_kernel.train.model import device_and_precision
 
 TEXT = "def add(a, b):\n    return a + b\n\n" * 40
 TINY = dict(hidden=32, heads=2, kv_heads=1, layers=2, vocab=300, length=24, batch=4, steps=3, warmup=1, log_every=1, device="cpu", lr=1e-2)
@@ -460,6 +461,7 @@ def test_an_unknown_kernel_is_refused(config):
     "changes, message",
     [
         (dict(device="cuda") if not torch.cuda.is_available() else dict(device="abacus"), "device"),
+        (dict(device="xpu") if not torch.xpu.is_available() else dict(device="abacus"), "cannot use device"),
         (dict(model="/nowhere/at/all"), "/nowhere/at/all"),
     ],
 )
@@ -474,6 +476,14 @@ def test_what_cannot_be_written_is_said_before_anything_is_loaded(name, config, 
     monkeypatch.setattr(loop, "load", None)
     with pytest.raises(OSError, match="file"):
         loop.train(dataclasses.replace(config, **{name: str(tmp_path / "file" / "run")}))
+
+
+def test_more_processes_than_gpus_are_a_mistake(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(UserError, match="device is cuda:2, but PyTorch sees 2 GPUs here"):
+        device_and_precision(TrainConfig())
 
 
 # -- what a run leaves ---------------------------------------------------------------------

@@ -30,10 +30,13 @@ def device_and_precision(config: TrainConfig) -> tuple[torch.device, str]:
         name = f"cuda:{local_rank()}"
     try:
         device = torch.device(name)
-    except RuntimeError as error:
-        raise UserError(f"unknown device {name!r}") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError("device is cuda, but PyTorch sees no GPU here")
+        if device.type != "cuda":
+            torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # no such thing, or not of this PyTorch
+        raise UserError(f"cannot use device {name!r}: {str(error).partition('. ')[0][:200]}") from error
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.type == "cuda" and (device.index or 0) >= gpus:
+        raise UserError(f"device is {name}, but PyTorch sees {gpus or 'no'} GPU{'s' * (gpus > 1)} here")
     precision = config.precision if config.precision != "auto" else "bf16-mixed" if device.type == "cuda" else "fp32"
     return device, precision
 

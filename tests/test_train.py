@@ -11,6 +11,7 @@ import sys
 import threading
 import types
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -507,6 +508,16 @@ def test_a_store_keeps_what_is_newer_than_the_folder(config, tmp_path):
     with pytest.raises(RuntimeError, match="another run writes there, its newest checkpoint is step-00000010"):
         stale.copy()
     assert steps_in(tmp_path / "store") == [10, 8]
+
+
+def test_a_store_that_removes_nothing_takes_what_is_new(config, tmp_path, capsys):
+    config = dataclasses.replace(config, checkpoint_every=2, checkpoint_keep=1, schedule="constant", warmup=0)
+    kept = store.Store((tmp_path / "store").as_uri(), Path(config.out))
+    with mock.patch.object(kept.fs, "rm", side_effect=PermissionError("removing is not allowed")):
+        for steps in (2, 4, 6):
+            loop.train(dataclasses.replace(config, steps=steps))
+            assert kept.copy() and steps_in(tmp_path / "store") == [steps]
+    assert "older checkpoints remain in file:" in capsys.readouterr().err
 
 
 def test_a_damaged_checkpoint_in_a_store_is_written_again(config, tmp_path):

@@ -324,6 +324,11 @@ def test_a_saved_model_scores_as_the_run_that_saved_it(config, tmp_path):
     [
         ("", "holds no records"),
         ("{oops", ":1: not valid JSON"),
+        (r'{"text": "x"}' + "\n" + r'{"text": "\ud83d"}', ":2: not valid JSON: .*surrogates"),
+        (b'{"text": "\xe9"}', ":1: not valid JSON: 'utf-8' codec"),
+        ('{"messages": "hi"}', "messages must be a list of objects"),
+        ('{"messages": ["hi"]}', "messages must be a list of objects"),
+        ('{"instruction": 1, "output": "x"}', "instruction, input and output must be text"),
         ("[1]", ":1: a record must be an object, got list"),
         ('{"prompt": "x"}', r"must have 'text', 'messages', or 'instruction' and 'output'; the first one has \['prompt'\]"),
         ('{"text": "x"}\n{"txt": "y"}', "record 2 has no text"),
@@ -333,7 +338,7 @@ def test_a_saved_model_scores_as_the_run_that_saved_it(config, tmp_path):
     ],
 )
 def test_mistakes_in_the_data_are_named(lines, message, config, tmp_path):
-    (tmp_path / "text.jsonl").write_text(lines)
+    (tmp_path / "text.jsonl").write_bytes(lines if isinstance(lines, bytes) else lines.encode())
     with pytest.raises(UserError, match=message):
         load(config)
 

@@ -83,7 +83,7 @@ def test_the_old_door_to_env(capsys):
         (["train", "--batch", "0"], "liger train: batch must be at least 1, got 0"),
         (["train", "--data", "nowhere.jsonl"], "liger train: no such file: nowhere.jsonl"),
         (["train", "--config", "nowhere.yaml"], "liger train: cannot read nowhere.yaml: No such file or directory"),
-        (["train", "--device", "abacus"], "liger train: unknown device 'abacus'"),
+        (["train", "--device", "abacus"], "liger train: cannot use device 'abacus'"),
         (["ops", "bogus"], "liger ops: no operator 'bogus'; there are "),
     ],
 )

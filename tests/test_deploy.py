@@ -65,7 +65,7 @@ def test_the_jobs_that_are_shipped_can_be_rendered(path):
         (dict(efa=4), "efa and role need overlay eks"),
         (dict(volume=None), "several nodes need a volume"),
         (dict(quota_nodes=4), "quota_nodes needs cluster_queue"),
-        (dict(train=dict(checkpoint_every=0)), r"train\.checkpoint_every must be set"),
+        (dict(train=dict(checkpoint_every=0, store=None)), r"train\.checkpoint_every must be set"),
         (dict(train=dict(parallel="none")), r"16 processes need train\.parallel"),
         (dict(train=dict(out="/home/me")), r"train\.out must be relative or under /shared"),
         (dict(nodes=1, volume=None, train=dict(store=None)), "the run's folder goes with its pod"),

@@ -29,6 +29,7 @@ pytest.importorskip("transformers")
 if not sys.platform.startswith("linux"):
     pytest.skip("workers are forked", allow_module_level=True)
 
+from liger_kernel import cli
 from liger_kernel.parallel import Parallel
 from liger_kernel.train import checkpoint, loop, metrics, ranks, store
 from liger_kernel.train.config import TrainConfig, UserError
@@ -531,6 +532,45 @@ def until(condition, seconds=120):
         time.sleep(0.05)
 
 
+@pytest.mark.parametrize("error, code", [(ConnectionError("the file system is away"), 1), (UserError("no such file"), ranks.EXIT_MISTAKE)])
+def test_the_only_worker_tells_a_crash_from_a_mistake(error, code, monkeypatch):
+    """As many do: after a mistake the launcher would not start it again."""
+
+    class Ended(BaseException):
+        pass
+
+    def end(code):
+        raise Ended(code)
+
+    monkeypatch.setenv("RANK", "0"), monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setattr(loop, "train", mock.Mock(side_effect=error))
+    monkeypatch.setattr(os, "_exit", end)
+    with pytest.raises(Ended) as ended:
+        cli.main(["train"])
+    assert ended.value.args == (code,)
+
+
+def test_a_run_in_the_current_folder_has_a_name(tmp_path, monkeypatch):
+    class Asked(Exception):
+        pass
+
+    def handler(parameters):
+        raise Asked(parameters.run_id)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.distributed.elastic.rendezvous.registry.get_rendezvous_handler", handler)
+    with mock.patch.dict(os.environ), pytest.raises(Asked, match=tmp_path.name):
+        ranks.launch_elastic(TrainConfig(nproc=1, out="."), ["true"])
+
+
+def test_sigterm_before_there_are_workers_is_no_success(monkeypatch, tmp_path):
+    stopped = ranks.SignalException("told to stop", sigval=signal.SIGTERM)
+    monkeypatch.setattr("torch.distributed.elastic.rendezvous.registry.get_rendezvous_handler", mock.Mock())
+    monkeypatch.setattr(ranks._Agent, "run", mock.Mock(side_effect=stopped))
+    with mock.patch.dict(os.environ):
+        assert ranks.launch_elastic(TrainConfig(nproc=1, out=str(tmp_path)), ["true"]) == ranks.EXIT_TERMINATED
+
+
 MEET = """
 import os, signal, torch, torch.distributed as dist
 dist.init_process_group("gloo")
@@ -642,6 +682,7 @@ ENDS = {
     "not saved": (("False", 0, 0, ""), "TERM", 143),
     "failed": (("True", 0, 3, ""), "TERM", 3),
     "too slow": (("True", 60, 75, ""), "TERM", 143),
+    "interrupted": (("False", 0, 0, ""), "INT", 130),
     "the last is still ending": (("rank == 0", 0, 75, "rank == 0 and os._exit(75)"), None, 75),
     "mistake": (("True", 0, 1, "os._exit(2)"), None, 2),
     "crash": (("False", 0, 0, "os._exit(0 if again else 1)"), None, 0),
@@ -662,9 +703,10 @@ sys.exit(launch_elastic(TrainConfig(nproc=2, max_restarts=1, timeout=1, out={str
     launcher = subprocess.Popen([sys.executable, "-c", launch], env=user_env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if told:
         until(lambda: all((tmp_path / f"started-{rank}-0").exists() for rank in (0, 1)) or launcher.poll() is not None)
-        launcher.send_signal(signal.SIGTERM)
+        launcher.send_signal(getattr(signal, f"SIG{told}"))
     output = launcher.communicate(timeout=60)[0]
     assert launcher.returncode == expected, output
+    assert told != "INT" or "SignalException" not in output
     assert any(tmp_path.glob("started-*-1")) == ("crash" in case), output
 
 

@@ -12,6 +12,8 @@ import torch
 
 pytest.importorskip("transformers")
 
+import safetensors.torch
+
 from liger_kernel.train import data as data_module
 from liger_kernel.train import loop
 from liger_kernel.train.config import TrainConfig, UserError
@@ -209,6 +211,16 @@ def test_transformers_trainer_learns_the_same(config):
     changes = dict(steps=6, eval_fraction=0)
     ours, theirs = (loop.train(dataclasses.replace(config, trainer=trainer, out=f"{config.out}-{trainer}", **changes)) for trainer in ("torch", "hf"))
     assert theirs["losses"] == pytest.approx(ours["losses"], rel=2e-4)
+
+
+def test_transformers_trainer_opens_a_part_once(config, monkeypatch):
+    """Also to count its tokens."""
+    pytest.importorskip("accelerate")
+    opened = []
+    load = safetensors.torch.load_file
+    monkeypatch.setattr(safetensors.torch, "load_file", lambda path: opened.append(path) or load(path))
+    loop.train(dataclasses.replace(config, trainer="hf", steps=12, batch=12, eval_fraction=0.0))
+    assert len(opened) == len(set(opened)) == 4
 
 
 def test_a_writer_that_dies_is_missed_and_one_without_a_reader_ends(config, tmp_path, user_env):

@@ -11,6 +11,7 @@ import sys
 import threading
 import types
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from liger_kernel.train import data as data_module
 from liger_kernel.train.config import TrainConfig, UserError, from_flags
 from liger_kernel.train.data import CHAT_TEMPLATE, IGNORE, Data, Rows, learnt_tokens, load, tokenise, train_bpe
 from liger_kernel.train.measure import PeakMemory
+from liger_kernel.train.model import device_and_precision
 
 TEXT = "def add(a, b):\n    return a + b\n\n" * 40
 TINY = dict(hidden=32, heads=2, kv_heads=1, layers=2, vocab=300, length=24, batch=4, steps=3, warmup=1, log_every=1, device="cpu", lr=1e-2)
@@ -80,13 +82,15 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path):
 
 def test_every_field_is_a_flag():
     argv, expected = [], {}
+    together = {"trainer": "torch", "parallel": "tp", "optimizer": "adamw"}  # the last choices of all fields are not to be had at once
     for field in dataclasses.fields(TrainConfig):
         flag = "--" + field.name.replace("_", "-")
         value = getattr(TrainConfig(), field.name)
         if "bool" in field.type:
             argv, expected[field.name] = [*argv, "--no-" + flag[2:]], False
         elif field.metadata["choices"]:
-            argv, expected[field.name] = [*argv, flag, field.metadata["choices"][-1]], field.metadata["choices"][-1]
+            value = together.get(field.name, field.metadata["choices"][-1])
+            argv, expected[field.name] = [*argv, flag, value], value
         else:
             value = {"int": 64, "float": 0.5}.get(field.type.split(" ")[0], "x")
             argv, expected[field.name] = [*argv, flag, str(value)], value
@@ -108,7 +112,22 @@ def test_only_kernels_named_are_passed_on():
         ("- 1", "must hold names and values, got a list"),
         ("a: [", "is not valid YAML"),
         ("steps: 0", "steps must be at least 1, got 0"),
+        ("limit: 0", "limit must be at least 1, got 0"),
         ("precision: fp8", "precision must be one of auto, fp32, bf16-mixed, bf16; got 'fp8'"),
+        ("intermediate: -4", "intermediate must be at least 1, got -4"),
+        ("length: 1", "length must be at least 2, got 1"),
+        ("metrics_port: 70000", r"metrics_port must be in \[0, 65535\], got 70000"),
+        ("seed: -1", "seed must be in"),
+        ("seed: 4294967296", "seed must be in"),
+        ("grad_clip: .nan", "grad_clip must be at least 0, got nan"),
+        ("stream: .nan", "stream must be at least 0, got nan"),
+        ("min_lr: 2", r"min_lr must be in \[0, 1\], got 2.0"),
+        ("lr: 0", "lr must be positive, got 0.0"),
+        ("lr: .nan", "lr must be positive, got nan"),
+        ("beta2: 1", r"beta2 must be in \[0, 1\), got 1.0"),
+        ("heads: 3", "heads must divide hidden"),
+        ("kv_heads: -1", "kv_heads must be at least 1, got -1"),
+        ("store: s3://b/run", "store needs trainer torch and checkpoint_every"),
         ("eval_fraction: 1", r"eval_fraction must be in \[0, 1\), got 1.0"),
         ("{cross_entropy: true, fused_linear_cross_entropy: true}", "exclude each other"),
     ],
@@ -240,6 +259,12 @@ def test_the_order_is_fixed_by_the_seed_and_every_epoch_sees_every_row(tokenizer
     assert sorted(i for batch in data.eval_batches(4) for i in batch["input_ids"].flatten().tolist()) == data.eval
 
 
+@pytest.mark.parametrize("rows, fraction, held", [(1, 0.5, 0), (2, 0.01, 1), (10, 0.999, 9), (10, 0.2, 2), (10, 0.0, 0)])
+def test_some_rows_are_left_to_train_on(rows, fraction, held, tokenizer):
+    data = Data(Rows.of([([1, 2], [1, 2])] * rows), tokenizer, fraction)
+    assert len(data.eval) == held and len(data.train) == rows - held and len(data.picks(0, 3, 0)) == 3
+
+
 def test_files_of_both_kinds_and_datasets_read_alike(tmp_path, monkeypatch):
     datasets, arrow, parquet = (pytest.importorskip(name) for name in ("datasets", "pyarrow", "pyarrow.parquet"))
     parquet.write_table(arrow.Table.from_pylist(CHATS), tmp_path / "chats.parquet")
@@ -299,6 +324,11 @@ def test_a_saved_model_scores_as_the_run_that_saved_it(config, tmp_path):
     [
         ("", "holds no records"),
         ("{oops", ":1: not valid JSON"),
+        (r'{"text": "x"}' + "\n" + r'{"text": "\ud83d"}', ":2: not valid JSON: .*surrogates"),
+        (b'{"text": "\xe9"}', ":1: not valid JSON: 'utf-8' codec"),
+        ('{"messages": "hi"}', "messages must be a list of objects"),
+        ('{"messages": ["hi"]}', "messages must be a list of objects"),
+        ('{"instruction": 1, "output": "x"}', "instruction, input and output must be text"),
         ("[1]", ":1: a record must be an object, got list"),
         ('{"prompt": "x"}', r"must have 'text', 'messages', or 'instruction' and 'output'; the first one has \['prompt'\]"),
         ('{"text": "x"}\n{"txt": "y"}', "record 2 has no text"),
@@ -308,7 +338,7 @@ def test_a_saved_model_scores_as_the_run_that_saved_it(config, tmp_path):
     ],
 )
 def test_mistakes_in_the_data_are_named(lines, message, config, tmp_path):
-    (tmp_path / "text.jsonl").write_text(lines)
+    (tmp_path / "text.jsonl").write_bytes(lines if isinstance(lines, bytes) else lines.encode())
     with pytest.raises(UserError, match=message):
         load(config)
 
@@ -437,14 +467,29 @@ def test_an_unknown_kernel_is_refused(config):
     "changes, message",
     [
         (dict(device="cuda") if not torch.cuda.is_available() else dict(device="abacus"), "device"),
-        (dict(heads=3), "heads must divide hidden"),
-        (dict(limit=0), "limit must be at least 1"),
+        (dict(device="xpu") if not torch.xpu.is_available() else dict(device="abacus"), "cannot use device"),
         (dict(model="/nowhere/at/all"), "/nowhere/at/all"),
     ],
 )
 def test_mistakes_in_a_run_are_named(changes, message, config):
     with pytest.raises(UserError, match=message):
         loop.train(dataclasses.replace(config, **changes))
+
+
+@pytest.mark.parametrize("name", ["out", "save"])
+def test_what_cannot_be_written_is_said_before_anything_is_loaded(name, config, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(loop, "load", None)
+    with pytest.raises(OSError, match="file"):
+        loop.train(dataclasses.replace(config, **{name: str(tmp_path / "file" / "run")}))
+
+
+def test_more_processes_than_gpus_are_a_mistake(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(UserError, match="device is cuda:2, but PyTorch sees 2 GPUs here"):
+        device_and_precision(TrainConfig())
 
 
 # -- what a run leaves ---------------------------------------------------------------------
@@ -468,6 +513,16 @@ def test_a_store_keeps_what_is_newer_than_the_folder(config, tmp_path):
     with pytest.raises(RuntimeError, match="another run writes there, its newest checkpoint is step-00000010"):
         stale.copy()
     assert steps_in(tmp_path / "store") == [10, 8]
+
+
+def test_a_store_that_removes_nothing_takes_what_is_new(config, tmp_path, capsys):
+    config = dataclasses.replace(config, checkpoint_every=2, checkpoint_keep=1, schedule="constant", warmup=0)
+    kept = store.Store((tmp_path / "store").as_uri(), Path(config.out))
+    with mock.patch.object(kept.fs, "rm", side_effect=PermissionError("removing is not allowed")):
+        for steps in (2, 4, 6):
+            loop.train(dataclasses.replace(config, steps=steps))
+            assert kept.copy() and steps_in(tmp_path / "store") == [steps]
+    assert "older checkpoints remain in file:" in capsys.readouterr().err
 
 
 def test_a_damaged_checkpoint_in_a_store_is_written_again(config, tmp_path):

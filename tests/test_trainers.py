@@ -160,11 +160,46 @@ def test_what_may_change_between_starts(trainer, config):
     assert loop.train(changed)["learning_rates"] == pytest.approx([learning_rate(changed, step) for step in (3, 4, 5)])
 
 
-def test_one_process_takes_one_gpu(config, monkeypatch):
+@others
+@pytest.mark.parametrize("steps, timed", [(2, 2), (5, 3)])  # the first two count where there are no others
+def test_tokens_per_second_are_of_the_steps_that_are_timed(steps, timed, trainer, config):
+    Path(config.data).write_text("".join(json.dumps({"text": "one two three " * 60}) + "\n" for _ in range(8)))
+    found = loop.train(by(trainer, config, steps=steps, eval_fraction=0.0))
+    assert found["tokens_per_second"] * found["seconds"] == pytest.approx(timed * 4 * config.length)
+
+
+@others
+def test_a_step_keeps_its_rows_when_batches_change(trainer, config):
+    """Else the run would go on at another place in the data."""
+    records = [{"messages": [{"role": "user", "content": f"{i}"}, {"role": "assistant", "content": f"{i}" * (i % 7 + 1)}]} for i in range(30)]
+    Path(config.data).write_text("".join(json.dumps(r) + "\n" for r in records))
+    config = dataclasses.replace(config, eval_fraction=0.0, schedule="constant")
+    expected = loop.train(by(trainer, config))["losses"]
+    first = by(trainer, config, steps=3, checkpoint_every=3)
+    first = dataclasses.replace(first, out=f"{first.out}-again")
+    loop.train(first)
+    with pytest.raises(UserError, match="is of other data: global_batch 4 there, 8 here"):
+        loop.train(dataclasses.replace(first, steps=6, global_batch=8))
+    found = loop.train(dataclasses.replace(first, steps=6, batch=1, accumulate=1))["losses"]
+    assert found == pytest.approx(expected[3:], rel=1e-5)
+
+
+@pytest.mark.skipif(not has("lightning"), reason="lightning is not installed")
+def test_checkpoints_of_earlier_releases_are_found(config):
+    again = by("lightning", config, steps=2, checkpoint_every=2, checkpoint_keep=1, eval_fraction=0.0)
+    loop.train(again)
+    folder = Path(again.out) / "checkpoints-lightning"
+    (folder / "step-00000002.ckpt").rename(folder / "last.ckpt")
+    (folder / "identity.json").unlink()
+    assert len(loop.train(dataclasses.replace(again, steps=4))["losses"]) == 2
+    assert {path.name for path in folder.iterdir()} == {"step-00000004.ckpt", "identity.json"}
+
+
+def test_one_process_takes_one_gpu(config, monkeypatch, tmp_path):
     from liger_kernel.train import hf
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    args = hf.arguments(by("hf", config), torch.device("cuda"), "fp32", ranks.Ranks(0, 1, None, None), 4)
+    args = hf.arguments(by("hf", config), tmp_path, torch.device("cuda"), "fp32", ranks.Ranks(0, 1, None, None), 4)
     assert args.n_gpu == 1 and args.train_batch_size == config.batch
 
 
@@ -209,17 +244,17 @@ def test_a_loss_that_is_not_finite_ends_the_run(trainer, config):
         loop.train(by(trainer, config, lr=1e20, warmup=0, grad_clip=0.0))
 
 
-@others
+@pytest.mark.parametrize("trainer", ["hf", "lightning"])
 def test_what_it_does_not_offer_is_said(trainer, config):
     with pytest.raises(UserError, match="nonfinite"):
-        loop.train(by(trainer, config, nonfinite="skip"))
+        by(trainer, config, nonfinite="skip")
     with pytest.raises(UserError, match="tp"):
-        loop.train(by(trainer, config, parallel="tp"))
+        by(trainer, config, parallel="tp")
 
 
 def test_deepspeed_is_transformers(config):
-    with pytest.raises(UserError, match="parallel deepspeed-z2 needs trainer hf, got torch"):
-        loop.train(dataclasses.replace(config, parallel="deepspeed-z2"))
+    with pytest.raises(UserError, match="trainer torch offers parallel none, ddp, fsdp2, tp; got deepspeed-z2"):
+        dataclasses.replace(config, parallel="deepspeed-z2")
 
 
 def test_batches_that_do_not_fit_are_said(config):
@@ -228,8 +263,10 @@ def test_batches_that_do_not_fit_are_said(config):
 
 
 def test_8_bit_moments_are_for_other_trainers(config):
-    with pytest.raises(UserError, match="optimizer adamw-8bit needs trainer hf or lightning and parallel none or ddp, got torch and none"):
-        loop.train(dataclasses.replace(config, optimizer="adamw-8bit"))
+    with pytest.raises(UserError, match="trainer torch offers optimizer adamw; got adamw-8bit"):
+        dataclasses.replace(config, optimizer="adamw-8bit")
+    with pytest.raises(UserError, match="optimizer adamw-8bit needs parallel none or ddp, got fsdp2"):
+        by("hf", config, optimizer="adamw-8bit", parallel="fsdp2")
 
 
 @pytest.mark.skipif(not has("bitsandbytes"), reason="bitsandbytes is not installed")

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import math
 import shutil
 import types
 import typing
@@ -21,6 +22,20 @@ OPTIMIZERS = ("adamw", "adamw-8bit")
 PACKINGS = ("auto", "documents")
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
 REPORTS = ("tensorboard", "wandb", "mlflow")
+RANGES = (
+    ("hidden intermediate layers heads kv_heads vocab steps batch accumulate global_batch log_every timeout checkpoint_keep limit", 1, math.inf),
+    ("length", 2, math.inf),  # the first token of a row is predicted by nothing
+    ("warmup eval_every grad_clip weight_decay lora nproc max_restarts checkpoint_every stream", 0, math.inf),
+    ("min_lr", 0, 1),
+    ("metrics_port", 0, 2**16 - 1),
+    ("seed", 0, 2**32 - 1),  # numpy's
+)
+# of a field's choices, those that a trainer has
+OFFERED = {
+    "torch": {"parallel": ("none", "ddp", "fsdp2", "tp"), "optimizer": ("adamw",)},
+    "hf": {"parallel": ("none", "ddp", "fsdp2", "deepspeed-z2", "deepspeed-z3"), "nonfinite": ("stop",)},
+    "lightning": {"parallel": ("none", "ddp"), "nonfinite": ("stop",)},
+}
 
 
 class UserError(ValueError):
@@ -135,36 +150,33 @@ class TrainConfig:
     eval_every: int = _field(0, "run", "steps between evaluations; 0 evaluates once, at the end")
 
     def __post_init__(self) -> None:
-        for name in (
-            "hidden",
-            "layers",
-            "heads",
-            "vocab",
-            "length",
-            "steps",
-            "batch",
-            "accumulate",
-            "global_batch",
-            "log_every",
-            "timeout",
-            "checkpoint_keep",
-            "limit",
+        for names, least, most in RANGES:
+            for name in names.split():
+                value = getattr(self, name)
+                if value is not None and not least <= value <= most:  # NaN is in no range
+                    raise UserError(f"{name} must be {f'at least {least}' if most == math.inf else f'in [{least}, {most}]'}, got {value}")
+        for name, wanted, fits in (
+            ("lr", "positive", lambda x: x is None or 0 < x < math.inf),
+            ("beta2", "in [0, 1)", lambda x: 0 <= x < 1),
+            ("eval_fraction", "in [0, 1)", lambda x: 0 <= x < 1),
+            ("decay", "in (0, 1]", lambda x: 0 < x <= 1),
         ):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"{name} must be at least 1, got {value}")
-        for name in ("warmup", "eval_every", "grad_clip", "weight_decay", "lora", "nproc", "max_restarts", "checkpoint_every", "metrics_port", "stream"):
-            value = getattr(self, name)
-            if value is not None and value < 0:
-                raise UserError(f"{name} must not be negative, got {value}")
+            if not fits(value := getattr(self, name)):
+                raise UserError(f"{name} must be {wanted}, got {value}")
         for field in dataclasses.fields(self):
             choices = field.metadata["choices"]
             if choices and getattr(self, field.name) not in (*choices, field.default):
                 raise UserError(f"{field.name} must be one of {', '.join(choices)}; got {getattr(self, field.name)!r}")
-        if not 0 <= self.eval_fraction < 1:
-            raise UserError(f"eval_fraction must be in [0, 1), got {self.eval_fraction}")
-        if not 0 < self.decay <= 1:
-            raise UserError(f"decay must be in (0, 1], got {self.decay}")
+        for name, offered in OFFERED[self.trainer].items():
+            if getattr(self, name) not in offered:
+                raise UserError(f"trainer {self.trainer} offers {name} {', '.join(offered)}; got {getattr(self, name)}")
+        if self.optimizer == "adamw-8bit" and self.parallel not in ("none", "ddp"):
+            raise UserError(f"optimizer adamw-8bit needs parallel none or ddp, got {self.parallel}")
+        if self.store and (self.trainer != "torch" or not self.checkpoint_every):
+            raise UserError("store needs trainer torch and checkpoint_every")
+        kv_heads = self.kv_heads or max(1, self.heads // 2)
+        if not self.model and (self.hidden % (2 * self.heads) or self.heads % kv_heads):  # rotary embeddings turn pairs
+            raise UserError(f"heads must divide hidden, into even parts, and kv_heads must divide heads; got {self.hidden}, {self.heads}, {kv_heads}")
         if self.cross_entropy and self.fused_linear_cross_entropy:
             raise UserError("cross_entropy and fused_linear_cross_entropy exclude each other")
 

@@ -112,7 +112,7 @@ def files_of(name: str) -> list[Path]:
 
 
 def _jsonl(path: Path, skip: int) -> Iterator[dict[str, Any]]:
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
@@ -120,8 +120,10 @@ def _jsonl(path: Path, skip: int) -> Iterator[dict[str, Any]]:
                 skip -= 1
                 continue
             try:
-                record = json.loads(line)
-            except json.JSONDecodeError as error:
+                record = json.loads(line.decode())
+                if b"\\ud" in line or b"\\uD" in line:  # halves of characters, which no tokenizer takes
+                    json.dumps(record, ensure_ascii=False).encode()
+            except ValueError as error:
                 raise UserError(f"{path}:{number}: not valid JSON: {error}") from error
             if not isinstance(record, dict):
                 raise UserError(f"{path}:{number}: a record must be an object, got {type(record).__name__}")
@@ -159,11 +161,17 @@ def _hub(name: str, split: str, stream: bool, skip: int) -> Iterable[dict[str, A
 
 
 def conversation(record: dict[str, Any]) -> list[dict[str, str]] | None:
-    """The turns of a chat or Alpaca record; None for plain text."""
+    """The turns of a chat or Alpaca record; None for plain text. ``UserError`` for what is neither."""
     if "messages" in record:
-        return record["messages"]
+        turns = record["messages"]
+        if turns is not None and not (isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns)):
+            raise UserError("messages must be a list of objects with role and content")
+        return turns
     if "instruction" in record and "output" in record:
-        question = "\n\n".join(part for part in (record["instruction"], record.get("input")) if part)
+        parts = [part for part in (record["instruction"], record.get("input")) if part]
+        if not all(isinstance(part, str) for part in (*parts, record["output"])):
+            raise UserError("instruction, input and output must be text")
+        question = "\n\n".join(parts)
         return [{"role": "user", "content": question}, {"role": "assistant", "content": record["output"]}]
     return None
 
@@ -390,7 +398,7 @@ class Data:
 
     def __init__(self, rows: Rows, tokenizer: Any, eval_fraction: float):
         self.rows, self.tokenizer = rows, tokenizer
-        held = max(1, round(len(rows) * eval_fraction)) if eval_fraction and len(rows) > 1 else 0
+        held = min(max(1, round(len(rows) * eval_fraction)), len(rows) - 1) if eval_fraction and len(rows) else 0
         # Every k-th row, not the last ones: neighbours come from the same source.
         self.eval = [round((i + 0.5) * len(rows) / held - 0.5) for i in range(held)]
         self.train = sorted(set(range(len(rows))) - set(self.eval))

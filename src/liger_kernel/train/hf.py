@@ -20,7 +20,7 @@ from torch.utils.data import Dataset, Sampler, SequentialSampler
 
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.data import Data
-from liger_kernel.train.measure import UNTIMED, PeakMemory
+from liger_kernel.train.measure import Pace, PeakMemory
 from liger_kernel.train.metrics import Endpoint, Reports, of_lines, of_run
 from liger_kernel.train.optimizer import adamw, scheduler
 from liger_kernel.train.ranks import News, Preempted, Ranks, Watch, local_rank, restarts
@@ -68,20 +68,19 @@ class _Trainer(transformers.Trainer):
 class _Lines(transformers.TrainerCallback):
     """Keeps what the trainer logs, watches over it, and stops it on SIGTERM."""
 
-    def __init__(self, config: TrainConfig, ranks: Ranks, stop: threading.Event, watch: Watch, endpoint: Endpoint | None, reports: Reports | None):
-        self.config, self.ranks, self.stop, self.watch, self.endpoint, self.reports = config, ranks, stop, watch, endpoint, reports
+    def __init__(self, config: TrainConfig, ranks: Ranks, stop: threading.Event, watch: Watch, pace: Pace, endpoint: Endpoint | None, reports: Reports | None):
+        self.config, self.ranks, self.stop, self.watch, self.pace, self.endpoint, self.reports = config, ranks, stop, watch, pace, endpoint, reports
         self.news = News(ranks)
         self.lines: list[dict[str, float]] = []
         self.evaluations: list[dict[str, float]] = []
-        self.preempted, self.first, self.timed_from = False, 0, 0.0
+        self.preempted = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.first, self.timed_from = state.global_step, time.perf_counter()
+        self.pace.begin(state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.watch.progress()
-        if state.global_step - self.first == UNTIMED:
-            self.timed_from = time.perf_counter()
+        self.pace.made(state.global_step)
         if self.config.checkpoint_every and self.news.exchange(self.stop.is_set(), -1)[0] and state.global_step < self.config.steps:
             self.preempted = control.should_save = control.should_training_stop = True
         if self.preempted or state.global_step == self.config.steps:
@@ -116,23 +115,18 @@ def deepspeed(stage: int) -> dict[str, Any]:
     return auto | {"zero_optimization": zero, "bf16": {"enabled": "auto"}, "zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
 
 
-def arguments(config: TrainConfig, device: torch.device, precision: str, ranks: Ranks, rows: int) -> transformers.TrainingArguments:
+def arguments(config: TrainConfig, folder: Path, device: torch.device, precision: str, ranks: Ranks, rows: int) -> transformers.TrainingArguments:
     """The run as transformers' arguments. ``UserError`` for what its ``Trainer`` does not offer."""
     accumulate, rest = divmod(rows, config.batch * ranks.world)
     if rest:
         raise UserError(f"with trainer hf, global_batch must be a multiple of batch x ranks = {config.batch * ranks.world}, got {rows}")
-    for name, wrong in (("parallel", "tp"), ("nonfinite", "skip")):
-        if getattr(config, name) == wrong:
-            raise UserError(f"{name} {wrong} needs --trainer torch")
-    if config.parallel == "none" and ranks.world > 1:
-        raise UserError(f"parallel is none, but there are {ranks.world} ranks: choose ddp, fsdp2 or deepspeed-z2 or -z3")
     how: dict[str, Any] = {}
     if config.parallel == "fsdp2":
         how = {"fsdp": "full_shard auto_wrap", "fsdp_config": {"fsdp_version": 2}}
     elif config.parallel.startswith("deepspeed-z"):
         how = {"deepspeed": deepspeed(int(config.parallel[-1]))}
     args = transformers.TrainingArguments(
-        output_dir=str(Path(config.out) / "checkpoints-hf"),
+        output_dir=str(folder),
         max_steps=config.steps,
         per_device_train_batch_size=config.batch,
         per_device_eval_batch_size=config.batch,
@@ -189,17 +183,16 @@ def damage(path: Path) -> str | None:
 
 def run(config: TrainConfig, data: Data, model: Any, device: torch.device, precision: str, ranks: Ranks, stop: threading.Event) -> dict[str, Any]:
     """Train and save as ``config`` says; what ``metrics.json`` holds. A line is the mean of ``log_every`` steps here."""
-    rows = config.global_batch or config.batch * config.accumulate * ranks.world
-    args = arguments(config, device, precision, ranks, rows)
-    folder = Path(str(args.output_dir))
+    folder = Path(config.out) / "checkpoints-hf"
     last = latest(folder, ranks)
-    accept(config, data, ranks, folder, last)
-    memory = PeakMemory(device)
+    rows = accept(config, data, ranks, folder, last)
+    args = arguments(config, folder, device, precision, ranks, rows)
+    memory, pace = PeakMemory(device), Pace(lambda step: data.tokens_of((step - 1) * rows, step * rows, config.seed), config.steps)
     endpoint = Endpoint(config.metrics_host, config.metrics_port + local_rank(), ranks.rank) if config.metrics_port else None
     reports = Reports(config, vars(config)) if ranks.first and config.reports else None
     try:
         with Watch(Path(config.out), ranks.rank, config.timeout) as watch:
-            lines = _Lines(config, ranks, stop, watch, endpoint, reports)
+            lines = _Lines(config, ranks, stop, watch, pace, endpoint, reports)
             trainer = _Trainer(
                 config,
                 model=model,
@@ -213,10 +206,10 @@ def run(config: TrainConfig, data: Data, model: Any, device: torch.device, preci
             trainer.train(resume_from_checkpoint=str(last) if last else None)
             lines.news.last()
             memory.pause()
-            seconds = time.perf_counter() - lines.timed_from
+            speed = pace.read()
             if lines.preempted:
                 raise Preempted(f"stopped after step {trainer.state.global_step} by SIGTERM; checkpoint: {folder}")
-            made = trainer.state.global_step > lines.first
+            made = trainer.state.global_step > pace.first
             if made and data.eval and (not lines.evaluations or lines.evaluations[-1]["step"] != config.steps):
                 trainer.evaluate()
             if config.save:
@@ -229,6 +222,4 @@ def run(config: TrainConfig, data: Data, model: Any, device: torch.device, preci
                 open_.close()
     if not made:
         return finished(config, ranks) or of_run(config, model, device, precision, ranks.world, memory) | of_lines([]) | UNMOVED
-    begin = min(lines.first + UNTIMED, config.steps - 1)
-    speed = {"tokens_per_second": data.tokens_of(begin * rows, config.steps * rows, config.seed) / seconds, "seconds": seconds}
     return of_run(config, model, device, precision, ranks.world, memory) | of_lines(lines.lines) | speed | {"evaluations": lines.evaluations}

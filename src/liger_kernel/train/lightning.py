@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.data import Data
-from liger_kernel.train.measure import UNTIMED, PeakMemory
+from liger_kernel.train.measure import Pace, PeakMemory
 from liger_kernel.train.metrics import Endpoint, Reports, of_lines, of_run
 from liger_kernel.train.model import save
 from liger_kernel.train.optimizer import adamw, scheduler
@@ -73,18 +73,33 @@ class _Lines(L.Callback):
     """Keeps the numbers of every step, watches over the run, and stops it on SIGTERM."""
 
     def __init__(
-        self, config: TrainConfig, ranks: Ranks, stop: threading.Event, watch: Watch, endpoint: Endpoint | None, reports: Reports | None, folder: Path
+        self,
+        config: TrainConfig,
+        ranks: Ranks,
+        stop: threading.Event,
+        watch: Watch,
+        pace: Pace,
+        endpoint: Endpoint | None,
+        reports: Reports | None,
+        folder: Path,
     ):
-        self.config, self.ranks, self.stop, self.watch, self.folder = config, ranks, stop, watch, folder
+        self.config, self.ranks, self.stop, self.watch, self.pace, self.folder = config, ranks, stop, watch, pace, folder
         self.endpoint, self.reports = endpoint, reports
         self.news = News(ranks)
         self.lines: list[dict[str, Any]] = []  # loss and gradient norm on the device
         self.evaluations: list[dict[str, float]] = []
-        self.preempted, self.first, self.timed_from = False, 0, 0.0
+        self.preempted = False
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        self.first, self.timed_from, self.seen, self.loss = trainer.global_step, time.perf_counter(), trainer.global_step, 0.0
+        self.seen, self.loss = trainer.global_step, 0.0
+        self.pace.begin(trainer.global_step)
         configured(trainer.optimizers[0], trainer.lr_scheduler_configs[0].scheduler, module.numbers)
+        if trainer.global_step:  # a step ends where batches so far divide by its parts: of a checkpoint, steps may have had another number of these
+            batches = trainer.fit_loop.epoch_loop.batch_progress
+            for count in (batches.total, batches.current):
+                open_ = count.ready - count.completed
+                count.ready = count.started = count.processed = trainer.global_step * module.parts
+                count.completed = count.ready - open_
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
         self.norm = torch.nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None])
@@ -98,8 +113,7 @@ class _Lines(L.Callback):
         self.lines.append({"step": step, "loss": self.loss, "grad_norm": self.norm, "lr": self.lr})
         self.loss = 0.0
         self.watch.progress()
-        if step - self.first == UNTIMED:
-            self.timed_from = time.perf_counter()
+        self.pace.made(step)
         if step % self.config.log_every == 0 or step == self.config.steps:
             self.fetch()
         every, last = self.config.checkpoint_every, step == self.config.steps
@@ -149,24 +163,18 @@ class _Lines(L.Callback):
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The newest is the last."""
-    return sorted(folder.glob("step-*.ckpt"))
+    """The newest is the last; earlier releases wrote last.ckpt alone."""
+    return [*folder.glob("last.ckpt"), *sorted(folder.glob("step-*.ckpt"))]
 
 
 def run(config: TrainConfig, data: Data, model: Any, device: torch.device, precision: str, ranks: Ranks, stop: threading.Event) -> dict[str, Any]:
-    """Train and save as ``config`` says; what ``metrics.json`` holds. ``UserError`` for what this trainer does not offer."""
-    for name, offered in (("parallel", ("none", "ddp")), ("nonfinite", ("stop",))):
-        if getattr(config, name) not in offered:
-            raise UserError(f"trainer lightning offers {name} {' and '.join(offered)}, got {getattr(config, name)}")
-    if config.parallel == "none" and ranks.world > 1:
-        raise UserError(f"parallel is none, but there are {ranks.world} ranks: choose ddp")
-    rows = config.global_batch or config.batch * config.accumulate * ranks.world
-    parts = math.ceil(math.ceil(rows / ranks.world) / config.batch)
+    """Train and save as ``config`` says; what ``metrics.json`` holds."""
     folder = Path(config.out) / "checkpoints-lightning"
     last = ranks.agreed(next(reversed(checkpoints(folder)), None))
-    accept(config, data, ranks, folder, last)
+    rows = accept(config, data, ranks, folder, last)
+    parts = math.ceil(math.ceil(rows / ranks.world) / config.batch)
     here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world))  # ranks on this machine
-    memory = PeakMemory(device)
+    memory, pace = PeakMemory(device), Pace(lambda step: data.tokens_of((step - 1) * rows, step * rows, config.seed), config.steps)
     endpoint = Endpoint(config.metrics_host, config.metrics_port + local_rank(), ranks.rank) if config.metrics_port else None
     module = _Module(config, model, parts)
     mine = [batch for start in range(0, len(data.eval), config.batch * ranks.world)
@@ -174,7 +182,7 @@ def run(config: TrainConfig, data: Data, model: Any, device: torch.device, preci
     reports = Reports(config, vars(config)) if ranks.first and config.reports else None
     try:
         with Watch(Path(config.out), ranks.rank, config.timeout) as watch:
-            lines = _Lines(config, ranks, stop, watch, endpoint, reports, folder)
+            lines = _Lines(config, ranks, stop, watch, pace, endpoint, reports, folder)
             trainer = L.Trainer(
                 accelerator="gpu" if device.type == "cuda" else "cpu",
                 devices=[device.index or 0] if device.type == "cuda" and ranks.world == 1 else here,
@@ -206,7 +214,7 @@ def run(config: TrainConfig, data: Data, model: Any, device: torch.device, preci
             )
             lines.news.last()
             memory.pause()
-            seconds = time.perf_counter() - lines.timed_from
+            speed = pace.read()
             lines.fetch()
             if lines.preempted:
                 raise Preempted(f"stopped after step {trainer.global_step} by SIGTERM; checkpoint: {folder}")
@@ -221,6 +229,4 @@ def run(config: TrainConfig, data: Data, model: Any, device: torch.device, preci
                 open_.close()
     if not lines.lines:
         return finished(config, ranks) or of_run(config, model, device, precision, ranks.world, memory) | of_lines([]) | UNMOVED
-    begin = min(lines.first + UNTIMED, config.steps - 1)
-    speed = {"tokens_per_second": data.tokens_of(begin * rows, config.steps * rows, config.seed) / seconds, "seconds": seconds}
     return of_run(config, model, device, precision, ranks.world, memory) | of_lines(lines.lines) | speed | {"evaluations": lines.evaluations}

@@ -46,36 +46,30 @@ def train(config: TrainConfig) -> dict[str, Any]:
     out = Path(config.out)
     device, precision = device_and_precision(config)
     # without checkpoints there is nothing to save on SIGTERM, which then ends the process as it always does
-    with (
-        told_to_stop() if config.checkpoint_every else contextlib.nullcontext(threading.Event()) as stop,
-        joined(config, device) as ranks,
-        stored(config, ranks),
-        contextlib.closing(load(config)) as data,
-    ):
-        if ranks.first:
+    with told_to_stop() if config.checkpoint_every else contextlib.nullcontext(threading.Event()) as stop, joined(config, device) as ranks:
+        if ranks.first:  # what cannot be written is better known before training than after it
             config.save_to(out / "config.json")
-        model = build(config, data.tokenizer, device, precision)
-        attention = attend(config, data.rows, model, device, precision)
-        data.check(model.config.get_text_config().vocab_size)
-        if ranks.first:
-            print(f"attention: {attention}", flush=True)
-        if device.type == "cuda" and config.kernels == "on":
-            use_cache()
-            compile_ahead(config, model.config, precision, ranks)
-        metrics = _by(config, data, model, device, precision, ranks, stop)
-        if ranks.first:
-            (out / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n", encoding="utf-8")
-        if "problem" in metrics:
-            raise OSError(metrics["problem"])
+            if config.save:
+                Path(config.save).mkdir(parents=True, exist_ok=True)
+        with stored(config, ranks), contextlib.closing(load(config)) as data:
+            model = build(config, data.tokenizer, device, precision)
+            attention = attend(config, data.rows, model, device, precision)
+            data.check(model.config.get_text_config().vocab_size)
+            if ranks.first:
+                print(f"attention: {attention}", flush=True)
+            if device.type == "cuda" and config.kernels == "on":
+                use_cache()
+                compile_ahead(config, model.config, precision, ranks)
+            metrics = _by(config, data, model, device, precision, ranks, stop)
+            if ranks.first:
+                (out / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n", encoding="utf-8")
+            if "problem" in metrics:
+                raise OSError(metrics["problem"])
     return metrics
 
 
 def _by(config: TrainConfig, data: Data, model: Any, device: torch.device, precision: str, ranks: Ranks, stop: threading.Event) -> dict[str, Any]:
     """The run by the trainer that the config names."""
-    if config.parallel.startswith("deepspeed") and config.trainer != "hf":
-        raise UserError(f"parallel {config.parallel} needs trainer hf, got {config.trainer}")
-    if config.optimizer == "adamw-8bit" and (config.trainer == "torch" or config.parallel not in ("none", "ddp")):
-        raise UserError(f"optimizer adamw-8bit needs trainer hf or lightning and parallel none or ddp, got {config.trainer} and {config.parallel}")
     if config.trainer == "hf":
         from liger_kernel.train import hf
 

@@ -6,6 +6,7 @@ import contextlib
 import platform
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,27 @@ class PeakMemory:
         if self.device.type == "cuda":
             return torch.cuda.memory_allocated(self.device)
         return _status("VmRSS") if STATUS.exists() else self._high()
+
+
+class Pace:
+    """Tokens per second of steps up to the ``last``, without the first ``UNTIMED`` where there are more; ``tokens(step)`` are those of one."""
+
+    def __init__(self, tokens: Callable[[int], int], last: int):
+        self._tokens, self._last = tokens, last
+        self.begin(0)
+
+    def begin(self, first: int) -> None:
+        """Behind step ``first``."""
+        self.first, self._made, self._started = first, 0, time.perf_counter()
+
+    def made(self, step: int) -> None:
+        self._made += self._tokens(step)
+        if step - self.first == UNTIMED and step < self._last:
+            self._made, self._started = 0, time.perf_counter()
+
+    def read(self) -> dict[str, float]:
+        seconds = time.perf_counter() - self._started
+        return {"tokens_per_second": self._made / seconds, "seconds": seconds}
 
 
 class StepClock:

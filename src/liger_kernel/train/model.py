@@ -30,10 +30,13 @@ def device_and_precision(config: TrainConfig) -> tuple[torch.device, str]:
         name = f"cuda:{local_rank()}"
     try:
         device = torch.device(name)
-    except RuntimeError as error:
-        raise UserError(f"unknown device {name!r}") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError("device is cuda, but PyTorch sees no GPU here")
+        if device.type != "cuda":
+            torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # no such thing, or not of this PyTorch
+        raise UserError(f"cannot use device {name!r}: {str(error).partition('. ')[0][:200]}") from error
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.type == "cuda" and (device.index or 0) >= gpus:
+        raise UserError(f"device is {name}, but PyTorch sees {gpus or 'no'} GPU{'s' * (gpus > 1)} here")
     precision = config.precision if config.precision != "auto" else "bf16-mixed" if device.type == "cuda" else "fp32"
     return device, precision
 
@@ -128,16 +131,13 @@ def small_llama(config: TrainConfig, tokenizer: Any) -> Any:
     """A LlamaConfig of the config's sizes, for the tokenizer's vocabulary."""
     import transformers
 
-    kv_heads = config.kv_heads or max(1, config.heads // 2)
-    if config.hidden % config.heads or config.heads % kv_heads:
-        raise UserError(f"heads must divide hidden, and kv_heads must divide heads; got {config.hidden}, {config.heads}, {kv_heads}")
     return transformers.LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=config.hidden,
         intermediate_size=config.intermediate or -(-8 * config.hidden // (3 * 64)) * 64,
         num_hidden_layers=config.layers,
         num_attention_heads=config.heads,
-        num_key_value_heads=kv_heads,
+        num_key_value_heads=config.kv_heads or max(1, config.heads // 2),
         max_position_embeddings=max(2048, config.length),
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,

@@ -115,13 +115,13 @@ def _leave() -> None:
 
 
 def reporting(run: Callable[[TrainConfig], T]) -> Callable[[TrainConfig], T]:
-    """``run`` as a worker's main function: among several ranks, an error is written to where torchrun looks for it and ends the process at once.
+    """``run`` as a worker's main function: a rank's error is written to where torchrun looks for it and ends the process at once, with 1 or ``EXIT_MISTAKE``.
 
     An orderly end would first wait for threads and groups, and these for a peer that is gone.
     """
 
     def main(config: TrainConfig) -> T:
-        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        if "RANK" not in os.environ:
             return run(config)
         try:
             return run(config)
@@ -289,8 +289,8 @@ def launch_elastic(config: TrainConfig, command: list[str] | None = None) -> int
     """Run ``config`` in ``config.nproc`` processes on each of ``config.nnodes`` machines, started anew up to ``max_restarts`` times when one dies.
 
     ``command`` is what a worker runs (default: ``liger train`` with this config). Returns 0, ``EXIT_PREEMPTED`` if SIGTERM reached some process and all
-    workers have saved, ``EXIT_TERMINATED`` if it reached this one and they have not, or the exit code of the first worker that failed when there were no
-    restarts left or none would help.
+    workers have saved, ``EXIT_TERMINATED`` if it reached this one and they have not, 130 after Ctrl-C, or the exit code of the first worker that failed
+    when there were no restarts left or none would help.
     """
     from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
@@ -316,7 +316,7 @@ def launch_elastic(config: TrainConfig, command: list[str] | None = None) -> int
         os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // nproc))
     # machines start minutes apart: one pulls an image that the other has
     waits: dict[str, Any] = {"join_timeout": config.timeout, "read_timeout": config.timeout} if nodes[1] > 1 else {}
-    run_id = os.environ.get("PET_RDZV_ID") or Path(config.out).name
+    run_id = os.environ.get("PET_RDZV_ID") or Path(config.out).absolute().name or "run"
     rendezvous = get_rendezvous_handler(RendezvousParameters("c10d", config.rdzv_endpoint, run_id, *nodes, **waits))
     spec = WorkerSpec(
         role="default_role",
@@ -333,10 +333,12 @@ def launch_elastic(config: TrainConfig, command: list[str] | None = None) -> int
         result = agent.run()
     except SignalException as signalled:  # other machines may go on: the rendezvous stays open
         if signalled.sigval != signal.SIGTERM:
-            raise
-        codes = agent.codes() - {0}
-        if not codes or _preempted(codes):
-            return EXIT_PREEMPTED if codes else 0
+            return 128 + signalled.sigval
+        codes = agent.codes()  # none: it came while the first workers were started
+        if codes == {0}:
+            return 0
+        if _preempted(codes - {0}):
+            return EXIT_PREEMPTED
         return max((code for code in codes if 0 < code != EXIT_PREEMPTED), default=EXIT_TERMINATED)
     except RendezvousError:
         if _preempted(agent.codes()):

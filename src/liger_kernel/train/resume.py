@@ -24,17 +24,23 @@ def refuse_other(path: Path | None, there: dict[str, Any], here: dict[str, Any])
         raise UserError(f"checkpoint {path} is of {kind}: {'; '.join(wrong)}")
 
 
-def accept(config: TrainConfig, data: Data, ranks: Ranks, folder: Path, last: Path | None) -> None:
-    """``UserError`` where the run must not go on from ``last``: it is not to, or the order of the data would be another."""
+def accept(config: TrainConfig, data: Data, ranks: Ranks, folder: Path, last: Path | None) -> int:
+    """The rows of a step, which are those of the first start unless the config says otherwise.
+
+    ``UserError`` where the run must not go on from ``last``: it is not to, or the order of the data, or the place in it, would be another.
+    """
     if last and not config.resume and restarts() == 0:
         raise UserError(f"{folder} holds checkpoints: remove them, give another --out, or leave --no-resume")
-    path, here = folder / "identity.json", {"seed": config.seed, "length": config.length} | data.identity()
-    there = ranks.agreed(json.loads(path.read_text()) if ranks.first and last and path.is_file() else None)
+    path = folder / "identity.json"
+    there = ranks.agreed(json.loads(path.read_text()) if ranks.first and last and path.is_file() else None) or {}
+    rows = config.global_batch or there.get("global_batch") or config.batch * config.accumulate * ranks.world
+    here = {"seed": config.seed, "length": config.length} | data.identity() | {"global_batch": rows}
     if there:
-        refuse_other(last, there, here)
+        refuse_other(last, {"global_batch": rows} | there, here)  # which earlier releases did not write
     if ranks.first and config.checkpoint_every:
         folder.mkdir(parents=True, exist_ok=True)
         write(path, json.dumps(here))
+    return rows
 
 
 def finished(config: TrainConfig, ranks: Ranks) -> dict[str, Any] | None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from liger_kernel.ops import _config
 from liger_kernel.ops._op import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, swapped, tracing, use_kernels
-from liger_kernel.ops._tl import cdiv, jit, tl
+from liger_kernel.ops._tl import cdiv, exp_of, jit, tl
 
 MAX_D = 1024  # channels of which a program holds five tensors in registers; larger heads take the reference
 
@@ -52,10 +52,17 @@ def _rows(ptr, row, stride, col, D, T):
 
 
 @jit
+def _score(q, k, scale, inside):
+    """The same bits in every kernel: what is chosen here cannot share a rounding with what is subtracted after it."""
+    return tl.where(inside, tl.sum(q * k, axis=1) * scale, -float("inf"))
+
+
+@jit
 def _fwd(
     q_ptr, k_ptr, v_ptr, o_ptr, top_ptr, share_ptr, T, H, D, qb, qh, qt, kb, kh, kt, vb, vh, vt, ob, oh, ot, scale, kernel_size, dilation,
     BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
+    PRECISE: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
     b, h, first = _place(T, H, BLOCK_T)
     t = first + tl.arange(0, BLOCK_T)
     col = tl.arange(0, BLOCK_D)
@@ -66,12 +73,11 @@ def _fwd(
     o = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
     for n in range(kernel_size):
         j = t + (n - kernel_size // 2) * dilation
-        s = tl.sum(q * _rows(k_ptr + b * kb + h * kh, j, kt, col, D, T), axis=1) * scale
-        s = tl.where((j >= 0) & (j < T), s, -float("inf"))
+        s = _score(q, _rows(k_ptr + b * kb + h * kh, j, kt, col, D, T), scale, (j >= 0) & (j < T))
         new = tl.maximum(top, s)
         base = tl.where(new == -float("inf"), 0.0, new)
-        e = tl.exp(s - base)
-        shrink = tl.exp(top - base)
+        e = exp_of(s - base, PRECISE)
+        shrink = exp_of(top - base, PRECISE)
         total = total * shrink + e
         o = o * shrink[:, None] + e[:, None] * _rows(v_ptr + b * vb + h * vh, j, vt, col, D, T)
         top = new
@@ -88,6 +94,7 @@ def _bwd_dq(
     kernel_size, dilation, NEED_DQ: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """The mean of do . v under p, which dk needs, too; then dq."""
+    PRECISE: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
     b, h, first = _place(T, H, BLOCK_T)
     t = first + tl.arange(0, BLOCK_T)
     col = tl.arange(0, BLOCK_D)
@@ -99,8 +106,8 @@ def _bwd_dq(
     mean = tl.zeros((BLOCK_T,), tl.float32)
     for n in range(kernel_size):
         j = t + (n - kernel_size // 2) * dilation
-        s = tl.sum(q * _rows(k_ptr + b * kb + h * kh, j, kt, col, D, T), axis=1) * scale
-        p = tl.where((j >= 0) & (j < T) & (t < T), tl.exp(s - top) * share, 0.0)
+        s = _score(q, _rows(k_ptr + b * kb + h * kh, j, kt, col, D, T), scale, (j >= 0) & (j < T) & (t < T))
+        p = exp_of(s - top, PRECISE) * share
         mean += p * tl.sum(do * _rows(v_ptr + b * vb + h * vh, j, vt, col, D, T), axis=1)
     tl.store(mean_ptr + (b * H + h) * T + t, mean, mask=t < T)
     if NEED_DQ:
@@ -108,7 +115,7 @@ def _bwd_dq(
         for n in range(kernel_size):
             j = t + (n - kernel_size // 2) * dilation
             k = _rows(k_ptr + b * kb + h * kh, j, kt, col, D, T)
-            p = tl.where((j >= 0) & (j < T) & (t < T), tl.exp(tl.sum(q * k, axis=1) * scale - top) * share, 0.0)
+            p = exp_of(_score(q, k, scale, (j >= 0) & (j < T) & (t < T)) - top, PRECISE) * share
             ds = p * (tl.sum(do * _rows(v_ptr + b * vb + h * vh, j, vt, col, D, T), axis=1) - mean)
             dq += ds[:, None] * k
         dq *= scale
@@ -121,6 +128,7 @@ def _bwd_dkv(
     do_ptr, q_ptr, k_ptr, v_ptr, top_ptr, share_ptr, mean_ptr, dk_ptr, dv_ptr, T, H, D, gb, gh, gt, qb, qh, qt, kb, kh, kt, vb, vh, vt, ob, oh, ot, scale,
     kernel_size, dilation, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
+    PRECISE: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
     b, h, first = _place(T, H, BLOCK_T)
     j = first + tl.arange(0, BLOCK_T)
     col = tl.arange(0, BLOCK_D)
@@ -136,7 +144,7 @@ def _bwd_dkv(
         do = _rows(do_ptr + b * gb + h * gh, t, gt, col, D, T)
         top = tl.load(top_ptr + (b * H + h) * T + t, mask=inside, other=0.0)
         share = tl.load(share_ptr + (b * H + h) * T + t, mask=inside, other=0.0)
-        p = tl.where(inside & (j < T), tl.exp(tl.sum(q * k, axis=1) * scale - top) * share, 0.0)
+        p = exp_of(_score(q, k, scale, inside & (j < T)) - top, PRECISE) * share
         if NEED_DV:
             dv += p[:, None] * do
         if NEED_DK:

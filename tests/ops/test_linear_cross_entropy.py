@@ -245,7 +245,7 @@ def test_labels_are_counted_on_the_stream_of_their_device(monkeypatch):
     event = type("Event", (), {"record": lambda self, stream=None: waited_for.append(stream)})
     monkeypatch.setattr(torch.cuda, "Event", event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: device)
-    device = torch.device("cuda", torch.cuda.device_count() != 1)
+    device = torch.device("cuda", int(torch.cuda.device_count() != 1))
     with FakeTensorMode():
         Kept(torch.zeros(8, dtype=torch.long, device=device))
     assert waited_for == [device]

@@ -7,6 +7,7 @@ Shapes: x (M, H), w (V, H), logits z (M, V). Beside the gradients nothing larger
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -120,6 +121,11 @@ def chunk_gradients(
         if need_db:
             db += dz.sum(0, dtype=db.dtype)
     return dx, dw if total is dw or dw_into is not None else dw.copy_(total), db
+
+
+def values(options: Any) -> tuple[Any, ...]:
+    """What a dataclass holds. (``dataclasses.astuple`` copies, which ``torch.compile`` traces in some releases of Python alone.)"""
+    return tuple(getattr(options, name) for name in options.__dataclass_fields__)
 
 
 class Kept:

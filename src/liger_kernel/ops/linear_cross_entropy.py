@@ -11,13 +11,13 @@ takes the logits from the forward if one chunk held all, else it computes them a
 from __future__ import annotations
 
 import functools
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops._linear import Kept, add_mm, auto_chunk_rows, chunk_gradients
+from liger_kernel.ops._linear import Kept, add_mm, auto_chunk_rows, chunk_gradients, values
 from liger_kernel.ops._op import Case, Cost, T, acc, launcher, nbytes, on_gpu, once_differentiable, op, rows_of, tracing
 from liger_kernel.ops._reduce import divided, scaled
 from liger_kernel.ops.cross_entropy import LOSS_SCHEMA, Loss, Rows, check, items, normaliser, plain, positive, published, row_kernel, targets
@@ -164,7 +164,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, w, target, bias, class_weight, num_items, kept, s, o):
-        x, numbers = rows_of(x), astuple(s)
+        x, numbers = rows_of(x), values(s)
         M = x.shape[0] if kept is None else kept.shape[0]
         ctx.s, ctx.o = s, o
         fits = 0 < M <= (o.chunk_rows or auto_chunk_rows(M, w.shape[0], w.shape[1], x.itemsize, on_gpu(x))) and any(o.need)
@@ -193,7 +193,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             if into is not None:
                 _only_one_(into, g)
         else:
-            first = (g.contiguous(), g_entropy.contiguous(), *ctx.saved_tensors, *astuple(ctx.s), o.fp32_logits)
+            first = (g.contiguous(), g_entropy.contiguous(), *ctx.saved_tensors, *values(ctx.s), o.fp32_logits)
             if ctx.kind == "one":
                 grads = linear_cross_entropy_one_bwd(*first, *o.need, dw_into=into)
             else:

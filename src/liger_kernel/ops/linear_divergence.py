@@ -16,14 +16,13 @@ loss costs it no pass of its own. With ``reduction="none"`` the backward compute
 
 from __future__ import annotations
 
-from dataclasses import astuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from liger_kernel.ops._distillation import KINDS, NUMBERS, TINY, Distillation, check_teacher, row_kernel, topk_forward_kl
-from liger_kernel.ops._linear import Kept, add_mm, auto_chunk_rows, chunk_gradients
+from liger_kernel.ops._linear import Kept, add_mm, auto_chunk_rows, chunk_gradients, values
 from liger_kernel.ops._op import Case, Cost, T, acc, launcher, nbytes, on_gpu, once_differentiable, op, rows_of
 from liger_kernel.ops._reduce import divided, scaled
 from liger_kernel.ops.cross_entropy import REDUCTIONS, check, items, targets
@@ -149,7 +148,7 @@ class LinearDivergenceFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w, bias, *rest):
         *tensors, num_items, s, o = rest
-        ctx.o, ctx.numbers, ctx.again = o, (*astuple(s), o.accum_dtype, o.chunk_rows, o.fp32_logits), s.reduction == "none"
+        ctx.o, ctx.numbers, ctx.again = o, (*values(s), o.accum_dtype, o.chunk_rows, o.fp32_logits), s.reduction == "none"
         teacher_x, teacher_w, teacher_bias, teacher_logits, *others = tensors
         inputs = (rows_of(x), w, bias, teacher_x, teacher_w, teacher_bias, None if teacher_logits is None else rows_of(teacher_logits), *others)
         need = (False,) * 3 if ctx.again else o.need

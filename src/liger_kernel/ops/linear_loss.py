@@ -16,14 +16,13 @@ gradient. DPO without a reference model, in full:
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._linear import Kept, auto_chunk_rows, chunk_gradients, chunks_of
+from liger_kernel.ops._linear import Kept, auto_chunk_rows, chunk_gradients, chunks_of, values
 from liger_kernel.ops._op import acc, on_gpu, once_differentiable, rows_of
 from liger_kernel.ops._reduce import scaled
 from liger_kernel.ops.cross_entropy import Loss, Rows, check, row_kernel
@@ -148,7 +147,7 @@ def _up(slopes: list[Tensor], target: Tensor, ignore_index: int) -> Tensor:
 def _whole(x, w, target, bias, fn, group, kept, s, o):
     """Two sweeps: log-probabilities, then, once ``fn`` has seen them all, gradients. Returns these times ``_up``, that, the loss and what else there is."""
     M, index = x.shape[0], None if kept is None else kept.rows()
-    inputs = (x, w, target, bias, None, index, *dataclasses.astuple(s), o.fp32_logits, o.accum_dtype, o.chunk_rows)
+    inputs = (x, w, target, bias, None, index, *values(s), o.fp32_logits, o.accum_dtype, o.chunk_rows)
     losses, _, predicted, h, mean, lse, *_ = linear_cross_entropy_fwd(*inputs, False, False, False, None)
     leaves = [t.requires_grad_(any(o.need)) for t in (-losses, h)[: 1 + s.entropy]]
     with torch.set_grad_enabled(any(o.need)):

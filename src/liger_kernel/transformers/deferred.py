@@ -180,7 +180,7 @@ class DeferredLogits:
             for recipe in (root, *(other() for other in root.others), self):  # parents come before their children
                 if recipe is not None and recipe.computed is None:
                     with _outside_inference(), torch.set_grad_enabled(recipe.grad):
-                        recipe.computed = recipe.make() if recipe.make else recipe._call_head()
+                        recipe.computed = recipe.make() if recipe.make is not None else recipe._call_head()
                     recipe.root = recipe.make = None
         return self.computed  # type: ignore[return-value]
 
@@ -382,8 +382,7 @@ def _apply(y: Tensor, name: str, arg: Any) -> Tensor:
 
 def _autocast(device: str) -> torch.dtype | None:
     """What matrices are multiplied in there, if autocast says."""
-    known = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    return torch.get_autocast_dtype(device) if known else None
+    return torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else None
 
 
 def _outside_inference() -> contextlib.AbstractContextManager:

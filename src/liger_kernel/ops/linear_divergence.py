@@ -16,7 +16,6 @@ loss costs it no pass of its own. With ``reduction="none"`` the backward compute
 
 from __future__ import annotations
 
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -187,7 +187,7 @@ def ceilings() -> dict[str, float]:
 
 def hardware() -> dict[str, Any]:
     """The machine and the versions that a number belongs to."""
-    versions = {"torch": torch.__version__}  # with its build, which the metadata may leave out
+    versions = {"torch": str(torch.__version__)}  # with its build, which the metadata may leave out
     for name in ("triton", "transformers", "liger_kernel"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)

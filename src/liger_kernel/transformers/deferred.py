@@ -362,7 +362,7 @@ class DeferredLogits:
         return fn(*tree_map(_materialised, args), **tree_map(_materialised, kwargs))
 
 
-def _subclasses(cls: type) -> Iterator[type]:
+def _subclasses(cls: Any) -> Iterator[Any]:
     for each in cls.__subclasses__():
         yield each
         yield from _subclasses(each)

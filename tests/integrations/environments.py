@@ -1,8 +1,9 @@
-"""Frameworks and other versions of transformers: environments over the one at hand, which brings PyTorch and everything else.
+"""Frameworks and other versions of transformers and PyTorch: environments over the one at hand, which brings PyTorch and everything else.
 
 python tests/integrations/environments.py              all of them, one after the other
 python tests/integrations/environments.py trl-1.12 frameworks -k dpo
 python tests/integrations/environments.py transformers-4.57 -m smoke       some families on the oldest transformers; CI runs this
+python tests/integrations/environments.py torch-2.11 torch-2.15            the oldest and the newest PyTorch, of the wheels for CUDA, without a GPU
 """
 
 from __future__ import annotations
@@ -15,14 +16,19 @@ import sysconfig
 import venv
 from pathlib import Path
 
+import stand_ins
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 _names = str.split
 FAMILIES = ["families", "deferred", "convergence", "fusions"]
+TORCH = ["interpreter", "warmup", "memory", "attention", "deferred", "fusions", "doors", "parallel", "trainers", "public_surface", "ops"]
 KUBERNETES = ["kubernetes==37.0.2", "charset-normalizer", "durationpy", "oauthlib", "requests", "requests-oauthlib", "websocket-client"]
 
 # name -> (tests, packages with what they require, packages alone: what they require would replace PyTorch, or is not needed)
 ENVIRONMENTS: dict[str, tuple[list[str], list[str], list[str]]] = {
+    "torch-2.11": (TORCH, [], ["torch==2.11.0", "triton==3.6.0"]),
+    "torch-2.15": (TORCH, [], ["torch==2.15.0", "triton==3.9.0"]),
     "transformers-5.17": ([*FAMILIES, "hf_trainer", "calls"], ["transformers==5.17.0"], []),
     "transformers-4.57": ([*FAMILIES, "hf_trainer", "calls"], ["transformers==4.57.6", "datasets<4.6"], []),
     "trl": (["trl", "examples"], ["requests"], ["trl==1.16.0"]),
@@ -68,6 +74,8 @@ def made(name: str) -> Path:
         for packages, how in ((whole, []), (builds, []), (alone, ["--no-deps", "--no-build-isolation"])):
             if packages:
                 subprocess.run([python, "-m", "pip", "install", "-q", *how, *packages], check=True, env=os.environ | {"DS_BUILD_OPS": "0"})
+        if name.startswith("torch-"):
+            stand_ins.make(site)
         ready.write_text(repr((whole, alone)))
     return python
 

@@ -36,6 +36,13 @@ class Gpu(warmup.CompileOnly):
         return lambda x, y, z, stream, function, packed, *args: self.started.append((metadata.hash, (x, y, z), packed, args[3:]))
 
 
+def use() -> None:
+    """Operators take it for the GPU of this process, whatever PyTorch was built for."""
+    driver.set_active(Gpu(warmup.TARGETS[ARCH]))
+    _op._KERNEL_DEVICES.add("cpu")
+    _op._stream, _op._hook = lambda device: 0, knobs.runtime.launch_enter_hook
+
+
 def train(config: str, *steps: str) -> dict:
     """Kernels compiled and found in the cache by steps of ``batch x seq`` tokens."""
     import transformers
@@ -44,8 +51,7 @@ def train(config: str, *steps: str) -> dict:
 
     seen = {True: 0, False: 0}
     knobs.compilation.listener = lambda *, cache_hit, **_: seen.update({cache_hit: seen[cache_hit] + 1})
-    driver.set_active(Gpu(warmup.TARGETS[ARCH]))
-    _op._KERNEL_DEVICES.add("cpu")
+    use()
     with _config.target(ARCH, warmup.TARGETS[ARCH].processors):
         model = transformers.AutoModelForCausalLM.from_config(warmup.configuration(config), dtype=torch.bfloat16).train()
         _apply_liger_kernel_to_instance(model)
@@ -59,10 +65,7 @@ def train(config: str, *steps: str) -> dict:
 
 def launches() -> dict:
     """What reaches the driver by Triton's own way and by ours, for calls that differ in all that a kernel is specialised on."""
-    gpu = Gpu(warmup.TARGETS[ARCH])
-    driver.set_active(gpu)
-    _op._KERNEL_DEVICES.add("cpu")
-    _op._stream, _op._hook = lambda device: 0, knobs.runtime.launch_enter_hook
+    use()
     bf16 = torch.randn(4096).bfloat16()
     calls = {
         "plain": (bf16[:512].view(8, 64), bf16[:64]),
@@ -81,8 +84,8 @@ def launches() -> dict:
             for _ in range(2):
                 x, dy = x.detach().requires_grad_(), torch.ones_like(x)
                 torch.autograd.grad(ops.rms_norm(x, w, eps=1e-5), x, dy.to(torch.promote_types(x.dtype, w.dtype)) if w is not None else dy)
-        seen = [(h, grid, str([type(a).__name__ if isinstance(a, torch.Tensor) else a for a in args])) for h, grid, _, args in gpu.started]
-        gpu.started.clear()
+        seen = [(h, grid, str([type(a).__name__ if isinstance(a, torch.Tensor) else a for a in args])) for h, grid, _, args in Gpu.started]
+        Gpu.started.clear()
         return seen
 
     with _config.target(ARCH, warmup.TARGETS[ARCH].processors):
@@ -95,10 +98,8 @@ def launches() -> dict:
 
 def host(rounds: str = "40") -> dict:
     """Microseconds of host time of a forward and backward, by Triton's own way and by ours; PyTorch's own RMSNorm, which computes, beside them."""
-    driver.set_active(Gpu(warmup.TARGETS[ARCH]))
+    use()
     Gpu.launcher_cls = lambda self, src, metadata: lambda *args: None
-    _op._KERNEL_DEVICES.add("cpu")
-    _op._stream, _op._hook = lambda device: 0, knobs.runtime.launch_enter_hook
     t = lambda *shape: torch.randn(shape, dtype=torch.bfloat16, requires_grad=True)
     x, y, w, q, k, angles = t(4, 64), t(4, 64), t(64), t(1, 8, 4, 16), t(1, 8, 2, 16), torch.randn(1, 8, 8, dtype=torch.bfloat16)
     calls = {

@@ -122,6 +122,18 @@ def test_nothing_left_to_average(fn, dtype):
     assert loss.isnan() and not x.grad.any() and not y.grad.any()
 
 
+@pytest.mark.parametrize("fn", [jsd, kl_div])
+def test_nan_reaches_every_gradient(fn):
+    """Also through a maximum, in which NaN and a number are the number."""
+    target = draw(3, 8).softmax(-1) if fn is kl_div else draw(3, 8).log_softmax(-1)
+    target[1, 2] = float("nan")
+    x, y = leaves(draw(3, 8, seed=1).log_softmax(-1), target)
+    loss = fn(x, y)
+    loss.backward()
+    assert loss.isnan() and y.grad[1, 2].isnan() and (fn is kl_div or x.grad[1, 2].isnan())
+    assert x.grad.isnan().sum() <= 1 and y.grad.isnan().sum() == 1
+
+
 @pytest.mark.parametrize("fn", [jsd, tvd, logit_divergence])
 @pytest.mark.parametrize("reduction", ["none", "batchmean"])
 def test_ignored_rows_are_not_read(fn, reduction):

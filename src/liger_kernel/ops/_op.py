@@ -11,7 +11,7 @@ import functools
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -307,7 +307,7 @@ def once_differentiable(backward: Callable) -> Callable:
         if torch.compiler.is_compiling():
             return outs
         # torch.autograd.grad runs what lies between its outputs and its inputs: without edges to these it would not come by, and leave us out
-        inputs = [*(None if d is None else d.detach().requires_grad_() for d in outs), *_leaves(ctx)]
+        inputs = [*(None if d is None else d.detach().requires_grad_() for d in outs), *leaves(ctx)]
         fail = torch._C._functions.DelayedError(b"liger_kernel: kernels have no second derivatives; the stock model has", len(inputs))
         refused = fail(*inputs)
         return refused[: len(outs)] if len(inputs) > 1 else refused
@@ -315,18 +315,17 @@ def once_differentiable(backward: Callable) -> Callable:
     return once
 
 
-def _leaves(node: Any) -> list[Tensor]:
-    """What asks for a gradient where ``node`` leads to."""
-    seen, todo, found = set(), [node], []
+def leaves(node: Any, beyond: Iterable[Any] = ()) -> Iterator[Tensor]:
+    """What asks for a gradient where ``node`` of an autograd graph leads to, without what lies at or behind the nodes ``beyond``."""
+    seen, todo = set(beyond), [node]
     while todo:
         node = todo.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
         if hasattr(node, "variable"):
-            found.append(node.variable)
+            yield node.variable
         todo += [edge for edge, _ in node.next_functions]
-    return found
 
 
 def acc(dtype: torch.dtype) -> torch.dtype:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 
-from liger_kernel.ops._op import acc, once_differentiable
+from liger_kernel.ops._op import acc, leaves, once_differentiable
 from liger_kernel.ops._tl import cdiv
 
 Slot = tuple[nn.Module, str]
@@ -44,16 +44,8 @@ def _swapped(slots: Iterable[Slot], tensors: Iterable[Tensor]) -> Iterator[None]
 
 def _refuse_other_leaves(y: Tensor, inputs: Sequence[Tensor]) -> None:
     """What ``y`` depends on beside ``inputs`` would get no gradient, without a word."""
-    seen, todo = {get_gradient_edge(t).node for t in inputs}, [y.grad_fn]
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        if hasattr(node, "variable"):
-            shape = tuple(node.variable.shape)
-            raise ValueError(f"apply_tiled_mlp: fn must use no tensor outside mlp_module that asks for a gradient, got one of shape {shape}")
-        seen.add(node)
-        todo += [edge for edge, _ in node.next_functions]
+    for leaf in leaves(y.grad_fn, {get_gradient_edge(t).node for t in inputs}):
+        raise ValueError(f"apply_tiled_mlp: fn must use no tensor outside mlp_module that asks for a gradient, got one of shape {tuple(leaf.shape)}")
 
 
 class LigerTiledMLPFunction(torch.autograd.Function):

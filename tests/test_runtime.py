@@ -1,7 +1,7 @@
 """The runtime layer over several processes: ranks are killed, stopped, stuck and changed in number, and the run must end as if nothing had happened.
 
 Workers are forked from a server that has imported everything once. `pytest -m elastic tests/test_runtime.py` runs the rest of the matrix,
-`LIGER_TEST_DEVICE=cuda pytest -m elastic tests/test_runtime.py -k launcher` on GPUs.
+`LIGER_TEST_DEVICE=cuda pytest -m elastic tests/test_runtime.py -k "launcher or machine or moment"` on two GPUs.
 """
 
 from __future__ import annotations
@@ -513,7 +513,9 @@ def test_a_cache_of_kernels_can_be_copied_and_read_from_an_image(tmp_path, monke
 # -- torchrun ----------------------------------------------------------------------------------
 
 
-def launched(config, user_env, *more):
+def launched(config, user_env, *more, machine=None):
+    if machine is not None:  # two of them share the one that runs the tests
+        user_env = user_env | {"CUDA_VISIBLE_DEVICES": str(machine)}
     config.save_to(f"{config.out}.json")
     argv = [sys.executable, "-m", "liger_kernel.cli", "train", "--config", f"{config.out}.json", *more]
     return subprocess.Popen(argv, env=user_env | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -648,9 +650,9 @@ def test_sigterm_to_one_of_two_machines_stops_both(told, base, tmp_path, user_en
     config = place(base, tmp_path, log_every=1, steps=3000, timeout=40)
     port = free_port()
     flags = ("--nproc", "1", "--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{port}")
-    launchers = [launched(config, user_env, *flags)]
+    launchers = [launched(config, user_env, *flags, machine=0)]
     until(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0)
-    launchers.append(launched(config, user_env, *flags))
+    launchers.append(launched(config, user_env, *flags, machine=1))
     under_way(tmp_path / "run" / "metrics.jsonl", *launchers)
     launchers[told].send_signal(signal.SIGTERM)
     outputs = [launcher.communicate(timeout=120)[0] for launcher in launchers]
@@ -716,9 +718,9 @@ def test_a_lost_machine_costs_a_restart(base, undisturbed, tmp_path, user_env):
     config = place(base, tmp_path, log_every=1, checkpoint_every=1, checkpoint_async=False, steps=30)
     port = free_port()
     flags = ("--nproc", "1", "--nnodes", "1:2", "--rdzv-endpoint", f"127.0.0.1:{port}")
-    first = launched(config, user_env, *flags)
+    first = launched(config, user_env, *flags, machine=0)
     until(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0)  # this one keeps the rendezvous, whichever is lost
-    second = launched(config, user_env, *flags)
+    second = launched(config, user_env, *flags, machine=1)
     until(lambda: ((tmp_path / "run" / "metrics.jsonl").exists() and len(losses(config)) > 3) or first.poll() is not None)
     lost = workers_of(second.pid)
     assert lost, "the second machine took no part"

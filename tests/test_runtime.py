@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import io
 import json
 import os
 import pickle
@@ -370,6 +371,27 @@ def test_a_pickle_in_the_place_of_metadata_runs_nothing(tmp_path):
     with pytest.raises(pickle.UnpicklingError, match=r"must not hold posix\.mkdir"):
         checkpoint.SafeReader(tmp_path).read_metadata()
     assert not (tmp_path / "evil").exists()
+
+
+class Attribute:
+    def __init__(self, *of):
+        self.of = of
+
+    def __reduce__(self):
+        return getattr, self.of
+
+
+def test_metadata_of_any_python_is_read():
+    """Early releases of 3.11 write members of enums as attributes of their class, 3.13 paths by the module that makes them."""
+    read = lambda pickled: checkpoint._Unpickler(io.BytesIO(pickled)).load()
+    formats = checkpoint.dcp.filesystem.SerializationFormat
+    for member in formats:
+        assert read(pickle.dumps(member)) is member and read(pickle.dumps(Attribute(formats, member.name))) is member
+    for module in ("pathlib", "pathlib._local"):
+        assert read(b"c%s\nPosixPath\n(S'/run'\ntR." % module.encode()) == Path("/run")
+    for attribute in (Attribute(formats, "__init_subclass__"), Attribute(torch.Size, "numel")):
+        with pytest.raises(pickle.UnpicklingError, match="must not hold"):
+            read(pickle.dumps(attribute))
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):

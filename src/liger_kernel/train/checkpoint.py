@@ -13,6 +13,7 @@ only the types that metadata is made of.
 from __future__ import annotations
 
 import base64
+import enum
 import io
 import json
 import os
@@ -253,6 +254,9 @@ class _Unpickler(pickle.Unpickler):
     CHECKPOINT = {"Metadata", "MetadataIndex", "TensorStorageMetadata", "ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING", "StorageMeta"}
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member
+        module = "pathlib" if module == "pathlib._local" else module  # as Python 3.13 writes it
         allowed = (
             (module == "torch.distributed.checkpoint.metadata" and name in self.CHECKPOINT)
             or (module == "torch.distributed.checkpoint.filesystem" and name in ("_StorageInfo", "SerializationFormat"))
@@ -262,6 +266,13 @@ class _Unpickler(pickle.Unpickler):
         if not allowed:
             raise pickle.UnpicklingError(f"checkpoint metadata must not hold {module}.{name}")
         return super().find_class(module, name)
+
+
+def _member(kind: Any, name: str) -> enum.Enum:
+    """A member of an Enum, which early releases of Python 3.11 pickle as ``getattr(kind, name)``."""
+    if isinstance(kind, enum.EnumMeta) and name in kind.__members__:
+        return kind[name]
+    raise pickle.UnpicklingError(f"checkpoint metadata must not hold {name} of {kind!r}")
 
 
 # -- random numbers ------------------------------------------------------------------------

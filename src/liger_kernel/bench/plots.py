@@ -521,7 +521,8 @@ def batch_curves(data: Data, out: Path | str) -> list[Path]:
     swept, paths = _swept(data), []
     for model in dict.fromkeys(rows[0]["model"] for rows in swept.values()):
         groups = {heading: rows for heading, rows in swept.items() if rows[0]["model"] == model}
-        most = {row["variant"]: row["batch"] for rows in groups.values() for row in sorted(rows, key=lambda row: row["batch"]) if _value(row, "tokens_per_s")}
+        measured = sorted((row for rows in groups.values() for row in rows if _value(row, "tokens_per_s")), key=lambda row: row["batch"])
+        most = {row["variant"]: row["batch"] for row in measured}
         title = f"{model}: rows a GPU that fit, of those tried: " + ", ".join(
             f"{variant_label(name)} {most[name]}" for name in _order(data["rows"]) if name in most
         )

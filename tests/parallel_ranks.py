@@ -749,13 +749,13 @@ def _rank(rank: int, folder: str, port: int, names: list[str]) -> None:
     dist.destroy_process_group()
 
 
-def run(names: list[str], new_port: Callable[[], int]) -> dict[str, list[str]]:
+def run(names: list[str]) -> dict[str, list[str]]:
     """What every rank said of every check. After a failure the ranks are started anew for the checks that are left, a few times."""
     left, found = names, {}
     for _ in range(6):
         with tempfile.TemporaryDirectory() as folder:
             with contextlib.suppress(ProcessException):
-                processes.start_ranks(_rank, (folder, new_port(), left), RANKS)
+                processes.start_ranks(_rank, (folder, processes.free_port(), left), RANKS)
             files = {name: [Path(folder) / f"{name}.{rank}" for rank in range(RANKS)] for name in left}
             found |= {name: [f.read_text() if f.exists() else "not reached" for f in of_ranks] for name, of_ranks in files.items()}
         left = [name for name in left if set(found[name]) == {"not reached"}]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import multiprocessing
 import os
+import random
+import socket
 import sys
 from unittest import mock
 
@@ -30,6 +33,15 @@ def forkserver() -> multiprocessing.context.BaseContext:
     with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # before Python 3.13 the server does not see sys.path
         forkserver.ensure_running()
     return context
+
+
+def free_port() -> int:
+    """A port that nothing listens on. The system's own choice may be gone before it is used: it hands the same ones to every connection."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_768)
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
 
 
 def start_ranks(fn, args: tuple, ranks: int) -> None:

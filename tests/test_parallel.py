@@ -5,7 +5,6 @@ A process costs seconds, so that one group of ranks makes all checks; every chec
 
 from __future__ import annotations
 
-import socket
 from types import SimpleNamespace
 
 import pytest
@@ -27,13 +26,7 @@ from liger_kernel.parallel import clip_grad_norm_, layers_of, parallelize, tenso
 @pytest.fixture(scope="module")
 def outcome(request, once):
     names = [item.callspec.params["name"] for item in request.session.items if item.path == request.path and "name" in getattr(item, "callspec", _None).params]
-
-    def new_port():
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            return free.getsockname()[1]
-
-    return once("parallel", lambda: parallel_ranks.run(names, new_port))
+    return once("parallel", lambda: parallel_ranks.run(names))
 
 
 class _None:

@@ -24,7 +24,7 @@ from unittest import mock
 
 import pytest
 import torch
-from processes import forkserver
+from processes import forkserver, free_port
 
 pytest.importorskip("transformers")
 if not sys.platform.startswith("linux"):
@@ -137,12 +137,6 @@ def as_users_run_it():
     from liger_kernel.ops import _op
 
     _op._KERNEL_DEVICES.discard("cpu")
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def run(config, world=2, fault=None, **elsewhere):

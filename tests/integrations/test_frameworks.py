@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from hf_models import DEVICE, assert_same_learning, make, step, tokens
+from processes import free_port
 from torch import nn
 
 import liger_kernel.transformers as liger
@@ -281,10 +281,7 @@ def test_deepspeed_zero(stage, user_env):
     needs("deepspeed")
 
     def run(use: int) -> list[str]:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        command = [sys.executable, str(Path(__file__).with_name("zero.py")), str(stage), str(use), str(port)]
+        command = [sys.executable, str(Path(__file__).with_name("zero.py")), str(stage), str(use), str(free_port())]
         done = subprocess.run(command, env=user_env, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         return next(line for line in done.stdout.splitlines() if line.startswith("RESULT")).split()[1:]

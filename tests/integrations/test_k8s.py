@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tarfile
@@ -19,6 +18,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from processes import free_port
 
 pytest.importorskip("kubernetes_validate", reason="tests/integrations/environments.py k8s")
 
@@ -213,9 +213,7 @@ def test_what_a_pod_runs_trains_answers_probes_and_saves_when_it_is_stopped(user
     (job_,) = [o for o in found if o["kind"] == "PyTorchJob"]
     (container,) = job_["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
     port = container["ports"][0]["containerPort"]
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        free = s.getsockname()[1]
+    free = free_port()
     (tmp_path / "train.json").write_text(here(config).replace(str(port), str(free)))
     env = user_env | {e["name"]: here(e["value"]) for e in container["env"]} | {"PET_RDZV_ID": "run", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
     argv = [sys.executable, "-m", "liger_kernel.cli", *(here(a).replace("run-worker-0:29400", "localhost:0") for a in container["args"])]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from processes import free_port
 
 pytest.importorskip("yaml")
 
@@ -135,12 +135,6 @@ EXPECTED = {
 }
 # A machine that is busy with other work makes a run slow or still, which these alerts then say rightly: of when they must be silent, TIMELINES tell.
 OF_TIME = {"LigerTrainingStalled", "LigerCheckpointMissing", "LigerThroughputDropped"}
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 @pytest.fixture

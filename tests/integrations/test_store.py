@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from processes import free_port
 
 s3fs = pytest.importorskip("s3fs", reason="tests/integrations/environments.py s3")
 
@@ -19,9 +19,7 @@ s3fs = pytest.importorskip("s3fs", reason="tests/integrations/environments.py s3
 @pytest.fixture
 def bucket(monkeypatch):
     """The name of a bucket of a server on this machine."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     server = subprocess.Popen([Path(sys.executable).parent / "moto_server", "-H", "127.0.0.1", "-p", str(port)], stderr=subprocess.DEVNULL)
     settings = dict(AWS_ENDPOINT_URL=f"http://127.0.0.1:{port}", AWS_ACCESS_KEY_ID="x", AWS_SECRET_ACCESS_KEY="y", AWS_DEFAULT_REGION="us-east-1")
     for name, value in settings.items():

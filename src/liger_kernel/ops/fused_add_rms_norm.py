@@ -268,6 +268,8 @@ def fused_add_rms_norm(
     for name, t in (("x", x), ("residual", residual)):
         if t is not None and not t.is_floating_point():
             raise ValueError(f"fused_add_rms_norm: {name} must be floating point, got {t.dtype}")
+    if not x.ndim:
+        raise ValueError("fused_add_rms_norm: x must have at least one dim, got shape ()")
     if casting not in CASTING:
         raise ValueError(f"fused_add_rms_norm: casting must be one of {CASTING}, got {casting!r}")
     if residual is not None and residual.shape != x.shape:

@@ -201,6 +201,8 @@ def rms_norm(x: Tensor, w: Tensor | None = None, *, eps: float = 1e-6, offset: f
     """
     if not x.is_floating_point():
         raise ValueError(f"rms_norm: x must be floating point, got {x.dtype}")
+    if not x.ndim:
+        raise ValueError("rms_norm: x must have at least one dim, got shape ()")
     if casting not in CASTING:
         raise ValueError(f"rms_norm: casting must be one of {CASTING}, got {casting!r}")
     if w is not None and w.shape != x.shape[-1:]:

@@ -191,6 +191,8 @@ def mlp(
     """
     if not x.is_floating_point():
         raise ValueError(f"mlp: x must be floating point, got {x.dtype}")
+    if not x.ndim:
+        raise ValueError("mlp: x must have at least one dim, got shape ()")
     H = x.shape[-1]
     if gate.ndim != 2 or gate.shape[1] != H:
         raise ValueError(f"mlp: gate must have shape (I, {H}), got {tuple(gate.shape)}")

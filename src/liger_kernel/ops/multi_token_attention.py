@@ -90,7 +90,9 @@ def _cost(scores: Tensor, weight: Tensor, bias: Tensor | None = None, *, stride:
         Case("bad-scores", dict(scores=T((3, 4, 5)), weight=T((3, 3, 1, 1))),
              error="multi_token_attention: scores must have shape (B, C, L, L), got (3, 4, 5)"),
         Case("bad-weight", dict(scores=T((1, 4, 5, 5)), weight=T((4, 4, 3, 3)), groups=2),
-             error="multi_token_attention: weight must have 2 input channels, got 4"),
+             error="multi_token_attention: weight must have shape (C', 2, kh, kw), got (4, 4, 3, 3)"),
+        Case("bad-bias", dict(scores=T((1, 4, 5, 5)), weight=T((2, 4, 3, 3)), bias=T((4,))),
+             error="multi_token_attention: bias must have shape (2,), got (4,)"),
         Case("bad-dtype", dict(scores=T((1, 4, 5, 5)), weight=T((4, 4, 3, 3), dtype=torch.float64)),
              error="multi_token_attention: weight must have the dtype of scores, torch.float32, got torch.float64"),
     ],
@@ -115,10 +117,13 @@ def multi_token_attention(
     if device != "meta" and torch.is_autocast_enabled(device) and scores.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
         scores, weight, bias = (t if t is None else t.to(dtype) for t in (scores, weight, bias))  # type: ignore[assignment]
-    if weight.dtype != scores.dtype:
-        raise ValueError(f"multi_token_attention: weight must have the dtype of scores, {scores.dtype}, got {weight.dtype}")
-    if weight.shape[1] * groups != scores.shape[1]:
-        raise ValueError(f"multi_token_attention: weight must have {scores.shape[1] // groups} input channels, got {weight.shape[1]}")
+    if weight.ndim != 4 or weight.shape[1] * groups != scores.shape[1]:
+        raise ValueError(f"multi_token_attention: weight must have shape (C', {scores.shape[1] // groups}, kh, kw), got {tuple(weight.shape)}")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"multi_token_attention: bias must have shape {tuple(weight.shape[:1])}, got {tuple(bias.shape)}")
+    for name, p in (("weight", weight), ("bias", bias)):
+        if p is not None and p.dtype != scores.dtype:
+            raise ValueError(f"multi_token_attention: {name} must have the dtype of scores, {scores.dtype}, got {p.dtype}")
     if not use_kernels(scores, fusible=not sparse) or not scores.numel():
         return reference(scores, weight, bias, stride=stride, padding=padding, dilation=dilation, groups=groups, sparse=sparse)
     return LigerMultiTokenAttentionFunction.apply(scores, weight, bias, stride, padding, dilation, groups, sparse)

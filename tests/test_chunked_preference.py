@@ -459,7 +459,7 @@ def test_documented_examples():
     (x, w, bias), target, reference, _ = inputs()
     layer = lambda w, b: types.SimpleNamespace(weight=w, bias=b)
     names = dict(hidden=x, labels=target, head=layer(w, bias), ref_hidden=reference[0], ref_head=layer(*reference[1:]))
-    first, margin, last = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[1] / "docs/losses.md").read_text(), re.DOTALL)
+    first, margin, last, accumulated = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[1] / "docs/losses.md").read_text(), re.DOTALL)
     exec(first, names)
     assert names["loss"] == LigerFusedLinearDPOLoss()(w, x, target, bias, *reference)[0]
     exec(margin, names)
@@ -468,6 +468,9 @@ def test_documented_examples():
     exec(last, names)
     logps, n, _ = sequences(x, w, bias, target)
     torch.testing.assert_close(names["loss"], -(torch.linspace(-1, 1, 2 * B, device=DEVICE) * logps).sum() / n.sum())
+    expected = torch.autograd.grad(F.cross_entropy(F.linear(x, w, bias).flatten(0, 1), target.flatten()), w)[0]
+    exec(accumulated, names)
+    torch.testing.assert_close(w.grad, expected, rtol=1e-4, atol=1e-6)
 
 
 # -- TRL: the loss functions of its trainers on the same batch --------------------------------------------------------------------------------------------

@@ -17,8 +17,6 @@ MODELS: dict[str, dict[str, Any]] = {
         hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, head_dim=128, max_position_embeddings=8192),
     "llama-3-8b-4layers": LLAMA3 | dict(
         hidden_size=4096, intermediate_size=14336, num_hidden_layers=4, num_attention_heads=32, head_dim=128, max_position_embeddings=8192),
-    "llama-3-70b-24layers": LLAMA3 | dict(
-        hidden_size=8192, intermediate_size=28672, num_hidden_layers=24, num_attention_heads=64, head_dim=128, max_position_embeddings=8192),
     "qwen2.5-7b-4layers": dict(
         model_type="qwen2", hidden_size=3584, intermediate_size=18944, num_hidden_layers=4, num_attention_heads=28, num_key_value_heads=4,
         vocab_size=152064, rope_theta=1000000.0, max_position_embeddings=32768),

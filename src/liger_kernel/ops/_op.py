@@ -226,8 +226,6 @@ def _start(device: int, kernel, grid: tuple[int, ...], args: tuple[Any, ...], me
     """
     global _DIRECT
     if not _DIRECT or _hook.calls:
-        if any(isinstance(a, Tensor) and a.get_device() != device for a in args):
-            raise _elsewhere(device, kernel, args)
         kernel[grid](*args, **meta)
         return
     key = [kernel.fn, device, *meta, *meta.values()]
@@ -238,8 +236,6 @@ def _start(device: int, kernel, grid: tuple[int, ...], args: tuple[Any, ...], me
             integers |= a if a >= 0 else ~a
             key.append(2 if a == 1 else not a & 15)
         elif kind is Tensor or kind is torch.nn.Parameter:
-            if a.get_device() != device:
-                raise _elsewhere(device, kernel, args)
             pointers |= a.data_ptr()
             key.append(a.dtype)
         elif kind is float or a is None:
@@ -262,12 +258,6 @@ def _start(device: int, kernel, grid: tuple[int, ...], args: tuple[Any, ...], me
         compiled = kernel[grid](*args, **meta)
         constants = tuple(meta[name] for name in kernel.arg_names[len(args) :])
         _compiled[known] = compiled.run, compiled.function, compiled.packed_metadata, constants
-
-
-def _elsewhere(device: int, kernel, args: tuple[Any, ...]) -> ValueError:
-    """What is wrong before a kernel reads memory that is not its device's, which would end the process."""
-    name, a = next((name, a) for name, a in zip(kernel.arg_names, args) if isinstance(a, Tensor) and a.get_device() != device)
-    return ValueError(f"{kernel.fn.__name__}: {name} must be on {args[0].device}, as its other tensors are, got {a.device}")
 
 
 def launch(kernel, grid: tuple[int, ...], x: Tensor, *args, **meta) -> None:

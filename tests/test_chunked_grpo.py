@@ -11,12 +11,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_kernel.chunked_loss.fused_linear_ppo import LigerFusedLinearPPOBase
 from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOFunction, LigerFusedLinearGRPOLoss, clip_coef_fn, k3_loss_fn, sapo_loss_fn
-from liger_kernel.ops.grpo_loss import LOSS_TYPES, Policy, fused_selective_log_softmax, token_losses, triton_grpo_loss
+from liger_kernel.ops.grpo_loss import LOSS_TYPES, OF_TOKENS, Policy, fused_selective_log_softmax, token_losses, triton_grpo_loss
 from liger_kernel.testing import assert_as_accurate, assert_same_bits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 B, T, H, V = 5, 6, 16, 61
 LEVELS = ("token", "sequence")
+PAIRS = [(kind, level) for kind in LOSS_TYPES for level in LEVELS if level == "token" or kind not in OF_TOKENS]
 
 
 @pytest.fixture(autouse=True)
@@ -130,7 +131,7 @@ def module(o, **more):
 
 # Options of the module, and those of ``batch`` and of the call.
 DATA = ("advantages", "ratio", "old", "ref", "bias", "num_items_in_batch")
-CASES = {f"{kind}-{level}": dict(loss_type=kind, importance_sampling_level=level) for kind in LOSS_TYPES for level in LEVELS} | {
+CASES = {f"{kind}-{level}": dict(loss_type=kind, importance_sampling_level=level) for kind, level in PAIRS} | {
     "defaults": dict(),
     "asymmetric": dict(loss_type="dapo", epsilon_low=0.15, epsilon_high=0.28, temperature=0.7, bias=False),
     "two-sided": dict(loss_type="grpo", delta=1.5),
@@ -344,8 +345,7 @@ def test_waits_for_nothing(kind):
     assert not {"_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select"} & set(seen.names)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("kind", LOSS_TYPES)
+@pytest.mark.parametrize("kind, level", PAIRS)
 def test_few_kernels_a_chunk(kind, level):
     """With divergence and metrics; each takes some microseconds, and a chunk some milliseconds."""
     args = batch()
@@ -435,9 +435,9 @@ def test_function_in_the_published_order():
         args.get(k)
         for k in ("_input", "lin_weight", "selected_token_ids", "attention_mask", "advantages", "bias", "ref_per_token_logps", "old_per_token_logps")
     ]
-    numbers = (0.1, 0.15, 0.3, "sapo", 7, "sequence", 0.9, 1.2, 0.8, False, True, 1, None, None, True)
+    numbers = (0.1, 0.15, 0.3, "luspo", 7, "sequence", 0.9, 1.2, 0.8, False, True, 1, None, None, True)
     loss, metrics = LigerFusedLinearGRPOFunction.apply(*first, None, None, None, *numbers)
-    options = dict(beta=0.1, loss_type="sapo", importance_sampling_level="sequence", sapo_temperature_pos=0.9, sapo_temperature_neg=1.2, temperature=0.8)
+    options = dict(beta=0.1, epsilon_low=0.15, epsilon_high=0.3, loss_type="luspo", importance_sampling_level="sequence", temperature=0.8)
     same = LigerFusedLinearGRPOLoss(**options, use_bias_correction_kl=True)(**args)
     assert_same_bits({"loss": loss.detach(), "kl": metrics[0]}, {"loss": same[0].detach(), "kl": same[1][0]})
 
@@ -476,6 +476,7 @@ def test_no_gradient_through_the_sampling_policy():
     [
         (dict(), dict(loss_type="ppo"), "loss_type must be one of .* got 'ppo'"),
         (dict(), dict(importance_sampling_level="word"), "importance_sampling_level must be 'token' or 'sequence', got 'word'"),
+        *((dict(), dict(loss_type=kind, importance_sampling_level="sequence"), f"must be 'token' for loss_type '{kind}', got 'seq") for kind in OF_TOKENS),
         (dict(), dict(loss_type="dr_grpo"), "max_completion_length must be given for loss_type 'dr_grpo', got None"),
         (dict(), dict(loss_type="sapo", sapo_temperature_neg=0.0), "sapo_temperature_neg must be positive, got 0.0"),
         (dict(), dict(temperature=0.0), "temperature must be positive, got 0.0"),
@@ -488,6 +489,16 @@ def test_no_gradient_through_the_sampling_policy():
 def test_mistakes_are_named(change, options, message):
     with pytest.raises(ValueError, match=message):
         LigerFusedLinearGRPOLoss(**options)(**batch() | change)
+
+
+@pytest.mark.parametrize("kind", OF_TOKENS)
+def test_losses_of_tokens_of_given_logits_too(kind):
+    args, logits = given_logits()
+    with pytest.raises(ValueError, match="importance_sampling_level must be 'token'"):
+        triton_grpo_loss(
+            logits, args["old_per_token_logps"], args["ref_per_token_logps"], args["selected_token_ids"], args["advantages"],
+            loss_type=kind, importance_sampling_level="sequence",
+        )  # fmt: skip
 
 
 def test_a_token_outside_the_vocabulary():
@@ -508,8 +519,7 @@ def on_logits(args, logits):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("kind", LOSS_TYPES)
+@pytest.mark.parametrize("kind, level", PAIRS)
 def test_given_logits(kind, level, dtype):
     o = dict(loss_type=kind, importance_sampling_level=level, beta=0.1, temperature=0.9, max_completion_length=9, epsilon_high=1.3 if kind == "cispo" else 0.4)
 

@@ -10,7 +10,7 @@ these over its sequence (GSPO, arXiv:2507.18071). With [x] for a detached x a to
     sapo                                -A sigmoid(t (r - 1)) 4 / t, with t for A > 0 or for A <= 0
     vespo                               -[W^k exp(l (1 - W))] A log p, W the product of a sequence's ratios, k and l for A >= 0 or for A < 0
 
-(delta: arXiv:2505.07291; cispo: arXiv:2506.13585; sapo: arXiv:2511.20347; vespo: arXiv:2602.10693), times ``vllm_is_ratio``, which corrects for an
+(The last three are of token ratios only. delta: arXiv:2505.07291; cispo: arXiv:2506.13585; sapo: arXiv:2511.20347; vespo: arXiv:2602.10693), times ``vllm_is_ratio``, which corrects for an
 engine that samples with other probabilities (vespo: it is part of W), plus beta times the estimate exp(d) - d - 1 of the divergence from a reference
 policy, d = log p_ref - log p, itself times r with ``use_bias_correction_kl`` (arXiv:2512.02556). The sum over tokens is divided by
 
@@ -34,7 +34,8 @@ from liger_kernel.ops._op import acc
 from liger_kernel.ops.cross_entropy import cross_entropy, items
 
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
-LOSS_TYPES = (*CLIPPED, "cispo", "sapo", "vespo")
+OF_TOKENS = ("cispo", "sapo", "vespo")  # defined for ratios of tokens alone; vespo makes the sequence's of them itself
+LOSS_TYPES = (*CLIPPED, *OF_TOKENS)
 # the target of masked tokens; not -100, so that a -100 the mask lets pass is out of range and gives NaN
 IGNORED = 1 - 2**31
 
@@ -62,6 +63,8 @@ class Policy:
             raise ValueError(f"grpo_loss: loss_type must be one of {LOSS_TYPES}, got {self.loss_type!r}")
         if self.importance_sampling_level not in ("token", "sequence"):
             raise ValueError(f"grpo_loss: importance_sampling_level must be 'token' or 'sequence', got {self.importance_sampling_level!r}")
+        if self.importance_sampling_level == "sequence" and self.loss_type in OF_TOKENS:
+            raise ValueError(f"grpo_loss: importance_sampling_level must be 'token' for loss_type {self.loss_type!r}, got 'sequence'")
         for name in ("sapo_temperature_pos", "sapo_temperature_neg"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"grpo_loss: {name} must be positive, got {getattr(self, name)}")

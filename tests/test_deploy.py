@@ -6,9 +6,11 @@ import ast
 import dataclasses
 import functools
 import json
+import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ pytest.importorskip("yaml")
 
 import yaml
 
-from liger_kernel.deploy import monitoring
+from liger_kernel.deploy import monitoring, steps
 from liger_kernel.deploy.command import submit
 from liger_kernel.deploy.job import CACHE, IMAGE_KERNELS, SHARED, Job
 from liger_kernel.deploy.manifests import USER, objects, train_json
@@ -74,6 +76,58 @@ def test_the_jobs_that_are_shipped_can_be_rendered(path):
 def test_what_cannot_run_is_refused(changes, said):
     with pytest.raises(UserError, match=said):
         job(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "where"),
+    [
+        (dict(train=dict(store="s3://key:secret@b/run")), "train.store"),
+        (dict(environment={"HF_TOKEN": "hf_x"}), "environment.HF_TOKEN"),
+        (dict(environment={"HTTPS_PROXY": "http://me:pw@proxy:80"}), "environment.HTTPS_PROXY"),
+    ],
+)
+def test_credentials_are_for_secrets(changes, where):
+    with pytest.raises(UserError, match=f"{where} holds credentials, which would stand in the manifests"):
+        job(**changes)
+    job(environment={"TOKENIZERS_PARALLELISM": "false", "GOOGLE_APPLICATION_CREDENTIALS": "/var/run/key.json", "HTTPS_PROXY": "http://proxy:80"})
+
+
+@pytest.fixture
+def temporary(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path / f"liger-{os.geteuid()}"
+
+
+def test_what_processes_share_is_this_users_alone(temporary):
+    fetched = []
+    fetch = lambda folder: (fetched.append(folder), Path(folder).mkdir())
+    found = steps.once("s3://b/data", fetch)
+    assert steps.once("s3://b/data", fetch) == found and len(fetched) == 1
+    assert temporary.stat().st_mode & 0o777 == 0o700 and found.parent == temporary
+    temporary.chmod(0o755)  # as earlier releases made it
+    steps.once("s3://b/data", fetch)
+    assert temporary.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize(
+    "made, said",
+    [("link", "is no folder"), ("file", "is no folder"), ("group", "can be written to"), ("world", "can be written to"), ("other", "belongs to user")],
+)
+def test_a_folder_that_another_may_have_made_is_refused(made, said, temporary, tmp_path, monkeypatch):
+    if made == "link":
+        (tmp_path / "elsewhere").mkdir()
+        temporary.symlink_to(tmp_path / "elsewhere")
+    elif made == "file":
+        temporary.touch()
+    else:
+        temporary.mkdir()
+        temporary.chmod({"group": 0o770, "world": 0o757}.get(made, 0o700))
+    if made == "other":
+        mine = os.geteuid()
+        temporary.rename(tmp_path / f"liger-{mine + 1}")
+        monkeypatch.setattr(os, "geteuid", lambda: mine + 1)
+    with pytest.raises(UserError, match=f"{said}.*: remove it, or set TMPDIR"):
+        steps.once("s3://b/data", lambda folder: pytest.fail("fetched"))
 
 
 def test_mistakes_in_a_file_are_named(tmp_path):
@@ -142,7 +196,7 @@ def environment_read():
 # who sets what the manifests leave alone
 ELSEWHERE = {
     "torch's launcher": {"RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"},
-    "our launcher": {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "OMP_NUM_THREADS"},
+    "our launcher": {"LIGER_STORE", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "OMP_NUM_THREADS"},
     "Flyte's pods": {"LIGER_JOB"},
     "nobody: HOME serves": {"XDG_CACHE_HOME"},
     "whoever wants another implementation": {"LIGER_KERNEL_IMPL"},

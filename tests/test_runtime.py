@@ -433,6 +433,44 @@ def test_a_finished_run_is_left_alone_and_other_data_is_refused(base, here, tmp_
         loop.train(dataclasses.replace(config, model=None, tokenizer=config.model, hidden=16, heads=2, layers=1))
 
 
+HOSTILE = ["../../../x", "/etc", "..", "step-1", "step-000000012", "step-00000001/..", "step-0000000a", "step-٠٠٠٠٠٠٠١", "STEP-00000001", "step-00000001\0"]
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_nothing_but_a_checkpoints_name_is_read_in_latest(name, tmp_path, capsys):
+    (tmp_path / "latest").write_bytes(f"{name}\nstep-00000003\n".encode())
+    assert checkpoint.listed(tmp_path, say=True) == ["step-00000003"]
+    assert "which is no checkpoint" in capsys.readouterr().err
+    for step in (0, 7, 99_999_999, 100_000_000):
+        assert checkpoint.NAME.fullmatch(f"step-{step:08d}")
+
+
+@pytest.mark.parametrize("name", ["../../../.config-1", "/{}/.config-1"])
+def test_a_store_writes_nothing_outside_the_run(name, tmp_path):
+    """Keys of an object store are any text: a name in its ``latest`` must not become a path."""
+    fs = memory_store()
+    name = name.format(tmp_path)
+    fs.pipe_file("/b/run/checkpoints/latest", f"{name}\nstep-00000001\n".encode())
+    fs.store = {"/b/run/checkpoints/latest": fs.store["/b/run/checkpoints/latest"]}
+    there = {
+        f"/b/run/checkpoints/{name}/authorized_keys": b"mine",
+        "/b/run/checkpoints/step-00000001/..\\x": b"",
+        "/b/run/checkpoints/step-00000001/.bashrc": b"",
+    }
+    ls = lambda path, detail: [key for key in there if key.rpartition("/")[0] == path]
+    with mock.patch.object(fs, "ls", ls), mock.patch.object(fs, "get_file", lambda key, path: Path(path).write_bytes(there[key])):
+        assert store.Store("memory://b/run", tmp_path / "home" / "runs" / "mine").fetch() is None
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def memory_store():
+    import fsspec
+
+    fs = fsspec.filesystem("memory")
+    fs.store.clear()
+    return fs
+
+
 # -- an object store ---------------------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import traceback
 import types
 from pathlib import Path
 from unittest import mock
@@ -18,7 +19,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from liger_kernel.train import checkpoint, demo, loop, metrics, store
+from liger_kernel.train import checkpoint, demo, loop, metrics, redact, store
 from liger_kernel.train import data as data_module
 from liger_kernel.train.config import TrainConfig, UserError, from_flags
 from liger_kernel.train.data import CHAT_TEMPLATE, IGNORE, Data, Rows, learnt_tokens, load, tokenise, train_bpe
@@ -546,6 +547,87 @@ def test_checkpoints_of_another_model_are_refused(before, after, message, config
     loop.train(dataclasses.replace(config, **before))
     with pytest.raises(UserError, match=message):
         loop.train(dataclasses.replace(config, steps=4, **after))
+
+
+SECRET = "wJalrXUtnFEMIK7MDENG"
+HIDDEN = [
+    ("s3://key:a/b+@c@bucket/run", "s3://***@bucket/run"),
+    ("s3://key:p@ss@bucket/run", "s3://***@bucket/run"),
+    ("https://ghp_x@github.com/a", "https://***@github.com/a"),
+    ("simplecache::sftp://me:pw@host/x", "simplecache::sftp://***@host/x"),
+    ("az://c/x?sig=ab%2F&sv=2", "az://c/x?sig=***&sv=2"),
+    ("gs://b/x?AWSAccessKeyId=a&n=1&x-amz-security-token=b", "gs://b/x?AWSAccessKeyId=***&n=1&x-amz-security-token=***"),
+    (f"denied: {SECRET}", "denied: ***"),
+    ("hf_" + "a" * 34, "***"),
+]
+PLAIN = [
+    "s3://bucket/run@v1",
+    "http://host:9000/run@v1",
+    "abfs://container@account.dfs.core.windows.net/x",
+    "hf://datasets/user/repo@main",
+    "file:///a/b",
+    "a@b.c",
+]
+
+
+@pytest.mark.parametrize("text, shown", HIDDEN + [(text, text) for text in PLAIN])
+def test_credentials_are_hidden_and_nothing_else(text, shown, monkeypatch):
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET), monkeypatch.setenv("TOKENIZERS_PARALLELISM", "datasets")
+    assert redact.redacted(text) == redact.redacted(shown) == shown
+    assert str(UserError(f"cannot use {text!r}")) == f"cannot use {shown!r}"
+
+
+def stub(monkeypatch, name, **functions):
+    service = types.ModuleType(name)
+    service.__spec__ = importlib.machinery.ModuleSpec(name, None)
+    vars(service).update(functions)
+    monkeypatch.setitem(sys.modules, name, service)
+
+
+def test_credentials_leave_no_trace(config, tmp_path, monkeypatch, capfd):
+    """Of a URI with a password, and of a variable whose value an error repeats: not in a file of the run, a service, or a line."""
+    sent, copied = [], store.put
+    took = lambda *args, **kwargs: sent.append(repr((args, kwargs, sys.argv)))
+    stub(monkeypatch, "mlflow", start_run=took, log_params=took, log_metrics=took, end_run=took)
+    stub(monkeypatch, "wandb", init=lambda **kwargs: took(kwargs) or types.SimpleNamespace(log=took, finish=took))
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    uri = f"memory://key:{SECRET[::-1]}@bucket/run?token=tokentoken"
+    monkeypatch.setattr(sys, "argv", ["liger", "--store", uri])
+
+    def fails_once(*args):
+        monkeypatch.setattr(store, "put", copied)
+        raise PermissionError(f"403 for {uri} as {SECRET}")
+
+    monkeypatch.setattr(store, "put", fails_once), monkeypatch.setattr(store, "PERIOD", 0.05)
+    config = dataclasses.replace(config, store=uri, checkpoint_every=1, report="mlflow,wandb", save=str(tmp_path / "saved"))
+    loop.train(config)
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    loop.train(config)
+    monkeypatch.setattr(store, "put", lambda *_: fails_once())
+    monkeypatch.setattr(store, "PERIOD", 1000)
+    with pytest.raises(OSError, match="the last checkpoint is in") as raised:
+        loop.train(dataclasses.replace(config, steps=4))
+    traces = {str(path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} | {"sent": repr(sent).encode()}
+    said = "".join(capfd.readouterr()) + "".join(traceback.format_exception(raised.value))
+    assert "fetched step-00000003 from memory://***@bucket/run?token=***" in said and "mlflow" not in said
+    for where, trace in (traces | {"said": said.encode()}).items():
+        for secret in (SECRET, SECRET[::-1], "tokentoken"):
+            assert secret.encode() not in trace, where
+    assert len(sent) > 6 and json.loads((tmp_path / "run" / "config.json").read_text())["store"] == "memory://***@bucket/run?token=***"
+
+
+def test_a_store_without_its_credentials_is_asked_for(config, tmp_path, monkeypatch):
+    """A file of a config has none; workers find them where the launcher has left them."""
+    uri = "memory://key:password@bucket/run"
+    dataclasses.replace(config, store=uri, checkpoint_every=1).save_to(tmp_path / "config.json")
+    read = TrainConfig.load(tmp_path / "config.json")
+    with pytest.raises(UserError, match="has lost its credentials: give the whole URI"):
+        loop.train(read)
+    monkeypatch.setenv("LIGER_STORE", uri)
+    assert read.store_uri == uri
+    monkeypatch.setenv("LIGER_STORE", "memory://key:password@other/run")
+    with pytest.raises(UserError, match="has lost its credentials"):
+        read.store_uri  # noqa: B018
 
 
 @pytest.mark.parametrize("when", ["start_run", "log_metrics", "end_run"])

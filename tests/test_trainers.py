@@ -195,6 +195,23 @@ def test_checkpoints_of_earlier_releases_are_found(config):
     assert {path.name for path in folder.iterdir()} == {"step-00000004.ckpt", "identity.json"}
 
 
+@pytest.mark.skipif(not has("lightning"), reason="lightning is not installed")
+def test_a_checkpoint_of_lightnings_that_would_run_something_is_refused(config, tmp_path):
+    again = by("lightning", config, steps=2, checkpoint_every=2, eval_fraction=0.0)
+    loop.train(again)
+    path = Path(again.out) / "checkpoints-lightning" / "step-00000002.ckpt"
+    assert len(loop.train(dataclasses.replace(again, steps=4))["losses"]) == 2
+
+    class Evil:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "evil"),)
+
+    torch.save(torch.load(path, weights_only=True) | {"evil": Evil()}, path.with_name("step-00000005.ckpt"))
+    with pytest.raises(UserError, match=r"checkpoint .*step-00000005.ckpt is damaged, or holds more than tensors"):
+        loop.train(dataclasses.replace(again, steps=6))
+    assert not (tmp_path / "evil").exists()
+
+
 def test_one_process_takes_one_gpu(config, monkeypatch, tmp_path):
     from liger_kernel.train import hf
 

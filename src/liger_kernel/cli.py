@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import liger_kernel
 from liger_kernel.train.config import UserError, from_flags
+from liger_kernel.train.redact import in_a_line
 
 COMMANDS = {
     "train": "train or fine-tune a causal language model",
@@ -150,7 +151,7 @@ def main(argv: list[str] | None = None) -> int:
         if os.environ.get("LIGER_TRACEBACK") == "1":
             raise
         more = "" if isinstance(error, UserError) else f" ({type(error).__name__}; LIGER_TRACEBACK=1 shows where)"
-        print(f"liger {command}: {' '.join(str(error).split())}{more}", file=sys.stderr)
+        print(f"liger {command}: {in_a_line(error, None)}{more}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from liger_kernel.train.config import TrainConfig, UserError, checked, read_file
+from liger_kernel.train.redact import redacted, secret_name
 
 KINDS = ("pytorchjob", "trainjob", "jobset")
 OVERLAYS = ("plain", "eks")
@@ -85,6 +86,10 @@ class Job:
             raise UserError("train.checkpoint_every must be set: a restart goes on from the latest checkpoint")
         if config.parallel == "none" and self.nodes * self.processes > 1:
             raise UserError(f"{self.nodes * self.processes} processes need train.parallel ddp, fsdp2 or tp")
+        open_ = [f"train.{name}" for name, value in config.shown().items() if value != getattr(config, name)]
+        open_ += [f"environment.{n}" for n, v in self.environment.items() if redacted(str(v)) != str(v) or (secret_name(n) and not str(v).startswith("/"))]
+        if open_:  # manifests are read by many
+            raise UserError(f"{open_[0]} holds credentials, which would stand in the manifests: make it a key of a Secret, and name that with secret")
         if self.volume and config.out.startswith("/") and not config.out.startswith(SHARED + "/"):
             raise UserError(f"train.out must be relative or under {SHARED}, where the volume is; got {config.out!r}")
 

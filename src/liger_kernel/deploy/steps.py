@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import io
 import json
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from liger_kernel.train.config import TrainConfig, UserError
+from liger_kernel.train.redact import redacted
 
 METRICS = ("metrics.json", "metrics.jsonl")
 
@@ -37,12 +40,34 @@ def warm(config: TrainConfig, arch: str | None, folder: Path) -> Path:
     return folder
 
 
+def private(name: str) -> Path:
+    """The folder of that name under the temporary one, whose other users can neither read nor write in it; made if it is not there.
+
+    ``UserError`` if what is there is another user's, or a link, or open to others' writing: its name can be guessed, so anyone may have made it.
+    """
+    folder = Path(tempfile.gettempdir()) / name
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    if hasattr(os, "geteuid"):  # elsewhere the temporary folder is the user's own
+        found = folder.lstat()
+        why = (
+            "is no folder" if not stat.S_ISDIR(found.st_mode)
+            else f"belongs to user {found.st_uid}" if found.st_uid != os.geteuid()
+            else "can be written to by others" if found.st_mode & 0o022
+            else None
+        )  # fmt: skip
+        if why:
+            raise UserError(f"{folder} {why}: remove it, or set TMPDIR to a folder of your own")
+        folder.chmod(0o700)
+    return folder
+
+
 def once(source: str, fetch: Callable[[str], Any]) -> Path:
     """A folder on this machine with what ``fetch(folder)`` brings from ``source``: one of the processes that ask for it fetches, the others wait."""
     from filelock import FileLock
 
-    folder = Path(tempfile.gettempdir()) / "liger" / hashlib.sha256(source.encode()).hexdigest()[:16]
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    user = os.geteuid() if hasattr(os, "geteuid") else "user"
+    folder = private(f"liger-{user}") / hashlib.sha256(source.encode()).hexdigest()[:16]
     with FileLock(f"{folder}.lock"):
         if not folder.is_dir():
             aside = folder.with_name(folder.name + ".tmp")
@@ -100,13 +125,13 @@ def export(run: Path, scores: dict[str, Any], target: str) -> str:
 
         fs, root = fsspec.core.url_to_fs(target)
     except (ImportError, ValueError) as error:
-        raise UserError(f"cannot export to {target!r}: {error}") from error
+        raise UserError(f"cannot export to {target!r}: {error}") from None  # its text may have credentials
     (run / "evaluation.json").write_text(json.dumps(scores, indent=1) + "\n")
     from liger_kernel.train.store import put
 
     for path in sorted(run.iterdir()):
         put(fs, path, f"{root}/{path.name}")
-    return target
+    return redacted(target)
 
 
 def report(run: Path, scores: dict[str, Any]) -> str:

@@ -19,6 +19,7 @@ import json
 import os
 import pickle
 import random
+import re
 import shutil
 import sys
 import time
@@ -43,6 +44,7 @@ from liger_kernel.train.config import UserError
 from liger_kernel.train.ranks import Ranks
 
 LATEST = "latest"
+NAME = re.compile(r"step-(?:[0-9]{8}|[1-9][0-9]{8,})")  # what f"step-{step:08d}" writes
 
 
 class Checkpoints:
@@ -59,14 +61,14 @@ class Checkpoints:
         """The newest complete checkpoint, the same for all ranks; one that is damaged is passed over with a warning."""
         found = None
         if self.ranks.first:
-            for name in self._names():
+            for name in listed(self.folder, say=True):
                 why = damage(self.folder / name)
                 if why is None:
                     found = name
                     break
                 print(f"passing over checkpoint {self.folder / name}: {why}", file=sys.stderr)
             else:
-                if self._names():
+                if listed(self.folder):
                     found = ""
         found = self.ranks.agreed(found)
         if found == "":
@@ -158,7 +160,7 @@ class Checkpoints:
 
     def _name(self) -> str | None:
         """Make what was written the latest; the reason if that failed."""
-        names = [self._path.name, *(name for name in self._names() if name != self._path.name)][: self.keep]
+        names = [self._path.name, *(name for name in listed(self.folder) if name != self._path.name)][: self.keep]
         try:
             write(self.folder / LATEST, "\n".join(names) + "\n")
         except OSError as error:
@@ -168,15 +170,11 @@ class Checkpoints:
                 shutil.rmtree(old, ignore_errors=True)
         return None
 
-    def _names(self) -> list[str]:
-        path = self.folder / LATEST
-        return path.read_text().split() if path.is_file() else []
-
     def _failed(self, why: str) -> None:
         self.failures += 1
         if self.ranks.first:
             print(f"checkpoint {self._path} failed, those before it remain: {' '.join(why.split())[:500]}", file=sys.stderr)
-            if self._path.name not in self._names():
+            if self._path.name not in listed(self.folder):
                 shutil.rmtree(self._path, ignore_errors=True)
 
 
@@ -188,6 +186,22 @@ def _why(error: BaseException) -> str:
 
 def step_of(path: Path) -> int:
     return int(path.name.rpartition("-")[2])
+
+
+def names_in(latest: bytes, where: str | None = None) -> list[str]:
+    """The checkpoints that a file ``latest`` names. Anything else in it is no name, above all no path: it is left out, and said where ``where`` is given."""
+    words = latest.decode(errors="replace").split()
+    names = [word for word in words if NAME.fullmatch(word)]
+    if where and len(names) < len(words):
+        strange = next(word for word in words if not NAME.fullmatch(word))
+        print(f"{where} names {strange[:80]!r}, which is no checkpoint (step- and eight digits): passed over", file=sys.stderr)
+    return names
+
+
+def listed(folder: Path, say: bool = False) -> list[str]:
+    """The checkpoints that ``folder``'s ``latest`` names, newest first."""
+    path = folder / LATEST
+    return names_in(path.read_bytes(), str(path) if say else None) if path.is_file() else []
 
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True, ignore_frozen_params=True)

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
 import shutil
 import types
 import typing
@@ -14,6 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from liger_kernel.train.redact import MARK, in_a_line, redacted
+
+STORE = "LIGER_STORE"  # variable with the URI of the store, where a config file has it without credentials
 TRAINERS = ("torch", "hf", "lightning")
 PARALLEL = ("none", "ddp", "fsdp2", "tp", "deepspeed-z2", "deepspeed-z3")
 PRECISIONS = ("auto", "fp32", "bf16-mixed", "bf16")
@@ -39,7 +43,10 @@ OFFERED = {
 
 
 class UserError(ValueError):
-    """A mistake in what the user asked for: shown as one line, without a traceback."""
+    """A mistake in what the user asked for: shown as one line, without a traceback or credentials."""
+
+    def __init__(self, text: object = ""):
+        super().__init__(redacted(str(text)))
 
 
 def _field(default: Any, group: str, help: str, choices: tuple[str, ...] | None = None) -> Any:
@@ -194,11 +201,25 @@ class TrainConfig:
         names = [field.name for field in dataclasses.fields(self) if field.metadata["group"] == "kernels" and field.name != "kernels"]
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
+    def shown(self) -> dict[str, Any]:
+        """Names and values without credentials: what may be written or reported."""
+        return {name: redacted(value) if isinstance(value, str) else value for name, value in dataclasses.asdict(self).items()}
+
+    @property
+    def store_uri(self) -> str | None:
+        """The store, whose credentials a file does not have: the launcher hands it to its workers in their environment."""
+        if not self.store or MARK not in self.store:
+            return self.store
+        whole = os.environ.get(STORE, "")
+        if redacted(whole) != self.store:
+            raise UserError(f"store {self.store} has lost its credentials: give the whole URI, or better the variables that its package reads")
+        return whole
+
     def save_to(self, path: str | Path) -> None:
-        """Write YAML (``.yaml``, ``.yml``) or JSON (anything else)."""
+        """Write YAML (``.yaml``, ``.yml``) or JSON (anything else), without credentials."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        values = dataclasses.asdict(self)
+        values = self.shown()
         path.write_text(_yaml().safe_dump(values, sort_keys=False) if _is_yaml(path) else json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
     @classmethod
@@ -223,7 +244,7 @@ def read_file(path: str | Path) -> dict[str, Any]:
     except UserError:
         raise
     except Exception as error:  # the two parsers share no exception class
-        raise UserError(f"{path} is not valid {'YAML' if _is_yaml(path) else 'JSON'}: {' '.join(str(error).split())}") from error
+        raise UserError(f"{path} is not valid {'YAML' if _is_yaml(path) else 'JSON'}: {in_a_line(error)}") from error
     if not isinstance(values, dict):
         raise UserError(f"{path} must hold names and values, got a {type(values).__name__}")
     return values

@@ -33,6 +33,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from liger_kernel.train.config import TrainConfig, UserError
+from liger_kernel.train.redact import in_a_line
 
 IGNORE = -100
 Tokens = Sequence[int] | np.ndarray
@@ -157,7 +158,7 @@ def _hub(name: str, split: str, stream: bool, skip: int) -> Iterable[dict[str, A
         data = datasets.load_dataset(name, split=split, streaming=stream)
         return data.skip(skip) if skip else data
     except Exception as error:  # whatever the network, the hub or the format of the dataset raise
-        raise UserError(f"cannot load the dataset {name!r}: {' '.join(str(error).split())[:300]}") from error
+        raise UserError(f"cannot load the dataset {name!r}: {in_a_line(error)}") from error
 
 
 def conversation(record: dict[str, Any]) -> list[dict[str, str]] | None:
@@ -349,7 +350,7 @@ def tokenise(records: Iterable[dict[str, Any]], tokenizer: Any, length: int, pac
         try:
             ids, labels = conversation_row(conversation(record) or [], tokenizer, length)
         except Exception as error:  # chat templates raise what they like
-            raise UserError(f"record {number} is no conversation that the chat template accepts: {' '.join(str(error).split())[:200]}") from error
+            raise UserError(f"record {number} is no conversation that the chat template accepts: {in_a_line(error, 200)}") from error
         if any(label != IGNORE for label in labels[1:]):
             pairs.append((np.array(ids, np.int32), np.array(labels, np.int32)))
     if not pairs:

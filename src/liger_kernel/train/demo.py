@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
         results[name] = json.loads((out / name / "metrics.json").read_text(encoding="utf-8"))
 
     report = compare(results["stock"], results["ours"])
-    (out / "demo.json").write_text(json.dumps({**report, "config": dataclasses.asdict(config), "environment": environment(), "runs": results}, indent=1) + "\n")
+    (out / "demo.json").write_text(json.dumps({**report, "config": config.shown(), "environment": environment(), "runs": results}, indent=1) + "\n")
     print("\n" + table(report, results["ours"]))
     plotted = plot(report, results, out / "demo.png")
     print(f"\n{plotted}{out / 'demo.json'}")

@@ -189,7 +189,7 @@ def run(config: TrainConfig, data: Data, model: Any, device: torch.device, preci
     args = arguments(config, folder, device, precision, ranks, rows)
     memory, pace = PeakMemory(device), Pace(lambda step: data.tokens_of((step - 1) * rows, step * rows, config.seed), config.steps)
     endpoint = Endpoint(config.metrics_host, config.metrics_port + local_rank(), ranks.rank) if config.metrics_port else None
-    reports = Reports(config, vars(config)) if ranks.first and config.reports else None
+    reports = Reports(config, config.shown()) if ranks.first and config.reports else None
     try:
         with Watch(Path(config.out), ranks.rank, config.timeout) as watch:
             lines = _Lines(config, ranks, stop, watch, pace, endpoint, reports)

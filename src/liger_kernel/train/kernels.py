@@ -10,6 +10,7 @@ from typing import Any
 
 from liger_kernel.train.config import TrainConfig
 from liger_kernel.train.ranks import Ranks, local_rank
+from liger_kernel.train.redact import in_a_line
 
 
 class Compilations:
@@ -41,7 +42,7 @@ def compile_ahead(config: TrainConfig, model_config: Any, precision: str, ranks:
             if ranks.first:
                 print(f"kernels: {needed} needed, {compiled} compiled, {needed - compiled} from the cache", flush=True)
         except Exception as error:  # a model that cannot be built without data compiles in its first step
-            print(f"kernels are compiled in the first step, not ahead of it: {' '.join(str(error).split())[:300]}", flush=True)
+            print(f"kernels are compiled in the first step, not ahead of it: {in_a_line(error)}", flush=True)
     ranks.any(False)  # a barrier of the CPU
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import pickle
 import threading
 import time
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ from liger_kernel.train.resume import UNMOVED, accept, configured, finished, num
 
 try:
     import lightning as L
+    from lightning.fabric.plugins import TorchCheckpointIO  # the trainer's own class is this one
 except ImportError as error:
     raise UserError("trainer lightning needs lightning: pip install lightning") from error
 
@@ -46,6 +48,16 @@ class _Parts(IterableDataset):
             items = max(1, self.data.rows.count(picks)[1]) / self.ranks.world
             for batch in self.data.batches(picks, self.ranks.rank, self.ranks.world, self.config.batch):
                 yield batch | {"num_items_in_batch": items}
+
+
+class _Tensors(TorchCheckpointIO):
+    """Reads tensors and plain values, and nothing that runs when it is unpickled; ``weights_only`` of ``Trainer.fit`` is as young as Lightning 2.6."""
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        try:
+            return torch.load(path, map_location=map_location or (lambda storage, _: storage), weights_only=True)
+        except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+            raise UserError(f"checkpoint {path} is damaged, or holds more than tensors and plain values, which is never unpickled: remove it") from error
 
 
 class _Module(L.LightningModule):
@@ -179,7 +191,7 @@ def run(config: TrainConfig, data: Data, model: Any, device: torch.device, preci
     module = _Module(config, model, parts)
     mine = [batch for start in range(0, len(data.eval), config.batch * ranks.world)
             for batch in data.batches(data.eval[start : start + config.batch * ranks.world], ranks.rank, ranks.world, config.batch)]  # fmt: skip
-    reports = Reports(config, vars(config)) if ranks.first and config.reports else None
+    reports = Reports(config, config.shown()) if ranks.first and config.reports else None
     try:
         with Watch(Path(config.out), ranks.rank, config.timeout) as watch:
             lines = _Lines(config, ranks, stop, watch, pace, endpoint, reports, folder)
@@ -193,6 +205,7 @@ def run(config: TrainConfig, data: Data, model: Any, device: torch.device, preci
                 accumulate_grad_batches=parts,
                 gradient_clip_val=config.grad_clip or None,
                 callbacks=[lines],
+                plugins=[_Tensors()],
                 enable_checkpointing=False,
                 logger=False,
                 enable_progress_bar=False,

@@ -109,7 +109,7 @@ class _Run:
     def train(self) -> dict[str, Any]:
         config = self.config
         self.lines = StepLines(self.out / "metrics.jsonl", self.step) if self.ranks.first else None
-        self.reports = Reports(config, {name: value for name, value in vars(config).items() if name != "report"}) if self.ranks.first else None
+        self.reports = Reports(config, config.shown()) if self.ranks.first else None
         endpoint = Endpoint(config.metrics_host, config.metrics_port + local_rank(), self.ranks.rank) if config.metrics_port else None
         self.endpoint, self.compilations = endpoint, Compilations()
         self.pending: list[tuple[Tensor, dict[str, Any]]] = []  # (loss, gradient norm) on the device, the rest of its line

@@ -22,6 +22,7 @@ from typing import Any
 from liger_kernel.train.config import REPORTS, TrainConfig, UserError
 from liger_kernel.train.measure import PeakMemory, device_name
 from liger_kernel.train.ranks import restarts
+from liger_kernel.train.redact import in_a_line, redacted
 
 # name on the endpoint -> (key of a log line, kind, what it is)
 EXPORTED = {
@@ -141,6 +142,8 @@ class Reports:
     def __init__(self, config: TrainConfig, settings: dict[str, Any]):
         self._send: list[Callable[[int, dict[str, float]], Any]] = []
         self._close: list[Callable[[], Any]] = []
+        if config.reports:
+            sys.argv[1:] = map(redacted, sys.argv[1:])  # which services note, too
         for name in config.reports:
             with _left_alone(name):
                 getattr(self, f"_{name}")(Path(config.out), settings)
@@ -189,7 +192,7 @@ def _left_alone(service: str, then: Callable[[], Any] = lambda: None) -> Iterato
         yield
     except Exception as error:
         then()
-        print(f"no more reports to {service}: {type(error).__name__}: {error}", file=sys.stderr)
+        print(f"no more reports to {service}: {type(error).__name__}: {in_a_line(error)}", file=sys.stderr)
 
 
 def of_run(config: TrainConfig, model: Any, device: Any, precision: str, world: int, memory: PeakMemory) -> dict[str, Any]:

@@ -29,7 +29,8 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, get_error_handler
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
 
-from liger_kernel.train.config import TrainConfig, UserError
+from liger_kernel.train.config import STORE, TrainConfig, UserError
+from liger_kernel.train.redact import redacted
 
 T = TypeVar("T")
 
@@ -128,9 +129,9 @@ def reporting(run: Callable[[TrainConfig], T]) -> Callable[[TrainConfig], T]:
         except (Preempted, SystemExit, KeyboardInterrupt):
             raise
         except BaseException as error:  # DCP's is no Exception
-            get_error_handler().record_exception(error)
-            mistake = isinstance(error, UserError)
-            text = f"{error}\n" if mistake else traceback.format_exc()
+            mistake, stack = isinstance(error, UserError), traceback.format_exc()
+            get_error_handler().record_exception(error if redacted(stack) == stack else RuntimeError(redacted(stack)))
+            text = f"{error}\n" if mistake else redacted(stack)
             os.write(2, f"rank {os.environ['RANK']}: {text}".encode())
             os._exit(EXIT_MISTAKE if mistake else 1)
 
@@ -311,6 +312,8 @@ def launch_elastic(config: TrainConfig, command: list[str] | None = None) -> int
     if command is None:
         path = Path(config.out) / f"launched-{socket.gethostname()}.json"  # machines share the folder, and may start at the same moment
         dataclasses.replace(config, nproc=None).save_to(path)
+        if config.store_uri:
+            os.environ[STORE] = config.store_uri  # of which the file may have lost the credentials
         command = [sys.executable, "-m", "liger_kernel.cli", "train", "--config", str(path)]
     if "OMP_NUM_THREADS" not in os.environ and nproc > 1:  # else each process takes all cores
         os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // nproc))

@@ -7,16 +7,19 @@ training, from a folder that all ranks see (or the only machine's own).
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from liger_kernel.train.checkpoint import LATEST, damage, step_of, write
+from liger_kernel.train.checkpoint import LATEST, damage, listed, names_in, step_of, write
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.ranks import Preempted, Ranks
+from liger_kernel.train.redact import in_a_line, redacted
 
+FILE = re.compile(r"\.metadata|[A-Za-z0-9_][A-Za-z0-9_-]*\.(json|distcp)")  # what a checkpoint consists of: nothing else is brought here
 PERIOD = 2.0  # seconds between looks for a new checkpoint
 
 
@@ -29,30 +32,32 @@ class Store:
 
             self.fs, root = fsspec.core.url_to_fs(uri)
         except (ImportError, ValueError) as error:
-            raise UserError(f"cannot use the store {uri!r}: {error}") from error
-        self.uri, self.out, self.root = uri, out, f"{root.rstrip('/')}"
+            raise UserError(f"cannot use the store {uri!r}: {error}") from None
+        self.uri, self.out, self.root = redacted(uri), out, f"{root.rstrip('/')}"
         self.known: list[str] = []  # what we found or left there
         self.damaged: set[str] = set()  # of it
 
-    def names(self) -> list[str]:
+    def names(self, say: bool = False) -> list[str]:
         """The checkpoints there, newest first."""
         try:
-            return self.fs.cat_file(f"{self.root}/checkpoints/{LATEST}").decode().split()
+            return names_in(self.fs.cat_file(f"{self.root}/checkpoints/{LATEST}"), f"{self.uri}/checkpoints/{LATEST}" if say else None)
         except FileNotFoundError:
             return []
 
     def fetch(self) -> str | None:
         """Bring the newest whole checkpoint into the run's folder, unless that has one as new; its name."""
         folder = self.out / "checkpoints"
-        local = (folder / LATEST).read_text().split() if (folder / LATEST).is_file() else []
+        local = listed(folder)
         here = next((step_of(folder / name) for name in local if damage(folder / name) is None), -1)
-        self.known = self.names()
+        self.known = self.names(say=True)
         for name in self.known:
             if step_of(folder / name) <= here:
                 break
             (folder / name).mkdir(parents=True, exist_ok=True)
             for path in self.fs.ls(f"{self.root}/checkpoints/{name}", detail=False):
-                self.fs.get_file(path, str(folder / name / path.rpartition("/")[2]))
+                file = path.rpartition("/")[2]
+                if FILE.fullmatch(file):
+                    self.fs.get_file(path, str(folder / name / file))
             if damage(folder / name) is None:
                 with contextlib.suppress(FileNotFoundError):
                     self.fs.get_file(f"{self.root}/metrics.jsonl", str(self.out / "metrics.jsonl"))
@@ -67,7 +72,7 @@ class Store:
         ``RuntimeError`` if another run has written there meanwhile: what it wrote stays.
         """
         folder, there = self.out / "checkpoints", self.names()
-        wanted = (folder / LATEST).read_text().split() if (folder / LATEST).is_file() else []
+        wanted = listed(folder)
         if wanted == there and not self.damaged.intersection(wanted):
             self.known = there
             return False
@@ -85,7 +90,7 @@ class Store:
                 if (name := path.rstrip("/").rpartition("/")[2]).startswith("step-") and name not in wanted:
                     self.fs.rm(path, recursive=True)
         except Exception as error:  # what is new is there
-            print(f"older checkpoints remain in {self.uri}: {' '.join(str(error).split())[:300]}", file=sys.stderr)
+            print(f"older checkpoints remain in {self.uri}: {in_a_line(error)}", file=sys.stderr)
         self.known, self.damaged = wanted, set()
         return True
 
@@ -109,14 +114,14 @@ def stored(config: TrainConfig, ranks: Ranks) -> Iterator[None]:
     problem, thread, ended = None, None, threading.Event()
     if ranks.first:
         try:
-            store = Store(config.store, Path(config.out))
+            store = Store(config.store_uri or "", Path(config.out))
             name = store.fetch()
             if name:
-                print(f"fetched {name} from {config.store}", flush=True)
+                print(f"fetched {name} from {store.uri}", flush=True)
         except UserError as error:
             problem = str(error)
         except Exception as error:  # every store has errors of its own
-            problem = f"cannot read the store {config.store!r}: {' '.join(str(error).split())[:300]}"
+            problem = f"cannot read the store {config.store!r}: {in_a_line(error)}"
     problem = ranks.agreed(problem)
     if problem:
         raise UserError(problem)
@@ -145,7 +150,7 @@ def _last(store: Store) -> None:
     try:
         store.copy()
     except Exception as error:
-        raise OSError(f"the last checkpoint is in {store.out} and not in {store.uri}: {' '.join(str(error).split())[:300]}") from error
+        raise OSError(f"the last checkpoint is in {store.out} and not in {store.uri}: {in_a_line(error)}") from None  # its text may have credentials
 
 
 def _keep(store: Store, ended: threading.Event) -> None:
@@ -157,4 +162,4 @@ def _keep(store: Store, ended: threading.Event) -> None:
         except Exception as error:  # training goes on; the next look tries again
             if said != str(error):
                 said = str(error)
-                print(f"a checkpoint could not be copied to {store.uri}, yet: {' '.join(said.split())[:300]}", file=sys.stderr)
+                print(f"a checkpoint could not be copied to {store.uri}, yet: {in_a_line(error)}", file=sys.stderr)

@@ -189,6 +189,65 @@ def test_the_list_is_that_of_the_newest_wheel(tmp_path):
     assert published_names.text(*published_names.read(wheel)) == LIST.read_text()
 
 
+# -- forwards to assign to a class ----------------------------------------------------------
+
+SOME = ("llama", "gemma3", "qwen2_vl", "muse_glimmer", "mllama")  # the others are `families`
+
+
+def forwards() -> list:
+    from liger_kernel._legacy import FORWARDS
+
+    rows = [(module.rpartition(".")[2], name, cls) for module, functions in FORWARDS.items() for name, cls in functions.items()]
+    return [pytest.param(*row, id="-".join(row[:2]), marks=[] if row[0] in SOME else pytest.mark.families) for row in rows]
+
+
+@pytest.mark.parametrize("module, name, cls", forwards())
+def test_forwards_to_assign_or_bind(module, name, cls):
+    """Bound to a stock model, with labels they learn what it learns, without making logits."""
+    transformers = pytest.importorskip("transformers")
+    from hf_models import assert_same_learning, batch_of, make, served_by_kernels_or_references, step
+
+    if not hasattr(transformers, cls):
+        pytest.skip(f"transformers {transformers.__version__} has no {cls}")
+    model = make(getattr(transformers, cls).config_class.model_type, head=cls)
+    batch = batch_of(model)
+    with served_by_kernels_or_references():
+        want = step(model, batch)[1]
+        model.forward = types.MethodType(found(f"transformers.model.{module}:{name}"), model)
+        out, learned = step(model, batch)
+    assert out.logits is None
+    assert_same_learning(learned, want, 1e-5)
+
+
+def test_the_loss_of_a_trainable_head():
+    from hf_models import make
+    from liger_kernel.transformers.model.llama import lce_maybe_trainable_lm_head, unpack_cross_entropy_result
+
+    model, x, ids = make("llama"), torch.randn(2, 5, 64, device=DEVICE), torch.randint(0, 30, (2, 5), device=DEVICE)
+    want = torch.nn.functional.cross_entropy(model.lm_head(x)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    found = lce_maybe_trainable_lm_head(model, x, 64, ids, None, return_predicted_tokens=True)
+    loss, z_loss, accuracy, predicted = unpack_cross_entropy_result(found)
+    torch.testing.assert_close(loss, want)
+    assert z_loss is accuracy is None and torch.equal(predicted.view(2, 5)[:, :-1], model.lm_head(x).argmax(-1)[:, :-1])
+    assert unpack_cross_entropy_result((loss, 1)) == (loss, 1, None, None) and unpack_cross_entropy_result(loss) == (loss, None, None, None)
+
+
+REEXPORTS = _names("""
+    transformers.functional:LigerRMSNormFunction transformers.jsd:LigerJSDFunction transformers.swiglu:LigerSiLUMulFunction
+    transformers.cross_entropy:CrossEntropyOutput transformers.monkey_patch:LigerRMSNorm transformers.model.mistral:LigerForCausalLMLoss
+    transformers.model.gemma3:LigerGemma3CausalLMOutputWithPast
+""")
+
+
+@pytest.mark.parametrize("path", REEXPORTS)
+def test_what_published_modules_import_is_there_too(path):
+    import liger_kernel.transformers.jsd
+
+    assert found(path).__name__ == path.split(":")[1]
+    for name in ("LigerNoFunction", "_linear", "os"):
+        assert not hasattr(liger_kernel.transformers.jsd, name)
+
+
 # -- what some of them do ------------------------------------------------------------------
 
 

@@ -1,13 +1,18 @@
-"""Import paths of the published package: old module -> (new module, names; all names of the new one if none are listed)."""
+"""Import paths of the published package: old module -> (new module, names; all names of the new one if none are listed).
+
+What an old module lacks is looked up in ``liger_kernel.nn`` and ``liger_kernel.ops``: published modules import what they use by name, and so do their users.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.abc
 import importlib.machinery
 import sys
 from collections.abc import Sequence
 from types import ModuleType
+from typing import Any
 
 _HERE = "liger_kernel.transformers."
 _NORMS = ("LigerRMSNormFunction", "LigerRMSNorm", *(f"LigerRMSNormFor{m}" for m in ("Gemma", "Gemma2", "Gemma3", "Gemma4", "Olmo2", "Glm4", "Qwen3Next")))
@@ -68,22 +73,81 @@ PATHS: dict[str, tuple[str, tuple[str, ...]]] = {
     "liger_kernel.triton.monkey_patch": _TRITON_CACHE,
 }
 
+_MODELS = _HERE + "model."
+_CAUSAL = """
+    deepseek_v2=DeepseekV2 deepseek_v3=DeepseekV3 deepseek_v4=DeepseekV4 exaone4=Exaone4 falcon_h1=FalconH1 gemma=Gemma gemma2=Gemma2 glm4=Glm4
+    gpt_oss=GptOss hunyuan_v1=HunYuanDenseV1 llama=Llama llama4=Llama4 ministral=Ministral mistral=Mistral mixtral=Mixtral mllama=Mllama nemotron=Nemotron
+    olmo2=Olmo2 olmo3=Olmo3 phi3=Phi3 qwen2=Qwen2 qwen3=Qwen3 qwen3_5=Qwen3_5 qwen3_5_moe=Qwen3_5Moe qwen3_moe=Qwen3Moe qwen3_next=Qwen3Next smollm3=SmolLM3
+"""
+_CONDITIONAL = """
+    glm4v=Glm4v glm4v_moe=Glm4vMoe internvl=InternVL llava=Llava muse_glimmer=MuseGlimmer paligemma=PaliGemma qwen2_vl=Qwen2VL qwen2_5_vl=Qwen2_5_VL
+    qwen3_vl=Qwen3VL qwen3_vl_moe=Qwen3VLMoe smolvlm=SmolVLM
+"""
+
+# module of ``transformers.model`` -> function to assign to a class or bind to a model -> that class of transformers
+FORWARDS: dict[str, dict[str, str]] = {
+    **{_MODELS + m: {"lce_forward": f"{c}ForCausalLM"} for m, c in (pair.split("=") for pair in _CAUSAL.split())},
+    **{_MODELS + m: {"lce_forward": f"{c}ForConditionalGeneration"} for m, c in (pair.split("=") for pair in _CONDITIONAL.split())},
+    **{_MODELS + m.lower(): {"causal_forward": f"{m}ForCausalLM", "multimodal_forward": f"{m}ForConditionalGeneration"} for m in ("Gemma3", "Gemma4")},
+    _MODELS + "pixtral": {},
+}
+for _module in ("gemma", "gemma2", "llama", "mixtral", "phi3", "qwen2"):
+    FORWARDS[_MODELS + _module]["lce_forward_deprecated"] = FORWARDS[_MODELS + _module]["lce_forward"]
+for _module, _function, _class in (
+    ("qwen3_5", "lce_forward_for_multimodal", "Qwen3_5ForConditionalGeneration"),
+    ("qwen3_5_moe", "lce_forward_conditional_generation", "Qwen3_5MoeForConditionalGeneration"),
+):
+    FORWARDS[_MODELS + _module][_function] = _class
+
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Makes a module of ``PATHS`` when it is imported."""
+    """Makes a module of ``PATHS`` or ``FORWARDS`` when it is imported."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
         package = any(path.startswith(f"{fullname}.") for path in PATHS)
-        return importlib.machinery.ModuleSpec(fullname, self, is_package=package) if fullname in PATHS else None
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=package) if fullname in PATHS or fullname in FORWARDS else None
 
     def exec_module(self, module: ModuleType) -> None:
-        source, names = PATHS[module.__name__]
-        new = vars(importlib.import_module(source))
-        module.__doc__ = f"An old path to ``{source}``."
-        wanted = names or [n for n in new if not n.startswith("__")]
-        vars(module).update({n: new[n] for n in wanted if n in new})
-        if not new.keys() >= set(wanted):  # the rest is made when it is asked for
-            vars(module)["__getattr__"] = new["__getattr__"]
+        _add_forwards(module) if module.__name__ in FORWARDS else _add_names(module)
+
+
+def _add_names(module: ModuleType) -> None:
+    source, names = PATHS[module.__name__]
+    new = importlib.import_module(source)
+    module.__doc__ = f"An old path to ``{source}``."
+    vars(module).update({n: v for n, v in vars(new).items() if (n in names if names else not n.startswith("__"))})
+
+    def missing(name: str) -> Any:
+        if not names or name in names:  # made by the new module when it is asked for
+            with contextlib.suppress(AttributeError):
+                return getattr(new, name)
+        return _elsewhere(module.__name__, name, "liger_kernel.nn", "liger_kernel.ops")
+
+    vars(module)["__getattr__"] = missing
+
+
+def _add_forwards(module: ModuleType) -> None:
+    import transformers
+
+    from liger_kernel.transformers.patch import stock_with_fused_head
+
+    module.__doc__ = "The ``forward`` that patched models have, as a function to assign to a class or bind to a model."
+    for name, cls in FORWARDS[module.__name__].items():
+        if not hasattr(transformers, cls):
+            raise ImportError(f"{module.__name__}: transformers {transformers.__version__} has no {cls}")
+        vars(module)[name] = stock_with_fused_head(getattr(transformers, cls))
+    beside = _MODELS + "loss_utils", _MODELS + "output_classes"
+    vars(module)["__getattr__"] = lambda name: _elsewhere(module.__name__, name, *beside)
+
+
+def _elsewhere(module: str, name: str, *sources: str) -> Any:
+    """The function or class of ours that ``name`` is in one of ``sources``."""
+    if not name.startswith("_"):
+        for source in sources:
+            found = getattr(importlib.import_module(source), name, None)
+            if getattr(found, "__module__", "").startswith("liger_kernel."):
+                return found
+    raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
 
 def install() -> None:

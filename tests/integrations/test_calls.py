@@ -344,10 +344,9 @@ def test_verl_0_9_1():
 
 def test_lmms_engine_0_1_4():
     """It walks the model itself and patches module by module; wrappers of PEFT are looked into."""
+    from liger_kernel.transformers.model.qwen2 import lce_forward_deprecated
     from liger_kernel.transformers.monkey_patch import _patch_layer_norm_module, _patch_rms_norm_module, _patch_swiglu_module
     from liger_kernel.transformers.swiglu import LigerSwiGLUMLP
-
-    from liger_kernel.transformers.model.qwen2 import lce_forward_deprecated
 
     model, expected = make("qwen2"), step(make("qwen2"))[1]
     for _ in range(2):  # again changes nothing

@@ -1,5 +1,10 @@
 """The functions of ``liger_kernel.nn``, where published users import them from."""
 
+from __future__ import annotations
+
+from typing import Any
+
+from liger_kernel import ops
 from liger_kernel.nn import (
     CrossEntropyOutput,
     liger_attn_res,
@@ -65,3 +70,9 @@ __all__ = [
     "liger_swiglu",
     "liger_tvd",
 ]
+
+
+def __getattr__(name: str) -> Any:  # published users import the operators' Functions from here too
+    if name.startswith("Liger") and name.endswith("Function"):
+        return getattr(ops, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,8 +10,9 @@ import inspect
 from typing import Any
 
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from liger_kernel import parallel
 from liger_kernel.transformers import functional
 from liger_kernel.transformers.functional import CrossEntropyOutput, liger_fused_linear_cross_entropy
 
@@ -81,6 +82,27 @@ def LigerForCausalLMLoss(
         return_predicted_tokens=return_predicted_tokens,
         **kwargs,
     )
+
+
+def lce_maybe_trainable_lm_head(
+    self: nn.Module, hidden_states: Tensor, hidden_size: int, labels: Tensor | None, shift_labels: Tensor | None, **loss_kwargs: Any
+) -> Tensor | CrossEntropyOutput:
+    """``LigerForCausalLMLoss`` by the weight of ``self.lm_head``: PEFT's trained copy of it, and whole where FSDP or ZeRO has sharded it."""
+    head = self.lm_head
+
+    def loss(x: Tensor) -> Tensor | CrossEntropyOutput:
+        return LigerForCausalLMLoss(x, parallel.bare(head).weight, labels, hidden_size, shift_labels=shift_labels, **loss_kwargs)
+
+    return parallel.entered(head, loss, hidden_states)
+
+
+def unpack_cross_entropy_result(result: Any) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Loss, z-loss, token accuracy and predicted tokens of a ``CrossEntropyOutput``, or of a tuple of up to these four, or of a loss alone."""
+    if isinstance(result, CrossEntropyOutput):
+        return result.loss, result.z_loss, result.token_accuracy, result.predicted_tokens
+    loss, *more = result if isinstance(result, tuple) else (result,)
+    z_loss, accuracy, predicted = (*more, None, None, None)[:3]
+    return loss, z_loss, accuracy, predicted
 
 
 _OURS = LigerForCausalLMLoss, fixed_fused_linear_cross_entropy, liger_fused_linear_cross_entropy

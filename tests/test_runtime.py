@@ -338,7 +338,7 @@ def test_tokens_weigh_the_same_on_every_rank(parallel, base, tmp_path):
 # -- checkpoints -----------------------------------------------------------------------------
 
 
-def test_a_damaged_checkpoint_is_passed_over(base, undisturbed, tmp_path, monkeypatch):
+def test_a_damaged_checkpoint_is_passed_over(base, undisturbed, tmp_path):
     config = place(base, tmp_path)
     shutil.copytree(undisturbed.out, config.out)
     newest, before = latest(config)
@@ -346,14 +346,121 @@ def test_a_damaged_checkpoint_is_passed_over(base, undisturbed, tmp_path, monkey
     assert checkpoint.damage(folder / newest) is None
     part = max((folder / newest).glob("*.distcp"), key=lambda path: path.stat().st_size)
     os.truncate(part, part.stat().st_size - 1)
-    assert "is too short" in checkpoint.damage(folder / newest)
-    one = ranks.Ranks(0, 1, None, None)
-    monkeypatch.setattr(ranks.Ranks, "agreed", lambda self, value: value)
-    assert checkpoint.Checkpoints(folder, one, 2).latest() == folder / before
+    assert f"{part.name} is not what was written" in checkpoint.damage(folder / newest)
+    assert found_in(folder) == folder / before
     (folder / before / "rank-1.json").unlink()
-    with pytest.raises(UserError, match=r"no checkpoint in .* is complete"):
-        checkpoint.Checkpoints(folder, one, 2).latest()
-    assert checkpoint.Checkpoints(tmp_path / "none", one, 2).latest() is None
+    with pytest.raises(UserError, match=r"no checkpoint in .* is whole: bring one back, or move the folder away"):
+        found_in(folder)
+    assert found_in(tmp_path / "none") is None
+
+
+def found_in(folder):
+    """What a run of one rank would go on from."""
+    with mock.patch.object(ranks.Ranks, "agreed", lambda self, value: value):
+        return checkpoint.Checkpoints(folder, ranks.Ranks(0, 1, None, None), 2).latest()
+
+
+def flipped(data, at):
+    return data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :]
+
+
+CORRUPTIONS = {
+    "missing": lambda path: path.unlink(),
+    "empty": lambda path: path.write_bytes(b""),
+    "truncated": lambda path: os.truncate(path, path.stat().st_size - 1),
+    "zeroed": lambda path: path.write_bytes(bytes(path.stat().st_size)),
+    "longer": lambda path: path.write_bytes(path.read_bytes() + b"\0"),
+    **{f"flipped {i}": lambda path, i=i: path.write_bytes(flipped(path.read_bytes(), i * (path.stat().st_size - 1) // 7)) for i in range(8)},
+}
+
+
+@pytest.mark.parametrize("corruption", CORRUPTIONS)
+def test_damage_of_any_kind_is_found(corruption, undisturbed, tmp_path, capsys):
+    """Of every file of the newest checkpoint: the one before is taken, and said why."""
+    folder = Path(undisturbed.out) / "checkpoints"
+    newest, before = latest(undisturbed)
+    names = sorted(path.name for path in (folder / newest).iterdir())
+    assert {".metadata", "state.json", "rank-0.json", "rank-1.json", "sums-0.json", "sums-1.json", "__0_0.distcp", "__1_0.distcp"} == set(names)
+    for name in names:
+        shutil.copytree(folder, tmp_path / name)
+        CORRUPTIONS[corruption](tmp_path / name / newest / name)
+        assert found_in(tmp_path / name) == tmp_path / name / before, name
+        assert f"passing over checkpoint {tmp_path / name / newest}: " in capsys.readouterr().err
+
+
+def as_of_an_earlier_release(path):
+    for sums in path.glob("sums-*.json"):
+        sums.unlink()
+    state = json.loads((path / "state.json").read_text())
+    del state["sums"]
+    (path / "state.json").write_text(json.dumps(state))
+
+
+def test_a_checkpoint_without_checksums_is_read_and_said_to_be_unverified(undisturbed, tmp_path, capsys):
+    shutil.copytree(Path(undisturbed.out) / "checkpoints", tmp_path / "checkpoints")
+    newest, before = latest(undisturbed)
+    as_of_an_earlier_release(tmp_path / "checkpoints" / newest)
+    assert found_in(tmp_path / "checkpoints") == tmp_path / "checkpoints" / newest
+    assert "has no checksums, as of an earlier release: its contents are not verified" in capsys.readouterr().err
+    part = max((tmp_path / "checkpoints" / newest).glob("*.distcp"), key=lambda path: path.stat().st_size)
+    os.truncate(part, part.stat().st_size - 1)
+    assert found_in(tmp_path / "checkpoints") == tmp_path / "checkpoints" / before
+    assert "is too short or missing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("lost", ["missing", "empty", "binary", "zeroed", "of another", "named folder gone"])
+def test_a_lost_latest_destroys_nothing(lost, base, here, tmp_path, capsys):
+    """Checkpoints that nobody names are found; what a run has not written, and ``latest`` has not named, it does not remove."""
+    calm = place(base, tmp_path / "calm", parallel="none", steps=6, checkpoint_every=2)
+    config = dataclasses.replace(calm, out=str(tmp_path / "lost"), save=None)
+    expected = loop.train(dataclasses.replace(calm, save=None))
+    loop.train(dataclasses.replace(config, steps=4, checkpoint_keep=4, schedule="cosine"))
+    folder = tmp_path / "lost" / "checkpoints"
+    contents = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "latest"}
+    {
+        "missing": lambda path: path.unlink(),
+        "empty": lambda path: path.write_text(""),
+        "binary": lambda path: path.write_bytes(bytes(range(128, 256))),
+        "zeroed": lambda path: path.write_bytes(bytes(20)),
+        "of another": lambda path: path.write_text("step-1\n"),
+        "named folder gone": lambda path: path.write_text("step-00000099\n"),
+    }[lost](folder / "latest")
+    found = loop.train(dataclasses.replace(config, checkpoint_keep=1))
+    assert "names no whole checkpoint: step-00000004 is whole, and the newest" in capsys.readouterr().err
+    assert latest(config) == ["step-00000006"]
+    assert {path: path.read_bytes() for path in contents} == contents
+    assert found["losses"][4:] == loop.train(config)["losses"][4:] and len(found["losses"]) == len(expected["losses"])
+
+
+def test_what_cannot_be_read_is_not_replaced(base, here, tmp_path):
+    """No whole checkpoint, and not because none was ever complete: the run neither begins anew nor removes what is there."""
+    config = place(base, tmp_path, parallel="none", steps=4, checkpoint_every=2)
+    loop.train(config)
+    folder = tmp_path / "run" / "checkpoints"
+    for path in folder.glob("step-*/*.distcp"):
+        path.write_bytes(flipped(path.read_bytes(), 100))
+    for lose in (lambda: None, lambda: (folder / "latest").write_text(""), lambda: (folder / "latest").unlink()):
+        lose()
+        with pytest.raises(UserError, match="is whole: bring one back, or move the folder away to begin anew"):
+            loop.train(config)
+        assert len(list(folder.glob("step-*"))) == 2
+
+
+def test_a_damaged_checkpoint_makes_room_only_for_a_whole_one(base, here, tmp_path, monkeypatch):
+    """Older whole ones stay named behind it; one of the same step is there until the new one is complete."""
+    config = place(base, tmp_path, parallel="none", steps=6, checkpoint_every=2, checkpoint_keep=3)
+    loop.train(config)
+    folder = tmp_path / "run" / "checkpoints"
+    (folder / "step-00000006" / "rank-0.json").write_text("{}")
+    contents = {path: path.read_bytes() for path in folder.glob("step-00000006/*")}
+    with monkeypatch.context() as broken:
+        broken.setattr(checkpoint.dcp.FileSystemWriter, "write_data", lambda *_: no_space())
+        with pytest.raises(OSError, match="the last checkpoint could not be written, the newest is of step 4"):
+            loop.train(config)
+    assert {path: path.read_bytes() for path in contents} == contents
+    loop.train(config)
+    assert latest(config) == ["step-00000006", "step-00000004", "step-00000002"] and checkpoint.damage(folder / "step-00000006") is None
+    assert sorted(path.name for path in folder.iterdir()) == ["latest", *sorted(latest(config))]
 
 
 def test_a_pickle_in_the_place_of_metadata_runs_nothing(tmp_path):

@@ -1,19 +1,23 @@
 """Checkpoints: PyTorch's distributed ones (DCP), written beside training, found again whatever happened.
 
-    checkpoints/latest             names of the complete checkpoints, newest first: what is not named here does not count
+    checkpoints/latest             names of the complete checkpoints, newest first
     checkpoints/step-00000040/     DCP: tensors of all ranks, and .metadata, which says where they are
                      state.json    step, position in the data, and what must not change between runs
                      rank-0.json   random number generators of a rank
+                     sums-0.json   checksums of the files that a rank wrote, written last
 
 ``latest`` is replaced (written aside, synced, renamed) only after every rank has written and synced its part, so that a process killed at any moment, and a
-full disk, leave the checkpoints before in place. Tensors are read by ``torch.load(weights_only=True)``, and of the pickle that DCP keeps its metadata in,
-only the types that metadata is made of.
+full disk, leave the checkpoints before in place. A run goes on from the newest named one whose checksums hold; where none does, or ``latest`` is lost, from
+the newest that is whole though nobody names it. It deletes what ``latest`` has named and what a killed run left unfinished, nothing else.
+
+Tensors are read by ``torch.load(weights_only=True)``, and of the pickle that DCP keeps its metadata in, only the types that metadata is made of.
 """
 
 from __future__ import annotations
 
 import base64
 import enum
+import hashlib
 import io
 import json
 import os
@@ -23,7 +27,7 @@ import re
 import shutil
 import sys
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -56,24 +60,29 @@ class Checkpoints:
         self.step, self.time = -1, time.time()  # of the newest one on disk
         self._future: Future | None = None
         self._path = folder
+        self._kept: list[str] | None = None  # what latest is to name, newest first; None: what it names
 
     def latest(self) -> Path | None:
-        """The newest complete checkpoint, the same for all ranks; one that is damaged is passed over with a warning."""
-        found = None
-        if self.ranks.first:
-            for name in listed(self.folder, say=True):
-                why = damage(self.folder / name)
-                if why is None:
-                    found = name
-                    break
-                print(f"passing over checkpoint {self.folder / name}: {why}", file=sys.stderr)
-            else:
-                if listed(self.folder):
-                    found = ""
-        found = self.ranks.agreed(found)
-        if found == "":
-            raise UserError(f"no checkpoint in {self.folder} is complete")
+        """The newest whole checkpoint, the same for all ranks; one that is damaged is passed over with a warning. ``UserError`` if all are damaged."""
+        found, problem = self.ranks.agreed(self._newest() if self.ranks.first else None)
+        if problem:
+            raise UserError(problem)
         return self.folder / found if found else None
+
+    def _newest(self) -> tuple[str | None, str | None]:
+        """(its name, or None to begin anew; why the run must do neither)."""
+        found, damaged = newest(self.folder, say=True)
+        named = listed(self.folder)
+        if found:
+            self._kept = named[named.index(found) :] if found in named else [found]
+            if found not in named:
+                print(f"{self.folder / LATEST} names no whole checkpoint: {found} is whole, and the newest", file=sys.stderr)
+            if not summed(self.folder / found):
+                print(f"checkpoint {self.folder / found} has no checksums, as of an earlier release: its contents are not verified", file=sys.stderr)
+            return found, None
+        self._kept = []
+        left = named or any(not unfinished(self.folder / name) or (self.folder / LATEST).exists() for name in damaged)
+        return None, f"no checkpoint in {self.folder} is whole: bring one back, or move the folder away to begin anew" if left else None
 
     def load(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Read ``path`` into model and optimizer, and the generators of this rank if as many ranks wrote it; returns state.json."""
@@ -104,9 +113,9 @@ class Checkpoints:
         error: str | None = None
         if self.ranks.first:
             try:
-                shutil.rmtree(self._path, ignore_errors=True)  # what a killed run left
+                self._put_aside()
                 self._path.mkdir(parents=True)
-                write(self._path / "state.json", json.dumps(state | {"ranks": self.ranks.world}))
+                write(self._path / "state.json", json.dumps(state | {"ranks": self.ranks.world, "sums": True}))
             except OSError as problem:
                 error = str(problem)
         error = self.ranks.agreed(error)
@@ -123,12 +132,14 @@ class Checkpoints:
         self._future = Future()
         if wait:
             try:
-                self._future.set_result(dcp.save(tensors, **options))
+                dcp.save(tensors, **options)
+                write_sums(self._path, self.ranks.rank)
+                self._future.set_result(None)
             except (Exception, dcp.api.CheckpointException) as problem:  # this disk or another rank's; DCP's is no Exception
                 self._future.set_exception(problem)
             self.finish()
         else:
-            self._future = dcp.async_save(tensors, **options)  # type: ignore[assignment]
+            self._future = _then_summed(dcp.async_save(tensors, **options), self._path, self.ranks.rank)  # type: ignore[arg-type]
 
     @property
     def done(self) -> int:
@@ -160,22 +171,55 @@ class Checkpoints:
 
     def _name(self) -> str | None:
         """Make what was written the latest; the reason if that failed."""
-        names = [self._path.name, *(name for name in listed(self.folder) if name != self._path.name)][: self.keep]
+        before = listed(self.folder)
+        kept = before if self._kept is None else self._kept
+        names = [self._path.name, *(name for name in kept if name != self._path.name and (self.folder / name).is_dir())][: self.keep]
         try:
             write(self.folder / LATEST, "\n".join(names) + "\n")
         except OSError as error:
             return str(error)
-        for old in self.folder.glob("step-*"):
-            if old.name not in names:
-                shutil.rmtree(old, ignore_errors=True)
+        self._kept = names
+        shutil.rmtree(self._aside, ignore_errors=True)
+        for old in present(self.folder):
+            if old not in names and (old in before or unfinished(self.folder / old)):
+                shutil.rmtree(self.folder / old, ignore_errors=True)
         return None
+
+    @property
+    def _aside(self) -> Path:
+        return self._path.with_name(f"replaced-{self._path.name}")
+
+    def _put_aside(self) -> None:
+        """Make room for a save. A checkpoint of the same step, from which this run did not go on, is there until the save is complete."""
+        if self._path.is_dir() and not unfinished(self._path):
+            shutil.rmtree(self._aside, ignore_errors=True)
+            self._path.rename(self._aside)
+        shutil.rmtree(self._path, ignore_errors=True)  # what a killed run left
 
     def _failed(self, why: str) -> None:
         self.failures += 1
         if self.ranks.first:
             print(f"checkpoint {self._path} failed, those before it remain: {' '.join(why.split())[:500]}", file=sys.stderr)
-            if self._path.name not in listed(self.folder):
+            if self._kept is None or self._path.name not in self._kept:
                 shutil.rmtree(self._path, ignore_errors=True)
+            if self._aside.is_dir() and not self._path.exists():
+                self._aside.rename(self._path)
+
+
+def _then_summed(saving: Future, folder: Path, rank: int) -> Future:
+    """Done when ``saving`` is, and the checksums of what this rank wrote are written, too: in the thread that saves, not in training's."""
+    done: Future = Future()
+
+    def settle(saving: Future) -> None:
+        try:
+            saving.result()
+            write_sums(folder, rank)
+            done.set_result(None)
+        except BaseException as error:  # DCP's is no Exception
+            done.set_exception(error)
+
+    saving.add_done_callback(settle)
+    return done
 
 
 def _why(error: BaseException) -> str:
@@ -202,6 +246,24 @@ def listed(folder: Path, say: bool = False) -> list[str]:
     """The checkpoints that ``folder``'s ``latest`` names, newest first."""
     path = folder / LATEST
     return names_in(path.read_bytes(), str(path) if say else None) if path.is_file() else []
+
+
+def present(folder: Path) -> list[str]:
+    """The checkpoints that are there, named or not, newest first."""
+    return sorted((path.name for path in folder.glob("step-*") if NAME.fullmatch(path.name) and path.is_dir()), key=lambda name: -step_of(Path(name)))
+
+
+def newest(folder: Path, say: bool = False) -> tuple[str | None, list[str]]:
+    """(the newest whole checkpoint, those that were passed over): first those that ``latest`` names, then those that nobody does."""
+    named, damaged = listed(folder, say), list[str]()
+    for name in dict.fromkeys((*named, *present(folder))):
+        why = damage(folder / name)
+        if why is None:
+            return name, damaged
+        damaged.append(name)
+        if say and (name in named or not unfinished(folder / name)):
+            print(f"passing over checkpoint {folder / name}: {why}", file=sys.stderr)
+    return None, damaged
 
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True, ignore_frozen_params=True)
@@ -239,19 +301,66 @@ def write(path: Path, text: str) -> None:
 
 
 def damage(path: Path) -> str | None:
-    """What is missing from a checkpoint, by its metadata; None if nothing is."""
+    """What is wrong with a checkpoint, by its checksums and its metadata; None if nothing is."""
     try:
         state = json.loads((path / "state.json").read_text())
+        sums = _sums(path, state["ranks"]) if state.get("sums") or (path / "sums-0.json").exists() else None
+        if sums is not None and (wrong := _differing(path, sums)):
+            return f"{wrong} is not what was written"
         for rank in range(state["ranks"]):
             json.loads((path / f"rank-{rank}.json").read_text())
         stored = SafeReader(path).read_metadata().storage_data
         sizes = {file.name: file.stat().st_size for file in path.iterdir()}
-    except (OSError, ValueError, KeyError, EOFError, pickle.UnpicklingError) as error:
+        for part in stored.values():
+            if sizes.get(part.relative_path, 0) < part.offset + part.length or (sums is not None and part.relative_path not in sums):
+                return f"{part.relative_path} is too short or missing"
+    except Exception as error:  # an unpickler's errors are of any kind
         return f"{type(error).__name__}: {error}"
-    for part in stored.values():
-        if sizes.get(part.relative_path, 0) < part.offset + part.length:
-            return f"{part.relative_path} is too short or missing"
     return None
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file."""
+    sha = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(1 << 22):  # the interpreter is free while a block is read or hashed
+            sha.update(block)
+    return sha.hexdigest()
+
+
+def write_sums(folder: Path, rank: int) -> None:
+    """The checksums of all that ``rank`` wrote into a checkpoint."""
+    mine = [folder / f"rank-{rank}.json", *folder.glob(f"__{rank}_*.distcp"), *([folder / "state.json", folder / ".metadata"] if rank == 0 else [])]
+    write(folder / f"sums-{rank}.json", json.dumps({path.name: digest(path) for path in mine}))
+
+
+def _sums(folder: Path, ranks: int) -> dict[str, str]:
+    """File -> checksum, of all ranks."""
+    return {name: sha for rank in range(ranks) for name, sha in json.loads((folder / f"sums-{rank}.json").read_text()).items()}
+
+
+def _differing(folder: Path, sums: dict[str, str]) -> str | None:
+    """A file whose checksum is another, if there is one."""
+    with ThreadPoolExecutor(8) as readers:
+        same = readers.map(lambda name: digest(folder / name) == sums[name], sums)
+    missing = {".metadata", "state.json", "rank-0.json"} - sums.keys()
+    return next((name for name, equal in zip(sums, same) if not equal), None) or next(iter(missing), None)
+
+
+def summed(path: Path) -> bool:
+    """Whether a checkpoint has checksums, which earlier releases did not write."""
+    return bool(json.loads((path / "state.json").read_text()).get("sums"))
+
+
+def unfinished(path: Path) -> bool:
+    """Whether the run that wrote a checkpoint was killed before all of it was there."""
+    try:
+        state = json.loads((path / "state.json").read_text())
+        if state.get("sums"):
+            return not all((path / f"sums-{rank}.json").exists() for rank in range(state["ranks"]))
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return not any(path.glob("sums-*.json"))
+    return damage(path) is not None
 
 
 class SafeReader(dcp.FileSystemReader):

@@ -199,7 +199,7 @@ ELSEWHERE = {
     "our launcher": {"LIGER_STORE", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "OMP_NUM_THREADS"},
     "Flyte's pods": {"LIGER_JOB"},
     "nobody: HOME serves": {"XDG_CACHE_HOME"},
-    "whoever wants another implementation": {"LIGER_KERNEL_IMPL"},
+    "whoever wants another implementation": {"LIGER_KERNEL_IMPL", "LIGER_KERNEL_STRICT"},
     "our trainer": {"TRITON_CACHE_MANAGER", "CUBLAS_WORKSPACE_CONFIG"},
     "whoever looks for a mistake": {"LIGER_CHECKS", "LIGER_TRACEBACK", "TRITON_INTERPRET"},
     "`liger bench`, for its own processes": {"PYTHONPATH"},

@@ -22,8 +22,12 @@ _SWIGLU = ("SwiGLU", "Phi3SwiGLU", "Qwen3MoeSwiGLU", "HunyuanV1SwiGLU", "FalconH
 _TRITON_CACHE = "liger_kernel._triton_cache", ("LigerTritonFileCacheManager", "apply_liger_triton_cache_manager")
 
 PATHS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "liger_kernel.ops.backends": ("liger_kernel.utils", ("IMPL_REGISTRY",)),
-    "liger_kernel.ops.backends.registry": ("liger_kernel.utils", ("IMPL_REGISTRY",)),
+    **{f"liger_kernel.backends.{part}": ("liger_kernel.backends", ()) for part in ("capability", "dispatch", "registry")},
+    **dict.fromkeys(
+        ("liger_kernel.ops.backends", "liger_kernel.ops.backends.registry"),
+        ("liger_kernel.ops._impl", ("IMPL_REGISTRY", "LIGER_KERNEL_IMPL_ENV", "ImplInfo", "register_impl", "select_impl")),
+    ),
+    "liger_kernel.ops.configure": ("liger_kernel.ops._configure", ("configure", "FusedLinearCrossEntropyConfig", "MoEConfig")),
     "liger_kernel.ops.fused_linear_scaled_cross_entropy": ("liger_kernel.ops.linear_logprobs", ("LigerFusedLinearScaledCrossEntropyFunction",)),
     "liger_kernel.ops.fused_moe": ("liger_kernel.ops.moe", ("LigerFusedMoEFunction",)),
     "liger_kernel.ops.fused_neighborhood_attention": ("liger_kernel.ops.neighborhood_attention", ("LigerFusedNeighborhoodAttentionFunction",)),

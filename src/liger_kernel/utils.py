@@ -87,7 +87,3 @@ def transformers_version_dispatch(
     if Version(__version__) >= Version(required_version):
         return after_fn(*after_args, **(after_kwargs or {}))
     return before_fn(*before_args, **(before_kwargs or {}))
-
-
-# Other implementations of the operators that ``LIGER_KERNEL_IMPL`` could choose, name -> ``ImplInfo``: there are none.
-IMPL_REGISTRY: dict[str, Any] = {}

@@ -7,10 +7,13 @@ import os
 import pkgutil
 import warnings
 
+from liger_kernel.ops._impl import LIGER_KERNEL_IMPL_ENV as LIGER_KERNEL_IMPL_ENV
+from liger_kernel.ops._impl import OURS
+from liger_kernel.ops._impl import select_impl as select_impl
 from liger_kernel.ops._op import OPS
 
-if (_impl := os.environ.get("LIGER_KERNEL_IMPL")) not in (None, "", "triton"):
-    warnings.warn(f"LIGER_KERNEL_IMPL={_impl}: there is one implementation here, triton, and it is what runs", stacklevel=2)
+if (_impl := os.environ.get("LIGER_KERNEL_IMPL")) and _impl not in OURS:
+    warnings.warn(f"LIGER_KERNEL_IMPL={_impl}: the implementations here are triton, which is what runs, and torch", stacklevel=2)
 
 for _module in pkgutil.iter_modules(__path__):
     if not _module.name.startswith("_"):

@@ -32,6 +32,8 @@ _PLAIN = {Tensor, torch.nn.Parameter, type(None), bool, int, float, str, torch.d
 _tracing = contextvars.ContextVar("liger_tracing", default=False)
 INTERPRET = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 _KERNEL_DEVICES = {"cpu"} if INTERPRET else {"cuda"} if HAS_TRITON else set()
+if os.environ.get("LIGER_KERNEL_IMPL") == "torch":
+    _KERNEL_DEVICES = set()
 _KERNEL_DTYPES = {torch.float32, torch.float16, torch.bfloat16}
 
 

@@ -1,0 +1,46 @@
+"""Other sets of operators that ``LIGER_KERNEL_IMPL`` could choose, by the published names: there are none, and whoever registers one chooses it himself.
+
+``LIGER_KERNEL_IMPL=torch`` leaves everything to plain PyTorch, to see whether a kernel is to blame; ``triton`` is what runs anyway.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+LIGER_KERNEL_IMPL_ENV = "LIGER_KERNEL_IMPL"
+OURS = ("triton", "nvidia-triton", "rocm-triton", "torch")
+
+
+@dataclass(frozen=True)
+class ImplInfo:
+    """A set of operators: the kinds of devices it is for, those on which it is the default, and the module that has its Functions."""
+
+    name: str
+    devices: tuple[str, ...]
+    default_devices: tuple[str, ...] = ()
+    module_path: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.devices or not self.module_path or set(self.default_devices) - set(self.devices):
+            raise ValueError(f"ImplInfo: {self.name} must have devices, default_devices among them, and a module_path, got {self}")
+
+
+IMPL_REGISTRY: dict[str, ImplInfo] = {}
+
+
+def register_impl(info: ImplInfo) -> None:
+    """Make a set of operators known by its name."""
+    IMPL_REGISTRY[info.name] = info
+
+
+def select_impl(device: str, explicit: str | None = None) -> ImplInfo | None:
+    """The set named ``explicit``, or the one that is the default on ``device``; None: ours. ``RuntimeError`` for a name that is unknown or not for it."""
+    if explicit in OURS:
+        return None
+    if explicit:
+        if explicit not in IMPL_REGISTRY:
+            raise RuntimeError(f"{LIGER_KERNEL_IMPL_ENV} must be one of {(*OURS, *IMPL_REGISTRY)}, got {explicit!r}")
+        if device not in IMPL_REGISTRY[explicit].devices:
+            raise RuntimeError(f"{LIGER_KERNEL_IMPL_ENV}: {explicit} is for {IMPL_REGISTRY[explicit].devices}, got {device!r}")
+        return IMPL_REGISTRY[explicit]
+    return next((info for info in IMPL_REGISTRY.values() if device in info.default_devices), None)

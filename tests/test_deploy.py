@@ -195,8 +195,16 @@ def environment_read():
 
 # who sets what the manifests leave alone
 ELSEWHERE = {
-    "torch's launcher": {"RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"},
-    "our launcher": {"LIGER_STORE", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "OMP_NUM_THREADS"},
+    "torch's launcher": {
+        "RANK",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "WORLD_SIZE",
+        "TORCHELASTIC_RESTART_COUNT",
+        "TORCHELASTIC_MAX_RESTARTS",
+        "TORCHELASTIC_RUN_ID",
+    },
+    "our launcher": {"LIGER_LAUNCHER", "LIGER_STORE", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "OMP_NUM_THREADS"},
     "Flyte's pods": {"LIGER_JOB"},
     "nobody: HOME serves": {"XDG_CACHE_HOME"},
     "whoever wants another implementation": {"LIGER_KERNEL_IMPL", "LIGER_KERNEL_STRICT"},

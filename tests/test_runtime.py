@@ -32,7 +32,7 @@ if not sys.platform.startswith("linux"):
 
 from liger_kernel import cli
 from liger_kernel.parallel import Parallel
-from liger_kernel.train import checkpoint, loop, metrics, ranks, store
+from liger_kernel.train import checkpoint, lock, loop, metrics, ranks, store
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.data import share
 
@@ -578,6 +578,45 @@ def memory_store():
     return fs
 
 
+# -- a run's folder ----------------------------------------------------------------------------
+
+
+def test_a_second_run_in_a_folder_is_told_who_has_it(base, here, tmp_path, monkeypatch):
+    config = place(base, tmp_path, parallel="none", steps=3, checkpoint_every=2)
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout.readline() == "held\n"
+    monkeypatch.setattr(lock, "PATIENCE", 0.2)
+    with pytest.raises(UserError, match=rf"another run writes to .*: process {holder.pid} on {socket.gethostname()}, since 20.*give another --out"):
+        loop.train(config)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["lock"]
+    holder.kill(), holder.wait()  # it goes with its process, however that ends
+    loop.train(config)
+    loop.train(config)
+
+
+HOLDER = """
+import pathlib, sys, time
+from liger_kernel.train import lock
+lock._taken(pathlib.Path(sys.argv[1]), 0)
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def test_all_ranks_refuse_a_folder_that_another_run_has(base, undisturbed, tmp_path):
+    config = place(base, tmp_path)
+    handle = lock._taken(tmp_path / "run", 0)
+    assert run(config) == [ranks.EXIT_MISTAKE] * 2, log(config)
+    assert "another run writes to" in log(config)
+    os.close(handle)
+
+
+def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("fcntl.flock", mock.Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
+    assert lock._taken(tmp_path, 0) is None
+    assert "cannot be locked (No locks available): two runs in it would not notice each other" in capsys.readouterr().err
+
+
 # -- an object store ---------------------------------------------------------------------------
 
 
@@ -758,6 +797,49 @@ sys.exit(launch_elastic(TrainConfig(nproc=2, max_restarts=1, out={str(tmp_path)!
     env = user_env | {"OMP_NUM_THREADS": "1", "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(free_port()), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0"}
     done = subprocess.run([sys.executable, "-c", launch], env=env, capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode == 0, done.stderr
+
+
+ALONE = """
+import os, pathlib, sys, time
+from liger_kernel.train import ranks
+watched = sys.argv[2] == "watched"
+if watched:
+    ranks._dies_with_parent = lambda: False
+
+def run(folder):
+    aside = folder / (os.environ["RANK"] + ".tmp")
+    aside.write_text(str(os.getpid()))
+    aside.rename(folder / os.environ["RANK"])
+    time.sleep(60)
+
+ranks.reporting(run)(pathlib.Path(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("how", ["ours", "ours, watched", "torchrun", "ours, through a shell"])
+def test_workers_die_with_their_launcher(how, user_env, tmp_path):
+    """However it is killed: ranks that train on would write beside those of the next start."""
+    (tmp_path / "worker.py").write_text(ALONE)
+    command = [sys.executable, str(tmp_path / "worker.py"), str(tmp_path), "watched" if "watched" in how else ""]
+    if "shell" in how:
+        command = ["sh", "-c", f"{sys.executable} {tmp_path}/worker.py {tmp_path} ''; true"]
+    ours = f"""
+from liger_kernel.train.config import TrainConfig
+from liger_kernel.train.ranks import launch_elastic
+launch_elastic(TrainConfig(nproc=2, out={str(tmp_path)!r}), {command!r})
+"""
+    argv = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *command[1:]] if how == "torchrun" else [sys.executable, "-c", ours]
+    launcher = subprocess.Popen(argv, env=user_env)
+    until(lambda: all((tmp_path / rank).exists() for rank in "01") or launcher.poll() is not None)
+    workers = [int((tmp_path / rank).read_text()) for rank in "01"]
+    launcher.kill(), launcher.wait()
+    gone = lambda pid: not Path(f"/proc/{pid}").exists() or Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    try:
+        until(lambda: all(map(gone, workers)), 10)
+    finally:
+        for pid in workers:
+            if not gone(pid):
+                os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.elastic

@@ -22,6 +22,7 @@ from liger_kernel.train.checkpoint import Checkpoints
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.data import Data, load
 from liger_kernel.train.kernels import Compilations, compile_ahead, use_cache
+from liger_kernel.train.lock import held
 from liger_kernel.train.measure import UNTIMED, PeakMemory, StepClock, peak_flops
 from liger_kernel.train.metrics import Endpoint, Reports, StepLines, check_reports, of_lines, of_run
 from liger_kernel.train.model import attend, build, device_and_precision, flops_per_token, save
@@ -46,7 +47,8 @@ def train(config: TrainConfig) -> dict[str, Any]:
     out = Path(config.out)
     device, precision = device_and_precision(config)
     # without checkpoints there is nothing to save on SIGTERM, which then ends the process as it always does
-    with told_to_stop() if config.checkpoint_every else contextlib.nullcontext(threading.Event()) as stop, joined(config, device) as ranks:
+    stoppable = told_to_stop() if config.checkpoint_every else contextlib.nullcontext(threading.Event())
+    with stoppable as stop, joined(config, device) as ranks, held(out, ranks):
         if ranks.first:  # what cannot be written is better known before training than after it
             config.save_to(out / "config.json")
             if config.save:

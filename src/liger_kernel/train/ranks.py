@@ -33,6 +33,7 @@ from liger_kernel.train.config import STORE, TrainConfig, UserError
 from liger_kernel.train.redact import redacted
 
 T = TypeVar("T")
+LAUNCHER = "LIGER_LAUNCHER"  # variable of workers: the process that started them
 
 EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: everything is saved, run it again
 EXIT_MISTAKE = 2  # of the user: no restart mends it
@@ -124,6 +125,8 @@ def reporting(run: Callable[[TrainConfig], T]) -> Callable[[TrainConfig], T]:
     def main(config: TrainConfig) -> T:
         if "RANK" not in os.environ:
             return run(config)
+        if LAUNCHER in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:
+            die_with_launcher()
         try:
             return run(config)
         except (Preempted, SystemExit, KeyboardInterrupt):
@@ -136,6 +139,46 @@ def reporting(run: Callable[[TrainConfig], T]) -> Callable[[TrainConfig], T]:
             os._exit(EXIT_MISTAKE if mistake else 1)
 
     return main
+
+
+def die_with_launcher() -> None:
+    """From now on the process that has started this one takes it along, even if it is killed itself: ranks that train on would write beside the next run."""
+    launcher = int(os.environ.get(LAUNCHER, "0")) or os.getppid()  # torchrun does not say; it may be process 1 of a container
+    child = os.getppid() == launcher  # else a shell that it started has started this one, or it has gone already
+    there = (lambda: os.getppid() == launcher) if child else (lambda: _exists(launcher))
+    dies = child and _dies_with_parent()
+    if not there():  # gone before it could be asked for
+        os._exit(1)
+    if dies:
+        return
+
+    def watch() -> None:
+        while there():
+            time.sleep(0.5)
+        os.write(2, b"the launcher has gone: so does this rank\n")
+        os._exit(1)
+
+    threading.Thread(target=watch, name="launcher", daemon=True).start()
+
+
+def _dies_with_parent() -> bool:
+    """Ask Linux for SIGKILL when the parent dies; False where there is no such thing."""
+    if not sys.platform.startswith("linux"):
+        return False
+    import ctypes
+
+    set_death_signal = 1
+    return ctypes.CDLL(None).prctl(set_death_signal, int(signal.SIGKILL), 0, 0, 0) == 0
+
+
+def _exists(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 class News:
@@ -296,7 +339,7 @@ def launch_elastic(config: TrainConfig, command: list[str] | None = None) -> int
     from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
     os.environ.update({name: os.environ.get(name, value) for name, value in ELASTIC.items()})
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    os.environ |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", LAUNCHER: str(os.getpid())}
     for name in STATIC:
         os.environ.pop(name, None)
     least, _, most = config.nnodes.partition(":")

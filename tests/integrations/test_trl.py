@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import functools
+import importlib
 import inspect
+import os
 from pathlib import Path
 from typing import Any
 
+import processes
 import pytest
 import torch
-from hf_models import DEVICE, make
+from hf_models import DEVICE, make, served_by_kernels_or_references
 from torch import nn
 
 trl = pytest.importorskip("trl", reason="trl is not installed: make test-integrations")
@@ -18,6 +20,8 @@ datasets = pytest.importorskip("datasets", reason="datasets is not installed: ma
 import tokenizers  # noqa: E402
 from packaging.version import Version  # noqa: E402
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
+
+from liger_kernel.transformers.deferred import DeferredLogits  # noqa: E402
 
 datasets.disable_progress_bars()
 VERSION = Version(trl.__version__)
@@ -56,7 +60,7 @@ def rows(kind: str) -> Any:
 
 def taught(folder: Path, trainer: str, kind: str, use: bool, model: nn.Module | None = None, trainer_kwargs: Any = None, **options: Any):
     """Metrics of each step and of evaluations, and the weights after two steps."""
-    cls, config_cls = trainer_of(trainer), trainer_of(trainer.replace("Trainer", "Config"))
+    cls, config_cls = trainer_of(trainer), trainer_of(trainer.removeprefix("Liger").replace("Trainer", "Config"))
     if model is None:  # from a folder, as TRL makes the reference of it
         make("llama", vocab_size=64).save_pretrained(folder / "model")
         model = LlamaForCausalLM.from_pretrained(folder / "model").to(DEVICE)
@@ -73,6 +77,8 @@ def taught(folder: Path, trainer: str, kind: str, use: bool, model: nn.Module | 
 
 
 def trainer_of(name: str) -> Any:
+    if name == "LigerORPOTrainer":
+        return importlib.import_module("liger_kernel.transformers.trainer").LigerORPOTrainer
     if hasattr(trl, name):
         return getattr(trl, name)
     module = name.removesuffix("Trainer").removesuffix("Config").lower()
@@ -206,22 +212,87 @@ def test_preferences_without_a_reference(tmp_path, trainer, options):
     assert_same(*both(tmp_path, trainer, "pairs", max_length=48, **(options | prompt)))
 
 
-def test_our_orpo_trainer(tmp_path, monkeypatch):
-    """Its losses and metrics without logits are TRL's with them."""
-    from liger_kernel.transformers.trainer import LigerORPOTrainer
-
+def orpo(tmp_path: Path, ours: bool, model: Any = None, patched: bool = False, **options: Any) -> tuple:
+    """``taught`` by our trainer, or by TRL's."""
     prompt = {"max_prompt_length": 24} if "max_prompt_length" in inspect.signature(trainer_of("ORPOConfig")).parameters else {}
-    stock = taught(tmp_path / "stock", "ORPOTrainer", "pairs", False, max_length=48, **prompt)
-    monkeypatch.setattr(trl, "LigerORPOTrainer", LigerORPOTrainer, raising=False)
-    monkeypatch.setattr(trl, "LigerORPOConfig", trainer_of("ORPOConfig"), raising=False)
+    options = {"max_length": 48} | prompt | options
+    return taught(tmp_path / str(ours), "LigerORPOTrainer" if ours else "ORPOTrainer", "pairs", ours and patched, model and model(), **options)
 
-    @functools.wraps(LlamaForCausalLM.forward)
-    def forward(self, *args: Any, **kwargs: Any) -> None:
-        raise AssertionError("logits were computed")
 
-    monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
-    ours = taught(tmp_path / "ours", "LigerORPOTrainer", "pairs", False, max_length=48, **prompt)
+FSDP2 = {"fsdp": "full_shard", "fsdp_config": {"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}}
+ORPO_FAMILIES = ["llama", "recurrent_gemma", "falcon_h1", "xlstm", "modernbert-decoder", "gemma2", "mixtral"]
+
+
+@pytest.mark.parametrize("model_type", ORPO_FAMILIES)
+def test_our_orpo_trainer(tmp_path, monkeypatch, model_type):
+    """Its losses and metrics without logits are TRL's with them, whatever a family does to its logits."""
+    model = lambda: make(model_type, vocab_size=64, **({"pad_token_id": 0} if model_type == "modernbert-decoder" else {}))
+    stock = orpo(tmp_path, False, model)
+    monkeypatch.setattr(DeferredLogits, "value", None)  # logits are not computed
+    assert_same(orpo(tmp_path, True, model), stock)
+
+
+def adapted(head: bool = False) -> nn.Module:
+    peft = pytest.importorskip("peft", reason="peft is not installed: make setup")
+    modules = ["q_proj", "v_proj", *(["lm_head"] if head else [])]
+    torch.manual_seed(0)
+    return peft.get_peft_model(make("llama", vocab_size=64), peft.LoraConfig(r=2, target_modules=modules, init_lora_weights=False, task_type="CAUSAL_LM"))
+
+
+@pytest.mark.parametrize(
+    "model, options",
+    [
+        (adapted, {}),
+        (lambda: adapted(head=True), {}),
+        (None, {"gradient_checkpointing": True}),
+        (None, {"patched": True}),
+        (lambda: make("qwen3_moe", vocab_size=64, output_router_logits=True), {}),
+    ],
+    ids=["peft", "peft of the head", "checkpointing", "patched", "auxiliary loss"],
+)
+def test_our_orpo_trainer_with(tmp_path, model, options):
+    assert_same(orpo(tmp_path, True, model, **options), orpo(tmp_path, False, model, **options))
+
+
+def test_our_orpo_trainer_evaluates(tmp_path):
+    options = {"eval_strategy": "steps", "eval_steps": 1, "trainer_kwargs": lambda: {"eval_dataset": rows("pairs")}}
+    ours, stock = (orpo(tmp_path, which, **options) for which in (True, False))
     assert_same(ours, stock)
+    assert any("eval_logits/chosen" in entry for entry in ours[1])
+
+
+def test_our_orpo_trainer_under_autocast(tmp_path):
+    """In bf16, as TRL's: not farther from fp32 than that."""
+    truth, stock = (orpo(tmp_path, False, bf16=bf16) for bf16 in (False, True))
+    ours = orpo(tmp_path, True, bf16=True)
+    for entry, theirs, true in zip(ours[1][:2], stock[1][:2], truth[1][:2]):
+        for name in ("nll_loss", "logps/chosen", "logps/rejected"):
+            assert 0 < abs(entry[name] - true[name]) <= max(2 * abs(theirs[name] - true[name]), 2**-8 * abs(true[name])), name
+
+
+def _rank(rank: int, folder: Path, port: int, ours: bool, options: dict[str, Any]) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with served_by_kernels_or_references():
+        _, logs, weights = orpo(folder / str(rank), ours, lambda: make("llama", vocab_size=64), **options)
+    whole = {n: w.full_tensor() if hasattr(w, "full_tensor") else w for n, w in weights.items()}
+    torch.save((logs, whole), folder / f"{rank}.pt")
+
+
+def on_two_ranks(folder: Path, ours: bool, **options: Any) -> tuple:
+    """Logs of the first of two ranks, and the weights, which are the same on both."""
+    folder.mkdir()
+    processes.start_ranks(_rank, (folder, processes.free_port(), ours, options), 2)
+    (logs, weights), (_, others) = (torch.load(folder / f"{rank}.pt") for rank in range(2))
+    torch.testing.assert_close(others, weights, rtol=0, atol=0)
+    return None, logs, weights
+
+
+@pytest.mark.parametrize("options", [{}, FSDP2], ids=["ddp", "fsdp2"])
+@pytest.mark.skipif(DEVICE != "cpu", reason="ranks share a GPU")
+def test_our_orpo_trainer_on_two_ranks(tmp_path, options):
+    """The same weights on both, which are those of TRL's trainer: gradients are reduced."""
+    options |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "max_steps": 3, "ddp_backend": "gloo"}
+    assert_same(on_two_ranks(tmp_path / "ours", True, **options), on_two_ranks(tmp_path / "stock", False, **options))
 
 
 # -- reinforcement learning ----------------------------------------------------------------

@@ -10,9 +10,10 @@ these over its sequence (GSPO, arXiv:2507.18071). With [x] for a detached x a to
     sapo                                -A sigmoid(t (r - 1)) 4 / t, with t for A > 0 or for A <= 0
     vespo                               -[W^k exp(l (1 - W))] A log p, W the product of a sequence's ratios, k and l for A >= 0 or for A < 0
 
-(The last three are of token ratios only. delta: arXiv:2505.07291; cispo: arXiv:2506.13585; sapo: arXiv:2511.20347; vespo: arXiv:2602.10693),
-times ``vllm_is_ratio``, which corrects for an engine that samples with other probabilities (vespo: it is part of W), plus beta times the estimate exp(d) - d - 1 of the divergence from a reference
-policy, d = log p_ref - log p, itself times r with ``use_bias_correction_kl`` (arXiv:2512.02556). The sum over tokens is divided by
+The last three are of token ratios only. (delta: arXiv:2505.07291; cispo: arXiv:2506.13585; sapo: arXiv:2511.20347; vespo: arXiv:2602.10693.) All are
+multiplied by ``vllm_is_ratio``, which corrects for an engine that samples with other probabilities (vespo: it is part of W). Added is beta times the
+estimate exp(d) - d - 1 of the divergence from a reference policy, d = log p_ref - log p, itself times r with ``use_bias_correction_kl`` (arXiv:2512.02556).
+The sum over tokens is divided by
 
     grpo, sapo            B and the tokens of the sequence (arXiv:2402.03300)
     bnpo                  the tokens of the batch

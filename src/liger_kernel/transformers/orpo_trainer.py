@@ -6,28 +6,12 @@ import functools
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 
-from liger_kernel.ops.linear_cross_entropy import linear_cross_entropy
-from liger_kernel.ops.linear_logprobs import linear_logprobs
-from liger_kernel.transformers.deferred import IGNORE, is_plain
-from liger_kernel.transformers.fsdp import _FSDPForwardRedirection
-
-
-def _without_logits(model: nn.Module, inputs: dict[str, Tensor], chosen: int) -> tuple[Tensor, ...]:
-    """What ``concatenated_forward`` returns, the first ``chosen`` sequences being those; for logits, their means over the vocabulary."""
-    ids, mask = inputs["concatenated_input_ids"], inputs["concatenated_attention_mask"]
-    x = model.base_model(ids, attention_mask=mask, use_cache=False).last_hidden_state[:, :-1]  # type: ignore[operator]
-    head = model.get_output_embeddings()  # type: ignore[operator]
-    flat, labels = x.flatten(0, 1), inputs["concatenated_labels"][:, 1:]
-    logp: Any = linear_logprobs(flat, head.weight, labels.flatten(), head.bias, ignore_index=IGNORE, compact=True)
-    mean = logp.view(labels.shape).sum(1) / (labels != IGNORE).sum(1)
-    everything = torch.where(mask == 1, ids, IGNORE)[:chosen, 1:]  # of what was chosen, the prompt is learnt, too
-    nll = linear_cross_entropy(x[:chosen].flatten(0, 1), head.weight, everything.flatten(), head.bias)
-    with torch.no_grad():
-        means = x.float() @ head.weight.float().mean(0) + (0 if head.bias is None else head.bias.float().mean())
-    return mean[:chosen], mean[chosen:], means[:chosen], means[chosen:], nll  # type: ignore[return-value]
+from liger_kernel.transformers.deferred import IGNORE
+from liger_kernel.transformers.fsdp import _FSDPForwardRedirection as _FSDPForwardRedirection
+from liger_kernel.transformers.token_scores import give_scores
 
 
 @functools.cache
@@ -38,18 +22,35 @@ def _trainer() -> type:
         from trl import ORPOTrainer
 
     class LigerORPOTrainer(ORPOTrainer):
-        """TRL's ``ORPOTrainer`` with the head fused into its losses; models whose head is more than a linear layer take TRL's own way."""
+        """TRL's ``ORPOTrainer`` without the logits of a batch, where the output head is one linear layer. Other heads, and compiled models, compute them."""
+
+        def __init__(self, *args: Any, **kwargs: Any):
+            super().__init__(*args, **kwargs)
+            give_scores(self.model)
+
+        def call_model_init(self, trial: Any = None) -> nn.Module:
+            model = super().call_model_init(trial)
+            give_scores(model)
+            return model
 
         def concatenated_forward(self, model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, ...]:
-            inner = self.accelerator.unwrap_model(model)
-            scaled = any(getattr(inner.config, name, None) not in (None, 1, 1.0) for name in ("final_logit_softcapping", "logits_scaling", "logit_scale"))
-            sharded = isinstance(model, FullyShardedDataParallel)
-            head = inner.get_output_embeddings()
-            if self.is_encoder_decoder or self.aux_loss_enabled or scaled or hasattr(inner, "peft_config") or not (sharded or is_plain(head)):
+            """Mean log-probabilities of chosen and rejected answers, mean logits of their tokens, the NLL of what was chosen; the auxiliary loss, if any."""
+            if self.is_encoder_decoder:
                 return super().concatenated_forward(model, batch)
             inputs = self.concatenated_inputs(batch, padding_value=self.padding_value, device=self.accelerator.device)
-            args = inner, inputs, len(batch["chosen_labels"])
-            return _FSDPForwardRedirection()(model, _without_logits, *args) if sharded else _without_logits(*args)
+            ids, mask, labels = (inputs[f"concatenated_{name}"] for name in ("input_ids", "attention_mask", "labels"))
+            n = len(batch["chosen_labels"])
+            learnt = torch.where(mask == 1, ids, IGNORE)  # of what was chosen, the prompt is learnt, too
+            learnt[n:] = IGNORE
+            learnt, labels = (F.pad(t, (0, 1), value=IGNORE)[:, 1:] for t in (learnt, labels))
+            targets = learnt, torch.where(labels == learnt, IGNORE, labels)
+            aux = {"output_router_logits": True} if self.aux_loss_enabled else {}
+            out = model(ids, attention_mask=mask, use_cache=False, token_targets=targets, **aux)
+            nll = -out.logp.sum() / (learnt != IGNORE).sum()
+            counts = labels != IGNORE
+            answers = torch.where(labels == learnt, out.logp, out.logp_of_others).where(counts, 0).sum(1) / counts.sum(1)
+            means = out.mean_logit[:, :-1]  # the last token predicts nothing
+            return (answers[:n], answers[n:], means[:n], means[n:], nll, *([out.aux_loss] if aux else []))
 
     return LigerORPOTrainer
 

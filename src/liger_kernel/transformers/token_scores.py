@@ -1,0 +1,121 @@
+"""Log-probabilities of given tokens and means of logits, of the model's own ``forward`` and without logits, for trainers whose loss is made of those.
+
+``give_scores`` adds one keyword to a model's ``forward``:
+
+    model(input_ids, attention_mask=mask, token_targets=(first, second))   ->   TokenScores(logp, logp_of_others, mean_logit)
+
+The trainer calls the model through whatever wraps it, so that DDP, FSDP, autocast, PEFT, checkpointing, and all that a family does to its logits (scales,
+caps) take part as in any other call. A stand-in takes the place of the output head for that call, as in ``deferred``: where the head is one linear layer
+the logits of the batch never exist. Any other head computes them, and so does a compiled model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.utils import ModelOutput
+
+from liger_kernel import parallel
+from liger_kernel.ops._linear import Kept, auto_chunk_rows
+from liger_kernel.ops._op import on_gpu
+from liger_kernel.transformers import deferred
+from liger_kernel.transformers.deferred import IGNORE, DeferredLogits
+
+
+@dataclasses.dataclass
+class TokenScores(ModelOutput):
+    """What a scored ``forward`` returns in place of logits (B, T, V); all fp32 (B, T).
+
+    logp: log-probabilities of the targets, 0 where they are ignored; one tensor for each of two sets, of which the second is that of tokens whose target
+    in it is another than in the first. mean_logit: means over the vocabulary, without gradient. aux_loss: the model's.
+    """
+
+    logp: Tensor | None = None
+    logp_of_others: Tensor | None = None
+    mean_logit: Tensor | None = None
+    aux_loss: Tensor | None = None
+
+
+_UNDER_WAY: dict[int, list[Any]] = {}  # of each thread: targets of its calls, and how to give the head back
+
+
+def give_scores(model: nn.Module) -> None:
+    """Let ``forward`` of ``model``, or of what PEFT has wrapped in it, take ``token_targets``: by hooks, which stay whatever becomes of its ``forward``."""
+    inner: Any = getattr(model, "get_base_model", lambda: model)()
+    if _before not in inner._forward_pre_hooks.values():
+        inner.register_forward_pre_hook(_before, with_kwargs=True)
+        inner.register_forward_hook(_after, with_kwargs=True, always_call=True)  # in front of those of FSDP2, which come later
+
+
+def _before(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    calls = _UNDER_WAY.setdefault(deferred._thread(), [])
+    targets = kwargs.get("token_targets")
+    place = None if targets is None or torch.compiler.is_compiling() else deferred.place_of_head(model)
+    if place is None:
+        calls.append((targets, None, None))
+    else:
+        parent, name = place
+        head = parent._modules[name]
+        head = head.head if isinstance(head, deferred.StandIn) else head
+        # the head is named as what is called: a patched model, called without labels, turns off what stands in for calls of its own
+        stand_in = deferred._enter(parent, name, deferred.Call(head, deferred.Loss(), keep_logits=False))  # type: ignore[arg-type]
+        kept = Kept(torch.cat([t.flatten() for t in targets]), IGNORE)  # type: ignore[union-attr]  # counted while the model computes
+        calls.append((targets, kept, functools.partial(deferred._leave, stand_in, parent, name)))
+    return args, {k: v for k, v in kwargs.items() if k != "token_targets"}
+
+
+def _after(model: nn.Module, args: tuple, kwargs: dict[str, Any], out: Any) -> Any:
+    """Called after an error, too: without an output then."""
+    targets, kept, leave = _UNDER_WAY[deferred._thread()].pop()
+    if leave is not None:
+        leave()
+    return None if targets is None or out is None else scores(out, targets, kept)
+
+
+def scores(out: Any, token_targets: tuple[Tensor, Tensor], kept: Kept | None = None) -> TokenScores:
+    """``TokenScores`` of the output of a ``forward``: its logits are a recipe or real."""
+    logits, (first, _) = out.logits, token_targets
+    if tuple(logits.shape[:2]) != tuple(first.shape):
+        raise ValueError(f"token_targets: logits must be of {tuple(first.shape)} tokens, got {tuple(logits.shape[:2])}")
+    if isinstance(logits, DeferredLogits) and not _is_fusable(logits):
+        logits = logits.value()
+    targets = torch.cat([t.flatten() for t in token_targets]).to(logits.device)
+    chosen = (Kept(targets, IGNORE) if kept is None else kept).rows()
+    chosen = torch.arange(targets.shape[0], device=targets.device) if chosen is None else chosen
+    nll = F.cross_entropy(logits.flatten(0, 1)[chosen % first.numel()], targets[chosen], reduction="none", ignore_index=IGNORE)
+    logp = nll.new_zeros(targets.shape, dtype=torch.float32).index_copy(0, chosen, -nll.float())
+    ours, others = logp.view(2, *first.shape).unbind()
+    return TokenScores(ours, others, mean_logits(logits), getattr(out, "aux_loss", None))
+
+
+def _is_fusable(logits: DeferredLogits) -> bool:
+    """Whether chunks of tokens may go through the head twice, and nothing notices: it is linear, and nobody looks at its calls."""
+    if logits.computed is not None or logits.head is None or logits.scale_and_cap() is None:
+        return False
+    head = parallel.bare(logits.head)
+    return isinstance(head, parallel.VocabularyParallel) or (parallel.is_linear(head) and not parallel.is_hooked(head) and "forward" not in head.__dict__)
+
+
+@torch.no_grad()
+def mean_logits(logits: Tensor | DeferredLogits) -> Tensor:
+    """Means over the vocabulary (B, T), in fp32."""
+    if not isinstance(logits, DeferredLogits):
+        return logits.mean(-1, dtype=torch.float32)
+    head, (scale, cap) = logits.head, logits.scale_and_cap()  # type: ignore[misc]
+
+    def means(rows: Tensor) -> Tensor:
+        inner: Any = parallel.bare(head)  # type: ignore[arg-type]
+        if cap is None and deferred.is_plain(inner, within=True):
+            w, b = inner.weight.mean(0, dtype=torch.float32), 0 if inner.bias is None else inner.bias.float().mean()
+            return torch.cat([scale * (c.float() @ w + b) for c in rows.split(4096)])
+        step = auto_chunk_rows(rows.shape[0], deferred.out_features(inner, rows), rows.shape[1], rows.element_size(), on_gpu(rows))
+        parts = (scale * inner.forward(c).float() for c in rows.split(step))
+        return torch.cat([(z if cap is None else cap * torch.tanh(z / cap)).mean(-1) for z in parts])
+
+    with logits.as_called():
+        return parallel.entered(head, means, logits.rows.flatten(0, -2)).view(logits.shape[:-1])  # type: ignore[arg-type]

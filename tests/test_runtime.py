@@ -566,7 +566,8 @@ def test_a_store_writes_nothing_outside_the_run(name, tmp_path):
     }
     ls = lambda path, detail: [key for key in there if key.rpartition("/")[0] == path]
     with mock.patch.object(fs, "ls", ls), mock.patch.object(fs, "get_file", lambda key, path: Path(path).write_bytes(there[key])):
-        assert store.Store("memory://b/run", tmp_path / "home" / "runs" / "mine").fetch() is None
+        with pytest.raises(UserError, match="no checkpoint in the store memory://b/run is whole"):
+            store.Store("memory://b/run", tmp_path / "home" / "runs" / "mine").fetch()
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
@@ -632,13 +633,15 @@ def test_a_run_goes_on_from_an_object_store_in_an_empty_folder(base, undisturbed
     assert f"fetched step-00000005 from {uri}" in log(first)
     same_run(first, undisturbed)
     kept = {path.name for path in (tmp_path / "store" / "checkpoints").iterdir()}
-    assert kept == {"latest", *latest(first)}  # others are removed there, too
+    assert kept == {"latest", "uploading", *latest(first)}  # others are removed there, too
 
 
 def test_a_store_names_only_what_is_there_whole(base, undisturbed, tmp_path):
     source = Path(undisturbed.out)
     kept = store.Store((tmp_path / "store").as_uri(), source)
-    with mock.patch.object(kept.fs, "pipe_file", side_effect=lambda *_: no_space()), pytest.raises(OSError, match="No space"):
+    pipe = kept.fs.pipe_file
+    full = lambda path, data: no_space() if path.endswith("latest") else pipe(path, data)
+    with mock.patch.object(kept.fs, "pipe_file", side_effect=full), pytest.raises(OSError, match="No space"):
         kept.copy()
     assert kept.names() == []
     assert kept.copy() and not kept.copy()
@@ -653,10 +656,79 @@ def test_a_store_names_only_what_is_there_whole(base, undisturbed, tmp_path):
 def test_a_store_that_cannot_serve_is_said(base, here, tmp_path):
     for changes, said in (
         (dict(store="nothing://here"), "cannot use the store 'nothing://here'"),
+        (dict(store="nonsense"), "store must be a URI, such as s3://bucket/run or file:///folder/run; got 'nonsense'"),
+        (dict(store="file:///proc/nothing"), "cannot write to the store file:///proc/nothing: "),
         (dict(store="file:///x", checkpoint_every=0), "store needs trainer torch and checkpoint_every"),
     ):
         with pytest.raises(UserError, match=said):
             loop.train(place(base, tmp_path, parallel="none", **changes))
+
+
+@pytest.mark.parametrize("lost", ["latest", "a named one", "the newest's contents", "an upload"])
+def test_a_store_in_disorder_gives_the_newest_whole_one(lost, base, undisturbed, tmp_path, capsys):
+    kept = store.Store((tmp_path / "store").as_uri(), Path(undisturbed.out))
+    kept.copy()
+    there, (newest, before) = tmp_path / "store" / "checkpoints", kept.names()
+    if lost == "latest":
+        (there / "latest").unlink()
+    elif lost == "a named one":
+        shutil.rmtree(there / newest)
+    elif lost == "the newest's contents":
+        part = max((there / newest).glob("*.distcp"), key=lambda path: path.stat().st_size)
+        part.write_bytes(flipped(part.read_bytes(), 1000))
+    else:  # killed while it copied: what is there of it is not looked at, and goes with the next copy
+        shutil.copytree(there / newest, there / "step-00000009")
+        (there / "step-00000009" / "state.json").unlink()
+        (there / "uploading").write_text("step-00000009\n")
+    left = sorted(path.name for path in there.glob("step-*"))
+    new = store.Store((tmp_path / "store").as_uri(), tmp_path / "new")
+    expected = newest if lost in ("latest", "an upload") else before
+    assert new.fetch() == expected and found_in(tmp_path / "new" / "checkpoints").name == expected
+    assert ("passing over checkpoint" in capsys.readouterr().err) == (expected == before)
+    assert sorted(path.name for path in there.glob("step-*")) == left
+    assert sorted(path.name for path in (tmp_path / "new" / "checkpoints").iterdir()) == ["latest", expected]
+    new.copy()
+    assert new.names() == [expected] and (there / "step-00000009").exists() is False
+    assert (there / before).exists() == (lost != "an upload")  # a store has what the folder has, and what nobody named
+
+
+def test_a_store_of_which_nothing_can_be_read_is_not_written_over(base, here, undisturbed, tmp_path):
+    store.Store((tmp_path / "store").as_uri(), Path(undisturbed.out)).copy()
+    for path in (tmp_path / "store").glob("checkpoints/*/state.json"):
+        path.write_text("{")
+    before = {path: path.read_bytes() for path in (tmp_path / "store").rglob("*") if path.is_file()}
+    with pytest.raises(UserError, match=r"no checkpoint in the store file:.* is whole: bring one back, or give another --store"):
+        loop.train(place(base, tmp_path, parallel="none", store=(tmp_path / "store").as_uri()))
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_a_store_that_is_not_there_is_said_before_training(base, here, tmp_path, monkeypatch):
+    """A bucket that does not exist was noticed after the last step."""
+    fs = memory_store()
+    monkeypatch.setattr(type(fs), "pipe_file", mock.Mock(side_effect=FileNotFoundError("The specified bucket does not exist")))
+    monkeypatch.setattr(loop, "load", mock.Mock(side_effect=AssertionError("data were loaded")))
+    with pytest.raises(UserError, match="cannot write to the store memory://bucket/run: FileNotFoundError: The specified bucket does not exist"):
+        loop.train(place(base, tmp_path, parallel="none", store="memory://bucket/run"))
+
+
+def test_copies_that_fail_are_counted(base, here, tmp_path, monkeypatch):
+    memory_store()
+    copies, copy = [], store.put
+
+    def fails(*args):
+        copies.append(args)
+        raise ConnectionError("the store is away")
+
+    monkeypatch.setattr(store, "put", fails), monkeypatch.setattr(store, "PERIOD", 0.01)
+    at_step_4 = lambda: [time.sleep(0.05) for _ in range(100) if not copies]
+    monkeypatch.setattr(loop._Run, "_step", loop._Run._step)
+    at_step(4, at_step_4)
+    config = place(base, tmp_path, parallel="none", steps=6, checkpoint_every=2, log_every=1, checkpoint_async=False, store="memory://bucket/run")
+    with pytest.raises(OSError, match="the last checkpoint is in"):
+        loop.train(config)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert lines[0]["checkpoint_failures"] == 0 and 1 <= lines[-1]["checkpoint_failures"] <= 3
+    monkeypatch.setattr(store, "put", copy)
 
 
 # -- metrics ---------------------------------------------------------------------------------

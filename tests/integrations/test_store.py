@@ -42,7 +42,7 @@ def bucket(monkeypatch):
 def test_a_run_goes_on_from_s3_in_an_empty_folder(bucket, tmp_path, capsys):
     from liger_kernel.deploy import steps
     from liger_kernel.train import loop
-    from liger_kernel.train.config import TrainConfig
+    from liger_kernel.train.config import TrainConfig, UserError
 
     (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": "def add(a, b):\n    return a + b\n\n" * 30 + str(i)}) + "\n" for i in range(12)))
     calm = TrainConfig(
@@ -56,10 +56,10 @@ def test_a_run_goes_on_from_s3_in_an_empty_folder(bucket, tmp_path, capsys):
     assert loop.train(dataclasses.replace(config, steps=8))["losses"] == expected
     assert "fetched step-00000005 from s3://runs/a" in capsys.readouterr().out
     there = s3fs.S3FileSystem(skip_instance_cache=True)
-    assert {path.rpartition("/")[2] for path in there.ls(f"{bucket}/a/checkpoints")} == {"latest", "step-00000008", "step-00000006"}
+    assert {path.rpartition("/")[2] for path in there.ls(f"{bucket}/a/checkpoints")} == {"latest", "uploading", "step-00000008", "step-00000006"}
     assert there.cat_file(f"{bucket}/a/checkpoints/latest") == b"step-00000008\nstep-00000006\n"
 
-    with pytest.raises(OSError, match=r"the last checkpoint is in .* and not in s3://nowhere"):
+    with pytest.raises(UserError, match="cannot write to the store s3://nowhere/a: "):  # before the first step
         loop.train(dataclasses.replace(config, out=str(tmp_path / "other"), store="s3://nowhere/a"))
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")

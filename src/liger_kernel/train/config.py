@@ -181,6 +181,8 @@ class TrainConfig:
             raise UserError(f"optimizer adamw-8bit needs parallel none or ddp, got {self.parallel}")
         if self.store and (self.trainer != "torch" or not self.checkpoint_every):
             raise UserError("store needs trainer torch and checkpoint_every")
+        if self.store and "://" not in self.store:
+            raise UserError(f"store must be a URI, such as s3://bucket/run or file:///folder/run; got {self.store!r}")
         kv_heads = self.kv_heads or max(1, self.heads // 2)
         if not self.model and (self.hidden % (2 * self.heads) or self.heads % kv_heads):  # rotary embeddings turn pairs
             raise UserError(f"heads must divide hidden, into even parts, and kv_heads must divide heads; got {self.hidden}, {self.heads}, {kv_heads}")

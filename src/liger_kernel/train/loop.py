@@ -29,7 +29,7 @@ from liger_kernel.train.model import attend, build, device_and_precision, flops_
 from liger_kernel.train.optimizer import adamw, learning_rate
 from liger_kernel.train.ranks import News, Preempted, Ranks, Watch, joined, local_rank, restarts, told_to_stop
 from liger_kernel.train.resume import refuse_other
-from liger_kernel.train.store import stored
+from liger_kernel.train.store import Store, stored
 
 SKIPS = 10  # steps in a row without finite gradients after which `--nonfinite skip` gives up: more data will not mend the weights
 
@@ -53,7 +53,7 @@ def train(config: TrainConfig) -> dict[str, Any]:
             config.save_to(out / "config.json")
             if config.save:
                 Path(config.save).mkdir(parents=True, exist_ok=True)
-        with stored(config, ranks), contextlib.closing(load(config)) as data:
+        with stored(config, ranks) as store, contextlib.closing(load(config)) as data:
             model = build(config, data.tokenizer, device, precision)
             attention = attend(config, data.rows, model, device, precision)
             data.check(model.config.get_text_config().vocab_size)
@@ -62,7 +62,7 @@ def train(config: TrainConfig) -> dict[str, Any]:
             if device.type == "cuda" and config.kernels == "on":
                 use_cache()
                 compile_ahead(config, model.config, precision, ranks)
-            metrics = _by(config, data, model, device, precision, ranks, stop)
+            metrics = _by(config, data, model, device, precision, ranks, stop, store)
             if ranks.first:
                 (out / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n", encoding="utf-8")
             if "problem" in metrics:
@@ -70,7 +70,9 @@ def train(config: TrainConfig) -> dict[str, Any]:
     return metrics
 
 
-def _by(config: TrainConfig, data: Data, model: Any, device: torch.device, precision: str, ranks: Ranks, stop: threading.Event) -> dict[str, Any]:
+def _by(
+    config: TrainConfig, data: Data, model: Any, device: torch.device, precision: str, ranks: Ranks, stop: threading.Event, store: Store | None
+) -> dict[str, Any]:
     """The run by the trainer that the config names."""
     if config.trainer == "hf":
         from liger_kernel.train import hf
@@ -80,15 +82,17 @@ def _by(config: TrainConfig, data: Data, model: Any, device: torch.device, preci
         from liger_kernel.train import lightning
 
         return lightning.run(config, data, model, device, precision, ranks, stop)
-    metrics = _Run(config, data, model, device, precision, ranks, stop).train()
+    metrics = _Run(config, data, model, device, precision, ranks, stop, store).train()
     if config.save:
         save(model, data.tokenizer, config.save, ranks.first)
     return metrics
 
 
 class _Run:
-    def __init__(self, config: TrainConfig, data: Data, model: Any, device: torch.device, precision: str, ranks: Ranks, stop: threading.Event):
-        self.config, self.data, self.device, self.precision, self.ranks, self.stop = config, data, device, precision, ranks, stop
+    def __init__(
+        self, config: TrainConfig, data: Data, model: Any, device: torch.device, precision: str, ranks: Ranks, stop: threading.Event, store: Store | None = None
+    ):
+        self.config, self.data, self.device, self.precision, self.ranks, self.stop, self.store = config, data, device, precision, ranks, stop, store
         self.flops = flops_per_token(model, config.length)
         mixed = torch.bfloat16 if precision == "bf16-mixed" else None
         try:
@@ -279,7 +283,7 @@ class _Run:
             "restarts": restarts(),
             "checkpoint_step": self.checkpoints.step if self.checkpoints.step >= 0 else None,
             "checkpoint_time": self.checkpoints.time if self.checkpoints.step >= 0 else None,
-            "checkpoint_failures": self.checkpoints.failures,
+            "checkpoint_failures": self.checkpoints.failures + (self.store.failures if self.store else 0),
             "kernels_compiled": self.compilations.count,
         }
         lines[-1] = {name: value for name, value in state.items() if value is not None}

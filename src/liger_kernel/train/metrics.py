@@ -41,7 +41,11 @@ EXPORTED = {
     "restarts_total": ("restarts", "counter", "Restarts of this rank"),
     "checkpoint_step": ("checkpoint_step", "gauge", "Step of the newest checkpoint on disk"),
     "checkpoint_time_seconds": ("checkpoint_time", "gauge", "Unix time of the newest checkpoint on disk"),
-    "checkpoint_failures_total": ("checkpoint_failures", "counter", "Checkpoints that could not be written"),
+    "checkpoint_failures_total": (
+        "checkpoint_failures",
+        "counter",
+        "Checkpoints that could not be written, or not be copied to the store at the first attempt",
+    ),
     "kernels_compiled_total": ("kernels_compiled", "counter", "Kernels compiled after training began"),
 }
 

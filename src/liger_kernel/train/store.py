@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shutil
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from liger_kernel.train.checkpoint import LATEST, damage, listed, names_in, step_of, write
+from liger_kernel.train.checkpoint import LATEST, NAME, damage, listed, names_in, newest, step_of, write
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.ranks import Preempted, Ranks
 from liger_kernel.train.redact import in_a_line, redacted
 
 FILE = re.compile(r"\.metadata|[A-Za-z0-9_][A-Za-z0-9_-]*\.(json|distcp)")  # what a checkpoint consists of: nothing else is brought here
+UPLOADING = "uploading"  # beside latest: names of what is being copied there, or was when the run was killed
+PROBE = "probe"
 PERIOD = 2.0  # seconds between looks for a new checkpoint
 
 
@@ -34,61 +37,108 @@ class Store:
         except (ImportError, ValueError) as error:
             raise UserError(f"cannot use the store {uri!r}: {error}") from None
         self.uri, self.out, self.root = redacted(uri), out, f"{root.rstrip('/')}"
-        self.known: list[str] = []  # what we found or left there
-        self.damaged: set[str] = set()  # of it
+        self.known: list[str] = []  # what its latest named when we last looked or wrote
+        self.damaged: set[str] = set()  # what we found so there
+        self.failures = 0  # checkpoints that could not be copied at the first attempt
 
     def names(self, say: bool = False) -> list[str]:
-        """The checkpoints there, newest first."""
+        """The checkpoints that its ``latest`` names, newest first."""
+        return self._names(LATEST, say)
+
+    def _names(self, file: str, say: bool = False) -> list[str]:
         try:
-            return names_in(self.fs.cat_file(f"{self.root}/checkpoints/{LATEST}"), f"{self.uri}/checkpoints/{LATEST}" if say else None)
+            return names_in(self.fs.cat_file(f"{self.root}/checkpoints/{file}"), f"{self.uri}/checkpoints/{file}" if say else None)
         except FileNotFoundError:
             return []
 
+    def _present(self) -> list[str]:
+        """The checkpoints of which there is anything, newest first."""
+        try:
+            self.fs.invalidate_cache()
+            paths = self.fs.ls(f"{self.root}/checkpoints", detail=False)
+        except FileNotFoundError:
+            return []
+        names = {path.rstrip("/").rpartition("/")[2] for path in paths}
+        return sorted((name for name in names if NAME.fullmatch(name)), key=lambda name: -step_of(Path(name)))
+
+    def probe(self) -> None:
+        """Write to it and remove what was written, before there is anything to lose. ``UserError`` where that cannot be."""
+        probe = f"{self.root}/checkpoints/{PROBE}"
+        try:
+            _folders(self.fs, probe)
+            self.fs.pipe_file(probe, b"")
+        except Exception as error:  # every store has errors of its own
+            raise UserError(f"cannot write to the store {self.uri}: {type(error).__name__}: {in_a_line(error)}") from None
+        with contextlib.suppress(Exception):  # it may be one that removes nothing
+            self.fs.rm_file(probe)
+
     def fetch(self) -> str | None:
-        """Bring the newest whole checkpoint into the run's folder, unless that has one as new; its name."""
+        """Bring the newest whole checkpoint into the run's folder, unless that has one as new; its name. ``UserError`` if it has some, and none is whole."""
         folder = self.out / "checkpoints"
-        local = listed(folder)
-        here = next((step_of(folder / name) for name in local if damage(folder / name) is None), -1)
+        here = newest(folder)[0]
         self.known = self.names(say=True)
-        for name in self.known:
-            if step_of(folder / name) <= here:
-                break
-            (folder / name).mkdir(parents=True, exist_ok=True)
+        unfinished = set(self._names(UPLOADING)) - set(self.known)
+        there = [name for name in dict.fromkeys((*self.known, *self._present())) if name not in unfinished]
+        for name in there:
+            if here and step_of(folder / name) <= step_of(folder / here):
+                return None
+            why = self._bring(name)
+            if why is None:
+                with contextlib.suppress(FileNotFoundError):
+                    self.fs.get_file(f"{self.root}/metrics.jsonl", str(self.out / "metrics.jsonl"))
+                write(folder / LATEST, "".join(f"{each}\n" for each in dict.fromkeys((name, *listed(folder)))))
+                return name
+            print(f"passing over checkpoint {self.uri}/checkpoints/{name}: {why}", file=sys.stderr)
+            self.damaged.add(name)
+        if there and not here:
+            raise UserError(f"no checkpoint in the store {self.uri} is whole: bring one back, or give another --store to begin anew")
+        return None
+
+    def _bring(self, name: str) -> str | None:
+        """Copy a checkpoint into the run's folder; what is wrong with it, of which nothing is left there."""
+        aside, target = self.out / "checkpoints" / f"fetching-{name}", self.out / "checkpoints" / name
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        try:
             for path in self.fs.ls(f"{self.root}/checkpoints/{name}", detail=False):
                 file = path.rpartition("/")[2]
                 if FILE.fullmatch(file):
-                    self.fs.get_file(path, str(folder / name / file))
-            if damage(folder / name) is None:
-                with contextlib.suppress(FileNotFoundError):
-                    self.fs.get_file(f"{self.root}/metrics.jsonl", str(self.out / "metrics.jsonl"))
-                write(folder / LATEST, "".join(f"{each}\n" for each in dict.fromkeys((name, *local))))
-                return name
-            self.damaged.add(name)
-        return None
+                    self.fs.get_file(path, str(aside / file))
+            why = damage(aside)
+        except FileNotFoundError:
+            why = "it is not there"
+        if why is None:
+            shutil.rmtree(target, ignore_errors=True)  # damaged, else it would not be fetched
+            aside.rename(target)
+        shutil.rmtree(aside, ignore_errors=True)
+        return why
 
     def copy(self) -> bool:
-        """Bring the checkpoints that the folder names into the store, and remove others there; whether there was anything to do.
+        """Bring the checkpoints that the folder names into the store, and remove what its ``latest`` named before; whether there was anything to do.
 
         ``RuntimeError`` if another run has written there meanwhile: what it wrote stays.
         """
         folder, there = self.out / "checkpoints", self.names()
-        wanted = listed(folder)
+        wanted = [name for name in listed(folder) if (folder / name).is_dir()]
         if wanted == there and not self.damaged.intersection(wanted):
             self.known = there
             return False
         if there != self.known:
             raise RuntimeError(f"another run writes there, its newest checkpoint is {there[0] if there else None}")
-        for name in wanted:
-            if name not in there or name in self.damaged:
-                for path in sorted((folder / name).iterdir()):
-                    self._put(path, f"checkpoints/{name}/{path.name}")
+        unfinished = self._names(UPLOADING)
+        new = [name for name in wanted if name not in there or name in self.damaged]
+        _folders(self.fs, f"{self.root}/checkpoints/{UPLOADING}")
+        self.fs.pipe_file(f"{self.root}/checkpoints/{UPLOADING}", "".join(f"{name}\n" for name in new).encode())
+        for name in new:
+            for path in sorted((folder / name).iterdir()):
+                self._put(path, f"checkpoints/{name}/{path.name}")
         if (self.out / "metrics.jsonl").is_file():
             self._put(self.out / "metrics.jsonl", "metrics.jsonl")
         self.fs.pipe_file(f"{self.root}/checkpoints/{LATEST}", "".join(f"{name}\n" for name in wanted).encode())
+        self.fs.pipe_file(f"{self.root}/checkpoints/{UPLOADING}", b"")
         try:
-            for path in self.fs.ls(f"{self.root}/checkpoints", detail=False):
-                if (name := path.rstrip("/").rpartition("/")[2]).startswith("step-") and name not in wanted:
-                    self.fs.rm(path, recursive=True)
+            for name in {*there, *unfinished}.intersection(self._present()).difference(wanted):
+                self.fs.rm(f"{self.root}/checkpoints/{name}", recursive=True)
         except Exception as error:  # what is new is there
             print(f"older checkpoints remain in {self.uri}: {in_a_line(error)}", file=sys.stderr)
         self.known, self.damaged = wanted, set()
@@ -100,21 +150,30 @@ class Store:
 
 def put(fs: Any, path: Path, target: str) -> None:
     """Copy the file ``path`` to ``target`` of a file system of fsspec's."""
-    if "file" in fs.protocol:  # an object store has no folders, and a bucket that is not there is a mistake, not to be made
-        fs.makedirs(target.rpartition("/")[0], exist_ok=True)
+    _folders(fs, target)
     fs.put_file(str(path), target)
 
 
+def _folders(fs: Any, target: str) -> None:
+    """Those of ``target``. An object store has no folders, and a bucket that is not there is a mistake, not to be made."""
+    if "file" in fs.protocol:
+        fs.makedirs(target.rpartition("/")[0], exist_ok=True)
+
+
 @contextlib.contextmanager
-def stored(config: TrainConfig, ranks: Ranks) -> Iterator[None]:
-    """Go on from ``config.store`` if the folder has no checkpoint, and keep it up to date; its last state is there when the context ends, or ``OSError``."""
+def stored(config: TrainConfig, ranks: Ranks) -> Iterator[Store | None]:
+    """Go on from ``config.store`` if the folder has no checkpoint, and keep it up to date; its last state is there when the context ends, or ``OSError``.
+
+    On rank 0 it gives the store, whose failures count as the checkpoints' own.
+    """
     if not config.store:
-        yield
+        yield None
         return
-    problem, thread, ended = None, None, threading.Event()
+    problem, thread, ended, store = None, None, threading.Event(), None
     if ranks.first:
         try:
             store = Store(config.store_uri or "", Path(config.out))
+            store.probe()
             name = store.fetch()
             if name:
                 print(f"fetched {name} from {store.uri}", flush=True)
@@ -125,18 +184,18 @@ def stored(config: TrainConfig, ranks: Ranks) -> Iterator[None]:
     problem = ranks.agreed(problem)
     if problem:
         raise UserError(problem)
-    if ranks.first:
+    if store:
         thread = threading.Thread(target=_keep, args=(store, ended), name="store", daemon=True)
         thread.start()
     try:
-        yield
+        yield store
     except BaseException as error:
         _end(thread, ended)
-        if ranks.first and isinstance(error, Preempted):
+        if store and isinstance(error, Preempted):
             _last(store)
         raise
     _end(thread, ended)
-    if ranks.first:
+    if store:
         _last(store)
 
 
@@ -154,12 +213,15 @@ def _last(store: Store) -> None:
 
 
 def _keep(store: Store, ended: threading.Event) -> None:
-    said: Any = None
+    said, failed = None, None
     while not ended.wait(PERIOD):
         try:
             store.copy()
             said = None
         except Exception as error:  # training goes on; the next look tries again
+            newest_here = listed(store.out / "checkpoints")[:1]
+            store.failures += newest_here != failed
+            failed = newest_here
             if said != str(error):
                 said = str(error)
                 print(f"a checkpoint could not be copied to {store.uri}, yet: {in_a_line(error)}", file=sys.stderr)

@@ -41,8 +41,10 @@ PATHS: dict[str, tuple[str, tuple[str, ...]]] = {
     _HERE + "experimental": ("liger_kernel.nn", ("LigerEmbedding",)),
     _HERE + "experimental.embedding": ("liger_kernel.nn", ("LigerEmbedding",)),
     _HERE + "fused_add_rms_norm": ("liger_kernel.nn", ("LigerFusedAddRMSNorm",)),
+    _HERE + "fused_ce_tvd": ("liger_kernel.nn", ("LigerFusedCETVDLoss",)),
     _HERE + "fused_linear_cross_entropy": ("liger_kernel.nn", ("LigerFusedLinearCrossEntropyLoss",)),
     _HERE + "fused_linear_jsd": ("liger_kernel.nn", ("LigerFusedLinearJSD",)),
+    _HERE + "fused_linear_kl_div": ("liger_kernel.nn", ("LigerFusedLinearKLDivLoss",)),
     _HERE + "fused_neighborhood_attention": (
         "liger_kernel.nn",
         tuple(f"LigerFusedNeighborhoodAttention{part}" for part in ("", "Layer", "Config")),

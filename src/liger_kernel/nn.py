@@ -20,7 +20,9 @@ from liger_kernel.ops.cross_entropy import REDUCTIONS, cross_entropy
 from liger_kernel.ops.dyt import dyt
 from liger_kernel.ops.embedding import embedding
 from liger_kernel.ops.fused_add_rms_norm import fused_add_rms_norm
+from liger_kernel.ops.fused_ce_tvd import fused_ce_tvd
 from liger_kernel.ops.fused_linear_jsd import LigerFusedLinearJSDFunction
+from liger_kernel.ops.fused_linear_kl_div import LigerFusedLinearKLDivFunction
 from liger_kernel.ops.glu import glu
 from liger_kernel.ops.group_norm import group_norm
 from liger_kernel.ops.jsd import jsd
@@ -769,6 +771,70 @@ class LigerFusedLinearJSD(nn.Module):
         return liger_fused_linear_jsd(
             student_input, student_weight, teacher_input, teacher_weight, shift_labels, self.jsd_beta, self.ignore_index, self.temperature, self.accum_dtype
         )
+
+
+def liger_fused_linear_kl_div(
+    student_input: Tensor,
+    student_weight: Tensor,
+    target: Tensor,
+    shift_labels: Tensor | None = None,
+    reduction: str = "batchmean",
+    ignore_index: int = -100,
+    temperature: float = 1.0,
+    eps: float = 1e-10,
+    accum_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """KL divergence of a linear head from given probabilities, without the logits, as in ``LigerFusedLinearKLDivLoss``. (M, H), (V, H), (M, V), (M,)."""
+    return LigerFusedLinearKLDivFunction.apply(student_input, student_weight, target, shift_labels, reduction, ignore_index, temperature, eps, accum_dtype)
+
+
+class LigerFusedLinearKLDivLoss(nn.Module):
+    """KL(p || q) of q = softmax(student_input student_weight^T / temperature) from a teacher's probabilities p, without the student's logits.
+
+    ``forward(student_input, student_weight, target, shift_labels=None)``: (M, H), (V, H), p (M, V) in any floating-point dtype, and labels (M,), of which
+    those that are ``ignore_index`` leave their row out. Returns 0-dim fp32: the sum of p (log max(p, eps) - log q), over the rows that count ("batchmean"),
+    over their elements ("mean") or as it is ("sum"), as ``torch.nn.KLDivLoss`` has it, not multiplied by temperature^2; 0 where no row counts.
+    p gets no gradient, and one that asks for it is refused. ``accum_dtype``: of the sum of the weight's gradient.
+    """
+
+    def __init__(
+        self,
+        reduction: str = "batchmean",
+        ignore_index: int = -100,
+        temperature: float = 1.0,
+        eps: float = 1e-10,
+        accum_dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        if not temperature > 0:
+            raise ValueError(f"LigerFusedLinearKLDivLoss: temperature must be positive, got {temperature}")
+        self.reduction, self.ignore_index, self.temperature, self.eps, self.accum_dtype = reduction, ignore_index, temperature, eps, accum_dtype
+
+    def forward(self, student_input: Tensor, student_weight: Tensor, target: Tensor, shift_labels: Tensor | None = None) -> Tensor:
+        return liger_fused_linear_kl_div(
+            student_input, student_weight, target, shift_labels, self.reduction, self.ignore_index, self.temperature, self.eps, self.accum_dtype
+        )
+
+    def extra_repr(self) -> str:
+        return f"reduction={self.reduction!r}, ignore_index={self.ignore_index}, temperature={self.temperature}, eps={self.eps}, accum_dtype={self.accum_dtype}"
+
+
+class LigerFusedCETVDLoss(nn.Module):
+    """Cross entropy and total variation distance from a teacher, of each token, in one pass over the logits.
+
+    ``forward(student_logits, teacher_logits, target)``: (M, V), (M, V), (M,). Returns ``(ce, tvd)``, fp32 (M,) each, 0 where the target is
+    ``ignore_index``; both differentiable in the student's logits. The teacher is constant.
+    """
+
+    def __init__(self, ignore_index: int = -100):
+        super().__init__()
+        self.ignore_index = ignore_index
+
+    def forward(self, student_logits: Tensor, teacher_logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        return fused_ce_tvd(student_logits, teacher_logits, target, ignore_index=self.ignore_index)
+
+    def extra_repr(self) -> str:
+        return f"ignore_index={self.ignore_index}"
 
 
 def liger_softmax(x: Tensor) -> Tensor:

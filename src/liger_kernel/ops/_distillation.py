@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_kernel.ops import _config, logit_divergence
-from liger_kernel.ops._divergence import derived, joined, online, times
+from liger_kernel.ops._divergence import TINY as SMALLEST
+from liger_kernel.ops._divergence import at_least, derived, elements, joined, online, times
 from liger_kernel.ops._linear import Kept, chunk_gradients
 from liger_kernel.ops._op import acc, launch, tracing, use_kernels
 from liger_kernel.ops._tl import jit, next_power_of_2, tl
@@ -48,9 +49,14 @@ def topk_forward_kl(z: Tensor, log_p: Tensor, index: Tensor, temperature: float,
     return kl + rest * (rest.where(rest > 0, 1).log() - log_rest.where(rest > 0, 0))
 
 
+def given_kl(z: Tensor, p: Tensor, temperature: float, eps: float) -> Tensor:
+    """The loss (M,) of logits z and probabilities p (M, V), in torch."""
+    return elements((z.to(acc(z.dtype)) / temperature).log_softmax(-1), p, "kl", eps=eps).sum(-1)
+
+
 @dataclass(frozen=True)
 class Distillation:
-    """What a row's loss is, but for its tensors."""
+    """What a row's loss is, but for its tensors. ``kind`` is one of ``KINDS``, or "kl" for a teacher given by probabilities."""
 
     kind: str = "jsd"
     beta: float = 0.5
@@ -60,13 +66,14 @@ class Distillation:
     tail: bool = True
     ignore_index: int = -100
     reduction: str = "mean"
+    eps: float = 1e-10
 
     def divergence(self) -> Divergence:
         return Divergence(self.kind, self.beta, self.temperature, self.ignore_index)
 
 
 # The same numbers in a launcher's schema, in the order of the fields of ``Distillation``.
-NUMBERS = "str kind, float beta, float temperature, float weight_hard, float weight_soft, bool tail, int ignore_index, str reduction"
+NUMBERS = "str kind, float beta, float temperature, float weight_hard, float weight_soft, bool tail, int ignore_index, str reduction, float eps"
 
 
 @jit
@@ -125,17 +132,17 @@ def _factor(norm_ptr, g_ptr, row, HAS_NORM: tl.constexpr, HAS_G: tl.constexpr):
 
 @jit
 def _rows(
-    s_ptr, t_ptr, s_bias_ptr, t_bias_ptr, target_ptr, norm_ptr, g_ptr, soft_ptr, hard_ptr, dz_ptr,
-    V, s_stride, t_stride, dz_stride, ignore_index, beta, scale, weight_hard, weight_soft,
+    s_ptr, t_ptr, s_bias_ptr, t_bias_ptr, target_ptr, norm_ptr, g_ptr, g_hard_ptr, soft_ptr, hard_ptr, dz_ptr,
+    V, s_stride, t_stride, dz_stride, ignore_index, beta, eps, scale, weight_hard, weight_soft,
     KIND: tl.constexpr, S_BIAS: tl.constexpr, T_BIAS: tl.constexpr, HAS_TARGET: tl.constexpr, HARD: tl.constexpr, HARD_LSE: tl.constexpr,
-    HAS_NORM: tl.constexpr, HAS_G: tl.constexpr, NEED_DZ: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_NORM: tl.constexpr, HAS_G: tl.constexpr, HAS_G_HARD: tl.constexpr, NEED_DZ: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One row a program, as in ``logit_divergence``, the hard loss in the same sweeps. HARD_LSE: it has a normaliser of its own."""
     row = tl.program_id(0).to(tl.int64)
     s_ptr += row * s_stride
     t_ptr += row * t_stride
     dz_ptr += row * dz_stride
-    beta, scale = tl.cast(beta, tl.float32), tl.cast(scale, tl.float32)
+    beta, eps, scale = tl.cast(beta, tl.float32), tl.cast(eps, tl.float32), tl.cast(scale, tl.float32)
     LANES: tl.constexpr = BLOCK // VEC
     blocks = tl.cdiv(V, BLOCK)
     ignored = False
@@ -147,7 +154,9 @@ def _rows(
     if ignored:
         _ignore(soft_ptr, hard_ptr, dz_ptr, row, V, HARD, NEED_DZ, BLOCK)
     else:
-        s_origin, t_origin = _origin(s_ptr, s_bias_ptr, V, S_BIAS, LANES, VEC), _origin(t_ptr, t_bias_ptr, V, T_BIAS, LANES, VEC)
+        s_origin, t_origin = _origin(s_ptr, s_bias_ptr, V, S_BIAS, LANES, VEC), 0.0
+        if KIND != "kl":
+            t_origin = _origin(t_ptr, t_bias_ptr, V, T_BIAS, LANES, VEC)
         if KIND == "cosine":  # sees shifts
             s_origin, t_origin = 0.0, 0.0
         inside = (target >= 0) & (target < V)
@@ -162,9 +171,17 @@ def _rows(
         gap = tl.zeros((LANES,), tl.float32)  # what a KL consists of; of cosine the product
         for i in range(0, blocks):
             col, z = _load(s_ptr, s_bias_ptr, i * BLOCK, V, s_origin, S_BIAS, LANES, VEC)
-            col, t = _load(t_ptr, t_bias_ptr, i * BLOCK, V, t_origin, T_BIAS, LANES, VEC)
-            t *= scale
-            if KIND == "cosine":
+            if KIND == "kl":
+                p = tl.load(t_ptr + col, mask=col < V, other=0.0).to(tl.float32)
+            else:
+                col, t = _load(t_ptr, t_bias_ptr, i * BLOCK, V, t_origin, T_BIAS, LANES, VEC)
+                t *= scale
+            if KIND == "kl":
+                s = z * scale
+                s_top, s_sum, s_e, s_rescale = online(s, s_top, s_sum)
+                t_sum += tl.sum(p, axis=1)
+                gap += tl.sum(tl.where(p == 0.0, 0.0, p * (tl.log(at_least(p, eps)) - s)), axis=1)
+            elif KIND == "cosine":
                 a, b = tl.where(col < V, z, 0.0), tl.where(col < V, t, 0.0)
                 gap += tl.sum(a * b, axis=1)
                 s_sum += tl.sum(a * a, axis=1)
@@ -190,10 +207,15 @@ def _rows(
             loss = 1.0 - mean
         else:
             s_lse, s_weight = joined(s_top, s_sum)
-            t_lse, t_weight = joined(t_top, t_sum)
+            if KIND == "kl":
+                mean, t_lse = tl.sum(t_sum, axis=0), 0.0  # of probabilities that need not sum to 1
+            else:
+                t_lse, t_weight = joined(t_top, t_sum)
             if HARD and not HARD_LSE:
                 h_lse = s_lse
-            if KIND == "forward_kl":
+            if KIND == "kl":
+                loss = tl.sum(gap, axis=0) + mean * s_lse
+            elif KIND == "forward_kl":
                 mean = tl.sum(times(gap, t_weight), axis=0)
                 loss = mean + (s_lse - t_lse)
             elif KIND == "reverse_kl":
@@ -219,12 +241,19 @@ def _rows(
         if NEED_DZ:
             factor = _factor(norm_ptr, g_ptr, row, HAS_NORM, HAS_G)
             soft, hard = factor * weight_soft * scale, factor * weight_hard * poison
+            if HAS_G_HARD:
+                hard = tl.load(g_hard_ptr + row).to(tl.float32) * weight_hard * poison
             for i in range(0, blocks):
                 start = (i if KIND == "jsd" or KIND == "tvd" else blocks - 1 - i) * BLOCK
                 col, z = _load(s_ptr, s_bias_ptr, start, V, s_origin, S_BIAS, LANES, VEC)
-                col, t = _load(t_ptr, t_bias_ptr, start, V, t_origin, T_BIAS, LANES, VEC)
-                t *= scale
-                if KIND == "cosine":
+                if KIND == "kl":
+                    p = tl.load(t_ptr + col, mask=col < V, other=0.0).to(tl.float32)
+                else:
+                    col, t = _load(t_ptr, t_bias_ptr, start, V, t_origin, T_BIAS, LANES, VEC)
+                    t *= scale
+                if KIND == "kl":
+                    dz = mean * tl.exp(z * scale - s_lse) - p
+                elif KIND == "cosine":
                     dz = (z / s_norm * mean - t / t_norm) / s_norm
                 else:
                     s = z * scale
@@ -343,19 +372,20 @@ def row_kernel(
     dz: Tensor | None = None,
     norm: Tensor | None = None,
     g: Tensor | None = None,
+    g_hard: Tensor | None = None,
 ) -> None:
     """Per-row losses of logits z (M, V) into ``soft`` and ``hard`` (empty without a hard loss) and the gradient into ``dz``, which may be z itself.
 
-    ``t``: the teacher's logits, or log-probabilities and indices (M, K). The biases (V,) are added first; z is spent.
-    The gradient is multiplied by ``g`` (M,) and divided by ``norm``.
+    ``t``: the teacher's logits, of kind "kl" its probabilities, or log-probabilities and indices (M, K). The biases (V,) are added first; z is spent.
+    The gradient is multiplied by ``g`` (M,) and divided by ``norm``; with ``g_hard`` (M,), which excludes a ``norm``, the hard loss' own is by that.
     """
     if tracing(z):
         return
     topk = isinstance(t, tuple)
-    if not topk and bias is None and teacher_bias is None and s.kind != "cosine" and not s.weight_hard and s.weight_soft == 1.0:
+    if not topk and bias is None and teacher_bias is None and s.kind not in ("cosine", "kl") and not s.weight_hard and s.weight_soft == 1.0:
         return divergence_rows(z, t, s.divergence(), labels=target, out=soft, dz=dz, norm=norm, g=g)
     if not (use_kernels(z) and (topk or use_kernels(t))):
-        return _rows_in_torch(z, t, target, s, soft, hard, bias, teacher_bias, dz, norm, g)
+        return _rows_in_torch(z, t, target, s, soft, hard, bias, teacher_bias, dz, norm, g, g_hard)
     (M, V), scale = z.shape, 1.0 if s.kind == "cosine" else 1 / s.temperature
     # more columns at once spill registers in jsd with a hard loss
     itemsize = max(z.itemsize, 0 if topk else t.itemsize)
@@ -365,24 +395,27 @@ def row_kernel(
         S_BIAS=bias is not None, HAS_TARGET=target is not None, HARD=s.weight_hard != 0, HARD_LSE=s.weight_hard != 0 and (s.kind == "cosine" or scale != 1.0),
         HAS_NORM=norm is not None, HAS_G=g is not None, NEED_DZ=dz is not None, VEC=min(c.block_n, 16 // z.itemsize), BLOCK=c.block_n, num_warps=c.num_warps,
     )  # fmt: skip
-    shared = (given(target), given(norm), given(g), soft, hard, given(dz))
+    upstream, results = (given(target), given(norm), given(g)), (soft, hard, given(dz))
     stride = 0 if dz is None else dz.stride(0)
     numbers = (s.weight_hard, s.weight_soft)
     if topk:
         log_p, index = t
         launch(
-            _topk_rows, (M,), z, log_p, index, given(bias), *shared, V, index.shape[1], z.stride(0), stride, s.ignore_index, scale, *numbers,
+            _topk_rows, (M,), z, log_p, index, given(bias), *upstream, *results, V, index.shape[1], z.stride(0), stride, s.ignore_index, scale, *numbers,
             TAIL=s.tail, BLOCK_K=next_power_of_2(index.shape[1]), **flags,
         )  # fmt: skip
     else:
         launch(
-            _rows, (M,), z, t, given(bias), given(teacher_bias), *shared, V, z.stride(0), t.stride(0), stride, s.ignore_index, s.beta, scale, *numbers,
-            KIND=s.divergence().plain().kind, T_BIAS=teacher_bias is not None, **flags,
+            _rows, (M,), z, t, given(bias), given(teacher_bias), *upstream, given(g_hard), *results, V, z.stride(0), t.stride(0), stride, s.ignore_index,
+            s.beta, max(s.eps, SMALLEST), scale, *numbers,
+            KIND=s.divergence().plain().kind, T_BIAS=teacher_bias is not None, HAS_G_HARD=g_hard is not None, **flags,
         )  # fmt: skip
     return None
 
 
-def _rows_in_torch(z: Tensor, t: Tensor | tuple[Tensor, Tensor], target: Tensor | None, s: Distillation, soft, hard, bias, teacher_bias, dz, norm, g) -> None:
+def _rows_in_torch(
+    z: Tensor, t: Tensor | tuple[Tensor, Tensor], target: Tensor | None, s: Distillation, soft, hard, bias, teacher_bias, dz, norm, g, g_hard
+) -> None:
     a = z.to(acc(z.dtype)) if bias is None else z.to(acc(z.dtype)) + bias
     if teacher_bias is not None:
         t = t.to(acc(t.dtype)) + teacher_bias
@@ -396,6 +429,11 @@ def _rows_in_torch(z: Tensor, t: Tensor | tuple[Tensor, Tensor], target: Tensor 
         soft.copy_(1 - cos[:, 0])
         if d is not None:
             d.copy_((a / a_norm * cos - b / b_norm) / a_norm)
+    elif s.kind == "kl":
+        soft.copy_(given_kl(a, t, s.temperature, s.eps))
+        if d is not None:
+            p = t.to(a.dtype)
+            d.copy_(((a / s.temperature).softmax(-1) * p.sum(-1, keepdim=True) - p) / s.temperature)
     else:
         divergence_rows(a, t, s.divergence(), out=soft, dz=d)
     valid = None if target is None else target != s.ignore_index
@@ -403,13 +441,15 @@ def _rows_in_torch(z: Tensor, t: Tensor | tuple[Tensor, Tensor], target: Tensor 
         soft.copy_(soft.where(valid, 0))
     if d is not None:
         d *= s.weight_soft
+        if g_hard is not None:
+            d, g = d * g[:, None], None
     if s.weight_hard:
         assert target is not None
         hard_rows, d_hard = Rows.empty(target, Loss(), hard.dtype), None if d is None else torch.empty_like(a)
         cross_entropy_rows(a, target, Loss(ignore_index=s.ignore_index, reduction="none"), out=hard_rows, dz=d_hard)
         hard.copy_(hard_rows.loss)
         if d is not None:
-            d.add_(d_hard, alpha=s.weight_hard)
+            d.add_(d_hard if g_hard is None else d_hard * g_hard[:, None], alpha=s.weight_hard)
     if d is not None:
         d = d if g is None else d * g[:, None]
         d = d if norm is None else d / norm
@@ -435,7 +475,8 @@ def _topk_in_torch(z: Tensor, log_p: Tensor, index: Tensor, s: Distillation, sof
 def check_teacher(name: str, M: int, V: int, **tensors: Tensor | None) -> None:
     """Refuse tensors of a teacher that are of other shapes or kinds than M rows and V tokens ask for, or that want a gradient."""
     G, K = (None if t is None or not t.ndim else t.shape[-1] for t in (tensors.get("teacher_x"), tensors.get("topk_indices")))
-    shapes = dict(teacher_x=(M, G), teacher_w=(V, G), teacher_logits=(M, V), topk_log_probs=(M, K), topk_indices=(M, K), teacher_bias=(V,))
+    shapes = dict(teacher_x=(M, G), teacher_w=(V, G), teacher_bias=(V,), topk_log_probs=(M, K), topk_indices=(M, K))
+    shapes |= dict.fromkeys(("teacher_logits", "teacher_probs"), (M, V))
     for key, t in tensors.items():
         if t is None:
             continue

@@ -5,7 +5,8 @@ Shapes: x (M, H), w (V, H), bias (V,) of the student, teacher_x (M, G), teacher_
     weight_hard cross_entropy(z, target) + weight_soft D(z / temperature, t / temperature),   z = x w^T + bias,  t = teacher_x teacher_w^T + teacher_bias
 
 where D is, by ``kind``, a divergence of ``logit_divergence`` (formulas there; arXiv:2306.13649) or "cosine": 1 - <z, t> / (|z| |t|). Neither is
-multiplied by temperature^2. A teacher may also be given by its logits t (M, V), or by the log-probabilities p of K tokens a row: then the loss is the
+multiplied by temperature^2. A teacher may also be given by its logits t (M, V); by probabilities p (M, V), which need not sum to 1, then the loss is
+sum_j p_j (log max(p_j, eps) - log q_j), as in ``kl_div``, for q = softmax(z / temperature); or by the log-probabilities p of K tokens a row: then it is the
 forward KL of these and, with ``tail``, of all other tokens lumped into one, sum_k p_k log(p_k / q_k) + p_rest log(p_rest / q_rest), a lower bound of
 the whole KL; without ``tail`` p is normalised to sum to 1 over the K tokens, q remains what it is over all V.
 
@@ -20,7 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops._distillation import KINDS, NUMBERS, TINY, Distillation, check_teacher, row_kernel, topk_forward_kl
+from liger_kernel.ops._distillation import KINDS, NUMBERS, TINY, Distillation, check_teacher, given_kl, row_kernel, topk_forward_kl
+from liger_kernel.ops._divergence import probs
 from liger_kernel.ops._linear import Kept, add_mm, auto_chunk_rows, chunk_gradients, values
 from liger_kernel.ops._op import Case, Cost, T, acc, launcher, nbytes, on_gpu, once_differentiable, op, rows_of
 from liger_kernel.ops._reduce import divided, scaled
@@ -40,6 +42,7 @@ def reference(
     teacher_bias: Tensor | None = None,
     *,
     teacher_logits: Tensor | None = None,
+    teacher_probs: Tensor | None = None,
     topk_log_probs: Tensor | None = None,
     topk_indices: Tensor | None = None,
     kind: str = "jsd",
@@ -48,6 +51,7 @@ def reference(
     weight_hard: float = 0.0,
     weight_soft: float = 1.0,
     tail: bool = True,
+    eps: float = 1e-10,
     ignore_index: int = -100,
     reduction: str = "mean",
     parts: bool = False,
@@ -61,6 +65,8 @@ def reference(
     valid = x.new_ones(x.shape[0], dtype=torch.bool) if target is None else target != ignore_index
     if topk_log_probs is not None:
         soft = topk_forward_kl(z, topk_log_probs, topk_indices, temperature, tail)
+    elif teacher_probs is not None:
+        soft = given_kl(z, teacher_probs, temperature, eps)
     else:
         t = F.linear(teacher_x, teacher_w, teacher_bias) if teacher_logits is None else teacher_logits
         if kind == "cosine":
@@ -176,6 +182,12 @@ def _heads(M: int, H: int, G: int, V: int, draw=torch.randn) -> dict[str, T]:
     return dict(x=T((M, H)), w=T((V, H), draw), teacher_x=T((M, G), grad=False), teacher_w=T((V, G), draw, grad=False))
 
 
+def _sparse(*shape: int, dtype: torch.dtype) -> Tensor:
+    """Probabilities, some of them 0; they do not sum to 1."""
+    p = probs(*shape, dtype=dtype)
+    return p * (p > p.mean())
+
+
 def _topk(M: int, V: int, K: int) -> dict[str, T]:
     """The first K of a row's V log-probabilities, at tokens drawn without replacement."""
     log_probs = lambda *shape, dtype: torch.randn(M, V, dtype=dtype).log_softmax(-1)[:, :K]
@@ -184,16 +196,17 @@ def _topk(M: int, V: int, K: int) -> dict[str, T]:
 
 
 def _cost(
-    x, w, teacher_x=None, teacher_w=None, target=None, bias=None, teacher_bias=None, *, teacher_logits=None, topk_log_probs=None, topk_indices=None, **_
-) -> Cost:
+    x, w, teacher_x=None, teacher_w=None, target=None, bias=None, teacher_bias=None, *,
+    teacher_logits=None, teacher_probs=None, topk_log_probs=None, topk_indices=None, **_,
+) -> Cost:  # fmt: skip
     (M, H), V = x.shape, w.shape[0]
     teacher = [] if teacher_x is None else [(M, V, teacher_x.shape[1])]
-    read = nbytes(x, w, teacher_x, teacher_w, target, bias, teacher_bias, teacher_logits, topk_log_probs, topk_indices)
+    read = nbytes(x, w, teacher_x, teacher_w, target, bias, teacher_bias, teacher_logits, teacher_probs, topk_log_probs, topk_indices)
     return Cost(read, nbytes(x, w, bias), gemms=([(M, V, H), *teacher], [(M, H, V), (V, H, M)]))
 
 
 def _torch(x, w, teacher_x=None, teacher_w=None, target=None, bias=None, teacher_bias=None, **options):
-    if options.get("teacher_logits") is not None or options.get("topk_log_probs") is not None:
+    if teacher_x is None:
         raise NotImplementedError
     return reference(x, w, teacher_x, teacher_w, target, bias, teacher_bias, **options)
 
@@ -225,6 +238,12 @@ def _upstream(functional, x, w, teacher_x=None, teacher_w=None, target=None, bia
         Case("compact-none", dict(**_heads(9, 16, 24, 40), target=targets(9, 40), compact=True, chunk_rows=4, reduction="none")),
         Case("fp32-logits", dict(**_heads(9, 16, 24, 40), target=targets(9, 40), weight_hard=0.5, fp32_logits=True, chunk_rows=4)),
         Case("teacher-logits", dict(x=T((7, 16)), w=T((40, 16)), teacher_logits=T((7, 40), grad=False), target=targets(7, 40), kind="tvd", chunk_rows=3)),
+        Case("probs", dict(x=T((7, 16)), w=T((65, 16)), teacher_probs=T((7, 65), probs, grad=False), target=targets(7, 65), kind="forward_kl", chunk_rows=3)),
+        Case("probs-hard", dict(x=T((9, 16)), w=T((40, 16)), bias=T((40,)), teacher_probs=T((9, 40), probs, grad=False, dtype=torch.float32),
+             target=targets(9, 40), kind="forward_kl", weight_hard=0.5, weight_soft=0.7, temperature=2.0, compact=True, chunk_rows=4)),
+        Case("probs-zero", dict(x=T((6, 16)), w=T((33, 16)), teacher_probs=T((6, 33), _sparse, grad=False), kind="forward_kl", reduction="none",
+             temperature=0.7, eps=0.02)),
+        Case("probs-two-blocks", dict(x=T((2, 8)), w=T((9001, 8)), teacher_probs=T((2, 9001), probs, grad=False), kind="forward_kl", reduction="sum")),
         Case("fp32-teacher", dict(x=T((24, 16)), w=T((40, 16)), teacher_x=T((24, 8), grad=False, dtype=torch.float32),
              teacher_w=T((40, 8), grad=False, dtype=torch.float32))),
         Case("topk", dict(x=T((7, 16)), w=T((65, 16)), **_topk(7, 65, 5), kind="forward_kl", chunk_rows=3)),
@@ -245,9 +264,12 @@ def _upstream(functional, x, w, teacher_x=None, teacher_w=None, target=None, bia
             )
         ),
         Case("llama3-topk", dict(x=T((4096, 2048)), w=T((128256, 2048), _small), **_topk(4096, 128256, 64), kind="forward_kl"), gpu=True, timed=True),
+        Case("llama3-probs", dict(x=T((4096, 2048)), w=T((128256, 2048), _small), teacher_probs=T((4096, 128256), probs, grad=False), kind="forward_kl"),
+             gpu=True, timed=True),
         Case("bad-width", dict(x=T((4, 8)), w=T((10, 6))), error="linear_divergence: w must have shape (V, 8), got (10, 6)"),
         Case("no-teacher", dict(x=T((4, 8)), w=T((10, 8)), teacher_x=T((4, 8), grad=False)),
-             error="linear_divergence: the teacher must be teacher_x and teacher_w, or teacher_logits, or topk_log_probs and topk_indices, got teacher_x"),
+             error="linear_divergence: the teacher must be teacher_x and teacher_w, or teacher_logits, or teacher_probs, or topk_log_probs and topk_indices, "
+             "got teacher_x"),
         Case("bias-alone", dict(x=T((4, 8)), w=T((10, 8)), teacher_logits=T((4, 10), grad=False), teacher_bias=T((10,))),
              error="linear_divergence: teacher_bias must be None without teacher_w, got (10,)"),
         Case("bad-teacher", dict(**_heads(4, 8, 6, 10) | dict(teacher_w=T((11, 6), grad=False))),
@@ -259,6 +281,10 @@ def _upstream(functional, x, w, teacher_x=None, teacher_w=None, target=None, bia
              error="linear_divergence: kind must be one of ('jsd', 'forward_kl', 'reverse_kl', 'tvd', 'cosine'), got 'kl'"),
         Case("topk-kind", dict(x=T((4, 8)), w=T((10, 8)), **_topk(4, 10, 2)),
              error="linear_divergence: kind must be 'forward_kl' for a top-k teacher, got 'jsd'"),
+        Case("probs-kind", dict(x=T((4, 8)), w=T((10, 8)), teacher_probs=T((4, 10), grad=False)),
+             error="linear_divergence: kind must be 'forward_kl' for a teacher's probabilities, got 'jsd'"),
+        Case("bad-eps", dict(x=T((4, 8)), w=T((10, 8)), teacher_probs=T((4, 10), grad=False), kind="forward_kl", eps=-1.0),
+             error="linear_divergence: eps must not be negative, got -1.0"),
         Case("bad-beta", dict(**_heads(4, 8, 6, 10), beta=2.0), error="linear_divergence: beta must be between 0 and 1, got 2.0"),
         Case("cold", dict(**_heads(4, 8, 6, 10), temperature=0.0), error="linear_divergence: temperature must be positive, got 0.0"),
         Case("bad-target", dict(**_heads(4, 8, 6, 10), target=targets(5, 10)), error="linear_divergence: target must have shape (4,), got (5,)"),
@@ -276,6 +302,7 @@ def linear_divergence(
     teacher_bias: Tensor | None = None,
     *,
     teacher_logits: Tensor | None = None,
+    teacher_probs: Tensor | None = None,
     topk_log_probs: Tensor | None = None,
     topk_indices: Tensor | None = None,
     kind: str = "jsd",
@@ -284,6 +311,7 @@ def linear_divergence(
     weight_hard: float = 0.0,
     weight_soft: float = 1.0,
     tail: bool = True,
+    eps: float = 1e-10,
     ignore_index: int = -100,
     reduction: str = "mean",
     parts: bool = False,
@@ -296,9 +324,10 @@ def linear_divergence(
     """``weight_hard`` times the cross entropy of a student's head and ``weight_soft`` times its divergence from a teacher's, in chunks of tokens.
 
     x (M, H), w (V, H), bias (V,), target (M,) int64 (without it all rows count, and there is no hard loss). The teacher: teacher_x (M, G), teacher_w (V, G)
-    and teacher_bias (V,); or teacher_logits (M, V); or topk_log_probs and topk_indices (M, K), log-probabilities at this ``temperature`` of distinct tokens,
-    an index outside [0, V) counting as none. The teacher is constant: hidden states, logits and log-probabilities that require a gradient are refused, a
-    weight that does gets none. Student's and teacher's tensors are promoted to one dtype each, under autocast to its dtype.
+    and teacher_bias (V,); or teacher_logits (M, V); or, of kind "forward_kl", teacher_probs (M, V), or topk_log_probs and topk_indices (M, K): those are
+    log-probabilities at this ``temperature`` of distinct tokens, and an index outside [0, V) counts as none. The teacher is constant: hidden states, logits
+    and probabilities that require a gradient are refused, a weight that does gets none. Student's and teacher's tensors are promoted to one dtype each,
+    under autocast to its dtype.
 
     Returns the fp32 loss: "mean" over the rows whose target is not ``ignore_index`` (none: NaN) or divided by ``num_items``, "sum", or (M,) for "none"; with
     ``parts`` also the soft and the hard loss, not weighted and without gradient. The other options are those of ``linear_cross_entropy``.
@@ -306,11 +335,13 @@ def linear_divergence(
     name = "linear_divergence"
     check_head(name, x, w, bias, chunk_rows)
     M, V = x.shape[0], w.shape[0]
-    teacher = dict(teacher_x=teacher_x, teacher_w=teacher_w, teacher_logits=teacher_logits, topk_log_probs=topk_log_probs, topk_indices=topk_indices)
+    teacher = dict(teacher_x=teacher_x, teacher_w=teacher_w, teacher_logits=teacher_logits, teacher_probs=teacher_probs, topk_log_probs=topk_log_probs,
+                   topk_indices=topk_indices)  # fmt: skip
     given = tuple(n for n, t in teacher.items() if t is not None)
-    if given not in (("teacher_x", "teacher_w"), ("teacher_logits",), ("topk_log_probs", "topk_indices")):
+    if given not in (("teacher_x", "teacher_w"), ("teacher_logits",), ("teacher_probs",), ("topk_log_probs", "topk_indices")):
         raise ValueError(
-            f"{name}: the teacher must be teacher_x and teacher_w, or teacher_logits, or topk_log_probs and topk_indices, got {' and '.join(given) or None}"
+            f"{name}: the teacher must be teacher_x and teacher_w, or teacher_logits, or teacher_probs, or topk_log_probs and topk_indices, "
+            f"got {' and '.join(given) or None}"
         )
     if teacher_bias is not None and teacher_x is None:
         raise ValueError(f"{name}: teacher_bias must be None without teacher_w, got {tuple(teacher_bias.shape)}")
@@ -319,6 +350,10 @@ def linear_divergence(
         raise ValueError(f"{name}: kind must be one of {KINDS}, got {kind!r}")
     if topk_indices is not None and kind != "forward_kl":
         raise ValueError(f"{name}: kind must be 'forward_kl' for a top-k teacher, got {kind!r}")
+    if teacher_probs is not None and kind != "forward_kl":
+        raise ValueError(f"{name}: kind must be 'forward_kl' for a teacher's probabilities, got {kind!r}")
+    if eps < 0:
+        raise ValueError(f"{name}: eps must not be negative, got {eps}")
     if not 0 <= beta <= 1:
         raise ValueError(f"{name}: beta must be between 0 and 1, got {beta}")
     if not temperature > 0:
@@ -332,7 +367,9 @@ def linear_divergence(
     x, w, bias = promoted(x, w, bias)
     if teacher_x is not None and teacher_w is not None:
         teacher_x, teacher_w, teacher_bias = (None if t is None else t.detach() for t in promoted(teacher_x, teacher_w, teacher_bias))
-    s = Distillation(kind, beta, temperature, weight_hard, weight_soft, tail, ignore_index, reduction)
+    if teacher_probs is not None:
+        kind, teacher_logits = "kl", teacher_probs  # they travel as logits do
+    s = Distillation(kind, beta, temperature, weight_hard, weight_soft, tail, ignore_index, reduction, eps)
     need = tuple(t is not None and t.requires_grad and torch.is_grad_enabled() for t in (x, w, bias))
     kept = None if target is None else kept_rows(compact, target, ignore_index)
     tensors = (x, w, bias, teacher_x, teacher_w, teacher_bias, teacher_logits, topk_log_probs, topk_indices, target, kept)

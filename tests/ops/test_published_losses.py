@@ -1,0 +1,191 @@
+"""Losses that only their published names have: given probabilities, cross entropy with total variation, scaled cross entropy with chosen classes."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from liger_kernel import ops
+from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
+from liger_kernel.nn import LigerFusedCETVDLoss, LigerFusedLinearJSD, LigerFusedLinearKLDivLoss
+from liger_kernel.testing import assert_as_accurate, like, run
+from liger_kernel.transformers import functional
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+
+
+def randn(*shape, dtype=torch.float32, seed=0, scale=1.0):
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * scale).to(DEVICE, dtype)
+
+
+def labels(M, V, every=3):
+    y = torch.randint(0, V, (M,), generator=torch.Generator().manual_seed(1))
+    y[::every] = -100
+    return y.to(DEVICE)
+
+
+def as_accurate(ours, theirs, draw, dtype):
+    """At most twice PyTorch's error of the same formula in the same dtype."""
+    expected = lambda seed: (run(theirs, like(draw(seed))), run(theirs, like(draw(seed), torch.float64)))
+    assert_as_accurate(run(ours, draw(0)), *expected(0), *map(expected, range(1, 8)), again=lambda seed: run(ours, draw(seed)))
+
+
+# -- given probabilities ---------------------------------------------------------------------
+
+
+def given(x, w, p, shift_labels=None, *, reduction="batchmean", temperature=1.0, eps=1e-10):
+    """From the definition."""
+    z = (x @ w.t()).to(torch.promote_types(x.dtype, torch.float32)) / temperature
+    p = p.to(z.dtype)
+    kl = (p * (p.clamp(min=eps).log() - z.log_softmax(-1))).sum(-1)
+    if shift_labels is not None:
+        kl = kl[shift_labels != -100]
+    return kl.sum() / {"batchmean": len(kl), "mean": len(kl) * w.shape[0], "sum": 1}[reduction]
+
+
+@DTYPES
+@pytest.mark.parametrize("reduction", ["batchmean", "mean", "sum"])
+def test_kl_of_given_probabilities(dtype, reduction):
+    M, H, V = 11, 16, 61
+    y = labels(M, V)
+    loss = LigerFusedLinearKLDivLoss(reduction, temperature=2.0, accum_dtype=torch.float32)
+
+    def draw(seed):
+        probs = F.pad(randn(M, V - 4, seed=seed + 200).softmax(-1), (0, 4)).to(dtype)  # and classes that the teacher excludes
+        return dict(x=randn(M, H, dtype=dtype, seed=seed).requires_grad_(), w=randn(V, H, dtype=dtype, seed=seed + 100).requires_grad_(), p=probs)
+
+    theirs = lambda x, w, p: given(x, w, p, y, reduction=reduction, temperature=2.0)
+    as_accurate(lambda x, w, p: loss(x, w, p, y), theirs, draw, dtype)
+
+
+def test_kl_is_torchs_of_normalised_probabilities():
+    x, w, p = randn(7, 8, seed=1), randn(30, 8, seed=2), randn(7, 30, seed=3).softmax(-1)
+    expected = F.kl_div((x @ w.t()).log_softmax(-1), p, reduction="batchmean")
+    torch.testing.assert_close(functional.liger_fused_linear_kl_div(x, w, p), expected)
+    torch.testing.assert_close(ops.LigerFusedLinearKLDivFunction.apply(x, w, p), expected)
+    torch.testing.assert_close(LigerFusedLinearKLDivLoss("sum")(x, w, p), 7 * expected)
+
+
+def test_kl_with_no_row_that_counts_is_0():
+    for dtype in (torch.float32, torch.float16, torch.float64):
+        x, w, p = randn(5, 8, dtype=dtype).requires_grad_(), randn(30, 8, dtype=dtype, seed=1).requires_grad_(), randn(5, 30, seed=2).softmax(-1)
+        for reduction in ("batchmean", "mean", "sum"):
+            loss = LigerFusedLinearKLDivLoss(reduction)(x, w, p, torch.full((5,), -100, device=DEVICE))
+            assert loss == 0 and not any(g.any() for g in torch.autograd.grad(loss, (x, w)))
+
+
+def test_kl_ignores_what_its_rows_hold():
+    """Rows to ignore may be NaN, and an ``ignore_index`` of one's own counts."""
+    x, w, p = randn(6, 8).requires_grad_(), randn(30, 8, seed=1).requires_grad_(), randn(6, 30, seed=2).softmax(-1)
+    y = torch.tensor([0, 7, 7, 1, 2, 7], device=DEVICE)
+    expected = given(x[y != 7], w, p[y != 7])
+    wild = p.clone()
+    wild[y == 7] = float("nan")
+    loss = LigerFusedLinearKLDivLoss(ignore_index=7)(x, w, wild, y)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(torch.autograd.grad(loss, (x, w)), torch.autograd.grad(expected, (x, w)))
+
+
+def test_kl_without_autograd():
+    from liger_kernel.ops.fused_linear_kl_div import fused_linear_kl_div_backward, fused_linear_kl_div_forward
+
+    x, w, p, y = randn(6, 8).requires_grad_(), randn(30, 8, seed=1).requires_grad_(), randn(6, 30, seed=2).softmax(-1), labels(6, 30)
+    loss, *grads = fused_linear_kl_div_forward(x, w, p, y, "batchmean", -100, True, 1.0, 1e-10)
+    expected = given(x, w, p, y)
+    torch.testing.assert_close(loss, expected.detach())
+    torch.testing.assert_close(fused_linear_kl_div_backward(torch.tensor(3.0, device=DEVICE), *grads), torch.autograd.grad(3 * expected, (x, w)))
+    torch.testing.assert_close(fused_linear_kl_div_forward(x, w, p, y, "batchmean", -100, False, 1.0, 1e-10)[0], given(x, w, p).detach())
+
+
+def test_kl_refuses():
+    x, w, p = randn(5, 8), randn(30, 8), randn(5, 30).softmax(-1)
+    with pytest.raises(ValueError, match=r"fused_linear_kl_div: reduction must be one of .*, got 'none'"):
+        LigerFusedLinearKLDivLoss("none")(x, w, p)
+    with pytest.raises(ValueError, match="temperature must be positive, got 0"):
+        LigerFusedLinearKLDivLoss(temperature=0)
+    with pytest.raises(ValueError, match=r"teacher_probs must have shape \(5, 30\), got \(5, 29\)"):
+        LigerFusedLinearKLDivLoss()(x, w, p[:, 1:])
+    with pytest.raises(ValueError, match="teacher_probs must not require a gradient"):
+        LigerFusedLinearKLDivLoss()(x, w, p.requires_grad_())
+
+
+# -- cross entropy and total variation -------------------------------------------------------
+
+
+@DTYPES
+def test_cross_entropy_and_total_variation(dtype):
+    M, V = 9, 70
+    y = labels(M, V)
+    draw = lambda seed: dict(s=randn(M, V, dtype=dtype, seed=seed).requires_grad_(), t=randn(M, V, dtype=dtype, seed=seed + 100))
+
+    def theirs(s, t):
+        valid, log_q = y != -100, s.to(torch.promote_types(s.dtype, torch.float32)).log_softmax(-1)
+        distance = (log_q.exp() - t.to(log_q.dtype).softmax(-1)).abs().sum(-1) / 2
+        return F.nll_loss(log_q, y, reduction="none"), distance.where(valid, 0)
+
+    as_accurate(lambda s, t: LigerFusedCETVDLoss()(s, t, y), theirs, draw, dtype)
+    as_accurate(lambda s, t: ops.LigerFusedCETVDFunction.apply(s, t, y), theirs, draw, dtype)
+
+
+def test_each_of_both_losses_alone():
+    s, t, y = randn(6, 40).requires_grad_(), randn(6, 40, seed=1), labels(6, 40)
+    weights = randn(6, seed=2)
+    (ce,) = torch.autograd.grad((LigerFusedCETVDLoss()(s, t, y)[0] * weights).sum(), s)
+    torch.testing.assert_close(ce, torch.autograd.grad((F.cross_entropy(s, y, reduction="none") * weights).sum(), s)[0])
+    (tvd,) = torch.autograd.grad((LigerFusedCETVDLoss()(s, t, y)[1] * weights).sum(), s)
+    expected = (s.softmax(-1) - t.softmax(-1)).abs().sum(-1).where(y != -100, 0) / 2
+    torch.testing.assert_close(tvd, torch.autograd.grad((expected * weights).sum(), s)[0])
+
+
+def test_the_teacher_is_constant_and_nothing_may_count():
+    for dtype in (torch.float32, torch.float64):
+        s, t = randn(6, 40, dtype=dtype).requires_grad_(), randn(6, 40, dtype=dtype, seed=1).requires_grad_()
+        ce, tvd = LigerFusedCETVDLoss(ignore_index=3)(s, t, torch.full((6,), 3, device=DEVICE))
+        assert not ce.any() and not tvd.any()
+        ds, dt = torch.autograd.grad((ce + tvd).sum(), (s, t), allow_unused=True)
+        assert dt is None and not ds.any()
+
+
+def test_the_pair_of_cross_entropy_and_total_variation():
+    from liger_kernel.ops.fused_ce_tvd import fused_ce_tvd_backward, fused_ce_tvd_forward
+
+    s, t, y = randn(6, 40).requires_grad_(), randn(6, 40, seed=1), labels(6, 40)
+    g = randn(6, seed=2), randn(6, seed=3)
+    ce, tvd, *saved = fused_ce_tvd_forward(s, t, y, -100)
+    expected = LigerFusedCETVDLoss()(s, t, y)
+    torch.testing.assert_close((ce, tvd), tuple(e.detach() for e in expected))
+    if ops._op.INTERPRET or DEVICE == "cuda":
+        torch.testing.assert_close(fused_ce_tvd_backward(*g, s, t, y, *saved, -100), torch.autograd.grad(expected, s, g)[0])
+
+
+# -- extreme logits ----------------------------------------------------------------------------
+
+
+@DTYPES
+def test_extreme_logits_make_no_nan(dtype):
+    """Student and teacher are certain of different classes, 32768 apart."""
+    x, w = torch.eye(4, device=DEVICE, dtype=dtype).mul(128).requires_grad_(), torch.zeros(50, 4, device=DEVICE, dtype=dtype)
+    w[torch.arange(4), torch.arange(4)], w[torch.arange(4) + 4, torch.arange(4)] = 128.0, -128.0
+    w, opposite, y = w.requires_grad_(), -w.detach(), torch.arange(4, device=DEVICE)
+    tx = x.detach()
+    certain = torch.zeros(4, 50, device=DEVICE, dtype=dtype)
+    certain[torch.arange(4), torch.arange(4)] = 1
+    logits = x @ w.t()
+    found = {
+        "LigerFusedLinearJSD": LigerFusedLinearJSD()(x, w, tx, opposite),
+        "with hard loss": LigerFusedLinearJSDLoss()(x, w, tx, opposite, y),
+        "forward": LigerFusedLinearJSD(0.0)(x, w, tx, opposite),
+        "reverse": LigerFusedLinearJSD(1.0)(x, w, tx, opposite),
+        "given": LigerFusedLinearKLDivLoss()(x, w, certain),
+        "ce": LigerFusedCETVDLoss()(logits, -logits.detach(), y)[0].mean(),
+        "tvd": LigerFusedCETVDLoss()(logits, -logits.detach(), y)[1].mean(),
+    }
+    for name, loss in found.items():
+        assert loss.isfinite(), name
+        for g in torch.autograd.grad(loss, (x, w), retain_graph=True):
+            assert g.isfinite().all(), name
+    assert found["LigerFusedLinearJSD"].item() == pytest.approx(math.log(2))  # they share no class
+    assert found["forward"].item() == found["reverse"].item() == 32768
+    assert found["given"].item() == found["ce"].item() == 0 and found["tvd"].item() == 1

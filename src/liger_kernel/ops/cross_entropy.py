@@ -218,7 +218,10 @@ def _rows(
             row_total, weighted, wz_sum, z_sum, best = _sums(
                 z_ptr, bias_ptr, w_ptr, V, lse, logit_scale, cap, lane, HAS_W, HAS_BIAS, HAS_SCALE, HAS_CAP, SMOOTH, STATS, MEAN, ENTROPY, PRECISE, BLOCK
             )
-            if (row_total == float("inf")) | (row_total < 1e-30):
+            far = (row_total == float("inf")) | (row_total < 1e-30)
+            if ENTROPY:  # a difference of sums, which loses what they have in common: of e^87 and 87 e^87, everything
+                far = far | (row_total > 1e9) | (row_total < 1e-9)
+            if far:
                 top = tl.full((BLOCK,), -float("inf"), tl.float32)
                 for start in range(0, V, BLOCK):
                     z, _ = _logits(z_ptr, bias_ptr, start + lane, start + lane < V, logit_scale, cap, HAS_BIAS, HAS_SCALE, HAS_CAP, "")
@@ -230,6 +233,7 @@ def _rows(
             low = log(row_total)
             if ENTROPY:
                 entropy = low - weighted / row_total
+                entropy = tl.where(entropy < 0.0, 0.0, entropy)  # rounding, as below
             both = lse.to(tl.float64) + low.to(tl.float64)
             if not PRECISE:
                 lse = both.to(tl.float32)
@@ -242,7 +246,8 @@ def _rows(
         if DFT:
             factor *= tl.exp((z_y - lse) - low)
         if NEED_LOSS:
-            loss = on * ((lse - z_y) + low)
+            nll = (lse - z_y) + low
+            loss = on * tl.where(nll < 0.0, 0.0, nll)  # a probability above 1 is rounding
             if SMOOTH:
                 loss += smooth * (w_sum * (lse + low) - wz_sum)
             z_term = z_loss * (lse + low) * (lse + low)
@@ -417,7 +422,7 @@ def _rows_in_torch(
     poison = a.new_ones(()).where(inside, float("nan"))
     factor = poison * (((z_y - lse) - low).exp() if s.token_scaling else 1.0)
     if out is not None:
-        row, z_term = on * ((lse - z_y) + low), s.z_loss * lse.square()
+        row, z_term = on * ((lse - z_y) + low).clamp(min=0), s.z_loss * lse.square()
         if smooth:
             row += smooth * (w_sum * lse - (w * a).sum(-1))
         out.loss.copy_((factor * (row + z_term)).where(valid, 0))
@@ -429,7 +434,7 @@ def _rows_in_torch(
             out.mean.copy_(a.mean(-1).where(valid, 0))
         if s.entropy:
             each = log_p()
-            out.entropy.copy_((poison * -each.exp().mul_(each.clamp_(min=-3e38)).sum(-1)).where(valid, 0))
+            out.entropy.copy_((poison * -each.exp().mul_(each.clamp_(min=-3e38)).sum(-1).clamp_(max=0)).where(valid, 0))
     if dz is not None:
         scale = s.logit_scale / (1 if norm is None else norm.to(a.dtype))
         factor = factor * scale * (1 if g is None else g)

@@ -28,7 +28,6 @@ PATHS: dict[str, tuple[str, tuple[str, ...]]] = {
         ("liger_kernel.ops._impl", ("IMPL_REGISTRY", "LIGER_KERNEL_IMPL_ENV", "ImplInfo", "register_impl", "select_impl")),
     ),
     "liger_kernel.ops.configure": ("liger_kernel.ops._configure", ("configure", "FusedLinearCrossEntropyConfig", "MoEConfig")),
-    "liger_kernel.ops.fused_linear_scaled_cross_entropy": ("liger_kernel.ops.linear_logprobs", ("LigerFusedLinearScaledCrossEntropyFunction",)),
     "liger_kernel.ops.fused_moe": ("liger_kernel.ops.moe", ("LigerFusedMoEFunction",)),
     "liger_kernel.ops.fused_neighborhood_attention": ("liger_kernel.ops.neighborhood_attention", ("LigerFusedNeighborhoodAttentionFunction",)),
     "liger_kernel.ops.llama4_rope": ("liger_kernel.ops.rope", ("LigerLlama4RopeFunction",)),

@@ -23,6 +23,7 @@ from liger_kernel.ops.fused_add_rms_norm import fused_add_rms_norm
 from liger_kernel.ops.fused_ce_tvd import fused_ce_tvd
 from liger_kernel.ops.fused_linear_jsd import LigerFusedLinearJSDFunction
 from liger_kernel.ops.fused_linear_kl_div import LigerFusedLinearKLDivFunction
+from liger_kernel.ops.fused_linear_scaled_cross_entropy import LigerFusedLinearScaledCrossEntropyTPFunction
 from liger_kernel.ops.glu import glu
 from liger_kernel.ops.group_norm import group_norm
 from liger_kernel.ops.jsd import jsd
@@ -786,6 +787,18 @@ def liger_fused_linear_kl_div(
 ) -> Tensor:
     """KL divergence of a linear head from given probabilities, without the logits, as in ``LigerFusedLinearKLDivLoss``. (M, H), (V, H), (M, V), (M,)."""
     return LigerFusedLinearKLDivFunction.apply(student_input, student_weight, target, shift_labels, reduction, ignore_index, temperature, eps, accum_dtype)
+
+
+def liger_fused_linear_scaled_cross_entropy_tp(
+    input: Tensor, weight: Tensor, target: Tensor, tp_group: Any, temperature: float = 1.0, ignore_index: int = -100, tiles_per_reduce: int = 1,
+    return_entropy: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """Negative log-probability of each token, and with ``return_entropy`` the entropies, where ranks share the classes.
+
+    input (..., H) and target (...) alike on all ranks of ``tp_group``, weight (N, H) the classes of this one; fp32, as of
+    ``LigerFusedLinearScaledCrossEntropyTPFunction``.
+    """
+    return LigerFusedLinearScaledCrossEntropyTPFunction.apply(input, weight, target, tp_group, temperature, ignore_index, tiles_per_reduce, return_entropy)
 
 
 class LigerFusedLinearKLDivLoss(nn.Module):

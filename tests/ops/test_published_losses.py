@@ -189,3 +189,82 @@ def test_extreme_logits_make_no_nan(dtype):
     assert found["LigerFusedLinearJSD"].item() == pytest.approx(math.log(2))  # they share no class
     assert found["forward"].item() == found["reverse"].item() == 32768
     assert found["given"].item() == found["ce"].item() == 0 and found["tvd"].item() == 1
+
+
+# -- scaled cross entropy ----------------------------------------------------------------------
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(10,), (2, 5)], ids=str)
+def test_scaled_cross_entropy(dtype, shape):
+    """Losses, entropies and chosen log-probabilities, of hidden states of two and three dims, with all gradients."""
+    V, H, temperature = 61, 16, 0.7
+    y, ids = labels(10, V).view(shape), torch.tensor([3, 60, 3, 0], device=DEVICE)
+    draw = lambda seed: dict(
+        x=randn(*shape, H, dtype=dtype, seed=seed).requires_grad_(), w=randn(V, H, dtype=dtype, seed=seed + 100, scale=0.5).requires_grad_()
+    )
+
+    def theirs(x, w):
+        z = x @ w.t()
+        log_p, valid = (z.to(torch.promote_types(z.dtype, torch.float32)) / temperature).log_softmax(-1), y != -100
+        nll = -log_p.gather(-1, y.clamp(min=0)[..., None])[..., 0]
+        return nll.where(valid, 0), -(log_p.exp() * log_p).sum(-1).where(valid, 0), log_p[..., ids].where(valid[..., None], 0)
+
+    apply = ops.LigerFusedLinearScaledCrossEntropyFunction.apply
+    as_accurate(lambda x, w: apply(x, w, y, temperature, -100, 1, True, ids), theirs, draw, dtype)
+    args = draw(0)
+    nll, entropy = apply(**dict(_input=args["x"], weight=args["w"]), target=y, temperature=temperature, return_entropy=True)
+    alone, chosen = apply(args["x"], args["w"], y, temperature, selected_token_ids=ids)
+    assert torch.equal(alone, nll) and torch.equal(apply(args["x"], args["w"], y, temperature), nll)
+    assert nll.shape == entropy.shape == shape and chosen.shape == (*shape, 4)
+    assert torch.equal(chosen[..., 0], chosen[..., 2])
+
+
+def test_scaled_cross_entropy_refuses():
+    x, w, y = randn(4, 8), randn(20, 8), labels(4, 20)
+    for wrong in (torch.tensor([[1]], device=DEVICE), torch.tensor([1.0], device=DEVICE)):
+        with pytest.raises(ValueError, match=r"selected_token_ids must be integers of shape \(K,\), got"):
+            ops.LigerFusedLinearScaledCrossEntropyFunction.apply(x, w, y, selected_token_ids=wrong)
+    for fn in (
+        ops.LigerFusedLinearScaledCrossEntropyFunction.apply,
+        lambda *args, **options: ops.LigerFusedLinearScaledCrossEntropyTPFunction.apply(*args, None, **options),
+    ):
+        with pytest.raises(ValueError, match="temperature must be positive, got 0"):
+            fn(x, w, y, temperature=0.0)
+
+
+def test_one_rank_has_all_classes():
+    x, w, y = randn(6, 8).requires_grad_(), randn(33, 8, seed=1).requires_grad_(), labels(6, 33)
+    ours = functional.liger_fused_linear_scaled_cross_entropy_tp(x, w, y, None, 0.7, return_entropy=True)
+    expected = ops.LigerFusedLinearScaledCrossEntropyFunction.apply(x, w, y, 0.7, return_entropy=True)
+    torch.testing.assert_close(ours, expected)
+    weights = randn(6, seed=2), randn(6, seed=3)
+    torch.testing.assert_close(torch.autograd.grad(ours, (x, w), weights), torch.autograd.grad(expected, (x, w), weights))
+
+
+@pytest.mark.parametrize("V", [65, 4099])
+def test_log_probabilities_are_not_positive_nor_entropies_negative(V):
+    """Of the likeliest class, from uncertain to certain; V is no multiple of a block."""
+    for scale in (0.0, 1.0, 8.0, 80.0, 1000.0):
+        x, w = randn(12, 16, dtype=torch.bfloat16, scale=scale).requires_grad_(), randn(V, 16, dtype=torch.bfloat16, seed=1)
+        y = (x.detach() @ w.t()).float().argmax(-1)
+        logp, entropy = ops.linear_logprobs(x, w, y, return_entropy=True)
+        assert (logp <= 0).all() and (entropy >= 0).all() and entropy.isfinite().all()
+        assert torch.autograd.grad((logp + entropy).sum(), x)[0].isfinite().all()
+        assert (ops.cross_entropy(x.detach() @ w.t(), y, reduction="none") >= 0).all()
+
+
+@pytest.mark.parametrize("top", [22.0, 60.0, 87.0, 300.0])
+def test_entropies_of_a_class_that_comes_late(top):
+    """The largest logit by far is beyond the first block, from whose largest the sums are counted at first."""
+    V = 9001
+    w = torch.zeros(V, 1, device=DEVICE)
+    w[-2:] = top
+    w[-1] -= 1
+    x, y = torch.ones(2, 1, device=DEVICE, requires_grad=True), torch.tensor([V - 1, 0], device=DEVICE)
+    entropy = ops.linear_logprobs(x, w, y, return_entropy=True)[1]
+    a = x.detach().double().requires_grad_()
+    log_p = (a @ w.double().t()).log_softmax(-1)
+    expected = -(log_p.exp() * log_p).sum(-1)
+    torch.testing.assert_close(entropy.double(), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(torch.autograd.grad(entropy.sum(), x)[0].double(), torch.autograd.grad(expected.sum(), a)[0], rtol=1e-4, atol=1e-6)

@@ -21,8 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.multiprocessing.spawn import ProcessException
 
-from liger_kernel.nn import LigerVocabParallelCrossEntropy
+from liger_kernel.nn import LigerVocabParallelCrossEntropy, liger_fused_linear_scaled_cross_entropy_tp
 from liger_kernel.ops import (
+    LigerFusedLinearScaledCrossEntropyFunction,
+    LigerFusedLinearScaledCrossEntropyTPFunction,
     LigerVocabParallelCEFunction,
     _op,
     cross_entropy,
@@ -40,9 +42,12 @@ SIZES = {2: (40, 40), 3: (17, 30, 9)}  # classes of each rank
 
 def full(
     logits: Tensor, target: Tensor, lo: int, hi: int, *, label_smoothing=0.0, formula="pytorch", mode="global", reduction="mean", z_loss=0.0,
-    logit_scale=1.0, softcap=None,
-) -> Tensor:  # fmt: skip
-    """The loss over all classes, from its definition: a distribution over labels. [lo, hi) are the classes that mode "partition" smooths over."""
+    logit_scale=1.0, softcap=None, entropy=False,
+):  # fmt: skip
+    """The loss over all classes, from its definition: a distribution over labels; and the entropy, if asked for.
+
+    [lo, hi) are the classes that mode "partition" smooths over.
+    """
     z = logits.to(torch.promote_types(logits.dtype, torch.float32)) * logit_scale
     z = z if softcap is None else softcap * torch.tanh(z / softcap)
     V = z.shape[-1]
@@ -58,6 +63,8 @@ def full(
     log_p = z.log_softmax(-1)
     loss = -torch.where(q == 0, 0.0, q * log_p).sum(-1) + z_loss * z.logsumexp(-1).square()
     loss = loss.where(valid, 0)
+    if entropy:
+        return loss, -(log_p.exp() * log_p).sum(-1).where(valid, 0)
     return {"mean": lambda t: t.sum() / valid.sum(), "sum": torch.sum, "none": lambda t: t}[reduction](loss)
 
 
@@ -260,6 +267,59 @@ def linear_options(r: Rank) -> None:
     r.linear(10, 16, torch.float32, bias=True, reduction="none", chunk_rows=3, label_smoothing=0.1, formula="megatron")
     r.linear(10, 16, torch.float32, bias=True, reduction="sum", chunk_rows=10, z_loss=1e-2, logit_scale=0.5, softcap=2.0)
     r.linear(24, 16, torch.bfloat16, chunk_rows=2)
+
+
+@check
+def linear_entropy(r: Rank) -> None:
+    for dtype in (*DTYPES, torch.float64):
+        r.linear(11, 32, dtype, reduction="none", entropy=True, logit_scale=1 / 0.7, chunk_rows=4)
+    r.linear(10, 16, torch.float32, bias=True, reduction="none", entropy=True, label_smoothing=0.1, softcap=2.0, chunk_rows=3)
+    r.linear(7, 16, torch.float32, frozen=("w",), reduction="none", entropy=True)
+
+
+@check
+def scaled_cross_entropy_over_ranks(r: Rank) -> None:
+    """As the function for one rank says of all classes, hidden states of two and three dims; here by kernels, there by the reference in fp64."""
+    target = r.target(2, 5)
+    for shape in ((10,), (2, 5)):
+        x, w = r.randn(*shape, 16, dtype=torch.float32), r.randn(r.V, 16, dtype=torch.float32, seed=1)
+        mine = r.own(w.detach(), 0).clone().requires_grad_()
+        y = target.view(shape)
+        loss, entropy = LigerFusedLinearScaledCrossEntropyTPFunction.apply(x, mine, y, r.group, 0.7, -100, 1, True, **r.slices)
+        a, b = x.detach().double().requires_grad_(), w.detach().double().requires_grad_()
+        expected = LigerFusedLinearScaledCrossEntropyFunction.apply(a, b, y, 0.7, -100, 1, True)
+        torch.testing.assert_close((loss.double(), entropy.double()), expected, rtol=1e-5, atol=1e-6)
+        assert loss.shape == entropy.shape == shape
+        g = r.randn(*shape, dtype=torch.float32, seed=2).detach(), r.randn(*shape, dtype=torch.float32, seed=3).detach()
+        dx, dw = torch.autograd.grad((loss, entropy), (x, mine), g)
+        ex, ew = torch.autograd.grad(expected, (a, b), tuple(t.double() for t in g))
+        torch.testing.assert_close((dx.double(), dw.double()), (ex, r.own(ew, 0)), rtol=1e-4, atol=1e-5)
+        if r.even:
+            torch.testing.assert_close(liger_fused_linear_scaled_cross_entropy_tp(x, mine, y, r.group, 0.7), loss)
+
+
+@check
+def log_probabilities_are_not_positive_nor_entropies_negative(r: Rank) -> None:
+    """Of certain, nearly certain and uncertain rows, slices of -inf among them."""
+    for scale in (0.0, 1.0, 8.0, 40.0, 1000.0):
+        x, w = r.randn(40, 16, dtype=torch.bfloat16, scale=scale), r.own(r.randn(r.V, 16, dtype=torch.bfloat16, seed=1).detach(), 0)
+        best = likeliest(x, w, r)
+        padding = torch.zeros(w.shape[0], device=r.device, dtype=torch.bfloat16)
+        padding[: 5 if r.rank else w.shape[0]] = -math.inf
+        for bias in (None, padding):
+            nll, entropy = vocab_parallel_linear_cross_entropy(x, w, best, r.group, bias, reduction="none", entropy=True, **r.slices)
+            assert (nll >= 0).all() and (entropy >= 0).all() and entropy.isfinite().all()
+            assert torch.autograd.grad((nll.isfinite() * entropy).sum(), x)[0].isfinite().all()
+
+
+def likeliest(x: Tensor, w: Tensor, r: Rank) -> Tensor:
+    """The likeliest class of each row."""
+    best = (x.detach() @ w.t()).float().max(-1)
+    mine = torch.stack([best.values, (best.indices + r.lo).float()])
+    ranks = [torch.empty_like(mine) for _ in range(r.ranks)]
+    dist.all_gather(ranks, mine)
+    of_all = torch.stack(ranks)
+    return of_all[:, 1].gather(0, of_all[:, 0].argmax(0, keepdim=True))[0].long()
 
 
 @check

@@ -93,18 +93,3 @@ def linear_logprobs(
     s = Loss(ignore_index=ignore_index, reduction="none", logit_scale=logit_scale / temperature, softcap=softcap, entropy=return_entropy)
     nll, _, _, entropy, _ = apply(x, w, target, bias, None, s, None, compact, accum_dtype, chunk_rows, fp32_logits)
     return (-nll, entropy) if return_entropy else -nll
-
-
-class LigerFusedLinearScaledCrossEntropyFunction:
-    """``apply(...)``: fp32 negative log-probability of each token, 0 where ignored, or with ``return_entropy`` that and the entropies, differentiable too.
-
-    ``m_tiles_per_cluster`` is accepted and ignored.
-    """
-
-    @staticmethod
-    def apply(
-        _input: Tensor, weight: Tensor, target: Tensor, temperature: float = 1.0, ignore_index: int = -100, m_tiles_per_cluster: int = 1,
-        return_entropy: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-        found = linear_logprobs(_input, weight, target, temperature=temperature, ignore_index=ignore_index, return_entropy=return_entropy)
-        return (-found[0], found[1]) if return_entropy else -found

@@ -8,11 +8,14 @@ With z = softcap * tanh(logit_scale * logits / softcap), or z = logit_scale * lo
 formula  "pytorch": e = label_smoothing; "megatron": e = label_smoothing * K / (K - 1), which leaves y exactly 1 - label_smoothing if K = V
 mode     "global": j runs over all classes, K = V; "partition": over this rank's alone, K = N, so that each rank has a loss of its own
 
+With ``entropy``, of the linear loss, also the distribution's entropy H = -sum_j p_j log p_j, whose gradient is -p_j (log p_j + H); both of z.
+
 The gradient of this rank's loss is  p_j (1 + 2 z_loss lse) - [j = y] (1 - e) - e / K,  and takes no communication. Rows whose target is
 ``ignore_index`` have loss and gradient 0; a target outside [0, V) makes its row's loss and gradient NaN.
 
-One collective: every rank gathers every rank's maximum, sum of exponentials and target logit (for smoothing also the sum of logits), 12 or 16 bytes a
-row and rank, and merges them in the same order. Reducing instead takes two, as sums wait for the maximum, and messages this small cost their latency.
+One collective: every rank gathers every rank's maximum, sum of exponentials and target logit (for smoothing also the sum of logits, for the entropy their
+sum weighted by exponentials), 12 to 20 bytes a row and rank, and merges them in the same order. Reducing instead takes two, as sums wait for the maximum,
+and messages this small cost their latency.
 p is exp(z - top) / total with top and total apart: their lse is rounded at its own size, which would be an error of p relative to it.
 """
 
@@ -53,6 +56,12 @@ class Part:
     first: int = 0  # this rank's first class
     V: int = 0
     group: str = ""  # the process group's name; empty: one rank has all classes
+    entropy: bool = False
+
+    @property
+    def parts(self) -> int:
+        """Numbers a row that ranks exchange."""
+        return 3 + (self.label_smoothing != 0.0) + self.entropy
 
     def smoothing(self, N: int) -> tuple[float, int]:
         """e and K of the formula."""
@@ -62,7 +71,8 @@ class Part:
 
 # The same numbers in a launcher's schema, in the order of the fields of ``Part``.
 PART_SCHEMA = (
-    "int ignore_index, float label_smoothing, str formula, str mode, float z_loss, float logit_scale, float? softcap, SymInt first, SymInt V, str group"
+    "int ignore_index, float label_smoothing, str formula, str mode, float z_loss, float logit_scale, float? softcap, SymInt first, SymInt V, str group, "
+    "bool entropy"
 )
 
 
@@ -80,7 +90,7 @@ def _check_options(name: str, formula: str, mode: str) -> None:
 
 def part_of(
     name: str, N: int, group: ProcessGroup | None, sizes: Sequence[int] | None, ignore_index: int, label_smoothing: float, formula: str, mode: str,
-    z_loss: float = 0.0, logit_scale: float = 1.0, softcap: float | None = None,
+    z_loss: float = 0.0, logit_scale: float = 1.0, softcap: float | None = None, entropy: bool = False,
 ) -> tuple:  # fmt: skip
     """The fields of this rank's ``Part``; ``ValueError`` for what has no meaning."""
     _check_options(name, formula, mode)
@@ -92,7 +102,8 @@ def part_of(
     first, V = (rank * N, ranks * N) if sizes is None else (sum(sizes[:rank]), sum(sizes))
     if label_smoothing and formula == "megatron" and (N if mode == "partition" else V) < 2:
         raise ValueError(f"{name}: formula 'megatron' must smooth over two classes or more, got one")
-    return ignore_index, label_smoothing, formula, mode, z_loss, logit_scale, softcap, first, V, group.group_name if group is not None and ranks > 1 else ""
+    shared = group.group_name if group is not None and ranks > 1 else ""
+    return ignore_index, label_smoothing, formula, mode, z_loss, logit_scale, softcap, first, V, shared, entropy
 
 
 def process_group(name: str) -> ProcessGroup:
@@ -124,32 +135,45 @@ def reference(
     softcap: float | None = None,
     sizes: Sequence[int] | None = None,
 ) -> Tensor:
+    part = part_of("reference", logits.shape[-1], group, sizes, ignore_index, label_smoothing, formula, mode, z_loss, logit_scale, softcap)
+    return of_slice(logits, target, Part(*part), reduction)[0]
+
+
+def of_slice(logits: Tensor, target: Tensor, s: Part, reduction: str) -> tuple[Tensor, Tensor | None]:
+    """The loss, and with ``s.entropy`` the entropies (...), in torch."""
     N = logits.shape[-1]
-    s = Part(*part_of("reference", N, group, sizes, ignore_index, label_smoothing, formula, mode, z_loss, logit_scale, softcap))
-    z = logits.to(acc(logits.dtype)) * logit_scale
-    if softcap is not None:
-        z = softcap * torch.tanh(z / softcap)
-    valid, inside, y = target != ignore_index, (target >= 0) & (target < s.V), target - s.first
+    z = logits.to(acc(logits.dtype)) * s.logit_scale
+    if s.softcap is not None:
+        z = s.softcap * torch.tanh(z / s.softcap)
+    valid, inside, y = target != s.ignore_index, (target >= 0) & (target < s.V), target - s.first
     mine = (y >= 0) & (y < N)
     z_y = z.gather(-1, y.where(mine, 0)[..., None])[..., 0].where(mine, 0)
-    local = torch.stack([z.logsumexp(-1), z_y, z.sum(-1)]).detach()
+    mean = lambda p: (p * z.masked_fill(p == 0, 0)).sum(-1)
+    local = torch.stack([z.logsumexp(-1), z_y, z.sum(-1), *([mean(z.softmax(-1))] if s.entropy else [])]).detach()
     ranks = gathered(local.reshape(-1), s.group)[0]
     ranks = ranks.view(ranks.shape[0], *local.shape)
     # what other ranks have is constant here
-    lse = ranks[:, 0].logsumexp(0)
-    own = (z - lse[..., None]).exp().sum(-1)
-    lse = lse + (own - own.detach())
+    constant = ranks[:, 0].logsumexp(0)
+    p = (z - constant[..., None]).exp()
+    own = p.sum(-1)
+    lse = constant + (own - own.detach())
     z_y = z_y + (ranks[:, 1].sum(0) - local[1])
     sum_z = z.sum(-1)
-    if mode == "global":
+    if s.mode == "global":
         sum_z = sum_z + (ranks[:, 2].sum(0) - local[2])
     e, K = s.smoothing(N)
-    loss = (1 - e) * (lse - z_y) + z_loss * lse.square()
+    loss = (1 - e) * (lse - z_y) + s.z_loss * lse.square()
     if e:
         loss = loss + e * (lse - sum_z / K)
     poison = z.new_ones(()).where(inside | ~valid, float("nan"))  # a factor, of the gradient, too
-    loss = (loss * poison).where(valid, 0)
-    return {"mean": lambda t: t.sum() / valid.sum(), "sum": torch.sum, "none": lambda t: t}[reduction](loss)
+    picked = lambda t: (t * poison).where(valid, 0)
+    loss, entropy = picked(loss), None
+    if s.entropy:
+        of_all = ((ranks[:, 0] - constant).exp() * ranks[:, 3]).sum(0)
+        own_mean = mean(p)
+        entropy = lse - (own_mean + (of_all - own_mean.detach())) * (constant - lse).exp()  # the last factor is 1, and says how p depends on lse
+        entropy = picked(entropy + (entropy.clamp(min=0) - entropy).detach())
+    return {"mean": lambda t: t.sum() / valid.sum(), "sum": torch.sum, "none": lambda t: t}[reduction](loss), entropy
 
 
 @jit
@@ -167,11 +191,18 @@ def _logits(z_ptr, bias_ptr, at, mask, logit_scale, softcap, HAS_BIAS: tl.conste
 
 
 @jit
+def _moved(weighted, total, top, shift):
+    """The sum of (z - top) exp(z - top), whose exponentials add up to ``total``, counted from ``shift`` instead of ``top``."""
+    return tl.where(total == 0.0, 0.0, (weighted + total * (top - shift)) * tl.exp(top - shift))
+
+
+@jit
 def _stats(
     z_ptr, bias_ptr, target_ptr, out_ptr, M, N, z_stride, first, V, ignore_index, logit_scale, softcap,
-    HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, SUM: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, SUM: tl.constexpr, ENTROPY: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of one row a program: maximum, sum of exponentials, the target's logit (inf on ranks that have it not), sum of logits; after all rows, V."""
+    """Of one row a program: maximum, sum of exponentials, the target's logit (inf on ranks that have it not), sum of logits, that of logits less the maximum
+    weighted by exponentials; after all rows, V."""
     row = tl.program_id(0).to(tl.int64)
     M = tl.cast(M, tl.int64)
     z_ptr += row * z_stride
@@ -183,6 +214,7 @@ def _stats(
     top = -float("inf")
     total = 0.0
     sum_z = 0.0
+    weighted = 0.0
     for start in range(0, tl.where(ignored, 0, N), BLOCK):
         col = start + tl.arange(0, BLOCK)
         mask = col < N
@@ -193,31 +225,37 @@ def _stats(
         new_top = tl.maximum(top, tl.max(z, axis=0))
         # a row of -inf only has no maximum to subtract
         shift = tl.where(new_top == -float("inf"), 0.0, new_top)
-        total = total * tl.exp(top - shift) + tl.sum(tl.exp(z - shift), axis=0)
+        e = tl.exp(z - shift)
+        if ENTROPY:
+            weighted = _moved(weighted, total, top, shift) + tl.sum(tl.where(e == 0.0, 0.0, e * (z - shift)), axis=0)
+        total = total * tl.exp(top - shift) + tl.sum(e, axis=0)
         top = new_top
     tl.store(out_ptr + row, top)
     tl.store(out_ptr + M + row, total)
     tl.store(out_ptr + 2 * M + row, tl.where(mine, z_y, float("inf")))
     if SUM:
         tl.store(out_ptr + 3 * M + row, sum_z)
+    if ENTROPY:
+        tl.store(out_ptr + (PARTS - 1) * M + row, weighted)
     if row == 0:
-        tl.store(out_ptr + (4 if SUM else 3) * M, tl.cast(V, tl.float32))
+        tl.store(out_ptr + PARTS * M, tl.cast(V, tl.float32))
 
 
 @jit
 def _merge(
-    parts_ptr, own_ptr, target_ptr, loss_ptr, top_ptr, total_ptr, M, RANKS, V, ignore_index, e, K, z_loss,
-    SUM: tl.constexpr, PARTITION: tl.constexpr, BLOCK: tl.constexpr,
+    parts_ptr, own_ptr, target_ptr, loss_ptr, top_ptr, total_ptr, entropy_ptr, M, RANKS, V, ignore_index, e, K, z_loss,
+    SUM: tl.constexpr, PARTITION: tl.constexpr, ENTROPY: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Loss, top and total of rows from the ``_stats`` of all ranks. NaN where no rank has the target, or where ranks do not agree on V: unequal slices."""
+    """Loss, top, total and entropy of rows from the ``_stats`` of all ranks. NaN where no rank has the target, or they do not agree on V: unequal slices."""
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = row < M
     M = tl.cast(M, tl.int64)
-    size = (4 if SUM else 3) * M + 1
+    size = PARTS * M + 1
     top = tl.full((BLOCK,), -float("inf"), tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     z_y = tl.full((BLOCK,), float("inf"), tl.float32)
     sum_z = tl.zeros((BLOCK,), tl.float32)
+    weighted = tl.zeros((BLOCK,), tl.float32)
     for rank in range(RANKS):
         part = parts_ptr + rank * size
         part_top = tl.load(part + row, mask=mask, other=0.0)
@@ -227,6 +265,9 @@ def _merge(
             sum_z += tl.load(part + 3 * M + row, mask=mask, other=0.0)
         new_top = tl.maximum(top, part_top)
         shift = tl.where(new_top == -float("inf"), 0.0, new_top)
+        if ENTROPY:
+            part_weighted = tl.load(part + (PARTS - 1) * M + row, mask=mask, other=0.0)
+            weighted = _moved(weighted, total, top, shift) + _moved(part_weighted, part_total, part_top, shift)
         total = total * tl.exp(top - shift) + part_total * tl.exp(part_top - shift)
         total += tl.where(tl.load(part + size - 1) == tl.cast(V, tl.float32), 0.0, float("nan"))
         top = new_top
@@ -241,15 +282,20 @@ def _merge(
     ignored = tl.load(target_ptr + row, mask=mask, other=0) == ignore_index
     loss = tl.where(z_y == float("inf"), float("nan"), loss)
     tl.store(loss_ptr + row, tl.where(ignored, 0.0, loss), mask=mask)
+    if ENTROPY:
+        entropy = log_total - weighted / total
+        entropy = tl.where(entropy < 0.0, 0.0, entropy)  # which is rounding
+        entropy = tl.where(z_y == float("inf"), float("nan"), entropy)
+        tl.store(entropy_ptr + row, tl.where(ignored, 0.0, entropy), mask=mask)
     tl.store(top_ptr + row, tl.where(ignored, 0.0, top), mask=mask)
     tl.store(total_ptr + row, tl.where(ignored, 1.0, total), mask=mask)
 
 
 @jit
 def _grad(
-    z_ptr, bias_ptr, target_ptr, top_ptr, total_ptr, g_ptr, norm_ptr, dz_ptr, N, z_stride, dz_stride, g_stride, first, V, ignore_index,
-    on, off, z_loss, logit_scale, softcap,
-    HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, HAS_G: tl.constexpr, HAS_NORM: tl.constexpr, BLOCK: tl.constexpr,
+    z_ptr, bias_ptr, target_ptr, top_ptr, total_ptr, entropy_ptr, g_ptr, g_entropy_ptr, norm_ptr, dz_ptr,
+    N, z_stride, dz_stride, g_stride, first, V, ignore_index, on, off, z_loss, logit_scale, softcap,
+    HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, HAS_G: tl.constexpr, HAS_GE: tl.constexpr, HAS_NORM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A block of one row's gradient a program, which may be written where z was read."""
     blocks = tl.cdiv(N, BLOCK)
@@ -263,11 +309,16 @@ def _grad(
     dz = tl.exp(z - top) * ((1.0 + 2.0 * tl.cast(z_loss, tl.float32) * (top + log(total))) / total) - tl.cast(off, tl.float32)
     dz = tl.where(col == target - first, dz - tl.cast(on, tl.float32), dz)
     scale = tl.where((target >= 0) & (target < V), tl.cast(logit_scale, tl.float32), float("nan"))
-    if HAS_G:
-        scale *= tl.load(g_ptr + row * g_stride).to(tl.float32)
     if HAS_NORM:
         scale /= tl.load(norm_ptr)
+    if HAS_GE:
+        slope = scale * tl.load(g_entropy_ptr + row).to(tl.float32)
+    if HAS_G:
+        scale *= tl.load(g_ptr + row * g_stride).to(tl.float32)
     dz *= scale
+    if HAS_GE:
+        less_log_p = (top - tl.maximum(z, -3e38)) + log(total)  # finite where p is 0
+        dz += slope * (tl.exp(z - top) / total) * (less_log_p - tl.load(entropy_ptr + row))
     if HAS_CAP:
         dz *= 1.0 - t * t
     tl.store(dz_ptr + row * dz_stride + col, tl.where(ignored, 0.0, dz).to(dz_ptr.dtype.element_ty), mask=col < N)
@@ -276,35 +327,36 @@ def _grad(
 def row_stats(z: Tensor, target: Tensor, s: Part, bias: Tensor | None = None) -> Tensor:
     """What other ranks need of this rank's logits z (M, N) and bias (N,): a vector for ``gathered``."""
     M, N = z.shape
-    smooth = s.label_smoothing != 0.0
-    stats = z.new_empty((4 if smooth else 3) * M + 1, dtype=torch.float32)
+    stats = z.new_empty(s.parts * M + 1, dtype=torch.float32)
     c = _config.tile("vocab_parallel_stats", N, z.itemsize, elements=1, max_block_n=8192)  # one row a program; blocks of 16384 spill
     launch(_stats, (M,), z, z if bias is None else bias, target, stats, M, N, z.stride(0), s.first, s.V, s.ignore_index,
            s.logit_scale, 1.0 if s.softcap is None else s.softcap,
-           HAS_BIAS=bias is not None, HAS_CAP=s.softcap is not None, SUM=smooth, BLOCK=c.block_n, num_warps=c.num_warps)  # fmt: skip
+           HAS_BIAS=bias is not None, HAS_CAP=s.softcap is not None, SUM=s.label_smoothing != 0.0, ENTROPY=s.entropy, PARTS=s.parts, BLOCK=c.block_n,
+           num_warps=c.num_warps)  # fmt: skip
     return stats
 
 
-def merge(parts: Tensor, own: Tensor, target: Tensor, s: Part, N: int, loss: Tensor, top: Tensor, total: Tensor) -> None:
-    """Fill loss, top and total (M,) from the ``row_stats`` of all ranks, and of this one."""
+def merge(parts: Tensor, own: Tensor, target: Tensor, s: Part, N: int, loss: Tensor, top: Tensor, total: Tensor, entropy: Tensor | None = None) -> None:
+    """Fill loss, top and total (M,), and with ``s.entropy`` that, from the ``row_stats`` of all ranks, and of this one."""
     e, K = s.smoothing(N)
     M = target.shape[0]
-    launch(_merge, (cdiv(M, 256),), parts, own, target, loss, top, total, M, parts.shape[0], s.V, s.ignore_index, e, K, s.z_loss,
-           SUM=s.label_smoothing != 0.0, PARTITION=s.mode == "partition", BLOCK=256, num_warps=4)  # fmt: skip
+    launch(_merge, (cdiv(M, 256),), parts, own, target, loss, top, total, loss if entropy is None else entropy, M, parts.shape[0], s.V, s.ignore_index, e, K,
+           s.z_loss, SUM=s.label_smoothing != 0.0, PARTITION=s.mode == "partition", ENTROPY=s.entropy, PARTS=s.parts, BLOCK=256, num_warps=4)  # fmt: skip
 
 
 def row_grad(
     z: Tensor, target: Tensor, s: Part, top: Tensor, total: Tensor, dz: Tensor, *,
-    bias: Tensor | None = None, g: Tensor | None = None, norm: Tensor | None = None,
+    bias: Tensor | None = None, g: Tensor | None = None, norm: Tensor | None = None, g_entropy: Tensor | None = None, entropy: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Fill dz (M, N), which may be z, times g (M,), divided by the 0-dim norm."""
+    """Fill dz (M, N), which may be z, times g (M,), divided by the 0-dim norm; with ``g_entropy`` (M,) also of the ``entropy`` (M,) times that."""
     M, N = z.shape
     e, K = s.smoothing(N)
     c = _config.tile("vocab_parallel_grad", N, z.itemsize, elements=4096, max_block_n=4096)
-    launch(_grad, (M * cdiv(N, c.block_n),), z, z if bias is None else bias, target, top, total, z if g is None else g, z if norm is None else norm, dz,
+    given = lambda t: z if t is None else t  # a pointer for what a flag switches off
+    launch(_grad, (M * cdiv(N, c.block_n),), z, given(bias), target, top, total, given(entropy), given(g), given(g_entropy), given(norm), dz,
            N, z.stride(0), dz.stride(0), 0 if g is None else g.stride(0), s.first, s.V, s.ignore_index, 1.0 - e, e / K, s.z_loss,
            s.logit_scale, 1.0 if s.softcap is None else s.softcap, HAS_BIAS=bias is not None, HAS_CAP=s.softcap is not None,
-           HAS_G=g is not None, HAS_NORM=norm is not None, BLOCK=c.block_n, num_warps=c.num_warps)  # fmt: skip
+           HAS_G=g is not None, HAS_GE=g_entropy is not None, HAS_NORM=norm is not None, BLOCK=c.block_n, num_warps=c.num_warps)  # fmt: skip
 
 
 @launcher(f"(Tensor z, Tensor target, {PART_SCHEMA}) -> (Tensor loss, Tensor top, Tensor total)")

@@ -22,8 +22,7 @@ from liger_kernel.ops._op import Case, Cost, T, acc, launcher, nbytes, on_gpu, o
 from liger_kernel.ops._reduce import divided, scaled
 from liger_kernel.ops._tl import cdiv
 from liger_kernel.ops.cross_entropy import check
-from liger_kernel.ops.vocab_parallel_cross_entropy import PART_SCHEMA, Part, gathered, labels, merge, part_of, process_group, row_grad, row_stats
-from liger_kernel.ops.vocab_parallel_cross_entropy import reference as vocab_parallel_cross_entropy_reference
+from liger_kernel.ops.vocab_parallel_cross_entropy import PART_SCHEMA, Part, gathered, labels, merge, of_slice, part_of, process_group, row_grad, row_stats
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -61,23 +60,23 @@ def reference(
     softcap: float | None = None,
     sizes: Sequence[int] | None = None,
     sum_dx: bool = True,
+    entropy: bool = False,
     accum_dtype: torch.dtype | None = None,
     chunk_rows: int | None = None,
-) -> Tensor:
+) -> Tensor | tuple[Tensor, Tensor]:
     if sum_dx and group is not None and group.size() > 1:
         x = _SumGradients.apply(x, group)
-    options = dict(ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing, formula=formula, mode=mode)
-    return vocab_parallel_cross_entropy_reference(
-        F.linear(x, w, bias), target, group, **options, z_loss=z_loss, logit_scale=logit_scale, softcap=softcap, sizes=sizes
-    )
+    part = part_of("reference", w.shape[0], group, sizes, ignore_index, label_smoothing, formula, mode, z_loss, logit_scale, softcap, entropy)
+    loss, entropies = of_slice(F.linear(x, w, bias), target, Part(*part), reduction)
+    return loss if entropies is None else (loss, entropies)
 
 
 def _chunks(
     x: Tensor, w: Tensor, target: Tensor, bias: Tensor | None, s: Part, *,
-    loss: Tensor | None, top: Tensor, total: Tensor, norm: Tensor | None, g: Tensor | None,
+    loss: Tensor | None, top: Tensor, total: Tensor, entropy: Tensor | None, norm: Tensor | None, g: Tensor | None, g_entropy: Tensor | None,
     need: tuple[bool, ...], sum_dx: bool, accum_dtype: torch.dtype | None, chunk_rows: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The loop. Fills ``loss``, top and total (M,), or takes the last two where there is no ``loss``.
+    """The loop. Fills ``loss``, top, total and entropy (M,), or takes the others where there is no ``loss``.
 
     Returns dx, dw and (in fp32) dbias, empty where not ``need``ed.
     Sums over all tokens that are not scaled yet overflow in fp16, so that dw is fp32 there, too.
@@ -111,12 +110,13 @@ def _chunks(
         waiting.append((rows, z, own, parts, sent))
 
     def finish(rows: slice, z: Tensor, own: Tensor, parts: Tensor, sent: Any) -> None:
+        some = lambda t: None if t is None else t[rows]
         if sent is not None:
             sent.wait()
         if loss is not None:
-            merge(parts, own, target[rows], s, N, loss[rows], top[rows], total[rows])
+            merge(parts, own, target[rows], s, N, loss[rows], top[rows], total[rows], some(entropy))
         if any(need):
-            row_grad(z, target[rows], s, top[rows], total[rows], z, bias=bias, g=None if g is None else g[rows], norm=norm)
+            row_grad(z, target[rows], s, top[rows], total[rows], z, bias=bias, g=some(g), norm=norm, g_entropy=some(g_entropy), entropy=some(entropy))
         if need_dx and group and sum_dx:
             partial = x.new_empty(z.shape[0], H, dtype=torch.float32)
             add_mm(partial, z, w, first=True)
@@ -149,47 +149,52 @@ _IN = f"Tensor x, Tensor w, Tensor target, Tensor? bias, {PART_SCHEMA}, bool sum
 _N = len(Part.__dataclass_fields__)
 
 
-@launcher(f"({_IN}, str reduction) -> (Tensor loss, Tensor top, Tensor total, Tensor? norm, Tensor dx, Tensor dw, Tensor db)")
+@launcher(f"({_IN}, str reduction) -> (Tensor loss, Tensor entropy, Tensor top, Tensor total, Tensor? norm, Tensor dx, Tensor dw, Tensor db)")
 def vocab_parallel_linear_cross_entropy_fwd(x: Tensor, w: Tensor, target: Tensor, bias: Tensor | None, *numbers):
     s, (sum_dx, accum_dtype, chunk_rows, *need, reduction) = Part(*numbers[:_N]), numbers[_N:]
     loss, top, total = (x.new_empty(x.shape[0], dtype=torch.float32) for _ in range(3))
+    entropy = x.new_empty(x.shape[0] if s.entropy else 0, dtype=torch.float32)
     norm = (target != s.ignore_index).sum().float() if reduction == "mean" else None
     # fp16 gradients of a mean over many tokens would underflow before a loss scaler reaches them: the backward divides
-    dx, dw, db = _chunks(x, w, target, bias, s, loss=loss, top=top, total=total, norm=None if x.dtype == torch.float16 else norm, g=None, need=tuple(need),
-                         sum_dx=sum_dx, accum_dtype=accum_dtype, chunk_rows=chunk_rows)  # fmt: skip
+    dx, dw, db = _chunks(x, w, target, bias, s, loss=loss, top=top, total=total, entropy=entropy if s.entropy else None,
+                         norm=None if x.dtype == torch.float16 else norm, g=None, g_entropy=None, need=tuple(need), sum_dx=sum_dx, accum_dtype=accum_dtype,
+                         chunk_rows=chunk_rows)  # fmt: skip
     if reduction != "none":
         loss = loss.sum() if norm is None else loss.sum() / norm
-    return loss, top, total, norm, dx, dw, db
+    return loss, entropy, top, total, norm, dx, dw, db
 
 
-@launcher(f"(Tensor g, Tensor top, Tensor total, {_IN}) -> (Tensor dx, Tensor dw, Tensor db)")
-def vocab_parallel_linear_cross_entropy_bwd(g: Tensor, top: Tensor, total: Tensor, x: Tensor, w: Tensor, target: Tensor, bias: Tensor | None, *numbers):
-    """The chunks again, for per-token upstream gradients g (M,)."""
+@launcher(f"(Tensor g, Tensor? g_entropy, Tensor? entropy, Tensor top, Tensor total, {_IN}) -> (Tensor dx, Tensor dw, Tensor db)")
+def vocab_parallel_linear_cross_entropy_bwd(
+    g: Tensor, g_entropy: Tensor | None, entropy: Tensor | None, top: Tensor, total: Tensor, x: Tensor, w: Tensor, target: Tensor, bias: Tensor | None, *numbers
+):
+    """The chunks again, for per-token upstream gradients g and g_entropy (M,)."""
     s, (sum_dx, accum_dtype, chunk_rows, *need) = Part(*numbers[:_N]), numbers[_N:]
-    return _chunks(x, w, target, bias, s, loss=None, top=top, total=total, norm=None, g=g, need=tuple(need),
+    return _chunks(x, w, target, bias, s, loss=None, top=top, total=total, entropy=entropy, norm=None, g=g, g_entropy=g_entropy, need=tuple(need),
                    sum_dx=sum_dx, accum_dtype=accum_dtype, chunk_rows=chunk_rows)  # fmt: skip
 
 
 class VocabParallelLinearCrossEntropyFunction(torch.autograd.Function):
-    """``apply(x, w, target, bias, need, reduction, *fields of Part, sum_dx, accum_dtype, chunk_rows)``."""
+    """``apply(x, w, target, bias, need, reduction, *fields of Part, sum_dx, accum_dtype, chunk_rows)`` -> loss, with entropy if that is asked for."""
 
     @staticmethod
     def forward(ctx, x, w, target, bias, need, reduction, *numbers):
         x, target, bias = rows_of(x), target.contiguous(), bias if bias is None else bias.contiguous()
         ctx.need, ctx.numbers, ctx.dtype, ctx.recompute = need, numbers, x.dtype, reduction == "none"
         now = (False, False, False) if ctx.recompute else need
-        loss, top, total, norm, dx, dw, db = vocab_parallel_linear_cross_entropy_fwd(x, w, target, bias, *numbers, *now, reduction)
+        loss, entropy, top, total, norm, dx, dw, db = vocab_parallel_linear_cross_entropy_fwd(x, w, target, bias, *numbers, *now, reduction)
         if ctx.recompute:
-            ctx.save_for_backward(top, total, x, w, target, bias)
+            ctx.save_for_backward(entropy if entropy.numel() else None, top, total, x, w, target, bias)
         else:
             ctx.save_for_backward(dx, dw, db, norm if x.dtype == torch.float16 else None)
-        return loss
+        return (loss, entropy) if Part(*numbers[:_N]).entropy else loss
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, g):
+    def backward(ctx, g, g_entropy=None):
         if ctx.recompute:
-            grads = vocab_parallel_linear_cross_entropy_bwd(g.contiguous(), *ctx.saved_tensors, *ctx.numbers, *ctx.need)
+            g_entropy = None if g_entropy is None else g_entropy.contiguous()
+            grads = vocab_parallel_linear_cross_entropy_bwd(g.contiguous(), g_entropy, *ctx.saved_tensors, *ctx.numbers, *ctx.need)
         else:
             *grads, norm = ctx.saved_tensors
             grads = scaled(tuple(grads), divided(g, norm))
@@ -217,6 +222,9 @@ def _cost(x, w, target, group=None, bias=None, **_) -> Cost:
         Case("everything", dict(x=T((8, 16)), w=T((50, 16)), target=labels(8, V=50), bias=T((50,)), label_smoothing=0.1, z_loss=1e-2, logit_scale=0.5,
              softcap=3.0, chunk_rows=5)),
         Case("many-chunks", dict(x=T((20, 16)), w=T((30, 16)), target=labels(20, V=30), chunk_rows=2)),
+        Case("entropy", dict(x=T((9, 16)), w=T((37, 16)), target=labels(9, V=37), bias=T((37,)), reduction="none", entropy=True, logit_scale=0.7,
+             chunk_rows=4)),
+        Case("entropy-smooth", dict(x=T((5, 16)), w=T((37, 16)), target=labels(5, V=37), reduction="none", entropy=True, label_smoothing=0.1, softcap=3.0)),
         Case("llama3-8b-tp8", dict(x=T((4096, 4096)), w=T((16032, 4096), _small), target=labels(4096, V=16032)), gpu=True),
         Case("integers", dict(x=T((4, 8), dtype=torch.int64), w=T((10, 8)), target=labels(4, V=10)),
              error="vocab_parallel_linear_cross_entropy: x and w must be floating point, got torch.int64 and torch.float32"),
@@ -228,6 +236,8 @@ def _cost(x, w, target, group=None, bias=None, **_) -> Cost:
              error="vocab_parallel_linear_cross_entropy: target must have shape (4,), got (5,)"),
         Case("3d", dict(x=T((2, 4, 8)), w=T((10, 8)), target=labels(8, V=10)),
              error="vocab_parallel_linear_cross_entropy: x must have shape (M, H), got (2, 4, 8)"),
+        Case("entropy-mean", dict(x=T((4, 8)), w=T((10, 8)), target=labels(4, V=10), entropy=True),
+             error="vocab_parallel_linear_cross_entropy: reduction must be 'none' with entropy, got 'mean'"),
         Case("bad-chunk", dict(x=T((4, 8)), w=T((10, 8)), target=labels(4, V=10), chunk_rows=0),
              error="vocab_parallel_linear_cross_entropy: chunk_rows must be positive, got 0"),
     ],
@@ -250,14 +260,15 @@ def vocab_parallel_linear_cross_entropy(
     softcap: float | None = None,
     sizes: Sequence[int] | None = None,
     sum_dx: bool = True,
+    entropy: bool = False,
     accum_dtype: torch.dtype | None = None,
     chunk_rows: int | None = None,
-) -> Tensor:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Cross entropy of ``x @ w.T + bias`` in chunks of tokens, where w (N, H) and bias (N,) are this rank's slice of the classes.
 
     x (M, H) and target (M,) are the same on all ranks of ``group``; dtypes, ``accum_dtype`` and ``chunk_rows`` are as in ``linear_cross_entropy``, the
     rest and the result as in ``vocab_parallel_cross_entropy``. dx is the sum over all ranks, or with ``sum_dx=False`` this rank's term of it, for layers
-    that add these up themselves.
+    that add these up themselves. With ``entropy``, and without reduction, returns ``(loss, entropy)``, fp32 (M,) each, both differentiable.
     """
     name = "vocab_parallel_linear_cross_entropy"
     if not (x.is_floating_point() and w.is_floating_point()):
@@ -270,7 +281,9 @@ def vocab_parallel_linear_cross_entropy(
         raise ValueError(f"{name}: bias must have shape ({w.shape[0]},), got {tuple(bias.shape)}")
     if chunk_rows is not None and chunk_rows < 1:
         raise ValueError(f"{name}: chunk_rows must be positive, got {chunk_rows}")
-    part = part_of(name, w.shape[0], group, sizes, ignore_index, label_smoothing, formula, mode, z_loss, logit_scale, softcap)
+    if entropy and reduction != "none":
+        raise ValueError(f"{name}: reduction must be 'none' with entropy, got {reduction!r}")
+    part = part_of(name, w.shape[0], group, sizes, ignore_index, label_smoothing, formula, mode, z_loss, logit_scale, softcap, entropy)
     check(name, (x.shape[0], Part(*part).V), target, None, reduction, ignore_index)
     device = x.device.type
     autocast = device != "meta" and torch.is_autocast_enabled(device) and torch.float64 not in (x.dtype, w.dtype)  # as F.linear has it
@@ -278,6 +291,6 @@ def vocab_parallel_linear_cross_entropy(
     x, w, bias = x.to(dtype), w.to(dtype), bias if bias is None else bias.to(dtype)
     if not use_kernels(x):
         return reference(x, w, target, group, bias, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing, formula=formula, mode=mode,
-                         z_loss=z_loss, logit_scale=logit_scale, softcap=softcap, sizes=sizes, sum_dx=sum_dx)  # fmt: skip
+                         z_loss=z_loss, logit_scale=logit_scale, softcap=softcap, sizes=sizes, sum_dx=sum_dx, entropy=entropy)  # fmt: skip
     need = tuple(t is not None and t.requires_grad and torch.is_grad_enabled() for t in (x, w, bias))
     return VocabParallelLinearCrossEntropyFunction.apply(x, w, target, bias, need, reduction, *part, sum_dx, accum_dtype, chunk_rows)

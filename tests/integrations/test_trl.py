@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -179,6 +180,20 @@ def test_dpo_with_references_computed_before(tmp_path):
             taught(tmp_path, "DPOTrainer", "pairs", True, **options)
     else:
         assert_same(*both(tmp_path, "DPOTrainer", "pairs", **options))
+
+
+is_patched = lambda model: any("_liger_stock" in m.__dict__ for m in model.modules())
+
+
+@pytest.mark.parametrize("trainer", ["DPOTrainer", "KTOTrainer"])
+def test_the_reference_rounds_as_the_policy(tmp_path, trainer):
+    """With the flag both are patched, without it none, and no other model is."""
+    bystander = make("llama", vocab_size=64)
+    for use in (True, False):
+        trained, logs, _ = taught(tmp_path / str(use), trainer, "pairs" if trainer == "DPOTrainer" else "unpaired", use)
+        assert is_patched(trained.ref_model) == is_patched(trained.model) == use and not is_patched(bystander)
+        if trainer == "DPOTrainer":
+            assert logs[0]["loss"] == pytest.approx(math.log(2), rel=1e-6)
 
 
 @pytest.mark.parametrize("trainer", ["DPOTrainer", "KTOTrainer"])

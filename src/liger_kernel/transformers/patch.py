@@ -27,6 +27,7 @@ from liger_kernel.ops.layer_norm import layer_norm
 from liger_kernel.ops.rms_norm import rms_norm
 from liger_kernel.transformers import deferred, fusions, slots
 from liger_kernel.transformers.families import FAMILIES, VERSION
+from liger_kernel.transformers.reference import references_beside
 from liger_kernel.transformers.slots import Family
 
 # -- patches -------------------------------------------------------------------------------
@@ -566,8 +567,9 @@ def _apply_liger_kernel(model_type: str, **kwargs: Any) -> None:
 
 
 def _apply_liger_kernel_to_instance(model: nn.Module, **kwargs: Any) -> None:
-    """Patch one live model; unknown types and flags are ignored. Applying again changes nothing."""
-    _lenient(getattr(getattr(model, "config", None), "model_type", ""), kwargs, model)
+    """Patch one live model, and the reference beside it in a Trainer; unknown types and flags are ignored. Applying again changes nothing."""
+    for each in (model, *references_beside(model)):
+        _lenient(getattr(getattr(each, "config", None), "model_type", ""), kwargs, each)
 
 
 def stock_with_fused_head(cls: type) -> Callable:

@@ -21,15 +21,12 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops import _op
+from liger_kernel.ops._impl import ImplNotAvailableError
 
 TRITON = f"{'rocm' if torch.version.hip else 'nvidia'}-triton"
 TORCH = "torch"
 RANKS = {TRITON: 50, TORCH: 1000}
 _ALIASES = {"triton": TRITON, "cutile": "nvidia-cutile", "cutedsl": "nvidia-cutedsl"}
-
-
-class ImplNotAvailableError(RuntimeError):
-    """An implementation that was asked for by name cannot run here."""
 
 
 class NoImplAvailableError(RuntimeError):
@@ -52,7 +49,7 @@ class Capability:
 
     min_cc: tuple[int, int] | None = None
     max_cc: tuple[int, int] | None = None
-    modules: Sequence[str] = ()
+    modules: Sequence[str] = field(default_factory=list)
     requires_cuda: bool = False
     predicate: Callable[[], bool] | None = None
 

@@ -18,4 +18,5 @@ if (_impl := os.environ.get("LIGER_KERNEL_IMPL")) and _impl not in OURS:
 for _module in pkgutil.iter_modules(__path__):
     if not _module.name.startswith("_"):
         _names = vars(importlib.import_module(f"{__name__}.{_module.name}"))
-        globals().update({name: value for name, value in _names.items() if name in (*OPS, _module.name) or name.startswith(("Liger", "Grpo", "apply_"))})
+        _public = lambda name: name.startswith(("Liger", "Grpo", "apply_")) or (name.endswith(("_forward", "_backward")) and not name.startswith("_"))
+        globals().update({name: value for name, value in _names.items() if name in (*OPS, _module.name) or _public(name)})

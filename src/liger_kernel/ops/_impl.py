@@ -25,6 +25,16 @@ class ImplInfo:
             raise ValueError(f"ImplInfo: {self.name} must have devices, default_devices among them, and a module_path, got {self}")
 
 
+class ImplNotAvailableError(RuntimeError):
+    """An implementation that was asked for by name cannot run here."""
+
+
+def only_ours(op: str, impl: str | None, mode: str | None) -> None:
+    """``ImplNotAvailableError`` if an operator is asked to be computed by something else than our kernels."""
+    if impl not in (None, *OURS[:-1]) or mode is not None:
+        raise ImplNotAvailableError(f"{op}: impl must be one of {(*OURS[:-1], None)} and mode None, got {impl!r} and {mode!r}")
+
+
 IMPL_REGISTRY: dict[str, ImplInfo] = {}
 
 

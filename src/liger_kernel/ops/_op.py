@@ -317,6 +317,17 @@ def once_differentiable(backward: Callable) -> Callable:
     return once
 
 
+def with_gradients(fn: Callable[..., Any], *inputs: Tensor | None) -> tuple[Any, list[Tensor | None]]:
+    """``fn(*inputs)`` without a graph, and the gradients of the sum of its first result to those inputs that are there: for losses without autograd."""
+    own = [t if t is None else t.detach().requires_grad_() for t in inputs]
+    with torch.enable_grad():
+        found = fn(*own)
+        loss = found[0] if isinstance(found, tuple) else found
+        grads = iter(torch.autograd.grad(loss.sum(), [t for t in own if t is not None]))
+    without = tuple(t.detach() if isinstance(t, Tensor) else t for t in found) if isinstance(found, tuple) else found.detach()
+    return without, [t if t is None else next(grads) for t in own]
+
+
 def leaves(node: Any, beyond: Iterable[Any] = ()) -> Iterator[Tensor]:
     """What asks for a gradient where ``node`` of an autograd graph leads to, without what lies at or behind the nodes ``beyond``."""
     seen, todo = set(beyond), [node]

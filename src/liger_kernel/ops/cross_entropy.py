@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_kernel.ops import _config
-from liger_kernel.ops._op import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, rows_of, tracing, use_kernels
+from liger_kernel.ops._op import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, rows_of, tracing, use_kernels, with_gradients
 from liger_kernel.ops._reduce import scaled
 from liger_kernel.ops._tl import exp_of, jit, log, tanh, tl
 
@@ -685,3 +685,18 @@ class LigerCrossEntropyFunction:
         found = cross_entropy(_input, target, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing,
                               z_loss=lse_square_scale, softcap=softcap, stats=any(asked))  # fmt: skip
         return published(found, target, ignore_index, *asked)
+
+
+def cross_entropy_forward(
+    _input: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, lse_square_scale: float, label_smoothing: float, reduction: str,
+    softcap: float | None, return_z_loss: bool, return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Without autograd: loss, z-loss, token accuracy and predicted classes, None where not asked for, and the gradient to ``_input``, which stays as it is."""
+    rest = target, weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss, return_token_accuracy, return_predicted_tokens
+    found, (dx,) = with_gradients(lambda x: LigerCrossEntropyFunction.apply(x, *rest), _input)
+    return *found, dx
+
+
+def cross_entropy_backward(_input: Tensor, grad_output: Tensor) -> Tensor:
+    """The gradient that ``cross_entropy_forward`` returned last, ``_input``, times that of the loss, or of each row's, as a new tensor."""
+    return _input * (grad_output[:, None] if grad_output.ndim else grad_output)

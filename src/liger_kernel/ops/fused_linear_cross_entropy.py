@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from liger_kernel.ops._op import with_gradients
 from liger_kernel.ops.linear_cross_entropy import LigerFusedLinearCrossEntropyFunction as LigerFusedLinearCrossEntropyFunction
 from liger_kernel.ops.utils import MAX_FUSED_SIZE as MAX_FUSED_SIZE
 
@@ -25,20 +26,33 @@ def fused_linear_cross_entropy_forward(
     use_token_scaling: bool = False,
     return_token_accuracy: bool = False,
     return_predicted_tokens: bool = False,
+    ce_impl: str | None = None,
+    ce_mode: str | None = None,
+    token_grad_output: Tensor | None = None,
+    compute_gradients: bool | None = None,
+    weight_requires_grad: bool | None = None,
+    chunk_mem_const: float = 1,
 ) -> tuple[Tensor | None, ...]:
     """Loss, z-loss, token accuracy and predicted classes, None where not asked for, then the gradients of _input, weight and bias for ``_backward``.
 
-    _input (M, H), weight (V, H), target (M,), bias (V,), ce_weight (V,). With ``reduction="none"`` the gradients are those of the sum.
+    _input (M, H), weight (V, H), target (M,), bias (V,), ce_weight (V,). With ``reduction="none"`` the gradients are those of the sum,
+    or of the sum weighted by ``token_grad_output`` (M,). ``compute_gradients=False`` and ``weight_requires_grad=False`` leave them out;
+    ``chunk_mem_const`` is accepted and ignored.
     """
-    leaves = [t.detach().requires_grad_() for t in (_input, weight, *([] if bias is None else [bias]))]
-    with torch.enable_grad():
-        x, w, *b = leaves
-        found = LigerFusedLinearCrossEntropyFunction.apply(
-            x, w, target, b[0] if b else None, ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss, accum_dtype,
-            use_token_scaling, return_token_accuracy, return_predicted_tokens,
+
+    def loss(x: Tensor, w: Tensor, b: Tensor | None) -> tuple[Tensor | None, ...]:
+        return LigerFusedLinearCrossEntropyFunction.apply(
+            x, w, target, b, ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss, accum_dtype,
+            use_token_scaling, return_token_accuracy, return_predicted_tokens, ce_impl, ce_mode,
         )  # fmt: skip
-        grads = torch.autograd.grad(found[0].sum(), leaves)
-    return (*(t if t is None else t.detach() for t in found), *grads, *([None] if bias is None else []))
+
+    if compute_gradients is False:
+        with torch.no_grad():
+            return *loss(_input, weight, bias), None, None, None
+    found, (dx, dw, db) = with_gradients(loss, _input, weight, bias)
+    if token_grad_output is not None:  # the gradients are of the tokens' losses times these
+        dx, dw, db = with_gradients(lambda *leaves: (loss(*leaves)[0] * token_grad_output,), _input, weight, bias)[1]
+    return *found, dx, dw if weight_requires_grad is not False else None, db
 
 
 def fused_linear_cross_entropy_backward(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from liger_kernel.ops._impl import only_ours
 from liger_kernel.ops._linear import Kept
+from liger_kernel.ops._op import with_gradients
 from liger_kernel.ops.linear_divergence import linear_divergence
 
 
@@ -23,9 +25,12 @@ class LigerFusedLinearJSDFunction:
         ignore_index: int = -100,
         temperature: float = 1.0,
         accum_dtype: torch.dtype | None = None,
+        jsd_impl: str | None = None,
+        jsd_mode: str | None = None,
         compact: bool | Kept = False,
     ) -> Tensor:
         """The mean over tokens that are not ignored of beta KL(p || m) + (1 - beta) KL(q || m), as in ``LigerFusedLinearJSD``."""
+        only_ours("fused_linear_jsd", jsd_impl, jsd_mode)
         return linear_divergence(  # type: ignore[return-value]
             student_input,
             student_weight,
@@ -38,3 +43,29 @@ class LigerFusedLinearJSDFunction:
             accum_dtype=accum_dtype,
             compact=compact,
         )
+
+
+def fused_linear_jsd_forward(
+    student_input: Tensor,
+    student_weight: Tensor,
+    teacher_input: Tensor,
+    teacher_weight: Tensor,
+    shift_labels: Tensor | None,
+    jsd_beta: float,
+    ignore_index: int,
+    has_label: bool,
+    temperature: float,
+    jsd_impl: str | None = None,
+    jsd_mode: str | None = None,
+    accum_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Without autograd: the loss, and its gradients to student_input and student_weight. ``has_label``: whether ``shift_labels`` count."""
+    labels = shift_labels if has_label else None
+    rest = teacher_input, teacher_weight, labels, jsd_beta, ignore_index, temperature, accum_dtype, jsd_impl, jsd_mode
+    loss, (dx, dw) = with_gradients(lambda x, w: LigerFusedLinearJSDFunction.apply(x, w, *rest), student_input, student_weight)
+    return loss, dx, dw  # type: ignore[return-value]
+
+
+def fused_linear_jsd_backward(grad_output: Tensor, grad_input: Tensor, grad_weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Those gradients times that of the loss, as new tensors."""
+    return grad_input * grad_output, None if grad_weight is None else grad_weight * grad_output

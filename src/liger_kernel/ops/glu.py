@@ -340,3 +340,26 @@ def swiglu_backward(a: Tensor, b: Tensor, dc: Tensor, gate_multiplier: float = 1
     """da and db; nothing is overwritten."""
     da, db = glu_bwd(rows_of(dc), rows_of(a), rows_of(b), "silu", False, True, True, *Form(gate_multiplier))
     return da.view(a.shape), db.view(b.shape)
+
+
+def geglu_forward(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Without autograd: a and b for ``geglu_backward``, and ``gelu(a) b``."""
+    return a, b, glu_fwd(rows_of(a), rows_of(b), "gelu_tanh", *Form()).view(a.shape)
+
+
+def geglu_backward(a: Tensor, b: Tensor, dc: Tensor) -> tuple[Tensor, Tensor]:
+    """da and db; nothing is overwritten."""
+    da, db = glu_bwd(rows_of(dc), rows_of(a), rows_of(b), "gelu_tanh", False, True, True, *Form())
+    return da.view(a.shape), db.view(b.shape)
+
+
+def swiglu_fused_gate_up_forward(y: Tensor) -> tuple[Tensor, Tensor]:
+    """Without autograd: y (..., 2 I) for ``swiglu_fused_gate_up_backward``, and ``silu(gate) up`` of its halves."""
+    gate, up = rows_of(y).chunk(2, -1)
+    return y, glu_fwd(gate, up, "silu", *Form()).view(*y.shape[:-1], -1)
+
+
+def swiglu_fused_gate_up_backward(y: Tensor, dc: Tensor, in_place: bool = False) -> Tensor:
+    """dy, a new tensor: ``in_place`` is accepted and ignored."""
+    gate, up = rows_of(y).chunk(2, -1)
+    return glu_bwd(rows_of(dc), gate, up, "silu", True, True, True, *Form())[0].view(y.shape)

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from liger_kernel.ops import _divergence
 from liger_kernel.ops._divergence import counted, elements, jsd_kind, log_probs
-from liger_kernel.ops._op import Case, Cost, T, once_differentiable, op
+from liger_kernel.ops._impl import only_ours
+from liger_kernel.ops._op import Case, Cost, T, once_differentiable, op, with_gradients
 from liger_kernel.ops.cross_entropy import targets
 
 REDUCTIONS = ("none", "sum", "batchmean")
@@ -35,10 +36,11 @@ def reference(
 
 
 class LigerJSDFunction(torch.autograd.Function):
-    """``apply(_input, target, shift_labels=None, beta=0.5, ignore_index=-100, reduction="batchmean")``, the first two log_q and log_p."""
+    """``apply(_input, target, shift_labels=None, beta=0.5, ignore_index=-100, jsd_impl=None, jsd_mode=None, reduction="batchmean")``, log_q and log_p."""
 
     @staticmethod
-    def forward(ctx, _input, target, shift_labels=None, beta=0.5, ignore_index=-100, reduction="batchmean"):
+    def forward(ctx, _input, target, shift_labels=None, beta=0.5, ignore_index=-100, jsd_impl=None, jsd_mode=None, reduction="batchmean"):
+        only_ours("jsd", jsd_impl, jsd_mode)
         norm = counted(_input, shift_labels, ignore_index) if reduction == "batchmean" else None
         out = "rows" if reduction == "none" else "sum"
         return _divergence.forward(ctx, _input, target, shift_labels, norm, out, jsd_kind(beta), beta, 0.0, ignore_index)
@@ -46,7 +48,7 @@ class LigerJSDFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, g):
-        return *_divergence.backward(ctx, g), None, None, None, None
+        return *_divergence.backward(ctx, g), *(None,) * 6
 
 
 def _torch(log_q, log_p, shift_labels=None, *, beta=0.5, ignore_index=-100, reduction="batchmean"):
@@ -108,4 +110,20 @@ def jsd(
         raise ValueError(f"jsd: beta must be between 0 and 1, got {beta}")
     if not _divergence.served(log_q, log_p):
         return reference(log_q, log_p, shift_labels, beta=beta, ignore_index=ignore_index, reduction=reduction)
-    return LigerJSDFunction.apply(*_divergence.without_graph(log_q, log_p), shift_labels, beta, ignore_index, reduction)
+    return LigerJSDFunction.apply(*_divergence.without_graph(log_q, log_p), shift_labels, beta, ignore_index, None, None, reduction)
+
+
+def jsd_forward(
+    _input: Tensor, target: Tensor, shift_labels: Tensor | None, beta: float, ignore_index: int, has_label: bool, jsd_impl: str | None = None,
+    jsd_mode: str | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Without autograd: the loss, in the dtype of ``_input``, log q, and its gradient to that. ``has_label``: whether ``shift_labels`` count."""
+    only_ours("jsd", jsd_impl, jsd_mode)
+    labels = shift_labels if has_label else None
+    loss, (dx,) = with_gradients(lambda x: jsd(x, target, labels, beta=beta, ignore_index=ignore_index), _input)
+    return loss.to(_input.dtype), dx  # type: ignore[return-value]
+
+
+def jsd_backward(dX: Tensor, grad_output: Tensor) -> Tensor:
+    """That gradient times the loss's, as a new tensor."""
+    return dX * grad_output

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from liger_kernel.ops._impl import only_ours
 from liger_kernel.ops._linear import Kept, add_mm, auto_chunk_rows, chunk_gradients, values
 from liger_kernel.ops._op import Case, Cost, T, acc, launcher, nbytes, on_gpu, once_differentiable, op, rows_of, tracing
 from liger_kernel.ops._reduce import divided, scaled
@@ -384,7 +385,9 @@ class LigerFusedLinearCrossEntropyFunction:
         _input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, ce_weight: Tensor | None = None, ignore_index: int = -100,
         lse_square_scale: float = 0.0, label_smoothing: float = 0.0, reduction: str = "mean", softcap: float | None = None, return_z_loss: bool = False,
         accum_dtype: torch.dtype | None = None, use_token_scaling: bool = False, return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
+        ce_impl: str | None = None, ce_mode: str | None = None, chunk_mem_const: float = 1,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        only_ours("fused_linear_cross_entropy", ce_impl, ce_mode)
         asked = return_z_loss, return_token_accuracy, return_predicted_tokens
         found = linear_cross_entropy(_input, weight, target, bias, ce_weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing,
                                      z_loss=lse_square_scale, softcap=softcap, token_scaling=use_token_scaling, stats=any(asked),

@@ -494,3 +494,16 @@ def moe(
     if not use_kernels(x):
         return reference(x, gate_up, down, topk_index, topk_weight, **form)
     return LigerFusedMoEFunction.apply(x, gate_up, down, topk_index, topk_weight, *form.values())
+
+
+def compute_routing_metadata(topk_indices: Tensor, E: int, block_m_token: int = 128) -> tuple[Tensor, ...]:
+    """Of choices (M, K) among E experts, all int32: tokens of each expert (E,); where each begins in the order of experts (E + 1,); the token of each place
+    in it, its choice, and the place of each choice (M K,); first row and expert of each tile of ``block_m_token`` rows. Waits for the number of tiles."""
+    flat, K = topk_indices.flatten().long(), topk_indices.shape[1]
+    order = flat.argsort(stable=True)
+    counts = torch.bincount(flat, minlength=E)
+    start = F.pad(counts.cumsum(0), (1, 0))
+    tiles = -(counts // -block_m_token)
+    expert = torch.arange(E, device=flat.device).repeat_interleave(tiles)
+    first = torch.arange(len(expert), device=flat.device) - (tiles.cumsum(0) - tiles)[expert]
+    return tuple(t.int() for t in (counts, start, order // K, order, order.argsort(), start[expert] + first * block_m_token, expert))

@@ -156,11 +156,12 @@ def rms_norm_forward(X: Tensor, W: Tensor | None, eps: float, offset: float = 0.
 
 def rms_norm_backward(
     dY: Tensor, X: Tensor, W: Tensor | None, RSTD: Tensor, offset: float, casting_mode: str, BLOCK_SIZE: int = 0, num_warps: int = 0,
-    in_place: bool = False, row_mode: bool | None = None,
+    in_place: bool = False, row_mode: bool | None = None, needs_dw: bool | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """dx and dw from what ``rms_norm_forward`` returned; dY is not overwritten."""
-    dx, dw = rms_norm_bwd(rows_of(dY), X, W if W is None else W.contiguous(), RSTD, offset, True, W is not None)
-    return dx.view(dY.shape), dw if W is not None else None
+    """dx and dw, unless ``needs_dw`` is False, from what ``rms_norm_forward`` returned; dY is not overwritten."""
+    need_dw = W is not None and needs_dw is not False
+    dx, dw = rms_norm_bwd(rows_of(dY), rows_of(X), W if W is None else W.contiguous(), RSTD, offset, True, need_dw)
+    return dx.view(dY.shape), dw if need_dw else None
 
 
 @op(

@@ -276,6 +276,23 @@ def rope_backward(dq: Tensor, dk: Tensor, cos: Tensor, sin: Tensor) -> tuple[Ten
     return _both(dq, dk, once(cos), once(sin), None, True, False, False, True)
 
 
+def qwen2vl_mrope_forward(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, mrope_section: Sequence[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``LigerQwen2VLMRopeFunction`` without autograd: turned q and k, and the tables, for ``qwen2vl_mrope_backward``."""
+    tables = of_sections(cos, mrope_section), of_sections(sin, mrope_section)
+    return *_both(q, k, *tables, None, True, False, False, False), cos, sin
+
+
+def qwen2vl_mrope_backward(dq: Tensor, dk: Tensor, cos: Tensor, sin: Tensor, mrope_section: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Turned back."""
+    return _both(dq, dk, of_sections(cos, mrope_section), of_sections(sin, mrope_section), None, True, False, False, True)
+
+
+def llama4_rope_forward(q: Tensor, k: Tensor, freqs_cis: Tensor, BLOCK_SIZE: int | None = None, imag_sign: float = 1.0) -> tuple[Tensor, Tensor]:
+    """``LigerLlama4RopeFunction`` without autograd; ``imag_sign=-1`` turns back, as the backward does."""
+    cos, sin = of_complex(freqs_cis.reshape(-1, *freqs_cis.shape[-2:]))
+    return _both(q, k, cos, sin, None, False, True, True, imag_sign < 0)
+
+
 def checked_tables(
     name: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None, layout: str, unsqueeze_dim: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -70,4 +70,18 @@ def amp_custom_bwd(bwd: Callable | None = None, **options: Any) -> Callable:
     return torch.amp.custom_bwd(bwd, device_type=infer_device(), **options)
 
 
+def get_amp_custom_fwd_bwd() -> tuple[Callable, Callable]:
+    """``amp_custom_fwd`` and ``amp_custom_bwd``."""
+    return amp_custom_fwd, amp_custom_bwd
+
+
+def get_npu_core_count(default: int = 20) -> int:
+    """``default``: there are no kernels for Ascend's NPUs here."""
+    return default
+
+
+def set_large_grf_mode(kernel_args: dict[str, Any]) -> None:
+    """Nothing: there are no kernels for Intel's GPUs here, whose registers it is about."""
+
+
 torch_to_triton_dtype = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16} if hasattr(tl, "float32") else {}

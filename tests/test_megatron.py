@@ -182,3 +182,40 @@ def test_swiglu_leaves_to_megatron_what_it_has_not(caplog):
         with pytest.raises(ValueError, match=f"{reason} needs a fallback_impl"):
             LigerMegatronSwiGLU()(*args)
     assert len(seen) == 6
+
+
+def test_what_the_loss_refuses():
+    for reduction in ("mean", "sum"):
+        with pytest.raises(ValueError, match="reduction must be 'none', got"):
+            LigerMegatronCrossEntropy(reduction=reduction)
+    for label_smoothing in (-0.1, 1.0, 2.0):
+        with pytest.raises(ValueError, match="label_smoothing must be in"):
+            LigerMegatronCrossEntropy(label_smoothing=label_smoothing)
+    with pytest.raises(ValueError, match="label_smoothing_formula must be one of"):
+        LigerMegatronCrossEntropy(label_smoothing_formula="pyTorch")
+    with pytest.raises(ValueError, match="label_smoothing_mode must be one of"):
+        LigerMegatronCrossEntropy(label_smoothing_mode="world")
+    for shape in ((4, 16), (2, 2, 4, 16)):
+        with pytest.raises(ValueError, match="logits must be 3-D"):
+            LigerMegatronCrossEntropy()(torch.randn(shape), torch.zeros(shape[:-1], dtype=torch.long))
+
+
+def test_what_was_there_can_be_found(megatron):
+    apply_liger_kernel_to_megatron(rms_norm=True, cross_entropy=True, swiglu=True)
+    assert megatron.cross_entropy.vocab_parallel_cross_entropy.__wrapped__ is stock_cross_entropy
+    assert megatron.fused_cross_entropy.fused_vocab_parallel_cross_entropy.__wrapped__ is stock_fused_cross_entropy
+    assert megatron.fused_bias_swiglu.bias_swiglu_impl.__wrapped__ is stock_swiglu
+    assert "WrappedTorchNorm" in megatron.torch_norm.WrappedTorchNorm.__new__.__wrapped__.__qualname__
+
+
+def test_a_name_that_megatron_has_moved(megatron):
+    del megatron.fused_cross_entropy.fused_vocab_parallel_cross_entropy
+    with pytest.raises(ImportError, match=r"requires megatron-core with megatron.core.fusions.fused_cross_entropy.fused_vocab_parallel_cross_entropy"):
+        apply_liger_kernel_to_megatron(rms_norm=False, cross_entropy=True)
+
+
+def test_modules_say_what_they_are():
+    assert "zero_centered_gamma=False" in repr(LigerMegatronRMSNorm(CONFIG, 8))
+    said = repr(LigerMegatronCrossEntropy(ignore_index=42, label_smoothing=0.07))
+    for part in ("ignore_index=42", "label_smoothing=0.07", "reduction='none'", "label_smoothing_formula='megatron'", "label_smoothing_mode='partition'"):
+        assert part in said

@@ -435,3 +435,58 @@ def test_calls_of_what_fsdp_has_sharded():
     assert "forward" not in wrapper.module.__dict__
     own = wrapper.module.forward = types.MethodType(lambda self, x: x, wrapper.module)
     assert _FSDPForwardRedirection()(wrapper, lambda x: x + 1, x).equal(x + 1) and wrapper.module.forward is own
+
+
+def test_modules_of_muse_glimmer():
+    """What transformers has computes the same with the same weights."""
+    modeling = pytest.importorskip("transformers.models.muse_glimmer.modeling_muse_glimmer")
+    from liger_kernel.transformers import LigerRMSNormForMuseGlimmer, LigerRMSNormForMuseGlimmerTextCentered, LigerSwiGLUMLPForMuseGlimmer
+
+    config = types.SimpleNamespace(hidden_size=16, intermediate_size=24, hidden_activation="silu")
+    pairs = [
+        (LigerRMSNormForMuseGlimmer(16), modeling.MuseGlimmerRMSNorm(16)),
+        (LigerRMSNormForMuseGlimmer(with_scale=False), modeling.MuseGlimmerRMSNorm(with_scale=False)),
+        (LigerRMSNormForMuseGlimmerTextCentered(16), modeling.MuseGlimmerTextCenteredRMSNorm(16)),
+        (LigerSwiGLUMLPForMuseGlimmer(config), modeling.MuseGlimmerTextMLP(config)),
+    ]
+    torch.manual_seed(0)
+    for ours, stock in pairs:
+        for p in stock.parameters():
+            torch.nn.init.normal_(p)
+        assert not ours.load_state_dict(stock.state_dict()).missing_keys
+        x = torch.randn(2, 3, 16, device=DEVICE)
+        torch.testing.assert_close(ours.to(DEVICE)(x), stock.to(DEVICE)(x))
+    with pytest.raises(ValueError, match="dim must be"):
+        LigerRMSNormForMuseGlimmer()
+    with pytest.raises(ValueError, match="activation must be one of"):
+        LigerSwiGLUMLPForMuseGlimmer(types.SimpleNamespace(hidden_size=16, intermediate_size=24, hidden_activation="gelu"))
+
+
+def test_a_layer_norm_with_a_named_implementation():
+    from liger_kernel.transformers.layer_norm import LigerLayerNorm
+
+    from liger_kernel.backends import ImplNotAvailableError
+
+    x, norm = torch.randn(3, 8, device=DEVICE), LigerLayerNorm(8, impl="torch").to(DEVICE)
+    torch.testing.assert_close(norm(x), torch.nn.functional.layer_norm(x, (8,), eps=1e-6))
+    assert norm.backend == "torch" and "impl='torch'" in repr(norm) and "impl" not in repr(LigerLayerNorm(8))
+    norm.backend = "cutile"
+    with pytest.raises(ImplNotAvailableError):
+        norm(x)
+
+
+def test_modules_print_their_settings():
+    from liger_kernel import nn
+
+    assert "softcap=30.0" in repr(nn.LigerFusedLinearCrossEntropyLoss(softcap=30.0)) and "reduction='sum'" in repr(nn.LigerTVDLoss("sum"))
+    assert "act='silu'" in repr(nn.LigerSwiGLUMLP(types.SimpleNamespace(hidden_size=4, intermediate_size=8, hidden_act="silu")))
+
+
+def test_weights_drawn_again():
+    from liger_kernel.transformers import LigerMultiTokenAttention
+
+    module = LigerMultiTokenAttention(2, 2, 3)
+    before = module.weight.clone()
+    torch.nn.init.ones_(module.bias)
+    module.reset_parameters()
+    assert not torch.equal(module.weight, before) and module.weight.abs().max() <= 18**-0.5 and not module.bias.any()

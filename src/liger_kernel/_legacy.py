@@ -15,7 +15,8 @@ from types import ModuleType
 from typing import Any
 
 _HERE = "liger_kernel.transformers."
-_NORMS = ("LigerRMSNormFunction", "LigerRMSNorm", *(f"LigerRMSNormFor{m}" for m in ("Gemma", "Gemma2", "Gemma3", "Gemma4", "Olmo2", "Glm4", "Qwen3Next")))
+_NORM_FAMILIES = ("Gemma", "Gemma2", "Gemma3", "Gemma4", "Olmo2", "Glm4", "Qwen3Next", "MuseGlimmer", "MuseGlimmerTextCentered")
+_NORMS = ("LigerRMSNormFunction", "LigerRMSNorm", *(f"LigerRMSNormFor{m}" for m in _NORM_FAMILIES))
 
 _SWIGLU = ("SwiGLU", "Phi3SwiGLU", "Qwen3MoeSwiGLU", "HunyuanV1SwiGLU", "FalconH1SwiGLU", "BlockSparseTop2")
 
@@ -74,7 +75,7 @@ PATHS: dict[str, tuple[str, tuple[str, ...]]] = {
     _HERE + "rope": ("liger_kernel.nn", ("liger_rotary_pos_emb", "liger_rotary_pos_emb_vision")),
     _HERE + "softmax": ("liger_kernel.nn", ("LigerSoftmax",)),
     _HERE + "sparsemax": ("liger_kernel.nn", ("LigerSparsemax",)),
-    _HERE + "swiglu": ("liger_kernel.nn", ("LigerExperts", *(f"Liger{m}MLP" for m in _SWIGLU))),
+    _HERE + "swiglu": ("liger_kernel.nn", ("LigerExperts", "LigerSwiGLUMLPForMuseGlimmer", *(f"Liger{m}MLP" for m in _SWIGLU))),
     _HERE + "tiled_mlp": ("liger_kernel.nn", ("LigerTiledGEGLUMLP", "LigerTiledSwiGLUMLP")),
     _HERE + "trainer_integration": (_HERE + "patch", ("_apply_liger_kernel",)),
     _HERE + "trainer": (_HERE + "orpo_trainer", ("LigerORPOTrainer", "_FSDPForwardRedirection")),

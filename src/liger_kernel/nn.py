@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_kernel import memory
+from liger_kernel import functional, memory
 from liger_kernel.ops._linear import Kept
 from liger_kernel.ops.attn_res import attn_res
 from liger_kernel.ops.cross_entropy import REDUCTIONS, cross_entropy
@@ -292,6 +293,17 @@ def liger_tvd(input: Tensor, target: Tensor, shift_labels: Tensor | None = None,
 INIT = {"ones": torch.ones, "zeros": torch.zeros}
 
 
+def _arguments(self: nn.Module) -> str:
+    """For ``extra_repr``: the arguments of its constructor that it keeps by their names."""
+    kept = {name: self.__dict__[name] for name in inspect.signature(type(self).__init__).parameters if name in self.__dict__}
+    return ", ".join(f"{name}={value!r}" for name, value in kept.items())
+
+
+def _activation_of(self: nn.Module) -> str:
+    """For ``extra_repr`` of MLPs: their activation."""
+    return f"act={self.act!r}"
+
+
 class LigerRMSNorm(nn.Module):
     """``rms_norm`` with a weight: ``x / rms(x) * (weight + offset)``. ``casting_mode``: "llama", "gemma" or "none"."""
 
@@ -352,6 +364,21 @@ class LigerRMSNormForGemma4(LigerRMSNorm):
         super().__init__(dim, eps, offset, casting_mode, init_fn, elementwise_affine=with_scale)
 
 
+class LigerRMSNormForMuseGlimmer(LigerRMSNormForGemma4):
+    """``dim`` None goes with ``with_scale=False``: there is no weight."""
+
+    def __init__(
+        self, dim: int | None = None, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "gemma", init_fn: str = "ones", in_place: bool = False,
+        with_scale: bool = True,
+    ):  # fmt: skip
+        if dim is None and with_scale:
+            raise ValueError(f"{type(self).__name__}: dim must be the number of weights, got None")
+        super().__init__(dim, eps, offset, casting_mode, init_fn, with_scale=with_scale)  # type: ignore[arg-type]
+
+
+class LigerRMSNormForMuseGlimmerTextCentered(LigerRMSNormForGemma): ...
+
+
 class LigerRMSNormForOlmo2(LigerRMSNorm):
     """As published, casting "llama"; transformers' Olmo2 rounds like "gemma", and its patched models do too."""
 
@@ -395,13 +422,20 @@ class LigerFusedAddRMSNorm(LigerRMSNorm):
 class LigerLayerNorm(nn.Module):
     """``layer_norm`` with a weight and a bias, which is there and begins at zero whatever ``bias`` says, as published state dicts have it.
 
-    ``elementwise_affine=False``: with neither.
+    ``elementwise_affine=False``: with neither. ``impl`` (or ``backend``) and ``mode``: see ``liger_kernel.functional``.
     """
 
-    def __init__(self, hidden_size: int | Sequence[int], eps: float = 1e-6, bias: bool = False, init_fn: str = "ones", *, elementwise_affine: bool = True):
+    impl: str | None = None
+    mode: str | None = None
+
+    def __init__(
+        self, hidden_size: int | Sequence[int], eps: float = 1e-6, bias: bool = False, init_fn: str = "ones", impl: str | None = None,
+        mode: str | None = None, backend: str | None = None, *, elementwise_affine: bool = True,
+    ):  # fmt: skip
         super().__init__()
         if init_fn not in INIT:
             raise ValueError(f"{type(self).__name__}: init_fn must be one of {tuple(INIT)}, got {init_fn!r}")
+        self.impl, self.mode = impl or backend, mode
         shape = (hidden_size,) if isinstance(hidden_size, int) else tuple(hidden_size)
         if len(shape) != 1:
             raise ValueError(f"{type(self).__name__}: hidden_size must be one dim, got {shape}")
@@ -409,11 +443,22 @@ class LigerLayerNorm(nn.Module):
         self.register_parameter("weight", nn.Parameter(INIT[init_fn](shape)) if elementwise_affine else None)
         self.register_parameter("bias", nn.Parameter(torch.zeros(shape)) if elementwise_affine else None)
 
+    @property
+    def backend(self) -> str | None:
+        """Another word for ``impl``."""
+        return self.impl
+
+    @backend.setter
+    def backend(self, value: str | None) -> None:
+        self.impl = value
+
     def forward(self, hidden_states: Tensor) -> Tensor:
+        if self.impl or self.mode:
+            return functional.layer_norm(hidden_states, self.weight, self.bias, self.variance_epsilon, impl=self.impl, mode=self.mode)
         return memory.cheap(layer_norm, hidden_states, self.weight, self.bias, eps=self.variance_epsilon)
 
     def extra_repr(self) -> str:
-        return f"({self.hidden_size},), eps={self.variance_epsilon}"
+        return f"({self.hidden_size},), eps={self.variance_epsilon}" + (f", impl={self.impl!r}" if self.impl else "")
 
 
 def _activation(owner: Any, name: str, known: dict[str, str]) -> str:
@@ -435,6 +480,8 @@ class _GatedMLP(nn.Module):
         self.up_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=bias)
         self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias=bias)
 
+    extra_repr = _activation_of
+
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(memory.cheap(glu, self.gate_proj(x), self.up_proj(x), act=self.act))
 
@@ -447,6 +494,14 @@ class LigerSwiGLUMLP(_GatedMLP):
 
     def forward(self, x: Tensor) -> Tensor:  # also bound to MLPs of other classes, which have the projections and no more
         return self.down_proj(memory.cheap(glu, self.gate_proj(x), self.up_proj(x), act="silu"))
+
+
+class LigerSwiGLUMLPForMuseGlimmer(LigerSwiGLUMLP):
+    """``LigerSwiGLUMLP`` without biases, with the activation that ``config.hidden_activation`` (or ``hidden_act``) names."""
+
+    def __init__(self, config: Any):
+        name = getattr(config, "hidden_activation", None) or config.hidden_act
+        _GatedMLP.__init__(self, config, _activation(self, name, SILU), False)
 
 
 class LigerGEGLUMLP(_GatedMLP):
@@ -495,6 +550,8 @@ class LigerExperts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(self.num_experts, self.hidden_dim, self.intermediate_dim))
         for p in self.parameters():
             nn.init.normal_(p, std=getattr(config, "initializer_range", 0.02))
+
+    extra_repr = _activation_of
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """hidden_states (..., H); top_k_index and top_k_weights (..., K), for as many tokens."""
@@ -563,6 +620,8 @@ class LigerBlockSparseTop2MLP(nn.Module):
         self.w2 = nn.Linear(self.ffn_dim, self.hidden_dim, bias=False)
         self.w3 = nn.Linear(self.hidden_dim, self.ffn_dim, bias=False)
 
+    extra_repr = _activation_of
+
     def forward(self, x: Tensor) -> Tensor:
         return self.w2(memory.cheap(glu, self.w1(x), self.w3(x), act=self.act))
 
@@ -587,6 +646,8 @@ class LigerPhi3SwiGLUMLP(nn.Module):
         self.config, self.act = config, _activation(self, config.hidden_act, SILU)
         self.gate_up_proj = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    extra_repr = _activation_of
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return self.down_proj(memory.cheap(glu, self.gate_up_proj(hidden_states), act=self.act))
@@ -628,6 +689,8 @@ class LigerCrossEntropyLoss(nn.Module):
         self.reduction, self.softcap = reduction, softcap
         self.return_z_loss, self.return_token_accuracy, self.return_predicted_tokens = return_z_loss, return_token_accuracy, return_predicted_tokens
 
+    extra_repr = _arguments
+
     def forward(self, _input: Tensor, target: Tensor) -> Tensor | CrossEntropyOutput:
         return liger_cross_entropy(_input, target, self.weight, **{name: getattr(self, name) for name in LOSS_OPTIONS})
 
@@ -666,6 +729,8 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
         self.reduction, self.softcap, self.accum_dtype, self.use_token_scaling = reduction, softcap, accum_dtype, use_token_scaling
         self.return_z_loss, self.return_token_accuracy, self.return_predicted_tokens = return_z_loss, return_token_accuracy, return_predicted_tokens
 
+    extra_repr = _arguments
+
     def forward(
         self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None, *, num_items: Tensor | float | None = None
     ) -> Tensor | CrossEntropyOutput:
@@ -681,6 +746,8 @@ class LigerJSD(nn.Module):
         super().__init__()
         self.beta, self.ignore_index = beta, ignore_index
 
+    extra_repr = _arguments
+
     def forward(self, log_q: Tensor, log_p: Tensor, shift_labels: Tensor | None = None) -> Tensor:
         return jsd(log_q, log_p, shift_labels, beta=self.beta, ignore_index=self.ignore_index)
 
@@ -692,6 +759,8 @@ class LigerKLDIVLoss(nn.KLDivLoss):
         super().__init__(*args, **kwargs)
         self.eps = eps
 
+    extra_repr = _arguments
+
     def forward(self, y_pred: Tensor, y_true: Tensor) -> Tensor:
         return kl_div(y_pred, y_true, reduction=self.reduction, log_target=self.log_target, eps=self.eps)
 
@@ -702,6 +771,8 @@ class LigerTVDLoss(nn.Module):
     def __init__(self, reduction: str = "batchmean", ignore_index: int = -100):
         super().__init__()
         self.reduction, self.ignore_index = reduction, ignore_index
+
+    extra_repr = _arguments
 
     def forward(self, p: Tensor, q: Tensor, shift_labels: Tensor | None = None) -> Tensor:
         return tvd(p, q, shift_labels, reduction=self.reduction, ignore_index=self.ignore_index)
@@ -721,6 +792,8 @@ class LigerVocabParallelCrossEntropy(nn.Module):
         validate_formula_and_mode(label_smoothing_formula, label_smoothing_mode)
         if reduction not in REDUCTIONS:
             raise ValueError(f"{type(self).__name__}: reduction must be one of {REDUCTIONS}, got {reduction!r}")
+        if not 0 <= label_smoothing < 1:
+            raise ValueError(f"{type(self).__name__}: label_smoothing must be in [0, 1), got {label_smoothing}")
         self.ignore_index, self.label_smoothing, self.reduction = ignore_index, label_smoothing, reduction
         self.label_smoothing_formula, self.label_smoothing_mode = label_smoothing_formula, label_smoothing_mode
 
@@ -735,6 +808,8 @@ class LigerVocabParallelCrossEntropy(nn.Module):
             formula=self.label_smoothing_formula,
             mode=self.label_smoothing_mode,
         )
+
+    extra_repr = _arguments
 
 
 def liger_fused_linear_jsd(
@@ -765,6 +840,8 @@ class LigerFusedLinearJSD(nn.Module):
         if not temperature > 0:
             raise ValueError(f"LigerFusedLinearJSD: temperature must be positive, got {temperature}")
         self.jsd_beta, self.ignore_index, self.temperature, self.accum_dtype = jsd_beta, ignore_index, temperature, accum_dtype
+
+    extra_repr = _arguments
 
     def forward(
         self, student_input: Tensor, student_weight: Tensor, teacher_input: Tensor, teacher_weight: Tensor, shift_labels: Tensor | None = None
@@ -921,9 +998,14 @@ class LigerMultiTokenAttention(nn.Module):
         super().__init__()
         conv = nn.Conv2d(in_channels, out_channels, kernel_size, groups=groups, bias=bias)
         self.weight, self.bias = conv.weight, conv.bias
+        self.reset_parameters()
+        self.options: dict[str, Any] = dict(stride=stride, padding=padding, dilation=dilation, groups=groups, sparse=sparse)
+
+    def reset_parameters(self) -> None:
+        """Weights as ``nn.Conv2d`` draws them, and a bias of zero."""
+        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
         if self.bias is not None:
             nn.init.zeros_(self.bias)
-        self.options: dict[str, Any] = dict(stride=stride, padding=padding, dilation=dilation, groups=groups, sparse=sparse)
 
     def forward(self, scores: Tensor) -> Tensor:
         return multi_token_attention(scores, self.weight, self.bias, **self.options)

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from torch import Tensor
+
 from liger_kernel.nn import LigerVocabParallelCrossEntropy
 
 
 class LigerMegatronCrossEntropy(LigerVocabParallelCrossEntropy):
-    """``LigerVocabParallelCrossEntropy`` with Megatron's label smoothing, over each rank's own classes, and a loss per token."""
+    """``LigerVocabParallelCrossEntropy`` with Megatron's label smoothing, over each rank's own classes, and a loss per token (S, B) of logits (S, B, N).
+
+    ``ValueError`` for another ``reduction`` than "none", and for logits of other dims: Megatron has the sequence first.
+    """
 
     def __init__(
         self,
@@ -16,4 +23,11 @@ class LigerMegatronCrossEntropy(LigerVocabParallelCrossEntropy):
         label_smoothing_formula: str = "megatron",
         label_smoothing_mode: str = "partition",
     ):
+        if reduction != "none":
+            raise ValueError(f"{type(self).__name__}: reduction must be 'none', got {reduction!r}")
         super().__init__(ignore_index, label_smoothing, reduction, label_smoothing_formula, label_smoothing_mode)
+
+    def forward(self, vocab_parallel_logits: Tensor, target: Tensor, tp_group: Any = None) -> Tensor:
+        if vocab_parallel_logits.ndim != 3:
+            raise ValueError(f"{type(self).__name__}: logits must be 3-D, (sequence, batch, classes), got {tuple(vocab_parallel_logits.shape)}")
+        return super().forward(vocab_parallel_logits, target, tp_group)

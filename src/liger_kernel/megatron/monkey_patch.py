@@ -22,15 +22,22 @@ def apply_liger_kernel_to_megatron(rms_norm: bool = True, cross_entropy: bool = 
     rms_norm: the RMSNorm of local layer specs (``WrappedTorchNorm``); Transformer Engine's specs have norms of their own, which stay.
     cross_entropy: ``vocab_parallel_cross_entropy`` and ``fused_vocab_parallel_cross_entropy``; labels of -100 count as 0, others that are no class as NaN.
     swiglu: ``bias_swiglu_impl`` where there is no bias.
-    ``ImportError`` without Megatron-core.
+    ``ImportError`` without Megatron-core. What was there is ``__wrapped__`` of what took its place (of the norm: of its ``__new__``).
     """
     if rms_norm:
-        _patch_norm(importlib.import_module("megatron.core.transformer.torch_norm").WrappedTorchNorm)
+        _patch_norm(_found("megatron.core.transformer.torch_norm", "WrappedTorchNorm"))
     if cross_entropy:
         _replace("megatron.core.tensor_parallel.cross_entropy", "vocab_parallel_cross_entropy", lambda _: _cross_entropy)
         _replace("megatron.core.fusions.fused_cross_entropy", "fused_vocab_parallel_cross_entropy", lambda _: _fused_cross_entropy)
     if swiglu:
         _replace("megatron.core.fusions.fused_bias_swiglu", "bias_swiglu_impl", LigerMegatronSwiGLU)
+
+
+def _found(source: str, name: str) -> Any:
+    try:
+        return getattr(importlib.import_module(source), name)
+    except (ImportError, AttributeError) as error:
+        raise ImportError(f"apply_liger_kernel_to_megatron: requires megatron-core with {source}.{name}: {error}") from error
 
 
 def _patch_norm(norm: Any) -> None:
@@ -45,17 +52,19 @@ def _patch_norm(norm: Any) -> None:
         # the stock one ignores ``normalization``, the config decides
         return LigerMegatronRMSNorm(config, *args[:4], **{k: v for k, v in kwargs.items() if k != "normalization"})
 
+    new.__wrapped__ = stock  # type: ignore[attr-defined]
     norm.__new__ = staticmethod(new)
     setattr(norm, MARK, True)
 
 
 def _replace(source: str, name: str, make: Callable[[Any], Any]) -> None:
     """Put ``make(function)`` in the place of a function, in its module and in every module of Megatron that has imported it by name."""
-    stock = getattr(importlib.import_module(source), name)
+    stock = _found(source, name)
     if getattr(stock, MARK, False):
         return
     ours = make(stock)
     setattr(ours, MARK, True)
+    ours.__wrapped__ = stock
     for module_name, module in list(sys.modules.items()):
         if module_name.partition(".")[0] == "megatron":
             for key in [k for k, v in vars(module).items() if v is stock]:

@@ -78,14 +78,14 @@ PART_SCHEMA = (
 
 def validate_formula_and_mode(label_smoothing_formula: str, label_smoothing_mode: str) -> None:
     """``ValueError`` unless both are known."""
-    _check_options("vocab_parallel_cross_entropy", label_smoothing_formula, label_smoothing_mode)
+    _check_options("vocab_parallel_cross_entropy", label_smoothing_formula, label_smoothing_mode, "label_smoothing_")
 
 
-def _check_options(name: str, formula: str, mode: str) -> None:
+def _check_options(name: str, formula: str, mode: str, prefix: str = "") -> None:
     if formula not in FORMULAS:
-        raise ValueError(f"{name}: formula must be one of {FORMULAS}, got {formula!r}")
+        raise ValueError(f"{name}: {prefix}formula must be one of {FORMULAS}, got {formula!r}")
     if mode not in MODES:
-        raise ValueError(f"{name}: mode must be one of {MODES}, got {mode!r}")
+        raise ValueError(f"{name}: {prefix}mode must be one of {MODES}, got {mode!r}")
 
 
 def part_of(

@@ -104,7 +104,9 @@ class Gated(torch.nn.Module):
         self.down_proj, self.act_fn = linear(16, 24), torch.nn.SiLU()
 
     def forward(self, x):
-        raise AssertionError("the variant is what is called")
+        """What the variant runs only where it does not know the activation, or somebody sees its calls."""
+        assert type(self.act_fn) is not torch.nn.SiLU or torch.nn.modules.module._has_any_global_hook()
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
 @pytest.fixture

@@ -45,7 +45,8 @@ ROPE_FORMS: weakref.WeakKeyDictionary[Callable, tuple[str, Callable, str]] = wea
 
 def unhooked(m: nn.Module) -> bool:
     """Whether calling ``m`` is its forward and nothing else."""
-    return not any(m.__dict__[name] for name in HOOKS) and not _has_any_global_hook()
+    own = m.__dict__
+    return not (own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"] or _has_any_global_hook())
 
 
 def plain(t: Any) -> bool:

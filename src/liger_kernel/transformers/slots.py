@@ -17,6 +17,7 @@ import functools
 import importlib
 import inspect
 import re
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import CONFIG_MAPPING, PretrainedConfig
+from transformers import activations as transformers_activations
 from transformers.activations import ACT2FN
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as IMAGE_TEXT_TO_TEXT
@@ -76,7 +78,15 @@ def _norm(offset: float, casting: str, eps: str, weight: str) -> Variant:
     return variant
 
 
-_named = functools.cache(lambda name: ACT2FN[name])  # which makes a new one each time, and each would be looked at
+_NAMED: dict[str, tuple[Any, Callable]] = {}
+
+
+def _named(name: str) -> Callable:
+    """``ACT2FN[name]``, which makes a new one each time, and each would be looked at; another one when that has become of another kind."""
+    kind = ACT2FN.get(name)
+    if name not in _NAMED or _NAMED[name][0] is not kind:
+        _NAMED[name] = kind, ACT2FN[name]
+    return _NAMED[name][1]
 
 
 def _gated_norm(first: str, eps: str, groups: str) -> Variant:
@@ -147,6 +157,19 @@ class GLUForm:
         return not self.wide and self.gate is GLUForm.gate and self.between is GLUForm.between
 
 
+def _as_weighted(h: Tensor, projection: Any) -> Tensor:
+    """``h`` in the dtype of the projection's weight, unless that is in eight bits."""
+    dtype = getattr(projection.weight, "dtype", torch.int8)
+    return h if dtype in (h.dtype, torch.int8) else h.to(dtype)
+
+
+class _InFp32(nn.Linear):
+    """A projection that stays in fp32 whatever the rest becomes, for a stand-in."""
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> _InFp32:
+        return self
+
+
 class _Halve(nn.Module):
     """Some module, for a stand-in."""
 
@@ -167,6 +190,10 @@ GLU_FORMS = {
     ),
     "ffn_sub_norm": GLUForm((lambda: {"ffn_sub_norm": _Halve()},), between=lambda self, h: self.ffn_sub_norm(h)),
     "drop": GLUForm((lambda: {"drop": _Halve()},), between=lambda self, h: self.drop(h)),
+    "dropout, cast": GLUForm(  # models in 16 bits whose last projection stays in fp32
+        (lambda: {"dropout": _Halve(), "wo": _linear(12, 8, _InFp32)}, lambda: {"dropout": _Halve()}),
+        between=lambda self, h: _as_weighted(self.dropout(h), self.wo),
+    ),
     "dropout": GLUForm((lambda: {"dropout": _Halve()},), between=lambda self, h: self.dropout(h)),
     "sparsity": GLUForm(
         (lambda: {"activation_sparsity": 0.0}, lambda: {"activation_sparsity": 0.6}),
@@ -201,14 +228,11 @@ def _whole(x: Tensor, *projections: Any) -> bool:
 
 def _glu(gate: str, up: str, down: str, act: str, form: GLUForm) -> Variant:
     def variant(stock: Callable) -> Callable:
-        def whole(self, x):
+        def whole(self, x, name):
             """As one operator; None where it is more than that."""
             projections = [getattr(self, name) for name in dict.fromkeys((gate, up, down))]
             options = form.options(self)
             if not _whole(x, *projections) or options.keys() - {"gate_multiplier"}:
-                return None
-            name = "silu" if act == "F.silu" else activation(getattr(self, act))
-            if name is None:
                 return None
             memory.needed()
             first, *second, last = (m.weight for m in projections)
@@ -216,29 +240,28 @@ def _glu(gate: str, up: str, down: str, act: str, form: GLUForm) -> Variant:
             memory.taken()
             return form.after(self, y)
 
-        def run(self, x):
+        def run(self, name, x):
             memory.needed()
+            if name is None:
+                y = stock(self, x)
+                memory.taken()
+                return y
             g = getattr(self, gate)(x)
             g, u = g.chunk(2, -1) if up == gate else (g, getattr(self, up)(x))
             memory.taken()
-            g, options = form.gate(self, g), form.options(self)
+            g = form.gate(self, g)
             dtype = g.dtype
             if form.wide:
                 g, u = g.float(), u.float()
-            fn = F.silu if act == "F.silu" else getattr(self, act)
-            # compiled, the formula is what we would hand over anyway
-            name = "silu" if act == "F.silu" else None if torch.compiler.is_compiling() else activation(fn)
-            if name is None:
-                if "limit" in options:
-                    g, u = g.clamp(max=options["limit"]), u.clamp(-options["limit"], options["limit"])
-                h = fn(g * options["gate_multiplier"] if "gate_multiplier" in options else g) * u
-            else:
-                h = memory.cheap(glu, g, u, act=name, **options)
+            h = memory.cheap(glu, g, u, act=name, **form.options(self))
             return form.after(self, getattr(self, down)(form.between(self, h.to(dtype))))
 
         def forward(self, x):
-            y = whole(self, x) if form.whole else None
-            return memory.projected(functools.partial(run, self), x) if y is None else y
+            if torch.compiler.is_compiling():  # the formula is what we would hand over anyway
+                return stock(self, x)
+            name = activation(F.silu if act == "F.silu" else getattr(self, act))
+            y = whole(self, x, name) if name is not None and form.whole else None
+            return memory.projected(functools.partial(run, self, name), x) if y is None else y
 
         return forward
 
@@ -260,7 +283,7 @@ def _mlp(up: str, down: str, act: str) -> Variant:
 def _experts(transposed: bool, interleaved: bool, biased: bool, act: str, options: Callable[[Any], dict[str, Any]]) -> Variant:
     def variant(stock: Callable) -> Callable:
         def forward(self, hidden_states, top_k_index, top_k_weights):
-            name = None if torch.compiler.is_compiling() else "silu" if act == "F.silu" else activation(getattr(self, act))
+            name = None if torch.compiler.is_compiling() else activation(F.silu if act == "F.silu" else getattr(self, act))
             w, v = self.gate_up_proj, self.down_proj
             if name is None or not w.is_floating_point() or w.ndim != 3 or getattr(self, "_is_expert_parallel", False):
                 return stock(self, hidden_states, top_k_index, top_k_weights)
@@ -390,23 +413,43 @@ def _rope_complex(unsqueeze_dim: int) -> Variant:
     return variant
 
 
-_ACTIVATIONS: weakref.WeakKeyDictionary[Any, str | None] = weakref.WeakKeyDictionary()
+# Modules that are an activation and nothing else, whatever the mode: no parameters, no state. Behind each, what its forward reads of it.
+_ACTIVATION_MODULES: dict[type, str] = {nn.SiLU: "inplace", nn.GELU: "approximate", nn.Sigmoid: ""} | {
+    getattr(transformers_activations, name): reads
+    for name, reads in dict(SiLUActivation="", GELUActivation="act", GELUTanh="act", PytorchGELUTanh="act", ReLUSquaredActivation="").items()
+    if hasattr(transformers_activations, name)  # releases differ
+}
+_ACTIVATION_FUNCTIONS: dict[Any, str] = {F.silu: "silu", F.gelu: "gelu", F.sigmoid: "sigmoid", torch.sigmoid: "sigmoid"}
+_TORCHS = F.silu, F.gelu, F.relu  # what the forwards call
+_ACTIVATIONS: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], str | None]] = weakref.WeakKeyDictionary()
 
 
-def activation(fn: Callable) -> str | None:
-    """Which of our activations ``fn`` is; None if it is none of them, or somebody sees its calls. By its values, looked at once."""
-    own = getattr(fn, "__dict__", {})
-    if own.get("_forward_hooks") or own.get("_forward_pre_hooks") or own.get("_backward_hooks") or own.get("_backward_pre_hooks") or "forward" in own:
+def activation(fn: Any) -> str | None:
+    """Which of our activations calling ``fn`` is now; None if it is none of them, or somebody sees its calls.
+
+    By what it is: a class or function of PyTorch or transformers. Values would also fit a learnt gain that begins at 1, or dropout while evaluating.
+    """
+    reads = _ACTIVATION_MODULES.get(type(fn))
+    if reads is None:
+        return _ACTIVATION_FUNCTIONS.get(fn) if isinstance(fn, (types.FunctionType, types.BuiltinFunctionType)) else None
+    if "forward" in fn.__dict__ or not unhooked(fn):
         return None
-    try:
-        return _ACTIVATIONS[fn]
-    except (KeyError, TypeError):
-        pass
-    with torch.no_grad(), unset_fake_temporarily(), contextlib.suppress(Exception):  # needs parameters, other devices ...: then it is none of ours
+    now = type(fn).forward, fn.__dict__.get(reads), F.silu, F.gelu, F.relu  # all that somebody may have changed since it was looked at
+    known = _ACTIVATIONS.get(fn)
+    if known is None or known[0] != now:
+        known = _ACTIVATIONS[fn] = now, _confirmed(fn, *now)
+    return known[1]
+
+
+def _confirmed(fn: nn.Module, forward: Any, read: Any, *torchs: Callable) -> str | None:
+    """The activation that ``fn`` has the values of, if its class's forward, and what it reads, are those that PyTorch or transformers gave it."""
+    read = read.func if isinstance(read, functools.partial) else read
+    if torchs != _TORCHS or forward.__globals__.get("__name__") != type(fn).__module__ or not (isinstance(read, (bool, str)) or read in (None, *_TORCHS)):
+        return None
+    with torch.no_grad(), unset_fake_temporarily(), contextlib.suppress(Exception):
         x = torch.linspace(-6, 6, 385, device="cpu")
         same = lambda ours: all(torch.equal(fn(t), ours(t.float()).to(t.dtype)) for t in (x, x.bfloat16()))
-        _ACTIVATIONS[fn] = next((name for name, ours in ACTS.items() if same(ours)), None)
-        return _ACTIVATIONS[fn]
+        return next((name for name, ours in ACTS.items() if same(ours)), None)
     return None
 
 
@@ -452,10 +495,10 @@ def _weight(n: int = 32) -> nn.Parameter:
     return nn.Parameter(torch.randn(n) * 0.3 + 0.5)
 
 
-def _linear(n: int, out: int) -> nn.Module:
+def _linear(n: int, out: int, cls: type[nn.Linear] = nn.Linear) -> nn.Module:
     """An ``nn.Linear``, filled whatever constructors and initialisers do at the moment."""
     attributes = dict(in_features=n, out_features=out, weight=nn.Parameter((torch.rand(out, n) - 0.5) / n**0.5 * 2))
-    return _stand_in(nn.Linear, attributes | dict(bias=nn.Parameter((torch.rand(out) - 0.5) / n**0.5 * 2)))
+    return _stand_in(cls, attributes | dict(bias=nn.Parameter((torch.rand(out) - 0.5) / n**0.5 * 2)))
 
 
 def _norm_stand_ins(eps: str, weight: str) -> Iterator[tuple[dict[str, Any], tuple[Tensor, ...]]]:

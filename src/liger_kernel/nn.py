@@ -42,7 +42,7 @@ from liger_kernel.ops.qk_norm_rope import qk_norm_rope
 from liger_kernel.ops.relu_squared import relu_squared
 from liger_kernel.ops.rms_norm import LigerRMSNormFunction as LigerRMSNormFunction
 from liger_kernel.ops.rms_norm import rms_norm
-from liger_kernel.ops.rope import of_complex, of_sections, once, rope
+from liger_kernel.ops.rope import in_place_of, of_complex, of_sections, once, rope
 from liger_kernel.ops.softmax import softmax
 from liger_kernel.ops.sparsemax import sparsemax
 from liger_kernel.ops.tiled_mlp import apply_tiled_mlp
@@ -202,20 +202,22 @@ def liger_layer_norm(X: Tensor, W: Tensor | None, B: Tensor | None, eps: float) 
 
 
 def liger_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """Turn q and k by tables (B or 1, T, R) as transformers makes them: each angle twice, as in ``cat((angles, angles), -1)``; R <= D.
+    """Turn q and k by tables (B or 1, T, R) or (T, R) as transformers makes them: each angle twice, as in ``cat((angles, angles), -1)``; R <= D.
 
-    q (B, Hq, T, D), k (B, Hk, T, D), or (B, T, H, D) with ``unsqueeze_dim=2``. ``position_ids`` has no effect, and products are
-    rounded to the tensors' dtype, as in transformers. Returns new tensors.
+    q (B, Hq, T, D), k (B, Hk, T, D), or (B, T, H, D) with ``unsqueeze_dim=2``. ``position_ids`` has no effect. Returns new tensors of the dtypes of
+    q and k: products are rounded to the tensors' dtype, as in transformers, or, where tables are of another one, computed in fp32.
     """
-    return rope(q, k, once(cos), once(sin), unsqueeze_dim=unsqueeze_dim, casting="none")
+    return rope(q, k, once(cos), once(sin), unsqueeze_dim=unsqueeze_dim, casting=in_place_of(q, k, cos))
 
 
 liger_rotary_pos_emb = liger_rope
 
 
 def liger_rotary_pos_emb_vision(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """``liger_rope``, in fp32, of the patches of all images in a row: q, k (T, H, D), tables (T, R)."""
-    q, k = rope(q[None], k[None], once(cos)[None], once(sin)[None], unsqueeze_dim=2)
+    """``liger_rope``, in fp32, of the patches of all images in a row: q, k (T, H, D), or a batch of such rows, tables (T, R)."""
+    if q.ndim == 4:
+        return rope(q, k, once(cos), once(sin), unsqueeze_dim=2)
+    q, k = rope(q[None], k[None], once(cos), once(sin), unsqueeze_dim=2)
     return q[0], k[0]
 
 
@@ -226,7 +228,8 @@ def liger_multimodal_rotary_pos_emb(
 
     Models whose embedding puts the sections together, interleaved or not, call ``liger_rope``.
     """
-    return rope(q, k, of_sections(cos, mrope_section), of_sections(sin, mrope_section), unsqueeze_dim=unsqueeze_dim, casting="none")
+    cos, sin = of_sections(cos, mrope_section), of_sections(sin, mrope_section)
+    return rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, casting=in_place_of(q, k, cos))
 
 
 liger_qwen2vl_mrope = liger_multimodal_rotary_pos_emb

@@ -41,20 +41,21 @@ def twice(angles: Tensor) -> tuple[Tensor, Tensor]:
 
 @needs_kernels
 @in_dtypes
-@pytest.mark.parametrize(("model", "layout"), [("llama", "halves"), ("glm", "pairs")])
+@pytest.mark.parametrize("tables", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize(("model", "layout", "casting"), [("llama", "halves", "none"), ("glm", "pairs", "none"), ("olmo2", "halves", "back")])
 @pytest.mark.parametrize("unsqueeze_dim", [1, 2])
-def test_without_upcast_it_is_bit_for_bit_what_models_compute(model, layout, unsqueeze_dim, dtype):
-    """Products are rounded to bf16, on a GPU as well: a policy with our kernels and a reference without them agree."""
+def test_without_upcast_it_is_bit_for_bit_what_models_compute(model, layout, casting, unsqueeze_dim, dtype, tables):
+    """Products are rounded to bf16, on a GPU as well: a policy with our kernels and a reference without them agree. Tables in fp32: under autocast."""
     module = pytest.importorskip(f"transformers.models.{model}.modeling_{model}")
     torch.manual_seed(0)
     shape = lambda heads: (2, heads, 37, 32) if unsqueeze_dim == 1 else (2, 37, heads, 32)
     args = dict(q=random(*shape(3), dtype=dtype), k=random(*shape(1), dtype=dtype))
     angles = torch.randn(2, 37, 16, device=DEVICE)
-    cos, sin = (t.to(dtype) for t in twice(angles))
+    cos, sin = (t.to(tables) for t in twice(angles))
     theirs = run(lambda q, k: module.apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim), like(args))
     once = lambda t: t[..., :16]
-    ours = run(lambda q, k: rope(q, k, once(cos), once(sin), layout=layout, unsqueeze_dim=unsqueeze_dim, casting="none"), like(args))
-    (assert_same if dtype is torch.float32 else assert_same_bits)(ours, theirs)
+    ours = run(lambda q, k: rope(q, k, once(cos), once(sin), layout=layout, unsqueeze_dim=unsqueeze_dim, casting=casting), like(args))
+    (assert_same if torch.float32 in (dtype, tables) else assert_same_bits)(ours, theirs)
 
 
 # -- Llama 4: complex numbers ----------------------------------------------------------------
@@ -115,6 +116,28 @@ def test_vision(dtype):
     assert_same(
         run(lambda q, k: lnn.liger_rotary_pos_emb_vision(q, k, cos, sin), like(args)), run(lambda q, k: apply_rotary_pos_emb_vision(q, k, cos, sin), like(args))
     )
+
+
+@needs_kernels
+@in_dtypes
+@pytest.mark.parametrize("width", [16, 17])
+def test_tables_of_one_sequence(dtype, width):
+    """(T, R) for all; of heads of an odd width the last column passes through. Results are of the dtypes of q and k."""
+    torch.manual_seed(0)
+    cos, sin = twice(torch.randn(5, 8, device=DEVICE))
+    args = dict(q=random(2, 3, 5, width, dtype=dtype), k=random(2, 1, 5, width, dtype=dtype))
+    expected = run(lambda q, k: lnn.liger_rope(q, k, cos[None], sin[None]), like(args))
+    assert expected["out0"].dtype == dtype
+    for fn in (lnn.liger_rope, LigerRopeFunction.apply):
+        assert_same_bits(run(lambda q, k, fn=fn: fn(q, k, cos, sin), like(args)), expected)
+    outs = rope_forward(args["q"].detach(), args["k"].detach(), cos, sin)
+    assert_same_bits({"out0": outs[0], "out1": outs[1]}, {k: v for k, v in expected.items() if k.startswith("out")})
+    rows = like({name: x.transpose(1, 2) for name, x in args.items()})
+    of_a_batch = run(lambda q, k: lnn.liger_rotary_pos_emb_vision(q, k, cos, sin), rows)
+    for i in range(2):
+        alone = run(lambda q, k: lnn.liger_rotary_pos_emb_vision(q, k, cos, sin), {name: x.detach()[i].requires_grad_() for name, x in rows.items()})
+        for name in ("out0", "out1"):
+            assert_same_bits({name: of_a_batch[name][i]}, {name: alone[name]})
 
 
 def embedding(model: str, sections: list[int]):

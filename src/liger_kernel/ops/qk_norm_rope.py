@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops import _config
-from liger_kernel.ops._op import Case, Cost, launch, launcher, nbytes, once_differentiable, op, swapped, use_kernels
+from liger_kernel.ops._op import Case, Cost, launch, launcher, nbytes, once_differentiable, op, swapped
 from liger_kernel.ops._op import T as T_  # T is the sequence length here
 from liger_kernel.ops._reduce import column_sum
 from liger_kernel.ops._tl import jit, next_power_of_2, tl
@@ -31,8 +31,10 @@ from liger_kernel.ops.rope import (
     load_angles,
     load_pairs,
     rounding,
+    served,
     store_pairs,
     turned,
+    turned_dtype,
     unit_stride,
 )
 from liger_kernel.ops.rope import reference as rope_reference
@@ -101,12 +103,12 @@ def _rstd(a, b, c, h, H, D, eps, PARTIAL: tl.constexpr):
 
 
 @jit
-def _scale(x, rstd, w, X: tl.constexpr, Y: tl.constexpr, CASTING: tl.constexpr):
-    """fp32 values of the normed x: x rounded to dtype X before the weight where ``casting`` says so, to dtype Y after it."""
+def _scale(x, rstd, w, X: tl.constexpr, Z: tl.constexpr, CASTING: tl.constexpr):
+    """fp32 values of the normed x: x rounded to dtype X before the weight where ``casting`` says so, to dtype Z after it."""
     h = x * rstd
     if CASTING != "gemma":
         h = h.to(X).to(tl.float32)
-    return (h * w).to(Y).to(tl.float32)
+    return (h * w).to(Z).to(tl.float32)
 
 
 @jit
@@ -117,7 +119,8 @@ def _fwd_heads(
 ):  # fmt: skip
     """All heads of one token: pointers to its first head, strides between heads."""
     X: tl.constexpr = x_ptr.dtype.element_ty
-    Y: tl.constexpr = y_ptr.dtype.element_ty
+    W: tl.constexpr = w_ptr.dtype.element_ty
+    Z: tl.constexpr = X if CASTING == "gemma" or X == W else tl.float32  # of what is normed, before it turns
     w_a, w_b, w_c = _weights(w_ptr, offset, HALF, D, PAIRS, CASTING != "gemma", BLOCK_R, BLOCK_REST)
     for start in range(0, H, BLOCK_H):
         h = (start + tl.arange(0, BLOCK_H)).to(tl.int64)
@@ -126,12 +129,12 @@ def _fwd_heads(
         rstd = _rstd(a, b, c, h, H, D, eps, PARTIAL)
         if CASTING == "none":
             rstd = rstd.to(X).to(tl.float32)
-        a = _scale(a, rstd, w_a, X, Y, CASTING)
-        b = _scale(b, rstd, w_b, X, Y, CASTING)
-        a, b = turned(a, b, cos, sin, ROUND, Y)
+        a = _scale(a, rstd, w_a, X, Z, CASTING)
+        b = _scale(b, rstd, w_b, X, Z, CASTING)
+        a, b = turned(a, b, cos, sin, ROUND, y_ptr.dtype.element_ty)
         store_pairs(y_ptr, a, b, h, y_head, H, HALF, PAIRS, BLOCK_H, BLOCK_R)
         if PARTIAL:
-            _store_rest(y_ptr, _scale(c, rstd, w_c, X, Y, CASTING), h, y_head, H, HALF, D, BLOCK_REST)
+            _store_rest(y_ptr, _scale(c, rstd, w_c, X, Z, CASTING), h, y_head, H, HALF, D, BLOCK_REST)
 
 
 @jit
@@ -215,21 +218,22 @@ def _blocks(D: int, half: int) -> tuple[int, int]:
 
 @launcher(
     "(Tensor q, Tensor k, Tensor wq, Tensor wk, Tensor cos, Tensor sin, Tensor? position_ids, float eps, float offset, str casting, bool pairs,"
-    " bool upcast) -> (Tensor yq, Tensor yk)"
+    " str rope_casting) -> (Tensor yq, Tensor yk)"
 )
 def qk_norm_rope_fwd(
     q: Tensor, k: Tensor, wq: Tensor, wk: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None,
-    eps: float, offset: float, casting: str, pairs: bool, upcast: bool,
+    eps: float, offset: float, casting: str, pairs: bool, rope_casting: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """q, k as (B, T, H, D) views with unit column stride; cos, sin (B or 1, T, R/2), or tables (1, L, R/2) with position_ids (B or 1, T)."""
-    yq, yk = (torch.empty_like(x, dtype=x.dtype if casting == "gemma" else torch.promote_types(x.dtype, w.dtype)) for x, w in ((q, wq), (k, wk)))
+    normed = [x.dtype if casting == "gemma" else torch.promote_types(x.dtype, w.dtype) for x, w in ((q, wq), (k, wk))]
+    yq, yk = (torch.empty_like(x, dtype=turned_dtype(dtype, cos, rope_casting)) for x, dtype in zip((q, k), normed))
     B, T, Hq, D = q.shape
     Hk, half = k.shape[2], cos.shape[-1]
     block_r, block_rest = _blocks(D, half)
     # a token a program, so that its angles are loaded once, and the tile of ``rope``, which moves the same bytes
     c = _config.tile("qk_norm_rope_fwd", 2 * block_r + block_rest * (2 * half < D), q.itemsize, elements=2048)
     block_q, block_k = (min(next_power_of_2(h), c.block_m) for h in (Hq, Hk))
-    rounds = not upcast and rounding(yq, yk, cos)
+    rounds = any(rounding(dtype, cos, rope_casting) for dtype in normed)
     launch(_fwd, (B * T,), q, k, wq, wk, cos, sin, position_ids, yq, yk, T, Hq, Hk, cos.shape[1], half, D, eps, offset,
            *q.stride()[:3], *k.stride()[:3], *yq.stride()[:3], *yk.stride()[:3], *angle_strides(cos, sin, position_ids),
            HAS_POS=position_ids is not None, CASTING=casting, PAIRS=pairs, PARTIAL=2 * half < D, ROUND=rounds,
@@ -278,7 +282,7 @@ class QKNormRopeFunction(torch.autograd.Function):
         if ctx.heads_first:
             q, k = q.transpose(1, 2), k.transpose(1, 2)
         q, k, wq, wk = unit_stride(q), unit_stride(k), wq.contiguous(), wk.contiguous()
-        yq, yk = qk_norm_rope_fwd(q, k, wq, wk, cos, sin, position_ids, eps, offset, casting, layout == "pairs", rope_casting == "fp32")
+        yq, yk = qk_norm_rope_fwd(q, k, wq, wk, cos, sin, position_ids, eps, offset, casting, layout == "pairs", rope_casting)
         ctx.save_for_backward(q, k, wq, wk, cos, sin, position_ids)
         ctx.options = eps, offset, layout == "pairs"
         return (swapped(yq), swapped(yk)) if ctx.heads_first else (yq, yk)
@@ -325,6 +329,7 @@ _upstream.prepare = lambda args: args | {name: torch.cat((args[name], args[name]
         Case("glm4-moe", dict(q=T_((1, 3, 5, 20)), k=T_((1, 3, 2, 20)), wq=T_((20,)), wk=T_((20,)), **_angles(3, 5), unsqueeze_dim=2)),
         Case("pairs", _qk(2, 3, 2, 2, 20, 6, layout="pairs", position_ids=T_((2, 2), _ids, dtype=torch.int64), tokens=11, offset=0.5)),
         Case("no-upcast", _qk(1, 2, 1, 2, 16, 8, casting="none", w_dtype=torch.float32)),
+        Case("autocast", _qk(1, 2, 1, 2, 20, 8, casting="gemma", rope_casting="none") | _angles(2, 8, dtype=torch.float32)),
         Case("rounded", _qk(2, 4, 2, 3, 20, 8, rope_casting="none")),
         Case("qwen3-8b", _qk(4, 32, 8, 2048, 128, 64, _projected), gpu=True),
         Case("gemma3-4b", _qk(1, 8, 4, 4096, 256, 128, _projected, offset=1.0, casting="gemma"), gpu=True),
@@ -332,7 +337,7 @@ _upstream.prepare = lambda args: args | {name: torch.cat((args[name], args[name]
         Case("bad-weight", _qk(2, 4, 2, 5, 16, 8) | dict(wk=T_((8,))), error="qk_norm_rope: wq and wk must have shape (16,), got (16,) and (8,)"),
         Case("bad-casting", _qk(2, 4, 2, 5, 16, 8, casting="bf16"), error="qk_norm_rope: casting must be one of ('llama', 'gemma', 'none'), got 'bf16'"),
         Case("bad-rope-casting", _qk(2, 4, 2, 5, 16, 8, rope_casting="llama"),
-             error="qk_norm_rope: rope_casting must be one of ('none', 'fp32'), got 'llama'"),
+             error="qk_norm_rope: rope_casting must be one of ('none', 'back', 'fp32'), got 'llama'"),
         Case("integers", _qk(2, 4, 2, 5, 16, 8) | dict(q=T_((2, 4, 5, 16), dtype=torch.int64)),
              error="qk_norm_rope: q and k must be floating point, got torch.int64 and torch.float32"),
         Case("shapes-differ", _qk(2, 4, 2, 5, 16, 8) | dict(k=T_((2, 2, 6, 16))),
@@ -363,7 +368,7 @@ def qk_norm_rope(
     cos, sin, position_ids = checked_tables("qk_norm_rope", q, k, cos, sin, position_ids, layout, unsqueeze_dim)
     if not q.shape[-1:] == wq.shape == wk.shape:
         raise ValueError(f"qk_norm_rope: wq and wk must have shape {tuple(q.shape[-1:])}, got {tuple(wq.shape)} and {tuple(wk.shape)}")
-    if not use_kernels(q, fusible=True) or q.shape[-1] > MAX_D:
+    if not served(q, k, cos, sin) or q.shape[-1] > MAX_D:
         options = dict(eps=eps, offset=offset, casting=casting, layout=layout, unsqueeze_dim=unsqueeze_dim, rope_casting=rope_casting)
         return reference(q, k, wq, wk, cos, sin, position_ids, **options)  # type: ignore[arg-type]
     return QKNormRopeFunction.apply(q, k, wq, wk, cos, sin, position_ids, eps, offset, casting, layout, unsqueeze_dim, rope_casting)

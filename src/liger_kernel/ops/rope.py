@@ -1,30 +1,33 @@
 """Rotary position embedding of queries and keys in one launch (Su et al., arXiv:2104.09864).
 
-Shapes: q (B, Hq, T, D), k (B, Hk, T, D), or with ``unsqueeze_dim=2`` (B, T, H, D); cos, sin (B or 1, T, R/2): one angle for each
+Shapes: q (B, Hq, T, D), k (B, Hk, T, D), or with ``unsqueeze_dim=2`` (B, T, H, D); cos, sin (B or 1, T, R/2), or (T, R/2): one angle for each
 rotated pair.  R <= D: the last D - R columns pass through.
 
 A pair (a, b) becomes (a cos - b sin, b cos + a sin).  ``layout="halves"`` pairs column i with i + R/2, ``"pairs"`` 2i with 2i + 1.
 The backward turns the other way: the same kernel with -sin.
 
 ``casting`` says where the arithmetic is rounded, as models differ in it:
-  fp32    everything in fp32, rounded once
-  none    no upcast: each product is rounded to the dtype that x and the tables promote to, as in ``q * cos + rotate_half(q) * sin``
+  fp32    everything in fp32, rounded once, to the dtype of x
+  none    no upcast: each product is rounded to the dtype that x and the tables promote to, which is that of the result, as in
+          ``q * cos + rotate_half(q) * sin``; in the backward to the dtype of x, as autograd's gradients of these products are
+  back    the same, and the result is cast back to the dtype of x
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from liger_kernel.ops import _config
-from liger_kernel.ops._op import Case, Cost, acc, launch, launcher, nbytes, once_differentiable, op, swapped, use_kernels
+from liger_kernel.ops._op import _KERNEL_DTYPES, Case, Cost, acc, launch, launcher, nbytes, once_differentiable, op, swapped, use_kernels
 from liger_kernel.ops._op import T as T_  # T is the sequence length here
 from liger_kernel.ops._tl import jit, next_power_of_2, tl
 
 LAYOUTS = ("halves", "pairs")
-CASTING = ("none", "fp32")
+CASTING = ("none", "back", "fp32")
 
 
 def reference(
@@ -33,17 +36,20 @@ def reference(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     if position_ids is not None:
         cos, sin = (t.reshape(t.shape[:-1].numel(), t.shape[-1])[position_ids] for t in (cos, sin))
-    cos, sin = cos.detach().unsqueeze(unsqueeze_dim), sin.detach().unsqueeze(unsqueeze_dim)
+    elif cos.ndim == 2:
+        cos, sin = cos[None], sin[None]
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     R = 2 * cos.shape[-1]
 
     def turn(x: Tensor) -> Tensor:
-        dtype = torch.promote_types(x.dtype, cos.dtype)
-        dtype = acc(dtype) if casting == "fp32" else dtype
-        rotated = x[..., :R].to(dtype)
+        rotated = x[..., :R]
+        if casting == "fp32":
+            rotated = rotated.to(acc(torch.promote_types(x.dtype, cos.dtype)))
         a, b = rotated.chunk(2, -1) if layout == "halves" else (rotated[..., ::2], rotated[..., 1::2])
         a, b = a * cos - b * sin, b * cos + a * sin
         y = torch.cat((a, b), -1) if layout == "halves" else torch.stack((a, b), -1).flatten(-2)
-        return torch.cat((y.to(x.dtype), x[..., R:]), -1) if x.shape[-1] > R else y.to(x.dtype)
+        y = y if casting == "none" else y.to(x.dtype)
+        return torch.cat((y, x[..., R:]), -1) if x.shape[-1] > R else y
 
     return turn(q), turn(k)
 
@@ -142,13 +148,13 @@ def _turn(
     for start in range(0, H, BLOCK_H):
         h = (start + tl.arange(0, BLOCK_H)).to(tl.int64)
         a, b = load_pairs(x_ptr, h, x_head, H, HALF, PAIRS, BLOCK_H, BLOCK_R)
-        a, b = turned(a, b, cos, sin, ROUND, x_ptr.dtype.element_ty)
+        a, b = turned(a, b, cos, sin, ROUND, y_ptr.dtype.element_ty)
         store_pairs(y_ptr, a, b, h, y_head, H, HALF, PAIRS, BLOCK_H, BLOCK_R)
         if BLOCK_REST > 0:
             rest = 2 * HALF + tl.arange(0, BLOCK_REST)
             mask = (h < H)[:, None] & (rest < D)[None, :]
             x = tl.load(x_ptr + h[:, None] * x_head + rest[None, :], mask=mask, other=0.0)
-            tl.store(y_ptr + h[:, None] * y_head + rest[None, :], x, mask=mask)
+            tl.store(y_ptr + h[:, None] * y_head + rest[None, :], x.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @jit
@@ -182,9 +188,14 @@ def angle_strides(cos: Tensor, sin: Tensor, position_ids: Tensor | None) -> tupl
     return *of(cos), *of(sin), *((0, 0) if position_ids is None else of(position_ids))
 
 
-def rounding(q: Tensor, k: Tensor, cos: Tensor) -> bool:
-    """Whether products of these, as PyTorch multiplies them, are rounded to less than fp32."""
-    return q.dtype == k.dtype == cos.dtype != torch.float32
+def turned_dtype(dtype: torch.dtype, cos: Tensor, casting: str) -> torch.dtype:
+    """Of what was of ``dtype`` and is turned by a table."""
+    return dtype if casting != "none" or dtype == cos.dtype else torch.promote_types(dtype, cos.dtype)
+
+
+def rounding(dtype: torch.dtype, cos: Tensor, casting: str) -> bool:
+    """Whether the forward rounds products of ``dtype`` and of a table to less than fp32; it is the dtype of the result then."""
+    return casting != "fp32" and turned_dtype(dtype, cos, "none") != torch.float32
 
 
 def fusing(rounds: bool) -> dict[str, bool]:
@@ -192,11 +203,20 @@ def fusing(rounds: bool) -> dict[str, bool]:
     return {"enable_fp_fusion": not rounds}
 
 
-@launcher("(Tensor q, Tensor k, Tensor cos, Tensor sin, Tensor? position_ids, bool pairs, bool upcast, bool inverse) -> (Tensor yq, Tensor yk)")
-def rope_turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None, pairs: bool, upcast: bool, inverse: bool) -> tuple[Tensor, Tensor]:
-    """q, k as (B, T, H, D) views; cos, sin (B or 1, T, R/2), or tables (1, L, R/2) with position_ids (B, T)."""
+@launcher(
+    "(Tensor q, Tensor k, Tensor cos, Tensor sin, Tensor? position_ids, bool pairs, bool rounds, bool inverse, ScalarType q_dtype, ScalarType k_dtype)"
+    " -> (Tensor yq, Tensor yk)"
+)
+def rope_turn(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None, pairs: bool, rounds: bool, inverse: bool,
+    q_dtype: torch.dtype, k_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """q, k as (B, T, H, D) views; cos, sin (B or 1, T, R/2), or tables (1, L, R/2) with position_ids (B, T); the dtypes are those of the results.
+
+    ``rounds``: products to the dtype of the result.
+    """
     q, k = unit_stride(q), unit_stride(k)
-    yq, yk = torch.empty_like(q), torch.empty_like(k)
+    yq, yk = torch.empty_like(q, dtype=q_dtype), torch.empty_like(k, dtype=k_dtype)
     B, T, Hq, D = q.shape
     Hk, half = k.shape[2], cos.shape[-1]
     block_r = next_power_of_2(half)
@@ -204,7 +224,6 @@ def rope_turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tens
     # H200, B4 T2048 H32/8 D128: 46 us a direction; 32 heads a tile 48, 4 heads 63 (byte floor 40)
     c = _config.tile("rope", 2 * block_r + rest, q.itemsize, elements=2048)
     block_q, block_k = (min(next_power_of_2(h), c.block_m) for h in (Hq, Hk))
-    rounds = not upcast and rounding(q, k, cos)
     launch(_rope, (B * T,), q, k, cos, sin, position_ids, yq, yk, T, Hq, Hk, cos.shape[1], half, D,
            *q.stride()[:3], *k.stride()[:3], *yq.stride()[:3], *yk.stride()[:3], *angle_strides(cos, sin, position_ids),
            HAS_POS=position_ids is not None, INVERSE=inverse, PAIRS=pairs, ROUND=rounds,
@@ -213,11 +232,14 @@ def rope_turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tens
 
 
 def _both(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None, heads_first: bool, pairs: bool, upcast: bool, inverse: bool
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None, heads_first: bool, pairs: bool, rounds: bool, inverse: bool,
+    q_dtype: torch.dtype, k_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    if cos.ndim == 2:
+        cos, sin = cos[None], sin[None]
     if heads_first:
         q, k = q.transpose(1, 2), k.transpose(1, 2)
-    q, k = rope_turn(q, k, cos, sin, position_ids, pairs, upcast, inverse)
+    q, k = rope_turn(q, k, cos, sin, position_ids, pairs, rounds, inverse, q_dtype, k_dtype)
     return (swapped(q), swapped(k)) if heads_first else (q, k)
 
 
@@ -227,8 +249,10 @@ class RopeFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, cos, sin, position_ids=None, unsqueeze_dim=1, layout="halves", casting="fp32"):
         ctx.save_for_backward(cos, sin, position_ids)
-        ctx.how = unsqueeze_dim == 1, layout == "pairs", casting == "fp32"
-        return _both(q, k, cos, sin, position_ids, *ctx.how, False)
+        ctx.how = unsqueeze_dim == 1, layout == "pairs"
+        ctx.rounds, ctx.dtypes = casting != "fp32" and q.dtype != torch.float32, (q.dtype, k.dtype)
+        dtypes = turned_dtype(q.dtype, cos, casting), turned_dtype(k.dtype, cos, casting)
+        return _both(q, k, cos, sin, position_ids, *ctx.how, rounding(q.dtype, cos, casting), False, *dtypes)
 
     @staticmethod
     @once_differentiable
@@ -237,24 +261,30 @@ class RopeFunction(torch.autograd.Function):
         # a gradient that nobody needs is turned over no heads
         dq = dq if need_dq else dq.narrow(heads, 0, 0)
         dk = dk if need_dk else dk.narrow(heads, 0, 0)
-        dq, dk = _both(dq, dk, *ctx.saved_tensors, *ctx.how, True)
+        dq, dk = _both(dq, dk, *ctx.saved_tensors, *ctx.how, ctx.rounds, True, *ctx.dtypes)
         return dq if need_dq else None, dk if need_dk else None, *(None,) * 6
 
 
+def in_place_of(q: Tensor, k: Tensor, cos: Tensor) -> str:
+    """``casting`` of the published functions, whose results take the place of q and k in their dtypes: no upcast where there is one dtype."""
+    return "none" if q.dtype == k.dtype == cos.dtype else "fp32"
+
+
 class LigerRopeFunction(RopeFunction):
-    """``apply(q, k, cos, sin, position_ids=None, unsqueeze_dim=1)``; cos and sin hold each angle twice, as in ``cat((angles, angles), -1)``. No upcast."""
+    """``apply(q, k, cos, sin, position_ids=None, unsqueeze_dim=1)``; cos and sin (B or 1, T, R) or (T, R) hold each angle twice. See ``liger_rope``."""
 
     @staticmethod
     def forward(ctx, q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
-        return RopeFunction.forward(ctx, q, k, once(cos), once(sin), None, unsqueeze_dim, casting="none")
+        return RopeFunction.forward(ctx, q, k, once(cos), once(sin), None, unsqueeze_dim, casting=in_place_of(q, k, cos))
 
 
 class LigerQwen2VLMRopeFunction(RopeFunction):
-    """``apply(q, k, cos, sin, mrope_section, unsqueeze_dim=1)``; cos and sin (3, B, T, D), see ``of_sections``. No upcast."""
+    """``apply(q, k, cos, sin, mrope_section, unsqueeze_dim=1)``; cos and sin (3, B, T, D), see ``of_sections`` and ``liger_rope``."""
 
     @staticmethod
     def forward(ctx, q, k, cos, sin, mrope_section, unsqueeze_dim=1):
-        return RopeFunction.forward(ctx, q, k, of_sections(cos, mrope_section), of_sections(sin, mrope_section), None, unsqueeze_dim, casting="none")
+        cos, sin = of_sections(cos, mrope_section), of_sections(sin, mrope_section)
+        return RopeFunction.forward(ctx, q, k, cos, sin, None, unsqueeze_dim, casting=in_place_of(q, k, cos))
 
 
 class LigerLlama4RopeFunction(RopeFunction):
@@ -268,12 +298,12 @@ class LigerLlama4RopeFunction(RopeFunction):
 
 def rope_forward(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``LigerRopeFunction`` without autograd, q (B, Hq, T, D): turned q and k, and the tables, for ``rope_backward``."""
-    return *_both(q, k, once(cos), once(sin), None, True, False, False, False), cos, sin
+    return *_both(q, k, once(cos), once(sin), None, True, False, rounding(q.dtype, cos, in_place_of(q, k, cos)), False, q.dtype, k.dtype), cos, sin
 
 
 def rope_backward(dq: Tensor, dk: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Turned back: gradients of what ``rope_forward`` was given."""
-    return _both(dq, dk, once(cos), once(sin), None, True, False, False, True)
+    return _both(dq, dk, once(cos), once(sin), None, True, False, rounding(dq.dtype, cos, in_place_of(dq, dk, cos)), True, dq.dtype, dk.dtype)
 
 
 def qwen2vl_mrope_forward(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, mrope_section: Sequence[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -313,20 +343,35 @@ def checked_tables(
         if cos.shape != sin.shape or cos.shape[:-2].numel() != 1 or 2 * cos.shape[-1] > D:
             raise ValueError(f"{name}: tables cos and sin must have shape (L, at most {D // 2}), got {tuple(cos.shape)} and {tuple(sin.shape)}")
         cos, sin = (t.reshape(1, t.shape[:-1].numel(), t.shape[-1]) for t in (cos, sin))
-    elif cos.ndim != 3 or cos.shape[0] not in (1, B) or cos.shape[1] != time or cos.shape != sin.shape or 2 * cos.shape[2] > D:
+        return cos, sin, position_ids
+    if cos.ndim == sin.ndim == 2:
+        cos, sin = cos[None], sin[None]
+    if cos.ndim != 3 or cos.shape[0] not in (1, B) or cos.shape[1] != time or cos.shape != sin.shape or 2 * cos.shape[2] > D:
         raise ValueError(f"{name}: cos and sin must have shape ({B} or 1, {time}, at most {D // 2}), got {tuple(cos.shape)} and {tuple(sin.shape)}")
     return cos, sin, position_ids
 
 
-def _angles(T: int, half: int, B: int = 1) -> dict[str, T_]:
+def served(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    """Whether kernels turn ``q`` and ``k`` by these tables: not where these learn."""
+    learn = (cos.requires_grad or sin.requires_grad) and torch.is_grad_enabled()
+    return use_kernels(q, fusible=True) and not learn and q.dtype == k.dtype and cos.dtype == sin.dtype and cos.dtype in _KERNEL_DTYPES
+
+
+def _angles(T: int, half: int, B: int = 1, dtype: torch.dtype | None = None) -> dict[str, T_]:
     angle = lambda *shape, dtype: (
         torch.arange(shape[1], dtype=dtype)[None, :, None] * 0.7 ** torch.arange(1, shape[2] + 1, dtype=dtype)
         + 0.1 * torch.arange(shape[0], dtype=dtype).view(-1, 1, 1)
     )
     return {
-        "cos": T_((B, T, half), lambda *s, dtype: angle(*s, dtype=dtype).cos(), grad=False),
-        "sin": T_((B, T, half), lambda *s, dtype: angle(*s, dtype=dtype).sin(), grad=False),
+        "cos": T_((B, T, half), lambda *s, dtype: angle(*s, dtype=dtype).cos(), grad=False, dtype=dtype),
+        "sin": T_((B, T, half), lambda *s, dtype: angle(*s, dtype=dtype).sin(), grad=False, dtype=dtype),
     }
+
+
+def _flat(T: int, half: int) -> dict[str, T_]:
+    """Tables (T, R/2)."""
+    flat = lambda draw: lambda *shape, dtype: draw(1, *shape, dtype=dtype)[0]
+    return {name: dataclasses.replace(t, shape=(T, half), draw=flat(t.draw)) for name, t in _angles(T, half).items()}
 
 
 def _upstream(functional, q, k, cos, sin, position_ids=None, *, layout="halves", unsqueeze_dim=1, casting="fp32"):
@@ -360,6 +405,9 @@ def _ids(*shape: int, dtype: torch.dtype) -> Tensor:
         Case("packed", dict(q=T_((2, 4, 5, 16)), k=T_((2, 2, 5, 16)), position_ids=T_((2, 5), _ids, dtype=torch.int64), **_angles(11, 8))),
         Case("no-upcast", dict(q=T_((2, 4, 7, 16)), k=T_((2, 2, 7, 16)), casting="none", **_angles(7, 8))),
         Case("no-upcast-pairs", dict(q=T_((2, 5, 3, 20)), k=T_((2, 5, 1, 20)), casting="none", layout="pairs", unsqueeze_dim=2, **_angles(5, 6))),
+        Case("autocast", dict(q=T_((2, 4, 5, 20)), k=T_((2, 2, 5, 20)), casting="none", **_angles(5, 8, dtype=torch.float32))),
+        Case("olmo2", dict(q=T_((1, 4, 5, 16)), k=T_((1, 2, 5, 16)), casting="back", **_angles(5, 8, dtype=torch.float32))),
+        Case("vision", dict(q=T_((1, 5, 3, 17)), k=T_((1, 5, 3, 17)), unsqueeze_dim=2, **_flat(5, 8))),
         Case("alone", dict(q=T_((2, 4, 5, 20)), k=T_((2, 0, 5, 20)), layout="pairs", **_angles(5, 8))),
         Case("llama3-8b", dict(q=T_((4, 32, 2048, 128), _projected), k=T_((4, 8, 2048, 128), _projected), **_angles(2048, 64)), gpu=True),
         Case("gemma", dict(q=T_((1, 8, 1000, 256), _projected), k=T_((1, 1, 1000, 256), _projected), **_angles(1000, 128)), gpu=True),
@@ -373,7 +421,7 @@ def _ids(*shape: int, dtype: torch.dtype) -> Tensor:
         Case("tables-of-a-batch", dict(q=T_((2, 4, 5, 16)), k=T_((2, 2, 5, 16)), position_ids=T_((2, 5), _ids, dtype=torch.int64), **_angles(11, 8, B=2)),
              error="rope: tables cos and sin must have shape (L, at most 8), got (2, 11, 8) and (2, 11, 8)"),
         Case("bad-casting", dict(q=T_((2, 4, 7, 16)), k=T_((2, 2, 7, 16)), casting="llama", **_angles(7, 8)),
-             error="rope: casting must be one of ('none', 'fp32'), got 'llama'"),
+             error="rope: casting must be one of ('none', 'back', 'fp32'), got 'llama'"),
         Case("bad-layout", dict(q=T_((2, 4, 7, 16)), k=T_((2, 2, 7, 16)), layout="thirds", **_angles(7, 8)),
              error="rope: layout must be one of ('halves', 'pairs'), got 'thirds'"),
     ],
@@ -386,15 +434,15 @@ def rope(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, *, layout: str = "halves", unsqueeze_dim: int = 1,
     casting: str = "fp32",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Turn queries and keys by the angles of their positions; returns new tensors of their shapes and dtypes.
+    """Turn queries and keys by the angles of their positions; returns new tensors of their shapes, and of the dtypes that ``casting`` says.
 
-    q (B, Hq, T, D), k (B, Hk, T, D), or (B, T, H, D) with ``unsqueeze_dim=2``; any strides. cos, sin (B or 1, T, R/2) with R <= D; or, with
-    ``position_ids`` (B or 1, T), tables (L, R/2) or (1, L, R/2) that it indexes. No gradient flows to cos and sin.
+    q (B, Hq, T, D), k (B, Hk, T, D), or (B, T, H, D) with ``unsqueeze_dim=2``; any strides. cos, sin (B or 1, T, R/2) or (T, R/2) with R <= D; or,
+    with ``position_ids`` (B or 1, T), tables (L, R/2) or (1, L, R/2) that it indexes. Where cos or sin ask for a gradient, PyTorch computes all.
     A position outside its table gives NaN on a GPU; elsewhere an ``IndexError``, or, if negative, what PyTorch's indexing finds from the end.
     """
     if casting not in CASTING:
         raise ValueError(f"rope: casting must be one of {CASTING}, got {casting!r}")
     cos, sin, position_ids = checked_tables("rope", q, k, cos, sin, position_ids, layout, unsqueeze_dim)
-    if not use_kernels(q, fusible=True):
+    if not served(q, k, cos, sin):
         return reference(q, k, cos, sin, position_ids, layout=layout, unsqueeze_dim=unsqueeze_dim, casting=casting)
     return RopeFunction.apply(q, k, cos, sin, position_ids, unsqueeze_dim, layout, casting)

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
+import importlib
+import inspect
+import random
+import re
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,11 +19,32 @@ from torch import nn
 
 transformers = pytest.importorskip("transformers")
 
-from hf_models import DEVICE, assert_same_learning, batch_of, make, served_by_kernels_or_references, step  # noqa: E402
+from hf_models import (  # noqa: E402
+    DEVICE,
+    KERNELS,
+    assert_same_bits,
+    assert_same_learning,
+    batch_of,
+    make,
+    served_by_kernels_or_references,
+    step,
+    stock,
+    tokens,
+)
 from transformers.activations import ACT2FN  # noqa: E402
 
-from liger_kernel.transformers import _apply_liger_kernel_to_instance, restore, slots  # noqa: E402
+from liger_kernel.testing import assert_as_accurate  # noqa: E402
+from liger_kernel.transformers import (  # noqa: E402
+    _apply_liger_kernel_to_instance,
+    apply_liger_kernel_to_qwen3_moe,
+    instance_patches,
+    restore,
+    slots,
+    table,
+)
+from liger_kernel.transformers.tiny import tiny_config  # noqa: E402
 
+patch_module = importlib.import_module("liger_kernel.transformers.patch")
 TOLERANCE = 5e-5  # of the largest value of each gradient
 
 
@@ -160,3 +189,356 @@ def test_global_hooks_see_activations():
             step(m)
     theirs, ours = seen[1 : seen.index(models[1])], seen[seen.index(models[1]) + 1 :]
     assert theirs.count(type(ACT2FN["silu"]).__name__) == ours.count(type(ACT2FN["silu"]).__name__) == 1
+
+
+# -- experts ---------------------------------------------------------------------------------
+
+moe_integration = pytest.importorskip("transformers.integrations.moe")
+interface = getattr(moe_integration, "ALL_EXPERTS_FUNCTIONS", None)
+choices = pytest.mark.skipif(interface is None, reason="this version has one implementation of experts")
+
+
+@pytest.fixture
+def ran(monkeypatch) -> list[str]:
+    """Which implementations of experts have run."""
+    calls: list[str] = []
+
+    def noted(name, fn):
+        return lambda *args, **kwargs: calls.append(name) or fn(*args, **kwargs)
+
+    monkeypatch.setattr(slots, "moe", noted("ours", slots.moe))
+    for name in interface:
+        eager_like = moe_integration.batched_mm_experts_forward  # some need hardware: what counts is who is called
+        monkeypatch.setitem(interface._global_mapping, name, noted(name, eager_like if name in ("sonicmoe", "deepgemm") else interface[name]))
+    return calls
+
+
+@choices
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_vl_moe"])
+@pytest.mark.parametrize("named", [None, "grouped_mm", "eager", "batched_mm", "sonicmoe", "deepgemm"])
+def test_named_experts_are_respected(family, named, ran):
+    """By the user before the model is made or afterwards; ours take the place of the default."""
+    if named not in (None, "eager", *interface):
+        pytest.skip("this version does not know it")
+    slots._say_chosen.cache_clear()
+    model = make(family)
+    _apply_liger_kernel_to_instance(model=model)
+    step(model)
+    assert {*ran} == {"ours"}
+    if named is not None:
+        ran.clear()
+        model.set_experts_implementation(named)
+        ours = named == slots.DEFAULT_EXPERTS
+        with contextlib.nullcontext() if ours else pytest.warns(UserWarning, match=f"experts run transformers' '{named}'"):
+            found = step(model)[1]
+        assert {*ran} == ({"ours"} if ours else set() if named == "eager" else {named})
+        ran.clear()
+        with warnings.catch_warnings():  # it is said once
+            warnings.simplefilter("error")
+            step(model)
+        restore(model)
+        if not ours:
+            assert_same_learning(found, step(model)[1], TOLERANCE)
+        _apply_liger_kernel_to_instance(model=model)
+        ran.clear()
+        model.set_experts_implementation(slots.DEFAULT_EXPERTS)
+        step(model)
+        assert {*ran} == {"ours"}
+
+
+@choices
+@pytest.mark.parametrize("place", ["config", "argument", "classes"])
+def test_experts_named_before_the_model_is_made(place, ran):
+    config = tiny_config("qwen3_moe")
+    if place != "argument":
+        config._experts_implementation = "batched_mm"
+    if place == "classes":
+        apply_liger_kernel_to_qwen3_moe()
+    slots._say_chosen.cache_clear()
+    model = transformers.AutoModelForCausalLM.from_config(config, **{"experts_implementation": "batched_mm"} if place == "argument" else {}).to(DEVICE)
+    if place != "classes":
+        _apply_liger_kernel_to_instance(model=model)
+    with pytest.warns(UserWarning, match="experts run transformers' 'batched_mm'"):
+        step(model)
+    assert {*ran} == {"batched_mm"}
+
+
+@choices
+def test_generation_may_name_experts_without_a_word(ran):
+    model = make("qwen3_moe").eval()
+    _apply_liger_kernel_to_instance(model=model)
+    slots._say_chosen.cache_clear()
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.set_experts_implementation("batched_mm")
+        model(**batch_of(model))
+    assert {*ran} == {"batched_mm"}
+
+
+def test_experts_in_eight_bits_are_not_ours(ran):
+    """Whose numbers count only with their scales, be they floats."""
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    called = []
+    variant = slots.VARIANTS["moe(act_fn)"](lambda self, *args: called.append(args))
+    experts = next(m for m in make("qwen3_moe").modules() if isinstance(m, Qwen3MoeExperts))
+    for name in ("gate_up_proj", "down_proj"):
+        setattr(experts, name, nn.Parameter(getattr(experts, name).detach().to(torch.float8_e4m3fn), requires_grad=False))
+    variant(experts, torch.randn(3, 64, device=DEVICE), torch.zeros(3, 2, dtype=torch.int64, device=DEVICE), torch.rand(3, 2, device=DEVICE))
+    assert len(called) == 1 and not ran
+
+
+# -- dtypes ----------------------------------------------------------------------------------
+
+HALVES = torch.float16, torch.bfloat16
+
+
+def exact_parts(model: nn.Module) -> dict[str, bool]:
+    """Slots in which all that is swapped in ``model`` has the bits of stock."""
+    rows = [patch_module.family(t) for t in dict.fromkeys(c.model_type for c in slots.configs_of(model.config))]
+    labels = [label for row in rows if row for label in row.swapped.values()]
+    return {slot: all(label in slots.EXACT for label in labels if slots.SLOT_OF[label] == slot) for slot in table.EVERYTHING}
+
+
+def evaluated(model: nn.Module, batch: dict) -> torch.Tensor:
+    with torch.no_grad():
+        logits = model.eval()(**batch, use_cache=False).logits
+    model.train()
+    return logits
+
+
+def learned(model: nn.Module, batches: list[dict], scale: float, context=contextlib.nullcontext) -> dict[str, torch.Tensor]:
+    """Losses, and gradients of each times ``scale``."""
+    found = []
+    for batch in batches:
+        model.zero_grad()
+        torch.manual_seed(2)
+        with context():
+            loss = model(**batch, use_cache=False).loss
+        (scale * loss).backward()
+        found.append({"loss": loss.detach()} | {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+    return {name: torch.stack([f[name] for f in found]) for name in found[0]}
+
+
+def exact(model: nn.Module) -> nn.Module:
+    model = copy.deepcopy(model).double()
+    for c in slots.configs_of(model.config):
+        c._experts_implementation = "eager"  # grouped products have no fp64
+    return model
+
+
+def with_kept_modules() -> dict[str, str | None]:
+    """Families some of whose modules stay in fp32 where the rest is in 16 bits, and the head that they have, if not the usual."""
+    auto = importlib.import_module("transformers.models.auto.modeling_auto")
+    of_pairs = auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+    place = Path(transformers.__file__).parent / "models"
+    found = {}
+    for t in sorted({*slots.CAUSAL, *slots.IMAGE_TEXT_TO_TEXT, *of_pairs}):
+        name = transformers.models.auto.configuration_auto.model_type_to_module_name(t)
+        file = place / name / f"modeling_{name}.py"
+        if file.exists() and re.search(r"_keep_in_fp32_modules(_strict)? = \[\s*\S", file.read_text()):
+            found[t] = None if t in slots.CAUSAL or t in slots.IMAGE_TEXT_TO_TEXT else of_pairs[t]
+    return found
+
+
+KEPT = with_kept_modules()
+USUALLY = ["t5", "gpt_oss", "ernie4_5_moe", "afmoe"]  # a projection, norms, routers, norms of heads
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("family", [pytest.param(t, marks=[] if t in USUALLY else pytest.mark.families) for t in KEPT])
+def test_modules_that_stay_in_fp32(family, dtype, tmp_path):
+    """Loaded in 16 bits, as transformers loads them: the same logits, and losses and gradients as near the truth."""
+    with stock(family):
+        more = dict(feed_forward_proj="gated-gelu") if KEPT[family] else {}
+        model = make(family, head=KEPT[family], **more, **dict(decoder_start_token_id=0) if KEPT[family] else {})
+        model.save_pretrained(tmp_path)
+        model = type(model).from_pretrained(tmp_path, dtype=dtype, attn_implementation="eager").to(DEVICE).train()
+        for m in model.modules():
+            if isinstance(m, nn.Dropout):
+                m.p = 0.0
+        if hasattr(model.config, "dropout_rate"):
+            model.config.dropout_rate = 0.0
+        batch = batch_of(model)
+        if "bbox" in inspect.signature(model.forward).parameters:
+            batch["bbox"] = torch.zeros(*batch["input_ids"].shape, 4, dtype=torch.int64, device=DEVICE)
+    try:
+        expected = evaluated(model, batch)
+    except Exception as error:
+        pytest.skip(f"stock: {type(error).__name__}: {error}"[:200])
+    if dtype is torch.float16:
+        assert any(p.dtype is torch.float32 for p in [*model.parameters(), *model.buffers()])
+    parts, scale = exact_parts(model), 256.0  # as fp16 is trained
+    batches = [batch | {"labels": batch["labels"].roll(i, 0)} for i in range(2)]
+    truth, theirs = learned(exact(model), batches, scale), learned(model, batches, scale)
+    with instance_patches(model, model.config.model_type, parts, "fused")():
+        found = evaluated(model, batch)
+        assert found.dtype == expected.dtype and torch.equal(found, expected)
+        assert_as_accurate(learned(model, batches, scale), theirs, truth)
+
+
+AUTOCAST = ["llama", "gemma2", "gemma3_text", "qwen3", "cohere", "glm4", "phi3", "olmo2", "gptj", "gpt_oss", "mixtral", "nemotron", "qwen2_vl", "deepseek_v3"]
+
+
+def programs(count: int, seed: int) -> list[tuple]:
+    """Random families, dtypes of weights, and kinds of autocast."""
+    draw = random.Random(seed)
+    kinds = [(torch.float32, torch.bfloat16), (torch.float32, torch.float16), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float16),
+             (torch.float16, torch.bfloat16), (torch.bfloat16, None), (torch.float16, None)]  # fmt: skip
+    families = [f for f in AUTOCAST for _ in kinds]
+    return draw.sample([*zip(families, kinds * len(AUTOCAST), (draw.choice(("eager", "sdpa")) for _ in families))], count)
+
+
+@pytest.mark.parametrize(
+    ("family", "dtypes", "attention"), [pytest.param(*p, marks=[] if i < 24 else pytest.mark.families) for i, p in enumerate(programs(98, 0))], ids=str
+)
+def test_autocast(family, dtypes, attention):
+    """Turned q and k are of the dtypes that they have in stock models, so that all that follows has the same bits; the rest is as near the truth."""
+    dtype, autocast = dtypes
+    context = functools.partial(torch.autocast, DEVICE, autocast) if autocast else contextlib.nullcontext
+    try:
+        model = make(family, dtype, attention=attention)
+        batch = batch_of(model)
+        with context():
+            expected = evaluated(model, batch)
+    except (RuntimeError, ValueError) as error:
+        pytest.skip(f"stock: {error}"[:200])
+    scale, batches = 256.0, [batch | {"labels": batch["labels"].roll(i, 1)} for i in range(4)]  # together: the error of one is luck
+    theirs = learned(model, batches, scale, context)
+    if not KERNELS:
+        with instance_patches(model, family, {"rope": True}, None)():
+            assert_same_bits(learned(model, batches, scale, context), theirs)
+    truth = learned(exact(model), [{k: v.double() if v.is_floating_point() else v for k, v in b.items()} for b in batches], scale)
+    with instance_patches(model, family, exact_parts(model), "fused")():
+        with context():
+            found = evaluated(model, batch)
+        assert found.dtype == expected.dtype and (KERNELS or torch.equal(found, expected))
+        assert_as_accurate(learned(model, batches, scale, context), theirs, truth)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_moe"])
+def test_steps_that_overflow_are_skipped(family):
+    """A scale of the loss that fp16 does not hold: the step is left out, the scale is halved, and weights stay as they are, as in stock training."""
+    results = []
+    for model in pair(family):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**60, backoff_factor=2.0**-22, growth_factor=2.0**44, growth_interval=3)
+        scales = []
+        for i in range(8):
+            before = [p.detach().clone() for p in model.parameters()]
+            with torch.autocast(DEVICE, torch.float16):
+                loss = model(**tokens(seed=i), use_cache=False).loss
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            scales.append((scaler.get_scale(), all(map(torch.equal, before, model.parameters())), loss.isfinite().item()))
+        assert {skipped for _, skipped, _ in scales} == {True, False}
+        results.append(scales)
+    assert results[0] == results[1]
+
+
+# -- rotary frequencies that are learnt -----------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "glm4", "cohere", "gptj", "qwen2_vl"])
+def test_learnt_frequencies(family, monkeypatch):
+    """Tables that ask for a gradient get it, be the norms of heads fused with the rotation or not."""
+    module, factor = slots.modeling(family), nn.Parameter(torch.ones((), device=DEVICE))
+    models = pair(family)
+    if family == "gptj":  # whose tables are a buffer
+        was = module.GPTJAttention._get_embed_positions
+        monkeypatch.setattr(module.GPTJAttention, "_get_embed_positions", lambda self, *args: was(self, *args) * factor)
+    for name, cls in vars(module).items():
+        if isinstance(cls, type) and name.endswith("RotaryEmbedding") and cls.__module__ == module.__name__:
+            monkeypatch.setattr(cls, "forward", lambda self, *args, was=cls.forward, **more: tuple(t * factor for t in was(self, *args, **more)))
+    found = []
+    for model in models:
+        factor.grad = None
+        found.append(step(model, batch_of(model))[1] | {"factor": factor.grad})
+    assert_same_learning(*reversed(found), TOLERANCE)
+
+
+# -- parts replaced after the patch ----------------------------------------------------------
+
+
+def _projections(mlp: nn.Module) -> list[str]:
+    return [name for name, m in mlp.named_children() if isinstance(m, nn.Linear)]
+
+
+def _biased(mlp: nn.Module, draw: random.Random) -> None:
+    name = draw.choice(_projections(mlp))
+    old = getattr(mlp, name)
+    new = nn.Linear(old.in_features, old.out_features, device=DEVICE)
+    new.weight = old.weight
+    setattr(mlp, name, new)
+
+
+def _low_rank(mlp: nn.Module, draw: random.Random) -> None:
+    name = draw.choice(_projections(mlp))
+    old = getattr(mlp, name)
+    setattr(mlp, name, nn.Sequential(nn.Linear(old.in_features, 4, device=DEVICE), nn.Linear(4, old.out_features, device=DEVICE)))
+
+
+def _parametrised(mlp: nn.Module, draw: random.Random) -> None:
+    nn.utils.parametrizations.weight_norm(getattr(mlp, draw.choice(_projections(mlp))))
+
+
+def _frozen(mlp: nn.Module, draw: random.Random) -> None:
+    getattr(mlp, draw.choice(_projections(mlp))).requires_grad_(False)
+
+
+def _activated(mlp: nn.Module, draw: random.Random) -> None:
+    mlp.act_fn = draw.choice((nn.SiLU, nn.Tanh, nn.GELU, Gained))()
+
+
+def _eps(norm: nn.Module, draw: random.Random) -> None:
+    for name in ("eps", "variance_epsilon"):
+        if name in norm.__dict__:
+            setattr(norm, name, draw.choice((1e-2, 0.3)))
+
+
+def _weight(norm: nn.Module, draw: random.Random) -> None:
+    norm.weight = nn.Parameter(draw.choice((torch.full_like, lambda w, x: torch.rand_like(w) + x))(norm.weight.detach(), 0.7))
+
+
+def _scaled(norm: nn.Module, draw: random.Random) -> None:
+    norm.register_forward_hook(lambda m, args, y: 0.5 * y)
+
+
+def _of_torch(parent: nn.Module, name: str) -> None:
+    setattr(parent, name, nn.LayerNorm(getattr(parent, name).weight.shape[0], device=DEVICE))
+
+
+def _identity(parent: nn.Module, name: str) -> None:
+    setattr(parent, name, nn.Identity())
+
+
+def _new(parent: nn.Module, name: str) -> None:
+    """Another one of its class, which nobody has patched."""
+    old = getattr(parent, name)
+    setattr(parent, name, type(old)(old.weight.shape[0]).to(old.weight))
+
+
+def _change(model: nn.Module, draw: random.Random) -> None:
+    """One change of a random part."""
+    norms = [(parent, name) for parent in model.modules() for name, m in parent.named_children() if "norm" in name and type(m).__name__.endswith("Norm")]
+    mlps = [m for m in model.modules() if hasattr(m, "act_fn") and len(_projections(m)) > 1]
+    if draw.random() < 0.5:
+        change, mlp = draw.choice((_biased, _low_rank, _parametrised, _frozen, _activated)), draw.choice(mlps)
+        return change(mlp, draw)
+    parent, name = draw.choice(norms)
+    change = draw.choice((_eps, _weight, _scaled, _of_torch, _identity, _new))
+    change(*((getattr(parent, name), draw) if change in (_eps, _weight, _scaled) else (parent, name)))
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3"])
+def test_parts_are_replaced_after_the_patch(family, seed):
+    models = pair(family)
+    for i in range(4):
+        for model in models:
+            torch.manual_seed(seed)
+            _change(model, random.Random(f"{family} {seed} {i}"))
+        theirs, ours = (step(m)[1] for m in models)
+        assert_same_learning(ours, theirs, TOLERANCE)

@@ -87,6 +87,7 @@ def norm_rope(q_norm: Any, k_norm: Any, rope: Any, transposed: bool, q: Any, k: 
     form = None if turn is None else _form_of(q_norm, q)
     fits = form is not None and form == _form_of(k_norm, k) and q.ndim == k.ndim == 4 and 0 < q.shape[-1] <= MAX_D and q.dtype == k.dtype
     fits = fits and plain(cos) and cos.ndim == 3 and cos.shape[0] in (1, q.shape[0])
+    fits = fits and not ((cos.requires_grad or sin.requires_grad) and torch.is_grad_enabled())  # which ours give them no more than once
     if not fits or getattr(q_norm, form[2]) != getattr(k_norm, form[2]):  # type: ignore[index]
         q, k = (norm(x.transpose(1, 2)).transpose(1, 2) if transposed else norm(x) for norm, x in ((q_norm, q), (k_norm, k)))
         return rope(q, k, cos, sin)

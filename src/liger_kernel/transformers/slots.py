@@ -18,6 +18,7 @@ import importlib
 import inspect
 import re
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -280,12 +281,36 @@ def _mlp(up: str, down: str, act: str) -> Variant:
     return variant
 
 
+DEFAULT_EXPERTS = "grouped_mm"  # what transformers runs unless somebody names another implementation; naming this one leaves no trace
+
+
+@functools.cache
+def _say_chosen(implementation: str) -> None:
+    warnings.warn(
+        f"liger_kernel: experts run transformers' {implementation!r}, which their configuration names, and not our kernels, which take the place of the"
+        f" default, {DEFAULT_EXPERTS!r}",
+        stacklevel=2,
+    )
+
+
+def _chosen(experts: Any) -> bool:
+    """Whether somebody has named the implementation of these experts himself, now: it can be set at any time."""
+    config = getattr(experts, "config", None)
+    implementation = getattr(config, "_experts_implementation", None)
+    if implementation is None or implementation == DEFAULT_EXPERTS or isinstance(config, _Eager):
+        return False
+    if torch.is_grad_enabled():  # transformers itself names one for the time of ``generate``
+        _say_chosen(implementation)
+    return True
+
+
 def _experts(transposed: bool, interleaved: bool, biased: bool, act: str, options: Callable[[Any], dict[str, Any]]) -> Variant:
     def variant(stock: Callable) -> Callable:
         def forward(self, hidden_states, top_k_index, top_k_weights):
             name = None if torch.compiler.is_compiling() else activation(F.silu if act == "F.silu" else getattr(self, act))
             w, v = self.gate_up_proj, self.down_proj
-            if name is None or not w.is_floating_point() or w.ndim != 3 or getattr(self, "_is_expert_parallel", False):
+            plainly = w.ndim == 3 and w.is_floating_point() and w.itemsize > 1  # FP8 comes with scales
+            if name is None or not plainly or getattr(self, "_is_expert_parallel", False) or _chosen(self):
                 return stock(self, hidden_states, top_k_index, top_k_weights)
             bias = dict(gate_up_bias=self.gate_up_proj_bias, down_bias=self.down_proj_bias) if biased else {}
             index, weights = (t.reshape(-1, t.shape[-1]) for t in (top_k_index, top_k_weights))
@@ -307,13 +332,19 @@ TABLES: dict[str, Callable[[Tensor], Tensor]] = {
 ABSENT = object()
 
 
+def _learn(*tables: Tensor) -> bool:
+    """Whether some of these tables ask for a gradient, all of it: ours see each angle once."""
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tables)
+
+
 def _rope(layout: str, tables: str, casting: str) -> Variant:
     """``layout`` "apart": takes pairs, and returns the first of each and then the second."""
     angles = TABLES[tables]
 
     def turn(stock: Callable, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, position_ids: Any, unsqueeze_dim: int) -> tuple[Tensor, Tensor]:
         memory.taken()  # by the projections
-        if k is not None and q.ndim == k.ndim == 4 and cos.ndim == 3 and cos.shape[0] in (1, q.shape[0]) and unsqueeze_dim in (1, 2):
+        fits = k is not None and q.ndim == k.ndim == 4 and cos.ndim == 3 and cos.shape[0] in (1, q.shape[0]) and unsqueeze_dim in (1, 2)
+        if fits and not _learn(cos, sin):
             turned = rope(q, k, angles(cos), angles(sin), layout="pairs" if layout == "apart" else layout, unsqueeze_dim=unsqueeze_dim, casting=casting)
             return tuple(torch.cat((y[..., ::2], y[..., 1::2]), -1) for y in turned) if layout == "apart" else turned  # type: ignore[return-value]
         more = (unsqueeze_dim,) if position_ids is ABSENT else (position_ids, unsqueeze_dim)
@@ -346,7 +377,7 @@ def _rope_alone(layout: str, tables: str, casting: str, sin_first: bool = False)
     angles = TABLES[tables]
 
     def turned(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int) -> Tensor | None:
-        if x.ndim != 4 or cos.ndim != 3 or cos.shape[0] not in (1, x.shape[0]) or unsqueeze_dim not in (1, 2):
+        if x.ndim != 4 or cos.ndim != 3 or cos.shape[0] not in (1, x.shape[0]) or unsqueeze_dim not in (1, 2) or _learn(cos, sin):
             return None
         cos, sin = angles(cos), angles(sin)
         first = x.shape[-1] - 2 * cos.shape[-1] if layout == "behind" else 0
@@ -375,7 +406,7 @@ def _rope_alone(layout: str, tables: str, casting: str, sin_first: bool = False)
 def _rope_sections(casting: str) -> Variant:
     def variant(stock: Callable) -> Callable:
         def apply_multimodal_rotary_pos_emb(q, k, cos, sin, mrope_section, unsqueeze_dim=1):
-            if q.ndim != 4 or cos.ndim != 4 or unsqueeze_dim not in (1, 2):
+            if q.ndim != 4 or cos.ndim != 4 or unsqueeze_dim not in (1, 2) or _learn(cos, sin):
                 return stock(q, k, cos, sin, mrope_section, unsqueeze_dim)
             return rope(q, k, of_sections(cos, mrope_section), of_sections(sin, mrope_section), unsqueeze_dim=unsqueeze_dim, casting=casting)
 
@@ -387,7 +418,7 @@ def _rope_sections(casting: str) -> Variant:
 def _rope_flat(casting: str) -> Variant:
     def variant(stock: Callable) -> Callable:
         def apply_rotary_pos_emb_vision(q, k, cos, sin):
-            if q.ndim != 3 or k.ndim != 3 or cos.ndim != 2:
+            if q.ndim != 3 or k.ndim != 3 or cos.ndim != 2 or _learn(cos, sin):
                 return stock(q, k, cos, sin)
             q, k = rope(q[None], k[None], once(cos)[None], once(sin)[None], unsqueeze_dim=2, casting=casting)
             return q[0], k[0]
@@ -404,7 +435,7 @@ def _rope_complex(unsqueeze_dim: int) -> Variant:
                 table = freqs_cis.reshape(1, xq.shape[1], xq.shape[-1] // 2)
             else:
                 table = freqs_cis
-            if not freqs_cis.is_complex() or table.ndim != 3:
+            if not freqs_cis.is_complex() or table.ndim != 3 or _learn(freqs_cis):
                 return stock(xq, xk, freqs_cis)
             return rope(xq, xk, *of_complex(table.to(xq.device)), layout="pairs", unsqueeze_dim=unsqueeze_dim)
 
@@ -726,14 +757,16 @@ def _stand_in(cls: type, attributes: dict[str, Any]) -> nn.Module:
 def _run(fn: Callable, owner: Any, attributes: dict, inputs: tuple, dtype: torch.dtype, weight_dtype: torch.dtype) -> list[Tensor]:
     """Outputs, and in fp32 the gradients of tensor inputs (but angles) and parameters."""
     learns = dtype == torch.float32
-    tensors = [t.detach().to(dtype).requires_grad_(learns) if isinstance(t, Tensor) and t.is_floating_point() else t for t in inputs]
+    turned = len(inputs) if isinstance(owner, type) else len(inputs) - (1 if inputs[-1].is_complex() else 2)  # behind these are tables: a function's weights
+    floats = lambda inputs, dtype, learns: [t.detach().to(dtype).requires_grad_(learns) if t.is_floating_point() else t for t in inputs]
+    tensors = [*floats(inputs[:turned], dtype, learns), *floats(inputs[turned:], weight_dtype, False)]
     if isinstance(owner, type):
         module = _stand_in(owner, attributes).to(weight_dtype)
         out = fn(module, *tensors)
-        leaves = [*(t for t in tensors if isinstance(t, Tensor) and t.requires_grad), *module.parameters()]
+        leaves = [*(t for t in tensors if t.requires_grad), *module.parameters()]
     else:
         out = fn(*tensors, **attributes)
-        leaves = tensors[: len(out) if isinstance(out, tuple) else 1]  # what is turned
+        leaves = tensors[:turned]
     outs = list(out) if isinstance(out, tuple) else [out]
     if not learns:
         return [o.detach() for o in outs]
@@ -745,8 +778,9 @@ def _run(fn: Callable, owner: Any, attributes: dict, inputs: tuple, dtype: torch
 def reproduces(variant: Variant, stand_ins: StandIns, exact: bool, owner: Any, stock: Callable) -> bool:
     """Whether ``variant`` does what ``stock`` does on every stand-in: those that are ``exact`` bit for bit in bf16."""
     new, compared = variant(stock), 0
+    full, half = torch.float32, torch.bfloat16
     for attributes, inputs in stand_ins():
-        for dtype, weight_dtype in ((torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)):
+        for dtype, weight_dtype in ((full, full), (half, half), (half, full), *(() if isinstance(owner, type) else ((full, half),))):
             try:
                 expected = _run(stock, owner, attributes, inputs, dtype, weight_dtype)
             except RuntimeError:

@@ -565,9 +565,10 @@ def test_a_store_writes_nothing_outside_the_run(name, tmp_path):
         "/b/run/checkpoints/step-00000001/.bashrc": b"",
     }
     ls = lambda path, detail: [key for key in there if key.rpartition("/")[0] == path]
-    with mock.patch.object(fs, "ls", ls), mock.patch.object(fs, "get_file", lambda key, path: Path(path).write_bytes(there[key])):
-        with pytest.raises(UserError, match="no checkpoint in the store memory://b/run is whole"):
-            store.Store("memory://b/run", tmp_path / "home" / "runs" / "mine").fetch()
+    get = lambda key, path: Path(path).write_bytes(there[key])
+    refused = pytest.raises(UserError, match="no checkpoint in the store memory://b/run is whole")
+    with mock.patch.object(fs, "ls", ls), mock.patch.object(fs, "get_file", get), refused:
+        store.Store("memory://b/run", tmp_path / "home" / "runs" / "mine").fetch()
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 

@@ -686,6 +686,29 @@ def test_lines_that_were_lost_do_not_bring_others_twice(tmp_path):
     assert [line["step"] for line in metrics.StepLines(tmp_path / "metrics.jsonl", 6).read()] == [5, 6]
 
 
+@pytest.mark.parametrize("how", ["reversed", "labels"])
+def test_other_data_of_the_same_sum_is_refused(how, config, tmp_path):
+    records = [{"messages": [{"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": "yes"}]} for i in range(250)]
+    first = dataclasses.replace(config, data=write_jsonl(tmp_path / "first.jsonl", records), checkpoint_every=2, length=64)
+    loop.train(first)
+    if how == "reversed":
+        other = dataclasses.replace(first, data=write_jsonl(tmp_path / "other.jsonl", records[::-1]))
+    else:  # rows that were prepared, and labelled anew
+        rows = load(first)
+        rows.rows.labels[5] = IGNORE if rows.rows.labels[5] != IGNORE else rows.rows.ids[5]
+        rows.rows._digest = None
+        data_module._write(tmp_path / "other", rows.rows, rows.tokenizer)
+        other = dataclasses.replace(first, data=str(tmp_path / "other"))
+    with pytest.raises(UserError, match=r"is of other data: .*digest of tokens \w{32} there, \w{32} here"):
+        loop.train(dataclasses.replace(other, steps=6))
+    for path in (tmp_path / "run" / "checkpoints").glob("step-*"):  # as an earlier release wrote it
+        state = json.loads((path / "state.json").read_text())
+        del state["identity"]["digest of tokens"], state["sums"]
+        (path / "state.json").write_text(json.dumps(state))
+        (path / "sums-0.json").unlink()
+    loop.train(dataclasses.replace(first, steps=6))
+
+
 def test_a_folder_is_prepared_anew_and_can_be_read_by_others(config, tmp_path):
     other = dataclasses.replace(config, data=write_jsonl(tmp_path / "other.jsonl", [{"text": TEXT[::-1]}] * 4))
     rows = []

@@ -208,6 +208,7 @@ class Rows:
         self.ids, self.labels, self.bounds, self.positions = ids, labels, bounds, positions
         self.bounded = False
         self._learnt: Tensor | None = None
+        self._digest: str | None = None
 
     @classmethod
     def of(cls, rows: Iterable[tuple[Tokens, Tokens]]) -> Rows:
@@ -218,10 +219,38 @@ class Rows:
             lengths.append(len(row[0]))
         return cls(ids.tensor(), labels.tensor(), torch.tensor(lengths).cumsum(0))
 
-    def tensors(self) -> dict[str, Tensor]:
-        """What makes them again; no two share memory."""
-        found = {"ids": self.ids, "labels": self.labels.clone(), "bounds": self.bounds}
+    def tensors(self, copy: bool = True) -> dict[str, Tensor]:
+        """What makes them again; with ``copy`` no two share memory."""
+        found = {"ids": self.ids, "labels": self.labels.clone() if copy else self.labels, "bounds": self.bounds}
         return found if self.positions is None else found | {"positions": self.positions}
+
+    def digest(self) -> str:
+        """Of every token, label and bound, in order: other rows have another one."""
+        if self._digest is None:
+            sha = hashlib.sha256()
+            for name, tensor in sorted(self.tensors(copy=False).items()):
+                sha.update(name.encode())
+                for part in tensor.split(1 << 24):
+                    sha.update(part.contiguous().numpy().data)
+            self._digest = sha.hexdigest()[:32]
+        return self._digest
+
+    @classmethod
+    def read(cls, path: Path) -> Rows:
+        """What ``write`` has written."""
+        from safetensors import safe_open
+        from safetensors.torch import load_file
+
+        rows = cls(**load_file(path))
+        with safe_open(path, "pt") as file:
+            rows._digest = (file.metadata() or {}).get("digest")  # else, as of earlier releases, it takes going through all rows
+        return rows
+
+    def write(self, path: Path, metadata: dict[str, str] | None = None) -> None:
+        """All of it to a safetensors file, with that metadata: by default the digest."""
+        from safetensors.torch import save_file
+
+        save_file(self.tensors(), path, metadata or {"digest": self.digest()})
 
     def of_documents(self, starts: Tensor) -> Rows:
         """The same rows, where a document begins at each of ``starts`` and at the begin of each row; its first token is predicted by nothing."""
@@ -409,9 +438,9 @@ class Data:
         """``UserError`` where a model has not that many ids."""
         check(self.rows, vocabulary)
 
-    def identity(self) -> dict[str, int]:
+    def identity(self) -> dict[str, Any]:
         """What must be the same for the order of the data to go on where it stopped."""
-        return {"rows": len(self.rows), "held back": len(self.eval), "sum of ids": int(self.rows.ids.sum())}
+        return {"rows": len(self.rows), "held back": len(self.eval), "sum of ids": int(self.rows.ids.sum()), "digest of tokens": self.rows.digest()}
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint should keep, beside the position, for ``seek`` to find it again."""
@@ -532,9 +561,8 @@ def _prepared(config: TrainConfig) -> Data:
 
 def _read(folder: Path, config: TrainConfig, tokenizer: Any) -> Data:
     import transformers
-    from safetensors.torch import load_file
 
-    return Data(Rows(**load_file(folder / ROWS)), tokenizer or transformers.AutoTokenizer.from_pretrained(folder), config.eval_fraction)
+    return Data(Rows.read(folder / ROWS), tokenizer or transformers.AutoTokenizer.from_pretrained(folder), config.eval_fraction)
 
 
 def _prepare(config: TrainConfig, tokenizer: Any) -> Data:
@@ -575,13 +603,11 @@ def _cache(config: TrainConfig, tokenizer: Any) -> tuple[Path, bool]:
 
 def _write(folder: Path, rows: Rows, tokenizer: Any) -> None:
     """All or nothing: a run that is killed leaves no half of a cache."""
-    from safetensors.torch import save_file
-
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, ignore_cleanup_errors=True) as temporary:
         new = Path(temporary) / "new"
         new.mkdir()  # with the permissions that folders have; the temporary one is its owner's alone
         tokenizer.save_pretrained(new)
-        save_file(rows.tensors(), new / ROWS)
+        rows.write(new / ROWS)
         with contextlib.suppress(OSError):  # another run has just written the same
             os.rename(new, folder)

@@ -39,6 +39,11 @@ class Part(NamedTuple):
     rows: int
     end: list[int]  # the ``Place`` behind its last record
     last: bool
+    digest: str | None = None  # of its rows; earlier releases did not write it
+
+    def differs(self, other: Part) -> bool:
+        """Whether they are not of the same records."""
+        return self[:3] != other[:3] or (None not in (self.digest, other.digest) and self.digest != other.digest)
 
 
 def path_of(folder: Path, part: int) -> Path:
@@ -51,6 +56,11 @@ def described(path: Path) -> Part:
 
     with safe_open(path, "pt") as file:
         return Part(*json.loads(file.metadata()["part"]))
+
+
+def changed(number: int, known: Part, found: Part) -> UserError:
+    """What is said of data that are not those that a run has trained on."""
+    return UserError(f"the data has changed: part {number} had {known}, and has {found}")
 
 
 # -- reading -------------------------------------------------------------------------------
@@ -70,12 +80,11 @@ class Parts(Rows):
             check(rows, vocabulary)
 
     def part(self, number: int) -> Rows:
-        from safetensors.torch import load_file
-
         if number not in self._open:
             if len(self._open) == KEPT:
                 del self._open[next(k for k in self._open if k)]  # the one opened first; never part 0
-            rows = Rows(**load_file(self._stream.wait(number)))
+            rows = Rows.read(self._stream.wait(number))
+            self._stream.compare(number)
             check(rows, self._vocabulary)
             self._open[number] = rows
         return self._open[number]
@@ -99,6 +108,7 @@ class Stream(Data):
 
     def __init__(self, config: TrainConfig, tokenizer: Any, folder: Path):
         self._folder = folder
+        self._parts: list[Part] = []
         self._writer = _start(config, folder) if local_rank() == 0 else None
         try:
             if tokenizer is None:
@@ -108,11 +118,11 @@ class Stream(Data):
                 tokenizer = transformers.AutoTokenizer.from_pretrained(folder / TOKENIZER)
             rows = Parts(self)
             super().__init__(rows.part(0), tokenizer, config.eval_fraction)  # which of them are held back
+            self._parts.append(described(path_of(folder, 0)))
         except BaseException:
             self.close()
             raise
         self.rows = rows
-        self._parts = [described(path_of(folder, 0))]
         self._ends = [len(self.train)]  # of parts, in the order of training
 
     def wait(self, part: int) -> Path:
@@ -141,6 +151,12 @@ class Stream(Data):
         while place >= self._ends[-1] and not self._parts[-1].last:
             self._add(described(self.wait(len(self._parts))))
 
+    def compare(self, number: int) -> None:
+        """``UserError`` if a part that is there is not the one that a checkpoint knows."""
+        found = described(path_of(self._folder, number))
+        if number < len(self._parts) and found.differs(self._parts[number]):
+            raise changed(number, self._parts[number], found)
+
     def _add(self, part: Part) -> None:
         self._parts.append(part)
         self._ends.append(self._ends[-1] + part.rows)
@@ -148,16 +164,22 @@ class Stream(Data):
     def check(self, vocabulary: int) -> None:
         self.rows.check(vocabulary)
 
-    def identity(self) -> dict[str, int]:
+    def identity(self) -> dict[str, Any]:
         first = self.rows.part(0)
-        return {"rows of part 0": len(first), "held back": len(self.eval), "sum of ids of part 0": int(first.ids.sum())}
+        return {
+            "rows of part 0": len(first),
+            "held back": len(self.eval),
+            "sum of ids of part 0": int(first.ids.sum()),
+            "digest of part 0": self._parts[0].digest or first.digest(),
+        }
 
     def state(self) -> dict[str, Any]:
         return {"parts": self._parts}
 
     def seek(self, position: int, state: dict[str, Any]) -> None:
-        for part in state.get("parts", [])[len(self._parts) :]:
-            self._add(Part(*part))
+        known = [Part(*part) for part in state.get("parts", [])]
+        for part in known[len(self._parts) :]:
+            self._add(part)
         if self._parts[-1].last:
             position %= self._ends[-1]
         wanted = bisect.bisect_right(self._ends, position)
@@ -228,8 +250,6 @@ class Writer:
             part += 1
 
     def _write(self, part: int) -> None:
-        from safetensors.torch import save_file
-
         begin = self._parts[part - 1].end if part else list(BEGIN)
         if self._next != part:
             self._stream = self.records.since(tuple(begin))  # type: ignore[arg-type]
@@ -249,12 +269,12 @@ class Writer:
             if part == 0:
                 raise
             rows = Rows.of([])
-        found = Part(len(rows), list(end), self._ahead is None)
-        if part < len(self._parts) and self._parts[part] != found:
-            raise UserError(f"{self.config.data} has changed: part {part} had {self._parts[part]}, and has {found}")
+        found = Part(len(rows), list(end), self._ahead is None, rows.digest())
+        if part < len(self._parts) and found.differs(self._parts[part]):
+            raise changed(part, self._parts[part], found)
         path = path_of(self.folder, part)
         unfinished = path.with_suffix(".unfinished")
-        save_file(rows.tensors(), unfinished, {"part": json.dumps(found)})
+        rows.write(unfinished, {"part": json.dumps(found)})
         unfinished.replace(path)
 
     def _own_tokenizer(self, records: list[dict[str, Any]]) -> Any:

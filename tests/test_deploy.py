@@ -23,7 +23,7 @@ from liger_kernel.deploy import monitoring, steps
 from liger_kernel.deploy.command import submit
 from liger_kernel.deploy.job import CACHE, IMAGE_KERNELS, SHARED, Job
 from liger_kernel.deploy.manifests import USER, objects, train_json
-from liger_kernel.deploy.render import render
+from liger_kernel.deploy.render import render, write
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.metrics import EXPORTED
 
@@ -128,6 +128,91 @@ def test_a_folder_that_another_may_have_made_is_refused(made, said, temporary, t
         monkeypatch.setattr(os, "geteuid", lambda: mine + 1)
     with pytest.raises(UserError, match=f"{said}.*: remove it, or set TMPDIR"):
         steps.once("s3://b/data", lambda folder: pytest.fail("fetched"))
+
+
+HOSTILE = [
+    "", " ", "a b", "a; rm -rf /", "$(reboot)", "`id`", "{{ .Values.image }}", "{{ include \"x\" . }}", "}}", "<b>", "<{{ x }}>", "'", '"', "a'b", "a: b",
+    "- a", "&a", "*a", "!!python/object/apply:os.system [id]", "a\nb: c", "a\n---\nkind: Secret", "../../../x", "/etc/passwd", "..", "A=B", "-3", "1e3",
+    "0x10",
+    "yes", "null", "# a", 'a"b', "lots", "x" * 5000, "\0", "\ufeff", "Ünïcode", 10**6, -1, 1.5, True, [], [1, "x"], {}, {"a": 1}, {"a; b": "c"}, {"a": "b c"},
+    {"": "x"}, {"A=B": "x"},
+]  # fmt: skip
+FIELDS = [field.name for field in dataclasses.fields(Job) if field.name != "train"]
+
+
+def chart(files, values=None):
+    """What Helm would make of a chart, whose templates take values, text and nothing else."""
+    values = values or yaml.safe_load(files["values.yaml"])
+
+    def put(found):
+        if found["text"] or found["brace"]:
+            return found["text"] or "{{"
+        return json.dumps(json.dumps(values["train"], indent=2)) if found["train"] else str(values[found["name"]])
+
+    form = (
+        r"\{\{`(?P<text>.*?)`\}\}|(?P<brace>\{\{ \"\{\{\" \}\})|(?P<train>\{\{ \.Values\.train \| toPrettyJson \| quote \}\})|\{\{ \.Values\.(?P<name>\w+) \}\}"
+    )
+    return [yaml.safe_load(re.sub(form, put, text, flags=re.S)) for name, text in files.items() if name.startswith("templates/")]
+
+
+def same_objects(one, two):
+    """But for the config in the map, whose values that are None a chart leaves out."""
+    plain = lambda o: o | {"data": {k: v for k, v in json.loads(o["data"]["train.json"]).items() if v is not None}} if o["kind"] == "ConfigMap" else o
+    key = lambda o: (o["kind"], o["metadata"]["name"])
+    return sorted(map(plain, one), key=key) == sorted(map(plain, two), key=key)
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_field_has_its_form_or_is_refused(name):
+    """Hostile values of every field: refused by the field's name, or the same text in every form of manifest, and files below their folder."""
+    taken = 0
+    for value in HOSTILE:
+        changes = {"queue": "team", "cluster_queue": "gpus", "quota_nodes": 3, **({"overlay": "eks"} if name in ("efa", "role") else {}), name: value}
+        for put in [changes] + (
+            [changes | {name: {"A": value}}, changes | {name: {"example.com/a": value}}] if name in ("environment", "node_selector", "monitor_labels") else []
+        ):
+            try:
+                made = job(**put)
+            except UserError as error:
+                assert name in str(error) or "credentials" in str(error), (value, error)
+                continue
+            taken += 1
+            wanted = objects(made)
+            assert list(yaml.safe_load_all(text := "".join(render(made, "yaml").values()))) == wanted, value
+            assert same_objects(chart(render(dataclasses.replace(made, quota_nodes=None), "helm")), objects(dataclasses.replace(made, quota_nodes=None))), value
+            for file in render(dataclasses.replace(made, overlay="plain", efa=0, role=None), "kustomize"):
+                assert re.fullmatch(r"(base|overlays/\w+)/[a-z0-9.-]+\.yaml", file), file
+            assert len(text) < 200_000
+    assert taken or name not in ("environment", "node_selector", "tolerations")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (dict(namespace="a; rm -rf /"), "namespace must be at most 63 of a-z"),
+        (dict(cpu="lots"), "cpu must be a number of cores, such as 32 or 500m; got 'lots'"),
+        (dict(shm="-3"), "shm must be a number of bytes, such as 16Gi; got '-3'"),
+        (dict(node_selector={"pool": 3}), r"node_selector\.pool must be text .* got 3"),
+        (dict(tolerations=[1, "x"]), r"tolerations\[0\] must be an object with key, operator, value, effect; got 1"),
+        (dict(tolerations=[{"key": "a", "effect": "Never"}]), r"tolerations\[0\]\.effect must be NoSchedule"),
+        (dict(environment={"": "x"}), "environment: a variable's name must be letters, digits and _"),
+        (dict(environment={"A=B": "x"}), "environment: a variable's name must be letters, digits and _"),
+        (dict(environment={"A": None}), r"environment\.A must be text or a number, got None"),
+        (dict(gpus=1_000_000), "gpus must be at most 64, got 1000000"),
+        (dict(gpus=0, train=dict(nproc=10_000)), r"train\.nproc must be at most 64, got 10000"),
+        (dict(queue="../../x"), "queue must be at most 63 of a-z"),
+        (dict(nodes="2"), "nodes must be of type int, got '2'"),
+    ],
+)
+def test_what_a_cluster_would_not_take_is_said_with_its_path(changes, said):
+    with pytest.raises(UserError, match=said):
+        job(**changes)
+
+
+def test_no_file_is_written_outside_its_folder(tmp_path):
+    with pytest.raises(UserError, match="is not below"):
+        write({"base/../../x.yaml": ""}, tmp_path / "k")
+    assert not list(tmp_path.rglob("*.yaml"))
 
 
 def test_mistakes_in_a_file_are_named(tmp_path):

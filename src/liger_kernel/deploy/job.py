@@ -24,6 +24,48 @@ CACHE = "/cache"  # of the node: kernels, downloads
 IMAGE_KERNELS = "/opt/liger/kernels"  # where deploy/Dockerfile puts those compiled in advance
 
 
+# The forms of Kubernetes' own names (RFC 1123), labels and quantities; as regular expressions that JSON Schema takes, too, with what they say
+_LABEL = "[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
+_DOMAIN = rf"{_LABEL}(\.{_LABEL})*"
+_WORD = "[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
+_KEY = rf"({_DOMAIN}/)?{_WORD}"
+_NAME = (_LABEL, "at most 63 of a-z, 0-9 and -, no - at an end")
+_BYTES = ("[1-9][0-9]{0,14}([kMGTPE]|[KMGTPE]i)?", "a number of bytes, such as 16Gi")
+SHAPES = {
+    "name": ("[a-z]([-a-z0-9]{0,38}[a-z0-9])?", "at most 40 of a-z, 0-9 and -, a letter first"),  # pods are called NAME-worker-0: a label has 63 characters
+    "image": ("[A-Za-z0-9][A-Za-z0-9._/:@-]{0,500}", "an image's name, such as registry.example.com/liger:1"),
+    "namespace": _NAME,
+    "monitoring_namespace": _NAME,
+    "queue": _NAME,
+    "cluster_queue": _NAME,
+    "volume": _NAME,
+    "secret": _NAME,
+    "gpu_resource": (_KEY, "the name of a resource, such as nvidia.com/gpu"),
+    "arch": ("(sm|gfx)[0-9a-z]{2,6}", "an architecture, such as sm90"),
+    "cpu": ("[1-9][0-9]{0,8}m?", "a number of cores, such as 32 or 500m"),
+    "memory": _BYTES,
+    "shm": _BYTES,
+    "cache": _BYTES,
+    "role": (r"arn:[a-z-]+:iam::[0-9]{1,12}:role/[A-Za-z0-9_+=,.@/-]{1,512}", "the ARN of an IAM role"),
+}
+LIMITS = {  # of numbers; a pod has a port and an endpoint of metrics for every GPU
+    "nodes": (1, 10_000),
+    "min_nodes": (1, 10_000),
+    "gpus": (0, 64),
+    "retries": (0, 1_000_000),
+    "grace": (60, 604_800),
+    "efa": (0, 64),
+    "quota_nodes": (1, 100_000),
+    "checkpoint_age": (1, 31_536_000),
+}
+TOLERATION = {
+    "key": (_KEY, "a key of a taint"),
+    "operator": ("Exists|Equal", "Exists or Equal"),
+    "value": (f"({_WORD})?", "a value of a taint"),
+    "effect": ("NoSchedule|PreferNoSchedule|NoExecute", "NoSchedule, PreferNoSchedule or NoExecute"),
+}
+
+
 @dataclass
 class Job:
     """A training run on ``nodes`` machines of ``gpus`` each; every field is a name in the job's file, ``train`` holds the names of ``liger train``."""
@@ -61,17 +103,14 @@ class Job:
 
     def __post_init__(self) -> None:
         config = self.train
-        if not re.fullmatch(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", self.name):  # pods are called NAME-worker-0: a label has 63 characters
-            raise UserError(f"name must be at most 40 of a-z, 0-9 and -, a letter first; got {self.name!r}")
+        self._check_forms()
         if not re.search(r"[:@][^/]+$", self.image) or self.image.endswith(":latest"):
             raise UserError(f"image must have a tag other than latest, or a digest; got {self.image!r}")
         for name, choices in (("kind", KINDS), ("overlay", OVERLAYS)):
             if getattr(self, name) not in choices:
                 raise UserError(f"{name} must be one of {', '.join(choices)}; got {getattr(self, name)!r}")
-        for name, least in (("nodes", 1), ("min_nodes", 1), ("gpus", 0), ("retries", 0), ("grace", 60), ("efa", 0), ("quota_nodes", 1)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise UserError(f"{name} must be at least {least}, got {value}")
+        if self.processes > LIMITS["gpus"][1]:
+            raise UserError(f"train.nproc must be at most {LIMITS['gpus'][1]}, got {self.processes}")
         if self.min_nodes is not None and (self.kind != "pytorchjob" or self.min_nodes > self.nodes):
             raise UserError(f"min_nodes needs kind pytorchjob and at most nodes; got {self.min_nodes} of {self.nodes}, kind {self.kind}")
         if self.overlay != "eks" and (self.efa or self.role):
@@ -92,6 +131,27 @@ class Job:
             raise UserError(f"{open_[0]} holds credentials, which would stand in the manifests: make it a key of a Secret, and name that with secret")
         if self.volume and config.out.startswith("/") and not config.out.startswith(SHARED + "/"):
             raise UserError(f"train.out must be relative or under {SHARED}, where the volume is; got {config.out!r}")
+
+    def _check_forms(self) -> None:
+        """``UserError`` with its path for a field that is not of its type or form: clusters would refuse it, or take it for something else."""
+        checked({field.name: getattr(self, field.name) for field in dataclasses.fields(self)}, Job, "job")
+        for name, shape in SHAPES.items():
+            if getattr(self, name) is not None:
+                _shaped(name, getattr(self, name), shape)
+        for name, (least, most) in LIMITS.items():
+            value = getattr(self, name)
+            if value is not None and not least <= value <= most:
+                raise UserError(f"{name} must be {f'at least {least}' if value < least else f'at most {most}'}, got {value}")
+        for name in ("node_selector", "monitor_labels"):
+            for key, value in getattr(self, name).items():
+                _shaped(f"{name}: a label's name", key, (_KEY, "as Kubernetes has them, such as example.com/pool"))
+                _shaped(f"{name}.{key}", value, (f"({_WORD})?", "text of at most 63 letters, digits and -_., quoted where YAML would take it for a number"))
+        for key, value in self.environment.items():
+            _shaped("environment: a variable's name", key, ("[A-Za-z_][A-Za-z0-9_]{0,252}", "letters, digits and _, no digit first"))
+            if type(value) not in (str, int, float) or "\0" in str(value) or len(str(value)) > 32_768:
+                raise UserError(f"environment.{key} must be text or a number, got {value!r:.80}")
+        for i, toleration in enumerate(self.tolerations):
+            _check_toleration(f"tolerations[{i}]", toleration)
 
     @property
     def processes(self) -> int:
@@ -136,6 +196,24 @@ class Job:
         """Read a YAML or JSON file. ``UserError`` on unknown names, wrong types and what cannot run."""
         values = checked_job(read_file(path), str(path))
         return cls(**values)
+
+
+def _shaped(path: str, value: Any, shape: tuple[str, str]) -> None:
+    if not isinstance(value, str) or not re.fullmatch(shape[0], value) or len(value) > 1000:
+        raise UserError(f"{path} must be {shape[1]}; got {value!r:.80}")
+
+
+def _check_toleration(path: str, toleration: Any) -> None:
+    if not isinstance(toleration, dict):
+        raise UserError(f"{path} must be an object with {', '.join(TOLERATION)}; got {toleration!r:.80}")
+    for name, value in toleration.items():
+        if name == "tolerationSeconds":
+            if type(value) is not int:
+                raise UserError(f"{path}.tolerationSeconds must be a whole number, got {value!r:.80}")
+        elif name not in TOLERATION:
+            raise UserError(f"{path} has an unknown name {name!r:.80}; there are {', '.join(TOLERATION)} and tolerationSeconds")
+        else:
+            _shaped(f"{path}.{name}", value, TOLERATION[name])
 
 
 def checked_job(values: dict[str, Any], where: str) -> dict[str, Any]:

@@ -6,11 +6,12 @@ import copy
 import dataclasses
 import json
 import re
+import uuid
 from pathlib import Path
 from typing import Any
 
 from liger_kernel.deploy import monitoring
-from liger_kernel.deploy.job import Job
+from liger_kernel.deploy.job import LIMITS, SHAPES, Job
 from liger_kernel.deploy.manifests import Object, objects
 from liger_kernel.train.config import TrainConfig, UserError, _kinds
 
@@ -37,6 +38,8 @@ def write(files: dict[str, str], folder: str | Path) -> list[Path]:
     paths = []
     for name, text in files.items():
         path = Path(folder) / name
+        if not path.resolve().is_relative_to(Path(folder).resolve()):
+            raise UserError(f"{name} is not below {folder}")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
         paths.append(path)
@@ -51,7 +54,8 @@ def _yaml() -> Any:
     return yaml
 
 
-def _dump(documents: list[Object]) -> str:
+def _dump(documents: list[Object], mark: str = "\0") -> str:
+    """YAML; texts with the ``mark`` of a template's value are quoted, as it may be one that YAML takes for a number."""
     yaml: Any = _yaml()
 
     class Dumper(yaml.SafeDumper):  # type: ignore[name-defined]
@@ -59,10 +63,11 @@ def _dump(documents: list[Object]) -> str:
             return True
 
     def text(dumper: Any, value: str) -> Any:
-        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
+        style = "'" if mark in value else "|" if "\n" in value else None
+        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 
     Dumper.add_representer(str, text)
-    Dumper.add_representer(Number, lambda dumper, value: text(dumper, f"<{value}>"))
+    Dumper.add_representer(Number, lambda dumper, value: dumper.represent_scalar("tag:yaml.org,2002:str", str(value)))
     return yaml.dump_all(documents, Dumper=Dumper, sort_keys=False, width=10_000, explicit_start=len(documents) > 1)
 
 
@@ -113,19 +118,11 @@ class Number(str):
 
 
 # Fields of a job that only fill places; the others decide which objects there are, and are settled when the chart is rendered.
-VALUES: dict[str, Any] = {
-    "image": {"type": "string", "pattern": "[:@][^/]+$"},
-    "nodes": {"type": "integer", "minimum": 1},
-    "min_nodes": {"type": "integer", "minimum": 1},
-    "cpu": {"type": "string"},
-    "memory": {"type": "string"},
-    "shm": {"type": "string"},
-    "cache": {"type": "string"},
-    "volume": {"type": "string"},
-    "queue": {"type": "string"},
-    "retries": {"type": "integer", "minimum": 0},
-    "monitoring_namespace": {"type": "string"},
-}
+TEXTS = ("image", "cpu", "memory", "shm", "cache", "volume", "queue", "monitoring_namespace")
+NUMBERS = ("nodes", "min_nodes", "retries")
+VALUES: dict[str, Any] = {name: {"type": "string", "pattern": f"^({SHAPES[name][0]})$"} for name in TEXTS}
+VALUES["image"]["allOf"] = [{"pattern": "[:@][^/]+$"}]  # a tag or a digest
+VALUES |= {name: {"type": "integer", "minimum": LIMITS[name][0], "maximum": LIMITS[name][1]} for name in NUMBERS}
 _JSON = {int: "integer", float: "number", str: "string", bool: "boolean"}
 
 
@@ -136,10 +133,10 @@ def helm(job: Job) -> dict[str, str]:
     values: dict[str, Any] = {name: getattr(job, name) for name in VALUES if getattr(job, name) is not None}
     if job.kind == "pytorchjob":
         values["min_nodes"] = job.min_nodes or job.nodes
+    mark = f"value{uuid.uuid4().hex}"  # nothing that a job holds: what it holds is text, not template
     template = copy.copy(job)  # not replace(): templates are no values to check
     for name in values:
-        kind = Number if VALUES[name]["type"] == "integer" else str
-        setattr(template, name, kind(f"{{{{ .Values.{name} }}}}"))
+        setattr(template, name, (Number if name in NUMBERS else str)(f"{mark}_{name}_"))
     config = {name: value for name, value in dataclasses.asdict(job.config).items() if value is not None}  # Helm drops these
     texts = {}
     for o in objects(template):
@@ -149,7 +146,7 @@ def helm(job: Job) -> dict[str, str]:
         elif o["kind"] == "PrometheusRule":
             text = "{{`" + _dump([o]) + "`}}\n"  # its braces are Prometheus'
         else:
-            text = re.sub(r"'?<(\{\{[^}]*\}\})>'?", r"\1", _dump([o]))
+            text = re.sub(rf"{mark}_([a-z_]+?)_(?![a-z])", r"{{ .Values.\1 }}", _dump([o], mark).replace("{{", '{{ "{{" }}'))
         texts[f"templates/{_file(o)}"] = text
     from liger_kernel import __version__
 

@@ -195,3 +195,25 @@ def test_where_the_tokens_of_experts_are():
     assert [index.flatten()[c].item() for c in choice] == [0, 0, 0, 0, 2, 2, 3, 3]
     assert token == [c // 2 for c in choice] and [choice[p] for p in place] == list(range(8))
     assert (first, expert) == ([0, 3, 4, 6], [0, 0, 2, 3])
+
+
+def test_tables_that_hold_each_angle_once():
+    """``rotary_dim`` says so; gpt-oss's do."""
+    from liger_kernel.transformers.rope import liger_rotary_pos_emb_gpt_oss
+
+    from liger_kernel.transformers.functional import liger_rope
+
+    q, k, dq, dk, angles = draw((2, 4, 5, 8), (2, 2, 5, 8), (2, 4, 5, 8), (2, 2, 5, 8), (1, 5, 4))
+    cos, sin = angles.cos(), angles.sin()
+    twice = [torch.cat((t, t), -1) for t in (cos, sin)]
+    want, grads = gradients(lambda q, k: liger_rope(q, k, *twice), [q, k], (dq, dk))
+    assert_equal(liger_rotary_pos_emb_gpt_oss(q, k, cos, sin), want)
+    assert_equal(liger_rope(q, k, *twice, rotary_dim=8), want)
+    got, found = gradients(lambda q, k: ops.LigerRopeFunction.apply(q, k, cos, sin, None, 1, 8), [q, k], (dq, dk))
+    assert_equal((*got, *found), (*want, *grads))
+    *turned, c, s = ops.rope_forward(q, k, cos, sin, rotary_dim=8)
+    assert_equal((*turned, *ops.rope_backward(dq, dk, c, s, rotary_dim=8)), (*want, *grads))
+    wide = [t.transpose(1, 2).contiguous() for t in (q, k)]
+    assert_equal([t.transpose(1, 2) for t in ops.rope_forward(*wide, *twice, unsqueeze_dim=2)[:2]], want)
+    with pytest.raises(ValueError, match="rotary_dim must be 4 or 8"):
+        liger_rope(q, k, cos, sin, rotary_dim=6)

@@ -114,22 +114,18 @@ PUBLISHED = published()
 IGNORED = "in_place"  # has no effect, whatever it says
 # Patterns of what is not there yet, or with fewer parameters: to be emptied
 MISSING = _names("""
-    :* backends*:* functional:* ops.configure:* ops:* ops.*:*_forward ops.*:*_backward ops.fused_ce_tvd:* ops.fused_linear_kl_div:*
-    ops.fused_linear_cross_entropy:* ops.fused_linear_jsd:* ops.fused_linear_scaled_cross_entropy:* ops.jsd:LigerJSDFunction.apply
-    ops.experimental.embedding:* ops.fused_moe:compute_routing_metadata ops.utils:get_* ops.utils:set_* ops.rope:LigerRopeFunction.apply
-    chunked_loss.functional:* chunked_loss.*:*Base.chunk_forward chunked_loss.kto_loss:LigerFusedLinearKTOFunction.apply
-    chunked_loss.simpo_loss:LigerFusedLinearSimPOFunction.apply
-    transformers*:*MuseGlimmer* transformers:Liger* transformers.functional:Liger* transformers.functional:liger_fused_linear_*
-    transformers.functional:liger_rope transformers.rope:* transformers.fused_ce_tvd:* transformers.fused_linear_kl_div:* transformers.model.*:*
-    transformers.moe:* transformers.layer_norm:* transformers.llama4_rope:apply_* transformers.monkey_patch:*[A-Z]* transformers.monkey_patch:t*
-    transformers.multi_token_attention:*.reset_parameters transformers.trainer*:*
+    chunked_loss.*:*Base.chunk_forward transformers.trainer*:*
 """)
 # Where ours is another one on purpose
 DIFFERS = {
     "transformers.monkey_patch:apply_liger_kernel_to_granite": "the fused head serves its scaled logits, too, and is the default",
     "transformers.swiglu:LigerPhi3SwiGLUMLP.forward": "the argument is called as in transformers",
+    "transformers.layer_norm:LigerLayerNorm.backend": "a property",
+    "chunked_loss.kto_loss:LigerFusedLinearKTOFunction.apply": "a reference model that is given is used",
     # flags that other models take are listed, and those that none takes are refused
     **{f"transformers.monkey_patch:apply_liger_kernel_to_{m}": "names its flags" for m in ("llava", "nemotron", "internvl", "smolvlm")},
+    # of the installed transformers' own forward
+    **{f"{m}:{n}": "takes what the model takes" for m, n, _ in PUBLISHED if m.startswith("transformers.model.") and "forward" in n},
 }
 
 
@@ -173,7 +169,9 @@ def test_it_takes_what_is_published(module, name, asked):
 
 def same_default(p: inspect.Parameter, default: ast.expr | None) -> None:
     if default is not None and p.name != IGNORED:
-        if isinstance(default, ast.Name):  # of torch: a dtype
+        if isinstance(default, ast.Call) or (isinstance(default, ast.Name) and default.id.isupper()):  # a field's factory, a constant of theirs
+            assert p.default is not p.empty
+        elif isinstance(default, ast.Name):  # of torch: a dtype
             assert str(p.default).rpartition(".")[2] == default.id
         else:
             assert p.default == ast.literal_eval(default), (p.name, p.default)

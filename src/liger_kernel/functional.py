@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 import liger_kernel.ops  # noqa: F401  declares all operators
+from liger_kernel.backends import declare_op_locations as declare_op_locations
 from liger_kernel.backends import dispatch, register_ours
 from liger_kernel.ops._op import OPS
 from liger_kernel.ops.cross_entropy import published
-from liger_kernel.ops.rope import once
+from liger_kernel.ops.rope import in_place_of, once
 
 __all__ = [
     "cross_entropy",
@@ -111,7 +112,7 @@ def geglu(run: Run, a: Tensor, b: Tensor) -> Tensor:
 @_over("rope")
 def rope(run: Run, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
     """q (B, Hq, T, D) and k (B, Hk, T, D) turned by tables (B or 1, T, D) as transformers makes them; ``position_ids`` has no effect."""
-    return run(q, k, once(cos), once(sin), unsqueeze_dim=unsqueeze_dim, casting="none")
+    return run(q, k, once(cos), once(sin), unsqueeze_dim=unsqueeze_dim, casting=in_place_of(q, k, cos))
 
 
 @_over("jsd")

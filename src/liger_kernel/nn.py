@@ -201,16 +201,24 @@ def liger_layer_norm(X: Tensor, W: Tensor | None, B: Tensor | None, eps: float) 
     return layer_norm(X, W, B, eps=eps)
 
 
-def liger_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+def liger_rope(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, unsqueeze_dim: int = 1, rotary_dim: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Turn q and k by tables (B or 1, T, R) or (T, R) as transformers makes them: each angle twice, as in ``cat((angles, angles), -1)``; R <= D.
 
     q (B, Hq, T, D), k (B, Hk, T, D), or (B, T, H, D) with ``unsqueeze_dim=2``. ``position_ids`` has no effect. Returns new tensors of the dtypes of
     q and k: products are rounded to the tensors' dtype, as in transformers, or, where tables are of another one, computed in fp32.
+    ``rotary_dim``: R, for tables (..., R/2) that hold each angle once.
     """
-    return rope(q, k, once(cos), once(sin), unsqueeze_dim=unsqueeze_dim, casting=in_place_of(q, k, cos))
+    return rope(q, k, once(cos, rotary_dim), once(sin, rotary_dim), unsqueeze_dim=unsqueeze_dim, casting=in_place_of(q, k, cos))
 
 
 liger_rotary_pos_emb = liger_rope
+
+
+def liger_rotary_pos_emb_gpt_oss(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """``liger_rope`` of whole heads by gpt-oss's tables (B or 1, T, D/2), which hold each angle once."""
+    return liger_rope(q, k, cos, sin, rotary_dim=q.shape[-1])
 
 
 def liger_rotary_pos_emb_vision(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ __all__ = [name for name in losses.__all__ if name.startswith("liger_")]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in __all__ and not name.endswith("Function"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(losses, name)
 

@@ -29,7 +29,7 @@ class LigerFusedLinearSimPOFunction(LigerFusedLinearPreferenceBase):
     @classmethod
     def forward(  # type: ignore[override]
         cls, ctx: Any, _input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, ignore_index: int = -100,
-        beta: float = 0.1, alpha: float = 1.0, label_smoothing: float = 0.0, compute_nll_loss: bool = True, compiled: bool = True,
+        beta: float = 0.1, alpha: float = 1.0, label_smoothing: float = 0.0, compute_nll_loss: bool = False, compiled: bool = True,
         gamma: float = 0.5, chunk_size: int = 1, compact: bool = True,
     ) -> Found:  # fmt: skip
         return super().forward(

@@ -54,9 +54,14 @@ def reference(
     return turn(q), turn(k)
 
 
-def once(table: Tensor) -> Tensor:
-    """One angle a pair, of a table (..., R) that holds each twice, as in ``cat((angles, angles), -1)``."""
-    return table[..., : table.shape[-1] // 2]
+def once(table: Tensor, rotary_dim: int | None = None) -> Tensor:
+    """One angle a pair, of a table (..., R) that holds each twice, as in ``cat((angles, angles), -1)``; or once already, where ``rotary_dim`` says so."""
+    width = table.shape[-1]
+    if rotary_dim is None or width == rotary_dim:
+        return table[..., : width // 2]
+    if 2 * width != rotary_dim:
+        raise ValueError(f"rope: rotary_dim must be {width} or {2 * width} with tables of {width} columns, got {rotary_dim}")
+    return table
 
 
 def of_sections(table: Tensor, sections: Sequence[int]) -> Tensor:
@@ -271,11 +276,11 @@ def in_place_of(q: Tensor, k: Tensor, cos: Tensor) -> str:
 
 
 class LigerRopeFunction(RopeFunction):
-    """``apply(q, k, cos, sin, position_ids=None, unsqueeze_dim=1)``; cos and sin (B or 1, T, R) or (T, R) hold each angle twice. See ``liger_rope``."""
+    """``apply(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None)``; cos and sin (B or 1, T, R) or (T, R). See ``liger_rope``."""
 
     @staticmethod
-    def forward(ctx, q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
-        return RopeFunction.forward(ctx, q, k, once(cos), once(sin), None, unsqueeze_dim, casting=in_place_of(q, k, cos))
+    def forward(ctx, q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None):
+        return RopeFunction.forward(ctx, q, k, once(cos, rotary_dim), once(sin, rotary_dim), None, unsqueeze_dim, casting=in_place_of(q, k, cos))
 
 
 class LigerQwen2VLMRopeFunction(RopeFunction):
@@ -296,31 +301,40 @@ class LigerLlama4RopeFunction(RopeFunction):
         return RopeFunction.forward(ctx, q, k, cos, sin, None, 2, "pairs")
 
 
-def rope_forward(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``LigerRopeFunction`` without autograd, q (B, Hq, T, D): turned q and k, and the tables, for ``rope_backward``."""
-    return *_both(q, k, once(cos), once(sin), None, True, False, rounding(q.dtype, cos, in_place_of(q, k, cos)), False, q.dtype, k.dtype), cos, sin
+def _turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, casting: str, heads_first: bool, pairs: bool, inverse: bool) -> tuple[Tensor, Tensor]:
+    """Without autograd, in the dtypes of q and k."""
+    return _both(q, k, cos, sin, None, heads_first, pairs, rounding(q.dtype, cos, casting), inverse, q.dtype, k.dtype)
 
 
-def rope_backward(dq: Tensor, dk: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def rope_forward(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, unsqueeze_dim: int = 1, rotary_dim: int | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``LigerRopeFunction`` without autograd: turned q and k, and the tables, for ``rope_backward``."""
+    tables = once(cos, rotary_dim), once(sin, rotary_dim)
+    return *_turned(q, k, *tables, in_place_of(q, k, cos), unsqueeze_dim == 1, False, False), cos, sin
+
+
+def rope_backward(
+    dq: Tensor, dk: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, unsqueeze_dim: int = 1, rotary_dim: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Turned back: gradients of what ``rope_forward`` was given."""
-    return _both(dq, dk, once(cos), once(sin), None, True, False, rounding(dq.dtype, cos, in_place_of(dq, dk, cos)), True, dq.dtype, dk.dtype)
+    return _turned(dq, dk, once(cos, rotary_dim), once(sin, rotary_dim), in_place_of(dq, dk, cos), unsqueeze_dim == 1, False, True)
 
 
 def qwen2vl_mrope_forward(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, mrope_section: Sequence[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``LigerQwen2VLMRopeFunction`` without autograd: turned q and k, and the tables, for ``qwen2vl_mrope_backward``."""
-    tables = of_sections(cos, mrope_section), of_sections(sin, mrope_section)
-    return *_both(q, k, *tables, None, True, False, False, False), cos, sin
+    return *_turned(q, k, of_sections(cos, mrope_section), of_sections(sin, mrope_section), in_place_of(q, k, cos), True, False, False), cos, sin
 
 
 def qwen2vl_mrope_backward(dq: Tensor, dk: Tensor, cos: Tensor, sin: Tensor, mrope_section: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Turned back."""
-    return _both(dq, dk, of_sections(cos, mrope_section), of_sections(sin, mrope_section), None, True, False, False, True)
+    return _turned(dq, dk, of_sections(cos, mrope_section), of_sections(sin, mrope_section), in_place_of(dq, dk, cos), True, False, True)
 
 
 def llama4_rope_forward(q: Tensor, k: Tensor, freqs_cis: Tensor, BLOCK_SIZE: int | None = None, imag_sign: float = 1.0) -> tuple[Tensor, Tensor]:
     """``LigerLlama4RopeFunction`` without autograd; ``imag_sign=-1`` turns back, as the backward does."""
     cos, sin = of_complex(freqs_cis.reshape(-1, *freqs_cis.shape[-2:]))
-    return _both(q, k, cos, sin, None, False, True, True, imag_sign < 0)
+    return _turned(q, k, cos, sin, "fp32", False, True, imag_sign < 0)
 
 
 def checked_tables(

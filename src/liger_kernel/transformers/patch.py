@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import transformers
+from packaging.version import Version
 from torch import nn
 from transformers import CONFIG_MAPPING, PretrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -29,6 +30,7 @@ from liger_kernel.transformers import deferred, fusions, slots
 from liger_kernel.transformers.families import FAMILIES, VERSION
 from liger_kernel.transformers.reference import references_beside
 from liger_kernel.transformers.slots import Family
+from liger_kernel.utils import PEFT_AVAILABLE as PEFT_AVAILABLE
 
 # -- patches -------------------------------------------------------------------------------
 
@@ -576,6 +578,12 @@ def stock_with_fused_head(cls: type) -> Callable:
     """The stock ``forward`` of a model class with head and loss fused."""
     return _fused(_of_stock(cls, "forward"), False)
 
+
+# -- published constants -------------------------------------------------------------------
+
+transformer_version = Version(transformers.__version__)
+MIN_SUPPORTED_TRANSFORMERS_VERSION = Version("4.57.0")
+IS_TRANSFORMERS_V5_OR_LATER = transformer_version.major >= 5
 
 # -- single modules, for frameworks that walk a model themselves ---------------------------
 

@@ -1,0 +1,17 @@
+"""Llama 4's complex rotations, and a function that puts them in a module of transformers."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from liger_kernel.nn import liger_llama4_text_rotary_pos_emb as liger_llama4_text_rotary_pos_emb
+from liger_kernel.nn import liger_llama4_vision_rotary_pos_emb as liger_llama4_vision_rotary_pos_emb
+from liger_kernel.ops.rope import LigerLlama4RopeFunction as LigerLlama4RopeFunction
+
+
+def apply_liger_llama4_rope_full(modeling_module: ModuleType) -> None:
+    """Let ``modeling_module``, transformers' ``modeling_llama4``, turn text and images by ours; ``restore`` gives back what was there."""
+    from liger_kernel.transformers.patch import Patch, Patches
+
+    ours = {"apply_rotary_emb": liger_llama4_text_rotary_pos_emb, "vision_apply_rotary_emb": liger_llama4_vision_rotary_pos_emb}
+    Patches(Patch(modeling_module, name, new, "rope") for name, new in ours.items()).apply()

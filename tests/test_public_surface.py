@@ -114,7 +114,7 @@ PUBLISHED = published()
 IGNORED = "in_place"  # has no effect, whatever it says
 # Patterns of what is not there yet, or with fewer parameters: to be emptied
 MISSING = _names("""
-    chunked_loss.*:*Base.chunk_forward transformers.trainer*:*
+    transformers.trainer*:*
 """)
 # Where ours is another one on purpose
 DIFFERS = {
@@ -488,3 +488,39 @@ def test_weights_drawn_again():
     torch.nn.init.ones_(module.bias)
     module.reset_parameters()
     assert not torch.equal(module.weight, before) and module.weight.abs().max() <= 18**-0.5 and not module.bias.any()
+
+
+def test_chunks_of_losses_with_a_loop_of_their_own():
+    from liger_kernel import chunked_loss
+
+    torch.manual_seed(0)
+    x, w, b, y = torch.randn(4, 5, 8), torch.randn(11, 8), torch.randn(11), torch.randint(0, 11, (4, 5))
+    y[1, 2:] = y[2] = -100
+    logits, counts = x @ w.t() + b, y != -100
+    each = -torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none").view(4, 5)
+    chosen, rejected, of_chosen, of_rejected, nll = chunked_loss.LigerFusedLinearPreferenceBase.chunk_forward(x, w, y, b)
+    torch.testing.assert_close(torch.cat((chosen, rejected)), each.sum(1) / counts.sum(1).clamp(min=1))
+    torch.testing.assert_close(torch.cat((of_chosen, of_rejected)), logits)
+    torch.testing.assert_close(nll, -each[:2].sum())
+    assert chunked_loss.LigerFusedLinearPreferenceBase.chunk_forward(x, w, y, b, compute_nll_loss=False)[-1] == 0
+    marks = torch.tensor([True, False, True, False])
+    logps, *sums = chunked_loss.LigerFusedLinearUnpairedPreferenceBase.chunk_forward(x, w, y, marks, b)
+    torch.testing.assert_close(logps, each.sum(1))
+    torch.testing.assert_close(sums, [logps[marks].sum(), logps[~marks].sum(), logits[marks].sum(), logits[~marks].sum()])
+    ids = y.clamp(min=0)
+    want = (logits / 0.7).log_softmax(-1).gather(-1, ids[..., None])[..., 0]
+    torch.testing.assert_close(chunked_loss.LigerFusedLinearPPOBase.chunk_forward(x, w, ids, b, temperature=0.7), want)
+
+
+def test_ropes_of_llama4_in_a_module():
+    module = pytest.importorskip("transformers.models.llama4.modeling_llama4")
+    from liger_kernel.transformers import liger_llama4_text_rotary_pos_emb, liger_llama4_vision_rotary_pos_emb, restore
+    from liger_kernel.transformers.llama4_rope import apply_liger_llama4_rope_full
+
+    stock = module.apply_rotary_emb, module.vision_apply_rotary_emb
+    apply_liger_llama4_rope_full(module)
+    try:
+        assert (module.apply_rotary_emb, module.vision_apply_rotary_emb) == (liger_llama4_text_rotary_pos_emb, liger_llama4_vision_rotary_pos_emb)
+    finally:
+        restore("llama4")
+    assert (module.apply_rotary_emb, module.vision_apply_rotary_emb) == stock

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from liger_kernel.chunked_loss.fused_linear_preference import check_reference, reference_logprobs
 from liger_kernel.ops.grpo_loss import IGNORED, unmasked
+from liger_kernel.ops.linear_logprobs import linear_logprobs
 from liger_kernel.ops.linear_loss import Tokens, counted, linear_loss
 
 
@@ -27,6 +28,12 @@ class LigerFusedLinearPPOBase:
         are 0 (``vllm_is_ratio``: 1), whatever was given.
         """
         raise NotImplementedError("LigerFusedLinearPPOBase: a subclass must define ppo_loss_fn")
+
+    @staticmethod
+    def chunk_forward(input_chunk: Tensor, weight: Tensor, selected_token_ids: Tensor, bias: Tensor | None = None, temperature: float = 1.0) -> Tensor:
+        """Log-probabilities (n, T) of ids (n, T) by a head on input_chunk (n, T, H), without all logits: for a ``forward`` with a loop of its own."""
+        logps = linear_logprobs(input_chunk.flatten(0, 1), weight, selected_token_ids.flatten(), bias, temperature=temperature)
+        return logps.view(selected_token_ids.shape)  # type: ignore[union-attr]
 
     @classmethod
     def apply(own, *args: Any, **kwargs: Any) -> tuple[Tensor, tuple[Tensor, ...]]:

@@ -41,6 +41,14 @@ class LossFunction:
         return cls.forward(cls, ctx, *args, **kwargs) if cls._unbound else cls.forward(ctx, *args, **kwargs)
 
 
+def plain_logprobs(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, ignore_index: int, average: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities of sequences (n,), those of all classes (n, T, V), and the logits, in plain PyTorch: for a ``forward`` with a loop of its own."""
+    logits = F.linear(x, weight, bias)
+    every, counts = logits.float().log_softmax(-1), target != ignore_index
+    logps = every.gather(-1, target.where(counts, 0)[..., None])[..., 0].where(counts, 0).sum(-1)
+    return logps / counts.sum(-1).clamp(min=1) if average else logps, every, logits
+
+
 class LigerFusedLinearPreferenceBase(LossFunction):
     """A loss of pairs: a subclass has ``preference_loss_fn``, and a ``forward`` if it wants arguments of its own."""
 
@@ -53,6 +61,19 @@ class LigerFusedLinearPreferenceBase(LossFunction):
         divides by ``full_target.shape[0] // 2``.
         """
         raise NotImplementedError("preference_loss_fn")
+
+    @staticmethod
+    def chunk_forward(
+        input_chunk: Tensor, weight: Tensor, target_chunk: Tensor, bias: Tensor | None = None, ignore_index: int = -100, compute_nll_loss: bool = True,
+        chosen_nll_target_chunk: Tensor | None = None, average_log_prob: bool = True,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | float]:  # fmt: skip
+        """Log-probabilities and logits of chosen and rejected, and the summed NLL of the chosen; see ``plain_logprobs``."""
+        logps, every, logits = plain_logprobs(input_chunk, weight, target_chunk, bias, ignore_index, average_log_prob)
+        n, nll = target_chunk.shape[0] // 2, 0.0
+        if compute_nll_loss:
+            y = target_chunk[:n] if chosen_nll_target_chunk is None else chosen_nll_target_chunk
+            nll = F.nll_loss(every[:n].flatten(0, 1), y.flatten(), reduction="sum", ignore_index=ignore_index)  # type: ignore[assignment]
+        return logps[:n], logps[n:], logits[:n], logits[n:], nll
 
     @staticmethod
     def forward(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_kernel.chunked_loss.fused_linear_preference import Found, LossFunction, check_reference, check_sequences, reference_logprobs, several
+from liger_kernel.chunked_loss.fused_linear_preference import Found, LossFunction, check_reference, check_sequences, plain_logprobs, reference_logprobs, several
 from liger_kernel.ops.linear_loss import Tokens, counted, linear_loss
 
 
@@ -26,6 +26,17 @@ class LigerFusedLinearUnpairedPreferenceBase(LossFunction):
         chunk: losses and 0-dim tensors are added up, others concatenated. A mean over the batch divides by ``full_target.shape[0]``.
         """
         raise NotImplementedError("preference_loss_fn")
+
+    @staticmethod
+    def chunk_forward(
+        input_chunk: Tensor, weight: Tensor, target_chunk: Tensor, preference_labels_chunk: Tensor, bias: Tensor | None = None,
+        ignore_index: int = -100, average_log_prob: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        """Log-probabilities of sequences (n,), their sums over the desirable and the others, and those of all logits; see ``plain_logprobs``."""
+        logps, _, logits = plain_logprobs(input_chunk, weight, target_chunk, bias, ignore_index, average_log_prob)
+        desirable, of_logits = preference_labels_chunk.bool(), logits.sum((1, 2))
+        sums = (t.where(chosen, 0).sum() for t in (logps, of_logits) for chosen in (desirable, ~desirable))
+        return (logps, *sums)  # type: ignore[return-value]
 
     @staticmethod
     def forward(

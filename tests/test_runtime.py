@@ -17,6 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from pathlib import Path
@@ -746,6 +747,43 @@ def test_the_endpoint_shows_the_last_numbers_on_the_loopback_address():
     finally:
         endpoint.close()
     assert TrainConfig().metrics_host == "127.0.0.1" and TrainConfig().metrics_port == 0
+
+
+def test_two_hundred_silent_connections_do_not_keep_a_scrape_away(monkeypatch):
+    endpoint = metrics.Endpoint("127.0.0.1", 0, rank=0)
+    monkeypatch.setattr(endpoint._server.RequestHandlerClass, "timeout", 0.5)
+    before = threading.active_count()
+    idle = []
+    try:
+        for _ in range(200):
+            connection = socket.socket()
+            connection.setblocking(False)
+            connection.connect_ex(("127.0.0.1", endpoint.port))
+            idle.append(connection)
+        time.sleep(0.3)
+        assert threading.active_count() - before <= 32
+        endpoint.values = {"loss": 2.5}
+        page = urllib.request.urlopen(f"http://127.0.0.1:{endpoint.port}/metrics", timeout=60).read().decode()
+        assert 'liger_loss{rank="0"} 2.5' in page
+    finally:
+        for connection in idle:
+            connection.close()
+        endpoint.close()
+    until(lambda: threading.active_count() <= before, 30)
+
+
+def test_a_watch_that_ends_says_so(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(ranks.faulthandler, "dump_traceback_later", mock.Mock(side_effect=ValueError("no such file")))
+    with ranks.Watch(tmp_path, 0, 0.1):
+        until(lambda: "nobody watches over progress any more: ValueError: no such file" in capfd.readouterr().err, 10)
+
+
+def test_a_rendezvous_that_is_taken_is_said(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ranks._say_if_taken(f"127.0.0.1:{server.getsockname()[1]}")
+    assert "has a listener: joining it; if it is no launcher of this run, give another port" in capsys.readouterr().err
+    ranks._say_if_taken("localhost:0"), ranks._say_if_taken(f"127.0.0.1:{free_port()}"), ranks._say_if_taken("nonsense")
+    assert capsys.readouterr().err == ""
 
 
 def test_lines_of_steps_after_the_checkpoint_are_dropped(tmp_path, capsys):

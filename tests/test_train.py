@@ -5,21 +5,26 @@ import dataclasses
 import importlib.machinery
 import json
 import math
+import os
+import random
 import shutil
+import signal
 import subprocess
 import sys
 import threading
+import time
 import traceback
 import types
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("transformers")
 
-from liger_kernel.train import checkpoint, demo, loop, metrics, redact, store
+from liger_kernel.train import checkpoint, demo, loop, metrics, ranks, redact, store
 from liger_kernel.train import data as data_module
 from liger_kernel.train.config import TrainConfig, UserError, from_flags
 from liger_kernel.train.data import CHAT_TEMPLATE, IGNORE, Data, Rows, learnt_tokens, load, tokenise, train_bpe
@@ -684,6 +689,84 @@ def test_lines_that_were_lost_do_not_bring_others_twice(tmp_path):
     lines = metrics.StepLines(tmp_path / "metrics.jsonl", 0)
     lines.append([{"step": step} for step in (5, 6, 7, 8)])
     assert [line["step"] for line in metrics.StepLines(tmp_path / "metrics.jsonl", 6).read()] == [5, 6]
+
+
+def test_texts_are_tokenised_together_by_their_length():
+    sizes = lambda lengths: [sum(map(len, some)) for some in data_module.batches_of("x" * n for n in lengths)]
+    assert sizes([10] * 2500) == [10_000, 10_000, 5_000]
+    assert sizes([1_500_000] * 4 + [9_000_000, 1]) == [4_500_000, 10_500_000, 1]
+
+
+def test_conversations_with_nothing_to_learn_are_counted(tokenizer, capsys):
+    question, answer = {"role": "user", "content": "a long question"}, {"role": "assistant", "content": "yes"}
+    chats = [{"messages": turns} for turns in [[question, answer]] * 2 + [[question]] * 3 + [[question | {"content": "x" * 100}, answer]] * 4]
+    assert len(tokenise(chats, tokenizer, 60)) == 2
+    said = capsys.readouterr().err
+    assert "3 of 9 conversations have no answer: left out" in said and "4 of 9 conversations have none within their first 60 tokens" in said
+
+
+def test_a_deep_record_is_a_mistake_with_its_line(config, tmp_path):
+    (tmp_path / "deep.jsonl").write_text('{"text": "a"}\n' + "[" * 100_000 + "]" * 100_000 + "\n")
+    with pytest.raises(UserError, match=r"deep\.jsonl:2: (nested too deeply|not valid JSON|a record must be an object)"):
+        load(dataclasses.replace(config, data=str(tmp_path / "deep.jsonl")))
+
+
+@pytest.mark.parametrize("number", ["SIGTERM", "SIGHUP"])
+def test_a_signal_before_training_ends_the_run_at_once(number, config, monkeypatch, tmp_path):
+    def tokenised(*_):
+        try:  # as code does that handles exceptions of its own
+            os.kill(os.getpid(), getattr(signal, number))
+            time.sleep(30)
+        except Exception:
+            pytest.fail("taken for an error of the data")
+
+    monkeypatch.setattr(loop, "load", tokenised)
+    began = time.monotonic()
+    with pytest.raises(ranks.TooEarly, match="stopped by SIGTERM before training began"):
+        loop.train(dataclasses.replace(config, checkpoint_every=2))
+    assert time.monotonic() - began < 20 and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    monkeypatch.setattr(loop, "load", load)
+    loop.train(dataclasses.replace(config, checkpoint_every=2))
+
+
+def strictly(path):
+    def refuse(name):
+        raise AssertionError(f"{name} in {path}")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+def test_the_step_that_stops_a_run_is_in_its_lines(config, tmp_path, monkeypatch):
+    """And a checkpoint that was being written is complete."""
+    before, seen = loop._Run._update, []
+
+    def update(run, keep=False):
+        seen.append(run.step)
+        if run.step == 4:
+            next(p for p in run.parallel.module.parameters() if p.grad is not None).grad.fill_(float("nan"))
+        return before(run, keep)
+
+    monkeypatch.setattr(loop._Run, "_update", update)
+    monkeypatch.setattr(checkpoint.Checkpoints, "commit", checkpoint.Checkpoints.commit)
+    with pytest.raises(UserError, match="the gradient norm is nan at step 5"):
+        loop.train(dataclasses.replace(config, steps=8, checkpoint_every=4, log_every=5))
+    lines = strictly(tmp_path / "run" / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5] and lines[4]["grad_norm"] is None
+    assert math.isnan([*metrics.StepLines(tmp_path / "run" / "metrics.jsonl", 5).read()][4]["grad_norm"])
+    assert steps_in(tmp_path / "run") == [4]
+
+
+def test_metrics_are_json_whatever_they_hold():
+    assert json.loads(metrics.as_json({"a": [math.nan, math.inf, 1.5], "b": {"c": -math.inf}})) == {"a": [None, None, 1.5], "b": {"c": None}}
+
+
+def test_all_generators_are_seeded():
+    drawn = []
+    for _ in range(2):
+        loop._seed_all(7, 3)
+        drawn.append((random.random(), np.random.rand(), torch.rand(1).item()))
+    loop._seed_all(7, 4)
+    assert drawn[0] == drawn[1] and not {random.random(), np.random.rand(), torch.rand(1).item()} & {*drawn[0]}
 
 
 @pytest.mark.parametrize("how", ["reversed", "labels"])

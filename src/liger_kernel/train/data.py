@@ -23,7 +23,6 @@ import sysconfig
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +125,8 @@ def _jsonl(path: Path, skip: int) -> Iterator[dict[str, Any]]:
                     json.dumps(record, ensure_ascii=False).encode()
             except ValueError as error:
                 raise UserError(f"{path}:{number}: not valid JSON: {error}") from error
+            except RecursionError as error:
+                raise UserError(f"{path}:{number}: nested too deeply") from error
             if not isinstance(record, dict):
                 raise UserError(f"{path}:{number}: a record must be an object, got {type(record).__name__}")
             yield record
@@ -305,6 +306,19 @@ def learnt_tokens(batch: dict[str, Tensor]) -> int:
     return int((batch["labels"][:, 1:] != IGNORE).sum())
 
 
+def batches_of(texts: Iterable[str], count: int = 1000, characters: int = 4_000_000) -> Iterator[list[str]]:
+    """Texts to tokenise together: ``count`` at most, fewer once they have that many characters, each of which takes a tokenizer 100 bytes or more."""
+    some, size = [], 0
+    for text in texts:
+        some.append(text)
+        size += len(text)
+        if len(some) == count or size >= characters:
+            yield some
+            some, size = [], 0
+    if some:
+        yield some
+
+
 def packed(texts: Iterable[str], tokenizer: Any, length: int, documents: bool = False) -> Rows:
     """Texts between their begin and end tokens, joined and cut into rows of ``length``; what does not fill the last row is dropped.
 
@@ -312,8 +326,8 @@ def packed(texts: Iterable[str], tokenizer: Any, length: int, documents: bool = 
     """
     begin = [tokenizer.bos_token_id] if tokenizer.bos_token_id not in (None, tokenizer.eos_token_id) else []
     end = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
-    tokens, starts, texts = _Tokens(), [], iter(texts)
-    while some := list(islice(texts, 1000)):
+    tokens, starts = _Tokens(), []
+    for some in batches_of(texts):
         for ids in tokenizer(some, add_special_tokens=False, return_attention_mask=False)["input_ids"]:
             starts.append(tokens.count)
             tokens += begin + ids + end
@@ -374,14 +388,23 @@ def tokenise(records: Iterable[dict[str, Any]], tokenizer: Any, length: int, pac
         return rows
     if not tokenizer.is_fast:
         raise UserError("conversations need a fast tokenizer: a slow one does not say which characters a token covers")
-    pairs = []
+    pairs, silent, late = [], 0, 0
     for number, record in enumerate(records, before + 1):
         try:
-            ids, labels = conversation_row(conversation(record) or [], tokenizer, length)
+            turns = conversation(record) or []
+            ids, labels = conversation_row(turns, tokenizer, length)
         except Exception as error:  # chat templates raise what they like
             raise UserError(f"record {number} is no conversation that the chat template accepts: {in_a_line(error, 200)}") from error
         if any(label != IGNORE for label in labels[1:]):
             pairs.append((np.array(ids, np.int32), np.array(labels, np.int32)))
+        elif any(turn.get("role") == "assistant" and turn.get("content") for turn in turns):
+            late += 1
+        else:
+            silent += 1
+    reasons = ((silent, "have no answer"), (late, f"have none within their first {length} tokens, or in turns that the chat template rewrites"))
+    for dropped, why in reasons:
+        if dropped:
+            print(f"{dropped} of {number - before} conversations {why}: left out, as there is nothing to learn", file=sys.stderr, flush=True)
     if not pairs:
         raise NoRows(f"no conversation has an answer within its first {length} tokens: raise the length")
     return together(pairs, length) if packing == "documents" else Rows.of(pairs)

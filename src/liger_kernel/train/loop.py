@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import math
 import os
+import random
 import statistics
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,10 +24,10 @@ from liger_kernel.train.data import Data, load
 from liger_kernel.train.kernels import Compilations, compile_ahead, use_cache
 from liger_kernel.train.lock import held
 from liger_kernel.train.measure import UNTIMED, PeakMemory, StepClock, peak_flops
-from liger_kernel.train.metrics import Endpoint, Reports, StepLines, check_reports, of_lines, of_run
+from liger_kernel.train.metrics import Endpoint, Reports, StepLines, as_json, check_reports, of_lines, of_run
 from liger_kernel.train.model import attend, build, device_and_precision, flops_per_token, save
 from liger_kernel.train.optimizer import adamw, learning_rate
-from liger_kernel.train.ranks import News, Preempted, Ranks, Watch, joined, local_rank, restarts, told_to_stop
+from liger_kernel.train.ranks import News, Preempted, Ranks, Stop, Watch, joined, local_rank, restarts, told_to_stop
 from liger_kernel.train.resume import refuse_other
 from liger_kernel.train.store import Store, stored
 
@@ -47,7 +47,7 @@ def train(config: TrainConfig) -> dict[str, Any]:
     out = Path(config.out)
     device, precision = device_and_precision(config)
     # without checkpoints there is nothing to save on SIGTERM, which then ends the process as it always does
-    stoppable = told_to_stop() if config.checkpoint_every else contextlib.nullcontext(threading.Event())
+    stoppable = told_to_stop() if config.checkpoint_every else contextlib.nullcontext(Stop())
     with stoppable as stop, joined(config, device) as ranks, held(out, ranks):
         if ranks.first:  # what cannot be written is better known before training than after it
             config.save_to(out / "config.json")
@@ -64,16 +64,15 @@ def train(config: TrainConfig) -> dict[str, Any]:
                 compile_ahead(config, model.config, precision, ranks)
             metrics = _by(config, data, model, device, precision, ranks, stop, store)
             if ranks.first:
-                (out / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n", encoding="utf-8")
+                (out / "metrics.json").write_text(as_json(metrics, indent=1) + "\n", encoding="utf-8")
             if "problem" in metrics:
                 raise OSError(metrics["problem"])
     return metrics
 
 
-def _by(
-    config: TrainConfig, data: Data, model: Any, device: torch.device, precision: str, ranks: Ranks, stop: threading.Event, store: Store | None
-) -> dict[str, Any]:
+def _by(config: TrainConfig, data: Data, model: Any, device: torch.device, precision: str, ranks: Ranks, stop: Stop, store: Store | None) -> dict[str, Any]:
     """The run by the trainer that the config names."""
+    stop.early = False
     if config.trainer == "hf":
         from liger_kernel.train import hf
 
@@ -89,9 +88,7 @@ def _by(
 
 
 class _Run:
-    def __init__(
-        self, config: TrainConfig, data: Data, model: Any, device: torch.device, precision: str, ranks: Ranks, stop: threading.Event, store: Store | None = None
-    ):
+    def __init__(self, config: TrainConfig, data: Data, model: Any, device: torch.device, precision: str, ranks: Ranks, stop: Stop, store: Store | None = None):
         self.config, self.data, self.device, self.precision, self.ranks, self.stop, self.store = config, data, device, precision, ranks, stop, store
         self.flops = flops_per_token(model, config.length)
         mixed = torch.bfloat16 if precision == "bf16-mixed" else None
@@ -105,7 +102,7 @@ class _Run:
         self.checkpoints = Checkpoints(self.out / "checkpoints", ranks, config.checkpoint_keep)
         self.step, self.position, self.tokens, self.nonfinite, self.skips = 0, 0, 0, 0, 0
         self.rows = config.global_batch or config.batch * config.accumulate * self.parallel.data_ranks
-        torch.manual_seed(_seed(config.seed, self.parallel.data_rank))  # of dropout: other tokens, other draws
+        _seed_all(config.seed, self.parallel.data_rank)  # of dropout: other tokens, other draws
         self._resume()
         self.memory = PeakMemory(device)
         self.timer = StepClock(device)
@@ -262,6 +259,9 @@ class _Run:
             if self.skips > (SKIPS if self.config.nonfinite == "skip" else 0):
                 what = "gradient norm" if math.isfinite(line["loss"]) else "loss"
                 value = line["grad_norm" if what == "gradient norm" else "loss"]
+                if self.lines:
+                    self.lines.append(lines)
+                self.checkpoints.finish()  # one that is under way is of before
                 raise UserError(f"the {what} is {value} at step {line['step']}: lower the learning rate, or look at the data")
         seconds, rate = now - self.started, self.unlogged / (now - self.started)
         times = sorted(self.timer.read())
@@ -354,7 +354,7 @@ class _Run:
         self.data.seek(self.position, state.get("data", {}))
         self.rows = self.config.global_batch or state["global_batch"]
         if state["ranks"] != self.ranks.world:
-            torch.manual_seed(_seed(self.config.seed, self.step, self.parallel.data_rank))
+            _seed_all(self.config.seed, self.step, self.parallel.data_rank)
         if self.ranks.first:
             print(f"resuming after step {self.step} from {path} ({state['ranks']} ranks then, {self.ranks.world} now)", flush=True)
 
@@ -376,6 +376,13 @@ class _Run:
 def _seed(*numbers: int) -> int:
     """One seed of several numbers."""
     return functools.reduce(lambda seed, number: seed * 1_000_003 + number, numbers) % 2**63
+
+
+def _seed_all(*numbers: int) -> None:
+    """PyTorch's generators, and those of Python and NumPy, which collators and models of others may draw from."""
+    torch.manual_seed(_seed(*numbers))
+    random.seed(_seed(*numbers))
+    np.random.seed(_seed(*numbers) % 2**32)
 
 
 def _percentile(ordered: list[float], part: float) -> float | None:

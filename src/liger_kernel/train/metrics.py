@@ -10,6 +10,7 @@ import contextlib
 import functools
 import importlib.util
 import json
+import math
 import sys
 import threading
 import time
@@ -63,13 +64,13 @@ class StepLines:
         if len(kept) < step:  # no reason not to train
             print(f"{path} has lines of {len(kept)} steps, the checkpoint was written after {step}: those between are lost", file=sys.stderr)
         aside = path.with_name(path.name + ".tmp")
-        aside.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        aside.write_text("".join(as_json(line) + "\n" for line in kept), encoding="utf-8")
         aside.replace(path)
 
     def append(self, lines: list[dict[str, Any]]) -> None:
         try:
             with self.path.open("a", encoding="utf-8") as file:
-                file.write("".join(json.dumps(line) + "\n" for line in lines))
+                file.write("".join(as_json(line) + "\n" for line in lines))
         except OSError as error:  # a full disk must not end a run
             print(f"{self.path} lacks steps {lines[0]['step']} to {lines[-1]['step']}: {error}", file=sys.stderr)
 
@@ -78,10 +79,51 @@ class StepLines:
             with self.path.open(encoding="utf-8") as file:
                 for line in file:
                     with contextlib.suppress(json.JSONDecodeError):  # the end of a run that was killed
-                        yield json.loads(line)
+                        yield {name: math.nan if value is None else value for name, value in json.loads(line).items()}
+
+
+def as_json(value: Any, **options: Any) -> str:
+    """``value`` as JSON, which has no NaN and no infinity: null stands for them."""
+
+    def plain(part: Any) -> Any:
+        if isinstance(part, dict):
+            return {name: plain(each) for name, each in part.items()}
+        if isinstance(part, list | tuple):
+            return [plain(each) for each in part]
+        return None if isinstance(part, float) and not math.isfinite(part) else part
+
+    return json.dumps(plain(value), allow_nan=False, **options)
 
 
 # -- Prometheus ----------------------------------------------------------------------------
+
+
+class _Server(ThreadingHTTPServer):
+    """A thread a connection, as many as ``most``; others wait in the system's queue."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, *args: Any, most: int = 32):
+        self._free = threading.BoundedSemaphore(most)
+        super().__init__(*args)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self._free.acquire()
+        try:
+            super().process_request(request, client_address)
+        except BaseException:
+            self._free.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that went away is no news."""
 
 
 class Endpoint:
@@ -93,6 +135,8 @@ class Endpoint:
         endpoint = self
 
         class Handler(BaseHTTPRequestHandler):
+            timeout = 5  # seconds that a client may be silent
+
             def do_GET(self) -> None:
                 pages: dict[str, Callable[[], str]] = {
                     "/metrics": lambda: exposition(endpoint.values, rank),
@@ -108,7 +152,7 @@ class Endpoint:
                 pass
 
         try:
-            self._server = ThreadingHTTPServer((host, port), Handler)
+            self._server = _Server((host, port), Handler)
         except (OSError, OverflowError) as error:
             raise UserError(f"cannot listen on {host}:{port} for metrics: {error}") from error
         self.port = self._server.server_port

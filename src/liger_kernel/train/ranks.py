@@ -44,6 +44,20 @@ class Preempted(Exception):
     """SIGTERM reached some rank; all of them stopped after the same step, whose checkpoint is written."""
 
 
+class TooEarly(Preempted):
+    """SIGTERM came before training began: there is nothing to save."""
+
+
+class _Early(BaseException):
+    """That, on its way through code that handles exceptions of its own."""
+
+
+class Stop(threading.Event):
+    """Set when the run is to stop; ``early`` until there are steps after which it could."""
+
+    early = True
+
+
 def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
@@ -129,6 +143,9 @@ def reporting(run: Callable[[TrainConfig], T]) -> Callable[[TrainConfig], T]:
             die_with_launcher()
         try:
             return run(config)
+        except TooEarly as stopped:  # peers may be anywhere
+            os.write(2, f"rank {os.environ['RANK']}: {stopped}\n".encode())
+            os._exit(EXIT_PREEMPTED)
         except (Preempted, SystemExit, KeyboardInterrupt):
             raise
         except BaseException as error:  # DCP's is no Exception
@@ -206,17 +223,29 @@ class News:
 
 
 @contextlib.contextmanager
-def told_to_stop() -> Iterator[threading.Event]:
-    """An event that SIGTERM sets."""
-    event = threading.Event()
+def told_to_stop() -> Iterator[Stop]:
+    """An event that SIGTERM sets, and SIGHUP (a terminal that is closed) unless nohup has it ignored. While it is ``early``, they raise ``TooEarly``."""
+    event = Stop()
     if threading.current_thread() is not threading.main_thread():  # signals are the main thread's: someone else handles them
         yield event
         return
-    before = signal.signal(signal.SIGTERM, lambda *_: event.set())
+
+    def told(*_: Any) -> None:
+        event.set()
+        if event.early:
+            event.early = False  # what comes after the first must not disturb its way out
+            raise _Early
+
+    names = [number for number in ("SIGTERM", "SIGHUP") if hasattr(signal, number)]
+    numbers = [number for number in (getattr(signal, name) for name in names) if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, told) for number in numbers}
     try:
         yield event
+    except _Early:
+        raise TooEarly("stopped by SIGTERM before training began; checkpoints are as they were") from None
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class Watch:
@@ -245,6 +274,12 @@ class Watch:
         faulthandler.cancel_dump_traceback_later()
 
     def _look(self) -> None:
+        try:
+            self._watch()
+        except BaseException as error:
+            os.write(2, f"rank {self._rank}: nobody watches over progress any more: {type(error).__name__}: {error}\n".encode())
+
+    def _watch(self) -> None:
         while not self._ended.wait(min(1.0, self._seconds / 4)):
             faulthandler.dump_traceback_later(self._seconds + 5, exit=True, file=2)
             if time.monotonic() - self._last > self._seconds:
@@ -310,6 +345,8 @@ class _Agent(LocalElasticAgent):
             return False
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        if death_sig == getattr(signal, "SIGHUP", None):  # a terminal that is closed takes nothing with it that is not saved
+            death_sig = signal.SIGTERM
         if death_sig == signal.SIGTERM and self._running():
             for handler in self._running():
                 handler.close(death_sig)  # to its children, too
@@ -327,6 +364,15 @@ class _Agent(LocalElasticAgent):
 def _preempted(codes: set[int]) -> bool:
     """Whether workers that failed with ``codes`` have saved everything. The last to end may be killed while they end: once one has, the agent sends SIGTERM."""
     return EXIT_PREEMPTED in codes and codes <= {EXIT_PREEMPTED, -signal.SIGTERM}
+
+
+def _say_if_taken(endpoint: str) -> None:
+    """That something listens there already: a launcher of this run, or a program in whose company the rendezvous would be silent until it gives up."""
+    host, _, port = endpoint.rpartition(":")
+    with contextlib.suppress(OSError, ValueError):
+        if int(port):
+            socket.create_connection((host, int(port)), timeout=2).close()
+            print(f"{endpoint} has a listener: joining it; if it is no launcher of this run, give another port", file=sys.stderr, flush=True)
 
 
 def launch_elastic(config: TrainConfig, command: list[str] | None = None) -> int:
@@ -362,6 +408,7 @@ def launch_elastic(config: TrainConfig, command: list[str] | None = None) -> int
         os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // nproc))
     # machines start minutes apart: one pulls an image that the other has
     waits: dict[str, Any] = {"join_timeout": config.timeout, "read_timeout": config.timeout} if nodes[1] > 1 else {}
+    _say_if_taken(config.rdzv_endpoint)
     run_id = os.environ.get("PET_RDZV_ID") or Path(config.out).absolute().name or "run"
     rendezvous = get_rendezvous_handler(RendezvousParameters("c10d", config.rdzv_endpoint, run_id, *nodes, **waits))
     spec = WorkerSpec(
@@ -378,7 +425,7 @@ def launch_elastic(config: TrainConfig, command: list[str] | None = None) -> int
     try:
         result = agent.run()
     except SignalException as signalled:  # other machines may go on: the rendezvous stays open
-        if signalled.sigval != signal.SIGTERM:
+        if signalled.sigval not in (signal.SIGTERM, getattr(signal, "SIGHUP", None)):
             return 128 + signalled.sigval
         codes = agent.codes()  # none: it came while the first workers were started
         if codes == {0}:

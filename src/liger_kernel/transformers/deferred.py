@@ -739,20 +739,41 @@ def _kept(t: Tensor, keep: int | Tensor) -> Tensor:
 _OUTPUTS: dict[type, type] = {}
 
 
+EXTRA = "token_accuracy", "predicted_tokens"
+
+
 def output_class(cls: type) -> type:
-    """``cls``, a ``ModelOutput``, with the fields ``token_accuracy`` and ``predicted_tokens``."""
+    """``cls``, a ``ModelOutput``, with the fields ``token_accuracy`` and ``predicted_tokens``; pickled without these it is a ``cls``, which loads anywhere."""
     if cls not in _OUTPUTS:
-        fields = [(name, "Tensor | None", None) for name in ("token_accuracy", "predicted_tokens")]
         name = cls.__name__ if cls.__name__.startswith("Liger") else f"Liger{cls.__name__}"
-        _OUTPUTS[cls] = dataclasses.make_dataclass(name, fields, bases=(cls,), namespace={"__module__": __name__, "__doc__": cls.__doc__})
+        namespace = {"__module__": __name__, "__doc__": cls.__doc__, "__reduce__": _reduced_output}
+        _OUTPUTS[cls] = dataclasses.make_dataclass(name, [(n, "Tensor | None", None) for n in EXTRA], bases=(cls,), namespace=namespace)
     return _OUTPUTS[cls]
 
 
-def __getattr__(name: str) -> type:  # so that outputs can be pickled
-    for cls in _OUTPUTS.values():
-        if cls.__name__ == name:
-            return cls
-    raise AttributeError(name)
+class _Output:
+    """Makes an output for a copy; pickled, the function that makes one of the class it is given."""
+
+    def __init__(self, cls: type, make: Any):
+        self.cls, self.make = cls, make
+
+    def __call__(self, *args: Any) -> Any:
+        return self.cls(*args)
+
+    def __reduce__(self) -> Any:
+        return functools.partial, self.make
+
+
+def _output(cls: type, *args: Any) -> Any:
+    return output_class(cls)(*args)
+
+
+def _reduced_output(self: Any) -> Any:
+    own, stock = type(self), type(self).__bases__[0]
+    _, args, state, *rest = super(own, self).__reduce__()
+    if any(getattr(self, name) is not None for name in EXTRA):
+        return _Output(own, (_output, stock)), args, state, *rest
+    return _Output(own, (stock,)), args[: -len(EXTRA)], {k: v for k, v in (state or {}).items() if k not in EXTRA}, *rest
 
 
 def _declare_outputs(module: types.ModuleType | None) -> None:

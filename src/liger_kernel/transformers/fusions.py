@@ -240,6 +240,49 @@ def _rewrite(block: list[ast.stmt]) -> tuple[list[ast.stmt], int]:
 @functools.cache
 def fused(forward: types.FunctionType) -> types.FunctionType | None:
     """``forward`` with its patterns fused; None where there are none, or its source cannot be had as what runs: a wrapper, a closure, changed in place."""
+    tree = _tree(forward)
+    in_place = [node for node in ast.walk(tree) if isinstance(node, ast.AugAssign)] if tree is not None else []
+    if tree is None or not all(isinstance(node.value, ast.Tuple) for node in in_place):  # ``outputs += (weights,)``
+        return None
+    tree.body, found = _rewrite(tree.body)
+    return _compiled(forward, tree, HELPERS) if found else None
+
+
+@functools.cache
+def seeing(forward: types.FunctionType, swaps: tuple[tuple[str, Callable, Callable], ...], fuse: bool) -> types.FunctionType | None:
+    """``forward`` that reads each global (name, stock, ours) of ``swaps`` as ours, as long as the module has stock under this name; None as for ``fused``.
+
+    All else is read from the module's own globals at each call, so what is replaced there later is seen. ``fuse``: with its patterns fused, too.
+    """
+    tree = _tree(forward)
+    if tree is None:
+        return None
+    rewritten = _tree(forward) if fuse and fused(forward) is not None else None
+    if rewritten is not None:
+        rewritten.body, _ = _rewrite(rewritten.body)
+        tree = rewritten
+    values: dict[str, Any] = dict(HELPERS)
+    for name, stock, ours in swaps:
+        values |= {f"_liger_stock_{name}": stock, f"_liger_{name}": ours}
+    return _compiled(forward, _Choice({name for name, *_ in swaps}).visit(tree), values)
+
+
+class _Choice(ast.NodeTransformer):
+    """``name`` becomes ``(ours if name is stock else name)``."""
+
+    def __init__(self, names: set[str]):
+        self.names = names
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        if node.id not in self.names or not isinstance(node.ctx, ast.Load):
+            return node
+        load = lambda name: ast.copy_location(ast.Name(name, ast.Load()), node)
+        stands = ast.Compare(load(node.id), [ast.Is()], [load(f"_liger_stock_{node.id}")])
+        return ast.copy_location(ast.IfExp(stands, load(f"_liger_{node.id}"), load(node.id)), node)
+
+
+def _tree(forward: Any) -> ast.FunctionDef | None:
+    """The source of ``forward`` without decorators, which are around it; None if it is not known to be what runs, or means something else elsewhere."""
     if not inspect.isfunction(forward) or forward.__code__.co_freevars or hasattr(forward, "__wrapped__"):
         return None
     try:
@@ -249,31 +292,31 @@ def fused(forward: types.FunctionType) -> types.FunctionType | None:
         return None
     if not isinstance(tree, ast.FunctionDef) or tree.name != forward.__name__:
         return None
-    tree.decorator_list = []  # they are around ``forward``
+    tree.decorator_list = []
     if any(isinstance(node, (ast.Global, ast.Nonlocal, ast.Yield, ast.YieldFrom)) for node in ast.walk(tree)):
-        return None
-    if any(isinstance(node, ast.AugAssign) and not isinstance(node.value, ast.Tuple) for node in ast.walk(tree)):  # but ``outputs += (weights,)``
         return None
     names = {node.attr if isinstance(node, ast.Attribute) else node.id for node in ast.walk(tree) if isinstance(node, (ast.Attribute, ast.Name))}
     if any(name.startswith("__") and not name.endswith("__") for name in names):  # these mean something else outside of their class
         return None
-    tree.body, found = _rewrite(tree.body)
-    if not found:
-        return None
+    return tree
+
+
+def _compiled(forward: types.FunctionType, tree: ast.FunctionDef, values: dict[str, Any]) -> types.FunctionType:
+    """``tree`` as a function like ``forward``, in whose body these names are these values. Its globals are the model's own, and get no new name."""
     arguments = tree.args
     tree.returns = None
     for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, *filter(None, (arguments.vararg, arguments.kwarg))):
         a.annotation = None
     nothing = lambda: ast.Constant(None)  # the values are given below
     arguments.defaults, arguments.kw_defaults = [nothing() for _ in arguments.defaults], [d and nothing() for d in arguments.kw_defaults]
-    factory = ast.parse(f"def factory({', '.join(HELPERS)}):\n    return {tree.name}")
+    factory = ast.parse(f"def factory({', '.join(values)}):\n    return {tree.name}")
     factory.body[0].body.insert(0, tree)  # type: ignore[attr-defined]
     text = ast.unparse(ast.fix_missing_locations(factory))
-    place = f"<liger_kernel: {forward.__module__}.{forward.__qualname__}>"
+    place = f"<liger_kernel: {', '.join([f'{forward.__module__}.{forward.__qualname__}', *values.keys() - HELPERS.keys()])}>"
     linecache.cache[place] = len(text), None, text.splitlines(keepends=True), place
     scope: dict[str, Any] = {}
-    exec(compile(text, place, "exec"), forward.__globals__, scope)  # its globals are the model's own, and get no new name
-    new = scope["factory"](**HELPERS)
+    exec(compile(text, place, "exec"), forward.__globals__, scope)
+    new = scope["factory"](**values)
     new.__defaults__, new.__kwdefaults__, new.__annotations__ = forward.__defaults__, forward.__kwdefaults__, forward.__annotations__
     for name in ("__module__", "__qualname__", "__doc__"):
         setattr(new, name, getattr(forward, name))

@@ -27,6 +27,7 @@ from liger_kernel import memory
 from liger_kernel.ops.layer_norm import layer_norm
 from liger_kernel.ops.rms_norm import rms_norm
 from liger_kernel.transformers import deferred, fusions, slots
+from liger_kernel.transformers.bound import ABSENT, KEY, Bound, declare, is_ours, ours
 from liger_kernel.transformers.families import FAMILIES, VERSION
 from liger_kernel.transformers.reference import references_beside
 from liger_kernel.transformers.slots import Family
@@ -35,16 +36,12 @@ from liger_kernel.utils import PEFT_AVAILABLE as PEFT_AVAILABLE
 # -- patches -------------------------------------------------------------------------------
 
 
-class ABSENT:
-    """There was nothing. (A class, as copies of it are itself.)"""
-
-
 _STOCK: dict[Any, dict[str, Any]] = {}  # classes and Python modules: owner -> attribute -> what was there
-_KEY = "_liger_stock"  # of live modules it is kept in their own __dict__, so that copies of a model know it too
 
 
 def _stock(owner: Any) -> dict[str, Any]:
-    return owner.__dict__.get(_KEY, {}) if isinstance(owner, nn.Module) else _STOCK.get(owner, {})
+    """What was there before us; of live modules kept in their own __dict__, so that copies of a model know it too."""
+    return owner.__dict__.get(KEY, {}) if isinstance(owner, nn.Module) else _STOCK.get(owner, {})
 
 
 REPLICATE = "_replicate_for_data_parallel"
@@ -53,14 +50,9 @@ REPLICATE = "_replicate_for_data_parallel"
 def _replicate_for_data_parallel(self: nn.Module) -> nn.Module:
     """As its class does, with our methods bound to the replica, as they would be if they were its class's."""
     replica = getattr(type(self), REPLICATE)(self)
-    for name, value in self.__dict__.items():
-        if isinstance(value, types.MethodType) and value.__self__ is self and _is_ours(value):
-            replica.__dict__[name] = types.MethodType(value.__func__, replica)
-    replica.__dict__[_KEY] = dict(_stock(self))
+    replica.__dict__.update({name: value.to(replica) for name, value in self.__dict__.items() if type(value) is Bound})
+    replica.__dict__[KEY] = dict(_stock(self))
     return replica
-
-
-_replicate_for_data_parallel._liger = True  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -76,14 +68,16 @@ class Patch:
     def applied(self) -> bool:
         """Whether it is in place, be it below what somebody else put over it since."""
         value = self.owner.__dict__.get(self.attribute)
-        return self.attribute in _stock(self.owner) and (value == self.new or not (_is_ours(value) or _is_lost(self.owner, self.attribute)))
+        return self.attribute in _stock(self.owner) and (value == self.new or not is_ours(value))
 
     def apply(self) -> None:
-        memory = self.owner.__dict__.setdefault(_KEY, {}) if isinstance(self.owner, nn.Module) else _STOCK.setdefault(self.owner, {})
+        memory = self.owner.__dict__.setdefault(KEY, {}) if isinstance(self.owner, nn.Module) else _STOCK.setdefault(self.owner, {})
         memory.setdefault(self.attribute, self.owner.__dict__.get(self.attribute, ABSENT))
         setattr(self.owner, self.attribute, self.new)
         if isinstance(self.owner, nn.Module) and REPLICATE not in memory:
-            Patch(self.owner, REPLICATE, types.MethodType(_replicate_for_data_parallel, self.owner), "replicas").apply()
+            declare(type(self.owner))
+            replicate = Bound(_replicate_for_data_parallel, self.owner, REPLICATE, getattr(type(self.owner), REPLICATE))
+            Patch(self.owner, REPLICATE, replicate, "replicas").apply()
 
     def __str__(self) -> str:
         name = self.owner.__name__.rpartition(".")[2] if hasattr(self.owner, "__name__") else f"<{type(self.owner).__name__}>"
@@ -121,7 +115,10 @@ def _give_back(owner: Any, attributes: Iterable[str]) -> None:
     memory = _stock(owner)
     for name in attributes:
         stock = memory.pop(name)
-        if not (_is_ours(owner.__dict__.get(name)) or _is_lost(owner, name)):
+        if not is_ours(owner.__dict__.get(name)):
+            if name == "forward" and type(owner.__dict__.get("_old_forward")) is Bound:  # accelerate's hooks came over ours: beneath them is stock again
+                owner._old_forward = types.MethodType(type(owner).forward, owner)
+                continue
             warnings.warn(f"{Patch(owner, name, None)}: replaced by somebody else after us, so it stays as it is", stacklevel=3)
         elif stock is ABSENT:
             delattr(owner, name)
@@ -130,22 +127,7 @@ def _give_back(owner: Any, attributes: Iterable[str]) -> None:
     if memory.keys() == {REPLICATE}:
         _give_back(owner, [REPLICATE])
     elif not memory:
-        owner.__dict__.pop(_KEY, None) if isinstance(owner, nn.Module) else _STOCK.pop(owner, None)
-
-
-def _is_ours(value: Any) -> bool:
-    return getattr(value, "_liger", False)
-
-
-def _is_lost(owner: Any, attribute: str) -> bool:
-    """Whether pickling has made the class's own method of a patch: it looks methods up by their names."""
-    value = owner.__dict__.get(attribute)
-    return isinstance(owner, nn.Module) and isinstance(value, types.MethodType) and value.__func__ is getattr(type(owner), value.__func__.__name__, None)
-
-
-def _ours(function: Callable) -> Callable:
-    function._liger = True  # type: ignore[attr-defined]
-    return function
+        owner.__dict__.pop(KEY, None) if isinstance(owner, nn.Module) else _STOCK.pop(owner, None)
 
 
 def restore(model: nn.Module | str | None = None) -> None:
@@ -154,7 +136,7 @@ def restore(model: nn.Module | str | None = None) -> None:
     Every attribute is again the very object that it was.
     """
     if isinstance(model, nn.Module):
-        owners: list[Any] = [m for m in model.modules() if _KEY in m.__dict__]
+        owners: list[Any] = [m for m in model.modules() if KEY in m.__dict__]
     elif isinstance(model, str):
         module = slots.modeling(model)
         owners = [o for o in _STOCK if (o.__name__ if isinstance(o, types.ModuleType) else o.__module__) == module.__name__]
@@ -204,12 +186,12 @@ def _rows_of(model_types: Iterable[str], rows: Rows) -> list[tuple[types.ModuleT
 
 @functools.cache
 def _variant(label: str, stock: Callable) -> Callable:
-    return _ours(slots.named_as(slots.VARIANTS[label](stock), stock))
+    return ours(slots.named_as(slots.VARIANTS[label](stock), stock))
 
 
 @functools.cache
 def _fused(forward: Callable, keep_logits: bool, known: bool = True) -> Callable:
-    return _ours(deferred.fused(forward, keep_logits=keep_logits, known=known))
+    return ours(deferred.fused(forward, keep_logits=keep_logits, known=known))
 
 
 def _change(forward: Callable, level: str, fuse: bool) -> Callable:
@@ -219,7 +201,7 @@ def _change(forward: Callable, level: str, fuse: bool) -> Callable:
 
 @functools.cache
 def _layer(forward: Callable, level: str, fuse: bool, of_class: bool) -> Callable:
-    return _ours(fusions.within(forward, functools.partial(_change, level=level, fuse=fuse), of_class=of_class))
+    return ours(fusions.within(forward, functools.partial(_change, level=level, fuse=fuse), of_class=of_class))
 
 
 @functools.cache
@@ -231,7 +213,7 @@ def _live_layer(stock: Callable, level: str, fuse: bool) -> Callable:
         outer = type(self).forward
         return (usual if outer is stock else _layer(outer, level, fuse, False))(self, *args, **kwargs)
 
-    return _ours(forward)
+    return ours(forward)
 
 
 NORM_ROPE = "norm_rope"
@@ -239,7 +221,7 @@ NORM_ROPE = "norm_rope"
 
 @functools.cache
 def _norm_rope(forward: types.FunctionType) -> Callable:
-    return _ours(fusions.within(forward, lambda f: fusions.fused(f) or f))
+    return ours(fusions.within(forward, lambda f: fusions.fused(f) or f))
 
 
 def _turning(module: types.ModuleType, row: Family) -> list[type]:
@@ -275,6 +257,7 @@ def _of_stock(owner: Any, attribute: str) -> Any:
 
 def _patches(model_types: Iterable[str], parts: Mapping[str, Any], head: str | None, rows: Rows) -> Iterator[Patch]:
     """All patches of these types and their parts, those of PyTorch's own classes included; heads are those of the first type."""
+    model_types = list(model_types)
     for i, (module, row) in enumerate(_rows_of(model_types, rows)):
         for name, label in row.swapped.items():
             if not parts.get(slots.SLOT_OF[label]):
@@ -283,7 +266,13 @@ def _patches(model_types: Iterable[str], parts: Mapping[str, Any], head: str | N
                 owner, attribute = getattr(nn, slots.TORCHS_OWN[name][0]), "forward"
             else:
                 owner, attribute = (getattr(module, name, None), "forward") if isinstance(getattr(module, name, None), type) else (module, name)
-            if hasattr(owner, attribute):  # another version of transformers may not have it
+            if not hasattr(owner, attribute):  # another version of transformers may not have it
+                continue
+            if _is_foreign(_of_stock(owner, attribute)):
+                if (module.__name__, name) not in _WARNED:
+                    _WARNED.add((module.__name__, name))
+                    warnings.warn(f"{model_types[0]}: {name} is not transformers' own any more: somebody has replaced it, so it stays as it is", stacklevel=2)
+            else:
                 yield Patch(owner, attribute, _variant(label, _of_stock(owner, attribute)), label)
         level = memory.level_of(parts.get("rematerialise"))
         served = {slot for slot in map(slots.SLOT_OF.__getitem__, row.swapped.values()) if parts.get(slot)}
@@ -326,7 +315,7 @@ def _ropes_of_parts(model_type: str, parts: Mapping[str, Any], rows: Rows, taken
 def instance_patches(model: nn.Module, model_type: str, parts: Mapping[str, Any], head: str | None, rows: Rows = family) -> Patches:
     """The same for the modules of one live model, found by their classes wherever they are (PEFT wrappers, towers); nothing else is touched.
 
-    A rope function belongs to a Python module: methods that call it get a copy of themselves that sees ours.
+    A rope function belongs to a Python module: methods that call it are compiled again, with ours in its place.
     """
     own = [c.model_type for c in slots.configs_of(getattr(model, "config", None)) if getattr(c, "model_type", "")]
     of_all = list(dict.fromkeys(_patches(dict.fromkeys([model_type, *own]), parts, head, rows)))
@@ -337,10 +326,10 @@ def instance_patches(model: nn.Module, model_type: str, parts: Mapping[str, Any]
             for name, f in callers(type(m), p.owner, p.attribute):
                 seen.setdefault((m, name, f), []).append(p)
     fuse = bool(parts.get("rms_norm"))
-    found = [
-        _on_instance(m, name, _seeing(f, tuple((p.attribute, p.new) for p in ps), fuse), p.label)  # one function for all labels
-        for (m, name, f), ps in seen.items() for p in ps
-    ]  # fmt: skip
+    found = []
+    for (m, name, f), ps in seen.items():
+        new = _seeing(f, tuple((p.attribute, _of_stock(p.owner, p.attribute), p.new) for p in ps), fuse)
+        found += [_on_instance(m, name, new, p.label) for p in ps if new is not None]  # one function for all labels
     for p in of_all:
         # norms and rotation of a live module go with its rope function
         for m in model.modules() if p.label != NORM_ROPE and isinstance(p.owner, type) else ():
@@ -355,6 +344,12 @@ def instance_patches(model: nn.Module, model_type: str, parts: Mapping[str, Any]
                 # a subclass, whose forward calls that of its base, or does all by itself
                 found.append(_on_instance(m, "forward", _fused(theirs, head == "logits", known=False), p.label))
     return Patches(p for p in found if p)
+
+
+def _is_foreign(function: Any) -> bool:
+    """Whether a function was put where it is by somebody: one from elsewhere, also if it says by ``functools.wraps`` that it is what it wraps."""
+    function = fusions.core(function)
+    return isinstance(function, types.FunctionType) and not function.__globals__.get("__name__", "").startswith(("transformers.", "torch.", "kernels."))
 
 
 def _of_user(forward: Any) -> bool:
@@ -377,8 +372,8 @@ def _on_instance(m: nn.Module, attribute: str, new: Callable, label: str, around
         if not (bound and there.__func__ is _of_stock(type(m), attribute)):
             if around is None:
                 return None
-            new = _ours(around(there.__func__ if bound else lambda self, *args, **kwargs: there(*args, **kwargs)))
-    return Patch(m, place, types.MethodType(new, m), label)
+            new = ours(around(there.__func__ if bound else lambda self, *args, **kwargs: there(*args, **kwargs)))
+    return Patch(m, place, Bound(new, m, attribute, _of_stock(type(m), attribute)) if there is ABSENT else Bound(new, m), label)
 
 
 def _callers(cls: type, module: types.ModuleType, name: str) -> list[tuple[str, types.FunctionType]]:
@@ -393,18 +388,11 @@ def _callers(cls: type, module: types.ModuleType, name: str) -> list[tuple[str, 
 
 
 @functools.cache
-def _seeing(function: types.FunctionType, values: tuple[tuple[str, Callable], ...], fuse: bool) -> Callable:
-    """A copy of ``function`` in whose globals these names are these ``values``; ``fuse``: with its patterns fused."""
-
-    def copy(f: types.FunctionType) -> Callable:
-        f = (fuse and fusions.fused(f)) or f
-        # without __name__: torch.compile would look globals up in the module of that name
-        scope = {k: v for k, v in f.__globals__.items() if k != "__name__"} | dict(values)
-        new = types.FunctionType(f.__code__, scope, f.__name__, f.__defaults__, f.__closure__)
-        new.__kwdefaults__ = f.__kwdefaults__
-        return functools.update_wrapper(new, f)
-
-    return _ours(fusions.within(function, copy))
+def _seeing(function: types.FunctionType, swaps: tuple[tuple[str, Callable, Callable], ...], fuse: bool) -> Callable | None:
+    """``function`` that reads each global (name, stock, ours) as ours; None where its source is not at hand. ``fuse``: with its patterns fused."""
+    if fusions.seeing(fusions.core(function), swaps, fuse) is None:
+        return None
+    return ours(fusions.within(function, lambda f: fusions.seeing(f, swaps, fuse)))
 
 
 # -- flags ---------------------------------------------------------------------------------
@@ -599,7 +587,7 @@ def _rms_norm_forward(offset: float, eps: float, casting: str) -> Callable:
     def forward(self, hidden_states):
         return rms_norm(hidden_states, self.weight, eps=_eps(self, eps), offset=offset, casting=casting)
 
-    return _ours(forward)
+    return ours(forward)
 
 
 @functools.cache
@@ -607,7 +595,7 @@ def _layer_norm_forward(eps: float) -> Callable:
     def forward(self, hidden_states):
         return layer_norm(hidden_states, self.weight, self.bias, eps=_eps(self, eps))
 
-    return _ours(forward)
+    return ours(forward)
 
 
 def _eps(module: nn.Module, default: float) -> float:
@@ -628,4 +616,4 @@ def _patch_layer_norm_module(module: nn.Module, eps: float = 1e-6) -> None:
 
 def _patch_swiglu_module(module: nn.Module, liger_module: type[nn.Module]) -> None:
     """The ``forward`` of ``liger_module``, a class, as that of one gated MLP with the same projections."""
-    _patch_forward(module, _ours(liger_module.forward), "glu")
+    _patch_forward(module, ours(liger_module.forward), "glu")

@@ -1,0 +1,141 @@
+"""A function as the method of one live module, as if it were its class's.
+
+A bound method in a module's own ``__dict__`` differs from one of its class in ways that users meet: it holds its module, so that ``del model`` frees nothing
+before the garbage collector comes; ``copy.copy(model)`` runs the original; and a ``forward`` that the class is given later, or another ``__class__``, has
+no effect.
+``Bound`` holds its module weakly, asks the class at each call, and is made anew for copies. In a pickle there is none: it holds the stock model.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+import inspect
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+KEY = "_liger_stock"  # in the __dict__ of a patched module: attribute -> what was there
+
+
+class ABSENT:
+    """There was nothing. (A class, as copies of it are itself.)"""
+
+
+def ours(function: Callable) -> Callable:
+    """``function``, marked: it stands where something of transformers' was. (By itself, as ``functools.wraps`` hands attributes on to whatever wraps it.)"""
+    function._liger = function  # type: ignore[attr-defined]
+    return function
+
+
+def is_ours(value: Any) -> bool:
+    return type(value) is Bound or getattr(value, "_liger", None) is value
+
+
+class Bound:
+    """``function`` as a method of ``owner``, as long as its class has ``stock`` under ``name``, or what we put there; else a call is one of the class's.
+
+    ``name`` is "" where it takes the place of something of the module's own, which hides what its class has.
+    """
+
+    __slots__ = ("_owner", "function", "name", "stock")
+
+    def __init__(self, function: Callable, owner: nn.Module, name: str = "", stock: Any = None):
+        self.function, self.name, self.stock = function, name, stock
+        self._owner = weakref.ref(owner)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        owner = self._owner()
+        if owner is not None and getattr(type(owner), self.name, None) is self.stock:
+            return self.function(owner, *args, **kwargs)
+        return self.__func__(self.__self__, *args, **kwargs)
+
+    @property
+    def __self__(self) -> nn.Module:
+        owner = self._owner()
+        if owner is None:
+            raise ReferenceError(f"{self.function.__qualname__} of a patched module was called after the module was freed: keep the module itself")
+        return owner
+
+    @property
+    def __func__(self) -> Callable:
+        """What a call runs."""
+        there = getattr(type(self._owner()), self.name, None)
+        return self.function if there is self.stock or there is None or is_ours(there) else there
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        signature = inspect.signature(self.__func__)
+        return signature.replace(parameters=[*signature.parameters.values()][1:])
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "__dict__":  # functools would copy our marks
+            raise AttributeError(name)
+        return getattr(self.__func__, name)
+
+    def __eq__(self, other: Any) -> bool:
+        return type(other) is Bound and self.function is other.function and self._owner() is other._owner()
+
+    def __hash__(self) -> int:
+        return hash((self.function, self.name))
+
+    def __repr__(self) -> str:
+        return f"<bound method {getattr(self.function, '__qualname__', self.name)} of {type(self._owner()).__name__}, by liger_kernel>"
+
+    def to(self, owner: nn.Module) -> Bound:
+        """The same of another module of its class."""
+        return Bound(self.function, owner, self.name, self.stock)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Bound:
+        owner = self.__self__
+        return self.to(memo[id(owner)]) if id(owner) in memo else self.to(owner)
+
+    def __reduce__(self) -> Any:
+        return getattr, (self.__self__, self.name or "forward")
+
+
+# -- copies and pickles ------------------------------------------------------------------------
+
+
+class _New:
+    """Makes an empty module that gets the state of a copy; pickled, the stock function that makes one."""
+
+    def __init__(self, make: Callable, bound: dict[str, Bound]):
+        self.make, self.bound = make, bound
+
+    def __call__(self, *args: Any) -> Any:
+        new = self.make(*args)
+        new.__dict__.update({name: value.to(new) for name, value in self.bound.items()})
+        new.__dict__[KEY] = dict.fromkeys(self.bound, ABSENT)
+        return new
+
+    def __reduce__(self) -> Any:
+        _say_once()
+        return functools.partial, (self.make,)
+
+
+@functools.cache
+def _say_once() -> None:
+    warnings.warn("liger_kernel: a pickled model is the stock one; where it is loaded, patch it again", stacklevel=4)
+
+
+def _reduced(module: Any) -> Any:
+    """How ``copy`` and ``pickle`` take modules of a class of which one was patched: its state is what it would be without us."""
+    reduced = module.__reduce_ex__(2)
+    memory = module.__dict__.get(KEY)
+    if not memory or not isinstance(reduced, tuple) or len(reduced) < 3 or not isinstance(reduced[2], dict):
+        return reduced
+    make, args, state, *rest = reduced
+    state = {name: value for name, value in state.items() if name != KEY}
+    bound = {name: state.pop(name) for name in memory if type(state.get(name)) is Bound}
+    state |= {name: memory[name] for name in bound if memory[name] is not ABSENT}
+    return _New(make, {name: value for name, value in bound.items() if memory[name] is ABSENT}), args, state, *rest
+
+
+def declare(cls: type) -> None:
+    """Have modules of ``cls`` copied and pickled by ``_reduced``, those that are not patched as before: ``copy`` asks only the class, and this table."""
+    if cls not in copyreg.dispatch_table:
+        copyreg.pickle(cls, _reduced)  # type: ignore[arg-type]

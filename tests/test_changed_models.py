@@ -1,0 +1,257 @@
+"""Models that are changed after they were patched: what stock would do at the time of a call, a patched model does."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import importlib
+import pickle
+import subprocess
+import sys
+import types
+import warnings
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+transformers = pytest.importorskip("transformers")
+
+from hf_models import assert_same_bits, assert_same_learning, make, served_by_kernels_or_references, step, tokens  # noqa: E402
+from transformers.models.llama import modeling_llama  # noqa: E402
+
+import liger_kernel.transformers as liger  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def _served():
+    with served_by_kernels_or_references():
+        yield
+    liger.restore()
+
+
+def patched(model: nn.Module, **flags) -> nn.Module:
+    liger._apply_liger_kernel_to_instance(model=model, **flags)
+    return model
+
+
+# -- what a call sees ------------------------------------------------------------------------
+
+
+def doubled(function):
+    def twice(*args, **kwargs):
+        y = function(*args, **kwargs)
+        return tuple(2 * t for t in y) if isinstance(y, tuple) else 2 * y
+
+    return twice
+
+
+GLOBALS = ["apply_rotary_pos_emb", "eager_attention_forward", "repeat_kv"]
+CLASSES = ["LlamaRMSNorm", "LlamaMLP", "LlamaDecoderLayer"]
+
+
+@pytest.mark.parametrize("name", [*GLOBALS, *CLASSES, "LlamaForCausalLM"])
+def test_what_is_replaced_later_counts(name, monkeypatch):
+    """A function of the modeling module, or a class's forward; and what is given back."""
+    model = patched(make("llama", num_hidden_layers=1, attn_implementation="eager"))
+    first = step(model)[1]
+    owner, attribute = (modeling_llama, name) if name in GLOBALS else (getattr(modeling_llama, name), "forward")
+    function = getattr(owner, attribute)
+    if name == "LlamaForCausalLM":
+        replaced = lambda self, *args, **kwargs: function(self, *args, **kwargs | {"labels": kwargs["labels"].flip(0)})
+    elif name == "eager_attention_forward":
+        replaced = lambda *args, **kwargs: (2 * (out := function(*args, **kwargs))[0], out[1])
+    else:
+        replaced = doubled(function)
+    stock = make("llama", num_hidden_layers=1, attn_implementation="eager")
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, attribute, replaced)
+        expected = step(stock)[1]
+        assert_same_learning(step(model)[1], expected)
+        assert abs(expected["loss"] - first["loss"]) > 1e-5
+    assert_same_bits(step(model)[1], first)
+    liger.restore(model)
+    assert_same_bits(step(model)[1], step(stock)[1])
+
+
+@pytest.mark.parametrize("name", ["LlamaRMSNorm", "LlamaMLP", "LlamaForCausalLM"])
+def test_another_class(name):
+    """``m.__class__ = Other`` is the other's forward; and with its own again, ours."""
+    model = patched(make("llama", num_hidden_layers=1))
+    first, cls = step(model)[1], getattr(modeling_llama, name)
+    other = type(f"My{name}", (cls,), {"forward": lambda self, *args, **kwargs: cls.forward(self, *args, **kwargs)})
+    modules = [m for m in model.modules() if type(m) is cls]
+    called = []
+    other.forward = lambda self, *args, **kwargs: called.append(self) or cls.forward(self, *args, **kwargs)
+    for m in modules:
+        m.__class__ = other
+    assert_same_learning(step(model)[1], first)
+    assert len(called) == len(modules)
+    for m in modules:
+        m.__class__ = cls
+    assert_same_bits(step(model)[1], first)
+
+
+def test_of_the_module_itself_hides_its_class(monkeypatch):
+    """A forward that somebody gave one model before the patch is what runs, whatever its class gets."""
+    model = make("llama", num_hidden_layers=1)
+    model.forward = types.MethodType(modeling_llama.LlamaForCausalLM.forward, model)
+    expected = step(model)[1]
+    patched(model)
+    monkeypatch.setattr(modeling_llama.LlamaForCausalLM, "forward", lambda self, **kwargs: pytest.fail("it is hidden"))
+    out, learned = step(model)
+    assert out.logits is None
+    assert_same_learning(learned, expected)
+
+
+@pytest.mark.parametrize("name", ["apply_rotary_pos_emb", "LlamaRMSNorm", "LlamaMLP"])
+@pytest.mark.parametrize("live", [False, True])
+def test_what_was_replaced_before_stays(name, live, monkeypatch):
+    """Another package's patch is not ours to replace: it is left, with a warning."""
+    patch = importlib.import_module("liger_kernel.transformers.patch")
+    monkeypatch.setattr(patch, "_WARNED", set())
+    owner, attribute = (modeling_llama, name) if name in GLOBALS else (getattr(modeling_llama, name), "forward")
+    replaced = doubled(getattr(owner, attribute))
+    monkeypatch.setattr(owner, attribute, replaced)
+    model = make("llama", num_hidden_layers=1)
+    expected = step(model)[1]
+    with pytest.warns(UserWarning, match=f"llama: {name} is not transformers' own"):
+        liger.apply_liger_kernel_to_llama(model=model) if live else liger.apply_liger_kernel_to_llama()
+    assert getattr(owner, attribute) is replaced
+    out, learned = step(model)
+    assert out.logits is None
+    assert_same_learning(learned, expected)
+
+
+def test_a_compiled_model_sees_another_class(monkeypatch):
+    model = patched(make("llama", num_hidden_layers=1))
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    first = step(model)[1]["loss"]
+    torch.testing.assert_close(step(compiled)[1]["loss"], first)
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", doubled(modeling_llama.LlamaMLP.forward))
+    second = step(model)[1]["loss"]
+    assert abs(second - first) > 1e-4
+    torch.testing.assert_close(step(compiled)[1]["loss"], second)
+    torch._dynamo.reset()
+
+
+# -- life and copies ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("use", ["stock", "instance", "class"])
+def test_del_frees_a_model(use):
+    """At once, as it frees a stock one, and not when the garbage collector comes."""
+    model = make("llama", num_hidden_layers=1)
+    if use == "class":
+        liger.apply_liger_kernel_to_llama()
+    elif use == "instance":
+        patched(model)
+    step(model)
+    step(model)
+    gc.collect()
+    gc.disable()
+    try:
+        parts = [weakref.ref(t) for m in model.modules() for t in (m, *m.parameters())]
+        del model
+        assert not [p for p in parts if p() is not None]
+    finally:
+        gc.enable()
+
+
+def test_a_forward_without_its_module():
+    forward = patched(make("llama", num_hidden_layers=1)).forward
+    with pytest.raises(ReferenceError, match="keep the module itself"):
+        forward()
+
+
+@pytest.mark.parametrize("make_copy", [copy.copy, copy.deepcopy])
+def test_copies_run_themselves(make_copy):
+    model = patched(make("llama", num_hidden_layers=1))
+    first = step(model)[1]
+    twin = make_copy(model)
+    other = copy.deepcopy(model.lm_head)
+    with torch.no_grad():
+        other.weight.mul_(2)
+    twin._modules = {**twin._modules, "lm_head": other}
+    stock = copy.copy(make("llama", num_hidden_layers=1))
+    stock._modules = {**stock._modules, "lm_head": other}
+    out, learned = step(twin)
+    assert out.logits is None
+    assert_same_learning(learned, step(stock)[1])
+    assert_same_learning(step(model)[1], first)
+    liger.restore(twin)
+    assert "forward" not in twin.__dict__ and step(twin)[0].logits is not None
+    assert step(model)[0].logits is None or make_copy is copy.copy  # whose modules are the same
+
+
+def test_copies_of_what_stands_over_a_forward():
+    """A forward of one module's own, below or above ours, is copied as stock copies it."""
+
+    for before in (True, False):
+        model = make("llama", num_hidden_layers=1)
+        norm = model.model.norm
+        if not before:
+            patched(model)
+        norm.forward = types.MethodType(lambda self, x: 2 * type(self).forward(self, x), norm)
+        expected = step(model)[1]
+        patched(model)
+        twin = copy.deepcopy(model)
+        with torch.no_grad():
+            twin.model.norm.weight.zero_()
+        assert step(twin)[1]["loss"] != expected["loss"]
+        assert_same_learning(step(model)[1], expected)
+
+
+BATCH = {k: v.cpu() for k, v in tokens().items()}
+NO_LIGER = "import sys; sys.modules['liger_kernel'] = None; import torch; "
+
+
+@pytest.mark.parametrize("absent", [True, False], ids=["absent", "present"])
+def test_a_saved_model_is_the_stock_one(absent, tmp_path):
+    """Whole, by ``torch.save``; it loads where there is no liger_kernel, and where there is, it can be patched again."""
+    model = make("llama", num_hidden_layers=1).cpu()
+    expected = step(model, BATCH)[1]["loss"]
+    torch.save(patched(model), tmp_path / "model.pt")
+    torch.save(BATCH, tmp_path / "batch.pt")
+    loads = "m, batch = (torch.load(f, weights_only=False) for f in ('model.pt', 'batch.pt')); "
+    runs = "out = m(**batch, use_cache=False); print(out.loss.item(), out.logits is None); "
+    again = "" if absent else "import liger_kernel.transformers as liger; liger._apply_liger_kernel_to_instance(model=m); " + runs
+    code = (NO_LIGER if absent else "import torch; ") + loads + runs + again + "print(any('_liger_stock' in x.__dict__ for x in m.modules()))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    *lines, marked = done.stdout.split("\n")[:-1]
+    assert [line.split()[1] for line in lines] == ["False"] if absent else ["False", "True"]
+    for line in lines:
+        torch.testing.assert_close(float(line.split()[0]), expected.item(), rtol=1e-5, atol=1e-6)
+    assert marked == str(not absent)
+
+
+@pytest.mark.parametrize("statistics", [False, True])
+@pytest.mark.parametrize("absent", [True, False], ids=["absent", "present"])
+def test_outputs_are_unpickled_where_nothing_is_patched(absent, statistics, tmp_path):
+    """Those with statistics, which only we know, need the package."""
+    out = patched(make("llama", num_hidden_layers=1))(**tokens(), return_token_accuracy=statistics, use_cache=False)
+    out.loss = out.loss.detach()
+    assert type(copy.copy(out)) is type(copy.deepcopy(out)) is type(out) and copy.copy(out).loss is out.loss
+    (tmp_path / "out.pkl").write_bytes(pickle.dumps(out))
+    code = (NO_LIGER if absent else "") + "import pickle; o = pickle.load(open('out.pkl', 'rb')); print(type(o).__name__, [*o], o.loss.item())"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    if statistics and absent:
+        assert "ModuleNotFoundError" in done.stderr
+    else:
+        keys = ["loss", "token_accuracy"] if statistics else ["loss"]
+        name = "LigerCausalLMOutputWithPast" if statistics else "CausalLMOutputWithPast"
+        assert done.stdout.strip() == f"{name} {keys} {out.loss.item()}", done.stderr
+
+
+def test_pickling_is_said_once():
+    importlib.import_module("liger_kernel.transformers.bound")._say_once.cache_clear()
+    model = patched(make("llama", num_hidden_layers=1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        copy.deepcopy(model)
+        pickle.dumps(make("llama", num_hidden_layers=1))
+        with pytest.warns(UserWarning, match="patch it again"):
+            pickle.dumps(model)
+        pickle.dumps(model)

@@ -116,7 +116,7 @@ def test_what_was_replaced_before_stays(name, live, monkeypatch):
     monkeypatch.setattr(owner, attribute, replaced)
     model = make("llama", num_hidden_layers=1)
     expected = step(model)[1]
-    with pytest.warns(UserWarning, match=f"llama: {name} is not transformers' own"):
+    with pytest.warns(UserWarning, match=f"llama: {name}: not transformers' own"):
         liger.apply_liger_kernel_to_llama(model=model) if live else liger.apply_liger_kernel_to_llama()
     assert getattr(owner, attribute) is replaced
     out, learned = step(model)
@@ -255,3 +255,59 @@ def test_pickling_is_said_once():
         with pytest.warns(UserWarning, match="patch it again"):
             pickle.dumps(model)
         pickle.dumps(model)
+
+
+# -- torch.func ----------------------------------------------------------------------------------
+
+
+def test_functional_transforms():
+    """``torch.func`` sees through a patched model, be it called, differentiated forwards or backwards, or vectorised over batches or weights."""
+    from torch.func import functional_call, grad, jvp, vmap
+
+    def results(model):
+        weights = {n: p.detach() for n, p in model.named_parameters()}
+        batch = tokens()
+        of = lambda w, ids=batch["input_ids"], labels=batch["labels"]: functional_call(model, w, (), dict(input_ids=ids, labels=labels, use_cache=False)).loss
+        ones = {n: torch.ones_like(p) for n, p in weights.items()}
+        each = vmap(grad(lambda w, i, l: of(w, i[None], l[None])), in_dims=(None, 0, 0))
+        many = {n: torch.stack([p, 2 * p]) for n, p in weights.items()}
+        return [of(weights), grad(of)(weights), jvp(of, (weights,), (ones,)), each(weights, batch["input_ids"], batch["labels"]), vmap(of)(many)]
+
+    model = make("llama", num_hidden_layers=1, attn_implementation="eager")
+    expected = results(model)
+    torch.testing.assert_close(results(patched(model)), expected, rtol=1e-4, atol=1e-6)
+    assert step(model)[0].logits is None
+
+
+# -- what is said ----------------------------------------------------------------------------------
+
+
+def test_unknown_flags_are_said_once(monkeypatch):
+    """With the nearest name; a flag of another family is none of them, as frameworks pass the same ones to every model."""
+    monkeypatch.setattr(importlib.import_module("liger_kernel.transformers.patch"), "_WARNED", set())
+    model = make("llama", num_hidden_layers=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        patched(model, geglu=True, layer_norm=True, relu_squared=False, rematerialise="cheap")
+        with pytest.warns(UserWarning, match=r"^swigul: .*did you mean swiglu\?$"):
+            patched(model, swigul=False)
+        patched(model, swigul=False)
+        with pytest.warns(UserWarning, match="^zzz: no flag of liger_kernel, so it has no effect$"):
+            liger._apply_liger_kernel("llama", zzz=True)
+
+
+def test_a_patch_without_effect_is_said(monkeypatch):
+    """By frameworks' doors, too: for a type without kernels, and a model whose parts are somebody else's classes."""
+    monkeypatch.setattr(importlib.import_module("liger_kernel.transformers.patch"), "_WARNED", set())
+    with pytest.warns(UserWarning, match="nobody: liger_kernel has no kernels for this type"):
+        liger._apply_liger_kernel("nobody")
+    model = nn.Sequential(nn.Linear(2, 2))
+    model.config = make("llama", num_hidden_layers=1).config
+    with pytest.warns(UserWarning, match="llama: Sequential: nothing of this model was swapped"):
+        patched(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        patched(model)
+        patched(patched(make("llama", num_hidden_layers=1)))
+        liger.apply_liger_kernel_to_llama()
+        patched(make("llama", num_hidden_layers=1))

@@ -139,11 +139,18 @@ def op(
 
 
 def use_kernels(x: Tensor, *, fusible: bool = False) -> bool:
-    """Whether kernels serve ``x``; otherwise the reference does: other devices, fp64, DTensors, which PyTorch knows how to split, and, inside
-    ``torch.compile``, operators that Inductor fuses better."""
+    """Whether kernels serve ``x``; otherwise the reference does: other devices, fp64, DTensors, which PyTorch knows how to split, within transforms of
+    ``torch.func``, and, inside ``torch.compile``, operators that Inductor fuses better."""
     if is_sharded(x):
         return False
-    return x.device.type in _KERNEL_DEVICES and x.dtype in _KERNEL_DTYPES and not (fusible and torch.compiler.is_compiling())
+    if x.device.type not in _KERNEL_DEVICES or x.dtype not in _KERNEL_DTYPES:
+        return False
+    return not (fusible and torch.compiler.is_compiling()) and not transformed()
+
+
+def transformed() -> bool:
+    """Whether a transform of ``torch.func`` (grad, vmap, jvp) is at work, which needs operators that it can see through."""
+    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def launcher(schema: str) -> Callable[[F], F]:

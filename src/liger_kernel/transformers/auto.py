@@ -10,9 +10,8 @@ from typing import Any
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
 from transformers.utils import find_adapter_config_file, is_peft_available
 
-from liger_kernel.transformers.patch import MODEL_TYPE_TO_APPLY_LIGER_FN, _apply_liger_kernel, _apply_rest, family, flags_of
+from liger_kernel.transformers.patch import _apply_liger_kernel, _apply_rest, every_flag, family, flags_of
 
-_FLAGS = {f for t in MODEL_TYPE_TO_APPLY_LIGER_FN for f in flags_of(t)}
 _HUB = ("cache_dir", "code_revision", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token", "trust_remote_code")
 
 
@@ -21,11 +20,11 @@ def _patched(name: str, config: PretrainedConfig, kwargs: dict[str, Any]) -> tup
     model_type = getattr(config, "model_type", "")
     given: dict[str, Any] = {}
     if model_type and family(model_type):
-        given = {k: v for k, v in kwargs.items() if k in _FLAGS and k in flags_of(model_type)}
+        given = {k: v for k, v in kwargs.items() if k in flags_of(model_type)}
         _apply_liger_kernel(model_type, **given)
     else:
         warnings.warn(f"{name}: no kernels for model type {model_type!r}; the model is plain", stacklevel=3)
-    return {k: v for k, v in kwargs.items() if k not in _FLAGS}, given
+    return {k: v for k, v in kwargs.items() if k not in every_flag()}, given
 
 
 def _base_of(name: str, kwargs: dict[str, Any]) -> str:

@@ -16,7 +16,10 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
+
+from liger_kernel.transformers.fusions import wrapped
 
 KEY = "_liger_stock"  # in the __dict__ of a patched module: attribute -> what was there
 
@@ -33,6 +36,19 @@ def ours(function: Callable) -> Callable:
 
 def is_ours(value: Any) -> bool:
     return type(value) is Bound or getattr(value, "_liger", None) is value
+
+
+@functools.lru_cache(1024)
+def _found_within(there: Any, stock: Callable) -> bool:
+    while not (there is None or there is stock or is_ours(there)):
+        there = wrapped(there)
+    return there is not None
+
+
+@torch.compiler.assume_constant_result
+def _within(there: Callable, stock: Callable) -> bool:
+    """Whether ``there`` is ``stock``, or what we put in its place, maybe wrapped by transformers, as it does in every new class of layers, FSDP2's too."""
+    return _found_within(there, stock)
 
 
 class Bound:
@@ -64,7 +80,7 @@ class Bound:
     def __func__(self) -> Callable:
         """What a call runs."""
         there = getattr(type(self._owner()), self.name, None)
-        return self.function if there is self.stock or there is None or is_ours(there) else there
+        return self.function if there is None or _within(there, self.stock) else there
 
     @property
     def __signature__(self) -> inspect.Signature:

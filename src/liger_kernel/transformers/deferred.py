@@ -34,7 +34,7 @@ from transformers.utils import ModelOutput
 from liger_kernel import parallel
 from liger_kernel.nn import token_accuracy
 from liger_kernel.ops._linear import Kept, auto_chunk_rows
-from liger_kernel.ops._op import intercepted, on_gpu
+from liger_kernel.ops._op import intercepted, on_gpu, transformed
 from liger_kernel.ops.cross_entropy import Loss as LossNumbers
 from liger_kernel.ops.cross_entropy import cross_entropy, items, normaliser
 from liger_kernel.ops.linear_cross_entropy import linear_cross_entropy
@@ -667,6 +667,8 @@ def fused(forward: Callable, *, keep_logits: bool = False, known: bool = True) -
         at = takes[: len(args)]  # what is given by position is passed on so
         given = dict(zip(at, args)) | kwargs
         learns = given.get("labels") is not None or given.get("shift_labels") is not None
+        if transformed() and not (options or accuracy or predictions):  # torch.func does not see through fused operators
+            learns = False
         if not learns:  # with skip_logits=True, too: trainers that keep the labels for a loss of their own pass it in evaluation
             return _without_labels(forward, self, args, kwargs) if _standing else forward(self, *args, **kwargs)
         if takes_anything:

@@ -329,7 +329,7 @@ def _compiled(forward: types.FunctionType, tree: ast.FunctionDef, values: dict[s
 WRAPPING = "transformers.", "torch.utils._contextlib"  # Python modules whose wrappers call what they wrap with the same arguments, or renamed ones
 
 
-def _wrapped(forward: Any) -> Any:
+def wrapped(forward: Any) -> Any:
     """What ``forward`` wraps, if it is torch's ``no_grad``, or a wrapper of transformers' own, as for checkpointing and arguments of older names; else None."""
     inner, closure = getattr(forward, "__wrapped__", None), getattr(forward, "__closure__", None) or ()
     own = inner is not None and isinstance(forward, types.FunctionType) and forward.__globals__.get("__name__", "").startswith(WRAPPING)
@@ -338,7 +338,7 @@ def _wrapped(forward: Any) -> Any:
 
 def core(forward: Any) -> Any:
     """The forward within transformers' wrappers."""
-    while (inner := _wrapped(forward)) is not None:
+    while (inner := wrapped(forward)) is not None:
         forward = inner
     return forward
 
@@ -349,7 +349,7 @@ def within(forward: Callable, change: Callable[[Any], Callable], *, of_class: bo
     A wrapper that checkpoints does so if it is ``type(self).forward``: the new one asks that of itself if it is to be that (``of_class``), or else of the
     old one.
     """
-    inner = _wrapped(forward)
+    inner = wrapped(forward)
     if inner is None:
         return change(forward)
     changed = within(inner, change, of_class=False)

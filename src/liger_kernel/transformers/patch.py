@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import functools
 import inspect
 import re
@@ -269,9 +270,7 @@ def _patches(model_types: Iterable[str], parts: Mapping[str, Any], head: str | N
             if not hasattr(owner, attribute):  # another version of transformers may not have it
                 continue
             if _is_foreign(_of_stock(owner, attribute)):
-                if (module.__name__, name) not in _WARNED:
-                    _WARNED.add((module.__name__, name))
-                    warnings.warn(f"{model_types[0]}: {name} is not transformers' own any more: somebody has replaced it, so it stays as it is", stacklevel=2)
+                _warn_once(model_types[0], name, "not transformers' own any more: somebody has replaced it, so it stays as it is")
             else:
                 yield Patch(owner, attribute, _variant(label, _of_stock(owner, attribute)), label)
         level = memory.level_of(parts.get("rematerialise"))
@@ -483,10 +482,26 @@ def _apply(model_type: str, given: Mapping[str, bool | None], model: nn.Module |
         raise AssertionError("cross_entropy and fused_linear_cross_entropy cannot both be True")
     flags = flags_of(model_type) | {f: False for f, other in zip(HEAD_FLAGS, reversed(HEAD_FLAGS)) if given.get(other)} | dict(given)
     head = "fused" if flags.get("fused_linear_cross_entropy") else "logits" if flags.get("cross_entropy") else None
-    return (class_patches(model_type, _parts(flags), head) if model is None else instance_patches(model, model_type, _parts(flags), head)).apply()
+    parts = _parts(flags)
+    if model is None:
+        return class_patches(model_type, parts, head).apply()
+    found = instance_patches(model, model_type, parts, head)
+    if not found and (head or any(parts[slot] for slot in parts if slot != "rematerialise")) and not any(map(_is_patched, model.modules())):
+        _warn_once(model_type, type(model).__name__, "nothing of this model was swapped: its parts are of other classes than transformers'")
+    return found.apply()
+
+
+def _is_patched(module: nn.Module) -> bool:
+    return KEY in module.__dict__ or is_ours(getattr(type(module), "forward", None))
 
 
 _WARNED: set[tuple[str, str]] = set()
+
+
+def _warn_once(subject: str, about: str, text: str) -> None:
+    if (subject, about) not in _WARNED:
+        _WARNED.add((subject, about))
+        warnings.warn(f"{subject}: {about}: {text}" if about else f"{subject}: {text}", stacklevel=4)
 
 
 def _say_what_is_missing(model_type: str, given: Mapping[str, bool | None], live: bool) -> None:
@@ -545,19 +560,31 @@ MODEL_TYPE_TO_APPLY_LIGER_FN: dict[str, Callable[..., None]] = {t: _apply_functi
 globals().update({f.__name__: f for f in MODEL_TYPE_TO_APPLY_LIGER_FN.values()})  # apply_liger_kernel_to_llama ...
 
 
+@functools.cache
+def every_flag() -> frozenset[str]:
+    """The flags of all families."""
+    return frozenset(f for t in FAMILIES for f in flags_of(t))
+
+
 def _lenient(model_type: str, kwargs: Mapping[str, Any], model: nn.Module | None) -> None:
-    if model_type and family(model_type):
-        known = flags_of(model_type)
+    known = flags_of(model_type) if model_type and family(model_type) else None
+    for name in kwargs.keys() - (known or every_flag()):
+        if name not in every_flag():
+            near = difflib.get_close_matches(name, every_flag(), n=1)
+            _warn_once(name, "", "no flag of liger_kernel, so it has no effect" + (f"; did you mean {near[0]}?" if near else ""))
+    if known is None:
+        _warn_once(model_type or type(model).__name__, "", "liger_kernel has no kernels for this type of model, so it is the stock one")
+    else:
         _apply(model_type, {k: v for k, v in kwargs.items() if k in known}, model)
 
 
 def _apply_liger_kernel(model_type: str, **kwargs: Any) -> None:
-    """Patch the classes of a model type; unknown types and flags are ignored, as frameworks pass the same ones to every model."""
+    """Patch the classes of a model type. Flags of other families are ignored, as frameworks pass the same ones to every model; unknown ones get a warning."""
     _lenient(model_type, kwargs, None)
 
 
 def _apply_liger_kernel_to_instance(model: nn.Module, **kwargs: Any) -> None:
-    """Patch one live model, and the reference beside it in a Trainer; unknown types and flags are ignored. Applying again changes nothing."""
+    """Patch one live model, and the reference beside it in a Trainer, with flags as for ``_apply_liger_kernel``. Applying again changes nothing."""
     for each in (model, *references_beside(model)):
         _lenient(getattr(getattr(each, "config", None), "model_type", ""), kwargs, each)
 

@@ -34,6 +34,7 @@ INTERPRET = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 _KERNEL_DEVICES = {"cpu"} if INTERPRET else {"cuda"} if HAS_TRITON else set()
 if os.environ.get("LIGER_KERNEL_IMPL") == "torch":
     _KERNEL_DEVICES = set()
+_transforms = torch._C._functorch.peek_interpreter_stack
 _KERNEL_DTYPES = {torch.float32, torch.float16, torch.bfloat16}
 
 
@@ -145,12 +146,12 @@ def use_kernels(x: Tensor, *, fusible: bool = False) -> bool:
         return False
     if x.device.type not in _KERNEL_DEVICES or x.dtype not in _KERNEL_DTYPES:
         return False
-    return not (fusible and torch.compiler.is_compiling()) and not transformed()
+    return not fusible if torch.compiler.is_compiling() else _transforms() is None
 
 
 def transformed() -> bool:
     """Whether a transform of ``torch.func`` (grad, vmap, jvp) is at work, which needs operators that it can see through."""
-    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
+    return not torch.compiler.is_compiling() and _transforms() is not None
 
 
 def launcher(schema: str) -> Callable[[F], F]:

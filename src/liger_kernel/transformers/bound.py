@@ -35,7 +35,8 @@ def ours(function: Callable) -> Callable:
 
 
 def is_ours(value: Any) -> bool:
-    return type(value) is Bound or getattr(value, "_liger", None) is value
+    function = value.function if type(value) is Bound else getattr(value, "__func__", value)  # accelerate makes methods of what it unwraps
+    return function is not None and getattr(function, "_liger", None) is function
 
 
 @functools.lru_cache(1024)
@@ -105,6 +106,12 @@ class Bound:
         """The same of another module of its class."""
         return Bound(self.function, owner, self.name, self.stock)
 
+    @classmethod
+    def all(cls, module: nn.Module) -> dict[str, Bound]:
+        """What is ours in a module's own ``__dict__``, by name."""
+        there = {name: value for name, value in module.__dict__.items() if name in module.__dict__.get(KEY, ()) and is_ours(value)}
+        return {n: v if type(v) is cls else cls(v.__func__, module, n, getattr(type(module), n)) for n, v in there.items()}
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Bound:
         owner = self.__self__
         return self.to(memo[id(owner)]) if id(owner) in memo else self.to(owner)
@@ -146,7 +153,7 @@ def _reduced(module: Any) -> Any:
         return reduced
     make, args, state, *rest = reduced
     state = {name: value for name, value in state.items() if name != KEY}
-    bound = {name: state.pop(name) for name in memory if type(state.get(name)) is Bound}
+    bound = {name: value for name, value in Bound.all(module).items() if state.pop(name, None) is not None}
     state |= {name: memory[name] for name in bound if memory[name] is not ABSENT}
     return _New(make, {name: value for name, value in bound.items() if memory[name] is ABSENT}), args, state, *rest
 

@@ -48,10 +48,11 @@ def _stock(owner: Any) -> dict[str, Any]:
 REPLICATE = "_replicate_for_data_parallel"
 
 
+@ours
 def _replicate_for_data_parallel(self: nn.Module) -> nn.Module:
     """As its class does, with our methods bound to the replica, as they would be if they were its class's."""
     replica = getattr(type(self), REPLICATE)(self)
-    replica.__dict__.update({name: value.to(replica) for name, value in self.__dict__.items() if type(value) is Bound})
+    replica.__dict__.update({name: value.to(replica) for name, value in Bound.all(self).items()})
     replica.__dict__[KEY] = dict(_stock(self))
     return replica
 

@@ -328,8 +328,11 @@ def instance_patches(model: nn.Module, model_type: str, parts: Mapping[str, Any]
     fuse = bool(parts.get("rms_norm"))
     found = []
     for (m, name, f), ps in seen.items():
-        new = _seeing(f, tuple((p.attribute, _of_stock(p.owner, p.attribute), p.new) for p in ps), fuse)
-        found += [_on_instance(m, name, new, p.label) for p in ps if new is not None]  # one function for all labels
+        seeing = _seeing(f, tuple((p.attribute, _of_stock(p.owner, p.attribute), p.new) for p in ps), fuse)  # one function for all labels
+        if seeing is None:
+            _warn_once(type(m).__name__, name, "its source cannot be read, so its rotary embedding stays as it is")
+        else:
+            found += [_on_instance(m, name, seeing, p.label) for p in ps]
     for p in of_all:
         # norms and rotation of a live module go with its rope function
         for m in model.modules() if p.label != NORM_ROPE and isinstance(p.owner, type) else ():

@@ -96,7 +96,7 @@ def of_class(c: ast.ClassDef) -> Iterator[str]:
     for name, f in methods.items():
         if name.startswith("_") or name in ("extra_repr", "backward", "apply", *(["forward"] if function else [])):
             continue
-        if not any("property" in ast.unparse(d) for d in f.decorator_list):
+        if not any(ast.unparse(d).endswith(("property", ".setter")) for d in f.decorator_list):
             yield f"{c.name}.{name}{parameters(f)}"
 
 

@@ -27,6 +27,7 @@ from liger_kernel.ops.fused_linear_kl_div import LigerFusedLinearKLDivFunction
 from liger_kernel.ops.fused_linear_scaled_cross_entropy import LigerFusedLinearScaledCrossEntropyTPFunction
 from liger_kernel.ops.glu import glu
 from liger_kernel.ops.group_norm import group_norm
+from liger_kernel.ops.jsd import LigerJSDFunction as LigerJSDFunction
 from liger_kernel.ops.jsd import jsd
 from liger_kernel.ops.kl_div import kl_div
 from liger_kernel.ops.layer_norm import layer_norm

@@ -44,7 +44,14 @@ def infer_device_arch(device_id: int = 0) -> str:
     if kind != "cuda":
         return kind
     p = torch.cuda.get_device_properties(device_id)
-    return p.gcnArchName.split(":")[0] if torch.version.hip else f"sm{p.major}{p.minor}"
+    return _infer_amd_arch(device_id) if torch.version.hip else f"sm{p.major}{p.minor}"
+
+
+def _infer_amd_arch(device_id: int) -> str:
+    """The architecture of an AMD GPU without its features, ``gfx942``."""
+    import torch
+
+    return torch.cuda.get_device_properties(device_id).gcnArchName.split(":")[0]
 
 
 def varlen_lacks(device: Any, dtype: Any) -> str | None:

@@ -273,7 +273,7 @@ def linear_options(r: Rank) -> None:
 def linear_entropy(r: Rank) -> None:
     for dtype in (*DTYPES, torch.float64):
         r.linear(11, 32, dtype, reduction="none", entropy=True, logit_scale=1 / 0.7, chunk_rows=4)
-    r.linear(10, 16, torch.float32, bias=True, reduction="none", entropy=True, label_smoothing=0.1, softcap=2.0, chunk_rows=3)
+    r.linear(10, 16, torch.float32, bias=True, reduction="none", entropy=True, label_smoothing=0.1, chunk_rows=3)
     r.linear(7, 16, torch.float32, frozen=("w",), reduction="none", entropy=True)
 
 

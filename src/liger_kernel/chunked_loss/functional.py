@@ -1,4 +1,4 @@
-"""The losses as functions: ``liger_fused_linear_dpo`` is ``LigerFusedLinearDPOFunction.apply``, and so for the others."""
+"""The losses as functions: ``liger_fused_linear_dpo`` is ``LigerFusedLinearDPOFunction.apply``, and so for the others; these Functions, too."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import liger_kernel.chunked_loss as losses
 
-__all__ = [name for name in losses.__all__ if name.startswith("liger_")]
+__all__ = [name for name in losses.__all__ if name.startswith("liger_") or name.endswith("Function")]
 
 
 def __getattr__(name: str) -> Any:

@@ -4,7 +4,7 @@ With Delta = log pi(chosen) - log pi(rejected) (means over tokens) and e = label
 
     z = beta Delta - gamma,        loss = alpha * NLL(chosen) - 1 / B * sum ((1 - e) log sigmoid(z) + e log sigmoid(-z))
 
-The paper has no NLL: ``compute_nll_loss=False``. It is on by default, in the function as in the module.
+The paper has no NLL: ``compute_nll_loss=False``, the function's default; the module's is True.
 """
 
 from __future__ import annotations

@@ -212,6 +212,16 @@ def reduced(losses: Tensor, mask: Tensor, loss_type: str, n: Tensor | int) -> Te
     return losses.sum() / n
 
 
+def _reduce_grpo_loss(
+    per_token_loss: Tensor, completion_mask: Tensor | None, loss_type: str, max_completion_length: int | None,
+    num_items_in_batch: Tensor | float | None = None,
+) -> Tensor:  # fmt: skip
+    """The loss of a whole batch of tokens' losses (B, T), by its published name; ``max_completion_length``: T unless it is given."""
+    mask = torch.ones_like(per_token_loss) if completion_mask is None else completion_mask.to(per_token_loss.dtype)
+    n = normaliser(loss_type, mask, per_token_loss.shape[1] if max_completion_length is None else max_completion_length, num_items_in_batch)
+    return reduced(per_token_loss, mask, loss_type, n)
+
+
 def _logprobs(logits: Tensor, input_ids: Tensor, temperature: float, mask: Tensor | None) -> Tensor:
     """(B, T) fp32, differentiable. The rows are those of the whole logits, so that these are not copied to leave out the last position."""
     if logits.ndim != 3 or logits.shape[1] < 1:

@@ -275,6 +275,19 @@ def test_generation_may_name_experts_without_a_word(ran):
     assert {*ran} == {"batched_mm"}
 
 
+@choices
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_one_token(family, ran):
+    models = pair(family)
+    batch = {"input_ids": torch.tensor([[5, 7]], device=DEVICE), "labels": torch.tensor([[5, 7]], device=DEVICE)}
+    theirs, ours = (step(m, batch)[1] for m in models)
+    assert "ours" in ran
+    assert_same_learning(ours, theirs, TOLERANCE)
+    with torch.no_grad():
+        theirs, ours = (m.eval()(batch["input_ids"][:, :1]).logits for m in models)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
 def test_experts_in_eight_bits_are_not_ours(ran):
     """Whose numbers count only with their scales, be they floats."""
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts

@@ -28,7 +28,6 @@ from hf_models import (  # noqa: E402
     make,
     served_by_kernels_or_references,
     step,
-    stock,
     tokens,
 )
 from transformers.activations import ACT2FN  # noqa: E402
@@ -362,27 +361,26 @@ USUALLY = ["t5", "gpt_oss", "ernie4_5_moe", "afmoe"]  # a projection, norms, rou
 @pytest.mark.parametrize("family", [pytest.param(t, marks=[] if t in USUALLY else pytest.mark.families) for t in KEPT])
 def test_modules_that_stay_in_fp32(family, dtype, tmp_path):
     """Loaded in 16 bits, as transformers loads them: the same logits, and losses and gradients as near the truth."""
-    with stock(family):
-        more = dict(feed_forward_proj="gated-gelu") if KEPT[family] else {}
-        model = make(family, head=KEPT[family], **more, **dict(decoder_start_token_id=0) if KEPT[family] else {})
+    try:
+        more = dict(feed_forward_proj="gated-gelu", decoder_start_token_id=0, dropout_rate=0.0) if KEPT[family] else {}
+        model = make(family, head=KEPT[family], **more)
         model.save_pretrained(tmp_path)
         model = type(model).from_pretrained(tmp_path, dtype=dtype, attn_implementation="eager").to(DEVICE).train()
         for m in model.modules():
             if isinstance(m, nn.Dropout):
                 m.p = 0.0
-        if hasattr(model.config, "dropout_rate"):
-            model.config.dropout_rate = 0.0
         batch = batch_of(model)
         if "bbox" in inspect.signature(model.forward).parameters:
             batch["bbox"] = torch.zeros(*batch["input_ids"].shape, 4, dtype=torch.int64, device=DEVICE)
-    try:
         expected = evaluated(model, batch)
-    except Exception as error:
+    except Exception as error:  # before anything is patched
+        if family in USUALLY:
+            raise
         pytest.skip(f"stock: {type(error).__name__}: {error}"[:200])
     if dtype is torch.float16:
         assert any(p.dtype is torch.float32 for p in [*model.parameters(), *model.buffers()])
     parts, scale = exact_parts(model), 256.0  # as fp16 is trained
-    batches = [batch | {"labels": batch["labels"].roll(i, 0)} for i in range(2)]
+    batches = [batch | {"labels": batch["labels"].roll(i, 1)} for i in range(4)]  # together: the error of one is luck
     truth, theirs = learned(exact(model), batches, scale), learned(model, batches, scale)
     with instance_patches(model, model.config.model_type, parts, "fused")():
         found = evaluated(model, batch)

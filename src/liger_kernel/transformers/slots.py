@@ -334,7 +334,7 @@ ABSENT = object()
 
 def _learn(*tables: Tensor) -> bool:
     """Whether some of these tables ask for a gradient, all of it: ours see each angle once."""
-    return torch.is_grad_enabled() and any(t.requires_grad for t in tables)
+    return (tables[0].requires_grad or tables[-1].requires_grad) and torch.is_grad_enabled()
 
 
 def _rope(layout: str, tables: str, casting: str) -> Variant:

@@ -625,3 +625,19 @@ def test_a_reference_equal_to_the_policy_has_its_log_probabilities_in_every_bit(
     assert seen
     for policy, reference in seen:
         assert torch.equal(policy, reference)
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 8)], ids=["zero-3", "fsdp2"])
+@pytest.mark.parametrize("name", ["DPO", "ORPO", "CPO", "SimPO", "KTO", "GRPO", "JSD"])
+def test_the_empty_shard_of_a_head_is_named(name, shape):
+    """What ZeRO-3, or a rank of FSDP2 that has no rows, leaves of a head outside its forward."""
+    x, y, w = torch.randn(4, 5, 8, device=DEVICE), torch.zeros(4, 5, dtype=torch.int64, device=DEVICE), torch.empty(shape, device=DEVICE)
+    loss = getattr(losses, f"LigerFusedLinear{name}Loss")
+    calls = {
+        "KTO": lambda: loss(use_ref_model=False)(x, w, y, preference_labels=torch.tensor([True, False] * 2, device=DEVICE)),
+        "GRPO": lambda: loss(beta=0.0)(x, w, y, torch.ones(4, 5, device=DEVICE), torch.ones(4, device=DEVICE)),
+        "JSD": lambda: loss()(x.flatten(0, 1), w, x.flatten(0, 1), w, y.flatten()),
+        "DPO": lambda: loss(use_ref_model=False)(w, x, y),
+    }
+    with pytest.raises(ValueError, match=r"w must have shape \(V, 8\), got \(0,.*\): gather a sharded head before its loss"):
+        calls.get(name, lambda: loss()(w, x, y))()

@@ -200,3 +200,17 @@ def test_an_unknown_reduction(labels):
     x, w, tx, tw, target = inputs()
     with pytest.raises(ValueError, match=r"linear_divergence: reduction must be one of .*, got 'avg'"):
         linear_divergence(x, w, tx, tw, target if labels else None, reduction="avg")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["jsd", "forward_kl", "reverse_kl"])
+def test_extreme_logits(kind, dtype):
+    """Probabilities of 0 and 1, the teacher's and the student's in other places: no NaN, and what fp64 finds."""
+    x, w, tx, tw, target = inputs(dtype=torch.float64)
+    given = [t.detach().mul(100).to(dtype) for t in (x, w, tx, tw)]
+    leaves, truths = ([t.to(d).requires_grad_() for t in given[:2]] for d in (dtype, torch.float64))
+    loss = linear_divergence(*leaves, *given[2:], target, kind=kind, chunk_rows=5)
+    truth = reference(*truths, *(t.double() for t in given[2:]), target, kind=kind)
+    grads = torch.autograd.grad(loss, leaves)
+    assert loss.isfinite() and all(g.isfinite().all() for g in grads)
+    torch.testing.assert_close(loss.double(), truth, rtol=2**-6 if dtype == torch.bfloat16 else 1e-5, atol=0)

@@ -346,8 +346,9 @@ def check_head(name: str, x: Tensor, w: Tensor, bias: Tensor | None, chunk_rows:
         raise ValueError(f"{name}: x and w must be floating point, got {x.dtype} and {w.dtype}")
     if x.ndim != 2:
         raise ValueError(f"{name}: x must have shape (M, H), got {tuple(x.shape)}")
-    if w.ndim != 2 or w.shape[1] != x.shape[1]:
-        raise ValueError(f"{name}: w must have shape (V, {x.shape[1]}), got {tuple(w.shape)}")
+    if w.ndim != 2 or w.shape[1] != x.shape[1] or not w.shape[0]:
+        hint = "" if w.numel() else ": gather a sharded head before its loss"
+        raise ValueError(f"{name}: w must have shape (V, {x.shape[1]}), got {tuple(w.shape)}{hint}")
     if bias is not None and bias.shape != w.shape[:1]:
         raise ValueError(f"{name}: bias must have shape ({w.shape[0]},), got {tuple(bias.shape)}")
     if chunk_rows is not None and chunk_rows < 1:

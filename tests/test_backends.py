@@ -165,10 +165,17 @@ def test_capabilities():
     assert backends.Capability().is_satisfied()
     assert "no_such_module" in backends.Capability(modules=["torch", "no_such_module"]).reason_if_unsatisfied()
     assert backends.Capability(predicate=lambda: False).reason_if_unsatisfied()
-    if torch.cuda.is_available():
-        assert backends.Capability(min_cc=(1, 0)).is_satisfied() and not backends.Capability(max_cc=(1, 0)).is_satisfied()
-    else:
-        assert backends.Capability(requires_cuda=True).reason_if_unsatisfied() == "there is no GPU"
+    assert "ZeroDivisionError" in backends.Capability(predicate=lambda: 1 / 0).reason_if_unsatisfied()
+    if not torch.cuda.is_available():
+        assert "no CUDA" in backends.Capability(requires_cuda=True).reason_if_unsatisfied()
+
+
+def test_generations_of_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    assert backends.Capability(min_cc=(9, 0), max_cc=(9, 0)).is_satisfied()
+    assert backends.Capability(min_cc=(10, 0)).reason_if_unsatisfied() == "the GPU must be at least sm_100, got sm_90"
+    assert backends.Capability(max_cc=(8, 9)).reason_if_unsatisfied() == "the GPU must be at most sm_89, got sm_90"
 
 
 def test_a_fallback_is_said_once_or_raised(monkeypatch):

@@ -217,3 +217,10 @@ def test_tables_that_hold_each_angle_once():
     assert_equal([t.transpose(1, 2) for t in ops.rope_forward(*wide, *twice, unsqueeze_dim=2)[:2]], want)
     with pytest.raises(ValueError, match="rotary_dim must be 4 or 8"):
         liger_rope(q, k, cos, sin, rotary_dim=6)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_a_bias_of_poly_norm_has_a_gradient_of_its_shape(shape):
+    x, w, b, dy = draw((2, 3, 24), (3,), shape, (2, 3, 24))
+    for fn in (ops.LigerPolyNormFunction.apply, OPS["poly_norm"].fn):
+        assert gradients(fn, [x, w, b], dy)[1][2].shape == shape

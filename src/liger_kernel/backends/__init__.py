@@ -68,12 +68,20 @@ class Capability:
                 yield f"module {name} does not import: {error!r}"
         if self.requires_cuda or self.min_cc or self.max_cc:
             if not torch.cuda.is_available():
-                yield "there is no GPU"
+                yield "there is no CUDA or ROCm GPU"
             capability = torch.cuda.get_device_capability(device)
-            if (self.min_cc and capability < self.min_cc) or (self.max_cc and capability > self.max_cc):
-                yield f"compute capability must be from {self.min_cc} to {self.max_cc}, got {capability}"
-        if self.predicate is not None and not self.predicate():
-            yield "its predicate does not hold"
+            sm = lambda cc: f"sm_{cc[0]}{cc[1]}"
+            if self.min_cc and capability < self.min_cc:
+                yield f"the GPU must be at least {sm(self.min_cc)}, got {sm(capability)}"
+            if self.max_cc and capability > self.max_cc:
+                yield f"the GPU must be at most {sm(self.max_cc)}, got {sm(capability)}"
+        try:
+            holds = self.predicate is None or self.predicate()
+        except Exception as error:
+            yield f"its predicate raises {error!r}"
+        else:
+            if not holds:
+                yield "its predicate does not hold"
 
 
 PYTORCH_FALLBACK = Capability()

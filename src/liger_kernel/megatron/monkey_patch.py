@@ -27,8 +27,8 @@ def apply_liger_kernel_to_megatron(rms_norm: bool = True, cross_entropy: bool = 
     if rms_norm:
         _patch_norm(_found("megatron.core.transformer.torch_norm", "WrappedTorchNorm"))
     if cross_entropy:
-        _replace("megatron.core.tensor_parallel.cross_entropy", "vocab_parallel_cross_entropy", lambda _: _cross_entropy)
-        _replace("megatron.core.fusions.fused_cross_entropy", "fused_vocab_parallel_cross_entropy", lambda _: _fused_cross_entropy)
+        _replace("megatron.core.tensor_parallel.cross_entropy", "vocab_parallel_cross_entropy", lambda _: liger_vocab_parallel_cross_entropy)
+        _replace("megatron.core.fusions.fused_cross_entropy", "fused_vocab_parallel_cross_entropy", lambda _: liger_fused_vocab_parallel_cross_entropy)
     if swiglu:
         _replace("megatron.core.fusions.fused_bias_swiglu", "bias_swiglu_impl", LigerMegatronSwiGLU)
 
@@ -75,10 +75,12 @@ def _tensor_parallel_group() -> Any:
     return importlib.import_module("megatron.core.parallel_state").get_tensor_model_parallel_group()
 
 
-def _cross_entropy(vocab_parallel_logits: Tensor, target: Tensor, label_smoothing: float = 0.0, tp_group: Any = None) -> Tensor:
+def liger_vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor, label_smoothing: float = 0.0, tp_group: Any = None) -> Tensor:
+    """Megatron's function of this name; without ``tp_group`` over its tensor-parallel ranks, as there."""
     group = _tensor_parallel_group() if tp_group is None else tp_group
     return LigerMegatronCrossEntropy(label_smoothing=label_smoothing)(vocab_parallel_logits, target, group)
 
 
-def _fused_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor, tp_group: Any = None) -> Tensor:
-    return _cross_entropy(vocab_parallel_logits, target, tp_group=tp_group)
+def liger_fused_vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor, tp_group: Any = None) -> Tensor:
+    """Likewise."""
+    return liger_vocab_parallel_cross_entropy(vocab_parallel_logits, target, tp_group=tp_group)

@@ -2,6 +2,9 @@
 
     python benchmarks/soak.py runs/soak --minutes 30 -- --steps 60000 --hidden 64 --layers 2 --length 128 --batch 4 --checkpoint-every 500
 
+With `--connections 200` the calm run's metrics are scraped twice a second all the while, beside so many connections that say nothing; the report has
+a quarter's, the largest and the last number of its open files and threads, and the scrapes that failed.
+
 What follows `--` goes to `liger train`. When the time is over both runs write a checkpoint; the same command goes on. Prints one line of JSON a call, and
 exits with 1 if a step is missing or differs, or a run ended otherwise.
 """
@@ -13,10 +16,13 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from pathlib import Path
+from typing import Any
 
 PREEMPTED = 75
 
@@ -45,6 +51,39 @@ def resident(pid: int | None) -> float | None:
     return next((int(line.split()[1]) / 1024 for line in lines if line.startswith("VmRSS")), None)
 
 
+def opened(pid: int | None) -> tuple[int, int] | None:
+    """Files that are open, and threads."""
+    try:
+        return len(os.listdir(f"/proc/{pid}/fd")), len(os.listdir(f"/proc/{pid}/task"))
+    except OSError:
+        return None
+
+
+class Scraper:
+    """Asks for metrics, and holds connections that ask for nothing, each made anew when it is closed."""
+
+    def __init__(self, port: int, connections: int):
+        self.port, self.count = port, connections
+        self.scrapes = self.failed = 0
+        self.idle: list[socket.socket] = []
+
+    def look(self) -> None:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=30) as page:
+                page.read()
+            self.scrapes += 1
+        except OSError:
+            self.failed += 1
+        for old in self.idle[: self.count // 4]:
+            old.close()
+        del self.idle[: self.count // 4]
+        while len(self.idle) < self.count:
+            new = socket.socket()
+            new.setblocking(False)
+            new.connect_ex(("127.0.0.1", self.port))
+            self.idle.append(new)
+
+
 def lines_of(out: Path) -> list[dict]:
     path = out / "metrics.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
@@ -55,19 +94,27 @@ def main() -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--kill-every", type=float, default=60.0, help="mean seconds between two kills (default: %(default)s)")
+    parser.add_argument("--connections", type=int, default=0, help="to the metrics endpoint of the calm run, which is then scraped, too (default: none)")
+    parser.add_argument("--port", type=int, default=19400, help="of that endpoint (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     cut = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     a, flags = parser.parse_args(sys.argv[1:cut]), sys.argv[cut + 1 :]
     draw = random.Random(a.seed + len(lines_of(a.out / "disturbed")))
     calm, disturbed = a.out / "calm", a.out / "disturbed"
-    runs = {out: start(out, flags) for out in (calm, disturbed)}
+    scraper = Scraper(a.port, a.connections) if a.connections else None
+    runs = {calm: start(calm, [*flags, *(["--metrics-port", str(a.port)] if scraper else [])]), disturbed: start(disturbed, flags)}
+    counted: list[tuple[int, int]] = []
     began, kills, preemptions, memory = time.monotonic(), 0, 0, []
     strike = began + draw.expovariate(1 / a.kill_every)
     while time.monotonic() < began + 60 * a.minutes and any(run.poll() is None for run in runs.values()):
-        time.sleep(1.0)
+        time.sleep(0.5)
         now = time.monotonic()
         if rss := resident(rank_of(runs[calm])):
             memory.append((now - began, rss))
+        if scraper and (calm / "metrics.jsonl").exists():
+            scraper.look()
+            if found := opened(rank_of(runs[calm])):
+                counted.append(found)
         if runs[disturbed].poll() == PREEMPTED:
             runs[disturbed] = start(disturbed, flags)
         if now < strike or runs[disturbed].poll() is not None:
@@ -91,11 +138,15 @@ def main() -> int:
     late = [rss for _, rss in memory[len(memory) // 4 :]]  # allocators have grown by then
     tenth = max(1, len(late) // 10)
     device = [line["memory"] for line in lines[calm] if "memory" in line]
-    report = dict(
+    scraped: dict[str, Any] = dict(scrapes=scraper.scrapes, scrapes_failed=scraper.failed) if scraper else {}
+    if counted:
+        scraped["files_and_threads"] = [counted[len(counted) // 4], max(counted), counted[-1]]
+    report: dict[str, Any] = dict(
         minutes=round((time.monotonic() - began) / 60, 1), kills=kills, preemptions=preemptions, exit_codes=codes,
         steps={out.name: len(found) for out, found in losses.items()}, compared=len(both), differ=differ, each_step_once=whole,
         host_mb=[round(sum(part) / len(part), 1) for part in (late[:tenth], late[-tenth:]) if part],
         memory_gb=[round(m / 1e9, 3) for m in device[:1] + device[-1:]],
+**scraped,
         loss=[lines[calm][0]["loss"], lines[calm][-1]["loss"]] if lines[calm] else None,
     )  # fmt: skip
     print(json.dumps(report), flush=True)

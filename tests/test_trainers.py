@@ -120,6 +120,19 @@ def test_a_checkpoint_cut_short_is_passed_over(config, capfd):
 
 
 @others
+def test_a_flipped_bit_is_passed_over(trainer, config, capfd):
+    again = by(trainer, config, checkpoint_every=2, eval_fraction=0.0)
+    expected = loop.train(again)["losses"]
+    folder = Path(again.out) / f"checkpoints-{trainer}"
+    part = folder / {"hf": "checkpoint-6/optimizer.pt", "lightning": "step-00000006.ckpt"}[trainer]
+    data = bytearray(part.read_bytes())
+    data[len(data) // 2] ^= 1
+    part.write_bytes(data)
+    assert loop.train(again)["losses"] == pytest.approx(expected[4:], rel=1e-6)
+    assert "passing over checkpoint" in capfd.readouterr().err
+
+
+@others
 def test_a_crash_after_a_preemption_costs_the_steps_since_the_newest_checkpoint(trainer, config, monkeypatch):
     again = by(trainer, config, checkpoint_every=2, checkpoint_keep=2, eval_fraction=0.0, steps=9)
     module = importlib.import_module(f"liger_kernel.train.{trainer}")

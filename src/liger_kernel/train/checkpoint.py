@@ -27,6 +27,7 @@ import re
 import shutil
 import sys
 import time
+import zipfile
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -317,6 +318,16 @@ def damage(path: Path) -> str | None:
     except Exception as error:  # an unpickler's errors are of any kind
         return f"{type(error).__name__}: {error}"
     return None
+
+
+def torn(path: Path) -> str | None:
+    """What is wrong with a file that ``torch.save`` wrote, a zip with a checksum of each part and a table at its end; None if nothing is."""
+    try:
+        with zipfile.ZipFile(path) as parts:
+            part = parts.testzip()
+        return None if part is None else f"is damaged: {part}"
+    except Exception as error:  # whatever a damaged table leads to
+        return f"is too short or damaged: {error}"
 
 
 def digest(path: Path) -> str:

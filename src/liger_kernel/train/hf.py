@@ -10,7 +10,6 @@ import math
 import sys
 import threading
 import time
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 import transformers
 from torch.utils.data import Dataset, Sampler, SequentialSampler
 
+from liger_kernel.train.checkpoint import torn
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.data import Data
 from liger_kernel.train.measure import Pace, PeakMemory
@@ -177,8 +177,7 @@ def damage(path: Path) -> str | None:
         json.loads((path / "trainer_state.json").read_text())["global_step"]  # written last
     except (OSError, ValueError, KeyError) as error:
         return f"{type(error).__name__}: {error}"
-    short = [file.name for file in path.glob("*.pt*") if not zipfile.is_zipfile(file)]  # what torch.save wrote ends in a table
-    return f"{', '.join(short)} is too short" if short else None
+    return next((f"{file.name} {why}" for file in sorted(path.glob("*.pt*")) if (why := torn(file))), None)
 
 
 def run(config: TrainConfig, data: Data, model: Any, device: torch.device, precision: str, ranks: Ranks, stop: threading.Event) -> dict[str, Any]:

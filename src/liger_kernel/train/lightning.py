@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import pickle
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from liger_kernel.train.checkpoint import torn
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.data import Data
 from liger_kernel.train.measure import Pace, PeakMemory
@@ -179,10 +181,23 @@ def checkpoints(folder: Path) -> list[Path]:
     return [*folder.glob("last.ckpt"), *sorted(folder.glob("step-*.ckpt"))]
 
 
+def newest(folder: Path) -> Path | None:
+    """The newest whole checkpoint; ``UserError`` if there are some, and none is whole."""
+    found = checkpoints(folder)
+    for path in reversed(found):
+        why = torn(path)
+        if why is None:
+            return path
+        print(f"passing over checkpoint {path}: it {why}", file=sys.stderr)
+    if found:
+        raise UserError(f"no checkpoint in {folder} is whole: bring one back, or move the folder away to begin anew")
+    return None
+
+
 def run(config: TrainConfig, data: Data, model: Any, device: torch.device, precision: str, ranks: Ranks, stop: threading.Event) -> dict[str, Any]:
     """Train and save as ``config`` says; what ``metrics.json`` holds."""
     folder = Path(config.out) / "checkpoints-lightning"
-    last = ranks.agreed(next(reversed(checkpoints(folder)), None))
+    last = ranks.agreed(newest(folder) if ranks.first else None)
     rows = accept(config, data, ranks, folder, last)
     parts = math.ceil(math.ceil(rows / ranks.world) / config.batch)
     here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world))  # ranks on this machine

@@ -11,7 +11,7 @@ from liger_kernel.ops.rope import LigerLlama4RopeFunction as LigerLlama4RopeFunc
 
 def apply_liger_llama4_rope_full(modeling_module: ModuleType) -> None:
     """Let ``modeling_module``, transformers' ``modeling_llama4``, turn text and images by ours; ``restore("llama4")`` gives back what was there."""
-    from liger_kernel.transformers.patch import Patch, Patches, _ours
+    from liger_kernel.transformers.patch import Patch, Patches, ours
 
-    ours = {"apply_rotary_emb": liger_llama4_text_rotary_pos_emb, "vision_apply_rotary_emb": liger_llama4_vision_rotary_pos_emb}
-    Patches(Patch(modeling_module, name, _ours(new), "rope") for name, new in ours.items()).apply()
+    functions = {"apply_rotary_emb": liger_llama4_text_rotary_pos_emb, "vision_apply_rotary_emb": liger_llama4_vision_rotary_pos_emb}
+    Patches(Patch(modeling_module, name, ours(new), "rope") for name, new in functions.items()).apply()

@@ -256,14 +256,27 @@ def _hooks(module: nn.Module) -> list[Hook]:
     return [hook for hooks in kinds for hook in hooks.values()]
 
 
+def unsharded_class(module: nn.Module) -> type:
+    """The class of ``module`` before ``fully_shard`` made one of its own."""
+    cls = type(module)
+    return cls.__bases__[1] if isinstance(module, FSDPModule) and cls.__bases__[:1] == (FSDPModule,) and len(cls.__bases__) == 2 else cls
+
+
 def is_linear(head: nn.Module) -> bool:
     """Whether ``head`` is ``nn.Linear``, be it fully sharded, and no class derived from it."""
-    return type(head) is nn.Linear or (isinstance(head, FSDPModule) and type(head).__bases__ == (FSDPModule, nn.Linear))
+    return unsharded_class(head) is nn.Linear
 
 
 def is_hooked(head: nn.Module) -> bool:
     """Whether somebody sees calls of ``head`` who does more than to bring its parameters."""
     return any(not _is_from(hook, _SHARDING) for hook in _hooks(head))
+
+
+def is_sharded(head: nn.Module) -> bool:
+    """Whether parameters of ``head`` or its parts are there only while they are called (FSDP1, FSDP2, ZeRO-3)."""
+    if isinstance(head, FullyShardedDataParallel) or any(hasattr(p, "ds_id") for p in head.parameters()):
+        return True
+    return any(_is_from(hook, _SHARDING) for m in head.modules() for hook in _hooks(m))
 
 
 def bare(head: nn.Module) -> nn.Module:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from liger_kernel import ops
 from liger_kernel.ops import _op
 from liger_kernel.ops._reduce import column_sum, scale_
 
@@ -25,3 +26,39 @@ def test_scale_by_any_number(s, expected, dtype):
     x = torch.full((9001,), 3.0, device=DEVICE, dtype=dtype)
     scale_(x, torch.tensor(s, device=DEVICE))
     torch.testing.assert_close(x, torch.full_like(x, expected), equal_nan=True)
+
+
+@pytest.mark.parametrize("s", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("kernels", [True, False])
+def test_nothing_stays_nothing(s, kernels, monkeypatch):
+    """What no token contributed to, in a sum that a trainer divides by 0 tokens."""
+    if not kernels:
+        monkeypatch.setattr(_op, "_KERNEL_DEVICES", set())
+    x = torch.zeros(9001, device=DEVICE)
+    x[::7] = 2.0
+    scale_(x, torch.tensor(s, device=DEVICE))
+    assert not x.view(-1)[1::7].any() and not x[::7].isfinite().any()
+
+
+LOSSES = {
+    "cross_entropy": lambda x, w, y, **options: ops.cross_entropy(x @ w.T, y, **options),
+    "cross_entropy, in the forward": lambda x, w, y, **options: ops.cross_entropy(x @ w.T, y, gradient_in_forward=True, **options),
+    "linear_cross_entropy": lambda x, w, y, **options: ops.linear_cross_entropy(x, w, y, chunk_rows=3, **options),
+    "linear_cross_entropy, compact": lambda x, w, y, **options: ops.linear_cross_entropy(x, w, y, compact=True, **options),
+    "linear_cross_entropy, items": lambda x, w, y, **options: ops.linear_cross_entropy(x, w, y, num_items=torch.tensor(0.0, device=DEVICE), **options),
+    "linear_cross_entropy, none": lambda x, w, y, reduction, **options: ops.linear_cross_entropy(x, w, y, reduction="none", **options).sum(),
+    "linear_logprobs": lambda x, w, y, reduction: ops.linear_logprobs(x, w, y).sum(),
+}
+
+
+@pytest.mark.parametrize("retained", [False, True])
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_of_no_tokens_have_no_gradient(name, reduction, retained):
+    """Divided by their number, 0, as trainers do; PyTorch's cross entropy gives zeros, too."""
+    x, w = (torch.randn(n, 16, device=DEVICE, requires_grad=True) for n in (7, 20))
+    target = torch.full((7,), -100, device=DEVICE)
+    loss = LOSSES[name](x, w, target, reduction=reduction) / 0.0
+    assert loss.isnan()
+    loss.backward(retain_graph=retained)
+    assert not x.grad.any() and not w.grad.any()  # NaN counts as something

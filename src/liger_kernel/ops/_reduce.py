@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops import _config
-from liger_kernel.ops._op import launch, launcher, use_kernels
+from liger_kernel.ops._op import acc, launch, launcher, use_kernels
 from liger_kernel.ops._tl import cdiv, jit, tl
 
 
@@ -36,16 +36,18 @@ def _scale(x_ptr, s_ptr, n, BLOCK: tl.constexpr):
         for start in range(tl.program_id(0).to(tl.int64) * BLOCK, n, tl.num_programs(0).to(tl.int64) * BLOCK):
             offset = start + tl.arange(0, BLOCK)
             x = tl.load(x_ptr + offset, mask=offset < n, other=0.0)
-            tl.store(x_ptr + offset, (x.to(tl.float32) * s).to(x.dtype), mask=offset < n)
+            tl.store(x_ptr + offset, tl.where(x == 0, 0.0, x.to(tl.float32) * s).to(x.dtype), mask=offset < n)
 
 
 @launcher("(Tensor(a!) x, Tensor s) -> ()")
 def scale_(x: Tensor, s: Tensor) -> None:
+    """x *= s, where 0 stays 0 whatever ``s`` is: what no token contributed to has no gradient, also of a sum that was divided by 0 tokens."""
     if use_kernels(x):
         programs = min(cdiv(x.numel(), 8192), 8 * _config.processors())
         launch(_scale, (programs,), x, s, x.numel(), BLOCK=8192, num_warps=8)
     else:
-        x.mul_(s)
+        nothing = x == 0
+        x.mul_(s).masked_fill_(nothing, 0)
 
 
 def divided(g: Tensor, norm: Tensor | None) -> Tensor:
@@ -59,7 +61,7 @@ def scaled(grads: tuple[Tensor | None, ...], s: Tensor) -> tuple[Tensor | None, 
     They are ours, saved by a forward that computed them; a retained graph keeps them unscaled for the next backward.
     """
     if torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph():
-        return tuple(None if g is None else (g * s.to(g.dtype) if g.dtype == torch.float64 else (g.float() * s).to(g.dtype)) for g in grads)
+        return tuple(None if g is None else (g.to(acc(g.dtype)) * s.to(acc(g.dtype))).to(g.dtype).where(g != 0, 0) for g in grads)
     for g in grads:
         if g is not None:
             scale_(g, s)

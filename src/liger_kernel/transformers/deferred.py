@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 from transformers import modeling_outputs
 from transformers.loss.loss_utils import ForCausalLMLoss
@@ -34,11 +34,12 @@ from transformers.utils import ModelOutput
 from liger_kernel import parallel
 from liger_kernel.nn import token_accuracy
 from liger_kernel.ops._linear import Kept, auto_chunk_rows
-from liger_kernel.ops._op import intercepted, on_gpu, transformed
+from liger_kernel.ops._op import on_gpu, transformed
 from liger_kernel.ops.cross_entropy import Loss as LossNumbers
 from liger_kernel.ops.cross_entropy import cross_entropy, items, normaliser
 from liger_kernel.ops.linear_cross_entropy import linear_cross_entropy
 from liger_kernel.transformers import attention
+from liger_kernel.transformers.heads import HeadState, can_wait, is_plain, untouched, width
 from liger_kernel.transformers.model import loss_utils
 
 IGNORE = -100
@@ -58,23 +59,11 @@ STATISTICS = ("return_token_accuracy", "return_predicted_tokens")
 # -- the loss ------------------------------------------------------------------------------
 
 
-def is_plain(head: nn.Module, within: bool = False) -> bool:
-    """Whether calling ``head`` is ``x @ weight.T + bias`` and nothing else: no hook, wrapper, adapter or sharding sees the call.
-
-    ``within``: in ``parallel.entered``, where sharded parameters are whole.
-    """
-    if not parallel.is_linear(head) or "forward" in head.__dict__:
-        return False
-    if parallel.is_hooked(head) or (not within and parallel.needs_entering(head)):
-        return False
-    return all(p is None or type(p) in (Tensor, nn.Parameter) or intercepted() for p in (head.weight, head.bias)) and head.weight.numel() > 0
-
-
 def head_cross_entropy(head: nn.Module, x: Tensor, target: Tensor, *, within: bool = False, class_weight: Tensor | None = None, **options: Any) -> Any:
     """Cross entropy of ``head(x)`` and ``target``, with the options and results of ``linear_cross_entropy``, without holding all logits.
 
     x (M, H), target (M,). A plain ``nn.Linear`` is fused, also one whose parameters FSDP or ZeRO shards: they are gathered once. Any other head (LoRA,
-    quantised, hooked ...) is called itself on one chunk of tokens at a time, and again in the backward, so whatever surrounds its call takes part.
+    quantised ...) is called itself on one chunk of tokens at a time, and again in the backward, in the state of this call.
     ``within``: the caller has entered ``head``.
     """
     if not within and parallel.needs_entering(head):
@@ -88,9 +77,11 @@ def head_cross_entropy(head: nn.Module, x: Tensor, target: Tensor, *, within: bo
     class_weight = class_weight if class_weight is None else class_weight.detach()
     reduction, stats = options.pop("reduction", "mean"), options.pop("stats", False)
     call = head.forward if within else head
+    state = None if torch.compiler.is_compiling() else HeadState(head)
 
     def part(x: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        logits = call(x[None])
+        with contextlib.nullcontext() if state is None else state.restored():
+            logits = call(x[None])
         return cross_entropy(
             logits.reshape(-1, logits.shape[-1]), target, class_weight, reduction="none" if reduction == "none" else "sum", stats=True, **options
         )
@@ -125,12 +116,9 @@ def _vocabulary_parallel_loss(
 
 def out_features(head: nn.Module, x: Tensor, call: Callable | None = None) -> int:
     """The width of ``head(x)``, asked of the head, or of ``call``, if it does not say."""
-    head = parallel.bare(head)
-    n, weight = getattr(head, "out_features", None), getattr(head, "weight", None)
-    if isinstance(n, int):
+    n = width(head)
+    if n is not None:
         return n
-    if isinstance(weight, Tensor) and weight.ndim == 2:
-        return weight.shape[0]
     with torch.no_grad():
         return (call or head)(x.reshape(1, -1, x.shape[-1])[:, :1]).shape[-1]
 
@@ -150,27 +138,29 @@ class Loss:
     causal: bool = False  # whether transformers' ForCausalLMLoss is the model's loss function
     kept: Kept | None = None  # tokens that count, counted when the forward began
     num_items: Any = None  # what the loss function will divide the sum by
+    recipes: list[weakref.ref[Recipe]] = field(default_factory=list)  # made by calls of the head
 
 
-class DeferredLogits:
+class Recipe:
     """``head(rows)``, or ``rows`` if there is no head, then ``tail``; computed when somebody looks.
 
     ``tail`` holds ("mul", number), ("div", number), ("tanh", None) and ("to", dtype). Selecting and reshaping tokens acts on ``rows``. Once somebody
     looks, all recipes made of the same logits are computed from them, views as views: from then on the logits are what counts, as they may be changed
     in place.
 
-    Gradients and autocast are what they were when the head was called, whoever looks.
+    Gradients, autocast and the state of the head are what they were when it was called, whoever looks.
     """
 
-    def __init__(self, rows: Tensor, head: nn.Module | None, loss: Loss, tail: tuple[tuple[str, Any], ...] = ()):
-        self.rows, self.head, self.loss, self.tail = rows, head, loss, tail
+    def __init__(self, rows: Tensor, head: nn.Module | None, loss: Loss, tail: tuple[tuple[str, Any], ...] = (), state: HeadState | None = None):
+        self.rows, self.head, self.loss, self.tail, self.state = rows, head, loss, tail, state
         self.computed: Tensor | None = None
-        self.grad = torch.is_grad_enabled()
+        self.learns = torch.is_grad_enabled()
         self.autocast = _autocast(rows.device.type)
-        self.root: DeferredLogits | None = None  # what others are made of, and how; kept until they are computed
+        self.root: Recipe | None = None  # what others are made of, and how; kept until they are computed
         self.make: Callable[[], Tensor] | None = None
         self.shared = False  # whether another recipe was made of it, or may be of the same memory
-        self.others: list[Callable[[], DeferredLogits | None]] = []  # of a root: the recipes made of it, while they live
+        self.learnt = False  # whether a loss was computed without them, so that they get no gradient
+        self.others: list[Callable[[], Recipe | None]] = []  # of a root: the recipes made of it, while they live
 
     def value(self) -> Tensor:
         """The logits themselves."""
@@ -179,7 +169,7 @@ class DeferredLogits:
             root = self if self.root is None else self.root
             for recipe in (root, *(other() for other in root.others), self):  # parents come before their children
                 if recipe is not None and recipe.computed is None:
-                    with _outside_inference(), torch.set_grad_enabled(recipe.grad):
+                    with _outside_inference(), torch.set_grad_enabled(recipe.learns):
                         recipe.computed = recipe.make() if recipe.make is not None else recipe._call_head()
                     recipe.root = recipe.make = None
         return self.computed  # type: ignore[return-value]
@@ -187,12 +177,12 @@ class DeferredLogits:
     def not_in_a_function(self) -> None:
         """``RuntimeError`` within a ``torch.autograd.Function`` that was given a recipe: autograd knows tensors alone, and no gradient would pass."""
         root = self if self.root is None else self.root
-        if torch.is_grad_enabled() or not root.grad or torch.compiler.is_compiling():
+        if torch.is_grad_enabled() or not root.learns or torch.compiler.is_compiling():
             return
         forwards = {cls.forward.__code__ for cls in _subclasses(torch.autograd.Function) if isinstance(cls.forward, types.FunctionType)}
         frame = sys._getframe(1)
         while frame is not None:
-            if frame.f_code in forwards and any(isinstance(a, DeferredLogits) for a in _arguments(frame)):
+            if frame.f_code in forwards and any(isinstance(a, Recipe) for a in _arguments(frame)):
                 raise RuntimeError(
                     "torch.autograd.Function.apply: the logits of a patched model are computed when they are needed, and are no tensor before: "
                     "give it logits.value(), or patch the model with fused_linear_cross_entropy=False"
@@ -200,7 +190,7 @@ class DeferredLogits:
             frame = frame.f_back  # type: ignore[assignment]
 
     def _call_head(self) -> Tensor:
-        with self.as_called():
+        with self.as_called(), self.in_state():
             y = self.rows if self.head is None else self.head(self.rows)
         for name, arg in self.tail:  # what was done in place
             y = _apply(y, name, arg)
@@ -213,31 +203,35 @@ class DeferredLogits:
             return contextlib.nullcontext()
         return torch.autocast(device, dtype=self.autocast, enabled=self.autocast is not None)
 
-    def derived(self, rows: Tensor, tail: tuple[tuple[str, Any], ...], op: Callable[[Tensor], Tensor]) -> DeferredLogits:
-        new = DeferredLogits(rows, self.head, self.loss, tail)
+    def in_state(self) -> contextlib.AbstractContextManager:
+        """The head as it was when it was called."""
+        return contextlib.nullcontext() if self.state is None else self.state.restored()
+
+    def derived(self, rows: Tensor, tail: tuple[tuple[str, Any], ...], op: Callable[[Tensor], Tensor]) -> Recipe:
+        new = _recipe(rows, self.head, self.loss, tail, self.state)
         root = self if self.root is None else self.root
-        new.grad, new.autocast, new.root = new.grad and self.grad, self.autocast, root
+        new.learns, new.autocast, new.root = new.learns and self.learns, self.autocast, root
         new.make = lambda: op(self.value())
         new.shared = self.shared = True
         # while it is traced nothing is computed that nobody uses
         root.others.append((lambda: new) if torch.compiler.is_compiling() else weakref.ref(new))
         return new
 
-    def then(self, name: str, arg: Any = None) -> DeferredLogits:
+    def then(self, name: str, arg: Any = None) -> Recipe:
         new = self.derived(self.rows, (*self.tail, (name, arg)), lambda y: _apply(y, name, arg))
         new.shared = name == "to" and arg == self.dtype
         return new
 
     def changed(self, name: str, arg: Any) -> Any:
         """The same in place."""
-        if self.computed is not None or self.shared or not isinstance(arg, (int, float)) or not arg or self.grad != torch.is_grad_enabled():
+        if self.computed is not None or self.shared or not isinstance(arg, (int, float)) or not arg or self.learns != torch.is_grad_enabled():
             return getattr(self.value(), f"{name}_")(_materialised(arg))
         self.tail, make = (*self.tail, (name, arg)), self.make
         if make is not None:
             self.make = lambda: _apply(make(), name, arg)
         return self
 
-    def with_rows(self, rows: Tensor, op: Callable[[Tensor], Tensor]) -> DeferredLogits:
+    def with_rows(self, rows: Tensor, op: Callable[[Tensor], Tensor]) -> Recipe:
         return self.derived(rows, self.tail, op)
 
     def scale_and_cap(self) -> tuple[float, float | None] | None:
@@ -255,6 +249,14 @@ class DeferredLogits:
         if capped and not after:
             return None  # a cap of 0
         return (before * after, after) if capped else (before, None)
+
+    def gradient_wanted(self, name: str) -> None:
+        """``RuntimeError`` if a loss has been computed already, without logits, so that its gradient does not pass through them."""
+        if self.learnt:
+            raise RuntimeError(
+                f"{name}: a loss of these logits was computed without them, so that they get no gradient: ask before the loss is computed, "
+                "take logits.value() before, or patch the model with fused_linear_cross_entropy=False"
+            )
 
     # -- what is known without computing
 
@@ -276,7 +278,7 @@ class DeferredLogits:
     @property
     def requires_grad(self) -> bool:
         leaves = (self.rows, *(self.head.parameters() if self.head is not None else ()))
-        return self.grad and any(t.requires_grad for t in leaves)
+        return self.learns and any(t.requires_grad for t in leaves)
 
     @property
     def ndim(self) -> int:
@@ -310,8 +312,8 @@ class DeferredLogits:
     def tanh(self) -> Any:
         return self.then("tanh") if self.computed is None else self.value().tanh()
 
-    def float(self) -> Any:
-        return self.to(torch.float32)
+    def float(self, **kwargs: Any) -> Any:
+        return self.value().float(**kwargs) if kwargs else self.to(torch.float32)
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         if self.computed is None and not kwargs and len(args) == 1:
@@ -321,19 +323,23 @@ class DeferredLogits:
                 return self
         return self.value().to(*args, **kwargs)
 
-    def contiguous(self) -> Any:
-        return self.with_rows(self.rows, Tensor.contiguous) if self.computed is None else self.value().contiguous()
+    def contiguous(self, **kwargs: Any) -> Any:
+        return self.with_rows(self.rows, Tensor.contiguous) if self.computed is None and not kwargs else self.value().contiguous(**kwargs)
 
-    def reshape(self, *shape: Any) -> Any:
+    def reshape(self, *shape: Any, **kwargs: Any) -> Any:
+        return self._shaped("reshape", *shape, *kwargs.values()) if kwargs.keys() <= {"shape"} else self.value().reshape(*shape, **kwargs)
+
+    def view(self, *shape: Any, **kwargs: Any) -> Any:
+        return self._shaped("view", *shape, *kwargs.values()) if kwargs.keys() <= {"size"} else self.value().view(*shape, **kwargs)
+
+    def _shaped(self, name: str, *shape: Any) -> Any:
         sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
         V = self.shape[-1]
         if self.computed is None and all(isinstance(n, int) for n in sizes) and len(sizes) > 1:
             lead, last = sizes[:-1], sizes[-1]
             if last == V or (last == -1 and -1 not in lead and torch.Size(lead).numel() == self.rows.shape[:-1].numel()):
                 return self.with_rows(self.rows.reshape(*lead, self.rows.shape[-1]), lambda y: y.reshape(sizes))
-        return self.value().view(*sizes) if len(sizes) == 1 else self.value().reshape(sizes)
-
-    view = reshape
+        return getattr(self.value(), name)(*shape)
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Any:
         if self.computed is None and start_dim >= 0 and end_dim % self.ndim < self.ndim - 1:
@@ -359,7 +365,12 @@ class DeferredLogits:
             return _cross_entropy(*args, **kwargs)
         if fn is torch.tanh and not kwargs:
             return args[0].tanh()
-        return fn(*tree_map(_materialised, args), **tree_map(_materialised, kwargs))
+        if fn in _OF_GRADIENTS:
+            asked = kwargs.get("inputs", args[-1]) if fn is torch.autograd.grad else args[:1]
+            for x in asked:
+                if isinstance(x, Recipe):
+                    x.gradient_wanted(fn.__name__)
+        return fn(*_of_tensors(args), **_of_tensors(kwargs))
 
 
 def _subclasses(cls: Any) -> Iterator[Any]:
@@ -391,18 +402,56 @@ def _outside_inference() -> contextlib.AbstractContextManager:
 
 
 def _materialised(x: Any) -> Any:
-    return x.value() if isinstance(x, DeferredLogits) else x
+    return x.value() if isinstance(x, Recipe) else x
+
+
+def _of_tensors(tree: Any) -> Any:
+    """``tree`` with logits in the place of recipes."""
+    return tree_map(_materialised, tree, is_leaf=_is_recipe)
+
+
+def _is_recipe(x: Any) -> bool:
+    return isinstance(x, Recipe)
 
 
 def _operator(name: str) -> Callable:
-    return lambda self, *args: getattr(self.value(), name)(*tree_map(_materialised, args))
+    return lambda self, *args, **kwargs: getattr(self.value(), name)(*_of_tensors(args), **_of_tensors(kwargs))
 
 
 _ARITHMETIC = ("add", "radd", "sub", "rsub", "rtruediv", "floordiv", "rfloordiv", "mod", "rmod", "neg", "abs", "pow", "rpow", "matmul", "rmatmul")
 _IN_PLACE = ("iadd", "isub", "ipow", "ifloordiv", "imod", "iand", "ior")
 for _name in (*_ARITHMETIC, *_IN_PLACE, "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "invert", "bool", "iter", "setitem"):
-    setattr(DeferredLogits, f"__{_name}__", _operator(f"__{_name}__"))
-DeferredLogits.__hash__ = object.__hash__  # type: ignore[method-assign]
+    setattr(Recipe, f"__{_name}__", _operator(f"__{_name}__"))
+Recipe.__hash__ = object.__hash__  # type: ignore[method-assign]
+
+
+class DeferredLogits(Recipe, Tensor):  # type: ignore[misc]
+    """A recipe that is a tensor, without memory of its own: ``isinstance`` says so, and what PyTorch's C++ is given is caught below."""
+
+    @staticmethod
+    def __new__(cls, rows: Tensor, head: nn.Module | None, *args: Any, **kwargs: Any) -> DeferredLogits:
+        shape = rows.shape if head is None else (*rows.shape[:-1], out_features(head, rows))
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=rows.dtype, device=rows.device)  # type: ignore[attr-defined]
+
+    @classmethod
+    def __torch_dispatch__(cls, fn: Any, types_: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        recipes = [x for x in tree_leaves((args, kwargs), is_leaf=_is_recipe) if _is_recipe(x)]
+        if torch.is_grad_enabled() and any(x.requires_grad for x in recipes):  # autograd, which is above, knows nothing of their gradient
+            raise RuntimeError(
+                f"{fn}: the logits of a patched model are computed when they are needed: give it logits.value(), "
+                "or patch the model with fused_linear_cross_entropy=False"
+            )
+        return fn(*_of_tensors(args), **_of_tensors(kwargs or {}))
+
+
+def _recipe(*args: Any, **kwargs: Any) -> Recipe:
+    """One that is a tensor, but while it is traced: ``torch.compile`` knows objects better."""
+    return (Recipe if torch.compiler.is_compiling() else DeferredLogits)(*args, **kwargs)
+
+
+_OF_GRADIENTS = {Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad, Tensor.grad.__get__, torch.autograd.grad}  # type: ignore[attr-defined]
+# What goes through pytrees (torch.vmap, torch.func) are the logits
+register_pytree_node(DeferredLogits, lambda x: ([x.value()], None), lambda children, _: next(iter(children)))
 
 
 def _keeps_last_dim(index: Any, ndim: int) -> bool:
@@ -421,18 +470,18 @@ def _cross_entropy(
     reduction: str = "mean", label_smoothing: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """``F.cross_entropy`` of a recipe."""
-    if isinstance(input, DeferredLogits) and input.ndim == 2 and target.ndim == 1 and size_average is None and reduce is None:
+    if isinstance(input, Recipe) and input.ndim == 2 and target.ndim == 1 and size_average is None and reduce is None:
         said = {k: v for k, v in (("class_weight", weight), ("label_smoothing", label_smoothing or None)) if v is not None}
         return _loss(input, target, ignore_index=ignore_index, reduction=reduction, **said)
     args = (_materialised(a) for a in (input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing))
     return F.cross_entropy(*args)
 
 
-def _loss(logits: DeferredLogits, target: Tensor, **options: Any) -> Tensor:
+def _loss(logits: Recipe, target: Tensor, **options: Any) -> Tensor:
     logits.not_in_a_function()
     asked = logits.loss
     options = asked.options | options
-    cut = torch.is_grad_enabled() and not logits.grad  # from the graph, by a no_grad before this loss
+    cut = torch.is_grad_enabled() and not logits.learns  # from the graph, by a no_grad before this loss
     transform = logits.scale_and_cap() if logits.computed is None and not cut else None
     if transform is not None and (transform[1] is None or "softcap" not in asked.options):
         options["logit_scale"], softcap = transform
@@ -444,8 +493,12 @@ def _loss(logits: DeferredLogits, target: Tensor, **options: Any) -> Tensor:
         options.pop("accum_dtype", None)
         found = cross_entropy(rows, target, options.pop("class_weight", None), stats=asked.statistics, **options)
     else:
-        with logits.as_called():
+        with logits.as_called(), logits.in_state():
             found = _head_loss(head, rows, target, asked, options)
+        root = logits if logits.root is None else logits.root
+        for recipe in (root, *(other() for other in root.others)):
+            if recipe is not None:
+                recipe.learnt = True
     asked.taken = True
     if not asked.statistics:
         return found
@@ -489,6 +542,7 @@ def _entered_loss(head: nn.Module, rows: Tensor, target: Tensor, asked: Loss, op
     # a sum that is about to be divided: dividing in the forward spares the backward a pass over the gradient of the head
     n = items(asked.num_items, rows) if main and linear and asked.num_items is not None and options.get("reduction") == "sum" else None
     if n is not None:
+        n = n.where(n != 0, 1)  # of no tokens the caller divides by 0, as with logits
         options |= dict(reduction="mean", num_items=n)
     found = head_cross_entropy(head, rows, target, within=within, stats=asked.statistics, **options)
     loss, *more = found if asked.statistics else (found,)
@@ -529,44 +583,76 @@ class Call:
 
 
 class StandIn(nn.Module):
-    """In the head's place during ``forward``: returns a recipe to the calls that want one, and is otherwise the head.
+    """In the head's place during ``forward``: returns a recipe to the calls that want one, and is the head to everybody else who looks.
 
     ``calls`` are those of each thread, the innermost last; None is one that wants logits.
     """
 
     def __init__(self, head: nn.Module):
-        super().__init__()
         if torch.compiler.is_compiling():
+            super().__init__()
             self.head = head
-        else:  # names are the head's for those who look meanwhile: a checkpoint made by another thread, or in the handler of a signal
-            self.__dict__.update({name: head.__dict__[name] for name in ("_parameters", "_buffers", "_modules")}, head=head)
-        self.calls: dict[int, list[Call | None]] = {}
+            self.calls: dict[int, list[Call | None]] = {}
+        else:  # nothing of its own: parameters, hooks and all else are the head's for those who look meanwhile, and those who change it
+            self.__dict__.update(head=head, calls={})
 
     def call(self) -> Call | None:
         """What this thread is in."""
         calls = self.calls.get(_thread())
         return calls[-1] if calls else None
 
-    def forward(self, hidden_states: Tensor) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         call = self.call()
         if call is None:
-            return self.head(hidden_states)
-        held = None if call.keep_logits else parallel.received(self.head, hidden_states)
+            return self.head(*args, **kwargs)
+        held = None if call.keep_logits or kwargs or len(args) != 1 else _held(self.head, args[0])
         if held is None:
-            return DeferredLogits(self.head(hidden_states), None, call.loss)
+            logits = self.head(*args, **kwargs)
+            return _recipe(logits, None, call.loss) if isinstance(logits, Tensor) else logits
         head, rows = held
-        return DeferredLogits(rows, head, call.loss)
+        if torch.compiler.is_compiling():
+            return Recipe(rows, head, call.loss)
+        recipe = DeferredLogits(rows, head, call.loss, state=HeadState(head, rows) if head is self.head else None)
+        call.loss.recipes.append(weakref.ref(recipe))
+        return recipe
 
     def __getattr__(self, name: str) -> Any:
-        try:
+        if "_modules" in self.__dict__:  # where it is traced
             return super().__getattr__(name)
-        except AttributeError:
-            if name == "head":
-                raise
-            return getattr(self.head, name)
+        return getattr(self.__dict__["head"], name)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self.head.state_dict(*args, **kwargs)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)  # hooks of all modules are for the head
+
+    @property
+    def __class__(self) -> type:
+        return type(self.__dict__.get("head", self))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if torch.compiler.is_compiling() or "calls" not in self.__dict__:
+            super().__setattr__(name, value)
+        else:
+            setattr(self.head, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.head, name)
+
+
+def _of_head(name: str) -> Callable:
+    return lambda self, *args, **kwargs: getattr(self.head, name)(*args, **kwargs)
+
+
+# What visits the modules of a model, to change them or to ask what they are, finds the head
+for _name in ("state_dict", "named_modules", "apply", "train", "_apply", "requires_grad_", "__repr__"):
+    setattr(StandIn, _name, _of_head(_name))
+
+
+def _held(head: nn.Module, x: Any) -> tuple[nn.Module, Tensor] | None:
+    """The head and rows of a recipe for ``head(x)``; None where the call cannot wait."""
+    if not isinstance(x, Tensor) or not untouched():
+        return None
+    held = parallel.received(head, x)
+    return None if held is not None and held[0] is head and not can_wait(head) else held
 
 
 _standing: list[StandIn] = []  # those in place
@@ -627,7 +713,7 @@ def place_of_head(model: nn.Module) -> tuple[nn.Module, str] | None:
         return None
     if head is None:  # transformers does not look for it where there is no embedding: in the last stage of a pipeline
         head = model._modules.get("lm_head")
-    if not isinstance(head, nn.Module):
+    if not isinstance(head, nn.Module) or isinstance(head, nn.Embedding):  # which is called for the inputs, too
         return None
     for name, child in model._modules.items():  # where it nearly always is
         if child is head:
@@ -694,7 +780,11 @@ def fused(forward: Callable, *, keep_logits: bool = False, known: bool = True) -
         if not loss.taken and (options or loss.statistics):
             warnings.warn(f"{type(self).__name__}: its loss is not one cross entropy of its logits, so it has no {[*own_options, *STATISTICS]}", stacklevel=2)
         settle = _settled if known else _settled_in_place
-        return settle(out, skip, loss.token_accuracy if accuracy else None, loss.predicted_tokens if predictions else None)
+        out = settle(out, skip, loss.token_accuracy if accuracy else None, loss.predicted_tokens if predictions else None)
+        for recipe in loss.recipes:  # somebody holds these, and may look at them when the weights are others
+            if (kept := recipe()) is not None:
+                kept.value()
+        return out
 
     skip = inspect.Parameter("skip_logits", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="bool | None")
     del wrapper.__wrapped__  # type: ignore[attr-defined]  # accelerate follows it when it takes its own wrappers off
@@ -794,21 +884,21 @@ def _outputs_in(module: types.ModuleType) -> Iterator[type]:
 def _settled(out: Any, skip: bool, token_accuracy: Tensor | None, predicted_tokens: Tensor | None) -> Any:
     """``out`` without recipes: what was skipped is left out, the rest is computed. A ``ModelOutput`` is rebuilt, as it is also a dict."""
     if isinstance(out, tuple):
-        drop = skip and isinstance(out[0], Tensor)  # the loss is there
-        kept = [_materialised(x) for x in out if not (drop and isinstance(x, DeferredLogits))]
+        drop = skip and isinstance(out[0], Tensor) and not isinstance(out[0], Recipe)  # the loss is there
+        kept = [_materialised(x) for x in out if not (drop and isinstance(x, Recipe))]
         return tuple(kept + [x for x in (token_accuracy, predicted_tokens) if x is not None])
     if not isinstance(out, ModelOutput):
         return _materialised(out)
     drop = skip and getattr(out, "loss", None) is not None
-    fields = {k: _materialised(v) for k, v in out.items() if not (drop and isinstance(v, DeferredLogits))}
+    fields = {k: _materialised(v) for k, v in out.items() if not (drop and isinstance(v, Recipe))}
     return output_class(type(out))(**fields, token_accuracy=token_accuracy, predicted_tokens=predicted_tokens)
 
 
 def _settled_in_place(out: Any, skip: bool, token_accuracy: Tensor | None, predicted_tokens: Tensor | None) -> Any:
     """The same for the output of a ``forward`` of the user's: the very object where it is a ``ModelOutput``, as it may have more than its class declares."""
     if not isinstance(out, ModelOutput):
-        return tree_map(_materialised, out)
-    recipes = {k: v for k, v in out.items() if isinstance(v, DeferredLogits)}
+        return _of_tensors(out)
+    recipes = {k: v for k, v in out.items() if isinstance(v, Recipe)}
     for name, recipe in recipes.items():
         if skip and name == "logits" and getattr(out, "loss", None) is not None:
             OrderedDict.__delitem__(out, name)

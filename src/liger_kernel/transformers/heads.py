@@ -1,0 +1,131 @@
+"""Which output heads can be called later than the model calls them, and in the state that they had when it did.
+
+The fused loss (``deferred``) does not compute logits when a model calls its head, but when the loss comes. Nobody may notice: so a head waits only where
+its call is a function of each token alone, of its weights and its attributes, and is seen by nobody (``can_wait``); and what it depends on is remembered
+(``HeadState``), to be there again when it is called, or to raise where that is impossible. Every other head is called when the model calls it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from liger_kernel import parallel
+from liger_kernel.ops._op import intercepted
+
+_LINEAR_FORWARD, _LINEAR = nn.Linear.forward, F.linear
+# Modules that compute every token by itself and keep nothing: PyTorch's, and those of packages that adapt or quantise linear layers
+_TOKEN_WISE = (nn.Linear, nn.Dropout, nn.Identity, nn.Sequential, nn.ModuleDict, nn.ModuleList, nn.ParameterDict, nn.ParameterList)
+_ADAPTING = ("peft.", "bitsandbytes.", "torchao.", "hqq.", "gptqmodel.", "auto_gptq.", "awq.", "optimum.", "transformers.integrations.")
+
+
+def untouched() -> bool:
+    """Whether linear layers are PyTorch's own and no hook sees all modules."""
+    return nn.Linear.forward is _LINEAR_FORWARD and F.linear is _LINEAR and not _has_any_global_hook()
+
+
+def is_plain(head: nn.Module, within: bool = False) -> bool:
+    """Whether calling ``head`` is ``x @ weight.T + bias`` and nothing else: no hook, wrapper, adapter or sharding sees the call.
+
+    ``within``: in ``parallel.entered``, where sharded parameters are whole.
+    """
+    if not parallel.is_linear(head) or "forward" in head.__dict__ or not untouched():
+        return False
+    if parallel.is_hooked(head) or (not within and parallel.needs_entering(head)):
+        return False
+    return all(p is None or type(p) in (Tensor, nn.Parameter) or intercepted() for p in (head.weight, head.bias)) and head.weight.numel() > 0
+
+
+def can_wait(head: nn.Module) -> bool:
+    """Whether calling ``head`` later, on some tokens at a time and more than once, is what one call is: a linear layer, sharded, adapted or quantised."""
+    if is_plain(head):
+        return True
+    return untouched() and isinstance(width(head), int) and all(map(_is_token_wise, parallel.bare(head).modules())) and not parallel.is_hooked(head)
+
+
+def _is_token_wise(m: nn.Module) -> bool:
+    cls = parallel.unsharded_class(m)
+    if cls not in _TOKEN_WISE and not cls.__module__.startswith(_ADAPTING):
+        return False
+    if parallel.is_hooked(m):
+        return False
+    # accelerate's hooks, which move weights or activations to where they are needed, replace ``forward``
+    return "forward" not in m.__dict__ or type(m.__dict__.get("_hf_hook")).__module__.startswith("accelerate.")
+
+
+def width(head: nn.Module) -> int | None:
+    """The number of classes, if ``head`` says it."""
+    n = getattr(parallel.bare(head), "out_features", None)
+    return n if isinstance(n, int) else None
+
+
+class HeadState:
+    """Attributes, hooks and weights of a head and its parts, and the rows it is called with, as they are now."""
+
+    def __init__(self, head: nn.Module, *rows: Tensor):
+        sharded = parallel.is_sharded(head)  # then weights come and go with its calls
+        self._skipped = ("_parameters",) if sharded else ()
+        self._modules = [(m, self._attributes(m)) for m in parallel.bare(head).modules()]
+        weights = [] if sharded else list(head.parameters())
+        self._tensors = [(t, _version(t)) for t in (*weights, *rows)]
+        self._learning = [(p, p.requires_grad) for p in weights]
+
+    def _attributes(self, m: nn.Module) -> dict[str, Any]:
+        return {k: v.copy() if type(v) in _CONTAINERS else v for k, v in m.__dict__.items() if k not in self._skipped}
+
+    def _is_now(self, m: nn.Module, attributes: dict[str, Any]) -> bool:
+        now = m.__dict__
+        return len(now) == len(attributes) + len(self._skipped) and all(k in now and _same(now[k], v) for k, v in attributes.items())
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """The same state again, for this time. ``RuntimeError`` where a tensor was changed in place since: its values are gone."""
+        if any(_version(t) != version for t, version in self._tensors):
+            raise RuntimeError(
+                "the logits of a patched model are computed when they are needed, and the weights or inputs of its head were changed in place since it was "
+                "called: take logits.value() before, or patch the model with fused_linear_cross_entropy=False"
+            )
+        changed = [(m, then) for m, then in self._modules if not self._is_now(m, then)]
+        learning = [(p, p.requires_grad) for p, then in self._learning if p.requires_grad != then]
+        now = [(m, dict(m.__dict__)) for m, _ in changed]
+        for m, then in changed:
+            _replace(m, then | {k: m.__dict__[k] for k in self._skipped})
+        for p, there in learning:
+            p.requires_grad_(not there)
+        try:
+            yield
+        finally:
+            for p, there in learning:
+                p.requires_grad_(there)
+            for m, attributes in now:
+                _replace(m, attributes)
+
+
+_CONTAINERS = (dict, OrderedDict, list, set)
+
+
+def _same(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return len(a) == len(b) and all(k in b and _same(v, b[k]) for k, v in a.items())
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return isinstance(a, (bool, int, float, str, set)) and a == b
+
+
+def _version(t: Tensor) -> int:
+    return 0 if t.is_inference() else t._version
+
+
+def _replace(m: nn.Module, attributes: dict[str, Any]) -> None:
+    m.__dict__.clear()
+    m.__dict__.update(attributes)

@@ -1,0 +1,485 @@
+"""When a head is called: logits, losses and gradients of a patched model are those of the moment at which the model called its head."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import os
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+transformers = pytest.importorskip("transformers")
+
+from hf_models import DEVICE, assert_same_learning, make, served_by_kernels_or_references, step, tokens  # noqa: E402
+from transformers import LlamaForCausalLM  # noqa: E402
+from transformers.pytorch_utils import Conv1D  # noqa: E402
+
+from liger_kernel.transformers import deferred, instance_patches, restore  # noqa: E402
+from liger_kernel.transformers.deferred import DeferredLogits, Recipe  # noqa: E402
+
+MOMENTS = int(os.environ.get("LIGER_TEST_PROGRAMS", 120))
+
+
+@pytest.fixture(autouse=True)
+def _served():
+    with served_by_kernels_or_references():
+        yield
+    restore()
+
+
+@pytest.fixture
+def computed(monkeypatch):
+    """Shapes of the logits that recipes had to compute."""
+    shapes, value = [], DeferredLogits.value
+
+    def spy(self):
+        if self.computed is None:
+            shapes.append(tuple(self.shape))
+        return value(self)
+
+    monkeypatch.setattr(DeferredLogits, "value", spy)
+    return shapes
+
+
+def llama(cls: type = LlamaForCausalLM) -> nn.Module:
+    model = make("llama", num_hidden_layers=1).train()
+    model.__class__ = cls
+    return model
+
+
+def patched(model: nn.Module) -> nn.Module:
+    instance_patches(model, "llama", {}, "fused").apply()
+    return model
+
+
+def both(change=lambda model: None, cls: type = LlamaForCausalLM):
+    """The same model, changed, stock and patched."""
+    stock, ours = llama(cls), patched(llama(cls))
+    for model in (stock, ours):
+        torch.manual_seed(1)
+        change(model)
+    return stock, ours
+
+
+def shifted(labels):
+    return F.pad(labels, (0, 1), value=-100)[:, 1:].reshape(-1)
+
+
+def loss_of(logits, labels):
+    return F.cross_entropy(logits.reshape(-1, logits.shape[-1]).float(), shifted(labels))
+
+
+def lora(model: nn.Module, *adapters: str, **options) -> nn.Module:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["lm_head"], init_lora_weights=False, **options)
+    found = peft.get_peft_model(model, config, adapter_name=adapters[0] if adapters else "default")
+    for name in adapters[1:]:
+        found.add_adapter(name, config)
+    return found
+
+
+# -- nothing to learn ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["plain", "tied", "bf16", "lora", "compiled"])
+@pytest.mark.parametrize("count", [0, torch.tensor(0), None])
+def test_labels_that_count_nothing_change_nothing(kind, count):
+    """Trainers divide the sum of no losses by 0 items: the loss is no number, and every gradient 0."""
+    batch = tokens()
+    batch["labels"] = torch.full_like(batch["labels"], -100)
+    models = [make("llama", num_hidden_layers=1, tie_word_embeddings=kind == "tied").train() for _ in range(2)]
+    patched(models[1])
+    for model in models:
+        if kind == "lora":
+            torch.manual_seed(0)
+            run = lora(model)
+        elif kind == "compiled":
+            torch._dynamo.reset()
+            run = torch.compile(model, backend="aot_eager")
+        else:
+            run = model.to(torch.bfloat16 if kind == "bf16" else torch.float32)
+        loss = run(**batch, use_cache=False, **({} if count is None else {"num_items_in_batch": count})).loss
+        loss.backward()
+        assert loss.isnan()
+    expected, found = ({n: p.grad for n, p in m.named_parameters() if p.grad is not None} for m in models)
+    assert expected.keys() == found.keys() and expected
+    assert all(not g.any() for g in (*expected.values(), *found.values()))  # NaN counts as something
+
+
+# -- later than the call -------------------------------------------------------------------
+
+
+def _kept(logits, labels, vocab_size, **_):
+    _kept.logits = logits
+    return loss_of(logits, labels)
+
+
+def test_logits_that_a_loss_keeps_are_those_of_the_call():
+    found = []
+    for model in both(lambda model: setattr(model, "loss_function", _kept)):
+        model(**tokens()).loss.backward()
+        torch.optim.SGD(model.parameters(), lr=5.0).step()
+        found.append(_kept.logits + 0)
+    torch.testing.assert_close(found[1], found[0])
+
+
+@dataclasses.dataclass
+class Own:
+    """An output that no library knows."""
+
+    loss: torch.Tensor
+    logits: torch.Tensor
+
+
+class Returning(LlamaForCausalLM):
+    def forward(self, input_ids, labels=None, **_):
+        logits = self.lm_head(self.model(input_ids).last_hidden_state)
+        return Own(loss_of(logits, labels), logits)
+
+
+def test_logits_in_an_output_of_the_users_own():
+    found = []
+    for model in both(cls=Returning):
+        out = model(**tokens())
+        out.loss.backward()
+        torch.optim.SGD(model.parameters(), lr=5.0).step()
+        found.append(out.logits * 1.0)
+        assert isinstance(out.logits, torch.Tensor)
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_ordinary_training_keeps_and_computes_no_logits(computed):
+    model = patched(llama())
+    for _ in range(2):
+        step(model)
+    batch = tokens()
+    model(**batch, return_dict=False)
+    model(**batch, return_token_accuracy=True)
+    assert not computed
+
+
+class Moments(LlamaForCausalLM):
+    """Its forward calls the head, changes it, and computes losses, in the order of a program."""
+
+    def forward(self, input_ids, labels=None, **_):
+        hidden, logits, total = self.model(input_ids).last_hidden_state, [], 0.0
+        for number, (do, at) in enumerate(self.program, 1):
+            if do == "call":
+                logits.append(self.lm_head(hidden * (1 + 0.1 * number)))
+            elif do == "call without gradient":
+                with torch.no_grad():
+                    logits.append(self.lm_head(hidden))
+            elif do == "loss" and logits:
+                total = total + number * loss_of(logits[at % len(logits)], labels)
+            elif do == "look" and logits:
+                total = total + 0.1 * number * logits[at % len(logits)].logsumexp(-1).mean()
+            elif do in CHANGES:
+                CHANGES[do](self, at)
+        return (total + 0.01 * hidden.square().mean(), *logits)
+
+
+def _adapters(model):
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return [m for m in model.modules() if isinstance(m, BaseTunerLayer)]
+
+
+def _weight_of(model):
+    return next(p for n, p in model.named_parameters() if "lm_head" in n and n.endswith("weight") and "lora" not in n)
+
+
+def _replace_weight(model, at):
+    m = next((m for n, m in model.named_modules() if "lm_head" in n and type(m) is nn.Linear and m.weight is _weight_of(model)))
+    m.weight = nn.Parameter(m.weight.detach() * 1.5)
+
+
+CHANGES = {
+    "adapters off": lambda model, at: [m.enable_adapters(False) for m in _adapters(model)],
+    "adapters on": lambda model, at: [m.enable_adapters(True) for m in _adapters(model)],
+    "another adapter": lambda model, at: [m.set_adapter(["one", "two"][at % 2]) for m in _adapters(model)],
+    "both adapters": lambda model, at: [m.set_adapter(["one", "two"]) for m in _adapters(model)],
+    "scaled": lambda model, at: [m.set_scale("one", 0.5 + at) for m in _adapters(model)],
+    "eval": lambda model, at: model.eval(),
+    "train": lambda model, at: model.train(),
+    "freeze": lambda model, at: _weight_of(model).requires_grad_(False),
+    "thaw": lambda model, at: _weight_of(model).requires_grad_(True),
+    "another weight": _replace_weight,
+    "hook": lambda model, at: model.lm_head.register_forward_hook(lambda m, a, out: out * 1.5),
+}
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_every_call_is_of_its_moment(adapted):
+    """Random programs: losses and gradients, with the head in other states between its call, the loss and the backward."""
+    plain = ["eval", "train", "freeze", "thaw", "another weight", "hook"]
+    usual = ["call", "call", "loss", "loss", "look", "call without gradient"]
+    for seed in range(MOMENTS // 2):
+        rng = random.Random(1000 * adapted + seed)
+        kinds = usual + list(CHANGES if adapted else plain)
+        drawn = [(rng.choice(kinds), rng.randrange(6)) for _ in range(12)]
+        program, after = [("call", 0), *drawn[: rng.randrange(2, 9)], ("loss", 0)], [(do, at) for do, at in drawn[8:] if do in CHANGES]
+        found = []
+        for model in both(cls=Moments):
+            model.program = program
+            torch.manual_seed(2)
+            run = lora(model, "one", "two") if adapted else model
+            if adapted:
+                model.lm_head.base_layer.weight.requires_grad_(True)
+            weights = dict(run.named_parameters())
+            out = run(**tokens())
+            for do, at in after:
+                if do != "hook":
+                    CHANGES[do](model, at)
+            out[0].backward()
+            learned = {n: p.grad for n, p in weights.items() if p.grad is not None}
+            found.append((learned | {"loss": out[0].detach()}, [y.detach() + 0 for y in out[1:]]))
+        told = f"program {seed}, adapted {adapted}: {program}, before the backward {after}"
+        try:
+            assert found[1][0].keys() == found[0][0].keys()
+            if len(found[0][0]) > 1:  # something is learnt
+                assert_same_learning(found[1][0], found[0][0], 1e-5)
+            for ours, stock in zip(found[1][1], found[0][1], strict=True):
+                torch.testing.assert_close(ours, stock, rtol=1e-4, atol=1e-5)
+        except AssertionError as error:
+            raise AssertionError(told) from error
+
+
+def test_weights_changed_in_place_between_call_and_loss_raise():
+    """Their values of then are gone; logits would have been computed with them."""
+
+    class Edited(LlamaForCausalLM):
+        def forward(self, input_ids, labels=None, **_):
+            logits = self.lm_head(self.model(input_ids).last_hidden_state)
+            with torch.no_grad():
+                self.lm_head.weight.mul_(2.0)
+            return {"loss": loss_of(logits, labels)}
+
+    _, ours = both(cls=Edited)
+    with pytest.raises(RuntimeError, match=r"changed in place since it was called: take logits.value\(\) before"):
+        ours(**tokens())
+
+
+# -- who sees the call ---------------------------------------------------------------------
+
+
+def _hook(kind):
+    seen = []
+
+    def counted(m, args, out):
+        seen.append(out.shape)
+
+    hooks = {
+        "counted": lambda m: m.lm_head.register_forward_hook(counted),
+        "in place": lambda m: m.lm_head.register_forward_pre_hook(lambda m, a: (a[0].mul_(1.5), None)[1]),
+        "keywords": lambda m: m.lm_head.register_forward_pre_hook(lambda m, a, k: ((a[0] * 2,), k), with_kwargs=True, prepend=True),
+        "output in place": lambda m: m.lm_head.register_forward_hook(lambda m, a, out: (out.mul_(0.5), None)[1], prepend=True),
+        "backward": lambda m: m.lm_head.register_full_backward_hook(lambda m, gi, go: (gi[0] * 2,)),
+        "before the backward": lambda m: m.lm_head.register_full_backward_pre_hook(lambda m, go: (go[0] * 2,)),
+    }
+    return hooks[kind], seen
+
+
+@pytest.mark.parametrize("kind", ["counted", "in place", "keywords", "output in place", "backward", "before the backward"])
+def test_hooks_of_the_head_fire_once_on_all_tokens(kind):
+    hook, seen = _hook(kind)
+    stock, ours = both(hook)
+    expected = step(stock)[1]
+    assert_same_learning(step(ours)[1], expected)
+    assert len(seen) == (2 if kind == "counted" else 0) and len(set(seen)) <= 1
+
+
+@pytest.mark.parametrize("kind", ["module hook", "module pre-hook", "nn.Linear.forward", "F.linear"])
+def test_what_is_changed_for_all_modules_reaches_the_head(kind, monkeypatch):
+    modules, stock, linear = torch.nn.modules.module, nn.Linear.forward, F.linear
+    models = both()
+    expected = step(models[0])[1]
+    handle = None
+    if kind == "module hook":
+        handle = modules.register_module_forward_hook(lambda m, args, out: out * 1.5 if isinstance(m, nn.Linear) else None)
+    elif kind == "module pre-hook":
+        handle = modules.register_module_forward_pre_hook(lambda m, args: (args[0] * 1.5,) if isinstance(m, nn.Linear) else None)
+    elif kind == "F.linear":
+        monkeypatch.setattr(F, "linear", lambda *args: linear(*args) * 1.5)
+    else:
+        monkeypatch.setattr(nn.Linear, "forward", lambda self, x: stock(self, x) * 1.5)
+    try:
+        with_it, ours = (step(m)[1] for m in models)
+    finally:
+        if handle is not None:
+            handle.remove()
+    assert not torch.equal(with_it["loss"], expected["loss"])
+    assert_same_learning(ours, with_it)
+
+
+class Scaled(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) / x.norm(dim=-1, keepdim=True)
+
+
+def _sequence_head(model):
+    n, V = model.lm_head.in_features, model.lm_head.out_features
+    model.lm_head = nn.Sequential(nn.Flatten(0, 1), nn.BatchNorm1d(n), nn.Linear(n, V), nn.Unflatten(0, (2, -1))).to(DEVICE)
+
+
+OTHER_HEADS = {
+    "batch norm": _sequence_head,
+    "spectral norm": lambda m: setattr(m, "lm_head", nn.utils.spectral_norm(m.lm_head)),
+    "parametrised": lambda m: setattr(m, "lm_head", nn.utils.parametrizations.spectral_norm(m.lm_head)),
+    "transposed": lambda m: setattr(m, "lm_head", Conv1D(m.lm_head.out_features, m.lm_head.in_features).to(DEVICE)),
+    "a class of its own": lambda m: setattr(m.lm_head, "__class__", Scaled),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_HEADS)
+def test_heads_that_cannot_wait_are_called_at_once(kind):
+    """Twice, as statistics that a head keeps must be right, too; and a loss of the user's that asks for the vocabulary."""
+
+    def custom(logits, labels, vocab_size, **_):
+        return loss_of(logits, labels) / np.log(logits.shape[-1])
+
+    def change(model):
+        OTHER_HEADS[kind](model)
+        model.double().loss_function = custom
+
+    stock, ours = both(change)
+    for _ in range(2):
+        expected = step(stock)[1]
+        assert_same_learning(step(ours)[1], expected)
+    for (name, a), (_, b) in zip(stock.named_buffers(), ours.named_buffers(), strict=True):
+        torch.testing.assert_close(b, a, msg=name)
+
+
+def test_an_embedding_that_is_the_head():
+    """It is called for the inputs, too."""
+
+    class Tied(LlamaForCausalLM):
+        def get_output_embeddings(self):
+            return self.model.embed_tokens
+
+        def forward(self, input_ids, labels=None, **_):
+            hidden = self.model(input_ids).last_hidden_state
+            logits = F.linear(hidden, self.model.embed_tokens.weight)
+            return transformers.modeling_outputs.CausalLMOutput(loss=None if labels is None else loss_of(logits, labels), logits=logits)
+
+    stock, ours = both(cls=Tied)
+    expected = step(stock)[1]
+    assert_same_learning(step(ours)[1], expected)
+
+
+def test_who_looks_for_the_head_during_a_forward_finds_it():
+    seen = []
+
+    class Looking(LlamaForCausalLM):
+        def forward(self, *args, **kwargs):
+            head = self.lm_head
+            seen.append((isinstance(head, nn.Linear), [type(m) for m in self.modules()][-1], repr(head), head.in_features))
+            head.note = len(seen)
+            self.apply(lambda m: setattr(m, "visited", True) if type(m) is nn.Linear else None)
+            return super().forward(*args, **kwargs)
+
+    stock, ours = both(cls=Looking)
+    step(stock), step(ours)
+    assert seen[0] == seen[1]
+    assert ours.lm_head.note == 2 and ours.lm_head.visited
+
+
+# -- gradients of logits -------------------------------------------------------------------
+
+
+ASKED = {
+    "hook": lambda logits, loss: logits.register_hook(lambda g: g * 2),
+    "retain": lambda logits, loss: logits.retain_grad(),
+    "grad": lambda logits, loss: torch.autograd.grad(loss, logits, retain_graph=True),
+    "attribute": lambda logits, loss: logits.grad,
+}
+
+
+@pytest.mark.parametrize("kind", ASKED)
+def test_gradients_of_logits(kind):
+    """Before the loss they are what they are; after it, they were never there, and asking raises."""
+
+    def after(logits, labels, vocab_size, **_):
+        loss = loss_of(logits, labels)
+        ASKED[kind](logits, loss)
+        return loss
+
+    def before(logits, labels, vocab_size, **_):
+        if kind == "hook":
+            logits.register_hook(lambda g: g * 2)
+            return loss_of(logits, labels)
+        logits.retain_grad()
+        loss = loss_of(logits, labels)
+        g = torch.autograd.grad(loss, logits, retain_graph=True)[0]
+        return loss * (1 + g.norm().detach())
+
+    stock, ours = both()
+    for model in (stock, ours):
+        model.loss_function = before
+    expected = step(stock)[1]
+    if kind == "hook":
+        assert_same_learning(step(ours)[1], expected)
+    ours.loss_function = after
+    with pytest.raises(RuntimeError, match="computed without them, so that they get no gradient: ask before the loss is computed"):
+        step(ours)
+
+
+# -- what a tensor is asked ----------------------------------------------------------------
+
+
+LOOKS = {
+    "vmap": lambda z: torch.vmap(lambda t: t.sum())(z),
+    "as_tensor": lambda z: torch.as_tensor(z) * 1.0,
+    "numpy scalar": lambda z: np.float32(2) * z,
+    "isinstance": lambda z: torch.tensor(isinstance(z, torch.Tensor) and torch.is_tensor(z)),
+    "view(size=)": lambda z: z.view(size=(-1, z.shape[-1])),
+    "reshape(shape=)": lambda z: z.reshape(shape=(-1, z.shape[-1])),
+    "float(memory_format=)": lambda z: z.float(memory_format=torch.contiguous_format),
+    "contiguous(memory_format=)": lambda z: z.contiguous(memory_format=torch.contiguous_format),
+    "size(dim=)": lambda z: torch.tensor(z.size(dim=-1)),
+    "in": lambda z: torch.tensor(1e9 in z),
+    "reversed": lambda z: next(iter(reversed(z))),
+    "float()": lambda z: torch.tensor(float(z.sum())),
+    "repr": lambda z: torch.tensor(len(repr(z)) > 50),
+    "deepcopy": lambda z: copy.deepcopy(z.detach()),
+    "array": lambda z: torch.from_numpy(np.asarray(z.detach().cpu())),
+    "dlpack": lambda z: torch.from_dlpack(z.detach()),
+    "tree": lambda z: torch.utils._pytree.tree_map(lambda t: t * 2, {"logits": [z]})["logits"][0],
+    "grad_fn": lambda z: torch.tensor(z.grad_fn is not None),
+    "is_leaf": lambda z: torch.tensor(z.is_leaf),
+    "data": lambda z: z.data * 1.0,
+    "T": lambda z: z.mT,
+    "strides": lambda z: torch.tensor(z.stride()),
+    "storage": lambda z: torch.tensor(z.untyped_storage().nbytes()),
+    "type": lambda z: torch.tensor(z.type() == z.detach().type()),
+    "element_size": lambda z: torch.tensor([z.element_size(), z.numel(), z.nbytes, z.itemsize]),
+    "checkpoint": lambda z: torch.utils.checkpoint.checkpoint(lambda t: t.tanh() * 2, z, use_reentrant=False),
+}
+
+
+@pytest.mark.parametrize("kind", LOOKS)
+def test_whoever_looks_gets_a_tensor(kind):
+    found = []
+
+    def custom(logits, labels, vocab_size, **_):
+        y = LOOKS[kind](logits)
+        found.append(y.detach().cpu() + 0)
+        return (y.float().square().mean() if y.requires_grad else 0.0) + loss_of(logits, labels)
+
+    learned = []
+    for model in both(lambda model: setattr(model, "loss_function", custom)):
+        learned.append(step(model)[1])
+    torch.testing.assert_close(found[1], found[0])
+    assert_same_learning(learned[1], learned[0])
+
+
+def test_a_recipe_below_autograd_raises():
+    """What goes past ``__torch_function__`` would cut the graph."""
+    x = DeferredLogits(torch.randn(2, 3, 4, device=DEVICE, requires_grad=True), nn.Linear(4, 5, device=DEVICE), deferred.Loss())
+    assert isinstance(x, Recipe) and isinstance(x, torch.Tensor)
+    with torch._C.DisableTorchFunctionSubclass(), pytest.raises(RuntimeError, match=r"give it logits.value\(\)"):
+        torch.sum(x)

@@ -1,0 +1,199 @@
+"""Random programs on logits: what a recipe shows, and the gradients that come of it, are those of the logits.
+
+``LIGER_TEST_PROGRAMS=20000 pytest tests/test_recipe_programs.py`` runs so many; some hundred are in every run.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+pytest.importorskip("transformers")
+
+from hf_models import DEVICE, served_by_kernels_or_references
+
+from liger_kernel.transformers.deferred import DeferredLogits, Loss
+
+PROGRAMS, GROUP = int(os.environ.get("LIGER_TEST_PROGRAMS", 400)), 50
+B, T, H, V = 2, 5, 8, 11
+Step = tuple[str, Callable[..., Any], int]  # what it says, what it does, of how many tensors
+
+
+def _in_place(change: Callable[[torch.Tensor], Any], learns: bool = True) -> Callable:
+    def run(x):
+        with torch.set_grad_enabled(learns and torch.is_grad_enabled()):
+            change(x)
+
+    return run
+
+
+def _augmented(statement: str) -> Callable:
+    def run(x):
+        scope = {"x": x, "torch": torch}
+        exec(statement, scope)
+        return scope["x"]
+
+    return run
+
+
+def _a_look(look: Callable) -> Callable:
+    def run(x):
+        with torch.no_grad():
+            return look(x)
+
+    return run
+
+
+def steps(rng: random.Random) -> Step:
+    """One step of a program, with its numbers drawn."""
+    c = rng.choice([0.5, 2.0, 1.0, -1.5, 3])
+    n = rng.randrange(1, 4)
+    columns = torch.arange(float(V), device=DEVICE) / V
+    of_one = {
+        "float": lambda x: x.float(),
+        "double": lambda x: x.to(torch.float64),
+        "to same": lambda x: x.to(x.dtype),
+        "to keyword": lambda x: x.to(dtype=torch.float32),
+        "contiguous": lambda x: x.contiguous(),
+        "clone": lambda x: x.clone(),
+        "detach": lambda x: x.detach(),
+        f"* {c}": lambda x: x * c,
+        f"{c} *": lambda x: c * x,
+        f"/ {c}": lambda x: x / c,
+        f"{c} -": lambda x: c - x,
+        "torch.mul": lambda x: torch.mul(x, c),
+        "torch.div": lambda x: torch.div(x, c),
+        "tensor scale": lambda x: x * torch.tensor(c, device=DEVICE),
+        "tanh": lambda x: x.tanh(),
+        "torch.tanh": lambda x: torch.tanh(x),
+        "cap": lambda x: torch.tanh(x / 2.0) * 2.0,
+        "-": lambda x: -x,
+        "+ columns": lambda x: x + columns,
+        "view": lambda x: x.view(-1, V),
+        "view(size=)": lambda x: x.view(size=(-1, V)),
+        "reshape": lambda x: x.reshape(-1, V),
+        "reshape(shape=)": lambda x: x.reshape(shape=(-1, V)),
+        "view 4": lambda x: x.view(1, -1, 1, V),
+        "view as": lambda x: x.view_as(x),
+        "flatten": lambda x: x.flatten(0, -2),
+        "flatten all": lambda x: x.flatten(),
+        "unsqueeze": lambda x: x.unsqueeze(0),
+        "squeeze": lambda x: x.squeeze(),
+        "[None]": lambda x: x[None],
+        "[..., :-1, :]": lambda x: x[..., :-1, :],
+        f"[:, -{n}:]": lambda x: x[:, -n:],
+        "[0]": lambda x: x[0],
+        "[-1:]": lambda x: x[-1:],
+        "[::2]": lambda x: x[::2],
+        "[tensor]": lambda x: x[torch.tensor([0, -1], device=DEVICE)],
+        "[mask]": lambda x: x[torch.arange(x.shape[0], device=DEVICE) % 2 == 0],
+        "[..., columns]": lambda x: x[..., 2:7],
+        "narrow": lambda x: x.narrow(-2, 0, 1),
+        "select": lambda x: x.select(0, 0),
+        "split": lambda x: x.split(1)[-1],
+        "chunk": lambda x: torch.chunk(x, 2)[0],
+        "transpose": lambda x: x.transpose(-1, -2).contiguous().transpose(-1, -2),
+        "movedim": lambda x: x.movedim(0, -2),
+        "log_softmax": lambda x: x.log_softmax(-1),
+        "F.softmax": lambda x: F.softmax(x, dim=-1),
+        "masked_fill": lambda x: x.masked_fill(columns > 0.8, -5.0),
+        "where": lambda x: torch.where(columns > 0.3, x, 0.1),
+        "roll": lambda x: x.roll(1, 0),
+        "expand": lambda x: x.expand_as(x),
+        "repeat": lambda x: x.repeat_interleave(2, 0),
+        "autocast": lambda x: (x.float() * 1.0).to(x.dtype),
+    }
+    of_two = {
+        "+": lambda x, y: x + y,
+        "cat": lambda x, y: torch.cat((x, y)),
+        "stack": lambda x, y: torch.stack((x, y)).sum(0),
+        "where of two": lambda x, y: torch.where(x > y, x, y),
+        "copy_": lambda x, y: x.copy_(y * 0.5) and None,
+        "lerp": lambda x, y: torch.lerp(x, y, 0.25),
+    }
+    in_place = {
+        f"mul_ {c}": _in_place(lambda x: x.mul_(c)),
+        "clamp_": _in_place(lambda x: x.clamp_(-0.2, 0.2)),
+        "add_ columns": _in_place(lambda x: x.add_(columns)),
+        "setitem": _in_place(lambda x: x.__setitem__((..., 0), -3.0)),
+        "fill a row": _in_place(lambda x: x[0].zero_()),
+        "uncounted": _in_place(lambda x: x.mul_(0.5), learns=False),
+        f"*= {c}": _augmented(f"x *= {c}"),
+        f"/= {c}": _augmented(f"x /= {c}"),
+        "+= 1": _augmented("x += 1"),
+    }
+    looks = {
+        "argmax": _a_look(lambda x: x.argmax(-1)),
+        "shape": lambda x: torch.tensor(x.shape),
+        "sum": lambda x: x.sum(),
+        "item": _a_look(lambda x: torch.tensor(x.sum().item())),
+        "tolist": _a_look(lambda x: torch.tensor(x.detach().tolist())),
+        "as_tensor": lambda x: torch.as_tensor(x) * 1.0,
+        "isinstance": lambda x: torch.tensor(isinstance(x, torch.Tensor) and torch.is_tensor(x) and x.is_floating_point()),
+        "requires_grad": lambda x: torch.tensor(x.requires_grad),
+        "numpy": _a_look(lambda x: torch.as_tensor(x.detach().cpu().numpy())),
+        "lse": lambda x: x.logsumexp(-1).sum(),
+        "vmap": lambda x: torch.vmap(lambda t: t.sum())(x).sum(),
+        "iterate": lambda x: sum(row.sum() for row in x),
+        "in": lambda x: torch.tensor(100.0 in x),
+    }
+    kind = rng.choices([of_one, of_two, in_place, looks], [6, 1, 1.5, 1.5])[0]
+    name = rng.choice(list(kind))
+    return name, kind[name], 2 if kind is of_two else 1
+
+
+def _loss_of(x: torch.Tensor, g: int) -> torch.Tensor:
+    """A cross entropy of what has V columns, the mean of squares of anything else."""
+    if x.ndim and x.shape[-1] == V and x.numel():
+        flat = x.reshape(-1, V)
+        target = (torch.arange(flat.shape[0], device=DEVICE) * 7 + g) % V
+        target[::3] = -100
+        return F.cross_entropy(flat.float(), target, reduction=("sum", "mean")[g % 2], label_smoothing=(0.0, 0.1)[g % 3 == 0])
+    return x.square().mean() if x.is_floating_point() and x.numel() else torch.zeros((), device=DEVICE)
+
+
+def run(program: list[tuple[Step, int, int]], losses: list[int], first: Any, leaves: tuple) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What the program saw, its loss last, and the gradients of ``leaves``."""
+    pool, seen = [first], []
+    for (_, step, operands), i, j in program:
+        out = step(*(pool[k % len(pool)] for k in (i, j)[:operands]))
+        if isinstance(out, torch.Tensor):
+            seen.append(out) if out.ndim == 0 or not out.is_floating_point() else pool.append(out)
+    loss = sum(_loss_of(pool[k % len(pool)], k) for k in losses) + sum(
+        (s for s in seen if s.is_floating_point() and s.requires_grad), torch.zeros((), device=DEVICE)
+    )
+    grads = torch.autograd.grad(loss, leaves, allow_unused=True) if loss.requires_grad else (None,) * len(leaves)
+    return [*(s.detach() for s in seen), loss.detach()], [torch.zeros_like(p) if g is None else g for g, p in zip(grads, leaves)]
+
+
+@pytest.mark.parametrize("group", range(-(-PROGRAMS // GROUP)))
+def test_a_program_sees_the_logits(group):
+    compared = 0
+    with served_by_kernels_or_references():
+        for seed in range(group * GROUP, (group + 1) * GROUP):
+            rng = random.Random(seed)
+            program = [(steps(rng), rng.randrange(8), rng.randrange(8)) for _ in range(rng.randrange(1, 7))]
+            losses = [rng.randrange(8) for _ in range(rng.randrange(1, 4))]
+            torch.manual_seed(seed)
+            head, hidden = nn.Linear(H, V, bias=seed % 2 == 0, device=DEVICE), torch.randn(B, T, H, device=DEVICE, requires_grad=True)
+            leaves = (hidden, head.weight)
+            try:
+                expected = run(program, losses, head(hidden), leaves)
+            except Exception:  # shapes that do not fit, changes that autograd refuses
+                continue
+            compared += 1
+            told = f"program {seed}: {[name for (name, *_), _, _ in program]}, losses of {losses}"
+            try:
+                found = run(program, losses, DeferredLogits(hidden, head, Loss()), leaves)
+            except Exception as error:
+                raise AssertionError(told) from error
+            for a, b in zip([*expected[0], *expected[1]], [*found[0], *found[1]], strict=True):
+                torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-5, equal_nan=True, msg=lambda m, told=told: f"{told}\n{m}")
+    assert compared > GROUP // 4

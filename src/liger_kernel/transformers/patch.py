@@ -319,7 +319,7 @@ def instance_patches(model: nn.Module, model_type: str, parts: Mapping[str, Any]
     """
     own = [c.model_type for c in slots.configs_of(getattr(model, "config", None)) if getattr(c, "model_type", "")]
     of_all = list(dict.fromkeys(_patches(dict.fromkeys([model_type, *own]), parts, head, rows)))
-    seen: dict[tuple[nn.Module, str, Callable], list[Patch]] = {}  # module, method, its function -> what it is to see
+    seen: dict[tuple[nn.Module, str, types.FunctionType], list[Patch]] = {}  # module, method, its function -> what it is to see
     callers = functools.cache(_callers)  # for this time: methods of classes may be replaced meanwhile
     for p in of_all:
         for m in model.modules() if isinstance(p.owner, types.ModuleType) and not p.applied else ():

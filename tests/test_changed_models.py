@@ -75,6 +75,23 @@ def test_what_is_replaced_later_counts(name, monkeypatch):
     assert_same_bits(step(model)[1], step(stock)[1])
 
 
+@pytest.mark.parametrize("hidden", [False, True])
+def test_a_forward_that_somebody_kept(hidden, monkeypatch):
+    """Is what it was, also within what the class gets later, or below a forward of the module's own."""
+    model = patched(make("llama", num_hidden_layers=1))
+    stock = make("llama", num_hidden_layers=1)
+    results = []
+    for each in (model, stock):
+        mlp = each.model.layers[0].mlp
+        kept = mlp.forward
+        with monkeypatch.context() as patch:
+            if hidden:
+                mlp.forward = lambda x, kept=kept: 3 * kept(x)
+            patch.setattr(modeling_llama.LlamaMLP, "forward", lambda self, x, kept=kept: 2 * kept(x))
+            results.append(step(each)[1])
+    assert_same_learning(*results)
+
+
 @pytest.mark.parametrize("name", ["LlamaRMSNorm", "LlamaMLP", "LlamaForCausalLM"])
 def test_another_class(name):
     """``m.__class__ = Other`` is the other's forward; and with its own again, ours."""

@@ -58,17 +58,25 @@ class Bound:
     ``name`` is "" where it takes the place of something of the module's own, which hides what its class has.
     """
 
-    __slots__ = ("_owner", "function", "name", "stock")
+    __slots__ = ("_owner", "called", "function", "name", "stock")
 
     def __init__(self, function: Callable, owner: nn.Module, name: str = "", stock: Any = None):
         self.function, self.name, self.stock = function, name, stock
         self._owner = weakref.ref(owner)
+        self.called = False  # whether what the class got later runs: if that calls us, somebody has kept us as what was there before
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         owner = self._owner()
         if owner is not None and getattr(type(owner), self.name, None) is self.stock:
             return self.function(owner, *args, **kwargs)
-        return self.__func__(self.__self__, *args, **kwargs)
+        owner, function = self.__self__, self.__func__
+        if function is self.function:
+            return function(owner, *args, **kwargs)
+        self.called = True
+        try:
+            return function(owner, *args, **kwargs)
+        finally:
+            self.called = False
 
     @property
     def __self__(self) -> nn.Module:
@@ -79,9 +87,12 @@ class Bound:
 
     @property
     def __func__(self) -> Callable:
-        """What a call runs."""
-        there = getattr(type(self._owner()), self.name, None)
-        return self.function if there is None or _within(there, self.stock) else there
+        """What a call runs: not what the class got later if that calls us, or if another forward of the module's own hides it."""
+        owner = self._owner()
+        there = getattr(type(owner), self.name, None)
+        if there is None or self.called or owner.__dict__.get(self.name) is not self or _within(there, self.stock):  # type: ignore[union-attr]
+            return self.function
+        return there
 
     @property
     def __signature__(self) -> inspect.Signature:

@@ -47,7 +47,7 @@ def _found_within(there: Any, stock: Callable) -> bool:
 
 
 @torch.compiler.assume_constant_result
-def _within(there: Callable, stock: Callable) -> bool:
+def within(there: Callable, stock: Callable) -> bool:
     """Whether ``there`` is ``stock``, or what we put in its place, maybe wrapped by transformers, as it does in every new class of layers, FSDP2's too."""
     return _found_within(there, stock)
 
@@ -90,7 +90,7 @@ class Bound:
         """What a call runs: not what the class got later if that calls us, or if another forward of the module's own hides it."""
         owner = self._owner()
         there = getattr(type(owner), self.name, None)
-        if there is None or self.called or owner.__dict__.get(self.name) is not self or _within(there, self.stock):  # type: ignore[union-attr]
+        if there is None or self.called or owner.__dict__.get(self.name) is not self or within(there, self.stock):  # type: ignore[union-attr]
             return self.function
         return there
 

@@ -28,7 +28,7 @@ from liger_kernel import memory
 from liger_kernel.ops.layer_norm import layer_norm
 from liger_kernel.ops.rms_norm import rms_norm
 from liger_kernel.transformers import deferred, fusions, slots
-from liger_kernel.transformers.bound import ABSENT, KEY, Bound, declare, is_ours, ours
+from liger_kernel.transformers.bound import ABSENT, KEY, Bound, declare, is_ours, ours, within
 from liger_kernel.transformers.families import FAMILIES, VERSION
 from liger_kernel.transformers.reference import references_beside
 from liger_kernel.transformers.slots import Family
@@ -213,7 +213,7 @@ def _live_layer(stock: Callable, level: str, fuse: bool) -> Callable:
 
     def forward(self, *args, **kwargs):
         outer = type(self).forward
-        return (usual if outer is stock else _layer(outer, level, fuse, False))(self, *args, **kwargs)
+        return (usual if outer is stock or not within(outer, stock) else _layer(outer, level, fuse, False))(self, *args, **kwargs)
 
     return ours(forward)
 

@@ -185,6 +185,23 @@ def test_dpo_with_references_computed_before(tmp_path):
 is_patched = lambda model: any("_liger_stock" in m.__dict__ for m in model.modules())
 
 
+@pytest.mark.parametrize("trainer", ["DPOTrainer", "KTOTrainer", "LigerORPOTrainer"])
+def test_virtual_tokens(tmp_path, trainer):
+    """Of prompt tuning: what the flag computes without logits is refused, or equal."""
+    peft = pytest.importorskip("peft", reason="peft is not installed: make setup")
+    make_config = lambda: {"peft_config": peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")}
+    kind = "unpaired" if trainer == "KTOTrainer" else "pairs"
+    try:
+        stock = taught(tmp_path / "stock", trainer.removeprefix("Liger"), kind, False, trainer_kwargs=make_config)
+    except (ValueError, RuntimeError, TypeError):
+        stock = None  # TRL refuses these with the flag and without
+    if stock is None or (FUSED and trainer != "LigerORPOTrainer"):
+        with pytest.raises((ValueError, RuntimeError, TypeError)):
+            taught(tmp_path / "ours", trainer, kind, True, trainer_kwargs=make_config)
+    else:
+        assert_same(taught(tmp_path / "ours", trainer, kind, True, trainer_kwargs=make_config), stock, MEANS)
+
+
 @pytest.mark.parametrize("trainer", ["DPOTrainer", "KTOTrainer"])
 def test_the_reference_rounds_as_the_policy(tmp_path, trainer):
     """With the flag both are patched, without it none, and no other model is."""
@@ -321,7 +338,7 @@ GRPO_LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "ves
 
 
 def grpo(tmp_path: Path, **options: Any) -> None:
-    known = inspect.signature(trl.GRPOConfig).parameters
+    known = {"trainer_kwargs", *inspect.signature(trl.GRPOConfig).parameters}
     unknown = [k for k in options if k not in known]
     if unknown:
         pytest.skip(f"trl {VERSION} has no {', '.join(unknown)}")
@@ -358,11 +375,26 @@ def test_grpo(tmp_path, loss_type, beta):
         {"use_bias_correction_kl": True, "beta": 0.1},
         {"mask_truncated_completions": True},
         {"scale_rewards": "batch"},
+        {"top_entropy_quantile": 0.5},
+        {"entropy_coef": 0.1},
+        {"off_policy_mask_threshold": 0.5, "beta": 0.04},
     ],
     ids=str,
 )
 def test_grpo_options(tmp_path, options):
     grpo(tmp_path, **options)
+
+
+def test_grpo_with_lora_on_the_head(tmp_path):
+    """The adapter learns as without the flag, or TRL refuses: it is not left out in silence."""
+    if not FUSED:
+        pytest.skip(f"trl {VERSION} has no loss of ours")
+    peft = pytest.importorskip("peft", reason="peft is not installed: make setup")
+    config = lambda: {
+        "reward_funcs": reward,
+        "peft_config": peft.LoraConfig(r=2, target_modules=["q_proj", "lm_head"], init_lora_weights=False, task_type="CAUSAL_LM"),
+    }
+    grpo(tmp_path, trainer_kwargs=config)
 
 
 def test_rloo(tmp_path):

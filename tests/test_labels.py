@@ -1,0 +1,180 @@
+"""Random programs on labels: none to learn in a micro-batch, a row, a packed document, a rank or a whole step.
+
+What stock learns of them a patched model learns.
+A program is a seed: labels, how they are masked, and what the sum of the losses is divided by.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import processes
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("transformers")
+
+import transformers
+from hf_models import DEVICE, assert_same_learning, make, served_by_kernels_or_references, tokens
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+IGNORE = -100
+B, T = 2, 12
+
+
+@pytest.fixture(autouse=True)
+def _served():
+    with served_by_kernels_or_references():
+        yield
+
+
+def patched(model: nn.Module) -> nn.Module:
+    _apply_liger_kernel_to_instance(model=model)
+    return model
+
+
+def micro_batch(r: random.Random, packed: bool) -> dict[str, Tensor]:
+    """Tokens and labels, masked in one of the ways that data brings about; ``packed``: documents of a row, told apart by positions."""
+    batch = tokens(B, T, seed=r.randrange(1 << 30), ignored=0)
+    labels = batch["labels"]
+    ends = sorted(r.sample(range(2, T - 1), 2))
+    match r.choice(["all", "none", "none", "row", "prompt", "holes", "one", "document", "first"]):
+        case "none":
+            labels[:] = IGNORE
+        case "row":
+            labels[r.randrange(B)] = IGNORE
+        case "prompt":
+            for row in labels:
+                row[: r.randrange(T + 1)] = IGNORE
+        case "holes":
+            labels[torch.rand(labels.shape, generator=torch.Generator().manual_seed(r.randrange(1 << 30))).to(DEVICE) < 0.5] = IGNORE
+        case "one":
+            labels[:], labels[0, T - 1] = IGNORE, labels[0, T - 1].clone()
+        case "document":
+            labels[:, ends[0] : ends[1]] = IGNORE
+        case "first":  # which predicts nothing: no label is left after the shift
+            labels[:, 1:] = IGNORE
+    if packed:
+        bounds = [0, *ends, T]
+        positions = torch.cat([torch.arange(b - a) for a, b in itertools.pairwise(bounds)]).to(DEVICE)
+        batch["position_ids"] = positions.expand(B, T)
+    return batch
+
+
+def counted(batches: list[dict[str, Tensor]]) -> int:
+    """As transformers' Trainer counts: labels, of which the first of each row is none after the shift."""
+    return sum(int((b["labels"] != IGNORE).sum()) for b in batches)
+
+
+def divisors(r: random.Random, n: int) -> Any:
+    """What ``num_items_in_batch`` may be; nothing at all, too."""
+    return r.choice(
+        [{}, *({"num_items_in_batch": v} for v in (None, n, float(n), torch.tensor(n), torch.tensor([n]), torch.tensor(float(n)), 0, torch.tensor(0)))]
+    )
+
+
+def learned(model: nn.Module, batches: list[dict[str, Tensor]], scale: float = 1.0, **more: Any) -> dict[str, Tensor]:
+    """Losses of micro-batches, and the gradient of their sum."""
+    model.zero_grad()
+    total = torch.zeros((), device=DEVICE)
+    for batch in batches:
+        loss = model(**batch, use_cache=False, **{k: v.to(DEVICE) if isinstance(v, Tensor) else v for k, v in more.items()}).loss * scale
+        loss.backward()
+        total += loss.detach().sum()  # divided by a tensor (1,) it has that shape
+    return {"loss": total} | {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(ours: dict[str, Tensor], stock: dict[str, Tensor]) -> None:
+    """As numbers where they are finite; and NaN, or infinite, wherever stock is."""
+    assert ours.keys() == stock.keys()
+    for name, t in stock.items():
+        assert torch.equal(ours[name].isfinite(), t.isfinite()), f"{name}: {int(ours[name].isfinite().sum())} finite values, stock {int(t.isfinite().sum())}"
+    finite = {name: t for name, t in stock.items() if t.isfinite().all()}
+    if finite.keys() - {"loss"}:
+        assert_same_learning({name: ours[name] for name in finite}, finite)
+
+
+@functools.cache
+def models(model_type: str) -> tuple[nn.Module, nn.Module]:
+    more = {"tie_word_embeddings": True} if model_type == "gemma2" else {}
+    return patched(make(model_type, **more)).train(), make(model_type, **more).train()
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_forward(seed):
+    r = random.Random(seed)
+    ours, stock = models(r.choice(["llama", "llama", "gemma2"]))
+    batches = [micro_batch(r, packed=r.random() < 0.3) for _ in range(r.choice([1, 1, 2, 4]))]
+    how = dict(scale=r.choice([1.0, 1 / len(batches)]), **divisors(r, counted(batches)))
+    assert_same(learned(ours, batches, **how), learned(stock, batches, **how))
+
+
+class Rows(torch.utils.data.Dataset):
+    def __init__(self, batches: list[dict[str, Tensor]]):
+        self.rows = [{k: v[i].cpu() for k, v in b.items()} for b in batches for i in range(B)]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        return self.rows[i]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_trainer(tmp_path, seed):
+    """Steps of which some micro-batches, or all, have nothing to learn: losses and weights."""
+    r = random.Random(seed)
+    accumulate = r.choice([1, 2, 3])
+    batches = [micro_batch(r, packed=False) for _ in range(3 * accumulate)]
+    if seed % 3 == 0:  # the second step has none
+        for b in batches[accumulate : 2 * accumulate]:
+            b["labels"][:] = IGNORE
+    found = {}
+    for use in (True, False):
+        args = transformers.TrainingArguments(
+            str(tmp_path), max_steps=3, gradient_accumulation_steps=accumulate, per_device_train_batch_size=B, logging_steps=1, save_strategy="no",
+            report_to=[], disable_tqdm=True, learning_rate=0.1, optim="sgd", use_cpu=DEVICE == "cpu", use_liger_kernel=use,
+            train_sampling_strategy="sequential",
+        )  # fmt: skip
+        model = make("llama")
+        trainer = transformers.Trainer(model, args, train_dataset=Rows(batches))
+        trainer.train()
+        logs = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        found[use] = {"loss": torch.tensor(logs)} | {n: p.detach().cpu() for n, p in model.named_parameters()}
+    assert all(t.isfinite().all() for t in found[False].values()), "stock survives"
+    for name, t in found[False].items():
+        torch.testing.assert_close(found[True][name], t, rtol=1e-4, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def _rank(rank: int, folder: str, port: int, seeds: int) -> None:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    with served_by_kernels_or_references():
+        for seed in range(seeds):
+            r = random.Random(1000 + seed)
+            both = [[micro_batch(r, packed=False) for _ in range(2)] for _ in range(2)]  # of each rank, two micro-batches
+            if seed % 2:
+                for b in both[seed // 2 % 2]:  # a rank has nothing to learn
+                    b["labels"][:] = IGNORE
+            n = sum(map(counted, both))
+            how = r.choice([{}, {"num_items_in_batch": torch.tensor(n)}, {"num_items_in_batch": n}])
+            ours, stock = (learned(DistributedDataParallel(m), both[rank], **how) for m in (patched(make("llama")), make("llama")))
+            assert_same(ours, stock)
+    Path(folder, str(rank)).write_text("done")
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="ranks share a GPU")
+def test_two_ranks():
+    """Gradients that DDP has reduced, one rank's micro-batches without a label."""
+    with tempfile.TemporaryDirectory() as folder:
+        processes.start_ranks(_rank, (folder, processes.free_port(), 8), 2)
+        assert {path.name for path in Path(folder).iterdir()} == {"0", "1"}

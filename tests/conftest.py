@@ -38,6 +38,22 @@ def user_env() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
 
 
+@pytest.fixture
+def computed(monkeypatch) -> list[tuple[int, ...]]:
+    """Shapes of the logits that recipes had to compute."""
+    from liger_kernel.transformers.deferred import DeferredLogits
+
+    shapes, value = [], DeferredLogits.value
+
+    def spy(self):
+        if self.computed is None:
+            shapes.append(tuple(self.shape))
+        return value(self)
+
+    monkeypatch.setattr(DeferredLogits, "value", spy)
+    return shapes
+
+
 # Of tests that take up to a minute each: they begin first, so that at the end no process waits for one of them.
 LONG = ("test_compile_targets", "test_warmup", "test_train", "test_runtime", "test_bench_step", "test_doors")
 

@@ -32,20 +32,6 @@ def _served():
     restore()
 
 
-@pytest.fixture
-def computed(monkeypatch):
-    """Shapes of the logits that recipes had to compute."""
-    shapes, value = [], DeferredLogits.value
-
-    def spy(self):
-        if self.computed is None:
-            shapes.append(tuple(self.shape))
-        return value(self)
-
-    monkeypatch.setattr(DeferredLogits, "value", spy)
-    return shapes
-
-
 def patched(model: nn.Module, head: str = "fused") -> nn.Module:
     instance_patches(model, model.config.model_type, {}, head).apply()
     return model

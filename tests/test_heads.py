@@ -32,20 +32,6 @@ def _served():
     restore()
 
 
-@pytest.fixture
-def computed(monkeypatch):
-    """Shapes of the logits that recipes had to compute."""
-    shapes, value = [], DeferredLogits.value
-
-    def spy(self):
-        if self.computed is None:
-            shapes.append(tuple(self.shape))
-        return value(self)
-
-    monkeypatch.setattr(DeferredLogits, "value", spy)
-    return shapes
-
-
 def llama(cls: type = LlamaForCausalLM) -> nn.Module:
     model = make("llama", num_hidden_layers=1).train()
     model.__class__ = cls

@@ -11,22 +11,24 @@ __all__ = ["FusedLinearCrossEntropyConfig", "MoEConfig", "configure"]
 
 
 @dataclass(frozen=True)
-class FusedLinearCrossEntropyConfig:
-    """How large a head's scaled cross entropy may be, and the group of ranks that share its vocabulary."""
-
+class _Capacity:
     max_tokens: int
     hidden_size: int
+
+
+@dataclass(frozen=True)
+class FusedLinearCrossEntropyConfig(_Capacity):
+    """How large a head's scaled cross entropy may be, and the group of ranks that share its vocabulary."""
+
     local_vocab_size: int
     group: str | None = None
     tiles_per_reduce: int = 1
 
 
 @dataclass(frozen=True)
-class MoEConfig:
+class MoEConfig(_Capacity):
     """How large a mixture of experts may be, and the ranks it is spread over."""
 
-    max_tokens: int
-    hidden_size: int
     num_experts: int
     top_k: int
     num_hosts: int

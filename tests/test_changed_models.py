@@ -129,6 +129,7 @@ def test_what_was_replaced_before_stays(name, live, monkeypatch):
     """Another package's patch is not ours to replace: it is left, with a warning."""
     patch = importlib.import_module("liger_kernel.transformers.patch")
     monkeypatch.setattr(patch, "_WARNED", set())
+    patch.family("llama")  # which looks at what is there under another transformers than the table's
     owner, attribute = (modeling_llama, name) if name in GLOBALS else (getattr(modeling_llama, name), "forward")
     replaced = doubled(getattr(owner, attribute))
     monkeypatch.setattr(owner, attribute, replaced)

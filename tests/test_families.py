@@ -468,7 +468,7 @@ def test_reward_models(family):
         torch.manual_seed(0)
         model = auto.from_config(tiny_config(family, num_labels=1, pad_token_id=0), attn_implementation="eager").to(DEVICE).eval()
         results.append(step(model, batch)[1])
-    assert any(patch_module._is_ours(m.forward) for m in model.modules())
+    assert any(patch_module.is_ours(m.forward) for m in model.modules())
     assert_same_learning(results[1], results[0], TOLERANCE)
 
 
@@ -545,7 +545,7 @@ def test_layers_that_predict_further_tokens(family, path):
     with patch(path, model, family)():
         ours, learned = learn()
         blocks = [m for m in further.layers.modules() if type(m).__name__.endswith("RMSNorm")]
-        assert blocks and all(patch_module._is_ours(type(m).forward) == (path == "class") for m in blocks)
+        assert blocks and all(patch_module.is_ours(type(m).forward) == (path == "class") for m in blocks)
     assert further.shared_head is model.lm_head
     assert torch.equal(ours, drafted)
     assert_same_learning(learned, expected, TOLERANCE)

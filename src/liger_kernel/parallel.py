@@ -273,10 +273,14 @@ def is_hooked(head: nn.Module) -> bool:
 
 
 def is_sharded(head: nn.Module) -> bool:
-    """Whether parameters of ``head`` or its parts are there only while they are called (FSDP1, FSDP2, ZeRO-3)."""
-    if isinstance(head, FullyShardedDataParallel) or any(hasattr(p, "ds_id") for p in head.parameters()):
-        return True
-    return any(_is_from(hook, _SHARDING) for m in head.modules() for hook in _hooks(m))
+    """Whether parameters of ``head`` or its parts are there only while they, or a model around them, are called (FSDP1, FSDP2, ZeRO-3)."""
+    for m in head.modules():
+        if isinstance(m, FullyShardedDataParallel) or any(_is_from(hook, _SHARDING) for hook in _hooks(m)):
+            return True
+        # FSDP1 puts views of what it has gathered in the place of parameters, new ones each time
+        if any(isinstance(t, Tensor) and not isinstance(t, nn.Parameter) for t in (*m._parameters.values(), *m.__dict__.values())):
+            return True
+    return any(hasattr(p, "ds_id") for p in head.parameters())
 
 
 def bare(head: nn.Module) -> nn.Module:

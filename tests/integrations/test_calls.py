@@ -509,7 +509,7 @@ def test_accelerate_1_15_prepares(first, precision):
         if use and not first:
             liger._apply_liger_kernel_to_instance(model=accelerator.unwrap_model(prepared))
         out, learned = step(prepared)
-        assert inspect.ismethod(accelerator.unwrap_model(prepared, keep_fp32_wrapper=False).forward)
+        assert accelerator.unwrap_model(prepared, keep_fp32_wrapper=False).forward.__self__ is model
         return out, learned
 
     (out, learned), (_, expected) = run(True), run(False)

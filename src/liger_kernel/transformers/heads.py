@@ -20,9 +20,20 @@ from liger_kernel import parallel
 from liger_kernel.ops._op import intercepted
 
 _LINEAR_FORWARD, _LINEAR = nn.Linear.forward, F.linear
-# Modules that compute every token by itself and keep nothing: PyTorch's, and those of packages that adapt or quantise linear layers
+# Modules that compute every token by itself and keep nothing: PyTorch's, and those of packages that shard, adapt or quantise linear layers
 _TOKEN_WISE = (nn.Linear, nn.Dropout, nn.Identity, nn.Sequential, nn.ModuleDict, nn.ModuleList, nn.ParameterDict, nn.ParameterList)
-_ADAPTING = ("peft.", "bitsandbytes.", "torchao.", "hqq.", "gptqmodel.", "auto_gptq.", "awq.", "optimum.", "transformers.integrations.")
+_ADAPTING = (
+    "torch.distributed.fsdp.",
+    "peft.",
+    "bitsandbytes.",
+    "torchao.",
+    "hqq.",
+    "gptqmodel.",
+    "auto_gptq.",
+    "awq.",
+    "optimum.",
+    "transformers.integrations.",
+)
 
 
 def untouched() -> bool:
@@ -69,19 +80,19 @@ class HeadState:
     """Attributes, hooks and weights of a head and its parts, and the rows it is called with, as they are now."""
 
     def __init__(self, head: nn.Module, *rows: Tensor):
-        sharded = parallel.is_sharded(head)  # then weights come and go with its calls
-        self._skipped = ("_parameters",) if sharded else ()
-        self._modules = [(m, self._attributes(m)) for m in parallel.bare(head).modules()]
-        weights = [] if sharded else list(head.parameters())
+        self._sharded = parallel.is_sharded(head)  # then weights come and go with its calls
+        self._modules = [(m, {k: v.copy() if type(v) in _CONTAINERS else v for k, v in self._kept(m).items()}) for m in parallel.bare(head).modules()]
+        weights = [] if self._sharded else list(head.parameters())
         self._tensors = [(t, _version(t)) for t in (*weights, *rows)]
         self._learning = [(p, p.requires_grad) for p in weights]
 
-    def _attributes(self, m: nn.Module) -> dict[str, Any]:
-        return {k: v.copy() if type(v) in _CONTAINERS else v for k, v in m.__dict__.items() if k not in self._skipped}
+    def _kept(self, m: nn.Module) -> dict[str, Any]:
+        """The attributes of ``m`` that count."""
+        return {k: v for k, v in m.__dict__.items() if k != "_parameters" and not isinstance(v, Tensor)} if self._sharded else m.__dict__
 
-    def _is_now(self, m: nn.Module, attributes: dict[str, Any]) -> bool:
-        now = m.__dict__
-        return len(now) == len(attributes) + len(self._skipped) and all(k in now and _same(now[k], v) for k, v in attributes.items())
+    def _is_now(self, m: nn.Module, then: dict[str, Any]) -> bool:
+        now = self._kept(m)
+        return len(now) == len(then) and all(k in now and _same(now[k], v) for k, v in then.items())
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
@@ -95,7 +106,8 @@ class HeadState:
         learning = [(p, p.requires_grad) for p, then in self._learning if p.requires_grad != then]
         now = [(m, dict(m.__dict__)) for m, _ in changed]
         for m, then in changed:
-            _replace(m, then | {k: m.__dict__[k] for k in self._skipped})
+            kept = self._kept(m)
+            _replace(m, then | {k: v for k, v in m.__dict__.items() if k not in kept})
         for p, there in learning:
             p.requires_grad_(not there)
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import importlib
 import os
 import pickle
@@ -11,7 +10,6 @@ import subprocess
 import sys
 import types
 import warnings
-import weakref
 
 import pytest
 import torch
@@ -158,24 +156,31 @@ def test_a_compiled_model_sees_another_class(monkeypatch):
 # -- life and copies ---------------------------------------------------------------------------
 
 
+FREED = """
+import gc, sys, weakref
+sys.path.insert(0, TESTS)
+import interpreted
+from hf_models import make, step
+import liger_kernel.transformers as liger
+if USE == "class":
+    liger.apply_liger_kernel_to_llama()
+model = make("llama", num_hidden_layers=1)
+if USE == "instance":
+    liger._apply_liger_kernel_to_instance(model=model)
+step(model), step(model)
+gc.collect(), gc.disable()
+parts = [weakref.ref(t) for m in model.modules() for t in (m, *m.parameters())]
+del model
+assert not [p for p in parts if p() is not None]
+"""
+
+
 @pytest.mark.parametrize("use", ["stock", "instance", "class"])
 def test_del_frees_a_model(use):
-    """At once, as it frees a stock one, and not when the garbage collector comes."""
-    model = make("llama", num_hidden_layers=1)
-    if use == "class":
-        liger.apply_liger_kernel_to_llama()
-    elif use == "instance":
-        patched(model)
-    step(model)
-    step(model)
-    gc.collect()
-    gc.disable()
-    try:
-        parts = [weakref.ref(t) for m in model.modules() for t in (m, *m.parameters())]
-        del model
-        assert not [p for p in parts if p() is not None]
-    finally:
-        gc.enable()
+    """At once, as it frees a stock one, and not when the garbage collector comes; in a process of its own, where nobody else has compiled or kept anything."""
+    code = f"USE, TESTS = {use!r}, {os.path.dirname(__file__)!r}" + FREED
+    done = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_forward_without_its_module():

@@ -369,7 +369,7 @@ class Recipe:
             asked = kwargs.get("inputs", args[-1]) if fn is torch.autograd.grad else args[:1]
             for x in asked:
                 if isinstance(x, Recipe):
-                    x.gradient_wanted(fn.__name__)
+                    x.gradient_wanted("grad" if fn.__name__ == "__get__" else fn.__name__)
         return fn(*_of_tensors(args), **_of_tensors(kwargs))
 
 

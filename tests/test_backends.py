@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -152,6 +153,7 @@ def test_what_cannot_run_is_refused():
 
 
 def test_names_of_implementations():
+    importlib.import_module("liger_kernel.backends.dispatch")  # a submodule and a function
     assert backends.all_impls("rms_norm") == [TRITON, "torch"]
     assert backends.available_impls("rms_norm")[-1] == "torch"
     assert backends.set_backend is backends.set_impl and backends.BackendNotAvailableError is backends.ImplNotAvailableError

@@ -297,3 +297,8 @@ all_backends, available_backends, resolve_backend, set_backend, get_backend, reg
     get_impl,
     register_impl,
 )
+
+# Published as a submodule as well as a function: imported only later, the submodule would take the function's place here.
+_function = dispatch
+importlib.import_module(f"{__name__}.dispatch")
+dispatch = _function

@@ -778,12 +778,49 @@ def test_a_watch_that_ends_says_so(tmp_path, monkeypatch, capfd):
         until(lambda: "nobody watches over progress any more: ValueError: no such file" in capfd.readouterr().err, 10)
 
 
-def test_a_rendezvous_that_is_taken_is_said(capsys):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        ranks._say_if_taken(f"127.0.0.1:{server.getsockname()[1]}")
-    assert "has a listener: joining it; if it is no launcher of this run, give another port" in capsys.readouterr().err
-    ranks._say_if_taken("localhost:0"), ranks._say_if_taken(f"127.0.0.1:{free_port()}"), ranks._say_if_taken("nonsense")
+def no_thread(monkeypatch, name):
+    start = threading.Thread.start
+
+    def refuse(thread):
+        if thread.name.startswith(name):
+            raise RuntimeError("can't start new thread")  # what Python says where a limit of processes is reached
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+
+
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        ("watch", "rank 0: nobody watches over progress"),
+        ("metrics", "no metrics on 127.0.0.1:"),
+        ("store", "checkpoints are copied to the store at the end of the run alone"),
+        ("AsyncCheckpoint", "training waits for the checkpoint of step 2"),
+    ],
+)
+def test_a_thread_that_cannot_start_is_said_and_done_without(name, said, base, here, tmp_path, monkeypatch, capsys):
+    no_thread(monkeypatch, name)
+    changes = dict(metrics_port=free_port()) if name == "metrics" else dict(store=(tmp_path / "store").as_uri()) if name == "store" else {}
+    config = place(base, tmp_path, parallel="none", steps=4, checkpoint_every=2, **changes)
+    assert len(loop.train(config)["losses"]) == 4
+    assert f"can't start new thread: {said}" in capsys.readouterr().err
+    assert latest(config) == ["step-00000004", "step-00000002"]
+    assert name != "store" or (tmp_path / "store" / "checkpoints" / "latest").read_text().split() == latest(config)
+
+
+def test_a_rendezvous_that_is_taken_is_said(monkeypatch, capsys):
+    """Within seconds, and that is the end: a program that does not answer would be waited for without end."""
+    monkeypatch.setattr(ranks, "ANSWER", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        for nodes in (1, 2):
+            with pytest.raises(UserError, match=r"rdzv_endpoint 127\.0\.0\.1:\d+ is taken by a program that is no launcher of this run: give another port"):
+                ranks._check_endpoint(f"127.0.0.1:{silent.getsockname()[1]}", nodes)
+    ranks._check_endpoint("localhost:0", 1), ranks._check_endpoint(f"127.0.0.1:{free_port()}", 2), ranks._check_endpoint("nonsense", 2)
     assert capsys.readouterr().err == ""
+    monkeypatch.setattr(ranks, "ANSWER", 30)
+    launcher = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks._check_endpoint(f"127.0.0.1:{launcher.port}", 2)
+    assert "has a listener: joining it" in capsys.readouterr().err
 
 
 def test_lines_of_steps_after_the_checkpoint_are_dropped(tmp_path, capsys):

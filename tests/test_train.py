@@ -692,9 +692,10 @@ def test_lines_that_were_lost_do_not_bring_others_twice(tmp_path):
 
 
 def test_texts_are_tokenised_together_by_their_length():
-    sizes = lambda lengths: [sum(map(len, some)) for some in data_module.batches_of("x" * n for n in lengths)]
+    records = lambda lengths: (({"text": "x" * n}, (i, 0, i)) for i, n in enumerate(lengths, 1))
+    sizes = lambda lengths: [sum(len(record["text"]) for record, _ in some) for some in data_module.batches_of(records(lengths))]
     assert sizes([10] * 2500) == [10_000, 10_000, 5_000]
-    assert sizes([1_500_000] * 4 + [9_000_000, 1]) == [4_500_000, 10_500_000, 1]
+    assert sizes([400_000] * 4 + [9_000_000, 1]) == [1_200_000, 9_400_000, 1]
 
 
 def test_conversations_with_nothing_to_learn_are_counted(tokenizer, capsys):
@@ -727,6 +728,89 @@ def test_a_signal_before_training_ends_the_run_at_once(number, config, monkeypat
     assert time.monotonic() - began < 20 and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     monkeypatch.setattr(loop, "load", load)
     loop.train(dataclasses.replace(config, checkpoint_every=2))
+
+
+@pytest.mark.parametrize("kind", ["text", "chats"])
+def test_a_run_stopped_while_it_tokenises_keeps_what_it_has(kind, config, monkeypatch, tmp_path, capsys):
+    """The next start tokenises the rest alone, trains no tokenizer again, and has the rows of a run that was left alone."""
+    records = [{"text": TEXT + str(i)} for i in range(6)] if kind == "text" else CHATS[:2] * 3
+    config = dataclasses.replace(config, data=write_jsonl(tmp_path / "records.jsonl", records), length=100, checkpoint_every=2)
+    calm = load(dataclasses.replace(config, cache=str(tmp_path / "calm")))
+    monkeypatch.setattr(data_module, "KEEP_EVERY", 0), monkeypatch.setattr(data_module, "PIECE", 1)  # every record is kept
+    name = "_add_texts" if kind == "text" else "_add_chat"
+    add, seen = getattr(data_module.Draft, name), []
+
+    def stopped(draft, record, *rest):
+        seen.append(record)
+        add(draft, record, *rest)
+        if len(seen) == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(30)
+
+    monkeypatch.setattr(data_module.Draft, name, stopped)
+    with pytest.raises(ranks.TooEarly):
+        loop.train(config)
+    (unfinished,) = (tmp_path / "run" / "cache").iterdir()
+    with (unfinished / "ids").open("ab") as file:
+        file.write(b"cut short by a kill")
+    monkeypatch.setattr(data_module, "train_bpe", mock.Mock(side_effect=AssertionError("trained again")))
+    again = load(config)
+    assert "tokenising goes on after record 3" in capsys.readouterr().err
+    assert len(seen) == 4 + 3 and again.rows.digest() == calm.rows.digest()
+    assert again.tokenizer.get_vocab() == calm.tokenizer.get_vocab() and not unfinished.exists()
+
+
+def test_what_a_draft_lacks_is_tokenised_anew(config, monkeypatch, tmp_path):
+    """A disk that lost what was written to it: the files are shorter than what is said of them."""
+    monkeypatch.setattr(data_module, "KEEP_EVERY", 0)
+    tokenizer, records = train_bpe([TEXT], 300), data_module.Records(config)
+    calm = tokenise(records, tokenizer, 24)
+    for lost in ("ids", "lengths", "state.json"):
+        data_module.Draft(tmp_path / lost).add(records.since(data_module.BEGIN), tokenizer, 24)
+        os.truncate(tmp_path / lost / lost, 1)
+        draft = data_module.Draft(tmp_path / lost)
+        assert draft.place == data_module.BEGIN
+        draft.add(records.since(draft.place), tokenizer, 24)
+        assert draft.rows(24).digest() == calm.digest()
+
+
+def prefixed(tokenizer):
+    """As older Llamas': a mark at the begin of a text, and words that do not end at white space."""
+    from tokenizers import normalizers, pre_tokenizers
+
+    tokenizer.backend_tokenizer.normalizer = normalizers.Prepend("_")
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return tokenizer
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_a_long_text_has_the_tokens_of_its_pieces(cut, monkeypatch):
+    """Its tokens take a hundred times the memory of the text: where they are the same it is tokenised in pieces, elsewhere in one."""
+    text = "".join(data_module.standard_library()[:20])[:40_000]
+    tokenizer = train_bpe([text], 600) if cut else prefixed(train_bpe([text], 600))
+    tokenizer.chat_template = CHAT_TEMPLATE
+    chat = {"messages": [{"role": role, "content": text} for role in ("user", "assistant")]}
+    rows = lambda: [tokenise([{"text": "short"}, {"text": text}], tokenizer, 100), tokenise([chat], tokenizer, 30_000)]
+    calm = [one.digest() for one in rows()]
+    monkeypatch.setattr(data_module, "PIECE", 5000), monkeypatch.setattr(data_module, "_CUTS_TRIED", 5)
+    pieces = list(data_module.pieces(text, tokenizer))
+    assert "".join(pieces) == text and (max(map(len, pieces)) < 5500 if cut else len(pieces) == 1)
+    call, longest = type(tokenizer).__call__, []
+
+    def seen(self, texts, **options):
+        longest.append(max(map(len, [texts] if isinstance(texts, str) else texts)))
+        return call(self, texts, **options)
+
+    monkeypatch.setattr(type(tokenizer), "__call__", seen)
+    assert [one.digest() for one in rows()] == calm
+    assert max(longest) < 5500 if cut else max(longest) > 40_000
+
+
+def test_a_tokenizer_is_trained_on_the_words_of_long_texts(monkeypatch):
+    text = "".join(data_module.standard_library()[:20])[:40_000]
+    whole = train_bpe([text], 600).backend_tokenizer.to_str()
+    monkeypatch.setattr(data_module, "PIECE", 1000)
+    assert len(list(data_module.pieces(text))) > 30 and train_bpe([text], 600).backend_tokenizer.to_str() == whole
 
 
 def strictly(path):

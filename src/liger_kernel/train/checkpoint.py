@@ -129,18 +129,24 @@ class Checkpoints:
             self._failed(error or "another rank could not write")
             return
         tensors, _ = _tensors(model, optimizer)
-        options = {"storage_writer": dcp.FileSystemWriter(self._path), "process_group": self.ranks.saving}
-        self._future = Future()
-        if wait:
+        save = lambda by: by(tensors, storage_writer=dcp.FileSystemWriter(self._path), process_group=self.ranks.saving)
+        if not wait:
             try:
-                dcp.save(tensors, **options)
-                write_sums(self._path, self.ranks.rank)
-                self._future.set_result(None)
-            except (Exception, dcp.api.CheckpointException) as problem:  # this disk or another rank's; DCP's is no Exception
-                self._future.set_exception(problem)
-            self.finish()
-        else:
-            self._future = _then_summed(dcp.async_save(tensors, **options), self._path, self.ranks.rank)  # type: ignore[arg-type]
+                self._future = _then_summed(save(dcp.async_save), self._path, self.ranks.rank)
+                return
+            except RuntimeError as problem:
+                if "start new thread" not in str(problem):
+                    raise
+                print(f"{problem}: training waits for the checkpoint of step {state['step']}", file=sys.stderr, flush=True)
+        self._future = Future()
+        try:
+            save(dcp.save)
+            write_sums(self._path, self.ranks.rank)
+            self._future.set_result(None)
+        except (Exception, dcp.api.CheckpointException) as problem:  # this disk or another rank's; DCP's is no Exception
+            self._future.set_exception(problem)
+        if wait:
+            self.finish()  # else the others have not finished, either
 
     @property
     def done(self) -> int:

@@ -15,12 +15,16 @@ import bisect
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import math
 import os
+import re
+import shutil
 import sys
 import sysconfig
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -31,6 +35,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from liger_kernel.train.checkpoint import write
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.redact import in_a_line
 
@@ -40,6 +45,9 @@ Place = tuple[int, int, int]  # between two records: how many are before it, the
 BEGIN: Place = (0, 0, 0)
 END = "<|endoftext|>"
 ROWS = "rows.safetensors"  # in a folder of tokenised data, beside its tokenizer
+TOKENIZER = "tokenizer"  # in a folder of data that is being tokenised
+PIECE = 1_000_000  # characters that are tokenised together, each of which takes a tokenizer 150 bytes
+KEEP_EVERY = 1.0  # seconds between two moments at which what is tokenised is synced to the disk
 # For tokenizers without a chat template. It is saved with the model, so that a chat uses what was trained.
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ '' if loop.first else '\n\n' }}{{ '### ' + m.role | capitalize + ':\n' + m.content }}"
@@ -178,19 +186,38 @@ def conversation(record: dict[str, Any]) -> list[dict[str, str]] | None:
     return None
 
 
+def characters(record: dict[str, Any]) -> int:
+    """How much text a record has; none if it is not one, which is said where it is tokenised."""
+    try:
+        turns = conversation(record)
+    except UserError:
+        return 0
+    texts = [record.get("text")] if turns is None else [turn.get("content") for turn in turns]
+    return sum(len(text) for text in texts if isinstance(text, str))
+
+
 # -- rows ----------------------------------------------------------------------------------
 
 
 class _Tokens:
-    """Integers on their way to a tensor of int32, in a file without a name rather than in memory."""
+    """Integers on their way to a tensor of int32, in a file rather than in memory: one without a name, or that of ``path``, of which ``count`` are kept."""
 
-    def __init__(self) -> None:
-        self.file, self.count = tempfile.TemporaryFile(), 0  # noqa: SIM115  open as long as the tensor
+    def __init__(self, path: Path | None = None, count: int = 0) -> None:
+        # open as long as the tensor
+        self.file: Any = tempfile.TemporaryFile() if path is None else path.open("r+b" if count else "w+b")  # noqa: SIM115
+        self.count = count
+        self.file.truncate(count * np.dtype(np.int32).itemsize)
+        self.file.seek(0, os.SEEK_END)
 
     def __iadd__(self, more: Tokens) -> _Tokens:
-        np.asarray(more, dtype=np.int32).tofile(self.file)
+        self.file.write(np.asarray(more, dtype=np.int32).tobytes())
         self.count += len(more)
         return self
+
+    def sync(self) -> None:
+        """What was added so far is on the disk."""
+        self.file.flush()
+        os.fsync(self.file.fileno())
 
     def tensor(self, count: int | None = None) -> Tensor:
         """The first ``count`` of them, or all; the file goes when the tensor does."""
@@ -306,52 +333,76 @@ def learnt_tokens(batch: dict[str, Tensor]) -> int:
     return int((batch["labels"][:, 1:] != IGNORE).sum())
 
 
-def batches_of(texts: Iterable[str], count: int = 1000, characters: int = 4_000_000) -> Iterator[list[str]]:
-    """Texts to tokenise together: ``count`` at most, fewer once they have that many characters, each of which takes a tokenizer 100 bytes or more."""
-    some, size = [], 0
-    for text in texts:
-        some.append(text)
-        size += len(text)
-        if len(some) == count or size >= characters:
+def batches_of(records: Iterable[tuple[dict[str, Any], Place]], count: int = 1000) -> Iterator[list[tuple[dict[str, Any], Place]]]:
+    """Records to tokenise together: ``count`` at most, fewer once they have as much text as a piece."""
+    some, total = [], 0
+    for record, place in records:
+        some.append((record, place))
+        total += characters(record)
+        if len(some) == count or total >= PIECE:
             yield some
-            some, size = [], 0
+            some, total = [], 0
     if some:
         yield some
 
 
-def packed(texts: Iterable[str], tokenizer: Any, length: int, documents: bool = False) -> Rows:
-    """Texts between their begin and end tokens, joined and cut into rows of ``length``; what does not fill the last row is dropped.
+def pieces(text: str, tokenizer: Any = None) -> Iterator[str]:
+    """``text`` in pieces of ``PIECE`` characters or a little more, which have the same tokens one by one as in one.
 
-    ``documents``: what a row has of a text is a document by itself.
+    It is cut before white space between words, where the tokenizer gives the text on both sides the same tokens together and apart. Where it does not (those
+    that mark the begin of a text do not), the rest is one piece. None: as for ``train_bpe``, whose words end at every such place.
     """
-    begin = [tokenizer.bos_token_id] if tokenizer.bos_token_id not in (None, tokenizer.eos_token_id) else []
-    end = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
-    tokens, starts = _Tokens(), []
-    for some in batches_of(texts):
-        for ids in tokenizer(some, add_special_tokens=False, return_attention_mask=False)["input_ids"]:
-            starts.append(tokens.count)
-            tokens += begin + ids + end
-    count = tokens.count // length
-    ids = tokens.tensor(count * length)
-    rows = Rows(ids, ids, torch.arange(count + 1) * length)
-    return rows.of_documents(torch.tensor(starts)) if documents else rows
+    begin = 0
+    while len(text) - begin > PIECE:
+        places = itertools.islice(_BETWEEN_WORDS.finditer(text, begin + PIECE), _CUTS_TRIED)
+        cut = next((place.start() for place in places if tokenizer is None or _may_cut(text, place.start(), tokenizer)), None)
+        if cut is None:
+            if len(text) - begin > 10 * PIECE:
+                say = f"this tokenizer's tokens of a text of {len(text):,} characters cannot be made piece by piece: that takes memory, 150 bytes a character"
+                print(say, file=sys.stderr, flush=True)
+            break
+        yield text[begin:cut]
+        begin = cut
+    yield text[begin:]
 
 
-def together(pairs: Sequence[tuple[Tokens, Tokens]], length: int) -> Rows:
-    """Conversations in rows of at most ``length``: the longest first, each into the row that it fills best."""
+_BETWEEN_WORDS = re.compile(r"(?<=\S)(?=\s\S)")
+_CUTS_TRIED = 100
+_AROUND = 1000  # characters on each side of a cut: more than what a tokenizer looks at to find where a word ends
+
+
+def _may_cut(text: str, at: int, tokenizer: Any) -> bool:
+    ids = lambda part: tokenizer(part, add_special_tokens=False)["input_ids"]
+    left, right = text[max(0, at - _AROUND) : at], text[at : at + _AROUND]
+    return ids(left + right) == ids(left) + ids(right)
+
+
+def ids_of(texts: list[str], tokenizer: Any) -> Iterator[Tokens]:
+    """The tokens of each text: of all together, but for long ones, which are tokenised piece by piece."""
+    encode = lambda some: tokenizer(some, add_special_tokens=False, return_attention_mask=False)["input_ids"]
+    short = [text for text in texts if len(text) <= PIECE]
+    encoded = iter(encode(short) if short else [])
+    for text in texts:
+        yield next(encoded) if len(text) <= PIECE else np.concatenate([np.array(encode(piece), np.int32) for piece in pieces(text, tokenizer)])
+
+
+def together(single: Rows, length: int) -> Rows:
+    """Conversations, a row each, in rows of at most ``length``: the longest first, each into the row that it fills best."""
     rows: list[list[int]] = []
     free: list[tuple[int, int]] = []  # (what is left, row), sorted
-    for number in sorted(range(len(pairs)), key=lambda i: (-len(pairs[i][0]), i)):
-        size = len(pairs[number][0])
+    bounds = single.bounds.tolist()
+    sizes = [end - begin for begin, end in itertools.pairwise(bounds)]
+    for number in sorted(range(len(single)), key=lambda i: (-sizes[i], i)):
+        size = sizes[number]
         place = bisect.bisect_left(free, (size, -1))
         left, row = free.pop(place) if place < len(free) else (length, len(rows))
         if row == len(rows):
             rows.append([])
         rows[row].append(number)
         bisect.insort(free, (left - size, row))
-    joined = ([np.concatenate([pairs[i][part] for i in row]) for part in (0, 1)] for row in rows)
-    sizes = torch.tensor([len(pairs[i][0]) for row in rows for i in row])
-    return Rows.of((ids, labels) for ids, labels in joined).of_documents(sizes.cumsum(0) - sizes)
+    joined = lambda tokens, row: torch.cat([tokens[bounds[i] : bounds[i + 1]] for i in row]).numpy()
+    lengths = torch.tensor([sizes[i] for row in rows for i in row])
+    return Rows.of((joined(single.ids, row), joined(single.labels, row)) for row in rows).of_documents(lengths.cumsum(0) - lengths)
 
 
 def conversation_row(messages: list[dict[str, str]], tokenizer: Any, length: int) -> tuple[list[int], list[int]]:
@@ -368,61 +419,152 @@ def conversation_row(messages: list[dict[str, str]], tokenizer: Any, length: int
             before, through = render(messages[:i], True), render(messages[: i + 1])
             if text.startswith(through) and through.startswith(before):
                 spans.append((len(before), len(through)))
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    # Some tokenizers trim the white space off a token's range: what counts is that it ends inside a turn and does not begin before it.
-    learnt = [any(start <= begin and start < end <= stop for start, stop in spans) for begin, end in encoded["offset_mapping"]]
-    ids = encoded["input_ids"][:length]
-    return ids, [token if keep else IGNORE for token, keep in zip(ids, learnt)]
+    ids: list[int] = []
+    labels: list[int] = []
+    at = 0
+    for piece in pieces(text, tokenizer):
+        encoded = tokenizer(piece, add_special_tokens=False, return_offsets_mapping=True)
+        for token, (begin, end) in zip(encoded["input_ids"], encoded["offset_mapping"]):
+            # Some tokenizers trim the white space off a token's range: what counts is that it ends inside a turn and does not begin before it.
+            learnt = any(start <= at + begin and start < at + end <= stop for start, stop in spans)
+            ids.append(token)
+            labels.append(token if learnt else IGNORE)
+        if len(ids) >= length:
+            break
+        at += len(piece)
+    return ids[:length], labels[:length]
 
 
 class NoRows(UserError):
     """Records from which no row can be made."""
 
 
-def tokenise(records: Iterable[dict[str, Any]], tokenizer: Any, length: int, packing: str = "auto", before: int = 0) -> Rows:
-    """Rows of at most ``length`` tokens. ``UserError`` names the record it cannot read, counted from those ``before``; ``NoRows``: there are none."""
-    if conversation(next(iter(records))) is None:
-        rows = packed(texts_of(records, before), tokenizer, length, packing == "documents")
-        if not len(rows):
-            raise NoRows(f"the data is shorter than one row of {length} tokens: lower the length")
-        return rows
-    if not tokenizer.is_fast:
-        raise UserError("conversations need a fast tokenizer: a slow one does not say which characters a token covers")
-    pairs, silent, late = [], 0, 0
-    for number, record in enumerate(records, before + 1):
+class Draft:
+    """Records that are tokenised, on their way to rows. In ``folder``, what a run that is stopped has tokenised is there for the next one.
+
+    What counts of the files there is what ``state.json`` says; what lies behind was cut short.
+    """
+
+    def __init__(self, folder: Path | None = None):
+        self.folder, self._kept = folder, time.monotonic()
+        known = self._known()
+        self.place: Place = tuple(known.get("place", BEGIN))  # behind the last record
+        self.chats: bool | None = known.get("chats")  # None: nothing is here yet
+        self.silent, self.late = known.get("silent", 0), known.get("late", 0)  # conversations left out
+        self._tokens = {name: _Tokens(folder / name if folder else None, known.get(name, 0)) for name in ("ids", "labels", "lengths")}
+
+    def _known(self) -> dict[str, Any]:
+        """What was tokenised before; nothing if the files are shorter than it says."""
+        if self.folder is None:
+            return {}
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(OSError, ValueError):
+            known = json.loads((self.folder / "state.json").read_text())
+            if all((self.folder / name).stat().st_size >= 4 * known[name] for name in ("ids", "labels", "lengths")):
+                return known
+        return {}
+
+    def _keep(self) -> None:
+        if self.folder is None or time.monotonic() < self._kept + KEEP_EVERY:
+            return
+        for tokens in self._tokens.values():
+            tokens.sync()
+        state = {"place": self.place, "chats": self.chats, "silent": self.silent, "late": self.late}
+        write(self.folder / "state.json", json.dumps(state | {name: tokens.count for name, tokens in self._tokens.items()}))
+        self._kept = time.monotonic()
+
+    def _add(self, ids: Tokens, labels: Tokens = ()) -> None:
+        self._tokens["ids"] += ids
+        self._tokens["labels"] += labels
+        self._tokens["lengths"] += [len(ids)]
+
+    def add(self, records: Iterable[tuple[dict[str, Any], Place]], tokenizer: Any, length: int) -> None:
+        """Tokenise these. ``UserError`` names the one that cannot be read."""
+        for some in batches_of(records):
+            if self.chats is None:
+                self.chats = conversation(some[0][0]) is not None
+            if self.chats and not tokenizer.is_fast:
+                raise UserError("conversations need a fast tokenizer: a slow one does not say which characters a token covers")
+            if self.chats:
+                for record, (number, *_) in some:
+                    self._add_chat(record, number, tokenizer, length)
+            else:
+                self._add_texts([text_of(record, number) for record, (number, *_) in some], tokenizer)
+            self.place = some[-1][1]
+            self._keep()
+
+    def _add_texts(self, texts: list[str], tokenizer: Any) -> None:
+        begin = [tokenizer.bos_token_id] if tokenizer.bos_token_id not in (None, tokenizer.eos_token_id) else []
+        end = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
+        for ids in ids_of(texts, tokenizer):
+            self._add(np.concatenate([np.array(part, np.int32) for part in (begin, ids, end)]))
+
+    def _add_chat(self, record: dict[str, Any], number: int, tokenizer: Any, length: int) -> None:
         try:
             turns = conversation(record) or []
             ids, labels = conversation_row(turns, tokenizer, length)
         except Exception as error:  # chat templates raise what they like
             raise UserError(f"record {number} is no conversation that the chat template accepts: {in_a_line(error, 200)}") from error
         if any(label != IGNORE for label in labels[1:]):
-            pairs.append((np.array(ids, np.int32), np.array(labels, np.int32)))
+            self._add(ids, labels)
         elif any(turn.get("role") == "assistant" and turn.get("content") for turn in turns):
-            late += 1
+            self.late += 1
         else:
-            silent += 1
-    reasons = ((silent, "have no answer"), (late, f"have none within their first {length} tokens, or in turns that the chat template rewrites"))
-    for dropped, why in reasons:
-        if dropped:
-            print(f"{dropped} of {number - before} conversations {why}: left out, as there is nothing to learn", file=sys.stderr, flush=True)
-    if not pairs:
-        raise NoRows(f"no conversation has an answer within its first {length} tokens: raise the length")
-    return together(pairs, length) if packing == "documents" else Rows.of(pairs)
+            self.silent += 1
+
+    def rows(self, length: int, packing: str = "auto") -> Rows:
+        """Rows of at most ``length`` tokens; ``NoRows``: there are none."""
+        documents = packing == "documents"
+        lengths, ids = self._tokens["lengths"].tensor(), self._tokens["ids"]
+        bounds = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        if self.chats:
+            self._say_what_is_left_out(length)
+            if not len(lengths):
+                raise NoRows(f"no conversation has an answer within its first {length} tokens: raise the length")
+            rows = Rows(ids.tensor(), self._tokens["labels"].tensor(), bounds)
+            return together(rows, length) if documents else rows
+        # documents are joined and cut; what does not fill the last row is dropped
+        count = ids.count // length
+        if not count:
+            raise NoRows(f"the data is shorter than one row of {length} tokens: lower the length")
+        joined = ids.tensor(count * length)
+        rows = Rows(joined, joined, torch.arange(count + 1) * length)
+        return rows.of_documents(bounds[:-1]) if documents else rows
+
+    def _say_what_is_left_out(self, length: int) -> None:
+        total = self._tokens["lengths"].count + self.silent + self.late
+        reasons = (
+            (self.silent, "have no answer"),
+            (self.late, f"have none within their first {length} tokens, or in turns that the chat template rewrites"),
+        )
+        for dropped, why in reasons:
+            if dropped:
+                print(f"{dropped} of {total} conversations {why}: left out, as there is nothing to learn", file=sys.stderr, flush=True)
 
 
-def texts_of(records: Iterable[dict[str, Any]], before: int = 0) -> Iterator[str]:
-    """All the text in the records, to pack or to train a tokenizer on."""
-    first = next(iter(records))
-    if conversation(first) is not None:
+def tokenise(records: Iterable[dict[str, Any]], tokenizer: Any, length: int, packing: str = "auto", before: int = 0) -> Rows:
+    """Rows of at most ``length`` tokens. ``UserError`` names the record it cannot read, counted from those ``before``; ``NoRows``: there are none."""
+    draft = Draft()
+    draft.add(((record, (number, 0, 0)) for number, record in enumerate(records, before + 1)), tokenizer, length)
+    return draft.rows(length, packing)
+
+
+def texts_of(records: Iterable[dict[str, Any]]) -> Iterator[str]:
+    """All the text in the records, to train a tokenizer on."""
+    if conversation(next(iter(records))) is not None:
         turns = (turn for record in records for turn in conversation(record) or [])
         yield from (turn["content"] for turn in turns if isinstance(turn.get("content"), str))
         return
-    if "text" not in first:
-        raise UserError(f"a record must have 'text', 'messages', or 'instruction' and 'output'; the first one has {sorted(first)}")
-    for number, record in enumerate(records, before + 1):
-        if not isinstance(record.get("text"), str):
-            raise UserError(f"record {number} has no text, unlike the first one")
-        yield record["text"]
+    yield from (text_of(record, number) for number, record in enumerate(records, 1))
+
+
+def text_of(record: dict[str, Any], number: int) -> str:
+    """The text of a record, which is the ``number``-th."""
+    if number == 1 and "text" not in record:
+        raise UserError(f"a record must have 'text', 'messages', or 'instruction' and 'output'; the first one has {sorted(record)}")
+    if not isinstance(record.get("text"), str):
+        raise UserError(f"record {number} has no text, unlike the first one")
+    return record["text"]
 
 
 def train_bpe(texts: Iterable[str], vocab: int) -> Any:
@@ -434,8 +576,25 @@ def train_bpe(texts: Iterable[str], vocab: int) -> Any:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
+    texts = (piece for text in texts for piece in pieces(text))
     tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=vocab, special_tokens=[END], initial_alphabet=alphabet, show_progress=False))
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, bos_token=END, pad_token=END)
+
+
+def own_tokenizer(records: Iterable[dict[str, Any]], vocab: int, folder: Path | None) -> Any:
+    """A BPE trained on these records; with a folder, it is kept there, and the one that is there is taken."""
+    import transformers
+
+    kept = folder and folder / TOKENIZER
+    if kept and kept.is_dir():
+        return transformers.AutoTokenizer.from_pretrained(kept)
+    tokenizer = train_bpe(texts_of(records), vocab)
+    complete(tokenizer)
+    if kept:
+        unfinished = kept.with_suffix(".unfinished")
+        tokenizer.save_pretrained(unfinished)
+        unfinished.rename(kept)
+    return tokenizer
 
 
 def check(rows: Rows, vocabulary: int) -> None:
@@ -530,15 +689,14 @@ def load(config: TrainConfig) -> Data:
 
         return Stream(config, tokenizer, folder)
     if not sure:
-        return _prepare(config, tokenizer)
+        rows, tokenizer = _tokenised(config, tokenizer)
+        return Data(rows, tokenizer, config.eval_fraction)
     from filelock import FileLock
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder.parent}.lock"):
         if not folder.is_dir():
-            data = _prepare(config, tokenizer)
-            _write(folder, data.rows, data.tokenizer)
-            return data
+            _fill(folder, config, tokenizer)
     return _read(folder, config, tokenizer)
 
 
@@ -588,12 +746,25 @@ def _read(folder: Path, config: TrainConfig, tokenizer: Any) -> Data:
     return Data(Rows.read(folder / ROWS), tokenizer or transformers.AutoTokenizer.from_pretrained(folder), config.eval_fraction)
 
 
-def _prepare(config: TrainConfig, tokenizer: Any) -> Data:
-    records = Records(config)
+def _fill(folder: Path, config: TrainConfig, tokenizer: Any) -> None:
+    """Tokenise the data of a run into ``folder``. A run that is stopped leaves what it has beside it, for the next one; after a mistake there is none."""
+    unfinished = folder.with_suffix(".unfinished")
+    try:
+        _write(folder, *_tokenised(config, tokenizer, unfinished))
+    except UserError:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _tokenised(config: TrainConfig, tokenizer: Any, folder: Path | None = None) -> tuple[Rows, Any]:
+    records, draft = Records(config), Draft(folder)
     if tokenizer is None:
-        tokenizer = train_bpe(texts_of(records), config.vocab)
-        complete(tokenizer)
-    return Data(tokenise(records, tokenizer, config.length, config.packing), tokenizer, config.eval_fraction)
+        tokenizer = own_tokenizer(records, config.vocab, folder)
+    if draft.place != BEGIN:
+        print(f"tokenising goes on after record {draft.place[0]}", file=sys.stderr, flush=True)
+    draft.add(records.since(draft.place), tokenizer, config.length)
+    return draft.rows(config.length, config.packing), tokenizer
 
 
 def complete(tokenizer: Any) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 from liger_kernel.train.config import REPORTS, TrainConfig, UserError
 from liger_kernel.train.measure import PeakMemory, device_name
-from liger_kernel.train.ranks import restarts
+from liger_kernel.train.ranks import beside, restarts
 from liger_kernel.train.redact import in_a_line, redacted
 
 # name on the endpoint -> (key of a log line, kind, what it is)
@@ -156,10 +156,11 @@ class Endpoint:
         except (OSError, OverflowError) as error:
             raise UserError(f"cannot listen on {host}:{port} for metrics: {error}") from error
         self.port = self._server.server_port
-        threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True).start()
+        self._thread = beside(self._server.serve_forever, "metrics", f"no metrics on {host}:{port}")
 
     def close(self) -> None:
-        self._server.shutdown()
+        if self._thread:
+            self._server.shutdown()
         self._server.server_close()
 
 

@@ -38,6 +38,7 @@ LAUNCHER = "LIGER_LAUNCHER"  # variable of workers: the process that started the
 EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: everything is saved, run it again
 EXIT_MISTAKE = 2  # of the user: no restart mends it
 EXIT_TERMINATED = 128 + signal.SIGTERM  # SIGTERM came, and not everything is saved
+ANSWER = 10.0  # seconds that the launcher of another machine has to answer
 
 
 class Preempted(Exception):
@@ -175,7 +176,18 @@ def die_with_launcher() -> None:
         os.write(2, b"the launcher has gone: so does this rank\n")
         os._exit(1)
 
-    threading.Thread(target=watch, name="launcher", daemon=True).start()
+    beside(watch, "launcher", "this rank will not notice if its launcher is killed")
+
+
+def beside(target: Callable[[], Any], name: str, without: str) -> threading.Thread | None:
+    """A thread that the run can do without: where none can start (a limit of processes is reached), the run says what that means and goes on."""
+    thread = threading.Thread(target=target, name=name, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError as error:
+        print(f"{error}: {without}", file=sys.stderr, flush=True)
+        return None
+    return thread
 
 
 def _dies_with_parent() -> bool:
@@ -264,13 +276,13 @@ class Watch:
         self._last = time.monotonic()
 
     def __enter__(self) -> Watch:
-        self._thread = threading.Thread(target=self._look, name="watch", daemon=True)
-        self._thread.start()
+        self._thread = beside(self._look, "watch", f"rank {self._rank}: nobody watches over progress, a run that is stuck will not end by itself")
         return self
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
-        self._thread.join()
+        if self._thread:
+            self._thread.join()
         faulthandler.cancel_dump_traceback_later()
 
     def _look(self) -> None:
@@ -366,13 +378,32 @@ def _preempted(codes: set[int]) -> bool:
     return EXIT_PREEMPTED in codes and codes <= {EXIT_PREEMPTED, -signal.SIGTERM}
 
 
-def _say_if_taken(endpoint: str) -> None:
-    """That something listens there already: a launcher of this run, or a program in whose company the rendezvous would be silent until it gives up."""
+def _check_endpoint(endpoint: str, nodes: int) -> None:
+    """``UserError`` if a program that is no launcher of this run listens there: the rendezvous would wait for its answer, without a word and without end."""
     host, _, port = endpoint.rpartition(":")
-    with contextlib.suppress(OSError, ValueError):
-        if int(port):
-            socket.create_connection((host, int(port)), timeout=2).close()
-            print(f"{endpoint} has a listener: joining it; if it is no launcher of this run, give another port", file=sys.stderr, flush=True)
+    try:
+        if not int(port):
+            return
+        socket.create_connection((host, int(port)), timeout=2).close()
+    except (OSError, ValueError):  # nobody listens yet; what is no endpoint, the rendezvous says
+        return
+    if nodes == 1 or not _keeps_a_rendezvous(host, int(port)):
+        raise UserError(f"rdzv_endpoint {endpoint} is taken by a program that is no launcher of this run: give another port")
+    print(f"{endpoint} has a listener: joining it; if it is no launcher of this run, give another port", file=sys.stderr, flush=True)
+
+
+def _keeps_a_rendezvous(host: str, port: int) -> bool:
+    """Whether what listens there answers as PyTorch's store does; the client itself knows no timeout while it is greeted."""
+    answered: list[Any] = []
+
+    def ask() -> None:
+        with contextlib.suppress(Exception):
+            answered.append(dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=ANSWER)))
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(ANSWER)
+    return bool(answered)
 
 
 def launch_elastic(config: TrainConfig, command: list[str] | None = None) -> int:
@@ -408,7 +439,7 @@ def launch_elastic(config: TrainConfig, command: list[str] | None = None) -> int
         os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // nproc))
     # machines start minutes apart: one pulls an image that the other has
     waits: dict[str, Any] = {"join_timeout": config.timeout, "read_timeout": config.timeout} if nodes[1] > 1 else {}
-    _say_if_taken(config.rdzv_endpoint)
+    _check_endpoint(config.rdzv_endpoint, nodes[1])
     run_id = os.environ.get("PET_RDZV_ID") or Path(config.out).absolute().name or "run"
     rendezvous = get_rendezvous_handler(RendezvousParameters("c10d", config.rdzv_endpoint, run_id, *nodes, **waits))
     spec = WorkerSpec(

@@ -17,7 +17,7 @@ from typing import Any
 
 from liger_kernel.train.checkpoint import LATEST, NAME, damage, listed, names_in, newest, step_of, write
 from liger_kernel.train.config import TrainConfig, UserError
-from liger_kernel.train.ranks import Preempted, Ranks
+from liger_kernel.train.ranks import Preempted, Ranks, beside
 from liger_kernel.train.redact import in_a_line, redacted
 
 FILE = re.compile(r"\.metadata|[A-Za-z0-9_][A-Za-z0-9_-]*\.(json|distcp)")  # what a checkpoint consists of: nothing else is brought here
@@ -185,8 +185,7 @@ def stored(config: TrainConfig, ranks: Ranks) -> Iterator[Store | None]:
     if problem:
         raise UserError(problem)
     if store:
-        thread = threading.Thread(target=_keep, args=(store, ended), name="store", daemon=True)
-        thread.start()
+        thread = beside(lambda: _keep(store, ended), "store", "checkpoints are copied to the store at the end of the run alone")
     try:
         yield store
     except BaseException as error:

@@ -25,12 +25,11 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from liger_kernel.train.config import TrainConfig, UserError
-from liger_kernel.train.data import BEGIN, Data, NoRows, Records, Rows, check, complete, conversation, texts_of, tokenise, tokenizer_of, train_bpe
+from liger_kernel.train.data import BEGIN, TOKENIZER, Data, NoRows, Records, Rows, characters, check, own_tokenizer, tokenise, tokenizer_of
 from liger_kernel.train.ranks import local_rank
 
 WIDTH = 1 << 32  # row i of part k is pick k * WIDTH + i
 KEPT = 3  # parts held open: the first, of which rows are held back, and those that a step can be in
-TOKENIZER = "tokenizer"
 
 
 class Part(NamedTuple):
@@ -258,11 +257,11 @@ class Writer:
         while self._ahead is not None and size < self.config.stream * 1_000_000:
             record, end = self._ahead
             records.append(record)
-            size += _characters(record)
+            size += characters(record)
             self._ahead = next(self._stream, None)
         self._next = part + 1
         if self.tokenizer is None:
-            self.tokenizer = self._own_tokenizer(records)
+            self.tokenizer = own_tokenizer(records, self.config.vocab, self.folder)
         try:
             rows = tokenise(records, self.tokenizer, self.config.length, self.config.packing, begin[0])
         except NoRows:
@@ -276,26 +275,6 @@ class Writer:
         unfinished = path.with_suffix(".unfinished")
         rows.write(unfinished, {"part": json.dumps(found)})
         unfinished.replace(path)
-
-    def _own_tokenizer(self, records: list[dict[str, Any]]) -> Any:
-        """A BPE trained on the first part."""
-        import transformers
-
-        folder = self.folder / TOKENIZER
-        if folder.is_dir():
-            return transformers.AutoTokenizer.from_pretrained(folder)
-        tokenizer = train_bpe(texts_of(records), self.config.vocab)
-        complete(tokenizer)
-        unfinished = folder.with_suffix(".unfinished")
-        tokenizer.save_pretrained(unfinished)
-        unfinished.rename(folder)
-        return tokenizer
-
-
-def _characters(record: dict[str, Any]) -> int:
-    turns = conversation(record)
-    texts = [record.get("text")] if turns is None else [turn.get("content") for turn in turns]
-    return sum(len(text) for text in texts if isinstance(text, str))
 
 
 def _main() -> None:

@@ -2,8 +2,9 @@
 
     python benchmarks/soak.py runs/soak --minutes 30 -- --steps 60000 --hidden 64 --layers 2 --length 128 --batch 4 --checkpoint-every 500
 
-With `--connections 200` the calm run's metrics are scraped twice a second all the while, beside so many connections that say nothing; the report has
-a quarter's, the largest and the last number of its open files and threads, and the scrapes that failed.
+With `--connections 200` the calm run's metrics are scraped twice a second, beside so many connections that say nothing, during every other half minute. The
+report has the largest number of its open files and threads in the first half of the time, in the second, and the last one, the scrapes that failed, and the
+median times of a step with and without.
 
 What follows `--` goes to `liger train`. When the time is over both runs write a checkpoint; the same command goes on. Prints one line of JSON a call, and
 exits with 1 if a step is missing or differs, or a run ended otherwise.
@@ -12,11 +13,13 @@ exits with 1 if a step is missing or differs, or a run ended otherwise.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import time
@@ -25,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 PREEMPTED = 75
+TURN = 30  # seconds
 
 
 def start(out: Path, flags: list[str]) -> subprocess.Popen:
@@ -45,10 +49,10 @@ def rank_of(launcher: subprocess.Popen) -> int | None:
 
 
 def resident(pid: int | None) -> float | None:
-    """MB of memory of the host."""
+    """MB of memory of the host, without the pages of files, which come and go as the system likes."""
     status = Path(f"/proc/{pid}/status")
     lines = status.read_text().splitlines() if pid and status.exists() else []
-    return next((int(line.split()[1]) / 1024 for line in lines if line.startswith("VmRSS")), None)
+    return next((int(line.split()[1]) / 1024 for line in lines if line.startswith("RssAnon")), None)
 
 
 def opened(pid: int | None) -> tuple[int, int] | None:
@@ -60,12 +64,26 @@ def opened(pid: int | None) -> tuple[int, int] | None:
 
 
 class Scraper:
-    """Asks for metrics, and holds connections that ask for nothing, each made anew when it is closed."""
+    """Asks for metrics, and holds connections that ask for nothing, a quarter of which are made anew each time."""
 
     def __init__(self, port: int, connections: int):
         self.port, self.count = port, connections
         self.scrapes = self.failed = 0
         self.idle: list[socket.socket] = []
+        self.turns: list[tuple[int, bool]] = []  # (lines of the run so far, whether it is scraped from there on)
+
+    def turn(self, lines: int, on: bool) -> None:
+        self.turns.append((lines, on))
+        while self.idle:
+            self.idle.pop().close()
+
+    def times(self, lines: list[dict]) -> dict[str, float]:
+        """Medians of the median times of a step between log lines, in ms: those of whole stretches."""
+        found: dict[bool, list[float]] = {True: [], False: []}
+        for (begin, on), (end, _) in itertools.pairwise(self.turns):
+            found[on] += [line["step_seconds_p50"] for line in lines[begin:end] if "step_seconds_p50" in line][2:]
+        name = {True: "scraped", False: "alone"}
+        return {name[on]: round(1000 * statistics.median(some), 3) for on, some in found.items() if some} | {"log lines": sum(map(len, found.values()))}
 
     def look(self) -> None:
         try:
@@ -86,7 +104,8 @@ class Scraper:
 
 def lines_of(out: Path) -> list[dict]:
     path = out / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    whole = path.read_text().rpartition("\n")[0] if path.exists() else ""
+    return [json.loads(line) for line in whole.splitlines()]
 
 
 def main() -> int:
@@ -109,12 +128,16 @@ def main() -> int:
     while time.monotonic() < began + 60 * a.minutes and any(run.poll() is None for run in runs.values()):
         time.sleep(0.5)
         now = time.monotonic()
-        if rss := resident(rank_of(runs[calm])):
-            memory.append((now - began, rss))
-        if scraper and (calm / "metrics.jsonl").exists():
-            scraper.look()
-            if found := opened(rank_of(runs[calm])):
-                counted.append(found)
+        if (calm / "metrics.jsonl").exists() and (rss := resident(rank_of(runs[calm]))):  # it trains
+            memory.append((now, rss))
+            if scraper:
+                on = int(now - memory[0][0]) // TURN % 2 == 1
+                if not scraper.turns or scraper.turns[-1][1] != on:
+                    scraper.turn(len(lines_of(calm)), on)
+                if on:
+                    scraper.look()
+                if found := opened(rank_of(runs[calm])):
+                    counted.append(found)
         if runs[disturbed].poll() == PREEMPTED:
             runs[disturbed] = start(disturbed, flags)
         if now < strike or runs[disturbed].poll() is not None:
@@ -135,18 +158,18 @@ def main() -> int:
     both = losses[calm].keys() & losses[disturbed].keys()
     differ = sum(losses[calm][step] != losses[disturbed][step] for step in both)
     whole = all([line["step"] for line in found] == list(range(1, len(found) + 1)) for found in lines.values())
-    late = [rss for _, rss in memory[len(memory) // 4 :]]  # allocators have grown by then
+    late = [rss for at, rss in memory if at > memory[0][0] + (memory[-1][0] - memory[0][0]) / 4]  # allocators have grown by then
     tenth = max(1, len(late) // 10)
     device = [line["memory"] for line in lines[calm] if "memory" in line]
-    scraped: dict[str, Any] = dict(scrapes=scraper.scrapes, scrapes_failed=scraper.failed) if scraper else {}
+    scraped: dict[str, Any] = dict(scrapes=scraper.scrapes, scrapes_failed=scraper.failed, step_ms=scraper.times(lines[calm])) if scraper else {}
     if counted:
-        scraped["files_and_threads"] = [counted[len(counted) // 4], max(counted), counted[-1]]
+        half = len(counted) // 2
+        scraped["files_and_threads"] = [max(counted[:half]), max(counted[half:]), counted[-1]]
     report: dict[str, Any] = dict(
         minutes=round((time.monotonic() - began) / 60, 1), kills=kills, preemptions=preemptions, exit_codes=codes,
         steps={out.name: len(found) for out, found in losses.items()}, compared=len(both), differ=differ, each_step_once=whole,
         host_mb=[round(sum(part) / len(part), 1) for part in (late[:tenth], late[-tenth:]) if part],
-        memory_gb=[round(m / 1e9, 3) for m in device[:1] + device[-1:]],
-**scraped,
+        memory_gb=[round(m / 1e9, 3) for m in device[:1] + device[-1:]], **scraped,
         loss=[lines[calm][0]["loss"], lines[calm][-1]["loss"]] if lines[calm] else None,
     )  # fmt: skip
     print(json.dumps(report), flush=True)

@@ -35,7 +35,7 @@ from liger_kernel import cli
 from liger_kernel.parallel import Parallel
 from liger_kernel.train import checkpoint, lock, loop, metrics, ranks, store
 from liger_kernel.train.config import TrainConfig, UserError
-from liger_kernel.train.data import share
+from liger_kernel.train.rows import share
 
 STEPS = 8
 DEVICE = os.environ.get("LIGER_TEST_DEVICE", "cpu")  # cuda: NCCL, where there is a GPU for each of two ranks
@@ -180,7 +180,7 @@ def base(tmp_path_factory):
     """A run of a tiny model with dropout, whose draws must come back as well."""
     import transformers
 
-    from liger_kernel.train.data import train_bpe
+    from liger_kernel.train.tokenise import train_bpe
 
     folder = tmp_path_factory.mktemp("runtime")
     tokenizer = train_bpe([TEXT], 280)

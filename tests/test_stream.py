@@ -17,9 +17,11 @@ import safetensors.torch
 from liger_kernel.train import data as data_module
 from liger_kernel.train import loop
 from liger_kernel.train.config import TrainConfig, UserError
-from liger_kernel.train.data import BEGIN, Records, load, tokenise, tokenizer_of, train_bpe
+from liger_kernel.train.data import load
 from liger_kernel.train.evaluate import evaluate
+from liger_kernel.train.records import BEGIN, Records
 from liger_kernel.train.stream import Part, Stream, Writer, described, path_of
+from liger_kernel.train.tokenise import tokenise, tokenizer_of, train_bpe
 
 SIZE = 330  # characters of a record
 CHATS = [{"messages": [{"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": "yes " * (i % 5 + 1) + str(i)}]} for i in range(60)]

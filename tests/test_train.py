@@ -26,10 +26,14 @@ pytest.importorskip("transformers")
 
 from liger_kernel.train import checkpoint, demo, loop, metrics, ranks, redact, store
 from liger_kernel.train import data as data_module
+from liger_kernel.train import tokenise as tokenising
 from liger_kernel.train.config import TrainConfig, UserError, from_flags
-from liger_kernel.train.data import CHAT_TEMPLATE, IGNORE, Data, Rows, learnt_tokens, load, tokenise, train_bpe
+from liger_kernel.train.data import load
 from liger_kernel.train.measure import PeakMemory
 from liger_kernel.train.model import device_and_precision
+from liger_kernel.train.records import BEGIN, Records, standard_library
+from liger_kernel.train.rows import IGNORE, Data, Rows, learnt_tokens
+from liger_kernel.train.tokenise import CHAT_TEMPLATE, tokenise, train_bpe
 
 TEXT = "def add(a, b):\n    return a + b\n\n" * 40
 TINY = dict(hidden=32, heads=2, kv_heads=1, layers=2, vocab=300, length=24, batch=4, steps=3, warmup=1, log_every=1, device="cpu", lr=1e-2)
@@ -277,17 +281,17 @@ def test_files_of_both_kinds_and_datasets_read_alike(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", lambda name, split, streaming: {("org/chats", "dev"): datasets.Dataset.from_list(CHATS)}[name, split])
     named = [write_jsonl(tmp_path / "chats.jsonl", CHATS), str(tmp_path / "chats.parquet"), "org/chats"]
     for name in named:
-        records = data_module.Records(TrainConfig(data=name, split="dev"))
+        records = Records(TrainConfig(data=name, split="dev"))
         assert list(records) == list(records) == CHATS
-        assert list(data_module.Records(TrainConfig(data=name, split="dev", limit=2))) == CHATS[:2]
-    assert list(data_module.Records(TrainConfig(data=str(tmp_path)))) == CHATS + CHATS  # a folder of both
-    assert next(iter(data_module.Records(TrainConfig(data=named[0])))) == CHATS[0]
+        assert list(Records(TrainConfig(data=name, split="dev", limit=2))) == CHATS[:2]
+    assert list(Records(TrainConfig(data=str(tmp_path)))) == CHATS + CHATS  # a folder of both
+    assert next(iter(Records(TrainConfig(data=named[0])))) == CHATS[0]
     (tmp_path / "chats.jsonl").open("a").write("{oops")
-    assert next(iter(data_module.Records(TrainConfig(data=named[0])))) == CHATS[0]  # the rest is not read
+    assert next(iter(Records(TrainConfig(data=named[0])))) == CHATS[0]  # the rest is not read
 
 
 def test_the_standard_library_is_text_enough():
-    texts = data_module.standard_library()
+    texts = standard_library()
     assert sum(map(len, texts)) > 5_000_000
     assert any("class TestCase" not in text and "def dataclass(" in text for text in texts)
 
@@ -693,7 +697,7 @@ def test_lines_that_were_lost_do_not_bring_others_twice(tmp_path):
 
 def test_texts_are_tokenised_together_by_their_length():
     records = lambda lengths: (({"text": "x" * n}, (i, 0, i)) for i, n in enumerate(lengths, 1))
-    sizes = lambda lengths: [sum(len(record["text"]) for record, _ in some) for some in data_module.batches_of(records(lengths))]
+    sizes = lambda lengths: [sum(len(record["text"]) for record, _ in some) for some in tokenising.batches_of(records(lengths))]
     assert sizes([10] * 2500) == [10_000, 10_000, 5_000]
     assert sizes([400_000] * 4 + [9_000_000, 1]) == [1_200_000, 9_400_000, 1]
 
@@ -736,9 +740,9 @@ def test_a_run_stopped_while_it_tokenises_keeps_what_it_has(kind, config, monkey
     records = [{"text": TEXT + str(i)} for i in range(6)] if kind == "text" else CHATS[:2] * 3
     config = dataclasses.replace(config, data=write_jsonl(tmp_path / "records.jsonl", records), length=100, checkpoint_every=2)
     calm = load(dataclasses.replace(config, cache=str(tmp_path / "calm")))
-    monkeypatch.setattr(data_module, "KEEP_EVERY", 0), monkeypatch.setattr(data_module, "PIECE", 1)  # every record is kept
+    monkeypatch.setattr(tokenising, "KEEP_EVERY", 0), monkeypatch.setattr(tokenising, "PIECE", 1)  # every record is kept
     name = "_add_texts" if kind == "text" else "_add_chat"
-    add, seen = getattr(data_module.Draft, name), []
+    add, seen = getattr(tokenising.Draft, name), []
 
     def stopped(draft, record, *rest):
         seen.append(record)
@@ -747,13 +751,13 @@ def test_a_run_stopped_while_it_tokenises_keeps_what_it_has(kind, config, monkey
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(30)
 
-    monkeypatch.setattr(data_module.Draft, name, stopped)
+    monkeypatch.setattr(tokenising.Draft, name, stopped)
     with pytest.raises(ranks.TooEarly):
         loop.train(config)
     (unfinished,) = (tmp_path / "run" / "cache").iterdir()
     with (unfinished / "ids").open("ab") as file:
         file.write(b"cut short by a kill")
-    monkeypatch.setattr(data_module, "train_bpe", mock.Mock(side_effect=AssertionError("trained again")))
+    monkeypatch.setattr(tokenising, "train_bpe", mock.Mock(side_effect=AssertionError("trained again")))
     again = load(config)
     assert "tokenising goes on after record 3" in capsys.readouterr().err
     assert len(seen) == 4 + 3 and again.rows.digest() == calm.rows.digest()
@@ -762,14 +766,14 @@ def test_a_run_stopped_while_it_tokenises_keeps_what_it_has(kind, config, monkey
 
 def test_what_a_draft_lacks_is_tokenised_anew(config, monkeypatch, tmp_path):
     """A disk that lost what was written to it: the files are shorter than what is said of them."""
-    monkeypatch.setattr(data_module, "KEEP_EVERY", 0)
-    tokenizer, records = train_bpe([TEXT], 300), data_module.Records(config)
+    monkeypatch.setattr(tokenising, "KEEP_EVERY", 0)
+    tokenizer, records = train_bpe([TEXT], 300), Records(config)
     calm = tokenise(records, tokenizer, 24)
     for lost in ("ids", "lengths", "state.json"):
-        data_module.Draft(tmp_path / lost).add(records.since(data_module.BEGIN), tokenizer, 24)
+        tokenising.Draft(tmp_path / lost).add(records.since(BEGIN), tokenizer, 24)
         os.truncate(tmp_path / lost / lost, 1)
-        draft = data_module.Draft(tmp_path / lost)
-        assert draft.place == data_module.BEGIN
+        draft = tokenising.Draft(tmp_path / lost)
+        assert draft.place == BEGIN
         draft.add(records.since(draft.place), tokenizer, 24)
         assert draft.rows(24).digest() == calm.digest()
 
@@ -786,14 +790,14 @@ def prefixed(tokenizer):
 @pytest.mark.parametrize("cut", [True, False])
 def test_a_long_text_has_the_tokens_of_its_pieces(cut, monkeypatch):
     """Its tokens take a hundred times the memory of the text: where they are the same it is tokenised in pieces, elsewhere in one."""
-    text = "".join(data_module.standard_library()[:20])[:40_000]
+    text = "".join(standard_library()[:20])[:40_000]
     tokenizer = train_bpe([text], 600) if cut else prefixed(train_bpe([text], 600))
     tokenizer.chat_template = CHAT_TEMPLATE
     chat = {"messages": [{"role": role, "content": text} for role in ("user", "assistant")]}
     rows = lambda: [tokenise([{"text": "short"}, {"text": text}], tokenizer, 100), tokenise([chat], tokenizer, 30_000)]
     calm = [one.digest() for one in rows()]
-    monkeypatch.setattr(data_module, "PIECE", 5000), monkeypatch.setattr(data_module, "_CUTS_TRIED", 5)
-    pieces = list(data_module.pieces(text, tokenizer))
+    monkeypatch.setattr(tokenising, "PIECE", 5000), monkeypatch.setattr(tokenising, "_CUTS_TRIED", 5)
+    pieces = list(tokenising.pieces(text, tokenizer))
     assert "".join(pieces) == text and (max(map(len, pieces)) < 5500 if cut else len(pieces) == 1)
     call, longest = type(tokenizer).__call__, []
 
@@ -807,10 +811,10 @@ def test_a_long_text_has_the_tokens_of_its_pieces(cut, monkeypatch):
 
 
 def test_a_tokenizer_is_trained_on_the_words_of_long_texts(monkeypatch):
-    text = "".join(data_module.standard_library()[:20])[:40_000]
+    text = "".join(standard_library()[:20])[:40_000]
     whole = train_bpe([text], 600).backend_tokenizer.to_str()
-    monkeypatch.setattr(data_module, "PIECE", 1000)
-    assert len(list(data_module.pieces(text))) > 30 and train_bpe([text], 600).backend_tokenizer.to_str() == whole
+    monkeypatch.setattr(tokenising, "PIECE", 1000)
+    assert len(list(tokenising.pieces(text))) > 30 and train_bpe([text], 600).backend_tokenizer.to_str() == whole
 
 
 def strictly(path):

@@ -142,7 +142,7 @@ def scraped(user_env, tmp_path):
     """A Prometheus that scrapes a run of each kind; a function that asks it."""
     import transformers
 
-    from liger_kernel.train.data import train_bpe
+    from liger_kernel.train.tokenise import train_bpe
 
     text = "def add(a, b):\n    return a + b\n\n"
     tokenizer = train_bpe([text], 280)

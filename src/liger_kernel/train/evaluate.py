@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from liger_kernel.train.config import TrainConfig, UserError
-from liger_kernel.train.data import Data, learnt_tokens, load
+from liger_kernel.train.data import load
 from liger_kernel.train.model import attend, build, device_and_precision
+from liger_kernel.train.rows import Data, learnt_tokens
 
 
 @torch.no_grad()

@@ -21,13 +21,13 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from liger_kernel.train.checkpoint import torn
 from liger_kernel.train.config import TrainConfig, UserError
-from liger_kernel.train.data import Data
 from liger_kernel.train.measure import Pace, PeakMemory
 from liger_kernel.train.metrics import Endpoint, Reports, of_lines, of_run
 from liger_kernel.train.model import save
 from liger_kernel.train.optimizer import adamw, scheduler
 from liger_kernel.train.ranks import News, Preempted, Ranks, Watch, local_rank, restarts
 from liger_kernel.train.resume import UNMOVED, accept, configured, finished, numbers
+from liger_kernel.train.rows import Data
 
 try:
     import lightning as L

@@ -20,7 +20,7 @@ from torch import Tensor
 from liger_kernel.parallel import Parallel, parallelize
 from liger_kernel.train.checkpoint import Checkpoints
 from liger_kernel.train.config import TrainConfig, UserError
-from liger_kernel.train.data import Data, load
+from liger_kernel.train.data import load
 from liger_kernel.train.kernels import Compilations, compile_ahead, use_cache
 from liger_kernel.train.lock import held
 from liger_kernel.train.measure import UNTIMED, PeakMemory, StepClock, peak_flops
@@ -29,6 +29,7 @@ from liger_kernel.train.model import attend, build, device_and_precision, flops_
 from liger_kernel.train.optimizer import adamw, learning_rate
 from liger_kernel.train.ranks import News, Preempted, Ranks, Stop, Watch, joined, local_rank, restarts, told_to_stop
 from liger_kernel.train.resume import refuse_other
+from liger_kernel.train.rows import Data
 from liger_kernel.train.store import Store, stored
 
 SKIPS = 10  # steps in a row without finite gradients after which `--nonfinite skip` gives up: more data will not mend the weights

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from liger_kernel.parallel import layers_of
 from liger_kernel.train.config import TrainConfig, UserError
-from liger_kernel.train.data import Rows
 from liger_kernel.train.ranks import local_rank
+from liger_kernel.train.rows import Rows
 from liger_kernel.utils import varlen_lacks
 
 with contextlib.suppress(ImportError):  # before PyTorch 2.10

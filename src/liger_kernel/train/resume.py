@@ -10,8 +10,8 @@ import torch
 
 from liger_kernel.train.checkpoint import write
 from liger_kernel.train.config import TrainConfig, UserError
-from liger_kernel.train.data import Data
 from liger_kernel.train.ranks import Ranks, restarts
+from liger_kernel.train.rows import Data
 
 UNMOVED: dict[str, Any] = {"tokens_per_second": 0.0, "seconds": 0.0, "evaluations": []}  # of a run that was finished before, whose numbers are gone
 

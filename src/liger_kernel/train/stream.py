@@ -25,8 +25,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from liger_kernel.train.config import TrainConfig, UserError
-from liger_kernel.train.data import BEGIN, TOKENIZER, Data, NoRows, Records, Rows, characters, check, own_tokenizer, tokenise, tokenizer_of
 from liger_kernel.train.ranks import local_rank
+from liger_kernel.train.records import BEGIN, Records, characters
+from liger_kernel.train.rows import Data, Rows, check
+from liger_kernel.train.tokenise import TOKENIZER, NoRows, own_tokenizer, tokenise, tokenizer_of
 
 WIDTH = 1 << 32  # row i of part k is pick k * WIDTH + i
 KEPT = 3  # parts held open: the first, of which rows are held back, and those that a step can be in

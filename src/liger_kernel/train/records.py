@@ -1,0 +1,178 @@
+"""Texts and conversations, read one by one from files, folders and Hugging Face datasets, from any place on.
+
+Three kinds of record are understood, recognised by the keys of the first one:
+  {"text": ...}                            plain text; every token is learnt, documents are joined and cut into rows of equal length
+  {"instruction", "output", ["input"]}     Alpaca; a conversation of one question and one answer
+  {"messages": [{"role", "content"}...]}   a conversation; one row each, only the assistant's turns carry labels
+"""
+
+from __future__ import annotations
+
+import json
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from liger_kernel.train.config import TrainConfig, UserError
+from liger_kernel.train.redact import in_a_line
+
+Place = tuple[int, int, int]  # between two records: how many are before it, the file, how many of the file are before it
+BEGIN: Place = (0, 0, 0)
+# Parts of the standard library that are not prose or code written by people for people.
+NOT_TEXT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "ensurepip", "turtledemo", "encodings", "__pycache__"}
+
+
+def standard_library() -> list[str]:
+    """The sources of this Python's standard library, docstrings and reference topics included: a real text that every machine has."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    paths = [path for path in sorted(root.rglob("*.py")) if not NOT_TEXT & set(path.relative_to(root).parts)]
+    texts = [path.read_bytes().decode("utf-8", errors="ignore") for path in paths]
+    if sum(map(len, texts)) < 1_000_000:
+        raise UserError(f"this Python has no sources of its standard library in {root}: give --data a file")
+    return texts
+
+
+class Records:
+    """The records that ``config.data`` names, at most ``config.limit``; read anew, one by one, whenever they are gone through."""
+
+    def __init__(self, config: TrainConfig):
+        self.config = config
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (record for record, _ in self.since(BEGIN))
+
+    def since(self, place: Place) -> Iterator[tuple[dict[str, Any], Place]]:
+        """Those from a place on, each with the place behind it."""
+        number, file, within = place
+        for at, read in enumerate(self._sources()[file:], file):
+            for record in read(within):
+                number, within = number + 1, within + 1
+                yield record, (number, at, within)
+                if number == self.config.limit:
+                    return
+            within = 0
+        if not number:
+            raise UserError(f"{self.config.data} holds no records")
+
+    def _sources(self) -> list[Callable[[int], Iterable[dict[str, Any]]]]:
+        """Functions that read a file each, from a record of that number on."""
+        name, files = self.config.data, files_of(self.config.data)
+        if name == "stdlib":
+            return [lambda skip: ({"text": text} for text in standard_library()[skip:])]
+        if files:
+            return [partial(_jsonl if path.suffix == ".jsonl" else _parquet, path) for path in files]
+        return [partial(_hub, name, self.config.split, bool(self.config.stream))]
+
+
+def files_of(name: str) -> list[Path]:
+    """The file of that name, or the ``.jsonl`` and ``.parquet`` files of the folder, in order; none where it is no path."""
+    path = Path(name)
+    if path.is_dir():
+        files = sorted(f for f in path.iterdir() if f.suffix in (".jsonl", ".parquet"))
+        if not files:
+            raise UserError(f"no .jsonl or .parquet files in {path}")
+        return files
+    if path.suffix in (".jsonl", ".parquet"):
+        if not path.is_file():
+            raise UserError(f"no such file: {path}")
+        return [path]
+    if path.exists():
+        raise UserError(f"data must be a .jsonl or .parquet file or a folder of them, got {path}")
+    return []
+
+
+def _jsonl(path: Path, skip: int) -> Iterator[dict[str, Any]]:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            if skip:
+                skip -= 1
+                continue
+            try:
+                record = json.loads(line.decode())
+                if b"\\ud" in line or b"\\uD" in line:  # halves of characters, which no tokenizer takes
+                    json.dumps(record, ensure_ascii=False).encode()
+            except ValueError as error:
+                raise UserError(f"{path}:{number}: not valid JSON: {error}") from error
+            except RecursionError as error:
+                raise UserError(f"{path}:{number}: nested too deeply") from error
+            if not isinstance(record, dict):
+                raise UserError(f"{path}:{number}: a record must be an object, got {type(record).__name__}")
+            yield record
+
+
+def _parquet(path: Path, skip: int) -> Iterator[dict[str, Any]]:
+    try:
+        import pyarrow.parquet as parquet
+    except ImportError as error:
+        raise UserError("Parquet files need pyarrow: pip install 'liger-kernel[train]'") from error
+    try:
+        file = parquet.ParquetFile(path)
+        for group in range(file.num_row_groups):
+            if skip >= (rows := file.metadata.row_group(group).num_rows):
+                skip -= rows
+                continue
+            for batch in file.iter_batches(row_groups=[group]):
+                yield from batch.slice(min(skip, batch.num_rows)).to_pylist()
+                skip -= min(skip, batch.num_rows)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: {error}") from error
+
+
+def _hub(name: str, split: str, stream: bool, skip: int) -> Iterable[dict[str, Any]]:
+    try:
+        import datasets
+    except ImportError as error:
+        raise UserError(f"{name!r} is no file, and Hugging Face datasets need: pip install 'liger-kernel[datasets]'") from error
+    try:
+        data = datasets.load_dataset(name, split=split, streaming=stream)
+        return data.skip(skip) if skip else data
+    except Exception as error:  # whatever the network, the hub or the format of the dataset raise
+        raise UserError(f"cannot load the dataset {name!r}: {in_a_line(error)}") from error
+
+
+def conversation(record: dict[str, Any]) -> list[dict[str, str]] | None:
+    """The turns of a chat or Alpaca record; None for plain text. ``UserError`` for what is neither."""
+    if "messages" in record:
+        turns = record["messages"]
+        if turns is not None and not (isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns)):
+            raise UserError("messages must be a list of objects with role and content")
+        return turns
+    if "instruction" in record and "output" in record:
+        parts = [part for part in (record["instruction"], record.get("input")) if part]
+        if not all(isinstance(part, str) for part in (*parts, record["output"])):
+            raise UserError("instruction, input and output must be text")
+        question = "\n\n".join(parts)
+        return [{"role": "user", "content": question}, {"role": "assistant", "content": record["output"]}]
+    return None
+
+
+def characters(record: dict[str, Any]) -> int:
+    """How much text a record has; none if it is not one, which is said where it is tokenised."""
+    try:
+        turns = conversation(record)
+    except UserError:
+        return 0
+    texts = [record.get("text")] if turns is None else [turn.get("content") for turn in turns]
+    return sum(len(text) for text in texts if isinstance(text, str))
+
+
+def text_of(record: dict[str, Any], number: int) -> str:
+    """The text of a record, which is the ``number``-th."""
+    if number == 1 and "text" not in record:
+        raise UserError(f"a record must have 'text', 'messages', or 'instruction' and 'output'; the first one has {sorted(record)}")
+    if not isinstance(record.get("text"), str):
+        raise UserError(f"record {number} has no text, unlike the first one")
+    return record["text"]
+
+
+def texts_of(records: Iterable[dict[str, Any]]) -> Iterator[str]:
+    """All the text in the records, to train a tokenizer on."""
+    if conversation(next(iter(records))) is not None:
+        turns = (turn for record in records for turn in conversation(record) or [])
+        yield from (turn["content"] for turn in turns if isinstance(turn.get("content"), str))
+        return
+    yield from (text_of(record, number) for number, record in enumerate(records, 1))

@@ -1,0 +1,258 @@
+"""Rows of tokens: how they are held, packed, batched, and drawn in an order fixed by the seed.
+
+Labels are -100 where nothing is learnt; the model shifts them by one. With packing "documents" a row has several documents or conversations, whose
+positions begin at 0: from these transformers sees where attention ends.
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import itertools
+import math
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from liger_kernel.train.config import UserError
+
+IGNORE = -100
+Tokens = Sequence[int] | np.ndarray
+
+
+class TokenFile:
+    """Integers on their way to a tensor of int32, in a file rather than in memory: one without a name, or that of ``path``, of which ``count`` are kept."""
+
+    def __init__(self, path: Path | None = None, count: int = 0) -> None:
+        # open as long as the tensor
+        self.file: Any = tempfile.TemporaryFile() if path is None else path.open("r+b" if count else "w+b")  # noqa: SIM115
+        self.count = count
+        self.file.truncate(count * np.dtype(np.int32).itemsize)
+        self.file.seek(0, os.SEEK_END)
+
+    def __iadd__(self, more: Tokens) -> TokenFile:
+        self.file.write(np.asarray(more, dtype=np.int32).tobytes())
+        self.count += len(more)
+        return self
+
+    def sync(self) -> None:
+        """What was added so far is on the disk."""
+        self.file.flush()
+        os.fsync(self.file.fileno())
+
+    def tensor(self, count: int | None = None) -> Tensor:
+        """The first ``count`` of them, or all; the file goes when the tensor does."""
+        count = self.count if count is None else count
+        self.file.flush()
+        return torch.from_numpy(np.memmap(self.file, np.int32, "r+", shape=count)) if count else torch.empty(0, dtype=torch.int32)
+
+
+class Rows:
+    """Rows of tokens and labels, end to end in two int32 tensors; row i lies between ``bounds[i]`` and ``bounds[i + 1]``.
+
+    ``positions``, where rows have several documents: those of the tokens in their documents. ``bounded``: batches of them say where documents begin, too.
+    """
+
+    def __init__(self, ids: Tensor, labels: Tensor, bounds: Tensor, positions: Tensor | None = None):
+        self.ids, self.labels, self.bounds, self.positions = ids, labels, bounds, positions
+        self.bounded = False
+        self._learnt: Tensor | None = None
+        self._digest: str | None = None
+
+    @classmethod
+    def of(cls, rows: Iterable[tuple[Tokens, Tokens]]) -> Rows:
+        ids, labels, lengths = TokenFile(), TokenFile(), [0]
+        for row in rows:
+            ids += row[0]
+            labels += row[1]
+            lengths.append(len(row[0]))
+        return cls(ids.tensor(), labels.tensor(), torch.tensor(lengths).cumsum(0))
+
+    def tensors(self, copy: bool = True) -> dict[str, Tensor]:
+        """What makes them again; with ``copy`` no two share memory."""
+        found = {"ids": self.ids, "labels": self.labels.clone() if copy else self.labels, "bounds": self.bounds}
+        return found if self.positions is None else found | {"positions": self.positions}
+
+    def digest(self) -> str:
+        """Of every token, label and bound, in order: other rows have another one."""
+        if self._digest is None:
+            sha = hashlib.sha256()
+            for name, tensor in sorted(self.tensors(copy=False).items()):
+                sha.update(name.encode())
+                for part in tensor.split(1 << 24):
+                    sha.update(part.contiguous().numpy().data)
+            self._digest = sha.hexdigest()[:32]
+        return self._digest
+
+    @classmethod
+    def read(cls, path: Path) -> Rows:
+        """What ``write`` has written."""
+        from safetensors import safe_open
+        from safetensors.torch import load_file
+
+        rows = cls(**load_file(path))
+        with safe_open(path, "pt") as file:
+            rows._digest = (file.metadata() or {}).get("digest")  # else, as of earlier releases, it takes going through all rows
+        return rows
+
+    def write(self, path: Path, metadata: dict[str, str] | None = None) -> None:
+        """All of it to a safetensors file, with that metadata: by default the digest."""
+        from safetensors.torch import save_file
+
+        save_file(self.tensors(), path, metadata or {"digest": self.digest()})
+
+    def of_documents(self, starts: Tensor) -> Rows:
+        """The same rows, where a document begins at each of ``starts`` and at the begin of each row; its first token is predicted by nothing."""
+        begins = torch.zeros(len(self.ids), dtype=torch.bool)
+        begins[starts[starts < len(self.ids)]] = True
+        begins[self.bounds[:-1]] = True
+        at = torch.arange(len(self.ids))
+        positions = at - torch.where(begins, at, 0).cummax(0).values
+        return Rows(self.ids, self.labels.masked_fill(begins, IGNORE), self.bounds, positions.int())
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    def count(self, picks: list[int]) -> tuple[int, int]:
+        """(tokens, tokens that carry a loss: the first of a row is predicted by nothing)."""
+        if self._learnt is None:  # once: every rank asks for the rows of all
+            begins = self.bounds[:-1]
+            carries = (self.labels != IGNORE).numpy()
+            self._learnt = torch.from_numpy(np.add.reduceat(carries, begins.numpy(), dtype=np.int64)) - carries[begins.numpy()]
+        index = torch.tensor(picks)
+        return int((self.bounds[index + 1] - self.bounds[index]).sum()), int(self._learnt[index].sum())
+
+    def row(self, pick: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Ids, labels and positions of a row."""
+        span = slice(int(self.bounds[pick]), int(self.bounds[pick + 1]))
+        return self.ids[span], self.labels[span], None if self.positions is None else self.positions[span]
+
+    def batch(self, picks: list[int], pad: int) -> dict[str, Any]:
+        """Right-padded (B, T) int64 tensors; an attention mask only where something is padded. Bounds of documents are as Flash Attention takes them."""
+        ids, labels, positions = zip(*(self.row(i) for i in picks))
+        padded = lambda rows, value: pad_sequence([row.long() for row in rows], batch_first=True, padding_value=value)
+        batch = {"input_ids": padded(ids, pad), "labels": padded(labels, IGNORE)}
+        lengths = torch.tensor([len(row) for row in ids])
+        beyond = torch.arange(int(lengths.max())) - lengths[:, None]
+        if positions[0] is not None:  # what is padded is behind all that is learnt, and a document of its own
+            batch["position_ids"] = torch.where(beyond < 0, padded(positions, 0), beyond)
+            if self.bounded:
+                batch |= _bounds(batch["position_ids"])
+        elif (beyond >= 0).any():
+            batch["attention_mask"] = (beyond < 0).long()
+        return batch
+
+
+def _bounds(positions: Tensor) -> dict[str, Any]:
+    """Where documents begin and end in the flattened batch, and the length of the longest."""
+    bounds = torch.cat([(positions.flatten() == 0).nonzero().flatten(), torch.tensor([positions.numel()])]).int()
+    return {f"cu_seq_lens_{t}": bounds for t in "qk"} | {f"max_length_{t}": int(bounds.diff().max()) for t in "qk"}
+
+
+def learnt_tokens(batch: dict[str, Tensor]) -> int:
+    """How many tokens carry a loss: the first of a row is predicted by nothing."""
+    return int((batch["labels"][:, 1:] != IGNORE).sum())
+
+
+def together(single: Rows, length: int) -> Rows:
+    """Conversations, a row each, in rows of at most ``length``: the longest first, each into the row that it fills best."""
+    rows: list[list[int]] = []
+    free: list[tuple[int, int]] = []  # (what is left, row), sorted
+    bounds = single.bounds.tolist()
+    sizes = [end - begin for begin, end in itertools.pairwise(bounds)]
+    for number in sorted(range(len(single)), key=lambda i: (-sizes[i], i)):
+        size = sizes[number]
+        place = bisect.bisect_left(free, (size, -1))
+        left, row = free.pop(place) if place < len(free) else (length, len(rows))
+        if row == len(rows):
+            rows.append([])
+        rows[row].append(number)
+        bisect.insort(free, (left - size, row))
+    joined = lambda tokens, row: torch.cat([tokens[bounds[i] : bounds[i + 1]] for i in row]).numpy()
+    lengths = torch.tensor([sizes[i] for row in rows for i in row])
+    return Rows.of((joined(single.ids, row), joined(single.labels, row)) for row in rows).of_documents(lengths.cumsum(0) - lengths)
+
+
+def check(rows: Rows, vocabulary: int) -> None:
+    if len(rows) and int(rows.ids.max()) >= vocabulary:
+        raise UserError(f"the tokenizer has ids beyond the model's vocabulary of {vocabulary}")
+
+
+class Data:
+    """Rows to train on and rows to evaluate on, split by position so that the split does not depend on the seed."""
+
+    def __init__(self, rows: Rows, tokenizer: Any, eval_fraction: float):
+        self.rows, self.tokenizer = rows, tokenizer
+        held = min(max(1, round(len(rows) * eval_fraction)), len(rows) - 1) if eval_fraction and len(rows) else 0
+        # Every k-th row, not the last ones: neighbours come from the same source.
+        self.eval = [round((i + 0.5) * len(rows) / held - 0.5) for i in range(held)]
+        self.train = sorted(set(range(len(rows))) - set(self.eval))
+        self._order: tuple[tuple[int, ...], list[int]] = ((), [])
+
+    def check(self, vocabulary: int) -> None:
+        """``UserError`` where a model has not that many ids."""
+        check(self.rows, vocabulary)
+
+    def identity(self) -> dict[str, Any]:
+        """What must be the same for the order of the data to go on where it stopped."""
+        return {"rows": len(self.rows), "held back": len(self.eval), "sum of ids": int(self.rows.ids.sum()), "digest of tokens": self.rows.digest()}
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint should keep, beside the position, for ``seek`` to find it again."""
+        return {}
+
+    def seek(self, position: int, state: dict[str, Any]) -> None:
+        """The next rows will be those at ``position``."""
+
+    def close(self) -> None:
+        """No more rows are needed."""
+
+    def picks(self, position: int, count: int, seed: int) -> list[int]:
+        """The rows at ``position`` and after it in the order of training, which depends on the seed and on nothing else; an epoch has an order of its own."""
+        picks = []
+        for place in range(position, position + count):
+            epoch, offset = divmod(place, len(self.train))
+            picks.append(self.train[self._shuffled(len(self.train), seed, epoch)[offset]])
+        return picks
+
+    def _shuffled(self, count: int, seed: int, epoch: int, part: int = 0) -> list[int]:
+        if self._order[0] != (count, seed, epoch, part):
+            generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) ^ part << 40)
+            self._order = (count, seed, epoch, part), torch.randperm(count, generator=generator).tolist()
+        return self._order[1]
+
+    def tokens_of(self, begin: int, end: int, seed: int) -> int:
+        """Tokens of the rows at positions ``begin`` to ``end`` in the order of training."""
+        return self.rows.count(self.picks(begin, end - begin, seed))[0]
+
+    def train_batch(self, index: int, size: int, seed: int) -> dict[str, Any]:
+        """Training batch number ``index`` of ``size`` rows each."""
+        return self.rows.batch(self.picks(index * size, size, seed), self.tokenizer.pad_token_id)
+
+    def batches(self, picks: list[int], rank: int, world: int, size: int) -> list[dict[str, Any]]:
+        """This rank's share of a step's rows, in batches of at most ``size`` rows: as many batches on every rank, where rows are short one without labels."""
+        batches = []
+        for part in share(picks, rank, world, size):
+            batch = self.rows.batch(part or picks[:1], self.tokenizer.pad_token_id)
+            if not part:
+                batch["labels"].fill_(IGNORE)
+            batches.append(batch)
+        return batches
+
+    def eval_batches(self, size: int) -> Iterator[dict[str, Any]]:
+        for start in range(0, len(self.eval), size):
+            yield self.rows.batch(self.eval[start : start + size], self.tokenizer.pad_token_id)
+
+
+def share(picks: list[int], rank: int, world: int, size: int) -> list[list[int]]:
+    """``rank``'s part of ``picks``, in pieces of at most ``size``; the number of pieces is the same on every rank, hence some may be empty."""
+    mine = picks[len(picks) * rank // world : len(picks) * (rank + 1) // world]
+    pieces = math.ceil(math.ceil(len(picks) / world) / size)
+    return [mine[size * i : size * (i + 1)] for i in range(pieces)]

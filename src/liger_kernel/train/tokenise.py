@@ -1,0 +1,282 @@
+"""From records to rows: tokenizers, labels of conversations, and a draft that outlives a run that is stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import re
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from liger_kernel.train.checkpoint import write
+from liger_kernel.train.config import TrainConfig, UserError
+from liger_kernel.train.records import BEGIN, Place, characters, conversation, text_of, texts_of
+from liger_kernel.train.redact import in_a_line
+from liger_kernel.train.rows import IGNORE, Rows, TokenFile, Tokens, together
+
+END = "<|endoftext|>"
+# For tokenizers without a chat template. It is saved with the model, so that a chat uses what was trained.
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ '' if loop.first else '\n\n' }}{{ '### ' + m.role | capitalize + ':\n' + m.content }}"
+    "{{ eos_token if m.role == 'assistant' else '' }}{% endfor %}{{ '\n\n### Assistant:\n' if add_generation_prompt else '' }}"
+)
+TOKENIZER = "tokenizer"  # in a folder of data that is being tokenised
+PIECE = 1_000_000  # characters that are tokenised together, each of which takes a tokenizer 150 bytes
+KEEP_EVERY = 1.0  # seconds between two moments at which what is tokenised is synced to the disk
+_BETWEEN_WORDS = re.compile(r"(?<=\S)(?=\s\S)")
+_CUTS_TRIED = 100
+_AROUND = 1000  # characters on each side of a cut: more than what a tokenizer looks at to find where a word ends
+
+
+def batches_of(records: Iterable[tuple[dict[str, Any], Place]], count: int = 1000) -> Iterator[list[tuple[dict[str, Any], Place]]]:
+    """Records to tokenise together: ``count`` at most, fewer once they have as much text as a piece."""
+    some, total = [], 0
+    for record, place in records:
+        some.append((record, place))
+        total += characters(record)
+        if len(some) == count or total >= PIECE:
+            yield some
+            some, total = [], 0
+    if some:
+        yield some
+
+
+def pieces(text: str, tokenizer: Any = None) -> Iterator[str]:
+    """``text`` in pieces of ``PIECE`` characters or a little more, which have the same tokens one by one as in one.
+
+    It is cut before white space between words, where the tokenizer gives the text on both sides the same tokens together and apart. Where it does not (those
+    that mark the begin of a text do not), the rest is one piece. None: as for ``train_bpe``, whose words end at every such place.
+    """
+    begin = 0
+    while len(text) - begin > PIECE:
+        places = itertools.islice(_BETWEEN_WORDS.finditer(text, begin + PIECE), _CUTS_TRIED)
+        cut = next((place.start() for place in places if tokenizer is None or _may_cut(text, place.start(), tokenizer)), None)
+        if cut is None:
+            if len(text) - begin > 10 * PIECE:
+                say = f"this tokenizer's tokens of a text of {len(text):,} characters cannot be made piece by piece: that takes memory, 150 bytes a character"
+                print(say, file=sys.stderr, flush=True)
+            break
+        yield text[begin:cut]
+        begin = cut
+    yield text[begin:]
+
+
+def _may_cut(text: str, at: int, tokenizer: Any) -> bool:
+    ids = lambda part: tokenizer(part, add_special_tokens=False)["input_ids"]
+    left, right = text[max(0, at - _AROUND) : at], text[at : at + _AROUND]
+    return ids(left + right) == ids(left) + ids(right)
+
+
+def ids_of(texts: list[str], tokenizer: Any) -> Iterator[Tokens]:
+    """The tokens of each text: of all together, but for long ones, which are tokenised piece by piece."""
+    encode = lambda some: tokenizer(some, add_special_tokens=False, return_attention_mask=False)["input_ids"]
+    short = [text for text in texts if len(text) <= PIECE]
+    encoded = iter(encode(short) if short else [])
+    for text in texts:
+        yield next(encoded) if len(text) <= PIECE else np.concatenate([np.array(encode(piece), np.int32) for piece in pieces(text, tokenizer)])
+
+
+def conversation_row(messages: list[dict[str, str]], tokenizer: Any, length: int) -> tuple[list[int], list[int]]:
+    """A conversation in the tokenizer's own format, labels on the assistant's turns alone, cut to ``length``.
+
+    A turn is located by rendering the conversation up to it and through it. Where a template rewrites earlier turns (some drop the reasoning of
+    all but the last), these are context: they carry no labels.
+    """
+    render = lambda turns, prompt=False: tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=prompt)
+    text = render(messages)
+    spans = []
+    for i, message in enumerate(messages):
+        if message["role"] == "assistant":
+            before, through = render(messages[:i], True), render(messages[: i + 1])
+            if text.startswith(through) and through.startswith(before):
+                spans.append((len(before), len(through)))
+    ids: list[int] = []
+    labels: list[int] = []
+    at = 0
+    for piece in pieces(text, tokenizer):
+        encoded = tokenizer(piece, add_special_tokens=False, return_offsets_mapping=True)
+        for token, (begin, end) in zip(encoded["input_ids"], encoded["offset_mapping"]):
+            # Some tokenizers trim the white space off a token's range: what counts is that it ends inside a turn and does not begin before it.
+            learnt = any(start <= at + begin and start < at + end <= stop for start, stop in spans)
+            ids.append(token)
+            labels.append(token if learnt else IGNORE)
+        if len(ids) >= length:
+            break
+        at += len(piece)
+    return ids[:length], labels[:length]
+
+
+class NoRows(UserError):
+    """Records from which no row can be made."""
+
+
+class Draft:
+    """Records that are tokenised, on their way to rows. In ``folder``, what a run that is stopped has tokenised is there for the next one.
+
+    What counts of the files there is what ``state.json`` says; what lies behind was cut short.
+    """
+
+    def __init__(self, folder: Path | None = None):
+        self.folder, self._kept = folder, time.monotonic()
+        known = self._known()
+        self.place: Place = tuple(known.get("place", BEGIN))  # behind the last record
+        self.chats: bool | None = known.get("chats")  # None: nothing is here yet
+        self.silent, self.late = known.get("silent", 0), known.get("late", 0)  # conversations left out
+        self._tokens = {name: TokenFile(folder / name if folder else None, known.get(name, 0)) for name in ("ids", "labels", "lengths")}
+
+    def _known(self) -> dict[str, Any]:
+        """What was tokenised before; nothing if the files are shorter than it says."""
+        if self.folder is None:
+            return {}
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(OSError, ValueError):
+            known = json.loads((self.folder / "state.json").read_text())
+            if all((self.folder / name).stat().st_size >= 4 * known[name] for name in ("ids", "labels", "lengths")):
+                return known
+        return {}
+
+    def _keep(self) -> None:
+        if self.folder is None or time.monotonic() < self._kept + KEEP_EVERY:
+            return
+        for tokens in self._tokens.values():
+            tokens.sync()
+        state = {"place": self.place, "chats": self.chats, "silent": self.silent, "late": self.late}
+        write(self.folder / "state.json", json.dumps(state | {name: tokens.count for name, tokens in self._tokens.items()}))
+        self._kept = time.monotonic()
+
+    def _add(self, ids: Tokens, labels: Tokens = ()) -> None:
+        self._tokens["ids"] += ids
+        self._tokens["labels"] += labels
+        self._tokens["lengths"] += [len(ids)]
+
+    def add(self, records: Iterable[tuple[dict[str, Any], Place]], tokenizer: Any, length: int) -> None:
+        """Tokenise these. ``UserError`` names the one that cannot be read."""
+        for some in batches_of(records):
+            if self.chats is None:
+                self.chats = conversation(some[0][0]) is not None
+            if self.chats and not tokenizer.is_fast:
+                raise UserError("conversations need a fast tokenizer: a slow one does not say which characters a token covers")
+            if self.chats:
+                for record, (number, *_) in some:
+                    self._add_chat(record, number, tokenizer, length)
+            else:
+                self._add_texts([text_of(record, number) for record, (number, *_) in some], tokenizer)
+            self.place = some[-1][1]
+            self._keep()
+
+    def _add_texts(self, texts: list[str], tokenizer: Any) -> None:
+        begin = [tokenizer.bos_token_id] if tokenizer.bos_token_id not in (None, tokenizer.eos_token_id) else []
+        end = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
+        for ids in ids_of(texts, tokenizer):
+            self._add(np.concatenate([np.array(part, np.int32) for part in (begin, ids, end)]))
+
+    def _add_chat(self, record: dict[str, Any], number: int, tokenizer: Any, length: int) -> None:
+        try:
+            turns = conversation(record) or []
+            ids, labels = conversation_row(turns, tokenizer, length)
+        except Exception as error:  # chat templates raise what they like
+            raise UserError(f"record {number} is no conversation that the chat template accepts: {in_a_line(error, 200)}") from error
+        if any(label != IGNORE for label in labels[1:]):
+            self._add(ids, labels)
+        elif any(turn.get("role") == "assistant" and turn.get("content") for turn in turns):
+            self.late += 1
+        else:
+            self.silent += 1
+
+    def rows(self, length: int, packing: str = "auto") -> Rows:
+        """Rows of at most ``length`` tokens; ``NoRows``: there are none."""
+        documents = packing == "documents"
+        lengths, ids = self._tokens["lengths"].tensor(), self._tokens["ids"]
+        bounds = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        if self.chats:
+            self._say_what_is_left_out(length)
+            if not len(lengths):
+                raise NoRows(f"no conversation has an answer within its first {length} tokens: raise the length")
+            rows = Rows(ids.tensor(), self._tokens["labels"].tensor(), bounds)
+            return together(rows, length) if documents else rows
+        # documents are joined and cut; what does not fill the last row is dropped
+        count = ids.count // length
+        if not count:
+            raise NoRows(f"the data is shorter than one row of {length} tokens: lower the length")
+        joined = ids.tensor(count * length)
+        rows = Rows(joined, joined, torch.arange(count + 1) * length)
+        return rows.of_documents(bounds[:-1]) if documents else rows
+
+    def _say_what_is_left_out(self, length: int) -> None:
+        total = self._tokens["lengths"].count + self.silent + self.late
+        reasons = (
+            (self.silent, "have no answer"),
+            (self.late, f"have none within their first {length} tokens, or in turns that the chat template rewrites"),
+        )
+        for dropped, why in reasons:
+            if dropped:
+                print(f"{dropped} of {total} conversations {why}: left out, as there is nothing to learn", file=sys.stderr, flush=True)
+
+
+def tokenise(records: Iterable[dict[str, Any]], tokenizer: Any, length: int, packing: str = "auto", before: int = 0) -> Rows:
+    """Rows of at most ``length`` tokens. ``UserError`` names the record it cannot read, counted from those ``before``; ``NoRows``: there are none."""
+    draft = Draft()
+    draft.add(((record, (number, 0, 0)) for number, record in enumerate(records, before + 1)), tokenizer, length)
+    return draft.rows(length, packing)
+
+
+def tokenizer_of(config: TrainConfig) -> Any:
+    """The tokenizer that the config names; None where one is to be trained on the data."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise UserError("training needs transformers: pip install 'liger-kernel[train]'") from error
+    source = config.tokenizer or config.model
+    if source is None:
+        return None
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot load the tokenizer {source!r}: {str(error).splitlines()[0]}") from error
+    complete(tokenizer)
+    return tokenizer
+
+
+def complete(tokenizer: Any) -> None:
+    """What training needs of a tokenizer and not every one has."""
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if not tokenizer.chat_template:
+        tokenizer.chat_template = CHAT_TEMPLATE
+
+
+def train_bpe(texts: Iterable[str], vocab: int) -> Any:
+    """A byte-level BPE as a transformers tokenizer; the end of a text is also its beginning and its padding."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    texts = (piece for text in texts for piece in pieces(text))
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=vocab, special_tokens=[END], initial_alphabet=alphabet, show_progress=False))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, bos_token=END, pad_token=END)
+
+
+def own_tokenizer(records: Iterable[dict[str, Any]], vocab: int, folder: Path | None) -> Any:
+    """A BPE trained on these records; with a folder, it is kept there, and the one that is there is taken."""
+    import transformers
+
+    kept = folder and folder / TOKENIZER
+    if kept and kept.is_dir():
+        return transformers.AutoTokenizer.from_pretrained(kept)
+    tokenizer = train_bpe(texts_of(records), vocab)
+    complete(tokenizer)
+    if kept:
+        unfinished = kept.with_suffix(".unfinished")
+        tokenizer.save_pretrained(unfinished)
+        unfinished.rename(kept)
+    return tokenizer

@@ -11,12 +11,13 @@ import functools
 import importlib.util
 import json
 import math
+import selectors
+import socket
 import sys
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -98,70 +99,92 @@ def as_json(value: Any, **options: Any) -> str:
 # -- Prometheus ----------------------------------------------------------------------------
 
 
-class _Server(ThreadingHTTPServer):
-    """A thread a connection, as many as ``most``; others wait in the system's queue."""
-
-    daemon_threads = True
-    request_queue_size = 128
-
-    def __init__(self, *args: Any, most: int = 32):
-        self._free = threading.BoundedSemaphore(most)
-        super().__init__(*args)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        self._free.acquire()
-        try:
-            super().process_request(request, client_address)
-        except BaseException:
-            self._free.release()
-            raise
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._free.release()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away is no news."""
-
-
 class Endpoint:
-    """``GET /metrics`` in Prometheus' text format, from a thread of its own; ``GET /healthz`` says how old the last progress is."""
+    """``GET /metrics`` in Prometheus' text format; ``GET /healthz`` says how old the last progress is.
+
+    One thread sees to all connections, a few times a second: each time that it runs, training waits for the interpreter. A thread a connection, which take
+    turns with training, made steps of 17 ms 11 % longer while 200 clients came and went.
+    """
+
+    most = 128  # connections; others wait in the system's queue
+    patience = 1.0  # second that a client may take to ask: behind 200 of them a scrape waits less than the ten that Prometheus gives it
+    rest = 0.05  # seconds between two looks at connections
 
     def __init__(self, host: str, port: int, rank: int):
         self.values: dict[str, Any] = {}
         self.progress = time.time()
-        endpoint = self
-
-        class Handler(BaseHTTPRequestHandler):
-            timeout = 1  # second that a client may be silent: behind 200 of them a scrape waits less than the ten that Prometheus gives it
-
-            def do_GET(self) -> None:
-                pages: dict[str, Callable[[], str]] = {
-                    "/metrics": lambda: exposition(endpoint.values, rank),
-                    "/healthz": lambda: f"{time.time() - endpoint.progress:.0f} s since the last step\n",
-                }
-                page = pages.get(self.path.partition("?")[0])
-                self.send_response(200 if page else 404)
-                self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
-                self.end_headers()
-                self.wfile.write((page() if page else "/metrics or /healthz\n").encode())
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
+        self._rank = rank
         try:
-            self._server = _Server((host, port), Handler)
+            self._listener = socket.create_server((host, port), backlog=self.most)
         except (OSError, OverflowError) as error:
             raise UserError(f"cannot listen on {host}:{port} for metrics: {error}") from error
-        self.port = self._server.server_port
-        self._thread = beside(self._server.serve_forever, "metrics", f"no metrics on {host}:{port}")
+        self._listener.setblocking(False)
+        self.port = self._listener.getsockname()[1]
+        self._clients: dict[socket.socket, float] = {}  # since when
+        self._ended = threading.Event()
+        self._thread = beside(self._serve, "metrics", f"no metrics on {host}:{port}")
 
     def close(self) -> None:
+        self._ended.set()
         if self._thread:
-            self._server.shutdown()
-        self._server.server_close()
+            self._thread.join()
+        for connection in (*self._clients, self._listener):
+            connection.close()
+
+    def _serve(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            while not self._ended.wait(self.rest):
+                room = len(self._clients) < self.most
+                if room and self._listener not in selector.get_map():
+                    selector.register(self._listener, selectors.EVENT_READ)
+                elif not room and self._listener in selector.get_map():
+                    selector.unregister(self._listener)
+                for key, _ in selector.select(0.2):
+                    if key.fileobj is self._listener:
+                        self._accept(selector)
+                    else:
+                        self._hear(selector, key)
+                oldest = time.monotonic() - self.patience
+                for connection in [connection for connection, since in self._clients.items() if since < oldest]:
+                    self._drop(selector, connection)
+
+    def _accept(self, selector: selectors.BaseSelector) -> None:
+        with contextlib.suppress(OSError):  # there are no more, or no more descriptors
+            while len(self._clients) < self.most:
+                connection, _ = self._listener.accept()
+                connection.setblocking(False)
+                self._clients[connection] = time.monotonic()
+                selector.register(connection, selectors.EVENT_READ, bytearray())
+
+    def _hear(self, selector: selectors.BaseSelector, key: selectors.SelectorKey) -> None:
+        connection: Any = key.fileobj
+        try:
+            more = connection.recv(4096)
+            key.data.extend(more)
+            if b"\r\n\r\n" in key.data:
+                connection.sendall(self._answer(bytes(key.data)))
+            elif more and len(key.data) < 1 << 16:
+                return  # the rest is to come
+        except OSError:  # a client that went away is no news
+            pass
+        self._drop(selector, connection)
+
+    def _drop(self, selector: selectors.BaseSelector, connection: socket.socket) -> None:
+        selector.unregister(connection)
+        del self._clients[connection]
+        connection.close()
+
+    def _answer(self, request: bytes) -> bytes:
+        method, path = (*request.split(b" ", 2), b"", b"")[:2]
+        pages: dict[bytes, Callable[[], str]] = {
+            b"/metrics": lambda: exposition(self.values, self._rank),
+            b"/healthz": lambda: f"{time.time() - self.progress:.0f} s since the last step\n",
+        }
+        page = pages.get(path.partition(b"?")[0])
+        status = "405 Method Not Allowed" if method != b"GET" else "200 OK" if page else "404 Not Found"
+        body = (page() if page and method == b"GET" else "GET /metrics or /healthz\n").encode()
+        head = f"HTTP/1.0 {status}\r\nContent-Type: text/plain; version=0.0.4; charset=utf-8\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        return head.encode() + body
 
 
 def exposition(values: dict[str, Any], rank: int) -> str:

@@ -20,7 +20,8 @@ import torch
 from triton import knobs
 
 from liger_kernel import warmup
-from liger_kernel.ops import OPS, _op
+from liger_kernel.ops import OPS
+from liger_kernel.ops._core import operator as _op
 from liger_kernel.testing import differentiable, run
 
 TILE = re.compile("BLOCK|STAGES|num_warps|num_stages|enable_fp_fusion")

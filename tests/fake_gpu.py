@@ -18,7 +18,8 @@ from triton import knobs
 from triton.runtime import driver
 
 from liger_kernel import ops, warmup
-from liger_kernel.ops import _config, _op
+from liger_kernel.ops._core import config as _config
+from liger_kernel.ops._core import operator as _op
 
 ARCH = "sm90"
 

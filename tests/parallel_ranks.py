@@ -424,7 +424,8 @@ def tp_sequence_parallel() -> None:
 @check
 def norms_of_dtensors() -> None:
     """By kernels, on the rows of each rank, which are not gathered."""
-    from liger_kernel.ops import _op, glu, layer_norm, rms_norm
+    from liger_kernel.ops import glu, layer_norm, rms_norm
+    from liger_kernel.ops._core import operator as _op
 
     group = mesh()
     x, w, b = (torch.randn(*shape, generator=torch.Generator().manual_seed(5)).to(group.device_type) for shape in ((RANKS, 3 * RANKS - 1, 64), (64,), (64,)))

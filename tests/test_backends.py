@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 import liger_kernel
 from liger_kernel import backends, functional
-from liger_kernel.ops import _op
+from liger_kernel.ops._core import operator as _op
 from liger_kernel.testing import assert_as_accurate, run
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

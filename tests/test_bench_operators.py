@@ -15,8 +15,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from liger_kernel import cli
 from liger_kernel.bench import clock, operators, rivals, tune
 from liger_kernel.bench.losses import LOSSES
-from liger_kernel.ops import OPS, _config
-from liger_kernel.ops._config import Tile
+from liger_kernel.ops import OPS
+from liger_kernel.ops._core import config as _config
+from liger_kernel.ops._core.config import Tile
 from liger_kernel.testing import backward, forward, like
 from liger_kernel.train.config import UserError
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_kernel.chunked_loss.fused_linear_ppo import LigerFusedLinearPPOBase
 from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOFunction, LigerFusedLinearGRPOLoss, clip_coef_fn, k3_loss_fn, sapo_loss_fn
-from liger_kernel.ops.grpo_loss import LOSS_TYPES, OF_TOKENS, Policy, fused_selective_log_softmax, token_losses, triton_grpo_loss
+from liger_kernel.ops.losses.grpo_loss import LOSS_TYPES, OF_TOKENS, Policy, fused_selective_log_softmax, token_losses, triton_grpo_loss
 from liger_kernel.testing import assert_as_accurate, assert_same_bits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from liger_kernel.ops import OPS, _op
+from liger_kernel.ops import OPS
+from liger_kernel.ops._core import operator as _op
 
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="Triton is not installed")
 
@@ -71,7 +72,8 @@ def test_every_kernel_compiles(target, variants, user_env, tmp_path, request):
 ROUNDS_TWICE = """
 import torch
 from liger_kernel import warmup
-from liger_kernel.ops import _op, qk_norm_rope, rope
+from liger_kernel.ops import qk_norm_rope, rope
+from liger_kernel.ops._core import operator as _op
 
 def compile(kernel, grid, args, meta):
     compiled = kernel.warmup(*(warmup.Mock(a) if isinstance(a, torch.Tensor) else a for a in args), grid=(1,), **meta)

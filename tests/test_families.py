@@ -188,7 +188,7 @@ def test_tied_embeddings_and_gradient_checkpointing(family):
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="kernels are used everywhere there")
 def test_llama_with_interpreted_kernels():
-    from liger_kernel.ops import _op
+    from liger_kernel.ops._core import operator as _op
 
     if not _op.INTERPRET:
         pytest.skip("without Triton")

@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecode
 from transformers.utils.deprecation import deprecate_kwarg  # noqa: E402
 
 import liger_kernel.transformers as ours  # noqa: E402
-from liger_kernel.ops import _op  # noqa: E402
+from liger_kernel.ops._core import operator as _op  # noqa: E402
 from liger_kernel.transformers import fusions, patch, restore, slots  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

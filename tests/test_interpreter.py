@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from liger_kernel.ops import _op
-from liger_kernel.ops._tl import tl, triton
+from liger_kernel.ops._core import operator as _op
+from liger_kernel.ops._core.tl import tl, triton
 
 pytestmark = pytest.mark.skipif(not _op.INTERPRET, reason="kernels are not interpreted")
 

@@ -19,9 +19,9 @@ from torch.utils.checkpoint import checkpoint
 
 from liger_kernel import memory
 from liger_kernel.nn import LigerRMSNorm, LigerSwiGLUMLP
-from liger_kernel.ops import _op
-from liger_kernel.ops.rms_norm import reference as rms_norm_reference
-from liger_kernel.ops.rms_norm import rms_norm
+from liger_kernel.ops._core import operator as _op
+from liger_kernel.ops.norms.rms_norm import reference as rms_norm_reference
+from liger_kernel.ops.norms.rms_norm import rms_norm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

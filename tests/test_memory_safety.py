@@ -21,9 +21,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from liger_kernel.ops import OPS, _op
-from liger_kernel.ops._op import T
-from liger_kernel.ops._tl import tl, triton
+from liger_kernel.ops import OPS
+from liger_kernel.ops._core import operator as _op
+from liger_kernel.ops._core.operator import T
+from liger_kernel.ops._core.tl import tl, triton
 from liger_kernel.testing import assert_as_accurate, backward, forward, like, run, upstream
 
 PAGE, PROT_NONE, MAP_NORESERVE = mmap.PAGESIZE, 0, 0x4000

@@ -17,7 +17,8 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from liger_kernel.ops import OPS, LigerRMSNormFunction, _op
+from liger_kernel.ops import OPS, LigerRMSNormFunction
+from liger_kernel.ops._core import operator as _op
 from liger_kernel.testing import assert_as_accurate, assert_same_bits, backward, differentiable, forward, like, run, upstream
 
 GPU = torch.cuda.is_available()
@@ -465,7 +466,8 @@ class NoTriton(importlib.abc.MetaPathFinder):
 
 sys.meta_path.insert(0, NoTriton())
 import torch
-from liger_kernel.ops import OPS, _op
+from liger_kernel.ops import OPS
+from liger_kernel.ops._core import operator as _op
 from liger_kernel.testing import assert_as_accurate, like, run
 
 assert not _op.HAS_TRITON and "triton" not in sys.modules

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_kernel import ops
-from liger_kernel.ops import _op
-from liger_kernel.ops._op import OPS
+from liger_kernel.ops._core import operator as _op
+from liger_kernel.ops._core.operator import OPS
 
 pytestmark = pytest.mark.skipif(not (_op.INTERPRET or torch.cuda.is_available()), reason="no kernels here")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -263,9 +263,9 @@ def test_losses_as_functions():
 
 
 def test_pairs_without_autograd(monkeypatch):
-    from liger_kernel.ops import _op
-    from liger_kernel.ops.glu import swiglu_backward, swiglu_forward
-    from liger_kernel.ops.rms_norm import rms_norm_backward, rms_norm_forward
+    from liger_kernel.ops._core import operator as _op
+    from liger_kernel.ops.activations.glu import swiglu_backward, swiglu_forward
+    from liger_kernel.ops.norms.rms_norm import rms_norm_backward, rms_norm_forward
 
     if not (_op.INTERPRET or torch.cuda.is_available()):
         pytest.skip("no kernels here")
@@ -294,7 +294,7 @@ def test_functions_as_veomni_0_1_12_calls_them():
     from liger_kernel.ops.swiglu import LigerSiLUMulFunction
     from liger_kernel.transformers.rope import liger_rotary_pos_emb
 
-    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+    from liger_kernel.ops.norms.rms_norm import LigerRMSNormFunction
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
     torch.manual_seed(0)
@@ -311,7 +311,7 @@ def test_functions_as_veomni_0_1_12_calls_them():
 
 @needs_kernels
 def test_vocabulary_parallel_loss_as_deepspeed_0_19_8_calls_it():
-    from liger_kernel.ops.vocab_parallel_cross_entropy import LigerVocabParallelCEFunction
+    from liger_kernel.ops.losses.vocab_parallel.cross_entropy import LigerVocabParallelCEFunction
 
     logits, target = torch.randn(2, 5, 32, device=DEVICE, requires_grad=True), torch.randint(0, 32, (2, 5), device=DEVICE)
     target[0, 1] = -100
@@ -325,7 +325,7 @@ def test_vocabulary_parallel_loss_as_deepspeed_0_19_8_calls_it():
 
 
 def test_the_pair_of_the_head_without_autograd():
-    from liger_kernel.ops.fused_linear_cross_entropy import fused_linear_cross_entropy_backward, fused_linear_cross_entropy_forward
+    from liger_kernel.ops.published.fused_linear_cross_entropy import fused_linear_cross_entropy_backward, fused_linear_cross_entropy_forward
 
     torch.manual_seed(0)
     x, w, b = (torch.randn(*shape, requires_grad=True) for shape in ((6, 8), (11, 8), (11,)))
@@ -366,7 +366,7 @@ def test_private_names_that_others_import():
 
 def test_devices():
     from liger_kernel import utils
-    from liger_kernel.ops.utils import amp_custom_bwd, amp_custom_fwd, device_context
+    from liger_kernel.ops.published.utils import amp_custom_bwd, amp_custom_fwd, device_context
 
     assert (utils.infer_device(), utils.infer_comm_backend()) == (("cuda", "nccl") if torch.cuda.is_available() else ("cpu", "gloo"))
     assert utils.is_npu_available() is False

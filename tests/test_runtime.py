@@ -136,7 +136,7 @@ def work(rank, world, port, config, fault, elsewhere):
 
 
 def as_users_run_it():
-    from liger_kernel.ops import _op
+    from liger_kernel.ops._core import operator as _op
 
     _op._KERNEL_DEVICES.discard("cpu")
 
@@ -509,7 +509,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
 @pytest.fixture
 def here(monkeypatch):
     """Runs of this process use references, as users' runs do."""
-    from liger_kernel.ops import _op
+    from liger_kernel.ops._core import operator as _op
 
     monkeypatch.setattr(_op, "_KERNEL_DEVICES", _op._KERNEL_DEVICES - {"cpu"})
 

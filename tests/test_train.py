@@ -49,7 +49,7 @@ CHATS = [{"messages": [{"role": role, "content": content} for role, content in c
 @pytest.fixture(autouse=True)
 def as_users_run_it(monkeypatch):
     """On a CPU, references serve: the interpreter, which the other tests run kernels in, is no part of training."""
-    from liger_kernel.ops import _op
+    from liger_kernel.ops._core import operator as _op
 
     monkeypatch.setattr(_op, "_KERNEL_DEVICES", _op._KERNEL_DEVICES - {"cpu"})
 

@@ -35,7 +35,7 @@ others = pytest.mark.parametrize(
 @pytest.fixture(autouse=True)
 def as_users_run_it(monkeypatch):
     """On a CPU, references serve."""
-    from liger_kernel.ops import _op
+    from liger_kernel.ops._core import operator as _op
 
     monkeypatch.setattr(_op, "_KERNEL_DEVICES", _op._KERNEL_DEVICES - {"cpu"})
 

@@ -1,6 +1,7 @@
-"""Import paths of the published package: old module -> (new module, names; all names of the new one if none are listed).
+"""Import paths of the published package, and paths that modules had before they moved.
 
-What an old module lacks is looked up in ``liger_kernel.nn`` and ``liger_kernel.ops``: published modules import what they use by name, and so do their users.
+A path of ``ALIASES`` is the module that it names: one object, so that what somebody replaces there is replaced. A path of ``PATHS`` offers some names of a
+module of ours. What it lacks is looked up in ``liger_kernel.nn`` and ``liger_kernel.ops``: published modules import what they use by name, and so do users.
 """
 
 from __future__ import annotations
@@ -14,6 +15,54 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
+# below ``liger_kernel.ops``: room -> files that lay beside the rooms
+_ROOMS = {
+    "activations": "glu relu_squared",
+    "attention": "multi_token_attention neighborhood_attention softmax sparsemax",
+    "losses": "cross_entropy grpo_loss linear_cross_entropy linear_logprobs linear_loss",
+    "losses.divergence": "fused_ce_tvd jsd kl_div linear_divergence logit_divergence tvd",
+    "norms": "dyt fused_add_rms_norm group_norm layer_norm modulated_rms_norm poly_norm rms_norm",
+    "projections": "mlp moe tiled_mlp",
+    "published": "fused_linear_cross_entropy fused_linear_jsd fused_linear_kl_div fused_linear_scaled_cross_entropy utils",
+    "residual": "attn_res mhc",
+    "rotary": "qk_norm_rope rope",
+}
+
+# below ``liger_kernel.ops``: path -> file of another name
+_RENAMED = {
+    "_config": "_core.config",
+    "_configure": "published.configure",
+    "_distillation": "losses.divergence.distillation",
+    "_divergence": "losses.divergence.by_element",
+    "_grouped_mm": "projections.grouped_mm",
+    "_impl": "_core.impl",
+    "_linear": "losses.chunks",
+    "_op": "_core.operator",
+    "_reduce": "_core.reduce",
+    "_shards": "_core.shards",
+    "_tl": "_core.tl",
+    "backends": "_core.impl",
+    "backends.registry": "_core.impl",
+    "configure": "published.configure",
+    "embedding": "token_embedding",
+    "experimental.embedding": "token_embedding",
+    "fused_moe": "projections.moe",
+    "fused_neighborhood_attention": "attention.neighborhood_attention",
+    "geglu": "activations.glu",
+    "llama4_rope": "rotary.rope",
+    "qwen2vl_mrope": "rotary.rope",
+    "swiglu": "activations.glu",
+    "vocab_parallel_cross_entropy": "losses.vocab_parallel.cross_entropy",
+    "vocab_parallel_linear_cross_entropy": "losses.vocab_parallel.linear_cross_entropy",
+}
+
+_OPS = "liger_kernel.ops."
+ALIASES = {
+    **{_OPS + name: f"{_OPS}{room}.{name}" for room, names in _ROOMS.items() for name in names.split()},
+    **{_OPS + old: _OPS + new for old, new in _RENAMED.items()},
+    **{f"liger_kernel.backends.{part}": "liger_kernel.backends" for part in ("capability", "dispatch", "registry")},
+}
+
 _HERE = "liger_kernel.transformers."
 _NORM_FAMILIES = ("Gemma", "Gemma2", "Gemma3", "Gemma4", "Olmo2", "Glm4", "Qwen3Next", "MuseGlimmer", "MuseGlimmerTextCentered")
 _NORMS = ("LigerRMSNormFunction", "LigerRMSNorm", *(f"LigerRMSNormFor{m}" for m in _NORM_FAMILIES))
@@ -23,25 +72,6 @@ _SWIGLU = ("SwiGLU", "Phi3SwiGLU", "Qwen3MoeSwiGLU", "HunyuanV1SwiGLU", "FalconH
 _TRITON_CACHE = "liger_kernel._triton_cache", ("LigerTritonFileCacheManager", "apply_liger_triton_cache_manager")
 
 PATHS: dict[str, tuple[str, tuple[str, ...]]] = {
-    **{f"liger_kernel.backends.{part}": ("liger_kernel.backends", ()) for part in ("capability", "dispatch", "registry")},
-    **dict.fromkeys(
-        ("liger_kernel.ops.backends", "liger_kernel.ops.backends.registry"),
-        ("liger_kernel.ops._impl", ("IMPL_REGISTRY", "LIGER_KERNEL_IMPL_ENV", "ImplInfo", "register_impl", "select_impl")),
-    ),
-    "liger_kernel.ops.configure": ("liger_kernel.ops._configure", ("configure", "FusedLinearCrossEntropyConfig", "MoEConfig")),
-    "liger_kernel.ops.fused_moe": ("liger_kernel.ops.moe", ("LigerFusedMoEFunction", "compute_routing_metadata")),
-    "liger_kernel.ops.experimental.embedding": ("liger_kernel.ops.embedding", ("LigerEmbeddingFunction",)),
-    "liger_kernel.ops.fused_neighborhood_attention": (
-        "liger_kernel.ops.neighborhood_attention",
-        ("LigerFusedNeighborhoodAttentionFunction", "fused_neighborhood_attention_forward"),
-    ),
-    "liger_kernel.ops.llama4_rope": ("liger_kernel.ops.rope", ("LigerLlama4RopeFunction", "llama4_rope_forward")),
-    "liger_kernel.ops.qwen2vl_mrope": ("liger_kernel.ops.rope", ("LigerQwen2VLMRopeFunction", "qwen2vl_mrope_forward", "qwen2vl_mrope_backward")),
-    "liger_kernel.ops.swiglu": (
-        "liger_kernel.ops.glu",
-        ("LigerSiLUMulFunction", "LigerFusedGateUpSiLUMulFunction", *(f"swiglu{p}_{d}ward" for p in ("", "_fused_gate_up") for d in ("for", "back"))),
-    ),
-    "liger_kernel.ops.geglu": ("liger_kernel.ops.glu", ("LigerGELUMulFunction", "geglu_forward", "geglu_backward")),
     _HERE + "auto_model": (_HERE + "auto", ("AutoLigerKernelForCausalLM",)),
     _HERE + "cross_entropy": ("liger_kernel.nn", ("LigerCrossEntropyLoss",)),
     _HERE + "dyt": ("liger_kernel.nn", ("LigerDyT",)),
@@ -58,7 +88,7 @@ PATHS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     _HERE + "geglu": ("liger_kernel.nn", ("LigerGEGLUMLP", "LigerGEGLUMLPForGemma4")),
     _HERE + "group_norm": ("liger_kernel.nn", ("LigerGroupNorm",)),
-    _HERE + "grpo_loss": ("liger_kernel.ops.grpo_loss", ("triton_grpo_loss", "_reduce_grpo_loss")),
+    _HERE + "grpo_loss": ("liger_kernel.ops.losses.grpo_loss", ("triton_grpo_loss", "_reduce_grpo_loss")),
     _HERE + "jsd": ("liger_kernel.nn", ("LigerJSD", "LigerJSDFunction")),
     _HERE + "kl_div": ("liger_kernel.nn", ("LigerKLDIVLoss",)),
     _HERE + "layer_norm": ("liger_kernel.nn", ("LigerLayerNorm",)),
@@ -121,6 +151,16 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         _add_forwards(module) if module.__name__ in FORWARDS else _add_names(module)
+
+
+def alias(package: str) -> None:
+    """The modules of ``ALIASES`` below ``package``, under their other paths too; names that the package has already stay what they are."""
+    for old, new in ALIASES.items():
+        if old.startswith(f"{package}."):
+            sys.modules[old] = importlib.import_module(new)
+            room, _, name = old.rpartition(".")
+            if not hasattr(parent := importlib.import_module(room), name):
+                setattr(parent, name, sys.modules[old])
 
 
 def _add_names(module: ModuleType) -> None:

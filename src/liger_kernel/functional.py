@@ -17,9 +17,9 @@ from torch import Tensor
 import liger_kernel.ops  # noqa: F401  declares all operators
 from liger_kernel.backends import declare_op_locations as declare_op_locations
 from liger_kernel.backends import dispatch, register_ours
-from liger_kernel.ops._op import OPS
-from liger_kernel.ops.cross_entropy import published
-from liger_kernel.ops.rope import in_place_of, once
+from liger_kernel.ops._core.operator import OPS
+from liger_kernel.ops.losses.cross_entropy import published
+from liger_kernel.ops.rotary.rope import in_place_of, once
 
 __all__ = [
     "cross_entropy",

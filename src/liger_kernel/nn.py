@@ -15,40 +15,40 @@ import torch
 from torch import Tensor, nn
 
 from liger_kernel import functional, memory
-from liger_kernel.ops._linear import Kept
-from liger_kernel.ops.attn_res import attn_res
-from liger_kernel.ops.cross_entropy import REDUCTIONS, cross_entropy
-from liger_kernel.ops.dyt import dyt
-from liger_kernel.ops.embedding import embedding
-from liger_kernel.ops.fused_add_rms_norm import fused_add_rms_norm
-from liger_kernel.ops.fused_ce_tvd import fused_ce_tvd
-from liger_kernel.ops.fused_linear_jsd import LigerFusedLinearJSDFunction
-from liger_kernel.ops.fused_linear_kl_div import LigerFusedLinearKLDivFunction
-from liger_kernel.ops.fused_linear_scaled_cross_entropy import LigerFusedLinearScaledCrossEntropyTPFunction
-from liger_kernel.ops.glu import glu
-from liger_kernel.ops.group_norm import group_norm
-from liger_kernel.ops.jsd import LigerJSDFunction as LigerJSDFunction
-from liger_kernel.ops.jsd import jsd
-from liger_kernel.ops.kl_div import kl_div
-from liger_kernel.ops.layer_norm import layer_norm
-from liger_kernel.ops.linear_cross_entropy import linear_cross_entropy
-from liger_kernel.ops.mhc import mhc_coeffs, mhc_post_res, mhc_pre
-from liger_kernel.ops.mlp import mlp
-from liger_kernel.ops.modulated_rms_norm import modulated_rms_norm
-from liger_kernel.ops.moe import moe
-from liger_kernel.ops.multi_token_attention import multi_token_attention
-from liger_kernel.ops.neighborhood_attention import neighborhood_attention
-from liger_kernel.ops.poly_norm import poly_norm
-from liger_kernel.ops.qk_norm_rope import qk_norm_rope
-from liger_kernel.ops.relu_squared import relu_squared
-from liger_kernel.ops.rms_norm import LigerRMSNormFunction as LigerRMSNormFunction
-from liger_kernel.ops.rms_norm import rms_norm
-from liger_kernel.ops.rope import in_place_of, of_complex, of_sections, once, rope
-from liger_kernel.ops.softmax import softmax
-from liger_kernel.ops.sparsemax import sparsemax
-from liger_kernel.ops.tiled_mlp import apply_tiled_mlp
-from liger_kernel.ops.tvd import tvd
-from liger_kernel.ops.vocab_parallel_cross_entropy import validate_formula_and_mode, vocab_parallel_cross_entropy
+from liger_kernel.ops.activations.glu import glu
+from liger_kernel.ops.activations.relu_squared import relu_squared
+from liger_kernel.ops.attention.multi_token_attention import multi_token_attention
+from liger_kernel.ops.attention.neighborhood_attention import neighborhood_attention
+from liger_kernel.ops.attention.softmax import softmax
+from liger_kernel.ops.attention.sparsemax import sparsemax
+from liger_kernel.ops.losses.chunks import Kept
+from liger_kernel.ops.losses.cross_entropy import REDUCTIONS, cross_entropy
+from liger_kernel.ops.losses.divergence.fused_ce_tvd import fused_ce_tvd
+from liger_kernel.ops.losses.divergence.jsd import LigerJSDFunction as LigerJSDFunction
+from liger_kernel.ops.losses.divergence.jsd import jsd
+from liger_kernel.ops.losses.divergence.kl_div import kl_div
+from liger_kernel.ops.losses.divergence.tvd import tvd
+from liger_kernel.ops.losses.linear_cross_entropy import linear_cross_entropy
+from liger_kernel.ops.losses.vocab_parallel.cross_entropy import validate_formula_and_mode, vocab_parallel_cross_entropy
+from liger_kernel.ops.norms.dyt import dyt
+from liger_kernel.ops.norms.fused_add_rms_norm import fused_add_rms_norm
+from liger_kernel.ops.norms.group_norm import group_norm
+from liger_kernel.ops.norms.layer_norm import layer_norm
+from liger_kernel.ops.norms.modulated_rms_norm import modulated_rms_norm
+from liger_kernel.ops.norms.poly_norm import poly_norm
+from liger_kernel.ops.norms.rms_norm import LigerRMSNormFunction as LigerRMSNormFunction
+from liger_kernel.ops.norms.rms_norm import rms_norm
+from liger_kernel.ops.projections.mlp import mlp
+from liger_kernel.ops.projections.moe import moe
+from liger_kernel.ops.projections.tiled_mlp import apply_tiled_mlp
+from liger_kernel.ops.published.fused_linear_jsd import LigerFusedLinearJSDFunction
+from liger_kernel.ops.published.fused_linear_kl_div import LigerFusedLinearKLDivFunction
+from liger_kernel.ops.published.fused_linear_scaled_cross_entropy import LigerFusedLinearScaledCrossEntropyTPFunction
+from liger_kernel.ops.residual.attn_res import attn_res
+from liger_kernel.ops.residual.mhc import mhc_coeffs, mhc_post_res, mhc_pre
+from liger_kernel.ops.rotary.qk_norm_rope import qk_norm_rope
+from liger_kernel.ops.rotary.rope import in_place_of, of_complex, of_sections, once, rope
+from liger_kernel.ops.token_embedding import embedding
 
 # as it was before any framework put another there
 _stock_cross_entropy = torch.nn.functional.cross_entropy

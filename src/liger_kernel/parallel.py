@@ -25,9 +25,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from liger_kernel.ops._linear import auto_chunk_rows
-from liger_kernel.ops._op import on_gpu
-from liger_kernel.ops.vocab_parallel_linear_cross_entropy import vocab_parallel_linear_cross_entropy
+from liger_kernel.ops._core.operator import on_gpu
+from liger_kernel.ops.losses.chunks import auto_chunk_rows
+from liger_kernel.ops.losses.vocab_parallel.linear_cross_entropy import vocab_parallel_linear_cross_entropy
 
 if dist.is_available():
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh

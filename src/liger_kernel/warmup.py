@@ -29,7 +29,7 @@ from triton.backends.driver import DriverBase
 from triton.runtime import build, driver
 from triton.runtime.jit import MockTensor
 
-from liger_kernel.ops import _config, _op
+from liger_kernel.ops._core import config, operator
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.kernels import use_cache
 
@@ -44,7 +44,7 @@ class Target:
     processors: int
 
 
-# As ops/_config.py names architectures (A100, RTX 3090, RTX 4090, H100 and H200, B200, RTX 5090, MI300X, MI355X)
+# As ops/config.py names architectures (A100, RTX 3090, RTX 4090, H100 and H200, B200, RTX 5090, MI300X, MI355X)
 TARGETS = {
     "sm80": Target("cuda", 80, 32, 108),
     "sm86": Target("cuda", 86, 32, 82),
@@ -95,7 +95,7 @@ def compiling_for(arch: str) -> Iterator[None]:
     before = driver._active
     driver.set_active(CompileOnly(TARGETS[arch]))
     try:
-        with _config.target(arch, TARGETS[arch].processors):
+        with config.target(arch, TARGETS[arch].processors):
             yield
     finally:
         driver._active = before
@@ -122,7 +122,7 @@ def launches(step: Callable[[], Any], device: str) -> list[Launch]:
     def record(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], meta: dict[str, Any]) -> None:
         found.append((kernel, tuple(Mock(a) if isinstance(a, Tensor) else a for a in args), meta))
 
-    with _op.intercept_launches(record, device):
+    with operator.intercept_launches(record, device):
         step()
     return found
 
@@ -278,7 +278,7 @@ def main(argv: list[str]) -> int:
         raise UserError(f"no GPU here: say for which with --arch, one of {', '.join(TARGETS)}")
     if a.batch < 1 or a.seq < 1:
         raise UserError(f"--batch and --seq must be at least 1, got {a.batch} and {a.seq}")
-    if _op.INTERPRET:
+    if operator.INTERPRET:
         raise UserError("TRITON_INTERPRET=1 is set: kernels are interpreted, not compiled")
     if (a.config is None) == (a.model is None):
         raise UserError("give --model or --config")
@@ -294,6 +294,6 @@ def main(argv: list[str]) -> int:
             autocast = DTYPES[a.autocast] if a.autocast else None
             found = model_launches(configuration(a.model), batch=a.batch, seq=a.seq, dtype=DTYPES[a.dtype], autocast=autocast)
         compiled, needed = compile_launches(found)
-        arch = _config.arch()
+        arch = config.arch()
     print(f"{needed} kernels for {arch}: {compiled} compiled, {needed - compiled} were in {knobs.cache.dir}; {time.perf_counter() - start:.1f} s")
     return 0

@@ -48,7 +48,7 @@ def axolotl_plugin(monkeypatch):
     plugin = needs("axolotl.integrations.liger.plugin").LigerPlugin()
     trainer = needs("trl.trainer")
     monkeypatch.setattr(trainer, "ORPOTrainer", getattr(trainer, "ORPOTrainer", None), raising=False)
-    import liger_kernel.ops.fused_linear_cross_entropy as module
+    from liger_kernel.ops.published import fused_linear_cross_entropy as module
 
     for name in ("fused_linear_cross_entropy_forward", "fused_linear_cross_entropy_backward"):
         monkeypatch.setattr(module, name, getattr(module, name))

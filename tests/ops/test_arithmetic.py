@@ -7,8 +7,8 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from liger_kernel.ops import _tl  # noqa: E402
-from liger_kernel.ops._tl import tl  # noqa: E402
+from liger_kernel.ops._core import tl as _tl  # noqa: E402
+from liger_kernel.ops._core.tl import tl  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

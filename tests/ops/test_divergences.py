@@ -6,8 +6,8 @@ import torch.nn.functional as F
 
 from liger_kernel import nn as liger
 from liger_kernel.ops import jsd, kl_div, logit_divergence, tvd
-from liger_kernel.ops.logit_divergence import KINDS, Divergence, row_kernel
-from liger_kernel.ops.logit_divergence import reference as of_logits
+from liger_kernel.ops.losses.divergence.logit_divergence import KINDS, Divergence, row_kernel
+from liger_kernel.ops.losses.divergence.logit_divergence import reference as of_logits
 from liger_kernel.testing import assert_as_accurate, run
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from liger_kernel.nn import LigerEmbedding
-from liger_kernel.ops import LigerEmbeddingFunction, _op
-from liger_kernel.ops.embedding import embedding, reference
+from liger_kernel.ops import LigerEmbeddingFunction
+from liger_kernel.ops._core import operator as _op
+from liger_kernel.ops.token_embedding import embedding, reference
 from liger_kernel.transformers import experimental
 
 module = sys.modules["liger_kernel.ops.embedding"]  # the package has the function under this name

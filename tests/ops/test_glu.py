@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 pytest.importorskip("triton")
 
-from liger_kernel.ops.glu import glu
+from liger_kernel.ops.activations.glu import glu
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="bits are those of PyTorch's kernels for GPUs")

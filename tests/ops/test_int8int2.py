@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from liger_kernel.ops._op import HAS_TRITON
+from liger_kernel.ops._core.operator import HAS_TRITON
 from liger_kernel.ops.experimental.mm_int8int2 import matmul, pack_weights, unpack_weights
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -63,7 +63,7 @@ COMPILE = """
 import sys
 import torch
 from liger_kernel import warmup
-from liger_kernel.ops import _op
+from liger_kernel.ops._core import operator as _op
 from liger_kernel.ops.experimental.mm_int8int2 import matmul
 
 def compile(kernel, grid, args, meta):

@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_kernel.nn import LigerFusedLinearCrossEntropyLoss
 from liger_kernel.ops import cross_entropy, linear_cross_entropy
-from liger_kernel.ops._linear import Kept, auto_chunk_rows
-from liger_kernel.ops.linear_cross_entropy import reference
+from liger_kernel.ops.losses.chunks import Kept, auto_chunk_rows
+from liger_kernel.ops.losses.linear_cross_entropy import reference
 from liger_kernel.testing import errors
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

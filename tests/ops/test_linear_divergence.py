@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_kernel.ops import logit_divergence
-from liger_kernel.ops.linear_divergence import linear_divergence, reference
+from liger_kernel.ops.losses.divergence.linear_divergence import linear_divergence, reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KINDS = ["jsd", "forward_kl", "reverse_kl", "tvd", "cosine"]

@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from liger_kernel.ops._linear import Kept
-from liger_kernel.ops.linear_logprobs import linear_logprobs, reference
-from liger_kernel.ops.linear_loss import Tokens, linear_loss
+from liger_kernel.ops.losses.chunks import Kept
+from liger_kernel.ops.losses.linear_logprobs import linear_logprobs, reference
+from liger_kernel.ops.losses.linear_loss import Tokens, linear_loss
 from liger_kernel.testing import assert_as_accurate
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from liger_kernel.nn import LigerFalconH1MLP, LigerMLP, LigerSwiGLUMLP
-from liger_kernel.ops import LigerMLPFunction, _op
-from liger_kernel.ops.mlp import mlp
+from liger_kernel.ops import LigerMLPFunction
+from liger_kernel.ops._core import operator as _op
+from liger_kernel.ops.projections.mlp import mlp
 from liger_kernel.testing import assert_as_accurate, assert_same_bits, like, run
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

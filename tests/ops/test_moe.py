@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from liger_kernel.nn import LigerExperts
-from liger_kernel.ops import LigerFusedMoEFunction, _grouped_mm, _op
-from liger_kernel.ops.moe import moe, moe_route, reference
+from liger_kernel.ops import LigerFusedMoEFunction
+from liger_kernel.ops._core import operator as _op
+from liger_kernel.ops.projections import grouped_mm as _grouped_mm
+from liger_kernel.ops.projections.moe import moe, moe_route, reference
 from liger_kernel.testing import assert_as_accurate, assert_same_bits, differentiable, like, run
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

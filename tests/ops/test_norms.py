@@ -32,17 +32,17 @@ from liger_kernel.ops import (
     _config,
     _op,
 )
-from liger_kernel.ops.fused_add_rms_norm import fused_add_rms_norm
-from liger_kernel.ops.fused_add_rms_norm import reference as fused_add_rms_norm_reference
-from liger_kernel.ops.group_norm import group_norm
-from liger_kernel.ops.group_norm import reference as group_norm_reference
-from liger_kernel.ops.layer_norm import layer_norm
-from liger_kernel.ops.layer_norm import reference as layer_norm_reference
-from liger_kernel.ops.modulated_rms_norm import modulated_rms_norm
-from liger_kernel.ops.modulated_rms_norm import reference as modulated_rms_norm_reference
-from liger_kernel.ops.poly_norm import poly_norm
-from liger_kernel.ops.poly_norm import reference as poly_norm_reference
-from liger_kernel.ops.rms_norm import rms_norm, rms_norm_backward, rms_norm_forward
+from liger_kernel.ops.norms.fused_add_rms_norm import fused_add_rms_norm
+from liger_kernel.ops.norms.fused_add_rms_norm import reference as fused_add_rms_norm_reference
+from liger_kernel.ops.norms.group_norm import group_norm
+from liger_kernel.ops.norms.group_norm import reference as group_norm_reference
+from liger_kernel.ops.norms.layer_norm import layer_norm
+from liger_kernel.ops.norms.layer_norm import reference as layer_norm_reference
+from liger_kernel.ops.norms.modulated_rms_norm import modulated_rms_norm
+from liger_kernel.ops.norms.modulated_rms_norm import reference as modulated_rms_norm_reference
+from liger_kernel.ops.norms.poly_norm import poly_norm
+from liger_kernel.ops.norms.poly_norm import reference as poly_norm_reference
+from liger_kernel.ops.norms.rms_norm import rms_norm, rms_norm_backward, rms_norm_forward
 from liger_kernel.testing import assert_as_accurate, like, run
 
 # the package has the functions under these names

@@ -89,7 +89,7 @@ def test_kl_ignores_what_its_rows_hold():
 
 
 def test_kl_without_autograd():
-    from liger_kernel.ops.fused_linear_kl_div import fused_linear_kl_div_backward, fused_linear_kl_div_forward
+    from liger_kernel.ops.published.fused_linear_kl_div import fused_linear_kl_div_backward, fused_linear_kl_div_forward
 
     x, w, p, y = randn(6, 8).requires_grad_(), randn(30, 8, seed=1).requires_grad_(), randn(6, 30, seed=2).softmax(-1), labels(6, 30)
     loss, *grads = fused_linear_kl_div_forward(x, w, p, y, "batchmean", -100, True, 1.0, 1e-10)
@@ -149,7 +149,7 @@ def test_the_teacher_is_constant_and_nothing_may_count():
 
 
 def test_the_pair_of_cross_entropy_and_total_variation():
-    from liger_kernel.ops.fused_ce_tvd import fused_ce_tvd_backward, fused_ce_tvd_forward
+    from liger_kernel.ops.losses.divergence.fused_ce_tvd import fused_ce_tvd_backward, fused_ce_tvd_forward
 
     s, t, y = randn(6, 40).requires_grad_(), randn(6, 40, seed=1), labels(6, 40)
     g = randn(6, seed=2), randn(6, seed=3)

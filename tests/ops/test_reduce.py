@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from liger_kernel import ops
-from liger_kernel.ops import _op
-from liger_kernel.ops._reduce import column_sum, scale_
+from liger_kernel.ops._core import operator as _op
+from liger_kernel.ops._core.reduce import column_sum, scale_
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

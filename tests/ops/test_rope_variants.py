@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from liger_kernel import nn as lnn
-from liger_kernel.ops import LigerLlama4RopeFunction, LigerQwen2VLMRopeFunction, LigerRopeFunction, _op, qk_norm_rope, rms_norm, rope
-from liger_kernel.ops.rope import LAYOUTS, rope_backward, rope_forward
+from liger_kernel.ops import LigerLlama4RopeFunction, LigerQwen2VLMRopeFunction, LigerRopeFunction, qk_norm_rope, rms_norm, rope
+from liger_kernel.ops._core import operator as _op
+from liger_kernel.ops.rotary.rope import LAYOUTS, rope_backward, rope_forward
 from liger_kernel.testing import assert_as_accurate, assert_same_bits, backward, forward, like, run
 
 GPU = torch.cuda.is_available()

@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_kernel.ops import _op
-from liger_kernel.ops._impl import ImplNotAvailableError
+from liger_kernel import _legacy
+from liger_kernel.ops._core import operator
+from liger_kernel.ops._core.impl import ImplNotAvailableError
 
 TRITON = f"{'rocm' if torch.version.hip else 'nvidia'}-triton"
 TORCH = "torch"
@@ -155,14 +156,14 @@ def register_impl(
     return register
 
 
-def register_ours(op_name: str, op: _op.Op, published: Callable[..., Any]) -> None:
+def register_ours(op_name: str, op: operator.Op, published: Callable[..., Any]) -> None:
     """Both implementations of ``op_name``: ``published(run, *args)`` calls ``run``, our operator or its reference."""
     for name, run, capability in ((TRITON, op.fn, Capability(modules=["triton"], predicate=_have_kernels)), (TORCH, op.reference, PYTORCH_FALLBACK)):
         register_impl(op_name, impl_name=name, capability=capability, preference_rank=RANKS[name])(functools.partial(published, run))
 
 
 def _have_kernels() -> bool:
-    return bool(_op._KERNEL_DEVICES) and (_op.INTERPRET or torch.cuda.is_available())
+    return bool(operator._KERNEL_DEVICES) and (operator.INTERPRET or torch.cuda.is_available())
 
 
 def declare_op_locations(op_name: str, module_paths: Sequence[str]) -> None:
@@ -210,7 +211,7 @@ def all_impls(op_name: str) -> list[str]:
 
 def available_impls(op_name: str, device: Any = None) -> list[str]:
     """Names of the implementations of ``op_name`` that can run on ``device``, default: the current one; the preferred first."""
-    on_cpu = device is not None and torch.device(device).type == "cpu" and not _op.INTERPRET
+    on_cpu = device is not None and torch.device(device).type == "cpu" and not operator.INTERPRET
     found = sorted(list_registered(op_name), key=lambda impl: (impl.preference_rank, impl.impl_name))
     return [i.impl_name for i in found if i.capability.is_satisfied(device) and not (on_cpu and i.impl_name == TRITON)]
 
@@ -269,7 +270,7 @@ def dispatch(op_name: str, *args: Any, impl: str | None = None, backend: str | N
         return found[TRITON].call(*args, **kwargs)
     x = next((a for a in args if isinstance(a, Tensor)), None)
     chosen = resolve_impl(op_name, named, x.device if x is not None and x.is_cuda else None)
-    if chosen.impl_name == TRITON and named and x is not None and not _op.use_kernels(x):
+    if chosen.impl_name == TRITON and named and x is not None and not operator.use_kernels(x):
         raise ImplNotAvailableError(f"{op_name}: {TRITON} needs a GPU and fp32, fp16 or bf16, got {x.dtype} on {x.device}")
     if chosen.impl_name == TORCH and not named:
         chosen = found[TRITON]
@@ -298,7 +299,4 @@ all_backends, available_backends, resolve_backend, set_backend, get_backend, reg
     register_impl,
 )
 
-# Published as a submodule as well as a function: imported only later, the submodule would take the function's place here.
-_function = dispatch
-importlib.import_module(f"{__name__}.dispatch")
-dispatch = _function
+_legacy.alias(__name__)  # a published submodule has the name of a function: ``dispatch``

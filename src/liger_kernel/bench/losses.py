@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_kernel.chunked_loss import LigerFusedLinearDPOLoss, LigerFusedLinearGRPOLoss, LigerFusedLinearORPOLoss
-from liger_kernel.ops._op import Case, Cost, Op, T, acc, nbytes
+from liger_kernel.ops._core.operator import Case, Cost, Op, T, acc, nbytes
 
 BETA = 0.1
 

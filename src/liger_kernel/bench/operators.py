@@ -27,7 +27,7 @@ from torch import Tensor
 
 from liger_kernel.bench import clock, rivals
 from liger_kernel.ops import OPS
-from liger_kernel.ops._op import Case, Op
+from liger_kernel.ops._core.operator import Case, Op
 from liger_kernel.testing import Named, backward, errors, floors, forward, like
 from liger_kernel.train.config import UserError
 

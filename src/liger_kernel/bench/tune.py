@@ -1,6 +1,6 @@
-"""``liger tune OP``: search the launch configurations of an operator's kernels on this GPU, and write those that gain to ``ops/_tuned``.
+"""``liger tune OP``: search the launch configurations of an operator's kernels on this GPU, and write those that gain to ``ops/_core/tuned``.
 
-Only kernels that ask ``_config.tile`` are tuned; each configuration they ask for on the operator's real-model cases is varied by itself, the
+Only kernels that ask ``config.tile`` are tuned; each configuration they ask for on the operator's real-model cases is varied by itself, the
 others stay. Candidates are compiled ahead, on all cores. One that breaks the accuracy rule is refused, whatever its speed.
 """
 
@@ -21,9 +21,10 @@ import torch
 
 from liger_kernel.bench import clock
 from liger_kernel.bench.operators import DEVICE, DTYPES, accuracy, cases_of, results, timed_call
-from liger_kernel.ops import OPS, _config
-from liger_kernel.ops._config import Tile
-from liger_kernel.ops._op import Case, Op
+from liger_kernel.ops import OPS
+from liger_kernel.ops._core import config
+from liger_kernel.ops._core.config import Tile
+from liger_kernel.ops._core.operator import Case, Op
 from liger_kernel.testing import forward, like
 from liger_kernel.train.config import UserError
 
@@ -33,14 +34,14 @@ GAIN = 0.02  # of the operator's device time: less is noise
 @contextlib.contextmanager
 def configured(override: dict[str, Tile] | None = None) -> Iterator[dict[str, tuple[int, Tile]]]:
     """Kernels get the tiles of ``override``; yields key -> (columns, tile) of all that were asked for."""
-    tile, asked = _config.tile, {}
+    tile, asked = config.tile, {}
 
     def chosen(op: str, n: int, itemsize: int, **rule: Any) -> Tile:
         key = f"{op}/{itemsize}/{n}"
         asked[key] = (n, (override or {}).get(key) or tile(op, n, itemsize, **rule))
         return asked[key][1]
 
-    with mock.patch.object(_config, "tile", chosen):
+    with mock.patch.object(config, "tile", chosen):
         yield asked
 
 
@@ -51,7 +52,7 @@ def candidates(n: int, tile: Tile) -> list[Tile]:
         for block_m in sorted({max(1, tile.block_m * f // 4) for f in (1, 2, 4, 8)}) if tile.block_n >= n else [tile.block_m]:
             for num_warps in (2, 4, 8, 16, 32):
                 per_thread = block_m * block_n / (32 * num_warps)
-                if num_warps <= _config.max_warps() and 4 <= per_thread <= 64:
+                if num_warps <= config.max_warps() and 4 <= per_thread <= 64:
                     for per_sm, stages in ((1, 1), (1, 2), (1, 3), (2, 2), (2, 3), (4, 2)) if tile.stages > 1 else ((tile.per_sm, tile.stages),):
                         found.append(Tile(block_m, block_n, num_warps, per_sm, stages))
     return [c for c in found if c != tile]
@@ -85,7 +86,7 @@ def search(op: Op, case: Case, dtype: str, repeats: int, sweep: str | None = Non
     for key, (n, tile) in dict(asked).items():
         if pool:
             overrides = ({k: b[0] for k, b in better.items()} | {key: candidate} for candidate in candidates(n, tile))
-            for compiled in [pool.submit(compile_ahead, op.name, case.name, sweep, dtype, _config.arch(), o) for o in overrides]:
+            for compiled in [pool.submit(compile_ahead, op.name, case.name, sweep, dtype, config.arch(), o) for o in overrides]:
                 compiled.result()
         best, best_ms = tile, before
         for candidate in candidates(n, tile):
@@ -107,8 +108,8 @@ def search(op: Op, case: Case, dtype: str, repeats: int, sweep: str | None = Non
 
 def write(found: dict[str, Tile]) -> str:
     """Add to the table of this architecture; its path."""
-    _config.TUNED.mkdir(exist_ok=True)
-    path = _config.TUNED / f"{_config.arch()}.json"
+    config.TUNED.mkdir(exist_ok=True)
+    path = config.TUNED / f"{config.arch()}.json"
     table = json.loads(path.read_text()) if path.exists() else {}
     table |= {key: dataclasses.asdict(tile) for key, tile in found.items()}
     path.write_text("{\n" + ",\n".join(f" {json.dumps(key)}: {json.dumps(table[key])}" for key in sorted(table)) + "\n}\n")

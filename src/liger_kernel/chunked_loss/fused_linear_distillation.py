@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from liger_kernel.ops._distillation import any_gradients
-from liger_kernel.ops._op import once_differentiable
-from liger_kernel.ops._reduce import divided, scaled
-from liger_kernel.ops.linear_divergence import linear_divergence
+from liger_kernel.ops._core.operator import once_differentiable
+from liger_kernel.ops._core.reduce import divided, scaled
+from liger_kernel.ops.losses.divergence.distillation import any_gradients
+from liger_kernel.ops.losses.divergence.linear_divergence import linear_divergence
 
 Found = Tensor | tuple[Tensor, Tensor, Tensor]
 

@@ -7,9 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from liger_kernel.chunked_loss.fused_linear_preference import check_reference, reference_logprobs
-from liger_kernel.ops.grpo_loss import IGNORED, unmasked
-from liger_kernel.ops.linear_logprobs import linear_logprobs
-from liger_kernel.ops.linear_loss import Tokens, counted, linear_loss
+from liger_kernel.ops.losses.grpo_loss import IGNORED, unmasked
+from liger_kernel.ops.losses.linear_logprobs import linear_logprobs
+from liger_kernel.ops.losses.linear_loss import Tokens, counted, linear_loss
 
 
 class LigerFusedLinearPPOBase:

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops.linear_loss import Tokens, counted, linear_loss
+from liger_kernel.ops.losses.linear_loss import Tokens, counted, linear_loss
 
 Found = tuple[Tensor, tuple[Tensor, ...]]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from liger_kernel.chunked_loss.fused_linear_preference import Found, LossFunction, check_reference, check_sequences, plain_logprobs, reference_logprobs, several
-from liger_kernel.ops.linear_loss import Tokens, counted, linear_loss
+from liger_kernel.ops.losses.linear_loss import Tokens, counted, linear_loss
 
 
 class LigerFusedLinearUnpairedPreferenceBase(LossFunction):

@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from liger_kernel.chunked_loss.fused_linear_ppo import LigerFusedLinearPPOBase
-from liger_kernel.ops._op import acc
-from liger_kernel.ops.grpo_loss import (
+from liger_kernel.ops._core.operator import acc
+from liger_kernel.ops.losses.grpo_loss import (
     Policy,
     clip_coef_fn,
     get_gamma_weights,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from liger_kernel.chunked_loss.fused_linear_distillation import DistillationLoss, FunctionWithKernel
-from liger_kernel.ops.logit_divergence import logit_divergence
+from liger_kernel.ops.losses.divergence.logit_divergence import logit_divergence
 
 
 class LigerFusedLinearJSDFunction(FunctionWithKernel):

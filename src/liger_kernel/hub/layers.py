@@ -10,9 +10,9 @@ import re
 import torch
 from torch import Tensor, nn
 
-from liger_kernel.ops.glu import glu
-from liger_kernel.ops.rms_norm import rms_norm
-from liger_kernel.ops.rope import once, rope
+from liger_kernel.ops.activations.glu import glu
+from liger_kernel.ops.norms.rms_norm import rms_norm
+from liger_kernel.ops.rotary.rope import once, rope
 from liger_kernel.transformers import slots
 
 _NORMS = next(s for s in slots.SLOTS if s.flag == "rms_norm")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_kernel.ops.rms_norm import rms_norm
+from liger_kernel.ops.norms.rms_norm import rms_norm
 
 
 class LigerMegatronRMSNorm(nn.Module):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from liger_kernel.ops.glu import glu
+from liger_kernel.ops.activations.glu import glu
 
 logger = logging.getLogger(__name__)
 

@@ -33,11 +33,11 @@ from transformers.utils import ModelOutput
 
 from liger_kernel import parallel
 from liger_kernel.nn import token_accuracy
-from liger_kernel.ops._linear import Kept, auto_chunk_rows
-from liger_kernel.ops._op import on_gpu, transformed
-from liger_kernel.ops.cross_entropy import Loss as LossNumbers
-from liger_kernel.ops.cross_entropy import cross_entropy, items, normaliser
-from liger_kernel.ops.linear_cross_entropy import linear_cross_entropy
+from liger_kernel.ops._core.operator import on_gpu, transformed
+from liger_kernel.ops.losses.chunks import Kept, auto_chunk_rows
+from liger_kernel.ops.losses.cross_entropy import Loss as LossNumbers
+from liger_kernel.ops.losses.cross_entropy import cross_entropy, items, normaliser
+from liger_kernel.ops.losses.linear_cross_entropy import linear_cross_entropy
 from liger_kernel.transformers import attention
 from liger_kernel.transformers.heads import HeadState, can_wait, is_plain, untouched, width
 from liger_kernel.transformers.model import loss_utils

@@ -31,9 +31,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.module import _has_any_global_hook
 
 from liger_kernel import memory
-from liger_kernel.ops._op import intercepted, use_kernels
-from liger_kernel.ops.fused_add_rms_norm import fused_add_rms_norm, rms_norm_of_sum
-from liger_kernel.ops.qk_norm_rope import MAX_D, qk_norm_rope
+from liger_kernel.ops._core.operator import intercepted, use_kernels
+from liger_kernel.ops.norms.fused_add_rms_norm import fused_add_rms_norm, rms_norm_of_sum
+from liger_kernel.ops.rotary.qk_norm_rope import MAX_D, qk_norm_rope
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 PLAIN = (Tensor, nn.Parameter)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from liger_kernel import parallel
-from liger_kernel.ops._op import intercepted
+from liger_kernel.ops._core.operator import intercepted
 
 _LINEAR_FORWARD, _LINEAR = nn.Linear.forward, F.linear
 # Modules that compute every token by itself and keep nothing: PyTorch's, and those of packages that shard, adapt or quantise linear layers

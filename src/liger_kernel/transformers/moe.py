@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_kernel.backends import ImplNotAvailableError
-from liger_kernel.ops.moe import moe
+from liger_kernel.ops.projections.moe import moe
 
 
 class LigerExpertParallelFusedMoe(nn.Module):

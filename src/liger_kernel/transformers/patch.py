@@ -25,8 +25,8 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from liger_kernel import memory
-from liger_kernel.ops.layer_norm import layer_norm
-from liger_kernel.ops.rms_norm import rms_norm
+from liger_kernel.ops.norms.layer_norm import layer_norm
+from liger_kernel.ops.norms.rms_norm import rms_norm
 from liger_kernel.transformers import deferred, fusions, slots
 from liger_kernel.transformers.bound import ABSENT, KEY, Bound, declare, is_ours, ours, within
 from liger_kernel.transformers.families import FAMILIES, VERSION

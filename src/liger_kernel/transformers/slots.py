@@ -36,15 +36,15 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as IMAGE_TEXT_TO_TEXT
 
 from liger_kernel import memory
-from liger_kernel.ops import _op
-from liger_kernel.ops._op import use_kernels
-from liger_kernel.ops.glu import ACTS, glu
-from liger_kernel.ops.layer_norm import layer_norm
-from liger_kernel.ops.mlp import mlp
-from liger_kernel.ops.moe import moe
-from liger_kernel.ops.relu_squared import relu_squared
-from liger_kernel.ops.rms_norm import rms_norm
-from liger_kernel.ops.rope import CASTING, of_complex, of_sections, once, rope
+from liger_kernel.ops._core import operator
+from liger_kernel.ops._core.operator import use_kernels
+from liger_kernel.ops.activations.glu import ACTS, glu
+from liger_kernel.ops.activations.relu_squared import relu_squared
+from liger_kernel.ops.norms.layer_norm import layer_norm
+from liger_kernel.ops.norms.rms_norm import rms_norm
+from liger_kernel.ops.projections.mlp import mlp
+from liger_kernel.ops.projections.moe import moe
+from liger_kernel.ops.rotary.rope import CASTING, of_complex, of_sections, once, rope
 from liger_kernel.transformers.fusions import NORM_FORMS, ROPE_FORMS, plain, unhooked
 
 # -- variants: label -> what takes the place of the stock function, which it is given ------
@@ -734,12 +734,12 @@ VARIANTS = {label: variant for slot in SLOTS for label, (variant, _, _) in slot.
 @contextlib.contextmanager
 def references() -> Iterator[None]:
     """References serve, on any device: what a kernel does is compared with them elsewhere, and here every bit counts."""
-    devices = set(_op._KERNEL_DEVICES)
-    _op._KERNEL_DEVICES.clear()
+    devices = set(operator._KERNEL_DEVICES)
+    operator._KERNEL_DEVICES.clear()
     try:
         yield
     finally:
-        _op._KERNEL_DEVICES.update(devices)
+        operator._KERNEL_DEVICES.update(devices)
 
 
 def _stand_in(cls: type, attributes: dict[str, Any]) -> nn.Module:

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 from liger_kernel import parallel
-from liger_kernel.ops._linear import Kept, auto_chunk_rows
-from liger_kernel.ops._op import on_gpu
+from liger_kernel.ops._core.operator import on_gpu
+from liger_kernel.ops.losses.chunks import Kept, auto_chunk_rows
 from liger_kernel.transformers import deferred
 from liger_kernel.transformers.deferred import IGNORE, DeferredLogits
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._op import launch, use_kernels
-from liger_kernel.ops._tl import cdiv, jit, tl
+from liger_kernel.ops._core.operator import launch, use_kernels
+from liger_kernel.ops._core.tl import cdiv, jit, tl
 
 _A_BYTE = 4
 

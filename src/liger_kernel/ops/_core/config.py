@@ -1,0 +1,99 @@
+"""Launch configurations: the committed table first, then a heuristic. Nothing tunes itself during training."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from liger_kernel.ops._core.tl import cdiv, next_power_of_2
+
+TUNED = Path(__file__).parent / "tuned"  # sm90.json, gfx942.json ...: {"rms_norm_fwd/2/4096": {"block_m": 1, ...}}
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A tile of ``block_m`` rows and ``block_n`` columns, its warps, and for persistent kernels the programs per processor and pipeline depth."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    per_sm: int = 1
+    stages: int = 1
+
+
+_target: tuple[str, int] | None = None  # architecture and processors, where these are not the current device's
+
+
+@contextlib.contextmanager
+def target(arch_name: str, n_processors: int) -> Iterator[None]:
+    """Choose configurations for another device than the current one, to compile for it."""
+    global _target
+    before, _target = _target, (arch_name, n_processors)
+    _forget()
+    try:
+        yield
+    finally:
+        _target = before
+        _forget()
+
+
+def _forget() -> None:
+    for cached in (arch, processors, tile):
+        cached.cache_clear()
+
+
+@functools.cache
+def arch() -> str:
+    """``sm90``, ``gfx942`` ... of the current device, ``cpu`` without one."""
+    if _target:
+        return _target[0]
+    if not torch.cuda.is_available():
+        return "cpu"
+    p = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return p.gcnArchName.split(":")[0] if torch.version.hip else f"sm{p.major}{p.minor}"
+
+
+@functools.cache
+def _table(arch_name: str) -> dict:
+    path = TUNED / f"{arch_name}.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+@functools.cache
+def processors() -> int:
+    """Streaming multiprocessors of the current device."""
+    if _target:
+        return _target[1]
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count if torch.cuda.is_available() else 4
+
+
+def shared_memory() -> int:
+    """Bytes of shared memory that a program may use."""
+    known = {"gfx950": 163840, "sm80": 166912, "sm90": 232448, "sm100": 232448, "sm103": 232448}
+    return known.get(arch(), 65536 if arch().startswith("gfx") else 101376)
+
+
+def max_warps() -> int:
+    """Warps a program may have: 1024 threads of 32, or of 64 on CDNA."""
+    return 16 if arch().startswith("gfx") else 32
+
+
+@functools.cache
+def tile(op: str, n: int, itemsize: int, *, elements: int, per_thread: int = 16, max_block_n: int = 1 << 20, pipelined: int = 0) -> Tile:
+    """Tile for kernel ``op`` over rows of ``n`` columns: about ``elements`` values a program and ``per_thread`` values a thread.
+
+    A kernel that loops over tiles says how many tensors it has ``pipelined`` through shared memory: up to three stages, two on AMD, where they fit.
+    """
+    if found := _table(arch()).get(f"{op}/{itemsize}/{n}"):
+        return Tile(**found)
+    block_n = min(next_power_of_2(n), max_block_n)
+    block_m = max(1, elements // block_n)
+    warps = min(max_warps(), max(4 if block_m * block_n >= 2048 else 1, next_power_of_2(cdiv(block_m * block_n, 32 * per_thread))))
+    stages = min(2 if arch().startswith("gfx") else 3, max(1, shared_memory() // (block_m * block_n * itemsize * pipelined))) if pipelined else 1
+    return Tile(block_m, block_n, warps, stages=stages)

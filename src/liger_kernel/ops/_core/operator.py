@@ -1,0 +1,371 @@
+"""What an operator is: one declaration that tests, benchmarks, docs and warm-up read from ``OPS``.
+
+``OPS`` is read by tools, never by the hot path: calling an operator costs one device check.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import inspect
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from liger_kernel.ops._core.shards import is_sharded
+from liger_kernel.ops._core.tl import HAS_TRITON, triton
+
+F = TypeVar("F", bound=Callable)
+
+OPS: dict[str, Op] = {}
+
+NAMESPACE = "liger"
+_LIB = torch.library.Library(NAMESPACE, "DEF")
+_LAUNCHERS: dict[str, str] = {}  # name -> module
+_PLAIN = {Tensor, torch.nn.Parameter, type(None), bool, int, float, str, torch.dtype, list, tuple}
+_tracing = contextvars.ContextVar("liger_tracing", default=False)
+INTERPRET = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
+_KERNEL_DEVICES = {"cpu"} if INTERPRET else {"cuda"} if HAS_TRITON else set()
+if os.environ.get("LIGER_KERNEL_IMPL") == "torch":
+    _KERNEL_DEVICES = set()
+_transforms = torch._C._functorch.peek_interpreter_stack
+_KERNEL_DTYPES = {torch.float32, torch.float16, torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class T:
+    """A tensor argument of a ``Case``: standard normal values unless ``draw(*shape, dtype=float64)`` says otherwise."""
+
+    shape: tuple[int, ...]
+    draw: Callable[..., Tensor] = torch.randn
+    grad: bool = True
+    dtype: torch.dtype | None = None  # None: the dtype under test
+
+    def make(self, dtype: torch.dtype, device: str) -> Tensor:
+        with torch.device(device):
+            t = self.draw(*self.shape, dtype=torch.float64).to(self.dtype or dtype)
+        return t.requires_grad_(self.grad and t.is_floating_point())
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """Arguments worth testing or timing, named after the model they come from.
+
+    ``error`` marks a call that must raise ``ValueError`` with that text. ``gpu`` marks real-model shapes, too large for the interpreter;
+    ``timed`` those that are only measured, as tests of the same kernels at smaller shapes say as much.
+    """
+
+    name: str
+    args: Mapping[str, Any]
+    error: str | None = None
+    gpu: bool = False
+    timed: bool = False
+
+    def make(self, dtype: torch.dtype, device: str, seed: int = 0) -> dict[str, Any]:
+        torch.manual_seed(seed)
+        return {k: v.make(dtype, device) if isinstance(v, T) else v for k, v in self.args.items()}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What an operator cannot avoid: bytes read and written once, elementwise operations, and matrix products (m, n, k), by direction.
+
+    A transcendental function counts as one operation.
+
+    ``whole`` are the bytes of forward and backward together where one pass could serve both; default: their sum.
+    """
+
+    forward: int
+    backward: int
+    whole: int | None = None
+    flops: tuple[int, int] = (0, 0)
+    gemms: tuple[Sequence[tuple[int, int, int]], Sequence[tuple[int, int, int]]] = ((), ())
+
+    def of(self, mode: str) -> tuple[int, int, list[tuple[int, int, int]]]:
+        """Bytes, operations and products of "forward", "backward" or "full"."""
+        at = {"forward": (0,), "backward": (1,), "full": (0, 1)}[mode]
+        moved = {"forward": self.forward, "backward": self.backward, "full": self.forward + self.backward if self.whole is None else self.whole}[mode]
+        products = [g for i in at for g in self.gemms[i]]
+        return moved, sum(self.flops[i] for i in at) + sum(2 * m * n * k for m, n, k in products), products
+
+
+def nbytes(*tensors: Tensor | None) -> int:
+    """Bytes of tensors, those that are there."""
+    return sum(t.nbytes for t in tensors if t is not None)
+
+
+@dataclass(frozen=True, eq=False)
+class Op:
+    """A public operator, its reference, its cases, and what benchmarks need to know of it."""
+
+    name: str
+    fn: Callable[..., Any]
+    reference: Callable[..., Any]
+    cases: Sequence[Case]
+    cost: Callable[..., Cost]
+    rivals: Mapping[str, Callable[..., Any]]
+    sweeps: Mapping[str, tuple[Sequence[int], Callable[[int], Mapping[str, Any]]]]
+    doc: str
+
+
+def op(
+    *,
+    reference: Callable,
+    cases: Sequence[Case],
+    cost: Callable[..., Cost],
+    rivals: Mapping[str, Callable[..., Any]] | None = None,
+    sweeps: Mapping[str, tuple[Sequence[int], Callable[[int], Mapping[str, Any]]]] | None = None,
+) -> Callable[[F], F]:
+    """Declare a public operator; ``reference`` has its signature and is its meaning, in any dtype, on any device.
+
+    ``cost`` takes a case's arguments. ``rivals`` are other implementations to measure against: "torch", or a package, whose function takes
+    the module ``bench.rivals`` loads it as, and the arguments; its attribute ``prepare``, if it has one, maps a case's arguments to them, and is
+    not timed. ``sweeps``: name -> (values, arguments of a case for a value).
+    """
+
+    def declare(fn: F) -> F:
+        ours, theirs = inspect.signature(fn), inspect.signature(reference)
+        if list(ours.parameters.values()) != list(theirs.parameters.values()):
+            raise TypeError(f"{fn.__name__}{ours} and its reference{theirs} differ in signature")
+        OPS[fn.__name__] = Op(fn.__name__, fn, reference, cases, cost, rivals or {}, sweeps or {}, inspect.getdoc(fn) or "")
+        return fn
+
+    return declare
+
+
+def use_kernels(x: Tensor, *, fusible: bool = False) -> bool:
+    """Whether kernels serve ``x``; otherwise the reference does: other devices, fp64, DTensors, which PyTorch knows how to split, within transforms of
+    ``torch.func``, and, inside ``torch.compile``, operators that Inductor fuses better."""
+    if is_sharded(x):
+        return False
+    if x.device.type not in _KERNEL_DEVICES or x.dtype not in _KERNEL_DTYPES:
+        return False
+    return not fusible if torch.compiler.is_compiling() else _transforms() is None
+
+
+def transformed() -> bool:
+    """Whether a transform of ``torch.func`` (grad, vmap, jvp) is at work, which needs operators that it can see through."""
+    return not torch.compiler.is_compiling() and _transforms() is not None
+
+
+def launcher(schema: str) -> Callable[[F], F]:
+    """Register a launcher as ``torch.ops.liger.<name>``; its body without the launches is its fake kernel."""
+
+    def register(fn):
+        _LIB.define(fn.__name__ + schema)
+        _LIB.impl(fn.__name__, fn, "CompositeExplicitAutograd")
+
+        def fake(*args, **kwargs):
+            token = _tracing.set(_intercept is None)
+            try:
+                return fn(*args, **kwargs)
+            finally:
+                _tracing.reset(token)
+
+        torch.library.register_fake(f"{NAMESPACE}::{fn.__name__}", fake, lib=_LIB)
+        _LAUNCHERS[fn.__name__] = fn.__module__
+        registered = getattr(getattr(torch.ops, NAMESPACE), fn.__name__).default
+
+        @functools.wraps(fn)
+        def call(*args):
+            # PyTorch's dispatcher is for those who want to see or trace the call; a kernel on plain tensors does not need it
+            plain = not torch.compiler.is_compiling() and not torch._C._len_torch_dispatch_stack() and _PLAIN.issuperset(map(type, args))
+            return fn(*args) if plain else registered(*args)
+
+        return call
+
+    return register
+
+
+def tracing(x: Tensor) -> bool:
+    """Whether only shapes are asked for: inside a fake kernel, or on the meta device."""
+    return _tracing.get() or (x.is_meta and _intercept is None)
+
+
+Run = Callable[[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]], None]
+_intercept: Run | None = None
+
+
+@contextlib.contextmanager
+def intercept_launches(run: Run, device: str = "meta") -> Iterator[None]:
+    """Hand every launch to ``run(kernel, grid, args, meta)`` instead: how kernels are compiled for a device that is not there.
+
+    Operators then use kernels for tensors on ``device``, "meta" or, for fake tensors, "cpu", and launchers run as if these were a GPU's.
+    """
+    global _intercept
+    _intercept = run
+    added = {device} - _KERNEL_DEVICES
+    _KERNEL_DEVICES.update(added)
+    try:
+        yield
+    finally:
+        _intercept = None
+        _KERNEL_DEVICES.difference_update(added)
+
+
+def intercepted() -> bool:
+    """Whether launches go elsewhere, so that nothing is computed and only shapes can be relied on."""
+    return _intercept is not None
+
+
+def on_gpu(x: Tensor) -> bool:
+    """Whether ``x`` is on a GPU, or stands for a tensor that is while launches are intercepted."""
+    return x.is_cuda or _intercept is not None
+
+
+DIRECT = ("3.6", "3.7", "3.8", "3.9")  # releases of Triton whose compiled kernels we know how to call
+_DIRECT = HAS_TRITON and not INTERPRET and bool(torch.version.cuda) and triton.__version__.rpartition(".")[0] in DIRECT
+_compiled: dict[tuple, tuple] = {}  # what a launch depends on -> how its compiled kernel is called
+if _DIRECT:
+    _hook = triton.knobs.runtime.launch_enter_hook
+    _stream = torch._C._cuda_getCurrentRawStream
+
+
+def _start(device: int, kernel, grid: tuple[int, ...], args: tuple[Any, ...], meta: dict[str, Any]) -> None:
+    """``kernel[grid](*args, **meta)``, without Triton's work per call, a third of the host time, if this kernel is known already.
+
+    Known by all that Triton specialises a kernel on: constexprs and options, dtypes, and which integers are 1 or multiples of 16. What is rare takes
+    Triton's own way: pointers that are not multiples of 16, integers beyond 31 bits, other kinds of arguments, a profiler that hooks launches; and so do
+    other releases, and AMD's compiler, which specialises on more.
+    """
+    global _DIRECT
+    if not _DIRECT or _hook.calls:
+        kernel[grid](*args, **meta)
+        return
+    key = [kernel.fn, device, *meta, *meta.values()]
+    pointers = integers = 0
+    for a in args:
+        kind = type(a)
+        if kind is int:
+            integers |= a if a >= 0 else ~a
+            key.append(2 if a == 1 else not a & 15)
+        elif kind is Tensor or kind is torch.nn.Parameter:
+            pointers |= a.data_ptr()
+            key.append(a.dtype)
+        elif kind is float or a is None:
+            key.append(kind)
+        else:
+            pointers = 1
+    known = tuple(key)
+    if pointers & 15 or integers >> 31:
+        kernel[grid](*args, **meta)
+    elif found := _compiled.get(known):
+        run, function, metadata, constants = found
+        x, y, z = (*grid, 1, 1)[:3]
+        try:
+            run(x, y, z, _stream(device), function, metadata, None, None, None, *args, *constants)
+        except TypeError as error:  # raised before anything is launched
+            _DIRECT = False
+            warnings.warn(f"liger_kernel: Triton {triton.__version__} starts kernels in another way ({error}); calls cost more host time", stacklevel=2)
+            kernel[grid](*args, **meta)
+    else:
+        compiled = kernel[grid](*args, **meta)
+        constants = tuple(meta[name] for name in kernel.arg_names[len(args) :])
+        _compiled[known] = compiled.run, compiled.function, compiled.packed_metadata, constants
+
+
+def launch(kernel, grid: tuple[int, ...], x: Tensor, *args, **meta) -> None:
+    """Run ``kernel`` on the device of its first tensor ``x``, whatever the current device is. ``RuntimeError`` where there are no kernels.
+
+    ``args`` are tensors, integers, floats and None, all arguments before the constexprs; ``meta`` names these.
+    """
+    if tracing(x):
+        return
+    if _intercept is not None:
+        return _intercept(kernel, grid, (x, *args), meta)
+    device = x.get_device()
+    if device < 0:
+        if x.device.type not in _KERNEL_DEVICES:
+            raise RuntimeError(f"kernels need {'a GPU' if HAS_TRITON else 'Triton'}, got a tensor on {x.device}: call the operator, which has a reference")
+        _start(device, kernel, grid, (x, *args), meta)
+    elif device == torch.cuda.current_device():
+        _start(device, kernel, grid, (x, *args), meta)
+    else:
+        with torch.cuda.device(device):
+            _start(device, kernel, grid, (x, *args), meta)
+
+
+def _without_autocast(backward: Callable, ctx: Any, grads: tuple[Tensor | None, ...]) -> Any:
+    """In the dtypes of the forward, whatever autocast the caller of a backward is in."""
+    if torch.compiler.is_compiling() or not torch._C._is_any_autocast_enabled():  # type: ignore[attr-defined]
+        return backward(ctx, *grads)
+    device = next((g.device.type for g in grads if g is not None), "meta")
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return backward(ctx, *grads)
+    torch.set_autocast_enabled(device, False)
+    try:
+        return backward(ctx, *grads)
+    finally:
+        torch.set_autocast_enabled(device, True)
+
+
+def once_differentiable(backward: Callable) -> Callable:
+    """``backward`` of a Function whose gradients, differentiated again, raise. (torch's own lets them pass as constants if the upstream gradient is one.)"""
+
+    @functools.wraps(backward)
+    def once(ctx, *grads):
+        if not torch.is_grad_enabled():  # enabled: create_graph=True
+            return _without_autocast(backward, ctx, grads)
+        with torch.no_grad():
+            outs = _without_autocast(backward, ctx, grads)
+        if torch.compiler.is_compiling():
+            return outs
+        # torch.autograd.grad runs what lies between its outputs and its inputs: without edges to these it would not come by, and leave us out
+        inputs = [*(None if d is None else d.detach().requires_grad_() for d in outs), *leaves(ctx)]
+        fail = torch._C._functions.DelayedError(b"liger_kernel: kernels have no second derivatives; the stock model has", len(inputs))
+        refused = fail(*inputs)
+        return refused[: len(outs)] if len(inputs) > 1 else refused
+
+    return once
+
+
+def with_gradients(fn: Callable[..., Any], *inputs: Tensor | None) -> tuple[Any, list[Tensor | None]]:
+    """``fn(*inputs)`` without a graph, and the gradients of the sum of its first result to those inputs that are there: for losses without autograd."""
+    own = [t if t is None else t.detach().requires_grad_() for t in inputs]
+    with torch.enable_grad():
+        found = fn(*own)
+        loss = found[0] if isinstance(found, tuple) else found
+        grads = iter(torch.autograd.grad(loss.sum(), [t for t in own if t is not None]))
+    without = tuple(t.detach() if isinstance(t, Tensor) else t for t in found) if isinstance(found, tuple) else found.detach()
+    return without, [t if t is None else next(grads) for t in own]
+
+
+def leaves(node: Any, beyond: Iterable[Any] = ()) -> Iterator[Tensor]:
+    """What asks for a gradient where ``node`` of an autograd graph leads to, without what lies at or behind the nodes ``beyond``."""
+    seen, todo = set(beyond), [node]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            yield node.variable
+        todo += [edge for edge, _ in node.next_functions]
+
+
+def acc(dtype: torch.dtype) -> torch.dtype:
+    """Accumulation dtype: fp32 below fp32, unchanged above, so that references also run in fp64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def shaped(y: Tensor, shape: Sequence[int]) -> Tensor:
+    """``y``, new and contiguous, in another shape, and not as a view: what a Function returns may be written into, which autograd refuses for views."""
+    return y.view(shape) if torch.compiler.is_compiling() else y.resize_(shape)
+
+
+def swapped(y: Tensor) -> Tensor:
+    """``y``, new, with dims 1 and 2 exchanged, not as a view."""
+    return y.transpose(1, 2) if torch.compiler.is_compiling() else y.transpose_(1, 2)
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """``x`` as (M, N) with unit column stride: a view where the strides allow it, else a copy."""
+    if x.ndim != 2:
+        x = x.reshape(-1, x.shape[-1]) if x.shape[-1] else x.reshape(x.shape[:-1].numel(), 0)
+    return x if x.stride(1) == 1 else x.contiguous()

@@ -1,0 +1,68 @@
+"""Second stages shared by operators: a deterministic column sum, and scaling by a number that is on the device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from liger_kernel.ops._core import config
+from liger_kernel.ops._core.operator import acc, launch, launcher, use_kernels
+from liger_kernel.ops._core.tl import cdiv, jit, tl
+
+
+@jit
+def _column_sum(x_ptr, y_ptr, P, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):
+    col = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    total = tl.zeros((BLOCK_P, BLOCK_N), tl.float32)
+    for start in range(0, P, BLOCK_P):
+        row = start + tl.arange(0, BLOCK_P)
+        total += tl.load(x_ptr + row[:, None].to(tl.int64) * N + col[None, :], mask=(row[:, None] < P) & (col[None, :] < N), other=0.0)
+    tl.store(y_ptr + col, tl.sum(total, axis=0).to(y_ptr.dtype.element_ty), mask=col < N)
+
+
+def column_sum(partials: Tensor, dtype: torch.dtype) -> Tensor:
+    """Sum of (P, N) fp32 ``partials`` over P in a fixed order, as (N,) of ``dtype``: one launch. Called by launchers."""
+    P, N = partials.shape
+    y = partials.new_empty(N, dtype=dtype)
+    launch(_column_sum, (cdiv(N, 32),), partials, y, P, N, BLOCK_P=32, BLOCK_N=32, num_warps=4)
+    return y
+
+
+@jit
+def _scale(x_ptr, s_ptr, n, BLOCK: tl.constexpr):
+    s = tl.load(s_ptr).to(tl.float32)
+    # the common case, ``loss.backward()``, costs a launch and no traffic; so does a number that was divided and multiplied by
+    if (tl.abs(s - 1.0) <= 2e-7) == 0:  # NaN, too
+        for start in range(tl.program_id(0).to(tl.int64) * BLOCK, n, tl.num_programs(0).to(tl.int64) * BLOCK):
+            offset = start + tl.arange(0, BLOCK)
+            x = tl.load(x_ptr + offset, mask=offset < n, other=0.0)
+            tl.store(x_ptr + offset, tl.where(x == 0, 0.0, x.to(tl.float32) * s).to(x.dtype), mask=offset < n)
+
+
+@launcher("(Tensor(a!) x, Tensor s) -> ()")
+def scale_(x: Tensor, s: Tensor) -> None:
+    """x *= s, where 0 stays 0 whatever ``s`` is: what no token contributed to has no gradient, also of a sum that was divided by 0 tokens."""
+    if use_kernels(x):
+        programs = min(cdiv(x.numel(), 8192), 8 * config.processors())
+        launch(_scale, (programs,), x, s, x.numel(), BLOCK=8192, num_warps=8)
+    else:
+        nothing = x == 0
+        x.mul_(s).masked_fill_(nothing, 0)
+
+
+def divided(g: Tensor, norm: Tensor | None) -> Tensor:
+    """The upstream gradient ``g`` of a mean, for what the forward has not divided by the 0-dim ``norm`` yet: gradients of no rows are 0 and stay it."""
+    return g if norm is None else g / norm.where(norm != 0, 1)
+
+
+def scaled(grads: tuple[Tensor | None, ...], s: Tensor) -> tuple[Tensor | None, ...]:
+    """``grads`` times the 0-dim ``s``, in place where this backward is their last use.
+
+    They are ours, saved by a forward that computed them; a retained graph keeps them unscaled for the next backward.
+    """
+    if torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph():
+        return tuple(None if g is None else (g.to(acc(g.dtype)) * s.to(acc(g.dtype))).to(g.dtype).where(g != 0, 0) for g in grads)
+    for g in grads:
+        if g is not None:
+            scale_(g, s)
+    return grads

@@ -1,0 +1,365 @@
+"""Gated linear unit: ``y = act(gate) * up``, the product of a gated MLP's two projections (Shazeer, arXiv:2002.05202).
+
+Shapes: gate, up, y (..., I); packed: gate (..., 2 I) holds gate and up side by side, and no copy of either is made.
+
+act(gate) is rounded to the dtype of gate before the product, as in models that write ``act_fn(gate) * up``.
+
+What models add, in this order: ``gate * gate_multiplier``, rounded (Falcon-H1); gate at most ``limit``, up within +-limit (DeepSeek-V4, GLM-5); with
+``alpha`` act(alpha gate) / alpha, which for silu is gate sigmoid(alpha gate), and up + ``offset`` (gpt-oss); the product times ``down_multiplier``.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_kernel.ops._core import config
+from liger_kernel.ops._core.operator import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, rows_of, shaped, use_kernels
+from liger_kernel.ops._core.tl import cdiv, div, exp_of, jit, tl
+
+ACTS = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu2": lambda x: F.relu(x).square(),
+    "sigmoid": torch.sigmoid,
+}
+
+
+def reference(
+    gate: Tensor, up: Tensor | None = None, *, act: str = "silu", gate_multiplier: float = 1.0, limit: float | None = None, alpha: float = 1.0,
+    offset: float = 0.0, down_multiplier: float = 1.0,
+) -> Tensor:  # fmt: skip
+    if up is None:
+        gate, up = gate.chunk(2, -1)
+    if gate_multiplier != 1:
+        gate = gate * gate_multiplier
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    h = gate.to(acc(gate.dtype))
+    h = ACTS[act](h) if alpha == 1 else ACTS[act](h * alpha) / alpha  # of the same strides: of others, PyTorch's gelu differs in the last bit
+    y = h.to(gate.dtype) * (up + offset if offset else up)
+    return y if down_multiplier == 1 else y * down_multiplier
+
+
+@jit
+def _inverse(x, PRECISE: tl.constexpr):
+    return div(tl.full(x.shape, 1.0, tl.float32), x) if PRECISE else 1.0 / x
+
+
+@jit
+def act_and_slope(x, ACT: tl.constexpr, PRECISE: tl.constexpr):
+    """act(x) and its derivative, in fp32; silu as PyTorch's kernels compute it, so that values rounded to bf16 are the same. ``PRECISE``: for fp32 data."""
+    if ACT == "gelu":
+        cdf = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+        y = x * cdf
+        dy = cdf + x * 0.3989422804014327 * exp_of(-0.5 * x * x, PRECISE)
+    elif ACT == "relu2":
+        r = tl.where(x <= 0, 0.0, x)
+        y = r * r
+        dy = 2.0 * r
+    else:
+        u = x
+        if ACT == "gelu_tanh":  # (1 + tanh u) / 2 = sigmoid(2 u)
+            u = 1.5957691216057308 * (x + 0.044715 * x * x * x)
+        e = exp_of(-u, PRECISE)
+        s = _inverse(1.0 + e, PRECISE)
+        c = tl.where(u >= 0, e * s, 1.0 - s)  # sigmoid(-u), accurate relative to its value, as s is
+        if ACT == "silu":
+            y = div(x, 1.0 + e)
+            dy = s * (1.0 + x * c)
+        elif ACT == "gelu_tanh":
+            y = x * s
+            dy = s + x * s * c * 1.5957691216057308 * (1.0 + 0.134145 * x * x)
+        else:
+            y = s
+            dy = s * c
+    return y, dy
+
+
+@jit
+def act_of(x, ACT: tl.constexpr, PRECISE: tl.constexpr):
+    y, _ = act_and_slope(x, ACT, PRECISE)
+    return y
+
+
+@jit
+def _fwd(
+    gate_ptr, up_ptr, y_ptr, M, N, gate_stride, up_stride, y_stride, gate_multiplier, limit, alpha, offset, down_multiplier,
+    ACT: tl.constexpr, SCALED: tl.constexpr, CLAMPED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(N, BLOCK_N)
+    row = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    col = (tl.program_id(0) % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = (row < M)[:, None] & (col < N)[None, :]
+    gate = tl.load(gate_ptr + row[:, None] * gate_stride + col[None, :], mask=mask, other=0.0)
+    up = tl.load(up_ptr + row[:, None] * up_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+    g = gate.to(tl.float32)
+    if SCALED:
+        g = (g * gate_multiplier).to(gate.dtype).to(tl.float32)
+    if CLAMPED:
+        g = tl.where(g > limit, limit, g)
+        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+    PRECISE: tl.constexpr = gate.dtype == tl.float32
+    if SCALED:
+        y = (act_of(g * alpha, ACT, PRECISE) / alpha).to(gate.dtype).to(tl.float32) * (up + offset) * down_multiplier
+    else:
+        y = act_of(g, ACT, PRECISE).to(gate.dtype).to(tl.float32) * up
+    tl.store(y_ptr + row[:, None] * y_stride + col[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@jit
+def _bwd(
+    dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, y_ptr, M, N, dy_stride, gate_stride, up_stride, dgate_stride, dup_stride,
+    gate_multiplier, limit, alpha, offset, down_multiplier, ACT: tl.constexpr, SCALED: tl.constexpr, CLAMPED: tl.constexpr,
+    NEED_DGATE: tl.constexpr, NEED_DUP: tl.constexpr, NEED_Y: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """y, where needed, has dy's strides. Outputs may be what the inputs are: a program has loaded all of its tile before it stores."""
+    blocks = tl.cdiv(N, BLOCK_N)
+    row = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    col = (tl.program_id(0) % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = (row < M)[:, None] & (col < N)[None, :]
+    dy = tl.load(dy_ptr + row[:, None] * dy_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + row[:, None] * gate_stride + col[None, :], mask=mask, other=0.0)
+    g = gate.to(tl.float32)
+    PRECISE: tl.constexpr = gate.dtype == tl.float32
+    if SCALED:
+        dy = dy * down_multiplier
+        g = (g * gate_multiplier).to(gate.dtype).to(tl.float32)
+    if CLAMPED or NEED_DGATE or NEED_Y:
+        up = tl.load(up_ptr + row[:, None] * up_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+    free_gate = mask
+    free_up = mask
+    if CLAMPED:  # a gradient flows where a clamp changed nothing
+        free_gate = ~(g > limit)
+        free_up = ~(tl.abs(up) > limit)
+        g = tl.where(free_gate, g, limit)
+        up = tl.where(free_up, up, tl.where(up > 0, limit, -limit))
+    if SCALED:
+        y, dact = act_and_slope(g * alpha, ACT, PRECISE)
+        y = y / alpha
+    else:
+        y, dact = act_and_slope(g, ACT, PRECISE)
+    if NEED_Y:
+        whole = y.to(gate.dtype).to(tl.float32)
+        whole = whole * (up + offset) * down_multiplier if SCALED else whole * up
+        tl.store(y_ptr + row[:, None] * dy_stride + col[None, :], whole.to(y_ptr.dtype.element_ty), mask=mask)
+    if NEED_DGATE:
+        if SCALED:
+            dgate = dy * (up + offset) * dact * gate_multiplier
+        else:
+            dgate = dy * up * dact
+        if CLAMPED:
+            dgate = tl.where(free_gate, dgate, 0.0)
+        tl.store(dgate_ptr + row[:, None] * dgate_stride + col[None, :], dgate.to(dgate_ptr.dtype.element_ty), mask=mask)
+    if NEED_DUP:
+        dup = dy * y
+        if CLAMPED:
+            dup = tl.where(free_up, dup, 0.0)
+        tl.store(dup_ptr + row[:, None] * dup_stride + col[None, :], dup.to(dup_ptr.dtype.element_ty), mask=mask)
+
+
+def _grid(M: int, N: int, itemsize: int) -> tuple[tuple[int], dict[str, int]]:
+    # H200, 8192 x 14336 bf16: 2048 columns a program of 4 warps; wider tiles gain nothing
+    c = config.tile("glu", N, itemsize, elements=2048, max_block_n=2048)
+    return (cdiv(M, c.block_m) * cdiv(N, c.block_n),), dict(BLOCK_M=c.block_m, BLOCK_N=c.block_n, num_warps=c.num_warps)
+
+
+class Form(NamedTuple):
+    """What models add, as the module describes it."""
+
+    gate_multiplier: float = 1.0
+    limit: float | None = None
+    alpha: float = 1.0
+    offset: float = 0.0
+    down_multiplier: float = 1.0
+
+
+@functools.cache
+def _arguments(gate_multiplier: float, limit: float | None, alpha: float, offset: float, down_multiplier: float) -> tuple[tuple[float, ...], dict[str, bool]]:
+    """What a ``Form`` is to the kernels: arguments and constexprs."""
+    scaled = (gate_multiplier, alpha, offset, down_multiplier) != (1, 1, 0, 1)
+    return tuple(map(float, (gate_multiplier, limit or 0.0, alpha, offset, down_multiplier))), dict(SCALED=scaled, CLAMPED=limit is not None)
+
+
+_FORM = "float gate_multiplier, float? limit, float alpha, float offset, float down_multiplier"
+
+
+@launcher(f"(Tensor gate, Tensor up, str act, {_FORM}) -> Tensor")
+def glu_fwd(gate: Tensor, up: Tensor, act: str, *form: Any) -> Tensor:
+    M, N = gate.shape
+    y = gate.new_empty(M, N, dtype=torch.promote_types(gate.dtype, up.dtype))
+    grid, tile = _grid(M, N, gate.itemsize)
+    numbers, flags = _arguments(*form)
+    launch(_fwd, grid, gate, up, y, M, N, gate.stride(0), up.stride(0), N, *numbers, ACT=act, **flags, **tile)
+    return y
+
+
+@launcher(f"(Tensor dy, Tensor gate, Tensor up, str act, bool packed, bool need_dgate, bool need_dup, {_FORM}) -> (Tensor dgate, Tensor dup)")
+def glu_bwd(dy: Tensor, gate: Tensor, up: Tensor, act: str, packed: bool, need_dgate: bool, need_dup: bool, *form: Any) -> tuple[Tensor, Tensor]:
+    """dgate and dup, empty where not needed; ``packed``: both side by side in the first, the second empty."""
+    M, N = gate.shape
+    dgate = gate.new_empty(M, 2 * N) if packed else gate.new_empty((M, N) if need_dgate else (0, 0))
+    dup = up.new_empty((M, N) if need_dup and not packed else (0, 0))
+    d0, d1 = (dgate[:, :N], dgate[:, N:]) if packed else (dgate, dup)
+    grid, tile = _grid(M, N, gate.itemsize)
+    numbers, flags = _arguments(*form)
+    launch(_bwd, grid, dy, gate, up, d0, d1, None, M, N, dy.stride(0), gate.stride(0), up.stride(0), d0.stride(0), d1.stride(0), *numbers,
+           ACT=act, **flags, NEED_DGATE=need_dgate or packed, NEED_DUP=need_dup or packed, NEED_Y=False, **tile)  # fmt: skip
+    return dgate, dup
+
+
+def glu_bwd_(dy: Tensor, gate: Tensor, up: Tensor, act: str, need_y: bool, *form: Any) -> None:
+    """dgate and dup in the place of gate and up, and, if needed, the value of the forward in the place of dy: for a launcher that owns all three."""
+    M, N = gate.shape
+    grid, tile = _grid(M, N, gate.itemsize)
+    numbers, flags = _arguments(*form)
+    launch(_bwd, grid, dy, gate, up, gate, up, dy if need_y else None, M, N, dy.stride(0), gate.stride(0), up.stride(0), gate.stride(0), up.stride(0),
+           *numbers, ACT=act, **flags, NEED_DGATE=True, NEED_DUP=True, NEED_Y=need_y, **tile)  # fmt: skip
+
+
+class GLUFunction(torch.autograd.Function):
+    """``apply(gate, up or None, act="silu", form=Form())``."""
+
+    @staticmethod
+    def forward(ctx, gate, up, act="silu", form=Form()):  # noqa: B008
+        ctx.shape, ctx.act, ctx.packed, ctx.form = gate.shape, act, up is None, form
+        gate = rows_of(gate)
+        gate, up = (gate[:, : gate.shape[1] // 2], gate[:, gate.shape[1] // 2 :]) if ctx.packed else (gate, rows_of(up))
+        ctx.save_for_backward(gate, up)
+        return shaped(glu_fwd(gate, up, act, *form), (*ctx.shape[:-1], gate.shape[1]))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        need_dgate, need_dup, _, _ = ctx.needs_input_grad
+        dgate, dup = glu_bwd(rows_of(dy), *ctx.saved_tensors, ctx.act, ctx.packed, need_dgate, need_dup, *ctx.form)
+        return dgate.view(ctx.shape) if need_dgate else None, dup.view(ctx.shape) if need_dup else None, None, None
+
+
+def _upstream(functional, gate, up=None, *, act="silu"):
+    return {"silu": functional.liger_swiglu, "gelu_tanh": functional.liger_geglu}[act](*(gate.chunk(2, -1) if up is None else (gate, up)))
+
+
+def _wide(*shape: int, dtype: torch.dtype) -> Tensor:
+    return 4 * torch.randn(*shape, dtype=dtype)
+
+
+@op(
+    reference=reference,
+    cases=[
+        Case("llama", dict(gate=T((6, 96)), up=T((6, 96)))),
+        Case("gemma", dict(gate=T((2, 5, 72)), up=T((2, 5, 72)), act="gelu_tanh")),
+        Case("exact-gelu", dict(gate=T((5, 70)), up=T((5, 70)), act="gelu")),
+        Case("relu2", dict(gate=T((5, 64)), up=T((5, 64)), act="relu2")),
+        Case("sigmoid", dict(gate=T((5, 64)), up=T((5, 64)), act="sigmoid")),
+        Case("phi3", dict(gate=T((2, 3, 128)), up=None)),
+        Case("odd-packed", dict(gate=T((5, 66)), up=None, act="gelu_tanh")),
+        Case("gpt-oss", dict(gate=T((5, 64), _wide), up=T((5, 64), _wide), limit=7.0, alpha=1.702, offset=1.0)),
+        Case("deepseek-v4", dict(gate=T((3, 80), _wide), up=None, limit=5.0)),
+        Case("falcon-h1", dict(gate=T((5, 64)), up=T((5, 64)), gate_multiplier=0.37, down_multiplier=1.9)),
+        Case("one", dict(gate=T((1, 1)), up=T((1, 1)))),
+        Case("llama3-8b", dict(gate=T((8192, 14336)), up=T((8192, 14336))), gpu=True),
+        Case("phi3-mini", dict(gate=T((4096, 16384)), up=None), gpu=True),
+        Case("integers", dict(gate=T((2, 4), dtype=torch.int64), up=T((2, 4))), error="glu: gate must be floating point, got torch.int64"),
+        Case("bad-act", dict(gate=T((2, 4)), up=T((2, 4)), act="swish2"),
+             error="glu: act must be one of ['gelu', 'gelu_tanh', 'relu2', 'sigmoid', 'silu'], got 'swish2'"),
+        Case("bad-limit", dict(gate=T((2, 4)), up=T((2, 4)), limit=0.0), error="glu: limit must be positive or None, got 0.0"),
+        Case("bad-alpha", dict(gate=T((2, 4)), up=T((2, 4)), alpha=-1.0), error="glu: alpha must be positive, got -1.0"),
+        Case("bad-shapes", dict(gate=T((2, 4)), up=T((2, 5))), error="glu: up must have shape (2, 4), got (2, 5)"),
+        Case("odd-width", dict(gate=T((2, 5)), up=None), error="glu: packed gate must have an even last dim, got 5"),
+    ],
+    cost=lambda gate, up=None, **_: (
+        Cost(nbytes(gate) * 3 // 2, nbytes(gate) * 5 // 2, flops=(gate.numel(), 2 * gate.numel()))
+        if up is None
+        else Cost(nbytes(gate, up, gate), nbytes(gate, up, gate, up, gate), flops=(2 * gate.numel(), 4 * gate.numel()))
+    ),
+    rivals={"upstream": _upstream},
+)  # fmt: skip
+def glu(
+    gate: Tensor, up: Tensor | None = None, *, act: str = "silu", gate_multiplier: float = 1.0, limit: float | None = None, alpha: float = 1.0,
+    offset: float = 0.0, down_multiplier: float = 1.0,
+) -> Tensor:  # fmt: skip
+    """``act(gate) * up``, with act silu, gelu (exact), gelu_tanh, relu2 or sigmoid.
+
+    gate, up (..., I) in fp32, fp16, bf16 or fp64, any strides; or gate (..., 2 I) and no up, for projections that are one packed matrix.
+    gpt-oss: ``limit=7.0, alpha=1.702, offset=1.0``.
+    """
+    if not gate.is_floating_point():
+        raise ValueError(f"glu: gate must be floating point, got {gate.dtype}")
+    if act not in ACTS:
+        raise ValueError(f"glu: act must be one of {sorted(ACTS)}, got {act!r}")
+    if limit is not None and not limit > 0:
+        raise ValueError(f"glu: limit must be positive or None, got {limit}")
+    if not alpha > 0:
+        raise ValueError(f"glu: alpha must be positive, got {alpha}")
+    if up is None and gate.shape[-1] % 2:
+        raise ValueError(f"glu: packed gate must have an even last dim, got {gate.shape[-1]}")
+    if up is not None and up.shape != gate.shape:
+        raise ValueError(f"glu: up must have shape {tuple(gate.shape)}, got {tuple(up.shape)}")
+    form = (gate_multiplier, limit, alpha, offset, down_multiplier)
+    if not use_kernels(gate, fusible=True):
+        return reference(gate, up, act=act, **Form(*form)._asdict())
+    return GLUFunction.apply(gate, up, act, form)
+
+
+class LigerSiLUMulFunction:
+    """``apply(a, b, gate_multiplier=1.0, down_multiplier=1.0)``: ``silu(a gate_multiplier) b down_multiplier``."""
+
+    @staticmethod
+    def apply(a: Tensor, b: Tensor, gate_multiplier: float = 1.0, down_multiplier: float = 1.0) -> Tensor:
+        return glu(a, b, gate_multiplier=gate_multiplier, down_multiplier=down_multiplier)
+
+
+class LigerGELUMulFunction:
+    """``apply(a, b)``: ``gelu(a) b``, gelu by its tanh approximation."""
+
+    @staticmethod
+    def apply(a: Tensor, b: Tensor) -> Tensor:
+        return glu(a, b, act="gelu_tanh")
+
+
+class LigerFusedGateUpSiLUMulFunction:
+    """``apply(y, in_place=False)``: ``silu(gate) up`` of y (..., 2 I), gate and up side by side; ``in_place`` is accepted and ignored."""
+
+    @staticmethod
+    def apply(y: Tensor, in_place: bool = False) -> Tensor:
+        return glu(y)
+
+
+def swiglu_forward(a: Tensor, b: Tensor, gate_multiplier: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+    """Without autograd: a and b for ``swiglu_backward``, and ``silu(a gate_multiplier) b``."""
+    return a, b, glu_fwd(rows_of(a), rows_of(b), "silu", *Form(gate_multiplier)).view(a.shape)
+
+
+def swiglu_backward(a: Tensor, b: Tensor, dc: Tensor, gate_multiplier: float = 1.0) -> tuple[Tensor, Tensor]:
+    """da and db; nothing is overwritten."""
+    da, db = glu_bwd(rows_of(dc), rows_of(a), rows_of(b), "silu", False, True, True, *Form(gate_multiplier))
+    return da.view(a.shape), db.view(b.shape)
+
+
+def geglu_forward(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Without autograd: a and b for ``geglu_backward``, and ``gelu(a) b``."""
+    return a, b, glu_fwd(rows_of(a), rows_of(b), "gelu_tanh", *Form()).view(a.shape)
+
+
+def geglu_backward(a: Tensor, b: Tensor, dc: Tensor) -> tuple[Tensor, Tensor]:
+    """da and db; nothing is overwritten."""
+    da, db = glu_bwd(rows_of(dc), rows_of(a), rows_of(b), "gelu_tanh", False, True, True, *Form())
+    return da.view(a.shape), db.view(b.shape)
+
+
+def swiglu_fused_gate_up_forward(y: Tensor) -> tuple[Tensor, Tensor]:
+    """Without autograd: y (..., 2 I) for ``swiglu_fused_gate_up_backward``, and ``silu(gate) up`` of its halves."""
+    gate, up = rows_of(y).chunk(2, -1)
+    return y, glu_fwd(gate, up, "silu", *Form()).view(*y.shape[:-1], -1)
+
+
+def swiglu_fused_gate_up_backward(y: Tensor, dc: Tensor, in_place: bool = False) -> Tensor:
+    """dy, a new tensor: ``in_place`` is accepted and ignored."""
+    gate, up = rows_of(y).chunk(2, -1)
+    return glu_bwd(rows_of(dc), gate, up, "silu", True, True, True, *Form())[0].view(y.shape)

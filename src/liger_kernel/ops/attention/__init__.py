@@ -1,0 +1,1 @@
+"""Distributions over keys, and attention of special forms."""

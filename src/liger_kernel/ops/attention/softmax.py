@@ -1,0 +1,197 @@
+"""Softmax: ``y_i = exp(x_i) / sum_j exp(x_j)`` along one dim, computed in fp32 and counted from the largest x.
+
+Shapes: x, y (..., N) once the dim is last.  M = product of the other dims.  The gradient is ``dx = y * (dy - sum_j dy_j y_j)``, of y as returned.
+
+A row that fits is held in registers. A longer one takes two sweeps, the second going back from where the first ended, where the L2 cache has it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from liger_kernel.ops._core import config
+from liger_kernel.ops._core.operator import Case, Cost, T, launch, launcher, nbytes, once_differentiable, op, rows_of, shaped, tracing, use_kernels
+from liger_kernel.ops._core.tl import cdiv, div, exp_of, jit, tl
+
+MAX_N = 32768  # columns that one program holds in registers: 32 fp32 values a thread
+MAX_N_BWD = 16384  # the same for two tensors
+
+
+def reference(x: Tensor, *, dim: int = -1) -> Tensor:
+    return torch.softmax(x, dim)
+
+
+@jit
+def _over(e, total, PRECISE: tl.constexpr):
+    """e / total. In fp32 each to the last bit: a rounded 1 / total would move a whole row's sum away from 1."""
+    return div(e, total) if PRECISE else e * (1.0 / total)
+
+
+@jit
+def _fwd(x_ptr, y_ptr, M, N, x_stride, CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    col = tl.arange(0, BLOCK_N)
+    mask = (row < M)[:, None] & (col < N)[None, :]
+    seen = mask & (col[None, :] <= (row % N)[:, None]) if CAUSAL else mask
+    x = tl.load(x_ptr + row[:, None] * x_stride + col[None, :], mask=seen, other=-float("inf")).to(tl.float32)
+    PRECISE: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
+    e = exp_of(x - tl.max(x, axis=1)[:, None], PRECISE)
+    y = _over(e, tl.sum(e, axis=1)[:, None], PRECISE)
+    tl.store(y_ptr + row[:, None] * N + col[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@jit
+def _total(x_ptr, N, shift, lane, BLOCK: tl.constexpr):
+    """The sum of exp(x - shift) over a row."""
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, N, BLOCK):
+        x = tl.load(x_ptr + start + lane, mask=start + lane < N, other=-float("inf"), eviction_policy="evict_last").to(tl.float32)
+        total += exp_of(x - shift, x_ptr.dtype.element_ty == tl.float32)
+    return tl.sum(total, axis=0)
+
+
+@jit
+def _fwd_long(x_ptr, y_ptr, N, x_stride, CAUSAL: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    end = row % N + 1 if CAUSAL else N
+    x_ptr += row * x_stride
+    y_ptr += row * N
+    lane = tl.arange(0, BLOCK)
+    # one exponential a value: numbers are counted from the largest of the first block
+    x = tl.load(x_ptr + lane, mask=lane < end, other=-float("inf"), eviction_policy="evict_last").to(tl.float32)
+    shift = tl.max(x, axis=0)
+    shift = tl.where(shift == -float("inf"), 0.0, shift)
+    total = _total(x_ptr, end, shift, lane, BLOCK)
+    if (total > 1e30) | (total < 1e-30):  # that was too far from the others: from the largest of all
+        top = tl.full((BLOCK,), -float("inf"), tl.float32)
+        for start in range(0, end, BLOCK):
+            top = tl.maximum(top, tl.load(x_ptr + start + lane, mask=start + lane < end, other=-float("inf")).to(tl.float32))
+        shift = tl.max(top, axis=0)
+        total = _total(x_ptr, end, shift, lane, BLOCK)
+    blocks = tl.cdiv(N, BLOCK)
+    for i in range(0, blocks):
+        col = (blocks - 1 - i) * BLOCK + lane
+        x = tl.load(x_ptr + col, mask=col < end, other=-float("inf"), eviction_policy="evict_first").to(tl.float32)
+        y = _over(exp_of(x - shift, x_ptr.dtype.element_ty == tl.float32), total, x_ptr.dtype.element_ty == tl.float32)
+        tl.store(y_ptr + col, y.to(y_ptr.dtype.element_ty), mask=col < N, eviction_policy="evict_first")
+
+
+@jit
+def _bwd(dy_ptr, y_ptr, dx_ptr, M, N, dy_stride, y_stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    col = tl.arange(0, BLOCK_N)
+    mask = (row < M)[:, None] & (col < N)[None, :]
+    dy = tl.load(dy_ptr + row[:, None] * dy_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+    y = tl.load(y_ptr + row[:, None] * y_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+    dx = y * (dy - tl.sum(dy * y, axis=1)[:, None])
+    tl.store(dx_ptr + row[:, None] * N + col[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
+
+
+@jit
+def _bwd_long(dy_ptr, y_ptr, dx_ptr, N, dy_stride, y_stride, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    dy_ptr += row * dy_stride
+    y_ptr += row * y_stride
+    dx_ptr += row * N
+    lane = tl.arange(0, BLOCK)
+    dot = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, N, BLOCK):
+        dy = tl.load(dy_ptr + start + lane, mask=start + lane < N, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        dot += dy * tl.load(y_ptr + start + lane, mask=start + lane < N, other=0.0, eviction_policy="evict_last").to(tl.float32)
+    total = tl.sum(dot, axis=0)
+    blocks = tl.cdiv(N, BLOCK)
+    for i in range(0, blocks):
+        col = (blocks - 1 - i) * BLOCK + lane
+        dy = tl.load(dy_ptr + col, mask=col < N, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        y = tl.load(y_ptr + col, mask=col < N, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        tl.store(dx_ptr + col, (y * (dy - total)).to(dx_ptr.dtype.element_ty), mask=col < N, eviction_policy="evict_first")
+
+
+@launcher("(Tensor x, bool causal) -> Tensor")
+def softmax_fwd(x: Tensor, causal: bool) -> Tensor:
+    """``causal``: of the rows of square matrices, the columns up to the diagonal; zero beyond."""
+    M, N = x.shape
+    y = x.new_empty(M, N)
+    if tracing(x):
+        return y
+    if N <= MAX_N:
+        c = config.tile("softmax_fwd", N, x.itemsize, elements=4096, per_thread=32)
+        launch(_fwd, (cdiv(M, c.block_m),), x, y, M, N, x.stride(0), CAUSAL=causal, BLOCK_M=c.block_m, BLOCK_N=c.block_n, num_warps=c.num_warps)
+    else:
+        c = config.tile("softmax_fwd", N, x.itemsize, elements=1, max_block_n=8192, per_thread=8)
+        launch(_fwd_long, (M,), x, y, N, x.stride(0), CAUSAL=causal, BLOCK=c.block_n, num_warps=c.num_warps)
+    return y
+
+
+@launcher("(Tensor dy, Tensor y) -> Tensor")
+def softmax_bwd(dy: Tensor, y: Tensor) -> Tensor:
+    M, N = y.shape
+    dx = y.new_empty(M, N)
+    if tracing(y):
+        return dx
+    strides = dy.stride(0), y.stride(0)
+    if N <= MAX_N_BWD:
+        c = config.tile("softmax_bwd", N, y.itemsize, elements=4096, per_thread=16)
+        launch(_bwd, (cdiv(M, c.block_m),), dy, y, dx, M, N, *strides, BLOCK_M=c.block_m, BLOCK_N=c.block_n, num_warps=c.num_warps)
+    else:
+        # H200, bf16, 2048 x 128256: 516 us; blocks of 8192, which rows that are not aligned need, 585
+        block = 32768 if N >= 65536 and not N % 16 and y.itemsize == 2 else 8192
+        c = config.tile("softmax_bwd", N, y.itemsize, elements=1, max_block_n=block, per_thread=block // 1024)
+        launch(_bwd_long, (M,), dy, y, dx, N, *strides, BLOCK=c.block_n, num_warps=c.num_warps)
+    return dx
+
+
+class LigerSoftmaxFunction(torch.autograd.Function):
+    """``apply(x)``, over the last dim."""
+
+    @staticmethod
+    def forward(ctx, x):
+        y = shaped(softmax_fwd(rows_of(x), False), x.shape)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        (y,) = ctx.saved_tensors
+        return (softmax_bwd(rows_of(dy), rows_of(y)).view(y.shape),)
+
+
+@op(
+    reference=reference,
+    cases=[
+        Case("attention", dict(x=T((2, 3, 9, 64)))),
+        Case("odd", dict(x=T((5, 123)))),
+        Case("heads", dict(x=T((3, 7, 5)), dim=1)),
+        Case("columns", dict(x=T((6, 9)), dim=0)),
+        Case("one-column", dict(x=T((5, 1)))),
+        Case("long", dict(x=T((3, 33001)))),
+        Case("longer", dict(x=T((2, 65552)))),
+        Case("llama2-vocab", dict(x=T((4096, 32000))), gpu=True),
+        Case("llama3-vocab", dict(x=T((2048, 128256))), gpu=True),
+        Case("router", dict(x=T((32768, 128))), gpu=True),
+        Case("bad-dim", dict(x=T((4, 8)), dim=2), error="softmax: dim must be in [-2, 1], got 2"),
+        Case("integers", dict(x=T((4, 8), dtype=torch.int64)), error="softmax: x must be floating point, got torch.int64"),
+    ],
+    cost=lambda x, **_: Cost(nbytes(x, x), nbytes(x, x, x), flops=(4 * x.numel(), 4 * x.numel())),
+    rivals={
+        "torch": lambda x, *, dim=-1: torch.softmax(x, dim),
+        "upstream": lambda functional, x, *, dim=-1: functional.liger_softmax(x.movedim(dim, -1)).movedim(-1, dim),
+        "quack": lambda quack, x, *, dim=-1: quack.softmax(x.movedim(dim, -1).reshape(-1, x.shape[dim])).view_as(x.movedim(dim, -1)).movedim(-1, dim),
+    },
+    sweeps={"columns": ((1024, 4096, 16384, 32768, 65536, 131072, 262144), lambda n: dict(x=T(((1 << 28) // n, n))))},
+)
+def softmax(x: Tensor, *, dim: int = -1) -> Tensor:
+    """Softmax along ``dim``, as torch's: a row of -inf alone is NaN.
+
+    x in fp32, fp16, bf16 or fp64, any shape and strides, rows of any length. Returns a new tensor of x's shape and dtype.
+    """
+    if not x.is_floating_point():
+        raise ValueError(f"softmax: x must be floating point, got {x.dtype}")
+    if not -max(x.ndim, 1) <= dim < max(x.ndim, 1):
+        raise ValueError(f"softmax: dim must be in [{-max(x.ndim, 1)}, {max(x.ndim, 1) - 1}], got {dim}")
+    # Inductor reads rows that are too long for registers from DRAM again
+    if not x.ndim or not use_kernels(x, fusible=x.shape[dim] <= MAX_N):
+        return reference(x, dim=dim)
+    return LigerSoftmaxFunction.apply(x.movedim(dim, -1)).movedim(-1, dim)

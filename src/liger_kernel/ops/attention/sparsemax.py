@@ -1,0 +1,218 @@
+"""Sparsemax: the point of the simplex nearest to x, ``y = max(x - tau, 0)`` with tau such that y sums to 1 (Martins and Astudillo, arXiv:1602.02068).
+
+Shapes: x, y (..., N) once the dim is last.  M = product of the other dims.
+
+tau needs no sort: from the left, Newton's steps on the convex ``sum_i max(x_i - tau, 0) - 1`` are
+
+    tau  <-  (sum of the x_i > tau,  -  1) / (number of these)
+
+and never pass the root; the set of x_i > tau only shrinks, and once it stays tau is exact. They start at max(x) - 1, and all is counted from max(x),
+which leaves errors that are small beside the largest y. Quotients are exact to the last bit: an x that is tau must not be counted in. The gradient
+is ``dx = dy - mean(dy over y > 0)`` where y > 0, else 0.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_kernel.ops._core import config
+from liger_kernel.ops._core.operator import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, rows_of, shaped, tracing, use_kernels
+from liger_kernel.ops._core.tl import cdiv, div, jit, tl
+
+MAX_N = 32768  # columns that one program holds in registers: 32 fp32 values a thread
+MAX_N_BWD = 16384  # the same for two tensors
+
+
+def reference(x: Tensor, *, dim: int = -1) -> Tensor:
+    if not x.numel():
+        return x.clone()
+    z = x.to(acc(x.dtype)).movedim(dim, -1) if x.ndim else x.to(acc(x.dtype))[None]
+    z = z - z.detach().amax(-1, keepdim=True)
+    ordered = z.sort(-1, descending=True).values
+    excess = ordered.cumsum(-1) - 1
+    rank = torch.arange(1, z.shape[-1] + 1, device=z.device, dtype=z.dtype)
+    support = (rank * ordered > excess).sum(-1, keepdim=True).clamp(min=1)  # of NaN: any
+    y = F.relu(z - excess.gather(-1, support - 1) / support).to(x.dtype)
+    return y.movedim(-1, dim) if x.ndim else y[0]
+
+
+@jit
+def _fwd(x_ptr, y_ptr, M, N, x_stride, CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    col = tl.arange(0, BLOCK_N)
+    mask = (row < M)[:, None] & (col < N)[None, :]
+    seen = mask & (col[None, :] <= (row % N)[:, None]) if CAUSAL else mask
+    x = tl.load(x_ptr + row[:, None] * x_stride + col[None, :], mask=seen, other=-float("inf")).to(tl.float32)
+    z = x - tl.max(x, axis=1)[:, None]
+    tau = tl.full((BLOCK_M,), -1.0, tl.float32)
+    before = tl.full((BLOCK_M,), BLOCK_N + 1, tl.int32)
+    shrinks = 1
+    while shrinks > 0:
+        out = z <= tau[:, None]  # this way round a NaN makes all of its row NaN
+        count = tl.sum(tl.where(out, 0, 1), axis=1)
+        step = div(tl.sum(tl.where(out, 0.0, z), axis=1) - 1.0, count.to(tl.float32))
+        tau = tl.where(step < tau, tau, step)
+        shrinks = tl.max((count < before).to(tl.int32), axis=0)
+        before = count
+    y = tl.where(z <= tau[:, None], 0.0, z - tau[:, None])
+    tl.store(y_ptr + row[:, None] * N + col[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@jit
+def _fwd_long(x_ptr, y_ptr, N, x_stride, CAUSAL: tl.constexpr, BLOCK: tl.constexpr):
+    """One row a program: a sweep for the largest, one for each step, and one that writes y."""
+    row = tl.program_id(0).to(tl.int64)
+    end = row % N + 1 if CAUSAL else N
+    x_ptr += row * x_stride
+    y_ptr += row * N
+    lane = tl.arange(0, BLOCK)
+    top = tl.full((BLOCK,), -float("inf"), tl.float32)
+    for start in range(0, end, BLOCK):
+        x = tl.load(x_ptr + start + lane, mask=start + lane < end, other=-float("inf"), eviction_policy="evict_last").to(tl.float32)
+        top = tl.maximum(top, x)
+    largest = tl.max(top, axis=0)
+    tau = -1.0
+    before = N + 1
+    shrinks = 1
+    while shrinks > 0:
+        counts = tl.zeros((BLOCK,), tl.int32)
+        sums = tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, end, BLOCK):
+            x = tl.load(x_ptr + start + lane, mask=start + lane < end, other=-float("inf"), eviction_policy="evict_last").to(tl.float32)
+            z = x - largest
+            out = (z <= tau) | (start + lane >= end)
+            counts += tl.where(out, 0, 1)
+            sums += tl.where(out, 0.0, z)
+        count = tl.sum(counts, axis=0)
+        step = tl.div_rn(tl.sum(sums, axis=0) - 1.0, count.to(tl.float32))
+        tau = tl.where(step < tau, tau, step)
+        shrinks = (count < before).to(tl.int32)
+        before = count
+    for start in range(0, N, BLOCK):
+        x = tl.load(x_ptr + start + lane, mask=start + lane < end, other=-float("inf"), eviction_policy="evict_first").to(tl.float32)
+        z = x - largest
+        y = tl.where(z <= tau, 0.0, z - tau)
+        tl.store(y_ptr + start + lane, y.to(y_ptr.dtype.element_ty), mask=start + lane < N, eviction_policy="evict_first")
+
+
+@jit
+def _bwd(dy_ptr, y_ptr, dx_ptr, M, N, dy_stride, y_stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    col = tl.arange(0, BLOCK_N)
+    mask = (row < M)[:, None] & (col < N)[None, :]
+    inside = tl.load(y_ptr + row[:, None] * y_stride + col[None, :], mask=mask, other=0.0).to(tl.float32) != 0.0
+    dy = tl.load(dy_ptr + row[:, None] * dy_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+    mean = div(tl.sum(tl.where(inside, dy, 0.0), axis=1), tl.sum(tl.where(inside, 1.0, 0.0), axis=1))
+    tl.store(dx_ptr + row[:, None] * N + col[None, :], tl.where(inside, dy - mean[:, None], 0.0).to(dx_ptr.dtype.element_ty), mask=mask)
+
+
+@jit
+def _bwd_long(dy_ptr, y_ptr, dx_ptr, N, dy_stride, y_stride, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    dy_ptr += row * dy_stride
+    y_ptr += row * y_stride
+    dx_ptr += row * N
+    lane = tl.arange(0, BLOCK)
+    counts = tl.zeros((BLOCK,), tl.int32)
+    sums = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, N, BLOCK):
+        y = tl.load(y_ptr + start + lane, mask=start + lane < N, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        dy = tl.load(dy_ptr + start + lane, mask=start + lane < N, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        counts += tl.where(y != 0.0, 1, 0)
+        sums += tl.where(y != 0.0, dy, 0.0)
+    mean = tl.div_rn(tl.sum(sums, axis=0), tl.sum(counts, axis=0).to(tl.float32))
+    blocks = tl.cdiv(N, BLOCK)
+    for i in range(0, blocks):  # back from where the first sweep ended
+        col = (blocks - 1 - i) * BLOCK + lane
+        y = tl.load(y_ptr + col, mask=col < N, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        dy = tl.load(dy_ptr + col, mask=col < N, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        tl.store(dx_ptr + col, tl.where(y != 0.0, dy - mean, 0.0).to(dx_ptr.dtype.element_ty), mask=col < N, eviction_policy="evict_first")
+
+
+@launcher("(Tensor x, bool causal) -> Tensor")
+def sparsemax_fwd(x: Tensor, causal: bool) -> Tensor:
+    """``causal``: of the rows of square matrices, the columns up to the diagonal; zero beyond."""
+    M, N = x.shape
+    y = x.new_empty(M, N)
+    if tracing(x):
+        return y
+    if N <= MAX_N:
+        c = config.tile("sparsemax_fwd", N, x.itemsize, elements=2048, per_thread=32)
+        launch(_fwd, (cdiv(M, c.block_m),), x, y, M, N, x.stride(0), CAUSAL=causal, BLOCK_M=c.block_m, BLOCK_N=c.block_n, num_warps=c.num_warps)
+    else:
+        c = config.tile("sparsemax_fwd", N, x.itemsize, elements=1, max_block_n=8192, per_thread=8)
+        launch(_fwd_long, (M,), x, y, N, x.stride(0), CAUSAL=causal, BLOCK=c.block_n, num_warps=c.num_warps)
+    return y
+
+
+@launcher("(Tensor dy, Tensor y) -> Tensor")
+def sparsemax_bwd(dy: Tensor, y: Tensor) -> Tensor:
+    M, N = y.shape
+    dx = y.new_empty(M, N)
+    if tracing(y):
+        return dx
+    strides = dy.stride(0), y.stride(0)
+    if N <= MAX_N_BWD:
+        c = config.tile("sparsemax_bwd", N, y.itemsize, elements=4096, per_thread=16)
+        launch(_bwd, (cdiv(M, c.block_m),), dy, y, dx, M, N, *strides, BLOCK_M=c.block_m, BLOCK_N=c.block_n, num_warps=c.num_warps)
+    else:
+        c = config.tile("sparsemax_bwd", N, y.itemsize, elements=1, max_block_n=4096, per_thread=8)  # 8192 spill
+        launch(_bwd_long, (M,), dy, y, dx, N, *strides, BLOCK=c.block_n, num_warps=c.num_warps)
+    return dx
+
+
+class LigerSparsemaxFunction(torch.autograd.Function):
+    """``apply(x, dim)``."""
+
+    @staticmethod
+    def forward(ctx, x, dim):
+        x = x.movedim(dim, -1)
+        y = shaped(sparsemax_fwd(rows_of(x), False), x.shape)
+        y = y if dim in (-1, x.ndim - 1) else y.movedim(-1, dim)
+        ctx.save_for_backward(y)
+        ctx.dim = dim
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        y = ctx.saved_tensors[0].movedim(ctx.dim, -1)
+        return sparsemax_bwd(rows_of(dy.movedim(ctx.dim, -1)), rows_of(y)).view(y.shape).movedim(-1, ctx.dim), None
+
+
+@op(
+    reference=reference,
+    cases=[
+        Case("attention", dict(x=T((2, 3, 9, 64)))),
+        Case("odd", dict(x=T((5, 123)))),
+        Case("dense", dict(x=T((5, 70), lambda *shape, dtype: torch.randn(*shape, dtype=dtype) / 128))),
+        Case("heads", dict(x=T((3, 7, 5)), dim=1)),
+        Case("columns", dict(x=T((6, 9)), dim=0)),
+        Case("one-column", dict(x=T((5, 1)))),
+        Case("long", dict(x=T((3, 33001)))),
+        Case("llama2-vocab", dict(x=T((2048, 32000))), gpu=True),
+        Case("llama3-vocab", dict(x=T((1024, 128256))), gpu=True),
+        Case("bad-dim", dict(x=T((4, 8)), dim=-3), error="sparsemax: dim must be in [-2, 1], got -3"),
+        Case("integers", dict(x=T((4, 8), dtype=torch.int64)), error="sparsemax: x must be floating point, got torch.int64"),
+    ],
+    cost=lambda x, **_: Cost(nbytes(x, x), nbytes(x, x, x), flops=(4 * x.numel(), 3 * x.numel())),
+    rivals={
+        "torch": lambda x, *, dim=-1: reference(x, dim=dim),
+        "upstream": lambda functional, x, *, dim=-1: functional.liger_sparsemax(x, dim),
+    },
+    sweeps={"columns": ((128, 1024, 4096, 16384, 32768, 131072), lambda n: dict(x=T(((1 << 26) // n, n))))},
+)
+def sparsemax(x: Tensor, *, dim: int = -1) -> Tensor:
+    """Euclidean projection of x onto the simplex along ``dim``.
+
+    x in fp32, fp16, bf16 or fp64, any shape and strides, rows of any length; -inf gets 0, a row of -inf alone NaN. Returns a new tensor like x.
+    """
+    if not x.is_floating_point():
+        raise ValueError(f"sparsemax: x must be floating point, got {x.dtype}")
+    if not -max(x.ndim, 1) <= dim < max(x.ndim, 1):
+        raise ValueError(f"sparsemax: dim must be in [{-max(x.ndim, 1)}, {max(x.ndim, 1) - 1}], got {dim}")
+    if not x.ndim or not use_kernels(x):
+        return reference(x, dim=dim)
+    return LigerSparsemaxFunction.apply(x.movedim(dim, -1), -1).movedim(-1, dim)

@@ -1,0 +1,1 @@
+"""Losses of logits, and of a linear head whose logits are never held."""

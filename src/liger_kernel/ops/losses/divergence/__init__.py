@@ -1,0 +1,1 @@
+"""Divergences of two distributions, and distillation by them."""

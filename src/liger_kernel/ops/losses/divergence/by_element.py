@@ -1,0 +1,296 @@
+"""Divergences of two distributions given by element: the one kernel behind ``kl_div``, ``jsd`` and ``tvd``, and the formulas in Triton and in torch.
+
+A kind is a function of x and y at one element, summed over a row. With q = exp(x), p = exp(y) and m = beta p + (1 - beta) q:
+
+  kl          y (log(max(y, eps)) - x)                          KL(y || exp(x)); y is a probability, x the log of one
+  forward_kl  p (y - x)                                         KL(p || q)
+  reverse_kl  q (x - y)                                         KL(q || p)
+  jsd         beta p (y - log m) + (1 - beta) q (x - log m)     beta KL(p || m) + (1 - beta) KL(q || m)
+  tvd         |x - y| / 2                                       x and y are probabilities
+
+Where a probability is 0, what it multiplies counts as 0, also where that is infinite.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from liger_kernel.ops._core import config
+from liger_kernel.ops._core.operator import acc, launch, launcher, nbytes, rows_of, shaped, tracing, use_kernels
+from liger_kernel.ops._core.reduce import divided, scaled
+from liger_kernel.ops._core.tl import cdiv, jit, log, tl
+
+TINY = 1.1754944e-38  # the smallest normal fp32
+
+
+def elements(x: Tensor, y: Tensor, kind: str, beta: float = 0.5, eps: float = TINY) -> Tensor:
+    """The divergence at each element, in ``acc`` of the dtypes, with the derivatives that autograd finds."""
+    dtype = acc(torch.promote_types(x.dtype, y.dtype))
+    x, y = x.to(dtype), y.to(dtype)
+    if kind == "tvd":
+        return (x - y).abs() / 2
+    if kind == "kl":
+        t = y.clamp(min=max(eps, TINY)).log() - x
+        return y * t.masked_fill((y == 0) & (t == float("inf")), 0)
+    if kind == "reverse_kl":
+        x, y = y, x
+    p, q = y.exp(), x.exp()
+    if kind != "jsd":
+        return p * (y - x).masked_fill(p == 0, 0)
+    log_m = (beta * p + (1 - beta) * q).clamp(min=TINY).log()
+    return beta * p * (y - log_m).masked_fill(p == 0, 0) + (1 - beta) * q * (x - log_m).masked_fill(q == 0, 0)
+
+
+def jsd_kind(beta: float) -> str:
+    """What "jsd" is with this ``beta``: at its ends the divergence vanishes, and a KL takes its place."""
+    return {0.0: "forward_kl", 1.0: "reverse_kl"}.get(beta, "jsd")
+
+
+def counted(x: Tensor, labels: Tensor | None, ignore_index: int) -> Tensor:
+    """How many rows of x (..., V) are not ignored: 0-dim fp32, on the device."""
+    return x.new_full((), x.shape[:-1].numel(), dtype=torch.float32) if labels is None else (labels != ignore_index).sum().float()
+
+
+def masked(losses: Tensor, labels: Tensor | None, ignore_index: int) -> Tensor:
+    """``losses`` (..., V) with 0 in the rows to ignore."""
+    return losses if labels is None else losses.where((labels != ignore_index)[..., None], 0)
+
+
+@jit
+def at_least(x, least):
+    """The larger of x and a number; NaN stays NaN, which it does not in tl.maximum."""
+    return tl.where(x < least, least, x)
+
+
+@jit
+def element(x, y, beta, eps, KIND: tl.constexpr):
+    """The divergence at each element of fp32 x and y, and its derivatives with respect to x and to y."""
+    if KIND == "tvd":
+        d = x - y
+        loss = 0.5 * tl.abs(d)
+        dx = tl.where(d > 0, 0.5, tl.where(d < 0, -0.5, 0.0 * d))
+        dy = -dx
+    elif KIND == "kl":
+        t = tl.log(at_least(y, eps)) - x
+        t = tl.where((y == 0.0) & (t == float("inf")), 0.0, t)
+        loss = y * t
+        dx = -y
+        dy = t + tl.where(y >= eps, 1.0, 0.0)
+    elif KIND == "forward_kl":
+        p = tl.exp(y)
+        loss = p * tl.where(p == 0.0, 0.0, y - x)
+        dx = -p
+        dy = loss + p
+    elif KIND == "reverse_kl":
+        q = tl.exp(x)
+        loss = q * tl.where(q == 0.0, 0.0, x - y)
+        dx = loss + q
+        dy = -q
+    else:  # the logarithms' own derivatives cancel: the two terms of the loss are its derivatives
+        p = tl.exp(y)
+        q = tl.exp(x)
+        log_m = tl.log(at_least(beta * p + (1.0 - beta) * q, 1.1754944e-38))  # of probabilities that are not 0, m may underflow
+        dx = (1.0 - beta) * q * tl.where(q == 0.0, 0.0, x - log_m)
+        dy = beta * p * tl.where(p == 0.0, 0.0, y - log_m)
+        loss = dx + dy
+    return loss, dx, dy
+
+
+@jit
+def times(a, weight):
+    """``a`` weighted; nothing where the weight is, also of what is infinite."""
+    return tl.where(weight == 0.0, 0.0, a * weight)
+
+
+@jit
+def online(z, top, total):
+    """The running maximum of each lane, its sum of exponentials relative to it, those of ``z``, and what older sums are to be multiplied by."""
+    new = tl.maximum(top, tl.max(z, axis=1))
+    shift = tl.where(new == -float("inf"), 0.0, new)  # a lane of -inf only has no maximum to subtract
+    rescale = tl.exp(top - shift)
+    e = tl.exp(z - shift[:, None])
+    return new, total * rescale + tl.sum(e, axis=1), e, rescale
+
+
+@jit
+def joined(top, total):
+    """The logsumexp over lanes, and the weight of each in softmax."""
+    best = tl.max(top, axis=0)
+    weight = tl.exp(top - tl.where(best == -float("inf"), 0.0, best))
+    total = tl.sum(total * weight, axis=0)
+    return best + log(total), weight / total
+
+
+@jit
+def derived(x, y, beta, KIND: tl.constexpr):
+    """Loss and dloss / dx at each element, and q; of the kinds that are not linear in the log-probabilities."""
+    q = tl.exp(x)
+    if KIND == "tvd":
+        loss, dq, _ = element(q, tl.exp(y), beta, 0.0, KIND)
+        g = q * dq
+    else:
+        loss, g, _ = element(x, y, beta, 0.0, KIND)
+    return loss, g, q
+
+
+@jit
+def _dense(
+    x_ptr, y_ptr, label_ptr, norm_ptr, g_ptr, loss_ptr, dx_ptr, dy_ptr,
+    V, span, splits, x_stride, y_stride, label_stride, g_stride, g_col_stride, ignore_index, beta, eps,
+    KIND: tl.constexpr, HAS_LABELS: tl.constexpr, HAS_NORM: tl.constexpr, HAS_G: tl.constexpr,
+    SUM: tl.constexpr, ELEMENTS: tl.constexpr, NEED_DX: tl.constexpr, NEED_DY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """``span`` columns of one row a program: their sum or each of them, and the gradients, in one sweep."""
+    program = tl.program_id(0).to(tl.int64)
+    row = program // splits
+    begin = (program % splits) * span
+    n = tl.minimum(V - begin, span).to(tl.int32)
+    x_ptr += row * x_stride + begin
+    y_ptr += row * y_stride + begin
+    g_ptr += row * g_stride + begin * g_col_stride
+    dx_ptr += row * V + begin
+    dy_ptr += row * V + begin
+    beta, eps = tl.cast(beta, tl.float32), tl.cast(eps, tl.float32)
+    factor = 1.0 / tl.load(norm_ptr) if HAS_NORM else 1.0
+    ignored = False
+    if HAS_LABELS:
+        ignored = tl.load(label_ptr + row * label_stride) == ignore_index
+    total = tl.zeros((BLOCK,), tl.float32)  # a sum a lane; one reduction at the end
+
+    for start in range(0, n, BLOCK):
+        col = start + tl.arange(0, BLOCK)
+        mask = col < n
+        if HAS_LABELS:
+            mask = mask & (ignored == 0)  # nothing is read of an ignored row, and nothing of it is in the results
+        x = tl.load(x_ptr + col, mask=mask, other=0.0).to(tl.float32)
+        y = tl.load(y_ptr + col, mask=mask, other=0.0).to(tl.float32)
+        loss, dx, dy = element(x, y, beta, eps, KIND)
+        if SUM:
+            total += loss  # 0 where nothing was read
+        if ELEMENTS:
+            tl.store(loss_ptr + row * V + begin + col, loss.to(loss_ptr.dtype.element_ty), mask=col < n)
+        if NEED_DX or NEED_DY:
+            f = factor
+            if HAS_G:
+                f *= tl.load(g_ptr + col.to(tl.int64) * g_col_stride, mask=mask, other=0.0).to(tl.float32)
+        if NEED_DX:
+            tl.store(dx_ptr + col, tl.where(mask, dx * f, 0.0).to(dx_ptr.dtype.element_ty), mask=col < n)
+        if NEED_DY:
+            tl.store(dy_ptr + col, tl.where(mask, dy * f, 0.0).to(dy_ptr.dtype.element_ty), mask=col < n)
+    if SUM:
+        tl.store(loss_ptr + program, tl.sum(total, axis=0))
+
+
+def _launch(losses, x, y, labels, norm, g, kind, beta, eps, ignore_index, need_dx, need_dy) -> tuple[Tensor, Tensor, Tensor]:
+    """losses ("elements": (M, V); "sums": of parts of rows, (M, splits); "": none), dx and dy."""
+    M, V = x.shape
+    dtype = torch.promote_types(x.dtype, y.dtype) if losses == "elements" else torch.float32
+    dx, dy = (t.new_empty((M, V) if need else 0) for t, need in ((x, need_dx), (y, need_dy)))
+    if tracing(x):
+        return x.new_empty({"elements": (M, V), "sums": (M, 1), "": 0}[losses], dtype=dtype), dx, dy
+    c = config.tile("divergence", V, max(x.itemsize, y.itemsize), elements=1, per_thread=8, max_block_n=4096)
+    # parts of eight blocks leave no processor idle at the end of many rows, shorter ones fill them where rows are few
+    span = c.block_n * max(1, min(8, M * cdiv(V, c.block_n) // (8 * config.processors())))
+    splits = cdiv(V, span)
+    loss = x.new_empty({"elements": (M, V), "sums": (M, splits), "": 0}[losses], dtype=dtype)
+    launch(
+        _dense, (M * splits,), x, y, x if labels is None else labels, x if norm is None else norm, x if g is None else g, loss, dx, dy,
+        V, span, splits, x.stride(0), y.stride(0), 0 if labels is None else labels.stride(0), *((0, 0) if g is None else g.stride()), ignore_index, beta,
+        max(eps, TINY), KIND=kind, HAS_LABELS=labels is not None, HAS_NORM=norm is not None, HAS_G=g is not None,
+        SUM=losses == "sums", ELEMENTS=losses == "elements", NEED_DX=need_dx, NEED_DY=need_dy, BLOCK=c.block_n, num_warps=c.num_warps,
+    )  # fmt: skip
+    return loss, dx, dy
+
+
+_NUMBERS = "str kind, float beta, float eps, int ignore_index, bool need_dx, bool need_dy"
+
+
+@launcher(f"(Tensor x, Tensor y, Tensor? labels, Tensor? norm, str out, {_NUMBERS}) -> (Tensor loss, Tensor dx, Tensor dy)")
+def divergence_fwd(x: Tensor, y: Tensor, labels: Tensor | None, norm: Tensor | None, out: str, *numbers) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss and gradients of rows x and y (M, V). ``out``: "elements" (M, V), "rows" (M,) fp32, "sum": 0-dim fp32, divided by ``norm``.
+
+    fp16 gradients of a mean would underflow before a loss scaler reaches them: these are not divided yet.
+    """
+    half = torch.float16 in (x.dtype, y.dtype)
+    loss, dx, dy = _launch("elements" if out == "elements" else "sums", x, y, labels, None if half else norm, None, *numbers)
+    if out == "rows":
+        loss = loss.sum(1)
+    elif out == "sum":
+        loss = loss.sum() if norm is None else loss.sum() / norm
+    return loss, dx, dy
+
+
+@launcher(f"(Tensor g, Tensor x, Tensor y, Tensor? labels, {_NUMBERS}) -> (Tensor dx, Tensor dy)")
+def divergence_bwd(g: Tensor, x: Tensor, y: Tensor, labels: Tensor | None, *numbers) -> tuple[Tensor, Tensor]:
+    """dx and dy for upstream gradients g (M, V) of any strides; what is not needed is empty."""
+    return _launch("", x, y, labels, None, g, *numbers)[1:]
+
+
+def forward(ctx, x: Tensor, y: Tensor, labels: Tensor | None, norm: Tensor | None, out: str, kind: str, beta: float, eps: float, ignore_index: int) -> Tensor:
+    """``forward`` of a Function whose first two arguments are x and y (..., V): a reduced loss leaves its gradients behind, others the inputs."""
+    need, numbers = ctx.needs_input_grad[:2], (kind, beta, eps, ignore_index)
+    now = need if out == "sum" else (False, False)
+    x2, y2, rows = rows_of(x), rows_of(y), None if labels is None else labels.reshape(-1)
+    loss, dx, dy = divergence_fwd(x2, y2, rows, norm, out, *numbers, *now)
+    ctx.need, ctx.numbers, ctx.shape, ctx.reduced = need, numbers, x.shape, out == "sum"
+    if ctx.reduced:
+        ctx.save_for_backward(dx, dy, norm if torch.float16 in (x.dtype, y.dtype) else None)
+        return loss
+    ctx.save_for_backward(x2, y2, rows)
+    return shaped(loss, x.shape if out == "elements" else x.shape[:-1])
+
+
+def backward(ctx, g: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """dx and dy."""
+    if ctx.reduced:
+        dx, dy, norm = ctx.saved_tensors
+        grads = scaled(tuple(d if need else None for d, need in zip((dx, dy), ctx.need)), divided(g, norm))
+    else:
+        x, y, labels = ctx.saved_tensors
+        g = g.reshape(x.shape) if g.shape == ctx.shape else g.reshape(-1, 1).expand(x.shape)
+        grads = divergence_bwd(g, x, y, labels, *ctx.numbers, *ctx.need)
+    dx, dy = (d.view(ctx.shape) if need else None for d, need in zip(grads, ctx.need))
+    return dx, dy
+
+
+def check(name: str, pair: dict[str, Tensor], shift_labels: Tensor | None, reduction: str, reductions: tuple[str, ...]) -> None:
+    """Refuse what no divergence of a ``pair`` of tensors can mean."""
+    (a, x), (b, y) = pair.items()
+    if not (x.is_floating_point() and y.is_floating_point()):
+        raise ValueError(f"{name}: {a} and {b} must be floating point, got {x.dtype} and {y.dtype}")
+    if x.ndim == 0:
+        raise ValueError(f"{name}: {a} must have at least one dim, got shape ()")
+    if y.shape != x.shape:
+        raise ValueError(f"{name}: {b} must have shape {tuple(x.shape)}, got {tuple(y.shape)}")
+    if shift_labels is not None and shift_labels.is_floating_point():
+        raise ValueError(f"{name}: shift_labels must hold integers, got {shift_labels.dtype}")
+    if shift_labels is not None and shift_labels.shape != x.shape[:-1]:
+        raise ValueError(f"{name}: shift_labels must have shape {tuple(x.shape[:-1])}, got {tuple(shift_labels.shape)}")
+    if reduction not in reductions:
+        raise ValueError(f"{name}: reduction must be one of {reductions}, got {reduction!r}")
+
+
+def served(x: Tensor, y: Tensor) -> bool:
+    return use_kernels(x) and use_kernels(y)
+
+
+def without_graph(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Detached where gradients are off, as a Function that computes them in its forward is told only what its inputs ask for."""
+    return tensors if torch.is_grad_enabled() else tuple(t.detach() for t in tensors)
+
+
+def moved(x: Tensor, y: Tensor, elementwise: bool = False) -> tuple[int, int, int]:
+    """Bytes that forward, backward, and both cannot avoid: one pass where the loss is a number, two where it is ``elementwise``."""
+    grads, each = nbytes(*(t for t in (x, y) if t.requires_grad)), nbytes(x) if elementwise else 0
+    forward, backward = nbytes(x, y) + each, nbytes(x, y) + each + grads
+    return forward, backward, forward + backward if elementwise else backward
+
+
+def log_probs(*shape: int, dtype: torch.dtype) -> Tensor:
+    """Draws rows for a ``Case``."""
+    return torch.randn(*shape, dtype=dtype).log_softmax(-1)
+
+
+def probs(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(*shape, dtype=dtype).softmax(-1)

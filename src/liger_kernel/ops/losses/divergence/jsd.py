@@ -1,0 +1,129 @@
+"""Generalised Jensen-Shannon divergence of two distributions given by their log-probabilities (Agarwal et al., arXiv:2306.13649, eq. 1).
+
+Shapes: log_q (the student) and log_p (the teacher) (..., V), shift_labels (...).  With m = beta p + (1 - beta) q, a row's divergence is
+
+    beta KL(p || m) + (1 - beta) KL(q || m)
+
+which vanishes at beta = 0 and 1; there it is KL(p || q) (forward) and KL(q || p) (reverse).
+Its gradients are (1 - beta) q (log q - log m) to log_q and beta p (log p - log m) to log_p.
+Rows whose label is ``ignore_index`` have loss and gradient 0. "batchmean" divides by the number of the others (0 of them: NaN).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_kernel.ops._core.impl import only_ours
+from liger_kernel.ops._core.operator import Case, Cost, T, once_differentiable, op, with_gradients
+from liger_kernel.ops.losses.cross_entropy import targets
+from liger_kernel.ops.losses.divergence import by_element
+from liger_kernel.ops.losses.divergence.by_element import counted, elements, jsd_kind, log_probs
+
+REDUCTIONS = ("none", "sum", "batchmean")
+
+
+def reference(
+    log_q: Tensor, log_p: Tensor, shift_labels: Tensor | None = None, *, beta: float = 0.5, ignore_index: int = -100, reduction: str = "batchmean"
+) -> Tensor:
+    loss = by_element.masked(elements(log_q, log_p, jsd_kind(beta), beta), shift_labels, ignore_index)
+    if reduction == "batchmean":
+        return loss.sum() / counted(log_q, shift_labels, ignore_index)
+    return loss.sum() if reduction == "sum" else loss.sum(-1)
+
+
+class LigerJSDFunction(torch.autograd.Function):
+    """``apply(_input, target, shift_labels=None, beta=0.5, ignore_index=-100, jsd_impl=None, jsd_mode=None, reduction="batchmean")``, log_q and log_p."""
+
+    @staticmethod
+    def forward(ctx, _input, target, shift_labels=None, beta=0.5, ignore_index=-100, jsd_impl=None, jsd_mode=None, reduction="batchmean"):
+        only_ours("jsd", jsd_impl, jsd_mode)
+        norm = counted(_input, shift_labels, ignore_index) if reduction == "batchmean" else None
+        out = "rows" if reduction == "none" else "sum"
+        return by_element.forward(ctx, _input, target, shift_labels, norm, out, jsd_kind(beta), beta, 0.0, ignore_index)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g):
+        return *by_element.backward(ctx, g), *(None,) * 6
+
+
+def _torch(log_q, log_p, shift_labels=None, *, beta=0.5, ignore_index=-100, reduction="batchmean"):
+    if shift_labels is not None or jsd_kind(beta) != "jsd":
+        raise NotImplementedError
+    log_m = torch.logaddexp(log_p + math.log(beta), log_q + math.log1p(-beta))
+    return sum(weight * F.kl_div(log_m, x, reduction=reduction, log_target=True) for weight, x in ((beta, log_p), (1 - beta, log_q)))
+
+
+def _upstream(functional, log_q, log_p, shift_labels=None, *, reduction="batchmean", **options):
+    if reduction != "batchmean":
+        raise NotImplementedError
+    return functional.liger_jsd(log_q, log_p, shift_labels, **options)
+
+
+@op(
+    reference=reference,
+    cases=[
+        Case("jsd", dict(log_q=T((9, 130), log_probs), log_p=T((9, 130), log_probs))),
+        Case("labels", dict(log_q=T((7, 61), log_probs), log_p=T((7, 61), log_probs), shift_labels=targets(7, 61), beta=0.1)),
+        Case("forward-kl", dict(log_q=T((6, 99), log_probs), log_p=T((6, 99), log_probs), shift_labels=targets(6, 99), beta=0.0)),
+        Case("reverse-kl", dict(log_q=T((6, 99), log_probs), log_p=T((6, 99), log_probs), beta=1.0)),
+        Case("none", dict(log_q=T((7, 64), log_probs), log_p=T((7, 64), log_probs), shift_labels=targets(7, 64), reduction="none")),
+        Case("sum-3d", dict(log_q=T((2, 3, 65), log_probs), log_p=T((2, 3, 65), log_probs), beta=0.9, reduction="sum")),
+        Case("fp32-teacher", dict(log_q=T((5, 70), log_probs), log_p=T((5, 70), log_probs, dtype=torch.float32))),
+        Case("all-ignored", dict(log_q=T((3, 20), log_probs), log_p=T((3, 20), log_probs), shift_labels=targets(3, 20, 1), reduction="sum")),
+        Case("three-blocks", dict(log_q=T((2, 9001), log_probs), log_p=T((2, 9001), log_probs), shift_labels=targets(2, 9001, 5))),
+        *(
+            Case(name, dict(log_q=T((M, V), log_probs), log_p=T((M, V), log_probs, grad=False), shift_labels=labels, beta=beta), gpu=True, timed=True)
+            for name, M, V, beta, labels in (
+                ("llama3", 4096, 128256, 0.5, None),
+                ("llama3-labels", 4096, 128256, 0.5, targets(4096, 128256, 3)),
+                ("llama3-forward-kl", 4096, 128256, 0.0, None),
+                ("llama2", 8192, 32000, 0.5, None),
+                ("few-rows", 16, 128256, 0.5, None),
+            )
+        ),
+        Case("bad-shape", dict(log_q=T((3, 5)), log_p=T((3, 4))), error="jsd: log_p must have shape (3, 5), got (3, 4)"),
+        Case("bad-labels", dict(log_q=T((3, 5)), log_p=T((3, 5)), shift_labels=targets(4, 5)), error="jsd: shift_labels must have shape (3,), got (4,)"),
+        Case("float-labels", dict(log_q=T((3, 5)), log_p=T((3, 5)), shift_labels=T((3,))), error="jsd: shift_labels must hold integers, got torch.float32"),
+        Case("bad-beta", dict(log_q=T((3, 5)), log_p=T((3, 5)), beta=1.5), error="jsd: beta must be between 0 and 1, got 1.5"),
+        Case("bad-reduction", dict(log_q=T((3, 5)), log_p=T((3, 5)), reduction="mean"),
+             error="jsd: reduction must be one of ('none', 'sum', 'batchmean'), got 'mean'"),
+    ],
+    cost=lambda log_q, log_p, shift_labels=None, **_: Cost(*by_element.moved(log_q, log_p), flops=(10 * log_q.numel(), 8 * log_q.numel())),
+    rivals={"torch": _torch, "upstream": _upstream},
+    sweeps={"vocabulary": ((16384, 32768, 65536, 131072), lambda v: dict(log_q=T((4096, v), log_probs), log_p=T((4096, v), log_probs, grad=False)))},
+)  # fmt: skip
+def jsd(
+    log_q: Tensor, log_p: Tensor, shift_labels: Tensor | None = None, *, beta: float = 0.5, ignore_index: int = -100, reduction: str = "batchmean"
+) -> Tensor:
+    """Generalised Jensen-Shannon divergence of log-probabilities log_q and log_p (..., V); beta = 0 is KL(p || q), beta = 1 KL(q || p).
+
+    Returns fp32: the sum over rows, that over the number of rows whose label is not ``ignore_index`` ("batchmean"), or every row's ("none").
+    Both arguments get gradients.
+    """
+    by_element.check("jsd", {"log_q": log_q, "log_p": log_p}, shift_labels, reduction, REDUCTIONS)
+    if not 0 <= beta <= 1:
+        raise ValueError(f"jsd: beta must be between 0 and 1, got {beta}")
+    if not by_element.served(log_q, log_p):
+        return reference(log_q, log_p, shift_labels, beta=beta, ignore_index=ignore_index, reduction=reduction)
+    return LigerJSDFunction.apply(*by_element.without_graph(log_q, log_p), shift_labels, beta, ignore_index, None, None, reduction)
+
+
+def jsd_forward(
+    _input: Tensor, target: Tensor, shift_labels: Tensor | None, beta: float, ignore_index: int, has_label: bool, jsd_impl: str | None = None,
+    jsd_mode: str | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Without autograd: the loss, in the dtype of ``_input``, log q, and its gradient to that. ``has_label``: whether ``shift_labels`` count."""
+    only_ours("jsd", jsd_impl, jsd_mode)
+    labels = shift_labels if has_label else None
+    loss, (dx,) = with_gradients(lambda x: jsd(x, target, labels, beta=beta, ignore_index=ignore_index), _input)
+    return loss.to(_input.dtype), dx  # type: ignore[return-value]
+
+
+def jsd_backward(dX: Tensor, grad_output: Tensor) -> Tensor:
+    """That gradient times the loss's, as a new tensor."""
+    return dX * grad_output

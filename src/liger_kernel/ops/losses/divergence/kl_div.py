@@ -1,0 +1,94 @@
+"""Kullback-Leibler divergence from log-probabilities, as in ``torch.nn.functional.kl_div`` (Kullback and Leibler, 1951).
+
+Shapes: input and target (..., V), of any number of dims; input is log q.  At each element, for p = target, or p = exp(target) with ``log_target``,
+
+    p (log p - input)
+
+where log p is log(max(p, eps)), or target with ``log_target``. Where p is 0 the element is 0, also where input is -inf.
+Gradients: -p to input; log p - input + [p >= eps] to target, or p (target - input + 1) with ``log_target``.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_kernel.ops._core.operator import Case, Cost, T, once_differentiable, op
+from liger_kernel.ops.losses.divergence import by_element
+from liger_kernel.ops.losses.divergence.by_element import elements, log_probs, probs
+
+REDUCTIONS = ("none", "sum", "mean", "batchmean")
+
+
+def reference(input: Tensor, target: Tensor, *, reduction: str = "mean", log_target: bool = False, eps: float = 1e-10) -> Tensor:
+    loss = elements(input, target, "forward_kl" if log_target else "kl", eps=eps)
+    if reduction == "none":
+        return loss.to(torch.promote_types(input.dtype, target.dtype))
+    return loss.mean() if reduction == "mean" else loss.sum() / (input.shape[0] if reduction == "batchmean" else 1)
+
+
+class LigerKLDivLossFunction(torch.autograd.Function):
+    """``apply(y_pred, y_true, reduction="batchmean", log_target=False, eps=1e-10)``."""
+
+    @staticmethod
+    def forward(ctx, y_pred, y_true, reduction="batchmean", log_target=False, eps=1e-10):
+        count = {"mean": y_pred.numel(), "batchmean": y_pred.shape[0]}.get(reduction)
+        norm = None if count is None else y_pred.new_full((), count, dtype=torch.float32)
+        out, kind = "elements" if reduction == "none" else "sum", "forward_kl" if log_target else "kl"
+        return by_element.forward(ctx, y_pred, y_true, None, norm, out, kind, 0.5, eps, -100)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g):
+        return *by_element.backward(ctx, g), None, None, None
+
+
+@op(
+    reference=reference,
+    cases=[
+        Case("batchmean", dict(input=T((9, 130), log_probs), target=T((9, 130), probs), reduction="batchmean")),
+        Case("mean", dict(input=T((7, 61), log_probs), target=T((7, 61), probs))),
+        Case("log-target", dict(input=T((6, 99), log_probs), target=T((6, 99), log_probs), log_target=True, reduction="batchmean")),
+        Case("none", dict(input=T((7, 64), log_probs), target=T((7, 64), probs), reduction="none")),
+        Case("none-log-target", dict(input=T((5, 33), log_probs), target=T((5, 33), log_probs), log_target=True, reduction="none")),
+        Case("sum-3d", dict(input=T((2, 3, 65), log_probs), target=T((2, 3, 65), probs), reduction="sum")),
+        Case("batchmean-3d", dict(input=T((4, 3, 20), log_probs), target=T((4, 3, 20), probs), reduction="batchmean")),
+        Case("fp32-target", dict(input=T((5, 70), log_probs), target=T((5, 70), probs, dtype=torch.float32), reduction="batchmean")),
+        Case("eps", dict(input=T((6, 99), log_probs), target=T((6, 99), probs), reduction="sum", eps=5e-3)),
+        Case("three-blocks", dict(input=T((2, 9001), log_probs), target=T((2, 9001), probs), reduction="batchmean")),
+        *(
+            Case(name, dict(input=T((4096, V), log_probs), target=T((4096, V), p, grad=False), reduction="batchmean", log_target=p is log_probs),
+                 gpu=True, timed=True)
+            for name, V, p in (("llama3", 128256, probs), ("llama3-log", 128256, log_probs), ("llama2", 32000, log_probs))
+        ),
+        Case("few-rows", dict(input=T((16, 128256), log_probs), target=T((16, 128256), probs), reduction="batchmean"), gpu=True),
+        Case("bad-shape", dict(input=T((3, 5)), target=T((5,))), error="kl_div: target must have shape (3, 5), got (5,)"),
+        Case("integers", dict(input=T((3, 5)), target=T((3, 5), dtype=torch.int64)),
+             error="kl_div: input and target must be floating point, got torch.float32 and torch.int64"),
+        Case("bad-reduction", dict(input=T((3, 5)), target=T((3, 5)), reduction="avg"),
+             error="kl_div: reduction must be one of ('none', 'sum', 'mean', 'batchmean'), got 'avg'"),
+        Case("bad-eps", dict(input=T((3, 5)), target=T((3, 5)), eps=-1.0), error="kl_div: eps must not be negative, got -1.0"),
+    ],
+    cost=lambda input, target, *, reduction="mean", **_: Cost(
+        *by_element.moved(input, target, reduction == "none"), flops=(4 * input.numel(), 4 * input.numel())),
+    rivals={
+        "torch": lambda input, target, *, reduction="mean", log_target=False, eps=1e-10: F.kl_div(input, target, reduction=reduction, log_target=log_target),
+        "upstream": lambda functional, input, target, *, reduction="mean", log_target=False, eps=1e-10: functional.liger_kl_div(
+            input, target, reduction=reduction, log_target=log_target, eps=eps
+        ),
+    },
+    sweeps={"vocabulary": ((16384, 32768, 65536, 131072), lambda v: dict(input=T((4096, v), log_probs), target=T((4096, v), probs, grad=False)))},
+)  # fmt: skip
+def kl_div(input: Tensor, target: Tensor, *, reduction: str = "mean", log_target: bool = False, eps: float = 1e-10) -> Tensor:
+    """KL(target || exp(input)) of log-probabilities ``input`` and probabilities ``target``, or their logs with ``log_target``; both (..., V).
+
+    Returns 0-dim fp32: the sum, or that over the number of elements ("mean") or over the first dim ("batchmean"); "none": a tensor of input's shape.
+    Both arguments get gradients.
+    """
+    by_element.check("kl_div", {"input": input, "target": target}, None, reduction, REDUCTIONS)
+    if eps < 0:
+        raise ValueError(f"kl_div: eps must not be negative, got {eps}")
+    if not by_element.served(input, target):
+        return reference(input, target, reduction=reduction, log_target=log_target, eps=eps)
+    return LigerKLDivLossFunction.apply(*by_element.without_graph(input, target), reduction, log_target, eps)

@@ -1,0 +1,377 @@
+"""Distillation of a linear head from a teacher's, without ever holding the logits of either.
+
+Shapes: x (M, H), w (V, H), bias (V,) of the student, teacher_x (M, G), teacher_w (V, G), teacher_bias (V,), target (M,). A row's loss is
+
+    weight_hard cross_entropy(z, target) + weight_soft D(z / temperature, t / temperature),   z = x w^T + bias,  t = teacher_x teacher_w^T + teacher_bias
+
+where D is, by ``kind``, a divergence of ``logit_divergence`` (formulas there; arXiv:2306.13649) or "cosine": 1 - <z, t> / (|z| |t|). Neither is
+multiplied by temperature^2. A teacher may also be given by its logits t (M, V); by probabilities p (M, V), which need not sum to 1, then the loss is
+sum_j p_j (log max(p_j, eps) - log q_j), as in ``kl_div``, for q = softmax(z / temperature); or by the log-probabilities p of K tokens a row: then it is the
+forward KL of these and, with ``tail``, of all other tokens lumped into one, sum_k p_k log(p_k / q_k) + p_rest log(p_rest / q_rest), a lower bound of
+the whole KL; without ``tail`` p is normalised to sum to 1 over the K tokens, q remains what it is over all V.
+
+Each chunk: one GEMM each for z and t into reused buffers, a row kernel that leaves the gradient of z in its place, one GEMM each for dx and dw. That is
+6 M H V + 2 M G V operations, without gradients 2 M (H + G) V. The row kernel reads z and t twice (jsd, tvd: three times) and writes z once; the hard
+loss costs it no pass of its own. With ``reduction="none"`` the backward computes the logits again.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_kernel.ops._core.operator import Case, Cost, T, acc, launcher, nbytes, on_gpu, once_differentiable, op, rows_of
+from liger_kernel.ops._core.reduce import divided, scaled
+from liger_kernel.ops.losses.chunks import Kept, add_mm, auto_chunk_rows, chunk_gradients, values
+from liger_kernel.ops.losses.cross_entropy import REDUCTIONS, check, items, targets
+from liger_kernel.ops.losses.cross_entropy import reference as cross_entropy_reference
+from liger_kernel.ops.losses.divergence.by_element import probs
+from liger_kernel.ops.losses.divergence.distillation import KINDS, NUMBERS, TINY, Distillation, check_teacher, given_kl, row_kernel, topk_forward_kl
+from liger_kernel.ops.losses.divergence.logit_divergence import reference as divergence_reference
+from liger_kernel.ops.losses.linear_cross_entropy import Options, check_head, kept_rows, promoted
+
+
+def reference(
+    x: Tensor,
+    w: Tensor,
+    teacher_x: Tensor | None = None,
+    teacher_w: Tensor | None = None,
+    target: Tensor | None = None,
+    bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    *,
+    teacher_logits: Tensor | None = None,
+    teacher_probs: Tensor | None = None,
+    topk_log_probs: Tensor | None = None,
+    topk_indices: Tensor | None = None,
+    kind: str = "jsd",
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    weight_hard: float = 0.0,
+    weight_soft: float = 1.0,
+    tail: bool = True,
+    eps: float = 1e-10,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    parts: bool = False,
+    num_items: Tensor | float | None = None,
+    compact: bool | Kept = False,
+    accum_dtype: torch.dtype | None = None,
+    chunk_rows: int | None = None,
+    fp32_logits: bool = False,
+) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    z = F.linear(x, w, bias)
+    valid = x.new_ones(x.shape[0], dtype=torch.bool) if target is None else target != ignore_index
+    if topk_log_probs is not None:
+        soft = topk_forward_kl(z, topk_log_probs, topk_indices, temperature, tail)
+    elif teacher_probs is not None:
+        soft = given_kl(z, teacher_probs, temperature, eps)
+    else:
+        t = F.linear(teacher_x, teacher_w, teacher_bias) if teacher_logits is None else teacher_logits
+        if kind == "cosine":
+            dtype = acc(torch.promote_types(z.dtype, t.dtype))
+            soft = 1 - (F.normalize(z.to(dtype), dim=-1, eps=TINY) * F.normalize(t.to(dtype), dim=-1, eps=TINY)).sum(-1)
+        else:
+            soft = divergence_reference(z, t, kind=kind, beta=beta, temperature=temperature, reduction="none")
+    soft = soft.where(valid, 0)
+    hard = cross_entropy_reference(z, target, ignore_index=ignore_index, reduction="none") if weight_hard else torch.zeros_like(soft)
+    n = num_items if num_items is not None else valid.sum()
+    reduce = {"mean": lambda r: r.sum() / n, "sum": torch.sum, "none": lambda r: r}[reduction]
+    loss, soft, hard = reduce(weight_hard * hard + weight_soft * soft), reduce(soft), reduce(hard)
+    return (loss, soft.detach(), hard.detach()) if parts else loss
+
+
+_N = len(Distillation.__dataclass_fields__)
+_IN = (
+    "Tensor x, Tensor w, Tensor? bias, Tensor? teacher_x, Tensor? teacher_w, Tensor? teacher_bias, Tensor? teacher_logits, Tensor? log_probs, "
+    f"Tensor? indices, Tensor? target, Tensor? kept, {NUMBERS}, ScalarType? accum_dtype, int? chunk_rows, bool fp32_logits, bool need_dx, bool need_dw, "
+    "bool need_db"
+)
+
+
+def _chunks(x, w, bias, teacher_x, teacher_w, teacher_bias, teacher_logits, log_probs, indices, target, kept, *rest, norm=None, g=None):
+    """Soft and hard losses of each row, those that are not ignored, and dx, dw, dbias."""
+    s, (accum_dtype, chunk_rows, fp32_logits, *need) = Distillation(*rest[:_N]), rest[_N:]
+    of = lambda t: t if t is None or kept is None else t.index_select(0, kept)
+    y, g, log_probs, indices = (None if t is None else of(t).contiguous() for t in (target, g, log_probs, indices))
+    n, V = x.shape[0] if kept is None else kept.shape[0], w.shape[0]
+    rows = max(1, min(n, chunk_rows or auto_chunk_rows(n, V, w.shape[1], x.itemsize, on_gpu(x))))
+    soft, hard = (x.new_empty(size, dtype=acc(x.dtype)) for size in (n, n if s.weight_hard else 0))
+    bias, teacher_bias = (None if t is None else t.contiguous() for t in (bias, teacher_bias))
+    buffer = None if teacher_w is None else teacher_w.new_empty(rows, V, dtype=acc(teacher_w.dtype) if fp32_logits else teacher_w.dtype)
+
+    def teacher(rows: slice) -> Tensor | tuple[Tensor, Tensor]:
+        some = lambda t: t[rows] if kept is None else t.index_select(0, kept[rows])
+        if indices is not None:
+            return log_probs[rows], indices[rows]
+        if teacher_logits is not None:
+            return some(teacher_logits)
+        t = buffer[: rows.stop - rows.start]
+        add_mm(t, some(teacher_x), teacher_w.t(), first=True)
+        return t
+
+    def body(z: Tensor, rows: slice, dz: Tensor | None) -> None:
+        row_kernel(
+            z, teacher(rows), None if y is None else y[rows], s, soft=soft[rows], hard=hard[rows] if s.weight_hard else hard, bias=bias,
+            teacher_bias=teacher_bias, dz=dz, norm=norm, g=None if g is None else g[rows],
+        )  # fmt: skip
+
+    grads = chunk_gradients(x, w, body, need=tuple(need), chunk_rows=rows, accum_dtype=accum_dtype, kept=kept, fp32_logits=fp32_logits)
+    return soft, hard, *grads
+
+
+@launcher(f"({_IN}, Tensor? num_items) -> (Tensor loss, Tensor soft, Tensor hard, Tensor? norm, Tensor dx, Tensor dw, Tensor db)")
+def linear_divergence_fwd(x, w, bias, *rest):
+    """Chunk by chunk, gradients included."""
+    *rest, num_items = rest
+    target, kept, numbers, M = rest[6], rest[7], rest[8 : 8 + _N], x.shape[0]
+    s, norm = Distillation(*numbers), None
+    if s.reduction == "mean":
+        counted = x.new_full((), M, dtype=torch.float32) if target is None else (target != s.ignore_index).sum().float()
+        norm = counted if num_items is None else num_items.to(torch.float32, copy=True)
+    # fp16 gradients of a mean over many tokens would underflow before a loss scaler reaches them: the backward divides
+    soft, hard, *grads = _chunks(x, w, bias, *rest, norm=None if x.dtype == torch.float16 else norm)
+    if not s.weight_hard:
+        hard = torch.zeros_like(soft)
+    if s.reduction == "none":
+        soft, hard = (r if kept is None else r.new_zeros(M).index_copy_(0, kept, r) for r in (soft, hard))
+    else:
+        soft, hard = (r.sum() if norm is None else r.sum() / norm for r in (soft, hard))
+    return s.weight_hard * hard + s.weight_soft * soft, soft, hard, norm, *grads
+
+
+@launcher(f"(Tensor g, {_IN}) -> (Tensor dx, Tensor dw, Tensor db)")
+def linear_divergence_bwd(g, *inputs):
+    """The chunks again, for upstream gradients g (M,)."""
+    return _chunks(*inputs, g=g)[2:]
+
+
+class LinearDivergenceFunction(torch.autograd.Function):
+    """``apply(x, w, bias, teacher's x, w, bias, logits, log-probs and indices, target, kept, num_items, Distillation, Options)`` -> loss, soft, hard."""
+
+    @staticmethod
+    def forward(ctx, x, w, bias, *rest):
+        *tensors, num_items, s, o = rest
+        ctx.o, ctx.numbers, ctx.again = o, (*values(s), o.accum_dtype, o.chunk_rows, o.fp32_logits), s.reduction == "none"
+        teacher_x, teacher_w, teacher_bias, teacher_logits, *others = tensors
+        inputs = (rows_of(x), w, bias, teacher_x, teacher_w, teacher_bias, None if teacher_logits is None else rows_of(teacher_logits), *others)
+        need = (False,) * 3 if ctx.again else o.need
+        loss, soft, hard, norm, *grads = linear_divergence_fwd(*inputs, *ctx.numbers, *need, num_items)
+        ctx.save_for_backward(*(inputs if ctx.again else (*grads, norm if x.dtype == torch.float16 else None)))
+        ctx.mark_non_differentiable(soft, hard)
+        return loss, soft, hard
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g, *_):
+        if ctx.again:
+            grads = linear_divergence_bwd(g.contiguous(), *ctx.saved_tensors, *ctx.numbers, *ctx.o.need)
+        else:
+            *grads, norm = ctx.saved_tensors
+            grads = scaled(tuple(grads), divided(g, norm))
+        dx, dw, db = (grad if need else None for grad, need in zip(grads, ctx.o.need))
+        return dx, dw, db, *(None,) * 11
+
+
+def _small(*shape: int, dtype: torch.dtype) -> Tensor:
+    return 0.02 * torch.randn(*shape, dtype=dtype)
+
+
+def _heads(M: int, H: int, G: int, V: int, draw=torch.randn) -> dict[str, T]:
+    return dict(x=T((M, H)), w=T((V, H), draw), teacher_x=T((M, G), grad=False), teacher_w=T((V, G), draw, grad=False))
+
+
+def _sparse(*shape: int, dtype: torch.dtype) -> Tensor:
+    """Probabilities, some of them 0; they do not sum to 1."""
+    p = probs(*shape, dtype=dtype)
+    return p * (p > p.mean())
+
+
+def _topk(M: int, V: int, K: int) -> dict[str, T]:
+    """The first K of a row's V log-probabilities, at tokens drawn without replacement."""
+    log_probs = lambda *shape, dtype: torch.randn(M, V, dtype=dtype).log_softmax(-1)[:, :K]
+    indices = lambda *shape, dtype: torch.rand(M, V).argsort(-1)[:, :K]
+    return dict(topk_log_probs=T((M, K), log_probs, grad=False), topk_indices=T((M, K), indices, dtype=torch.int64))
+
+
+def _cost(
+    x, w, teacher_x=None, teacher_w=None, target=None, bias=None, teacher_bias=None, *,
+    teacher_logits=None, teacher_probs=None, topk_log_probs=None, topk_indices=None, **_,
+) -> Cost:  # fmt: skip
+    (M, H), V = x.shape, w.shape[0]
+    teacher = [] if teacher_x is None else [(M, V, teacher_x.shape[1])]
+    read = nbytes(x, w, teacher_x, teacher_w, target, bias, teacher_bias, teacher_logits, teacher_probs, topk_log_probs, topk_indices)
+    return Cost(read, nbytes(x, w, bias), gemms=([(M, V, H), *teacher], [(M, H, V), (V, H, M)]))
+
+
+def _torch(x, w, teacher_x=None, teacher_w=None, target=None, bias=None, teacher_bias=None, **options):
+    if teacher_x is None:
+        raise NotImplementedError
+    return reference(x, w, teacher_x, teacher_w, target, bias, teacher_bias, **options)
+
+
+def _upstream(functional, x, w, teacher_x=None, teacher_w=None, target=None, bias=None, teacher_bias=None, *, kind="jsd", beta=0.5, **options):
+    theirs = ("temperature", "ignore_index", "accum_dtype")
+    if kind not in ("jsd", "forward_kl", "reverse_kl") or teacher_x is None or bias is not None or teacher_bias is not None or options.keys() - {*theirs}:
+        raise NotImplementedError
+    beta = {"forward_kl": 0.0, "reverse_kl": 1.0}.get(kind, beta)
+    return functional.liger_fused_linear_jsd(x, w, teacher_x, teacher_w, target, beta, **options)
+
+
+@op(
+    reference=reference,
+    cases=[
+        Case("jsd", dict(**_heads(9, 16, 24, 65), chunk_rows=4)),
+        Case("hard", dict(**_heads(9, 16, 24, 65), target=targets(9, 65), weight_hard=0.5, weight_soft=0.5, chunk_rows=4)),
+        Case("hard-parts", dict(**_heads(8, 16, 8, 61), target=targets(8, 61), beta=0.2, temperature=2.0, weight_hard=0.3, weight_soft=0.7, parts=True)),
+        Case("forward-kl", dict(**_heads(7, 16, 24, 50), target=targets(7, 50), kind="forward_kl", weight_hard=0.5, temperature=0.7, chunk_rows=3)),
+        Case("reverse-kl", dict(**_heads(7, 16, 24, 50), target=targets(7, 50), kind="reverse_kl", weight_hard=1.0, num_items=17, reduction="mean")),
+        Case("tvd", dict(**_heads(7, 16, 24, 50), target=targets(7, 50), kind="tvd", weight_hard=0.5, temperature=2.0, reduction="sum", chunk_rows=5)),
+        Case("cosine", dict(**_heads(7, 16, 24, 50), kind="cosine", reduction="sum", chunk_rows=3)),
+        Case("cosine-hard", dict(**_heads(7, 16, 24, 50), bias=T((50,)), teacher_bias=T((50,), grad=False), target=targets(7, 50), kind="cosine",
+             weight_hard=0.5, weight_soft=0.5, chunk_rows=3)),
+        Case("beta-0", dict(**_heads(5, 16, 8, 40), target=targets(5, 40), beta=0.0, weight_hard=0.5)),
+        Case("none", dict(**_heads(7, 16, 24, 40), target=targets(7, 40), weight_hard=0.5, reduction="none", chunk_rows=3, parts=True)),
+        Case("bias", dict(**_heads(7, 16, 24, 40), target=targets(7, 40), bias=T((40,)), teacher_bias=T((40,), grad=False), weight_hard=0.5, chunk_rows=3)),
+        Case("compact", dict(**_heads(9, 16, 24, 40), target=targets(9, 40), bias=T((40,)), weight_hard=0.5, compact=True, chunk_rows=4)),
+        Case("compact-none", dict(**_heads(9, 16, 24, 40), target=targets(9, 40), compact=True, chunk_rows=4, reduction="none")),
+        Case("fp32-logits", dict(**_heads(9, 16, 24, 40), target=targets(9, 40), weight_hard=0.5, fp32_logits=True, chunk_rows=4)),
+        Case("teacher-logits", dict(x=T((7, 16)), w=T((40, 16)), teacher_logits=T((7, 40), grad=False), target=targets(7, 40), kind="tvd", chunk_rows=3)),
+        Case("probs", dict(x=T((7, 16)), w=T((65, 16)), teacher_probs=T((7, 65), probs, grad=False), target=targets(7, 65), kind="forward_kl", chunk_rows=3)),
+        Case("probs-hard", dict(x=T((9, 16)), w=T((40, 16)), bias=T((40,)), teacher_probs=T((9, 40), probs, grad=False, dtype=torch.float32),
+             target=targets(9, 40), kind="forward_kl", weight_hard=0.5, weight_soft=0.7, temperature=2.0, compact=True, chunk_rows=4)),
+        Case("probs-zero", dict(x=T((6, 16)), w=T((33, 16)), teacher_probs=T((6, 33), _sparse, grad=False), kind="forward_kl", reduction="none",
+             temperature=0.7, eps=0.02)),
+        Case("probs-two-blocks", dict(x=T((2, 8)), w=T((9001, 8)), teacher_probs=T((2, 9001), probs, grad=False), kind="forward_kl", reduction="sum")),
+        Case("fp32-teacher", dict(x=T((24, 16)), w=T((40, 16)), teacher_x=T((24, 8), grad=False, dtype=torch.float32),
+             teacher_w=T((40, 8), grad=False, dtype=torch.float32))),
+        Case("topk", dict(x=T((7, 16)), w=T((65, 16)), **_topk(7, 65, 5), kind="forward_kl", chunk_rows=3)),
+        Case("topk-hard", dict(x=T((7, 16)), w=T((65, 16)), target=targets(7, 65), **_topk(7, 65, 6), kind="forward_kl", weight_hard=0.5, temperature=1.5)),
+        Case("topk-no-tail", dict(x=T((7, 16)), w=T((65, 16)), bias=T((65,)), target=targets(7, 65), **_topk(7, 65, 6), kind="forward_kl",
+             tail=False, weight_hard=0.5)),
+        Case("topk-all", dict(x=T((4, 16)), w=T((9, 16)), **_topk(4, 9, 9), kind="forward_kl", reduction="none")),
+        Case("all-ignored", dict(**_heads(3, 16, 8, 20), target=targets(3, 20, 1), weight_hard=0.5, reduction="sum")),
+        Case("two-blocks", dict(**_heads(2, 8, 4, 9001), target=targets(2, 9001, 5), weight_hard=0.5, temperature=2.0)),
+        Case("topk-two-blocks", dict(x=T((2, 8)), w=T((9001, 8)), target=targets(2, 9001, 5), **_topk(2, 9001, 33), kind="forward_kl", weight_hard=0.5)),
+        Case("llama3", dict(**_heads(1024, 2048, 4096, 128256, _small), target=targets(1024, 128256, 17), weight_hard=0.5, weight_soft=0.5), gpu=True),
+        *(
+            Case(name, dict(**_heads(4096, 2048, 4096, 128256, _small), **options), gpu=True, timed=True)
+            for name, options in (
+                ("llama3-jsd", {}),
+                ("llama3-forward-kl", dict(kind="forward_kl")),
+                ("llama3-hard", dict(target=targets(4096, 128256, 17), weight_hard=0.5, weight_soft=0.5)),
+            )
+        ),
+        Case("llama3-topk", dict(x=T((4096, 2048)), w=T((128256, 2048), _small), **_topk(4096, 128256, 64), kind="forward_kl"), gpu=True, timed=True),
+        Case("llama3-probs", dict(x=T((4096, 2048)), w=T((128256, 2048), _small), teacher_probs=T((4096, 128256), probs, grad=False), kind="forward_kl"),
+             gpu=True, timed=True),
+        Case("bad-width", dict(x=T((4, 8)), w=T((10, 6))), error="linear_divergence: w must have shape (V, 8), got (10, 6)"),
+        Case("no-teacher", dict(x=T((4, 8)), w=T((10, 8)), teacher_x=T((4, 8), grad=False)),
+             error="linear_divergence: the teacher must be teacher_x and teacher_w, or teacher_logits, or teacher_probs, or topk_log_probs and topk_indices, "
+             "got teacher_x"),
+        Case("bias-alone", dict(x=T((4, 8)), w=T((10, 8)), teacher_logits=T((4, 10), grad=False), teacher_bias=T((10,))),
+             error="linear_divergence: teacher_bias must be None without teacher_w, got (10,)"),
+        Case("bad-teacher", dict(**_heads(4, 8, 6, 10) | dict(teacher_w=T((11, 6), grad=False))),
+             error="linear_divergence: teacher_w must have shape (10, 6), got (11, 6)"),
+        Case("teacher-gradient", dict(**_heads(4, 8, 6, 10) | dict(teacher_x=T((4, 6)))),
+             error="linear_divergence: teacher_x must not require a gradient (there is none for the teacher: detach it), got one that does"),
+        Case("no-target", dict(**_heads(4, 8, 6, 10), weight_hard=0.5), error="linear_divergence: target must be given for a hard loss, got None"),
+        Case("bad-kind", dict(**_heads(4, 8, 6, 10), kind="kl"),
+             error="linear_divergence: kind must be one of ('jsd', 'forward_kl', 'reverse_kl', 'tvd', 'cosine'), got 'kl'"),
+        Case("topk-kind", dict(x=T((4, 8)), w=T((10, 8)), **_topk(4, 10, 2)),
+             error="linear_divergence: kind must be 'forward_kl' for a top-k teacher, got 'jsd'"),
+        Case("probs-kind", dict(x=T((4, 8)), w=T((10, 8)), teacher_probs=T((4, 10), grad=False)),
+             error="linear_divergence: kind must be 'forward_kl' for a teacher's probabilities, got 'jsd'"),
+        Case("bad-eps", dict(x=T((4, 8)), w=T((10, 8)), teacher_probs=T((4, 10), grad=False), kind="forward_kl", eps=-1.0),
+             error="linear_divergence: eps must not be negative, got -1.0"),
+        Case("bad-beta", dict(**_heads(4, 8, 6, 10), beta=2.0), error="linear_divergence: beta must be between 0 and 1, got 2.0"),
+        Case("cold", dict(**_heads(4, 8, 6, 10), temperature=0.0), error="linear_divergence: temperature must be positive, got 0.0"),
+        Case("bad-target", dict(**_heads(4, 8, 6, 10), target=targets(5, 10)), error="linear_divergence: target must have shape (4,), got (5,)"),
+    ],
+    cost=_cost,
+    rivals={"torch": _torch, "upstream": _upstream},
+)  # fmt: skip
+def linear_divergence(
+    x: Tensor,
+    w: Tensor,
+    teacher_x: Tensor | None = None,
+    teacher_w: Tensor | None = None,
+    target: Tensor | None = None,
+    bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    *,
+    teacher_logits: Tensor | None = None,
+    teacher_probs: Tensor | None = None,
+    topk_log_probs: Tensor | None = None,
+    topk_indices: Tensor | None = None,
+    kind: str = "jsd",
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    weight_hard: float = 0.0,
+    weight_soft: float = 1.0,
+    tail: bool = True,
+    eps: float = 1e-10,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    parts: bool = False,
+    num_items: Tensor | float | None = None,
+    compact: bool | Kept = False,
+    accum_dtype: torch.dtype | None = None,
+    chunk_rows: int | None = None,
+    fp32_logits: bool = False,
+) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    """``weight_hard`` times the cross entropy of a student's head and ``weight_soft`` times its divergence from a teacher's, in chunks of tokens.
+
+    x (M, H), w (V, H), bias (V,), target (M,) int64 (without it all rows count, and there is no hard loss). The teacher: teacher_x (M, G), teacher_w (V, G)
+    and teacher_bias (V,); or teacher_logits (M, V); or, of kind "forward_kl", teacher_probs (M, V), or topk_log_probs and topk_indices (M, K): those are
+    log-probabilities at this ``temperature`` of distinct tokens, and an index outside [0, V) counts as none. The teacher is constant: hidden states, logits
+    and probabilities that require a gradient are refused, a weight that does gets none. Student's and teacher's tensors are promoted to one dtype each,
+    under autocast to its dtype.
+
+    Returns the fp32 loss: "mean" over the rows whose target is not ``ignore_index`` (none: NaN) or divided by ``num_items``, "sum", or (M,) for "none"; with
+    ``parts`` also the soft and the hard loss, not weighted and without gradient. The other options are those of ``linear_cross_entropy``.
+    """
+    name = "linear_divergence"
+    check_head(name, x, w, bias, chunk_rows)
+    M, V = x.shape[0], w.shape[0]
+    teacher = dict(teacher_x=teacher_x, teacher_w=teacher_w, teacher_logits=teacher_logits, teacher_probs=teacher_probs, topk_log_probs=topk_log_probs,
+                   topk_indices=topk_indices)  # fmt: skip
+    given = tuple(n for n, t in teacher.items() if t is not None)
+    if given not in (("teacher_x", "teacher_w"), ("teacher_logits",), ("teacher_probs",), ("topk_log_probs", "topk_indices")):
+        raise ValueError(
+            f"{name}: the teacher must be teacher_x and teacher_w, or teacher_logits, or teacher_probs, or topk_log_probs and topk_indices, "
+            f"got {' and '.join(given) or None}"
+        )
+    if teacher_bias is not None and teacher_x is None:
+        raise ValueError(f"{name}: teacher_bias must be None without teacher_w, got {tuple(teacher_bias.shape)}")
+    check_teacher(name, M, V, **teacher, teacher_bias=teacher_bias)
+    if kind not in KINDS:
+        raise ValueError(f"{name}: kind must be one of {KINDS}, got {kind!r}")
+    if topk_indices is not None and kind != "forward_kl":
+        raise ValueError(f"{name}: kind must be 'forward_kl' for a top-k teacher, got {kind!r}")
+    if teacher_probs is not None and kind != "forward_kl":
+        raise ValueError(f"{name}: kind must be 'forward_kl' for a teacher's probabilities, got {kind!r}")
+    if eps < 0:
+        raise ValueError(f"{name}: eps must not be negative, got {eps}")
+    if not 0 <= beta <= 1:
+        raise ValueError(f"{name}: beta must be between 0 and 1, got {beta}")
+    if not temperature > 0:
+        raise ValueError(f"{name}: temperature must be positive, got {temperature}")
+    if target is None and weight_hard:
+        raise ValueError(f"{name}: target must be given for a hard loss, got None")
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"{name}: reduction must be one of {REDUCTIONS}, got {reduction!r}")
+    if target is not None:
+        check(name, (M, V), target, None, reduction, ignore_index)
+    x, w, bias = promoted(x, w, bias)
+    if teacher_x is not None and teacher_w is not None:
+        teacher_x, teacher_w, teacher_bias = (None if t is None else t.detach() for t in promoted(teacher_x, teacher_w, teacher_bias))
+    if teacher_probs is not None:
+        kind, teacher_logits = "kl", teacher_probs  # they travel as logits do
+    s = Distillation(kind, beta, temperature, weight_hard, weight_soft, tail, ignore_index, reduction, eps)
+    need = tuple(t is not None and t.requires_grad and torch.is_grad_enabled() for t in (x, w, bias))
+    kept = None if target is None else kept_rows(compact, target, ignore_index)
+    tensors = (x, w, bias, teacher_x, teacher_w, teacher_bias, teacher_logits, topk_log_probs, topk_indices, target, kept)
+    out = LinearDivergenceFunction.apply(*tensors, items(num_items, x), s, Options(need, accum_dtype, chunk_rows, fp32_logits))
+    return out if parts else out[0]

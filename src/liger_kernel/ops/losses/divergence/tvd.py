@@ -1,0 +1,85 @@
+"""Total variation distance of two distributions given by their probabilities: ``sum |p - q| / 2`` (as in f-distillation, arXiv:2307.15190).
+
+Shapes: p and q (..., V), shift_labels (...).  Its gradient to p is 1/2 where p > q, -1/2 where p < q and 0 where they are equal; to q the opposite.
+Rows whose label is ``ignore_index`` have loss and gradient 0; "mean" and "batchmean" count the others (0 of them: NaN).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from liger_kernel.ops._core.operator import Case, Cost, T, once_differentiable, op
+from liger_kernel.ops.losses.cross_entropy import targets
+from liger_kernel.ops.losses.divergence import by_element
+from liger_kernel.ops.losses.divergence.by_element import counted, elements, probs
+
+REDUCTIONS = ("none", "sum", "mean", "batchmean")
+
+
+def _count(p: Tensor, shift_labels: Tensor | None, ignore_index: int, reduction: str) -> Tensor | None:
+    """What the sum is divided by."""
+    rows = counted(p, shift_labels, ignore_index)
+    return {"mean": rows * p.shape[-1], "batchmean": rows}.get(reduction)
+
+
+def reference(p: Tensor, q: Tensor, shift_labels: Tensor | None = None, *, reduction: str = "batchmean", ignore_index: int = -100) -> Tensor:
+    loss = by_element.masked(elements(p, q, "tvd"), shift_labels, ignore_index)
+    if reduction == "none":
+        return loss.to(torch.promote_types(p.dtype, q.dtype))
+    return loss.sum() if reduction == "sum" else loss.sum() / _count(p, shift_labels, ignore_index, reduction)
+
+
+class LigerTVDLossFunction(torch.autograd.Function):
+    """``apply(p, q, shift_labels=None, reduction="batchmean", ignore_index=-100)``."""
+
+    @staticmethod
+    def forward(ctx, p, q, shift_labels=None, reduction="batchmean", ignore_index=-100):
+        norm = _count(p, shift_labels, ignore_index, reduction)
+        return by_element.forward(ctx, p, q, shift_labels, norm, "elements" if reduction == "none" else "sum", "tvd", 0.5, 0.0, ignore_index)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g):
+        return *by_element.backward(ctx, g), None, None, None
+
+
+@op(
+    reference=reference,
+    cases=[
+        Case("batchmean", dict(p=T((9, 130), probs), q=T((9, 130), probs))),
+        Case("labels", dict(p=T((7, 61), probs), q=T((7, 61), probs), shift_labels=targets(7, 61))),
+        Case("mean", dict(p=T((6, 99), probs), q=T((6, 99), probs), shift_labels=targets(6, 99), reduction="mean")),
+        Case("none", dict(p=T((7, 64), probs), q=T((7, 64), probs), shift_labels=targets(7, 64), reduction="none")),
+        Case("sum-3d", dict(p=T((2, 3, 65), probs), q=T((2, 3, 65), probs), reduction="sum")),
+        Case("fp32-teacher", dict(p=T((5, 70), probs), q=T((5, 70), probs, dtype=torch.float32))),
+        Case("all-ignored", dict(p=T((3, 20), probs), q=T((3, 20), probs), shift_labels=targets(3, 20, 1), reduction="sum")),
+        Case("three-blocks", dict(p=T((2, 9001), probs), q=T((2, 9001), probs), shift_labels=targets(2, 9001, 5))),
+        *(
+            Case(name, dict(p=T((4096, V), probs), q=T((4096, V), probs, grad=False)), gpu=True, timed=True)
+            for name, V in (("llama3", 128256), ("llama2", 32000))
+        ),
+        Case("bad-shape", dict(p=T((3, 5)), q=T((3, 4))), error="tvd: q must have shape (3, 5), got (3, 4)"),
+        Case("bad-labels", dict(p=T((3, 5)), q=T((3, 5)), shift_labels=targets(4, 5)), error="tvd: shift_labels must have shape (3,), got (4,)"),
+        Case("bad-reduction", dict(p=T((3, 5)), q=T((3, 5)), reduction="avg"),
+             error="tvd: reduction must be one of ('none', 'sum', 'mean', 'batchmean'), got 'avg'"),
+    ],
+    cost=lambda p, q, shift_labels=None, *, reduction="batchmean", **_: Cost(
+        *by_element.moved(p, q, reduction == "none"), flops=(3 * p.numel(), 3 * p.numel())),
+    rivals={
+        "upstream": lambda functional, p, q, shift_labels=None, *, reduction="batchmean", ignore_index=-100: functional.liger_tvd(
+            p, q, shift_labels, reduction, ignore_index
+        )
+    },
+    sweeps={"vocabulary": ((16384, 32768, 65536, 131072), lambda v: dict(p=T((4096, v), probs), q=T((4096, v), probs, grad=False)))},
+)  # fmt: skip
+def tvd(p: Tensor, q: Tensor, shift_labels: Tensor | None = None, *, reduction: str = "batchmean", ignore_index: int = -100) -> Tensor:
+    """Total variation distance of probabilities p and q (..., V).
+
+    Returns 0-dim fp32: the sum, or that over the number of rows whose label is not ``ignore_index`` ("batchmean"), or over that of their elements
+    ("mean"); "none": a tensor of p's shape. Both arguments get gradients.
+    """
+    by_element.check("tvd", {"p": p, "q": q}, shift_labels, reduction, REDUCTIONS)
+    if not by_element.served(p, q):
+        return reference(p, q, shift_labels, reduction=reduction, ignore_index=ignore_index)
+    return LigerTVDLossFunction.apply(*by_element.without_graph(p, q), shift_labels, reduction, ignore_index)

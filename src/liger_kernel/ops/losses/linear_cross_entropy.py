@@ -1,0 +1,396 @@
+"""Cross entropy of ``x w^T + bias`` without ever holding the logits: a loop over chunks of tokens.
+
+Shapes: x (M, H), w (V, H), bias (V,), target (M,). The loss is that of ``cross_entropy`` (formula there) on the logits.
+
+Each chunk: logits by one GEMM into a reused buffer, the row kernel, which leaves their gradient in that buffer, and one GEMM each for dx and
+dw, all in the forward, where w is sure to be there (ZeRO-3 and FSDP gather it for that time); the backward only multiplies by the upstream
+gradient. That is 6 M H V floating-point operations. With ``reduction="none"`` the upstream gradient is a vector, known only in the backward: it
+takes the logits from the forward if one chunk held all, else it computes them again (8 M H V).
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_kernel.ops._core.impl import only_ours
+from liger_kernel.ops._core.operator import Case, Cost, T, acc, launcher, nbytes, on_gpu, once_differentiable, op, rows_of, tracing
+from liger_kernel.ops._core.reduce import divided, scaled
+from liger_kernel.ops.losses.chunks import Kept, add_mm, auto_chunk_rows, chunk_gradients, values
+from liger_kernel.ops.losses.cross_entropy import LOSS_SCHEMA, Loss, Rows, check, items, normaliser, plain, positive, published, row_kernel, targets
+from liger_kernel.ops.losses.cross_entropy import reference as cross_entropy_reference
+
+
+def reference(
+    x: Tensor,
+    w: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    class_weight: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    token_scaling: bool = False,
+    stats: bool = False,
+    num_items: Tensor | float | None = None,
+    compact: bool | Kept = False,
+    accum_dtype: torch.dtype | None = None,
+    chunk_rows: int | None = None,
+    fp32_logits: bool = False,
+    dw_into: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    numbers = (ignore_index, reduction, label_smoothing, z_loss, logit_scale, softcap, token_scaling, stats)
+    return cross_entropy_reference(F.linear(x, w, bias), target, class_weight, num_items=num_items, **dict(zip(Loss.__dataclass_fields__, numbers)))
+
+
+_IN = f"Tensor x, Tensor w, Tensor target, Tensor? bias, Tensor? class_weight, Tensor? kept, {LOSS_SCHEMA}, bool fp32_logits"
+_CHUNKS = "ScalarType? accum_dtype, int? chunk_rows, bool need_dx, bool need_dw, bool need_db"
+_OUT = "Tensor loss, Tensor z_loss, Tensor predicted, Tensor entropy, Tensor mean, Tensor lse, Tensor? norm"
+_N = len(Loss.__dataclass_fields__)
+
+
+def _launcher_without_into(schema: str):
+    """``launcher``, but what adds to ``dw_into`` runs as plain Python: a registered operator cannot both return and write."""
+
+    def register(fn):
+        registered = launcher(schema)(fn)
+
+        @functools.wraps(fn)
+        def call(*args, dw_into=None):
+            return registered(*args) if dw_into is None else fn(*args, dw_into=dw_into)
+
+        return call
+
+    return register
+
+
+def _divides_later(x: Tensor, dw_into: Tensor | None) -> bool:
+    """fp16 gradients of a mean over many tokens would underflow before a loss scaler reaches them: the backward divides, if they are not in a buffer then."""
+    return x.dtype == torch.float16 and dw_into is None
+
+
+def _of(t: Tensor | None, kept: Tensor | None) -> Tensor | None:
+    return t if t is None or kept is None else t.index_select(0, kept)
+
+
+def _results(out: Rows, norm: Tensor | None, s: Loss, kept: Tensor | None, M: int) -> tuple[Tensor | None, ...]:
+    """What ``_OUT`` names; lse of the ``kept`` rows alone."""
+    every = out if kept is None or not (s.reduction == "none" or s.stats or s.mean) else out.among(kept, M)
+    return *every.reduced(norm, s.reduction), every.predicted, every.entropy, every.mean, out.lse, norm
+
+
+@_launcher_without_into(f"({_IN}, {_CHUNKS}, Tensor? num_items) -> ({_OUT}, Tensor dx, Tensor dw, Tensor db)")
+def linear_cross_entropy_fwd(x, w, target, bias, class_weight, kept, *rest, dw_into=None):
+    """Chunk by chunk, gradients included."""
+    s, (fp32_logits, accum_dtype, chunk_rows, *need, num_items) = Loss(*rest[:_N]), rest[_N:]
+    norm, y, out = normaliser(target, class_weight, s, num_items), _of(target, kept), Rows.empty(_of(target, kept), s, acc(x.dtype))
+    divisor = None if _divides_later(x, dw_into) else norm
+
+    def body(z: Tensor, rows: slice, dz: Tensor | None) -> None:
+        row_kernel(z, y[rows], s, class_weight=class_weight, bias=bias, out=out[rows], dz=dz, norm=divisor)
+
+    grads = chunk_gradients(x, w, body, need=tuple(need), chunk_rows=chunk_rows, accum_dtype=accum_dtype, kept=kept, fp32_logits=fp32_logits,
+                            dw_into=dw_into)  # fmt: skip
+    return *_results(out, norm, s, kept, x.shape[0]), *grads
+
+
+@_launcher_without_into(f"(Tensor g, Tensor g_entropy, Tensor lse, Tensor entropy, {_IN}, {_CHUNKS}) -> (Tensor dx, Tensor dw, Tensor db)")
+def linear_cross_entropy_bwd(g, g_entropy, lse, entropy, x, w, target, bias, class_weight, kept, *rest, dw_into=None):
+    """The chunks again, for per-token upstream gradients."""
+    s, (fp32_logits, accum_dtype, chunk_rows, *need) = Loss(*rest[:_N]), rest[_N:]
+    y, g = _of(target, kept), _of(g, kept)
+    ge, h = (_of(g_entropy, kept), _of(entropy, kept)) if s.entropy else (None, None)
+
+    def body(z: Tensor, rows: slice, dz: Tensor | None) -> None:
+        row_kernel(z, y[rows], s, class_weight=class_weight, bias=bias, dz=dz, g=g[rows], lse=lse[rows],
+                   g_entropy=None if ge is None else ge[rows], entropy=None if h is None else h[rows])  # fmt: skip
+
+    return chunk_gradients(x, w, body, need=tuple(need), chunk_rows=chunk_rows, accum_dtype=accum_dtype, kept=kept, fp32_logits=fp32_logits, dw_into=dw_into)
+
+
+@launcher(f"({_IN}) -> ({_OUT}, Tensor z)")
+def linear_cross_entropy_one_fwd(x, w, target, bias, class_weight, kept, *rest):
+    """One chunk, whose logits stay: for per-token upstream gradients."""
+    s, (fp32_logits,) = Loss(*rest[:_N]), rest[_N:]
+    y, x_k = _of(target, kept), _of(x, kept)
+    out, z = Rows.empty(y, s, acc(x.dtype)), x.new_empty(x_k.shape[0], w.shape[0], dtype=acc(x.dtype) if fp32_logits else x.dtype)
+    if not tracing(x):
+        add_mm(z, x_k, w.t(), first=True)
+        row_kernel(z, y, s, class_weight=class_weight, bias=bias, out=out)
+    return *_results(out, None, s, kept, x.shape[0]), z
+
+
+@_launcher_without_into(
+    f"(Tensor g, Tensor g_entropy, Tensor z, Tensor lse, Tensor entropy, {_IN}, bool need_dx, bool need_dw, bool need_db) -> (Tensor dx, Tensor dw, Tensor db)"
+)
+def linear_cross_entropy_one_bwd(g, g_entropy, z, lse, entropy, x, w, target, bias, class_weight, kept, *rest, dw_into=None):
+    s, (_, need_dx, need_dw, need_db) = Loss(*rest[:_N]), rest[_N:]
+    x_k, dz = _of(x, kept), z.new_empty(z.shape, dtype=x.dtype)
+    ge, h = (_of(g_entropy, kept), _of(entropy, kept)) if s.entropy else (None, None)
+    row_kernel(z, _of(target, kept), s, class_weight=class_weight, bias=bias, dz=dz, g=_of(g, kept), lse=lse, g_entropy=ge, entropy=h)
+    dx, dw, db = x.new_empty(0), w.new_empty(0), x.new_empty(0)
+    if need_dx:
+        dx = torch.mm(dz, w)
+        dx = dx if kept is None else torch.zeros_like(x).index_copy_(0, kept, dx)
+    if need_dw and dw_into is None:
+        dw = torch.mm(dz.t(), x_k)
+    elif need_dw:
+        add_mm(dw_into, dz.t(), x_k, first=False)
+    if need_db:
+        db = dz.sum(0, dtype=acc(dz.dtype))
+    return dx, dw, db
+
+
+@dataclass(frozen=True)
+class Options:
+    """How the loop goes, beside what the loss is."""
+
+    need: tuple[bool, bool, bool]
+    accum_dtype: torch.dtype | None = None
+    chunk_rows: int | None = None
+    fp32_logits: bool = False
+    dw_into: Tensor | None = None
+
+
+class LinearCrossEntropyFunction(torch.autograd.Function):
+    """``apply(x, w, target, bias, class_weight, num_items, kept, Loss, Options)`` -> loss, z-loss, predicted classes, entropy, mean logit."""
+
+    @staticmethod
+    def forward(ctx, x, w, target, bias, class_weight, num_items, kept, s, o):
+        x, numbers = rows_of(x), values(s)
+        M = x.shape[0] if kept is None else kept.shape[0]
+        ctx.s, ctx.o = s, o
+        fits = 0 < M <= (o.chunk_rows or auto_chunk_rows(M, w.shape[0], w.shape[1], x.itemsize, on_gpu(x))) and any(o.need)
+        ctx.kind = "done" if s.reduction != "none" else "one" if fits else "again"
+        inputs = (x, w, target, bias, class_weight, kept, *numbers, o.fp32_logits)
+        if ctx.kind == "one":
+            *found, lse, _, z = linear_cross_entropy_one_fwd(*inputs)
+            ctx.save_for_backward(z, lse, found[3], *inputs[:6])
+        else:
+            need = (False, False, False) if ctx.kind == "again" else o.need
+            into = o.dw_into if need[1] else None
+            *found, lse, norm, dx, dw, db = linear_cross_entropy_fwd(*inputs, o.accum_dtype, o.chunk_rows, *need, num_items, dw_into=into)
+            ctx.save_for_backward(*((lse, found[3], *inputs[:6]) if ctx.kind == "again" else (dx, dw, db, norm if _divides_later(x, into) else None)))
+        loss, z_loss, predicted, entropy, mean = found
+        ctx.mark_non_differentiable(z_loss, predicted, mean, *(() if s.reduction == "none" and s.entropy else (entropy,)))
+        return loss, z_loss, predicted, entropy, mean
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g, _z, _p, g_entropy, _m):
+        o = ctx.o
+        into = o.dw_into if o.need[1] else None
+        if ctx.kind == "done":
+            *grads, norm = ctx.saved_tensors
+            grads = scaled(tuple(grads), divided(g, norm))
+            if into is not None:
+                _only_one_(into, g)
+        else:
+            first = (g.contiguous(), g_entropy.contiguous(), *ctx.saved_tensors, *values(ctx.s), o.fp32_logits)
+            if ctx.kind == "one":
+                grads = linear_cross_entropy_one_bwd(*first, *o.need, dw_into=into)
+            else:
+                grads = linear_cross_entropy_bwd(*first, o.accum_dtype, o.chunk_rows, *o.need, dw_into=into)
+        dx, dw, db = (grad if need else None for grad, need in zip(grads, o.need))
+        dw = None if o.dw_into is not None else dw
+        return dx, dw, None, db, *(None,) * 5
+
+
+def _only_one_(total: Tensor, g: Tensor) -> None:
+    """``total`` has had a gradient added for an upstream gradient of 1: if it was another, NaN tells."""
+    total.view(-1)[0].add_(torch.where(g == 1, 0.0, float("nan")).to(total.dtype))
+
+
+def _small(*shape: int, dtype: torch.dtype) -> Tensor:
+    return 0.02 * torch.randn(*shape, dtype=dtype)
+
+
+def _cost(x, w, target, bias=None, class_weight=None, *, ignore_index=-100, compact=False, **_) -> Cost:
+    (M, H), V = x.shape, w.shape[0]
+    M = int((target != ignore_index).sum()) if compact else M
+    return Cost(nbytes(x, w, target, bias, class_weight), nbytes(x, w, bias), gemms=([(M, V, H)], [(M, H, V), (V, H, M)]))
+
+
+OURS = ("compact", "accum_dtype", "chunk_rows", "fp32_logits", "dw_into")
+
+
+def _torch(x, w, target, bias=None, class_weight=None, *, ignore_index=-100, reduction="mean", label_smoothing=0.0, **options):
+    plain({k: v for k, v in options.items() if k not in OURS} | dict(class_weight=class_weight))
+    options = dict(ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
+    if hasattr(F, "linear_cross_entropy"):
+        return F.linear_cross_entropy(x, w, target, linear_bias=bias, **options)
+    return F.cross_entropy(F.linear(x, w, bias).float(), target, **options)
+
+
+def _upstream(
+    functional, x, w, target, bias=None, class_weight=None, *, z_loss=0.0, logit_scale=1.0, token_scaling=False, stats=False, num_items=None, **options
+):
+    plain(dict(logit_scale=logit_scale, stats=stats, num_items=num_items))
+    options = {k: v for k, v in options.items() if k == "accum_dtype" or k not in OURS}
+    return functional.liger_fused_linear_cross_entropy(x, w, target, bias, class_weight, lse_square_scale=z_loss, use_token_scaling=token_scaling, **options)
+
+
+def _cce(cce, x, w, target, bias=None, class_weight=None, *, ignore_index=-100, reduction="mean", softcap=None, **options):
+    plain({k: v for k, v in options.items() if k not in OURS} | dict(class_weight=class_weight, bias=bias))
+    return cce.linear_cross_entropy(x, w, target, ignore_index=ignore_index, softcap=softcap, reduction=reduction)
+
+
+@op(
+    reference=reference,
+    cases=[
+        Case("mean", dict(x=T((9, 32)), w=T((65, 32)), target=targets(9, 65), chunk_rows=4)),
+        Case("one-chunk", dict(x=T((9, 32)), w=T((65, 32)), target=targets(9, 65))),
+        Case("one-chunk-none", dict(x=T((9, 32)), w=T((65, 32)), target=targets(9, 65), bias=T((65,)), reduction="none")),
+        Case("sum-chunks", dict(x=T((11, 16)), w=T((37, 16)), target=targets(11, 37), reduction="sum", chunk_rows=4)),
+        Case("none", dict(x=T((7, 16)), w=T((40, 16)), target=targets(7, 40), reduction="none", chunk_rows=3, stats=True)),
+        Case("bias", dict(x=T((7, 16)), w=T((40, 16)), target=targets(7, 40), bias=T((40,)), chunk_rows=3)),
+        Case("gemma2", dict(x=T((6, 16)), w=T((50, 16)), target=targets(6, 50), softcap=2.0, stats=True)),
+        Case("granite", dict(x=T((6, 16)), w=T((50, 16)), target=targets(6, 50), logit_scale=0.125)),
+        Case("everything", dict(x=T((8, 16)), w=T((50, 16)), target=targets(8, 50), bias=T((50,)), class_weight=T((50,), positive, grad=False),
+             label_smoothing=0.1, z_loss=1e-2, logit_scale=0.5, softcap=3.0, chunk_rows=5)),
+        Case("dft", dict(x=T((6, 16)), w=T((50, 16)), target=targets(6, 50), token_scaling=True, logit_scale=0.25)),
+        Case("fp32-sums", dict(x=T((12, 16)), w=T((50, 16)), target=targets(12, 50), accum_dtype=torch.float32, chunk_rows=3)),
+        Case("many-chunks", dict(x=T((20, 16)), w=T((30, 16)), target=targets(20, 30, 7), chunk_rows=2)),
+        Case("compact", dict(x=T((9, 16)), w=T((40, 16)), target=targets(9, 40), bias=T((40,)), compact=True, chunk_rows=4, stats=True)),
+        Case("compact-none", dict(x=T((9, 16)), w=T((40, 16)), target=targets(9, 40), compact=True, chunk_rows=4, reduction="none")),
+        Case("compact-one-none", dict(x=T((9, 16)), w=T((40, 16)), target=targets(9, 40), compact=True, reduction="none", z_loss=1e-2)),
+        Case("fp32-logits", dict(x=T((9, 16)), w=T((40, 16)), target=targets(9, 40), fp32_logits=True, chunk_rows=4)),
+        Case("num-items", dict(x=T((9, 16)), w=T((40, 16)), target=targets(9, 40), num_items=21, chunk_rows=4)),
+        Case("all-ignored", dict(x=T((3, 16)), w=T((20, 16)), target=targets(3, 20, 1), reduction="sum")),
+        Case("llama-3.2-1b", dict(x=T((4096, 2048)), w=T((128256, 2048), lambda *s, dtype: 0.02 * torch.randn(*s, dtype=dtype)),
+             target=targets(4096, 128256, 17)), gpu=True),
+        *(
+            Case(name, dict(x=T((M, H)), w=T((V, H), _small), target=targets(M, V, 17)), gpu=True, timed=True)
+            for name, M, H, V in (
+                ("llama3-8b-2k", 2048, 4096, 128256),
+                ("llama3-8b-8k", 8192, 4096, 128256),
+                ("qwen2.5-1.5b", 8192, 2048, 151936),
+                ("gemma-7b", 4096, 3072, 256000),
+                ("llama2-7b", 16384, 4096, 32000),
+                ("gemma3-4b", 4096, 2560, 262208),
+            )
+        ),
+        Case("llama3-8b-2048", dict(x=T((8192, 4096)), w=T((128256, 4096), _small), target=targets(8192, 128256, 17), chunk_rows=2048), gpu=True, timed=True),
+        Case("llama3-8b-8k-masked", dict(x=T((8192, 4096)), w=T((128256, 4096), _small), target=targets(8192, 128256, 2), compact=True), gpu=True, timed=True),
+        Case("integers", dict(x=T((4, 8), dtype=torch.int64), w=T((10, 8)), target=targets(4, 10)),
+             error="linear_cross_entropy: x and w must be floating point, got torch.int64 and torch.float32"),
+        Case("bad-width", dict(x=T((4, 8)), w=T((10, 6)), target=targets(4, 10)), error="linear_cross_entropy: w must have shape (V, 8), got (10, 6)"),
+        Case("bad-bias", dict(x=T((4, 8)), w=T((10, 8)), target=targets(4, 10), bias=T((4,))),
+             error="linear_cross_entropy: bias must have shape (10,), got (4,)"),
+        Case("bad-target", dict(x=T((4, 8)), w=T((10, 8)), target=targets(5, 10)), error="linear_cross_entropy: target must have shape (4,), got (5,)"),
+        Case("3d", dict(x=T((2, 4, 8)), w=T((10, 8)), target=targets(8, 10)), error="linear_cross_entropy: x must have shape (M, H), got (2, 4, 8)"),
+    ],
+    cost=_cost,
+    rivals={"torch": _torch, "upstream": _upstream, "cce": _cce},
+    sweeps={
+        "tokens": ((1024, 2048, 4096, 8192), lambda m: dict(x=T((m, 4096)), w=T((128256, 4096), _small), target=targets(m, 128256, 17))),
+        "vocabulary": ((32768, 65536, 131072, 262144), lambda v: dict(x=T((4096, 2048)), w=T((v, 2048), _small), target=targets(4096, v, 17))),
+    },
+)  # fmt: skip
+def linear_cross_entropy(
+    x: Tensor,
+    w: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    class_weight: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    token_scaling: bool = False,
+    stats: bool = False,
+    num_items: Tensor | float | None = None,
+    compact: bool | Kept = False,
+    accum_dtype: torch.dtype | None = None,
+    chunk_rows: int | None = None,
+    fp32_logits: bool = False,
+    dw_into: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    """Cross entropy of ``x @ w.T + bias`` and class indices, in chunks of tokens; runs on any device.
+
+    x (M, H), w (V, H), target (M,) int64, bias (V,), class_weight (V,); x, w and bias are promoted to one dtype, under autocast to its dtype.
+    Returns like ``cross_entropy``; ``num_items`` is what "mean" divides by instead of the number of tokens that count.
+
+    compact: leave ignored tokens out of all products. True waits once for their number; a ``Kept(target, ignore_index)`` made when the labels came
+    does not. ``chunk_rows`` tokens a chunk (default: ``auto_chunk_rows``). dw is summed over chunks in ``accum_dtype`` (default: fp32 in fp16 and
+    beyond 5 or 6 chunks, else w's dtype), or straight into ``dw_into`` (V, H), a ``w.grad`` or ``w.main_grad`` of any dtype: then w gets no
+    gradient of its own, and the upstream gradient of a reduced loss must be 1 (else ``dw_into`` becomes NaN), so that no loss scaler saves
+    small fp16 gradients of a mean from underflow. fp32_logits: logits are not rounded to x's dtype, for 6 bytes a logit of a chunk instead of 2.
+    """
+    check_head("linear_cross_entropy", x, w, bias, chunk_rows)
+    if dw_into is not None and torch.compiler.is_compiling():
+        raise ValueError("linear_cross_entropy: dw_into must be None under torch.compile")
+    if dw_into is not None and (dw_into.shape != w.shape or not dw_into.is_contiguous()):
+        raise ValueError(f"linear_cross_entropy: dw_into must be contiguous, of shape {tuple(w.shape)}, got {tuple(dw_into.shape)}")
+    check("linear_cross_entropy", (x.shape[0], w.shape[0]), target, class_weight, reduction, ignore_index)
+    x, w, bias = promoted(x, w, bias)
+    numbers = (ignore_index, reduction, label_smoothing, z_loss, logit_scale, softcap, token_scaling, stats)
+    out = apply(x, w, target, bias, class_weight, Loss(*numbers), items(num_items, x), compact, accum_dtype, chunk_rows, fp32_logits, dw_into)
+    return out[:3] if stats else out[0]
+
+
+def check_head(name: str, x: Tensor, w: Tensor, bias: Tensor | None, chunk_rows: int | None) -> None:
+    """Refuse what a linear head cannot mean."""
+    if not (x.is_floating_point() and w.is_floating_point()):
+        raise ValueError(f"{name}: x and w must be floating point, got {x.dtype} and {w.dtype}")
+    if x.ndim != 2:
+        raise ValueError(f"{name}: x must have shape (M, H), got {tuple(x.shape)}")
+    if w.ndim != 2 or w.shape[1] != x.shape[1] or not w.shape[0]:
+        hint = "" if w.numel() else ": gather a sharded head before its loss"
+        raise ValueError(f"{name}: w must have shape (V, {x.shape[1]}), got {tuple(w.shape)}{hint}")
+    if bias is not None and bias.shape != w.shape[:1]:
+        raise ValueError(f"{name}: bias must have shape ({w.shape[0]},), got {tuple(bias.shape)}")
+    if chunk_rows is not None and chunk_rows < 1:
+        raise ValueError(f"{name}: chunk_rows must be positive, got {chunk_rows}")
+
+
+def promoted(x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """In one dtype; under autocast in its dtype, as ``F.linear`` has it."""
+    device = x.device.type
+    autocast = device != "meta" and torch.is_autocast_enabled(device) and torch.float64 not in (x.dtype, w.dtype)
+    dtype = torch.get_autocast_dtype(device) if autocast else torch.promote_types(x.dtype, w.dtype)
+    return x.to(dtype), w.to(dtype), bias if bias is None else bias.to(dtype)
+
+
+def kept_rows(compact: bool | Kept, target: Tensor, ignore_index: int) -> Tensor | None:
+    """Rows to compute, None for all."""
+    if compact is False or target.is_meta or torch.compiler.is_compiling() or (target.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return None
+    return (Kept(target, ignore_index) if compact is True else compact).rows()
+
+
+def apply(x, w, target, bias, class_weight, s: Loss, num_items, compact, accum_dtype, chunk_rows, fp32_logits, dw_into=None):
+    """``LinearCrossEntropyFunction`` of checked arguments."""
+    need = tuple(t is not None and t.requires_grad and torch.is_grad_enabled() for t in (x, w, bias))
+    kept = kept_rows(compact, target, s.ignore_index)
+    options = Options(need, accum_dtype, chunk_rows, fp32_logits, dw_into)
+    return LinearCrossEntropyFunction.apply(x, w, target, bias, class_weight, num_items, kept, s, options)
+
+
+class LigerFusedLinearCrossEntropyFunction:
+    """``apply(...)``: loss, z-loss, token accuracy and predicted classes, None where not asked for."""
+
+    @staticmethod
+    def apply(
+        _input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, ce_weight: Tensor | None = None, ignore_index: int = -100,
+        lse_square_scale: float = 0.0, label_smoothing: float = 0.0, reduction: str = "mean", softcap: float | None = None, return_z_loss: bool = False,
+        accum_dtype: torch.dtype | None = None, use_token_scaling: bool = False, return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
+        ce_impl: str | None = None, ce_mode: str | None = None, chunk_mem_const: float = 1,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        only_ours("fused_linear_cross_entropy", ce_impl, ce_mode)
+        asked = return_z_loss, return_token_accuracy, return_predicted_tokens
+        found = linear_cross_entropy(_input, weight, target, bias, ce_weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing,
+                                     z_loss=lse_square_scale, softcap=softcap, token_scaling=use_token_scaling, stats=any(asked),
+                                     accum_dtype=accum_dtype)  # fmt: skip
+        return published(found, target, ignore_index, *asked)

@@ -1,0 +1,227 @@
+"""Any loss of a linear head's log-probabilities, written as a few lines of PyTorch over tensors of [tokens], at the price of three GEMMs.
+
+Shapes: x (M, H), w (V, H), bias (V,), target (M,); the M = B * T rows are B groups (sequences, or pairs of them) of T consecutive tokens.
+
+``fn(tokens, first, last)`` gets the log-probabilities (and entropies) of groups ``first`` to ``last`` and returns what these add to the loss, a 0-dim
+tensor. Chunk by chunk: logits by one GEMM into a reused buffer, their log-probabilities, ``fn`` and autograd's gradient of it, from that the
+gradient of the logits in place (``linear_logprobs`` has the formula), and one GEMM each for dx and dw. The backward only multiplies by the upstream
+gradient. DPO without a reference model, in full:
+
+    def dpo(tokens, first, last):
+        chosen, rejected = tokens.logp.view(last - first, 2, -1).sum(-1).unbind(1)
+        return -F.logsigmoid(0.1 * (chosen - rejected)).sum() / pairs
+
+    loss, _ = linear_loss(dpo, x, w, target, group=2 * T)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from liger_kernel.ops._core.operator import acc, on_gpu, once_differentiable, rows_of
+from liger_kernel.ops._core.reduce import scaled
+from liger_kernel.ops.losses.chunks import Kept, auto_chunk_rows, chunk_gradients, chunks_of, values
+from liger_kernel.ops.losses.cross_entropy import Loss, Rows, check, row_kernel
+from liger_kernel.ops.losses.linear_cross_entropy import Options, check_head, linear_cross_entropy_bwd, linear_cross_entropy_fwd, promoted
+from liger_kernel.ops.losses.linear_cross_entropy import apply as nll
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What a loss may depend on, fp32 (groups, T) each, 0 where ignored: log-probabilities, entropies (None unless asked for) and, without gradient, the mean
+    of the logits and the most likely class."""
+
+    logp: Tensor
+    entropy: Tensor | None = None
+    mean_logit: Tensor | None = None
+    predicted: Tensor | None = None
+
+
+Fn = Callable[[Tokens, int, int], "Tensor | tuple[Tensor, tuple[Tensor, ...]]"]
+
+
+def linear_loss(
+    fn: Fn,
+    x: Tensor,
+    w: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    group: int = 1,
+    temperature: float = 1.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    ignore_index: int = -100,
+    entropy: bool = False,
+    mean_logit: bool = False,
+    predicted: bool = False,
+    whole: bool = False,
+    compact: bool | Kept | None = False,
+    accum_dtype: torch.dtype | None = None,
+    chunk_rows: int | None = None,
+    fp32_logits: bool = False,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The sum of ``fn`` over chunks, differentiable in x, w and bias, and what ``fn`` returned beside it.
+
+    x (M, H), w (V, H), target (M,), bias (V,), M a multiple of ``group``; groups are never divided. ``fn`` may return ``(loss, aux)``: tensors of one
+    or more dimensions are concatenated over chunks, 0-dim ones are summed; they get no gradient. ``fn`` is differentiated with respect to the
+    log-probabilities and entropies alone: other tensors that it uses get none. ``mean_logit``, ``predicted``: these, too. ``compact``, with
+    ``Kept(..., group=group)`` if not a bool, and the other options are those of ``linear_cross_entropy``.
+
+    With ``whole``, for groups of more than two chunks, and under ``torch.compile``, ``fn`` is called once, with all groups, and the logits are computed
+    twice, in chunks of any rows. Gradients are computed in the forward all the same (but under ``torch.compile``): w may be gathered for its duration.
+    """
+    if not temperature > 0:
+        raise ValueError(f"linear_loss: temperature must be positive, got {temperature}")
+    check_head("linear_loss", x, w, bias, chunk_rows)
+    (M, V), B = (x.shape[0], w.shape[0]), x.shape[0] // max(group, 1)
+    check("linear_loss", (M, V), target, None, "none", ignore_index)
+    if group < 1 or M % group:
+        raise ValueError(f"linear_loss: group must divide the {M} rows of x, got {group}")
+    x, w, bias = promoted(x, w, bias)
+    s = Loss(ignore_index=ignore_index, reduction="none", logit_scale=logit_scale / temperature, softcap=softcap, stats=predicted, entropy=entropy,
+             mean=mean_logit)  # fmt: skip
+    o = Options(tuple(t is not None and t.requires_grad and torch.is_grad_enabled() for t in (x, w, bias)), accum_dtype, chunk_rows, fp32_logits)
+    if torch.compiler.is_compiling() or B == 0:
+        losses, _, best, h, mean = nll(x, w, target, bias, None, s, None, False, accum_dtype, chunk_rows, fp32_logits)
+        loss, aux = _called(fn, B, group, s, -losses, h, mean, best)
+        return loss, tuple(a.detach() for a in aux)
+    kept = counted(target, ignore_index, group, compact) if compact else None
+    rows = o.chunk_rows or auto_chunk_rows(M, V, w.shape[1], x.itemsize, on_gpu(x))
+    loss, *aux = LinearLossFunction.apply(x, w, target, bias, fn, group, whole or group > 2 * rows, kept, s, o)
+    return loss, tuple(aux)
+
+
+def counted(target: Tensor, ignore_index: int, group: int, compact: bool | Kept = True) -> Kept | None:
+    """``compact`` for several losses of the same targets, which are then counted, and waited for, once; None where nobody may wait."""
+    if torch.compiler.is_compiling() or target.is_meta or not target.numel() or (target.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return None
+    return Kept(target, ignore_index, group) if compact is True else compact or None
+
+
+def _called(fn: Fn, B: int, group: int, s: Loss, *found: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """``fn`` of all groups at once: of log-probabilities, entropies, mean logits and most likely classes."""
+    asked = (True, s.entropy, s.mean, s.stats)
+    result = fn(Tokens(*(t.view(B, group) if wanted else None for t, wanted in zip(found, asked))), 0, B)  # type: ignore[arg-type]
+    return result if isinstance(result, tuple) else (result, ())
+
+
+class LinearLossFunction(torch.autograd.Function):
+    """``apply(x, w, target, bias, fn, group, whole, Kept or None, Loss, Options)`` -> loss, *aux."""
+
+    @staticmethod
+    def forward(ctx, x, w, target, bias, fn, group, whole, kept, s, o):
+        x = rows_of(x)
+        ctx.need, ctx.dtype = o.need, x.dtype
+        grads, up, loss, aux = (_whole if whole else _by_chunks)(x, w, target, bias, fn, group, kept, s, o)
+        ctx.save_for_backward(*grads, up)
+        ctx.mark_non_differentiable(*aux)
+        return loss, *aux
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g, *_):
+        *saved, up = ctx.saved_tensors
+        grads = scaled(tuple(saved), g if up is None else g / up)
+        dx, dw, db = (grad if need else None for grad, need in zip(grads, ctx.need))
+        dw, db = (None if d is None else d.to(ctx.dtype) for d in (dw, db))
+        return dx, dw, None, db, *(None,) * 6
+
+
+def _up(slopes: list[Tensor], target: Tensor, ignore_index: int) -> Tensor:
+    """The power of two that brings the largest slope to between a half and 1, on the device.
+
+    In fp16, gradients of a mean over many tokens would underflow before a loss scaler reaches them, those of a steep loss overflow: the backward divides.
+    """
+    largest = slopes[0].new_zeros(())
+    for t in slopes:
+        if t.numel():
+            largest = torch.maximum(largest, t.where(target != ignore_index, 0).abs().amax())
+    return torch.ldexp(torch.ones_like(largest), -torch.frexp(largest).exponent.clamp(-64, 126))
+
+
+def _whole(x, w, target, bias, fn, group, kept, s, o):
+    """Two sweeps: log-probabilities, then, once ``fn`` has seen them all, gradients. Returns these times ``_up``, that, the loss and what else there is."""
+    M, index = x.shape[0], None if kept is None else kept.rows()
+    inputs = (x, w, target, bias, None, index, *values(s), o.fp32_logits, o.accum_dtype, o.chunk_rows)
+    losses, _, predicted, h, mean, lse, *_ = linear_cross_entropy_fwd(*inputs, False, False, False, None)
+    leaves = [t.requires_grad_(any(o.need)) for t in (-losses, h)[: 1 + s.entropy]]
+    with torch.set_grad_enabled(any(o.need)):
+        loss, aux = _called(fn, M // group, group, s, leaves[0], leaves[-1], mean, predicted)
+    slopes = torch.autograd.grad(loss, leaves, allow_unused=True) if loss.requires_grad else (None,) * len(leaves)
+    slope, slope_h = (torch.zeros_like(losses) if g is None else g.detach() for g in (slopes[0], slopes[-1]))
+    grads, up = [x.new_empty(0)] * 3, None
+    if any(o.need):
+        if x.dtype == torch.float16:
+            up = _up([slope, slope_h], target, s.ignore_index)
+            slope, slope_h = slope * up, slope_h * up
+        grads = linear_cross_entropy_bwd(-slope, slope_h, lse, leaves[-1].detach(), *inputs, *o.need)
+    return grads, up, loss.detach(), [a.detach() for a in aux]
+
+
+def _by_chunks(x, w, target, bias, fn, group, kept, s, o):
+    """One sweep by chunks of whole groups; returns what ``_whole`` does. ``up`` is the least of the chunks' so far."""
+    M, V = x.shape[0], w.shape[0]
+    plan, index = _plan(M, V, group, x, w, kept, o.chunk_rows)
+    y = target if index is None else target.index_select(0, index)
+    loss, found, up = x.new_zeros((), dtype=acc(x.dtype)), [], None
+    of_rows = {rows.start: groups for groups, rows in plan}
+
+    def body(z: Tensor, rows: slice, dz: Tensor | None) -> Tensor | None:
+        nonlocal loss, up
+        first, last = of_rows[rows.start]
+        out = Rows.empty(y[rows], s, acc(x.dtype))
+        row_kernel(z, y[rows], s, bias=bias, out=out)
+        at = None if index is None else index[rows] - first * group
+        dense = lambda t, fill=0: t if at is None else t.new_full(((last - first) * group,), fill).index_copy_(0, at, t)
+        shaped = lambda t, fill=0: dense(t, fill).view(last - first, group)
+        logp, h = -shaped(out.loss), shaped(out.entropy) if s.entropy else None
+        stats = (shaped(out.mean) if s.mean else None, shaped(out.predicted, -1) if s.stats else None)
+        leaves = [t for t in (logp, h) if t is not None]
+        with torch.set_grad_enabled(dz is not None):
+            for t in leaves:
+                t.requires_grad_(dz is not None)
+            result = fn(Tokens(logp, h, *stats), first, last)
+            part, aux = result if isinstance(result, tuple) else (result, ())
+            grads: tuple[Tensor | None, ...] = (None,) * len(leaves)
+            if dz is not None and part.requires_grad:
+                grads = torch.autograd.grad(part, leaves, allow_unused=True)
+        loss = loss + part.detach()
+        found.append([a.detach() for a in aux])
+        if dz is None:
+            return None
+        picked = [torch.zeros_like(out.loss) if g is None else g.reshape(-1) if at is None else g.reshape(-1).index_select(0, at) for g in grads]
+        ratio = None
+        if x.dtype == torch.float16:
+            own = _up(picked, y[rows], s.ignore_index)
+            before, up = up, own if up is None else torch.minimum(up, own)
+            picked, ratio = [g * up for g in picked], None if before is None else up / before
+        more = dict(g_entropy=picked[1], entropy=out.entropy) if s.entropy else {}
+        row_kernel(z, y[rows], s, bias=bias, dz=dz, g=-picked[0], lse=out.lse, **more)
+        return ratio
+
+    grads = chunk_gradients(x, w, body, need=o.need, chunks=[rows for _, rows in plan], accum_dtype=o.accum_dtype, kept=index, fp32_logits=o.fp32_logits)
+    aux = [torch.cat(parts) if parts[0].ndim else torch.stack(parts).sum(0) for parts in zip(*found)]
+    return grads, up, loss, aux
+
+
+def _plan(M: int, V: int, group: int, x: Tensor, w: Tensor, kept: Kept | None, chunk_rows: int | None):
+    """Chunks of whole groups, [((first, last), rows)], and the numbers of the rows that they count among (None: all)."""
+    index = None if kept is None else kept.rows()
+    n = M if index is None else index.shape[0]
+    rows = chunk_rows or auto_chunk_rows(n, V, w.shape[1], x.itemsize, on_gpu(x))
+    if index is None:  # no more chunks than tokens alone would make
+        each = group * (-(-(M // group) // max(1, -(-n // rows))) if chunk_rows is None else max(1, rows // group))
+        return [((c.start // group, c.stop // group), c) for c in chunks_of(M, each)], None
+    plan, first, start, stop = [], 0, 0, 0
+    counts = kept.counts()  # type: ignore[union-attr]
+    for i, count in enumerate(counts):
+        if stop > start and stop - start + count > rows:
+            plan.append(((first, i), slice(start, stop)))
+            first, start = i, stop
+        stop += count
+    return [*plan, ((first, len(counts)), slice(start, stop))], index

@@ -1,0 +1,307 @@
+"""Vocabulary-parallel cross entropy of ``x w^T + bias`` without ever holding this rank's logits: a loop over chunks of tokens.
+
+Shapes: x (M, H), the same on all ranks; w (N, H), bias (N,) of this rank's classes; target (M,). The loss is that of ``vocab_parallel_cross_entropy``.
+
+Each chunk: logits by one GEMM, their row statistics, which all ranks gather, the gradient over the logits, and one GEMM each for dx and dw. The
+statistics of a chunk travel while the chunk before it computes its gradients, so that there are two buffers of logits. dx is a sum over ranks, taken
+in fp32 chunk by chunk, while the next one computes; dw and dbias need no other rank. With ``reduction="none"`` the backward computes the chunks again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_kernel.ops._core.operator import Case, Cost, T, acc, launcher, nbytes, on_gpu, once_differentiable, op, rows_of, tracing, use_kernels
+from liger_kernel.ops._core.reduce import divided, scaled
+from liger_kernel.ops._core.tl import cdiv
+from liger_kernel.ops.losses.chunks import add_mm, auto_chunk_rows, chunks_of, rounded_sums
+from liger_kernel.ops.losses.cross_entropy import check
+from liger_kernel.ops.losses.vocab_parallel.cross_entropy import (
+    PART_SCHEMA,
+    Part,
+    gathered,
+    labels,
+    merge,
+    of_slice,
+    part_of,
+    process_group,
+    row_grad,
+    row_stats,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class _SumGradients(torch.autograd.Function):
+    """The identity, whose gradient is summed over the ranks."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dx):
+        total = dx.to(acc(dx.dtype)).contiguous().clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total.to(dx.dtype), None
+
+
+def reference(
+    x: Tensor,
+    w: Tensor,
+    target: Tensor,
+    group: ProcessGroup | None = None,
+    bias: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    formula: str = "pytorch",
+    mode: str = "global",
+    z_loss: float = 0.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    sizes: Sequence[int] | None = None,
+    sum_dx: bool = True,
+    entropy: bool = False,
+    accum_dtype: torch.dtype | None = None,
+    chunk_rows: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    if sum_dx and group is not None and group.size() > 1:
+        x = _SumGradients.apply(x, group)
+    part = part_of("reference", w.shape[0], group, sizes, ignore_index, label_smoothing, formula, mode, z_loss, logit_scale, softcap, entropy)
+    loss, entropies = of_slice(F.linear(x, w, bias), target, Part(*part), reduction)
+    return loss if entropies is None else (loss, entropies)
+
+
+def _chunks(
+    x: Tensor, w: Tensor, target: Tensor, bias: Tensor | None, s: Part, *,
+    loss: Tensor | None, top: Tensor, total: Tensor, entropy: Tensor | None, norm: Tensor | None, g: Tensor | None, g_entropy: Tensor | None,
+    need: tuple[bool, ...], sum_dx: bool, accum_dtype: torch.dtype | None, chunk_rows: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The loop. Fills ``loss``, top, total and entropy (M,), or takes the others where there is no ``loss``.
+
+    Returns dx, dw and (in fp32) dbias, empty where not ``need``ed.
+    Sums over all tokens that are not scaled yet overflow in fp16, so that dw is fp32 there, too.
+    """
+    (M, H), N = x.shape, w.shape[0]
+    need_dx, need_dw, need_db = need
+    dw_dtype = acc(w.dtype) if w.dtype == torch.float16 else w.dtype
+    dx, dw = x.new_empty((M, H) if need_dx else 0), w.new_empty((N, H) if need_dw else 0, dtype=dw_dtype)
+    db = x.new_zeros(N if need_db else 0, dtype=torch.float32)
+    if tracing(x):
+        return dx, dw, db
+    group = process_group(s.group) if s.group else None
+    # every rank must make the same chunks, though slices may differ
+    widest = cdiv(s.V, group.size()) if group else N
+    step = max(1, min(M, chunk_rows or auto_chunk_rows(M, widest, H, x.itemsize, on_gpu(x))))
+    if accum_dtype is None:
+        accum_dtype = dw.dtype if M // step <= rounded_sums(M, widest) else acc(w.dtype)
+    dw_sum = dw if accum_dtype == dw.dtype or step >= M else dw.new_empty(dw.shape, dtype=accum_dtype)
+    if M == 0:
+        dw_sum.zero_()
+    buffers = [x.new_empty(step, N) for _ in range(2 if group and loss is not None and step < M else 1)]
+    waiting: list[tuple] = []  # chunks whose statistics travel
+    sums: list[tuple[Any, Tensor, slice]] = []  # chunks of dx that are being summed
+
+    def begin(rows: slice, buffer: Tensor) -> None:
+        z = torch.mm(x[rows], w.t(), out=buffer[: rows.stop - rows.start])
+        own = parts = sent = None
+        if loss is not None:
+            own = row_stats(z, target[rows], s, bias)
+            parts, sent = gathered(own, s.group, async_op=True)
+        waiting.append((rows, z, own, parts, sent))
+
+    def finish(rows: slice, z: Tensor, own: Tensor, parts: Tensor, sent: Any) -> None:
+        some = lambda t: None if t is None else t[rows]
+        if sent is not None:
+            sent.wait()
+        if loss is not None:
+            merge(parts, own, target[rows], s, N, loss[rows], top[rows], total[rows], some(entropy))
+        if any(need):
+            row_grad(z, target[rows], s, top[rows], total[rows], z, bias=bias, g=some(g), norm=norm, g_entropy=some(g_entropy), entropy=some(entropy))
+        if need_dx and group and sum_dx:
+            partial = x.new_empty(z.shape[0], H, dtype=torch.float32)
+            add_mm(partial, z, w, first=True)
+            sums.append((dist.all_reduce(partial, group=group, async_op=True), partial, rows))
+        elif need_dx:
+            torch.mm(z, w, out=dx[rows])
+        if need_dw:
+            add_mm(dw_sum, z.t(), x[rows], first=rows.start == 0)
+        if need_db:
+            db.add_(z.sum(0, dtype=db.dtype))
+        settle(1)
+
+    def settle(leave: int) -> None:
+        while len(sums) > leave:
+            sent, partial, rows = sums.pop(0)
+            sent.wait()
+            dx[rows].copy_(partial)
+
+    for i, rows in enumerate(chunks_of(M, step)):
+        begin(rows, buffers[i % len(buffers)])
+        if len(waiting) == len(buffers):
+            finish(*waiting.pop(0))
+    for chunk in waiting:
+        finish(*chunk)
+    settle(0)
+    return dx, dw if dw_sum is dw else dw.copy_(dw_sum), db
+
+
+_IN = f"Tensor x, Tensor w, Tensor target, Tensor? bias, {PART_SCHEMA}, bool sum_dx, ScalarType? accum_dtype, int? chunk_rows, bool need_dx, bool need_dw, bool need_db"  # noqa: E501
+_N = len(Part.__dataclass_fields__)
+
+
+@launcher(f"({_IN}, str reduction) -> (Tensor loss, Tensor entropy, Tensor top, Tensor total, Tensor? norm, Tensor dx, Tensor dw, Tensor db)")
+def vocab_parallel_linear_cross_entropy_fwd(x: Tensor, w: Tensor, target: Tensor, bias: Tensor | None, *numbers):
+    s, (sum_dx, accum_dtype, chunk_rows, *need, reduction) = Part(*numbers[:_N]), numbers[_N:]
+    loss, top, total = (x.new_empty(x.shape[0], dtype=torch.float32) for _ in range(3))
+    entropy = x.new_empty(x.shape[0] if s.entropy else 0, dtype=torch.float32)
+    norm = (target != s.ignore_index).sum().float() if reduction == "mean" else None
+    # fp16 gradients of a mean over many tokens would underflow before a loss scaler reaches them: the backward divides
+    dx, dw, db = _chunks(x, w, target, bias, s, loss=loss, top=top, total=total, entropy=entropy if s.entropy else None,
+                         norm=None if x.dtype == torch.float16 else norm, g=None, g_entropy=None, need=tuple(need), sum_dx=sum_dx, accum_dtype=accum_dtype,
+                         chunk_rows=chunk_rows)  # fmt: skip
+    if reduction != "none":
+        loss = loss.sum() if norm is None else loss.sum() / norm
+    return loss, entropy, top, total, norm, dx, dw, db
+
+
+@launcher(f"(Tensor g, Tensor? g_entropy, Tensor? entropy_of_rows, Tensor top, Tensor total, {_IN}) -> (Tensor dx, Tensor dw, Tensor db)")
+def vocab_parallel_linear_cross_entropy_bwd(
+    g: Tensor, g_entropy: Tensor | None, entropy: Tensor | None, top: Tensor, total: Tensor, x: Tensor, w: Tensor, target: Tensor, bias: Tensor | None, *numbers
+):
+    """The chunks again, for per-token upstream gradients g and g_entropy (M,)."""
+    s, (sum_dx, accum_dtype, chunk_rows, *need) = Part(*numbers[:_N]), numbers[_N:]
+    return _chunks(x, w, target, bias, s, loss=None, top=top, total=total, entropy=entropy, norm=None, g=g, g_entropy=g_entropy, need=tuple(need),
+                   sum_dx=sum_dx, accum_dtype=accum_dtype, chunk_rows=chunk_rows)  # fmt: skip
+
+
+class VocabParallelLinearCrossEntropyFunction(torch.autograd.Function):
+    """``apply(x, w, target, bias, need, reduction, *fields of Part, sum_dx, accum_dtype, chunk_rows)`` -> loss, with entropy if that is asked for."""
+
+    @staticmethod
+    def forward(ctx, x, w, target, bias, need, reduction, *numbers):
+        x, target, bias = rows_of(x), target.contiguous(), bias if bias is None else bias.contiguous()
+        ctx.need, ctx.numbers, ctx.dtype, ctx.recompute = need, numbers, x.dtype, reduction == "none"
+        now = (False, False, False) if ctx.recompute else need
+        loss, entropy, top, total, norm, dx, dw, db = vocab_parallel_linear_cross_entropy_fwd(x, w, target, bias, *numbers, *now, reduction)
+        if ctx.recompute:
+            ctx.save_for_backward(entropy if entropy.numel() else None, top, total, x, w, target, bias)
+        else:
+            ctx.save_for_backward(dx, dw, db, norm if x.dtype == torch.float16 else None)
+        return (loss, entropy) if Part(*numbers[:_N]).entropy else loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g, g_entropy=None):
+        if ctx.recompute:
+            g_entropy = None if g_entropy is None else g_entropy.contiguous()
+            grads = vocab_parallel_linear_cross_entropy_bwd(g.contiguous(), g_entropy, *ctx.saved_tensors, *ctx.numbers, *ctx.need)
+        else:
+            *grads, norm = ctx.saved_tensors
+            grads = scaled(tuple(grads), divided(g, norm))
+        dx, dw, db = (grad if need else None for grad, need in zip(grads, ctx.need))
+        dw, db = (None if d is None else d.to(ctx.dtype) for d in (dw, db))
+        return dx, dw, None, db, *(None,) * (2 + len(ctx.numbers))
+
+
+def _small(*shape: int, dtype: torch.dtype) -> Tensor:
+    return 0.02 * torch.randn(*shape, dtype=dtype)
+
+
+def _cost(x, w, target, group=None, bias=None, **_) -> Cost:
+    (M, H), N = x.shape, w.shape[0]
+    return Cost(nbytes(x, w, target, bias), nbytes(x, w, bias), gemms=([(M, N, H)], [(M, H, N), (N, H, M)]))
+
+
+@op(
+    reference=reference,
+    cases=[
+        Case("mean", dict(x=T((9, 32)), w=T((65, 32)), target=labels(9, V=65))),
+        Case("chunks", dict(x=T((11, 16)), w=T((37, 16)), target=labels(11, V=37), reduction="sum", chunk_rows=4)),
+        Case("none", dict(x=T((7, 16)), w=T((40, 16)), target=labels(7, V=40), reduction="none", chunk_rows=3, label_smoothing=0.1, formula="megatron")),
+        Case("bias", dict(x=T((7, 16)), w=T((40, 16)), target=labels(7, V=40), bias=T((40,)), chunk_rows=3)),
+        Case("everything", dict(x=T((8, 16)), w=T((50, 16)), target=labels(8, V=50), bias=T((50,)), label_smoothing=0.1, z_loss=1e-2, logit_scale=0.5,
+             softcap=3.0, chunk_rows=5)),
+        Case("many-chunks", dict(x=T((20, 16)), w=T((30, 16)), target=labels(20, V=30), chunk_rows=2)),
+        Case("entropy", dict(x=T((9, 16)), w=T((37, 16)), target=labels(9, V=37), bias=T((37,)), reduction="none", entropy=True, logit_scale=0.7,
+             chunk_rows=4)),
+        Case("entropy-smooth", dict(x=T((5, 16)), w=T((37, 16)), target=labels(5, V=37), reduction="none", entropy=True, label_smoothing=0.1, softcap=3.0)),
+        Case("llama3-8b-tp8", dict(x=T((4096, 4096)), w=T((16032, 4096), _small), target=labels(4096, V=16032)), gpu=True),
+        Case("integers", dict(x=T((4, 8), dtype=torch.int64), w=T((10, 8)), target=labels(4, V=10)),
+             error="vocab_parallel_linear_cross_entropy: x and w must be floating point, got torch.int64 and torch.float32"),
+        Case("bad-width", dict(x=T((4, 8)), w=T((10, 6)), target=labels(4, V=10)),
+             error="vocab_parallel_linear_cross_entropy: w must have shape (N, 8), got (10, 6)"),
+        Case("bad-bias", dict(x=T((4, 8)), w=T((10, 8)), target=labels(4, V=10), bias=T((4,))),
+             error="vocab_parallel_linear_cross_entropy: bias must have shape (10,), got (4,)"),
+        Case("bad-target", dict(x=T((4, 8)), w=T((10, 8)), target=labels(5, V=10)),
+             error="vocab_parallel_linear_cross_entropy: target must have shape (4,), got (5,)"),
+        Case("3d", dict(x=T((2, 4, 8)), w=T((10, 8)), target=labels(8, V=10)),
+             error="vocab_parallel_linear_cross_entropy: x must have shape (M, H), got (2, 4, 8)"),
+        Case("entropy-mean", dict(x=T((4, 8)), w=T((10, 8)), target=labels(4, V=10), entropy=True),
+             error="vocab_parallel_linear_cross_entropy: reduction must be 'none' with entropy, got 'mean'"),
+        Case("bad-chunk", dict(x=T((4, 8)), w=T((10, 8)), target=labels(4, V=10), chunk_rows=0),
+             error="vocab_parallel_linear_cross_entropy: chunk_rows must be positive, got 0"),
+    ],
+    cost=_cost,
+)  # fmt: skip
+def vocab_parallel_linear_cross_entropy(
+    x: Tensor,
+    w: Tensor,
+    target: Tensor,
+    group: ProcessGroup | None = None,
+    bias: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    formula: str = "pytorch",
+    mode: str = "global",
+    z_loss: float = 0.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    sizes: Sequence[int] | None = None,
+    sum_dx: bool = True,
+    entropy: bool = False,
+    accum_dtype: torch.dtype | None = None,
+    chunk_rows: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Cross entropy of ``x @ w.T + bias`` in chunks of tokens, where w (N, H) and bias (N,) are this rank's slice of the classes.
+
+    x (M, H) and target (M,) are the same on all ranks of ``group``; dtypes, ``accum_dtype`` and ``chunk_rows`` are as in ``linear_cross_entropy``, the
+    rest and the result as in ``vocab_parallel_cross_entropy``. dx is the sum over all ranks, or with ``sum_dx=False`` this rank's term of it, for layers
+    that add these up themselves. With ``entropy``, and without reduction, returns ``(loss, entropy)``, fp32 (M,) each, both differentiable.
+    """
+    name = "vocab_parallel_linear_cross_entropy"
+    if not (x.is_floating_point() and w.is_floating_point()):
+        raise ValueError(f"{name}: x and w must be floating point, got {x.dtype} and {w.dtype}")
+    if x.ndim != 2:
+        raise ValueError(f"{name}: x must have shape (M, H), got {tuple(x.shape)}")
+    if w.ndim != 2 or w.shape[1] != x.shape[1]:
+        raise ValueError(f"{name}: w must have shape (N, {x.shape[1]}), got {tuple(w.shape)}")
+    if bias is not None and bias.shape != w.shape[:1]:
+        raise ValueError(f"{name}: bias must have shape ({w.shape[0]},), got {tuple(bias.shape)}")
+    if chunk_rows is not None and chunk_rows < 1:
+        raise ValueError(f"{name}: chunk_rows must be positive, got {chunk_rows}")
+    if entropy and reduction != "none":
+        raise ValueError(f"{name}: reduction must be 'none' with entropy, got {reduction!r}")
+    part = part_of(name, w.shape[0], group, sizes, ignore_index, label_smoothing, formula, mode, z_loss, logit_scale, softcap, entropy)
+    check(name, (x.shape[0], Part(*part).V), target, None, reduction, ignore_index)
+    device = x.device.type
+    autocast = device != "meta" and torch.is_autocast_enabled(device) and torch.float64 not in (x.dtype, w.dtype)  # as F.linear has it
+    dtype = torch.get_autocast_dtype(device) if autocast else torch.promote_types(x.dtype, w.dtype)
+    x, w, bias = x.to(dtype), w.to(dtype), bias if bias is None else bias.to(dtype)
+    if not use_kernels(x):
+        return reference(x, w, target, group, bias, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing, formula=formula, mode=mode,
+                         z_loss=z_loss, logit_scale=logit_scale, softcap=softcap, sizes=sizes, sum_dx=sum_dx, entropy=entropy)  # fmt: skip
+    need = tuple(t is not None and t.requires_grad and torch.is_grad_enabled() for t in (x, w, bias))
+    return VocabParallelLinearCrossEntropyFunction.apply(x, w, target, bias, need, reduction, *part, sum_dx, accum_dtype, chunk_rows)

@@ -1,0 +1,1 @@
+"""Norms of rows, alone and with what surrounds them."""

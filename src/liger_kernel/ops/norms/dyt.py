@@ -1,0 +1,169 @@
+"""Dynamic tanh, in the place of a norm: ``y = tanh(alpha * x) * gamma + beta``, in fp32, rounded once (Zhu et al., arXiv:2503.10622).
+
+Shapes: x (..., N), alpha of one element, gamma (N,), beta (N,), y like x.  M = product of the leading dims.  With t = tanh(alpha x) and
+s = (1 - t^2) gamma dy, dx = alpha s, dalpha = sum x s, dgamma = sum over rows of t dy, dbeta = sum over rows of dy.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from liger_kernel.ops._core import config
+from liger_kernel.ops._core.operator import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, rows_of, shaped, use_kernels
+from liger_kernel.ops._core.reduce import column_sum
+from liger_kernel.ops._core.tl import add_exactly, cdiv, jit, tanh, tanh_slope, tl
+
+
+def reference(x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor | None = None) -> Tensor:
+    dtype = acc(x.dtype)
+    y = torch.tanh(alpha.to(dtype) * x.to(dtype)) * gamma.to(dtype)
+    return (y if beta is None else y + beta.to(dtype)).to(x.dtype)
+
+
+@jit
+def _fwd(
+    x_ptr, alpha_ptr, gamma_ptr, beta_ptr, y_ptr, M, N, x_stride,
+    HAS_BETA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(N, BLOCK_N)
+    row = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    col = (tl.program_id(0) % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = (row < M)[:, None] & (col < N)[None, :]
+    alpha = tl.load(alpha_ptr).to(tl.float32)
+    x = tl.load(x_ptr + row[:, None] * x_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+    y = tanh(alpha * x) * tl.load(gamma_ptr + col, mask=col < N, other=0.0).to(tl.float32)[None, :]
+    if HAS_BETA:
+        y += tl.load(beta_ptr + col, mask=col < N, other=0.0).to(tl.float32)[None, :]
+    tl.store(y_ptr + row[:, None] * N + col[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@jit
+def _bwd(
+    dy_ptr, x_ptr, alpha_ptr, gamma_ptr, dx_ptr, dalpha_ptr, dgamma_ptr, dbeta_ptr, M, N, dy_stride, x_stride,
+    NEED_DX: tl.constexpr, NEED_DALPHA: tl.constexpr, NEED_DGAMMA: tl.constexpr, NEED_DBETA: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """A program takes a block of columns, and every so many rows of it."""
+    blocks = tl.cdiv(N, BLOCK_N)
+    program = tl.program_id(0) // blocks
+    col = (tl.program_id(0) % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
+    alpha = tl.load(alpha_ptr).to(tl.float32)
+    gamma = tl.load(gamma_ptr + col, mask=col < N, other=0.0).to(tl.float32)
+    dalpha = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    lost = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    dgamma = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    dbeta = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for tile in tl.range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0) // blocks, num_stages=STAGES):
+        row = tile.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+        mask = (row < M)[:, None] & (col < N)[None, :]
+        dy = tl.load(dy_ptr + row[:, None] * dy_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+        if NEED_DBETA:
+            dbeta += dy
+        if NEED_DX or NEED_DALPHA or NEED_DGAMMA:
+            x = tl.load(x_ptr + row[:, None] * x_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+            s = tanh_slope(alpha * x) * dy * gamma[None, :]
+            if NEED_DGAMMA:
+                dgamma += dy * tanh(alpha * x)
+            if NEED_DALPHA:
+                dalpha, lost = add_exactly(dalpha, s * x, lost)  # millions of terms of either sign may leave little
+            if NEED_DX:
+                tl.store(dx_ptr + row[:, None] * N + col[None, :], (alpha * s).to(dx_ptr.dtype.element_ty), mask=mask)
+    if NEED_DALPHA:
+        tl.store(dalpha_ptr + tl.program_id(0), tl.sum(tl.sum(dalpha.to(tl.float64), axis=0), axis=0))
+    if NEED_DGAMMA:
+        tl.store(dgamma_ptr + program.to(tl.int64) * N + col, tl.sum(dgamma, axis=0), mask=col < N)
+    if NEED_DBETA:
+        tl.store(dbeta_ptr + program.to(tl.int64) * N + col, tl.sum(dbeta, axis=0), mask=col < N)
+
+
+@launcher("(Tensor x, Tensor alpha, Tensor gamma, Tensor? beta) -> Tensor")
+def dyt_fwd(x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor | None) -> Tensor:
+    M, N = x.shape
+    y = x.new_empty(M, N)
+    c = config.tile("dyt_fwd", N, x.itemsize, elements=2048, max_block_n=2048)
+    launch(_fwd, (cdiv(M, c.block_m) * cdiv(N, c.block_n),), x, alpha, gamma, beta, y, M, N, x.stride(0),
+           HAS_BETA=beta is not None, BLOCK_M=c.block_m, BLOCK_N=c.block_n, num_warps=c.num_warps)  # fmt: skip
+    return y
+
+
+@launcher(
+    "(Tensor dy, Tensor x, Tensor alpha, Tensor gamma, Tensor? beta, bool need_dx, bool need_dalpha, bool need_dgamma, bool need_dbeta) -> "
+    "(Tensor dx, Tensor dalpha, Tensor dgamma, Tensor dbeta)"
+)
+def dyt_bwd(
+    dy: Tensor, x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor | None, need_dx: bool, need_dalpha: bool, need_dgamma: bool, need_dbeta: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients; what is not needed is empty."""
+    M, N = x.shape
+    c = config.tile("dyt_bwd", N, x.itemsize, elements=1024, per_thread=8, max_block_n=1024, pipelined=2)
+    blocks = cdiv(N, c.block_n)
+    programs = max(1, min(cdiv(4 * c.per_sm * config.processors(), max(blocks, 1)), cdiv(M, c.block_m)))
+    dx = x.new_empty((M, N) if need_dx else 0)
+    partials = lambda need, *shape: x.new_empty(shape if need else 0, dtype=torch.float32)
+    a = x.new_empty(programs * blocks if need_dalpha else 0, dtype=torch.float64)
+    g, b = partials(need_dgamma, programs, N), partials(need_dbeta, programs, N)
+    launch(_bwd, (programs * blocks,), dy, x, alpha, gamma, dx, a, g, b, M, N, dy.stride(0), x.stride(0),
+           NEED_DX=need_dx, NEED_DALPHA=need_dalpha, NEED_DGAMMA=need_dgamma, NEED_DBETA=need_dbeta,
+           BLOCK_M=c.block_m, BLOCK_N=c.block_n, STAGES=c.stages, num_warps=c.num_warps)  # fmt: skip
+    summed = lambda need, partials, like: column_sum(partials, like.dtype) if need else x.new_empty(0)
+    dalpha = a.sum().to(alpha.dtype).view(1) if need_dalpha else x.new_empty(0)
+    return dx, dalpha, summed(need_dgamma, g, gamma), summed(need_dbeta, b, beta)
+
+
+class LigerDyTFunction(torch.autograd.Function):
+    """``apply(x, alpha, gamma, beta or None)``."""
+
+    @staticmethod
+    def forward(ctx, x, alpha, gamma, beta):
+        x2, gamma, beta = rows_of(x), gamma.contiguous(), beta if beta is None else beta.contiguous()
+        ctx.save_for_backward(x2, alpha, gamma, beta)
+        return shaped(dyt_fwd(x2, alpha, gamma, beta), x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, alpha, gamma, beta = ctx.saved_tensors
+        dx, dalpha, dgamma, dbeta = dyt_bwd(rows_of(dy), x, alpha, gamma, beta, *ctx.needs_input_grad)
+        found = dx.view(dy.shape) if dx.numel() == dy.numel() else dx, dalpha.view(alpha.shape) if dalpha.numel() else dalpha, dgamma, dbeta
+        return tuple(d if need else None for d, need in zip(found, ctx.needs_input_grad))
+
+
+@op(
+    reference=reference,
+    cases=[
+        Case("vit", dict(x=T((2, 9, 96)), alpha=T((1,)), gamma=T((96,)), beta=T((96,)))),
+        Case("no-beta", dict(x=T((7, 64)), alpha=T((1,)), gamma=T((64,)))),
+        Case("odd", dict(x=T((5, 123)), alpha=T((1,)), gamma=T((123,)), beta=T((123,)))),
+        Case("one-column", dict(x=T((5, 1)), alpha=T((1,)), gamma=T((1,)), beta=T((1,)))),
+        Case("two-blocks", dict(x=T((19, 2100)), alpha=T((1,)), gamma=T((2100,)), beta=T((2100,)))),
+        Case("fp32-weights", dict(x=T((6, 40)), alpha=T((1,), dtype=torch.float32), gamma=T((40,), dtype=torch.float32), beta=T((40,), dtype=torch.float32))),
+        Case("llama-7b", dict(x=T((8192, 4096)), alpha=T((1,)), gamma=T((4096,)), beta=T((4096,))), gpu=True),
+        Case("vit-large", dict(x=T((64 * 196, 1024)), alpha=T((1,)), gamma=T((1024,)), beta=T((1024,))), gpu=True),
+        Case("bad-alpha", dict(x=T((4, 8)), alpha=T((2,)), gamma=T((8,))), error="dyt: alpha must have one element, got shape (2,)"),
+        Case("bad-gamma", dict(x=T((4, 8)), alpha=T((1,)), gamma=T((4,))), error="dyt: gamma must have shape (8,), got (4,)"),
+        Case("bad-beta", dict(x=T((4, 8)), alpha=T((1,)), gamma=T((8,)), beta=T((1,))), error="dyt: beta must have shape (8,), got (1,)"),
+        Case("integers", dict(x=T((4, 8), dtype=torch.int64), alpha=T((1,)), gamma=T((8,))), error="dyt: x must be floating point, got torch.int64"),
+    ],
+    cost=lambda x, alpha, gamma, beta=None: Cost(nbytes(x, x, gamma, beta), nbytes(x, x, x, gamma, gamma, beta), flops=(4 * x.numel(), 10 * x.numel())),
+    rivals={
+        "torch": lambda x, alpha, gamma, beta=None: torch.tanh(alpha * x) * gamma + (0.0 if beta is None else beta),
+        "upstream": lambda functional, x, alpha, gamma, beta=None: functional.liger_dyt(x, alpha, gamma, beta),
+    },
+    sweeps={"hidden": ((1024, 2048, 4096, 8192, 16384), lambda n: dict(x=T(((1 << 25) // n, n)), alpha=T((1,)), gamma=T((n,)), beta=T((n,))))},
+)
+def dyt(x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor | None = None) -> Tensor:
+    """``tanh(alpha * x) * gamma + beta`` over the last dim.
+
+    x (..., N) in fp32, fp16, bf16 or fp64, any strides; alpha () or (1,); gamma (N,); beta (N,) or None. Returns a tensor of x's shape and dtype.
+    """
+    if not x.is_floating_point():
+        raise ValueError(f"dyt: x must be floating point, got {x.dtype}")
+    if alpha.numel() != 1:
+        raise ValueError(f"dyt: alpha must have one element, got shape {tuple(alpha.shape)}")
+    for name, w in (("gamma", gamma), ("beta", beta)):
+        if w is not None and w.shape != x.shape[-1:]:
+            raise ValueError(f"dyt: {name} must have shape {tuple(x.shape[-1:])}, got {tuple(w.shape)}")
+    if not use_kernels(x, fusible=True):
+        return reference(x, alpha, gamma, beta)
+    return LigerDyTFunction.apply(x, alpha, gamma, beta)

@@ -1,0 +1,281 @@
+"""LayerNorm: ``y = (x - mean(x)) / sqrt(var(x) + eps) * w + b``, computed in fp32 and rounded once, to x's dtype (Ba et al., arXiv:1607.06450).
+
+Shapes: x (..., N), w and b (N,), y like x.  M = product of the leading dims.
+
+The variance is the mean square of what the mean leaves, never a difference of means, which cancels. Rows too wide for the registers of one program
+are read twice, in blocks of columns.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_kernel.ops._core import config
+from liger_kernel.ops._core.operator import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, rows_of, shaped, use_kernels
+from liger_kernel.ops._core.reduce import column_sum
+from liger_kernel.ops._core.shards import is_sharded, on_own_rows
+from liger_kernel.ops._core.tl import cdiv, jit, tl
+
+# Columns that a program holds: a row in fp32 forward; backward a row of dy and x, the weight and two sums, which fill the registers of a processor
+FWD_N, BWD_N = 16384, 8192
+
+
+def reference(x: Tensor, w: Tensor | None = None, b: Tensor | None = None, *, eps: float = 1e-5) -> Tensor:
+    h = acc(x.dtype)
+    return F.layer_norm(x.to(h), x.shape[-1:], w if w is None else w.to(h), b if b is None else b.to(h), eps).to(x.dtype)
+
+
+@jit
+def _affine(h, w_ptr, b_ptr, col, N, HAS_W: tl.constexpr, HAS_B: tl.constexpr):
+    """``h * w + b`` for the columns ``col``."""
+    if HAS_W:
+        h = h * tl.load(w_ptr + col, mask=col < N, other=0.0).to(tl.float32)[None, :]
+    if HAS_B:
+        h = h + tl.load(b_ptr + col, mask=col < N, other=0.0).to(tl.float32)[None, :]
+    return h
+
+
+@jit
+def _fwd(
+    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, M, N, x_stride, eps,
+    HAS_W: tl.constexpr, HAS_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    col = tl.arange(0, BLOCK_N)
+    mask = (row < M)[:, None] & (col < N)[None, :]
+    x = tl.load(x_ptr + row[:, None] * x_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+    mean = tl.sum(x, axis=1) / N
+    h = tl.where(mask, x - mean[:, None], 0.0)
+    rstd = tl.rsqrt(tl.sum(h * h, axis=1) / N + tl.cast(eps, tl.float32))
+    tl.store(mean_ptr + row, mean, mask=row < M)
+    tl.store(rstd_ptr + row, rstd, mask=row < M)
+    y = _affine(h * rstd[:, None], w_ptr, b_ptr, col, N, HAS_W, HAS_B)
+    tl.store(y_ptr + row[:, None] * N + col[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@jit
+def _fwd_wide(
+    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, M, N, x_stride, eps,
+    HAS_W: tl.constexpr, HAS_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    mean = tl.zeros((BLOCK_M,), tl.float32)
+    square = tl.zeros((BLOCK_M,), tl.float32)  # sum of squared deviations from the mean of the columns so far
+    for start in range(0, N, BLOCK_N):
+        col = start + tl.arange(0, BLOCK_N)
+        mask = (row < M)[:, None] & (col < N)[None, :]
+        x = tl.load(x_ptr + row[:, None] * x_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+        n = tl.minimum(N - start, BLOCK_N)
+        block_mean = tl.sum(x, axis=1) / n
+        h = tl.where(mask, x - block_mean[:, None], 0.0)
+        delta = block_mean - mean
+        share = tl.cast(n, tl.float32) / (start + n)
+        mean += delta * share
+        square += tl.sum(h * h, axis=1) + delta * delta * share * start
+    rstd = tl.rsqrt(square / N + tl.cast(eps, tl.float32))
+    tl.store(mean_ptr + row, mean, mask=row < M)
+    tl.store(rstd_ptr + row, rstd, mask=row < M)
+    for start in range(0, N, BLOCK_N):
+        col = start + tl.arange(0, BLOCK_N)
+        mask = (row < M)[:, None] & (col < N)[None, :]
+        x = tl.load(x_ptr + row[:, None] * x_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+        y = _affine((x - mean[:, None]) * rstd[:, None], w_ptr, b_ptr, col, N, HAS_W, HAS_B)
+        tl.store(y_ptr + row[:, None] * N + col[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@jit
+def _bwd_means(
+    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, means_ptr, M, N, dy_stride, x_stride,
+    HAS_W: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The means over a row that dx needs, of g = dy w and of g x_hat, for rows wider than a block."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    mean = tl.load(mean_ptr + row, mask=row < M, other=0.0)[:, None]
+    rstd = tl.load(rstd_ptr + row, mask=row < M, other=0.0)[:, None]
+    g_sum = tl.zeros((BLOCK_M,), tl.float32)
+    gx_sum = tl.zeros((BLOCK_M,), tl.float32)
+    for start in range(0, N, BLOCK_N):
+        col = start + tl.arange(0, BLOCK_N)
+        mask = (row < M)[:, None] & (col < N)[None, :]
+        g = tl.load(dy_ptr + row[:, None] * dy_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + row[:, None] * x_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+        g = _affine(g, w_ptr, w_ptr, col, N, HAS_W, False)
+        g_sum += tl.sum(g, axis=1)
+        gx_sum += tl.sum(g * ((x - mean) * rstd), axis=1)
+    tl.store(means_ptr + row, g_sum / N, mask=row < M)
+    tl.store(means_ptr + M + row, gx_sum / N, mask=row < M)
+
+
+@jit
+def _bwd(
+    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, means_ptr, dx_ptr, dwb_ptr, M, N, dy_stride, x_stride, HAS_W: tl.constexpr, WIDE: tl.constexpr,
+    NEED_DX: tl.constexpr, NEED_DW: tl.constexpr, NEED_DB: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    col = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    if HAS_W:
+        w = tl.load(w_ptr + col, mask=col < N, other=0.0).to(tl.float32)
+    dw = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    db = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for tile in tl.range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
+        row = tile.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+        mask = (row < M)[:, None] & (col < N)[None, :]
+        dy = tl.load(dy_ptr + row[:, None] * dy_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+        if NEED_DB:
+            db += dy
+        if NEED_DX or NEED_DW:
+            x = tl.load(x_ptr + row[:, None] * x_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+            mean = tl.load(mean_ptr + row, mask=row < M, other=0.0)[:, None]
+            rstd = tl.load(rstd_ptr + row, mask=row < M, other=0.0)[:, None]
+            x_hat = (x - mean) * rstd
+            if NEED_DW:
+                dw += dy * x_hat
+            if NEED_DX:
+                g = dy * w[None, :] if HAS_W else dy
+                if WIDE:
+                    g_mean = tl.load(means_ptr + row, mask=row < M, other=0.0)
+                    gx_mean = tl.load(means_ptr + M + row, mask=row < M, other=0.0)
+                else:
+                    g_mean = tl.sum(g, axis=1) / N
+                    gx_mean = tl.sum(g * x_hat, axis=1) / N
+                dx = (g - g_mean[:, None] - x_hat * gx_mean[:, None]) * rstd
+                tl.store(dx_ptr + row[:, None] * N + col[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    # a program's row of partial sums: dw, then db; one alone if the other is not needed
+    dwb_ptr += program.to(tl.int64) * N * (NEED_DW + NEED_DB)
+    if NEED_DW:
+        tl.store(dwb_ptr + col, tl.sum(dw, axis=0), mask=col < N)
+        dwb_ptr += N
+    if NEED_DB:
+        tl.store(dwb_ptr + col, tl.sum(db, axis=0), mask=col < N)
+
+
+@launcher("(Tensor x, Tensor? w, Tensor? b, float eps) -> (Tensor y, Tensor mean, Tensor rstd)")
+def layer_norm_fwd(x: Tensor, w: Tensor | None, b: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    M, N = x.shape
+    y = x.new_empty(M, N)
+    mean, rstd = x.new_empty(M, dtype=torch.float32), x.new_empty(M, dtype=torch.float32)
+    wide = N > FWD_N
+    c = config.tile("layer_norm_fwd", N, x.itemsize, elements=4096, per_thread=32, max_block_n=4096 if wide else FWD_N)
+    launch(_fwd_wide if wide else _fwd, (cdiv(M, c.block_m),), x, w, b, y, mean, rstd, M, N, x.stride(0), eps,
+           HAS_W=w is not None, HAS_B=b is not None, BLOCK_M=c.block_m, BLOCK_N=c.block_n, num_warps=c.num_warps)  # fmt: skip
+    return y, mean, rstd
+
+
+@launcher("(Tensor dy, Tensor x, Tensor? w, Tensor mean, Tensor rstd, bool need_dx, bool need_dw, bool need_db, ScalarType dtype) -> (Tensor dx, Tensor dwb)")
+def layer_norm_bwd(
+    dy: Tensor, x: Tensor, w: Tensor | None, mean: Tensor, rstd: Tensor, need_dx: bool, need_dw: bool, need_db: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """dx, and dw and db side by side in ``dtype``; what is not needed is empty."""
+    M, N = x.shape
+    wide = N > BWD_N
+    c = config.tile("layer_norm_bwd", N, x.itemsize, elements=4096 if wide else 8192, per_thread=32, pipelined=2, max_block_n=2048 if wide else BWD_N)
+    blocks = cdiv(N, c.block_n) if wide else 1
+    programs = max(1, min(config.processors() * c.per_sm // blocks, cdiv(M, c.block_m)))
+    dx = x.new_empty((M, N) if need_dx else 0)
+    partials = x.new_empty(programs, N * (need_dw + need_db), dtype=torch.float32)
+    means = x.new_empty(2 * M if wide and need_dx else 0, dtype=torch.float32)
+    if wide and need_dx:
+        launch(_bwd_means, (cdiv(M, c.block_m),), dy, x, w, mean, rstd, means, M, N, dy.stride(0), x.stride(0),
+               HAS_W=w is not None, BLOCK_M=c.block_m, BLOCK_N=c.block_n, num_warps=c.num_warps)  # fmt: skip
+    launch(_bwd, (programs, blocks), dy, x, w, mean, rstd, means, dx, partials, M, N, dy.stride(0), x.stride(0), HAS_W=w is not None, WIDE=wide,
+           NEED_DX=need_dx, NEED_DW=need_dw, NEED_DB=need_db, BLOCK_M=c.block_m, BLOCK_N=c.block_n, STAGES=c.stages, num_warps=c.num_warps)  # fmt: skip
+    return dx, column_sum(partials, dtype) if need_dw or need_db else x.new_empty(0, dtype=dtype)
+
+
+class LigerLayerNormFunction(torch.autograd.Function):
+    """``apply(x, w, b, eps)``; w and b may be None."""
+
+    @staticmethod
+    def forward(ctx, x, w, b, eps):
+        x2, w, b = rows_of(x), w if w is None else w.contiguous(), b if b is None else b.contiguous()
+        y, mean, rstd = layer_norm_fwd(x2, w, b, eps)
+        ctx.save_for_backward(x2, w, mean, rstd)
+        ctx.b_dtype = None if b is None else b.dtype
+        return shaped(y, x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, w, mean, rstd = ctx.saved_tensors
+        need_dx, need_dw, need_db, _ = ctx.needs_input_grad
+        w_dtype = w.dtype if need_dw else ctx.b_dtype
+        b_dtype = ctx.b_dtype if need_db else w_dtype
+        dtype = torch.promote_types(w_dtype, b_dtype) if w_dtype else x.dtype
+        dx, dwb = layer_norm_bwd(rows_of(dy), x, w, mean, rstd, need_dx, need_dw, need_db, dtype)
+        N = x.shape[1]
+        dw = dwb[:N].to(w_dtype) if need_dw else None
+        return dx.view(dy.shape) if need_dx else None, dw, dwb[-N:].to(b_dtype) if need_db else None, None
+
+
+def _shifted(*shape: int, dtype: torch.dtype) -> Tensor:
+    return 300 + torch.randn(*shape, dtype=dtype)
+
+
+@op(
+    reference=reference,
+    cases=[
+        Case("vit", dict(x=T((2, 17, 192)), w=T((192,)), b=T((192,)), eps=1e-6)),
+        Case("no-bias", dict(x=T((3, 9, 64)), w=T((64,)))),
+        Case("odd", dict(x=T((7, 123)), w=T((123,)), b=T((123,)))),
+        Case("many-rows", dict(x=T((301, 72)), w=T((72,)), b=T((72,)))),
+        Case("large-mean", dict(x=T((6, 160), draw=_shifted), w=T((160,)), b=T((160,)))),
+        Case("two-columns", dict(x=T((5, 2)), w=T((2,)), b=T((2,)), eps=0.5)),  # a small eps cancels to rounding error
+        Case("fp32-weight", dict(x=T((5, 64)), w=T((64,), dtype=torch.float32), b=T((64,), dtype=torch.float32))),
+        Case("fp32-bias", dict(x=T((5, 64)), w=T((64,)), b=T((64,), dtype=torch.float32))),
+        Case("wide-backward", dict(x=T((3, BWD_N + 5)), w=T((BWD_N + 5,)), b=T((BWD_N + 5,)))),
+        Case("wide", dict(x=T((2, FWD_N + 77)), w=T((FWD_N + 77,)), b=T((FWD_N + 77,)))),
+        Case("gpt", dict(x=T((8192, 4096)), w=T((4096,)), b=T((4096,))), gpu=True),
+        Case("siglip", dict(x=T((16384, 1024)), w=T((1024,)), b=T((1024,)), eps=1e-6), gpu=True),
+        Case("dit", dict(x=T((8, 1024, 1152)), w=None, eps=1e-6), gpu=True),
+        Case("row-of-8k", dict(x=T((2048, 8192)), w=T((8192,)), b=T((8192,))), gpu=True),
+        Case("row-of-16k", dict(x=T((1024, 16384)), w=T((16384,)), b=T((16384,))), gpu=True),
+        Case("row-of-64k", dict(x=T((256, 65536)), w=T((65536,)), b=T((65536,))), gpu=True),
+        Case("bad-weight", dict(x=T((4, 8)), w=T((4,))), error="layer_norm: w must have shape (8,), got (4,)"),
+        Case("bad-bias", dict(x=T((4, 8)), w=T((8,)), b=T((1, 8))), error="layer_norm: b must have shape (8,), got (1, 8)"),
+        Case("integers", dict(x=T((4, 8), dtype=torch.int64)), error="layer_norm: x must be floating point, got torch.int64"),
+    ],
+    cost=lambda x, w=None, b=None, **_: Cost(nbytes(x, x, w, b), nbytes(x, x, x, w, w, b), flops=(6 * x.numel(), 14 * x.numel())),
+    rivals={
+        "torch": lambda x, w=None, b=None, *, eps=1e-5: F.layer_norm(x, x.shape[-1:], w, b, eps),
+        "upstream": lambda functional, x, w=None, b=None, *, eps=1e-5: functional.liger_layer_norm(x, w, b, eps),
+    },
+    sweeps={"hidden": ((1024, 2048, 4096, 8192, 16384), lambda n: dict(x=T(((1 << 25) // n, n)), w=T((n,)), b=T((n,))))},
+)
+def layer_norm(x: Tensor, w: Tensor | None = None, b: Tensor | None = None, *, eps: float = 1e-5) -> Tensor:
+    """Layer normalisation over the last dim, as ``F.layer_norm``.
+
+    x (..., N) in fp32, fp16, bf16 or fp64, any strides; w and b (N,) or None, of any floating dtype. Returns a tensor of x's shape and dtype.
+    """
+    if not x.is_floating_point():
+        raise ValueError(f"layer_norm: x must be floating point, got {x.dtype}")
+    if not x.ndim:
+        raise ValueError("layer_norm: x must have at least one dim, got shape ()")
+    for name, p in (("w", w), ("b", b)):
+        if p is not None and p.shape != x.shape[-1:]:
+            raise ValueError(f"layer_norm: {name} must have shape {tuple(x.shape[-1:])}, got {tuple(p.shape)}")
+    if is_sharded(x) and (y := on_own_rows(layer_norm, x, w, b, eps=eps)) is not None:
+        return y
+    if not use_kernels(x, fusible=True):
+        return reference(x, w, b, eps=eps)
+    return LigerLayerNormFunction.apply(x, w, b, eps)
+
+
+def layer_norm_forward(X: Tensor, W: Tensor | None, B: Tensor | None, eps: float) -> tuple[Any, ...]:
+    """Without autograd: y, x as rows, mean and 1/std for ``layer_norm_backward``, and two numbers of no meaning here."""
+    x = rows_of(X)
+    y, mean, rstd = layer_norm_fwd(x, W if W is None else W.contiguous(), B if B is None else B.contiguous(), eps)
+    return y.view(X.shape), x, mean, rstd, 0, 0
+
+
+def layer_norm_backward(
+    dY: Tensor, X: Tensor, W: Tensor | None, B: Tensor | None, Mean: Tensor, RSTD: Tensor, needs_dw: bool | None = None, needs_db: bool | None = None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """dX, and dW and dB unless they are None or not needed."""
+    need_dw, need_db, N = W is not None and needs_dw is not False, B is not None and needs_db is not False, X.shape[-1]
+    dx, dwb = layer_norm_bwd(rows_of(dY), rows_of(X), W if W is None else W.contiguous(), Mean, RSTD, True, need_dw, need_db, torch.float32)
+    dw, db = dwb[:N].to(W.dtype) if need_dw else None, dwb[-N:].to(B.dtype) if need_db else None  # type: ignore[union-attr]
+    return dx.view(dY.shape), dw, db

@@ -1,0 +1,331 @@
+"""RMSNorm modulated by what conditions a model (AdaLN): ``y = (1 + scale) * (w + offset) * x / rms(x) + shift``, y in x's dtype (arXiv:2212.09748).
+
+Shapes: x (..., N), w (N,), scale and shift (S, N), y like x.  M = product of the leading dims of x.  Each of the S rows of scale and shift serves
+R = M / S rows of x that follow each other: all, those of a sample, or one.
+
+``casting`` says where the arithmetic is rounded before the last time, to x's dtype; all else is in fp32:
+  llama   x_hat is rounded to x's dtype
+  gemma   nowhere
+  none    1/rms and x_hat are rounded to x's dtype
+
+With a_s = sum of dy x_hat over the rows of sample s: dscale_s = (w + offset) a_s, dw = sum_s (1 + scale_s) a_s. A program sums some rows of one
+sample in a fixed order; a second kernel adds up the programs of a sample. Where each row has a scale of its own, the first writes dscale and dshift.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_kernel.ops._core import config
+from liger_kernel.ops._core.operator import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, rows_of, shaped, use_kernels
+from liger_kernel.ops._core.reduce import column_sum
+from liger_kernel.ops._core.tl import cdiv, jit, tl
+from liger_kernel.ops.norms.rows import CASTING
+
+MAX_N = 8192  # columns of dy, x, two sums and the factors that the backward holds in registers; wider rows take the reference
+
+
+def reference(
+    x: Tensor, scale: Tensor, shift: Tensor | None = None, w: Tensor | None = None, *, eps: float = 1e-6, offset: float = 0.0, casting: str = "llama"
+) -> Tensor:
+    dtype, N = acc(x.dtype), x.shape[-1]
+    h = x.to(dtype)
+    rstd = torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
+    h = x * rstd.to(x.dtype) if casting == "none" else h * rstd
+    h = h.to(dtype) if casting == "gemma" else h.to(x.dtype).to(dtype)
+    if w is not None:
+        h = h * (w.to(dtype) + offset)
+    S = scale.shape[:-1].numel()
+    y = h.reshape(S, x.shape[:-1].numel() // max(S, 1), N) * (1 + scale.to(dtype).reshape(S, 1, N))
+    if shift is not None:
+        y = y + shift.to(dtype).reshape(S, 1, N)
+    return y.to(x.dtype).reshape(x.shape)
+
+
+@jit
+def _fwd(
+    x_ptr, w_ptr, scale_ptr, shift_ptr, y_ptr, rstd_ptr, M, N, R, x_stride, scale_stride, shift_stride, eps, offset,
+    HAS_W: tl.constexpr, HAS_SHIFT: tl.constexpr, CASTING: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    sample = row // R
+    col = tl.arange(0, BLOCK_N)
+    mask = (row < M)[:, None] & (col < N)[None, :]
+    x = tl.load(x_ptr + row[:, None] * x_stride + col[None, :], mask=mask, other=0.0)
+    h = x.to(tl.float32)
+    rstd = tl.rsqrt(tl.sum(h * h, axis=1) / N + tl.cast(eps, tl.float32))
+    tl.store(rstd_ptr + row, rstd, mask=row < M)
+    if CASTING == "none":
+        rstd = rstd.to(x.dtype).to(tl.float32)
+    h = h * rstd[:, None]
+    if CASTING != "gemma":
+        h = h.to(x.dtype).to(tl.float32)
+    if HAS_W:
+        h = h * (tl.load(w_ptr + col, mask=col < N, other=0.0).to(tl.float32) + tl.cast(offset, tl.float32))[None, :]
+    y = h * (1.0 + tl.load(scale_ptr + sample[:, None] * scale_stride + col[None, :], mask=mask, other=0.0).to(tl.float32))
+    if HAS_SHIFT:
+        y += tl.load(shift_ptr + sample[:, None] * shift_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+    tl.store(y_ptr + row[:, None] * N + col[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@jit
+def _bwd(
+    dy_ptr, x_ptr, w_ptr, scale_ptr, rstd_ptr, dx_ptr, a_ptr, b_ptr, dscale_ptr, dshift_ptr, R, N, programs, dy_stride, x_stride, scale_stride, offset,
+    HAS_W: tl.constexpr, PER_ROW: tl.constexpr, NEED_DX: tl.constexpr, NEED_DW: tl.constexpr, NEED_DSCALE: tl.constexpr, NEED_DSHIFT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Some rows of one sample, by one of its ``programs``: dx, and partial sums a of dy x_hat and b of dy.
+
+    ``PER_ROW``: one sample of R rows that have scales of their own; dx, dscale and dshift, and partial sums a for dw.
+    """
+    sample = (tl.program_id(0) // programs).to(tl.int64)
+    col = tl.arange(0, BLOCK_N)
+    if HAS_W:
+        w = (tl.load(w_ptr + col, mask=col < N, other=0.0).to(tl.float32) + tl.cast(offset, tl.float32))[None, :]
+    if not PER_ROW:
+        factor = 1.0 + tl.load(scale_ptr + sample * scale_stride + col, mask=col < N, other=0.0).to(tl.float32)[None, :]
+        if HAS_W:
+            factor *= w
+    a = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    b = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for tile in tl.range(tl.program_id(0) % programs, tl.cdiv(R, BLOCK_M), programs, num_stages=STAGES):
+        of_sample = tile.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+        row = sample * R + of_sample
+        mask = (of_sample < R)[:, None] & (col < N)[None, :]
+        here = row[:, None] * N + col[None, :]
+        dy = tl.load(dy_ptr + row[:, None] * dy_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + row[:, None] * x_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+        rstd = tl.load(rstd_ptr + row, mask=of_sample < R, other=0.0)[:, None]
+        x_hat = x * rstd
+        if PER_ROW:
+            if NEED_DSHIFT:
+                tl.store(dshift_ptr + here, dy.to(dshift_ptr.dtype.element_ty), mask=mask)
+            if NEED_DSCALE:
+                dscale = dy * x_hat * w if HAS_W else dy * x_hat
+                tl.store(dscale_ptr + here, dscale.to(dscale_ptr.dtype.element_ty), mask=mask)
+            g = dy * (1.0 + tl.load(scale_ptr + row[:, None] * scale_stride + col[None, :], mask=mask, other=0.0).to(tl.float32))
+            if NEED_DW:
+                a += g * x_hat
+            if HAS_W:
+                g *= w
+        else:
+            if NEED_DSHIFT:
+                b += dy
+            if NEED_DW or NEED_DSCALE:
+                a += dy * x_hat
+            g = dy * factor
+        if NEED_DX:
+            dx = (g - x_hat * (tl.sum(g * x_hat, axis=1) / N)[:, None]) * rstd
+            tl.store(dx_ptr + here, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    partial = tl.program_id(0).to(tl.int64) * N + col
+    if NEED_DW or (NEED_DSCALE and not PER_ROW):
+        tl.store(a_ptr + partial, tl.sum(a, axis=0), mask=col < N)
+    if NEED_DSHIFT and not PER_ROW:
+        tl.store(b_ptr + partial, tl.sum(b, axis=0), mask=col < N)
+
+
+@jit
+def _bwd_sample(
+    a_ptr, b_ptr, w_ptr, scale_ptr, dscale_ptr, dshift_ptr, dw_ptr, N, programs, scale_stride, offset,
+    HAS_W: tl.constexpr, NEED_DW: tl.constexpr, NEED_DSCALE: tl.constexpr, NEED_DSHIFT: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The sums of a sample's programs: its dscale and dshift, and its share of dw."""
+    sample = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    a = tl.zeros((BLOCK_P, BLOCK_N), tl.float32)
+    b = tl.zeros((BLOCK_P, BLOCK_N), tl.float32)
+    for start in range(0, programs, BLOCK_P):
+        program = start + tl.arange(0, BLOCK_P)
+        partial = (sample * programs + program)[:, None] * N + col[None, :]
+        mask = (program < programs)[:, None] & (col < N)[None, :]
+        if NEED_DW or NEED_DSCALE:
+            a += tl.load(a_ptr + partial, mask=mask, other=0.0)
+        if NEED_DSHIFT:
+            b += tl.load(b_ptr + partial, mask=mask, other=0.0)
+    total = tl.sum(a, axis=0)
+    if NEED_DSHIFT:
+        tl.store(dshift_ptr + sample * N + col, tl.sum(b, axis=0).to(dshift_ptr.dtype.element_ty), mask=col < N)
+    if NEED_DSCALE:
+        dscale = total
+        if HAS_W:
+            dscale *= tl.load(w_ptr + col, mask=col < N, other=0.0).to(tl.float32) + tl.cast(offset, tl.float32)
+        tl.store(dscale_ptr + sample * N + col, dscale.to(dscale_ptr.dtype.element_ty), mask=col < N)
+    if NEED_DW:
+        scale = tl.load(scale_ptr + sample * scale_stride + col, mask=col < N, other=0.0).to(tl.float32)
+        tl.store(dw_ptr + sample * N + col, total * (1.0 + scale), mask=col < N)
+
+
+@launcher("(Tensor x, Tensor? w, Tensor scale, Tensor? shift, float eps, float offset, str casting) -> (Tensor y, Tensor rstd)")
+def modulated_rms_norm_fwd(x: Tensor, w: Tensor | None, scale: Tensor, shift: Tensor | None, eps: float, offset: float, casting: str) -> tuple[Tensor, Tensor]:
+    M, N = x.shape
+    y, rstd = x.new_empty(M, N), x.new_empty(M, dtype=torch.float32)
+    c = config.tile("modulated_rms_norm_fwd", N, x.itemsize, elements=4096)
+    launch(_fwd, (cdiv(M, c.block_m),), x, w, scale, shift, y, rstd, M, N, M // max(len(scale), 1), x.stride(0), scale.stride(0),
+           0 if shift is None else shift.stride(0), eps, offset,
+           HAS_W=w is not None, HAS_SHIFT=shift is not None, CASTING=casting, BLOCK_M=c.block_m, BLOCK_N=c.block_n, num_warps=c.num_warps)  # fmt: skip
+    return y, rstd
+
+
+@launcher(
+    "(Tensor dy, Tensor x, Tensor? w, Tensor scale, Tensor rstd, float offset, bool need_dx, bool need_dw, bool need_dscale, ScalarType? shift) -> "
+    "(Tensor dx, Tensor dw, Tensor dscale, Tensor dshift)"
+)
+def modulated_rms_norm_bwd(
+    dy: Tensor, x: Tensor, w: Tensor | None, scale: Tensor, rstd: Tensor, offset: float, need_dx: bool, need_dw: bool, need_dscale: bool,
+    shift: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients, that of shift in the dtype ``shift``; what is not needed is empty."""
+    (M, N), S, need_dshift = x.shape, len(scale), shift is not None
+    per_row = S == M and S > 1
+    samples, R = (1, M) if per_row else (S, M // max(S, 1))
+    # half of rms_norm's tile: 32 numbers a thread and a scale for each row do not fit in the registers of sm90
+    c = config.tile("modulated_rms_norm_bwd", N, x.itemsize, elements=4096, pipelined=2)
+    programs = max(1, min(cdiv(2 * config.processors() * c.per_sm, max(samples, 1)), cdiv(R, c.block_m)))  # of a sample
+    dx = x.new_empty((M, N) if need_dx else 0)
+    dscale = scale.new_empty((S, N) if need_dscale else 0)
+    dshift = x.new_empty((S, N) if need_dshift else 0, dtype=shift)
+    sums = lambda need, rows: x.new_empty((rows, N) if need else 0, dtype=torch.float32)
+    a = sums(need_dw or (need_dscale and not per_row), samples * programs)
+    b = sums(need_dshift and not per_row, samples * programs)
+    needs = dict(HAS_W=w is not None, NEED_DW=need_dw, NEED_DSCALE=need_dscale, NEED_DSHIFT=need_dshift)
+    launch(_bwd, (samples * programs,), dy, x, w, scale, rstd, dx, a, b, dscale, dshift, R, N, programs, dy.stride(0), x.stride(0), scale.stride(0), offset,
+           PER_ROW=per_row, NEED_DX=need_dx, **needs, BLOCK_M=c.block_m, BLOCK_N=c.block_n, STAGES=c.stages, num_warps=c.num_warps)  # fmt: skip
+    if not per_row and (need_dw or need_dscale or need_dshift):
+        of_samples = sums(need_dw, S)
+        launch(_bwd_sample, (S, cdiv(N, 32)), a, b, w, scale, dscale, dshift, of_samples, N, programs, scale.stride(0), offset,
+               **needs, BLOCK_P=32, BLOCK_N=32, num_warps=4)  # fmt: skip
+        a = of_samples
+    return dx, column_sum(a, w.dtype) if need_dw else x.new_empty(0), dscale, dshift
+
+
+class LigerModulatedRMSNormFunction(torch.autograd.Function):
+    """``apply(x, w, scale, shift, eps, offset=0.0, casting_mode="llama", in_place=True)``; the last is accepted and ignored."""
+
+    @staticmethod
+    def forward(ctx, x, w, scale, shift, eps, offset=0.0, casting_mode="llama", in_place=True):
+        x2, w, scale2 = rows_of(x), w if w is None else w.contiguous(), rows_of(scale)
+        y, rstd = modulated_rms_norm_fwd(x2, w, scale2, shift if shift is None else rows_of(shift), eps, offset, casting_mode)
+        ctx.save_for_backward(x2, w, scale2, rstd)
+        ctx.offset, ctx.scale_shape = offset, scale.shape
+        ctx.shift_shape, ctx.shift_dtype = (None, None) if shift is None else (shift.shape, shift.dtype)
+        return shaped(y, x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, w, scale, rstd = ctx.saved_tensors
+        needs = ctx.needs_input_grad[:4]
+        grads = modulated_rms_norm_bwd(rows_of(dy), x, w, scale, rstd, ctx.offset, *needs[:3], ctx.shift_dtype if needs[3] else None)
+        shapes = dy.shape, w if w is None else w.shape, ctx.scale_shape, ctx.shift_shape
+        return *(g.view(shape) if need else None for g, shape, need in zip(grads, shapes, needs)), None, None, None, None
+
+
+def _check_rows(x: Tensor, scale: Tensor) -> None:
+    """Refuse scales whose rows do not serve runs of x's rows: what PyTorch would broadcast along another dim, for one."""
+    N, lead, rows = x.shape[-1], x.shape[:-1], scale.shape[:-1]
+    while rows and rows[-1] == 1:
+        rows = rows[:-1]
+    flat = len(rows) == 1 and (rows[0] == lead.numel() or (len(lead) == 1 and rows[0] > 0 and lead[0] % rows[0] == 0))
+    if scale.shape[-1:] != x.shape[-1:] or not (rows == lead[: len(rows)] or flat):
+        raise ValueError(
+            f"modulated_rms_norm: scale must have shape ({N},) or (S, {N}) with a row a sample or a token of x {tuple(x.shape)}, got {tuple(scale.shape)}"
+        )
+
+
+def _torch(x, scale, shift=None, w=None, *, eps=1e-6, offset=0.0, casting="llama"):
+    lift = lambda t: t.unsqueeze(1) if 1 < t.ndim < x.ndim else t
+    y = F.rms_norm(x, x.shape[-1:], w + offset if w is not None and offset else w, eps) * (1 + lift(scale))
+    return y if shift is None else y + lift(shift)
+
+
+def _tensors(x: tuple[int, ...], scale: tuple[int, ...]) -> dict[str, T]:
+    return dict(x=T(x), scale=T(scale), shift=T(scale), w=T(x[-1:]))
+
+
+@op(
+    reference=reference,
+    cases=[
+        Case("sample", _tensors((3, 17, 96), (3, 96))),
+        Case("shared", _tensors((7, 123), (123,))),
+        Case("token", dict(_tensors((2, 9, 40), (2, 9, 40)), offset=1.0)),
+        Case("no-shift", dict(x=T((2, 5, 64)), scale=T((2, 1, 64)), w=T((64,)), offset=1.0, casting="gemma")),
+        Case("no-weight", dict(x=T((2, 19, 700)), scale=T((2, 700)), shift=T((2, 700)), casting="none")),
+        Case("token-plain", dict(x=T((9, 40)), scale=T((9, 40)), shift=T((9, 40)), casting="gemma")),
+        Case("fp32-scale", dict(x=T((6, 64)), scale=T((2, 64), dtype=torch.float32), shift=T((2, 64), dtype=torch.float32), w=T((64,)))),
+        Case("one-column", dict(_tensors((5, 1), (1, 1)), eps=0.5)),  # a small eps cancels to rounding error
+        Case("dit-xl", _tensors((32, 256, 1152), (32, 1152)), gpu=True),
+        Case("flux", dict(x=T((2, 4608, 3072)), scale=T((2, 3072)), shift=T((2, 3072))), gpu=True),
+        Case("wan-14b", dict(x=T((1, 32760, 5120)), scale=T((1, 5120)), shift=T((1, 5120))), gpu=True),
+        Case("row-of-8k", _tensors((2, 1024, 8192), (2, 8192)), gpu=True),
+        Case("wan-ti2v", dict(x=T((1, 8192, 3072)), scale=T((1, 8192, 3072)), shift=T((1, 8192, 3072))), gpu=True),
+        Case("token-4k", _tensors((8192, 4096), (8192, 4096)), gpu=True),
+        Case("bad-weight", dict(_tensors((4, 8), (8,)), w=T((4,))), error="modulated_rms_norm: w must have shape (8,), got (4,)"),
+        Case("bad-scale", _tensors((2, 4, 8), (4, 8)),
+             error="modulated_rms_norm: scale must have shape (8,) or (S, 8) with a row a sample or a token of x (2, 4, 8), got (4, 8)"),
+        Case("bad-shift", dict(_tensors((2, 4, 8), (2, 8)), shift=T((8,))), error="modulated_rms_norm: shift must have shape (2, 8), got (8,)"),
+        Case("bad-casting", dict(_tensors((4, 8), (8,)), casting="bf16"),
+             error="modulated_rms_norm: casting must be one of ('llama', 'gemma', 'none'), got 'bf16'"),
+        Case("integers", dict(_tensors((4, 8), (8,)), scale=T((8,), dtype=torch.int64)),
+             error="modulated_rms_norm: scale must be floating point, got torch.int64"),
+    ],
+    cost=lambda x, scale, shift=None, w=None, **_: Cost(
+        nbytes(x, x, scale, shift, w), nbytes(x, x, x, scale, scale, shift, w, w), flops=(6 * x.numel(), 13 * x.numel())
+    ),
+    rivals={
+        "torch": _torch,
+        "upstream": lambda functional, x, scale, shift=None, w=None, *, eps=1e-6, offset=0.0, casting="llama": functional.liger_modulated_rms_norm(
+            x, w, scale, shift, eps, offset, casting
+        ),
+    },
+    sweeps={"hidden": ((1024, 2048, 4096, 8192), lambda n: _tensors((8, (1 << 22) // n, n), (8, n)))},
+)  # fmt: skip
+def modulated_rms_norm(
+    x: Tensor, scale: Tensor, shift: Tensor | None = None, w: Tensor | None = None, *, eps: float = 1e-6, offset: float = 0.0, casting: str = "llama"
+) -> Tensor:
+    """``(1 + scale) * rms_norm(x, w) + shift`` over the last dim.
+
+    x (..., N) in fp32, fp16, bf16 or fp64, any strides; w (N,) or None. scale is (N,) or (1, N) for all rows of x, (B, N) or (B, 1, N) with B the first
+    dim of x, x's shape or (M, N) for one a row; or (S, N) for an x (M, N) of S samples of M / S rows. shift like scale, or None. Returns a tensor of x's
+    shape and dtype.
+    """
+    for name, t in (("x", x), ("scale", scale), ("shift", shift)):
+        if t is not None and not t.is_floating_point():
+            raise ValueError(f"modulated_rms_norm: {name} must be floating point, got {t.dtype}")
+    if not x.ndim:
+        raise ValueError("modulated_rms_norm: x must have at least one dim, got shape ()")
+    if casting not in CASTING:
+        raise ValueError(f"modulated_rms_norm: casting must be one of {CASTING}, got {casting!r}")
+    if w is not None and w.shape != x.shape[-1:]:
+        raise ValueError(f"modulated_rms_norm: w must have shape {tuple(x.shape[-1:])}, got {tuple(w.shape)}")
+    _check_rows(x, scale)
+    if shift is not None and shift.shape != scale.shape:
+        raise ValueError(f"modulated_rms_norm: shift must have shape {tuple(scale.shape)}, got {tuple(shift.shape)}")
+    if not use_kernels(x, fusible=True) or x.shape[-1] > MAX_N:
+        return reference(x, scale, shift, w, eps=eps, offset=offset, casting=casting)
+    return LigerModulatedRMSNormFunction.apply(x, w, scale, shift, eps, offset, casting)
+
+
+def modulated_rms_norm_forward(
+    X: Tensor, W: Tensor | None, scale: Tensor, shift: Tensor | None, eps: float, offset: float, casting_mode: str
+) -> tuple[Any, ...]:
+    """Without autograd: y, 1/rms for ``modulated_rms_norm_backward``, two numbers of no meaning here, ``casting_mode``, and how many rows share a scale."""
+    _check_rows(X, scale)
+    x, s = rows_of(X), rows_of(scale)
+    y, rstd = modulated_rms_norm_fwd(x, W if W is None else W.contiguous(), s, None if shift is None else rows_of(shift), eps, offset, casting_mode)
+    return y.view(X.shape), rstd, 0, 0, casting_mode, len(x) // max(len(s), 1)
+
+
+def modulated_rms_norm_backward(
+    dY: Tensor, X: Tensor, W: Tensor | None, scale: Tensor, shift: Tensor | None, RSTD: Tensor, offset: float, casting_mode: str, BLOCK_SIZE: int = 0,
+    num_warps: int = 0, rows_per_modulation: int = 0, in_place: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:  # fmt: skip
+    """The gradients of X, W, scale and shift, of those that are there; nothing is overwritten."""
+    need_dw, w = W is not None, W if W is None else W.contiguous()
+    dx, dw, dscale, dshift = modulated_rms_norm_bwd(
+        rows_of(dY), rows_of(X), w, rows_of(scale), RSTD, offset, True, need_dw, True, None if shift is None else shift.dtype
+    )
+    return dx.view(X.shape), dw if need_dw else None, dscale.view(scale.shape), None if shift is None else dshift.view(shift.shape)

@@ -1,0 +1,136 @@
+"""RMSNorm: ``y = x / sqrt(mean(x^2) + eps) * (w + offset)``, statistics in fp32 (Zhang and Sennrich, arXiv:1910.07467).
+
+Shapes: x (..., N), w (N,), y like x.  M = product of the leading dims.  ``casting`` and the kernels are those of ``rows``.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_kernel.ops._core import config
+from liger_kernel.ops._core.operator import Case, Cost, T, launch, launcher, nbytes, once_differentiable, op, rows_of, shaped, use_kernels
+from liger_kernel.ops._core.reduce import column_sum
+from liger_kernel.ops._core.shards import is_sharded, on_own_rows
+from liger_kernel.ops._core.tl import cdiv
+from liger_kernel.ops.norms.fused_add_rms_norm import fused_add_rms_norm_bwd, fused_add_rms_norm_fwd
+from liger_kernel.ops.norms.rows import CASTING, MAX_N, _bwd, _fwd, reference
+
+
+@launcher("(Tensor x, Tensor? w, float eps, float offset, str casting) -> (Tensor y, Tensor rstd)")
+def rms_norm_fwd(x: Tensor, w: Tensor | None, eps: float, offset: float, casting: str) -> tuple[Tensor, Tensor]:
+    M, N = x.shape
+    if N > MAX_N:
+        y, _, rstd = fused_add_rms_norm_fwd(x, None, w, eps, offset, casting)
+        return y, rstd
+    y = x.new_empty(M, N, dtype=x.dtype if w is None or casting == "gemma" else torch.promote_types(x.dtype, w.dtype))
+    rstd = x.new_empty(M, dtype=torch.float32)
+    c = config.tile("rms_norm_fwd", N, x.itemsize, elements=4096, per_thread=32)
+    launch(_fwd, (cdiv(M, c.block_m),), x, w, y, rstd, M, N, x.stride(0), eps, offset,
+           HAS_W=w is not None, CASTING=casting, BLOCK_M=c.block_m, BLOCK_N=c.block_n, num_warps=c.num_warps)  # fmt: skip
+    return y, rstd
+
+
+@launcher("(Tensor dy, Tensor x, Tensor? w, Tensor rstd, float offset, bool need_dx, bool need_dw) -> (Tensor dx, Tensor dw)")
+def rms_norm_bwd(dy: Tensor, x: Tensor, w: Tensor | None, rstd: Tensor, offset: float, need_dx: bool, need_dw: bool) -> tuple[Tensor, Tensor]:
+    """dx and dw; what is not needed is empty."""
+    M, N = x.shape
+    if N > MAX_N:
+        return fused_add_rms_norm_bwd(dy, None, x, w, rstd, offset, need_dx, need_dw)
+    # H200, bf16, 262144 x 128: 56 us; half the tile and one stage 176
+    c = config.tile("rms_norm_bwd", N, x.itemsize, elements=8192, per_thread=32, pipelined=2)
+    programs = max(1, min(config.processors() * c.per_sm, cdiv(M, c.block_m)))
+    dx = x.new_empty((M, N) if need_dx else 0)
+    partials = x.new_empty((programs, N) if need_dw else 0, dtype=torch.float32)
+    launch(_bwd, (programs,), dy, x, w, rstd, dx, partials, M, N, dy.stride(0), x.stride(0), offset, HAS_W=w is not None,
+           NEED_DX=need_dx, NEED_DW=need_dw, BLOCK_M=c.block_m, BLOCK_N=c.block_n, STAGES=c.stages, num_warps=c.num_warps)  # fmt: skip
+    return dx, column_sum(partials, w.dtype) if need_dw else x.new_empty(0)
+
+
+class LigerRMSNormFunction(torch.autograd.Function):
+    """``apply(x, w, eps, offset=0.0, casting_mode="llama", in_place=None, row_mode=None)``; the last two are accepted and ignored."""
+
+    @staticmethod
+    def forward(ctx, x, w, eps, offset=0.0, casting_mode="llama", in_place=None, row_mode=None):
+        x2, w = rows_of(x), w if w is None else w.contiguous()
+        y, rstd = rms_norm_fwd(x2, w, eps, offset, casting_mode)
+        ctx.save_for_backward(x2, w, rstd)
+        ctx.offset = offset
+        return shaped(y, x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, w, rstd = ctx.saved_tensors
+        need_dx, need_dw = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
+        dx, dw = rms_norm_bwd(rows_of(dy), x, w, rstd, ctx.offset, need_dx, need_dw)
+        return dx.view(dy.shape) if need_dx else None, dw if need_dw else None, None, None, None, None, None
+
+
+def rms_norm_forward(X: Tensor, W: Tensor | None, eps: float, offset: float = 0.0, casting_mode: str = "llama", row_mode: bool | None = None) -> tuple:
+    """Without autograd: y, x as rows and 1/rms for ``rms_norm_backward``, two numbers of no meaning here, and ``casting_mode``."""
+    x, W = rows_of(X), W if W is None else W.contiguous()
+    y, rstd = rms_norm_fwd(x, W, eps, offset, casting_mode)
+    return y.view(X.shape), x, rstd, 0, 0, casting_mode
+
+
+def rms_norm_backward(
+    dY: Tensor, X: Tensor, W: Tensor | None, RSTD: Tensor, offset: float, casting_mode: str, BLOCK_SIZE: int = 0, num_warps: int = 0,
+    in_place: bool = False, row_mode: bool | None = None, needs_dw: bool | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """dx and dw, unless ``needs_dw`` is False, from what ``rms_norm_forward`` returned; dY is not overwritten."""
+    need_dw = W is not None and needs_dw is not False
+    dx, dw = rms_norm_bwd(rows_of(dY), rows_of(X), W if W is None else W.contiguous(), RSTD, offset, True, need_dw)
+    return dx.view(dY.shape), dw if need_dw else None
+
+
+@op(
+    reference=reference,
+    cases=[
+        Case("llama", dict(x=T((48, 256)), w=T((256,)))),
+        Case("gemma", dict(x=T((2, 17, 224)), w=T((224,)), offset=1.0, casting="gemma")),
+        Case("olmo2", dict(x=T((3, 5, 96)), w=T((96,)), casting="gemma")),
+        Case("offset", dict(x=T((9, 64)), w=T((64,)), offset=1.0, eps=1e-5)),
+        Case("no-upcast", dict(x=T((9, 64)), w=T((64,)), casting="none")),
+        Case("qk-norm", dict(x=T((2, 9, 4, 32)), w=T((32,)))),
+        Case("no-weight", dict(x=T((5, 3, 64)), w=None)),
+        Case("odd", dict(x=T((5, 123)), w=T((123,)))),
+        Case("one-column", dict(x=T((5, 1)), w=T((1,)), eps=0.5)),  # a small eps cancels to rounding error
+        Case("fp32-weight", dict(x=T((5, 64)), w=T((64,), dtype=torch.float32))),
+        Case("wide", dict(x=T((2, MAX_N + 77)), w=T((MAX_N + 77,)))),
+        Case("llama3-8b", dict(x=T((8192, 4096)), w=T((4096,))), gpu=True),
+        Case("qwen3-qk", dict(x=T((4, 2048, 32, 128)), w=T((128,))), gpu=True),
+        Case("phi3", dict(x=T((4096, 3072)), w=T((3072,))), gpu=True),
+        Case("row-of-64k", dict(x=T((256, 65536)), w=T((65536,))), gpu=True),
+        Case("row-of-256k", dict(x=T((64, 262144)), w=T((262144,))), gpu=True),
+        Case("bad-weight", dict(x=T((4, 8)), w=T((4,))), error="rms_norm: w must have shape (8,), got (4,)"),
+        Case("bad-casting", dict(x=T((4, 8)), w=T((8,)), casting="bf16"), error="rms_norm: casting must be one of ('llama', 'gemma', 'none'), got 'bf16'"),
+        Case("integers", dict(x=T((4, 8), dtype=torch.int64)), error="rms_norm: x must be floating point, got torch.int64"),
+    ],
+    cost=lambda x, w=None, **_: Cost(nbytes(x, x, w), nbytes(x, x, x, w, w), flops=(4 * x.numel(), 10 * x.numel())),
+    rivals={
+        "torch": lambda x, w=None, *, eps=1e-6, offset=0.0, casting="llama": F.rms_norm(x, x.shape[-1:], w + offset if offset else w, eps),
+        "upstream": lambda functional, x, w=None, *, eps=1e-6, offset=0.0, casting="llama": functional.liger_rms_norm(x, w, eps, offset, casting),
+        "quack": lambda quack, x, w=None, *, eps=1e-6, offset=0.0, casting="llama": quack.rmsnorm(x.reshape(-1, x.shape[-1]), w, eps=eps).view(x.shape),
+    },
+    sweeps={"hidden": ((1024, 2048, 4096, 8192, 16384), lambda n: dict(x=T(((1 << 25) // n, n)), w=T((n,))))},
+)
+def rms_norm(x: Tensor, w: Tensor | None = None, *, eps: float = 1e-6, offset: float = 0.0, casting: str = "llama") -> Tensor:
+    """Root-mean-square normalisation over the last dim.
+
+    x (..., N) in fp32, fp16, bf16 or fp64, any strides; w (N,) or None. Returns a tensor of x's shape.
+    """
+    if not x.is_floating_point():
+        raise ValueError(f"rms_norm: x must be floating point, got {x.dtype}")
+    if not x.ndim:
+        raise ValueError("rms_norm: x must have at least one dim, got shape ()")
+    if casting not in CASTING:
+        raise ValueError(f"rms_norm: casting must be one of {CASTING}, got {casting!r}")
+    if w is not None and w.shape != x.shape[-1:]:
+        raise ValueError(f"rms_norm: w must have shape {tuple(x.shape[-1:])}, got {tuple(w.shape)}")
+    if is_sharded(x) and (y := on_own_rows(rms_norm, x, w, eps=eps, offset=offset, casting=casting)) is not None:
+        return y
+    if not use_kernels(x, fusible=True):
+        return reference(x, w, eps=eps, offset=offset, casting=casting)
+    return LigerRMSNormFunction.apply(x, w, eps, offset, casting)

@@ -1,0 +1,1 @@
+"""Linear layers and what is built of them: MLPs and experts."""

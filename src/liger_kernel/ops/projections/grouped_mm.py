@@ -1,0 +1,198 @@
+"""Rows that lie sorted by group, and a matrix for each group: the products of a mixture of experts, forward and backward.
+
+Shapes: a (M, K), group e being its rows offs[e - 1] to offs[e]; offs (E,) int32, never read by the host. Rows from offs[-1] on belong to no group: they
+are not read, and what would be theirs is not written.
+  grouped_mm     (M, N): rows of group e times b[e], of b (E, K, N)
+  grouped_outer  (E, N, Q): a_e^T b_e for the rows of group e of a (M, N) and b (M, Q); zero without any
+  grouped_sum    (E, N): sum of the rows of group e, each times its ``scale`` (M,)
+
+PyTorch's grouped products serve bf16 where these are CUTLASS kernels, on Hopper and Blackwell; elsewhere its implementation waits for ``offs``, and
+persistent Triton kernels serve.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from liger_kernel.ops._core import config
+from liger_kernel.ops._core.operator import intercepted, launch, launcher, on_gpu, tracing
+from liger_kernel.ops._core.tl import cdiv, jit, next_power_of_2, tl
+
+GROUP_M = 8  # tiles of rows that share a tile of columns before the next one: what the programs of one moment read stays in L2
+
+
+@jit
+def _product(
+    a_tile, b_tile, begin, end, rows, cols, k, K, b_stride_k,
+    EVEN_K: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Of the columns of a and rows of b from ``begin`` to ``end``."""
+    a_tile += begin
+    b_tile += tl.cast(b_stride_k, tl.int64) * begin
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for done in range(begin, end, BLOCK_K):
+        if EVEN_K:
+            a = tl.load(a_tile, mask=rows, other=0.0)
+            b = tl.load(b_tile, mask=cols, other=0.0)
+        else:
+            a = tl.load(a_tile, mask=rows & (done + k < K)[None, :], other=0.0)
+            b = tl.load(b_tile, mask=(done + k < K)[:, None] & cols, other=0.0)
+        total = tl.dot(a, b, total, input_precision=PRECISION)
+        a_tile += BLOCK_K
+        b_tile += tl.cast(b_stride_k, tl.int64) * BLOCK_K
+    return total
+
+
+@jit
+def _mm(
+    a_ptr, b_ptr, y_ptr, offs_ptr, E, K, N, b_stride_e, b_stride_k, b_stride_n, EVEN_K: tl.constexpr, SPAN: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP_M: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    e = tl.arange(0, BLOCK_E)
+    begin = tl.load(offs_ptr + e - 1, mask=(e > 0) & (e < E), other=0)
+    end = tl.load(offs_ptr + e, mask=e < E, other=0)
+    n_tiles = tl.cdiv(N, BLOCK_N)
+    tiles = tl.where(e < E, (end - begin + BLOCK_M - 1) // BLOCK_M * n_tiles, 0)
+    last = tl.cumsum(tiles, 0)
+    for tile in tl.range(tl.program_id(0), tl.sum(tiles, 0), tl.num_programs(0)):
+        group = tl.sum((last <= tile).to(tl.int32), 0)
+        mine = e == group
+        start, stop = tl.sum(tl.where(mine, begin, 0), 0), tl.sum(tl.where(mine, end, 0), 0)
+        at = tile - tl.sum(tl.where(mine, last - tiles, 0), 0)
+        # down a strip of GROUP_M tiles of rows, then to the next tile of columns
+        first = at // (GROUP_M * n_tiles) * GROUP_M
+        height = tl.minimum(tl.cdiv(stop - start, BLOCK_M) - first, GROUP_M)
+        at %= GROUP_M * n_tiles
+        start += (first + at % height) * BLOCK_M
+        row, rows = tl.arange(0, BLOCK_M)[:, None], stop - start
+        col = (at // height * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)[None, :]
+        k = tl.arange(0, BLOCK_K)
+        a_tile = a_ptr + start.to(tl.int64) * K + row * K + k[None, :]
+        b_tile = b_ptr + group.to(tl.int64) * b_stride_e + k[:, None].to(tl.int64) * b_stride_k + col * b_stride_n
+        if SPAN == 0:
+            total = _product(a_tile, b_tile, 0, K, row < rows, col < N, k, K, b_stride_k, EVEN_K, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
+        else:
+            total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            for first_k in range(0, K, SPAN):
+                last_k = tl.minimum(first_k + SPAN, K)
+                total += _product(a_tile, b_tile, first_k, last_k, row < rows, col < N, k, K, b_stride_k, EVEN_K, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
+        y_tile = y_ptr + start.to(tl.int64) * N + row * N + col
+        tl.store(y_tile, total.to(y_ptr.dtype.element_ty), mask=(row < rows) & (col < N))
+
+
+@jit
+def _outer(
+    a_ptr, b_ptr, y_ptr, offs_ptr, E, N, Q, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    q_tiles = tl.cdiv(Q, BLOCK_N)
+    tiles = tl.cdiv(N, BLOCK_M) * q_tiles
+    for tile in tl.range(tl.program_id(0), E * tiles, tl.num_programs(0)):
+        group = tile // tiles
+        start, stop = tl.load(offs_ptr + group - 1, mask=group > 0, other=0), tl.load(offs_ptr + group)
+        col = tile % tiles // q_tiles * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+        q = tile % tiles % q_tiles * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for at in tl.range(start, stop, BLOCK_K):
+            row = (at + tl.arange(0, BLOCK_K)).to(tl.int64)
+            a = tl.load(a_ptr + row[None, :] * N + col, mask=(row < stop)[None, :] & (col < N), other=0.0)
+            b = tl.load(b_ptr + row[:, None] * Q + q, mask=(row < stop)[:, None] & (q < Q), other=0.0)
+            total = tl.dot(a, b, total, input_precision=PRECISION)
+        y = y_ptr + group.to(tl.int64) * N * Q + col.to(tl.int64) * Q + q
+        tl.store(y, total.to(y_ptr.dtype.element_ty), mask=(stop > start) & (col < N) & (q < Q))
+
+
+@jit
+def _zero_empty(y_ptr, offs_ptr, n, BLOCK: tl.constexpr):
+    group = tl.program_id(0)
+    if tl.load(offs_ptr + group) == tl.load(offs_ptr + group - 1, mask=group > 0, other=0):
+        for start in tl.range(tl.program_id(1) * BLOCK, n, tl.num_programs(1) * BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            tl.store(y_ptr + group.to(tl.int64) * n + at, tl.zeros((BLOCK,), y_ptr.dtype.element_ty), mask=at < n)
+
+
+@jit
+def _sum(a_ptr, scale_ptr, y_ptr, offs_ptr, N, HAS_SCALE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    group = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    start, stop = tl.load(offs_ptr + group - 1, mask=group > 0, other=0), tl.load(offs_ptr + group)
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for at in tl.range(start, stop, BLOCK_M):
+        row = (at + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
+        a = tl.load(a_ptr + row * N + col[None, :], mask=(row < stop) & (col < N)[None, :], other=0.0).to(tl.float32)
+        if HAS_SCALE:
+            a *= tl.load(scale_ptr + row, mask=row < stop, other=0.0).to(tl.float32)
+        total += a
+    tl.store(y_ptr + group * N + col, tl.sum(total, axis=0).to(y_ptr.dtype.element_ty), mask=col < N)
+
+
+def _aligned(t: Tensor) -> bool:
+    """Whether ``t`` is row- or column-major with everything at multiples of 16 bytes of 16-bit values, as TMA and asynchronous copies want it."""
+    at = t.storage_offset() * t.itemsize if intercepted() else t.data_ptr()
+    t = t.mT if t.stride(-2) == 1 else t
+    return at % 16 == 0 and t.stride(-1) == 1 and t.stride(-2) >= t.shape[-1] and all(s % 8 == 0 for s in t.stride()[:-1])
+
+
+def _tile(a: Tensor, b: Tensor) -> dict:
+    """A tile's meta parameters.
+
+    Reasoned, not measured: 128 x 128 results and the pointers of their operands fill the registers of one program of 8 warps a processor, whose shared
+    memory then holds up to four steps of 64; AMD pipelines through registers. What elsewhere goes through registers, too, as it is not
+    aligned, and fp32, which takes FMA units unless PyTorch may use TF32, has smaller tiles.
+    """
+    if config.arch() == "cpu":
+        return dict(PRECISION="ieee", BLOCK_M=32, BLOCK_N=32, BLOCK_K=32, num_warps=4, num_stages=1)
+    amd = config.arch().startswith("gfx")
+    aligned = _aligned(a) and _aligned(b)
+    m, k, warps = (128, 64, 8) if a.itemsize == 2 and aligned else (64, 32, 4 if aligned else 8)
+    stages = 2 if amd or not aligned else min(4, config.shared_memory() // (2 * m * k * a.itemsize))
+    tf32 = a.dtype == torch.float32 and not amd and torch.get_float32_matmul_precision() != "highest"
+    return dict(PRECISION="tf32" if tf32 else "ieee", BLOCK_M=m, BLOCK_N=m, BLOCK_K=k, num_warps=warps, num_stages=stages)
+
+
+def _programs(tiles: int) -> tuple[int]:
+    return (max(1, min(config.processors(), tiles)),)
+
+
+def _cutlass(a: Tensor, b: Tensor) -> bool:
+    """Whether PyTorch has a kernel for these."""
+    served = on_gpu(a) and config.arch() in ("sm90", "sm100") and a.dtype == torch.bfloat16
+    return served and a.numel() > 0 and _aligned(a) and _aligned(b)
+
+
+@launcher("(Tensor a, Tensor b, Tensor offs) -> Tensor")
+def grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+    (M, K), (E, _, N) = a.shape, b.shape
+    if not tracing(a) and _cutlass(a, b) and N % 8 == 0:
+        return torch._grouped_mm(a, b, offs=offs)
+    y = a.new_empty(M, N)
+    if tracing(a):
+        return y
+    tile = _tile(a, b)
+    launch(_mm, _programs((cdiv(M, tile["BLOCK_M"]) + min(E, M)) * cdiv(N, tile["BLOCK_N"])), a, b, y, offs, E, K, N, *b.stride(),
+           EVEN_K=K % tile["BLOCK_K"] == 0, SPAN=128 if a.dtype == torch.float32 else 0, GROUP_M=GROUP_M, BLOCK_E=next_power_of_2(E), **tile)  # fmt: skip
+    return y
+
+
+@launcher("(Tensor a, Tensor b, Tensor offs) -> Tensor")
+def grouped_outer(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+    (_, N), (_, Q), E = a.shape, b.shape, offs.shape[0]
+    if not tracing(a) and _cutlass(a.t(), b) and N % 8 == 0:
+        y = torch._grouped_mm(a.t(), b, offs=offs)
+    else:
+        y = a.new_empty(E, N, Q)
+        if tracing(a):
+            return y
+        tile = _tile(a, b)
+        launch(_outer, _programs(E * cdiv(N, tile["BLOCK_M"]) * cdiv(Q, tile["BLOCK_N"])), a, b, y, offs, E, N, Q, **tile)
+    # nobody promises that the product of an empty group is written
+    launch(_zero_empty, (E, min(32, cdiv(N * Q, 2048))), y, offs, N * Q, BLOCK=2048, num_warps=4)
+    return y
+
+
+@launcher("(Tensor a, Tensor? scale, Tensor offs) -> Tensor")
+def grouped_sum(a: Tensor, scale: Tensor | None, offs: Tensor) -> Tensor:
+    E, N = offs.shape[0], a.shape[1]
+    y = a.new_empty(E, N)
+    launch(_sum, (E, cdiv(N, 64)), a, scale, y, offs, N, HAS_SCALE=scale is not None, BLOCK_M=64, BLOCK_N=64, num_warps=4)
+    return y

@@ -1,0 +1,215 @@
+"""Gated MLP: ``y = down (act(gate x * gate_multiplier) * up x) * down_multiplier``, as one node of the graph (Shazeer, arXiv:2002.05202).
+
+Shapes: x, y (..., H), gate, up (I, H), down (H, I).  M = product of the leading dims of x.
+
+The products are PyTorch's. Saved are x, if gate or up learn, gate x and up x; or x alone (``recompute``). The backward needs the activation for the
+gradient of ``down`` and writes it, in the pass that makes the gradients of gate x and up x, over what it owns: three buffers of (M, I) serve it from
+beginning to end, where autograd of the parts has five and a pass more. Where the graph is kept for another backward, or hooks of others have seen them,
+gate x and up x are copied first.
+``down_multiplier`` scales the activation, not y.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_kernel.ops._core.operator import Case, Cost, T, launcher, nbytes, once_differentiable, op, rows_of, shaped, use_kernels
+from liger_kernel.ops.activations.glu import ACTS, Form, glu_bwd_, glu_fwd
+from liger_kernel.ops.activations.glu import reference as glu_reference
+
+
+def reference(
+    x: Tensor, gate: Tensor, up: Tensor | None, down: Tensor, *, act: str = "silu", gate_multiplier: float = 1.0, down_multiplier: float = 1.0,
+    recompute: bool = False,
+) -> Tensor:  # fmt: skip
+    form = dict(act=act, gate_multiplier=gate_multiplier, down_multiplier=down_multiplier)
+    return F.linear(glu_reference(F.linear(x, gate), None if up is None else F.linear(x, up), **form), down)
+
+
+def _form(gate_multiplier: float, down_multiplier: float) -> Form:
+    return Form(gate_multiplier=gate_multiplier, down_multiplier=down_multiplier)
+
+
+_CHECKPOINT = "torch.utils.checkpoint"
+# Hooks for saved tensors that keep no tensor for themselves: they give back what was saved, a copy, or what was computed again
+_HARMLESS = {"", "liger_kernel.memory", "torch.autograd.graph", _CHECKPOINT}
+
+
+def _hooks() -> tuple[tuple[Any, Any] | None, str]:
+    """The hooks that see what is saved now, and the module they are from: none, and no name."""
+    hooks = None if torch.compiler.is_compiling() else torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
+    return hooks, "" if hooks is None else getattr(hooks[1], "__module__", "?")
+
+
+def _graph_is_kept() -> bool:
+    """Whether the backward that runs may be followed by another one, or that is not known."""
+    return torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
+
+
+def _halves(g: Tensor, u: Tensor | None) -> tuple[Tensor, Tensor]:
+    return (g[:, : g.shape[1] // 2], g[:, g.shape[1] // 2 :]) if u is None else (g, u)
+
+
+def projections(x: Tensor, gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """gate x and up x, or both side by side and None."""
+    return x @ gate.t(), None if up is None else x @ up.t()
+
+
+def output(g: Tensor, u: Tensor | None, down: Tensor, act: str, gate_multiplier: float, down_multiplier: float) -> Tensor:
+    """y of what ``projections`` gives."""
+    return glu_fwd(*_halves(g, u), act, *_form(gate_multiplier, down_multiplier)) @ down.t()
+
+
+@launcher(
+    "(Tensor dy, Tensor? x, Tensor gate, Tensor? up, Tensor down, Tensor(a!) g, Tensor(b!)? u, bool[] need, str act, float gate_multiplier,"
+    " float down_multiplier) -> (Tensor dx, Tensor dgate, Tensor dup, Tensor ddown)"
+)
+def mlp_bwd(
+    dy: Tensor, x: Tensor | None, gate: Tensor, up: Tensor | None, down: Tensor, g: Tensor, u: Tensor | None, need: list[bool],
+    act: str, gate_multiplier: float, down_multiplier: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients that are needed, of x, gate, up and down; the others are empty. g and u are written over."""
+    need_x, need_gate, need_up, need_down = need
+    form = _form(gate_multiplier, down_multiplier)
+    dx, dgate, dup, ddown = (dy.new_empty(0) for _ in range(4))
+    if not (need_x or need_gate or need_up):
+        return dx, dgate, dup, dy.t() @ glu_fwd(*_halves(g, u), act, *form) if need_down else ddown
+    h = dy @ down
+    glu_bwd_(h, *_halves(g, u), act, need_down, *form)  # what is in h, g and u now is act(g) u and the gradients of g and u
+    if need_down:
+        ddown = dy.t() @ h
+    del h
+    if need_x:
+        dx = g @ gate
+        if u is not None:
+            dx.addmm_(u, up)
+    if need_gate:
+        dgate = g.t() @ x
+    if need_up:
+        dup = u.t() @ x
+    return dx, dgate, dup, ddown
+
+
+class LigerMLPFunction(torch.autograd.Function):
+    """``apply(x, gate, up or None, down, gate_multiplier=1.0, down_multiplier=1.0, act="silu", recompute=False)``."""
+
+    @staticmethod
+    def forward(ctx, x, gate, up, down, gate_multiplier=1.0, down_multiplier=1.0, act="silu", recompute=False):
+        ctx.form = act, gate_multiplier, down_multiplier
+        hooks, owner = _hooks()
+        ctx.unshared, ctx.packed = owner in _HARMLESS and not torch.compiler.is_compiling(), None
+        g, u = projections(rows_of(x), gate, up)
+        need_x = recompute or ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
+        saved = x if need_x else None, gate, up, down, *(() if recompute else (g, u))
+        if hooks is not None and owner == _CHECKPOINT:
+            # not after the last product: a recomputation ends when it has seen all that was saved, and that product is for nobody then
+            ctx.packed, ctx.unpack = [t if t is None else hooks[0](t) for t in saved], hooks[1]
+        else:
+            ctx.save_for_backward(*saved)
+        y = output(g, u, down, *ctx.form)
+        return shaped(y, (*x.shape[:-1], down.shape[0]))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        kept, saved = _graph_is_kept(), ctx.saved_tensors  # raises in a second backward through what was freed
+        if ctx.packed is not None:
+            saved = [t if t is None else ctx.unpack(t) for t in ctx.packed]
+            if not kept:  # the hooks hold the input of all that was checkpointed
+                ctx.packed = ctx.unpack = None
+        x, gate, up, down, *projected = saved
+        shape, need = (*dy.shape[:-1], gate.shape[1]), ctx.needs_input_grad[:4]
+        x = None if x is None else rows_of(x)
+        g, u = projected or projections(x, gate, up)
+        if projected and (kept or not ctx.unshared):
+            g, u = g.clone(), u if u is None else u.clone()
+        gradients = mlp_bwd(rows_of(dy), x, gate, up, down, g, u, need, *ctx.form)
+        dx, *dweights = (d if n else None for d, n in zip(gradients, need))
+        return None if dx is None else dx.view(shape), *dweights, None, None, None, None
+
+
+def _upstream(functional, x, gate, up, down, *, gate_multiplier=1.0, down_multiplier=1.0):
+    ops = importlib.import_module("liger_kernel.ops")  # theirs, as theirs is what is imported now
+    y = ops.LigerMLPFunction.apply(x.reshape(1, -1, x.shape[-1]), gate, up, down, gate_multiplier, down_multiplier)
+    return y.reshape(x.shape)
+
+
+def _scaled(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(*shape, dtype=dtype) / shape[-1] ** 0.5
+
+
+def _args(lead: tuple[int, ...], H: int, I: int) -> dict:
+    return dict(x=T((*lead, H)), gate=T((I, H), _scaled), up=T((I, H), _scaled), down=T((H, I), _scaled))
+
+
+def _cost(x: Tensor, gate: Tensor, up: Tensor | None, down: Tensor, **_: object) -> Cost:
+    M, H, I = x.numel() // x.shape[-1], *down.shape
+    weights = 3 * down.nbytes
+    return Cost(
+        nbytes(x, x) + weights, nbytes(x, x, x) + 2 * weights,
+        gemms=([(M, H, I)] * 2 + [(M, I, H)], [(M, I, H)] * 2 + [(I, H, M)] * 2 + [(M, H, I), (H, I, M)]),
+    )  # fmt: skip
+
+
+@op(
+    reference=reference,
+    cases=[
+        Case("llama", _args((2, 9), 32, 48)),
+        Case("gemma", _args((17,), 24, 40) | dict(act="gelu_tanh")),
+        Case("phi3", _args((2, 5), 16, 24) | dict(gate=T((48, 16), _scaled), up=None)),
+        Case("falcon-h1", _args((12,), 24, 33) | dict(gate_multiplier=0.37, down_multiplier=1.9)),
+        Case("recomputed", _args((6,), 16, 40) | dict(recompute=True)),
+        Case("odd", _args((1,), 7, 5)),
+        Case("square", _args((4096,), 8192, 8192), gpu=True),
+        Case("llama3-8b", _args((8192,), 4096, 14336), gpu=True),
+        Case("qwen3-0.6b", _args((16384,), 1024, 3072), gpu=True, timed=True),
+        Case("integers", _args((2,), 4, 8) | dict(x=T((2, 4), dtype=torch.int64)), error="mlp: x must be floating point, got torch.int64"),
+        Case("bad-gate", _args((2,), 4, 8) | dict(gate=T((8, 5))), error="mlp: gate must have shape (I, 4), got (8, 5)"),
+        Case("odd-gate", _args((2,), 4, 8) | dict(gate=T((9, 4)), up=None), error="mlp: gate must have shape (2 I, 4) where up is None, got (9, 4)"),
+        Case("bad-up", _args((2,), 4, 8) | dict(up=T((9, 4))), error="mlp: up must have shape (8, 4), got (9, 4)"),
+        Case("bad-down", _args((2,), 4, 8) | dict(down=T((4, 9))), error="mlp: down must have shape (4, 8), got (4, 9)"),
+        Case("mixed", _args((2,), 4, 8) | dict(down=T((4, 8), dtype=torch.float64)), error="mlp: down must have x's dtype, torch.float32, got torch.float64"),
+        Case("bad-act", _args((2,), 4, 8) | dict(act="swish2"),
+             error="mlp: act must be one of ['gelu', 'gelu_tanh', 'relu2', 'sigmoid', 'silu'], got 'swish2'"),
+    ],
+    cost=_cost,
+    rivals={"upstream": _upstream},
+)  # fmt: skip
+def mlp(
+    x: Tensor, gate: Tensor, up: Tensor | None, down: Tensor, *, act: str = "silu", gate_multiplier: float = 1.0, down_multiplier: float = 1.0,
+    recompute: bool = False,
+) -> Tensor:  # fmt: skip
+    """A gated MLP that keeps two of its three intermediates for the backward, or, with ``recompute``, none.
+
+    x (..., H), gate and up (I, H), or gate (2 I, H), up's rows behind gate's, and no up; down (H, I); of one dtype, under autocast of its dtype; any
+    strides. Act as in ``glu``. Returns (..., H).
+    """
+    if not x.is_floating_point():
+        raise ValueError(f"mlp: x must be floating point, got {x.dtype}")
+    if not x.ndim:
+        raise ValueError("mlp: x must have at least one dim, got shape ()")
+    H = x.shape[-1]
+    if gate.ndim != 2 or gate.shape[1] != H:
+        raise ValueError(f"mlp: gate must have shape (I, {H}), got {tuple(gate.shape)}")
+    if up is None and gate.shape[0] % 2:
+        raise ValueError(f"mlp: gate must have shape (2 I, {H}) where up is None, got {tuple(gate.shape)}")
+    if act not in ACTS:
+        raise ValueError(f"mlp: act must be one of {sorted(ACTS)}, got {act!r}")
+    device = x.device.type
+    if device != "meta" and torch.is_autocast_enabled(device) and x.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+        x, gate, up, down = (t if t is None else t.to(dtype) for t in (x, gate, up, down))  # type: ignore[assignment]
+    I = gate.shape[0] // 2 if up is None else gate.shape[0]
+    for name, p, shape in (("gate", gate, gate.shape), ("up", up, gate.shape), ("down", down, (H, I))):
+        if p is not None and p.shape != shape:
+            raise ValueError(f"mlp: {name} must have shape {tuple(shape)}, got {tuple(p.shape)}")
+        if p is not None and p.dtype != x.dtype:
+            raise ValueError(f"mlp: {name} must have x's dtype, {x.dtype}, got {p.dtype}")
+    if not use_kernels(x, fusible=True):
+        return reference(x, gate, up, down, act=act, gate_multiplier=gate_multiplier, down_multiplier=down_multiplier)
+    return LigerMLPFunction.apply(x, gate, up, down, gate_multiplier, down_multiplier, act, recompute)

@@ -1,0 +1,509 @@
+"""Mixture of experts: ``y[t] = sum_k weight[t, k] * down[e] (act(gate) * up)`` with ``gate, up = gate_up[e] x[t]`` and ``e = index[t, k]``
+(Shazeer et al., arXiv:1701.06538).
+
+Shapes: x, y (T, H), gate_up (E, 2 I, H), down (E, H, I), index, weight (T, K).  M = T K, the assignments.
+
+Assignments are sorted by expert on the device, and the rows of x copied into that order: M H elements written once, little beside products that read
+them again for every tile of columns, and rows that lie side by side are what CUTLASS wants. Saved is h = gate_up[e] x alone, (M, 2 I). The backward copies
+rows again rather than keep them, and has no need of each expert's output z, as <dy, z> = <down^T dy, act>. Sums over K and over rows are gathered,
+in fp32, in a fixed order. An index outside [0, E) is sorted behind all experts and contributes nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_kernel.ops._core import config
+from liger_kernel.ops._core.operator import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, rows_of, tracing, use_kernels
+from liger_kernel.ops._core.tl import cdiv, jit, next_power_of_2, tl
+from liger_kernel.ops.activations.glu import ACTS, act_and_slope, act_of
+from liger_kernel.ops.projections.grouped_mm import grouped_mm, grouped_outer, grouped_sum
+
+
+def reference(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    topk_index: Tensor,
+    topk_weight: Tensor,
+    *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    act: str = "silu",
+    interleaved: bool = False,
+    alpha: float = 1.0,
+    limit: float | None = None,
+    offset: float = 0.0,
+) -> Tensor:
+    E, K, h = gate_up.shape[0], topk_index.shape[1], acc(x.dtype)
+    expert, order = topk_index.flatten().sort(stable=True)
+    valid = (expert >= 0) & (expert < E)
+    expert, order = expert[valid], order[valid]
+    ys = []
+    for e, rows in enumerate(x.to(h)[order // K].to(x.dtype).split(torch.bincount(expert, minlength=E).tolist())):
+        z = F.linear(rows, gate_up[e], None if gate_up_bias is None else gate_up_bias[e])
+        gate, up = ((z[:, ::2], z[:, 1::2]) if interleaved else z.chunk(2, -1)) if z.shape[1] else (z, z)
+        if limit is not None:
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        z = (ACTS[act](gate.to(h) * alpha) / alpha).to(x.dtype) * (up + offset)
+        ys.append(F.linear(z, down[e], None if down_bias is None else down_bias[e]))
+    y = torch.cat(ys).to(h) * topk_weight.flatten()[order, None].to(h)
+    return torch.zeros(x.shape, dtype=h, device=x.device).index_add(0, order // K, y).to(x.dtype)
+
+
+@jit
+def _one_hot(index_ptr, M, E, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr):
+    """Assignments of a block by expert, those of no expert under E."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    expert = tl.load(index_ptr + i, mask=i < M, other=0)
+    expert = tl.where((expert < 0) | (expert >= E), E, expert).to(tl.int32)
+    return i, ((expert[:, None] == tl.arange(0, BLOCK_E)[None, :]) & (i < M)[:, None]).to(tl.int32)
+
+
+@jit
+def _count(index_ptr, counts_ptr, M, E, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr):
+    _, hot = _one_hot(index_ptr, M, E, BLOCK_M, BLOCK_E)
+    e = tl.arange(0, BLOCK_E)
+    tl.store(counts_ptr + e * tl.num_programs(0) + tl.program_id(0), tl.sum(hot, axis=0), mask=e <= E)
+
+
+@jit
+def _place(index_ptr, ends_ptr, order_ptr, position_ptr, M, E, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr):
+    i, hot = _one_hot(index_ptr, M, E, BLOCK_M, BLOCK_E)
+    e = tl.arange(0, BLOCK_E)
+    at = e * tl.num_programs(0) + tl.program_id(0)  # counts are added up expert by expert, then block by block
+    start = tl.load(ends_ptr + at - 1, mask=(at > 0) & (e <= E), other=0)
+    position = tl.sum(hot * (start[None, :] + tl.cumsum(hot, axis=0) - 1), axis=1)
+    tl.store(position_ptr + i, position, mask=i < M)
+    tl.store(order_ptr + position, i.to(tl.int32), mask=i < M)
+
+
+@jit
+def _gather(
+    x_ptr, order_ptr, offs_ptr, index_ptr, bias_ptr, y_ptr, dot_ptr, H, K, E, x_stride,
+    HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Rows of x in the order of experts, and the product of each with its expert's bias."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    here = row < tl.load(offs_ptr + E - 1)
+    i = tl.load(order_ptr + row, mask=here, other=0)
+    if HAS_BIAS:
+        expert = tl.load(index_ptr + i, mask=here, other=0).to(tl.int64)
+    dot = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, H, BLOCK_N):
+        col = start + tl.arange(0, BLOCK_N)
+        mask = here[:, None] & (col < H)[None, :]
+        x = tl.load(x_ptr + (i // K).to(tl.int64)[:, None] * x_stride + col[None, :], mask=mask, other=0.0)
+        tl.store(y_ptr + row[:, None] * H + col[None, :], x, mask=mask)
+        if HAS_BIAS:
+            dot += x.to(tl.float32) * tl.load(bias_ptr + expert[:, None] * H + col[None, :], mask=mask, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        tl.store(dot_ptr + row, tl.sum(dot, axis=1), mask=here)
+
+
+@jit
+def _combine(
+    y_ptr, position_ptr, offs_ptr, w_ptr, index_ptr, bias_ptr, out_ptr, n_tokens, H, E,
+    HAS_W: tl.constexpr, HAS_BIAS: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The sum over k of each token's rows of y, biased and weighted."""
+    token = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    col = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n = tl.load(offs_ptr + E - 1)
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in tl.static_range(K):
+        i = token * K + k
+        row = tl.load(position_ptr + i, mask=token < n_tokens, other=n).to(tl.int64)
+        mask = (row < n)[:, None] & (col < H)[None, :]
+        y = tl.load(y_ptr + row[:, None] * H + col[None, :], mask=mask, other=0.0).to(tl.float32)
+        if HAS_BIAS:
+            expert = tl.load(index_ptr + i, mask=row < n, other=0).to(tl.int64)
+            y += tl.load(bias_ptr + expert[:, None] * H + col[None, :], mask=mask, other=0.0).to(tl.float32)
+        if HAS_W:
+            y *= tl.load(w_ptr + i, mask=row < n, other=0.0).to(tl.float32)[:, None]
+        total += y
+    tl.store(out_ptr + token[:, None] * H + col[None, :], total.to(out_ptr.dtype.element_ty), mask=(token < n_tokens)[:, None] & (col < H)[None, :])
+
+
+@jit
+def _gate_up(h_ptr, bias_ptr, row, col, expert, mask, n, HAS_BIAS: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """gate and up in fp32, and where they lie in rows of h."""
+    gate_col, up_col = (2 * col, 2 * col + 1) if INTERLEAVED else (col, n + col)
+    gate = tl.load(h_ptr + row[:, None] * (2 * n) + gate_col[None, :], mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(h_ptr + row[:, None] * (2 * n) + up_col[None, :], mask=mask, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        gate += tl.load(bias_ptr + expert[:, None] * (2 * n) + gate_col[None, :], mask=mask, other=0.0).to(tl.float32)
+        up += tl.load(bias_ptr + expert[:, None] * (2 * n) + up_col[None, :], mask=mask, other=0.0).to(tl.float32)
+    return gate, up, gate_col, up_col
+
+
+@jit
+def _glu(
+    h_ptr, bias_ptr, order_ptr, index_ptr, offs_ptr, y_ptr, n, E, alpha, limit, offset, HAS_BIAS: tl.constexpr, HAS_LIMIT: tl.constexpr,
+    INTERLEAVED: tl.constexpr, ACT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    col = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    here = row < tl.load(offs_ptr + E - 1)
+    mask = here[:, None] & (col < n)[None, :]
+    expert = row
+    if HAS_BIAS:
+        expert = tl.load(index_ptr + tl.load(order_ptr + row, mask=here, other=0), mask=here, other=0).to(tl.int64)
+    gate, up, _, _ = _gate_up(h_ptr, bias_ptr, row, col, expert, mask, n, HAS_BIAS, INTERLEAVED)
+    if HAS_LIMIT:
+        limit = tl.cast(limit, tl.float32)
+        gate = tl.where(gate > limit, limit, gate)
+        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+    alpha = tl.cast(alpha, tl.float32)
+    y = act_of(gate * alpha, ACT, h_ptr.dtype.element_ty == tl.float32)
+    y = (y / alpha).to(y_ptr.dtype.element_ty).to(tl.float32) * (up + tl.cast(offset, tl.float32))
+    tl.store(y_ptr + row[:, None] * n + col[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@jit
+def _glu_bwd(
+    h_ptr, bias_ptr, order_ptr, index_ptr, offs_ptr, dy_ptr, w_ptr, dot_ptr, dh_ptr, wy_ptr, dw_ptr, M, n, E, alpha, limit, offset,
+    HAS_BIAS: tl.constexpr, HAS_LIMIT: tl.constexpr, HAS_DOT: tl.constexpr, NEED_DH: tl.constexpr, NEED_WY: tl.constexpr, NEED_DW: tl.constexpr,
+    INTERLEAVED: tl.constexpr, ACT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """For rows of an expert's activation y and its gradient dy, both without their weight w: the gradients of h and of w, and w y."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    here = row < tl.load(offs_ptr + E - 1)
+    i = tl.load(order_ptr + row, mask=row < M, other=0)
+    w = tl.load(w_ptr + i, mask=here, other=0.0).to(tl.float32)[:, None]
+    expert = row
+    if HAS_BIAS:
+        expert = tl.load(index_ptr + i, mask=here, other=0).to(tl.int64)
+    limit = tl.cast(limit, tl.float32)
+    alpha = tl.cast(alpha, tl.float32)
+    dw = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, n, BLOCK_N):
+        col = start + tl.arange(0, BLOCK_N)
+        mask = here[:, None] & (col < n)[None, :]
+        gate, up, gate_col, up_col = _gate_up(h_ptr, bias_ptr, row, col, expert, mask, n, HAS_BIAS, INTERLEAVED)
+        gate_out, up_out = gate > limit, tl.abs(up) > limit
+        if HAS_LIMIT:
+            gate = tl.where(gate_out, limit, gate)
+            up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+        a, da = act_and_slope(gate * alpha, ACT, h_ptr.dtype.element_ty == tl.float32)
+        a /= alpha
+        up += tl.cast(offset, tl.float32)
+        if NEED_WY:
+            tl.store(wy_ptr + row[:, None] * n + col[None, :], (w * a * up).to(wy_ptr.dtype.element_ty), mask=mask)
+        if NEED_DH or NEED_DW:
+            dy = tl.load(dy_ptr + row[:, None] * n + col[None, :], mask=mask, other=0.0).to(tl.float32)
+            dw += dy * a * up
+        if NEED_DH:
+            dgate, dup = w * dy * up * da, w * dy * a
+            if HAS_LIMIT:
+                dgate, dup = tl.where(gate_out, 0.0, dgate), tl.where(up_out, 0.0, dup)
+            tl.store(dh_ptr + row[:, None] * (2 * n) + gate_col[None, :], dgate.to(dh_ptr.dtype.element_ty), mask=mask)
+            tl.store(dh_ptr + row[:, None] * (2 * n) + up_col[None, :], dup.to(dh_ptr.dtype.element_ty), mask=mask)
+    if NEED_DW:  # zero for the rows of no expert
+        dw = tl.sum(dw, axis=1)
+        if HAS_DOT:
+            dw += tl.load(dot_ptr + row, mask=here, other=0.0)
+        tl.store(dw_ptr + i, dw.to(dw_ptr.dtype.element_ty), mask=row < M)
+
+
+@launcher("(Tensor index, int E) -> (Tensor order, Tensor position, Tensor offs)")
+def moe_route(index: Tensor, E: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Assignments in the order of experts, stable; where in that order each is; and where each expert's end."""
+    M, block_e = index.numel(), next_power_of_2(E + 1)
+    block_m = max(16, 8192 // block_e)
+    blocks = max(1, cdiv(M, block_m))
+    order, position = index.new_empty(M, dtype=torch.int32), index.new_empty(M, dtype=torch.int32)
+    counts = index.new_empty((E + 1) * blocks, dtype=torch.int32)
+    launch(_count, (blocks,), index, counts, M, E, BLOCK_M=block_m, BLOCK_E=block_e, num_warps=8)
+    ends = counts.cumsum(0, dtype=torch.int32)
+    launch(_place, (blocks,), index, ends, order, position, M, E, BLOCK_M=block_m, BLOCK_E=block_e, num_warps=8)
+    return order, position, ends.view(E + 1, blocks)[:E, -1].contiguous()
+
+
+@launcher("(Tensor x, Tensor index, Tensor order, Tensor offs, Tensor? bias) -> (Tensor y, Tensor dot)")
+def moe_gather(x: Tensor, index: Tensor, order: Tensor, offs: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Rows of x (T, H) for each assignment, and their products with ``bias`` (E, H) in fp32; empty without."""
+    M, H = order.shape[0], x.shape[1]
+    y, dot = x.new_empty(M, H), x.new_empty(0 if bias is None else M, dtype=torch.float32)
+    if tracing(x):
+        return y, dot
+    # this tile and those below: 8 to 16 values a thread, rows in whole cache lines, as reading and writing is all there is; reasoned, not measured
+    c = config.tile("moe_gather", H, x.itemsize, elements=4096, max_block_n=2048)
+    launch(_gather, (cdiv(M, c.block_m),), x, order, offs, index, bias, y, dot, H, index.shape[1], offs.shape[0], x.stride(0),
+           HAS_BIAS=bias is not None, BLOCK_M=c.block_m, BLOCK_N=c.block_n, num_warps=c.num_warps)  # fmt: skip
+    return y, dot
+
+
+@launcher("(Tensor y, Tensor index, Tensor position, Tensor offs, Tensor? w, Tensor? bias) -> Tensor")
+def moe_combine(y: Tensor, index: Tensor, position: Tensor, offs: Tensor, w: Tensor | None, bias: Tensor | None) -> Tensor:
+    (tokens, K), H = index.shape, y.shape[1]
+    out = y.new_empty(tokens, H)
+    if tracing(y):
+        return out
+    c = config.tile("moe_combine", H, y.itemsize, elements=2048, max_block_n=1024)
+    launch(_combine, (cdiv(tokens, c.block_m), cdiv(H, c.block_n)), y, position, offs, w, index, bias, out, tokens, H, offs.shape[0],
+           HAS_W=w is not None, HAS_BIAS=bias is not None, K=K, BLOCK_M=c.block_m, BLOCK_N=c.block_n, num_warps=c.num_warps)  # fmt: skip
+    return out
+
+
+@launcher("(Tensor h, Tensor? bias, Tensor index, Tensor order, Tensor offs, str act, bool interleaved, float alpha, float? limit, float offset) -> Tensor")
+def moe_glu_fwd(
+    h: Tensor, bias: Tensor | None, index: Tensor, order: Tensor, offs: Tensor,
+    act: str, interleaved: bool, alpha: float, limit: float | None, offset: float,
+) -> Tensor:  # fmt: skip
+    M, n = h.shape[0], h.shape[1] // 2
+    y = h.new_empty(M, n)
+    if tracing(h):
+        return y
+    c = config.tile("moe_glu_fwd", n, h.itemsize, elements=2048, max_block_n=512)
+    launch(_glu, (cdiv(M, c.block_m), cdiv(n, c.block_n)), h, bias, order, index, offs, y, n, offs.shape[0], alpha, limit or 0.0, offset,
+           HAS_BIAS=bias is not None, HAS_LIMIT=limit is not None, INTERLEAVED=interleaved, ACT=act, BLOCK_M=c.block_m, BLOCK_N=c.block_n,
+           num_warps=c.num_warps)  # fmt: skip
+    return y
+
+
+@launcher(
+    "(Tensor? dy, Tensor h, Tensor? bias, Tensor index, Tensor order, Tensor offs, Tensor w, Tensor? dot, bool need_dh, bool need_wy, bool need_dw, "
+    "str act, bool interleaved, float alpha, float? limit, float offset) -> (Tensor dh, Tensor wy, Tensor dw)"
+)
+def moe_glu_bwd(
+    dy: Tensor | None, h: Tensor, bias: Tensor | None, index: Tensor, order: Tensor, offs: Tensor, w: Tensor, dot: Tensor | None,
+    need_dh: bool, need_wy: bool, need_dw: bool, act: str, interleaved: bool, alpha: float, limit: float | None, offset: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of h and of w, and the weighted activation; empty where not needed."""
+    M, n = h.shape[0], h.shape[1] // 2
+    dh, wy, dw = h.new_empty((M, 2 * n) if need_dh else 0), h.new_empty((M, n) if need_wy else 0), w.new_empty(w.shape if need_dw else 0)
+    if tracing(h):
+        return dh, wy, dw
+    c = config.tile("moe_glu_bwd", n, h.itemsize, elements=2048, per_thread=8, max_block_n=256)
+    launch(_glu_bwd, (cdiv(M, c.block_m),), h, bias, order, index, offs, dy, w, dot, dh, wy, dw, M, n, offs.shape[0], alpha, limit or 0.0, offset,
+           HAS_BIAS=bias is not None, HAS_LIMIT=limit is not None, HAS_DOT=dot is not None, NEED_DH=need_dh, NEED_WY=need_wy, NEED_DW=need_dw,
+           INTERLEAVED=interleaved, ACT=act, BLOCK_M=c.block_m, BLOCK_N=c.block_n, num_warps=c.num_warps)  # fmt: skip
+    return dh, wy, dw
+
+
+def _outer_like(p: Tensor, a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+    """a^T b for each expert, with rows and columns in memory as those of the parameter ``p``: ``.grad`` then takes it as it is."""
+    return grouped_outer(b, a, offs).mT if p.stride(1) == 1 else grouped_outer(a, b, offs)
+
+
+class LigerFusedMoEFunction(torch.autograd.Function):
+    """``apply(x, gate_up, down, topk_index, topk_weight)``, then as keywords of ``moe``: its biases, act, interleaved, alpha, limit and offset."""
+
+    @staticmethod
+    def forward(
+        ctx, x, gate_up, down, topk_index, topk_weight,
+        gate_up_bias=None, down_bias=None, act="silu", interleaved=False, alpha=1.0, limit=None, offset=0.0,
+    ):  # fmt: skip
+        x, index, w = rows_of(x), topk_index.contiguous(), topk_weight.contiguous()
+        b1, b2 = (b if b is None else b.contiguous() for b in (gate_up_bias, down_bias))
+        order, position, offs = moe_route(index, gate_up.shape[0])
+        h = grouped_mm(moe_gather(x, index, order, offs, None)[0], gate_up.mT, offs)
+        ctx.form = act, interleaved, alpha, limit, offset
+        y = grouped_mm(moe_glu_fwd(h, b1, index, order, offs, *ctx.form), down.mT, offs)
+        ctx.save_for_backward(x, gate_up, down, index, w, b1, b2, h, order, position, offs)
+        return moe_combine(y, index, position, offs, w, b2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout):
+        x, gate_up, down, index, w, b1, b2, h, order, position, offs = ctx.saved_tensors
+        need_x, need_gate_up, need_down, _, need_w, need_b1, need_b2 = (*ctx.needs_input_grad, False, False)[:7]
+        need_dh = need_x or need_gate_up or need_b1
+        dx = dgate_up = ddown = db1 = db2 = dot = dy = None
+        dz, dot = moe_gather(rows_of(dout), index, order, offs, b2 if need_w else None)
+        if need_dh or need_w:
+            dy = grouped_mm(dz, down, offs)
+        dh, wy, dw = moe_glu_bwd(dy, h, b1, index, order, offs, w, dot if need_w and b2 is not None else None,
+                                 need_dh, need_down, need_w, *ctx.form)  # fmt: skip
+        if need_down:
+            ddown = _outer_like(down, dz, wy, offs)
+        if need_b2:
+            db2 = grouped_sum(dz, w.flatten()[order], offs)
+        del dz, dy, wy  # before the other half allocates as much
+        if need_b1:
+            db1 = grouped_sum(dh, None, offs)
+        if need_gate_up:
+            dgate_up = _outer_like(gate_up, dh, moe_gather(x, index, order, offs, None)[0], offs)
+        if need_x:
+            dx = moe_combine(grouped_mm(dh, gate_up, offs), index, position, offs, None, None)
+        return dx, dgate_up, ddown, None, dw if need_w else None, db1, db2, *[None] * 5
+
+
+def _torch(
+    x, gate_up, down, topk_index, topk_weight, *, gate_up_bias=None, down_bias=None, act="silu", interleaved=False, alpha=1.0, limit=None, offset=0.0
+):  # fmt: skip
+    """As transformers does it with ``experts_implementation="grouped_mm"``."""
+    K = topk_index.shape[1]
+    expert, order = topk_index.flatten().sort()
+    offs = torch.histc(expert.int(), gate_up.shape[0], 0, gate_up.shape[0] - 1).cumsum(0, dtype=torch.int32)
+    plus = lambda y, bias: y if bias is None else y + bias[expert]
+    z = plus(torch._grouped_mm(x[order // K], gate_up.mT, offs=offs), gate_up_bias)
+    gate, up = (z[:, ::2], z[:, 1::2]) if interleaved else z.chunk(2, -1)
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    gated = ACTS[act](gate) if alpha == 1.0 else gate * torch.sigmoid(gate * alpha)
+    y = plus(torch._grouped_mm(gated * (up + offset if offset else up), down.mT, offs=offs), down_bias) * topk_weight.flatten()[order, None]
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(order.shape[0], device=order.device)
+    return y[inverse].view(*topk_index.shape, -1).sum(1).to(x.dtype)
+
+
+def _upstream(functional, x, gate_up, down, topk_index, topk_weight):
+    ops = importlib.import_module("liger_kernel.ops")  # theirs, as theirs is what is imported now
+    return ops.LigerFusedMoEFunction.apply(x, gate_up, down, topk_index, topk_weight)
+
+
+_upstream.prepare = lambda args: args | {"topk_index": args["topk_index"].int()}  # type: ignore[attr-defined]
+
+
+def _cost(x, gate_up, down, topk_index, topk_weight, gate_up_bias=None, down_bias=None, **_) -> Cost:
+    m = int(((topk_index >= 0) & (topk_index < gate_up.shape[0])).sum())
+    (_, twice_n, H), n = gate_up.shape, down.shape[2]
+    given = [t for t in (x, gate_up, down, topk_weight, gate_up_bias, down_bias) if t is not None]
+    trained = [t for t in given if t.requires_grad]
+    first = any(t is not None and t.requires_grad for t in (x, gate_up, gate_up_bias))
+    products = [((m, n, H), first), ((H, n, m), down.requires_grad), ((m, H, twice_n), x.requires_grad), ((twice_n, H, m), gate_up.requires_grad)]
+    return Cost(
+        nbytes(*given, topk_index, x), nbytes(*given, topk_index, x, *trained),
+        gemms=([(m, twice_n, H), (m, H, n)], [product for product, needed in products if needed]),
+    )  # fmt: skip
+
+
+def _scaled(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(*shape, dtype=dtype) / math.sqrt(shape[-1])
+
+
+def _shares(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(*shape, dtype=dtype).softmax(-1)
+
+
+def _routed(tokens: int, K: int, H: int, I: int, E: int, *, used: int | None = None, weight: torch.dtype | None = None, grads: str = "x w1 w2 w") -> dict:
+    """Arguments of ``moe`` whose tokens choose K different ones of the first ``used`` experts."""
+
+    def choices(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.rand(shape[0], used or E, dtype=dtype).argsort(-1)[:, :K]
+
+    x, w1, w2, w = (name in grads.split() for name in ("x", "w1", "w2", "w"))
+    return dict(
+        x=T((tokens, H), grad=x), gate_up=T((E, 2 * I, H), _scaled, w1), down=T((E, H, I), _scaled, w2),
+        topk_index=T((tokens, K), choices, dtype=torch.int64), topk_weight=T((tokens, K), _shares, w, weight),
+    )  # fmt: skip
+
+
+def _some_invalid(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randint(-1, 4, shape).to(dtype)
+
+
+def _tens(*shape: int, dtype: torch.dtype) -> Tensor:
+    """Puts gate and up on one side or the other of a limit of 7, never where rounding decides."""
+    return torch.randint(-1, 2, shape).to(dtype) * 12
+
+
+_GPT_OSS = dict(interleaved=True, alpha=1.702, limit=7.0, offset=1.0)
+_SMALL = _routed(4, 2, 8, 8, 3)
+
+
+@op(
+    reference=reference,
+    cases=[
+        Case("qwen3", _routed(20, 2, 40, 24, 3, weight=torch.float32)),
+        Case("odd", _routed(5, 2, 19, 13, 3, grads="x w1")),
+        Case("one-token", _routed(1, 1, 8, 8, 2, grads="x w1 w2")),
+        Case("one-expert", _routed(36, 1, 16, 16, 3, used=1, grads="w1 w2")),
+        # -1 or E: what expert-parallel ranks leave to others
+        Case("no-expert", _routed(17, 2, 16, 16, 3, grads="x w") | dict(topk_index=T((17, 2), _some_invalid, dtype=torch.int64))),
+        Case("gpt-oss", _routed(9, 2, 16, 24, 2, grads="w") | dict(gate_up_bias=T((2, 48), _tens), down_bias=T((2, 16)), **_GPT_OSS)),
+        Case("switch", _routed(8192, 1, 4096, 1024, 16), gpu=True),
+        Case("qwen3-30b-a3b", _routed(8192, 8, 2048, 768, 128), gpu=True),
+        Case("mixtral-8x7b", _routed(4096, 2, 4096, 14336, 8), gpu=True, timed=True),
+        Case("gpt-oss-20b", _routed(8192, 4, 2880, 2880, 32) | dict(gate_up_bias=T((32, 5760)), down_bias=T((32, 2880)), **_GPT_OSS), gpu=True, timed=True),
+        Case("integers", _SMALL | dict(x=T((4, 8), dtype=torch.int64)), error="moe: x must be floating point, got torch.int64"),
+        Case("bad-x", _SMALL | dict(x=T((1, 4, 8))), error="moe: x must have shape (T, H), got (1, 4, 8)"),
+        Case("bad-gate-up", _SMALL | dict(gate_up=T((3, 16, 9))), error="moe: gate_up must have shape (E, 2 I, 8), got (3, 16, 9)"),
+        Case("bad-down", _SMALL | dict(down=T((3, 8, 9))), error="moe: down must have shape (3, 8, 8), got (3, 8, 9)"),
+        Case("bad-index", _SMALL | dict(topk_index=T((4, 2))), error="moe: topk_index must be integers of shape (4, K), got torch.float32 (4, 2)"),
+        Case("bad-weight", _SMALL | dict(topk_weight=T((4, 3))), error="moe: topk_weight must be floating point of shape (4, 2), got torch.float32 (4, 3)"),
+        Case("bad-bias", _SMALL | dict(down_bias=T((3, 9))), error="moe: down_bias must have shape (3, 8), got (3, 9)"),
+        Case("mixed", _SMALL | dict(down=T((3, 8, 8), dtype=torch.float64)), error="moe: down must have x's dtype, torch.float32, got torch.float64"),
+        Case("bad-limit", _SMALL | dict(limit=0.0), error="moe: limit must be positive or None, got 0.0"),
+        Case("bad-alpha", _SMALL | dict(alpha=0.0), error="moe: alpha must be positive, got 0.0"),
+        Case("bad-act", _SMALL | dict(act="swish2"), error="moe: act must be one of ['gelu', 'gelu_tanh', 'relu2', 'sigmoid', 'silu'], got 'swish2'"),
+    ],
+    cost=_cost,
+    rivals={"torch": _torch, "upstream": _upstream},
+    sweeps={"tokens": ((1024, 2048, 4096, 8192, 16384, 32768), lambda n: _routed(n, 8, 2048, 768, 128))},
+)  # fmt: skip
+def moe(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    topk_index: Tensor,
+    topk_weight: Tensor,
+    *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    act: str = "silu",
+    interleaved: bool = False,
+    alpha: float = 1.0,
+    limit: float | None = None,
+    offset: float = 0.0,
+) -> Tensor:
+    """The K experts of each token, weighted and added up; differentiable in everything but the index. Returns (T, H) of x's dtype.
+
+    x (T, H), gate_up (E, 2 I, H), down (E, H, I), gate_up_bias (E, 2 I), down_bias (E, H) of one dtype, under autocast of its dtype; any strides, so that
+    weights stored as (E, H, 2 I) are passed as ``gate_up.mT``. topk_index (T, K): experts; others than 0 to E - 1 contribute nothing. topk_weight
+    (T, K) of any floating dtype. act as in ``glu``, of ``alpha * gate`` and divided by alpha; gate and up lie side by side, or ``interleaved``; ``limit``
+    clamps gate from above and up on both sides; ``offset`` is then added to up.
+    """
+    if not x.is_floating_point():
+        raise ValueError(f"moe: x must be floating point, got {x.dtype}")
+    if x.ndim != 2:
+        raise ValueError(f"moe: x must have shape (T, H), got {tuple(x.shape)}")
+    tokens, H = x.shape
+    if gate_up.ndim != 3 or gate_up.shape[1] % 2 or gate_up.shape[2] != H:
+        raise ValueError(f"moe: gate_up must have shape (E, 2 I, {H}), got {tuple(gate_up.shape)}")
+    E, n = gate_up.shape[0], gate_up.shape[1] // 2
+    if topk_index.is_floating_point() or topk_index.dtype == torch.bool or topk_index.ndim != 2 or topk_index.shape[0] != tokens:
+        raise ValueError(f"moe: topk_index must be integers of shape ({tokens}, K), got {topk_index.dtype} {tuple(topk_index.shape)}")
+    if not topk_weight.is_floating_point() or topk_weight.shape != topk_index.shape:
+        raise ValueError(f"moe: topk_weight must be floating point of shape {tuple(topk_index.shape)}, got {topk_weight.dtype} {tuple(topk_weight.shape)}")
+    if act not in ACTS:
+        raise ValueError(f"moe: act must be one of {sorted(ACTS)}, got {act!r}")
+    if limit is not None and not limit > 0:
+        raise ValueError(f"moe: limit must be positive or None, got {limit}")
+    if not alpha > 0:
+        raise ValueError(f"moe: alpha must be positive, got {alpha}")
+    device = x.device.type
+    if device != "meta" and torch.is_autocast_enabled(device) and x.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+        x, gate_up, down = x.to(dtype), gate_up.to(dtype), down.to(dtype)
+        gate_up_bias, down_bias = (b if b is None else b.to(dtype) for b in (gate_up_bias, down_bias))
+    given = {"gate_up": (gate_up, (E, 2 * n, H)), "down": (down, (E, H, n)), "gate_up_bias": (gate_up_bias, (E, 2 * n)), "down_bias": (down_bias, (E, H))}
+    for name, (p, shape) in given.items():
+        if p is not None and p.shape != shape:
+            raise ValueError(f"moe: {name} must have shape {shape}, got {tuple(p.shape)}")
+        if p is not None and p.dtype != x.dtype:
+            raise ValueError(f"moe: {name} must have x's dtype, {x.dtype}, got {p.dtype}")
+    form = dict(gate_up_bias=gate_up_bias, down_bias=down_bias, act=act, interleaved=interleaved, alpha=alpha, limit=limit, offset=offset)
+    if not use_kernels(x):
+        return reference(x, gate_up, down, topk_index, topk_weight, **form)
+    return LigerFusedMoEFunction.apply(x, gate_up, down, topk_index, topk_weight, *form.values())
+
+
+def compute_routing_metadata(topk_indices: Tensor, E: int, block_m_token: int = 128) -> tuple[Tensor, ...]:
+    """Of choices (M, K) among E experts, all int32: tokens of each expert (E,); where each begins in the order of experts (E + 1,); the token of each place
+    in it, its choice, and the place of each choice (M K,); first row and expert of each tile of ``block_m_token`` rows. Waits for the number of tiles."""
+    flat, K = topk_indices.flatten().long(), topk_indices.shape[1]
+    order = flat.argsort(stable=True)
+    counts = torch.bincount(flat, minlength=E)
+    start = F.pad(counts.cumsum(0), (1, 0))
+    tiles = -(counts // -block_m_token)
+    expert = torch.arange(E, device=flat.device).repeat_interleave(tiles)
+    first = torch.arange(len(expert), device=flat.device) - (tiles.cumsum(0) - tiles)[expert]
+    return tuple(t.int() for t in (counts, start, order // K, order, order.argsort(), start[expert] + first * block_m_token, expert))

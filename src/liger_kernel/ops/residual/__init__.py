@@ -1,0 +1,1 @@
+"""Residual streams: how layers read what layers before them wrote."""

@@ -1,0 +1,1 @@
+"""Rotary position embedding, alone and behind the norms of heads."""

@@ -1,0 +1,462 @@
+"""Rotary position embedding of queries and keys in one launch (Su et al., arXiv:2104.09864).
+
+Shapes: q (B, Hq, T, D), k (B, Hk, T, D), or with ``unsqueeze_dim=2`` (B, T, H, D); cos, sin (B or 1, T, R/2), or (T, R/2): one angle for each
+rotated pair.  R <= D: the last D - R columns pass through.
+
+A pair (a, b) becomes (a cos - b sin, b cos + a sin).  ``layout="halves"`` pairs column i with i + R/2, ``"pairs"`` 2i with 2i + 1.
+The backward turns the other way: the same kernel with -sin.
+
+``casting`` says where the arithmetic is rounded, as models differ in it:
+  fp32    everything in fp32, rounded once, to the dtype of x
+  none    no upcast: each product is rounded to the dtype that x and the tables promote to, which is that of the result, as in
+          ``q * cos + rotate_half(q) * sin``; in the backward to the dtype of x, as autograd's gradients of these products are
+  back    the same, and the result is cast back to the dtype of x
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from liger_kernel.ops._core import config
+from liger_kernel.ops._core.operator import _KERNEL_DTYPES, Case, Cost, acc, launch, launcher, nbytes, once_differentiable, op, swapped, use_kernels
+from liger_kernel.ops._core.operator import T as T_  # T is the sequence length here
+from liger_kernel.ops._core.tl import jit, next_power_of_2, tl
+
+LAYOUTS = ("halves", "pairs")
+CASTING = ("none", "back", "fp32")
+
+
+def reference(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, *, layout: str = "halves", unsqueeze_dim: int = 1,
+    casting: str = "fp32",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    if position_ids is not None:
+        cos, sin = (t.reshape(t.shape[:-1].numel(), t.shape[-1])[position_ids] for t in (cos, sin))
+    elif cos.ndim == 2:
+        cos, sin = cos[None], sin[None]
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    R = 2 * cos.shape[-1]
+
+    def turn(x: Tensor) -> Tensor:
+        rotated = x[..., :R]
+        if casting == "fp32":
+            rotated = rotated.to(acc(torch.promote_types(x.dtype, cos.dtype)))
+        a, b = rotated.chunk(2, -1) if layout == "halves" else (rotated[..., ::2], rotated[..., 1::2])
+        a, b = a * cos - b * sin, b * cos + a * sin
+        y = torch.cat((a, b), -1) if layout == "halves" else torch.stack((a, b), -1).flatten(-2)
+        y = y if casting == "none" else y.to(x.dtype)
+        return torch.cat((y, x[..., R:]), -1) if x.shape[-1] > R else y
+
+    return turn(q), turn(k)
+
+
+def once(table: Tensor, rotary_dim: int | None = None) -> Tensor:
+    """One angle a pair, of a table (..., R) that holds each twice, as in ``cat((angles, angles), -1)``; or once already, where ``rotary_dim`` says so."""
+    width = table.shape[-1]
+    if rotary_dim is None or width == rotary_dim:
+        return table[..., : width // 2]
+    if 2 * width != rotary_dim:
+        raise ValueError(f"rope: rotary_dim must be {width} or {2 * width} with tables of {width} columns, got {rotary_dim}")
+    return table
+
+
+def of_sections(table: Tensor, sections: Sequence[int]) -> Tensor:
+    """One angle a pair (B, T, R/2), of tables (A, B, T, R) for positions along A axes: time, height and width.
+
+    The pairs come in ``sections``; section i turns by the position on axis i modulo A.
+    """
+    table = once(table)
+    if sum(sections) != table.shape[-1]:
+        raise ValueError(f"mrope: mrope_section must sum to {table.shape[-1]}, got {tuple(sections)}")
+    return torch.cat([part[i % len(part)] for i, part in enumerate(table.split(list(sections), -1))], -1)
+
+
+def of_complex(freqs: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin, as views, of ``cos + i sin``. A model cast to a real dtype leaves its cos alone: its sin is zero."""
+    if freqs.is_complex():
+        cos, sin = torch.view_as_real(freqs.resolve_conj()).unbind(-1)
+        return cos, sin
+    return freqs, torch.zeros_like(freqs)
+
+
+@jit
+def load_angles(
+    cos_ptr, sin_ptr, pos_ptr, batch, time, L, HALF, cos_batch, cos_time, cos_col, sin_batch, sin_time, sin_col, pos_batch, pos_time,
+    HAS_POS: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """cos and sin of one token, a pair each; a position outside the table gives NaN, not a stray read."""
+    r = tl.arange(0, BLOCK_R)
+    mask = r < HALF
+    if HAS_POS:
+        time = tl.load(pos_ptr + batch * pos_batch + time * pos_time).to(tl.int64)
+        batch = batch * 0
+        known = (time >= 0) & (time < L)
+        mask = mask & known
+    cos = tl.load(cos_ptr + batch * cos_batch + time * cos_time + r * cos_col, mask=mask, other=0.0).to(tl.float32)
+    sin = tl.load(sin_ptr + batch * sin_batch + time * sin_time + r * sin_col, mask=mask, other=0.0).to(tl.float32)
+    if HAS_POS:
+        cos = tl.where(known, cos, float("nan"))
+        sin = tl.where(known, sin, float("nan"))
+    return cos, sin
+
+
+@jit
+def load_pairs(x_ptr, h, x_head, H, HALF, PAIRS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr):
+    """The first and second columns of all pairs of the heads ``h`` of one token, in fp32."""
+    if PAIRS:  # one wide load of neighbours, then split
+        col = tl.arange(0, 2 * BLOCK_R)
+        x = tl.load(x_ptr + h[:, None] * x_head + col[None, :], mask=(h < H)[:, None] & (col < 2 * HALF)[None, :], other=0.0)
+        a, b = tl.split(tl.reshape(x.to(tl.float32), (BLOCK_H, BLOCK_R, 2)))
+    else:
+        r = tl.arange(0, BLOCK_R)
+        mask = (h < H)[:, None] & (r < HALF)[None, :]
+        x_ptr += h[:, None] * x_head + r[None, :]
+        a = tl.load(x_ptr, mask=mask, other=0.0).to(tl.float32)
+        b = tl.load(x_ptr + HALF, mask=mask, other=0.0).to(tl.float32)
+    return a, b
+
+
+@jit
+def store_pairs(y_ptr, a, b, h, y_head, H, HALF, PAIRS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr):
+    if PAIRS:
+        col = tl.arange(0, 2 * BLOCK_R)
+        y = tl.reshape(tl.join(a, b), (BLOCK_H, 2 * BLOCK_R)).to(y_ptr.dtype.element_ty)
+        tl.store(y_ptr + h[:, None] * y_head + col[None, :], y, mask=(h < H)[:, None] & (col < 2 * HALF)[None, :])
+    else:
+        r = tl.arange(0, BLOCK_R)
+        mask = (h < H)[:, None] & (r < HALF)[None, :]
+        y_ptr += h[:, None] * y_head + r[None, :]
+        tl.store(y_ptr, a.to(y_ptr.dtype.element_ty), mask=mask)
+        tl.store(y_ptr + HALF, b.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@jit
+def turned(a, b, cos, sin, ROUND: tl.constexpr, DTYPE: tl.constexpr):
+    """Pairs turned by their angles, products rounded to DTYPE if asked for."""
+    a_cos, a_sin, b_cos, b_sin = a * cos[None, :], a * sin[None, :], b * cos[None, :], b * sin[None, :]
+    if ROUND:
+        a_cos, a_sin = a_cos.to(DTYPE).to(tl.float32), a_sin.to(DTYPE).to(tl.float32)
+        b_cos, b_sin = b_cos.to(DTYPE).to(tl.float32), b_sin.to(DTYPE).to(tl.float32)
+    return a_cos - b_sin, b_cos + a_sin
+
+
+@jit
+def _turn(
+    x_ptr, y_ptr, cos, sin, H, x_head, y_head, HALF, D,
+    PAIRS: tl.constexpr, ROUND: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr,
+):  # fmt: skip
+    """All heads of one token: pointers to its first head, strides between heads, cos and sin of BLOCK_R angles."""
+    for start in range(0, H, BLOCK_H):
+        h = (start + tl.arange(0, BLOCK_H)).to(tl.int64)
+        a, b = load_pairs(x_ptr, h, x_head, H, HALF, PAIRS, BLOCK_H, BLOCK_R)
+        a, b = turned(a, b, cos, sin, ROUND, y_ptr.dtype.element_ty)
+        store_pairs(y_ptr, a, b, h, y_head, H, HALF, PAIRS, BLOCK_H, BLOCK_R)
+        if BLOCK_REST > 0:
+            rest = 2 * HALF + tl.arange(0, BLOCK_REST)
+            mask = (h < H)[:, None] & (rest < D)[None, :]
+            x = tl.load(x_ptr + h[:, None] * x_head + rest[None, :], mask=mask, other=0.0)
+            tl.store(y_ptr + h[:, None] * y_head + rest[None, :], x.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@jit
+def _rope(
+    q_ptr, k_ptr, cos_ptr, sin_ptr, pos_ptr, yq_ptr, yk_ptr, T, Hq, Hk, L, HALF, D,
+    q_batch, q_time, q_head, k_batch, k_time, k_head, yq_batch, yq_time, yq_head, yk_batch, yk_time, yk_head,
+    cos_batch, cos_time, cos_col, sin_batch, sin_time, sin_col, pos_batch, pos_time,
+    HAS_POS: tl.constexpr, INVERSE: tl.constexpr, PAIRS: tl.constexpr, ROUND: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0)
+    batch, time = (token // T).to(tl.int64), (token % T).to(tl.int64)
+    cos, sin = load_angles(cos_ptr, sin_ptr, pos_ptr, batch, time, L, HALF, cos_batch, cos_time, cos_col, sin_batch, sin_time, sin_col,
+                           pos_batch, pos_time, HAS_POS, BLOCK_R)  # fmt: skip
+    if INVERSE:
+        sin = 0.0 - sin  # of 0, +0 in every release of Triton
+    _turn(q_ptr + batch * q_batch + time * q_time, yq_ptr + batch * yq_batch + time * yq_time, cos, sin, Hq, q_head, yq_head, HALF, D,
+          PAIRS, ROUND, BLOCK_Q, BLOCK_R, BLOCK_REST)  # fmt: skip
+    _turn(k_ptr + batch * k_batch + time * k_time, yk_ptr + batch * yk_batch + time * yk_time, cos, sin, Hk, k_head, yk_head, HALF, D,
+          PAIRS, ROUND, BLOCK_K, BLOCK_R, BLOCK_REST)  # fmt: skip
+
+
+def unit_stride(x: Tensor) -> Tensor:
+    """``x`` with neighbouring columns in neighbouring memory: itself, or a copy."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def angle_strides(cos: Tensor, sin: Tensor, position_ids: Tensor | None) -> tuple[int, ...]:
+    """What ``load_angles`` wants, from cos_batch to pos_time; a batch of one serves all."""
+    of = lambda t: (t.stride(0) if t.shape[0] > 1 else 0, *t.stride()[1:])
+    return *of(cos), *of(sin), *((0, 0) if position_ids is None else of(position_ids))
+
+
+def turned_dtype(dtype: torch.dtype, cos: Tensor, casting: str) -> torch.dtype:
+    """Of what was of ``dtype`` and is turned by a table."""
+    return dtype if casting != "none" or dtype == cos.dtype else torch.promote_types(dtype, cos.dtype)
+
+
+def rounding(dtype: torch.dtype, cos: Tensor, casting: str) -> bool:
+    """Whether the forward rounds products of ``dtype`` and of a table to less than fp32; it is the dtype of the result then."""
+    return casting != "fp32" and turned_dtype(dtype, cos, "none") != torch.float32
+
+
+def fusing(rounds: bool) -> dict[str, bool]:
+    """Compilers work in bf16 where that rounds as told, and would then fuse a product and a sum, which rounds once: not where it is to round twice."""
+    return {"enable_fp_fusion": not rounds}
+
+
+@launcher(
+    "(Tensor q, Tensor k, Tensor cos, Tensor sin, Tensor? position_ids, bool pairs, bool rounds, bool inverse, ScalarType q_dtype, ScalarType k_dtype)"
+    " -> (Tensor yq, Tensor yk)"
+)
+def rope_turn(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None, pairs: bool, rounds: bool, inverse: bool,
+    q_dtype: torch.dtype, k_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """q, k as (B, T, H, D) views; cos, sin (B or 1, T, R/2), or tables (1, L, R/2) with position_ids (B, T); the dtypes are those of the results.
+
+    ``rounds``: products to the dtype of the result.
+    """
+    q, k = unit_stride(q), unit_stride(k)
+    yq, yk = torch.empty_like(q, dtype=q_dtype), torch.empty_like(k, dtype=k_dtype)
+    B, T, Hq, D = q.shape
+    Hk, half = k.shape[2], cos.shape[-1]
+    block_r = next_power_of_2(half)
+    rest = next_power_of_2(D - 2 * half) if 2 * half < D else 0
+    # H200, B4 T2048 H32/8 D128: 46 us a direction; 32 heads a tile 48, 4 heads 63 (byte floor 40)
+    c = config.tile("rope", 2 * block_r + rest, q.itemsize, elements=2048)
+    block_q, block_k = (min(next_power_of_2(h), c.block_m) for h in (Hq, Hk))
+    launch(_rope, (B * T,), q, k, cos, sin, position_ids, yq, yk, T, Hq, Hk, cos.shape[1], half, D,
+           *q.stride()[:3], *k.stride()[:3], *yq.stride()[:3], *yk.stride()[:3], *angle_strides(cos, sin, position_ids),
+           HAS_POS=position_ids is not None, INVERSE=inverse, PAIRS=pairs, ROUND=rounds,
+           BLOCK_Q=block_q, BLOCK_K=block_k, BLOCK_R=block_r, BLOCK_REST=rest, num_warps=c.num_warps, **fusing(rounds))  # fmt: skip
+    return yq, yk
+
+
+def _both(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None, heads_first: bool, pairs: bool, rounds: bool, inverse: bool,
+    q_dtype: torch.dtype, k_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    if cos.ndim == 2:
+        cos, sin = cos[None], sin[None]
+    if heads_first:
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
+    q, k = rope_turn(q, k, cos, sin, position_ids, pairs, rounds, inverse, q_dtype, k_dtype)
+    return (swapped(q), swapped(k)) if heads_first else (q, k)
+
+
+class RopeFunction(torch.autograd.Function):
+    """``apply(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, layout="halves", casting="fp32")``; cos and sin hold one angle a pair."""
+
+    @staticmethod
+    def forward(ctx, q, k, cos, sin, position_ids=None, unsqueeze_dim=1, layout="halves", casting="fp32"):
+        ctx.save_for_backward(cos, sin, position_ids)
+        ctx.how = unsqueeze_dim == 1, layout == "pairs"
+        ctx.rounds, ctx.dtypes = casting != "fp32" and q.dtype != torch.float32, (q.dtype, k.dtype)
+        dtypes = turned_dtype(q.dtype, cos, casting), turned_dtype(k.dtype, cos, casting)
+        return _both(q, k, cos, sin, position_ids, *ctx.how, rounding(q.dtype, cos, casting), False, *dtypes)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dq, dk):
+        heads, (need_dq, need_dk) = (1 if ctx.how[0] else 2), ctx.needs_input_grad[:2]
+        # a gradient that nobody needs is turned over no heads
+        dq = dq if need_dq else dq.narrow(heads, 0, 0)
+        dk = dk if need_dk else dk.narrow(heads, 0, 0)
+        dq, dk = _both(dq, dk, *ctx.saved_tensors, *ctx.how, ctx.rounds, True, *ctx.dtypes)
+        return dq if need_dq else None, dk if need_dk else None, *(None,) * 6
+
+
+def in_place_of(q: Tensor, k: Tensor, cos: Tensor) -> str:
+    """``casting`` of the published functions, whose results take the place of q and k in their dtypes: no upcast where there is one dtype."""
+    return "none" if q.dtype == k.dtype == cos.dtype else "fp32"
+
+
+class LigerRopeFunction(RopeFunction):
+    """``apply(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None)``; cos and sin (B or 1, T, R) or (T, R). See ``liger_rope``."""
+
+    @staticmethod
+    def forward(ctx, q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None):
+        return RopeFunction.forward(ctx, q, k, once(cos, rotary_dim), once(sin, rotary_dim), None, unsqueeze_dim, casting=in_place_of(q, k, cos))
+
+
+class LigerQwen2VLMRopeFunction(RopeFunction):
+    """``apply(q, k, cos, sin, mrope_section, unsqueeze_dim=1)``; cos and sin (3, B, T, D), see ``of_sections`` and ``liger_rope``."""
+
+    @staticmethod
+    def forward(ctx, q, k, cos, sin, mrope_section, unsqueeze_dim=1):
+        cos, sin = of_sections(cos, mrope_section), of_sections(sin, mrope_section)
+        return RopeFunction.forward(ctx, q, k, cos, sin, None, unsqueeze_dim, casting=in_place_of(q, k, cos))
+
+
+class LigerLlama4RopeFunction(RopeFunction):
+    """``apply(q, k, freqs_cis, BLOCK_SIZE=None)``; q, k (B, T, H, D), freqs_cis complex (B or 1, T, D/2) or (T, D/2). The last is accepted and ignored."""
+
+    @staticmethod
+    def forward(ctx, q, k, freqs_cis, BLOCK_SIZE=None):
+        cos, sin = of_complex(freqs_cis.reshape(-1, *freqs_cis.shape[-2:]))
+        return RopeFunction.forward(ctx, q, k, cos, sin, None, 2, "pairs")
+
+
+def _turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, casting: str, heads_first: bool, pairs: bool, inverse: bool) -> tuple[Tensor, Tensor]:
+    """Without autograd, in the dtypes of q and k."""
+    return _both(q, k, cos, sin, None, heads_first, pairs, rounding(q.dtype, cos, casting), inverse, q.dtype, k.dtype)
+
+
+def rope_forward(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, unsqueeze_dim: int = 1, rotary_dim: int | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``LigerRopeFunction`` without autograd: turned q and k, and the tables, for ``rope_backward``."""
+    tables = once(cos, rotary_dim), once(sin, rotary_dim)
+    return *_turned(q, k, *tables, in_place_of(q, k, cos), unsqueeze_dim == 1, False, False), cos, sin
+
+
+def rope_backward(
+    dq: Tensor, dk: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, unsqueeze_dim: int = 1, rotary_dim: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Turned back: gradients of what ``rope_forward`` was given."""
+    return _turned(dq, dk, once(cos, rotary_dim), once(sin, rotary_dim), in_place_of(dq, dk, cos), unsqueeze_dim == 1, False, True)
+
+
+def qwen2vl_mrope_forward(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, mrope_section: Sequence[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``LigerQwen2VLMRopeFunction`` without autograd: turned q and k, and the tables, for ``qwen2vl_mrope_backward``."""
+    return *_turned(q, k, of_sections(cos, mrope_section), of_sections(sin, mrope_section), in_place_of(q, k, cos), True, False, False), cos, sin
+
+
+def qwen2vl_mrope_backward(dq: Tensor, dk: Tensor, cos: Tensor, sin: Tensor, mrope_section: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Turned back."""
+    return _turned(dq, dk, of_sections(cos, mrope_section), of_sections(sin, mrope_section), in_place_of(dq, dk, cos), True, False, True)
+
+
+def llama4_rope_forward(q: Tensor, k: Tensor, freqs_cis: Tensor, BLOCK_SIZE: int | None = None, imag_sign: float = 1.0) -> tuple[Tensor, Tensor]:
+    """``LigerLlama4RopeFunction`` without autograd; ``imag_sign=-1`` turns back, as the backward does."""
+    cos, sin = of_complex(freqs_cis.reshape(-1, *freqs_cis.shape[-2:]))
+    return _turned(q, k, cos, sin, "fp32", False, True, imag_sign < 0)
+
+
+def checked_tables(
+    name: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None, layout: str, unsqueeze_dim: int
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """cos, sin and position_ids as launchers take them; ``ValueError`` if an argument of operator ``name`` is not what it must be."""
+    if layout not in LAYOUTS:
+        raise ValueError(f"{name}: layout must be one of {LAYOUTS}, got {layout!r}")
+    if unsqueeze_dim not in (1, 2):
+        raise ValueError(f"{name}: unsqueeze_dim must be 1 or 2, got {unsqueeze_dim}")
+    if q.ndim != 4 or k.ndim != 4:
+        raise ValueError(f"{name}: q and k must be 4-dimensional, got {tuple(q.shape)} and {tuple(k.shape)}")
+    B, time, D = q.shape[0], q.shape[3 - unsqueeze_dim], q.shape[3]
+    if (B, time, D) != (k.shape[0], k.shape[3 - unsqueeze_dim], k.shape[3]):
+        raise ValueError(f"{name}: q and k must agree but for the heads, got {tuple(q.shape)} and {tuple(k.shape)}")
+    if position_ids is not None:
+        position_ids = position_ids.reshape(position_ids.shape[:-1].numel(), position_ids.shape[-1])
+        if position_ids.shape[0] not in (1, B) or position_ids.shape[1] != time:
+            raise ValueError(f"{name}: position_ids must have shape ({B} or 1, {time}), got {tuple(position_ids.shape)}")
+        if cos.shape != sin.shape or cos.shape[:-2].numel() != 1 or 2 * cos.shape[-1] > D:
+            raise ValueError(f"{name}: tables cos and sin must have shape (L, at most {D // 2}), got {tuple(cos.shape)} and {tuple(sin.shape)}")
+        cos, sin = (t.reshape(1, t.shape[:-1].numel(), t.shape[-1]) for t in (cos, sin))
+        return cos, sin, position_ids
+    if cos.ndim == sin.ndim == 2:
+        cos, sin = cos[None], sin[None]
+    if cos.ndim != 3 or cos.shape[0] not in (1, B) or cos.shape[1] != time or cos.shape != sin.shape or 2 * cos.shape[2] > D:
+        raise ValueError(f"{name}: cos and sin must have shape ({B} or 1, {time}, at most {D // 2}), got {tuple(cos.shape)} and {tuple(sin.shape)}")
+    return cos, sin, position_ids
+
+
+def served(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    """Whether kernels turn ``q`` and ``k`` by these tables: not where these learn."""
+    learn = (cos.requires_grad or sin.requires_grad) and torch.is_grad_enabled()
+    return use_kernels(q, fusible=True) and not learn and q.dtype == k.dtype and cos.dtype == sin.dtype and cos.dtype in _KERNEL_DTYPES
+
+
+def _angles(T: int, half: int, B: int = 1, dtype: torch.dtype | None = None) -> dict[str, T_]:
+    angle = lambda *shape, dtype: (
+        torch.arange(shape[1], dtype=dtype)[None, :, None] * 0.7 ** torch.arange(1, shape[2] + 1, dtype=dtype)
+        + 0.1 * torch.arange(shape[0], dtype=dtype).view(-1, 1, 1)
+    )
+    return {
+        "cos": T_((B, T, half), lambda *s, dtype: angle(*s, dtype=dtype).cos(), grad=False, dtype=dtype),
+        "sin": T_((B, T, half), lambda *s, dtype: angle(*s, dtype=dtype).sin(), grad=False, dtype=dtype),
+    }
+
+
+def _flat(T: int, half: int) -> dict[str, T_]:
+    """Tables (T, R/2)."""
+    flat = lambda draw: lambda *shape, dtype: draw(1, *shape, dtype=dtype)[0]
+    return {name: dataclasses.replace(t, shape=(T, half), draw=flat(t.draw)) for name, t in _angles(T, half).items()}
+
+
+def _upstream(functional, q, k, cos, sin, position_ids=None, *, layout="halves", unsqueeze_dim=1, casting="fp32"):
+    if layout != "halves" or position_ids is not None or unsqueeze_dim != 1:
+        raise NotImplementedError
+    return functional.liger_rope(q, k, cos, sin)
+
+
+# it wants its tables twice over; models make them so, and not in the call
+_upstream.prepare = lambda args: args | {name: torch.cat((args[name], args[name]), -1) for name in ("cos", "sin")}  # type: ignore[attr-defined]
+
+
+def _projected(B: int, H: int, T: int, D: int, dtype: torch.dtype) -> Tensor:
+    """Laid out as a projection leaves it: time before heads."""
+    return torch.randn(B, T, H, D, dtype=dtype).transpose(1, 2)
+
+
+def _ids(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randint(0, 11, shape)
+
+
+@op(
+    reference=reference,
+    cases=[
+        Case("llama", dict(q=T_((2, 4, 7, 16)), k=T_((2, 2, 7, 16)), **_angles(7, 8))),
+        Case("batched-angles", dict(q=T_((2, 4, 5, 16)), k=T_((2, 1, 5, 16)), **_angles(5, 8, B=2))),
+        Case("partial", dict(q=T_((2, 3, 5, 20)), k=T_((2, 3, 5, 20)), **_angles(5, 6))),
+        Case("cohere", dict(q=T_((2, 4, 5, 16)), k=T_((2, 2, 5, 16)), layout="pairs", **_angles(5, 8))),
+        Case("glm4", dict(q=T_((1, 5, 3, 24)), k=T_((1, 1, 3, 24)), layout="pairs", **_angles(3, 6))),
+        Case("time-first", dict(q=T_((2, 7, 4, 16)), k=T_((2, 7, 2, 16)), unsqueeze_dim=2, **_angles(7, 8))),
+        Case("packed", dict(q=T_((2, 4, 5, 16)), k=T_((2, 2, 5, 16)), position_ids=T_((2, 5), _ids, dtype=torch.int64), **_angles(11, 8))),
+        Case("no-upcast", dict(q=T_((2, 4, 7, 16)), k=T_((2, 2, 7, 16)), casting="none", **_angles(7, 8))),
+        Case("no-upcast-pairs", dict(q=T_((2, 5, 3, 20)), k=T_((2, 5, 1, 20)), casting="none", layout="pairs", unsqueeze_dim=2, **_angles(5, 6))),
+        Case("autocast", dict(q=T_((2, 4, 5, 20)), k=T_((2, 2, 5, 20)), casting="none", **_angles(5, 8, dtype=torch.float32))),
+        Case("olmo2", dict(q=T_((1, 4, 5, 16)), k=T_((1, 2, 5, 16)), casting="back", **_angles(5, 8, dtype=torch.float32))),
+        Case("vision", dict(q=T_((1, 5, 3, 17)), k=T_((1, 5, 3, 17)), unsqueeze_dim=2, **_flat(5, 8))),
+        Case("alone", dict(q=T_((2, 4, 5, 20)), k=T_((2, 0, 5, 20)), layout="pairs", **_angles(5, 8))),
+        Case("llama3-8b", dict(q=T_((4, 32, 2048, 128), _projected), k=T_((4, 8, 2048, 128), _projected), **_angles(2048, 64)), gpu=True),
+        Case("gemma", dict(q=T_((1, 8, 1000, 256), _projected), k=T_((1, 1, 1000, 256), _projected), **_angles(1000, 128)), gpu=True),
+        Case("not-4d", dict(q=T_((4, 7, 16)), k=T_((2, 7, 16)), **_angles(7, 8)), error="rope: q and k must be 4-dimensional, got (4, 7, 16) and (2, 7, 16)"),
+        Case("shapes-differ", dict(q=T_((2, 4, 7, 16)), k=T_((2, 2, 6, 16)), **_angles(7, 8)),
+             error="rope: q and k must agree but for the heads, got (2, 4, 7, 16) and (2, 2, 6, 16)"),
+        Case("bad-angles", dict(q=T_((2, 4, 7, 16)), k=T_((2, 2, 7, 16)), **_angles(6, 8)),
+             error="rope: cos and sin must have shape (2 or 1, 7, at most 8), got (1, 6, 8) and (1, 6, 8)"),
+        Case("wide-tables", dict(q=T_((2, 4, 5, 16)), k=T_((2, 2, 5, 16)), position_ids=T_((2, 5), _ids, dtype=torch.int64), **_angles(11, 9)),
+             error="rope: tables cos and sin must have shape (L, at most 8), got (1, 11, 9) and (1, 11, 9)"),
+        Case("tables-of-a-batch", dict(q=T_((2, 4, 5, 16)), k=T_((2, 2, 5, 16)), position_ids=T_((2, 5), _ids, dtype=torch.int64), **_angles(11, 8, B=2)),
+             error="rope: tables cos and sin must have shape (L, at most 8), got (2, 11, 8) and (2, 11, 8)"),
+        Case("bad-casting", dict(q=T_((2, 4, 7, 16)), k=T_((2, 2, 7, 16)), casting="llama", **_angles(7, 8)),
+             error="rope: casting must be one of ('none', 'back', 'fp32'), got 'llama'"),
+        Case("bad-layout", dict(q=T_((2, 4, 7, 16)), k=T_((2, 2, 7, 16)), layout="thirds", **_angles(7, 8)),
+             error="rope: layout must be one of ('halves', 'pairs'), got 'thirds'"),
+    ],
+    cost=lambda q, k, cos, sin, position_ids=None, **_: Cost(
+        nbytes(q, k, q, k, cos, sin, position_ids), nbytes(q, k, q, k, cos, sin, position_ids), flops=(3 * (q.numel() + k.numel()),) * 2
+    ),
+    rivals={"upstream": _upstream},
+)  # fmt: skip
+def rope(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, *, layout: str = "halves", unsqueeze_dim: int = 1,
+    casting: str = "fp32",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Turn queries and keys by the angles of their positions; returns new tensors of their shapes, and of the dtypes that ``casting`` says.
+
+    q (B, Hq, T, D), k (B, Hk, T, D), or (B, T, H, D) with ``unsqueeze_dim=2``; any strides. cos, sin (B or 1, T, R/2) or (T, R/2) with R <= D; or,
+    with ``position_ids`` (B or 1, T), tables (L, R/2) or (1, L, R/2) that it indexes. Where cos or sin ask for a gradient, PyTorch computes all.
+    A position outside its table gives NaN on a GPU; elsewhere an ``IndexError``, or, if negative, what PyTorch's indexing finds from the end.
+    """
+    if casting not in CASTING:
+        raise ValueError(f"rope: casting must be one of {CASTING}, got {casting!r}")
+    cos, sin, position_ids = checked_tables("rope", q, k, cos, sin, position_ids, layout, unsqueeze_dim)
+    if not served(q, k, cos, sin):
+        return reference(q, k, cos, sin, position_ids, layout=layout, unsqueeze_dim=unsqueeze_dim, casting=casting)
+    return RopeFunction.apply(q, k, cos, sin, position_ids, unsqueeze_dim, layout, casting)

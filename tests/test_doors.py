@@ -385,12 +385,9 @@ def test_recognition_draws_none_of_the_users_random_numbers(monkeypatch):
 # -- old paths -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", _legacy.PATHS)
-def test_old_import_paths(path):
-    old, (new, names) = importlib.import_module(path), _legacy.PATHS[path]
-    if not importlib.util.find_spec("trl"):
-        names = [n for n in names if n != "LigerORPOTrainer"]  # a class of TRL's, made when it is asked for
-    assert all(getattr(old, n) is getattr(importlib.import_module(new), n) for n in names)
+@pytest.mark.parametrize("path", _legacy.ALIASES)
+def test_old_import_paths_are_the_new_modules(path):
+    assert importlib.import_module(path) is importlib.import_module(_legacy.ALIASES[path]) is sys.modules[path]
 
 
 def test_monkey_patch_module():

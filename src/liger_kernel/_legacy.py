@@ -1,12 +1,12 @@
 """Import paths of the published package, and paths that modules had before they moved.
 
-A path of ``ALIASES`` is the module that it names: one object, so that what somebody replaces there is replaced. A path of ``PATHS`` offers some names of a
-module of ours. What it lacks is looked up in ``liger_kernel.nn`` and ``liger_kernel.ops``: published modules import what they use by name, and so do users.
+A path of ``ALIASES`` is the module that it names: one object, so that what somebody replaces there is replaced. What such a module lacks is looked up in
+``liger_kernel.nn`` and ``liger_kernel.ops``: published modules import what they use by name, and so do their users.
 """
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -56,63 +56,27 @@ _RENAMED = {
     "vocab_parallel_linear_cross_entropy": "losses.vocab_parallel.linear_cross_entropy",
 }
 
-_OPS = "liger_kernel.ops."
+_OPS, _HERE = "liger_kernel.ops.", "liger_kernel.transformers."
+# below ``liger_kernel.transformers``: file of ``liger_kernel.nn`` -> published paths
+_NN = {
+    "attention": "fused_neighborhood_attention multi_token_attention softmax sparsemax",
+    "losses": "cross_entropy fused_ce_tvd fused_linear_cross_entropy fused_linear_jsd fused_linear_kl_div jsd kl_div tvd vocab_parallel_cross_entropy",
+    "mlps": "geglu mlp relu_squared swiglu tiled_mlp",
+    "norms": "dyt fused_add_rms_norm group_norm layer_norm modulated_rms_norm poly_norm rms_norm",
+    "residual": "mhc",
+    "rotary": "qwen2vl_mrope rope",
+    "token_embedding": "experimental experimental.embedding",
+}
 ALIASES = {
     **{_OPS + name: f"{_OPS}{room}.{name}" for room, names in _ROOMS.items() for name in names.split()},
     **{_OPS + old: _OPS + new for old, new in _RENAMED.items()},
     **{f"liger_kernel.backends.{part}": "liger_kernel.backends" for part in ("capability", "dispatch", "registry")},
-}
-
-_HERE = "liger_kernel.transformers."
-_NORM_FAMILIES = ("Gemma", "Gemma2", "Gemma3", "Gemma4", "Olmo2", "Glm4", "Qwen3Next", "MuseGlimmer", "MuseGlimmerTextCentered")
-_NORMS = ("LigerRMSNormFunction", "LigerRMSNorm", *(f"LigerRMSNormFor{m}" for m in _NORM_FAMILIES))
-
-_SWIGLU = ("SwiGLU", "Phi3SwiGLU", "Qwen3MoeSwiGLU", "HunyuanV1SwiGLU", "FalconH1SwiGLU", "BlockSparseTop2")
-
-_TRITON_CACHE = "liger_kernel._triton_cache", ("LigerTritonFileCacheManager", "apply_liger_triton_cache_manager")
-
-PATHS: dict[str, tuple[str, tuple[str, ...]]] = {
-    _HERE + "auto_model": (_HERE + "auto", ("AutoLigerKernelForCausalLM",)),
-    _HERE + "cross_entropy": ("liger_kernel.nn", ("LigerCrossEntropyLoss",)),
-    _HERE + "dyt": ("liger_kernel.nn", ("LigerDyT",)),
-    _HERE + "experimental": ("liger_kernel.nn", ("LigerEmbedding",)),
-    _HERE + "experimental.embedding": ("liger_kernel.nn", ("LigerEmbedding",)),
-    _HERE + "fused_add_rms_norm": ("liger_kernel.nn", ("LigerFusedAddRMSNorm",)),
-    _HERE + "fused_ce_tvd": ("liger_kernel.nn", ("LigerFusedCETVDLoss",)),
-    _HERE + "fused_linear_cross_entropy": ("liger_kernel.nn", ("LigerFusedLinearCrossEntropyLoss",)),
-    _HERE + "fused_linear_jsd": ("liger_kernel.nn", ("LigerFusedLinearJSD",)),
-    _HERE + "fused_linear_kl_div": ("liger_kernel.nn", ("LigerFusedLinearKLDivLoss",)),
-    _HERE + "fused_neighborhood_attention": (
-        "liger_kernel.nn",
-        tuple(f"LigerFusedNeighborhoodAttention{part}" for part in ("", "Layer", "Config")),
-    ),
-    _HERE + "geglu": ("liger_kernel.nn", ("LigerGEGLUMLP", "LigerGEGLUMLPForGemma4")),
-    _HERE + "group_norm": ("liger_kernel.nn", ("LigerGroupNorm",)),
-    _HERE + "grpo_loss": ("liger_kernel.ops.losses.grpo_loss", ("triton_grpo_loss", "_reduce_grpo_loss")),
-    _HERE + "jsd": ("liger_kernel.nn", ("LigerJSD", "LigerJSDFunction")),
-    _HERE + "kl_div": ("liger_kernel.nn", ("LigerKLDIVLoss",)),
-    _HERE + "layer_norm": ("liger_kernel.nn", ("LigerLayerNorm",)),
-    _HERE + "mlp": ("liger_kernel.nn", ("LigerMLP", "LigerFalconH1MLP")),
-    _HERE + "modulated_rms_norm": ("liger_kernel.nn", ("LigerModulatedRMSNorm",)),
-    _HERE + "mhc": ("liger_kernel.nn", ("LigerMHC",)),
-    _HERE + "multi_token_attention": ("liger_kernel.nn", ("LigerMultiTokenAttention",)),
-    _HERE + "monkey_patch": (_HERE + "patch", ()),
-    _HERE + "poly_norm": ("liger_kernel.nn", ("LigerPolyNorm",)),
-    _HERE + "qwen2vl_mrope": ("liger_kernel.nn", ("liger_multimodal_rotary_pos_emb",)),
-    _HERE + "relu_squared": ("liger_kernel.nn", ("LigerReLUSquared",)),
-    _HERE + "rms_norm": ("liger_kernel.nn", _NORMS),
-    _HERE + "rope": ("liger_kernel.nn", tuple(f"liger_rotary_pos_emb{of}" for of in ("", "_vision", "_gpt_oss"))),
-    _HERE + "softmax": ("liger_kernel.nn", ("LigerSoftmax",)),
-    _HERE + "sparsemax": ("liger_kernel.nn", ("LigerSparsemax",)),
-    _HERE + "swiglu": ("liger_kernel.nn", ("LigerExperts", "LigerSwiGLUMLPForMuseGlimmer", *(f"Liger{m}MLP" for m in _SWIGLU))),
-    _HERE + "tiled_mlp": ("liger_kernel.nn", ("LigerTiledGEGLUMLP", "LigerTiledSwiGLUMLP")),
-    _HERE + "trainer_integration": (_HERE + "patch", ("_apply_liger_kernel",)),
-    _HERE + "trainer": (_HERE + "orpo_trainer", ("LigerORPOTrainer", "_FSDPForwardRedirection")),
-    _HERE + "trainer.orpo_trainer": (_HERE + "orpo_trainer", ("LigerORPOTrainer", "_FSDPForwardRedirection")),
-    _HERE + "tvd": ("liger_kernel.nn", ("LigerTVDLoss",)),
-    _HERE + "vocab_parallel_cross_entropy": ("liger_kernel.nn", ("LigerVocabParallelCrossEntropy",)),
-    "liger_kernel.triton": _TRITON_CACHE,
-    "liger_kernel.triton.monkey_patch": _TRITON_CACHE,
+    **{_HERE + name: f"liger_kernel.nn.{file}" for file, names in _NN.items() for name in names.split()},
+    **dict.fromkeys(("liger_kernel.triton", "liger_kernel.triton.monkey_patch"), "liger_kernel._triton_cache"),
+    **dict.fromkeys((_HERE + "monkey_patch", _HERE + "trainer_integration"), _HERE + "patch"),
+    **dict.fromkeys((_HERE + "trainer", _HERE + "trainer.orpo_trainer"), _HERE + "orpo_trainer"),
+    _HERE + "auto_model": _HERE + "auto",
+    _HERE + "grpo_loss": _OPS + "losses.grpo_loss",
 }
 
 _MODELS = _HERE + "model."
@@ -143,39 +107,35 @@ for _module, _function, _class in (
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Makes a module of ``PATHS`` or ``FORWARDS`` when it is imported."""
+    """Finds a module of ``ALIASES``, or makes one of ``FORWARDS``, when it is imported."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
-        package = any(path.startswith(f"{fullname}.") for path in PATHS)
-        return importlib.machinery.ModuleSpec(fullname, self, is_package=package) if fullname in PATHS or fullname in FORWARDS else None
+        return importlib.machinery.ModuleSpec(fullname, self) if fullname in ALIASES or fullname in FORWARDS else None
 
     def exec_module(self, module: ModuleType) -> None:
-        _add_forwards(module) if module.__name__ in FORWARDS else _add_names(module)
+        if module.__name__ in FORWARDS:
+            _add_forwards(module)
+        else:
+            for path in ALIASES:
+                if path == module.__name__ or path.startswith(f"{module.__name__}."):  # a module has no folder in which what is below it would be found
+                    sys.modules[path] = _named(path)
+
+
+def _named(path: str) -> ModuleType:
+    """The module that ``path`` is another path of, which from now on offers all that published modules do."""
+    module = importlib.import_module(ALIASES[path])
+    vars(module).setdefault("__getattr__", functools.partial(_elsewhere, module.__name__))
+    return module
 
 
 def alias(package: str) -> None:
     """The modules of ``ALIASES`` below ``package``, under their other paths too; names that the package has already stay what they are."""
-    for old, new in ALIASES.items():
-        if old.startswith(f"{package}."):
-            sys.modules[old] = importlib.import_module(new)
-            room, _, name = old.rpartition(".")
+    for path in ALIASES:
+        if path.startswith(f"{package}."):
+            sys.modules[path] = _named(path)
+            room, _, name = path.rpartition(".")
             if not hasattr(parent := importlib.import_module(room), name):
-                setattr(parent, name, sys.modules[old])
-
-
-def _add_names(module: ModuleType) -> None:
-    source, names = PATHS[module.__name__]
-    new = importlib.import_module(source)
-    module.__doc__ = f"An old path to ``{source}``."
-    vars(module).update({n: v for n, v in vars(new).items() if (n in names if names else not n.startswith("__"))})
-
-    def missing(name: str) -> Any:
-        if not names or name in names:  # made by the new module when it is asked for
-            with contextlib.suppress(AttributeError):
-                return getattr(new, name)
-        return _elsewhere(module.__name__, name, "liger_kernel.nn", "liger_kernel.ops")
-
-    vars(module)["__getattr__"] = missing
+                setattr(parent, name, sys.modules[path])
 
 
 def _add_forwards(module: ModuleType) -> None:
@@ -188,14 +148,13 @@ def _add_forwards(module: ModuleType) -> None:
         if not hasattr(transformers, cls):
             raise ImportError(f"{module.__name__}: transformers {transformers.__version__} has no {cls}")
         vars(module)[name] = stock_with_fused_head(getattr(transformers, cls))
-    beside = _MODELS + "loss_utils", _MODELS + "output_classes"
-    vars(module)["__getattr__"] = lambda name: _elsewhere(module.__name__, name, *beside)
+    vars(module)["__getattr__"] = functools.partial(_elsewhere, module.__name__, beside=(_MODELS + "loss_utils", _MODELS + "output_classes"))
 
 
-def _elsewhere(module: str, name: str, *sources: str) -> Any:
-    """The function or class of ours that ``name`` is in one of ``sources``."""
+def _elsewhere(module: str, name: str, beside: Sequence[str] = ("liger_kernel.nn", "liger_kernel.ops")) -> Any:
+    """The function or class of ours that ``name`` is in one of the modules ``beside``."""
     if not name.startswith("_"):
-        for source in sources:
+        for source in beside:
             found = getattr(importlib.import_module(source), name, None)
             if getattr(found, "__module__", "").startswith("liger_kernel."):
                 return found

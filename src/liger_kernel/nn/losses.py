@@ -1,0 +1,459 @@
+"""Losses of logits and of a linear head, as functions and modules."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_kernel.ops.losses.chunks import Kept
+from liger_kernel.ops.losses.cross_entropy import REDUCTIONS, cross_entropy
+from liger_kernel.ops.losses.divergence.fused_ce_tvd import fused_ce_tvd
+from liger_kernel.ops.losses.divergence.jsd import LigerJSDFunction as LigerJSDFunction
+from liger_kernel.ops.losses.divergence.jsd import jsd
+from liger_kernel.ops.losses.divergence.kl_div import kl_div
+from liger_kernel.ops.losses.divergence.tvd import tvd
+from liger_kernel.ops.losses.linear_cross_entropy import linear_cross_entropy
+from liger_kernel.ops.losses.vocab_parallel.cross_entropy import validate_formula_and_mode, vocab_parallel_cross_entropy
+from liger_kernel.ops.published.fused_linear_jsd import LigerFusedLinearJSDFunction
+from liger_kernel.ops.published.fused_linear_kl_div import LigerFusedLinearKLDivFunction
+from liger_kernel.ops.published.fused_linear_scaled_cross_entropy import LigerFusedLinearScaledCrossEntropyTPFunction
+
+# as it was before any framework put another there
+_stock_cross_entropy = torch.nn.functional.cross_entropy
+
+
+@dataclass
+class CrossEntropyOutput:
+    """A loss and what was asked for beside it. ``token_accuracy`` is over the tokens not ignored; ``predicted_tokens`` is -1 for those ignored.
+
+    ``correct_tokens`` and ``counted_tokens``, 0-dim int64, make up ``token_accuracy``: sums of these, not means of that, are right over micro-batches.
+    """
+
+    loss: Tensor
+    z_loss: Tensor | None = None
+    token_accuracy: Tensor | None = None
+    predicted_tokens: Tensor | None = None
+    correct_tokens: Tensor | None = None
+    counted_tokens: Tensor | None = None
+
+
+def token_counts(predicted: Tensor, target: Tensor, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
+    """How many of ``predicted`` are ``target``, among how many targets not ignored."""
+    valid = target != ignore_index
+    return ((predicted == target) & valid).sum(), valid.sum()
+
+
+def token_accuracy(predicted: Tensor, target: Tensor, ignore_index: int = -100) -> Tensor:
+    """Share of ``predicted`` that is ``target``, among the targets not ignored; NaN if there are none."""
+    correct, counted = token_counts(predicted, target, ignore_index)
+    return correct / counted
+
+
+def _output(found: Any, target: Tensor, ignore_index: int, z_loss: bool, accuracy: bool, predictions: bool) -> Tensor | CrossEntropyOutput:
+    if not (z_loss or accuracy or predictions):
+        return found
+    loss, z, predicted = found
+    correct, counted = token_counts(predicted, target, ignore_index) if accuracy else (None, None)
+    share = None if correct is None else correct / counted
+    return CrossEntropyOutput(loss, z if z_loss else None, share, predicted if predictions else None, correct, counted)
+
+
+def liger_cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    lse_square_scale: float = 0.0,
+    softcap: float | None = None,
+    return_z_loss: bool = False,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
+) -> Tensor | CrossEntropyOutput:
+    """``F.cross_entropy`` of logits (M, V) and class indices (M,), and what language models add to it. Logits are not overwritten.
+
+    Other shapes and class probabilities are left to PyTorch, as frameworks put this function in the place of its own.
+    ``size_average`` and ``reduce`` mean what they mean there. Returns a ``CrossEntropyOutput`` if one of the ``return_*`` is set.
+    """
+    if size_average is not None or reduce is not None:
+        reduction = "none" if reduce is False else "sum" if size_average is False else "mean"
+    stats = return_z_loss or return_token_accuracy or return_predicted_tokens
+    plain = isinstance(input, Tensor) and input.ndim == 2 and target.ndim == 1 and not target.is_floating_point()
+    if not (plain or stats or lse_square_scale or softcap):
+        return _stock_cross_entropy(input, target, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
+    found = cross_entropy(
+        input,
+        target,
+        weight,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+        z_loss=lse_square_scale,
+        softcap=softcap,
+        stats=stats,
+    )
+    return _output(found, target, ignore_index, return_z_loss, return_token_accuracy, return_predicted_tokens)
+
+
+def liger_fused_linear_cross_entropy(
+    input: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    ce_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    lse_square_scale: float = 0.0,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+    softcap: float | None = None,
+    return_z_loss: bool = False,
+    accum_dtype: torch.dtype | None = None,
+    use_token_scaling: bool = False,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
+    chunk_mem_const: float = 1,
+    *,
+    num_items: Tensor | float | None = None,
+    compact: bool | Kept = False,
+    chunk_rows: int | None = None,
+    fp32_logits: bool = False,
+) -> Tensor | CrossEntropyOutput:
+    """Cross entropy of ``input @ weight.T + bias`` and class indices, without the logits. input (M, H), weight (V, H), target (M,).
+
+    ``ce_weight`` (V,) weighs classes; ``accum_dtype`` is that of the sum of the weight's gradient over chunks; ``use_token_scaling`` multiplies
+    each loss by the detached probability of its target. ``chunk_mem_const`` is accepted and ignored: chunks are sized by memory, or have
+    ``chunk_rows`` tokens. ``num_items``, ``compact`` and ``fp32_logits``: see ``linear_cross_entropy``.
+    """
+    stats = return_z_loss or return_token_accuracy or return_predicted_tokens
+    found = linear_cross_entropy(
+        input,
+        weight,
+        target,
+        bias,
+        ce_weight,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+        z_loss=lse_square_scale,
+        softcap=softcap,
+        token_scaling=use_token_scaling,
+        accum_dtype=accum_dtype,
+        stats=stats,
+        num_items=num_items,
+        compact=compact,
+        chunk_rows=chunk_rows,
+        fp32_logits=fp32_logits,
+    )
+    return _output(found, target, ignore_index, return_z_loss, return_token_accuracy, return_predicted_tokens)
+
+
+def liger_jsd(input: Tensor, target: Tensor, shift_labels: Tensor | None = None, beta: float = 0.5, ignore_index: int = -100) -> Tensor:
+    """Generalised Jensen-Shannon divergence of log-probabilities log q = input and log p = target, over the rows not ignored (none left: NaN)."""
+    return jsd(input, target, shift_labels, beta=beta, ignore_index=ignore_index)
+
+
+def liger_kl_div(
+    input: Tensor,
+    target: Tensor,
+    size_average: bool = True,
+    reduce: bool = True,
+    reduction: str = "mean",
+    log_target: bool = False,
+    eps: float = 1e-10,
+) -> Tensor:
+    """``F.kl_div``: KL(target || exp(input)); ``reduce=False`` means "none", ``size_average=False`` "sum", and True leaves it to ``reduction``."""
+    if reduce is False or size_average is False:
+        reduction = "none" if reduce is False else "sum"
+    return kl_div(input, target, reduction=reduction, log_target=log_target, eps=eps)
+
+
+def liger_tvd(input: Tensor, target: Tensor, shift_labels: Tensor | None = None, reduction: str = "mean", ignore_index: int = -100) -> Tensor:
+    """Total variation distance of probabilities, ``sum |input - target| / 2``."""
+    return tvd(input, target, shift_labels, reduction=reduction, ignore_index=ignore_index)
+
+
+def _arguments(self: nn.Module) -> str:
+    """For ``extra_repr``: the arguments of its constructor that it keeps by their names."""
+    kept = {name: self.__dict__[name] for name in inspect.signature(type(self).__init__).parameters if name in self.__dict__}
+    return ", ".join(f"{name}={value!r}" for name, value in kept.items())
+
+
+LOSS_OPTIONS = (
+    "ignore_index",
+    "lse_square_scale",
+    "label_smoothing",
+    "reduction",
+    "softcap",
+    "return_z_loss",
+    "return_token_accuracy",
+    "return_predicted_tokens",
+)
+
+
+class LigerCrossEntropyLoss(nn.Module):
+    """Cross entropy of logits (M, V) and class indices (M,); the logits are not overwritten.
+
+    Returns the loss, or a ``CrossEntropyOutput`` if one of the ``return_*`` is set.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        lse_square_scale: float = 0.0,
+        label_smoothing: float = 0.0,
+        reduction: str = "mean",
+        softcap: float | None = None,
+        return_z_loss: bool = False,
+        return_token_accuracy: bool = False,
+        return_predicted_tokens: bool = False,
+    ):
+        super().__init__()
+        self.register_buffer("weight", weight, persistent=False)  # moves with the module, and is no part of its state
+        self.ignore_index, self.lse_square_scale, self.label_smoothing = ignore_index, lse_square_scale, label_smoothing
+        self.reduction, self.softcap = reduction, softcap
+        self.return_z_loss, self.return_token_accuracy, self.return_predicted_tokens = return_z_loss, return_token_accuracy, return_predicted_tokens
+
+    extra_repr = _arguments
+
+    def forward(self, _input: Tensor, target: Tensor) -> Tensor | CrossEntropyOutput:
+        return liger_cross_entropy(_input, target, self.weight, **{name: getattr(self, name) for name in LOSS_OPTIONS})
+
+
+class LigerFusedLinearCrossEntropyLoss(nn.Module):
+    """Cross entropy of ``_input @ lin_weight.T + bias`` and class indices (M,), without the logits. _input (M, H), lin_weight (V, H).
+
+    ``accum_dtype``: of the sum of the weight's gradient; ``use_token_scaling``: times the detached probability of the target; ``compact``,
+    ``chunk_rows``, ``fp32_logits`` and the ``num_items`` of a call: see ``linear_cross_entropy``.
+
+    Returns the loss, or a ``CrossEntropyOutput`` if one of the ``return_*`` is set.
+    """
+
+    def __init__(
+        self,
+        ce_weight: Tensor | None = None,
+        ignore_index: int = -100,
+        lse_square_scale: float = 0.0,
+        label_smoothing: float = 0.0,
+        reduction: str = "mean",
+        softcap: float | None = None,
+        return_z_loss: bool = False,
+        accum_dtype: torch.dtype | None = None,
+        use_token_scaling: bool = False,
+        return_token_accuracy: bool = False,
+        return_predicted_tokens: bool = False,
+        *,
+        compact: bool = False,
+        chunk_rows: int | None = None,
+        fp32_logits: bool = False,
+    ):
+        super().__init__()
+        self.compact, self.chunk_rows, self.fp32_logits = compact, chunk_rows, fp32_logits
+        self.register_buffer("ce_weight", ce_weight, persistent=False)
+        self.ignore_index, self.lse_square_scale, self.label_smoothing = ignore_index, lse_square_scale, label_smoothing
+        self.reduction, self.softcap, self.accum_dtype, self.use_token_scaling = reduction, softcap, accum_dtype, use_token_scaling
+        self.return_z_loss, self.return_token_accuracy, self.return_predicted_tokens = return_z_loss, return_token_accuracy, return_predicted_tokens
+
+    extra_repr = _arguments
+
+    def forward(
+        self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None, *, num_items: Tensor | float | None = None
+    ) -> Tensor | CrossEntropyOutput:
+        own = ("ce_weight", "accum_dtype", "use_token_scaling", "compact", "chunk_rows", "fp32_logits")
+        options = {name: getattr(self, name) for name in (*own, *LOSS_OPTIONS)}
+        return liger_fused_linear_cross_entropy(_input, lin_weight, target, bias, num_items=num_items, **options)
+
+
+class LigerJSD(nn.Module):
+    """Generalised Jensen-Shannon divergence of log-probabilities (M, V); ``beta=0`` is KL(p || q), ``beta=1`` KL(q || p)."""
+
+    def __init__(self, beta: float = 0.5, ignore_index: int = -100):
+        super().__init__()
+        self.beta, self.ignore_index = beta, ignore_index
+
+    extra_repr = _arguments
+
+    def forward(self, log_q: Tensor, log_p: Tensor, shift_labels: Tensor | None = None) -> Tensor:
+        return jsd(log_q, log_p, shift_labels, beta=self.beta, ignore_index=self.ignore_index)
+
+
+class LigerKLDIVLoss(nn.KLDivLoss):
+    """``nn.KLDivLoss`` with a floor ``eps`` under the probabilities whose logarithm is taken; the arguments after it are torch's."""
+
+    def __init__(self, eps: float = 1e-10, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.eps = eps
+
+    extra_repr = _arguments
+
+    def forward(self, y_pred: Tensor, y_true: Tensor) -> Tensor:
+        return kl_div(y_pred, y_true, reduction=self.reduction, log_target=self.log_target, eps=self.eps)
+
+
+class LigerTVDLoss(nn.Module):
+    """Total variation distance of probabilities (M, V)."""
+
+    def __init__(self, reduction: str = "batchmean", ignore_index: int = -100):
+        super().__init__()
+        self.reduction, self.ignore_index = reduction, ignore_index
+
+    extra_repr = _arguments
+
+    def forward(self, p: Tensor, q: Tensor, shift_labels: Tensor | None = None) -> Tensor:
+        return tvd(p, q, shift_labels, reduction=self.reduction, ignore_index=self.ignore_index)
+
+
+class LigerVocabParallelCrossEntropy(nn.Module):
+    """Cross entropy of this rank's slice of the logits (..., N) and indices among all classes (...), over the ranks of ``tp_group``.
+
+    ``label_smoothing_formula`` "pytorch" or "megatron"; ``label_smoothing_mode``: over the "global" classes or this rank's "partition".
+    """
+
+    def __init__(
+        self, ignore_index: int = -100, label_smoothing: float = 0.0, reduction: str = "none", label_smoothing_formula: str = "pytorch",
+        label_smoothing_mode: str = "global",
+    ):  # fmt: skip
+        super().__init__()
+        validate_formula_and_mode(label_smoothing_formula, label_smoothing_mode)
+        if reduction not in REDUCTIONS:
+            raise ValueError(f"{type(self).__name__}: reduction must be one of {REDUCTIONS}, got {reduction!r}")
+        if not 0 <= label_smoothing < 1:
+            raise ValueError(f"{type(self).__name__}: label_smoothing must be in [0, 1), got {label_smoothing}")
+        self.ignore_index, self.label_smoothing, self.reduction = ignore_index, label_smoothing, reduction
+        self.label_smoothing_formula, self.label_smoothing_mode = label_smoothing_formula, label_smoothing_mode
+
+    def forward(self, vocab_parallel_logits: Tensor, target: Tensor, tp_group: Any = None) -> Tensor:
+        return vocab_parallel_cross_entropy(
+            vocab_parallel_logits,
+            target,
+            tp_group,
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+            label_smoothing=self.label_smoothing,
+            formula=self.label_smoothing_formula,
+            mode=self.label_smoothing_mode,
+        )
+
+    extra_repr = _arguments
+
+
+def liger_fused_linear_jsd(
+    student_input: Tensor,
+    student_weight: Tensor,
+    teacher_input: Tensor,
+    teacher_weight: Tensor,
+    shift_labels: Tensor | None = None,
+    jsd_beta: float = 0.5,
+    ignore_index: int = -100,
+    temperature: float = 1.0,
+    accum_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Generalised JSD of two linear heads' tokens, without the logits, over the tokens that are not ignored. (M, Hs), (V, Hs), (M, Ht), (V, Ht), (M,)."""
+    return LigerFusedLinearJSDFunction.apply(
+        student_input, student_weight, teacher_input, teacher_weight, shift_labels, jsd_beta, ignore_index, temperature, accum_dtype
+    )
+
+
+class LigerFusedLinearJSD(nn.Module):
+    """beta KL(p || m) + (1 - beta) KL(q || m) of student q and teacher p (arXiv:2306.13649), m = beta p + (1 - beta) q, without the logits of either.
+
+    The mean over tokens that are not ignored. The teacher gets no gradient. ``accum_dtype``: of the sum of the weight's gradient.
+    """
+
+    def __init__(self, jsd_beta: float = 0.5, ignore_index: int = -100, temperature: float = 1.0, accum_dtype: torch.dtype | None = None):
+        super().__init__()
+        if not temperature > 0:
+            raise ValueError(f"LigerFusedLinearJSD: temperature must be positive, got {temperature}")
+        self.jsd_beta, self.ignore_index, self.temperature, self.accum_dtype = jsd_beta, ignore_index, temperature, accum_dtype
+
+    extra_repr = _arguments
+
+    def forward(
+        self, student_input: Tensor, student_weight: Tensor, teacher_input: Tensor, teacher_weight: Tensor, shift_labels: Tensor | None = None
+    ) -> Tensor:
+        return liger_fused_linear_jsd(
+            student_input, student_weight, teacher_input, teacher_weight, shift_labels, self.jsd_beta, self.ignore_index, self.temperature, self.accum_dtype
+        )
+
+
+def liger_fused_linear_kl_div(
+    student_input: Tensor,
+    student_weight: Tensor,
+    target: Tensor,
+    shift_labels: Tensor | None = None,
+    reduction: str = "batchmean",
+    ignore_index: int = -100,
+    temperature: float = 1.0,
+    eps: float = 1e-10,
+    accum_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """KL divergence of a linear head from given probabilities, without the logits, as in ``LigerFusedLinearKLDivLoss``. (M, H), (V, H), (M, V), (M,)."""
+    return LigerFusedLinearKLDivFunction.apply(student_input, student_weight, target, shift_labels, reduction, ignore_index, temperature, eps, accum_dtype)
+
+
+def liger_fused_linear_scaled_cross_entropy_tp(
+    input: Tensor, weight: Tensor, target: Tensor, tp_group: Any, temperature: float = 1.0, ignore_index: int = -100, tiles_per_reduce: int = 1,
+    return_entropy: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """Negative log-probability of each token, and with ``return_entropy`` the entropies, where ranks share the classes.
+
+    input (..., H) and target (...) alike on all ranks of ``tp_group``, weight (N, H) the classes of this one; fp32, as of
+    ``LigerFusedLinearScaledCrossEntropyTPFunction``.
+    """
+    return LigerFusedLinearScaledCrossEntropyTPFunction.apply(input, weight, target, tp_group, temperature, ignore_index, tiles_per_reduce, return_entropy)
+
+
+class LigerFusedLinearKLDivLoss(nn.Module):
+    """KL(p || q) of q = softmax(student_input student_weight^T / temperature) from a teacher's probabilities p, without the student's logits.
+
+    ``forward(student_input, student_weight, target, shift_labels=None)``: (M, H), (V, H), p (M, V) in any floating-point dtype, and labels (M,), of which
+    those that are ``ignore_index`` leave their row out. Returns 0-dim fp32: the sum of p (log max(p, eps) - log q), over the rows that count ("batchmean"),
+    over their elements ("mean") or as it is ("sum"), as ``torch.nn.KLDivLoss`` has it, not multiplied by temperature^2; 0 where no row counts.
+    p gets no gradient, and one that asks for it is refused. ``accum_dtype``: of the sum of the weight's gradient.
+    """
+
+    def __init__(
+        self,
+        reduction: str = "batchmean",
+        ignore_index: int = -100,
+        temperature: float = 1.0,
+        eps: float = 1e-10,
+        accum_dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        if not temperature > 0:
+            raise ValueError(f"LigerFusedLinearKLDivLoss: temperature must be positive, got {temperature}")
+        self.reduction, self.ignore_index, self.temperature, self.eps, self.accum_dtype = reduction, ignore_index, temperature, eps, accum_dtype
+
+    def forward(self, student_input: Tensor, student_weight: Tensor, target: Tensor, shift_labels: Tensor | None = None) -> Tensor:
+        return liger_fused_linear_kl_div(
+            student_input, student_weight, target, shift_labels, self.reduction, self.ignore_index, self.temperature, self.eps, self.accum_dtype
+        )
+
+    def extra_repr(self) -> str:
+        return f"reduction={self.reduction!r}, ignore_index={self.ignore_index}, temperature={self.temperature}, eps={self.eps}, accum_dtype={self.accum_dtype}"
+
+
+class LigerFusedCETVDLoss(nn.Module):
+    """Cross entropy and total variation distance from a teacher, of each token, in one pass over the logits.
+
+    ``forward(student_logits, teacher_logits, target)``: (M, V), (M, V), (M,). Returns ``(ce, tvd)``, fp32 (M,) each, 0 where the target is
+    ``ignore_index``; both differentiable in the student's logits. The teacher is constant.
+    """
+
+    def __init__(self, ignore_index: int = -100):
+        super().__init__()
+        self.ignore_index = ignore_index
+
+    def forward(self, student_logits: Tensor, teacher_logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        return fused_ce_tvd(student_logits, teacher_logits, target, ignore_index=self.ignore_index)
+
+    def extra_repr(self) -> str:
+        return f"ignore_index={self.ignore_index}"

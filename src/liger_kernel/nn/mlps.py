@@ -1,0 +1,234 @@
+"""MLPs and experts, and their activations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_kernel import memory
+from liger_kernel.ops.activations.glu import glu
+from liger_kernel.ops.activations.relu_squared import relu_squared
+from liger_kernel.ops.projections.mlp import mlp
+from liger_kernel.ops.projections.moe import moe
+from liger_kernel.ops.projections.tiled_mlp import apply_tiled_mlp
+
+
+def liger_swiglu(a: Tensor, b: Tensor) -> Tensor:
+    """``silu(a) * b``."""
+    return glu(a, b, act="silu")
+
+
+def liger_geglu(a: Tensor, b: Tensor) -> Tensor:
+    """``gelu(a) * b``, gelu by its tanh approximation."""
+    return glu(a, b, act="gelu_tanh")
+
+
+def _activation_of(self: nn.Module) -> str:
+    """For ``extra_repr`` of MLPs: their activation."""
+    return f"act={self.act!r}"
+
+
+def _activation(owner: Any, name: str, known: dict[str, str]) -> str:
+    if name not in known:
+        raise ValueError(f"{type(owner).__name__}: activation must be one of {tuple(known)}, got {name!r}")
+    return known[name]
+
+
+SILU = {"silu": "silu", "swish": "silu"}
+GELU = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh"}
+
+
+class _GatedMLP(nn.Module):
+    def __init__(self, config: Any, act: str, bias: bool, intermediate_size: int | None = None):
+        super().__init__()
+        self.config, self.act = config, act
+        self.hidden_size, self.intermediate_size = config.hidden_size, intermediate_size or config.intermediate_size
+        self.gate_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=bias)
+        self.up_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=bias)
+        self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias=bias)
+
+    extra_repr = _activation_of
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(memory.cheap(glu, self.gate_proj(x), self.up_proj(x), act=self.act))
+
+
+class LigerSwiGLUMLP(_GatedMLP):
+    """``down(silu(gate(x)) * up(x))``. ``config``: hidden_size, intermediate_size, hidden_act, and mlp_bias if it has one."""
+
+    def __init__(self, config: Any, intermediate_size: int | None = None):
+        super().__init__(config, _activation(self, config.hidden_act, SILU), getattr(config, "mlp_bias", False), intermediate_size)
+
+    def forward(self, x: Tensor) -> Tensor:  # also bound to MLPs of other classes, which have the projections and no more
+        return self.down_proj(memory.cheap(glu, self.gate_proj(x), self.up_proj(x), act="silu"))
+
+
+class LigerSwiGLUMLPForMuseGlimmer(LigerSwiGLUMLP):
+    """``LigerSwiGLUMLP`` without biases, with the activation that ``config.hidden_activation`` (or ``hidden_act``) names."""
+
+    def __init__(self, config: Any):
+        name = getattr(config, "hidden_activation", None) or config.hidden_act
+        _GatedMLP.__init__(self, config, _activation(self, name, SILU), False)
+
+
+class LigerGEGLUMLP(_GatedMLP):
+    """``down(gelu(gate(x)) * up(x))`` with the gelu that ``config.hidden_act`` (or ``hidden_activation``) names, exact or by tanh."""
+
+    def __init__(self, config: Any):
+        name = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None) or "gelu_pytorch_tanh"
+        super().__init__(config, _activation(self, name, GELU), getattr(config, "mlp_bias", False))
+
+
+class LigerTiledSwiGLUMLP(LigerSwiGLUMLP):
+    """``LigerSwiGLUMLP`` in ``num_shards`` tiles of the sequence, each recomputed in the backward; default: tiles of about hidden_size tokens."""
+
+    def __init__(self, config: Any, num_shards: int | None = None):
+        super().__init__(config)
+        self.num_shards = num_shards
+
+    def forward(self, x: Tensor) -> Tensor:
+        return apply_tiled_mlp(LigerSwiGLUMLP.forward, self, x, self.num_shards)
+
+
+class LigerTiledGEGLUMLP(LigerGEGLUMLP):
+    """``LigerGEGLUMLP`` in ``num_shards`` tiles of the sequence, each recomputed in the backward; default: tiles of about hidden_size tokens."""
+
+    def __init__(self, config: Any, num_shards: int | None = None):
+        super().__init__(config)
+        self.num_shards = num_shards
+
+    def forward(self, x: Tensor) -> Tensor:
+        return apply_tiled_mlp(LigerGEGLUMLP.forward, self, x, self.num_shards)
+
+
+class LigerExperts(nn.Module):
+    """The experts of a mixture, their weights packed as in transformers; the router is elsewhere.
+
+    ``config``: hidden_size, hidden_act, num_experts (or num_local_experts, n_routed_experts), moe_intermediate_size (or intermediate_size).
+    """
+
+    def __init__(self, config: Any):
+        super().__init__()
+        first = lambda *names: next(getattr(config, n) for n in names if getattr(config, n, None) is not None)
+        self.config, self.act = config, _activation(self, config.hidden_act, SILU | GELU)
+        self.num_experts, self.hidden_dim = first("num_experts", "num_local_experts", "n_routed_experts"), config.hidden_size
+        self.intermediate_dim = first("moe_intermediate_size", "intermediate_size")
+        self.gate_up_proj = nn.Parameter(torch.empty(self.num_experts, 2 * self.intermediate_dim, self.hidden_dim))
+        self.down_proj = nn.Parameter(torch.empty(self.num_experts, self.hidden_dim, self.intermediate_dim))
+        for p in self.parameters():
+            nn.init.normal_(p, std=getattr(config, "initializer_range", 0.02))
+
+    extra_repr = _activation_of
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """hidden_states (..., H); top_k_index and top_k_weights (..., K), for as many tokens."""
+        index, weights = (t.reshape(-1, t.shape[-1]) for t in (top_k_index, top_k_weights))
+        y = moe(hidden_states.reshape(-1, self.hidden_dim), self.gate_up_proj, self.down_proj, index, weights, act=self.act)
+        return y.view(hidden_states.shape).to(hidden_states.dtype)
+
+
+class LigerQwen3MoeSwiGLUMLP(_GatedMLP):
+    """``LigerSwiGLUMLP`` without biases, of ``intermediate_size`` if it is given."""
+
+    def __init__(self, config: Any, intermediate_size: int | None = None):
+        super().__init__(config, _activation(self, config.hidden_act, SILU), False, intermediate_size)
+
+
+class LigerHunyuanV1SwiGLUMLP(_GatedMLP):
+    """``LigerSwiGLUMLP`` without biases; ``layer_idx`` is kept as an attribute."""
+
+    def __init__(self, config: Any, layer_idx: int | None = None, is_shared_mlp: bool = False):
+        super().__init__(config, _activation(self, config.hidden_act, SILU), False)
+        self.layer_idx = layer_idx
+
+
+class LigerFalconH1SwiGLUMLP(_GatedMLP):
+    """``down(silu(gate(x) m_gate) * up(x)) m_down`` with ``m_gate, m_down = config.mlp_multipliers``."""
+
+    def __init__(self, config: Any):
+        super().__init__(config, _activation(self, config.hidden_act, SILU), config.mlp_bias)
+        self.gate_multiplier, self.down_multiplier = config.mlp_multipliers
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = memory.cheap(glu, self.gate_proj(x), self.up_proj(x), act=self.act, gate_multiplier=self.gate_multiplier)
+        return self.down_proj(y) * self.down_multiplier
+
+
+class LigerMLP(_GatedMLP):
+    """``LigerSwiGLUMLP`` without biases, in one operator that computes the activation again in the backward rather than keep it."""
+
+    def __init__(self, config: Any):
+        super().__init__(config, _activation(self, config.hidden_act, SILU), False)
+        self.gate_multiplier, self.down_multiplier = 1.0, 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        multipliers = dict(gate_multiplier=self.gate_multiplier, down_multiplier=self.down_multiplier)
+        return mlp(x, self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight, act=self.act, **multipliers)
+
+
+class LigerFalconH1MLP(LigerMLP):
+    """``LigerMLP`` with ``gate_multiplier, down_multiplier = config.mlp_multipliers``."""
+
+    def __init__(self, config: Any):
+        if getattr(config, "mlp_bias", False):
+            raise ValueError("LigerFalconH1MLP: mlp_bias must be False, got True")
+        super().__init__(config)
+        self.gate_multiplier, self.down_multiplier = map(float, config.mlp_multipliers)
+
+
+class LigerBlockSparseTop2MLP(nn.Module):
+    """An expert of Mixtral: ``w2(silu(w1(x)) * w3(x))``."""
+
+    def __init__(self, config: Any):
+        super().__init__()
+        self.config, self.act = config, _activation(self, config.hidden_act, SILU)
+        self.ffn_dim, self.hidden_dim = config.intermediate_size, config.hidden_size
+        self.w1 = nn.Linear(self.hidden_dim, self.ffn_dim, bias=False)
+        self.w2 = nn.Linear(self.ffn_dim, self.hidden_dim, bias=False)
+        self.w3 = nn.Linear(self.hidden_dim, self.ffn_dim, bias=False)
+
+    extra_repr = _activation_of
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(memory.cheap(glu, self.w1(x), self.w3(x), act=self.act))
+
+
+class LigerGEGLUMLPForGemma4(_GatedMLP):
+    """``LigerGEGLUMLP`` without biases; twice as wide in layers that reuse keys and values, if ``config.use_double_wide_mlp`` says so."""
+
+    def __init__(self, config: Any, layer_idx: int | None = None):
+        reuses = False
+        if layer_idx is not None and getattr(config, "use_double_wide_mlp", False):
+            modes = getattr(config, "kv_sharing_modes", None)
+            first = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", 0) or 0)
+            reuses = modes[layer_idx] == "reuse" if modes is not None else layer_idx >= first > 0
+        super().__init__(config, _activation(self, config.hidden_activation, GELU), False, config.intermediate_size * (1 + reuses))
+
+
+class LigerPhi3SwiGLUMLP(nn.Module):
+    """``down(silu(gate) * up)`` with gate and up of one projection, read where they lie."""
+
+    def __init__(self, config: Any):
+        super().__init__()
+        self.config, self.act = config, _activation(self, config.hidden_act, SILU)
+        self.gate_up_proj = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    extra_repr = _activation_of
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return self.down_proj(memory.cheap(glu, self.gate_up_proj(hidden_states), act=self.act))
+
+
+def liger_relu_squared(x: Tensor) -> Tensor:
+    """``relu(x)^2``."""
+    return relu_squared(x)
+
+
+class LigerReLUSquared(nn.Module):
+    """``relu(x)^2``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return relu_squared(x)

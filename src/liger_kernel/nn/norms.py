@@ -1,0 +1,297 @@
+"""Norms, as functions and modules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_kernel import functional, memory
+from liger_kernel.ops.norms.dyt import dyt
+from liger_kernel.ops.norms.fused_add_rms_norm import fused_add_rms_norm
+from liger_kernel.ops.norms.group_norm import group_norm
+from liger_kernel.ops.norms.layer_norm import layer_norm
+from liger_kernel.ops.norms.modulated_rms_norm import modulated_rms_norm
+from liger_kernel.ops.norms.poly_norm import poly_norm
+from liger_kernel.ops.norms.rms_norm import LigerRMSNormFunction as LigerRMSNormFunction
+from liger_kernel.ops.norms.rms_norm import rms_norm
+
+
+def liger_rms_norm(X: Tensor, W: Tensor | None, eps: float, offset: float = 0.0, casting_mode: str = "llama", in_place: bool = True) -> Tensor:
+    """``x / rms(x) * (W + offset)`` over the last dim."""
+    return rms_norm(X, W, eps=eps, offset=offset, casting=casting_mode)
+
+
+def liger_fused_add_rms_norm(
+    X: Tensor, R: Tensor, W: Tensor | None, eps: float, offset: float = 0.0, casting_mode: str = "llama", in_place: bool = True
+) -> tuple[Tensor, Tensor]:
+    """The ``liger_rms_norm`` of ``X + R``, and that sum."""
+    return fused_add_rms_norm(X, R, W, eps=eps, offset=offset, casting=casting_mode)
+
+
+def liger_layer_norm(X: Tensor, W: Tensor | None, B: Tensor | None, eps: float) -> Tensor:
+    """``F.layer_norm`` over the last dim."""
+    return layer_norm(X, W, B, eps=eps)
+
+
+INIT = {"ones": torch.ones, "zeros": torch.zeros}
+
+
+class LigerRMSNorm(nn.Module):
+    """``rms_norm`` with a weight: ``x / rms(x) * (weight + offset)``. ``casting_mode``: "llama", "gemma" or "none"."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        offset: float = 0.0,
+        casting_mode: str = "llama",
+        init_fn: str = "ones",
+        in_place: bool = True,
+        row_mode: bool | None = None,
+        elementwise_affine: bool = True,
+    ):
+        super().__init__()
+        if init_fn not in INIT:
+            raise ValueError(f"{type(self).__name__}: init_fn must be one of {tuple(INIT)}, got {init_fn!r}")
+        self.register_parameter("weight", nn.Parameter(INIT[init_fn](hidden_size)) if elementwise_affine else None)
+        self.hidden_size, self.variance_epsilon, self.offset, self.casting_mode = hidden_size, eps, offset, casting_mode
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return memory.cheap(rms_norm, hidden_states, self.weight, eps=self.variance_epsilon, offset=self.offset, casting=self.casting_mode)
+
+    def extra_repr(self) -> str:
+        return f"({self.hidden_size},), eps={self.variance_epsilon}, offset={self.offset}, casting_mode={self.casting_mode!r}"
+
+
+class LigerRMSNormForGemma(LigerRMSNorm):
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        offset: float = 1.0,
+        casting_mode: str = "gemma",
+        init_fn: str = "zeros",
+        in_place: bool = True,
+        row_mode: bool | None = None,
+    ):
+        super().__init__(hidden_size, eps, offset, casting_mode, init_fn)
+
+
+class LigerRMSNormForGemma2(LigerRMSNormForGemma): ...
+
+
+class LigerRMSNormForQwen3Next(LigerRMSNormForGemma): ...
+
+
+class LigerRMSNormForGemma3(LigerRMSNorm):
+    def __init__(self, dim: int, eps: float = 1e-6, offset: float = 1.0, casting_mode: str = "gemma", init_fn: str = "zeros", in_place: bool = False):
+        super().__init__(dim, eps, offset, casting_mode, init_fn)
+
+
+class LigerRMSNormForGemma4(LigerRMSNorm):
+    def __init__(
+        self, dim: int, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "gemma", init_fn: str = "ones", in_place: bool = False,
+        with_scale: bool = True,
+    ):  # fmt: skip
+        super().__init__(dim, eps, offset, casting_mode, init_fn, elementwise_affine=with_scale)
+
+
+class LigerRMSNormForMuseGlimmer(LigerRMSNormForGemma4):
+    """``dim`` None goes with ``with_scale=False``: there is no weight."""
+
+    def __init__(
+        self, dim: int | None = None, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "gemma", init_fn: str = "ones", in_place: bool = False,
+        with_scale: bool = True,
+    ):  # fmt: skip
+        if dim is None and with_scale:
+            raise ValueError(f"{type(self).__name__}: dim must be the number of weights, got None")
+        super().__init__(dim, eps, offset, casting_mode, init_fn, with_scale=with_scale)  # type: ignore[arg-type]
+
+
+class LigerRMSNormForMuseGlimmerTextCentered(LigerRMSNormForGemma): ...
+
+
+class LigerRMSNormForOlmo2(LigerRMSNorm):
+    """As published, casting "llama"; transformers' Olmo2 rounds like "gemma", and its patched models do too."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        offset: float = 0.0,
+        casting_mode: str = "llama",
+        init_fn: str = "ones",
+        in_place: bool = False,
+        row_mode: bool | None = None,
+    ):
+        super().__init__(hidden_size, eps, offset, casting_mode, init_fn)
+
+
+class LigerRMSNormForGlm4(LigerRMSNorm):
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        offset: float = 0.0,
+        casting_mode: str = "llama",
+        init_fn: str = "ones",
+        in_place: bool = False,
+        row_mode: bool | None = None,
+    ):
+        super().__init__(hidden_size, eps, offset, casting_mode, init_fn)
+
+
+class LigerFusedAddRMSNorm(LigerRMSNorm):
+    """``(norm(s), s)`` of ``s = hidden_states + residual``, in one kernel."""
+
+    def __init__(self, hidden_size: int, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama", init_fn: str = "ones", in_place: bool = False):
+        super().__init__(hidden_size, eps, offset, casting_mode, init_fn)
+
+    def forward(self, hidden_states: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return fused_add_rms_norm(hidden_states, residual, self.weight, eps=self.variance_epsilon, offset=self.offset, casting=self.casting_mode)
+
+
+class LigerLayerNorm(nn.Module):
+    """``layer_norm`` with a weight and a bias, which is there and begins at zero whatever ``bias`` says, as published state dicts have it.
+
+    ``elementwise_affine=False``: with neither. ``impl`` (or ``backend``) and ``mode``: see ``liger_kernel.functional``.
+    """
+
+    impl: str | None = None
+    mode: str | None = None
+
+    def __init__(
+        self, hidden_size: int | Sequence[int], eps: float = 1e-6, bias: bool = False, init_fn: str = "ones", impl: str | None = None,
+        mode: str | None = None, backend: str | None = None, *, elementwise_affine: bool = True,
+    ):  # fmt: skip
+        super().__init__()
+        if init_fn not in INIT:
+            raise ValueError(f"{type(self).__name__}: init_fn must be one of {tuple(INIT)}, got {init_fn!r}")
+        self.impl, self.mode = impl or backend, mode
+        shape = (hidden_size,) if isinstance(hidden_size, int) else tuple(hidden_size)
+        if len(shape) != 1:
+            raise ValueError(f"{type(self).__name__}: hidden_size must be one dim, got {shape}")
+        self.hidden_size, self.variance_epsilon = shape[0], eps
+        self.register_parameter("weight", nn.Parameter(INIT[init_fn](shape)) if elementwise_affine else None)
+        self.register_parameter("bias", nn.Parameter(torch.zeros(shape)) if elementwise_affine else None)
+
+    @property
+    def backend(self) -> str | None:
+        """Another word for ``impl``."""
+        return self.impl
+
+    @backend.setter
+    def backend(self, value: str | None) -> None:
+        self.impl = value
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        if self.impl or self.mode:
+            return functional.layer_norm(hidden_states, self.weight, self.bias, self.variance_epsilon, impl=self.impl, mode=self.mode)
+        return memory.cheap(layer_norm, hidden_states, self.weight, self.bias, eps=self.variance_epsilon)
+
+    def extra_repr(self) -> str:
+        return f"({self.hidden_size},), eps={self.variance_epsilon}" + (f", impl={self.impl!r}" if self.impl else "")
+
+
+def liger_dyt(x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor | None) -> Tensor:
+    """``tanh(alpha * x) * gamma + beta`` over the last dim; alpha has one element."""
+    return dyt(x, alpha, gamma, beta)
+
+
+class LigerDyT(nn.Module):
+    """Dynamic tanh, in the place of a norm: ``tanh(alpha * x) * gamma + beta`` (arXiv:2503.10622). ``beta``: whether there is one."""
+
+    def __init__(self, hidden_size: int, beta: bool = True, init_alpha: float = 0.5):
+        super().__init__()
+        self.hidden_size, self.init_alpha = hidden_size, init_alpha
+        self.alpha = nn.Parameter(torch.full((1,), float(init_alpha)))
+        self.gamma = nn.Parameter(torch.ones(hidden_size))
+        self.register_parameter("beta", nn.Parameter(torch.zeros(hidden_size)) if beta else None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return dyt(x, self.alpha, self.gamma, self.beta)
+
+    def extra_repr(self) -> str:
+        return f"{self.hidden_size}, beta={self.beta is not None}, init_alpha={self.init_alpha}"
+
+
+def liger_modulated_rms_norm(
+    X: Tensor, W: Tensor | None, scale: Tensor, shift: Tensor | None = None, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama",
+    in_place: bool = True,
+) -> Tensor:  # fmt: skip
+    """``(1 + scale) * liger_rms_norm(X, W) + shift``; scale and shift (H,), (1, H), (B, H), or with a row for each token."""
+    return modulated_rms_norm(X, scale, shift, W, eps=eps, offset=offset, casting=casting_mode)
+
+
+class LigerModulatedRMSNorm(LigerRMSNorm):
+    """``modulated_rms_norm`` with a weight: ``(1 + scale) * norm(hidden_states) + shift``, as in diffusion transformers (AdaLN)."""
+
+    def __init__(
+        self, hidden_size: int, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama", init_fn: str = "ones", in_place: bool = True,
+        elementwise_affine: bool = True,
+    ):  # fmt: skip
+        super().__init__(hidden_size, eps, offset, casting_mode, init_fn, elementwise_affine=elementwise_affine)
+
+    def forward(self, hidden_states: Tensor, scale: Tensor, shift: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        return modulated_rms_norm(hidden_states, scale, shift, self.weight, eps=self.variance_epsilon, offset=self.offset, casting=self.casting_mode)
+
+
+def liger_group_norm(
+    X: Tensor, affine_scaling_weight: Tensor | None, affine_shifting_bias: Tensor | None, num_channels: int, num_groups: int, eps: float
+) -> Tensor:
+    """``F.group_norm`` of X (B, num_channels, ...)."""
+    if X.shape[1] != num_channels:
+        raise ValueError(f"liger_group_norm: X must have {num_channels} channels, got shape {tuple(X.shape)}")
+    return group_norm(X, num_groups, affine_scaling_weight, affine_shifting_bias, eps=eps)
+
+
+class LigerGroupNorm(nn.Module):
+    """``group_norm`` with a weight and a bias, which is there and begins at zero whatever ``bias`` says, as published state dicts have it."""
+
+    def __init__(self, num_channels: int, num_groups: int, eps: float = 1e-6, bias: bool = False, init_fn: str = "ones"):
+        super().__init__()
+        if init_fn not in INIT:
+            raise ValueError(f"{type(self).__name__}: init_fn must be one of {tuple(INIT)}, got {init_fn!r}")
+        if num_groups < 1 or num_channels % num_groups:
+            raise ValueError(f"{type(self).__name__}: num_groups must divide the {num_channels} channels, got {num_groups}")
+        self.num_channels, self.num_groups, self.variance_epsilon = num_channels, num_groups, eps
+        self.weight = nn.Parameter(INIT[init_fn](num_channels))
+        self.bias = nn.Parameter(torch.zeros(num_channels))
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return liger_group_norm(hidden_states, self.weight, self.bias, self.num_channels, self.num_groups, self.variance_epsilon)
+
+    def extra_repr(self) -> str:
+        return f"num_channels={self.num_channels}, num_groups={self.num_groups}, eps={self.variance_epsilon}"
+
+
+def liger_poly_norm(X: Tensor, W: Tensor, B: Tensor, eps: float = 1e-6, in_place: bool = True) -> Tensor:
+    """``W[0] n(X^3) + W[1] n(X^2) + W[2] n(X) + B``, ``n(z) = z / rms(z)`` over the last dim."""
+    return poly_norm(X, W, B, eps=eps)
+
+
+class LigerPolyNorm(nn.Module):
+    """``poly_norm`` with three weights, 1/3 each at first, and a bias, 1 (arXiv:2411.03884).
+
+    The bias has one dim, as what shards parameters wants; published state dicts, where it has none, load all the same.
+    """
+
+    def __init__(self, eps: float = 1e-6, in_place: bool = True):
+        super().__init__()
+        self.variance_epsilon = eps
+        self.weight = nn.Parameter(torch.full((3,), 1 / 3))
+        self.bias = nn.Parameter(torch.ones(1))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        if f"{prefix}bias" in state_dict:
+            state_dict[f"{prefix}bias"] = state_dict[f"{prefix}bias"].reshape(1)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return poly_norm(hidden_states, self.weight, self.bias, eps=self.variance_epsilon)
+
+    def extra_repr(self) -> str:
+        return f"eps={self.variance_epsilon}"

@@ -1,0 +1,74 @@
+"""Rotary position embedding, as functions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from liger_kernel.ops.rotary.qk_norm_rope import qk_norm_rope
+from liger_kernel.ops.rotary.rope import in_place_of, of_complex, of_sections, once, rope
+
+
+def liger_rope(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, unsqueeze_dim: int = 1, rotary_dim: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Turn q and k by tables (B or 1, T, R) or (T, R) as transformers makes them: each angle twice, as in ``cat((angles, angles), -1)``; R <= D.
+
+    q (B, Hq, T, D), k (B, Hk, T, D), or (B, T, H, D) with ``unsqueeze_dim=2``. ``position_ids`` has no effect. Returns new tensors of the dtypes of
+    q and k: products are rounded to the tensors' dtype, as in transformers, or, where tables are of another one, computed in fp32.
+    ``rotary_dim``: R, for tables (..., R/2) that hold each angle once.
+    """
+    return rope(q, k, once(cos, rotary_dim), once(sin, rotary_dim), unsqueeze_dim=unsqueeze_dim, casting=in_place_of(q, k, cos))
+
+
+liger_rotary_pos_emb = liger_rope
+
+
+def liger_rotary_pos_emb_gpt_oss(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """``liger_rope`` of whole heads by gpt-oss's tables (B or 1, T, D/2), which hold each angle once."""
+    return liger_rope(q, k, cos, sin, rotary_dim=q.shape[-1])
+
+
+def liger_rotary_pos_emb_vision(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """``liger_rope``, in fp32, of the patches of all images in a row: q, k (T, H, D), or a batch of such rows, tables (T, R)."""
+    if q.ndim == 4:
+        return rope(q, k, once(cos), once(sin), unsqueeze_dim=2)
+    q, k = rope(q[None], k[None], once(cos), once(sin), unsqueeze_dim=2)
+    return q[0], k[0]
+
+
+def liger_multimodal_rotary_pos_emb(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, mrope_section: Sequence[int], unsqueeze_dim: int = 1
+) -> tuple[Tensor, Tensor]:
+    """``liger_rope`` by tables (3, B, T, R) for positions in time, height and width, to each of which belong sections of the R/2 pairs, in turns.
+
+    Models whose embedding puts the sections together, interleaved or not, call ``liger_rope``.
+    """
+    cos, sin = of_sections(cos, mrope_section), of_sections(sin, mrope_section)
+    return rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, casting=in_place_of(q, k, cos))
+
+
+liger_qwen2vl_mrope = liger_multimodal_rotary_pos_emb
+
+
+def liger_llama4_text_rotary_pos_emb(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:
+    """Neighbouring columns of xq, xk (B, T, H, D), as complex numbers, times freqs_cis (B or 1, T, D/2)."""
+    return rope(xq, xk, *of_complex(freqs_cis), layout="pairs", unsqueeze_dim=2)
+
+
+def liger_llama4_vision_rotary_pos_emb(query: Tensor, key: Tensor, freqs_ci: Tensor) -> tuple[Tensor, Tensor]:
+    """``liger_llama4_text_rotary_pos_emb``; freqs_ci may also be one table for all images, of T * D/2 numbers in any shape."""
+    table = query.shape[1], query.shape[-1] // 2
+    if freqs_ci.numel() == math.prod(table):
+        freqs_ci = freqs_ci.reshape(1, *table)
+    return liger_llama4_text_rotary_pos_emb(query, key, freqs_ci.to(query.device))
+
+
+def liger_qk_norm_rope(
+    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float = 1e-6, offset: float = 0.0,
+    casting_mode: str = "llama", unsqueeze_dim: int = 1,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """``liger_rope`` of the ``liger_rms_norm`` of each head of q and k, in one pass; weights (D,), tables (B or 1, T, R)."""
+    return qk_norm_rope(q, k, q_weight, k_weight, once(cos), once(sin), eps=eps, offset=offset, casting=casting_mode, unsqueeze_dim=unsqueeze_dim)

@@ -76,6 +76,6 @@ def revision(ref: str) -> Rival:
     folder = tempfile.mkdtemp(prefix="liger-base-")
     archive = subprocess.run(["git", "archive", ref, "src"], cwd=root, capture_output=True, check=True).stdout
     subprocess.run(["tar", "-x", "-C", folder], input=archive, check=True)
-    op = Path(folder) / "src" / OURS / "ops" / "op.py"
-    op.write_text(op.read_text().replace('NAMESPACE = "liger"', 'NAMESPACE = "liger_base"'))
+    for file in (Path(folder) / "src" / OURS / "ops").rglob("*.py"):  # wherever it said so then
+        file.write_text(file.read_text().replace('NAMESPACE = "liger"', 'NAMESPACE = "liger_base"'))
     return Rival("liger_kernel.ops", str(Path(folder) / "src"))

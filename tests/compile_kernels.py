@@ -19,7 +19,8 @@ from pathlib import Path
 import torch
 from triton import knobs
 
-from liger_kernel import warmup
+from liger_kernel.compile.launches import Mock
+from liger_kernel.compile.targets import TARGETS, compiling_for
 from liger_kernel.ops import OPS
 from liger_kernel.ops._core import operator as _op
 from liger_kernel.testing import differentiable, run
@@ -40,7 +41,7 @@ def launches(variants: str) -> list[tuple]:
             assert set(kernel.arg_names[len(args) :]) <= set(meta), kernel
             flags = tuple((k, v) for k, v in meta.items() if not TILE.match(k))
             tiles = found.setdefault((kernel.fn.__module__, kernel.fn.__name__, kinds, flags), {})
-            mocks = [warmup.Mock(a) if isinstance(a, torch.Tensor) else a for a in args]
+            mocks = [Mock(a) if isinstance(a, torch.Tensor) else a for a in args]
             elements = math.prod(v for k, v in meta.items() if k.startswith("BLOCK") and v)
             tiles[tuple(meta.items())] = real, elements, kernel, mocks, meta
 
@@ -81,13 +82,13 @@ def resources(compiled) -> dict[str, int]:
 
 def main(arch: str, report: str, variants: str) -> None:
     rows = []
-    with warmup.compiling_for(arch):
+    with compiling_for(arch):
         for kernel, args, meta in launches(variants):
             row = {
                 "kernel": f"{kernel.fn.__module__.removeprefix('liger_kernel.ops.')}.{kernel.fn.__name__}",
-                "dtypes": " ".join(dict.fromkeys(str(a.dtype)[6:] for a in args if isinstance(a, warmup.Mock))),
+                "dtypes": " ".join(dict.fromkeys(str(a.dtype)[6:] for a in args if isinstance(a, Mock))),
                 "meta": " ".join(f"{k}={v}" for k, v in meta.items()),
-                "threads": meta.get("num_warps", 4) * warmup.TARGETS[arch].warp,
+                "threads": meta.get("num_warps", 4) * TARGETS[arch].warp,
             }
             try:
                 row |= resources(kernel.warmup(*args, grid=(1,), **meta))

@@ -18,13 +18,15 @@ from triton import knobs
 from triton.runtime import driver
 
 from liger_kernel import ops, warmup
+from liger_kernel.compile.launches import launches as launches_of
+from liger_kernel.compile.targets import TARGETS, CompileOnly, compiling_for
 from liger_kernel.ops._core import config as _config
 from liger_kernel.ops._core import operator as _op
 
 ARCH = "sm90"
 
 
-class Gpu(warmup.CompileOnly):
+class Gpu(CompileOnly):
     """Loads every kernel and runs none; tensors are the CPU's."""
 
     class utils:
@@ -39,7 +41,7 @@ class Gpu(warmup.CompileOnly):
 
 def use() -> None:
     """Operators take it for the GPU of this process, whatever PyTorch was built for."""
-    driver.set_active(Gpu(warmup.TARGETS[ARCH]))
+    driver.set_active(Gpu(TARGETS[ARCH]))
     _op._KERNEL_DEVICES.add("cpu")
     _op._stream, _op._hook = lambda device: 0, knobs.runtime.launch_enter_hook
 
@@ -53,7 +55,7 @@ def train(config: str, *steps: str) -> dict:
     seen = {True: 0, False: 0}
     knobs.compilation.listener = lambda *, cache_hit, **_: seen.update({cache_hit: seen[cache_hit] + 1})
     use()
-    with _config.target(ARCH, warmup.TARGETS[ARCH].processors):
+    with _config.target(ARCH, TARGETS[ARCH].processors):
         model = transformers.AutoModelForCausalLM.from_config(warmup.configuration(config), dtype=torch.bfloat16).train()
         _apply_liger_kernel_to_instance(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -89,7 +91,7 @@ def launches() -> dict:
         Gpu.started.clear()
         return seen
 
-    with _config.target(ARCH, warmup.TARGETS[ARCH].processors):
+    with _config.target(ARCH, TARGETS[ARCH].processors):
         theirs, ours = started(False), started(True)
         for _ in range(2):
             ops.cross_entropy(torch.randn(4, 64), torch.zeros(4, dtype=torch.int64), ignore_index=-100)
@@ -122,7 +124,7 @@ def host(rounds: str = "40") -> dict:
         timeit.timeit(lambda: once(name), number=50)
         return round(min(timeit.repeat(lambda: once(name), number=100, repeat=int(rounds))) * 1e4, 1)
 
-    with _config.target(ARCH, warmup.TARGETS[ARCH].processors):
+    with _config.target(ARCH, TARGETS[ARCH].processors):
         return {name: {"triton": least(name, False), "ours": least(name, True)} for name in calls}
 
 
@@ -161,13 +163,13 @@ def specialisations() -> dict:
     def count(name: str, sizes: list[tuple[int, int]]) -> int:
         found = set()
         for size in sizes:
-            for kernel, args, meta in warmup.launches(functools.partial(step, name, *size), "meta"):
+            for kernel, args, meta in launches_of(functools.partial(step, name, *size), "meta"):
                 *_, bind = kernel.device_caches[0]
                 _, specialisation, options = bind(*args, **meta)
                 found.add((kernel.fn.__module__, kernel.fn.__name__, str(specialisation), str(options)))
         return len(found)
 
-    with warmup.compiling_for(ARCH):
+    with compiling_for(ARCH):
         return {name: [count(name, [(2, 48)]), count(name, [(2, 48), (1, 1), (1, 16), (3, 5), (1, 331), (7, 64)])] for name in calls}
 
 

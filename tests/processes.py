@@ -17,7 +17,7 @@ SETTING_UP = ["interpreted", "test_memory_safety"]
 PRELOADED = [
     "transformers.models.llama.modeling_llama",
     "liger_kernel.transformers",
-    "liger_kernel.bench.models",
+    "liger_kernel.model_sizes",
     "liger_kernel.train.loop",
 ]
 

@@ -11,7 +11,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from liger_kernel.bench import profile, step, step_child
-from liger_kernel.bench.models import MODELS, config_of, step_flops
+from liger_kernel.model_sizes import MODELS, config_of, step_flops
 from liger_kernel.ops._core import operator as _op
 from liger_kernel.train.config import UserError
 

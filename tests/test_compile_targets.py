@@ -71,17 +71,18 @@ def test_every_kernel_compiles(target, variants, user_env, tmp_path, request):
 
 ROUNDS_TWICE = """
 import torch
-from liger_kernel import warmup
+from liger_kernel.compile.launches import Mock
+from liger_kernel.compile.targets import compiling_for
 from liger_kernel.ops import qk_norm_rope, rope
 from liger_kernel.ops._core import operator as _op
 
 def compile(kernel, grid, args, meta):
-    compiled = kernel.warmup(*(warmup.Mock(a) if isinstance(a, torch.Tensor) else a for a in args), grid=(1,), **meta)
+    compiled = kernel.warmup(*(Mock(a) if isinstance(a, torch.Tensor) else a for a in args), grid=(1,), **meta)
     print(*(line.split()[0] for line in compiled.asm["ptx"].splitlines() if ".bf16 " in line))
 
 q = torch.empty(1, 2, 8, 64, device="meta", dtype=torch.bfloat16)
 w, angles = (torch.empty(*shape, device="meta", dtype=torch.bfloat16) for shape in ((64,), (1, 8, 32)))
-with warmup.compiling_for("sm90"), _op.intercept_launches(compile):
+with compiling_for("sm90"), _op.intercept_launches(compile):
     rope(q, q, angles, angles, casting="none")
     qk_norm_rope(q, q, w, w, angles, angles, rope_casting="none")
 """

@@ -382,8 +382,8 @@ def test_the_image_is_what_pods_expect():
     assert len(copied) > 4 and all((ROOT / name).exists() for name in copied)
     context = (ROOT / "deploy" / "Dockerfile.dockerignore").read_text().splitlines()
     assert sorted(copied) == sorted(line[1:] for line in context if line.startswith("!"))
-    from liger_kernel.bench.models import MODELS
-    from liger_kernel.warmup import TARGETS
+    from liger_kernel.compile.targets import TARGETS
+    from liger_kernel.model_sizes import MODELS
 
     defaults = dict(re.findall(r'^ARG (\w+)="([^"]*)"', text, re.M))
     assert set(defaults["MODELS"].split()) <= MODELS.keys() and set(defaults["ARCHS"].split()) <= TARGETS.keys()

@@ -56,14 +56,14 @@ def test_without_a_c_compiler_kernels_are_compiled_all_the_same(monkeypatch, tmp
     from triton import knobs
     from triton.runtime import build
 
-    from liger_kernel import warmup
+    from liger_kernel.compile import ahead
 
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
     before = build._load_module_from_path
     with knobs.cache.scope():
         knobs.cache.dir = str(tmp_path / "cache")
-        warmup.build_launchers([])
+        ahead.build_launchers([])
     assert "built at the first launches" in capsys.readouterr().out
     assert build._load_module_from_path is before
 
@@ -116,7 +116,7 @@ def test_a_pod_finds_the_kernels_of_its_image(user_env, tmp_path):
     pod = env | {"TRITON_CACHE_DIR": str(tmp_path / "node"), "LIGER_TRITON_BASE_CACHE": str(tmp_path / "image")}
     said = run(pod, "-m", "liger_kernel.cli", "warmup", "--config", tmp_path / "train.json", "--arch", "sm90")
     assert ": 0 compiled" in said
-    manager = {"TRITON_CACHE_MANAGER": "liger_kernel._triton_cache:LigerTritonFileCacheManager"}  # as training sets it
+    manager = {"TRITON_CACHE_MANAGER": "liger_kernel.compile.cache:LigerTritonFileCacheManager"}  # as training sets it
     found = json.loads(run(pod | manager, Path(__file__).with_name("fake_gpu.py"), "train", tmp_path / "model" / "config.json", "2x64"))
     assert found["compiled"] == 0 and found["cached"] > 8
     assert files() == before

@@ -72,9 +72,10 @@ ALIASES = {
     **{_OPS + old: _OPS + new for old, new in _RENAMED.items()},
     **{f"liger_kernel.backends.{part}": "liger_kernel.backends" for part in ("capability", "dispatch", "registry")},
     **{_HERE + name: f"liger_kernel.nn.{file}" for file, names in _NN.items() for name in names.split()},
-    **dict.fromkeys(("liger_kernel.triton", "liger_kernel.triton.monkey_patch"), "liger_kernel._triton_cache"),
+    **dict.fromkeys(("liger_kernel.triton", "liger_kernel.triton.monkey_patch", "liger_kernel._triton_cache"), "liger_kernel.compile.cache"),
     **dict.fromkeys((_HERE + "monkey_patch", _HERE + "trainer_integration"), _HERE + "patch"),
     **dict.fromkeys((_HERE + "trainer", _HERE + "trainer.orpo_trainer"), _HERE + "orpo_trainer"),
+    "liger_kernel.bench.models": "liger_kernel.model_sizes",
     _HERE + "auto_model": _HERE + "auto",
     _HERE + "grpo_loss": _OPS + "losses.grpo_loss",
 }

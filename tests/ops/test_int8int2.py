@@ -62,15 +62,16 @@ def test_says_what_is_wrong():
 COMPILE = """
 import sys
 import torch
-from liger_kernel import warmup
+from liger_kernel.compile.launches import Mock
+from liger_kernel.compile.targets import compiling_for
 from liger_kernel.ops._core import operator as _op
 from liger_kernel.ops.experimental.mm_int8int2 import matmul
 
 def compile(kernel, grid, args, meta):
-    kernel.warmup(*(warmup.Mock(a) if isinstance(a, torch.Tensor) else a for a in args), grid=(1,), **meta)
+    kernel.warmup(*(Mock(a) if isinstance(a, torch.Tensor) else a for a in args), grid=(1,), **meta)
     print(sys.argv[1])
 
-with warmup.compiling_for(sys.argv[1]), _op.intercept_launches(compile):
+with compiling_for(sys.argv[1]), _op.intercept_launches(compile):
     matmul(torch.empty(64, 4096, dtype=torch.int8, device="meta"), torch.empty(1024, 4096, dtype=torch.uint8, device="meta"))
 """
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import csv
 import functools
 import gc
 import importlib.util
@@ -26,6 +25,7 @@ import torch
 from torch import Tensor
 
 from liger_kernel.bench import clock, rivals
+from liger_kernel.bench.rows import text_table, write_csv
 from liger_kernel.ops import OPS
 from liger_kernel.ops._core.operator import Case, Op
 from liger_kernel.testing import Named, backward, errors, floors, forward, like
@@ -266,8 +266,6 @@ class _Child:
 
 def run(a: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
     """All operators asked for, each in a process of its own; in a smoke run, where nothing depends on it, all in one."""
-    from liger_kernel.bench import report
-
     path = Path(a.json) if a.json else None
     result: dict[str, Any] = {"meta": clock.hardware() | clock.ceilings() | {"command": "liger bench " + " ".join(argv)}, "rows": []}
     if a.resume and path and path.exists():
@@ -298,21 +296,8 @@ def run(a: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
             if why := children[i].error():
                 print(f"{name}: stopped after {len(rows)} rows: {why}")
             if rows:
-                print(report.text_table(rows), flush=True)
+                print(text_table(rows), flush=True)
     return result
-
-
-def write_csv(result: dict[str, Any], path: str) -> None:
-    """Rows as a table, with hardware, versions and date in each."""
-    about = {k: result["meta"].get(k) for k in ("hardware", "torch", "triton", "transformers", "liger_kernel", "date")}
-    rows = [
-        {k: json.dumps(v) if isinstance(v, dict) else f"{v:.6g}" if isinstance(v, float) else v for k, v in (row | about).items()} for row in result["rows"]
-    ]
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(dict.fromkeys(k for row in rows for k in row)))
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from liger_kernel.bench.report import MODES, OURS, Row, digits, hardware_line, key, ratio, span, speedup, status, times, usable, variant_label, with_ours
+from liger_kernel.bench.rows import MODES, OURS, Row, digits, hardware_line, key, ratio, span, speedup, status, times, usable, variant_label, with_ours
 
 Data = dict[str, Any]
 

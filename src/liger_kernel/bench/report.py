@@ -1,8 +1,4 @@
-"""Tables of benchmark results: for the terminal, for Markdown, and as one HTML file that needs nothing else.
-
-Input are the dicts that ``liger bench`` and ``liger bench step`` write as JSON: ``{"meta": {...}, "rows": [{...}, ...]}``. A row that failed, that is
-inaccurate, or whose counterpart of ours is, has no ratio anywhere.
-"""
+"""Results as one HTML file that needs nothing else, and ``liger bench report``: tables, plots and data of runs that were written with ``--json``."""
 
 from __future__ import annotations
 
@@ -11,299 +7,35 @@ import base64
 import html as escape_html
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-Row = dict[str, Any]
-
-OURS = "ours"
-LABELS = {
-    "ours": "ours",
-    "base": "ours, base commit",
-    "upstream": "upstream",
-    "compile": "torch.compile",
-    "torch": "torch built-in",
-    "cce": "cut-cross-entropy",
-    "quack": "quack",
-    "eager": "PyTorch eager",
-    "stock": "stock",
-    "ours+compile": "ours + compile",
-    "upstream+compile": "upstream + compile",
-    "layers": "compiled layers",
-    "ours+layers": "ours + compiled layers",
-    "upstream+layers": "upstream + compiled layers",
-}
-MEANING = {
-    "ours": "the operator of this package",
-    "base": "the same operator at another commit (--base)",
-    "upstream": "the published liger-kernel package, in a process of its own",
-    "compile": "the eager code under torch.compile",
-    "torch": "the fused function that PyTorch itself ships",
-    "cce": "the cut-cross-entropy package",
-    "quack": "the quack-kernels package",
-    "eager": "plain PyTorch, one kernel after another",
-    "stock": "the Hugging Face model as it is",
-    "ours+compile": "the model with our kernels, under torch.compile",
-    "upstream+compile": "the model with upstream's kernels, under torch.compile",
-    "layers": "the Hugging Face model, each decoder layer under torch.compile",
-    "ours+layers": "the model with our kernels, each decoder layer under torch.compile",
-    "upstream+layers": "the model with upstream's kernels, each decoder layer under torch.compile",
-}
-COUNTS = ("kernels", "peak MB")  # columns that are zero everywhere where they could not be measured
-LONGEST = 60  # characters of a cell in a table of text
-MODES = {"forward": "forward", "backward": "backward", "full": "forward + backward"}
-
-
-# -- judging rows
-
-
-def usable(row: Row | None) -> bool:
-    """It ran, and its results are right: only then may its speed be compared."""
-    return row is not None and not row.get("failed") and row.get("accurate") is not False
-
-
-def key(row: Row) -> tuple[Any, ...]:
-    """What two rows must share to be compared."""
-    names = ("model", "batch", "seq", "gpus", "parallel", "checkpointing", "lora") if "model" in row else ("op", "case", "dtype", "mode", "sweep", "x")
-    return tuple(row.get(name) for name in names)
-
-
-def with_ours(rows: Iterable[Row]) -> list[tuple[Row, Row | None]]:
-    """Each row with the row of ours that it is compared to."""
-    rows = list(rows)
-    ours = {key(row): row for row in rows if row["variant"] == OURS}
-    return [(row, ours.get(key(row))) for row in rows]
-
-
-def ratio(row: Row, ours: Row | None, name: str = "device_ms") -> float | None:
-    """``row[name]`` over that of ours: for times, how many times as fast ours is. None where it would mean nothing."""
-    if row["variant"] == OURS or not usable(row) or not usable(ours):
-        return None
-    assert ours is not None
-    theirs, mine = row.get(name), ours.get(name)
-    return theirs / mine if theirs and mine else None
-
-
-def speedup(row: Row, ours: Row | None) -> float | None:
-    """How many times as fast ours is, for rows of either kind."""
-    if "model" in row:
-        slower = ratio(row, ours, "tokens_per_s")
-        return 1 / slower if slower else None
-    return ratio(row, ours)
-
-
-def digits(value: float | None) -> str:
-    """Three significant digits, never an exponent."""
-    if value is None or not math.isfinite(value):
-        return "" if value is None else str(value)
-    if value == 0:
-        return "0"
-    decimals = max(0, 2 - math.floor(math.log10(abs(float(f"{value:.2e}")))))
-    return f"{value:,.{decimals}f}"
-
-
-def times(value: float | None) -> str:
-    """A ratio as people write it: ``1.45x``, ``14.6x``, ``146x``."""
-    return "" if value is None else f"{value:.0f}x" if value >= 100 else f"{value:.1f}x" if value >= 10 else f"{value:.2f}x"
-
-
-def span(values: Sequence[float]) -> str:
-    """``1.08-1.29x``: the range of some ratios."""
-    low, high = times(min(values)), times(max(values))
-    return low if low == high else f"{low[:-1]}–{high}"
-
-
-def variant_label(name: str) -> str:
-    return LABELS.get(name, name)
-
-
-def status(row: Row) -> str:
-    """``failed: why``, ``inaccurate`` or nothing."""
-    if row.get("failed"):
-        return f"failed: {' '.join(str(row['failed']).split())}"
-    return "inaccurate" if row.get("accurate") is False else ""
-
-
-def hardware_line(meta: dict[str, Any]) -> str:
-    """One line under every plot: what was measured on what, and when."""
-    versions = [f"{name.replace('_', '-')} {meta[name]}" for name in ("torch", "triton", "transformers", "liger_kernel") if meta.get(name)]
-    return ", ".join(str(part) for part in (_flat(meta.get("hardware")), *versions, meta.get("date")) if part)
-
-
-def _flat(value: Any) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{name} {_flat(inner)}" for name, inner in value.items())
-    return ", ".join(map(_flat, value)) if isinstance(value, (list, tuple)) else "" if value is None else str(value)
-
-
-# -- columns: their meaning, and how they are shown
-
-
-@dataclass(frozen=True)
-class Column:
-    """``value`` sorts, ``text`` is shown; both take a row and the row of ours."""
-
-    name: str
-    meaning: str
-    value: Callable[[Row, Row | None], Any]
-    text: Callable[[Row, Row | None], str]
-    filtered: bool = False
-    left: bool = False
-
-
-def _words(name: str, field: str, meaning: str, show: Callable[[Any], str] = str, filtered: bool = True) -> Column:
-    text = lambda row, ours: "" if row.get(field) is None else show(row[field])
-    return Column(name, meaning, text, text, filtered, left=True)
-
-
-def _number(name: str, field: str, meaning: str, show: Callable[[Any], str] = digits) -> Column:
-    number = lambda row, ours: None if row.get("failed") else row.get(field)
-    return Column(name, meaning, number, lambda row, ours: "" if number(row, ours) is None else show(number(row, ours)))
-
-
-def _device(row: Row, ours: Row | None) -> str:
-    if row.get("failed"):
-        return status(row)
-    spread = row.get("device_spread")
-    return digits(row.get("device_ms")) + ("" if spread is None else f" ± {100 * spread:.1f} %")
-
-
-def _error(row: Row, ours: Row | None = None) -> float | None:
-    error, pytorch = row.get("error"), row.get("error_pytorch")
-    if row.get("failed") or error is None or pytorch is None:
-        return None
-    return error / pytorch if pytorch else math.inf if error else 1.0
-
-
-def _error_text(row: Row, ours: Row | None) -> str:
-    error = _error(row)
-    shown = "" if error is None else digits(error)
-    return f"{shown} inaccurate".strip() if status(row) == "inaccurate" else shown
-
-
-def _parity(row: Row) -> str:
-    parity = row.get("loss_parity")
-    shown = "" if parity is None or row.get("failed") else f"{parity:.1e}" if parity else "0"
-    return f"{shown} inaccurate".strip() if status(row) == "inaccurate" else shown
-
-
-OPERATOR = (
-    _words("op", "op", "The operator."),
-    _words("case", "case", "Shapes of a real model, or a point of a sweep.", filtered=False),
-    _words("dtype", "dtype", "Type of the inputs."),
-    _words("mode", "mode", "Forward, backward, or full: forward and backward."),
-    _words("variant", "variant", "Who computes: see the list of variants."),
-    Column(
-        "device ms",
-        "Milliseconds the device computes: the durations of all kernels of one call, summed, with a cold L2 cache. Neither Python nor gaps between "
-        "kernels are in it. Median of the repeats; ± is the interquartile range, in percent of the median. Without a GPU it is the wall time.",
-        lambda row, ours: None if row.get("failed") else row.get("device_ms"),
-        _device,
-    ),
-    Column(
-        "x",
-        "How many times as fast ours is, by device time: above 1 ours is faster. Empty where either of the two failed or is inaccurate.",
-        ratio,
-        lambda row, ours: times(ratio(row, ours)),
-    ),
-    _number("wall", "wall_ms", "Milliseconds from the start of the call to its result being there, as a caller sees it: host, gaps and device."),
-    _number("host", "host_ms", "Milliseconds that Python and the driver need to enqueue the call. Where host exceeds device, the device waits for the host."),
-    _number("kernels", "kernels", "Kernels launched by one call.", lambda n: f"{n:g}"),
-    _number("peak MB", "peak_mb", "Peak memory beyond the inputs, results and gradients included.", lambda x: f"{x:,.0f}" if x >= 100 else digits(x)),
-    _number(
-        "% floor",
-        "percent_of_floor",
-        "100 x floor / device. The floor is the least time that this machine could need: the bytes that the operator has to move at the copy bandwidth, or its "
-        "FLOPs at the rate of a matrix product of that shape, both measured in the same run, whichever takes longer. 100 is perfect.",
-        lambda x: f"{x:.0f}",
-    ),
-    Column(
-        "error/PyTorch",
-        "Largest RMS error of the results and gradients against fp64, divided by the error that PyTorch makes in the same type. 1 is as exact as PyTorch; "
-        "'inaccurate' did not pass the accuracy check, and its speed counts for nothing.",
-        _error,
-        _error_text,
-    ),
+from liger_kernel.bench.rows import (
+    LABELS,
+    MEANING,
+    OPERATOR,
+    OURS,
+    STEP,
+    Row,
+    _cells,
+    _flat,
+    digits,
+    hardware_line,
+    markdown_table,
+    merged,
+    span,
+    speedup,
+    status,
+    text_table,
+    times,
+    usable,
+    variant_label,
+    with_ours,
+    write_csv,
+    write_step_csv,
 )
-
-STEP = (
-    _words("model", "model", "Hugging Face architecture, in random weights."),
-    _words("variant", "variant", "Who trains: see the list of variants. Each in a process of its own."),
-    _words("batch", "batch", "Rows per device.", filtered=False),
-    _words("seq", "seq", "Tokens per row.", filtered=False),
-    _words("gpus", "gpus", "Devices."),
-    _words("parallel", "parallel", "How the model is spread over them."),
-    _words("recomputed", "checkpointing", "What is computed again in the backward.", lambda on: "layers" if on else ""),
-    _words("LoRA", "lora", "Rank of the adapters that alone are trained.", lambda rank: str(rank) if rank else ""),
-    Column(
-        "tokens/s",
-        "Tokens trained per second; ± is the interquartile range of the step time, in percent.",
-        lambda row, ours: None if row.get("failed") else row.get("tokens_per_s"),
-        lambda row, ours: (
-            status(row)
-            if row.get("failed")
-            else (f"{row['tokens_per_s']:,.0f}" if row.get("tokens_per_s") else "")
-            + (f" ± {100 * row['spread']:.1f} %" if row.get("spread") is not None else "")
-        ),
-    ),
-    Column("x", "How many times as fast ours trains.", speedup, lambda row, ours: times(speedup(row, ours))),
-    _number("step ms", "step_ms", "Median wall time of one optimizer step."),
-    _number("MFU %", "mfu", "FLOPs of the model per second, in percent of what the device could do.", lambda x: f"{100 * x:.1f}"),
-    _number("peak GB", "peak_allocated_gb", "Peak memory that tensors occupied."),
-    _number("reserved GB", "peak_reserved_gb", "Peak memory that PyTorch took from the device, its fragmentation included."),
-    _number("largest batch", "largest_batch", "Most rows that fit.", lambda n: f"{n:g}"),
-    _number("longest rows", "largest_seq", "Most tokens a row of which the batch fits.", lambda n: f"{n:,}"),
-    Column(
-        "loss parity",
-        "Largest relative difference of a loss to stock's, over the first steps; 'inaccurate': more than rounding explains, so its speed counts for nothing.",
-        lambda row, ours: None if row.get("failed") else row.get("loss_parity"),
-        lambda row, ours: _parity(row),
-    ),
-)
-
-
-# -- tables of text
-
-
-def text_table(rows: Iterable[Row]) -> str:
-    """The rows for a terminal, of operators or of steps; a line of explanation is the caller's."""
-    columns, lines = _cells(rows, all_columns=False)
-    lines = [[column.name for column in columns], *lines]
-    widths = [max(len(line[i]) for line in lines if not line[i].startswith("failed:")) for i in range(len(columns))]  # nothing follows why it failed
-    align = lambda text, i: text.ljust(widths[i]) if columns[i].left else text.rjust(widths[i])
-    return "\n".join("  ".join(align(text, i) for i, text in enumerate(line)).rstrip() for line in lines)
-
-
-def markdown_table(rows: Iterable[Row]) -> str:
-    """The same as a table in Markdown."""
-    columns, lines = _cells(rows, all_columns=False)
-    write = lambda cells: "| " + " | ".join(cells) + " |"
-    head = [write([column.name for column in columns]), "|" + "|".join("---" if column.left else "---:" for column in columns) + "|"]
-    return "\n".join(head + [write([text.replace("|", "\\|") for text in line]) for line in lines])
-
-
-def _cells(rows: Iterable[Row], all_columns: bool) -> tuple[list[Column], list[list[str]]]:
-    """Columns and texts; columns without content are left out, and unless ``all_columns`` a type or a place that all rows share."""
-    pairs = with_ours(rows)
-    columns = list(_columns(row for row, _ in pairs))
-    shorten = lambda text: text if all_columns or len(text) <= LONGEST else text[: LONGEST - 2] + " …"
-    texts = [[shorten(column.text(row, ours)) for column in columns] for row, ours in pairs]
-    shared = () if all_columns else ("dtype", "gpus", "parallel")
-    keep = [
-        i
-        for i, column in enumerate(columns)
-        if (distinct := {line[i] for line in texts} - ({"", "0"} if column.name in COUNTS else {""})) and not (column.name in shared and len(distinct) < 2)
-    ]
-    return [columns[i] for i in keep], [[line[i] for i in keep] for line in texts]
-
-
-def _columns(rows: Iterable[Row]) -> tuple[Column, ...]:
-    return STEP if any("model" in row for row in rows) else OPERATOR
-
-
-# -- where ours loses
 
 
 @dataclass(frozen=True)
@@ -340,10 +72,7 @@ def losses(rows: Iterable[Row]) -> list[Loss]:
     return sorted(found, key=lambda loss: (loss.noise, loss.measure.startswith("peak"), -loss.ratio))
 
 
-# -- HTML
-
 TITLE = "Benchmarks of liger-kernel"
-
 STYLE = """
 :root{color-scheme:light dark;--paper:#fff;--ink:#24292f;--quiet:#656d76;--line:#d8dee4;--soft:#f6f8fa;--ours:#0a7d6c;--bad:#b3402e}
 @media(prefers-color-scheme:dark){:root{--paper:#14171b;--ink:#e4e8ec;--quiet:#98a2ad;--line:#31373e;--soft:#1c2025;--ours:#4cc3ae;--bad:#f0907f}
@@ -364,7 +93,6 @@ dl{display:grid;grid-template-columns:max-content 1fr;gap:.3rem 1.2rem;font-size
 figure{margin:0}.plots{display:flex;flex-wrap:wrap;gap:1.6rem .6rem;align-items:flex-start}figure img{max-width:100%;height:auto}
 code{font:.92em "DejaVu Sans Mono",ui-monospace,monospace}
 """
-
 SCRIPT = """
 const sortValue = cell => cell.dataset.v === undefined ? cell.textContent.trim().toLowerCase() : cell.dataset.v === "" ? null : Number(cell.dataset.v);
 
@@ -583,22 +311,9 @@ def _shown(label: str, value: Any) -> str:
     return _escape(digits(value) if isinstance(value, float) else _flat(value))
 
 
-# -- the command
-
-
-def merged(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Results as one; a row measured again takes the place of the older one, and the first result says with what was measured."""
-    rows: dict[tuple[Any, ...], Row] = {}
-    for result in results:
-        for row in result["rows"]:
-            identity = (*key(row), row["variant"])
-            rows[identity] = row
-    return {"meta": results[0]["meta"], "rows": list(rows.values())}
-
-
 def main(argv: list[str]) -> int:
     """``liger bench report``: tables, plots and data of runs that were written with ``--json``."""
-    from liger_kernel.bench import operators, plots, step
+    from liger_kernel.bench import plots
 
     parser = argparse.ArgumentParser(prog="liger bench report", description="Tables, plots and data of runs written with --json, of operators or of steps.")
     parser.add_argument("json", nargs="+", help="files; a row measured again in a later one takes the place of the earlier")
@@ -610,7 +325,7 @@ def main(argv: list[str]) -> int:
     steps = "model" in result["rows"][0]
     print(text_table(result["rows"]))
     if a.csv:
-        (step if steps else operators).write_csv(result, a.csv)
+        (write_step_csv if steps else write_csv)(result, a.csv)
     if a.markdown:
         Path(a.markdown).write_text(markdown_table(result["rows"]) + "\n")
     if a.plot:

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from liger_kernel.bench import profile
-from liger_kernel.bench.models import MODELS, config_of, step_flops
+from liger_kernel.bench.rows import peak_of, write_step_csv
+from liger_kernel.model_sizes import MODELS, config_of, step_flops
 from liger_kernel.train.config import UserError
 
 BASES = ("stock", "upstream", "ours")
@@ -172,11 +173,6 @@ def ratio(row: Row, stock: Row | None, field: str) -> float | None:
     return row[field] / stock[field]
 
 
-def peak_of(timeline: list[tuple[float, float, str]]) -> tuple[float, float, str]:
-    """Milliseconds, GB and phase of the peak."""
-    return max(timeline, key=lambda point: point[1])
-
-
 def measure(a: argparse.Namespace, model: str, variant: str, folder: Path, peak: float, gpu: bool) -> list[Row]:
     """A row for each batch, until one fails: a child measures, and searches for the largest sizes; of several ranks, a child for each trial."""
     base, _, rest = variant.partition("+")
@@ -284,21 +280,6 @@ def _aligned(lines: list[list[str]]) -> str:
     return "\n".join(text)
 
 
-def write_csv(result: dict[str, Any], path: str) -> None:
-    """One line a row: the breakdown in columns, of the memory timeline its peak alone."""
-    from liger_kernel.bench import operators
-
-    rows = []
-    for row in result["rows"]:
-        flat = {k: v for k, v in row.items() if k not in ("breakdown_ms", "memory_timeline", "losses")}
-        flat |= {k: result["meta"][k] for k in ("data", "lengths", "masked", "optimizer")}
-        flat |= {f"{kind}_ms": ms for kind, ms in (row.get("breakdown_ms") or {}).items()}
-        flat |= {f"loss_{i}": loss for i, loss in enumerate(row.get("losses") or ())}
-        flat["peak_phase"] = peak_of(row["memory_timeline"])[2] if row.get("memory_timeline") else None
-        rows.append(flat)
-    operators.write_csv({"meta": result["meta"], "rows": rows}, path)
-
-
 # -- the command ---------------------------------------------------------------------------
 
 
@@ -368,7 +349,7 @@ def main(argv: list[str]) -> int:
     a = parse(argv)
     result = run(a, argv)
     if a.csv:
-        write_csv(result, a.csv)
+        write_step_csv(result, a.csv)
     if a.plot:
         from liger_kernel.bench import report
 

@@ -60,7 +60,9 @@ def candidates(n: int, tile: Tile) -> list[Tile]:
 
 def compile_ahead(op_name: str, case_name: str, sweep: str | None, dtype: str, arch: str, override: dict[str, Tile]) -> None:
     """Compile the kernels of one forward and backward for ``arch`` into Triton's cache, without a GPU."""
-    from liger_kernel import warmup
+    from liger_kernel.compile.ahead import compile_launches
+    from liger_kernel.compile.launches import launches
+    from liger_kernel.compile.targets import compiling_for
 
     case = next(c for c, _ in cases_of(OPS[op_name], [] if sweep else [case_name], sweep, small=False) if c.name == case_name)
 
@@ -69,8 +71,8 @@ def compile_ahead(op_name: str, case_name: str, sweep: str | None, dtype: str, a
         torch.autograd.backward(outs, [torch.ones_like(o) for o in outs])
 
     # what does not compile is said when it is tried
-    with contextlib.suppress(Exception), warmup.compiling_for(arch), configured(override):
-        warmup.compile_launches(warmup.launches(step, "meta"))
+    with contextlib.suppress(Exception), compiling_for(arch), configured(override):
+        compile_launches(launches(step, "meta"))
 
 
 def search(op: Op, case: Case, dtype: str, repeats: int, sweep: str | None = None, pool: Executor | None = None) -> dict[str, tuple[Tile, float, float]]:

@@ -8,6 +8,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from liger_kernel.train.config import TrainConfig
 from liger_kernel.train.ranks import Ranks, local_rank
 from liger_kernel.train.redact import in_a_line
@@ -33,6 +35,22 @@ class Compilations:
             knobs.compilation.listener = None
 
 
+def training_launches(config: TrainConfig, model_config: Any, precision: str) -> list[Any]:
+    """The launches of a run of ``config`` in ``precision``."""
+    from liger_kernel.compile.ahead import model_launches  # needs Triton
+
+    # FSDP2 casts weights, autocast arithmetic
+    half = precision == "bf16" or (precision == "bf16-mixed" and config.parallel == "fsdp2")
+    return model_launches(
+        model_config,
+        batch=config.batch,
+        seq=config.length,
+        dtype=torch.bfloat16 if half else torch.float32,
+        autocast=torch.bfloat16 if precision == "bf16-mixed" and not half else None,
+        flags=config.kernel_flags,
+    )
+
+
 def compile_ahead(config: TrainConfig, model_config: Any, precision: str, ranks: Ranks) -> None:
     """One rank of each node compiles what a training step needs, as `liger warmup` does; jobs that share a cache take turns, the other ranks wait."""
     if local_rank() == 0:
@@ -49,11 +67,11 @@ def compile_ahead(config: TrainConfig, model_config: Any, precision: str, ranks:
 def use_cache() -> None:
     """Triton's cache through our manager, whose directories may be copied and read only, unless the user has one of his own. Before the first kernel."""
     if importlib.util.find_spec("triton") and "TRITON_CACHE_MANAGER" not in os.environ:
-        os.environ["TRITON_CACHE_MANAGER"] = "liger_kernel._triton_cache:LigerTritonFileCacheManager"
+        os.environ["TRITON_CACHE_MANAGER"] = "liger_kernel.compile.cache:LigerTritonFileCacheManager"
 
 
 def _compile(config: TrainConfig, model_config: Any, precision: str) -> tuple[int, int]:
-    from liger_kernel.warmup import compile_launches, training_launches
+    from liger_kernel.compile.ahead import compile_launches  # needs Triton
 
     return compile_launches(training_launches(config, model_config, precision))
 

@@ -164,7 +164,7 @@ def flops_per_token(model: Any, length: int) -> float | None:
     """FLOPs that training needs per token, recomputation not counted; None where linear layers are not all there is to count (mixtures of experts, LoRA)."""
     if any(p.ndim > 2 or not p.requires_grad for p in model.parameters()):
         return None
-    from liger_kernel.bench.models import token_flops
+    from liger_kernel.model_sizes import token_flops
 
     return token_flops(model, length)
 

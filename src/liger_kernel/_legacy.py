@@ -76,6 +76,7 @@ ALIASES = {
     **dict.fromkeys((_HERE + "monkey_patch", _HERE + "trainer_integration"), _HERE + "patch"),
     **dict.fromkeys((_HERE + "trainer", _HERE + "trainer.orpo_trainer"), _HERE + "orpo_trainer"),
     "liger_kernel.bench.models": "liger_kernel.model_sizes",
+    "liger_kernel.chunked_loss.functional": "liger_kernel.chunked_loss",
     _HERE + "auto_model": _HERE + "auto",
     _HERE + "grpo_loss": _OPS + "losses.grpo_loss",
 }
@@ -135,20 +136,19 @@ def alias(package: str) -> None:
         if path.startswith(f"{package}."):
             sys.modules[path] = _named(path)
             room, _, name = path.rpartition(".")
-            if not hasattr(parent := importlib.import_module(room), name):
-                setattr(parent, name, sys.modules[path])
+            if room not in ALIASES:
+                vars(importlib.import_module(room)).setdefault(name, sys.modules[path])
 
 
 def _add_forwards(module: ModuleType) -> None:
     import transformers
 
-    from liger_kernel.transformers.patch import stock_with_fused_head
-
+    with_fused_head = importlib.import_module(_HERE + "patch").stock_with_fused_head
     module.__doc__ = "The ``forward`` that patched models have, as a function to assign to a class or bind to a model."
     for name, cls in FORWARDS[module.__name__].items():
         if not hasattr(transformers, cls):
             raise ImportError(f"{module.__name__}: transformers {transformers.__version__} has no {cls}")
-        vars(module)[name] = stock_with_fused_head(getattr(transformers, cls))
+        vars(module)[name] = with_fused_head(getattr(transformers, cls))
     vars(module)["__getattr__"] = functools.partial(_elsewhere, module.__name__, beside=(_MODELS + "loss_utils", _MODELS + "output_classes"))
 
 

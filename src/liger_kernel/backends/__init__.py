@@ -27,6 +27,7 @@ from liger_kernel.ops._core.impl import ImplNotAvailableError
 TRITON = f"{'rocm' if torch.version.hip else 'nvidia'}-triton"
 TORCH = "torch"
 RANKS = {TRITON: 50, TORCH: 1000}
+OURS = "liger_kernel.functional"  # registers our operators; imported when one is asked for
 _ALIASES = {"triton": TRITON, "cutile": "nvidia-cutile", "cutedsl": "nvidia-cutedsl"}
 
 
@@ -178,7 +179,7 @@ def get_discovery_failures() -> dict[str, tuple[type, str]]:
 
 def _implementations(op_name: str) -> dict[str, OpImpl]:
     if op_name not in _REGISTRY:
-        importlib.import_module("liger_kernel.functional")  # registers ours
+        importlib.import_module(OURS)
     for path in _LOCATIONS.pop(op_name, ()):
         try:
             importlib.import_module(path)
@@ -200,7 +201,7 @@ def list_registered(op_name: str) -> tuple[OpImpl, ...]:
 
 def all_registered_ops() -> tuple[str, ...]:
     """Names of all operators that ``dispatch`` knows."""
-    importlib.import_module("liger_kernel.functional")
+    importlib.import_module(OURS)
     return tuple(sorted(_REGISTRY))
 
 

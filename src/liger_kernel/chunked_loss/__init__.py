@@ -1,37 +1,33 @@
-"""Losses of a linear head for preference optimisation, reinforcement learning and distillation: no logits of all tokens, gradients by chunks.
-
-Names are imported from their files when they are asked for.
-"""
+"""Losses of a linear head for preference optimisation, reinforcement learning and distillation: no logits of all tokens, gradients by chunks."""
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-from typing import Any
+from liger_kernel.chunked_loss.cosine_similarity_loss import LigerFusedLinearCosineSimilarityFunction as LigerFusedLinearCosineSimilarityFunction
+from liger_kernel.chunked_loss.cosine_similarity_loss import LigerFusedLinearCosineSimilarityLoss as LigerFusedLinearCosineSimilarityLoss
+from liger_kernel.chunked_loss.cpo_loss import LigerFusedLinearCPOFunction as LigerFusedLinearCPOFunction
+from liger_kernel.chunked_loss.cpo_loss import LigerFusedLinearCPOLoss as LigerFusedLinearCPOLoss
+from liger_kernel.chunked_loss.dpo_loss import LigerFusedLinearDPOFunction as LigerFusedLinearDPOFunction
+from liger_kernel.chunked_loss.dpo_loss import LigerFusedLinearDPOLoss as LigerFusedLinearDPOLoss
+from liger_kernel.chunked_loss.fused_linear_distillation import LigerFusedLinearDistillationBase as LigerFusedLinearDistillationBase
+from liger_kernel.chunked_loss.fused_linear_ppo import LigerFusedLinearPPOBase as LigerFusedLinearPPOBase
+from liger_kernel.chunked_loss.fused_linear_preference import LigerFusedLinearPreferenceBase as LigerFusedLinearPreferenceBase
+from liger_kernel.chunked_loss.fused_linear_unpaired_preference import LigerFusedLinearUnpairedPreferenceBase as LigerFusedLinearUnpairedPreferenceBase
+from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOFunction as LigerFusedLinearGRPOFunction
+from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOLoss as LigerFusedLinearGRPOLoss
+from liger_kernel.chunked_loss.jsd_loss import LigerFusedLinearJSDFunction as LigerFusedLinearJSDFunction
+from liger_kernel.chunked_loss.jsd_loss import LigerFusedLinearJSDLoss as LigerFusedLinearJSDLoss
+from liger_kernel.chunked_loss.kto_loss import LigerFusedLinearKTOFunction as LigerFusedLinearKTOFunction
+from liger_kernel.chunked_loss.kto_loss import LigerFusedLinearKTOLoss as LigerFusedLinearKTOLoss
+from liger_kernel.chunked_loss.orpo_loss import LigerFusedLinearORPOFunction as LigerFusedLinearORPOFunction
+from liger_kernel.chunked_loss.orpo_loss import LigerFusedLinearORPOLoss as LigerFusedLinearORPOLoss
+from liger_kernel.chunked_loss.simpo_loss import LigerFusedLinearSimPOFunction as LigerFusedLinearSimPOFunction
+from liger_kernel.chunked_loss.simpo_loss import LigerFusedLinearSimPOLoss as LigerFusedLinearSimPOLoss
 
-_LOSSES = {"orpo": "ORPO", "dpo": "DPO", "cpo": "CPO", "simpo": "SimPO", "kto": "KTO", "grpo": "GRPO", "jsd": "JSD", "cosine_similarity": "CosineSimilarity"}
-_BASES = {"preference": "Preference", "unpaired_preference": "UnpairedPreference", "ppo": "PPO", "distillation": "Distillation"}
-
-_PREFIX = "LigerFusedLinear"
-
-# public name -> file, attribute
-_NAMES = {f"{_PREFIX}{name}{kind}": (f"{file}_loss", f"{_PREFIX}{name}{kind}") for file, name in _LOSSES.items() for kind in ("Loss", "Function")}
-_NAMES |= {f"{_PREFIX}{name}Base": (f"fused_linear_{file}", f"{_PREFIX}{name}Base") for file, name in _BASES.items()}
-_NAMES |= {f"liger_fused_linear_{file.removesuffix('_similarity')}": (f"{file}_loss", f"{_PREFIX}{name}Function.apply") for file, name in _LOSSES.items()}
-
-__all__ = sorted(name for name, (file, _) in _NAMES.items() if importlib.util.find_spec(f"{__name__}.{file}"))
-
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    file, attribute = _NAMES[name]
-    found: Any = importlib.import_module(f"{__name__}.{file}")
-    for part in attribute.split("."):
-        found = getattr(found, part)
-    globals()[name] = found
-    return found
-
-
-def __dir__() -> list[str]:
-    return __all__
+liger_fused_linear_cosine = LigerFusedLinearCosineSimilarityFunction.apply
+liger_fused_linear_cpo = LigerFusedLinearCPOFunction.apply
+liger_fused_linear_dpo = LigerFusedLinearDPOFunction.apply
+liger_fused_linear_grpo = LigerFusedLinearGRPOFunction.apply
+liger_fused_linear_jsd = LigerFusedLinearJSDFunction.apply
+liger_fused_linear_kto = LigerFusedLinearKTOFunction.apply
+liger_fused_linear_orpo = LigerFusedLinearORPOFunction.apply
+liger_fused_linear_simpo = LigerFusedLinearSimPOFunction.apply

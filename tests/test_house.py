@@ -1,0 +1,127 @@
+"""The house: rooms in the order that CONTRIBUTING.md gives them, imports that go down only, and old paths that are the same modules."""
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SRC = ROOT / "src"
+PACKAGE = "liger_kernel"
+# Modules that import others by a name that is no constant, and what they may reach: all but these are seen in their source
+BY_HAND = {
+    "liger_kernel._legacy": "a module whose other path is imported",
+    "liger_kernel.backends": "where implementations of an operator are registered",
+    "liger_kernel.bench.rivals": "rivals' packages",
+    "liger_kernel.megatron.monkey_patch": "Megatron's modules",
+    "liger_kernel.ops.published.utils": "packages that users name",
+    "liger_kernel.transformers": "its own modules, when a name of theirs is asked for",
+    "liger_kernel.transformers.model.output_classes": "transformers' modules",
+    "liger_kernel.transformers.slots": "transformers' modules",
+    "liger_kernel.transformers.tiny": "transformers' modules",
+}
+
+
+def modules() -> dict[str, Path]:
+    """Name -> file of every module of the package."""
+    found = {}
+    for path in sorted((SRC / PACKAGE).rglob("*.py")):
+        parts = path.relative_to(SRC).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+MODULES = modules()
+
+
+def imports(name: str) -> Iterator[str]:
+    """Modules of the package that module ``name`` imports, at its top, within functions, or by ``importlib`` and a constant."""
+    for node in ast.walk(ast.parse(MODULES[name].read_text())):
+        if isinstance(node, ast.Import):
+            yield from (a.name for a in node.names if a.name in MODULES)
+        elif isinstance(node, ast.ImportFrom) and node.module in MODULES:
+            yield from (f"{node.module}.{a.name}" if f"{node.module}.{a.name}" in MODULES else node.module for a in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module") and isinstance(named := node.args[0], ast.Constant):
+            yield from {named.value} & MODULES.keys()
+
+
+GRAPH = {name: {found for found in imports(name) if found != name} for name in MODULES}
+
+
+def rooms() -> list[str]:
+    """Rooms of CONTRIBUTING.md's list, from below: what is imported stands above what imports it."""
+    text = (ROOT / "CONTRIBUTING.md").read_text().split("## The shape of the code\n", 1)[1]
+    block = [line for line in text.split("\n\n")[0].splitlines() if line.startswith("    ") and not line.startswith("     ")]
+    return [line.split()[0].removesuffix("/").removesuffix(".py") for line in block]
+
+
+def child(package: str, name: str) -> str | None:
+    """Which child of ``package`` module ``name`` is or lies in; None for the package itself and what lies elsewhere."""
+    return name[len(package) + 1 :].split(".")[0] if name.startswith(f"{package}.") else None
+
+
+def circle(edges: dict[str, set[str]]) -> list[str]:
+    """Some circle of ``edges``, or nothing."""
+    done: set[str] = set()
+
+    def walk(node: str, path: list[str]) -> list[str]:
+        if node in path:
+            return [*path[path.index(node) :], node]
+        if node not in done:
+            for following in sorted(edges.get(node, ())):
+                if found := walk(following, [*path, node]):
+                    return found
+            done.add(node)
+        return []
+
+    return next((found for node in sorted(edges) if (found := walk(node, []))), [])
+
+
+def test_every_module_has_a_room_that_is_listed():
+    assert len(set(rooms())) == len(rooms())
+    assert {child(PACKAGE, name) for name in MODULES} - {None} == set(rooms())
+
+
+def test_imports_go_down():
+    order = {room: i for i, room in enumerate(rooms())}
+    up = [
+        f"{name} imports {found}"
+        for name, all_found in GRAPH.items()
+        for found in all_found
+        if (one := child(PACKAGE, name)) and (other := child(PACKAGE, found)) and order[other] > order[one]
+    ]
+    assert not up, "\n".join(up)
+
+
+@pytest.mark.parametrize("package", [name for name, path in MODULES.items() if path.name == "__init__.py"])
+def test_no_circle_within(package):
+    """Neither of files, nor of the rooms that they lie in."""
+    edges = defaultdict(set)
+    for name, all_found in GRAPH.items():
+        for found in all_found:
+            one, other = child(package, name), child(package, found)
+            if one and other and one != other:
+                edges[one].add(other)
+            elif one and found == package:
+                edges[one].add("__init__")
+            elif other and name == package:
+                edges["__init__"].add(other)
+    found = circle(edges)
+    assert not found, " -> ".join(found)
+
+
+def test_imports_by_hand_are_listed():
+    by_hand = {
+        name
+        for name, path in MODULES.items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")) and not isinstance(node.args[0], ast.Constant)
+    }
+    assert by_hand == set(BY_HAND)
+
+
+def test_a_circle_is_found():
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+    assert not circle({"a": {"b", "c"}, "b": {"c"}, "c": set()})

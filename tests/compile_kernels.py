@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 from triton import knobs
 
+from liger_kernel.bench.cases import OPS
 from liger_kernel.compile.launches import Mock
 from liger_kernel.compile.targets import TARGETS, compiling_for
-from liger_kernel.ops import OPS
 from liger_kernel.ops._core import operator as _op
 from liger_kernel.testing import differentiable, run
 

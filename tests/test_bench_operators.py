@@ -14,8 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from liger_kernel import cli
 from liger_kernel.bench import clock, operators, rivals, tune
+from liger_kernel.bench.cases import OPS
 from liger_kernel.bench.losses import LOSSES
-from liger_kernel.ops import OPS
 from liger_kernel.ops._core import config as _config
 from liger_kernel.ops._core.config import Tile
 from liger_kernel.testing import backward, forward, like

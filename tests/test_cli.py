@@ -43,7 +43,7 @@ def test_version(capsys):
 
 
 def test_ops_lists_the_registry(capsys):
-    from liger_kernel.ops import OPS
+    from liger_kernel.bench.cases import OPS
 
     assert main(["ops"]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -17,7 +17,8 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from liger_kernel.ops import OPS, LigerRMSNormFunction
+from liger_kernel.bench.cases import OPS
+from liger_kernel.ops import LigerRMSNormFunction
 from liger_kernel.ops._core import operator as _op
 from liger_kernel.testing import assert_as_accurate, assert_same_bits, backward, differentiable, forward, like, run, upstream
 

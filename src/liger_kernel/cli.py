@@ -68,7 +68,7 @@ def ops(argv: list[str]) -> None:
     parser.add_argument("name", nargs="?", help="an operator")
     name = parser.parse_args(argv).name
     _need("torch")
-    from liger_kernel.ops import OPS
+    from liger_kernel.bench.cases import OPS
 
     if name is None:
         width = max(map(len, OPS))

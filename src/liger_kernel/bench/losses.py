@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from liger_kernel.bench.measured import MeasuredOp
 from liger_kernel.chunked_loss import LigerFusedLinearDPOLoss, LigerFusedLinearGRPOLoss, LigerFusedLinearORPOLoss
-from liger_kernel.ops._core.operator import Case, Cost, Op, T, acc, nbytes
+from liger_kernel.ops._core.operator import Case, Cost, T, acc, nbytes
 
 BETA = 0.1
 
@@ -96,10 +97,10 @@ def _cost(**args: Tensor) -> Cost:
     return Cost(read, nbytes(args["x"], args["w"]), gemms=([product] * (1 + ("ref_w" in args)), [(M, H, V), (V, H, M)]))
 
 
-def _loss(fn: Callable[..., Tensor], reference: Callable[..., Tensor]) -> Op:
+def _loss(fn: Callable[..., Tensor], reference: Callable[..., Tensor]) -> MeasuredOp:
     name = fn.__name__
     cases = [Case("small", _arguments(name, 4, 6, 16, 50)), Case("llama-3.2-1b", _arguments(name, 8, 1024, 2048, 128256), gpu=True)]
-    return Op(name, fn, reference, cases, _cost, {"upstream": _theirs(THEIRS[name])}, {}, reference.__doc__ or "")
+    return MeasuredOp(name, fn, reference, cases, _cost, reference.__doc__ or "", {"upstream": _theirs(THEIRS[name])}, {})
 
 
-LOSSES: dict[str, Op] = {op.name: op for op in (_loss(orpo, orpo_reference), _loss(dpo, dpo_reference), _loss(grpo, grpo_reference))}
+LOSSES: dict[str, MeasuredOp] = {op.name: op for op in (_loss(orpo, orpo_reference), _loss(dpo, dpo_reference), _loss(grpo, grpo_reference))}

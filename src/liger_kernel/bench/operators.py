@@ -25,9 +25,10 @@ import torch
 from torch import Tensor
 
 from liger_kernel.bench import clock, rivals
+from liger_kernel.bench.cases import OPS
+from liger_kernel.bench.measured import MeasuredOp
 from liger_kernel.bench.rows import text_table, write_csv
-from liger_kernel.ops import OPS
-from liger_kernel.ops._core.operator import Case, Op
+from liger_kernel.ops._core.operator import Case
 from liger_kernel.testing import Named, backward, errors, floors, forward, like
 from liger_kernel.train.config import UserError
 
@@ -41,7 +42,7 @@ FEW = 16  # elements up to which a tensor's error is luck
 # -- one case ------------------------------------------------------------------------------
 
 
-def cases_of(op: Op, names: list[str], sweep: str | None, small: bool) -> Iterator[tuple[Case, dict[str, Any]]]:
+def cases_of(op: MeasuredOp, names: list[str], sweep: str | None, small: bool) -> Iterator[tuple[Case, dict[str, Any]]]:
     """Cases and what a row says of them beyond their name."""
     if sweep:
         if sweep in op.sweeps:
@@ -54,7 +55,7 @@ def cases_of(op: Op, names: list[str], sweep: str | None, small: bool) -> Iterat
         yield case, {}
 
 
-def implementations(op: Op, against: list[str], loaded: dict[str, rivals.Rival]) -> dict[str, Callable[..., Any]]:
+def implementations(op: MeasuredOp, against: list[str], loaded: dict[str, rivals.Rival]) -> dict[str, Callable[..., Any]]:
     """variant -> function of the operator's arguments; those that there are."""
     found: dict[str, Callable[..., Any]] = {"ours": op.fn, "eager": op.reference}
     if "compile" in against:
@@ -119,7 +120,7 @@ PRODUCTS = "products"  # an operator's matrix products alone, as a contestant
 
 
 def measure(
-    op: Op, case: Case, dtype: torch.dtype, modes: list[str], against: list[str], loaded: dict[str, rivals.Rival], repeats: int
+    op: MeasuredOp, case: Case, dtype: torch.dtype, modes: list[str], against: list[str], loaded: dict[str, rivals.Rival], repeats: int
 ) -> Iterator[dict[str, Any]]:
     """Rows of one case: accuracy first, then the race."""
     base = case.make(dtype, DEVICE)
@@ -201,7 +202,7 @@ def _free() -> None:
         torch.cuda.empty_cache()
 
 
-def known() -> dict[str, Op]:
+def known() -> dict[str, MeasuredOp]:
     """What can be measured, by name."""
     from liger_kernel.bench.losses import LOSSES
 

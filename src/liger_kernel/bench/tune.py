@@ -20,8 +20,8 @@ from unittest import mock
 import torch
 
 from liger_kernel.bench import clock
+from liger_kernel.bench.cases import OPS
 from liger_kernel.bench.operators import DEVICE, DTYPES, accuracy, cases_of, results, timed_call
-from liger_kernel.ops import OPS
 from liger_kernel.ops._core import config
 from liger_kernel.ops._core.config import Tile
 from liger_kernel.ops._core.operator import Case, Op

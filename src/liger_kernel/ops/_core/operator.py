@@ -109,8 +109,6 @@ class Op:
     reference: Callable[..., Any]
     cases: Sequence[Case]
     cost: Callable[..., Cost]
-    rivals: Mapping[str, Callable[..., Any]]
-    sweeps: Mapping[str, tuple[Sequence[int], Callable[[int], Mapping[str, Any]]]]
     doc: str
 
 
@@ -119,21 +117,17 @@ def op(
     reference: Callable,
     cases: Sequence[Case],
     cost: Callable[..., Cost],
-    rivals: Mapping[str, Callable[..., Any]] | None = None,
-    sweeps: Mapping[str, tuple[Sequence[int], Callable[[int], Mapping[str, Any]]]] | None = None,
 ) -> Callable[[F], F]:
     """Declare a public operator; ``reference`` has its signature and is its meaning, in any dtype, on any device.
 
-    ``cost`` takes a case's arguments. ``rivals`` are other implementations to measure against: "torch", or a package, whose function takes
-    the module ``bench.rivals`` loads it as, and the arguments; its attribute ``prepare``, if it has one, maps a case's arguments to them, and is
-    not timed. ``sweeps``: name -> (values, arguments of a case for a value).
+    ``cost`` takes a case's arguments. What else benchmarks need, rivals among it, is in ``bench/cases``.
     """
 
     def declare(fn: F) -> F:
         ours, theirs = inspect.signature(fn), inspect.signature(reference)
         if list(ours.parameters.values()) != list(theirs.parameters.values()):
             raise TypeError(f"{fn.__name__}{ours} and its reference{theirs} differ in signature")
-        OPS[fn.__name__] = Op(fn.__name__, fn, reference, cases, cost, rivals or {}, sweeps or {}, inspect.getdoc(fn) or "")
+        OPS[fn.__name__] = Op(fn.__name__, fn, reference, cases, cost, inspect.getdoc(fn) or "")
         return fn
 
     return declare

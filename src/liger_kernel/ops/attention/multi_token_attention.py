@@ -85,8 +85,6 @@ def _cost(scores: Tensor, weight: Tensor, bias: Tensor | None = None, *, stride:
         Case("sparse", dict(scores=T((1, 2, 12, 12)), weight=T((2, 2, 3, 3)), bias=T((2,)), padding=1, sparse=True)),
         Case("grouped", dict(scores=T((1, 4, 9, 9)), weight=T((6, 2, 3, 5)), stride=(2, 1), padding=(2, 4), dilation=(1, 2), groups=2)),
         Case("one-token", dict(scores=T((3, 2, 1, 1)), weight=T((2, 2, 1, 1)), bias=T((2,)))),
-        Case("paper", dict(scores=T((1, 16, 2048, 2048)), weight=T((16, 1, 6, 11)), padding=(0, 5), groups=16), gpu=True, timed=True),
-        Case("llama-heads", dict(scores=T((2, 32, 1024, 1024)), weight=T((32, 32, 3, 3)), padding=1), gpu=True),
         Case("bad-scores", dict(scores=T((3, 4, 5)), weight=T((3, 3, 1, 1))),
              error="multi_token_attention: scores must have shape (B, C, L, L), got (3, 4, 5)"),
         Case("bad-weight", dict(scores=T((1, 4, 5, 5)), weight=T((4, 4, 3, 3)), groups=2),
@@ -97,11 +95,6 @@ def _cost(scores: Tensor, weight: Tensor, bias: Tensor | None = None, *, stride:
              error="multi_token_attention: weight must have the dtype of scores, torch.float32, got torch.float64"),
     ],
     cost=_cost,
-    rivals={
-        "upstream": lambda functional, scores, weight, bias=None, *, stride=1, padding=0, dilation=1, groups=1, sparse=False: (
-            functional.liger_multi_token_attention(scores, weight, bias, stride, padding, dilation, groups, sparse)
-        ),
-    },
 )  # fmt: skip
 def multi_token_attention(
     scores: Tensor, weight: Tensor, bias: Tensor | None = None, *, stride: Size = 1, padding: Size = 0, dilation: Size = 1, groups: int = 1,

@@ -174,10 +174,6 @@ class LinearDivergenceFunction(torch.autograd.Function):
         return dx, dw, db, *(None,) * 11
 
 
-def _small(*shape: int, dtype: torch.dtype) -> Tensor:
-    return 0.02 * torch.randn(*shape, dtype=dtype)
-
-
 def _heads(M: int, H: int, G: int, V: int, draw=torch.randn) -> dict[str, T]:
     return dict(x=T((M, H)), w=T((V, H), draw), teacher_x=T((M, G), grad=False), teacher_w=T((V, G), draw, grad=False))
 
@@ -203,20 +199,6 @@ def _cost(
     teacher = [] if teacher_x is None else [(M, V, teacher_x.shape[1])]
     read = nbytes(x, w, teacher_x, teacher_w, target, bias, teacher_bias, teacher_logits, teacher_probs, topk_log_probs, topk_indices)
     return Cost(read, nbytes(x, w, bias), gemms=([(M, V, H), *teacher], [(M, H, V), (V, H, M)]))
-
-
-def _torch(x, w, teacher_x=None, teacher_w=None, target=None, bias=None, teacher_bias=None, **options):
-    if teacher_x is None:
-        raise NotImplementedError
-    return reference(x, w, teacher_x, teacher_w, target, bias, teacher_bias, **options)
-
-
-def _upstream(functional, x, w, teacher_x=None, teacher_w=None, target=None, bias=None, teacher_bias=None, *, kind="jsd", beta=0.5, **options):
-    theirs = ("temperature", "ignore_index", "accum_dtype")
-    if kind not in ("jsd", "forward_kl", "reverse_kl") or teacher_x is None or bias is not None or teacher_bias is not None or options.keys() - {*theirs}:
-        raise NotImplementedError
-    beta = {"forward_kl": 0.0, "reverse_kl": 1.0}.get(kind, beta)
-    return functional.liger_fused_linear_jsd(x, w, teacher_x, teacher_w, target, beta, **options)
 
 
 @op(
@@ -254,18 +236,6 @@ def _upstream(functional, x, w, teacher_x=None, teacher_w=None, target=None, bia
         Case("all-ignored", dict(**_heads(3, 16, 8, 20), target=targets(3, 20, 1), weight_hard=0.5, reduction="sum")),
         Case("two-blocks", dict(**_heads(2, 8, 4, 9001), target=targets(2, 9001, 5), weight_hard=0.5, temperature=2.0)),
         Case("topk-two-blocks", dict(x=T((2, 8)), w=T((9001, 8)), target=targets(2, 9001, 5), **_topk(2, 9001, 33), kind="forward_kl", weight_hard=0.5)),
-        Case("llama3", dict(**_heads(1024, 2048, 4096, 128256, _small), target=targets(1024, 128256, 17), weight_hard=0.5, weight_soft=0.5), gpu=True),
-        *(
-            Case(name, dict(**_heads(4096, 2048, 4096, 128256, _small), **options), gpu=True, timed=True)
-            for name, options in (
-                ("llama3-jsd", {}),
-                ("llama3-forward-kl", dict(kind="forward_kl")),
-                ("llama3-hard", dict(target=targets(4096, 128256, 17), weight_hard=0.5, weight_soft=0.5)),
-            )
-        ),
-        Case("llama3-topk", dict(x=T((4096, 2048)), w=T((128256, 2048), _small), **_topk(4096, 128256, 64), kind="forward_kl"), gpu=True, timed=True),
-        Case("llama3-probs", dict(x=T((4096, 2048)), w=T((128256, 2048), _small), teacher_probs=T((4096, 128256), probs, grad=False), kind="forward_kl"),
-             gpu=True, timed=True),
         Case("bad-width", dict(x=T((4, 8)), w=T((10, 6))), error="linear_divergence: w must have shape (V, 8), got (10, 6)"),
         Case("no-teacher", dict(x=T((4, 8)), w=T((10, 8)), teacher_x=T((4, 8), grad=False)),
              error="linear_divergence: the teacher must be teacher_x and teacher_w, or teacher_logits, or teacher_probs, or topk_log_probs and topk_indices, "
@@ -290,7 +260,6 @@ def _upstream(functional, x, w, teacher_x=None, teacher_w=None, target=None, bia
         Case("bad-target", dict(**_heads(4, 8, 6, 10), target=targets(5, 10)), error="linear_divergence: target must have shape (4,), got (5,)"),
     ],
     cost=_cost,
-    rivals={"torch": _torch, "upstream": _upstream},
 )  # fmt: skip
 def linear_divergence(
     x: Tensor,

@@ -55,10 +55,6 @@ class LigerTVDLossFunction(torch.autograd.Function):
         Case("fp32-teacher", dict(p=T((5, 70), probs), q=T((5, 70), probs, dtype=torch.float32))),
         Case("all-ignored", dict(p=T((3, 20), probs), q=T((3, 20), probs), shift_labels=targets(3, 20, 1), reduction="sum")),
         Case("three-blocks", dict(p=T((2, 9001), probs), q=T((2, 9001), probs), shift_labels=targets(2, 9001, 5))),
-        *(
-            Case(name, dict(p=T((4096, V), probs), q=T((4096, V), probs, grad=False)), gpu=True, timed=True)
-            for name, V in (("llama3", 128256), ("llama2", 32000))
-        ),
         Case("bad-shape", dict(p=T((3, 5)), q=T((3, 4))), error="tvd: q must have shape (3, 5), got (3, 4)"),
         Case("bad-labels", dict(p=T((3, 5)), q=T((3, 5)), shift_labels=targets(4, 5)), error="tvd: shift_labels must have shape (3,), got (4,)"),
         Case("bad-reduction", dict(p=T((3, 5)), q=T((3, 5)), reduction="avg"),
@@ -66,12 +62,6 @@ class LigerTVDLossFunction(torch.autograd.Function):
     ],
     cost=lambda p, q, shift_labels=None, *, reduction="batchmean", **_: Cost(
         *by_element.moved(p, q, reduction == "none"), flops=(3 * p.numel(), 3 * p.numel())),
-    rivals={
-        "upstream": lambda functional, p, q, shift_labels=None, *, reduction="batchmean", ignore_index=-100: functional.liger_tvd(
-            p, q, shift_labels, reduction, ignore_index
-        )
-    },
-    sweeps={"vocabulary": ((16384, 32768, 65536, 131072), lambda v: dict(p=T((4096, v), probs), q=T((4096, v), probs, grad=False)))},
 )  # fmt: skip
 def tvd(p: Tensor, q: Tensor, shift_labels: Tensor | None = None, *, reduction: str = "batchmean", ignore_index: int = -100) -> Tensor:
     """Total variation distance of probabilities p and q (..., V).

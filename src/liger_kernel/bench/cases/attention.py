@@ -1,0 +1,69 @@
+"""Of ``ops/attention``: shapes of real models, rivals, sweeps."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_kernel.bench.measured import Measured
+from liger_kernel.ops._core.operator import Case, T
+from liger_kernel.ops.attention.neighborhood_attention import _qkv as _neighborhood_attention_qkv
+from liger_kernel.ops.attention.sparsemax import reference
+
+
+def _neighborhood_attention_sdpa(q: Tensor, k: Tensor, v: Tensor, *, kernel_size: int = 7, dilation: int = 1, scale: float | None = None) -> Tensor:
+    t = torch.arange(q.shape[2], device=q.device)
+    apart = t[:, None] - t
+    return F.scaled_dot_product_attention(q, k, v, (apart.abs() <= kernel_size // 2 * dilation) & (apart % dilation == 0), scale=scale)
+
+
+MEASURED = {
+    "multi_token_attention": Measured(
+        cases=[
+            Case("paper", dict(scores=T((1, 16, 2048, 2048)), weight=T((16, 1, 6, 11)), padding=(0, 5), groups=16), gpu=True, timed=True),
+            Case("llama-heads", dict(scores=T((2, 32, 1024, 1024)), weight=T((32, 32, 3, 3)), padding=1), gpu=True),
+        ],
+        rivals={
+            "upstream": lambda functional, scores, weight, bias=None, *, stride=1, padding=0, dilation=1, groups=1, sparse=False: (
+                functional.liger_multi_token_attention(scores, weight, bias, stride, padding, dilation, groups, sparse)
+            ),
+        },
+    ),
+    "neighborhood_attention": Measured(
+        cases=[
+            Case("vit-like", dict(**_neighborhood_attention_qkv(8, 12, 4096, 64)), gpu=True),
+            Case("heads-128", dict(**_neighborhood_attention_qkv(2, 32, 8192, 128), kernel_size=63, dilation=2), gpu=True, timed=True),
+        ],
+        rivals={
+            "torch": _neighborhood_attention_sdpa,
+            "upstream": lambda functional, q, k, v, *, kernel_size=7, dilation=1, scale=None: functional.liger_fused_neighborhood_attention(
+                q, k, v, kernel_size, dilation, scale
+            ),
+        },
+    ),
+    "softmax": Measured(
+        cases=[
+            Case("llama2-vocab", dict(x=T((4096, 32000))), gpu=True),
+            Case("llama3-vocab", dict(x=T((2048, 128256))), gpu=True),
+            Case("router", dict(x=T((32768, 128))), gpu=True),
+        ],
+        rivals={
+            "torch": lambda x, *, dim=-1: torch.softmax(x, dim),
+            "upstream": lambda functional, x, *, dim=-1: functional.liger_softmax(x.movedim(dim, -1)).movedim(-1, dim),
+            "quack": lambda quack, x, *, dim=-1: quack.softmax(x.movedim(dim, -1).reshape(-1, x.shape[dim])).view_as(x.movedim(dim, -1)).movedim(-1, dim),
+        },
+        sweeps={"columns": ((1024, 4096, 16384, 32768, 65536, 131072, 262144), lambda n: dict(x=T(((1 << 28) // n, n))))},
+    ),
+    "sparsemax": Measured(
+        cases=[
+            Case("llama2-vocab", dict(x=T((2048, 32000))), gpu=True),
+            Case("llama3-vocab", dict(x=T((1024, 128256))), gpu=True),
+        ],
+        rivals={
+            "torch": lambda x, *, dim=-1: reference(x, dim=dim),
+            "upstream": lambda functional, x, *, dim=-1: functional.liger_sparsemax(x, dim),
+        },
+        sweeps={"columns": ((128, 1024, 4096, 16384, 32768, 131072), lambda n: dict(x=T(((1 << 26) // n, n))))},
+    ),
+}

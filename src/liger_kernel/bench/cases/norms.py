@@ -1,0 +1,129 @@
+"""Of ``ops/norms``: shapes of real models, rivals, sweeps."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from liger_kernel.bench.measured import Measured
+from liger_kernel.ops._core.operator import Case, T
+from liger_kernel.ops.norms.fused_add_rms_norm import _tensors as _fused_add_rms_norm_tensors
+from liger_kernel.ops.norms.group_norm import _tensors as _group_norm_tensors
+from liger_kernel.ops.norms.modulated_rms_norm import _tensors as _modulated_rms_norm_tensors
+from liger_kernel.ops.norms.poly_norm import _tensors as _poly_norm_tensors
+from liger_kernel.ops.norms.poly_norm import reference
+
+
+def _fused_add_rms_norm_torch(x, residual, w=None, *, eps=1e-6, offset=0.0, casting="llama"):
+    s = x if residual is None else x + residual
+    return F.rms_norm(s, s.shape[-1:], w + offset if offset else w, eps), s
+
+
+def _modulated_rms_norm_torch(x, scale, shift=None, w=None, *, eps=1e-6, offset=0.0, casting="llama"):
+    lift = lambda t: t.unsqueeze(1) if 1 < t.ndim < x.ndim else t
+    y = F.rms_norm(x, x.shape[-1:], w + offset if w is not None and offset else w, eps) * (1 + lift(scale))
+    return y if shift is None else y + lift(shift)
+
+
+MEASURED = {
+    "dyt": Measured(
+        cases=[
+            Case("llama-7b", dict(x=T((8192, 4096)), alpha=T((1,)), gamma=T((4096,)), beta=T((4096,))), gpu=True),
+            Case("vit-large", dict(x=T((64 * 196, 1024)), alpha=T((1,)), gamma=T((1024,)), beta=T((1024,))), gpu=True),
+        ],
+        rivals={
+            "torch": lambda x, alpha, gamma, beta=None: torch.tanh(alpha * x) * gamma + (0.0 if beta is None else beta),
+            "upstream": lambda functional, x, alpha, gamma, beta=None: functional.liger_dyt(x, alpha, gamma, beta),
+        },
+        sweeps={"hidden": ((1024, 2048, 4096, 8192, 16384), lambda n: dict(x=T(((1 << 25) // n, n)), alpha=T((1,)), gamma=T((n,)), beta=T((n,))))},
+    ),
+    "fused_add_rms_norm": Measured(
+        cases=[
+            Case("llama3-8b", _fused_add_rms_norm_tensors(8192, 4096), gpu=True),
+            Case("llama3-8b-no-residual", dict(_fused_add_rms_norm_tensors(8192, 4096), residual=None), gpu=True),
+            Case("row-of-8k", _fused_add_rms_norm_tensors(2048, 8192), gpu=True),
+            Case("row-of-16k", _fused_add_rms_norm_tensors(1024, 16384), gpu=True),
+            Case("row-of-64k", _fused_add_rms_norm_tensors(256, 65536), gpu=True),
+        ],
+        rivals={
+            "torch": _fused_add_rms_norm_torch,
+            "upstream": lambda functional, x, residual, w=None, *, eps=1e-6, offset=0.0, casting="llama": functional.liger_fused_add_rms_norm(
+                x, residual, w, eps, offset, casting
+            ),
+        },
+        sweeps={"hidden": ((1024, 2048, 4096, 8192, 16384), lambda n: _fused_add_rms_norm_tensors((1 << 25) // n, n))},
+    ),
+    "group_norm": Measured(
+        cases=[
+            Case("sd-unet", _group_norm_tensors(32, 8, 320, 64, 64), gpu=True),
+            Case("sd-unet-deep", _group_norm_tensors(32, 8, 1280, 8, 8), gpu=True),
+            Case("vae-decoder", _group_norm_tensors(32, 1, 128, 1024, 1024), gpu=True),
+            Case("instance-norm", dict(x=T((8, 64, 256, 256)), num_groups=64), gpu=True),
+            Case("wav2vec2", _group_norm_tensors(512, 8, 512, 49999), gpu=True),
+        ],
+        rivals={
+            "torch": lambda x, num_groups, w=None, b=None, *, eps=1e-5: torch.group_norm(x, num_groups, w, b, eps),
+            "upstream": lambda functional, x, num_groups, w=None, b=None, *, eps=1e-5: functional.liger_group_norm(x, w, b, x.shape[1], num_groups, eps),
+        },
+        sweeps={"side": ((16, 32, 64, 128, 256), lambda n: _group_norm_tensors(32, 8, 256, n, n))},
+    ),
+    "layer_norm": Measured(
+        cases=[
+            Case("gpt", dict(x=T((8192, 4096)), w=T((4096,)), b=T((4096,))), gpu=True),
+            Case("siglip", dict(x=T((16384, 1024)), w=T((1024,)), b=T((1024,)), eps=1e-6), gpu=True),
+            Case("dit", dict(x=T((8, 1024, 1152)), w=None, eps=1e-6), gpu=True),
+            Case("row-of-8k", dict(x=T((2048, 8192)), w=T((8192,)), b=T((8192,))), gpu=True),
+            Case("row-of-16k", dict(x=T((1024, 16384)), w=T((16384,)), b=T((16384,))), gpu=True),
+            Case("row-of-64k", dict(x=T((256, 65536)), w=T((65536,)), b=T((65536,))), gpu=True),
+        ],
+        rivals={
+            "torch": lambda x, w=None, b=None, *, eps=1e-5: F.layer_norm(x, x.shape[-1:], w, b, eps),
+            "upstream": lambda functional, x, w=None, b=None, *, eps=1e-5: functional.liger_layer_norm(x, w, b, eps),
+        },
+        sweeps={"hidden": ((1024, 2048, 4096, 8192, 16384), lambda n: dict(x=T(((1 << 25) // n, n)), w=T((n,)), b=T((n,))))},
+    ),
+    "modulated_rms_norm": Measured(
+        cases=[
+            Case("dit-xl", _modulated_rms_norm_tensors((32, 256, 1152), (32, 1152)), gpu=True),
+            Case("flux", dict(x=T((2, 4608, 3072)), scale=T((2, 3072)), shift=T((2, 3072))), gpu=True),
+            Case("wan-14b", dict(x=T((1, 32760, 5120)), scale=T((1, 5120)), shift=T((1, 5120))), gpu=True),
+            Case("row-of-8k", _modulated_rms_norm_tensors((2, 1024, 8192), (2, 8192)), gpu=True),
+            Case("wan-ti2v", dict(x=T((1, 8192, 3072)), scale=T((1, 8192, 3072)), shift=T((1, 8192, 3072))), gpu=True),
+            Case("token-4k", _modulated_rms_norm_tensors((8192, 4096), (8192, 4096)), gpu=True),
+        ],
+        rivals={
+            "torch": _modulated_rms_norm_torch,
+            "upstream": lambda functional, x, scale, shift=None, w=None, *, eps=1e-6, offset=0.0, casting="llama": functional.liger_modulated_rms_norm(
+                x, w, scale, shift, eps, offset, casting
+            ),
+        },
+        sweeps={"hidden": ((1024, 2048, 4096, 8192), lambda n: _modulated_rms_norm_tensors((8, (1 << 22) // n, n), (8, n)))},
+    ),
+    "poly_norm": Measured(
+        cases=[
+            Case("1b", _poly_norm_tensors(8192, 5504), gpu=True),
+            Case("row-of-28k", _poly_norm_tensors(2048, 28672), gpu=True),
+            Case("row-of-16k", _poly_norm_tensors(2048, 16384), gpu=True),
+        ],
+        rivals={
+            "torch": reference,
+            "upstream": lambda functional, x, w, b, *, eps=1e-6: functional.liger_poly_norm(x, w, b.reshape(()), eps),
+        },
+        sweeps={"hidden": ((1024, 2048, 4096, 8192, 16384), lambda n: _poly_norm_tensors((1 << 25) // n, n))},
+    ),
+    "rms_norm": Measured(
+        cases=[
+            Case("llama3-8b", dict(x=T((8192, 4096)), w=T((4096,))), gpu=True),
+            Case("qwen3-qk", dict(x=T((4, 2048, 32, 128)), w=T((128,))), gpu=True),
+            Case("phi3", dict(x=T((4096, 3072)), w=T((3072,))), gpu=True),
+            Case("row-of-64k", dict(x=T((256, 65536)), w=T((65536,))), gpu=True),
+            Case("row-of-256k", dict(x=T((64, 262144)), w=T((262144,))), gpu=True),
+        ],
+        rivals={
+            "torch": lambda x, w=None, *, eps=1e-6, offset=0.0, casting="llama": F.rms_norm(x, x.shape[-1:], w + offset if offset else w, eps),
+            "upstream": lambda functional, x, w=None, *, eps=1e-6, offset=0.0, casting="llama": functional.liger_rms_norm(x, w, eps, offset, casting),
+            "quack": lambda quack, x, w=None, *, eps=1e-6, offset=0.0, casting="llama": quack.rmsnorm(x.reshape(-1, x.shape[-1]), w, eps=eps).view(x.shape),
+        },
+        sweeps={"hidden": ((1024, 2048, 4096, 8192, 16384), lambda n: dict(x=T(((1 << 25) // n, n)), w=T((n,))))},
+    ),
+}

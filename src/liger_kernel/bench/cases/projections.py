@@ -1,0 +1,74 @@
+"""Of ``ops/projections``: shapes of real models, rivals, sweeps."""
+
+from __future__ import annotations
+
+import importlib
+
+import torch
+
+from liger_kernel.bench.measured import Measured
+from liger_kernel.ops._core.operator import Case, T
+from liger_kernel.ops.activations.glu import ACTS
+from liger_kernel.ops.projections.mlp import _args as _mlp_args
+from liger_kernel.ops.projections.moe import _GPT_OSS as _moe_GPT_OSS
+from liger_kernel.ops.projections.moe import _routed as _moe_routed
+
+
+def _mlp_upstream(functional, x, gate, up, down, *, gate_multiplier=1.0, down_multiplier=1.0):
+    ops = importlib.import_module("liger_kernel.ops")  # theirs, as theirs is what is imported now
+    y = ops.LigerMLPFunction.apply(x.reshape(1, -1, x.shape[-1]), gate, up, down, gate_multiplier, down_multiplier)
+    return y.reshape(x.shape)
+
+
+def _moe_torch(
+    x, gate_up, down, topk_index, topk_weight, *, gate_up_bias=None, down_bias=None, act="silu", interleaved=False, alpha=1.0, limit=None, offset=0.0
+):  # fmt: skip
+    """As transformers does it with ``experts_implementation="grouped_mm"``."""
+    K = topk_index.shape[1]
+    expert, order = topk_index.flatten().sort()
+    offs = torch.histc(expert.int(), gate_up.shape[0], 0, gate_up.shape[0] - 1).cumsum(0, dtype=torch.int32)
+    plus = lambda y, bias: y if bias is None else y + bias[expert]
+    z = plus(torch._grouped_mm(x[order // K], gate_up.mT, offs=offs), gate_up_bias)
+    gate, up = (z[:, ::2], z[:, 1::2]) if interleaved else z.chunk(2, -1)
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    gated = ACTS[act](gate) if alpha == 1.0 else gate * torch.sigmoid(gate * alpha)
+    y = plus(torch._grouped_mm(gated * (up + offset if offset else up), down.mT, offs=offs), down_bias) * topk_weight.flatten()[order, None]
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(order.shape[0], device=order.device)
+    return y[inverse].view(*topk_index.shape, -1).sum(1).to(x.dtype)
+
+
+def _moe_upstream(functional, x, gate_up, down, topk_index, topk_weight):
+    ops = importlib.import_module("liger_kernel.ops")  # theirs, as theirs is what is imported now
+    return ops.LigerFusedMoEFunction.apply(x, gate_up, down, topk_index, topk_weight)
+
+
+_moe_upstream.prepare = lambda args: args | {"topk_index": args["topk_index"].int()}  # type: ignore[attr-defined]
+
+
+MEASURED = {
+    "mlp": Measured(
+        cases=[
+            Case("square", _mlp_args((4096,), 8192, 8192), gpu=True),
+            Case("llama3-8b", _mlp_args((8192,), 4096, 14336), gpu=True),
+            Case("qwen3-0.6b", _mlp_args((16384,), 1024, 3072), gpu=True, timed=True),
+        ],
+        rivals={"upstream": _mlp_upstream},
+    ),
+    "moe": Measured(
+        cases=[
+            Case("switch", _moe_routed(8192, 1, 4096, 1024, 16), gpu=True),
+            Case("qwen3-30b-a3b", _moe_routed(8192, 8, 2048, 768, 128), gpu=True),
+            Case("mixtral-8x7b", _moe_routed(4096, 2, 4096, 14336, 8), gpu=True, timed=True),
+            Case(
+                "gpt-oss-20b",
+                _moe_routed(8192, 4, 2880, 2880, 32) | dict(gate_up_bias=T((32, 5760)), down_bias=T((32, 2880)), **_moe_GPT_OSS),
+                gpu=True,
+                timed=True,
+            ),
+        ],
+        rivals={"torch": _moe_torch, "upstream": _moe_upstream},
+        sweeps={"tokens": ((1024, 2048, 4096, 8192, 16384, 32768), lambda n: _moe_routed(n, 8, 2048, 768, 128))},
+    ),
+}

@@ -36,6 +36,7 @@ from liger_kernel import cli
 from liger_kernel.parallel import Parallel
 from liger_kernel.train import checkpoint, lock, loop, metrics, ranks, store
 from liger_kernel.train.config import TrainConfig, UserError
+from liger_kernel.train.files import write
 from liger_kernel.train.rows import share
 
 STEPS = 8
@@ -499,10 +500,10 @@ def test_metadata_of_any_python_is_read():
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     path = tmp_path / "latest"
-    checkpoint.write(path, "one")
+    write(path, "one")
     monkeypatch.setattr(os, "fsync", lambda _: no_space())
     with pytest.raises(OSError, match="No space left"):
-        checkpoint.write(path, "two")
+        write(path, "two")
     assert path.read_text() == "one" and list(tmp_path.iterdir()) == [path]
 
 

@@ -20,7 +20,6 @@ import enum
 import hashlib
 import io
 import json
-import os
 import pickle
 import random
 import re
@@ -46,6 +45,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from liger_kernel.train.config import UserError
+from liger_kernel.train.files import write
 from liger_kernel.train.ranks import Ranks
 
 LATEST = "latest"
@@ -285,26 +285,6 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[s
 
 
 # -- files ---------------------------------------------------------------------------------
-
-
-def write(path: Path, text: str) -> None:
-    """All of ``text`` is in ``path``, on the disk, or what was there before."""
-    aside = path.with_name(path.name + ".tmp")
-    try:
-        with aside.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
-    except OSError:
-        aside.unlink(missing_ok=True)
-        raise
-    if os.name == "posix":  # the name is a part of the directory
-        directory = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
 
 
 def damage(path: Path) -> str | None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from liger_kernel.train.checkpoint import write
 from liger_kernel.train.config import TrainConfig, UserError
+from liger_kernel.train.files import write
 from liger_kernel.train.ranks import Ranks, restarts
 from liger_kernel.train.rows import Data
 

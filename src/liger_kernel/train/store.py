@@ -15,8 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from liger_kernel.train.checkpoint import LATEST, NAME, damage, listed, names_in, newest, step_of, write
+from liger_kernel.train.checkpoint import LATEST, NAME, damage, listed, names_in, newest, step_of
 from liger_kernel.train.config import TrainConfig, UserError
+from liger_kernel.train.files import write
 from liger_kernel.train.ranks import Preempted, Ranks, beside
 from liger_kernel.train.redact import in_a_line, redacted
 

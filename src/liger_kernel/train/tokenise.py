@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from liger_kernel.train.checkpoint import write
 from liger_kernel.train.config import TrainConfig, UserError
+from liger_kernel.train.files import write
 from liger_kernel.train.records import BEGIN, Place, characters, conversation, text_of, texts_of
 from liger_kernel.train.redact import in_a_line
 from liger_kernel.train.rows import IGNORE, Rows, TokenFile, Tokens, together

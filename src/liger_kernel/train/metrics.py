@@ -133,12 +133,8 @@ class Endpoint:
 
     def _serve(self) -> None:
         with selectors.DefaultSelector() as selector:
+            selector.register(self._listener, selectors.EVENT_READ)
             while not self._ended.wait(self.rest):
-                room = len(self._clients) < self.most
-                if room and self._listener not in selector.get_map():
-                    selector.register(self._listener, selectors.EVENT_READ)
-                elif not room and self._listener in selector.get_map():
-                    selector.unregister(self._listener)
                 for key, _ in selector.select(0.2):
                     if key.fileobj is self._listener:
                         self._accept(selector)

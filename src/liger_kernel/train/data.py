@@ -43,8 +43,10 @@ def load(config: TrainConfig) -> Data:
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder.parent}.lock"):
+        unfinished = folder.with_suffix(".unfinished")
         if not folder.is_dir():
-            _fill(folder, config, tokenizer)
+            _fill(folder, unfinished, config, tokenizer)
+        shutil.rmtree(unfinished, ignore_errors=True)  # this run's, or that of one that was killed before it came to this
     return _read(folder, config, tokenizer)
 
 
@@ -63,15 +65,13 @@ def prepare(config: TrainConfig, folder: str | Path) -> Path:
     return folder
 
 
-def _fill(folder: Path, config: TrainConfig, tokenizer: Any) -> None:
-    """Tokenise the data of a run into ``folder``. A run that is stopped leaves what it has beside it, for the next one; after a mistake there is none."""
-    unfinished = folder.with_suffix(".unfinished")
+def _fill(folder: Path, unfinished: Path, config: TrainConfig, tokenizer: Any) -> None:
+    """Tokenise the data of a run into ``folder``. A run that is stopped leaves what it has in ``unfinished``, for the next one; a mistake leaves nothing."""
     try:
         _write(folder, *_tokenised(config, tokenizer, unfinished))
     except UserError:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
-    shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _tokenised(config: TrainConfig, tokenizer: Any, folder: Path | None = None) -> tuple[Rows, Any]:

@@ -1,6 +1,6 @@
 """A campaign of faults against `liger train`, on the CPU: each is done to a run, which is then started again, and the result compared with one left alone.
 
-    python benchmarks/faults.py runs/faults                              # all of it: hundreds of runs, hours on two cores
+    python benchmarks/faults.py runs/faults                              # all of it: hundreds of runs, a quarter of an hour on two cores
     python benchmarks/faults.py runs/faults --only corruptions --every 3     # every third of some
 
 Prints a line a kind of fault, how many were tried, and after how many the run was identical (every loss, the rows of every step, the weights), was refused

@@ -41,7 +41,7 @@ def user_env() -> dict[str, str]:
 @pytest.fixture
 def computed(monkeypatch) -> list[tuple[int, ...]]:
     """Shapes of the logits that recipes had to compute."""
-    from liger_kernel.transformers.deferred import DeferredLogits
+    from liger_kernel.transformers.head.recipe import DeferredLogits
 
     shapes, value = [], DeferredLogits.value
 

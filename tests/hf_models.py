@@ -12,8 +12,10 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from liger_kernel.transformers import families, slots
-from liger_kernel.transformers.tiny import VOCAB, tiny_model, with_images
+from liger_kernel.transformers.recognise import families
+from liger_kernel.transformers.recognise.compare import references
+from liger_kernel.transformers.recognise.family import modeling
+from liger_kernel.transformers.recognise.tiny import VOCAB, tiny_model, with_images
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KERNELS = DEVICE == "cuda" or os.environ.get("LIGER_TEST_INTERPRETED") == "1"  # whether they serve whole models
@@ -22,7 +24,7 @@ KERNELS = DEVICE == "cuda" or os.environ.get("LIGER_TEST_INTERPRETED") == "1"  #
 @contextlib.contextmanager
 def served_by_kernels_or_references() -> Iterator[None]:
     """Kernels on a GPU; on a CPU the references, as whole models take minutes in the interpreter: with LIGER_TEST_INTERPRETED=1."""
-    with contextlib.nullcontext() if KERNELS else slots.references():
+    with contextlib.nullcontext() if KERNELS else references():
         yield
 
 
@@ -111,5 +113,5 @@ def assert_untouched(before: list[tuple[Any, dict[str, Any]]]) -> None:
 
 def everything_of(model_type: str) -> list[Any]:
     """The modeling module of a type and its classes."""
-    module = slots.modeling(model_type)
+    module = modeling(model_type)
     return [module, *(c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__)]

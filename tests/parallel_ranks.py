@@ -33,7 +33,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_kernel import memory
 from liger_kernel.parallel import Parallel, VocabularyParallel, by_sharding, clip_grad_norm_, parallelize
-from liger_kernel.transformers import _apply_liger_kernel_to_instance, deferred
+from liger_kernel.transformers import _apply_liger_kernel_to_instance
+from liger_kernel.transformers.head import loss as head_loss
 
 memory.SMALL = 0  # tensors of tests are small
 RANKS = int(os.environ.get("LIGER_TEST_RANKS", 2))
@@ -129,15 +130,15 @@ def check(fn: Callable[[], None]) -> Callable[[], None]:
 def calls_of_heads() -> Iterator[list[str]]:
     """Whether losses were fused with the head's weight, or called the head chunk by chunk."""
     said: list[str] = []
-    fused, plain = deferred.linear_cross_entropy, deferred.checkpoint
+    fused, plain = head_loss.linear_cross_entropy, head_loss.checkpoint
     sliced = VocabularyParallel.cross_entropy
-    deferred.linear_cross_entropy = lambda *a, **k: (said.append("fused"), fused(*a, **k))[1]  # type: ignore[assignment]
-    deferred.checkpoint = lambda *a, **k: (said.append("called"), plain(*a, **k))[1]  # type: ignore[assignment]
+    head_loss.linear_cross_entropy = lambda *a, **k: (said.append("fused"), fused(*a, **k))[1]  # type: ignore[assignment]
+    head_loss.checkpoint = lambda *a, **k: (said.append("called"), plain(*a, **k))[1]  # type: ignore[assignment]
     VocabularyParallel.cross_entropy = lambda *a, **k: (said.append("sliced"), sliced(*a, **k))[1]  # type: ignore[method-assign]
     try:
         yield said
     finally:
-        deferred.linear_cross_entropy, deferred.checkpoint, VocabularyParallel.cross_entropy = fused, plain, sliced
+        head_loss.linear_cross_entropy, head_loss.checkpoint, VocabularyParallel.cross_entropy = fused, plain, sliced
 
 
 def same(run: nn.Module, truth: dict[str, Tensor] | None = None, head: str = "fused", **kwargs: Any) -> None:
@@ -470,7 +471,7 @@ def a_sharded_head_by_kernels() -> None:
     truth = nn.functional.cross_entropy(one(all_x).flatten(0, 1), target)
     truth.backward()
     sliced, rows = received(head, own_x)
-    loss = deferred.head_cross_entropy(sliced, rows.flatten(0, 1), target)
+    loss = head_loss.head_cross_entropy(sliced, rows.flatten(0, 1), target)
     loss.backward()
     torch.testing.assert_close(loss, truth)
     torch.testing.assert_close(own_x.grad, all_x.grad.chunk(RANKS, 1)[dist.get_rank()])

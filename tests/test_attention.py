@@ -23,7 +23,8 @@ from liger_kernel.train import model as train_model
 from liger_kernel.train.config import TrainConfig
 from liger_kernel.train.evaluate import evaluate
 from liger_kernel.train.rows import IGNORE, Rows
-from liger_kernel.transformers import _apply_liger_kernel_to_instance, attention, slots
+from liger_kernel.transformers import _apply_liger_kernel_to_instance, attention
+from liger_kernel.transformers.recognise.compare import references
 from liger_kernel.utils import varlen_lacks
 
 if int(transformers.__version__.split(".")[0]) < 5:
@@ -130,7 +131,7 @@ def packing_model(model_type: str, patched: bool = False, attends: str = attenti
 
 
 def learnt(model: torch.nn.Module, batch: dict, **more) -> dict[str, Tensor]:
-    with slots.references():
+    with references():
         return step(model, batch, **more)[1]
 
 
@@ -352,7 +353,7 @@ def test_auto_takes_it_where_it_serves(monkeypatch):
 @pytest.fixture
 def by_references():
     """What is trained on a CPU is not interpreted."""
-    with slots.references():
+    with references():
         yield
 
 

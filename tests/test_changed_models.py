@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import os
 import pickle
 import subprocess
@@ -21,6 +20,8 @@ from hf_models import assert_same_bits, assert_same_learning, make, served_by_ke
 from transformers.models.llama import modeling_llama  # noqa: E402
 
 import liger_kernel.transformers as liger  # noqa: E402
+from liger_kernel.transformers.patching import bound, once  # noqa: E402
+from liger_kernel.transformers.recognise import rows  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -125,9 +126,8 @@ def test_of_the_module_itself_hides_its_class(monkeypatch):
 @pytest.mark.parametrize("live", [False, True])
 def test_what_was_replaced_before_stays(name, live, monkeypatch):
     """Another package's patch is not ours to replace: it is left, with a warning."""
-    patch = importlib.import_module("liger_kernel.transformers.patch")
-    monkeypatch.setattr(patch, "_WARNED", set())
-    patch.family("llama")  # which looks at what is there under another transformers than the table's
+    monkeypatch.setattr(once, "WARNED", set())
+    rows.family("llama")  # which looks at what is there under another transformers than the table's
     owner, attribute = (modeling_llama, name) if name in GLOBALS else (getattr(modeling_llama, name), "forward")
     replaced = doubled(getattr(owner, attribute))
     monkeypatch.setattr(owner, attribute, replaced)
@@ -271,7 +271,7 @@ def test_outputs_are_unpickled_where_nothing_is_patched(absent, statistics, tmp_
 
 
 def test_pickling_is_said_once():
-    importlib.import_module("liger_kernel.transformers.bound")._say_once.cache_clear()
+    bound._say_once.cache_clear()
     model = patched(make("llama", num_hidden_layers=1))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -309,7 +309,7 @@ def test_functional_transforms():
 
 def test_unknown_flags_are_said_once(monkeypatch):
     """With the nearest name; a flag of another family is none of them, as frameworks pass the same ones to every model."""
-    monkeypatch.setattr(importlib.import_module("liger_kernel.transformers.patch"), "_WARNED", set())
+    monkeypatch.setattr(once, "WARNED", set())
     model = make("llama", num_hidden_layers=1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -323,7 +323,7 @@ def test_unknown_flags_are_said_once(monkeypatch):
 
 def test_a_patch_without_effect_is_said(monkeypatch):
     """By frameworks' doors, too: for a type without kernels, and a model whose parts are somebody else's classes."""
-    monkeypatch.setattr(importlib.import_module("liger_kernel.transformers.patch"), "_WARNED", set())
+    monkeypatch.setattr(once, "WARNED", set())
     with pytest.warns(UserWarning, match="nobody: liger_kernel has no kernels for this type"):
         liger._apply_liger_kernel("nobody")
     model = nn.Sequential(nn.Linear(2, 2))

@@ -21,8 +21,13 @@ transformers = pytest.importorskip("transformers")
 from hf_models import DEVICE, assert_same_learning, make, served_by_kernels_or_references, step, tokens  # noqa: E402
 from transformers import LlamaForCausalLM  # noqa: E402
 
-from liger_kernel.transformers import class_patches, deferred, instance_patches, restore  # noqa: E402
-from liger_kernel.transformers.deferred import DeferredLogits, Loss, head_cross_entropy, is_plain, place_of_head  # noqa: E402
+from liger_kernel.transformers import class_patches, instance_patches, restore  # noqa: E402
+from liger_kernel.transformers.head import forward as head_forward  # noqa: E402
+from liger_kernel.transformers.head import loss as head_loss  # noqa: E402
+from liger_kernel.transformers.head.loss import head_cross_entropy  # noqa: E402
+from liger_kernel.transformers.head.recipe import DeferredLogits, Loss  # noqa: E402
+from liger_kernel.transformers.head.stand_in import StandIn, place_of_head, standing  # noqa: E402
+from liger_kernel.transformers.head.state import is_plain  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -295,7 +300,7 @@ def heads():
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("name", heads())
 def test_every_head_is_called_as_it_is(name, reduction, monkeypatch):
-    monkeypatch.setattr(deferred, "auto_chunk_rows", lambda *_: 4)
+    monkeypatch.setattr(head_loss, "auto_chunk_rows", lambda *_: 4)
     head = heads()[name].to(DEVICE).double().eval()
     assert is_plain(head) == (name in ("plain", "bias"))
     x = torch.randn(B * T, H, device=DEVICE, dtype=torch.float64, requires_grad=True)
@@ -327,7 +332,7 @@ def test_class_weights_of_16_bits_are_summed_in_32():
 
 def test_other_heads_are_called_on_chunks(monkeypatch):
     """At most one chunk of logits exists, and dropout is the same in forward and recomputation."""
-    monkeypatch.setattr(deferred, "auto_chunk_rows", lambda *_: 4)
+    monkeypatch.setattr(head_loss, "auto_chunk_rows", lambda *_: 4)
     head, calls = LowRank(nn.Linear(H, V)).to(DEVICE).train(), []
     head.out_features = V
     head.register_forward_hook(lambda module, args, out: calls.append(out.shape))
@@ -396,12 +401,12 @@ def test_ignored_tokens_stay_out_of_the_head(kwargs, monkeypatch):
 
 def test_a_loss_that_counts_unforeseen_tokens_is_nan_not_wrong():
     model, batch = patched(make("llama", num_hidden_layers=1)), tokens(ignored=6)
-    kept = deferred._kept_early
-    deferred._kept_early = lambda given, head: kept({"labels": given["labels"].index_fill(1, torch.tensor([8], device=DEVICE), -100)}, head)
+    kept = head_forward._kept_early
+    head_forward._kept_early = lambda given, head: kept({"labels": given["labels"].index_fill(1, torch.tensor([8], device=DEVICE), -100)}, head)
     try:
         assert model(**batch).loss.isnan()
     finally:
-        deferred._kept_early = kept
+        head_forward._kept_early = kept
 
 
 def test_the_gradient_of_the_head_is_scaled_in_the_forward(monkeypatch):
@@ -718,7 +723,7 @@ def test_names_are_the_same_during_a_forward(kind):
     step(patched(model))
     ((stand_in, found),) = seen
     assert found == before
-    assert isinstance(stand_in, deferred.StandIn) and stand_in.head is model.lm_head
+    assert isinstance(stand_in, StandIn) and stand_in.head is model.lm_head
 
 
 def test_the_head_is_back_after_an_exception():
@@ -770,7 +775,7 @@ def test_a_model_called_in_another_thread(labels):
         torch.testing.assert_close(found["two"].loss, expected)
     else:
         torch.testing.assert_close(found["two"].logits, logits)
-    assert model.lm_head is head and not deferred._standing
+    assert model.lm_head is head and not standing
 
 
 @pytest.mark.parametrize("labels", [False, True])
@@ -794,7 +799,7 @@ def test_a_model_called_in_its_own_loss(labels):
     else:
         assert type(seen[0].logits) is torch.Tensor
         torch.testing.assert_close(seen[0].logits, logits)
-    assert model.lm_head is head and not deferred._standing
+    assert model.lm_head is head and not standing
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

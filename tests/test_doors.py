@@ -40,8 +40,13 @@ import liger_kernel.transformers as liger  # noqa: E402
 from liger_kernel import _legacy  # noqa: E402
 from liger_kernel import nn as lnn  # noqa: E402
 from liger_kernel.testing import assert_as_accurate, run  # noqa: E402
-from liger_kernel.transformers import families, functional, slots  # noqa: E402
-from liger_kernel.transformers.tiny import tiny_config  # noqa: E402
+from liger_kernel.transformers import functional  # noqa: E402
+from liger_kernel.transformers.patching import once  # noqa: E402
+from liger_kernel.transformers.recognise import families, ropes, slots  # noqa: E402
+from liger_kernel.transformers.recognise import rows as rows_module  # noqa: E402
+from liger_kernel.transformers.recognise.infer import infer  # noqa: E402
+from liger_kernel.transformers.recognise.tiny import tiny_config  # noqa: E402
+from liger_kernel.transformers.recognise.variant import named_as  # noqa: E402
 
 LLAMA_FLAGS = dict(rope=True, cross_entropy=False, fused_linear_cross_entropy=True, rms_norm=True, swiglu=True)
 
@@ -164,12 +169,11 @@ def test_classes_of_other_families_are_said(monkeypatch):
     from transformers.models.qwen2 import modeling_qwen2
     from transformers.models.qwen2_vl import modeling_qwen2_vl
 
-    patch = importlib.import_module("liger_kernel.transformers.patch")
-    row = patch.family("qwen2_vl")
+    row = rows_module.family("qwen2_vl")
     norms = {n for n, label in row.swapped.items() if slots.SLOT_OF[label] == "rms_norm"}
     for n in norms:
         monkeypatch.setattr(modeling_qwen2_vl, n, modeling_qwen2.Qwen2RMSNorm)
-    monkeypatch.setattr(patch, "_WARNED", set())
+    monkeypatch.setattr(once, "WARNED", set())
     with pytest.warns(UserWarning, match="qwen2_vl: rms_norm=True is of another family's Qwen2RMSNorm"):
         liger.apply_liger_kernel_to_qwen2_vl(rms_norm=True, swiglu=True)
     assert norms and not hasattr(modeling_qwen2.Qwen2RMSNorm.forward, "_liger")
@@ -256,8 +260,8 @@ def test_a_method_that_calls_one_of_two_rope_functions(family, interleave, monke
     """Gets both in a live model, as in its classes."""
     if family not in transformers.CONFIG_MAPPING:
         pytest.skip("not in this version")
-    calls, stock = [], slots.rope
-    monkeypatch.setattr(slots, "rope", lambda *args, **options: calls.append(1) or stock(*args, **options))
+    calls, stock = [], ropes.rope
+    monkeypatch.setattr(ropes, "rope", lambda *args, **options: calls.append(1) or stock(*args, **options))
     model = make(family, rope_interleave=interleave)
     expected = step(model)[1]
     liger.MODEL_TYPE_TO_APPLY_LIGER_FN[family](model=model, rope=True)
@@ -287,7 +291,7 @@ def test_names_of_parameters_that_are_those_of_locals():
         h = x + 1
         return (lambda: h * x)()
 
-    assert slots.named_as(variant, lambda self, h: None)(None, h=3) == 12
+    assert named_as(variant, lambda self, h: None)(None, h=3) == 12
     assert [*inspect.signature(variant).parameters] == ["self", "h"]
 
 
@@ -367,7 +371,7 @@ def test_what_somebody_else_put_over_ours_stays():
 
 def test_day_zero_families(monkeypatch):
     """A type that the table does not know is recognised when it is asked for."""
-    family = importlib.import_module("liger_kernel.transformers.patch").family
+    family = rows_module.family
     monkeypatch.delitem(families.FAMILIES, "deepseek_v2")
     family.cache_clear()
     row = family("deepseek_v2")
@@ -378,7 +382,7 @@ def test_day_zero_families(monkeypatch):
 def test_recognition_draws_none_of_the_users_random_numbers(monkeypatch):
     monkeypatch.setattr(torch, "manual_seed", lambda seed: pytest.fail("torch.manual_seed reaches the generators of all devices"))
     before = torch.get_rng_state()
-    slots.infer("llama")
+    infer("llama")
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -750,7 +754,7 @@ SURROUNDINGS = {
 
 @pytest.mark.parametrize("name", SURROUNDINGS)
 def test_recognition_is_the_same_in_any_surroundings(name):
-    expected = slots.infer("llama")
+    expected = infer("llama")
     with SURROUNDINGS[name]():
-        assert slots.infer("llama") == expected
+        assert infer("llama") == expected
     assert len(expected.swapped) == 3

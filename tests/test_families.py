@@ -33,11 +33,21 @@ from hf_models import (  # noqa: E402
 
 import liger_kernel.transformers as transformers_of_ours  # noqa: E402
 from liger_kernel.testing import assert_as_accurate  # noqa: E402
-from liger_kernel.transformers import class_patches, deferred, families, instance_patches, restore, slots, table  # noqa: E402
-from liger_kernel.transformers.patch import MODEL_TYPE_TO_APPLY_LIGER_FN  # noqa: E402
-from liger_kernel.transformers.tiny import tiny_config  # noqa: E402
+from liger_kernel.transformers import class_patches, instance_patches, restore, table  # noqa: E402
+from liger_kernel.transformers.head.forward import fused  # noqa: E402
+from liger_kernel.transformers.patching import once  # noqa: E402
+from liger_kernel.transformers.patching.apply import MODEL_TYPE_TO_APPLY_LIGER_FN  # noqa: E402
+from liger_kernel.transformers.patching.bound import is_ours  # noqa: E402
+from liger_kernel.transformers.patching.flags import HEAD_FLAGS, flags_of  # noqa: E402
+from liger_kernel.transformers.patching.select import NORM_ROPE  # noqa: E402
+from liger_kernel.transformers.patching.values import _STOCK  # noqa: E402
+from liger_kernel.transformers.recognise import activations, families, slots  # noqa: E402
+from liger_kernel.transformers.recognise import rows as rows_module  # noqa: E402
+from liger_kernel.transformers.recognise.compare import recognise, references  # noqa: E402
+from liger_kernel.transformers.recognise.family import CAUSAL, IMAGE_TEXT_TO_TEXT, Family, configs_of  # noqa: E402
+from liger_kernel.transformers.recognise.infer import infer, tables_of  # noqa: E402
+from liger_kernel.transformers.recognise.tiny import tiny_config  # noqa: E402
 
-patch_module = importlib.import_module("liger_kernel.transformers.patch")
 EVERY = sorted(t for t, row in families.FAMILIES.items() if row.get("heads"))
 LISTED = ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "granite", "olmo2", "smollm3"]
 # other kinds of heads (scaled, biased, of a mixture of experts), norms (none of ours) and rope (pairs, partial, tables without duplicates)
@@ -136,7 +146,7 @@ def test_eval_logits(family, dtype):
         pytest.skip(f"stock: {error}")
     with torch.no_grad():
         expected = model(**batch, use_cache=False)
-        rows = [patch_module.family(t) for t in {family, *(c.model_type for c in slots.configs_of(model.config))}]
+        rows = [rows_module.family(t) for t in {family, *(c.model_type for c in configs_of(model.config))}]
         labels = [label for row in rows if row for label in row.swapped.values()]
         exact = {slot: all(label in slots.EXACT for label in labels if slots.SLOT_OF[label] == slot) for slot in EVERYTHING}
         with instance_patches(model, family, exact, "fused")():
@@ -205,21 +215,21 @@ def test_named_activations_are_looked_at_once(monkeypatch):
     model = make("qwen3_next")
     transformers_of_ours._apply_liger_kernel_to_instance(model)
     step(model)
-    monkeypatch.setattr(slots, "unset_fake_temporarily", None)  # what looking at one begins with
+    monkeypatch.setattr(activations, "unset_fake_temporarily", None)  # what looking at one begins with
     step(model)
 
 
 def test_rounding_is_recognised_not_assumed():
-    found = {f: slots.infer(f).swapped for f in ("llama", "gemma", "olmo2", "gpt_oss", "glm4", "cohere")}
+    found = {f: infer(f).swapped for f in ("llama", "gemma", "olmo2", "gpt_oss", "glm4", "cohere")}
     assert found["llama"]["LlamaRMSNorm"] == "rms_norm(0, llama, variance_epsilon)"
     assert found["gemma"]["GemmaRMSNorm"] == "rms_norm(1, gemma, eps)"
     assert found["olmo2"]["Olmo2RMSNorm"] == found["gpt_oss"]["GptOssRMSNorm"] == "rms_norm(0, gemma, variance_epsilon)"
     tables = {f: row["apply_rotary_pos_emb"] for f, row in found.items()}
     assert tables["llama"] == "rope(none, halves, twice)" and tables["gpt_oss"] == "rope(none, halves, once)"
     assert tables["glm4"] == "rope(none, pairs, twice)" and tables["cohere"] == "rope(fp32, pairs, repeated)"
-    assert slots.infer("gptj").swapped["apply_rotary_pos_emb"] == "rope(alone, sin first, none, pairs, once)"
+    assert infer("gptj").swapped["apply_rotary_pos_emb"] == "rope(alone, sin first, none, pairs, once)"
     if "gemma4_text" in transformers.CONFIG_MAPPING:
-        assert slots.infer("gemma4_text").swapped["apply_rotary_pos_emb"] == "rope(alone, none, halves, twice)"
+        assert infer("gemma4_text").swapped["apply_rotary_pos_emb"] == "rope(alone, none, halves, twice)"
 
 
 def slot_of(kind: str) -> slots.Slot:
@@ -324,16 +334,16 @@ def test_tables_of_configurations_that_do_not_name_a_scaling():
 
     module, config = types.ModuleType(Rotary.__module__), types.SimpleNamespace(rope_scaling=None)
     module.Rotary = Rotary
-    assert slots._tables(module, config) == {"twice"}
+    assert tables_of(module, config) == {"twice"}
     assert config.rope_scaling is None
-    assert slots._tables(module, types.SimpleNamespace()) == set()
+    assert tables_of(module, types.SimpleNamespace()) == set()
 
 
 def test_look_alikes_are_left_alone():
-    with slots.references():
+    with references():
         for slot, candidate in [*_variations(), *(_expert_variations() if "deepseek_v4" in transformers.CONFIG_MAPPING else [])]:
             stock = candidate.__dict__["forward"] if isinstance(candidate, type) else candidate
-            label, reason = slots.recognise(slot, candidate, stock, {"twice"})
+            label, reason = recognise(slot, candidate, stock, {"twice"})
             assert label is None and reason, candidate
 
 
@@ -350,11 +360,11 @@ def test_the_document_of_families_is_current():
 
 
 def test_what_the_table_must_show():
-    rows = {t: slots.Family(**row) for t, row in families.FAMILIES.items()}
-    text = [t for t in slots.CAUSAL if t not in slots.IMAGE_TEXT_TO_TEXT and "transformers has no model" not in families.UNVERIFIED.get(t, "")]
+    rows = {t: Family(**row) for t, row in families.FAMILIES.items()}
+    text = [t for t in CAUSAL if t not in IMAGE_TEXT_TO_TEXT and "transformers has no model" not in families.UNVERIFIED.get(t, "")]
     if transformers.__version__ == families.VERSION:
         # those without a model to try them on are listed with the reason
-        assert all(t in rows or t in families.UNVERIFIED for t in [*slots.CAUSAL, *slots.IMAGE_TEXT_TO_TEXT])
+        assert all(t in rows or t in families.UNVERIFIED for t in [*CAUSAL, *IMAGE_TEXT_TO_TEXT])
         assert sum(t in rows and bool(rows[t].heads) and not rows[t].fused for t in text) >= 0.95 * len(text)
     assert sum(bool(row.swapped or any(rows[p].swapped for p in row.parts if p in rows)) for row in rows.values() if row.heads) >= 150
 
@@ -379,7 +389,7 @@ def test_a_live_model_gets_what_its_classes_get(family):
     of_classes, of_instance = (
         {p.label for p in patches} for patches in (class_patches(family, parts, "fused"), instance_patches(make(family), family, parts, "fused"))
     )
-    assert of_classes - {patch_module.NORM_ROPE} == of_instance  # which goes with the rope of a live model
+    assert of_classes - {NORM_ROPE} == of_instance  # which goes with the rope of a live model
     assert {"rms_norm", "rope", "glu"} <= {slots.SLOT_OF.get(label) for label in of_instance}
     assert any(label.startswith("add_norm") for label in of_instance) or family == "olmo2"  # which norms before it adds
 
@@ -412,17 +422,17 @@ def test_published_functions_serve_all_that_they_have_flags_for(family):
     apply = MODEL_TYPE_TO_APPLY_LIGER_FN[family]
     parameters = inspect.signature(apply).parameters
     assert apply is getattr(transformers_of_ours, apply.__name__) and parameters["model"].default is None
-    served = patch_module._served(family)
+    served = rows_module.swapped_slots(family)
     names = {"swiglu": "glu", "geglu": "glu"}
     # rope, rms_norm and the MLP are in every signature of the published package: where there is none, or of a form without a kernel, that is said
-    missing = {f for f in parameters if f not in ("model", *patch_module.HEAD_FLAGS) and names.get(f, f) not in served}
+    missing = {f for f in parameters if f not in ("model", *HEAD_FLAGS) and names.get(f, f) not in served}
     assert missing <= {"nemotron": {"rms_norm", "swiglu"}}.get(family, set())
 
 
 def test_what_a_family_has_not_is_said_once():
     model = make("nemotron")
     apply = MODEL_TYPE_TO_APPLY_LIGER_FN["nemotron"]
-    patch_module._WARNED.clear()
+    once.WARNED.clear()
     with pytest.warns(UserWarning, match="nothing to swap for swiglu=True"):
         apply(swiglu=True, model=model)
     with warnings.catch_warnings():
@@ -441,13 +451,13 @@ def test_flags_are_strict():
         flags = [f for f in inspect.signature(apply).parameters if f != "model"]
         with pytest.raises(TypeError, match="too many positional arguments"):
             apply(*[False] * len(flags), None, False)
-    assert not patch_module._STOCK
-    asked = [("chameleon", flag, f"chameleon: nothing to swap for {flag}=True") for flag in patch_module.HEAD_FLAGS]  # its head is not fused
+    assert not _STOCK
+    asked = [("chameleon", flag, f"chameleon: nothing to swap for {flag}=True") for flag in HEAD_FLAGS]  # its head is not fused
     asked += [("gpt2", "rms_norm", "gpt2: nothing to swap for rms_norm=True"), ("olmo", "swiglu", None), ("gpt2", "layer_norm", "swapped only in a live model")]
-    patch_module._WARNED.clear()
+    once.WARNED.clear()
     for family, flag, said in asked:
         apply = MODEL_TYPE_TO_APPLY_LIGER_FN[family]
-        rest = dict.fromkeys((f for f in patch_module.flags_of(family) if f != flag), False)
+        rest = dict.fromkeys((f for f in flags_of(family) if f != flag), False)
         for first in (True, False):
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
@@ -468,7 +478,7 @@ def test_reward_models(family):
         torch.manual_seed(0)
         model = auto.from_config(tiny_config(family, num_labels=1, pad_token_id=0), attn_implementation="eager").to(DEVICE).eval()
         results.append(step(model, batch)[1])
-    assert any(patch_module.is_ours(m.forward) for m in model.modules())
+    assert any(is_ours(m.forward) for m in model.modules())
     assert_same_learning(results[1], results[0], TOLERANCE)
 
 
@@ -545,7 +555,7 @@ def test_layers_that_predict_further_tokens(family, path):
     with patch(path, model, family)():
         ours, learned = learn()
         blocks = [m for m in further.layers.modules() if type(m).__name__.endswith("RMSNorm")]
-        assert blocks and all(patch_module.is_ours(type(m).forward) == (path == "class") for m in blocks)
+        assert blocks and all(is_ours(type(m).forward) == (path == "class") for m in blocks)
     assert further.shared_head is model.lm_head
     assert torch.equal(ours, drafted)
     assert_same_learning(learned, expected, TOLERANCE)
@@ -565,7 +575,7 @@ def test_a_second_loss_of_the_same_head():
     model = make("llama", num_hidden_layers=1)
     model.forward = types.MethodType(forward, model)
     expected = step(model)[1]
-    model.forward = types.MethodType(deferred.fused(forward), model)
+    model.forward = types.MethodType(fused(forward), model)
     out, learned = step(model)
     assert out.logits is None
     assert_same_learning(learned, expected)

@@ -20,7 +20,9 @@ from transformers.utils.deprecation import deprecate_kwarg  # noqa: E402
 
 import liger_kernel.transformers as ours  # noqa: E402
 from liger_kernel.ops._core import operator as _op  # noqa: E402
-from liger_kernel.transformers import fusions, patch, restore, slots  # noqa: E402
+from liger_kernel.transformers import class_patches, instance_patches, restore  # noqa: E402
+from liger_kernel.transformers.patching import fusions, wrappers  # noqa: E402
+from liger_kernel.transformers.recognise import slots  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_kernels = pytest.mark.skipif(not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call")
@@ -160,12 +162,12 @@ def test_is_the_same_function_to_others():
 @needs_kernels
 @pytest.mark.filterwarnings("ignore:`(factor|more)` is deprecated")
 def test_within_wrappers_of_transformers(calls):
-    new = fusions.within(Renamed.forward, lambda f: fusions.fused(f) or f)
+    new = wrappers.within(Renamed.forward, lambda f: fusions.fused(f) or f)
     assert fusions.fused(Renamed.forward) is None and new is not Renamed.forward and inspect.signature(new) == inspect.signature(Renamed.forward)
     options = dict(factor=0.25, more=True)  # names that the wrappers know
     assert_close(run(new, Renamed(), **options), run(Renamed.forward, Renamed(), **options))
     assert calls == [False, True]
-    assert fusions.within(Renamed.forward, lambda f: f) is Renamed.forward
+    assert wrappers.within(Renamed.forward, lambda f: f) is Renamed.forward
 
 
 def test_wrappers_of_others_stay():
@@ -175,7 +177,7 @@ def test_wrappers_of_others_stay():
     def timed(self, hidden_states):
         return Layer.forward(self, hidden_states)
 
-    assert fusions.core(timed) is timed and fusions.fused(timed) is None
+    assert wrappers.core(timed) is timed and fusions.fused(timed) is None
 
 
 @pytest.mark.parametrize("cls", [Nothing, InPlace, Derived, Private, nn.Linear])
@@ -278,7 +280,7 @@ def test_wrapped_methods_of_live_models_get_our_rope(monkeypatch):
     with served_by_kernels_or_references():
         model = make("llama", num_hidden_layers=1)
         expected = step(model)[1]
-        patches = patch.instance_patches(model, "llama", dict(rope=True, rms_norm=True, glu=True, rematerialise=True), None)
+        patches = instance_patches(model, "llama", dict(rope=True, rms_norm=True, glu=True, rematerialise=True), None)
         labels = [p.label for p in patches]
         assert sum(label.startswith("rope") for label in labels) == 1 and "add_norm, rematerialised(cheap)" in labels
         patches.apply()
@@ -291,7 +293,7 @@ def test_methods_without_gradients_get_our_rope(monkeypatch):
     monkeypatch.setattr(LlamaAttention, "forward", torch.no_grad()(LlamaAttention.forward))
     model = make("llama", num_hidden_layers=1)
     expected = step(model)[1]
-    patches = patch.instance_patches(model, "llama", dict(rope=True), None)
+    patches = instance_patches(model, "llama", dict(rope=True), None)
     assert [p.label.startswith("rope") for p in patches] == [True]
     with served_by_kernels_or_references(), patches():
         found = step(model)[1]
@@ -460,12 +462,12 @@ def test_what_is_rewritten():
     from transformers.models.bert.modeling_bert import BertLayer
     from transformers.models.gemma2.modeling_gemma2 import Gemma2DecoderLayer
 
-    forms = {cls: fusions.fused(fusions.core(cls.forward)) for cls in (LlamaDecoderLayer, Gemma2DecoderLayer, BertLayer)}
+    forms = {cls: fusions.fused(wrappers.core(cls.forward)) for cls in (LlamaDecoderLayer, Gemma2DecoderLayer, BertLayer)}
     count = lambda cls: inspect.getsource(forms[cls]).count(fusions.ADD_NORM)
     assert (count(LlamaDecoderLayer), count(Gemma2DecoderLayer), forms[BertLayer]) == (2, 2, None)
     from liger_kernel.transformers.table import table
 
     assert "Qwen3Attention <- norm_rope\n" in table(["qwen3"]) and "Qwen3DecoderLayer <- add_norm, rematerialised(cheap)" in table(["qwen3"])
-    labels = [str(p) for p in patch.class_patches("llama", {"rms_norm": True, "glu": False, "rope": False}, None)]
+    labels = [str(p) for p in class_patches("llama", {"rms_norm": True, "glu": False, "rope": False}, None)]
     assert "LlamaDecoderLayer.forward <- add_norm" in labels
-    assert not any("add_norm" in str(p) for p in patch.class_patches("llama", {"rms_norm": False, "glu": True, "rope": True, "rematerialise": True}, None))
+    assert not any("add_norm" in str(p) for p in class_patches("llama", {"rms_norm": False, "glu": True, "rope": True, "rematerialise": True}, None))

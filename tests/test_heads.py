@@ -19,8 +19,8 @@ from hf_models import DEVICE, assert_same_learning, make, served_by_kernels_or_r
 from transformers import LlamaForCausalLM  # noqa: E402
 from transformers.pytorch_utils import Conv1D  # noqa: E402
 
-from liger_kernel.transformers import deferred, instance_patches, restore  # noqa: E402
-from liger_kernel.transformers.deferred import DeferredLogits, Recipe  # noqa: E402
+from liger_kernel.transformers import instance_patches, restore  # noqa: E402
+from liger_kernel.transformers.head.recipe import DeferredLogits, Loss, Recipe  # noqa: E402
 
 MOMENTS = int(os.environ.get("LIGER_TEST_PROGRAMS", 120))
 
@@ -466,7 +466,7 @@ def test_whoever_looks_gets_a_tensor(kind):
 
 def test_a_recipe_below_autograd_raises():
     """What goes past ``__torch_function__`` would cut the graph."""
-    x = DeferredLogits(torch.randn(2, 3, 4, device=DEVICE, requires_grad=True), nn.Linear(4, 5, device=DEVICE), deferred.Loss())
+    x = DeferredLogits(torch.randn(2, 3, 4, device=DEVICE, requires_grad=True), nn.Linear(4, 5, device=DEVICE), Loss())
     assert isinstance(x, Recipe) and isinstance(x, torch.Tensor)
     with torch._C.DisableTorchFunctionSubclass(), pytest.raises(RuntimeError, match=r"give it logits.value\(\)"):
         torch.sum(x)

@@ -19,7 +19,7 @@ pytest.importorskip("transformers")
 
 from hf_models import DEVICE, served_by_kernels_or_references
 
-from liger_kernel.transformers.deferred import DeferredLogits, Loss
+from liger_kernel.transformers.head.recipe import DeferredLogits, Loss
 
 PROGRAMS, GROUP = int(os.environ.get("LIGER_TEST_PROGRAMS", 400)), 50
 B, T, H, V = 2, 5, 8, 11

@@ -38,12 +38,15 @@ from liger_kernel.transformers import (  # noqa: E402
     apply_liger_kernel_to_qwen3_moe,
     instance_patches,
     restore,
-    slots,
     table,
 )
-from liger_kernel.transformers.tiny import tiny_config  # noqa: E402
+from liger_kernel.transformers.recognise import experts as experts_module  # noqa: E402
+from liger_kernel.transformers.recognise import rows as rows_module  # noqa: E402
+from liger_kernel.transformers.recognise import slots  # noqa: E402
+from liger_kernel.transformers.recognise.activations import activation  # noqa: E402
+from liger_kernel.transformers.recognise.family import CAUSAL, IMAGE_TEXT_TO_TEXT, configs_of, modeling  # noqa: E402
+from liger_kernel.transformers.recognise.tiny import tiny_config  # noqa: E402
 
-patch_module = importlib.import_module("liger_kernel.transformers.patch")
 TOLERANCE = 5e-5  # of the largest value of each gradient
 
 
@@ -108,7 +111,7 @@ def _with(fn: nn.Module, **attributes) -> nn.Module:
     ],
 )  # fmt: skip
 def test_activations_are_known_by_what_they_are(fn, name):
-    assert slots.activation(fn) == slots.activation(fn) == name
+    assert activation(fn) == activation(fn) == name
 
 
 def _gain(m: nn.Module) -> None:
@@ -135,7 +138,7 @@ def _function(m: nn.Module) -> None:
 
 def _approximate(m: nn.Module) -> None:
     m.act_fn = nn.GELU()
-    slots.activation(m.act_fn)
+    activation(m.act_fn)
     m.act_fn.approximate = "tanh"
 
 
@@ -206,7 +209,7 @@ def ran(monkeypatch) -> list[str]:
     def noted(name, fn):
         return lambda *args, **kwargs: calls.append(name) or fn(*args, **kwargs)
 
-    monkeypatch.setattr(slots, "moe", noted("ours", slots.moe))
+    monkeypatch.setattr(experts_module, "moe", noted("ours", experts_module.moe))
     for name in interface:
         eager_like = moe_integration.batched_mm_experts_forward  # some need hardware: what counts is who is called
         monkeypatch.setitem(interface._global_mapping, name, noted(name, eager_like if name in ("sonicmoe", "deepgemm") else interface[name]))
@@ -220,7 +223,7 @@ def test_named_experts_are_respected(family, named, ran):
     """By the user before the model is made or afterwards; ours take the place of the default."""
     if named not in (None, "eager", *interface):
         pytest.skip("this version does not know it")
-    slots._say_chosen.cache_clear()
+    experts_module._say_chosen.cache_clear()
     model = make(family)
     _apply_liger_kernel_to_instance(model=model)
     step(model)
@@ -228,7 +231,7 @@ def test_named_experts_are_respected(family, named, ran):
     if named is not None:
         ran.clear()
         model.set_experts_implementation(named)
-        ours = named == slots.DEFAULT_EXPERTS
+        ours = named == experts_module.DEFAULT_EXPERTS
         with contextlib.nullcontext() if ours else pytest.warns(UserWarning, match=f"experts run transformers' '{named}'"):
             found = step(model)[1]
         assert {*ran} == ({"ours"} if ours else set() if named == "eager" else {named})
@@ -241,7 +244,7 @@ def test_named_experts_are_respected(family, named, ran):
             assert_same_learning(found, step(model)[1], TOLERANCE)
         _apply_liger_kernel_to_instance(model=model)
         ran.clear()
-        model.set_experts_implementation(slots.DEFAULT_EXPERTS)
+        model.set_experts_implementation(experts_module.DEFAULT_EXPERTS)
         step(model)
         assert {*ran} == {"ours"}
 
@@ -254,7 +257,7 @@ def test_experts_named_before_the_model_is_made(place, ran):
         config._experts_implementation = "batched_mm"
     if place == "classes":
         apply_liger_kernel_to_qwen3_moe()
-    slots._say_chosen.cache_clear()
+    experts_module._say_chosen.cache_clear()
     model = transformers.AutoModelForCausalLM.from_config(config, **{"experts_implementation": "batched_mm"} if place == "argument" else {}).to(DEVICE)
     if place != "classes":
         _apply_liger_kernel_to_instance(model=model)
@@ -267,7 +270,7 @@ def test_experts_named_before_the_model_is_made(place, ran):
 def test_generation_may_name_experts_without_a_word(ran):
     model = make("qwen3_moe").eval()
     _apply_liger_kernel_to_instance(model=model)
-    slots._say_chosen.cache_clear()
+    experts_module._say_chosen.cache_clear()
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("error")
         model.set_experts_implementation("batched_mm")
@@ -308,7 +311,7 @@ HALVES = torch.float16, torch.bfloat16
 
 def exact_parts(model: nn.Module) -> dict[str, bool]:
     """Slots in which all that is swapped in ``model`` has the bits of stock."""
-    rows = [patch_module.family(t) for t in dict.fromkeys(c.model_type for c in slots.configs_of(model.config))]
+    rows = [rows_module.family(t) for t in dict.fromkeys(c.model_type for c in configs_of(model.config))]
     labels = [label for row in rows if row for label in row.swapped.values()]
     return {slot: all(label in slots.EXACT for label in labels if slots.SLOT_OF[label] == slot) for slot in table.EVERYTHING}
 
@@ -335,7 +338,7 @@ def learned(model: nn.Module, batches: list[dict], scale: float, context=context
 
 def exact(model: nn.Module) -> nn.Module:
     model = copy.deepcopy(model).double()
-    for c in slots.configs_of(model.config):
+    for c in configs_of(model.config):
         c._experts_implementation = "eager"  # grouped products have no fp64
     return model
 
@@ -346,11 +349,11 @@ def with_kept_modules() -> dict[str, str | None]:
     of_pairs = auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
     place = Path(transformers.__file__).parent / "models"
     found = {}
-    for t in sorted({*slots.CAUSAL, *slots.IMAGE_TEXT_TO_TEXT, *of_pairs}):
+    for t in sorted({*CAUSAL, *IMAGE_TEXT_TO_TEXT, *of_pairs}):
         name = transformers.models.auto.configuration_auto.model_type_to_module_name(t)
         file = place / name / f"modeling_{name}.py"
         if file.exists() and re.search(r"_keep_in_fp32_modules(_strict)? = \[\s*\S", file.read_text()):
-            found[t] = None if t in slots.CAUSAL or t in slots.IMAGE_TEXT_TO_TEXT else of_pairs[t]
+            found[t] = None if t in CAUSAL or t in IMAGE_TEXT_TO_TEXT else of_pairs[t]
     return found
 
 
@@ -457,7 +460,7 @@ def test_steps_that_overflow_are_skipped(family):
 @pytest.mark.parametrize("family", ["llama", "qwen3", "glm4", "cohere", "gptj", "qwen2_vl"])
 def test_learnt_frequencies(family, monkeypatch):
     """Tables that ask for a gradient get it, be the norms of heads fused with the rotation or not."""
-    module, factor = slots.modeling(family), nn.Parameter(torch.ones((), device=DEVICE))
+    module, factor = modeling(family), nn.Parameter(torch.ones((), device=DEVICE))
     models = pair(family)
     if family == "gptj":  # whose tables are a buffer
         was = module.GPTJAttention._get_embed_positions

@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 from hf_models import DEVICE, assert_same_learning, make, served_by_kernels_or_references, stock, tokens
 
 from liger_kernel.transformers import _apply_liger_kernel_to_instance
-from liger_kernel.transformers.token_scores import TokenScores, give_scores
+from liger_kernel.transformers.head.token_scores import TokenScores, give_scores
 
 # a cap, a multiplier, scales, a head behind a dense layer and a norm; states instead of attention
 FAMILIES = ["llama", "gemma2", "recurrent_gemma", "falcon_h1", "xlstm", "modernbert-decoder", "cohere", "granite", "gpt2", "mamba", "phi"]
@@ -86,7 +86,7 @@ def test_scores_are_those_of_the_logits(model_type):
 @pytest.mark.parametrize("model_type", ["llama", "gemma2"])
 def test_no_logits(model_type, monkeypatch):
     """Gemma-2's cap makes the mean of the logits no mean of the head's weight: chunks, again."""
-    for module in ("ops._linear", "ops.linear_cross_entropy", "transformers.token_scores"):
+    for module in ("ops.losses.chunks", "ops.losses.linear_cross_entropy", "transformers.head.token_scores"):
         monkeypatch.setattr(importlib.import_module(f"liger_kernel.{module}"), "auto_chunk_rows", lambda *_: 4)
     V = 263
     model = make(model_type, vocab_size=V)

@@ -67,13 +67,29 @@ _NN = {
     "rotary": "qwen2vl_mrope rope",
     "token_embedding": "experimental experimental.embedding",
 }
+# below ``liger_kernel.transformers``: path -> file that has its main subject
+_MOVED = {
+    "bound": "patching.bound",
+    "deferred": "head.forward",
+    "families": "recognise.families",
+    "fusions": "patching.fusions",
+    "heads": "head.state",
+    "model.loss_utils": "head.loss_functions",
+    "monkey_patch": "patching.apply",
+    "patch": "patching.apply",
+    "reference": "patching.reference",
+    "slots": "recognise.slots",
+    "tiny": "recognise.tiny",
+    "token_scores": "head.token_scores",
+    "trainer_integration": "patching.apply",
+}
 ALIASES = {
     **{_OPS + name: f"{_OPS}{room}.{name}" for room, names in _ROOMS.items() for name in names.split()},
     **{_OPS + old: _OPS + new for old, new in _RENAMED.items()},
     **{f"liger_kernel.backends.{part}": "liger_kernel.backends" for part in ("capability", "dispatch", "registry")},
     **{_HERE + name: f"liger_kernel.nn.{file}" for file, names in _NN.items() for name in names.split()},
     **dict.fromkeys(("liger_kernel.triton", "liger_kernel.triton.monkey_patch", "liger_kernel._triton_cache"), "liger_kernel.compile.cache"),
-    **dict.fromkeys((_HERE + "monkey_patch", _HERE + "trainer_integration"), _HERE + "patch"),
+    **{_HERE + old: _HERE + new for old, new in _MOVED.items()},
     **dict.fromkeys((_HERE + "trainer", _HERE + "trainer.orpo_trainer"), _HERE + "orpo_trainer"),
     "liger_kernel.bench.models": "liger_kernel.model_sizes",
     "liger_kernel.chunked_loss.functional": "liger_kernel.chunked_loss",
@@ -143,7 +159,7 @@ def alias(package: str) -> None:
 def _add_forwards(module: ModuleType) -> None:
     import transformers
 
-    with_fused_head = importlib.import_module(_HERE + "patch").stock_with_fused_head
+    with_fused_head = importlib.import_module(_HERE + "patching.apply").stock_with_fused_head
     module.__doc__ = "The ``forward`` that patched models have, as a function to assign to a class or bind to a model."
     for name, cls in FORWARDS[module.__name__].items():
         if not hasattr(transformers, cls):

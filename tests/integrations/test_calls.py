@@ -193,9 +193,9 @@ def test_axolotl_0_19_keys(model_type, keys):
 
 def test_axolotl_0_19_generic_forward():
     """``models/base.py``: a forward of its own around ``LigerForCausalLMLoss``, for model types that it knows nothing about."""
+    from liger_kernel.transformers.model.loss_utils import LigerForCausalLMLoss
     from liger_kernel.transformers.trainer.orpo_trainer import _FSDPForwardRedirection
 
-    from liger_kernel.transformers.model.loss_utils import LigerForCausalLMLoss
     from liger_kernel.utils import PEFT_AVAILABLE
 
     assert callable(_FSDPForwardRedirection()) and isinstance(PEFT_AVAILABLE, bool)

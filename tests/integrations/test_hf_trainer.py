@@ -13,7 +13,7 @@ from hf_models import DEVICE, make, tokens
 from torch import nn
 
 import liger_kernel.transformers as liger
-from liger_kernel.transformers.tiny import VOCAB
+from liger_kernel.transformers.recognise.tiny import VOCAB
 
 LOGGED = "loss", "eval_loss", "grad_norm", "eval_accuracy"
 

@@ -22,7 +22,7 @@ import tokenizers  # noqa: E402
 from packaging.version import Version  # noqa: E402
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
 
-from liger_kernel.transformers.deferred import DeferredLogits  # noqa: E402
+from liger_kernel.transformers.head.recipe import DeferredLogits  # noqa: E402
 
 datasets.disable_progress_bars()
 VERSION = Version(trl.__version__)

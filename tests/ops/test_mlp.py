@@ -113,14 +113,14 @@ class Gated(torch.nn.Module):
 @pytest.fixture
 def wholes(monkeypatch) -> list[dict]:
     """Calls of the operator by patched models."""
-    slots, calls = pytest.importorskip("liger_kernel.transformers.slots"), []
-    monkeypatch.setattr(slots, "mlp", lambda *args, **options: calls.append(options) or mlp(*args, **options))
+    mlps, calls = pytest.importorskip("liger_kernel.transformers.recognise.mlps"), []
+    monkeypatch.setattr(mlps, "mlp", lambda *args, **options: calls.append(options) or mlp(*args, **options))
     return calls
 
 
 def gated(packed: bool = False):
     """A module, and what a patch makes of its forward."""
-    from liger_kernel.transformers import slots
+    from liger_kernel.transformers.recognise import slots
 
     label = "glu(gate_up_proj, down_proj, act_fn)" if packed else "glu(gate_proj, up_proj, down_proj, act_fn)"
     module = Gated(packed)

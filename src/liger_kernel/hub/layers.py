@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from liger_kernel.ops.activations.glu import glu
 from liger_kernel.ops.norms.rms_norm import rms_norm
 from liger_kernel.ops.rotary.rope import once, rope
-from liger_kernel.transformers import slots
+from liger_kernel.transformers.recognise.compare import recognise, references
+from liger_kernel.transformers.recognise.slots import SLOTS
 
-_NORMS = next(s for s in slots.SLOTS if s.flag == "rms_norm")
+_NORMS = next(s for s in SLOTS if s.flag == "rms_norm")
 _FORMS: dict[type, tuple[float, str, str] | None] = {}
 
 
@@ -23,8 +24,8 @@ _FORMS: dict[type, tuple[float, str, str] | None] = {}
 def _form(cls: type) -> tuple[float, str, str] | None:
     """Offset, casting and the name of eps of the variant that reproduces the norm ``cls``; None if there is none."""
     if cls not in _FORMS:
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"), slots.references():
-            label, _ = slots.recognise(_NORMS, cls, cls.forward)  # type: ignore[attr-defined]
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"), references():
+            label, _ = recognise(_NORMS, cls, cls.forward)  # type: ignore[attr-defined]
         found = re.fullmatch(r"rms_norm\((.+), (\w+), (\w+)\)", label or "")
         _FORMS[cls] = (float(found[1]), found[2], found[3]) if found else None
     return _FORMS[cls]

@@ -147,17 +147,19 @@ def small_llama(config: TrainConfig, tokenizer: Any) -> Any:
 
 def patch(model: Any, flags: dict[str, bool]) -> None:
     """Put our kernels into this one instance. ``UserError`` if its family does not know a flag; a family that we do not know stays as it is."""
-    from liger_kernel.transformers import patch as kernels
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+    from liger_kernel.transformers.patching.flags import flags_of
+    from liger_kernel.transformers.recognise.rows import family
 
     model_type = model.config.model_type
-    if kernels.family(model_type) is None:
+    if family(model_type) is None:
         print(f"no kernels for {model_type}: training it as Hugging Face ships it")
         return
-    known = kernels.flags_of(model_type)
+    known = flags_of(model_type)
     unknown = [name for name in flags if name not in known]
     if unknown:
         raise UserError(f"{model_type} has no {' and no '.join(unknown)} to switch; it has {', '.join(known)}")
-    kernels._apply_liger_kernel_to_instance(model, **flags)
+    _apply_liger_kernel_to_instance(model, **flags)
 
 
 def flops_per_token(model: Any, length: int) -> float | None:

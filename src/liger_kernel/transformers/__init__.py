@@ -61,11 +61,15 @@ from liger_kernel.nn import (
     liger_rotary_pos_emb_vision,
 )
 
-_AUTO = ("AutoLigerKernelForCausalLM", "AutoLigerKernelForImageTextToText", "AutoLigerKernelForSequenceClassification")
+# what needs transformers: name -> its module
+_AUTO = dict.fromkeys(("AutoLigerKernelForCausalLM", "AutoLigerKernelForImageTextToText", "AutoLigerKernelForSequenceClassification"), "auto")
+_PATCHING = {
+    **dict.fromkeys(("MODEL_TYPE_TO_APPLY_LIGER_FN", "_apply_liger_kernel", "_apply_liger_kernel_to_instance"), "patching.apply"),
+    **dict.fromkeys(("class_patches", "instance_patches"), "patching.select"),
+    "restore": "patching.values",
+}
 if _others := others():
     warnings.warn(f"liger_kernel {liger_kernel.__version__} of {liger_kernel.__path__[0]} is loaded, not {', '.join(_others)}", stacklevel=2)
-
-_PATCH = ("MODEL_TYPE_TO_APPLY_LIGER_FN", "_apply_liger_kernel", "_apply_liger_kernel_to_instance", "class_patches", "instance_patches", "restore")
 
 __all__ = [
     "LigerBlockSparseTop2MLP",
@@ -126,11 +130,8 @@ def is_transformers_available() -> bool:
 
 
 def __getattr__(name: str) -> Any:
-    if name in _AUTO:
-        module = "auto"
-    elif name in _PATCH or name.startswith("apply_liger_kernel_to_"):
-        module = "patch"
-    else:
+    module = (_AUTO | _PATCHING).get(name) or ("patching.apply" if name.startswith("apply_liger_kernel_to_") else None)
+    if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if not is_transformers_available():
         raise ImportError(f"{name} needs transformers: pip install 'liger-kernel[transformers]'")
@@ -138,7 +139,7 @@ def __getattr__(name: str) -> Any:
 
 
 if is_transformers_available():
-    __all__ += [*_AUTO, *_PATCH]
+    __all__ += [*_AUTO, *_PATCHING]
 
 
 def __dir__() -> list[str]:

@@ -10,7 +10,9 @@ from typing import Any
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
 from transformers.utils import find_adapter_config_file, is_peft_available
 
-from liger_kernel.transformers.patch import _apply_liger_kernel, _apply_rest, every_flag, family, flags_of
+from liger_kernel.transformers.patching.apply import _apply_liger_kernel, _apply_rest
+from liger_kernel.transformers.patching.flags import every_flag, flags_of
+from liger_kernel.transformers.recognise.rows import family
 
 _HUB = ("cache_dir", "code_revision", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token", "trust_remote_code")
 

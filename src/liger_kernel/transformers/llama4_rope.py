@@ -11,7 +11,8 @@ from liger_kernel.ops.rotary.rope import LigerLlama4RopeFunction as LigerLlama4R
 
 def apply_liger_llama4_rope_full(modeling_module: ModuleType) -> None:
     """Let ``modeling_module``, transformers' ``modeling_llama4``, turn text and images by ours; ``restore("llama4")`` gives back what was there."""
-    from liger_kernel.transformers.patch import Patch, Patches, ours
+    from liger_kernel.transformers.patching.bound import ours
+    from liger_kernel.transformers.patching.values import Patch, Patches
 
     functions = {"apply_rotary_emb": liger_llama4_text_rotary_pos_emb, "vision_apply_rotary_emb": liger_llama4_vision_rotary_pos_emb}
     Patches(Patch(modeling_module, name, ours(new), "rope") for name, new in functions.items()).apply()

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from liger_kernel.transformers.deferred import IGNORE
 from liger_kernel.transformers.fsdp import _FSDPForwardRedirection as _FSDPForwardRedirection
-from liger_kernel.transformers.token_scores import give_scores
+from liger_kernel.transformers.head.recipe import IGNORE
+from liger_kernel.transformers.head.token_scores import give_scores
 
 
 @functools.cache

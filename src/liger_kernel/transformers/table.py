@@ -16,10 +16,14 @@ import transformers
 from torch import Tensor
 from transformers import CONFIG_MAPPING
 
-from liger_kernel.transformers import deferred, families, slots
-from liger_kernel.transformers.patch import class_patches, instance_patches
-from liger_kernel.transformers.slots import CAUSAL, IMAGE_TEXT_TO_TEXT, SLOTS, Family
-from liger_kernel.transformers.tiny import model_of, tiny_config, with_images, words
+from liger_kernel.transformers.head.recipe import DeferredLogits
+from liger_kernel.transformers.patching.select import class_patches, instance_patches
+from liger_kernel.transformers.recognise import families
+from liger_kernel.transformers.recognise.compare import references
+from liger_kernel.transformers.recognise.family import CAUSAL, IMAGE_TEXT_TO_TEXT, Family, configs_of, modeling
+from liger_kernel.transformers.recognise.infer import infer, without_flat
+from liger_kernel.transformers.recognise.slots import SLOT_OF, SLOTS
+from liger_kernel.transformers.recognise.tiny import model_of, tiny_config, with_images, words
 
 MAX_PARAMETERS = 40_000_000  # of a model that counts as tiny
 EVERYTHING = {slot.flag: True for slot in SLOTS}
@@ -67,10 +71,10 @@ def verified(model_type: str, rows: Callable[[str], Family | None]) -> Family:
     except Exception as error:
         raise Unverified(_short(error)) from error
     computed: list[int] = []
-    value = deferred.DeferredLogits.value
-    counted = mock.patch.object(deferred.DeferredLogits, "value", lambda self: (computed.append(1), value(self))[1])
+    value = DeferredLogits.value
+    counted = mock.patch.object(DeferredLogits, "value", lambda self: (computed.append(1), value(self))[1])
     try:
-        with counted, slots.references(), instance_patches(model, model_type, EVERYTHING, "fused", rows)():
+        with counted, references(), instance_patches(model, model_type, EVERYTHING, "fused", rows)():
             ours, our_grads, left_out = step(model, seen or batch)
     except Exception as error:
         raise Unverified(f"patched, {_short(error)}") from error
@@ -90,7 +94,7 @@ def make(model_types: Iterable[str] | None = None) -> tuple[dict[str, Family], d
     @functools.cache
     def rows(model_type: str) -> Family | None:
         try:
-            return slots.infer(model_type)
+            return infer(model_type)
         except Exception:
             return None
 
@@ -98,15 +102,15 @@ def make(model_types: Iterable[str] | None = None) -> tuple[dict[str, Family], d
     for model_type in sorted(model_types or {**CAUSAL, **IMAGE_TEXT_TO_TEXT}):
         try:
             found[model_type] = verified(model_type, rows)
-            parts |= {c.model_type for c in slots.configs_of(CONFIG_MAPPING[model_type]())}
+            parts |= {c.model_type for c in configs_of(CONFIG_MAPPING[model_type]())}
         except Unverified as error:
             unverified[model_type] = str(error)
     for model_type in parts - found.keys() - unverified.keys():
         # seen at work in what it is a part of
         if model_type in CONFIG_MAPPING and (row := rows(model_type)) and row.swapped:
             found[model_type] = dataclasses.replace(row, heads=(), fused="")
-    seen = {slots.modeling(t).__name__ for t, row in found.items() if row.images}
-    found = {t: row if slots.modeling(t).__name__ in seen else slots.without_flat(row) for t, row in sorted(found.items())}
+    seen = {modeling(t).__name__ for t, row in found.items() if row.images}
+    found = {t: row if modeling(t).__name__ in seen else without_flat(row) for t, row in sorted(found.items())}
     return found, unverified
 
 
@@ -129,12 +133,6 @@ def source(rows: dict[str, Family], unverified: dict[str, str]) -> str:
         *(f"    {t!r}: {reason!r}," for t, reason in unverified.items()),
         "}",
         "# fmt: on",
-        "",
-        "",
-        "def main(argv: list[str] | None = None) -> int:",
-        "    from liger_kernel.transformers import table",
-        "",
-        "    return table.main(argv)",
     ]
     return "\n".join(lines) + "\n"
 
@@ -142,7 +140,7 @@ def source(rows: dict[str, Family], unverified: dict[str, str]) -> str:
 def _steps(model_type: str) -> list[tuple[str, str]]:
     """Classes whose own forward is changed, in the installed transformers, and how."""
     found = class_patches(model_type, EVERYTHING | {"rematerialise": True}, None)
-    return [(p.owner.__name__, p.label) for p in found if p.label not in slots.SLOT_OF]
+    return [(p.owner.__name__, p.label) for p in found if p.label not in SLOT_OF]
 
 
 def table(model_types: Iterable[str] = ()) -> str:
@@ -224,7 +222,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.write:
         Path(families.__file__).write_text(source(*make()))
         importlib.reload(families)
-        docs = Path(families.__file__).parents[3] / "docs"
+        docs = Path(families.__file__).parents[4] / "docs"
         if docs.is_dir():  # a checkout
             (docs / "models.md").write_text(document())
         return 0

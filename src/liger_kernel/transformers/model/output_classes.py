@@ -6,7 +6,7 @@ import importlib
 
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
-from liger_kernel.transformers.deferred import output_class
+from liger_kernel.transformers.head.outputs import output_class
 
 LigerCausalLMOutputWithPast = output_class(CausalLMOutputWithPast)
 LigerMoeCausalLMOutputWithPast = output_class(MoeCausalLMOutputWithPast)

@@ -1,6 +1,6 @@
 """Which output heads can be called later than the model calls them, and in the state that they had when it did.
 
-The fused loss (``deferred``) does not compute logits when a model calls its head, but when the loss comes. Nobody may notice: so a head waits only where
+The fused loss does not compute logits when a model calls its head, but when the loss comes. Nobody may notice: so a head waits only where
 its call is a function of each token alone, of its weights and its attributes, and is seen by nobody (``can_wait``); and what it depends on is remembered
 (``HeadState``), to be there again when it is called, or to raise where that is impossible. Every other head is called when the model calls it.
 """
@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
@@ -74,6 +75,15 @@ def width(head: nn.Module) -> int | None:
     """The number of classes, if ``head`` says it."""
     n = getattr(parallel.bare(head), "out_features", None)
     return n if isinstance(n, int) else None
+
+
+def out_features(head: nn.Module, x: Tensor, call: Callable | None = None) -> int:
+    """The width of ``head(x)``, asked of the head, or of ``call``, if it does not say."""
+    n = width(head)
+    if n is not None:
+        return n
+    with torch.no_grad():
+        return (call or head)(x.reshape(1, -1, x.shape[-1])[:, :1]).shape[-1]
 
 
 class HeadState:

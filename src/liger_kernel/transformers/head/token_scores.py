@@ -5,7 +5,7 @@
     model(input_ids, attention_mask=mask, token_targets=(first, second))   ->   TokenScores(logp, logp_of_others, mean_logit)
 
 The trainer calls the model through whatever wraps it, so that DDP, FSDP, autocast, PEFT, checkpointing, and all that a family does to its logits (scales,
-caps) take part as in any other call. A stand-in takes the place of the output head for that call, as in ``deferred``: where the head is one linear layer
+caps) take part as in any other call. A stand-in takes the place of the output head for that call, as in ``forward``: where the head is one linear layer
 the logits of the batch never exist. Any other head computes them, and so does a compiled model.
 """
 
@@ -23,8 +23,9 @@ from transformers.utils import ModelOutput
 from liger_kernel import parallel
 from liger_kernel.ops._core.operator import on_gpu
 from liger_kernel.ops.losses.chunks import Kept, auto_chunk_rows
-from liger_kernel.transformers import deferred
-from liger_kernel.transformers.deferred import IGNORE, DeferredLogits
+from liger_kernel.transformers.head.recipe import IGNORE, DeferredLogits, Loss
+from liger_kernel.transformers.head.stand_in import Call, StandIn, enter, leave, place_of_head, this_thread
+from liger_kernel.transformers.head.state import is_plain, out_features
 
 
 @dataclasses.dataclass
@@ -53,27 +54,27 @@ def give_scores(model: nn.Module) -> None:
 
 
 def _before(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    calls = _UNDER_WAY.setdefault(deferred._thread(), [])
+    calls = _UNDER_WAY.setdefault(this_thread(), [])
     targets = kwargs.get("token_targets")
-    place = None if targets is None or torch.compiler.is_compiling() else deferred.place_of_head(model)
+    place = None if targets is None or torch.compiler.is_compiling() else place_of_head(model)
     if place is None:
         calls.append((targets, None, None))
     else:
         parent, name = place
         head = parent._modules[name]
-        head = head.head if isinstance(head, deferred.StandIn) else head
+        head = head.head if isinstance(head, StandIn) else head
         # the head is named as what is called: a patched model, called without labels, turns off what stands in for calls of its own
-        stand_in = deferred._enter(parent, name, deferred.Call(head, deferred.Loss(), keep_logits=False))  # type: ignore[arg-type]
+        stand_in = enter(parent, name, Call(head, Loss(), keep_logits=False))  # type: ignore[arg-type]
         kept = Kept(torch.cat([t.flatten() for t in targets]), IGNORE)  # type: ignore[union-attr]  # counted while the model computes
-        calls.append((targets, kept, functools.partial(deferred._leave, stand_in, parent, name)))
+        calls.append((targets, kept, functools.partial(leave, stand_in, parent, name)))
     return args, {k: v for k, v in kwargs.items() if k != "token_targets"}
 
 
 def _after(model: nn.Module, args: tuple, kwargs: dict[str, Any], out: Any) -> Any:
     """Called after an error, too: without an output then."""
-    targets, kept, leave = _UNDER_WAY[deferred._thread()].pop()
-    if leave is not None:
-        leave()
+    targets, kept, put_back = _UNDER_WAY[this_thread()].pop()
+    if put_back is not None:
+        put_back()
     return None if targets is None or out is None else scores(out, targets, kept)
 
 
@@ -110,10 +111,10 @@ def mean_logits(logits: Tensor | DeferredLogits) -> Tensor:
 
     def means(rows: Tensor) -> Tensor:
         inner: Any = parallel.bare(head)  # type: ignore[arg-type]
-        if cap is None and deferred.is_plain(inner, within=True):
+        if cap is None and is_plain(inner, within=True):
             w, b = inner.weight.mean(0, dtype=torch.float32), 0 if inner.bias is None else inner.bias.float().mean()
             return torch.cat([scale * (c.float() @ w + b) for c in rows.split(4096)])
-        step = auto_chunk_rows(rows.shape[0], deferred.out_features(inner, rows), rows.shape[1], rows.element_size(), on_gpu(rows))
+        step = auto_chunk_rows(rows.shape[0], out_features(inner, rows), rows.shape[1], rows.element_size(), on_gpu(rows))
         parts = (scale * inner.forward(c).float() for c in rows.split(step))
         return torch.cat([(z if cap is None else cap * torch.tanh(z / cap)).mean(-1) for z in parts])
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from liger_kernel.transformers.fusions import wrapped
+from liger_kernel.transformers.patching.wrappers import wrapped
 
 KEY = "_liger_stock"  # in the __dict__ of a patched module: attribute -> what was there
 

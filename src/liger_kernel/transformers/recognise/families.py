@@ -386,9 +386,3 @@ UNVERIFIED: dict[str, str] = {
     'vision-encoder-decoder': 'ValueError: You have to specify pixel_values',
 }
 # fmt: on
-
-
-def main(argv: list[str] | None = None) -> int:
-    from liger_kernel.transformers import table
-
-    return table.main(argv)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 
-from liger_kernel.transformers.slots import modeling
+from liger_kernel.transformers.recognise.family import heads_of, modeling
 
 VOCAB = 257
 IMAGE = 16  # pixels on each side of an image; 4 of a patch
@@ -184,8 +184,6 @@ def tiny_model(model_type: str, *, attention: str = "eager", head: str | None = 
 
 
 def model_of(config: PretrainedConfig, attention: str = "eager", head: str | None = None) -> PreTrainedModel:
-    from liger_kernel.transformers.slots import heads_of
-
     module = modeling(config.model_type)
     cls = getattr(module, head or heads_of(config.model_type, module)[0])
     try:

@@ -21,37 +21,18 @@ import inspect
 import linecache
 import textwrap
 import types
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.modules.module import _has_any_global_hook
 
 from liger_kernel import memory
-from liger_kernel.ops._core.operator import intercepted, use_kernels
+from liger_kernel.ops._core.operator import use_kernels
 from liger_kernel.ops.norms.fused_add_rms_norm import fused_add_rms_norm, rms_norm_of_sum
 from liger_kernel.ops.rotary.qk_norm_rope import MAX_D, qk_norm_rope
-
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-PLAIN = (Tensor, nn.Parameter)
-
-# Variants say here what they are: an attribute of theirs would pass to whatever wraps them with functools
-NORM_FORMS: weakref.WeakKeyDictionary[Callable, tuple[float, str, str]] = weakref.WeakKeyDictionary()  # offset, casting, attribute with the eps
-ROPE_FORMS: weakref.WeakKeyDictionary[Callable, tuple[str, Callable, str]] = weakref.WeakKeyDictionary()  # layout, angles of a table, casting
-
-
-def unhooked(m: nn.Module) -> bool:
-    """Whether calling ``m`` is its forward and nothing else."""
-    own = m.__dict__
-    return not (own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"] or _has_any_global_hook())
-
-
-def plain(t: Any) -> bool:
-    """Whether ``t`` is a tensor that is here as a whole: not sharded, quantised, or with ZeRO's marks; or one that stands for such a tensor in a warm-up."""
-    return (type(t) in PLAIN or (intercepted() and isinstance(t, FakeTensor))) and not hasattr(t, "ds_id")
+from liger_kernel.transformers.recognise.plain import plain, unhooked
+from liger_kernel.transformers.recognise.variant import NORM_FORMS, ROPE_FORMS
 
 
 def _form_of(norm: Any, x: Any) -> tuple[float, str, str] | None:
@@ -95,9 +76,6 @@ def norm_rope(q_norm: Any, k_norm: Any, rope: Any, transposed: bool, q: Any, k: 
     (layout, angles, rope_casting), (offset, casting, eps) = turn, form  # type: ignore[misc]
     options = dict(eps=getattr(q_norm, eps), offset=offset, casting=casting, layout=layout, rope_casting=rope_casting)
     return qk_norm_rope(q, k, q_norm.weight, k_norm.weight, angles(cos), angles(sin), **options)
-
-
-# -- source ----------------------------------------------------------------------------------
 
 
 def _name(node: Any) -> str | None:
@@ -320,49 +298,4 @@ def _compiled(forward: types.FunctionType, tree: ast.FunctionDef, values: dict[s
     new.__defaults__, new.__kwdefaults__, new.__annotations__ = forward.__defaults__, forward.__kwdefaults__, forward.__annotations__
     for name in ("__module__", "__qualname__", "__doc__"):
         setattr(new, name, getattr(forward, name))
-    return new
-
-
-# -- transformers' wrappers ------------------------------------------------------------------
-
-
-WRAPPING = "transformers.", "torch.utils._contextlib"  # Python modules whose wrappers call what they wrap with the same arguments, or renamed ones
-
-
-def wrapped(forward: Any) -> Any:
-    """What ``forward`` wraps, if it is torch's ``no_grad``, or a wrapper of transformers' own, as for checkpointing and arguments of older names; else None."""
-    inner, closure = getattr(forward, "__wrapped__", None), getattr(forward, "__closure__", None) or ()
-    own = inner is not None and isinstance(forward, types.FunctionType) and forward.__globals__.get("__name__", "").startswith(WRAPPING)
-    return inner if own and any(cell.cell_contents is inner for cell in closure) else None
-
-
-def core(forward: Any) -> Any:
-    """The forward within transformers' wrappers."""
-    while (inner := wrapped(forward)) is not None:
-        forward = inner
-    return forward
-
-
-def within(forward: Callable, change: Callable[[Any], Callable], *, of_class: bool = True) -> Callable:
-    """``change(forward)``, or, where transformers has wrapped it, that wrapper around ``change`` of what it wraps.
-
-    A wrapper that checkpoints does so if it is ``type(self).forward``: the new one asks that of itself if it is to be that (``of_class``), or else of the
-    old one.
-    """
-    inner = wrapped(forward)
-    if inner is None:
-        return change(forward)
-    changed = within(inner, change, of_class=False)
-    if changed is inner:
-        return forward
-    code = forward.__code__  # type: ignore[attr-defined]
-    cells = {name: types.CellType(changed) if cell.cell_contents is inner else cell for name, cell in zip(code.co_freevars, forward.__closure__)}  # type: ignore[attr-defined]
-    if of_class and code.co_name in cells:
-        cells[code.co_name] = types.CellType()
-    new = types.FunctionType(code, forward.__globals__, forward.__name__, forward.__defaults__, tuple(cells.values()))  # type: ignore[attr-defined]
-    new.__kwdefaults__ = forward.__kwdefaults__  # type: ignore[attr-defined]
-    functools.update_wrapper(new, forward)
-    new.__wrapped__ = changed  # type: ignore[attr-defined]
-    if of_class and code.co_name in cells:
-        cells[code.co_name].cell_contents = new
     return new

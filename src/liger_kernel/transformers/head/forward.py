@@ -1,0 +1,136 @@
+"""Fused output head and loss without replacing any model's ``forward``.
+
+For the time of one training ``forward`` a stand-in takes the place of the output head. It returns ``DeferredLogits``: a recipe for the logits.
+What models do to logits on the way to their loss (scaling, soft-capping, casts, slices, reshapes) is recorded; ``F.cross_entropy``, wherever
+it is called from, takes the recipe and computes the loss from hidden states and head in chunks. Anything else gets the logits, computed by
+the head itself: slower, never wrong. So the model's own ``forward`` and its own loss function run, whatever they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from liger_kernel import parallel
+from liger_kernel.ops._core.operator import transformed
+from liger_kernel.ops.losses.chunks import Kept
+from liger_kernel.transformers import attention
+from liger_kernel.transformers.head.loss import LOSS_OPTIONS, STATISTICS
+from liger_kernel.transformers.head.outputs import _output as _output
+from liger_kernel.transformers.head.outputs import declare_outputs, settled, settled_in_place
+from liger_kernel.transformers.head.recipe import IGNORE, Loss
+from liger_kernel.transformers.head.stand_in import Call, StandIn, enter, leave, place_of_head, standing, without_labels
+
+
+def _positional(forward: Callable) -> tuple[list[str], bool]:
+    """Names of the positional parameters of ``forward`` after ``self``, and whether it takes more."""
+    parameters = inspect.signature(forward).parameters.values()
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][1:], any(p.kind is p.VAR_POSITIONAL for p in parameters)
+
+
+def fused(forward: Callable, *, keep_logits: bool = False, known: bool = True) -> Callable:
+    """``forward`` (a function of a model class) with head and loss fused, and the keywords that users of patched models know.
+
+    Logits are left out while training with labels, or as ``skip_logits`` says. With ``keep_logits`` they are always computed, and only
+    the loss on them is fused. ``known``: it is transformers' own; else its loss may be of other labels than it is given, and its output anything.
+    """
+    signature = inspect.signature(forward)
+    forward = attention.unmasked(forward)
+    names = list(signature.parameters)
+    variadic = [p for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD]
+    takes_anything = bool(variadic)
+    own_options = [n for n in LOSS_OPTIONS if n not in names]
+    positional, more = _positional(forward)
+    declare_outputs(sys.modules.get(forward.__module__))
+
+    @functools.wraps(forward)
+    def wrapper(self: nn.Module, *args: Any, skip_logits: bool | None = None, **kwargs: Any) -> Any:
+        options = {LOSS_OPTIONS[n]: v for n in own_options if (v := kwargs.pop(n, None)) is not None and v is not False}
+        accuracy, predictions = (kwargs.pop(n, None) for n in STATISTICS)
+        takes = positional
+        if more and args:  # a wrapper somebody put there: what it is given has the names that the class knows
+            of_class = _positional(type(self).forward)[0]
+            takes = of_class if of_class[: len(positional)] == positional else positional
+        at = takes[: len(args)]  # what is given by position is passed on so
+        given = dict(zip(at, args)) | kwargs
+        learns = given.get("labels") is not None or given.get("shift_labels") is not None
+        if transformed() and not (options or accuracy or predictions):  # torch.func does not see through fused operators
+            learns = False
+        if not learns:  # with skip_logits=True, too: trainers that keep the labels for a loss of their own pass it in evaluation
+            return without_labels(forward, self, args, kwargs) if standing else forward(self, *args, **kwargs)
+        if takes_anything:
+            given = _aligned(given)
+        skip = not keep_logits and (self.training if skip_logits is None else skip_logits)
+        place = place_of_head(self) if skip or keep_logits or options or accuracy or predictions else None
+        if place is None:
+            return forward(self, *(given[n] for n in at), *args[len(at) :], **{k: v for k, v in given.items() if k not in at})
+        loss = Loss(options, bool(accuracy or predictions))
+        parent, name = place
+        head = parent._modules[name]
+        head = head.head if isinstance(head, StandIn) else head
+        shifts = not getattr(getattr(self, "config", None), "is_encoder_decoder", False)  # of others, some say that their labels are the shifted ones
+        if known and not keep_logits and shifts and getattr(self, "loss_function", None) is ForCausalLMLoss:
+            loss.causal, loss.num_items = True, given.get("num_items_in_batch")
+            if parallel.is_linear(parallel.bare(head)) and not torch.compiler.is_compiling():
+                loss.kept = _kept_early(given, parallel.bare(head))
+        stand_in = enter(parent, name, Call(self, loss, keep_logits=not skip))
+        try:
+            out = forward(self, *(given[n] for n in at), *args[len(at) :], **{k: v for k, v in given.items() if k not in at})
+        finally:
+            leave(stand_in, parent, name)
+        if not loss.taken and (options or loss.statistics):
+            warnings.warn(f"{type(self).__name__}: its loss is not one cross entropy of its logits, so it has no {[*own_options, *STATISTICS]}", stacklevel=2)
+        settle = settled if known else settled_in_place
+        out = settle(out, skip, loss.token_accuracy if accuracy else None, loss.predicted_tokens if predictions else None)
+        for recipe in loss.recipes:  # somebody holds these, and may look at them when the weights are others
+            if (kept := recipe()) is not None:
+                kept.value()
+        return out
+
+    skip = inspect.Parameter("skip_logits", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="bool | None")
+    del wrapper.__wrapped__  # type: ignore[attr-defined]  # accelerate follows it when it takes its own wrappers off
+    wrapper.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[*(p for p in signature.parameters.values() if p not in variadic), skip, *variadic]
+    )
+    return wrapper
+
+
+def _aligned(given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a model's ``forward`` with labels that fit the logits it keeps, and ``labels`` where only ``shift_labels`` are given."""
+    labels, shift_labels, keep = (given.get(n) for n in ("labels", "shift_labels", "logits_to_keep"))
+    tokens = next((given[n].shape[:2] for n in ("input_ids", "inputs_embeds") if given.get(n) is not None), None)
+    if keep is not None and not (isinstance(keep, int) and keep == 0):
+        if shift_labels is None:
+            shift_labels = F.pad(labels, (0, 1), value=given.get("ignore_index", IGNORE))[..., 1:]
+        if shift_labels.shape == tokens:
+            shift_labels = _kept(shift_labels, keep)
+    if shift_labels is None:
+        return given
+    # contiguous: loss functions take a view of them
+    return given | {"labels": shift_labels if labels is None else labels, "shift_labels": shift_labels.contiguous()}
+
+
+def _kept_early(given: dict[str, Any], head: nn.Module) -> Kept | None:
+    """The tokens that the causal loss will count; on a GPU they are counted while the model computes."""
+    labels = given.get("shift_labels")
+    if labels is None:
+        labels = F.pad(given["labels"], (0, 1), value=IGNORE)[..., 1:]
+    if labels.is_meta or labels.device != head.weight.device or (labels.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return None
+    return Kept(labels, IGNORE)
+
+
+def _kept(t: Tensor, keep: int | Tensor) -> Tensor:
+    """What ``logits_to_keep`` keeps of t (B, T): the last ones, some positions, or of each sequence its own positions or mask."""
+    if isinstance(keep, Tensor) and keep.ndim == 2:
+        return t[keep] if keep.dtype == torch.bool else t.gather(1, keep)
+    return t[:, slice(-keep, None) if isinstance(keep, int) else keep]

@@ -1,0 +1,364 @@
+"""Logits that are not there yet: a recipe for them, which records what a model does to them on the way to its loss."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map
+
+from liger_kernel.ops.losses.chunks import Kept
+from liger_kernel.transformers.head.state import HeadState, out_features
+
+IGNORE = -100
+
+
+@dataclass
+class Loss:
+    """What the caller of ``forward`` asked of the loss, and what the loss found."""
+
+    options: dict[str, Any] = field(default_factory=dict)
+    statistics: bool = False
+    taken: bool = False
+    token_accuracy: Tensor | None = None
+    predicted_tokens: Tensor | None = None
+    causal: bool = False  # whether transformers' ForCausalLMLoss is the model's loss function
+    kept: Kept | None = None  # tokens that count, counted when the forward began
+    num_items: Any = None  # what the loss function will divide the sum by
+    recipes: list[weakref.ref[Recipe]] = field(default_factory=list)  # made by calls of the head
+
+
+# A loss function -> what computes it of a recipe, and registers itself here: it needs recipes, which need not know it
+LOSSES: dict[Callable, Callable[..., Any]] = {}
+
+
+class Recipe:
+    """``head(rows)``, or ``rows`` if there is no head, then ``tail``; computed when somebody looks.
+
+    ``tail`` holds ("mul", number), ("div", number), ("tanh", None) and ("to", dtype). Selecting and reshaping tokens acts on ``rows``. Once somebody
+    looks, all recipes made of the same logits are computed from them, views as views: from then on the logits are what counts, as they may be changed
+    in place.
+
+    Gradients, autocast and the state of the head are what they were when it was called, whoever looks.
+    """
+
+    def __init__(self, rows: Tensor, head: nn.Module | None, loss: Loss, tail: tuple[tuple[str, Any], ...] = (), state: HeadState | None = None):
+        self.rows, self.head, self.loss, self.tail, self.state = rows, head, loss, tail, state
+        self.computed: Tensor | None = None
+        self.learns = torch.is_grad_enabled()
+        self.autocast = _autocast(rows.device.type)
+        self.root: Recipe | None = None  # what others are made of, and how; kept until they are computed
+        self.make: Callable[[], Tensor] | None = None
+        self.shared = False  # whether another recipe was made of it, or may be of the same memory
+        self.learnt = False  # whether a loss was computed without them, so that they get no gradient
+        self.others: list[Callable[[], Recipe | None]] = []  # of a root: the recipes made of it, while they live
+
+    def value(self) -> Tensor:
+        """The logits themselves."""
+        self.not_in_a_function()
+        if self.computed is None:
+            root = self if self.root is None else self.root
+            for recipe in (root, *(other() for other in root.others), self):  # parents come before their children
+                if recipe is not None and recipe.computed is None:
+                    with _outside_inference(), torch.set_grad_enabled(recipe.learns):
+                        recipe.computed = recipe.make() if recipe.make is not None else recipe._call_head()
+                    recipe.root = recipe.make = None
+        return self.computed  # type: ignore[return-value]
+
+    def not_in_a_function(self) -> None:
+        """``RuntimeError`` within a ``torch.autograd.Function`` that was given a recipe: autograd knows tensors alone, and no gradient would pass."""
+        root = self if self.root is None else self.root
+        if torch.is_grad_enabled() or not root.learns or torch.compiler.is_compiling():
+            return
+        forwards = {cls.forward.__code__ for cls in _subclasses(torch.autograd.Function) if isinstance(cls.forward, types.FunctionType)}
+        frame = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code in forwards and any(isinstance(a, Recipe) for a in _arguments(frame)):
+                raise RuntimeError(
+                    "torch.autograd.Function.apply: the logits of a patched model are computed when they are needed, and are no tensor before: "
+                    "give it logits.value(), or patch the model with fused_linear_cross_entropy=False"
+                )
+            frame = frame.f_back  # type: ignore[assignment]
+
+    def _call_head(self) -> Tensor:
+        with self.as_called(), self.in_state():
+            y = self.rows if self.head is None else self.head(self.rows)
+        for name, arg in self.tail:  # what was done in place
+            y = _apply(y, name, arg)
+        return y
+
+    def as_called(self) -> contextlib.AbstractContextManager:
+        """Autocast as it was when the head was called."""
+        device = self.rows.device.type
+        if self.head is None or self.autocast == _autocast(device):
+            return contextlib.nullcontext()
+        return torch.autocast(device, dtype=self.autocast, enabled=self.autocast is not None)
+
+    def in_state(self) -> contextlib.AbstractContextManager:
+        """The head as it was when it was called."""
+        return contextlib.nullcontext() if self.state is None else self.state.restored()
+
+    def derived(self, rows: Tensor, tail: tuple[tuple[str, Any], ...], op: Callable[[Tensor], Tensor]) -> Recipe:
+        new = new_recipe(rows, self.head, self.loss, tail, self.state)
+        root = self if self.root is None else self.root
+        new.learns, new.autocast, new.root = new.learns and self.learns, self.autocast, root
+        new.make = lambda: op(self.value())
+        new.shared = self.shared = True
+        # while it is traced nothing is computed that nobody uses
+        root.others.append((lambda: new) if torch.compiler.is_compiling() else weakref.ref(new))
+        return new
+
+    def then(self, name: str, arg: Any = None) -> Recipe:
+        new = self.derived(self.rows, (*self.tail, (name, arg)), lambda y: _apply(y, name, arg))
+        new.shared = name == "to" and arg == self.dtype
+        return new
+
+    def changed(self, name: str, arg: Any) -> Any:
+        """The same in place."""
+        if self.computed is not None or self.shared or not isinstance(arg, (int, float)) or not arg or self.learns != torch.is_grad_enabled():
+            return getattr(self.value(), f"{name}_")(materialised(arg))
+        self.tail, make = (*self.tail, (name, arg)), self.make
+        if make is not None:
+            self.make = lambda: _apply(make(), name, arg)
+        return self
+
+    def with_rows(self, rows: Tensor, op: Callable[[Tensor], Tensor]) -> Recipe:
+        return self.derived(rows, self.tail, op)
+
+    def scale_and_cap(self) -> tuple[float, float | None] | None:
+        """``tail`` as ``cap * tanh(scale * x / cap)``, or ``scale * x`` if cap is None; None if it is neither."""
+        before = after = 1.0
+        capped = False
+        for name, arg in self.tail:
+            if name == "tanh":
+                if capped:
+                    return None
+                capped = True
+            elif name != "to":
+                factor = arg if name == "mul" else 1 / arg
+                before, after = (before, after * factor) if capped else (before * factor, after)
+        if capped and not after:
+            return None  # a cap of 0
+        return (before * after, after) if capped else (before, None)
+
+    def gradient_wanted(self, name: str) -> None:
+        """``RuntimeError`` if a loss has been computed already, without logits, so that its gradient does not pass through them."""
+        if self.learnt:
+            raise RuntimeError(
+                f"{name}: a loss of these logits was computed without them, so that they get no gradient: ask before the loss is computed, "
+                "take logits.value() before, or patch the model with fused_linear_cross_entropy=False"
+            )
+
+    # -- what is known without computing
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.rows.shape if self.head is None else torch.Size((*self.rows.shape[:-1], out_features(self.head, self.rows)))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        casts = [arg for name, arg in self.tail if name == "to"]
+        if casts:
+            return casts[-1]
+        return self.autocast if self.head is not None and self.autocast is not None else self.rows.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.rows.device
+
+    @property
+    def requires_grad(self) -> bool:
+        leaves = (self.rows, *(self.head.parameters() if self.head is not None else ()))
+        return self.learns and any(t.requires_grad for t in leaves)
+
+    @property
+    def ndim(self) -> int:
+        return self.rows.ndim
+
+    def dim(self) -> int:
+        return self.rows.ndim
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    # -- what is recorded
+
+    def __mul__(self, other: Any) -> Any:
+        return self.then("mul", other) if self.computed is None and isinstance(other, (int, float)) else self.value() * other
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: Any) -> Any:
+        return self.then("div", other) if self.computed is None and isinstance(other, (int, float)) and other else self.value() / other
+
+    def __imul__(self, other: Any) -> Any:
+        return self.changed("mul", other)
+
+    def __itruediv__(self, other: Any) -> Any:
+        return self.changed("div", other)
+
+    def tanh(self) -> Any:
+        return self.then("tanh") if self.computed is None else self.value().tanh()
+
+    def float(self, **kwargs: Any) -> Any:
+        return self.value().float(**kwargs) if kwargs else self.to(torch.float32)
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        if self.computed is None and not kwargs and len(args) == 1:
+            if isinstance(args[0], torch.dtype):
+                return self.then("to", args[0])
+            if args[0] == self.device:
+                return self
+        return self.value().to(*args, **kwargs)
+
+    def contiguous(self, **kwargs: Any) -> Any:
+        return self.with_rows(self.rows, Tensor.contiguous) if self.computed is None and not kwargs else self.value().contiguous(**kwargs)
+
+    def reshape(self, *shape: Any, **kwargs: Any) -> Any:
+        return self._shaped("reshape", *shape, *kwargs.values()) if kwargs.keys() <= {"shape"} else self.value().reshape(*shape, **kwargs)
+
+    def view(self, *shape: Any, **kwargs: Any) -> Any:
+        return self._shaped("view", *shape, *kwargs.values()) if kwargs.keys() <= {"size"} else self.value().view(*shape, **kwargs)
+
+    def _shaped(self, name: str, *shape: Any) -> Any:
+        sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
+        V = self.shape[-1]
+        if self.computed is None and all(isinstance(n, int) for n in sizes) and len(sizes) > 1:
+            lead, last = sizes[:-1], sizes[-1]
+            if last == V or (last == -1 and -1 not in lead and torch.Size(lead).numel() == self.rows.shape[:-1].numel()):
+                return self.with_rows(self.rows.reshape(*lead, self.rows.shape[-1]), lambda y: y.reshape(sizes))
+        return getattr(self.value(), name)(*shape)
+
+    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Any:
+        if self.computed is None and start_dim >= 0 and end_dim % self.ndim < self.ndim - 1:
+            return self.with_rows(self.rows.flatten(start_dim, end_dim), lambda y: y.flatten(start_dim, end_dim))
+        return self.value().flatten(start_dim, end_dim)
+
+    def __getitem__(self, index: Any) -> Any:
+        if self.computed is None and _keeps_last_dim(index, self.ndim):
+            return self.with_rows(self.rows[index], lambda y: y[index])
+        return self.value()[index]
+
+    # -- everything else
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.value(), name)
+
+    @classmethod
+    def __torch_function__(cls, fn: Callable, types_: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if fn in LOSSES:
+            return LOSSES[fn](*args, **kwargs)
+        if fn is torch.tanh and not kwargs:
+            return args[0].tanh()
+        if fn in _OF_GRADIENTS:
+            asked = kwargs.get("inputs", args[-1]) if fn is torch.autograd.grad else args[:1]
+            for x in asked:
+                if isinstance(x, Recipe):
+                    x.gradient_wanted("grad" if fn.__name__ == "__get__" else fn.__name__)
+        return fn(*of_tensors(args), **of_tensors(kwargs))
+
+
+def _subclasses(cls: Any) -> Iterator[Any]:
+    for each in cls.__subclasses__():
+        yield each
+        yield from _subclasses(each)
+
+
+def _arguments(frame: types.FrameType) -> list[Any]:
+    """What the function of ``frame`` was called with, ``*args`` one by one."""
+    code, values = frame.f_code, frame.f_locals
+    n = code.co_argcount + code.co_kwonlyargcount
+    named = [values.get(name) for name in code.co_varnames[:n]]
+    return [*named, *values.get(code.co_varnames[n], ())] if code.co_flags & inspect.CO_VARARGS else named
+
+
+def _apply(y: Tensor, name: str, arg: Any) -> Tensor:
+    return y.to(arg) if name == "to" else y * arg if name == "mul" else y / arg if name == "div" else torch.tanh(y)
+
+
+def _autocast(device: str) -> torch.dtype | None:
+    """What matrices are multiplied in there, if autocast says."""
+    return torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else None
+
+
+def _outside_inference() -> contextlib.AbstractContextManager:
+    inference = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()  # which cannot be traced
+    return torch.inference_mode(False) if inference else contextlib.nullcontext()
+
+
+def materialised(x: Any) -> Any:
+    return x.value() if isinstance(x, Recipe) else x
+
+
+def of_tensors(tree: Any) -> Any:
+    """``tree`` with logits in the place of recipes."""
+    return tree_map(materialised, tree, is_leaf=_is_recipe)
+
+
+def _is_recipe(x: Any) -> bool:
+    return isinstance(x, Recipe)
+
+
+def _operator(name: str) -> Callable:
+    return lambda self, *args, **kwargs: getattr(self.value(), name)(*of_tensors(args), **of_tensors(kwargs))
+
+
+_ARITHMETIC = ("add", "radd", "sub", "rsub", "rtruediv", "floordiv", "rfloordiv", "mod", "rmod", "neg", "abs", "pow", "rpow", "matmul", "rmatmul")
+_IN_PLACE = ("iadd", "isub", "ipow", "ifloordiv", "imod", "iand", "ior")
+for _name in (*_ARITHMETIC, *_IN_PLACE, "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "invert", "bool", "iter", "setitem"):
+    setattr(Recipe, f"__{_name}__", _operator(f"__{_name}__"))
+Recipe.__hash__ = object.__hash__  # type: ignore[method-assign]
+
+
+class DeferredLogits(Recipe, Tensor):  # type: ignore[misc]
+    """A recipe that is a tensor, without memory of its own: ``isinstance`` says so, and what PyTorch's C++ is given is caught below."""
+
+    @staticmethod
+    def __new__(cls, rows: Tensor, head: nn.Module | None, *args: Any, **kwargs: Any) -> DeferredLogits:
+        shape = rows.shape if head is None else (*rows.shape[:-1], out_features(head, rows))
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=rows.dtype, device=rows.device)  # type: ignore[attr-defined]
+
+    @classmethod
+    def __torch_dispatch__(cls, fn: Any, types_: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        recipes = [x for x in tree_leaves((args, kwargs), is_leaf=_is_recipe) if _is_recipe(x)]
+        if torch.is_grad_enabled() and any(x.requires_grad for x in recipes):  # autograd, which is above, knows nothing of their gradient
+            raise RuntimeError(
+                f"{fn}: the logits of a patched model are computed when they are needed: give it logits.value(), "
+                "or patch the model with fused_linear_cross_entropy=False"
+            )
+        return fn(*of_tensors(args), **of_tensors(kwargs or {}))
+
+
+def new_recipe(*args: Any, **kwargs: Any) -> Recipe:
+    """One that is a tensor, but while it is traced: ``torch.compile`` knows objects better."""
+    return (Recipe if torch.compiler.is_compiling() else DeferredLogits)(*args, **kwargs)
+
+
+_OF_GRADIENTS = {Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad, Tensor.grad.__get__, torch.autograd.grad}  # type: ignore[attr-defined]
+# What goes through pytrees (torch.vmap, torch.func) are the logits
+register_pytree_node(DeferredLogits, lambda x: ([x.value()], None), lambda children, _: next(iter(children)))
+
+
+def _keeps_last_dim(index: Any, ndim: int) -> bool:
+    """Whether ``index`` selects among all dims but the last."""
+    items = index if isinstance(index, tuple) else (index,)
+    if any(not (i is None or i is Ellipsis or isinstance(i, (int, slice, Tensor))) for i in items):
+        return False
+    used = sum(i.ndim if isinstance(i, Tensor) and i.dtype == torch.bool else i is not None for i in items if i is not Ellipsis)
+    if items[-1:] == (slice(None),):
+        return used <= ndim
+    return used < ndim and (Ellipsis not in [i for i in items if not isinstance(i, Tensor)] or items[-1] is Ellipsis)

@@ -1,0 +1,166 @@
+"""What takes the place of the output head for the time of one ``forward``."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_kernel import parallel
+from liger_kernel.transformers.head import loss as loss  # who makes recipes has the losses that compute them
+from liger_kernel.transformers.head.recipe import DeferredLogits, Loss, Recipe, new_recipe
+from liger_kernel.transformers.head.state import HeadState, can_wait, untouched
+
+
+@dataclass
+class Call:
+    """A ``forward`` under way."""
+
+    model: nn.Module
+    loss: Loss
+    keep_logits: bool
+
+
+class StandIn(nn.Module):
+    """In the head's place during ``forward``: returns a recipe to the calls that want one, and is the head to everybody else who looks.
+
+    ``calls`` are those of each thread, the innermost last; None is one that wants logits.
+    """
+
+    def __init__(self, head: nn.Module):
+        if torch.compiler.is_compiling():
+            super().__init__()
+            self.head = head
+            self.calls: dict[int, list[Call | None]] = {}
+        else:  # nothing of its own: parameters, hooks and all else are the head's for those who look meanwhile, and those who change it
+            self.__dict__.update(head=head, calls={})
+
+    def call(self) -> Call | None:
+        """What this thread is in."""
+        calls = self.calls.get(this_thread())
+        return calls[-1] if calls else None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        call = self.call()
+        if call is None:
+            return self.head(*args, **kwargs)
+        held = None if call.keep_logits or kwargs or len(args) != 1 else _held(self.head, args[0])
+        if held is None:
+            logits = self.head(*args, **kwargs)
+            return new_recipe(logits, None, call.loss) if isinstance(logits, Tensor) else logits
+        head, rows = held
+        if torch.compiler.is_compiling():
+            return Recipe(rows, head, call.loss)
+        recipe = DeferredLogits(rows, head, call.loss, state=HeadState(head, rows) if head is self.head else None)
+        call.loss.recipes.append(weakref.ref(recipe))
+        return recipe
+
+    def __getattr__(self, name: str) -> Any:
+        if "_modules" in self.__dict__:  # where it is traced
+            return super().__getattr__(name)
+        return getattr(self.__dict__["head"], name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)  # hooks of all modules are for the head
+
+    @property
+    def __class__(self) -> type:
+        return type(self.__dict__.get("head", self))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if torch.compiler.is_compiling() or "calls" not in self.__dict__:
+            super().__setattr__(name, value)
+        else:
+            setattr(self.head, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.head, name)
+
+
+def _of_head(name: str) -> Callable:
+    return lambda self, *args, **kwargs: getattr(self.head, name)(*args, **kwargs)
+
+
+# What visits the modules of a model, to change them or to ask what they are, finds the head
+for _name in ("state_dict", "named_modules", "apply", "train", "_apply", "requires_grad_", "__repr__"):
+    setattr(StandIn, _name, _of_head(_name))
+
+
+def _held(head: nn.Module, x: Any) -> tuple[nn.Module, Tensor] | None:
+    """The head and rows of a recipe for ``head(x)``; None where the call cannot wait."""
+    if not isinstance(x, Tensor) or not untouched():
+        return None
+    held = parallel.received(head, x)
+    return None if held is not None and held[0] is head and not can_wait(head) else held
+
+
+standing: list[StandIn] = []  # those in place
+_LOCK = threading.Lock()
+
+
+@torch.compiler.assume_constant_result
+def this_thread() -> int:
+    return threading.get_ident()
+
+
+def _locked() -> contextlib.AbstractContextManager:
+    return contextlib.nullcontext() if torch.compiler.is_compiling() else _LOCK
+
+
+def enter(parent: nn.Module, name: str, call: Call) -> StandIn:
+    """A stand-in for ``name`` of ``parent``, the same one for all calls at a time."""
+    with _locked():
+        there = parent._modules[name]
+        stand_in = there if isinstance(there, StandIn) else StandIn(there)
+        stand_in.calls.setdefault(this_thread(), []).append(call)
+        if stand_in is not there:
+            parent._modules[name] = stand_in
+            standing.append(stand_in)
+    return stand_in
+
+
+def leave(stand_in: StandIn, parent: nn.Module, name: str) -> None:
+    """The last call out puts the head back."""
+    with _locked():
+        thread = this_thread()
+        stand_in.calls[thread].pop()
+        if not stand_in.calls[thread]:
+            del stand_in.calls[thread]
+        if not stand_in.calls:
+            standing[:] = [s for s in standing if s.calls]
+            if parent._modules.get(name) is stand_in:
+                parent._modules[name] = stand_in.head
+
+
+def without_labels(forward: Callable, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """``forward``, which returns logits also where ``model`` is called within its own loss."""
+    within = [s for s in list(standing) if (call := s.call()) is not None and call.model is model]
+    for stand_in in within:
+        stand_in.calls[this_thread()].append(None)
+    try:
+        return forward(model, *args, **kwargs)
+    finally:
+        for stand_in in within:
+            stand_in.calls[this_thread()].pop()
+
+
+def place_of_head(model: nn.Module) -> tuple[nn.Module, str] | None:
+    """The module that holds the output head, and its name there."""
+    try:
+        head = model.get_output_embeddings()
+    except (AttributeError, NotImplementedError):
+        return None
+    if head is None:  # transformers does not look for it where there is no embedding: in the last stage of a pipeline
+        head = model._modules.get("lm_head")
+    if not isinstance(head, nn.Module) or isinstance(head, nn.Embedding):  # which is called for the inputs, too
+        return None
+    for name, child in model._modules.items():  # where it nearly always is
+        if child is head:
+            return model, name
+    return next(((m, name) for m in model.modules() for name, child in m._modules.items() if child is head), None)

@@ -1,0 +1,141 @@
+"""The functions that users and frameworks call to patch classes or models."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import transformers
+from packaging.version import Version
+from torch import nn
+
+from liger_kernel.transformers.patching import once
+from liger_kernel.transformers.patching.bound import KEY, is_ours
+from liger_kernel.transformers.patching.flags import HEAD_FLAGS, every_flag, flags_of, parameters_of, parts_of
+from liger_kernel.transformers.patching.reference import references_beside
+from liger_kernel.transformers.patching.select import class_patches, fused_head, instance_patches
+from liger_kernel.transformers.patching.values import Patches, original
+from liger_kernel.transformers.recognise.families import FAMILIES
+from liger_kernel.transformers.recognise.rows import family, rows_of, swapped_slots
+from liger_kernel.transformers.recognise.slots import SLOT_OF, TORCHS_OWN
+from liger_kernel.utils import PEFT_AVAILABLE as PEFT_AVAILABLE
+
+
+def _apply_rest(model: nn.Module, given: Mapping[str, bool | None]) -> nn.Module:
+    """``model`` with what class patches leave out, because its class is PyTorch's or of another family."""
+    model_type = getattr(getattr(model, "config", None), "model_type", "")
+    if model_type and family(model_type):
+        instance_patches(model, model_type, parts_of(flags_of(model_type) | dict(given)), None).apply()
+    return model
+
+
+def _apply(model_type: str, given: Mapping[str, bool | None], model: nn.Module | None) -> Patches:
+    """Apply with the flags that somebody gave, and defaults for the rest. A flag given as None is off."""
+    if all(given.get(f) for f in HEAD_FLAGS):
+        raise AssertionError("cross_entropy and fused_linear_cross_entropy cannot both be True")
+    flags = flags_of(model_type) | {f: False for f, other in zip(HEAD_FLAGS, reversed(HEAD_FLAGS)) if given.get(other)} | dict(given)
+    head = "fused" if flags.get("fused_linear_cross_entropy") else "logits" if flags.get("cross_entropy") else None
+    parts = parts_of(flags)
+    if model is None:
+        return class_patches(model_type, parts, head).apply()
+    found = instance_patches(model, model_type, parts, head)
+    if not found and (head or any(parts[slot] for slot in parts if slot != "rematerialise")) and not any(map(_is_patched, model.modules())):
+        once.warn(model_type, type(model).__name__, "nothing of this model was swapped: its parts are of other classes than transformers'")
+    return found.apply()
+
+
+def _is_patched(module: nn.Module) -> bool:
+    return KEY in module.__dict__ or is_ours(getattr(type(module), "forward", None))
+
+
+def _say_what_is_missing(model_type: str, given: Mapping[str, bool | None], live: bool) -> None:
+    """A warning, once, for each flag that somebody asked for and that has no effect."""
+    served, row = swapped_slots(model_type), family(model_type)
+    asked = {"rope": "rope", "rms_norm": "rms_norm", "layer_norm": "layer_norm", "swiglu": "glu", "geglu": "glu", "relu_squared": "relu_squared"}
+    silent = [flag for flag, slot in asked.items() if given.get(flag) and slot not in served]
+    silent += [flag for flag in HEAD_FLAGS if given.get(flag) and (row is None or row.fused)]
+    for flag in silent:
+        if (model_type, flag) not in once.WARNED:
+            once.WARNED.add((model_type, flag))
+            warnings.warn(f"{model_type}: nothing to swap for {flag}=True (see `liger models {model_type}`)", stacklevel=4)
+    if given.get("layer_norm") and not live and (model_type, "LayerNorm") not in once.WARNED and "layer_norm" in served:
+        labels = {label for _, row in rows_of([model_type], family) for label in row.swapped.values() if SLOT_OF[label] == "layer_norm"}
+        if labels <= {label for _, label in TORCHS_OWN.values()}:
+            once.WARNED.add((model_type, "LayerNorm"))
+            warnings.warn(f"{model_type}: its LayerNorms are torch's own class, so they are swapped only in a live model (model=...)", stacklevel=4)
+    wanted = {slot: flag for flag, slot in asked.items() if given.get(flag) and slot in served and (model_type, flag) not in once.WARNED}
+    if wanted and not live:
+        rows = rows_of([model_type], family)
+        own = {module.__name__ for module, _ in rows}
+        owners = [(wanted.get(SLOT_OF[label]), vars(module).get(name)) for module, row in rows for name, label in row.swapped.items()]
+        foreign = lambda owner: isinstance(owner, type) and owner.__module__ not in own
+        borrowed = {flag: owner for flag, owner in owners if flag and foreign(owner)}
+        for flag in borrowed.keys() - {flag for flag, owner in owners if owner is not None and not foreign(owner)}:
+            once.WARNED.add((model_type, flag))
+            warnings.warn(f"{model_type}: {flag}=True is of another family's {borrowed[flag].__name__}, swapped only in a live model (model=...)", stacklevel=4)
+
+
+def _apply_function(model_type: str) -> Callable[..., None]:
+    flags = parameters_of(model_type)
+    annotation = lambda f: "nn.Module | None" if f == "model" else "bool | None"
+    parameters = [inspect.Parameter(f, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=v, annotation=annotation(f)) for f, v in flags.items()]
+    signature = inspect.Signature(parameters, return_annotation=None)
+
+    def apply(*args: Any, **kwargs: Any) -> None:
+        level = {name: kwargs.pop(name) for name in ("rematerialise",) if name in kwargs}
+        try:
+            given = signature.bind(*args, **kwargs).arguments | level
+        except TypeError as error:
+            raise TypeError(f"{apply.__name__}(): {error}; it takes {', '.join(signature.parameters)}, rematerialise") from None
+        model = given.pop("model", None)
+        _say_what_is_missing(model_type, given, model is not None)
+        _apply(model_type, given, model)
+
+    apply.__name__ = apply.__qualname__ = "apply_liger_kernel_to_" + re.sub(r"\W", "_", model_type)
+    apply.__signature__ = signature  # type: ignore[attr-defined]
+    apply.__doc__ = (
+        f"Patch the classes of transformers' ``{model_type}`` models, or only ``model`` if one is given. ``liger models {model_type}`` says how.\n\n"
+        '``rematerialise`` (True or "cheap", the default; "mlp"; False or "off") says what is computed again in the backward: see ``liger_kernel.memory``.'
+    )
+    return apply
+
+
+MODEL_TYPE_TO_APPLY_LIGER_FN: dict[str, Callable[..., None]] = {t: _apply_function(t) for t in FAMILIES}
+globals().update({f.__name__: f for f in MODEL_TYPE_TO_APPLY_LIGER_FN.values()})  # apply_liger_kernel_to_llama ...
+
+
+def _lenient(model_type: str, kwargs: Mapping[str, Any], model: nn.Module | None) -> None:
+    known = flags_of(model_type) if model_type and family(model_type) else None
+    for name in kwargs.keys() - (known or every_flag()):
+        if name not in every_flag():
+            near = difflib.get_close_matches(name, every_flag(), n=1)
+            once.warn(name, "", "no flag of liger_kernel, so it has no effect" + (f"; did you mean {near[0]}?" if near else ""))
+    if known is None:
+        once.warn(model_type or type(model).__name__, "", "liger_kernel has no kernels for this type of model, so it is the stock one")
+    else:
+        _apply(model_type, {k: v for k, v in kwargs.items() if k in known}, model)
+
+
+def _apply_liger_kernel(model_type: str, **kwargs: Any) -> None:
+    """Patch the classes of a model type. Flags of other families are ignored, as frameworks pass the same ones to every model; unknown ones get a warning."""
+    _lenient(model_type, kwargs, None)
+
+
+def _apply_liger_kernel_to_instance(model: nn.Module, **kwargs: Any) -> None:
+    """Patch one live model, and the reference beside it in a Trainer, with flags as for ``_apply_liger_kernel``. Applying again changes nothing."""
+    for each in (model, *references_beside(model)):
+        _lenient(getattr(getattr(each, "config", None), "model_type", ""), kwargs, each)
+
+
+def stock_with_fused_head(cls: type) -> Callable:
+    """The stock ``forward`` of a model class with head and loss fused."""
+    return fused_head(original(cls, "forward"), False)
+
+
+transformer_version = Version(transformers.__version__)
+MIN_SUPPORTED_TRANSFORMERS_VERSION = Version("4.57.0")
+IS_TRANSFORMERS_V5_OR_LATER = transformer_version.major >= 5

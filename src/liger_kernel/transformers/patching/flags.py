@@ -1,0 +1,74 @@
+"""Flags of ``apply_liger_kernel_to_*`` and their defaults."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from liger_kernel import memory
+from liger_kernel.transformers.recognise.families import FAMILIES
+from liger_kernel.transformers.recognise.family import Family
+from liger_kernel.transformers.recognise.rows import family, swapped_slots
+
+HEAD_FLAGS = ("cross_entropy", "fused_linear_cross_entropy")
+STANDARD: dict[str, bool | None] = dict(rope=True, cross_entropy=False, fused_linear_cross_entropy=True, rms_norm=True)
+# Published flags and defaults, then model and, behind it, flags that the published functions do not have, where there is something to swap. (granite's
+# defaults are not followed: they leave its head out because the published one cannot scale logits.)
+_NO_ROPE = ("deepseek_v2", "deepseek_v3", "glm4", "glm4v", "glm4v_moe", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next")
+_FLAGS = dict[str, bool | None]
+_PUBLISHED: dict[str, _FLAGS] = {
+    **{t: STANDARD | dict(swiglu=True) for t in (
+        "exaone4", "falcon_h1", "hunyuan_v1_dense", "hunyuan_v1_moe", "llama", "ministral", "mistral", "mixtral", "olmo2", "olmo3", "phi3", "qwen2", "qwen3",
+        "qwen3_moe", "smollm3", "qwen2_5_vl", "qwen2_5_vl_text", "qwen3_vl_moe", "qwen3_vl_moe_text", "granite",
+        "llama4", "llama4_text",
+    )},
+    **{t: STANDARD | dict(rope=False, swiglu=True) for t in _NO_ROPE},
+    "deepseek_v4": STANDARD | dict(rope=False, swiglu=False),
+    **{t: STANDARD | dict(swiglu=False) for t in ("gpt_oss", "qwen3_vl", "qwen3_vl_text")},
+    **{t: _FLAGS(rope=True, cross_entropy=False, fused_linear_cross_entropy=True, layer_norm=True, rms_norm=True, swiglu=True)
+       for t in ("mllama", "mllama_text_model", "muse_glimmer")},
+    **{t: STANDARD | dict(layer_norm=True, swiglu=True) for t in ("qwen2_vl", "qwen2_vl_text")},
+    **{t: STANDARD | dict(geglu=True) for t in ("gemma", "gemma2", "gemma3_text")},
+    **{t: _FLAGS(rope=True, cross_entropy=False, fused_linear_cross_entropy=True, layer_norm=True, rms_norm=True, geglu=True) for t in ("gemma3", "paligemma")},
+    "gemma4_text": STANDARD | dict(rope=False, geglu=True),
+    "gemma4": dict(rope=False, cross_entropy=False, fused_linear_cross_entropy=True, layer_norm=False, rms_norm=True, geglu=True),
+    "pixtral": dict(rope=True, rms_norm=True, swiglu=True),
+}  # fmt: skip
+# Those that hand further flags on to their parts
+_HANDING_ON: dict[str, _FLAGS] = {
+    "nemotron": dict(relu_squared=True, cross_entropy=False, fused_linear_cross_entropy=True),
+    "llava": dict(cross_entropy=False, fused_linear_cross_entropy=True),
+    **{t: dict(cross_entropy=False, fused_linear_cross_entropy=True, rms_norm=True, layer_norm=True) for t in ("internvl", "smolvlm")},
+}
+
+
+def flags_of(model_type: str) -> dict[str, bool | None]:
+    """Flag -> default of ``apply_liger_kernel_to_<model_type>``; the last, of no published signature, is a level of ``memory``."""
+    return {f: v for f, v in parameters_of(model_type).items() if f != "model"} | {"rematerialise": True}
+
+
+@functools.cache
+def parameters_of(model_type: str) -> _FLAGS:
+    """Parameter -> default of ``apply_liger_kernel_to_<model_type>``, in its order: flags and ``model``."""
+    row = Family(**FAMILIES[model_type]) if model_type in FAMILIES else family(model_type)
+    more: _FLAGS = dict.fromkeys(sorted(swapped_slots(model_type) & {"layer_norm", "relu_squared"}), True)
+    flags = STANDARD | {row.glu if row else "swiglu": True} | more
+    if model_type in _PUBLISHED | _HANDING_ON:
+        published = (_PUBLISHED | _HANDING_ON)[model_type]
+        more = {f: v for f, v in (more if model_type in _PUBLISHED else flags).items() if f not in published}
+        return published | {"model": None} | more
+    if row and not row.heads:
+        flags = {f: v for f, v in flags.items() if f not in HEAD_FLAGS}
+    return flags | {"model": None}
+
+
+def parts_of(flags: Mapping[str, Any]) -> dict[str, Any]:
+    parts: dict[str, Any] = {flag: bool(flags.get(flag)) for flag in ("rope", "rms_norm", "layer_norm", "relu_squared")}
+    return parts | {"glu": bool(flags.get("swiglu", flags.get("geglu"))), "rematerialise": memory.level_of(flags.get("rematerialise"))}
+
+
+@functools.cache
+def every_flag() -> frozenset[str]:
+    """The flags of all families."""
+    return frozenset(f for t in FAMILIES for f in flags_of(t))

@@ -1,0 +1,224 @@
+"""What to patch: of the classes of a model type, or of the modules of one live model."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import nn
+from transformers import CONFIG_MAPPING, PretrainedConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from liger_kernel import memory
+from liger_kernel.transformers.head.forward import fused
+from liger_kernel.transformers.patching import fusions, once, wrappers
+from liger_kernel.transformers.patching.bound import ABSENT, Bound, ours, within
+from liger_kernel.transformers.patching.values import Patch, Patches, original, remembered
+from liger_kernel.transformers.recognise.family import Family, configs_of
+from liger_kernel.transformers.recognise.rows import Rows, family, rows_of
+from liger_kernel.transformers.recognise.slots import SLOT_OF, TORCHS_OWN, VARIANTS
+from liger_kernel.transformers.recognise.variant import named_as
+
+
+@functools.cache
+def _variant(label: str, stock: Callable) -> Callable:
+    return ours(named_as(VARIANTS[label](stock), stock))
+
+
+@functools.cache
+def fused_head(forward: Callable, keep_logits: bool, known: bool = True) -> Callable:
+    return ours(fused(forward, keep_logits=keep_logits, known=known))
+
+
+def _change(forward: Callable, level: str, fuse: bool) -> Callable:
+    forward = (fuse and fusions.fused(forward)) or forward
+    return forward if level == "off" else memory.rematerialised(forward, level)
+
+
+@functools.cache
+def _layer(forward: Callable, level: str, fuse: bool, of_class: bool) -> Callable:
+    return ours(wrappers.within(forward, functools.partial(_change, level=level, fuse=fuse), of_class=of_class))
+
+
+@functools.cache
+def _live_layer(stock: Callable, level: str, fuse: bool) -> Callable:
+    """For one layer of a class with this forward; its class, which FSDP2 may change after us, says what checkpoints."""
+    usual = _layer(stock, level, fuse, False)
+
+    def forward(self, *args, **kwargs):
+        outer = type(self).forward
+        return (usual if outer is stock or not within(outer, stock) else _layer(outer, level, fuse, False))(self, *args, **kwargs)
+
+    return ours(forward)
+
+
+NORM_ROPE = "norm_rope"
+
+
+@functools.cache
+def _norm_rope(forward: types.FunctionType) -> Callable:
+    return ours(wrappers.within(forward, lambda f: fusions.fused(f) or f))
+
+
+def _turning(module: types.ModuleType, row: Family) -> list[type]:
+    """Classes of attention whose norms of heads go with their rotation."""
+    ropes = {name for name, label in row.swapped.items() if SLOT_OF[label] == "rope"}
+    found = []
+    for cls in vars(module).values():
+        if isinstance(cls, type) and issubclass(cls, nn.Module) and cls.__module__ == module.__name__ and "forward" in cls.__dict__:
+            forward = wrappers.core(original(cls, "forward"))
+            names = forward.__code__.co_names if isinstance(forward, types.FunctionType) else ()
+            if ropes & set(names) and (new := fusions.fused(forward)) is not None and fusions.NORM_ROPE in new.__code__.co_freevars:
+                found.append(cls)
+    return found
+
+
+CHEAP = {"rms_norm", "layer_norm", "glu", "relu_squared"}  # slots whose outputs can be computed again for one pass over memory
+
+
+def _layers(module: types.ModuleType) -> list[type]:
+    """The classes of layers, which checkpointing would recompute as a whole."""
+    return [c for c in vars(module).values() if isinstance(c, type) and issubclass(c, GradientCheckpointingLayer) and c.__module__ == module.__name__]
+
+
+def _patches(model_types: Iterable[str], parts: Mapping[str, Any], head: str | None, rows: Rows) -> Iterator[Patch]:
+    """All patches of these types and their parts, those of PyTorch's own classes included; heads are those of the first type."""
+    model_types = list(model_types)
+    for i, (module, row) in enumerate(rows_of(model_types, rows)):
+        for name, label in row.swapped.items():
+            if not parts.get(SLOT_OF[label]):
+                continue
+            if name in TORCHS_OWN:
+                owner, attribute = getattr(nn, TORCHS_OWN[name][0]), "forward"
+            else:
+                owner, attribute = (getattr(module, name, None), "forward") if isinstance(getattr(module, name, None), type) else (module, name)
+            if not hasattr(owner, attribute):  # another version of transformers may not have it
+                continue
+            if _is_foreign(original(owner, attribute)):
+                once.warn(model_types[0], name, "not transformers' own any more: somebody has replaced it, so it stays as it is")
+            else:
+                yield Patch(owner, attribute, _variant(label, original(owner, attribute)), label)
+        level = memory.level_of(parts.get("rematerialise"))
+        served = {slot for slot in map(SLOT_OF.__getitem__, row.swapped.values()) if parts.get(slot)}
+        for cls in _turning(module, row) if {"rms_norm", "rope"} <= served else ():
+            yield Patch(cls, "forward", _norm_rope(original(cls, "forward")), NORM_ROPE)
+        level = level if served & CHEAP else "off"
+        for cls in _layers(module):
+            stock = original(cls, "forward")
+            fuse = "rms_norm" in served and fusions.fused(wrappers.core(stock)) is not None
+            if fuse or level != "off":
+                label = ", ".join(["add_norm"] * fuse + [f"rematerialised({level})"] * (level != "off"))
+                yield Patch(cls, "forward", _layer(stock, level, fuse, True), label)
+        for name in row.heads if i == 0 and head and not row.fused else ():
+            if hasattr(module, name):
+                cls = getattr(module, name)
+                yield Patch(cls, "forward", fused_head(original(cls, "forward"), head == "logits"), f"{head} head")
+
+
+def class_patches(model_type: str, parts: Mapping[str, Any], head: str | None, rows: Rows = family) -> Patches:
+    """Patches of the classes of ``model_type``, and of those types its parts are of by default. Classes of PyTorch and of other families are left alone.
+
+    ``parts``: slot -> whether to swap it, and "rematerialise": a level of ``memory``; ``head``: "fused", "logits" (fused loss on real logits) or None.
+    """
+    own = {module.__name__ for module, _ in rows_of([model_type], rows)}
+    found = [p for p in _patches([model_type], parts, head, rows) if not isinstance(p.owner, type) or p.owner.__module__ in own]
+    return Patches(dict.fromkeys([*found, *_ropes_of_parts(model_type, parts, rows, {(p.owner, p.attribute) for p in found})]))
+
+
+def _ropes_of_parts(model_type: str, parts: Mapping[str, Any], rows: Rows, taken: set[tuple[Any, str]]) -> list[Patch]:
+    """Patches of rope functions whose tables only the types of parts tell, which have the same module: where these agree."""
+    found: dict[tuple[Any, str], set[Patch]] = {}
+    config = CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING and parts.get("rope") else PretrainedConfig
+    for t in (getattr(c, "model_type", "") for c in config.sub_configs.values()):
+        if t in CONFIG_MAPPING and CONFIG_MAPPING[t].__module__ == config.__module__:
+            for p in _patches([t], {"rope": True}, None, rows):
+                found.setdefault((p.owner, p.attribute), set()).add(p)
+    return [p for at, (p, *others) in found.items() if at not in taken and not others]
+
+
+def instance_patches(model: nn.Module, model_type: str, parts: Mapping[str, Any], head: str | None, rows: Rows = family) -> Patches:
+    """The same for the modules of one live model, found by their classes wherever they are (PEFT wrappers, towers); nothing else is touched.
+
+    A rope function belongs to a Python module: methods that call it are compiled again, with ours in its place.
+    """
+    own = [c.model_type for c in configs_of(getattr(model, "config", None)) if getattr(c, "model_type", "")]
+    of_all = list(dict.fromkeys(_patches(dict.fromkeys([model_type, *own]), parts, head, rows)))
+    seen: dict[tuple[nn.Module, str, types.FunctionType], list[Patch]] = {}  # module, method, its function -> what it is to see
+    callers = functools.cache(_callers)  # for this time: methods of classes may be replaced meanwhile
+    for p in of_all:
+        for m in model.modules() if isinstance(p.owner, types.ModuleType) and not p.applied else ():
+            for name, f in callers(type(m), p.owner, p.attribute):
+                seen.setdefault((m, name, f), []).append(p)
+    fuse = bool(parts.get("rms_norm"))
+    found = []
+    for (m, name, f), ps in seen.items():
+        seeing = _seeing(f, tuple((p.attribute, original(p.owner, p.attribute), p.new) for p in ps), fuse)  # one function for all labels
+        if seeing is None:
+            once.warn(type(m).__name__, name, "its source cannot be read, so its rotary embedding stays as it is")
+        else:
+            found += [on_instance(m, name, seeing, p.label) for p in ps]
+    for p in of_all:
+        # norms and rotation of a live module go with its rope function
+        for m in model.modules() if p.label != NORM_ROPE and isinstance(p.owner, type) else ():
+            if isinstance(m, p.owner) and original(type(m), p.attribute) is original(p.owner, p.attribute):
+                around: Callable | None = functools.partial(fused, keep_logits=head == "logits") if p.label.endswith("head") else None
+                new, level = p.new, p.label.partition("rematerialised(")[2][:-1]
+                if p.new is not getattr(type(m), p.attribute, None) and (level or p.label == "add_norm"):
+                    new = _live_layer(original(type(m), p.attribute), level or "off", p.label.startswith("add_norm"))
+                    around = functools.partial(memory.rematerialised, level=level) if level else None
+                found.append(on_instance(m, p.attribute, new, p.label, around))
+            elif isinstance(m, p.owner) and p.label.endswith("head") and not p.applied and _of_user(theirs := original(type(m), "forward")):
+                # a subclass, whose forward calls that of its base, or does all by itself
+                found.append(on_instance(m, "forward", fused_head(theirs, head == "logits", known=False), p.label))
+    return Patches(p for p in found if p)
+
+
+def _is_foreign(function: Any) -> bool:
+    """Whether a function was put where it is by somebody: one from elsewhere, also if it says by ``functools.wraps`` that it is what it wraps."""
+    function = wrappers.core(function)
+    return isinstance(function, types.FunctionType) and not function.__globals__.get("__name__", "").startswith(("transformers.", "torch.", "kernels."))
+
+
+def _of_user(forward: Any) -> bool:
+    """Whether a class's ``forward`` is a function from elsewhere than transformers."""
+    return isinstance(forward, types.FunctionType) and not (forward.__module__ or "").startswith("transformers.")
+
+
+def on_instance(m: nn.Module, attribute: str, new: Callable, label: str, around: Callable | None = None) -> Patch | None:
+    """``new`` bound to ``m``, where a call of ``m`` gets to the function of its class; None if that is ours already.
+
+    Where somebody has replaced that function on this module: ``around`` theirs, or None.
+    """
+    if new is getattr(type(m), attribute, None):
+        return None
+    # accelerate's hooks keep what they wrap in _old_forward
+    place = "_old_forward" if attribute == "forward" and "_old_forward" in m.__dict__ else attribute
+    there = remembered(m).get(place, m.__dict__.get(place, ABSENT))
+    if there is not ABSENT:
+        bound = isinstance(there, types.MethodType) and there.__self__ is m
+        if not (bound and there.__func__ is original(type(m), attribute)):
+            if around is None:
+                return None
+            new = ours(around(there.__func__ if bound else lambda self, *args, **kwargs: there(*args, **kwargs)))
+    return Patch(m, place, Bound(new, m, attribute, original(type(m), attribute)) if there is ABSENT else Bound(new, m), label)
+
+
+def _callers(cls: type, module: types.ModuleType, name: str) -> list[tuple[str, types.FunctionType]]:
+    """Methods of ``cls`` that look up ``name`` in ``module``."""
+    methods = {}
+    for base in reversed(cls.__mro__):
+        for attribute in base.__dict__:
+            methods[attribute] = original(base, attribute)
+    cores = {a: wrappers.core(f) for a, f in methods.items()}
+    looks = lambda f: isinstance(f, types.FunctionType) and f.__globals__ is module.__dict__ and name in f.__code__.co_names
+    return [(a, f) for a, f in methods.items() if looks(cores[a])]
+
+
+@functools.cache
+def _seeing(function: types.FunctionType, swaps: tuple[tuple[str, Callable, Callable], ...], fuse: bool) -> Callable | None:
+    """``function`` that reads each global (name, stock, ours) as ours; None where its source is not at hand. ``fuse``: with its patterns fused."""
+    if fusions.seeing(wrappers.core(function), swaps, fuse) is None:
+        return None
+    return ours(wrappers.within(function, lambda f: fusions.seeing(f, swaps, fuse)))

@@ -1,0 +1,57 @@
+"""Patches of single modules, for frameworks that walk a model themselves."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from torch import nn
+
+from liger_kernel.ops.norms.layer_norm import layer_norm
+from liger_kernel.ops.norms.rms_norm import rms_norm
+from liger_kernel.transformers.patching.bound import ours
+from liger_kernel.transformers.patching.select import on_instance
+from liger_kernel.transformers.patching.values import Patches
+
+
+def _patch_forward(module: nn.Module, new: Callable, label: str) -> None:
+    """Bind ``new`` where calls of ``module`` arrive, or of both modules in PEFT's wrapper of one that is trained and saved."""
+    wrapped = [module.original_module, *module.modules_to_save.values()] if hasattr(module, "modules_to_save") else [module]
+    Patches(p for m in wrapped if (p := on_instance(m, "forward", new, label))).apply()
+
+
+@functools.cache
+def _rms_norm_forward(offset: float, eps: float, casting: str) -> Callable:
+    def forward(self, hidden_states):
+        return rms_norm(hidden_states, self.weight, eps=_eps(self, eps), offset=offset, casting=casting)
+
+    return ours(forward)
+
+
+@functools.cache
+def _layer_norm_forward(eps: float) -> Callable:
+    def forward(self, hidden_states):
+        return layer_norm(hidden_states, self.weight, self.bias, eps=_eps(self, eps))
+
+    return ours(forward)
+
+
+def _eps(module: nn.Module, default: float) -> float:
+    return next((getattr(module, name) for name in ("variance_epsilon", "eps") if hasattr(module, name)), default)
+
+
+def _patch_rms_norm_module(
+    module: nn.Module, offset: float = 0.0, eps: float = 1e-6, casting_mode: str = "llama", in_place: bool = True, row_mode: bool | None = None
+) -> None:
+    """Our RMSNorm as the ``forward`` of one norm; ``eps`` counts if the norm has none of its own. ``in_place`` and ``row_mode`` have no effect."""
+    _patch_forward(module, _rms_norm_forward(offset, eps, casting_mode), "rms_norm")
+
+
+def _patch_layer_norm_module(module: nn.Module, eps: float = 1e-6) -> None:
+    """Our LayerNorm as the ``forward`` of one norm; ``eps`` counts if the norm has none of its own."""
+    _patch_forward(module, _layer_norm_forward(eps), "layer_norm")
+
+
+def _patch_swiglu_module(module: nn.Module, liger_module: type[nn.Module]) -> None:
+    """The ``forward`` of ``liger_module``, a class, as that of one gated MLP with the same projections."""
+    _patch_forward(module, ours(liger_module.forward), "glu")

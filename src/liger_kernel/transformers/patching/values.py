@@ -1,0 +1,139 @@
+"""Patches as values.
+
+A patch is (owner, attribute, replacement): the owner is one of transformers' classes, one of its modules, or one live module of a model. What was
+there before is remembered and given back by ``restore`` exactly. Nothing is ever assigned into ``torch``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from liger_kernel.transformers.patching.bound import ABSENT, KEY, Bound, declare, is_ours, ours
+from liger_kernel.transformers.recognise.family import modeling
+
+_STOCK: dict[Any, dict[str, Any]] = {}  # classes and Python modules: owner -> attribute -> what was there
+
+
+def remembered(owner: Any) -> dict[str, Any]:
+    """What was there before us; of live modules kept in their own __dict__, so that copies of a model know it too."""
+    return owner.__dict__.get(KEY, {}) if isinstance(owner, nn.Module) else _STOCK.get(owner, {})
+
+
+REPLICATE = "_replicate_for_data_parallel"
+
+
+@ours
+def _replicate_for_data_parallel(self: nn.Module) -> nn.Module:
+    """As its class does, with our methods bound to the replica, as they would be if they were its class's."""
+    replica = getattr(type(self), REPLICATE)(self)
+    replica.__dict__.update({name: value.to(replica) for name, value in Bound.all(self).items()})
+    replica.__dict__[KEY] = dict(remembered(self))
+    return replica
+
+
+@dataclass(frozen=True)
+class Patch:
+    """``owner.attribute`` becomes ``new``."""
+
+    owner: Any
+    attribute: str
+    new: Any
+    label: str = ""
+
+    @property
+    def applied(self) -> bool:
+        """Whether it is in place, be it below what somebody else put over it since."""
+        value = self.owner.__dict__.get(self.attribute)
+        return self.attribute in remembered(self.owner) and (value == self.new or not is_ours(value))
+
+    def apply(self) -> None:
+        memory = self.owner.__dict__.setdefault(KEY, {}) if isinstance(self.owner, nn.Module) else _STOCK.setdefault(self.owner, {})
+        memory.setdefault(self.attribute, self.owner.__dict__.get(self.attribute, ABSENT))
+        setattr(self.owner, self.attribute, self.new)
+        if isinstance(self.owner, nn.Module) and REPLICATE not in memory:
+            declare(type(self.owner))
+            replicate = Bound(_replicate_for_data_parallel, self.owner, REPLICATE, getattr(type(self.owner), REPLICATE))
+            Patch(self.owner, REPLICATE, replicate, "replicas").apply()
+
+    def __str__(self) -> str:
+        name = self.owner.__name__.rpartition(".")[2] if hasattr(self.owner, "__name__") else f"<{type(self.owner).__name__}>"
+        return f"{name}.{self.attribute} <- {self.label}"
+
+
+class Patches(tuple[Patch, ...]):
+    """Print them, apply them, restore them; or ``with patches: ...``."""
+
+    def apply(self) -> Patches:
+        """Apply those not in place yet; returns those."""
+        new = Patches(p for p in self if not p.applied)
+        for p in new:
+            p.apply()
+        return new
+
+    def restore(self) -> None:
+        """Give back what was there before the first patch of each attribute, where our patch still is what is there."""
+        for p in reversed(self):
+            _give_back(p.owner, [p.attribute] if p.applied else [])
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[Patches]:
+        new = self.apply()
+        try:
+            yield self
+        finally:
+            new.restore()
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self))
+
+
+def _give_back(owner: Any, attributes: Iterable[str]) -> None:
+    memory = remembered(owner)
+    for name in attributes:
+        stock = memory.pop(name)
+        if not is_ours(owner.__dict__.get(name)):
+            if name == "forward" and type(owner.__dict__.get("_old_forward")) is Bound:  # accelerate's hooks came over ours: beneath them is stock again
+                owner._old_forward = types.MethodType(type(owner).forward, owner)
+                continue
+            warnings.warn(f"{Patch(owner, name, None)}: replaced by somebody else after us, so it stays as it is", stacklevel=3)
+        elif stock is ABSENT:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, stock)
+    if memory.keys() == {REPLICATE}:
+        _give_back(owner, [REPLICATE])
+    elif not memory:
+        owner.__dict__.pop(KEY, None) if isinstance(owner, nn.Module) else _STOCK.pop(owner, None)
+
+
+def restore(model: nn.Module | str | None = None) -> None:
+    """Give back the stock classes and modules: of one live model, of one model type, or, without an argument, of all patched classes.
+
+    Every attribute is again the very object that it was.
+    """
+    if isinstance(model, nn.Module):
+        owners: list[Any] = [m for m in model.modules() if KEY in m.__dict__]
+    elif isinstance(model, str):
+        module = modeling(model)
+        owners = [o for o in _STOCK if (o.__name__ if isinstance(o, types.ModuleType) else o.__module__) == module.__name__]
+    else:
+        owners = list(_STOCK)
+    for owner in owners:
+        _give_back(owner, list(remembered(owner)))
+
+
+def original(owner: Any, attribute: str) -> Any:
+    """``owner.attribute`` as it was before us; for a class, also where it inherits it."""
+    for cls in owner.__mro__ if isinstance(owner, type) else (owner,):
+        value = remembered(cls).get(attribute, ABSENT)
+        value = cls.__dict__.get(attribute, ABSENT) if value is ABSENT else value
+        if value is not ABSENT:
+            return value
+    raise AttributeError(f"{owner} has no attribute {attribute}")

@@ -1,0 +1,49 @@
+"""transformers' own wrappers around a forward: seen through, and put again around what takes its place."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+WRAPPING = "transformers.", "torch.utils._contextlib"  # Python modules whose wrappers call what they wrap with the same arguments, or renamed ones
+
+
+def wrapped(forward: Any) -> Any:
+    """What ``forward`` wraps, if it is torch's ``no_grad``, or a wrapper of transformers' own, as for checkpointing and arguments of older names; else None."""
+    inner, closure = getattr(forward, "__wrapped__", None), getattr(forward, "__closure__", None) or ()
+    own = inner is not None and isinstance(forward, types.FunctionType) and forward.__globals__.get("__name__", "").startswith(WRAPPING)
+    return inner if own and any(cell.cell_contents is inner for cell in closure) else None
+
+
+def core(forward: Any) -> Any:
+    """The forward within transformers' wrappers."""
+    while (inner := wrapped(forward)) is not None:
+        forward = inner
+    return forward
+
+
+def within(forward: Callable, change: Callable[[Any], Callable], *, of_class: bool = True) -> Callable:
+    """``change(forward)``, or, where transformers has wrapped it, that wrapper around ``change`` of what it wraps.
+
+    A wrapper that checkpoints does so if it is ``type(self).forward``: the new one asks that of itself if it is to be that (``of_class``), or else of the
+    old one.
+    """
+    inner = wrapped(forward)
+    if inner is None:
+        return change(forward)
+    changed = within(inner, change, of_class=False)
+    if changed is inner:
+        return forward
+    code = forward.__code__  # type: ignore[attr-defined]
+    cells = {name: types.CellType(changed) if cell.cell_contents is inner else cell for name, cell in zip(code.co_freevars, forward.__closure__)}  # type: ignore[attr-defined]
+    if of_class and code.co_name in cells:
+        cells[code.co_name] = types.CellType()
+    new = types.FunctionType(code, forward.__globals__, forward.__name__, forward.__defaults__, tuple(cells.values()))  # type: ignore[attr-defined]
+    new.__kwdefaults__ = forward.__kwdefaults__  # type: ignore[attr-defined]
+    functools.update_wrapper(new, forward)
+    new.__wrapped__ = changed  # type: ignore[attr-defined]
+    if of_class and code.co_name in cells:
+        cells[code.co_name].cell_contents = new
+    return new

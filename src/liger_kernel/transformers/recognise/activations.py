@@ -1,0 +1,70 @@
+"""Which of our activations a module or function of PyTorch or transformers is."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from transformers import activations as transformers_activations
+from transformers.activations import ACT2FN
+
+from liger_kernel.ops.activations.glu import ACTS
+from liger_kernel.transformers.recognise.plain import unhooked
+
+_NAMED: dict[str, tuple[Any, Callable]] = {}
+
+
+def named(name: str) -> Callable:
+    """``ACT2FN[name]``, which makes a new one each time, and each would be looked at; another one when that has become of another kind."""
+    kind = ACT2FN.get(name)
+    if name not in _NAMED or _NAMED[name][0] is not kind:
+        _NAMED[name] = kind, ACT2FN[name]
+    return _NAMED[name][1]
+
+
+# Modules that are an activation and nothing else, whatever the mode: no parameters, no state. Behind each, what its forward reads of it.
+_ACTIVATION_MODULES: dict[type, str] = {nn.SiLU: "inplace", nn.GELU: "approximate", nn.Sigmoid: ""} | {
+    getattr(transformers_activations, name): reads
+    for name, reads in dict(SiLUActivation="", GELUActivation="act", GELUTanh="act", PytorchGELUTanh="act", ReLUSquaredActivation="").items()
+    if hasattr(transformers_activations, name)  # releases differ
+}
+_ACTIVATION_FUNCTIONS: dict[Any, str] = {F.silu: "silu", F.gelu: "gelu", F.sigmoid: "sigmoid", torch.sigmoid: "sigmoid"}
+_TORCHS = F.silu, F.gelu, F.relu  # what the forwards call
+_ACTIVATIONS: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], str | None]] = weakref.WeakKeyDictionary()
+
+
+def activation(fn: Any) -> str | None:
+    """Which of our activations calling ``fn`` is now; None if it is none of them, or somebody sees its calls.
+
+    By what it is: a class or function of PyTorch or transformers. Values would also fit a learnt gain that begins at 1, or dropout while evaluating.
+    """
+    reads = _ACTIVATION_MODULES.get(type(fn))
+    if reads is None:
+        return _ACTIVATION_FUNCTIONS.get(fn) if isinstance(fn, (types.FunctionType, types.BuiltinFunctionType)) else None
+    if "forward" in fn.__dict__ or not unhooked(fn):
+        return None
+    now = type(fn).forward, fn.__dict__.get(reads), F.silu, F.gelu, F.relu  # all that somebody may have changed since it was looked at
+    known = _ACTIVATIONS.get(fn)
+    if known is None or known[0] != now:
+        known = _ACTIVATIONS[fn] = now, _confirmed(fn, *now)
+    return known[1]
+
+
+def _confirmed(fn: nn.Module, forward: Any, read: Any, *torchs: Callable) -> str | None:
+    """The activation that ``fn`` has the values of, if its class's forward, and what it reads, are those that PyTorch or transformers gave it."""
+    read = read.func if isinstance(read, functools.partial) else read
+    if torchs != _TORCHS or forward.__globals__.get("__name__") != type(fn).__module__ or not (isinstance(read, (bool, str)) or read in (None, *_TORCHS)):
+        return None
+    with torch.no_grad(), unset_fake_temporarily(), contextlib.suppress(Exception):
+        x = torch.linspace(-6, 6, 385, device="cpu")
+        same = lambda ours: all(torch.equal(fn(t), ours(t.float()).to(t.dtype)) for t in (x, x.bfloat16()))
+        return next((name for name, ours in ACTS.items() if same(ours)), None)
+    return None

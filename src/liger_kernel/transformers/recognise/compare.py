@@ -1,0 +1,112 @@
+"""Whether a variant does what a stock function does, on its stand-ins."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_kernel.ops._core import operator
+from liger_kernel.transformers.recognise.ropes import TABLES
+from liger_kernel.transformers.recognise.slots import SLOTS, Slot
+from liger_kernel.transformers.recognise.stand_ins import stand_in
+from liger_kernel.transformers.recognise.variant import StandIns, Variant
+
+
+@contextlib.contextmanager
+def references() -> Iterator[None]:
+    """References serve, on any device: what a kernel does is compared with them elsewhere, and here every bit counts."""
+    devices = set(operator._KERNEL_DEVICES)
+    operator._KERNEL_DEVICES.clear()
+    try:
+        yield
+    finally:
+        operator._KERNEL_DEVICES.update(devices)
+
+
+def _run(fn: Callable, owner: Any, attributes: dict, inputs: tuple, dtype: torch.dtype, weight_dtype: torch.dtype) -> list[Tensor]:
+    """Outputs, and in fp32 the gradients of tensor inputs (but angles) and parameters."""
+    learns = dtype == torch.float32
+    turned = len(inputs) if isinstance(owner, type) else len(inputs) - (1 if inputs[-1].is_complex() else 2)  # behind these are tables: a function's weights
+    floats = lambda inputs, dtype, learns: [t.detach().to(dtype).requires_grad_(learns) if t.is_floating_point() else t for t in inputs]
+    tensors = [*floats(inputs[:turned], dtype, learns), *floats(inputs[turned:], weight_dtype, False)]
+    if isinstance(owner, type):
+        module = stand_in(owner, attributes).to(weight_dtype)
+        out = fn(module, *tensors)
+        leaves = [*(t for t in tensors if t.requires_grad), *module.parameters()]
+    else:
+        out = fn(*tensors, **attributes)
+        leaves = tensors[:turned]
+    outs = list(out) if isinstance(out, tuple) else [out]
+    if not learns:
+        return [o.detach() for o in outs]
+    total = sum((o * o).sum() for o in outs)
+    # where dropout leaves nothing there is no gradient
+    return [*outs, *(torch.autograd.grad(total, leaves) if isinstance(total, Tensor) and total.requires_grad else ())]
+
+
+def reproduces(variant: Variant, stand_ins: StandIns, exact: bool, owner: Any, stock: Callable) -> bool:
+    """Whether ``variant`` does what ``stock`` does on every stand-in: those that are ``exact`` bit for bit in bf16."""
+    new, compared = variant(stock), 0
+    full, half = torch.float32, torch.bfloat16
+    for attributes, inputs in stand_ins():
+        for dtype, weight_dtype in ((full, full), (half, half), (half, full), *(() if isinstance(owner, type) else ((full, half),))):
+            try:
+                expected = _run(stock, owner, attributes, inputs, dtype, weight_dtype)
+            except RuntimeError:
+                if isinstance(owner, type) and dtype == weight_dtype:
+                    return False
+                # projections that do not mix dtypes, a rope function that does not pass columns through: callers do not ask for it
+                continue
+            found = _run(new, owner, attributes, inputs, dtype, weight_dtype)
+            if dtype is torch.bfloat16:  # else stock rounds at every step, and we once
+                close = dict(rtol=0, atol=0) if exact else dict(rtol=2**-6, atol=2**-6)
+            else:
+                close = dict(rtol=1e-5, atol=1e-5)
+            if [o.dtype for o in expected] != [o.dtype for o in found] or len(expected) != len(found):
+                return False
+            if not all(torch.allclose(a, b, **close) for a, b in zip(expected, found)):
+                return False
+            compared += 1
+    return compared > 0
+
+
+@functools.cache
+def _known(label: str) -> frozenset[str]:
+    """Attributes that the stand-ins of a variant have."""
+    stand_ins = next(slot.variants[label][1] for slot in SLOTS if label in slot.variants)
+    return frozenset(name for attributes, _ in stand_ins() for name in attributes)
+
+
+def recognise(slot: Slot, owner: Any, stock: Callable, tables: set[str] | None = None) -> tuple[str | None, str]:
+    """The label of the variant that reproduces ``stock``, or None and why there is none. ``tables``: forms of the tables a rope function gets."""
+    names = [p.name for p in inspect.signature(stock).parameters.values()]
+    if isinstance(owner, type):
+        if len(names) != len(slot.parameters[0]) + 1:
+            return None, f"forward takes ({', '.join(names[1:])})"
+    elif tuple(names) not in slot.parameters:
+        return None, f"takes ({', '.join(names)})"
+    by_tables = {label for label in slot.variants if label[:-1].split(", ")[-1] in TABLES}
+    missing: set[str] = set()
+    for label, (variant, stand_ins, exact) in slot.variants.items():
+        form = label[:-1].split(", ")[-1]
+        # a function that takes each angle once takes nothing else
+        if label in by_tables and tables != {form} and (tables or form != "once"):
+            continue
+        try:
+            if reproduces(variant, stand_ins, exact, owner, stock):
+                return label, ""
+        except AttributeError as error:
+            missing |= set(re.findall(r"no attribute '(\w+)'", str(error)))
+        except Exception:  # whatever it is that it does, it is not what the variant does
+            continue
+    if by_tables and (tables is None or len(tables) != 1):
+        return None, "its tables are not understood"
+    missing = missing - frozenset().union(*map(_known, slot.variants))
+    return None, f"uses {', '.join(sorted(missing))}" if missing else "no variant computes the same"

@@ -1,0 +1,92 @@
+"""Variants of modules that hold a mixture's experts, and the stand-ins on which they are compared with stock."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from liger_kernel.ops.projections.moe import moe
+from liger_kernel.transformers.recognise.activations import activation
+from liger_kernel.transformers.recognise.variant import Variant
+
+DEFAULT_EXPERTS = "grouped_mm"  # what transformers runs unless somebody names another implementation; naming this one leaves no trace
+
+
+@functools.cache
+def _say_chosen(implementation: str) -> None:
+    warnings.warn(
+        f"liger_kernel: experts run transformers' {implementation!r}, which their configuration names, and not our kernels, which take the place of the"
+        f" default, {DEFAULT_EXPERTS!r}",
+        stacklevel=2,
+    )
+
+
+def _chosen(experts: Any) -> bool:
+    """Whether somebody has named the implementation of these experts himself, now: it can be set at any time."""
+    config = getattr(experts, "config", None)
+    implementation = getattr(config, "_experts_implementation", None)
+    if implementation is None or implementation == DEFAULT_EXPERTS or isinstance(config, _Eager):
+        return False
+    if torch.is_grad_enabled():  # transformers itself names one for the time of ``generate``
+        _say_chosen(implementation)
+    return True
+
+
+def experts_variant(transposed: bool, interleaved: bool, biased: bool, act: str, options: Callable[[Any], dict[str, Any]]) -> Variant:
+    def variant(stock: Callable) -> Callable:
+        def forward(self, hidden_states, top_k_index, top_k_weights):
+            name = None if torch.compiler.is_compiling() else activation(F.silu if act == "F.silu" else getattr(self, act))
+            w, v = self.gate_up_proj, self.down_proj
+            plainly = w.ndim == 3 and w.is_floating_point() and w.itemsize > 1  # FP8 comes with scales
+            if name is None or not plainly or getattr(self, "_is_expert_parallel", False) or _chosen(self):
+                return stock(self, hidden_states, top_k_index, top_k_weights)
+            bias = dict(gate_up_bias=self.gate_up_proj_bias, down_bias=self.down_proj_bias) if biased else {}
+            index, weights = (t.reshape(-1, t.shape[-1]) for t in (top_k_index, top_k_weights))
+            y = moe(hidden_states.reshape(-1, hidden_states.shape[-1]), *((w.mT, v.mT) if transposed else (w, v)), index, weights,
+                    act=name, interleaved=interleaved, **bias, **options(self))  # fmt: skip
+            return y.view(hidden_states.shape).to(hidden_states.dtype)
+
+        return forward
+
+    return variant
+
+
+# label -> the activation, options of the operator, attributes of the stand-ins
+EXPERT_FORMS: dict[str, tuple[str, Callable[[Any], dict[str, Any]], dict[str, float]]] = {
+    "": ("act_fn", lambda self: {}, {}),
+    "limit": ("act_fn", lambda self: {"limit": self.limit}, {"limit": 0.3}),
+    "swiglu_limit": ("F.silu", lambda self: {"limit": self.swiglu_limit}, {"swiglu_limit": 0.3}),
+    "swiglu_alpha, swiglu_limit": (
+        "F.silu", lambda self: {"alpha": self.swiglu_alpha, "limit": self.swiglu_limit, "offset": 1.0}, {"swiglu_alpha": 1.7, "swiglu_limit": 0.3},
+    ),
+    "alpha, limit": ("F.silu", lambda self: {"alpha": self.alpha, "limit": self.limit, "offset": 1.0}, {"alpha": 1.7, "limit": 0.3}),
+}  # fmt: skip
+
+
+def expert_stand_ins(transposed: bool, biased: bool, act: str, numbers: dict[str, float]) -> Iterator[tuple[dict[str, Any], tuple[Tensor, ...]]]:
+    E, H, n = 4, 8, 12
+    for fn in (nn.SiLU(), nn.GELU(approximate="tanh"), nn.Softplus()):
+        weight = lambda *shape: nn.Parameter(torch.randn(shape) / 3)
+        attributes: dict[str, Any] = dict(
+            num_experts=E, hidden_dim=H, hidden_size=H, intermediate_dim=n, intermediate_size=n, expert_dim=n, config=_Eager(), has_gate=True,
+            has_bias=biased, is_transposed=transposed, gate_up_proj=weight(E, H, 2 * n) if transposed else weight(E, 2 * n, H),
+            down_proj=weight(E, n, H) if transposed else weight(E, H, n),
+        ) | numbers  # fmt: skip
+        if biased:
+            attributes |= dict(gate_up_proj_bias=weight(E, 2 * n), down_proj_bias=weight(E, H))
+        if act != "F.silu":
+            attributes[act] = fn
+        index = torch.tensor([[0, 2], [2, 3], [3, 0], [0, 3], [2, 0]])  # nothing for one of the experts
+        yield attributes, (torch.randn(5, H), index, torch.rand(5, 2))
+
+
+class _Eager:
+    """A configuration under which a module of experts computes what its source says."""
+
+    _experts_implementation = "eager"

@@ -1,0 +1,123 @@
+"""What can be swapped in the models of one type: its module is read, and each candidate compared."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import inspect
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from transformers import CONFIG_MAPPING
+
+from liger_kernel.transformers.recognise.compare import recognise, references
+from liger_kernel.transformers.recognise.family import PLACE, Family, configs_of, heads_of, modeling
+from liger_kernel.transformers.recognise.slots import FLAT, SLOTS, TORCHS_OWN
+
+
+def tables_of(module: ModuleType, config: Any) -> set[str]:
+    """In which form this module's rotary embeddings, as far as ``config`` or its parts can make them, hold their angles."""
+    forms = set()
+    for name, cls in vars(module).items():
+        if not (isinstance(cls, type) and issubclass(cls, nn.Module) and "Rotary" in name and cls.__module__ == module.__name__):
+            continue
+        for each in configs_of(config):
+            with contextlib.suppress(Exception):  # a vision tower's, for example
+                embed = _embedding(cls, each)
+                # not of the config's kinds of layers: some turn nothing, or have other names here
+                more = {"layer_type": next(iter(embed.rope_type))} if "layer_type" in inspect.signature(cls.forward).parameters else {}
+                positions = torch.arange(5)[None]
+                try:
+                    cos, sin = embed(torch.zeros(1, 5, 8), positions, **more)
+                except Exception:  # time, height and width
+                    cos, sin = embed(torch.zeros(1, 5, 8), torch.stack((positions, 3 * positions, 7 * positions)), **more)
+                forms.add(_form(torch.stack((cos, sin))))
+                break
+    return forms
+
+
+def _embedding(cls: type, config: Any) -> nn.Module:
+    try:
+        return cls(config)
+    except (AttributeError, TypeError):  # of transformers 4, which read from the scaling what its default does not say
+        if getattr(config, "rope_scaling", "no such attribute") is not None:
+            raise
+        config = copy.copy(config)
+        config.rope_scaling = {"rope_type": "default"}
+        return cls(config)
+
+
+def _form(both: Tensor) -> str:
+    half = both.shape[-1] // 2
+    if both[..., :half].equal(both[..., half:]):
+        return "twice"
+    return "repeated" if both[..., ::2].equal(both[..., 1::2]) else "once"
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Computing on the CPU as by default, whatever surrounds the call: fake tensors, autocast, inference mode, another device or default dtype."""
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with (
+            unset_fake_temporarily(), torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False),
+            torch.random.fork_rng(devices=[]), torch.device("cpu"), references(),
+        ):  # fmt: skip
+            torch.default_generator.manual_seed(0)  # torch.manual_seed would seed the GPUs, too, and their state is the user's
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+
+
+def without_flat(row: Family) -> Family:
+    """``row`` without rope functions whose tables are made in the middle of a tower: whether they fit is seen only on images."""
+    flat = {name: "its tables are not understood" for name, label in row.swapped.items() if label in FLAT.values()}
+    return dataclasses.replace(row, swapped={n: v for n, v in row.swapped.items() if n not in flat}, left_alone=row.left_alone | flat) if flat else row
+
+
+def infer(model_type: str, config: Any = None) -> Family:
+    """What can be swapped in the installed transformers' models of ``model_type``."""
+    module = modeling(model_type)
+    config = CONFIG_MAPPING[model_type]() if config is None else config
+    swapped, left_alone = {}, {}
+    activations = {str(getattr(c, a, "")) for c in configs_of(config) for a in ("hidden_act", "hidden_activation", "mlp_hidden_act", "activation_function")}
+    with _undisturbed():
+        tables = tables_of(module, config)
+        for name, candidate in inspect.getmembers(module):
+            if not str(getattr(candidate, "__module__", "")).startswith(PLACE):  # its own, or of another family that it takes it from
+                continue
+            owner, stock = (candidate, candidate.__dict__.get("forward")) if isinstance(candidate, type) else (module, candidate)
+            reasons: list[str] = []
+            for slot in SLOTS:
+                if not slot.candidate(name, candidate):
+                    continue
+                label, reason = recognise(slot, owner, stock, tables)
+                if label and slot.flag == "relu_squared" and "relu2" not in activations:
+                    label, reason = None, "one activation: PyTorch has a kernel for it"
+                if label:
+                    swapped[name] = label
+                    break
+                reasons.append(reason)
+            else:
+                if reasons:
+                    left_alone[name] = next((r for r in reasons if r.startswith("one ")), next((r for r in reasons if " take" not in f" {r}"), reasons[0]))
+        for name, (cls, label) in TORCHS_OWN.items():
+            if any(_makes(c, cls) for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__):
+                swapped[name] = label
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    act = str(next((getattr(c, a) for c in (text, *configs_of(config)) for a in ("hidden_activation", "hidden_act") if getattr(c, a, None)), ""))
+    own = config.__class__.__module__
+    parts = dict.fromkeys(c.model_type for c in configs_of(config) if c.__class__.__module__ != own and c.model_type in CONFIG_MAPPING)
+    return Family(heads_of(model_type, module), "", "geglu" if "gelu" in act else "swiglu", swapped, left_alone, tuple(parts))
+
+
+def _makes(cls: type, name: str) -> bool:
+    """Whether the constructor of ``cls`` names ``torch.nn``'s class ``name``."""
+    init = cls.__dict__.get("__init__")
+    return inspect.isfunction(init) and name in inspect.unwrap(init).__code__.co_names

@@ -1,0 +1,187 @@
+"""Variants of MLPs, and the stand-ins on which they are compared with stock."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+
+from liger_kernel import memory
+from liger_kernel.ops._core.operator import use_kernels
+from liger_kernel.ops.activations.glu import glu
+from liger_kernel.ops.activations.relu_squared import relu_squared
+from liger_kernel.ops.projections.mlp import mlp
+from liger_kernel.transformers.recognise.activations import activation
+from liger_kernel.transformers.recognise.plain import plain, unhooked
+from liger_kernel.transformers.recognise.stand_ins import Halve, InFp32, random_linear
+from liger_kernel.transformers.recognise.variant import Variant
+
+
+@dataclass(frozen=True)
+class GLUForm:
+    """What a gated MLP does beyond ``down(act(gate(x)) * up(x))``; ``attributes`` of its stand-ins, each set of them."""
+
+    attributes: tuple[Callable[[], dict[str, Any]], ...] = (dict,)
+    gate: Callable[[Any, Tensor], Tensor] = lambda self, gate: gate
+    options: Callable[[Any], dict[str, Any]] = lambda self: {}  # of the operator
+    wide: bool = False  # activation and product in fp32
+    between: Callable[[Any, Tensor], Tensor] = lambda self, h: h
+    after: Callable[[Any, Tensor], Tensor] = lambda self, y: y
+    exact: bool = True
+
+    @property
+    def whole(self) -> bool:
+        """Whether nothing happens between the projections but activation and product."""
+        return not self.wide and self.gate is GLUForm.gate and self.between is GLUForm.between
+
+
+def _as_weighted(h: Tensor, projection: Any) -> Tensor:
+    """``h`` in the dtype of the projection's weight, unless that is in eight bits."""
+    dtype = getattr(projection.weight, "dtype", torch.int8)
+    return h if dtype in (h.dtype, torch.int8) else h.to(dtype)
+
+
+GLU_FORMS = {
+    "": GLUForm(),
+    "multipliers": GLUForm(
+        (lambda: {"gate_multiplier": 0.7, "down_multiplier": 1.3},),
+        options=lambda self: {"gate_multiplier": self.gate_multiplier}, after=lambda self, y: y * self.down_multiplier,
+    ),
+    "global_scale": GLUForm((lambda: {"global_scale": nn.Parameter(torch.full((1,), 0.7))},), after=lambda self, y: y * self.global_scale),
+    "residual_dropout": GLUForm(
+        (lambda: {"residual_dropout": 0.0}, lambda: {"residual_dropout": 1.0}),
+        after=lambda self, y: F.dropout(y, p=self.residual_dropout, training=self.training),
+    ),
+    "ffn_sub_norm": GLUForm((lambda: {"ffn_sub_norm": Halve()},), between=lambda self, h: self.ffn_sub_norm(h)),
+    "drop": GLUForm((lambda: {"drop": Halve()},), between=lambda self, h: self.drop(h)),
+    "dropout, cast": GLUForm(  # models in 16 bits whose last projection stays in fp32
+        (lambda: {"dropout": Halve(), "wo": random_linear(12, 8, InFp32)}, lambda: {"dropout": Halve()}),
+        between=lambda self, h: _as_weighted(self.dropout(h), self.wo),
+    ),
+    "dropout": GLUForm((lambda: {"dropout": Halve()},), between=lambda self, h: self.dropout(h)),
+    "sparsity": GLUForm(
+        (lambda: {"activation_sparsity": 0.0}, lambda: {"activation_sparsity": 0.6}),
+        gate=lambda self, gate: self._gaussian_topk(gate) if self.activation_sparsity > 0.0 else gate,
+    ),
+    "fp32": GLUForm(wide=True),
+    "limit": GLUForm((lambda: {"limit": 0.3},), options=lambda self: {"limit": self.limit}),
+    "swiglu_limit": GLUForm((lambda: {"swiglu_limit": 0.3},), options=lambda self: {"limit": self.swiglu_limit}),
+    "swiglu_alpha, swiglu_limit": GLUForm(
+        (lambda: {"swiglu_alpha": 1.7, "swiglu_limit": 0.3},),
+        options=lambda self: {"alpha": self.swiglu_alpha, "limit": self.swiglu_limit, "offset": 1.0}, exact=False,
+    ),
+}  # fmt: skip
+_LINEAR: Any = nn.Linear.forward
+
+
+def _bare(m: Any) -> bool:
+    """Whether calling ``m`` is a product with its weight and nothing else: no bias, adapter, shards, or hooks."""
+    return type(m) in (nn.Linear,) and m.bias is None and plain(m.weight) and "forward" not in m.__dict__ and unhooked(m)
+
+
+def _whole(x: Tensor, *projections: Any) -> bool:
+    """Whether a gated MLP of these projections can be one operator, and would gain by it."""
+    if not use_kernels(x, fusible=True) or not torch.is_grad_enabled() or nn.Linear.forward is not _LINEAR:
+        return False
+    if not all(map(_bare, projections)) or not (x.requires_grad or any(m.weight.requires_grad for m in projections)):
+        return False
+    return all(m.weight.dtype == x.dtype for m in projections) or torch.is_autocast_enabled(x.device.type)
+
+
+def glu_variant(gate: str, up: str, down: str, act: str, form: GLUForm) -> Variant:
+    def variant(stock: Callable) -> Callable:
+        def whole(self, x, name):
+            """As one operator; None where it is more than that."""
+            projections = [getattr(self, name) for name in dict.fromkeys((gate, up, down))]
+            options = form.options(self)
+            if not _whole(x, *projections) or options.keys() - {"gate_multiplier"}:
+                return None
+            memory.needed()
+            first, *second, last = (m.weight for m in projections)
+            y = mlp(x, first, second[0] if second else None, last, act=name, recompute=memory.level() == "mlp", **options)
+            memory.taken()
+            return form.after(self, y)
+
+        def run(self, name, x):
+            memory.needed()
+            if name is None:
+                y = stock(self, x)
+                memory.taken()
+                return y
+            g = getattr(self, gate)(x)
+            g, u = g.chunk(2, -1) if up == gate else (g, getattr(self, up)(x))
+            memory.taken()
+            g = form.gate(self, g)
+            dtype = g.dtype
+            if form.wide:
+                g, u = g.float(), u.float()
+            h = memory.cheap(glu, g, u, act=name, **form.options(self))
+            return form.after(self, getattr(self, down)(form.between(self, h.to(dtype))))
+
+        def forward(self, x):
+            if torch.compiler.is_compiling():  # the formula is what we would hand over anyway
+                return stock(self, x)
+            name = activation(F.silu if act == "F.silu" else getattr(self, act))
+            y = whole(self, x, name) if name is not None and form.whole else None
+            return memory.projected(functools.partial(run, self, name), x) if y is None else y
+
+        return forward
+
+    return variant
+
+
+def mlp_variant(up: str, down: str, act: str) -> Variant:
+    def variant(stock: Callable) -> Callable:
+        def forward(self, x):
+            if torch.compiler.is_compiling() or activation(getattr(self, act)) != "relu2":
+                return stock(self, x)
+            return getattr(self, down)(memory.cheap(relu_squared, getattr(self, up)(x)))
+
+        return forward
+
+    return variant
+
+
+GLU_NAMES = [
+    ("gate_proj", "up_proj", "down_proj", "act_fn"),
+    ("gate_proj", "up_proj", "down_proj", "activation_fn"),
+    ("gate_up_proj", "gate_up_proj", "down_proj", "activation_fn"),
+    ("gate_up_proj", "gate_up_proj", "down_proj", "act_fn"),
+    ("gate_up_proj", "gate_up_proj", "down_proj", "F.silu"),
+    ("input_linear", "input_linear", "output_linear", "activation"),
+    ("weights_in", "weights_in", "weights_out", "F.silu"),
+    ("w1", "w3", "w2", "F.silu"),
+    ("w1", "w3", "w2", "act_fn"),
+    ("w1", "w2", "w3", "act_fn"),
+    ("wi_0", "wi_1", "wo", "act"),
+    ("Wi", "Wi", "Wo", "act"),
+    ("gate_proj", "up_proj", "down_proj", "F.silu"),
+]
+MLP_NAMES = [
+    ("up_proj", "down_proj", "act_fn"),
+    ("fc1", "fc2", "activation_fn"),
+    ("c_fc", "c_proj", "act"),
+    ("dense_h_to_4h", "dense_4h_to_h", "act"),
+]
+
+
+def glu_stand_ins(gate: str, up: str, down: str, act: str, form: GLUForm) -> Iterator[tuple[dict[str, Any], tuple[Tensor, ...]]]:
+    for fn in (nn.SiLU(), nn.GELU(approximate="tanh"), nn.Softplus()):  # the last is none of ours: act_fn must be what counts
+        for more in form.attributes:
+            attributes: dict[str, Any] = {gate: random_linear(8, 24 if up == gate else 12), down: random_linear(12, 8)} | more()
+            if up != gate:
+                attributes[up] = random_linear(8, 12)
+            if act != "F.silu":
+                attributes[act] = fn
+            yield attributes, (torch.randn(2, 5, 8),)
+
+
+def mlp_stand_ins(up: str, down: str, act: str) -> Iterator[tuple[dict[str, Any], tuple[Tensor, ...]]]:
+    for fn in (ACT2FN["relu2"], nn.SiLU()):
+        yield {up: random_linear(8, 12), down: random_linear(12, 8), act: fn}, (torch.randn(2, 5, 8),)

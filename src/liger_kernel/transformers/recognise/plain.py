@@ -1,0 +1,24 @@
+"""Whether a tensor or a module is nothing more than it looks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules.module import _has_any_global_hook
+
+from liger_kernel.ops._core.operator import intercepted
+
+PLAIN = (Tensor, nn.Parameter)
+
+
+def unhooked(m: nn.Module) -> bool:
+    """Whether calling ``m`` is its forward and nothing else."""
+    own = m.__dict__
+    return not (own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"] or _has_any_global_hook())
+
+
+def plain(t: Any) -> bool:
+    """Whether ``t`` is a tensor that is here as a whole: not sharded, quantised, or with ZeRO's marks; or one that stands for such a tensor in a warm-up."""
+    return (type(t) in PLAIN or (intercepted() and isinstance(t, FakeTensor))) and not hasattr(t, "ds_id")

@@ -1,0 +1,171 @@
+"""Variants of functions that turn queries and keys, and the stand-ins on which they are compared with stock."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_kernel import memory
+from liger_kernel.ops.rotary.rope import of_complex, of_sections, once, rope
+from liger_kernel.transformers.recognise.variant import ROPE_FORMS, Variant
+
+# how a rope function's tables hold one angle for each pair of columns
+TABLES: dict[str, Callable[[Tensor], Tensor]] = {
+    "once": lambda t: t,
+    "twice": lambda t: t[..., : t.shape[-1] // 2],  # cat(angles, angles)
+    "repeated": lambda t: t[..., ::2],  # repeat_interleave(angles, 2)
+}
+ABSENT = object()
+
+
+def _learn(*tables: Tensor) -> bool:
+    """Whether some of these tables ask for a gradient, all of it: ours see each angle once."""
+    return (tables[0].requires_grad or tables[-1].requires_grad) and torch.is_grad_enabled()
+
+
+def rope_variant(layout: str, tables: str, casting: str) -> Variant:
+    """``layout`` "apart": takes pairs, and returns the first of each and then the second."""
+    angles = TABLES[tables]
+
+    def turn(stock: Callable, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, position_ids: Any, unsqueeze_dim: int) -> tuple[Tensor, Tensor]:
+        memory.taken()  # by the projections
+        fits = k is not None and q.ndim == k.ndim == 4 and cos.ndim == 3 and cos.shape[0] in (1, q.shape[0]) and unsqueeze_dim in (1, 2)
+        if fits and not _learn(cos, sin):
+            turned = rope(q, k, angles(cos), angles(sin), layout="pairs" if layout == "apart" else layout, unsqueeze_dim=unsqueeze_dim, casting=casting)
+            return tuple(torch.cat((y[..., ::2], y[..., 1::2]), -1) for y in turned) if layout == "apart" else turned  # type: ignore[return-value]
+        more = (unsqueeze_dim,) if position_ids is ABSENT else (position_ids, unsqueeze_dim)
+        return stock(q, k, cos, sin, *more)
+
+    def variant(stock: Callable) -> Callable:
+        parameters = inspect.signature(stock).parameters
+        if parameters["k"].default is None:  # called for queries alone, too
+
+            def apply_rotary_pos_emb(q, k=None, cos=None, sin=None, unsqueeze_dim=1):
+                return turn(stock, q, k, cos, sin, ABSENT, unsqueeze_dim)
+        elif "position_ids" in parameters:  # it has been without effect for long, and is gone in most
+
+            def apply_rotary_pos_emb(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
+                return turn(stock, q, k, cos, sin, position_ids, unsqueeze_dim)
+        else:
+
+            def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
+                return turn(stock, q, k, cos, sin, ABSENT, unsqueeze_dim)
+
+        if layout != "apart" and parameters["unsqueeze_dim"].default == 1:
+            ROPE_FORMS[apply_rotary_pos_emb] = layout, angles, casting
+        return apply_rotary_pos_emb
+
+    return variant
+
+
+def rope_alone_variant(layout: str, tables: str, casting: str, sin_first: bool = False) -> Variant:
+    """Of one tensor: beside it goes another one, of no heads. ``layout`` "behind": pairs in the last columns, others pass through."""
+    angles = TABLES[tables]
+
+    def turned(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int) -> Tensor | None:
+        if x.ndim != 4 or cos.ndim != 3 or cos.shape[0] not in (1, x.shape[0]) or unsqueeze_dim not in (1, 2) or _learn(cos, sin):
+            return None
+        cos, sin = angles(cos), angles(sin)
+        first = x.shape[-1] - 2 * cos.shape[-1] if layout == "behind" else 0
+        part = x[..., first:] if first else x
+        none = part.detach().narrow(unsqueeze_dim, 0, 0)
+        y, _ = rope(part, none, cos, sin, layout="pairs" if layout == "behind" else layout, unsqueeze_dim=unsqueeze_dim, casting=casting)
+        return torch.cat((x[..., :first], y), -1) if first else y
+
+    def variant(stock: Callable) -> Callable:
+        if sin_first:
+
+            def apply_rotary_pos_emb(tensor, sin, cos):
+                y = turned(tensor, cos, sin, 2)
+                return stock(tensor, sin, cos) if y is None else y
+        else:
+
+            def apply_rotary_pos_emb(x, cos, sin, unsqueeze_dim=1):
+                y = turned(x, cos, sin, unsqueeze_dim)
+                return stock(x, cos, sin, unsqueeze_dim) if y is None else y
+
+        return apply_rotary_pos_emb
+
+    return variant
+
+
+def rope_sections_variant(casting: str) -> Variant:
+    def variant(stock: Callable) -> Callable:
+        def apply_multimodal_rotary_pos_emb(q, k, cos, sin, mrope_section, unsqueeze_dim=1):
+            if q.ndim != 4 or cos.ndim != 4 or unsqueeze_dim not in (1, 2) or _learn(cos, sin):
+                return stock(q, k, cos, sin, mrope_section, unsqueeze_dim)
+            return rope(q, k, of_sections(cos, mrope_section), of_sections(sin, mrope_section), unsqueeze_dim=unsqueeze_dim, casting=casting)
+
+        return apply_multimodal_rotary_pos_emb
+
+    return variant
+
+
+def rope_flat_variant(casting: str) -> Variant:
+    def variant(stock: Callable) -> Callable:
+        def apply_rotary_pos_emb_vision(q, k, cos, sin):
+            if q.ndim != 3 or k.ndim != 3 or cos.ndim != 2 or _learn(cos, sin):
+                return stock(q, k, cos, sin)
+            q, k = rope(q[None], k[None], once(cos)[None], once(sin)[None], unsqueeze_dim=2, casting=casting)
+            return q[0], k[0]
+
+        return apply_rotary_pos_emb_vision
+
+    return variant
+
+
+def rope_complex_variant(unsqueeze_dim: int) -> Variant:
+    def variant(stock: Callable) -> Callable:
+        def apply_rotary_emb(xq, xk, freqs_cis):
+            if unsqueeze_dim == 2 and freqs_cis.numel() == xq.shape[1] * (xq.shape[-1] // 2):  # one table for all images
+                table = freqs_cis.reshape(1, xq.shape[1], xq.shape[-1] // 2)
+            else:
+                table = freqs_cis
+            if not freqs_cis.is_complex() or table.ndim != 3 or _learn(freqs_cis):
+                return stock(xq, xk, freqs_cis)
+            return rope(xq, xk, *of_complex(table.to(xq.device)), layout="pairs", unsqueeze_dim=unsqueeze_dim)
+
+        return apply_rotary_emb
+
+    return variant
+
+
+def rope_stand_ins(tables: str) -> Iterator[tuple[dict[str, Any], tuple[Any, ...]]]:
+    for width in (16, 24):  # 24: the last eight columns pass through
+        for batch, unsqueeze_dim in ((1, 1), (3, 1), (3, 2)):
+            q, k = (torch.randn((3, heads, 5, width) if unsqueeze_dim == 1 else (3, 5, heads, width)) for heads in (2, 1))
+            angle = torch.randn(batch, 5, 8)
+            angle = {"once": angle, "twice": torch.cat((angle, angle), -1), "repeated": angle.repeat_interleave(2, -1)}[tables]
+            yield {"unsqueeze_dim": unsqueeze_dim}, (q, k, angle.cos(), angle.sin())
+
+
+def rope_alone_stand_ins(tables: str, sin_first: bool = False) -> Iterator[tuple[dict[str, Any], tuple[Any, ...]]]:
+    for attributes, (q, _, cos, sin) in rope_stand_ins(tables):
+        if not sin_first:
+            yield attributes, (q, cos, sin)
+        elif attributes["unsqueeze_dim"] == 2:
+            yield {}, (q, sin, cos)
+
+
+def rope_sections_stand_ins() -> Iterator[tuple[dict[str, Any], tuple[Any, ...]]]:
+    for unsqueeze_dim in (1, 2):
+        q, k = (torch.randn((3, heads, 5, 16) if unsqueeze_dim == 1 else (3, 5, heads, 16)) for heads in (2, 1))
+        angle = torch.randn(3, 3, 5, 8)
+        angle = torch.cat((angle, angle), -1)
+        yield {"unsqueeze_dim": unsqueeze_dim, "mrope_section": [2, 3, 3]}, (q, k, angle.cos(), angle.sin())
+
+
+def rope_flat_stand_ins() -> Iterator[tuple[dict[str, Any], tuple[Any, ...]]]:
+    angle = torch.randn(5, 8)
+    angle = torch.cat((angle, angle), -1)
+    yield {}, (torch.randn(5, 2, 16), torch.randn(5, 1, 16), angle.cos(), angle.sin())
+
+
+def rope_complex_stand_ins(unsqueeze_dim: int) -> Iterator[tuple[dict[str, Any], tuple[Any, ...]]]:
+    for batch in (1, 3):
+        q, k = (torch.randn((3, heads, 5, 16) if unsqueeze_dim == 1 else (3, 5, heads, 16)) for heads in (2, 1))
+        yield {}, (q, k, torch.polar(torch.ones(batch, 5, 8), torch.randn(batch, 5, 8)))

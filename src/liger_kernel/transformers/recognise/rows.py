@@ -1,0 +1,64 @@
+"""The row of a model type: the frozen one, or what recognition finds now."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+from collections.abc import Callable, Iterable
+
+import transformers
+
+from liger_kernel.transformers.recognise.families import FAMILIES, VERSION
+from liger_kernel.transformers.recognise.family import Family, modeling
+from liger_kernel.transformers.recognise.infer import infer, without_flat
+from liger_kernel.transformers.recognise.slots import FLAT, SLOT_OF
+
+
+@functools.cache
+def family(model_type: str) -> Family | None:
+    """The frozen row of a model type, or what recognition finds now where there is none; None if transformers has no such type.
+
+    What is swapped is also looked at again under another version of transformers than the table's: releases change where they round.
+    """
+    frozen = Family(**FAMILIES[model_type]) if model_type in FAMILIES else None
+    if frozen and transformers.__version__ == VERSION:
+        return frozen
+    try:
+        found = infer(model_type)
+    except Exception:  # no such type, no modeling file, or no default configuration: then nothing is known
+        return None
+    if frozen is None or not set(FLAT.values()) & set(frozen.swapped.values()):
+        found = without_flat(found)
+    if frozen:
+        return dataclasses.replace(frozen, heads=found.heads, swapped=found.swapped, left_alone=found.left_alone, parts=found.parts)
+    return found if found.heads or found.swapped else None
+
+
+Rows = Callable[[str], Family | None]
+
+
+def rows_of(model_types: Iterable[str], rows: Rows) -> list[tuple[types.ModuleType, Family]]:
+    """The rows of these types and their parts, with the modules that they are about."""
+    found: dict[str, tuple[types.ModuleType, Family]] = {}
+    pending = list(model_types)
+    while pending:
+        model_type = pending.pop(0)
+        if model_type not in found and (row := rows(model_type)):
+            found[model_type] = modeling(model_type), row
+            pending += row.parts
+    return list(found.values())
+
+
+def swapped_slots(model_type: str) -> set[str]:
+    """Slots of which something is swapped in models of a type, their parts included."""
+    found, pending = set(), [model_type]
+    seen = set()
+    while pending:
+        t = pending.pop()
+        row = Family(**FAMILIES[t]) if t in FAMILIES else family(t)
+        if row and t not in seen:
+            found |= {SLOT_OF[label] for label in row.swapped.values()}
+            pending += row.parts
+        seen.add(t)
+    return found

@@ -232,8 +232,8 @@ def test_rounding_is_recognised_not_assumed():
         assert infer("gemma4_text").swapped["apply_rotary_pos_emb"] == "rope(alone, none, halves, twice)"
 
 
-def slot_of(kind: str) -> slots.Slot:
-    return next(s for s in slots.SLOTS if any(label.startswith(kind) for label in s.variants))
+def slot_of(label: str) -> slots.Slot:
+    return next(s for s in slots.SLOTS if slots.VARIANTS[label] in s.variants)
 
 
 def _expert_variations():
@@ -252,7 +252,7 @@ def _expert_variations():
         def forward(self, x, index, weights):
             return MixtralExperts.forward(self, x, index, torch.ones_like(weights))
 
-    return [(slot_of("moe"), LimitAfter), (slot_of("moe"), NotWeighted)]
+    return [(slot_of("moe(act_fn)"), LimitAfter), (slot_of("moe(act_fn)"), NotWeighted)]
 
 
 def _variations():
@@ -314,9 +314,9 @@ def _variations():
         return stock(stock(tensor, sin, cos), sin, cos)
 
     norm, mlp, rope = (next(s for s in slots.SLOTS if s.flag == flag) for flag in ("rms_norm", "glu", "rope"))
-    layer, gated, flat = (slot_of(kind) for kind in ("layer_norm", "gated", "rope(none, flat"))
+    layer, gated, flat = (slot_of(label) for label in ("layer_norm(torch, eps)", "gated_rms_norm(norm first, eps)", "rope(none, flat)"))
     others = [(layer, Rounded), (gated, SigmoidGate), (flat, vision_other_way)]
-    others += [(slot_of("rope(alone, none, halves"), alone_other_way), (slot_of("rope(alone, sin"), turned_twice)]
+    others += [(slot_of("rope(alone, none, halves, once)"), alone_other_way), (slot_of("rope(alone, sin first, none, halves, once)"), turned_twice)]
     return [*others, (norm, Eps), (norm, Bias), (norm, TwoInputs), (norm, Detached), (mlp, Clamped), (mlp, AlwaysTanh), (mlp, Scaled), (rope, other_way)]
 
 
@@ -343,8 +343,8 @@ def test_look_alikes_are_left_alone():
     with references():
         for slot, candidate in [*_variations(), *(_expert_variations() if "deepseek_v4" in transformers.CONFIG_MAPPING else [])]:
             stock = candidate.__dict__["forward"] if isinstance(candidate, type) else candidate
-            label, reason = recognise(slot, candidate, stock, {"twice"})
-            assert label is None and reason, candidate
+            variant, reason = recognise(slot, candidate, stock, {"twice"})
+            assert variant is None and reason, candidate
 
 
 @pytest.mark.skipif(transformers.__version__ != families.VERSION, reason="the table is of another version")

@@ -5,8 +5,6 @@ A norm whose rounding none of our variants reproduces keeps the ``forward`` it h
 
 from __future__ import annotations
 
-import re
-
 import torch
 from torch import Tensor, nn
 
@@ -14,6 +12,7 @@ from liger_kernel.ops.activations.glu import glu
 from liger_kernel.ops.norms.rms_norm import rms_norm
 from liger_kernel.ops.rotary.rope import once, rope
 from liger_kernel.transformers.recognise.compare import recognise, references
+from liger_kernel.transformers.recognise.norms import RMSNorm
 from liger_kernel.transformers.recognise.slots import SLOTS
 
 _NORMS = next(s for s in SLOTS if s.flag == "rms_norm")
@@ -25,9 +24,9 @@ def _form(cls: type) -> tuple[float, str, str] | None:
     """Offset, casting and the name of eps of the variant that reproduces the norm ``cls``; None if there is none."""
     if cls not in _FORMS:
         with torch.random.fork_rng(devices=[]), torch.device("cpu"), references():
-            label, _ = recognise(_NORMS, cls, cls.forward)  # type: ignore[attr-defined]
-        found = re.fullmatch(r"rms_norm\((.+), (\w+), (\w+)\)", label or "")
-        _FORMS[cls] = (float(found[1]), found[2], found[3]) if found else None
+            variant, _ = recognise(_NORMS, cls, cls.forward)  # type: ignore[attr-defined]
+        plain = isinstance(variant, RMSNorm) and variant.weight == "weight"
+        _FORMS[cls] = (variant.offset, variant.casting, variant.eps) if plain else None
     return _FORMS[cls]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -20,6 +21,27 @@ from liger_kernel.transformers.recognise.family import Family, configs_of
 from liger_kernel.transformers.recognise.rows import Rows, family, rows_of
 from liger_kernel.transformers.recognise.slots import SLOT_OF, TORCHS_OWN, VARIANTS
 from liger_kernel.transformers.recognise.variant import named_as
+
+
+@dataclass(frozen=True)
+class Head:
+    """A patch of the ``forward`` of a model: the loss is that of the head's input, or (``keep_logits``) of its logits, which are returned then."""
+
+    keep_logits: bool
+
+    def __str__(self) -> str:
+        return "logits head" if self.keep_logits else "fused head"
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A patch of the ``forward`` of a layer: additions go with the norms behind them, and what is cheap is computed again, as the level says."""
+
+    add_norm: bool
+    level: str
+
+    def __str__(self) -> str:
+        return ", ".join(["add_norm"] * self.add_norm + [f"rematerialised({self.level})"] * (self.level != "off"))
 
 
 @functools.cache
@@ -109,12 +131,11 @@ def _patches(model_types: Iterable[str], parts: Mapping[str, Any], head: str | N
             stock = original(cls, "forward")
             fuse = "rms_norm" in served and fusions.fused(wrappers.core(stock)) is not None
             if fuse or level != "off":
-                label = ", ".join(["add_norm"] * fuse + [f"rematerialised({level})"] * (level != "off"))
-                yield Patch(cls, "forward", _layer(stock, level, fuse, True), label)
+                yield Patch(cls, "forward", _layer(stock, level, fuse, True), Layer(fuse, level))
         for name in row.heads if i == 0 and head and not row.fused else ():
             if hasattr(module, name):
                 cls = getattr(module, name)
-                yield Patch(cls, "forward", fused_head(original(cls, "forward"), head == "logits"), f"{head} head")
+                yield Patch(cls, "forward", fused_head(original(cls, "forward"), head == "logits"), Head(head == "logits"))
 
 
 def class_patches(model_type: str, parts: Mapping[str, Any], head: str | None, rows: Rows = family) -> Patches:
@@ -158,20 +179,21 @@ def instance_patches(model: nn.Module, model_type: str, parts: Mapping[str, Any]
         if seeing is None:
             once.warn(type(m).__name__, name, "its source cannot be read, so its rotary embedding stays as it is")
         else:
-            found += [on_instance(m, name, seeing, p.label) for p in ps]
+            found += [on_instance(m, name, seeing, p.what) for p in ps]
     for p in of_all:
         # norms and rotation of a live module go with its rope function
-        for m in model.modules() if p.label != NORM_ROPE and isinstance(p.owner, type) else ():
+        for m in model.modules() if p.what != NORM_ROPE and isinstance(p.owner, type) else ():
             if isinstance(m, p.owner) and original(type(m), p.attribute) is original(p.owner, p.attribute):
-                around: Callable | None = functools.partial(fused, keep_logits=head == "logits") if p.label.endswith("head") else None
-                new, level = p.new, p.label.partition("rematerialised(")[2][:-1]
-                if p.new is not getattr(type(m), p.attribute, None) and (level or p.label == "add_norm"):
-                    new = _live_layer(original(type(m), p.attribute), level or "off", p.label.startswith("add_norm"))
-                    around = functools.partial(memory.rematerialised, level=level) if level else None
-                found.append(on_instance(m, p.attribute, new, p.label, around))
-            elif isinstance(m, p.owner) and p.label.endswith("head") and not p.applied and _of_user(theirs := original(type(m), "forward")):
+                new, around = p.new, None
+                if isinstance(p.what, Head):
+                    around = functools.partial(fused, keep_logits=p.what.keep_logits)
+                elif isinstance(p.what, Layer) and p.new is not getattr(type(m), p.attribute, None):
+                    new = _live_layer(original(type(m), p.attribute), p.what.level, p.what.add_norm)
+                    around = functools.partial(memory.rematerialised, level=p.what.level) if p.what.level != "off" else None
+                found.append(on_instance(m, p.attribute, new, p.what, around))
+            elif isinstance(m, p.owner) and isinstance(p.what, Head) and not p.applied and _of_user(theirs := original(type(m), "forward")):
                 # a subclass, whose forward calls that of its base, or does all by itself
-                found.append(on_instance(m, "forward", fused_head(theirs, head == "logits", known=False), p.label))
+                found.append(on_instance(m, "forward", fused_head(theirs, p.what.keep_logits, known=False), p.what))
     return Patches(p for p in found if p)
 
 
@@ -186,7 +208,7 @@ def _of_user(forward: Any) -> bool:
     return isinstance(forward, types.FunctionType) and not (forward.__module__ or "").startswith("transformers.")
 
 
-def on_instance(m: nn.Module, attribute: str, new: Callable, label: str, around: Callable | None = None) -> Patch | None:
+def on_instance(m: nn.Module, attribute: str, new: Callable, what: object, around: Callable | None = None) -> Patch | None:
     """``new`` bound to ``m``, where a call of ``m`` gets to the function of its class; None if that is ours already.
 
     Where somebody has replaced that function on this module: ``around`` theirs, or None.
@@ -202,7 +224,7 @@ def on_instance(m: nn.Module, attribute: str, new: Callable, label: str, around:
             if around is None:
                 return None
             new = ours(around(there.__func__ if bound else lambda self, *args, **kwargs: there(*args, **kwargs)))
-    return Patch(m, place, Bound(new, m, attribute, original(type(m), attribute)) if there is ABSENT else Bound(new, m), label)
+    return Patch(m, place, Bound(new, m, attribute, original(type(m), attribute)) if there is ABSENT else Bound(new, m), what)
 
 
 def _callers(cls: type, module: types.ModuleType, name: str) -> list[tuple[str, types.FunctionType]]:

@@ -14,10 +14,10 @@ from liger_kernel.transformers.patching.select import on_instance
 from liger_kernel.transformers.patching.values import Patches
 
 
-def _patch_forward(module: nn.Module, new: Callable, label: str) -> None:
+def _patch_forward(module: nn.Module, new: Callable, what: str) -> None:
     """Bind ``new`` where calls of ``module`` arrive, or of both modules in PEFT's wrapper of one that is trained and saved."""
     wrapped = [module.original_module, *module.modules_to_save.values()] if hasattr(module, "modules_to_save") else [module]
-    Patches(p for m in wrapped if (p := on_instance(m, "forward", new, label))).apply()
+    Patches(p for m in wrapped if (p := on_instance(m, "forward", new, what))).apply()
 
 
 @functools.cache

@@ -40,12 +40,16 @@ def _replicate_for_data_parallel(self: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True)
 class Patch:
-    """``owner.attribute`` becomes ``new``."""
+    """``owner.attribute`` becomes ``new``. ``what``: that is, a value whose text is the label."""
 
     owner: Any
     attribute: str
     new: Any
-    label: str = ""
+    what: object = ""
+
+    @property
+    def label(self) -> str:
+        return str(self.what)
 
     @property
     def applied(self) -> bool:

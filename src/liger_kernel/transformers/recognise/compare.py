@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops._core import operator
-from liger_kernel.transformers.recognise.ropes import TABLES
-from liger_kernel.transformers.recognise.slots import SLOTS, Slot
+from liger_kernel.transformers.recognise.slots import Slot
 from liger_kernel.transformers.recognise.stand_ins import stand_in
-from liger_kernel.transformers.recognise.variant import StandIns, Variant
+from liger_kernel.transformers.recognise.variant import Variant
 
 
 @contextlib.contextmanager
@@ -51,11 +50,11 @@ def _run(fn: Callable, owner: Any, attributes: dict, inputs: tuple, dtype: torch
     return [*outs, *(torch.autograd.grad(total, leaves) if isinstance(total, Tensor) and total.requires_grad else ())]
 
 
-def reproduces(variant: Variant, stand_ins: StandIns, exact: bool, owner: Any, stock: Callable) -> bool:
-    """Whether ``variant`` does what ``stock`` does on every stand-in: those that are ``exact`` bit for bit in bf16."""
+def reproduces(variant: Variant, owner: Any, stock: Callable) -> bool:
+    """Whether ``variant`` does what ``stock`` does on every stand-in: in bf16 bit for bit, if it is exact."""
     new, compared = variant(stock), 0
     full, half = torch.float32, torch.bfloat16
-    for attributes, inputs in stand_ins():
+    for attributes, inputs in variant.stand_ins():
         for dtype, weight_dtype in ((full, full), (half, half), (half, full), *(() if isinstance(owner, type) else ((full, half),))):
             try:
                 expected = _run(stock, owner, attributes, inputs, dtype, weight_dtype)
@@ -66,7 +65,7 @@ def reproduces(variant: Variant, stand_ins: StandIns, exact: bool, owner: Any, s
                 continue
             found = _run(new, owner, attributes, inputs, dtype, weight_dtype)
             if dtype is torch.bfloat16:  # else stock rounds at every step, and we once
-                close = dict(rtol=0, atol=0) if exact else dict(rtol=2**-6, atol=2**-6)
+                close = dict(rtol=0, atol=0) if variant.exact else dict(rtol=2**-6, atol=2**-6)
             else:
                 close = dict(rtol=1e-5, atol=1e-5)
             if [o.dtype for o in expected] != [o.dtype for o in found] or len(expected) != len(found):
@@ -78,35 +77,31 @@ def reproduces(variant: Variant, stand_ins: StandIns, exact: bool, owner: Any, s
 
 
 @functools.cache
-def _known(label: str) -> frozenset[str]:
+def _known(variant: Variant) -> frozenset[str]:
     """Attributes that the stand-ins of a variant have."""
-    stand_ins = next(slot.variants[label][1] for slot in SLOTS if label in slot.variants)
-    return frozenset(name for attributes, _ in stand_ins() for name in attributes)
+    return frozenset(name for attributes, _ in variant.stand_ins() for name in attributes)
 
 
-def recognise(slot: Slot, owner: Any, stock: Callable, tables: set[str] | None = None) -> tuple[str | None, str]:
-    """The label of the variant that reproduces ``stock``, or None and why there is none. ``tables``: forms of the tables a rope function gets."""
+def recognise(slot: Slot, owner: Any, stock: Callable, tables: set[str] | None = None) -> tuple[Variant | None, str]:
+    """The variant that reproduces ``stock``, or None and why there is none. ``tables``: forms of the tables a rope function gets."""
     names = [p.name for p in inspect.signature(stock).parameters.values()]
     if isinstance(owner, type):
         if len(names) != len(slot.parameters[0]) + 1:
             return None, f"forward takes ({', '.join(names[1:])})"
     elif tuple(names) not in slot.parameters:
         return None, f"takes ({', '.join(names)})"
-    by_tables = {label for label in slot.variants if label[:-1].split(", ")[-1] in TABLES}
     missing: set[str] = set()
-    for label, (variant, stand_ins, exact) in slot.variants.items():
-        form = label[:-1].split(", ")[-1]
-        # a function that takes each angle once takes nothing else
-        if label in by_tables and tables != {form} and (tables or form != "once"):
+    for variant in slot.variants:
+        if not variant.fits(tables):
             continue
         try:
-            if reproduces(variant, stand_ins, exact, owner, stock):
-                return label, ""
+            if reproduces(variant, owner, stock):
+                return variant, ""
         except AttributeError as error:
             missing |= set(re.findall(r"no attribute '(\w+)'", str(error)))
         except Exception:  # whatever it is that it does, it is not what the variant does
             continue
-    if by_tables and (tables is None or len(tables) != 1):
+    if (tables is None or len(tables) != 1) and any(variant.by_tables for variant in slot.variants):
         return None, "its tables are not understood"
     missing = missing - frozenset().union(*map(_known, slot.variants))
     return None, f"uses {', '.join(sorted(missing))}" if missing else "no variant computes the same"

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from liger_kernel.ops.projections.moe import moe
 from liger_kernel.transformers.recognise.activations import activation
-from liger_kernel.transformers.recognise.variant import Variant
+from liger_kernel.transformers.recognise.variant import StandIns, Variant
 
 DEFAULT_EXPERTS = "grouped_mm"  # what transformers runs unless somebody names another implementation; naming this one leaves no trace
 
@@ -27,6 +28,12 @@ def _say_chosen(implementation: str) -> None:
     )
 
 
+class _Eager:
+    """A configuration under which a module of experts computes what its source says."""
+
+    _experts_implementation = "eager"
+
+
 def _chosen(experts: Any) -> bool:
     """Whether somebody has named the implementation of these experts himself, now: it can be set at any time."""
     config = getattr(experts, "config", None)
@@ -36,25 +43,6 @@ def _chosen(experts: Any) -> bool:
     if torch.is_grad_enabled():  # transformers itself names one for the time of ``generate``
         _say_chosen(implementation)
     return True
-
-
-def experts_variant(transposed: bool, interleaved: bool, biased: bool, act: str, options: Callable[[Any], dict[str, Any]]) -> Variant:
-    def variant(stock: Callable) -> Callable:
-        def forward(self, hidden_states, top_k_index, top_k_weights):
-            name = None if torch.compiler.is_compiling() else activation(F.silu if act == "F.silu" else getattr(self, act))
-            w, v = self.gate_up_proj, self.down_proj
-            plainly = w.ndim == 3 and w.is_floating_point() and w.itemsize > 1  # FP8 comes with scales
-            if name is None or not plainly or getattr(self, "_is_expert_parallel", False) or _chosen(self):
-                return stock(self, hidden_states, top_k_index, top_k_weights)
-            bias = dict(gate_up_bias=self.gate_up_proj_bias, down_bias=self.down_proj_bias) if biased else {}
-            index, weights = (t.reshape(-1, t.shape[-1]) for t in (top_k_index, top_k_weights))
-            y = moe(hidden_states.reshape(-1, hidden_states.shape[-1]), *((w.mT, v.mT) if transposed else (w, v)), index, weights,
-                    act=name, interleaved=interleaved, **bias, **options(self))  # fmt: skip
-            return y.view(hidden_states.shape).to(hidden_states.dtype)
-
-        return forward
-
-    return variant
 
 
 # label -> the activation, options of the operator, attributes of the stand-ins
@@ -69,24 +57,64 @@ EXPERT_FORMS: dict[str, tuple[str, Callable[[Any], dict[str, Any]], dict[str, fl
 }  # fmt: skip
 
 
-def expert_stand_ins(transposed: bool, biased: bool, act: str, numbers: dict[str, float]) -> Iterator[tuple[dict[str, Any], tuple[Tensor, ...]]]:
-    E, H, n = 4, 8, 12
-    for fn in (nn.SiLU(), nn.GELU(approximate="tanh"), nn.Softplus()):
-        weight = lambda *shape: nn.Parameter(torch.randn(shape) / 3)
-        attributes: dict[str, Any] = dict(
-            num_experts=E, hidden_dim=H, hidden_size=H, intermediate_dim=n, intermediate_size=n, expert_dim=n, config=_Eager(), has_gate=True,
-            has_bias=biased, is_transposed=transposed, gate_up_proj=weight(E, H, 2 * n) if transposed else weight(E, 2 * n, H),
-            down_proj=weight(E, n, H) if transposed else weight(E, H, n),
-        ) | numbers  # fmt: skip
-        if biased:
-            attributes |= dict(gate_up_proj_bias=weight(E, 2 * n), down_proj_bias=weight(E, H))
-        if act != "F.silu":
-            attributes[act] = fn
-        index = torch.tensor([[0, 2], [2, 3], [3, 0], [0, 3], [2, 0]])  # nothing for one of the experts
-        yield attributes, (torch.randn(5, H), index, torch.rand(5, 2))
+@dataclass(frozen=True)
+class Experts(Variant):
+    """The experts of a mixture. ``transposed``: weights (E, in, out); ``interleaved``: gates and what they multiply by turns; ``form``: of ``EXPERT_FORMS``."""
+
+    kind = "moe"
+    transposed: bool
+    interleaved: bool
+    biased: bool
+    form: str
+
+    def words(self) -> tuple[str, ...]:
+        said = (word if is_so else "" for word, is_so in (("transposed", self.transposed), ("interleaved", self.interleaved), ("biased", self.biased)))
+        return *said, EXPERT_FORMS[self.form][0], self.form
+
+    @property
+    def exact(self) -> bool:
+        return False
+
+    def __call__(self, stock: Callable) -> Callable:
+        transposed, interleaved, biased, (act, options, _) = self.transposed, self.interleaved, self.biased, EXPERT_FORMS[self.form]
+
+        def forward(self, hidden_states, top_k_index, top_k_weights):
+            name = None if torch.compiler.is_compiling() else activation(F.silu if act == "F.silu" else getattr(self, act))
+            w, v = self.gate_up_proj, self.down_proj
+            plainly = w.ndim == 3 and w.is_floating_point() and w.itemsize > 1  # FP8 comes with scales
+            if name is None or not plainly or getattr(self, "_is_expert_parallel", False) or _chosen(self):
+                return stock(self, hidden_states, top_k_index, top_k_weights)
+            bias = dict(gate_up_bias=self.gate_up_proj_bias, down_bias=self.down_proj_bias) if biased else {}
+            index, weights = (t.reshape(-1, t.shape[-1]) for t in (top_k_index, top_k_weights))
+            w, v = (w.mT, v.mT) if transposed else (w, v)
+            x = hidden_states.reshape(-1, hidden_states.shape[-1])
+            y = moe(x, w, v, index, weights, act=name, interleaved=interleaved, **bias, **options(self))
+            return y.view(hidden_states.shape).to(hidden_states.dtype)
+
+        return forward
+
+    def stand_ins(self) -> StandIns:
+        act, _, numbers = EXPERT_FORMS[self.form]
+        E, H, n = 4, 8, 12
+        for fn in (nn.SiLU(), nn.GELU(approximate="tanh"), nn.Softplus()):
+            weight = lambda *shape: nn.Parameter(torch.randn(shape) / 3)
+            attributes: dict[str, Any] = dict(
+                num_experts=E, hidden_dim=H, hidden_size=H, intermediate_dim=n, intermediate_size=n, expert_dim=n, config=_Eager(), has_gate=True,
+                has_bias=self.biased, is_transposed=self.transposed, gate_up_proj=weight(E, H, 2 * n) if self.transposed else weight(E, 2 * n, H),
+                down_proj=weight(E, n, H) if self.transposed else weight(E, H, n),
+            ) | numbers  # fmt: skip
+            if self.biased:
+                attributes |= dict(gate_up_proj_bias=weight(E, 2 * n), down_proj_bias=weight(E, H))
+            if act != "F.silu":
+                attributes[act] = fn
+            index = torch.tensor([[0, 2], [2, 3], [3, 0], [0, 3], [2, 0]])  # nothing for one of the experts
+            yield attributes, (torch.randn(5, H), index, torch.rand(5, 2))
 
 
-class _Eager:
-    """A configuration under which a module of experts computes what its source says."""
-
-    _experts_implementation = "eager"
+EXPERTS = [
+    Experts(transposed, interleaved, biased, form)
+    for form in EXPERT_FORMS
+    for transposed in (False, True)
+    for interleaved in (False, True)
+    for biased in (False, True)
+]

@@ -77,7 +77,7 @@ def _undisturbed() -> Iterator[None]:
 
 def without_flat(row: Family) -> Family:
     """``row`` without rope functions whose tables are made in the middle of a tower: whether they fit is seen only on images."""
-    flat = {name: "its tables are not understood" for name, label in row.swapped.items() if label in FLAT.values()}
+    flat = {name: "its tables are not understood" for name, label in row.swapped.items() if label in FLAT}
     return dataclasses.replace(row, swapped={n: v for n, v in row.swapped.items() if n not in flat}, left_alone=row.left_alone | flat) if flat else row
 
 
@@ -97,11 +97,11 @@ def infer(model_type: str, config: Any = None) -> Family:
             for slot in SLOTS:
                 if not slot.candidate(name, candidate):
                     continue
-                label, reason = recognise(slot, owner, stock, tables)
-                if label and slot.flag == "relu_squared" and "relu2" not in activations:
-                    label, reason = None, "one activation: PyTorch has a kernel for it"
-                if label:
-                    swapped[name] = label
+                variant, reason = recognise(slot, owner, stock, tables)
+                if variant and slot.flag == "relu_squared" and "relu2" not in activations:
+                    variant, reason = None, "one activation: PyTorch has a kernel for it"
+                if variant:
+                    swapped[name] = variant.label
                     break
                 reasons.append(reason)
             else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from liger_kernel.ops.projections.mlp import mlp
 from liger_kernel.transformers.recognise.activations import activation
 from liger_kernel.transformers.recognise.plain import plain, unhooked
 from liger_kernel.transformers.recognise.stand_ins import Halve, InFp32, random_linear
-from liger_kernel.transformers.recognise.variant import Variant
+from liger_kernel.transformers.recognise.variant import StandIns, Variant
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,27 @@ def _whole(x: Tensor, *projections: Any) -> bool:
     return all(m.weight.dtype == x.dtype for m in projections) or torch.is_autocast_enabled(x.device.type)
 
 
-def glu_variant(gate: str, up: str, down: str, act: str, form: GLUForm) -> Variant:
-    def variant(stock: Callable) -> Callable:
+@dataclass(frozen=True)
+class GLU(Variant):
+    """``down(act(gate(x)) * up(x))``, by the names of its projections and of its activation; ``form``: what else it does, one of ``GLU_FORMS``."""
+
+    kind = "glu"
+    gate: str
+    up: str
+    down: str
+    act: str
+    form: str
+
+    def words(self) -> tuple[str, ...]:
+        return self.gate, self.up, self.down, self.act, self.form
+
+    @property
+    def exact(self) -> bool:
+        return GLU_FORMS[self.form].exact
+
+    def __call__(self, stock: Callable) -> Callable:
+        gate, up, down, act, form = self.gate, self.up, self.down, self.act, GLU_FORMS[self.form]
+
         def whole(self, x, name):
             """As one operator; None where it is more than that."""
             projections = [getattr(self, name) for name in dict.fromkeys((gate, up, down))]
@@ -133,11 +152,32 @@ def glu_variant(gate: str, up: str, down: str, act: str, form: GLUForm) -> Varia
 
         return forward
 
-    return variant
+    def stand_ins(self) -> StandIns:
+        for fn in (nn.SiLU(), nn.GELU(approximate="tanh"), nn.Softplus()):  # the last is none of ours: act_fn must be what counts
+            for more in GLU_FORMS[self.form].attributes:
+                attributes: dict[str, Any] = {self.gate: random_linear(8, 24 if self.up == self.gate else 12), self.down: random_linear(12, 8)} | more()
+                if self.up != self.gate:
+                    attributes[self.up] = random_linear(8, 12)
+                if self.act != "F.silu":
+                    attributes[self.act] = fn
+                yield attributes, (torch.randn(2, 5, 8),)
 
 
-def mlp_variant(up: str, down: str, act: str) -> Variant:
-    def variant(stock: Callable) -> Callable:
+@dataclass(frozen=True)
+class MLP(Variant):
+    """``down(relu(up(x)) ** 2)``, by the names of its projections and of its activation."""
+
+    kind = "relu_squared"
+    up: str
+    down: str
+    act: str
+
+    def words(self) -> tuple[str, ...]:
+        return self.up, self.down, self.act
+
+    def __call__(self, stock: Callable) -> Callable:
+        up, down, act = self.up, self.down, self.act
+
         def forward(self, x):
             if torch.compiler.is_compiling() or activation(getattr(self, act)) != "relu2":
                 return stock(self, x)
@@ -145,7 +185,9 @@ def mlp_variant(up: str, down: str, act: str) -> Variant:
 
         return forward
 
-    return variant
+    def stand_ins(self) -> StandIns:
+        for fn in (ACT2FN["relu2"], nn.SiLU()):
+            yield {self.up: random_linear(8, 12), self.down: random_linear(12, 8), self.act: fn}, (torch.randn(2, 5, 8),)
 
 
 GLU_NAMES = [
@@ -169,19 +211,5 @@ MLP_NAMES = [
     ("c_fc", "c_proj", "act"),
     ("dense_h_to_4h", "dense_4h_to_h", "act"),
 ]
-
-
-def glu_stand_ins(gate: str, up: str, down: str, act: str, form: GLUForm) -> Iterator[tuple[dict[str, Any], tuple[Tensor, ...]]]:
-    for fn in (nn.SiLU(), nn.GELU(approximate="tanh"), nn.Softplus()):  # the last is none of ours: act_fn must be what counts
-        for more in form.attributes:
-            attributes: dict[str, Any] = {gate: random_linear(8, 24 if up == gate else 12), down: random_linear(12, 8)} | more()
-            if up != gate:
-                attributes[up] = random_linear(8, 12)
-            if act != "F.silu":
-                attributes[act] = fn
-            yield attributes, (torch.randn(2, 5, 8),)
-
-
-def mlp_stand_ins(up: str, down: str, act: str) -> Iterator[tuple[dict[str, Any], tuple[Tensor, ...]]]:
-    for fn in (ACT2FN["relu2"], nn.SiLU()):
-        yield {up: random_linear(8, 12), down: random_linear(12, 8), act: fn}, (torch.randn(2, 5, 8),)
+GLUS = [GLU(*names, form) for names in GLU_NAMES for form in GLU_FORMS]
+MLPS = [MLP(*names) for names in MLP_NAMES]

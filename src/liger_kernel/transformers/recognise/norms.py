@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from liger_kernel import memory
 from liger_kernel.ops.activations.glu import glu
@@ -14,11 +14,28 @@ from liger_kernel.ops.norms.layer_norm import layer_norm
 from liger_kernel.ops.norms.rms_norm import rms_norm
 from liger_kernel.transformers.recognise.activations import activation, named
 from liger_kernel.transformers.recognise.stand_ins import random_weight
-from liger_kernel.transformers.recognise.variant import NORM_FORMS, Variant
+from liger_kernel.transformers.recognise.variant import NORM_FORMS, StandIns, Variant
+
+EPS = {"variance_epsilon": 0.03, "eps": 0.11, "rms_norm_eps": 0.4, "norm_eps": 0.23, "epsilon": 0.37}
+OLMO_EPS = 1e-5
 
 
-def norm_variant(offset: float, casting: str, eps: str, weight: str) -> Variant:
-    def variant(stock: Callable) -> Callable:
+@dataclass(frozen=True)
+class RMSNorm(Variant):
+    """``weight``: the module has one ("weight"), has one if it says so ("with_scale"), or none ("none")."""
+
+    kind = "rms_norm"
+    offset: float
+    casting: str
+    eps: str
+    weight: str
+
+    def words(self) -> tuple[str, ...]:
+        return f"{self.offset:g}", self.casting, self.eps, "" if self.weight == "weight" else self.weight
+
+    def __call__(self, stock: Callable) -> Callable:
+        offset, casting, eps, weight = self.offset, self.casting, self.eps, self.weight
+
         def forward(self, hidden_states):
             w = None if weight == "none" or (weight == "with_scale" and not self.with_scale) else self.weight
             if w is not None and w.ndim == 0:  # one for all columns
@@ -29,13 +46,36 @@ def norm_variant(offset: float, casting: str, eps: str, weight: str) -> Variant:
             NORM_FORMS[forward] = offset, casting, eps
         return forward
 
-    return variant
+    def stand_ins(self) -> StandIns:
+        for shape in ((3, 32), (2, 3, 4, 32)):
+            for with_scale in (True, False) if self.weight == "with_scale" else (True,):
+                attributes: dict[str, Any] = {self.eps: EPS[self.eps]}
+                if self.weight == "weight" or (self.weight == "with_scale" and with_scale):
+                    attributes["weight"] = random_weight()
+                if self.weight == "with_scale":
+                    attributes["with_scale"] = with_scale
+                yield attributes, (torch.randn(shape),)
 
 
-def gated_norm_variant(first: str, eps: str, groups: str) -> Variant:
-    """``first``: the "norm" or the "gate", or "norm_before_gate", an attribute that says; ``groups``: what says into how many parts rows are cut."""
+@dataclass(frozen=True)
+class GatedRMSNorm(Variant):
+    """``first``: the "norm" or the "gate", or "norm_before_gate", an attribute that says; ``groups``: what says into how many parts rows are cut.
 
-    def variant(stock: Callable) -> Callable:
+    ``named``: whether the module names the activation.
+    """
+
+    kind = "gated_rms_norm"
+    first: str
+    eps: str
+    groups: str
+    named: bool
+
+    def words(self) -> tuple[str, ...]:
+        return f"{self.first} first", self.eps, self.groups, "activation" if self.named else ""
+
+    def __call__(self, stock: Callable) -> Callable:
+        first, eps, groups = self.first, self.eps, self.groups
+
         def forward(self, hidden_states, gate=None):
             act = activation(named(self.activation)) if "activation" in self.__dict__ and not torch.compiler.is_compiling() else "silu"
             if act is None or (torch.compiler.is_compiling() and getattr(self, "activation", "silu") not in ("silu", "swish")):
@@ -58,11 +98,33 @@ def gated_norm_variant(first: str, eps: str, groups: str) -> Variant:
 
         return forward
 
-    return variant
+    def stand_ins(self) -> StandIns:
+        for act in ("silu", "gelu_pytorch_tanh", "softplus") if self.named else ("",):
+            for norm_first in (True, False) if self.first == "norm_before_gate" else (True,):
+                attributes: dict[str, Any] = {self.eps: EPS[self.eps], "weight": random_weight()}
+                if self.groups:
+                    attributes[self.groups] = 8 if self.groups == "group_size" else 4
+                if self.first == "norm_before_gate":
+                    attributes["norm_before_gate"] = norm_first
+                if self.named:
+                    attributes["activation"] = act if act != "softplus" else "mish"  # the last is none of ours
+                yield attributes, (torch.randn(2, 3, 32), torch.randn(2, 3, 32))
 
 
-def layer_norm_variant(eps: str, form: str) -> Variant:
-    def variant(stock: Callable) -> Callable:
+@dataclass(frozen=True)
+class LayerNorm(Variant):
+    """``form``: PyTorch's ("torch"), with one added to the weight ("1P"), or with "weight", "bias", or "none" of the two."""
+
+    kind = "layer_norm"
+    form: str
+    eps: str
+
+    def words(self) -> tuple[str, ...]:
+        return self.form, self.eps
+
+    def __call__(self, stock: Callable) -> Callable:
+        eps, form = self.eps, self.form
+
         def forward(self, hidden_states):
             device = hidden_states.device.type
             autocast = form in ("torch", "1P") and torch.is_autocast_enabled(device)
@@ -76,42 +138,28 @@ def layer_norm_variant(eps: str, form: str) -> Variant:
 
         return forward
 
-    return variant
-
-
-OLMO_EPS = 1e-5
-EPS = {"variance_epsilon": 0.03, "eps": 0.11, "rms_norm_eps": 0.4, "norm_eps": 0.23, "epsilon": 0.37}
-
-
-def norm_stand_ins(eps: str, weight: str) -> Iterator[tuple[dict[str, Any], tuple[Tensor, ...]]]:
-    for shape in ((3, 32), (2, 3, 4, 32)):
-        for with_scale in (True, False) if weight == "with_scale" else (True,):
-            attributes: dict[str, Any] = {eps: EPS[eps]}
-            if weight == "weight" or (weight == "with_scale" and with_scale):
+    def stand_ins(self) -> StandIns:
+        for bias in (True, False) if self.form in ("torch", "1P") else (self.form == "bias",):
+            attributes: dict[str, Any] = {} if self.eps == "constant" else {self.eps: EPS[self.eps]}
+            if self.form in ("torch", "1P", "none"):
+                attributes["normalized_shape"] = (32,)
+            if self.form != "none":
                 attributes["weight"] = random_weight()
-            if weight == "with_scale":
-                attributes["with_scale"] = with_scale
-            yield attributes, (torch.randn(shape),)
+            if self.form in ("torch", "1P") or bias:
+                attributes["bias"] = random_weight() if bias else None
+            yield attributes, (torch.randn(2, 3, 4, 32) + 0.3,)
 
 
-def gated_norm_stand_ins(first: str, eps: str, groups: str, named: bool) -> Iterator[tuple[dict[str, Any], tuple[Tensor, ...]]]:
-    for act in ("silu", "gelu_pytorch_tanh", "softplus") if named else ("",):
-        for norm_first in (True, False) if first == "norm_before_gate" else (True,):
-            attributes = {eps: EPS[eps], "weight": random_weight()} | ({groups: 8 if groups == "group_size" else 4} if groups else {})
-            if first == "norm_before_gate":
-                attributes["norm_before_gate"] = norm_first
-            if named:
-                attributes["activation"] = act if act != "softplus" else "mish"  # the last is none of ours
-            yield attributes, (torch.randn(2, 3, 32), torch.randn(2, 3, 32))
-
-
-def layer_norm_stand_ins(eps: str, form: str) -> Iterator[tuple[dict[str, Any], tuple[Tensor, ...]]]:
-    for bias in (True, False) if form in ("torch", "1P") else (form == "bias",):
-        attributes: dict[str, Any] = {} if eps == "constant" else {eps: EPS[eps]}
-        if form in ("torch", "1P", "none"):
-            attributes["normalized_shape"] = (32,)
-        if form != "none":
-            attributes["weight"] = random_weight()
-        if form in ("torch", "1P") or bias:
-            attributes["bias"] = random_weight() if bias else None
-        yield attributes, (torch.randn(2, 3, 4, 32) + 0.3,)
+RMS_NORMS = [
+    RMSNorm(offset, casting, eps, weight)
+    for offset, weight in ((0.0, "weight"), (1.0, "weight"), (0.0, "with_scale"), (0.0, "none"))
+    for casting in (("gemma",) if weight == "none" else ("llama", "gemma", "none"))
+    for eps in EPS
+]
+LAYER_NORMS = [LayerNorm(form, eps) for form in ("torch", "1P", "weight", "bias", "none") for eps in (*EPS, "constant")]
+GATED_RMS_NORMS = [
+    GatedRMSNorm(first, eps, groups, named)
+    for first, groups in (("norm", ""), ("gate", ""), ("gate", "group_size"), ("gate", "n_groups"), ("norm_before_gate", "n_groups"))
+    for named in (False, True)
+    for eps in ("variance_epsilon", "eps")
+]

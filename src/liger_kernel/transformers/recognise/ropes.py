@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from liger_kernel import memory
-from liger_kernel.ops.rotary.rope import of_complex, of_sections, once, rope
-from liger_kernel.transformers.recognise.variant import ROPE_FORMS, Variant
+from liger_kernel.ops.rotary.rope import CASTING, of_complex, of_sections, once, rope
+from liger_kernel.transformers.recognise.variant import ROPE_FORMS, StandIns, Variant
 
 # how a rope function's tables hold one angle for each pair of columns
 TABLES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -27,57 +28,91 @@ def _learn(*tables: Tensor) -> bool:
     return (tables[0].requires_grad or tables[-1].requires_grad) and torch.is_grad_enabled()
 
 
-def rope_variant(layout: str, tables: str, casting: str) -> Variant:
+def _stand_ins(tables: str) -> StandIns:
+    for width in (16, 24):  # 24: the last eight columns pass through
+        for batch, unsqueeze_dim in ((1, 1), (3, 1), (3, 2)):
+            q, k = (torch.randn((3, heads, 5, width) if unsqueeze_dim == 1 else (3, 5, heads, width)) for heads in (2, 1))
+            angle = torch.randn(batch, 5, 8)
+            angle = {"once": angle, "twice": torch.cat((angle, angle), -1), "repeated": angle.repeat_interleave(2, -1)}[tables]
+            yield {"unsqueeze_dim": unsqueeze_dim}, (q, k, angle.cos(), angle.sin())
+
+
+@dataclass(frozen=True)
+class _OfTables(Variant):
+    """One that is told from others by the form of the ``tables`` that it gets; ``casting``: see ``ops.rotary.rope``."""
+
+    kind, by_tables = "rope", True
+    casting: str
+    layout: str
+    tables: str
+
+    def fits(self, tables: set[str] | None) -> bool:
+        return tables == {self.tables} or (not tables and self.tables == "once")  # a function that takes each angle once takes nothing else
+
+
+class Rope(_OfTables):
     """``layout`` "apart": takes pairs, and returns the first of each and then the second."""
-    angles = TABLES[tables]
 
-    def turn(stock: Callable, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, position_ids: Any, unsqueeze_dim: int) -> tuple[Tensor, Tensor]:
-        memory.taken()  # by the projections
-        fits = k is not None and q.ndim == k.ndim == 4 and cos.ndim == 3 and cos.shape[0] in (1, q.shape[0]) and unsqueeze_dim in (1, 2)
-        if fits and not _learn(cos, sin):
-            turned = rope(q, k, angles(cos), angles(sin), layout="pairs" if layout == "apart" else layout, unsqueeze_dim=unsqueeze_dim, casting=casting)
-            return tuple(torch.cat((y[..., ::2], y[..., 1::2]), -1) for y in turned) if layout == "apart" else turned  # type: ignore[return-value]
-        more = (unsqueeze_dim,) if position_ids is ABSENT else (position_ids, unsqueeze_dim)
-        return stock(q, k, cos, sin, *more)
+    def words(self) -> tuple[str, ...]:
+        return self.casting, self.layout, self.tables
 
-    def variant(stock: Callable) -> Callable:
+    def __call__(self, stock: Callable) -> Callable:
+        casting, layout, angles = self.casting, self.layout, TABLES[self.tables]
+
+        def turn(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, position_ids: Any, unsqueeze_dim: int) -> tuple[Tensor, Tensor]:
+            memory.taken()  # by the projections
+            fits = k is not None and q.ndim == k.ndim == 4 and cos.ndim == 3 and cos.shape[0] in (1, q.shape[0]) and unsqueeze_dim in (1, 2)
+            if fits and not _learn(cos, sin):
+                turned = rope(q, k, angles(cos), angles(sin), layout="pairs" if layout == "apart" else layout, unsqueeze_dim=unsqueeze_dim, casting=casting)
+                return tuple(torch.cat((y[..., ::2], y[..., 1::2]), -1) for y in turned) if layout == "apart" else turned  # type: ignore[return-value]
+            more = (unsqueeze_dim,) if position_ids is ABSENT else (position_ids, unsqueeze_dim)
+            return stock(q, k, cos, sin, *more)
+
         parameters = inspect.signature(stock).parameters
         if parameters["k"].default is None:  # called for queries alone, too
 
             def apply_rotary_pos_emb(q, k=None, cos=None, sin=None, unsqueeze_dim=1):
-                return turn(stock, q, k, cos, sin, ABSENT, unsqueeze_dim)
+                return turn(q, k, cos, sin, ABSENT, unsqueeze_dim)
         elif "position_ids" in parameters:  # it has been without effect for long, and is gone in most
 
             def apply_rotary_pos_emb(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
-                return turn(stock, q, k, cos, sin, position_ids, unsqueeze_dim)
+                return turn(q, k, cos, sin, position_ids, unsqueeze_dim)
         else:
 
             def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
-                return turn(stock, q, k, cos, sin, ABSENT, unsqueeze_dim)
+                return turn(q, k, cos, sin, ABSENT, unsqueeze_dim)
 
         if layout != "apart" and parameters["unsqueeze_dim"].default == 1:
             ROPE_FORMS[apply_rotary_pos_emb] = layout, angles, casting
         return apply_rotary_pos_emb
 
-    return variant
+    def stand_ins(self) -> StandIns:
+        return _stand_ins(self.tables)
 
 
-def rope_alone_variant(layout: str, tables: str, casting: str, sin_first: bool = False) -> Variant:
+@dataclass(frozen=True)
+class RopeAlone(_OfTables):
     """Of one tensor: beside it goes another one, of no heads. ``layout`` "behind": pairs in the last columns, others pass through."""
-    angles = TABLES[tables]
 
-    def turned(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int) -> Tensor | None:
-        if x.ndim != 4 or cos.ndim != 3 or cos.shape[0] not in (1, x.shape[0]) or unsqueeze_dim not in (1, 2) or _learn(cos, sin):
-            return None
-        cos, sin = angles(cos), angles(sin)
-        first = x.shape[-1] - 2 * cos.shape[-1] if layout == "behind" else 0
-        part = x[..., first:] if first else x
-        none = part.detach().narrow(unsqueeze_dim, 0, 0)
-        y, _ = rope(part, none, cos, sin, layout="pairs" if layout == "behind" else layout, unsqueeze_dim=unsqueeze_dim, casting=casting)
-        return torch.cat((x[..., :first], y), -1) if first else y
+    sin_first: bool = False
 
-    def variant(stock: Callable) -> Callable:
-        if sin_first:
+    def words(self) -> tuple[str, ...]:
+        return "alone", "sin first" if self.sin_first else "", self.casting, self.layout, self.tables
+
+    def __call__(self, stock: Callable) -> Callable:
+        casting, layout, angles = self.casting, self.layout, TABLES[self.tables]
+
+        def turned(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int) -> Tensor | None:
+            if x.ndim != 4 or cos.ndim != 3 or cos.shape[0] not in (1, x.shape[0]) or unsqueeze_dim not in (1, 2) or _learn(cos, sin):
+                return None
+            cos, sin = angles(cos), angles(sin)
+            first = x.shape[-1] - 2 * cos.shape[-1] if layout == "behind" else 0
+            part = x[..., first:] if first else x
+            none = part.detach().narrow(unsqueeze_dim, 0, 0)
+            y, _ = rope(part, none, cos, sin, layout="pairs" if layout == "behind" else layout, unsqueeze_dim=unsqueeze_dim, casting=casting)
+            return torch.cat((x[..., :first], y), -1) if first else y
+
+        if self.sin_first:
 
             def apply_rotary_pos_emb(tensor, sin, cos):
                 y = turned(tensor, cos, sin, 2)
@@ -90,11 +125,27 @@ def rope_alone_variant(layout: str, tables: str, casting: str, sin_first: bool =
 
         return apply_rotary_pos_emb
 
-    return variant
+    def stand_ins(self) -> StandIns:
+        for attributes, (q, _, cos, sin) in _stand_ins(self.tables):
+            if not self.sin_first:
+                yield attributes, (q, cos, sin)
+            elif attributes["unsqueeze_dim"] == 2:
+                yield {}, (q, sin, cos)
 
 
-def rope_sections_variant(casting: str) -> Variant:
-    def variant(stock: Callable) -> Callable:
+@dataclass(frozen=True)
+class RopeOfSections(Variant):
+    """Whose angles come from several tables, each for its section of the columns."""
+
+    kind = "rope"
+    casting: str
+
+    def words(self) -> tuple[str, ...]:
+        return self.casting, "sections"
+
+    def __call__(self, stock: Callable) -> Callable:
+        casting = self.casting
+
         def apply_multimodal_rotary_pos_emb(q, k, cos, sin, mrope_section, unsqueeze_dim=1):
             if q.ndim != 4 or cos.ndim != 4 or unsqueeze_dim not in (1, 2) or _learn(cos, sin):
                 return stock(q, k, cos, sin, mrope_section, unsqueeze_dim)
@@ -102,11 +153,27 @@ def rope_sections_variant(casting: str) -> Variant:
 
         return apply_multimodal_rotary_pos_emb
 
-    return variant
+    def stand_ins(self) -> StandIns:
+        for unsqueeze_dim in (1, 2):
+            q, k = (torch.randn((3, heads, 5, 16) if unsqueeze_dim == 1 else (3, 5, heads, 16)) for heads in (2, 1))
+            angle = torch.randn(3, 3, 5, 8)
+            angle = torch.cat((angle, angle), -1)
+            yield {"unsqueeze_dim": unsqueeze_dim, "mrope_section": [2, 3, 3]}, (q, k, angle.cos(), angle.sin())
 
 
-def rope_flat_variant(casting: str) -> Variant:
-    def variant(stock: Callable) -> Callable:
+@dataclass(frozen=True)
+class FlatRope(Variant):
+    """Of all tokens of a batch in one dimension."""
+
+    kind = "rope"
+    casting: str
+
+    def words(self) -> tuple[str, ...]:
+        return self.casting, "flat"
+
+    def __call__(self, stock: Callable) -> Callable:
+        casting = self.casting
+
         def apply_rotary_pos_emb_vision(q, k, cos, sin):
             if q.ndim != 3 or k.ndim != 3 or cos.ndim != 2 or _learn(cos, sin):
                 return stock(q, k, cos, sin)
@@ -115,11 +182,29 @@ def rope_flat_variant(casting: str) -> Variant:
 
         return apply_rotary_pos_emb_vision
 
-    return variant
+    def stand_ins(self) -> StandIns:
+        angle = torch.randn(5, 8)
+        angle = torch.cat((angle, angle), -1)
+        yield {}, (torch.randn(5, 2, 16), torch.randn(5, 1, 16), angle.cos(), angle.sin())
 
 
-def rope_complex_variant(unsqueeze_dim: int) -> Variant:
-    def variant(stock: Callable) -> Callable:
+@dataclass(frozen=True)
+class ComplexRope(Variant):
+    """Of complex tables; ``unsqueeze_dim``: where these get a dimension for the heads."""
+
+    kind = "rope"
+    unsqueeze_dim: int
+
+    def words(self) -> tuple[str, ...]:
+        return "complex", f"{self.unsqueeze_dim}"
+
+    @property
+    def exact(self) -> bool:
+        return False
+
+    def __call__(self, stock: Callable) -> Callable:
+        unsqueeze_dim = self.unsqueeze_dim
+
         def apply_rotary_emb(xq, xk, freqs_cis):
             if unsqueeze_dim == 2 and freqs_cis.numel() == xq.shape[1] * (xq.shape[-1] // 2):  # one table for all images
                 table = freqs_cis.reshape(1, xq.shape[1], xq.shape[-1] // 2)
@@ -131,41 +216,15 @@ def rope_complex_variant(unsqueeze_dim: int) -> Variant:
 
         return apply_rotary_emb
 
-    return variant
+    def stand_ins(self) -> StandIns:
+        for batch in (1, 3):
+            q, k = (torch.randn((3, heads, 5, 16) if self.unsqueeze_dim == 1 else (3, 5, heads, 16)) for heads in (2, 1))
+            yield {}, (q, k, torch.polar(torch.ones(batch, 5, 8), torch.randn(batch, 5, 8)))
 
 
-def rope_stand_ins(tables: str) -> Iterator[tuple[dict[str, Any], tuple[Any, ...]]]:
-    for width in (16, 24):  # 24: the last eight columns pass through
-        for batch, unsqueeze_dim in ((1, 1), (3, 1), (3, 2)):
-            q, k = (torch.randn((3, heads, 5, width) if unsqueeze_dim == 1 else (3, 5, heads, width)) for heads in (2, 1))
-            angle = torch.randn(batch, 5, 8)
-            angle = {"once": angle, "twice": torch.cat((angle, angle), -1), "repeated": angle.repeat_interleave(2, -1)}[tables]
-            yield {"unsqueeze_dim": unsqueeze_dim}, (q, k, angle.cos(), angle.sin())
-
-
-def rope_alone_stand_ins(tables: str, sin_first: bool = False) -> Iterator[tuple[dict[str, Any], tuple[Any, ...]]]:
-    for attributes, (q, _, cos, sin) in rope_stand_ins(tables):
-        if not sin_first:
-            yield attributes, (q, cos, sin)
-        elif attributes["unsqueeze_dim"] == 2:
-            yield {}, (q, sin, cos)
-
-
-def rope_sections_stand_ins() -> Iterator[tuple[dict[str, Any], tuple[Any, ...]]]:
-    for unsqueeze_dim in (1, 2):
-        q, k = (torch.randn((3, heads, 5, 16) if unsqueeze_dim == 1 else (3, 5, heads, 16)) for heads in (2, 1))
-        angle = torch.randn(3, 3, 5, 8)
-        angle = torch.cat((angle, angle), -1)
-        yield {"unsqueeze_dim": unsqueeze_dim, "mrope_section": [2, 3, 3]}, (q, k, angle.cos(), angle.sin())
-
-
-def rope_flat_stand_ins() -> Iterator[tuple[dict[str, Any], tuple[Any, ...]]]:
-    angle = torch.randn(5, 8)
-    angle = torch.cat((angle, angle), -1)
-    yield {}, (torch.randn(5, 2, 16), torch.randn(5, 1, 16), angle.cos(), angle.sin())
-
-
-def rope_complex_stand_ins(unsqueeze_dim: int) -> Iterator[tuple[dict[str, Any], tuple[Any, ...]]]:
-    for batch in (1, 3):
-        q, k = (torch.randn((3, heads, 5, 16) if unsqueeze_dim == 1 else (3, 5, heads, 16)) for heads in (2, 1))
-        yield {}, (q, k, torch.polar(torch.ones(batch, 5, 8), torch.randn(batch, 5, 8)))
+ROPES = [Rope(casting, layout, tables) for casting in CASTING for layout in ("halves", "pairs", "apart") for tables in TABLES]
+ROPES_ALONE = [RopeAlone(casting, layout, tables) for casting in CASTING for layout in ("halves", "pairs", "behind") for tables in TABLES]
+SIN_FIRST = [RopeAlone(casting, layout, "once", sin_first=True) for casting in CASTING for layout in ("halves", "pairs")]
+ROPES_OF_SECTIONS = [RopeOfSections(casting) for casting in CASTING]
+FLAT_ROPES = [FlatRope(casting) for casting in CASTING]
+COMPLEX_ROPES = [ComplexRope(d) for d in (2, 1)]

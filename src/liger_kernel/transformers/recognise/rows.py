@@ -28,7 +28,7 @@ def family(model_type: str) -> Family | None:
         found = infer(model_type)
     except Exception:  # no such type, no modeling file, or no default configuration: then nothing is known
         return None
-    if frozen is None or not set(FLAT.values()) & set(frozen.swapped.values()):
+    if frozen is None or not FLAT & set(frozen.swapped.values()):
         found = without_flat(found)
     if frozen:
         return dataclasses.replace(frozen, heads=found.heads, swapped=found.swapped, left_alone=found.left_alone, parts=found.parts)

@@ -1,28 +1,60 @@
-"""What a variant is: a function that makes, of a stock function, what takes its place; and what some variants say of themselves."""
+"""What a variant is: a value that says what takes the place of a stock function, and how to know that it may."""
 
 from __future__ import annotations
 
 import inspect
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
-Variant = Callable[[Callable], Callable]
+StandIns = Iterator[tuple[dict[str, Any], tuple[Any, ...]]]  # attributes of a module, or options of a function, and inputs
 
 
-def named_as(variant: Any, stock: Callable) -> Callable:
-    """``variant``, its parameters named as those of ``stock``: callers may name them. Changed in its code, so that calls cost nothing more."""
-    code = variant.__code__
+@dataclass(frozen=True)
+class Variant:
+    """What we have for candidates of one form; its fields say which form. ``variant(stock)`` is what takes the place of the stock function."""
+
+    kind: ClassVar[str]  # how its label begins
+    by_tables: ClassVar[bool] = False  # whether it and others of its slot differ in the tables that they take
+
+    def __call__(self, stock: Callable) -> Callable:
+        raise NotImplementedError
+
+    def stand_ins(self) -> StandIns:
+        """On which it is compared with stock functions: attributes and inputs that differ in everything that may matter."""
+        raise NotImplementedError
+
+    def words(self) -> tuple[str, ...]:
+        """What its label says; nothing of an empty word, and one of equal ones."""
+        raise NotImplementedError
+
+    @property
+    def exact(self) -> bool:
+        """Whether what it returns in bf16 must be equal bit for bit."""
+        return True
+
+    def fits(self, tables: set[str] | None) -> bool:
+        """Whether functions that get tables of these forms are compared with it."""
+        return True
+
+    @property
+    def label(self) -> str:
+        """Its name in the table of families."""
+        return f"{self.kind}({', '.join(filter(None, dict.fromkeys(self.words())))})"
+
+
+def named_as(function: Any, stock: Callable) -> Callable:
+    """``function``, its parameters named as those of ``stock``: callers may name them. Changed in its code, so that calls cost nothing more."""
+    code = function.__code__
     theirs = [p.name for p in inspect.signature(stock).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
     new = {old: name for old, name in zip(code.co_varnames[: code.co_argcount], theirs) if old != name}
     if len(theirs) >= code.co_argcount and not set(new.values()) & {*code.co_freevars, *code.co_varnames[: code.co_argcount]}:
         taken = {name: f"_{name}" for name in new.values()}  # locals that are called so
         names = {part: tuple((new | taken).get(name, name) for name in getattr(code, part)) for part in ("co_varnames", "co_cellvars")}
-        variant.__code__ = code.replace(**names)
-    return variant
+        function.__code__ = code.replace(**names)
+    return function
 
-
-StandIns = Callable[[], Iterator[tuple[dict[str, Any], tuple[Any, ...]]]]
 
 # Variants say here what they are: an attribute of theirs would pass to whatever wraps them with functools
 NORM_FORMS: weakref.WeakKeyDictionary[Callable, tuple[float, str, str]] = weakref.WeakKeyDictionary()  # offset, casting, attribute with the eps

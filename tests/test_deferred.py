@@ -25,7 +25,7 @@ from liger_kernel.transformers import class_patches, instance_patches, restore  
 from liger_kernel.transformers.head import forward as head_forward  # noqa: E402
 from liger_kernel.transformers.head import loss as head_loss  # noqa: E402
 from liger_kernel.transformers.head.loss import head_cross_entropy  # noqa: E402
-from liger_kernel.transformers.head.recipe import DeferredLogits, Loss  # noqa: E402
+from liger_kernel.transformers.head.recipe import DeferredLogits, Loss, LossOptions  # noqa: E402
 from liger_kernel.transformers.head.stand_in import StandIn, place_of_head, standing  # noqa: E402
 from liger_kernel.transformers.head.state import is_plain  # noqa: E402
 
@@ -254,7 +254,7 @@ def test_a_head_multiplies_under_the_autocast_of_its_call():
 
 def test_options_of_the_loss():
     options = dict(label_smoothing=0.1, z_loss=1e-2, token_scaling=True, accum_dtype=torch.float32)
-    loss = Loss(options, statistics=True)
+    loss = Loss(LossOptions(**options), statistics=True)
     x, logits = recipe(loss)
     found = F.cross_entropy((torch.tanh(x * 3) * 2).view(-1, V), TARGET)
     from liger_kernel.ops import cross_entropy
@@ -310,24 +310,23 @@ def test_every_head_is_called_as_it_is(name, reduction, monkeypatch):
     g = torch.rand_like(expected)
     leaves = [x, *head.parameters()]
     truth = torch.autograd.grad(expected, leaves, g)
-    found = head_cross_entropy(head, x, TARGET, class_weight=weights, label_smoothing=0.1, reduction=reduction, logit_scale=0.5, softcap=3.0)
+    options = LossOptions(class_weight=weights, label_smoothing=0.1, reduction=reduction, logit_scale=0.5, softcap=3.0)
+    found = head_cross_entropy(head, x, TARGET, options)
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(torch.autograd.grad(found, leaves, g), truth)
     with torch.no_grad():
-        torch.testing.assert_close(
-            head_cross_entropy(head, x, TARGET, class_weight=weights, label_smoothing=0.1, logit_scale=0.5, softcap=3.0, reduction=reduction), expected
-        )
+        torch.testing.assert_close(head_cross_entropy(head, x, TARGET, options), expected)
 
 
 def test_class_weights_of_16_bits_are_summed_in_32():
     """And a label out of range makes the loss NaN here as in the fused head."""
     head, x = heads()["bias"].to(DEVICE, torch.bfloat16), torch.randn(2000, H, device=DEVICE, dtype=torch.bfloat16)
     weights, target = torch.rand(V, device=DEVICE, dtype=torch.bfloat16), torch.arange(2000, device=DEVICE) % V
-    plain = head_cross_entropy(head, x, target, class_weight=weights)
+    plain = head_cross_entropy(head, x, target, LossOptions(class_weight=weights))
     head.register_forward_hook(lambda module, args, out: None)
-    torch.testing.assert_close(head_cross_entropy(head, x, target, class_weight=weights), plain, rtol=5e-4, atol=0)
+    torch.testing.assert_close(head_cross_entropy(head, x, target, LossOptions(class_weight=weights)), plain, rtol=5e-4, atol=0)
     target[3] = V
-    assert head_cross_entropy(head, x, target, class_weight=weights).isnan()
+    assert head_cross_entropy(head, x, target, LossOptions(class_weight=weights)).isnan()
 
 
 def test_other_heads_are_called_on_chunks(monkeypatch):
@@ -337,19 +336,19 @@ def test_other_heads_are_called_on_chunks(monkeypatch):
     head.out_features = V
     head.register_forward_hook(lambda module, args, out: calls.append(out.shape))
     x = torch.randn(B * T, H, device=DEVICE, requires_grad=True)
-    loss = head_cross_entropy(head, x, TARGET, reduction="sum")
+    loss = head_cross_entropy(head, x, TARGET, LossOptions(reduction="sum"))
     assert calls == [(1, 4, V), (1, 4, V), (1, 2, V)]
     dx = torch.autograd.grad(loss, x)[0]
     assert len(calls) == 6
     direction = torch.randn_like(x)
     torch.manual_seed(3)
-    a = head_cross_entropy(head, x, TARGET, reduction="sum")
+    a = head_cross_entropy(head, x, TARGET, LossOptions(reduction="sum"))
     da = torch.autograd.grad(a, x)[0]
     eps = 1e-2
     ends = []
     for sign in (1, -1):
         torch.manual_seed(3)
-        ends.append(head_cross_entropy(head, x + sign * eps * direction, TARGET, reduction="sum"))
+        ends.append(head_cross_entropy(head, x + sign * eps * direction, TARGET, LossOptions(reduction="sum")))
     torch.testing.assert_close((da * direction).sum(), (ends[0] - ends[1]) / (2 * eps), rtol=1e-2, atol=1e-2)
     assert not torch.equal(da, dx)
 

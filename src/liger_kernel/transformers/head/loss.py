@@ -22,7 +22,7 @@ from liger_kernel.ops.losses.cross_entropy import Loss as LossNumbers
 from liger_kernel.ops.losses.cross_entropy import cross_entropy, items, normaliser
 from liger_kernel.ops.losses.linear_cross_entropy import linear_cross_entropy
 from liger_kernel.transformers.head import loss_functions
-from liger_kernel.transformers.head.recipe import IGNORE, LOSSES, Loss, Recipe, materialised
+from liger_kernel.transformers.head.recipe import DEFAULTS, IGNORE, LOSSES, Loss, LossOptions, Recipe, materialised
 from liger_kernel.transformers.head.state import HeadState, is_plain, out_features
 
 # Keywords of a patched ``forward`` that are meant for its loss, and what the operators call them.
@@ -37,32 +37,30 @@ LOSS_OPTIONS = {
 STATISTICS = ("return_token_accuracy", "return_predicted_tokens")
 
 
-def head_cross_entropy(head: nn.Module, x: Tensor, target: Tensor, *, within: bool = False, class_weight: Tensor | None = None, **options: Any) -> Any:
-    """Cross entropy of ``head(x)`` and ``target``, with the options and results of ``linear_cross_entropy``, without holding all logits.
+def head_cross_entropy(head: nn.Module, x: Tensor, target: Tensor, options: LossOptions = DEFAULTS, *, within: bool = False) -> Any:
+    """Cross entropy of ``head(x)`` and ``target``, with the results of ``linear_cross_entropy``, without holding all logits.
 
     x (M, H), target (M,). A plain ``nn.Linear`` is fused, also one whose parameters FSDP or ZeRO shards: they are gathered once. Any other head (LoRA,
     quantised ...) is called itself on one chunk of tokens at a time, and again in the backward, in the state of this call.
     ``within``: the caller has entered ``head``.
     """
     if not within and parallel.needs_entering(head):
-        return parallel.entered(head, lambda x: head_cross_entropy(parallel.bare(head), x, target, within=True, class_weight=class_weight, **options), x)
+        return parallel.entered(head, lambda x: head_cross_entropy(parallel.bare(head), x, target, options, within=True), x)
     if is_plain(head, within):
-        return linear_cross_entropy(x, head.weight, target, head.bias, class_weight, **options)
-    if isinstance(head, parallel.VocabularyParallel) and class_weight is None and not options.get("token_scaling"):
-        return _vocabulary_parallel_loss(head, x, target, **options)
-    for name in ("accum_dtype", "compact"):  # the head accumulates its own gradients, and may ask what every token is
-        options.pop(name, None)
+        return linear_cross_entropy(x, head.weight, target, head.bias, **options.given())
+    if isinstance(head, parallel.VocabularyParallel) and options.class_weight is None and not options.token_scaling:
+        return _vocabulary_parallel_loss(head, x, target, options)
+    class_weight, reduction = options.class_weight, options.reduction
     class_weight = class_weight if class_weight is None else class_weight.detach()
-    reduction, stats = options.pop("reduction", "mean"), options.pop("stats", False)
+    # the head accumulates its own gradients, and may ask what every token is
+    rest = options.given("accum_dtype", "compact", "class_weight", "reduction", "stats")
     call = head.forward if within else head
     state = None if torch.compiler.is_compiling() else HeadState(head)
 
     def part(x: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         with contextlib.nullcontext() if state is None else state.restored():
             logits = call(x[None])
-        return cross_entropy(
-            logits.reshape(-1, logits.shape[-1]), target, class_weight, reduction="none" if reduction == "none" else "sum", stats=True, **options
-        )
+        return cross_entropy(logits.reshape(-1, logits.shape[-1]), target, class_weight, reduction="none" if reduction == "none" else "sum", stats=True, **rest)
 
     rows = auto_chunk_rows(x.shape[0], out_features(head, x, call), x.shape[1], x.element_size(), on_gpu(x))
     run = functools.partial(checkpoint, part, use_reentrant=False) if torch.is_grad_enabled() else part
@@ -73,20 +71,19 @@ def head_cross_entropy(head: nn.Module, x: Tensor, target: Tensor, *, within: bo
     else:
         loss, z_loss = torch.stack(losses).sum(), torch.stack(z_losses).sum()
     if reduction == "mean":
-        n = normaliser(target, class_weight, LossNumbers(ignore_index=options.get("ignore_index", IGNORE)))
+        n = normaliser(target, class_weight, LossNumbers(ignore_index=options.ignore_index))
         loss, z_loss = loss / n, z_loss / n
-    return (loss, z_loss, torch.cat(predicted)) if stats else loss
+    return (loss, z_loss, torch.cat(predicted)) if options.stats else loss
 
 
-def _vocabulary_parallel_loss(
-    head: parallel.VocabularyParallel, x: Tensor, target: Tensor, *, compact: bool | Kept = False, token_scaling: bool = False, **options: Any
-) -> Any:
+def _vocabulary_parallel_loss(head: parallel.VocabularyParallel, x: Tensor, target: Tensor, options: LossOptions) -> Any:
     """The loss of a head that is sharded by vocabulary; tokens known not to count are left out."""
-    kept = compact.rows() if isinstance(compact, Kept) and options.get("reduction") != "none" else None
+    kept = options.compact.rows() if isinstance(options.compact, Kept) and options.reduction != "none" else None
+    given = options.given("compact", "token_scaling")
     if kept is None:
-        return head.cross_entropy(x, target, **options)
-    found = head.cross_entropy(x.index_select(0, kept), target[kept], **options)
-    if not options.get("stats"):
+        return head.cross_entropy(x, target, **given)
+    found = head.cross_entropy(x.index_select(0, kept), target[kept], **given)
+    if not options.stats:
         return found
     loss, z_loss, predicted = found
     return loss, z_loss, predicted.new_full(target.shape, -1).index_copy_(0, kept, predicted)
@@ -98,8 +95,9 @@ def _cross_entropy(
 ) -> Tensor:  # fmt: skip
     """``F.cross_entropy`` of a recipe."""
     if isinstance(input, Recipe) and input.ndim == 2 and target.ndim == 1 and size_average is None and reduce is None:
-        said = {k: v for k, v in (("class_weight", weight), ("label_smoothing", label_smoothing or None)) if v is not None}
-        return _loss(input, target, ignore_index=ignore_index, reduction=reduction, **said)
+        options = input.loss.options.but(ignore_index=ignore_index, reduction=reduction)
+        options = options if weight is None else options.but(class_weight=weight)
+        return _loss(input, target, options.but(label_smoothing=label_smoothing) if label_smoothing else options)
     args = (materialised(a) for a in (input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing))
     return F.cross_entropy(*args)
 
@@ -107,21 +105,20 @@ def _cross_entropy(
 LOSSES[F.cross_entropy] = _cross_entropy
 
 
-def _loss(logits: Recipe, target: Tensor, **options: Any) -> Tensor:
+def _loss(logits: Recipe, target: Tensor, options: LossOptions) -> Tensor:
     logits.not_in_a_function()
     asked = logits.loss
-    options = asked.options | options
+    options = options.but(stats=asked.statistics)
     cut = torch.is_grad_enabled() and not logits.learns  # from the graph, by a no_grad before this loss
     transform = logits.scale_and_cap() if logits.computed is None and not cut else None
-    if transform is not None and (transform[1] is None or "softcap" not in asked.options):
-        options["logit_scale"], softcap = transform
-        options |= {} if softcap is None else {"softcap": softcap}
+    if transform is not None and (transform[1] is None or options.softcap is None):
+        scale, softcap = transform
+        options = options.but(logit_scale=scale) if softcap is None else options.but(logit_scale=scale, softcap=softcap)
         head, rows = logits.head, logits.rows
     else:
         head, rows = None, logits.value()
     if head is None:
-        options.pop("accum_dtype", None)
-        found = cross_entropy(rows, target, options.pop("class_weight", None), stats=asked.statistics, **options)
+        found = cross_entropy(rows, target, **options.given("accum_dtype"))
     else:
         with logits.as_called(), logits.in_state():
             found = _head_loss(head, rows, target, asked, options)
@@ -134,7 +131,7 @@ def _loss(logits: Recipe, target: Tensor, **options: Any) -> Tensor:
         return found
     loss, _, predicted = found
     if asked.predicted_tokens is None:  # the first loss of a forward is the main one
-        asked.predicted_tokens, asked.token_accuracy = predicted, token_accuracy(predicted, target, options["ignore_index"])
+        asked.predicted_tokens, asked.token_accuracy = predicted, token_accuracy(predicted, target, options.ignore_index)
     return loss
 
 
@@ -150,31 +147,31 @@ def _inside(function: Callable) -> bool:
     return False
 
 
-def _head_loss(head: nn.Module, rows: Tensor, target: Tensor, asked: Loss, options: dict[str, Any]) -> Any:
+def _head_loss(head: nn.Module, rows: Tensor, target: Tensor, asked: Loss, options: LossOptions) -> Any:
     """``head_cross_entropy`` with what was known when the forward began, if it is the loss that was foreseen."""
-    main = asked.causal and not asked.taken and options["ignore_index"] == IGNORE
+    main = asked.causal and not asked.taken and options.ignore_index == IGNORE
     # a head's bias, its scale, and losses of single tokens are not in the signature of what was replaced
-    plain = getattr(parallel.bare(head), "bias", None) is None and options.get("logit_scale", 1.0) == 1.0 and options.get("reduction") != "none"
+    plain = getattr(parallel.bare(head), "bias", None) is None and options.logit_scale == 1.0 and options.reduction != "none"
     hooked = main and plain and loss_functions.replaced()
     main = main and (hooked if torch.compiler.is_compiling() else _inside(ForCausalLMLoss))
     within, inner = parallel.needs_entering(head), parallel.bare(head)
     return parallel.entered(head, lambda rows: _entered_loss(inner, rows, target, asked, options, within, main, hooked), rows)
 
 
-def _entered_loss(head: nn.Module, rows: Tensor, target: Tensor, asked: Loss, options: dict[str, Any], within: bool, main: bool, hooked: bool) -> Any:
+def _entered_loss(head: nn.Module, rows: Tensor, target: Tensor, asked: Loss, options: LossOptions, within: bool, main: bool, hooked: bool) -> Any:
     """The rest of ``_head_loss``, where the parameters of the head are."""
     sliced, linear = isinstance(head, parallel.VocabularyParallel), is_plain(head, within)
     if main and hooked and linear:
         return _replaced_loss(head, rows, target, asked, options)
     kept = asked.kept if main and (linear or sliced) and asked.kept is not None and asked.kept.total == target.numel() else None
     if kept is not None:
-        options["compact"] = kept
+        options = options.but(compact=kept)
     # a sum that is about to be divided: dividing in the forward spares the backward a pass over the gradient of the head
-    n = items(asked.num_items, rows) if main and linear and asked.num_items is not None and options.get("reduction") == "sum" else None
+    n = items(asked.num_items, rows) if main and linear and asked.num_items is not None and options.reduction == "sum" else None
     if n is not None:
         n = n.where(n != 0, 1)  # of no tokens the caller divides by 0, as with logits
-        options |= dict(reduction="mean", num_items=n)
-    found = head_cross_entropy(head, rows, target, within=within, stats=asked.statistics, **options)
+        options = options.but(reduction="mean", num_items=n)
+    found = head_cross_entropy(head, rows, target, options, within=within)
     loss, *more = found if asked.statistics else (found,)
     if n is not None:
         loss, more = loss * n, [more[0] * n, *more[1:]] if more else more
@@ -185,14 +182,14 @@ def _entered_loss(head: nn.Module, rows: Tensor, target: Tensor, asked: Loss, op
     return (loss, *more) if asked.statistics else loss
 
 
-def _replaced_loss(head: nn.Module, rows: Tensor, target: Tensor, asked: Loss, options: dict[str, Any]) -> Any:
+def _replaced_loss(head: nn.Module, rows: Tensor, target: Tensor, asked: Loss, options: LossOptions) -> Any:
     """What the function that somebody put in place of one of ours in ``loss_functions`` returns; it may reduce or not."""
-    n = asked.num_items if options["reduction"] == "sum" else None  # by which the caller divides
+    n = asked.num_items if options.reduction == "sum" else None  # by which the caller divides
     names = {ours: name for name, ours in LOSS_OPTIONS.items()} | {"softcap": "final_logit_softcapping"}
-    said = {names[k]: v for k, v in options.items() if k in names}
+    said = {names[k]: v for k, v in options.given().items() if k in names}
     said |= dict.fromkeys(STATISTICS, True) if asked.statistics else {}
     found = loss_functions.LigerForCausalLMLoss(
-        rows, head.weight, None, rows.shape[-1], num_items_in_batch=n, ignore_index=options["ignore_index"], shift_labels=target, **said
+        rows, head.weight, None, rows.shape[-1], num_items_in_batch=n, ignore_index=options.ignore_index, shift_labels=target, **said
     )
     loss, predicted = (found, None) if isinstance(found, Tensor) else (found.loss, found.predicted_tokens)
     loss = loss if n is None else loss * items(n, rows)

@@ -21,11 +21,40 @@ from liger_kernel.transformers.head.state import HeadState, out_features
 IGNORE = -100
 
 
+@dataclass(frozen=True, eq=False)
+class LossOptions:
+    """What a cross entropy is to be, by the names and with the defaults of the operators."""
+
+    ignore_index: int = IGNORE
+    reduction: str = "mean"
+    class_weight: Tensor | None = None
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    logit_scale: float = 1.0
+    softcap: float | None = None
+    token_scaling: bool = False
+    stats: bool = False
+    num_items: Tensor | None = None
+    compact: bool | Kept = False
+    accum_dtype: torch.dtype | None = None
+
+    def but(self, **changes: Any) -> LossOptions:
+        """The same with these fields."""
+        return LossOptions(**self.given() | changes)
+
+    def given(self, *without: str) -> dict[str, Any]:
+        """The fields that differ from the defaults, but those ``without``: keywords of an operator, which need not know the rest."""
+        return {name: value for name, value in vars(self).items() if value is not getattr(LossOptions, name) and name not in without}
+
+
+DEFAULTS = LossOptions()
+
+
 @dataclass
 class Loss:
     """What the caller of ``forward`` asked of the loss, and what the loss found."""
 
-    options: dict[str, Any] = field(default_factory=dict)
+    options: LossOptions = DEFAULTS
     statistics: bool = False
     taken: bool = False
     token_accuracy: Tensor | None = None

@@ -18,6 +18,9 @@ from liger_kernel.transformers.patching.bound import KEY, is_ours
 from liger_kernel.transformers.patching.flags import HEAD_FLAGS, every_flag, flags_of, parameters_of, parts_of
 from liger_kernel.transformers.patching.reference import references_beside
 from liger_kernel.transformers.patching.select import class_patches, fused_head, instance_patches
+from liger_kernel.transformers.patching.single import _patch_layer_norm_module as _patch_layer_norm_module
+from liger_kernel.transformers.patching.single import _patch_rms_norm_module as _patch_rms_norm_module
+from liger_kernel.transformers.patching.single import _patch_swiglu_module as _patch_swiglu_module
 from liger_kernel.transformers.patching.values import Patches, original
 from liger_kernel.transformers.recognise.families import FAMILIES
 from liger_kernel.transformers.recognise.rows import family, rows_of, swapped_slots

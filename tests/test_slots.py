@@ -558,3 +558,13 @@ def test_parts_are_replaced_after_the_patch(family, seed):
             _change(model, random.Random(f"{family} {seed} {i}"))
         theirs, ours = (step(m)[1] for m in models)
         assert_same_learning(ours, theirs, TOLERANCE)
+
+
+def test_layers_of_the_hub_know_plain_norms_alone():
+    """A norm that may have no weight is not served by a layer that reads one."""
+    from liger_kernel.hub.layers import _form
+
+    forms = {"llama": (0.0, "llama", "variance_epsilon"), "gemma": (1.0, "gemma", "eps"), "gemma3n_text": None, "gemma4_text": None}
+    for family, form in forms.items():
+        if family in transformers.CONFIG_MAPPING:
+            assert _form(next(c for name, c in vars(modeling(family)).items() if re.fullmatch(r"\w+[a-z0-9]RMSNorm", name))) == form

@@ -97,10 +97,9 @@ def fused(forward: Callable, *, keep_logits: bool = False, known: bool = True) -
         return out
 
     skip = inspect.Parameter("skip_logits", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="bool | None")
-    del wrapper.__wrapped__  # type: ignore[attr-defined]  # accelerate follows it when it takes its own wrappers off
-    wrapper.__signature__ = signature.replace(  # type: ignore[attr-defined]
-        parameters=[*(p for p in signature.parameters.values() if p not in variadic), skip, *variadic]
-    )
+    of_wrapper = vars(wrapper)
+    del of_wrapper["__wrapped__"]  # accelerate follows it when it takes its own wrappers off
+    of_wrapper["__signature__"] = signature.replace(parameters=[*(p for p in signature.parameters.values() if p not in variadic), skip, *variadic])
     return wrapper
 
 

@@ -90,9 +90,15 @@ def _vocabulary_parallel_loss(head: parallel.VocabularyParallel, x: Tensor, targ
 
 
 def _cross_entropy(
-    input: Any, target: Any, weight: Any = None, size_average: Any = None, ignore_index: int = IGNORE, reduce: Any = None,
-    reduction: str = "mean", label_smoothing: float = 0.0,
-) -> Tensor:  # fmt: skip
+    input: Any,
+    target: Any,
+    weight: Any = None,
+    size_average: Any = None,
+    ignore_index: int = IGNORE,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
     """``F.cross_entropy`` of a recipe."""
     if isinstance(input, Recipe) and input.ndim == 2 and target.ndim == 1 and size_average is None and reduce is None:
         options = input.loss.options.but(ignore_index=ignore_index, reduction=reduction)

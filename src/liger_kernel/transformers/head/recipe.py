@@ -90,7 +90,7 @@ class Recipe:
         self.learnt = False  # whether a loss was computed without them, so that they get no gradient
         self.others: list[Callable[[], Recipe | None]] = []  # of a root: the recipes made of it, while they live
 
-    def value(self) -> Tensor:
+    def value(self) -> Any:
         """The logits themselves."""
         self.not_in_a_function()
         if self.computed is None:
@@ -100,7 +100,7 @@ class Recipe:
                     with _outside_inference(), torch.set_grad_enabled(recipe.learns):
                         recipe.computed = recipe.make() if recipe.make is not None else recipe._call_head()
                     recipe.root = recipe.make = None
-        return self.computed  # type: ignore[return-value]
+        return self.computed
 
     def not_in_a_function(self) -> None:
         """``RuntimeError`` within a ``torch.autograd.Function`` that was given a recipe: autograd knows tensors alone, and no gradient would pass."""
@@ -108,14 +108,14 @@ class Recipe:
         if torch.is_grad_enabled() or not root.learns or torch.compiler.is_compiling():
             return
         forwards = {cls.forward.__code__ for cls in _subclasses(torch.autograd.Function) if isinstance(cls.forward, types.FunctionType)}
-        frame = sys._getframe(1)
+        frame: types.FrameType | None = sys._getframe(1)
         while frame is not None:
             if frame.f_code in forwards and any(isinstance(a, Recipe) for a in _arguments(frame)):
                 raise RuntimeError(
                     "torch.autograd.Function.apply: the logits of a patched model are computed when they are needed, and are no tensor before: "
                     "give it logits.value(), or patch the model with fused_linear_cross_entropy=False"
                 )
-            frame = frame.f_back  # type: ignore[assignment]
+            frame = frame.f_back
 
     def _call_head(self) -> Tensor:
         with self.as_called(), self.in_state():
@@ -186,7 +186,7 @@ class Recipe:
                 "take logits.value() before, or patch the model with fused_linear_cross_entropy=False"
             )
 
-    # -- what is known without computing
+    # What is known without computing
 
     @property
     def shape(self) -> torch.Size:
@@ -221,7 +221,7 @@ class Recipe:
     def __len__(self) -> int:
         return len(self.rows)
 
-    # -- what is recorded
+    # What is recorded
 
     def __mul__(self, other: Any) -> Any:
         return self.then("mul", other) if self.computed is None and isinstance(other, (int, float)) else self.value() * other
@@ -279,7 +279,7 @@ class Recipe:
             return self.with_rows(self.rows[index], lambda y: y[index])
         return self.value()[index]
 
-    # -- everything else
+    # Everything else looks at the logits
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

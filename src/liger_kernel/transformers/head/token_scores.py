@@ -57,15 +57,15 @@ def _before(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tupl
     calls = _UNDER_WAY.setdefault(this_thread(), [])
     targets = kwargs.get("token_targets")
     place = None if targets is None or torch.compiler.is_compiling() else place_of_head(model)
-    if place is None:
+    if targets is None or place is None:
         calls.append((targets, None, None))
     else:
         parent, name = place
-        head = parent._modules[name]
+        head: Any = parent._modules[name]
         head = head.head if isinstance(head, StandIn) else head
         # the head is named as what is called: a patched model, called without labels, turns off what stands in for calls of its own
-        stand_in = enter(parent, name, Call(head, Loss(), keep_logits=False))  # type: ignore[arg-type]
-        kept = Kept(torch.cat([t.flatten() for t in targets]), IGNORE)  # type: ignore[union-attr]  # counted while the model computes
+        stand_in = enter(parent, name, Call(head, Loss(), keep_logits=False))
+        kept = Kept(torch.cat([t.flatten() for t in targets]), IGNORE)  # counted while the model computes
         calls.append((targets, kept, functools.partial(leave, stand_in, parent, name)))
     return args, {k: v for k, v in kwargs.items() if k != "token_targets"}
 
@@ -107,10 +107,11 @@ def mean_logits(logits: Tensor | DeferredLogits) -> Tensor:
     """Means over the vocabulary (B, T), in fp32."""
     if not isinstance(logits, DeferredLogits):
         return logits.mean(-1, dtype=torch.float32)
-    head, (scale, cap) = logits.head, logits.scale_and_cap()  # type: ignore[misc]
+    head: Any = logits.head
+    scale, cap = logits.scale_and_cap() or (1.0, None)  # never None of what is fusable
 
     def means(rows: Tensor) -> Tensor:
-        inner: Any = parallel.bare(head)  # type: ignore[arg-type]
+        inner: Any = parallel.bare(head)
         if cap is None and is_plain(inner, within=True):
             w, b = inner.weight.mean(0, dtype=torch.float32), 0 if inner.bias is None else inner.bias.float().mean()
             return torch.cat([scale * (c.float() @ w + b) for c in rows.split(4096)])
@@ -119,4 +120,4 @@ def mean_logits(logits: Tensor | DeferredLogits) -> Tensor:
         return torch.cat([(z if cap is None else cap * torch.tanh(z / cap)).mean(-1) for z in parts])
 
     with logits.as_called():
-        return parallel.entered(head, means, logits.rows.flatten(0, -2)).view(logits.shape[:-1])  # type: ignore[arg-type]
+        return parallel.entered(head, means, logits.rows.flatten(0, -2)).view(logits.shape[:-1])

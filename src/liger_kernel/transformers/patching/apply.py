@@ -99,7 +99,7 @@ def _apply_function(model_type: str) -> Callable[..., None]:
         _apply(model_type, given, model)
 
     apply.__name__ = apply.__qualname__ = "apply_liger_kernel_to_" + re.sub(r"\W", "_", model_type)
-    apply.__signature__ = signature  # type: ignore[attr-defined]
+    vars(apply)["__signature__"] = signature
     apply.__doc__ = (
         f"Patch the classes of transformers' ``{model_type}`` models, or only ``model`` if one is given. ``liger models {model_type}`` says how.\n\n"
         '``rematerialise`` (True or "cheap", the default; "mlp"; False or "off") says what is computed again in the backward: see ``liger_kernel.memory``.'

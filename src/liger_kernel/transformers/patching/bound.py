@@ -30,7 +30,8 @@ class ABSENT:
 
 def ours(function: Callable) -> Callable:
     """``function``, marked: it stands where something of transformers' was. (By itself, as ``functools.wraps`` hands attributes on to whatever wraps it.)"""
-    function._liger = function  # type: ignore[attr-defined]
+    marked: Any = function
+    marked._liger = function
     return function
 
 
@@ -90,7 +91,7 @@ class Bound:
         """What a call runs: not what the class got later if that calls us, or if another forward of the module's own hides it."""
         owner = self._owner()
         there = getattr(type(owner), self.name, None)
-        if there is None or self.called or owner.__dict__.get(self.name) is not self or within(there, self.stock):  # type: ignore[union-attr]
+        if owner is None or there is None or self.called or owner.__dict__.get(self.name) is not self or within(there, self.stock):
             return self.function
         return there
 
@@ -131,9 +132,6 @@ class Bound:
         return getattr, (self.__self__, self.name or "forward")
 
 
-# -- copies and pickles ------------------------------------------------------------------------
-
-
 class _New:
     """Makes an empty module that gets the state of a copy; pickled, the stock function that makes one."""
 
@@ -159,14 +157,14 @@ def _say_once() -> None:
 def _reduced(module: Any) -> Any:
     """How ``copy`` and ``pickle`` take modules of a class of which one was patched: its state is what it would be without us."""
     reduced = module.__reduce_ex__(2)
-    memory = module.__dict__.get(KEY)
-    if not memory or not isinstance(reduced, tuple) or len(reduced) < 3 or not isinstance(reduced[2], dict):
+    stock = module.__dict__.get(KEY)
+    if not stock or not isinstance(reduced, tuple) or len(reduced) < 3 or not isinstance(reduced[2], dict):
         return reduced
     make, args, state, *rest = reduced
     state = {name: value for name, value in state.items() if name != KEY}
     bound = {name: value for name, value in Bound.all(module).items() if state.pop(name, None) is not None}
-    state |= {name: memory[name] for name in bound if memory[name] is not ABSENT}
-    return _New(make, {name: value for name, value in bound.items() if memory[name] is ABSENT}), args, state, *rest
+    state |= {name: stock[name] for name in bound if stock[name] is not ABSENT}
+    return _New(make, {name: value for name, value in bound.items() if stock[name] is ABSENT}), args, state, *rest
 
 
 def declare(cls: type) -> None:

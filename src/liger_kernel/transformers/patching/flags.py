@@ -15,26 +15,26 @@ HEAD_FLAGS = ("cross_entropy", "fused_linear_cross_entropy")
 STANDARD: dict[str, bool | None] = dict(rope=True, cross_entropy=False, fused_linear_cross_entropy=True, rms_norm=True)
 # Published flags and defaults, then model and, behind it, flags that the published functions do not have, where there is something to swap. (granite's
 # defaults are not followed: they leave its head out because the published one cannot scale logits.)
-_NO_ROPE = ("deepseek_v2", "deepseek_v3", "glm4", "glm4v", "glm4v_moe", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next")
+_NO_ROPE = "deepseek_v2 deepseek_v3 glm4 glm4v glm4v_moe qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text qwen3_next"
+_SWIGLU = (
+    "exaone4 falcon_h1 hunyuan_v1_dense hunyuan_v1_moe llama ministral mistral mixtral olmo2 olmo3 phi3 qwen2 qwen3 qwen3_moe smollm3 "
+    "qwen2_5_vl qwen2_5_vl_text qwen3_vl_moe qwen3_vl_moe_text granite llama4 llama4_text"
+)
 _FLAGS = dict[str, bool | None]
+_WITH_LAYER_NORM = _FLAGS(rope=True, cross_entropy=False, fused_linear_cross_entropy=True, layer_norm=True, rms_norm=True)
 _PUBLISHED: dict[str, _FLAGS] = {
-    **{t: STANDARD | dict(swiglu=True) for t in (
-        "exaone4", "falcon_h1", "hunyuan_v1_dense", "hunyuan_v1_moe", "llama", "ministral", "mistral", "mixtral", "olmo2", "olmo3", "phi3", "qwen2", "qwen3",
-        "qwen3_moe", "smollm3", "qwen2_5_vl", "qwen2_5_vl_text", "qwen3_vl_moe", "qwen3_vl_moe_text", "granite",
-        "llama4", "llama4_text",
-    )},
-    **{t: STANDARD | dict(rope=False, swiglu=True) for t in _NO_ROPE},
+    **{t: STANDARD | dict(swiglu=True) for t in _SWIGLU.split()},
+    **{t: STANDARD | dict(rope=False, swiglu=True) for t in _NO_ROPE.split()},
     "deepseek_v4": STANDARD | dict(rope=False, swiglu=False),
     **{t: STANDARD | dict(swiglu=False) for t in ("gpt_oss", "qwen3_vl", "qwen3_vl_text")},
-    **{t: _FLAGS(rope=True, cross_entropy=False, fused_linear_cross_entropy=True, layer_norm=True, rms_norm=True, swiglu=True)
-       for t in ("mllama", "mllama_text_model", "muse_glimmer")},
+    **{t: _WITH_LAYER_NORM | dict(swiglu=True) for t in ("mllama", "mllama_text_model", "muse_glimmer")},
     **{t: STANDARD | dict(layer_norm=True, swiglu=True) for t in ("qwen2_vl", "qwen2_vl_text")},
     **{t: STANDARD | dict(geglu=True) for t in ("gemma", "gemma2", "gemma3_text")},
-    **{t: _FLAGS(rope=True, cross_entropy=False, fused_linear_cross_entropy=True, layer_norm=True, rms_norm=True, geglu=True) for t in ("gemma3", "paligemma")},
+    **{t: _WITH_LAYER_NORM | dict(geglu=True) for t in ("gemma3", "paligemma")},
     "gemma4_text": STANDARD | dict(rope=False, geglu=True),
     "gemma4": dict(rope=False, cross_entropy=False, fused_linear_cross_entropy=True, layer_norm=False, rms_norm=True, geglu=True),
     "pixtral": dict(rope=True, rms_norm=True, swiglu=True),
-}  # fmt: skip
+}
 # Those that hand further flags on to their parts
 _HANDING_ON: dict[str, _FLAGS] = {
     "nemotron": dict(relu_squared=True, cross_entropy=False, fused_linear_cross_entropy=True),

@@ -69,11 +69,11 @@ def norm_rope(q_norm: Any, k_norm: Any, rope: Any, transposed: bool, q: Any, k: 
     fits = form is not None and form == _form_of(k_norm, k) and q.ndim == k.ndim == 4 and 0 < q.shape[-1] <= MAX_D and q.dtype == k.dtype
     fits = fits and plain(cos) and cos.ndim == 3 and cos.shape[0] in (1, q.shape[0])
     fits = fits and not ((cos.requires_grad or sin.requires_grad) and torch.is_grad_enabled())  # which ours give them no more than once
-    if not fits or getattr(q_norm, form[2]) != getattr(k_norm, form[2]):  # type: ignore[index]
+    if turn is None or form is None or not fits or getattr(q_norm, form[2]) != getattr(k_norm, form[2]):
         q, k = (norm(x.transpose(1, 2)).transpose(1, 2) if transposed else norm(x) for norm, x in ((q_norm, q), (k_norm, k)))
         return rope(q, k, cos, sin)
     memory.taken()  # by the projections
-    (layout, angles, rope_casting), (offset, casting, eps) = turn, form  # type: ignore[misc]
+    (layout, angles, rope_casting), (offset, casting, eps) = turn, form
     options = dict(eps=getattr(q_norm, eps), offset=offset, casting=casting, layout=layout, rope_casting=rope_casting)
     return qk_norm_rope(q, k, q_norm.weight, k_norm.weight, angles(cos), angles(sin), **options)
 
@@ -109,11 +109,11 @@ ADD_NORM, NORM_ROPE = "_liger_add_norm", "_liger_norm_rope"
 HELPERS = {ADD_NORM: add_norm, NORM_ROPE: norm_rope}
 
 
-def _normed(value: ast.expr) -> tuple[ast.expr, ast.expr, bool] | None:
+def _normed(value: Any) -> tuple[ast.expr, ast.expr, bool] | None:
     """Module, argument, and whether it is transposed, of ``self.some_norm(anything)`` or ``self.some_norm(anything).transpose(1, 2)``."""
     transposed = isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr == "transpose"
     if transposed and ast.unparse(value).endswith(".transpose(1, 2)"):
-        value = value.func.value  # type: ignore[attr-defined]
+        value = value.func.value
     elif transposed:
         return None
     if not (isinstance(value, ast.Call) and len(value.args) == 1 and not value.keywords and isinstance(value.func, ast.Attribute)):
@@ -150,12 +150,13 @@ def _fuse_ropes(block: list[ast.stmt]) -> int:
         names = [_name(e) for e in target.elts]
         if len(names) != 2 or None in names or names != [_name(a) for a in call.args[:2]] or names[0] == names[1]:
             continue
-        norms = [_norm_before(block, i, name) for name in names]  # type: ignore[arg-type]
+        norms = [_norm_before(block, i, name) for name in filter(None, names)]
         if norms[0] is None or norms[1] is None or norms[0][1][2] != norms[1][1][2]:
             continue
         for at, (_, argument, transposed) in filter(None, norms):
             value = ast.Call(ast.Attribute(argument, "transpose", ast.Load()), [ast.Constant(1), ast.Constant(2)], []) if transposed else argument
-            block[at] = ast.copy_location(ast.Assign(block[at].targets, value), block[at])  # type: ignore[attr-defined]
+            normed: Any = block[at]
+            block[at] = ast.copy_location(ast.Assign(normed.targets, value), normed)
         modules = [norm[1][0] for norm in filter(None, norms)]
         arguments = [*modules, call.func, ast.Constant(norms[0][1][2]), *call.args]
         block[i] = ast.copy_location(ast.Assign([target], ast.Call(ast.Name(NORM_ROPE, ast.Load()), arguments, [])), statement)
@@ -175,8 +176,8 @@ def _fused(block: list[ast.stmt], at: int) -> tuple[int, list[ast.stmt]] | None:
         if len(here) > 1 and here[1] and _name(here[1][1]) == first:
             names.add(here[1][0])
             n = 2
-    elif _name(value):
-        names.add(_name(value))  # type: ignore[arg-type]
+    elif source := _name(value):
+        names.add(source)
     else:
         return None
     if len(here) <= n or (last := here[n]) is None or (norm := _norm_of(last[1])) is None or norm[1] not in names:
@@ -287,8 +288,8 @@ def _compiled(forward: types.FunctionType, tree: ast.FunctionDef, values: dict[s
         a.annotation = None
     nothing = lambda: ast.Constant(None)  # the values are given below
     arguments.defaults, arguments.kw_defaults = [nothing() for _ in arguments.defaults], [d and nothing() for d in arguments.kw_defaults]
-    factory = ast.parse(f"def factory({', '.join(values)}):\n    return {tree.name}")
-    factory.body[0].body.insert(0, tree)  # type: ignore[attr-defined]
+    factory: Any = ast.parse(f"def factory({', '.join(values)}):\n    return {tree.name}")
+    factory.body[0].body.insert(0, tree)
     text = ast.unparse(ast.fix_missing_locations(factory))
     place = f"<liger_kernel: {', '.join([f'{forward.__module__}.{forward.__qualname__}', *values.keys() - HELPERS.keys()])}>"
     linecache.cache[place] = len(text), None, text.splitlines(keepends=True), place

@@ -23,7 +23,7 @@ def references_beside(model: nn.Module) -> Iterator[nn.Module]:
         if frame is None:
             return
         trainer = frame.f_locals.get("self")
-        if isinstance(trainer, trainers.Trainer):  # type: ignore[union-attr]
+        if trainers is not None and isinstance(trainer, trainers.Trainer):
             reference = getattr(trainer, "ref_model", None)
             if isinstance(reference, nn.Module) and reference is not model and isinstance(trainer.model, nn.Module) and model in trainer.model.modules():
                 yield getattr(reference, "module", reference)  # DeepSpeed's engine has it in this attribute

@@ -58,10 +58,10 @@ class Patch:
         return self.attribute in remembered(self.owner) and (value == self.new or not is_ours(value))
 
     def apply(self) -> None:
-        memory = self.owner.__dict__.setdefault(KEY, {}) if isinstance(self.owner, nn.Module) else _STOCK.setdefault(self.owner, {})
-        memory.setdefault(self.attribute, self.owner.__dict__.get(self.attribute, ABSENT))
+        stock = self.owner.__dict__.setdefault(KEY, {}) if isinstance(self.owner, nn.Module) else _STOCK.setdefault(self.owner, {})
+        stock.setdefault(self.attribute, self.owner.__dict__.get(self.attribute, ABSENT))
         setattr(self.owner, self.attribute, self.new)
-        if isinstance(self.owner, nn.Module) and REPLICATE not in memory:
+        if isinstance(self.owner, nn.Module) and REPLICATE not in stock:
             declare(type(self.owner))
             replicate = Bound(_replicate_for_data_parallel, self.owner, REPLICATE, getattr(type(self.owner), REPLICATE))
             Patch(self.owner, REPLICATE, replicate, "replicas").apply()
@@ -99,9 +99,9 @@ class Patches(tuple[Patch, ...]):
 
 
 def _give_back(owner: Any, attributes: Iterable[str]) -> None:
-    memory = remembered(owner)
+    there_was = remembered(owner)
     for name in attributes:
-        stock = memory.pop(name)
+        stock = there_was.pop(name)
         if not is_ours(owner.__dict__.get(name)):
             if name == "forward" and type(owner.__dict__.get("_old_forward")) is Bound:  # accelerate's hooks came over ours: beneath them is stock again
                 owner._old_forward = types.MethodType(type(owner).forward, owner)
@@ -111,9 +111,9 @@ def _give_back(owner: Any, attributes: Iterable[str]) -> None:
             delattr(owner, name)
         else:
             setattr(owner, name, stock)
-    if memory.keys() == {REPLICATE}:
+    if there_was.keys() == {REPLICATE}:
         _give_back(owner, [REPLICATE])
-    elif not memory:
+    elif not there_was:
         owner.__dict__.pop(KEY, None) if isinstance(owner, nn.Module) else _STOCK.pop(owner, None)
 
 

@@ -36,14 +36,15 @@ def within(forward: Callable, change: Callable[[Any], Callable], *, of_class: bo
     changed = within(inner, change, of_class=False)
     if changed is inner:
         return forward
-    code = forward.__code__  # type: ignore[attr-defined]
-    cells = {name: types.CellType(changed) if cell.cell_contents is inner else cell for name, cell in zip(code.co_freevars, forward.__closure__)}  # type: ignore[attr-defined]
+    outer: Any = forward
+    code = outer.__code__
+    cells = {name: types.CellType(changed) if cell.cell_contents is inner else cell for name, cell in zip(code.co_freevars, outer.__closure__)}
     if of_class and code.co_name in cells:
         cells[code.co_name] = types.CellType()
-    new = types.FunctionType(code, forward.__globals__, forward.__name__, forward.__defaults__, tuple(cells.values()))  # type: ignore[attr-defined]
-    new.__kwdefaults__ = forward.__kwdefaults__  # type: ignore[attr-defined]
+    new: Any = types.FunctionType(code, outer.__globals__, outer.__name__, outer.__defaults__, tuple(cells.values()))
+    new.__kwdefaults__ = outer.__kwdefaults__
     functools.update_wrapper(new, forward)
-    new.__wrapped__ = changed  # type: ignore[attr-defined]
+    new.__wrapped__ = changed
     if of_class and code.co_name in cells:
         cells[code.co_name].cell_contents = new
     return new

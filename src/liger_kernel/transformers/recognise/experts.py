@@ -51,10 +51,12 @@ EXPERT_FORMS: dict[str, tuple[str, Callable[[Any], dict[str, Any]], dict[str, fl
     "limit": ("act_fn", lambda self: {"limit": self.limit}, {"limit": 0.3}),
     "swiglu_limit": ("F.silu", lambda self: {"limit": self.swiglu_limit}, {"swiglu_limit": 0.3}),
     "swiglu_alpha, swiglu_limit": (
-        "F.silu", lambda self: {"alpha": self.swiglu_alpha, "limit": self.swiglu_limit, "offset": 1.0}, {"swiglu_alpha": 1.7, "swiglu_limit": 0.3},
+        "F.silu",
+        lambda self: {"alpha": self.swiglu_alpha, "limit": self.swiglu_limit, "offset": 1.0},
+        {"swiglu_alpha": 1.7, "swiglu_limit": 0.3},
     ),
     "alpha, limit": ("F.silu", lambda self: {"alpha": self.alpha, "limit": self.limit, "offset": 1.0}, {"alpha": 1.7, "limit": 0.3}),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -98,11 +100,23 @@ class Experts(Variant):
         E, H, n = 4, 8, 12
         for fn in (nn.SiLU(), nn.GELU(approximate="tanh"), nn.Softplus()):
             weight = lambda *shape: nn.Parameter(torch.randn(shape) / 3)
-            attributes: dict[str, Any] = dict(
-                num_experts=E, hidden_dim=H, hidden_size=H, intermediate_dim=n, intermediate_size=n, expert_dim=n, config=_Eager(), has_gate=True,
-                has_bias=self.biased, is_transposed=self.transposed, gate_up_proj=weight(E, H, 2 * n) if self.transposed else weight(E, 2 * n, H),
-                down_proj=weight(E, n, H) if self.transposed else weight(E, H, n),
-            ) | numbers  # fmt: skip
+            attributes: dict[str, Any] = (
+                dict(
+                    num_experts=E,
+                    hidden_dim=H,
+                    hidden_size=H,
+                    intermediate_dim=n,
+                    intermediate_size=n,
+                    expert_dim=n,
+                    config=_Eager(),
+                    has_gate=True,
+                    has_bias=self.biased,
+                    is_transposed=self.transposed,
+                    gate_up_proj=weight(E, H, 2 * n) if self.transposed else weight(E, 2 * n, H),
+                    down_proj=weight(E, n, H) if self.transposed else weight(E, H, n),
+                )
+                | numbers
+            )
             if self.biased:
                 attributes |= dict(gate_up_proj_bias=weight(E, 2 * n), down_proj_bias=weight(E, H))
             if act != "F.silu":

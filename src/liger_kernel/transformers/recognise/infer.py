@@ -66,9 +66,14 @@ def _undisturbed() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
     try:
         with (
-            unset_fake_temporarily(), torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False),
-            torch.random.fork_rng(devices=[]), torch.device("cpu"), references(),
-        ):  # fmt: skip
+            unset_fake_temporarily(),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.autocast("cpu", enabled=False),
+            torch.random.fork_rng(devices=[]),
+            torch.device("cpu"),
+            references(),
+        ):
             torch.default_generator.manual_seed(0)  # torch.manual_seed would seed the GPUs, too, and their state is the user's
             yield
     finally:

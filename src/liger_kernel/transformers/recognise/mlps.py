@@ -51,7 +51,8 @@ GLU_FORMS = {
     "": GLUForm(),
     "multipliers": GLUForm(
         (lambda: {"gate_multiplier": 0.7, "down_multiplier": 1.3},),
-        options=lambda self: {"gate_multiplier": self.gate_multiplier}, after=lambda self, y: y * self.down_multiplier,
+        options=lambda self: {"gate_multiplier": self.gate_multiplier},
+        after=lambda self, y: y * self.down_multiplier,
     ),
     "global_scale": GLUForm((lambda: {"global_scale": nn.Parameter(torch.full((1,), 0.7))},), after=lambda self, y: y * self.global_scale),
     "residual_dropout": GLUForm(
@@ -74,9 +75,10 @@ GLU_FORMS = {
     "swiglu_limit": GLUForm((lambda: {"swiglu_limit": 0.3},), options=lambda self: {"limit": self.swiglu_limit}),
     "swiglu_alpha, swiglu_limit": GLUForm(
         (lambda: {"swiglu_alpha": 1.7, "swiglu_limit": 0.3},),
-        options=lambda self: {"alpha": self.swiglu_alpha, "limit": self.swiglu_limit, "offset": 1.0}, exact=False,
+        options=lambda self: {"alpha": self.swiglu_alpha, "limit": self.swiglu_limit, "offset": 1.0},
+        exact=False,
     ),
-}  # fmt: skip
+}
 _LINEAR: Any = nn.Linear.forward
 
 

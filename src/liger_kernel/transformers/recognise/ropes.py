@@ -59,12 +59,12 @@ class Rope(_OfTables):
     def __call__(self, stock: Callable) -> Callable:
         casting, layout, angles = self.casting, self.layout, TABLES[self.tables]
 
-        def turn(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, position_ids: Any, unsqueeze_dim: int) -> tuple[Tensor, Tensor]:
+        def turn(q: Tensor, k: Any, cos: Tensor, sin: Tensor, position_ids: Any, unsqueeze_dim: int) -> tuple[Tensor, ...]:
             memory.taken()  # by the projections
             fits = k is not None and q.ndim == k.ndim == 4 and cos.ndim == 3 and cos.shape[0] in (1, q.shape[0]) and unsqueeze_dim in (1, 2)
             if fits and not _learn(cos, sin):
                 turned = rope(q, k, angles(cos), angles(sin), layout="pairs" if layout == "apart" else layout, unsqueeze_dim=unsqueeze_dim, casting=casting)
-                return tuple(torch.cat((y[..., ::2], y[..., 1::2]), -1) for y in turned) if layout == "apart" else turned  # type: ignore[return-value]
+                return tuple(torch.cat((y[..., ::2], y[..., 1::2]), -1) for y in turned) if layout == "apart" else turned
             more = (unsqueeze_dim,) if position_ids is ABSENT else (position_ids, unsqueeze_dim)
             return stock(q, k, cos, sin, *more)
 

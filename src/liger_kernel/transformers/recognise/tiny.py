@@ -17,6 +17,7 @@ from liger_kernel.transformers.recognise.family import heads_of, modeling
 VOCAB = 257
 IMAGE = 16  # pixels on each side of an image; 4 of a patch
 
+# one size a line would be long, and they belong together as they stand: hence fmt: skip, here and below
 SIZES: dict[str, Any] = dict(
     vocab_size=VOCAB, pad_token_id=0, bos_token_id=1, eos_token_id=2, max_position_embeddings=128,
     hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
@@ -222,8 +223,8 @@ def images(model: PreTrainedModel) -> Iterator[dict[str, Tensor]]:
 
 def with_images(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str, Tensor] | None:
     """``batch`` (2 sequences) with an image in each; None if no form of images is understood."""
-    token = next((t for c in (model.config, getattr(model.config, "text_config", None)) for n in ("image_token_id", "image_token_index")
-                  if (t := getattr(c, n, None)) is not None), None)  # fmt: skip
+    configs = (model.config, getattr(model.config, "text_config", None))
+    token = next((t for c in configs for n in ("image_token_id", "image_token_index") if (t := getattr(c, n, None)) is not None), None)
     features = next((f for m in (model, getattr(model, "model", None)) if (f := getattr(m, "get_image_features", None)) is not None), None)
     if token is None or features is None:
         return _with_pictures(model, batch)

@@ -394,6 +394,28 @@ def test_old_import_paths_are_the_new_modules(path):
     assert importlib.import_module(path) is importlib.import_module(_legacy.ALIASES[path]) is sys.modules[path]
 
 
+def test_old_import_paths_have_what_lay_there():
+    from liger_kernel.transformers.deferred import DeferredLogits, head_cross_entropy, output_class
+    from liger_kernel.transformers.patch import Patches, class_patches
+    from liger_kernel.transformers.slots import Family, recognise
+
+    from liger_kernel.transformers.head import loss, outputs, recipe
+
+    assert (DeferredLogits, head_cross_entropy, output_class) == (recipe.DeferredLogits, loss.head_cross_entropy, outputs.output_class)
+    assert Patches is type(class_patches("llama", {}, None)) and recognise.__module__ == "liger_kernel.transformers.recognise.compare"
+    assert Family.__module__ == "liger_kernel.transformers.recognise.family"
+
+
+def test_outputs_pickled_at_their_old_path_load():
+    from liger_kernel.transformers.model.output_classes import LigerCausalLMOutputWithPast
+
+    out = LigerCausalLMOutputWithPast(loss=torch.tensor(2.0), token_accuracy=torch.tensor(0.5))
+    old = pickle.dumps(out, 0).replace(b"liger_kernel.transformers.head.outputs", b"liger_kernel.transformers.deferred")
+    assert old != pickle.dumps(out, 0)
+    again = pickle.loads(old)
+    assert type(again) is type(out) and (again.loss, again.token_accuracy) == (out.loss, out.token_accuracy)
+
+
 def test_monkey_patch_module():
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN, _apply_liger_kernel_to_instance
 

@@ -83,6 +83,13 @@ _MOVED = {
     "token_scores": "head.token_scores",
     "trainer_integration": "patching.apply",
 }
+# below ``liger_kernel.transformers``: file -> where else what lay at its old path is now
+_SPLIT = {
+    "head.forward": "head.loss head.outputs head.recipe head.stand_in head.state",
+    "patching.apply": "patching.bound patching.flags patching.select patching.single patching.values recognise.rows",
+    "patching.fusions": "patching.wrappers recognise.plain",
+    "recognise.slots": "recognise.activations recognise.compare recognise.family recognise.infer recognise.variant",
+}
 ALIASES = {
     **{_OPS + name: f"{_OPS}{room}.{name}" for room, names in _ROOMS.items() for name in names.split()},
     **{_OPS + old: _OPS + new for old, new in _RENAMED.items()},
@@ -142,7 +149,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 def _named(path: str) -> ModuleType:
     """The module that ``path`` is another path of, which from now on offers all that published modules do."""
     module = importlib.import_module(ALIASES[path])
-    vars(module).setdefault("__getattr__", functools.partial(_elsewhere, module.__name__))
+    rest = [_HERE + name for name in _SPLIT.get(module.__name__.removeprefix(_HERE), "").split()]
+    vars(module).setdefault("__getattr__", functools.partial(_elsewhere, module.__name__, beside=(*rest, "liger_kernel.nn", "liger_kernel.ops")))
     return module
 
 
@@ -168,7 +176,7 @@ def _add_forwards(module: ModuleType) -> None:
     vars(module)["__getattr__"] = functools.partial(_elsewhere, module.__name__, beside=(_MODELS + "loss_utils", _MODELS + "output_classes"))
 
 
-def _elsewhere(module: str, name: str, beside: Sequence[str] = ("liger_kernel.nn", "liger_kernel.ops")) -> Any:
+def _elsewhere(module: str, name: str, beside: Sequence[str]) -> Any:
     """The function or class of ours that ``name`` is in one of the modules ``beside``."""
     if not name.startswith("_"):
         for source in beside:

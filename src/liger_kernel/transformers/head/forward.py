@@ -25,7 +25,7 @@ from liger_kernel.ops._core.operator import transformed
 from liger_kernel.ops.losses.chunks import Kept
 from liger_kernel.transformers import attention
 from liger_kernel.transformers.head.loss import LOSS_OPTIONS, STATISTICS
-from liger_kernel.transformers.head.outputs import _output as _output
+from liger_kernel.transformers.head.outputs import _output as _output  # pickles made before it moved name it here
 from liger_kernel.transformers.head.outputs import declare_outputs, settled, settled_in_place
 from liger_kernel.transformers.head.recipe import IGNORE, Loss, LossOptions
 from liger_kernel.transformers.head.stand_in import Call, StandIn, enter, leave, place_of_head, standing, without_labels

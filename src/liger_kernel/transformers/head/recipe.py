@@ -8,7 +8,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -44,9 +44,10 @@ class LossOptions:
 
     def given(self, *without: str) -> dict[str, Any]:
         """The fields that differ from the defaults, but those ``without``: keywords of an operator, which need not know the rest."""
-        return {name: value for name, value in vars(self).items() if value is not getattr(LossOptions, name) and name not in without}
+        return {name: getattr(self, name) for name, default in _FIELDS.items() if getattr(self, name) is not default and name not in without}
 
 
+_FIELDS = {f.name: f.default for f in fields(LossOptions)}
 DEFAULTS = LossOptions()
 
 

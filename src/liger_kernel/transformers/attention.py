@@ -59,7 +59,7 @@ _SAID = {"causal_mask_function"} | {
 class PackedMask(Tensor):
     """The (B, 1, T, T) mask that ``sdpa_mask(**arguments)`` makes, made when it is read."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as PyTorch says to
     window: int | None
     arguments: dict[str, Any]
     made: Tensor | None
@@ -67,7 +67,7 @@ class PackedMask(Tensor):
     @staticmethod
     def __new__(cls, documents: Tensor, arguments: dict[str, Any]) -> PackedMask:
         B, T = documents.shape
-        mask = Tensor._make_wrapper_subclass(cls, (B, 1, T, T), dtype=torch.bool, device=documents.device)  # type: ignore[attr-defined]
+        mask = Tensor._make_wrapper_subclass(cls, (B, 1, T, T), dtype=torch.bool, device=documents.device)  # type: ignore[attr-defined]  # in no stub
         mask.window, mask.arguments, mask.made = arguments.get("local_size"), arguments, None
         return mask
 
@@ -164,7 +164,7 @@ def use(model: nn.Module) -> str | None:
     """
     if "use_vmap" not in inspect.signature(sdpa_mask).parameters:  # it needs vmap, and a PackedMask could not be read
         return f"transformers {transformers.__version__} is older than 5"
-    text = model.config.get_text_config(decoder=True)  # type: ignore[union-attr]
+    text = model.config.get_text_config(decoder=True)  # type: ignore[union-attr]  # a model has a config
     modules = {sys.modules[type(m).__module__] for m in model.modules() if isinstance(m, PreTrainedModel) and m.config is text}
     sources = [inspect.getsource(module) for module in modules]
     if not sources or not all(_by_interface(source) and '"cu_seq_lens' not in source for source in sources):

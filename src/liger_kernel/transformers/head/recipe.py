@@ -351,16 +351,16 @@ _ARITHMETIC = ("add", "radd", "sub", "rsub", "rtruediv", "floordiv", "rfloordiv"
 _IN_PLACE = ("iadd", "isub", "ipow", "ifloordiv", "imod", "iand", "ior")
 for _name in (*_ARITHMETIC, *_IN_PLACE, "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "invert", "bool", "iter", "setitem"):
     setattr(Recipe, f"__{_name}__", _operator(f"__{_name}__"))
-Recipe.__hash__ = object.__hash__  # type: ignore[method-assign]
+Recipe.__hash__ = object.__hash__  # type: ignore[method-assign]  # which went when __eq__ came
 
 
-class DeferredLogits(Recipe, Tensor):  # type: ignore[misc]
+class DeferredLogits(Recipe, Tensor):  # type: ignore[misc]  # both have a shape, a dtype ...: the first one counts
     """A recipe that is a tensor, without memory of its own: ``isinstance`` says so, and what PyTorch's C++ is given is caught below."""
 
     @staticmethod
     def __new__(cls, rows: Tensor, head: nn.Module | None, *args: Any, **kwargs: Any) -> DeferredLogits:
         shape = rows.shape if head is None else (*rows.shape[:-1], out_features(head, rows))
-        return Tensor._make_wrapper_subclass(cls, shape, dtype=rows.dtype, device=rows.device)  # type: ignore[attr-defined]
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=rows.dtype, device=rows.device)  # type: ignore[attr-defined]  # in no stub
 
     @classmethod
     def __torch_dispatch__(cls, fn: Any, types_: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -378,7 +378,8 @@ def new_recipe(*args: Any, **kwargs: Any) -> Recipe:
     return (Recipe if torch.compiler.is_compiling() else DeferredLogits)(*args, **kwargs)
 
 
-_OF_GRADIENTS = {Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad, Tensor.grad.__get__, torch.autograd.grad}  # type: ignore[attr-defined]
+_GRAD: Any = Tensor.grad  # a descriptor of the class
+_OF_GRADIENTS = {Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad, _GRAD.__get__, torch.autograd.grad}
 # What goes through pytrees (torch.vmap, torch.func) are the logits
 register_pytree_node(DeferredLogits, lambda x: ([x.value()], None), lambda children, _: next(iter(children)))
 

@@ -170,4 +170,4 @@ def _reduced(module: Any) -> Any:
 def declare(cls: type) -> None:
     """Have modules of ``cls`` copied and pickled by ``_reduced``, those that are not patched as before: ``copy`` asks only the class, and this table."""
     if cls not in copyreg.dispatch_table:
-        copyreg.pickle(cls, _reduced)  # type: ignore[arg-type]
+        copyreg.pickle(cls, _reduced)  # type: ignore[arg-type]  # which may return a name, too

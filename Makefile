@@ -24,7 +24,7 @@ help:
 	@echo "make demo    train a small Llama twice, stock and with our kernels, and compare (runs/demo)"
 	@echo "make test    the test suite; without a GPU, ARGS='-m slow' runs the other cases of every operator and every kernel variant, an hour"
 	@echo "make test-integrations   TRL, axolotl, Lightning, other PyTorch and transformers, Kubernetes, Flyte ..., each in an environment of its own (.venv-integrations); ARGS='trl frameworks -k dpo'"
-	@echo "make lint    ruff and mypy;  make format  lets ruff repair what it can;  make hooks  installs the pre-commit hooks"
+	@echo "make lint    ruff, mypy and pyright;  make format  lets ruff repair what it can;  make hooks  installs the pre-commit hooks"
 	@echo "make setup   only .venv;  make clean  removes .venv and caches"
 	@sed -n 's/^#   /  /p' Makefile
 
@@ -45,6 +45,7 @@ lint: $(READY)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+	$(PY) -m basedpyright --pythonpath $(PY)
 
 format: $(READY)
 	$(PY) -m ruff check --fix .

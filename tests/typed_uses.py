@@ -1,0 +1,41 @@
+"""What documents and examples import, as type checkers see it: `make lint` runs mypy and pyright over it, and nothing runs it.
+
+An ignored line is a mistake that both must find: an ignore that is not needed is an error, too.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from liger_kernel import hub, memory
+from liger_kernel.chunked_loss import LigerFusedLinearDPOLoss, LigerFusedLinearPreferenceBase
+from liger_kernel.nn import LigerFusedLinearCrossEntropyLoss, LigerRMSNorm, LigerSwiGLUMLP, liger_rotary_pos_emb
+from liger_kernel.ops import linear_cross_entropy, rms_norm
+from liger_kernel.ops.losses.linear_loss import linear_loss
+from liger_kernel.parallel import by_sharding, parallelize
+from liger_kernel.train import TrainConfig
+from liger_kernel.train.loop import train
+from liger_kernel.transformers import AutoLigerKernelForCausalLM, apply_liger_kernel_to_llama, attention, restore
+from liger_kernel.transformers import LigerRMSNorm as RMSNormOfTransformers
+
+SHOWN = hub, memory, attention, by_sharding, parallelize, train, TrainConfig, linear_loss, LigerFusedLinearPreferenceBase, AutoLigerKernelForCausalLM
+
+
+def right(model: nn.Module, x: Tensor, w: Tensor, target: Tensor) -> Tensor:
+    apply_liger_kernel_to_llama(rope=True, fused_linear_cross_entropy=False)
+    apply_liger_kernel_to_llama(model=model, rematerialise="mlp")
+    restore("llama")
+    norm: LigerRMSNorm = RMSNormOfTransformers(8)
+    loss = LigerFusedLinearCrossEntropyLoss(reduction="sum")(w, x, target)
+    return linear_cross_entropy(rms_norm(norm(x), w, eps=1e-5), w, target) + loss
+
+
+def wrong(x: Tensor, w: Tensor) -> None:
+    apply_liger_kernel_to_llama(ropee=True)  # type: ignore[call-arg]
+    apply_liger_kernel_to_llama(rope="yes")  # type: ignore[arg-type]
+    rms_norm(x, epsilon=1e-5)  # type: ignore[call-arg]
+    rms_norm(3)  # type: ignore[arg-type]
+    LigerRMSNorm(8, epsilon=1e-5)  # type: ignore[call-arg]
+    LigerSwiGLUMLP()  # type: ignore[call-arg]
+    LigerFusedLinearDPOLoss(betta=0.1)  # type: ignore[call-arg]
+    liger_rotary_pos_emb(x)  # type: ignore[call-arg]

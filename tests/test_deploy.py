@@ -137,12 +137,13 @@ HOSTILE = [
     "yes", "null", "# a", 'a"b', "lots", "x" * 5000, "\0", "\ufeff", "Ünïcode", 10**6, -1, 1.5, True, [], [1, "x"], {}, {"a": 1}, {"a; b": "c"}, {"a": "b c"},
     {"": "x"}, {"A=B": "x"},
 ]  # fmt: skip
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 FIELDS = [field.name for field in dataclasses.fields(Job) if field.name != "train"]
 
 
 def chart(files, values=None):
     """What Helm would make of a chart, whose templates take values, text and nothing else."""
-    values = values or yaml.safe_load(files["values.yaml"])
+    values = values or yaml.load(files["values.yaml"], LOADER)
 
     def put(found):
         if found["text"] or found["brace"]:
@@ -152,7 +153,7 @@ def chart(files, values=None):
     form = (
         r"\{\{`(?P<text>.*?)`\}\}|(?P<brace>\{\{ \"\{\{\" \}\})|(?P<train>\{\{ \.Values\.train \| toPrettyJson \| quote \}\})|\{\{ \.Values\.(?P<name>\w+) \}\}"
     )
-    return [yaml.safe_load(re.sub(form, put, text, flags=re.S)) for name, text in files.items() if name.startswith("templates/")]
+    return [yaml.load(re.sub(form, put, text, flags=re.S), LOADER) for name, text in files.items() if name.startswith("templates/")]
 
 
 def same_objects(one, two):
@@ -178,7 +179,7 @@ def test_a_field_has_its_form_or_is_refused(name):
                 continue
             taken += 1
             wanted = objects(made)
-            assert list(yaml.safe_load_all(text := "".join(render(made, "yaml").values()))) == wanted, value
+            assert list(yaml.load_all(text := "".join(render(made, "yaml").values()), LOADER)) == wanted, value
             assert same_objects(chart(render(dataclasses.replace(made, quota_nodes=None), "helm")), objects(dataclasses.replace(made, quota_nodes=None))), value
             for file in render(dataclasses.replace(made, overlay="plain", efa=0, role=None), "kustomize"):
                 assert re.fullmatch(r"(base|overlays/\w+)/[a-z0-9.-]+\.yaml", file), file
@@ -402,7 +403,7 @@ def test_submitting_gives_kubectl_what_is_rendered(tmp_path, user_env):
     argv = [sys.executable, "-m", "liger_kernel.cli", "deploy", "submit", str(JOBS / "plain.yaml"), "--dry-run", "server", "--context", "there"]
     subprocess.run(argv, env=user_env | {"PATH": f"{tmp_path}:/usr/bin:/bin"}, check=True)
     assert (tmp_path / "flags").read_text() == "--context there apply --dry-run=server -f -\n"
-    assert list(yaml.safe_load_all((tmp_path / "applied").read_text())) == objects(Job.load(JOBS / "plain.yaml"))
+    assert list(yaml.load_all((tmp_path / "applied").read_text(), LOADER)) == objects(Job.load(JOBS / "plain.yaml"))
 
 
 def test_rendering_loads_nothing_heavy(user_env):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -279,6 +280,7 @@ def _yaml() -> Any:
     return yaml
 
 
+@functools.cache
 def _kinds(cls: type) -> dict[str, tuple[type, bool]]:
     """Field name -> (type, whether None is allowed)."""
     kinds = {}

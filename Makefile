@@ -45,7 +45,7 @@ lint: $(READY)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	$(PY) -m basedpyright --pythonpath $(PY)
+	$(PY) -m basedpyright --project pyproject.toml --pythonpath $(PY)
 
 format: $(READY)
 	$(PY) -m ruff check --fix .

@@ -359,6 +359,7 @@ def test_what_is_written_of_families_is_what_would_be_written():
     assert (Path(__file__).parent.parent / "docs" / "models.md").read_text() == table.document()
     rows = {t: Family(**row) for t, row in sorted(families.FAMILIES.items())}
     assert Path(families.__file__).read_text() == table.source(rows, families.UNVERIFIED)
+    assert table.STUB.read_text() == table.stub()
 
 
 def test_what_the_table_must_show():

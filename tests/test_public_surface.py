@@ -6,6 +6,7 @@ import ast
 import importlib.util
 import inspect
 import os
+import re
 import subprocess
 import sys
 import types
@@ -541,3 +542,11 @@ def test_ropes_of_llama4_in_a_module():
     finally:
         restore("llama4")
     assert (module.apply_rotary_emb, module.vision_apply_rotary_emb) == stock
+
+
+def test_type_checkers_see_what_documents_import():
+    """``typed_uses.py`` has every import of ours that documents and examples show."""
+    root = Path(__file__).parents[1]
+    named = lambda text: {(m, n) for m, names in re.findall(r"^ *from (liger_kernel[\w.]*) import ([\w, ]+)", text, re.M) for n in names.split(", ")}
+    shown = set().union(*(named(path.read_text()) for path in (root / "README.md", *root.glob("docs/*.md"), *root.glob("examples/*.py"))))
+    assert shown and not shown - named((root / "tests" / "typed_uses.py").read_text())

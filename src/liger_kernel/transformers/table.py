@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import dataclasses
 import difflib
 import functools
 import importlib
+import inspect
+import subprocess
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from unittest import mock
@@ -16,7 +20,9 @@ import transformers
 from torch import Tensor
 from transformers import CONFIG_MAPPING
 
+from liger_kernel import transformers as published
 from liger_kernel.transformers.head.recipe import DeferredLogits
+from liger_kernel.transformers.patching import apply
 from liger_kernel.transformers.patching.select import class_patches, instance_patches
 from liger_kernel.transformers.recognise import families
 from liger_kernel.transformers.recognise.compare import references
@@ -26,6 +32,7 @@ from liger_kernel.transformers.recognise.slots import SLOT_OF, SLOTS
 from liger_kernel.transformers.recognise.tiny import model_of, tiny_config, with_images, words
 
 MAX_PARAMETERS = 40_000_000  # of a model that counts as tiny
+STUB = Path(published.__file__).with_suffix(".pyi")
 EVERYTHING = {slot.flag: True for slot in SLOTS}
 
 
@@ -137,6 +144,29 @@ def source(rows: dict[str, Family], unverified: dict[str, str]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def stub() -> str:
+    """The text of ``transformers/__init__.pyi``: what ``__init__`` imports, and what it makes when it is asked for, as type checkers have to know it."""
+    tree = ast.parse(Path(published.__file__).read_text())
+    names = next(node.names for node in tree.body if isinstance(node, ast.ImportFrom) and node.module == "liger_kernel.nn")
+    lazy = vars(published)["_AUTO"] | vars(published)["_PATCHING"]
+    lines = [
+        "# Written by `liger models --write`; do not edit.",
+        "# fmt: off",
+        "# ruff: noqa",
+        "from torch import nn",
+        "",
+        *(f"from liger_kernel.nn import {a.name} as {a.name}" for a in names),
+        *(f"from liger_kernel.transformers.{module} import {name} as {name}" for name, module in lazy.items()),
+        "",
+        "def is_transformers_available() -> bool: ...",
+    ]
+    for function in apply.MODEL_TYPE_TO_APPLY_LIGER_FN.values():
+        parameters = inspect.signature(function).parameters.values()
+        flags = ", ".join(f"{p.name}: {p.annotation} = {p.default}" for p in parameters)
+        lines.append(f"def {function.__name__}({flags}, *, rematerialise: bool | str = True) -> None: ...")
+    return "\n".join(lines) + "\n"
+
+
 def _steps(model_type: str) -> list[tuple[str, str]]:
     """Classes whose own forward is changed, in the installed transformers, and how."""
     found = class_patches(model_type, EVERYTHING | {"rematerialise": True}, None)
@@ -217,11 +247,13 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="liger models", description="The model families: what is swapped, what is left alone and why.")
     parser.add_argument("model_type", nargs="*", help="only these model types")
     parser.add_argument("--check", action="store_true", help="derive the table from the installed transformers and show the difference")
-    parser.add_argument("--write", action="store_true", help="derive the table and write it to families.py, and in a checkout to docs/models.md")
+    parser.add_argument("--write", action="store_true", help="derive the table, and write families.py, __init__.pyi, and in a checkout docs/models.md")
     args = parser.parse_args(argv)
     if args.write:
         Path(families.__file__).write_text(source(*make()))
         importlib.reload(families)
+        # in a process that knows the new table
+        subprocess.run([sys.executable, "-c", f"from {__name__} import STUB, stub; STUB.write_text(stub())"], check=True)
         docs = Path(families.__file__).parents[4] / "docs"
         if docs.is_dir():  # a checkout
             (docs / "models.md").write_text(document())

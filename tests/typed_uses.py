@@ -16,16 +16,22 @@ from liger_kernel.parallel import by_sharding, parallelize
 from liger_kernel.train import TrainConfig
 from liger_kernel.train.loop import train
 from liger_kernel.transformers import AutoLigerKernelForCausalLM, apply_liger_kernel_to_llama, attention, restore
-from liger_kernel.transformers import LigerRMSNorm as RMSNormOfTransformers
 
 SHOWN = hub, memory, attention, by_sharding, parallelize, train, TrainConfig, linear_loss, LigerFusedLinearPreferenceBase, AutoLigerKernelForCausalLM
+
+
+def other_door() -> LigerRMSNorm:
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss, LigerRMSNorm
+
+    LigerFusedLinearCrossEntropyLoss(reduction="sum")
+    return LigerRMSNorm(8)
 
 
 def right(model: nn.Module, x: Tensor, w: Tensor, target: Tensor) -> Tensor:
     apply_liger_kernel_to_llama(rope=True, fused_linear_cross_entropy=False)
     apply_liger_kernel_to_llama(model=model, rematerialise="mlp")
     restore("llama")
-    norm: LigerRMSNorm = RMSNormOfTransformers(8)
+    norm: LigerRMSNorm = other_door()
     loss = LigerFusedLinearCrossEntropyLoss(reduction="sum")(w, x, target)
     return linear_cross_entropy(rms_norm(norm(x), w, eps=1e-5), w, target) + loss
 

@@ -40,9 +40,6 @@ else:  # a PyTorch for one process: nothing is an instance of these
 MODES = ("none", "ddp", "fsdp2", "tp")
 
 
-# -- modes ---------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Parallel:
     """A model under one of ``MODES``.
@@ -203,9 +200,6 @@ def _summed(g: Tensor, group: dist.ProcessGroup) -> Tensor:
     return g
 
 
-# -- gradients -----------------------------------------------------------------------------
-
-
 def clip_grad_norm_(model: nn.Module, max_norm: float | None) -> Tensor:
     """Scale the gradients of ``model`` so that their 2-norm is at most ``max_norm`` (None: only measure); returns the norm before, 0-dim and plain.
 
@@ -238,8 +232,6 @@ def by_sharding(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
         groups.setdefault((t.device_mesh, t.placements) if isinstance(t, DTensor) else None, []).append(t)
     return list(groups.values())
 
-
-# -- heads ---------------------------------------------------------------------------------
 
 Hook = Callable[..., Any]
 _SHARDING = ("torch.distributed.fsdp.", "deepspeed.")  # whose hooks bring a module's parameters for the time of its call

@@ -42,9 +42,6 @@ class LigerImplFallbackWarning(UserWarning):
 BackendNotAvailableError, NoBackendAvailableError, LigerBackendFallbackWarning = ImplNotAvailableError, NoImplAvailableError, LigerImplFallbackWarning
 
 
-# -- what an implementation is -------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Capability:
     """What an implementation needs: compute capabilities from ``min_cc`` to ``max_cc``, modules that import, a GPU, and a ``predicate`` that holds."""
@@ -119,8 +116,6 @@ class OpImpl:
             raise RuntimeError(f"{self.op_name}: {self.impl_name} has neither forward nor autograd_function")
         return self.autograd_function.apply(*args, **kwargs) if self.autograd_function is not None else self.forward(*args, **kwargs)  # type: ignore[misc]
 
-
-# -- registry ------------------------------------------------------------------------------
 
 _REGISTRY: dict[str, dict[str, OpImpl]] = {}
 _LOCATIONS: dict[str, list[str]] = {}  # modules not imported yet
@@ -220,8 +215,6 @@ def available_impls(op_name: str, device: Any = None) -> list[str]:
 def clear_available_cache() -> None:
     """Nothing: what can run is asked at each call."""
 
-
-# -- choice --------------------------------------------------------------------------------
 
 _chosen: str | None = None
 

@@ -39,9 +39,6 @@ VARIANTS = ("ours", "eager", "compile", "torch", "upstream", "cce", "quack", "ba
 FEW = 16  # elements up to which a tensor's error is luck
 
 
-# -- one case ------------------------------------------------------------------------------
-
-
 def cases_of(op: MeasuredOp, names: list[str], sweep: str | None, small: bool) -> Iterator[tuple[Case, dict[str, Any]]]:
     """Cases and what a row says of them beyond their name."""
     if sweep:
@@ -207,9 +204,6 @@ def known() -> dict[str, MeasuredOp]:
     from liger_kernel.bench.losses import LOSSES
 
     return OPS | LOSSES
-
-
-# -- a run ---------------------------------------------------------------------------------
 
 
 def child(a: argparse.Namespace) -> None:

@@ -96,9 +96,6 @@ def _one_of(item: str, allowed: Any) -> str:
     return item
 
 
-# -- children ------------------------------------------------------------------------------
-
-
 def run_child(spec: dict[str, Any], folder: Path) -> dict[str, Any]:
     """What step_child.py measured: ``rows``, and ``failed``, why it went no further."""
     given, result, messages, why = folder / "spec.json", folder / "result.json", folder / "stderr", folder / "result.json.failed"
@@ -148,9 +145,6 @@ def write_tokens(kind: str, vocab: int, path: Path) -> None:
         tokens = data.load(TrainConfig(vocab=min(vocab, 32768), length=1024, cache=str(cache))).rows.ids
         tokens = tokens % vocab  # a byte-level BPE has at least 257 ids
     torch.save(tokens, path)
-
-
-# -- rows ----------------------------------------------------------------------------------
 
 
 def judge(row: Row, stock: Row | None, tolerance: float) -> Row:
@@ -226,9 +220,6 @@ def _largest_batch(spec: dict[str, Any], folder: Path) -> Row:
     return {"largest_batch": largest_that(peak, spec["batches"][0])} | limit
 
 
-# -- what is printed -----------------------------------------------------------------------
-
-
 def table(rows: list[Row], tolerance: float) -> str:
     """The rows of one model for a terminal, relative to stock."""
     stock = next((row for row in rows if row["variant"] == "stock"), None)
@@ -278,9 +269,6 @@ def _aligned(lines: list[list[str]]) -> str:
         else:
             text.append("  ".join([f"{line[0]:<{widths[0]}}", *[f"{cell:>{width}}" for cell, width in zip(line[1:], widths[1:])]]).rstrip())
     return "\n".join(text)
-
-
-# -- the command ---------------------------------------------------------------------------
 
 
 def run(a: argparse.Namespace, argv: list[str]) -> dict[str, Any]:

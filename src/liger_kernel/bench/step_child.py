@@ -32,9 +32,6 @@ IGNORE = -100
 OUT_OF_MEMORY = "out of memory"
 
 
-# -- what is measured ----------------------------------------------------------------------
-
-
 class Memory:
     """GB held by PyTorch's allocator on a GPU; without one, by the whole process."""
 
@@ -152,9 +149,6 @@ def scopes(model: Any) -> Iterator[None]:
             del model._loss_function
         for hook in hooks:
             hook.remove()
-
-
-# -- a step --------------------------------------------------------------------------------
 
 
 def build(spec: dict[str, Any], device: torch.device) -> Any:

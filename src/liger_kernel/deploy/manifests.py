@@ -26,9 +26,6 @@ def objects(job: Job) -> list[Object]:
     return found + RUNS[job.kind](job)
 
 
-# -- what runs -----------------------------------------------------------------------------
-
-
 def _pytorchjob(job: Job) -> list[Object]:
     spec = {
         "nprocPerNode": str(job.processes),
@@ -117,9 +114,6 @@ def _failure_policy(job: Job) -> Object:
     return {"maxRestarts": job.retries, "restartStrategy": "Recreate", "rules": [rule]}
 
 
-# -- a pod ---------------------------------------------------------------------------------
-
-
 def _template(job: Job, container: str, host: str, port: str = str(RENDEZVOUS_PORT)) -> Object:
     mounts: list[Object] = [{"name": name, "mountPath": path} for name, path in (("cache", CACHE), ("tmp", "/tmp"), ("shm", "/dev/shm"))]
     mounts.append({"name": "config", "mountPath": CONFIG.rpartition("/")[0], "readOnly": True})
@@ -203,9 +197,6 @@ def _resources(job: Job, devices: bool = True) -> Object:
 
 def _confined() -> Object:
     return {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
-
-
-# -- around it -----------------------------------------------------------------------------
 
 
 def _config(job: Job) -> Object:

@@ -71,9 +71,6 @@ def _dump(documents: list[Object], mark: str = "\0") -> str:
     return yaml.dump_all(documents, Dumper=Dumper, sort_keys=False, width=10_000, explicit_start=len(documents) > 1)
 
 
-# -- Kustomize -------------------------------------------------------------------------------
-
-
 def kustomize(job: Job) -> dict[str, str]:
     """The base is the job on a plain cluster; an overlay adds and patches what is different on another."""
     base = objects(dataclasses.replace(job, overlay="plain", efa=0, role=None))
@@ -108,9 +105,6 @@ def _folder(folder: str, resources: list[Object], kustomization: Object) -> dict
 
 def _file(o: Object) -> str:
     return f"{o['kind'].lower()}-{o['metadata']['name']}.yaml"
-
-
-# -- Helm --------------------------------------------------------------------------------------
 
 
 class Number(str):

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from liger_kernel.ops.losses.chunks import Kept
-from liger_kernel.ops.losses.cross_entropy import REDUCTIONS, cross_entropy
+from liger_kernel.ops.losses.cross_entropy import cross_entropy
+from liger_kernel.ops.losses.cross_entropy_rows import REDUCTIONS
 from liger_kernel.ops.losses.divergence.fused_ce_tvd import fused_ce_tvd
 from liger_kernel.ops.losses.divergence.jsd import LigerJSDFunction as LigerJSDFunction
 from liger_kernel.ops.losses.divergence.jsd import jsd

@@ -284,9 +284,6 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[s
     return tensors, state
 
 
-# -- files ---------------------------------------------------------------------------------
-
-
 def damage(path: Path) -> str | None:
     """What is wrong with a checkpoint, by its checksums and its metadata; None if nothing is."""
     try:
@@ -393,9 +390,6 @@ def _member(kind: Any, name: str) -> enum.Enum:
     if isinstance(kind, enum.EnumMeta) and name in kind.__members__:
         return kind[name]
     raise pickle.UnpicklingError(f"checkpoint metadata must not hold {name} of {kind!r}")
-
-
-# -- random numbers ------------------------------------------------------------------------
 
 
 def generators() -> dict[str, Any]:

@@ -108,8 +108,6 @@ class _Run:
         self.memory = PeakMemory(device)
         self.timer = StepClock(device)
 
-    # -- one run -----------------------------------------------------------------------------
-
     def train(self) -> dict[str, Any]:
         config = self.config
         self.lines = StepLines(self.out / "metrics.jsonl", self.step) if self.ranks.first else None
@@ -239,8 +237,6 @@ class _Run:
         self.started += self._clock() - before
         return loss
 
-    # -- numbers -----------------------------------------------------------------------------
-
     def _flush(self, evaluation: float | None, show: bool, timed: bool) -> None:
         """Fetch what the steps since the last time left on the device, write their lines, and stop a run that cannot go on."""
         if not self.pending:
@@ -319,8 +315,6 @@ class _Run:
             | ({"problem": problem} if unsaved else {})
         )
 
-    # -- checkpoints ---------------------------------------------------------------------------
-
     def _identity(self) -> dict[str, Any]:
         """What must be the same for the order of the data, and the function that is trained, to go on where they stopped."""
         module: Any = self.parallel.module
@@ -358,8 +352,6 @@ class _Run:
             _seed_all(self.config.seed, self.step, self.parallel.data_rank)
         if self.ranks.first:
             print(f"resuming after step {self.step} from {path} ({state['ranks']} ranks then, {self.ranks.world} now)", flush=True)
-
-    # -- device --------------------------------------------------------------------------------
 
     def _to_device(self, batch: dict[str, Any]) -> dict[str, Any]:
         pinned = lambda t: t.pin_memory() if self.device.type == "cuda" else t

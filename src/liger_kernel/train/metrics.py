@@ -52,9 +52,6 @@ EXPORTED = {
 }
 
 
-# -- lines of steps ------------------------------------------------------------------------
-
-
 class StepLines:
     """``metrics.jsonl``: one line a step."""
 
@@ -94,9 +91,6 @@ def as_json(value: Any, **options: Any) -> str:
         return None if isinstance(part, float) and not math.isfinite(part) else part
 
     return json.dumps(plain(value), allow_nan=False, **options)
-
-
-# -- Prometheus ----------------------------------------------------------------------------
 
 
 class Endpoint:
@@ -190,9 +184,6 @@ def exposition(values: dict[str, Any], rank: int) -> str:
         if values.get(key) is not None:
             text += f'# HELP liger_{name} {help}\n# TYPE liger_{name} {kind}\nliger_{name}{{rank="{rank}"}} {float(values[key])!r}\n'.replace(" nan", " NaN")
     return text
-
-
-# -- services ------------------------------------------------------------------------------
 
 
 def check_reports(config: TrainConfig) -> None:

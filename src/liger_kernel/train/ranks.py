@@ -305,8 +305,6 @@ class Watch:
                     os._exit(1)
 
 
-# -- starting and restarting ---------------------------------------------------------------
-
 # What PyTorch 2.13 needs for restarts. Without the first, a restarted worker reads the addresses of the one before from the agent's store.
 ELASTIC = {
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",

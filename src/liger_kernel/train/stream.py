@@ -64,9 +64,6 @@ def changed(number: int, known: Part, found: Part) -> UserError:
     return UserError(f"the data has changed: part {number} had {known}, and has {found}")
 
 
-# -- reading -------------------------------------------------------------------------------
-
-
 class Parts(Rows):
     """The rows of all parts."""
 
@@ -193,9 +190,6 @@ class Stream(Data):
             self._writer.kill()
             self._writer.communicate()
             self._writer = None
-
-
-# -- writing -------------------------------------------------------------------------------
 
 
 def _start(config: TrainConfig, folder: Path) -> subprocess.Popen:

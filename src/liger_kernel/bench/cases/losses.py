@@ -8,7 +8,8 @@ from torch import Tensor
 
 from liger_kernel.bench.measured import Measured
 from liger_kernel.ops._core.operator import Case, T
-from liger_kernel.ops.losses.cross_entropy import Loss, positive, targets
+from liger_kernel.ops.losses.cross_entropy import positive, targets
+from liger_kernel.ops.losses.cross_entropy_rows import Loss
 
 
 def _cross_entropy_torch(logits, target, class_weight=None, *, gradient_in_forward=False, ignore_index=-100, reduction="mean", label_smoothing=0.0, **options):

@@ -21,8 +21,9 @@ from liger_kernel.ops._core.impl import only_ours
 from liger_kernel.ops._core.operator import Case, Cost, T, acc, launcher, nbytes, on_gpu, once_differentiable, op, rows_of, tracing
 from liger_kernel.ops._core.reduce import divided, scaled
 from liger_kernel.ops.losses.chunks import Kept, add_mm, auto_chunk_rows, chunk_gradients, values
-from liger_kernel.ops.losses.cross_entropy import LOSS_SCHEMA, Loss, Rows, check, items, normaliser, positive, published, row_kernel, targets
-from liger_kernel.ops.losses.cross_entropy import reference as cross_entropy_reference
+from liger_kernel.ops.losses.cross_entropy import items, positive, published, targets
+from liger_kernel.ops.losses.cross_entropy_rows import LOSS_SCHEMA, Loss, Rows, check, normaliser, row_kernel
+from liger_kernel.ops.losses.cross_entropy_rows import reference as cross_entropy_reference
 
 
 def reference(

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from liger_kernel.ops._core.operator import Case, T, acc, op
 from liger_kernel.ops.losses.chunks import Kept
-from liger_kernel.ops.losses.cross_entropy import Loss, check, targets
+from liger_kernel.ops.losses.cross_entropy import targets
+from liger_kernel.ops.losses.cross_entropy_rows import Loss, check
 from liger_kernel.ops.losses.linear_cross_entropy import _cost, apply, check_head, promoted
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from liger_kernel.ops._core.operator import acc, on_gpu, once_differentiable, rows_of
 from liger_kernel.ops._core.reduce import scaled
 from liger_kernel.ops.losses.chunks import Kept, auto_chunk_rows, chunk_gradients, chunks_of, values
-from liger_kernel.ops.losses.cross_entropy import Loss, Rows, check, row_kernel
+from liger_kernel.ops.losses.cross_entropy_rows import Loss, Rows, check, row_kernel
 from liger_kernel.ops.losses.linear_cross_entropy import Options, check_head, linear_cross_entropy_bwd, linear_cross_entropy_fwd, promoted
 from liger_kernel.ops.losses.linear_cross_entropy import apply as nll
 

@@ -18,8 +18,9 @@ from liger_kernel import parallel
 from liger_kernel.nn import token_accuracy
 from liger_kernel.ops._core.operator import on_gpu
 from liger_kernel.ops.losses.chunks import Kept, auto_chunk_rows
-from liger_kernel.ops.losses.cross_entropy import Loss as LossNumbers
-from liger_kernel.ops.losses.cross_entropy import cross_entropy, items, normaliser
+from liger_kernel.ops.losses.cross_entropy import cross_entropy, items
+from liger_kernel.ops.losses.cross_entropy_rows import Loss as LossNumbers
+from liger_kernel.ops.losses.cross_entropy_rows import normaliser
 from liger_kernel.ops.losses.linear_cross_entropy import linear_cross_entropy
 from liger_kernel.transformers.head import loss_functions
 from liger_kernel.transformers.head.recipe import DEFAULTS, IGNORE, LOSSES, Loss, LossOptions, Recipe, materialised

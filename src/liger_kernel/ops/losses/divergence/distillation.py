@@ -16,8 +16,8 @@ from liger_kernel.ops._core import config
 from liger_kernel.ops._core.operator import acc, launch, tracing, use_kernels
 from liger_kernel.ops._core.tl import jit, next_power_of_2, tl
 from liger_kernel.ops.losses.chunks import Kept, chunk_gradients
-from liger_kernel.ops.losses.cross_entropy import Loss, Rows, check
-from liger_kernel.ops.losses.cross_entropy import row_kernel as cross_entropy_rows
+from liger_kernel.ops.losses.cross_entropy_rows import Loss, Rows, check
+from liger_kernel.ops.losses.cross_entropy_rows import row_kernel as cross_entropy_rows
 from liger_kernel.ops.losses.divergence import logit_divergence
 from liger_kernel.ops.losses.divergence.by_element import TINY as SMALLEST
 from liger_kernel.ops.losses.divergence.by_element import at_least, derived, elements, joined, online, times

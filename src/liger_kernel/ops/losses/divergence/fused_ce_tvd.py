@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops._core.operator import Case, Cost, T, launcher, nbytes, once_differentiable, op, rows_of, use_kernels
-from liger_kernel.ops.losses.cross_entropy import check, targets
-from liger_kernel.ops.losses.cross_entropy import reference as cross_entropy_reference
+from liger_kernel.ops.losses.cross_entropy import targets
+from liger_kernel.ops.losses.cross_entropy_rows import check
+from liger_kernel.ops.losses.cross_entropy_rows import reference as cross_entropy_reference
 from liger_kernel.ops.losses.divergence.distillation import Distillation, row_kernel
 from liger_kernel.ops.losses.divergence.logit_divergence import reference as divergence_reference
 

@@ -33,7 +33,7 @@ from torch import Tensor
 from liger_kernel.ops._core import config
 from liger_kernel.ops._core.operator import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, rows_of, shaped, tracing, use_kernels
 from liger_kernel.ops._core.tl import cdiv, jit, log, tanh, tl
-from liger_kernel.ops.losses.cross_entropy import check
+from liger_kernel.ops.losses.cross_entropy_rows import check
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

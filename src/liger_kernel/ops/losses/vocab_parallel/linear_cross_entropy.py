@@ -21,7 +21,7 @@ from liger_kernel.ops._core.operator import Case, Cost, T, acc, launcher, nbytes
 from liger_kernel.ops._core.reduce import divided, scaled
 from liger_kernel.ops._core.tl import cdiv
 from liger_kernel.ops.losses.chunks import add_mm, auto_chunk_rows, chunks_of, rounded_sums
-from liger_kernel.ops.losses.cross_entropy import check
+from liger_kernel.ops.losses.cross_entropy_rows import check
 from liger_kernel.ops.losses.vocab_parallel.cross_entropy import (
     PART_SCHEMA,
     Part,

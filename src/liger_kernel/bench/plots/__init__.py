@@ -1,0 +1,20 @@
+"""Pictures of benchmark results: PNG files out of the dicts that ``liger bench`` and ``liger bench step`` write.
+
+Every function takes such a dict and a directory and returns the paths it wrote, none if there is nothing to draw. Titles state the finding.
+Variants that failed or are inaccurate are hatched and named so; they never have a ratio.
+"""
+
+from __future__ import annotations
+
+from liger_kernel.bench.plots.drawing import bar_label as bar_label
+from liger_kernel.bench.plots.drawing import finding as finding
+from liger_kernel.bench.plots.of_operators import memory_bars as memory_bars
+from liger_kernel.bench.plots.of_operators import operators as operators
+from liger_kernel.bench.plots.of_operators import roofline as roofline
+from liger_kernel.bench.plots.of_operators import sweeps as sweeps
+from liger_kernel.bench.plots.of_operators import time_bars as time_bars
+from liger_kernel.bench.plots.of_steps import batch_curves as batch_curves
+from liger_kernel.bench.plots.of_steps import breakdown as breakdown
+from liger_kernel.bench.plots.of_steps import step_bars as step_bars
+from liger_kernel.bench.plots.of_steps import steps as steps
+from liger_kernel.bench.plots.of_steps import timelines as timelines

@@ -1,0 +1,251 @@
+"""Pictures of training steps: bars, curves over batches, breakdowns, timelines."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from liger_kernel.bench.plots.drawing import (
+    FAINT,
+    INK,
+    MAIN_RIVALS,
+    QUIET,
+    WHITE,
+    Data,
+    _bars,
+    _colour,
+    _dark,
+    _end_labels,
+    _figure,
+    _light,
+    _names,
+    _order,
+    _Panel,
+    _path,
+    _plain,
+    _value,
+    _words_of,
+)
+from liger_kernel.bench.plots.of_operators import _dot
+from liger_kernel.bench.rows import OURS, Row, digits, hardware_line, ratio, span, speedup, variant_label, with_ours
+
+# Kinds of device time: in teal what our kernels replace, in greys what they leave alone.
+KINDS = {"gemm": "#66768a", "attention": "#8793a2", "optimizer": "#a7b0bb", "communication": "#c3cad2", "other": "#dbe0e5",
+         "loss": "#0a7d6c", "norm": "#45a191", "activation": "#7dbfb2", "rope": "#b3dad2", "idle": "#ffffff"}  # fmt: skip
+
+
+def steps(data: Data, out: Path | str) -> list[Path]:
+    """All pictures of training steps."""
+    swept = {id(row) for rows in _swept(data).values() for row in rows}
+    single = {**data, "rows": [row for row in data["rows"] if id(row) not in swept]}
+    return [*step_bars(single, out), *breakdown(single, out), *timelines(single, out), *batch_curves(data, out)]
+
+
+def step_bars(data: Data, out: Path | str) -> list[Path]:
+    """Tokens per second and peak memory per model and variant: ``step.png``."""
+    groups = _step_groups(data)
+    if not groups:
+        return []
+    title = f"Training steps: {_step_finding(data['rows'])}"
+    words = "left tokens per second, x: ours is so many times as fast; right peak allocated memory, x: multiples of ours"
+    lines = []
+    for heading, rows in groups.items():
+        ours = next((row for row in rows if row["variant"] == OURS), None)
+        pairs = [(row, ours) for row in rows]
+        lines.append([_Panel(heading, pairs, "tokens_per_s"), _Panel("peak memory", pairs, "peak_allocated_gb")])
+    return [_bars(_path(out, "step"), lines, title, words, hardware_line(data.get("meta", {})))]
+
+
+def _place(row: Row) -> str:
+    """Model, rows and what else steps must share to be compared, but for the batch."""
+    parts = [f"{row['gpus']} GPUs {row.get('parallel') or ''}".rstrip() if (row.get("gpus") or 1) > 1 else ""]
+    parts += ["checkpointing" if row.get("checkpointing") else "", f"LoRA {row['lora']}" if row.get("lora") else ""]
+    return "".join(f", {part}" for part in parts if part)
+
+
+def _swept(data: Data) -> dict[str, list[Row]]:
+    """Heading -> rows that differ in their batch."""
+    groups: dict[str, list[Row]] = {}
+    for row in data["rows"]:
+        if "model" in row:
+            groups.setdefault(f"{row['model']}, rows of {row['seq']}{_place(row)}", []).append(row)
+    return {heading: rows for heading, rows in groups.items() if len({row["batch"] for row in rows}) > 1}
+
+
+def batch_curves(data: Data, out: Path | str) -> list[Path]:
+    """Tokens per second and peak memory against the batch, until memory is out: ``batches-MODEL.png``."""
+    swept, paths = _swept(data), []
+    for model in dict.fromkeys(rows[0]["model"] for rows in swept.values()):
+        groups = {heading: rows for heading, rows in swept.items() if rows[0]["model"] == model}
+        measured = sorted((row for rows in groups.values() for row in rows if _value(row, "tokens_per_s")), key=lambda row: row["batch"])
+        most = {row["variant"]: row["batch"] for row in measured}
+        title = f"{model}: rows a GPU that fit, of those tried: " + ", ".join(
+            f"{variant_label(name)} {most[name]}" for name in _order(data["rows"]) if name in most
+        )
+        path = _path(out, "batches", model)
+        with _figure(
+            path, 10.8, 3.4 * len(groups), title, "against rows a GPU; a line ends where memory is out", hardware_line(data.get("meta", {}))
+        ) as figure:
+            for line, (heading, rows) in zip(figure.subplots(len(groups), 2, squeeze=False), groups.items()):
+                for axes, name, words in zip(line, ("tokens_per_s", "peak_allocated_gb"), ("tokens per second", "peak memory a GPU, GB")):
+                    _curves(axes, rows, name)
+                    axes.set_title(f"{heading[len(model) + 2 :]}: {words}", color=INK, pad=6)
+        paths.append(path)
+    return paths
+
+
+def _curves(axes: Any, rows: list[Row], name: str) -> None:
+    ends = []
+    for variant in reversed(_order(rows)):
+        mine = sorted((row for row in rows if row["variant"] == variant), key=lambda row: row["batch"])
+        good = [(row["batch"], row[name]) for row in mine if _value(row, name) and row.get("accurate") is not False]
+        failed = [row["batch"] for row in mine if row.get("failed")]
+        if good:
+            axes.plot(
+                *zip(*good), color=_colour(variant), linewidth=2.4 if variant == OURS else 1.6, marker="o", markersize=4, zorder=3 if variant == OURS else 2
+            )
+            ends.append((*good[-1], variant_label(variant) + (f", not {min(failed):,}" if failed else ""), variant))
+    axes.set_xlim(0, 1.04 * max(row["batch"] for row in rows))
+    axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
+    axes.yaxis.set_major_formatter(_plain)
+    axes.set_xlabel("rows a GPU")
+    _end_labels(axes, ends)
+
+
+def _step_groups(data: Data) -> dict[str, list[Row]]:
+    """Heading -> its rows, in the order of the variants."""
+    groups: dict[str, list[Row]] = {}
+    for row in data["rows"]:
+        groups.setdefault(f"{row['model']}, {row['batch']} x {row['seq']}{_place(row)}", []).append(row)
+    return {heading: sorted(rows, key=lambda row: _order(rows).index(row["variant"])) for heading, rows in groups.items()}
+
+
+def _step_finding(rows: Iterable[Row]) -> str:
+    pairs = with_ours(rows)
+    parts = []
+    for rival in MAIN_RIVALS:
+        mine = [(row, ours) for row, ours in pairs if row["variant"] == rival]
+        fast = [value for row, ours in mine if (value := speedup(row, ours))]
+        lean = [1 / value for row, ours in mine if (value := ratio(row, ours, "peak_allocated_gb"))]
+        if fast:
+            memory = f" with {span(lean)} the memory" if lean else ""
+            parts.append((rival, f"{span(fast)} as fast as {variant_label(rival)}{memory}"))
+    chosen = [text for rival, text in parts if rival in ("stock", "eager")] + [text for rival, text in parts if rival not in ("stock", "eager")]
+    return ", ".join(chosen[:2]) or "no variant to compare with"
+
+
+def breakdown(data: Data, out: Path | str) -> list[Path]:
+    """Where the device time of a step goes, in stacked bars: ``breakdown.png``."""
+    timed = [row for row in data["rows"] if row.get("breakdown_ms") and not row.get("failed")]
+    groups = _step_groups({"rows": timed})
+    if not groups:
+        return []
+    shares = {name: [_replaced(row["breakdown_ms"]) for row in timed if row["variant"] == name] for name in ("stock", "eager", OURS)}
+    base = "stock" if shares["stock"] else "eager"
+    percent = lambda values: "–".join(dict.fromkeys(f"{100 * value:.0f}" for value in (min(values), max(values))))
+    title = "Where the time of a training step goes"
+    if shares[base] and shares[OURS]:
+        title = f"Norms, activations, rope and loss take {percent(shares[base])} % of {variant_label(base)}'s step and {percent(shares[OURS])} % of ours"
+    kinds = [
+        kind
+        for kind in dict.fromkeys([*KINDS, *(kind for row in timed for kind in row["breakdown_ms"])])
+        if any(row["breakdown_ms"].get(kind) for row in timed)
+    ]
+    path, words, note = _path(out, "breakdown"), "ms of device time per step; teal: what our kernels replace", hardware_line(data.get("meta", {}))
+    with _figure(path, 9.5, 0.27 * len(timed) + 0.36 * len(groups) + 0.3, title, words, note) as figure:
+        from matplotlib.patches import Patch
+
+        top, *grid = figure.subplots(len(groups) + 1, 1, height_ratios=[0.6, *(len(rows) + 0.2 for rows in groups.values())])
+        patches = [Patch(facecolor=KINDS.get(kind, FAINT), edgecolor=QUIET if kind == "idle" else "none", label=kind) for kind in kinds]
+        top.legend(handles=patches, loc="upper left", ncols=len(kinds), fontsize=8, labelcolor=INK, handlelength=0.9, handleheight=0.9,
+                   columnspacing=1.3, handletextpad=0.5, borderpad=0, borderaxespad=0)  # fmt: skip
+        top.set_axis_off()
+        for axes, (heading, rows) in zip(grid, groups.items()):
+            longest = max(sum(filter(None, row["breakdown_ms"].values())) for row in rows)
+            for y, row in enumerate(rows):
+                _stack(axes, y, row, kinds, longest)
+            axes.set(xlim=(0, 1.1 * longest), xticks=[])
+            axes.set_title(heading, color=INK, pad=3)
+            _names(axes, [variant_label(row["variant"]) for row in rows])
+    return [path]
+
+
+def _stack(axes: Any, y: int, row: Row, kinds: Sequence[str], longest: float) -> None:
+    left = 0.0
+    for kind in kinds:
+        value, colour = row["breakdown_ms"].get(kind) or 0.0, KINDS.get(kind, FAINT)
+        axes.barh(y, value, left=left, height=0.76, color=colour, edgecolor=QUIET if kind == "idle" else WHITE, linewidth=0.6)
+        if value > 0.045 * longest:
+            axes.text(left + value / 2, y, digits(value), ha="center", va="center", fontsize=7.5, color=WHITE if _light(colour) < 0.56 else INK)
+        left += value
+    ink, weight = _words_of(row["variant"])
+    axes.text(left + 0.008 * longest, y, f"{digits(left)} ms", va="center", fontsize=8, color=ink, fontweight=weight)
+
+
+def _replaced(parts: dict[str, float | None]) -> float:
+    """The share of a step that is of the kinds that our kernels replace."""
+    return sum(parts.get(kind) or 0 for kind in ("loss", "norm", "activation", "rope")) / (sum(filter(None, parts.values())) or 1)
+
+
+def timelines(data: Data, out: Path | str) -> list[Path]:
+    """Memory over one training step, one file per model: ``memory_over_step-MODEL....png``."""
+    paths = []
+    drawn = [row for row in data["rows"] if not row.get("failed") and len(row.get("memory_timeline") or ()) > 1]
+    for heading, rows in _step_groups({"rows": drawn}).items():
+        peaks = {row["variant"]: max(row["memory_timeline"], key=lambda point: point[1]) for row in rows}
+        base = next((name for name in ("stock", "eager", "upstream") if name in peaks), "")
+        title = heading
+        if base and OURS in peaks:
+            (_, before, where), (_, after, there) = peaks[base], peaks[OURS]
+            verb, unlike = "falls" if after < before else "rises", where != there
+            title += f": the peak{'' if unlike else f', in {_phase(where)},'} {verb} from {digits(before)} GB"
+            title += f" in {_phase(where)} to {digits(after)} GB in {_phase(there)}" if unlike else f" to {digits(after)} GB"
+        path, words = _path(out, "memory over step", heading), "allocated memory over one training step, GB; below: what runs when"
+        with _figure(path, 9.0, 3.3 + 0.2 * len(rows), title, words, hardware_line(data.get("meta", {}))) as figure:
+            memory, phases = figure.subplots(2, 1, sharex=True, height_ratios=(3.0, 0.22 * len(rows)))
+            longest = max(row["memory_timeline"][-1][0] for row in rows)
+            handles = []
+            for row in reversed(rows):  # ours is drawn last, over the others
+                variant, points, front = row["variant"], row["memory_timeline"], row["variant"] == OURS
+                label = f"{variant_label(variant)}: {digits(peaks[variant][1])} GB in {_phase(peaks[variant][2])}"
+                handles += memory.plot([point[0] for point in points], [point[1] for point in points], color=_colour(variant), linewidth=2.2 if front else 1.6,
+                                       label=label)  # fmt: skip
+                _dot(memory, peaks[variant][0], peaks[variant][1], variant)
+            memory.set(xlim=(0, 1.02 * longest), ylim=(0, 1.1 * max(size for _, size, _ in peaks.values())))
+            memory.tick_params(axis="x", length=0)
+            legend = memory.legend(
+                handles=sorted(handles, key=lambda line: -max(line.get_ydata())), fontsize=8.5, title="peaks", title_fontsize=8.5, alignment="left"
+            )
+            legend.get_title().set_color(QUIET)
+            for text, line in zip(legend.get_texts(), legend.legend_handles):
+                text.set(color=_dark(line.get_color()), fontweight="bold" if line.get_color() == _colour(OURS) else "normal")
+            for y, row in enumerate(rows):
+                _phases(phases, y, row, longest)
+            phases.set_xlabel("ms")
+            _names(phases, [variant_label(row["variant"]) for row in rows])
+            phases.spines["left"].set_visible(False)
+            phases.spines["bottom"].set_visible(True)
+        paths.append(path)
+    return paths
+
+
+def _phase(name: str) -> str:
+    """``forward: loss`` in a sentence."""
+    place, _, what = name.partition(": ")
+    return f"{what} ({place})" if what else name
+
+
+def _phases(axes: Any, y: int, row: Row, longest: float) -> None:
+    """One line of segments: the phases of a step, named where there is room; the layers of a pass are one."""
+    points = row["memory_timeline"]  # each has the phase that it ends or lies in
+    begin = points[0][0]
+    for number, (phase, group) in enumerate(itertools.groupby(points[1:], lambda point: re.sub(r"layer \d+$", "layers", point[2]))):
+        end = list(group)[-1][0]
+        axes.barh(y, end - begin, left=begin, height=0.8, color=FAINT if number % 2 else "#f1f3f5", edgecolor=WHITE, linewidth=0.5)
+        room = (end - begin) / (0.0092 * longest)  # in characters
+        text = next((text for text in (phase, phase.split(": ")[-1]) if len(text) <= room), "")
+        axes.text((begin + end) / 2, y, text, ha="center", va="center", fontsize=7, color=_words_of(row["variant"])[0])
+        begin = end

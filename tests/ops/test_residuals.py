@@ -7,7 +7,8 @@ from torch import nn
 from liger_kernel.nn import LigerMHC
 from liger_kernel.ops import LigerAttnResFunction, LigerMHCCoeffsFunction, LigerMHCPostResFunction, LigerMHCPreFunction, mhc_coeffs
 from liger_kernel.ops.residual.attn_res import reference as attn_res_reference
-from liger_kernel.ops.residual.mhc import coeffs_reference, post_res_reference, pre_reference
+from liger_kernel.ops.residual.mhc import coeffs_reference
+from liger_kernel.ops.residual.mhc_mixing import post_res_reference, pre_reference
 from liger_kernel.testing import assert_as_accurate, assert_same_bits, like, run
 from liger_kernel.transformers.functional import liger_attn_res, liger_mhc_apply, liger_mhc_coeffs, liger_mhc_forward, liger_mhc_post_res, liger_mhc_pre
 

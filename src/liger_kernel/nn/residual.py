@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from liger_kernel.ops.residual.attn_res import attn_res
-from liger_kernel.ops.residual.mhc import mhc_coeffs, mhc_post_res, mhc_pre
+from liger_kernel.ops.residual.mhc import mhc_coeffs
+from liger_kernel.ops.residual.mhc_mixing import mhc_post_res, mhc_pre
 
 
 def liger_attn_res(V: Tensor | Sequence[Tensor], w_query: Tensor, w_norm: Tensor, eps: float = 1e-6) -> Tensor:

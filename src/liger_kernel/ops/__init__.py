@@ -110,11 +110,11 @@ from liger_kernel.ops.residual.attn_res import attn_res as attn_res
 from liger_kernel.ops.residual.attn_res import attn_res_backward as attn_res_backward
 from liger_kernel.ops.residual.attn_res import attn_res_forward as attn_res_forward
 from liger_kernel.ops.residual.mhc import LigerMHCCoeffsFunction as LigerMHCCoeffsFunction
-from liger_kernel.ops.residual.mhc import LigerMHCPostResFunction as LigerMHCPostResFunction
-from liger_kernel.ops.residual.mhc import LigerMHCPreFunction as LigerMHCPreFunction
 from liger_kernel.ops.residual.mhc import mhc_coeffs as mhc_coeffs
-from liger_kernel.ops.residual.mhc import mhc_post_res as mhc_post_res
-from liger_kernel.ops.residual.mhc import mhc_pre as mhc_pre
+from liger_kernel.ops.residual.mhc_mixing import LigerMHCPostResFunction as LigerMHCPostResFunction
+from liger_kernel.ops.residual.mhc_mixing import LigerMHCPreFunction as LigerMHCPreFunction
+from liger_kernel.ops.residual.mhc_mixing import mhc_post_res as mhc_post_res
+from liger_kernel.ops.residual.mhc_mixing import mhc_pre as mhc_pre
 from liger_kernel.ops.rotary.qk_norm_rope import qk_norm_rope as qk_norm_rope
 from liger_kernel.ops.rotary.rope import LigerLlama4RopeFunction as LigerLlama4RopeFunction
 from liger_kernel.ops.rotary.rope import LigerQwen2VLMRopeFunction as LigerQwen2VLMRopeFunction

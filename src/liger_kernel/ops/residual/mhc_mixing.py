@@ -1,0 +1,221 @@
+"""Mixing residual streams by given coefficients: what a layer reads of them, and what is written back (DeepSeek, arXiv:2512.24880).
+
+A mixture is ``y_o = sum_i a_oi x_i + p_o f`` of O outputs; one output and no f for x_in.
+Shapes and letters are those of ``mhc``, which computes the coefficients.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from liger_kernel.ops._core import config
+from liger_kernel.ops._core.operator import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, rows_of, shaped, tracing, use_kernels
+from liger_kernel.ops._core.tl import cdiv, jit, next_power_of_2, tl
+from liger_kernel.ops.residual.mhc import _check
+
+
+def pre_reference(x: Tensor, h_pre: Tensor) -> Tensor:
+    dtype = acc(x.dtype)
+    return (h_pre.to(dtype)[..., None] * x.to(dtype)).sum(-2).to(x.dtype)
+
+
+def post_res_reference(x: Tensor, f_out: Tensor, h_post: Tensor, h_res: Tensor) -> Tensor:
+    dtype = acc(x.dtype)
+    y = h_post.to(dtype)[..., None] * f_out.to(dtype)[..., None, :]
+    for i in range(x.shape[-2]):
+        y = y + h_res.to(dtype)[..., i, None] * x.to(dtype)[..., i, None, :]
+    return y.to(x.dtype)
+
+
+@jit
+def _mix_fwd(
+    x_ptr, f_ptr, a_ptr, p_ptr, y_ptr, T, C, H, O, x_stride, i_stride, f_stride,
+    HAS_F: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(C, BLOCK_C)
+    row = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    col = (tl.program_id(0) % blocks) * BLOCK_C + tl.arange(0, BLOCK_C)
+    i = tl.arange(0, BLOCK_H)
+    flat = (row < T)[:, None] & (col < C)[None, :]
+    streams = (row < T)[:, None] & (i < H)[None, :]
+    x_ptrs = x_ptr + (row * x_stride)[:, None, None] + (i.to(tl.int64) * i_stride)[None, :, None] + col[None, None, :]
+    x = tl.load(x_ptrs, mask=streams[:, :, None] & (col < C)[None, None, :], other=0.0).to(tl.float32)
+    if HAS_F:
+        f = tl.load(f_ptr + row[:, None] * f_stride + col[None, :], mask=flat, other=0.0).to(tl.float32)
+    for o in range(O):
+        a = tl.load(a_ptr + ((row * O + o) * H)[:, None] + i[None, :], mask=streams, other=0.0).to(tl.float32)
+        y = tl.sum(x * a[:, :, None], axis=1)
+        if HAS_F:
+            y += tl.load(p_ptr + row * O + o, mask=row < T, other=0.0).to(tl.float32)[:, None] * f
+        tl.store(y_ptr + ((row * O + o) * C)[:, None] + col[None, :], y.to(y_ptr.dtype.element_ty), mask=flat)
+
+
+@jit
+def _mix_bwd(
+    dy_ptr, x_ptr, f_ptr, a_ptr, p_ptr, dx_ptr, df_ptr, da_ptr, dp_ptr, T, C, H, O, dy_stride, o_stride, x_stride, i_stride, f_stride,
+    NEED_DX: tl.constexpr, NEED_DF: tl.constexpr, NEED_DA: tl.constexpr, NEED_DP: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    i = tl.arange(0, BLOCK_H)
+    outputs = tl.arange(0, BLOCK_O)
+    streams = (row < T)[:, None] & (i < H)[None, :]
+    da = tl.zeros((BLOCK_T, BLOCK_O, BLOCK_H), tl.float32)
+    dp = tl.zeros((BLOCK_T, BLOCK_O), tl.float32)
+    for start in range(0, C, BLOCK_C):
+        col = start + tl.arange(0, BLOCK_C)
+        flat = (row < T)[:, None] & (col < C)[None, :]
+        full = streams[:, :, None] & (col < C)[None, None, :]
+        if NEED_DA:
+            x_ptrs = x_ptr + (row * x_stride)[:, None, None] + (i.to(tl.int64) * i_stride)[None, :, None] + col[None, None, :]
+            x = tl.load(x_ptrs, mask=full, other=0.0).to(tl.float32)
+        if NEED_DP:
+            f = tl.load(f_ptr + row[:, None] * f_stride + col[None, :], mask=flat, other=0.0).to(tl.float32)
+        dx = tl.zeros((BLOCK_T, BLOCK_H, BLOCK_C), tl.float32)
+        df = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
+        for o in range(O):
+            dy = tl.load(dy_ptr + row[:, None] * dy_stride + tl.cast(o, tl.int64) * o_stride + col[None, :], mask=flat, other=0.0).to(tl.float32)
+            if NEED_DX:
+                dx += tl.load(a_ptr + ((row * O + o) * H)[:, None] + i[None, :], mask=streams, other=0.0).to(tl.float32)[:, :, None] * dy[:, None, :]
+            if NEED_DF:
+                df += tl.load(p_ptr + row * O + o, mask=row < T, other=0.0).to(tl.float32)[:, None] * dy
+            if NEED_DA:
+                da += tl.where((outputs == o)[None, :, None], tl.sum(x * dy[:, None, :], axis=2)[:, None, :], 0.0)
+            if NEED_DP:
+                dp += tl.where((outputs == o)[None, :], tl.sum(f * dy, axis=1)[:, None], 0.0)
+        if NEED_DX:
+            tl.store(dx_ptr + ((row * H)[:, None] + i[None, :])[:, :, None] * C + col[None, None, :], dx.to(dx_ptr.dtype.element_ty), mask=full)
+        if NEED_DF:
+            tl.store(df_ptr + row[:, None] * C + col[None, :], df.to(df_ptr.dtype.element_ty), mask=flat)
+    known = (row < T)[:, None] & (outputs < O)[None, :]
+    if NEED_DA:
+        at = ((row * O)[:, None] + outputs[None, :])[:, :, None] * H + i[None, None, :]
+        tl.store(da_ptr + at, da.to(da_ptr.dtype.element_ty), mask=known[:, :, None] & (i < H)[None, None, :])
+    if NEED_DP:
+        tl.store(dp_ptr + (row * O)[:, None] + outputs[None, :], dp.to(dp_ptr.dtype.element_ty), mask=known)
+
+
+def _mix_tile(kernel: str, x: Tensor, per_thread: int) -> dict[str, int]:
+    """``per_thread`` values of x, all streams of each column, for each of 128 threads. Not measured."""
+    block_h = next_power_of_2(x.shape[1])
+    columns = max(16, 128 * per_thread // block_h)
+    c = config.tile(kernel, x.shape[2], x.itemsize, elements=columns, max_block_n=columns, per_thread=max(1, per_thread // block_h))
+    return dict(BLOCK_T=c.block_m, BLOCK_H=block_h, BLOCK_C=c.block_n, num_warps=c.num_warps)
+
+
+@launcher("(Tensor x, Tensor a, Tensor? f, Tensor? p) -> Tensor")
+def mhc_mix_fwd(x: Tensor, a: Tensor, f: Tensor | None, p: Tensor | None) -> Tensor:
+    (M, H, C), outputs = x.shape, a.shape[1]
+    y = x.new_empty(M, outputs, C)
+    if not tracing(x):
+        tile = _mix_tile("mhc_mix_fwd", x, 32)
+        grid = (cdiv(M, tile["BLOCK_T"]) * cdiv(C, tile["BLOCK_C"]),)
+        launch(_mix_fwd, grid, x, f, a, p, y, M, C, H, outputs, x.stride(0), x.stride(1), 0 if f is None else f.stride(0), HAS_F=f is not None, **tile)
+    return y
+
+
+@launcher("(Tensor dy, Tensor x, Tensor a, Tensor? f, Tensor? p, bool[] needed) -> (Tensor dx, Tensor da, Tensor df, Tensor dp)")
+def mhc_mix_bwd(dy: Tensor, x: Tensor, a: Tensor, f: Tensor | None, p: Tensor | None, needed: list[bool]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dx, da, df and dp; what is not needed is empty."""
+    (M, H, C), outputs = x.shape, a.shape[1]
+    dx, da, df, dp = (x.new_empty(0) if t is None or not need else t.new_empty(t.shape) for t, need in zip((x, a, f, p), needed))
+    if not tracing(x):
+        tile = _mix_tile("mhc_mix_bwd", x, 16)
+        launch(_mix_bwd, (cdiv(M, tile["BLOCK_T"]),), dy, x, f, a, p, dx, df, da, dp, M, C, H, outputs, dy.stride(0), dy.stride(1), x.stride(0),
+               x.stride(1), 0 if f is None else f.stride(0), NEED_DX=needed[0], NEED_DA=needed[1], NEED_DF=needed[2], NEED_DP=needed[3],
+               BLOCK_O=next_power_of_2(outputs), **tile)  # fmt: skip
+    return dx, da, df, dp
+
+
+def _streams(x: Tensor) -> Tensor:
+    """``x`` as (T, H, C) with unit column stride."""
+    x = x.reshape(x.shape[:-2].numel(), *x.shape[-2:])
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+class LigerMHCPreFunction(torch.autograd.Function):
+    """``apply(x, h_pre)``."""
+
+    @staticmethod
+    def forward(ctx, x, h_pre):
+        ctx.shape = x.shape
+        x, a = _streams(x), h_pre.reshape(-1, 1, x.shape[-2]).contiguous()
+        ctx.save_for_backward(x, a)
+        return shaped(mhc_mix_fwd(x, a, None, None), (*ctx.shape[:-2], ctx.shape[-1]))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        needed = [*ctx.needs_input_grad, False, False]
+        dx, da, _, _ = mhc_mix_bwd(rows_of(dy)[:, None], *ctx.saved_tensors, None, None, needed)
+        return dx.view(ctx.shape) if needed[0] else None, da.view(ctx.shape[:-1]) if needed[1] else None
+
+
+class LigerMHCPostResFunction(torch.autograd.Function):
+    """``apply(x, f_out, h_post, h_res)``."""
+
+    @staticmethod
+    def forward(ctx, x, f_out, h_post, h_res):
+        ctx.shape, H = x.shape, x.shape[-2]
+        x, f, p, a = _streams(x), rows_of(f_out), h_post.reshape(-1, H).contiguous(), h_res.reshape(-1, H, H).contiguous()
+        ctx.save_for_backward(x, a, f, p)
+        return shaped(mhc_mix_fwd(x, a, f, p), ctx.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        need_dx, need_df, need_dp, need_da = ctx.needs_input_grad
+        dx, da, df, dp = mhc_mix_bwd(_streams(dy), *ctx.saved_tensors, [need_dx, need_da, need_df, need_dp])
+        outer, (H, C) = ctx.shape[:-2], ctx.shape[-2:]
+        return (
+            dx.view(ctx.shape) if need_dx else None,
+            df.view(*outer, C) if need_df else None,
+            dp.view(*outer, H) if need_dp else None,
+            da.view(*outer, H, H) if need_da else None,
+        )
+
+
+@op(
+    reference=pre_reference,
+    cases=[
+        Case("streams-4", dict(x=T((2, 9, 4, 24)), h_pre=T((2, 9, 4), dtype=torch.float32))),
+        Case("odd", dict(x=T((5, 3, 33)), h_pre=T((5, 3)))),
+        Case("bad-h", dict(x=T((5, 3, 8)), h_pre=T((5, 4))), error="mhc_pre: h_pre must have shape (5, 3), got (5, 4)"),
+        Case("bad-x", dict(x=T((5,)), h_pre=T((5,))), error="mhc_pre: x must be floating point of shape (..., H, C), got torch.float32 (5,)"),
+    ],
+    cost=lambda x, h_pre: Cost(
+        nbytes(x, h_pre, x[..., 0, :]), nbytes(x, x, h_pre, h_pre, x[..., 0, :]), flops=(2 * x.numel(), 3 * x.numel())
+    ),
+)  # fmt: skip
+def mhc_pre(x: Tensor, h_pre: Tensor) -> Tensor:
+    """``sum_i h_pre_i x_i`` of streams x (..., H, C) and h_pre (..., H), as (..., C)."""
+    _check("mhc_pre", x, h_pre=(h_pre, x.shape[:-1]))
+    if not use_kernels(x, fusible=True) or not x.numel():
+        return pre_reference(x, h_pre)
+    return LigerMHCPreFunction.apply(x, h_pre)
+
+
+@op(
+    reference=post_res_reference,
+    cases=[
+        Case("streams-4", dict(x=T((2, 9, 4, 24)), f_out=T((2, 9, 24)), h_post=T((2, 9, 4), dtype=torch.float32),
+                               h_res=T((2, 9, 4, 4), dtype=torch.float32))),
+        Case("odd", dict(x=T((5, 3, 33)), f_out=T((5, 33)), h_post=T((5, 3)), h_res=T((5, 3, 3)))),
+        Case("bad-f", dict(x=T((5, 3, 8)), f_out=T((5, 9)), h_post=T((5, 3)), h_res=T((5, 3, 3))),
+             error="mhc_post_res: f_out must have shape (5, 8), got (5, 9)"),
+        Case("bad-res", dict(x=T((5, 3, 8)), f_out=T((5, 8)), h_post=T((5, 3)), h_res=T((5, 3))),
+             error="mhc_post_res: h_res must have shape (5, 3, 3), got (5, 3)"),
+    ],
+    cost=lambda x, f_out, h_post, h_res: Cost(
+        nbytes(x, x, f_out, h_post, h_res), nbytes(x, x, x, f_out, f_out, h_post, h_post, h_res, h_res),
+        flops=(2 * x.numel() * (x.shape[-2] + 1), 4 * x.numel() * (x.shape[-2] + 1)),
+    ),
+)  # fmt: skip
+def mhc_post_res(x: Tensor, f_out: Tensor, h_post: Tensor, h_res: Tensor) -> Tensor:
+    """``y_o = sum_i h_res_oi x_i + h_post_o f_out`` of streams x (..., H, C), f_out (..., C), h_post (..., H) and h_res (..., H, H), like x."""
+    outer, H, C = x.shape[:-2], x.shape[-2:-1], x.shape[-1:]
+    _check("mhc_post_res", x, f_out=(f_out, outer + C), h_post=(h_post, outer + H), h_res=(h_res, outer + H + H))
+    if not use_kernels(x, fusible=True) or not x.numel():
+        return post_res_reference(x, f_out, h_post, h_res)
+    return LigerMHCPostResFunction.apply(x, f_out, h_post, h_res)

@@ -315,8 +315,7 @@ def attentions_of(model: nn.Module) -> list[nn.Module]:
 
 
 @needs_kernels
-@pytest.mark.parametrize("door", ["class", "instance"])
-@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "qwen3_next"])
+@pytest.mark.parametrize(("family", "door"), [("qwen3", "class"), ("gemma3_text", "instance"), ("qwen3_next", "class")])
 def test_norms_of_heads_go_with_their_rotation(turns, family, door):
     with served_by_kernels_or_references():
         model, batch = make(family), tokens(2, 9, ignored=2)

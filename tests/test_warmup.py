@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="Triton is not installed")
 
@@ -80,16 +81,21 @@ def test_kernels_known_already_are_started_as_triton_would(user_env):
     assert found["negative"] == 1  # an ignore_index of -100 is no rarity
 
 
-def test_what_cannot_be_warmed_up_is_said(user_env, tmp_path):
+def test_what_cannot_be_warmed_up_is_said(monkeypatch, tmp_path):
+    from liger_kernel import warmup
+    from liger_kernel.train.config import UserError
+
     (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(warmup.operator, "INTERPRET", False)
+    monkeypatch.setattr(warmup, "use_cache", lambda: None)
     for argv, said in (
         (["--model", "tiny"], "no GPU here: say for which with --arch"),
-        (["--model", tmp_path / "config.json", "--arch", "sm90"], "has no model_type"),
+        (["--model", str(tmp_path / "config.json"), "--arch", "sm90"], "has no model_type"),
         (["--model", "tiny", "--arch", "sm90", "--seq", "0"], "--batch and --seq must be at least 1, got 1 and 0"),
     ):
-        argv = [sys.executable, "-m", "liger_kernel.cli", "warmup", *map(str, argv)]
-        done = subprocess.run(argv, env=user_env | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, check=False)
-        assert done.returncode == 2 and said in done.stderr
+        with pytest.raises(UserError, match=re.escape(said)):
+            warmup.main(argv)
 
 
 @pytest.mark.slow

@@ -32,7 +32,8 @@ from torch.multiprocessing.spawn import ProcessException
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_kernel import memory
-from liger_kernel.parallel import Parallel, VocabularyParallel, by_sharding, clip_grad_norm_, parallelize
+from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
+from liger_kernel.parallel import Parallel, VocabularyParallel, by_sharding, call_instead, clip_grad_norm_, parallelize
 from liger_kernel.transformers import _apply_liger_kernel_to_instance
 from liger_kernel.transformers.head import loss as head_loss
 
@@ -643,6 +644,68 @@ def lora_on_a_head_of_tp() -> None:
     parallelize_module(model, mesh(), {"base_model.model.lm_head.base_layer": ColwiseParallel(output_layouts=Replicate())})
     _apply_liger_kernel_to_instance(model=model.get_base_model())
     assert_same_learning(learn(model, ranks=1), truth, TOLERANCE)
+
+
+# -- losses of trainers --------------------------------------------------------------------
+
+
+def adapted_trunk() -> nn.Module:
+    import peft
+
+    torch.manual_seed(4)
+    model = peft.get_peft_model(make("llama"), peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
+    _apply_liger_kernel_to_instance(model=model.get_base_model())
+    return model
+
+
+def policy_loss(model: nn.Module, ids: Tensor, advantages: Tensor) -> Tensor:
+    """Of hidden states and the head's weight, as TRL computes it: the model's own ``forward`` is not called."""
+    causal = model.get_base_model() if hasattr(model, "get_base_model") else model
+    hidden = causal.model(ids[:, :-1], use_cache=False).last_hidden_state
+    loss = LigerFusedLinearGRPOLoss(beta=0.0, loss_type="grpo")
+    return loss(hidden, causal.lm_head.weight, ids[:, 1:], torch.ones_like(ids[:, 1:]), advantages)[0]
+
+
+def after_steps(run: nn.Module, call: Callable[..., Tensor], rank: int = 0, ranks: int = 1) -> dict[str, Tensor]:
+    """Whole weights after three steps."""
+    ids = batch()["input_ids"]
+    mine = [t.chunk(ranks)[rank] for t in (ids, torch.linspace(-1, 2, ROWS, device=ids.device))]
+    optimizer = torch.optim.SGD([p for p in run.parameters() if p.requires_grad], lr=0.1)
+    for _ in range(3):
+        call(*mine).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name.removeprefix("module."): whole(p.detach()) for name, p in run.named_parameters()}
+
+
+@check
+def losses_beside_the_forward() -> None:
+    """Through the wrapper, as trainers redirect them: every rank has the weights that one process has."""
+    for mode, build in (("ddp", patched), ("fsdp2", adapted_trunk)):
+        one = build()
+        before = {name: p.detach().clone() for name, p in one.named_parameters()}
+        truth = after_steps(one, functools.partial(policy_loss, one))
+        p = parallelize(build(), mode)
+        found = after_steps(p.model, functools.partial(call_instead, p.model, p.module, policy_loss, p.module), dist.get_rank(), RANKS)
+        assert found.keys() == truth.keys()
+        for name, w in found.items():
+            first = w.clone()
+            dist.broadcast(first, 0)
+            assert torch.equal(w, first), f"{mode}: {name} differs between ranks"
+            torch.testing.assert_close(w - before[name], truth[name] - before[name], rtol=1e-3, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+        assert any(not torch.equal(w, before[name]) for name, w in found.items())
+
+
+@check
+def a_sharded_head_outside_its_forward_is_named() -> None:
+    model = parallelize(patched(), "fsdp2").module
+    x, target = torch.randn(2, 3, model.config.hidden_size, device=model.device), torch.zeros(2, 3, dtype=torch.int64, device=model.device)
+    try:
+        LigerFusedLinearGRPOLoss(beta=0.0)(x, model.lm_head.weight, target, torch.ones_like(target), torch.ones(2, device=model.device))
+    except ValueError as error:
+        assert "w must be whole, as x is, got a DTensor: gather a sharded head before its loss" in str(error)
+    else:
+        raise AssertionError("a loss of whole hidden states and a DTensor")
 
 
 # -- gradient norms ------------------------------------------------------------------------

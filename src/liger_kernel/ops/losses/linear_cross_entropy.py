@@ -20,6 +20,7 @@ from torch import Tensor
 from liger_kernel.ops._core.impl import only_ours
 from liger_kernel.ops._core.operator import Case, Cost, T, acc, launcher, nbytes, on_gpu, once_differentiable, op, rows_of, tracing
 from liger_kernel.ops._core.reduce import divided, scaled
+from liger_kernel.ops._core.shards import is_sharded
 from liger_kernel.ops.losses.chunks import Kept, add_mm, auto_chunk_rows, chunk_gradients, values
 from liger_kernel.ops.losses.cross_entropy import items, positive, published, targets
 from liger_kernel.ops.losses.cross_entropy_rows import LOSS_SCHEMA, Loss, Rows, check, normaliser, row_kernel
@@ -299,6 +300,8 @@ def check_head(name: str, x: Tensor, w: Tensor, bias: Tensor | None, chunk_rows:
         raise ValueError(f"{name}: x and w must be floating point, got {x.dtype} and {w.dtype}")
     if x.ndim != 2:
         raise ValueError(f"{name}: x must have shape (M, H), got {tuple(x.shape)}")
+    if is_sharded(w) and not is_sharded(x):
+        raise ValueError(f"{name}: w must be whole, as x is, got a DTensor: gather a sharded head before its loss")
     if w.ndim != 2 or w.shape[1] != x.shape[1] or not w.shape[0]:
         hint = "" if w.numel() else ": gather a sharded head before its loss"
         raise ValueError(f"{name}: w must have shape (V, {x.shape[1]}), got {tuple(w.shape)}{hint}")

@@ -230,6 +230,16 @@ def test_ignored_tokens_take_part_in_no_product(chunk_rows, reduction, monkeypat
         torch.testing.assert_close(a, b)
 
 
+def test_a_masked_prompt_takes_no_memory(watch):
+    """Logits are those of the tokens that count, however long the row is."""
+    x, w, target = inputs(M=200)
+    target[:-4] = -100
+    loss = linear_cross_entropy(x, w, target, compact=True)
+    loss.backward()
+    assert 0 < watch.largest <= x.numel()
+    torch.testing.assert_close(loss, reference(x[-4:], w, target[-4:]))
+
+
 def test_labels_counted_early_need_no_second_count():
     x, w, target = inputs(M=40)
     kept = Kept(target)

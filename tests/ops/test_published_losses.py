@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from liger_kernel import ops
 from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
 from liger_kernel.nn import LigerFusedCETVDLoss, LigerFusedLinearJSD, LigerFusedLinearKLDivLoss
+from liger_kernel.ops.losses.grpo_loss import fused_selective_log_softmax
 from liger_kernel.testing import assert_as_accurate, like, run
 from liger_kernel.transformers import functional
 
@@ -252,6 +253,20 @@ def test_log_probabilities_are_not_positive_nor_entropies_negative(V):
         assert (logp <= 0).all() and (entropy >= 0).all() and entropy.isfinite().all()
         assert torch.autograd.grad((logp + entropy).sum(), x)[0].isfinite().all()
         assert (ops.cross_entropy(x.detach() @ w.t(), y, reduction="none") >= 0).all()
+
+
+@pytest.mark.parametrize("scale", [1.0, 80.0])
+def test_log_probabilities_of_chunks_and_of_given_logits_are_not_positive(scale):
+    V = 65
+    x, w = randn(12, 16, dtype=torch.bfloat16, scale=scale), randn(V, 16, dtype=torch.bfloat16, seed=1)
+    logits = x @ w.t()
+    y = logits.float().argmax(-1)
+    logp, entropy = ops.linear_logprobs(x, w, y, return_entropy=True, chunk_rows=5, compact=True)
+    nll, scaled_entropy = ops.LigerFusedLinearScaledCrossEntropyFunction.apply(x, w, y, 0.7, return_entropy=True)
+    losses = ops.linear_cross_entropy(x, w, y, reduction="none", chunk_rows=5)
+    given = fused_selective_log_softmax(logits.view(2, 6, V), y.view(2, 6)[:, :-1])
+    for t in (-logp, entropy, nll, scaled_entropy, losses, -given):
+        assert t.isfinite().all() and (t >= 0).all()
 
 
 @pytest.mark.parametrize("top", [22.0, 60.0, 87.0, 300.0])

@@ -117,31 +117,8 @@ class LigerRMSNormForMuseGlimmerTextCentered(LigerRMSNormForGemma): ...
 class LigerRMSNormForOlmo2(LigerRMSNorm):
     """As published, casting "llama"; transformers' Olmo2 rounds like "gemma", and its patched models do too."""
 
-    def __init__(
-        self,
-        hidden_size: int,
-        eps: float = 1e-6,
-        offset: float = 0.0,
-        casting_mode: str = "llama",
-        init_fn: str = "ones",
-        in_place: bool = False,
-        row_mode: bool | None = None,
-    ):
-        super().__init__(hidden_size, eps, offset, casting_mode, init_fn)
 
-
-class LigerRMSNormForGlm4(LigerRMSNorm):
-    def __init__(
-        self,
-        hidden_size: int,
-        eps: float = 1e-6,
-        offset: float = 0.0,
-        casting_mode: str = "llama",
-        init_fn: str = "ones",
-        in_place: bool = False,
-        row_mode: bool | None = None,
-    ):
-        super().__init__(hidden_size, eps, offset, casting_mode, init_fn)
+class LigerRMSNormForGlm4(LigerRMSNorm): ...
 
 
 class LigerFusedAddRMSNorm(LigerRMSNorm):

@@ -42,7 +42,7 @@ def table(rows: list[dict]) -> str:
     return "\n".join([*lines, *("| " + " | ".join(str(worst[k][c]) for c in columns) + " |" for k in sorted(worst))])
 
 
-EVERY_TIME = ("sm80", "sm90", "sm100", "gfx942")
+EVERY_TIME = ("sm90", "gfx942")  # the others, whose compiler is one of these two, with -m slow
 VARIANTS = [pytest.param(t, v, marks=[pytest.mark.slow] * (v == "all" or t not in EVERY_TIME)) for v in ("kernels", "all") for t in SHARED]
 
 

@@ -361,7 +361,7 @@ def test_second_derivatives_by_inputs_that_others_computed():
 
 
 @first
-@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("reentrant", [pytest.param(True, marks=[pytest.mark.slow] * (not GPU)), False])
 def test_checkpoints(op, case, reentrant):
     """Activation checkpointing computes the same again: the same gradients, and losses to the last bit or two.
 

@@ -44,7 +44,7 @@ def twice(angles: Tensor) -> tuple[Tensor, Tensor]:
 @in_dtypes
 @pytest.mark.parametrize("tables", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
 @pytest.mark.parametrize(("model", "layout", "casting"), [("llama", "halves", "none"), ("glm", "pairs", "none"), ("olmo2", "halves", "back")])
-@pytest.mark.parametrize("unsqueeze_dim", [1, 2])
+@pytest.mark.parametrize("unsqueeze_dim", [1, pytest.param(2, marks=[pytest.mark.slow] * (not torch.cuda.is_available()))])
 def test_without_upcast_it_is_bit_for_bit_what_models_compute(model, layout, casting, unsqueeze_dim, dtype, tables):
     """Products are rounded to bf16, on a GPU as well: a policy with our kernels and a reference without them agree. Tables in fp32: under autocast."""
     module = pytest.importorskip(f"transformers.models.{model}.modeling_{model}")

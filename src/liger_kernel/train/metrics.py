@@ -152,6 +152,7 @@ class Endpoint:
             more = connection.recv(4096)
             key.data.extend(more)
             if b"\r\n\r\n" in key.data:
+                connection.settimeout(self.patience)  # what the system's buffer has no room for is sent, too
                 connection.sendall(self._answer(bytes(key.data)))
             elif more and len(key.data) < 1 << 16:
                 return  # the rest is to come

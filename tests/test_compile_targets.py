@@ -27,7 +27,8 @@ def launched_kernels() -> set[str]:
     """Names of the kernels that the sources launch. Those of ``ops.experimental``, which have no cases, are compiled by tests of their own."""
     of_ops = lambda name: name.startswith("liger_kernel.ops.") and ".experimental" not in name
     modules = {sys.modules[op.fn.__module__] for op in OPS.values()} | {m for n, m in sys.modules.items() if of_ops(n)}
-    named = lambda m: filter(None, itertools.chain(*re.findall(r"\blaunch\(\s*(\w+)(?: if \w+ else (\w+))?,", inspect.getsource(m))))
+    calls = r"\blaunch\(\s*(\w+)(?: if \w+ else (\w+))?,", r"\blaunch_(?:fwd|bwd)\((\w+), (\w+),"  # the latter of ops.attention.rows: of short and long rows
+    named = lambda m: filter(None, itertools.chain(*(found for call in calls for found in re.findall(call, inspect.getsource(m)))))
     kernels = [kernel.fn for m in modules for k in named(m) if (kernel := vars(m).get(k))]
     return {f"{fn.__module__.removeprefix('liger_kernel.ops.')}.{fn.__name__}" for fn in kernels}
 

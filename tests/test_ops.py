@@ -457,6 +457,26 @@ def test_functions_without_kernels_say_so(monkeypatch):
             LigerRMSNormFunction.apply(torch.ones(2, 4), None, 1e-6)
 
 
+def test_a_reference_has_the_signature_of_its_operator(monkeypatch):
+    monkeypatch.setattr(_op, "OPS", {})
+
+    def scaled(x: Tensor, *, scale: float = 2.0, block: int = 8) -> Tensor:
+        return x * scale
+
+    declare = lambda reference: _op.op(reference=reference, cases=[], cost=None)(scaled)
+
+    def names_alone(x, *, scale, **how):
+        return x * scale
+
+    declare(names_alone)
+    assert names_alone(3.0) == names_alone(3.0, block=4) == scaled(3.0)
+    other_default = lambda x, *, scale=3.0, block=8: x * scale
+    other_default.__annotations__ = scaled.__annotations__
+    for wrong in (lambda x, *, factor, **how: x, lambda x, *, scale: x, lambda y, *, scale, block: y, other_default):
+        with pytest.raises(TypeError, match="differ in signature"):
+            declare(wrong)
+
+
 WITHOUT_TRITON = """
 import importlib.abc, sys
 

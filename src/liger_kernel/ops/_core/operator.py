@@ -120,12 +120,18 @@ def op(
 ) -> Callable[[F], F]:
     """Declare a public operator; ``reference`` has its signature and is its meaning, in any dtype, on any device.
 
+    A long signature is written once: a reference that only names its parameters gets the defaults and types of the public function, and its last one,
+    ``**how``, stands for the options that change how something is computed, not what.
     ``cost`` takes a case's arguments. What else benchmarks need, rivals among it, is in ``bench/cases``.
     """
 
     def declare(fn: F) -> F:
+        if not reference.__annotations__:
+            reference.__annotations__, reference.__defaults__, reference.__kwdefaults__ = fn.__annotations__, fn.__defaults__, fn.__kwdefaults__
         ours, theirs = inspect.signature(fn), inspect.signature(reference)
-        if list(ours.parameters.values()) != list(theirs.parameters.values()):
+        named = [p for p in theirs.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        how = [p for p in ours.parameters.values() if p.kind is p.KEYWORD_ONLY and p not in named] if len(named) < len(theirs.parameters) else []
+        if [p for p in ours.parameters.values() if p not in how] != named:
             raise TypeError(f"{fn.__name__}{ours} and its reference{theirs} differ in signature")
         OPS[fn.__name__] = Op(fn.__name__, fn, reference, cases, cost, inspect.getdoc(fn) or "")
         return fn

@@ -3,6 +3,9 @@
 Shapes: x, y (..., N) once the dim is last.  M = product of the other dims.  The gradient is ``dx = y * (dy - sum_j dy_j y_j)``, of y as returned.
 
 A row that fits is held in registers. A longer one takes two sweeps, the second going back from where the first ended, where the L2 cache has it.
+
+Within ``torch.compile`` rows that fit are left to Inductor, which fuses softmax with what is around it; longer ones are not: it would read these
+from DRAM again.
 """
 
 from __future__ import annotations
@@ -10,12 +13,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import config
-from liger_kernel.ops._core.operator import Case, Cost, T, launch, launcher, nbytes, once_differentiable, op, rows_of, shaped, tracing, use_kernels
-from liger_kernel.ops._core.tl import cdiv, div, exp_of, jit, tl
-
-MAX_N = 32768  # columns that one program holds in registers: 32 fp32 values a thread
-MAX_N_BWD = 16384  # the same for two tensors
+from liger_kernel.ops._core.operator import Case, Cost, T, launcher, nbytes, once_differentiable, op, rows_of, shaped, use_kernels
+from liger_kernel.ops._core.tl import div, exp_of, jit, tl
+from liger_kernel.ops.attention.rows import MAX_N, check, launch_bwd, launch_fwd
 
 
 def reference(x: Tensor, *, dim: int = -1) -> Tensor:
@@ -110,36 +110,18 @@ def _bwd_long(dy_ptr, y_ptr, dx_ptr, N, dy_stride, y_stride, BLOCK: tl.constexpr
 
 @launcher("(Tensor x, bool causal) -> Tensor")
 def softmax_fwd(x: Tensor, causal: bool) -> Tensor:
-    """``causal``: of the rows of square matrices, the columns up to the diagonal; zero beyond."""
-    M, N = x.shape
-    y = x.new_empty(M, N)
-    if tracing(x):
-        return y
-    if N <= MAX_N:
-        c = config.tile("softmax_fwd", N, x.itemsize, elements=4096, per_thread=32)
-        launch(_fwd, (cdiv(M, c.block_m),), x, y, M, N, x.stride(0), CAUSAL=causal, BLOCK_M=c.block_m, BLOCK_N=c.block_n, num_warps=c.num_warps)
-    else:
-        c = config.tile("softmax_fwd", N, x.itemsize, elements=1, max_block_n=8192, per_thread=8)
-        launch(_fwd_long, (M,), x, y, N, x.stride(0), CAUSAL=causal, BLOCK=c.block_n, num_warps=c.num_warps)
-    return y
+    return launch_fwd(_fwd, _fwd_long, x, causal, "softmax_fwd", elements=4096)
+
+
+def _sweep(N: int, itemsize: int) -> tuple[int, int]:
+    # H200, bf16, 2048 x 128256: 516 us; blocks of 8192, which rows that are not aligned need, 585
+    block = 32768 if N >= 65536 and not N % 16 and itemsize == 2 else 8192
+    return block, block // 1024
 
 
 @launcher("(Tensor dy, Tensor y) -> Tensor")
 def softmax_bwd(dy: Tensor, y: Tensor) -> Tensor:
-    M, N = y.shape
-    dx = y.new_empty(M, N)
-    if tracing(y):
-        return dx
-    strides = dy.stride(0), y.stride(0)
-    if N <= MAX_N_BWD:
-        c = config.tile("softmax_bwd", N, y.itemsize, elements=4096, per_thread=16)
-        launch(_bwd, (cdiv(M, c.block_m),), dy, y, dx, M, N, *strides, BLOCK_M=c.block_m, BLOCK_N=c.block_n, num_warps=c.num_warps)
-    else:
-        # H200, bf16, 2048 x 128256: 516 us; blocks of 8192, which rows that are not aligned need, 585
-        block = 32768 if N >= 65536 and not N % 16 and y.itemsize == 2 else 8192
-        c = config.tile("softmax_bwd", N, y.itemsize, elements=1, max_block_n=block, per_thread=block // 1024)
-        launch(_bwd_long, (M,), dy, y, dx, N, *strides, BLOCK=c.block_n, num_warps=c.num_warps)
-    return dx
+    return launch_bwd(_bwd, _bwd_long, dy, y, "softmax_bwd", _sweep)
 
 
 class LigerSoftmaxFunction(torch.autograd.Function):
@@ -178,11 +160,7 @@ def softmax(x: Tensor, *, dim: int = -1) -> Tensor:
 
     x in fp32, fp16, bf16 or fp64, any shape and strides, rows of any length. Returns a new tensor of x's shape and dtype.
     """
-    if not x.is_floating_point():
-        raise ValueError(f"softmax: x must be floating point, got {x.dtype}")
-    if not -max(x.ndim, 1) <= dim < max(x.ndim, 1):
-        raise ValueError(f"softmax: dim must be in [{-max(x.ndim, 1)}, {max(x.ndim, 1) - 1}], got {dim}")
-    # Inductor reads rows that are too long for registers from DRAM again
+    check("softmax", x, dim)
     if not x.ndim or not use_kernels(x, fusible=x.shape[dim] <= MAX_N):
         return reference(x, dim=dim)
     return LigerSoftmaxFunction.apply(x.movedim(dim, -1)).movedim(-1, dim)

@@ -9,6 +9,8 @@ tau needs no sort: from the left, Newton's steps on the convex ``sum_i max(x_i -
 and never pass the root; the set of x_i > tau only shrinks, and once it stays tau is exact. They start at max(x) - 1, and all is counted from max(x),
 which leaves errors that are small beside the largest y. Quotients are exact to the last bit: an x that is tau must not be counted in. The gradient
 is ``dx = dy - mean(dy over y > 0)`` where y > 0, else 0.
+
+A row that fits is held in registers. A longer one is swept once for the largest x, once for each step and once to write y.
 """
 
 from __future__ import annotations
@@ -17,15 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops._core import config
-from liger_kernel.ops._core.operator import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, rows_of, shaped, tracing, use_kernels
-from liger_kernel.ops._core.tl import cdiv, div, jit, tl
-
-MAX_N = 32768  # columns that one program holds in registers: 32 fp32 values a thread
-MAX_N_BWD = 16384  # the same for two tensors
+from liger_kernel.ops._core.operator import Case, Cost, T, acc, launcher, nbytes, once_differentiable, op, rows_of, shaped, use_kernels
+from liger_kernel.ops._core.tl import div, jit, tl
+from liger_kernel.ops.attention.rows import check, launch_bwd, launch_fwd
 
 
 def reference(x: Tensor, *, dim: int = -1) -> Tensor:
+    """By sorting: the support is the k largest x, for the largest k with ``k x_k > sum of these - 1``."""
     if not x.numel():
         return x.clone()
     z = x.to(acc(x.dtype)).movedim(dim, -1) if x.ndim else x.to(acc(x.dtype))[None]
@@ -133,34 +133,12 @@ def _bwd_long(dy_ptr, y_ptr, dx_ptr, N, dy_stride, y_stride, BLOCK: tl.constexpr
 
 @launcher("(Tensor x, bool causal) -> Tensor")
 def sparsemax_fwd(x: Tensor, causal: bool) -> Tensor:
-    """``causal``: of the rows of square matrices, the columns up to the diagonal; zero beyond."""
-    M, N = x.shape
-    y = x.new_empty(M, N)
-    if tracing(x):
-        return y
-    if N <= MAX_N:
-        c = config.tile("sparsemax_fwd", N, x.itemsize, elements=2048, per_thread=32)
-        launch(_fwd, (cdiv(M, c.block_m),), x, y, M, N, x.stride(0), CAUSAL=causal, BLOCK_M=c.block_m, BLOCK_N=c.block_n, num_warps=c.num_warps)
-    else:
-        c = config.tile("sparsemax_fwd", N, x.itemsize, elements=1, max_block_n=8192, per_thread=8)
-        launch(_fwd_long, (M,), x, y, N, x.stride(0), CAUSAL=causal, BLOCK=c.block_n, num_warps=c.num_warps)
-    return y
+    return launch_fwd(_fwd, _fwd_long, x, causal, "sparsemax_fwd", elements=2048)
 
 
 @launcher("(Tensor dy, Tensor y) -> Tensor")
 def sparsemax_bwd(dy: Tensor, y: Tensor) -> Tensor:
-    M, N = y.shape
-    dx = y.new_empty(M, N)
-    if tracing(y):
-        return dx
-    strides = dy.stride(0), y.stride(0)
-    if N <= MAX_N_BWD:
-        c = config.tile("sparsemax_bwd", N, y.itemsize, elements=4096, per_thread=16)
-        launch(_bwd, (cdiv(M, c.block_m),), dy, y, dx, M, N, *strides, BLOCK_M=c.block_m, BLOCK_N=c.block_n, num_warps=c.num_warps)
-    else:
-        c = config.tile("sparsemax_bwd", N, y.itemsize, elements=1, max_block_n=4096, per_thread=8)  # 8192 spill
-        launch(_bwd_long, (M,), dy, y, dx, N, *strides, BLOCK=c.block_n, num_warps=c.num_warps)
-    return dx
+    return launch_bwd(_bwd, _bwd_long, dy, y, "sparsemax_bwd", lambda *_: (4096, 8))  # blocks of 8192 spill
 
 
 class LigerSparsemaxFunction(torch.autograd.Function):
@@ -202,10 +180,7 @@ def sparsemax(x: Tensor, *, dim: int = -1) -> Tensor:
 
     x in fp32, fp16, bf16 or fp64, any shape and strides, rows of any length; -inf gets 0, a row of -inf alone NaN. Returns a new tensor like x.
     """
-    if not x.is_floating_point():
-        raise ValueError(f"sparsemax: x must be floating point, got {x.dtype}")
-    if not -max(x.ndim, 1) <= dim < max(x.ndim, 1):
-        raise ValueError(f"sparsemax: dim must be in [{-max(x.ndim, 1)}, {max(x.ndim, 1) - 1}], got {dim}")
+    check("sparsemax", x, dim)
     if not x.ndim or not use_kernels(x):
         return reference(x, dim=dim)
     return LigerSparsemaxFunction.apply(x.movedim(dim, -1), -1).movedim(-1, dim)

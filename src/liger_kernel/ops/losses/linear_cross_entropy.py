@@ -28,27 +28,8 @@ from liger_kernel.ops.losses.cross_entropy_rows import reference as cross_entrop
 
 
 def reference(
-    x: Tensor,
-    w: Tensor,
-    target: Tensor,
-    bias: Tensor | None = None,
-    class_weight: Tensor | None = None,
-    *,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    logit_scale: float = 1.0,
-    softcap: float | None = None,
-    token_scaling: bool = False,
-    stats: bool = False,
-    num_items: Tensor | float | None = None,
-    compact: bool | Kept = False,
-    accum_dtype: torch.dtype | None = None,
-    chunk_rows: int | None = None,
-    fp32_logits: bool = False,
-    dw_into: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    x, w, target, bias, class_weight, *, ignore_index, reduction, label_smoothing, z_loss, logit_scale, softcap, token_scaling, stats, num_items, **how
+):
     numbers = (ignore_index, reduction, label_smoothing, z_loss, logit_scale, softcap, token_scaling, stats)
     return cross_entropy_reference(F.linear(x, w, bias), target, class_weight, num_items=num_items, **dict(zip(Loss.__dataclass_fields__, numbers)))
 

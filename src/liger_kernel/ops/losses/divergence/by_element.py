@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops._core import config
-from liger_kernel.ops._core.operator import acc, launch, launcher, nbytes, rows_of, shaped, tracing, use_kernels
+from liger_kernel.ops._core.operator import acc, launch, launcher, nbytes, once_differentiable, rows_of, shaped, tracing, use_kernels
 from liger_kernel.ops._core.reduce import divided, scaled
 from liger_kernel.ops._core.tl import cdiv, jit, log, tl
 
@@ -241,20 +241,27 @@ def forward(ctx, x: Tensor, y: Tensor, labels: Tensor | None, norm: Tensor | Non
     return shaped(loss, x.shape if out == "elements" else x.shape[:-1])
 
 
-def backward(ctx, g: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """dx and dy."""
-    if ctx.reduced:
-        dx, dy, norm = ctx.saved_tensors
-        grads = scaled(tuple(d if need else None for d, need in zip((dx, dy), ctx.need)), divided(g, norm))
-    else:
-        x, y, labels = ctx.saved_tensors
-        g = g.reshape(x.shape) if g.shape == ctx.shape else g.reshape(-1, 1).expand(x.shape)
-        grads = divergence_bwd(g, x, y, labels, *ctx.numbers, *ctx.need)
-    dx, dy = (d.view(ctx.shape) if need else None for d, need in zip(grads, ctx.need))
-    return dx, dy
+class ByElement(torch.autograd.Function):
+    """A Function whose ``forward`` is the one above, of x, y and other arguments, which get no gradient."""
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g):
+        if ctx.reduced:
+            dx, dy, norm = ctx.saved_tensors
+            grads = scaled(tuple(d if need else None for d, need in zip((dx, dy), ctx.need)), divided(g, norm))
+        else:
+            x, y, labels = ctx.saved_tensors
+            g = g.reshape(x.shape) if g.shape == ctx.shape else g.reshape(-1, 1).expand(x.shape)
+            grads = divergence_bwd(g, x, y, labels, *ctx.numbers, *ctx.need)
+        dx, dy = (d.view(ctx.shape) if need else None for d, need in zip(grads, ctx.need))
+        return dx, dy, *(None,) * (len(ctx.needs_input_grad) - 2)
 
 
-def check(name: str, pair: dict[str, Tensor], shift_labels: Tensor | None, reduction: str, reductions: tuple[str, ...]) -> None:
+REDUCTIONS = ("none", "sum", "mean", "batchmean")
+
+
+def check(name: str, pair: dict[str, Tensor], shift_labels: Tensor | None, reduction: str, reductions: tuple[str, ...] = REDUCTIONS) -> None:
     """Refuse what no divergence of a ``pair`` of tensors can mean."""
     (a, x), (b, y) = pair.items()
     if not (x.is_floating_point() and y.is_floating_point()):

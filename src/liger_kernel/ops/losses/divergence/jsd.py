@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops._core.impl import only_ours
-from liger_kernel.ops._core.operator import Case, Cost, T, once_differentiable, op, with_gradients
+from liger_kernel.ops._core.operator import Case, Cost, T, op, with_gradients
 from liger_kernel.ops.losses.cross_entropy import targets
 from liger_kernel.ops.losses.divergence import by_element
 from liger_kernel.ops.losses.divergence.by_element import counted, elements, jsd_kind, log_probs
@@ -32,7 +32,7 @@ def reference(
     return loss.sum() if reduction == "sum" else loss.sum(-1)
 
 
-class LigerJSDFunction(torch.autograd.Function):
+class LigerJSDFunction(by_element.ByElement):
     """``apply(_input, target, shift_labels=None, beta=0.5, ignore_index=-100, jsd_impl=None, jsd_mode=None, reduction="batchmean")``, log_q and log_p."""
 
     @staticmethod
@@ -41,11 +41,6 @@ class LigerJSDFunction(torch.autograd.Function):
         norm = counted(_input, shift_labels, ignore_index) if reduction == "batchmean" else None
         out = "rows" if reduction == "none" else "sum"
         return by_element.forward(ctx, _input, target, shift_labels, norm, out, jsd_kind(beta), beta, 0.0, ignore_index)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, g):
-        return *by_element.backward(ctx, g), *(None,) * 6
 
 
 @op(

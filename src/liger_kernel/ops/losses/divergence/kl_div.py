@@ -13,11 +13,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core.operator import Case, Cost, T, once_differentiable, op
+from liger_kernel.ops._core.operator import Case, Cost, T, op
 from liger_kernel.ops.losses.divergence import by_element
 from liger_kernel.ops.losses.divergence.by_element import elements, log_probs, probs
-
-REDUCTIONS = ("none", "sum", "mean", "batchmean")
 
 
 def reference(input: Tensor, target: Tensor, *, reduction: str = "mean", log_target: bool = False, eps: float = 1e-10) -> Tensor:
@@ -27,7 +25,7 @@ def reference(input: Tensor, target: Tensor, *, reduction: str = "mean", log_tar
     return loss.mean() if reduction == "mean" else loss.sum() / (input.shape[0] if reduction == "batchmean" else 1)
 
 
-class LigerKLDivLossFunction(torch.autograd.Function):
+class LigerKLDivLossFunction(by_element.ByElement):
     """``apply(y_pred, y_true, reduction="batchmean", log_target=False, eps=1e-10)``."""
 
     @staticmethod
@@ -36,11 +34,6 @@ class LigerKLDivLossFunction(torch.autograd.Function):
         norm = None if count is None else y_pred.new_full((), count, dtype=torch.float32)
         out, kind = "elements" if reduction == "none" else "sum", "forward_kl" if log_target else "kl"
         return by_element.forward(ctx, y_pred, y_true, None, norm, out, kind, 0.5, eps, -100)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, g):
-        return *by_element.backward(ctx, g), None, None, None
 
 
 @op(
@@ -72,7 +65,7 @@ def kl_div(input: Tensor, target: Tensor, *, reduction: str = "mean", log_target
     Returns 0-dim fp32: the sum, or that over the number of elements ("mean") or over the first dim ("batchmean"); "none": a tensor of input's shape.
     Both arguments get gradients.
     """
-    by_element.check("kl_div", {"input": input, "target": target}, None, reduction, REDUCTIONS)
+    by_element.check("kl_div", {"input": input, "target": target}, None, reduction)
     if eps < 0:
         raise ValueError(f"kl_div: eps must not be negative, got {eps}")
     if not by_element.served(input, target):

@@ -34,34 +34,9 @@ from liger_kernel.ops.losses.linear_cross_entropy import Options, check_head, ke
 
 
 def reference(
-    x: Tensor,
-    w: Tensor,
-    teacher_x: Tensor | None = None,
-    teacher_w: Tensor | None = None,
-    target: Tensor | None = None,
-    bias: Tensor | None = None,
-    teacher_bias: Tensor | None = None,
-    *,
-    teacher_logits: Tensor | None = None,
-    teacher_probs: Tensor | None = None,
-    topk_log_probs: Tensor | None = None,
-    topk_indices: Tensor | None = None,
-    kind: str = "jsd",
-    beta: float = 0.5,
-    temperature: float = 1.0,
-    weight_hard: float = 0.0,
-    weight_soft: float = 1.0,
-    tail: bool = True,
-    eps: float = 1e-10,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    parts: bool = False,
-    num_items: Tensor | float | None = None,
-    compact: bool | Kept = False,
-    accum_dtype: torch.dtype | None = None,
-    chunk_rows: int | None = None,
-    fp32_logits: bool = False,
-) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    x, w, teacher_x, teacher_w, target, bias, teacher_bias, *, teacher_logits, teacher_probs, topk_log_probs, topk_indices,
+    kind, beta, temperature, weight_hard, weight_soft, tail, eps, ignore_index, reduction, parts, num_items, **how,
+):  # fmt: skip  # the teacher, the loss
     z = F.linear(x, w, bias)
     valid = x.new_ones(x.shape[0], dtype=torch.bool) if target is None else target != ignore_index
     if topk_log_probs is not None:

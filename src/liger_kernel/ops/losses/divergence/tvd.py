@@ -9,12 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core.operator import Case, Cost, T, once_differentiable, op
+from liger_kernel.ops._core.operator import Case, Cost, T, op
 from liger_kernel.ops.losses.cross_entropy import targets
 from liger_kernel.ops.losses.divergence import by_element
 from liger_kernel.ops.losses.divergence.by_element import counted, elements, probs
-
-REDUCTIONS = ("none", "sum", "mean", "batchmean")
 
 
 def _count(p: Tensor, shift_labels: Tensor | None, ignore_index: int, reduction: str) -> Tensor | None:
@@ -30,18 +28,13 @@ def reference(p: Tensor, q: Tensor, shift_labels: Tensor | None = None, *, reduc
     return loss.sum() if reduction == "sum" else loss.sum() / _count(p, shift_labels, ignore_index, reduction)
 
 
-class LigerTVDLossFunction(torch.autograd.Function):
+class LigerTVDLossFunction(by_element.ByElement):
     """``apply(p, q, shift_labels=None, reduction="batchmean", ignore_index=-100)``."""
 
     @staticmethod
     def forward(ctx, p, q, shift_labels=None, reduction="batchmean", ignore_index=-100):
         norm = _count(p, shift_labels, ignore_index, reduction)
         return by_element.forward(ctx, p, q, shift_labels, norm, "elements" if reduction == "none" else "sum", "tvd", 0.5, 0.0, ignore_index)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, g):
-        return *by_element.backward(ctx, g), None, None, None
 
 
 @op(
@@ -69,7 +62,7 @@ def tvd(p: Tensor, q: Tensor, shift_labels: Tensor | None = None, *, reduction: 
     Returns 0-dim fp32: the sum, or that over the number of rows whose label is not ``ignore_index`` ("batchmean"), or over that of their elements
     ("mean"); "none": a tensor of p's shape. Both arguments get gradients.
     """
-    by_element.check("tvd", {"p": p, "q": q}, shift_labels, reduction, REDUCTIONS)
+    by_element.check("tvd", {"p": p, "q": q}, shift_labels, reduction)
     if not by_element.served(p, q):
         return reference(p, q, shift_labels, reduction=reduction, ignore_index=ignore_index)
     return LigerTVDLossFunction.apply(*by_element.without_graph(p, q), shift_labels, reduction, ignore_index)

@@ -55,26 +55,8 @@ class _SumGradients(torch.autograd.Function):
 
 
 def reference(
-    x: Tensor,
-    w: Tensor,
-    target: Tensor,
-    group: ProcessGroup | None = None,
-    bias: Tensor | None = None,
-    *,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    formula: str = "pytorch",
-    mode: str = "global",
-    z_loss: float = 0.0,
-    logit_scale: float = 1.0,
-    softcap: float | None = None,
-    sizes: Sequence[int] | None = None,
-    sum_dx: bool = True,
-    entropy: bool = False,
-    accum_dtype: torch.dtype | None = None,
-    chunk_rows: int | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+    x, w, target, group, bias, *, ignore_index, reduction, label_smoothing, formula, mode, z_loss, logit_scale, softcap, sizes, sum_dx, entropy, **how
+):
     if sum_dx and group is not None and group.size() > 1:
         x = _SumGradients.apply(x, group)
     part = part_of("reference", w.shape[0], group, sizes, ignore_index, label_smoothing, formula, mode, z_loss, logit_scale, softcap, entropy)

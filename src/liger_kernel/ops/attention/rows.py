@@ -1,0 +1,55 @@
+"""How softmax and sparsemax go over rows x (M, N): one that fits is held in registers, several a program; a longer one is swept by a program of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from liger_kernel.ops._core import config
+from liger_kernel.ops._core.operator import launch, tracing
+from liger_kernel.ops._core.tl import cdiv
+
+MAX_N = 32768  # columns that one program holds in registers: 32 fp32 values a thread
+MAX_N_BWD = 16384  # the same for two tensors
+
+
+def launch_fwd(short: Any, long: Any, x: Tensor, causal: bool, name: str, *, elements: int) -> Tensor:
+    """y of x. ``causal``: of the rows of square matrices, the columns up to the diagonal; zero beyond."""
+    M, N = x.shape
+    y = x.new_empty(M, N)
+    if tracing(x):
+        return y
+    if N <= MAX_N:
+        c = config.tile(name, N, x.itemsize, elements=elements, per_thread=32)
+        launch(short, (cdiv(M, c.block_m),), x, y, M, N, x.stride(0), CAUSAL=causal, BLOCK_M=c.block_m, BLOCK_N=c.block_n, num_warps=c.num_warps)
+    else:
+        c = config.tile(name, N, x.itemsize, elements=1, max_block_n=8192, per_thread=8)
+        launch(long, (M,), x, y, N, x.stride(0), CAUSAL=causal, BLOCK=c.block_n, num_warps=c.num_warps)
+    return y
+
+
+def launch_bwd(short: Any, long: Any, dy: Tensor, y: Tensor, name: str, sweep: Callable[[int, int], tuple[int, int]]) -> Tensor:
+    """dx. ``sweep`` of N and the bytes of a number: the largest block of a long row, and its values a thread."""
+    M, N = y.shape
+    dx = y.new_empty(M, N)
+    if tracing(y):
+        return dx
+    strides = dy.stride(0), y.stride(0)
+    if N <= MAX_N_BWD:
+        c = config.tile(name, N, y.itemsize, elements=4096, per_thread=16)
+        launch(short, (cdiv(M, c.block_m),), dy, y, dx, M, N, *strides, BLOCK_M=c.block_m, BLOCK_N=c.block_n, num_warps=c.num_warps)
+    else:
+        max_block_n, per_thread = sweep(N, y.itemsize)
+        c = config.tile(name, N, y.itemsize, elements=1, max_block_n=max_block_n, per_thread=per_thread)
+        launch(long, (M,), dy, y, dx, N, *strides, BLOCK=c.block_n, num_warps=c.num_warps)
+    return dx
+
+
+def check(name: str, x: Tensor, dim: int) -> None:
+    """Refuse what has no rows of numbers along ``dim``."""
+    if not x.is_floating_point():
+        raise ValueError(f"{name}: x must be floating point, got {x.dtype}")
+    if not -max(x.ndim, 1) <= dim < max(x.ndim, 1):
+        raise ValueError(f"{name}: dim must be in [{-max(x.ndim, 1)}, {max(x.ndim, 1) - 1}], got {dim}")

@@ -12,7 +12,7 @@ with a message that names the mistake, or was silently wrong, each of which is n
     corruptions   every file of the newest checkpoint, and `latest`: missing, empty, cut short, longer, zeroed, a bit flipped
     store         an object store whose operations fail, whose latest is hostile, whose newest checkpoint is damaged, each with the run's folder gone
     launchers     SIGKILL to the launcher of two ranks, then the same command again
-    jobs          hostile values in every field of a job, in every form of manifest (tests/test_deploy.py): refused, or there as the text that they are
+    jobs          hostile values in every field of a job, in every form of manifest (tests/deploy/test_deploy.py): refused, or there as the text that they are
 """
 
 from __future__ import annotations
@@ -239,7 +239,7 @@ class Campaign:
             yield name, ("identical" if of(name) == of("launcher-calm") else "silently wrong") if code == 0 else f"broken ({code})"
 
     def jobs(self) -> Iterator[tuple[str, str]]:
-        argv = [sys.executable, "-m", "pytest", "-q", str(ROOT / "tests" / "test_deploy.py"), "-k", "has_its_form_or_is_refused"]
+        argv = [sys.executable, "-m", "pytest", "-q", str(ROOT / "tests" / "deploy" / "test_deploy.py"), "-k", "has_its_form_or_is_refused"]
         done = subprocess.run(argv, env=os.environ | {"PYTHONPATH": str(ROOT / "src")}, cwd=ROOT, check=False, capture_output=True, text=True)
         counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|error)", done.stdout)}
         for word, number in (counts or {"error": 1}).items():

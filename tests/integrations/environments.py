@@ -89,7 +89,7 @@ def main() -> int:
         parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(ENVIRONMENTS)}")
     failed = []
     for name in args.names or ENVIRONMENTS:
-        tests = [str(next(path for folder in (HERE, HERE.parent) if (path := folder / f"test_{test}.py").exists())) for test in ENVIRONMENTS[name][0]]
+        tests = [str(next(HERE.parent.rglob(f"test_{test}.py"))) for test in ENVIRONMENTS[name][0]]
         print(f"== {name}", flush=True)
         if subprocess.run([made(name), "-m", "pytest", "-q", "--show-capture=no", *tests, *more], cwd=ROOT, check=False).returncode:
             failed.append(name)

@@ -104,7 +104,7 @@ def _without_texts(tests, folder):
 
 RUN = """
 import sys, time
-sys.path.insert(0, {tests!r})
+sys.path[:0] = {path!r}
 import test_runtime as t
 from liger_kernel.train import checkpoint, loop
 from liger_kernel.train.config import TrainConfig
@@ -161,7 +161,7 @@ def scraped(user_env, tmp_path):
             config.save_to(tmp_path / f"{name}.json")
             env = user_env | {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RESTART_COUNT": str(int(name == "restarted"))}
             log = (tmp_path / f"{name}.log").open("w")
-            argv = [sys.executable, "-c", RUN.format(tests=str(TESTS)), tmp_path / f"{name}.json", name]
+            argv = [sys.executable, "-c", RUN.format(path=[str(TESTS), str(TESTS / "train")]), tmp_path / f"{name}.json", name]
             started.append(subprocess.Popen([*map(str, argv)], env=env, stdout=log, stderr=subprocess.STDOUT))
             targets.append({"targets": [f"127.0.0.1:{port}"], "labels": {"run": name, "namespace": "here"}})
             of_run = Job(name=name, image="i:1", nodes=1, gpus=1, volume="v", train=TrainConfig(**{**vars(config), "out": "run"}))

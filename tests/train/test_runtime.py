@@ -1,7 +1,7 @@
 """The runtime layer over several processes: ranks are killed, stopped, stuck and changed in number, and the run must end as if nothing had happened.
 
-Workers are forked from a server that has imported everything once. `pytest -m elastic tests/test_runtime.py` runs the rest of the matrix,
-`LIGER_TEST_DEVICE=cuda pytest -m elastic tests/test_runtime.py -k "launcher or machine or moment"` on two GPUs.
+Workers are forked from a server that has imported everything once. `pytest -m elastic tests/train/test_runtime.py` runs the rest of the matrix,
+`LIGER_TEST_DEVICE=cuda pytest -m elastic tests/train/test_runtime.py -k "launcher or machine or moment"` on two GPUs.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ def test_a_pod_finds_the_kernels_of_its_image(user_env, tmp_path):
     (tmp_path / "bin" / "liger").chmod(0o755)
     build = {"ARCHS": "sm90", "MODELS": str(tmp_path / "model"), "KERNELS": str(tmp_path / "built"), "PRECISIONS": "bfloat16"}
     env = user_env | {"PATH": f"{tmp_path / 'bin'}:{user_env['PATH']}"}
-    script = Path(__file__).parents[1] / "deploy" / "precompile.sh"
+    script = Path(__file__).parents[2] / "deploy" / "precompile.sh"
     done = subprocess.run(["sh", str(script)], env=env | build, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (tmp_path / "built").rename(tmp_path / "image")

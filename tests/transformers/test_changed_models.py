@@ -9,6 +9,7 @@ import subprocess
 import sys
 import types
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -179,7 +180,7 @@ for use in ("stock", "instance", "class"):
 
 def test_del_frees_a_model():
     """At once, as it frees a stock one, and not when the garbage collector comes; in a process of its own, where nobody else has compiled or kept anything."""
-    done = subprocess.run([sys.executable, "-c", f"TESTS = {os.path.dirname(__file__)!r}" + FREED], env=ENVIRONMENT, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", f"TESTS = {str(Path(__file__).parents[1])!r}" + FREED], env=ENVIRONMENT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 

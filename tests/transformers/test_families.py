@@ -356,7 +356,7 @@ def test_the_table_is_that_of_the_installed_transformers(every):
 
 @pytest.mark.skipif(transformers.__version__ != families.VERSION, reason="the table is of another version")
 def test_what_is_written_of_families_is_what_would_be_written():
-    assert (Path(__file__).parent.parent / "docs" / "models.md").read_text() == table.document()
+    assert (Path(__file__).parents[2] / "docs" / "models.md").read_text() == table.document()
     rows = {t: Family(**row) for t, row in sorted(families.FAMILIES.items())}
     assert Path(families.__file__).read_text() == table.source(rows, families.UNVERIFIED)
     assert table.STUB.read_text() == table.stub()

@@ -1,6 +1,6 @@
 """Random programs on logits: what a recipe shows, and the gradients that come of it, are those of the logits.
 
-``LIGER_TEST_PROGRAMS=20000 pytest tests/test_recipe_programs.py`` runs so many; some hundred are in every run.
+``LIGER_TEST_PROGRAMS=20000 pytest tests/transformers/test_recipe_programs.py`` runs so many; some hundred are in every run.
 """
 
 from __future__ import annotations

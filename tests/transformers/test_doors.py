@@ -745,9 +745,9 @@ def test_data_parallel_style_wrappers_find_the_columns():
     assert set(inspect.signature(model.forward).parameters) == stock | {"skip_logits"}
 
 
-@pytest.mark.parametrize("script", sorted(p.name for p in Path(__file__).parent.parent.joinpath("examples").glob("*.py")))
+@pytest.mark.parametrize("script", sorted(p.name for p in Path(__file__).parents[2].joinpath("examples").glob("*.py")))
 def test_examples_run(script, user_env):
-    path = Path(__file__).parent.parent / "examples" / script
+    path = Path(__file__).parents[2] / "examples" / script
     done = subprocess.run([sys.executable, str(path)], env=user_env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "loss" in done.stdout

@@ -27,7 +27,7 @@ from liger_kernel.deploy.render import render, write
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.metrics import EXPORTED
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 JOBS = ROOT / "deploy" / "jobs"
 TRAIN = {"model": "m", "checkpoint_every": 10, "parallel": "fsdp2", "store": "s3://b/run"}
 KINDS = {"pytorchjob": dict(min_nodes=1), "trainjob": {}, "jobset": {}}

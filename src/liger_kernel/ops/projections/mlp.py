@@ -11,6 +11,7 @@ gate x and up x are copied first.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from torch import Tensor
 from liger_kernel.ops._core.operator import Case, Cost, T, launcher, nbytes, once_differentiable, op, rows_of, shaped, use_kernels
 from liger_kernel.ops.activations.glu import ACTS, Form, glu_bwd_, glu_fwd
 from liger_kernel.ops.activations.glu import reference as glu_reference
+from liger_kernel.ops.projections.adapted import Projection, Projections
+from liger_kernel.ops.projections.linear import dtypes_of, flat, split, without_autocast
 
 
 def reference(
@@ -202,3 +205,78 @@ def mlp(
     if not use_kernels(x, fusible=True):
         return reference(x, gate, up, down, act=act, gate_multiplier=gate_multiplier, down_multiplier=down_multiplier)
     return LigerMLPFunction.apply(x, gate, up, down, gate_multiplier, down_multiplier, act, recompute)
+
+
+class AdaptedMLPFunction(torch.autograd.Function):
+    """``apply(x, projections of x, down, thin dtype, act, gate_multiplier, down_multiplier, recompute, *their tensors)``: as ``LigerMLPFunction``, of
+    any ``Projection``: gate and up, or one that is both side by side."""
+
+    @staticmethod
+    def forward(ctx, x, first, down, thin, act, gate_multiplier, down_multiplier, recompute, *tensors):
+        ctx.projections, ctx.thin, ctx.form = (first, (down,)), thin, (act, *_form(gate_multiplier, down_multiplier))
+        hooks, owner = _hooks()
+        ctx.unshared, ctx.packed, ctx.recompute = owner in _HARMLESS, None, recompute
+        with without_autocast(x.device.type):
+            gate_up, last = (Projections(p, x.dtype, thin) for p in ctx.projections)
+            gate_up.take(rows_of(x))
+            projected = gate_up.outputs(rows_of(x))
+            h = glu_fwd(*_halves(*_pair(projected)), *ctx.form)
+            last.take(h)
+            kept = gate_up.taken() if recompute else [*projected, *gate_up.kept()]
+            saved = x, *tensors, *kept, *last.taken()
+            ctx.places = 1 + len(tensors), 1 + len(tensors) + len(kept)
+            if hooks is not None and owner == _CHECKPOINT and down.magnitude is None:
+                # as in LigerMLPFunction: a recomputation ends here, before the product that is for nobody then
+                ctx.packed, ctx.unpack = [t if t is None else hooks[0](t) for t in saved], hooks[1]
+            (y,) = last.outputs(h)
+        if ctx.packed is None:
+            ctx.save_for_backward(*saved, *last.kept()[len(last.taken()) :])
+        return shaped(y, (*x.shape[:-1], y.shape[1]))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        graph_is_kept, saved = _graph_is_kept(), ctx.saved_tensors
+        if ctx.packed is not None:
+            saved = [t if t is None else ctx.unpack(t) for t in ctx.packed]
+            if not graph_is_kept:
+                ctx.packed = ctx.unpack = None
+        x, *tensors = saved[: ctx.places[0]]
+        kept, of_last = list(saved[ctx.places[0] : ctx.places[1]]), saved[ctx.places[1] :]
+        every = [*ctx.projections[0], *ctx.projections[1]]
+        need_x, needs = ctx.needs_input_grad[0], split(ctx.needs_input_grad[8:], every)
+        *first, down = (p.of(t) for p, t in zip(every, split(tensors, every)))
+        gate_up, last = Projections(first, x.dtype, ctx.thin), Projections((down,), x.dtype, ctx.thin)
+        last.restore(of_last)
+        rows = rows_of(x)
+        if ctx.recompute:
+            gate_up.restore(kept)
+            projected = gate_up.outputs(rows)
+        else:
+            projected = kept[: len(first)]
+            gate_up.restore(kept[len(first) :])
+            if graph_is_kept or not ctx.unshared or gate_up.zs:
+                projected = [t.clone() for t in projected]
+        last.thin_gradients([rows_of(dy)], needs[-1:])
+        h = last.input_gradient()
+        need_h = any(needs[-1])
+        glu_bwd_(h, *_halves(*_pair(projected)), ctx.form[0], need_h, *ctx.form[1:])  # now h, and the gradients of what was projected
+        of_down = last.weight_gradients(h, needs[-1:])
+        del h, last
+        gate_up.thin_gradients(projected, needs[:-1])
+        dx = gate_up.input_gradient().view(x.shape) if need_x else None
+        return dx, *[None] * 7, *gate_up.weight_gradients(rows, needs[:-1]), *of_down
+
+
+def _pair(projected: list[Tensor]) -> tuple[Tensor, Tensor | None]:
+    return projected[0], projected[1] if len(projected) > 1 else None
+
+
+def adapted_mlp(
+    x: Tensor, first: Sequence[Projection], down: Projection, *, act: str = "silu", gate_multiplier: float = 1.0, down_multiplier: float = 1.0,
+    recompute: bool = False,
+) -> Tensor:  # fmt: skip
+    """``mlp`` of projections of any storage, with adapters: gate and up, or one that is both side by side, and down."""
+    dtype, thin = dtypes_of(x, [*first, down])
+    tensors = flat([*first, down])
+    return AdaptedMLPFunction.apply(x.to(dtype), tuple(first), down, thin, act, gate_multiplier, down_multiplier, recompute, *tensors)

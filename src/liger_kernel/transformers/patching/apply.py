@@ -15,7 +15,7 @@ from torch import nn
 
 from liger_kernel.transformers.patching import once
 from liger_kernel.transformers.patching.bound import KEY, is_ours
-from liger_kernel.transformers.patching.flags import HEAD_FLAGS, every_flag, flags_of, parameters_of, parts_of
+from liger_kernel.transformers.patching.flags import HEAD_FLAGS, UNPUBLISHED, every_flag, flags_of, parameters_of, parts_of
 from liger_kernel.transformers.patching.reference import references_beside
 from liger_kernel.transformers.patching.select import class_patches, fused_head, instance_patches
 from liger_kernel.transformers.patching.single import _patch_layer_norm_module as _patch_layer_norm_module
@@ -46,7 +46,7 @@ def _apply(model_type: str, given: Mapping[str, bool | None], model: nn.Module |
     if model is None:
         return class_patches(model_type, parts, head).apply()
     found = instance_patches(model, model_type, parts, head)
-    if not found and (head or any(parts[slot] for slot in parts if slot != "rematerialise")) and not any(map(_is_patched, model.modules())):
+    if not found and (head or any(parts[slot] for slot in parts if slot not in UNPUBLISHED)) and not any(map(_is_patched, model.modules())):
         once.warn(model_type, type(model).__name__, "nothing of this model was swapped: its parts are of other classes than transformers'")
     return found.apply()
 
@@ -89,11 +89,11 @@ def _apply_function(model_type: str) -> Callable[..., None]:
     signature = inspect.Signature(parameters, return_annotation=None)
 
     def apply(*args: Any, **kwargs: Any) -> None:
-        level = {name: kwargs.pop(name) for name in ("rematerialise",) if name in kwargs}
+        level = {name: kwargs.pop(name) for name in UNPUBLISHED if name in kwargs}
         try:
             given = signature.bind(*args, **kwargs).arguments | level
         except TypeError as error:
-            raise TypeError(f"{apply.__name__}(): {error}; it takes {', '.join(signature.parameters)}, rematerialise") from None
+            raise TypeError(f"{apply.__name__}(): {error}; it takes {', '.join([*signature.parameters, *UNPUBLISHED])}") from None
         model = given.pop("model", None)
         _say_what_is_missing(model_type, given, model is not None)
         _apply(model_type, given, model)
@@ -102,7 +102,8 @@ def _apply_function(model_type: str) -> Callable[..., None]:
     vars(apply)["__signature__"] = signature
     apply.__doc__ = (
         f"Patch the classes of transformers' ``{model_type}`` models, or only ``model`` if one is given. ``liger models {model_type}`` says how.\n\n"
-        '``rematerialise`` (True or "cheap", the default; "mlp"; False or "off") says what is computed again in the backward: see ``liger_kernel.memory``.'
+        '``rematerialise`` (True or "cheap", the default; "mlp"; False or "off") says what is computed again in the backward: see ``liger_kernel.memory``.\n'
+        "``projections`` (True, the default) runs linear layers with adapters, PEFT's, as one node: see ``liger_kernel.ops.projections``."
     )
     return apply
 

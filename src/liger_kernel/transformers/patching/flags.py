@@ -11,6 +11,8 @@ from liger_kernel.transformers.recognise.families import FAMILIES
 from liger_kernel.transformers.recognise.family import Family
 from liger_kernel.transformers.recognise.rows import family, swapped_slots
 
+# a level of ``memory``; whether linear layers with adapters are run as one node
+UNPUBLISHED: dict[str, bool | None] = dict(rematerialise=True, projections=True)
 HEAD_FLAGS = ("cross_entropy", "fused_linear_cross_entropy")
 STANDARD: dict[str, bool | None] = dict(rope=True, cross_entropy=False, fused_linear_cross_entropy=True, rms_norm=True)
 # Published flags and defaults, then model and, behind it, flags that the published functions do not have, where there is something to swap. (granite's
@@ -44,8 +46,8 @@ _HANDING_ON: dict[str, _FLAGS] = {
 
 
 def flags_of(model_type: str) -> dict[str, bool | None]:
-    """Flag -> default of ``apply_liger_kernel_to_<model_type>``; the last, of no published signature, is a level of ``memory``."""
-    return {f: v for f, v in parameters_of(model_type).items() if f != "model"} | {"rematerialise": True}
+    """Flag -> default of ``apply_liger_kernel_to_<model_type>``, those of no published signature last."""
+    return {f: v for f, v in parameters_of(model_type).items() if f != "model"} | UNPUBLISHED
 
 
 @functools.cache
@@ -64,7 +66,7 @@ def parameters_of(model_type: str) -> _FLAGS:
 
 
 def parts_of(flags: Mapping[str, Any]) -> dict[str, Any]:
-    parts: dict[str, Any] = {flag: bool(flags.get(flag)) for flag in ("rope", "rms_norm", "layer_norm", "relu_squared")}
+    parts: dict[str, Any] = {flag: bool(flags.get(flag)) for flag in ("rope", "rms_norm", "layer_norm", "relu_squared", "projections")}
     return parts | {"glu": bool(flags.get("swiglu", flags.get("geglu"))), "rematerialise": memory.level_of(flags.get("rematerialise"))}
 
 

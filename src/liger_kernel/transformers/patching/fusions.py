@@ -31,6 +31,7 @@ from liger_kernel import memory
 from liger_kernel.ops._core.operator import use_kernels
 from liger_kernel.ops.norms.fused_add_rms_norm import fused_add_rms_norm, rms_norm_of_sum
 from liger_kernel.ops.rotary.qk_norm_rope import MAX_D, qk_norm_rope
+from liger_kernel.transformers.patching import projections
 from liger_kernel.transformers.recognise.plain import plain, unhooked
 from liger_kernel.transformers.recognise.variant import NORM_FORMS, ROPE_FORMS
 
@@ -106,7 +107,8 @@ def _assignment(targets: list[str], value: ast.expr, at: ast.stmt) -> ast.stmt:
 
 
 ADD_NORM, NORM_ROPE = "_liger_add_norm", "_liger_norm_rope"
-HELPERS = {ADD_NORM: add_norm, NORM_ROPE: norm_rope}
+HELPERS = {ADD_NORM: add_norm, NORM_ROPE: norm_rope} | projections.HELPERS
+NORMS, PROJECTIONS = "norms", "projections"  # what may be fused
 
 
 def _normed(value: Any) -> tuple[ast.expr, ast.expr, bool] | None:
@@ -216,30 +218,33 @@ def _rewrite(block: list[ast.stmt]) -> tuple[list[ast.stmt], int]:
     return out, found
 
 
+def _fuse(tree: ast.FunctionDef, parts: frozenset[str]) -> int:
+    """Fuse the patterns of these parts in a function; returns how many."""
+    found = 0
+    if NORMS in parts:
+        in_place = [node for node in ast.walk(tree) if isinstance(node, ast.AugAssign)]
+        if all(isinstance(node.value, ast.Tuple) for node in in_place):  # ``outputs += (weights,)``
+            tree.body, found = _rewrite(tree.body)
+    return found + (projections.rewrite(tree.body) if PROJECTIONS in parts else 0)
+
+
 @functools.cache
-def fused(forward: types.FunctionType) -> types.FunctionType | None:
+def fused(forward: types.FunctionType, parts: frozenset[str] = frozenset({NORMS})) -> types.FunctionType | None:
     """``forward`` with its patterns fused; None where there are none, or its source cannot be had as what runs: a wrapper, a closure, changed in place."""
     tree = _tree(forward)
-    in_place = [node for node in ast.walk(tree) if isinstance(node, ast.AugAssign)] if tree is not None else []
-    if tree is None or not all(isinstance(node.value, ast.Tuple) for node in in_place):  # ``outputs += (weights,)``
-        return None
-    tree.body, found = _rewrite(tree.body)
-    return _compiled(forward, tree, HELPERS) if found else None
+    return _compiled(forward, tree, HELPERS) if tree is not None and _fuse(tree, parts) else None
 
 
 @functools.cache
-def seeing(forward: types.FunctionType, swaps: tuple[tuple[str, Callable, Callable], ...], fuse: bool) -> types.FunctionType | None:
+def seeing(forward: types.FunctionType, swaps: tuple[tuple[str, Callable, Callable], ...], parts: frozenset[str]) -> types.FunctionType | None:
     """``forward`` that reads each global (name, stock, ours) of ``swaps`` as ours, as long as the module has stock under this name; None as for ``fused``.
 
-    All else is read from the module's own globals at each call, so what is replaced there later is seen. ``fuse``: with its patterns fused, too.
+    All else is read from the module's own globals at each call, so what is replaced there later is seen. ``parts``: with their patterns fused, too.
     """
     tree = _tree(forward)
     if tree is None:
         return None
-    rewritten = _tree(forward) if fuse and fused(forward) is not None else None
-    if rewritten is not None:
-        rewritten.body, _ = _rewrite(rewritten.body)
-        tree = rewritten
+    _fuse(tree, parts)
     values: dict[str, Any] = dict(HELPERS)
     for name, stock, ours in swaps:
         values |= {f"_liger_stock_{name}": stock, f"_liger_{name}": ours}

@@ -14,7 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from liger_kernel import memory
 from liger_kernel.transformers.head.forward import fused
-from liger_kernel.transformers.patching import fusions, once, wrappers
+from liger_kernel.transformers.patching import fusions, once, projections, wrappers
 from liger_kernel.transformers.patching.bound import ABSENT, Bound, ours, within
 from liger_kernel.transformers.patching.values import Patch, Patches, original, remembered
 from liger_kernel.transformers.recognise.family import Family, configs_of
@@ -42,6 +42,16 @@ class Layer:
 
     def __str__(self) -> str:
         return ", ".join(["add_norm"] * self.add_norm + [f"rematerialised({self.level})"] * (self.level != "off"))
+
+
+@dataclass(frozen=True)
+class Fused:
+    """A patch of another ``forward``: norms of heads go with their rotation, linear layers with adapters go as one node."""
+
+    parts: frozenset[str]
+
+    def __str__(self) -> str:
+        return ", ".join(label for part, label in ((fusions.NORMS, "norm_rope"), (fusions.PROJECTIONS, "projections")) if part in self.parts)
 
 
 @functools.cache
@@ -76,25 +86,26 @@ def _live_layer(stock: Callable, level: str, fuse: bool) -> Callable:
     return ours(forward)
 
 
-NORM_ROPE = "norm_rope"
-
-
 @functools.cache
-def _norm_rope(forward: types.FunctionType) -> Callable:
-    return ours(wrappers.within(forward, lambda f: fusions.fused(f) or f))
+def _fused(forward: types.FunctionType, parts: frozenset[str]) -> Callable:
+    return ours(wrappers.within(forward, lambda f: fusions.fused(f, parts) or f))
 
 
-def _turning(module: types.ModuleType, row: Family) -> list[type]:
-    """Classes of attention whose norms of heads go with their rotation."""
+def _fusible(module: types.ModuleType, row: Family, parts: frozenset[str], swapped: set[type]) -> Iterator[tuple[type, Fused]]:
+    """Classes whose forward has patterns of these parts, and which they are: attention, and what else has linear layers, but not what is ``swapped``."""
     ropes = {name for name, label in row.swapped.items() if SLOT_OF[label] == "rope"}
-    found = []
     for cls in vars(module).values():
-        if isinstance(cls, type) and issubclass(cls, nn.Module) and cls.__module__ == module.__name__ and "forward" in cls.__dict__:
-            forward = wrappers.core(original(cls, "forward"))
-            names = forward.__code__.co_names if isinstance(forward, types.FunctionType) else ()
-            if ropes & set(names) and (new := fusions.fused(forward)) is not None and fusions.NORM_ROPE in new.__code__.co_freevars:
-                found.append(cls)
-    return found
+        if not (isinstance(cls, type) and issubclass(cls, nn.Module) and cls.__module__ == module.__name__ and "forward" in cls.__dict__):
+            continue
+        forward = wrappers.core(original(cls, "forward"))
+        if cls in swapped or not isinstance(forward, types.FunctionType):
+            continue
+        wanted = parts if ropes & set(forward.__code__.co_names) else parts - {fusions.NORMS}
+        new = fusions.fused(forward, wanted) if wanted else None
+        there = set() if new is None else set(new.__code__.co_freevars)
+        helpers = {fusions.NORMS: {fusions.NORM_ROPE}, fusions.PROJECTIONS: projections.HELPERS.keys()}
+        if found := {part for part in wanted if there & helpers[part]}:
+            yield cls, Fused(frozenset(found))
 
 
 CHEAP = {"rms_norm", "layer_norm", "glu", "relu_squared"}  # slots whose outputs can be computed again for one pass over memory
@@ -124,8 +135,11 @@ def _patches(model_types: Iterable[str], parts: Mapping[str, Any], head: str | N
                 yield Patch(owner, attribute, _variant(label, original(owner, attribute)), label)
         level = memory.level_of(parts.get("rematerialise"))
         served = {slot for slot in map(SLOT_OF.__getitem__, row.swapped.values()) if parts.get(slot)}
-        for cls in _turning(module, row) if {"rms_norm", "rope"} <= served else ():
-            yield Patch(cls, "forward", _norm_rope(original(cls, "forward")), NORM_ROPE)
+        wanted = {fusions.NORMS} if {"rms_norm", "rope"} <= served else set()
+        wanted |= {fusions.PROJECTIONS} if parts.get("projections") else set()
+        swapped = {vars(module).get(name) for name, label in row.swapped.items() if parts.get(SLOT_OF[label])}
+        for cls, what in _fusible(module, row, frozenset(wanted), swapped | set(_layers(module))):
+            yield Patch(cls, "forward", _fused(original(cls, "forward"), what.parts), what)
         level = level if served & CHEAP else "off"
         for cls in _layers(module):
             stock = original(cls, "forward")
@@ -172,8 +186,8 @@ def instance_patches(model: nn.Module, model_type: str, parts: Mapping[str, Any]
         for m in model.modules() if isinstance(p.owner, types.ModuleType) and not p.applied else ():
             for name, f in callers(type(m), p.owner, p.attribute):
                 seen.setdefault((m, name, f), []).append(p)
-    fuse = bool(parts.get("rms_norm"))
-    found = []
+    fuse = frozenset({fusions.NORMS} if parts.get("rms_norm") else ()) | ({fusions.PROJECTIONS} if parts.get("projections") else set())
+    found, turning = [], {(m, name) for m, name, _ in seen}
     for (m, name, f), ps in seen.items():
         seeing = _seeing(f, tuple((p.attribute, original(p.owner, p.attribute), p.new) for p in ps), fuse)  # one function for all labels
         if seeing is None:
@@ -181,8 +195,9 @@ def instance_patches(model: nn.Module, model_type: str, parts: Mapping[str, Any]
         else:
             found += [on_instance(m, name, seeing, p.what) for p in ps]
     for p in of_all:
-        # norms and rotation of a live module go with its rope function
-        for m in model.modules() if p.what != NORM_ROPE and isinstance(p.owner, type) else ():
+        for m in model.modules() if isinstance(p.owner, type) else ():
+            if isinstance(p.what, Fused) and (m, "forward") in turning:
+                continue  # in a live module these go with its rope function
             if isinstance(m, p.owner) and original(type(m), p.attribute) is original(p.owner, p.attribute):
                 new, around = p.new, None
                 if isinstance(p.what, Head):
@@ -239,8 +254,8 @@ def _callers(cls: type, module: types.ModuleType, name: str) -> list[tuple[str, 
 
 
 @functools.cache
-def _seeing(function: types.FunctionType, swaps: tuple[tuple[str, Callable, Callable], ...], fuse: bool) -> Callable | None:
-    """``function`` that reads each global (name, stock, ours) as ours; None where its source is not at hand. ``fuse``: with its patterns fused."""
+def _seeing(function: types.FunctionType, swaps: tuple[tuple[str, Callable, Callable], ...], fuse: frozenset[str]) -> Callable | None:
+    """``function`` that reads each global (name, stock, ours) as ours; None where its source is not at hand. ``fuse``: patterns that are fused."""
     if fusions.seeing(wrappers.core(function), swaps, fuse) is None:
         return None
     return ours(wrappers.within(function, lambda f: fusions.seeing(f, swaps, fuse)))

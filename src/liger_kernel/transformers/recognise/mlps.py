@@ -16,9 +16,11 @@ from liger_kernel import memory
 from liger_kernel.ops._core.operator import use_kernels
 from liger_kernel.ops.activations.glu import glu
 from liger_kernel.ops.activations.relu_squared import relu_squared
-from liger_kernel.ops.projections.mlp import mlp
+from liger_kernel.ops.projections.adapted import Projection
+from liger_kernel.ops.projections.mlp import adapted_mlp, mlp
 from liger_kernel.transformers.recognise.activations import activation
 from liger_kernel.transformers.recognise.plain import plain, unhooked
+from liger_kernel.transformers.recognise.projections import as_stock, fitting, product_dtype, projection, served
 from liger_kernel.transformers.recognise.stand_ins import Halve, InFp32, random_linear
 from liger_kernel.transformers.recognise.variant import StandIns, Variant
 
@@ -129,6 +131,24 @@ class GLU(Variant):
             memory.taken()
             return form.after(self, y)
 
+        def adapted(self, x, name):
+            """As one node, where a projection has adapters or a weight of a few bits; None where none has, or it is more than that."""
+            projections = [getattr(self, name) for name in dict.fromkeys((gate, up, down))]
+            options = form.options(self)
+            if all(type(p) is nn.Linear for p in projections) or options.keys() - {"gate_multiplier"} or not served(x):
+                return None
+            dtype = product_dtype(x)
+            found = [projection(p, dtype) for p in projections]
+            if not all(isinstance(p, Projection) for p in found) or not any(p.adapters for p in found):
+                return None
+            *first, last = found
+            if not fitting(found[0], x) or last.weight.shape[1] * (2 if up == gate else 1) != first[0].weight.shape[0]:
+                return None
+            memory.needed()
+            y = adapted_mlp(x, first, last, act=name, recompute=memory.level() == "mlp", **options)
+            memory.taken()
+            return form.after(self, as_stock(y, last, x))
+
         def run(self, name, x):
             memory.needed()
             if name is None:
@@ -150,6 +170,7 @@ class GLU(Variant):
                 return stock(self, x)
             name = activation(F.silu if act == "F.silu" else getattr(self, act))
             y = whole(self, x, name) if name is not None and form.whole else None
+            y = adapted(self, x, name) if y is None and name is not None and form.whole else y
             return memory.projected(functools.partial(run, self, name), x) if y is None else y
 
         return forward

@@ -1,0 +1,212 @@
+"""Linear layers with low-rank adapters (LoRA, Hu et al., arXiv:2106.09685; DoRA, Liu et al., arXiv:2402.09353) as nodes of the graph.
+
+A projection of x (M, K) is  z = x W^T + sum_j s_j drop_j(x) A_j^T B_j^T,  A_j (r_j, K), B_j (N, r_j);  y = z + bias, or, with a magnitude m (N,),
+y = m / |W + s B A| * z + bias, the norms of the rows being constants for the gradient.
+
+``Projections`` holds those of one input while a node runs. The A's that see x itself are stacked, so that x is read once for all of them; the product of
+a B is written first and the large product adds to it in its epilogue. Kept for the backward are x, the thin x A^T (M, r), masks of dropout, z where there is
+a magnitude, and the adapters in the dtype of the products if that is not theirs: no cast of x, no output of an adapter.
+
+Dtypes: ``dtype`` is that of the products with W. Adapters of 32 bits beside products of 16 bits, without autocast, are multiplied in 32 bits, as PEFT does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from liger_kernel.ops._core.operator import acc
+from liger_kernel.ops.projections.weights import Weight, add_product
+
+
+@dataclass(frozen=True, eq=False)
+class Adapter:
+    """``scale * (drop(x) a^T b^T + bias)``: a (r, K), b (N, r), bias (N,) or None."""
+
+    a: Tensor
+    b: Tensor
+    scale: float = 1.0
+    dropout: float = 0.0
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Projection:
+    """A linear layer: its weight, bias (N,), adapters, and the magnitude (N,) of its only adapter, if that is one of DoRA."""
+
+    weight: Weight
+    bias: Tensor | None = None
+    adapters: tuple[Adapter, ...] = ()
+    magnitude: Tensor | None = None
+
+    def tensors(self) -> list[Tensor | None]:
+        """All that may have a gradient, in the order of ``Projections.gradients``."""
+        return [self.weight.learnable, self.bias, self.magnitude, *(t for a in self.adapters for t in (a.a, a.b, a.bias))]
+
+    def of(self, tensors: Sequence[Tensor | None]) -> Projection:
+        """The same of other tensors, in that order."""
+        learnable, bias, magnitude, *rest = tensors
+        adapters = tuple(dataclasses.replace(a, a=rest[3 * j], b=rest[3 * j + 1], bias=rest[3 * j + 2]) for j, a in enumerate(self.adapters))
+        return Projection(dataclasses.replace(self.weight, learnable=learnable), bias, adapters, magnitude)
+
+
+@dataclass(eq=False)
+class _Stack:
+    """Adapters that see the same input: x, or one of them a dropped x. ``begin`` of each in the stacked rows."""
+
+    adapters: list[tuple[int, int]]  # projection, adapter
+    spans: list[tuple[int, int]]
+    dropout: float
+
+
+def _norms(p: Projection, dtype: torch.dtype) -> Tensor:
+    """|W + s B A| of each row (N,), of |W|^2 + 2 s <W A^T, B> + s^2 <B A A^T, B>, without the sum of the two."""
+    (adapter,) = p.adapters
+    w, wide = p.weight.dense(dtype), acc(dtype)
+    a, b = adapter.a.to(wide), adapter.b.to(wide)
+    squares = torch.linalg.vector_norm(w, dim=1, dtype=wide).square()
+    thin = adapter.scale * b
+    return (squares + (thin * (2 * (w.to(wide) @ a.t()) + thin @ (a @ a.t()))).sum(1)).clamp_(min=0).sqrt()
+
+
+class Projections:
+    """Projections of one input while a node runs."""
+
+    def __init__(self, projections: Sequence[Projection], dtype: torch.dtype, thin: torch.dtype):
+        self.projections, self.dtype, self.thin = projections, dtype, thin
+        every = [(i, j) for i, p in enumerate(projections) for j in range(len(p.adapters))]
+        plain = [at for at in every if not self._of(at).dropout]
+        groups = [plain] * bool(plain) + [[at] for at in every if self._of(at).dropout]
+        self.stacks = []
+        for group in groups:
+            ends = [0]
+            for at in group:
+                ends.append(ends[-1] + self._of(at).a.shape[0])
+            self.stacks.append(_Stack(group, list(zip(ends, ends[1:])), self._of(group[0]).dropout))
+        self.place = {at: (s, i) for s, stack in enumerate(self.stacks) for i, at in enumerate(stack.adapters)}
+        self.As: list = []
+        self.bs: list = []
+        self.xas: list = []
+        self.masks: list = []
+        self.zs: list = []
+        self.norms: list = []
+
+    def _of(self, at: tuple[int, int]) -> Adapter:
+        return self.projections[at[0]].adapters[at[1]]
+
+    def _spans(self, i: int) -> Iterator[tuple[Adapter, int, slice, int]]:
+        """Of projection i: each adapter, its stack, its rows there, and its number among all."""
+        before = sum(len(p.adapters) for p in self.projections[:i])
+        for j, adapter in enumerate(self.projections[i].adapters):
+            s, n = self.place[i, j]
+            yield adapter, s, slice(*self.stacks[s].spans[n]), before + j
+
+    def take(self, x: Tensor) -> None:
+        """The products of x (M, K) with the A's, and casts of the adapters."""
+        self.As = [_stacked([self._of(at).a for at in stack.adapters], self.thin) for stack in self.stacks]
+        self.bs = [a.b.to(self.thin) for p in self.projections for a in p.adapters]
+        self.xas, self.masks = [], []
+        for stack, a in zip(self.stacks, self.As):
+            seen, mask = torch.native_dropout(x, stack.dropout, True) if stack.dropout else (x, None)
+            self.xas.append(seen.to(self.thin) @ a.t())
+            self.masks.append(mask)
+
+    def outputs(self, x: Tensor) -> list[Tensor]:
+        """The y's (M, N), new; after ``take``."""
+        ys, self.zs, self.norms = [], [], []
+        for i, p in enumerate(self.projections):
+            y = None
+            for adapter, s, span, n in self._spans(i):
+                y = add_product(y, self.xas[s][:, span].to(self.dtype), self.bs[n].to(self.dtype).t(), adapter.scale)
+            y = p.weight.forward(x, y)
+            bias = _summed_bias(p)
+            if p.magnitude is not None:
+                self.zs.append(y)
+                self.norms.append(_norms(p, self.dtype))
+                y = (y * (p.magnitude / self.norms[-1])).to(self.dtype)
+            ys.append(y if bias is None else y.add_(bias))
+        return ys
+
+    def taken(self) -> list[Tensor | None]:
+        """What ``take`` made, to be kept for the backward."""
+        return [*self.As, *self.bs, *self.xas, *self.masks]
+
+    def kept(self) -> list[Tensor | None]:
+        """What ``take`` and ``outputs`` made, to be kept for the backward."""
+        return [*self.taken(), *self.zs, *self.norms]
+
+    def restore(self, kept: Sequence[Tensor | None]) -> None:
+        """Have what was kept, all of it or what was ``taken``."""
+        kept, many = list(kept), len(self.stacks)
+        first = lambda n: [kept.pop(0) for _ in range(n)]
+        self.As, self.bs, self.xas, self.masks = first(many), first(len(self.place)), first(many), first(many)
+        self.zs, self.norms = kept[: len(kept) // 2], kept[len(kept) // 2 :]
+
+    def thin_gradients(self, dys: Sequence[Tensor], need: Sequence[Sequence[bool]]) -> None:
+        """What follows from the gradients of the y's without x: those of B's, biases and magnitudes, and of the thin x A^T."""
+        M = dys[0].shape[0]
+        self.dys, self.grads = list(dys), [[None] * len(n) for n in need]
+        self.dxas = [dys[0].new_empty(M, stack.spans[-1][1], dtype=self.thin) for stack in self.stacks]
+        zs, norms = iter(self.zs), iter(self.norms)
+        for i, p in enumerate(self.projections):
+            dy, grad, needs = self.dys[i], self.grads[i], need[i]
+            total = dy.sum(0, dtype=acc(dy.dtype)) if any(needs[1::3][:1]) or any(needs[5::3]) else None
+            if needs[1]:
+                grad[1] = total
+            if p.magnitude is not None:
+                z, norm = next(zs), next(norms)
+                if needs[2]:
+                    grad[2] = (dy.to(acc(dy.dtype)) * z).sum(0) / norm
+                self.dys[i] = dy = (dy * (p.magnitude / norm)).to(dy.dtype)
+            wide = dy.to(self.thin)
+            for j, (adapter, s, span, n) in enumerate(self._spans(i)):
+                dxa = self.dxas[s][:, span]
+                torch.addmm(dxa, wide, self.bs[n], beta=0, alpha=adapter.scale, out=dxa)
+                if needs[3 + 3 * j + 1]:
+                    grad[3 + 3 * j + 1] = add_product(None, wide.t(), self.xas[s][:, span], adapter.scale)
+                if needs[3 + 3 * j + 2]:
+                    grad[3 + 3 * j + 2] = total * adapter.scale
+
+    def input_gradient(self) -> Tensor:
+        """dx (M, K), new."""
+        dx = None
+        for stack, dxa, a, mask in zip(self.stacks, self.dxas, self.As, self.masks):
+            if mask is None:
+                dx = add_product(dx, dxa.to(self.dtype), a.to(self.dtype))
+        for p, dy in zip(self.projections, self.dys):
+            dx = p.weight.backward(dy, dx)
+        for stack, dxa, a, mask in zip(self.stacks, self.dxas, self.As, self.masks):
+            if mask is not None:
+                dx.add_(torch.ops.aten.native_dropout_backward(dxa.to(self.dtype) @ a.to(self.dtype), mask, 1 / (1 - stack.dropout)))
+        return dx
+
+    def weight_gradients(self, x: Tensor, need: Sequence[Sequence[bool]]) -> list[Tensor | None]:
+        """The gradients of all that ``Projection.tensors`` lists, in its dtypes."""
+        for stack, dxa, mask in zip(self.stacks, self.dxas, self.masks):
+            if any(need[i][3 + 3 * j] for i, j in stack.adapters):
+                seen = x if mask is None else torch.ops.aten.native_dropout_backward(x, mask, 1 / (1 - stack.dropout))
+                da = dxa.t() @ seen.to(self.thin)
+                for (i, j), span in zip(stack.adapters, stack.spans):
+                    self.grads[i][3 + 3 * j] = da[slice(*span)]
+        flat: list[Tensor | None] = []
+        for p, dy, grad, needs in zip(self.projections, self.dys, self.grads, need):
+            if needs[0]:
+                grad[0] = dy.t() @ x
+            flat += [g.to(t.dtype) if n else None for g, n, t in zip(grad, needs, p.tensors())]
+        return flat
+
+
+def _stacked(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
+    return parts[0].to(dtype) if len(parts) == 1 else torch.cat([p.to(dtype) for p in parts])
+
+
+def _summed_bias(p: Projection) -> Tensor | None:
+    bias = p.bias
+    for adapter in p.adapters:
+        if adapter.bias is not None:
+            bias = adapter.scale * adapter.bias if bias is None else bias + adapter.scale * adapter.bias
+    return bias

@@ -1,0 +1,70 @@
+"""Weights of four bits as bitsandbytes stores them (NF4 and FP4: Dettmers et al., arXiv:2305.14314), made dense by one kernel.
+
+Two values lie in a byte, the first in its upper half. A value is code[half] * absmax of its block of ``blocksize`` values; with double quantisation that
+absmax is itself code2[byte] * absmax2 of its block of ``blocksize2``, plus an offset.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_kernel.ops._core.operator import launch, launcher, use_kernels
+from liger_kernel.ops._core.tl import cdiv, jit, tl
+from liger_kernel.ops.projections.weights import Dequantized
+
+
+@jit
+def _dense(
+    packed_ptr, absmax_ptr, code_ptr, absmax2_ptr, code2_ptr, offset_ptr, y_ptr, n,
+    NESTED: tl.constexpr, BLOCKSIZE: tl.constexpr, BLOCKSIZE2: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # of a byte, half of the values
+    byte = tl.load(packed_ptr + at, mask=2 * at < n, other=0).to(tl.int32)
+    block = (2 * at) // BLOCKSIZE
+    scale = tl.load(absmax_ptr + block, mask=2 * at < n, other=0)
+    if NESTED:
+        nested = tl.load(code2_ptr + scale.to(tl.int32)) * tl.load(absmax2_ptr + block // BLOCKSIZE2, mask=2 * at < n, other=0.0)
+        scale = nested + tl.load(offset_ptr)
+    first = tl.load(code_ptr + (byte >> 4)) * scale
+    second = tl.load(code_ptr + (byte & 15)) * scale
+    y = tl.interleave(first, second)
+    out = tl.program_id(0).to(tl.int64) * 2 * BLOCK + tl.arange(0, 2 * BLOCK)
+    tl.store(y_ptr + out, y.to(y_ptr.dtype.element_ty), mask=out < n)
+
+
+_SCHEMA = (
+    "(Tensor packed, Tensor absmax, Tensor code, Tensor? absmax2, Tensor? code2, Tensor? offset, int[] shape, int blocksize, int blocksize2, ScalarType dtype)"
+)
+
+
+@launcher(f"{_SCHEMA} -> Tensor")
+def dense_four_bits(
+    packed: Tensor, absmax: Tensor, code: Tensor, absmax2: Tensor | None, code2: Tensor | None, offset: Tensor | None, shape: list[int],
+    blocksize: int, blocksize2: int, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    y = packed.new_empty(shape, dtype=dtype)
+    n, block = y.numel(), 1024
+    launch(_dense, (cdiv(n, 2 * block),), packed, absmax, code, absmax2, code2, offset, y, n,
+           NESTED=absmax2 is not None, BLOCKSIZE=blocksize, BLOCKSIZE2=blocksize2, BLOCK=block, num_warps=4)  # fmt: skip
+    return y
+
+
+def dequantize(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
+    """The dense weight of ``packed`` and its ``QuantState``."""
+    nested = state.state2
+    if use_kernels(packed.new_empty(0, dtype=dtype)) and state.dtype in (dtype, torch.float32) and packed.dtype == torch.uint8 and packed.is_contiguous():
+        more = (None, None, None, 1) if nested is None else (nested.absmax, nested.code, state.offset, nested.blocksize)
+        return dense_four_bits(packed, state.absmax, state.code, *more[:3], list(state.shape), state.blocksize, more[3], dtype)
+    from bitsandbytes.functional import dequantize_4bit
+
+    return dequantize_4bit(packed, state).to(dtype)
+
+
+def four_bits(packed: Tensor, state: Any) -> Dequantized:
+    """A weight of bitsandbytes, its data and its state."""
+    N, K = state.shape
+    return Dequantized((N, K), None, True, dequantize=functools.partial(dequantize, packed, state))

@@ -1,0 +1,62 @@
+"""How the frozen or trained weight W (N, K) of a linear layer is stored, as the two products that a node needs of it.
+
+``forward``: y (M, N) = x W^T, added to what y holds; ``backward``: dx (M, K) = dy W, likewise. A gradient of W itself is asked of ``Dense`` only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+def add_product(y: Tensor | None, a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
+    """``y + scale a b`` in the place of y, which a product adds to in its epilogue; ``a b`` if there is no y."""
+    if y is None:
+        return a @ b if scale == 1 else torch.addmm(a.new_empty(()), a, b, beta=0, alpha=scale)
+    return y.addmm_(a, b, alpha=scale)
+
+
+@dataclass(frozen=True, eq=False)
+class Weight:
+    """A stored weight, (N, K). ``learnable``: the tensor that may have a gradient; None if what is stored cannot."""
+
+    shape: tuple[int, int]
+    learnable: Tensor | None
+    follows_input: bool = False  # whether its layer gives its output the input's dtype under autocast, too
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """W in ``dtype``; new, unless it is stored so."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor, y: Tensor | None) -> Tensor:
+        return add_product(y, x, self.dense(x.dtype).t())
+
+    def backward(self, dy: Tensor, dx: Tensor | None) -> Tensor:
+        return add_product(dx, dy, self.dense(dy.dtype))
+
+
+@dataclass(frozen=True, eq=False)
+class Dense(Weight):
+    """A tensor of 16 or 32 bits, any strides."""
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        assert self.learnable is not None
+        return self.learnable.to(dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Dequantized(Weight):
+    """What a function makes a dense tensor of, in each product anew: one of the same size follows and gets the same memory."""
+
+    dequantize: Callable[[torch.dtype], Tensor] = field(kw_only=True)
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        return self.dequantize(dtype)
+
+
+def dense(weight: Tensor) -> Dense:
+    N, K = weight.shape
+    return Dense((N, K), weight)

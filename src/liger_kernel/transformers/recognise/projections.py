@@ -1,0 +1,204 @@
+"""What a live linear layer is at the moment of a call: its weight as it is stored, and the adapters that PEFT would add now.
+
+``projection(module, x)`` gives the ``Projection`` that ``module(x)`` computes, or says in a word why that is left to the module itself. It reads what
+PEFT's own forward reads, at each call: which adapters are active, disabled or merged changes while a model is used. No package is imported here: whose
+module is none of those imported already is not one of theirs.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_kernel import memory
+from liger_kernel.ops._core.operator import use_kernels
+from liger_kernel.ops.projections.adapted import Adapter, Projection
+from liger_kernel.ops.projections.four_bits import four_bits
+from liger_kernel.ops.projections.linear import linears
+from liger_kernel.ops.projections.weights import Weight, dense
+from liger_kernel.transformers.recognise.plain import plain, unhooked
+
+_FORWARD = nn.Linear.forward
+_FEW_ROWS = 64  # up to which a call without gradients, as in generation, is left to the modules: some have kernels of their own for single tokens
+
+
+class Left(str):
+    """Why a module is left alone."""
+
+    __slots__ = ()
+
+
+def _own(m: nn.Module) -> bool:
+    """Whether a call of ``m`` is the forward of its class."""
+    return "forward" not in m.__dict__ and unhooked(m)
+
+
+def _class(module: str, *path: str) -> Any:
+    """A class of a package that is imported already, else None."""
+    found = sys.modules.get(module)
+    for name in path:
+        found = getattr(found, name, None)
+    return found
+
+
+def _of_package(cls: type, package: str) -> bool:
+    """Whether the forward of ``cls`` is the package's own."""
+    forward = cls.forward
+    return isinstance(forward, types.FunctionType) and forward.__globals__.get("__name__", "").startswith(package)
+
+
+def is_dense(m: Any) -> bool:
+    """Whether calling ``m`` is a product with its plain weight, plus its bias."""
+    return type(m) is nn.Linear and nn.Linear.forward is _FORWARD and _own(m) and plain(m.weight) and (m.bias is None or plain(m.bias))
+
+
+def _weight(m: nn.Module, dtype: torch.dtype) -> Weight | Left:
+    for read in STORAGES:
+        if (found := read(m, dtype)) is not None:
+            return found
+    return Left(f"a base of class {type(m).__name__}")
+
+
+def _dense(m: nn.Module, dtype: torch.dtype) -> Weight | Left | None:
+    if type(m) is not nn.Linear:
+        return None
+    if not is_dense(m):
+        return Left("a sharded or hooked base, or one with a forward of its own")
+    if m.weight.dtype != dtype and not torch.is_autocast_enabled(m.weight.device.type):
+        return Left(f"a weight of {m.weight.dtype} beside an input of {dtype}")
+    return dense(m.weight)
+
+
+def _four_bits(m: Any, dtype: torch.dtype) -> Weight | Left | None:
+    """bitsandbytes' NF4 and FP4."""
+    if type(m) is not _class("bitsandbytes.nn.modules", "Linear4bit"):
+        return None
+    state = getattr(m.weight, "quant_state", None)
+    if not (_own(m) and _of_package(type(m), "bitsandbytes.")) or state is None or getattr(state, "packing_format_for_cpu", False):
+        return Left("a hooked 4-bit base, one without its state, or packed for a CPU")
+    if m.compute_dtype not in (None, dtype):
+        return Left(f"a 4-bit base that computes in {m.compute_dtype} beside {dtype}")
+    if hasattr(m.weight, "ds_id"):
+        return Left("a sharded base")
+    return four_bits(m.weight, state)
+
+
+STORAGES: list[Callable[[nn.Module, torch.dtype], Weight | Left | None]] = [_dense, _four_bits]
+
+
+def _adapters(m: Any) -> list[str]:
+    """Names of the adapters that a call of a PEFT layer adds now."""
+    if m.disable_adapters or m.merged:
+        return []
+    return [name for name in m.active_adapters if name in m.lora_A]
+
+
+def _adapter(m: Any, name: str, training: bool) -> Adapter | Left:
+    a, b, dropout = m.lora_A[name], m.lora_B[name], m.lora_dropout[name]
+    if not (is_dense(a) and is_dense(b)) or a.bias is not None:
+        return Left(f"parts of adapter {name!r} are sharded, hooked or replaced")
+    p = 0.0
+    if type(dropout) is nn.Dropout and unhooked(dropout):
+        p = float(dropout.p) if dropout.training else 0.0
+    elif type(dropout) is not nn.Identity or not unhooked(dropout):
+        return Left(f"the dropout of adapter {name!r} is {type(dropout).__name__}")
+    if p >= 1:
+        return Left(f"the dropout of adapter {name!r} drops everything")
+    if a.weight.dtype != b.weight.dtype:
+        return Left(f"the two matrices of adapter {name!r} have different dtypes")
+    return Adapter(a.weight, b.weight, float(m.scaling[name]), p, b.bias)
+
+
+def _peft(m: Any, dtype: torch.dtype) -> Projection | Left:
+    if not _own(m):
+        return Left("hooks, or a forward of its own")
+    if m.disable_adapters and m.merged:
+        return Left("merged adapters to be taken out")
+    base = m.base_layer
+    if getattr(m, "fan_in_fan_out", False):
+        return Left("a base whose weight lies the other way (Conv1D)")
+    names = _adapters(m)
+    weight = _weight(base, dtype)
+    if isinstance(weight, Left):
+        return weight
+    adapters, magnitude = [], None
+    for name in names:
+        if (variant := m.lora_variant.get(name)) is not None:
+            if getattr(variant, "__name__", type(variant).__name__) != "DoraLinearVariant" or len(names) > 1:
+                return Left(f"adapter {name!r} is a {getattr(variant, '__name__', type(variant).__name__)}, {len(names)} active")
+            holder = m.lora_magnitude_vector[name]
+            if not (unhooked(holder) and plain(holder.weight)):
+                return Left(f"the magnitude of adapter {name!r} is sharded or hooked")
+            magnitude = holder.weight
+        adapter = _adapter(m, name, m.training)
+        if isinstance(adapter, Left):
+            return adapter
+        if magnitude is not None and adapter.dropout:
+            return Left(f"adapter {name!r} has a magnitude and dropout")
+        adapters.append(adapter)
+    return Projection(weight, base.bias, tuple(adapters), magnitude)
+
+
+def projection(m: Any, dtype: torch.dtype) -> Projection | Left:
+    """What ``m`` computes of an input of this dtype, if it is a linear layer of ours to run, or why it is not."""
+    cls = type(m)
+    if cls is nn.Linear:
+        weight = _weight(m, dtype)
+        return weight if isinstance(weight, Left) else Projection(weight, m.bias)
+    if cls in _peft_classes() and _of_package(cls, "peft."):
+        return _peft(m, dtype)
+    weight = _weight(m, dtype)
+    return weight if isinstance(weight, Left) else Projection(weight, m.bias)
+
+
+def _peft_classes() -> tuple[Any, ...]:
+    found = _class("peft.tuners.lora.layer", "Linear"), _class("peft.tuners.lora.bnb", "Linear4bit")
+    return tuple(c for c in found if c is not None)
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which a linear layer multiplies x."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) and x.dtype != torch.float64 else x.dtype
+
+
+def served(x: Any) -> bool:
+    """Whether the engine could serve linear layers of x at all."""
+    if torch.compiler.is_compiling() or not plain(x) or not x.is_floating_point() or not x.ndim or not x.numel() or not use_kernels(x, fusible=True):
+        return False
+    return torch.is_grad_enabled() or x.numel() // x.shape[-1] > _FEW_ROWS
+
+
+def fitting(found: Projection, x: Tensor) -> bool:
+    return found.weight.shape[1] == x.shape[-1]
+
+
+def linear(module: Any, x: Any) -> Any:
+    """``module(x)``."""
+    return module(x) if type(module) is nn.Linear else shared(x, module)[0]
+
+
+def shared(x: Any, *modules: Any) -> tuple[Any, ...]:
+    """``tuple(m(x) for m in modules)``."""
+    if all(type(m) is nn.Linear for m in modules) or not served(x):
+        return tuple(m(x) for m in modules)
+    dtype = product_dtype(x)
+    found = [projection(m, dtype) for m in modules]
+    ours = [p for p in found if isinstance(p, Projection) and fitting(p, x)]
+    if not any(p.adapters for p in ours):
+        return tuple(m(x) for m in modules)
+    memory.needed()
+    ys = iter(linears(x, ours))
+    outputs = tuple(as_stock(next(ys), p, x) if isinstance(p, Projection) and fitting(p, x) else m(x) for p, m in zip(found, modules))
+    memory.taken()
+    return outputs
+
+
+def as_stock(y: Tensor, p: Projection, x: Tensor) -> Tensor:
+    """y in the dtype that the module would give it."""
+    return y.to(x.dtype) if p.weight.follows_input else y

@@ -14,6 +14,7 @@ from liger_kernel.bench import profile, step, step_child
 from liger_kernel.model_sizes import MODELS, config_of, step_flops
 from liger_kernel.ops._core import operator as _op
 from liger_kernel.train.config import UserError
+from liger_kernel.transformers.patching.flags import flags_of
 
 TINY = MODELS["tiny"]
 
@@ -236,11 +237,31 @@ def test_a_search_without_a_capacity_doubles_and_halves():
         (["--batch", "4,0"], "--batch must be at least 1, got 0"),
         (["--batch", "4,8", "--profile"], "need one --batch"),
         (["--gpus", "2", "--largest-seq"], "searched for on one GPU"),
+        (["--layers", "0"], "--layers must be at least 1, got 0"),
+        (["--lora", "-1"], "--lora must be at least 0, got -1"),
+        (["--lora", "8", "--lora-dropout", "1"], "--lora-dropout must be in"),
+        (["--lora", "8", "--lora-targets", "q_proj,head"], "'head' is none of q_proj"),
+        (["--lora", "8", "--lora-targets", ""], "'' is none of q_proj"),
+        (["--dora"], "--dora needs --lora R"),
+        (["--lora-dropout", "0.1"], "--lora-dropout needs --lora R"),
+        (["--quantize", "nf4"], "--quantize needs --lora R"),
+        (["--against", "stock,unsloth"], "unsloth needs --lora R"),
+        (["--lora", "8", "--against", "unsloth", "--gpus", "2"], "unsloth is measured on one GPU"),
+        (["--lora", "8", "--quantize", "fp8"], "stock has no frozen FP8 base"),
+        (["--lora", "8", "--quantize", "nf4", "--against", "ours:fp8"], "ours:fp8 has a base of its own"),
     ],
 )
 def test_mistakes_in_flags(argv, message):
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=message) as caught:
         step.parse(argv)
+    assert "\n" not in str(caught.value)
+
+
+def test_quantising_needs_its_library(monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    monkeypatch.setattr(step.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="needs bitsandbytes: pip install"):
+        step.parse(["--lora", "8", "--quantize", "int8"])
 
 
 def test_compile_adds_the_compiled_variants():
@@ -363,7 +384,8 @@ def children_run_references(monkeypatch):
 def spec(tmp_path, **changes):
     torch.save(torch.randint(0, 500, (4096,), generator=torch.Generator().manual_seed(3), dtype=torch.int32), tmp_path / "tokens")
     values = dict(config=TINY, dtype="float32", package=str(step.PACKAGE), compile=None, tokens=str(tmp_path / "tokens"), trial=False, trace=None)
-    values |= dict(batches=[2], largest=[], lora=0, median=0)
+    values |= dict(batches=[2], largest=[], median=0, autocast=False, unsloth=None, unsloth_path=None, save=None)
+    values |= dict(lora=0, lora_targets=list(step.LINEARS), lora_dropout=0.0, dora=False, quantize=None)
     values |= dict(flags={}, trace_steps=1, seq=32, gpus=1, parallel=None, masked=0.0, optimizer="sgd", checkpointing=False, steps=3, warmup=1)
     return values | changes
 
@@ -426,6 +448,96 @@ def test_adapters_alone_are_trained(tmp_path):
         training.measure(2)
         changed = {name for name, p in training.model.named_parameters() if not torch.equal(p, before[name])}
         assert changed and all("lora" in name for name in changed)
+
+
+def test_adapters_that_do_other_things(tmp_path):
+    """What they are put on, and how: each option changes what is learnt."""
+    pytest.importorskip("peft")
+    rows = lambda **changes: step_child.measure(spec(tmp_path, package=None, lora=4, optimizer="adamw", **changes))["rows"][0]
+    plain = rows()
+    for changes in ({"lora_targets": ["q_proj"]}, {"lora_dropout": 0.5}, {"dora": True}, {"autocast": True}):
+        other = rows(**changes)
+        assert other["losses"] != plain["losses"] and other["gradient"] != pytest.approx(plain["gradient"], rel=1e-6), changes
+    modules = {name for name, _ in step_child.Training(spec(tmp_path, package=None, lora=4, lora_targets=["up_proj"])).model.named_modules()}
+    assert {name.split(".")[-3] for name in modules if name.endswith("lora_A.default")} == {"up_proj"}
+
+
+def test_adapters_take_part_from_the_first_step(tmp_path):
+    """They start beyond zero, equal whatever else was drawn at random, so that losses tell whether they are there."""
+    pytest.importorskip("peft")
+    starts = []
+    for seed in (1, 2):
+        model = step_child.Training(spec(tmp_path, package=None, lora=4)).model
+        torch.manual_seed(seed)
+        step_child._start(model)
+        starts.append({name: p for name, p in model.named_parameters() if "lora" in name})
+    one, two = starts
+    assert one.keys() == two.keys() and all(p.any() and torch.equal(p, two[name]) for name, p in one.items())
+    assert len({p.flatten()[0].item() for p in one.values()}) == len(one)
+
+
+@pytest.mark.parametrize("how", ["nf4", "int8"])
+def test_quantised_bases_are_learnt_alike(how, tmp_path):
+    bnb, _ = pytest.importorskip("bitsandbytes"), pytest.importorskip("peft")
+    stock, ours = (step_child.Training(spec(tmp_path, package=package, lora=4, quantize=how)) for package in (None, str(step.PACKAGE)))
+    kind = bnb.nn.Linear4bit if how == "nf4" else bnb.nn.Linear8bitLt
+    assert sum(isinstance(module, kind) for module in stock.model.modules()) == 14
+    stock, ours = stock.measure(2), ours.measure(2)
+    assert ours["losses"] == pytest.approx(stock["losses"], rel=1e-4) and ours["gradient"] == pytest.approx(stock["gradient"], rel=1e-2)
+
+
+def test_a_base_in_fp8_is_ours_or_fails(tmp_path):
+    training = spec(tmp_path, lora=4, quantize="fp8", flags=step.FP8)
+    if step.FP8.keys() <= flags_of("llama").keys():
+        pytest.skip("the patch knows the flag")
+    with pytest.raises(NotImplementedError, match="no flag fp8_base for llama"):
+        step_child.Training(training)
+
+
+UNSLOTH = """
+import sys
+
+assert not {"transformers", "peft"} & sys.modules.keys(), "it has to come first"
+import os, peft, transformers
+
+assert os.environ["HF_HUB_OFFLINE"] == os.environ["UNSLOTH_DISABLE_STATISTICS"] == "1"
+
+
+class FastLanguageModel:
+    def from_pretrained(path, max_seq_length, dtype, load_in_4bit, load_in_8bit, local_files_only, use_exact_model_name, use_gradient_checkpointing):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+        assert len(tokenizer) == model.config.vocab_size and len({tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id}) == 3
+        assert max_seq_length == 64 and use_gradient_checkpointing == EXPECTED and not load_in_4bit and not load_in_8bit and local_files_only
+        return model.train(), tokenizer
+
+    def get_peft_model(model, use_gradient_checkpointing, **adapters):
+        assert use_gradient_checkpointing == EXPECTED
+        return peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **adapters))
+"""
+
+
+def test_adapters_of_stock_ours_and_unsloth_end_to_end(machine, tmp_path, capsys):
+    """Unsloth needs a GPU: a package with its name stands for it, gets the same weights and learns the same."""
+    pytest.importorskip("peft")
+    (tmp_path / "unsloth.py").write_text(UNSLOTH.replace("EXPECTED", "'unsloth'"))
+    argv = ["--model", "tiny", "--layers", "1", "--batch", "2", "--seq", "64", "--steps", "3", "--warmup", "1", "--optimizer", "adamw", "--checkpointing"]
+    argv += ["--lora", "8", "--lora-targets", "q_proj,down_proj", "--against", "ours,unsloth:offload,stock", "--json", str(tmp_path / "r.json")]
+    assert step.main([*argv, "--unsloth-path", str(tmp_path)]) == 0
+    stock, ours, unsloth = json.loads((tmp_path / "r.json").read_text())["rows"]
+    assert (stock["variant"], ours["variant"], unsloth["variant"]) == ("stock", "ours", "unsloth:offload")
+    assert not unsloth["failed"] and ours["loss_parity"] < 1e-5 and unsloth["loss_parity"] < 1e-6
+    assert ours["gradient_parity"] < 1e-4 and unsloth["gradient_parity"] < 1e-5 and stock["gradient"] > 0
+    assert {r["layers"] for r in (stock, ours)} == {1} and stock["lora_targets"] == "q_proj,down_proj"
+    assert "sgd" not in (out := capsys.readouterr().out) and "1 layers, checkpointing, LoRA 8 on q_proj,down_proj" in out
+
+
+def test_unsloth_that_is_not_there_is_left_out(machine, monkeypatch, capsys):
+    monkeypatch.setattr(step, "measure", lambda a, model, variant, *rest: [{"variant": variant, "batch": 1, "failed": "not now"}])
+    monkeypatch.setattr(step.importlib.util, "find_spec", lambda name: None)
+    step.main(["--model", "tiny", "--batch", "1", "--lora", "8", "--against", "stock,unsloth"])
+    out = capsys.readouterr().out
+    assert "unsloth is skipped: pip install" in out and "unsloth  failed" not in out
 
 
 def test_largest_sizes_survive_the_one_that_ends_the_process(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,9 @@ LABELS = {
     "ours+compile": "ours + compile",
     "upstream+compile": "upstream + compile",
     "layers": "compiled layers",
+    "ours:fp8": "ours, FP8 base",
+    "unsloth": "Unsloth",
+    "unsloth:offload": "Unsloth, offloading",
     "ours+layers": "ours + compiled layers",
     "upstream+layers": "upstream + compiled layers",
 }
@@ -42,6 +45,9 @@ MEANING = {
     "quack": "the quack-kernels package",
     "eager": "plain PyTorch, one kernel after another",
     "stock": "the Hugging Face model as it is",
+    "ours:fp8": "the model with our kernels, its frozen weights in FP8",
+    "unsloth": "the model by Unsloth's FastLanguageModel",
+    "unsloth:offload": "the same, a checkpointed layer's input kept in the CPU's memory",
     "ours+compile": "the model with our kernels, under torch.compile",
     "upstream+compile": "the model with upstream's kernels, under torch.compile",
     "layers": "the Hugging Face model, each decoder layer under torch.compile",
@@ -60,8 +66,19 @@ def usable(row: Row | None) -> bool:
 
 def key(row: Row) -> tuple[Any, ...]:
     """What two rows must share to be compared."""
-    names = ("model", "batch", "seq", "gpus", "parallel", "checkpointing", "lora") if "model" in row else ("op", "case", "dtype", "mode", "sweep", "x")
-    return tuple(row.get(name) for name in names)
+    if "model" not in row:
+        return tuple(row.get(name) for name in ("op", "case", "dtype", "mode", "sweep", "x"))
+    return (*(row.get(name) for name in ("model", "batch", "seq", "gpus", "parallel")), *parts_of(row))
+
+
+def parts_of(row: Mapping[str, Any]) -> list[str]:
+    """What steps do and what they train, in words; a result that is older than a flag is one without it."""
+    adapters = f"{'DoRA' if row.get('dora') else 'LoRA'} {row['lora']}" if row.get("lora") else ""
+    adapters += f" on {row['lora_targets']}" if row.get("lora_targets") else ""
+    adapters += f" with dropout {row['lora_dropout']:g}" if row.get("lora_dropout") else ""
+    layers, base = row.get("layers"), row.get("quantize")
+    parts = [f"{layers} layers" if layers else "", "autocast" if row.get("autocast") else "", "checkpointing" if row.get("checkpointing") else ""]
+    return [part for part in (*parts, adapters, f"{base} base" if base else "") if part]
 
 
 def with_ours(rows: Iterable[Row]) -> list[tuple[Row, Row | None]]:
@@ -149,6 +166,11 @@ def _words(name: str, field: str, meaning: str, show: Callable[[Any], str] = str
     return Column(name, meaning, text, text, filtered, left=True)
 
 
+def _listed(name: str, meaning: str, parts: Callable[[Row], list[str]]) -> Column:
+    text = lambda row, ours: ", ".join(parts(row))
+    return Column(name, meaning, text, text, filtered=True, left=True)
+
+
 def _number(name: str, field: str, meaning: str, show: Callable[[Any], str] = digits) -> Column:
     number = lambda row, ours: None if row.get("failed") else row.get(field)
     return Column(name, meaning, number, lambda row, ours: "" if number(row, ours) is None else show(number(row, ours)))
@@ -225,8 +247,7 @@ STEP = (
     _words("seq", "seq", "Tokens per row.", filtered=False),
     _words("gpus", "gpus", "Devices."),
     _words("parallel", "parallel", "How the model is spread over them."),
-    _words("recomputed", "checkpointing", "What is computed again in the backward.", lambda on: "layers" if on else ""),
-    _words("LoRA", "lora", "Rank of the adapters that alone are trained.", lambda rank: str(rank) if rank else ""),
+    _listed("step", "What else steps must share to be compared.", parts_of),
     Column(
         "tokens/s",
         "Tokens trained per second; ± is the interquartile range of the step time, in percent.",

@@ -6,6 +6,7 @@ Every variant starts from the same weights and sees the same batches. One whose 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import math
 import os
@@ -16,18 +17,22 @@ from pathlib import Path
 from typing import Any
 
 from liger_kernel.bench import profile
-from liger_kernel.bench.rows import peak_of, write_step_csv
+from liger_kernel.bench.rows import parts_of, peak_of, write_step_csv
 from liger_kernel.model_sizes import MODELS, config_of, step_flops
 from liger_kernel.train.config import UserError
 
 BASES = ("stock", "upstream", "ours")
 REMATERIALISING = ("ours:off", "ours:mlp")  # with another level of liger_kernel.memory than the default
+FP8 = {"fp8_base": True}  # what our patch is told to keep the frozen base in FP8
+UNSLOTH = ("unsloth", "unsloth:offload")  # Unsloth's own functions; with --checkpointing the second one keeps the layers' inputs in the CPU's memory
 COMPILED = {"compile": "model", "layers": "layers"}  # by torch.compile: the whole model, or each decoder layer by itself
-VARIANTS = (*BASES, *REMATERIALISING, *COMPILED, *(f"{base}+{how}" for base in BASES[1:] for how in COMPILED))
+VARIANTS = (*BASES, *REMATERIALISING, "ours:fp8", *UNSLOTH, *COMPILED, *(f"{base}+{how}" for base in BASES[1:] for how in COMPILED))
 PARITY = {"bfloat16": 1e-2, "float32": 1e-4}  # largest relative difference of a loss to stock's over the first steps
 PARITY_STEPS = 4
 TRACE_STEPS = 2
 GET_UPSTREAM = "upstream is skipped: pip install --no-deps --target DIR liger-kernel==0.8.5, then --upstream-path DIR"
+GET_UNSLOTH = "unsloth is skipped: pip install --target DIR unsloth, then --unsloth-path DIR"
+LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 CHILD = Path(__file__).with_name("step_child.py")
 PACKAGE = Path(__file__).parents[2]  # the folder that holds our liger_kernel
 
@@ -41,8 +46,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--batch", default="4", help="rows per step and GPU (default: 4); several, comma-separated, are measured one after the other until one does not fit")
     add("--seq", type=int, default=2048, help="tokens per row (default: 2048)")
     add("--against", default="stock,ours", help=f"variants, comma-separated (default: stock,ours): {', '.join(VARIANTS)}")
+    add("--layers", type=int, metavar="N", help="so many layers of the model (default: all)")
     add("--compile", action="store_true", help="each variant also under torch.compile")
     add("--upstream-path", metavar="DIR", help="where the published package is: pip install --no-deps --target DIR liger-kernel==0.8.5")
+    add("--unsloth-path", metavar="DIR", help="where Unsloth is, unless it is installed: pip install --target DIR unsloth")
     add(
         "--data", choices=("random", "real"), default="random", help="random tokens (default), or the sources of Python's library through a BPE trained on them"
     )
@@ -50,7 +57,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--masked", type=float, default=0.0, metavar="F", help="part of the labels that is ignored (default: 0)")
     add("--optimizer", choices=("sgd", "adamw"), default="sgd", help="(default: sgd)")
     add("--checkpointing", action="store_true", help="recompute the layers in the backward")
+    add("--autocast", "--amp", action="store_true", help="forwards under torch.autocast in bfloat16, as Hugging Face's Trainer does with bf16=True")
     add("--lora", type=int, default=0, metavar="R", help="train adapters of that rank on all linear layers but the head (needs peft)")
+    add("--lora-targets", metavar="NAMES", help=f"on these alone, comma-separated: {', '.join(LINEARS)}")
+    add("--lora-dropout", type=float, default=0.0, metavar="P", help="dropout of what the adapters see (default: 0)")
+    add("--dora", action="store_true", help="adapters with a magnitude for each output")
+    add("--quantize", choices=("nf4", "int8", "fp8"), help="the frozen weights: nf4 (double quantisation) and int8 by bitsandbytes, fp8 by ours alone")
     add("--gpus", type=int, default=1, metavar="N", help="processes, each with a GPU where there are any (default: 1)")
     add("--parallel", choices=("ddp", "fsdp2"), help="how the model is spread over them (default: ddp if there are several)")
     add("--steps", type=int, default=10, help="measured steps (default: 10)")
@@ -76,7 +88,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         a.against += ["compile" if name == "stock" else f"{name}+compile" for name in a.against if name in BASES]
     a.against = list(dict.fromkeys(a.against))
     a.parallel = a.parallel or ("ddp" if a.gpus > 1 else None)
-    for name, value in {"batch": a.batch[0], "seq": a.seq, "gpus": a.gpus, "steps": a.steps}.items():
+    for name, value in {"batch": a.batch[0], "seq": a.seq, "gpus": a.gpus, "steps": a.steps, "layers": 1 if a.layers is None else a.layers}.items():
         if value < 1:
             raise UserError(f"--{name} must be at least 1, got {value}")
     if a.gpus > 1 and a.largest_seq:
@@ -87,7 +99,31 @@ def parse(argv: list[str]) -> argparse.Namespace:
         raise UserError(f"--warmup and --steps must add up to {PARITY_STEPS}, whose losses are compared; got {a.warmup} and {a.steps}")
     if not 0 <= a.masked < 1:
         raise UserError(f"--masked must be in [0, 1), got {a.masked}")
+    _check_adapters(a)
     return a
+
+
+def _check_adapters(a: argparse.Namespace) -> None:
+    if a.lora < 0:
+        raise UserError(f"--lora must be at least 0, got {a.lora}")
+    if not 0 <= a.lora_dropout < 1:
+        raise UserError(f"--lora-dropout must be in [0, 1), got {a.lora_dropout}")
+    for name in (a.lora_targets or "").split(",") if a.lora_targets is not None else ():
+        _one_of(name, LINEARS)
+    theirs = [name for name in a.against if name in UNSLOTH]
+    wanting = {"--lora-targets": a.lora_targets, "--lora-dropout": a.lora_dropout, "--dora": a.dora, "--quantize": a.quantize}
+    wanting |= {"unsloth": theirs, "ours:fp8": "ours:fp8" in a.against}
+    for name, given in wanting.items():
+        if given and not a.lora:
+            raise UserError(f"{name} needs --lora R")
+    if theirs and a.parallel:
+        raise UserError("unsloth is measured on one GPU, without --parallel")
+    if a.quantize == "fp8" and (others := [name for name in a.against if not name.startswith("ours")]):
+        raise UserError(f"{others[0]} has no frozen FP8 base: --quantize fp8 is for ours alone; --against {others[0]},ours:fp8 compares it with theirs")
+    if a.quantize and "ours:fp8" in a.against:
+        raise UserError(f"ours:fp8 has a base of its own: without --quantize {a.quantize}")
+    if a.quantize in ("nf4", "int8") and importlib.util.find_spec("bitsandbytes") is None:
+        raise UserError(f"--quantize {a.quantize} needs bitsandbytes: pip install bitsandbytes")
 
 
 def _one_of(item: str, allowed: Any) -> str:
@@ -103,7 +139,7 @@ def run_child(spec: dict[str, Any], folder: Path) -> dict[str, Any]:
     result.unlink(missing_ok=True)
     why.unlink(missing_ok=True)
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={spec['gpus']}"] if spec["parallel"] else []
-    path = [spec["package"]] if spec["package"] else []
+    path = [spec[name] for name in ("package", "unsloth_path") if spec[name]]
     env = os.environ | {"PYTHONPATH": os.pathsep.join([*path, *filter(None, [os.environ.get("PYTHONPATH")])])}
     with messages.open("w") as stderr:
         done = subprocess.run([sys.executable, *launch, str(CHILD), str(given), str(result)], env=env, stdout=stderr, stderr=stderr, check=False)
@@ -148,8 +184,8 @@ def write_tokens(kind: str, vocab: int, path: Path) -> None:
 
 
 def judge(row: Row, stock: Row | None, tolerance: float) -> Row:
-    """Compare the losses of a row with stock's: ``loss_parity``, and whether it is ``accurate``; None where there is nothing to compare with."""
-    row |= {"loss_parity": None, "accurate": None}
+    """Compare a row with stock's: ``loss_parity``, ``gradient_parity``, and by its losses whether it is ``accurate``; None where stock has nothing."""
+    row |= {"loss_parity": None, "gradient_parity": None, "accurate": None}
     if row["failed"]:
         return row
     if not all(map(math.isfinite, row["losses"])):
@@ -157,6 +193,8 @@ def judge(row: Row, stock: Row | None, tolerance: float) -> Row:
     if stock is None or stock["failed"]:
         return row
     parity = max(abs(x - y) / abs(y) for x, y in zip(row["losses"], stock["losses"]))
+    if row.get("gradient") and stock.get("gradient"):
+        row["gradient_parity"] = abs(row["gradient"] / stock["gradient"] - 1)
     return row | {"loss_parity": parity, "accurate": parity <= tolerance}
 
 
@@ -167,18 +205,34 @@ def ratio(row: Row, stock: Row | None, field: str) -> float | None:
     return row[field] / stock[field]
 
 
+OPTIONS = ("seq", "gpus", "parallel", "checkpointing", "layers", "autocast", "lora", "lora_targets", "lora_dropout", "dora", "quantize")
+
+
+def values_of(a: argparse.Namespace, model: str) -> dict[str, Any]:
+    """The configuration that is measured. Its positions reach to the end of a row: beyond, Unsloth would stretch the rotary embedding."""
+    values = MODELS[model] | ({"num_hidden_layers": a.layers} if a.layers else {})
+    return values | {"max_position_embeddings": max(values["max_position_embeddings"], a.seq)}
+
+
 def measure(a: argparse.Namespace, model: str, variant: str, folder: Path, peak: float, gpu: bool) -> list[Row]:
     """A row for each batch, until one fails: a child measures, and searches for the largest sizes; of several ranks, a child for each trial."""
     base, _, rest = variant.partition("+")
     base, rest = ("stock", base) if base in COMPILED else (base, rest)
     base, _, level = base.partition(":")
-    options = {name: getattr(a, name) for name in ("seq", "gpus", "parallel", "checkpointing", "lora")}
+    options = {name: getattr(a, name) for name in OPTIONS}
     common: Row = {"model": model, "variant": variant, **options}
+    values, fp8 = values_of(a, model), "fp8" in (a.quantize, level)
     spec = {
-        "config": MODELS[model],
+        **options,
+        "config": values,
         "dtype": "bfloat16" if gpu else "float32",
-        "package": {"stock": None, "upstream": a.upstream_path, "ours": str(PACKAGE)}[base],
-        "flags": {"rematerialise": level} if level else {},
+        "package": {"stock": None, "upstream": a.upstream_path, "ours": str(PACKAGE), "unsloth": None}[base],
+        "flags": FP8 if fp8 else {"rematerialise": level} if level and base == "ours" else {},
+        "lora_targets": a.lora_targets.split(",") if a.lora_targets else list(LINEARS),
+        "unsloth": str(folder / f"{model}-weights") if base == "unsloth" else None,
+        "unsloth_path": a.unsloth_path if base == "unsloth" else None,
+        "offload": level == "offload",
+        "save": None,
         "compile": COMPILED.get(rest),
         "tokens": str(folder / f"{model}.pt"),
         "batches": a.batch,
@@ -187,13 +241,14 @@ def measure(a: argparse.Namespace, model: str, variant: str, folder: Path, peak:
         "trial": False,
         "trace": str(folder / "trace.json") if a.profile else None,
         "trace_steps": TRACE_STEPS,
-        **options,
         **{name: getattr(a, name) for name in ("masked", "optimizer", "steps", "warmup")},
     }
+    if spec["unsloth"] and not Path(spec["unsloth"]).exists():
+        run_child(spec | {"unsloth": None, "unsloth_path": None, "save": spec["unsloth"]}, folder)
     found = run_child(spec, folder)
     rows = [common | row | {"failed": None} for row in found["rows"]]
     for row in rows:
-        row["mfu"] = None if a.lora else step_flops(MODELS[model], row["batch"], a.seq) / row["step_ms"] / 1e9 / peak
+        row["mfu"] = None if a.lora else step_flops(values, row["batch"], a.seq) / row["step_ms"] / 1e9 / peak
     if rows and a.profile:
         with open(spec["trace"]) as file:
             rows[0]["breakdown_ms"] = profile.breakdown(json.load(file)["traceEvents"], TRACE_STEPS, rows[0]["step_ms"])
@@ -223,18 +278,20 @@ def _largest_batch(spec: dict[str, Any], folder: Path) -> Row:
 def table(rows: list[Row], tolerance: float) -> str:
     """The rows of one model for a terminal, relative to stock."""
     stock = next((row for row in rows if row["variant"] == "stock"), None)
-    heads = ["variant", "tokens/s", "/ stock", "step ms", "spread", "MFU", "peak GB", "/ stock", "reserved GB", "loss diff", "largest batch", "longest rows"]
+    heads = ["variant", "tokens/s", "/ stock", "step ms", "spread", "MFU", "peak GB", "/ stock", "reserved GB", "loss diff", "grad diff"]
+    heads += ["largest batch", "longest rows"]
     lines = [heads]
     for row in rows:
         show = lambda field, form, row=row: "" if row.get(field) is None else format(row[field], form)
         times = lambda field, row=row: "" if (r := ratio(row, stock, field)) is None else f"{r:.2f}x"
         if row["failed"]:
-            lines.append([row["variant"], f"failed: {row['failed']}", *[""] * 8, show("largest_batch", "d"), ""])
+            lines.append([row["variant"], f"failed: {row['failed']}", *[""] * 9, show("largest_batch", "d"), ""])
             continue
         faster = "losses differ" if row["accurate"] is False else times("tokens_per_s")
         speed = [show("tokens_per_s", ",.0f"), faster, show("step_ms", ".2f"), show("spread", ".1%"), show("mfu", ".1%")]
         memory = [show("peak_allocated_gb", ".2f"), times("peak_allocated_gb"), show("peak_reserved_gb", ".2f")]
-        lines.append([row["variant"], *speed, *memory, show("loss_parity", ".1e"), show("largest_batch", "d"), show("largest_seq", ",d")])
+        parity = [show("loss_parity", ".1e"), show("gradient_parity", ".1e")]
+        lines.append([row["variant"], *speed, *memory, *parity, show("largest_batch", "d"), show("largest_seq", ",d")])
     notes = []
     if stock is None or stock["failed"]:
         notes.append("No ratios: they are relative to stock, which was not measured.")
@@ -287,20 +344,24 @@ def run(a: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
     if any(name.startswith("upstream") for name in a.against) and not a.upstream_path:
         print(GET_UPSTREAM)
         a.against = [name for name in a.against if not name.startswith("upstream")]
+    if any(name in UNSLOTH for name in a.against) and not a.unsloth_path and importlib.util.find_spec("unsloth") is None:
+        print(GET_UNSLOTH)
+        a.against = [name for name in a.against if name not in UNSLOTH]
     peak = a.peak_tflops or meta["gemm_tflops"]
     options = {name: getattr(a, name) for name in ("data", "lengths", "masked", "optimizer", "steps", "warmup")}
-    meta |= {"peak_tflops": peak, "dtype": dtype, **options, "parity_tolerance": PARITY[dtype], "command": "liger bench step " + " ".join(argv)}
+    tolerance = PARITY["bfloat16" if a.autocast or a.quantize else dtype]
+    meta |= {"peak_tflops": peak, "dtype": dtype, **options, "parity_tolerance": tolerance, "command": "liger bench step " + " ".join(argv)}
     result: dict[str, Any] = {"meta": meta, "rows": []}
     with tempfile.TemporaryDirectory(prefix="liger-bench-") as name:
         folder = Path(name)
         for model in a.model:
-            write_tokens(a.data, config_of(MODELS[model]).vocab_size, folder / f"{model}.pt")
+            write_tokens(a.data, config_of(values_of(a, model)).vocab_size, folder / f"{model}.pt")
             rows: list[Row] = []
             # Stock first: the others are judged against it.
             for variant in sorted(a.against, key=lambda name: name != "stock"):
                 for row in measure(a, model, variant, folder, peak, gpu):
                     stock = row if variant == "stock" else next((r for r in rows if r["variant"] == "stock" and r["batch"] == row["batch"]), None)
-                    rows.append(judge(row, stock, PARITY[dtype]))
+                    rows.append(judge(row, stock, tolerance))
                     result["rows"].append(rows[-1])
                     said = rows[-1]["failed"] or f"{rows[-1]['tokens_per_s']:,.0f} tokens/s"
                     print(f"{model} {variant}, {row['batch']} rows: {said}", file=sys.stderr, flush=True)
@@ -308,13 +369,13 @@ def run(a: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
                     Path(a.json).parent.mkdir(parents=True, exist_ok=True)
                     Path(a.json).write_text(json.dumps(result, indent=1))
             where = f", {a.gpus} x {a.parallel}" if a.parallel else ""
-            extras = (", checkpointing" if a.checkpointing else "") + (f", LoRA {a.lora}" if a.lora else "")
+            extras = "".join(f", {part}" for part in parts_of(vars(a)))
             for batch in a.batch:
                 some = [row for row in rows if row["batch"] == batch]
                 if not some:
                     continue
                 print(f"\n{model}: {batch} x {a.seq} {a.data} tokens{where}, {dtype}, {a.optimizer}{extras}; {meta['hardware']}, MFU of {peak:,.1f} TFLOP/s\n")
-                print(table(some, PARITY[dtype]))
+                print(table(some, tolerance))
             if a.profile:
                 print(f"\n{breakdown_table(rows)}")
             sys.stdout.flush()

@@ -24,12 +24,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import transformers
 from torch import Tensor, nn
+
+# transformers and PEFT are imported by what uses them: Unsloth, which changes them, has to come before.
 
 BATCHES = 4  # distinct ones, taken in turn
 IGNORE = -100
 OUT_OF_MEMORY = "out of memory"
+BITSANDBYTES = {"nf4": "is_loaded_in_4bit", "int8": "is_loaded_in_8bit"}
+UNSLOTH_OFFLINE = {"HF_HUB_OFFLINE": "1", "UNSLOTH_DISABLE_STATISTICS": "1"}
 
 
 class Memory:
@@ -153,12 +156,16 @@ def scopes(model: Any) -> Iterator[None]:
 
 def build(spec: dict[str, Any], device: torch.device) -> Any:
     """The model of the spec, on the device, patched if the variant says so. Equal weights in every variant and on every rank."""
-    values = dict(spec["config"])
-    config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
-    torch.manual_seed(0)
-    with device:
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, spec["dtype"]), attn_implementation="sdpa").train()
-    model.config.use_cache = False
+    model = _by_unsloth(spec) if spec["unsloth"] else _by_transformers(spec, device)
+    if spec["lora"]:
+        _start(model)
+    return model
+
+
+def _by_transformers(spec: dict[str, Any], device: torch.device) -> Any:
+    model = _stock(spec, device)
+    if spec["quantize"] in BITSANDBYTES:
+        _quantize(model, spec["quantize"])
     if spec["checkpointing"]:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if spec["package"]:
@@ -168,14 +175,100 @@ def build(spec: dict[str, Any], device: torch.device) -> Any:
         found = Path(liger_kernel.__file__ or "").resolve().parents[1]
         if found != Path(spec["package"]).resolve():
             raise ImportError(f"liger_kernel was found in {found}, not in {spec['package']}")
+        if spec["flags"]:  # of ours alone; one that it does not know, it ignores with a warning
+            from liger_kernel.transformers.patching.flags import flags_of
+
+            if unknown := spec["flags"].keys() - flags_of(model.config.model_type):
+                raise NotImplementedError(f"liger_kernel has no flag {', '.join(sorted(unknown))} for {model.config.model_type}")
         _apply_liger_kernel_to_instance(model=model, **spec["flags"])
     if spec["lora"]:
         import peft
 
         if spec["checkpointing"]:
             model.enable_input_require_grads()
-        model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", r=spec["lora"], lora_alpha=2 * spec["lora"], target_modules="all-linear"))
+        model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **_adapters(spec)))
     return model
+
+
+def _stock(spec: dict[str, Any], device: torch.device) -> Any:
+    import transformers
+
+    values = dict(spec["config"])
+    config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
+    torch.manual_seed(0)
+    with device:
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, spec["dtype"]), attn_implementation="sdpa").train()
+    model.config.use_cache = False
+    return model
+
+
+def _adapters(spec: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of PEFT's ``LoraConfig`` and of Unsloth's ``get_peft_model``."""
+    chosen = {"r": spec["lora"], "lora_alpha": 2 * spec["lora"], "target_modules": spec["lora_targets"], "lora_dropout": spec["lora_dropout"]}
+    return chosen | ({"use_dora": True} if spec["dora"] else {})
+
+
+def _start(model: Any) -> None:
+    """Equal adapters in every variant. PEFT starts with B = 0: the first losses would be those of a model without adapters, whatever is made of A and B."""
+    adapters = sorted((name, p) for name, p in model.named_parameters() if ".lora_A." in name or ".lora_B." in name)
+    for i, (name, p) in enumerate(adapters):
+        generator = torch.Generator(p.device).manual_seed(i)
+        with torch.no_grad():
+            if ".lora_A." in name:
+                p.uniform_(-(p.shape[-1] ** -0.5), p.shape[-1] ** -0.5, generator=generator)
+            else:
+                p.normal_(0, 0.02, generator=generator)
+
+
+def _quantize(model: Any, how: str) -> None:
+    """Linear layers but the head to those of bitsandbytes, as transformers does it while it loads a checkpoint."""
+    from bitsandbytes import nn as bnb
+
+    taken: Any
+    quantized: Any
+    head = model.get_output_embeddings()
+    for name, linear in list(model.named_modules()):
+        if not isinstance(linear, nn.Linear) or linear is head:
+            continue
+        weight, sizes = linear.weight.data, (linear.in_features, linear.out_features, linear.bias is not None)
+        if how == "nf4":
+            taken = bnb.Linear4bit(*sizes, compute_dtype=weight.dtype, compress_statistics=True, quant_type="nf4", device="meta")
+            quantized = bnb.Params4bit(weight, requires_grad=False, compress_statistics=True, quant_type="nf4", module=taken)
+        else:
+            taken = bnb.Linear8bitLt(*sizes, has_fp16_weights=False, threshold=6.0, device="meta")
+            quantized = bnb.Int8Params(weight.cpu(), requires_grad=False, has_fp16_weights=False)  # only what comes from there is quantised
+        taken.weight, taken.bias = quantized.to(weight.device), linear.bias
+        model.set_submodule(name, taken.requires_grad_(False).train())
+    del weight, linear, quantized  # 16 bits no longer
+    setattr(model, BITSANDBYTES[how], True)  # by which PEFT knows
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def _by_unsloth(spec: dict[str, Any]) -> Any:
+    """By Unsloth's own functions, from the checkpoint that ``save`` wrote."""
+    os.environ |= UNSLOTH_OFFLINE | {"UNSLOTH_COMPILE_LOCATION": os.path.join(spec["unsloth"], "compiled")}
+    from unsloth import FastLanguageModel
+
+    recomputed = {"use_gradient_checkpointing": ("unsloth" if spec["offload"] else True) if spec["checkpointing"] else False}
+    loaded = {"load_in_4bit": spec["quantize"] == "nf4", "load_in_8bit": spec["quantize"] == "int8", "dtype": getattr(torch, spec["dtype"])}
+    model, _ = FastLanguageModel.from_pretrained(
+        spec["unsloth"], max_seq_length=spec["seq"], local_files_only=True, use_exact_model_name=True, **loaded, **recomputed
+    )
+    return FastLanguageModel.get_peft_model(model, **_adapters(spec), **recomputed)
+
+
+def save(spec: dict[str, Any], device: torch.device) -> None:
+    """The stock model, and a tokenizer with a word for every row of its embedding, as ``from_pretrained`` loads them."""
+    import tokenizers
+    import transformers
+
+    model = _stock(spec, device)
+    model.save_pretrained(spec["save"])
+    words = {f"<{i}>": i for i in range(model.config.vocab_size)}
+    special = {f"{name}_token": f"<{i}>" for i, name in enumerate(("unk", "bos", "eos", "pad"))}
+    model = tokenizers.models.WordLevel(words, unk_token=special["unk_token"])
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(model), **special).save_pretrained(spec["save"])
 
 
 def layers_of(model: Any) -> nn.ModuleList:
@@ -238,6 +331,7 @@ class Training:
         self.synchronize = torch.cuda.synchronize if self.gpu else lambda: None
         self.memory = Memory(self.gpu)
         self.model = build(spec, self.device)
+        self.marked = not (spec["compile"] or spec["unsloth"])  # hooks would change what is compiled, and Unsloth compiles its layers
         self.run = parallel(self.model, spec["parallel"], self.device)
         if spec["compile"] == "layers":
             for layer in layers_of(self.model):
@@ -246,13 +340,17 @@ class Training:
             self.run = torch.compile(self.run)
         self.optimizer = optimizer_of(spec["optimizer"], self.model, self.gpu)
         self.losses: list[Tensor] = []
+        self.gradient: Tensor | None = None  # the norm of the first step's
         self.why = ""
 
     def step(self, data: list[dict[str, Tensor]], mark: Callable[[str], None] = lambda phase: None) -> None:
-        loss = self.run(**data[len(self.losses) % len(data)]).loss
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.spec["autocast"]):
+            loss = self.run(**data[len(self.losses) % len(data)]).loss
         mark("forward: loss and head")
         loss.backward()
-        mark("backward" if self.spec["compile"] else "backward: layer 0 and embedding")
+        mark("backward: layer 0 and embedding" if self.marked else "backward")
+        if self.gradient is None and not self.spec["parallel"]:
+            self.gradient = nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
         self.optimizer.step()
         self.optimizer.zero_grad()
         mark("optimizer")
@@ -282,10 +380,10 @@ class Training:
             first /= dist.get_world_size()
 
         timeline = Timeline(memory, self.synchronize)
-        with contextlib.nullcontext() if spec["compile"] else layers_marked(self.model, timeline):
+        with layers_marked(self.model, timeline) if self.marked else contextlib.nullcontext():
             self.step(data, timeline.mark)
         if spec["trace"]:
-            _trace(spec, self.model, lambda: self.step(data), self.synchronize, self.rank)
+            _trace(spec, scopes(self.model) if self.marked else contextlib.nullcontext(), lambda: self.step(data), self.synchronize, self.rank)
 
         low, median, high = statistics.quantiles(times, n=4) if len(times) > 1 else times * 3
         return {
@@ -296,6 +394,7 @@ class Training:
             "peak_allocated_gb": peaks[0],
             "peak_reserved_gb": peaks[1] if self.gpu else None,
             "losses": first.tolist(),
+            "gradient": None if self.gradient is None else self.gradient.item(),
             "memory_timeline": timeline.points,
         }
 
@@ -355,6 +454,9 @@ def largest_that(peak: Callable[[int], float | None], start: int, capacity: floa
 
 def measure(spec: dict[str, Any], found: Callable[[dict[str, Any]], None] = lambda result: None) -> dict[str, Any]:
     """Train as the spec says: rows, one a batch, and the largest sizes that fit; ``found`` is told of each as it comes."""
+    if spec["save"]:
+        save(spec, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        return {"rows": []}
     training = Training(spec)
     result: dict[str, Any] = {"rows": []}
     if spec["trial"]:
@@ -388,11 +490,10 @@ def _search(training: Training, what: str, row: dict[str, Any], found: Callable[
     largest_that(peak, max(1, sizes[what] // unit), torch.cuda.get_device_properties(training.device).total_memory / 1e9)
 
 
-def _trace(spec: dict[str, Any], model: Any, step: Callable[[], None], synchronize: Callable[[], None], rank: int) -> None:
+def _trace(spec: dict[str, Any], scopes: contextlib.AbstractContextManager[None], step: Callable[[], None], synchronize: Callable[[], None], rank: int) -> None:
     """``spec["trace_steps"]`` steps as a Chrome trace. Every rank takes them, the first one writes."""
     activities = [torch.profiler.ProfilerActivity.CPU, *([torch.profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
-    # Under torch.compile hooks would change the graph, and generated kernels name what they fuse.
-    with contextlib.nullcontext() if spec["compile"] else scopes(model):
+    with scopes:  # none under torch.compile, where generated kernels name what they fuse
         step()
         synchronize()
         with torch.profiler.profile(activities=activities) if rank == 0 else contextlib.nullcontext() as profile:

@@ -28,6 +28,8 @@ COLOURS = {
     "upstream": "#d39a3a",
     "upstream+compile": "#e6c68f",
     "upstream+layers": "#f0dcb8",
+    "unsloth": "#7a5ea8",
+    "unsloth:offload": "#b09fcb",
     "compile": "#66768a",
     "layers": "#8793a2",
     "torch": "#8fa9c9",

@@ -30,7 +30,7 @@ from liger_kernel.bench.plots.drawing import (
     _words_of,
 )
 from liger_kernel.bench.plots.of_operators import _dot
-from liger_kernel.bench.rows import OURS, Row, digits, hardware_line, ratio, span, speedup, variant_label, with_ours
+from liger_kernel.bench.rows import OURS, Row, digits, hardware_line, parts_of, ratio, span, speedup, variant_label, with_ours
 
 # Kinds of device time: in teal what our kernels replace, in greys what they leave alone.
 KINDS = {"gemm": "#66768a", "attention": "#8793a2", "optimizer": "#a7b0bb", "communication": "#c3cad2", "other": "#dbe0e5",
@@ -62,7 +62,7 @@ def step_bars(data: Data, out: Path | str) -> list[Path]:
 def _place(row: Row) -> str:
     """Model, rows and what else steps must share to be compared, but for the batch."""
     parts = [f"{row['gpus']} GPUs {row.get('parallel') or ''}".rstrip() if (row.get("gpus") or 1) > 1 else ""]
-    parts += ["checkpointing" if row.get("checkpointing") else "", f"LoRA {row['lora']}" if row.get("lora") else ""]
+    parts += parts_of(row)
     return "".join(f", {part}" for part in parts if part)
 
 

@@ -67,4 +67,5 @@ def dequantize(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
 def four_bits(packed: Tensor, state: Any) -> Dequantized:
     """A weight of bitsandbytes, its data and its state."""
     N, K = state.shape
+    packed = packed.as_subclass(Tensor)  # a parameter of bitsandbytes looks at every operation on it
     return Dequantized((N, K), None, True, dequantize=functools.partial(dequantize, packed, state))

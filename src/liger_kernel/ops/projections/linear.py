@@ -71,12 +71,12 @@ class LinearsFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *dys):
-        n = 1 + sum(3 + 3 * len(p.adapters) for p in ctx.projections)
-        x, *tensors = ctx.saved_tensors[:n]
+        saved, n = ctx.saved_tensors, 1 + sum(3 + 3 * len(p.adapters) for p in ctx.projections)
+        x, *tensors = saved[:n]
         need_x, _, _, *needs = ctx.needs_input_grad
         projections = [p.of(t) for p, t in zip(ctx.projections, split(tensors, ctx.projections))]
         node = Projections(projections, x.dtype, ctx.thin)
-        node.restore(ctx.saved_tensors[n:])
+        node.restore(saved[n:])
         need = split(needs, projections)
         node.thin_gradients([rows_of(dy) for dy in dys], need)
         dx = node.input_gradient().view(x.shape) if need_x else None

@@ -22,6 +22,7 @@ from liger_kernel.ops._core.operator import launch, launcher
 from liger_kernel.ops._core.tl import cdiv, jit, next_power_of_2, tl
 from liger_kernel.ops.activations.glu import act_and_slope, act_of
 
+STEPS = 16  # tiles of rows that a program of the backward sums over
 MAX_RANK = 64  # beyond it the thin operands fill the registers
 
 
@@ -185,7 +186,7 @@ def adapted_glu_bwd_(
     """dg and du in the place of gate and up; in fp32 the gradients of the thin products (M, R), of B's (N, R), and of A (N, R), that is A^T."""
     (M, N), ranks = gate.shape, (bg.shape[1], bu.shape[1], ad.shape[0])
     tile = _tiles(gate, *ranks)
-    n_tiles, rows = cdiv(N, tile["BLOCK_N"]), tile["BLOCK_M"] * 16
+    n_tiles, rows = cdiv(N, tile["BLOCK_N"]), tile["BLOCK_M"] * STEPS
     parts = cdiv(M, rows)
     dxs = [gate.new_empty(n_tiles, M, r, dtype=torch.float32) for r in ranks[:2]]
     dws = [gate.new_empty(parts, N, r, dtype=torch.float32) for r in ranks]

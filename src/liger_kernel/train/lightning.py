@@ -77,6 +77,11 @@ class _Module(L.LightningModule):
     def on_validation_epoch_start(self) -> None:
         self.evaluated = torch.zeros(2, device=self.device)
 
+    def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None) -> None:
+        # Lightning's own refuses fused optimizers under bf16-mixed, as they scale gradients themselves; nothing is scaled here
+        if gradient_clip_val:
+            torch.nn.utils.clip_grad_norm_(self.parameters(), gradient_clip_val)
+
     def configure_optimizers(self) -> dict[str, Any]:
         optimizer = adamw(self.model.parameters(), self.config)
         self.numbers = numbers(optimizer)

@@ -26,7 +26,7 @@ from liger_kernel.train.metrics import Endpoint, Reports, of_lines, of_run
 from liger_kernel.train.model import save
 from liger_kernel.train.optimizer import adamw, scheduler
 from liger_kernel.train.ranks import News, Preempted, Ranks, Watch, local_rank, restarts
-from liger_kernel.train.resume import UNMOVED, accept, configured, finished, numbers
+from liger_kernel.train.resume import UNMOVED, accept, configured, finished, numbers, seed_all
 from liger_kernel.train.rows import Data
 
 try:
@@ -110,7 +110,7 @@ class _Lines(L.Callback):
         self.preempted = False
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        self.seen, self.loss = trainer.global_step, 0.0
+        self.seen, self.begun, self.loss = trainer.global_step, -1, 0.0
         self.pace.begin(trainer.global_step)
         configured(trainer.optimizers[0], trainer.lr_scheduler_configs[0].scheduler, module.numbers)
         if trainer.global_step:  # a step ends where batches so far divide by its parts: of a checkpoint, steps may have had another number of these
@@ -119,6 +119,11 @@ class _Lines(L.Callback):
                 open_ = count.ready - count.completed
                 count.ready = count.started = count.processed = trainer.global_step * module.parts
                 count.completed = count.ready - open_
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+        if trainer.global_step != self.begun:  # of dropout: what was drawn before, or before a restart, plays no part
+            self.begun = trainer.global_step
+            seed_all(self.config.seed, self.begun, self.ranks.rank)
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
         self.norm = torch.nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None])

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import os
-import random
 import statistics
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,7 +25,7 @@ from liger_kernel.train.metrics import Endpoint, Reports, StepLines, as_json, ch
 from liger_kernel.train.model import attend, build, device_and_precision, flops_per_token, save
 from liger_kernel.train.optimizer import adamw, learning_rate
 from liger_kernel.train.ranks import News, Preempted, Ranks, Stop, Watch, joined, local_rank, restarts, told_to_stop
-from liger_kernel.train.resume import refuse_other
+from liger_kernel.train.resume import refuse_other, seed_all
 from liger_kernel.train.rows import Data
 from liger_kernel.train.store import Store, stored
 
@@ -103,7 +100,7 @@ class _Run:
         self.checkpoints = Checkpoints(self.out / "checkpoints", ranks, config.checkpoint_keep)
         self.step, self.position, self.tokens, self.nonfinite, self.skips = 0, 0, 0, 0, 0
         self.rows = config.global_batch or config.batch * config.accumulate * self.parallel.data_ranks
-        _seed_all(config.seed, self.parallel.data_rank)  # of dropout: other tokens, other draws
+        seed_all(config.seed, self.parallel.data_rank)  # of dropout: other tokens, other draws
         self._resume()
         self.memory = PeakMemory(device)
         self.timer = StepClock(device)
@@ -349,7 +346,7 @@ class _Run:
         self.data.seek(self.position, state.get("data", {}))
         self.rows = self.config.global_batch or state["global_batch"]
         if state["ranks"] != self.ranks.world:
-            _seed_all(self.config.seed, self.step, self.parallel.data_rank)
+            seed_all(self.config.seed, self.step, self.parallel.data_rank)
         if self.ranks.first:
             print(f"resuming after step {self.step} from {path} ({state['ranks']} ranks then, {self.ranks.world} now)", flush=True)
 
@@ -364,18 +361,6 @@ class _Run:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
-
-
-def _seed(*numbers: int) -> int:
-    """One seed of several numbers."""
-    return functools.reduce(lambda seed, number: seed * 1_000_003 + number, numbers) % 2**63
-
-
-def _seed_all(*numbers: int) -> None:
-    """PyTorch's generators, and those of Python and NumPy, which collators and models of others may draw from."""
-    torch.manual_seed(_seed(*numbers))
-    random.seed(_seed(*numbers))
-    np.random.seed(_seed(*numbers) % 2**32)
 
 
 def _percentile(ordered: list[float], part: float) -> float | None:

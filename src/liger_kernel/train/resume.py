@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from liger_kernel.train.config import TrainConfig, UserError
@@ -63,3 +66,15 @@ def configured(optimizer: Any, schedule: Any, numbers: list[dict[str, Any]]) -> 
     for group, own, part in zip(optimizer.param_groups, numbers, schedule.lr_lambdas):
         group.update(own, initial_lr=own["lr"], lr=own["lr"] * part(schedule.last_epoch))
     schedule._last_lr = [group["lr"] for group in optimizer.param_groups]
+
+
+def _seed(*numbers: int) -> int:
+    """One seed of several numbers."""
+    return functools.reduce(lambda seed, number: seed * 1_000_003 + number, numbers) % 2**63
+
+
+def seed_all(*numbers: int) -> None:
+    """PyTorch's generators, and those of Python and NumPy, which collators and models of others may draw from."""
+    torch.manual_seed(_seed(*numbers))
+    random.seed(_seed(*numbers))
+    np.random.seed(_seed(*numbers) % 2**32)

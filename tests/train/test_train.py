@@ -92,7 +92,7 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path):
 
 def test_every_field_is_a_flag():
     argv, expected = [], {}
-    together = {"trainer": "torch", "parallel": "tp", "optimizer": "adamw"}  # the last choices of all fields are not to be had at once
+    together = {"trainer": "torch", "parallel": "ddp", "optimizer": "adamw"}  # the last choices of all fields are not to be had at once
     for field in dataclasses.fields(TrainConfig):
         flag = "--" + field.name.replace("_", "-")
         value = getattr(TrainConfig(), field.name)

@@ -187,7 +187,7 @@ def run(config: TrainConfig, data: Data, model: Any, device: torch.device, preci
     """Train and save as ``config`` says; what ``metrics.json`` holds. A line is the mean of ``log_every`` steps here."""
     folder = Path(config.out) / "checkpoints-hf"
     last = latest(folder, ranks)
-    rows = accept(config, data, ranks, folder, last)
+    rows = accept(config, data, model, ranks, folder, last)
     args = arguments(config, folder, device, precision, ranks, rows)
     memory, pace = PeakMemory(device), Pace(lambda step: data.tokens_of((step - 1) * rows, step * rows, config.seed), config.steps)
     endpoint = Endpoint(config.metrics_host, config.metrics_port + local_rank(), ranks.rank) if config.metrics_port else None

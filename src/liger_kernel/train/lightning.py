@@ -67,6 +67,23 @@ class _Module(L.LightningModule):
         super().__init__()
         self.config, self.model, self.parts = config, model, parts
 
+    @property
+    def strict_loading(self) -> bool:
+        return False  # a frozen base is in no checkpoint; ``on_load_checkpoint`` sees to the rest
+
+    def _trained(self) -> set[str]:
+        trained = {name for name, p in self.named_parameters() if p.requires_grad}
+        return trained if len(trained) < sum(1 for _ in self.parameters()) else set(self.state_dict())
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        trained = self._trained()
+        checkpoint["state_dict"] = {name: value for name, value in checkpoint["state_dict"].items() if name in trained}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        there, mine = checkpoint["state_dict"].keys(), self._trained()
+        if strange := sorted(mine - there) or sorted(there - mine - self.state_dict().keys()):
+            raise UserError(f"checkpoint does not fit this model: of the two, one alone has {', '.join(strange[:3])}{' ...' if len(strange) > 3 else ''}")
+
     def training_step(self, batch: dict[str, Any], index: int) -> Tensor:
         return self.model(**batch, use_cache=False).loss * self.parts  # Lightning takes the mean of the parts of a step
 
@@ -208,7 +225,7 @@ def run(config: TrainConfig, data: Data, model: Any, device: torch.device, preci
     """Train and save as ``config`` says; what ``metrics.json`` holds."""
     folder = Path(config.out) / "checkpoints-lightning"
     last = ranks.agreed(newest(folder) if ranks.first else None)
-    rows = accept(config, data, ranks, folder, last)
+    rows = accept(config, data, model, ranks, folder, last)
     parts = math.ceil(math.ceil(rows / ranks.world) / config.batch)
     here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world))  # ranks on this machine
     memory, pace = PeakMemory(device), Pace(lambda step: data.tokens_of((step - 1) * rows, step * rows, config.seed), config.steps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import statistics
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from liger_kernel.parallel import Parallel, parallelize
+from liger_kernel.train import adapters
 from liger_kernel.train.checkpoint import Checkpoints
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.data import load
@@ -44,6 +46,7 @@ def train(config: TrainConfig) -> dict[str, Any]:
         torch.use_deterministic_algorithms(True)
     out = Path(config.out)
     device, precision = device_and_precision(config)
+    adapters.check(config, device)
     # without checkpoints there is nothing to save on SIGTERM, which then ends the process as it always does
     stoppable = told_to_stop() if config.checkpoint_every else contextlib.nullcontext(Stop())
     with stoppable as stop, joined(config, device) as ranks, held(out, ranks):
@@ -56,7 +59,7 @@ def train(config: TrainConfig) -> dict[str, Any]:
             attention = attend(config, data.rows, model, device, precision)
             data.check(model.config.get_text_config().vocab_size)
             if ranks.first:
-                print(f"attention: {attention}", flush=True)
+                _say(config, model, attention)
             if device.type == "cuda" and config.kernels == "on":
                 use_cache()
                 compile_ahead(config, model.config, precision, ranks)
@@ -66,6 +69,18 @@ def train(config: TrainConfig) -> dict[str, Any]:
             if "problem" in metrics:
                 raise OSError(metrics["problem"])
     return metrics
+
+
+def _say(config: TrainConfig, model: Any, attention: str) -> None:
+    """What the model is made of, at the start."""
+    if config.lora:
+        print(f"adapters: {adapters.described(config, model)}")
+    print(f"attention: {attention}", flush=True)
+    import liger_kernel.transformers as patches
+
+    if config.kernels == "on" and hasattr(patches, "projections_report"):
+        report = patches.projections_report(model)
+        print(report if isinstance(report, str) else "\n".join(map(str, report)), flush=True)
 
 
 def _by(config: TrainConfig, data: Data, model: Any, device: torch.device, precision: str, ranks: Ranks, stop: Stop, store: Store | None) -> dict[str, Any]:
@@ -89,6 +104,7 @@ class _Run:
     def __init__(self, config: TrainConfig, data: Data, model: Any, device: torch.device, precision: str, ranks: Ranks, stop: Stop, store: Store | None = None):
         self.config, self.data, self.device, self.precision, self.ranks, self.stop, self.store = config, data, device, precision, ranks, stop, store
         self.flops = flops_per_token(model, config.length)
+        self.adapters = adapters.identity(config, model)
         mixed = torch.bfloat16 if precision == "bf16-mixed" else None
         try:
             self.parallel: Parallel = parallelize(model, config.parallel, param_dtype=mixed)
@@ -317,7 +333,7 @@ class _Run:
         module: Any = self.parallel.module
         config = module.config.get_text_config()
         form = {name: getattr(config, name, None) for name in ("model_type", "num_attention_heads", "num_key_value_heads", "head_dim")}
-        return {"seed": self.config.seed, "length": self.config.length} | self.data.identity() | {"model": form}
+        return {"seed": self.config.seed, "length": self.config.length} | self.data.identity() | {"model": form} | self.adapters
 
     def _save(self, wait: bool) -> None:
         state = {
@@ -338,9 +354,9 @@ class _Run:
             return
         if not self.config.resume and restarts() == 0:
             raise UserError(f"{self.checkpoints.folder} holds checkpoints: remove them, give another --out, or leave --no-resume")
+        there = json.loads((path / "state.json").read_text())["identity"]
+        refuse_other(path, {"model": self._identity()["model"]} | there, self._identity())  # which is not in those of earlier releases
         state = self.checkpoints.load(path, self.parallel.module, self.optimizer)
-        there = {"model": self._identity()["model"]} | state["identity"]  # which is not in those of earlier releases
-        refuse_other(path, there, self._identity())
         self.step, self.position, self.tokens = state["step"], state["position"], state["tokens"]
         self.nonfinite, self.skips = state["nonfinite"], state["skips"]
         self.data.seek(self.position, state.get("data", {}))

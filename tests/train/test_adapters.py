@@ -96,7 +96,7 @@ def forget_the_newest(config):
         pytest.param("lightning", dict(precision="bf16-mixed"), marks=needs("lightning")),
         pytest.param("torch", dict(quantize="nf4", precision="bf16-mixed"), marks=needs("bitsandbytes")),
         pytest.param("hf", dict(quantize="int8"), marks=needs("bitsandbytes")),
-        pytest.param("lightning", dict(quantize="nf4"), marks=needs("lightning", "bitsandbytes")),
+        pytest.param("lightning", dict(quantize="nf4", dora=True), marks=needs("lightning", "bitsandbytes")),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())).replace(" ", ""),
 )
@@ -190,6 +190,7 @@ def test_adapters_saved_beside_their_model_are_no_part_of_it(config, tmp_path):
         ("--lora 4 --lora-targets q_proj,,v_proj", "lora_targets must be all-linear, or names of layers"),
         ("--lora 4 --lora-targets all-linear,v_proj", "lora_targets must be all-linear, or names of layers"),
         ("--lora 4 --parallel tp", "lora needs parallel none, ddp, fsdp2 or deepspeed"),
+        ("--lora 4 --quantize int8 --dora", "dora needs quantize nf4 or fp8, or none"),
         ("--lora 4 --quantize int8 --parallel fsdp2", "quantize int8 needs parallel none or ddp, got fsdp2"),
     ],
 )

@@ -79,7 +79,7 @@ class TrainConfig:
     lora_targets: str = _field(
         EVERY_LINEAR, "adapters", "layers with adapters: names with commas between, such as q_proj,v_proj; all-linear: every linear layer but the head"
     )
-    dora: bool = _field(False, "adapters", "DoRA: the adapter turns a weight's columns, and their lengths are learnt apart")
+    dora: bool = _field(False, "adapters", "DoRA: adapters learn the direction of a weight, a vector its magnitude")
     rslora: bool = _field(False, "adapters", "scale adapters by alpha / sqrt(rank)")
     quantize: str | None = _field(
         None, "adapters", "keep the frozen base in 4 bits (nf4) or 8 (int8) by bitsandbytes, or in fp8 for GPUs that compute in it", QUANTIZED
@@ -224,6 +224,8 @@ class TrainConfig:
             raise UserError("lora needs parallel none, ddp, fsdp2 or deepspeed: tp does not split adapters")
         if self.quantize and self.parallel not in ("none", "ddp"):
             raise UserError(f"quantize {self.quantize} needs parallel none or ddp, got {self.parallel}")
+        if self.dora and self.quantize == "int8":  # PEFT 0.21 and bitsandbytes 0.50 lose them in the second step
+            raise UserError("dora needs quantize nf4 or fp8, or none: the scales of int8 do not survive it")
 
     @property
     def target_modules(self) -> str | list[str]:

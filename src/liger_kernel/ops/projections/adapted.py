@@ -168,10 +168,11 @@ class Projections:
         self.grads: list[list[Tensor | None]] = [[None] * len(n) for n in need]
         self.dxas = [dys[0].new_empty(dys[0].shape[0], stack.spans[-1][1], dtype=self.thin) for stack in self.stacks]
 
-    def have(self, i: int, dxa: Tensor, db: Tensor) -> None:
-        """Take the gradients of x A^T and B of the one adapter of projection i from elsewhere."""
-        ((_, s, span, _),) = self._spans(i)
-        self.dxas[s][:, span] = dxa
+    def have(self, i: int, db: Tensor) -> None:
+        """Take the gradient of B of the one adapter of projection i from elsewhere."""
+        ((adapter, s, span, n),) = self._spans(i)
+        dxa = self.dxas[s][:, span]
+        torch.addmm(dxa, self.dys[i], self.bs[n], beta=0, alpha=adapter.scale, out=dxa)
         self.grads[i][4] = db
 
     def thin_gradients(self, dys: Sequence[Tensor], need: Sequence[Sequence[bool]]) -> None:

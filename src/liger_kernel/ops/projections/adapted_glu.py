@@ -4,10 +4,11 @@ Shapes: gate, up, h (M, N) and their gradients; the thin products x A^T of the g
 adapter A (R, N), and dy B of its backward (M, R).
 
   forward   h = act(g) u  with  g = gate + s_g xa_g B_g^T,  u = up + s_u xa_u B_u^T;  and h A^T
-  backward  dh + s_d dya A  in the place of dh's product with the base;  dg, du;  dg B_g, du B_u, dg^T xa_g, du^T xa_u, dya^T h
+  backward  dh + s_d dya A  in the place of dh's product with the base;  dg, du;  dg^T xa_g, du^T xa_u, dya^T h
 
-So gate and up are kept without what the adapters add, and neither what these add, nor h in the backward, is ever written. Sums over all columns, and over
-all rows, come in parts, one for each program of a row or a column of tiles, which are added in a fixed order.
+So gate and up are kept without what the adapters add, and neither what these add, nor h in the backward, is ever written. Sums over all columns (h A^T) and
+over all rows (the gradients) come in parts, one for each program of a row or a column of tiles, which are added in a fixed order. (dg B_g would come in
+parts as large as dg.)
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ MAX_RANK = 64  # beyond it the thin operands fill the registers
 
 
 @jit
-def _thin(ptr, index, stride_index, rank, R: tl.constexpr, mask):
-    """Rows ``index`` of a thin (.., R) matrix, padded with zeros to R columns."""
-    r = tl.arange(0, R)
+def _thin(ptr, index, stride_index, rank, RANK: tl.constexpr, mask):
+    """Rows ``index`` of a thin (.., R) matrix, padded with zeros to RANK columns."""
+    r = tl.arange(0, RANK)
     return tl.load(ptr + index[:, None] * stride_index + r[None, :], mask=mask[:, None] & (r < rank)[None, :], other=0.0)
 
 
@@ -70,8 +71,8 @@ def _fwd(
 
 @jit
 def _bwd(
-    dh_ptr, gate_ptr, up_ptr, xg_ptr, bg_ptr, xu_ptr, bu_ptr, dya_ptr, ad_ptr, dxg_ptr, dxu_ptr, dbg_ptr, dbu_ptr, dad_ptr, M, N,
-    xg_stride, xu_stride, dya_stride, rank_g, rank_u, rank_d, scale_g, scale_u, scale_d, ACT: tl.constexpr, R_G: tl.constexpr, R_U: tl.constexpr,
+    dh_ptr, gate_ptr, up_ptr, xg_ptr, bg_ptr, xu_ptr, bu_ptr, dya_ptr, ad_ptr, dbg_ptr, dbu_ptr, dad_ptr, M, N,
+    xg_stride, xu_stride, dya_stride, rank_g, rank_u, rank_d, scale_g, scale_u, ACT: tl.constexpr, R_G: tl.constexpr, R_U: tl.constexpr,
     R_D: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """dg and du in the place of gate and up."""
@@ -113,14 +114,8 @@ def _bwd(
         tl.store(gate_ptr + at, dg, mask=mask)
         tl.store(up_ptr + at, du, mask=mask)
         if R_G > 0:
-            r = tl.arange(0, R_G)
-            dx = tl.dot(dg, bg, input_precision=PRECISION) * scale_g
-            tl.store(dxg_ptr + (tile.to(tl.int64) * M + row)[:, None] * rank_g + r[None, :], dx, mask=(row < M)[:, None] & (r < rank_g)[None, :])
             dbg = tl.dot(tl.trans(dg), xg, dbg, input_precision=PRECISION)
         if R_U > 0:
-            r = tl.arange(0, R_U)
-            dx = tl.dot(du, bu, input_precision=PRECISION) * scale_u
-            tl.store(dxu_ptr + (tile.to(tl.int64) * M + row)[:, None] * rank_u + r[None, :], dx, mask=(row < M)[:, None] & (r < rank_u)[None, :])
             dbu = tl.dot(tl.trans(du), xu, dbu, input_precision=PRECISION)
         if R_D > 0:
             h = tl.where(mask, act.to(gate.dtype).to(tl.float32) * u, 0.0).to(gate.dtype)
@@ -150,11 +145,10 @@ class Thin(NamedTuple):
     scale: float
 
 
-def _tiles(gate: Tensor, *ranks: int) -> dict[str, int]:
+def _tiles(gate: Tensor) -> dict[str, int]:
     if config.arch() == "cpu":
         return dict(BLOCK_M=16, BLOCK_N=32, num_warps=4)
-    wide = max(ranks) > 32
-    return dict(BLOCK_M=16 if wide or gate.itemsize == 4 else 32, BLOCK_N=128, num_warps=4)
+    return dict(BLOCK_M=32 if gate.itemsize == 2 else 16, BLOCK_N=128, num_warps=8)
 
 
 def _precision(gate: Tensor) -> str:
@@ -168,7 +162,7 @@ def adapted_glu_fwd(
 ) -> tuple[Tensor, Tensor]:
     """h, and h A^T in fp32."""
     (M, N), ranks = gate.shape, (bg.shape[1], bu.shape[1], ad.shape[0])
-    tile = _tiles(gate, *ranks)
+    tile = _tiles(gate)
     n_tiles = cdiv(N, tile["BLOCK_N"])
     h, ha = torch.empty_like(gate), gate.new_empty(n_tiles, M, ranks[2], dtype=torch.float32)
     launch(_fwd, (n_tiles * cdiv(M, tile["BLOCK_M"]),), gate, up, h, xg, bg, xu, bu, ad, ha, M, N, xg.stride(0), xu.stride(0), *ranks, scale_g, scale_u,
@@ -178,19 +172,18 @@ def adapted_glu_fwd(
 
 @launcher(
     "(Tensor dh, Tensor(a!) gate, Tensor(b!) up, Tensor xg, Tensor bg, float scale_g, Tensor xu, Tensor bu, float scale_u, Tensor dya, Tensor ad, str act)"
-    " -> (Tensor dxg, Tensor dxu, Tensor dbg, Tensor dbu, Tensor dad)"
+    " -> (Tensor dbg, Tensor dbu, Tensor dad)"
 )
 def adapted_glu_bwd_(
     dh: Tensor, gate: Tensor, up: Tensor, xg: Tensor, bg: Tensor, scale_g: float, xu: Tensor, bu: Tensor, scale_u: float, dya: Tensor, ad: Tensor, act: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dg and du in the place of gate and up; in fp32 the gradients of the thin products (M, R), of B's (N, R), and of A (N, R), that is A^T."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dg and du in the place of gate and up; in fp32 the gradients of both B (N, R), and of A^T (N, R)."""
     (M, N), ranks = gate.shape, (bg.shape[1], bu.shape[1], ad.shape[0])
-    tile = _tiles(gate, *ranks)
+    tile = _tiles(gate)
     n_tiles, rows = cdiv(N, tile["BLOCK_N"]), tile["BLOCK_M"] * STEPS
     parts = cdiv(M, rows)
-    dxs = [gate.new_empty(n_tiles, M, r, dtype=torch.float32) for r in ranks[:2]]
     dws = [gate.new_empty(parts, N, r, dtype=torch.float32) for r in ranks]
-    launch(_bwd, (n_tiles * parts,), dh, gate, up, xg, bg, xu, bu, dya, ad, *dxs, *dws, M, N, xg.stride(0), xu.stride(0), dya.stride(0), *ranks,
-           scale_g, scale_u, 1.0, ACT=act, R_G=padded(ranks[0]), R_U=padded(ranks[1]), R_D=padded(ranks[2]), PRECISION=_precision(gate), ROWS=rows,
+    launch(_bwd, (n_tiles * parts,), dh, gate, up, xg, bg, xu, bu, dya, ad, *dws, M, N, xg.stride(0), xu.stride(0), dya.stride(0), *ranks,
+           scale_g, scale_u, ACT=act, R_G=padded(ranks[0]), R_U=padded(ranks[1]), R_D=padded(ranks[2]), PRECISION=_precision(gate), ROWS=rows,
            **tile)  # fmt: skip
-    return tuple(t.sum(0) for t in (*dxs, *dws))
+    return tuple(t.sum(0) for t in dws)

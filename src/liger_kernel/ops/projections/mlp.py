@@ -268,11 +268,11 @@ class AdaptedMLPFunction(torch.autograd.Function):
         h = last.input_gradient(bare=ctx.fused)
         if ctx.fused:
             a = last.As[0]
-            *of_thin, da = adapted_glu_bwd_(h, *projected, *gate_up.of(0), *gate_up.of(1), last.dxas[0], a, ctx.form[0])
+            *dbs, da = adapted_glu_bwd_(h, *projected, *gate_up.of(0), *gate_up.of(1), last.dxas[0], a, ctx.form[0])
             last.grads[0][3] = da.t()
             gate_up.begin(projected, needs[:-1])
-            for i in range(2):
-                gate_up.have(i, *of_thin[i::2])
+            for i, db in enumerate(dbs):
+                gate_up.have(i, db)
         else:
             # now h, and the gradients of what was projected
             glu_bwd_(h, *_halves(*_pair(projected)), ctx.form[0], any(needs[-1]), *ctx.form[1:])

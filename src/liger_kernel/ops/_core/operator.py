@@ -57,8 +57,8 @@ class T:
 class Case:
     """Arguments worth testing or timing, named after the model they come from.
 
-    ``error`` marks a call that must raise ``ValueError`` with that text. ``gpu`` marks real-model shapes, too large for the interpreter;
-    ``timed`` those that are only measured, as tests of the same kernels at smaller shapes say as much.
+    ``error`` marks a call that must raise ``ValueError`` with the operator's name, a colon and that text. ``gpu`` marks real-model shapes, too large for the
+    interpreter; ``timed`` those that are only measured, as tests of the same kernels at smaller shapes say as much.
     """
 
     name: str
@@ -112,12 +112,7 @@ class Op:
     doc: str
 
 
-def op(
-    *,
-    reference: Callable,
-    cases: Sequence[Case],
-    cost: Callable[..., Cost],
-) -> Callable[[F], F]:
+def op(*, reference: Callable, cases: Sequence[Case], cost: Callable[..., Cost]) -> Callable[[F], F]:
     """Declare a public operator; ``reference`` has its signature and is its meaning, in any dtype, on any device.
 
     A long signature is written once: a reference that only names its parameters gets the defaults and types of the public function, and its last one,

@@ -394,17 +394,21 @@ _ALPHAS = dict(alpha_pre=T((1,)), alpha_post=T((1,)), alpha_res=T((1,)))
         Case("streams-4", dict(x=T((2, 19, 4, 20)), phi=T((80, 24)), b=T((24,)), **_ALPHAS, tmax=5)),
         Case("streams-3", dict(x=T((7, 3, 30)), phi=T((90, 15)), b=T((15,)), **_ALPHAS, tmax=3, rms_eps=1e-5, pre_eps=0.1, sinkhorn_eps=0.0, post_mult=1.5)),
         Case("fp32-weights", dict(x=T((5, 2, 16)), phi=T((32, 8), dtype=torch.float32), b=T((8,), dtype=torch.float32), **_ALPHAS, tmax=1)),
-        Case("bad-phi", dict(x=T((5, 2, 16)), phi=T((32, 9)), b=T((8,)), **_ALPHAS), error="mhc_coeffs: phi must have shape (32, 8), got (32, 9)"),
-        Case("bad-b", dict(x=T((5, 2, 16)), phi=T((32, 8)), b=T((9,)), **_ALPHAS), error="mhc_coeffs: b must have shape (8,), got (9,)"),
-        Case("bad-alpha", dict(x=T((5, 2, 16)), phi=T((32, 8)), b=T((8,)), alpha_pre=T((2,)), alpha_post=T((1,)), alpha_res=T((1,))),
-             error="mhc_coeffs: alpha_pre must have one element, got shape (2,)"),
-        Case("bad-tmax", dict(x=T((5, 2, 16)), phi=T((32, 8)), b=T((8,)), **_ALPHAS, tmax=0), error="mhc_coeffs: tmax must be at least 1, got 0"),
+        Case("bad-phi", dict(x=T((5, 2, 16)), phi=T((32, 9)), b=T((8,)), **_ALPHAS), error="phi must have shape (32, 8), got (32, 9)"),
+        Case("bad-b", dict(x=T((5, 2, 16)), phi=T((32, 8)), b=T((9,)), **_ALPHAS), error="b must have shape (8,), got (9,)"),
+        Case(
+            "bad-alpha",
+            dict(x=T((5, 2, 16)), phi=T((32, 8)), b=T((8,)), alpha_pre=T((2,)), alpha_post=T((1,)), alpha_res=T((1,))),
+            error="alpha_pre must have one element, got shape (2,)",
+        ),
+        Case("bad-tmax", dict(x=T((5, 2, 16)), phi=T((32, 8)), b=T((8,)), **_ALPHAS, tmax=0), error="tmax must be at least 1, got 0"),
     ],
     cost=lambda x, phi, b, *_, **__: Cost(
-        nbytes(x, phi) + x.numel() // x.shape[-1] * (x.shape[-2] + 2) * 4, 2 * nbytes(x, phi),
+        nbytes(x, phi) + x.numel() // x.shape[-1] * (x.shape[-2] + 2) * 4,
+        2 * nbytes(x, phi),
         gemms=([(x[..., 0, 0].numel(), phi.shape[1], phi.shape[0])], [(x[..., 0, 0].numel(), phi.shape[1], phi.shape[0])] * 2),
     ),
-)  # fmt: skip
+)
 def mhc_coeffs(
     x: Tensor, phi: Tensor, b: Tensor, alpha_pre: Tensor, alpha_post: Tensor, alpha_res: Tensor, *, tmax: int = 20, rms_eps: float = 1e-6,
     pre_eps: float = 0.0, sinkhorn_eps: float = 1e-6, post_mult: float = 2.0,

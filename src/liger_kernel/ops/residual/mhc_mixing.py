@@ -181,13 +181,11 @@ class LigerMHCPostResFunction(torch.autograd.Function):
     cases=[
         Case("streams-4", dict(x=T((2, 9, 4, 24)), h_pre=T((2, 9, 4), dtype=torch.float32))),
         Case("odd", dict(x=T((5, 3, 33)), h_pre=T((5, 3)))),
-        Case("bad-h", dict(x=T((5, 3, 8)), h_pre=T((5, 4))), error="mhc_pre: h_pre must have shape (5, 3), got (5, 4)"),
-        Case("bad-x", dict(x=T((5,)), h_pre=T((5,))), error="mhc_pre: x must be floating point of shape (..., H, C), got torch.float32 (5,)"),
+        Case("bad-h", dict(x=T((5, 3, 8)), h_pre=T((5, 4))), error="h_pre must have shape (5, 3), got (5, 4)"),
+        Case("bad-x", dict(x=T((5,)), h_pre=T((5,))), error="x must be floating point of shape (..., H, C), got torch.float32 (5,)"),
     ],
-    cost=lambda x, h_pre: Cost(
-        nbytes(x, h_pre, x[..., 0, :]), nbytes(x, x, h_pre, h_pre, x[..., 0, :]), flops=(2 * x.numel(), 3 * x.numel())
-    ),
-)  # fmt: skip
+    cost=lambda x, h_pre: Cost(nbytes(x, h_pre, x[..., 0, :]), nbytes(x, x, h_pre, h_pre, x[..., 0, :]), flops=(2 * x.numel(), 3 * x.numel())),
+)
 def mhc_pre(x: Tensor, h_pre: Tensor) -> Tensor:
     """``sum_i h_pre_i x_i`` of streams x (..., H, C) and h_pre (..., H), as (..., C)."""
     _check("mhc_pre", x, h_pre=(h_pre, x.shape[:-1]))
@@ -199,19 +197,17 @@ def mhc_pre(x: Tensor, h_pre: Tensor) -> Tensor:
 @op(
     reference=post_res_reference,
     cases=[
-        Case("streams-4", dict(x=T((2, 9, 4, 24)), f_out=T((2, 9, 24)), h_post=T((2, 9, 4), dtype=torch.float32),
-                               h_res=T((2, 9, 4, 4), dtype=torch.float32))),
+        Case("streams-4", dict(x=T((2, 9, 4, 24)), f_out=T((2, 9, 24)), h_post=T((2, 9, 4), dtype=torch.float32), h_res=T((2, 9, 4, 4), dtype=torch.float32))),
         Case("odd", dict(x=T((5, 3, 33)), f_out=T((5, 33)), h_post=T((5, 3)), h_res=T((5, 3, 3)))),
-        Case("bad-f", dict(x=T((5, 3, 8)), f_out=T((5, 9)), h_post=T((5, 3)), h_res=T((5, 3, 3))),
-             error="mhc_post_res: f_out must have shape (5, 8), got (5, 9)"),
-        Case("bad-res", dict(x=T((5, 3, 8)), f_out=T((5, 8)), h_post=T((5, 3)), h_res=T((5, 3))),
-             error="mhc_post_res: h_res must have shape (5, 3, 3), got (5, 3)"),
+        Case("bad-f", dict(x=T((5, 3, 8)), f_out=T((5, 9)), h_post=T((5, 3)), h_res=T((5, 3, 3))), error="f_out must have shape (5, 8), got (5, 9)"),
+        Case("bad-res", dict(x=T((5, 3, 8)), f_out=T((5, 8)), h_post=T((5, 3)), h_res=T((5, 3))), error="h_res must have shape (5, 3, 3), got (5, 3)"),
     ],
     cost=lambda x, f_out, h_post, h_res: Cost(
-        nbytes(x, x, f_out, h_post, h_res), nbytes(x, x, x, f_out, f_out, h_post, h_post, h_res, h_res),
+        nbytes(x, x, f_out, h_post, h_res),
+        nbytes(x, x, x, f_out, f_out, h_post, h_post, h_res, h_res),
         flops=(2 * x.numel() * (x.shape[-2] + 1), 4 * x.numel() * (x.shape[-2] + 1)),
     ),
-)  # fmt: skip
+)
 def mhc_post_res(x: Tensor, f_out: Tensor, h_post: Tensor, h_res: Tensor) -> Tensor:
     """``y_o = sum_i h_res_oi x_i + h_post_o f_out`` of streams x (..., H, C), f_out (..., C), h_post (..., H) and h_res (..., H, H), like x."""
     outer, H, C = x.shape[:-2], x.shape[-2:-1], x.shape[-1:]

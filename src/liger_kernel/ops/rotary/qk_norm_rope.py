@@ -318,21 +318,26 @@ def _qk(B: int, Hq: int, Hk: int, T: int, D: int, half: int, draw=torch.randn, t
         Case("no-upcast", _qk(1, 2, 1, 2, 16, 8, casting="none", w_dtype=torch.float32)),
         Case("autocast", _qk(1, 2, 1, 2, 20, 8, casting="gemma", rope_casting="none") | _angles(2, 8, dtype=torch.float32)),
         Case("rounded", _qk(2, 4, 2, 3, 20, 8, rope_casting="none")),
-        Case("bad-weight", _qk(2, 4, 2, 5, 16, 8) | dict(wk=T_((8,))), error="qk_norm_rope: wq and wk must have shape (16,), got (16,) and (8,)"),
-        Case("bad-casting", _qk(2, 4, 2, 5, 16, 8, casting="bf16"), error="qk_norm_rope: casting must be one of ('llama', 'gemma', 'none'), got 'bf16'"),
-        Case("bad-rope-casting", _qk(2, 4, 2, 5, 16, 8, rope_casting="llama"),
-             error="qk_norm_rope: rope_casting must be one of ('none', 'back', 'fp32'), got 'llama'"),
-        Case("integers", _qk(2, 4, 2, 5, 16, 8) | dict(q=T_((2, 4, 5, 16), dtype=torch.int64)),
-             error="qk_norm_rope: q and k must be floating point, got torch.int64 and torch.float32"),
-        Case("shapes-differ", _qk(2, 4, 2, 5, 16, 8) | dict(k=T_((2, 2, 6, 16))),
-             error="qk_norm_rope: q and k must agree but for the heads, got (2, 4, 5, 16) and (2, 2, 6, 16)"),
+        Case("bad-weight", _qk(2, 4, 2, 5, 16, 8) | dict(wk=T_((8,))), error="wq and wk must have shape (16,), got (16,) and (8,)"),
+        Case("bad-casting", _qk(2, 4, 2, 5, 16, 8, casting="bf16"), error="casting must be one of ('llama', 'gemma', 'none'), got 'bf16'"),
+        Case("bad-rope-casting", _qk(2, 4, 2, 5, 16, 8, rope_casting="llama"), error="rope_casting must be one of ('none', 'back', 'fp32'), got 'llama'"),
+        Case(
+            "integers",
+            _qk(2, 4, 2, 5, 16, 8) | dict(q=T_((2, 4, 5, 16), dtype=torch.int64)),
+            error="q and k must be floating point, got torch.int64 and torch.float32",
+        ),
+        Case(
+            "shapes-differ",
+            _qk(2, 4, 2, 5, 16, 8) | dict(k=T_((2, 2, 6, 16))),
+            error="q and k must agree but for the heads, got (2, 4, 5, 16) and (2, 2, 6, 16)",
+        ),
     ],
     cost=lambda q, k, wq, wk, cos, sin, position_ids=None, **_: Cost(
         nbytes(q, k, q, k, wq, wk, cos, sin, position_ids),
         nbytes(q, k, q, k, q, k, wq, wk, wq, wk, cos, sin, position_ids),
         flops=(7 * (q.numel() + k.numel()), 13 * (q.numel() + k.numel())),
     ),
-)  # fmt: skip
+)
 def qk_norm_rope(
     q: Tensor, k: Tensor, wq: Tensor, wk: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, *,
     eps: float = 1e-6, offset: float = 0.0, casting: str = "llama", layout: str = "halves", unsqueeze_dim: int = 1, rope_casting: str = "fp32",

@@ -15,9 +15,8 @@ The gradient of this rank's loss is  p_j (1 + 2 z_loss lse) - [j = y] (1 - e) - 
 
 One collective: every rank gathers every rank's maximum, sum of exponentials and target logit (for smoothing also the sum of logits, for the entropy their
 sum weighted by exponentials), 12 to 20 bytes a row and rank, and merges them in the same order. Reducing instead takes two, as sums wait for the maximum,
-and messages this small cost their latency.
-p is exp(z - top) / total with top and total apart: their lse is rounded at its own size, which would be an error of p relative to it.
-Shapes of real models and what it is measured against: ``bench/cases/vocab_parallel.py``.
+and messages this small cost their latency. p is exp(z - top) / total with top and total apart: their lse is rounded at its own size, which would be an
+error of p relative to it. Shapes of real models and what it is measured against: ``bench/cases/vocab_parallel.py``.
 """
 
 from __future__ import annotations
@@ -33,6 +32,7 @@ from torch import Tensor
 from liger_kernel.ops._core import config
 from liger_kernel.ops._core.operator import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, rows_of, shaped, tracing, use_kernels
 from liger_kernel.ops._core.tl import cdiv, jit, log, tanh, tl
+from liger_kernel.ops.losses.cross_entropy import targets
 from liger_kernel.ops.losses.cross_entropy_rows import check
 
 if TYPE_CHECKING:
@@ -403,44 +403,30 @@ class LigerVocabParallelCEFunction(torch.autograd.Function):
         return None if dz is None else dz.view(ctx.shape), *(None,) * 10
 
 
-def labels(*shape: int, V: int) -> T:
-    """Class indices for a ``Case``, every third one ignored."""
-
-    def draw(*shape: int, dtype: torch.dtype) -> Tensor:
-        y = torch.randint(0, V, shape)
-        y.view(-1)[::3] = -100
-        return y
-
-    return T(shape, draw, dtype=torch.int64)
+def _rows(M: int, N: int, **options: Any) -> dict[str, Any]:
+    return dict(logits=T((M, N)), target=targets(M, N), **options)
 
 
 @op(
     reference=reference,
     cases=[
-        Case("mean", dict(logits=T((9, 130)), target=labels(9, V=130))),
-        Case("megatron", dict(logits=T((5, 2, 61)), target=labels(5, 2, V=61), reduction="none", label_smoothing=0.1, formula="megatron",
-             mode="partition")),
-        Case("smoothing", dict(logits=T((6, 99)), target=labels(6, V=99), label_smoothing=0.1, reduction="sum")),
-        Case("gemma2", dict(logits=T((6, 99)), target=labels(6, V=99), softcap=2.0)),
-        Case("everything", dict(logits=T((6, 99)), target=labels(6, V=99), label_smoothing=0.2, formula="megatron", z_loss=1e-2, logit_scale=1.5, softcap=3.0,
-             reduction="none")),
-        Case("two-blocks", dict(logits=T((2, 8500)), target=labels(2, V=8500), label_smoothing=0.1)),
-        Case("all-ignored", dict(logits=T((1, 20)), target=labels(1, V=20), reduction="sum")),
-        Case("bad-target", dict(logits=T((3, 5)), target=labels(4, V=5)), error="vocab_parallel_cross_entropy: target must have shape (3,), got (4,)"),
-        Case("integers", dict(logits=T((3, 5), dtype=torch.int64), target=labels(3, V=5)),
-             error="vocab_parallel_cross_entropy: logits must be floating point, got torch.int64"),
-        Case("bad-formula", dict(logits=T((3, 5)), target=labels(3, V=5), formula="torch"),
-             error="vocab_parallel_cross_entropy: formula must be one of ('pytorch', 'megatron'), got 'torch'"),
-        Case("bad-mode", dict(logits=T((3, 5)), target=labels(3, V=5), mode="local"),
-             error="vocab_parallel_cross_entropy: mode must be one of ('global', 'partition'), got 'local'"),
-        Case("bad-sizes", dict(logits=T((3, 5)), target=labels(3, V=5), sizes=(5, 5)),
-             error="vocab_parallel_cross_entropy: sizes must be the classes of 1 ranks, 5 of rank 0, got (5, 5)"),
-        Case("no-class", dict(logits=T((3, 0)), target=labels(3, V=5)), error="vocab_parallel_cross_entropy: every rank must have a class, got none"),
-        Case("one-class", dict(logits=T((3, 1)), target=labels(3, V=1), formula="megatron", label_smoothing=0.1),
-             error="vocab_parallel_cross_entropy: formula 'megatron' must smooth over two classes or more, got one"),
+        Case("mean", _rows(9, 130)),
+        Case("megatron", dict(logits=T((5, 2, 61)), target=targets((5, 2), 61), reduction="none", label_smoothing=0.1, formula="megatron", mode="partition")),
+        Case("smoothing", _rows(6, 99, label_smoothing=0.1, reduction="sum")),
+        Case("gemma2", _rows(6, 99, softcap=2.0)),
+        Case("everything", _rows(6, 99, label_smoothing=0.2, formula="megatron", z_loss=1e-2, logit_scale=1.5, softcap=3.0, reduction="none")),
+        Case("two-blocks", _rows(2, 8500, label_smoothing=0.1)),
+        Case("all-ignored", _rows(1, 20, reduction="sum")),
+        Case("bad-target", dict(logits=T((3, 5)), target=targets(4, 5)), error="target must have shape (3,), got (4,)"),
+        Case("integers", dict(logits=T((3, 5), dtype=torch.int64), target=targets(3, 5)), error="logits must be floating point, got torch.int64"),
+        Case("bad-formula", _rows(3, 5, formula="torch"), error="formula must be one of ('pytorch', 'megatron'), got 'torch'"),
+        Case("bad-mode", _rows(3, 5, mode="local"), error="mode must be one of ('global', 'partition'), got 'local'"),
+        Case("bad-sizes", _rows(3, 5, sizes=(5, 5)), error="sizes must be the classes of 1 ranks, 5 of rank 0, got (5, 5)"),
+        Case("no-class", dict(logits=T((3, 0)), target=targets(3, 5)), error="every rank must have a class, got none"),
+        Case("one-class", _rows(3, 1, formula="megatron", label_smoothing=0.1), error="formula 'megatron' must smooth over two classes or more, got one"),
     ],
     cost=lambda logits, target, *_, **__: Cost(nbytes(logits, target), nbytes(logits, logits, target), flops=(4 * logits.numel(), 4 * logits.numel())),
-)  # fmt: skip
+)
 def vocab_parallel_cross_entropy(
     logits: Tensor,
     target: Tensor,

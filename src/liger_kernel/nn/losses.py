@@ -161,13 +161,7 @@ def liger_jsd(input: Tensor, target: Tensor, shift_labels: Tensor | None = None,
 
 
 def liger_kl_div(
-    input: Tensor,
-    target: Tensor,
-    size_average: bool = True,
-    reduce: bool = True,
-    reduction: str = "mean",
-    log_target: bool = False,
-    eps: float = 1e-10,
+    input: Tensor, target: Tensor, size_average: bool = True, reduce: bool = True, reduction: str = "mean", log_target: bool = False, eps: float = 1e-10
 ) -> Tensor:
     """``F.kl_div``: KL(target || exp(input)); ``reduce=False`` means "none", ``size_average=False`` "sum", and True leaves it to ``reduction``."""
     if reduce is False or size_average is False:
@@ -318,9 +312,13 @@ class LigerVocabParallelCrossEntropy(nn.Module):
     """
 
     def __init__(
-        self, ignore_index: int = -100, label_smoothing: float = 0.0, reduction: str = "none", label_smoothing_formula: str = "pytorch",
+        self,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        reduction: str = "none",
+        label_smoothing_formula: str = "pytorch",
         label_smoothing_mode: str = "global",
-    ):  # fmt: skip
+    ):
         super().__init__()
         validate_formula_and_mode(label_smoothing_formula, label_smoothing_mode)
         if reduction not in REDUCTIONS:
@@ -421,12 +419,7 @@ class LigerFusedLinearKLDivLoss(nn.Module):
     """
 
     def __init__(
-        self,
-        reduction: str = "batchmean",
-        ignore_index: int = -100,
-        temperature: float = 1.0,
-        eps: float = 1e-10,
-        accum_dtype: torch.dtype | None = None,
+        self, reduction: str = "batchmean", ignore_index: int = -100, temperature: float = 1.0, eps: float = 1e-10, accum_dtype: torch.dtype | None = None
     ):
         super().__init__()
         if not temperature > 0:

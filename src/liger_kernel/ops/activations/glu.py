@@ -166,7 +166,7 @@ def _bwd(
 def _grid(M: int, N: int, itemsize: int) -> tuple[tuple[int], dict[str, int]]:
     # H200, 8192 x 14336 bf16: 2048 columns a program of 4 warps; wider tiles gain nothing
     c = config.tile("glu", N, itemsize, elements=2048, max_block_n=2048)
-    return (cdiv(M, c.block_m) * cdiv(N, c.block_n),), dict(BLOCK_M=c.block_m, BLOCK_N=c.block_n, num_warps=c.num_warps)
+    return (cdiv(M, c.block_m) * cdiv(N, c.block_n),), c.tile
 
 
 class Form(NamedTuple):
@@ -208,8 +208,9 @@ def glu_bwd(dy: Tensor, gate: Tensor, up: Tensor, act: str, packed: bool, need_d
     d0, d1 = (dgate[:, :N], dgate[:, N:]) if packed else (dgate, dup)
     grid, tile = _grid(M, N, gate.itemsize)
     numbers, flags = _arguments(*form)
-    launch(_bwd, grid, dy, gate, up, d0, d1, None, M, N, dy.stride(0), gate.stride(0), up.stride(0), d0.stride(0), d1.stride(0), *numbers,
-           ACT=act, **flags, NEED_DGATE=need_dgate or packed, NEED_DUP=need_dup or packed, NEED_Y=False, **tile)  # fmt: skip
+    strides = dy.stride(0), gate.stride(0), up.stride(0), d0.stride(0), d1.stride(0)
+    needs = dict(NEED_DGATE=need_dgate or packed, NEED_DUP=need_dup or packed, NEED_Y=False)
+    launch(_bwd, grid, dy, gate, up, d0, d1, None, M, N, *strides, *numbers, ACT=act, **flags, **needs, **tile)
     return dgate, dup
 
 
@@ -218,8 +219,8 @@ def glu_bwd_(dy: Tensor, gate: Tensor, up: Tensor, act: str, need_y: bool, *form
     M, N = gate.shape
     grid, tile = _grid(M, N, gate.itemsize)
     numbers, flags = _arguments(*form)
-    launch(_bwd, grid, dy, gate, up, gate, up, dy if need_y else None, M, N, dy.stride(0), gate.stride(0), up.stride(0), gate.stride(0), up.stride(0),
-           *numbers, ACT=act, **flags, NEED_DGATE=True, NEED_DUP=True, NEED_Y=need_y, **tile)  # fmt: skip
+    args = gate, up, gate, up, dy if need_y else None, M, N, dy.stride(0), *(gate.stride(0), up.stride(0)) * 2
+    launch(_bwd, grid, dy, *args, *numbers, ACT=act, **flags, NEED_DGATE=True, NEED_DUP=True, NEED_Y=need_y, **tile)
 
 
 class GLUFunction(torch.autograd.Function):

@@ -21,10 +21,7 @@ from liger_kernel.ops.attention.sparsemax import sparsemax_bwd, sparsemax_fwd
 Size = int | tuple[int, int]
 
 
-def reference(
-    scores: Tensor, weight: Tensor, bias: Tensor | None = None, *, stride: Size = 1, padding: Size = 0, dilation: Size = 1, groups: int = 1,
-    sparse: bool = False,
-) -> Tensor:  # fmt: skip
+def reference(scores, weight, bias, *, stride, padding, dilation, groups, sparse):
     hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
     masked = scores.masked_fill(hidden, -float("inf"))
     p = sparsemax_reference(masked) if sparse else torch.softmax(masked, -1)
@@ -109,7 +106,7 @@ def multi_token_attention(
     device = scores.device.type
     if device != "meta" and torch.is_autocast_enabled(device) and scores.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
-        scores, weight, bias = (t if t is None else t.to(dtype) for t in (scores, weight, bias))  # type: ignore[assignment]
+        scores, weight, bias = scores.to(dtype), weight.to(dtype), bias if bias is None else bias.to(dtype)
     if weight.ndim != 4 or weight.shape[1] * groups != scores.shape[1]:
         raise ValueError(f"multi_token_attention: weight must have shape (C', {scores.shape[1] // groups}, kh, kw), got {tuple(weight.shape)}")
     if bias is not None and bias.shape != weight.shape[:1]:

@@ -182,8 +182,8 @@ class LigerCrossEntropyFunction:
         return_predicted_tokens: bool = False,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
         asked = return_z_loss, return_token_accuracy, return_predicted_tokens
-        found = cross_entropy(_input, target, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing,
-                              z_loss=lse_square_scale, softcap=softcap, stats=any(asked))  # fmt: skip
+        options = dict(label_smoothing=label_smoothing, z_loss=lse_square_scale, softcap=softcap, stats=any(asked))
+        found = cross_entropy(_input, target, weight, ignore_index=ignore_index, reduction=reduction, **options)
         return published(found, target, ignore_index, *asked)
 
 

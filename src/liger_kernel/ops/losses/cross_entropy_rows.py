@@ -386,16 +386,15 @@ def row_kernel(
     given = lambda t: none if t is None else t
     stride = lambda t: 0 if t is None else t.stride(0)
     o = out or Rows(*[none] * 6)
-    launch(
-        _rows, (M,), z, target, given(dz), given(class_weight), given(weight_sum), given(bias), given(norm), given(g), given(g_entropy), given(lse),
-        given(entropy), o.loss, o.z_loss, o.lse, o.predicted, o.entropy, o.mean,
-        V, z.stride(0), stride(dz), target.stride(0), stride(g), stride(g_entropy),
-        loss.ignore_index, loss.label_smoothing, loss.z_loss, loss.logit_scale, 1.0 if loss.softcap is None else loss.softcap,
-        HAS_W=class_weight is not None, HAS_BIAS=bias is not None, HAS_SCALE=loss.logit_scale != 1.0, HAS_CAP=loss.softcap is not None,
-        SMOOTH=loss.label_smoothing != 0.0, DFT=loss.token_scaling, STATS=loss.stats, MEAN=loss.mean, ENTROPY=loss.entropy, HAS_NORM=norm is not None,
-        HAS_G=g is not None, HAS_GE=g_entropy is not None, HAS_LSE=lse is not None, NEED_LOSS=out is not None, NEED_DZ=dz is not None,
-        PRECISE=z.dtype == torch.float32, BLOCK=c.block_n, num_warps=c.num_warps,
-    )  # fmt: skip
+    tensors = target, *map(given, (dz, class_weight, weight_sum, bias, norm, g, g_entropy, lse, entropy))
+    results = o.loss, o.z_loss, o.lse, o.predicted, o.entropy, o.mean
+    strides = V, z.stride(0), stride(dz), target.stride(0), stride(g), stride(g_entropy)
+    numbers = loss.ignore_index, loss.label_smoothing, loss.z_loss, loss.logit_scale, 1.0 if loss.softcap is None else loss.softcap
+    has = dict(HAS_W=class_weight is not None, HAS_BIAS=bias is not None, HAS_SCALE=loss.logit_scale != 1.0, HAS_CAP=loss.softcap is not None)
+    has |= dict(HAS_NORM=norm is not None, HAS_G=g is not None, HAS_GE=g_entropy is not None, HAS_LSE=lse is not None)
+    flags = dict(SMOOTH=loss.label_smoothing != 0.0, DFT=loss.token_scaling, STATS=loss.stats, MEAN=loss.mean, ENTROPY=loss.entropy)
+    flags |= dict(NEED_LOSS=out is not None, NEED_DZ=dz is not None, PRECISE=z.dtype == torch.float32)
+    launch(_rows, (M,), z, *tensors, *results, *strides, *numbers, **has, **flags, **c.row)
     return None
 
 

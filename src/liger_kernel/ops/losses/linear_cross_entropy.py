@@ -81,8 +81,7 @@ def linear_cross_entropy_fwd(x, w, target, bias, class_weight, kept, *rest, dw_i
     def body(z: Tensor, rows: slice, dz: Tensor | None) -> None:
         row_kernel(z, y[rows], s, class_weight=class_weight, bias=bias, out=out[rows], dz=dz, norm=divisor)
 
-    grads = chunk_gradients(x, w, body, need=tuple(need), chunk_rows=chunk_rows, accum_dtype=accum_dtype, kept=kept, fp32_logits=fp32_logits,
-                            dw_into=dw_into)  # fmt: skip
+    grads = chunk_gradients(x, w, body, need=tuple(need), chunk_rows=chunk_rows, accum_dtype=accum_dtype, kept=kept, fp32_logits=fp32_logits, dw_into=dw_into)
     return *_results(out, norm, s, kept, x.shape[0]), *grads
 
 
@@ -94,8 +93,8 @@ def linear_cross_entropy_bwd(g, g_entropy, lse, entropy, x, w, target, bias, cla
     ge, h = (_of(g_entropy, kept), _of(entropy, kept)) if s.entropy else (None, None)
 
     def body(z: Tensor, rows: slice, dz: Tensor | None) -> None:
-        row_kernel(z, y[rows], s, class_weight=class_weight, bias=bias, dz=dz, g=g[rows], lse=lse[rows],
-                   g_entropy=None if ge is None else ge[rows], entropy=None if h is None else h[rows])  # fmt: skip
+        of_entropy = {} if ge is None or h is None else dict(g_entropy=ge[rows], entropy=h[rows])
+        row_kernel(z, y[rows], s, class_weight=class_weight, bias=bias, dz=dz, g=g[rows], lse=lse[rows], **of_entropy)
 
     return chunk_gradients(x, w, body, need=tuple(need), chunk_rows=chunk_rows, accum_dtype=accum_dtype, kept=kept, fp32_logits=fp32_logits, dw_into=dw_into)
 
@@ -337,7 +336,7 @@ class LigerFusedLinearCrossEntropyFunction:
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
         only_ours("fused_linear_cross_entropy", ce_impl, ce_mode)
         asked = return_z_loss, return_token_accuracy, return_predicted_tokens
-        found = linear_cross_entropy(_input, weight, target, bias, ce_weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing,
-                                     z_loss=lse_square_scale, softcap=softcap, token_scaling=use_token_scaling, stats=any(asked),
-                                     accum_dtype=accum_dtype)  # fmt: skip
+        options: dict[str, Any] = dict(ignore_index=ignore_index, reduction=reduction, accum_dtype=accum_dtype, stats=any(asked))
+        options |= dict(label_smoothing=label_smoothing, z_loss=lse_square_scale, softcap=softcap, token_scaling=use_token_scaling)
+        found = linear_cross_entropy(_input, weight, target, bias, ce_weight, **options)
         return published(found, target, ignore_index, *asked)

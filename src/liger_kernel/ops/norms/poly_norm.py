@@ -233,7 +233,7 @@ def poly_norm_fwd(x: Tensor, w: Tensor, b: Tensor, eps: float) -> tuple[Tensor, 
         launch(_fwd_wide, (M,), x, w, b, y, stats, M, N, x.stride(0), eps, BLOCK_N=4096, num_warps=8)
         return y, stats
     c = config.tile("poly_norm_fwd", N, x.itemsize, elements=4096)
-    launch(_fwd, (cdiv(M, c.block_m),), x, w, b, y, stats, M, N, x.stride(0), eps, BLOCK_M=c.block_m, BLOCK_N=c.block_n, num_warps=c.num_warps)
+    launch(_fwd, (cdiv(M, c.block_m),), x, w, b, y, stats, M, N, x.stride(0), eps, **c.tile)
     return y, stats
 
 
@@ -251,8 +251,7 @@ def poly_norm_bwd(dy: Tensor, x: Tensor, w: Tensor, stats: Tensor, need_dx: bool
     if wide:
         launch(_bwd_wide, (programs,), dy, x, w, stats, dx, partials, M, N, dy.stride(0), x.stride(0), **needs, BLOCK_N=2048, num_warps=8)
     else:
-        launch(_bwd, (programs,), dy, x, w, stats, dx, partials, M, N, dy.stride(0), x.stride(0),
-               **needs, BLOCK_M=c.block_m, BLOCK_N=c.block_n, STAGES=c.stages, num_warps=c.num_warps)  # fmt: skip
+        launch(_bwd, (programs,), dy, x, w, stats, dx, partials, M, N, dy.stride(0), x.stride(0), **needs, STAGES=c.stages, **c.tile)
     return dx, column_sum(partials, torch.float32)
 
 

@@ -118,8 +118,8 @@ def attn_res_fwd(v: Tensor, w_query: Tensor, w_norm: Tensor, eps: float) -> tupl
     if not tracing(v):
         # as many values in flight as other norms have; tiles not measured
         c = config.tile("attn_res_fwd", D, v.itemsize, elements=4096, per_thread=16)
-        launch(_fwd, (cdiv(M, c.block_m),), v, w_query, w_norm, h, *stats, M, N, D, v.stride(0), v.stride(1), eps,
-               BLOCK_M=c.block_m, BLOCK_D=c.block_n, num_warps=c.num_warps)  # fmt: skip
+        tile = dict(BLOCK_M=c.block_m, BLOCK_D=c.block_n, num_warps=c.num_warps)
+        launch(_fwd, (cdiv(M, c.block_m),), v, w_query, w_norm, h, *stats, M, N, D, v.stride(0), v.stride(1), eps, **tile)
     return h, rstd, score
 
 
@@ -137,8 +137,9 @@ def attn_res_bwd(dh: Tensor, v: Tensor, w_query: Tensor, w_norm: Tensor, stats: 
     programs = min(2 * config.processors(), cdiv(M, c.block_m))
     partials = v.new_empty((programs, D) if need_dq or need_dn else 0, dtype=torch.float32)
     g = torch.empty_like(stats[0])  # the very same in both sweeps, as where one block has all the weight, its g and the mean of all cancel
-    launch(_bwd, (programs,), dh, v, w_query, w_norm, *stats, g, dv, partials, M, N, D, dh.stride(0), v.stride(0), v.stride(1), dv.stride(0),
-           dv.stride(1), NEED_DV=need_dv, NEED_DW=need_dq or need_dn, BLOCK_M=c.block_m, BLOCK_D=c.block_n, num_warps=c.num_warps)  # fmt: skip
+    strides = dh.stride(0), v.stride(0), v.stride(1), dv.stride(0), dv.stride(1)
+    flags = dict(NEED_DV=need_dv, NEED_DW=need_dq or need_dn, BLOCK_M=c.block_m, BLOCK_D=c.block_n, num_warps=c.num_warps)
+    launch(_bwd, (programs,), dh, v, w_query, w_norm, *stats, g, dv, partials, M, N, D, *strides, **flags)
     if need_dq or need_dn:
         dw = column_sum(partials, torch.float32)
         dq, dn = torch.mul(dw, w_norm).to(dq.dtype) if need_dq else dq, torch.mul(dw, w_query).to(dn.dtype) if need_dn else dn

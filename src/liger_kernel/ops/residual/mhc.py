@@ -323,8 +323,9 @@ def mhc_coeffs_fwd(
         launch(_project, (blocks, splits), x, phi, partials, M, K, P, x.stride(0), **tiles)
         if splits > 1:
             mix = column_sum(partials, torch.float32).view(M, P + 1)
-        launch(_coeffs_fwd, (cdiv(M, tokens["BLOCK_T"]),), mix, b, *alphas, pre, post, res, M, H, K, P, tmax, rms_eps, pre_eps, sinkhorn_eps, post_mult,
-               **tokens)  # fmt: skip
+        launch(
+            _coeffs_fwd, (cdiv(M, tokens["BLOCK_T"]),), mix, b, *alphas, pre, post, res, M, H, K, P, tmax, rms_eps, pre_eps, sinkhorn_eps, post_mult, **tokens
+        )
     return pre, post, res, mix
 
 
@@ -332,10 +333,7 @@ def mhc_coeffs_fwd(
     "(Tensor[] dh, Tensor x, Tensor phi, Tensor b, Tensor[] alphas, Tensor mix, int H, int tmax, float rms_eps, float sinkhorn_eps, float post_mult,"
     " bool[] needed) -> (Tensor dx, Tensor dphi, Tensor db, Tensor dalpha_pre, Tensor dalpha_post, Tensor dalpha_res)"
 )
-def mhc_coeffs_bwd(
-    dh: list[Tensor], x: Tensor, phi: Tensor, b: Tensor, alphas: list[Tensor], mix: Tensor, H: int, tmax: int, rms_eps: float, sinkhorn_eps: float,
-    post_mult: float, needed: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+def mhc_coeffs_bwd(dh, x, phi, b, alphas, mix, H, tmax, rms_eps, sinkhorn_eps, post_mult, needed) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, phi, b and the alphas; what is not needed is empty."""
     grads = [t.new_empty(t.shape if need else 0) for t, need in zip((x, phi, b, *alphas), needed)]
     if not tracing(x):
@@ -359,7 +357,7 @@ def mhc_coeffs_bwd(
                 launch(_project_bwd, (blocks, splits), x, phi, dz, factor, grads[0], partials, M, K, P, x.stride(0), OF_PHI=of_phi, **tiles)
                 if of_phi:
                     grads[1] = column_sum(partials, phi.dtype).view(K, P)
-    return tuple(grads)  # type: ignore[return-value]
+    return tuple(grads)
 
 
 class LigerMHCCoeffsFunction(torch.autograd.Function):
@@ -423,5 +421,5 @@ def mhc_coeffs(
         raise ValueError(f"mhc_coeffs: tmax must be at least 1, got {tmax}")
     if not use_kernels(x) or H > MAX_STREAMS or not x.numel():
         options = dict(tmax=tmax, rms_eps=rms_eps, pre_eps=pre_eps, sinkhorn_eps=sinkhorn_eps, post_mult=post_mult)
-        return coeffs_reference(x, phi, b, alpha_pre, alpha_post, alpha_res, **options)  # type: ignore[arg-type]
+        return coeffs_reference(x, phi, b, alpha_pre, alpha_post, alpha_res, **options)
     return LigerMHCCoeffsFunction.apply(x, phi, b, alpha_pre, alpha_post, alpha_res, True, tmax, rms_eps, pre_eps, sinkhorn_eps, post_mult)

@@ -122,9 +122,9 @@ def mhc_mix_bwd(dy: Tensor, x: Tensor, a: Tensor, f: Tensor | None, p: Tensor | 
     dx, da, df, dp = (x.new_empty(0) if t is None or not need else t.new_empty(t.shape) for t, need in zip((x, a, f, p), needed))
     if not tracing(x):
         tile = _mix_tile("mhc_mix_bwd", x, 16)
-        launch(_mix_bwd, (cdiv(M, tile["BLOCK_T"]),), dy, x, f, a, p, dx, df, da, dp, M, C, H, outputs, dy.stride(0), dy.stride(1), x.stride(0),
-               x.stride(1), 0 if f is None else f.stride(0), NEED_DX=needed[0], NEED_DA=needed[1], NEED_DF=needed[2], NEED_DP=needed[3],
-               BLOCK_O=next_power_of_2(outputs), **tile)  # fmt: skip
+        strides = dy.stride(0), dy.stride(1), x.stride(0), x.stride(1), 0 if f is None else f.stride(0)
+        flags = dict(zip(("NEED_DX", "NEED_DA", "NEED_DF", "NEED_DP"), needed), BLOCK_O=next_power_of_2(outputs))
+        launch(_mix_bwd, (cdiv(M, tile["BLOCK_T"]),), dy, x, f, a, p, dx, df, da, dp, M, C, H, outputs, *strides, **flags, **tile)
     return dx, da, df, dp
 
 

@@ -212,10 +212,7 @@ def fusing(rounds: bool) -> dict[str, bool]:
     "(Tensor q, Tensor k, Tensor cos, Tensor sin, Tensor? position_ids, bool pairs, bool rounds, bool inverse, ScalarType q_dtype, ScalarType k_dtype)"
     " -> (Tensor yq, Tensor yk)"
 )
-def rope_turn(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None, pairs: bool, rounds: bool, inverse: bool,
-    q_dtype: torch.dtype, k_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def rope_turn(q, k, cos, sin, position_ids, pairs, rounds, inverse, q_dtype, k_dtype) -> tuple[Tensor, Tensor]:
     """q, k as (B, T, H, D) views; cos, sin (B or 1, T, R/2), or tables (1, L, R/2) with position_ids (B, T); the dtypes are those of the results.
 
     ``rounds``: products to the dtype of the result.
@@ -229,17 +226,14 @@ def rope_turn(
     # H200, B4 T2048 H32/8 D128: 46 us a direction; 32 heads a tile 48, 4 heads 63 (byte floor 40)
     c = config.tile("rope", 2 * block_r + rest, q.itemsize, elements=2048)
     block_q, block_k = (min(next_power_of_2(h), c.block_m) for h in (Hq, Hk))
-    launch(_rope, (B * T,), q, k, cos, sin, position_ids, yq, yk, T, Hq, Hk, cos.shape[1], half, D,
-           *q.stride()[:3], *k.stride()[:3], *yq.stride()[:3], *yk.stride()[:3], *angle_strides(cos, sin, position_ids),
-           HAS_POS=position_ids is not None, INVERSE=inverse, PAIRS=pairs, ROUND=rounds,
-           BLOCK_Q=block_q, BLOCK_K=block_k, BLOCK_R=block_r, BLOCK_REST=rest, num_warps=c.num_warps, **fusing(rounds))  # fmt: skip
+    strides = *q.stride()[:3], *k.stride()[:3], *yq.stride()[:3], *yk.stride()[:3], *angle_strides(cos, sin, position_ids)
+    flags = dict(HAS_POS=position_ids is not None, INVERSE=inverse, PAIRS=pairs, ROUND=rounds, **fusing(rounds))
+    blocks = dict(BLOCK_Q=block_q, BLOCK_K=block_k, BLOCK_R=block_r, BLOCK_REST=rest, num_warps=c.num_warps)
+    launch(_rope, (B * T,), q, k, cos, sin, position_ids, yq, yk, T, Hq, Hk, cos.shape[1], half, D, *strides, **flags, **blocks)
     return yq, yk
 
 
-def _both(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None, heads_first: bool, pairs: bool, rounds: bool, inverse: bool,
-    q_dtype: torch.dtype, k_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _both(q, k, cos, sin, position_ids, heads_first, pairs, rounds, inverse, q_dtype, k_dtype) -> tuple[Tensor, Tensor]:
     if cos.ndim == 2:
         cos, sin = cos[None], sin[None]
     if heads_first:
@@ -440,9 +434,8 @@ _IDS = T_((2, 5), _ids, dtype=torch.int64)
     ),
 )
 def rope(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, *, layout: str = "halves", unsqueeze_dim: int = 1,
-    casting: str = "fp32",
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, *, layout: str = "halves", unsqueeze_dim: int = 1, casting: str = "fp32"
+) -> tuple[Tensor, Tensor]:
     """Turn queries and keys by the angles of their positions; returns new tensors of their shapes, and of the dtypes that ``casting`` says.
 
     q (B, Hq, T, D), k (B, Hk, T, D), or (B, T, H, D) with ``unsqueeze_dim=2``; any strides. cos, sin (B or 1, T, R/2) or (T, R/2) with R <= D; or,

@@ -90,10 +90,9 @@ def _chunks(x, w, bias, teacher_x, teacher_w, teacher_bias, teacher_logits, log_
         return t
 
     def body(z: Tensor, rows: slice, dz: Tensor | None) -> None:
-        row_kernel(
-            z, teacher(rows), None if y is None else y[rows], s, soft=soft[rows], hard=hard[rows] if s.weight_hard else hard, bias=bias,
-            teacher_bias=teacher_bias, dz=dz, norm=norm, g=None if g is None else g[rows],
-        )  # fmt: skip
+        of = lambda t: None if t is None else t[rows]
+        out = dict(soft=soft[rows], hard=hard[rows] if s.weight_hard else hard, dz=dz)
+        row_kernel(z, teacher(rows), of(y), s, **out, bias=bias, teacher_bias=teacher_bias, norm=norm, g=of(g))
 
     grads = chunk_gradients(x, w, body, need=tuple(need), chunk_rows=rows, accum_dtype=accum_dtype, kept=kept, fp32_logits=fp32_logits)
     return soft, hard, *grads
@@ -173,13 +172,11 @@ def _topk(M: int, V: int, K: int) -> dict[str, T]:
     return dict(topk_log_probs=T((M, K), log_probs, grad=False), topk_indices=T((M, K), indices, dtype=torch.int64))
 
 
-def _cost(
-    x, w, teacher_x=None, teacher_w=None, target=None, bias=None, teacher_bias=None, *,
-    teacher_logits=None, teacher_probs=None, topk_log_probs=None, topk_indices=None, **_,
-) -> Cost:  # fmt: skip
+def _cost(x, w, teacher_x=None, teacher_w=None, target=None, bias=None, teacher_bias=None, **options) -> Cost:
     (M, H), V = x.shape, w.shape[0]
     teacher = [] if teacher_x is None else [(M, V, teacher_x.shape[1])]
-    read = nbytes(x, w, teacher_x, teacher_w, target, bias, teacher_bias, teacher_logits, teacher_probs, topk_log_probs, topk_indices)
+    given = (options.get(name) for name in ("teacher_logits", "teacher_probs", "topk_log_probs", "topk_indices"))
+    read = nbytes(x, w, teacher_x, teacher_w, target, bias, teacher_bias, *given)
     return Cost(read, nbytes(x, w, bias), gemms=([(M, V, H), *teacher], [(M, H, V), (V, H, M)]))
 
 
@@ -292,8 +289,8 @@ def linear_divergence(
     name = "linear_divergence"
     check_head(name, x, w, bias, chunk_rows)
     M, V = x.shape[0], w.shape[0]
-    teacher = dict(teacher_x=teacher_x, teacher_w=teacher_w, teacher_logits=teacher_logits, teacher_probs=teacher_probs, topk_log_probs=topk_log_probs,
-                   topk_indices=topk_indices)  # fmt: skip
+    teacher = dict(teacher_x=teacher_x, teacher_w=teacher_w, teacher_logits=teacher_logits, teacher_probs=teacher_probs)
+    teacher |= dict(topk_log_probs=topk_log_probs, topk_indices=topk_indices)
     given = tuple(n for n, t in teacher.items() if t is not None)
     if given not in (("teacher_x", "teacher_w"), ("teacher_logits",), ("teacher_probs",), ("topk_log_probs", "topk_indices")):
         raise ValueError(

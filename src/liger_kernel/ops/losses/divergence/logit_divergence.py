@@ -209,14 +209,12 @@ def row_kernel(
     # one row a processor at a time, as many bytes of it in flight as in ``cross_entropy``: the sweeps after the first find part of it in the cache
     c = config.tile("logit_divergence", V, max(student.itemsize, teacher.itemsize), elements=1, per_thread=8, max_block_n=8192)
     none = student  # a pointer for what a flag switches off
-    launch(
-        _rows, (M,), student, teacher, none if labels is None else labels, none if norm is None else norm, none if g is None else g,
-        student.new_empty(M, dtype=torch.float32) if out is None else out, none if dz is None else dz,
-        V, student.stride(0), teacher.stride(0), 0 if labels is None else labels.stride(0), 0 if g is None else g.stride(0),
-        0 if dz is None else dz.stride(0), d.ignore_index, d.beta, 1 / d.temperature,
-        KIND=d.kind, HAS_LABELS=labels is not None, HAS_NORM=norm is not None, HAS_G=g is not None, NEED_DZ=dz is not None,
-        VEC=min(c.block_n, 16 // student.itemsize), BLOCK=c.block_n, num_warps=c.num_warps,
-    )  # fmt: skip
+    out = student.new_empty(M, dtype=torch.float32) if out is None else out
+    tensors = teacher, none if labels is None else labels, none if norm is None else norm, none if g is None else g, out, none if dz is None else dz
+    strides = student.stride(0), teacher.stride(0), *(0 if t is None else t.stride(0) for t in (labels, g, dz))
+    flags = dict(KIND=d.kind, HAS_LABELS=labels is not None, HAS_NORM=norm is not None, HAS_G=g is not None, NEED_DZ=dz is not None)
+    vector = min(c.block_n, 16 // student.itemsize)
+    launch(_rows, (M,), student, *tensors, V, *strides, d.ignore_index, d.beta, 1 / d.temperature, **flags, VEC=vector, **c.row)
     return None
 
 

@@ -54,11 +54,7 @@ def reference(
     return loss if entropies is None else (loss, entropies)
 
 
-def _chunks(
-    x: Tensor, w: Tensor, target: Tensor, bias: Tensor | None, s: Part, *,
-    loss: Tensor | None, top: Tensor, total: Tensor, entropy: Tensor | None, norm: Tensor | None, g: Tensor | None, g_entropy: Tensor | None,
-    need: tuple[bool, ...], sum_dx: bool, accum_dtype: torch.dtype | None, chunk_rows: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def _chunks(x, w, target, bias, s, need, sum_dx, accum_dtype, chunk_rows, *, loss, top, total, entropy, norm, g, g_entropy) -> tuple[Tensor, Tensor, Tensor]:
     """The loop. Fills ``loss``, top, total and entropy (M,), or takes the others where there is no ``loss``.
 
     Returns dx, dw and (in fp32) dbias, empty where not ``need``ed.
@@ -139,9 +135,9 @@ def vocab_parallel_linear_cross_entropy_fwd(x: Tensor, w: Tensor, target: Tensor
     entropy = x.new_empty(x.shape[0] if s.entropy else 0, dtype=torch.float32)
     norm = (target != s.ignore_index).sum().float() if reduction == "mean" else None
     # fp16 gradients of a mean over many tokens would underflow before a loss scaler reaches them: the backward divides
-    dx, dw, db = _chunks(x, w, target, bias, s, loss=loss, top=top, total=total, entropy=entropy if s.entropy else None,
-                         norm=None if x.dtype == torch.float16 else norm, g=None, g_entropy=None, need=tuple(need), sum_dx=sum_dx, accum_dtype=accum_dtype,
-                         chunk_rows=chunk_rows)  # fmt: skip
+    how = tuple(need), sum_dx, accum_dtype, chunk_rows
+    sums = dict(loss=loss, top=top, total=total, entropy=entropy if s.entropy else None, norm=None if x.dtype == torch.float16 else norm)
+    dx, dw, db = _chunks(x, w, target, bias, s, *how, **sums, g=None, g_entropy=None)
     if reduction != "none":
         loss = loss.sum() if norm is None else loss.sum() / norm
     return loss, entropy, top, total, norm, dx, dw, db
@@ -153,8 +149,8 @@ def vocab_parallel_linear_cross_entropy_bwd(
 ):
     """The chunks again, for per-token upstream gradients g and g_entropy (M,)."""
     s, (sum_dx, accum_dtype, chunk_rows, *need) = Part(*numbers[:_N]), numbers[_N:]
-    return _chunks(x, w, target, bias, s, loss=None, top=top, total=total, entropy=entropy, norm=None, g=g, g_entropy=g_entropy, need=tuple(need),
-                   sum_dx=sum_dx, accum_dtype=accum_dtype, chunk_rows=chunk_rows)  # fmt: skip
+    how = tuple(need), sum_dx, accum_dtype, chunk_rows
+    return _chunks(x, w, target, bias, s, *how, loss=None, top=top, total=total, entropy=entropy, norm=None, g=g, g_entropy=g_entropy)
 
 
 class VocabParallelLinearCrossEntropyFunction(torch.autograd.Function):
@@ -267,7 +263,8 @@ def vocab_parallel_linear_cross_entropy(
     dtype = torch.get_autocast_dtype(device) if autocast else torch.promote_types(x.dtype, w.dtype)
     x, w, bias = x.to(dtype), w.to(dtype), bias if bias is None else bias.to(dtype)
     if not use_kernels(x):
-        return reference(x, w, target, group, bias, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing, formula=formula, mode=mode,
-                         z_loss=z_loss, logit_scale=logit_scale, softcap=softcap, sizes=sizes, sum_dx=sum_dx, entropy=entropy)  # fmt: skip
+        options = dict(label_smoothing=label_smoothing, formula=formula, mode=mode, z_loss=z_loss, logit_scale=logit_scale, softcap=softcap, sizes=sizes)
+        options |= dict(ignore_index=ignore_index, reduction=reduction, sum_dx=sum_dx, entropy=entropy)
+        return reference(x, w, target, group, bias, **options)
     need = tuple(t is not None and t.requires_grad and torch.is_grad_enabled() for t in (x, w, bias))
     return VocabParallelLinearCrossEntropyFunction.apply(x, w, target, bias, need, reduction, *part, sum_dx, accum_dtype, chunk_rows)

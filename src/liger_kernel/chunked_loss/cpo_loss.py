@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_kernel.chunked_loss.fused_linear_preference import Found, LigerFusedLinearPreferenceBase
-from liger_kernel.chunked_loss.loss_module import LossModule
+from liger_kernel.nn.options import WithOptions
 
 
 def smoothed_logistic(z: Tensor, label_smoothing: float) -> Tensor:
@@ -42,7 +42,7 @@ class LigerFusedLinearCPOFunction(LigerFusedLinearPreferenceBase):
         return super().forward(cls, ctx, _input, weight, target, bias, **options, **of_pairs)
 
 
-class LigerFusedLinearCPOLoss(LossModule):
+class LigerFusedLinearCPOLoss(WithOptions):
     """``(loss, (chosen_logps, rejected_logps, chosen_logits_mean, rejected_logits_mean, nll_loss, chosen_rewards, rejected_rewards))``.
 
     ``compiled`` and ``chunk_size`` have no effect; ``compact``: ``LigerFusedLinearPreferenceBase``.

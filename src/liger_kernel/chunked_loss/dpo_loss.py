@@ -33,7 +33,7 @@ from torch import Tensor
 
 from liger_kernel.chunked_loss.cpo_loss import smoothed_logistic
 from liger_kernel.chunked_loss.fused_linear_preference import Found, LigerFusedLinearPreferenceBase, sigmoid
-from liger_kernel.chunked_loss.loss_module import LossModule
+from liger_kernel.nn.options import WithOptions
 
 _SMOOTHED = ("sigmoid", "sigmoid_norm", "exo_pair", "robust", "aot", "aot_unpaired", "aot_pair")
 _OF_MEANS = ("ipo", "sigmoid_norm")
@@ -116,7 +116,7 @@ class LigerFusedLinearDPOFunction(LigerFusedLinearPreferenceBase):
         return super().forward(cls, ctx, _input, weight, target, bias, **reference, **options)
 
 
-class LigerFusedLinearDPOLoss(LossModule):
+class LigerFusedLinearDPOLoss(WithOptions):
     """``(loss, (chosen_logps, rejected_logps, chosen_logits_mean, rejected_logits_mean, nll_loss, chosen_rewards, rejected_rewards))``.
 
     The reference is a head (``ref_input``, ``ref_weight``, ``ref_bias``), or ``ref_chosen_logps`` and ``ref_rejected_logps`` (B,), sums over tokens known

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.chunked_loss.loss_module import LossModule
+from liger_kernel.nn.options import WithOptions
 from liger_kernel.ops._core.operator import acc, once_differentiable
 from liger_kernel.ops._core.reduce import divided, scaled
 from liger_kernel.ops.losses.chunks import Kept, chunk_gradients
@@ -174,7 +174,7 @@ def of_kernel(
     return (loss, soft * factor, hard) if return_soft_hard_loss else loss
 
 
-class DistillationLoss(LossModule):
+class DistillationLoss(WithOptions):
     """Called with the student's input, weight, the teacher's, labels and biases: (..., H), (V, H), (..., H), (V, H), (...,), (V,), (V,).
 
     ``compact`` leaves ignored tokens out of all products, for one wait for their number. ``compiled`` and ``chunk_size`` have no effect.

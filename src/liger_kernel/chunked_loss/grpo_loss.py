@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from liger_kernel.chunked_loss.fused_linear_ppo import LigerFusedLinearPPOBase
-from liger_kernel.chunked_loss.loss_module import LossModule
+from liger_kernel.nn.options import WithOptions
 from liger_kernel.ops._core.operator import acc
 from liger_kernel.ops.losses.grpo_loss import Policy, clip_coef_fn, get_gamma_weights, k3_loss_fn, normaliser, reduced, sapo_loss_fn, token_count, token_losses
 
@@ -70,7 +70,7 @@ class LigerFusedLinearGRPOFunction(LigerFusedLinearPPOBase):
         return super().forward(ctx, *tensors, *reference, **more)
 
 
-class LigerFusedLinearGRPOLoss(LossModule):
+class LigerFusedLinearGRPOLoss(WithOptions):
     """Loss and metrics of completions: the mean divergence from the reference if beta is not 0, the mean entropy if asked for, the share of clipped tokens.
 
     ``entropy_coef`` times the mean entropy of the tokens is subtracted from the loss; that entropy is a metric then and with ``return_entropy``, the last

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from liger_kernel.chunked_loss.fused_linear_preference import Found, sigmoid
 from liger_kernel.chunked_loss.fused_linear_unpaired_preference import LigerFusedLinearUnpairedPreferenceBase
-from liger_kernel.chunked_loss.loss_module import LossModule
+from liger_kernel.nn.options import WithOptions
 
 
 class LigerFusedLinearKTOFunction(LigerFusedLinearUnpairedPreferenceBase):
@@ -53,7 +53,7 @@ class LigerFusedLinearKTOFunction(LigerFusedLinearUnpairedPreferenceBase):
         return super().forward(cls, ctx, _input, weight, target, preference_labels, bias, **reference, **options)
 
 
-class LigerFusedLinearKTOLoss(LossModule):
+class LigerFusedLinearKTOLoss(WithOptions):
     """``(loss, (chosen_logps, rejected_logps, chosen_logits, rejected_logits, chosen_rewards, rejected_rewards))``, the latter 0-dim sums.
 
     ``kl``: a number or a tensor of one. A reference that is given is used; ``use_ref_model=True`` says that there must be one. ``compiled`` and ``chunk_size``

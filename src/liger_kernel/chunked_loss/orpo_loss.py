@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_kernel.chunked_loss.fused_linear_preference import Found, LigerFusedLinearPreferenceBase
-from liger_kernel.chunked_loss.loss_module import LossModule
+from liger_kernel.nn.options import WithOptions
 
 
 def _log_odds(logp: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ class LigerFusedLinearORPOFunction(LigerFusedLinearPreferenceBase):
         return super().forward(cls, ctx, _input, weight, target, bias, ignore_index=ignore_index, beta=beta, average_log_prob=True, compact=compact, **of_nll)
 
 
-class LigerFusedLinearORPOLoss(LossModule):
+class LigerFusedLinearORPOLoss(WithOptions):
     """``(loss, (chosen_logps, rejected_logps, chosen_logits_mean, rejected_logits_mean, nll_loss,
     chosen_rewards, rejected_rewards, log_odds_ratio, log_odds))``.
 

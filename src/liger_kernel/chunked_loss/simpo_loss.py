@@ -15,7 +15,7 @@ from torch import Tensor
 
 from liger_kernel.chunked_loss.cpo_loss import smoothed_logistic
 from liger_kernel.chunked_loss.fused_linear_preference import Found, LigerFusedLinearPreferenceBase
-from liger_kernel.chunked_loss.loss_module import LossModule
+from liger_kernel.nn.options import WithOptions
 
 
 class LigerFusedLinearSimPOFunction(LigerFusedLinearPreferenceBase):
@@ -37,7 +37,7 @@ class LigerFusedLinearSimPOFunction(LigerFusedLinearPreferenceBase):
         return super().forward(cls, ctx, _input, weight, target, bias, ignore_index=ignore_index, compute_nll_loss=compute_nll_loss, **options)
 
 
-class LigerFusedLinearSimPOLoss(LossModule):
+class LigerFusedLinearSimPOLoss(WithOptions):
     """``(loss, (chosen_logps, rejected_logps, chosen_logits_mean, rejected_logits_mean, nll_loss, chosen_rewards, rejected_rewards))``.
 
     ``compiled`` and ``chunk_size`` have no effect; ``compact``: ``LigerFusedLinearPreferenceBase``.

@@ -30,10 +30,10 @@ ACTS = {
 }
 
 
-def reference(
-    gate: Tensor, up: Tensor | None = None, *, act: str = "silu", gate_multiplier: float = 1.0, limit: float | None = None, alpha: float = 1.0,
-    offset: float = 0.0, down_multiplier: float = 1.0,
-) -> Tensor:  # fmt: skip
+_FORM = "float gate_multiplier, float? limit, float alpha, float offset, float down_multiplier"
+
+
+def reference(gate, up=None, *, act="silu", gate_multiplier=1.0, limit=None, alpha=1.0, offset=0.0, down_multiplier=1.0):
     if up is None:
         gate, up = gate.chunk(2, -1)
     if gate_multiplier != 1:
@@ -184,9 +184,6 @@ def _arguments(gate_multiplier: float, limit: float | None, alpha: float, offset
     """What a ``Form`` is to the kernels: arguments and constexprs."""
     scaled = (gate_multiplier, alpha, offset, down_multiplier) != (1, 1, 0, 1)
     return tuple(map(float, (gate_multiplier, limit or 0.0, alpha, offset, down_multiplier))), dict(SCALED=scaled, CLAMPED=limit is not None)
-
-
-_FORM = "float gate_multiplier, float? limit, float alpha, float offset, float down_multiplier"
 
 
 @launcher(f"(Tensor gate, Tensor up, str act, {_FORM}) -> Tensor")

@@ -33,22 +33,8 @@ from liger_kernel.ops._core.tl import exp_of, jit, log, tanh, tl
 REDUCTIONS = ("mean", "sum", "none")
 
 
-def reference(
-    logits: Tensor,
-    target: Tensor,
-    class_weight: Tensor | None = None,
-    *,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    logit_scale: float = 1.0,
-    softcap: float | None = None,
-    token_scaling: bool = False,
-    stats: bool = False,
-    num_items: Tensor | float | None = None,
-    gradient_in_forward: bool = False,
-) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+def reference(logits, target, class_weight, *, ignore_index, reduction, label_smoothing, z_loss, logit_scale, softcap, token_scaling, stats, num_items, **how):
+    """In plain PyTorch: the loss, with ``stats`` also its part that is z-loss, and the most likely classes. NaN for a target outside [0, V)."""
     z = logits.to(acc(logits.dtype)) * logit_scale
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)
@@ -94,6 +80,20 @@ LOSS_SCHEMA = (
     "int ignore_index, str reduction, float label_smoothing, float z_loss, float logit_scale, float? softcap, bool token_scaling, bool stats, "
     "bool with_entropy, bool with_mean"
 )
+
+
+def normaliser(target: Tensor, class_weight: Tensor | None, s: Loss, num_items: Tensor | None = None) -> Tensor | None:
+    """What "mean" divides by, on the device; None for other reductions."""
+    if s.reduction != "mean":
+        return None
+    if num_items is not None:
+        return num_items.to(torch.float32, copy=True)
+    valid = target != s.ignore_index
+    if class_weight is None:
+        return valid.sum().float()
+    y = target.clamp(0, class_weight.shape[0] - 1)
+    return class_weight[y].to(acc(class_weight.dtype)).where(valid, 0).sum()
+
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -336,19 +336,6 @@ class Rows:
             return self.loss, self.z_loss
         loss, z_loss = self.loss.sum(), self.z_loss.sum()
         return (loss, z_loss) if norm is None else (loss / norm, z_loss / norm)
-
-
-def normaliser(target: Tensor, class_weight: Tensor | None, s: Loss, num_items: Tensor | None = None) -> Tensor | None:
-    """What "mean" divides by, on the device; None for other reductions."""
-    if s.reduction != "mean":
-        return None
-    if num_items is not None:
-        return num_items.to(torch.float32, copy=True)
-    valid = target != s.ignore_index
-    if class_weight is None:
-        return valid.sum().float()
-    y = target.clamp(0, class_weight.shape[0] - 1)
-    return class_weight[y].to(acc(class_weight.dtype)).where(valid, 0).sum()
 
 
 def row_kernel(

@@ -27,10 +27,10 @@ from liger_kernel.ops._core.tl import add_exactly, cdiv, div, exp, jit, next_pow
 MAX_STREAMS = 8  # for the coefficients; with more, phi's columns are too many for a tile, and the reference computes them
 
 
-def coeffs_reference(
-    x: Tensor, phi: Tensor, b: Tensor, alpha_pre: Tensor, alpha_post: Tensor, alpha_res: Tensor, *, tmax: int = 20, rms_eps: float = 1e-6,
-    pre_eps: float = 0.0, sinkhorn_eps: float = 1e-6, post_mult: float = 2.0,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+_ALPHAS = dict(alpha_pre=T((1,)), alpha_post=T((1,)), alpha_res=T((1,)))
+
+
+def coeffs_reference(x, phi, b, alpha_pre, alpha_post, alpha_res, *, tmax=20, rms_eps=1e-6, pre_eps=0.0, sinkhorn_eps=1e-6, post_mult=2.0):
     H, dtype = x.shape[-2], acc(x.dtype)
     f = x.flatten(-2).to(dtype)
     with contextlib.nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False):
@@ -381,9 +381,6 @@ class LigerMHCCoeffsFunction(torch.autograd.Function):
         grads = mhc_coeffs_bwd([d.contiguous() for d in dh], x, phi, b, alphas, mix, *ctx.options, needed)
         dx, *others = (g if need else None for g, need in zip(grads, needed))
         return None if dx is None else dx.view(ctx.shape), *others, None, None, None, None, None, None
-
-
-_ALPHAS = dict(alpha_pre=T((1,)), alpha_post=T((1,)), alpha_res=T((1,)))
 
 
 @op(

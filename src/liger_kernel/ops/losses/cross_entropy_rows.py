@@ -339,21 +339,9 @@ class Rows:
 
 
 def row_kernel(
-    z: Tensor,
-    target: Tensor,
-    loss: Loss,
-    *,
-    class_weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    out: Rows | None = None,
-    dz: Tensor | None = None,
-    norm: Tensor | None = None,
-    g: Tensor | None = None,
-    g_entropy: Tensor | None = None,
-    lse: Tensor | None = None,
-    entropy: Tensor | None = None,
+    z: Tensor, target: Tensor, loss: Loss, *, class_weight=None, bias=None, out=None, dz=None, norm=None, g=None, g_entropy=None, lse=None, entropy=None
 ) -> None:
-    """The row kernel over logits z (M, V): per-row results into ``out``, the gradient into ``dz``, which may be z itself.
+    """The row kernel over logits z (M, V): per-row results into ``out`` (``Rows``), the gradient into ``dz``, which may be z itself.
 
     The gradient is that of sum(g * loss + g_entropy * entropy) / norm, for ``g`` and ``g_entropy`` (M,) and a 0-dim ``norm``. ``lse`` of an
     earlier call (and ``entropy``, if its gradient is asked for) spares the first sweep. ``bias`` (V,) is added to z first. Called by launchers;

@@ -359,21 +359,7 @@ def _topk_rows(
             tl.store(dz_ptr + index, dz_k.to(dz_ptr.dtype.element_ty), mask=known)
 
 
-def row_kernel(
-    z: Tensor,
-    t: Tensor | tuple[Tensor, Tensor],
-    target: Tensor | None,
-    s: Distillation,
-    *,
-    soft: Tensor,
-    hard: Tensor,
-    bias: Tensor | None = None,
-    teacher_bias: Tensor | None = None,
-    dz: Tensor | None = None,
-    norm: Tensor | None = None,
-    g: Tensor | None = None,
-    g_hard: Tensor | None = None,
-) -> None:
+def row_kernel(z: Tensor, t, target, s: Distillation, *, soft, hard, bias=None, teacher_bias=None, dz=None, norm=None, g=None, g_hard=None) -> None:
     """Per-row losses of logits z (M, V) into ``soft`` and ``hard`` (empty without a hard loss) and the gradient into ``dz``, which may be z itself.
 
     ``t``: the teacher's logits, of kind "kl" its probabilities, or log-probabilities and indices (M, K). The biases (V,) are added first; z is spent.

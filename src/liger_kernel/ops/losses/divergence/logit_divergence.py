@@ -184,17 +184,7 @@ def _rows(
                 tl.store(dz_ptr + col, (dz * factor).to(dz_ptr.dtype.element_ty), mask=col < V)
 
 
-def row_kernel(
-    student: Tensor,
-    teacher: Tensor,
-    d: Divergence,
-    *,
-    labels: Tensor | None = None,
-    out: Tensor | None = None,
-    dz: Tensor | None = None,
-    norm: Tensor | None = None,
-    g: Tensor | None = None,
-) -> None:
+def row_kernel(student: Tensor, teacher: Tensor, d: Divergence, *, labels=None, out=None, dz=None, norm=None, g=None) -> None:
     """The row kernel over logits (M, V): per-row losses into ``out`` (M,), the student's gradient into ``dz``, which may be ``student`` itself.
 
     The gradient is multiplied by ``g`` (M,) and divided by the 0-dim ``norm``. Rows whose label is ``d.ignore_index`` have 0 in both.

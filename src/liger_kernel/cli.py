@@ -80,7 +80,7 @@ def ops(argv: list[str]) -> None:
     op = OPS[name]
     print(f"{op.doc}\n\ncases")
     for case in op.cases:
-        kind = f"raises {case.error!r}" if case.error else "real model, GPU only" if case.gpu else ""
+        kind = f"raises '{op.name}: {case.error}'" if case.error else "real model, GPU only" if case.gpu else ""
         print(f"  {case.name:<20} {kind}".rstrip())
 
 

@@ -48,8 +48,8 @@ def dense_four_bits(
 ) -> Tensor:  # fmt: skip
     y = packed.new_empty(shape, dtype=dtype)
     n, block = y.numel(), 1024
-    launch(_dense, (cdiv(n, 2 * block),), packed, absmax, code, absmax2, code2, offset, y, n,
-           NESTED=absmax2 is not None, BLOCKSIZE=blocksize, BLOCKSIZE2=blocksize2, BLOCK=block, num_warps=4)  # fmt: skip
+    sizes = dict(BLOCKSIZE=blocksize, BLOCKSIZE2=blocksize2, BLOCK=block)
+    launch(_dense, (cdiv(n, 2 * block),), packed, absmax, code, absmax2, code2, offset, y, n, NESTED=absmax2 is not None, **sizes, num_warps=4)
     return y
 
 
@@ -57,8 +57,9 @@ def dequantize(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
     """The dense weight of ``packed`` and its ``QuantState``."""
     nested = state.state2
     if use_kernels(packed.new_empty(0, dtype=dtype)) and state.dtype in (dtype, torch.float32) and packed.dtype == torch.uint8 and packed.is_contiguous():
-        more = (None, None, None, 1) if nested is None else (nested.absmax, nested.code, state.offset, nested.blocksize)
-        return dense_four_bits(packed, state.absmax, state.code, *more[:3], list(state.shape), state.blocksize, more[3], dtype)
+        absmax2, code2, offset, blocksize2 = (None, None, None, 1) if nested is None else (nested.absmax, nested.code, state.offset, nested.blocksize)
+        shape = list(state.shape)
+        return dense_four_bits(packed, state.absmax, state.code, absmax2, code2, offset, shape, state.blocksize, blocksize2, dtype)
     from bitsandbytes.functional import dequantize_4bit
 
     return dequantize_4bit(packed, state).to(dtype)

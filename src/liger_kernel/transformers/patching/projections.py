@@ -25,8 +25,8 @@ def _call(node: ast.AST) -> ast.Call | None:
     if not (isinstance(node, ast.Call) and len(node.args) == 1 and not node.keywords and not isinstance(node.args[0], ast.Starred)):
         return None
     f = node.func
-    own = isinstance(f, ast.Attribute) and isinstance(f.value, ast.Name) and f.value.id == "self"
-    return node if own and NAMED.search(f.attr) else None
+    own = isinstance(f, ast.Attribute) and isinstance(f.value, ast.Name) and f.value.id == "self" and NAMED.search(f.attr)
+    return node if own else None
 
 
 _STRAIGHT = ast.Assign | ast.AnnAssign | ast.Return | ast.Expr  # statements that run as a whole
@@ -50,9 +50,10 @@ def _changes(statement: ast.stmt, name: str) -> bool:
     for node in ast.walk(statement):
         if isinstance(node, ast.Name) and node.id == name and not isinstance(node.ctx, ast.Load):
             return True
-        if isinstance(node, ast.Attribute | ast.Subscript) and isinstance(node.value, ast.Name) and node.value.id == name:
-            if not isinstance(node.ctx, ast.Load) or (isinstance(node, ast.Attribute) and node.attr.endswith("_")):
-                return True
+        if not isinstance(node, ast.Attribute | ast.Subscript) or not isinstance(node.value, ast.Name) or node.value.id != name:
+            continue
+        if not isinstance(node.ctx, ast.Load) or (isinstance(node, ast.Attribute) and node.attr.endswith("_")):
+            return True
     return not isinstance(statement, _STRAIGHT)
 
 
@@ -83,7 +84,9 @@ def rewrite(block: list[ast.stmt], names: Any = None) -> int:
 
 
 def _straight(block: list[ast.stmt], at: int, numbers: Any) -> int:
-    statement, new, first = block[at], {}, []
+    statement = block[at]
+    new: dict[ast.Call, ast.expr] = {}
+    first: list[ast.stmt] = []
     calls = _calls(statement)
     by_name: dict[str, list[tuple[ast.stmt, ast.Call]]] = {}
     for call in calls:

@@ -48,7 +48,7 @@ def _class(module: str, *path: str) -> Any:
 
 def _of_package(cls: type, package: str) -> bool:
     """Whether the forward of ``cls`` is the package's own."""
-    forward = cls.forward
+    forward: Any = getattr(cls, "forward", None)
     return isinstance(forward, types.FunctionType) and forward.__globals__.get("__name__", "").startswith(package)
 
 

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 # transformers and PEFT are imported by what uses them: Unsloth, which changes them, has to come before.
 
@@ -137,6 +138,7 @@ def scopes(model: Any) -> Iterator[None]:
         if kind:
             hooks.append(module.register_forward_pre_hook(functools.partial(enter, kind)))
             hooks.append(module.register_forward_hook(leave, always_call=True))  # recomputation stops by an exception
+    model = getattr(model, "get_base_model", lambda: model)()  # of a model with adapters, which only seems to have what this has
     stock, had = model.loss_function, "_loss_function" in model.__dict__
 
     def loss_function(*args: Any, **kwargs: Any) -> Any:
@@ -257,7 +259,12 @@ def _by_unsloth(spec: dict[str, Any]) -> Any:
     )
     if spec["quantize"] and not getattr(model, BITSANDBYTES[spec["quantize"]], False):
         raise RuntimeError("Unsloth left the weights in 16 bits: can it load bitsandbytes here?")
-    return FastLanguageModel.get_peft_model(model, **_adapters(spec), **recomputed)
+    model = FastLanguageModel.get_peft_model(model, **_adapters(spec), **recomputed)
+    for layer in layers_of(model) if spec["checkpointing"] else ():
+        if not hasattr(type(layer).forward, "__wrapped__"):
+            # transformers checkpoints in a wrapper of this forward, which Unsloth has replaced, and Unsloth takes it that the layer does
+            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+    return model
 
 
 def save(spec: dict[str, Any], device: torch.device) -> None:

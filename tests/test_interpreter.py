@@ -64,21 +64,3 @@ def test_dot():
     out = torch.empty(16, 16)
     _dot[(1,)](a, b, out, N=16)
     torch.testing.assert_close(out, a.float() @ b.float())
-
-
-@triton.jit
-def _sum(x_ptr, y_ptr, out_ptr, BLOCK: tl.constexpr):
-    i = tl.arange(0, BLOCK)
-    tl.store(out_ptr + i, tl.load(x_ptr + i) + tl.load(y_ptr + i))
-
-
-@pytest.mark.parametrize("dtype", [torch.int8, torch.int32], ids=lambda d: str(d)[6:])
-def test_integers_that_overflow_are_found(dtype):
-    x, out = torch.full((16,), torch.iinfo(dtype).max - 1, dtype=dtype), torch.empty(16, dtype=dtype)
-    y = torch.ones_like(x)
-    _sum[(1,)](x, y, out, BLOCK=16)
-    assert torch.equal(out, x + 1)
-    y[3] = 2
-    with pytest.raises(Exception, match="overflow detected for operation add"):
-        _sum[(1,)](x, y, out, BLOCK=16)
-    assert torch.equal(out, x + 1)

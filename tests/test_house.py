@@ -7,6 +7,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -186,3 +187,29 @@ def test_where_a_module_was_it_is_found(path):
     now = _legacy.ALIASES.get(path, path)
     assert importlib.import_module(path) is importlib.import_module(now) is sys.modules[path] is sys.modules[now]
     assert now in MODULES
+
+
+@pytest.mark.parametrize(
+    "path, name, homes",
+    [
+        ("liger_kernel.ops.softmax", "MAX_N_BWD", ["liger_kernel.ops.attention.rows"]),
+        ("liger_kernel.ops.rms_norm", "scaled_rows", ["liger_kernel.ops.norms.rows"]),
+        ("liger_kernel.transformers.slots", "GLU_NAMES", ["liger_kernel.transformers.recognise.mlps"]),
+        ("liger_kernel.transformers.patch", "_callers", ["liger_kernel.transformers.patching.select"]),
+        ("liger_kernel.transformers.slots", "PLACE", ["liger_kernel.transformers.recognise.family", "liger_kernel.transformers.recognise.infer"]),
+    ],
+)
+def test_what_is_replaced_where_a_module_was_is_replaced_in_its_parts(path, name, homes, monkeypatch):
+    """Constants and private names, too, by pytest or by mock, and given back."""
+    parts = [vars(importlib.import_module(home)) for home in homes]
+    module = importlib.import_module(path)
+    before, new = parts[0][name], object()
+    assert getattr(module, name) is before and name not in vars(module)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, name, new)
+        assert all(part[name] is new for part in parts) and name not in vars(module)
+    with mock.patch.object(module, name, new):
+        assert all(part[name] is new for part in parts) and name not in vars(module)
+    assert all(part[name] is before for part in parts) and name not in vars(module)
+    with pytest.raises(AttributeError, match=f"module '{module.__name__}' has no attribute '_never'"):
+        module._never  # noqa: B018

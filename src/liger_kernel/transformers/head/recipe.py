@@ -55,7 +55,7 @@ DEFAULTS = LossOptions()
 class Loss:
     """What the caller of ``forward`` asked of the loss, and what the loss found."""
 
-    options: LossOptions = DEFAULTS
+    options: LossOptions = field(default_factory=LossOptions)  # DEFAULTS is a constant that PyTorch 2.11 cannot compile here
     statistics: bool = False
     taken: bool = False
     token_accuracy: Tensor | None = None

@@ -79,7 +79,7 @@ def test_layers_are_replaced_and_listed(recipe, fast):
     for name, m in layers(model).items():
         error = (m.weight.float() - before[name].float()).square().mean().sqrt() / before[name].float().square().mean().sqrt()
         assert error < 0.03 and m.weight.dtype == torch.bfloat16 and not any(p.requires_grad for p in m.parameters())
-        assert m.float8_scale.shape == ((m.out_features, 1) if recipe == "fp8_rowwise" else ())
+        assert m.float8_scale.shape == ((m.out_features, 1) if recipe == "fp8_rowwise" else (1,))
     assert not any(p is w for p in model.parameters() for name, w in before.items() if name != "lm_head"), "the 16 bits are held"
     assert quantize_base(model, recipe) == left and len(layers(model)) == LINEARS, "a second time does nothing"
 
@@ -218,6 +218,32 @@ def test_merging_is_a_cast_of_the_sum(safe, more, fast):
         assert (m.dense() - before[name]).square().mean().sqrt() < 0.08 * before[name].square().mean().sqrt()
     plain = model.merge_and_unload(safe_merge=safe)
     assert len(layers(plain)) == LINEARS and not any("lora" in n for n, _ in plain.named_modules())
+
+
+def test_layers_compile_whole():
+    layer = LigerFloat8Linear.of(nn.Linear(48, 32, dtype=torch.bfloat16).to(DEVICE), "fp8_rowwise")
+    found = []
+    for run in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
+        x = torch.ones(4, 48, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+        y = run(x)
+        y.sum().backward()
+        found.append((y.detach(), x.grad))
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+def test_layers_are_sharded(tmp_path):
+    """By FSDP2, under which mixed precision would cast parameters that are not integers, and refuses those without a dim."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        x = torch.randn(4, 48).bfloat16().requires_grad_()
+        layer = LigerFloat8Linear.of(nn.Linear(48, 32, dtype=torch.bfloat16), "fp8", keep_transposed=False)
+        expected = layer(x)
+        fully_shard(layer, mesh=torch.distributed.init_device_mesh("cpu", (1,)), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        assert torch.equal(layer(x), expected)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_writing_into_the_weight_casts():

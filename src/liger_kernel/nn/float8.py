@@ -63,7 +63,7 @@ class LigerFloat8Linear(nn.Linear):
         self.recipe, self.dtype, self.keep_transposed = recipe, w.dtype, keep_transposed
         q, scale = cast(w.detach().contiguous(), E4, RECIPES[recipe])
         self.float8 = nn.Parameter(q.view(torch.int8), requires_grad=False)
-        self.float8_scale = nn.Parameter(scale.view(torch.int32), requires_grad=False)
+        self.float8_scale = nn.Parameter(self._bits(scale), requires_grad=False)
         self.bias = bias  # type: ignore[assignment]  # of nn.Linear's, which may be None
         self._transposed: tuple[Tensor, Any] | None = None  # and what it was made of
 
@@ -93,13 +93,18 @@ class LigerFloat8Linear(nn.Linear):
             raise ValueError(f"LigerFloat8Linear: weight must have shape {tuple(self.float8.shape)}, got {tuple(w.shape)}")
         q, scale = cast(w.detach().to(self.float8.device).contiguous(), E4, RECIPES[self.recipe])
         self.float8.copy_(q.view(torch.int8))
-        self.float8_scale.copy_(scale.view(torch.int32))
+        self.float8_scale.copy_(self._bits(scale))
+
+    @staticmethod
+    def _bits(scale: Tensor) -> Tensor:
+        return scale.view(torch.int32) if scale.ndim else scale.view(1).view(torch.int32)  # FSDP2 refuses parameters without a dim
 
     def stored(self, backward: bool = False) -> Float8:
         """What the operators multiply by; ``backward``: in a backward, too."""
         w = self.float8.detach().view(E4)
         kept = backward and self.keep_transposed and not torch.compiler.is_compiling()
-        return float8(w, self.float8_scale.detach().view(torch.float32), self._kept_transposed(w) if kept else None)
+        scale = self.float8_scale.detach().view(torch.float32)
+        return float8(w, scale if RECIPES[self.recipe] else scale.view(()), self._kept_transposed(w) if kept else None)
 
     def _kept_transposed(self, w: Tensor) -> Tensor:
         seen = self.float8.data_ptr(), self.float8._version, self.float8.device

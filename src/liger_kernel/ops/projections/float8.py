@@ -189,7 +189,8 @@ def _product(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, dtype: torc
         out = torch.bfloat16 if scale_a.ndim else dtype  # scales of rows come out in bf16 alone
         return torch._scaled_mm(a, b.t(), scale_a, scale_b.t(), out_dtype=out, use_fast_accum=True).to(dtype)
     wide = acc(dtype)
-    return ((a.to(wide) * scale_a) @ (b.to(wide) * scale_b).t()).to(dtype)
+    with torch.autocast(a.device.type, enabled=False):
+        return ((a.to(wide) * scale_a) @ (b.to(wide) * scale_b).t()).to(dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -236,7 +237,7 @@ class Float8LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, bias, w, scale, w_t):
-        ctx.save_for_backward(w, scale, w_t)
+        ctx.stored, ctx.K = (w, scale, w_t), x.shape[-1]  # not among the saved tensors, which may be moved to the CPU as activations are
         y = float8(w, scale).forward(Rows(rows_of(x)), None)
         if bias is not None:
             y.add_(bias)
@@ -247,5 +248,5 @@ class Float8LinearFunction(torch.autograd.Function):
     def backward(ctx, dy):
         need_x, need_bias, *_ = ctx.needs_input_grad
         rows = rows_of(dy)
-        dx = float8(*ctx.saved_tensors).backward(rows, None).view(*dy.shape[:-1], ctx.saved_tensors[0].shape[1]) if need_x else None
+        dx = float8(*ctx.stored).backward(rows, None).view(*dy.shape[:-1], ctx.K) if need_x else None
         return dx, rows.sum(0) if need_bias else None, None, None, None

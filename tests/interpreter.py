@@ -2,7 +2,8 @@
 
 The interpreter keeps bf16 as uint16 bit patterns and hands these to integer arithmetic, truncates instead of rounding when it casts, and passes
 float arguments and loop indices as Python numbers. Here bf16 is computed in fp32 and rounded to nearest even, as PyTorch and the hardware do, and
-these are fp32 and int32 scalars, as in a compiled kernel. Only what kernels use is covered; bf16 atomics are refused rather than wrong.
+these are fp32 and int32 scalars, as in a compiled kernel. FP8 is rounded as PyTorch
+rounds it. Only what kernels use is covered; bf16 atomics are refused rather than wrong.
 What it does anew for every call and value is done once, which makes it twice as fast.
 """
 
@@ -12,6 +13,7 @@ import functools
 import math
 
 import numpy as np
+import torch
 import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
@@ -71,8 +73,14 @@ def _cast(stock):
     return cast_impl
 
 
+_FP8 = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
+
+
 def _fp_to_fp(stock):
     def create_fp_to_fp(self, src, dst_type, rounding_mode):
+        if (fp8 := _FP8.get(dst_type.scalar)) is not None and src.dtype.scalar == tl.float32:
+            bytes_of = torch.from_numpy(np.ascontiguousarray(src.data)).to(fp8).view(torch.uint8)
+            return TensorHandle(bytes_of.numpy().reshape(src.data.shape), dst_type.scalar)
         if tl.bfloat16 not in (src.dtype.scalar, dst_type.scalar):
             return stock(self, src, dst_type, rounding_mode)
         if rounding_mode not in (None, interpreter._ir.ROUNDING_MODE.RTNE):

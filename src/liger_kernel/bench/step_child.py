@@ -168,6 +168,12 @@ def _by_transformers(spec: dict[str, Any], device: torch.device) -> Any:
     model = _stock(spec, device)
     if spec["quantize"] in BITSANDBYTES:
         _quantize(model, spec["quantize"])
+    elif spec["quantize"]:
+        from liger_kernel.transformers import quantize_base
+
+        quantize_base(model, spec["quantize"])
+        gc.collect()
+        torch.cuda.empty_cache()
     if spec["checkpointing"]:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if spec["package"]:

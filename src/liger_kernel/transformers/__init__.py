@@ -67,6 +67,7 @@ _PATCHING = {
     **dict.fromkeys(("MODEL_TYPE_TO_APPLY_LIGER_FN", "_apply_liger_kernel", "_apply_liger_kernel_to_instance"), "patching.apply"),
     **dict.fromkeys(("class_patches", "instance_patches"), "patching.select"),
     "restore": "patching.values",
+    "quantize_base": "quantize",
 }
 if _others := others():
     warnings.warn(f"liger_kernel {liger_kernel.__version__} of {liger_kernel.__path__[0]} is loaded, not {', '.join(_others)}", stacklevel=2)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops._core.operator import acc
-from liger_kernel.ops.projections.weights import Weight, add_product
+from liger_kernel.ops.projections.weights import Rows, Weight, add_product
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,12 +117,13 @@ class Projections:
     def outputs(self, x: Tensor) -> list[Tensor]:
         """The y's (M, N), new; after ``take``."""
         ys: list[Tensor] = []
-        self.zs, self.norms = [], []
+        self.zs, self.norms, rows = [], [], Rows(x)
         for i, p in enumerate(self.projections):
-            y = None
+            y = None if p.weight.accumulates else p.weight.forward(rows, None)
             for adapter, s, span, n in self._spans(i):
                 y = add_product(y, self.xas[s][:, span].to(self.dtype), self.bs[n].to(self.dtype).t(), adapter.scale)
-            y = p.weight.forward(x, y)
+            if p.weight.accumulates:
+                y = p.weight.forward(rows, y)
             bias = _summed_bias(p)
             if p.magnitude is not None:
                 self.zs.append(y)
@@ -174,11 +175,15 @@ class Projections:
     def input_gradient(self) -> Tensor:
         """dx (M, K), new."""
         dx: Tensor | None = None
+        for p, dy in zip(self.projections, self.dys):
+            if not p.weight.accumulates:
+                dx = p.weight.backward(dy, dx)
         for dxa, a, mask in zip(self.dxas, self.As, self.masks):
             if mask is None:
                 dx = add_product(dx, dxa.to(self.dtype), a.to(self.dtype))
         for p, dy in zip(self.projections, self.dys):
-            dx = p.weight.backward(dy, dx)
+            if p.weight.accumulates:
+                dx = p.weight.backward(dy, dx)
         assert dx is not None
         for stack, dxa, a, mask in zip(self.stacks, self.dxas, self.As, self.masks):
             if mask is not None:

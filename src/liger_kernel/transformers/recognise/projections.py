@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_kernel import memory
+from liger_kernel.nn.float8 import LigerFloat8Linear
 from liger_kernel.ops._core.operator import use_kernels
 from liger_kernel.ops.projections.adapted import Adapter, Projection
 from liger_kernel.ops.projections.four_bits import four_bits
@@ -88,7 +89,18 @@ def _four_bits(m: Any, dtype: torch.dtype) -> Weight | Left | None:
     return four_bits(m.weight, state)
 
 
-STORAGES: list[Callable[[nn.Module, torch.dtype], Weight | Left | None]] = [_dense, _four_bits]
+def _float8(m: Any, dtype: torch.dtype) -> Weight | Left | None:
+    """Ours in FP8, and those of transformers."""
+    if type(m) is _class("transformers.integrations.finegrained_fp8", "FP8Linear"):
+        return Left("a base in FP8 whose own forward casts its input by blocks")
+    if type(m) is not LigerFloat8Linear:
+        return None
+    if not (_own(m) and plain(m.float8) and plain(m.float8_scale) and (m.bias is None or plain(m.bias))):
+        return Left("a sharded or hooked base in FP8")
+    return m.stored(backward=torch.is_grad_enabled())
+
+
+STORAGES: list[Callable[[nn.Module, torch.dtype], Weight | Left | None]] = [_dense, _four_bits, _float8]
 
 
 def _adapters(m: Any) -> list[str]:

@@ -510,7 +510,8 @@ class FastLanguageModel:
     def from_pretrained(path, max_seq_length, dtype, load_in_4bit, load_in_8bit, local_files_only, use_exact_model_name, use_gradient_checkpointing):
         tokenizer = transformers.AutoTokenizer.from_pretrained(path)
         model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
-        assert len(tokenizer) == model.config.vocab_size and len({tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id}) == 3
+        assert len(tokenizer) == model.config.vocab_size and tokenizer.pad_token_id == model.config.pad_token_id
+        assert len({tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id}) == 3
         assert max_seq_length == 64 and use_gradient_checkpointing == EXPECTED and not load_in_4bit and not load_in_8bit and local_files_only
         return model.train(), tokenizer
 

@@ -216,8 +216,11 @@ OPTIONS = ("seq", "gpus", "parallel", "checkpointing", "layers", "autocast", "lo
 
 
 def values_of(a: argparse.Namespace, model: str) -> dict[str, Any]:
-    """The configuration that is measured. Its positions reach to the end of a row: beyond, Unsloth would stretch the rotary embedding."""
-    values = MODELS[model] | ({"num_hidden_layers": a.layers} if a.layers else {})
+    """The configuration that is measured, such that Unsloth's model is everyone's.
+
+    It would stretch the rotary embedding of rows beyond the last position, and it has zeros in the embedding of its padding token.
+    """
+    values = MODELS[model] | ({"num_hidden_layers": a.layers} if a.layers else {}) | ({"pad_token_id": 0} if a.lora else {})
     return values | {"max_position_embeddings": max(values["max_position_embeddings"], a.seq)}
 
 

@@ -261,6 +261,8 @@ def _by_unsloth(spec: dict[str, Any]) -> Any:
     model, _ = FastLanguageModel.from_pretrained(
         spec["unsloth"], max_seq_length=spec["seq"], local_files_only=True, use_exact_model_name=True, **loaded, **recomputed
     )
+    if spec["quantize"] and not getattr(model, BITSANDBYTES[spec["quantize"]], False):
+        raise RuntimeError("Unsloth left the weights in 16 bits: can it load bitsandbytes here?")
     return FastLanguageModel.get_peft_model(model, **_adapters(spec), **recomputed)
 
 
@@ -272,7 +274,7 @@ def save(spec: dict[str, Any], device: torch.device) -> None:
     model = _stock(spec, device)
     model.save_pretrained(spec["save"])
     words = {f"<{i}>": i for i in range(model.config.vocab_size)}
-    special = {f"{name}_token": f"<{i}>" for i, name in enumerate(("unk", "bos", "eos", "pad"))}
+    special = {f"{name}_token": f"<{i}>" for i, name in enumerate(("pad", "bos", "eos", "unk"))}
     model = tokenizers.models.WordLevel(words, unk_token=special["unk_token"])
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(model), **special).save_pretrained(spec["save"])
 

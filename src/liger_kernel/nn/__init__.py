@@ -16,7 +16,6 @@ from liger_kernel.nn.attention import liger_multi_token_attention as liger_multi
 from liger_kernel.nn.attention import liger_softmax as liger_softmax
 from liger_kernel.nn.attention import liger_sparsemax as liger_sparsemax
 from liger_kernel.nn.float8 import LigerFloat8Linear as LigerFloat8Linear
-from liger_kernel.nn.losses import LOSS_OPTIONS as LOSS_OPTIONS
 from liger_kernel.nn.losses import CrossEntropyOutput as CrossEntropyOutput
 from liger_kernel.nn.losses import LigerCrossEntropyLoss as LigerCrossEntropyLoss
 from liger_kernel.nn.losses import LigerFusedCETVDLoss as LigerFusedCETVDLoss

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -80,8 +81,7 @@ def linear_cross_entropy_fwd(x, w, target, bias, class_weight, kept, *rest, dw_i
     def body(z: Tensor, rows: slice, dz: Tensor | None) -> None:
         row_kernel(z, y[rows], s, class_weight=class_weight, bias=bias, out=out[rows], dz=dz, norm=divisor)
 
-    grads = chunk_gradients(x, w, body, need=tuple(need), chunk_rows=chunk_rows, accum_dtype=accum_dtype, kept=kept, fp32_logits=fp32_logits,
-                            dw_into=dw_into)  # fmt: skip
+    grads = chunk_gradients(x, w, body, need=tuple(need), chunk_rows=chunk_rows, accum_dtype=accum_dtype, kept=kept, fp32_logits=fp32_logits, dw_into=dw_into)
     return *_results(out, norm, s, kept, x.shape[0]), *grads
 
 
@@ -93,8 +93,8 @@ def linear_cross_entropy_bwd(g, g_entropy, lse, entropy, x, w, target, bias, cla
     ge, h = (_of(g_entropy, kept), _of(entropy, kept)) if s.entropy else (None, None)
 
     def body(z: Tensor, rows: slice, dz: Tensor | None) -> None:
-        row_kernel(z, y[rows], s, class_weight=class_weight, bias=bias, dz=dz, g=g[rows], lse=lse[rows],
-                   g_entropy=None if ge is None else ge[rows], entropy=None if h is None else h[rows])  # fmt: skip
+        of_entropy = {} if ge is None or h is None else dict(g_entropy=ge[rows], entropy=h[rows])
+        row_kernel(z, y[rows], s, class_weight=class_weight, bias=bias, dz=dz, g=g[rows], lse=lse[rows], **of_entropy)
 
     return chunk_gradients(x, w, body, need=tuple(need), chunk_rows=chunk_rows, accum_dtype=accum_dtype, kept=kept, fp32_logits=fp32_logits, dw_into=dw_into)
 
@@ -192,6 +192,10 @@ def _only_one_(total: Tensor, g: Tensor) -> None:
     total.view(-1)[0].add_(torch.where(g == 1, 0.0, float("nan")).to(total.dtype))
 
 
+def _head(M: int, H: int, V: int, ignored: int = 3, **options: Any) -> dict[str, Any]:
+    return dict(x=T((M, H)), w=T((V, H)), target=targets(M, V, ignored), **options)
+
+
 def _cost(x, w, target, bias=None, class_weight=None, *, ignore_index=-100, compact=False, **_) -> Cost:
     (M, H), V = x.shape, w.shape[0]
     M = int((target != ignore_index).sum()) if compact else M
@@ -201,35 +205,40 @@ def _cost(x, w, target, bias=None, class_weight=None, *, ignore_index=-100, comp
 @op(
     reference=reference,
     cases=[
-        Case("mean", dict(x=T((9, 32)), w=T((65, 32)), target=targets(9, 65), chunk_rows=4)),
-        Case("one-chunk", dict(x=T((9, 32)), w=T((65, 32)), target=targets(9, 65))),
-        Case("one-chunk-none", dict(x=T((9, 32)), w=T((65, 32)), target=targets(9, 65), bias=T((65,)), reduction="none")),
-        Case("sum-chunks", dict(x=T((11, 16)), w=T((37, 16)), target=targets(11, 37), reduction="sum", chunk_rows=4)),
-        Case("none", dict(x=T((7, 16)), w=T((40, 16)), target=targets(7, 40), reduction="none", chunk_rows=3, stats=True)),
-        Case("bias", dict(x=T((7, 16)), w=T((40, 16)), target=targets(7, 40), bias=T((40,)), chunk_rows=3)),
-        Case("gemma2", dict(x=T((6, 16)), w=T((50, 16)), target=targets(6, 50), softcap=2.0, stats=True)),
-        Case("granite", dict(x=T((6, 16)), w=T((50, 16)), target=targets(6, 50), logit_scale=0.125)),
-        Case("everything", dict(x=T((8, 16)), w=T((50, 16)), target=targets(8, 50), bias=T((50,)), class_weight=T((50,), positive, grad=False),
-             label_smoothing=0.1, z_loss=1e-2, logit_scale=0.5, softcap=3.0, chunk_rows=5)),
-        Case("dft", dict(x=T((6, 16)), w=T((50, 16)), target=targets(6, 50), token_scaling=True, logit_scale=0.25)),
-        Case("fp32-sums", dict(x=T((12, 16)), w=T((50, 16)), target=targets(12, 50), accum_dtype=torch.float32, chunk_rows=3)),
-        Case("many-chunks", dict(x=T((20, 16)), w=T((30, 16)), target=targets(20, 30, 7), chunk_rows=2)),
-        Case("compact", dict(x=T((9, 16)), w=T((40, 16)), target=targets(9, 40), bias=T((40,)), compact=True, chunk_rows=4, stats=True)),
-        Case("compact-none", dict(x=T((9, 16)), w=T((40, 16)), target=targets(9, 40), compact=True, chunk_rows=4, reduction="none")),
-        Case("compact-one-none", dict(x=T((9, 16)), w=T((40, 16)), target=targets(9, 40), compact=True, reduction="none", z_loss=1e-2)),
-        Case("fp32-logits", dict(x=T((9, 16)), w=T((40, 16)), target=targets(9, 40), fp32_logits=True, chunk_rows=4)),
-        Case("num-items", dict(x=T((9, 16)), w=T((40, 16)), target=targets(9, 40), num_items=21, chunk_rows=4)),
-        Case("all-ignored", dict(x=T((3, 16)), w=T((20, 16)), target=targets(3, 20, 1), reduction="sum")),
-        Case("integers", dict(x=T((4, 8), dtype=torch.int64), w=T((10, 8)), target=targets(4, 10)),
-             error="linear_cross_entropy: x and w must be floating point, got torch.int64 and torch.float32"),
-        Case("bad-width", dict(x=T((4, 8)), w=T((10, 6)), target=targets(4, 10)), error="linear_cross_entropy: w must have shape (V, 8), got (10, 6)"),
-        Case("bad-bias", dict(x=T((4, 8)), w=T((10, 8)), target=targets(4, 10), bias=T((4,))),
-             error="linear_cross_entropy: bias must have shape (10,), got (4,)"),
-        Case("bad-target", dict(x=T((4, 8)), w=T((10, 8)), target=targets(5, 10)), error="linear_cross_entropy: target must have shape (4,), got (5,)"),
-        Case("3d", dict(x=T((2, 4, 8)), w=T((10, 8)), target=targets(8, 10)), error="linear_cross_entropy: x must have shape (M, H), got (2, 4, 8)"),
+        Case("mean", _head(9, 32, 65, chunk_rows=4)),
+        Case("one-chunk", _head(9, 32, 65)),
+        Case("one-chunk-none", _head(9, 32, 65, bias=T((65,)), reduction="none")),
+        Case("sum-chunks", _head(11, 16, 37, reduction="sum", chunk_rows=4)),
+        Case("none", _head(7, 16, 40, reduction="none", chunk_rows=3, stats=True)),
+        Case("bias", _head(7, 16, 40, bias=T((40,)), chunk_rows=3)),
+        Case("gemma2", _head(6, 16, 50, softcap=2.0, stats=True)),
+        Case("granite", _head(6, 16, 50, logit_scale=0.125)),
+        Case(
+            "everything",
+            _head(8, 16, 50, bias=T((50,)), class_weight=T((50,), positive, grad=False))
+            | dict(label_smoothing=0.1, z_loss=1e-2, logit_scale=0.5, softcap=3.0, chunk_rows=5),
+        ),
+        Case("dft", _head(6, 16, 50, token_scaling=True, logit_scale=0.25)),
+        Case("fp32-sums", _head(12, 16, 50, accum_dtype=torch.float32, chunk_rows=3)),
+        Case("many-chunks", _head(20, 16, 30, 7, chunk_rows=2)),
+        Case("compact", _head(9, 16, 40, bias=T((40,)), compact=True, chunk_rows=4, stats=True)),
+        Case("compact-none", _head(9, 16, 40, compact=True, chunk_rows=4, reduction="none")),
+        Case("compact-one-none", _head(9, 16, 40, compact=True, reduction="none", z_loss=1e-2)),
+        Case("fp32-logits", _head(9, 16, 40, fp32_logits=True, chunk_rows=4)),
+        Case("num-items", _head(9, 16, 40, num_items=21, chunk_rows=4)),
+        Case("all-ignored", _head(3, 16, 20, 1, reduction="sum")),
+        Case(
+            "integers",
+            dict(x=T((4, 8), dtype=torch.int64), w=T((10, 8)), target=targets(4, 10)),
+            error="x and w must be floating point, got torch.int64 and torch.float32",
+        ),
+        Case("bad-width", dict(x=T((4, 8)), w=T((10, 6)), target=targets(4, 10)), error="w must have shape (V, 8), got (10, 6)"),
+        Case("bad-bias", _head(4, 8, 10, bias=T((4,))), error="bias must have shape (10,), got (4,)"),
+        Case("bad-target", dict(x=T((4, 8)), w=T((10, 8)), target=targets(5, 10)), error="target must have shape (4,), got (5,)"),
+        Case("3d", dict(x=T((2, 4, 8)), w=T((10, 8)), target=targets(8, 10)), error="x must have shape (M, H), got (2, 4, 8)"),
     ],
     cost=_cost,
-)  # fmt: skip
+)
 def linear_cross_entropy(
     x: Tensor,
     w: Tensor,
@@ -327,7 +336,7 @@ class LigerFusedLinearCrossEntropyFunction:
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
         only_ours("fused_linear_cross_entropy", ce_impl, ce_mode)
         asked = return_z_loss, return_token_accuracy, return_predicted_tokens
-        found = linear_cross_entropy(_input, weight, target, bias, ce_weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing,
-                                     z_loss=lse_square_scale, softcap=softcap, token_scaling=use_token_scaling, stats=any(asked),
-                                     accum_dtype=accum_dtype)  # fmt: skip
+        options: dict[str, Any] = dict(ignore_index=ignore_index, reduction=reduction, accum_dtype=accum_dtype, stats=any(asked))
+        options |= dict(label_smoothing=label_smoothing, z_loss=lse_square_scale, softcap=softcap, token_scaling=use_token_scaling)
+        found = linear_cross_entropy(_input, weight, target, bias, ce_weight, **options)
         return published(found, target, ignore_index, *asked)

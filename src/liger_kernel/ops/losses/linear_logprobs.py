@@ -45,11 +45,11 @@ def reference(x, w, target, bias, *, temperature, logit_scale, softcap, ignore_i
         Case("no-entropy", dict(x=T((9, 16)), w=T((40, 16)), target=targets(9, 40), bias=T((40,)), temperature=1.3)),
         Case("gemma2", dict(x=T((7, 16)), w=T((40, 16)), target=targets(7, 40), softcap=2.0, logit_scale=0.5, return_entropy=True, chunk_rows=3)),
         Case("compact", dict(x=T((24, 16)), w=T((40, 16)), target=targets(24, 40), return_entropy=True, compact=True, chunk_rows=7)),
-        Case("bad-width", dict(x=T((4, 8)), w=T((10, 6)), target=targets(4, 10)), error="linear_logprobs: w must have shape (V, 8), got (10, 6)"),
-        Case("cold", dict(x=T((4, 8)), w=T((10, 8)), target=targets(4, 10), temperature=0.0), error="linear_logprobs: temperature must be positive, got 0.0"),
+        Case("bad-width", dict(x=T((4, 8)), w=T((10, 6)), target=targets(4, 10)), error="w must have shape (V, 8), got (10, 6)"),
+        Case("cold", dict(x=T((4, 8)), w=T((10, 8)), target=targets(4, 10), temperature=0.0), error="temperature must be positive, got 0.0"),
     ],
     cost=lambda x, w, target, bias=None, **options: _cost(x, w, target, bias, **options),
-)  # fmt: skip
+)
 def linear_logprobs(
     x: Tensor,
     w: Tensor,

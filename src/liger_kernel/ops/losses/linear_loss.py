@@ -83,8 +83,9 @@ def linear_loss(
     if group < 1 or M % group:
         raise ValueError(f"linear_loss: group must divide the {M} rows of x, got {group}")
     x, w, bias = promoted(x, w, bias)
-    s = Loss(ignore_index=ignore_index, reduction="none", logit_scale=logit_scale / temperature, softcap=softcap, stats=predicted, entropy=entropy,
-             mean=mean_logit)  # fmt: skip
+    s = Loss(
+        ignore_index=ignore_index, reduction="none", logit_scale=logit_scale / temperature, softcap=softcap, stats=predicted, entropy=entropy, mean=mean_logit
+    )
     o = Options(tuple(t is not None and t.requires_grad and torch.is_grad_enabled() for t in (x, w, bias)), accum_dtype, chunk_rows, fp32_logits)
     if torch.compiler.is_compiling() or B == 0:
         losses, _, best, h, mean = nll(x, w, target, bias, None, s, None, False, accum_dtype, chunk_rows, fp32_logits)
@@ -106,7 +107,7 @@ def counted(target: Tensor, ignore_index: int, group: int, compact: bool | Kept 
 def _called(fn: Fn, B: int, group: int, s: Loss, *found: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
     """``fn`` of all groups at once: of log-probabilities, entropies, mean logits and most likely classes."""
     asked = (True, s.entropy, s.mean, s.stats)
-    result = fn(Tokens(*(t.view(B, group) if wanted else None for t, wanted in zip(found, asked))), 0, B)  # type: ignore[arg-type]
+    result = fn(Tokens(*(t.view(B, group) if wanted else None for t, wanted in zip(found, asked))), 0, B)
     return result if isinstance(result, tuple) else (result, ())
 
 
@@ -218,7 +219,7 @@ def _plan(M: int, V: int, group: int, x: Tensor, w: Tensor, kept: Kept | None, c
         each = group * (-(-(M // group) // max(1, -(-n // rows))) if chunk_rows is None else max(1, rows // group))
         return [((c.start // group, c.stop // group), c) for c in chunks_of(M, each)], None
     plan, first, start, stop = [], 0, 0, 0
-    counts = kept.counts()  # type: ignore[union-attr]
+    counts = kept.counts()
     for i, count in enumerate(counts):
         if stop > start and stop - start + count > rows:
             plan.append(((first, i), slice(start, stop)))

@@ -105,23 +105,28 @@ class Projections:
             s, n = self.place[i, j]
             yield adapter, s, slice(*self.stacks[s].spans[n]), before + j
 
-    def take(self, x: Tensor) -> None:
-        """The products of x (M, K) with the A's, and casts of the adapters."""
+    def cast(self) -> None:
+        """The adapters in the dtype of their products."""
         self.As = [_stacked([self._of(at).a for at in stack.adapters], self.thin) for stack in self.stacks]
         self.bs = [a.b.to(self.thin) for p in self.projections for a in p.adapters]
+
+    def take(self, x: Tensor) -> None:
+        """The products of x (M, K) with the A's."""
+        self.cast()
         self.xas, self.masks = [], []
         for stack, a in zip(self.stacks, self.As):
             seen, mask = torch.native_dropout(x, stack.dropout, True) if stack.dropout else (x, None)
             self.xas.append(seen.to(self.thin) @ a.t())
             self.masks.append(mask)
 
-    def outputs(self, x: Tensor) -> list[Tensor]:
-        """The y's (M, N), new; after ``take``."""
-        ys, self.zs, self.norms = [], [], []
+    def outputs(self, x: Tensor, bare: bool = False) -> list[Tensor]:
+        """The y's (M, N), new; after ``take``. ``bare``: without what the adapters add."""
+        ys: list[Tensor] = []
+        self.zs, self.norms = [], []
         rows = Rows(x)
         for i, p in enumerate(self.projections):
             y = None if p.weight.accumulates else p.weight.forward(rows, None)
-            for adapter, s, span, n in self._spans(i):
+            for adapter, s, span, n in self._spans(i) if not bare else ():
                 y = add_product(y, self.xas[s][:, span].to(self.dtype), self.bs[n].to(self.dtype).t(), adapter.scale)
             if p.weight.accumulates:
                 y = p.weight.forward(rows, y)
@@ -132,6 +137,17 @@ class Projections:
                 y = (y * (p.magnitude / self.norms[-1])).to(self.dtype)
             ys.append(y if bias is None else y.add_(bias))
         return ys
+
+    def alone(self, i: int) -> bool:
+        """Whether projection i is its weight and one adapter that sees x as it is, nothing else."""
+        p = self.projections[i]
+        plain = p.bias is None and p.magnitude is None and len(p.adapters) == 1
+        return plain and p.adapters[0].bias is None and not p.adapters[0].dropout
+
+    def of(self, i: int) -> tuple[Tensor, Tensor, float]:
+        """x A^T (M, r), B (N, r) and scale of the one adapter of projection i, after ``take``."""
+        ((adapter, s, span, n),) = self._spans(i)
+        return self.xas[s][:, span], self.bs[n], adapter.scale
 
     def taken(self) -> list[Tensor | None]:
         """What ``take`` made, to be kept for the backward."""
@@ -148,11 +164,22 @@ class Projections:
         self.As, self.bs, self.xas, self.masks = first(many), first(len(self.place)), first(many), first(many)
         self.zs, self.norms = kept[: len(kept) // 2], kept[len(kept) // 2 :]
 
+    def begin(self, dys: Sequence[Tensor], need: Sequence[Sequence[bool]]) -> None:
+        """Have the gradients of the y's, and room for what follows from them."""
+        self.dys = list(dys)
+        self.grads: list[list[Tensor | None]] = [[None] * len(n) for n in need]
+        self.dxas = [dys[0].new_empty(dys[0].shape[0], stack.spans[-1][1], dtype=self.thin) for stack in self.stacks]
+
+    def have(self, i: int, db: Tensor) -> None:
+        """Take the gradient of B of the one adapter of projection i from elsewhere."""
+        ((adapter, s, span, n),) = self._spans(i)
+        dxa = self.dxas[s][:, span]
+        torch.addmm(dxa, self.dys[i], self.bs[n], beta=0, alpha=adapter.scale, out=dxa)
+        self.grads[i][4] = db
+
     def thin_gradients(self, dys: Sequence[Tensor], need: Sequence[Sequence[bool]]) -> None:
         """What follows from the gradients of the y's without x: those of B's, biases and magnitudes, and of the thin x A^T."""
-        M = dys[0].shape[0]
-        self.dys, self.grads = list(dys), [[None] * len(n) for n in need]
-        self.dxas = [dys[0].new_empty(M, stack.spans[-1][1], dtype=self.thin) for stack in self.stacks]
+        self.begin(dys, need)
         zs, norms = iter(self.zs), iter(self.norms)
         for i, p in enumerate(self.projections):
             dy, grad, needs = self.dys[i], self.grads[i], need[i]
@@ -173,14 +200,14 @@ class Projections:
                 if needs[3 + 3 * j + 2]:
                     grad[3 + 3 * j + 2] = total * adapter.scale
 
-    def input_gradient(self) -> Tensor:
-        """dx (M, K), new."""
+    def input_gradient(self, bare: bool = False) -> Tensor:
+        """dx (M, K), new; ``bare``: without what goes through the adapters."""
         dx = None
         for p, dy in zip(self.projections, self.dys):
             if not p.weight.accumulates:
                 dx = p.weight.backward(dy, dx)
-        for stack, dxa, a, mask in zip(self.stacks, self.dxas, self.As, self.masks):
-            if mask is None:
+        for dxa, a, mask in zip(self.dxas, self.As, self.masks):
+            if mask is None and not bare:
                 dx = add_product(dx, dxa.to(self.dtype), a.to(self.dtype))
         for p, dy in zip(self.projections, self.dys):
             if p.weight.accumulates:
@@ -193,7 +220,7 @@ class Projections:
     def weight_gradients(self, x: Tensor, need: Sequence[Sequence[bool]]) -> list[Tensor | None]:
         """The gradients of all that ``Projection.tensors`` lists, in its dtypes."""
         for stack, dxa, mask in zip(self.stacks, self.dxas, self.masks):
-            if any(need[i][3 + 3 * j] for i, j in stack.adapters):
+            if any(need[i][3 + 3 * j] and self.grads[i][3 + 3 * j] is None for i, j in stack.adapters):
                 seen = x if mask is None else torch.ops.aten.native_dropout_backward(x, mask, 1 / (1 - stack.dropout))
                 da = dxa.t() @ seen.to(self.thin)
                 for (i, j), span in zip(stack.adapters, stack.spans):

@@ -22,6 +22,7 @@ from liger_kernel.ops._core.operator import Case, Cost, T, launcher, nbytes, onc
 from liger_kernel.ops.activations.glu import ACTS, Form, glu_bwd_, glu_fwd
 from liger_kernel.ops.activations.glu import reference as glu_reference
 from liger_kernel.ops.projections.adapted import Projection, Projections
+from liger_kernel.ops.projections.adapted_glu import MAX_RANK, adapted_glu_bwd_, adapted_glu_fwd
 from liger_kernel.ops.projections.linear import dtypes_of, flat, split, without_autocast
 
 
@@ -219,9 +220,15 @@ class AdaptedMLPFunction(torch.autograd.Function):
         with without_autocast(x.device.type):
             gate_up, last = (Projections(p, x.dtype, thin) for p in ctx.projections)
             gate_up.take(rows_of(x))
-            projected = gate_up.outputs(rows_of(x))
-            h = glu_fwd(*_halves(*_pair(projected)), *ctx.form)
-            last.take(h)
+            ctx.fused = _fusible(gate_up, last, ctx.form)
+            projected = gate_up.outputs(rows_of(x), bare=ctx.fused)
+            if ctx.fused:
+                last.cast()
+                h, ha = adapted_glu_fwd(*projected, *gate_up.of(0), *gate_up.of(1), last.As[0], act)
+                last.xas, last.masks = [ha.to(x.dtype)], [None]
+            else:
+                h = glu_fwd(*_halves(*_pair(projected)), *ctx.form)
+                last.take(h)
             kept = gate_up.taken() if recompute else [*projected, *gate_up.kept()]
             saved = x, *tensors, *kept, *last.taken()
             ctx.places = 1 + len(tensors), 1 + len(tensors) + len(kept)
@@ -251,21 +258,38 @@ class AdaptedMLPFunction(torch.autograd.Function):
         rows = rows_of(x)
         if ctx.recompute:
             gate_up.restore(kept)
-            projected = gate_up.outputs(rows)
+            projected = gate_up.outputs(rows, bare=ctx.fused)
         else:
             projected = kept[: len(first)]
             gate_up.restore(kept[len(first) :])
             if graph_is_kept or not ctx.unshared or gate_up.zs:
                 projected = [t.clone() for t in projected]
         last.thin_gradients([rows_of(dy)], needs[-1:])
-        h = last.input_gradient()
-        need_h = any(needs[-1])
-        glu_bwd_(h, *_halves(*_pair(projected)), ctx.form[0], need_h, *ctx.form[1:])  # now h, and the gradients of what was projected
+        h = last.input_gradient(bare=ctx.fused)
+        if ctx.fused:
+            a = last.As[0]
+            *dbs, da = adapted_glu_bwd_(h, *projected, *gate_up.of(0), *gate_up.of(1), last.dxas[0], a, ctx.form[0])
+            last.grads[0][3] = da.t()
+            gate_up.begin(projected, needs[:-1])
+            for i, db in enumerate(dbs):
+                gate_up.have(i, db)
+        else:
+            # now h, and the gradients of what was projected
+            glu_bwd_(h, *_halves(*_pair(projected)), ctx.form[0], any(needs[-1]), *ctx.form[1:])
+            gate_up.thin_gradients(projected, needs[:-1])
         of_down = last.weight_gradients(h, needs[-1:])
         del h, last
-        gate_up.thin_gradients(projected, needs[:-1])
         dx = gate_up.input_gradient().view(x.shape) if need_x else None
         return dx, *[None] * 7, *gate_up.weight_gradients(rows, needs[:-1]), *of_down
+
+
+def _fusible(gate_up: Projections, last: Projections, form: tuple) -> bool:
+    """Whether the passes of the activation can take the thin products: gate, up and down have one adapter each, and the usual form."""
+    if len(gate_up.projections) != 2 or form[1:] != tuple(Form()) or gate_up.thin != gate_up.dtype:
+        return False
+    if not (gate_up.alone(0) and gate_up.alone(1) and last.alone(0)) or (w := last.projections[0].weight.learnable) is not None and w.requires_grad:
+        return False
+    return all(p.adapters[0].a.shape[0] <= MAX_RANK for p in (*gate_up.projections, *last.projections))
 
 
 def _pair(projected: list[Tensor]) -> tuple[Tensor, Tensor | None]:

@@ -267,7 +267,7 @@ def _by_unsloth(spec: dict[str, Any]) -> Any:
         raise RuntimeError("Unsloth left the weights in 16 bits: can it load bitsandbytes here?")
     model = FastLanguageModel.get_peft_model(model, **_adapters(spec), **recomputed)
     for layer in layers_of(model) if spec["checkpointing"] else ():
-        if not hasattr(type(layer).forward, "__wrapped__"):
+        if getattr(getattr(type(layer).forward, "__code__", None), "co_name", "") != "forward_with_checkpointing":
             # transformers checkpoints in a wrapper of this forward, which Unsloth has replaced, and Unsloth takes it that the layer does
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
     return model

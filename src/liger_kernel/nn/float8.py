@@ -26,11 +26,11 @@ class _Weight(Tensor):
 
     @staticmethod
     def __new__(cls, layer: LigerFloat8Linear) -> _Weight:
-        seen = Tensor._make_wrapper_subclass(cls, layer.float8.shape, dtype=layer.dtype, device=layer.float8.device)  # type: ignore[attr-defined]
+        seen = Tensor._make_wrapper_subclass(cls, layer.float8.shape, dtype=layer.dtype, device=layer.float8.device)  # type: ignore[attr-defined]  # not in torch's stubs
         seen.layer = layer
         return seen
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # what torch's docs say to write
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -73,7 +73,7 @@ class LigerFloat8Linear(nn.Linear):
         return cls(linear.weight, linear.bias, recipe, keep_transposed).train(linear.training)
 
     @property
-    def weight(self) -> Tensor:  # type: ignore[override]
+    def weight(self) -> Tensor:  # type: ignore[override]  # a parameter in nn.Linear
         return _Weight(self)
 
     @property

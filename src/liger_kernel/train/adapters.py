@@ -32,11 +32,6 @@ def check(config: TrainConfig, device: torch.device) -> None:
     _peft()
     if config.quantize in BITSANDBYTES:
         _check_bitsandbytes(config.quantize, device)
-    if config.quantize == "fp8":
-        import liger_kernel.transformers
-
-        if not hasattr(liger_kernel.transformers, "quantize_base"):
-            raise UserError("quantize fp8 is not in this release of liger-kernel: nf4 and int8 are")
     if config.model and holds_adapters(config.model):
         raise UserError(f"{config.model} holds adapters, not a model: give the model that they are of, {base_of(config.model) or 'which they do not name'}")
     skeleton = _skeleton(config)

@@ -94,7 +94,7 @@ def _base(config: TrainConfig, name: str | None, tokenizer: Any, device: torch.d
 
 def quantize_fp8(model: Any) -> None:
     """Keep the weights of the linear layers in FP8, once and for all: they are frozen. ``UserError`` where the GPU does not compute in it."""
-    from liger_kernel.transformers import quantize_base  # type: ignore[attr-defined]
+    from liger_kernel.transformers import quantize_base
 
     try:
         quantize_base(model, "fp8")

@@ -7,6 +7,7 @@ model = get_peft_model(model, LoraConfig(...))
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 
 import torch
@@ -43,6 +44,9 @@ def quantize_base(model: nn.Module, recipe: str = "fp8", *, skip: tuple[str, ...
             made[id(linear)] = LigerFloat8Linear.of(linear, recipe, keep_transposed)
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, made[id(linear)])
+    if not any(isinstance(m, LigerFloat8Linear) for m in model.modules()):
+        why = "; ".join(f"{name}: {reason}" for name, reason in list(reasons.items())[:2]) or "there is none"
+        warnings.warn(f"quantize_base: no linear layer is in FP8 ({why})", stacklevel=2)
     return reasons
 
 

@@ -132,8 +132,8 @@ def float8_cast(x: Tensor, by: Tensor | None, dtype: torch.dtype, per_row: bool)
     if per_row:
         block = min(next_power_of_2(N), _WHOLE)
         warps = min(max(block // 1024, 1), 16)
-        launch(_cast_rows, (M,), x, by, q, scale, N, x.stride(0),
-               TOP=top, LEAST=LEAST, HAS_BY=by is not None, WHOLE=block >= N, BLOCK=block, num_warps=warps)  # fmt: skip
+        how = dict(TOP=top, LEAST=LEAST, HAS_BY=by is not None, WHOLE=block >= N, BLOCK=block)
+        launch(_cast_rows, (M,), x, by, q, scale, N, x.stride(0), **how, num_warps=warps)
         return q, scale
     block = min(next_power_of_2(N), _BLOCK)
     programs = min(M * cdiv(N, block), _PROGRAMS)

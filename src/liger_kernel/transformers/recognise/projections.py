@@ -161,6 +161,23 @@ def _peft_classes() -> tuple[Any, ...]:
     return tuple(c for c in found if c is not None)
 
 
+def base_of(m: Any) -> nn.Module:
+    """What PEFT has put adapters on, or ``m``."""
+    return m.base_layer if type(m) in _peft_classes() else m
+
+
+def copy_in_use(m: Any) -> nn.Module:
+    """The module that a call of ``m`` calls: of one among PEFT's ``modules_to_save`` the active copy, or the original; else ``m``."""
+    cls = type(m)
+    if cls is nn.Linear or torch.compiler.is_compiling() or cls is not _class("peft.utils.other", "ModulesToSaveWrapper"):
+        return m
+    if not (_own(m) and _of_package(cls, "peft.")):
+        return m
+    active = m.active_adapters
+    off = m.disable_adapters or not active or any(name not in m._adapters for name in active)
+    return m.original_module if off else m.modules_to_save[active[0]]
+
+
 def product_dtype(x: Tensor) -> torch.dtype:
     """The dtype in which a linear layer multiplies x."""
     device = x.device.type

@@ -103,6 +103,8 @@ CONFIGS = {
     "copy": (dict(target_modules=["q_proj"], modules_to_save=["lm_head"]), False),
     "copies": (dict(target_modules=["q_proj"], modules_to_save=["lm_head", "embed_tokens"]), False),
     "tied copy": (dict(target_modules=["q_proj"], modules_to_save=["embed_tokens"], ensure_weight_tying=True), False),
+    "tokens": (dict(target_modules=["q_proj"], trainable_token_indices=[5, 260, 7]), False),
+    "tied tokens": (dict(target_modules=["q_proj"], trainable_token_indices=[5, 260, 7]), True),
 }
 
 
@@ -181,6 +183,29 @@ def test_switches_of_copies(losses, computed):
     assert losses == [False] * 3 and not computed
 
 
+def _moved(run):
+    with torch.no_grad():
+        for name, p in run.named_parameters():
+            if "trainable_tokens_delta" in name:
+                p.add_(torch.linspace(-1, 1, p.numel(), device=DEVICE).view_as(p))
+
+
+@pytest.mark.parametrize("batch", [tokens(), tokens(length=200)], ids=["ignored", "all"])
+def test_trained_tokens_of_a_tied_head(batch, losses, computed):
+    """Rows of the head that are others than those of its frozen weight."""
+    batch["labels"][:, 3:9] = torch.tensor([5, 260, 7, 5, 260, 7], device=DEVICE)
+    config = dict(model_options=dict(tie_word_embeddings=True), target_modules=["q_proj"], trainable_token_indices=[5, 260, 7], change=_moved)
+    stock, ours = both("llama", **config)
+    expected = step(stock, batch)[1]
+    assert_same_learning(step(ours, batch)[1], expected, 1e-5)
+    for switch in (lambda run: run.merge_adapter(), lambda run: run.unmerge_adapter(), lambda run: run.base_model.disable_adapter_layers()):
+        for run in (stock, ours):
+            switch(run)
+        with torch.no_grad():
+            torch.testing.assert_close(ours(**batch).loss, stock(**batch).loss)
+    assert losses == [True, False, True, False] and not computed
+
+
 # -- what is not, and why --------------------------------------------------------------------
 
 
@@ -199,6 +224,16 @@ REASONS = {
     "hook of B": ({}, _hook("lora_B.default"), "parts of adapter 'default' are sharded, hooked or replaced"),
     "hook of the base": ({}, _hook("base_layer"), "a sharded or hooked base"),
     "dropout": ({}, _other_dropout, "the dropout of adapter 'default' is Sequential"),
+    "tokens of a trained head": (
+        dict(target_modules=["q_proj"], trainable_token_indices=[5], model_options=dict(tie_word_embeddings=True)),
+        lambda run: run.get_base_model().lm_head.token_adapter.base_layer.requires_grad_(True),
+        "trained tokens of a weight that is no plain frozen one",
+    ),
+    "too many tokens": (
+        dict(target_modules=["q_proj"], trainable_token_indices=[*range(60)], model_options=dict(tie_word_embeddings=True)),
+        lambda run: None,
+        "60 trained tokens",
+    ),
     "copy with a hook": (dict(target_modules=["q_proj"], modules_to_save=["lm_head"]), _hook("modules_to_save.default"), "a sharded or hooked base"),
     "hook of a copy": (dict(target_modules=["q_proj"], modules_to_save=["lm_head"]), _hook(""), "a base of class ModulesToSaveWrapper"),
 }
@@ -208,9 +243,7 @@ REASONS = {
 def test_other_heads_are_called_themselves(name, losses):
     config, change, reason = REASONS[name]
     ours = assert_as_stock(change=change, **config)
-    head = ours.get_base_model().lm_head
-    head = head.modules_to_save["default"] if name == "copy with a hook" else head
-    found = with_adapters(head, torch.zeros(1, head.weight.shape[1], device=DEVICE))
+    found = with_adapters(ours.get_base_model().lm_head, torch.zeros(1, ours.config.hidden_size, device=DEVICE))
     assert isinstance(found, Left) and found.startswith(reason), found
     assert not losses
 

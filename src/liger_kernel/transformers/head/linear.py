@@ -2,6 +2,7 @@
 
     lm_head with LoRA, two of them active       x W^T + [s_1 drop_1(x) A_1^T, s_2 drop_2(x) A_2^T] [B_1, B_2]^T + bias
     the same with adapters disabled or merged   x W^T + bias
+    tied, with rows i trained as D              x W^T + x (D - W_i)^T E_i^T, E_i (V, n) of zeros and ones
 
 The thin products with the A's are PyTorch's, of all tokens at once: dropout draws the mask that stock draws (all the same, where a model slices its
 logits before its loss, not those of stock), and A and x get their gradients by autograd. The loss engine does the rest in chunks (``ops/losses/chunks``).
@@ -19,7 +20,7 @@ from liger_kernel import parallel
 from liger_kernel.ops.projections.adapted import Projection
 from liger_kernel.ops.projections.weights import Dense
 from liger_kernel.transformers.head.state import untouched
-from liger_kernel.transformers.recognise.projections import Left, base_of, copy_in_use, product_dtype, projection
+from liger_kernel.transformers.recognise.projections import Left, base_of, copy_in_use, product_dtype, projection, trained_rows
 
 
 def may_be_linear(head: nn.Module) -> nn.Module | None:
@@ -35,7 +36,7 @@ def with_adapters(head: nn.Module, x: Tensor) -> Projection | Left:
         return Left("torch.compile")
     if not untouched():
         return Left("hooks of all modules, or a linear layer of PyTorch that is replaced")
-    found = projection(head, product_dtype(x))
+    found = trained_rows(inner := copy_in_use(head), product_dtype(x)) or projection(inner, product_dtype(x))
     if isinstance(found, Left):
         return found
     if not isinstance(found.weight, Dense):

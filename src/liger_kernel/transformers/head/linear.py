@@ -53,8 +53,8 @@ def terms(found: Projection, x: Tensor) -> dict[str, Any]:
     dtype, bias = product_dtype(x), found.bias
     rows, xa, wb = x.to(dtype), [], []
     for adapter in found.adapters:
-        x = x.to(adapter.a.dtype)  # and stays so for the next, as in PEFT
-        seen = F.dropout(x, adapter.dropout).to(dtype) if adapter.dropout else rows
+        # the mask that stock draws is that of the adapter's dtype
+        seen = F.dropout(x.to(adapter.a.dtype), adapter.dropout).to(dtype) if adapter.dropout else rows
         xa.append(adapter.scale * F.linear(seen, adapter.a.to(dtype)))
         wb.append(adapter.b.to(dtype))
         if adapter.bias is not None:

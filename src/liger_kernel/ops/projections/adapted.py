@@ -15,6 +15,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,7 +88,7 @@ class Projections:
             ends = [0]
             for at in group:
                 ends.append(ends[-1] + self._of(at).a.shape[0])
-            self.stacks.append(_Stack(group, list(zip(ends, ends[1:])), self._of(group[0]).dropout))
+            self.stacks.append(_Stack(group, list(pairwise(ends)), self._of(group[0]).dropout))
         self.place = {at: (s, i) for s, stack in enumerate(self.stacks) for i, at in enumerate(stack.adapters)}
         self.As: list = []
         self.bs: list = []
@@ -94,6 +96,7 @@ class Projections:
         self.masks: list = []
         self.zs: list = []
         self.norms: list = []
+        self.grads: list[list] = []
 
     def _of(self, at: tuple[int, int]) -> Adapter:
         return self.projections[at[0]].adapters[at[1]]
@@ -173,8 +176,8 @@ class Projections:
 
     def input_gradient(self) -> Tensor:
         """dx (M, K), new."""
-        dx = None
-        for stack, dxa, a, mask in zip(self.stacks, self.dxas, self.As, self.masks):
+        dx: Any = None
+        for dxa, a, mask in zip(self.dxas, self.As, self.masks):
             if mask is None:
                 dx = add_product(dx, dxa.to(self.dtype), a.to(self.dtype))
         for p, dy in zip(self.projections, self.dys):

@@ -119,7 +119,7 @@ class Collectives(TorchDispatchMode):
 
 
 CHECKS: dict[str, Callable[[], None]] = {}
-BY_KERNELS = {"norms_of_dtensors", "a_sharded_head_by_kernels"}  # in the interpreter; whole models would take minutes in it
+BY_KERNELS = {"norms_of_dtensors", "a_sharded_head_by_kernels", "lora_by_the_engine"}  # in the interpreter; whole models would take minutes in it
 
 
 def check(fn: Callable[[], None]) -> Callable[[], None]:
@@ -621,6 +621,46 @@ def lora_fsdp2() -> None:
         if own_head:
             fully_shard(model.base_model.model.lm_head, mesh=mesh())
         same(fully_shard(model, mesh=mesh()), adapted_learning(), head="called" if own_head else "fused")
+
+
+@check
+def lora_by_the_engine() -> None:
+    """Linear layers of DDP, of FSDP2, which gathers them, and of checkpointed layers under it, are nodes of the engine, and learn what stock's learn."""
+    import peft
+
+    from liger_kernel.transformers.recognise import mlps, projections
+
+    every = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    nodes: list[str] = []
+    linears, adapted_mlp = projections.linears, mlps.adapted_mlp
+    projections.linears = lambda *a, **k: (nodes.append("linears"), linears(*a, **k))[1]  # type: ignore[assignment]
+    mlps.adapted_mlp = lambda *a, **k: (nodes.append("mlp"), adapted_mlp(*a, **k))[1]  # type: ignore[assignment]
+
+    def wrapped(ours: bool, mode: str) -> dict[str, Tensor]:
+        torch.manual_seed(4)
+        model = peft.get_peft_model(make("llama"), peft.LoraConfig(r=4, target_modules=every, init_lora_weights=False))
+        if ours:
+            off = dict(rope=False, rms_norm=False, fused_linear_cross_entropy=False, rematerialise=False)
+            _apply_liger_kernel_to_instance(model=model.get_base_model(), **off)
+        if mode == "checkpointed":
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            model.enable_input_require_grads()
+        if mode == "ddp":
+            return learn_any(parallelize(model, "ddp").model)
+        for layer in model.base_model.model.model.layers:
+            fully_shard(layer, mesh=mesh())
+        return learn_any(fully_shard(model, mesh=mesh()))
+
+    try:
+        truth = wrapped(False, "ddp")
+        assert not nodes
+        for mode in ("ddp", "fsdp2", "checkpointed"):
+            nodes.clear()
+            assert_same_learning(wrapped(True, mode), truth, TOLERANCE)
+            layers = 4 if mode == "checkpointed" else 2
+            assert (nodes.count("linears"), nodes.count("mlp")) == (2 * layers, layers), (mode, nodes)
+    finally:
+        projections.linears, mlps.adapted_mlp = linears, adapted_mlp
 
 
 @check

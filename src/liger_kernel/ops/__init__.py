@@ -85,6 +85,9 @@ from liger_kernel.ops.norms.rms_norm import LigerRMSNormFunction as LigerRMSNorm
 from liger_kernel.ops.norms.rms_norm import rms_norm as rms_norm
 from liger_kernel.ops.norms.rms_norm import rms_norm_backward as rms_norm_backward
 from liger_kernel.ops.norms.rms_norm import rms_norm_forward as rms_norm_forward
+from liger_kernel.ops.projections.lora import lora_linear as lora_linear
+from liger_kernel.ops.projections.lora import lora_mlp as lora_mlp
+from liger_kernel.ops.projections.lora import lora_qkv as lora_qkv
 from liger_kernel.ops.projections.mlp import LigerMLPFunction as LigerMLPFunction
 from liger_kernel.ops.projections.mlp import mlp as mlp
 from liger_kernel.ops.projections.moe import LigerFusedMoEFunction as LigerFusedMoEFunction

@@ -76,11 +76,10 @@ def _say(config: TrainConfig, model: Any, attention: str) -> None:
     if config.lora:
         print(f"adapters: {adapters.described(config, model)}")
     print(f"attention: {attention}", flush=True)
-    import liger_kernel.transformers as patches
+    if config.lora and config.kernels == "on":
+        from liger_kernel.transformers import projections_report
 
-    if config.kernels == "on" and hasattr(patches, "projections_report"):
-        report = patches.projections_report(model)
-        print(report if isinstance(report, str) else "\n".join(map(str, report)), flush=True)
+        print(projections_report(model), flush=True)
 
 
 def _by(config: TrainConfig, data: Data, model: Any, device: torch.device, precision: str, ranks: Ranks, stop: Stop, store: Store | None) -> dict[str, Any]:

@@ -66,6 +66,7 @@ _AUTO = dict.fromkeys(("AutoLigerKernelForCausalLM", "AutoLigerKernelForImageTex
 _PATCHING = {
     **dict.fromkeys(("MODEL_TYPE_TO_APPLY_LIGER_FN", "_apply_liger_kernel", "_apply_liger_kernel_to_instance"), "patching.apply"),
     **dict.fromkeys(("class_patches", "instance_patches"), "patching.select"),
+    "projections_report": "patching.report",
     "restore": "patching.values",
     "quantize_base": "quantize",
 }

@@ -163,13 +163,13 @@ def stub() -> str:
     for function in apply.MODEL_TYPE_TO_APPLY_LIGER_FN.values():
         parameters = inspect.signature(function).parameters.values()
         flags = ", ".join(f"{p.name}: {p.annotation} = {p.default}" for p in parameters)
-        lines.append(f"def {function.__name__}({flags}, *, rematerialise: bool | str = True) -> None: ...")
+        lines.append(f"def {function.__name__}({flags}, *, rematerialise: bool | str = True, projections: bool = True) -> None: ...")
     return "\n".join(lines) + "\n"
 
 
 def _steps(model_type: str) -> list[tuple[str, str]]:
     """Classes whose own forward is changed, in the installed transformers, and how."""
-    found = class_patches(model_type, EVERYTHING | {"rematerialise": True}, None)
+    found = class_patches(model_type, EVERYTHING | {"rematerialise": True, "projections": True}, None)
     return [(p.owner.__name__, p.label) for p in found if p.label not in SLOT_OF]
 
 

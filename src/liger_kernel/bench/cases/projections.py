@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 
 import torch
 
 from liger_kernel.bench.measured import Measured
 from liger_kernel.ops._core.operator import Case, T
 from liger_kernel.ops.activations.glu import ACTS
+from liger_kernel.ops.projections.lora import _layer as _lora_layer
+from liger_kernel.ops.projections.lora import _magnitudes as _lora_magnitudes
+from liger_kernel.ops.projections.lora import _mlp_args as _lora_mlp_args
+from liger_kernel.ops.projections.lora import _qkv_args as _lora_qkv_args
 from liger_kernel.ops.projections.mlp import _args as _mlp_args
 from liger_kernel.ops.projections.moe import _GPT_OSS as _moe_GPT_OSS
 from liger_kernel.ops.projections.moe import _routed as _moe_routed
@@ -47,7 +52,27 @@ def _moe_upstream(functional, x, gate_up, down, topk_index, topk_weight):
 _moe_upstream.prepare = lambda args: args | {"topk_index": args["topk_index"].int()}  # type: ignore[attr-defined]  # which any function may have
 
 
+def _frozen(args: dict) -> dict:
+    """Weights as adapters have them: only these and x learn."""
+    learns = lambda name: name == "x" or name.rpartition("_")[2] in ("a", "b") or name == "magnitude"
+    return {k: replace(v, grad=learns(k)) if isinstance(v, T) else v for k, v in args.items()}
+
+
+def _lora_args(M: int, K: int, N: int, r: int, **more: T) -> dict:
+    return _frozen(dict(x=T((M, K)), scale=2.0) | _lora_layer(K, N, r, dtype=torch.float32) | more)
+
+
 MEASURED = {
+    "lora_linear": Measured(
+        cases=[
+            Case("llama3-8b-o", _lora_args(8192, 4096, 4096, 16), gpu=True),
+            Case("llama3-8b-up", _lora_args(8192, 4096, 14336, 16), gpu=True, timed=True),
+            Case("dora", _lora_args(8192, 4096, 4096, 16, magnitude=T((4096,), _lora_magnitudes)), gpu=True),
+        ],
+        sweeps={"rank": ((8, 16, 32, 64, 128, 256), lambda r: _lora_args(8192, 4096, 4096, r))},
+    ),
+    "lora_qkv": Measured(cases=[Case("llama3-8b", _frozen(_lora_qkv_args((8192,), 4096, 4096, 1024, 16)), gpu=True)]),
+    "lora_mlp": Measured(cases=[Case("llama3-8b", _frozen(_lora_mlp_args((8192,), 4096, 14336, 16)), gpu=True)]),
     "mlp": Measured(
         cases=[
             Case("square", _mlp_args((4096,), 8192, 8192), gpu=True),

@@ -93,6 +93,7 @@ class Projections:
         self.masks: list = []
         self.zs: list = []
         self.norms: list = []
+        self.grads: list[list] = []
 
     def _of(self, at: tuple[int, int]) -> Adapter:
         return self.projections[at[0]].adapters[at[1]]

@@ -58,8 +58,7 @@ def dequantize(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
     nested = state.state2
     if use_kernels(packed.new_empty(0, dtype=dtype)) and state.dtype in (dtype, torch.float32) and packed.dtype == torch.uint8 and packed.is_contiguous():
         absmax2, code2, offset, blocksize2 = (None, None, None, 1) if nested is None else (nested.absmax, nested.code, state.offset, nested.blocksize)
-        shape = list(state.shape)
-        return dense_four_bits(packed, state.absmax, state.code, absmax2, code2, offset, shape, state.blocksize, blocksize2, dtype)
+        return dense_four_bits(packed, state.absmax, state.code, absmax2, code2, offset, list(state.shape), state.blocksize, blocksize2, dtype)
     from bitsandbytes.functional import dequantize_4bit
 
     return dequantize_4bit(packed, state).to(dtype)

@@ -77,6 +77,17 @@ class Dequantized(Weight):
         return self.dequantize(dtype)
 
 
+@dataclass(frozen=True, eq=False)
+class Elsewhere(Weight):
+    """A weight whose product its own module computes: the node has what adapters add to that, and nothing of the weight."""
+
+    def forward(self, x: Rows, y: Tensor | None) -> Tensor:
+        return x.rows.new_zeros(x.rows.shape[0], self.shape[0]) if y is None else y
+
+    def backward(self, dy: Tensor, dx: Tensor | None) -> Tensor:
+        return dy.new_zeros(dy.shape[0], self.shape[1]) if dx is None else dx
+
+
 def dense(weight: Tensor) -> Dense:
     N, K = weight.shape
     return Dense((N, K), weight)

@@ -33,7 +33,7 @@ from liger_kernel.ops.norms.fused_add_rms_norm import fused_add_rms_norm, rms_no
 from liger_kernel.ops.rotary.qk_norm_rope import MAX_D, qk_norm_rope
 from liger_kernel.transformers.patching import projections
 from liger_kernel.transformers.recognise.plain import plain, unhooked
-from liger_kernel.transformers.recognise.variant import NORM_FORMS, ROPE_FORMS
+from liger_kernel.transformers.recognise.variant import LINEARS, NORM_FORMS, ROPE_FORMS
 
 
 def _form_of(norm: Any, x: Any) -> tuple[float, str, str] | None:
@@ -218,21 +218,33 @@ def _rewrite(block: list[ast.stmt]) -> tuple[list[ast.stmt], int]:
     return out, found
 
 
-def _fuse(tree: ast.FunctionDef, parts: frozenset[str]) -> int:
-    """Fuse the patterns of these parts in a function; returns how many."""
+def _fuse(tree: ast.FunctionDef, parts: frozenset[str], methods: frozenset[str] | None) -> tuple[int, frozenset[str]]:
+    """Fuse the patterns of these parts in a function; returns how many of norms, and what is called as linear layers."""
     found = 0
     if NORMS in parts:
         in_place = [node for node in ast.walk(tree) if isinstance(node, ast.AugAssign)]
         if all(isinstance(node.value, ast.Tuple) for node in in_place):  # ``outputs += (weights,)``
             tree.body, found = _rewrite(tree.body)
-    return found + (projections.rewrite(tree.body) if PROJECTIONS in parts else 0)
+    return found, projections.rewrite(tree, methods) if PROJECTIONS in parts and methods is not None else frozenset()
+
+
+def _class_attributes(forward: types.FunctionType) -> frozenset[str] | None:
+    """What the class of a method has by itself, methods and properties among it; None if it cannot be found."""
+    first, *rest = forward.__qualname__.split(".")[:-1] or [""]
+    owner = forward.__globals__.get(first)
+    for name in rest:
+        owner = getattr(owner, name, None)
+    return frozenset(dir(owner)) if isinstance(owner, type) else None
 
 
 @functools.cache
 def fused(forward: types.FunctionType, parts: frozenset[str] = frozenset({NORMS})) -> types.FunctionType | None:
     """``forward`` with its patterns fused; None where there are none, or its source cannot be had as what runs: a wrapper, a closure, changed in place."""
     tree = _tree(forward)
-    return _compiled(forward, tree, HELPERS) if tree is not None and _fuse(tree, parts) else None
+    if tree is None:
+        return None
+    found, linears = _fuse(tree, parts, _class_attributes(forward))
+    return _compiled(forward, tree, HELPERS, linears) if found or linears else None
 
 
 @functools.cache
@@ -244,11 +256,11 @@ def seeing(forward: types.FunctionType, swaps: tuple[tuple[str, Callable, Callab
     tree = _tree(forward)
     if tree is None:
         return None
-    _fuse(tree, parts)
+    _, linears = _fuse(tree, parts, _class_attributes(forward))
     values: dict[str, Any] = dict(HELPERS)
     for name, stock, ours in swaps:
         values |= {f"_liger_stock_{name}": stock, f"_liger_{name}": ours}
-    return _compiled(forward, _Choice({name for name, *_ in swaps}).visit(tree), values)
+    return _compiled(forward, _Choice({name for name, *_ in swaps}).visit(tree), values, linears)
 
 
 class _Choice(ast.NodeTransformer):
@@ -285,7 +297,7 @@ def _tree(forward: Any) -> ast.FunctionDef | None:
     return tree
 
 
-def _compiled(forward: types.FunctionType, tree: ast.FunctionDef, values: dict[str, Any]) -> types.FunctionType:
+def _compiled(forward: types.FunctionType, tree: ast.FunctionDef, values: dict[str, Any], linears: frozenset[str]) -> types.FunctionType:
     """``tree`` as a function like ``forward``, in whose body these names are these values. Its globals are the model's own, and get no new name."""
     arguments = tree.args
     tree.returns = None
@@ -304,4 +316,6 @@ def _compiled(forward: types.FunctionType, tree: ast.FunctionDef, values: dict[s
     new.__defaults__, new.__kwdefaults__, new.__annotations__ = forward.__defaults__, forward.__kwdefaults__, forward.__annotations__
     for name in ("__module__", "__qualname__", "__doc__"):
         setattr(new, name, getattr(forward, name))
+    if linears:
+        LINEARS[new] = linears, ""
     return new

@@ -2,59 +2,42 @@
 
 The source of a forward is read and rewritten where it calls a linear layer of its own, of one positional argument:
 
-    y = self.o_proj(a)                                            ->   y = linear(self.o_proj, a)
-    q = self.q_proj(x).view(s); k = self.k_proj(x).view(s)        ->   q_, k_ = shared(x, self.q_proj, self.k_proj); q = q_.view(s); k = k_.view(s)
+    y = self.o_proj(a)                                  ->   y = linear(self.o_proj, a)
+    q = self.q_proj(x).view(s); k = self.k_proj(x)      ->   _0 = shared(x, self.q_proj, self.k_proj); q = _0.pop(0).view(s); k = _0.pop(1)
 
-the second for calls of one name that nothing assigns or writes into meanwhile. What a forward does only under a condition stays where it is.
+A call in its place changes nothing that can be seen, whatever it is that is called: ``linear`` asks at each call, and calls what is none of ours. Calls of
+one name are computed together, before the first of them, only where that gives the same: all of them run in any case (no condition, loop or lambda is
+between them), nothing assigns the name or may write into its tensor, and nothing draws random numbers. What is popped is not held longer than by the source.
 """
 
 from __future__ import annotations
 
 import ast
+import itertools
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from liger_kernel.transformers.recognise.projections import linear, shared
 
 LINEAR, SHARED = "_liger_linear", "_liger_shared"
-NAMED = re.compile(r"proj|dense|linear|query|key|value|qkv|attn$|^[qkvow]\d?$|^w[qkvo]$|^wi_?\d?$|^wo$|^fc_?\w*$|^lin\d?$|^c_\w+$|^[WV][iqkvo]$")
-
-
-def _call(node: ast.AST) -> ast.Call | None:
-    """``node`` if it is ``self.name(one argument)`` with the name of a linear layer."""
-    if not (isinstance(node, ast.Call) and len(node.args) == 1 and not node.keywords and not isinstance(node.args[0], ast.Starred)):
-        return None
-    f = node.func
-    own = isinstance(f, ast.Attribute) and isinstance(f.value, ast.Name) and f.value.id == "self" and NAMED.search(f.attr)
-    return node if own else None
-
+NAMED = re.compile(r"proj|dense|linear|query|key|value|qkv|^[qc]_attn$|^[qkvow]\d?$|^w[qkvo]$|^wi_?\d?$|^wo$|^fc_?\w*$|^lin\d?$|^c_\w+$|^[WV][iqkvo]$")
+NOT_NAMED = re.compile(r"norm|drop|conv|embed|^ln_|act$|act_")
+RANDOM = re.compile(r"drop|rand|noise")
 
 _STRAIGHT = ast.Assign | ast.AnnAssign | ast.Return | ast.Expr  # statements that run as a whole
-_MAYBE = ast.IfExp | ast.BoolOp | ast.Lambda | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp | ast.NamedExpr | ast.Await | ast.Yield
+_MAYBE = ast.IfExp | ast.BoolOp | ast.Compare | ast.Lambda | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp | ast.NamedExpr | ast.Await
 
 
-def _calls(node: ast.AST) -> list[ast.Call]:
-    """Calls of linear layers in an expression that run whenever it does."""
-    if isinstance(node, _MAYBE):
-        return []
-    found = [call for child in ast.iter_child_nodes(node) for call in _calls(child)]
-    return found + ([call] if (call := _call(node)) is not None else [])
-
-
-def _argument(call: ast.Call) -> str | None:
-    return call.args[0].id if isinstance(call.args[0], ast.Name) else None
-
-
-def _changes(statement: ast.stmt, name: str) -> bool:
-    """Whether a statement assigns ``name`` or may write into it."""
-    for node in ast.walk(statement):
-        if isinstance(node, ast.Name) and node.id == name and not isinstance(node.ctx, ast.Load):
-            return True
-        if not isinstance(node, ast.Attribute | ast.Subscript) or not isinstance(node.value, ast.Name) or node.value.id != name:
-            continue
-        if not isinstance(node.ctx, ast.Load) or (isinstance(node, ast.Attribute) and node.attr.endswith("_")):
-            return True
-    return not isinstance(statement, _STRAIGHT)
+def rewrite(tree: ast.FunctionDef, methods: frozenset[str]) -> frozenset[str]:
+    """Rewrite a forward; returns the attributes that are called as linear layers. ``methods``: what its class has of these names, which are no modules."""
+    arguments = [*tree.args.posonlyargs, *tree.args.args]
+    stored = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
+    if not arguments or arguments[0].arg != "self" or "self" in stored:
+        return frozenset()
+    rewriter = _Rewriter(methods)
+    rewriter.block(tree.body)
+    return frozenset(rewriter.found)
 
 
 class _Replace(ast.NodeTransformer):
@@ -66,50 +49,99 @@ class _Replace(ast.NodeTransformer):
         return self.new.get(node, node)
 
 
-def rewrite(block: list[ast.stmt], names: Any = None) -> int:
-    """Rewrite ``block`` and the blocks in it; returns how many calls."""
-    count, at = 0, 0
-    numbers = names if names is not None else iter(range(10**6))
-    while at < len(block):
+class _Rewriter:
+    def __init__(self, methods: frozenset[str]):
+        self.methods, self.numbers = methods, itertools.count()
+        self.found: set[str] = set()
+
+    def attribute(self, node: ast.AST) -> str | None:
+        """The name of a linear layer, if ``node`` is ``self.name(one argument)`` of such a name."""
+        if not (isinstance(node, ast.Call) and len(node.args) == 1 and not node.keywords and not isinstance(node.args[0], ast.Starred)):
+            return None
+        f = node.func
+        if not (isinstance(f, ast.Attribute) and isinstance(f.value, ast.Name) and f.value.id == "self"):
+            return None
+        return f.attr if NAMED.search(f.attr) and not NOT_NAMED.search(f.attr) and f.attr not in self.methods else None
+
+    def calls(self, node: ast.AST) -> Iterator[ast.Call]:
+        """Calls of linear layers in an expression that run whenever it does."""
+        if isinstance(node, _MAYBE):
+            return
+        for child in ast.iter_child_nodes(node):
+            yield from self.calls(child)
+        if isinstance(node, ast.Call) and self.attribute(node) is not None:
+            yield node
+
+    def of_name(self, statement: ast.stmt, name: str) -> list[ast.Call]:
+        return [c for c in self.calls(statement) if isinstance(c.args[0], ast.Name) and c.args[0].id == name]
+
+    def quiet(self, statement: ast.stmt, name: str) -> bool:
+        """Whether what ``statement`` evaluates leaves the tensor ``name`` and the random numbers alone, and gives it to nobody but linear layers."""
+        if not isinstance(statement, _STRAIGHT):
+            return False
+        given = {id(c.args[0]) for c in ast.walk(statement) if isinstance(c, ast.Call) and self.attribute(c) is not None}
+        given |= {id(n.value) for n in ast.walk(statement) if isinstance(n, ast.Attribute)}
+        for node in ast.walk(statement):
+            if isinstance(node, ast.NamedExpr | ast.Lambda) or (isinstance(node, ast.keyword) and node.arg == "out"):
+                return False
+            if isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
+                return False
+            if isinstance(node, ast.Attribute) and ((node.attr.endswith("_") and not node.attr.endswith("__")) or RANDOM.search(node.attr)):
+                return False
+            if isinstance(node, ast.Name) and (RANDOM.search(node.id) or (node.id == name and isinstance(node.ctx, ast.Load) and id(node) not in given)):
+                return False
+        return True
+
+    def block(self, block: list[ast.stmt]) -> None:
+        """Rewrite ``block`` and the blocks in it."""
+        at = 0
+        while at < len(block):
+            statement = block[at]
+            for part in ("body", "orelse", "finalbody"):
+                inner = getattr(statement, part, None)
+                if isinstance(inner, list) and not isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                    self.block(inner)
+            if isinstance(statement, _STRAIGHT):
+                at += self.straight(block, at)
+            at += 1
+
+    def straight(self, block: list[ast.stmt], at: int) -> int:
+        """Rewrite the calls of a statement; returns how many statements were put before it."""
         statement = block[at]
-        for part in ("body", "orelse", "finalbody"):
-            inner = getattr(statement, part, None)
-            if isinstance(inner, list) and not isinstance(statement, ast.FunctionDef | ast.ClassDef):
-                count += rewrite(inner, numbers)
-        if isinstance(statement, _STRAIGHT):
-            count += _straight(block, at, numbers)
-            at += block[at] is not statement  # one was put before it
-        at += 1
-    return count
+        calls, first, new = list(self.calls(statement)), [], dict[ast.Call, ast.expr]()
+        for name in dict.fromkeys(c.args[0].id for c in calls if isinstance(c.args[0], ast.Name)):
+            together = self.together(block, at, name)
+            if len(together) < 2:
+                continue
+            results = f"_liger_{next(self.numbers)}"
+            value = ast.Call(ast.Name(SHARED, ast.Load()), [ast.Name(name, ast.Load()), *(c.func for _, c in together)], [])
+            first.append(ast.copy_location(ast.Assign([ast.Name(results, ast.Store())], value), statement))
+            for i, (_, c) in enumerate(together):
+                new[c] = ast.copy_location(ast.Call(ast.Attribute(ast.Name(results, ast.Load()), "pop", ast.Load()), [ast.Constant(i)], []), c)
+            for each in dict.fromkeys(s for s, _ in together):
+                _Replace(new).visit(each)
+        alone = [c for c in calls if c not in new]
+        _Replace({c: ast.copy_location(ast.Call(ast.Name(LINEAR, ast.Load()), [c.func, *c.args], []), c) for c in alone}).visit(statement)
+        self.found |= {attribute for c in (*new, *alone) if (attribute := self.attribute(c)) is not None}
+        block[at:at] = first
+        return len(first)
+
+    def together(self, block: list[ast.stmt], at: int, name: str) -> list[tuple[ast.stmt, ast.Call]]:
+        """Calls of linear layers with ``name`` that may be computed before the statement at ``at``, and in which statement each is."""
+        found: list[tuple[ast.stmt, ast.Call]] = []
+        for statement in block[at:]:
+            if not self.quiet(statement, name):
+                break
+            found += [(statement, c) for c in self.of_name(statement, name)]
+            assigned = any(isinstance(n, ast.Name) and n.id == name and not isinstance(n.ctx, ast.Load) for n in ast.walk(statement))
+            if assigned or isinstance(statement, ast.Return):
+                break
+        return found
 
 
-def _straight(block: list[ast.stmt], at: int, numbers: Any) -> int:
-    statement = block[at]
-    new: dict[ast.Call, ast.expr] = {}
-    first: list[ast.stmt] = []
-    calls = _calls(statement)
-    by_name: dict[str, list[tuple[ast.stmt, ast.Call]]] = {}
-    for call in calls:
-        if (name := _argument(call)) is not None:
-            by_name.setdefault(name, []).append((statement, call))
-    for name, found in by_name.items():
-        if not _changes(statement, name):
-            for later in block[at + 1 :]:
-                found += [(later, c) for c in (_calls(later) if isinstance(later, _STRAIGHT) else []) if _argument(c) == name]
-                if _changes(later, name):
-                    break
-        if len(found) > 1:
-            targets = [f"_liger_{next(numbers)}" for _ in found]
-            value = ast.Call(ast.Name(SHARED, ast.Load()), [ast.Name(name, ast.Load()), *(c.func for _, c in found)], [])
-            target = ast.Tuple([ast.Name(t, ast.Store()) for t in targets], ast.Store())
-            first.append(ast.copy_location(ast.Assign([target], value), statement))
-            new |= {c: ast.copy_location(ast.Name(t, ast.Load()), c) for t, (_, c) in zip(targets, found)}
-            for later in dict.fromkeys(s for s, _ in found):
-                _Replace(new).visit(later)
-    alone = [c for c in calls if c not in new]
-    _Replace({c: ast.copy_location(ast.Call(ast.Name(LINEAR, ast.Load()), [c.func, *c.args], []), c) for c in alone}).visit(statement)
-    block[at:at] = first
-    return len(new) + len(alone)
+def shared_once(x: Any, *modules: Any) -> dict[int, Any]:
+    """``m(x)`` of each module, to be popped."""
+    return dict(enumerate(shared(x, *modules)))
 
 
-HELPERS = {LINEAR: linear, SHARED: shared}
+HELPERS = {LINEAR: linear, SHARED: shared_once}

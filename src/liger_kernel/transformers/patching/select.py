@@ -20,7 +20,7 @@ from liger_kernel.transformers.patching.values import Patch, Patches, original, 
 from liger_kernel.transformers.recognise.family import Family, configs_of
 from liger_kernel.transformers.recognise.rows import Rows, family, rows_of
 from liger_kernel.transformers.recognise.slots import SLOT_OF, TORCHS_OWN, VARIANTS
-from liger_kernel.transformers.recognise.variant import named_as
+from liger_kernel.transformers.recognise.variant import LINEARS, named_as
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,15 @@ class Head:
 
 @dataclass(frozen=True)
 class Layer:
-    """A patch of the ``forward`` of a layer: additions go with the norms behind them, and what is cheap is computed again, as the level says."""
+    """A patch of the ``forward`` of a layer: additions go with the norms behind them, linear layers of its own with their adapters, and what is cheap is
+    computed again, as the level says."""
 
-    add_norm: bool
+    parts: frozenset[str]
     level: str
 
     def __str__(self) -> str:
-        return ", ".join(["add_norm"] * self.add_norm + [f"rematerialised({self.level})"] * (self.level != "off"))
+        labels = [label for part, label in ((fusions.NORMS, "add_norm"), (fusions.PROJECTIONS, "projections")) if part in self.parts]
+        return ", ".join(labels + [f"rematerialised({self.level})"] * (self.level != "off"))
 
 
 @dataclass(frozen=True)
@@ -64,31 +66,47 @@ def fused_head(forward: Callable, keep_logits: bool, known: bool = True) -> Call
     return ours(fused(forward, keep_logits=keep_logits, known=known))
 
 
-def _change(forward: Callable, level: str, fuse: bool) -> Callable:
-    forward = (fuse and fusions.fused(forward)) or forward
+def _change(forward: Callable, level: str, parts: frozenset[str]) -> Callable:
+    forward = (parts and fusions.fused(forward, parts)) or forward
     return forward if level == "off" else memory.rematerialised(forward, level)
 
 
-@functools.cache
-def _layer(forward: Callable, level: str, fuse: bool, of_class: bool) -> Callable:
-    return ours(wrappers.within(forward, functools.partial(_change, level=level, fuse=fuse), of_class=of_class))
+def _as_within(new: Callable, forward: Callable, parts: frozenset[str]) -> Callable:
+    """``new``, which calls the linear layers that ``forward`` with its patterns fused calls."""
+    if parts and (inner := fusions.fused(wrappers.core(forward), parts)) in LINEARS:
+        LINEARS[new] = LINEARS[inner]
+    return new
 
 
 @functools.cache
-def _live_layer(stock: Callable, level: str, fuse: bool) -> Callable:
+def _layer(forward: Callable, level: str, parts: frozenset[str], of_class: bool) -> Callable:
+    new = ours(wrappers.within(forward, functools.partial(_change, level=level, parts=parts), of_class=of_class))
+    return _as_within(new, forward, parts)
+
+
+@functools.cache
+def _live_layer(stock: Callable, level: str, parts: frozenset[str]) -> Callable:
     """For one layer of a class with this forward; its class, which FSDP2 may change after us, says what checkpoints."""
-    usual = _layer(stock, level, fuse, False)
+    usual = _layer(stock, level, parts, False)
 
     def forward(self, *args, **kwargs):
         outer = type(self).forward
-        return (usual if outer is stock or not within(outer, stock) else _layer(outer, level, fuse, False))(self, *args, **kwargs)
+        return (usual if outer is stock or not within(outer, stock) else _layer(outer, level, parts, False))(self, *args, **kwargs)
 
-    return ours(forward)
+    return _as_within(ours(forward), stock, parts)
 
 
 @functools.cache
 def _fused(forward: types.FunctionType, parts: frozenset[str]) -> Callable:
-    return ours(wrappers.within(forward, lambda f: fusions.fused(f, parts) or f))
+    return _as_within(ours(wrappers.within(forward, lambda f: fusions.fused(f, parts) or f)), forward, parts)
+
+
+def _found(forward: Callable, parts: frozenset[str]) -> frozenset[str]:
+    """Those parts of which a forward has patterns."""
+    new = fusions.fused(forward, parts) if parts and isinstance(forward, types.FunctionType) else None
+    there = set() if new is None else set(new.__code__.co_freevars)
+    helpers = {fusions.NORMS: {fusions.ADD_NORM, fusions.NORM_ROPE}, fusions.PROJECTIONS: projections.HELPERS.keys()}
+    return frozenset(part for part in parts if there & helpers[part])
 
 
 def _fusible(module: types.ModuleType, row: Family, parts: frozenset[str], swapped: set[type]) -> Iterator[tuple[type, Fused]]:
@@ -100,12 +118,8 @@ def _fusible(module: types.ModuleType, row: Family, parts: frozenset[str], swapp
         forward = wrappers.core(original(cls, "forward"))
         if cls in swapped or not isinstance(forward, types.FunctionType):
             continue
-        wanted = parts if ropes & set(forward.__code__.co_names) else parts - {fusions.NORMS}
-        new = fusions.fused(forward, wanted) if wanted else None
-        there = set() if new is None else set(new.__code__.co_freevars)
-        helpers = {fusions.NORMS: {fusions.NORM_ROPE}, fusions.PROJECTIONS: projections.HELPERS.keys()}
-        if found := {part for part in wanted if there & helpers[part]}:
-            yield cls, Fused(frozenset(found))
+        if found := _found(forward, parts if ropes & set(forward.__code__.co_names) else parts - {fusions.NORMS}):
+            yield cls, Fused(found)
 
 
 CHEAP = {"rms_norm", "layer_norm", "glu", "relu_squared"}  # slots whose outputs can be computed again for one pass over memory
@@ -135,17 +149,17 @@ def _patches(model_types: Iterable[str], parts: Mapping[str, Any], head: str | N
                 yield Patch(owner, attribute, _variant(label, original(owner, attribute)), label)
         level = memory.level_of(parts.get("rematerialise"))
         served = {slot for slot in map(SLOT_OF.__getitem__, row.swapped.values()) if parts.get(slot)}
-        wanted = {fusions.NORMS} if {"rms_norm", "rope"} <= served else set()
+        wanted = {fusions.NORMS} if "rms_norm" in served else set()
         wanted |= {fusions.PROJECTIONS} if parts.get("projections") else set()
         swapped = {vars(module).get(name) for name, label in row.swapped.items() if parts.get(SLOT_OF[label])}
-        for cls, what in _fusible(module, row, frozenset(wanted), swapped | set(_layers(module))):
+        for cls, what in _fusible(module, row, frozenset(wanted if "rope" in served else wanted - {fusions.NORMS}), swapped | set(_layers(module))):
             yield Patch(cls, "forward", _fused(original(cls, "forward"), what.parts), what)
         level = level if served & CHEAP else "off"
         for cls in _layers(module):
             stock = original(cls, "forward")
-            fuse = "rms_norm" in served and fusions.fused(wrappers.core(stock)) is not None
-            if fuse or level != "off":
-                yield Patch(cls, "forward", _layer(stock, level, fuse, True), Layer(fuse, level))
+            found = _found(wrappers.core(stock), frozenset(wanted))
+            if found or level != "off":
+                yield Patch(cls, "forward", _layer(stock, level, found, True), Layer(found, level))
         for name in row.heads if i == 0 and head and not row.fused else ():
             if hasattr(module, name):
                 cls = getattr(module, name)
@@ -203,7 +217,7 @@ def instance_patches(model: nn.Module, model_type: str, parts: Mapping[str, Any]
                 if isinstance(p.what, Head):
                     around = functools.partial(fused, keep_logits=p.what.keep_logits)
                 elif isinstance(p.what, Layer) and p.new is not getattr(type(m), p.attribute, None):
-                    new = _live_layer(original(type(m), p.attribute), p.what.level, p.what.add_norm)
+                    new = _live_layer(original(type(m), p.attribute), p.what.level, p.what.parts)
                     around = functools.partial(memory.rematerialised, level=p.what.level) if p.what.level != "off" else None
                 found.append(on_instance(m, p.attribute, new, p.what, around))
             elif isinstance(m, p.owner) and isinstance(p.what, Head) and not p.applied and _of_user(theirs := original(type(m), "forward")):
@@ -258,4 +272,7 @@ def _seeing(function: types.FunctionType, swaps: tuple[tuple[str, Callable, Call
     """``function`` that reads each global (name, stock, ours) as ours; None where its source is not at hand. ``fuse``: patterns that are fused."""
     if fusions.seeing(wrappers.core(function), swaps, fuse) is None:
         return None
-    return ours(wrappers.within(function, lambda f: fusions.seeing(f, swaps, fuse)))
+    new, inner = ours(wrappers.within(function, lambda f: fusions.seeing(f, swaps, fuse))), fusions.seeing(wrappers.core(function), swaps, fuse)
+    if inner in LINEARS:
+        LINEARS[new] = LINEARS[inner]
+    return new

@@ -18,11 +18,12 @@ from liger_kernel.ops.activations.glu import glu
 from liger_kernel.ops.activations.relu_squared import relu_squared
 from liger_kernel.ops.projections.adapted import Projection
 from liger_kernel.ops.projections.mlp import adapted_mlp, mlp
+from liger_kernel.ops.projections.weights import Elsewhere
 from liger_kernel.transformers.recognise.activations import activation
 from liger_kernel.transformers.recognise.plain import plain, unhooked
-from liger_kernel.transformers.recognise.projections import as_stock, fitting, product_dtype, projection, served
+from liger_kernel.transformers.recognise.projections import beside, fitting, linear, product_dtype, projection, served, shared
 from liger_kernel.transformers.recognise.stand_ins import Halve, InFp32, random_linear
-from liger_kernel.transformers.recognise.variant import StandIns, Variant
+from liger_kernel.transformers.recognise.variant import LINEARS, StandIns, Variant
 
 
 @dataclass(frozen=True)
@@ -142,12 +143,15 @@ class GLU(Variant):
             if not all(isinstance(p, Projection) for p in found) or not any(p.adapters for p in found):
                 return None
             *first, last = found
-            if not fitting(found[0], x) or last.weight.shape[1] * (2 if up == gate else 1) != first[0].weight.shape[0]:
+            inner = first[0].weight.shape[0] // (2 if up == gate else 1)
+            if any(isinstance(p.weight, Elsewhere) for p in found) or not all(fitting(p, x.shape[-1], x.device) for p in first):
+                return None
+            if not fitting(last, inner, x.device) or any(p.weight.shape[0] != first[0].weight.shape[0] for p in first):
                 return None
             memory.needed()
             y = adapted_mlp(x, first, last, act=name, recompute=memory.level() == "mlp", **options)
             memory.taken()
-            return form.after(self, as_stock(y, last, x))
+            return form.after(self, beside(y, last, projections[-1], x))
 
         def run(self, name, x):
             memory.needed()
@@ -155,15 +159,15 @@ class GLU(Variant):
                 y = stock(self, x)
                 memory.taken()
                 return y
-            g = getattr(self, gate)(x)
-            g, u = g.chunk(2, -1) if up == gate else (g, getattr(self, up)(x))
+            first = shared(x, *(getattr(self, name) for name in dict.fromkeys((gate, up))))
+            g, u = first[0].chunk(2, -1) if up == gate else first
             memory.taken()
             g = form.gate(self, g)
             dtype = g.dtype
             if form.wide:
                 g, u = g.float(), u.float()
             h = memory.cheap(glu, g, u, act=name, **form.options(self))
-            return form.after(self, getattr(self, down)(form.between(self, h.to(dtype))))
+            return form.after(self, linear(getattr(self, down), form.between(self, h.to(dtype))))
 
         def forward(self, x):
             if torch.compiler.is_compiling():  # the formula is what we would hand over anyway
@@ -173,6 +177,7 @@ class GLU(Variant):
             y = adapted(self, x, name) if y is None and name is not None and form.whole else y
             return memory.projected(functools.partial(run, self, name), x) if y is None else y
 
+        LINEARS[forward] = frozenset((gate, up, down)), "" if act == "F.silu" else act
         return forward
 
     def stand_ins(self) -> StandIns:
@@ -204,8 +209,9 @@ class MLP(Variant):
         def forward(self, x):
             if torch.compiler.is_compiling() or activation(getattr(self, act)) != "relu2":
                 return stock(self, x)
-            return getattr(self, down)(memory.cheap(relu_squared, getattr(self, up)(x)))
+            return linear(getattr(self, down), memory.cheap(relu_squared, linear(getattr(self, up), x)))
 
+        LINEARS[forward] = frozenset((up, down)), act
         return forward
 
     def stand_ins(self) -> StandIns:

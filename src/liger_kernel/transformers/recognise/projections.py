@@ -3,6 +3,9 @@
 ``projection(module, x)`` gives the ``Projection`` that ``module(x)`` computes, or says in a word why that is left to the module itself. It reads what
 PEFT's own forward reads, at each call: which adapters are active, disabled or merged changes while a model is used. No package is imported here: whose
 module is none of those imported already is not one of theirs.
+
+Below PEFT's layer may be anything: what is stored in no way that we know, is hooked, or has a forward of its own is called for its product as it is, and
+the node has what the adapters add to that.
 """
 
 from __future__ import annotations
@@ -18,10 +21,11 @@ from torch import Tensor, nn
 from liger_kernel import memory
 from liger_kernel.nn.float8 import LigerFloat8Linear
 from liger_kernel.ops._core.operator import use_kernels
+from liger_kernel.ops._core.shards import is_sharded
 from liger_kernel.ops.projections.adapted import Adapter, Projection
 from liger_kernel.ops.projections.four_bits import four_bits
 from liger_kernel.ops.projections.linear import linears
-from liger_kernel.ops.projections.weights import Dense, Weight, dense
+from liger_kernel.ops.projections.weights import Dense, Elsewhere, Weight, dense
 from liger_kernel.transformers.recognise.plain import plain, unhooked
 
 _FORWARD = nn.Linear.forward
@@ -69,7 +73,7 @@ def _dense(m: nn.Module, dtype: torch.dtype) -> Weight | Left | None:
     if type(m) is not nn.Linear:
         return None
     if not is_dense(m):
-        return Left("a sharded or hooked base, or one with a forward of its own")
+        return Left("a base that is sharded, hooked or quantised, or has a forward of its own")
     if m.weight.dtype != dtype and not torch.is_autocast_enabled(m.weight.device.type):
         return Left(f"a weight of {m.weight.dtype} beside an input of {dtype}")
     return dense(m.weight)
@@ -80,7 +84,11 @@ def _four_bits(m: Any, dtype: torch.dtype) -> Weight | Left | None:
     if type(m) is not _class("bitsandbytes.nn.modules", "Linear4bit"):
         return None
     state = getattr(m.weight, "quant_state", None)
-    if not (_own(m) and _of_package(type(m), "bitsandbytes.")) or state is None or getattr(state, "packing_format_for_cpu", False):
+    if (
+        not (_own(m) and _of_package(type(m), "bitsandbytes.") and (m.bias is None or plain(m.bias)))
+        or state is None
+        or getattr(state, "packing_format_for_cpu", False)
+    ):
         return Left("a hooked 4-bit base, one without its state, or packed for a CPU")
     if m.compute_dtype not in (None, dtype):
         return Left(f"a 4-bit base that computes in {m.compute_dtype} beside {dtype}")
@@ -110,15 +118,15 @@ def _adapters(m: Any) -> list[str]:
     return [name for name in m.active_adapters if name in m.lora_A]
 
 
-def _adapter(m: Any, name: str, training: bool) -> Adapter | Left:
+def _adapter(m: Any, name: str) -> Adapter | Left:
     a, b, dropout = m.lora_A[name], m.lora_B[name], m.lora_dropout[name]
     if not (is_dense(a) and is_dense(b)) or a.bias is not None:
         return Left(f"parts of adapter {name!r} are sharded, hooked or replaced")
     p = 0.0
-    if type(dropout) is nn.Dropout and unhooked(dropout):
-        p = float(dropout.p) if dropout.training else 0.0
-    elif type(dropout) is not nn.Identity or not unhooked(dropout):
-        return Left(f"the dropout of adapter {name!r} is {type(dropout).__name__}")
+    if type(dropout) not in (nn.Dropout, nn.Identity) or not _own(dropout):
+        return Left(f"the dropout of adapter {name!r} is hooked, or a {type(dropout).__name__}")
+    if type(dropout) is nn.Dropout and dropout.training:
+        p = float(dropout.p)
     if p >= 1:
         return Left(f"the dropout of adapter {name!r} drops everything")
     if a.weight.dtype != b.weight.dtype:
@@ -126,50 +134,74 @@ def _adapter(m: Any, name: str, training: bool) -> Adapter | Left:
     return Adapter(a.weight, b.weight, float(m.scaling[name]), p, b.bias)
 
 
+def _sharded(m: nn.Module) -> bool:
+    """Whether weights of ``m`` are spread over ranks."""
+    return any(is_sharded(t) or hasattr(t, "ds_id") for t in m.parameters() if t is not None)
+
+
 def _peft(m: Any, dtype: torch.dtype) -> Projection | Left:
     if not _own(m):
         return Left("hooks, or a forward of its own")
     if m.disable_adapters and m.merged:
         return Left("merged adapters to be taken out")
-    base = m.base_layer
     if getattr(m, "fan_in_fan_out", False):
         return Left("a base whose weight lies the other way (Conv1D)")
-    names = _adapters(m)
+    base, names = m.base_layer, _adapters(m)
     weight = _weight(base, dtype)
-    if isinstance(weight, Left):
-        return weight
     adapters, magnitude = [], None
     for name in names:
-        if (variant := m.lora_variant.get(name)) is not None:
-            if getattr(variant, "__name__", type(variant).__name__) != "DoraLinearVariant" or len(names) > 1:
-                return Left(f"adapter {name!r} is a {getattr(variant, '__name__', type(variant).__name__)}, {len(names)} active")
-            holder = m.lora_magnitude_vector[name]
-            if not (unhooked(holder) and plain(holder.weight)):
-                return Left(f"the magnitude of adapter {name!r} is sharded or hooked")
-            magnitude = holder.weight
-        adapter = _adapter(m, name, m.training)
+        adapter = _adapter(m, name)
         if isinstance(adapter, Left):
             return adapter
-        if magnitude is not None and adapter.dropout:
-            return Left(f"adapter {name!r} has a magnitude and dropout")
+        if name in m.lora_variant:
+            magnitude = _magnitude(m, name, adapter, len(names))
+            if isinstance(magnitude, Left):
+                return magnitude
+        if not getattr(m, "cast_input_dtype_enabled", True) and adapter.a.dtype != dtype:
+            return Left("casts of the input that are turned off")
         adapters.append(adapter)
-    return Projection(weight, base.bias, tuple(adapters), magnitude)
+    if not isinstance(weight, Left):
+        return Projection(weight, base.bias, tuple(adapters), magnitude)
+    if not adapters or magnitude is not None or _sharded(base):
+        return weight
+    return Projection(Elsewhere((adapters[0].b.shape[0], adapters[0].a.shape[1]), None), None, tuple(adapters))
+
+
+def _magnitude(m: Any, name: str, adapter: Adapter, active: int) -> Tensor | Left:
+    """The magnitude of a DoRA."""
+    variant = m.lora_variant[name]
+    if type(variant) is not _class("peft.tuners.lora.variants", "DoraLinearVariant") or not _of_package(
+        _class("peft.tuners.lora.dora", "DoraLinearLayer"), "peft."
+    ):
+        return Left(f"adapter {name!r} is a {type(variant).__name__}")
+    if active > 1:
+        return Left(f"adapter {name!r} has a magnitude, and is one of several")
+    holder = m.lora_magnitude_vector[name]
+    if not (_own(holder) and plain(holder.weight)):
+        return Left(f"the magnitude of adapter {name!r} is sharded or hooked")
+    if adapter.dropout:
+        return Left(f"adapter {name!r} has a magnitude and dropout")
+    return Left(f"adapter {name!r} has a magnitude and a bias") if adapter.bias is not None else holder.weight
 
 
 def projection(m: Any, dtype: torch.dtype) -> Projection | Left:
     """What ``m`` computes of an input of this dtype, if it is a linear layer of ours to run, or why it is not."""
     cls = type(m)
-    if cls is nn.Linear:
-        weight = _weight(m, dtype)
-        return weight if isinstance(weight, Left) else Projection(weight, m.bias)
     if cls in _peft_classes() and _of_package(cls, "peft."):
         return _peft(m, dtype)
     weight = _weight(m, dtype)
     return weight if isinstance(weight, Left) else Projection(weight, m.bias)
 
 
+# PEFT's layers whose forward is the base's product and what each active adapter adds to it. The first two may do that under autocast in another dtype
+_PEFT = {
+    "layer": "Linear", "bnb": "Linear4bit Linear8bitLt", "gptq": "GPTQLoraLinear", "awq": "AwqLoraLinear", "hqq": "HqqLoraLinear", "aqlm": "AqlmLoraLinear",
+    "eetq": "EetqLoraLinear", "torchao": "TorchaoLoraLinear",
+}  # fmt: skip
+
+
 def _peft_classes() -> tuple[Any, ...]:
-    found = _class("peft.tuners.lora.layer", "Linear"), _class("peft.tuners.lora.bnb", "Linear4bit")
+    found = (_class(f"peft.tuners.lora.{module}", name) for module, names in _PEFT.items() for name in names.split())
     return tuple(c for c in found if c is not None)
 
 
@@ -234,8 +266,9 @@ def served(x: Any) -> bool:
     return torch.is_grad_enabled() or x.numel() // x.shape[-1] > _FEW_ROWS
 
 
-def fitting(found: Projection, x: Tensor) -> bool:
-    return found.weight.shape[1] == x.shape[-1]
+def fitting(found: Projection, width: int, device: torch.device) -> bool:
+    """Whether a layer takes inputs of this width, and its adapters are where these are."""
+    return found.weight.shape[1] == width and all(a.a.device == device == a.b.device for a in found.adapters)
 
 
 def linear(module: Any, x: Any) -> Any:
@@ -249,16 +282,19 @@ def shared(x: Any, *modules: Any) -> tuple[Any, ...]:
         return tuple(m(x) for m in modules)
     dtype = product_dtype(x)
     found = [projection(m, dtype) for m in modules]
-    ours = [p for p in found if isinstance(p, Projection) and fitting(p, x)]
-    if not any(p.adapters for p in ours):
+    ours = [p if isinstance(p, Projection) and fitting(p, x.shape[-1], x.device) else None for p in found]
+    if not any(p is not None and p.adapters for p in ours):
         return tuple(m(x) for m in modules)
     memory.needed()
-    ys = iter(linears(x, ours))
-    outputs = tuple(as_stock(next(ys), p, x) if isinstance(p, Projection) and fitting(p, x) else m(x) for p, m in zip(found, modules))
+    ys = iter(linears(x, [p for p in ours if p is not None]))
+    outputs = tuple(m(x) if p is None else beside(next(ys), p, m, x) for p, m in zip(ours, modules))
     memory.taken()
     return outputs
 
 
-def as_stock(y: Tensor, p: Projection, x: Tensor) -> Tensor:
-    """y in the dtype that the module would give it."""
+def beside(y: Tensor, p: Projection, m: Any, x: Tensor) -> Tensor:
+    """What ``m(x)`` is, in its dtype, y being what the node computed of it."""
+    if isinstance(p.weight, Elsewhere):
+        base = m.base_layer(x)
+        return (base + y).to(base.dtype)
     return y.to(x.dtype) if p.weight.follows_input else y

@@ -59,3 +59,5 @@ def named_as(function: Any, stock: Callable) -> Callable:
 # Variants say here what they are: an attribute of theirs would pass to whatever wraps them with functools
 NORM_FORMS: weakref.WeakKeyDictionary[Callable, tuple[float, str, str]] = weakref.WeakKeyDictionary()  # offset, casting, attribute with the eps
 ROPE_FORMS: weakref.WeakKeyDictionary[Callable, tuple[str, Callable, str]] = weakref.WeakKeyDictionary()  # layout, angles of a table, casting
+# Attributes that a forward calls as linear layers of the projection engine, and the attribute with the activation on which that depends, or ""
+LINEARS: weakref.WeakKeyDictionary[Callable, tuple[frozenset[str], str]] = weakref.WeakKeyDictionary()

@@ -1,0 +1,141 @@
+"""Which linear layers of a live model with adapters or quantised weights the projection engine runs, and why not the others."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from liger_kernel.ops._core.operator import use_kernels
+from liger_kernel.ops.projections.weights import Elsewhere
+from liger_kernel.transformers.patching.bound import Bound
+from liger_kernel.transformers.recognise.activations import activation
+from liger_kernel.transformers.recognise.plain import plain
+from liger_kernel.transformers.recognise.projections import Left, projection
+from liger_kernel.transformers.recognise.variant import LINEARS
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A linear layer: its name in the model, whether the engine runs it, and what is to be said of that."""
+
+    name: str
+    runs: bool
+    reason: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name}: {'runs' if self.runs else 'stock'}{f' ({self.reason})' * bool(self.reason)}"
+
+
+@dataclass(frozen=True)
+class ProjectionsReport:
+    """``layers`` of a model; as text a line for each kind of answer, the most frequent first."""
+
+    layers: tuple[Layer, ...]
+
+    @property
+    def stock(self) -> tuple[Layer, ...]:
+        """Those that the engine does not run."""
+        return tuple(layer for layer in self.layers if not layer.runs)
+
+    def __str__(self) -> str:
+        if not self.layers:
+            return "no linear layer has an adapter or a quantised weight"
+        kinds = Counter((layer.runs, layer.reason) for layer in self.layers)
+        lines = [f"the engine runs {len(self.layers) - len(self.stock)} of {len(self.layers)} linear layers with adapters or quantised weights"]
+        for (runs, reason), count in kinds.most_common():
+            names = [layer.name for layer in self.layers if (layer.runs, layer.reason) == (runs, reason)]
+            example = names[0] if count == 1 else f"{names[0]} and {count - 1} more"
+            lines.append(f"  {count} {'run' if runs else 'stock'}{f': {reason}' * bool(reason)} ({example})")
+        return "\n".join(lines)
+
+
+_QUANTISED = "bitsandbytes.", "torchao.", "hqq.", "gptqmodel.", "auto_gptq.", "awq."  # packages whose linear layers hold quantised weights
+
+
+def projections_report(model: nn.Module) -> ProjectionsReport:
+    """Say of every linear layer of ``model`` that has an adapter or a quantised weight whether the projection engine runs it now, or the reason why not.
+
+    What adapters are active, merged or disabled counts as it is now: a layer is looked at again at each call.
+    """
+    return ProjectionsReport(tuple(_layers(model)))
+
+
+def _layers(model: nn.Module) -> Iterator[Layer]:
+    tuner = getattr(sys.modules.get("peft.tuners.tuners_utils"), "BaseTunerLayer", ())
+    modules = dict(model.named_modules())
+    below = [f"{name}." for name, m in modules.items() if isinstance(m, tuner)]
+    heads = [_quietly(m.get_output_embeddings) for m in modules.values() if callable(getattr(m, "get_output_embeddings", None))]
+    for name, m in modules.items():
+        if name.startswith(tuple(below)) or not (isinstance(m, tuner) or _quantised(m)):
+            continue
+        parent, _, attribute = name.rpartition(".")
+        reason = _reason(m, modules.get(parent), attribute, any(m is head for head in heads), isinstance(m, tuner))
+        yield Layer(name, not isinstance(reason, Left), str(reason))
+
+
+def _quietly(get: Callable) -> Any:
+    try:
+        return get()
+    except (AttributeError, NotImplementedError):  # a model without a head
+        return None
+
+
+def _quantised(m: nn.Module) -> bool:
+    weight = m._parameters.get("weight")
+    own = type(m).__module__.startswith(_QUANTISED) and hasattr(m, "in_features")
+    return own or (isinstance(m, nn.Linear) and weight is not None and not plain(weight) and type(weight).__module__.startswith(_QUANTISED))
+
+
+def _weight_of(base: Any) -> torch.Tensor | None:
+    weight = getattr(base, "weight", None)
+    return weight if isinstance(weight, torch.Tensor) else None
+
+
+def _dtype_of(base: Any) -> torch.dtype:
+    """The dtype in which a base multiplies an input of its own dtype."""
+    weight = _weight_of(base)
+    return getattr(base, "compute_dtype", None) or (weight.dtype if weight is not None and weight.is_floating_point() else torch.float32)
+
+
+def _reason(m: Any, parent: Any, attribute: str, is_head: bool, adapted: bool) -> str | Left:
+    """What there is to be said of a layer that runs, or why it does not."""
+    base = m.base_layer if adapted else m
+    if isinstance(base, nn.Embedding):
+        return Left("an embedding")
+    if is_head or attribute == "lm_head":
+        found = projection(m, _dtype_of(base))
+        fits = not isinstance(found, Left) and found.magnitude is None and not isinstance(found.weight, Elsewhere)
+        return "the head, as part of the loss" if fits else Left(f"the head: {found if isinstance(found, Left) else 'adapters with a magnitude'}")
+    if not adapted:
+        return Left("no adapter: its own module runs")
+    function = _forward_of(parent)
+    names, act = LINEARS.get(function, (frozenset(), "")) if callable(function) else (frozenset(), "")
+    if attribute not in names:
+        return Left(f"{type(parent).__name__} is not patched, or its forward does not call it as self.{attribute}(x)")
+    if act and activation(getattr(parent, act, None)) is None:
+        return Left(f"{type(parent).__name__} has an activation that is none of ours")
+    weight, dtype = _weight_of(base), _dtype_of(base)
+    if weight is not None and not use_kernels(torch.empty(0, dtype=dtype, device=weight.device), fusible=True):
+        return Left(f"there are no kernels for {dtype} on {weight.device.type}")
+    found = projection(m, dtype)
+    if isinstance(found, Left):
+        return found
+    if not found.adapters:
+        return Left("adapters are disabled, merged or not active: its base runs")
+    if any(weight is not None and a.a.device != weight.device for a in found.adapters):
+        return Left("an adapter on another device")
+    return f"beside its base, a {type(base).__name__}, which runs by itself" if isinstance(found.weight, Elsewhere) else ""
+
+
+def _forward_of(m: Any) -> Any:
+    """The function that a call of ``m`` runs."""
+    there = m.__dict__.get("_old_forward", m.__dict__.get("forward")) if isinstance(m, nn.Module) else None
+    if there is None:
+        return getattr(type(m), "forward", None)
+    return there.function if type(there) is Bound else getattr(there, "__func__", there)

@@ -1,0 +1,100 @@
+"""What cases of linear layers with adapters cannot say: which products are computed, autocast, arguments that are elsewhere, four bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from liger_kernel.ops import OPS, lora_linear
+from liger_kernel.ops._core import operator as _op
+from liger_kernel.ops.projections.four_bits import dense_four_bits
+from liger_kernel.ops.projections.lora import _layer
+from liger_kernel.testing import differentiable, like, run
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+needs_kernels = pytest.mark.skipif(not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call")
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ in ("mm", "addmm", "addmm_"):
+            self.shapes.append(tuple(out.shape))
+        return out
+
+
+def products(op, learn: set[str]) -> int:
+    args = op.cases[0].make(torch.float32, DEVICE)
+    args = {k: v.detach().requires_grad_(k in learn) if isinstance(v, torch.Tensor) else v for k, v in args.items()}
+    with Products() as seen:
+        run(op.fn, args)
+    return len(seen.shapes)
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["lora_linear", "lora_qkv", "lora_mlp"])
+def test_frozen_inputs_cost_no_products(name):
+    """A weight that learns adds a product, adapters that do not learn save some; the A's of one input are one product."""
+    op = OPS[name]
+    names = set(differentiable(op.cases[0].make(torch.float32, DEVICE)))
+    weights = {n for n in names if n in ("weight", "q", "k", "v", "gate", "up", "down")}
+    adapters = {n for n in names if n.endswith(("a", "b")) and n not in weights}
+    usual = products(op, {"x"} | adapters)
+    assert products(op, names) == usual + len(weights)
+    assert products(op, set()) < products(op, {"x"}) < usual
+    assert products(op, set()) <= {"lora_linear": 3, "lora_qkv": 7, "lora_mlp": 8}[name]
+
+
+@needs_kernels
+def test_autocast():
+    """Any dtypes, products in autocast's, as accurate as PyTorch's."""
+    args = dict(x=torch.randn(6, 8), scale=0.5) | {k: t.make(torch.float32, "cpu") for k, t in _layer(8, 12, 3).items()}
+    args = {k: v.to(DEVICE).detach().requires_grad_() if isinstance(v, torch.Tensor) else v for k, v in args.items()}
+    found = {}
+    for name, fn in (("ours", lora_linear), ("stock", OPS["lora_linear"].reference)):
+        fresh = like(args)
+        with torch.autocast(DEVICE, torch.bfloat16):
+            more = {} if name == "ours" else dict(bias=None, magnitude=None)
+            y = fn(**fresh, **more)
+        y.float().square().sum().backward()
+        found[name] = y, *(v.grad for v in differentiable(fresh).values())
+    for ours, stock in zip(*found.values()):
+        assert ours.dtype == stock.dtype
+        torch.testing.assert_close(ours, stock, rtol=0.03, atol=0.03 * stock.abs().max().item())
+
+
+@pytest.mark.parametrize("name", ["weight", "a", "b", "bias", "magnitude"])
+def test_arguments_are_where_x_is(name):
+    args = dict(x=torch.randn(6, 8), weight=torch.randn(4, 8), a=torch.randn(2, 8), b=torch.randn(4, 2), bias=torch.randn(4), magnitude=torch.randn(4))
+    with pytest.raises(ValueError, match=f"lora_linear: {name} must be on x's device, cpu, got meta"):
+        lora_linear(**args | {name: args[name].to("meta")})
+
+
+@needs_kernels
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_four_bits(nested, dtype):
+    """The first value of a byte lies in its upper half; scales are of blocks, with double quantisation bytes of blocks themselves."""
+    generator = torch.Generator().manual_seed(0)
+    N, K, block, block2 = 6, 128, 64, 4
+    packed = torch.randint(0, 256, (N * K // 2, 1), dtype=torch.uint8, generator=generator)
+    code, code2 = torch.randn(16, generator=generator), torch.randn(256, generator=generator)
+    if nested:
+        absmax = torch.randint(0, 256, (N * K // block,), dtype=torch.uint8, generator=generator)
+        absmax2, offset = torch.rand(3, generator=generator), torch.tensor(0.3)
+        scales = code2[absmax.long()] * absmax2.repeat_interleave(block2) + offset
+    else:
+        absmax, absmax2, offset = torch.rand(N * K // block, generator=generator), None, None
+        scales = absmax
+    halves = torch.stack([packed.flatten() >> 4, packed.flatten() & 15], 1).flatten()
+    expected = (code[halves.long()] * scales.repeat_interleave(block)).view(N, K).to(dtype)
+    here = lambda t: None if t is None else t.to(DEVICE)
+    found = dense_four_bits(*map(here, (packed, absmax, code, absmax2, code2 if nested else None, offset)), [N, K], block, block2, dtype)
+    torch.testing.assert_close(found.cpu(), expected, rtol=1e-6 if dtype == torch.float32 else 2**-8, atol=0)

@@ -1,0 +1,553 @@
+"""Linear layers with PEFT's adapters run by the projection engine: what stock PEFT computes, whatever is switched, at each call."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import pickle
+import types
+
+import pytest
+import torch
+from torch import nn
+
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+
+from hf_models import DEVICE, assert_same_learning, make, step, tokens  # noqa: E402
+from peft.tuners.lora import layer as lora_layer  # noqa: E402
+
+import liger_kernel.transformers as ours  # noqa: E402
+from liger_kernel.ops._core import operator as _op  # noqa: E402
+from liger_kernel.transformers import projections_report, restore  # noqa: E402
+from liger_kernel.transformers.patching import fusions  # noqa: E402
+from liger_kernel.transformers.recognise import mlps, projections  # noqa: E402
+
+pytestmark = pytest.mark.skipif(not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call")
+EVERY = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+ONLY = dict(rope=False, rms_norm=False, fused_linear_cross_entropy=False, rematerialise=False)  # what else is ours is tested elsewhere
+BATCH = dict(batch=1, length=6, ignored=2)
+
+
+@pytest.fixture(autouse=True)
+def _restored():
+    yield
+    restore()
+
+
+@pytest.fixture
+def ran(monkeypatch) -> list[int]:
+    """How many layers each node of the engine had."""
+    found: list[int] = []
+
+    def counted(function, layers):
+        return lambda *args, **options: found.append(layers(*args)) or function(*args, **options)
+
+    monkeypatch.setattr(projections, "linears", counted(projections.linears, lambda x, p: len(p)))
+    monkeypatch.setattr(mlps, "adapted_mlp", counted(mlps.adapted_mlp, lambda x, first, down: len(first) + 1))
+    return found
+
+
+def drawn(model: nn.Module) -> nn.Module:
+    """``model`` with adapters that do something: B's and biases are zero at first."""
+    generator = torch.Generator().manual_seed(5)
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            p.data = torch.randn(p.shape, generator=generator).to(p) / 3
+    return model
+
+
+def adapted(family: str = "llama", dtype: torch.dtype = torch.float32, targets=EVERY, r: int = 4, base=None, **more) -> nn.Module:
+    config = peft.LoraConfig(r=r, target_modules=targets, **more)
+    sizes = dict(num_hidden_layers=1, **(dict(layer_types=["full_attention"]) if family.startswith("qwen") else {}))
+    return drawn(peft.get_peft_model(make(family, dtype, **sizes) if base is None else base, config)).to(DEVICE)
+
+
+def patch(model: nn.Module, **flags) -> nn.Module:
+    ours._apply_liger_kernel_to_instance(model, **ONLY | flags)
+    return model
+
+
+def assert_same(model: nn.Module, run=step, tolerance: float = 1e-5) -> nn.Module:
+    """``model`` learns by the engine what it learns by PEFT. Returns it, patched."""
+    expected = run(model, tokens(**BATCH))[1]
+    found = run(patch(model), tokens(**BATCH))[1]
+    assert_same_learning(found, expected, tolerance)
+    return model
+
+
+# -- families ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "targets", "nodes"),
+    [
+        ("llama", EVERY, [3, 1, 3]),
+        ("llama", ["q_proj", "v_proj"], [3]),
+        ("qwen2", EVERY, [3, 1, 3]),  # biases
+        ("qwen3", EVERY, [3, 1, 3]),
+        ("phi3", ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"], [1, 1, 2]),
+        ("arcee", ["up_proj", "down_proj"], [1, 1]),  # down(relu(up(x)) ** 2)
+        ("opt", ["q_proj", "fc1", "fc2"], [3, 1, 1]),  # fc1 and fc2 in the layer itself
+    ],
+)
+def test_families(ran, family, targets, nodes):
+    model = assert_same(adapted(family, targets=targets))
+    assert ran == nodes
+    assert not projections_report(model).stock
+    restore(model)
+    ran.clear()
+    step(model, tokens(**BATCH))
+    assert not ran
+
+
+def test_before_and_after_peft(ran):
+    """Which of the two comes first does not matter, for classes and for one model."""
+    stock = adapted()
+    expected = step(stock, tokens(**BATCH))[1]
+    model = adapted(base=patch(make("llama", num_hidden_layers=1)))
+    assert_same_learning(step(model, tokens(**BATCH))[1], expected, 1e-5)
+    assert ran == [3, 1, 3]
+    ran.clear()
+    ours.apply_liger_kernel_to_llama(**ONLY)
+    assert_same_learning(step(stock, tokens(**BATCH))[1], expected, 1e-5)
+    assert ran == [3, 1, 3] and not projections_report(stock).stock
+
+
+# -- switches ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def twins():
+    """The same model twice, with two adapters of different ranks and scales: one patched, one stock."""
+    stock = adapted(target_parameters=None)
+    stock.add_adapter("second", peft.LoraConfig(r=2, target_modules=EVERY, rank_pattern={"q_proj": 3}, alpha_pattern={"v_proj": 5}, use_rslora=True))
+    drawn(stock)
+    stock.set_adapter("default")
+    return patch(copy.deepcopy(stock)), stock
+
+
+def assert_alike(twins, ran, nodes, change=None, run=step) -> None:
+    """``change`` of both models, and the same learning after it, by these nodes."""
+    learned = []
+    for model in twins:
+        with contextlib.nullcontext() if change is None else change(model) or contextlib.nullcontext():
+            ran.clear()
+            learned.append(run(model, tokens(**BATCH))[1])
+            assert ran == (nodes if model is twins[0] else [])
+    assert_same_learning(*learned, 1e-5)
+
+
+def lora(model: nn.Module, name: str) -> lora_layer.LoraLayer:
+    return next(m for n, m in model.named_modules() if n.endswith(name))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_adapters_are_switched(twins, ran):
+    assert_alike(twins, ran, [3, 1, 3])
+    with contextlib.ExitStack() as disabled:
+        for model in twins:
+            disabled.enter_context(model.disable_adapter())
+            for p in model.get_base_model().lm_head.parameters():
+                p.requires_grad_(True)
+        assert_alike(twins, ran, [])
+        assert {layer.reason for layer in projections_report(twins[0]).layers} == {"adapters are disabled, merged or not active: its base runs"}
+    for model in twins:
+        model.get_base_model().lm_head.requires_grad_(False)
+    assert_alike(twins, ran, [3, 1, 3])
+    assert_alike(twins, ran, [3, 1, 3], lambda m: m.set_adapter("second"))
+    assert_alike(twins, ran, [3, 1, 3], lambda m: m.base_model.set_adapter(["default", "second"]))
+    assert_alike(twins, ran, [3, 1, 3], lambda m: lora(m, "q_proj").set_adapter("second"))
+    assert_alike(twins, ran, [3, 1, 3], lambda m: lora(m, "q_proj").scale_layer(3.0))
+    assert_alike(twins, ran, [3, 3], lambda m: lora(m, "o_proj").merge())
+    assert_alike(twins, ran, [3, 1, 3], lambda m: lora(m, "o_proj").unmerge())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_merged_layer_runs_its_base(twins, ran):
+    assert_alike(twins, ran, [3, 3], lambda m: lora(m, "o_proj").merge())
+    with contextlib.ExitStack() as disabled:  # which takes it out again at the next call
+        for model in twins:
+            disabled.enter_context(model.disable_adapter())
+            model.get_base_model().lm_head.requires_grad_(True)
+        assert_alike(twins, ran, [])
+    assert not lora(twins[0], "o_proj").merged
+
+
+def test_adapters_by_row(twins, ran):
+    """``adapter_names``, which PEFT hands to its layers by hooks."""
+    with torch.no_grad():
+        batch = tokens(**BATCH | dict(batch=16))
+        names = ["default", "second", "__base__", "default"] * 4
+        found, expected = (model.eval()(**batch, adapter_names=names).logits for model in twins)
+        torch.testing.assert_close(found, expected)
+        assert not ran
+        found, expected = (model(**batch).logits for model in twins)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        assert ran == [3, 1, 3]
+
+
+@pytest.mark.parametrize("part", ["", "base_layer", "lora_A.default", "lora_B.default", "lora_dropout.default"])
+def test_hooks_run(twins, ran, part):
+    """On the parts of one layer: that one is stock's, or has its base beside the node."""
+    seen = []
+    for model in twins:
+        lora(model, "o_proj").get_submodule(part).register_forward_hook(lambda m, args, out, model=model: seen.append(model))
+    assert_alike(twins, ran, [3, 1, 3] if part == "base_layer" else [3, 3])
+    assert seen == [*twins]
+    (layer,) = (layer for layer in projections_report(twins[0]).layers if layer.name.endswith("o_proj"))
+    assert layer.runs == (part == "base_layer") and ("hook" in layer.reason or "beside its base" in layer.reason)
+
+
+def test_what_learns_may_change(twins, ran):
+    def freeze(model):
+        lora(model, "q_proj").lora_A["default"].requires_grad_(False)
+        lora(model, "down_proj").lora_B["default"].requires_grad_(False)
+
+    def learn(model):
+        lora(model, "k_proj").base_layer.requires_grad_(True)
+        lora(model, "up_proj").base_layer.requires_grad_(True)
+
+    assert_alike(twins, ran, [3, 1, 3], freeze)
+    assert_alike(twins, ran, [3, 1, 3], learn)
+
+
+def test_modules_to_save(ran):
+    assert_same(adapted(modules_to_save=["o_proj"], targets=["q_proj", "up_proj"]))
+    assert ran == [3, 3]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing(ran, reentrant):
+    model = adapted(lora_dropout=0.5)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    assert_same(model)
+    # without gradients, as the forward of reentrant checkpoints is, a few rows are left to the modules
+    assert ran == [3, 1, 3] * (1 if reentrant else 2)
+
+
+# -- adapters ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        ("llama", dict(lora_dropout=0.5)),
+        ("qwen2", dict(use_dora=True)),
+        ("qwen2", dict(lora_bias=True, targets=["q_proj", "v_proj"])),
+        ("llama", dict(use_rslora=True, rank_pattern={"q_proj": 2, "gate_proj": 7}, alpha_pattern={"up_proj": 3})),
+        ("llama", dict(layer_replication=[[0, 1], [0, 1]])),
+    ],
+    ids=lambda v: "-".join(v) if isinstance(v, dict) else v,
+)
+@pytest.mark.filterwarnings("ignore")
+def test_adapters(ran, family, more):
+    """Dropout draws the masks that it draws in stock."""
+    assert_same(adapted(family, **more))
+    assert ran in ([3, 1, 3], [3], [3, 1, 3] * 2)
+
+
+def test_dora_with_dropout_is_stock(ran):
+    model = assert_same(adapted(use_dora=True, lora_dropout=0.5))
+    assert not ran
+    (said,) = {layer.reason for layer in projections_report(model).layers}
+    assert said == "adapter 'default' has a magnitude and dropout"
+    model.eval()
+    assert not projections_report(model).stock
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("thin", [torch.bfloat16, torch.float32])
+def test_sixteen_bits(ran, autocast, thin):
+    """Beside the truth, in fp64, at most twice as far from it as stock."""
+    model = adapted(dtype=torch.bfloat16)
+    for name, p in model.named_parameters():
+        if "lora_" in name:
+            p.data = p.data.to(thin)
+    truth = step(copy.deepcopy(model).double(), tokens(**BATCH))[1]
+    run = lambda m: step(m, tokens(**BATCH))[1]
+    with torch.autocast(DEVICE, torch.bfloat16) if autocast else contextlib.nullcontext():
+        stock = run(model)
+        found = run(patch(model))
+    assert ran == [3, 1, 3]
+    for name, t in truth.items():
+        assert found[name].dtype == stock[name].dtype
+        error, theirs = ((g.double() - t).norm() / t.norm() for g in (found[name], stock[name]))
+        assert error <= 2 * theirs + 2**-8, f"{name}: {error:.1e}, stock {theirs:.1e}"
+
+
+def test_overflow_reaches_the_scaler(ran):
+    """fp16: gradients that overflow are infinite in both, so that a step is skipped; after that one is made."""
+    losses = []
+    for ours_too in (False, True):
+        model = adapted(dtype=torch.float16)
+        if ours_too:
+            patch(model)
+        learnt = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.SGD(learnt, lr=1e-3)
+        scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**40, backoff_factor=2.0**-30)
+        before = [p.detach().clone() for p in learnt]
+        for skipped in (True, False):
+            optimizer.zero_grad()
+            with torch.autocast(DEVICE, torch.float16):
+                loss = model(**tokens(**BATCH), use_cache=False).loss
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            assert all(torch.equal(a, b) for a, b in zip(before, learnt)) == skipped
+        losses.append(loss.item())
+    assert ran == [3, 1, 3] * 2 and losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+# -- ways of running -----------------------------------------------------------------------
+
+
+def test_compiles(ran):
+    """A layer with adapters is one graph, of stock's operations."""
+    model = patch(adapted(), rms_norm=True)
+    layer = model.get_base_model().model.layers[0]
+    x = torch.randn(1, 5, model.config.hidden_size, device=DEVICE)
+    tables = model.get_base_model().model.rotary_emb(x, torch.arange(5, device=DEVICE)[None])
+    run = lambda f: (y := f(x, position_embeddings=tables), torch.autograd.grad(y.square().sum(), [p for p in layer.parameters() if p.requires_grad]))
+    expected = run(layer)
+    ran.clear()
+    torch._dynamo.reset()
+    found = run(torch.compile(layer, fullgraph=True, backend="aot_eager"))
+    assert not ran
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_copies(ran):
+    """A copy of a patched model runs the engine with weights of its own; a pickle is the stock model."""
+    model = patch(adapted())
+    expected = step(model, tokens(**BATCH))[1]
+    copied = copy.deepcopy(model)
+    lora(model, "q_proj").lora_B["default"].weight.data.zero_()
+    ran.clear()
+    assert_same_learning(step(copied, tokens(**BATCH))[1], expected, 1e-6)
+    assert ran == [3, 1, 3] and not projections_report(copied).stock
+    loaded = pickle.loads(pickle.dumps(copied))
+    assert_same_learning(step(loaded, tokens(**BATCH))[1], expected, 1e-5)
+    assert len(projections_report(loaded).stock) == 7
+
+
+def test_generates(twins, ran):
+    """A prompt beyond a few rows goes by the engine, single tokens by the modules."""
+    prompt = {"input_ids": tokens(**BATCH | dict(batch=3, length=30))["input_ids"]}
+    found, expected = (m.eval().generate(**prompt, max_new_tokens=4, do_sample=False, pad_token_id=0) for m in twins)
+    assert torch.equal(found, expected)
+    assert ran == [3, 1, 3]
+    with torch.inference_mode():
+        torch.testing.assert_close(*(m(**prompt).logits for m in twins), rtol=1e-5, atol=1e-5)
+
+
+# -- bases ---------------------------------------------------------------------------------
+
+
+class Foreign(nn.Linear):
+    """As modules of weights in a format of their own are: a Linear with a forward that nobody knows."""
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight.round(decimals=1), self.bias)
+
+
+def foreign(model: nn.Module) -> None:
+    for m in model.modules():
+        if isinstance(m, lora_layer.Linear):
+            m.base_layer.__class__ = Foreign
+
+
+@pytest.mark.parametrize("more", [{}, dict(lora_dropout=0.5)], ids=str)
+def test_unknown_bases_run_by_themselves(ran, more):
+    model = adapted(**more)
+    foreign(model)
+    lora(model, "k_proj").base_layer.__class__ = nn.Linear
+    assert_same(model)
+    assert ran == [3, 1, 2, 1]
+    said = [layer.reason for layer in projections_report(model).layers if layer.runs]
+    assert said.count("beside its base, a Foreign, which runs by itself") == 6 and said.count("") == 1
+
+
+def test_dora_needs_its_base(ran):
+    model = adapted(use_dora=True)
+    foreign(model)
+    patch(model)
+    assert {layer.reason for layer in projections_report(model).layers} == {"a base of class Foreign"}
+
+
+def quantised(kind: str) -> nn.Module:
+    bnb = pytest.importorskip("bitsandbytes")
+    model = make("llama", num_hidden_layers=1, hidden_size=64, intermediate_size=64)
+    for parent in list(model.model.layers.modules()):
+        for name, m in list(parent.named_children()):
+            if type(m) is not nn.Linear:
+                continue
+            if kind == "int8":
+                new = bnb.nn.Linear8bitLt(m.in_features, m.out_features, bias=False, has_fp16_weights=False)
+                new.weight = bnb.nn.Int8Params(m.weight.data, requires_grad=False, has_fp16_weights=False)
+            else:
+                new = bnb.nn.Linear4bit(m.in_features, m.out_features, bias=False, quant_type=kind.split()[0], compress_statistics="double" in kind)
+                new.weight = bnb.nn.Params4bit(m.weight.data, requires_grad=False, quant_type=kind.split()[0], compress_statistics="double" in kind)
+            setattr(parent, name, new.to(DEVICE))
+    setattr(model, "is_loaded_in_8bit" if kind == "int8" else "is_loaded_in_4bit", True)
+    return adapted(base=model)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "nf4 double", "fp4", "int8"])
+@pytest.mark.filterwarnings("ignore")
+def test_bitsandbytes(ran, kind):
+    model = quantised(kind)
+    assert_same(model, tolerance=1e-4)
+    assert ran == ([3, 1, 2, 1] if kind == "int8" else [3, 1, 3])
+
+
+def test_tensors_elsewhere_stay():
+    """An adapter on another device is PEFT's matter, an error of PyTorch's."""
+    model = patch(adapted())
+    lora(model, "o_proj").lora_A["default"].to("meta")
+    (layer,) = projections_report(model).stock
+    assert (layer.name.rpartition(".")[2], layer.reason) == ("o_proj", "an adapter on another device")
+    with pytest.raises(RuntimeError):
+        step(model, tokens(**BATCH))
+
+
+# -- the report ----------------------------------------------------------------------------
+
+
+def test_report():
+    model = adapted(targets=["q_proj", "up_proj", "lm_head", "embed_tokens"])
+    text = str(projections_report(model))
+    assert text.splitlines()[0] == "the engine runs 0 of 4 linear layers with adapters or quantised weights"
+    assert "1 stock: LlamaAttention is not patched, or its forward does not call it as self.q_proj(x)" in text
+    patch(model)
+    report = projections_report(model)
+    assert {layer.name.rpartition(".")[2]: str(layer).partition(": ")[2] for layer in report.layers} == {
+        "embed_tokens": "stock (an embedding)",
+        "q_proj": "runs",
+        "up_proj": "runs",
+        "lm_head": "run (the head, as part of the loss)",
+    }
+    model.get_base_model().model.layers[0].mlp.act_fn = nn.Softplus()
+    assert [layer.reason for layer in projections_report(model).stock][1] == "LlamaMLP has an activation that is none of ours"
+    assert str(projections_report(make("llama"))) == "no linear layer has an adapter or a quantised weight"
+
+
+# -- what is rewritten ---------------------------------------------------------------------
+
+
+class Written(nn.Module):
+    """Forwards in which calls of one name may not be computed together, each for a reason; ``alone`` in the end."""
+
+    def key(self, x):
+        return x
+
+    def assigned(self, x):
+        q = self.q_proj(x)
+        x = x + 1
+        return q, self.k_proj(x)
+
+    def written(self, x):
+        q = self.q_proj(x)
+        x.add_(1)
+        return q, self.k_proj(x)
+
+    def written_by_another_name(self, x, y):
+        q = self.q_proj(x)
+        y.mul_(2)
+        return q, self.k_proj(x)
+
+    def written_in_part(self, x, mask):
+        q = self.q_proj(x)
+        x[0] = 0
+        return q, self.k_proj(x)
+
+    def given_away(self, x):
+        q = self.q_proj(x)
+        self.change(x)
+        return q, self.k_proj(x)
+
+    def given_as_out(self, x):
+        q = self.q_proj(x)
+        torch.exp(q, out=self.memory)
+        return q, self.k_proj(x)
+
+    def conditional(self, x, more):
+        q = self.q_proj(x)
+        k = self.k_proj(x) if more else None
+        return q, k
+
+    def short_circuit(self, x, more):
+        q = self.q_proj(x)
+        return q, more and self.k_proj(x)
+
+    def in_a_branch(self, x, more):
+        q = self.q_proj(x)
+        if more:
+            return q, self.k_proj(x)
+        return q
+
+    def walrus(self, x):
+        q = self.q_proj(x)
+        return q, (x := x + 1) + self.k_proj(x)
+
+    def replaced(self, x):
+        q = self.q_proj(x)
+        self.k_proj = self.q_proj
+        return q, self.k_proj(x)
+
+    def random(self, x):
+        q = self.q_proj(x)
+        q = self.dropout(q)
+        return q, self.k_proj(x)
+
+    def in_a_lambda(self, x):
+        q = self.q_proj(x)
+        later = lambda: self.k_proj(x)
+        return q, later()
+
+    def in_a_loop(self, x):
+        q = self.q_proj(x)
+        for _ in range(2):
+            q = q + self.k_proj(x)
+        return q
+
+    def method(self, x):
+        q = self.q_proj(x)
+        return q, self.key(x)
+
+    def another_self(self, x, other):
+        q = self.q_proj(x)
+        self = other
+        return q, self.k_proj(x)
+
+    def together(self, x):
+        shape = x.shape
+        q = self.q_proj(x).view(shape)
+        k = self.k_proj(x).view(x.shape)
+        x = x + self.v_proj(x)
+        return q, k, self.o_proj(x)
+
+
+APART = [name for name, f in vars(Written).items() if isinstance(f, types.FunctionType) and name not in ("key", "together")]
+
+
+@pytest.mark.parametrize("name", APART)
+def test_calls_that_stay_where_they_are(name):
+    new = fusions.fused(vars(Written)[name], frozenset({fusions.PROJECTIONS}))
+    assert (new is None) == (name == "another_self")
+    assert new is None or "_liger_shared" not in new.__code__.co_freevars
+
+
+def test_calls_that_go_together():
+    class Counted(Written):
+        def __init__(self):
+            super().__init__()
+            self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(4, 4) for _ in range(4))
+
+    new = fusions.fused(Written.together, frozenset({fusions.PROJECTIONS}))
+    assert {"_liger_shared", "_liger_linear"} <= set(new.__code__.co_freevars)
+    module, x = Counted(), torch.randn(3, 4)
+    for a, b in zip(new(module, x), Written.together(module, x), strict=True):
+        assert torch.equal(a, b)

@@ -222,8 +222,8 @@ REASONS = {
     "hook": ({}, _hook(""), "hooks, or a forward of its own"),
     "hook of A": ({}, _hook("lora_A.default"), "parts of adapter 'default' are sharded, hooked or replaced"),
     "hook of B": ({}, _hook("lora_B.default"), "parts of adapter 'default' are sharded, hooked or replaced"),
-    "hook of the base": ({}, _hook("base_layer"), "a sharded or hooked base"),
-    "dropout": ({}, _other_dropout, "the dropout of adapter 'default' is Sequential"),
+    "hook of the base": ({}, _hook("base_layer"), "a base that is sharded, hooked or quantised"),
+    "dropout": ({}, _other_dropout, "the dropout of adapter 'default' is hooked, or a Sequential"),
     "tokens of a trained head": (
         dict(target_modules=["q_proj"], trainable_token_indices=[5], model_options=dict(tie_word_embeddings=True)),
         lambda run: run.get_base_model().lm_head.token_adapter.base_layer.requires_grad_(True),
@@ -234,7 +234,11 @@ REASONS = {
         lambda run: None,
         "60 trained tokens",
     ),
-    "copy with a hook": (dict(target_modules=["q_proj"], modules_to_save=["lm_head"]), _hook("modules_to_save.default"), "a sharded or hooked base"),
+    "copy with a hook": (
+        dict(target_modules=["q_proj"], modules_to_save=["lm_head"]),
+        _hook("modules_to_save.default"),
+        "a base that is sharded, hooked or quantised",
+    ),
     "hook of a copy": (dict(target_modules=["q_proj"], modules_to_save=["lm_head"]), _hook(""), "a base of class ModulesToSaveWrapper"),
 }
 

@@ -207,8 +207,8 @@ def _by_chunks(x, w, target, bias, xa, wb, fn, group, kept, s, o):
         row_kernel(z, y[rows], s, bias=bias, dz=dz, g=-picked[0], lse=out.lse, **more)
         return ratio
 
-    grads = chunk_gradients(x, w, body, need=o.need, chunks=[rows for _, rows in plan], accum_dtype=o.accum_dtype, kept=index, fp32_logits=o.fp32_logits,
-                            xa=xa, wb=wb)  # fmt: skip
+    options = dict(need=o.need, chunks=[rows for _, rows in plan], accum_dtype=o.accum_dtype, fp32_logits=o.fp32_logits)
+    grads = chunk_gradients(x, w, body, **options, kept=index, xa=xa, wb=wb)
     aux = [torch.cat(parts) if parts[0].ndim else torch.stack(parts).sum(0) for parts in zip(*found)]
     return grads, up, loss, aux
 

@@ -79,7 +79,9 @@ class Dequantized(Weight):
 
 @dataclass(frozen=True, eq=False)
 class Elsewhere(Weight):
-    """A weight whose product its own module computes: the node has what adapters add to that, and nothing of the weight."""
+    """A weight whose product its own module computes, and why: the node has what adapters add to that, and nothing of the weight."""
+
+    why: str = ""
 
     def forward(self, x: Rows, y: Tensor | None) -> Tensor:
         return x.rows.new_zeros(x.rows.shape[0], self.shape[0]) if y is None else y

@@ -40,7 +40,7 @@ def with_adapters(head: nn.Module, x: Tensor) -> Projection | Left:
     if isinstance(found, Left):
         return found
     if not isinstance(found.weight, Dense):
-        return Left("a quantised weight")
+        return Left(getattr(found.weight, "why", "a quantised weight"))
     if found.magnitude is not None:
         return Left("DoRA, which scales rows of the sum of weight and adapter")
     if found.weight.shape[1] != x.shape[-1]:

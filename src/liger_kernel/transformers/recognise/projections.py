@@ -164,7 +164,7 @@ def _peft(m: Any, dtype: torch.dtype) -> Projection | Left:
         return Projection(weight, base.bias, tuple(adapters), magnitude)
     if not adapters or magnitude is not None or _sharded(base):
         return weight
-    return Projection(Elsewhere((adapters[0].b.shape[0], adapters[0].a.shape[1]), None), None, tuple(adapters))
+    return Projection(Elsewhere((adapters[0].b.shape[0], adapters[0].a.shape[1]), None, why=weight), None, tuple(adapters))
 
 
 def _magnitude(m: Any, name: str, adapter: Adapter, active: int) -> Tensor | Left:
@@ -195,9 +195,15 @@ def projection(m: Any, dtype: torch.dtype) -> Projection | Left:
 
 # PEFT's layers whose forward is the base's product and what each active adapter adds to it. The first two may do that under autocast in another dtype
 _PEFT = {
-    "layer": "Linear", "bnb": "Linear4bit Linear8bitLt", "gptq": "GPTQLoraLinear", "awq": "AwqLoraLinear", "hqq": "HqqLoraLinear", "aqlm": "AqlmLoraLinear",
-    "eetq": "EetqLoraLinear", "torchao": "TorchaoLoraLinear",
-}  # fmt: skip
+    "layer": "Linear",
+    "bnb": "Linear4bit Linear8bitLt",
+    "gptq": "GPTQLoraLinear",
+    "awq": "AwqLoraLinear",
+    "hqq": "HqqLoraLinear",
+    "aqlm": "AqlmLoraLinear",
+    "eetq": "EetqLoraLinear",
+    "torchao": "TorchaoLoraLinear",
+}
 
 
 def _peft_classes() -> tuple[Any, ...]:

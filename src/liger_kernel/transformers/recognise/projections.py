@@ -177,6 +177,8 @@ def projection(m: Any, dtype: torch.dtype) -> Projection | Left:
     cls = type(m)
     if cls in _peft_classes() and _of_package(cls, "peft."):
         return _peft(m, dtype)
+    if hasattr(m, "base_layer"):
+        return Left(f"a layer of class {cls.__module__}.{cls.__name__}")
     weight = _weight(m, dtype)
     return weight if isinstance(weight, Left) else Projection(weight, m.bias)
 

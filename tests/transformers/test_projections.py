@@ -417,6 +417,18 @@ def test_bitsandbytes(ran, kind):
     assert ran == ([3, 1, 2, 1] if kind == "int8" else [3, 1, 3])
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_autocast_decides_over_the_dtype_of_four_bits(ran):
+    """transformers' default for that is fp32, also where autocast then multiplies in 16 bits."""
+    model = quantised("nf4 double")
+    for m in model.modules():
+        if hasattr(m, "compute_type_is_set"):
+            m.compute_dtype, m.compute_type_is_set = torch.float32, True
+    with torch.autocast(DEVICE, torch.bfloat16):
+        assert_same(model, tolerance=0.3)
+    assert ran == [3, 1, 3]
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

@@ -89,7 +89,8 @@ def _four_bits(m: Any, dtype: torch.dtype) -> Weight | Left | None:
         or getattr(state, "packing_format_for_cpu", False)
     ):
         return Left("a hooked 4-bit base, one without its state, or packed for a CPU")
-    if m.compute_dtype not in (None, dtype):
+    # under autocast the product is in autocast's dtype, whatever its input was cast to before
+    if m.compute_dtype not in (None, dtype) and not torch.is_autocast_enabled(m.weight.device.type):
         return Left(f"a 4-bit base that computes in {m.compute_dtype} beside {dtype}")
     if hasattr(m.weight, "ds_id"):
         return Left("a sharded base")

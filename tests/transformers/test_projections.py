@@ -249,6 +249,7 @@ def test_checkpointing(ran, reentrant):
     [
         ("llama", dict(lora_dropout=0.5)),
         ("qwen2", dict(use_dora=True)),
+        ("qwen2", dict(bias="all")),
         ("qwen2", dict(lora_bias=True, targets=["q_proj", "v_proj"])),
         ("llama", dict(use_rslora=True, rank_pattern={"q_proj": 2, "gate_proj": 7}, alpha_pattern={"up_proj": 3})),
         ("llama", dict(layer_replication=[[0, 1], [0, 1]])),

@@ -385,6 +385,22 @@ def test_unknown_bases_run_by_themselves(ran, more):
     assert said.count("beside its base, a Foreign, which runs by itself") == 6 and said.count("") == 1
 
 
+@pytest.mark.parametrize("base", [nn.Linear, Foreign])
+def test_no_cast_is_kept(base):
+    """fp32 adapters under autocast: of all that has the size of the input, that itself is kept, where PEFT keeps a cast of a cast of it."""
+    layer = lora(adapted(dtype=torch.bfloat16, targets=["o_proj"]), "o_proj")
+    layer.base_layer.__class__ = base
+    x = torch.randn(50, layer.in_features, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    found = []
+    for call in (projections.linear, lambda m, x: m(x)):
+        kept: dict[int, torch.Tensor] = {}
+        hooks = torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.setdefault(t.data_ptr(), t), lambda t: t)
+        with torch.autocast(DEVICE, torch.bfloat16), hooks:
+            call(layer, x)
+        found.append([at == x.data_ptr() for at, t in kept.items() if t.shape == x.shape])
+    assert found == [[True], [False]]
+
+
 def test_dora_needs_its_base(ran):
     model = adapted(use_dora=True)
     foreign(model)

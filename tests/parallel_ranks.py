@@ -625,7 +625,7 @@ def lora_fsdp2() -> None:
 
 @check
 def lora_by_the_engine() -> None:
-    """Linear layers of DDP, of FSDP2, which gathers them, and of checkpointed layers under it, are nodes of the engine, and learn what stock's learn."""
+    """Linear layers of DDP, of FSDP, which gathers them, and of checkpointed layers under it, are nodes of the engine, and learn what stock's learn."""
     import peft
 
     from liger_kernel.transformers.recognise import mlps, projections
@@ -647,6 +647,11 @@ def lora_by_the_engine() -> None:
             model.enable_input_require_grads()
         if mode == "ddp":
             return learn_any(parallelize(model, "ddp").model)
+        if mode == "fsdp1":
+            run = fsdp1(model, (type(model.base_model.model.model.layers[0]),), True)
+            loss = learn_any(run)["loss"]
+            with FullyShardedDataParallel.summon_full_params(run, with_grads=True):
+                return {"loss": loss} | {name: g for name, g in gradients(run).items() if "lora_" in name}  # zeros for what is frozen
         for layer in model.base_model.model.model.layers:
             fully_shard(layer, mesh=mesh())
         return learn_any(fully_shard(model, mesh=mesh()))
@@ -654,7 +659,7 @@ def lora_by_the_engine() -> None:
     try:
         truth = wrapped(False, "ddp")
         assert not nodes
-        for mode in ("ddp", "fsdp2", "checkpointed"):
+        for mode in ("ddp", "fsdp1", "fsdp2", "checkpointed"):
             nodes.clear()
             assert_same_learning(wrapped(True, mode), truth, TOLERANCE)
             layers = 4 if mode == "checkpointed" else 2

@@ -15,9 +15,21 @@ from liger_kernel.ops.losses.linear_loss import linear_loss
 from liger_kernel.parallel import by_sharding, parallelize
 from liger_kernel.train import TrainConfig
 from liger_kernel.train.loop import train
-from liger_kernel.transformers import AutoLigerKernelForCausalLM, apply_liger_kernel_to_llama, attention, restore
+from liger_kernel.transformers import AutoLigerKernelForCausalLM, apply_liger_kernel_to_llama, attention, projections_report, restore
 
-SHOWN = hub, memory, attention, by_sharding, parallelize, train, TrainConfig, linear_loss, LigerFusedLinearPreferenceBase, AutoLigerKernelForCausalLM
+SHOWN = (
+    hub,
+    memory,
+    attention,
+    by_sharding,
+    parallelize,
+    train,
+    TrainConfig,
+    linear_loss,
+    LigerFusedLinearPreferenceBase,
+    AutoLigerKernelForCausalLM,
+    projections_report,
+)
 
 
 def other_door() -> LigerRMSNorm:

@@ -39,7 +39,6 @@ from liger_kernel.transformers.patching import once  # noqa: E402
 from liger_kernel.transformers.patching.apply import MODEL_TYPE_TO_APPLY_LIGER_FN  # noqa: E402
 from liger_kernel.transformers.patching.bound import is_ours  # noqa: E402
 from liger_kernel.transformers.patching.flags import HEAD_FLAGS, flags_of  # noqa: E402
-from liger_kernel.transformers.patching.select import NORM_ROPE  # noqa: E402
 from liger_kernel.transformers.patching.values import _STOCK  # noqa: E402
 from liger_kernel.transformers.recognise import activations, families, slots  # noqa: E402
 from liger_kernel.transformers.recognise import rows as rows_module  # noqa: E402
@@ -392,7 +391,7 @@ def test_a_live_model_gets_what_its_classes_get(family):
     of_classes, of_instance = (
         {p.label for p in patches} for patches in (class_patches(family, parts, "fused"), instance_patches(make(family), family, parts, "fused"))
     )
-    assert of_classes - {NORM_ROPE} == of_instance  # which goes with the rope of a live model
+    assert of_classes - {"norm_rope"} == of_instance  # which goes with the rope of a live model
     assert {"rms_norm", "rope", "glu"} <= {slots.SLOT_OF.get(label) for label in of_instance}
     assert any(label.startswith("add_norm") for label in of_instance) or family == "olmo2"  # which norms before it adds
 

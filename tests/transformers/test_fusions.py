@@ -466,7 +466,7 @@ def test_what_is_rewritten():
     assert (count(LlamaDecoderLayer), count(Gemma2DecoderLayer), forms[BertLayer]) == (2, 2, None)
     from liger_kernel.transformers.table import table
 
-    assert "Qwen3Attention <- norm_rope\n" in table(["qwen3"]) and "Qwen3DecoderLayer <- add_norm, rematerialised(cheap)" in table(["qwen3"])
+    assert "Qwen3Attention <- norm_rope, projections\n" in table(["qwen3"]) and "Qwen3DecoderLayer <- add_norm, rematerialised(cheap)" in table(["qwen3"])
     labels = [str(p) for p in class_patches("llama", {"rms_norm": True, "glu": False, "rope": False}, None)]
     assert "LlamaDecoderLayer.forward <- add_norm" in labels
     assert not any("add_norm" in str(p) for p in class_patches("llama", {"rms_norm": False, "glu": True, "rope": True, "rematerialise": True}, None))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
+import re
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -112,6 +114,18 @@ def test_before_and_after_peft(ran):
     ours.apply_liger_kernel_to_llama(**ONLY)
     assert_same_learning(step(stock, tokens(**BATCH))[1], expected, 1e-5)
     assert ran == [3, 1, 3] and not projections_report(stock).stock
+
+
+def test_flags():
+    """Where all that is published is off, nothing is touched; a gated MLP is not where its own flag is off."""
+    kinds = lambda model: [m for m in model.modules() if "forward" in m.__dict__]
+    assert not kinds(patch(make("llama", num_hidden_layers=1), swiglu=False))
+    assert [type(m).__name__ for m in kinds(patch(make("llama", num_hidden_layers=1), swiglu=False, projections=True))] == ["LlamaAttention"]
+    assert [type(m).__name__ for m in kinds(patch(make("llama", num_hidden_layers=1), projections=False))] == ["LlamaMLP"]
+    model = patch(adapted(), swiglu=False, projections=True)
+    assert {layer.reason for layer in projections_report(model).stock} == {
+        f"LlamaMLP is not patched, or its forward does not call it as self.{name}(x)" for name in ("gate_proj", "up_proj", "down_proj")
+    }
 
 
 # -- switches ------------------------------------------------------------------------------
@@ -235,6 +249,7 @@ def test_checkpointing(ran, reentrant):
     [
         ("llama", dict(lora_dropout=0.5)),
         ("qwen2", dict(use_dora=True)),
+        ("qwen2", dict(bias="all")),
         ("qwen2", dict(lora_bias=True, targets=["q_proj", "v_proj"])),
         ("llama", dict(use_rslora=True, rank_pattern={"q_proj": 2, "gate_proj": 7}, alpha_pattern={"up_proj": 3})),
         ("llama", dict(layer_replication=[[0, 1], [0, 1]])),
@@ -370,6 +385,22 @@ def test_unknown_bases_run_by_themselves(ran, more):
     assert said.count("beside its base, a Foreign, which runs by itself") == 6 and said.count("") == 1
 
 
+@pytest.mark.parametrize("base", [nn.Linear, Foreign])
+def test_no_cast_is_kept(base):
+    """fp32 adapters under autocast: of all that has the size of the input, that itself is kept, where PEFT keeps a cast of a cast of it."""
+    layer = lora(adapted(dtype=torch.bfloat16, targets=["o_proj"]), "o_proj")
+    layer.base_layer.__class__ = base
+    x = torch.randn(50, layer.in_features, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    found = []
+    for call in (projections.linear, lambda m, x: m(x)):
+        kept: dict[int, torch.Tensor] = {}
+        hooks = torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.setdefault(t.data_ptr(), t), lambda t: t)
+        with torch.autocast(DEVICE, torch.bfloat16), hooks:
+            call(layer, x)
+        found.append([at == x.data_ptr() for at, t in kept.items() if t.shape == x.shape])
+    assert found == [[True], [False]]
+
+
 def test_dora_needs_its_base(ran):
     model = adapted(use_dora=True)
     foreign(model)
@@ -403,6 +434,40 @@ def test_bitsandbytes(ran, kind):
     assert ran == ([3, 1, 2, 1] if kind == "int8" else [3, 1, 3])
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_autocast_decides_over_the_dtype_of_four_bits(ran):
+    """transformers' default for that is fp32, also where autocast then multiplies in 16 bits."""
+    model = quantised("nf4 double")
+    for m in model.modules():
+        if hasattr(m, "compute_type_is_set"):
+            m.compute_dtype, m.compute_type_is_set = torch.float32, True
+    with torch.autocast(DEVICE, torch.bfloat16):
+        assert_same(model, tolerance=0.3)
+    assert ran == [3, 1, 3]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda m: setattr(m, "cast_input_dtype_enabled", False), "casts of the input that are turned off"),
+        (lambda m: setattr(m, "fan_in_fan_out", True), "a base whose weight lies the other way (Conv1D)"),
+        (lambda m: m.lora_dropout.update({"default": nn.AlphaDropout(0.5)}), "the dropout of adapter 'default' is hooked, or a AlphaDropout"),
+        (lambda m: m.lora_dropout.update({"default": nn.Dropout(1.0)}), "the dropout of adapter 'default' drops everything"),
+        (lambda m: m.lora_A["default"].half(), "the two matrices of adapter 'default' have different dtypes"),
+        (lambda m: m.lora_variant.update({"default": peft.tuners.lora.variants.ALoraLinearVariant()}), "adapter 'default' is a ALoraLinearVariant"),
+        (lambda m: setattr(m, "forward", m.forward), "hooks, or a forward of its own"),
+        (lambda m: setattr(m, "__class__", type("Linear", (type(m),), {"__module__": "mine"})), "a layer of class mine.Linear"),
+    ],
+)
+def test_reasons(change, reason):
+    model = patch(adapted(targets=["q_proj", "v_proj"]))
+    lora(model, "q_proj").lora_A["default"].bfloat16()
+    lora(model, "q_proj").lora_B["default"].bfloat16()
+    change(lora(model, "q_proj"))
+    (layer,) = projections_report(model).stock
+    assert (layer.name.rpartition(".")[2], layer.reason) == ("q_proj", reason)
+
+
 def test_tensors_elsewhere_stay():
     """An adapter on another device is PEFT's matter, an error of PyTorch's."""
     model = patch(adapted())
@@ -434,6 +499,15 @@ def test_report():
     model.get_base_model().model.layers[0].mlp.act_fn = nn.Softplus()
     assert [layer.reason for layer in projections_report(model).stock][1] == "LlamaMLP has an activation that is none of ours"
     assert str(projections_report(make("llama"))) == "no linear layer has an adapter or a quantised weight"
+
+
+def test_the_document_is_right(tmp_path, capsys):
+    """Its example runs, and prints what it says."""
+    text = (Path(__file__).parents[2] / "docs" / "lora.md").read_text()
+    (example,), (printed,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL), re.findall(r"```\n(the engine.*?)```", text, re.DOTALL)
+    make("llama").save_pretrained(tmp_path)
+    exec(example, {"name": tmp_path})
+    assert capsys.readouterr().out == printed
 
 
 # -- what is rewritten ---------------------------------------------------------------------

@@ -226,7 +226,7 @@ def document() -> str:
         "",
         "A part is swapped where ours reproduces it: bit for bit in bf16, or, where ours rounds once and Hugging Face at every step (experts, complex rope,",
         "SwiGLU with a slope, some LayerNorms), to that rounding. Every family below was tried: one training step of a tiny model, with images where the",
-        "column says so, gives the loss and gradients of stock Hugging Face.",
+        "column says so, gives the loss and gradients of stock Hugging Face. Linear layers with PEFT's adapters run in every family: [lora.md](lora.md).",
         "",
         "| type | head | images | swapped | left alone |",
         "|---|---|---|---|---|",

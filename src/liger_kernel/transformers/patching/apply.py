@@ -32,8 +32,15 @@ def _apply_rest(model: nn.Module, given: Mapping[str, bool | None]) -> nn.Module
     """``model`` with what class patches leave out, because its class is PyTorch's or of another family."""
     model_type = getattr(getattr(model, "config", None), "model_type", "")
     if model_type and family(model_type):
-        instance_patches(model, model_type, parts_of(flags_of(model_type) | dict(given)), None).apply()
+        instance_patches(model, model_type, _parts(flags_of(model_type) | dict(given), given), None).apply()
     return model
+
+
+def _parts(flags: Mapping[str, bool | None], given: Mapping[str, bool | None]) -> dict[str, Any]:
+    """``parts_of`` flags, some of them given; where all that is published is off, nothing of a model is touched."""
+    parts = parts_of(flags)
+    others = any(flags.get(f) for f in HEAD_FLAGS) or any(parts[slot] for slot in parts if slot not in UNPUBLISHED)
+    return parts | {"projections": parts["projections"] and (others or "projections" in given)}
 
 
 def _apply(model_type: str, given: Mapping[str, bool | None], model: nn.Module | None) -> Patches:
@@ -42,11 +49,12 @@ def _apply(model_type: str, given: Mapping[str, bool | None], model: nn.Module |
         raise AssertionError("cross_entropy and fused_linear_cross_entropy cannot both be True")
     flags = flags_of(model_type) | {f: False for f, other in zip(HEAD_FLAGS, reversed(HEAD_FLAGS)) if given.get(other)} | dict(given)
     head = "fused" if flags.get("fused_linear_cross_entropy") else "logits" if flags.get("cross_entropy") else None
-    parts = parts_of(flags)
+    parts = _parts(flags, given)
+    wanted = bool(head) or any(parts[slot] for slot in parts if slot not in UNPUBLISHED)
     if model is None:
         return class_patches(model_type, parts, head).apply()
     found = instance_patches(model, model_type, parts, head)
-    if not found and (head or any(parts[slot] for slot in parts if slot not in UNPUBLISHED)) and not any(map(_is_patched, model.modules())):
+    if not found and wanted and not any(map(_is_patched, model.modules())):
         once.warn(model_type, type(model).__name__, "nothing of this model was swapped: its parts are of other classes than transformers'")
     return found.apply()
 

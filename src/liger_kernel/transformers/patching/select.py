@@ -151,7 +151,7 @@ def _patches(model_types: Iterable[str], parts: Mapping[str, Any], head: str | N
         served = {slot for slot in map(SLOT_OF.__getitem__, row.swapped.values()) if parts.get(slot)}
         wanted = {fusions.NORMS} if "rms_norm" in served else set()
         wanted |= {fusions.PROJECTIONS} if parts.get("projections") else set()
-        swapped = {vars(module).get(name) for name, label in row.swapped.items() if parts.get(SLOT_OF[label])}
+        swapped = {vars(module).get(name) for name in row.swapped}  # with linear layers of their own, or left alone as their flag says
         for cls, what in _fusible(module, row, frozenset(wanted if "rope" in served else wanted - {fusions.NORMS}), swapped | set(_layers(module))):
             yield Patch(cls, "forward", _fused(original(cls, "forward"), what.parts), what)
         level = level if served & CHEAP else "off"

@@ -90,7 +90,8 @@ def _four_bits(m: Any, dtype: torch.dtype) -> Weight | Left | None:
         or getattr(state, "packing_format_for_cpu", False)
     ):
         return Left("a hooked 4-bit base, one without its state, or packed for a CPU")
-    if m.compute_dtype not in (None, dtype):
+    # under autocast the product is in autocast's dtype, whatever its input was cast to before
+    if m.compute_dtype not in (None, dtype) and not torch.is_autocast_enabled(m.weight.device.type):
         return Left(f"a 4-bit base that computes in {m.compute_dtype} beside {dtype}")
     if hasattr(m.weight, "ds_id"):
         return Left("a sharded base")
@@ -189,6 +190,8 @@ def projection(m: Any, dtype: torch.dtype) -> Projection | Left:
     cls = type(m)
     if cls in _peft_classes() and _of_package(cls, "peft."):
         return _peft(m, dtype)
+    if hasattr(m, "base_layer"):
+        return Left(f"a layer of class {cls.__module__}.{cls.__name__}")
     weight = _weight(m, dtype)
     return weight if isinstance(weight, Left) else Projection(weight, m.bias)
 

@@ -2,14 +2,20 @@
 
 The interpreter keeps bf16 as uint16 bit patterns and hands these to integer arithmetic, truncates instead of rounding when it casts, and passes
 float arguments and loop indices as Python numbers. Here bf16 is computed in fp32 and rounded to nearest even, as PyTorch and the hardware do, and
-these are fp32 and int32 scalars, as in a compiled kernel. Only what kernels use is covered; bf16 atomics are refused rather than wrong.
+these are fp32 and int32 scalars, as in a compiled kernel. FP8 is rounded as PyTorch
+rounds it. Only what kernels use is covered; bf16 atomics are refused rather than wrong.
 What it does anew for every call and value is done once, which makes it twice as fast.
 """
 
 from __future__ import annotations
 
+import functools
+import math
+
 import numpy as np
+import torch
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
 
@@ -67,8 +73,14 @@ def _cast(stock):
     return cast_impl
 
 
+_FP8 = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
+
+
 def _fp_to_fp(stock):
     def create_fp_to_fp(self, src, dst_type, rounding_mode):
+        if (fp8 := _FP8.get(dst_type.scalar)) is not None and src.dtype.scalar == tl.float32:
+            bytes_of = torch.from_numpy(np.ascontiguousarray(src.data)).to(fp8).view(torch.uint8)
+            return TensorHandle(bytes_of.numpy().reshape(src.data.shape), dst_type.scalar)
         if tl.bfloat16 not in (src.dtype.scalar, dst_type.scalar):
             return stock(self, src, dst_type, rounding_mode)
         if rounding_mode not in (None, interpreter._ir.ROUNDING_MODE.RTNE):
@@ -144,14 +156,103 @@ _patched: set[int] = set()  # the modules of the language that are, in the kerne
 def _once_a_kernel(stock):
     """The interpreter patches the language anew for every call of a device function, which takes longer than most of these functions."""
 
+    @functools.cache
+    def languages(fn):
+        return {id(value) for value in fn.__globals__.values() if value is tl or value is tl.core}
+
     def patch_lang(fn):
-        seen = {id(value) for value in fn.__globals__.values() if value is tl or value is tl.core}
+        seen = languages(fn)
         if seen and seen <= _patched:
             return interpreter._LangPatchScope()
         _patched.update(seen)
         return stock(fn)
 
     return patch_lang
+
+
+def _block(stock):
+    """A type is made anew for every value, and checks its shape; few differ."""
+    found: dict[tuple, dict] = {}
+
+    def __init__(self, element_ty, shape):
+        key = element_ty.name, *(n.value if isinstance(n, tl.constexpr) else n for n in shape)
+        if key not in found:
+            stock(self, element_ty, shape)
+            found[key] = vars(self).copy()
+        else:
+            vars(self).update(found[key])
+
+    return __init__
+
+
+@functools.cache
+def _shape(*sizes: int) -> tuple[tl.tuple, tl.constexpr]:
+    return tl.tuple([tl.constexpr(n) for n in sizes]), tl.constexpr(math.prod(sizes))
+
+
+def _value(self, handle, type):
+    """``tl.tensor.__init__``, which makes these constants anew for every value."""
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+    self.shape, self.numel = _shape(*type.shape) if type.is_block() else _shape()
+
+
+def _equal(stock):
+    """Types are compared by name."""
+    return lambda self, other: self is other or stock(self, other)
+
+
+def _constant(stock):
+    """Numbers in the source of kernels are few."""
+    found: dict[tuple[str, str], tl.tensor] = {}
+
+    def scalar_constant(self, value, dtype):
+        key = repr(value), dtype.name
+        if key not in found:
+            found[key] = stock(self, value, dtype)
+        return found[key]
+
+    return scalar_constant
+
+
+def _operands(stock):
+    """Operands of one type need no search for a common one, unless they are divided."""
+
+    def binary_op_type_checking_impl(self, lhs, rhs, allow_lhs_ptr=False, allow_rhs_ptr=False, arithmetic_check=True, div_or_mod=False):
+        if isinstance(lhs, tl.tensor) and isinstance(rhs, tl.tensor) and lhs.dtype is rhs.dtype and not (lhs.dtype.is_ptr() or div_or_mod):
+            return self.broadcast_impl_value(lhs, rhs)
+        return stock(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+
+    return binary_op_type_checking_impl
+
+
+def _broadcast(stock):
+    return lambda self, lhs, rhs: (lhs, rhs) if lhs.shape is rhs.shape else stock(self, lhs, rhs)
+
+
+def _builtins(stock):
+    """For every kernel, the interpreter looks through all of the language for what to patch."""
+    found: dict[object, list[tuple]] = {}
+
+    def patch_builtin(pkg, builder, scope):
+        if pkg not in found:
+            stock(pkg, builder, scope)
+            found[pkg] = [(name, getattr(of, name)) for of, name, _ in scope._changes if of is pkg]
+        else:
+            for name, call in found[pkg]:
+                scope.set_attr(pkg, name, call)
+
+    return patch_builtin
+
+
+def _attribute(obj, name, member, builder, scope):
+    """``_patch_attr``, which copies the arguments of every call."""
+    semantic = TritonSemantic(builder)
+
+    def call(*args, **kwargs):
+        kwargs["_semantic"] = semantic
+        return member(*args, **kwargs)
+
+    scope.set_attr(obj, name, call)
 
 
 def _kernel(stock):
@@ -184,4 +285,13 @@ def install() -> None:
     interpreter._patch_lang_tensor = _tensor(interpreter._patch_lang_tensor)
     interpreter._get_np_dtype = _numpy(interpreter._get_np_dtype)
     interpreter._patch_lang = _once_a_kernel(interpreter._patch_lang)
+    tl.block_type.__init__ = _block(tl.block_type.__init__)
+    tl.tensor.__init__ = _value
+    tl.dtype.__eq__ = _equal(tl.dtype.__eq__)
+    TritonSemantic.scalar_constant = _constant(TritonSemantic.scalar_constant)
+    TritonSemantic.binary_op_type_checking_impl = _operands(TritonSemantic.binary_op_type_checking_impl)
+    TritonSemantic.broadcast_impl_value = _broadcast(TritonSemantic.broadcast_impl_value)
+    interpreter._patch_attr = _attribute
+    interpreter._patch_builtin = _builtins(interpreter._patch_builtin)
+    TritonSemantic.binary_op_sanitize_overflow_impl = lambda self, lhs, rhs, op: None  # computes what nothing asserts where options.debug is off
     GridExecutor.__call__ = _kernel(GridExecutor.__call__)

@@ -609,7 +609,7 @@ def adapted_alike() -> nn.Module:
 
 @check
 def lora_ddp() -> None:
-    same(parallelize(adapted_alike(), "ddp").model, adapted_learning(), head="called")
+    same(parallelize(adapted_alike(), "ddp").model, adapted_learning())
 
 
 @check
@@ -620,7 +620,7 @@ def lora_fsdp2() -> None:
             fully_shard(layer, mesh=mesh())
         if own_head:
             fully_shard(model.base_model.model.lm_head, mesh=mesh())
-        same(fully_shard(model, mesh=mesh()), adapted_learning(), head="called")
+        same(fully_shard(model, mesh=mesh()), adapted_learning(), head="called" if own_head else "fused")
 
 
 @check
@@ -673,7 +673,7 @@ def lora_fsdp1() -> None:
     for leaves in ((), (nn.Linear,)):
         model = adapted_alike()
         run = fsdp1(model, (type(model.base_model.model.model.layers[0]), *leaves), True)
-        same_under_fsdp1(run, adapted_learning(), head="called")
+        same_under_fsdp1(run, adapted_learning(), head="called" if leaves else "fused")
 
 
 @check
@@ -825,7 +825,7 @@ def deepspeed_check(stage: int, adapters: bool) -> None:
     found = {"loss": loss / RANKS} | {n: g for n, p in model.named_parameters() if p.requires_grad and (g := safe_get_full_grad(p)) is not None}
     engine.step()
     engine.destroy()
-    assert out.logits is None and set(said) == {"called" if adapters else "fused"}, said
+    assert out.logits is None and set(said) == {"called" if adapters and stage == 3 else "fused"}, said
     assert_same_learning(found, truth, TOLERANCE)
 
 

@@ -83,12 +83,30 @@ _MOVED = {
     "token_scores": "head.token_scores",
     "trainer_integration": "patching.apply",
 }
-# below ``liger_kernel.transformers``: file -> where else what lay at its old path is now
+# file -> where else what lay at its old path is now
 _SPLIT = {
-    "head.forward": "head.loss head.outputs head.recipe head.stand_in head.state",
-    "patching.apply": "patching.bound patching.flags patching.select patching.single patching.values recognise.rows",
-    "patching.fusions": "patching.wrappers recognise.plain",
-    "recognise.slots": "recognise.activations recognise.compare recognise.family recognise.infer recognise.variant",
+    **{
+        _OPS + file: [_OPS + part for part in parts.split()]
+        for file, parts in {
+            "attention.softmax": "attention.rows",
+            "attention.sparsemax": "attention.rows",
+            "losses.cross_entropy": "losses.cross_entropy_rows",
+            "losses.divergence.kl_div": "losses.divergence.by_element",
+            "losses.divergence.tvd": "losses.divergence.by_element",
+            "norms.rms_norm": "norms.rows",
+            "residual.mhc": "residual.mhc_mixing",
+        }.items()
+    },
+    **{
+        _HERE + file: [_HERE + part for part in parts.split()]
+        for file, parts in {
+            "head.forward": "head.loss head.outputs head.recipe head.stand_in head.state",
+            "patching.apply": "patching.bound patching.flags patching.select patching.single patching.values recognise.rows",
+            "patching.fusions": "patching.wrappers recognise.plain",
+            "recognise.slots": """recognise.activations recognise.compare recognise.experts recognise.family recognise.infer recognise.mlps
+                                  recognise.norms recognise.ropes recognise.variant""",
+        }.items()
+    },
 }
 ALIASES = {
     **{_OPS + name: f"{_OPS}{room}.{name}" for room, names in _ROOMS.items() for name in names.split()},
@@ -149,9 +167,49 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 def _named(path: str) -> ModuleType:
     """The module that ``path`` is another path of, which from now on offers all that published modules do."""
     module = importlib.import_module(ALIASES[path])
-    rest = [_HERE + name for name in _SPLIT.get(module.__name__.removeprefix(_HERE), "").split()]
+    rest = _SPLIT.get(module.__name__, [])
+    if rest and type(module) is ModuleType:
+        module.__class__ = _Split
     vars(module).setdefault("__getattr__", functools.partial(_elsewhere, module.__name__, beside=(*rest, "liger_kernel.nn", "liger_kernel.ops")))
     return module
+
+
+_REPLACED: dict[tuple[str, str], list[Any]] = {}  # module and name -> what it was before each replacement
+
+
+class _Split(ModuleType):
+    """A module that was larger: a constant or a private name that it lacks is read and replaced where it is now, in all parts that have it.
+
+    Deleted, it is what it was before it was replaced: pytest and mock delete what the module itself did not have.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if parts := _having(self, name):
+            return vars(parts[0])[name]
+        raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        parts = _having(self, name) or [self]
+        if parts[0] is not self:
+            _REPLACED.setdefault((self.__name__, name), []).append(vars(parts[0])[name])
+        for part in parts:
+            vars(part)[name] = value
+
+    def __delattr__(self, name: str) -> None:
+        before = None if name in vars(self) else _REPLACED.get((self.__name__, name))
+        if not before:
+            return super().__delattr__(name)
+        value = before.pop()
+        for part in _having(self, name):
+            vars(part)[name] = value
+
+
+def _having(module: ModuleType, name: str) -> list[ModuleType]:
+    """Where the one value of ``name`` is that ``module`` has or, if it has none, that its parts have; nowhere, if there is none."""
+    if name in vars(module) or name.startswith("__"):
+        return [module] if name in vars(module) else []
+    parts = [part for path in _SPLIT[module.__name__] if name in vars(part := importlib.import_module(path))]
+    return [part for part in parts if vars(part)[name] is vars(parts[0])[name]]
 
 
 def alias(package: str) -> None:

@@ -45,7 +45,7 @@ def train(argv: list[str]) -> int:
     rate, memory = metrics["tokens_per_second"], metrics["peak_memory"] / 1e9
     print(f"{loss}, {rate:,.0f} tokens/s, {memory:.2f} GB at most ({metrics['memory_kind']}); {config.out}/metrics.json")
     if config.save:
-        print(f"model in {config.save}")
+        print(f"{'adapters' if config.lora else 'model'} in {config.save}")
     return 0
 
 
@@ -80,7 +80,7 @@ def ops(argv: list[str]) -> None:
     op = OPS[name]
     print(f"{op.doc}\n\ncases")
     for case in op.cases:
-        kind = f"raises {case.error!r}" if case.error else "real model, GPU only" if case.gpu else ""
+        kind = f"raises '{op.name}: {case.error}'" if case.error else "real model, GPU only" if case.gpu else ""
         print(f"  {case.name:<20} {kind}".rstrip())
 
 

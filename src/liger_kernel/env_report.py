@@ -11,7 +11,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-PACKAGES = ("torch", "triton", "transformers", "tokenizers", "datasets", "accelerate", "peft", "trl", "deepspeed", "lightning")
+PACKAGES = ("torch", "triton", "transformers", "tokenizers", "datasets", "accelerate", "peft", "bitsandbytes", "trl", "deepspeed", "lightning")
 
 
 def others() -> list[str]:

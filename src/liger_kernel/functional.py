@@ -53,7 +53,7 @@ def _over(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
             given.apply_defaults()
             return dispatch(fn.__name__, *given.arguments.values(), impl=impl or backend, mode=mode)
 
-        call.__signature__ = arguments.replace(parameters=[*arguments.parameters.values(), *_CHOICE])  # type: ignore[attr-defined]
+        call.__signature__ = arguments.replace(parameters=[*arguments.parameters.values(), *_CHOICE])  # type: ignore[attr-defined]  # which any function may have
         return call
 
     return make

@@ -58,7 +58,7 @@ class _Recipe:
 
     def __init__(self, y: Tensor, op: Callable[..., Tensor], tensors: tuple[Tensor | None, ...], options: dict[str, Any]):
         self.dtype, self.op, self.tensors, self.options = y.dtype, op, tensors, options
-        self.versions = [None if t is None else t._version for t in tensors]
+        self.versions = [-1 if t is None else t._version for t in tensors]
         self.users = self.left = 0
         self.values: dict[torch.dtype, Tensor] = {}
         self.stream: Any = None
@@ -72,7 +72,7 @@ class _Recipe:
             return self.values[self.dtype].to(dtype)
         for t, version in zip(self.tensors, self.versions):
             if t is not None and t._version != version:
-                raise _modified(t, version)  # type: ignore[arg-type]
+                raise _modified(t, version)
         if not self.available():
             raise RuntimeError(f"{self.op.__name__}: a tensor that its output is computed again from was freed before the backward; pass rematerialise=False")
         with torch.no_grad():
@@ -80,7 +80,7 @@ class _Recipe:
 
     def value(self, dtype: torch.dtype) -> Tensor:
         """The value for one of those who saved it; kept until the last of them had it."""
-        stream = _stream(self.tensors[0])  # type: ignore[arg-type]
+        stream = _stream(self.tensors[0])  # type: ignore[arg-type]  # the first is always there
         if not self.values:
             self.left, self.stream = self.users, stream
         elif stream != self.stream:  # what another stream computes may not be there yet
@@ -174,7 +174,7 @@ def _top() -> Any:
 
 def _allowed() -> bool:
     """Whether hooks may be pushed: not within ``torch.func``."""
-    enabled = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+    enabled = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]  # in no stub
     return enabled and torch._C._functorch.peek_interpreter_stack() is None
 
 
@@ -221,7 +221,7 @@ def projected(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     region.open()  # x is saved by the checkpoint
     if (top := _top()) is not None and top[1] is not _unpack:
         return function(x)
-    return checkpoint(function, x, use_reentrant=False)  # type: ignore[return-value]
+    return checkpoint(function, x, use_reentrant=False)
 
 
 def rematerialised(forward: Callable, level: str = "cheap") -> Callable:

@@ -6,36 +6,29 @@ from typing import Any
 
 LLAMA3 = dict(model_type="llama", vocab_size=128256, rope_theta=500000.0, rms_norm_eps=1e-5, num_key_value_heads=8)
 
+QWEN = dict(rope_theta=1000000.0)
+GEMMA = dict(model_type="gemma", head_dim=256, vocab_size=256000, hidden_act="gelu_pytorch_tanh", max_position_embeddings=8192)
+
+
+def _sized(hidden: int, intermediate: int, layers: int, heads: int, **more: Any) -> dict[str, Any]:
+    return dict(hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers, num_attention_heads=heads, **more)
+
+
 MODELS: dict[str, dict[str, Any]] = {
-    "llama-3.2-1b": LLAMA3 | dict(
-        hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32, head_dim=64, tie_word_embeddings=True,
-        max_position_embeddings=131072),
-    "llama-3.2-3b": LLAMA3 | dict(
-        hidden_size=3072, intermediate_size=8192, num_hidden_layers=28, num_attention_heads=24, head_dim=128, tie_word_embeddings=True,
-        max_position_embeddings=131072),
-    "llama-3-8b": LLAMA3 | dict(
-        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, head_dim=128, max_position_embeddings=8192),
-    "llama-3-8b-4layers": LLAMA3 | dict(
-        hidden_size=4096, intermediate_size=14336, num_hidden_layers=4, num_attention_heads=32, head_dim=128, max_position_embeddings=8192),
-    "qwen2.5-7b-4layers": dict(
-        model_type="qwen2", hidden_size=3584, intermediate_size=18944, num_hidden_layers=4, num_attention_heads=28, num_key_value_heads=4,
-        vocab_size=152064, rope_theta=1000000.0, max_position_embeddings=32768),
-    "qwen3-0.6b": dict(
-        model_type="qwen3", hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8,
-        head_dim=128, vocab_size=151936, tie_word_embeddings=True, rope_theta=1000000.0, max_position_embeddings=40960),
-    "gemma-2b": dict(
-        model_type="gemma", hidden_size=2048, intermediate_size=16384, num_hidden_layers=18, num_attention_heads=8, num_key_value_heads=1,
-        head_dim=256, vocab_size=256000, hidden_act="gelu_pytorch_tanh", max_position_embeddings=8192),
-    "gemma-7b": dict(
-        model_type="gemma", hidden_size=3072, intermediate_size=24576, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=16,
-        head_dim=256, vocab_size=256000, hidden_act="gelu_pytorch_tanh", max_position_embeddings=8192),
-    "gemma-3-1b": dict(
-        model_type="gemma3_text", hidden_size=1152, intermediate_size=6912, num_hidden_layers=26, num_attention_heads=4, num_key_value_heads=1,
-        head_dim=256, vocab_size=262144, sliding_window=512, max_position_embeddings=32768),
-    "tiny": dict(
-        model_type="llama", hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=500, max_position_embeddings=4096),
-}  # fmt: skip
+    "llama-3.2-1b": LLAMA3 | _sized(2048, 8192, 16, 32, head_dim=64, tie_word_embeddings=True, max_position_embeddings=131072),
+    "llama-3.2-3b": LLAMA3 | _sized(3072, 8192, 28, 24, head_dim=128, tie_word_embeddings=True, max_position_embeddings=131072),
+    "llama-3-8b": LLAMA3 | _sized(4096, 14336, 32, 32, head_dim=128, max_position_embeddings=8192),
+    "llama-3-8b-4layers": LLAMA3 | _sized(4096, 14336, 4, 32, head_dim=128, max_position_embeddings=8192),
+    "qwen2.5-7b-4layers": QWEN | _sized(3584, 18944, 4, 28, model_type="qwen2", num_key_value_heads=4, vocab_size=152064, max_position_embeddings=32768),
+    "qwen3-0.6b": QWEN
+    | _sized(1024, 3072, 28, 16, model_type="qwen3", num_key_value_heads=8, head_dim=128, vocab_size=151936)
+    | dict(tie_word_embeddings=True, max_position_embeddings=40960),
+    "gemma-2b": GEMMA | _sized(2048, 16384, 18, 8, num_key_value_heads=1),
+    "gemma-7b": GEMMA | _sized(3072, 24576, 28, 16, num_key_value_heads=16),
+    "gemma-3-1b": dict(model_type="gemma3_text", head_dim=256, vocab_size=262144, sliding_window=512, max_position_embeddings=32768)
+    | _sized(1152, 6912, 26, 4, num_key_value_heads=1),
+    "tiny": _sized(64, 128, 2, 4, model_type="llama", num_key_value_heads=2, vocab_size=500, max_position_embeddings=4096),
+}
 
 
 def config_of(values: dict[str, Any]) -> Any:

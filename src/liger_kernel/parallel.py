@@ -35,7 +35,7 @@ if dist.is_available():
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 else:  # a PyTorch for one process: nothing is an instance of these
-    DTensor = FSDPModule = FullyShardedDataParallel = ()  # type: ignore[assignment,misc]
+    DTensor = FSDPModule = FullyShardedDataParallel = ()  # type: ignore[assignment,misc]  # as isinstance takes it
 
 MODES = ("none", "ddp", "fsdp2", "tp")
 
@@ -77,7 +77,7 @@ class Parallel:
 
         Under FSDP2 every one does: what is kept between them is then sharded, too.
         """
-        with contextlib.nullcontext() if last or self.mode != "ddp" else self.model.no_sync():  # type: ignore[operator]
+        with contextlib.nullcontext() if last or self.mode != "ddp" else self.model.no_sync():  # type: ignore[operator]  # DDP has it
             yield
 
     def clip_grad_norm_(self, max_norm: float | None) -> Tensor:
@@ -123,8 +123,9 @@ def parallelize(
         for layer in layers_of(model):
             fully_shard(layer, reshard_after_forward=reshard_after_forward, **options)
         if own_head:
-            head = model.get_output_embeddings()  # type: ignore[operator]
-            if any(p is q for p in head.parameters() for q in model.get_input_embeddings().parameters()):  # type: ignore[operator]
+            of_transformers: Any = model
+            head = of_transformers.get_output_embeddings()
+            if any(p is q for p in head.parameters() for q in of_transformers.get_input_embeddings().parameters()):
                 raise ValueError("parallelize: own_head must be False where the head is the embedding, got True")
             fully_shard(head, reshard_after_forward=reshard_after_forward, **options)
         fully_shard(model, **options)
@@ -211,7 +212,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float | None) -> Tensor:
     if isinstance(model, FullyShardedDataParallel):
         return model.clip_grad_norm_(float("inf") if max_norm is None else max_norm)
     parameters = [p for p in model.parameters() if p.grad is not None]
-    norm = grad_norm([p.grad for p in parameters])  # type: ignore[misc]
+    norm = grad_norm([p.grad for p in parameters if p.grad is not None])
     if max_norm is not None:
         for group in by_sharding(parameters):
             torch.nn.utils.clip_grads_with_norm_(group, max_norm, norm)
@@ -355,7 +356,7 @@ def _is_vocabulary_parallel(head: nn.Module) -> bool:
 def _mesh_of(w: Any) -> DeviceMesh:
     """The ranks among which classes are spread: the last dim, whatever shards them further."""
     mesh = w.device_mesh
-    return mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[-1]]  # type: ignore[index]
+    return mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[-1]]
 
 
 def _slices(w: Any) -> list[int]:

@@ -12,9 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from liger_kernel.bench import profile, step, step_child
 from liger_kernel.model_sizes import MODELS, config_of, step_flops
+from liger_kernel.nn import LigerFloat8Linear
 from liger_kernel.ops._core import operator as _op
 from liger_kernel.train.config import UserError
-from liger_kernel.transformers.patching.flags import flags_of
 
 TINY = MODELS["tiny"]
 
@@ -486,12 +486,15 @@ def test_quantised_bases_are_learnt_alike(how, tmp_path):
     assert ours["losses"] == pytest.approx(stock["losses"], rel=1e-4) and ours["gradient"] == pytest.approx(stock["gradient"], rel=1e-2)
 
 
-def test_a_base_in_fp8_is_ours_or_fails(tmp_path):
-    training = spec(tmp_path, lora=4, quantize="fp8", flags=step.FP8)
-    if step.FP8.keys() <= flags_of("llama").keys():
-        pytest.skip("the patch knows the flag")
-    with pytest.raises(NotImplementedError, match="no flag fp8_base for llama"):
-        step_child.Training(training)
+@pytest.mark.parametrize("how", step.FP8)
+def test_a_base_in_fp8_learns(how, tmp_path, monkeypatch):
+    pytest.importorskip("peft")
+    monkeypatch.setattr("liger_kernel.transformers.quantize.SMALL", 0)
+    stock, ours = (
+        step_child.Training(spec(tmp_path, package=package, lora=4, **more)) for package, more in ((None, {}), (str(step.PACKAGE), {"quantize": how}))
+    )
+    assert sum(isinstance(module, LigerFloat8Linear) for module in ours.model.modules()) == 14
+    assert ours.measure(2)["losses"] == pytest.approx(stock.measure(2)["losses"], rel=1e-2)
 
 
 UNSLOTH = """
@@ -507,7 +510,8 @@ class FastLanguageModel:
     def from_pretrained(path, max_seq_length, dtype, load_in_4bit, load_in_8bit, local_files_only, use_exact_model_name, use_gradient_checkpointing):
         tokenizer = transformers.AutoTokenizer.from_pretrained(path)
         model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
-        assert len(tokenizer) == model.config.vocab_size and len({tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id}) == 3
+        assert len(tokenizer) == model.config.vocab_size and tokenizer.pad_token_id == model.config.pad_token_id
+        assert len({tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id}) == 3
         assert max_seq_length == 64 and use_gradient_checkpointing == EXPECTED and not load_in_4bit and not load_in_8bit and local_files_only
         return model.train(), tokenizer
 

@@ -68,6 +68,31 @@ def test_as_accurate_as_the_whole(fn, group, entropy, whole, chunk_rows, compact
         torch.testing.assert_close(a, b.to(a.dtype), rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("whole, chunk_rows, compact", [(False, 10, False), (False, 10, True), (True, None, True)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_head_with_adapters(whole, chunk_rows, compact, dtype):
+    def draw(seed, dtype):
+        x, w, target, bias = inputs(torch.float64, seed=seed)
+        more = (torch.randn(n, 3, device=DEVICE, dtype=torch.float64) for n in (B * T, V))
+        return target, [t.detach().to(dtype).requires_grad_() for t in (x, w, bias, *more)]
+
+    def found(loss_of, seed, dtype, exact=False):
+        target, leaves = draw(seed, dtype)
+        leaves = [t.detach().double().requires_grad_() for t in leaves] if exact else leaves
+        return named(loss_of(target, *leaves), *leaves)
+
+    def ours(target, x, w, bias, xa, wb):
+        options = dict(group=T, temperature=0.8, entropy=True, chunk_rows=chunk_rows, compact=compact, whole=whole)
+        return linear_loss(with_entropy, x, w, target, bias, xa=xa, wb=wb, **options)[0]
+
+    def stock(target, x, w, bias, xa, wb):
+        logp, entropy = (t.view(-1, T) for t in reference(x, w, target, bias, temperature=0.8, return_entropy=True, xa=xa, wb=wb))
+        return with_entropy(Tokens(logp, entropy), 0, B)
+
+    pairs = [(found(stock, seed, dtype), found(stock, seed, dtype, exact=True)) for seed in range(6)]
+    assert_as_accurate(found(ours, 0, dtype), *pairs[0], *pairs[1:])
+
+
 def test_three_products_and_no_full_logits(monkeypatch):
     """With entropies and in chunks: what ``linear_logprobs`` would need four for."""
     x, w, target, _ = inputs(ignored=False)

@@ -288,6 +288,29 @@ def test_a_run_goes_on_with_other_numbers_of_ranks(base, undisturbed, tmp_path):
     assert losses(config) == pytest.approx(losses(undisturbed), rel=0.1)
 
 
+@pytest.mark.parametrize("parallel, precision, rel", [("ddp", "fp32", 1e-5), ("fsdp2", "bf16-mixed", 1e-2)])
+def test_adapters_over_ranks(parallel, precision, rel, base, tmp_path):
+    """Killed, started again, preempted, and finished by one rank: the bits of a run left alone as long as there are two, the same losses after."""
+    pytest.importorskip("peft")
+    sizes = dict(model=None, tokenizer=base.model, hidden=32, layers=2, heads=2, kv_heads=1, precision=precision)
+    calm = place(base, tmp_path, parallel=parallel, lora=4, dora=True, **sizes)
+    one = dataclasses.replace(calm, parallel="none", checkpoint_every=0, out=str(tmp_path / "one"))
+    config = dataclasses.replace(calm, out=str(tmp_path / "killed"), save=str(tmp_path / "again"))
+    assert run(calm) == [0, 0] and run(one, 1) == [0], log(calm)
+    assert losses(calm) == pytest.approx(losses(one), rel=rel) and losses(calm)[-1] < losses(calm)[0]
+    assert run(config, fault=("killed", 5))[1] == -signal.SIGKILL, log(config)
+    assert run(config, fault=("terminated", 6)) == [ranks.EXIT_PREEMPTED] * 2, log(config)
+    assert losses(config) == losses(calm)[:7]
+    assert run(config, 1) == [0], log(config)
+    assert losses(config)[:7] == losses(calm)[:7] and losses(config) == pytest.approx(losses(calm), rel=rel)
+    stored = checkpoint.SafeReader(Path(config.out) / "checkpoints" / latest(config)[0]).read_metadata().state_dict_metadata
+    assert stored and all("lora" in name for name in stored)
+    from safetensors.torch import load_file
+
+    learnt, expected = (load_file(Path(c.save) / "adapter_model.safetensors") for c in (config, calm))
+    assert len(learnt) == 2 * 7 * 3 and {n: w.shape for n, w in learnt.items()} == {n: w.shape for n, w in expected.items()}
+
+
 @pytest.mark.elastic
 def test_a_disk_that_is_full_for_one_rank_costs_all_a_checkpoint_and_no_more(base, undisturbed, tmp_path):
     config = place(base, tmp_path)
@@ -539,8 +562,10 @@ def test_a_finished_run_is_left_alone_and_other_data_is_refused(base, here, tmp_
         loop.train(dataclasses.replace(config, seed=7))
     with pytest.raises(UserError, match="holds checkpoints"):
         loop.train(dataclasses.replace(config, resume=False))
-    with pytest.raises(UserError, match=r"does not fit this model: .*"):
+    with pytest.raises(UserError, match=r"is of another model: .*head_dim"):
         loop.train(dataclasses.replace(config, model=None, tokenizer=config.model, hidden=16, heads=2, layers=1))
+    with pytest.raises(UserError, match=r"does not fit this model: .*"):
+        loop.train(dataclasses.replace(config, model=None, tokenizer=config.model, hidden=32, intermediate=128, heads=2, layers=1))
 
 
 HOSTILE = ["../../../x", "/etc", "..", "step-1", "step-000000012", "step-00000001/..", "step-0000000a", "step-٠٠٠٠٠٠٠١", "STEP-00000001", "step-00000001\0"]

@@ -24,7 +24,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from liger_kernel.train import checkpoint, demo, loop, metrics, ranks, redact, store
+from liger_kernel.train import checkpoint, demo, loop, metrics, ranks, redact, resume, store
 from liger_kernel.train import data as data_module
 from liger_kernel.train import tokenise as tokenising
 from liger_kernel.train.config import TrainConfig, UserError, from_flags
@@ -92,7 +92,7 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path):
 
 def test_every_field_is_a_flag():
     argv, expected = [], {}
-    together = {"trainer": "torch", "parallel": "tp", "optimizer": "adamw"}  # the last choices of all fields are not to be had at once
+    together = {"trainer": "torch", "parallel": "ddp", "optimizer": "adamw"}  # the last choices of all fields are not to be had at once
     for field in dataclasses.fields(TrainConfig):
         flag = "--" + field.name.replace("_", "-")
         value = getattr(TrainConfig(), field.name)
@@ -678,8 +678,8 @@ def test_a_full_disk_ends_no_run(config, tmp_path, monkeypatch, capsys):
 
 def test_any_seed_is_one_that_pytorch_takes():
     for numbers in ((20251123, 4, 1), (2**62, 2**40, 8)):
-        torch.manual_seed(loop._seed(*numbers))
-    assert loop._seed(7, 3) == 7 * 1_000_003 + 3
+        torch.manual_seed(resume._seed(*numbers))
+    assert resume._seed(7, 3) == 7 * 1_000_003 + 3
 
 
 def test_fewer_steps_than_the_checkpoint_has_are_no_failure(config, tmp_path):
@@ -851,9 +851,9 @@ def test_metrics_are_json_whatever_they_hold():
 def test_all_generators_are_seeded():
     drawn = []
     for _ in range(2):
-        loop._seed_all(7, 3)
+        resume.seed_all(7, 3)
         drawn.append((random.random(), np.random.rand(), torch.rand(1).item()))
-    loop._seed_all(7, 4)
+    resume.seed_all(7, 4)
     assert drawn[0] == drawn[1] and not {random.random(), np.random.rand(), torch.rand(1).item()} & {*drawn[0]}
 
 

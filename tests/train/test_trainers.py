@@ -81,6 +81,16 @@ def test_trains_as_our_own(trainer, config):
 
 
 @others
+def test_mixed_precision_follows_fp32(trainer, config):
+    short = dataclasses.replace(config, steps=3, eval_fraction=0.0, eval_every=0, save=None)
+    expected = loop.train(short)
+    found = loop.train(dataclasses.replace(short, trainer=trainer, out=f"{config.out}-{trainer}", precision="bf16-mixed"))
+    assert found["losses"] != expected["losses"]
+    for name in ("losses", "gradient_norms"):
+        assert found[name] == pytest.approx(expected[name], rel=5e-2), name
+
+
+@others
 def test_sigterm_stops_and_the_run_goes_on(trainer, config, monkeypatch, tmp_path):
     undisturbed = by(trainer, config, checkpoint_every=2)
     expected = loop.train(undisturbed)

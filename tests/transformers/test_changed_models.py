@@ -230,27 +230,6 @@ def test_copies_of_what_stands_over_a_forward():
 
 BATCH = {k: v.cpu() for k, v in tokens().items()}
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}  # of other processes, wherever they start
-NO_LIGER = "import sys; sys.modules['liger_kernel'] = None; import torch; "
-
-
-@pytest.mark.parametrize("absent", [True, False], ids=["absent", "present"])
-def test_a_saved_model_is_the_stock_one(absent, tmp_path):
-    """Whole, by ``torch.save``; it loads where there is no liger_kernel, and where there is, it can be patched again."""
-    model = make("llama", num_hidden_layers=1).cpu()
-    expected = step(model, BATCH)[1]["loss"]
-    torch.save(patched(model), tmp_path / "model.pt")
-    torch.save(BATCH, tmp_path / "batch.pt")
-    loads = "m, batch = (torch.load(f, weights_only=False) for f in ('model.pt', 'batch.pt')); "
-    runs = "out = m(**batch, use_cache=False); print(out.loss.item(), out.logits is None); "
-    again = "" if absent else "import liger_kernel.transformers as liger; liger._apply_liger_kernel_to_instance(model=m); " + runs
-    code = (NO_LIGER if absent else "import torch; ") + loads + runs + again + "print(any('_liger_stock' in x.__dict__ for x in m.modules()))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    *lines, marked = done.stdout.split("\n")[:-1]
-    assert [line.split()[1] for line in lines] == ["False"] if absent else ["False", "True"]
-    for line in lines:
-        torch.testing.assert_close(float(line.split()[0]), expected.item(), rtol=1e-5, atol=1e-6)
-    assert marked == str(not absent)
 
 
 UNPICKLED = """
@@ -261,12 +240,22 @@ for statistics in (False, True):
         print(type(o).__name__, [*o], o.loss.item())
     except ModuleNotFoundError as error:
         print(error.name)
+m, batch = (torch.load(f, weights_only=False) for f in ("model.pt", "batch.pt"))
+out = m(**batch, use_cache=False)
+print(out.loss.item(), out.logits is None)
+"""
+PATCHED_AGAIN = """
+import liger_kernel.transformers as liger
+liger._apply_liger_kernel_to_instance(model=m)
+out = m(**batch, use_cache=False)
+print(out.loss.item(), out.logits is None)
 """
 
 
 @pytest.mark.parametrize("absent", [True, False], ids=["absent", "present"])
-def test_outputs_are_unpickled_where_nothing_is_patched(absent, tmp_path):
-    """Those with statistics, which only we know, need the package."""
+def test_what_is_saved_loads_where_nothing_is_patched(absent, tmp_path):
+    """A model, whole by ``torch.save``, is the stock one, which where liger_kernel is can be patched again. Outputs are stock's, too, but for those with
+    statistics, which only we know."""
     losses = []
     for statistics in (False, True):
         out = patched(make("llama", num_hidden_layers=1))(**tokens(), return_token_accuracy=statistics, use_cache=False)
@@ -274,11 +263,22 @@ def test_outputs_are_unpickled_where_nothing_is_patched(absent, tmp_path):
         assert type(copy.copy(out)) is type(copy.deepcopy(out)) is type(out) and copy.copy(out).loss is out.loss
         (tmp_path / f"{statistics}.pkl").write_bytes(pickle.dumps(out))
         losses.append(out.loss.item())
-    done = subprocess.run([sys.executable, "-c", (NO_LIGER if absent else "") + UNPICKLED], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
-    plain, counted = done.stdout.splitlines()
-    assert plain == f"CausalLMOutputWithPast ['loss'] {losses[0]}", done.stderr
-    known = f"LigerCausalLMOutputWithPast ['loss', 'token_accuracy'] {losses[1]}"
-    assert counted.startswith("liger_kernel") if absent else counted == known, done.stderr
+    model = make("llama", num_hidden_layers=1).cpu()
+    expected = step(model, BATCH)[1]["loss"]
+    torch.save(patched(model), tmp_path / "model.pt")
+    torch.save(BATCH, tmp_path / "batch.pt")
+
+    code = "import sys, torch\n" + "sys.modules['liger_kernel'] = None" * absent + UNPICKLED + PATCHED_AGAIN * (not absent)
+    code += "print(any('_liger_stock' in x.__dict__ for x in m.modules()))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    plain, counted, *steps, marked = done.stdout.splitlines()
+    assert plain == f"CausalLMOutputWithPast ['loss'] {losses[0]}"
+    assert counted.startswith("liger_kernel") if absent else counted == f"LigerCausalLMOutputWithPast ['loss', 'token_accuracy'] {losses[1]}"
+    assert [line.split()[1] for line in steps] == (["False"] if absent else ["False", "True"])
+    for line in steps:
+        torch.testing.assert_close(float(line.split()[0]), expected.item(), rtol=1e-5, atol=1e-6)
+    assert marked == str(not absent)
 
 
 def test_pickling_is_said_once():

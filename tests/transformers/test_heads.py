@@ -17,7 +17,9 @@ transformers = pytest.importorskip("transformers")
 
 from hf_models import DEVICE, assert_same_learning, make, served_by_kernels_or_references, step, tokens  # noqa: E402
 from transformers import LlamaForCausalLM  # noqa: E402
+from transformers.modeling_outputs import CausalLMOutputWithPast  # noqa: E402
 from transformers.pytorch_utils import Conv1D  # noqa: E402
+from transformers.utils import ModelOutput  # noqa: E402
 
 from liger_kernel.transformers import instance_patches, restore  # noqa: E402
 from liger_kernel.transformers.head.recipe import DeferredLogits, Loss, Recipe  # noqa: E402
@@ -137,6 +139,32 @@ def test_logits_in_an_output_of_the_users_own():
         found.append(out.logits * 1.0)
         assert isinstance(out.logits, torch.Tensor)
     torch.testing.assert_close(found[1], found[0])
+
+
+@dataclasses.dataclass
+class Outer(ModelOutput):
+    """As BLIP-2 returns it."""
+
+    loss: torch.Tensor | None = None
+    logits: torch.Tensor | None = None
+    language_model_outputs: ModelOutput | None = None
+
+
+class Nesting(LlamaForCausalLM):
+    def forward(self, input_ids, labels=None, **_):
+        hidden = self.model(input_ids).last_hidden_state
+        inner = CausalLMOutputWithPast(logits=self.lm_head(hidden), hidden_states=(hidden,))
+        return Outer(loss_of(inner.logits, labels), inner.logits, inner)
+
+
+def test_an_output_within_an_output(computed):
+    stock, ours = ((model(**tokens()), model.eval()(**tokens())) for model in both(cls=Nesting))
+    torch.testing.assert_close([out.loss for out in ours], [out.loss for out in stock])
+    assert ours[0].logits is None and ours[0].language_model_outputs.logits is None
+    torch.testing.assert_close(ours[0].language_model_outputs.hidden_states, stock[0].language_model_outputs.hidden_states)
+    for found in (ours[1].logits, ours[1].language_model_outputs.logits):
+        torch.testing.assert_close(found, stock[1].logits)
+    assert not computed
 
 
 def test_ordinary_training_keeps_and_computes_no_logits(computed):

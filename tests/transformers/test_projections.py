@@ -492,8 +492,10 @@ def test_report():
         "embed_tokens": "stock (an embedding)",
         "q_proj": "runs",
         "up_proj": "runs",
-        "lm_head": "stock (the head: the loss calls it, chunk by chunk)",
+        "lm_head": "stock (the head: LlamaForCausalLM is not patched)",
     }
+    patch(model, fused_linear_cross_entropy=True)
+    assert str(projections_report(model).layers[-1]).endswith("lm_head: runs (the head, as part of the loss)")
     model.get_base_model().model.layers[0].mlp.act_fn = nn.Softplus()
     assert [layer.reason for layer in projections_report(model).stock][1] == "LlamaMLP has an activation that is none of ours"
     assert str(projections_report(make("llama"))) == "no linear layer has an adapter or a quantised weight"

@@ -112,9 +112,11 @@ class OpImpl:
             raise ImplNotAvailableError(f"{self.op_name}: mode of {self.impl_name} must be one of {(*self.modes, None)}, got {mode!r}")
         if mode is None or self.autograd_function is not None:
             kwargs.pop("mode", None)
-        if self.autograd_function is None and self.forward is None:
+        if self.autograd_function is not None:
+            return self.autograd_function.apply(*args, **kwargs)
+        if self.forward is None:
             raise RuntimeError(f"{self.op_name}: {self.impl_name} has neither forward nor autograd_function")
-        return self.autograd_function.apply(*args, **kwargs) if self.autograd_function is not None else self.forward(*args, **kwargs)  # type: ignore[misc]
+        return self.forward(*args, **kwargs)
 
 
 _REGISTRY: dict[str, dict[str, OpImpl]] = {}
@@ -143,10 +145,8 @@ def register_impl(
         if not callable(it):
             raise TypeError(f"register_impl: what is registered must be a function or a Function, got {type(it).__name__}")
         kind = "autograd_function" if isinstance(it, type) else "forward"
-        _REGISTRY.setdefault(op_name, {})[name] = OpImpl(
-            op_name, name, capability or Capability(), modes=tuple(modes), default_mode=default_mode, preference_rank=preference_rank,
-            tolerances=tolerances or {}, notes=notes, **{kind: it},
-        )  # fmt: skip
+        about: dict[str, Any] = dict(default_mode=default_mode, preference_rank=preference_rank, tolerances=tolerances or {}, notes=notes)
+        _REGISTRY.setdefault(op_name, {})[name] = OpImpl(op_name, name, capability or Capability(), modes=tuple(modes), **about, **{kind: it})
         return it
 
     return register

@@ -68,8 +68,8 @@ def implementations(op: MeasuredOp, against: list[str], loaded: dict[str, rivals
 
 
 def _with(function: Callable[..., Any], module: Any) -> Callable[..., Any]:
-    bound = functools.partial(function, module)
-    bound.prepare = getattr(function, "prepare", lambda args: args)  # type: ignore[attr-defined]
+    bound: Any = functools.partial(function, module)
+    bound.prepare = getattr(function, "prepare", lambda args: args)
     return bound
 
 
@@ -156,13 +156,13 @@ def measure(
             peaks = {name: clock.peak_bytes(prepare) for name, prepare in contestants.items()}
         floor = max(moved / clock.copy_tb_s() / 1e9, timed[PRODUCTS].device.median if products else 0.0)
         for name, row in rows.items():
-            row = {"op": op.name, "case": case.name, "dtype": _name(dtype), "mode": mode, "variant": name, "shape": shape, **row,
-                   "bytes": moved, "flops": flops, "floor_ms": floor}  # fmt: skip
+            row = {"op": op.name, "case": case.name, "dtype": _name(dtype), "mode": mode, "variant": name, "shape": shape} | row
+            row |= {"bytes": moved, "flops": flops, "floor_ms": floor}
             if name in timed:
                 t = timed[name]
                 ms = t.device.median
-                row |= {"device_ms": ms, "device_spread": t.device.spread, "wall_ms": t.wall.median, "host_ms": t.host.median, "kernels": t.kernels,
-                        "peak_mb": peaks[name] / 1e6, "percent_of_floor": 100 * floor / ms, "tb_s": moved / ms / 1e9, "tflop_s": flops / ms / 1e9}  # fmt: skip
+                row |= {"device_ms": ms, "device_spread": t.device.spread, "wall_ms": t.wall.median, "host_ms": t.host.median, "kernels": t.kernels}
+                row |= {"peak_mb": peaks[name] / 1e6, "percent_of_floor": 100 * floor / ms, "tb_s": moved / ms / 1e9, "tflop_s": flops / ms / 1e9}
             yield row
         _free()
 

@@ -23,10 +23,10 @@ from liger_kernel.train.config import UserError
 
 BASES = ("stock", "upstream", "ours")
 REMATERIALISING = ("ours:off", "ours:mlp")  # with another level of liger_kernel.memory than the default
-FP8 = {"fp8_base": True}  # what our patch is told to keep the frozen base in FP8
+FP8 = ("fp8", "fp8_rowwise")  # how ours can store the frozen base: recipes of quantize_base
 UNSLOTH = ("unsloth", "unsloth:offload")  # Unsloth's own functions; with --checkpointing the second one keeps the layers' inputs in the CPU's memory
 COMPILED = {"compile": "model", "layers": "layers"}  # by torch.compile: the whole model, or each decoder layer by itself
-VARIANTS = (*BASES, *REMATERIALISING, "ours:fp8", *UNSLOTH, *COMPILED, *(f"{base}+{how}" for base in BASES[1:] for how in COMPILED))
+VARIANTS = (*BASES, *REMATERIALISING, *(f"ours:{how}" for how in FP8), *UNSLOTH, *COMPILED, *(f"{base}+{how}" for base in BASES[1:] for how in COMPILED))
 PARITY = {"bfloat16": 1e-2, "float32": 1e-4}  # largest relative difference of a loss to stock's over the first steps
 PARITY_STEPS = 4
 TRACE_STEPS = 2
@@ -62,7 +62,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--lora-targets", metavar="NAMES", help=f"on these alone, comma-separated: {', '.join(LINEARS)}")
     add("--lora-dropout", type=float, default=0.0, metavar="P", help="dropout of what the adapters see (default: 0)")
     add("--dora", action="store_true", help="adapters with a magnitude for each output")
-    add("--quantize", choices=("nf4", "int8", "fp8"), help="the frozen weights: nf4 (double quantisation) and int8 by bitsandbytes, fp8 by ours alone")
+    add(
+        "--quantize",
+        choices=("nf4", "int8", *FP8),
+        help="the frozen weights: nf4 (double quantisation) and int8 by bitsandbytes, fp8 (one scale a weight) and fp8_rowwise by ours alone",
+    )
     add("--gpus", type=int, default=1, metavar="N", help="processes, each with a GPU where there are any (default: 1)")
     add("--parallel", choices=("ddp", "fsdp2"), help="how the model is spread over them (default: ddp if there are several)")
     add("--steps", type=int, default=10, help="measured steps (default: 10)")
@@ -112,16 +116,19 @@ def _check_adapters(a: argparse.Namespace) -> None:
         _one_of(name, LINEARS)
     theirs = [name for name in a.against if name in UNSLOTH]
     wanting = {"--lora-targets": a.lora_targets, "--lora-dropout": a.lora_dropout, "--dora": a.dora, "--quantize": a.quantize}
-    wanting |= {"unsloth": theirs, "ours:fp8": "ours:fp8" in a.against}
+    own = [name for name in a.against if name.partition(":")[2] in FP8]
+    wanting |= {"unsloth": theirs} | dict.fromkeys(own, True)
     for name, given in wanting.items():
         if given and not a.lora:
             raise UserError(f"{name} needs --lora R")
     if theirs and a.parallel:
         raise UserError("unsloth is measured on one GPU, without --parallel")
-    if a.quantize == "fp8" and (others := [name for name in a.against if not name.startswith("ours")]):
-        raise UserError(f"{others[0]} has no frozen FP8 base: --quantize fp8 is for ours alone; --against {others[0]},ours:fp8 compares it with theirs")
-    if a.quantize and "ours:fp8" in a.against:
-        raise UserError(f"ours:fp8 has a base of its own: without --quantize {a.quantize}")
+    if a.quantize in FP8 and (others := [name for name in a.against if not name.startswith("ours")]):
+        raise UserError(
+            f"{others[0]} has no frozen FP8 base: --quantize {a.quantize} is for ours alone; --against {others[0]},ours:{a.quantize} compares it with theirs"
+        )
+    if a.quantize and own:
+        raise UserError(f"{own[0]} has a base of its own: without --quantize {a.quantize}")
     if a.quantize in ("nf4", "int8") and importlib.util.find_spec("bitsandbytes") is None:
         raise UserError(f"--quantize {a.quantize} needs bitsandbytes: pip install bitsandbytes")
 
@@ -209,8 +216,11 @@ OPTIONS = ("seq", "gpus", "parallel", "checkpointing", "layers", "autocast", "lo
 
 
 def values_of(a: argparse.Namespace, model: str) -> dict[str, Any]:
-    """The configuration that is measured. Its positions reach to the end of a row: beyond, Unsloth would stretch the rotary embedding."""
-    values = MODELS[model] | ({"num_hidden_layers": a.layers} if a.layers else {})
+    """The configuration that is measured, such that Unsloth's model is everyone's.
+
+    It would stretch the rotary embedding of rows beyond the last position, and it has zeros in the embedding of its padding token.
+    """
+    values = MODELS[model] | ({"num_hidden_layers": a.layers} if a.layers else {}) | ({"pad_token_id": 0} if a.lora else {})
     return values | {"max_position_embeddings": max(values["max_position_embeddings"], a.seq)}
 
 
@@ -221,13 +231,14 @@ def measure(a: argparse.Namespace, model: str, variant: str, folder: Path, peak:
     base, _, level = base.partition(":")
     options = {name: getattr(a, name) for name in OPTIONS}
     common: Row = {"model": model, "variant": variant, **options}
-    values, fp8 = values_of(a, model), "fp8" in (a.quantize, level)
+    values, fp8 = values_of(a, model), level in FP8
     spec = {
         **options,
         "config": values,
         "dtype": "bfloat16" if gpu else "float32",
         "package": {"stock": None, "upstream": a.upstream_path, "ours": str(PACKAGE), "unsloth": None}[base],
-        "flags": FP8 if fp8 else {"rematerialise": level} if level and base == "ours" else {},
+        "quantize": level if fp8 else a.quantize,
+        "flags": {"rematerialise": level} if level and base == "ours" and not fp8 else {},
         "lora_targets": a.lora_targets.split(",") if a.lora_targets else list(LINEARS),
         "unsloth": str(folder / f"{model}-weights") if base == "unsloth" else None,
         "unsloth_path": a.unsloth_path if base == "unsloth" else None,

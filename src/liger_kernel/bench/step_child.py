@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 # transformers and PEFT are imported by what uses them: Unsloth, which changes them, has to come before.
 
@@ -137,6 +138,7 @@ def scopes(model: Any) -> Iterator[None]:
         if kind:
             hooks.append(module.register_forward_pre_hook(functools.partial(enter, kind)))
             hooks.append(module.register_forward_hook(leave, always_call=True))  # recomputation stops by an exception
+    model = getattr(model, "get_base_model", lambda: model)()  # of a model with adapters, which only seems to have what this has
     stock, had = model.loss_function, "_loss_function" in model.__dict__
 
     def loss_function(*args: Any, **kwargs: Any) -> Any:
@@ -166,6 +168,12 @@ def _by_transformers(spec: dict[str, Any], device: torch.device) -> Any:
     model = _stock(spec, device)
     if spec["quantize"] in BITSANDBYTES:
         _quantize(model, spec["quantize"])
+    elif spec["quantize"]:
+        from liger_kernel.transformers import quantize_base
+
+        quantize_base(model, spec["quantize"])
+        gc.collect()
+        torch.cuda.empty_cache()
     if spec["checkpointing"]:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if spec["package"]:
@@ -255,7 +263,14 @@ def _by_unsloth(spec: dict[str, Any]) -> Any:
     model, _ = FastLanguageModel.from_pretrained(
         spec["unsloth"], max_seq_length=spec["seq"], local_files_only=True, use_exact_model_name=True, **loaded, **recomputed
     )
-    return FastLanguageModel.get_peft_model(model, **_adapters(spec), **recomputed)
+    if spec["quantize"] and not getattr(model, BITSANDBYTES[spec["quantize"]], False):
+        raise RuntimeError("Unsloth left the weights in 16 bits: can it load bitsandbytes here?")
+    model = FastLanguageModel.get_peft_model(model, **_adapters(spec), **recomputed)
+    for layer in layers_of(model) if spec["checkpointing"] else ():
+        if getattr(getattr(type(layer).forward, "__code__", None), "co_name", "") != "forward_with_checkpointing":
+            # transformers checkpoints in a wrapper of this forward, which Unsloth has replaced, and Unsloth takes it that the layer does
+            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+    return model
 
 
 def save(spec: dict[str, Any], device: torch.device) -> None:
@@ -266,7 +281,7 @@ def save(spec: dict[str, Any], device: torch.device) -> None:
     model = _stock(spec, device)
     model.save_pretrained(spec["save"])
     words = {f"<{i}>": i for i in range(model.config.vocab_size)}
-    special = {f"{name}_token": f"<{i}>" for i, name in enumerate(("unk", "bos", "eos", "pad"))}
+    special = {f"{name}_token": f"<{i}>" for i, name in enumerate(("pad", "bos", "eos", "unk"))}
     model = tokenizers.models.WordLevel(words, unk_token=special["unk_token"])
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(model), **special).save_pretrained(spec["save"])
 

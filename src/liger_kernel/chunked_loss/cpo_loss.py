@@ -11,9 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from liger_kernel.chunked_loss.fused_linear_preference import Found, LigerFusedLinearPreferenceBase
+from liger_kernel.nn.options import WithOptions
 
 
 def smoothed_logistic(z: Tensor, label_smoothing: float) -> Tensor:
@@ -31,18 +32,17 @@ class LigerFusedLinearCPOFunction(LigerFusedLinearPreferenceBase):
         return loss, beta * chosen_logps, beta * rejected_logps
 
     @classmethod
-    def forward(  # type: ignore[override]
+    def forward(
         cls, ctx: Any, _input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, ignore_index: int = -100,
         beta: float = 0.1, alpha: float = 1.0, label_smoothing: float = 0.0, compute_nll_loss: bool = True, compiled: bool = True,
         average_log_prob: bool = False, chunk_size: int = 1, compact: bool = True,
     ) -> Found:  # fmt: skip
-        return super().forward(
-            cls, ctx, _input, weight, target, bias, ignore_index=ignore_index, alpha=alpha, beta=beta, compute_nll_loss=compute_nll_loss,
-            average_log_prob=average_log_prob, label_smoothing=label_smoothing, compact=compact,
-        )  # fmt: skip
+        options: dict[str, Any] = dict(ignore_index=ignore_index, alpha=alpha, beta=beta, label_smoothing=label_smoothing, compact=compact)
+        of_pairs: dict[str, Any] = dict(compute_nll_loss=compute_nll_loss, average_log_prob=average_log_prob)
+        return super().forward(cls, ctx, _input, weight, target, bias, **options, **of_pairs)
 
 
-class LigerFusedLinearCPOLoss(nn.Module):
+class LigerFusedLinearCPOLoss(WithOptions):
     """``(loss, (chosen_logps, rejected_logps, chosen_logits_mean, rejected_logits_mean, nll_loss, chosen_rewards, rejected_rewards))``.
 
     ``compiled`` and ``chunk_size`` have no effect; ``compact``: ``LigerFusedLinearPreferenceBase``.
@@ -52,12 +52,7 @@ class LigerFusedLinearCPOLoss(nn.Module):
         self, ignore_index: int = -100, beta: float = 0.1, alpha: float = 1.0, label_smoothing: float = 0.0, compute_nll_loss: bool = True,
         compiled: bool = True, average_log_prob: bool = False, chunk_size: int = 1, compact: bool = True,
     ):  # fmt: skip
-        super().__init__()
-        self.ignore_index, self.beta, self.alpha, self.label_smoothing, self.compute_nll_loss = ignore_index, beta, alpha, label_smoothing, compute_nll_loss
-        self.compiled, self.average_log_prob, self.chunk_size, self.compact = compiled, average_log_prob, chunk_size, compact
+        super().__init__(locals())
 
     def forward(self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None) -> Found:
-        return LigerFusedLinearCPOFunction.apply(
-            _input, lin_weight, target, bias, self.ignore_index, self.beta, self.alpha, self.label_smoothing, self.compute_nll_loss,
-            average_log_prob=self.average_log_prob, compact=self.compact,
-        )  # fmt: skip
+        return LigerFusedLinearCPOFunction.apply(_input, lin_weight, target, bias, **self.options())

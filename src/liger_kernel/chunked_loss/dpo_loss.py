@@ -29,10 +29,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from liger_kernel.chunked_loss.cpo_loss import smoothed_logistic
 from liger_kernel.chunked_loss.fused_linear_preference import Found, LigerFusedLinearPreferenceBase, sigmoid
+from liger_kernel.nn.options import WithOptions
 
 _SMOOTHED = ("sigmoid", "sigmoid_norm", "exo_pair", "robust", "aot", "aot_unpaired", "aot_pair")
 _OF_MEANS = ("ipo", "sigmoid_norm")
@@ -97,7 +98,7 @@ class LigerFusedLinearDPOFunction(LigerFusedLinearPreferenceBase):
         return losses.sum() / max(full_target.shape[0] // 2, 1), c, r
 
     @classmethod
-    def forward(  # type: ignore[override]
+    def forward(
         cls, ctx: Any, _input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, ref_input: Tensor | None = None,
         ref_weight: Tensor | None = None, ref_bias: Tensor | None = None, ignore_index: int = -100, beta: float = 0.1,
         compute_nll_loss: bool = False, compiled: bool = True, use_ref_model: bool = True, average_log_prob: bool = False,
@@ -107,15 +108,15 @@ class LigerFusedLinearDPOFunction(LigerFusedLinearPreferenceBase):
         _check(cls.__name__, loss_type, label_smoothing)
         if loss_type == "sft":
             compute_nll_loss, alpha = True, 1.0
-        return super().forward(
-            cls, ctx, _input, weight, target, bias, ignore_index=ignore_index, alpha=alpha, beta=beta, compute_nll_loss=compute_nll_loss,
-            use_ref_model=use_ref_model, ref_input=ref_input, ref_weight=ref_weight, ref_bias=ref_bias,
-            average_log_prob=average_log_prob or loss_type in _OF_MEANS, ref_chosen_logps=ref_chosen_logps, ref_rejected_logps=ref_rejected_logps,
-            whole_batch=loss_type in _OF_BATCH, compact=compact, loss_type=loss_type, label_smoothing=label_smoothing, discopop_tau=discopop_tau,
-        )  # fmt: skip
+        reference: dict[str, Any] = dict(use_ref_model=use_ref_model, ref_input=ref_input, ref_weight=ref_weight, ref_bias=ref_bias)
+        reference |= dict(ref_chosen_logps=ref_chosen_logps, ref_rejected_logps=ref_rejected_logps)
+        options: dict[str, Any] = dict(alpha=alpha, beta=beta, loss_type=loss_type, label_smoothing=label_smoothing, discopop_tau=discopop_tau)
+        options |= dict(ignore_index=ignore_index, compute_nll_loss=compute_nll_loss, compact=compact, whole_batch=loss_type in _OF_BATCH)
+        options["average_log_prob"] = average_log_prob or loss_type in _OF_MEANS
+        return super().forward(cls, ctx, _input, weight, target, bias, **reference, **options)
 
 
-class LigerFusedLinearDPOLoss(nn.Module):
+class LigerFusedLinearDPOLoss(WithOptions):
     """``(loss, (chosen_logps, rejected_logps, chosen_logits_mean, rejected_logits_mean, nll_loss, chosen_rewards, rejected_rewards))``.
 
     The reference is a head (``ref_input``, ``ref_weight``, ``ref_bias``), or ``ref_chosen_logps`` and ``ref_rejected_logps`` (B,), sums over tokens known
@@ -128,20 +129,13 @@ class LigerFusedLinearDPOLoss(nn.Module):
         use_ref_model: bool = True, average_log_prob: bool = False, chunk_size: int = 1, loss_type: str = "sigmoid",
         label_smoothing: float = 0.0, discopop_tau: float = 0.05, compact: bool = True,
     ):  # fmt: skip
-        super().__init__()
+        super().__init__(locals())
         _check(type(self).__name__, loss_type, label_smoothing)
-        self.ignore_index, self.beta, self.alpha, self.compute_nll_loss, self.compiled = ignore_index, beta, alpha, compute_nll_loss, compiled
-        self.use_ref_model, self.average_log_prob, self.chunk_size, self.compact = use_ref_model, average_log_prob, chunk_size, compact
-        self.loss_type, self.label_smoothing, self.discopop_tau = loss_type, label_smoothing, discopop_tau
 
     def forward(
         self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None, ref_input: Tensor | None = None,
         ref_weight: Tensor | None = None, ref_bias: Tensor | None = None, ref_chosen_logps: Tensor | None = None,
         ref_rejected_logps: Tensor | None = None,
     ) -> Found:  # fmt: skip
-        return LigerFusedLinearDPOFunction.apply(
-            _input, lin_weight, target, bias, ref_input, ref_weight, ref_bias, self.ignore_index, self.beta, self.compute_nll_loss,
-            use_ref_model=self.use_ref_model, average_log_prob=self.average_log_prob, loss_type=self.loss_type, label_smoothing=self.label_smoothing,
-            discopop_tau=self.discopop_tau, alpha=self.alpha, ref_chosen_logps=ref_chosen_logps, ref_rejected_logps=ref_rejected_logps,
-            compact=self.compact,
-        )  # fmt: skip
+        known = dict(ref_chosen_logps=ref_chosen_logps, ref_rejected_logps=ref_rejected_logps)
+        return LigerFusedLinearDPOFunction.apply(_input, lin_weight, target, bias, ref_input, ref_weight, ref_bias, **known, **self.options())

@@ -15,12 +15,17 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from liger_kernel.ops._core.operator import once_differentiable
+from liger_kernel.nn.options import WithOptions
+from liger_kernel.ops._core.operator import acc, once_differentiable
 from liger_kernel.ops._core.reduce import divided, scaled
-from liger_kernel.ops.losses.divergence.distillation import any_gradients
+from liger_kernel.ops.losses.chunks import Kept, chunk_gradients
+from liger_kernel.ops.losses.cross_entropy_rows import Loss, Rows, check
+from liger_kernel.ops.losses.cross_entropy_rows import row_kernel as cross_entropy_rows
+from liger_kernel.ops.losses.divergence.distillation import check_teacher
 from liger_kernel.ops.losses.divergence.linear_divergence import linear_divergence
+from liger_kernel.ops.losses.linear_cross_entropy import check_head, promoted
 
 Found = Tensor | tuple[Tensor, Tensor, Tensor]
 
@@ -47,7 +52,7 @@ class LigerFusedLinearDistillationBase(torch.autograd.Function):
         return student, teacher, hard
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         cls: Any, ctx: Any, student_input: Tensor, student_weight: Tensor, teacher_input: Tensor, teacher_weight: Tensor, target: Tensor,
         student_bias: Tensor | None = None, teacher_bias: Tensor | None = None, chunk_size: int = 1024, ignore_index: int = -100,
         weight_hard_loss: float = 0.5, weight_soft_loss: float = 0.5, beta: float = 0.5, compute_ce_loss: bool = True,
@@ -64,15 +69,14 @@ class LigerFusedLinearDistillationBase(torch.autograd.Function):
             known = dict(target=y, ignore_index=ignore_index, beta=beta)
             return cls.distillation_loss_fn(s, t, **{k: v for k, v in known.items() if every or k in parameters}, **loss_kwargs)
 
-        *losses, norm, dx, dw, db = any_gradients(
-            soft, student_input, student_weight, teacher_input, teacher_weight, target, student_bias, teacher_bias, ignore_index=ignore_index,
-            temperature=temperature, weight_hard=weight_hard_loss if compute_ce_loss else 0.0, weight_soft=weight_soft_loss,
-        )  # fmt: skip
+        tensors = student_input, student_weight, teacher_input, teacher_weight, target, student_bias, teacher_bias
+        weights: dict[str, Any] = dict(weight_hard=weight_hard_loss if compute_ce_loss else 0.0, weight_soft=weight_soft_loss)
+        loss, soft_loss, hard_loss, norm, dx, dw, db = _any_gradients(soft, *tensors, ignore_index=ignore_index, temperature=temperature, **weights)
         ctx.save_for_backward(dx, dw, db, norm)
         if not return_soft_hard_loss:
-            return losses[0]  # type: ignore[return-value]
-        ctx.mark_non_differentiable(*losses[1:])
-        return tuple(losses)  # type: ignore[return-value]
+            return loss
+        ctx.mark_non_differentiable(soft_loss, hard_loss)
+        return loss, soft_loss, hard_loss
 
     @staticmethod
     @once_differentiable
@@ -89,6 +93,49 @@ class LigerFusedLinearDistillationBase(torch.autograd.Function):
         return super().apply(*(a.detach() if isinstance(a, Tensor) else a for a in args))
 
 
+def _any_gradients(fn, x, w, teacher_x, teacher_w, target, bias, teacher_bias, *, ignore_index, temperature, weight_hard, weight_soft):
+    """Loss, soft and hard loss, what the gradients are still to be divided by, dx, dw and dbias where ``fn`` is the soft loss, chunk by chunk.
+
+    ``fn(s, t, target)`` of logits over ``temperature`` (n, V), in ``acc`` of their dtype, returns the sum over these rows, and autograd differentiates it.
+    """
+    check_head("distillation", x, w, bias, None)
+    check("distillation", (x.shape[0], w.shape[0]), target, None, "mean", ignore_index)
+    with torch.enable_grad():  # gradients are off in a Function's forward; what its inputs ask for is not
+        check_teacher("distillation", x.shape[0], w.shape[0], teacher_x=teacher_x, teacher_w=teacher_w, teacher_bias=teacher_bias)
+    need: Any = tuple(t is not None and t.requires_grad for t in (x, w, bias))
+    (x, w, bias), (teacher_x, teacher_w, teacher_bias) = promoted(x, w, bias), promoted(teacher_x, teacher_w, teacher_bias)
+    kept = Kept(target, ignore_index).rows(least_gain=1e-9)
+    y = target if kept is None else target.index_select(0, kept)
+    norm = (target != ignore_index).sum().float()
+    divisor = 1.0 if x.dtype == torch.float16 else norm  # as in ``linear_divergence``
+    soft, hard = norm.new_zeros(()), norm.new_zeros(())
+
+    def body(z: Tensor, rows: slice, dz: Tensor | None) -> None:
+        nonlocal soft, hard
+        at = rows if kept is None else kept[rows]
+        t = F.linear(teacher_x[at], teacher_w, teacher_bias)
+        a = z.to(acc(z.dtype)) if bias is None else z.to(acc(z.dtype)) + bias
+        d = None if dz is None else torch.zeros_like(a)
+        if weight_hard:
+            found = Rows.empty(y[rows], Loss(), a.dtype)
+            cross_entropy_rows(a, y[rows], Loss(ignore_index=ignore_index, reduction="none"), out=found, dz=d)
+            hard = hard + found.loss.sum()
+        with torch.set_grad_enabled(dz is not None):
+            s = (a / temperature).requires_grad_(dz is not None)
+            part = fn(s, t.to(acc(t.dtype)) / temperature, y[rows])
+            ds = torch.autograd.grad(part, s)[0] if part.requires_grad else None
+        soft = soft + part.detach()
+        if dz is not None and d is not None:
+            d *= weight_hard
+            if ds is not None:
+                d.add_(ds, alpha=weight_soft / temperature)
+            dz.copy_(d.div_(divisor))
+
+    dx, dw, db = chunk_gradients(x, w, body, need=need, kept=kept)
+    soft, hard = soft / norm, hard / norm
+    return weight_hard * hard + weight_soft * soft, soft, hard, None if divisor is norm else norm, dx, dw, db
+
+
 class FunctionWithKernel(LigerFusedLinearDistillationBase):
     """A ``distillation_loss_fn`` for which there is a row kernel, ``kind``; a subclass's own formula is computed as it is written."""
 
@@ -96,17 +143,16 @@ class FunctionWithKernel(LigerFusedLinearDistillationBase):
     stock: Any = None
 
     @classmethod
-    def forward(  # type: ignore[override]
+    def forward(
         cls, ctx: Any, student_input: Tensor, student_weight: Tensor, teacher_input: Tensor, teacher_weight: Tensor, true_labels: Tensor,
         student_bias: Tensor | None = None, teacher_bias: Tensor | None = None, weight_hard_loss: float = 0.5,
         weight_soft_loss: float = 0.5, beta: float = 0.5, ignore_index: int = -100, temperature: float = 1.0, compiled: bool = True,
         chunk_size: int = 1024, return_soft_hard_loss: bool = False,
     ) -> Found:  # fmt: skip
-        return LigerFusedLinearDistillationBase.forward(
-            cls, ctx, student_input, student_weight, teacher_input, teacher_weight, true_labels, student_bias, teacher_bias,
-            ignore_index=ignore_index, weight_hard_loss=weight_hard_loss, weight_soft_loss=weight_soft_loss, beta=beta,
-            temperature=temperature, return_soft_hard_loss=return_soft_hard_loss,
-        )  # fmt: skip
+        tensors = student_input, student_weight, teacher_input, teacher_weight, true_labels, student_bias, teacher_bias
+        options: dict[str, Any] = dict(weight_hard_loss=weight_hard_loss, weight_soft_loss=weight_soft_loss, beta=beta, temperature=temperature)
+        options |= dict(ignore_index=ignore_index, return_soft_hard_loss=return_soft_hard_loss)
+        return LigerFusedLinearDistillationBase.forward(cls, ctx, *tensors, **options)
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
@@ -122,15 +168,13 @@ def of_kernel(
 ) -> Found:  # fmt: skip
     """The loss by ``linear_divergence``: JSD with ``beta``, or ``beta`` times the "cosine"."""
     factor, beta = (beta, 0.5) if kind == "cosine" else (1.0, beta)
-    loss, soft, hard = linear_divergence(
-        student_input, student_weight, teacher_input, teacher_weight, true_labels, student_bias, teacher_bias, kind=kind, beta=beta,
-        temperature=temperature, weight_hard=weight_hard_loss, weight_soft=weight_soft_loss * factor, ignore_index=ignore_index,
-        parts=True, compact=compact,
-    )  # fmt: skip
+    tensors = student_input, student_weight, teacher_input, teacher_weight, true_labels, student_bias, teacher_bias
+    numbers: dict[str, Any] = dict(beta=beta, temperature=temperature, weight_hard=weight_hard_loss, weight_soft=weight_soft_loss * factor)
+    loss, soft, hard = linear_divergence(*tensors, kind=kind, **numbers, ignore_index=ignore_index, parts=True, compact=compact)
     return (loss, soft * factor, hard) if return_soft_hard_loss else loss
 
 
-class DistillationLoss(nn.Module):
+class DistillationLoss(WithOptions):
     """Called with the student's input, weight, the teacher's, labels and biases: (..., H), (V, H), (..., H), (V, H), (...,), (V,), (V,).
 
     ``compact`` leaves ignored tokens out of all products, for one wait for their number. ``compiled`` and ``chunk_size`` have no effect.
@@ -142,31 +186,14 @@ class DistillationLoss(nn.Module):
         self, weight_hard_loss: float = 0.5, weight_soft_loss: float = 0.5, beta: float = 0.5, ignore_index: int = -100,
         temperature: float = 1.0, compiled: bool = True, chunk_size: int = 1024, return_soft_hard_loss: bool = False, compact: bool = True,
     ):  # fmt: skip
-        super().__init__()
+        super().__init__(locals())
         if not temperature > 0:
             raise ValueError(f"{type(self).__name__}: temperature must be positive, got {temperature}")
-        self.weight_hard_loss, self.weight_soft_loss, self.beta, self.ignore_index = weight_hard_loss, weight_soft_loss, beta, ignore_index
-        self.temperature, self.compiled, self.chunk_size, self.return_soft_hard_loss = temperature, compiled, chunk_size, return_soft_hard_loss
-        self.compact = compact
 
     def forward(
         self, student_input: Tensor, student_weight: Tensor, teacher_input: Tensor, teacher_weight: Tensor, true_labels: Tensor,
         student_bias: Tensor | None = None, teacher_bias: Tensor | None = None,
     ) -> Found:  # fmt: skip
-        return of_kernel(
-            self.kind,
-            student_input.reshape(-1, student_input.shape[-1]),
-            student_weight,
-            teacher_input.reshape(-1, teacher_input.shape[-1]),
-            teacher_weight,
-            true_labels.reshape(-1),
-            student_bias,
-            teacher_bias,
-            self.weight_hard_loss,
-            self.weight_soft_loss,
-            self.beta,
-            self.ignore_index,
-            self.temperature,
-            return_soft_hard_loss=self.return_soft_hard_loss,
-            compact=self.compact,
-        )
+        rows = lambda x: x.reshape(-1, x.shape[-1])
+        heads = rows(student_input), student_weight, rows(teacher_input), teacher_weight
+        return of_kernel(self.kind, *heads, true_labels.reshape(-1), student_bias, teacher_bias, **self.options())

@@ -32,8 +32,8 @@ class LigerFusedLinearPPOBase:
     @staticmethod
     def chunk_forward(input_chunk: Tensor, weight: Tensor, selected_token_ids: Tensor, bias: Tensor | None = None, temperature: float = 1.0) -> Tensor:
         """Log-probabilities (n, T) of ids (n, T) by a head on input_chunk (n, T, H), without all logits: for a ``forward`` with a loop of its own."""
-        logps = linear_logprobs(input_chunk.flatten(0, 1), weight, selected_token_ids.flatten(), bias, temperature=temperature)
-        return logps.view(selected_token_ids.shape)  # type: ignore[union-attr]
+        logps: Any = linear_logprobs(input_chunk.flatten(0, 1), weight, selected_token_ids.flatten(), bias, temperature=temperature)
+        return logps.view(selected_token_ids.shape)
 
     @classmethod
     def apply(own, *args: Any, **kwargs: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -68,16 +68,14 @@ class LigerFusedLinearPPOBase:
                 raise ValueError("fused_linear_ppo: ref_per_token_logps, or ref_input and ref_weight, must be given for use_ref_model, got None")
             check_reference("fused_linear_ppo", ref_input, selected_token_ids)
             ref_per_token_logps = reference_logprobs(ref_input, ref_weight, target.view(B, T), ref_bias, **head)
-        numbers = dict(
-            epsilon_low=epsilon_low, epsilon_high=epsilon_high, beta=beta, loss_type=loss_type, max_completion_length=max_completion_length,
-            importance_sampling_level=importance_sampling_level, sapo_temperature_pos=sapo_temperature_pos, sapo_temperature_neg=sapo_temperature_neg,
-            delta=delta, use_bias_correction_kl=use_bias_correction_kl, vespo_k_pos=vespo_k_pos, vespo_lambda_pos=vespo_lambda_pos,
-            vespo_k_neg=vespo_k_neg, vespo_lambda_neg=vespo_lambda_neg, num_items_in_batch=num_items_in_batch,
-        )  # fmt: skip
-        of_sequences = dict(
-            attention_mask=attention_mask, advantages=unmasked(attention_mask, advantages), vllm_is_ratio=unmasked(attention_mask, vllm_is_ratio, 1.0),
-            ref_per_token_logps=unmasked(attention_mask, ref_per_token_logps), old_per_token_logps=unmasked(attention_mask, old_per_token_logps),
-        )  # fmt: skip
+        numbers: dict[str, Any] = dict(epsilon_low=epsilon_low, epsilon_high=epsilon_high, beta=beta, loss_type=loss_type, delta=delta)
+        numbers |= dict(max_completion_length=max_completion_length, num_items_in_batch=num_items_in_batch, use_bias_correction_kl=use_bias_correction_kl)
+        numbers |= dict(importance_sampling_level=importance_sampling_level)
+        numbers |= dict(sapo_temperature_pos=sapo_temperature_pos, sapo_temperature_neg=sapo_temperature_neg)
+        numbers |= dict(vespo_k_pos=vespo_k_pos, vespo_lambda_pos=vespo_lambda_pos, vespo_k_neg=vespo_k_neg, vespo_lambda_neg=vespo_lambda_neg)
+        zeroed = dict(advantages=advantages, ref_per_token_logps=ref_per_token_logps, old_per_token_logps=old_per_token_logps)
+        of_sequences = {name: unmasked(attention_mask, t) for name, t in zeroed.items()}
+        of_sequences |= dict(attention_mask=attention_mask, vllm_is_ratio=unmasked(attention_mask, vllm_is_ratio, 1.0))
 
         def loss(tokens: Tokens, first: int, last: int) -> tuple[Tensor, tuple[Tensor, ...]]:
             here = {name: None if t is None else t[first:last] for name, t in of_sequences.items()}
@@ -93,8 +91,8 @@ def _check(x: Tensor, ids: Tensor, mask: Tensor, advantages: Tensor, ref: Tensor
         raise ValueError(f"fused_linear_ppo: _input must have shape (B, T, H), got {tuple(x.shape)}")
     B, T = x.shape[:2]
     each, rows = ((B, T),), ((B,), (B, 1), (B, T))
-    named = dict(selected_token_ids=(ids, each), attention_mask=(mask, each), advantages=(advantages, rows), ref_per_token_logps=(ref, each),
-                 old_per_token_logps=(old, each), vllm_is_ratio=(is_ratio, rows))  # fmt: skip
+    named: dict[str, tuple[Tensor | None, tuple]] = dict(selected_token_ids=(ids, each), attention_mask=(mask, each), advantages=(advantages, rows))
+    named |= dict(ref_per_token_logps=(ref, each), old_per_token_logps=(old, each), vllm_is_ratio=(is_ratio, rows))
     for name, (t, shapes) in named.items():
         if t is not None and tuple(t.shape) not in shapes:
             raise ValueError(f"fused_linear_ppo: {name} must have shape {' or '.join(map(str, shapes))}, got {tuple(t.shape)}")

@@ -69,10 +69,11 @@ class LigerFusedLinearPreferenceBase(LossFunction):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | float]:  # fmt: skip
         """Log-probabilities and logits of chosen and rejected, and the summed NLL of the chosen; see ``plain_logprobs``."""
         logps, every, logits = plain_logprobs(input_chunk, weight, target_chunk, bias, ignore_index, average_log_prob)
-        n, nll = target_chunk.shape[0] // 2, 0.0
+        n = target_chunk.shape[0] // 2
+        nll: Tensor | float = 0.0
         if compute_nll_loss:
             y = target_chunk[:n] if chosen_nll_target_chunk is None else chosen_nll_target_chunk
-            nll = F.nll_loss(every[:n].flatten(0, 1), y.flatten(), reduction="sum", ignore_index=ignore_index)  # type: ignore[assignment]
+            nll = F.nll_loss(every[:n].flatten(0, 1), y.flatten(), reduction="sum", ignore_index=ignore_index)
         return logps[:n], logps[n:], logits[:n], logits[n:], nll
 
     @staticmethod

@@ -29,14 +29,19 @@ class LigerFusedLinearUnpairedPreferenceBase(LossFunction):
 
     @staticmethod
     def chunk_forward(
-        input_chunk: Tensor, weight: Tensor, target_chunk: Tensor, preference_labels_chunk: Tensor, bias: Tensor | None = None,
-        ignore_index: int = -100, average_log_prob: bool = False,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        input_chunk: Tensor,
+        weight: Tensor,
+        target_chunk: Tensor,
+        preference_labels_chunk: Tensor,
+        bias: Tensor | None = None,
+        ignore_index: int = -100,
+        average_log_prob: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Log-probabilities of sequences (n,), their sums over the desirable and the others, and those of all logits; see ``plain_logprobs``."""
         logps, _, logits = plain_logprobs(input_chunk, weight, target_chunk, bias, ignore_index, average_log_prob)
-        desirable, of_logits = preference_labels_chunk.bool(), logits.sum((1, 2))
-        sums = (t.where(chosen, 0).sum() for t in (logps, of_logits) for chosen in (desirable, ~desirable))
-        return (logps, *sums)  # type: ignore[return-value]
+        desirable = preference_labels_chunk.bool()
+        of_both = lambda t: (t.where(desirable, 0).sum(), t.where(~desirable, 0).sum())
+        return logps, *of_both(logps), *of_both(logits.sum((1, 2)))
 
     @staticmethod
     def forward(

@@ -4,21 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from liger_kernel.chunked_loss.fused_linear_ppo import LigerFusedLinearPPOBase
+from liger_kernel.nn.options import WithOptions
 from liger_kernel.ops._core.operator import acc
-from liger_kernel.ops.losses.grpo_loss import (
-    Policy,
-    clip_coef_fn,
-    get_gamma_weights,
-    k3_loss_fn,
-    normaliser,
-    reduced,
-    sapo_loss_fn,
-    token_count,
-    token_losses,
-)  # fmt: skip
+from liger_kernel.ops.losses.grpo_loss import Policy, clip_coef_fn, get_gamma_weights, k3_loss_fn, normaliser, reduced, sapo_loss_fn, token_count, token_losses
 
 __all__ = ["LigerFusedLinearGRPOFunction", "LigerFusedLinearGRPOLoss", "clip_coef_fn", "get_gamma_weights", "k3_loss_fn", "sapo_loss_fn"]
 
@@ -38,8 +29,8 @@ class LigerFusedLinearGRPOFunction(LigerFusedLinearPPOBase):
         n: Tensor | int | None = None, tokens: Tensor | None = None, **kwargs: Any,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
         """``n`` and ``tokens``: the normaliser and the number of tokens of the whole batch, if they are known."""
-        p = Policy(loss_type, importance_sampling_level, beta, epsilon_low, epsilon_high, delta, use_bias_correction_kl, sapo_temperature_pos,
-                   sapo_temperature_neg, vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg)  # fmt: skip
+        sapo, vespo = (sapo_temperature_pos, sapo_temperature_neg), (vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg)
+        p = Policy(loss_type, importance_sampling_level, beta, epsilon_low, epsilon_high, delta, use_bias_correction_kl, *sapo, *vespo)
         n = normaliser(loss_type, full_attention_mask, max_completion_length, num_items_in_batch) if n is None else n
         tokens = token_count(full_attention_mask) if tokens is None else tokens
         mask = attention_mask.to(per_token_logps.dtype)
@@ -54,7 +45,7 @@ class LigerFusedLinearGRPOFunction(LigerFusedLinearPPOBase):
         return loss, (*metrics, zero if clipped is None else mean(clipped))
 
     @classmethod
-    def forward(  # type: ignore[override]
+    def forward(
         own, ctx: None, _input: Tensor, weight: Tensor, selected_token_ids: Tensor, attention_mask: Tensor, advantages: Tensor,
         bias: Tensor | None = None, ref_per_token_logps: Tensor | None = None, old_per_token_logps: Tensor | None = None,
         ref_input: Tensor | None = None, ref_weight: Tensor | None = None, ref_bias: Tensor | None = None, beta: float = 0.04,
@@ -67,16 +58,19 @@ class LigerFusedLinearGRPOFunction(LigerFusedLinearPPOBase):
         **more: Any,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
         attention_mask = attention_mask.to(acc(_input.dtype))
-        return super().forward(
-            ctx, _input, weight, selected_token_ids, attention_mask, advantages, bias, ref_per_token_logps, old_per_token_logps, ref_input, ref_weight,
-            ref_bias, epsilon_low, epsilon_high, beta, loss_type, max_completion_length, importance_sampling_level, temperature, compiled, use_ref_model,
-            chunk_size, sapo_temperature_pos, sapo_temperature_neg, vllm_is_ratio, delta, use_bias_correction_kl, vespo_k_pos, vespo_lambda_pos,
-            vespo_k_neg, vespo_lambda_neg, num_items_in_batch, compact=compact, entropy=return_entropy or entropy_coef != 0, entropy_coef=entropy_coef,
-            n=normaliser(loss_type, attention_mask, max_completion_length, num_items_in_batch), tokens=token_count(attention_mask), **more,
-        )  # fmt: skip
+        tensors = _input, weight, selected_token_ids, attention_mask, advantages, bias
+        reference = ref_per_token_logps, old_per_token_logps, ref_input, ref_weight, ref_bias
+        more |= dict(beta=beta, epsilon_low=epsilon_low, epsilon_high=epsilon_high, delta=delta, loss_type=loss_type, temperature=temperature)
+        more |= dict(max_completion_length=max_completion_length, num_items_in_batch=num_items_in_batch, use_bias_correction_kl=use_bias_correction_kl)
+        more |= dict(importance_sampling_level=importance_sampling_level, vllm_is_ratio=vllm_is_ratio, use_ref_model=use_ref_model, compact=compact)
+        more |= dict(sapo_temperature_pos=sapo_temperature_pos, sapo_temperature_neg=sapo_temperature_neg)
+        more |= dict(vespo_k_pos=vespo_k_pos, vespo_lambda_pos=vespo_lambda_pos, vespo_k_neg=vespo_k_neg, vespo_lambda_neg=vespo_lambda_neg)
+        more |= dict(entropy=return_entropy or entropy_coef != 0, entropy_coef=entropy_coef, tokens=token_count(attention_mask))
+        more["n"] = normaliser(loss_type, attention_mask, max_completion_length, num_items_in_batch)
+        return super().forward(ctx, *tensors, *reference, **more)
 
 
-class LigerFusedLinearGRPOLoss(nn.Module):
+class LigerFusedLinearGRPOLoss(WithOptions):
     """Loss and metrics of completions: the mean divergence from the reference if beta is not 0, the mean entropy if asked for, the share of clipped tokens.
 
     ``entropy_coef`` times the mean entropy of the tokens is subtracted from the loss; that entropy is a metric then and with ``return_entropy``, the last
@@ -91,14 +85,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         vespo_lambda_pos: float = 3.0, vespo_k_neg: float = 3.0, vespo_lambda_neg: float = 2.0, entropy_coef: float = 0.0,
         return_entropy: bool = False, compact: bool = True,
     ):  # fmt: skip
-        super().__init__()
-        self.beta, self.compiled, self.use_ref_model = beta, compiled, use_ref_model
-        self.chunk_size, self.epsilon_low, self.epsilon_high = chunk_size, epsilon_low, epsilon_high
-        self.loss_type, self.max_completion_length, self.importance_sampling_level = loss_type, max_completion_length, importance_sampling_level
-        self.sapo_temperature_pos, self.sapo_temperature_neg, self.temperature = sapo_temperature_pos, sapo_temperature_neg, temperature
-        self.delta, self.use_bias_correction_kl, self.vespo_k_pos = delta, use_bias_correction_kl, vespo_k_pos
-        self.vespo_lambda_pos, self.vespo_k_neg, self.vespo_lambda_neg = vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg
-        self.entropy_coef, self.return_entropy, self.compact = entropy_coef, return_entropy, compact
+        super().__init__(locals())
 
     def forward(
         self, _input: Tensor, lin_weight: Tensor, selected_token_ids: Tensor, attention_mask: Tensor, advantages: Tensor,
@@ -107,10 +94,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         vllm_is_ratio: Tensor | None = None, num_items_in_batch: Tensor | float | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
         """_input (B, T, H), lin_weight (V, H), ids and mask (B, T), advantages (B,), (B, 1) or (B, T), log-probabilities (B, T)."""
-        return LigerFusedLinearGRPOFunction.apply(
-            _input, lin_weight, selected_token_ids, attention_mask, advantages, bias, ref_per_token_logps, old_per_token_logps, ref_input, ref_weight,
-            ref_bias, self.beta, self.epsilon_low, self.epsilon_high, self.loss_type, self.max_completion_length, self.importance_sampling_level,
-            self.sapo_temperature_pos, self.sapo_temperature_neg, self.temperature, self.compiled, self.use_ref_model, self.chunk_size, vllm_is_ratio,
-            self.delta, self.use_bias_correction_kl, self.vespo_k_pos, self.vespo_lambda_pos, self.vespo_k_neg, self.vespo_lambda_neg,
-            num_items_in_batch, self.entropy_coef, self.return_entropy, self.compact,
-        )  # fmt: skip
+        tensors = _input, lin_weight, selected_token_ids, attention_mask, advantages, bias
+        reference = ref_per_token_logps, old_per_token_logps, ref_input, ref_weight, ref_bias
+        more = dict(vllm_is_ratio=vllm_is_ratio, num_items_in_batch=num_items_in_batch)
+        return LigerFusedLinearGRPOFunction.apply(*tensors, *reference, **more, **self.options())

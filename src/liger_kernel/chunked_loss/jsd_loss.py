@@ -18,7 +18,7 @@ class LigerFusedLinearJSDFunction(FunctionWithKernel):
     kind = "jsd"
 
     @staticmethod
-    def distillation_loss_fn(  # type: ignore[override]
+    def distillation_loss_fn(
         student_logits: Tensor, teacher_logits: Tensor, beta: float = 0.5, target: Tensor | None = None, ignore_index: int = -100
     ) -> Tensor:
         """The divergence, summed over the rows that are not ignored."""

@@ -13,10 +13,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from liger_kernel.chunked_loss.fused_linear_preference import Found, sigmoid
 from liger_kernel.chunked_loss.fused_linear_unpaired_preference import LigerFusedLinearUnpairedPreferenceBase
+from liger_kernel.nn.options import WithOptions
 
 
 class LigerFusedLinearKTOFunction(LigerFusedLinearUnpairedPreferenceBase):
@@ -34,7 +35,7 @@ class LigerFusedLinearKTOFunction(LigerFusedLinearUnpairedPreferenceBase):
         return losses.sum() / max(full_target.shape[0], 1), rewards.where(desirable, 0).sum(), rewards.where(~desirable, 0).sum()
 
     @classmethod
-    def forward(  # type: ignore[override]
+    def forward(
         cls, ctx: Any, _input: Tensor, weight: Tensor, target: Tensor, preference_labels: Tensor, bias: Tensor | None = None,
         ref_input: Tensor | None = None, ref_weight: Tensor | None = None, ref_bias: Tensor | None = None,
         kl: Tensor | float | None = None, ignore_index: int = -100, beta: float = 0.1, compiled: bool = True, use_ref_model: bool = False,
@@ -45,14 +46,14 @@ class LigerFusedLinearKTOFunction(LigerFusedLinearUnpairedPreferenceBase):
             if kl.numel() != 1:
                 raise ValueError(f"{cls.__name__}: kl must be one number, got shape {tuple(kl.shape)}")
             kl = kl.detach().reshape(())
-        return super().forward(
-            cls, ctx, _input, weight, target, preference_labels, bias, ignore_index=ignore_index, use_ref_model=use_ref_model or ref_input is not None,
-            ref_input=ref_input, ref_weight=ref_weight, ref_bias=ref_bias, average_log_prob=average_log_prob, ref_logps=ref_logps, compact=compact, beta=beta,
-            kl=kl, desirable_weight=desirable_weight, undesirable_weight=undesirable_weight,
-        )  # fmt: skip
+        reference: dict[str, Any] = dict(ref_input=ref_input, ref_weight=ref_weight, ref_bias=ref_bias, ref_logps=ref_logps)
+        reference["use_ref_model"] = use_ref_model or ref_input is not None
+        options: dict[str, Any] = dict(ignore_index=ignore_index, average_log_prob=average_log_prob, compact=compact)
+        options |= dict(beta=beta, kl=kl, desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
+        return super().forward(cls, ctx, _input, weight, target, preference_labels, bias, **reference, **options)
 
 
-class LigerFusedLinearKTOLoss(nn.Module):
+class LigerFusedLinearKTOLoss(WithOptions):
     """``(loss, (chosen_logps, rejected_logps, chosen_logits, rejected_logits, chosen_rewards, rejected_rewards))``, the latter 0-dim sums.
 
     ``kl``: a number or a tensor of one. A reference that is given is used; ``use_ref_model=True`` says that there must be one. ``compiled`` and ``chunk_size``
@@ -64,17 +65,12 @@ class LigerFusedLinearKTOLoss(nn.Module):
         average_log_prob: bool = False, chunk_size: int = 1, desirable_weight: float = 1.0, undesirable_weight: float = 1.0,
         compact: bool = True,
     ):  # fmt: skip
-        super().__init__()
-        self.ignore_index, self.beta, self.compiled, self.use_ref_model, self.average_log_prob = ignore_index, beta, compiled, use_ref_model, average_log_prob
-        self.chunk_size, self.desirable_weight, self.undesirable_weight, self.compact = chunk_size, desirable_weight, undesirable_weight, compact
+        super().__init__(locals())
 
     def forward(
         self, _input: Tensor, lin_weight: Tensor, target: Tensor, bias: Tensor | None = None, preference_labels: Tensor | None = None,
         ref_input: Tensor | None = None, ref_weight: Tensor | None = None, ref_bias: Tensor | None = None,
         kl: Tensor | float | None = None, ref_logps: Tensor | None = None,
     ) -> Found:  # fmt: skip
-        return LigerFusedLinearKTOFunction.apply(
-            _input, lin_weight, target, preference_labels, bias, ref_input, ref_weight, ref_bias, kl, self.ignore_index, self.beta,
-            use_ref_model=self.use_ref_model, average_log_prob=self.average_log_prob, desirable_weight=self.desirable_weight,
-            undesirable_weight=self.undesirable_weight, ref_logps=ref_logps, compact=self.compact,
-        )  # fmt: skip
+        reference = ref_input, ref_weight, ref_bias, kl
+        return LigerFusedLinearKTOFunction.apply(_input, lin_weight, target, preference_labels, bias, *reference, ref_logps=ref_logps, **self.options())

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from liger_kernel.chunked_loss.fused_linear_preference import Found, LigerFusedLinearPreferenceBase
+from liger_kernel.nn.options import WithOptions
 
 
 def _log_odds(logp: Tensor) -> Tensor:
@@ -31,18 +32,16 @@ class LigerFusedLinearORPOFunction(LigerFusedLinearPreferenceBase):
         return -beta * log_sigmoid, beta * chosen_logps, beta * rejected_logps, log_sigmoid, ratio.sum() / B
 
     @classmethod
-    def forward(  # type: ignore[override]
+    def forward(
         cls, ctx: Any, _input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, ignore_index: int = -100,
         beta: float = 0.1, compute_nll_loss: bool = True, nll_target: Tensor | None = None, compiled: bool = True, chunk_size: int = 1,
         compact: bool = True,
     ) -> Found:  # fmt: skip
-        return super().forward(
-            cls, ctx, _input, weight, target, bias, ignore_index=ignore_index, beta=beta, compute_nll_loss=compute_nll_loss, nll_target=nll_target,
-            average_log_prob=True, compact=compact,
-        )  # fmt: skip
+        of_nll: dict[str, Any] = dict(compute_nll_loss=compute_nll_loss, nll_target=nll_target)
+        return super().forward(cls, ctx, _input, weight, target, bias, ignore_index=ignore_index, beta=beta, average_log_prob=True, compact=compact, **of_nll)
 
 
-class LigerFusedLinearORPOLoss(nn.Module):
+class LigerFusedLinearORPOLoss(WithOptions):
     """``(loss, (chosen_logps, rejected_logps, chosen_logits_mean, rejected_logits_mean, nll_loss,
     chosen_rewards, rejected_rewards, log_odds_ratio, log_odds))``.
 
@@ -52,11 +51,7 @@ class LigerFusedLinearORPOLoss(nn.Module):
     def __init__(
         self, ignore_index: int = -100, beta: float = 0.1, compute_nll_loss: bool = True, compiled: bool = True, chunk_size: int = 1, compact: bool = True
     ):
-        super().__init__()
-        self.ignore_index, self.beta, self.compute_nll_loss, self.compiled, self.chunk_size = ignore_index, beta, compute_nll_loss, compiled, chunk_size
-        self.compact = compact
+        super().__init__(locals())
 
     def forward(self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None, nll_target: Tensor | None = None) -> Found:
-        return LigerFusedLinearORPOFunction.apply(
-            _input, lin_weight, target, bias, self.ignore_index, self.beta, self.compute_nll_loss, nll_target, compact=self.compact
-        )
+        return LigerFusedLinearORPOFunction.apply(_input, lin_weight, target, bias, nll_target=nll_target, **self.options())

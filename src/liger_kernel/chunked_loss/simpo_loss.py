@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from liger_kernel.chunked_loss.cpo_loss import smoothed_logistic
 from liger_kernel.chunked_loss.fused_linear_preference import Found, LigerFusedLinearPreferenceBase
+from liger_kernel.nn.options import WithOptions
 
 
 class LigerFusedLinearSimPOFunction(LigerFusedLinearPreferenceBase):
@@ -27,18 +28,16 @@ class LigerFusedLinearSimPOFunction(LigerFusedLinearPreferenceBase):
         return smoothed_logistic(z, label_smoothing).sum() / max(full_target.shape[0] // 2, 1), beta * chosen_logps, beta * rejected_logps
 
     @classmethod
-    def forward(  # type: ignore[override]
+    def forward(
         cls, ctx: Any, _input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, ignore_index: int = -100,
         beta: float = 0.1, alpha: float = 1.0, label_smoothing: float = 0.0, compute_nll_loss: bool = False, compiled: bool = True,
         gamma: float = 0.5, chunk_size: int = 1, compact: bool = True,
     ) -> Found:  # fmt: skip
-        return super().forward(
-            cls, ctx, _input, weight, target, bias, ignore_index=ignore_index, alpha=alpha, beta=beta, compute_nll_loss=compute_nll_loss,
-            average_log_prob=True, label_smoothing=label_smoothing, gamma=gamma, compact=compact,
-        )  # fmt: skip
+        options: dict[str, Any] = dict(alpha=alpha, beta=beta, label_smoothing=label_smoothing, gamma=gamma, average_log_prob=True, compact=compact)
+        return super().forward(cls, ctx, _input, weight, target, bias, ignore_index=ignore_index, compute_nll_loss=compute_nll_loss, **options)
 
 
-class LigerFusedLinearSimPOLoss(nn.Module):
+class LigerFusedLinearSimPOLoss(WithOptions):
     """``(loss, (chosen_logps, rejected_logps, chosen_logits_mean, rejected_logits_mean, nll_loss, chosen_rewards, rejected_rewards))``.
 
     ``compiled`` and ``chunk_size`` have no effect; ``compact``: ``LigerFusedLinearPreferenceBase``.
@@ -48,12 +47,7 @@ class LigerFusedLinearSimPOLoss(nn.Module):
         self, ignore_index: int = -100, beta: float = 0.1, alpha: float = 1.0, label_smoothing: float = 0.0, compute_nll_loss: bool = True,
         compiled: bool = True, gamma: float = 0.5, chunk_size: int = 1, compact: bool = True,
     ):  # fmt: skip
-        super().__init__()
-        self.ignore_index, self.beta, self.alpha, self.label_smoothing, self.compute_nll_loss = ignore_index, beta, alpha, label_smoothing, compute_nll_loss
-        self.compiled, self.gamma, self.chunk_size, self.compact = compiled, gamma, chunk_size, compact
+        super().__init__(locals())
 
     def forward(self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None) -> Found:
-        return LigerFusedLinearSimPOFunction.apply(
-            _input, lin_weight, target, bias, self.ignore_index, self.beta, self.alpha, self.label_smoothing, self.compute_nll_loss,
-            gamma=self.gamma, compact=self.compact,
-        )  # fmt: skip
+        return LigerFusedLinearSimPOFunction.apply(_input, lin_weight, target, bias, **self.options())

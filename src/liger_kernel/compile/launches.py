@@ -18,7 +18,7 @@ class Mock(MockTensor):
         super().__init__(x.dtype)
         self.offset = int(x.storage_offset()) * x.itemsize
 
-    def data_ptr(self) -> int:  # type: ignore[override]
+    def data_ptr(self) -> int:
         return self.offset
 
 

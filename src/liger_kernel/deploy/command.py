@@ -18,8 +18,8 @@ def main(argv: list[str]) -> int:
     submitting = commands.add_parser("submit", help="kubectl apply of the plain YAML")
     for command in (rendering, submitting):
         command.add_argument("job", help="YAML or JSON file of a job")
-    rendering.add_argument("--as", dest="form", choices=FORMS, default="yaml", help="plain YAML (default), a folder for kubectl -k, a Helm chart; "
-                           "the config of liger train; Prometheus rules, a Grafana dashboard")  # fmt: skip
+    forms = "plain YAML (default), a folder for kubectl -k, a Helm chart; the config of liger train; Prometheus rules, a Grafana dashboard"
+    rendering.add_argument("--as", dest="form", choices=FORMS, default="yaml", help=forms)
     rendering.add_argument("--to", metavar="DIR", help="write below this folder (default: print)")
     submitting.add_argument("--dry-run", choices=("client", "server"), help="let kubectl check and change nothing; server asks the cluster's own checks")
     submitting.add_argument("--context", help="of kubectl's configuration")

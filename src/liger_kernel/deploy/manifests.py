@@ -40,7 +40,7 @@ def _pytorchjob(job: Job) -> list[Object]:
         "runPolicy": {"cleanPodPolicy": "Running", "backoffLimit": job.retries, "suspend": bool(job.queue)},
         "pytorchReplicaSpecs": {
             # OnFailure, not ExitCode: that takes codes below 128 for final, and 75 says run it again
-            "Worker": {"replicas": job.nodes, "restartPolicy": "OnFailure", "template": _template(job, "pytorch", f"{job.name}-worker-0")},
+            "Worker": {"replicas": job.nodes, "restartPolicy": "OnFailure", "template": _template(job, "pytorch", f"{job.name}-worker-0")}
         },
     }
     return [{"apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob", "metadata": _queued(job), "spec": spec}]
@@ -58,10 +58,7 @@ def _trainjob(job: Job) -> list[Object]:
         "apiVersion": "trainer.kubeflow.org/v1alpha1",
         "kind": "TrainingRuntime",
         "metadata": {**_metadata(job), "labels": _labels(job) | {"trainer.kubeflow.org/framework": "torch"}},
-        "spec": {
-            "mlPolicy": {"numNodes": job.nodes, "torch": {}},
-            "template": {"spec": {"failurePolicy": _failure_policy(job), "replicatedJobs": [node]}},
-        },
+        "spec": {"mlPolicy": {"numNodes": job.nodes, "torch": {}}, "template": {"spec": {"failurePolicy": _failure_policy(job), "replicatedJobs": [node]}}},
     }
     train = {
         "apiVersion": "trainer.kubeflow.org/v1alpha1",

@@ -58,7 +58,7 @@ def _dump(documents: list[Object], mark: str = "\0") -> str:
     """YAML; texts with the ``mark`` of a template's value are quoted, as it may be one that YAML takes for a number."""
     yaml: Any = _yaml()
 
-    class Dumper(yaml.SafeDumper):  # type: ignore[name-defined]
+    class Dumper(yaml.SafeDumper):
         def ignore_aliases(self, data: Any) -> bool:
             return True
 
@@ -88,13 +88,13 @@ def _overlay(folder: str, base: list[Object], wanted: list[Object]) -> dict[str,
         raise UserError("overlays need jsonpatch: pip install 'liger-kernel[k8s]'") from error
     there = {_file(o): o for o in base}
     new = [o for o in wanted if _file(o) not in there]
-    patches = []
+    patches: list[dict[str, Any]] = []
     for o in wanted:
-        operations = jsonpatch.make_patch(there[_file(o)], o).patch if _file(o) in there else []
+        operations: Any = jsonpatch.make_patch(there[_file(o)], o).patch if _file(o) in there else []
         if operations:
             group, _, version = o["apiVersion"].rpartition("/")
             target = {"group": group, "version": version, "kind": o["kind"], "name": o["metadata"]["name"]}
-            patches.append({"target": target, "patch": _dump([operations])})  # type: ignore[list-item]
+            patches.append({"target": target, "patch": _dump([operations])})
     return _folder(folder, new, {"resources": ["../../base", *(_file(o) for o in new)], "patches": patches})
 
 

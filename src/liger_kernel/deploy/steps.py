@@ -50,13 +50,12 @@ def private(name: str) -> Path:
         folder.mkdir(mode=0o700)
     if hasattr(os, "geteuid"):  # elsewhere the temporary folder is the user's own
         found = folder.lstat()
-        why = (
-            "is no folder" if not stat.S_ISDIR(found.st_mode)
-            else f"belongs to user {found.st_uid}" if found.st_uid != os.geteuid()
-            else "can be written to by others" if found.st_mode & 0o022
-            else None
-        )  # fmt: skip
-        if why:
+        wrong = {
+            "is no folder": not stat.S_ISDIR(found.st_mode),
+            f"belongs to user {found.st_uid}": found.st_uid != os.geteuid(),
+            "can be written to by others": found.st_mode & 0o022,
+        }
+        if why := next((why for why, holds in wrong.items() if holds), None):
             raise UserError(f"{folder} {why}: remove it, or set TMPDIR to a folder of your own")
         folder.chmod(0o700)
     return folder

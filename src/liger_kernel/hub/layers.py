@@ -5,6 +5,8 @@ A norm whose rounding none of our variants reproduces keeps the ``forward`` it h
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -20,11 +22,11 @@ _FORMS: dict[type, tuple[float, str, str] | None] = {}
 
 
 @torch.compiler.assume_constant_result
-def _form(cls: type) -> tuple[float, str, str] | None:
+def _form(cls: Any) -> tuple[float, str, str] | None:
     """Offset, casting and the name of eps of the variant that reproduces the norm ``cls``; None if there is none."""
     if cls not in _FORMS:
         with torch.random.fork_rng(devices=[]), torch.device("cpu"), references():
-            variant, _ = recognise(_NORMS, cls, cls.forward)  # type: ignore[attr-defined]
+            variant, _ = recognise(_NORMS, cls, cls.forward)
         plain = isinstance(variant, RMSNorm) and variant.weight == "weight"
         _FORMS[cls] = (variant.offset, variant.casting, variant.eps) if plain else None
     return _FORMS[cls]

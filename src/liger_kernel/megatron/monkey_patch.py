@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from collections.abc import Callable
@@ -46,13 +47,13 @@ def _patch_norm(norm: Any) -> None:
         return
     stock = norm.__new__
 
+    @functools.wraps(stock, assigned=(), updated=())
     def new(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
         if config.normalization != "RMSNorm":
             return stock(cls, config, *args, **kwargs)
         # the stock one ignores ``normalization``, the config decides
         return LigerMegatronRMSNorm(config, *args[:4], **{k: v for k, v in kwargs.items() if k != "normalization"})
 
-    new.__wrapped__ = stock  # type: ignore[attr-defined]
     norm.__new__ = staticmethod(new)
     setattr(norm, MARK, True)
 

@@ -15,7 +15,7 @@ from liger_kernel.nn.attention import liger_fused_neighborhood_attention as lige
 from liger_kernel.nn.attention import liger_multi_token_attention as liger_multi_token_attention
 from liger_kernel.nn.attention import liger_softmax as liger_softmax
 from liger_kernel.nn.attention import liger_sparsemax as liger_sparsemax
-from liger_kernel.nn.losses import LOSS_OPTIONS as LOSS_OPTIONS
+from liger_kernel.nn.float8 import LigerFloat8Linear as LigerFloat8Linear
 from liger_kernel.nn.losses import CrossEntropyOutput as CrossEntropyOutput
 from liger_kernel.nn.losses import LigerCrossEntropyLoss as LigerCrossEntropyLoss
 from liger_kernel.nn.losses import LigerFusedCETVDLoss as LigerFusedCETVDLoss

@@ -47,9 +47,8 @@ class LigerSparsemax(nn.Module):
 
 
 def liger_multi_token_attention(
-    scores: Tensor, weight: Tensor, bias: Tensor | None = None, stride: int = 1, padding: int = 0, dilation: int = 1, groups: int = 1,
-    sparse: bool = False,
-) -> Tensor:  # fmt: skip
+    scores: Tensor, weight: Tensor, bias: Tensor | None = None, stride: int = 1, padding: int = 0, dilation: int = 1, groups: int = 1, sparse: bool = False
+) -> Tensor:
     """Causal softmax, or sparsemax, of scores (B, C, L, L), convolved over neighbouring queries and keys; zero above the diagonal."""
     return multi_token_attention(scores, weight, bias, stride=stride, padding=padding, dilation=dilation, groups=groups, sparse=sparse)
 
@@ -82,7 +81,7 @@ class LigerMultiTokenAttention(nn.Module):
 
 def liger_fused_neighborhood_attention(
     query: Tensor, key: Tensor, value: Tensor, kernel_size: int = 7, dilation: int = 1, scale: float | None = None
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Attention of query (B, H, T, D) to the ``kernel_size`` keys around it, ``dilation`` apart, fewer at the borders."""
     return neighborhood_attention(query, key, value, kernel_size=kernel_size, dilation=dilation, scale=scale)
 
@@ -91,9 +90,8 @@ class LigerFusedNeighborhoodAttention(nn.Module):
     """Neighbourhood attention over hidden states (B, T, hidden_size), between its projections; dropout before the last one."""
 
     def __init__(
-        self, hidden_size: int, num_heads: int, kernel_size: int = 7, dilation: int = 1, bias: bool = True, dropout: float = 0.0,
-        scale: float | None = None,
-    ):  # fmt: skip
+        self, hidden_size: int, num_heads: int, kernel_size: int = 7, dilation: int = 1, bias: bool = True, dropout: float = 0.0, scale: float | None = None
+    ):
         super().__init__()
         if hidden_size % num_heads:
             raise ValueError(f"{type(self).__name__}: hidden_size must be a multiple of num_heads, {num_heads}, got {hidden_size}")

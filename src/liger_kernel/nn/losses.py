@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from liger_kernel.nn.options import WithOptions
 from liger_kernel.ops.losses.chunks import Kept
 from liger_kernel.ops.losses.cross_entropy import cross_entropy
 from liger_kernel.ops.losses.cross_entropy_rows import REDUCTIONS
@@ -89,17 +89,8 @@ def liger_cross_entropy(
     plain = isinstance(input, Tensor) and input.ndim == 2 and target.ndim == 1 and not target.is_floating_point()
     if not (plain or stats or lse_square_scale or softcap):
         return _stock_cross_entropy(input, target, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
-    found = cross_entropy(
-        input,
-        target,
-        weight,
-        ignore_index=ignore_index,
-        reduction=reduction,
-        label_smoothing=label_smoothing,
-        z_loss=lse_square_scale,
-        softcap=softcap,
-        stats=stats,
-    )
+    options: dict[str, Any] = dict(ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing, z_loss=lse_square_scale)
+    found = cross_entropy(input, target, weight, **options, softcap=softcap, stats=stats)
     return _output(found, target, ignore_index, return_z_loss, return_token_accuracy, return_predicted_tokens)
 
 
@@ -133,25 +124,10 @@ def liger_fused_linear_cross_entropy(
     ``chunk_rows`` tokens. ``num_items``, ``compact`` and ``fp32_logits``: see ``linear_cross_entropy``.
     """
     stats = return_z_loss or return_token_accuracy or return_predicted_tokens
-    found = linear_cross_entropy(
-        input,
-        weight,
-        target,
-        bias,
-        ce_weight,
-        ignore_index=ignore_index,
-        reduction=reduction,
-        label_smoothing=label_smoothing,
-        z_loss=lse_square_scale,
-        softcap=softcap,
-        token_scaling=use_token_scaling,
-        accum_dtype=accum_dtype,
-        stats=stats,
-        num_items=num_items,
-        compact=compact,
-        chunk_rows=chunk_rows,
-        fp32_logits=fp32_logits,
-    )
+    options: dict[str, Any] = dict(ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing, z_loss=lse_square_scale)
+    options |= dict(softcap=softcap, token_scaling=use_token_scaling, num_items=num_items, stats=stats)
+    how: dict[str, Any] = dict(accum_dtype=accum_dtype, compact=compact, chunk_rows=chunk_rows, fp32_logits=fp32_logits)
+    found = linear_cross_entropy(input, weight, target, bias, ce_weight, **options, **how)
     return _output(found, target, ignore_index, return_z_loss, return_token_accuracy, return_predicted_tokens)
 
 
@@ -161,13 +137,7 @@ def liger_jsd(input: Tensor, target: Tensor, shift_labels: Tensor | None = None,
 
 
 def liger_kl_div(
-    input: Tensor,
-    target: Tensor,
-    size_average: bool = True,
-    reduce: bool = True,
-    reduction: str = "mean",
-    log_target: bool = False,
-    eps: float = 1e-10,
+    input: Tensor, target: Tensor, size_average: bool = True, reduce: bool = True, reduction: str = "mean", log_target: bool = False, eps: float = 1e-10
 ) -> Tensor:
     """``F.kl_div``: KL(target || exp(input)); ``reduce=False`` means "none", ``size_average=False`` "sum", and True leaves it to ``reduction``."""
     if reduce is False or size_average is False:
@@ -180,29 +150,13 @@ def liger_tvd(input: Tensor, target: Tensor, shift_labels: Tensor | None = None,
     return tvd(input, target, shift_labels, reduction=reduction, ignore_index=ignore_index)
 
 
-def _arguments(self: nn.Module) -> str:
-    """For ``extra_repr``: the arguments of its constructor that it keeps by their names."""
-    kept = {name: self.__dict__[name] for name in inspect.signature(type(self).__init__).parameters if name in self.__dict__}
-    return ", ".join(f"{name}={value!r}" for name, value in kept.items())
-
-
-LOSS_OPTIONS = (
-    "ignore_index",
-    "lse_square_scale",
-    "label_smoothing",
-    "reduction",
-    "softcap",
-    "return_z_loss",
-    "return_token_accuracy",
-    "return_predicted_tokens",
-)
-
-
-class LigerCrossEntropyLoss(nn.Module):
+class LigerCrossEntropyLoss(WithOptions):
     """Cross entropy of logits (M, V) and class indices (M,); the logits are not overwritten.
 
     Returns the loss, or a ``CrossEntropyOutput`` if one of the ``return_*`` is set.
     """
+
+    buffers_of = ("weight",)
 
     def __init__(
         self,
@@ -216,19 +170,13 @@ class LigerCrossEntropyLoss(nn.Module):
         return_token_accuracy: bool = False,
         return_predicted_tokens: bool = False,
     ):
-        super().__init__()
-        self.register_buffer("weight", weight, persistent=False)  # moves with the module, and is no part of its state
-        self.ignore_index, self.lse_square_scale, self.label_smoothing = ignore_index, lse_square_scale, label_smoothing
-        self.reduction, self.softcap = reduction, softcap
-        self.return_z_loss, self.return_token_accuracy, self.return_predicted_tokens = return_z_loss, return_token_accuracy, return_predicted_tokens
-
-    extra_repr = _arguments
+        super().__init__(locals())
 
     def forward(self, _input: Tensor, target: Tensor) -> Tensor | CrossEntropyOutput:
-        return liger_cross_entropy(_input, target, self.weight, **{name: getattr(self, name) for name in LOSS_OPTIONS})
+        return liger_cross_entropy(_input, target, **self.options())
 
 
-class LigerFusedLinearCrossEntropyLoss(nn.Module):
+class LigerFusedLinearCrossEntropyLoss(WithOptions):
     """Cross entropy of ``_input @ lin_weight.T + bias`` and class indices (M,), without the logits. _input (M, H), lin_weight (V, H).
 
     ``accum_dtype``: of the sum of the weight's gradient; ``use_token_scaling``: times the detached probability of the target; ``compact``,
@@ -236,6 +184,8 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
 
     Returns the loss, or a ``CrossEntropyOutput`` if one of the ``return_*`` is set.
     """
+
+    buffers_of = ("ce_weight",)
 
     def __init__(
         self,
@@ -255,34 +205,22 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
         chunk_rows: int | None = None,
         fp32_logits: bool = False,
     ):
-        super().__init__()
-        self.compact, self.chunk_rows, self.fp32_logits = compact, chunk_rows, fp32_logits
-        self.register_buffer("ce_weight", ce_weight, persistent=False)
-        self.ignore_index, self.lse_square_scale, self.label_smoothing = ignore_index, lse_square_scale, label_smoothing
-        self.reduction, self.softcap, self.accum_dtype, self.use_token_scaling = reduction, softcap, accum_dtype, use_token_scaling
-        self.return_z_loss, self.return_token_accuracy, self.return_predicted_tokens = return_z_loss, return_token_accuracy, return_predicted_tokens
-
-    extra_repr = _arguments
+        super().__init__(locals())
 
     def forward(
         self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None, *, num_items: Tensor | float | None = None
     ) -> Tensor | CrossEntropyOutput:
-        own = ("ce_weight", "accum_dtype", "use_token_scaling", "compact", "chunk_rows", "fp32_logits")
-        options = {name: getattr(self, name) for name in (*own, *LOSS_OPTIONS)}
-        return liger_fused_linear_cross_entropy(_input, lin_weight, target, bias, num_items=num_items, **options)
+        return liger_fused_linear_cross_entropy(_input, lin_weight, target, bias, num_items=num_items, **self.options())
 
 
-class LigerJSD(nn.Module):
+class LigerJSD(WithOptions):
     """Generalised Jensen-Shannon divergence of log-probabilities (M, V); ``beta=0`` is KL(p || q), ``beta=1`` KL(q || p)."""
 
     def __init__(self, beta: float = 0.5, ignore_index: int = -100):
-        super().__init__()
-        self.beta, self.ignore_index = beta, ignore_index
-
-    extra_repr = _arguments
+        super().__init__(locals())
 
     def forward(self, log_q: Tensor, log_p: Tensor, shift_labels: Tensor | None = None) -> Tensor:
-        return jsd(log_q, log_p, shift_labels, beta=self.beta, ignore_index=self.ignore_index)
+        return jsd(log_q, log_p, shift_labels, **self.options())
 
 
 class LigerKLDIVLoss(nn.KLDivLoss):
@@ -292,57 +230,47 @@ class LigerKLDIVLoss(nn.KLDivLoss):
         super().__init__(*args, **kwargs)
         self.eps = eps
 
-    extra_repr = _arguments
+    def extra_repr(self) -> str:
+        return f"eps={self.eps!r}"
 
     def forward(self, y_pred: Tensor, y_true: Tensor) -> Tensor:
         return kl_div(y_pred, y_true, reduction=self.reduction, log_target=self.log_target, eps=self.eps)
 
 
-class LigerTVDLoss(nn.Module):
+class LigerTVDLoss(WithOptions):
     """Total variation distance of probabilities (M, V)."""
 
     def __init__(self, reduction: str = "batchmean", ignore_index: int = -100):
-        super().__init__()
-        self.reduction, self.ignore_index = reduction, ignore_index
-
-    extra_repr = _arguments
+        super().__init__(locals())
 
     def forward(self, p: Tensor, q: Tensor, shift_labels: Tensor | None = None) -> Tensor:
-        return tvd(p, q, shift_labels, reduction=self.reduction, ignore_index=self.ignore_index)
+        return tvd(p, q, shift_labels, **self.options())
 
 
-class LigerVocabParallelCrossEntropy(nn.Module):
+class LigerVocabParallelCrossEntropy(WithOptions):
     """Cross entropy of this rank's slice of the logits (..., N) and indices among all classes (...), over the ranks of ``tp_group``.
 
     ``label_smoothing_formula`` "pytorch" or "megatron"; ``label_smoothing_mode``: over the "global" classes or this rank's "partition".
     """
 
     def __init__(
-        self, ignore_index: int = -100, label_smoothing: float = 0.0, reduction: str = "none", label_smoothing_formula: str = "pytorch",
+        self,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        reduction: str = "none",
+        label_smoothing_formula: str = "pytorch",
         label_smoothing_mode: str = "global",
-    ):  # fmt: skip
-        super().__init__()
+    ):
+        super().__init__(locals())
         validate_formula_and_mode(label_smoothing_formula, label_smoothing_mode)
         if reduction not in REDUCTIONS:
             raise ValueError(f"{type(self).__name__}: reduction must be one of {REDUCTIONS}, got {reduction!r}")
         if not 0 <= label_smoothing < 1:
             raise ValueError(f"{type(self).__name__}: label_smoothing must be in [0, 1), got {label_smoothing}")
-        self.ignore_index, self.label_smoothing, self.reduction = ignore_index, label_smoothing, reduction
-        self.label_smoothing_formula, self.label_smoothing_mode = label_smoothing_formula, label_smoothing_mode
 
     def forward(self, vocab_parallel_logits: Tensor, target: Tensor, tp_group: Any = None) -> Tensor:
-        return vocab_parallel_cross_entropy(
-            vocab_parallel_logits,
-            target,
-            tp_group,
-            ignore_index=self.ignore_index,
-            reduction=self.reduction,
-            label_smoothing=self.label_smoothing,
-            formula=self.label_smoothing_formula,
-            mode=self.label_smoothing_mode,
-        )
-
-    extra_repr = _arguments
+        options = {name.removeprefix("label_smoothing_"): value for name, value in self.options().items()}
+        return vocab_parallel_cross_entropy(vocab_parallel_logits, target, tp_group, **options)
 
 
 def liger_fused_linear_jsd(
@@ -362,26 +290,21 @@ def liger_fused_linear_jsd(
     )
 
 
-class LigerFusedLinearJSD(nn.Module):
+class LigerFusedLinearJSD(WithOptions):
     """beta KL(p || m) + (1 - beta) KL(q || m) of student q and teacher p (arXiv:2306.13649), m = beta p + (1 - beta) q, without the logits of either.
 
     The mean over tokens that are not ignored. The teacher gets no gradient. ``accum_dtype``: of the sum of the weight's gradient.
     """
 
     def __init__(self, jsd_beta: float = 0.5, ignore_index: int = -100, temperature: float = 1.0, accum_dtype: torch.dtype | None = None):
-        super().__init__()
+        super().__init__(locals())
         if not temperature > 0:
             raise ValueError(f"LigerFusedLinearJSD: temperature must be positive, got {temperature}")
-        self.jsd_beta, self.ignore_index, self.temperature, self.accum_dtype = jsd_beta, ignore_index, temperature, accum_dtype
-
-    extra_repr = _arguments
 
     def forward(
         self, student_input: Tensor, student_weight: Tensor, teacher_input: Tensor, teacher_weight: Tensor, shift_labels: Tensor | None = None
     ) -> Tensor:
-        return liger_fused_linear_jsd(
-            student_input, student_weight, teacher_input, teacher_weight, shift_labels, self.jsd_beta, self.ignore_index, self.temperature, self.accum_dtype
-        )
+        return liger_fused_linear_jsd(student_input, student_weight, teacher_input, teacher_weight, shift_labels, **self.options())
 
 
 def liger_fused_linear_kl_div(
@@ -411,7 +334,7 @@ def liger_fused_linear_scaled_cross_entropy_tp(
     return LigerFusedLinearScaledCrossEntropyTPFunction.apply(input, weight, target, tp_group, temperature, ignore_index, tiles_per_reduce, return_entropy)
 
 
-class LigerFusedLinearKLDivLoss(nn.Module):
+class LigerFusedLinearKLDivLoss(WithOptions):
     """KL(p || q) of q = softmax(student_input student_weight^T / temperature) from a teacher's probabilities p, without the student's logits.
 
     ``forward(student_input, student_weight, target, shift_labels=None)``: (M, H), (V, H), p (M, V) in any floating-point dtype, and labels (M,), of which
@@ -421,28 +344,17 @@ class LigerFusedLinearKLDivLoss(nn.Module):
     """
 
     def __init__(
-        self,
-        reduction: str = "batchmean",
-        ignore_index: int = -100,
-        temperature: float = 1.0,
-        eps: float = 1e-10,
-        accum_dtype: torch.dtype | None = None,
+        self, reduction: str = "batchmean", ignore_index: int = -100, temperature: float = 1.0, eps: float = 1e-10, accum_dtype: torch.dtype | None = None
     ):
-        super().__init__()
+        super().__init__(locals())
         if not temperature > 0:
             raise ValueError(f"LigerFusedLinearKLDivLoss: temperature must be positive, got {temperature}")
-        self.reduction, self.ignore_index, self.temperature, self.eps, self.accum_dtype = reduction, ignore_index, temperature, eps, accum_dtype
 
     def forward(self, student_input: Tensor, student_weight: Tensor, target: Tensor, shift_labels: Tensor | None = None) -> Tensor:
-        return liger_fused_linear_kl_div(
-            student_input, student_weight, target, shift_labels, self.reduction, self.ignore_index, self.temperature, self.eps, self.accum_dtype
-        )
-
-    def extra_repr(self) -> str:
-        return f"reduction={self.reduction!r}, ignore_index={self.ignore_index}, temperature={self.temperature}, eps={self.eps}, accum_dtype={self.accum_dtype}"
+        return liger_fused_linear_kl_div(student_input, student_weight, target, shift_labels, **self.options())
 
 
-class LigerFusedCETVDLoss(nn.Module):
+class LigerFusedCETVDLoss(WithOptions):
     """Cross entropy and total variation distance from a teacher, of each token, in one pass over the logits.
 
     ``forward(student_logits, teacher_logits, target)``: (M, V), (M, V), (M,). Returns ``(ce, tvd)``, fp32 (M,) each, 0 where the target is
@@ -450,11 +362,7 @@ class LigerFusedCETVDLoss(nn.Module):
     """
 
     def __init__(self, ignore_index: int = -100):
-        super().__init__()
-        self.ignore_index = ignore_index
+        super().__init__(locals())
 
     def forward(self, student_logits: Tensor, teacher_logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        return fused_ce_tvd(student_logits, teacher_logits, target, ignore_index=self.ignore_index)
-
-    def extra_repr(self) -> str:
-        return f"ignore_index={self.ignore_index}"
+        return fused_ce_tvd(student_logits, teacher_logits, target, **self.options())

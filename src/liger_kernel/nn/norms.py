@@ -108,7 +108,7 @@ class LigerRMSNormForMuseGlimmer(LigerRMSNormForGemma4):
     ):  # fmt: skip
         if dim is None and with_scale:
             raise ValueError(f"{type(self).__name__}: dim must be the number of weights, got None")
-        super().__init__(dim, eps, offset, casting_mode, init_fn, with_scale=with_scale)  # type: ignore[arg-type]
+        super().__init__(dim, eps, offset, casting_mode, init_fn, with_scale=with_scale)
 
 
 class LigerRMSNormForMuseGlimmerTextCentered(LigerRMSNormForGemma): ...
@@ -127,7 +127,7 @@ class LigerFusedAddRMSNorm(LigerRMSNorm):
     def __init__(self, hidden_size: int, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama", init_fn: str = "ones", in_place: bool = False):
         super().__init__(hidden_size, eps, offset, casting_mode, init_fn)
 
-    def forward(self, hidden_states: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(self, hidden_states: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         return fused_add_rms_norm(hidden_states, residual, self.weight, eps=self.variance_epsilon, offset=self.offset, casting=self.casting_mode)
 
 
@@ -212,7 +212,7 @@ class LigerModulatedRMSNorm(LigerRMSNorm):
     ):  # fmt: skip
         super().__init__(hidden_size, eps, offset, casting_mode, init_fn, elementwise_affine=elementwise_affine)
 
-    def forward(self, hidden_states: Tensor, scale: Tensor, shift: Tensor | None = None) -> Tensor:  # type: ignore[override]
+    def forward(self, hidden_states: Tensor, scale: Tensor, shift: Tensor | None = None) -> Tensor:
         return modulated_rms_norm(hidden_states, scale, shift, self.weight, eps=self.variance_epsilon, offset=self.offset, casting=self.casting_mode)
 
 

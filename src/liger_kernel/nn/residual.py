@@ -25,7 +25,7 @@ def liger_mhc_coeffs(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """h_pre (..., H), h_post (..., H) and h_res (..., H, H) of streams x (..., H, C). ``allow_fp32`` is accepted and ignored: every dtype is served."""
     options = dict(tmax=tmax, rms_eps=rms_eps, pre_eps=pre_eps, sinkhorn_eps=sinkhorn_eps, post_mult=post_mult)
-    return mhc_coeffs(x, phi, b, alpha_pre, alpha_post, alpha_res, **options)  # type: ignore[arg-type]
+    return mhc_coeffs(x, phi, b, alpha_pre, alpha_post, alpha_res, **options)
 
 
 def liger_mhc_pre(x: Tensor, h_pre: Tensor) -> Tensor:
@@ -38,9 +38,7 @@ def liger_mhc_post_res(x: Tensor, f_out: Tensor, h_post: Tensor, h_res: Tensor) 
     return mhc_post_res(x, f_out, h_post, h_res)
 
 
-def liger_mhc_apply(
-    x: Tensor, f_out: Tensor, h_pre: Tensor, h_post: Tensor, h_res: Tensor, *, return_x_in: bool = False
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+def liger_mhc_apply(x: Tensor, f_out: Tensor, h_pre: Tensor, h_post: Tensor, h_res: Tensor, *, return_x_in: bool = False) -> Tensor | tuple[Tensor, Tensor]:
     """``liger_mhc_post_res``, and ``liger_mhc_pre`` if ``return_x_in``."""
     x_out = mhc_post_res(x, f_out, h_post, h_res)
     return (x_out, mhc_pre(x, h_pre)) if return_x_in else x_out
@@ -52,7 +50,7 @@ def liger_mhc_forward(
 ) -> Any:  # fmt: skip
     """Streams x (..., H, C) around ``layer``, which gets (..., C) in the dtype of its parameters. With ``return_coeffs`` also (h_pre, h_post, h_res)."""
     options = dict(tmax=tmax, rms_eps=rms_eps, pre_eps=pre_eps, sinkhorn_eps=sinkhorn_eps, post_mult=post_mult)
-    h_pre, h_post, h_res = mhc_coeffs(x, phi, b, alpha_pre, alpha_post, alpha_res, **options)  # type: ignore[arg-type]
+    h_pre, h_post, h_res = mhc_coeffs(x, phi, b, alpha_pre, alpha_post, alpha_res, **options)
     x_in = mhc_pre(x, h_pre)
     parameter = next(layer.parameters(), None) if isinstance(layer, nn.Module) else None
     x_out = mhc_post_res(x, layer(x_in if parameter is None else x_in.to(parameter.dtype)), h_post, h_res)

@@ -278,7 +278,9 @@ _FLAT = StateDictOptions(flatten_optimizer_state_dict=True, ignore_frozen_params
 
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors to write or to read into, and the optimizer's state they are part of. Its numbers follow from the config and the step."""
-    weights: dict[str, Any] = get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=True))
+    trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    frozen = len(trained) < sum(1 for _ in model.parameters())  # a base, quantised perhaps, whose own state DCP cannot tell from modules
+    weights: dict[str, Any] = trained if frozen else get_model_state_dict(model)  # type: ignore[assignment]
     state: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=_FLAT)
     tensors = {f"model.{name}": t for name, t in weights.items()} | {f"optimizer.{name}": t for name, t in state.items() if isinstance(t, Tensor)}
     return tensors, state

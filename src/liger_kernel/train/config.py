@@ -27,6 +27,10 @@ OPTIMIZERS = ("adamw", "adamw-8bit")
 PACKINGS = ("auto", "documents")
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
 REPORTS = ("tensorboard", "wandb", "mlflow")
+QUANTIZED = ("nf4", "int8", "fp8")
+EVERY_LINEAR = "all-linear"
+# fields that say what is trained beside a frozen base; checkpoints of other adapters do not fit
+ADAPTERS = ("lora", "lora_alpha", "lora_dropout", "lora_targets", "dora", "rslora", "quantize")
 RANGES = (
     ("hidden intermediate layers heads kv_heads vocab steps batch accumulate global_batch log_every timeout checkpoint_keep limit", 1, math.inf),
     ("length", 2, math.inf),  # the first token of a row is predicted by nothing
@@ -69,7 +73,17 @@ class TrainConfig:
         "auto", "model", "sdpa, eager, flash_attention_2 ... of transformers; auto: sdpa, but for packed documents PyTorch's varlen_attn where it serves"
     )
 
-    lora: int = _field(0, "model", "rank of LoRA adapters on every linear layer but the head, all else frozen (needs peft); 0 trains everything")
+    lora: int = _field(0, "adapters", "rank of LoRA adapters, which alone are trained (needs peft); 0 trains the whole model")
+    lora_alpha: float | None = _field(None, "adapters", "adapters are scaled by alpha / rank (default: alpha is twice the rank)")
+    lora_dropout: float = _field(0.0, "adapters", "dropout of what adapters read")
+    lora_targets: str = _field(
+        EVERY_LINEAR, "adapters", "layers with adapters: names with commas between, such as q_proj,v_proj; all-linear: every linear layer but the head"
+    )
+    dora: bool = _field(False, "adapters", "DoRA: adapters learn the direction of a weight, a vector its magnitude")
+    rslora: bool = _field(False, "adapters", "scale adapters by alpha / sqrt(rank)")
+    quantize: str | None = _field(
+        None, "adapters", "keep the frozen base in 4 bits (nf4) or 8 (int8) by bitsandbytes, or in fp8 for GPUs that compute in it", QUANTIZED
+    )
 
     data: str = _field(
         "stdlib", "data", "'stdlib' (Python's own sources), a .jsonl or .parquet file, a folder of them or of prepared rows, or a Hugging Face dataset id"
@@ -151,7 +165,9 @@ class TrainConfig:
     cache: str | None = _field(None, "run", "folder for tokenised data (default: cache in the folder of the run)")
     save: str | None = _field(None, "run", "folder for the trained model (safetensors) and its tokenizer, as from_pretrained reads them")
     device: str = _field("auto", "run", "cpu, cuda, cuda:1 ...; auto takes the GPU if there is one")
-    precision: str = _field("auto", "run", "bf16-mixed keeps fp32 weights, bf16 everything in bf16; auto: bf16-mixed on a GPU, fp32 on a CPU", PRECISIONS)
+    precision: str = _field(
+        "auto", "run", "bf16-mixed trains fp32 weights, bf16 keeps all in bf16 but adapters; auto: bf16-mixed on a GPU, fp32 on a CPU", PRECISIONS
+    )
     seed: int = _field(0, "run", "seed of the weights and of the order of the data")
     deterministic: bool = _field(False, "run", "only deterministic PyTorch algorithms: the same bits in every run")
     log_every: int = _field(10, "run", "steps between log lines; between them the GPU is never waited for")
@@ -168,6 +184,8 @@ class TrainConfig:
             ("beta2", "in [0, 1)", lambda x: 0 <= x < 1),
             ("eval_fraction", "in [0, 1)", lambda x: 0 <= x < 1),
             ("decay", "in (0, 1]", lambda x: 0 < x <= 1),
+            ("lora_alpha", "positive", lambda x: x is None or 0 < x < math.inf),
+            ("lora_dropout", "in [0, 1)", lambda x: 0 <= x < 1),
         ):
             if not fits(value := getattr(self, name)):
                 raise UserError(f"{name} must be {wanted}, got {value}")
@@ -189,6 +207,43 @@ class TrainConfig:
             raise UserError(f"heads must divide hidden, into even parts, and kv_heads must divide heads; got {self.hidden}, {self.heads}, {kv_heads}")
         if self.cross_entropy and self.fused_linear_cross_entropy:
             raise UserError("cross_entropy and fused_linear_cross_entropy exclude each other")
+        self._check_adapters()
+
+    def _check_adapters(self) -> None:
+        """What is wrong with adapters whatever the model is; ``train/adapters.py`` checks the rest."""
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        alone = [name for name in ADAPTERS if getattr(self, name) != defaults[name]] if not self.lora else []
+        if self.quantize and alone:
+            raise UserError(f"quantize {self.quantize} needs lora, a rank of 1 or more: a quantised model cannot be trained whole")
+        if alone:
+            raise UserError(f"{alone[0]} needs lora, a rank of 1 or more")
+        names = self.lora_targets.split(",")
+        if not all(name.strip() for name in names) or (len(names) > 1 and EVERY_LINEAR in map(str.strip, names)):
+            raise UserError(f"lora_targets must be {EVERY_LINEAR}, or names of layers with commas between; got {self.lora_targets!r}")
+        if self.lora and self.parallel == "tp":
+            raise UserError("lora needs parallel none, ddp, fsdp2 or deepspeed: tp does not split adapters")
+        if self.quantize and self.parallel not in ("none", "ddp"):
+            raise UserError(f"quantize {self.quantize} needs parallel none or ddp, got {self.parallel}")
+        if self.dora and self.quantize == "int8":  # PEFT 0.21 and bitsandbytes 0.50 lose them in the second step
+            raise UserError("dora needs quantize nf4 or fp8, or none: the scales of int8 do not survive it")
+
+    @property
+    def target_modules(self) -> str | list[str]:
+        """``lora_targets`` as PEFT takes them."""
+        return EVERY_LINEAR if self.lora_targets == EVERY_LINEAR else sorted({name.strip() for name in self.lora_targets.split(",")})
+
+    @property
+    def alpha(self) -> float:
+        return self.lora_alpha if self.lora_alpha is not None else 2.0 * self.lora
+
+    @property
+    def adapters(self) -> dict[str, Any]:
+        """What is trained beside the base, by the names of the fields: the same for two ways to say it. The rank alone, 0, where the model is trained whole."""
+        if not self.lora:
+            return {"lora": 0}
+        targets = self.target_modules
+        told = {"lora_alpha": self.alpha, "lora_targets": targets if isinstance(targets, str) else ",".join(targets)}
+        return {name: told.get(name, getattr(self, name)) for name in ADAPTERS}
 
     @property
     def peak_lr(self) -> float:

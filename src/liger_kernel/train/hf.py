@@ -23,7 +23,7 @@ from liger_kernel.train.measure import Pace, PeakMemory
 from liger_kernel.train.metrics import Endpoint, Reports, of_lines, of_run
 from liger_kernel.train.optimizer import adamw, scheduler
 from liger_kernel.train.ranks import News, Preempted, Ranks, Watch, local_rank, restarts
-from liger_kernel.train.resume import UNMOVED, accept, configured, finished, numbers
+from liger_kernel.train.resume import UNMOVED, accept, configured, finished, numbers, seed_all
 from liger_kernel.train.rows import Data
 
 
@@ -77,6 +77,9 @@ class _Lines(transformers.TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.pace.begin(state.global_step)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        seed_all(self.config.seed, state.global_step, self.ranks.rank)  # of dropout: what was drawn before, or before a restart, plays no part
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.watch.progress()
@@ -184,7 +187,7 @@ def run(config: TrainConfig, data: Data, model: Any, device: torch.device, preci
     """Train and save as ``config`` says; what ``metrics.json`` holds. A line is the mean of ``log_every`` steps here."""
     folder = Path(config.out) / "checkpoints-hf"
     last = latest(folder, ranks)
-    rows = accept(config, data, ranks, folder, last)
+    rows = accept(config, data, model, ranks, folder, last)
     args = arguments(config, folder, device, precision, ranks, rows)
     memory, pace = PeakMemory(device), Pace(lambda step: data.tokens_of((step - 1) * rows, step * rows, config.seed), config.steps)
     endpoint = Endpoint(config.metrics_host, config.metrics_port + local_rank(), ranks.rank) if config.metrics_port else None

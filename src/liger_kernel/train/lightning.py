@@ -26,7 +26,7 @@ from liger_kernel.train.metrics import Endpoint, Reports, of_lines, of_run
 from liger_kernel.train.model import save
 from liger_kernel.train.optimizer import adamw, scheduler
 from liger_kernel.train.ranks import News, Preempted, Ranks, Watch, local_rank, restarts
-from liger_kernel.train.resume import UNMOVED, accept, configured, finished, numbers
+from liger_kernel.train.resume import UNMOVED, accept, configured, finished, numbers, seed_all
 from liger_kernel.train.rows import Data
 
 try:
@@ -67,6 +67,23 @@ class _Module(L.LightningModule):
         super().__init__()
         self.config, self.model, self.parts = config, model, parts
 
+    @property
+    def strict_loading(self) -> bool:
+        return False  # a frozen base is in no checkpoint; ``on_load_checkpoint`` sees to the rest
+
+    def _trained(self) -> set[str]:
+        trained = {name for name, p in self.named_parameters() if p.requires_grad}
+        return trained if len(trained) < sum(1 for _ in self.parameters()) else set(self.state_dict())
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        trained = self._trained()
+        checkpoint["state_dict"] = {name: value for name, value in checkpoint["state_dict"].items() if name in trained}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        there, mine = checkpoint["state_dict"].keys(), self._trained()
+        if strange := sorted(mine - there) or sorted(there - mine - self.state_dict().keys()):
+            raise UserError(f"checkpoint does not fit this model: of the two, one alone has {', '.join(strange[:3])}{' ...' if len(strange) > 3 else ''}")
+
     def training_step(self, batch: dict[str, Any], index: int) -> Tensor:
         return self.model(**batch, use_cache=False).loss * self.parts  # Lightning takes the mean of the parts of a step
 
@@ -76,6 +93,11 @@ class _Module(L.LightningModule):
 
     def on_validation_epoch_start(self) -> None:
         self.evaluated = torch.zeros(2, device=self.device)
+
+    def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None) -> None:
+        # Lightning's own refuses fused optimizers under bf16-mixed, as they scale gradients themselves; nothing is scaled here
+        if gradient_clip_val:
+            torch.nn.utils.clip_grad_norm_(self.parameters(), gradient_clip_val)
 
     def configure_optimizers(self) -> dict[str, Any]:
         optimizer = adamw(self.model.parameters(), self.config)
@@ -105,7 +127,7 @@ class _Lines(L.Callback):
         self.preempted = False
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        self.seen, self.loss = trainer.global_step, 0.0
+        self.seen, self.begun, self.loss = trainer.global_step, -1, 0.0
         self.pace.begin(trainer.global_step)
         configured(trainer.optimizers[0], trainer.lr_scheduler_configs[0].scheduler, module.numbers)
         if trainer.global_step:  # a step ends where batches so far divide by its parts: of a checkpoint, steps may have had another number of these
@@ -114,6 +136,11 @@ class _Lines(L.Callback):
                 open_ = count.ready - count.completed
                 count.ready = count.started = count.processed = trainer.global_step * module.parts
                 count.completed = count.ready - open_
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+        if trainer.global_step != self.begun:  # of dropout: what was drawn before, or before a restart, plays no part
+            self.begun = trainer.global_step
+            seed_all(self.config.seed, self.begun, self.ranks.rank)
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
         self.norm = torch.nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None])
@@ -198,7 +225,7 @@ def run(config: TrainConfig, data: Data, model: Any, device: torch.device, preci
     """Train and save as ``config`` says; what ``metrics.json`` holds."""
     folder = Path(config.out) / "checkpoints-lightning"
     last = ranks.agreed(newest(folder) if ranks.first else None)
-    rows = accept(config, data, ranks, folder, last)
+    rows = accept(config, data, model, ranks, folder, last)
     parts = math.ceil(math.ceil(rows / ranks.world) / config.batch)
     here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world))  # ranks on this machine
     memory, pace = PeakMemory(device), Pace(lambda step: data.tokens_of((step - 1) * rows, step * rows, config.seed), config.steps)

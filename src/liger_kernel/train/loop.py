@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import functools
+import json
 import math
 import os
-import random
 import statistics
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from liger_kernel.parallel import Parallel, parallelize
+from liger_kernel.train import adapters
 from liger_kernel.train.checkpoint import Checkpoints
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.data import load
@@ -28,7 +27,7 @@ from liger_kernel.train.metrics import Endpoint, Reports, StepLines, as_json, ch
 from liger_kernel.train.model import attend, build, device_and_precision, flops_per_token, save
 from liger_kernel.train.optimizer import adamw, learning_rate
 from liger_kernel.train.ranks import News, Preempted, Ranks, Stop, Watch, joined, local_rank, restarts, told_to_stop
-from liger_kernel.train.resume import refuse_other
+from liger_kernel.train.resume import refuse_other, seed_all
 from liger_kernel.train.rows import Data
 from liger_kernel.train.store import Store, stored
 
@@ -47,6 +46,7 @@ def train(config: TrainConfig) -> dict[str, Any]:
         torch.use_deterministic_algorithms(True)
     out = Path(config.out)
     device, precision = device_and_precision(config)
+    adapters.check(config, device)
     # without checkpoints there is nothing to save on SIGTERM, which then ends the process as it always does
     stoppable = told_to_stop() if config.checkpoint_every else contextlib.nullcontext(Stop())
     with stoppable as stop, joined(config, device) as ranks, held(out, ranks):
@@ -59,7 +59,7 @@ def train(config: TrainConfig) -> dict[str, Any]:
             attention = attend(config, data.rows, model, device, precision)
             data.check(model.config.get_text_config().vocab_size)
             if ranks.first:
-                print(f"attention: {attention}", flush=True)
+                _say(config, model, attention)
             if device.type == "cuda" and config.kernels == "on":
                 use_cache()
                 compile_ahead(config, model.config, precision, ranks)
@@ -69,6 +69,17 @@ def train(config: TrainConfig) -> dict[str, Any]:
             if "problem" in metrics:
                 raise OSError(metrics["problem"])
     return metrics
+
+
+def _say(config: TrainConfig, model: Any, attention: str) -> None:
+    """What the model is made of, at the start."""
+    if config.lora:
+        print(f"adapters: {adapters.described(config, model)}")
+    print(f"attention: {attention}", flush=True)
+    if config.lora and config.kernels == "on":
+        from liger_kernel.transformers import projections_report
+
+        print(projections_report(model), flush=True)
 
 
 def _by(config: TrainConfig, data: Data, model: Any, device: torch.device, precision: str, ranks: Ranks, stop: Stop, store: Store | None) -> dict[str, Any]:
@@ -92,6 +103,7 @@ class _Run:
     def __init__(self, config: TrainConfig, data: Data, model: Any, device: torch.device, precision: str, ranks: Ranks, stop: Stop, store: Store | None = None):
         self.config, self.data, self.device, self.precision, self.ranks, self.stop, self.store = config, data, device, precision, ranks, stop, store
         self.flops = flops_per_token(model, config.length)
+        self.adapters = adapters.identity(config, model)
         mixed = torch.bfloat16 if precision == "bf16-mixed" else None
         try:
             self.parallel: Parallel = parallelize(model, config.parallel, param_dtype=mixed)
@@ -103,7 +115,7 @@ class _Run:
         self.checkpoints = Checkpoints(self.out / "checkpoints", ranks, config.checkpoint_keep)
         self.step, self.position, self.tokens, self.nonfinite, self.skips = 0, 0, 0, 0, 0
         self.rows = config.global_batch or config.batch * config.accumulate * self.parallel.data_ranks
-        _seed_all(config.seed, self.parallel.data_rank)  # of dropout: other tokens, other draws
+        seed_all(config.seed, self.parallel.data_rank)  # of dropout: other tokens, other draws
         self._resume()
         self.memory = PeakMemory(device)
         self.timer = StepClock(device)
@@ -320,7 +332,7 @@ class _Run:
         module: Any = self.parallel.module
         config = module.config.get_text_config()
         form = {name: getattr(config, name, None) for name in ("model_type", "num_attention_heads", "num_key_value_heads", "head_dim")}
-        return {"seed": self.config.seed, "length": self.config.length} | self.data.identity() | {"model": form}
+        return {"seed": self.config.seed, "length": self.config.length} | self.data.identity() | {"model": form} | self.adapters
 
     def _save(self, wait: bool) -> None:
         state = {
@@ -341,15 +353,15 @@ class _Run:
             return
         if not self.config.resume and restarts() == 0:
             raise UserError(f"{self.checkpoints.folder} holds checkpoints: remove them, give another --out, or leave --no-resume")
+        there = json.loads((path / "state.json").read_text())["identity"]
+        refuse_other(path, {"model": self._identity()["model"]} | there, self._identity())  # which is not in those of earlier releases
         state = self.checkpoints.load(path, self.parallel.module, self.optimizer)
-        there = {"model": self._identity()["model"]} | state["identity"]  # which is not in those of earlier releases
-        refuse_other(path, there, self._identity())
         self.step, self.position, self.tokens = state["step"], state["position"], state["tokens"]
         self.nonfinite, self.skips = state["nonfinite"], state["skips"]
         self.data.seek(self.position, state.get("data", {}))
         self.rows = self.config.global_batch or state["global_batch"]
         if state["ranks"] != self.ranks.world:
-            _seed_all(self.config.seed, self.step, self.parallel.data_rank)
+            seed_all(self.config.seed, self.step, self.parallel.data_rank)
         if self.ranks.first:
             print(f"resuming after step {self.step} from {path} ({state['ranks']} ranks then, {self.ranks.world} now)", flush=True)
 
@@ -364,18 +376,6 @@ class _Run:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
-
-
-def _seed(*numbers: int) -> int:
-    """One seed of several numbers."""
-    return functools.reduce(lambda seed, number: seed * 1_000_003 + number, numbers) % 2**63
-
-
-def _seed_all(*numbers: int) -> None:
-    """PyTorch's generators, and those of Python and NumPy, which collators and models of others may draw from."""
-    torch.manual_seed(_seed(*numbers))
-    random.seed(_seed(*numbers))
-    np.random.seed(_seed(*numbers) % 2**32)
 
 
 def _percentile(ordered: list[float], part: float) -> float | None:

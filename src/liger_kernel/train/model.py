@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from liger_kernel.parallel import layers_of
+from liger_kernel.train import adapters
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.ranks import local_rank
 from liger_kernel.train.rows import Rows
@@ -38,35 +39,67 @@ def device_and_precision(config: TrainConfig) -> tuple[torch.device, str]:
     if device.type == "cuda" and (device.index or 0) >= gpus:
         raise UserError(f"device is {name}, but PyTorch sees {gpus or 'no'} GPU{'s' * (gpus > 1)} here")
     precision = config.precision if config.precision != "auto" else "bf16-mixed" if device.type == "cuda" else "fp32"
+    if config.lora and precision == "bf16":  # the base is in bf16 in both, and PEFT keeps adapters in fp32
+        precision = "bf16-mixed"
     return device, precision
 
 
 def build(config: TrainConfig, tokenizer: Any, device: torch.device, precision: str) -> Any:
-    """The model on its device, in training mode, patched if ``config.kernels`` says so; the same weights either way."""
-    import transformers
+    """The model on its device, in training mode, patched if ``config.kernels`` says so; the same weights either way.
 
+    With ``config.lora`` it has new adapters, or, where ``config.model`` is a folder of adapters that a run has saved, those.
+    """
+    saved = config.model if config.lora and config.model and adapters.holds_adapters(config.model) else None
+    name = adapters.base_of(saved) if saved else config.model
     torch.manual_seed(config.seed)
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    options = {"dtype": dtype, "attn_implementation": "sdpa" if config.attention == "auto" else config.attention}
-    model: Any
-    try:
-        if config.model:
-            model = transformers.AutoModelForCausalLM.from_pretrained(config.model, **options)
-        else:
-            model = transformers.AutoModelForCausalLM.from_config(small_llama(config, tokenizer), **options)
-    except (OSError, ValueError, ImportError) as error:
-        raise UserError(f"cannot build the model {config.model or ''}: {str(error).strip().splitlines()[0]}") from error
-    model = model.to(device).train()
+    model = _base(config, name, tokenizer, device, precision).train()
     if config.kernels == "on":
         patch(model, config.kernel_flags)
+    if config.quantize == "fp8":
+        quantize_fp8(model)
     if config.lora:
-        model = with_lora(model, config.lora)
+        model = adapters.restored(model, saved) if saved else adapters.adapted(model, config)
     if config.gradient_checkpointing != "none":
         recompute(model, config.gradient_checkpointing)
     if config.compile:
         for layer in layers_of(model):
             layer.compile()
     return model
+
+
+def _base(config: TrainConfig, name: str | None, tokenizer: Any, device: torch.device, precision: str) -> Any:
+    """The model ``name``, or one from random weights, on its device as transformers makes it; quantised if ``config`` says so."""
+    import transformers
+
+    # what is trained is kept in fp32, but with precision bf16; a frozen base is only computed with
+    dtype = torch.float32 if precision == "fp32" or (precision == "bf16-mixed" and not config.lora) else torch.bfloat16
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "sdpa" if config.attention == "auto" else config.attention}
+    quantized = {"quantization_config": adapters.quantization(config, precision), "device_map": {"": device}}
+    model: Any
+    try:
+        if name:
+            model = transformers.AutoModelForCausalLM.from_pretrained(name, **options, **(quantized if quantized["quantization_config"] else {}))
+        else:
+            model = transformers.AutoModelForCausalLM.from_config(small_llama(config, tokenizer), **options)
+            if quantized["quantization_config"]:
+                model = type(model).from_pretrained(None, config=model.config, state_dict=model.state_dict(), **options, **quantized)
+    except (OSError, ValueError, ImportError) as error:
+        raise UserError(f"cannot build the model {name or ''}: {str(error).strip().splitlines()[0]}") from error
+    if getattr(model, "is_quantized", False):
+        if not config.lora:
+            raise UserError(f"{name} is quantised, and cannot be trained whole: give --lora")
+        return adapters.unchanging(adapters.without_adapters(model))  # where it is loaded is where it stays
+    return (adapters.without_adapters(model) if config.lora else model).to(device)
+
+
+def quantize_fp8(model: Any) -> None:
+    """Keep the weights of the linear layers in FP8, once and for all: they are frozen. ``UserError`` where the GPU does not compute in it."""
+    from liger_kernel.transformers import quantize_base
+
+    try:
+        quantize_base(model, "fp8")
+    except ValueError as error:
+        raise UserError(str(error)) from error
 
 
 def attend(config: TrainConfig, rows: Rows, model: Any, device: torch.device, precision: str) -> str:
@@ -86,15 +119,6 @@ def attend(config: TrainConfig, rows: Rows, model: Any, device: torch.device, pr
         lacking = attention.use(model)
     rows.bounded = lacking is None
     return f"sdpa with a mask, as {lacking}" if lacking else "varlen_attn, each document by itself"
-
-
-def with_lora(model: Any, rank: int) -> Any:
-    """``model`` with adapters of ``rank`` on its linear layers; alpha is twice the rank."""
-    try:
-        import peft
-    except ImportError as error:
-        raise UserError("lora needs peft: pip install peft") from error
-    return peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
 
 
 def recompute(model: Any, what: str) -> None:
@@ -189,13 +213,15 @@ def save(model: Any, tokenizer: Any, folder: str, first: bool = True) -> None:
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     sharded = any(isinstance(p, DTensor) for p in model.parameters())
-    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)) if sharded else None
+    adapted = hasattr(model, "peft_config")  # whose base is nobody's to gather, or to write
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=adapted)
+    weights = get_model_state_dict(model, options=options) if sharded else None
     if not first:
         return
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target, prefix=".saving-") as aside:
-        model.save_pretrained(aside, state_dict=weights)
+        model.save_pretrained(aside, state_dict=weights, **({"save_embedding_layers": False} if adapted else {}))
         tokenizer.save_pretrained(aside)
         new = sorted(path.name for path in Path(aside).iterdir())
         for name in new:

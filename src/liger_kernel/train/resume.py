@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from liger_kernel.train.config import TrainConfig, UserError
+from liger_kernel.train.adapters import identity
+from liger_kernel.train.config import ADAPTERS, TrainConfig, UserError
 from liger_kernel.train.files import write
 from liger_kernel.train.ranks import Ranks, restarts
 from liger_kernel.train.rows import Data
@@ -17,25 +21,25 @@ UNMOVED: dict[str, Any] = {"tokens_per_second": 0.0, "seconds": 0.0, "evaluation
 
 
 def refuse_other(path: Path | None, there: dict[str, Any], here: dict[str, Any]) -> None:
-    """``UserError`` if the checkpoint ``path`` was written with another identity than this run's: order of the data, or model."""
-    compared = {name: value for name, value in here.items() if name in there or not name.startswith("digest of ")}  # of which earlier releases have none
-    wrong = [f"{name} {there.get(name)} there, {value} here" for name, value in compared.items() if there.get(name) != value]
+    """``UserError`` if the checkpoint ``path`` was written with another identity than this run's: order of the data, model, or adapters."""
+    later = lambda name: name.startswith("digest of ") or name in ADAPTERS  # which earlier releases did not write
+    wrong = [name for name, value in here.items() if there.get(name) != value and (name in there or not later(name))]
     if wrong:
-        kind = "another model" if wrong[0].startswith("model ") else "other data"
-        raise UserError(f"checkpoint {path} is of {kind}: {'; '.join(wrong)}")
+        kind = "other adapters" if wrong[0] in ADAPTERS else "another model" if wrong[0] in ("model", "digest of base") else "other data"
+        raise UserError(f"checkpoint {path} is of {kind}: {'; '.join(f'{name} {there.get(name)} there, {here[name]} here' for name in wrong)}")
 
 
-def accept(config: TrainConfig, data: Data, ranks: Ranks, folder: Path, last: Path | None) -> int:
-    """The rows of a step, which are those of the first start unless the config says otherwise.
+def accept(config: TrainConfig, data: Data, model: Any, ranks: Ranks, folder: Path, last: Path | None) -> int:
+    """The rows of a step, which are those of the first start unless the config says otherwise. ``model`` is on its device and not yet sharded.
 
-    ``UserError`` where the run must not go on from ``last``: it is not to, or the order of the data, or the place in it, would be another.
+    ``UserError`` where the run must not go on from ``last``: it is not to, or the order of the data, the place in it, or the adapters would be others.
     """
     if last and not config.resume and restarts() == 0:
         raise UserError(f"{folder} holds checkpoints: remove them, give another --out, or leave --no-resume")
     path = folder / "identity.json"
     there = ranks.agreed(json.loads(path.read_text()) if ranks.first and last and path.is_file() else None) or {}
     rows = config.global_batch or there.get("global_batch") or config.batch * config.accumulate * ranks.world
-    here = {"seed": config.seed, "length": config.length} | data.identity() | {"global_batch": rows}
+    here = {"seed": config.seed, "length": config.length} | data.identity() | {"global_batch": rows} | identity(config, model)
     if there:
         refuse_other(last, {"global_batch": rows} | there, here)  # which earlier releases did not write
     if ranks.first and config.checkpoint_every:
@@ -63,3 +67,15 @@ def configured(optimizer: Any, schedule: Any, numbers: list[dict[str, Any]]) -> 
     for group, own, part in zip(optimizer.param_groups, numbers, schedule.lr_lambdas):
         group.update(own, initial_lr=own["lr"], lr=own["lr"] * part(schedule.last_epoch))
     schedule._last_lr = [group["lr"] for group in optimizer.param_groups]
+
+
+def _seed(*numbers: int) -> int:
+    """One seed of several numbers."""
+    return functools.reduce(lambda seed, number: seed * 1_000_003 + number, numbers) % 2**63
+
+
+def seed_all(*numbers: int) -> None:
+    """PyTorch's generators, and those of Python and NumPy, which collators and models of others may draw from."""
+    torch.manual_seed(_seed(*numbers))
+    random.seed(_seed(*numbers))
+    np.random.seed(_seed(*numbers) % 2**32)

@@ -68,6 +68,7 @@ _PATCHING = {
     **dict.fromkeys(("class_patches", "instance_patches"), "patching.select"),
     "projections_report": "patching.report",
     "restore": "patching.values",
+    "quantize_base": "quantize",
 }
 if _others := others():
     warnings.warn(f"liger_kernel {liger_kernel.__version__} of {liger_kernel.__path__[0]} is loaded, not {', '.join(_others)}", stacklevel=2)

@@ -62,6 +62,7 @@ from liger_kernel.transformers.patching.select import class_patches as class_pat
 from liger_kernel.transformers.patching.select import instance_patches as instance_patches
 from liger_kernel.transformers.patching.report import projections_report as projections_report
 from liger_kernel.transformers.patching.values import restore as restore
+from liger_kernel.transformers.quantize import quantize_base as quantize_base
 
 def is_transformers_available() -> bool: ...
 def apply_liger_kernel_to_afmoe(rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, model: nn.Module | None = None, *, rematerialise: bool | str = True, projections: bool = True) -> None: ...

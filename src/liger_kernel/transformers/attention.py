@@ -67,7 +67,7 @@ class PackedMask(Tensor):
     @staticmethod
     def __new__(cls, documents: Tensor, arguments: dict[str, Any]) -> PackedMask:
         B, T = documents.shape
-        mask = Tensor._make_wrapper_subclass(cls, (B, 1, T, T), dtype=torch.bool, device=documents.device)  # type: ignore[attr-defined]  # in no stub
+        mask = Tensor._make_wrapper_subclass(cls, (B, 1, T, T), dtype=torch.bool, device=documents.device)
         mask.window, mask.arguments, mask.made = arguments.get("local_size"), arguments, None
         return mask
 
@@ -164,7 +164,7 @@ def use(model: nn.Module) -> str | None:
     """
     if "use_vmap" not in inspect.signature(sdpa_mask).parameters:  # it needs vmap, and a PackedMask could not be read
         return f"transformers {transformers.__version__} is older than 5"
-    text = model.config.get_text_config(decoder=True)  # type: ignore[union-attr]  # a model has a config
+    text = model.config.get_text_config(decoder=True)
     modules = {sys.modules[type(m).__module__] for m in model.modules() if isinstance(m, PreTrainedModel) and m.config is text}
     sources = [inspect.getsource(module) for module in modules]
     if not sources or not all(_by_interface(source) and '"cu_seq_lens' not in source for source in sources):

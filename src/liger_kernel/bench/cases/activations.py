@@ -21,12 +21,7 @@ MEASURED = {
         rivals={"upstream": _glu_upstream},
     ),
     "relu_squared": Measured(
-        cases=[
-            Case("nemotron-8b", dict(x=T((8192, 16384))), gpu=True),
-        ],
-        rivals={
-            "torch": lambda x: F.relu(x).square(),
-            "upstream": lambda functional, x: functional.liger_relu_squared(x),
-        },
+        cases=[Case("nemotron-8b", dict(x=T((8192, 16384))), gpu=True)],
+        rivals={"torch": lambda x: F.relu(x).square(), "upstream": lambda functional, x: functional.liger_relu_squared(x)},
     ),
 }

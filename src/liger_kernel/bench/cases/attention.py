@@ -27,7 +27,7 @@ MEASURED = {
         rivals={
             "upstream": lambda functional, scores, weight, bias=None, *, stride=1, padding=0, dilation=1, groups=1, sparse=False: (
                 functional.liger_multi_token_attention(scores, weight, bias, stride, padding, dilation, groups, sparse)
-            ),
+            )
         },
     ),
     "neighborhood_attention": Measured(
@@ -56,14 +56,8 @@ MEASURED = {
         sweeps={"columns": ((1024, 4096, 16384, 32768, 65536, 131072, 262144), lambda n: dict(x=T(((1 << 28) // n, n))))},
     ),
     "sparsemax": Measured(
-        cases=[
-            Case("llama2-vocab", dict(x=T((2048, 32000))), gpu=True),
-            Case("llama3-vocab", dict(x=T((1024, 128256))), gpu=True),
-        ],
-        rivals={
-            "torch": lambda x, *, dim=-1: reference(x, dim=dim),
-            "upstream": lambda functional, x, *, dim=-1: functional.liger_sparsemax(x, dim),
-        },
+        cases=[Case("llama2-vocab", dict(x=T((2048, 32000))), gpu=True), Case("llama3-vocab", dict(x=T((1024, 128256))), gpu=True)],
+        rivals={"torch": lambda x, *, dim=-1: reference(x, dim=dim), "upstream": lambda functional, x, *, dim=-1: functional.liger_sparsemax(x, dim)},
         sweeps={"columns": ((128, 1024, 4096, 16384, 32768, 131072), lambda n: dict(x=T(((1 << 26) // n, n))))},
     ),
 }

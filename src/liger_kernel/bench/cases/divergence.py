@@ -71,9 +71,7 @@ def _logit_divergence_upstream(
 
 MEASURED = {
     "fused_ce_tvd": Measured(
-        cases=[
-            Case("llama3", dict(student=T((4096, 128256)), teacher=T((4096, 128256), grad=False), target=targets(4096, 128256, 17)), gpu=True, timed=True),
-        ],
+        cases=[Case("llama3", dict(student=T((4096, 128256)), teacher=T((4096, 128256), grad=False), target=targets(4096, 128256, 17)), gpu=True, timed=True)]
     ),
     "jsd": Measured(
         cases=[
@@ -86,7 +84,7 @@ MEASURED = {
                     ("llama2", 8192, 32000, 0.5, None),
                     ("few-rows", 16, 128256, 0.5, None),
                 )
-            ),
+            )
         ],
         rivals={"torch": _jsd_torch, "upstream": _jsd_upstream},
         sweeps={"vocabulary": ((16384, 32768, 65536, 131072), lambda v: dict(log_q=T((4096, v), log_probs), log_p=T((4096, v), log_probs, grad=False)))},
@@ -172,7 +170,7 @@ MEASURED = {
             *(
                 Case(name, dict(p=T((4096, V), probs), q=T((4096, V), probs, grad=False)), gpu=True, timed=True)
                 for name, V in (("llama3", 128256), ("llama2", 32000))
-            ),
+            )
         ],
         rivals={
             "upstream": lambda functional, p, q, shift_labels=None, *, reduction="batchmean", ignore_index=-100: functional.liger_tvd(

@@ -118,28 +118,16 @@ MEASURED = {
                 )
             ),
             Case(
-                "llama3-8b-2048",
-                dict(x=T((8192, 4096)), w=T((128256, 4096), _small), target=targets(8192, 128256, 17), chunk_rows=2048),
-                gpu=True,
-                timed=True,
+                "llama3-8b-2048", dict(x=T((8192, 4096)), w=T((128256, 4096), _small), target=targets(8192, 128256, 17), chunk_rows=2048), gpu=True, timed=True
             ),
             Case(
-                "llama3-8b-8k-masked",
-                dict(x=T((8192, 4096)), w=T((128256, 4096), _small), target=targets(8192, 128256, 2), compact=True),
-                gpu=True,
-                timed=True,
+                "llama3-8b-8k-masked", dict(x=T((8192, 4096)), w=T((128256, 4096), _small), target=targets(8192, 128256, 2), compact=True), gpu=True, timed=True
             ),
         ],
         rivals={"torch": _linear_cross_entropy_torch, "upstream": _linear_cross_entropy_upstream, "cce": _linear_cross_entropy_cce},
         sweeps={
-            "tokens": (
-                (1024, 2048, 4096, 8192),
-                lambda m: dict(x=T((m, 4096)), w=T((128256, 4096), _small), target=targets(m, 128256, 17)),
-            ),
-            "vocabulary": (
-                (32768, 65536, 131072, 262144),
-                lambda v: dict(x=T((4096, 2048)), w=T((v, 2048), _small), target=targets(4096, v, 17)),
-            ),
+            "tokens": ((1024, 2048, 4096, 8192), lambda m: dict(x=T((m, 4096)), w=T((128256, 4096), _small), target=targets(m, 128256, 17))),
+            "vocabulary": ((32768, 65536, 131072, 262144), lambda v: dict(x=T((4096, 2048)), w=T((v, 2048), _small), target=targets(4096, v, 17))),
         },
     ),
     "linear_logprobs": Measured(
@@ -149,7 +137,7 @@ MEASURED = {
                 dict(x=T((8192, 2048)), w=T((128256, 2048), _small), target=targets(8192, 128256, 17), return_entropy=True),
                 gpu=True,
                 timed=True,
-            ),
-        ],
+            )
+        ]
     ),
 }

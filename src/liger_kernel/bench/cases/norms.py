@@ -105,10 +105,7 @@ MEASURED = {
             Case("row-of-28k", _poly_norm_tensors(2048, 28672), gpu=True),
             Case("row-of-16k", _poly_norm_tensors(2048, 16384), gpu=True),
         ],
-        rivals={
-            "torch": reference,
-            "upstream": lambda functional, x, w, b, *, eps=1e-6: functional.liger_poly_norm(x, w, b.reshape(()), eps),
-        },
+        rivals={"torch": reference, "upstream": lambda functional, x, w, b, *, eps=1e-6: functional.liger_poly_norm(x, w, b.reshape(()), eps)},
         sweeps={"hidden": ((1024, 2048, 4096, 8192, 16384), lambda n: _poly_norm_tensors((1 << 25) // n, n))},
     ),
     "rms_norm": Measured(

@@ -27,7 +27,7 @@ def _mlp_upstream(functional, x, gate, up, down, *, gate_multiplier=1.0, down_mu
 
 def _moe_torch(
     x, gate_up, down, topk_index, topk_weight, *, gate_up_bias=None, down_bias=None, act="silu", interleaved=False, alpha=1.0, limit=None, offset=0.0
-):  # fmt: skip
+):
     """As transformers does it with ``experts_implementation="grouped_mm"``."""
     K = topk_index.shape[1]
     expert, order = topk_index.flatten().sort()
@@ -49,7 +49,7 @@ def _moe_upstream(functional, x, gate_up, down, topk_index, topk_weight):
     return ops.LigerFusedMoEFunction.apply(x, gate_up, down, topk_index, topk_weight)
 
 
-_moe_upstream.prepare = lambda args: args | {"topk_index": args["topk_index"].int()}  # type: ignore[attr-defined]
+_moe_upstream.prepare = lambda args: args | {"topk_index": args["topk_index"].int()}  # type: ignore[attr-defined]  # which any function may have
 
 
 def _frozen(args: dict) -> dict:

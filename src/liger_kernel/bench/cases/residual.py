@@ -29,9 +29,7 @@ MEASURED = {
         rivals={"upstream": _mhc_upstream_coeffs},
     ),
     "mhc_pre": Measured(
-        cases=[
-            Case("deepseek", dict(x=T((8192, 4, 4096)), h_pre=T((8192, 4), dtype=torch.float32)), gpu=True),
-        ],
+        cases=[Case("deepseek", dict(x=T((8192, 4, 4096)), h_pre=T((8192, 4), dtype=torch.float32)), gpu=True)],
         rivals={"upstream": lambda functional, x, h_pre: functional.liger_mhc_pre(x, h_pre)},
     ),
     "mhc_post_res": Measured(
@@ -40,7 +38,7 @@ MEASURED = {
                 "deepseek",
                 dict(x=T((8192, 4, 4096)), f_out=T((8192, 4096)), h_post=T((8192, 4), dtype=torch.float32), h_res=T((8192, 4, 4), dtype=torch.float32)),
                 gpu=True,
-            ),
+            )
         ],
         rivals={"upstream": lambda functional, x, f_out, h_post, h_res: functional.liger_mhc_post_res(x, f_out, h_post, h_res)},
     ),

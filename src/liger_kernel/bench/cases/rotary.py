@@ -34,7 +34,7 @@ def _qk_norm_rope_upstream(
 
 # upstream wants its tables twice over; models make them so, and not in the call
 _twice = lambda args: args | {name: torch.cat((args[name], args[name]), -1) for name in ("cos", "sin")}
-_rope_upstream.prepare = _qk_norm_rope_upstream.prepare = _twice  # type: ignore[attr-defined]
+_rope_upstream.prepare = _qk_norm_rope_upstream.prepare = _twice  # type: ignore[attr-defined]  # which any function may have
 
 
 MEASURED = {

@@ -14,8 +14,6 @@ MEASURED = {
             Case("llama3-8b", dict(index=tokens(128256, 4, 8192), w=T((128256, 4096))), gpu=True),
             Case("gpt2", dict(index=tokens(50257, 64, 1024), w=T((50257, 768)), padding_idx=50256), gpu=True),
         ],
-        rivals={
-            "torch": lambda index, w, *, padding_idx=None: F.embedding(index, w, padding_idx),
-        },
-    ),
+        rivals={"torch": lambda index, w, *, padding_idx=None: F.embedding(index, w, padding_idx)},
+    )
 }

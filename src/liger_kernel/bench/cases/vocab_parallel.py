@@ -8,7 +8,7 @@ from torch import Tensor
 
 from liger_kernel.bench.measured import Measured
 from liger_kernel.ops._core.operator import Case, T
-from liger_kernel.ops.losses.vocab_parallel.cross_entropy import labels
+from liger_kernel.ops.losses.cross_entropy import targets
 
 
 def _cross_entropy_torch(logits, target, group=None, *, ignore_index=-100, reduction="mean", label_smoothing=0.0, **options):
@@ -25,14 +25,12 @@ def _linear_cross_entropy_small(*shape: int, dtype: torch.dtype) -> Tensor:
 MEASURED = {
     "vocab_parallel_cross_entropy": Measured(
         cases=[
-            Case("llama3-tp8", dict(logits=T((8192, 16032)), target=labels(8192, V=16032)), gpu=True),
-            Case("llama3-tp2", dict(logits=T((4096, 64128)), target=labels(4096, V=64128), label_smoothing=0.1), gpu=True),
+            Case("llama3-tp8", dict(logits=T((8192, 16032)), target=targets(8192, 16032)), gpu=True),
+            Case("llama3-tp2", dict(logits=T((4096, 64128)), target=targets(4096, 64128), label_smoothing=0.1), gpu=True),
         ],
         rivals={"torch": _cross_entropy_torch},
     ),
     "vocab_parallel_linear_cross_entropy": Measured(
-        cases=[
-            Case("llama3-8b-tp8", dict(x=T((4096, 4096)), w=T((16032, 4096), _linear_cross_entropy_small), target=labels(4096, V=16032)), gpu=True),
-        ],
+        cases=[Case("llama3-8b-tp8", dict(x=T((4096, 4096)), w=T((16032, 4096), _linear_cross_entropy_small), target=targets(4096, 16032)), gpu=True)]
     ),
 }

@@ -17,9 +17,9 @@ from liger_kernel.bench.rows import OURS, Row, digits, ratio, span, speedup, sta
 Data = dict[str, Any]
 # As in the plot of ``liger demo``.
 INK, QUIET, FAINT, WHITE = "#24292f", "#8c959f", "#e4e8ec", "#ffffff"
-STYLE: dict[Any, Any] = {"font.family": "DejaVu Sans", "font.size": 10, "text.color": INK, "axes.edgecolor": QUIET, "axes.labelcolor": QUIET,
-         "xtick.color": QUIET, "ytick.color": QUIET, "axes.spines.top": False, "axes.spines.right": False, "hatch.linewidth": 0.8,
-         "legend.frameon": False, "axes.titlelocation": "left", "axes.titlesize": 9}  # fmt: skip
+STYLE: dict[Any, Any] = {"font.family": "DejaVu Sans", "font.size": 10, "text.color": INK, "hatch.linewidth": 0.8}
+STYLE |= dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), QUIET)
+STYLE |= dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False) | {"axes.titlelocation": "left", "axes.titlesize": 9}
 COLOURS = {
     "ours": "#0a7d6c",
     "ours+compile": "#4aa395",
@@ -253,8 +253,8 @@ def _end_labels(axes: Any, ends: list[tuple[float, float, str, str]]) -> None:
             if short > 0:
                 places[i], places[i + 1] = places[i] - short, places[i + 1] + short
     for place, (_, _, words, variant) in zip(places, ends):
-        axes.annotate(words, (1.0, place), xycoords="axes fraction", xytext=(4, 0), textcoords="offset points", va="center", fontsize=8,
-                      color=_dark(_colour(variant)) if variant else INK, fontweight=_words_of(variant)[1])  # fmt: skip
+        look: dict[str, Any] = dict(va="center", fontsize=8, color=_dark(_colour(variant)) if variant else INK, fontweight=_words_of(variant)[1])
+        axes.annotate(words, (1.0, place), xycoords="axes fraction", xytext=(4, 0), textcoords="offset points", **look)
 
 
 def _light(colour: str) -> float:

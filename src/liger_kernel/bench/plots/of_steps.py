@@ -33,8 +33,8 @@ from liger_kernel.bench.plots.of_operators import _dot
 from liger_kernel.bench.rows import OURS, Row, digits, hardware_line, parts_of, ratio, span, speedup, variant_label, with_ours
 
 # Kinds of device time: in teal what our kernels replace, in greys what they leave alone.
-KINDS = {"gemm": "#66768a", "attention": "#8793a2", "optimizer": "#a7b0bb", "communication": "#c3cad2", "other": "#dbe0e5",
-         "loss": "#0a7d6c", "norm": "#45a191", "activation": "#7dbfb2", "rope": "#b3dad2", "idle": "#ffffff"}  # fmt: skip
+KINDS = {"gemm": "#66768a", "attention": "#8793a2", "optimizer": "#a7b0bb", "communication": "#c3cad2", "other": "#dbe0e5"}
+KINDS |= {"loss": "#0a7d6c", "norm": "#45a191", "activation": "#7dbfb2", "rope": "#b3dad2", "idle": "#ffffff"}
 
 
 def steps(data: Data, out: Path | str) -> list[Path]:
@@ -160,8 +160,8 @@ def breakdown(data: Data, out: Path | str) -> list[Path]:
 
         top, *grid = figure.subplots(len(groups) + 1, 1, height_ratios=[0.6, *(len(rows) + 0.2 for rows in groups.values())])
         patches = [Patch(facecolor=KINDS.get(kind, FAINT), edgecolor=QUIET if kind == "idle" else "none", label=kind) for kind in kinds]
-        top.legend(handles=patches, loc="upper left", ncols=len(kinds), fontsize=8, labelcolor=INK, handlelength=0.9, handleheight=0.9,
-                   columnspacing=1.3, handletextpad=0.5, borderpad=0, borderaxespad=0)  # fmt: skip
+        spaces: dict[str, Any] = dict(handlelength=0.9, handleheight=0.9, columnspacing=1.3, handletextpad=0.5, borderpad=0, borderaxespad=0)
+        top.legend(handles=patches, loc="upper left", ncols=len(kinds), fontsize=8, labelcolor=INK, **spaces)
         top.set_axis_off()
         for axes, (heading, rows) in zip(grid, groups.items()):
             longest = max(sum(filter(None, row["breakdown_ms"].values())) for row in rows)
@@ -211,8 +211,8 @@ def timelines(data: Data, out: Path | str) -> list[Path]:
             for row in reversed(rows):  # ours is drawn last, over the others
                 variant, points, front = row["variant"], row["memory_timeline"], row["variant"] == OURS
                 label = f"{variant_label(variant)}: {digits(peaks[variant][1])} GB in {_phase(peaks[variant][2])}"
-                handles += memory.plot([point[0] for point in points], [point[1] for point in points], color=_colour(variant), linewidth=2.2 if front else 1.6,
-                                       label=label)  # fmt: skip
+                line = [point[0] for point in points], [point[1] for point in points]
+                handles += memory.plot(*line, color=_colour(variant), linewidth=2.2 if front else 1.6, label=label)
                 _dot(memory, peaks[variant][0], peaks[variant][1], variant)
             memory.set(xlim=(0, 1.02 * longest), ylim=(0, 1.1 * max(size for _, size, _ in peaks.values())))
             memory.tick_params(axis="x", length=0)

@@ -26,6 +26,16 @@ class Tile:
     per_sm: int = 1
     stages: int = 1
 
+    @functools.cached_property
+    def tile(self) -> dict[str, int]:
+        """The constexprs of a kernel over tiles."""
+        return dict(BLOCK_M=self.block_m, BLOCK_N=self.block_n, num_warps=self.num_warps)
+
+    @functools.cached_property
+    def row(self) -> dict[str, int]:
+        """Those of a kernel that has one row at a time."""
+        return dict(BLOCK=self.block_n, num_warps=self.num_warps)
+
 
 _target: tuple[str, int] | None = None  # architecture and processors, where these are not the current device's
 

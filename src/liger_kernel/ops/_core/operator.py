@@ -57,8 +57,8 @@ class T:
 class Case:
     """Arguments worth testing or timing, named after the model they come from.
 
-    ``error`` marks a call that must raise ``ValueError`` with that text. ``gpu`` marks real-model shapes, too large for the interpreter;
-    ``timed`` those that are only measured, as tests of the same kernels at smaller shapes say as much.
+    ``error`` marks a call that must raise ``ValueError`` with the operator's name, a colon and that text. ``gpu`` marks real-model shapes, too large for the
+    interpreter; ``timed`` those that are only measured, as tests of the same kernels at smaller shapes say as much.
     """
 
     name: str
@@ -68,7 +68,8 @@ class Case:
     timed: bool = False
 
     def make(self, dtype: torch.dtype, device: str, seed: int = 0) -> dict[str, Any]:
-        torch.manual_seed(seed)
+        # for devices that are not there yet, torch.manual_seed writes down the stack, which takes longer than what is drawn
+        (torch.default_generator if device == "cpu" else torch).manual_seed(seed)
         return {k: v.make(dtype, device) if isinstance(v, T) else v for k, v in self.args.items()}
 
 
@@ -112,12 +113,7 @@ class Op:
     doc: str
 
 
-def op(
-    *,
-    reference: Callable,
-    cases: Sequence[Case],
-    cost: Callable[..., Cost],
-) -> Callable[[F], F]:
+def op(*, reference: Callable, cases: Sequence[Case], cost: Callable[..., Cost]) -> Callable[[F], F]:
     """Declare a public operator; ``reference`` has its signature and is its meaning, in any dtype, on any device.
 
     A long signature is written once: a reference that only names its parameters gets the defaults and types of the public function, and its last one,
@@ -293,7 +289,7 @@ def launch(kernel, grid: tuple[int, ...], x: Tensor, *args, **meta) -> None:
 
 def _without_autocast(backward: Callable, ctx: Any, grads: tuple[Tensor | None, ...]) -> Any:
     """In the dtypes of the forward, whatever autocast the caller of a backward is in."""
-    if torch.compiler.is_compiling() or not torch._C._is_any_autocast_enabled():  # type: ignore[attr-defined]
+    if torch.compiler.is_compiling() or not torch._C._is_any_autocast_enabled():
         return backward(ctx, *grads)
     device = next((g.device.type for g in grads if g is not None), "meta")
     if device == "meta" or not torch.is_autocast_enabled(device):
@@ -325,7 +321,7 @@ def once_differentiable(backward: Callable) -> Callable:
     return once
 
 
-def with_gradients(fn: Callable[..., Any], *inputs: Tensor | None) -> tuple[Any, list[Tensor | None]]:
+def with_gradients(fn: Callable[..., Any], *inputs: Tensor | None) -> tuple[Any, list[Any]]:
     """``fn(*inputs)`` without a graph, and the gradients of the sum of its first result to those inputs that are there: for losses without autograd."""
     own = [t if t is None else t.detach().requires_grad_() for t in inputs]
     with torch.enable_grad():

@@ -30,10 +30,10 @@ ACTS = {
 }
 
 
-def reference(
-    gate: Tensor, up: Tensor | None = None, *, act: str = "silu", gate_multiplier: float = 1.0, limit: float | None = None, alpha: float = 1.0,
-    offset: float = 0.0, down_multiplier: float = 1.0,
-) -> Tensor:  # fmt: skip
+_FORM = "float gate_multiplier, float? limit, float alpha, float offset, float down_multiplier"
+
+
+def reference(gate, up=None, *, act="silu", gate_multiplier=1.0, limit=None, alpha=1.0, offset=0.0, down_multiplier=1.0):
     if up is None:
         gate, up = gate.chunk(2, -1)
     if gate_multiplier != 1:
@@ -166,7 +166,7 @@ def _bwd(
 def _grid(M: int, N: int, itemsize: int) -> tuple[tuple[int], dict[str, int]]:
     # H200, 8192 x 14336 bf16: 2048 columns a program of 4 warps; wider tiles gain nothing
     c = config.tile("glu", N, itemsize, elements=2048, max_block_n=2048)
-    return (cdiv(M, c.block_m) * cdiv(N, c.block_n),), dict(BLOCK_M=c.block_m, BLOCK_N=c.block_n, num_warps=c.num_warps)
+    return (cdiv(M, c.block_m) * cdiv(N, c.block_n),), c.tile
 
 
 class Form(NamedTuple):
@@ -184,9 +184,6 @@ def _arguments(gate_multiplier: float, limit: float | None, alpha: float, offset
     """What a ``Form`` is to the kernels: arguments and constexprs."""
     scaled = (gate_multiplier, alpha, offset, down_multiplier) != (1, 1, 0, 1)
     return tuple(map(float, (gate_multiplier, limit or 0.0, alpha, offset, down_multiplier))), dict(SCALED=scaled, CLAMPED=limit is not None)
-
-
-_FORM = "float gate_multiplier, float? limit, float alpha, float offset, float down_multiplier"
 
 
 @launcher(f"(Tensor gate, Tensor up, str act, {_FORM}) -> Tensor")
@@ -208,8 +205,9 @@ def glu_bwd(dy: Tensor, gate: Tensor, up: Tensor, act: str, packed: bool, need_d
     d0, d1 = (dgate[:, :N], dgate[:, N:]) if packed else (dgate, dup)
     grid, tile = _grid(M, N, gate.itemsize)
     numbers, flags = _arguments(*form)
-    launch(_bwd, grid, dy, gate, up, d0, d1, None, M, N, dy.stride(0), gate.stride(0), up.stride(0), d0.stride(0), d1.stride(0), *numbers,
-           ACT=act, **flags, NEED_DGATE=need_dgate or packed, NEED_DUP=need_dup or packed, NEED_Y=False, **tile)  # fmt: skip
+    strides = dy.stride(0), gate.stride(0), up.stride(0), d0.stride(0), d1.stride(0)
+    needs = dict(NEED_DGATE=need_dgate or packed, NEED_DUP=need_dup or packed, NEED_Y=False)
+    launch(_bwd, grid, dy, gate, up, d0, d1, None, M, N, *strides, *numbers, ACT=act, **flags, **needs, **tile)
     return dgate, dup
 
 
@@ -218,8 +216,8 @@ def glu_bwd_(dy: Tensor, gate: Tensor, up: Tensor, act: str, need_y: bool, *form
     M, N = gate.shape
     grid, tile = _grid(M, N, gate.itemsize)
     numbers, flags = _arguments(*form)
-    launch(_bwd, grid, dy, gate, up, gate, up, dy if need_y else None, M, N, dy.stride(0), gate.stride(0), up.stride(0), gate.stride(0), up.stride(0),
-           *numbers, ACT=act, **flags, NEED_DGATE=True, NEED_DUP=True, NEED_Y=need_y, **tile)  # fmt: skip
+    args = gate, up, gate, up, dy if need_y else None, M, N, dy.stride(0), *(gate.stride(0), up.stride(0)) * 2
+    launch(_bwd, grid, dy, *args, *numbers, ACT=act, **flags, NEED_DGATE=True, NEED_DUP=True, NEED_Y=need_y, **tile)
 
 
 class GLUFunction(torch.autograd.Function):
@@ -259,20 +257,23 @@ def _wide(*shape: int, dtype: torch.dtype) -> Tensor:
         Case("deepseek-v4", dict(gate=T((3, 80), _wide), up=None, limit=5.0)),
         Case("falcon-h1", dict(gate=T((5, 64)), up=T((5, 64)), gate_multiplier=0.37, down_multiplier=1.9)),
         Case("one", dict(gate=T((1, 1)), up=T((1, 1)))),
-        Case("integers", dict(gate=T((2, 4), dtype=torch.int64), up=T((2, 4))), error="glu: gate must be floating point, got torch.int64"),
-        Case("bad-act", dict(gate=T((2, 4)), up=T((2, 4)), act="swish2"),
-             error="glu: act must be one of ['gelu', 'gelu_tanh', 'relu2', 'sigmoid', 'silu'], got 'swish2'"),
-        Case("bad-limit", dict(gate=T((2, 4)), up=T((2, 4)), limit=0.0), error="glu: limit must be positive or None, got 0.0"),
-        Case("bad-alpha", dict(gate=T((2, 4)), up=T((2, 4)), alpha=-1.0), error="glu: alpha must be positive, got -1.0"),
-        Case("bad-shapes", dict(gate=T((2, 4)), up=T((2, 5))), error="glu: up must have shape (2, 4), got (2, 5)"),
-        Case("odd-width", dict(gate=T((2, 5)), up=None), error="glu: packed gate must have an even last dim, got 5"),
+        Case("integers", dict(gate=T((2, 4), dtype=torch.int64), up=T((2, 4))), error="gate must be floating point, got torch.int64"),
+        Case(
+            "bad-act",
+            dict(gate=T((2, 4)), up=T((2, 4)), act="swish2"),
+            error="act must be one of ['gelu', 'gelu_tanh', 'relu2', 'sigmoid', 'silu'], got 'swish2'",
+        ),
+        Case("bad-limit", dict(gate=T((2, 4)), up=T((2, 4)), limit=0.0), error="limit must be positive or None, got 0.0"),
+        Case("bad-alpha", dict(gate=T((2, 4)), up=T((2, 4)), alpha=-1.0), error="alpha must be positive, got -1.0"),
+        Case("bad-shapes", dict(gate=T((2, 4)), up=T((2, 5))), error="up must have shape (2, 4), got (2, 5)"),
+        Case("odd-width", dict(gate=T((2, 5)), up=None), error="packed gate must have an even last dim, got 5"),
     ],
     cost=lambda gate, up=None, **_: (
         Cost(nbytes(gate) * 3 // 2, nbytes(gate) * 5 // 2, flops=(gate.numel(), 2 * gate.numel()))
         if up is None
         else Cost(nbytes(gate, up, gate), nbytes(gate, up, gate, up, gate), flops=(2 * gate.numel(), 4 * gate.numel()))
     ),
-)  # fmt: skip
+)
 def glu(
     gate: Tensor, up: Tensor | None = None, *, act: str = "silu", gate_multiplier: float = 1.0, limit: float | None = None, alpha: float = 1.0,
     offset: float = 0.0, down_multiplier: float = 1.0,

@@ -67,7 +67,7 @@ class LigerReLUSquaredFunction(torch.autograd.Function):
         Case("nemotron", dict(x=T((2, 5, 72)))),
         Case("odd", dict(x=T((3, 1, 701)))),
         Case("one", dict(x=T((1,)))),
-        Case("integers", dict(x=T((2, 4), dtype=torch.int64)), error="relu_squared: x must be floating point, got torch.int64"),
+        Case("integers", dict(x=T((2, 4), dtype=torch.int64)), error="x must be floating point, got torch.int64"),
     ],
     cost=lambda x: Cost(nbytes(x, x), nbytes(x, x, x), flops=(2 * x.numel(), 3 * x.numel())),
 )

@@ -21,10 +21,7 @@ from liger_kernel.ops.attention.sparsemax import sparsemax_bwd, sparsemax_fwd
 Size = int | tuple[int, int]
 
 
-def reference(
-    scores: Tensor, weight: Tensor, bias: Tensor | None = None, *, stride: Size = 1, padding: Size = 0, dilation: Size = 1, groups: int = 1,
-    sparse: bool = False,
-) -> Tensor:  # fmt: skip
+def reference(scores, weight, bias, *, stride, padding, dilation, groups, sparse):
     hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
     masked = scores.masked_fill(hidden, -float("inf"))
     p = sparsemax_reference(masked) if sparse else torch.softmax(masked, -1)
@@ -85,17 +82,17 @@ def _cost(scores: Tensor, weight: Tensor, bias: Tensor | None = None, *, stride:
         Case("sparse", dict(scores=T((1, 2, 12, 12)), weight=T((2, 2, 3, 3)), bias=T((2,)), padding=1, sparse=True)),
         Case("grouped", dict(scores=T((1, 4, 9, 9)), weight=T((6, 2, 3, 5)), stride=(2, 1), padding=(2, 4), dilation=(1, 2), groups=2)),
         Case("one-token", dict(scores=T((3, 2, 1, 1)), weight=T((2, 2, 1, 1)), bias=T((2,)))),
-        Case("bad-scores", dict(scores=T((3, 4, 5)), weight=T((3, 3, 1, 1))),
-             error="multi_token_attention: scores must have shape (B, C, L, L), got (3, 4, 5)"),
-        Case("bad-weight", dict(scores=T((1, 4, 5, 5)), weight=T((4, 4, 3, 3)), groups=2),
-             error="multi_token_attention: weight must have shape (C', 2, kh, kw), got (4, 4, 3, 3)"),
-        Case("bad-bias", dict(scores=T((1, 4, 5, 5)), weight=T((2, 4, 3, 3)), bias=T((4,))),
-             error="multi_token_attention: bias must have shape (2,), got (4,)"),
-        Case("bad-dtype", dict(scores=T((1, 4, 5, 5)), weight=T((4, 4, 3, 3), dtype=torch.float64)),
-             error="multi_token_attention: weight must have the dtype of scores, torch.float32, got torch.float64"),
+        Case("bad-scores", dict(scores=T((3, 4, 5)), weight=T((3, 3, 1, 1))), error="scores must have shape (B, C, L, L), got (3, 4, 5)"),
+        Case("bad-weight", dict(scores=T((1, 4, 5, 5)), weight=T((4, 4, 3, 3)), groups=2), error="weight must have shape (C', 2, kh, kw), got (4, 4, 3, 3)"),
+        Case("bad-bias", dict(scores=T((1, 4, 5, 5)), weight=T((2, 4, 3, 3)), bias=T((4,))), error="bias must have shape (2,), got (4,)"),
+        Case(
+            "bad-dtype",
+            dict(scores=T((1, 4, 5, 5)), weight=T((4, 4, 3, 3), dtype=torch.float64)),
+            error="weight must have the dtype of scores, torch.float32, got torch.float64",
+        ),
     ],
     cost=_cost,
-)  # fmt: skip
+)
 def multi_token_attention(
     scores: Tensor, weight: Tensor, bias: Tensor | None = None, *, stride: Size = 1, padding: Size = 0, dilation: Size = 1, groups: int = 1,
     sparse: bool = False,
@@ -109,7 +106,7 @@ def multi_token_attention(
     device = scores.device.type
     if device != "meta" and torch.is_autocast_enabled(device) and scores.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
-        scores, weight, bias = (t if t is None else t.to(dtype) for t in (scores, weight, bias))  # type: ignore[assignment]
+        scores, weight, bias = scores.to(dtype), weight.to(dtype), bias if bias is None else bias.to(dtype)
     if weight.ndim != 4 or weight.shape[1] * groups != scores.shape[1]:
         raise ValueError(f"multi_token_attention: weight must have shape (C', {scores.shape[1] // groups}, kh, kw), got {tuple(weight.shape)}")
     if bias is not None and bias.shape != weight.shape[:1]:

@@ -23,10 +23,10 @@ def launch_fwd(short: Any, long: Any, x: Tensor, causal: bool, name: str, *, ele
         return y
     if N <= MAX_N:
         c = config.tile(name, N, x.itemsize, elements=elements, per_thread=32)
-        launch(short, (cdiv(M, c.block_m),), x, y, M, N, x.stride(0), CAUSAL=causal, BLOCK_M=c.block_m, BLOCK_N=c.block_n, num_warps=c.num_warps)
+        launch(short, (cdiv(M, c.block_m),), x, y, M, N, x.stride(0), CAUSAL=causal, **c.tile)
     else:
         c = config.tile(name, N, x.itemsize, elements=1, max_block_n=8192, per_thread=8)
-        launch(long, (M,), x, y, N, x.stride(0), CAUSAL=causal, BLOCK=c.block_n, num_warps=c.num_warps)
+        launch(long, (M,), x, y, N, x.stride(0), CAUSAL=causal, **c.row)
     return y
 
 
@@ -39,11 +39,11 @@ def launch_bwd(short: Any, long: Any, dy: Tensor, y: Tensor, name: str, sweep: C
     strides = dy.stride(0), y.stride(0)
     if N <= MAX_N_BWD:
         c = config.tile(name, N, y.itemsize, elements=4096, per_thread=16)
-        launch(short, (cdiv(M, c.block_m),), dy, y, dx, M, N, *strides, BLOCK_M=c.block_m, BLOCK_N=c.block_n, num_warps=c.num_warps)
+        launch(short, (cdiv(M, c.block_m),), dy, y, dx, M, N, *strides, **c.tile)
     else:
         max_block_n, per_thread = sweep(N, y.itemsize)
         c = config.tile(name, N, y.itemsize, elements=1, max_block_n=max_block_n, per_thread=per_thread)
-        launch(long, (M,), dy, y, dx, N, *strides, BLOCK=c.block_n, num_warps=c.num_warps)
+        launch(long, (M,), dy, y, dx, N, *strides, **c.row)
     return dx
 
 

@@ -2,6 +2,9 @@
 each for dx and dw.
 
 Shapes: x (M, H), w (V, H), logits z (M, V). Beside the gradients nothing larger than one chunk of logits exists.
+
+A head may have a term of low rank, thin xa (M, R) and wb (V, R):  z = x w^T + xa wb^T.  That is a head with adapters: xa = s x A^T, wb = B, those of several
+side by side. Neither w + s B A nor its gradient exists then; what xa is made of gets its gradient from dxa, outside of the loop.
 """
 
 from __future__ import annotations
@@ -62,20 +65,31 @@ def add_mm(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
         torch.mm(a.to(total.dtype), b.to(total.dtype), out=total) if first else total.addmm_(a.to(total.dtype), b.to(total.dtype))
 
 
+def logits(z: Tensor, x: Tensor, w: Tensor, xa: Tensor | None, wb: Tensor | None) -> None:
+    """z = x w^T + xa wb^T: the large product adds to the thin one in its epilogue."""
+    if xa is not None and wb is not None:
+        add_mm(z, xa, wb.t(), first=True)
+    add_mm(z, x, w.t(), first=xa is None)
+
+
 def chunk_gradients(
     x: Tensor,
     w: Tensor,
     body: Body,
     *,
-    need: tuple[bool, bool, bool],
+    need: tuple[bool, ...],
     chunks: Iterable[slice] | None = None,
     chunk_rows: int | None = None,
     accum_dtype: torch.dtype | None = None,
     kept: Tensor | None = None,
     fp32_logits: bool = False,
     dw_into: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    xa: Tensor | None = None,
+    wb: Tensor | None = None,
+) -> tuple[Any, ...]:
     """The loop: ``body(z, rows, dz)`` for each chunk of logits; returns dx, dw and (in fp32) dbias, empty where not ``need``ed.
+
+    With ``xa`` and ``wb`` ``need`` says two more, and dxa and (in fp32) dwb are returned, too, None where not needed.
 
     ``body`` leaves the gradient of the logits in ``dz``: z itself, another buffer with ``fp32_logits``, None where no gradient is needed. Where it returns a
     0-dim tensor, the gradients of all chunks before are multiplied by that.
@@ -83,13 +97,18 @@ def chunk_gradients(
     Sums over all tokens that are not scaled yet overflow in fp16, so that dw is fp32 there, too. With ``dw_into`` dw is added to that.
     """
     (H, V), M = (x.shape[1], w.shape[0]), x.shape[0] if kept is None else kept.shape[0]
-    need_dx, need_dw, need_db = need
+    need_dx, need_dw, need_db, need_dxa, need_dwb = (*need, False, False)[:5]
     dw_dtype = acc(w.dtype) if w.dtype == torch.float16 else w.dtype
     dx = (x.new_empty if kept is None else x.new_zeros)(x.shape if need_dx else 0)
     dw = w.new_empty((V, H) if need_dw and dw_into is None else 0, dtype=dw_dtype)
     db = x.new_zeros(V if need_db else 0, dtype=acc(x.dtype))
+    dxa = dwb = None
+    if xa is not None and wb is not None:
+        dxa = (xa.new_empty if kept is None else xa.new_zeros)(xa.shape) if need_dxa else None
+        dwb = wb.new_zeros(wb.shape, dtype=acc(wb.dtype)) if need_dwb else None
+    thin = () if xa is None else (dxa, dwb)
     if tracing(x):
-        return dx, dw, db
+        return dx, dw, db, *thin
     step = max(1, min(M, chunk_rows or auto_chunk_rows(M, V, H, x.itemsize, on_gpu(x))))
     chunks = list(chunks_of(M, step) if chunks is None else chunks)
     step = max((c.stop - c.start for c in chunks), default=0)
@@ -106,21 +125,27 @@ def chunk_gradients(
         n = rows.stop - rows.start
         at = None if kept is None else kept[rows]
         x_c = x[rows] if at is None else x.index_select(0, at)
+        xa_c = xa if xa is None else xa[rows] if at is None else xa.index_select(0, at)
         z, dz = buffer[:n], grads[:n] if any(need) else None
-        add_mm(z, x_c, w.t(), first=True)
+        logits(z, x_c, w, xa_c, wb)
         ratio = body(z, rows, dz)
         if ratio is not None and i:
-            for t in (dx if kept is not None else dx[: rows.start], total, db):
-                scale_(t, ratio)
-        if need_dx and at is None:
-            torch.mm(dz, w, out=dx[rows])
-        elif need_dx:
-            dx.index_copy_(0, at, torch.mm(dz, w))
+            before = (t if t is None or kept is not None else t[: rows.start] for t in (dx, dxa))
+            for t in (*before, total, db, dwb):
+                if t is not None:
+                    scale_(t, ratio)
+        for d, of in ((dx if need_dx else None, w), (dxa, wb)):
+            if d is not None and at is None:
+                torch.mm(dz, of, out=d[rows])
+            elif d is not None:
+                d.index_copy_(0, at, torch.mm(dz, of))
         if need_dw:
             add_mm(total, dz.t(), x_c, first=i == 0 and dw_into is None)
         if need_db:
             db += dz.sum(0, dtype=db.dtype)
-    return dx, dw if total is dw or dw_into is not None else dw.copy_(total), db
+        if dwb is not None:
+            add_mm(dwb, dz.t(), xa_c, first=False)
+    return dx, dw if total is dw or dw_into is not None else dw.copy_(total), db, *thin
 
 
 def values(options: Any) -> tuple[Any, ...]:

@@ -64,60 +64,66 @@ def items(num_items: Tensor | float | None, like: Tensor) -> Tensor | None:
     return like.new_full((), num_items, dtype=torch.float32)
 
 
-def targets(M: int, V: int, ignored: int = 3) -> T:
+def targets(shape: int | tuple[int, ...], V: int, ignored: int = 3) -> T:
     """Class indices for a ``Case``, every ``ignored``-th one ignored."""
 
     def draw(*shape: int, dtype: torch.dtype) -> Tensor:
         y = torch.randint(0, V, shape)
-        y[::ignored] = -100
+        y.view(-1)[::ignored] = -100
         return y
 
-    return T((M,), draw, dtype=torch.int64)
+    return T((shape,) if isinstance(shape, int) else shape, draw, dtype=torch.int64)
 
 
 def positive(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.rand(*shape, dtype=dtype) + 0.5
 
 
+def _rows(M: int, V: int, ignored: int = 3, **options: Any) -> dict[str, Any]:
+    return dict(logits=T((M, V)), target=targets(M, V, ignored), **options)
+
+
 @op(
     reference=reference,
     cases=[
-        Case("mean", dict(logits=T((9, 130)), target=targets(9, 130))),
-        Case("num-items", dict(logits=T((5, 40)), target=targets(5, 40), num_items=17)),
-        Case("in-forward", dict(logits=T((50, 40)), target=targets(50, 40), gradient_in_forward=True, z_loss=1e-3)),
-        Case("sum", dict(logits=T((7, 61)), target=targets(7, 61), reduction="sum")),
-        Case("none", dict(logits=T((7, 64)), target=targets(7, 64), reduction="none")),
-        Case("gemma2", dict(logits=T((24, 99)), target=targets(24, 99), softcap=2.0, stats=True)),
-        Case("cohere", dict(logits=T((24, 99)), target=targets(24, 99), logit_scale=0.3)),
-        Case("smoothing", dict(logits=T((24, 99)), target=targets(24, 99), label_smoothing=0.1)),
-        Case("z-loss", dict(logits=T((24, 99)), target=targets(24, 99), z_loss=1e-2, stats=True)),
-        Case("class-weight", dict(logits=T((24, 99)), target=targets(24, 99), class_weight=T((99,), positive, grad=False))),
-        Case("everything", dict(logits=T((6, 99)), target=targets(6, 99, 5), class_weight=T((99,), positive, grad=False), label_smoothing=0.2,
-             z_loss=1e-2, logit_scale=1.5, softcap=3.0, reduction="none", stats=True)),
-        Case("dft", dict(logits=T((24, 99)), target=targets(24, 99), token_scaling=True)),
-        Case("dft-z-loss", dict(logits=T((24, 99)), target=targets(24, 99), token_scaling=True, z_loss=1e-2, stats=True)),
-        Case("all-ignored", dict(logits=T((3, 20)), target=targets(3, 20, 1), reduction="sum")),
-        Case("two-blocks", dict(logits=T((2, 9001)), target=targets(2, 9001, 5))),
-        Case("probabilities", dict(logits=T((3, 5)), target=T((3, 5))),
-             error="cross_entropy: target must hold class indices, got torch.float32 (class probabilities are not supported)"),
-        Case("bad-target", dict(logits=T((3, 5)), target=targets(4, 5)), error="cross_entropy: target must have shape (3,), got (4,)"),
-        Case("bad-weight", dict(logits=T((3, 5)), target=targets(3, 5), class_weight=T((4,))),
-             error="cross_entropy: class_weight must have shape (5,), got (4,)"),
-        Case("bad-reduction", dict(logits=T((3, 5)), target=targets(3, 5), reduction="avg"),
-             error="cross_entropy: reduction must be one of ('mean', 'sum', 'none'), got 'avg'"),
+        Case("mean", _rows(9, 130)),
+        Case("num-items", _rows(5, 40, num_items=17)),
+        Case("in-forward", _rows(50, 40, gradient_in_forward=True, z_loss=1e-3)),
+        Case("sum", _rows(7, 61, reduction="sum")),
+        Case("none", _rows(7, 64, reduction="none")),
+        Case("gemma2", _rows(24, 99, softcap=2.0, stats=True)),
+        Case("cohere", _rows(24, 99, logit_scale=0.3)),
+        Case("smoothing", _rows(24, 99, label_smoothing=0.1)),
+        Case("z-loss", _rows(24, 99, z_loss=1e-2, stats=True)),
+        Case("class-weight", _rows(24, 99, class_weight=T((99,), positive, grad=False))),
         Case(
-            "integers",
-            dict(logits=T((3, 5), dtype=torch.int64), target=targets(3, 5)),
-            error="cross_entropy: logits must be floating point, got torch.int64",
+            "everything",
+            _rows(6, 99, 5, class_weight=T((99,), positive, grad=False))
+            | dict(label_smoothing=0.2, z_loss=1e-2, logit_scale=1.5, softcap=3.0, reduction="none", stats=True),
         ),
-        Case("3d", dict(logits=T((3, 5, 2)), target=targets(3, 5)), error="cross_entropy: logits must have shape (M, V), got (3, 5, 2)"),
+        Case("dft", _rows(24, 99, token_scaling=True)),
+        Case("dft-z-loss", _rows(24, 99, token_scaling=True, z_loss=1e-2, stats=True)),
+        Case("all-ignored", _rows(3, 20, 1, reduction="sum")),
+        Case("two-blocks", _rows(2, 9001, 5)),
+        Case(
+            "probabilities",
+            dict(logits=T((3, 5)), target=T((3, 5))),
+            error="target must hold class indices, got torch.float32 (class probabilities are not supported)",
+        ),
+        Case("bad-target", dict(logits=T((3, 5)), target=targets(4, 5)), error="target must have shape (3,), got (4,)"),
+        Case("bad-weight", _rows(3, 5, class_weight=T((4,))), error="class_weight must have shape (5,), got (4,)"),
+        Case("bad-reduction", _rows(3, 5, reduction="avg"), error="reduction must be one of ('mean', 'sum', 'none'), got 'avg'"),
+        Case("integers", dict(logits=T((3, 5), dtype=torch.int64), target=targets(3, 5)), error="logits must be floating point, got torch.int64"),
+        Case("3d", dict(logits=T((3, 5, 2)), target=targets(3, 5)), error="logits must have shape (M, V), got (3, 5, 2)"),
     ],
     # a loss that leaves its gradient behind needs one pass to read and one to write
     cost=lambda logits, target, class_weight=None, **_: Cost(
-        nbytes(logits, target, class_weight), nbytes(logits, logits, target, class_weight), whole=nbytes(logits, logits, target, class_weight),
+        nbytes(logits, target, class_weight),
+        nbytes(logits, logits, target, class_weight),
+        whole=nbytes(logits, logits, target, class_weight),
         flops=(4 * logits.numel(), 4 * logits.numel()),
     ),
-)  # fmt: skip
+)
 def cross_entropy(
     logits: Tensor,
     target: Tensor,
@@ -176,8 +182,8 @@ class LigerCrossEntropyFunction:
         return_predicted_tokens: bool = False,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
         asked = return_z_loss, return_token_accuracy, return_predicted_tokens
-        found = cross_entropy(_input, target, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing,
-                              z_loss=lse_square_scale, softcap=softcap, stats=any(asked))  # fmt: skip
+        options = dict(label_smoothing=label_smoothing, z_loss=lse_square_scale, softcap=softcap, stats=any(asked))
+        found = cross_entropy(_input, target, weight, ignore_index=ignore_index, reduction=reduction, **options)
         return published(found, target, ignore_index, *asked)
 
 

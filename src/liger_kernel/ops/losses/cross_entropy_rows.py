@@ -33,22 +33,8 @@ from liger_kernel.ops._core.tl import exp_of, jit, log, tanh, tl
 REDUCTIONS = ("mean", "sum", "none")
 
 
-def reference(
-    logits: Tensor,
-    target: Tensor,
-    class_weight: Tensor | None = None,
-    *,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    logit_scale: float = 1.0,
-    softcap: float | None = None,
-    token_scaling: bool = False,
-    stats: bool = False,
-    num_items: Tensor | float | None = None,
-    gradient_in_forward: bool = False,
-) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+def reference(logits, target, class_weight, *, ignore_index, reduction, label_smoothing, z_loss, logit_scale, softcap, token_scaling, stats, num_items, **how):
+    """In plain PyTorch: the loss, with ``stats`` also its part that is z-loss, and the most likely classes. NaN for a target outside [0, V)."""
     z = logits.to(acc(logits.dtype)) * logit_scale
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)
@@ -94,6 +80,20 @@ LOSS_SCHEMA = (
     "int ignore_index, str reduction, float label_smoothing, float z_loss, float logit_scale, float? softcap, bool token_scaling, bool stats, "
     "bool with_entropy, bool with_mean"
 )
+
+
+def normaliser(target: Tensor, class_weight: Tensor | None, s: Loss, num_items: Tensor | None = None) -> Tensor | None:
+    """What "mean" divides by, on the device; None for other reductions."""
+    if s.reduction != "mean":
+        return None
+    if num_items is not None:
+        return num_items.to(torch.float32, copy=True)
+    valid = target != s.ignore_index
+    if class_weight is None:
+        return valid.sum().float()
+    y = target.clamp(0, class_weight.shape[0] - 1)
+    return class_weight[y].to(acc(class_weight.dtype)).where(valid, 0).sum()
+
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -338,35 +338,10 @@ class Rows:
         return (loss, z_loss) if norm is None else (loss / norm, z_loss / norm)
 
 
-def normaliser(target: Tensor, class_weight: Tensor | None, s: Loss, num_items: Tensor | None = None) -> Tensor | None:
-    """What "mean" divides by, on the device; None for other reductions."""
-    if s.reduction != "mean":
-        return None
-    if num_items is not None:
-        return num_items.to(torch.float32, copy=True)
-    valid = target != s.ignore_index
-    if class_weight is None:
-        return valid.sum().float()
-    y = target.clamp(0, class_weight.shape[0] - 1)
-    return class_weight[y].to(acc(class_weight.dtype)).where(valid, 0).sum()
-
-
 def row_kernel(
-    z: Tensor,
-    target: Tensor,
-    loss: Loss,
-    *,
-    class_weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    out: Rows | None = None,
-    dz: Tensor | None = None,
-    norm: Tensor | None = None,
-    g: Tensor | None = None,
-    g_entropy: Tensor | None = None,
-    lse: Tensor | None = None,
-    entropy: Tensor | None = None,
+    z: Tensor, target: Tensor, loss: Loss, *, class_weight=None, bias=None, out=None, dz=None, norm=None, g=None, g_entropy=None, lse=None, entropy=None
 ) -> None:
-    """The row kernel over logits z (M, V): per-row results into ``out``, the gradient into ``dz``, which may be z itself.
+    """The row kernel over logits z (M, V): per-row results into ``out`` (``Rows``), the gradient into ``dz``, which may be z itself.
 
     The gradient is that of sum(g * loss + g_entropy * entropy) / norm, for ``g`` and ``g_entropy`` (M,) and a 0-dim ``norm``. ``lse`` of an
     earlier call (and ``entropy``, if its gradient is asked for) spares the first sweep. ``bias`` (V,) is added to z first. Called by launchers;
@@ -386,16 +361,15 @@ def row_kernel(
     given = lambda t: none if t is None else t
     stride = lambda t: 0 if t is None else t.stride(0)
     o = out or Rows(*[none] * 6)
-    launch(
-        _rows, (M,), z, target, given(dz), given(class_weight), given(weight_sum), given(bias), given(norm), given(g), given(g_entropy), given(lse),
-        given(entropy), o.loss, o.z_loss, o.lse, o.predicted, o.entropy, o.mean,
-        V, z.stride(0), stride(dz), target.stride(0), stride(g), stride(g_entropy),
-        loss.ignore_index, loss.label_smoothing, loss.z_loss, loss.logit_scale, 1.0 if loss.softcap is None else loss.softcap,
-        HAS_W=class_weight is not None, HAS_BIAS=bias is not None, HAS_SCALE=loss.logit_scale != 1.0, HAS_CAP=loss.softcap is not None,
-        SMOOTH=loss.label_smoothing != 0.0, DFT=loss.token_scaling, STATS=loss.stats, MEAN=loss.mean, ENTROPY=loss.entropy, HAS_NORM=norm is not None,
-        HAS_G=g is not None, HAS_GE=g_entropy is not None, HAS_LSE=lse is not None, NEED_LOSS=out is not None, NEED_DZ=dz is not None,
-        PRECISE=z.dtype == torch.float32, BLOCK=c.block_n, num_warps=c.num_warps,
-    )  # fmt: skip
+    tensors = target, *map(given, (dz, class_weight, weight_sum, bias, norm, g, g_entropy, lse, entropy))
+    results = o.loss, o.z_loss, o.lse, o.predicted, o.entropy, o.mean
+    strides = V, z.stride(0), stride(dz), target.stride(0), stride(g), stride(g_entropy)
+    numbers = loss.ignore_index, loss.label_smoothing, loss.z_loss, loss.logit_scale, 1.0 if loss.softcap is None else loss.softcap
+    has = dict(HAS_W=class_weight is not None, HAS_BIAS=bias is not None, HAS_SCALE=loss.logit_scale != 1.0, HAS_CAP=loss.softcap is not None)
+    has |= dict(HAS_NORM=norm is not None, HAS_G=g is not None, HAS_GE=g_entropy is not None, HAS_LSE=lse is not None)
+    flags = dict(SMOOTH=loss.label_smoothing != 0.0, DFT=loss.token_scaling, STATS=loss.stats, MEAN=loss.mean, ENTROPY=loss.entropy)
+    flags |= dict(NEED_LOSS=out is not None, NEED_DZ=dz is not None, PRECISE=z.dtype == torch.float32)
+    launch(_rows, (M,), z, *tensors, *results, *strides, *numbers, **has, **flags, **c.row)
     return None
 
 

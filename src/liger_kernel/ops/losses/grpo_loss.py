@@ -197,7 +197,7 @@ def normaliser(loss_type: str, mask: Tensor, max_completion_length: int | None =
         return token_count(mask)
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if num_items is not None:
-        return items(num_items, mask).clamp(min=1) / ranks  # type: ignore[union-attr]
+        return items(num_items, mask).clamp(min=1) / ranks
     tokens = token_count(mask)
     if ranks > 1:
         dist.all_reduce(tokens)
@@ -213,9 +213,8 @@ def reduced(losses: Tensor, mask: Tensor, loss_type: str, n: Tensor | int) -> Te
 
 
 def _reduce_grpo_loss(
-    per_token_loss: Tensor, completion_mask: Tensor | None, loss_type: str, max_completion_length: int | None,
-    num_items_in_batch: Tensor | float | None = None,
-) -> Tensor:  # fmt: skip
+    per_token_loss: Tensor, completion_mask: Tensor | None, loss_type: str, max_completion_length: int | None, num_items_in_batch: Tensor | float | None = None
+) -> Tensor:
     """The loss of a whole batch of tokens' losses (B, T), by its published name; ``max_completion_length``: T unless it is given."""
     mask = torch.ones_like(per_token_loss) if completion_mask is None else completion_mask.to(per_token_loss.dtype)
     n = normaliser(loss_type, mask, per_token_loss.shape[1] if max_completion_length is None else max_completion_length, num_items_in_batch)
@@ -281,14 +280,15 @@ class GrpoLossFunction:
         phi_seq: Tensor | None = None,
         *vespo: float,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        p = Policy(loss_type, importance_sampling_level, beta, eps_low, eps_high, delta, use_bias_correction_kl, sapo_temperature_pos,
-                   sapo_temperature_neg, *vespo)  # fmt: skip
+        p = Policy(
+            loss_type, importance_sampling_level, beta, eps_low, eps_high, delta, use_bias_correction_kl, sapo_temperature_pos, sapo_temperature_neg, *vespo
+        )
         if beta != 0 and ref_logp is None:
             raise ValueError("grpo_loss: ref_logp must be given unless beta is 0, got None")
         logp = _logprobs(logits, completion_ids, temperature, completion_mask)
         mask = torch.ones_like(logp) if completion_mask is None else completion_mask[:, completion_mask.shape[1] - logp.shape[1] :].to(logp.dtype)
         given = (unmasked(mask, advantages), unmasked(mask, ref_logp), unmasked(mask, old_logp), unmasked(mask, vllm_is_ratio, 1.0))
-        loss, kl, clipped = token_losses(p, logp, mask, *given, phi_seq)  # type: ignore[arg-type]
+        loss, kl, clipped = token_losses(p, logp, mask, *given, phi_seq)
         kl, clipped = None if kl is None else kl * mask, torch.zeros_like(mask) if clipped is None else clipped * mask
         if not reduce:
             return loss * mask, kl, clipped
@@ -330,9 +330,8 @@ def triton_grpo_loss(
     beta is 0) and the share of clipped tokens. ``max_completion_length`` None is T. ``inplace`` has no effect: the logits stay as they are.
     """
     vespo = (vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg)
-    loss, *metrics = GrpoLossFunction.apply(
-        logits, old_logp, ref_logp, completion_ids, advantages, completion_mask, temperature, beta, eps_low, eps_high, inplace, loss_type,
-        max_completion_length, reduce, importance_sampling_level, sapo_temperature_pos, sapo_temperature_neg, vllm_is_ratio, delta,
-        use_bias_correction_kl, num_items_in_batch, None, *vespo,
-    )  # fmt: skip
+    tensors = logits, old_logp, ref_logp, completion_ids, advantages, completion_mask
+    numbers = temperature, beta, eps_low, eps_high, inplace, loss_type, max_completion_length, reduce
+    form = importance_sampling_level, sapo_temperature_pos, sapo_temperature_neg, vllm_is_ratio, delta, use_bias_correction_kl
+    loss, *metrics = GrpoLossFunction.apply(*tensors, *numbers, *form, num_items_in_batch, None, *vespo)
     return (loss, [m for m in metrics if m is not None]) if reduce else (loss, *metrics)

@@ -1,6 +1,7 @@
 """Cross entropy of ``x w^T + bias`` without ever holding the logits: a loop over chunks of tokens.
 
-Shapes: x (M, H), w (V, H), bias (V,), target (M,). The loss is that of ``cross_entropy`` (formula there) on the logits.
+Shapes: x (M, H), w (V, H), bias (V,), target (M,). The loss is that of ``cross_entropy`` (formula there) on the logits. A head with adapters has
+logits x w^T + xa wb^T + bias, xa (M, R), wb (V, R): its thin product with the hidden states, which gets a gradient as x does, and what multiplies that.
 
 Each chunk: logits by one GEMM into a reused buffer, the row kernel, which leaves their gradient in that buffer, and one GEMM each for dx and
 dw, all in the forward, where w is sure to be there (ZeRO-3 and FSDP gather it for that time); the backward only multiplies by the upstream
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,21 +23,24 @@ from liger_kernel.ops._core.impl import only_ours
 from liger_kernel.ops._core.operator import Case, Cost, T, acc, launcher, nbytes, on_gpu, once_differentiable, op, rows_of, tracing
 from liger_kernel.ops._core.reduce import divided, scaled
 from liger_kernel.ops._core.shards import is_sharded
-from liger_kernel.ops.losses.chunks import Kept, add_mm, auto_chunk_rows, chunk_gradients, values
+from liger_kernel.ops.losses.chunks import Kept, add_mm, auto_chunk_rows, chunk_gradients, logits, values
 from liger_kernel.ops.losses.cross_entropy import items, positive, published, targets
 from liger_kernel.ops.losses.cross_entropy_rows import LOSS_SCHEMA, Loss, Rows, check, normaliser, row_kernel
 from liger_kernel.ops.losses.cross_entropy_rows import reference as cross_entropy_reference
 
 
 def reference(
-    x, w, target, bias, class_weight, *, ignore_index, reduction, label_smoothing, z_loss, logit_scale, softcap, token_scaling, stats, num_items, **how
+    x, w, target, bias, class_weight, *, ignore_index, reduction, label_smoothing, z_loss, logit_scale, softcap, token_scaling, stats, num_items, xa, wb, **how
 ):
     numbers = (ignore_index, reduction, label_smoothing, z_loss, logit_scale, softcap, token_scaling, stats)
-    return cross_entropy_reference(F.linear(x, w, bias), target, class_weight, num_items=num_items, **dict(zip(Loss.__dataclass_fields__, numbers)))
+    z = F.linear(x, w, bias) if xa is None else F.linear(x, w, bias) + F.linear(xa, wb)
+    return cross_entropy_reference(z, target, class_weight, num_items=num_items, **dict(zip(Loss.__dataclass_fields__, numbers)))
 
 
-_IN = f"Tensor x, Tensor w, Tensor target, Tensor? bias, Tensor? class_weight, Tensor? kept, {LOSS_SCHEMA}, bool fp32_logits"
-_CHUNKS = "ScalarType? accum_dtype, int? chunk_rows, bool need_dx, bool need_dw, bool need_db"
+_IN = f"Tensor x, Tensor w, Tensor target, Tensor? bias, Tensor? class_weight, Tensor? kept, Tensor? xa, Tensor? wb, {LOSS_SCHEMA}, bool fp32_logits"
+_NEED = "bool need_dx, bool need_dw, bool need_db, bool need_dxa, bool need_dwb"
+_CHUNKS = f"ScalarType? accum_dtype, int? chunk_rows, {_NEED}"
+_GRADS = "Tensor dx, Tensor dw, Tensor db, Tensor? dxa, Tensor? dwb"
 _OUT = "Tensor loss, Tensor z_loss, Tensor predicted, Tensor entropy, Tensor mean, Tensor lse, Tensor? norm"
 _N = len(Loss.__dataclass_fields__)
 
@@ -64,14 +69,19 @@ def _of(t: Tensor | None, kept: Tensor | None) -> Tensor | None:
     return t if t is None or kept is None else t.index_select(0, kept)
 
 
+def _five(grads: tuple) -> tuple:
+    """What ``_GRADS`` names, of a head with or without a term of low rank."""
+    return (*grads, None, None)[:5]
+
+
 def _results(out: Rows, norm: Tensor | None, s: Loss, kept: Tensor | None, M: int) -> tuple[Tensor | None, ...]:
     """What ``_OUT`` names; lse of the ``kept`` rows alone."""
     every = out if kept is None or not (s.reduction == "none" or s.stats or s.mean) else out.among(kept, M)
     return *every.reduced(norm, s.reduction), every.predicted, every.entropy, every.mean, out.lse, norm
 
 
-@_launcher_without_into(f"({_IN}, {_CHUNKS}, Tensor? num_items) -> ({_OUT}, Tensor dx, Tensor dw, Tensor db)")
-def linear_cross_entropy_fwd(x, w, target, bias, class_weight, kept, *rest, dw_into=None):
+@_launcher_without_into(f"({_IN}, {_CHUNKS}, Tensor? num_items) -> ({_OUT}, {_GRADS})")
+def linear_cross_entropy_fwd(x, w, target, bias, class_weight, kept, xa, wb, *rest, dw_into=None):
     """Chunk by chunk, gradients included."""
     s, (fp32_logits, accum_dtype, chunk_rows, *need, num_items) = Loss(*rest[:_N]), rest[_N:]
     norm, y, out = normaliser(target, class_weight, s, num_items), _of(target, kept), Rows.empty(_of(target, kept), s, acc(x.dtype))
@@ -80,63 +90,62 @@ def linear_cross_entropy_fwd(x, w, target, bias, class_weight, kept, *rest, dw_i
     def body(z: Tensor, rows: slice, dz: Tensor | None) -> None:
         row_kernel(z, y[rows], s, class_weight=class_weight, bias=bias, out=out[rows], dz=dz, norm=divisor)
 
-    grads = chunk_gradients(x, w, body, need=tuple(need), chunk_rows=chunk_rows, accum_dtype=accum_dtype, kept=kept, fp32_logits=fp32_logits,
-                            dw_into=dw_into)  # fmt: skip
-    return *_results(out, norm, s, kept, x.shape[0]), *grads
+    options = dict(need=tuple(need), chunk_rows=chunk_rows, accum_dtype=accum_dtype, kept=kept, fp32_logits=fp32_logits)
+    grads = chunk_gradients(x, w, body, **options, dw_into=dw_into, xa=xa, wb=wb)
+    return *_results(out, norm, s, kept, x.shape[0]), *_five(grads)
 
 
-@_launcher_without_into(f"(Tensor g, Tensor g_entropy, Tensor lse, Tensor entropy, {_IN}, {_CHUNKS}) -> (Tensor dx, Tensor dw, Tensor db)")
-def linear_cross_entropy_bwd(g, g_entropy, lse, entropy, x, w, target, bias, class_weight, kept, *rest, dw_into=None):
+@_launcher_without_into(f"(Tensor g, Tensor g_entropy, Tensor lse, Tensor entropy, {_IN}, {_CHUNKS}) -> ({_GRADS})")
+def linear_cross_entropy_bwd(g, g_entropy, lse, entropy, x, w, target, bias, class_weight, kept, xa, wb, *rest, dw_into=None):
     """The chunks again, for per-token upstream gradients."""
     s, (fp32_logits, accum_dtype, chunk_rows, *need) = Loss(*rest[:_N]), rest[_N:]
     y, g = _of(target, kept), _of(g, kept)
     ge, h = (_of(g_entropy, kept), _of(entropy, kept)) if s.entropy else (None, None)
 
     def body(z: Tensor, rows: slice, dz: Tensor | None) -> None:
-        row_kernel(z, y[rows], s, class_weight=class_weight, bias=bias, dz=dz, g=g[rows], lse=lse[rows],
-                   g_entropy=None if ge is None else ge[rows], entropy=None if h is None else h[rows])  # fmt: skip
+        of_entropy = {} if ge is None or h is None else dict(g_entropy=ge[rows], entropy=h[rows])
+        row_kernel(z, y[rows], s, class_weight=class_weight, bias=bias, dz=dz, g=g[rows], lse=lse[rows], **of_entropy)
 
-    return chunk_gradients(x, w, body, need=tuple(need), chunk_rows=chunk_rows, accum_dtype=accum_dtype, kept=kept, fp32_logits=fp32_logits, dw_into=dw_into)
+    options = dict(need=tuple(need), chunk_rows=chunk_rows, accum_dtype=accum_dtype, kept=kept, fp32_logits=fp32_logits)
+    return _five(chunk_gradients(x, w, body, **options, dw_into=dw_into, xa=xa, wb=wb))
 
 
 @launcher(f"({_IN}) -> ({_OUT}, Tensor z)")
-def linear_cross_entropy_one_fwd(x, w, target, bias, class_weight, kept, *rest):
+def linear_cross_entropy_one_fwd(x, w, target, bias, class_weight, kept, xa, wb, *rest):
     """One chunk, whose logits stay: for per-token upstream gradients."""
     s, (fp32_logits,) = Loss(*rest[:_N]), rest[_N:]
     y, x_k = _of(target, kept), _of(x, kept)
     out, z = Rows.empty(y, s, acc(x.dtype)), x.new_empty(x_k.shape[0], w.shape[0], dtype=acc(x.dtype) if fp32_logits else x.dtype)
     if not tracing(x):
-        add_mm(z, x_k, w.t(), first=True)
+        logits(z, x_k, w, _of(xa, kept), wb)
         row_kernel(z, y, s, class_weight=class_weight, bias=bias, out=out)
     return *_results(out, None, s, kept, x.shape[0]), z
 
 
-@_launcher_without_into(
-    f"(Tensor g, Tensor g_entropy, Tensor z, Tensor lse, Tensor entropy, {_IN}, bool need_dx, bool need_dw, bool need_db) -> (Tensor dx, Tensor dw, Tensor db)"
-)
-def linear_cross_entropy_one_bwd(g, g_entropy, z, lse, entropy, x, w, target, bias, class_weight, kept, *rest, dw_into=None):
-    s, (_, need_dx, need_dw, need_db) = Loss(*rest[:_N]), rest[_N:]
+@_launcher_without_into(f"(Tensor g, Tensor g_entropy, Tensor z, Tensor lse, Tensor entropy, {_IN}, {_NEED}) -> ({_GRADS})")
+def linear_cross_entropy_one_bwd(g, g_entropy, z, lse, entropy, x, w, target, bias, class_weight, kept, xa, wb, *rest, dw_into=None):
+    s, (_, need_dx, need_dw, need_db, need_dxa, need_dwb) = Loss(*rest[:_N]), rest[_N:]
     x_k, dz = _of(x, kept), z.new_empty(z.shape, dtype=x.dtype)
     ge, h = (_of(g_entropy, kept), _of(entropy, kept)) if s.entropy else (None, None)
     row_kernel(z, _of(target, kept), s, class_weight=class_weight, bias=bias, dz=dz, g=_of(g, kept), lse=lse, g_entropy=ge, entropy=h)
-    dx, dw, db = x.new_empty(0), w.new_empty(0), x.new_empty(0)
-    if need_dx:
-        dx = torch.mm(dz, w)
-        dx = dx if kept is None else torch.zeros_like(x).index_copy_(0, kept, dx)
+    whole = lambda d, like: d if kept is None else torch.zeros_like(like).index_copy_(0, kept, d)
+    dx = whole(torch.mm(dz, w), x) if need_dx else x.new_empty(0)
+    dw, db = w.new_empty(0), x.new_empty(0)
     if need_dw and dw_into is None:
         dw = torch.mm(dz.t(), x_k)
     elif need_dw:
         add_mm(dw_into, dz.t(), x_k, first=False)
     if need_db:
         db = dz.sum(0, dtype=acc(dz.dtype))
-    return dx, dw, db
+    dxa = whole(torch.mm(dz, wb), xa) if need_dxa else None
+    return dx, dw, db, dxa, torch.mm(dz.t(), _of(xa, kept)) if need_dwb else None
 
 
 @dataclass(frozen=True)
 class Options:
-    """How the loop goes, beside what the loss is."""
+    """How the loop goes, beside what the loss is. ``need``: which gradients, of x, w, bias, and of xa and wb where an operator has these."""
 
-    need: tuple[bool, bool, bool]
+    need: tuple[bool, ...]
     accum_dtype: torch.dtype | None = None
     chunk_rows: int | None = None
     fp32_logits: bool = False
@@ -144,24 +153,25 @@ class Options:
 
 
 class LinearCrossEntropyFunction(torch.autograd.Function):
-    """``apply(x, w, target, bias, class_weight, num_items, kept, Loss, Options)`` -> loss, z-loss, predicted classes, entropy, mean logit."""
+    """``apply(x, w, target, bias, class_weight, num_items, kept, xa, wb, Loss, Options)`` -> loss, z-loss, predicted classes, entropy, mean logit."""
 
     @staticmethod
-    def forward(ctx, x, w, target, bias, class_weight, num_items, kept, s, o):
+    def forward(ctx, x, w, target, bias, class_weight, num_items, kept, xa, wb, s, o):
         x, numbers = rows_of(x), values(s)
         M = x.shape[0] if kept is None else kept.shape[0]
         ctx.s, ctx.o = s, o
         fits = 0 < M <= (o.chunk_rows or auto_chunk_rows(M, w.shape[0], w.shape[1], x.itemsize, on_gpu(x))) and any(o.need)
         ctx.kind = "done" if s.reduction != "none" else "one" if fits else "again"
-        inputs = (x, w, target, bias, class_weight, kept, *numbers, o.fp32_logits)
+        inputs = (x, w, target, bias, class_weight, kept, xa, wb, *numbers, o.fp32_logits)
         if ctx.kind == "one":
             *found, lse, _, z = linear_cross_entropy_one_fwd(*inputs)
-            ctx.save_for_backward(z, lse, found[3], *inputs[:6])
+            ctx.save_for_backward(z, lse, found[3], *inputs[:8])
         else:
-            need = (False, False, False) if ctx.kind == "again" else o.need
+            need = (False,) * 5 if ctx.kind == "again" else o.need
             into = o.dw_into if need[1] else None
-            *found, lse, norm, dx, dw, db = linear_cross_entropy_fwd(*inputs, o.accum_dtype, o.chunk_rows, *need, num_items, dw_into=into)
-            ctx.save_for_backward(*((lse, found[3], *inputs[:6]) if ctx.kind == "again" else (dx, dw, db, norm if _divides_later(x, into) else None)))
+            *found, lse, norm, dx, dw, db, dxa, dwb = linear_cross_entropy_fwd(*inputs, o.accum_dtype, o.chunk_rows, *need, num_items, dw_into=into)
+            later = norm if _divides_later(x, into) else None
+            ctx.save_for_backward(*((lse, found[3], *inputs[:8]) if ctx.kind == "again" else (dx, dw, db, dxa, dwb, later)))
         loss, z_loss, predicted, entropy, mean = found
         ctx.mark_non_differentiable(z_loss, predicted, mean, *(() if s.reduction == "none" and s.entropy else (entropy,)))
         return loss, z_loss, predicted, entropy, mean
@@ -182,9 +192,9 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
                 grads = linear_cross_entropy_one_bwd(*first, *o.need, dw_into=into)
             else:
                 grads = linear_cross_entropy_bwd(*first, o.accum_dtype, o.chunk_rows, *o.need, dw_into=into)
-        dx, dw, db = (grad if need else None for grad, need in zip(grads, o.need))
+        dx, dw, db, dxa, dwb = (grad if need else None for grad, need in zip(grads, o.need))
         dw = None if o.dw_into is not None else dw
-        return dx, dw, None, db, *(None,) * 5
+        return dx, dw, None, db, None, None, None, dxa, dwb, None, None
 
 
 def _only_one_(total: Tensor, g: Tensor) -> None:
@@ -192,44 +202,64 @@ def _only_one_(total: Tensor, g: Tensor) -> None:
     total.view(-1)[0].add_(torch.where(g == 1, 0.0, float("nan")).to(total.dtype))
 
 
-def _cost(x, w, target, bias=None, class_weight=None, *, ignore_index=-100, compact=False, **_) -> Cost:
+def _head(M: int, H: int, V: int, ignored: int = 3, **options: Any) -> dict[str, Any]:
+    return dict(x=T((M, H)), w=T((V, H)), target=targets(M, V, ignored), **options)
+
+
+def _cost(x, w, target, bias=None, class_weight=None, *, ignore_index=-100, compact=False, xa=None, wb=None, **_) -> Cost:
     (M, H), V = x.shape, w.shape[0]
     M = int((target != ignore_index).sum()) if compact else M
-    return Cost(nbytes(x, w, target, bias, class_weight), nbytes(x, w, bias), gemms=([(M, V, H)], [(M, H, V), (V, H, M)]))
+    H += 0 if xa is None else xa.shape[1]
+    return Cost(nbytes(x, w, target, bias, class_weight, xa, wb), nbytes(x, w, bias, xa, wb), gemms=([(M, V, H)], [(M, H, V), (V, H, M)]))
+
+
+_LORA = _head(9, 32, 65, xa=T((9, 3)), wb=T((65, 3)))
 
 
 @op(
     reference=reference,
     cases=[
-        Case("mean", dict(x=T((9, 32)), w=T((65, 32)), target=targets(9, 65), chunk_rows=4)),
-        Case("one-chunk", dict(x=T((9, 32)), w=T((65, 32)), target=targets(9, 65))),
-        Case("one-chunk-none", dict(x=T((9, 32)), w=T((65, 32)), target=targets(9, 65), bias=T((65,)), reduction="none")),
-        Case("sum-chunks", dict(x=T((11, 16)), w=T((37, 16)), target=targets(11, 37), reduction="sum", chunk_rows=4)),
-        Case("none", dict(x=T((7, 16)), w=T((40, 16)), target=targets(7, 40), reduction="none", chunk_rows=3, stats=True)),
-        Case("bias", dict(x=T((7, 16)), w=T((40, 16)), target=targets(7, 40), bias=T((40,)), chunk_rows=3)),
-        Case("gemma2", dict(x=T((6, 16)), w=T((50, 16)), target=targets(6, 50), softcap=2.0, stats=True)),
-        Case("granite", dict(x=T((6, 16)), w=T((50, 16)), target=targets(6, 50), logit_scale=0.125)),
-        Case("everything", dict(x=T((8, 16)), w=T((50, 16)), target=targets(8, 50), bias=T((50,)), class_weight=T((50,), positive, grad=False),
-             label_smoothing=0.1, z_loss=1e-2, logit_scale=0.5, softcap=3.0, chunk_rows=5)),
-        Case("dft", dict(x=T((6, 16)), w=T((50, 16)), target=targets(6, 50), token_scaling=True, logit_scale=0.25)),
-        Case("fp32-sums", dict(x=T((12, 16)), w=T((50, 16)), target=targets(12, 50), accum_dtype=torch.float32, chunk_rows=3)),
-        Case("many-chunks", dict(x=T((20, 16)), w=T((30, 16)), target=targets(20, 30, 7), chunk_rows=2)),
-        Case("compact", dict(x=T((9, 16)), w=T((40, 16)), target=targets(9, 40), bias=T((40,)), compact=True, chunk_rows=4, stats=True)),
-        Case("compact-none", dict(x=T((9, 16)), w=T((40, 16)), target=targets(9, 40), compact=True, chunk_rows=4, reduction="none")),
-        Case("compact-one-none", dict(x=T((9, 16)), w=T((40, 16)), target=targets(9, 40), compact=True, reduction="none", z_loss=1e-2)),
-        Case("fp32-logits", dict(x=T((9, 16)), w=T((40, 16)), target=targets(9, 40), fp32_logits=True, chunk_rows=4)),
-        Case("num-items", dict(x=T((9, 16)), w=T((40, 16)), target=targets(9, 40), num_items=21, chunk_rows=4)),
-        Case("all-ignored", dict(x=T((3, 16)), w=T((20, 16)), target=targets(3, 20, 1), reduction="sum")),
-        Case("integers", dict(x=T((4, 8), dtype=torch.int64), w=T((10, 8)), target=targets(4, 10)),
-             error="linear_cross_entropy: x and w must be floating point, got torch.int64 and torch.float32"),
-        Case("bad-width", dict(x=T((4, 8)), w=T((10, 6)), target=targets(4, 10)), error="linear_cross_entropy: w must have shape (V, 8), got (10, 6)"),
-        Case("bad-bias", dict(x=T((4, 8)), w=T((10, 8)), target=targets(4, 10), bias=T((4,))),
-             error="linear_cross_entropy: bias must have shape (10,), got (4,)"),
-        Case("bad-target", dict(x=T((4, 8)), w=T((10, 8)), target=targets(5, 10)), error="linear_cross_entropy: target must have shape (4,), got (5,)"),
-        Case("3d", dict(x=T((2, 4, 8)), w=T((10, 8)), target=targets(8, 10)), error="linear_cross_entropy: x must have shape (M, H), got (2, 4, 8)"),
+        Case("mean", _head(9, 32, 65, chunk_rows=4)),
+        Case("one-chunk", _head(9, 32, 65)),
+        Case("one-chunk-none", _head(9, 32, 65, bias=T((65,)), reduction="none")),
+        Case("sum-chunks", _head(11, 16, 37, reduction="sum", chunk_rows=4)),
+        Case("none", _head(7, 16, 40, reduction="none", chunk_rows=3, stats=True)),
+        Case("bias", _head(7, 16, 40, bias=T((40,)), chunk_rows=3)),
+        Case("gemma2", _head(6, 16, 50, softcap=2.0, stats=True)),
+        Case("granite", _head(6, 16, 50, logit_scale=0.125)),
+        Case(
+            "everything",
+            _head(8, 16, 50, bias=T((50,)), class_weight=T((50,), positive, grad=False))
+            | dict(label_smoothing=0.1, z_loss=1e-2, logit_scale=0.5, softcap=3.0, chunk_rows=5),
+        ),
+        Case("dft", _head(6, 16, 50, token_scaling=True, logit_scale=0.25)),
+        Case("fp32-sums", _head(12, 16, 50, accum_dtype=torch.float32, chunk_rows=3)),
+        Case("many-chunks", _head(20, 16, 30, 7, chunk_rows=2)),
+        Case("compact", _head(9, 16, 40, bias=T((40,)), compact=True, chunk_rows=4, stats=True)),
+        Case("compact-none", _head(9, 16, 40, compact=True, chunk_rows=4, reduction="none")),
+        Case("compact-one-none", _head(9, 16, 40, compact=True, reduction="none", z_loss=1e-2)),
+        Case("fp32-logits", _head(9, 16, 40, fp32_logits=True, chunk_rows=4)),
+        Case("num-items", _head(9, 16, 40, num_items=21, chunk_rows=4)),
+        Case("lora", _LORA | dict(bias=T((65,)), chunk_rows=4)),
+        Case("lora-compact", _LORA | dict(compact=True, chunk_rows=4, softcap=3.0)),
+        Case("lora-none", _LORA | dict(reduction="none", compact=True, chunk_rows=4)),
+        Case("lora-one-none", _LORA | dict(reduction="none", compact=True)),
+        Case("lora-frozen", _LORA | dict(w=T((65, 32), grad=False), fp32_logits=True, chunk_rows=4)),
+        Case("all-ignored", _head(3, 16, 20, 1, reduction="sum")),
+        Case(
+            "integers",
+            dict(x=T((4, 8), dtype=torch.int64), w=T((10, 8)), target=targets(4, 10)),
+            error="x and w must be floating point, got torch.int64 and torch.float32",
+        ),
+        Case("bad-width", dict(x=T((4, 8)), w=T((10, 6)), target=targets(4, 10)), error="w must have shape (V, 8), got (10, 6)"),
+        Case("bad-bias", _head(4, 8, 10, bias=T((4,))), error="bias must have shape (10,), got (4,)"),
+        Case("bad-target", dict(x=T((4, 8)), w=T((10, 8)), target=targets(5, 10)), error="target must have shape (4,), got (5,)"),
+        Case("half-lora", _head(4, 8, 10, xa=T((4, 2))), error="xa and wb must have shapes (4, R) and (10, R), got (4, 2) and None"),
+        Case("bad-rank", _head(4, 8, 10, xa=T((4, 2)), wb=T((10, 3))), error="xa and wb must have shapes (4, R) and (10, R), got (4, 2) and (10, 3)"),
+        Case("3d", dict(x=T((2, 4, 8)), w=T((10, 8)), target=targets(8, 10)), error="x must have shape (M, H), got (2, 4, 8)"),
     ],
     cost=_cost,
-)  # fmt: skip
+)
 def linear_cross_entropy(
     x: Tensor,
     w: Tensor,
@@ -251,6 +281,8 @@ def linear_cross_entropy(
     chunk_rows: int | None = None,
     fp32_logits: bool = False,
     dw_into: Tensor | None = None,
+    xa: Tensor | None = None,
+    wb: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """Cross entropy of ``x @ w.T + bias`` and class indices, in chunks of tokens; runs on any device.
 
@@ -262,20 +294,21 @@ def linear_cross_entropy(
     beyond 5 or 6 chunks, else w's dtype), or straight into ``dw_into`` (V, H), a ``w.grad`` or ``w.main_grad`` of any dtype: then w gets no
     gradient of its own, and the upstream gradient of a reduced loss must be 1 (else ``dw_into`` becomes NaN), so that no loss scaler saves
     small fp16 gradients of a mean from underflow. fp32_logits: logits are not rounded to x's dtype, for 6 bytes a logit of a chunk instead of 2.
+    xa (M, R), wb (V, R): of ``x @ w.T + xa @ wb.T + bias``, a head with adapters, in the dtype of x and w. If w needs no gradient nothing of its size exists.
     """
-    check_head("linear_cross_entropy", x, w, bias, chunk_rows)
+    check_head("linear_cross_entropy", x, w, bias, chunk_rows, xa, wb)
     if dw_into is not None and torch.compiler.is_compiling():
         raise ValueError("linear_cross_entropy: dw_into must be None under torch.compile")
     if dw_into is not None and (dw_into.shape != w.shape or not dw_into.is_contiguous()):
         raise ValueError(f"linear_cross_entropy: dw_into must be contiguous, of shape {tuple(w.shape)}, got {tuple(dw_into.shape)}")
     check("linear_cross_entropy", (x.shape[0], w.shape[0]), target, class_weight, reduction, ignore_index)
-    x, w, bias = promoted(x, w, bias)
+    x, w, bias, xa, wb = promoted(x, w, bias, xa, wb)
     numbers = (ignore_index, reduction, label_smoothing, z_loss, logit_scale, softcap, token_scaling, stats)
-    out = apply(x, w, target, bias, class_weight, Loss(*numbers), items(num_items, x), compact, accum_dtype, chunk_rows, fp32_logits, dw_into)
+    out = apply(x, w, target, bias, class_weight, Loss(*numbers), items(num_items, x), compact, accum_dtype, chunk_rows, fp32_logits, dw_into, xa, wb)
     return out[:3] if stats else out[0]
 
 
-def check_head(name: str, x: Tensor, w: Tensor, bias: Tensor | None, chunk_rows: int | None) -> None:
+def check_head(name: str, x: Tensor, w: Tensor, bias: Tensor | None, chunk_rows: int | None, xa: Tensor | None = None, wb: Tensor | None = None) -> None:
     """Refuse what a linear head cannot mean."""
     if not (x.is_floating_point() and w.is_floating_point()):
         raise ValueError(f"{name}: x and w must be floating point, got {x.dtype} and {w.dtype}")
@@ -290,14 +323,20 @@ def check_head(name: str, x: Tensor, w: Tensor, bias: Tensor | None, chunk_rows:
         raise ValueError(f"{name}: bias must have shape ({w.shape[0]},), got {tuple(bias.shape)}")
     if chunk_rows is not None and chunk_rows < 1:
         raise ValueError(f"{name}: chunk_rows must be positive, got {chunk_rows}")
+    if xa is None and wb is None:
+        return
+    M, V = x.shape[0], w.shape[0]
+    if xa is None or wb is None or xa.ndim != 2 or xa.shape[0] != M or wb.shape != (V, xa.shape[1]):
+        shapes = (None if t is None else tuple(t.shape) for t in (xa, wb))
+        raise ValueError(f"{name}: xa and wb must have shapes ({M}, R) and ({V}, R), got {' and '.join(map(str, shapes))}")
 
 
-def promoted(x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """In one dtype; under autocast in its dtype, as ``F.linear`` has it."""
+def promoted(x: Tensor, w: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
+    """In one dtype, that of x and w; under autocast in its dtype, as ``F.linear`` has it."""
     device = x.device.type
     autocast = device != "meta" and torch.is_autocast_enabled(device) and torch.float64 not in (x.dtype, w.dtype)
     dtype = torch.get_autocast_dtype(device) if autocast else torch.promote_types(x.dtype, w.dtype)
-    return x.to(dtype), w.to(dtype), bias if bias is None else bias.to(dtype)
+    return x.to(dtype), w.to(dtype), *(t if t is None else t.to(dtype) for t in others)
 
 
 def kept_rows(compact: bool | Kept, target: Tensor, ignore_index: int) -> Tensor | None:
@@ -307,12 +346,16 @@ def kept_rows(compact: bool | Kept, target: Tensor, ignore_index: int) -> Tensor
     return (Kept(target, ignore_index) if compact is True else compact).rows()
 
 
-def apply(x, w, target, bias, class_weight, s: Loss, num_items, compact, accum_dtype, chunk_rows, fp32_logits, dw_into=None):
+def apply(x, w, target, bias, class_weight, s: Loss, num_items, compact, accum_dtype, chunk_rows, fp32_logits, dw_into=None, xa=None, wb=None):
     """``LinearCrossEntropyFunction`` of checked arguments."""
-    need = tuple(t is not None and t.requires_grad and torch.is_grad_enabled() for t in (x, w, bias))
     kept = kept_rows(compact, target, s.ignore_index)
-    options = Options(need, accum_dtype, chunk_rows, fp32_logits, dw_into)
-    return LinearCrossEntropyFunction.apply(x, w, target, bias, class_weight, num_items, kept, s, options)
+    options = Options(needed(x, w, bias, xa, wb), accum_dtype, chunk_rows, fp32_logits, dw_into)
+    return LinearCrossEntropyFunction.apply(x, w, target, bias, class_weight, num_items, kept, xa, wb, s, options)
+
+
+def needed(*tensors: Tensor | None) -> tuple[bool, ...]:
+    """Which of them get a gradient."""
+    return tuple(t is not None and t.requires_grad and torch.is_grad_enabled() for t in tensors)
 
 
 class LigerFusedLinearCrossEntropyFunction:
@@ -327,7 +370,7 @@ class LigerFusedLinearCrossEntropyFunction:
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
         only_ours("fused_linear_cross_entropy", ce_impl, ce_mode)
         asked = return_z_loss, return_token_accuracy, return_predicted_tokens
-        found = linear_cross_entropy(_input, weight, target, bias, ce_weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing,
-                                     z_loss=lse_square_scale, softcap=softcap, token_scaling=use_token_scaling, stats=any(asked),
-                                     accum_dtype=accum_dtype)  # fmt: skip
+        options: dict[str, Any] = dict(ignore_index=ignore_index, reduction=reduction, accum_dtype=accum_dtype, stats=any(asked))
+        options |= dict(label_smoothing=label_smoothing, z_loss=lse_square_scale, softcap=softcap, token_scaling=use_token_scaling)
+        found = linear_cross_entropy(_input, weight, target, bias, ce_weight, **options)
         return published(found, target, ignore_index, *asked)

@@ -24,8 +24,8 @@ from liger_kernel.ops.losses.cross_entropy_rows import Loss, check
 from liger_kernel.ops.losses.linear_cross_entropy import _cost, apply, check_head, promoted
 
 
-def reference(x, w, target, bias, *, temperature, logit_scale, softcap, ignore_index, return_entropy, **how):
-    z = F.linear(x, w, bias)
+def reference(x, w, target, bias, *, temperature, logit_scale, softcap, ignore_index, return_entropy, xa, wb, **how):
+    z = F.linear(x, w, bias) if xa is None else F.linear(x, w, bias) + F.linear(xa, wb)
     z = z.to(acc(z.dtype)) * (logit_scale / temperature)
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)
@@ -45,11 +45,12 @@ def reference(x, w, target, bias, *, temperature, logit_scale, softcap, ignore_i
         Case("no-entropy", dict(x=T((9, 16)), w=T((40, 16)), target=targets(9, 40), bias=T((40,)), temperature=1.3)),
         Case("gemma2", dict(x=T((7, 16)), w=T((40, 16)), target=targets(7, 40), softcap=2.0, logit_scale=0.5, return_entropy=True, chunk_rows=3)),
         Case("compact", dict(x=T((24, 16)), w=T((40, 16)), target=targets(24, 40), return_entropy=True, compact=True, chunk_rows=7)),
-        Case("bad-width", dict(x=T((4, 8)), w=T((10, 6)), target=targets(4, 10)), error="linear_logprobs: w must have shape (V, 8), got (10, 6)"),
-        Case("cold", dict(x=T((4, 8)), w=T((10, 8)), target=targets(4, 10), temperature=0.0), error="linear_logprobs: temperature must be positive, got 0.0"),
+        Case("lora", dict(x=T((9, 16)), w=T((40, 16), grad=False), target=targets(9, 40), xa=T((9, 3)), wb=T((40, 3)), return_entropy=True, chunk_rows=4)),
+        Case("bad-width", dict(x=T((4, 8)), w=T((10, 6)), target=targets(4, 10)), error="w must have shape (V, 8), got (10, 6)"),
+        Case("cold", dict(x=T((4, 8)), w=T((10, 8)), target=targets(4, 10), temperature=0.0), error="temperature must be positive, got 0.0"),
     ],
     cost=lambda x, w, target, bias=None, **options: _cost(x, w, target, bias, **options),
-)  # fmt: skip
+)
 def linear_logprobs(
     x: Tensor,
     w: Tensor,
@@ -65,16 +66,18 @@ def linear_logprobs(
     accum_dtype: torch.dtype | None = None,
     chunk_rows: int | None = None,
     fp32_logits: bool = False,
+    xa: Tensor | None = None,
+    wb: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """fp32 log-probabilities (M,) of ``target`` (M,), with ``return_entropy`` also the entropies (M,); both differentiable in x, w and bias.
+    """fp32 log-probabilities (M,) of ``target`` (M,), with ``return_entropy`` also the entropies (M,); both differentiable in x, w, bias, xa and wb.
 
     x (M, H), w (V, H), bias (V,). The other options are those of ``linear_cross_entropy``.
     """
     if not temperature > 0:
         raise ValueError(f"linear_logprobs: temperature must be positive, got {temperature}")
-    check_head("linear_logprobs", x, w, bias, chunk_rows)
+    check_head("linear_logprobs", x, w, bias, chunk_rows, xa, wb)
     check("linear_logprobs", (x.shape[0], w.shape[0]), target, None, "none", ignore_index)
-    x, w, bias = promoted(x, w, bias)
+    x, w, bias, xa, wb = promoted(x, w, bias, xa, wb)
     s = Loss(ignore_index=ignore_index, reduction="none", logit_scale=logit_scale / temperature, softcap=softcap, entropy=return_entropy)
-    nll, _, _, entropy, _ = apply(x, w, target, bias, None, s, None, compact, accum_dtype, chunk_rows, fp32_logits)
+    nll, _, _, entropy, _ = apply(x, w, target, bias, None, s, None, compact, accum_dtype, chunk_rows, fp32_logits, xa=xa, wb=wb)
     return (-nll, entropy) if return_entropy else -nll

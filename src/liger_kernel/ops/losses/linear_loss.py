@@ -26,7 +26,7 @@ from liger_kernel.ops._core.operator import acc, on_gpu, once_differentiable, ro
 from liger_kernel.ops._core.reduce import scaled
 from liger_kernel.ops.losses.chunks import Kept, auto_chunk_rows, chunk_gradients, chunks_of, values
 from liger_kernel.ops.losses.cross_entropy_rows import Loss, Rows, check, row_kernel
-from liger_kernel.ops.losses.linear_cross_entropy import Options, check_head, linear_cross_entropy_bwd, linear_cross_entropy_fwd, promoted
+from liger_kernel.ops.losses.linear_cross_entropy import Options, check_head, linear_cross_entropy_bwd, linear_cross_entropy_fwd, needed, promoted
 from liger_kernel.ops.losses.linear_cross_entropy import apply as nll
 
 
@@ -64,8 +64,10 @@ def linear_loss(
     accum_dtype: torch.dtype | None = None,
     chunk_rows: int | None = None,
     fp32_logits: bool = False,
+    xa: Tensor | None = None,
+    wb: Tensor | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The sum of ``fn`` over chunks, differentiable in x, w and bias, and what ``fn`` returned beside it.
+    """The sum of ``fn`` over chunks, differentiable in x, w, bias, xa and wb, and what ``fn`` returned beside it.
 
     x (M, H), w (V, H), target (M,), bias (V,), M a multiple of ``group``; groups are never divided. ``fn`` may return ``(loss, aux)``: tensors of one
     or more dimensions are concatenated over chunks, 0-dim ones are summed; they get no gradient. ``fn`` is differentiated with respect to the
@@ -77,22 +79,23 @@ def linear_loss(
     """
     if not temperature > 0:
         raise ValueError(f"linear_loss: temperature must be positive, got {temperature}")
-    check_head("linear_loss", x, w, bias, chunk_rows)
+    check_head("linear_loss", x, w, bias, chunk_rows, xa, wb)
     (M, V), B = (x.shape[0], w.shape[0]), x.shape[0] // max(group, 1)
     check("linear_loss", (M, V), target, None, "none", ignore_index)
     if group < 1 or M % group:
         raise ValueError(f"linear_loss: group must divide the {M} rows of x, got {group}")
-    x, w, bias = promoted(x, w, bias)
-    s = Loss(ignore_index=ignore_index, reduction="none", logit_scale=logit_scale / temperature, softcap=softcap, stats=predicted, entropy=entropy,
-             mean=mean_logit)  # fmt: skip
-    o = Options(tuple(t is not None and t.requires_grad and torch.is_grad_enabled() for t in (x, w, bias)), accum_dtype, chunk_rows, fp32_logits)
+    x, w, bias, xa, wb = promoted(x, w, bias, xa, wb)
+    s = Loss(
+        ignore_index=ignore_index, reduction="none", logit_scale=logit_scale / temperature, softcap=softcap, stats=predicted, entropy=entropy, mean=mean_logit
+    )
+    o = Options(needed(x, w, bias, xa, wb), accum_dtype, chunk_rows, fp32_logits)
     if torch.compiler.is_compiling() or B == 0:
-        losses, _, best, h, mean = nll(x, w, target, bias, None, s, None, False, accum_dtype, chunk_rows, fp32_logits)
+        losses, _, best, h, mean = nll(x, w, target, bias, None, s, None, False, accum_dtype, chunk_rows, fp32_logits, xa=xa, wb=wb)
         loss, aux = _called(fn, B, group, s, -losses, h, mean, best)
         return loss, tuple(a.detach() for a in aux)
     kept = counted(target, ignore_index, group, compact) if compact else None
     rows = o.chunk_rows or auto_chunk_rows(M, V, w.shape[1], x.itemsize, on_gpu(x))
-    loss, *aux = LinearLossFunction.apply(x, w, target, bias, fn, group, whole or group > 2 * rows, kept, s, o)
+    loss, *aux = LinearLossFunction.apply(x, w, target, bias, xa, wb, fn, group, whole or group > 2 * rows, kept, s, o)
     return loss, tuple(aux)
 
 
@@ -106,18 +109,18 @@ def counted(target: Tensor, ignore_index: int, group: int, compact: bool | Kept 
 def _called(fn: Fn, B: int, group: int, s: Loss, *found: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
     """``fn`` of all groups at once: of log-probabilities, entropies, mean logits and most likely classes."""
     asked = (True, s.entropy, s.mean, s.stats)
-    result = fn(Tokens(*(t.view(B, group) if wanted else None for t, wanted in zip(found, asked))), 0, B)  # type: ignore[arg-type]
+    result = fn(Tokens(*(t.view(B, group) if wanted else None for t, wanted in zip(found, asked))), 0, B)
     return result if isinstance(result, tuple) else (result, ())
 
 
 class LinearLossFunction(torch.autograd.Function):
-    """``apply(x, w, target, bias, fn, group, whole, Kept or None, Loss, Options)`` -> loss, *aux."""
+    """``apply(x, w, target, bias, xa, wb, fn, group, whole, Kept or None, Loss, Options)`` -> loss, *aux."""
 
     @staticmethod
-    def forward(ctx, x, w, target, bias, fn, group, whole, kept, s, o):
+    def forward(ctx, x, w, target, bias, xa, wb, fn, group, whole, kept, s, o):
         x = rows_of(x)
         ctx.need, ctx.dtype = o.need, x.dtype
-        grads, up, loss, aux = (_whole if whole else _by_chunks)(x, w, target, bias, fn, group, kept, s, o)
+        grads, up, loss, aux = (_whole if whole else _by_chunks)(x, w, target, bias, xa, wb, fn, group, kept, s, o)
         ctx.save_for_backward(*grads, up)
         ctx.mark_non_differentiable(*aux)
         return loss, *aux
@@ -127,9 +130,9 @@ class LinearLossFunction(torch.autograd.Function):
     def backward(ctx, g, *_):
         *saved, up = ctx.saved_tensors
         grads = scaled(tuple(saved), g if up is None else g / up)
-        dx, dw, db = (grad if need else None for grad, need in zip(grads, ctx.need))
-        dw, db = (None if d is None else d.to(ctx.dtype) for d in (dw, db))
-        return dx, dw, None, db, *(None,) * 6
+        dx, dw, db, dxa, dwb = (grad if need else None for grad, need in zip((*grads, None, None)[:5], ctx.need))
+        dw, db, dwb = (None if d is None else d.to(ctx.dtype) for d in (dw, db, dwb))
+        return dx, dw, None, db, dxa, dwb, *(None,) * 6
 
 
 def _up(slopes: list[Tensor], target: Tensor, ignore_index: int) -> Tensor:
@@ -144,11 +147,11 @@ def _up(slopes: list[Tensor], target: Tensor, ignore_index: int) -> Tensor:
     return torch.ldexp(torch.ones_like(largest), -torch.frexp(largest).exponent.clamp(-64, 126))
 
 
-def _whole(x, w, target, bias, fn, group, kept, s, o):
+def _whole(x, w, target, bias, xa, wb, fn, group, kept, s, o):
     """Two sweeps: log-probabilities, then, once ``fn`` has seen them all, gradients. Returns these times ``_up``, that, the loss and what else there is."""
     M, index = x.shape[0], None if kept is None else kept.rows()
-    inputs = (x, w, target, bias, None, index, *values(s), o.fp32_logits, o.accum_dtype, o.chunk_rows)
-    losses, _, predicted, h, mean, lse, *_ = linear_cross_entropy_fwd(*inputs, False, False, False, None)
+    inputs = (x, w, target, bias, None, index, xa, wb, *values(s), o.fp32_logits, o.accum_dtype, o.chunk_rows)
+    losses, _, predicted, h, mean, lse, *_ = linear_cross_entropy_fwd(*inputs, *(False,) * 5, None)
     leaves = [t.requires_grad_(any(o.need)) for t in (-losses, h)[: 1 + s.entropy]]
     with torch.set_grad_enabled(any(o.need)):
         loss, aux = _called(fn, M // group, group, s, leaves[0], leaves[-1], mean, predicted)
@@ -163,7 +166,7 @@ def _whole(x, w, target, bias, fn, group, kept, s, o):
     return grads, up, loss.detach(), [a.detach() for a in aux]
 
 
-def _by_chunks(x, w, target, bias, fn, group, kept, s, o):
+def _by_chunks(x, w, target, bias, xa, wb, fn, group, kept, s, o):
     """One sweep by chunks of whole groups; returns what ``_whole`` does. ``up`` is the least of the chunks' so far."""
     M, V = x.shape[0], w.shape[0]
     plan, index = _plan(M, V, group, x, w, kept, o.chunk_rows)
@@ -204,7 +207,8 @@ def _by_chunks(x, w, target, bias, fn, group, kept, s, o):
         row_kernel(z, y[rows], s, bias=bias, dz=dz, g=-picked[0], lse=out.lse, **more)
         return ratio
 
-    grads = chunk_gradients(x, w, body, need=o.need, chunks=[rows for _, rows in plan], accum_dtype=o.accum_dtype, kept=index, fp32_logits=o.fp32_logits)
+    options = dict(need=o.need, chunks=[rows for _, rows in plan], accum_dtype=o.accum_dtype, fp32_logits=o.fp32_logits)
+    grads = chunk_gradients(x, w, body, **options, kept=index, xa=xa, wb=wb)
     aux = [torch.cat(parts) if parts[0].ndim else torch.stack(parts).sum(0) for parts in zip(*found)]
     return grads, up, loss, aux
 
@@ -218,7 +222,7 @@ def _plan(M: int, V: int, group: int, x: Tensor, w: Tensor, kept: Kept | None, c
         each = group * (-(-(M // group) // max(1, -(-n // rows))) if chunk_rows is None else max(1, rows // group))
         return [((c.start // group, c.stop // group), c) for c in chunks_of(M, each)], None
     plan, first, start, stop = [], 0, 0, 0
-    counts = kept.counts()  # type: ignore[union-attr]
+    counts = kept.counts()
     for i, count in enumerate(counts):
         if stop > start and stop - start + count > rows:
             plan.append(((first, i), slice(start, stop)))

@@ -82,8 +82,7 @@ def dyt_fwd(x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor | None) -> Ten
     M, N = x.shape
     y = x.new_empty(M, N)
     c = config.tile("dyt_fwd", N, x.itemsize, elements=2048, max_block_n=2048)
-    launch(_fwd, (cdiv(M, c.block_m) * cdiv(N, c.block_n),), x, alpha, gamma, beta, y, M, N, x.stride(0),
-           HAS_BETA=beta is not None, BLOCK_M=c.block_m, BLOCK_N=c.block_n, num_warps=c.num_warps)  # fmt: skip
+    launch(_fwd, (cdiv(M, c.block_m) * cdiv(N, c.block_n),), x, alpha, gamma, beta, y, M, N, x.stride(0), HAS_BETA=beta is not None, **c.tile)
     return y
 
 
@@ -103,9 +102,8 @@ def dyt_bwd(
     partials = lambda need, *shape: x.new_empty(shape if need else 0, dtype=torch.float32)
     a = x.new_empty(programs * blocks if need_dalpha else 0, dtype=torch.float64)
     g, b = partials(need_dgamma, programs, N), partials(need_dbeta, programs, N)
-    launch(_bwd, (programs * blocks,), dy, x, alpha, gamma, dx, a, g, b, M, N, dy.stride(0), x.stride(0),
-           NEED_DX=need_dx, NEED_DALPHA=need_dalpha, NEED_DGAMMA=need_dgamma, NEED_DBETA=need_dbeta,
-           BLOCK_M=c.block_m, BLOCK_N=c.block_n, STAGES=c.stages, num_warps=c.num_warps)  # fmt: skip
+    needs = dict(NEED_DX=need_dx, NEED_DALPHA=need_dalpha, NEED_DGAMMA=need_dgamma, NEED_DBETA=need_dbeta)
+    launch(_bwd, (programs * blocks,), dy, x, alpha, gamma, dx, a, g, b, M, N, dy.stride(0), x.stride(0), **needs, STAGES=c.stages, **c.tile)
     summed = lambda need, partials, like: column_sum(partials, like.dtype) if need else x.new_empty(0)
     dalpha = a.sum().to(alpha.dtype).view(1) if need_dalpha else x.new_empty(0)
     return dx, dalpha, summed(need_dgamma, g, gamma), summed(need_dbeta, b, beta)
@@ -138,10 +136,10 @@ class LigerDyTFunction(torch.autograd.Function):
         Case("one-column", dict(x=T((5, 1)), alpha=T((1,)), gamma=T((1,)), beta=T((1,)))),
         Case("two-blocks", dict(x=T((19, 2100)), alpha=T((1,)), gamma=T((2100,)), beta=T((2100,)))),
         Case("fp32-weights", dict(x=T((6, 40)), alpha=T((1,), dtype=torch.float32), gamma=T((40,), dtype=torch.float32), beta=T((40,), dtype=torch.float32))),
-        Case("bad-alpha", dict(x=T((4, 8)), alpha=T((2,)), gamma=T((8,))), error="dyt: alpha must have one element, got shape (2,)"),
-        Case("bad-gamma", dict(x=T((4, 8)), alpha=T((1,)), gamma=T((4,))), error="dyt: gamma must have shape (8,), got (4,)"),
-        Case("bad-beta", dict(x=T((4, 8)), alpha=T((1,)), gamma=T((8,)), beta=T((1,))), error="dyt: beta must have shape (8,), got (1,)"),
-        Case("integers", dict(x=T((4, 8), dtype=torch.int64), alpha=T((1,)), gamma=T((8,))), error="dyt: x must be floating point, got torch.int64"),
+        Case("bad-alpha", dict(x=T((4, 8)), alpha=T((2,)), gamma=T((8,))), error="alpha must have one element, got shape (2,)"),
+        Case("bad-gamma", dict(x=T((4, 8)), alpha=T((1,)), gamma=T((4,))), error="gamma must have shape (8,), got (4,)"),
+        Case("bad-beta", dict(x=T((4, 8)), alpha=T((1,)), gamma=T((8,)), beta=T((1,))), error="beta must have shape (8,), got (1,)"),
+        Case("integers", dict(x=T((4, 8), dtype=torch.int64), alpha=T((1,)), gamma=T((8,))), error="x must be floating point, got torch.int64"),
     ],
     cost=lambda x, alpha, gamma, beta=None: Cost(nbytes(x, x, gamma, beta), nbytes(x, x, x, gamma, gamma, beta), flops=(4 * x.numel(), 10 * x.numel())),
 )

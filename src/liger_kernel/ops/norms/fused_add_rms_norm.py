@@ -153,9 +153,9 @@ def fused_add_rms_norm_fwd(x: Tensor, residual: Tensor | None, w: Tensor | None,
     rstd = x.new_empty(M, dtype=torch.float32)
     wide = N > FWD_N
     c = config.tile("fused_add_rms_norm_fwd", N, s.itemsize, elements=4096, per_thread=32, max_block_n=8192 if wide else FWD_N)
-    launch(_fwd_wide if wide else _fwd, (cdiv(M, c.block_m),), x, residual, w, y, s, rstd, M, N, x.stride(0),
-           0 if residual is None else residual.stride(0), eps, offset,
-           HAS_W=w is not None, HAS_R=residual is not None, CASTING=casting, BLOCK_M=c.block_m, BLOCK_N=c.block_n, num_warps=c.num_warps)  # fmt: skip
+    numbers = M, N, x.stride(0), 0 if residual is None else residual.stride(0), eps, offset
+    flags = dict(HAS_W=w is not None, HAS_R=residual is not None, CASTING=casting)
+    launch(_fwd_wide if wide else _fwd, (cdiv(M, c.block_m),), x, residual, w, y, s, rstd, *numbers, **flags, **c.tile)
     return y, s, rstd
 
 
@@ -166,20 +166,17 @@ def fused_add_rms_norm_bwd(
     """dx, which is dresidual, and dw; what is not needed is empty."""
     M, N = s.shape
     wide = N > BWD_N
-    c = config.tile("fused_add_rms_norm_bwd", N, s.itemsize, elements=4096 if wide else 8192, per_thread=32, pipelined=3,
-                     max_block_n=2048 if wide else BWD_N)  # fmt: skip
+    c = config.tile("fused_add_rms_norm_bwd", N, s.itemsize, elements=4096 if wide else 8192, per_thread=32, pipelined=3, max_block_n=2048 if wide else BWD_N)
     blocks = cdiv(N, c.block_n) if wide else 1
     programs = max(1, min(config.processors() * c.per_sm // blocks, cdiv(M, c.block_m)))
     dx = s.new_empty((M, N) if need_dx else 0)
     partials = s.new_empty((programs, N) if need_dw else 0, dtype=torch.float32)
     mean = s.new_empty(M if wide and need_dx else 0, dtype=torch.float32)
     if wide and need_dx:
-        launch(_bwd_mean, (cdiv(M, c.block_m),), dy, s, w, rstd, mean, M, N, dy.stride(0), s.stride(0), offset,
-               HAS_W=w is not None, BLOCK_M=c.block_m, BLOCK_N=c.block_n, num_warps=c.num_warps)  # fmt: skip
-    launch(_bwd, (programs, blocks), dy, ds, s, w, rstd, mean, dx, partials, M, N, dy.stride(0), 0 if ds is None else ds.stride(0), s.stride(0),
-           offset,
-           HAS_W=w is not None, HAS_DS=ds is not None, WIDE=wide, NEED_DX=need_dx, NEED_DW=need_dw,
-           BLOCK_M=c.block_m, BLOCK_N=c.block_n, STAGES=c.stages, num_warps=c.num_warps)  # fmt: skip
+        launch(_bwd_mean, (cdiv(M, c.block_m),), dy, s, w, rstd, mean, M, N, dy.stride(0), s.stride(0), offset, HAS_W=w is not None, **c.tile)
+    numbers = M, N, dy.stride(0), 0 if ds is None else ds.stride(0), s.stride(0), offset
+    flags = dict(HAS_W=w is not None, HAS_DS=ds is not None, WIDE=wide, NEED_DX=need_dx, NEED_DW=need_dw, STAGES=c.stages)
+    launch(_bwd, (programs, blocks), dy, ds, s, w, rstd, mean, dx, partials, *numbers, **flags, **c.tile)
     return dx, column_sum(partials, w.dtype) if need_dw else s.new_empty(0)
 
 
@@ -230,14 +227,10 @@ def _tensors(*shape: int) -> dict[str, T]:
         Case("wide-backward", _tensors(3, BWD_N + 5)),
         Case("wide", _tensors(2, FWD_N + 77)),
         Case("wide-gemma", dict(_tensors(3, FWD_N + 77), residual=None, offset=1.0, casting="gemma")),
-        Case("bad-weight", dict(_tensors(4, 8), w=T((4,))), error="fused_add_rms_norm: w must have shape (8,), got (4,)"),
-        Case("bad-residual", dict(_tensors(4, 8), residual=T((1, 8))), error="fused_add_rms_norm: residual must have shape (4, 8), got (1, 8)"),
-        Case("bad-casting", dict(_tensors(4, 8), casting="bf16"), error="fused_add_rms_norm: casting must be one of ('llama', 'gemma', 'none'), got 'bf16'"),
-        Case(
-            "integers",
-            dict(_tensors(4, 8), residual=T((4, 8), dtype=torch.int64)),
-            error="fused_add_rms_norm: residual must be floating point, got torch.int64",
-        ),
+        Case("bad-weight", dict(_tensors(4, 8), w=T((4,))), error="w must have shape (8,), got (4,)"),
+        Case("bad-residual", dict(_tensors(4, 8), residual=T((1, 8))), error="residual must have shape (4, 8), got (1, 8)"),
+        Case("bad-casting", dict(_tensors(4, 8), casting="bf16"), error="casting must be one of ('llama', 'gemma', 'none'), got 'bf16'"),
+        Case("integers", dict(_tensors(4, 8), residual=T((4, 8), dtype=torch.int64)), error="residual must be floating point, got torch.int64"),
     ],
     cost=lambda x, residual, w=None, **_: Cost(
         nbytes(x, x, w) + (0 if residual is None else nbytes(residual, x)), nbytes(x, x, x, x, w, w), flops=(5 * x.numel(), 11 * x.numel())

@@ -210,16 +210,14 @@ def group_norm_fwd(x: Tensor, num_groups: int, w: Tensor | None, b: Tensor | Non
     affine = dict(HAS_W=w is not None, HAS_B=b is not None)
     if N <= MAX_N:
         c = config.tile("group_norm_fwd", N, x.itemsize, elements=4096)
-        launch(_fwd, (cdiv(M, c.block_m),), x, w, b, y, mean, rstd, M, N, num_groups, K, D, eps,
-               **affine, BLOCK_M=c.block_m, BLOCK_N=c.block_n, num_warps=c.num_warps)  # fmt: skip
+        launch(_fwd, (cdiv(M, c.block_m),), x, w, b, y, mean, rstd, M, N, num_groups, K, D, eps, **affine, **c.tile)
     else:
         splits, length = _split(M, N, BLOCK)
         found = x.new_empty(M, splits, 2, dtype=torch.float32)
         launch(_parts, (M * splits,), x, found, N, splits, length, BLOCK=BLOCK, num_warps=8)
         launch(_merge, (M,), x, found, mean, rstd, N, splits, length, eps, SPLITS=SPLITS, num_warps=1)
         c = config.tile("group_norm_apply", D, x.itemsize, elements=2048, per_thread=8, max_block_n=2048)
-        launch(_apply, (cdiv(B * C, c.block_m) * cdiv(D, c.block_n),), x, w, b, mean, rstd, y, B * C, C, K, D,
-               **affine, BLOCK_M=c.block_m, BLOCK_N=c.block_n, num_warps=c.num_warps)  # fmt: skip
+        launch(_apply, (cdiv(B * C, c.block_m) * cdiv(D, c.block_n),), x, w, b, mean, rstd, y, B * C, C, K, D, **affine, **c.tile)
     return y, mean, rstd
 
 
@@ -235,15 +233,14 @@ def group_norm_bwd(
     M, rows, need_q, need_p = B * num_groups, B * C, need_dx or need_dw, need_dx or need_db
     # 8 numbers a thread: with as many 64-bit offsets as rows a thread has, 16 take 226 registers on sm90 where channels are short
     c = config.tile("group_norm_bwd", D, x.itemsize, elements=2048, per_thread=8, max_block_n=2048)
-    tile = dict(BLOCK_M=c.block_m, BLOCK_N=c.block_n, num_warps=c.num_warps)
     splits, length = _split(cdiv(rows, c.block_m), D, c.block_n)
     sums = x.new_empty(splits * B, C * (need_q + need_p), dtype=torch.float32)
-    launch(_bwd_sums, (cdiv(rows, c.block_m) * splits,), dy, x, mean, rstd, sums, rows, C, K, D, splits, length, NEED_Q=need_q, NEED_P=need_p, **tile)
+    launch(_bwd_sums, (cdiv(rows, c.block_m) * splits,), dy, x, mean, rstd, sums, rows, C, K, D, splits, length, NEED_Q=need_q, NEED_P=need_p, **c.tile)
     dx = torch.empty_like(x) if need_dx else x.new_empty(0)
     if need_dx:
         means = x.new_empty(2, M, dtype=torch.float32)
         launch(_bwd_means, (M,), sums, w, means, M, C, num_groups, K, N, splits, HAS_W=w is not None, BLOCK_K=128, num_warps=1)
-        launch(_bwd_dx, (cdiv(rows, c.block_m) * cdiv(D, c.block_n),), dy, x, w, mean, rstd, means, dx, rows, C, K, D, HAS_W=w is not None, **tile)
+        launch(_bwd_dx, (cdiv(rows, c.block_m) * cdiv(D, c.block_n),), dy, x, w, mean, rstd, means, dx, rows, C, K, D, HAS_W=w is not None, **c.tile)
     if not (need_dw or need_db):
         return dx, x.new_empty(0, dtype=dtype)
     dwb = column_sum(sums, dtype)
@@ -293,11 +290,11 @@ def _tensors(num_groups: int, *shape: int) -> dict:
         Case("no-space", dict(_tensors(3, 5, 24), eps=1e-3)),
         Case("fp32-weight", dict(x=T((2, 4, 31)), num_groups=2, w=T((4,), dtype=torch.float32), b=T((4,)))),
         Case("long", dict(x=T((1, 6, 6000), draw=_shifted), num_groups=2, w=T((6,)), b=T((6,)))),
-        Case("bad-groups", _tensors(3, 2, 4, 5), error="group_norm: num_groups must divide the 4 channels of x, got 3"),
-        Case("bad-weight", dict(_tensors(2, 2, 4, 5), w=T((5,))), error="group_norm: w must have shape (4,), got (5,)"),
-        Case("bad-bias", dict(_tensors(2, 2, 4, 5), b=T((1, 4))), error="group_norm: b must have shape (4,), got (1, 4)"),
-        Case("vector", dict(x=T((4,)), num_groups=2), error="group_norm: x must have shape (B, C, ...), got (4,)"),
-        Case("integers", dict(x=T((2, 4), dtype=torch.int64), num_groups=2), error="group_norm: x must be floating point, got torch.int64"),
+        Case("bad-groups", _tensors(3, 2, 4, 5), error="num_groups must divide the 4 channels of x, got 3"),
+        Case("bad-weight", dict(_tensors(2, 2, 4, 5), w=T((5,))), error="w must have shape (4,), got (5,)"),
+        Case("bad-bias", dict(_tensors(2, 2, 4, 5), b=T((1, 4))), error="b must have shape (4,), got (1, 4)"),
+        Case("vector", dict(x=T((4,)), num_groups=2), error="x must have shape (B, C, ...), got (4,)"),
+        Case("integers", dict(x=T((2, 4), dtype=torch.int64), num_groups=2), error="x must be floating point, got torch.int64"),
     ],
     cost=lambda x, num_groups, w=None, b=None, **_: Cost(nbytes(x, x, w, b), nbytes(x, x, x, w, w, b), flops=(6 * x.numel(), 14 * x.numel())),
 )

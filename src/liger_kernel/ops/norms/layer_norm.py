@@ -160,8 +160,9 @@ def layer_norm_fwd(x: Tensor, w: Tensor | None, b: Tensor | None, eps: float) ->
     mean, rstd = x.new_empty(M, dtype=torch.float32), x.new_empty(M, dtype=torch.float32)
     wide = N > FWD_N
     c = config.tile("layer_norm_fwd", N, x.itemsize, elements=4096, per_thread=32, max_block_n=4096 if wide else FWD_N)
-    launch(_fwd_wide if wide else _fwd, (cdiv(M, c.block_m),), x, w, b, y, mean, rstd, M, N, x.stride(0), eps,
-           HAS_W=w is not None, HAS_B=b is not None, BLOCK_M=c.block_m, BLOCK_N=c.block_n, num_warps=c.num_warps)  # fmt: skip
+    launch(
+        _fwd_wide if wide else _fwd, (cdiv(M, c.block_m),), x, w, b, y, mean, rstd, M, N, x.stride(0), eps, HAS_W=w is not None, HAS_B=b is not None, **c.tile
+    )
     return y, mean, rstd
 
 
@@ -179,10 +180,9 @@ def layer_norm_bwd(
     partials = x.new_empty(programs, N * (need_dw + need_db), dtype=torch.float32)
     means = x.new_empty(2 * M if wide and need_dx else 0, dtype=torch.float32)
     if wide and need_dx:
-        launch(_bwd_means, (cdiv(M, c.block_m),), dy, x, w, mean, rstd, means, M, N, dy.stride(0), x.stride(0),
-               HAS_W=w is not None, BLOCK_M=c.block_m, BLOCK_N=c.block_n, num_warps=c.num_warps)  # fmt: skip
-    launch(_bwd, (programs, blocks), dy, x, w, mean, rstd, means, dx, partials, M, N, dy.stride(0), x.stride(0), HAS_W=w is not None, WIDE=wide,
-           NEED_DX=need_dx, NEED_DW=need_dw, NEED_DB=need_db, BLOCK_M=c.block_m, BLOCK_N=c.block_n, STAGES=c.stages, num_warps=c.num_warps)  # fmt: skip
+        launch(_bwd_means, (cdiv(M, c.block_m),), dy, x, w, mean, rstd, means, M, N, dy.stride(0), x.stride(0), HAS_W=w is not None, **c.tile)
+    flags = dict(HAS_W=w is not None, WIDE=wide, NEED_DX=need_dx, NEED_DW=need_dw, NEED_DB=need_db, STAGES=c.stages)
+    launch(_bwd, (programs, blocks), dy, x, w, mean, rstd, means, dx, partials, M, N, dy.stride(0), x.stride(0), **flags, **c.tile)
     return dx, column_sum(partials, dtype) if need_dw or need_db else x.new_empty(0, dtype=dtype)
 
 
@@ -228,9 +228,9 @@ def _shifted(*shape: int, dtype: torch.dtype) -> Tensor:
         Case("fp32-bias", dict(x=T((5, 64)), w=T((64,)), b=T((64,), dtype=torch.float32))),
         Case("wide-backward", dict(x=T((3, BWD_N + 5)), w=T((BWD_N + 5,)), b=T((BWD_N + 5,)))),
         Case("wide", dict(x=T((2, FWD_N + 77)), w=T((FWD_N + 77,)), b=T((FWD_N + 77,)))),
-        Case("bad-weight", dict(x=T((4, 8)), w=T((4,))), error="layer_norm: w must have shape (8,), got (4,)"),
-        Case("bad-bias", dict(x=T((4, 8)), w=T((8,)), b=T((1, 8))), error="layer_norm: b must have shape (8,), got (1, 8)"),
-        Case("integers", dict(x=T((4, 8), dtype=torch.int64)), error="layer_norm: x must be floating point, got torch.int64"),
+        Case("bad-weight", dict(x=T((4, 8)), w=T((4,))), error="w must have shape (8,), got (4,)"),
+        Case("bad-bias", dict(x=T((4, 8)), w=T((8,)), b=T((1, 8))), error="b must have shape (8,), got (1, 8)"),
+        Case("integers", dict(x=T((4, 8), dtype=torch.int64)), error="x must be floating point, got torch.int64"),
     ],
     cost=lambda x, w=None, b=None, **_: Cost(nbytes(x, x, w, b), nbytes(x, x, x, w, w, b), flops=(6 * x.numel(), 14 * x.numel())),
 )
@@ -266,5 +266,5 @@ def layer_norm_backward(
     """dX, and dW and dB unless they are None or not needed."""
     need_dw, need_db, N = W is not None and needs_dw is not False, B is not None and needs_db is not False, X.shape[-1]
     dx, dwb = layer_norm_bwd(rows_of(dY), rows_of(X), W if W is None else W.contiguous(), Mean, RSTD, True, need_dw, need_db, torch.float32)
-    dw, db = dwb[:N].to(W.dtype) if need_dw else None, dwb[-N:].to(B.dtype) if need_db else None  # type: ignore[union-attr]
+    dw, db = dwb[:N].to(W.dtype) if need_dw else None, dwb[-N:].to(B.dtype) if need_db else None
     return dx.view(dY.shape), dw, db

@@ -164,9 +164,9 @@ def modulated_rms_norm_fwd(x: Tensor, w: Tensor | None, scale: Tensor, shift: Te
     M, N = x.shape
     y, rstd = x.new_empty(M, N), x.new_empty(M, dtype=torch.float32)
     c = config.tile("modulated_rms_norm_fwd", N, x.itemsize, elements=4096)
-    launch(_fwd, (cdiv(M, c.block_m),), x, w, scale, shift, y, rstd, M, N, M // max(len(scale), 1), x.stride(0), scale.stride(0),
-           0 if shift is None else shift.stride(0), eps, offset,
-           HAS_W=w is not None, HAS_SHIFT=shift is not None, CASTING=casting, BLOCK_M=c.block_m, BLOCK_N=c.block_n, num_warps=c.num_warps)  # fmt: skip
+    numbers = M, N, M // max(len(scale), 1), x.stride(0), scale.stride(0), 0 if shift is None else shift.stride(0), eps, offset
+    flags = dict(HAS_W=w is not None, HAS_SHIFT=shift is not None, CASTING=casting)
+    launch(_fwd, (cdiv(M, c.block_m),), x, w, scale, shift, y, rstd, *numbers, **flags, **c.tile)
     return y, rstd
 
 
@@ -174,10 +174,7 @@ def modulated_rms_norm_fwd(x: Tensor, w: Tensor | None, scale: Tensor, shift: Te
     "(Tensor dy, Tensor x, Tensor? w, Tensor scale, Tensor rstd, float offset, bool need_dx, bool need_dw, bool need_dscale, ScalarType? shift) -> "
     "(Tensor dx, Tensor dw, Tensor dscale, Tensor dshift)"
 )
-def modulated_rms_norm_bwd(
-    dy: Tensor, x: Tensor, w: Tensor | None, scale: Tensor, rstd: Tensor, offset: float, need_dx: bool, need_dw: bool, need_dscale: bool,
-    shift: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+def modulated_rms_norm_bwd(dy, x, w, scale, rstd, offset, need_dx, need_dw, need_dscale, shift) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients, that of shift in the dtype ``shift``; what is not needed is empty."""
     (M, N), S, need_dshift = x.shape, len(scale), shift is not None
     per_row = S == M and S > 1
@@ -192,12 +189,13 @@ def modulated_rms_norm_bwd(
     a = sums(need_dw or (need_dscale and not per_row), samples * programs)
     b = sums(need_dshift and not per_row, samples * programs)
     needs = dict(HAS_W=w is not None, NEED_DW=need_dw, NEED_DSCALE=need_dscale, NEED_DSHIFT=need_dshift)
-    launch(_bwd, (samples * programs,), dy, x, w, scale, rstd, dx, a, b, dscale, dshift, R, N, programs, dy.stride(0), x.stride(0), scale.stride(0), offset,
-           PER_ROW=per_row, NEED_DX=need_dx, **needs, BLOCK_M=c.block_m, BLOCK_N=c.block_n, STAGES=c.stages, num_warps=c.num_warps)  # fmt: skip
+    numbers = R, N, programs, dy.stride(0), x.stride(0), scale.stride(0), offset
+    flags = dict(PER_ROW=per_row, NEED_DX=need_dx, **needs, STAGES=c.stages)
+    launch(_bwd, (samples * programs,), dy, x, w, scale, rstd, dx, a, b, dscale, dshift, *numbers, **flags, **c.tile)
     if not per_row and (need_dw or need_dscale or need_dshift):
         of_samples = sums(need_dw, S)
-        launch(_bwd_sample, (S, cdiv(N, 32)), a, b, w, scale, dscale, dshift, of_samples, N, programs, scale.stride(0), offset,
-               **needs, BLOCK_P=32, BLOCK_N=32, num_warps=4)  # fmt: skip
+        tensors, blocks = (b, w, scale, dscale, dshift, of_samples), dict(BLOCK_P=32, BLOCK_N=32, num_warps=4)
+        launch(_bwd_sample, (S, cdiv(N, 32)), a, *tensors, N, programs, scale.stride(0), offset, **needs, **blocks)
         a = of_samples
     return dx, column_sum(a, w.dtype) if need_dw else x.new_empty(0), dscale, dshift
 
@@ -251,19 +249,16 @@ def _tensors(x: tuple[int, ...], scale: tuple[int, ...]) -> dict[str, T]:
         Case("token-plain", dict(x=T((9, 40)), scale=T((9, 40)), shift=T((9, 40)), casting="gemma")),
         Case("fp32-scale", dict(x=T((6, 64)), scale=T((2, 64), dtype=torch.float32), shift=T((2, 64), dtype=torch.float32), w=T((64,)))),
         Case("one-column", dict(_tensors((5, 1), (1, 1)), eps=0.5)),  # a small eps cancels to rounding error
-        Case("bad-weight", dict(_tensors((4, 8), (8,)), w=T((4,))), error="modulated_rms_norm: w must have shape (8,), got (4,)"),
-        Case("bad-scale", _tensors((2, 4, 8), (4, 8)),
-             error="modulated_rms_norm: scale must have shape (8,) or (S, 8) with a row a sample or a token of x (2, 4, 8), got (4, 8)"),
-        Case("bad-shift", dict(_tensors((2, 4, 8), (2, 8)), shift=T((8,))), error="modulated_rms_norm: shift must have shape (2, 8), got (8,)"),
-        Case("bad-casting", dict(_tensors((4, 8), (8,)), casting="bf16"),
-             error="modulated_rms_norm: casting must be one of ('llama', 'gemma', 'none'), got 'bf16'"),
-        Case("integers", dict(_tensors((4, 8), (8,)), scale=T((8,), dtype=torch.int64)),
-             error="modulated_rms_norm: scale must be floating point, got torch.int64"),
+        Case("bad-weight", dict(_tensors((4, 8), (8,)), w=T((4,))), error="w must have shape (8,), got (4,)"),
+        Case("bad-scale", _tensors((2, 4, 8), (4, 8)), error="scale must have shape (8,) or (S, 8) with a row a sample or a token of x (2, 4, 8), got (4, 8)"),
+        Case("bad-shift", dict(_tensors((2, 4, 8), (2, 8)), shift=T((8,))), error="shift must have shape (2, 8), got (8,)"),
+        Case("bad-casting", dict(_tensors((4, 8), (8,)), casting="bf16"), error="casting must be one of ('llama', 'gemma', 'none'), got 'bf16'"),
+        Case("integers", dict(_tensors((4, 8), (8,)), scale=T((8,), dtype=torch.int64)), error="scale must be floating point, got torch.int64"),
     ],
     cost=lambda x, scale, shift=None, w=None, **_: Cost(
         nbytes(x, x, scale, shift, w), nbytes(x, x, x, scale, scale, shift, w, w), flops=(6 * x.numel(), 13 * x.numel())
     ),
-)  # fmt: skip
+)
 def modulated_rms_norm(
     x: Tensor, scale: Tensor, shift: Tensor | None = None, w: Tensor | None = None, *, eps: float = 1e-6, offset: float = 0.0, casting: str = "llama"
 ) -> Tensor:

@@ -233,7 +233,7 @@ def poly_norm_fwd(x: Tensor, w: Tensor, b: Tensor, eps: float) -> tuple[Tensor, 
         launch(_fwd_wide, (M,), x, w, b, y, stats, M, N, x.stride(0), eps, BLOCK_N=4096, num_warps=8)
         return y, stats
     c = config.tile("poly_norm_fwd", N, x.itemsize, elements=4096)
-    launch(_fwd, (cdiv(M, c.block_m),), x, w, b, y, stats, M, N, x.stride(0), eps, BLOCK_M=c.block_m, BLOCK_N=c.block_n, num_warps=c.num_warps)
+    launch(_fwd, (cdiv(M, c.block_m),), x, w, b, y, stats, M, N, x.stride(0), eps, **c.tile)
     return y, stats
 
 
@@ -251,8 +251,7 @@ def poly_norm_bwd(dy: Tensor, x: Tensor, w: Tensor, stats: Tensor, need_dx: bool
     if wide:
         launch(_bwd_wide, (programs,), dy, x, w, stats, dx, partials, M, N, dy.stride(0), x.stride(0), **needs, BLOCK_N=2048, num_warps=8)
     else:
-        launch(_bwd, (programs,), dy, x, w, stats, dx, partials, M, N, dy.stride(0), x.stride(0),
-               **needs, BLOCK_M=c.block_m, BLOCK_N=c.block_n, STAGES=c.stages, num_warps=c.num_warps)  # fmt: skip
+        launch(_bwd, (programs,), dy, x, w, stats, dx, partials, M, N, dy.stride(0), x.stride(0), **needs, STAGES=c.stages, **c.tile)
     return dx, column_sum(partials, torch.float32)
 
 
@@ -291,9 +290,9 @@ def _tensors(*shape: int) -> dict[str, T]:
         Case("fp32-weights", dict(x=T((6, 64)), w=T((3,), dtype=torch.float32), b=T((1,), dtype=torch.float32))),
         Case("wide-backward", _tensors(2, BWD_N + 5)),
         Case("wide", _tensors(2, FWD_N + 77)),
-        Case("bad-weight", dict(_tensors(4, 8), w=T((4,))), error="poly_norm: w must have shape (3,), got (4,)"),
-        Case("bad-bias", dict(_tensors(4, 8), b=T((3,))), error="poly_norm: b must have one element, got shape (3,)"),
-        Case("integers", dict(_tensors(4, 8), x=T((4, 8), dtype=torch.int64)), error="poly_norm: x must be floating point, got torch.int64"),
+        Case("bad-weight", dict(_tensors(4, 8), w=T((4,))), error="w must have shape (3,), got (4,)"),
+        Case("bad-bias", dict(_tensors(4, 8), b=T((3,))), error="b must have one element, got shape (3,)"),
+        Case("integers", dict(_tensors(4, 8), x=T((4, 8), dtype=torch.int64)), error="x must be floating point, got torch.int64"),
     ],
     cost=lambda x, w, b, **_: Cost(nbytes(x, x), nbytes(x, x, x), flops=(14 * x.numel(), 27 * x.numel())),
 )

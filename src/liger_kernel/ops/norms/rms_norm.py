@@ -26,8 +26,7 @@ def rms_norm_fwd(x: Tensor, w: Tensor | None, eps: float, offset: float, casting
     y = x.new_empty(M, N, dtype=x.dtype if w is None or casting == "gemma" else torch.promote_types(x.dtype, w.dtype))
     rstd = x.new_empty(M, dtype=torch.float32)
     c = config.tile("rms_norm_fwd", N, x.itemsize, elements=4096, per_thread=32)
-    launch(_fwd, (cdiv(M, c.block_m),), x, w, y, rstd, M, N, x.stride(0), eps, offset,
-           HAS_W=w is not None, CASTING=casting, BLOCK_M=c.block_m, BLOCK_N=c.block_n, num_warps=c.num_warps)  # fmt: skip
+    launch(_fwd, (cdiv(M, c.block_m),), x, w, y, rstd, M, N, x.stride(0), eps, offset, HAS_W=w is not None, CASTING=casting, **c.tile)
     return y, rstd
 
 
@@ -42,8 +41,8 @@ def rms_norm_bwd(dy: Tensor, x: Tensor, w: Tensor | None, rstd: Tensor, offset: 
     programs = max(1, min(config.processors() * c.per_sm, cdiv(M, c.block_m)))
     dx = x.new_empty((M, N) if need_dx else 0)
     partials = x.new_empty((programs, N) if need_dw else 0, dtype=torch.float32)
-    launch(_bwd, (programs,), dy, x, w, rstd, dx, partials, M, N, dy.stride(0), x.stride(0), offset, HAS_W=w is not None,
-           NEED_DX=need_dx, NEED_DW=need_dw, BLOCK_M=c.block_m, BLOCK_N=c.block_n, STAGES=c.stages, num_warps=c.num_warps)  # fmt: skip
+    flags = dict(HAS_W=w is not None, NEED_DX=need_dx, NEED_DW=need_dw, STAGES=c.stages)
+    launch(_bwd, (programs,), dy, x, w, rstd, dx, partials, M, N, dy.stride(0), x.stride(0), offset, **flags, **c.tile)
     return dx, column_sum(partials, w.dtype) if need_dw else x.new_empty(0)
 
 
@@ -98,9 +97,9 @@ def rms_norm_backward(
         Case("one-column", dict(x=T((5, 1)), w=T((1,)), eps=0.5)),  # a small eps cancels to rounding error
         Case("fp32-weight", dict(x=T((5, 64)), w=T((64,), dtype=torch.float32))),
         Case("wide", dict(x=T((2, MAX_N + 77)), w=T((MAX_N + 77,)))),
-        Case("bad-weight", dict(x=T((4, 8)), w=T((4,))), error="rms_norm: w must have shape (8,), got (4,)"),
-        Case("bad-casting", dict(x=T((4, 8)), w=T((8,)), casting="bf16"), error="rms_norm: casting must be one of ('llama', 'gemma', 'none'), got 'bf16'"),
-        Case("integers", dict(x=T((4, 8), dtype=torch.int64)), error="rms_norm: x must be floating point, got torch.int64"),
+        Case("bad-weight", dict(x=T((4, 8)), w=T((4,))), error="w must have shape (8,), got (4,)"),
+        Case("bad-casting", dict(x=T((4, 8)), w=T((8,)), casting="bf16"), error="casting must be one of ('llama', 'gemma', 'none'), got 'bf16'"),
+        Case("integers", dict(x=T((4, 8), dtype=torch.int64)), error="x must be floating point, got torch.int64"),
     ],
     cost=lambda x, w=None, **_: Cost(nbytes(x, x, w), nbytes(x, x, x, w, w), flops=(4 * x.numel(), 10 * x.numel())),
 )

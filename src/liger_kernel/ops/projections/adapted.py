@@ -13,16 +13,15 @@ Dtypes: ``dtype`` is that of the products with W. Adapters of 32 bits beside pro
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from liger_kernel.ops._core.operator import acc
-from liger_kernel.ops.projections.weights import Weight, add_product
+from liger_kernel.ops.projections.weights import Rows, Weight, add_product
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,10 +84,8 @@ class Projections:
         groups = [plain] * bool(plain) + [[at] for at in every if self._of(at).dropout]
         self.stacks = []
         for group in groups:
-            ends = [0]
-            for at in group:
-                ends.append(ends[-1] + self._of(at).a.shape[0])
-            self.stacks.append(_Stack(group, list(pairwise(ends)), self._of(group[0]).dropout))
+            ends = list(itertools.accumulate((self._of(at).a.shape[0] for at in group), initial=0))
+            self.stacks.append(_Stack(group, list(itertools.pairwise(ends)), self._of(group[0]).dropout))
         self.place = {at: (s, i) for s, stack in enumerate(self.stacks) for i, at in enumerate(stack.adapters)}
         self.As: list = []
         self.bs: list = []
@@ -109,7 +106,7 @@ class Projections:
             yield adapter, s, slice(*self.stacks[s].spans[n]), before + j
 
     def take(self, x: Tensor) -> None:
-        """The products of x (M, K) with the A's, and casts of the adapters."""
+        """Casts of the adapters, and the products of x (M, K) with the A's."""
         self.As = [_stacked([self._of(at).a for at in stack.adapters], self.thin) for stack in self.stacks]
         self.bs = [a.b.to(self.thin) for p in self.projections for a in p.adapters]
         self.xas, self.masks = [], []
@@ -120,12 +117,14 @@ class Projections:
 
     def outputs(self, x: Tensor) -> list[Tensor]:
         """The y's (M, N), new; after ``take``."""
-        ys, self.zs, self.norms = [], [], []
+        ys: list[Tensor] = []
+        self.zs, self.norms, rows = [], [], Rows(x)
         for i, p in enumerate(self.projections):
-            y = None
+            y = None if p.weight.accumulates else p.weight.forward(rows, None)
             for adapter, s, span, n in self._spans(i):
                 y = add_product(y, self.xas[s][:, span].to(self.dtype), self.bs[n].to(self.dtype).t(), adapter.scale)
-            y = p.weight.forward(x, y)
+            if p.weight.accumulates:
+                y = p.weight.forward(rows, y)
             bias = _summed_bias(p)
             if p.magnitude is not None:
                 self.zs.append(y)
@@ -151,13 +150,13 @@ class Projections:
 
     def thin_gradients(self, dys: Sequence[Tensor], need: Sequence[Sequence[bool]]) -> None:
         """What follows from the gradients of the y's without x: those of B's, biases and magnitudes, and of the thin x A^T."""
-        M = dys[0].shape[0]
-        self.dys, self.grads = list(dys), [[None] * len(n) for n in need]
-        self.dxas = [dys[0].new_empty(M, stack.spans[-1][1], dtype=self.thin) for stack in self.stacks]
+        self.dys = list(dys)
+        self.grads: list[list[Tensor | None]] = [[None] * len(n) for n in need]
+        self.dxas = [dys[0].new_empty(dys[0].shape[0], stack.spans[-1][1], dtype=self.thin) for stack in self.stacks]
         zs, norms = iter(self.zs), iter(self.norms)
         for i, p in enumerate(self.projections):
             dy, grad, needs = self.dys[i], self.grads[i], need[i]
-            total = dy.sum(0, dtype=acc(dy.dtype)) if any(needs[1::3][:1]) or any(needs[5::3]) else None
+            total = dy.sum(0, dtype=acc(dy.dtype)) if needs[1] or any(needs[5::3]) else dy
             if needs[1]:
                 grad[1] = total
             if p.magnitude is not None:
@@ -176,12 +175,17 @@ class Projections:
 
     def input_gradient(self) -> Tensor:
         """dx (M, K), new."""
-        dx: Any = None
+        dx: Tensor | None = None
+        for p, dy in zip(self.projections, self.dys):
+            if not p.weight.accumulates:
+                dx = p.weight.backward(dy, dx)
         for dxa, a, mask in zip(self.dxas, self.As, self.masks):
             if mask is None:
                 dx = add_product(dx, dxa.to(self.dtype), a.to(self.dtype))
         for p, dy in zip(self.projections, self.dys):
-            dx = p.weight.backward(dy, dx)
+            if p.weight.accumulates:
+                dx = p.weight.backward(dy, dx)
+        assert dx is not None
         for stack, dxa, a, mask in zip(self.stacks, self.dxas, self.As, self.masks):
             if mask is not None:
                 dx.add_(torch.ops.aten.native_dropout_backward(dxa.to(self.dtype) @ a.to(self.dtype), mask, 1 / (1 - stack.dropout)))

@@ -48,8 +48,8 @@ def dense_four_bits(
 ) -> Tensor:  # fmt: skip
     y = packed.new_empty(shape, dtype=dtype)
     n, block = y.numel(), 1024
-    launch(_dense, (cdiv(n, 2 * block),), packed, absmax, code, absmax2, code2, offset, y, n,
-           NESTED=absmax2 is not None, BLOCKSIZE=blocksize, BLOCKSIZE2=blocksize2, BLOCK=block, num_warps=4)  # fmt: skip
+    sizes = dict(BLOCKSIZE=blocksize, BLOCKSIZE2=blocksize2, BLOCK=block)
+    launch(_dense, (cdiv(n, 2 * block),), packed, absmax, code, absmax2, code2, offset, y, n, NESTED=absmax2 is not None, **sizes, num_warps=4)
     return y
 
 

@@ -169,8 +169,9 @@ def grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     if tracing(a):
         return y
     tile = _tile(a, b)
-    launch(_mm, _programs((cdiv(M, tile["BLOCK_M"]) + min(E, M)) * cdiv(N, tile["BLOCK_N"])), a, b, y, offs, E, K, N, *b.stride(),
-           EVEN_K=K % tile["BLOCK_K"] == 0, SPAN=128 if a.dtype == torch.float32 else 0, GROUP_M=GROUP_M, BLOCK_E=next_power_of_2(E), **tile)  # fmt: skip
+    grid = _programs((cdiv(M, tile["BLOCK_M"]) + min(E, M)) * cdiv(N, tile["BLOCK_N"]))
+    flags = dict(EVEN_K=K % tile["BLOCK_K"] == 0, SPAN=128 if a.dtype == torch.float32 else 0, GROUP_M=GROUP_M, BLOCK_E=next_power_of_2(E))
+    launch(_mm, grid, a, b, y, offs, E, K, N, *b.stride(), **flags, **tile)
     return y
 
 

@@ -134,13 +134,14 @@ _LINEAR = dict(x=T((6, 8)), scale=0.5) | _layer(8, 12, 3)
         Case("rank-0", _LINEAR | dict(a=T((0, 8)), b=T((12, 0))), error="lora_linear: a must have shape (r >= 1, 8), got (0, 8)"),
         Case("bad-a", _LINEAR | dict(a=T((3, 9))), error="lora_linear: a must have shape (r >= 1, 8), got (3, 9)"),
         Case("bad-b", _LINEAR | dict(b=T((12, 4))), error="lora_linear: b must have shape (12, 3), got (12, 4)"),
-        Case("mixed", _LINEAR | dict(weight=T((12, 8), dtype=torch.float64)),
-             error="lora_linear: weight must have x's dtype, torch.float32, got torch.float64"),
+        Case(
+            "mixed", _LINEAR | dict(weight=T((12, 8), dtype=torch.float64)), error="lora_linear: weight must have x's dtype, torch.float32, got torch.float64"
+        ),
         Case("bad-bias", _LINEAR | dict(bias=T((11,))), error="lora_linear: bias must have shape (12,), got (11,)"),
         Case("bad-magnitude", _LINEAR | dict(magnitude=T((12, 1))), error="lora_linear: magnitude must have shape (12,), got (12, 1)"),
     ],
     cost=_cost,
-)  # fmt: skip
+)
 def lora_linear(x: Tensor, weight: Tensor, a: Tensor, b: Tensor, *, bias: Tensor | None = None, magnitude: Tensor | None = None, scale: float = 1.0) -> Tensor:
     """A linear layer with an adapter, LoRA or, with ``magnitude``, DoRA; differentiable in every tensor. Returns (..., N).
 

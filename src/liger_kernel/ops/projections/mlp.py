@@ -259,8 +259,8 @@ class AdaptedMLPFunction(torch.autograd.Function):
                 projected = [t.clone() for t in projected]
         last.thin_gradients([rows_of(dy)], needs[-1:])
         h = last.input_gradient()
-        need_h = any(needs[-1])
-        glu_bwd_(h, *_halves(*_pair(projected)), ctx.form[0], need_h, *ctx.form[1:])  # now h, and the gradients of what was projected
+        # now h, and the gradients of what was projected
+        glu_bwd_(h, *_halves(*_pair(projected)), ctx.form[0], any(needs[-1]), *ctx.form[1:])
         of_down = last.weight_gradients(h, needs[-1:])
         del h, last
         gate_up.thin_gradients(projected, needs[:-1])

@@ -1,12 +1,14 @@
 """How the frozen or trained weight W (N, K) of a linear layer is stored, as the two products that a node needs of it.
 
 ``forward``: y (M, N) = x W^T, added to what y holds; ``backward``: dx (M, K) = dy W, likewise. A gradient of W itself is asked of ``Dense`` only.
+A node hands over its input as ``Rows``: what one weight makes of it, a cast for example, the next one finds there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,9 +21,27 @@ def add_product(y: Tensor | None, a: Tensor, b: Tensor, scale: float = 1.0) -> T
     return y.addmm_(a, b, alpha=scale)
 
 
+class Rows:
+    """``rows`` (M, K) that several weights multiply, and what they make of them: once for all that ask under the same key."""
+
+    def __init__(self, rows: Tensor):
+        self.rows = rows
+        self._made: dict[Hashable, Any] = {}
+
+    def made(self, key: Hashable, make: Callable[[Tensor], Any]) -> Any:
+        if key not in self._made:
+            self._made[key] = make(self.rows)
+        return self._made[key]
+
+
 @dataclass(frozen=True, eq=False)
 class Weight:
-    """A stored weight, (N, K). ``learnable``: the tensor that may have a gradient; None if what is stored cannot."""
+    """A stored weight, (N, K). ``learnable``: the tensor that may have a gradient; None if what is stored cannot.
+
+    ``accumulates``: whether a product adds to what is there in its epilogue. One that does not comes first, so that what is there is its own.
+    """
+
+    accumulates: ClassVar[bool] = True
 
     shape: tuple[int, int]
     learnable: Tensor | None
@@ -31,8 +51,8 @@ class Weight:
         """W in ``dtype``; new, unless it is stored so."""
         raise NotImplementedError
 
-    def forward(self, x: Tensor, y: Tensor | None) -> Tensor:
-        return add_product(y, x, self.dense(x.dtype).t())
+    def forward(self, x: Rows, y: Tensor | None) -> Tensor:
+        return add_product(y, x.rows, self.dense(x.rows.dtype).t())
 
     def backward(self, dy: Tensor, dx: Tensor | None) -> Tensor:
         return add_product(dx, dy, self.dense(dy.dtype))
@@ -59,10 +79,12 @@ class Dequantized(Weight):
 
 @dataclass(frozen=True, eq=False)
 class Elsewhere(Weight):
-    """A weight whose product its own module computes: the node has what adapters add to that, and nothing of the weight."""
+    """A weight whose product its own module computes, and why: the node has what adapters add to that, and nothing of the weight."""
 
-    def forward(self, x: Tensor, y: Tensor | None) -> Tensor:
-        return x.new_zeros(x.shape[0], self.shape[0]) if y is None else y
+    why: str = ""
+
+    def forward(self, x: Rows, y: Tensor | None) -> Tensor:
+        return x.rows.new_zeros(x.rows.shape[0], self.shape[0]) if y is None else y
 
     def backward(self, dy: Tensor, dx: Tensor | None) -> Tensor:
         return dy.new_zeros(dy.shape[0], self.shape[1]) if dx is None else dx

@@ -41,10 +41,9 @@ def fused_linear_cross_entropy_forward(
     """
 
     def loss(x: Tensor, w: Tensor, b: Tensor | None) -> tuple[Tensor | None, ...]:
-        return LigerFusedLinearCrossEntropyFunction.apply(
-            x, w, target, b, ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss, accum_dtype,
-            use_token_scaling, return_token_accuracy, return_predicted_tokens, ce_impl, ce_mode,
-        )  # fmt: skip
+        numbers = ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss, accum_dtype, use_token_scaling
+        rest = return_token_accuracy, return_predicted_tokens, ce_impl, ce_mode
+        return LigerFusedLinearCrossEntropyFunction.apply(x, w, target, b, ce_weight, *numbers, *rest)
 
     if compute_gradients is False:
         with torch.no_grad():

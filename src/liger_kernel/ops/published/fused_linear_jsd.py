@@ -31,18 +31,10 @@ class LigerFusedLinearJSDFunction:
     ) -> Tensor:
         """The mean over tokens that are not ignored of beta KL(p || m) + (1 - beta) KL(q || m), as in ``LigerFusedLinearJSD``."""
         only_ours("fused_linear_jsd", jsd_impl, jsd_mode)
-        return linear_divergence(  # type: ignore[return-value]
-            student_input,
-            student_weight,
-            teacher_input,
-            teacher_weight,
-            shift_labels,
-            beta=jsd_beta,
-            ignore_index=ignore_index,
-            temperature=temperature,
-            accum_dtype=accum_dtype,
-            compact=compact,
-        )
+        options = dict(beta=jsd_beta, ignore_index=ignore_index, temperature=temperature, accum_dtype=accum_dtype, compact=compact)
+        loss = linear_divergence(student_input, student_weight, teacher_input, teacher_weight, shift_labels, **options)
+        assert isinstance(loss, Tensor)  # no parts were asked for
+        return loss
 
 
 def fused_linear_jsd_forward(
@@ -63,7 +55,7 @@ def fused_linear_jsd_forward(
     labels = shift_labels if has_label else None
     rest = teacher_input, teacher_weight, labels, jsd_beta, ignore_index, temperature, accum_dtype, jsd_impl, jsd_mode
     loss, (dx, dw) = with_gradients(lambda x, w: LigerFusedLinearJSDFunction.apply(x, w, *rest), student_input, student_weight)
-    return loss, dx, dw  # type: ignore[return-value]
+    return loss, dx, dw
 
 
 def fused_linear_jsd_backward(grad_output: Tensor, grad_input: Tensor, grad_weight: Tensor | None) -> tuple[Tensor, Tensor | None]:

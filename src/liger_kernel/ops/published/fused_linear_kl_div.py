@@ -46,20 +46,11 @@ class LigerFusedLinearKLDivFunction:
         if reduction != "sum":
             rows = student_input.new_full((), student_input.shape[0], dtype=torch.float32) if shift_labels is None else (shift_labels != ignore_index).sum()
             n = rows.clamp(min=1).float() * (student_weight.shape[0] if reduction == "mean" else 1)
-        return linear_divergence(  # type: ignore[return-value]
-            student_input,
-            student_weight,
-            target=shift_labels,
-            teacher_probs=target,
-            kind="forward_kl",
-            temperature=temperature,
-            eps=eps,
-            ignore_index=ignore_index,
-            reduction="sum" if n is None else "mean",
-            num_items=n,
-            accum_dtype=accum_dtype,
-            compact=compact,
-        )
+        options = dict(kind="forward_kl", temperature=temperature, eps=eps, ignore_index=ignore_index, accum_dtype=accum_dtype, compact=compact)
+        how = dict(reduction="sum" if n is None else "mean", num_items=n)
+        loss = linear_divergence(student_input, student_weight, target=shift_labels, teacher_probs=target, **options, **how)
+        assert isinstance(loss, Tensor)  # no parts were asked for
+        return loss
 
 
 def fused_linear_kl_div_forward(

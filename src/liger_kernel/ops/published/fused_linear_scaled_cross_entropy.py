@@ -80,8 +80,6 @@ class LigerFusedLinearScaledCrossEntropyTPFunction:
         """
         if not temperature > 0:
             raise ValueError(f"fused_linear_scaled_cross_entropy_tp: temperature must be positive, got {temperature}")
-        found = vocab_parallel_linear_cross_entropy(
-            _input.flatten(0, -2), weight, target.reshape(-1), tp_group, ignore_index=ignore_index, reduction="none", logit_scale=1 / temperature,
-            sizes=sizes, entropy=return_entropy,
-        )  # fmt: skip
+        options = dict(ignore_index=ignore_index, reduction="none", logit_scale=1 / temperature, sizes=sizes, entropy=return_entropy)
+        found = vocab_parallel_linear_cross_entropy(_input.flatten(0, -2), weight, target.reshape(-1), tp_group, **options)
         return (found[0].view(target.shape), found[1].view(target.shape)) if isinstance(found, tuple) else found.view(target.shape)

@@ -118,8 +118,8 @@ def attn_res_fwd(v: Tensor, w_query: Tensor, w_norm: Tensor, eps: float) -> tupl
     if not tracing(v):
         # as many values in flight as other norms have; tiles not measured
         c = config.tile("attn_res_fwd", D, v.itemsize, elements=4096, per_thread=16)
-        launch(_fwd, (cdiv(M, c.block_m),), v, w_query, w_norm, h, *stats, M, N, D, v.stride(0), v.stride(1), eps,
-               BLOCK_M=c.block_m, BLOCK_D=c.block_n, num_warps=c.num_warps)  # fmt: skip
+        tile = dict(BLOCK_M=c.block_m, BLOCK_D=c.block_n, num_warps=c.num_warps)
+        launch(_fwd, (cdiv(M, c.block_m),), v, w_query, w_norm, h, *stats, M, N, D, v.stride(0), v.stride(1), eps, **tile)
     return h, rstd, score
 
 
@@ -137,8 +137,9 @@ def attn_res_bwd(dh: Tensor, v: Tensor, w_query: Tensor, w_norm: Tensor, stats: 
     programs = min(2 * config.processors(), cdiv(M, c.block_m))
     partials = v.new_empty((programs, D) if need_dq or need_dn else 0, dtype=torch.float32)
     g = torch.empty_like(stats[0])  # the very same in both sweeps, as where one block has all the weight, its g and the mean of all cancel
-    launch(_bwd, (programs,), dh, v, w_query, w_norm, *stats, g, dv, partials, M, N, D, dh.stride(0), v.stride(0), v.stride(1), dv.stride(0),
-           dv.stride(1), NEED_DV=need_dv, NEED_DW=need_dq or need_dn, BLOCK_M=c.block_m, BLOCK_D=c.block_n, num_warps=c.num_warps)  # fmt: skip
+    strides = dh.stride(0), v.stride(0), v.stride(1), dv.stride(0), dv.stride(1)
+    flags = dict(NEED_DV=need_dv, NEED_DW=need_dq or need_dn, BLOCK_M=c.block_m, BLOCK_D=c.block_n, num_warps=c.num_warps)
+    launch(_bwd, (programs,), dh, v, w_query, w_norm, *stats, g, dv, partials, M, N, D, *strides, **flags)
     if need_dq or need_dn:
         dw = column_sum(partials, torch.float32)
         dq, dn = torch.mul(dw, w_norm).to(dq.dtype) if need_dq else dq, torch.mul(dw, w_query).to(dn.dtype) if need_dn else dn
@@ -174,9 +175,9 @@ class LigerAttnResFunction(torch.autograd.Function):
         Case("many-blocks", dict(v=T((3, 41, 48)), w_query=T((48,)), w_norm=T((48,)), eps=1e-5)),
         Case("one-block", dict(v=T((5, 1, 33)), w_query=T((33,)), w_norm=T((33,)))),
         Case("fp32-weights", dict(v=T((7, 3, 40)), w_query=T((40,), dtype=torch.float32), w_norm=T((40,), dtype=torch.float32))),
-        Case("bad-weight", dict(v=T((4, 2, 8)), w_query=T((4,)), w_norm=T((8,))), error="attn_res: w_query must have shape (8,), got (4,)"),
-        Case("bad-norm", dict(v=T((4, 2, 8)), w_query=T((8,)), w_norm=T((4,))), error="attn_res: w_norm must have shape (8,), got (4,)"),
-        Case("no-blocks", dict(v=T((8,)), w_query=T((8,)), w_norm=T((8,))), error="attn_res: v must have shape (..., N, D), got (8,)"),
+        Case("bad-weight", dict(v=T((4, 2, 8)), w_query=T((4,)), w_norm=T((8,))), error="w_query must have shape (8,), got (4,)"),
+        Case("bad-norm", dict(v=T((4, 2, 8)), w_query=T((8,)), w_norm=T((4,))), error="w_norm must have shape (8,), got (4,)"),
+        Case("no-blocks", dict(v=T((8,)), w_query=T((8,)), w_norm=T((8,))), error="v must have shape (..., N, D), got (8,)"),
     ],
     cost=lambda v, w_query, w_norm, **_: Cost(
         nbytes(v) + nbytes(v) // v.shape[-2], 2 * nbytes(v) + nbytes(v) // v.shape[-2], flops=(6 * v.numel(), 12 * v.numel())

@@ -27,10 +27,10 @@ from liger_kernel.ops._core.tl import add_exactly, cdiv, div, exp, jit, next_pow
 MAX_STREAMS = 8  # for the coefficients; with more, phi's columns are too many for a tile, and the reference computes them
 
 
-def coeffs_reference(
-    x: Tensor, phi: Tensor, b: Tensor, alpha_pre: Tensor, alpha_post: Tensor, alpha_res: Tensor, *, tmax: int = 20, rms_eps: float = 1e-6,
-    pre_eps: float = 0.0, sinkhorn_eps: float = 1e-6, post_mult: float = 2.0,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+_ALPHAS = dict(alpha_pre=T((1,)), alpha_post=T((1,)), alpha_res=T((1,)))
+
+
+def coeffs_reference(x, phi, b, alpha_pre, alpha_post, alpha_res, *, tmax=20, rms_eps=1e-6, pre_eps=0.0, sinkhorn_eps=1e-6, post_mult=2.0):
     H, dtype = x.shape[-2], acc(x.dtype)
     f = x.flatten(-2).to(dtype)
     with contextlib.nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False):
@@ -323,8 +323,9 @@ def mhc_coeffs_fwd(
         launch(_project, (blocks, splits), x, phi, partials, M, K, P, x.stride(0), **tiles)
         if splits > 1:
             mix = column_sum(partials, torch.float32).view(M, P + 1)
-        launch(_coeffs_fwd, (cdiv(M, tokens["BLOCK_T"]),), mix, b, *alphas, pre, post, res, M, H, K, P, tmax, rms_eps, pre_eps, sinkhorn_eps, post_mult,
-               **tokens)  # fmt: skip
+        launch(
+            _coeffs_fwd, (cdiv(M, tokens["BLOCK_T"]),), mix, b, *alphas, pre, post, res, M, H, K, P, tmax, rms_eps, pre_eps, sinkhorn_eps, post_mult, **tokens
+        )
     return pre, post, res, mix
 
 
@@ -332,10 +333,7 @@ def mhc_coeffs_fwd(
     "(Tensor[] dh, Tensor x, Tensor phi, Tensor b, Tensor[] alphas, Tensor mix, int H, int tmax, float rms_eps, float sinkhorn_eps, float post_mult,"
     " bool[] needed) -> (Tensor dx, Tensor dphi, Tensor db, Tensor dalpha_pre, Tensor dalpha_post, Tensor dalpha_res)"
 )
-def mhc_coeffs_bwd(
-    dh: list[Tensor], x: Tensor, phi: Tensor, b: Tensor, alphas: list[Tensor], mix: Tensor, H: int, tmax: int, rms_eps: float, sinkhorn_eps: float,
-    post_mult: float, needed: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+def mhc_coeffs_bwd(dh, x, phi, b, alphas, mix, H, tmax, rms_eps, sinkhorn_eps, post_mult, needed) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, phi, b and the alphas; what is not needed is empty."""
     grads = [t.new_empty(t.shape if need else 0) for t, need in zip((x, phi, b, *alphas), needed)]
     if not tracing(x):
@@ -359,7 +357,7 @@ def mhc_coeffs_bwd(
                 launch(_project_bwd, (blocks, splits), x, phi, dz, factor, grads[0], partials, M, K, P, x.stride(0), OF_PHI=of_phi, **tiles)
                 if of_phi:
                     grads[1] = column_sum(partials, phi.dtype).view(K, P)
-    return tuple(grads)  # type: ignore[return-value]
+    return tuple(grads)
 
 
 class LigerMHCCoeffsFunction(torch.autograd.Function):
@@ -385,26 +383,27 @@ class LigerMHCCoeffsFunction(torch.autograd.Function):
         return None if dx is None else dx.view(ctx.shape), *others, None, None, None, None, None, None
 
 
-_ALPHAS = dict(alpha_pre=T((1,)), alpha_post=T((1,)), alpha_res=T((1,)))
-
-
 @op(
     reference=coeffs_reference,
     cases=[
         Case("streams-4", dict(x=T((2, 19, 4, 20)), phi=T((80, 24)), b=T((24,)), **_ALPHAS, tmax=5)),
         Case("streams-3", dict(x=T((7, 3, 30)), phi=T((90, 15)), b=T((15,)), **_ALPHAS, tmax=3, rms_eps=1e-5, pre_eps=0.1, sinkhorn_eps=0.0, post_mult=1.5)),
         Case("fp32-weights", dict(x=T((5, 2, 16)), phi=T((32, 8), dtype=torch.float32), b=T((8,), dtype=torch.float32), **_ALPHAS, tmax=1)),
-        Case("bad-phi", dict(x=T((5, 2, 16)), phi=T((32, 9)), b=T((8,)), **_ALPHAS), error="mhc_coeffs: phi must have shape (32, 8), got (32, 9)"),
-        Case("bad-b", dict(x=T((5, 2, 16)), phi=T((32, 8)), b=T((9,)), **_ALPHAS), error="mhc_coeffs: b must have shape (8,), got (9,)"),
-        Case("bad-alpha", dict(x=T((5, 2, 16)), phi=T((32, 8)), b=T((8,)), alpha_pre=T((2,)), alpha_post=T((1,)), alpha_res=T((1,))),
-             error="mhc_coeffs: alpha_pre must have one element, got shape (2,)"),
-        Case("bad-tmax", dict(x=T((5, 2, 16)), phi=T((32, 8)), b=T((8,)), **_ALPHAS, tmax=0), error="mhc_coeffs: tmax must be at least 1, got 0"),
+        Case("bad-phi", dict(x=T((5, 2, 16)), phi=T((32, 9)), b=T((8,)), **_ALPHAS), error="phi must have shape (32, 8), got (32, 9)"),
+        Case("bad-b", dict(x=T((5, 2, 16)), phi=T((32, 8)), b=T((9,)), **_ALPHAS), error="b must have shape (8,), got (9,)"),
+        Case(
+            "bad-alpha",
+            dict(x=T((5, 2, 16)), phi=T((32, 8)), b=T((8,)), alpha_pre=T((2,)), alpha_post=T((1,)), alpha_res=T((1,))),
+            error="alpha_pre must have one element, got shape (2,)",
+        ),
+        Case("bad-tmax", dict(x=T((5, 2, 16)), phi=T((32, 8)), b=T((8,)), **_ALPHAS, tmax=0), error="tmax must be at least 1, got 0"),
     ],
     cost=lambda x, phi, b, *_, **__: Cost(
-        nbytes(x, phi) + x.numel() // x.shape[-1] * (x.shape[-2] + 2) * 4, 2 * nbytes(x, phi),
+        nbytes(x, phi) + x.numel() // x.shape[-1] * (x.shape[-2] + 2) * 4,
+        2 * nbytes(x, phi),
         gemms=([(x[..., 0, 0].numel(), phi.shape[1], phi.shape[0])], [(x[..., 0, 0].numel(), phi.shape[1], phi.shape[0])] * 2),
     ),
-)  # fmt: skip
+)
 def mhc_coeffs(
     x: Tensor, phi: Tensor, b: Tensor, alpha_pre: Tensor, alpha_post: Tensor, alpha_res: Tensor, *, tmax: int = 20, rms_eps: float = 1e-6,
     pre_eps: float = 0.0, sinkhorn_eps: float = 1e-6, post_mult: float = 2.0,
@@ -419,5 +418,5 @@ def mhc_coeffs(
         raise ValueError(f"mhc_coeffs: tmax must be at least 1, got {tmax}")
     if not use_kernels(x) or H > MAX_STREAMS or not x.numel():
         options = dict(tmax=tmax, rms_eps=rms_eps, pre_eps=pre_eps, sinkhorn_eps=sinkhorn_eps, post_mult=post_mult)
-        return coeffs_reference(x, phi, b, alpha_pre, alpha_post, alpha_res, **options)  # type: ignore[arg-type]
+        return coeffs_reference(x, phi, b, alpha_pre, alpha_post, alpha_res, **options)
     return LigerMHCCoeffsFunction.apply(x, phi, b, alpha_pre, alpha_post, alpha_res, True, tmax, rms_eps, pre_eps, sinkhorn_eps, post_mult)

@@ -122,9 +122,9 @@ def mhc_mix_bwd(dy: Tensor, x: Tensor, a: Tensor, f: Tensor | None, p: Tensor | 
     dx, da, df, dp = (x.new_empty(0) if t is None or not need else t.new_empty(t.shape) for t, need in zip((x, a, f, p), needed))
     if not tracing(x):
         tile = _mix_tile("mhc_mix_bwd", x, 16)
-        launch(_mix_bwd, (cdiv(M, tile["BLOCK_T"]),), dy, x, f, a, p, dx, df, da, dp, M, C, H, outputs, dy.stride(0), dy.stride(1), x.stride(0),
-               x.stride(1), 0 if f is None else f.stride(0), NEED_DX=needed[0], NEED_DA=needed[1], NEED_DF=needed[2], NEED_DP=needed[3],
-               BLOCK_O=next_power_of_2(outputs), **tile)  # fmt: skip
+        strides = dy.stride(0), dy.stride(1), x.stride(0), x.stride(1), 0 if f is None else f.stride(0)
+        flags = dict(zip(("NEED_DX", "NEED_DA", "NEED_DF", "NEED_DP"), needed), BLOCK_O=next_power_of_2(outputs))
+        launch(_mix_bwd, (cdiv(M, tile["BLOCK_T"]),), dy, x, f, a, p, dx, df, da, dp, M, C, H, outputs, *strides, **flags, **tile)
     return dx, da, df, dp
 
 
@@ -181,13 +181,11 @@ class LigerMHCPostResFunction(torch.autograd.Function):
     cases=[
         Case("streams-4", dict(x=T((2, 9, 4, 24)), h_pre=T((2, 9, 4), dtype=torch.float32))),
         Case("odd", dict(x=T((5, 3, 33)), h_pre=T((5, 3)))),
-        Case("bad-h", dict(x=T((5, 3, 8)), h_pre=T((5, 4))), error="mhc_pre: h_pre must have shape (5, 3), got (5, 4)"),
-        Case("bad-x", dict(x=T((5,)), h_pre=T((5,))), error="mhc_pre: x must be floating point of shape (..., H, C), got torch.float32 (5,)"),
+        Case("bad-h", dict(x=T((5, 3, 8)), h_pre=T((5, 4))), error="h_pre must have shape (5, 3), got (5, 4)"),
+        Case("bad-x", dict(x=T((5,)), h_pre=T((5,))), error="x must be floating point of shape (..., H, C), got torch.float32 (5,)"),
     ],
-    cost=lambda x, h_pre: Cost(
-        nbytes(x, h_pre, x[..., 0, :]), nbytes(x, x, h_pre, h_pre, x[..., 0, :]), flops=(2 * x.numel(), 3 * x.numel())
-    ),
-)  # fmt: skip
+    cost=lambda x, h_pre: Cost(nbytes(x, h_pre, x[..., 0, :]), nbytes(x, x, h_pre, h_pre, x[..., 0, :]), flops=(2 * x.numel(), 3 * x.numel())),
+)
 def mhc_pre(x: Tensor, h_pre: Tensor) -> Tensor:
     """``sum_i h_pre_i x_i`` of streams x (..., H, C) and h_pre (..., H), as (..., C)."""
     _check("mhc_pre", x, h_pre=(h_pre, x.shape[:-1]))
@@ -199,19 +197,17 @@ def mhc_pre(x: Tensor, h_pre: Tensor) -> Tensor:
 @op(
     reference=post_res_reference,
     cases=[
-        Case("streams-4", dict(x=T((2, 9, 4, 24)), f_out=T((2, 9, 24)), h_post=T((2, 9, 4), dtype=torch.float32),
-                               h_res=T((2, 9, 4, 4), dtype=torch.float32))),
+        Case("streams-4", dict(x=T((2, 9, 4, 24)), f_out=T((2, 9, 24)), h_post=T((2, 9, 4), dtype=torch.float32), h_res=T((2, 9, 4, 4), dtype=torch.float32))),
         Case("odd", dict(x=T((5, 3, 33)), f_out=T((5, 33)), h_post=T((5, 3)), h_res=T((5, 3, 3)))),
-        Case("bad-f", dict(x=T((5, 3, 8)), f_out=T((5, 9)), h_post=T((5, 3)), h_res=T((5, 3, 3))),
-             error="mhc_post_res: f_out must have shape (5, 8), got (5, 9)"),
-        Case("bad-res", dict(x=T((5, 3, 8)), f_out=T((5, 8)), h_post=T((5, 3)), h_res=T((5, 3))),
-             error="mhc_post_res: h_res must have shape (5, 3, 3), got (5, 3)"),
+        Case("bad-f", dict(x=T((5, 3, 8)), f_out=T((5, 9)), h_post=T((5, 3)), h_res=T((5, 3, 3))), error="f_out must have shape (5, 8), got (5, 9)"),
+        Case("bad-res", dict(x=T((5, 3, 8)), f_out=T((5, 8)), h_post=T((5, 3)), h_res=T((5, 3))), error="h_res must have shape (5, 3, 3), got (5, 3)"),
     ],
     cost=lambda x, f_out, h_post, h_res: Cost(
-        nbytes(x, x, f_out, h_post, h_res), nbytes(x, x, x, f_out, f_out, h_post, h_post, h_res, h_res),
+        nbytes(x, x, f_out, h_post, h_res),
+        nbytes(x, x, x, f_out, f_out, h_post, h_post, h_res, h_res),
         flops=(2 * x.numel() * (x.shape[-2] + 1), 4 * x.numel() * (x.shape[-2] + 1)),
     ),
-)  # fmt: skip
+)
 def mhc_post_res(x: Tensor, f_out: Tensor, h_post: Tensor, h_res: Tensor) -> Tensor:
     """``y_o = sum_i h_res_oi x_i + h_post_o f_out`` of streams x (..., H, C), f_out (..., C), h_post (..., H) and h_res (..., H, H), like x."""
     outer, H, C = x.shape[:-2], x.shape[-2:-1], x.shape[-1:]

@@ -220,10 +220,7 @@ def _blocks(D: int, half: int) -> tuple[int, int]:
     "(Tensor q, Tensor k, Tensor wq, Tensor wk, Tensor cos, Tensor sin, Tensor? position_ids, float eps, float offset, str casting, bool pairs,"
     " str rope_casting) -> (Tensor yq, Tensor yk)"
 )
-def qk_norm_rope_fwd(
-    q: Tensor, k: Tensor, wq: Tensor, wk: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None,
-    eps: float, offset: float, casting: str, pairs: bool, rope_casting: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def qk_norm_rope_fwd(q, k, wq, wk, cos, sin, position_ids, eps, offset, casting, pairs, rope_casting) -> tuple[Tensor, Tensor]:
     """q, k as (B, T, H, D) views with unit column stride; cos, sin (B or 1, T, R/2), or tables (1, L, R/2) with position_ids (B or 1, T)."""
     normed = [x.dtype if casting == "gemma" else torch.promote_types(x.dtype, w.dtype) for x, w in ((q, wq), (k, wk))]
     yq, yk = (torch.empty_like(x, dtype=turned_dtype(dtype, cos, rope_casting)) for x, dtype in zip((q, k), normed))
@@ -234,10 +231,11 @@ def qk_norm_rope_fwd(
     c = config.tile("qk_norm_rope_fwd", 2 * block_r + block_rest * (2 * half < D), q.itemsize, elements=2048)
     block_q, block_k = (min(next_power_of_2(h), c.block_m) for h in (Hq, Hk))
     rounds = any(rounding(dtype, cos, rope_casting) for dtype in normed)
-    launch(_fwd, (B * T,), q, k, wq, wk, cos, sin, position_ids, yq, yk, T, Hq, Hk, cos.shape[1], half, D, eps, offset,
-           *q.stride()[:3], *k.stride()[:3], *yq.stride()[:3], *yk.stride()[:3], *angle_strides(cos, sin, position_ids),
-           HAS_POS=position_ids is not None, CASTING=casting, PAIRS=pairs, PARTIAL=2 * half < D, ROUND=rounds,
-           BLOCK_Q=block_q, BLOCK_K=block_k, BLOCK_R=block_r, BLOCK_REST=block_rest, num_warps=c.num_warps, **fusing(rounds))  # fmt: skip
+    args = k, wq, wk, cos, sin, position_ids, yq, yk, T, Hq, Hk, cos.shape[1], half, D, eps, offset
+    strides = *q.stride()[:3], *k.stride()[:3], *yq.stride()[:3], *yk.stride()[:3], *angle_strides(cos, sin, position_ids)
+    flags = dict(HAS_POS=position_ids is not None, CASTING=casting, PAIRS=pairs, PARTIAL=2 * half < D, ROUND=rounds, **fusing(rounds))
+    blocks = dict(BLOCK_Q=block_q, BLOCK_K=block_k, BLOCK_R=block_r, BLOCK_REST=block_rest, num_warps=c.num_warps)
+    launch(_fwd, (B * T,), q, *args, *strides, **flags, **blocks)
     return yq, yk
 
 
@@ -245,10 +243,7 @@ def qk_norm_rope_fwd(
     "(Tensor dyq, Tensor dyk, Tensor q, Tensor k, Tensor wq, Tensor wk, Tensor cos, Tensor sin, Tensor? position_ids, float eps, float offset,"
     " bool pairs, bool need_dq, bool need_dk, bool need_dwq, bool need_dwk) -> (Tensor dq, Tensor dk, Tensor dw)"
 )
-def qk_norm_rope_bwd(
-    dyq: Tensor, dyk: Tensor, q: Tensor, k: Tensor, wq: Tensor, wk: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None,
-    eps: float, offset: float, pairs: bool, need_dq: bool, need_dk: bool, need_dwq: bool, need_dwk: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def qk_norm_rope_bwd(dyq, dyk, q, k, wq, wk, cos, sin, position_ids, eps, offset, pairs, need_dq, need_dk, need_dwq, need_dwk) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, and dwq and dwk side by side in their common dtype; what is not needed is empty."""
     dyq, dyk = unit_stride(dyq), unit_stride(dyk)
     B, T, _, D = q.shape
@@ -264,10 +259,11 @@ def qk_norm_rope_bwd(
     for dy, x, w, dw, need_dx, need_dw in ((dyq, q, wq, partials, need_dq, need_dwq), (dyk, k, wk, partials[..., D * need_dwq :], need_dk, need_dwk)):
         dx, heads = torch.empty_like(x) if need_dx else x.new_empty(0, 0, 0, 0), x.shape[2]
         if need_dx or need_dw:
-            launch(_bwd, (programs,), dy, x, w, dx, dw, cos, sin, position_ids, B * T, T, heads, cos.shape[1], half, D, eps, offset, partials.stride(0),
-                   *dy.stride()[:3], *x.stride()[:3], *dx.stride()[:3], *angle_strides(cos, sin, position_ids),
-                   HAS_POS=position_ids is not None, PAIRS=pairs, PARTIAL=2 * half < D, NEED_DX=need_dx, NEED_DW=need_dw,
-                   BLOCK_H=min(next_power_of_2(heads), c.block_m), BLOCK_R=block_r, BLOCK_REST=block_rest, STAGES=c.stages, num_warps=c.num_warps)  # fmt: skip
+            args = x, w, dx, dw, cos, sin, position_ids, B * T, T, heads, cos.shape[1], half, D, eps, offset, partials.stride(0)
+            strides = *dy.stride()[:3], *x.stride()[:3], *dx.stride()[:3], *angle_strides(cos, sin, position_ids)
+            flags = dict(HAS_POS=position_ids is not None, PAIRS=pairs, PARTIAL=2 * half < D, NEED_DX=need_dx, NEED_DW=need_dw, STAGES=c.stages)
+            blocks = dict(BLOCK_H=min(next_power_of_2(heads), c.block_m), BLOCK_R=block_r, BLOCK_REST=block_rest, num_warps=c.num_warps)
+            launch(_bwd, (programs,), dy, *args, *strides, **flags, **blocks)
         dxs.append(dx)
     dq, dk = dxs
     return dq, dk, column_sum(partials, torch.promote_types(wq.dtype, wk.dtype)) if need_dwq or need_dwk else q.new_empty(0)
@@ -318,21 +314,26 @@ def _qk(B: int, Hq: int, Hk: int, T: int, D: int, half: int, draw=torch.randn, t
         Case("no-upcast", _qk(1, 2, 1, 2, 16, 8, casting="none", w_dtype=torch.float32)),
         Case("autocast", _qk(1, 2, 1, 2, 20, 8, casting="gemma", rope_casting="none") | _angles(2, 8, dtype=torch.float32)),
         Case("rounded", _qk(2, 4, 2, 3, 20, 8, rope_casting="none")),
-        Case("bad-weight", _qk(2, 4, 2, 5, 16, 8) | dict(wk=T_((8,))), error="qk_norm_rope: wq and wk must have shape (16,), got (16,) and (8,)"),
-        Case("bad-casting", _qk(2, 4, 2, 5, 16, 8, casting="bf16"), error="qk_norm_rope: casting must be one of ('llama', 'gemma', 'none'), got 'bf16'"),
-        Case("bad-rope-casting", _qk(2, 4, 2, 5, 16, 8, rope_casting="llama"),
-             error="qk_norm_rope: rope_casting must be one of ('none', 'back', 'fp32'), got 'llama'"),
-        Case("integers", _qk(2, 4, 2, 5, 16, 8) | dict(q=T_((2, 4, 5, 16), dtype=torch.int64)),
-             error="qk_norm_rope: q and k must be floating point, got torch.int64 and torch.float32"),
-        Case("shapes-differ", _qk(2, 4, 2, 5, 16, 8) | dict(k=T_((2, 2, 6, 16))),
-             error="qk_norm_rope: q and k must agree but for the heads, got (2, 4, 5, 16) and (2, 2, 6, 16)"),
+        Case("bad-weight", _qk(2, 4, 2, 5, 16, 8) | dict(wk=T_((8,))), error="wq and wk must have shape (16,), got (16,) and (8,)"),
+        Case("bad-casting", _qk(2, 4, 2, 5, 16, 8, casting="bf16"), error="casting must be one of ('llama', 'gemma', 'none'), got 'bf16'"),
+        Case("bad-rope-casting", _qk(2, 4, 2, 5, 16, 8, rope_casting="llama"), error="rope_casting must be one of ('none', 'back', 'fp32'), got 'llama'"),
+        Case(
+            "integers",
+            _qk(2, 4, 2, 5, 16, 8) | dict(q=T_((2, 4, 5, 16), dtype=torch.int64)),
+            error="q and k must be floating point, got torch.int64 and torch.float32",
+        ),
+        Case(
+            "shapes-differ",
+            _qk(2, 4, 2, 5, 16, 8) | dict(k=T_((2, 2, 6, 16))),
+            error="q and k must agree but for the heads, got (2, 4, 5, 16) and (2, 2, 6, 16)",
+        ),
     ],
     cost=lambda q, k, wq, wk, cos, sin, position_ids=None, **_: Cost(
         nbytes(q, k, q, k, wq, wk, cos, sin, position_ids),
         nbytes(q, k, q, k, q, k, wq, wk, wq, wk, cos, sin, position_ids),
         flops=(7 * (q.numel() + k.numel()), 13 * (q.numel() + k.numel())),
     ),
-)  # fmt: skip
+)
 def qk_norm_rope(
     q: Tensor, k: Tensor, wq: Tensor, wk: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, *,
     eps: float = 1e-6, offset: float = 0.0, casting: str = "llama", layout: str = "halves", unsqueeze_dim: int = 1, rope_casting: str = "fp32",
@@ -353,5 +354,5 @@ def qk_norm_rope(
         raise ValueError(f"qk_norm_rope: wq and wk must have shape {tuple(q.shape[-1:])}, got {tuple(wq.shape)} and {tuple(wk.shape)}")
     if not served(q, k, cos, sin) or q.shape[-1] > MAX_D:
         options = dict(eps=eps, offset=offset, casting=casting, layout=layout, unsqueeze_dim=unsqueeze_dim, rope_casting=rope_casting)
-        return reference(q, k, wq, wk, cos, sin, position_ids, **options)  # type: ignore[arg-type]
+        return reference(q, k, wq, wk, cos, sin, position_ids, **options)
     return QKNormRopeFunction.apply(q, k, wq, wk, cos, sin, position_ids, eps, offset, casting, layout, unsqueeze_dim, rope_casting)

@@ -212,10 +212,7 @@ def fusing(rounds: bool) -> dict[str, bool]:
     "(Tensor q, Tensor k, Tensor cos, Tensor sin, Tensor? position_ids, bool pairs, bool rounds, bool inverse, ScalarType q_dtype, ScalarType k_dtype)"
     " -> (Tensor yq, Tensor yk)"
 )
-def rope_turn(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None, pairs: bool, rounds: bool, inverse: bool,
-    q_dtype: torch.dtype, k_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def rope_turn(q, k, cos, sin, position_ids, pairs, rounds, inverse, q_dtype, k_dtype) -> tuple[Tensor, Tensor]:
     """q, k as (B, T, H, D) views; cos, sin (B or 1, T, R/2), or tables (1, L, R/2) with position_ids (B, T); the dtypes are those of the results.
 
     ``rounds``: products to the dtype of the result.
@@ -229,17 +226,14 @@ def rope_turn(
     # H200, B4 T2048 H32/8 D128: 46 us a direction; 32 heads a tile 48, 4 heads 63 (byte floor 40)
     c = config.tile("rope", 2 * block_r + rest, q.itemsize, elements=2048)
     block_q, block_k = (min(next_power_of_2(h), c.block_m) for h in (Hq, Hk))
-    launch(_rope, (B * T,), q, k, cos, sin, position_ids, yq, yk, T, Hq, Hk, cos.shape[1], half, D,
-           *q.stride()[:3], *k.stride()[:3], *yq.stride()[:3], *yk.stride()[:3], *angle_strides(cos, sin, position_ids),
-           HAS_POS=position_ids is not None, INVERSE=inverse, PAIRS=pairs, ROUND=rounds,
-           BLOCK_Q=block_q, BLOCK_K=block_k, BLOCK_R=block_r, BLOCK_REST=rest, num_warps=c.num_warps, **fusing(rounds))  # fmt: skip
+    strides = *q.stride()[:3], *k.stride()[:3], *yq.stride()[:3], *yk.stride()[:3], *angle_strides(cos, sin, position_ids)
+    flags = dict(HAS_POS=position_ids is not None, INVERSE=inverse, PAIRS=pairs, ROUND=rounds, **fusing(rounds))
+    blocks = dict(BLOCK_Q=block_q, BLOCK_K=block_k, BLOCK_R=block_r, BLOCK_REST=rest, num_warps=c.num_warps)
+    launch(_rope, (B * T,), q, k, cos, sin, position_ids, yq, yk, T, Hq, Hk, cos.shape[1], half, D, *strides, **flags, **blocks)
     return yq, yk
 
 
-def _both(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None, heads_first: bool, pairs: bool, rounds: bool, inverse: bool,
-    q_dtype: torch.dtype, k_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _both(q, k, cos, sin, position_ids, heads_first, pairs, rounds, inverse, q_dtype, k_dtype) -> tuple[Tensor, Tensor]:
     if cos.ndim == 2:
         cos, sin = cos[None], sin[None]
     if heads_first:
@@ -388,48 +382,60 @@ def _flat(T: int, half: int) -> dict[str, T_]:
     return {name: dataclasses.replace(t, shape=(T, half), draw=flat(t.draw)) for name, t in _angles(T, half).items()}
 
 
+def _heads(B: int, Hq: int, Hk: int, T: int, D: int, **options) -> dict:
+    return dict(q=T_((B, Hq, T, D)), k=T_((B, Hk, T, D)), **options)
+
+
 def _ids(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.randint(0, 11, shape)
+
+
+_IDS = T_((2, 5), _ids, dtype=torch.int64)
 
 
 @op(
     reference=reference,
     cases=[
-        Case("llama", dict(q=T_((2, 4, 7, 16)), k=T_((2, 2, 7, 16)), **_angles(7, 8))),
-        Case("batched-angles", dict(q=T_((2, 4, 5, 16)), k=T_((2, 1, 5, 16)), **_angles(5, 8, B=2))),
-        Case("partial", dict(q=T_((2, 3, 5, 20)), k=T_((2, 3, 5, 20)), **_angles(5, 6))),
-        Case("cohere", dict(q=T_((2, 4, 5, 16)), k=T_((2, 2, 5, 16)), layout="pairs", **_angles(5, 8))),
-        Case("glm4", dict(q=T_((1, 5, 3, 24)), k=T_((1, 1, 3, 24)), layout="pairs", **_angles(3, 6))),
+        Case("llama", _heads(2, 4, 2, 7, 16) | _angles(7, 8)),
+        Case("batched-angles", _heads(2, 4, 1, 5, 16) | _angles(5, 8, B=2)),
+        Case("partial", _heads(2, 3, 3, 5, 20) | _angles(5, 6)),
+        Case("cohere", _heads(2, 4, 2, 5, 16, layout="pairs") | _angles(5, 8)),
+        Case("glm4", _heads(1, 5, 1, 3, 24, layout="pairs") | _angles(3, 6)),
         Case("time-first", dict(q=T_((2, 7, 4, 16)), k=T_((2, 7, 2, 16)), unsqueeze_dim=2, **_angles(7, 8))),
-        Case("packed", dict(q=T_((2, 4, 5, 16)), k=T_((2, 2, 5, 16)), position_ids=T_((2, 5), _ids, dtype=torch.int64), **_angles(11, 8))),
-        Case("no-upcast", dict(q=T_((2, 4, 7, 16)), k=T_((2, 2, 7, 16)), casting="none", **_angles(7, 8))),
+        Case("packed", _heads(2, 4, 2, 5, 16, position_ids=_IDS) | _angles(11, 8)),
+        Case("no-upcast", _heads(2, 4, 2, 7, 16, casting="none") | _angles(7, 8)),
         Case("no-upcast-pairs", dict(q=T_((2, 5, 3, 20)), k=T_((2, 5, 1, 20)), casting="none", layout="pairs", unsqueeze_dim=2, **_angles(5, 6))),
-        Case("autocast", dict(q=T_((2, 4, 5, 20)), k=T_((2, 2, 5, 20)), casting="none", **_angles(5, 8, dtype=torch.float32))),
-        Case("olmo2", dict(q=T_((1, 4, 5, 16)), k=T_((1, 2, 5, 16)), casting="back", **_angles(5, 8, dtype=torch.float32))),
+        Case("autocast", _heads(2, 4, 2, 5, 20, casting="none") | _angles(5, 8, dtype=torch.float32)),
+        Case("olmo2", _heads(1, 4, 2, 5, 16, casting="back") | _angles(5, 8, dtype=torch.float32)),
         Case("vision", dict(q=T_((1, 5, 3, 17)), k=T_((1, 5, 3, 17)), unsqueeze_dim=2, **_flat(5, 8))),
-        Case("alone", dict(q=T_((2, 4, 5, 20)), k=T_((2, 0, 5, 20)), layout="pairs", **_angles(5, 8))),
-        Case("not-4d", dict(q=T_((4, 7, 16)), k=T_((2, 7, 16)), **_angles(7, 8)), error="rope: q and k must be 4-dimensional, got (4, 7, 16) and (2, 7, 16)"),
-        Case("shapes-differ", dict(q=T_((2, 4, 7, 16)), k=T_((2, 2, 6, 16)), **_angles(7, 8)),
-             error="rope: q and k must agree but for the heads, got (2, 4, 7, 16) and (2, 2, 6, 16)"),
-        Case("bad-angles", dict(q=T_((2, 4, 7, 16)), k=T_((2, 2, 7, 16)), **_angles(6, 8)),
-             error="rope: cos and sin must have shape (2 or 1, 7, at most 8), got (1, 6, 8) and (1, 6, 8)"),
-        Case("wide-tables", dict(q=T_((2, 4, 5, 16)), k=T_((2, 2, 5, 16)), position_ids=T_((2, 5), _ids, dtype=torch.int64), **_angles(11, 9)),
-             error="rope: tables cos and sin must have shape (L, at most 8), got (1, 11, 9) and (1, 11, 9)"),
-        Case("tables-of-a-batch", dict(q=T_((2, 4, 5, 16)), k=T_((2, 2, 5, 16)), position_ids=T_((2, 5), _ids, dtype=torch.int64), **_angles(11, 8, B=2)),
-             error="rope: tables cos and sin must have shape (L, at most 8), got (2, 11, 8) and (2, 11, 8)"),
-        Case("bad-casting", dict(q=T_((2, 4, 7, 16)), k=T_((2, 2, 7, 16)), casting="llama", **_angles(7, 8)),
-             error="rope: casting must be one of ('none', 'back', 'fp32'), got 'llama'"),
-        Case("bad-layout", dict(q=T_((2, 4, 7, 16)), k=T_((2, 2, 7, 16)), layout="thirds", **_angles(7, 8)),
-             error="rope: layout must be one of ('halves', 'pairs'), got 'thirds'"),
+        Case("alone", _heads(2, 4, 0, 5, 20, layout="pairs") | _angles(5, 8)),
+        Case("not-4d", dict(q=T_((4, 7, 16)), k=T_((2, 7, 16)), **_angles(7, 8)), error="q and k must be 4-dimensional, got (4, 7, 16) and (2, 7, 16)"),
+        Case(
+            "shapes-differ",
+            dict(q=T_((2, 4, 7, 16)), k=T_((2, 2, 6, 16)), **_angles(7, 8)),
+            error="q and k must agree but for the heads, got (2, 4, 7, 16) and (2, 2, 6, 16)",
+        ),
+        Case("bad-angles", _heads(2, 4, 2, 7, 16) | _angles(6, 8), error="cos and sin must have shape (2 or 1, 7, at most 8), got (1, 6, 8) and (1, 6, 8)"),
+        Case(
+            "wide-tables",
+            _heads(2, 4, 2, 5, 16, position_ids=_IDS) | _angles(11, 9),
+            error="tables cos and sin must have shape (L, at most 8), got (1, 11, 9) and (1, 11, 9)",
+        ),
+        Case(
+            "tables-of-a-batch",
+            _heads(2, 4, 2, 5, 16, position_ids=_IDS) | _angles(11, 8, B=2),
+            error="tables cos and sin must have shape (L, at most 8), got (2, 11, 8) and (2, 11, 8)",
+        ),
+        Case("bad-casting", _heads(2, 4, 2, 7, 16, casting="llama") | _angles(7, 8), error="casting must be one of ('none', 'back', 'fp32'), got 'llama'"),
+        Case("bad-layout", _heads(2, 4, 2, 7, 16, layout="thirds") | _angles(7, 8), error="layout must be one of ('halves', 'pairs'), got 'thirds'"),
     ],
     cost=lambda q, k, cos, sin, position_ids=None, **_: Cost(
         nbytes(q, k, q, k, cos, sin, position_ids), nbytes(q, k, q, k, cos, sin, position_ids), flops=(3 * (q.numel() + k.numel()),) * 2
     ),
-)  # fmt: skip
+)
 def rope(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, *, layout: str = "halves", unsqueeze_dim: int = 1,
-    casting: str = "fp32",
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, *, layout: str = "halves", unsqueeze_dim: int = 1, casting: str = "fp32"
+) -> tuple[Tensor, Tensor]:
     """Turn queries and keys by the angles of their positions; returns new tensors of their shapes, and of the dtypes that ``casting`` says.
 
     q (B, Hq, T, D), k (B, Hk, T, D), or (B, T, H, D) with ``unsqueeze_dim=2``; any strides. cos, sin (B or 1, T, R/2) or (T, R/2) with R <= D; or,

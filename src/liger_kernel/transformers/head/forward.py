@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from liger_kernel import parallel
 from liger_kernel.ops._core.operator import transformed
 from liger_kernel.ops.losses.chunks import Kept
 from liger_kernel.transformers import attention
+from liger_kernel.transformers.head.linear import may_be_linear
 from liger_kernel.transformers.head.loss import LOSS_OPTIONS, STATISTICS
 from liger_kernel.transformers.head.outputs import _output as _output  # pickles made before it moved name it here
 from liger_kernel.transformers.head.outputs import declare_outputs, settled, settled_in_place
@@ -80,8 +80,8 @@ def fused(forward: Callable, *, keep_logits: bool = False, known: bool = True) -
         shifts = not getattr(getattr(self, "config", None), "is_encoder_decoder", False)  # of others, some say that their labels are the shifted ones
         if known and not keep_logits and shifts and getattr(self, "loss_function", None) is ForCausalLMLoss:
             loss.causal, loss.num_items = True, given.get("num_items_in_batch")
-            if parallel.is_linear(parallel.bare(head)) and not torch.compiler.is_compiling():
-                loss.kept = _kept_early(given, parallel.bare(head))
+            if not torch.compiler.is_compiling() and (linear := may_be_linear(head)) is not None:
+                loss.kept = _kept_early(given, linear)
         stand_in = enter(parent, name, Call(self, loss, keep_logits=not skip))
         try:
             out = forward(self, *(given[n] for n in at), *args[len(at) :], **{k: v for k, v in given.items() if k not in at})

@@ -23,8 +23,10 @@ from liger_kernel.ops.losses.cross_entropy_rows import Loss as LossNumbers
 from liger_kernel.ops.losses.cross_entropy_rows import normaliser
 from liger_kernel.ops.losses.linear_cross_entropy import linear_cross_entropy
 from liger_kernel.transformers.head import loss_functions
+from liger_kernel.transformers.head.linear import terms, with_adapters
 from liger_kernel.transformers.head.recipe import DEFAULTS, IGNORE, LOSSES, Loss, LossOptions, Recipe, materialised
 from liger_kernel.transformers.head.state import HeadState, is_plain, out_features
+from liger_kernel.transformers.recognise.projections import Left
 
 # Keywords of a patched ``forward`` that are meant for its loss, and what the operators call them.
 LOSS_OPTIONS = {
@@ -41,14 +43,16 @@ STATISTICS = ("return_token_accuracy", "return_predicted_tokens")
 def head_cross_entropy(head: nn.Module, x: Tensor, target: Tensor, options: LossOptions = DEFAULTS, *, within: bool = False) -> Any:
     """Cross entropy of ``head(x)`` and ``target``, with the results of ``linear_cross_entropy``, without holding all logits.
 
-    x (M, H), target (M,). A plain ``nn.Linear`` is fused, also one whose parameters FSDP or ZeRO shards: they are gathered once. Any other head (LoRA,
-    quantised ...) is called itself on one chunk of tokens at a time, and again in the backward, in the state of this call.
+    x (M, H), target (M,). A plain ``nn.Linear`` is fused, also one whose parameters FSDP or ZeRO shards: they are gathered once; so is one with PEFT's LoRA.
+    Any other head (quantised, DoRA ...) is called itself on one chunk of tokens at a time, and again in the backward, in the state of this call.
     ``within``: the caller has entered ``head``.
     """
     if not within and parallel.needs_entering(head):
         return parallel.entered(head, lambda x: head_cross_entropy(parallel.bare(head), x, target, options, within=True), x)
     if is_plain(head, within):
         return linear_cross_entropy(x, head.weight, target, head.bias, **options.given())
+    if not isinstance(found := with_adapters(head, x), Left):
+        return linear_cross_entropy(target=target, **terms(found, x), **options.given())
     if isinstance(head, parallel.VocabularyParallel) and options.class_weight is None and not options.token_scaling:
         return _vocabulary_parallel_loss(head, x, target, options)
     class_weight, reduction = options.class_weight, options.reduction
@@ -170,6 +174,7 @@ def _entered_loss(head: nn.Module, rows: Tensor, target: Tensor, asked: Loss, op
     sliced, linear = isinstance(head, parallel.VocabularyParallel), is_plain(head, within)
     if main and hooked and linear:
         return _replaced_loss(head, rows, target, asked, options)
+    linear = linear or (main and not sliced and not isinstance(with_adapters(head, rows), Left))
     kept = asked.kept if main and (linear or sliced) and asked.kept is not None and asked.kept.total == target.numel() else None
     if kept is not None:
         options = options.but(compact=kept)

@@ -38,18 +38,9 @@ def fixed_fused_linear_cross_entropy(
     options = {k: v for k, v in kwargs.items() if k in _OPTIONS}
     if num_items_in_batch is None and options.get("ce_weight") is None:
         num_items_in_batch = (target != ignore_index).sum().clamp(min=1)
-    return functional.liger_fused_linear_cross_entropy(
-        hidden_states,
-        lm_head_weight,
-        target,
-        ignore_index=ignore_index,
-        softcap=final_logit_softcapping,
-        accum_dtype=accum_dtype,
-        return_token_accuracy=return_token_accuracy,
-        return_predicted_tokens=return_predicted_tokens,
-        num_items=num_items_in_batch,
-        **options,
-    )
+    named: dict[str, Any] = dict(softcap=final_logit_softcapping, accum_dtype=accum_dtype, num_items=num_items_in_batch)
+    asked: dict[str, Any] = dict(return_token_accuracy=return_token_accuracy, return_predicted_tokens=return_predicted_tokens)
+    return functional.liger_fused_linear_cross_entropy(hidden_states, lm_head_weight, target, ignore_index=ignore_index, **named, **asked, **options)
 
 
 def LigerForCausalLMLoss(
@@ -71,17 +62,9 @@ def LigerForCausalLMLoss(
     """
     if shift_labels is None:
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    return fixed_fused_linear_cross_entropy(
-        hidden_states.reshape(-1, hidden_size),
-        lm_head_weight,
-        shift_labels.reshape(-1).to(hidden_states.device),
-        num_items_in_batch,
-        ignore_index,
-        final_logit_softcapping,
-        return_token_accuracy=return_token_accuracy,
-        return_predicted_tokens=return_predicted_tokens,
-        **kwargs,
-    )
+    x, y = hidden_states.reshape(-1, hidden_size), shift_labels.reshape(-1).to(hidden_states.device)
+    kwargs |= dict(return_token_accuracy=return_token_accuracy, return_predicted_tokens=return_predicted_tokens)
+    return fixed_fused_linear_cross_entropy(x, lm_head_weight, y, num_items_in_batch, ignore_index, final_logit_softcapping, **kwargs)
 
 
 def lce_maybe_trainable_lm_head(

@@ -76,6 +76,7 @@ def settled(out: Any, skip: bool, token_accuracy: Tensor | None, predicted_token
         return materialised(out)
     drop = skip and getattr(out, "loss", None) is not None
     fields = {k: materialised(v) for k, v in out.items() if not (drop and isinstance(v, Recipe))}
+    _settle_parts(out, drop)
     return output_class(type(out))(**fields, token_accuracy=token_accuracy, predicted_tokens=predicted_tokens)
 
 
@@ -83,14 +84,26 @@ def settled_in_place(out: Any, skip: bool, token_accuracy: Tensor | None, predic
     """The same for the output of a ``forward`` of the user's: the very object where it is a ``ModelOutput``, as it may have more than its class declares."""
     if not isinstance(out, ModelOutput):
         return of_tensors(out)
-    recipes = {k: v for k, v in out.items() if isinstance(v, Recipe)}
-    for name, recipe in recipes.items():
-        if skip and name == "logits" and getattr(out, "loss", None) is not None:
-            OrderedDict.__delitem__(out, name)
-            out.logits = None
-        else:
-            out[name] = recipe.value()
+    _settle(out, skip and getattr(out, "loss", None) is not None)
     for name, value in (("token_accuracy", token_accuracy), ("predicted_tokens", predicted_tokens)):
         if value is not None:
             out[name] = value
     return out
+
+
+def _settle(out: ModelOutput, drop: bool) -> None:
+    recipes = {k: v for k, v in out.items() if isinstance(v, Recipe)}
+    for name, recipe in recipes.items():
+        if drop and name == "logits":
+            OrderedDict.__delitem__(out, name)
+            out.logits = None
+        else:
+            out[name] = recipe.value()
+    _settle_parts(out, drop)
+
+
+def _settle_parts(out: ModelOutput, drop: bool) -> None:
+    """BLIP-2 returns the output of its language model as a part of its own, with the same logits."""
+    for part in out.values():
+        if isinstance(part, ModelOutput):
+            _settle(part, drop)

@@ -55,7 +55,7 @@ DEFAULTS = LossOptions()
 class Loss:
     """What the caller of ``forward`` asked of the loss, and what the loss found."""
 
-    options: LossOptions = DEFAULTS
+    options: LossOptions = field(default_factory=LossOptions)  # DEFAULTS is a constant that PyTorch 2.11 cannot compile here
     statistics: bool = False
     taken: bool = False
     token_accuracy: Tensor | None = None
@@ -354,13 +354,13 @@ for _name in (*_ARITHMETIC, *_IN_PLACE, "eq", "ne", "lt", "le", "gt", "ge", "and
 Recipe.__hash__ = object.__hash__  # type: ignore[method-assign]  # which went when __eq__ came
 
 
-class DeferredLogits(Recipe, Tensor):  # type: ignore[misc]  # both have a shape, a dtype ...: the first one counts
+class DeferredLogits(Recipe, Tensor):
     """A recipe that is a tensor, without memory of its own: ``isinstance`` says so, and what PyTorch's C++ is given is caught below."""
 
     @staticmethod
     def __new__(cls, rows: Tensor, head: nn.Module | None, *args: Any, **kwargs: Any) -> DeferredLogits:
         shape = rows.shape if head is None else (*rows.shape[:-1], out_features(head, rows))
-        return Tensor._make_wrapper_subclass(cls, shape, dtype=rows.dtype, device=rows.device)  # type: ignore[attr-defined]  # in no stub
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=rows.dtype, device=rows.device)
 
     @classmethod
     def __torch_dispatch__(cls, fn: Any, types_: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:

@@ -16,6 +16,7 @@ from liger_kernel import parallel
 from liger_kernel.transformers.head import loss as loss  # who makes recipes has the losses that compute them
 from liger_kernel.transformers.head.recipe import DeferredLogits, Loss, Recipe, new_recipe
 from liger_kernel.transformers.head.state import HeadState, can_wait, untouched
+from liger_kernel.transformers.recognise.projections import copy_in_use
 
 
 @dataclass
@@ -57,7 +58,7 @@ class StandIn(nn.Module):
         head, rows = held
         if torch.compiler.is_compiling():
             return Recipe(rows, head, call.loss)
-        recipe = DeferredLogits(rows, head, call.loss, state=HeadState(head, rows) if head is self.head else None)
+        recipe = DeferredLogits(rows, head, call.loss, state=None if isinstance(head, parallel.VocabularyParallel) else HeadState(head, rows))
         call.loss.recipes.append(weakref.ref(recipe))
         return recipe
 
@@ -97,7 +98,10 @@ def _held(head: nn.Module, x: Any) -> tuple[nn.Module, Tensor] | None:
     if not isinstance(x, Tensor) or not untouched():
         return None
     held = parallel.received(head, x)
-    return None if held is not None and held[0] is head and not can_wait(head) else held
+    if held is None or held[0] is not head:
+        return held
+    inner = copy_in_use(head)
+    return (inner, x) if can_wait(inner) else None
 
 
 standing: list[StandIn] = []  # those in place

@@ -73,7 +73,10 @@ def _is_token_wise(m: nn.Module) -> bool:
 
 def width(head: nn.Module) -> int | None:
     """The number of classes, if ``head`` says it."""
-    n = getattr(parallel.bare(head), "out_features", None)
+    inner: Any = parallel.bare(head)
+    if type(inner) is nn.Linear and inner.weight.ndim == 2 and inner.weight.numel():
+        return inner.weight.shape[0]  # PEFT makes copies of heads that are tied, and takes their sizes for each other
+    n = getattr(inner, "out_features", None)
     return n if isinstance(n, int) else None
 
 

@@ -6,7 +6,7 @@
 
 The trainer calls the model through whatever wraps it, so that DDP, FSDP, autocast, PEFT, checkpointing, and all that a family does to its logits (scales,
 caps) take part as in any other call. A stand-in takes the place of the output head for that call, as in ``forward``: where the head is one linear layer
-the logits of the batch never exist. Any other head computes them, and so does a compiled model.
+or has LoRA without dropout, the logits of the batch never exist. Any other head computes them, and so does a compiled model.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ from transformers.utils import ModelOutput
 from liger_kernel import parallel
 from liger_kernel.ops._core.operator import on_gpu
 from liger_kernel.ops.losses.chunks import Kept, auto_chunk_rows
+from liger_kernel.transformers.head.linear import terms, with_adapters
 from liger_kernel.transformers.head.recipe import IGNORE, DeferredLogits, Loss
 from liger_kernel.transformers.head.stand_in import Call, StandIn, enter, leave, place_of_head, this_thread
 from liger_kernel.transformers.head.state import is_plain, out_features
+from liger_kernel.transformers.recognise.projections import Left
 
 
 @dataclasses.dataclass
@@ -99,7 +101,11 @@ def _is_fusable(logits: DeferredLogits) -> bool:
     if logits.computed is not None or logits.head is None or logits.scale_and_cap() is None:
         return False
     head = parallel.bare(logits.head)
-    return isinstance(head, parallel.VocabularyParallel) or (parallel.is_linear(head) and not parallel.is_hooked(head) and "forward" not in head.__dict__)
+    if isinstance(head, parallel.VocabularyParallel) or (parallel.is_linear(head) and not parallel.is_hooked(head) and "forward" not in head.__dict__):
+        return True
+    with logits.as_called(), logits.in_state():
+        found = with_adapters(head, logits.rows)
+    return not isinstance(found, Left) and not any(a.dropout for a in found.adapters)
 
 
 @torch.no_grad()
@@ -113,11 +119,22 @@ def mean_logits(logits: Tensor | DeferredLogits) -> Tensor:
     def means(rows: Tensor) -> Tensor:
         inner: Any = parallel.bare(head)
         if cap is None and is_plain(inner, within=True):
-            w, b = inner.weight.mean(0, dtype=torch.float32), 0 if inner.bias is None else inner.bias.float().mean()
-            return torch.cat([scale * (c.float() @ w + b) for c in rows.split(4096)])
+            return scale * _means(rows, inner.weight, inner.bias)
+        if cap is None and not isinstance(found := with_adapters(inner, rows), Left):
+            return scale * _means(**terms(found, rows))
         step = auto_chunk_rows(rows.shape[0], out_features(inner, rows), rows.shape[1], rows.element_size(), on_gpu(rows))
         parts = (scale * inner.forward(c).float() for c in rows.split(step))
         return torch.cat([(z if cap is None else cap * torch.tanh(z / cap)).mean(-1) for z in parts])
 
-    with logits.as_called():
+    with logits.as_called(), logits.in_state():
         return parallel.entered(head, means, logits.rows.flatten(0, -2)).view(logits.shape[:-1])
+
+
+def _means(x: Tensor, w: Tensor, bias: Tensor | None, xa: Tensor | None = None, wb: Tensor | None = None) -> Tensor:
+    """Means (M,) of the logits x w^T + xa wb^T + bias: logits of the mean class."""
+    mean = 0 if bias is None else bias.float().mean()
+    for rows, of in ((x, w), (xa, wb)):
+        if rows is not None and of is not None:
+            of = of.mean(0, dtype=torch.float32)
+            mean = mean + torch.cat([c.float() @ of for c in rows.split(4096)])
+    return mean

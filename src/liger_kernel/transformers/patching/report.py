@@ -13,7 +13,7 @@ from torch import nn
 
 from liger_kernel.ops._core.operator import use_kernels
 from liger_kernel.ops.projections.weights import Elsewhere
-from liger_kernel.transformers.patching.bound import Bound
+from liger_kernel.transformers.patching.bound import Bound, is_ours
 from liger_kernel.transformers.recognise.activations import activation
 from liger_kernel.transformers.recognise.plain import plain
 from liger_kernel.transformers.recognise.projections import Left, projection
@@ -70,12 +70,13 @@ def _layers(model: nn.Module) -> Iterator[Layer]:
     tuner = getattr(sys.modules.get("peft.tuners.tuners_utils"), "BaseTunerLayer", ())
     modules = dict(model.named_modules())
     below = [f"{name}." for name, m in modules.items() if isinstance(m, tuner)]
-    heads = [_quietly(m.get_output_embeddings) for m in modules.values() if callable(getattr(m, "get_output_embeddings", None))]
+    owners = [m for m in modules.values() if callable(getattr(m, "get_output_embeddings", None)) and not isinstance(m, tuner)]
+    heads = {id(_quietly(m.get_output_embeddings)): m for m in owners}
     for name, m in modules.items():
         if name.startswith(tuple(below)) or not (isinstance(m, tuner) or _quantised(m)):
             continue
         parent, _, attribute = name.rpartition(".")
-        reason = _reason(m, modules.get(parent), attribute, any(m is head for head in heads), isinstance(m, tuner))
+        reason = _reason(m, modules.get(parent), attribute, heads.get(id(m)), isinstance(m, tuner))
         yield Layer(name, not isinstance(reason, Left), str(reason))
 
 
@@ -92,13 +93,28 @@ def _quantised(m: nn.Module) -> bool:
     return own or (isinstance(m, nn.Linear) and weight is not None and not plain(weight) and type(weight).__module__.startswith(_QUANTISED))
 
 
-def _reason(m: Any, parent: Any, attribute: str, is_head: bool, adapted: bool) -> str | Left:
+def _weight_of(base: Any) -> torch.Tensor | None:
+    weight = getattr(base, "weight", None)
+    return weight if isinstance(weight, torch.Tensor) else None
+
+
+def _dtype_of(base: Any) -> torch.dtype:
+    """The dtype in which a base multiplies an input of its own dtype."""
+    weight = _weight_of(base)
+    return getattr(base, "compute_dtype", None) or (weight.dtype if weight is not None and weight.is_floating_point() else torch.float32)
+
+
+def _reason(m: Any, parent: Any, attribute: str, model: Any, adapted: bool) -> str | Left:
     """What there is to be said of a layer that runs, or why it does not."""
     base = m.base_layer if adapted else m
     if isinstance(base, nn.Embedding):
         return Left("an embedding")
-    if is_head or attribute == "lm_head":
-        return Left("the head: the loss calls it, chunk by chunk")
+    if model is not None:
+        if not is_ours(_forward_of(model)):
+            return Left(f"the head: {type(model).__name__} is not patched")
+        found = projection(m, _dtype_of(base))
+        fits = not isinstance(found, Left) and found.magnitude is None and not isinstance(found.weight, Elsewhere)
+        return "the head, as part of the loss" if fits else Left(f"the head: {found if isinstance(found, Left) else 'adapters with a magnitude'}")
     if not adapted:
         return Left("no adapter: its own module runs")
     function = _forward_of(parent)
@@ -107,8 +123,7 @@ def _reason(m: Any, parent: Any, attribute: str, is_head: bool, adapted: bool) -
         return Left(f"{type(parent).__name__} is not patched, or its forward does not call it as self.{attribute}(x)")
     if act and activation(getattr(parent, act, None)) is None:
         return Left(f"{type(parent).__name__} has an activation that is none of ours")
-    weight = base.weight if isinstance(getattr(base, "weight", None), torch.Tensor) else None
-    dtype = getattr(base, "compute_dtype", None) or (weight.dtype if weight is not None and weight.is_floating_point() else torch.float32)
+    weight, dtype = _weight_of(base), _dtype_of(base)
     if weight is not None and not use_kernels(torch.empty(0, dtype=dtype, device=weight.device), fusible=True):
         return Left(f"there are no kernels for {dtype} on {weight.device.type}")
     found = projection(m, dtype)

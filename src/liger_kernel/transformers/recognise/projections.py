@@ -19,12 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from liger_kernel import memory
+from liger_kernel.nn.float8 import LigerFloat8Linear
 from liger_kernel.ops._core.operator import use_kernels
 from liger_kernel.ops._core.shards import is_sharded
 from liger_kernel.ops.projections.adapted import Adapter, Projection
 from liger_kernel.ops.projections.four_bits import four_bits
 from liger_kernel.ops.projections.linear import linears
-from liger_kernel.ops.projections.weights import Elsewhere, Weight, dense
+from liger_kernel.ops.projections.weights import Dense, Elsewhere, Weight, dense
 from liger_kernel.transformers.recognise.plain import plain, unhooked
 
 _FORWARD = nn.Linear.forward
@@ -52,7 +53,7 @@ def _class(module: str, *path: str) -> Any:
 
 def _of_package(cls: type, package: str) -> bool:
     """Whether the forward of ``cls`` is the package's own."""
-    forward = getattr(cls, "forward", None)
+    forward: Any = getattr(cls, "forward", None)
     return isinstance(forward, types.FunctionType) and forward.__globals__.get("__name__", "").startswith(package)
 
 
@@ -97,7 +98,18 @@ def _four_bits(m: Any, dtype: torch.dtype) -> Weight | Left | None:
     return four_bits(m.weight, state)
 
 
-STORAGES: list[Callable[[nn.Module, torch.dtype], Weight | Left | None]] = [_dense, _four_bits]
+def _float8(m: Any, dtype: torch.dtype) -> Weight | Left | None:
+    """Ours in FP8, and those of transformers."""
+    if type(m) is _class("transformers.integrations.finegrained_fp8", "FP8Linear"):
+        return Left("a base in FP8 whose own forward casts its input by blocks")
+    if type(m) is not LigerFloat8Linear:
+        return None
+    if not (_own(m) and plain(m.float8) and plain(m.float8_scale) and (m.bias is None or plain(m.bias))):
+        return Left("a sharded or hooked base in FP8")
+    return m.stored(backward=torch.is_grad_enabled())
+
+
+STORAGES: list[Callable[[nn.Module, torch.dtype], Weight | Left | None]] = [_dense, _four_bits, _float8]
 
 
 def _adapters(m: Any) -> list[str]:
@@ -153,7 +165,7 @@ def _peft(m: Any, dtype: torch.dtype) -> Projection | Left:
         return Projection(weight, base.bias, tuple(adapters), magnitude)
     if not adapters or magnitude is not None or _sharded(base):
         return weight
-    return Projection(Elsewhere((adapters[0].b.shape[0], adapters[0].a.shape[1]), None), None, tuple(adapters))
+    return Projection(Elsewhere((adapters[0].b.shape[0], adapters[0].a.shape[1]), None, why=weight), None, tuple(adapters))
 
 
 def _magnitude(m: Any, name: str, adapter: Adapter, active: int) -> Tensor | Left:
@@ -186,14 +198,68 @@ def projection(m: Any, dtype: torch.dtype) -> Projection | Left:
 
 # PEFT's layers whose forward is the base's product and what each active adapter adds to it. The first two may do that under autocast in another dtype
 _PEFT = {
-    "layer": "Linear", "bnb": "Linear4bit Linear8bitLt", "gptq": "GPTQLoraLinear", "awq": "AwqLoraLinear", "hqq": "HqqLoraLinear", "aqlm": "AqlmLoraLinear",
-    "eetq": "EetqLoraLinear", "torchao": "TorchaoLoraLinear",
-}  # fmt: skip
+    "layer": "Linear",
+    "bnb": "Linear4bit Linear8bitLt",
+    "gptq": "GPTQLoraLinear",
+    "awq": "AwqLoraLinear",
+    "hqq": "HqqLoraLinear",
+    "aqlm": "AqlmLoraLinear",
+    "eetq": "EetqLoraLinear",
+    "torchao": "TorchaoLoraLinear",
+}
 
 
 def _peft_classes() -> tuple[Any, ...]:
     found = (_class(f"peft.tuners.lora.{module}", name) for module, names in _PEFT.items() for name in names.split())
     return tuple(c for c in found if c is not None)
+
+
+def trained_rows(m: Any, dtype: torch.dtype) -> Projection | Left | None:
+    """PEFT's layer that trains some rows of a frozen weight W (``trainable_token_indices``, where a head is tied); None if ``m`` is none.
+
+    With rows D in the place of the rows i of W, x W'^T = x W^T + x (D - W_i)^T E_i^T, where E_i (N, n) has a 1 for each row: a product of low rank that has no
+    gradient of all rows. The layer itself makes a copy of W in each call, and its gradient.
+    """
+    if type(m) is not _class("peft.tuners.trainable_tokens.layer", "TrainableTokensLayer") or not _of_package(type(m), "peft."):
+        return None
+    if not _own(m) or (m.disable_adapters and m.merged):
+        return Left("trained tokens with hooks or a forward of their own, or to be taken out")
+    w = _dense(m.base_layer, dtype)
+    if not isinstance(w, Dense) or w.learnable is None or w.learnable.requires_grad:
+        return w if isinstance(w, Left) else Left("trained tokens of a weight that is no plain frozen one")
+    names = list(m.active_adapters)
+    if m.disable_adapters or m.merged or not names:
+        return Projection(w, m.base_layer.bias)
+    m._check_overlapping_tokens(names)
+    at = [i for name in names for i in m.token_indices[name]]
+    if len(at) > w.shape[1] // 4:
+        return Left(f"{len(at)} trained tokens")  # which cost more than a copy
+    index = torch.tensor(at, device=w.learnable.device)
+    rows = torch.cat([m.trainable_tokens_delta[name].to(w.learnable) for name in names])
+    chosen = torch.zeros(w.shape[0], len(at), dtype=dtype, device=index.device)
+    chosen[index, torch.arange(len(at), device=index.device)] = 1
+    return Projection(w, None, (Adapter(rows - w.learnable[index], chosen),))
+
+
+def base_of(m: Any) -> nn.Module:
+    """What PEFT has put adapters on, or ``m``."""
+    layers = (*_peft_classes(), _class("peft.tuners.trainable_tokens.layer", "TrainableTokensLayer"))
+    return m.base_layer if type(m) in layers else m
+
+
+def copy_in_use(m: Any) -> nn.Module:
+    """The module that a call of ``m`` calls: of one among PEFT's ``modules_to_save`` the active copy, or the original; of a wrapper with trained tokens the
+    layer that has them; else ``m``."""
+    cls = type(m)
+    if cls is nn.Linear or torch.compiler.is_compiling() or not _of_package(cls, "peft.utils.other") or not _own(m):
+        return m
+    if cls is _class("peft.utils.other", "TrainableTokensWrapper"):
+        return m.token_adapter
+    if cls is not _class("peft.utils.other", "ModulesToSaveWrapper"):
+        return m
+    active = m.active_adapters
+    off = m.disable_adapters or not active or any(name not in m._adapters for name in active)
+    return m.original_module if off else m.modules_to_save[active[0]]
 
 
 def product_dtype(x: Tensor) -> torch.dtype:

@@ -194,12 +194,11 @@ def _launch(losses, x, y, labels, norm, g, kind, beta, eps, ignore_index, need_d
     span = c.block_n * max(1, min(8, M * cdiv(V, c.block_n) // (8 * config.processors())))
     splits = cdiv(V, span)
     loss = x.new_empty({"elements": (M, V), "sums": (M, splits), "": 0}[losses], dtype=dtype)
-    launch(
-        _dense, (M * splits,), x, y, x if labels is None else labels, x if norm is None else norm, x if g is None else g, loss, dx, dy,
-        V, span, splits, x.stride(0), y.stride(0), 0 if labels is None else labels.stride(0), *((0, 0) if g is None else g.stride()), ignore_index, beta,
-        max(eps, TINY), KIND=kind, HAS_LABELS=labels is not None, HAS_NORM=norm is not None, HAS_G=g is not None,
-        SUM=losses == "sums", ELEMENTS=losses == "elements", NEED_DX=need_dx, NEED_DY=need_dy, BLOCK=c.block_n, num_warps=c.num_warps,
-    )  # fmt: skip
+    tensors = y, x if labels is None else labels, x if norm is None else norm, x if g is None else g, loss, dx, dy
+    strides = x.stride(0), y.stride(0), 0 if labels is None else labels.stride(0), *((0, 0) if g is None else g.stride())
+    flags = dict(KIND=kind, HAS_LABELS=labels is not None, HAS_NORM=norm is not None, HAS_G=g is not None)
+    needs = dict(SUM=losses == "sums", ELEMENTS=losses == "elements", NEED_DX=need_dx, NEED_DY=need_dy)
+    launch(_dense, (M * splits,), x, *tensors, V, span, splits, *strides, ignore_index, beta, max(eps, TINY), **flags, **needs, **c.row)
     return loss, dx, dy
 
 

@@ -1,11 +1,13 @@
 """The row kernels of distillation: from the logits of a student and a teacher's, or its K likeliest tokens, to losses and the gradient in place.
 
 Formulas and letters are those of ``linear_divergence``.
+
+A teacher is given by its logits (``_rows``), by its probabilities (``_rows`` of kind "kl"), or by the log-probabilities of its K likeliest tokens
+(``_topk_rows``); ``row_kernel`` chooses among these, and without kernels does the same in torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,14 +17,12 @@ from torch import Tensor
 from liger_kernel.ops._core import config
 from liger_kernel.ops._core.operator import acc, launch, tracing, use_kernels
 from liger_kernel.ops._core.tl import jit, next_power_of_2, tl
-from liger_kernel.ops.losses.chunks import Kept, chunk_gradients
-from liger_kernel.ops.losses.cross_entropy_rows import Loss, Rows, check
+from liger_kernel.ops.losses.cross_entropy_rows import Loss, Rows
 from liger_kernel.ops.losses.cross_entropy_rows import row_kernel as cross_entropy_rows
 from liger_kernel.ops.losses.divergence import logit_divergence
 from liger_kernel.ops.losses.divergence.by_element import TINY as SMALLEST
 from liger_kernel.ops.losses.divergence.by_element import at_least, derived, elements, joined, online, times
 from liger_kernel.ops.losses.divergence.logit_divergence import row_kernel as divergence_rows
-from liger_kernel.ops.losses.linear_cross_entropy import check_head, promoted
 
 KINDS = (*logit_divergence.KINDS, "cosine")
 TINY = 1e-12  # norms below count as this, in "cosine"
@@ -359,21 +359,7 @@ def _topk_rows(
             tl.store(dz_ptr + index, dz_k.to(dz_ptr.dtype.element_ty), mask=known)
 
 
-def row_kernel(
-    z: Tensor,
-    t: Tensor | tuple[Tensor, Tensor],
-    target: Tensor | None,
-    s: Distillation,
-    *,
-    soft: Tensor,
-    hard: Tensor,
-    bias: Tensor | None = None,
-    teacher_bias: Tensor | None = None,
-    dz: Tensor | None = None,
-    norm: Tensor | None = None,
-    g: Tensor | None = None,
-    g_hard: Tensor | None = None,
-) -> None:
+def row_kernel(z: Tensor, t, target, s: Distillation, *, soft, hard, bias=None, teacher_bias=None, dz=None, norm=None, g=None, g_hard=None) -> None:
     """Per-row losses of logits z (M, V) into ``soft`` and ``hard`` (empty without a hard loss) and the gradient into ``dz``, which may be z itself.
 
     ``t``: the teacher's logits, of kind "kl" its probabilities, or log-probabilities and indices (M, K). The biases (V,) are added first; z is spent.
@@ -391,25 +377,22 @@ def row_kernel(
     itemsize = max(z.itemsize, 0 if topk else t.itemsize)
     c = config.tile("linear_divergence", V, itemsize, elements=1, max_block_n=8192 // itemsize, per_thread=8)
     given = lambda a: z if a is None else a  # a pointer for what a flag switches off
-    flags = dict(
-        S_BIAS=bias is not None, HAS_TARGET=target is not None, HARD=s.weight_hard != 0, HARD_LSE=s.weight_hard != 0 and (s.kind == "cosine" or scale != 1.0),
-        HAS_NORM=norm is not None, HAS_G=g is not None, NEED_DZ=dz is not None, VEC=min(c.block_n, 16 // z.itemsize), BLOCK=c.block_n, num_warps=c.num_warps,
-    )  # fmt: skip
+    has: dict[str, object] = dict(
+        S_BIAS=bias is not None, HAS_TARGET=target is not None, HAS_NORM=norm is not None, HAS_G=g is not None, NEED_DZ=dz is not None
+    )
+    hard_loss = dict(HARD=s.weight_hard != 0, HARD_LSE=s.weight_hard != 0 and (s.kind == "cosine" or scale != 1.0))
+    flags = has | hard_loss | dict(VEC=min(c.block_n, 16 // z.itemsize)) | c.row
     upstream, results = (given(target), given(norm), given(g)), (soft, hard, given(dz))
-    stride = 0 if dz is None else dz.stride(0)
-    numbers = (s.weight_hard, s.weight_soft)
+    stride, numbers = 0 if dz is None else dz.stride(0), (scale, s.weight_hard, s.weight_soft)
     if topk:
-        log_p, index = t
-        launch(
-            _topk_rows, (M,), z, log_p, index, given(bias), *upstream, *results, V, index.shape[1], z.stride(0), stride, s.ignore_index, scale, *numbers,
-            TAIL=s.tail, BLOCK_K=next_power_of_2(index.shape[1]), **flags,
-        )  # fmt: skip
+        (log_p, index), K = t, t[1].shape[1]
+        flags |= dict(TAIL=s.tail, BLOCK_K=next_power_of_2(K))
+        launch(_topk_rows, (M,), z, log_p, index, given(bias), *upstream, *results, V, K, z.stride(0), stride, s.ignore_index, *numbers, **flags)
     else:
-        launch(
-            _rows, (M,), z, t, given(bias), given(teacher_bias), *upstream, given(g_hard), *results, V, z.stride(0), t.stride(0), stride, s.ignore_index,
-            s.beta, max(s.eps, SMALLEST), scale, *numbers,
-            KIND=s.divergence().plain().kind, T_BIAS=teacher_bias is not None, HAS_G_HARD=g_hard is not None, **flags,
-        )  # fmt: skip
+        tensors = t, given(bias), given(teacher_bias), *upstream, given(g_hard), *results
+        strides = z.stride(0), t.stride(0), stride
+        flags |= dict(KIND=s.divergence().plain().kind, T_BIAS=teacher_bias is not None, HAS_G_HARD=g_hard is not None)
+        launch(_rows, (M,), z, *tensors, V, *strides, s.ignore_index, s.beta, max(s.eps, SMALLEST), *numbers, **flags)
     return None
 
 
@@ -486,63 +469,3 @@ def check_teacher(name: str, M: int, V: int, **tensors: Tensor | None) -> None:
             raise ValueError(f"{name}: {key} must hold {'integers' if key == 'topk_indices' else 'floating point'}, got {t.dtype}")
         if t.requires_grad and torch.is_grad_enabled() and key not in ("teacher_w", "teacher_bias"):
             raise ValueError(f"{name}: {key} must not require a gradient (there is none for the teacher: detach it), got one that does")
-
-
-Soft = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-def any_gradients(
-    fn: Soft,
-    x: Tensor,
-    w: Tensor,
-    teacher_x: Tensor,
-    teacher_w: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    teacher_bias: Tensor | None,
-    *,
-    ignore_index: int,
-    temperature: float,
-    weight_hard: float,
-    weight_soft: float,
-) -> tuple[Tensor | None, ...]:
-    """Loss, soft and hard loss, what the gradients are still to be divided by, dx, dw and dbias where ``fn`` is the soft loss, chunk by chunk.
-
-    ``fn(s, t, target)`` of logits over ``temperature`` (n, V), in ``acc`` of their dtype, returns the sum over these rows, and autograd differentiates it.
-    """
-    check_head("distillation", x, w, bias, None)
-    check("distillation", (x.shape[0], w.shape[0]), target, None, "mean", ignore_index)
-    with torch.enable_grad():  # gradients are off in a Function's forward; what its inputs ask for is not
-        check_teacher("distillation", x.shape[0], w.shape[0], teacher_x=teacher_x, teacher_w=teacher_w, teacher_bias=teacher_bias)
-    need = tuple(t is not None and t.requires_grad for t in (x, w, bias))
-    (x, w, bias), (teacher_x, teacher_w, teacher_bias) = promoted(x, w, bias), promoted(teacher_x, teacher_w, teacher_bias)
-    kept = Kept(target, ignore_index).rows(least_gain=1e-9)
-    y = target if kept is None else target.index_select(0, kept)
-    norm = (target != ignore_index).sum().float()
-    divisor = 1.0 if x.dtype == torch.float16 else norm  # as in ``linear_divergence``
-    soft, hard = norm.new_zeros(()), norm.new_zeros(())
-
-    def body(z: Tensor, rows: slice, dz: Tensor | None) -> None:
-        nonlocal soft, hard
-        at = rows if kept is None else kept[rows]
-        t = F.linear(teacher_x[at], teacher_w, teacher_bias)
-        a = z.to(acc(z.dtype)) if bias is None else z.to(acc(z.dtype)) + bias
-        d = None if dz is None else torch.zeros_like(a)
-        if weight_hard:
-            found = Rows.empty(y[rows], Loss(), a.dtype)
-            cross_entropy_rows(a, y[rows], Loss(ignore_index=ignore_index, reduction="none"), out=found, dz=d)
-            hard = hard + found.loss.sum()
-        with torch.set_grad_enabled(dz is not None):
-            s = (a / temperature).requires_grad_(dz is not None)
-            part = fn(s, t.to(acc(t.dtype)) / temperature, y[rows])
-            ds = torch.autograd.grad(part, s)[0] if part.requires_grad else None
-        soft = soft + part.detach()
-        if dz is not None and d is not None:
-            d *= weight_hard
-            if ds is not None:
-                d.add_(ds, alpha=weight_soft / temperature)
-            dz.copy_(d.div_(divisor))
-
-    dx, dw, db = chunk_gradients(x, w, body, need=need, kept=kept)
-    soft, hard = soft / norm, hard / norm
-    return weight_hard * hard + weight_soft * soft, soft, hard, None if divisor is norm else norm, dx, dw, db

@@ -23,10 +23,10 @@ from liger_kernel.ops.losses.divergence.distillation import Distillation, row_ke
 from liger_kernel.ops.losses.divergence.logit_divergence import reference as divergence_reference
 
 
-def reference(student: Tensor, teacher: Tensor, target: Tensor, *, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
+def reference(student, teacher, target, *, ignore_index):
     ce = cross_entropy_reference(student, target, ignore_index=ignore_index, reduction="none")
     tvd = divergence_reference(student, teacher.detach(), target, kind="tvd", ignore_index=ignore_index, reduction="none")
-    return ce, tvd  # type: ignore[return-value]
+    return ce, tvd
 
 
 def _both(ignore_index: int) -> Distillation:
@@ -67,25 +67,30 @@ class LigerFusedCETVDFunction(torch.autograd.Function):
         return dz, None, None, None
 
 
+def _rows(M: int, V: int, ignored: int = 3) -> dict[str, T]:
+    return dict(student=T((M, V)), teacher=T((M, V), grad=False), target=targets(M, V, ignored))
+
+
 @op(
     reference=reference,
     cases=[
-        Case("labels", dict(student=T((9, 130)), teacher=T((9, 130), grad=False), target=targets(9, 130))),
+        Case("labels", _rows(9, 130)),
         Case("fp32-teacher", dict(student=T((7, 61)), teacher=T((7, 61), grad=False, dtype=torch.float32), target=targets(7, 61))),
-        Case("all-ignored", dict(student=T((3, 20)), teacher=T((3, 20), grad=False), target=targets(3, 20, 1))),
-        Case("two-blocks", dict(student=T((2, 9001)), teacher=T((2, 9001), grad=False), target=targets(2, 9001, 5))),
-        Case("3d", dict(student=T((2, 3, 5)), teacher=T((2, 3, 5), grad=False), target=targets(6, 5)),
-             error="fused_ce_tvd: student must have shape (M, V), got (2, 3, 5)"),
-        Case("bad-teacher", dict(student=T((3, 5)), teacher=T((3, 6), grad=False), target=targets(3, 5)),
-             error="fused_ce_tvd: teacher must have shape (3, 5), got (3, 6)"),
-        Case("bad-target", dict(student=T((3, 5)), teacher=T((3, 5), grad=False), target=targets(4, 5)),
-             error="fused_ce_tvd: target must have shape (3,), got (4,)"),
-        Case("integers", dict(student=T((3, 5)), teacher=T((3, 5), dtype=torch.int64), target=targets(3, 5)),
-             error="fused_ce_tvd: student and teacher must be floating point, got torch.float32 and torch.int64"),
+        Case("all-ignored", _rows(3, 20, 1)),
+        Case("two-blocks", _rows(2, 9001, 5)),
+        Case("3d", dict(student=T((2, 3, 5)), teacher=T((2, 3, 5), grad=False), target=targets(6, 5)), error="student must have shape (M, V), got (2, 3, 5)"),
+        Case("bad-teacher", dict(student=T((3, 5)), teacher=T((3, 6), grad=False), target=targets(3, 5)), error="teacher must have shape (3, 5), got (3, 6)"),
+        Case("bad-target", dict(student=T((3, 5)), teacher=T((3, 5), grad=False), target=targets(4, 5)), error="target must have shape (3,), got (4,)"),
+        Case(
+            "integers",
+            dict(student=T((3, 5)), teacher=T((3, 5), dtype=torch.int64), target=targets(3, 5)),
+            error="student and teacher must be floating point, got torch.float32 and torch.int64",
+        ),
     ],
     cost=lambda student, teacher, target, **_: Cost(
-        nbytes(student, teacher, target), nbytes(student, teacher, target, student), flops=(6 * student.numel(), 8 * student.numel())),
-)  # fmt: skip
+        nbytes(student, teacher, target), nbytes(student, teacher, target, student), flops=(6 * student.numel(), 8 * student.numel())
+    ),
+)
 def fused_ce_tvd(student: Tensor, teacher: Tensor, target: Tensor, *, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
     """Cross entropy and total variation distance of each token, fp32 (M,) each, both differentiable in the student's logits.
 

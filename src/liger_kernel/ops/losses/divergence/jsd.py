@@ -11,6 +11,8 @@ Rows whose label is ``ignore_index`` have loss and gradient 0. "batchmean" divid
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -43,27 +45,30 @@ class LigerJSDFunction(by_element.ByElement):
         return by_element.forward(ctx, _input, target, shift_labels, norm, out, jsd_kind(beta), beta, 0.0, ignore_index)
 
 
+def _pair(*shape: int, **options: Any) -> dict[str, Any]:
+    return dict(log_q=T(shape, log_probs), log_p=T(shape, log_probs), **options)
+
+
 @op(
     reference=reference,
     cases=[
-        Case("jsd", dict(log_q=T((9, 130), log_probs), log_p=T((9, 130), log_probs))),
-        Case("labels", dict(log_q=T((7, 61), log_probs), log_p=T((7, 61), log_probs), shift_labels=targets(7, 61), beta=0.1)),
-        Case("forward-kl", dict(log_q=T((6, 99), log_probs), log_p=T((6, 99), log_probs), shift_labels=targets(6, 99), beta=0.0)),
-        Case("reverse-kl", dict(log_q=T((6, 99), log_probs), log_p=T((6, 99), log_probs), beta=1.0)),
-        Case("none", dict(log_q=T((7, 64), log_probs), log_p=T((7, 64), log_probs), shift_labels=targets(7, 64), reduction="none")),
-        Case("sum-3d", dict(log_q=T((2, 3, 65), log_probs), log_p=T((2, 3, 65), log_probs), beta=0.9, reduction="sum")),
+        Case("jsd", _pair(9, 130)),
+        Case("labels", _pair(7, 61, shift_labels=targets(7, 61), beta=0.1)),
+        Case("forward-kl", _pair(6, 99, shift_labels=targets(6, 99), beta=0.0)),
+        Case("reverse-kl", _pair(6, 99, beta=1.0)),
+        Case("none", _pair(7, 64, shift_labels=targets(7, 64), reduction="none")),
+        Case("sum-3d", _pair(2, 3, 65, beta=0.9, reduction="sum")),
         Case("fp32-teacher", dict(log_q=T((5, 70), log_probs), log_p=T((5, 70), log_probs, dtype=torch.float32))),
-        Case("all-ignored", dict(log_q=T((3, 20), log_probs), log_p=T((3, 20), log_probs), shift_labels=targets(3, 20, 1), reduction="sum")),
-        Case("three-blocks", dict(log_q=T((2, 9001), log_probs), log_p=T((2, 9001), log_probs), shift_labels=targets(2, 9001, 5))),
-        Case("bad-shape", dict(log_q=T((3, 5)), log_p=T((3, 4))), error="jsd: log_p must have shape (3, 5), got (3, 4)"),
-        Case("bad-labels", dict(log_q=T((3, 5)), log_p=T((3, 5)), shift_labels=targets(4, 5)), error="jsd: shift_labels must have shape (3,), got (4,)"),
-        Case("float-labels", dict(log_q=T((3, 5)), log_p=T((3, 5)), shift_labels=T((3,))), error="jsd: shift_labels must hold integers, got torch.float32"),
-        Case("bad-beta", dict(log_q=T((3, 5)), log_p=T((3, 5)), beta=1.5), error="jsd: beta must be between 0 and 1, got 1.5"),
-        Case("bad-reduction", dict(log_q=T((3, 5)), log_p=T((3, 5)), reduction="mean"),
-             error="jsd: reduction must be one of ('none', 'sum', 'batchmean'), got 'mean'"),
+        Case("all-ignored", _pair(3, 20, shift_labels=targets(3, 20, 1), reduction="sum")),
+        Case("three-blocks", _pair(2, 9001, shift_labels=targets(2, 9001, 5))),
+        Case("bad-shape", dict(log_q=T((3, 5)), log_p=T((3, 4))), error="log_p must have shape (3, 5), got (3, 4)"),
+        Case("bad-labels", _pair(3, 5, shift_labels=targets(4, 5)), error="shift_labels must have shape (3,), got (4,)"),
+        Case("float-labels", _pair(3, 5, shift_labels=T((3,))), error="shift_labels must hold integers, got torch.float32"),
+        Case("bad-beta", _pair(3, 5, beta=1.5), error="beta must be between 0 and 1, got 1.5"),
+        Case("bad-reduction", _pair(3, 5, reduction="mean"), error="reduction must be one of ('none', 'sum', 'batchmean'), got 'mean'"),
     ],
     cost=lambda log_q, log_p, shift_labels=None, **_: Cost(*by_element.moved(log_q, log_p), flops=(10 * log_q.numel(), 8 * log_q.numel())),
-)  # fmt: skip
+)
 def jsd(
     log_q: Tensor, log_p: Tensor, shift_labels: Tensor | None = None, *, beta: float = 0.5, ignore_index: int = -100, reduction: str = "batchmean"
 ) -> Tensor:
@@ -88,7 +93,7 @@ def jsd_forward(
     only_ours("jsd", jsd_impl, jsd_mode)
     labels = shift_labels if has_label else None
     loss, (dx,) = with_gradients(lambda x: jsd(x, target, labels, beta=beta, ignore_index=ignore_index), _input)
-    return loss.to(_input.dtype), dx  # type: ignore[return-value]
+    return loss.to(_input.dtype), dx
 
 
 def jsd_backward(dX: Tensor, grad_output: Tensor) -> Tensor:

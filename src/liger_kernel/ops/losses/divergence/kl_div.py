@@ -10,6 +10,8 @@ Gradients: -p to input; log p - input + [p >= eps] to target, or p (target - inp
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -36,29 +38,36 @@ class LigerKLDivLossFunction(by_element.ByElement):
         return by_element.forward(ctx, y_pred, y_true, None, norm, out, kind, 0.5, eps, -100)
 
 
+def _pair(*shape: int, **options: Any) -> dict[str, Any]:
+    return dict(input=T(shape, log_probs), target=T(shape, probs), **options)
+
+
 @op(
     reference=reference,
     cases=[
-        Case("batchmean", dict(input=T((9, 130), log_probs), target=T((9, 130), probs), reduction="batchmean")),
-        Case("mean", dict(input=T((7, 61), log_probs), target=T((7, 61), probs))),
+        Case("batchmean", _pair(9, 130, reduction="batchmean")),
+        Case("mean", _pair(7, 61)),
         Case("log-target", dict(input=T((6, 99), log_probs), target=T((6, 99), log_probs), log_target=True, reduction="batchmean")),
-        Case("none", dict(input=T((7, 64), log_probs), target=T((7, 64), probs), reduction="none")),
+        Case("none", _pair(7, 64, reduction="none")),
         Case("none-log-target", dict(input=T((5, 33), log_probs), target=T((5, 33), log_probs), log_target=True, reduction="none")),
-        Case("sum-3d", dict(input=T((2, 3, 65), log_probs), target=T((2, 3, 65), probs), reduction="sum")),
-        Case("batchmean-3d", dict(input=T((4, 3, 20), log_probs), target=T((4, 3, 20), probs), reduction="batchmean")),
+        Case("sum-3d", _pair(2, 3, 65, reduction="sum")),
+        Case("batchmean-3d", _pair(4, 3, 20, reduction="batchmean")),
         Case("fp32-target", dict(input=T((5, 70), log_probs), target=T((5, 70), probs, dtype=torch.float32), reduction="batchmean")),
-        Case("eps", dict(input=T((6, 99), log_probs), target=T((6, 99), probs), reduction="sum", eps=5e-3)),
-        Case("three-blocks", dict(input=T((2, 9001), log_probs), target=T((2, 9001), probs), reduction="batchmean")),
-        Case("bad-shape", dict(input=T((3, 5)), target=T((5,))), error="kl_div: target must have shape (3, 5), got (5,)"),
-        Case("integers", dict(input=T((3, 5)), target=T((3, 5), dtype=torch.int64)),
-             error="kl_div: input and target must be floating point, got torch.float32 and torch.int64"),
-        Case("bad-reduction", dict(input=T((3, 5)), target=T((3, 5)), reduction="avg"),
-             error="kl_div: reduction must be one of ('none', 'sum', 'mean', 'batchmean'), got 'avg'"),
-        Case("bad-eps", dict(input=T((3, 5)), target=T((3, 5)), eps=-1.0), error="kl_div: eps must not be negative, got -1.0"),
+        Case("eps", _pair(6, 99, reduction="sum", eps=5e-3)),
+        Case("three-blocks", _pair(2, 9001, reduction="batchmean")),
+        Case("bad-shape", dict(input=T((3, 5)), target=T((5,))), error="target must have shape (3, 5), got (5,)"),
+        Case(
+            "integers",
+            dict(input=T((3, 5)), target=T((3, 5), dtype=torch.int64)),
+            error="input and target must be floating point, got torch.float32 and torch.int64",
+        ),
+        Case("bad-reduction", _pair(3, 5, reduction="avg"), error="reduction must be one of ('none', 'sum', 'mean', 'batchmean'), got 'avg'"),
+        Case("bad-eps", _pair(3, 5, eps=-1.0), error="eps must not be negative, got -1.0"),
     ],
     cost=lambda input, target, *, reduction="mean", **_: Cost(
-        *by_element.moved(input, target, reduction == "none"), flops=(4 * input.numel(), 4 * input.numel())),
-)  # fmt: skip
+        *by_element.moved(input, target, reduction == "none"), flops=(4 * input.numel(), 4 * input.numel())
+    ),
+)
 def kl_div(input: Tensor, target: Tensor, *, reduction: str = "mean", log_target: bool = False, eps: float = 1e-10) -> Tensor:
     """KL(target || exp(input)) of log-probabilities ``input`` and probabilities ``target``, or their logs with ``log_target``; both (..., V).
 

@@ -17,6 +17,8 @@ loss costs it no pass of its own. With ``reduction="none"`` the backward compute
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -88,10 +90,9 @@ def _chunks(x, w, bias, teacher_x, teacher_w, teacher_bias, teacher_logits, log_
         return t
 
     def body(z: Tensor, rows: slice, dz: Tensor | None) -> None:
-        row_kernel(
-            z, teacher(rows), None if y is None else y[rows], s, soft=soft[rows], hard=hard[rows] if s.weight_hard else hard, bias=bias,
-            teacher_bias=teacher_bias, dz=dz, norm=norm, g=None if g is None else g[rows],
-        )  # fmt: skip
+        of = lambda t: None if t is None else t[rows]
+        out = dict(soft=soft[rows], hard=hard[rows] if s.weight_hard else hard, dz=dz)
+        row_kernel(z, teacher(rows), of(y), s, **out, bias=bias, teacher_bias=teacher_bias, norm=norm, g=of(g))
 
     grads = chunk_gradients(x, w, body, need=tuple(need), chunk_rows=rows, accum_dtype=accum_dtype, kept=kept, fp32_logits=fp32_logits)
     return soft, hard, *grads
@@ -150,8 +151,12 @@ class LinearDivergenceFunction(torch.autograd.Function):
         return dx, dw, db, *(None,) * 11
 
 
-def _heads(M: int, H: int, G: int, V: int, draw=torch.randn) -> dict[str, T]:
-    return dict(x=T((M, H)), w=T((V, H), draw), teacher_x=T((M, G), grad=False), teacher_w=T((V, G), draw, grad=False))
+def _head(M: int, H: int, V: int, **options: Any) -> dict[str, Any]:
+    return dict(x=T((M, H)), w=T((V, H)), **options)
+
+
+def _heads(M: int, H: int, G: int, V: int, draw=torch.randn, **options) -> dict[str, Any]:
+    return dict(x=T((M, H)), w=T((V, H), draw), teacher_x=T((M, G), grad=False), teacher_w=T((V, G), draw, grad=False), **options)
 
 
 def _sparse(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -167,76 +172,80 @@ def _topk(M: int, V: int, K: int) -> dict[str, T]:
     return dict(topk_log_probs=T((M, K), log_probs, grad=False), topk_indices=T((M, K), indices, dtype=torch.int64))
 
 
-def _cost(
-    x, w, teacher_x=None, teacher_w=None, target=None, bias=None, teacher_bias=None, *,
-    teacher_logits=None, teacher_probs=None, topk_log_probs=None, topk_indices=None, **_,
-) -> Cost:  # fmt: skip
+def _cost(x, w, teacher_x=None, teacher_w=None, target=None, bias=None, teacher_bias=None, **options) -> Cost:
     (M, H), V = x.shape, w.shape[0]
     teacher = [] if teacher_x is None else [(M, V, teacher_x.shape[1])]
-    read = nbytes(x, w, teacher_x, teacher_w, target, bias, teacher_bias, teacher_logits, teacher_probs, topk_log_probs, topk_indices)
+    given = (options.get(name) for name in ("teacher_logits", "teacher_probs", "topk_log_probs", "topk_indices"))
+    read = nbytes(x, w, teacher_x, teacher_w, target, bias, teacher_bias, *given)
     return Cost(read, nbytes(x, w, bias), gemms=([(M, V, H), *teacher], [(M, H, V), (V, H, M)]))
 
 
 @op(
     reference=reference,
     cases=[
-        Case("jsd", dict(**_heads(9, 16, 24, 65), chunk_rows=4)),
-        Case("hard", dict(**_heads(9, 16, 24, 65), target=targets(9, 65), weight_hard=0.5, weight_soft=0.5, chunk_rows=4)),
-        Case("hard-parts", dict(**_heads(8, 16, 8, 61), target=targets(8, 61), beta=0.2, temperature=2.0, weight_hard=0.3, weight_soft=0.7, parts=True)),
-        Case("forward-kl", dict(**_heads(7, 16, 24, 50), target=targets(7, 50), kind="forward_kl", weight_hard=0.5, temperature=0.7, chunk_rows=3)),
-        Case("reverse-kl", dict(**_heads(7, 16, 24, 50), target=targets(7, 50), kind="reverse_kl", weight_hard=1.0, num_items=17, reduction="mean")),
-        Case("tvd", dict(**_heads(7, 16, 24, 50), target=targets(7, 50), kind="tvd", weight_hard=0.5, temperature=2.0, reduction="sum", chunk_rows=5)),
-        Case("cosine", dict(**_heads(7, 16, 24, 50), kind="cosine", reduction="sum", chunk_rows=3)),
-        Case("cosine-hard", dict(**_heads(7, 16, 24, 50), bias=T((50,)), teacher_bias=T((50,), grad=False), target=targets(7, 50), kind="cosine",
-             weight_hard=0.5, weight_soft=0.5, chunk_rows=3)),
-        Case("beta-0", dict(**_heads(5, 16, 8, 40), target=targets(5, 40), beta=0.0, weight_hard=0.5)),
-        Case("none", dict(**_heads(7, 16, 24, 40), target=targets(7, 40), weight_hard=0.5, reduction="none", chunk_rows=3, parts=True)),
-        Case("bias", dict(**_heads(7, 16, 24, 40), target=targets(7, 40), bias=T((40,)), teacher_bias=T((40,), grad=False), weight_hard=0.5, chunk_rows=3)),
-        Case("compact", dict(**_heads(9, 16, 24, 40), target=targets(9, 40), bias=T((40,)), weight_hard=0.5, compact=True, chunk_rows=4)),
-        Case("compact-none", dict(**_heads(9, 16, 24, 40), target=targets(9, 40), compact=True, chunk_rows=4, reduction="none")),
-        Case("fp32-logits", dict(**_heads(9, 16, 24, 40), target=targets(9, 40), weight_hard=0.5, fp32_logits=True, chunk_rows=4)),
-        Case("teacher-logits", dict(x=T((7, 16)), w=T((40, 16)), teacher_logits=T((7, 40), grad=False), target=targets(7, 40), kind="tvd", chunk_rows=3)),
-        Case("probs", dict(x=T((7, 16)), w=T((65, 16)), teacher_probs=T((7, 65), probs, grad=False), target=targets(7, 65), kind="forward_kl", chunk_rows=3)),
-        Case("probs-hard", dict(x=T((9, 16)), w=T((40, 16)), bias=T((40,)), teacher_probs=T((9, 40), probs, grad=False, dtype=torch.float32),
-             target=targets(9, 40), kind="forward_kl", weight_hard=0.5, weight_soft=0.7, temperature=2.0, compact=True, chunk_rows=4)),
-        Case("probs-zero", dict(x=T((6, 16)), w=T((33, 16)), teacher_probs=T((6, 33), _sparse, grad=False), kind="forward_kl", reduction="none",
-             temperature=0.7, eps=0.02)),
-        Case("probs-two-blocks", dict(x=T((2, 8)), w=T((9001, 8)), teacher_probs=T((2, 9001), probs, grad=False), kind="forward_kl", reduction="sum")),
-        Case("fp32-teacher", dict(x=T((24, 16)), w=T((40, 16)), teacher_x=T((24, 8), grad=False, dtype=torch.float32),
-             teacher_w=T((40, 8), grad=False, dtype=torch.float32))),
-        Case("topk", dict(x=T((7, 16)), w=T((65, 16)), **_topk(7, 65, 5), kind="forward_kl", chunk_rows=3)),
-        Case("topk-hard", dict(x=T((7, 16)), w=T((65, 16)), target=targets(7, 65), **_topk(7, 65, 6), kind="forward_kl", weight_hard=0.5, temperature=1.5)),
-        Case("topk-no-tail", dict(x=T((7, 16)), w=T((65, 16)), bias=T((65,)), target=targets(7, 65), **_topk(7, 65, 6), kind="forward_kl",
-             tail=False, weight_hard=0.5)),
-        Case("topk-all", dict(x=T((4, 16)), w=T((9, 16)), **_topk(4, 9, 9), kind="forward_kl", reduction="none")),
-        Case("all-ignored", dict(**_heads(3, 16, 8, 20), target=targets(3, 20, 1), weight_hard=0.5, reduction="sum")),
-        Case("two-blocks", dict(**_heads(2, 8, 4, 9001), target=targets(2, 9001, 5), weight_hard=0.5, temperature=2.0)),
-        Case("topk-two-blocks", dict(x=T((2, 8)), w=T((9001, 8)), target=targets(2, 9001, 5), **_topk(2, 9001, 33), kind="forward_kl", weight_hard=0.5)),
-        Case("bad-width", dict(x=T((4, 8)), w=T((10, 6))), error="linear_divergence: w must have shape (V, 8), got (10, 6)"),
-        Case("no-teacher", dict(x=T((4, 8)), w=T((10, 8)), teacher_x=T((4, 8), grad=False)),
-             error="linear_divergence: the teacher must be teacher_x and teacher_w, or teacher_logits, or teacher_probs, or topk_log_probs and topk_indices, "
-             "got teacher_x"),
-        Case("bias-alone", dict(x=T((4, 8)), w=T((10, 8)), teacher_logits=T((4, 10), grad=False), teacher_bias=T((10,))),
-             error="linear_divergence: teacher_bias must be None without teacher_w, got (10,)"),
-        Case("bad-teacher", dict(**_heads(4, 8, 6, 10) | dict(teacher_w=T((11, 6), grad=False))),
-             error="linear_divergence: teacher_w must have shape (10, 6), got (11, 6)"),
-        Case("teacher-gradient", dict(**_heads(4, 8, 6, 10) | dict(teacher_x=T((4, 6)))),
-             error="linear_divergence: teacher_x must not require a gradient (there is none for the teacher: detach it), got one that does"),
-        Case("no-target", dict(**_heads(4, 8, 6, 10), weight_hard=0.5), error="linear_divergence: target must be given for a hard loss, got None"),
-        Case("bad-kind", dict(**_heads(4, 8, 6, 10), kind="kl"),
-             error="linear_divergence: kind must be one of ('jsd', 'forward_kl', 'reverse_kl', 'tvd', 'cosine'), got 'kl'"),
-        Case("topk-kind", dict(x=T((4, 8)), w=T((10, 8)), **_topk(4, 10, 2)),
-             error="linear_divergence: kind must be 'forward_kl' for a top-k teacher, got 'jsd'"),
-        Case("probs-kind", dict(x=T((4, 8)), w=T((10, 8)), teacher_probs=T((4, 10), grad=False)),
-             error="linear_divergence: kind must be 'forward_kl' for a teacher's probabilities, got 'jsd'"),
-        Case("bad-eps", dict(x=T((4, 8)), w=T((10, 8)), teacher_probs=T((4, 10), grad=False), kind="forward_kl", eps=-1.0),
-             error="linear_divergence: eps must not be negative, got -1.0"),
-        Case("bad-beta", dict(**_heads(4, 8, 6, 10), beta=2.0), error="linear_divergence: beta must be between 0 and 1, got 2.0"),
-        Case("cold", dict(**_heads(4, 8, 6, 10), temperature=0.0), error="linear_divergence: temperature must be positive, got 0.0"),
-        Case("bad-target", dict(**_heads(4, 8, 6, 10), target=targets(5, 10)), error="linear_divergence: target must have shape (4,), got (5,)"),
+        Case("jsd", _heads(9, 16, 24, 65, chunk_rows=4)),
+        Case("hard", _heads(9, 16, 24, 65, target=targets(9, 65), weight_hard=0.5, weight_soft=0.5, chunk_rows=4)),
+        Case("hard-parts", _heads(8, 16, 8, 61, target=targets(8, 61), beta=0.2, temperature=2.0, weight_hard=0.3, weight_soft=0.7, parts=True)),
+        Case("forward-kl", _heads(7, 16, 24, 50, target=targets(7, 50), kind="forward_kl", weight_hard=0.5, temperature=0.7, chunk_rows=3)),
+        Case("reverse-kl", _heads(7, 16, 24, 50, target=targets(7, 50), kind="reverse_kl", weight_hard=1.0, num_items=17, reduction="mean")),
+        Case("tvd", _heads(7, 16, 24, 50, target=targets(7, 50), kind="tvd", weight_hard=0.5, temperature=2.0, reduction="sum", chunk_rows=5)),
+        Case("cosine", _heads(7, 16, 24, 50, kind="cosine", reduction="sum", chunk_rows=3)),
+        Case(
+            "cosine-hard",
+            _heads(7, 16, 24, 50, bias=T((50,)), teacher_bias=T((50,), grad=False), target=targets(7, 50), kind="cosine")
+            | dict(weight_hard=0.5, weight_soft=0.5, chunk_rows=3),
+        ),
+        Case("beta-0", _heads(5, 16, 8, 40, target=targets(5, 40), beta=0.0, weight_hard=0.5)),
+        Case("none", _heads(7, 16, 24, 40, target=targets(7, 40), weight_hard=0.5, reduction="none", chunk_rows=3, parts=True)),
+        Case("bias", _heads(7, 16, 24, 40, target=targets(7, 40), bias=T((40,)), teacher_bias=T((40,), grad=False), weight_hard=0.5, chunk_rows=3)),
+        Case("compact", _heads(9, 16, 24, 40, target=targets(9, 40), bias=T((40,)), weight_hard=0.5, compact=True, chunk_rows=4)),
+        Case("compact-none", _heads(9, 16, 24, 40, target=targets(9, 40), compact=True, chunk_rows=4, reduction="none")),
+        Case("fp32-logits", _heads(9, 16, 24, 40, target=targets(9, 40), weight_hard=0.5, fp32_logits=True, chunk_rows=4)),
+        Case("teacher-logits", _head(7, 16, 40, teacher_logits=T((7, 40), grad=False), target=targets(7, 40), kind="tvd", chunk_rows=3)),
+        Case("probs", _head(7, 16, 65, teacher_probs=T((7, 65), probs, grad=False), target=targets(7, 65), kind="forward_kl", chunk_rows=3)),
+        Case(
+            "probs-hard",
+            _head(9, 16, 40, bias=T((40,)), teacher_probs=T((9, 40), probs, grad=False, dtype=torch.float32), target=targets(9, 40))
+            | dict(kind="forward_kl", weight_hard=0.5, weight_soft=0.7, temperature=2.0, compact=True, chunk_rows=4),
+        ),
+        Case("probs-zero", _head(6, 16, 33, teacher_probs=T((6, 33), _sparse, grad=False), kind="forward_kl", reduction="none", temperature=0.7, eps=0.02)),
+        Case("probs-two-blocks", _head(2, 8, 9001, teacher_probs=T((2, 9001), probs, grad=False), kind="forward_kl", reduction="sum")),
+        Case("fp32-teacher", _head(24, 16, 40, teacher_x=T((24, 8), grad=False, dtype=torch.float32), teacher_w=T((40, 8), grad=False, dtype=torch.float32))),
+        Case("topk", _head(7, 16, 65, **_topk(7, 65, 5), kind="forward_kl", chunk_rows=3)),
+        Case("topk-hard", _head(7, 16, 65, target=targets(7, 65), **_topk(7, 65, 6), kind="forward_kl", weight_hard=0.5, temperature=1.5)),
+        Case("topk-no-tail", _head(7, 16, 65, bias=T((65,)), target=targets(7, 65), **_topk(7, 65, 6), kind="forward_kl", tail=False, weight_hard=0.5)),
+        Case("topk-all", _head(4, 16, 9, **_topk(4, 9, 9), kind="forward_kl", reduction="none")),
+        Case("all-ignored", _heads(3, 16, 8, 20, target=targets(3, 20, 1), weight_hard=0.5, reduction="sum")),
+        Case("two-blocks", _heads(2, 8, 4, 9001, target=targets(2, 9001, 5), weight_hard=0.5, temperature=2.0)),
+        Case("topk-two-blocks", _head(2, 8, 9001, target=targets(2, 9001, 5), **_topk(2, 9001, 33), kind="forward_kl", weight_hard=0.5)),
+        Case("bad-width", dict(x=T((4, 8)), w=T((10, 6))), error="w must have shape (V, 8), got (10, 6)"),
+        Case(
+            "no-teacher",
+            _head(4, 8, 10, teacher_x=T((4, 8), grad=False)),
+            error="the teacher must be teacher_x and teacher_w, or teacher_logits, or teacher_probs, or topk_log_probs and topk_indices, got teacher_x",
+        ),
+        Case(
+            "bias-alone",
+            _head(4, 8, 10, teacher_logits=T((4, 10), grad=False), teacher_bias=T((10,))),
+            error="teacher_bias must be None without teacher_w, got (10,)",
+        ),
+        Case("bad-teacher", _heads(4, 8, 6, 10) | dict(teacher_w=T((11, 6), grad=False)), error="teacher_w must have shape (10, 6), got (11, 6)"),
+        Case(
+            "teacher-gradient",
+            _heads(4, 8, 6, 10) | dict(teacher_x=T((4, 6))),
+            error="teacher_x must not require a gradient (there is none for the teacher: detach it), got one that does",
+        ),
+        Case("no-target", _heads(4, 8, 6, 10, weight_hard=0.5), error="target must be given for a hard loss, got None"),
+        Case("bad-kind", _heads(4, 8, 6, 10, kind="kl"), error="kind must be one of ('jsd', 'forward_kl', 'reverse_kl', 'tvd', 'cosine'), got 'kl'"),
+        Case("topk-kind", _head(4, 8, 10, **_topk(4, 10, 2)), error="kind must be 'forward_kl' for a top-k teacher, got 'jsd'"),
+        Case("probs-kind", _head(4, 8, 10, teacher_probs=T((4, 10), grad=False)), error="kind must be 'forward_kl' for a teacher's probabilities, got 'jsd'"),
+        Case("bad-eps", _head(4, 8, 10, teacher_probs=T((4, 10), grad=False), kind="forward_kl", eps=-1.0), error="eps must not be negative, got -1.0"),
+        Case("bad-beta", _heads(4, 8, 6, 10, beta=2.0), error="beta must be between 0 and 1, got 2.0"),
+        Case("cold", _heads(4, 8, 6, 10, temperature=0.0), error="temperature must be positive, got 0.0"),
+        Case("bad-target", _heads(4, 8, 6, 10, target=targets(5, 10)), error="target must have shape (4,), got (5,)"),
     ],
     cost=_cost,
-)  # fmt: skip
+)
 def linear_divergence(
     x: Tensor,
     w: Tensor,
@@ -280,8 +289,8 @@ def linear_divergence(
     name = "linear_divergence"
     check_head(name, x, w, bias, chunk_rows)
     M, V = x.shape[0], w.shape[0]
-    teacher = dict(teacher_x=teacher_x, teacher_w=teacher_w, teacher_logits=teacher_logits, teacher_probs=teacher_probs, topk_log_probs=topk_log_probs,
-                   topk_indices=topk_indices)  # fmt: skip
+    teacher = dict(teacher_x=teacher_x, teacher_w=teacher_w, teacher_logits=teacher_logits, teacher_probs=teacher_probs)
+    teacher |= dict(topk_log_probs=topk_log_probs, topk_indices=topk_indices)
     given = tuple(n for n, t in teacher.items() if t is not None)
     if given not in (("teacher_x", "teacher_w"), ("teacher_logits",), ("teacher_probs",), ("topk_log_probs", "topk_indices")):
         raise ValueError(

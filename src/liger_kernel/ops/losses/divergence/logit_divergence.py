@@ -184,17 +184,7 @@ def _rows(
                 tl.store(dz_ptr + col, (dz * factor).to(dz_ptr.dtype.element_ty), mask=col < V)
 
 
-def row_kernel(
-    student: Tensor,
-    teacher: Tensor,
-    d: Divergence,
-    *,
-    labels: Tensor | None = None,
-    out: Tensor | None = None,
-    dz: Tensor | None = None,
-    norm: Tensor | None = None,
-    g: Tensor | None = None,
-) -> None:
+def row_kernel(student: Tensor, teacher: Tensor, d: Divergence, *, labels=None, out=None, dz=None, norm=None, g=None) -> None:
     """The row kernel over logits (M, V): per-row losses into ``out`` (M,), the student's gradient into ``dz``, which may be ``student`` itself.
 
     The gradient is multiplied by ``g`` (M,) and divided by the 0-dim ``norm``. Rows whose label is ``d.ignore_index`` have 0 in both.
@@ -209,14 +199,12 @@ def row_kernel(
     # one row a processor at a time, as many bytes of it in flight as in ``cross_entropy``: the sweeps after the first find part of it in the cache
     c = config.tile("logit_divergence", V, max(student.itemsize, teacher.itemsize), elements=1, per_thread=8, max_block_n=8192)
     none = student  # a pointer for what a flag switches off
-    launch(
-        _rows, (M,), student, teacher, none if labels is None else labels, none if norm is None else norm, none if g is None else g,
-        student.new_empty(M, dtype=torch.float32) if out is None else out, none if dz is None else dz,
-        V, student.stride(0), teacher.stride(0), 0 if labels is None else labels.stride(0), 0 if g is None else g.stride(0),
-        0 if dz is None else dz.stride(0), d.ignore_index, d.beta, 1 / d.temperature,
-        KIND=d.kind, HAS_LABELS=labels is not None, HAS_NORM=norm is not None, HAS_G=g is not None, NEED_DZ=dz is not None,
-        VEC=min(c.block_n, 16 // student.itemsize), BLOCK=c.block_n, num_warps=c.num_warps,
-    )  # fmt: skip
+    out = student.new_empty(M, dtype=torch.float32) if out is None else out
+    tensors = teacher, none if labels is None else labels, none if norm is None else norm, none if g is None else g, out, none if dz is None else dz
+    strides = student.stride(0), teacher.stride(0), *(0 if t is None else t.stride(0) for t in (labels, g, dz))
+    flags = dict(KIND=d.kind, HAS_LABELS=labels is not None, HAS_NORM=norm is not None, HAS_G=g is not None, NEED_DZ=dz is not None)
+    vector = min(c.block_n, 16 // student.itemsize)
+    launch(_rows, (M,), student, *tensors, V, *strides, d.ignore_index, d.beta, 1 / d.temperature, **flags, VEC=vector, **c.row)
     return None
 
 
@@ -316,14 +304,13 @@ def _pair(M: int, V: int, grad: bool = True) -> dict[str, T]:
         Case("one-column", dict(**_pair(5, 1), kind="forward_kl", reduction="sum")),
         Case("two-blocks", dict(**_pair(2, 9001), shift_labels=targets(2, 9001, 5))),
         Case("two-blocks-kl", dict(**_pair(2, 9001), kind="reverse_kl")),
-        Case("bad-shape", dict(student=T((3, 5)), teacher=T((3, 4))), error="logit_divergence: teacher must have shape (3, 5), got (3, 4)"),
-        Case("bad-kind", dict(**_pair(3, 5), kind="kl"),
-             error="logit_divergence: kind must be one of ('jsd', 'forward_kl', 'reverse_kl', 'tvd'), got 'kl'"),
-        Case("bad-beta", dict(**_pair(3, 5), beta=-0.5), error="logit_divergence: beta must be between 0 and 1, got -0.5"),
-        Case("bad-temperature", dict(**_pair(3, 5), temperature=0.0), error="logit_divergence: temperature must be positive, got 0.0"),
+        Case("bad-shape", dict(student=T((3, 5)), teacher=T((3, 4))), error="teacher must have shape (3, 5), got (3, 4)"),
+        Case("bad-kind", dict(**_pair(3, 5), kind="kl"), error="kind must be one of ('jsd', 'forward_kl', 'reverse_kl', 'tvd'), got 'kl'"),
+        Case("bad-beta", dict(**_pair(3, 5), beta=-0.5), error="beta must be between 0 and 1, got -0.5"),
+        Case("bad-temperature", dict(**_pair(3, 5), temperature=0.0), error="temperature must be positive, got 0.0"),
     ],
     cost=lambda student, teacher, shift_labels=None, **_: Cost(*by_element.moved(student, teacher), flops=(12 * student.numel(), 10 * student.numel())),
-)  # fmt: skip
+)
 def logit_divergence(
     student: Tensor,
     teacher: Tensor,

@@ -6,6 +6,8 @@ Rows whose label is ``ignore_index`` have loss and gradient 0; "mean" and "batch
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -37,25 +39,29 @@ class LigerTVDLossFunction(by_element.ByElement):
         return by_element.forward(ctx, p, q, shift_labels, norm, "elements" if reduction == "none" else "sum", "tvd", 0.5, 0.0, ignore_index)
 
 
+def _pair(*shape: int, **options: Any) -> dict[str, Any]:
+    return dict(p=T(shape, probs), q=T(shape, probs), **options)
+
+
 @op(
     reference=reference,
     cases=[
-        Case("batchmean", dict(p=T((9, 130), probs), q=T((9, 130), probs))),
-        Case("labels", dict(p=T((7, 61), probs), q=T((7, 61), probs), shift_labels=targets(7, 61))),
-        Case("mean", dict(p=T((6, 99), probs), q=T((6, 99), probs), shift_labels=targets(6, 99), reduction="mean")),
-        Case("none", dict(p=T((7, 64), probs), q=T((7, 64), probs), shift_labels=targets(7, 64), reduction="none")),
-        Case("sum-3d", dict(p=T((2, 3, 65), probs), q=T((2, 3, 65), probs), reduction="sum")),
+        Case("batchmean", _pair(9, 130)),
+        Case("labels", _pair(7, 61, shift_labels=targets(7, 61))),
+        Case("mean", _pair(6, 99, shift_labels=targets(6, 99), reduction="mean")),
+        Case("none", _pair(7, 64, shift_labels=targets(7, 64), reduction="none")),
+        Case("sum-3d", _pair(2, 3, 65, reduction="sum")),
         Case("fp32-teacher", dict(p=T((5, 70), probs), q=T((5, 70), probs, dtype=torch.float32))),
-        Case("all-ignored", dict(p=T((3, 20), probs), q=T((3, 20), probs), shift_labels=targets(3, 20, 1), reduction="sum")),
-        Case("three-blocks", dict(p=T((2, 9001), probs), q=T((2, 9001), probs), shift_labels=targets(2, 9001, 5))),
-        Case("bad-shape", dict(p=T((3, 5)), q=T((3, 4))), error="tvd: q must have shape (3, 5), got (3, 4)"),
-        Case("bad-labels", dict(p=T((3, 5)), q=T((3, 5)), shift_labels=targets(4, 5)), error="tvd: shift_labels must have shape (3,), got (4,)"),
-        Case("bad-reduction", dict(p=T((3, 5)), q=T((3, 5)), reduction="avg"),
-             error="tvd: reduction must be one of ('none', 'sum', 'mean', 'batchmean'), got 'avg'"),
+        Case("all-ignored", _pair(3, 20, shift_labels=targets(3, 20, 1), reduction="sum")),
+        Case("three-blocks", _pair(2, 9001, shift_labels=targets(2, 9001, 5))),
+        Case("bad-shape", dict(p=T((3, 5)), q=T((3, 4))), error="q must have shape (3, 5), got (3, 4)"),
+        Case("bad-labels", _pair(3, 5, shift_labels=targets(4, 5)), error="shift_labels must have shape (3,), got (4,)"),
+        Case("bad-reduction", _pair(3, 5, reduction="avg"), error="reduction must be one of ('none', 'sum', 'mean', 'batchmean'), got 'avg'"),
     ],
     cost=lambda p, q, shift_labels=None, *, reduction="batchmean", **_: Cost(
-        *by_element.moved(p, q, reduction == "none"), flops=(3 * p.numel(), 3 * p.numel())),
-)  # fmt: skip
+        *by_element.moved(p, q, reduction == "none"), flops=(3 * p.numel(), 3 * p.numel())
+    ),
+)
 def tvd(p: Tensor, q: Tensor, shift_labels: Tensor | None = None, *, reduction: str = "batchmean", ignore_index: int = -100) -> Tensor:
     """Total variation distance of probabilities p and q (..., V).
 

@@ -15,9 +15,8 @@ The gradient of this rank's loss is  p_j (1 + 2 z_loss lse) - [j = y] (1 - e) - 
 
 One collective: every rank gathers every rank's maximum, sum of exponentials and target logit (for smoothing also the sum of logits, for the entropy their
 sum weighted by exponentials), 12 to 20 bytes a row and rank, and merges them in the same order. Reducing instead takes two, as sums wait for the maximum,
-and messages this small cost their latency.
-p is exp(z - top) / total with top and total apart: their lse is rounded at its own size, which would be an error of p relative to it.
-Shapes of real models and what it is measured against: ``bench/cases/vocab_parallel.py``.
+and messages this small cost their latency. p is exp(z - top) / total with top and total apart: their lse is rounded at its own size, which would be an
+error of p relative to it. Shapes of real models and what it is measured against: ``bench/cases/vocab_parallel.py``.
 """
 
 from __future__ import annotations
@@ -33,6 +32,7 @@ from torch import Tensor
 from liger_kernel.ops._core import config
 from liger_kernel.ops._core.operator import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, rows_of, shaped, tracing, use_kernels
 from liger_kernel.ops._core.tl import cdiv, jit, log, tanh, tl
+from liger_kernel.ops.losses.cross_entropy import targets
 from liger_kernel.ops.losses.cross_entropy_rows import check
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def part_of(
 
 
 def process_group(name: str) -> ProcessGroup:
-    return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+    return dist.distributed_c10d._resolve_process_group(name)
 
 
 def gathered(t: Tensor, group: str, async_op: bool = False) -> tuple[Tensor, Any]:
@@ -329,10 +329,9 @@ def row_stats(z: Tensor, target: Tensor, s: Part, bias: Tensor | None = None) ->
     M, N = z.shape
     stats = z.new_empty(s.parts * M + 1, dtype=torch.float32)
     c = config.tile("vocab_parallel_stats", N, z.itemsize, elements=1, max_block_n=8192)  # one row a program; blocks of 16384 spill
-    launch(_stats, (M,), z, z if bias is None else bias, target, stats, M, N, z.stride(0), s.first, s.V, s.ignore_index,
-           s.logit_scale, 1.0 if s.softcap is None else s.softcap,
-           HAS_BIAS=bias is not None, HAS_CAP=s.softcap is not None, SUM=s.label_smoothing != 0.0, ENTROPY=s.entropy, PARTS=s.parts, BLOCK=c.block_n,
-           num_warps=c.num_warps)  # fmt: skip
+    numbers = M, N, z.stride(0), s.first, s.V, s.ignore_index, s.logit_scale, 1.0 if s.softcap is None else s.softcap
+    flags = dict(HAS_BIAS=bias is not None, HAS_CAP=s.softcap is not None, SUM=s.label_smoothing != 0.0, ENTROPY=s.entropy, PARTS=s.parts)
+    launch(_stats, (M,), z, z if bias is None else bias, target, stats, *numbers, **flags, **c.row)
     return stats
 
 
@@ -340,23 +339,22 @@ def merge(parts: Tensor, own: Tensor, target: Tensor, s: Part, N: int, loss: Ten
     """Fill loss, top and total (M,), and with ``s.entropy`` that, from the ``row_stats`` of all ranks, and of this one."""
     e, K = s.smoothing(N)
     M = target.shape[0]
-    launch(_merge, (cdiv(M, 256),), parts, own, target, loss, top, total, loss if entropy is None else entropy, M, parts.shape[0], s.V, s.ignore_index, e, K,
-           s.z_loss, SUM=s.label_smoothing != 0.0, PARTITION=s.mode == "partition", ENTROPY=s.entropy, PARTS=s.parts, BLOCK=256, num_warps=4)  # fmt: skip
+    args = own, target, loss, top, total, loss if entropy is None else entropy, M, parts.shape[0], s.V, s.ignore_index, e, K, s.z_loss
+    flags = dict(SUM=s.label_smoothing != 0.0, PARTITION=s.mode == "partition", ENTROPY=s.entropy, PARTS=s.parts)
+    launch(_merge, (cdiv(M, 256),), parts, *args, **flags, BLOCK=256, num_warps=4)
 
 
-def row_grad(
-    z: Tensor, target: Tensor, s: Part, top: Tensor, total: Tensor, dz: Tensor, *,
-    bias: Tensor | None = None, g: Tensor | None = None, norm: Tensor | None = None, g_entropy: Tensor | None = None, entropy: Tensor | None = None,
-) -> None:  # fmt: skip
+def row_grad(z: Tensor, target: Tensor, s: Part, top: Tensor, total: Tensor, dz: Tensor, *, bias=None, g=None, norm=None, g_entropy=None, entropy=None) -> None:
     """Fill dz (M, N), which may be z, times g (M,), divided by the 0-dim norm; with ``g_entropy`` (M,) also of the ``entropy`` (M,) times that."""
     M, N = z.shape
     e, K = s.smoothing(N)
     c = config.tile("vocab_parallel_grad", N, z.itemsize, elements=4096, max_block_n=4096)
     given = lambda t: z if t is None else t  # a pointer for what a flag switches off
-    launch(_grad, (M * cdiv(N, c.block_n),), z, given(bias), target, top, total, given(entropy), given(g), given(g_entropy), given(norm), dz,
-           N, z.stride(0), dz.stride(0), 0 if g is None else g.stride(0), s.first, s.V, s.ignore_index, 1.0 - e, e / K, s.z_loss,
-           s.logit_scale, 1.0 if s.softcap is None else s.softcap, HAS_BIAS=bias is not None, HAS_CAP=s.softcap is not None,
-           HAS_G=g is not None, HAS_GE=g_entropy is not None, HAS_NORM=norm is not None, BLOCK=c.block_n, num_warps=c.num_warps)  # fmt: skip
+    tensors = given(bias), target, top, total, given(entropy), given(g), given(g_entropy), given(norm), dz
+    strides = z.stride(0), dz.stride(0), 0 if g is None else g.stride(0)
+    numbers = s.first, s.V, s.ignore_index, 1.0 - e, e / K, s.z_loss, s.logit_scale, 1.0 if s.softcap is None else s.softcap
+    flags = dict(HAS_BIAS=bias is not None, HAS_CAP=s.softcap is not None, HAS_G=g is not None, HAS_GE=g_entropy is not None, HAS_NORM=norm is not None)
+    launch(_grad, (M * cdiv(N, c.block_n),), z, *tensors, N, *strides, *numbers, **flags, **c.row)
 
 
 @launcher(f"(Tensor z, Tensor target, {PART_SCHEMA}) -> (Tensor loss, Tensor top, Tensor total)")
@@ -389,8 +387,8 @@ class LigerVocabParallelCEFunction(torch.autograd.Function):
         z_loss=0.0, logit_scale=1.0, softcap=None, sizes=None,
     ):  # fmt: skip
         z, y = rows_of(vocab_parallel_logits), target.reshape(-1).contiguous()
-        ctx.numbers = part_of("vocab_parallel_cross_entropy", z.shape[1], tp_group, sizes, ignore_index, label_smoothing, label_smoothing_formula,
-                              label_smoothing_mode, z_loss, logit_scale, softcap)  # fmt: skip
+        numbers = ignore_index, label_smoothing, label_smoothing_formula, label_smoothing_mode, z_loss, logit_scale, softcap
+        ctx.numbers = part_of("vocab_parallel_cross_entropy", z.shape[1], tp_group, sizes, *numbers)
         loss, *sums = vocab_parallel_cross_entropy_fwd(z, y, *ctx.numbers)
         ctx.save_for_backward(z, y, *sums)
         ctx.shape = vocab_parallel_logits.shape
@@ -403,44 +401,30 @@ class LigerVocabParallelCEFunction(torch.autograd.Function):
         return None if dz is None else dz.view(ctx.shape), *(None,) * 10
 
 
-def labels(*shape: int, V: int) -> T:
-    """Class indices for a ``Case``, every third one ignored."""
-
-    def draw(*shape: int, dtype: torch.dtype) -> Tensor:
-        y = torch.randint(0, V, shape)
-        y.view(-1)[::3] = -100
-        return y
-
-    return T(shape, draw, dtype=torch.int64)
+def _rows(M: int, N: int, **options: Any) -> dict[str, Any]:
+    return dict(logits=T((M, N)), target=targets(M, N), **options)
 
 
 @op(
     reference=reference,
     cases=[
-        Case("mean", dict(logits=T((9, 130)), target=labels(9, V=130))),
-        Case("megatron", dict(logits=T((5, 2, 61)), target=labels(5, 2, V=61), reduction="none", label_smoothing=0.1, formula="megatron",
-             mode="partition")),
-        Case("smoothing", dict(logits=T((6, 99)), target=labels(6, V=99), label_smoothing=0.1, reduction="sum")),
-        Case("gemma2", dict(logits=T((6, 99)), target=labels(6, V=99), softcap=2.0)),
-        Case("everything", dict(logits=T((6, 99)), target=labels(6, V=99), label_smoothing=0.2, formula="megatron", z_loss=1e-2, logit_scale=1.5, softcap=3.0,
-             reduction="none")),
-        Case("two-blocks", dict(logits=T((2, 8500)), target=labels(2, V=8500), label_smoothing=0.1)),
-        Case("all-ignored", dict(logits=T((1, 20)), target=labels(1, V=20), reduction="sum")),
-        Case("bad-target", dict(logits=T((3, 5)), target=labels(4, V=5)), error="vocab_parallel_cross_entropy: target must have shape (3,), got (4,)"),
-        Case("integers", dict(logits=T((3, 5), dtype=torch.int64), target=labels(3, V=5)),
-             error="vocab_parallel_cross_entropy: logits must be floating point, got torch.int64"),
-        Case("bad-formula", dict(logits=T((3, 5)), target=labels(3, V=5), formula="torch"),
-             error="vocab_parallel_cross_entropy: formula must be one of ('pytorch', 'megatron'), got 'torch'"),
-        Case("bad-mode", dict(logits=T((3, 5)), target=labels(3, V=5), mode="local"),
-             error="vocab_parallel_cross_entropy: mode must be one of ('global', 'partition'), got 'local'"),
-        Case("bad-sizes", dict(logits=T((3, 5)), target=labels(3, V=5), sizes=(5, 5)),
-             error="vocab_parallel_cross_entropy: sizes must be the classes of 1 ranks, 5 of rank 0, got (5, 5)"),
-        Case("no-class", dict(logits=T((3, 0)), target=labels(3, V=5)), error="vocab_parallel_cross_entropy: every rank must have a class, got none"),
-        Case("one-class", dict(logits=T((3, 1)), target=labels(3, V=1), formula="megatron", label_smoothing=0.1),
-             error="vocab_parallel_cross_entropy: formula 'megatron' must smooth over two classes or more, got one"),
+        Case("mean", _rows(9, 130)),
+        Case("megatron", dict(logits=T((5, 2, 61)), target=targets((5, 2), 61), reduction="none", label_smoothing=0.1, formula="megatron", mode="partition")),
+        Case("smoothing", _rows(6, 99, label_smoothing=0.1, reduction="sum")),
+        Case("gemma2", _rows(6, 99, softcap=2.0)),
+        Case("everything", _rows(6, 99, label_smoothing=0.2, formula="megatron", z_loss=1e-2, logit_scale=1.5, softcap=3.0, reduction="none")),
+        Case("two-blocks", _rows(2, 8500, label_smoothing=0.1)),
+        Case("all-ignored", _rows(1, 20, reduction="sum")),
+        Case("bad-target", dict(logits=T((3, 5)), target=targets(4, 5)), error="target must have shape (3,), got (4,)"),
+        Case("integers", dict(logits=T((3, 5), dtype=torch.int64), target=targets(3, 5)), error="logits must be floating point, got torch.int64"),
+        Case("bad-formula", _rows(3, 5, formula="torch"), error="formula must be one of ('pytorch', 'megatron'), got 'torch'"),
+        Case("bad-mode", _rows(3, 5, mode="local"), error="mode must be one of ('global', 'partition'), got 'local'"),
+        Case("bad-sizes", _rows(3, 5, sizes=(5, 5)), error="sizes must be the classes of 1 ranks, 5 of rank 0, got (5, 5)"),
+        Case("no-class", dict(logits=T((3, 0)), target=targets(3, 5)), error="every rank must have a class, got none"),
+        Case("one-class", _rows(3, 1, formula="megatron", label_smoothing=0.1), error="formula 'megatron' must smooth over two classes or more, got one"),
     ],
     cost=lambda logits, target, *_, **__: Cost(nbytes(logits, target), nbytes(logits, logits, target), flops=(4 * logits.numel(), 4 * logits.numel())),
-)  # fmt: skip
+)
 def vocab_parallel_cross_entropy(
     logits: Tensor,
     target: Tensor,
@@ -469,7 +453,7 @@ def vocab_parallel_cross_entropy(
     V = Part(*part_of("vocab_parallel_cross_entropy", logits.shape[-1], group, sizes, *numbers)).V
     check("vocab_parallel_cross_entropy", (target.numel(), V), target.reshape(-1), None, reduction, ignore_index)
     if not use_kernels(logits):
-        return reference(logits, target, group, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing, formula=formula, mode=mode,
-                         z_loss=z_loss, logit_scale=logit_scale, softcap=softcap, sizes=sizes)  # fmt: skip
+        options = dict(label_smoothing=label_smoothing, formula=formula, mode=mode, z_loss=z_loss, logit_scale=logit_scale, softcap=softcap, sizes=sizes)
+        return reference(logits, target, group, ignore_index=ignore_index, reduction=reduction, **options)
     loss = LigerVocabParallelCEFunction.apply(logits, target, group, *numbers, sizes)
     return loss if reduction == "none" else loss.sum() if reduction == "sum" else loss.sum() / (target != ignore_index).sum()

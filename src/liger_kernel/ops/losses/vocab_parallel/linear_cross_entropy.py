@@ -21,19 +21,9 @@ from liger_kernel.ops._core.operator import Case, Cost, T, acc, launcher, nbytes
 from liger_kernel.ops._core.reduce import divided, scaled
 from liger_kernel.ops._core.tl import cdiv
 from liger_kernel.ops.losses.chunks import add_mm, auto_chunk_rows, chunks_of, rounded_sums
+from liger_kernel.ops.losses.cross_entropy import targets
 from liger_kernel.ops.losses.cross_entropy_rows import check
-from liger_kernel.ops.losses.vocab_parallel.cross_entropy import (
-    PART_SCHEMA,
-    Part,
-    gathered,
-    labels,
-    merge,
-    of_slice,
-    part_of,
-    process_group,
-    row_grad,
-    row_stats,
-)
+from liger_kernel.ops.losses.vocab_parallel.cross_entropy import PART_SCHEMA, Part, gathered, merge, of_slice, part_of, process_group, row_grad, row_stats
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -64,11 +54,7 @@ def reference(
     return loss if entropies is None else (loss, entropies)
 
 
-def _chunks(
-    x: Tensor, w: Tensor, target: Tensor, bias: Tensor | None, s: Part, *,
-    loss: Tensor | None, top: Tensor, total: Tensor, entropy: Tensor | None, norm: Tensor | None, g: Tensor | None, g_entropy: Tensor | None,
-    need: tuple[bool, ...], sum_dx: bool, accum_dtype: torch.dtype | None, chunk_rows: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def _chunks(x, w, target, bias, s, need, sum_dx, accum_dtype, chunk_rows, *, loss, top, total, entropy, norm, g, g_entropy) -> tuple[Tensor, Tensor, Tensor]:
     """The loop. Fills ``loss``, top, total and entropy (M,), or takes the others where there is no ``loss``.
 
     Returns dx, dw and (in fp32) dbias, empty where not ``need``ed.
@@ -149,9 +135,9 @@ def vocab_parallel_linear_cross_entropy_fwd(x: Tensor, w: Tensor, target: Tensor
     entropy = x.new_empty(x.shape[0] if s.entropy else 0, dtype=torch.float32)
     norm = (target != s.ignore_index).sum().float() if reduction == "mean" else None
     # fp16 gradients of a mean over many tokens would underflow before a loss scaler reaches them: the backward divides
-    dx, dw, db = _chunks(x, w, target, bias, s, loss=loss, top=top, total=total, entropy=entropy if s.entropy else None,
-                         norm=None if x.dtype == torch.float16 else norm, g=None, g_entropy=None, need=tuple(need), sum_dx=sum_dx, accum_dtype=accum_dtype,
-                         chunk_rows=chunk_rows)  # fmt: skip
+    how = tuple(need), sum_dx, accum_dtype, chunk_rows
+    sums = dict(loss=loss, top=top, total=total, entropy=entropy if s.entropy else None, norm=None if x.dtype == torch.float16 else norm)
+    dx, dw, db = _chunks(x, w, target, bias, s, *how, **sums, g=None, g_entropy=None)
     if reduction != "none":
         loss = loss.sum() if norm is None else loss.sum() / norm
     return loss, entropy, top, total, norm, dx, dw, db
@@ -163,8 +149,8 @@ def vocab_parallel_linear_cross_entropy_bwd(
 ):
     """The chunks again, for per-token upstream gradients g and g_entropy (M,)."""
     s, (sum_dx, accum_dtype, chunk_rows, *need) = Part(*numbers[:_N]), numbers[_N:]
-    return _chunks(x, w, target, bias, s, loss=None, top=top, total=total, entropy=entropy, norm=None, g=g, g_entropy=g_entropy, need=tuple(need),
-                   sum_dx=sum_dx, accum_dtype=accum_dtype, chunk_rows=chunk_rows)  # fmt: skip
+    how = tuple(need), sum_dx, accum_dtype, chunk_rows
+    return _chunks(x, w, target, bias, s, *how, loss=None, top=top, total=total, entropy=entropy, norm=None, g=g, g_entropy=g_entropy)
 
 
 class VocabParallelLinearCrossEntropyFunction(torch.autograd.Function):
@@ -196,6 +182,10 @@ class VocabParallelLinearCrossEntropyFunction(torch.autograd.Function):
         return dx, dw, None, db, *(None,) * (2 + len(ctx.numbers))
 
 
+def _head(M: int, H: int, N: int, **options: Any) -> dict[str, Any]:
+    return dict(x=T((M, H)), w=T((N, H)), target=targets(M, N), **options)
+
+
 def _cost(x, w, target, group=None, bias=None, **_) -> Cost:
     (M, H), N = x.shape, w.shape[0]
     return Cost(nbytes(x, w, target, bias), nbytes(x, w, bias), gemms=([(M, N, H)], [(M, H, N), (N, H, M)]))
@@ -204,33 +194,28 @@ def _cost(x, w, target, group=None, bias=None, **_) -> Cost:
 @op(
     reference=reference,
     cases=[
-        Case("mean", dict(x=T((9, 32)), w=T((65, 32)), target=labels(9, V=65))),
-        Case("chunks", dict(x=T((11, 16)), w=T((37, 16)), target=labels(11, V=37), reduction="sum", chunk_rows=4)),
-        Case("none", dict(x=T((7, 16)), w=T((40, 16)), target=labels(7, V=40), reduction="none", chunk_rows=3, label_smoothing=0.1, formula="megatron")),
-        Case("bias", dict(x=T((7, 16)), w=T((40, 16)), target=labels(7, V=40), bias=T((40,)), chunk_rows=3)),
-        Case("everything", dict(x=T((8, 16)), w=T((50, 16)), target=labels(8, V=50), bias=T((50,)), label_smoothing=0.1, z_loss=1e-2, logit_scale=0.5,
-             softcap=3.0, chunk_rows=5)),
-        Case("many-chunks", dict(x=T((20, 16)), w=T((30, 16)), target=labels(20, V=30), chunk_rows=2)),
-        Case("entropy", dict(x=T((9, 16)), w=T((37, 16)), target=labels(9, V=37), bias=T((37,)), reduction="none", entropy=True, logit_scale=0.7,
-             chunk_rows=4)),
-        Case("entropy-smooth", dict(x=T((5, 16)), w=T((37, 16)), target=labels(5, V=37), reduction="none", entropy=True, label_smoothing=0.1, softcap=3.0)),
-        Case("integers", dict(x=T((4, 8), dtype=torch.int64), w=T((10, 8)), target=labels(4, V=10)),
-             error="vocab_parallel_linear_cross_entropy: x and w must be floating point, got torch.int64 and torch.float32"),
-        Case("bad-width", dict(x=T((4, 8)), w=T((10, 6)), target=labels(4, V=10)),
-             error="vocab_parallel_linear_cross_entropy: w must have shape (N, 8), got (10, 6)"),
-        Case("bad-bias", dict(x=T((4, 8)), w=T((10, 8)), target=labels(4, V=10), bias=T((4,))),
-             error="vocab_parallel_linear_cross_entropy: bias must have shape (10,), got (4,)"),
-        Case("bad-target", dict(x=T((4, 8)), w=T((10, 8)), target=labels(5, V=10)),
-             error="vocab_parallel_linear_cross_entropy: target must have shape (4,), got (5,)"),
-        Case("3d", dict(x=T((2, 4, 8)), w=T((10, 8)), target=labels(8, V=10)),
-             error="vocab_parallel_linear_cross_entropy: x must have shape (M, H), got (2, 4, 8)"),
-        Case("entropy-mean", dict(x=T((4, 8)), w=T((10, 8)), target=labels(4, V=10), entropy=True),
-             error="vocab_parallel_linear_cross_entropy: reduction must be 'none' with entropy, got 'mean'"),
-        Case("bad-chunk", dict(x=T((4, 8)), w=T((10, 8)), target=labels(4, V=10), chunk_rows=0),
-             error="vocab_parallel_linear_cross_entropy: chunk_rows must be positive, got 0"),
+        Case("mean", _head(9, 32, 65)),
+        Case("chunks", _head(11, 16, 37, reduction="sum", chunk_rows=4)),
+        Case("none", _head(7, 16, 40, reduction="none", chunk_rows=3, label_smoothing=0.1, formula="megatron")),
+        Case("bias", _head(7, 16, 40, bias=T((40,)), chunk_rows=3)),
+        Case("everything", _head(8, 16, 50, bias=T((50,)), label_smoothing=0.1, z_loss=1e-2, logit_scale=0.5, softcap=3.0, chunk_rows=5)),
+        Case("many-chunks", _head(20, 16, 30, chunk_rows=2)),
+        Case("entropy", _head(9, 16, 37, bias=T((37,)), reduction="none", entropy=True, logit_scale=0.7, chunk_rows=4)),
+        Case("entropy-smooth", _head(5, 16, 37, reduction="none", entropy=True, label_smoothing=0.1, softcap=3.0)),
+        Case(
+            "integers",
+            dict(x=T((4, 8), dtype=torch.int64), w=T((10, 8)), target=targets(4, 10)),
+            error="x and w must be floating point, got torch.int64 and torch.float32",
+        ),
+        Case("bad-width", dict(x=T((4, 8)), w=T((10, 6)), target=targets(4, 10)), error="w must have shape (N, 8), got (10, 6)"),
+        Case("bad-bias", _head(4, 8, 10, bias=T((4,))), error="bias must have shape (10,), got (4,)"),
+        Case("bad-target", dict(x=T((4, 8)), w=T((10, 8)), target=targets(5, 10)), error="target must have shape (4,), got (5,)"),
+        Case("3d", dict(x=T((2, 4, 8)), w=T((10, 8)), target=targets(8, 10)), error="x must have shape (M, H), got (2, 4, 8)"),
+        Case("entropy-mean", _head(4, 8, 10, entropy=True), error="reduction must be 'none' with entropy, got 'mean'"),
+        Case("bad-chunk", _head(4, 8, 10, chunk_rows=0), error="chunk_rows must be positive, got 0"),
     ],
     cost=_cost,
-)  # fmt: skip
+)
 def vocab_parallel_linear_cross_entropy(
     x: Tensor,
     w: Tensor,
@@ -278,7 +263,8 @@ def vocab_parallel_linear_cross_entropy(
     dtype = torch.get_autocast_dtype(device) if autocast else torch.promote_types(x.dtype, w.dtype)
     x, w, bias = x.to(dtype), w.to(dtype), bias if bias is None else bias.to(dtype)
     if not use_kernels(x):
-        return reference(x, w, target, group, bias, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing, formula=formula, mode=mode,
-                         z_loss=z_loss, logit_scale=logit_scale, softcap=softcap, sizes=sizes, sum_dx=sum_dx, entropy=entropy)  # fmt: skip
+        options = dict(label_smoothing=label_smoothing, formula=formula, mode=mode, z_loss=z_loss, logit_scale=logit_scale, softcap=softcap, sizes=sizes)
+        options |= dict(ignore_index=ignore_index, reduction=reduction, sum_dx=sum_dx, entropy=entropy)
+        return reference(x, w, target, group, bias, **options)
     need = tuple(t is not None and t.requires_grad and torch.is_grad_enabled() for t in (x, w, bias))
     return VocabParallelLinearCrossEntropyFunction.apply(x, w, target, bias, need, reduction, *part, sum_dx, accum_dtype, chunk_rows)

@@ -1,0 +1,252 @@
+"""Frozen weights in FP8 (e4m3: Micikevicius et al., arXiv:2209.05433), multiplied by the tensor cores in FP8 with what is cast to it in each call.
+
+A cast of x (M, N) is q = fp8(x * (TOP / a)) and its scale s = a / TOP, so that x is about q s; a is the largest finite |x| of the tensor, or of each row,
+and TOP the largest value of the format. With W (N, K) = W8 sw the two products of a projection are
+
+    per tensor ("fp8"):        y = (x8 W8^T) sx sw        x8 e4m3        dx = (dy8 W8) sdy sw            dy8 e5m2
+    per row ("fp8_rowwise"):   y = (x8 W8^T) sx sw^T      x8 e4m3        dx = (d8 W8) sd,  d = dy sw^T    d8 e4m3, sx and sd (M, 1), sw (N, 1)
+
+Both multiply by the same W8. (To cast W once more for dx, by columns, would make dx the gradient of another function.) An infinity or NaN becomes NaN in q
+and leaves the scale as it is; a scale is neither 0 nor infinite.
+
+What it costs: a value of e4m3 is off by up to 1/16 of itself, 2.6 % in the mean square, one of e5m2 by twice that. Beside the dequantised weight in fp64
+y of normal x and W is off by 2.6 % of its root mean square, dx by 5.3 % (e5m2) or 2.6 % (per row); W8 itself adds 2.6 % to both. Small values underflow: below
+a / 2^18 in e4m3, a / 2^32 in e5m2.
+
+cuBLAS multiplies FP8 only where the reduction is contiguous in both operands: y wants W8 row by row, dx wants its transpose row by row.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from liger_kernel.ops._core.operator import acc, launch, launcher, once_differentiable, rows_of, shaped, use_kernels
+from liger_kernel.ops._core.tl import cdiv, jit, next_power_of_2, tl
+from liger_kernel.ops.projections.weights import Rows, Weight
+
+E4, E5 = torch.float8_e4m3fn, torch.float8_e5m2
+LEAST = 1e-30  # an amax below it counts as this, so that TOP / amax and amax / TOP are normal numbers of fp32
+
+
+def reference(x: Tensor, by: Tensor | None, dtype: torch.dtype, per_row: bool) -> tuple[Tensor, Tensor]:
+    """q (M, N) and the scale, () or (M, 1) in fp32, of x, or of ``x * by``, by (N,)."""
+    x = x.float() if by is None else x.float() * by
+    finite = x.isfinite()
+    size = x.abs().where(finite, 0.0)
+    amax = (size.amax(1, keepdim=True) if per_row else size.amax()).clamp(min=LEAST)
+    top = amax.new_full((), torch.finfo(dtype).max)  # a number divided by a tensor is its reciprocal's product, rounded twice
+    return (x * (top / amax)).where(finite, float("nan")).to(dtype), amax / top
+
+
+@jit
+def _size(x):
+    """|x| where it is finite, else 0."""
+    size = tl.abs(x)
+    return tl.where(size < float("inf"), size, 0.0)
+
+
+@jit
+def _amax(x_ptr, tops_ptr, M, N, stride, programs, BLOCK: tl.constexpr):
+    program, tiles = tl.program_id(0), tl.cdiv(N, BLOCK)
+    top = tl.zeros([BLOCK], tl.float32)
+    for tile in tl.range(program, M * tiles, programs):
+        col = (tile % tiles) * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + (tile // tiles).to(tl.int64) * stride + col, mask=col < N, other=0.0).to(tl.float32)
+        top = tl.maximum(top, _size(x))
+    tl.store(tops_ptr + program, tl.max(top, 0))
+
+
+@jit
+def _quantized(x, factor, q_ptr):
+    return tl.where(tl.abs(x) < float("inf"), x * factor, float("nan")).to(q_ptr.dtype.element_ty)
+
+
+@jit
+def _cast(x_ptr, tops_ptr, q_ptr, scale_ptr, M, N, stride, programs, TOP: tl.constexpr, LEAST: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr):
+    program, tiles = tl.program_id(0), tl.cdiv(N, BLOCK)
+    every = tl.arange(0, PROGRAMS)
+    amax = tl.maximum(tl.max(tl.load(tops_ptr + every, mask=every < programs, other=0.0), 0), LEAST)
+    top = tl.full((), TOP, tl.float32)
+    factor = tl.div_rn(top, amax)
+    if program == 0:
+        tl.store(scale_ptr, tl.div_rn(amax, top))
+    for tile in tl.range(program, M * tiles, programs):
+        row, col = (tile // tiles).to(tl.int64), (tile % tiles) * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + row * stride + col, mask=col < N, other=0.0).to(tl.float32)
+        tl.store(q_ptr + row * N + col, _quantized(x, factor, q_ptr), mask=col < N)
+
+
+@jit
+def _values(x_ptr, by_ptr, col, N, HAS_BY: tl.constexpr):
+    x = tl.load(x_ptr + col, mask=col < N, other=0.0).to(tl.float32)
+    return x * tl.load(by_ptr + col, mask=col < N, other=0.0) if HAS_BY else x
+
+
+@jit
+def _cast_rows(
+    x_ptr, by_ptr, q_ptr, scale_ptr, N, stride, TOP: tl.constexpr, LEAST: tl.constexpr, HAS_BY: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * stride
+    q_ptr += row * N
+    col = tl.arange(0, BLOCK)
+    top = tl.full((), TOP, tl.float32)
+    x = _values(x_ptr, by_ptr, col, N, HAS_BY)
+    size = _size(x)
+    if not WHOLE:
+        for start in tl.range(BLOCK, N, BLOCK):
+            size = tl.maximum(size, _size(_values(x_ptr, by_ptr, start + col, N, HAS_BY)))
+    amax = tl.maximum(tl.max(size, 0), LEAST)
+    factor = tl.div_rn(top, amax)
+    tl.store(scale_ptr + row, tl.div_rn(amax, top))
+    tl.store(q_ptr + col, _quantized(x, factor, q_ptr), mask=col < N)
+    if not WHOLE:
+        for start in tl.range(BLOCK, N, BLOCK):
+            x = _values(x_ptr, by_ptr, start + col, N, HAS_BY)
+            tl.store(q_ptr + start + col, _quantized(x, factor, q_ptr), mask=start + col < N)
+
+
+@jit
+def _transpose(x_ptr, y_ptr, N, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    n = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    k = (tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)).to(tl.int64)
+    mask = (n < N)[:, None] & (k < K)[None, :]
+    x = tl.load(x_ptr + n[:, None] * K + k[None, :], mask=mask, other=0)
+    tl.store(y_ptr + k[:, None] * N + n[None, :], tl.trans(x), mask=tl.trans(mask))
+
+
+_PROGRAMS, _BLOCK = 1024, 2048  # of a cast per tensor
+_WHOLE = 16384  # the longest row that a program holds
+
+
+@launcher("(Tensor x, Tensor? by, ScalarType dtype, bool per_row) -> (Tensor q, Tensor scale)")
+def float8_cast(x: Tensor, by: Tensor | None, dtype: torch.dtype, per_row: bool) -> tuple[Tensor, Tensor]:
+    (M, N), top = x.shape, torch.finfo(dtype).max
+    q = x.new_empty((M, N), dtype=dtype)
+    scale = x.new_empty((M, 1) if per_row else (), dtype=torch.float32)
+    if per_row:
+        block = min(next_power_of_2(N), _WHOLE)
+        warps = min(max(block // 1024, 1), 16)
+        how = dict(TOP=top, LEAST=LEAST, HAS_BY=by is not None, WHOLE=block >= N, BLOCK=block)
+        launch(_cast_rows, (M,), x, by, q, scale, N, x.stride(0), **how, num_warps=warps)
+        return q, scale
+    block = min(next_power_of_2(N), _BLOCK)
+    programs = min(M * cdiv(N, block), _PROGRAMS)
+    tops = x.new_empty(programs, dtype=torch.float32)
+    launch(_amax, (programs,), x, tops, M, N, x.stride(0), programs, BLOCK=block, num_warps=4)
+    launch(_cast, (programs,), x, tops, q, scale, M, N, x.stride(0), programs, TOP=top, LEAST=LEAST, PROGRAMS=_PROGRAMS, BLOCK=block, num_warps=4)
+    return q, scale
+
+
+@launcher("(Tensor x) -> Tensor")
+def transpose_bytes(x: Tensor) -> Tensor:
+    """The transpose (K, N), contiguous, of x (N, K), contiguous, of eight bits."""
+    (N, K), x = x.shape, x.view(torch.int8)
+    y = x.new_empty(K, N)
+    launch(_transpose, (cdiv(K, 128), cdiv(N, 128)), x, y, N, K, BLOCK_N=128, BLOCK_K=128, num_warps=8)
+    return y
+
+
+@functools.cache
+def _capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
+
+
+def lacking(device: torch.device) -> str | None:
+    """Why a device cannot multiply in FP8; None if it can, or, without a GPU, does what the reference does."""
+    if device.type == "cpu" or device.type == "meta":
+        return None
+    if device.type != "cuda" or torch.version.hip:
+        return f"FP8 needs an NVIDIA GPU of compute capability 8.9 or newer, got {device}"
+    found = _capability(torch.cuda.current_device() if device.index is None else device.index)
+    return None if found >= (8, 9) else f"FP8 needs an NVIDIA GPU of compute capability 8.9 or newer, got {found[0]}.{found[1]}"
+
+
+def cast(x: Tensor, dtype: torch.dtype, per_row: bool, by: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """x (M, N), columns side by side, times ``by`` (N,), as ``dtype`` and its scale: () in fp32, or (M, 1), one a row. ``ValueError`` on a GPU without FP8."""
+    if why := lacking(x.device):
+        raise ValueError(why)
+    if not x.numel():
+        return x.to(dtype), x.new_ones((x.shape[0], 1) if per_row else (), dtype=torch.float32)
+    return float8_cast(x, by, dtype, per_row) if use_kernels(x) else reference(x, by, dtype, per_row)
+
+
+def transposed(w: Tensor) -> Tensor:
+    y = transpose_bytes(w) if use_kernels(w.new_empty(0, dtype=torch.bfloat16)) else w.view(torch.int8).t().contiguous()
+    return y.view(w.dtype)
+
+
+def _product(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, dtype: torch.dtype) -> Tensor:
+    """a b^T (M, N), a (M, K) and b (N, K) in FP8, times both scales: () both, or (M, 1) and (N, 1)."""
+    if not a.shape[0]:
+        return a.new_empty((0, b.shape[0]), dtype=dtype)
+    if a.is_cuda:
+        out = torch.bfloat16 if scale_a.ndim else dtype  # scales of rows come out in bf16 alone
+        return torch._scaled_mm(a, b.t(), scale_a, scale_b.t(), out_dtype=out, use_fast_accum=True).to(dtype)
+    wide = acc(dtype)
+    with torch.autocast(a.device.type, enabled=False):
+        return ((a.to(wide) * scale_a) @ (b.to(wide) * scale_b).t()).to(dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Float8(Weight):
+    """``w`` (N, K) in e4m3 times ``scale``, () or (N, 1) in fp32; ``w_t``: its transpose, (K, N), contiguous, made in each backward where there is none.
+
+    To keep it costs a byte a weight, as many bytes as W has in bf16 with both. To make it reads and writes as many: beside a product of 8192 rows a few
+    percent, beside one of 512 as much as the product.
+    """
+
+    accumulates: ClassVar[bool] = False  # torch's scaled product adds to nothing
+    w: Tensor = field(kw_only=True)
+    scale: Tensor = field(kw_only=True)
+    w_t: Tensor | None = field(default=None, kw_only=True)
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        wide = acc(dtype)
+        return (self.w.to(wide) * self.scale).to(dtype)
+
+    def forward(self, x: Rows, y: Tensor | None) -> Tensor:
+        per_row = self.scale.ndim > 0
+        x8, scale = x.made((E4, per_row), lambda rows: cast(rows, E4, per_row))
+        product = _product(x8, scale, self.w, self.scale, x.rows.dtype)
+        return product if y is None else y.add_(product)
+
+    def backward(self, dy: Tensor, dx: Tensor | None) -> Tensor:
+        w_t = transposed(self.w) if self.w_t is None else self.w_t
+        if self.scale.ndim:
+            d8, scale = cast(dy, E4, True, by=self.scale.view(-1))
+            product = _product(d8, scale, w_t, scale.new_ones(w_t.shape[0], 1), dy.dtype)
+        else:
+            d8, scale = cast(dy, E5, False)
+            product = _product(d8, scale, w_t, self.scale, dy.dtype)
+        return product if dx is None else dx.add_(product)
+
+
+def float8(w: Tensor, scale: Tensor, w_t: Tensor | None = None) -> Float8:
+    N, K = w.shape
+    return Float8((N, K), None, w=w, scale=scale, w_t=w_t)
+
+
+class Float8LinearFunction(torch.autograd.Function):
+    """``apply(x, bias or None, w, scale, w_t or None)``: x (..., K) by a frozen ``Float8`` and nothing else; keeps no activation."""
+
+    @staticmethod
+    def forward(ctx, x, bias, w, scale, w_t):
+        ctx.stored, ctx.K = (w, scale, w_t), x.shape[-1]  # not among the saved tensors, which may be moved to the CPU as activations are
+        y = float8(w, scale).forward(Rows(rows_of(x)), None)
+        if bias is not None:
+            y.add_(bias)
+        return shaped(y, (*x.shape[:-1], y.shape[1]))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        need_x, need_bias, *_ = ctx.needs_input_grad
+        rows = rows_of(dy)
+        dx = float8(*ctx.stored).backward(rows, None).view(*dy.shape[:-1], ctx.K) if need_x else None
+        return dx, rows.sum(0) if need_bias else None, None, None, None

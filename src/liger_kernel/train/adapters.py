@@ -1,0 +1,184 @@
+"""Adapters over a frozen base: LoRA and DoRA by PEFT, the base quantised by bitsandbytes.
+
+    check       what is wrong with a config's adapters, before anything is loaded
+    adapted     a model with the adapters of a config, which alone are trained
+    restored    a model with adapters that a run has saved
+    identity    what a checkpoint of adapters must share with the run that goes on from it: their form, and the base that they were trained on
+
+Both packages are imported only where a config asks for them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from liger_kernel.train.config import EVERY_LINEAR, TrainConfig, UserError
+from liger_kernel.train.redact import in_a_line
+
+SAVED = "adapter_config.json"  # in a folder of adapters
+BITSANDBYTES = ("nf4", "int8")
+
+
+def check(config: TrainConfig, device: torch.device) -> None:
+    """``UserError`` for adapters that this machine, or the model, cannot have. Reads the configuration of the model, no weights."""
+    if not config.lora:
+        return
+    _peft()
+    if config.quantize in BITSANDBYTES:
+        _check_bitsandbytes(config.quantize, device)
+    if config.model and holds_adapters(config.model):
+        raise UserError(f"{config.model} holds adapters, not a model: give the model that they are of, {base_of(config.model) or 'which they do not name'}")
+    skeleton = _skeleton(config)
+    if config.quantize and getattr(skeleton.config, "quantization_config", None):
+        raise UserError(f"{config.model} is quantised already: leave --quantize")
+    if config.target_modules != EVERY_LINEAR:
+        _check_targets(config.target_modules, skeleton)
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise UserError("lora needs peft: pip install 'liger-kernel[lora]'") from error
+    return peft
+
+
+def _check_bitsandbytes(kind: str, device: torch.device) -> None:
+    try:
+        import accelerate  # noqa: F401
+        import bitsandbytes
+    except (ImportError, OSError, RuntimeError) as error:  # the latter two of libraries that it does not find
+        raise UserError(f"quantize {kind} needs bitsandbytes and accelerate: pip install 'liger-kernel[qlora]' ({in_a_line(error)})") from error
+    devices = getattr(bitsandbytes, "supported_torch_devices", {"cuda"})  # before 0.46, CUDA alone
+    if device.type not in devices:
+        raise UserError(f"quantize {kind} needs one of the devices that bitsandbytes has kernels for, {', '.join(sorted(devices))}; got {device.type}")
+
+
+def _skeleton(config: TrainConfig) -> nn.Module:
+    """The model of a run without weights: its modules and their names."""
+    import transformers
+
+    try:
+        form = transformers.AutoConfig.from_pretrained(config.model) if config.model else transformers.LlamaConfig(num_hidden_layers=1)
+        with torch.device("meta"):
+            return transformers.AutoModelForCausalLM.from_config(form)
+    except (OSError, ValueError, ImportError) as error:
+        raise UserError(f"cannot build the model {config.model or ''}: {str(error).strip().splitlines()[0]}") from error
+
+
+def _check_targets(targets: str | list[str], model: Any) -> None:
+    """``UserError`` for a name that no layer has, or another module than one that takes adapters."""
+    from transformers.pytorch_utils import Conv1D
+
+    layers = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, nn.Embedding, Conv1D))]
+    names = {name for name, _ in model.named_modules() if name}
+    for target in targets:
+        same = [name for name in names if name == target or name.endswith("." + target)]
+        if not same or not all(name in layers for name in same):
+            there = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
+            raise UserError(f"lora_targets: {model.config.model_type} has no layer {target!r} for adapters; it has {there}")
+
+
+def quantization(config: TrainConfig, precision: str) -> Any:
+    """transformers' config of a base in 4 or 8 bits; None for one that is loaded as it is."""
+    if config.quantize not in BITSANDBYTES:
+        return None
+    import transformers
+
+    if config.quantize == "int8":
+        return transformers.BitsAndBytesConfig(load_in_8bit=True)
+    return transformers.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32 if precision == "fp32" else torch.bfloat16,
+    )
+
+
+def unchanging(model: Any) -> Any:
+    """``model``, whose base evaluation leaves as it is: on CPUs with bf16 units bitsandbytes packs 4-bit weights for it, in place, and rounds their scales."""
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+    return model
+
+
+def adapted(model: Any, config: TrainConfig) -> Any:
+    """``model`` with adapters in fp32, which alone are trained; the same ones for the same seed, however the model came about."""
+    peft = _peft()
+    torch.manual_seed(config.seed)
+    form = peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        r=config.lora,
+        lora_alpha=config.alpha,
+        lora_dropout=config.lora_dropout,
+        target_modules=config.target_modules,
+        use_dora=config.dora,
+        use_rslora=config.rslora,
+    )
+    try:
+        return peft.get_peft_model(model, form)
+    except ValueError as error:
+        raise UserError(f"lora: {in_a_line(error)}") from error
+
+
+def restored(model: Any, folder: str) -> Any:
+    """``model`` with the adapters that a run has saved in ``folder``."""
+    return _peft().PeftModel.from_pretrained(model, folder)
+
+
+def without_adapters(model: Any) -> Any:
+    """``model`` without the adapters that transformers has found beside it, as a run leaves them that saves to the folder of its model."""
+    if getattr(model, "_hf_peft_config_loaded", False):
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        for name, module in list(model.named_modules()):
+            if isinstance(module, BaseTunerLayer):
+                model.set_submodule(name, module.get_base_layer())
+        model._hf_peft_config_loaded = False
+        del model.peft_config
+    return model
+
+
+def holds_adapters(model: str) -> bool:
+    """Whether a folder has adapters and no model."""
+    return (Path(model) / SAVED).is_file() and not (Path(model) / "config.json").is_file()
+
+
+def base_of(folder: str) -> str | None:
+    """The model that saved adapters are of; None for one of random weights."""
+    return json.loads((Path(folder) / SAVED).read_text(encoding="utf-8")).get("base_model_name_or_path") or None
+
+
+def described(config: TrainConfig, model: Any) -> str:
+    """The adapters of a model in a line."""
+    trained, of_all = model.get_nb_trainable_parameters()
+    kind = ("rank-stabilised " if config.rslora else "") + ("DoRA" if config.dora else "LoRA")
+    base = f", base in {config.quantize}" if config.quantize else ""
+    return f"{kind}, rank {config.lora}, alpha {config.alpha:g}, on {config.lora_targets}{base}; {trained:,} of {of_all:,} parameters are trained"
+
+
+def identity(config: TrainConfig, model: Any) -> dict[str, Any]:
+    """What must be the same for the adapters of a checkpoint to fit. Of a model on its device that is not yet sharded."""
+    return config.adapters | ({"digest of base": digest(model)} if config.lora else {})
+
+
+def digest(model: nn.Module) -> str:
+    """SHA-256 of some values of every frozen parameter: other weights have another one, the same weights in fp32 and in bf16 the same."""
+    sha = hashlib.sha256()
+    some: dict[torch.dtype, list[torch.Tensor]] = {}
+    for name, p in sorted(model.named_parameters(), key=lambda named: named[0]):
+        if not p.requires_grad:
+            flat = p.data.reshape(-1)
+            values = flat[:: max(1, flat.numel() // 64)]
+            some.setdefault(torch.bfloat16 if p.is_floating_point() else p.dtype, []).append(values.to(torch.bfloat16) if p.is_floating_point() else values)
+            sha.update(f"{name} {flat.numel()} ".encode())
+    for dtype in sorted(some, key=str):
+        sha.update(torch.cat(some[dtype]).view(torch.uint8).cpu().numpy().tobytes())
+    return sha.hexdigest()[:32]

@@ -1,0 +1,81 @@
+"""The frozen linear layers of a model in FP8: ``quantize_base(model, "fp8")``, before or after PEFT has wrapped them.
+
+model = AutoModelForCausalLM.from_pretrained(..., dtype=torch.bfloat16)
+quantize_base(model, "fp8")
+model = get_peft_model(model, LoraConfig(...))
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+
+import torch
+from torch import nn
+
+from liger_kernel.nn.float8 import RECIPES, LigerFloat8Linear
+from liger_kernel.ops.projections.float8 import lacking
+from liger_kernel.transformers.recognise.projections import is_dense
+
+SMALL = 1024 * 1024  # values of a weight below which casting x costs what the product in FP8 saves
+HEADS_AND_ROUTERS = ("lm_head", "embed_out", "score", "classifier", "gate", "router")
+
+
+def quantize_base(model: nn.Module, recipe: str = "fp8", *, skip: tuple[str, ...] = HEADS_AND_ROUTERS, keep_transposed: bool = True) -> dict[str, str]:
+    """Replace the frozen linear layers of ``model`` by ones that hold their weight in FP8, and return the names of those left as they are, with the reason.
+
+    ``recipe``: "fp8", one scale for a weight, or "fp8_rowwise", one for each of its outputs; ``ops/projections/float8.py`` says what each costs.
+    ``skip``: names of modules, or ends of them; the output head, small layers, trained ones and adapters are skipped, too. Where all of the model asks
+    for gradients, as a model does that was just loaded, all of it counts as frozen.
+    ``keep_transposed``: hold each weight a second time, transposed, for the backward: as much memory as in bf16, but no transposing in each backward.
+    With FSDP pass False: what is held transposed is not sharded.
+    Raises ``ValueError`` for another recipe, and on a GPU without FP8. The CPU computes what a GPU would, slowly.
+    """
+    if recipe not in RECIPES:
+        raise ValueError(f"quantize_base: recipe must be one of {', '.join(RECIPES)}, got {recipe!r}")
+    for device in {p.device for p in model.parameters()}:
+        if why := lacking(device):
+            raise ValueError(f"quantize_base: {why}")
+    names, reasons = _sorted(model, skip)
+    made: dict[int, LigerFloat8Linear] = {}  # a layer that is there twice stays one
+    for name in names:
+        linear = model.get_submodule(name)
+        if id(linear) not in made:
+            made[id(linear)] = LigerFloat8Linear.of(linear, recipe, keep_transposed)
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, made[id(linear)])
+    if not any(isinstance(m, LigerFloat8Linear) for m in model.modules()):
+        why = "; ".join(f"{name}: {reason}" for name, reason in list(reasons.items())[:2]) or "there is none"
+        warnings.warn(f"quantize_base: no linear layer is in FP8 ({why})", stacklevel=2)
+    return reasons
+
+
+def _sorted(model: nn.Module, skip: tuple[str, ...]) -> tuple[list[str], dict[str, str]]:
+    """Names of the linear layers to be replaced, and of those to be left with the reason. Parts of adapters are neither."""
+    all_trained = all(p.requires_grad for p in model.parameters() if p.is_floating_point())
+    holders = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    heads = {id(m) for m in (head.modules() if isinstance(head, nn.Module) else ())}
+    wrappers = [m for m in model.modules() if hasattr(m, "base_layer")]
+    adapters = {id(part) for m in wrappers for child, of in m.named_children() if child != "base_layer" for part in of.modules()}
+    names, reasons = [], {}
+    for name, m in model.named_modules(remove_duplicate=False):
+        if not isinstance(m, nn.Linear) or isinstance(m, LigerFloat8Linear) or id(m) in adapters:
+            continue
+        if id(m) in heads or any(f".{s}." in f".{name}." for s in skip):
+            reasons[name] = "a head, a router, or skipped by name"
+        elif not is_dense(m):
+            reasons[name] = f"a {type(m).__name__} that is not a plain nn.Linear: sharded, hooked, quantised, or with a forward of its own"
+        elif m.weight.requires_grad and not all_trained:
+            reasons[name] = "it is trained"
+        elif holders[id(m.weight)] > 1:
+            reasons[name] = "another module shares its weight"
+        elif m.weight.is_meta or m.weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            reasons[name] = f"a weight of {m.weight.dtype} on {m.weight.device}"
+        elif m.in_features % 16 or m.out_features % 16:
+            reasons[name] = f"{m.out_features} x {m.in_features} are not multiples of 16"
+        elif m.weight.numel() < SMALL:
+            reasons[name] = f"{m.out_features} x {m.in_features} are too few to gain by it"
+        else:
+            names.append(name)
+    return names, reasons

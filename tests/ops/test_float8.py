@@ -1,0 +1,229 @@
+"""Casts to FP8, and products with frozen weights that are stored in it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from liger_kernel.ops._core import operator as _op
+from liger_kernel.ops.projections import adapted, float8
+from liger_kernel.ops.projections.adapted import Adapter, Projection
+from liger_kernel.ops.projections.float8 import E4, E5, Float8LinearFunction, cast, reference
+from liger_kernel.ops.projections.linear import linears
+from liger_kernel.ops.projections.mlp import adapted_mlp
+from liger_kernel.ops.projections.weights import Dense, dense
+from liger_kernel.testing import assert_as_accurate
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+needs_kernels = pytest.mark.skipif(not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call")
+pytestmark = pytest.mark.skipif(DEVICE == "cuda" and float8.lacking(torch.device(DEVICE)) is not None, reason="this GPU has no FP8")
+RECIPES = {"tensor": False, "row": True}
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def stored(N: int, K: int, per_row: bool, seed: int = 0, keep: bool = True) -> float8.Float8:
+    w, scale = cast(drawn(N, K, dtype=torch.float32, seed=seed) * K**-0.5, E4, per_row)
+    return float8.float8(w, scale, float8.transposed(w) if keep else None)
+
+
+def rounded(x: torch.Tensor, dtype: torch.dtype, per_row: bool) -> torch.Tensor:
+    """x as FP8 has it, in fp64."""
+    q, scale = reference(x, None, dtype, per_row)
+    return q.double() * scale.double()
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype, per_row, by", [(E4, False, False), (E5, False, False), (E4, True, False), (E4, True, True)])
+@pytest.mark.parametrize("shape", [(5, 48), (17, 2100), (2, 17000)], ids=str)  # a row, two blocks of one, more than a program holds
+def test_casts_as_pytorch_does(shape, dtype, per_row, by):
+    for x in (drawn(*shape), drawn(*shape, dtype=torch.float32) * 1e-6, drawn(shape[0], shape[1] + 16)[:, : shape[1]]):
+        x[1] = 0
+        more = drawn(shape[1], dtype=torch.float32, seed=1).abs() if by else None
+        q, scale = cast(x, dtype, per_row, more)
+        expected, expected_scale = reference(x, more, dtype, per_row)
+        assert torch.equal(q.view(torch.uint8), expected.view(torch.uint8)) and torch.equal(scale, expected_scale)
+        assert q.is_contiguous() and scale.shape == ((shape[0], 1) if per_row else ())
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype, per_row", [(E4, False), (E5, False), (E4, True)])
+def test_what_is_not_finite_becomes_nan_and_leaves_the_scale(dtype, per_row):
+    x = drawn(4, 32)
+    clean = cast(x.where(x.abs() < 1, 0.5), dtype, per_row)[1]
+    x = x.where(x.abs() < 1, torch.tensor(float("inf"), device=DEVICE))
+    x[0, 0], x[1, 1] = float("nan"), -float("inf")
+    q, scale = cast(x, dtype, per_row)
+    assert torch.equal(q.float().isnan(), ~x.isfinite()) and scale.isfinite().all() and (scale <= clean).all()
+    q, scale = cast(torch.zeros(3, 16, device=DEVICE), dtype, per_row)
+    assert not q.float().any() and scale.isfinite().all() and (scale > 0).all()
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["kept", "made"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_products_are_those_of_the_rounded_values(recipe, kept):
+    per_row = RECIPES[recipe]
+    weight = stored(48, 80, per_row, keep=kept)
+    x, dy, bias = drawn(9, 80, seed=1), drawn(9, 48, seed=2), drawn(48, seed=3)
+    w = weight.w.double() * weight.scale.double()
+    gradients = (dy * weight.scale.view(-1)).double() / weight.scale.double().t() if per_row else dy.double()
+    assert gradients.shape == dy.shape
+    if per_row:
+        q, scale = reference(dy, weight.scale.view(-1), E4, True)
+        seen = q.double() * scale.double() / weight.scale.double().t()
+    else:
+        seen = rounded(dy, E5, False)
+    truth = {"y": rounded(x, E4, per_row) @ w.t() + bias.double(), "dx": seen @ w}
+    theirs = {"y": (truth["y"] - bias.double()).to(x.dtype) + bias, "dx": truth["dx"].to(x.dtype)}
+
+    leaf, trained = x.clone().requires_grad_(), bias.clone().requires_grad_()
+    y = Float8LinearFunction.apply(leaf.view(3, 3, 80), trained, weight.w, weight.scale, weight.w_t)
+    y.backward(dy.view_as(y))
+    assert_as_accurate({"y": y.detach().view(9, 48), "dx": leaf.grad}, theirs, truth)
+    torch.testing.assert_close(trained.grad, dy.sum(0))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_error_is_that_of_the_formats(recipe):
+    """As the docstring states it, relative to the root mean square."""
+    per_row = RECIPES[recipe]
+    weight = stored(256, 512, per_row)
+    w = weight.w.double() * weight.scale.double()
+    x, dy = drawn(128, 512, seed=1, dtype=torch.float32), drawn(128, 256, seed=2, dtype=torch.float32)
+    error = lambda found, truth: ((found - truth).square().mean() / truth.square().mean()).sqrt().item()
+    leaf = x.clone().requires_grad_()
+    y = Float8LinearFunction.apply(leaf, None, weight.w, weight.scale, weight.w_t)
+    y.backward(dy)
+    exact = drawn(256, 512, dtype=torch.float32).double() * 512**-0.5
+    assert error(w, exact) == pytest.approx(0.026, rel=0.1)
+    assert error(y, x.double() @ w.t()) == pytest.approx(0.026, rel=0.1)
+    assert error(leaf.grad, dy.double() @ w) == pytest.approx(0.026 if per_row else 0.053, rel=0.1)
+
+
+class Counted:
+    def __init__(self, monkeypatch):
+        self.casts: list[tuple] = []
+        stock = float8.cast
+        monkeypatch.setattr(float8, "cast", lambda x, *args, **more: self.casts.append((tuple(x.shape), args[0])) or stock(x, *args, **more))
+
+
+def adapter(N: int, K: int, seed: int) -> Adapter:
+    return Adapter(*(drawn(*s, dtype=torch.float32, seed=seed).mul_(0.1).requires_grad_() for s in ((4, K), (N, 4))), 0.5)
+
+
+def same_by_dense(p: Projection) -> Projection:
+    w = p.weight.dense(torch.float64)
+    adapters = tuple(Adapter(a.a.detach().double().requires_grad_(), a.b.detach().double().requires_grad_(), a.scale) for a in p.adapters)
+    return Projection(dense(w), p.bias if p.bias is None else p.bias.double(), adapters)
+
+
+def gradients_of(ys, x, projections):
+    ys = ys if isinstance(ys, tuple) else (ys,)
+    sum((y * drawn(*y.shape, dtype=y.dtype, seed=i + 5)).sum() for i, y in enumerate(ys)).backward()
+    found = {f"y{i}": y.detach() for i, y in enumerate(ys)} | {"dx": x.grad}
+    return found | {f"{name}{i}": t.grad for i, p in enumerate(projections) for a in p.adapters for name, t in (("da", a.a), ("db", a.b))}
+
+
+def assert_close_as_fp8_is(found, truth):
+    """Each within the errors of up to four casts in a chain, two of them to e5m2: 12 % of its root mean square."""
+    for name, t in truth.items():
+        error = (found[name].double() - t).square().mean().sqrt() / t.square().mean().sqrt()
+        assert error < 0.12, (name, error.item())
+
+
+@needs_kernels
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_one_cast_serves_all_projections(recipe, monkeypatch):
+    per_row = RECIPES[recipe]
+    sizes = (64, 32, 48)
+    some = [Projection(stored(N, 96, per_row, i), drawn(N, seed=i) if i else None, (adapter(N, 96, i),) * (i < 2)) for i, N in enumerate(sizes)]
+    x, counted = drawn(2, 20, 96, seed=9).requires_grad_(), Counted(monkeypatch)
+    found = gradients_of(linears(x, some), x, some)
+    backward = E4 if per_row else E5
+    assert counted.casts == [((40, 96), E4), *(((40, N), backward) for N in sizes)]
+    exact, wide = [same_by_dense(p) for p in some], x.detach().double().requires_grad_()
+    assert_close_as_fp8_is(found, gradients_of(linears(wide, exact), wide, exact))
+
+
+@needs_kernels
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_an_mlp_casts_what_it_multiplies_once(recipe, recompute, monkeypatch):
+    per_row = RECIPES[recipe]
+    some = [Projection(stored(N, K, per_row, i), None, (adapter(N, K, i),)) for i, (N, K) in enumerate(((64, 32), (64, 32), (32, 64)))]
+    x, counted = drawn(24, 32, seed=9).requires_grad_(), Counted(monkeypatch)
+    found = gradients_of(adapted_mlp(x, some[:2], some[2], recompute=recompute), x, some)
+    backward = E4 if per_row else E5
+    again = [((24, 32), E4)] * recompute
+    assert counted.casts == [((24, 32), E4), ((24, 64), E4), *again, ((24, 32), backward), ((24, 64), backward), ((24, 64), backward)]
+    exact, wide = [same_by_dense(p) for p in some], x.detach().double().requires_grad_()
+    linear = lambda x, p: linears(x, [p])[0]
+    y = linear(torch.nn.functional.silu(linear(wide, exact[0])) * linear(wide, exact[1]), exact[2])
+    assert_close_as_fp8_is(found, gradients_of(y, wide, exact))
+
+
+def test_projections_of_two_storages_in_one_node():
+    some = [Projection(stored(32, 48, False), None, (adapter(32, 48, 0),)), Projection(Dense((16, 48), drawn(16, 48)), None, (adapter(16, 48, 1),))]
+    x = drawn(8, 48, seed=9).requires_grad_()
+    found = gradients_of(linears(x, some), x, some)
+    exact, wide = [same_by_dense(p) for p in some], x.detach().double().requires_grad_()
+    assert_close_as_fp8_is(found, gradients_of(linears(wide, exact), wide, exact))
+    assert adapted.Weight.accumulates and not float8.Float8.accumulates
+
+
+def test_no_rows():
+    weight, x = stored(32, 16, False), drawn(0, 16).requires_grad_()
+    y = Float8LinearFunction.apply(x, None, weight.w, weight.scale, weight.w_t)
+    y.sum().backward()
+    assert y.shape == (0, 32) and x.grad.shape == (0, 16)
+
+
+def test_a_gpu_without_fp8_raises(monkeypatch):
+    monkeypatch.setattr(float8, "_capability", lambda index: (8, 0))
+    assert float8.lacking(torch.device("cuda", 0)) == "FP8 needs an NVIDIA GPU of compute capability 8.9 or newer, got 8.0"
+    monkeypatch.setattr(float8, "lacking", lambda device: "FP8 needs more")
+    with pytest.raises(ValueError, match="FP8 needs more"):
+        cast(drawn(4, 16), E4, False)
+
+
+COMPILE = """
+import sys, torch
+from liger_kernel.compile.launches import Mock
+from liger_kernel.compile.targets import compiling_for
+from liger_kernel.ops._core import operator as _op
+from liger_kernel.ops.projections import float8
+sys.path.insert(0, sys.argv[2])
+from compile_kernels import resources
+
+def compile(kernel, grid, args, meta):
+    compiled = kernel.warmup(*(Mock(a) if isinstance(a, torch.Tensor) else a for a in args), grid=(1,), **meta)
+    print(kernel.fn.__name__, resources(compiled))
+    assert resources(compiled)["spills"] == 0
+
+by = torch.empty(14336, device="meta")
+with compiling_for(sys.argv[1]), _op.intercept_launches(compile):
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for N in (4096, 14336, 28672):
+            x = torch.empty(64, N, device="meta", dtype=dtype)
+            for how in ((float8.E4, False), (float8.E5, False), (float8.E4, True)):
+                float8.cast(x, *how)
+        float8.cast(torch.empty(64, 14336, device="meta", dtype=dtype), float8.E4, True, by)
+    float8.transposed(torch.empty(4096, 14336, device="meta", dtype=float8.E4))
+"""
+
+
+@needs_kernels
+@pytest.mark.parametrize("target", ["sm90", pytest.param("sm89", marks=pytest.mark.slow), pytest.param("sm100", marks=pytest.mark.slow)])
+def test_kernels_compile(target, user_env):
+    from pathlib import Path
+
+    folder = Path(__file__).parents[1] / "compile"
+    done = subprocess.run([sys.executable, "-c", COMPILE, target, str(folder)], env=user_env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    print(done.stdout)
+    assert {line.split()[0] for line in done.stdout.splitlines()} == {"_amax", "_cast", "_cast_rows", "_transpose"}

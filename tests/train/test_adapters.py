@@ -1,0 +1,277 @@
+"""Adapters over a frozen base: what is trained and saved, a resume of the same bits whoever trains, and mistakes that are named before anything is loaded."""
+
+import dataclasses
+import importlib.util
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+pytest.importorskip("peft")
+
+import peft
+import transformers
+from accelerate.utils import extract_model_from_parallel
+
+from liger_kernel import cli
+from liger_kernel.train import adapters, checkpoint, loop
+from liger_kernel.train.config import TrainConfig, UserError, from_flags
+from liger_kernel.train.evaluate import evaluate
+from liger_kernel.train.tokenise import train_bpe
+
+TEXT = "def add(a, b):\n    return a + b\n\n"
+CPU = torch.device("cpu")
+
+
+def needs(*names):
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"{', '.join(missing)} is not installed")
+
+
+@pytest.fixture(autouse=True)
+def as_users_run_it(monkeypatch):
+    """On a CPU, references serve."""
+    from liger_kernel.ops._core import operator as _op
+
+    monkeypatch.setattr(_op, "_KERNEL_DEVICES", _op._KERNEL_DEVICES - {"cpu"})
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A tiny model on disk and a run on it; rows of which every step sees others."""
+    folder = tmp_path_factory.mktemp("adapters")
+    tokenizer = train_bpe([TEXT], 280)
+    tokenizer.save_pretrained(folder / "model")
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=len(tokenizer), **sizes)).save_pretrained(folder / "model")
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": TEXT * 20 + str(i)}) + "\n" for i in range(8)))
+    return TrainConfig(
+        model=str(folder / "model"), data=str(folder / "text.jsonl"), cache=str(folder / "cache"), length=24, batch=2, steps=4, warmup=1, lr=1e-2, log_every=1,
+        eval_fraction=0.05, checkpoint_every=2, device="cpu", lora=4, lora_dropout=0.1,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def config(base, tmp_path):
+    return dataclasses.replace(base, out=str(tmp_path / "run"), save=str(tmp_path / "saved"))
+
+
+def adapter(config):
+    return (Path(config.save) / "adapter_model.safetensors").read_bytes()
+
+
+def stored(config):
+    """Names of the weights in the newest checkpoint."""
+    if config.trainer == "torch":
+        (newest, *_) = checkpoint.listed(Path(config.out) / "checkpoints")
+        names = checkpoint.SafeReader(Path(config.out) / "checkpoints" / newest).read_metadata().state_dict_metadata
+        return [name for name in names if name.startswith("model.")]
+    if config.trainer == "lightning":
+        return list(torch.load(Path(config.out) / "checkpoints-lightning" / "step-00000004.ckpt", weights_only=True)["state_dict"])
+    from safetensors import safe_open
+
+    (path,) = (Path(config.out) / "checkpoints-hf" / "checkpoint-4").glob("*.safetensors")
+    with safe_open(path, "pt") as file:
+        return list(file.keys())
+
+
+def forget_the_newest(config):
+    folder = Path(config.out) / {"torch": "checkpoints"}.get(config.trainer, f"checkpoints-{config.trainer}")
+    newest = folder / {"torch": "step-00000004", "hf": "checkpoint-4", "lightning": "step-00000004.ckpt"}[config.trainer]
+    newest.unlink() if newest.is_file() else shutil.rmtree(newest)
+
+
+@pytest.mark.parametrize(
+    "trainer, changes",
+    [
+        ("torch", dict(lora_targets="q_proj, down_proj", lora_alpha=3.0, rslora=True, dora=True)),
+        ("hf", dict(precision="bf16")),
+        pytest.param("lightning", dict(precision="bf16-mixed"), marks=needs("lightning")),
+        pytest.param("torch", dict(quantize="nf4", precision="bf16-mixed"), marks=needs("bitsandbytes")),
+        pytest.param("hf", dict(quantize="int8"), marks=needs("bitsandbytes")),
+        pytest.param("lightning", dict(quantize="nf4", dora=True), marks=needs("lightning", "bitsandbytes")),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())).replace(" ", ""),
+)
+def test_a_run(trainer, changes, config, monkeypatch, capfd):
+    """Adapters alone are trained and stored; a resumed run has the bits of one left alone; PEFT reads what was saved; other adapters are refused."""
+    config = dataclasses.replace(config, trainer=trainer, **changes)
+    built, build = [], loop.build
+    monkeypatch.setattr(loop, "build", lambda *args: built.append(build(*args)) or built[-1])
+    expected = loop.train(config)
+    (trained,) = built
+    assert min(expected["losses"][2:]) < expected["losses"][0] and all(e["loss"] < 6 for e in expected["evaluations"])
+    assert "adapters: " in capfd.readouterr().out
+
+    learnt = {name: p for name, p in trained.named_parameters() if p.requires_grad}
+    assert len(stored(config)) == len(learnt) and all("lora" in name for name in (*stored(config), *learnt))
+    assert all(p.dtype == torch.float32 for p in learnt.values())
+    half = config.precision.startswith("bf16")
+    assert trained.base_model.model.model.norm.weight.dtype == (torch.bfloat16 if half else torch.float32)
+
+    # PEFT's own way, without anything of ours
+    if trainer == "hf":
+        trained = extract_model_from_parallel(trained, keep_fp32_wrapper=False)  # accelerate's autocast
+    quantized = {"quantization_config": q} if (q := adapters.quantization(config, "bf16-mixed" if half else "fp32")) else {}
+    fresh = transformers.AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.bfloat16 if half else torch.float32, **quantized)
+    read = peft.PeftModel.from_pretrained(adapters.unchanging(fresh), config.save).eval()
+    ids = torch.arange(24)[None] % 200
+    outputs = lambda model: model(input_ids=ids, use_cache=False).logits
+    with torch.no_grad():
+        expected_logits = outputs(trained.eval())
+        assert torch.equal(outputs(read), expected_logits)
+        with read.disable_adapter():
+            assert not torch.equal(outputs(read), expected_logits)
+
+    whole = adapter(config)
+    forget_the_newest(config)
+    shutil.rmtree(config.save)
+    again = loop.train(config)
+    assert again["losses"] == expected["losses"][-len(again["losses"]) :] and len(again["losses"]) in (2, 4)  # our own has those of before, too
+    assert adapter(config) == whole
+
+    for changed, message in (
+        (dict(lora=8), "lora 4 there, 8 here"),
+        (dict(lora_targets="v_proj"), "lora_targets .* there, v_proj here"),
+        (dict(quantize=None) if config.quantize else dict(dora=not config.dora), "(quantize|dora) .* there, .* here"),
+    ):
+        with pytest.raises(UserError, match=f"is of other adapters: {message}"):
+            loop.train(dataclasses.replace(config, steps=6, **changed))
+    other = Path(config.out).parent / "other"
+    shutil.copytree(config.model, other)
+    torch.manual_seed(1)
+    transformers.LlamaForCausalLM(transformers.AutoConfig.from_pretrained(config.model)).save_pretrained(other)
+    with pytest.raises(UserError, match="is of another model: digest of base"):
+        loop.train(dataclasses.replace(config, model=str(other), steps=6))
+
+
+def test_a_base_from_random_weights_is_made_again(config):
+    config = dataclasses.replace(config, model=None, tokenizer=config.model, hidden=32, heads=2, kv_heads=1, layers=1)
+    expected = loop.train(config)
+    whole = adapter(config)
+    forget_the_newest(config)
+    assert loop.train(config)["losses"] == expected["losses"] and adapter(config) == whole
+    # a saved adapter is evaluated on the base that it is of, which is made again, too
+    scores = evaluate(dataclasses.replace(config, model=config.save))
+    assert scores["loss"] == pytest.approx(expected["evaluations"][-1]["loss"], rel=1e-5)
+    with pytest.raises(UserError, match="holds adapters, not a model"):
+        loop.train(dataclasses.replace(config, model=config.save))
+
+
+def test_adapters_saved_beside_their_model_are_no_part_of_it(config, tmp_path):
+    shutil.copytree(config.model, tmp_path / "beside")
+    config = dataclasses.replace(config, model=str(tmp_path / "beside"), save=str(tmp_path / "beside"), eval_fraction=0.0)
+    expected = loop.train(config)
+    whole = adapter(config)
+    forget_the_newest(config)
+    assert loop.train(config)["losses"] == expected["losses"] and adapter(config) == whole
+
+
+# -- mistakes ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("--lora -1", "lora must be at least 0, got -1"),
+        ("--lora 0 --dora", "dora needs lora, a rank of 1 or more"),
+        ("--lora-alpha 32", "lora_alpha needs lora, a rank of 1 or more"),
+        ("--quantize nf4", "quantize nf4 needs lora, a rank of 1 or more: a quantised model cannot be trained whole"),
+        ("--lora 4 --lora-alpha 0", "lora_alpha must be positive, got 0.0"),
+        ("--lora 4 --lora-dropout 1", r"lora_dropout must be in \[0, 1\), got 1.0"),
+        ("--lora 4 --lora-dropout -0.1", r"lora_dropout must be in \[0, 1\), got -0.1"),
+        ("--lora 4 --lora-targets q_proj,,v_proj", "lora_targets must be all-linear, or names of layers"),
+        ("--lora 4 --lora-targets all-linear,v_proj", "lora_targets must be all-linear, or names of layers"),
+        ("--lora 4 --parallel tp", "lora needs parallel none, ddp, fsdp2 or deepspeed"),
+        ("--lora 4 --quantize int8 --dora", "dora needs quantize nf4 or fp8, or none"),
+        ("--lora 4 --quantize int8 --parallel fsdp2", "quantize int8 needs parallel none or ddp, got fsdp2"),
+    ],
+)
+def test_mistakes_in_flags(flags, message, capsys):
+    with pytest.raises(UserError, match=message) as error:
+        from_flags(flags.split())
+    assert "\n" not in str(error.value)
+
+
+def test_a_file_says_it_as_flags_do(tmp_path):
+    (tmp_path / "run.yaml").write_text("lora: 16\nlora_alpha: 32\nlora_dropout: 0.05\nlora_targets: v_proj, q_proj\nrslora: true\nquantize: nf4\n")
+    flags = "--lora 16 --lora-alpha 32 --lora-dropout 0.05 --lora-targets q_proj,v_proj --rslora --quantize nf4"
+    read, given = from_flags(["--config", str(tmp_path / "run.yaml")]), from_flags(flags.split())
+    assert read.adapters == given.adapters and read.target_modules == ["q_proj", "v_proj"]
+    assert TrainConfig(lora=8).adapters == TrainConfig(lora=8, lora_alpha=16).adapters and TrainConfig().adapters == {"lora": 0}
+
+
+@pytest.mark.parametrize(
+    "missing, changes, message",
+    [
+        ("peft", {}, "lora needs peft: pip install"),
+        ("bitsandbytes", dict(quantize="nf4"), "quantize nf4 needs bitsandbytes and accelerate: pip install"),
+        ("accelerate", dict(quantize="int8"), "quantize int8 needs bitsandbytes and accelerate: pip install"),
+        (None, dict(lora_targets="q_proj,query"), "lora_targets: llama has no layer 'query' for adapters; it has down_proj, embed_tokens, .*, v_proj$"),
+        (None, dict(lora_targets="mlp"), "lora_targets: llama has no layer 'mlp' for adapters"),
+        (None, dict(model="/nowhere/at/all"), "cannot build the model /nowhere/at/all"),
+        (None, dict(model=None, lora_targets="c_attn"), "lora_targets: llama has no layer 'c_attn'"),
+    ],
+)
+def test_what_cannot_be_is_said_before_anything_is_loaded(missing, changes, message, config, monkeypatch):
+    if missing:
+        monkeypatch.setitem(sys.modules, missing, None)
+    monkeypatch.setattr(loop, "load", None)
+    with pytest.raises(UserError, match=message) as error:
+        loop.train(dataclasses.replace(config, **changes))
+    assert "\n" not in str(error.value) and not Path(config.out).exists()
+
+
+@needs("bitsandbytes")
+def test_a_device_without_kernels_of_bitsandbytes_is_refused(config, monkeypatch):
+    import bitsandbytes
+
+    monkeypatch.setattr(bitsandbytes, "supported_torch_devices", {"cuda"})
+    with pytest.raises(UserError, match="quantize nf4 needs one of the devices that bitsandbytes has kernels for, cuda; got cpu"):
+        adapters.check(dataclasses.replace(config, quantize="nf4"), CPU)
+
+
+@needs("bitsandbytes")
+def test_a_model_that_is_quantised_already(config, tmp_path):
+    """It takes adapters as it is, is not quantised again, and cannot be trained whole."""
+    four = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    transformers.AutoModelForCausalLM.from_pretrained(config.model, quantization_config=four).save_pretrained(tmp_path / "four")
+    transformers.AutoTokenizer.from_pretrained(config.model).save_pretrained(tmp_path / "four")
+    config = dataclasses.replace(config, model=str(tmp_path / "four"), steps=1, checkpoint_every=0, eval_fraction=0.0)
+    assert len(loop.train(config)["losses"]) == 1
+    with pytest.raises(UserError, match="is quantised already: leave --quantize"):
+        loop.train(dataclasses.replace(config, quantize="nf4"))
+    with pytest.raises(UserError, match="is quantised, and cannot be trained whole: give --lora"):
+        loop.train(dataclasses.replace(config, lora=0, lora_dropout=0.0))
+
+
+def test_fp8_asks_the_patch_for_a_frozen_base(config, monkeypatch):
+    import liger_kernel.transformers as patches
+
+    eight = dataclasses.replace(config, quantize="fp8", steps=1, checkpoint_every=0, eval_fraction=0.0)
+    asked = []
+    monkeypatch.setattr(patches, "quantize_base", lambda model, how: asked.append((type(model).__name__, how)), raising=False)
+    loop.train(eight)
+    assert asked == [("LlamaForCausalLM", "fp8")]
+
+    def cannot(model, how):
+        raise ValueError("quantize_base: this GPU does not compute in FP8")
+
+    monkeypatch.setattr(patches, "quantize_base", cannot)
+    with pytest.raises(UserError, match="does not compute in FP8"):
+        loop.train(eight)
+
+
+def test_what_runs_ours_is_said_at_the_start(config, capsys):
+    config.save_to(Path(config.out) / "run.json")
+    flags = "--steps 1 --checkpoint-every 0 --eval-fraction 0 --lora-targets q_proj"
+    assert cli.main(["train", "--config", str(Path(config.out) / "run.json"), *flags.split()]) == 0
+    said = capsys.readouterr().out
+    assert "adapters: LoRA, rank 4, alpha 8, on q_proj; 512 of " in said
+    assert "the engine runs 0 of 1 linear layers" in said and "there are no kernels for torch.float32 on cpu" in said and f"adapters in {config.save}" in said

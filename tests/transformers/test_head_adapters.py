@@ -1,0 +1,427 @@
+"""Output heads with PEFT's adapters: the loss engine takes them as a weight and thin products, or the report has a reason why not."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+
+from hf_models import DEVICE, assert_same_learning, make, served_by_kernels_or_references, step, tokens  # noqa: E402
+from test_token_scores import of_logits, of_scores  # noqa: E402
+
+from liger_kernel.testing import assert_as_accurate  # noqa: E402
+from liger_kernel.transformers import instance_patches, restore  # noqa: E402
+from liger_kernel.transformers.head import loss as head_loss  # noqa: E402
+from liger_kernel.transformers.head.linear import with_adapters  # noqa: E402
+from liger_kernel.transformers.head.loss import head_cross_entropy  # noqa: E402
+from liger_kernel.transformers.head.recipe import LossOptions  # noqa: E402
+from liger_kernel.transformers.recognise.projections import Left  # noqa: E402
+
+V = 263  # beside the hidden sizes of tiny models the largest of all
+
+
+@pytest.fixture(autouse=True)
+def _served():
+    with served_by_kernels_or_references():
+        yield
+    restore()
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch):
+    for module in ("ops.losses.chunks", "ops.losses.linear_cross_entropy", "transformers.head.loss"):
+        monkeypatch.setattr(importlib.import_module(f"liger_kernel.{module}"), "auto_chunk_rows", lambda *_: 4)
+
+
+@pytest.fixture
+def losses(monkeypatch) -> list[bool]:
+    """Of each loss that the engine computed: whether its head had a term of low rank."""
+    found, fused = [], head_loss.linear_cross_entropy
+    monkeypatch.setattr(head_loss, "linear_cross_entropy", lambda *args, **kw: (found.append("xa" in kw), fused(*args, **kw))[1])
+    return found
+
+
+def adapted(family: str = "llama", *adapters: str, patch: bool = False, model_options=(), change=lambda run: None, dtype=torch.float32, **config) -> nn.Module:
+    """A tiny model in PEFT's wrapper, ``change``d."""
+    model = make(family, dtype, vocab_size=V, **dict(model_options))
+    options = dict(r=2, target_modules=["q_proj", "lm_head"], init_lora_weights=False, task_type="CAUSAL_LM") | config
+    torch.manual_seed(0)
+    run = peft.get_peft_model(model, peft.LoraConfig(**options), adapter_name=adapters[0] if adapters else "default")
+    for name in adapters[1:]:
+        run.add_adapter(name, peft.LoraConfig(**options))
+    torch.manual_seed(1)
+    for name, p in run.named_parameters():
+        if "lora_" in name:
+            nn.init.normal_(p, std=0.2)
+    change(run)
+    if patch:
+        instance_patches(run.get_base_model(), family, {}, "fused").apply()
+    return run.train()
+
+
+def both(*args, **kwargs):
+    """Stock and patched."""
+    return adapted(*args, **kwargs), adapted(*args, patch=True, **kwargs)
+
+
+def assert_as_stock(*args, batch=None, call=None, **kwargs) -> nn.Module:
+    """A step of both learns the same; returns the patched model."""
+    stock, ours = both(*args, **kwargs)
+    expected = step(stock, batch, **call or {})[1]
+    out, found = step(ours, batch, **call or {})
+    assert_same_learning(found, expected, 1e-5)
+    assert out.logits is None
+    return ours
+
+
+# -- what is fused ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3"])
+@pytest.mark.filterwarnings("ignore:Model has")  # of PEFT
+def test_lora_on_the_head(family, tied, losses, computed):
+    assert_as_stock(family, model_options=dict(tie_word_embeddings=tied))
+    assert losses == [True] and not computed
+
+
+CONFIGS = {
+    "embedding, too": (dict(target_modules=["embed_tokens", "lm_head"]), True),
+    "embedding": (dict(target_modules=["embed_tokens"]), False),
+    "tied embedding": (dict(target_modules=["embed_tokens"], ensure_weight_tying=True), True),
+    "dropout": (dict(lora_dropout=0.5), True),
+    "bias": (dict(lora_bias=True), True),
+    "scales": (dict(use_rslora=True, lora_alpha=7), True),
+    "pattern": (dict(rank_pattern={"lm_head": 5}, alpha_pattern={"lm_head": 3}), True),
+    "copy": (dict(target_modules=["q_proj"], modules_to_save=["lm_head"]), False),
+    "copies": (dict(target_modules=["q_proj"], modules_to_save=["lm_head", "embed_tokens"]), False),
+    "tied copy": (dict(target_modules=["q_proj"], modules_to_save=["embed_tokens"], ensure_weight_tying=True), False),
+    "tokens": (dict(target_modules=["q_proj"], trainable_token_indices=[5, 260, 7]), False),
+    "tied tokens": (dict(target_modules=["q_proj"], trainable_token_indices=[5, 260, 7]), True),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.filterwarnings("ignore")  # PEFT's, of ties and biases
+def test_what_peft_makes_of_a_head(name, losses, computed):
+    config, low_rank = CONFIGS[name]
+    assert_as_stock(model_options=dict(tie_word_embeddings="tied" in name), **config)
+    assert losses == [low_rank] and not computed
+
+
+def _grow(run):
+    run.get_base_model().lm_head.base_layer.bias = nn.Parameter(torch.linspace(-1, 1, V, device=DEVICE))
+
+
+def _whole(run):
+    run.get_base_model().lm_head.base_layer.weight.requires_grad_(True)
+
+
+def _frozen(run):
+    for name, p in run.named_parameters():
+        if "lm_head.lora_" in name:
+            p.requires_grad_(False)
+
+
+def _only_b(run):
+    for name, p in run.named_parameters():
+        p.requires_grad_("lm_head.lora_B" in name)
+
+
+@pytest.mark.parametrize("change", [_grow, _whole, _frozen, _only_b], ids=lambda f: f.__name__)
+def test_what_learns(change, losses):
+    assert_as_stock(change=change, model_options=dict(tie_word_embeddings=change is _whole))
+    assert losses == [True]
+
+
+SWITCHES = {
+    "disabled": (lambda run: run.base_model.disable_adapter_layers(), False),
+    "merged": (lambda run: run.merge_adapter(), False),
+    "another": (lambda run: run.set_adapter("two"), True),
+    "both": (lambda run: run.base_model.set_adapter(["one", "two"]), True),
+    "deleted": (lambda run: run.delete_adapter("one"), True),
+    "scaled": (lambda run: [m.set_scale("one", 3.0) for m in run.modules() if isinstance(m, peft.tuners.lora.LoraLayer)], True),
+}
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_switches_of_a_patched_model(name, losses, computed):
+    """Turned after the patch, and after a step."""
+    switch, low_rank = SWITCHES[name]
+    stock, ours = both("llama", "one", "two", change=_whole, lora_dropout=0.5 if name == "both" else 0.0)
+    assert_same_learning(step(ours)[1], step(stock)[1], 1e-5)
+    for run in (stock, ours):
+        switch(run)
+        for n, p in run.named_parameters():
+            p.requires_grad_("lora_" in n or "lm_head" in n)
+    assert_same_learning(step(ours)[1], step(stock)[1], 1e-5)
+    assert losses == [True, low_rank] and not computed
+
+
+def test_switches_of_copies(losses, computed):
+    """``modules_to_save``: the copy of the active adapter, and with adapters off the original."""
+    stock, ours = both("llama", "one", "two", target_modules=["q_proj"], modules_to_save=["lm_head"])
+    for run in (stock, ours):
+        with torch.no_grad():
+            run.get_base_model().lm_head.modules_to_save["two"].weight.mul_(1.5)
+    found = []
+    for switch in (lambda run: run.set_adapter("two"), lambda run: run.set_adapter("one")):
+        for run in (stock, ours):
+            switch(run)
+        found.append(step(ours)[1])
+        assert_same_learning(found[-1], step(stock)[1], 1e-5)
+    with ours.disable_adapter(), stock.disable_adapter(), torch.no_grad():
+        assert torch.allclose(ours(**tokens()).loss, stock(**tokens()).loss)
+    assert found[0]["loss"] != found[1]["loss"]
+    assert losses == [False] * 3 and not computed
+
+
+def _moved(run):
+    with torch.no_grad():
+        for name, p in run.named_parameters():
+            if "trainable_tokens_delta" in name:
+                p.add_(torch.linspace(-1, 1, p.numel(), device=DEVICE).view_as(p))
+
+
+@pytest.mark.parametrize("batch", [tokens(), tokens(length=200)], ids=["ignored", "all"])
+def test_trained_tokens_of_a_tied_head(batch, losses, computed):
+    """Rows of the head that are others than those of its frozen weight."""
+    batch["labels"][:, 3:9] = torch.tensor([5, 260, 7, 5, 260, 7], device=DEVICE)
+    config = dict(model_options=dict(tie_word_embeddings=True), target_modules=["q_proj"], trainable_token_indices=[5, 260, 7], change=_moved)
+    stock, ours = both("llama", **config)
+    expected = step(stock, batch)[1]
+    assert_same_learning(step(ours, batch)[1], expected, 1e-5)
+    for switch in (lambda run: run.merge_adapter(), lambda run: run.unmerge_adapter(), lambda run: run.base_model.disable_adapter_layers()):
+        for run in (stock, ours):
+            switch(run)
+        with torch.no_grad():
+            torch.testing.assert_close(ours(**batch).loss, stock(**batch).loss)
+    assert losses == [True, False, True, False] and not computed
+
+
+# -- what is not, and why --------------------------------------------------------------------
+
+
+def _hook(path: str):
+    return lambda run: run.get_base_model().lm_head.get_submodule(path).register_forward_hook(lambda m, args, out: out * 1.5)
+
+
+def _other_dropout(run):
+    run.get_base_model().lm_head.lora_dropout["default"] = nn.Sequential(nn.Identity())
+
+
+REASONS = {
+    "DoRA": (dict(use_dora=True), lambda run: None, "DoRA, which scales"),
+    "hook": ({}, _hook(""), "hooks, or a forward of its own"),
+    "hook of A": ({}, _hook("lora_A.default"), "parts of adapter 'default' are sharded, hooked or replaced"),
+    "hook of B": ({}, _hook("lora_B.default"), "parts of adapter 'default' are sharded, hooked or replaced"),
+    "hook of the base": ({}, _hook("base_layer"), "a base that is sharded, hooked or quantised"),
+    "dropout": ({}, _other_dropout, "the dropout of adapter 'default' is hooked, or a Sequential"),
+    "tokens of a trained head": (
+        dict(target_modules=["q_proj"], trainable_token_indices=[5], model_options=dict(tie_word_embeddings=True)),
+        lambda run: run.get_base_model().lm_head.token_adapter.base_layer.requires_grad_(True),
+        "trained tokens of a weight that is no plain frozen one",
+    ),
+    "too many tokens": (
+        dict(target_modules=["q_proj"], trainable_token_indices=[*range(60)], model_options=dict(tie_word_embeddings=True)),
+        lambda run: None,
+        "60 trained tokens",
+    ),
+    "copy with a hook": (
+        dict(target_modules=["q_proj"], modules_to_save=["lm_head"]),
+        _hook("modules_to_save.default"),
+        "a base that is sharded, hooked or quantised",
+    ),
+    "hook of a copy": (dict(target_modules=["q_proj"], modules_to_save=["lm_head"]), _hook(""), "a base of class ModulesToSaveWrapper"),
+}
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_other_heads_are_called_themselves(name, losses):
+    config, change, reason = REASONS[name]
+    ours = assert_as_stock(change=change, **config)
+    found = with_adapters(ours.get_base_model().lm_head, torch.zeros(1, ours.config.hidden_size, device=DEVICE))
+    assert isinstance(found, Left) and found.startswith(reason), found
+    assert not losses
+
+
+# -- memory ----------------------------------------------------------------------------------
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of any floating-point tensor that an operation makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in torch.utils._pytree.tree_leaves(out):
+            if isinstance(t, Tensor) and t.is_floating_point() and not func.is_view:
+                self.found = max(self.found, t.numel())
+        return out
+
+
+def lora_head(dtype=torch.float32, H=32, V=65, r=3, names=("one",), **config) -> nn.Module:
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=r, init_lora_weights=False, **config)
+    head = peft.tuners.lora.Linear(nn.Linear(H, V, bias=False), names[0], config=config, r=r, lora_alpha=2 * r)
+    for name in names[1:]:
+        head.update_layer(name, r, lora_alpha=r, config=config)
+    head.set_adapter(list(names))
+    head.base_layer.requires_grad_(False)
+    return head.to(DEVICE, dtype)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_nothing_of_the_size_of_the_head_or_of_all_logits(reduction, dropout, monkeypatch):
+    module, mode = importlib.import_module("liger_kernel.ops.linear_cross_entropy"), Largest()
+    loop = module.chunk_gradients
+
+    def watched(*args, **kwargs):
+        with mode:
+            return loop(*args, **kwargs)
+
+    monkeypatch.setattr(module, "chunk_gradients", watched)  # inside of launchers, which dispatch modes do not see
+    head, x = lora_head(H=32, V=100, lora_dropout=dropout), torch.randn(24, 32, device=DEVICE, requires_grad=True)
+    kept = []
+    with mode, torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
+        loss = head_cross_entropy(head, x, torch.arange(24, device=DEVICE), LossOptions(reduction=reduction))
+    with mode:
+        loss.sum().backward()
+    assert mode.found == x.numel() < min(head.base_layer.weight.numel(), 24 * 100)
+    own = {t.data_ptr() for t in (x, *head.parameters())}
+    assert max(t.numel() for t in kept if t.data_ptr() not in own) <= x.numel()
+
+
+# -- numbers ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("names", [("one",), ("one", "two")])
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("adapters", [torch.float32, torch.bfloat16])
+def test_as_accurate_as_stock(adapters, autocast, names):
+    """Adapters of 16 and 32 bits on a head of 16, with autocast and without."""
+    dtype = torch.bfloat16 if autocast is None else autocast
+
+    def draw(seed: int, of):
+        head = lora_head(names=names)
+        torch.manual_seed(seed)
+        for p in head.parameters():
+            nn.init.normal_(p, std=0.3)
+        head.base_layer.to(dtype)
+        for part in (head.lora_A, head.lora_B):
+            part.to(adapters)
+        x, target = torch.randn(11, 32, device=DEVICE).to(dtype), torch.randint(0, 65, (11,), device=DEVICE)
+        target[::4] = -100
+        if of is None:
+            head, x = head.double(), x.double()
+        x.requires_grad_()
+        with torch.autocast(DEVICE, dtype=autocast or torch.bfloat16, enabled=autocast is not None and of is not None):
+            loss = (of or stock)(head, x, target)
+        loss.backward()
+        return {"loss": loss.detach().float(), "x": x.grad} | {n: p.grad for n, p in head.named_parameters() if p.grad is not None}
+
+    def stock(head, x, target):
+        z = head(x)
+        return F.cross_entropy(z if z.dtype == torch.float64 else z.float(), target)
+
+    pairs = [(draw(seed, stock), draw(seed, None)) for seed in range(8)]
+    found = draw(0, head_cross_entropy)
+    assert found.keys() == pairs[0][0].keys() and len(found) == 2 + 2 * len(names)
+    assert_as_accurate(found, *pairs[0], *pairs[1:], again=lambda seed: draw(seed, head_cross_entropy))
+
+
+def test_a_second_backward():
+    head, x, target = lora_head(lora_dropout=0.3), torch.randn(24, 32, device=DEVICE, requires_grad=True), torch.arange(24, device=DEVICE)
+    loss = head_cross_entropy(head, x, target)
+    leaves = [x, *(p for p in head.parameters() if p.requires_grad)]
+    first = torch.autograd.grad(loss, leaves, retain_graph=True)
+    torch.testing.assert_close(torch.autograd.grad(3 * loss, leaves), tuple(3 * g for g in first))
+
+
+# -- the contract of forward -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [None, 17, torch.tensor(17)], ids=str)
+@pytest.mark.parametrize("ignored", [3, 9])
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_labels_that_do_not_count(dropout, ignored, count, losses, monkeypatch):
+    """They are left out of the large products; dropout draws for them, as stock does."""
+    rows, fused = [], head_loss.linear_cross_entropy
+    monkeypatch.setattr(head_loss, "linear_cross_entropy", lambda *args, **kw: (rows.append(kw["compact"].rows().numel()), fused(*args, **kw))[1])
+    assert_as_stock(lora_dropout=dropout, batch=tokens(ignored=ignored), call={} if count is None else {"num_items_in_batch": count})
+    assert losses == [True] and rows == [2 * (12 - ignored)]
+
+
+def test_logits_of_the_last_tokens(losses):
+    """Of five, four say something about a token that is there."""
+    stock, ours = both()
+    expected = step(stock, tokens(ignored=8))[1]
+    assert_same_learning(step(ours, tokens(), logits_to_keep=5)[1], expected, 1e-5)
+    assert losses == [True]
+
+
+def test_logits_that_are_asked_for(losses, computed):
+    stock, ours = both()
+    expected, learned = step(stock)
+    out, found = step(ours, skip_logits=False)
+    assert_same_learning(found, learned, 1e-5)
+    torch.testing.assert_close(out.logits, expected.logits)
+    out, _ = step(ours)
+    assert out.logits is None and losses[-1]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_layers(reentrant, losses):
+    def checkpointed(run):
+        run.get_base_model().gradient_checkpointing_enable({"use_reentrant": reentrant})
+        run.enable_input_require_grads()
+
+    assert_as_stock(change=checkpointed)
+    assert losses == [True]
+
+
+def test_options_and_statistics(losses):
+    options = dict(label_smoothing=0.1, lse_square_scale=1e-3, return_token_accuracy=True, return_predicted_tokens=True)
+    stock, ours = both()
+    logits = stock(tokens()["input_ids"]).logits
+    out = ours(**tokens(), **options)
+    labels = F.pad(tokens()["labels"], (0, 1), value=-100)[:, 1:]
+    right = (logits.argmax(-1) == labels)[labels != -100].float().mean()
+    torch.testing.assert_close(out.token_accuracy, right)
+    assert torch.equal(out.predicted_tokens.view_as(labels), logits.argmax(-1).where(labels != -100, -1))
+    assert losses == [True]
+
+
+@pytest.mark.parametrize("config", [{}, dict(target_modules=["q_proj"], modules_to_save=["lm_head"])], ids=["lora", "copy"])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_scores_without_logits(family, config, losses, computed):
+    expected = of_logits(adapted(family, **config))
+    assert_same_learning(of_scores(adapted(family, **config)), expected, 3e-5)
+    assert losses == [not config] and not computed
+
+
+def test_scores_of_a_head_that_drops(computed):
+    """Means and log-probabilities are of one mask."""
+    expected = of_logits(adapted(lora_dropout=0.5))
+    assert_same_learning(of_scores(adapted(lora_dropout=0.5)), expected, 3e-5)
+    assert computed
+
+
+@pytest.mark.parametrize("config", [{}, dict(target_modules=["q_proj"], modules_to_save=["lm_head"])], ids=["lora", "copy"])
+def test_compiled(config):
+    torch._dynamo.reset()
+    stock, ours = both(**config, model_options=dict(num_hidden_layers=1))
+    expected = step(stock)[1]
+    found = step(torch.compile(ours, backend="eager"))[1]
+    assert_same_learning({n.removeprefix("_orig_mod."): g for n, g in found.items()}, expected, 1e-5)

@@ -1,0 +1,276 @@
+"""Models whose frozen linear layers are in FP8, beside the same models with these weights made dense."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from hf_models import DEVICE, make, served_by_kernels_or_references, step, tokens
+from torch import nn
+
+from liger_kernel import transformers as liger
+from liger_kernel.nn import LigerFloat8Linear
+from liger_kernel.ops.projections import float8
+from liger_kernel.ops.projections.linear import LinearsFunction
+from liger_kernel.ops.projections.mlp import AdaptedMLPFunction
+from liger_kernel.transformers import quantize, quantize_base
+from liger_kernel.transformers.recognise.projections import Left, projection
+
+peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.skipif(DEVICE == "cuda" and float8.lacking(torch.device(DEVICE)) is not None, reason="this GPU has no FP8")
+LINEARS = 7  # of a Llama layer
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    monkeypatch.setattr(quantize, "SMALL", 0)
+
+
+@pytest.fixture
+def fast():
+    """Without interpreted kernels."""
+    with served_by_kernels_or_references():
+        yield
+
+
+def llama(dtype: torch.dtype = torch.bfloat16, **more) -> nn.Module:
+    return make("llama", dtype, num_hidden_layers=1, hidden_size=32, intermediate_size=64, head_dim=16, **more)
+
+
+def layers(model: nn.Module) -> dict[str, LigerFloat8Linear]:
+    return {name: m for name, m in model.named_modules() if isinstance(m, LigerFloat8Linear)}
+
+
+def adapted(model: nn.Module, **more) -> nn.Module:
+    torch.manual_seed(0)
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(**{"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM"} | more))
+    for name, p in sorted(wrapped.named_parameters()):
+        if "lora_B" in name:
+            nn.init.normal_(p, std=0.1)
+    return wrapped
+
+
+def dense_again(model: nn.Module) -> nn.Module:
+    """The model with the weights that FP8 left, as plain layers."""
+    model = copy.deepcopy(model)
+    for name, m in layers(model).items():
+        plain = nn.Linear(m.in_features, m.out_features, m.bias is not None, device=DEVICE, dtype=m.dtype)
+        plain.weight.data, plain.bias = m.dense(), m.bias
+        model.set_submodule(name, plain.requires_grad_(False))
+    return model
+
+
+def rough(found, expected, worst=0.25):
+    """What FP8 casts of activations leave of equality: gradients of a tiny model, each relative to its root mean square."""
+    assert found.keys() == expected.keys()
+    for name, e in expected.items():
+        error = (found[name].double() - e.double()).square().mean().sqrt() / e.double().square().mean().sqrt().clamp(min=1e-12)
+        assert error < worst, (name, error.item())
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "fp8_rowwise"])
+def test_layers_are_replaced_and_listed(recipe, fast):
+    model = llama()
+    before = {name: m.weight for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    left = quantize_base(model, recipe)
+    assert len(layers(model)) == LINEARS and left == {"lm_head": "a head, a router, or skipped by name"}
+    for name, m in layers(model).items():
+        error = (m.weight.float() - before[name].float()).square().mean().sqrt() / before[name].float().square().mean().sqrt()
+        assert error < 0.03 and m.weight.dtype == torch.bfloat16 and not any(p.requires_grad for p in m.parameters())
+        assert m.float8_scale.shape == ((m.out_features, 1) if recipe == "fp8_rowwise" else (1,))
+    assert not any(p is w for p in model.parameters() for name, w in before.items() if name != "lm_head"), "the 16 bits are held"
+    assert quantize_base(model, recipe) == left and len(layers(model)) == LINEARS, "a second time does nothing"
+
+
+@pytest.mark.parametrize("first", ["quantised", "adapted"])
+def test_peft_before_and_after(first, fast):
+    model = llama()
+    if first == "quantised":
+        quantize_base(model)
+        model = adapted(model)
+    else:
+        model = adapted(model)
+        quantize_base(model)
+    assert len(layers(model)) == LINEARS and all(name.endswith("base_layer") for name in layers(model))
+    trained = {p.dtype for p in model.parameters() if p.requires_grad}
+    assert trained == {torch.float32}, "PEFT's adapters beside a base in 16 bits"
+    rough(step(model)[1], step(dense_again(model))[1])
+
+
+def test_what_is_left_alone(fast):
+    model = adapted(llama(), target_modules=["q_proj"], modules_to_save=["k_proj"])
+    model.base_model.model.model.layers[0].mlp.up_proj.register_forward_hook(lambda *_: None)
+    left = quantize_base(model, "fp8", skip=("lm_head", "o_proj", "mlp.gate_proj"))
+    reason = {name.removeprefix("base_model.model.model.layers.0."): why for name, why in left.items()}
+    assert reason["self_attn.k_proj.modules_to_save.default"] == "it is trained" and "hooked" in reason["mlp.up_proj"]
+    assert {name.rpartition(".")[2] for name, why in reason.items() if "skipped" in why} == {"lm_head", "o_proj", "gate_proj"}
+    assert not any("lora" in name for name in {*reason, *layers(model)})
+    assert sorted(n.split(".")[-1] for n in layers(model)) == ["base_layer", "down_proj", "original_module", "v_proj"]
+
+
+def test_sizes_that_are_left(monkeypatch):
+    model = nn.Sequential(nn.Linear(32, 24), nn.Linear(32, 64), nn.Linear(64, 64, dtype=torch.float64), nn.Embedding(64, 32))
+    monkeypatch.setattr(quantize, "SMALL", 4096)
+    tied = nn.Linear(32, 64)
+    model.append(tied).append(nn.Embedding.from_pretrained(tied.weight, freeze=False))
+    model[-1].weight = tied.weight
+    with pytest.warns(UserWarning, match=r"no linear layer is in FP8 \(0: 24 x 32 are not multiples of 16; 1: 64 x 32 are too few"):
+        left = quantize_base(model)
+    assert [why.split()[-2:] for why in left.values()] == [["of", "16"], ["by", "it"], ["on", "cpu"], ["its", "weight"]]
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "fp8_rowwise"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_nodes_serve_adapters_over_it(recipe, autocast, monkeypatch):
+    model, ran = llama(), []
+    quantize_base(model, recipe)
+    model = adapted(model)
+    with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
+        stock, dense = step(model)[1], step(dense_again(model))[1]
+    for node in (LinearsFunction, AdaptedMLPFunction):
+        apply = node.apply
+        monkeypatch.setattr(node, "apply", lambda *args, node=node, apply=apply: ran.append(node.__name__) or apply(*args))
+    liger._apply_liger_kernel_to_instance(model=model)
+    with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
+        ours = step(model)[1]
+    assert ran == ["LinearsFunction", "LinearsFunction", "AdaptedMLPFunction"]
+    rough(ours, dense)
+    rough(ours, stock)
+
+
+def test_bare_layers_run_their_own_forward(fast):
+    model = llama(torch.float32)
+    quantize_base(model, skip=("lm_head", "mlp"))
+    dense = dense_again(model)
+    liger._apply_liger_kernel_to_instance(model=model)
+    rough(step(model)[1], {name: g for name, g in step(dense)[1].items()})
+    found = projection(layers(model)["model.layers.0.self_attn.q_proj"], torch.float32)
+    assert not isinstance(found, Left) and not found.adapters
+    with torch.no_grad():
+        logits = model(**tokens() | {"labels": None}).logits
+        generated = model.generate(tokens()["input_ids"], max_new_tokens=3, do_sample=False, pad_token_id=0)
+    assert logits.isfinite().all() and generated.shape[1] == 15
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "fp8_rowwise"])
+def test_a_layer_is_saved_copied_and_moved(recipe, fast):
+    def made(seed):
+        torch.manual_seed(seed)
+        return LigerFloat8Linear.of(nn.Linear(48, 32, dtype=torch.bfloat16).to(DEVICE), recipe)
+
+    def run(layer):
+        leaf = x.detach().requires_grad_()
+        y = layer(leaf)
+        y.backward(torch.ones_like(y))
+        return y.detach(), leaf.grad
+
+    first, other, x = made(0), made(1), torch.randn(4, 48, device=DEVICE).bfloat16()
+    expected = run(first)
+    assert not torch.equal(run(other)[0], expected[0])
+    other.load_state_dict(first.state_dict())
+    buffer = io.BytesIO()
+    torch.save(first, buffer)
+    buffer.seek(0)
+    for same in (other, copy.deepcopy(first), first.half().to(torch.float64), torch.load(buffer, weights_only=False)):
+        same.bias.data = same.bias.data.bfloat16()
+        torch.testing.assert_close(run(same), expected, rtol=0, atol=0)
+    assert {*first.state_dict()} == {"float8", "float8_scale", "bias"} and first.float8_scale.dtype == torch.int32
+
+
+def test_the_transpose_is_of_what_is_multiplied_now(monkeypatch):
+    layer, made = LigerFloat8Linear.of(nn.Linear(48, 32, bias=False).to(DEVICE), "fp8"), []
+    stock = float8.transposed
+    monkeypatch.setattr("liger_kernel.nn.float8.transposed", lambda w: made.append(1) or stock(w))
+    x = torch.randn(4, 48, device=DEVICE, requires_grad=True)
+    layer(x).sum().backward()
+    layer(x).sum().backward()
+    assert len(made) == 1
+    with torch.no_grad():
+        layer(x)
+    layer.weight.data = 2 * layer.weight.data
+    before, x.grad = x.grad / 2, None
+    layer(x).sum().backward()
+    assert len(made) == 2
+    torch.testing.assert_close(x.grad, 2 * before, rtol=1e-5, atol=1e-5)
+    free = LigerFloat8Linear.of(nn.Linear(48, 32).to(DEVICE), "fp8", keep_transposed=False)
+    free(x).sum().backward()
+    assert len(made) == 2 and free._transposed is None
+
+
+@pytest.mark.parametrize("more", [{}, {"use_dora": True}], ids=["lora", "dora"])
+@pytest.mark.parametrize("safe", [False, True])
+def test_merging_is_a_cast_of_the_sum(safe, more, fast):
+    model = llama(torch.float32)
+    quantize_base(model)
+    model = adapted(model, **more)
+    dense = dense_again(model)
+    rough(step(model)[1], step(dense)[1])
+    before = {name: m.dense() for name, m in layers(model).items()}
+    model.merge_adapter(safe_merge=safe)
+    dense.merge_adapter()
+    linear = dense.get_submodule
+    for name, m in layers(model).items():
+        wanted = linear(name).weight
+        assert (m.dense() - before[name]).abs().max() > 0.01
+        assert (m.dense() - wanted).square().mean().sqrt() < 0.03 * wanted.square().mean().sqrt()
+    model.unmerge_adapter()
+    for name, m in layers(model).items():
+        assert (m.dense() - before[name]).square().mean().sqrt() < 0.08 * before[name].square().mean().sqrt()
+    plain = model.merge_and_unload(safe_merge=safe)
+    assert len(layers(plain)) == LINEARS and not any("lora" in n for n, _ in plain.named_modules())
+
+
+def test_layers_compile_whole():
+    layer = LigerFloat8Linear.of(nn.Linear(48, 32, dtype=torch.bfloat16).to(DEVICE), "fp8_rowwise")
+    found = []
+    for run in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
+        x = torch.ones(4, 48, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+        y = run(x)
+        y.sum().backward()
+        found.append((y.detach(), x.grad))
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+def test_layers_are_sharded(tmp_path):
+    """By FSDP2, under which mixed precision would cast parameters that are not integers, and refuses those without a dim."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        x = torch.randn(4, 48).bfloat16().requires_grad_()
+        layer = LigerFloat8Linear.of(nn.Linear(48, 32, dtype=torch.bfloat16), "fp8", keep_transposed=False)
+        expected = layer(x)
+        fully_shard(layer, mesh=torch.distributed.init_device_mesh("cpu", (1,)), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        assert torch.equal(layer(x), expected)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_writing_into_the_weight_casts():
+    layer = LigerFloat8Linear.of(nn.Linear(32, 32, bias=False).to(DEVICE), "fp8_rowwise")
+    with torch.no_grad():
+        layer.weight.fill_(0.5)
+        assert torch.equal(layer.weight + 0, torch.full((32, 32), 0.5, device=DEVICE))
+        layer.weight.mul_(2)
+        assert torch.equal(layer(torch.eye(32, device=DEVICE)), torch.ones(32, 32, device=DEVICE))
+    with pytest.raises(ValueError, match=r"weight must have shape \(32, 32\), got \(1, 32\)"):
+        layer.weight.data = torch.zeros(1, 32)
+
+
+def test_wrong_calls(monkeypatch):
+    model = llama()
+    with pytest.raises(ValueError, match="recipe must be one of fp8, fp8_rowwise, got 'int4'"):
+        quantize_base(model, "int4")
+    monkeypatch.setattr(quantize, "lacking", lambda device: "FP8 needs an NVIDIA GPU of compute capability 8.9 or newer, got 8.0")
+    with pytest.raises(ValueError, match=r"^quantize_base: FP8 needs an NVIDIA GPU of compute capability 8.9 or newer, got 8\.0$"):
+        quantize_base(model)
+    assert not layers(model)
+
+
+def test_checkpoints_of_others_in_fp8_run_stock():
+    fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    layer = fp8.FP8Linear(32, 32, block_size=(16, 16))
+    assert str(projection(layer, torch.bfloat16)) == "a base in FP8 whose own forward casts its input by blocks"
+    assert "not a plain nn.Linear" in quantize_base(nn.Sequential(layer))["0"]

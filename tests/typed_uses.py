@@ -15,7 +15,7 @@ from liger_kernel.ops.losses.linear_loss import linear_loss
 from liger_kernel.parallel import by_sharding, parallelize
 from liger_kernel.train import TrainConfig
 from liger_kernel.train.loop import train
-from liger_kernel.transformers import AutoLigerKernelForCausalLM, apply_liger_kernel_to_llama, attention, projections_report, restore
+from liger_kernel.transformers import AutoLigerKernelForCausalLM, apply_liger_kernel_to_llama, attention, projections_report, quantize_base, restore
 
 SHOWN = (
     hub,
@@ -29,6 +29,7 @@ SHOWN = (
     LigerFusedLinearPreferenceBase,
     AutoLigerKernelForCausalLM,
     projections_report,
+    quantize_base,
 )
 
 

@@ -233,6 +233,7 @@ def test_layers_compile_whole():
     torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="FSDP2 of PyTorch 2.11 asks gradients of integers")
 def test_layers_are_sharded(tmp_path):
     """By FSDP2, under which mixed precision would cast parameters that are not integers, and refuses those without a dim."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

@@ -28,7 +28,7 @@ def quantize_base(model: nn.Module, recipe: str = "fp8", *, skip: tuple[str, ...
     ``skip``: names of modules, or ends of them; the output head, small layers, trained ones and adapters are skipped, too. Where all of the model asks
     for gradients, as a model does that was just loaded, all of it counts as frozen.
     ``keep_transposed``: hold each weight a second time, transposed, for the backward: as much memory as in bf16, but no transposing in each backward.
-    With FSDP pass False: what is held transposed is not sharded.
+    With FSDP pass False: what is held transposed is not sharded. (FSDP2 of PyTorch 2.11 refuses these layers; that of 2.13 takes them.)
     Raises ``ValueError`` for another recipe, and on a GPU without FP8. The CPU computes what a GPU would, slowly.
     """
     if recipe not in RECIPES:

@@ -169,6 +169,17 @@ def test_chunks_on_a_gpu(M, H, V, itemsize, rows, chunks):
     assert auto_chunk_rows(M, V, H, itemsize, True) == rows and -(-M // rows) == chunks
 
 
+def test_chunks_of_a_frozen_weight_are_as_small_as_is_quick(monkeypatch):
+    assert auto_chunk_rows(32768, 128256, 4096, 2, True, frozen=True) == 1024 and auto_chunk_rows(900, 128256, 4096, 2, True, frozen=True) == 900
+    asked = []
+    module = importlib.import_module("liger_kernel.ops.losses.linear_cross_entropy")
+    monkeypatch.setattr(module, "auto_chunk_rows", lambda *a, **k: asked.append(k.get("frozen", False)) or 4)
+    for learns in (False, True):
+        x, w = torch.randn(9, 16, device=DEVICE, requires_grad=True), torch.randn(30, 16, device=DEVICE, requires_grad=learns)
+        linear_cross_entropy(x, w, torch.zeros(9, dtype=torch.int64, device=DEVICE)).backward()
+    assert asked == [True, False]
+
+
 @pytest.mark.parametrize("M, V", [(1, 10), (1025, 128256), (100000, 32000), (0, 7)])
 def test_chunks_on_a_cpu_take_64_mib(M, V):
     rows = auto_chunk_rows(M, V, 512, 4, False)

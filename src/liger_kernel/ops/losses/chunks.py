@@ -31,17 +31,20 @@ def rounded_sums(M: int, V: int) -> int:
     return 8 if 12 * M <= V else 6 if 4 * M <= V else 5
 
 
-def auto_chunk_rows(M: int, V: int, H: int, itemsize: int, on_gpu: bool) -> int:
+def auto_chunk_rows(M: int, V: int, H: int, itemsize: int, on_gpu: bool, frozen: bool = False) -> int:
     """Tokens a chunk; the remainder of M makes a smaller chunk, the first one.
 
     GPU: at least 1024 (H200: GEMMs of 512 rows lose a third of their speed), in multiples of 512. For a 16-bit w as many as it takes to sum dw in
     ``rounded_sums`` chunks, or a quarter as many as w has columns, so that the logits take a quarter of dw's memory, unless fp32 sums and chunks of
-    1024 take less; then, and for an fp32 w, an eighth of the tokens and at most 1 GiB. CPU: a buffer of 64 MiB.
+    1024 take less; then, and for an fp32 w, an eighth of the tokens and at most 1 GiB. For a ``frozen`` w, which has no dw to sum, 1024. CPU: a buffer of
+    64 MiB.
     H200, 8192 x 4096 x 128256: chunks of 1024 41.0 ms and 1.38 GB, of 1536 40.8 and 1.51, of 2048 40.9 and 1.64.
     """
     few = -(-M // rounded_sums(M, V))
     if not on_gpu:
         rows = max(64, (1 << 26) // (V * 4)) // 8 * 8
+    elif frozen:
+        rows = 1024
     elif itemsize < 4 and few <= 2 * H + 1024:
         rows = max(1024, -(-few // 512) * 512, min(H // 4, M // 4) // 1024 * 1024)
     else:

@@ -11,6 +11,7 @@ takes the logits from the forward if one chunk held all, else it computes them a
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import Any
@@ -159,6 +160,8 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
     def forward(ctx, x, w, target, bias, class_weight, num_items, kept, xa, wb, s, o):
         x, numbers = rows_of(x), values(s)
         M = x.shape[0] if kept is None else kept.shape[0]
+        if any(o.need) and not o.need[1] and not o.chunk_rows:
+            o = dataclasses.replace(o, chunk_rows=auto_chunk_rows(M, *w.shape, x.itemsize, on_gpu(x), frozen=True))
         ctx.s, ctx.o = s, o
         fits = 0 < M <= (o.chunk_rows or auto_chunk_rows(M, w.shape[0], w.shape[1], x.itemsize, on_gpu(x))) and any(o.need)
         ctx.kind = "done" if s.reduction != "none" else "one" if fits else "again"

@@ -191,12 +191,20 @@ def test_a_gpu_without_fp8_raises(monkeypatch):
         cast(drawn(4, 16), E4, False)
 
 
+@needs_kernels
+def test_launchers_have_true_schemas_and_fakes():
+    x, by = torch.randn(3, 32, device=DEVICE, dtype=torch.bfloat16), torch.rand(32, device=DEVICE)
+    for args in ((x, None, E4, False), (x, by, E4, True)):
+        torch.library.opcheck(torch.ops.liger.float8_cast.default, args, test_utils="test_faketensor")
+    torch.library.opcheck(torch.ops.liger.transpose_bytes.default, (x.to(E4),), test_utils="test_faketensor")
+
+
 COMPILE = """
 import sys, torch
 from liger_kernel.compile.launches import Mock
 from liger_kernel.compile.targets import compiling_for
 from liger_kernel.ops._core import operator as _op
-from liger_kernel.ops.projections import float8
+from liger_kernel.ops.projections import float8, four_bits
 sys.path.insert(0, sys.argv[2])
 from compile_kernels import resources
 
@@ -214,16 +222,21 @@ with compiling_for(sys.argv[1]), _op.intercept_launches(compile):
                 float8.cast(x, *how)
         float8.cast(torch.empty(64, 14336, device="meta", dtype=dtype), float8.E4, True, by)
     float8.transposed(torch.empty(4096, 14336, device="meta", dtype=float8.E4))
+    for dtype in (torch.bfloat16, torch.float32):
+        packed, absmax = torch.empty(14336 * 2048, 1, device="meta", dtype=torch.uint8), torch.empty(14336 * 64, device="meta")
+        code, code2, absmax2, offset = (torch.empty(n, device="meta") for n in (16, 256, 3584, 1))
+        four_bits.dense_four_bits(packed, absmax, code, None, None, None, [14336, 4096], 64, 1, dtype)
+        four_bits.dense_four_bits(packed, absmax.to(torch.uint8), code, absmax2, code2, offset, [14336, 4096], 64, 256, dtype)
 """
 
 
 @needs_kernels
 @pytest.mark.parametrize("target", ["sm90", pytest.param("sm89", marks=pytest.mark.slow), pytest.param("sm100", marks=pytest.mark.slow)])
-def test_kernels_compile(target, user_env):
+def test_kernels_of_stored_weights_compile(target, user_env):
     from pathlib import Path
 
     folder = Path(__file__).parents[1] / "compile"
     done = subprocess.run([sys.executable, "-c", COMPILE, target, str(folder)], env=user_env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     print(done.stdout)
-    assert {line.split()[0] for line in done.stdout.splitlines()} == {"_amax", "_cast", "_cast_rows", "_transpose"}
+    assert {line.split()[0] for line in done.stdout.splitlines()} == {"_amax", "_cast", "_cast_rows", "_transpose", "_dense"}

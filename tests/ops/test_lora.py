@@ -98,3 +98,5 @@ def test_four_bits(nested, dtype):
     here = lambda t: None if t is None else t.to(DEVICE)
     found = dense_four_bits(*map(here, (packed, absmax, code, absmax2, code2 if nested else None, offset)), [N, K], block, block2, dtype)
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-6 if dtype == torch.float32 else 2**-8, atol=0)
+    stored = [*map(here, (packed, absmax, code, absmax2, code2 if nested else None, offset))]
+    torch.library.opcheck(torch.ops.liger.dense_four_bits.default, (*stored, [N, K], block, block2, dtype), test_utils="test_faketensor")

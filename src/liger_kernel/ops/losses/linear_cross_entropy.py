@@ -212,8 +212,9 @@ def _head(M: int, H: int, V: int, ignored: int = 3, **options: Any) -> dict[str,
 def _cost(x, w, target, bias=None, class_weight=None, *, ignore_index=-100, compact=False, xa=None, wb=None, **_) -> Cost:
     (M, H), V = x.shape, w.shape[0]
     M = int((target != ignore_index).sum()) if compact else M
-    H += 0 if xa is None else xa.shape[1]
-    return Cost(nbytes(x, w, target, bias, class_weight, xa, wb), nbytes(x, w, bias, xa, wb), gemms=([(M, V, H)], [(M, H, V), (V, H, M)]))
+    R = 0 if xa is None else xa.shape[1]
+    backward = [(M, H + R, V), (V, H * w.requires_grad + R, M)]
+    return Cost(nbytes(x, w, target, bias, class_weight, xa, wb), nbytes(x, w, bias, xa, wb), gemms=([(M, V, H + R)], backward))
 
 
 _LORA = _head(9, 32, 65, xa=T((9, 3)), wb=T((65, 3)))

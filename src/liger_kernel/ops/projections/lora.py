@@ -12,6 +12,8 @@ what they keep for the backward, stands in ``adapted``.
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -112,10 +114,14 @@ def _cost_of(M: int, layers: list[tuple[Tensor, Tensor, Tensor]], moved: tuple[i
     return Cost(moved[0] + weights + adapters, moved[1] + weights + learnt + 2 * adapters, gemms=(forward, backward))
 
 
-def _cost(x: Tensor, weight: Tensor, a: Tensor, b: Tensor, **_: object) -> Cost:
+def _cost(x: Tensor, weight: Tensor, a: Tensor, b: Tensor, *, magnitude: Tensor | None = None, **_: object) -> Cost:
     M = x.numel() // x.shape[-1]
     y = M * weight.shape[0] * x.itemsize
-    return _cost_of(M, [(weight, a, b)], (x.nbytes + y, 2 * x.nbytes + y))
+    cost = _cost_of(M, [(weight, a, b)], (x.nbytes + y, 2 * x.nbytes + y))
+    if magnitude is None:
+        return cost
+    forward, backward = cost.gemms
+    return dataclasses.replace(cost, gemms=([*forward, (*weight.shape, a.shape[0])], backward))  # the norms of the rows
 
 
 _LINEAR = dict(x=T((6, 8)), scale=0.5) | _layer(8, 12, 3)

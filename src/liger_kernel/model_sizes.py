@@ -23,6 +23,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": QWEN
     | _sized(1024, 3072, 28, 16, model_type="qwen3", num_key_value_heads=8, head_dim=128, vocab_size=151936)
     | dict(tie_word_embeddings=True, max_position_embeddings=40960),
+    "qwen3-8b": QWEN | _sized(4096, 12288, 36, 32, model_type="qwen3", num_key_value_heads=8, head_dim=128, vocab_size=151936, max_position_embeddings=40960),
     "gemma-2b": GEMMA | _sized(2048, 16384, 18, 8, num_key_value_heads=1),
     "gemma-7b": GEMMA | _sized(3072, 24576, 28, 16, num_key_value_heads=16),
     "gemma-3-1b": dict(model_type="gemma3_text", head_dim=256, vocab_size=262144, sliding_window=512, max_position_embeddings=32768)

@@ -414,7 +414,7 @@ def test_the_gradient_of_the_head_is_scaled_in_the_forward(monkeypatch):
     module = importlib.import_module("liger_kernel.ops.linear_cross_entropy")
     scaled = module.scaled
     monkeypatch.setattr(module, "scaled", lambda grads, g: (seen.append(g.item()), scaled(grads, g))[1])
-    monkeypatch.setattr(module, "auto_chunk_rows", lambda *_: 5)
+    monkeypatch.setattr(module, "auto_chunk_rows", lambda *_, **__: 5)
     model, batch = make("llama", num_hidden_layers=1), tokens(length=40)
     expected = step(model, batch, num_items_in_batch=49)[1]
     assert_same_learning(step(patched(model), batch, num_items_in_batch=49)[1], expected)

@@ -37,7 +37,7 @@ def _served():
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch):
     for module in ("ops.losses.chunks", "ops.losses.linear_cross_entropy", "transformers.head.loss"):
-        monkeypatch.setattr(importlib.import_module(f"liger_kernel.{module}"), "auto_chunk_rows", lambda *_: 4)
+        monkeypatch.setattr(importlib.import_module(f"liger_kernel.{module}"), "auto_chunk_rows", lambda *_, **__: 4)
 
 
 @pytest.fixture

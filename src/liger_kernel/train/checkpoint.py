@@ -280,7 +280,7 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[s
     """The tensors to write or to read into, and the optimizer's state they are part of. Its numbers follow from the config and the step."""
     trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     frozen = len(trained) < sum(1 for _ in model.parameters())  # a base, quantised perhaps, whose own state DCP cannot tell from modules
-    weights: dict[str, Any] = trained if frozen else get_model_state_dict(model)  # type: ignore[assignment]
+    weights: dict[str, Any] = trained if frozen else get_model_state_dict(model)  # type: ignore[assignment]  # its values are more than tensors
     state: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=_FLAT)
     tensors = {f"model.{name}": t for name, t in weights.items()} | {f"optimizer.{name}": t for name, t in state.items() if isinstance(t, Tensor)}
     return tensors, state

@@ -110,8 +110,19 @@ def plot(report: dict[str, Any], runs: dict[str, Any], path: Path) -> str:
     from matplotlib import pyplot as plt
 
     ink, quiet, colours = "#24292f", "#8c959f", {"stock": "#b6bec8", "ours": "#0a7d6c"}
-    plt.rcParams.update({"font.family": "DejaVu Sans", "font.size": 10, "text.color": ink, "axes.edgecolor": quiet, "axes.labelcolor": quiet,
-                         "xtick.color": quiet, "ytick.color": quiet, "axes.spines.top": False, "axes.spines.right": False})  # fmt: skip
+    plt.rcParams.update(
+        {
+            "font.family": "DejaVu Sans",
+            "font.size": 10,
+            "text.color": ink,
+            "axes.edgecolor": quiet,
+            "axes.labelcolor": quiet,
+            "xtick.color": quiet,
+            "ytick.color": quiet,
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+        }
+    )
     title: dict[str, Any] = {"loc": "left", "fontsize": 11, "fontweight": "bold"}
     figure, (curve, memory, speed) = plt.subplots(1, 3, figsize=(11, 3.8), width_ratios=(2.2, 1, 1), dpi=160)
     figure.set_layout_engine("constrained", wspace=0.06)

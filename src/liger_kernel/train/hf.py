@@ -46,17 +46,17 @@ class _Trainer(transformers.Trainer):
         super().__init__(**options)
 
     def _get_train_sampler(self, *args: Any) -> Sampler:
-        return SequentialSampler(self.train_dataset)  # type: ignore[arg-type]
+        return SequentialSampler(self.train_dataset)  # type: ignore[arg-type]  # it only needs a length
 
     def create_optimizer(self, *args: Any, **options: Any) -> torch.optim.Optimizer:
         if self.optimizer is None:
-            self.optimizer = adamw(self.model.parameters(), self.config)  # type: ignore[union-attr]
+            self.optimizer = adamw(self.model.parameters(), self.config)  # type: ignore[union-attr]  # a Trainer that trains has a model
             self.numbers = numbers(self.optimizer)
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         if self.lr_scheduler is None:
-            self.lr_scheduler = scheduler(optimizer or self.optimizer, self.config)  # type: ignore[arg-type]
+            self.lr_scheduler = scheduler(optimizer or self.optimizer, self.config)  # type: ignore[arg-type]  # a Trainer has an optimizer by now
         return self.lr_scheduler
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

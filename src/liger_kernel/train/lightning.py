@@ -231,8 +231,11 @@ def run(config: TrainConfig, data: Data, model: Any, device: torch.device, preci
     memory, pace = PeakMemory(device), Pace(lambda step: data.tokens_of((step - 1) * rows, step * rows, config.seed), config.steps)
     endpoint = Endpoint(config.metrics_host, config.metrics_port + local_rank(), ranks.rank) if config.metrics_port else None
     module = _Module(config, model, parts)
-    mine = [batch for start in range(0, len(data.eval), config.batch * ranks.world)
-            for batch in data.batches(data.eval[start : start + config.batch * ranks.world], ranks.rank, ranks.world, config.batch)]  # fmt: skip
+    mine = [
+        batch
+        for start in range(0, len(data.eval), config.batch * ranks.world)
+        for batch in data.batches(data.eval[start : start + config.batch * ranks.world], ranks.rank, ranks.world, config.batch)
+    ]
     reports = Reports(config, config.shown()) if ranks.first and config.reports else None
     try:
         with Watch(Path(config.out), ranks.rank, config.timeout) as watch:
@@ -259,12 +262,12 @@ def run(config: TrainConfig, data: Data, model: Any, device: torch.device, preci
                 check_val_every_n_epoch=None,
             )
             # SIGTERM is ours: Lightning's handler would end the run at the next batch, before ranks agree on a step to save
-            trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
+            trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]  # its handlers would take the place of ours
             memory.start()
             trainer.fit(
                 module,
                 DataLoader(_Parts(config, data, ranks, rows, lambda: trainer.global_step), batch_size=None),
-                DataLoader(mine, batch_size=None) if mine else None,  # type: ignore[arg-type]
+                DataLoader(mine, batch_size=None) if mine else None,  # type: ignore[arg-type]  # batches are an iterable, which is enough
                 ckpt_path=last,
             )
             lines.news.last()
@@ -275,7 +278,7 @@ def run(config: TrainConfig, data: Data, model: Any, device: torch.device, preci
                 raise Preempted(f"stopped after step {trainer.global_step} by SIGTERM; checkpoint: {folder}")
             if lines.lines and mine and (not lines.evaluations or lines.evaluations[-1]["step"] != config.steps):
                 trainer.limit_val_batches = 1.0
-                trainer.validate(module, DataLoader(mine, batch_size=None), verbose=False)  # type: ignore[arg-type]
+                trainer.validate(module, DataLoader(mine, batch_size=None), verbose=False)  # type: ignore[arg-type]  # batches are an iterable, which is enough
             if config.save:
                 save(model, data.tokenizer, config.save, ranks.first)
     finally:

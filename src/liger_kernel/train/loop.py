@@ -214,7 +214,7 @@ class _Run:
         norm = self.parallel.clip_grad_norm_(self.config.grad_clip or None)
         # the fused kernel itself leaves weights and moments alone where this is 1: nobody waits for the norm
         skip = torch.ones_like(norm, dtype=torch.bool) if keep else ~torch.isfinite(norm)
-        self.optimizer.found_inf, self.optimizer.grad_scale = skip.to(self.device, torch.float32), None  # type: ignore[attr-defined]
+        self.optimizer.found_inf, self.optimizer.grad_scale = skip.to(self.device, torch.float32), None  # type: ignore[attr-defined]  # what GradScaler gives an optimizer
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return norm

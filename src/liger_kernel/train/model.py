@@ -140,11 +140,21 @@ def _operator(namespace: str, name: str) -> Any:
 
 
 _COSTLY = {
-    op for name in ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten._scaled_dot_product_flash_attention",
-                    "aten._scaled_dot_product_efficient_attention", "aten._scaled_dot_product_cudnn_attention",
-                    "aten._scaled_dot_product_flash_attention_for_cpu", "aten._scaled_dot_product_attention_math", "torch_attn._varlen_attn")
+    op
+    for name in (
+        "aten.mm",
+        "aten.addmm",
+        "aten.bmm",
+        "aten.baddbmm",
+        "aten._scaled_dot_product_flash_attention",
+        "aten._scaled_dot_product_efficient_attention",
+        "aten._scaled_dot_product_cudnn_attention",
+        "aten._scaled_dot_product_flash_attention_for_cpu",
+        "aten._scaled_dot_product_attention_math",
+        "torch_attn._varlen_attn",
+    )
     if (op := _operator(*name.split("."))) is not None
-}  # fmt: skip
+}
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -88,7 +88,7 @@ class Parts(Rows):
         return self._open[number]
 
     @property
-    def positions(self) -> Tensor | None:  # type: ignore[override]
+    def positions(self) -> Tensor | None:  # type: ignore[override]  # a property there, too
         return self.part(0).positions
 
     def row(self, pick: int) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -128,7 +128,7 @@ class Stream(Data):
         path = path_of(self._folder, part)
         while not path.is_file():
             if self._writer is not None and self._writer.poll() is not None and not path.is_file():
-                said = self._writer.stdout.read().decode().strip()  # type: ignore[union-attr]
+                said = self._writer.stdout.read().decode().strip()  # type: ignore[union-attr]  # it was started with a pipe
                 raise UserError(said or f"tokenising ended with exit code {self._writer.returncode}: {path} is missing")
             time.sleep(0.02)
         return path
@@ -247,7 +247,7 @@ class Writer:
     def _write(self, part: int) -> None:
         begin = self._parts[part - 1].end if part else list(BEGIN)
         if self._next != part:
-            self._stream = self.records.since(tuple(begin))  # type: ignore[arg-type]
+            self._stream = self.records.since(tuple(begin))  # type: ignore[arg-type]  # a position is a pair
             self._ahead = next(self._stream, None)
         records, size, end = [], 0, begin
         while self._ahead is not None and size < self.config.stream * 1_000_000:

@@ -44,13 +44,13 @@ _HARMLESS = {"", "liger_kernel.memory", "torch.autograd.graph", _CHECKPOINT}
 
 def _hooks() -> tuple[tuple[Any, Any] | None, str]:
     """The hooks that see what is saved now, and the module they are from: none, and no name."""
-    hooks = None if torch.compiler.is_compiling() else torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
+    hooks = None if torch.compiler.is_compiling() else torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]  # in no stub
     return hooks, "" if hooks is None else getattr(hooks[1], "__module__", "?")
 
 
 def _graph_is_kept() -> bool:
     """Whether the backward that runs may be followed by another one, or that is not known."""
-    return torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
+    return torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]  # in no stub
 
 
 def _halves(g: Tensor, u: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -147,9 +147,10 @@ def _cost(x: Tensor, gate: Tensor, up: Tensor | None, down: Tensor, **_: object)
     M, H, I = x.numel() // x.shape[-1], *down.shape
     weights = 3 * down.nbytes
     return Cost(
-        nbytes(x, x) + weights, nbytes(x, x, x) + 2 * weights,
+        nbytes(x, x) + weights,
+        nbytes(x, x, x) + 2 * weights,
         gemms=([(M, H, I)] * 2 + [(M, I, H)], [(M, I, H)] * 2 + [(I, H, M)] * 2 + [(M, H, I), (H, I, M)]),
-    )  # fmt: skip
+    )
 
 
 @op(
@@ -167,11 +168,12 @@ def _cost(x: Tensor, gate: Tensor, up: Tensor | None, down: Tensor, **_: object)
         Case("bad-up", _args((2,), 4, 8) | dict(up=T((9, 4))), error="mlp: up must have shape (8, 4), got (9, 4)"),
         Case("bad-down", _args((2,), 4, 8) | dict(down=T((4, 9))), error="mlp: down must have shape (4, 8), got (4, 9)"),
         Case("mixed", _args((2,), 4, 8) | dict(down=T((4, 8), dtype=torch.float64)), error="mlp: down must have x's dtype, torch.float32, got torch.float64"),
-        Case("bad-act", _args((2,), 4, 8) | dict(act="swish2"),
-             error="mlp: act must be one of ['gelu', 'gelu_tanh', 'relu2', 'sigmoid', 'silu'], got 'swish2'"),
+        Case(
+            "bad-act", _args((2,), 4, 8) | dict(act="swish2"), error="mlp: act must be one of ['gelu', 'gelu_tanh', 'relu2', 'sigmoid', 'silu'], got 'swish2'"
+        ),
     ],
     cost=_cost,
-)  # fmt: skip
+)
 def mlp(
     x: Tensor, gate: Tensor, up: Tensor | None, down: Tensor, *, act: str = "silu", gate_multiplier: float = 1.0, down_multiplier: float = 1.0,
     recompute: bool = False,
@@ -195,7 +197,7 @@ def mlp(
     device = x.device.type
     if device != "meta" and torch.is_autocast_enabled(device) and x.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
-        x, gate, up, down = (t if t is None else t.to(dtype) for t in (x, gate, up, down))  # type: ignore[assignment]
+        x, gate, up, down = (t if t is None else t.to(dtype) for t in (x, gate, up, down))  # type: ignore[assignment]  # only up may be None
     I = gate.shape[0] // 2 if up is None else gate.shape[0]
     for name, p, shape in (("gate", gate, gate.shape), ("up", up, gate.shape), ("down", down, (H, I))):
         if p is not None and p.shape != shape:
@@ -273,9 +275,15 @@ def _pair(projected: list[Tensor]) -> tuple[Tensor, Tensor | None]:
 
 
 def adapted_mlp(
-    x: Tensor, first: Sequence[Projection], down: Projection, *, act: str = "silu", gate_multiplier: float = 1.0, down_multiplier: float = 1.0,
+    x: Tensor,
+    first: Sequence[Projection],
+    down: Projection,
+    *,
+    act: str = "silu",
+    gate_multiplier: float = 1.0,
+    down_multiplier: float = 1.0,
     recompute: bool = False,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """``mlp`` of projections of any storage, with adapters: gate and up, or one that is both side by side, and down."""
     dtype, thin = dtypes_of(x, [*first, down])
     tensors = flat([*first, down])

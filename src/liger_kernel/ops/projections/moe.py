@@ -234,8 +234,9 @@ def moe_gather(x: Tensor, index: Tensor, order: Tensor, offs: Tensor, bias: Tens
         return y, dot
     # this tile and those below: 8 to 16 values a thread, rows in whole cache lines, as reading and writing is all there is; reasoned, not measured
     c = config.tile("moe_gather", H, x.itemsize, elements=4096, max_block_n=2048)
-    launch(_gather, (cdiv(M, c.block_m),), x, order, offs, index, bias, y, dot, H, index.shape[1], offs.shape[0], x.stride(0),
-           HAS_BIAS=bias is not None, BLOCK_M=c.block_m, BLOCK_N=c.block_n, num_warps=c.num_warps)  # fmt: skip
+    launch(
+        _gather, (cdiv(M, c.block_m),), x, order, offs, index, bias, y, dot, H, index.shape[1], offs.shape[0], x.stride(0), HAS_BIAS=bias is not None, **c.tile
+    )
     return y, dot
 
 
@@ -246,8 +247,8 @@ def moe_combine(y: Tensor, index: Tensor, position: Tensor, offs: Tensor, w: Ten
     if tracing(y):
         return out
     c = config.tile("moe_combine", H, y.itemsize, elements=2048, max_block_n=1024)
-    launch(_combine, (cdiv(tokens, c.block_m), cdiv(H, c.block_n)), y, position, offs, w, index, bias, out, tokens, H, offs.shape[0],
-           HAS_W=w is not None, HAS_BIAS=bias is not None, K=K, BLOCK_M=c.block_m, BLOCK_N=c.block_n, num_warps=c.num_warps)  # fmt: skip
+    grid, flags = (cdiv(tokens, c.block_m), cdiv(H, c.block_n)), dict(HAS_W=w is not None, HAS_BIAS=bias is not None, K=K)
+    launch(_combine, grid, y, position, offs, w, index, bias, out, tokens, H, offs.shape[0], **flags, **c.tile)
     return out
 
 
@@ -261,9 +262,8 @@ def moe_glu_fwd(
     if tracing(h):
         return y
     c = config.tile("moe_glu_fwd", n, h.itemsize, elements=2048, max_block_n=512)
-    launch(_glu, (cdiv(M, c.block_m), cdiv(n, c.block_n)), h, bias, order, index, offs, y, n, offs.shape[0], alpha, limit or 0.0, offset,
-           HAS_BIAS=bias is not None, HAS_LIMIT=limit is not None, INTERLEAVED=interleaved, ACT=act, BLOCK_M=c.block_m, BLOCK_N=c.block_n,
-           num_warps=c.num_warps)  # fmt: skip
+    grid, flags = (cdiv(M, c.block_m), cdiv(n, c.block_n)), dict(HAS_BIAS=bias is not None, HAS_LIMIT=limit is not None, INTERLEAVED=interleaved, ACT=act)
+    launch(_glu, grid, h, bias, order, index, offs, y, n, offs.shape[0], alpha, limit or 0.0, offset, **flags, **c.tile)
     return y
 
 
@@ -281,9 +281,10 @@ def moe_glu_bwd(
     if tracing(h):
         return dh, wy, dw
     c = config.tile("moe_glu_bwd", n, h.itemsize, elements=2048, per_thread=8, max_block_n=256)
-    launch(_glu_bwd, (cdiv(M, c.block_m),), h, bias, order, index, offs, dy, w, dot, dh, wy, dw, M, n, offs.shape[0], alpha, limit or 0.0, offset,
-           HAS_BIAS=bias is not None, HAS_LIMIT=limit is not None, HAS_DOT=dot is not None, NEED_DH=need_dh, NEED_WY=need_wy, NEED_DW=need_dw,
-           INTERLEAVED=interleaved, ACT=act, BLOCK_M=c.block_m, BLOCK_N=c.block_n, num_warps=c.num_warps)  # fmt: skip
+    flags = dict(HAS_BIAS=bias is not None, HAS_LIMIT=limit is not None, HAS_DOT=dot is not None, INTERLEAVED=interleaved)
+    flags |= dict(NEED_DH=need_dh, NEED_WY=need_wy, NEED_DW=need_dw)
+    tensors, form = (bias, order, index, offs, dy, w, dot, dh, wy, dw), (alpha, limit or 0.0, offset)
+    launch(_glu_bwd, (cdiv(M, c.block_m),), h, *tensors, M, n, offs.shape[0], *form, **flags, ACT=act, **c.tile)
     return dh, wy, dw
 
 
@@ -319,8 +320,7 @@ class LigerFusedMoEFunction(torch.autograd.Function):
         dz, dot = moe_gather(rows_of(dout), index, order, offs, b2 if need_w else None)
         if need_dh or need_w:
             dy = grouped_mm(dz, down, offs)
-        dh, wy, dw = moe_glu_bwd(dy, h, b1, index, order, offs, w, dot if need_w and b2 is not None else None,
-                                 need_dh, need_down, need_w, *ctx.form)  # fmt: skip
+        dh, wy, dw = moe_glu_bwd(dy, h, b1, index, order, offs, w, dot if need_w and b2 is not None else None, need_dh, need_down, need_w, *ctx.form)
         if need_down:
             ddown = _outer_like(down, dz, wy, offs)
         if need_b2:
@@ -343,9 +343,10 @@ def _cost(x, gate_up, down, topk_index, topk_weight, gate_up_bias=None, down_bia
     first = any(t is not None and t.requires_grad for t in (x, gate_up, gate_up_bias))
     products = [((m, n, H), first), ((H, n, m), down.requires_grad), ((m, H, twice_n), x.requires_grad), ((twice_n, H, m), gate_up.requires_grad)]
     return Cost(
-        nbytes(*given, topk_index, x), nbytes(*given, topk_index, x, *trained),
+        nbytes(*given, topk_index, x),
+        nbytes(*given, topk_index, x, *trained),
         gemms=([(m, twice_n, H), (m, H, n)], [product for product, needed in products if needed]),
-    )  # fmt: skip
+    )
 
 
 def _scaled(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -364,9 +365,12 @@ def _routed(tokens: int, K: int, H: int, I: int, E: int, *, used: int | None = N
 
     x, w1, w2, w = (name in grads.split() for name in ("x", "w1", "w2", "w"))
     return dict(
-        x=T((tokens, H), grad=x), gate_up=T((E, 2 * I, H), _scaled, w1), down=T((E, H, I), _scaled, w2),
-        topk_index=T((tokens, K), choices, dtype=torch.int64), topk_weight=T((tokens, K), _shares, w, weight),
-    )  # fmt: skip
+        x=T((tokens, H), grad=x),
+        gate_up=T((E, 2 * I, H), _scaled, w1),
+        down=T((E, H, I), _scaled, w2),
+        topk_index=T((tokens, K), choices, dtype=torch.int64),
+        topk_weight=T((tokens, K), _shares, w, weight),
+    )
 
 
 def _some_invalid(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -405,7 +409,7 @@ _SMALL = _routed(4, 2, 8, 8, 3)
         Case("bad-act", _SMALL | dict(act="swish2"), error="moe: act must be one of ['gelu', 'gelu_tanh', 'relu2', 'sigmoid', 'silu'], got 'swish2'"),
     ],
     cost=_cost,
-)  # fmt: skip
+)
 def moe(
     x: Tensor,
     gate_up: Tensor,

@@ -94,9 +94,12 @@ class LigerTiledMLPFunction(torch.autograd.Function):
 
 
 def apply_tiled_mlp(
-    fn: Callable[[nn.Module, Tensor], Tensor], mlp_module: nn.Module, x: Tensor, num_shards: int | None = None,
+    fn: Callable[[nn.Module, Tensor], Tensor],
+    mlp_module: nn.Module,
+    x: Tensor,
+    num_shards: int | None = None,
     compute_params: Iterable[Tensor] | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """``fn(mlp_module, x)`` for a ``fn`` that treats tokens alike, in ``num_shards`` tiles of x (..., T, H); default: of about H tokens.
 
     Gradients go to x and to the parameters of ``mlp_module``, found there (``compute_params`` is ignored) and whole while it runs: ZeRO-3 has to

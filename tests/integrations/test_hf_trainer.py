@@ -33,7 +33,7 @@ class Run:
 
     def __init__(self, folder: Path, use_liger_kernel: bool, model: nn.Module | None = None, times: int = 1, resume: bool = False, **more: Any):
         self.model = make("llama") if model is None else model
-        own = {k: more.pop(k) for k in ("compute_metrics", "compute_loss_func") if k in more}
+        own = {k: more.pop(k) for k in ("compute_metrics", "compute_loss_func", "callbacks") if k in more}
         defaults = dict(max_steps=2, gradient_accumulation_steps=2, per_device_train_batch_size=2, per_device_eval_batch_size=3, logging_steps=1,
                         eval_strategy="steps", eval_steps=1, save_strategy="no", report_to=[], disable_tqdm=True, learning_rate=0.1, optim="sgd")  # fmt: skip
         args = transformers.TrainingArguments(str(folder), use_cpu=DEVICE == "cpu", use_liger_kernel=use_liger_kernel, **(defaults | more))

@@ -16,6 +16,7 @@ from torch import nn
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
+from adapters import EVERY, drawn, nodes_run  # noqa: E402
 from hf_models import DEVICE, assert_same_learning, make, step, tokens  # noqa: E402
 from peft.tuners.lora import layer as lora_layer  # noqa: E402
 
@@ -23,10 +24,9 @@ import liger_kernel.transformers as ours  # noqa: E402
 from liger_kernel.ops._core import operator as _op  # noqa: E402
 from liger_kernel.transformers import projections_report, restore  # noqa: E402
 from liger_kernel.transformers.patching import fusions  # noqa: E402
-from liger_kernel.transformers.recognise import mlps, projections  # noqa: E402
+from liger_kernel.transformers.recognise import projections  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call")
-EVERY = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 ONLY = dict(rope=False, rms_norm=False, fused_linear_cross_entropy=False, rematerialise=False)  # what else is ours is tested elsewhere
 BATCH = dict(batch=1, length=6, ignored=2)
 
@@ -39,24 +39,7 @@ def _restored():
 
 @pytest.fixture
 def ran(monkeypatch) -> list[int]:
-    """How many layers each node of the engine had."""
-    found: list[int] = []
-
-    def counted(function, layers):
-        return lambda *args, **options: found.append(layers(*args)) or function(*args, **options)
-
-    monkeypatch.setattr(projections, "linears", counted(projections.linears, lambda x, p: len(p)))
-    monkeypatch.setattr(mlps, "adapted_mlp", counted(mlps.adapted_mlp, lambda x, first, down: len(first) + 1))
-    return found
-
-
-def drawn(model: nn.Module) -> nn.Module:
-    """``model`` with adapters that do something: B's and biases are zero at first."""
-    generator = torch.Generator().manual_seed(5)
-    for name, p in model.named_parameters():
-        if "lora_B" in name:
-            p.data = torch.randn(p.shape, generator=generator).to(p) / 3
-    return model
+    return nodes_run(monkeypatch)
 
 
 def adapted(family: str = "llama", dtype: torch.dtype = torch.float32, targets=EVERY, r: int = 4, base=None, **more) -> nn.Module:

@@ -469,7 +469,7 @@ def test_adapters_take_part_from_the_first_step(tmp_path):
     for seed in (1, 2):
         model = step_child.Training(spec(tmp_path, package=None, lora=4)).model
         torch.manual_seed(seed)
-        step_child._start(model)
+        step_child.models._start(model)
         starts.append({name: p for name, p in model.named_parameters() if "lora" in name})
     one, two = starts
     assert one.keys() == two.keys() and all(p.any() and torch.equal(p, two[name]) for name, p in one.items())

@@ -13,6 +13,7 @@ if __name__ == "__main__":
 import contextlib
 import functools
 import gc
+import importlib.util
 import itertools
 import json
 import statistics
@@ -20,20 +21,30 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 # transformers and PEFT are imported by what uses them: Unsloth, which changes them, has to come before.
+
+
+def _beside(name: str) -> ModuleType:
+    """A module that lies next to this file, loaded by its path."""
+    spec = importlib.util.spec_from_file_location(f"_{name}", Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+models = _beside("step_model")
 
 BATCHES = 4  # distinct ones, taken in turn
 IGNORE = -100
 OUT_OF_MEMORY = "out of memory"
-BITSANDBYTES = {"nf4": "is_loaded_in_4bit", "int8": "is_loaded_in_8bit"}
-UNSLOTH_OFFLINE = {"HF_HUB_OFFLINE": "1", "UNSLOTH_DISABLE_STATISTICS": "1"}
 
 
 class Memory:
@@ -88,7 +99,7 @@ class Timeline:
 @contextlib.contextmanager
 def layers_marked(model: Any, timeline: Timeline) -> Iterator[None]:
     """Mark the layers of one forward and backward. The head is not hooked: that would keep ours from fusing it."""
-    layers = layers_of(model)
+    layers = models.layers_of(model)
     last = len(layers) - 1
 
     def backward_reached(i: int, gradient: Tensor) -> None:
@@ -156,141 +167,6 @@ def scopes(model: Any) -> Iterator[None]:
             hook.remove()
 
 
-def build(spec: dict[str, Any], device: torch.device) -> Any:
-    """The model of the spec, on the device, patched if the variant says so. Equal weights in every variant and on every rank."""
-    model = _by_unsloth(spec) if spec["unsloth"] else _by_transformers(spec, device)
-    if spec["lora"]:
-        _start(model)
-    return model
-
-
-def _by_transformers(spec: dict[str, Any], device: torch.device) -> Any:
-    model = _stock(spec, device)
-    if spec["quantize"] in BITSANDBYTES:
-        _quantize(model, spec["quantize"])
-    elif spec["quantize"]:
-        from liger_kernel.transformers import quantize_base
-
-        quantize_base(model, spec["quantize"])
-        gc.collect()
-        torch.cuda.empty_cache()
-    if spec["checkpointing"]:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    if spec["package"]:
-        import liger_kernel
-        from liger_kernel.transformers import _apply_liger_kernel_to_instance
-
-        found = Path(liger_kernel.__file__ or "").resolve().parents[1]
-        if found != Path(spec["package"]).resolve():
-            raise ImportError(f"liger_kernel was found in {found}, not in {spec['package']}")
-        if spec["flags"]:  # of ours alone; one that it does not know, it ignores with a warning
-            from liger_kernel.transformers.patching.flags import flags_of
-
-            if unknown := spec["flags"].keys() - flags_of(model.config.model_type):
-                raise NotImplementedError(f"liger_kernel has no flag {', '.join(sorted(unknown))} for {model.config.model_type}")
-        _apply_liger_kernel_to_instance(model=model, **spec["flags"])
-    if spec["lora"]:
-        import peft
-
-        if spec["checkpointing"]:
-            model.enable_input_require_grads()
-        model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **_adapters(spec)))
-    return model
-
-
-def _stock(spec: dict[str, Any], device: torch.device) -> Any:
-    import transformers
-
-    values = dict(spec["config"])
-    config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
-    torch.manual_seed(0)
-    with device:
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, spec["dtype"]), attn_implementation="sdpa").train()
-    model.config.use_cache = False
-    return model
-
-
-def _adapters(spec: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of PEFT's ``LoraConfig`` and of Unsloth's ``get_peft_model``."""
-    chosen = {"r": spec["lora"], "lora_alpha": 2 * spec["lora"], "target_modules": spec["lora_targets"], "lora_dropout": spec["lora_dropout"]}
-    return chosen | ({"use_dora": True} if spec["dora"] else {})
-
-
-def _start(model: Any) -> None:
-    """Equal adapters in every variant. PEFT starts with B = 0: the first losses would be those of a model without adapters, whatever is made of A and B."""
-    adapters = sorted((name, p) for name, p in model.named_parameters() if ".lora_A." in name or ".lora_B." in name)
-    for i, (name, p) in enumerate(adapters):
-        generator = torch.Generator(p.device).manual_seed(i)
-        with torch.no_grad():
-            if ".lora_A." in name:
-                p.uniform_(-(p.shape[-1] ** -0.5), p.shape[-1] ** -0.5, generator=generator)
-            else:
-                p.normal_(0, 0.02, generator=generator)
-
-
-def _quantize(model: Any, how: str) -> None:
-    """Linear layers but the head to those of bitsandbytes, as transformers does it while it loads a checkpoint."""
-    from bitsandbytes import nn as bnb
-
-    taken: Any
-    quantized: Any
-    head = model.get_output_embeddings()
-    for name, linear in list(model.named_modules()):
-        if not isinstance(linear, nn.Linear) or linear is head:
-            continue
-        weight, sizes = linear.weight.data, (linear.in_features, linear.out_features, linear.bias is not None)
-        if how == "nf4":
-            taken = bnb.Linear4bit(*sizes, compute_dtype=weight.dtype, compress_statistics=True, quant_type="nf4", device="meta")
-            quantized = bnb.Params4bit(weight, requires_grad=False, compress_statistics=True, quant_type="nf4", module=taken)
-        else:
-            taken = bnb.Linear8bitLt(*sizes, has_fp16_weights=False, threshold=6.0, device="meta")
-            quantized = bnb.Int8Params(weight.cpu(), requires_grad=False, has_fp16_weights=False)  # only what comes from there is quantised
-        taken.weight, taken.bias = quantized.to(weight.device), linear.bias
-        model.set_submodule(name, taken.requires_grad_(False).train())
-    del weight, linear, quantized  # 16 bits no longer
-    setattr(model, BITSANDBYTES[how], True)  # by which PEFT knows
-    gc.collect()
-    torch.cuda.empty_cache()
-
-
-def _by_unsloth(spec: dict[str, Any]) -> Any:
-    """By Unsloth's own functions, from the checkpoint that ``save`` wrote."""
-    os.environ |= UNSLOTH_OFFLINE | {"UNSLOTH_COMPILE_LOCATION": os.path.join(spec["unsloth"], "compiled")}
-    from unsloth import FastLanguageModel
-
-    recomputed = {"use_gradient_checkpointing": ("unsloth" if spec["offload"] else True) if spec["checkpointing"] else False}
-    loaded = {"load_in_4bit": spec["quantize"] == "nf4", "load_in_8bit": spec["quantize"] == "int8", "dtype": getattr(torch, spec["dtype"])}
-    model, _ = FastLanguageModel.from_pretrained(
-        spec["unsloth"], max_seq_length=spec["seq"], local_files_only=True, use_exact_model_name=True, **loaded, **recomputed
-    )
-    if spec["quantize"] and not getattr(model, BITSANDBYTES[spec["quantize"]], False):
-        raise RuntimeError("Unsloth left the weights in 16 bits: can it load bitsandbytes here?")
-    model = FastLanguageModel.get_peft_model(model, **_adapters(spec), **recomputed)
-    for layer in layers_of(model) if spec["checkpointing"] else ():
-        if getattr(getattr(type(layer).forward, "__code__", None), "co_name", "") != "forward_with_checkpointing":
-            # transformers checkpoints in a wrapper of this forward, which Unsloth has replaced, and Unsloth takes it that the layer does
-            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
-    return model
-
-
-def save(spec: dict[str, Any], device: torch.device) -> None:
-    """The stock model, and a tokenizer with a word for every row of its embedding, as ``from_pretrained`` loads them."""
-    import tokenizers
-    import transformers
-
-    model = _stock(spec, device)
-    model.save_pretrained(spec["save"])
-    words = {f"<{i}>": i for i in range(model.config.vocab_size)}
-    special = {f"{name}_token": f"<{i}>" for i, name in enumerate(("pad", "bos", "eos", "unk"))}
-    model = tokenizers.models.WordLevel(words, unk_token=special["unk_token"])
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(model), **special).save_pretrained(spec["save"])
-
-
-def layers_of(model: Any) -> nn.ModuleList:
-    """The decoder layers, of a model with adapters, too."""
-    return getattr(model, "get_base_model", lambda: model)().base_model.layers
-
-
 def parallel(model: Any, how: str | None, device: torch.device) -> Any:
     if how == "ddp":
         return nn.parallel.DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
@@ -299,7 +175,7 @@ def parallel(model: Any, how: str | None, device: torch.device) -> Any:
         from torch.distributed.fsdp import fully_shard
 
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-        for layer in layers_of(model):
+        for layer in models.layers_of(model):
             fully_shard(layer, mesh=mesh)
         return fully_shard(model, mesh=mesh)
     return model
@@ -345,11 +221,11 @@ class Training:
             dist.init_process_group("nccl" if self.gpu else "gloo", device_id=self.device if self.gpu else None)
         self.synchronize = torch.cuda.synchronize if self.gpu else lambda: None
         self.memory = Memory(self.gpu)
-        self.model = build(spec, self.device)
+        self.model = models.build(spec, self.device)
         self.marked = not (spec["compile"] or spec["unsloth"])  # hooks would change what is compiled, and Unsloth compiles its layers
         self.run = parallel(self.model, spec["parallel"], self.device)
         if spec["compile"] == "layers":
-            for layer in layers_of(self.model):
+            for layer in models.layers_of(self.model):
                 layer.compile()
         elif spec["compile"]:
             self.run = torch.compile(self.run)
@@ -470,7 +346,7 @@ def largest_that(peak: Callable[[int], float | None], start: int, capacity: floa
 def measure(spec: dict[str, Any], found: Callable[[dict[str, Any]], None] = lambda result: None) -> dict[str, Any]:
     """Train as the spec says: rows, one a batch, and the largest sizes that fit; ``found`` is told of each as it comes."""
     if spec["save"]:
-        save(spec, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        models.save(spec, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         return {"rows": []}
     training = Training(spec)
     result: dict[str, Any] = {"rows": []}

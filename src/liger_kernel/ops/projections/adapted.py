@@ -105,10 +105,29 @@ class Projections:
             s, n = self.place[i, j]
             yield adapter, s, slice(*self.stacks[s].spans[n]), before + j
 
+    def _cast(self) -> None:
+        """The A's, stacked, and the B's, in the dtype of their products: by one copy of all that have another dtype or place."""
+        there, here = [], []
+        self.As, self.bs = [], []
+        for stack in self.stacks:
+            parts = [self._of(at).a for at in stack.adapters]
+            whole = parts[0]
+            if len(parts) > 1 or whole.dtype != self.thin:
+                whole = whole.new_empty(stack.spans[-1][1], whole.shape[1], dtype=self.thin)
+                there += parts
+                here += [whole[begin:end] for begin, end in stack.spans]
+            self.As.append(whole)
+        for b in (a.b for p in self.projections for a in p.adapters):
+            self.bs.append(b if b.dtype == self.thin else torch.empty_like(b, dtype=self.thin))
+            if b.dtype != self.thin:
+                there.append(b)
+                here.append(self.bs[-1])
+        if there:
+            torch._foreach_copy_(here, there)
+
     def take(self, x: Tensor) -> None:
         """Casts of the adapters, and the products of x (M, K) with the A's."""
-        self.As = [_stacked([self._of(at).a for at in stack.adapters], self.thin) for stack in self.stacks]
-        self.bs = [a.b.to(self.thin) for p in self.projections for a in p.adapters]
+        self._cast()
         self.xas, self.masks = [], []
         for stack, a in zip(self.stacks, self.As):
             seen, mask = torch.native_dropout(x, stack.dropout, True) if stack.dropout else (x, None)
@@ -205,10 +224,6 @@ class Projections:
                 grad[0] = dy.t() @ x
             flat += [g.to(t.dtype) if n else None for g, n, t in zip(grad, needs, p.tensors())]
         return flat
-
-
-def _stacked(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
-    return parts[0].to(dtype) if len(parts) == 1 else torch.cat([p.to(dtype) for p in parts])
 
 
 def _summed_bias(p: Projection) -> Tensor | None:

@@ -17,15 +17,11 @@ class LigerMegatronRMSNorm(nn.Module):
     chooses among Apex's kernels and means nothing here. ``ValueError`` for another normalization, here or in ``config``.
     """
 
+    # fmt: skip, as Megatron names these and we only take them
     def __init__(
-        self,
-        config: Any,
-        hidden_size: int,
-        eps: float = 1e-5,
-        persist_layer_norm: bool = False,
-        zero_centered_gamma: bool = False,
+        self, config: Any, hidden_size: int, eps: float = 1e-5, persist_layer_norm: bool = False, zero_centered_gamma: bool = False,
         normalization: str = "RMSNorm",
-    ):
+    ):  # fmt: skip
         super().__init__()
         for said in (normalization, getattr(config, "normalization", "RMSNorm")):
             if said != "RMSNorm":

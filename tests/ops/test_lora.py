@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from liger_kernel.ops import OPS, lora_linear
 from liger_kernel.ops._core import operator as _op
+from liger_kernel.ops.projections.adapted import Adapter, Projection
 from liger_kernel.ops.projections.four_bits import dense_four_bits
 from liger_kernel.ops.projections.lora import _layer
+from liger_kernel.ops.projections.mlp import adapted_mlp
+from liger_kernel.ops.projections.weights import Weight, dense
 from liger_kernel.testing import differentiable, like, run
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -100,3 +106,28 @@ def test_four_bits(nested, dtype):
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-6 if dtype == torch.float32 else 2**-8, atol=0)
     stored = [*map(here, (packed, absmax, code, absmax2, code2 if nested else None, offset))]
     torch.library.opcheck(torch.ops.liger.dense_four_bits.default, (*stored, [N, K], block, block2, dtype), test_utils="test_faketensor")
+
+
+@needs_kernels
+@pytest.mark.parametrize("rows", [10, 4, 3])
+def test_a_checkpointed_mlp_projects_once_more_a_tile_at_a_time(rows, monkeypatch):
+    """Its recomputation ends before the first product; gradients are those of the whole."""
+    monkeypatch.setattr(importlib.import_module("liger_kernel.ops.projections.mlp"), "TILE", 4)
+    seen, product = [], Weight.forward
+    monkeypatch.setattr(Weight, "forward", lambda self, x, y: seen.append(x.rows.shape[0]) or product(self, x, y))
+    generator = torch.Generator().manual_seed(0)
+    drawn = lambda *shape: torch.randn(*shape, generator=generator).div(shape[-1] ** 0.5).to(DEVICE)
+    layer = lambda N, K: Projection(dense(drawn(N, K)), drawn(N), (Adapter(drawn(3, K).requires_grad_(), drawn(N, 3).requires_grad_(), 0.5),))
+    gate, up, down = layer(24, 16), layer(24, 16), layer(16, 24)
+    learnt = [t for p in (gate, up, down) for a in p.adapters for t in (a.a, a.b)]
+    x, dy = drawn(rows, 16).requires_grad_(), drawn(rows, 16)
+    found = []
+    for call in (lambda f: f(x), lambda f: checkpoint(f, x, use_reentrant=False)):
+        seen.clear()
+        y = call(lambda x: adapted_mlp(x, [gate, up], down))
+        forward = list(seen)
+        found.append([y, *torch.autograd.grad(y, [x, *learnt], dy)])
+        assert forward == [rows] * 3
+    assert seen[3:] == [min(4, rows - start) for start in range(0, rows, 4) for _ in ("gate", "up")]
+    for one, other in zip(*found):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)

@@ -18,11 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops._core.operator import Case, Cost, T, launcher, nbytes, once_differentiable, op, rows_of, shaped, use_kernels
+from liger_kernel.ops._core.operator import Case, Cost, T, acc, launcher, nbytes, once_differentiable, op, rows_of, shaped, use_kernels
 from liger_kernel.ops.activations.glu import ACTS, Form, glu_bwd_, glu_fwd
 from liger_kernel.ops.activations.glu import reference as glu_reference
 from liger_kernel.ops.projections.adapted import Projection, Projections
 from liger_kernel.ops.projections.linear import dtypes_of, flat, split, without_autocast
+from liger_kernel.ops.projections.weights import Dense
 
 
 def reference(
@@ -211,23 +212,28 @@ def mlp(
 
 class AdaptedMLPFunction(torch.autograd.Function):
     """``apply(x, projections of x, down, thin dtype, act, gate_multiplier, down_multiplier, recompute, *their tensors)``: as ``LigerMLPFunction``, of
-    any ``Projection``: gate and up, or one that is both side by side."""
+    any ``Projection``: gate and up, or one that is both side by side.
+
+    In a checkpointed layer a recomputation ends before the first product, and the backward computes gate x and up x, a tile of tokens at a time: once, as
+    the recomputation would, and never whole.
+    """
 
     @staticmethod
     def forward(ctx, x, first, down, thin, act, gate_multiplier, down_multiplier, recompute, *tensors):
         ctx.projections, ctx.thin, ctx.form = (first, (down,)), thin, (act, *_form(gate_multiplier, down_multiplier))
         hooks, owner = _hooks()
         ctx.unshared, ctx.packed, ctx.recompute = owner in _HARMLESS, None, recompute
+        checkpointed = hooks is not None and owner == _CHECKPOINT
+        ctx.tiled = checkpointed and all(map(_tileable, (*first, down)))
+        if ctx.tiled:
+            ctx.packed, ctx.unpack = [t if t is None else hooks[0](t) for t in (x, *tensors)], hooks[1]
         with without_autocast(x.device.type):
             gate_up, last = (Projections(p, x.dtype, thin) for p in ctx.projections)
-            gate_up.take(rows_of(x))
-            projected = gate_up.outputs(rows_of(x))
-            h = glu_fwd(*_halves(*_pair(projected)), *ctx.form)
-            last.take(h)
+            projected, h = _activated(gate_up, last, rows_of(x), ctx.form)
             kept = gate_up.taken() if recompute else [*projected, *gate_up.kept()]
             saved = x, *tensors, *kept, *last.taken()
             ctx.places = 1 + len(tensors), 1 + len(tensors) + len(kept)
-            if hooks is not None and owner == _CHECKPOINT and down.magnitude is None:
+            if checkpointed and not ctx.tiled and down.magnitude is None:
                 # as in LigerMLPFunction: a recomputation ends here, before the product that is for nobody then
                 ctx.packed, ctx.unpack = [t if t is None else hooks[0](t) for t in saved], hooks[1]
             (y,) = last.outputs(h)
@@ -248,9 +254,22 @@ class AdaptedMLPFunction(torch.autograd.Function):
         every = [*ctx.projections[0], *ctx.projections[1]]
         need_x, needs = ctx.needs_input_grad[0], split(ctx.needs_input_grad[8:], every)
         *first, down = (p.of(t) for p, t in zip(every, split(tensors, every)))
-        gate_up, last = Projections(first, x.dtype, ctx.thin), Projections((down,), x.dtype, ctx.thin)
+        node = lambda: (Projections(first, x.dtype, ctx.thin), Projections((down,), x.dtype, ctx.thin))
+        rows, dys = rows_of(x), rows_of(dy)
+        if ctx.tiled:
+            dx, total = rows.new_empty(rows.shape) if need_x else None, None
+            for start in range(0, max(rows.shape[0], 1), TILE):
+                tile = slice(start, start + TILE)
+                gate_up, last = node()
+                projected, _ = _activated(gate_up, last, rows[tile], ctx.form)
+                part, grads = _gradients(gate_up, last, projected, rows[tile], dys[tile], need_x, needs, ctx.form)
+                if dx is not None:
+                    dx[tile] = part
+                wide = [g if g is None else g.to(acc(g.dtype)) for g in grads]
+                total = wide if total is None else [t if t is None else t.add_(g) for t, g in zip(total, wide)]
+            return None if dx is None else dx.view(x.shape), *[None] * 7, *(t if t is None else t.to(p.dtype) for t, p in zip(total, tensors))
+        gate_up, last = node()
         last.restore(of_last)
-        rows = rows_of(x)
         if ctx.recompute:
             gate_up.restore(kept)
             projected = gate_up.outputs(rows)
@@ -259,15 +278,39 @@ class AdaptedMLPFunction(torch.autograd.Function):
             gate_up.restore(kept[len(first) :])
             if graph_is_kept or not ctx.unshared or gate_up.zs:
                 projected = [t.clone() for t in projected]
-        last.thin_gradients([rows_of(dy)], needs[-1:])
-        h = last.input_gradient()
-        # now h, and the gradients of what was projected
-        glu_bwd_(h, *_halves(*_pair(projected)), ctx.form[0], any(needs[-1]), *ctx.form[1:])
-        of_down = last.weight_gradients(h, needs[-1:])
-        del h, last
-        gate_up.thin_gradients(projected, needs[:-1])
-        dx = gate_up.input_gradient().view(x.shape) if need_x else None
-        return dx, *[None] * 7, *gate_up.weight_gradients(rows, needs[:-1]), *of_down
+        dx, grads = _gradients(gate_up, last, projected, rows, dys, need_x, needs, ctx.form)
+        return None if dx is None else dx.view(x.shape), *[None] * 7, *grads
+
+
+TILE = 2048  # tokens of a checkpointed layer whose gate x and up x exist at a time: products of fewer rows are slower
+
+
+def _tileable(p: Projection) -> bool:
+    """Whether tokens of a projection may be computed apart, at no more cost: a dense frozen weight, and nothing random."""
+    frozen = isinstance(p.weight, Dense) and p.weight.learnable is not None and not p.weight.learnable.requires_grad
+    return frozen and p.magnitude is None and not any(a.dropout for a in p.adapters)
+
+
+def _activated(gate_up: Projections, last: Projections, x: Tensor, form: tuple) -> tuple[list[Tensor], Tensor]:
+    """gate x and up x, and the activation, which the last projection has taken."""
+    gate_up.take(x)
+    projected = gate_up.outputs(x)
+    h = glu_fwd(*_halves(*_pair(projected)), *form)
+    last.take(h)
+    return projected, h
+
+
+def _gradients(
+    gate_up: Projections, last: Projections, projected: list[Tensor], x: Tensor, dy: Tensor, need_x: bool, needs: list[list[bool]], form: tuple
+) -> tuple[Tensor | None, list[Tensor | None]]:
+    """Of x, and of all tensors of the projections; what was projected is written over."""
+    last.thin_gradients([dy], needs[-1:])
+    h = last.input_gradient()
+    glu_bwd_(h, *_halves(*_pair(projected)), form[0], any(needs[-1]), *form[1:])  # now h, and the gradients of what was projected
+    of_down = last.weight_gradients(h, needs[-1:])
+    del h
+    gate_up.thin_gradients(projected, needs[:-1])
+    return gate_up.input_gradient() if need_x else None, [*gate_up.weight_gradients(x, needs[:-1]), *of_down]
 
 
 def _pair(projected: list[Tensor]) -> tuple[Tensor, Tensor | None]:

@@ -34,6 +34,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 class _Local(threading.local):
     region: _Region | None = None
+    last: Any = None  # the module after which the layer that runs keeps nothing for the backward
 
 
 _local = _Local()
@@ -194,6 +195,22 @@ def declare(y: Tensor, op: Callable[..., Tensor], *tensors: Tensor | None, **opt
     # ZeRO-3 (ds_id) takes the data out of a parameter when its module has run
     if y.grad_fn is not None and all(t is None or (type(t) in _PLAIN and not hasattr(t, "ds_id")) for t in (y, *tensors)):
         region.declare(y, op, tensors, options)
+
+
+def last(module: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """``module(x)``, after which the layer that calls it keeps nothing for the backward: where it is checkpointed, its recomputation may end in ``module``."""
+    if torch.compiler.is_compiling():
+        return module(x)
+    before, _local.last = _local.last, module
+    try:
+        return module(x)
+    finally:
+        _local.last = before
+
+
+def is_last(module: Any) -> bool:
+    """Whether ``module`` runs as the last that keeps anything, as ``last`` says."""
+    return _local.last is module
 
 
 def level() -> str:

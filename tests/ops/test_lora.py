@@ -124,7 +124,7 @@ def test_a_checkpointed_mlp_projects_once_more_a_tile_at_a_time(rows, monkeypatc
     found = []
     for call in (lambda f: f(x), lambda f: checkpoint(f, x, use_reentrant=False)):
         seen.clear()
-        y = call(lambda x: adapted_mlp(x, [gate, up], down))
+        y = call(lambda x: adapted_mlp(x, [gate, up], down, ends=True))
         forward = list(seen)
         found.append([y, *torch.autograd.grad(y, [x, *learnt], dy)])
         assert forward == [rows] * 3

@@ -22,6 +22,7 @@ from peft.tuners.lora import layer as lora_layer  # noqa: E402
 
 import liger_kernel.transformers as ours  # noqa: E402
 from liger_kernel.ops._core import operator as _op  # noqa: E402
+from liger_kernel.ops.projections.weights import Weight  # noqa: E402
 from liger_kernel.transformers import projections_report, restore  # noqa: E402
 from liger_kernel.transformers.patching import fusions  # noqa: E402
 from liger_kernel.transformers.recognise import projections  # noqa: E402
@@ -44,7 +45,7 @@ def ran(monkeypatch) -> list[int]:
 
 def adapted(family: str = "llama", dtype: torch.dtype = torch.float32, targets=EVERY, r: int = 4, base=None, **more) -> nn.Module:
     config = peft.LoraConfig(r=r, target_modules=targets, **more)
-    sizes = dict(num_hidden_layers=1, **(dict(layer_types=["full_attention"]) if family.startswith("qwen") else {}))
+    sizes = dict(num_hidden_layers=1, **(dict(layer_types=["full_attention"]) if family.startswith(("qwen", "gemma2")) else {}))
     return drawn(peft.get_peft_model(make(family, dtype, **sizes) if base is None else base, config)).to(DEVICE)
 
 
@@ -222,6 +223,20 @@ def test_checkpointing(ran, reentrant):
     assert_same(model)
     # without gradients, as the forward of reentrant checkpoints is, a few rows are left to the modules
     assert ran == [3, 1, 3] * (1 if reentrant else 2)
+
+
+@pytest.mark.parametrize(("family", "products"), [("llama", 7 + 4 + 2), ("gemma2", 7 + 7)])
+def test_what_a_checkpointed_layer_multiplies_again(family, products, monkeypatch):
+    """Where the MLP ends its layer, its recomputation ends before it, and the backward projects once more; a norm behind it needs all of it."""
+    multiplied, product = [], Weight.forward
+    monkeypatch.setattr(Weight, "forward", lambda self, x, y: multiplied.append(self.shape) or product(self, x, y))
+    model = adapted(family)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.enable_input_require_grads()
+    expected = step(model, tokens(**BATCH))[1]
+    found = step(patch(model, rms_norm=True), tokens(**BATCH))[1]
+    assert_same_learning(found, expected, 1e-4)
+    assert len(multiplied) == products
 
 
 # -- adapters ------------------------------------------------------------------------------

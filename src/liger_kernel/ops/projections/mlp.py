@@ -211,20 +211,20 @@ def mlp(
 
 
 class AdaptedMLPFunction(torch.autograd.Function):
-    """``apply(x, projections of x, down, thin dtype, act, gate_multiplier, down_multiplier, recompute, *their tensors)``: as ``LigerMLPFunction``, of
-    any ``Projection``: gate and up, or one that is both side by side.
+    """``apply(x, projections of x, down, thin dtype, act, gate_multiplier, down_multiplier, recompute, ends, *their tensors)``: as ``LigerMLPFunction``,
+    of any ``Projection``: gate and up, or one that is both side by side.
 
-    In a checkpointed layer a recomputation ends before the first product, and the backward computes gate x and up x, a tile of tokens at a time: once, as
-    the recomputation would, and never whole.
+    In a checkpointed layer which ``ends`` with it a recomputation ends before the first product, and the backward computes gate x and up x, a tile of tokens
+    at a time: once, as the recomputation would, and never whole.
     """
 
     @staticmethod
-    def forward(ctx, x, first, down, thin, act, gate_multiplier, down_multiplier, recompute, *tensors):
+    def forward(ctx, x, first, down, thin, act, gate_multiplier, down_multiplier, recompute, ends, *tensors):
         ctx.projections, ctx.thin, ctx.form = (first, (down,)), thin, (act, *_form(gate_multiplier, down_multiplier))
         hooks, owner = _hooks()
         ctx.unshared, ctx.packed, ctx.recompute = owner in _HARMLESS, None, recompute
         checkpointed = hooks is not None and owner == _CHECKPOINT
-        ctx.tiled = checkpointed and all(map(_tileable, (*first, down)))
+        ctx.tiled = checkpointed and ends and all(map(_tileable, (*first, down)))
         if ctx.tiled:
             ctx.packed, ctx.unpack = [t if t is None else hooks[0](t) for t in (x, *tensors)], hooks[1]
         with without_autocast(x.device.type):
@@ -252,7 +252,7 @@ class AdaptedMLPFunction(torch.autograd.Function):
         x, *tensors = saved[: ctx.places[0]]
         kept, of_last = list(saved[ctx.places[0] : ctx.places[1]]), saved[ctx.places[1] :]
         every = [*ctx.projections[0], *ctx.projections[1]]
-        need_x, needs = ctx.needs_input_grad[0], split(ctx.needs_input_grad[8:], every)
+        need_x, needs = ctx.needs_input_grad[0], split(ctx.needs_input_grad[9:], every)
         *first, down = (p.of(t) for p, t in zip(every, split(tensors, every)))
         node = lambda: (Projections(first, x.dtype, ctx.thin), Projections((down,), x.dtype, ctx.thin))
         rows, dys = rows_of(x), rows_of(dy)
@@ -267,7 +267,7 @@ class AdaptedMLPFunction(torch.autograd.Function):
                     dx[tile] = part
                 wide = [g if g is None else g.to(acc(g.dtype)) for g in grads]
                 total = wide if total is None else [t if t is None else t.add_(g) for t, g in zip(total, wide)]
-            return None if dx is None else dx.view(x.shape), *[None] * 7, *(t if t is None else t.to(p.dtype) for t, p in zip(total, tensors))
+            return None if dx is None else dx.view(x.shape), *[None] * 8, *(t if t is None else t.to(p.dtype) for t, p in zip(total, tensors))
         gate_up, last = node()
         last.restore(of_last)
         if ctx.recompute:
@@ -279,7 +279,7 @@ class AdaptedMLPFunction(torch.autograd.Function):
             if graph_is_kept or not ctx.unshared or gate_up.zs:
                 projected = [t.clone() for t in projected]
         dx, grads = _gradients(gate_up, last, projected, rows, dys, need_x, needs, ctx.form)
-        return None if dx is None else dx.view(x.shape), *[None] * 7, *grads
+        return None if dx is None else dx.view(x.shape), *[None] * 8, *grads
 
 
 TILE = 2048  # tokens of a checkpointed layer whose gate x and up x exist at a time: products of fewer rows are slower
@@ -326,8 +326,12 @@ def adapted_mlp(
     gate_multiplier: float = 1.0,
     down_multiplier: float = 1.0,
     recompute: bool = False,
+    ends: bool = False,
 ) -> Tensor:
-    """``mlp`` of projections of any storage, with adapters: gate and up, or one that is both side by side, and down."""
+    """``mlp`` of projections of any storage, with adapters: gate and up, or one that is both side by side, and down.
+
+    ``ends``: nothing that follows in its layer keeps anything for the backward.
+    """
     dtype, thin = dtypes_of(x, [*first, down])
     tensors = flat([*first, down])
-    return AdaptedMLPFunction.apply(x.to(dtype), tuple(first), down, thin, act, gate_multiplier, down_multiplier, recompute, *tensors)
+    return AdaptedMLPFunction.apply(x.to(dtype), tuple(first), down, thin, act, gate_multiplier, down_multiplier, recompute, ends, *tensors)

@@ -8,7 +8,9 @@ The source of a forward is read and rewritten where it literally says one of the
     q = self.q_norm(a).transpose(1, 2); k = self.k_norm(b).transpose(1, 2); q, k = apply_rotary_pos_emb(q, k, cos, sin)     (also without transpose)
         ->   q = a.transpose(1, 2); k = b.transpose(1, 2); q, k = qk_norm_rope(self.q_norm, self.k_norm, apply_rotary_pos_emb, q, k, cos, sin)
 
-In the second, the gradients of r and of the norm's input are added in the norm's backward, where autograd would take a pass over memory. What is called
+    x = self.mlp(n); x = r + x; return x   ->   x = last(self.mlp, n); x = r + x; return x      (nothing but sums and tuples of names behind it)
+
+In the second line, the gradients of r and of the norm's input are added in the norm's backward, where autograd would take a pass over memory. What is called
 decides each time: where the modules are not just our RMSNorms, or the function not ours, it does what the source did. All else of the forward stays as
 it is, and a traceback shows the rewritten lines.
 """
@@ -107,7 +109,8 @@ def _assignment(targets: list[str], value: ast.expr, at: ast.stmt) -> ast.stmt:
 
 
 ADD_NORM, NORM_ROPE = "_liger_add_norm", "_liger_norm_rope"
-HELPERS = {ADD_NORM: add_norm, NORM_ROPE: norm_rope} | projections.HELPERS
+LAST = "_liger_last"
+HELPERS = {ADD_NORM: add_norm, NORM_ROPE: norm_rope, LAST: memory.last} | projections.HELPERS
 NORMS, PROJECTIONS = "norms", "projections"  # what may be fused
 
 
@@ -218,6 +221,33 @@ def _rewrite(block: list[ast.stmt]) -> tuple[list[ast.stmt], int]:
     return out, found
 
 
+def _keeps_nothing(statement: ast.stmt) -> bool:
+    """Whether a statement only adds names, or puts them in a tuple: for their gradients nothing is needed."""
+    if isinstance(statement, ast.If):
+        return isinstance(statement.test, ast.Name) and all(map(_keeps_nothing, (*statement.body, *statement.orelse)))
+    if not isinstance(statement, ast.Assign | ast.AugAssign | ast.Return) or statement.value is None:
+        return False
+    if isinstance(statement, ast.AugAssign) and not isinstance(statement.value, ast.Tuple):
+        return False
+    plain = ast.Name | ast.Load | ast.Tuple
+    added = statement.value
+    names = [added.left, added.right] if isinstance(added, ast.BinOp) and isinstance(added.op, ast.Add) else [added]
+    return all(isinstance(node, plain) for name in names for node in ast.walk(name))
+
+
+def _mark_last(body: list[ast.stmt]) -> None:
+    """Say of the module behind which a forward keeps nothing that it is so."""
+    for statement in reversed(body):
+        if _keeps_nothing(statement):
+            continue
+        assigned = _assigned(statement)
+        call = None if assigned is None else assigned[1]
+        one = isinstance(call, ast.Call) and len(call.args) == 1 and not call.keywords and isinstance(call.args[0], ast.Name)
+        if one and isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and _name(call.func.value) == "self":
+            call.func, call.args = ast.Name(LAST, ast.Load()), [call.func, *call.args]
+        return
+
+
 def _fuse(tree: ast.FunctionDef, parts: frozenset[str], methods: frozenset[str] | None) -> tuple[int, frozenset[str]]:
     """Fuse the patterns of these parts in a function; returns how many of norms, and what is called as linear layers."""
     found = 0
@@ -225,6 +255,8 @@ def _fuse(tree: ast.FunctionDef, parts: frozenset[str], methods: frozenset[str] 
         in_place = [node for node in ast.walk(tree) if isinstance(node, ast.AugAssign)]
         if all(isinstance(node.value, ast.Tuple) for node in in_place):  # ``outputs += (weights,)``
             tree.body, found = _rewrite(tree.body)
+            if found:
+                _mark_last(tree.body)
     return found, projections.rewrite(tree, methods) if PROJECTIONS in parts and methods is not None else frozenset()
 
 

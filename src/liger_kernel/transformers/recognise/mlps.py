@@ -149,7 +149,8 @@ class GLU(Variant):
             if not fitting(last, inner, x.device) or any(p.weight.shape[0] != first[0].weight.shape[0] for p in first):
                 return None
             memory.needed()
-            y = adapted_mlp(x, first, last, act=name, recompute=memory.level() == "mlp", **options)
+            ends = form.after is GLUForm.after and memory.is_last(self)
+            y = adapted_mlp(x, first, last, act=name, recompute=memory.level() == "mlp", ends=ends, **options)
             memory.taken()
             return form.after(self, beside(y, last, projections[-1], x))
 

@@ -264,6 +264,7 @@ def of_length(n: int, **more: Tensor) -> dict:
 
 @pytest.fixture
 def compiler():
+    torch._dynamo.reset()  # it remembers which sizes changed in what other tests compiled
     yield CompileCounterWithBackend
     torch._dynamo.reset()
 

@@ -28,6 +28,15 @@ def served_by_kernels_or_references() -> Iterator[None]:
         yield
 
 
+def forget_training() -> None:
+    """What accelerate keeps of one training does not reach the next: with older transformers it would go on in its dtype, and compiled."""
+    from accelerate.state import AcceleratorState
+
+    for name in [n for n in os.environ if n.startswith("ACCELERATE_")]:
+        del os.environ[name]
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
 SMOKE = ["llama", "gemma2", "qwen3_moe", "qwen2_vl"]  # what every version has and trains: CI tries these on the oldest
 
 

@@ -10,19 +10,19 @@ pytest.importorskip("transformers", reason="transformers is not installed: make 
 
 import torch
 import torch.nn.functional as F
-from hf_models import served_by_kernels_or_references
+from hf_models import forget_training, served_by_kernels_or_references
 
 import liger_kernel.transformers as liger
 
 
 @pytest.fixture(autouse=True)
-def _apart(monkeypatch: pytest.MonkeyPatch):
-    """What accelerate keeps of one training does not reach the next: with older transformers it would go on in its dtype, and compiled."""
-    for name in [n for n in os.environ if n.startswith("ACCELERATE_")]:
-        monkeypatch.delenv(name)
+def _apart():
+    pytest.importorskip("accelerate", reason="accelerate is not installed: make setup")
+    before = {n: v for n, v in os.environ.items() if n.startswith("ACCELERATE_")}
+    forget_training()
     yield
-    state = pytest.importorskip("accelerate.state", reason="accelerate is not installed: make setup")
-    state.AcceleratorState._reset_state(reset_partial_state=True)
+    forget_training()
+    os.environ.update(before)
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ peft = pytest.importorskip("peft", reason="peft is not installed: make setup")
 
 import adapters  # noqa: E402
 from adapters import EVERY, Gradients, assert_rounds_as  # noqa: E402
-from hf_models import DEVICE, assert_same_learning, make  # noqa: E402
+from hf_models import DEVICE, assert_same_learning, forget_training, make  # noqa: E402
 from test_hf_trainer import Run, assert_same  # noqa: E402
 from torch import nn  # noqa: E402
 
@@ -40,13 +40,16 @@ def ran(monkeypatch) -> list[int]:
 def adapted(dtype: torch.dtype = torch.float32, **more: Any) -> nn.Module:
     model = make("llama", dtype, num_hidden_layers=1)
     torch.manual_seed(0)
-    return adapters.drawn(peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=EVERY, task_type="CAUSAL_LM", **more))).to(DEVICE)
+    model = adapters.drawn(peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=EVERY, task_type="CAUSAL_LM", **more))).to(DEVICE)
+    model.enable_input_require_grads()  # for reentrant checkpoints; newer transformers do that themselves
+    return model
 
 
 class Adapted(Run):
     """A training, and the ``gradients`` of its steps."""
 
     def __init__(self, folder: Path, ours: bool, model: nn.Module | None = None, **more: Any):
+        forget_training()
         seen = Gradients()
         flags = {"liger_kernel_config": LAYERS_ALONE | more.pop("flags", {})}
         super().__init__(folder, ours, adapted() if model is None else model, callbacks=[seen], eval_strategy=more.pop("eval_strategy", "no"), **flags, **more)

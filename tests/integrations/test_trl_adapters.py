@@ -1,0 +1,176 @@
+"""TRL's trainers with ``use_liger_kernel`` and PEFT's adapters: the projection engine runs, and metrics, gradients and adapters are as without it."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("trl", reason="trl is not installed: make test-integrations")
+peft = pytest.importorskip("peft", reason="peft is not installed: make setup")
+
+import adapters  # noqa: E402
+from adapters import EVERY, Gradients, assert_rounds_as  # noqa: E402
+from hf_models import DEVICE, assert_same_learning, forget_training, make  # noqa: E402
+from test_trl import FUSED, MEANS, assert_same, reward, rows, taught  # noqa: E402
+from torch import nn  # noqa: E402
+from transformers import BitsAndBytesConfig, LlamaForCausalLM  # noqa: E402
+
+from liger_kernel.ops._core import operator as _op  # noqa: E402
+from liger_kernel.transformers import restore  # noqa: E402
+
+pytestmark = pytest.mark.skipif(not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call")
+FORWARD = [3, 1, 3]  # q, k, v; o; gate, up, down
+# bitsandbytes' kernel for CPUs is wrong where a block of 64 values goes on in the next row
+SIZES = dict(vocab_size=64, num_hidden_layers=1, hidden_size=64, intermediate_size=64)
+ENGINE = {"projections": True, "swiglu": True, "rope": False, "rms_norm": False}  # what else is ours: test_trl.py
+STOCK = {**dict.fromkeys(ENGINE, False), "rms_norm": True}
+
+
+@pytest.fixture(autouse=True)
+def _served():
+    """Kernels serve here, interpreted where there is no GPU: references have no engine."""
+    yield
+    restore()
+
+
+@pytest.fixture
+def ran(monkeypatch) -> list[int]:
+    return adapters.nodes_run(monkeypatch)
+
+
+def lora(**more: Any) -> Any:
+    return peft.LoraConfig(r=4, target_modules=EVERY, task_type="CAUSAL_LM", init_lora_weights=False, **more)
+
+
+def trained(folder: Path, trainer: str, kind: str, ours: bool, model: nn.Module | None = None, config: Any = None, flags: Any = None, **options: Any):
+    """As ``taught``, and the gradients of all steps."""
+    seen, extra = Gradients(), options.pop("trainer_kwargs", {})
+    handed = lambda: {"callbacks": [seen], **extra, **({} if config is None else {"peft_config": config})}
+    if ours:
+        options["liger_kernel_config"] = dict(flags or ENGINE)
+    model = make("llama", **SIZES) if model is None else model
+    forget_training()
+    return taught(folder, trainer, kind, ours, model, handed, **options), seen.found
+
+
+def assert_learns_the_same(ours: tuple, stock: tuple, differ: tuple[str, ...] = ()) -> None:
+    assert_same(ours[0], stock[0], differ)
+    assert len(stock[1]) >= 2 * 2 * len(EVERY)
+    assert_same_learning(ours[1], stock[1], 5e-5)
+
+
+def compared(folder: Path, ran: list[int], trainer: str, kind: str, differ: tuple[str, ...] = (), model: Any = lambda: None, **options: Any) -> int:
+    """Train with the flag and without, and compare; returns how many forwards the engine ran."""
+    ours = trained(folder / "ours", trainer, kind, True, model(), **options)
+    forwards = len(ran) // len(FORWARD)
+    assert ran == FORWARD * forwards
+    assert_learns_the_same(ours, trained(folder / "stock", trainer, kind, False, model(), **options), differ)
+    assert len(ran) == len(FORWARD) * forwards
+    return forwards
+
+
+def adapted() -> nn.Module:
+    torch.manual_seed(0)
+    return peft.get_peft_model(make("llama", **SIZES), lora())
+
+
+# -- supervised ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "config", "forwards"),
+    [
+        ({}, {}, 4),
+        ({"packing": True, "max_length": 32, "gradient_accumulation_steps": 1}, {}, 2),  # without padding: rows follow one another
+        ({"gradient_checkpointing": True}, {"lora_dropout": 0.5}, 8),
+        ({"eval_strategy": "steps", "eval_steps": 1, "trainer_kwargs": {"eval_dataset": rows("text")}}, {"use_dora": True}, 6),
+    ],
+    ids=["plain", "packed", "checkpoints, dropout", "evaluated, dora"],
+)
+def test_sft(tmp_path, ran, options, config, forwards):
+    assert compared(tmp_path, ran, "SFTTrainer", "text", config=lora(**config), **options) == forwards
+
+
+def test_sft_without_projections(tmp_path, ran):
+    assert compared(tmp_path, ran, "SFTTrainer", "text", config=lora(), flags=STOCK) == 0
+
+
+def test_sft_under_autocast(tmp_path, ran):
+    ours, stock, truth = (
+        trained(tmp_path / f"{use}{bf16}", "SFTTrainer", "text", use, config=lora(), bf16=bf16)[1]
+        for use, bf16 in ((True, True), (False, True), (False, False))
+    )
+    assert ran == FORWARD * 4
+    assert_rounds_as(ours, stock, truth)
+
+
+# -- QLoRA ---------------------------------------------------------------------------------
+
+
+def four_bits(folder: Path, compute: torch.dtype) -> tuple[nn.Module, nn.Module]:
+    """A model in NF4 with adapters of 16 bits, its other weights and hidden states in fp32, and the same model in fp32."""
+    bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: make setup")
+    make("llama", **SIZES).save_pretrained(folder)
+    how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=compute)
+    model = LlamaForCausalLM.from_pretrained(folder, quantization_config=how, dtype=torch.bfloat16, device_map={"": DEVICE})
+    model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    assert {p.dtype for n, p in model.named_parameters() if "norm" in n or "embed" in n} == {torch.float32}
+    twin = make("llama", **SIZES)
+    for p, stored in zip(twin.parameters(), model.parameters()):
+        p.data = (bnb.functional.dequantize_4bit(stored.data, stored.quant_state) if hasattr(stored, "quant_state") else stored.data).float()
+    pair = []
+    for each in (model, twin):
+        torch.manual_seed(0)
+        each = peft.get_peft_model(each, lora())
+        for n, p in each.named_parameters():
+            if "lora_" in n:
+                p.data = p.data.bfloat16().to(torch.bfloat16 if each.get_base_model() is model else torch.float32)
+        pair.append(each)
+    return pair[0], pair[1]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "bf16", "options"),
+    [
+        ("SFTTrainer", True, {}),
+        ("SFTTrainer", True, {"gradient_checkpointing": True}),
+        ("SFTTrainer", False, {}),
+        ("DPOTrainer", True, {}),
+    ],
+    ids=["sft", "sft, checkpoints", "sft, fp32", "dpo"],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_four_bits(tmp_path, ran, trainer, bf16, options):
+    """As near as stock to the model in fp32."""
+    model, twin = four_bits(tmp_path / "model", torch.bfloat16 if bf16 else torch.float32)
+    kind = "text" if trainer == "SFTTrainer" else "pairs"
+    ours, stock = (trained(tmp_path / str(use), trainer, kind, use, copy.deepcopy(model), bf16=bf16, **options)[1] for use in (True, False))
+    # with the flag, TRL before 1.13 calls parts of the model, outside autocast: inputs in fp32 go to bases that compute in bf16, which run by themselves
+    forward = [3, 1, 2, 1] if FUSED and trainer == "DPOTrainer" else FORWARD
+    assert ran == forward * (len(ran) // len(forward)) and len(ran) >= 4 * len(forward)
+    assert_rounds_as(ours, stock, trained(tmp_path / "twin", trainer, kind, False, twin, **options)[1])
+
+
+# -- preferences and reinforcement learning ------------------------------------------------
+
+
+def test_dpo_with_the_adapters_off(tmp_path, ran):
+    """The reference is the base alone, by ``disable_adapter``: the engine runs the policy."""
+    assert compared(tmp_path, ran, "DPOTrainer", "pairs", MEANS, config=lora()) == 4
+
+
+def test_dpo_with_an_adapter_of_the_reference(tmp_path, ran):
+    """Where the adapters are trained already, the reference is a copy of them, to which TRL switches."""
+    assert compared(tmp_path, ran, "DPOTrainer", "pairs", MEANS, model=adapted) == 8
+
+
+@pytest.mark.parametrize("model", [None, adapted], ids=["off", "copy"])
+def test_grpo(tmp_path, ran, model):
+    """Prompts are completed between the steps; log-probabilities of old policies and of the reference, by both ways, are computed without gradients."""
+    options = dict(num_generations=4, max_completion_length=6, num_iterations=2, max_steps=3, temperature=0.9, beta=0.04)
+    more = {"config": lora()} if model is None else {"model": model}
+    assert compared(tmp_path, ran, "GRPOTrainer", "prompts", trainer_kwargs={"reward_funcs": reward}, **options, **more) >= 6

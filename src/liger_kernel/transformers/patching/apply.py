@@ -111,7 +111,8 @@ def _apply_function(model_type: str) -> Callable[..., None]:
     apply.__doc__ = (
         f"Patch the classes of transformers' ``{model_type}`` models, or only ``model`` if one is given. ``liger models {model_type}`` says how.\n\n"
         '``rematerialise`` (True or "cheap", the default; "mlp"; False or "off") says what is computed again in the backward: see ``liger_kernel.memory``.\n'
-        "``projections`` (True, the default) runs linear layers with adapters, PEFT's, as one node (gated MLPs go by their own flag): see ``liger_kernel.ops.projections``."
+        "``projections`` (True, the default) runs linear layers with adapters, PEFT's, as one node; gated MLPs go by their own flag: see "
+        "``liger_kernel.ops.projections``."
     )
     return apply
 

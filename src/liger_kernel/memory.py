@@ -198,7 +198,10 @@ def declare(y: Tensor, op: Callable[..., Tensor], *tensors: Tensor | None, **opt
 
 
 def last(module: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """``module(x)``, after which the layer that calls it keeps nothing for the backward: where it is checkpointed, its recomputation may end in ``module``."""
+    """``module(x)``, after which the layer that calls it keeps nothing for the backward: where it is checkpointed, its recomputation may end in ``module``.
+
+    Where one checkpoint spans several layers, only that of the last one does; the others are right, but project twice.
+    """
     if torch.compiler.is_compiling():
         return module(x)
     before, _local.last = _local.last, module

@@ -9,8 +9,9 @@ and TOP the largest value of the format. With W (N, K) = W8 sw the two products 
 Both multiply by the same W8. (To cast W once more for dx, by columns, would make dx the gradient of another function.) An infinity or NaN becomes NaN in q
 and leaves the scale as it is; a scale is neither 0 nor infinite.
 
-What it costs: a value of e4m3 is off by up to 1/16 of itself, 2.6 % in the mean square, one of e5m2 by twice that. Beside the dequantised weight in fp64
-y of normal x and W is off by 2.6 % of its root mean square, dx by 5.3 % (e5m2) or 2.6 % (per row); W8 itself adds 2.6 % to both. Small values underflow: below
+Products accumulate as the tensor cores do by themselves (``use_fast_accum``), forward and backward. What the casts cost, where sums are exact: a value of
+e4m3 is off by up to 1/16 of itself, 2.6 % in the mean square, one of e5m2 by twice that. Beside the dequantised weight in fp64 y of normal x and W is off by
+2.6 % of its root mean square, dx by 5.3 % (e5m2) or 2.6 % (per row); W8 itself adds 2.6 % to both. Small values underflow: below
 a / 2^18 in e4m3, a / 2^32 in e5m2.
 
 cuBLAS multiplies FP8 only where the reduction is contiguous in both operands: y wants W8 row by row, dx wants its transpose row by row.

@@ -10,6 +10,7 @@ the node has what the adapters add to that.
 
 from __future__ import annotations
 
+import functools
 import sys
 import types
 from collections.abc import Callable
@@ -188,7 +189,7 @@ def _magnitude(m: Any, name: str, adapter: Adapter, active: int) -> Tensor | Lef
 def projection(m: Any, dtype: torch.dtype) -> Projection | Left:
     """What ``m`` computes of an input of this dtype, if it is a linear layer of ours to run, or why it is not."""
     cls = type(m)
-    if cls in _peft_classes() and _of_package(cls, "peft."):
+    if _of_peft(cls) and _of_package(cls, "peft."):
         return _peft(m, dtype)
     if hasattr(m, "base_layer"):
         return Left(f"a layer of class {cls.__module__}.{cls.__name__}")
@@ -209,9 +210,21 @@ _PEFT = {
 }
 
 
+@functools.lru_cache(1024)
+def _of_peft(cls: type) -> bool:
+    """Whether ``cls`` is one of these: its module is imported, so that cannot change."""
+    return cls in _peft_classes()
+
+
 def _peft_classes() -> tuple[Any, ...]:
     found = (_class(f"peft.tuners.lora.{module}", name) for module, names in _PEFT.items() for name in names.split())
     return tuple(c for c in found if c is not None)
+
+
+@functools.lru_cache(16)
+def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """As a tensor, copied once: a copy to a GPU waits for it."""
+    return torch.tensor(numbers, device=device)
 
 
 def trained_rows(m: Any, dtype: torch.dtype) -> Projection | Left | None:
@@ -234,7 +247,7 @@ def trained_rows(m: Any, dtype: torch.dtype) -> Projection | Left | None:
     at = [i for name in names for i in m.token_indices[name]]
     if len(at) > w.shape[1] // 4:
         return Left(f"{len(at)} trained tokens")  # which cost more than a copy
-    index = torch.tensor(at, device=w.learnable.device)
+    index = _on_device(tuple(at), w.learnable.device)
     rows = torch.cat([m.trainable_tokens_delta[name].to(w.learnable) for name in names])
     chosen = torch.zeros(w.shape[0], len(at), dtype=dtype, device=index.device)
     chosen[index, torch.arange(len(at), device=index.device)] = 1

@@ -14,8 +14,9 @@ from liger_kernel.ops._core import operator as _op
 from liger_kernel.ops.projections.adapted import Adapter, Projection
 from liger_kernel.ops.projections.four_bits import dense_four_bits
 from liger_kernel.ops.projections.lora import _layer
+from liger_kernel.ops.projections.magnitude import dot_columns, times_columns
 from liger_kernel.ops.projections.mlp import adapted_mlp
-from liger_kernel.ops.projections.weights import Weight, dense
+from liger_kernel.ops.projections.weights import Dequantized, Weight, dense
 from liger_kernel.testing import differentiable, like, run
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -109,25 +110,44 @@ def test_four_bits(nested, dtype):
 
 
 @needs_kernels
-@pytest.mark.parametrize("rows", [10, 4, 3])
-def test_a_checkpointed_mlp_projects_once_more_a_tile_at_a_time(rows, monkeypatch):
-    """Its recomputation ends before the first product; gradients are those of the whole."""
-    monkeypatch.setattr(importlib.import_module("liger_kernel.ops.projections.mlp"), "TILE", 4)
+@pytest.mark.parametrize("made_dense", [False, True])
+@pytest.mark.parametrize(("rows", "tiles"), [(10, [5, 5]), (9, [5, 4]), (4, [4]), (3, [3])])
+def test_an_mlp_has_a_tile_of_its_activation_at_a_time(rows, tiles, made_dense, monkeypatch):
+    """Checkpointed, it projects once more, a tile at a time, and its recomputation ends before the first product; gradients are those of the whole."""
+    module = importlib.import_module("liger_kernel.ops.projections.mlp")
+    monkeypatch.setattr(module, "VALUES", 0)
     seen, product = [], Weight.forward
     monkeypatch.setattr(Weight, "forward", lambda self, x, y: seen.append(x.rows.shape[0]) or product(self, x, y))
     generator = torch.Generator().manual_seed(0)
     drawn = lambda *shape: torch.randn(*shape, generator=generator).div(shape[-1] ** 0.5).to(DEVICE)
-    layer = lambda N, K: Projection(dense(drawn(N, K)), drawn(N), (Adapter(drawn(3, K).requires_grad_(), drawn(N, 3).requires_grad_(), 0.5),))
+    made = lambda w: Dequantized(tuple(w.shape), None, dequantize=lambda dtype: opened.append(1) or w.to(dtype)) if made_dense else dense(w)
+    layer = lambda N, K: Projection(made(drawn(N, K)), drawn(N), (Adapter(drawn(3, K).requires_grad_(), drawn(N, 3).requires_grad_(), 0.5),))
     gate, up, down = layer(24, 16), layer(24, 16), layer(16, 24)
     learnt = [t for p in (gate, up, down) for a in p.adapters for t in (a.a, a.b)]
     x, dy = drawn(rows, 16).requires_grad_(), drawn(rows, 16)
-    found = []
-    for call in (lambda f: f(x), lambda f: checkpoint(f, x, use_reentrant=False)):
+    found, products, opened = [], [], []
+    whole, tiled = lambda f: f(x), lambda f: checkpoint(f, x, use_reentrant=False)
+    for call, least in ((whole, 100), (whole, 4), (tiled, 4)):
+        monkeypatch.setattr(module, "TILE", least)
         seen.clear()
+        opened.clear()
         y = call(lambda x: adapted_mlp(x, [gate, up], down, ends=True))
-        forward = list(seen)
+        forward = len(seen)
         found.append([y, *torch.autograd.grad(y, [x, *learnt], dy)])
-        assert forward == [rows] * 3
-    assert seen[3:] == [min(4, rows - start) for start in range(0, rows, 4) for _ in ("gate", "up")]
-    for one, other in zip(*found):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+        products.append((seen[:forward], seen[forward:]))
+        assert len(opened) == made_dense * 6
+    each = lambda times: [n for n in tiles for _ in range(times)]
+    assert products == [([rows] * 3, []), ([rows] * 2 + tiles, []), (each(3), each(2))]
+    for other in found[1:]:
+        for one, another in zip(found[0], other):
+            torch.testing.assert_close(one, another, rtol=1e-5, atol=1e-5)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("M", "N"), [(70, 130), (1, 5), (0, 4), (3, 300)])
+def test_columns_of_a_magnitude(M, N, dtype):
+    a, b = torch.randn(M, 2 * N, dtype=dtype, device=DEVICE)[:, :N], torch.randn(M, N, dtype=dtype, device=DEVICE)
+    torch.testing.assert_close(dot_columns(a, b), (a.double() * b).sum(0).float(), rtol=1e-5, atol=1e-4)
+    scale = torch.randn(N, device=DEVICE)
+    assert torch.equal(times_columns(a, scale), (a.float() * scale).to(dtype))

@@ -12,6 +12,7 @@ Dtypes: ``dtype`` is that of the products with W. Adapters of 32 bits beside pro
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops._core.operator import acc
+from liger_kernel.ops.projections.magnitude import dot_columns, times_columns
 from liger_kernel.ops.projections.weights import Rows, Weight, add_product
 
 
@@ -71,7 +73,11 @@ def _norms(p: Projection, dtype: torch.dtype) -> Tensor:
     a, b = adapter.a.to(wide), adapter.b.to(wide)
     squares = torch.linalg.vector_norm(w, dim=1, dtype=wide).square()
     thin = adapter.scale * b
-    return (squares + (thin * (2 * (w.to(wide) @ a.t()) + thin @ (a @ a.t()))).sum(1)).clamp_(min=0).sqrt()
+    if w.is_cuda and adapter.a.dtype == w.dtype != wide:
+        wa = torch.mm(w, adapter.a.t(), out_dtype=wide)  # a product of the tensor cores, without a copy of W
+    else:
+        wa = w.to(wide) @ a.t()
+    return (squares + (thin * (2 * wa + thin @ (a @ a.t()))).sum(1)).clamp_(min=0).sqrt()
 
 
 class Projections:
@@ -93,6 +99,8 @@ class Projections:
         self.masks: list = []
         self.zs: list = []
         self.norms: list = []
+        self.dxas: list[Tensor] = []
+        self.dys: list[Tensor] = []
         self.grads: list[list] = []
 
     def _of(self, at: tuple[int, int]) -> Adapter:
@@ -125,6 +133,28 @@ class Projections:
         if there:
             torch._foreach_copy_(here, there)
 
+    def open(self, rows: int | None = None) -> None:
+        """Casts of the adapters, weights for many products, and, of so many rows, places for the thin products: for ``part``, of what has no dropout."""
+        self._cast()
+        self.projections = [dataclasses.replace(p, weight=p.weight.opened(self.dtype)) for p in self.projections]
+        if rows is not None:
+            self.xas = [a.new_empty(rows, a.shape[0]) for a in self.As]
+        self.masks = [None] * len(self.As)
+
+    def part(self, rows: slice) -> Projections:
+        """The same of some rows, after ``open``. It shares what is thin with all of them, if that has a place."""
+        part = copy.copy(self)
+        part.xas, part.dxas, part.dys = ([t[rows] for t in ts] for ts in (self.xas, self.dxas, self.dys))
+        return part
+
+    def take_part(self, x: Tensor) -> None:
+        """``take`` of a part."""
+        if self.xas:
+            for xa, a in zip(self.xas, self.As):
+                torch.mm(x.to(self.thin), a.t(), out=xa)
+        else:
+            self.xas = [x.to(self.thin) @ a.t() for a in self.As]
+
     def take(self, x: Tensor) -> None:
         """Casts of the adapters, and the products of x (M, K) with the A's."""
         self._cast()
@@ -134,23 +164,30 @@ class Projections:
             self.xas.append(seen.to(self.thin) @ a.t())
             self.masks.append(mask)
 
-    def outputs(self, x: Tensor) -> list[Tensor]:
-        """The y's (M, N), new; after ``take``."""
+    def outputs(self, x: Tensor, out: Tensor | None = None) -> list[Tensor]:
+        """The y's (M, N), new, or the only one in ``out``; after ``take``."""
         ys: list[Tensor] = []
         self.zs, self.norms, rows = [], [], Rows(x)
         for i, p in enumerate(self.projections):
             y = None if p.weight.accumulates else p.weight.forward(rows, None)
             for adapter, s, span, n in self._spans(i):
-                y = add_product(y, self.xas[s][:, span].to(self.dtype), self.bs[n].to(self.dtype).t(), adapter.scale)
+                y = add_product(y, self.xas[s][:, span].to(self.dtype), self.bs[n].to(self.dtype).t(), adapter.scale, out)
             if p.weight.accumulates:
                 y = p.weight.forward(rows, y)
+            if out is not None and y is not out:
+                y = out.copy_(y)
             bias = _summed_bias(p)
             if p.magnitude is not None:
                 self.zs.append(y)
                 self.norms.append(_norms(p, self.dtype))
-                y = (y * (p.magnitude / self.norms[-1])).to(self.dtype)
+                y = times_columns(y, p.magnitude / self.norms[-1])
             ys.append(y if bias is None else y.add_(bias))
         return ys
+
+    def outputs_again(self) -> list[Tensor]:
+        """The y's, new, of what was kept, where every projection has a magnitude."""
+        ys = [times_columns(z, p.magnitude / norm) for p, z, norm in zip(self.projections, self.zs, self.norms) if p.magnitude is not None]
+        return [y if (bias := _summed_bias(p)) is None else y.add_(bias) for p, y in zip(self.projections, ys)]
 
     def taken(self) -> list[Tensor | None]:
         """What ``take`` made, to be kept for the backward."""
@@ -170,7 +207,7 @@ class Projections:
     def thin_gradients(self, dys: Sequence[Tensor], need: Sequence[Sequence[bool]]) -> None:
         """What follows from the gradients of the y's without x: those of B's, biases and magnitudes, and of the thin x A^T."""
         self.dys = list(dys)
-        self.grads: list[list[Tensor | None]] = [[None] * len(n) for n in need]
+        self.grads = [[None] * len(n) for n in need]
         self.dxas = [dys[0].new_empty(dys[0].shape[0], stack.spans[-1][1], dtype=self.thin) for stack in self.stacks]
         zs, norms = iter(self.zs), iter(self.norms)
         for i, p in enumerate(self.projections):
@@ -181,8 +218,8 @@ class Projections:
             if p.magnitude is not None:
                 z, norm = next(zs), next(norms)
                 if needs[2]:
-                    grad[2] = (dy.to(acc(dy.dtype)) * z).sum(0) / norm
-                self.dys[i] = dy = (dy * (p.magnitude / norm)).to(dy.dtype)
+                    grad[2] = dot_columns(dy, z) / norm
+                self.dys[i] = dy = times_columns(dy, p.magnitude / norm)
             wide = dy.to(self.thin)
             for j, (adapter, s, span, n) in enumerate(self._spans(i)):
                 dxa = self.dxas[s][:, span]
@@ -192,15 +229,15 @@ class Projections:
                 if needs[3 + 3 * j + 2]:
                     grad[3 + 3 * j + 2] = total * adapter.scale
 
-    def input_gradient(self) -> Tensor:
-        """dx (M, K), new."""
+    def input_gradient(self, out: Tensor | None = None) -> Tensor:
+        """dx (M, K), new, or in ``out``."""
         dx: Tensor | None = None
         for p, dy in zip(self.projections, self.dys):
             if not p.weight.accumulates:
                 dx = p.weight.backward(dy, dx)
         for dxa, a, mask in zip(self.dxas, self.As, self.masks):
             if mask is None:
-                dx = add_product(dx, dxa.to(self.dtype), a.to(self.dtype))
+                dx = add_product(dx, dxa.to(self.dtype), a.to(self.dtype), out=out)
         for p, dy in zip(self.projections, self.dys):
             if p.weight.accumulates:
                 dx = p.weight.backward(dy, dx)
@@ -208,14 +245,23 @@ class Projections:
         for stack, dxa, a, mask in zip(self.stacks, self.dxas, self.As, self.masks):
             if mask is not None:
                 dx.add_(torch.ops.aten.native_dropout_backward(dxa.to(self.dtype) @ a.to(self.dtype), mask, 1 / (1 - stack.dropout)))
-        return dx
+        return dx if out is None or dx is out else out.copy_(dx)
 
-    def weight_gradients(self, x: Tensor, need: Sequence[Sequence[bool]]) -> list[Tensor | None]:
-        """The gradients of all that ``Projection.tensors`` lists, in its dtypes."""
+    def stacked_gradients(self, x: Tensor, need: Sequence[Sequence[bool]]) -> list[Tensor | None]:
+        """The gradients of the A's, stacked."""
+        found: list[Tensor | None] = []
         for stack, dxa, mask in zip(self.stacks, self.dxas, self.masks):
+            da = None
             if any(need[i][3 + 3 * j] for i, j in stack.adapters):
                 seen = x if mask is None else torch.ops.aten.native_dropout_backward(x, mask, 1 / (1 - stack.dropout))
                 da = dxa.t() @ seen.to(self.thin)
+            found.append(da)
+        return found
+
+    def weight_gradients(self, x: Tensor, need: Sequence[Sequence[bool]], stacked: Sequence[Tensor | None] | None = None) -> list[Tensor | None]:
+        """The gradients of all that ``Projection.tensors`` lists, in its dtypes; with what ``stacked_gradients`` found, x is for W alone."""
+        for stack, da in zip(self.stacks, self.stacked_gradients(x, need) if stacked is None else stacked):
+            if da is not None:
                 for (i, j), span in zip(stack.adapters, stack.spans):
                     self.grads[i][3 + 3 * j] = da[slice(*span)]
         flat: list[Tensor | None] = []

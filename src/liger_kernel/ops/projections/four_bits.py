@@ -19,22 +19,24 @@ from liger_kernel.ops.projections.weights import Dequantized
 
 @jit
 def _dense(
-    packed_ptr, absmax_ptr, code_ptr, absmax2_ptr, code2_ptr, offset_ptr, y_ptr, n,
-    NESTED: tl.constexpr, BLOCKSIZE: tl.constexpr, BLOCKSIZE2: tl.constexpr, BLOCK: tl.constexpr,
+    packed_ptr, absmax_ptr, code_ptr, absmax2_ptr, code2_ptr, offset_ptr, y_ptr, n, bytes,
+    NESTED: tl.constexpr, BLOCKSIZE: tl.constexpr, BLOCKSIZE2: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # of a byte, half of the values
-    byte = tl.load(packed_ptr + at, mask=2 * at < n, other=0).to(tl.int32)
-    block = (2 * at) // BLOCKSIZE
-    scale = tl.load(absmax_ptr + block, mask=2 * at < n, other=0)
+    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    exists = block * BLOCKSIZE < n
+    scale = tl.load(absmax_ptr + block, mask=exists, other=0)
     if NESTED:
-        nested = tl.load(code2_ptr + scale.to(tl.int32)) * tl.load(absmax2_ptr + block // BLOCKSIZE2, mask=2 * at < n, other=0.0)
+        nested = tl.load(code2_ptr + scale.to(tl.int32)) * tl.load(absmax2_ptr + block // BLOCKSIZE2, mask=exists, other=0.0)
         scale = nested + tl.load(offset_ptr)
-    first = tl.load(code_ptr + (byte >> 4)) * scale
-    second = tl.load(code_ptr + (byte & 15)) * scale
-    y = tl.interleave(first, second)
-    out = tl.program_id(0).to(tl.int64) * 2 * BLOCK + tl.arange(0, 2 * BLOCK)
-    tl.store(y_ptr + out, y.to(y_ptr.dtype.element_ty), mask=out < n)
+    at = block[:, None] * (BLOCKSIZE // 2) + tl.arange(0, BLOCKSIZE // 2)[None, :]  # of a byte, half of the values
+    byte = tl.load(packed_ptr + at, mask=at < bytes, other=0).to(tl.int32)
+    first = tl.load(code_ptr + (byte >> 4)) * scale[:, None]
+    second = tl.load(code_ptr + (byte & 15)) * scale[:, None]
+    out = block[:, None] * BLOCKSIZE + tl.arange(0, BLOCKSIZE)[None, :]
+    tl.store(y_ptr + out, tl.interleave(first, second).to(y_ptr.dtype.element_ty), mask=out < n)
 
+
+_VALUES = 2048  # of a program
 
 _SCHEMA = (
     "(Tensor packed, Tensor absmax, Tensor code, Tensor? absmax2, Tensor? code2, Tensor? offset, int[] shape, int blocksize, int blocksize2, ScalarType dtype)"
@@ -47,9 +49,9 @@ def dense_four_bits(
     blocksize: int, blocksize2: int, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     y = packed.new_empty(shape, dtype=dtype)
-    n, block = y.numel(), 1024
-    sizes = dict(BLOCKSIZE=blocksize, BLOCKSIZE2=blocksize2, BLOCK=block)
-    launch(_dense, (cdiv(n, 2 * block),), packed, absmax, code, absmax2, code2, offset, y, n, NESTED=absmax2 is not None, **sizes, num_warps=4)
+    n, blocks = y.numel(), max(_VALUES // blocksize, 1)
+    how = dict(NESTED=absmax2 is not None, BLOCKSIZE=blocksize, BLOCKSIZE2=blocksize2, BLOCKS=blocks, num_warps=4)
+    launch(_dense, (cdiv(n, blocks * blocksize),), packed, absmax, code, absmax2, code2, offset, y, n, packed.numel(), **how)
     return y
 
 

@@ -23,7 +23,7 @@ from liger_kernel.ops.activations.glu import ACTS, Form, glu_bwd_, glu_fwd
 from liger_kernel.ops.activations.glu import reference as glu_reference
 from liger_kernel.ops.projections.adapted import Projection, Projections
 from liger_kernel.ops.projections.linear import dtypes_of, flat, split, without_autocast
-from liger_kernel.ops.projections.weights import Dense
+from liger_kernel.ops.projections.weights import Dense, Dequantized
 
 
 def reference(
@@ -214,8 +214,8 @@ class AdaptedMLPFunction(torch.autograd.Function):
     """``apply(x, projections of x, down, thin dtype, act, gate_multiplier, down_multiplier, recompute, ends, *their tensors)``: as ``LigerMLPFunction``,
     of any ``Projection``: gate and up, or one that is both side by side.
 
-    In a checkpointed layer which ``ends`` with it a recomputation ends before the first product, and the backward computes gate x and up x, a tile of tokens
-    at a time: once, as the recomputation would, and never whole.
+    In a checkpointed layer which ``ends`` with it a recomputation ends before the first product, and the backward computes gate x and up x: once, as the
+    recomputation would. There, and of the activation elsewhere, a tile of tokens exists at a time.
     """
 
     @staticmethod
@@ -229,16 +229,28 @@ class AdaptedMLPFunction(torch.autograd.Function):
             ctx.packed, ctx.unpack = [t if t is None else hooks[0](t) for t in (x, *tensors)], hooks[1]
         with without_autocast(x.device.type):
             gate_up, last = (Projections(p, x.dtype, thin) for p in ctx.projections)
-            projected, h = _activated(gate_up, last, rows_of(x), ctx.form)
-            kept = gate_up.taken() if recompute else [*projected, *gate_up.kept()]
-            saved = x, *tensors, *kept, *last.taken()
+            rows = rows_of(x)
+            if ctx.tiled:
+                y, kept, of_last = _tiled_outputs(gate_up, last, rows, ctx.form), [], []
+            else:
+                gate_up.take(rows)
+                projected = gate_up.outputs(rows)
+                scaled = len(gate_up.zs) == len(first)  # what is before a magnitude gives what is behind it
+                kept = gate_up.taken() if recompute else [*(() if scaled else projected), *gate_up.kept()]
+                if checkpointed or not _tileable(down):
+                    h = glu_fwd(*_halves(*_pair(projected)), *ctx.form)
+                    last.take(h)
+                    if checkpointed and down.magnitude is None:
+                        # as in LigerMLPFunction: a recomputation ends here, before the product that is for nobody then
+                        saved = x, *tensors, *kept, *last.taken()
+                        ctx.packed, ctx.unpack = [t if t is None else hooks[0](t) for t in saved], hooks[1]
+                    (y,) = last.outputs(h)
+                else:
+                    y = _output_in_tiles(last, projected, ctx.form)
+                of_last = last.kept()
             ctx.places = 1 + len(tensors), 1 + len(tensors) + len(kept)
-            if checkpointed and not ctx.tiled and down.magnitude is None:
-                # as in LigerMLPFunction: a recomputation ends here, before the product that is for nobody then
-                ctx.packed, ctx.unpack = [t if t is None else hooks[0](t) for t in saved], hooks[1]
-            (y,) = last.outputs(h)
         if ctx.packed is None:
-            ctx.save_for_backward(*saved, *last.kept()[len(last.taken()) :])
+            ctx.save_for_backward(x, *tensors, *kept, *of_last)
         return shaped(y, (*x.shape[:-1], y.shape[1]))
 
     @staticmethod
@@ -254,63 +266,132 @@ class AdaptedMLPFunction(torch.autograd.Function):
         every = [*ctx.projections[0], *ctx.projections[1]]
         need_x, needs = ctx.needs_input_grad[0], split(ctx.needs_input_grad[9:], every)
         *first, down = (p.of(t) for p, t in zip(every, split(tensors, every)))
-        node = lambda: (Projections(first, x.dtype, ctx.thin), Projections((down,), x.dtype, ctx.thin))
+        gate_up, last = Projections(first, x.dtype, ctx.thin), Projections((down,), x.dtype, ctx.thin)
         rows, dys = rows_of(x), rows_of(dy)
         if ctx.tiled:
-            dx, total = rows.new_empty(rows.shape) if need_x else None, None
-            for start in range(0, max(rows.shape[0], 1), TILE):
-                tile = slice(start, start + TILE)
-                gate_up, last = node()
-                projected, _ = _activated(gate_up, last, rows[tile], ctx.form)
-                part, grads = _gradients(gate_up, last, projected, rows[tile], dys[tile], need_x, needs, ctx.form)
-                if dx is not None:
-                    dx[tile] = part
-                wide = [g if g is None else g.to(acc(g.dtype)) for g in grads]
-                total = wide if total is None else [t if t is None else t.add_(g) for t, g in zip(total, wide)]
-            return None if dx is None else dx.view(x.shape), *[None] * 8, *(t if t is None else t.to(p.dtype) for t, p in zip(total, tensors))
-        gate_up, last = node()
-        last.restore(of_last)
-        if ctx.recompute:
-            gate_up.restore(kept)
-            projected = gate_up.outputs(rows)
+            dx, grads = _tiled_gradients(gate_up, last, rows, dys, need_x, needs, ctx.form)
         else:
-            projected = kept[: len(first)]
-            gate_up.restore(kept[len(first) :])
-            if graph_is_kept or not ctx.unshared or gate_up.zs:
-                projected = [t.clone() for t in projected]
-        dx, grads = _gradients(gate_up, last, projected, rows, dys, need_x, needs, ctx.form)
-        return None if dx is None else dx.view(x.shape), *[None] * 8, *grads
+            last.restore(of_last)
+            if ctx.recompute:
+                gate_up.restore(kept)
+                projected = gate_up.outputs(rows)
+            elif all(p.magnitude is not None for p in first):
+                gate_up.restore(kept)
+                projected = gate_up.outputs_again()
+            else:
+                projected = kept[: len(first)]
+                gate_up.restore(kept[len(first) :])
+                if graph_is_kept or not ctx.unshared or gate_up.zs:
+                    projected = [t.clone() for t in projected]
+            dx, grads = _gradients(gate_up, last, projected, rows, dys, need_x, needs, ctx.form)
+        return None if dx is None else dx.view(x.shape), *[None] * 8, *(g if g is None else g.to(t.dtype) for g, t in zip(grads, tensors))
 
 
-TILE = 2048  # tokens of a checkpointed layer whose gate x and up x exist at a time: products of fewer rows are slower
+def _tiles(rows: int, width: int) -> list[slice]:
+    """Equal parts of the tokens: fewer rows than these make the products slower."""
+    parts = max(1, rows // max(TILE, VALUES // width))
+    size = -(-rows // parts)
+    return [slice(start, start + size) for start in range(0, max(rows, 1), max(size, 1))]
+
+
+TILE, VALUES = 2048, 1 << 25  # of a part at least: tokens, and values of the activation
 
 
 def _tileable(p: Projection) -> bool:
-    """Whether tokens of a projection may be computed apart, at no more cost: a dense frozen weight, and nothing random."""
-    frozen = isinstance(p.weight, Dense) and p.weight.learnable is not None and not p.weight.learnable.requires_grad
+    """Whether tokens of a projection may be computed apart, at no more cost: a frozen weight of 16 or 32 bits or made so, and nothing random."""
+    weight = p.weight
+    frozen = isinstance(weight, Dequantized) or (isinstance(weight, Dense) and weight.learnable is not None and not weight.learnable.requires_grad)
     return frozen and p.magnitude is None and not any(a.dropout for a in p.adapters)
 
 
+def _output_in_tiles(last: Projections, projected: list[Tensor], form: tuple) -> Tensor:
+    """y of gate x and up x. The activation is never whole; the last projection has taken it."""
+    g, u = _halves(*_pair(projected))
+    y = g.new_empty(g.shape[0], last.projections[0].weight.shape[0])
+    last.open(g.shape[0])
+    for tile in _tiles(*g.shape):
+        part = last.part(tile)
+        h = glu_fwd(g[tile], u[tile], *form)
+        part.take_part(h)
+        part.outputs(h, y[tile])
+        del h
+    return y
+
+
+def _tiled_outputs(gate_up: Projections, last: Projections, x: Tensor, form: tuple) -> Tensor:
+    """y of x. Nothing of the width of gate x is ever whole."""
+    y = x.new_empty(x.shape[0], last.projections[0].weight.shape[0])
+    gate_up.open()
+    last.open()
+
+    def compute(tile: slice) -> None:
+        _, h = _activated(gate_up.part(tile), part := last.part(tile), x[tile], form)
+        part.outputs(h, y[tile])
+
+    for tile in _tiles(x.shape[0], last.projections[0].weight.shape[1]):
+        compute(tile)
+    return y
+
+
+def _tiled_gradients(
+    gate_up: Projections, last: Projections, x: Tensor, dy: Tensor, need_x: bool, needs: list[list[bool]], form: tuple
+) -> tuple[Tensor | None, list[Tensor | None]]:
+    """``_gradients`` of what is projected again. Nothing of the width of gate x is ever whole."""
+    dx = x.new_empty(x.shape) if need_x else None
+    total: list[Tensor | None] = []
+    gate_up.open()
+    last.open()
+
+    def compute(tile: slice) -> list[Tensor | None]:
+        first, second = gate_up.part(tile), last.part(tile)
+        projected = _activated(first, second, x[tile], form)[0]
+        return _gradients(first, second, projected, x[tile], dy[tile], need_x, needs, form, None if dx is None else dx[tile])[1]
+
+    for tile in _tiles(x.shape[0], last.projections[0].weight.shape[1]):
+        wide = [g if g is None else g.to(acc(g.dtype)) for g in compute(tile)]
+        total = [t if t is None else t.add_(g) for t, g in zip(total, wide)] if total else wide
+    return dx, total
+
+
 def _activated(gate_up: Projections, last: Projections, x: Tensor, form: tuple) -> tuple[list[Tensor], Tensor]:
-    """gate x and up x, and the activation, which the last projection has taken."""
-    gate_up.take(x)
+    """gate x and up x, and the activation, which the last projection has taken: of parts."""
+    gate_up.take_part(x)
     projected = gate_up.outputs(x)
     h = glu_fwd(*_halves(*_pair(projected)), *form)
-    last.take(h)
+    last.take_part(h)
     return projected, h
 
 
 def _gradients(
-    gate_up: Projections, last: Projections, projected: list[Tensor], x: Tensor, dy: Tensor, need_x: bool, needs: list[list[bool]], form: tuple
+    gate_up: Projections,
+    last: Projections,
+    projected: list[Tensor],
+    x: Tensor,
+    dy: Tensor,
+    need_x: bool,
+    needs: list[list[bool]],
+    form: tuple,
+    out: Tensor | None = None,
 ) -> tuple[Tensor | None, list[Tensor | None]]:
-    """Of x, and of all tensors of the projections; what was projected is written over."""
+    """Of x, new or in ``out``, and of all tensors of the projections; what was projected is written over."""
     last.thin_gradients([dy], needs[-1:])
-    h = last.input_gradient()
-    glu_bwd_(h, *_halves(*_pair(projected)), form[0], any(needs[-1]), *form[1:])  # now h, and the gradients of what was projected
-    of_down = last.weight_gradients(h, needs[-1:])
-    del h
+    g, u = _halves(*_pair(projected))
+    tiles = _tiles(*g.shape) if _tileable(last.projections[0]) else [slice(None)]
+    if len(tiles) > 1:
+        last.open()
+    stacked: list[Tensor | None] = []
+    for tile in tiles:
+        part = last.part(tile)
+        h = part.input_gradient()
+        glu_bwd_(h, g[tile], u[tile], form[0], any(needs[-1]), *form[1:])  # now h, and the gradients of what was projected
+        found = [a if a is None or len(tiles) == 1 else a.to(acc(a.dtype)) for a in part.stacked_gradients(h, needs[-1:])]
+        stacked = [s if s is None else s.add_(a) for s, a in zip(stacked, found)] if stacked else found
+        if not needs[-1][0]:
+            del h  # not both of two tiles
+    of_down = last.weight_gradients(h if needs[-1][0] else dy, needs[-1:], stacked)
     gate_up.thin_gradients(projected, needs[:-1])
-    return gate_up.input_gradient() if need_x else None, [*gate_up.weight_gradients(x, needs[:-1]), *of_down]
+    dx = gate_up.input_gradient(out) if need_x else None
+    return dx, [*gate_up.weight_gradients(x, needs[:-1]), *of_down]
 
 
 def _pair(projected: list[Tensor]) -> tuple[Tensor, Tensor | None]:

@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 
-def add_product(y: Tensor | None, a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
-    """``y + scale a b`` in the place of y, which a product adds to in its epilogue; ``a b`` if there is no y."""
-    if y is None:
-        return a @ b if scale == 1 else torch.addmm(a.new_empty(()), a, b, beta=0, alpha=scale)
-    return y.addmm_(a, b, alpha=scale)
+def add_product(y: Tensor | None, a: Tensor, b: Tensor, scale: float = 1.0, out: Tensor | None = None) -> Tensor:
+    """``y + scale a b`` in the place of y, which a product adds to in its epilogue; ``scale a b``, in ``out`` or new, if there is no y."""
+    if y is not None:
+        return y.addmm_(a, b, alpha=scale)
+    if scale == 1:
+        return a @ b if out is None else torch.mm(a, b, out=out)
+    return torch.addmm(a.new_empty(()) if out is None else out, a, b, beta=0, alpha=scale, out=out)
 
 
 class Rows:
@@ -51,6 +53,10 @@ class Weight:
         """W in ``dtype``; new, unless it is stored so."""
         raise NotImplementedError
 
+    def opened(self, dtype: torch.dtype) -> Weight:
+        """The same weight for many products in a row, each of some of the rows."""
+        return self
+
     def forward(self, x: Rows, y: Tensor | None) -> Tensor:
         return add_product(y, x.rows, self.dense(x.rows.dtype).t())
 
@@ -75,6 +81,9 @@ class Dequantized(Weight):
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         return self.dequantize(dtype)
+
+    def opened(self, dtype: torch.dtype) -> Weight:
+        return Dense(self.shape, self.dense(dtype))
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,47 @@
+"""Columns of a matrix scaled, and the products of two matrices summed by column: what the magnitude of DoRA (Liu et al., arXiv:2402.09353) needs, in fp32
+without a copy of a matrix in fp32.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from liger_kernel.ops._core.operator import acc, launch, launcher, use_kernels
+from liger_kernel.ops._core.tl import cdiv, jit, tl
+
+_BLOCK, _ROWS = 128, 32
+
+
+@jit
+def _dot_columns(a_ptr, b_ptr, sums_ptr, M, N, stride_a, stride_b, programs, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    for start in tl.range(tl.program_id(1) * ROWS, M, programs * ROWS):
+        row = (start + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+        mask = (row < M) & (col < N)[None, :]
+        a = tl.load(a_ptr + row * stride_a + col[None, :], mask=mask, other=0.0).to(tl.float32)
+        total += a * tl.load(b_ptr + row * stride_b + col[None, :], mask=mask, other=0.0).to(tl.float32)
+    tl.store(sums_ptr + tl.program_id(1).to(tl.int64) * N + col, tl.sum(total, 0), mask=col < N)
+
+
+@launcher("(Tensor a, Tensor b) -> Tensor")
+def column_sums(a: Tensor, b: Tensor) -> Tensor:
+    """``(a * b)`` summed over the rows, in parts (P, N), fp32; a and b (M, N), columns side by side."""
+    M, N = a.shape
+    programs = min(max(cdiv(M, _ROWS), 1), max(1024 // cdiv(N, _BLOCK), 1))
+    sums = a.new_empty(programs, N, dtype=torch.float32)
+    launch(_dot_columns, (cdiv(N, _BLOCK), programs), a, b, sums, M, N, a.stride(0), b.stride(0), programs, ROWS=_ROWS, BLOCK=_BLOCK, num_warps=4)
+    return sums
+
+
+def dot_columns(a: Tensor, b: Tensor) -> Tensor:
+    """``(a * b).sum(0)`` (N,) of a and b (M, N), in fp32 or wider."""
+    if use_kernels(a) and a.stride(1) == b.stride(1) == 1:
+        return column_sums(a, b).sum(0)
+    return (a.to(acc(a.dtype)) * b).sum(0)
+
+
+def times_columns(x: Tensor, scale: Tensor) -> Tensor:
+    """``x * scale``, computed in the wider dtype and rounded once to x's; x (M, N), scale (N,)."""
+    return torch.mul(x, scale, out=torch.empty_like(x))

@@ -260,6 +260,11 @@ def is_linear(head: nn.Module) -> bool:
     return unsharded_class(head) is nn.Linear
 
 
+def is_own_linear(function: Callable) -> bool:
+    """Whether ``function``, in the place of ``F.linear``, computes the same: ZeRO-3 has one that keeps less for the backward."""
+    return _is_from(function, ("deepspeed.runtime.zero.",))
+
+
 def is_hooked(head: nn.Module) -> bool:
     """Whether somebody sees calls of ``head`` who does more than to bring its parameters."""
     return any(not _is_from(hook, _SHARDING) for hook in _hooks(head))

@@ -39,7 +39,7 @@ _ADAPTING = (
 
 def untouched() -> bool:
     """Whether linear layers are PyTorch's own and no hook sees all modules."""
-    return nn.Linear.forward is _LINEAR_FORWARD and F.linear is _LINEAR and not _has_any_global_hook()
+    return nn.Linear.forward is _LINEAR_FORWARD and (F.linear is _LINEAR or parallel.is_own_linear(F.linear)) and not _has_any_global_hook()
 
 
 def is_plain(head: nn.Module, within: bool = False) -> bool:

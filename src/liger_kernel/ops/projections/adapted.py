@@ -66,18 +66,18 @@ class _Stack:
     dropout: float
 
 
-def _norms(p: Projection, dtype: torch.dtype) -> Tensor:
+def _norms(p: Projection, dtype: torch.dtype, thin: torch.dtype) -> Tensor:
     """|W + s B A| of each row (N,), of |W|^2 + 2 s <W A^T, B> + s^2 <B A A^T, B>, without the sum of the two."""
     (adapter,) = p.adapters
     w, wide = p.weight.dense(dtype), acc(dtype)
-    a, b = adapter.a.to(wide), adapter.b.to(wide)
+    a, b = adapter.a.to(thin).to(wide), adapter.b.to(wide)
     squares = torch.linalg.vector_norm(w, dim=1, dtype=wide).square()
-    thin = adapter.scale * b
-    if w.is_cuda and adapter.a.dtype == w.dtype != wide:
-        wa = torch.mm(w, adapter.a.t(), out_dtype=wide)  # a product of the tensor cores, without a copy of W
+    sb = adapter.scale * b
+    if w.is_cuda and thin == dtype != wide:
+        wa = torch.mm(w, adapter.a.to(thin).t(), out_dtype=wide)  # by the tensor cores, without a copy of W
     else:
         wa = w.to(wide) @ a.t()
-    return (squares + (thin * (2 * wa + thin @ (a @ a.t()))).sum(1)).clamp_(min=0).sqrt()
+    return (squares + (sb * (2 * wa + sb @ (a @ a.t()))).sum(1)).clamp_(min=0).sqrt()
 
 
 class Projections:
@@ -133,27 +133,17 @@ class Projections:
         if there:
             torch._foreach_copy_(here, there)
 
-    def open(self, rows: int | None = None) -> None:
-        """Casts of the adapters, weights for many products, and, of so many rows, places for the thin products: for ``part``, of what has no dropout."""
+    def open(self) -> None:
+        """Casts of the adapters, and weights for many products: for ``part``, of what has no dropout and no magnitude."""
         self._cast()
         self.projections = [dataclasses.replace(p, weight=p.weight.opened(self.dtype)) for p in self.projections]
-        if rows is not None:
-            self.xas = [a.new_empty(rows, a.shape[0]) for a in self.As]
         self.masks = [None] * len(self.As)
 
-    def part(self, rows: slice) -> Projections:
-        """The same of some rows, after ``open``. It shares what is thin with all of them, if that has a place."""
+    def part(self, x: Tensor) -> Projections:
+        """The same of some rows x, which it has taken; after ``open``."""
         part = copy.copy(self)
-        part.xas, part.dxas, part.dys = ([t[rows] for t in ts] for ts in (self.xas, self.dxas, self.dys))
+        part.xas = [x.to(self.thin) @ a.t() for a in self.As]
         return part
-
-    def take_part(self, x: Tensor) -> None:
-        """``take`` of a part."""
-        if self.xas:
-            for xa, a in zip(self.xas, self.As):
-                torch.mm(x.to(self.thin), a.t(), out=xa)
-        else:
-            self.xas = [x.to(self.thin) @ a.t() for a in self.As]
 
     def take(self, x: Tensor) -> None:
         """Casts of the adapters, and the products of x (M, K) with the A's."""
@@ -179,7 +169,7 @@ class Projections:
             bias = _summed_bias(p)
             if p.magnitude is not None:
                 self.zs.append(y)
-                self.norms.append(_norms(p, self.dtype))
+                self.norms.append(_norms(p, self.dtype, self.thin))
                 y = times_columns(y, p.magnitude / self.norms[-1])
             ys.append(y if bias is None else y.add_(bias))
         return ys
@@ -247,21 +237,12 @@ class Projections:
                 dx.add_(torch.ops.aten.native_dropout_backward(dxa.to(self.dtype) @ a.to(self.dtype), mask, 1 / (1 - stack.dropout)))
         return dx if out is None or dx is out else out.copy_(dx)
 
-    def stacked_gradients(self, x: Tensor, need: Sequence[Sequence[bool]]) -> list[Tensor | None]:
-        """The gradients of the A's, stacked."""
-        found: list[Tensor | None] = []
+    def weight_gradients(self, x: Tensor, need: Sequence[Sequence[bool]]) -> list[Tensor | None]:
+        """The gradients of all that ``Projection.tensors`` lists, in its dtypes."""
         for stack, dxa, mask in zip(self.stacks, self.dxas, self.masks):
-            da = None
             if any(need[i][3 + 3 * j] for i, j in stack.adapters):
                 seen = x if mask is None else torch.ops.aten.native_dropout_backward(x, mask, 1 / (1 - stack.dropout))
                 da = dxa.t() @ seen.to(self.thin)
-            found.append(da)
-        return found
-
-    def weight_gradients(self, x: Tensor, need: Sequence[Sequence[bool]], stacked: Sequence[Tensor | None] | None = None) -> list[Tensor | None]:
-        """The gradients of all that ``Projection.tensors`` lists, in its dtypes; with what ``stacked_gradients`` found, x is for W alone."""
-        for stack, da in zip(self.stacks, self.stacked_gradients(x, need) if stacked is None else stacked):
-            if da is not None:
                 for (i, j), span in zip(stack.adapters, stack.spans):
                     self.grads[i][3 + 3 * j] = da[slice(*span)]
         flat: list[Tensor | None] = []

@@ -132,7 +132,7 @@ def float8_cast(x: Tensor, by: Tensor | None, dtype: torch.dtype, per_row: bool)
     scale = x.new_empty((M, 1) if per_row else (), dtype=torch.float32)
     if per_row:
         block = min(next_power_of_2(N), _WHOLE)
-        warps = min(max(block // 1024, 1), 16)
+        warps = min(max(block // 1024, 1), 4 if x.itemsize == 2 else 16)
         how = dict(TOP=top, LEAST=LEAST, HAS_BY=by is not None, WHOLE=block >= N, BLOCK=block)
         launch(_cast_rows, (M,), x, by, q, scale, N, x.stride(0), **how, num_warps=warps)
         return q, scale

@@ -36,7 +36,7 @@ def _dense(
     tl.store(y_ptr + out, tl.interleave(first, second).to(y_ptr.dtype.element_ty), mask=out < n)
 
 
-_VALUES = 2048  # of a program
+_VALUES = 4096  # of a program
 
 _SCHEMA = (
     "(Tensor packed, Tensor absmax, Tensor code, Tensor? absmax2, Tensor? code2, Tensor? offset, int[] shape, int blocksize, int blocksize2, ScalarType dtype)"

@@ -25,6 +25,24 @@ def _dot_columns(a_ptr, b_ptr, sums_ptr, M, N, stride_a, stride_b, programs, ROW
     tl.store(sums_ptr + tl.program_id(1).to(tl.int64) * N + col, tl.sum(total, 0), mask=col < N)
 
 
+@jit
+def _times_columns(x_ptr, scale_ptr, y_ptr, M, N, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    scale = tl.load(scale_ptr + col, mask=col < N, other=0.0).to(tl.float32)
+    row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    mask = (row < M) & (col < N)[None, :]
+    x = tl.load(x_ptr + row * stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+    tl.store(y_ptr + row * N + col[None, :], (x * scale[None, :]).to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@launcher("(Tensor x, Tensor scale) -> Tensor")
+def scaled_columns(x: Tensor, scale: Tensor) -> Tensor:
+    """``x * scale`` in x's dtype; x (M, N), columns side by side, scale (N,)."""
+    (M, N), y = x.shape, x.new_empty(x.shape)
+    launch(_times_columns, (cdiv(N, 512), cdiv(M, 16)), x, scale, y, M, N, x.stride(0), ROWS=16, BLOCK=512, num_warps=4)
+    return y
+
+
 @launcher("(Tensor a, Tensor b) -> Tensor")
 def column_sums(a: Tensor, b: Tensor) -> Tensor:
     """``(a * b)`` summed over the rows, in parts (P, N), fp32; a and b (M, N), columns side by side."""
@@ -44,4 +62,4 @@ def dot_columns(a: Tensor, b: Tensor) -> Tensor:
 
 def times_columns(x: Tensor, scale: Tensor) -> Tensor:
     """``x * scale``, computed in the wider dtype and rounded once to x's; x (M, N), scale (N,)."""
-    return torch.mul(x, scale, out=torch.empty_like(x))
+    return scaled_columns(x, scale) if use_kernels(x) and x.stride(1) == 1 else (x * scale).to(x.dtype)

@@ -215,7 +215,7 @@ class AdaptedMLPFunction(torch.autograd.Function):
     of any ``Projection``: gate and up, or one that is both side by side.
 
     In a checkpointed layer which ``ends`` with it a recomputation ends before the first product, and the backward computes gate x and up x: once, as the
-    recomputation would. There, and of the activation elsewhere, a tile of tokens exists at a time.
+    recomputation would. There, forward and backward, a tile of tokens exists at a time.
     """
 
     @staticmethod
@@ -237,16 +237,13 @@ class AdaptedMLPFunction(torch.autograd.Function):
                 projected = gate_up.outputs(rows)
                 scaled = len(gate_up.zs) == len(first)  # what is before a magnitude gives what is behind it
                 kept = gate_up.taken() if recompute else [*(() if scaled else projected), *gate_up.kept()]
-                if checkpointed or not _tileable(down):
-                    h = glu_fwd(*_halves(*_pair(projected)), *ctx.form)
-                    last.take(h)
-                    if checkpointed and down.magnitude is None:
-                        # as in LigerMLPFunction: a recomputation ends here, before the product that is for nobody then
-                        saved = x, *tensors, *kept, *last.taken()
-                        ctx.packed, ctx.unpack = [t if t is None else hooks[0](t) for t in saved], hooks[1]
-                    (y,) = last.outputs(h)
-                else:
-                    y = _output_in_tiles(last, projected, ctx.form)
+                h = _activated(projected, ctx.form)
+                last.take(h)
+                if checkpointed and down.magnitude is None:
+                    # as in LigerMLPFunction: a recomputation ends here, before the product that is for nobody then
+                    saved = x, *tensors, *kept, *last.taken()
+                    ctx.packed, ctx.unpack = [t if t is None else hooks[0](t) for t in saved], hooks[1]
+                (y,) = last.outputs(h)
                 of_last = last.kept()
             ctx.places = 1 + len(tensors), 1 + len(tensors) + len(kept)
         if ctx.packed is None:
@@ -287,14 +284,13 @@ class AdaptedMLPFunction(torch.autograd.Function):
         return None if dx is None else dx.view(x.shape), *[None] * 8, *(g if g is None else g.to(t.dtype) for g, t in zip(grads, tensors))
 
 
-def _tiles(rows: int, width: int) -> list[slice]:
-    """Equal parts of the tokens: fewer rows than these make the products slower."""
-    parts = max(1, rows // max(TILE, VALUES // width))
-    size = -(-rows // parts)
+def _tiles(rows: int) -> list[slice]:
+    """Equal parts of the tokens: at most eight, as fewer rows make the products slower."""
+    size = -(-rows // max(1, min(rows // TILE, 8)))
     return [slice(start, start + size) for start in range(0, max(rows, 1), max(size, 1))]
 
 
-TILE, VALUES = 2048, 1 << 25  # of a part at least: tokens, and values of the activation
+TILE = 2048  # tokens of a part, at least
 
 
 def _tileable(p: Projection) -> bool:
@@ -304,20 +300,6 @@ def _tileable(p: Projection) -> bool:
     return frozen and p.magnitude is None and not any(a.dropout for a in p.adapters)
 
 
-def _output_in_tiles(last: Projections, projected: list[Tensor], form: tuple) -> Tensor:
-    """y of gate x and up x. The activation is never whole; the last projection has taken it."""
-    g, u = _halves(*_pair(projected))
-    y = g.new_empty(g.shape[0], last.projections[0].weight.shape[0])
-    last.open(g.shape[0])
-    for tile in _tiles(*g.shape):
-        part = last.part(tile)
-        h = glu_fwd(g[tile], u[tile], *form)
-        part.take_part(h)
-        part.outputs(h, y[tile])
-        del h
-    return y
-
-
 def _tiled_outputs(gate_up: Projections, last: Projections, x: Tensor, form: tuple) -> Tensor:
     """y of x. Nothing of the width of gate x is ever whole."""
     y = x.new_empty(x.shape[0], last.projections[0].weight.shape[0])
@@ -325,10 +307,10 @@ def _tiled_outputs(gate_up: Projections, last: Projections, x: Tensor, form: tup
     last.open()
 
     def compute(tile: slice) -> None:
-        _, h = _activated(gate_up.part(tile), part := last.part(tile), x[tile], form)
-        part.outputs(h, y[tile])
+        h = _activated(gate_up.part(x[tile]).outputs(x[tile]), form)
+        last.part(h).outputs(h, y[tile])
 
-    for tile in _tiles(x.shape[0], last.projections[0].weight.shape[1]):
+    for tile in _tiles(x.shape[0]):
         compute(tile)
     return y
 
@@ -343,23 +325,19 @@ def _tiled_gradients(
     last.open()
 
     def compute(tile: slice) -> list[Tensor | None]:
-        first, second = gate_up.part(tile), last.part(tile)
-        projected = _activated(first, second, x[tile], form)[0]
+        first = gate_up.part(x[tile])
+        projected = first.outputs(x[tile])
+        second = last.part(_activated(projected, form))
         return _gradients(first, second, projected, x[tile], dy[tile], need_x, needs, form, None if dx is None else dx[tile])[1]
 
-    for tile in _tiles(x.shape[0], last.projections[0].weight.shape[1]):
+    for tile in _tiles(x.shape[0]):
         wide = [g if g is None else g.to(acc(g.dtype)) for g in compute(tile)]
         total = [t if t is None else t.add_(g) for t, g in zip(total, wide)] if total else wide
     return dx, total
 
 
-def _activated(gate_up: Projections, last: Projections, x: Tensor, form: tuple) -> tuple[list[Tensor], Tensor]:
-    """gate x and up x, and the activation, which the last projection has taken: of parts."""
-    gate_up.take_part(x)
-    projected = gate_up.outputs(x)
-    h = glu_fwd(*_halves(*_pair(projected)), *form)
-    last.take_part(h)
-    return projected, h
+def _activated(projected: list[Tensor], form: tuple) -> Tensor:
+    return glu_fwd(*_halves(*_pair(projected)), *form)
 
 
 def _gradients(
@@ -375,20 +353,10 @@ def _gradients(
 ) -> tuple[Tensor | None, list[Tensor | None]]:
     """Of x, new or in ``out``, and of all tensors of the projections; what was projected is written over."""
     last.thin_gradients([dy], needs[-1:])
-    g, u = _halves(*_pair(projected))
-    tiles = _tiles(*g.shape) if _tileable(last.projections[0]) else [slice(None)]
-    if len(tiles) > 1:
-        last.open()
-    stacked: list[Tensor | None] = []
-    for tile in tiles:
-        part = last.part(tile)
-        h = part.input_gradient()
-        glu_bwd_(h, g[tile], u[tile], form[0], any(needs[-1]), *form[1:])  # now h, and the gradients of what was projected
-        found = [a if a is None or len(tiles) == 1 else a.to(acc(a.dtype)) for a in part.stacked_gradients(h, needs[-1:])]
-        stacked = [s if s is None else s.add_(a) for s, a in zip(stacked, found)] if stacked else found
-        if not needs[-1][0]:
-            del h  # not both of two tiles
-    of_down = last.weight_gradients(h if needs[-1][0] else dy, needs[-1:], stacked)
+    h = last.input_gradient()
+    glu_bwd_(h, *_halves(*_pair(projected)), form[0], any(needs[-1]), *form[1:])  # now h, and the gradients of what was projected
+    of_down = last.weight_gradients(h, needs[-1:])
+    del h
     gate_up.thin_gradients(projected, needs[:-1])
     dx = gate_up.input_gradient(out) if need_x else None
     return dx, [*gate_up.weight_gradients(x, needs[:-1]), *of_down]

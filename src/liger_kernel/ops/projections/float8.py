@@ -122,7 +122,7 @@ def _transpose(x_ptr, y_ptr, N, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr)
 
 
 _PROGRAMS, _BLOCK = 1024, 2048  # of a cast per tensor
-_WHOLE = 16384  # the longest row that a program holds
+_WHOLE, _PART = 16384, 4096  # the longest row that a program holds, and the part that it holds of a longer one
 
 
 @launcher("(Tensor x, Tensor? by, ScalarType dtype, bool per_row) -> (Tensor q, Tensor scale)")
@@ -131,7 +131,7 @@ def float8_cast(x: Tensor, by: Tensor | None, dtype: torch.dtype, per_row: bool)
     q = x.new_empty((M, N), dtype=dtype)
     scale = x.new_empty((M, 1) if per_row else (), dtype=torch.float32)
     if per_row:
-        block = min(next_power_of_2(N), _WHOLE)
+        block = next_power_of_2(N) if N <= _WHOLE else _PART
         warps = min(max(block // 1024, 1), 4 if x.itemsize == 2 else 16)
         how = dict(TOP=top, LEAST=LEAST, HAS_BY=by is not None, WHOLE=block >= N, BLOCK=block)
         launch(_cast_rows, (M,), x, by, q, scale, N, x.stride(0), **how, num_warps=warps)

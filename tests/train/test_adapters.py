@@ -118,7 +118,8 @@ def test_a_run(trainer, changes, config, monkeypatch, capfd):
     # PEFT's own way, without anything of ours
     if trainer == "hf":
         trained = extract_model_from_parallel(trained, keep_fp32_wrapper=False)  # accelerate's autocast
-    quantized = {"quantization_config": q} if (q := adapters.quantization(config, "bf16-mixed" if half else "fp32")) else {}
+    q = adapters.quantization(config, "bf16-mixed" if half else "fp32")
+    quantized = {"quantization_config": q, "device_map": config.device} if q else {}  # else transformers takes a GPU if there is one
     fresh = transformers.AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.bfloat16 if half else torch.float32, **quantized)
     read = peft.PeftModel.from_pretrained(adapters.unchanging(fresh), config.save).eval()
     ids = torch.arange(24)[None] % 200

@@ -32,6 +32,7 @@ PARITY_STEPS = 4
 TRACE_STEPS = 2
 GET_UPSTREAM = "upstream is skipped: pip install --no-deps --target DIR liger-kernel==0.8.5, then --upstream-path DIR"
 GET_UNSLOTH = "unsloth is skipped: pip install --target DIR unsloth, then --unsloth-path DIR"
+LONGEST = 1 << 18  # tokens of a row that --largest-seq may reach
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 CHILD = Path(__file__).with_name("step_child.py")
 PACKAGE = Path(__file__).parents[2]  # the folder that holds our liger_kernel
@@ -221,7 +222,7 @@ def values_of(a: argparse.Namespace, model: str) -> dict[str, Any]:
     It would stretch the rotary embedding of rows beyond the last position, and it has zeros in the embedding of its padding token.
     """
     values = MODELS[model] | ({"num_hidden_layers": a.layers} if a.layers else {}) | ({"pad_token_id": 0} if a.lora else {})
-    return values | {"max_position_embeddings": max(values["max_position_embeddings"], a.seq)}
+    return values | {"max_position_embeddings": max(values["max_position_embeddings"], LONGEST if a.largest_seq else a.seq)}
 
 
 def measure(a: argparse.Namespace, model: str, variant: str, folder: Path, peak: float, gpu: bool) -> list[Row]:

@@ -122,8 +122,9 @@ def _by_unsloth(spec: dict[str, Any]) -> Any:
 
     recomputed = {"use_gradient_checkpointing": ("unsloth" if spec["offload"] else True) if spec["checkpointing"] else False}
     loaded = {"load_in_4bit": spec["quantize"] == "nf4", "load_in_8bit": spec["quantize"] == "int8", "dtype": getattr(torch, spec["dtype"])}
+    longest = spec["config"]["max_position_embeddings"] if "seq" in spec["largest"] else spec["seq"]
     model, _ = FastLanguageModel.from_pretrained(
-        spec["unsloth"], max_seq_length=spec["seq"], local_files_only=True, use_exact_model_name=True, **loaded, **recomputed
+        spec["unsloth"], max_seq_length=longest, local_files_only=True, use_exact_model_name=True, **loaded, **recomputed
     )
     if spec["quantize"] and not getattr(model, BITSANDBYTES[spec["quantize"]], False):
         raise RuntimeError("Unsloth left the weights in 16 bits: can it load bitsandbytes here?")

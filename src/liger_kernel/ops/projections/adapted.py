@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -100,7 +100,7 @@ class Projections:
         self.zs: list = []
         self.norms: list = []
         self.dxas: list[Tensor] = []
-        self.dys: list[Tensor] = []
+        self.dy_rows: list[Rows] = []
         self.grads: list[list] = []
 
     def _of(self, at: tuple[int, int]) -> Adapter:
@@ -154,10 +154,10 @@ class Projections:
             self.xas.append(seen.to(self.thin) @ a.t())
             self.masks.append(mask)
 
-    def outputs(self, x: Tensor, out: Tensor | None = None) -> list[Tensor]:
-        """The y's (M, N), new, or the only one in ``out``; after ``take``."""
+    def outputs(self, rows: Rows, out: Tensor | None = None) -> list[Tensor]:
+        """The y's (M, N), new, or the only one in ``out``, of the rows x; after ``take``."""
         ys: list[Tensor] = []
-        self.zs, self.norms, rows = [], [], Rows(x)
+        self.zs, self.norms = [], []
         for i, p in enumerate(self.projections):
             y = None if p.weight.accumulates else p.weight.forward(rows, None)
             for adapter, s, span, n in self._spans(i):
@@ -179,6 +179,13 @@ class Projections:
         ys = [times_columns(z, p.magnitude / norm) for p, z, norm in zip(self.projections, self.zs, self.norms) if p.magnitude is not None]
         return [y if (bias := _summed_bias(p)) is None else y.add_(bias) for p, y in zip(self.projections, ys)]
 
+    def input_kept(self, x: Rows) -> tuple[Hashable, list[Tensor]]:
+        """What the backward needs of x, and under which key: x itself under None, or what the weights that learn need in its place; after ``outputs``."""
+        of_weights = [p.weight.of_input(x) for p in self.projections if p.weight.learnable is not None and p.weight.learnable.requires_grad]
+        if not of_weights or self.place or any(found is None or found[0] != of_weights[0][0] for found in of_weights if of_weights[0] is not None):
+            return None, [x.rows]
+        return (None, [x.rows]) if of_weights[0] is None else (of_weights[0][0], list(of_weights[0][1]))
+
     def taken(self) -> list[Tensor | None]:
         """What ``take`` made, to be kept for the backward."""
         return [*self.As, *self.bs, *self.xas, *self.masks]
@@ -196,12 +203,12 @@ class Projections:
 
     def thin_gradients(self, dys: Sequence[Tensor], need: Sequence[Sequence[bool]]) -> None:
         """What follows from the gradients of the y's without x: those of B's, biases and magnitudes, and of the thin x A^T."""
-        self.dys = list(dys)
+        self.dy_rows = [Rows(dy) for dy in dys]
         self.grads = [[None] * len(n) for n in need]
         self.dxas = [dys[0].new_empty(dys[0].shape[0], stack.spans[-1][1], dtype=self.thin) for stack in self.stacks]
         zs, norms = iter(self.zs), iter(self.norms)
         for i, p in enumerate(self.projections):
-            dy, grad, needs = self.dys[i], self.grads[i], need[i]
+            dy, grad, needs = dys[i], self.grads[i], need[i]
             total = dy.sum(0, dtype=acc(dy.dtype)) if needs[1] or any(needs[5::3]) else dy
             if needs[1]:
                 grad[1] = total
@@ -209,7 +216,8 @@ class Projections:
                 z, norm = next(zs), next(norms)
                 if needs[2]:
                     grad[2] = dot_columns(dy, z) / norm
-                self.dys[i] = dy = times_columns(dy, p.magnitude / norm)
+                dy = times_columns(dy, p.magnitude / norm)
+                self.dy_rows[i] = Rows(dy)
             wide = dy.to(self.thin)
             for j, (adapter, s, span, n) in enumerate(self._spans(i)):
                 dxa = self.dxas[s][:, span]
@@ -222,13 +230,13 @@ class Projections:
     def input_gradient(self, out: Tensor | None = None) -> Tensor:
         """dx (M, K), new, or in ``out``."""
         dx: Tensor | None = None
-        for p, dy in zip(self.projections, self.dys):
+        for p, dy in zip(self.projections, self.dy_rows):
             if not p.weight.accumulates:
                 dx = p.weight.backward(dy, dx)
         for dxa, a, mask in zip(self.dxas, self.As, self.masks):
             if mask is None:
                 dx = add_product(dx, dxa.to(self.dtype), a.to(self.dtype), out=out)
-        for p, dy in zip(self.projections, self.dys):
+        for p, dy in zip(self.projections, self.dy_rows):
             if p.weight.accumulates:
                 dx = p.weight.backward(dy, dx)
         assert dx is not None
@@ -237,18 +245,18 @@ class Projections:
                 dx.add_(torch.ops.aten.native_dropout_backward(dxa.to(self.dtype) @ a.to(self.dtype), mask, 1 / (1 - stack.dropout)))
         return dx if out is None or dx is out else out.copy_(dx)
 
-    def weight_gradients(self, x: Tensor, need: Sequence[Sequence[bool]]) -> list[Tensor | None]:
+    def weight_gradients(self, x: Rows, need: Sequence[Sequence[bool]]) -> list[Tensor | None]:
         """The gradients of all that ``Projection.tensors`` lists, in its dtypes."""
         for stack, dxa, mask in zip(self.stacks, self.dxas, self.masks):
             if any(need[i][3 + 3 * j] for i, j in stack.adapters):
-                seen = x if mask is None else torch.ops.aten.native_dropout_backward(x, mask, 1 / (1 - stack.dropout))
+                seen = x.rows if mask is None else torch.ops.aten.native_dropout_backward(x.rows, mask, 1 / (1 - stack.dropout))
                 da = dxa.t() @ seen.to(self.thin)
                 for (i, j), span in zip(stack.adapters, stack.spans):
                     self.grads[i][3 + 3 * j] = da[slice(*span)]
         flat: list[Tensor | None] = []
-        for p, dy, grad, needs in zip(self.projections, self.dys, self.grads, need):
+        for p, dy, grad, needs in zip(self.projections, self.dy_rows, self.grads, need):
             if needs[0]:
-                grad[0] = dy.t() @ x
+                grad[0] = p.weight.gradient(dy, x)
             flat += [g.to(t.dtype) if n else None for g, n, t in zip(grad, needs, p.tensors())]
         return flat
 

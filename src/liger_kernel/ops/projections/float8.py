@@ -182,13 +182,13 @@ def transposed(w: Tensor) -> Tensor:
     return y.view(w.dtype)
 
 
-def _product(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a b^T (M, N), a (M, K) and b (N, K) in FP8, times both scales: () both, or (M, 1) and (N, 1)."""
+def product(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, dtype: torch.dtype, *, fast: bool = True) -> Tensor:
+    """a b^T (M, N), a (M, K) and b (N, K) in FP8, times both scales: () both, or (M, 1) and (N, 1). ``fast``: sums as the tensor cores make them."""
     if not a.shape[0]:
         return a.new_empty((0, b.shape[0]), dtype=dtype)
     if a.is_cuda:
         out = torch.bfloat16 if scale_a.ndim else dtype  # scales of rows come out in bf16 alone
-        return torch._scaled_mm(a, b.t(), scale_a, scale_b.t(), out_dtype=out, use_fast_accum=True).to(dtype)
+        return torch._scaled_mm(a, b.t(), scale_a, scale_b.t(), out_dtype=out, use_fast_accum=fast).to(dtype)
     wide = acc(dtype)
     with torch.autocast(a.device.type, enabled=False):
         return ((a.to(wide) * scale_a) @ (b.to(wide) * scale_b).t()).to(dtype)
@@ -214,18 +214,18 @@ class Float8(Weight):
     def forward(self, x: Rows, y: Tensor | None) -> Tensor:
         per_row = self.scale.ndim > 0
         x8, scale = x.made((E4, per_row), lambda rows: cast(rows, E4, per_row))
-        product = _product(x8, scale, self.w, self.scale, x.rows.dtype)
-        return product if y is None else y.add_(product)
+        found = product(x8, scale, self.w, self.scale, x.rows.dtype)
+        return found if y is None else y.add_(found)
 
-    def backward(self, dy: Tensor, dx: Tensor | None) -> Tensor:
+    def backward(self, dy: Rows, dx: Tensor | None) -> Tensor:
         w_t = transposed(self.w) if self.w_t is None else self.w_t
         if self.scale.ndim:
-            d8, scale = cast(dy, E4, True, by=self.scale.view(-1))
-            product = _product(d8, scale, w_t, scale.new_ones(w_t.shape[0], 1), dy.dtype)
+            d8, scale = cast(dy.rows, E4, True, by=self.scale.view(-1))
+            found = product(d8, scale, w_t, scale.new_ones(w_t.shape[0], 1), dy.rows.dtype)
         else:
-            d8, scale = cast(dy, E5, False)
-            product = _product(d8, scale, w_t, self.scale, dy.dtype)
-        return product if dx is None else dx.add_(product)
+            d8, scale = cast(dy.rows, E5, False)
+            found = product(d8, scale, w_t, self.scale, dy.rows.dtype)
+        return found if dx is None else dx.add_(found)
 
 
 def float8(w: Tensor, scale: Tensor, w_t: Tensor | None = None) -> Float8:
@@ -249,5 +249,5 @@ class Float8LinearFunction(torch.autograd.Function):
     def backward(ctx, dy):
         need_x, need_bias, *_ = ctx.needs_input_grad
         rows = rows_of(dy)
-        dx = float8(*ctx.stored).backward(rows, None).view(*dy.shape[:-1], ctx.K) if need_x else None
+        dx = float8(*ctx.stored).backward(Rows(rows), None).view(*dy.shape[:-1], ctx.K) if need_x else None
         return dx, rows.sum(0) if need_bias else None, None, None, None

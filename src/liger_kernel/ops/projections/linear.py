@@ -6,7 +6,7 @@ The formula, and what is kept for the backward, stand in ``adapted``; how a weig
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from itertools import chain
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from liger_kernel.ops._core.operator import once_differentiable, rows_of, shaped
 from liger_kernel.ops.projections.adapted import Projection, Projections
+from liger_kernel.ops.projections.weights import Rows
 
 
 @contextlib.contextmanager
@@ -66,24 +67,37 @@ class LinearsFunction(torch.autograd.Function):
         ctx.projections, ctx.thin = projections, thin
         with without_autocast(x.device.type):
             node = Projections(projections, x.dtype, thin)
-            node.take(rows_of(x))
-            ys = node.outputs(rows_of(x))
-        ctx.save_for_backward(x, *tensors, *node.kept())
+            rows = Rows(rows_of(x), learns=any(ctx.needs_input_grad))
+            node.take(rows.rows)
+            ys = node.outputs(rows)
+            ctx.key, of_x = node.input_kept(rows)
+        ctx.shape = x.shape
+        ctx.save_for_backward(*([x] if ctx.key is None else of_x), *tensors, *node.kept())
         return tuple(shaped(y, (*x.shape[:-1], y.shape[1])) for y in ys)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *dys):
-        saved, n = ctx.saved_tensors, 1 + sum(3 + 3 * len(p.adapters) for p in ctx.projections)
-        x, *tensors = saved[:n]
+        saved = ctx.saved_tensors
+        x, saved = input_again(ctx.key, saved)
+        n = sum(3 + 3 * len(p.adapters) for p in ctx.projections)
+        tensors = saved[:n]
         need_x, _, _, *needs = ctx.needs_input_grad
         projections = [p.of(t) for p, t in zip(ctx.projections, split(tensors, ctx.projections))]
-        node = Projections(projections, x.dtype, ctx.thin)
+        node = Projections(projections, dys[0].dtype, ctx.thin)
         node.restore(saved[n:])
         need = split(needs, projections)
         node.thin_gradients([rows_of(dy) for dy in dys], need)
-        dx = node.input_gradient().view(x.shape) if need_x else None
-        return dx, None, None, *node.weight_gradients(rows_of(x), need)
+        dx = node.input_gradient().view(ctx.shape) if need_x else None
+        return dx, None, None, *node.weight_gradients(x, need)
+
+
+def input_again(key: Hashable, saved: Sequence[Tensor | None]) -> tuple[Rows, Sequence[Tensor | None]]:
+    """The rows x that a node has saved first, or what ``Projections.input_kept`` kept in their place, and what it saved next."""
+    if key is None:
+        assert saved[0] is not None
+        return Rows(rows_of(saved[0])), saved[1:]
+    return Rows.kept(key, (None, saved[:2])), saved[2:]
 
 
 def linears(x: Tensor, projections: Sequence[Projection]) -> tuple[Tensor, ...]:

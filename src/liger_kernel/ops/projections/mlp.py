@@ -22,8 +22,8 @@ from liger_kernel.ops._core.operator import Case, Cost, T, acc, launcher, nbytes
 from liger_kernel.ops.activations.glu import ACTS, Form, glu_bwd_, glu_fwd
 from liger_kernel.ops.activations.glu import reference as glu_reference
 from liger_kernel.ops.projections.adapted import Projection, Projections
-from liger_kernel.ops.projections.linear import dtypes_of, flat, split, without_autocast
-from liger_kernel.ops.projections.weights import Dense, Dequantized
+from liger_kernel.ops.projections.linear import dtypes_of, flat, input_again, split, without_autocast
+from liger_kernel.ops.projections.weights import Dense, Dequantized, Rows
 
 
 def reference(
@@ -229,25 +229,29 @@ class AdaptedMLPFunction(torch.autograd.Function):
             ctx.packed, ctx.unpack = [t if t is None else hooks[0](t) for t in (x, *tensors)], hooks[1]
         with without_autocast(x.device.type):
             gate_up, last = (Projections(p, x.dtype, thin) for p in ctx.projections)
-            rows = rows_of(x)
+            rows, of_x = Rows(rows_of(x), learns=any(ctx.needs_input_grad)), [x]
+            ctx.key, ctx.shape, ctx.dtype = None, x.shape, x.dtype
             if ctx.tiled:
-                y, kept, of_last = _tiled_outputs(gate_up, last, rows, ctx.form), [], []
+                y, kept, of_last = _tiled_outputs(gate_up, last, rows.rows, ctx.form), [], []
             else:
-                gate_up.take(rows)
+                gate_up.take(rows.rows)
                 projected = gate_up.outputs(rows)
+                if not recompute:
+                    ctx.key, casts = gate_up.input_kept(rows)
+                    of_x = of_x if ctx.key is None else casts
                 scaled = len(gate_up.zs) == len(first)  # what is before a magnitude gives what is behind it
                 kept = gate_up.taken() if recompute else [*(() if scaled else projected), *gate_up.kept()]
                 h = _activated(projected, ctx.form)
                 last.take(h)
                 if checkpointed and down.magnitude is None:
                     # as in LigerMLPFunction: a recomputation ends here, before the product that is for nobody then
-                    saved = x, *tensors, *kept, *last.taken()
+                    saved = *of_x, *tensors, *kept, *last.taken()
                     ctx.packed, ctx.unpack = [t if t is None else hooks[0](t) for t in saved], hooks[1]
-                (y,) = last.outputs(h)
+                (y,) = last.outputs(Rows(h, learns=False))  # the backward has h again
                 of_last = last.kept()
-            ctx.places = 1 + len(tensors), 1 + len(tensors) + len(kept)
+            ctx.places = len(tensors), len(tensors) + len(kept)
         if ctx.packed is None:
-            ctx.save_for_backward(x, *tensors, *kept, *of_last)
+            ctx.save_for_backward(*of_x, *tensors, *kept, *of_last)
         return shaped(y, (*x.shape[:-1], y.shape[1]))
 
     @staticmethod
@@ -258,15 +262,16 @@ class AdaptedMLPFunction(torch.autograd.Function):
             saved = [t if t is None else ctx.unpack(t) for t in ctx.packed]
             if not graph_is_kept:
                 ctx.packed = ctx.unpack = None
-        x, *tensors = saved[: ctx.places[0]]
+        rows, saved = input_again(ctx.key, saved)
+        tensors = saved[: ctx.places[0]]
         kept, of_last = list(saved[ctx.places[0] : ctx.places[1]]), saved[ctx.places[1] :]
         every = [*ctx.projections[0], *ctx.projections[1]]
         need_x, needs = ctx.needs_input_grad[0], split(ctx.needs_input_grad[9:], every)
         *first, down = (p.of(t) for p, t in zip(every, split(tensors, every)))
-        gate_up, last = Projections(first, x.dtype, ctx.thin), Projections((down,), x.dtype, ctx.thin)
-        rows, dys = rows_of(x), rows_of(dy)
+        gate_up, last = Projections(first, ctx.dtype, ctx.thin), Projections((down,), ctx.dtype, ctx.thin)
+        dys = rows_of(dy)
         if ctx.tiled:
-            dx, grads = _tiled_gradients(gate_up, last, rows, dys, need_x, needs, ctx.form)
+            dx, grads = _tiled_gradients(gate_up, last, rows.rows, dys, need_x, needs, ctx.form)
         else:
             last.restore(of_last)
             if ctx.recompute:
@@ -281,7 +286,7 @@ class AdaptedMLPFunction(torch.autograd.Function):
                 if graph_is_kept or not ctx.unshared or gate_up.zs:
                     projected = [t.clone() for t in projected]
             dx, grads = _gradients(gate_up, last, projected, rows, dys, need_x, needs, ctx.form)
-        return None if dx is None else dx.view(x.shape), *[None] * 8, *(g if g is None else g.to(t.dtype) for g, t in zip(grads, tensors))
+        return None if dx is None else dx.view(ctx.shape), *[None] * 8, *(g if g is None else g.to(t.dtype) for g, t in zip(grads, tensors))
 
 
 def _tiles(rows: int) -> list[slice]:
@@ -307,8 +312,8 @@ def _tiled_outputs(gate_up: Projections, last: Projections, x: Tensor, form: tup
     last.open()
 
     def compute(tile: slice) -> None:
-        h = _activated(gate_up.part(x[tile]).outputs(x[tile]), form)
-        last.part(h).outputs(h, y[tile])
+        h = _activated(gate_up.part(x[tile]).outputs(Rows(x[tile])), form)
+        last.part(h).outputs(Rows(h), y[tile])
 
     for tile in _tiles(x.shape[0]):
         compute(tile)
@@ -326,9 +331,9 @@ def _tiled_gradients(
 
     def compute(tile: slice) -> list[Tensor | None]:
         first = gate_up.part(x[tile])
-        projected = first.outputs(x[tile])
+        projected = first.outputs(Rows(x[tile]))
         second = last.part(_activated(projected, form))
-        return _gradients(first, second, projected, x[tile], dy[tile], need_x, needs, form, None if dx is None else dx[tile])[1]
+        return _gradients(first, second, projected, Rows(x[tile]), dy[tile], need_x, needs, form, None if dx is None else dx[tile])[1]
 
     for tile in _tiles(x.shape[0]):
         wide = [g if g is None else g.to(acc(g.dtype)) for g in compute(tile)]
@@ -344,7 +349,7 @@ def _gradients(
     gate_up: Projections,
     last: Projections,
     projected: list[Tensor],
-    x: Tensor,
+    x: Rows,
     dy: Tensor,
     need_x: bool,
     needs: list[list[bool]],
@@ -355,7 +360,7 @@ def _gradients(
     last.thin_gradients([dy], needs[-1:])
     h = last.input_gradient()
     glu_bwd_(h, *_halves(*_pair(projected)), form[0], any(needs[-1]), *form[1:])  # now h, and the gradients of what was projected
-    of_down = last.weight_gradients(h, needs[-1:])
+    of_down = last.weight_gradients(Rows(h), needs[-1:])
     del h
     gate_up.thin_gradients(projected, needs[:-1])
     dx = gate_up.input_gradient(out) if need_x else None

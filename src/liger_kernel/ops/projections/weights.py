@@ -1,6 +1,6 @@
-"""How the frozen or trained weight W (N, K) of a linear layer is stored, as the two products that a node needs of it.
+"""How the frozen or trained weight W (N, K) of a linear layer is stored, as the products that a node needs of it.
 
-``forward``: y (M, N) = x W^T, added to what y holds; ``backward``: dx (M, K) = dy W, likewise. A gradient of W itself is asked of ``Dense`` only.
+``forward``: y (M, N) = x W^T, added to what y holds; ``backward``: dx (M, K) = dy W, likewise; ``gradient``: dw (N, K) = dy^T x, of a W that learns.
 A node hands over its input as ``Rows``: what one weight makes of it, a cast for example, the next one finds there.
 """
 
@@ -24,11 +24,21 @@ def add_product(y: Tensor | None, a: Tensor, b: Tensor, scale: float = 1.0, out:
 
 
 class Rows:
-    """``rows`` (M, K) that several weights multiply, and what they make of them: once for all that ask under the same key."""
+    """``rows`` (M, K) that several weights multiply, and what they make of them: once for all that ask under the same key.
 
-    def __init__(self, rows: Tensor):
-        self.rows = rows
+    ``learns``: whether a backward follows, which may want other casts of them.
+    """
+
+    def __init__(self, rows: Tensor, learns: bool = True):
+        self.rows, self.learns = rows, learns
         self._made: dict[Hashable, Any] = {}
+
+    @classmethod
+    def kept(cls, key: Hashable, made: Any) -> Rows:
+        """Of rows that are gone what ``made`` made of them under ``key``."""
+        rows = cls(torch.empty(0))
+        rows._made[key] = made
+        return rows
 
     def made(self, key: Hashable, make: Callable[[Tensor], Any]) -> Any:
         if key not in self._made:
@@ -60,8 +70,16 @@ class Weight:
     def forward(self, x: Rows, y: Tensor | None) -> Tensor:
         return add_product(y, x.rows, self.dense(x.rows.dtype).t())
 
-    def backward(self, dy: Tensor, dx: Tensor | None) -> Tensor:
-        return add_product(dx, dy, self.dense(dy.dtype))
+    def backward(self, dy: Rows, dx: Tensor | None) -> Tensor:
+        return add_product(dx, dy.rows, self.dense(dy.rows.dtype))
+
+    def of_input(self, x: Rows) -> tuple[Hashable, tuple[Tensor, ...]] | None:
+        """What ``gradient`` needs of x in its place, and the key of that; None if it needs x itself."""
+        return None
+
+    def gradient(self, dy: Rows, x: Rows) -> Tensor:
+        """dw (N, K)."""
+        return dy.rows.t() @ x.rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,8 +113,8 @@ class Elsewhere(Weight):
     def forward(self, x: Rows, y: Tensor | None) -> Tensor:
         return x.rows.new_zeros(x.rows.shape[0], self.shape[0]) if y is None else y
 
-    def backward(self, dy: Tensor, dx: Tensor | None) -> Tensor:
-        return dy.new_zeros(dy.shape[0], self.shape[1]) if dx is None else dx
+    def backward(self, dy: Rows, dx: Tensor | None) -> Tensor:
+        return dy.rows.new_zeros(dy.rows.shape[0], self.shape[1]) if dx is None else dx
 
 
 def dense(weight: Tensor) -> Dense:

@@ -1,0 +1,179 @@
+"""Weights trained in FP8: what the casts give, and the three products of each recipe beside torchao's own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from liger_kernel.ops._core import operator as _op
+from liger_kernel.ops.projections import float8_training as f8
+from liger_kernel.ops.projections.adapted import Adapter, Projection
+from liger_kernel.ops.projections.float8 import E4, E5
+from liger_kernel.ops.projections.linear import linears
+from liger_kernel.ops.projections.mlp import adapted_mlp
+from liger_kernel.ops.projections.weights import dense
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+needs_kernels = pytest.mark.skipif(not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call")
+RECIPES = list(f8.RECIPES.values())
+named = dict(ids=lambda r: r.name)
+
+
+def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE)
+
+
+@needs_kernels
+@pytest.mark.parametrize("powers_of_2", [False, True])
+@pytest.mark.parametrize("by_rows", [False, True])
+@pytest.mark.parametrize(("M", "N"), [(70, 144), (1, 16), (64, 300), (33, 5)])
+def test_casts_are_those_of_the_reference(M, N, by_rows, powers_of_2):
+    x = torch.cat([drawn(M, N), drawn(M, 3)], 1)[:, :N]
+    x[0, 0], x[-1, -1], x[M // 2, 1], x[:, 2] = float("inf"), float("nan"), -1e4, 0
+    for dtype in (E4, E5):
+        for rows, columns in ((True, True), (True, False), (False, True)):
+            how = dtype, by_rows, powers_of_2, rows, columns
+            for found, expected in zip(f8.float8_casts(x, *how), f8.reference(x, *how)):
+                assert found.shape == expected.shape and found.dtype == expected.dtype
+                torch.testing.assert_close(found.float(), expected.float(), rtol=0, atol=0, equal_nan=True)
+                if found.numel() and found.dtype == torch.float32:
+                    assert (found > 0).all() and found.isfinite().all()
+    torch.library.opcheck(torch.ops.liger.float8_casts.default, (x, E4, by_rows, powers_of_2, True, True), test_utils="test_faketensor")
+
+
+def learning(call, x, dy, learnt):
+    x = x.detach().requires_grad_()
+    y = call(x)
+    return [y, *torch.autograd.grad(y, [x, *learnt], dy)]
+
+
+@pytest.mark.parametrize("tokens", [48, 40])
+@pytest.mark.parametrize("recipe", RECIPES, **named)
+def test_errors_are_those_of_torchao(recipe, tokens):
+    """Of y, dx and dw beside fp64, at most 1.1 times those of the layer that torchao emulates."""
+    float8_linear = pytest.importorskip("torchao.float8.float8_linear")
+    config = pytest.importorskip("torchao.float8.config").Float8LinearConfig.from_recipe_name(recipe.name)
+    object.__setattr__(config, "emulate", True)
+    K, N = 96, 64
+    weight, x, dy = drawn(N, K, seed=1), drawn(tokens, K, seed=2), drawn(tokens, N, seed=3)
+    x[0] *= 50  # rows of other sizes
+    theirs = float8_linear.Float8Linear.from_float(nn.Linear(K, N, bias=False, dtype=torch.bfloat16, device=DEVICE), config)
+    theirs.weight.data.copy_(weight)
+    w = weight.clone().requires_grad_()
+    found = learning(lambda x: linears(x, [Projection(f8.float8_trained(w, recipe))])[0], x, dy, [w])
+    other = learning(theirs, x, dy, [theirs.weight])
+    wide = weight.double().requires_grad_()
+    truth = learning(lambda x: x @ wide.t(), x.double(), dy.double(), [wide])
+    for ours, their, true in zip(found, other, truth):
+        error = lambda t, true=true: ((t.double() - true).norm() / true.norm()).item()
+        assert 1e-4 < error(ours) <= 1.1 * error(their) + 1e-6
+        assert ours.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("recipe", RECIPES, **named)
+def test_what_outlives_the_forward(recipe):
+    """Of x, the transposed cast alone, once for all projections; x itself where adapters or a product in 16 bits need it."""
+    x = drawn(32, 64, seed=1)
+    ws = [drawn(48, 64, seed=i).requires_grad_() for i in (2, 3)]
+    adapter = Adapter(drawn(4, 64, seed=4).requires_grad_(), drawn(48, 4, seed=5).requires_grad_())
+    for adapters in ((), (adapter,)):
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, saved=saved: saved.append(t) or t, lambda t: t):
+            linears(x.requires_grad_(), [Projection(f8.float8_trained(w, recipe), None, adapters) for w in ws])
+        held = [t for t in saved if t.numel() == x.numel()]
+        if adapters or not recipe.weight_gradient:
+            assert len(held) == 1 and held[0].data_ptr() == x.data_ptr()
+        else:
+            assert [(t.dtype, tuple(t.shape)) for t in held] == [(E4, (64, 32))]
+
+
+@pytest.mark.parametrize("frozen", ["x", "w", "none"])
+@pytest.mark.parametrize("recipe", RECIPES, **named)
+def test_projections_of_one_input(recipe, frozen):
+    """Together they give what each gives alone, with biases, adapters, frozen parts, and in a checkpoint."""
+    x, dy = drawn(2, 24, 32, seed=1), drawn(2, 24, 48, seed=2)
+    ws = [drawn(48, 32, seed=i).requires_grad_(frozen != "w") for i in (3, 4)]
+    bias = drawn(48, seed=5).requires_grad_()
+    adapter = Adapter(drawn(4, 32, seed=6).requires_grad_(), drawn(48, 4, seed=7).requires_grad_(), 0.5)
+    make = lambda w, **more: Projection(f8.float8_trained(w, recipe), bias, **more)
+    both = [make(ws[0]), make(ws[1], adapters=(adapter,))]
+    learnt = [t for t in (*ws, bias, adapter.a, adapter.b) if t.requires_grad]
+    x.requires_grad_(frozen != "x")
+
+    def grads(ys):
+        return torch.autograd.grad(sum((y * dy).sum() for y in ys), [*([x] if x.requires_grad else []), *learnt])
+
+    together = grads(linears(x, both))
+    apart = grads([linears(x, [p])[0] for p in both])
+    again = grads(checkpoint(lambda x: linears(x, both), x, use_reentrant=False))
+    for one, two, three in zip(together, apart, again):
+        torch.testing.assert_close(one, two, rtol=2**-6, atol=2**-6 * one.abs().max().item())
+        assert torch.equal(one, three)
+
+
+@needs_kernels
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES, **named)
+def test_a_gated_mlp(recipe, checkpointed):
+    """The errors beside fp64 are those of three layers of torchao with an activation between them, or less."""
+    float8_linear = pytest.importorskip("torchao.float8.float8_linear")
+    config = pytest.importorskip("torchao.float8.config").Float8LinearConfig.from_recipe_name(recipe.name)
+    object.__setattr__(config, "emulate", True)
+    H, I, M = 48, 96, 64
+    values = [drawn(I, H, seed=1) / H**0.5, drawn(I, H, seed=2) / H**0.5, drawn(H, I, seed=3) / I**0.5]
+    x, dy = drawn(M, H, seed=4), drawn(M, H, seed=5)
+    ours = [w.clone().requires_grad_() for w in values]
+    layers = []
+    for w in values:
+        layers.append(float8_linear.Float8Linear.from_float(nn.Linear(w.shape[1], w.shape[0], bias=False, dtype=torch.bfloat16, device=DEVICE), config))
+        layers[-1].weight.data.copy_(w)
+    gate, up, down = (Projection(f8.float8_trained(w, recipe)) for w in ours)
+    node = lambda x: adapted_mlp(x, [gate, up], down, ends=True)
+    call = (lambda x: checkpoint(node, x, use_reentrant=False)) if checkpointed else node
+    found = learning(call, x, dy, ours)
+    other = learning(lambda x: layers[2](nn.functional.silu(layers[0](x)) * layers[1](x)), x, dy, [m.weight for m in layers])
+    wide = [w.double().requires_grad_() for w in values]
+    truth = learning(lambda x: (nn.functional.silu(x @ wide[0].t()) * (x @ wide[1].t())) @ wide[2].t(), x.double(), dy.double(), wide)
+    for mine, their, true in zip(found, other, truth):
+        error = lambda t, true=true: ((t.double() - true).norm() / true.norm()).item()
+        assert error(mine) <= 1.1 * error(their) + 1e-6
+
+
+def test_weights_are_cast_once_a_step(monkeypatch):
+    """Over accumulation and checkpointing, too; and again after a step, a change in place, and ``forget``."""
+    made, casts = [], f8.casts
+    w = drawn(32, 16, seed=1).requires_grad_()
+    monkeypatch.setattr(f8, "casts", lambda t, *a, **k: made.append(t.data_ptr() == w.data_ptr()) or casts(t, *a, **k))
+    kept, x = f8.Kept(), drawn(32, 16, seed=2)
+    optimizer = torch.optim.SGD([w], lr=1e-2)
+
+    def step() -> int:
+        made.clear()
+        for _ in range(2):
+            run = lambda x: linears(x, [Projection(f8.float8_trained(w, f8.RECIPES["tensorwise"], kept))])[0]
+            checkpoint(run, x, use_reentrant=False).float().sum().backward()
+        return sum(made)
+
+    assert step() == 1
+    assert step() == 0
+    optimizer.step()
+    assert step() == 1
+    with torch.no_grad():
+        w.mul_(0.5)
+    assert step() == 1
+    w.data.copy_(w.data * 2)
+    f8.forget()
+    assert step() == 1
+    w.data = w.data.clone()
+    assert step() == 1
+
+
+def test_adapters_beside_a_dense_weight_are_as_before():
+    """A node of an FP8 and a dense weight of one input keeps the input itself."""
+    x, w, v = drawn(16, 32, seed=1), drawn(16, 32, seed=2).requires_grad_(), drawn(16, 32, seed=3).requires_grad_()
+    a, b = linears(x.requires_grad_(), [Projection(f8.float8_trained(w, f8.RECIPES["tensorwise"])), Projection(dense(v))])
+    (a.sum() + b.sum()).backward()
+    assert torch.equal(v.grad, torch.ones(16, 16, dtype=x.dtype, device=x.device) @ x.detach())
+    assert w.grad is not None and (w.grad - v.grad).norm() < 0.1 * v.grad.norm()

@@ -137,6 +137,7 @@ class Recipe:
         return contextlib.nullcontext() if self.state is None else self.state.restored()
 
     def derived(self, rows: Tensor, tail: tuple[tuple[str, Any], ...], op: Callable[[Tensor], Tensor]) -> Recipe:
+        self.not_in_a_function()
         new = new_recipe(rows, self.head, self.loss, tail, self.state)
         root = self if self.root is None else self.root
         new.learns, new.autocast, new.root = new.learns and self.learns, self.autocast, root

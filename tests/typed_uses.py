@@ -9,13 +9,21 @@ from torch import Tensor, nn
 
 from liger_kernel import hub, memory
 from liger_kernel.chunked_loss import LigerFusedLinearDPOLoss, LigerFusedLinearPreferenceBase
-from liger_kernel.nn import LigerFusedLinearCrossEntropyLoss, LigerRMSNorm, LigerSwiGLUMLP, liger_rotary_pos_emb
+from liger_kernel.nn import LigerExperts, LigerFusedLinearCrossEntropyLoss, LigerRMSNorm, LigerSwiGLUMLP, liger_rotary_pos_emb
 from liger_kernel.ops import linear_cross_entropy, rms_norm
 from liger_kernel.ops.losses.linear_loss import linear_loss
 from liger_kernel.parallel import by_sharding, parallelize
 from liger_kernel.train import TrainConfig
 from liger_kernel.train.loop import train
-from liger_kernel.transformers import AutoLigerKernelForCausalLM, apply_liger_kernel_to_llama, attention, projections_report, quantize_base, restore
+from liger_kernel.transformers import (
+    AutoLigerKernelForCausalLM,
+    apply_liger_kernel_to_llama,
+    apply_liger_kernel_to_qwen3_moe,
+    attention,
+    projections_report,
+    quantize_base,
+    restore,
+)
 
 SHOWN = (
     hub,
@@ -26,7 +34,9 @@ SHOWN = (
     train,
     TrainConfig,
     linear_loss,
+    LigerExperts,
     LigerFusedLinearPreferenceBase,
+    apply_liger_kernel_to_qwen3_moe,
     AutoLigerKernelForCausalLM,
     projections_report,
     quantize_base,

@@ -1,0 +1,111 @@
+"""README and the pages of docs/: links that lead somewhere, pages that are listed, Python that runs, and the words that we write with."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hf_models import DEVICE, served_by_kernels_or_references
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from liger_kernel.transformers import apply_liger_kernel_to_llama, restore
+
+ROOT = Path(__file__).parents[1]
+GENERATED = ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "models.md"
+PAGES = sorted({*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"} - set(GENERATED))
+name_of = lambda page: str(page.relative_to(ROOT))
+
+
+def prose(page: Path) -> str:
+    """A page without its blocks of code."""
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(page: Path) -> set[str]:
+    titles = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", re.sub(r"\[(.*?)\]\(.*?\)", r"\1", title)).strip().lower().replace(" ", "-") for title in titles}
+
+
+def test_readme_is_short_and_says_at_once_what_this_is():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.split()) <= 1000
+    assert "independent implementation" in text.splitlines()[3], "the sentence after the first one"
+
+
+@pytest.mark.parametrize("page", [*PAGES, *GENERATED, ROOT / "CONTRIBUTING.md", ROOT / "MEASURED.md"], ids=name_of)
+def test_links_lead_somewhere(page):
+    text = prose(page)
+    definitions = re.findall(r"^\[[^\]]+\]: (\S+)$", text, re.MULTILINE)
+    for link in [*re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`\n]*`", "", text)), *definitions]:
+        if re.match(r"https?:", link):
+            continue
+        file, _, anchor = link.partition("#")
+        target = (page.parent / file).resolve() if file else page
+        assert target.exists(), f"{link}: no such file"
+        assert not anchor or anchor in anchors(target), f"{link}: no such title"
+
+
+def test_every_page_is_listed():
+    index = ROOT / "docs" / "index.md"
+    listed = {line for block in re.findall(r"^```\{toctree\}(.*?)^```", index.read_text(), re.DOTALL | re.MULTILINE) for line in block.split("\n")}
+    pages = {str(page.relative_to(index.parent).with_suffix("")) for page in PAGES if page.is_relative_to(index.parent) and page != index}
+    # what is in folders of other makers is listed by these
+    assert {page for page in pages if page.split("/")[0] not in ("reference", "benchmarks", "notebooks")} <= listed
+
+
+# In documents for users each of these was unclear to readers, or is another name for something that has one.
+UNCLEAR = ("published package", "its kin", "their kin", "next to nothing", "was tried", "were tried", "to the last bit", "has it computed", "bit for bit")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_words(page):
+    text = prose(page).replace("\n", " ").lower()
+    assert [words for words in UNCLEAR if words in text] == []
+
+
+def needed(page: str, folder: Path) -> dict[str, Any]:
+    """What the Python of a page takes for given."""
+    sizes = dict(vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    model = LlamaForCausalLM(LlamaConfig(**sizes)).to(DEVICE).train()
+    made: dict[str, Any] = {"model": model, "ids": torch.randint(0, 512, (2, 32), device=DEVICE), "torch": torch, "__name__": "page"}
+    if page == "docs/troubleshooting.md":
+        apply_liger_kernel_to_llama(model=model)
+    if page == "README.md":
+        import peft
+        import transformers
+
+        model.save_pretrained(folder / "saved")
+        head, hidden = torch.nn.Linear(4096, 512), torch.randn(6, 4096)
+        return made | vars(peft) | dict(TrainingArguments=transformers.TrainingArguments, name=folder / "saved", head=head.to(DEVICE),
+                                        hidden=hidden.to(DEVICE), labels=torch.arange(6, device=DEVICE))  # fmt: skip
+    if page == "docs/guides/memory.md":
+        model.save_pretrained(folder / "saved")
+        return made | {"name": folder / "saved"}
+    if page == "docs/guides/trainer.md":
+        made["rows"] = [{"input_ids": row, "labels": row} for row in torch.randint(0, 512, (8, 16))]
+    return made
+
+
+RUN = ("README.md", "docs/start.md", "docs/troubleshooting.md", *(f"docs/guides/{name}.md" for name in ("trainer", "memory", "moe", "your-own-model")))
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_python_of_pages_runs(name, tmp_path, monkeypatch, capsys):
+    """All blocks of a page, one after the other; a line that ends in a comment after ``print(...)`` prints what the comment says."""
+    monkeypatch.chdir(tmp_path)
+    names = needed(name, tmp_path)
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / name).read_text(), re.DOTALL | re.MULTILINE)
+    assert blocks
+    try:
+        with torch.device(DEVICE), served_by_kernels_or_references():
+            for block in blocks:
+                capsys.readouterr()
+                exec(block, names)
+                printed = capsys.readouterr().out.splitlines()
+                for said in re.findall(r"^print\(.*\)  # (True.*|torch\.Size.*|tensor.*|Liger\w+)$", block, re.MULTILINE):
+                    assert said in [re.sub(r", device='.*?'", "", line) for line in printed]
+    finally:
+        restore()

@@ -1,17 +1,11 @@
-"""README and the pages of docs/: links that lead somewhere, pages that are listed, Python that runs, and the words that we write with."""
+"""README and the pages of docs/: links that lead somewhere, pages that are listed, and the words that we write with."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from hf_models import DEVICE, served_by_kernels_or_references
-from transformers import LlamaConfig, LlamaForCausalLM
-
-from liger_kernel.transformers import apply_liger_kernel_to_llama, restore
 
 ROOT = Path(__file__).parents[1]
 GENERATED = ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "models.md"
@@ -64,48 +58,3 @@ UNCLEAR = ("published package", "its kin", "their kin", "next to nothing", "was 
 def test_words(page):
     text = prose(page).replace("\n", " ").lower()
     assert [words for words in UNCLEAR if words in text] == []
-
-
-def needed(page: str, folder: Path) -> dict[str, Any]:
-    """What the Python of a page takes for given."""
-    sizes = dict(vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
-    model = LlamaForCausalLM(LlamaConfig(**sizes)).to(DEVICE).train()
-    made: dict[str, Any] = {"model": model, "ids": torch.randint(0, 512, (2, 32), device=DEVICE), "torch": torch, "__name__": "page"}
-    if page == "docs/troubleshooting.md":
-        apply_liger_kernel_to_llama(model=model)
-    if page == "README.md":
-        import peft
-        import transformers
-
-        model.save_pretrained(folder / "saved")
-        head, hidden = torch.nn.Linear(4096, 512), torch.randn(6, 4096)
-        return made | vars(peft) | dict(TrainingArguments=transformers.TrainingArguments, name=folder / "saved", head=head.to(DEVICE),
-                                        hidden=hidden.to(DEVICE), labels=torch.arange(6, device=DEVICE))  # fmt: skip
-    if page == "docs/guides/memory.md":
-        model.save_pretrained(folder / "saved")
-        return made | {"name": folder / "saved"}
-    if page == "docs/guides/trainer.md":
-        made["rows"] = [{"input_ids": row, "labels": row} for row in torch.randint(0, 512, (8, 16))]
-    return made
-
-
-RUN = ("README.md", "docs/start.md", "docs/troubleshooting.md", *(f"docs/guides/{name}.md" for name in ("trainer", "memory", "moe", "your-own-model")))
-
-
-@pytest.mark.parametrize("name", RUN)
-def test_python_of_pages_runs(name, tmp_path, monkeypatch, capsys):
-    """All blocks of a page, one after the other; a line that ends in a comment after ``print(...)`` prints what the comment says."""
-    monkeypatch.chdir(tmp_path)
-    names = needed(name, tmp_path)
-    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / name).read_text(), re.DOTALL | re.MULTILINE)
-    assert blocks
-    try:
-        with torch.device(DEVICE), served_by_kernels_or_references():
-            for block in blocks:
-                capsys.readouterr()
-                exec(block, names)
-                printed = capsys.readouterr().out.splitlines()
-                for said in re.findall(r"^print\(.*\)  # (True.*|torch\.Size.*|tensor.*|Liger\w+)$", block, re.MULTILINE):
-                    assert said in [re.sub(r", device='.*?'", "", line) for line in printed]
-    finally:
-        restore()

@@ -15,15 +15,7 @@ from liger_kernel.ops.losses.linear_loss import linear_loss
 from liger_kernel.parallel import by_sharding, parallelize
 from liger_kernel.train import TrainConfig
 from liger_kernel.train.loop import train
-from liger_kernel.transformers import (
-    AutoLigerKernelForCausalLM,
-    apply_liger_kernel_to_llama,
-    apply_liger_kernel_to_qwen3_moe,
-    attention,
-    projections_report,
-    quantize_base,
-    restore,
-)
+from liger_kernel.transformers import AutoLigerKernelForCausalLM, apply_liger_kernel_to_llama, attention, projections_report, quantize_base, restore
 
 SHOWN = (
     hub,
@@ -36,7 +28,6 @@ SHOWN = (
     linear_loss,
     LigerExperts,
     LigerFusedLinearPreferenceBase,
-    apply_liger_kernel_to_qwen3_moe,
     AutoLigerKernelForCausalLM,
     projections_report,
     quantize_base,
@@ -44,8 +35,9 @@ SHOWN = (
 
 
 def other_door() -> LigerRMSNorm:
-    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss, LigerRMSNorm
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss, LigerRMSNorm, apply_liger_kernel_to_qwen3_moe
 
+    apply_liger_kernel_to_qwen3_moe(swiglu=False)
     LigerFusedLinearCrossEntropyLoss(reduction="sum")
     return LigerRMSNorm(8)
 

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import re
+import warnings
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
+import transformers
+from torch import nn
+from transformers.models.llama import modeling_llama
+
+import liger_kernel.transformers as patching
+from liger_kernel.transformers.patching import once
+from liger_kernel.transformers.recognise.compare import references
 
 ROOT = Path(__file__).parents[1]
 GENERATED = ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "models.md"
@@ -58,3 +69,45 @@ UNCLEAR = ("published package", "its kin", "their kin", "next to nothing", "was 
 def test_words(page):
     text = prose(page).replace("\n", " ").lower()
     assert [words for words in UNCLEAR if words in text] == []
+
+
+def provoked() -> list[str]:
+    """What liger-kernel says of models that it does not patch, or not whole."""
+    config = transformers.LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
+    own = type("MyConfig", (transformers.LlamaConfig,), {"model_type": "my_llama"})(**{k: v for k, v in config.to_dict().items() if k != "model_type"})
+    other = type("MyModel", (nn.Module,), {})()
+    other.config = config
+    norm = modeling_llama.LlamaRMSNorm
+    with warnings.catch_warnings(record=True) as said, mock.patch.object(once, "WARNED", set()):
+        warnings.simplefilter("always")
+        patching._apply_liger_kernel_to_instance(transformers.LlamaForCausalLM(own))
+        patching.apply_liger_kernel_to_llama(model=other)
+        with mock.patch.object(norm, "forward", lambda self, x: x):
+            patching.apply_liger_kernel_to_llama(model=transformers.LlamaForCausalLM(config))
+        patching.apply_liger_kernel_to_bloom(rope=True)
+        patching.apply_liger_kernel_to_bloom(layer_norm=True)
+        patching._apply_liger_kernel_to_instance(transformers.LlamaForCausalLM(config), rmsnorm=True)
+    patching.restore()
+    return [str(w.message) for w in said if w.category is UserWarning]
+
+
+def test_warnings_that_troubleshooting_explains_are_those_that_come():
+    section = (ROOT / "docs" / "troubleshooting.md").read_text().partition("## The model is not patched")[2].partition("\n## ")[0]
+    explained = re.findall(r"^\| `([^`]*: [^`]*)` \|", section, re.MULTILINE)
+    messages = provoked()
+    assert len(explained) == len(messages) == 6
+    for text in explained:
+        assert any(text.removeprefix("...") in message for message in messages), text
+
+
+def loss_of(label: int) -> float:
+    """Of a patched model with a vocabulary of 64, every token of which has that label."""
+    config = transformers.LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
+    model = transformers.LlamaForCausalLM(config).train()
+    patching.apply_liger_kernel_to_llama(model=model)
+    with references():
+        return model(input_ids=torch.ones(1, 8, dtype=torch.long), labels=torch.full((1, 8), label)).loss.item()
+
+
+def test_labels_that_troubleshooting_explains_give_nan():
+    assert math.isnan(loss_of(64)) and math.isnan(loss_of(-100)) and not math.isnan(loss_of(1))

@@ -19,8 +19,10 @@ from liger_kernel.transformers.patching import once
 from liger_kernel.transformers.recognise.compare import references
 
 ROOT = Path(__file__).parents[1]
-GENERATED = ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "models.md"
-PAGES = sorted({*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"} - set(GENERATED))
+PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"])
+WRITTEN = [
+    page for page in PAGES if page.name != "models.md" and not page.relative_to(ROOT).as_posix().startswith("docs/benchmarks")
+]  # the others are generated
 name_of = lambda page: str(page.relative_to(ROOT))
 
 
@@ -37,10 +39,10 @@ def anchors(page: Path) -> set[str]:
 def test_readme_is_short_and_says_at_once_what_this_is():
     text = (ROOT / "README.md").read_text()
     assert len(text.split()) <= 1000
-    assert "independent implementation" in text.splitlines()[3], "the sentence after the first one"
+    assert "independent implementation" in text.splitlines()[2]
 
 
-@pytest.mark.parametrize("page", [*PAGES, *GENERATED, ROOT / "CONTRIBUTING.md", ROOT / "MEASURED.md"], ids=name_of)
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "MEASURED.md"], ids=name_of)
 def test_links_lead_somewhere(page):
     text = prose(page)
     definitions = re.findall(r"^\[[^\]]+\]: (\S+)$", text, re.MULTILINE)
@@ -56,7 +58,7 @@ def test_links_lead_somewhere(page):
 def test_every_page_is_listed():
     index = ROOT / "docs" / "index.md"
     listed = {line for block in re.findall(r"^```\{toctree\}(.*?)^```", index.read_text(), re.DOTALL | re.MULTILINE) for line in block.split("\n")}
-    pages = {str(page.relative_to(index.parent).with_suffix("")) for page in PAGES if page.is_relative_to(index.parent) and page != index}
+    pages = {str(page.relative_to(index.parent).with_suffix("")) for page in WRITTEN if page.is_relative_to(index.parent) and page != index}
     # what is in folders of other makers is listed by these
     assert {page for page in pages if page.split("/")[0] not in ("reference", "benchmarks", "notebooks")} <= listed
 
@@ -65,7 +67,7 @@ def test_every_page_is_listed():
 UNCLEAR = ("published package", "its kin", "their kin", "next to nothing", "was tried", "were tried", "to the last bit", "has it computed", "bit for bit")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@pytest.mark.parametrize("page", WRITTEN, ids=name_of)
 def test_words(page):
     text = prose(page).replace("\n", " ").lower()
     assert [words for words in UNCLEAR if words in text] == []

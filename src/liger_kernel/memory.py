@@ -75,7 +75,7 @@ class _Recipe:
             if t is not None and t._version != version:
                 raise _modified(t, version)
         if not self.available():
-            raise RuntimeError(f"{self.op.__name__}: a tensor that its output is computed again from was freed before the backward; pass rematerialise=False")
+            raise RuntimeError(f"{self.op.__name__}: a tensor that recomputation needs was freed before the backward pass; patch with rematerialise=False")
         with torch.no_grad():
             return self.op(*self.tensors, **self.options).to(dtype)
 

@@ -25,7 +25,7 @@ def _patched(name: str, config: PretrainedConfig, kwargs: dict[str, Any]) -> tup
         given = {k: v for k, v in kwargs.items() if k in flags_of(model_type)}
         _apply_liger_kernel(model_type, **given)
     else:
-        warnings.warn(f"{name}: no kernels for model type {model_type!r}; the model is plain", stacklevel=3)
+        warnings.warn(f"{name}: no kernels for model type {model_type!r}, so the model is stock", stacklevel=3)
     return {k: v for k, v in kwargs.items() if k not in every_flag()}, given
 
 

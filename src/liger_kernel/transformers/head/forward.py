@@ -89,7 +89,9 @@ def fused(forward: Callable, *, keep_logits: bool = False, known: bool = True) -
         finally:
             leave(stand_in, parent, name)
         if not loss.taken and (options or loss.statistics):
-            warnings.warn(f"{type(self).__name__}: its loss is not one cross entropy of its logits, so it has no {[*own_options, *STATISTICS]}", stacklevel=2)
+            warnings.warn(
+                f"{type(self).__name__}: its loss is not one cross entropy of its logits, so these have no effect: {[*own_options, *STATISTICS]}", stacklevel=2
+            )
         settle = settled if known else settled_in_place
         out = settle(out, skip, loss.token_accuracy if accuracy else None, loss.predicted_tokens if predictions else None)
         for recipe in loss.recipes:  # somebody holds these, and may look at them when the weights are others

@@ -55,7 +55,7 @@ def _apply(model_type: str, given: Mapping[str, bool | None], model: nn.Module |
         return class_patches(model_type, parts, head).apply()
     found = instance_patches(model, model_type, parts, head)
     if not found and wanted and not any(map(_is_patched, model.modules())):
-        once.warn(model_type, type(model).__name__, "nothing of this model was swapped: its parts are of other classes than transformers'")
+        once.warn(model_type, type(model).__name__, "nothing of this model was patched, because its modules are not of Transformers' classes")
     return found.apply()
 
 
@@ -72,12 +72,12 @@ def _say_what_is_missing(model_type: str, given: Mapping[str, bool | None], live
     for flag in silent:
         if (model_type, flag) not in once.WARNED:
             once.WARNED.add((model_type, flag))
-            warnings.warn(f"{model_type}: nothing to swap for {flag}=True (see `liger models {model_type}`)", stacklevel=4)
+            warnings.warn(f"{model_type}: {flag}=True has no effect, because there is nothing to patch (see `liger models {model_type}`)", stacklevel=4)
     if given.get("layer_norm") and not live and (model_type, "LayerNorm") not in once.WARNED and "layer_norm" in served:
         labels = {label for _, row in rows_of([model_type], family) for label in row.swapped.values() if SLOT_OF[label] == "layer_norm"}
         if labels <= {label for _, label in TORCHS_OWN.values()}:
             once.WARNED.add((model_type, "LayerNorm"))
-            warnings.warn(f"{model_type}: its LayerNorms are torch's own class, so they are swapped only in a live model (model=...)", stacklevel=4)
+            warnings.warn(f"{model_type}: its LayerNorms are of PyTorch's class, so they are patched only in a live model: pass model=...", stacklevel=4)
     wanted = {slot: flag for flag, slot in asked.items() if given.get(flag) and slot in served and (model_type, flag) not in once.WARNED}
     if wanted and not live:
         rows = rows_of([model_type], family)
@@ -87,7 +87,9 @@ def _say_what_is_missing(model_type: str, given: Mapping[str, bool | None], live
         borrowed = {flag: owner for flag, owner in owners if flag and foreign(owner)}
         for flag in borrowed.keys() - {flag for flag, owner in owners if owner is not None and not foreign(owner)}:
             once.WARNED.add((model_type, flag))
-            warnings.warn(f"{model_type}: {flag}=True is of another family's {borrowed[flag].__name__}, swapped only in a live model (model=...)", stacklevel=4)
+            warnings.warn(
+                f"{model_type}: {flag}=True is of another family's {borrowed[flag].__name__}, patched only in a live model: pass model=...", stacklevel=4
+            )
 
 
 def _apply_function(model_type: str) -> Callable[..., None]:

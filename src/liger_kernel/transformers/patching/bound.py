@@ -150,7 +150,7 @@ class _New:
 
 @functools.cache
 def _say_once() -> None:
-    warnings.warn("liger_kernel: a pickled model is the stock one; where it is loaded, patch it again", stacklevel=4)
+    warnings.warn("liger_kernel: a pickle holds the stock model; patch it again after loading", stacklevel=4)
 
 
 def _reduced(module: Any) -> Any:

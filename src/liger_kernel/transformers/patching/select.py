@@ -145,7 +145,7 @@ def _patches(model_types: Iterable[str], parts: Mapping[str, Any], head: str | N
             if not hasattr(owner, attribute):  # another version of transformers may not have it
                 continue
             if _is_foreign(original(owner, attribute)):
-                once.warn(model_types[0], name, "not transformers' own any more: somebody has replaced it, so it stays as it is")
+                once.warn(model_types[0], name, "other code has replaced it, so it is not patched")
             else:
                 yield Patch(owner, attribute, _variant(label, original(owner, attribute)), label)
         level = memory.level_of(parts.get("rematerialise"))
@@ -206,7 +206,7 @@ def instance_patches(model: nn.Module, model_type: str, parts: Mapping[str, Any]
     for (m, name, f), ps in seen.items():
         seeing = _seeing(f, tuple((p.attribute, original(p.owner, p.attribute), p.new) for p in ps), fuse)  # one function for all labels
         if seeing is None:
-            once.warn(type(m).__name__, name, "its source cannot be read, so its rotary embedding stays as it is")
+            once.warn(type(m).__name__, name, "its source cannot be read, so its rotary embedding is not patched")
         else:
             found += [on_instance(m, name, seeing, p.what) for p in ps]
     for p in of_all:

@@ -106,7 +106,7 @@ def _give_back(owner: Any, attributes: Iterable[str]) -> None:
             if name == "forward" and type(owner.__dict__.get("_old_forward")) is Bound:  # accelerate's hooks came over ours: beneath them is stock again
                 owner._old_forward = types.MethodType(type(owner).forward, owner)
                 continue
-            warnings.warn(f"{Patch(owner, name, None)}: replaced by somebody else after us, so it stays as it is", stacklevel=3)
+            warnings.warn(f"{Patch(owner, name, None)}: other code replaced it after the patch, so it is not restored", stacklevel=3)
         elif stock is ABSENT:
             delattr(owner, name)
         else:

@@ -22,8 +22,8 @@ DEFAULT_EXPERTS = "grouped_mm"  # what transformers runs unless somebody names a
 @functools.cache
 def _say_chosen(implementation: str) -> None:
     warnings.warn(
-        f"liger_kernel: experts run transformers' {implementation!r}, which their configuration names, and not our kernels, which take the place of the"
-        f" default, {DEFAULT_EXPERTS!r}",
+        f"liger_kernel: experts run Transformers' {implementation!r}, which the model's configuration names; our kernels replace only the default, "
+        f"{DEFAULT_EXPERTS!r}",
         stacklevel=2,
     )
 

@@ -134,7 +134,7 @@ def test_what_was_replaced_before_stays(name, live, monkeypatch):
     monkeypatch.setattr(owner, attribute, replaced)
     model = make("llama", num_hidden_layers=1)
     expected = step(model)[1]
-    with pytest.warns(UserWarning, match=f"llama: {name}: not transformers' own"):
+    with pytest.warns(UserWarning, match=f"llama: {name}: other code has replaced it"):
         liger.apply_liger_kernel_to_llama(model=model) if live else liger.apply_liger_kernel_to_llama()
     assert getattr(owner, attribute) is replaced
     out, learned = step(model)
@@ -339,7 +339,7 @@ def test_a_patch_without_effect_is_said(monkeypatch):
         liger._apply_liger_kernel("nobody")
     model = nn.Sequential(nn.Linear(2, 2))
     model.config = make("llama", num_hidden_layers=1).config
-    with pytest.warns(UserWarning, match="llama: Sequential: nothing of this model was swapped"):
+    with pytest.warns(UserWarning, match="llama: Sequential: nothing of this model was patched"):
         patched(model)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -155,7 +155,7 @@ def test_what_cannot_be_done_is_said():
         liger.apply_liger_kernel_to_llama(geglu=True)
     with pytest.raises(AssertionError, match="cannot both be True"):
         liger.apply_liger_kernel_to_llama(cross_entropy=True, fused_linear_cross_entropy=True)
-    with pytest.warns(UserWarning, match="cohere: nothing to swap for rms_norm=True"):
+    with pytest.warns(UserWarning, match="cohere: rms_norm=True has no effect"):
         liger.apply_liger_kernel_to_cohere(rms_norm=True)
     with pytest.raises(AttributeError):
         liger.apply_liger_kernel_to_nobody  # noqa: B018
@@ -345,7 +345,7 @@ def test_pickling_a_patched_model():
     expected = step(model)[1]
     liger._apply_liger_kernel_to_instance(model=model)
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*replaced by somebody else")
+        warnings.filterwarnings("error", message=".*other code replaced it after the patch")
         for apply_again in (True, False):
             twin = pickle.loads(pickle.dumps(model))
             out, learned = step(twin)
@@ -364,7 +364,7 @@ def test_what_somebody_else_put_over_ours_stays():
     liger._apply_liger_kernel_to_instance(model=model)
     ours = model.forward
     model.forward = lambda *args, **kwargs: ours(*args, **kwargs)
-    with pytest.warns(UserWarning, match="replaced by somebody else"):
+    with pytest.warns(UserWarning, match="other code replaced it after the patch"):
         liger.restore(model)
     assert model(**tokens()).loss is not None
 

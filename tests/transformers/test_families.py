@@ -435,7 +435,7 @@ def test_what_a_family_has_not_is_said_once():
     model = make("nemotron")
     apply = MODEL_TYPE_TO_APPLY_LIGER_FN["nemotron"]
     once.WARNED.clear()
-    with pytest.warns(UserWarning, match="nothing to swap for swiglu=True"):
+    with pytest.warns(UserWarning, match="swiglu=True has no effect"):
         apply(swiglu=True, model=model)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -454,8 +454,8 @@ def test_flags_are_strict():
         with pytest.raises(TypeError, match="too many positional arguments"):
             apply(*[False] * len(flags), None, False)
     assert not _STOCK
-    asked = [("chameleon", flag, f"chameleon: nothing to swap for {flag}=True") for flag in HEAD_FLAGS]  # its head is not fused
-    asked += [("gpt2", "rms_norm", "gpt2: nothing to swap for rms_norm=True"), ("olmo", "swiglu", None), ("gpt2", "layer_norm", "swapped only in a live model")]
+    asked = [("chameleon", flag, f"chameleon: {flag}=True has no effect") for flag in HEAD_FLAGS]  # its head is not fused
+    asked += [("gpt2", "rms_norm", "gpt2: rms_norm=True has no effect"), ("olmo", "swiglu", None), ("gpt2", "layer_norm", "patched only in a live model")]
     once.WARNED.clear()
     for family, flag, said in asked:
         apply = MODEL_TYPE_TO_APPLY_LIGER_FN[family]

@@ -232,7 +232,7 @@ def test_named_experts_are_respected(family, named, ran):
         ran.clear()
         model.set_experts_implementation(named)
         ours = named == experts_module.DEFAULT_EXPERTS
-        with contextlib.nullcontext() if ours else pytest.warns(UserWarning, match=f"experts run transformers' '{named}'"):
+        with contextlib.nullcontext() if ours else pytest.warns(UserWarning, match=f"experts run Transformers' '{named}'"):
             found = step(model)[1]
         assert {*ran} == ({"ours"} if ours else set() if named == "eager" else {named})
         ran.clear()
@@ -261,7 +261,7 @@ def test_experts_named_before_the_model_is_made(place, ran):
     model = transformers.AutoModelForCausalLM.from_config(config, **{"experts_implementation": "batched_mm"} if place == "argument" else {}).to(DEVICE)
     if place != "classes":
         _apply_liger_kernel_to_instance(model=model)
-    with pytest.warns(UserWarning, match="experts run transformers' 'batched_mm'"):
+    with pytest.warns(UserWarning, match="experts run Transformers' 'batched_mm'"):
         step(model)
     assert {*ran} == {"batched_mm"}
 

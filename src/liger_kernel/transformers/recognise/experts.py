@@ -1,4 +1,4 @@
-"""Variants of modules that hold a mixture's experts, and the stand-ins on which they are compared with stock."""
+"""Variants of modules that hold the experts of a mixture, and the stand-ins on which they are compared with stock."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ DEFAULT_EXPERTS = "grouped_mm"  # what transformers runs unless somebody names a
 @functools.cache
 def _say_chosen(implementation: str) -> None:
     warnings.warn(
-        f"liger_kernel: experts run transformers' {implementation!r}, which their configuration names, and not our kernels, which take the place of the"
-        f" default, {DEFAULT_EXPERTS!r}",
+        f"liger_kernel: experts run Transformers' {implementation!r}, which the model's configuration names; our kernels replace only the default, "
+        f"{DEFAULT_EXPERTS!r}",
         stacklevel=2,
     )
 
@@ -61,7 +61,7 @@ EXPERT_FORMS: dict[str, tuple[str, Callable[[Any], dict[str, Any]], dict[str, fl
 
 @dataclass(frozen=True)
 class Experts(Variant):
-    """The experts of a mixture. ``transposed``: weights (E, in, out); ``interleaved``: gates and what they multiply by turns; ``form``: of ``EXPERT_FORMS``."""
+    """The experts of a mixture. ``transposed``: weights (E, in, out). ``interleaved``: gate and up alternate. ``form``: one of ``EXPERT_FORMS``."""
 
     kind = "moe"
     transposed: bool

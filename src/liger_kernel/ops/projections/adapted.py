@@ -46,6 +46,11 @@ class Projection:
     adapters: tuple[Adapter, ...] = ()
     magnitude: Tensor | None = None
 
+    @property
+    def gains(self) -> bool:
+        """Whether a node has anything to gain: adapters, or products that are not PyTorch's."""
+        return bool(self.adapters) or self.weight.gains
+
     def tensors(self) -> list[Tensor | None]:
         """All that may have a gradient, in the order of ``Projections.gradients``."""
         return [self.weight.learnable, self.bias, self.magnitude, *(t for a in self.adapters for t in (a.a, a.b, a.bias))]

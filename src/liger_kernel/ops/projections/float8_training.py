@@ -210,6 +210,7 @@ class Float8Trained(Weight):
     """A weight of 16 or 32 bits whose three products are in FP8. ``kept``: its casts; None casts it in each product anew."""
 
     accumulates: ClassVar[bool] = False
+    gains: ClassVar[bool] = True
     recipe: Recipe = field(kw_only=True)
     learns: bool = field(kw_only=True)  # the tensors of a backward do not say it
     kept: Kept | None = field(default=None, kw_only=True)

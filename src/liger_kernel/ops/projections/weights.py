@@ -54,6 +54,7 @@ class Weight:
     """
 
     accumulates: ClassVar[bool] = True
+    gains: ClassVar[bool] = False  # whether a node gains by it without adapters
 
     shape: tuple[int, int]
     learnable: Tensor | None

@@ -140,7 +140,7 @@ class GLU(Variant):
                 return None
             dtype = product_dtype(x)
             found = [projection(p, dtype) for p in projections]
-            if not all(isinstance(p, Projection) for p in found) or not any(p.adapters for p in found):
+            if not all(isinstance(p, Projection) for p in found) or not any(p.gains for p in found):
                 return None
             *first, last = found
             inner = first[0].weight.shape[0] // (2 if up == gate else 1)

@@ -10,6 +10,7 @@ the node has what the adapters add to that.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 import types
@@ -21,9 +22,12 @@ from torch import Tensor, nn
 
 from liger_kernel import memory
 from liger_kernel.nn.float8 import LigerFloat8Linear
+from liger_kernel.nn.float8_training import LigerFloat8TrainingLinear, trained
 from liger_kernel.ops._core.operator import use_kernels
 from liger_kernel.ops._core.shards import is_sharded
 from liger_kernel.ops.projections.adapted import Adapter, Projection
+from liger_kernel.ops.projections.float8 import lacking
+from liger_kernel.ops.projections.float8_training import RECIPES
 from liger_kernel.ops.projections.four_bits import four_bits
 from liger_kernel.ops.projections.linear import linears
 from liger_kernel.ops.projections.weights import Dense, Elsewhere, Weight, dense
@@ -110,7 +114,33 @@ def _float8(m: Any, dtype: torch.dtype) -> Weight | Left | None:
     return m.stored(backward=torch.is_grad_enabled())
 
 
-STORAGES: list[Callable[[nn.Module, torch.dtype], Weight | Left | None]] = [_dense, _four_bits, _float8]
+def _float8_trained(m: Any, dtype: torch.dtype) -> Weight | Left | None:
+    """Ours that are trained in FP8, and torchao's."""
+    recipe = m.recipe if type(m) is LigerFloat8TrainingLinear else None
+    if type(m) is _class("torchao.float8.float8_linear", "Float8Linear"):
+        recipe = _recipe_of(m.config)
+        if recipe is None or (m.config.emulate and m.weight.is_cuda) or not _of_package(type(m), "torchao."):
+            return Left("a layer of torchao in FP8 by a config of its own")
+        if m.in_features % 16 or m.out_features % 16 or lacking(m.weight.device):
+            return Left("a layer of torchao in FP8 of a shape, or on a device, that cannot multiply so")
+    if recipe is None:
+        return None
+    if not (_own(m) and plain(m.weight) and (m.bias is None or plain(m.bias))):
+        return Left("a layer in FP8 that is sharded or hooked, or gathered in FP8")
+    if m.weight.dtype != dtype and not torch.is_autocast_enabled(m.weight.device.type):
+        return Left(f"a weight of {m.weight.dtype} beside an input of {dtype}")
+    return trained(m.weight, recipe)
+
+
+@functools.lru_cache(16)
+def _recipe_of(config: Any) -> str | None:
+    """The recipe that a config of torchao is, but for what does not change the result; None if it is none of them."""
+    of = type(config).from_recipe_name
+    same = lambda recipe: dataclasses.replace(config, emulate=False, force_recompute_fp8_weight_in_bwd=False, pad_inner_dim=False) == of(recipe)
+    return next((recipe for recipe in RECIPES if same(recipe)), None)
+
+
+STORAGES: list[Callable[[nn.Module, torch.dtype], Weight | Left | None]] = [_dense, _four_bits, _float8, _float8_trained]
 
 
 def _adapters(m: Any) -> list[str]:
@@ -305,7 +335,7 @@ def shared(x: Any, *modules: Any) -> tuple[Any, ...]:
     dtype = product_dtype(x)
     found = [projection(m, dtype) for m in modules]
     ours = [p if isinstance(p, Projection) and fitting(p, x.shape[-1], x.device) else None for p in found]
-    if not any(p is not None and p.adapters for p in ours):
+    if not any(p is not None and p.gains for p in ours):
         return tuple(m(x) for m in modules)
     memory.needed()
     ys = iter(linears(x, [p for p in ours if p is not None]))

@@ -13,7 +13,7 @@ author = "the authors of liger-kernel"
 release = version = liger_kernel.__version__
 html_title = f"liger-kernel {release}"
 
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx_copybutton", "surface", "command_line", "outside"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx_copybutton", "surface", "command_line", "all_rows", "outside"]
 exclude_patterns = ["_ext", "benchmarks/data"]
 nitpicky = True
 # Types of other packages, of which no inventory is at hand without a network, and annotations that are abbreviations of ours
@@ -42,6 +42,8 @@ html_theme = "furo"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_show_copyright = False
+html_show_sourcelink = False
+html_copy_source = False
 html_theme_options = {
     "light_css_variables": {"color-brand-primary": "#0a7d6c", "color-brand-content": "#0a6b5d", "color-brand-visited": "#0a6b5d"},
     "dark_css_variables": {"color-brand-primary": "#4cc3ae", "color-brand-content": "#4cc3ae", "color-brand-visited": "#4cc3ae"},

@@ -1,7 +1,7 @@
 """Every block of code of README and docs/ runs here, on tiny models in the place of those of the hub; what cannot run here is skipped, and the reason is said.
 
 The blocks of a page run one after the other, with what the page takes for given (``GIVEN``). A line ``print(...)  # text`` must print that text, if it is one
-of ``SAID``. Of commands, in blocks or indented, ``liger`` runs, at tiny sizes, or its arguments are parsed; of other programs the files that they name must be there.
+of ``SAID``. Of commands, in blocks or indented, ``liger`` runs at tiny sizes, or its arguments are parsed; files that other programs get must be there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from hf_models import DEVICE, served_by_kernels_or_references
 
 from liger_kernel import cli
-from liger_kernel.transformers import apply_liger_kernel_to_llama, restore
+from liger_kernel.transformers import AutoLigerKernelForCausalLM, apply_liger_kernel_to_llama, restore
 
 transformers = pytest.importorskip("transformers")
 ROOT = Path(__file__).parents[1]
@@ -71,7 +71,7 @@ def offline(tmp_path, monkeypatch) -> Path:
     for name in IDS:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).symlink_to(checkpoint)
-    train, sizes = loop.train, dict(steps=2, length=128, batch=2, log_every=1, eval_fraction=0.0)
+    train, sizes = loop.train, dict(steps=2, length=128, batch=2, log_every=1, eval_fraction=0.0, save=None)
     monkeypatch.setattr(loop, "train", lambda config: train(dataclasses.replace(config, **sizes)))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(tmp_path)
@@ -83,9 +83,10 @@ def offline(tmp_path, monkeypatch) -> Path:
 def common(folder: Path) -> dict[str, Any]:
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY)).to(DEVICE).train()
     ids = torch.randint(0, 512, (2, 32), device=DEVICE)
-    names = {"torch": torch, "model": model, "ids": ids, "name": folder / "checkpoint", "apply_liger_kernel_to_llama": apply_liger_kernel_to_llama}
-    rows = [{"input_ids": row, "labels": row} for row in torch.randint(0, 512, (8, 16))]
-    return names | {"rows": rows, "TrainingArguments": transformers.TrainingArguments, "__name__": "page"}
+    names = {"torch": torch, "model": model, "ids": ids, "name": folder / "checkpoint", "labels": ids.clone()}
+    names |= {"apply_liger_kernel_to_llama": apply_liger_kernel_to_llama, "AutoLigerKernelForCausalLM": AutoLigerKernelForCausalLM}
+    names |= {"rows": [{"input_ids": row, "labels": row} for row in torch.randint(0, 512, (8, 16))], "positions": torch.arange(32, device=DEVICE)[None]}
+    return names | {"TrainingArguments": transformers.TrainingArguments, "__name__": "page"}
 
 
 def of_readme(folder: Path) -> dict[str, Any]:
@@ -106,9 +107,8 @@ def of_losses(folder: Path) -> dict[str, Any]:
 def of_distributed(folder: Path) -> dict[str, Any]:
     """One rank."""
     names = common(folder)
-    labels, positions = names["ids"].clone(), torch.arange(32, device=DEVICE)[None]
     names |= {"F": torch.nn.functional, "rank": 0, "ranks": 1, "learnt_tokens": 2 * 31 * 2}
-    return names | {"labels": labels, "positions": positions, "batches": [{"input_ids": names["ids"], "labels": labels}] * 2}
+    return names | {"batches": [{"input_ids": names["ids"], "labels": names["labels"]}] * 2}
 
 
 def of_troubleshooting(folder: Path) -> dict[str, Any]:
@@ -207,7 +207,8 @@ PARSED = {
     "warmup": "compiles, minutes",
     "deploy submit": "needs a cluster",
 }
-SMALL = "--hidden 32 --intermediate 64 --layers 1 --heads 2 --kv-heads 1 --vocab 300 --length 32 --batch 1 --steps 2 --limit 8 --warmup 0 --eval-fraction 0 --eval-every 0"
+SMALL = "--hidden 32 --intermediate 64 --layers 1 --heads 2 --kv-heads 1 --vocab 300 --length 32 --batch 1 --steps 2 --limit 8 --warmup 0"
+SMALL += " --eval-fraction 0 --eval-every 0"
 # Options that need several processes, packages or services; tests/train and tests/integrations run them
 ELSEWHERE = ("--nproc", "--nnodes", "--trainer", "--report", "--metrics-port", "--quantize", "--model", "--config", "--data")
 # Other programs, and why they do not run here

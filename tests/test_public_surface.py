@@ -548,5 +548,5 @@ def test_type_checkers_see_what_documents_import():
     """``typed_uses.py`` has every import of ours that documents and examples show."""
     root = Path(__file__).parents[1]
     named = lambda text: {(m, n) for m, names in re.findall(r"^ *from (liger_kernel[\w.]*) import ([\w, ]+)", text, re.M) for n in names.split(", ")}
-    shown = set().union(*(named(path.read_text()) for path in (root / "README.md", *root.glob("docs/*.md"), *root.glob("examples/*.py"))))
+    shown = set().union(*(named(path.read_text()) for path in (root / "README.md", *root.glob("docs/**/*.md"), *root.glob("examples/*.py"))))
     assert shown and not shown - named((root / "tests" / "typed_uses.py").read_text())

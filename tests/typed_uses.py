@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from liger_kernel import hub, memory
 from liger_kernel.chunked_loss import LigerFusedLinearDPOLoss, LigerFusedLinearPreferenceBase
-from liger_kernel.nn import LigerFusedLinearCrossEntropyLoss, LigerRMSNorm, LigerSwiGLUMLP, liger_rotary_pos_emb
+from liger_kernel.nn import LigerExperts, LigerFusedLinearCrossEntropyLoss, LigerRMSNorm, LigerSwiGLUMLP, liger_rotary_pos_emb
 from liger_kernel.ops import linear_cross_entropy, rms_norm
 from liger_kernel.ops.losses.linear_loss import linear_loss
 from liger_kernel.parallel import by_sharding, parallelize
@@ -26,6 +26,7 @@ SHOWN = (
     train,
     TrainConfig,
     linear_loss,
+    LigerExperts,
     LigerFusedLinearPreferenceBase,
     AutoLigerKernelForCausalLM,
     projections_report,
@@ -34,8 +35,9 @@ SHOWN = (
 
 
 def other_door() -> LigerRMSNorm:
-    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss, LigerRMSNorm
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss, LigerRMSNorm, apply_liger_kernel_to_qwen3_moe
 
+    apply_liger_kernel_to_qwen3_moe(swiglu=False)
     LigerFusedLinearCrossEntropyLoss(reduction="sum")
     return LigerRMSNorm(8)
 

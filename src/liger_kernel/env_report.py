@@ -1,4 +1,4 @@
-"""What is installed, which GPU there is, and whether kernels or references serve: the first thing a bug report needs."""
+"""What is installed, which GPU there is, and whether kernels or PyTorch code runs: a bug report needs this first."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Operators as functions, by the published names, with a choice of the implementation.
+"""Operators as functions, under the names of LinkedIn's package, with a choice of the implementation.
 
-Each takes ``impl`` (or ``backend``): a name of ``liger_kernel.backends``, such as "triton" or "torch"; and ``mode``, a variant of one, of which ours have none.
-``in_place`` and ``row_mode`` are accepted and ignored. Differentiable as the operators of ``liger_kernel.ops`` are.
+Each function takes ``impl`` (or ``backend``), a name of ``liger_kernel.backends`` such as "triton" or "torch", and ``mode``, a variant of an implementation;
+ours have no modes. ``in_place`` and ``row_mode`` are accepted and ignored. They are differentiable like the operators of ``liger_kernel.ops``.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def rms_norm(
 def fused_add_rms_norm(
     run: Run, X: Tensor, R: Tensor, W: Tensor | None, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama", in_place: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The ``rms_norm`` of ``X + R``, and that sum."""
+    """Return ``rms_norm`` of ``X + R``, and that sum."""
     return run(X, R, W, eps=eps, offset=offset, casting=casting_mode)
 
 
@@ -105,19 +105,19 @@ def swiglu(run: Run, a: Tensor, b: Tensor, gate_multiplier: float = 1.0, down_mu
 
 @_over("glu")
 def geglu(run: Run, a: Tensor, b: Tensor) -> Tensor:
-    """``gelu(a) * b``, gelu by its tanh approximation."""
+    """``gelu(a) * b``, with the tanh approximation of gelu."""
     return run(a, b, act="gelu_tanh")
 
 
 @_over("rope")
 def rope(run: Run, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """q (B, Hq, T, D) and k (B, Hk, T, D) turned by tables (B or 1, T, D) as transformers makes them; ``position_ids`` has no effect."""
+    """Rotate q (B, Hq, T, D) and k (B, Hk, T, D) by tables (B or 1, T, D) as Transformers makes them; ``position_ids`` has no effect."""
     return run(q, k, once(cos), once(sin), unsqueeze_dim=unsqueeze_dim, casting=in_place_of(q, k, cos))
 
 
 @_over("jsd")
 def jsd(run: Run, _input: Tensor, target: Tensor, shift_labels: Tensor | None = None, beta: float = 0.5, ignore_index: int = -100) -> Tensor:
-    """Generalised Jensen-Shannon divergence of log-probabilities, student first, over the rows not ignored."""
+    """Generalised Jensen-Shannon divergence of log-probabilities, the student's first, over the rows that are not ignored."""
     return run(_input, target, shift_labels, beta=beta, ignore_index=ignore_index)
 
 
@@ -142,7 +142,7 @@ def cross_entropy(
     return_token_accuracy: bool = False,
     return_predicted_tokens: bool = False,
 ) -> tuple[Tensor | None, ...]:
-    """Cross entropy of logits (M, V) and class indices (M,): loss, z-loss, token accuracy, predicted classes; None where not asked for."""
+    """Cross entropy of logits (M, V) and class indices (M,): loss, z-loss, token accuracy, predicted classes; None for what is not requested."""
     asked = return_z_loss, return_token_accuracy, return_predicted_tokens
     options = dict(ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing, z_loss=lse_square_scale, softcap=softcap)
     return published(run(input, target, weight, **options, stats=any(asked)), target, ignore_index, *asked)
@@ -167,7 +167,7 @@ def fused_linear_cross_entropy(
     return_token_accuracy: bool = False,
     return_predicted_tokens: bool = False,
 ) -> tuple[Tensor | None, ...]:
-    """``cross_entropy`` of ``_input @ weight.T + bias``, which by our kernels is never there as a whole; by "torch" it is."""
+    """``cross_entropy`` of ``_input @ weight.T + bias``, which our kernels never store as a whole; "torch" does."""
     asked = return_z_loss, return_token_accuracy, return_predicted_tokens
     options = dict(ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing, z_loss=lse_square_scale, softcap=softcap)
     found = run(_input, weight, target, bias, ce_weight, **options, token_scaling=use_token_scaling, accum_dtype=accum_dtype, stats=any(asked))

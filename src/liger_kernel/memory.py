@@ -1,15 +1,15 @@
-"""Rematerialisation: what is cheap to compute is not kept for the backward, but computed again in it.
+"""Rematerialisation: values that are cheap to compute are not stored for the backward pass, but computed again in it.
 
-A Linear keeps its input for the gradient of its weight. Where that input is a norm's output or ``act(gate) * up``, it follows from tensors that are kept
-anyway, the norm's input or gate and up, for one pass over memory. ``cheap(op, ...)`` computes such a value and notes how; while a ``rematerialised``
-forward runs, whatever saves the value, or a cast or a view of it, saves the note instead, and the backward computes it once for all of them.
+A linear layer saves its input for the gradient of its weight. If that input is a norm's output or ``act(gate) * up``, it can be computed from tensors that
+are saved anyway, the norm's input or gate and up, in one pass over memory. ``cheap(op, ...)`` computes such a value and notes how. While a ``rematerialised``
+forward runs, the value, or a cast or a view of it, is not saved; the note is saved instead, and the backward pass computes the value once for all readers.
 
-Saving is seen by ``torch.autograd.graph.saved_tensors_hooks``, as under non-reentrant checkpointing: what works there works here. The hooks are pushed by
-``cheap`` and popped where those who need the value have had it (``taken``), at the latest when the forward ends, as every save costs host time meanwhile.
-They stand back where hooks of others are in place or forbidden (checkpointing, offloading, ``torch.func``), under ``torch.compile``, where nothing is
-differentiated, and while a backward computes a forward again.
+Saving is observed by ``torch.autograd.graph.saved_tensors_hooks``, as in non-reentrant checkpointing: what works there works here. ``cheap`` pushes the hooks.
+They are popped when all readers of the value have run (``taken``), at the latest when the forward ends, because every save costs host time meanwhile. The
+hooks are not used where others have hooks or forbid them (checkpointing, offloading, ``torch.func``), under ``torch.compile``, without gradients, and while
+a backward pass recomputes a forward.
 
-Nothing but PyTorch is needed here: ``rematerialised`` serves any module whose norms and activations call ``cheap``.
+This file needs nothing but PyTorch: ``rematerialised`` works for any module whose norms and activations call ``cheap``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _local = _Local()
 
 
 def level_of(value: bool | str | None) -> str:
-    """The level that a flag names: True is "cheap", False and None are "off"; ``ValueError`` for what is none."""
+    """Return the level of a flag: True is "cheap", False and None are "off". Raises ``ValueError`` for an unknown level."""
     level = "cheap" if value is True else "off" if value is False or value is None else value
     if level not in LEVELS:
         raise ValueError(f"rematerialise: must be True, False or one of {LEVELS}, got {value!r}")
@@ -65,7 +65,7 @@ class _Recipe:
         self.stream: Any = None
 
     def available(self) -> bool:
-        """Whether its weights, behind the first tensor, hold data: where they are sharded they may be gone as soon as their module has run."""
+        """Whether the tensors after the first (the weights) hold data: sharded weights may be freed as soon as their module has run."""
         return all(t is None or t.untyped_storage().size() > 0 or not t.numel() for t in self.tensors[1:])
 
     def _compute(self, dtype: torch.dtype) -> Tensor:
@@ -80,7 +80,7 @@ class _Recipe:
             return self.op(*self.tensors, **self.options).to(dtype)
 
     def value(self, dtype: torch.dtype) -> Tensor:
-        """The value for one of those who saved it; kept until the last of them had it."""
+        """The value for one of its readers; it is freed after the last reader."""
         stream = _stream(self.tensors[0])  # type: ignore[arg-type]  # the first is always there
         if not self.values:
             self.left, self.stream = self.users, stream
@@ -180,14 +180,17 @@ def _allowed() -> bool:
 
 
 def cheap(op: Callable[..., Tensor], *tensors: Tensor | None, **options: Any) -> Tensor:
-    """``op(*tensors, **options)``, not saved but computed again where a rematerialised forward runs. ``op``: the same bits in every call."""
+    """Return ``op(*tensors, **options)``. In a rematerialised forward the result is not saved but recomputed in the backward pass.
+
+    ``op`` must give identical bits in every call.
+    """
     y = op(*tensors, **options)
     declare(y, op, *tensors, **options)
     return y
 
 
 def declare(y: Tensor, op: Callable[..., Tensor], *tensors: Tensor | None, **options: Any) -> None:
-    """As for ``cheap``, of a ``y`` that came about in another way."""
+    """The same as ``cheap`` for a ``y`` that was computed in another way."""
     if torch.compiler.is_compiling() or (region := _local.region) is None:
         return
     if y.nbytes <= SMALL and region.level == "cheap":
@@ -198,9 +201,9 @@ def declare(y: Tensor, op: Callable[..., Tensor], *tensors: Tensor | None, **opt
 
 
 def last(module: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """``module(x)``, after which the layer that calls it keeps nothing for the backward: where it is checkpointed, its recomputation may end in ``module``.
+    """Return ``module(x)`` as the last call of its layer that saves anything: if the layer is checkpointed, its recomputation may end in ``module``.
 
-    Where one checkpoint spans several layers, only that of the last one does; the others are right, but project twice.
+    If one checkpoint contains several layers, only the last one gains; the others are right, but compute their projections twice.
     """
     if torch.compiler.is_compiling():
         return module(x)
@@ -212,30 +215,30 @@ def last(module: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def is_last(module: Any) -> bool:
-    """Whether ``module`` runs as the last that keeps anything, as ``last`` says."""
+    """Whether ``module`` runs as the last call that saves anything, as ``last`` declares."""
     return _local.last is module
 
 
 def level() -> str:
-    """The level of the rematerialised forward that runs; "off" where none does."""
+    """The level of the rematerialised forward that is running; "off" outside of one."""
     region = None if torch.compiler.is_compiling() else _local.region
     return "off" if region is None else region.level
 
 
 def needed() -> None:
-    """What was declared will be saved next: by projections that follow on something else."""
+    """Say that the declared value will be saved next, by projections that follow after something else."""
     if not torch.compiler.is_compiling() and _local.region is not None:
         _local.region.open()
 
 
 def taken() -> None:
-    """Those who need what was declared have had it: until something else is, saving costs nothing more."""
+    """Say that all readers of the declared value have run: until the next declaration, saving costs nothing extra."""
     if not torch.compiler.is_compiling() and _local.region is not None:
         _local.region.close()
 
 
 def projected(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """``function(x)``, a gated MLP; at level "mlp" nothing in it is saved, and all but its last product is computed again from x in the backward."""
+    """Return ``function(x)``, a gated MLP. At level "mlp" nothing in it is saved; the backward pass recomputes all but its last product from x."""
     if torch.compiler.is_compiling() or (region := _local.region) is None or region.level != "mlp" or not torch.is_grad_enabled():
         return function(x)
     region.open()  # x is saved by the checkpoint
@@ -245,7 +248,7 @@ def projected(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def rematerialised(forward: Callable, level: str = "cheap") -> Callable:
-    """``forward`` of a layer, in which what ``cheap`` computes is not saved for the backward but computed again. Gradients are equal bit for bit."""
+    """Wrap the ``forward`` of a layer: values of ``cheap`` are recomputed in the backward pass instead of saved. Gradients are bit-identical."""
 
     @functools.wraps(forward)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,13 +1,13 @@
-"""Models over many processes: the modes of PyTorch, what a loss needs of a sharded head, and the norm of sharded gradients.
+"""Models over several processes: PyTorch's modes, what a loss needs of a sharded head, and the norm of sharded gradients.
 
 ``parallelize`` puts a model, patched or not, under one of ``MODES``:
 
     none     one process
     ddp      a replica on every rank, gradients averaged (DistributedDataParallel)
-    fsdp2    parameters, gradients and optimizer state sharded over the ranks (``fully_shard``), one group a decoder layer, the rest in the root's
-    tp       every linear layer sharded over the ranks of one host as transformers' plan of the model says, the head by vocabulary
+    fsdp2    parameters, gradients and optimizer state sharded over the ranks (``fully_shard``): one group per decoder layer, the rest in the root's group
+    tp       every linear layer sharded over the ranks of one host by Transformers' plan for the model, the head by vocabulary
 
-This is the only file that knows how FSDP, ZeRO and DTensor work. It needs no transformers.
+Only this file knows how FSDP, ZeRO and DTensor work. It does not need Transformers.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ MODES = ("none", "ddp", "fsdp2", "tp")
 class Parallel:
     """A model under one of ``MODES``.
 
-    ``model`` is what to call, ``module`` the model itself: for names of parameters, ``state_dict`` and configuration. Ranks of one ``data_rank`` must read
-    the same batches, other ranks others; there are ``data_ranks`` of them, and ``mesh`` is None in a single process.
+    Call ``model``; use ``module``, the model itself, for names of parameters, ``state_dict`` and configuration. Ranks with the same ``data_rank`` must read the
+    same batches, ranks with different ones different batches. There are ``data_ranks`` of them. ``mesh`` is None in a single process.
     """
 
     model: nn.Module
@@ -56,7 +56,7 @@ class Parallel:
     data_ranks: int = 1
 
     def total(self, count: Tensor | float) -> Tensor:
-        """The sum of a number over all data ranks, fp64 and on the model's device. One small all-reduce."""
+        """The sum of a number over all data ranks, in fp64 on the model's device. It costs one small all-reduce."""
         device = next(self.module.parameters()).device
         sum_ = torch.as_tensor(count, dtype=torch.float64).to(device, copy=True)
         if self.mesh is not None and self.data_ranks > 1:
@@ -64,24 +64,24 @@ class Parallel:
         return sum_
 
     def items(self, tokens: Tensor | float) -> Tensor:
-        """``num_items_in_batch`` for this rank's losses, if it learns ``tokens`` tokens before its next step.
+        """Return ``num_items_in_batch`` for this rank's losses, if it learns ``tokens`` tokens before its next step.
 
-        Every mode averages gradients over data ranks. Sums of losses divided by this number give the gradient of the mean over all tokens of all ranks,
-        however unequal their shares are. The mean loss is the sum of the ranks' losses, divided by ``data_ranks``.
+        Every mode averages gradients over data ranks. If sums of losses are divided by this number, gradients are those of the mean over all tokens of all
+        ranks, however unequal their numbers are. The mean loss is the sum of the ranks' losses, divided by ``data_ranks``.
         """
         return self.total(tokens) / self.data_ranks
 
     @contextlib.contextmanager
     def accumulating(self, last: bool) -> Iterator[None]:
-        """Around forward and backward of a micro-batch: under DDP, only the ``last`` one before a step sends gradients.
+        """A context for forward and backward of a micro-batch: under DDP, only the ``last`` micro-batch before a step reduces gradients.
 
-        Under FSDP2 every one does: what is kept between them is then sharded, too.
+        Under FSDP2 every micro-batch reduces gradients, so that they are sharded between micro-batches, too.
         """
         with contextlib.nullcontext() if last or self.mode != "ddp" else self.model.no_sync():  # type: ignore[operator]  # DDP has it
             yield
 
     def clip_grad_norm_(self, max_norm: float | None) -> Tensor:
-        """``clip_grad_norm_`` of this model."""
+        """Clip the gradients of this model, as ``clip_grad_norm_`` does."""
         return clip_grad_norm_(self.model, max_norm)
 
 
@@ -96,12 +96,12 @@ def parallelize(
     own_head: bool = False,
     **options: Any,
 ) -> Parallel:
-    """``model`` under ``mode``, over the ranks of a 1-dim ``mesh`` (default: all). Patch it before; make its optimizer after, of groups ``by_sharding``.
+    """Put ``model`` under ``mode``, over the ranks of a 1-dim ``mesh`` (default: all). Patch it before; make its optimizer after, with groups ``by_sharding``.
 
-    The model is on its device, with the same weights on every rank. FSDP2: ``param_dtype`` is what layers compute in (default: the weights' own), which are
-    kept, reduced (``reduce_dtype``) and updated in theirs; ``reshard_after_forward`` False trades memory for half of the gathers; ``own_head`` shards the
-    output head apart from the root's group, so that it is gathered only where it is used. ``options`` are those of DistributedDataParallel or ``fully_shard``.
-    ``ValueError`` for an unknown mode, and for models that the mode cannot split.
+    The model is moved to its device, with the same weights on every rank. For FSDP2: layers compute in ``param_dtype`` (default: the dtype of the weights);
+    weights are stored and updated in their own dtype, and gradients are reduced in ``reduce_dtype``. ``reshard_after_forward=False`` halves the number of
+    gathers and needs more memory. ``own_head`` shards the output head outside of the root's group, so that it is gathered only while it is used. ``options``
+    go to DistributedDataParallel or ``fully_shard``. Raises ``ValueError`` for an unknown mode, and for models that the mode cannot split.
     """
     if mode not in MODES:
         raise ValueError(f"parallelize: mode must be one of {MODES}, got {mode!r}")
@@ -134,7 +134,7 @@ def parallelize(
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The decoder layers: what transformers says must not be split, else what the outermost lists of modules hold."""
+    """Return the decoder layers: what Transformers says must not be split, otherwise the content of the outermost lists of modules."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     found = [m for m in model.modules() if type(m).__name__ in names]
     if found:
@@ -156,7 +156,7 @@ SUMMED = "replicated_with_grad_allreduce"  # the same weights on every rank, of 
 
 
 def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Shard the linear layers of a model of transformers as its ``tp_plan`` says, in place. Norms, and what the plan leaves out, stay whole."""
+    """Shard the linear layers of a Transformers model in place, by its ``tp_plan``. Norms, and layers that the plan does not name, stay whole."""
     plan = dict(getattr(model, "tp_plan", None) or {})
     unknown = sorted({s for s in plan.values() if s not in (*STYLES, SUMMED)})
     config = getattr(model, "config", None)
@@ -202,10 +202,10 @@ def _summed(g: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float | None) -> Tensor:
-    """Scale the gradients of ``model`` so that their 2-norm is at most ``max_norm`` (None: only measure); returns the norm before, 0-dim and plain.
+    """Scale the gradients of ``model`` so that their 2-norm is at most ``max_norm`` (None: only measure). Returns the norm before, 0-dim and plain.
 
-    The norm is that of the whole gradient, the same on every rank, however parameters are sharded: each distinct sharding is reduced once, replicas
-    count once. Under FSDP1 it must be the root; DeepSpeed clips for itself (``gradient_clipping``), and its engine is refused.
+    It is the norm of the whole gradient and the same on every rank, however parameters are sharded: each distinct sharding is reduced once, replicas count
+    once. Under FSDP1, ``model`` must be the root. A DeepSpeed engine is refused, because DeepSpeed clips itself (``gradient_clipping``).
     """
     if hasattr(model, "get_global_grad_norm"):
         raise ValueError("clip_grad_norm_: model must not be a DeepSpeed engine, which clips for itself: set gradient_clipping in its configuration")
@@ -220,14 +220,14 @@ def clip_grad_norm_(model: nn.Module, max_norm: float | None) -> Tensor:
 
 
 def grad_norm(grads: Iterable[Tensor]) -> Tensor:
-    """The 2-norm of gradients of any shardings taken together; 0-dim and plain. Every rank must ask."""
+    """The 2-norm of gradients of all shardings together; 0-dim and plain. Every rank must call it."""
     norms = [torch.nn.utils.get_total_norm(group) for group in by_sharding(grads)]
     whole = [n.full_tensor() if isinstance(n, DTensor) else n for n in norms]
     return torch.linalg.vector_norm(torch.stack(whole)) if whole else torch.zeros(())
 
 
 def by_sharding(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """``tensors`` in lists of one mesh and sharding each. Fused and foreach optimizers need parameter groups like these: they compute with all at once."""
+    """Split ``tensors`` into lists of one mesh and sharding each. Fused and foreach optimizers need such groups, as they compute with all tensors at once."""
     groups: dict[Any, list[Tensor]] = {}
     for t in tensors:
         groups.setdefault((t.device_mesh, t.placements) if isinstance(t, DTensor) else None, []).append(t)
@@ -250,23 +250,23 @@ def _hooks(module: nn.Module) -> list[Hook]:
 
 
 def unsharded_class(module: nn.Module) -> type:
-    """The class of ``module`` before ``fully_shard`` made one of its own."""
+    """Return the class of ``module`` before ``fully_shard`` made a class of its own."""
     cls = type(module)
     return cls.__bases__[1] if isinstance(module, FSDPModule) and cls.__bases__[:1] == (FSDPModule,) and len(cls.__bases__) == 2 else cls
 
 
 def is_linear(head: nn.Module) -> bool:
-    """Whether ``head`` is ``nn.Linear``, be it fully sharded, and no class derived from it."""
+    """Whether ``head`` is an ``nn.Linear``, possibly fully sharded, and no derived class."""
     return unsharded_class(head) is nn.Linear
 
 
 def is_hooked(head: nn.Module) -> bool:
-    """Whether somebody sees calls of ``head`` who does more than to bring its parameters."""
+    """Whether hooks on ``head`` do more than to provide its parameters."""
     return any(not _is_from(hook, _SHARDING) for hook in _hooks(head))
 
 
 def is_sharded(head: nn.Module) -> bool:
-    """Whether parameters of ``head`` or its parts are there only while they, or a model around them, are called (FSDP1, FSDP2, ZeRO-3)."""
+    """Whether parameters of ``head`` or its parts exist only while they, or a model around them, are called (FSDP1, FSDP2, ZeRO-3)."""
     for m in head.modules():
         if isinstance(m, FullyShardedDataParallel) or any(_is_from(hook, _SHARDING) for hook in _hooks(m)):
             return True
@@ -277,27 +277,27 @@ def is_sharded(head: nn.Module) -> bool:
 
 
 def bare(head: nn.Module) -> nn.Module:
-    """What FSDP1 has wrapped, or ``head``."""
+    """Return what FSDP1 has wrapped, or ``head``."""
     return head.module if isinstance(head, FullyShardedDataParallel) else head
 
 
 def needs_entering(head: nn.Module) -> bool:
-    """Whether the parameters of ``head`` are there only while it is called (FSDP1, FSDP2, ZeRO-3), and nobody else looks at its calls."""
+    """Whether the parameters of ``head`` exist only while it is called (FSDP1, FSDP2, ZeRO-3), and nobody else observes its calls."""
     hooks = _hooks(head)
     sharded = isinstance(head, FullyShardedDataParallel) or any(_is_from(hook, _SHARDING) for hook in hooks)
     return sharded and all(_is_from(hook, (*_SHARDING, *_TENSOR)) for hook in hooks)
 
 
 def entered(head: nn.Module, function: Callable, *args: Any, **kwargs: Any) -> Any:
-    """``function(*args, **kwargs)`` in the place of one call of ``head``: with its parameters gathered, and its gradients reduced, once.
+    """Run ``function(*args, **kwargs)`` instead of one call of ``head``: its parameters are gathered once and its gradients reduced once.
 
-    Called chunk by chunk, a sharded head would be gathered for each. ``function`` may call ``bare(head).forward``.
+    A sharded head that is called chunk by chunk would be gathered for each chunk. ``function`` may call ``bare(head).forward``.
     """
     return call_instead(head, bare(head), function, *args, **kwargs) if needs_entering(head) else function(*args, **kwargs)
 
 
 def call_instead(head: nn.Module, inner: nn.Module, function: Callable, *args: Any, **kwargs: Any) -> Any:
-    """A call of ``head`` in which ``function`` takes the place of the ``forward`` of ``inner``, which is in it or itself."""
+    """Call ``head``, with ``function`` instead of the ``forward`` of ``inner``, which is a part of the head or the head itself."""
     hooks = {name: getattr(head, name) for name in ("_forward_pre_hooks", "_forward_hooks")}
     forward = inner.__dict__.get("forward")
 
@@ -323,10 +323,10 @@ def call_instead(head: nn.Module, inner: nn.Module, function: Callable, *args: A
 
 
 def received(head: nn.Module, x: Tensor) -> tuple[nn.Module, Tensor] | None:
-    """``head`` and the rows that it computes with, of what it is called with; None where only its own call tells.
+    """Return ``head`` and the rows that it computes with, for the arguments of a call; None if only the call itself tells.
 
-    Of a head sharded by vocabulary they are plain and whole on every rank, and their gradient is this rank's term: what the head's own hooks gather,
-    of a sequence spread over ranks for example, is gathered here.
+    For a head that is sharded by vocabulary, the rows are plain and whole on every rank, and their gradient is this rank's term. What the head's own hooks
+    gather (for example a sequence that is spread over ranks) is gathered here.
     """
     if not any(map(_is_tensor_parallel, head.modules())):
         return head, x
@@ -367,7 +367,7 @@ def _slices(w: Any) -> list[int]:
 
 
 class VocabularyParallel(nn.Module):
-    """A linear head (V, H) whose classes are spread over ranks; ``received`` makes it, and the rows to call it with."""
+    """A linear head (V, H) whose classes are spread over ranks. ``received`` makes it, together with the rows to call it with."""
 
     def __init__(self, head: nn.Module):
         super().__init__()
@@ -380,7 +380,7 @@ class VocabularyParallel(nn.Module):
         return w.to_local(), None if b is None else b.to_local(), w.device_mesh
 
     def forward(self, x: Tensor) -> Tensor:
-        """All logits (..., V) on every rank, gathered: for those who need them."""
+        """Gather all logits (..., V) on every rank, for readers that need them."""
 
         def logits(x: Tensor) -> Tensor:
             w, b, mesh = self._local()
@@ -391,8 +391,8 @@ class VocabularyParallel(nn.Module):
         return entered(self.head, logits, x)
 
     def cross_entropy(self, x: Tensor, target: Tensor, *, stats: bool = False, ignore_index: int = -100, **options: Any) -> Any:
-        """``linear_cross_entropy`` of rows x (M, H) and target (M,), without any rank's logits leaving it: three numbers a row do, and a slice's
-        best class with ``stats``, which returns loss, None and predicted classes (M,).
+        """``linear_cross_entropy`` of rows x (M, H) and target (M,). Logits never leave a rank: ranks exchange three numbers per row, and with ``stats``
+        the best class of each slice. With ``stats`` it returns loss, None and predicted classes (M,).
 
         ``options`` are those of ``vocab_parallel_linear_cross_entropy``.
         """

@@ -1,4 +1,4 @@
-"""What is here to train on, by the names of the published package."""
+"""Which devices and packages are available here, under the names of LinkedIn's package."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _infer_amd_arch(device_id: int) -> str:
 
 
 def varlen_lacks(device: Any, dtype: Any) -> str | None:
-    """What keeps PyTorch's ``varlen_attn`` from serving a ``torch.device`` and dtype; None if nothing does."""
+    """The reason why PyTorch's ``varlen_attn`` does not support a ``torch.device`` and dtype; None if it does."""
     import torch
 
     if importlib.util.find_spec("torch.nn.attention.varlen") is None:

@@ -1,4 +1,4 @@
-"""``liger warmup``: compile the kernels that training a model will need, before it trains, with or without a GPU."""
+"""``liger warmup``: compile the kernels that training a model needs, before training, with or without a GPU."""
 
 from __future__ import annotations
 

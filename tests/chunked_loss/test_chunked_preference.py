@@ -457,11 +457,11 @@ def test_losses_of_users(chunks):
 
 
 def test_documented_examples():
-    """The blocks of docs/losses.md, one after the other."""
+    """The blocks of docs/guides/losses.md, one after the other."""
     (x, w, bias), target, reference, _ = inputs()
     layer = lambda w, b: types.SimpleNamespace(weight=w, bias=b)
     names = dict(hidden=x, labels=target, head=layer(w, bias), ref_hidden=reference[0], ref_head=layer(*reference[1:]))
-    first, margin, last, accumulated = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs/losses.md").read_text(), re.DOTALL)
+    first, margin, last, accumulated = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs/guides/losses.md").read_text(), re.DOTALL)
     exec(first, names)
     assert names["loss"] == LigerFusedLinearDPOLoss()(w, x, target, bias, *reference)[0]
     exec(margin, names)

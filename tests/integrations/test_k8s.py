@@ -202,7 +202,7 @@ def test_what_a_pod_runs_trains_answers_probes_and_saves_when_it_is_stopped(user
     """The container's command, variables and config, with the volumes in a folder: two ranks, their metrics, SIGTERM, and a pod after it that goes on."""
     text = tmp_path / "shared" / "text.jsonl"
     text.parent.mkdir()
-    text.write_text("".join(json.dumps({"text": path.read_text()}) + "\n" for path in sorted((ROOT / "docs").glob("*.md"))))
+    text.write_text("".join(json.dumps({"text": path.read_text()}) + "\n" for path in sorted((ROOT / "docs").rglob("*.md"))))
     sizes = dict(
         length=32, batch=2, hidden=32, layers=1, heads=2, vocab=400, lr=1e-3, eval_fraction=0, log_every=1, checkpoint_every=500, device="cpu", steps=400
     )

@@ -18,7 +18,7 @@ TRAIN = dict(
 def job_file(folder: Path, **changes) -> Path:
     """A job that two processes of this machine can do, on text from this repository."""
     text = folder / "text.jsonl"
-    docs = sorted((Path(__file__).parents[2] / "docs").glob("*.md"))
+    docs = sorted((Path(__file__).parents[2] / "docs").rglob("*.md"))
     text.write_text("".join(json.dumps({"text": path.read_text()}) + "\n" for path in docs))
     train = TRAIN | {"data": str(text), "store": (folder / "store").as_uri()} | changes.pop("train", {})
     path = folder / "job.json"

@@ -845,12 +845,30 @@ class _InTwoParts(_CrossEntropy):
         ctx.save_for_backward(inputs[0].detach() * 1.0, inputs[1])
 
 
+class _Scale(torch.autograd.Function):
+    """It does no more than what is recorded for later."""
+
+    @staticmethod
+    def forward(ctx, logits):
+        return logits * 1.0
+
+    @staticmethod
+    def backward(ctx, g):
+        return g
+
+
+def _scaled(logits, target):
+    return F.cross_entropy(_Scale.apply(logits), target)
+
+
 def _checkpointed(logits, target):
     return torch.utils.checkpoint.checkpoint(F.cross_entropy, logits, target, use_reentrant=True)
 
 
 @pytest.mark.parametrize(
-    "function", [_CrossEntropy.apply, _Decorated.apply, _InTwoParts.apply, _checkpointed], ids=["Function", "decorated", "in-two-parts", "checkpoint"]
+    "function",
+    [_CrossEntropy.apply, _Decorated.apply, _InTwoParts.apply, _scaled, _checkpointed],
+    ids=["Function", "decorated", "in-two-parts", "recorded", "checkpoint"],
 )
 def test_functions_of_autograd_need_tensors(function):
     """They would pass no gradient, and another loss beside would hide that."""

@@ -502,7 +502,7 @@ def test_report():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="its model is on the CPU, where kernels are interpreted only without a GPU")
 def test_the_document_is_right(tmp_path, capsys):
     """Its example runs, and prints what it says."""
-    text = (Path(__file__).parents[2] / "docs" / "lora.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "guides" / "lora.md").read_text()
     (example,), (printed,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL), re.findall(r"```\n(the engine.*?)```", text, re.DOTALL)
     make("llama").save_pretrained(tmp_path)
     exec(example, {"name": tmp_path})

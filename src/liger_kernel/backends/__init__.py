@@ -1,10 +1,10 @@
-"""Which implementation of an operator runs, by the published names: "nvidia-triton" (also "triton"), our kernels, and "torch", plain PyTorch.
+"""Which implementation of an operator runs: "nvidia-triton" (also "triton"), our kernels, or "torch", plain PyTorch.
 
-On AMD's GPUs the first is called "rocm-triton". A name is looked for in this order: the argument ``impl`` (or ``backend``) of the call, the environment's
-``LIGER_KERNEL_IMPL_<OPERATOR>``, its ``LIGER_KERNEL_IMPL``, ``set_impl``. Where nobody names one, the operator decides as it does everywhere: kernels for
-what they can compute, PyTorch for the rest. What is named and cannot run raises ``ImplNotAvailableError``; it is never replaced by another one.
+On AMD's GPUs the first is called "rocm-triton". A name is searched in this order: the argument ``impl`` (or ``backend``) of the call, the environment's
+``LIGER_KERNEL_IMPL_<OPERATOR>``, its ``LIGER_KERNEL_IMPL``, ``set_impl``. Without a name, the operator decides as everywhere: kernels for what they can
+compute, PyTorch for the rest. A named implementation that cannot run raises ``ImplNotAvailableError``; no other one runs instead.
 
-``register_impl`` adds implementations of your own; one of a lower ``preference_rank`` than ours, 50, is what runs where nobody names one.
+``register_impl`` adds implementations of your own. One with a lower ``preference_rank`` than ours (50) runs if no implementation is named.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _ALIASES = {"triton": TRITON, "cutile": "nvidia-cutile", "cutedsl": "nvidia-cute
 
 
 class NoImplAvailableError(RuntimeError):
-    """There is no operator of this name, or nothing that can run it here."""
+    """There is no operator with this name, or no implementation of it can run here."""
 
 
 class LigerImplFallbackWarning(UserWarning):
-    """An implementation has left a call to another one."""
+    """An implementation has passed a call on to another one."""
 
 
 BackendNotAvailableError, NoBackendAvailableError, LigerBackendFallbackWarning = ImplNotAvailableError, NoImplAvailableError, LigerImplFallbackWarning
@@ -106,7 +106,7 @@ class OpImpl:
         return self.impl_name
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Its result; ``mode`` is one of ``modes``, of which ours have none, or None. A Function takes no other keyword."""
+        """Return its result. ``mode`` is one of ``modes`` (ours have none) or None. A Function takes no other keyword."""
         mode = kwargs.get("mode")
         if mode is not None and mode not in self.modes:
             raise ImplNotAvailableError(f"{self.op_name}: mode of {self.impl_name} must be one of {(*self.modes, None)}, got {mode!r}")
@@ -136,7 +136,7 @@ def register_impl(
     notes: str = "",
     backend: str | None = None,
 ) -> Callable[[Any], Any]:
-    """A decorator for a function or an autograd Function that implements ``op_name``; ``backend`` is another word for ``impl_name``."""
+    """Return a decorator for a function or an autograd Function that implements ``op_name``; ``backend`` is another name for ``impl_name``."""
     name = impl_name or backend
     if name is None:
         raise TypeError("register_impl: impl_name must be a name, got None")
@@ -163,12 +163,12 @@ def _have_kernels() -> bool:
 
 
 def declare_op_locations(op_name: str, module_paths: Sequence[str]) -> None:
-    """Modules that register implementations of ``op_name`` when they are imported, which is done when it is first asked for."""
+    """Declare modules that register implementations of ``op_name`` when they are imported, on the first call of the operator."""
     _LOCATIONS[op_name] = list(module_paths)
 
 
 def get_discovery_failures() -> dict[str, tuple[type, str]]:
-    """Modules of ``declare_op_locations`` that did not import: the error's type and text."""
+    """The modules of ``declare_op_locations`` that could not be imported, with the type and text of the error."""
     return dict(_FAILURES)
 
 
@@ -185,7 +185,7 @@ def _implementations(op_name: str) -> dict[str, OpImpl]:
 
 
 def get_registered(op_name: str, backend: str) -> OpImpl | None:
-    """The implementation of this name, whether it can run or not."""
+    """The implementation with this name, whether or not it can run."""
     return _implementations(op_name).get(backend)
 
 
@@ -206,27 +206,27 @@ def all_impls(op_name: str) -> list[str]:
 
 
 def available_impls(op_name: str, device: Any = None) -> list[str]:
-    """Names of the implementations of ``op_name`` that can run on ``device``, default: the current one; the preferred first."""
+    """Names of the implementations of ``op_name`` that can run on ``device`` (default: the current one), the preferred one first."""
     on_cpu = device is not None and torch.device(device).type == "cpu" and not operator.INTERPRET
     found = sorted(list_registered(op_name), key=lambda impl: (impl.preference_rank, impl.impl_name))
     return [i.impl_name for i in found if i.capability.is_satisfied(device) and not (on_cpu and i.impl_name == TRITON)]
 
 
 def clear_available_cache() -> None:
-    """Nothing: what can run is asked at each call."""
+    """Does nothing: each call asks again which implementations can run."""
 
 
 _chosen: str | None = None
 
 
 def set_impl(name: str | None) -> None:
-    """The implementation that runs, in the whole process, where a call and the environment name none; None: the operator decides."""
+    """Choose the implementation for the whole process, for calls without a name in the call or the environment; None: the operator decides."""
     global _chosen
     _chosen = name and _ALIASES.get(name, name)
 
 
 def get_impl() -> str | None:
-    """What ``set_impl`` has chosen."""
+    """The choice of ``set_impl``."""
     return _chosen
 
 
@@ -238,9 +238,9 @@ def _named(op_name: str, requested: str | None) -> str | None:
 
 
 def resolve_impl(op_name: str, requested: str | None = None, device: Any = None) -> OpImpl:
-    """The implementation that a call of ``op_name`` would run.
+    """Return the implementation that a call of ``op_name`` would run.
 
-    ``ImplNotAvailableError`` if it is named and cannot run, ``NoImplAvailableError`` if there is no such operator.
+    Raises ``ImplNotAvailableError`` if it is named and cannot run, ``NoImplAvailableError`` if there is no such operator.
     """
     found = _implementations(op_name)
     if not found:
@@ -258,7 +258,7 @@ def resolve_impl(op_name: str, requested: str | None = None, device: Any = None)
 
 
 def dispatch(op_name: str, *args: Any, impl: str | None = None, backend: str | None = None, **kwargs: Any) -> Any:
-    """``op_name`` of the published arguments by position, by the implementation that ``impl`` (or ``backend``), the environment or ``set_impl`` names."""
+    """Call ``op_name`` with positional arguments, by the implementation that ``impl`` (or ``backend``), the environment or ``set_impl`` names."""
     named, found = _named(op_name, impl or backend), _implementations(op_name)
     if named is None and found.keys() == RANKS.keys():  # nothing to choose: our operator knows more ways to do without kernels than its reference
         return found[TRITON].call(*args, **kwargs)
@@ -272,7 +272,7 @@ def dispatch(op_name: str, *args: Any, impl: str | None = None, backend: str | N
 
 
 def emit_fallback_warning(op_name: str, requested: str, actual: str, reason: str) -> None:
-    """Say once that ``requested`` leaves ``op_name`` to ``actual``; with ``LIGER_KERNEL_STRICT=1`` raise it."""
+    """Warn once that ``requested`` passes ``op_name`` on to ``actual``; with ``LIGER_KERNEL_STRICT=1``, raise the warning as an error."""
     text = f"{op_name}: {requested} is left to {actual}: {reason}"
     if os.environ.get("LIGER_KERNEL_STRICT", "0") not in ("", "0", "false", "False"):
         raise ImplNotAvailableError(text)

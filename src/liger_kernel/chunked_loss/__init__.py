@@ -1,4 +1,4 @@
-"""Losses of a linear head for preference optimisation, reinforcement learning and distillation: no logits of all tokens, gradients by chunks."""
+"""Losses of a linear head for preference optimisation, reinforcement learning and distillation, without storing the logits of all tokens."""
 
 from __future__ import annotations
 

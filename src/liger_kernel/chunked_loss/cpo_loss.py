@@ -18,7 +18,7 @@ from liger_kernel.nn.options import WithOptions
 
 
 def smoothed_logistic(z: Tensor, label_smoothing: float) -> Tensor:
-    """-log sigmoid(z), and that of -z with probability ``label_smoothing``."""
+    """-log sigmoid(z), mixed with that of -z with probability ``label_smoothing``."""
     return -(1 - label_smoothing) * F.logsigmoid(z) - (label_smoothing * F.logsigmoid(-z) if label_smoothing else 0)
 
 

@@ -119,9 +119,9 @@ class LigerFusedLinearDPOFunction(LigerFusedLinearPreferenceBase):
 class LigerFusedLinearDPOLoss(WithOptions):
     """``(loss, (chosen_logps, rejected_logps, chosen_logits_mean, rejected_logits_mean, nll_loss, chosen_rewards, rejected_rewards))``.
 
-    The reference is a head (``ref_input``, ``ref_weight``, ``ref_bias``), or ``ref_chosen_logps`` and ``ref_rejected_logps`` (B,), sums over tokens known
-    before. Log-probabilities and rewards are means over tokens for ``ipo`` and ``sigmoid_norm``. ``compiled`` and ``chunk_size`` have no effect;
-    ``compact``: ``LigerFusedLinearPreferenceBase``.
+    The reference is a head (``ref_input``, ``ref_weight``, ``ref_bias``), or ``ref_chosen_logps`` and ``ref_rejected_logps`` (B,), which are sums over tokens
+    that were computed before. For ``ipo`` and ``sigmoid_norm``, log-probabilities and rewards are means over tokens. ``compiled`` and ``chunk_size`` have no
+    effect; ``compact``: ``LigerFusedLinearPreferenceBase``.
     """
 
     def __init__(

@@ -31,13 +31,13 @@ Found = Tensor | tuple[Tensor, Tensor, Tensor]
 
 
 class LigerFusedLinearDistillationBase(torch.autograd.Function):
-    """A soft loss of one's own: a subclass has ``distillation_loss_fn``, and a ``forward(cls, ctx, ...)`` that calls the one here."""
+    """The base of your own soft loss: a subclass has ``distillation_loss_fn``, and a ``forward(cls, ctx, ...)`` that calls this one."""
 
     @staticmethod
     def distillation_loss_fn(student_logits: Tensor, teacher_logits: Tensor, target: Tensor | None = None, ignore_index: int | None = None) -> Tensor:
-        """The sum over some rows, none of them ignored, of the soft loss: any PyTorch, differentiated with respect to ``student_logits`` (n, V) fp32.
+        """The sum of the soft loss over some rows, none of which is ignored, in plain PyTorch, differentiated in ``student_logits`` (n, V) fp32.
 
-        Of target, ignore_index and beta it is given those that it has parameters for, and the ``loss_kwargs`` of ``forward``.
+        It receives target, ignore_index and beta if it has parameters of these names, and the ``loss_kwargs`` of ``forward``.
         """
         raise NotImplementedError("distillation_loss_fn")
 
@@ -46,7 +46,7 @@ class LigerFusedLinearDistillationBase(torch.autograd.Function):
         student_input_chunk: Tensor, student_weight: Tensor, teacher_input_chunk: Tensor, teacher_weight: Tensor, target_chunk: Tensor,
         student_bias: Tensor | None = None, teacher_bias: Tensor | None = None, ignore_index: int = -100, compute_ce_loss: bool = True,
     ) -> tuple[Tensor, Tensor, Tensor | float]:  # fmt: skip
-        """Logits of both and the summed cross entropy, in plain PyTorch: for a ``forward`` with a loop of its own, which the one here is not."""
+        """Logits of both heads and the summed cross entropy, in plain PyTorch, for a ``forward`` of yours with its own loop."""
         student, teacher = F.linear(student_input_chunk, student_weight, student_bias), F.linear(teacher_input_chunk, teacher_weight, teacher_bias)
         hard = F.cross_entropy(student.float(), target_chunk, reduction="sum", ignore_index=ignore_index) if compute_ce_loss else 0.0
         return student, teacher, hard
@@ -58,9 +58,9 @@ class LigerFusedLinearDistillationBase(torch.autograd.Function):
         weight_hard_loss: float = 0.5, weight_soft_loss: float = 0.5, beta: float = 0.5, compute_ce_loss: bool = True,
         temperature: float = 1.0, compiled: bool = True, return_soft_hard_loss: bool = False, **loss_kwargs: Any,
     ) -> Found:  # fmt: skip
-        """The loss, or with ``return_soft_hard_loss`` that and the soft and the hard one, not weighted; gradients for the student.
+        """The loss; with ``return_soft_hard_loss`` also the soft and the hard loss, without weights. Gradients are those of the student.
 
-        Waits once for the number of rows that count, as the formula sees no others. ``chunk_size`` and ``compiled`` have no effect.
+        It waits once for the number of counted rows, because the formula sees no others. ``chunk_size`` and ``compiled`` have no effect.
         """
         parameters = inspect.signature(cls.distillation_loss_fn).parameters
         every = any(p.kind == p.VAR_KEYWORD for p in parameters.values())
@@ -137,7 +137,7 @@ def _any_gradients(fn, x, w, teacher_x, teacher_w, target, bias, teacher_bias, *
 
 
 class FunctionWithKernel(LigerFusedLinearDistillationBase):
-    """A ``distillation_loss_fn`` for which there is a row kernel, ``kind``; a subclass's own formula is computed as it is written."""
+    """A ``distillation_loss_fn`` for which a row kernel, ``kind``, exists. The formula of a subclass is computed as it is written."""
 
     kind = ""
     stock: Any = None
@@ -175,9 +175,9 @@ def of_kernel(
 
 
 class DistillationLoss(WithOptions):
-    """Called with the student's input, weight, the teacher's, labels and biases: (..., H), (V, H), (..., H), (V, H), (...,), (V,), (V,).
+    """Call it with the student's input and weight, the teacher's, labels and biases: (..., H), (V, H), (..., H), (V, H), (...,), (V,), (V,).
 
-    ``compact`` leaves ignored tokens out of all products, for one wait for their number. ``compiled`` and ``chunk_size`` have no effect.
+    ``compact`` omits ignored tokens from all products, and waits once for their number. ``compiled`` and ``chunk_size`` have no effect.
     """
 
     kind = ""

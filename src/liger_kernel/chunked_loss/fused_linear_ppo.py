@@ -1,4 +1,4 @@
-"""Any policy-gradient loss of a head's per-token log-probabilities, on ``ops.linear_loss``."""
+"""Policy-gradient losses of a head's per-token log-probabilities, on ``ops.linear_loss``."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from liger_kernel.ops.losses.linear_loss import Tokens, counted, linear_loss
 
 
 class LigerFusedLinearPPOBase:
-    """A loss is a subclass with its own ``ppo_loss_fn``; ``Subclass.apply(_input, weight, ...)`` -> loss, tuple of metrics.
+    """The base of a policy-gradient loss: a subclass has ``ppo_loss_fn``. ``Subclass.apply(_input, weight, ...)`` returns loss and a tuple of metrics.
 
-    ``apply`` is made of operators that have gradients, in _input, weight and bias, so that a subclass needs no ``backward`` and, unless its arguments differ,
-    no ``forward``. No autograd context is passed to a ``forward``: ``ctx`` is None.
+    ``apply`` consists of operators that have gradients in _input, weight and bias, so a subclass needs no ``backward``, and a ``forward`` only if its arguments
+    differ. No autograd context is passed to a ``forward``: ``ctx`` is None.
     """
 
     @staticmethod
     def ppo_loss_fn(*args: Any, **kwargs: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """What some sequences add to the loss, and metrics: one-dimensional and larger ones are concatenated over calls, 0-dim ones summed.
+        """What some sequences add to the loss, and metrics. Metrics with dimensions are concatenated over calls, 0-dim metrics are added.
 
-        Called with keywords: ``per_token_logps, attention_mask, advantages, ref_per_token_logps, old_per_token_logps, vllm_is_ratio`` of these sequences,
-        ``full_attention_mask`` of all, the numbers given to ``apply``, and ``entropies`` of these, too, if ``entropy``. Where the mask is 0, (B, T) tensors
-        are 0 (``vllm_is_ratio``: 1), whatever was given.
+        It is called with keywords: ``per_token_logps, attention_mask, advantages, ref_per_token_logps, old_per_token_logps, vllm_is_ratio`` of these sequences,
+        ``full_attention_mask`` of all sequences, the numbers given to ``apply``, and with ``entropy`` the ``entropies`` of these sequences. Where the mask is
+        0, (B, T) tensors are 0 (``vllm_is_ratio``: 1), whatever was given.
         """
         raise NotImplementedError("LigerFusedLinearPPOBase: a subclass must define ppo_loss_fn")
 
     @staticmethod
     def chunk_forward(input_chunk: Tensor, weight: Tensor, selected_token_ids: Tensor, bias: Tensor | None = None, temperature: float = 1.0) -> Tensor:
-        """Log-probabilities (n, T) of ids (n, T) by a head on input_chunk (n, T, H), without all logits: for a ``forward`` with a loop of its own."""
+        """Log-probabilities (n, T) of ids (n, T) by a head on input_chunk (n, T, H), without storing all logits: for a ``forward`` with its own loop."""
         logps: Any = linear_logprobs(input_chunk.flatten(0, 1), weight, selected_token_ids.flatten(), bias, temperature=temperature)
         return logps.view(selected_token_ids.shape)
 
@@ -54,9 +54,9 @@ class LigerFusedLinearPPOBase:
     ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
         """_input (B, T, H), weight (V, H), bias (V,), ids and mask (B, T), advantages (B,) or (B, T); ``more`` goes to ``ppo_loss_fn``.
 
-        Tokens whose mask is 0 take part in no product with ``compact``, at the price of waiting for their number; ``compact=False`` waits for nothing.
-        The reference's log-probabilities are those given, else, if beta is not 0, those of ``ref_input``. ``compiled`` and ``chunk_size`` have no effect: the
-        engine chooses chunks of whole sequences.
+        With ``compact``, tokens whose mask is 0 take part in no product, and the call waits for their number; ``compact=False`` waits for nothing. The
+        reference's log-probabilities are the given ones; without them, and if beta is not 0, those of ``ref_input``. ``compiled`` and ``chunk_size`` have no
+        effect: the engine chooses chunks of whole sequences.
         """
         B, T = _check(_input, selected_token_ids, attention_mask, advantages, ref_per_token_logps, old_per_token_logps, vllm_is_ratio)
         target = selected_token_ids.where(attention_mask != 0, IGNORED).reshape(-1)

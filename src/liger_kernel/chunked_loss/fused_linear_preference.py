@@ -23,9 +23,9 @@ Found = tuple[Tensor, tuple[Tensor, ...]]
 
 
 class LossFunction:
-    """``apply(...)`` of classes whose ``forward(cls, ctx, ...)`` returns a differentiable loss; arguments by position or by name.
+    """``apply(...)`` for classes whose ``forward(cls, ctx, ...)`` returns a differentiable loss; arguments by position or by name.
 
-    Gradients are the engine's: a ``backward`` in a subclass is not called, and ``ctx`` is there for the signature alone.
+    The engine computes the gradients: a ``backward`` in a subclass is not called, and ``ctx`` exists only for the signature.
     """
 
     forward: Any
@@ -50,15 +50,15 @@ def plain_logprobs(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | Non
 
 
 class LigerFusedLinearPreferenceBase(LossFunction):
-    """A loss of pairs: a subclass has ``preference_loss_fn``, and a ``forward`` if it wants arguments of its own."""
+    """The base of a loss of pairs: a subclass has ``preference_loss_fn``, and a ``forward`` if it has other arguments."""
 
     @staticmethod
     def preference_loss_fn(*args: Any, **kwargs: Any) -> Any:
-        """What some pairs add to the loss, 0-dim, or that and tensors to return beside it.
+        """What some pairs add to the loss, 0-dim, or that and tensors to return with it.
 
-        Called with ``(chosen_logps (n,), rejected_logps (n,), full_target (2B, T), beta=, **loss_kwargs)`` and, with a reference, ``ref_chosen_logps`` and
-        ``ref_rejected_logps`` (n,), chunk by chunk: losses and 0-dim tensors are added up, others concatenated. A mean over the batch
-        divides by ``full_target.shape[0] // 2``.
+        It is called with ``(chosen_logps (n,), rejected_logps (n,), full_target (2B, T), beta=, **loss_kwargs)`` and, with a reference, ``ref_chosen_logps``
+        and ``ref_rejected_logps`` (n,), for one chunk after the other. Losses and 0-dim tensors are added, other tensors are concatenated. For a mean over the
+        batch, divide by ``full_target.shape[0] // 2``.
         """
         raise NotImplementedError("preference_loss_fn")
 
@@ -86,10 +86,10 @@ class LigerFusedLinearPreferenceBase(LossFunction):
     ) -> Found:  # fmt: skip
         """``(loss, (chosen_logps (B,), rejected_logps (B,), chosen_logits_mean, rejected_logits_mean, nll_loss, *what preference_loss_fn returned))``.
 
-        The means are over counted tokens and the vocabulary. ``nll_target`` ((B, T) or (2B, T)): other targets of the chosen sequences for the NLL; they cost
-        products of their own. The reference is a head on ``ref_input`` (2B, T, H), or ``ref_chosen_logps`` and ``ref_rejected_logps`` (B,), known sums
-        over tokens. ``whole_batch``: ``preference_loss_fn`` needs all pairs at once, which costs a product more. ``compact``: leave ignored tokens
-        out of all products, for one wait for their number. ``chunk_size`` and ``compiled`` have no effect: the engine chooses, nothing is compiled.
+        The means are over counted tokens and the vocabulary. ``nll_target`` ((B, T) or (2B, T)): other targets of the chosen sequences for the NLL, which cost
+        products of their own. The reference is a head on ``ref_input`` (2B, T, H), or ``ref_chosen_logps`` and ``ref_rejected_logps`` (B,), sums over tokens.
+        ``whole_batch``: ``preference_loss_fn`` receives all pairs at once, which costs one more product. ``compact``: omit ignored tokens from all products,
+        and wait once for their number. ``chunk_size`` and ``compiled`` have no effect: the engine chooses chunks, and nothing is compiled.
         """
         name = cls.__name__
         check_sequences(name, _input, target, pairs=True)
@@ -136,7 +136,7 @@ class LigerFusedLinearPreferenceBase(LossFunction):
 
 
 def check_sequences(name: str, x: Tensor, target: Tensor, pairs: bool) -> None:
-    """Refuse what is no batch of sequences."""
+    """Raise ``ValueError`` if the input is not a batch of sequences."""
     if x.ndim != 3:
         raise ValueError(f"{name}: _input must have shape ({'2B' if pairs else 'B'}, T, H), got {tuple(x.shape)}")
     if pairs and x.shape[0] % 2:
@@ -146,7 +146,7 @@ def check_sequences(name: str, x: Tensor, target: Tensor, pairs: bool) -> None:
 
 
 def sigmoid(z: Tensor) -> Tensor:
-    """torch.sigmoid with a gradient that keeps its digits where it saturates at 1."""
+    """torch.sigmoid with a gradient that stays accurate where it saturates at 1."""
     return F.logsigmoid(z).exp()
 
 
@@ -155,7 +155,7 @@ def several(found: Any) -> tuple[Tensor, ...]:
 
 
 def check_reference(name: str, x: Tensor, target: Tensor) -> None:
-    """Refuse hidden states of a reference that are not those of ``target``."""
+    """Raise ``ValueError`` if the reference's hidden states do not fit ``target``."""
     if x.ndim != 3 or x.shape[:2] != target.shape:
         raise ValueError(f"{name}: ref_input must have shape ({target.shape[0]}, {target.shape[1]}, H), got {tuple(x.shape)}")
 
@@ -163,7 +163,7 @@ def check_reference(name: str, x: Tensor, target: Tensor) -> None:
 def reference_logprobs(x: Tensor, w: Tensor, target: Tensor, bias: Tensor | None, **options: Any) -> Tensor:
     """Log-probabilities (N, T) of each token under the reference, without gradient: x (N, T, H), target (N, T), ``options`` of ``linear_loss``.
 
-    Computed as the policy's are, in the same chunks: as long as the two models are the same, their log-probabilities are, in every bit.
+    They are computed like the policy's, in the same chunks, so that equal models have bit-identical log-probabilities.
     """
     with torch.no_grad():
         of_tokens = lambda tokens, *_: (tokens.logp.sum(), (tokens.logp,))

@@ -16,14 +16,15 @@ from liger_kernel.ops.losses.linear_loss import Tokens, counted, linear_loss
 
 
 class LigerFusedLinearUnpairedPreferenceBase(LossFunction):
-    """A loss of marked sequences: a subclass has ``preference_loss_fn``, and a ``forward`` if it wants arguments of its own."""
+    """The base of a loss of labelled sequences: a subclass has ``preference_loss_fn``, and a ``forward`` if it has other arguments."""
 
     @staticmethod
     def preference_loss_fn(*args: Any, **kwargs: Any) -> Any:
-        """What some sequences add to the loss, 0-dim, or that and tensors to return beside it.
+        """What some sequences add to the loss, 0-dim, or that and tensors to return with it.
 
-        Called with ``(logps (n,), preference_labels (n,), full_target (B, T), **loss_kwargs)`` and, with a reference, ``ref_log_prob_chunk`` (n,), chunk by
-        chunk: losses and 0-dim tensors are added up, others concatenated. A mean over the batch divides by ``full_target.shape[0]``.
+        It is called with ``(logps (n,), preference_labels (n,), full_target (B, T), **loss_kwargs)`` and, with a reference, ``ref_log_prob_chunk`` (n,), for
+        one chunk after the other. Losses and 0-dim tensors are added, other tensors are concatenated. For a mean over the batch, divide by
+        ``full_target.shape[0]``.
         """
         raise NotImplementedError("preference_loss_fn")
 

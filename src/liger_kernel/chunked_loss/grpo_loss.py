@@ -1,4 +1,4 @@
-"""GRPO and its kin of hidden states and a head, at three products and without logits; the formulas are those of ``ops.grpo_loss``."""
+"""GRPO and related losses from hidden states and a head, with three products and without storing logits; the formulas are those of ``ops.grpo_loss``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["LigerFusedLinearGRPOFunction", "LigerFusedLinearGRPOLoss", "clip_coe
 
 
 class LigerFusedLinearGRPOFunction(LigerFusedLinearPPOBase):
-    """``apply`` -> loss and metrics: the mean divergence if beta is not 0, the mean entropy if asked for, the share of clipped tokens."""
+    """``apply`` returns loss and metrics: the mean divergence if beta is not 0, the mean entropy if requested, the fraction of clipped tokens."""
 
     @staticmethod
     def ppo_loss_fn(
@@ -71,10 +71,10 @@ class LigerFusedLinearGRPOFunction(LigerFusedLinearPPOBase):
 
 
 class LigerFusedLinearGRPOLoss(WithOptions):
-    """Loss and metrics of completions: the mean divergence from the reference if beta is not 0, the mean entropy if asked for, the share of clipped tokens.
+    """Loss and metrics of completions: the mean divergence from the reference if beta is not 0, the mean entropy if requested, the fraction of clipped tokens.
 
-    ``entropy_coef`` times the mean entropy of the tokens is subtracted from the loss; that entropy is a metric then and with ``return_entropy``, the last
-    but one. ``compact``: masked tokens are left out of all products, at the price of one wait for their number. ``compiled`` and ``chunk_size`` have no effect.
+    ``entropy_coef`` times the mean entropy of the tokens is subtracted from the loss. That entropy is the second last metric, then and with ``return_entropy``.
+    ``compact``: masked tokens are omitted from all products, and the call waits once for their number. ``compiled`` and ``chunk_size`` have no effect.
     """
 
     def __init__(

@@ -54,10 +54,10 @@ class LigerFusedLinearKTOFunction(LigerFusedLinearUnpairedPreferenceBase):
 
 
 class LigerFusedLinearKTOLoss(WithOptions):
-    """``(loss, (chosen_logps, rejected_logps, chosen_logits, rejected_logits, chosen_rewards, rejected_rewards))``, the latter 0-dim sums.
+    """``(loss, (chosen_logps, rejected_logps, chosen_logits, rejected_logits, chosen_rewards, rejected_rewards))``; the tuple holds 0-dim sums.
 
-    ``kl``: a number or a tensor of one. A reference that is given is used; ``use_ref_model=True`` says that there must be one. ``compiled`` and ``chunk_size``
-    have no effect; ``compact``, ``ref_logps``: ``LigerFusedLinearUnpairedPreferenceBase``.
+    ``kl``: a number, or a tensor with one element. A given reference is used; ``use_ref_model=True`` means that a reference is required. ``compiled`` and
+    ``chunk_size`` have no effect; ``compact``, ``ref_logps``: ``LigerFusedLinearUnpairedPreferenceBase``.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ from liger_kernel.train.config import UserError
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="liger deploy", description="Render a training job for Kubernetes, or submit it (docs/platform.md).")
+    parser = argparse.ArgumentParser(prog="liger deploy", description="Render a training job for Kubernetes, or submit it (docs/guides/clusters.md).")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     rendering = commands.add_parser("render", help="print or write a job's files")
     submitting = commands.add_parser("submit", help="kubectl apply of the plain YAML")

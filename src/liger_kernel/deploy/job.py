@@ -188,7 +188,7 @@ class Job:
         """The job that the variable LIGER_JOB holds as JSON, or whose file it names."""
         text = os.environ.get("LIGER_JOB")
         if not text:
-            raise UserError("set LIGER_JOB to the file of a job (docs/platform.md)")
+            raise UserError("set LIGER_JOB to the file of a job (docs/guides/clusters.md)")
         return cls(**checked_job(json.loads(text), "LIGER_JOB")) if text.startswith("{") else cls.load(text)
 
     @classmethod

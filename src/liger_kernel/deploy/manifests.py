@@ -1,4 +1,4 @@
-"""A job as Kubernetes objects: what runs, on which terms it is queued and restarted, who may reach it, who watches it."""
+"""A job as Kubernetes objects: what runs, how it is queued and restarted, who may reach it, what monitors it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Alerts and a dashboard over the metrics of the trainer (``train.metrics.EXPORTED``); every series of a job carries ``run``, its name."""
+"""Alerts and a dashboard for the metrics of the trainer (``train.metrics.EXPORTED``); every series of a job has the label ``run``, its name."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ PANELS: list[tuple[str, str, list[tuple[str, str]]]] = [
 
 
 def dashboard() -> dict[str, Any]:
-    """A Grafana dashboard of all runs, as its import dialogue and its sidecar read it."""
+    """A Grafana dashboard of all runs, in the form of its import dialogue and its sidecar."""
     source = {"type": "prometheus", "uid": "${source}"}
     panels = []
     for i, (title, unit, queries) in enumerate(PANELS):

@@ -1,4 +1,4 @@
-"""The steps of a workflow, as plain functions from config and folders to folders: what the tasks of Flyte 1 and 2 call."""
+"""The steps of a workflow as plain functions from a configuration and folders to folders, which the tasks of Flyte 1 and 2 call."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def first() -> bool:
 
 
 def evaluate(config: TrainConfig, data: Path, run: Path) -> dict[str, Any]:
-    """Loss of the saved model on the rows kept back, as Hugging Face ships it and with our kernels: what was saved is what was trained."""
+    """The loss of the saved model on the rows that were held back, stock and patched, to show that the saved model is the trained model."""
     from liger_kernel.train.evaluate import evaluate
 
     config = dataclasses.replace(config, data=str(data), model=str(run))
@@ -118,7 +118,7 @@ def evaluate(config: TrainConfig, data: Path, run: Path) -> dict[str, Any]:
 
 
 def export(run: Path, scores: dict[str, Any], target: str) -> str:
-    """Copy the model, with ``evaluation.json`` beside it, to ``target``, a URI that fsspec understands; returns it."""
+    """Copy the model, with ``evaluation.json``, to ``target``, a URI for fsspec; returns the URI."""
     try:
         import fsspec
 
@@ -134,7 +134,7 @@ def export(run: Path, scores: dict[str, Any], target: str) -> str:
 
 
 def report(run: Path, scores: dict[str, Any]) -> str:
-    """HTML: loss and throughput over the steps, and the numbers that sum them up."""
+    """HTML with loss and throughput over the steps, and the numbers that summarise them."""
     metrics = json.loads((run / "metrics.json").read_text())
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     rates = [(line["step"], line["tokens_per_second"]) for line in lines if "tokens_per_second" in line]

@@ -1,6 +1,6 @@
-"""Layers without state of their own, as ``kernels`` wants them: each is a ``forward`` for modules of others.
+"""Layers without state of their own, as ``kernels`` needs them: each is a ``forward`` for other modules.
 
-A norm whose rounding none of our variants reproduces keeps the ``forward`` it has.
+A norm whose rounding none of our variants reproduces keeps its own ``forward``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class LigerRMSNorm(nn.Module):
 
 
 class LigerRotaryPosEmb(nn.Module):
-    """Of tables that hold each angle twice, as in ``cat((angles, angles), -1)``."""
+    """For tables that hold each angle twice, as in ``cat((angles, angles), -1)``."""
 
     can_torch_compile = has_backward = True
 

@@ -10,9 +10,9 @@ from liger_kernel.nn import LigerVocabParallelCrossEntropy
 
 
 class LigerMegatronCrossEntropy(LigerVocabParallelCrossEntropy):
-    """``LigerVocabParallelCrossEntropy`` with Megatron's label smoothing, over each rank's own classes, and a loss per token (S, B) of logits (S, B, N).
+    """``LigerVocabParallelCrossEntropy`` with Megatron's label smoothing, over each rank's own classes; a loss per token (S, B) of logits (S, B, N).
 
-    ``ValueError`` for another ``reduction`` than "none", and for logits of other dims: Megatron has the sequence first.
+    Raises ``ValueError`` for a ``reduction`` other than "none", and for logits with other dimensions: Megatron has the sequence first.
     """
 
     def __init__(

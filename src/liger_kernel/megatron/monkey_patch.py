@@ -18,12 +18,14 @@ MARK = "__liger_patched__"
 
 
 def apply_liger_kernel_to_megatron(rms_norm: bool = True, cross_entropy: bool = False, swiglu: bool = False) -> None:
-    """Let the Megatron-core models built from now on use our kernels; what is patched has ``__liger_patched__``, and patching again changes nothing.
+    """Let the Megatron-core models that are built from now on use our kernels. Patching again changes nothing.
 
-    rms_norm: the RMSNorm of local layer specs (``WrappedTorchNorm``); Transformer Engine's specs have norms of their own, which stay.
-    cross_entropy: ``vocab_parallel_cross_entropy`` and ``fused_vocab_parallel_cross_entropy``; labels of -100 count as 0, others that are no class as NaN.
-    swiglu: ``bias_swiglu_impl`` where there is no bias.
-    ``ImportError`` without Megatron-core. What was there is ``__wrapped__`` of what took its place (of the norm: of its ``__new__``).
+    rms_norm: the RMSNorm of local layer specs (``WrappedTorchNorm``); Transformer Engine's specs have their own norms, which stay.
+    cross_entropy: ``vocab_parallel_cross_entropy`` and ``fused_vocab_parallel_cross_entropy``; labels of -100 count as 0, other labels that are no class give
+    NaN.
+    swiglu: ``bias_swiglu_impl`` if there is no bias.
+    Raises ``ImportError`` without Megatron-core. What is patched has ``__liger_patched__``; its ``__wrapped__`` is the original (of the norm: of its
+    ``__new__``).
     """
     if rms_norm:
         _patch_norm(_found("megatron.core.transformer.torch_norm", "WrappedTorchNorm"))

@@ -11,10 +11,10 @@ from liger_kernel.ops.norms.rms_norm import rms_norm
 
 
 class LigerMegatronRMSNorm(nn.Module):
-    """``x / rms(x) * weight``, or with ``zero_centered_gamma`` (here or in ``config``) ``* (1 + weight)``; rounded once, as ``torch.nn.RMSNorm`` does.
+    """``x / rms(x) * weight``, or with ``zero_centered_gamma`` (here or in ``config``) ``* (1 + weight)``; rounded once, as in ``torch.nn.RMSNorm``.
 
-    Under ``config.sequence_parallel`` the weight is marked, so that Megatron sums its gradient over the tensor-parallel ranks. ``persist_layer_norm``
-    chooses among Apex's kernels and means nothing here. ``ValueError`` for another normalization, here or in ``config``.
+    Under ``config.sequence_parallel`` the weight is marked, so that Megatron sums its gradient over the tensor-parallel ranks. ``persist_layer_norm``, which
+    chooses among Apex's kernels, has no effect. Raises ``ValueError`` for another normalization, here or in ``config``.
     """
 
     # fmt: skip, as Megatron names these and we only take them

@@ -13,9 +13,10 @@ logger = logging.getLogger(__name__)
 
 
 class LigerMegatronSwiGLU(nn.Module):
-    """``silu(gate) * up`` of input (..., 2 I), gate and up side by side, which is read where it lies and not overwritten.
+    """``silu(gate) * up`` of an input (..., 2 I) with gate and up side by side, which is read without a copy and not overwritten.
 
-    A bias, an input to be stored in fp8 and one to be offloaded are left to ``fallback_impl``, said once each; ``ValueError`` without one.
+    With a bias, an input to be stored in fp8, or an input to be offloaded, ``fallback_impl`` runs, and a warning says so once; ``ValueError`` without a
+    ``fallback_impl``.
     """
 
     def __init__(self, fallback_impl: Callable[..., Tensor] | None = None, in_place: bool = False):

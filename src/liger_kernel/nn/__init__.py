@@ -1,6 +1,6 @@
-"""Modules and functions over the operators, for models of your own; names and arguments as published users know them.
+"""Modules and functions over the operators, for models of your own, with the names and arguments of LinkedIn's package.
 
-``in_place`` and ``row_mode`` are accepted and ignored: nothing here writes into a tensor that is not its own.
+``in_place`` and ``row_mode`` are accepted and ignored: nothing here writes to a tensor that it does not own.
 """
 
 from __future__ import annotations

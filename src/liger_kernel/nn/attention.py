@@ -67,7 +67,7 @@ class LigerMultiTokenAttention(nn.Module):
         self.options: dict[str, Any] = dict(stride=stride, padding=padding, dilation=dilation, groups=groups, sparse=sparse)
 
     def reset_parameters(self) -> None:
-        """Weights as ``nn.Conv2d`` draws them, and a bias of zero."""
+        """Initialise the weights as ``nn.Conv2d`` does, and the bias with zero."""
         nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
         if self.bias is not None:
             nn.init.zeros_(self.bias)

@@ -1,9 +1,9 @@
 """A frozen linear layer whose weight is stored in FP8: a module over ``ops/projections/float8.py``.
 
-``LigerFloat8Linear`` is an ``nn.Linear`` to whoever asks, PEFT among them. Its parameters are the bits of W8 and of its scale, as integers, so that
-``model.to(dtype)`` and optimisers leave them alone. Its ``weight`` is a view for others: a tensor of the layer's dtype that is made dense when something is
-computed of it, and cast to FP8 again when it is written. So PEFT gives its adapters the right dtype, and DoRA, ``merge``, ``unmerge`` and ``merge_and_unload``
-work on it as they are, each merge being a rounding to FP8.
+``LigerFloat8Linear`` is an ``nn.Linear``, also for PEFT. Its parameters are the bits of W8 and of its scale, stored as integers, so that
+``model.to(dtype)`` and optimizers do not change them. Its ``weight`` is a view for other code: a tensor of the layer's dtype that is made dense when somebody
+computes with it, and cast to FP8 again when somebody writes to it. Therefore PEFT gives its adapters the right dtype, and DoRA, ``merge``, ``unmerge`` and
+``merge_and_unload`` work unchanged; each merge rounds to FP8.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class _Weight(Tensor):
 
 
 class LigerFloat8Linear(nn.Linear):
-    """``x W^T + bias`` of a frozen W (N, K) in FP8: see ``of``. x, dy and the products are in x's dtype, or autocast's; only x and the bias have gradients.
+    """``x W^T + bias`` with a frozen W (N, K) in FP8; made by ``of``. x, dy and the products have x's dtype, or that of autocast.
 
-    ``state_dict`` has ``float8`` (N, K) and ``float8_scale``, the bits of W8 and of its scale in int8 and int32.
+    Only x and the bias have gradients. ``state_dict`` has ``float8`` (N, K) and ``float8_scale``: the bits of W8 and of its scale, in int8 and int32.
     """
 
     def __init__(self, w: Tensor, bias: nn.Parameter | None, recipe: str, keep_transposed: bool):
@@ -69,7 +69,7 @@ class LigerFloat8Linear(nn.Linear):
 
     @classmethod
     def of(cls, linear: nn.Linear, recipe: str, keep_transposed: bool = True) -> LigerFloat8Linear:
-        """The layer ``linear`` with its weight cast: "fp8", one scale for all, or "fp8_rowwise", one for each output. The bias is the same parameter."""
+        """Make it from ``linear``: "fp8" has one scale for the weight, "fp8_rowwise" one for each output. The bias is the same parameter."""
         return cls(linear.weight, linear.bias, recipe, keep_transposed).train(linear.training)
 
     @property
@@ -78,17 +78,17 @@ class LigerFloat8Linear(nn.Linear):
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """By this name PEFT asks quantised layers."""
+        """The dtype of the layer, under the name by which PEFT asks quantised layers."""
         return self.dtype
 
     @torch.no_grad()
     def dense(self) -> Tensor:
-        """The weight in the layer's dtype, new."""
+        """The weight in the layer's dtype, as a new tensor."""
         return self.stored().dense(self.dtype)
 
     @torch.no_grad()
     def store(self, w: Tensor) -> None:
-        """Cast ``w`` (N, K) and have it as the weight."""
+        """Cast ``w`` (N, K) and use it as the weight."""
         if w.shape != self.float8.shape:
             raise ValueError(f"LigerFloat8Linear: weight must have shape {tuple(self.float8.shape)}, got {tuple(w.shape)}")
         q, scale = cast(w.detach().to(self.float8.device).contiguous(), E4, RECIPES[self.recipe])
@@ -100,7 +100,7 @@ class LigerFloat8Linear(nn.Linear):
         return scale.view(torch.int32) if scale.ndim else scale.view(1).view(torch.int32)  # FSDP2 refuses parameters without a dim
 
     def stored(self, backward: bool = False) -> Float8:
-        """What the operators multiply by; ``backward``: in a backward, too."""
+        """The tensors with which the operators multiply; ``backward``: also those of a backward pass."""
         w = self.float8.detach().view(E4)
         kept = backward and self.keep_transposed and not torch.compiler.is_compiling()
         scale = self.float8_scale.detach().view(torch.float32)

@@ -29,9 +29,9 @@ _stock_cross_entropy = torch.nn.functional.cross_entropy
 
 @dataclass
 class CrossEntropyOutput:
-    """A loss and what was asked for beside it. ``token_accuracy`` is over the tokens not ignored; ``predicted_tokens`` is -1 for those ignored.
+    """A loss and the requested results. ``token_accuracy`` counts only tokens that are not ignored; ``predicted_tokens`` is -1 for ignored tokens.
 
-    ``correct_tokens`` and ``counted_tokens``, 0-dim int64, make up ``token_accuracy``: sums of these, not means of that, are right over micro-batches.
+    ``token_accuracy`` is ``correct_tokens`` / ``counted_tokens`` (0-dim int64). Over several micro-batches, add up these two; a mean of accuracies is wrong.
     """
 
     loss: Tensor
@@ -43,13 +43,13 @@ class CrossEntropyOutput:
 
 
 def token_counts(predicted: Tensor, target: Tensor, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
-    """How many of ``predicted`` are ``target``, among how many targets not ignored."""
+    """Return how many of ``predicted`` equal ``target``, and how many targets are not ignored."""
     valid = target != ignore_index
     return ((predicted == target) & valid).sum(), valid.sum()
 
 
 def token_accuracy(predicted: Tensor, target: Tensor, ignore_index: int = -100) -> Tensor:
-    """Share of ``predicted`` that is ``target``, among the targets not ignored; NaN if there are none."""
+    """Fraction of ``predicted`` that equals ``target``, among the targets that are not ignored; NaN if there are none."""
     correct, counted = token_counts(predicted, target, ignore_index)
     return correct / counted
 
@@ -78,10 +78,10 @@ def liger_cross_entropy(
     return_token_accuracy: bool = False,
     return_predicted_tokens: bool = False,
 ) -> Tensor | CrossEntropyOutput:
-    """``F.cross_entropy`` of logits (M, V) and class indices (M,), and what language models add to it. Logits are not overwritten.
+    """``F.cross_entropy`` of logits (M, V) and class indices (M,), with the options of language models. Logits are not overwritten.
 
-    Other shapes and class probabilities are left to PyTorch, as frameworks put this function in the place of its own.
-    ``size_average`` and ``reduce`` mean what they mean there. Returns a ``CrossEntropyOutput`` if one of the ``return_*`` is set.
+    Inputs of other shapes and class probabilities go to PyTorch, because frameworks replace PyTorch's function by this one. ``size_average`` and ``reduce``
+    have PyTorch's meaning. Returns a ``CrossEntropyOutput`` if one of the ``return_*`` is set.
     """
     if size_average is not None or reduce is not None:
         reduction = "none" if reduce is False else "sum" if size_average is False else "mean"
@@ -117,11 +117,11 @@ def liger_fused_linear_cross_entropy(
     chunk_rows: int | None = None,
     fp32_logits: bool = False,
 ) -> Tensor | CrossEntropyOutput:
-    """Cross entropy of ``input @ weight.T + bias`` and class indices, without the logits. input (M, H), weight (V, H), target (M,).
+    """Cross entropy of ``input @ weight.T + bias`` and class indices, without storing the logits. input (M, H), weight (V, H), target (M,).
 
-    ``ce_weight`` (V,) weighs classes; ``accum_dtype`` is that of the sum of the weight's gradient over chunks; ``use_token_scaling`` multiplies
-    each loss by the detached probability of its target. ``chunk_mem_const`` is accepted and ignored: chunks are sized by memory, or have
-    ``chunk_rows`` tokens. ``num_items``, ``compact`` and ``fp32_logits``: see ``linear_cross_entropy``.
+    ``ce_weight`` (V,) weighs classes. ``accum_dtype`` is the dtype in which the weight's gradient is summed over chunks. ``use_token_scaling`` multiplies each
+    loss by the detached probability of its target. ``chunk_mem_const`` is accepted and ignored: chunks have a size that follows from memory, or ``chunk_rows``
+    tokens. ``num_items``, ``compact`` and ``fp32_logits``: see ``linear_cross_entropy``.
     """
     stats = return_z_loss or return_token_accuracy or return_predicted_tokens
     options: dict[str, Any] = dict(ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing, z_loss=lse_square_scale)
@@ -132,14 +132,14 @@ def liger_fused_linear_cross_entropy(
 
 
 def liger_jsd(input: Tensor, target: Tensor, shift_labels: Tensor | None = None, beta: float = 0.5, ignore_index: int = -100) -> Tensor:
-    """Generalised Jensen-Shannon divergence of log-probabilities log q = input and log p = target, over the rows not ignored (none left: NaN)."""
+    """Generalised Jensen-Shannon divergence of log-probabilities log q = input and log p = target, over the rows that are not ignored (NaN if none is left)."""
     return jsd(input, target, shift_labels, beta=beta, ignore_index=ignore_index)
 
 
 def liger_kl_div(
     input: Tensor, target: Tensor, size_average: bool = True, reduce: bool = True, reduction: str = "mean", log_target: bool = False, eps: float = 1e-10
 ) -> Tensor:
-    """``F.kl_div``: KL(target || exp(input)); ``reduce=False`` means "none", ``size_average=False`` "sum", and True leaves it to ``reduction``."""
+    """``F.kl_div``: KL(target || exp(input)). ``reduce=False`` means "none", ``size_average=False`` means "sum"; with True, ``reduction`` decides."""
     if reduce is False or size_average is False:
         reduction = "none" if reduce is False else "sum"
     return kl_div(input, target, reduction=reduction, log_target=log_target, eps=eps)
@@ -177,10 +177,10 @@ class LigerCrossEntropyLoss(WithOptions):
 
 
 class LigerFusedLinearCrossEntropyLoss(WithOptions):
-    """Cross entropy of ``_input @ lin_weight.T + bias`` and class indices (M,), without the logits. _input (M, H), lin_weight (V, H).
+    """Cross entropy of ``_input @ lin_weight.T + bias`` and class indices (M,), without storing the logits. _input (M, H), lin_weight (V, H).
 
-    ``accum_dtype``: of the sum of the weight's gradient; ``use_token_scaling``: times the detached probability of the target; ``compact``,
-    ``chunk_rows``, ``fp32_logits`` and the ``num_items`` of a call: see ``linear_cross_entropy``.
+    ``accum_dtype``: the dtype in which the weight's gradient is summed. ``use_token_scaling``: multiply by the detached probability of the target. ``compact``,
+    ``chunk_rows``, ``fp32_logits``, and ``num_items`` of a call: see ``linear_cross_entropy``.
 
     Returns the loss, or a ``CrossEntropyOutput`` if one of the ``return_*`` is set.
     """
@@ -224,7 +224,7 @@ class LigerJSD(WithOptions):
 
 
 class LigerKLDIVLoss(nn.KLDivLoss):
-    """``nn.KLDivLoss`` with a floor ``eps`` under the probabilities whose logarithm is taken; the arguments after it are torch's."""
+    """``nn.KLDivLoss`` with a lower bound ``eps`` for the probabilities inside the logarithm; the other arguments are those of PyTorch."""
 
     def __init__(self, eps: float = 1e-10, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -250,7 +250,7 @@ class LigerTVDLoss(WithOptions):
 class LigerVocabParallelCrossEntropy(WithOptions):
     """Cross entropy of this rank's slice of the logits (..., N) and indices among all classes (...), over the ranks of ``tp_group``.
 
-    ``label_smoothing_formula`` "pytorch" or "megatron"; ``label_smoothing_mode``: over the "global" classes or this rank's "partition".
+    ``label_smoothing_formula``: "pytorch" or "megatron". ``label_smoothing_mode``: over the "global" classes or over this rank's "partition".
     """
 
     def __init__(
@@ -284,16 +284,16 @@ def liger_fused_linear_jsd(
     temperature: float = 1.0,
     accum_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Generalised JSD of two linear heads' tokens, without the logits, over the tokens that are not ignored. (M, Hs), (V, Hs), (M, Ht), (V, Ht), (M,)."""
+    """Generalised JSD of the tokens of two linear heads without storing logits, over tokens not ignored. (M, Hs), (V, Hs), (M, Ht), (V, Ht), (M,)."""
     return LigerFusedLinearJSDFunction.apply(
         student_input, student_weight, teacher_input, teacher_weight, shift_labels, jsd_beta, ignore_index, temperature, accum_dtype
     )
 
 
 class LigerFusedLinearJSD(WithOptions):
-    """beta KL(p || m) + (1 - beta) KL(q || m) of student q and teacher p (arXiv:2306.13649), m = beta p + (1 - beta) q, without the logits of either.
+    """beta KL(p || m) + (1 - beta) KL(q || m) of student q and teacher p (arXiv:2306.13649), with m = beta p + (1 - beta) q, without storing logits.
 
-    The mean over tokens that are not ignored. The teacher gets no gradient. ``accum_dtype``: of the sum of the weight's gradient.
+    Returns the mean over the tokens that are not ignored. The teacher gets no gradient. ``accum_dtype``: the dtype in which the weight's gradient is summed.
     """
 
     def __init__(self, jsd_beta: float = 0.5, ignore_index: int = -100, temperature: float = 1.0, accum_dtype: torch.dtype | None = None):
@@ -318,7 +318,7 @@ def liger_fused_linear_kl_div(
     eps: float = 1e-10,
     accum_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """KL divergence of a linear head from given probabilities, without the logits, as in ``LigerFusedLinearKLDivLoss``. (M, H), (V, H), (M, V), (M,)."""
+    """KL divergence of a linear head from given probabilities without storing logits, as ``LigerFusedLinearKLDivLoss``. (M, H), (V, H), (M, V), (M,)."""
     return LigerFusedLinearKLDivFunction.apply(student_input, student_weight, target, shift_labels, reduction, ignore_index, temperature, eps, accum_dtype)
 
 
@@ -326,21 +326,21 @@ def liger_fused_linear_scaled_cross_entropy_tp(
     input: Tensor, weight: Tensor, target: Tensor, tp_group: Any, temperature: float = 1.0, ignore_index: int = -100, tiles_per_reduce: int = 1,
     return_entropy: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """Negative log-probability of each token, and with ``return_entropy`` the entropies, where ranks share the classes.
+    """Negative log-probability of each token, and with ``return_entropy`` the entropies, for classes that are spread over ranks.
 
-    input (..., H) and target (...) alike on all ranks of ``tp_group``, weight (N, H) the classes of this one; fp32, as of
+    input (..., H) and target (...) are equal on all ranks of ``tp_group``; weight (N, H) has the classes of this rank. Results are fp32, as in
     ``LigerFusedLinearScaledCrossEntropyTPFunction``.
     """
     return LigerFusedLinearScaledCrossEntropyTPFunction.apply(input, weight, target, tp_group, temperature, ignore_index, tiles_per_reduce, return_entropy)
 
 
 class LigerFusedLinearKLDivLoss(WithOptions):
-    """KL(p || q) of q = softmax(student_input student_weight^T / temperature) from a teacher's probabilities p, without the student's logits.
+    """KL(p || q) of q = softmax(student_input student_weight^T / temperature) from a teacher's probabilities p, without storing the student's logits.
 
-    ``forward(student_input, student_weight, target, shift_labels=None)``: (M, H), (V, H), p (M, V) in any floating-point dtype, and labels (M,), of which
-    those that are ``ignore_index`` leave their row out. Returns 0-dim fp32: the sum of p (log max(p, eps) - log q), over the rows that count ("batchmean"),
-    over their elements ("mean") or as it is ("sum"), as ``torch.nn.KLDivLoss`` has it, not multiplied by temperature^2; 0 where no row counts.
-    p gets no gradient, and one that asks for it is refused. ``accum_dtype``: of the sum of the weight's gradient.
+    ``forward(student_input, student_weight, target, shift_labels=None)``: (M, H), (V, H), p (M, V) in any floating-point dtype, and labels (M,). Rows whose
+    label is ``ignore_index`` are omitted. Returns 0-dim fp32: the sum of p (log max(p, eps) - log q), divided by the number of counted rows ("batchmean"), by
+    the number of their elements ("mean"), or not divided ("sum"), as in ``torch.nn.KLDivLoss``. It is not multiplied by temperature^2, and 0 if no row counts.
+    Raises ``ValueError`` if p requires a gradient, because it gets none. ``accum_dtype``: the dtype in which the weight's gradient is summed.
     """
 
     def __init__(
@@ -355,10 +355,10 @@ class LigerFusedLinearKLDivLoss(WithOptions):
 
 
 class LigerFusedCETVDLoss(WithOptions):
-    """Cross entropy and total variation distance from a teacher, of each token, in one pass over the logits.
+    """Cross entropy, and total variation distance from a teacher, of each token in one pass over the logits.
 
-    ``forward(student_logits, teacher_logits, target)``: (M, V), (M, V), (M,). Returns ``(ce, tvd)``, fp32 (M,) each, 0 where the target is
-    ``ignore_index``; both differentiable in the student's logits. The teacher is constant.
+    ``forward(student_logits, teacher_logits, target)``: (M, V), (M, V), (M,). Returns ``(ce, tvd)``, fp32 (M,) each, 0 where the target is ``ignore_index``.
+    Both are differentiable in the student's logits; the teacher is constant.
     """
 
     def __init__(self, ignore_index: int = -100):

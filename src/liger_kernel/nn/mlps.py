@@ -21,7 +21,7 @@ def liger_swiglu(a: Tensor, b: Tensor) -> Tensor:
 
 
 def liger_geglu(a: Tensor, b: Tensor) -> Tensor:
-    """``gelu(a) * b``, gelu by its tanh approximation."""
+    """``gelu(a) * b``, with the tanh approximation of gelu."""
     return glu(a, b, act="gelu_tanh")
 
 
@@ -56,7 +56,7 @@ class _GatedMLP(nn.Module):
 
 
 class LigerSwiGLUMLP(_GatedMLP):
-    """``down(silu(gate(x)) * up(x))``. ``config``: hidden_size, intermediate_size, hidden_act, and mlp_bias if it has one."""
+    """``down(silu(gate(x)) * up(x))``. ``config`` has hidden_size, intermediate_size and hidden_act, and may have mlp_bias."""
 
     def __init__(self, config: Any, intermediate_size: int | None = None):
         super().__init__(config, _activation(self, config.hidden_act, SILU), getattr(config, "mlp_bias", False), intermediate_size)
@@ -66,7 +66,7 @@ class LigerSwiGLUMLP(_GatedMLP):
 
 
 class LigerSwiGLUMLPForMuseGlimmer(LigerSwiGLUMLP):
-    """``LigerSwiGLUMLP`` without biases, with the activation that ``config.hidden_activation`` (or ``hidden_act``) names."""
+    """``LigerSwiGLUMLP`` without biases, with the activation of ``config.hidden_activation`` (or ``hidden_act``)."""
 
     def __init__(self, config: Any):
         name = getattr(config, "hidden_activation", None) or config.hidden_act
@@ -74,7 +74,7 @@ class LigerSwiGLUMLPForMuseGlimmer(LigerSwiGLUMLP):
 
 
 class LigerGEGLUMLP(_GatedMLP):
-    """``down(gelu(gate(x)) * up(x))`` with the gelu that ``config.hidden_act`` (or ``hidden_activation``) names, exact or by tanh."""
+    """``down(gelu(gate(x)) * up(x))`` with the gelu of ``config.hidden_act`` (or ``hidden_activation``): exact, or its tanh approximation."""
 
     def __init__(self, config: Any):
         name = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None) or "gelu_pytorch_tanh"
@@ -82,7 +82,7 @@ class LigerGEGLUMLP(_GatedMLP):
 
 
 class LigerTiledSwiGLUMLP(LigerSwiGLUMLP):
-    """``LigerSwiGLUMLP`` in ``num_shards`` tiles of the sequence, each recomputed in the backward; default: tiles of about hidden_size tokens."""
+    """``LigerSwiGLUMLP`` in ``num_shards`` tiles of the sequence, which the backward pass recomputes; default: tiles of about hidden_size tokens."""
 
     def __init__(self, config: Any, num_shards: int | None = None):
         super().__init__(config)
@@ -93,7 +93,7 @@ class LigerTiledSwiGLUMLP(LigerSwiGLUMLP):
 
 
 class LigerTiledGEGLUMLP(LigerGEGLUMLP):
-    """``LigerGEGLUMLP`` in ``num_shards`` tiles of the sequence, each recomputed in the backward; default: tiles of about hidden_size tokens."""
+    """``LigerGEGLUMLP`` in ``num_shards`` tiles of the sequence, which the backward pass recomputes; default: tiles of about hidden_size tokens."""
 
     def __init__(self, config: Any, num_shards: int | None = None):
         super().__init__(config)
@@ -104,9 +104,9 @@ class LigerTiledGEGLUMLP(LigerGEGLUMLP):
 
 
 class LigerExperts(nn.Module):
-    """The experts of a mixture, their weights packed as in transformers; the router is elsewhere.
+    """The experts of a mixture, without its router. The weights are packed as in Transformers.
 
-    ``config``: hidden_size, hidden_act, num_experts (or num_local_experts, n_routed_experts), moe_intermediate_size (or intermediate_size).
+    ``config`` has hidden_size, hidden_act, num_experts (or num_local_experts, n_routed_experts) and moe_intermediate_size (or intermediate_size).
     """
 
     def __init__(self, config: Any):
@@ -123,21 +123,21 @@ class LigerExperts(nn.Module):
     extra_repr = _activation_of
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """hidden_states (..., H); top_k_index and top_k_weights (..., K), for as many tokens."""
+        """hidden_states (..., H); top_k_index and top_k_weights (..., K) for the same tokens. Returns the shape and dtype of hidden_states."""
         index, weights = (t.reshape(-1, t.shape[-1]) for t in (top_k_index, top_k_weights))
         y = moe(hidden_states.reshape(-1, self.hidden_dim), self.gate_up_proj, self.down_proj, index, weights, act=self.act)
         return y.view(hidden_states.shape).to(hidden_states.dtype)
 
 
 class LigerQwen3MoeSwiGLUMLP(_GatedMLP):
-    """``LigerSwiGLUMLP`` without biases, of ``intermediate_size`` if it is given."""
+    """``LigerSwiGLUMLP`` without biases, with ``intermediate_size`` if it is given."""
 
     def __init__(self, config: Any, intermediate_size: int | None = None):
         super().__init__(config, _activation(self, config.hidden_act, SILU), False, intermediate_size)
 
 
 class LigerHunyuanV1SwiGLUMLP(_GatedMLP):
-    """``LigerSwiGLUMLP`` without biases; ``layer_idx`` is kept as an attribute."""
+    """``LigerSwiGLUMLP`` without biases; ``layer_idx`` becomes an attribute."""
 
     def __init__(self, config: Any, layer_idx: int | None = None, is_shared_mlp: bool = False):
         super().__init__(config, _activation(self, config.hidden_act, SILU), False)
@@ -157,7 +157,7 @@ class LigerFalconH1SwiGLUMLP(_GatedMLP):
 
 
 class LigerMLP(_GatedMLP):
-    """``LigerSwiGLUMLP`` without biases, in one operator that computes the activation again in the backward rather than keep it."""
+    """``LigerSwiGLUMLP`` without biases, as one operator that recomputes the activation in the backward pass."""
 
     def __init__(self, config: Any):
         super().__init__(config, _activation(self, config.hidden_act, SILU), False)
@@ -196,7 +196,7 @@ class LigerBlockSparseTop2MLP(nn.Module):
 
 
 class LigerGEGLUMLPForGemma4(_GatedMLP):
-    """``LigerGEGLUMLP`` without biases; twice as wide in layers that reuse keys and values, if ``config.use_double_wide_mlp`` says so."""
+    """``LigerGEGLUMLP`` without biases. If ``config.use_double_wide_mlp`` is set, it is twice as wide in layers that reuse keys and values."""
 
     def __init__(self, config: Any, layer_idx: int | None = None):
         reuses = False
@@ -208,7 +208,7 @@ class LigerGEGLUMLPForGemma4(_GatedMLP):
 
 
 class LigerPhi3SwiGLUMLP(nn.Module):
-    """``down(silu(gate) * up)`` with gate and up of one projection, read where they lie."""
+    """``down(silu(gate) * up)`` with gate and up from one projection, which are read without a copy."""
 
     def __init__(self, config: Any):
         super().__init__()

@@ -27,7 +27,7 @@ def liger_rms_norm(X: Tensor, W: Tensor | None, eps: float, offset: float = 0.0,
 def liger_fused_add_rms_norm(
     X: Tensor, R: Tensor, W: Tensor | None, eps: float, offset: float = 0.0, casting_mode: str = "llama", in_place: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """The ``liger_rms_norm`` of ``X + R``, and that sum."""
+    """Return ``liger_rms_norm`` of ``X + R``, and that sum."""
     return fused_add_rms_norm(X, R, W, eps=eps, offset=offset, casting=casting_mode)
 
 
@@ -100,7 +100,7 @@ class LigerRMSNormForGemma4(LigerRMSNorm):
 
 
 class LigerRMSNormForMuseGlimmer(LigerRMSNormForGemma4):
-    """``dim`` None goes with ``with_scale=False``: there is no weight."""
+    """With ``with_scale=False`` there is no weight, and ``dim`` may be None."""
 
     def __init__(
         self, dim: int | None = None, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "gemma", init_fn: str = "ones", in_place: bool = False,
@@ -115,7 +115,7 @@ class LigerRMSNormForMuseGlimmerTextCentered(LigerRMSNormForGemma): ...
 
 
 class LigerRMSNormForOlmo2(LigerRMSNorm):
-    """As published, casting "llama"; transformers' Olmo2 rounds like "gemma", and its patched models do too."""
+    """Casting is "llama", as in LinkedIn's package. Transformers' Olmo2 rounds like "gemma", and patched models do the same."""
 
 
 class LigerRMSNormForGlm4(LigerRMSNorm): ...
@@ -132,9 +132,9 @@ class LigerFusedAddRMSNorm(LigerRMSNorm):
 
 
 class LigerLayerNorm(nn.Module):
-    """``layer_norm`` with a weight and a bias, which is there and begins at zero whatever ``bias`` says, as published state dicts have it.
+    """``layer_norm`` with a weight and a bias. The bias exists and begins at zero whatever ``bias`` is, as in state dicts of LinkedIn's package.
 
-    ``elementwise_affine=False``: with neither. ``impl`` (or ``backend``) and ``mode``: see ``liger_kernel.functional``.
+    ``elementwise_affine=False``: without both. ``impl`` (or ``backend``) and ``mode``: see ``liger_kernel.functional``.
     """
 
     impl: str | None = None
@@ -157,7 +157,7 @@ class LigerLayerNorm(nn.Module):
 
     @property
     def backend(self) -> str | None:
-        """Another word for ``impl``."""
+        """Another name for ``impl``."""
         return self.impl
 
     @backend.setter
@@ -179,7 +179,7 @@ def liger_dyt(x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor | None) -> T
 
 
 class LigerDyT(nn.Module):
-    """Dynamic tanh, in the place of a norm: ``tanh(alpha * x) * gamma + beta`` (arXiv:2503.10622). ``beta``: whether there is one."""
+    """Dynamic tanh, a replacement for a norm: ``tanh(alpha * x) * gamma + beta`` (arXiv:2503.10622). ``beta``: whether there is a beta."""
 
     def __init__(self, hidden_size: int, beta: bool = True, init_alpha: float = 0.5):
         super().__init__()
@@ -199,7 +199,7 @@ def liger_modulated_rms_norm(
     X: Tensor, W: Tensor | None, scale: Tensor, shift: Tensor | None = None, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama",
     in_place: bool = True,
 ) -> Tensor:  # fmt: skip
-    """``(1 + scale) * liger_rms_norm(X, W) + shift``; scale and shift (H,), (1, H), (B, H), or with a row for each token."""
+    """``(1 + scale) * liger_rms_norm(X, W) + shift``; scale and shift are (H,), (1, H), (B, H), or have a row for each token."""
     return modulated_rms_norm(X, scale, shift, W, eps=eps, offset=offset, casting=casting_mode)
 
 
@@ -226,7 +226,7 @@ def liger_group_norm(
 
 
 class LigerGroupNorm(nn.Module):
-    """``group_norm`` with a weight and a bias, which is there and begins at zero whatever ``bias`` says, as published state dicts have it."""
+    """``group_norm`` with a weight and a bias. The bias exists and begins at zero whatever ``bias`` is, as in state dicts of LinkedIn's package."""
 
     def __init__(self, num_channels: int, num_groups: int, eps: float = 1e-6, bias: bool = False, init_fn: str = "ones"):
         super().__init__()
@@ -251,9 +251,9 @@ def liger_poly_norm(X: Tensor, W: Tensor, B: Tensor, eps: float = 1e-6, in_place
 
 
 class LigerPolyNorm(nn.Module):
-    """``poly_norm`` with three weights, 1/3 each at first, and a bias, 1 (arXiv:2411.03884).
+    """``poly_norm`` with three weights, initially 1/3 each, and a bias, initially 1 (arXiv:2411.03884).
 
-    The bias has one dim, as what shards parameters wants; published state dicts, where it has none, load all the same.
+    The bias has one dimension, because parameters without dimensions cannot be sharded. State dicts of LinkedIn's package, in which it has none, load, too.
     """
 
     def __init__(self, eps: float = 1e-6, in_place: bool = True):

@@ -1,4 +1,4 @@
-"""Modules that keep the arguments of their constructor."""
+"""Modules that store the arguments of their constructor."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import nn
 
 
 class WithOptions(nn.Module):
-    """A subclass hands over the ``locals()`` of its constructor: each argument becomes an attribute of its name, which may be changed until it is used.
+    """A subclass passes the ``locals()`` of its constructor: each argument becomes an attribute of that name, which may be changed until it is used.
 
-    Those named in ``buffers_of`` become buffers, which move with the module and are no part of its state.
+    Names in ``buffers_of`` become buffers, which move with the module and are not part of its state.
     """
 
     buffers_of: tuple[str, ...] = ()
@@ -31,7 +31,7 @@ class WithOptions(nn.Module):
                 setattr(self, name, arguments[name])
 
     def options(self) -> dict[str, Any]:
-        """The arguments that a loss function takes by the same names, less those without effect."""
+        """The arguments that a loss function takes under the same names, without those that have no effect."""
         return {name: getattr(self, name) for name in self.option_names if name not in ("compiled", "chunk_size")}
 
     def extra_repr(self) -> str:

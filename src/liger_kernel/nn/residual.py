@@ -23,7 +23,7 @@ def liger_mhc_coeffs(
     x: Tensor, phi: Tensor, b: Tensor, alpha_pre: Tensor, alpha_post: Tensor, alpha_res: Tensor, *, allow_fp32: bool = False, tmax: int = 20,
     rms_eps: float = 1e-6, pre_eps: float = 0.0, sinkhorn_eps: float = 1e-6, post_mult: float = 2.0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """h_pre (..., H), h_post (..., H) and h_res (..., H, H) of streams x (..., H, C). ``allow_fp32`` is accepted and ignored: every dtype is served."""
+    """h_pre (..., H), h_post (..., H) and h_res (..., H, H) of streams x (..., H, C). ``allow_fp32`` is accepted and ignored: every dtype works."""
     options = dict(tmax=tmax, rms_eps=rms_eps, pre_eps=pre_eps, sinkhorn_eps=sinkhorn_eps, post_mult=post_mult)
     return mhc_coeffs(x, phi, b, alpha_pre, alpha_post, alpha_res, **options)
 
@@ -39,7 +39,7 @@ def liger_mhc_post_res(x: Tensor, f_out: Tensor, h_post: Tensor, h_res: Tensor) 
 
 
 def liger_mhc_apply(x: Tensor, f_out: Tensor, h_pre: Tensor, h_post: Tensor, h_res: Tensor, *, return_x_in: bool = False) -> Tensor | tuple[Tensor, Tensor]:
-    """``liger_mhc_post_res``, and ``liger_mhc_pre`` if ``return_x_in``."""
+    """``liger_mhc_post_res``, and ``liger_mhc_pre`` with ``return_x_in``."""
     x_out = mhc_post_res(x, f_out, h_post, h_res)
     return (x_out, mhc_pre(x, h_pre)) if return_x_in else x_out
 
@@ -48,7 +48,7 @@ def liger_mhc_forward(
     x: Tensor, layer: Any, phi: Tensor, b: Tensor, alpha_pre: Tensor, alpha_post: Tensor, alpha_res: Tensor, *, allow_fp32: bool = False,
     tmax: int = 20, rms_eps: float = 1e-6, pre_eps: float = 0.0, sinkhorn_eps: float = 1e-6, post_mult: float = 2.0, return_coeffs: bool = False,
 ) -> Any:  # fmt: skip
-    """Streams x (..., H, C) around ``layer``, which gets (..., C) in the dtype of its parameters. With ``return_coeffs`` also (h_pre, h_post, h_res)."""
+    """Streams x (..., H, C) around ``layer``, which receives (..., C) in its parameters' dtype. With ``return_coeffs`` also (h_pre, h_post, h_res)."""
     options = dict(tmax=tmax, rms_eps=rms_eps, pre_eps=pre_eps, sinkhorn_eps=sinkhorn_eps, post_mult=post_mult)
     h_pre, h_post, h_res = mhc_coeffs(x, phi, b, alpha_pre, alpha_post, alpha_res, **options)
     x_in = mhc_pre(x, h_pre)
@@ -60,7 +60,7 @@ def liger_mhc_forward(
 class LigerMHC(nn.Module):
     """``hc`` residual streams of ``c`` channels around ``layer``: x (..., hc, c) to the same shape (manifold-constrained hyper-connections).
 
-    ``phi`` (hc c, hc hc + 2 hc), ``b`` and three alphas make the coefficients, h_res by ``tmax`` steps of Sinkhorn. ``allow_fp32`` is accepted and ignored.
+    ``phi`` (hc c, hc hc + 2 hc), ``b`` and three alphas give the coefficients; h_res uses ``tmax`` steps of Sinkhorn. ``allow_fp32`` is accepted and ignored.
     """
 
     def __init__(

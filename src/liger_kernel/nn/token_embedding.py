@@ -8,7 +8,7 @@ from liger_kernel.ops.token_embedding import embedding
 
 
 class LigerEmbedding(nn.Module):
-    """``nn.Embedding`` whose gradient is the same bits every time, summed in fp32; names and initial values are torch's."""
+    """``nn.Embedding`` whose gradient is summed in fp32 and bit-identical in every run; names and initial values are those of PyTorch."""
 
     def __init__(self, num_embeddings: int, embedding_dim: int, padding_idx: int | None = None):
         super().__init__()

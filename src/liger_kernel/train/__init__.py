@@ -1,4 +1,4 @@
-"""The runtime layer: one config, one ``train(config)``. Importing it loads nothing heavy, so that ``--help`` is instant."""
+"""The runtime layer: one configuration, and one ``train(config)``. Importing it loads nothing heavy, so that ``--help`` is fast."""
 
 from liger_kernel.train.config import TrainConfig, UserError
 

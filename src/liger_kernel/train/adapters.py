@@ -1,11 +1,11 @@
-"""Adapters over a frozen base: LoRA and DoRA by PEFT, the base quantised by bitsandbytes.
+"""Adapters over a frozen base: LoRA and DoRA from PEFT, with the base quantised by bitsandbytes.
 
-    check       what is wrong with a config's adapters, before anything is loaded
-    adapted     a model with the adapters of a config, which alone are trained
+    check       what is wrong with the adapters of a configuration, before anything is loaded
+    adapted     a model with the adapters of a configuration, in which only these are trained
     restored    a model with adapters that a run has saved
-    identity    what a checkpoint of adapters must share with the run that goes on from it: their form, and the base that they were trained on
+    identity    what a checkpoint of adapters must share with the run that resumes from it: their form, and their base
 
-Both packages are imported only where a config asks for them.
+Both packages are imported only if a configuration needs them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BITSANDBYTES = ("nf4", "int8")
 
 
 def check(config: TrainConfig, device: torch.device) -> None:
-    """``UserError`` for adapters that this machine, or the model, cannot have. Reads the configuration of the model, no weights."""
+    """Raise ``UserError`` for adapters that this machine or the model cannot have. Reads the configuration of the model, but no weights."""
     if not config.lora:
         return
     _peft()
@@ -86,7 +86,7 @@ def _check_targets(targets: str | list[str], model: Any) -> None:
 
 
 def quantization(config: TrainConfig, precision: str) -> Any:
-    """transformers' config of a base in 4 or 8 bits; None for one that is loaded as it is."""
+    """Return Transformers' configuration of a base in 4 or 8 bits; None if the base is loaded as it is."""
     if config.quantize not in BITSANDBYTES:
         return None
     import transformers
@@ -110,7 +110,7 @@ def unchanging(model: Any) -> Any:
 
 
 def adapted(model: Any, config: TrainConfig) -> Any:
-    """``model`` with adapters in fp32, which alone are trained; the same ones for the same seed, however the model came about."""
+    """Return ``model`` with adapters in fp32, in which only these are trained. The same seed gives the same adapters, however the model was made."""
     peft = _peft()
     torch.manual_seed(config.seed)
     form = peft.LoraConfig(
@@ -129,7 +129,7 @@ def adapted(model: Any, config: TrainConfig) -> Any:
 
 
 def restored(model: Any, folder: str) -> Any:
-    """``model`` with the adapters that a run has saved in ``folder``."""
+    """Return ``model`` with the adapters that a run has saved in ``folder``."""
     return _peft().PeftModel.from_pretrained(model, folder)
 
 
@@ -152,12 +152,12 @@ def holds_adapters(model: str) -> bool:
 
 
 def base_of(folder: str) -> str | None:
-    """The model that saved adapters are of; None for one of random weights."""
+    """Return the base model of saved adapters; None for a base with random weights."""
     return json.loads((Path(folder) / SAVED).read_text(encoding="utf-8")).get("base_model_name_or_path") or None
 
 
 def described(config: TrainConfig, model: Any) -> str:
-    """The adapters of a model in a line."""
+    """Describe the adapters of a model in one line."""
     trained, of_all = model.get_nb_trainable_parameters()
     kind = ("rank-stabilised " if config.rslora else "") + ("DoRA" if config.dora else "LoRA")
     base = f", base in {config.quantize}" if config.quantize else ""
@@ -165,12 +165,12 @@ def described(config: TrainConfig, model: Any) -> str:
 
 
 def identity(config: TrainConfig, model: Any) -> dict[str, Any]:
-    """What must be the same for the adapters of a checkpoint to fit. Of a model on its device that is not yet sharded."""
+    """Return what must be equal for the adapters of a checkpoint to fit. The model must be on its device and not yet sharded."""
     return config.adapters | ({"digest of base": digest(model)} if config.lora else {})
 
 
 def digest(model: nn.Module) -> str:
-    """SHA-256 of some values of every frozen parameter: other weights have another one, the same weights in fp32 and in bf16 the same."""
+    """SHA-256 of some values of every frozen parameter: it differs for other weights, and is equal for the same weights in fp32 and bf16."""
     sha = hashlib.sha256()
     some: dict[torch.dtype, list[torch.Tensor]] = {}
     for name, p in sorted(model.named_parameters(), key=lambda named: named[0]):

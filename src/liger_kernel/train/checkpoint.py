@@ -1,4 +1,4 @@
-"""Checkpoints: PyTorch's distributed ones (DCP), written beside training, found again whatever happened.
+"""Checkpoints: PyTorch's distributed checkpoints (DCP), written while training continues, and found again after every kind of failure.
 
     checkpoints/latest             names of the complete checkpoints, newest first
     checkpoints/step-00000040/     DCP: tensors of all ranks, and .metadata, which says where they are
@@ -6,11 +6,11 @@
                      rank-0.json   random number generators of a rank
                      sums-0.json   checksums of the files that a rank wrote, written last
 
-``latest`` is replaced (written aside, synced, renamed) only after every rank has written and synced its part, so that a process killed at any moment, and a
-full disk, leave the checkpoints before in place. A run goes on from the newest named one whose checksums hold; where none does, or ``latest`` is lost, from
-the newest that is whole though nobody names it. It deletes what ``latest`` has named and what a killed run left unfinished, nothing else.
+``latest`` is replaced (written aside, synced, renamed) only after every rank has written and synced its part. So a process that is killed at any moment, or
+a full disk, leaves earlier checkpoints intact. A run continues from the newest named checkpoint whose checksums hold. If there is none, or ``latest`` is
+lost, it continues from the newest intact checkpoint that is not named. It deletes only what ``latest`` has named and what a killed run left unfinished.
 
-Tensors are read by ``torch.load(weights_only=True)``, and of the pickle that DCP keeps its metadata in, only the types that metadata is made of.
+Tensors are read by ``torch.load(weights_only=True)``. From the pickle in which DCP stores its metadata, only the types of that metadata are read.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ NAME = re.compile(r"step-(?:[0-9]{8}|[1-9][0-9]{8,})")  # what f"step-{step:08d}
 
 
 class Checkpoints:
-    """The checkpoints of a run. Every rank calls every method, in the same order; one save is under way at most."""
+    """The checkpoints of a run. Every rank calls every method in the same order; at most one save is running."""
 
     def __init__(self, folder: Path, ranks: Ranks, keep: int):
         self.folder, self.ranks, self.keep = folder, ranks, keep
@@ -64,7 +64,7 @@ class Checkpoints:
         self._kept: list[str] | None = None  # what latest is to name, newest first; None: what it names
 
     def latest(self) -> Path | None:
-        """The newest whole checkpoint, the same for all ranks; one that is damaged is passed over with a warning. ``UserError`` if all are damaged."""
+        """Return the newest intact checkpoint, the same on all ranks. Damaged ones give a warning; ``UserError`` if all are damaged."""
         found, problem = self.ranks.agreed(self._newest() if self.ranks.first else None)
         if problem:
             raise UserError(problem)
@@ -86,7 +86,7 @@ class Checkpoints:
         return None, f"no checkpoint in {self.folder} is whole: bring one back, or move the folder away to begin anew" if left else None
 
     def load(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Read ``path`` into model and optimizer, and the generators of this rank if as many ranks wrote it; returns state.json."""
+        """Read ``path`` into model and optimizer, and this rank's generators if as many ranks wrote it. Returns state.json."""
         tensors, optimizer_state = _tensors(model, optimizer)
         reader = SafeReader(path)
         beyond = sorted(reader.read_metadata().state_dict_metadata.keys() - tensors.keys())  # what is not asked for DCP leaves out without a word
@@ -106,7 +106,7 @@ class Checkpoints:
         return state
 
     def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], wait: bool) -> None:
-        """Begin to write; when it returns, training may change every tensor. With ``wait`` it is on disk, or ``failures`` has grown."""
+        """Start a save. When it returns, training may change every tensor. With ``wait`` it is then on disk, or ``failures`` has grown."""
         self.finish()
         if state["step"] == self.step:
             return
@@ -150,7 +150,7 @@ class Checkpoints:
 
     @property
     def done(self) -> int:
-        """The step of the newest save that this rank has finished, well or not; -1 while the first is under way."""
+        """The step of the newest save that this rank has finished, successfully or not; -1 while the first save is running."""
         return step_of(self._path) if self._future is not None and self._future.done() else self.step
 
     @property
@@ -159,7 +159,7 @@ class Checkpoints:
         return None if self._future is None else step_of(self._path)
 
     def commit(self) -> None:
-        """Every rank has finished the save under way: make it the latest, and remove those beyond ``keep``."""
+        """Make the running save the latest checkpoint and remove those beyond ``keep``. Every rank must have finished the save."""
         assert self._future is not None
         error = self._future.exception()
         self._future = None
@@ -171,7 +171,7 @@ class Checkpoints:
         self.step, self.time = step_of(self._path), time.time()
 
     def finish(self) -> None:
-        """Wait for the save under way on all ranks, and commit it."""
+        """Wait for the running save on all ranks, and commit it."""
         if self._future is not None:
             self._future.exception()
             self.commit()
@@ -240,7 +240,7 @@ def step_of(path: Path) -> int:
 
 
 def names_in(latest: bytes, where: str | None = None) -> list[str]:
-    """The checkpoints that a file ``latest`` names. Anything else in it is no name, above all no path: it is left out, and said where ``where`` is given."""
+    """The checkpoints that a file ``latest`` names. Everything else in it, above all paths, is ignored, with a message if ``where`` is given."""
     words = latest.decode(errors="replace").split()
     names = [word for word in words if NAME.fullmatch(word)]
     if where and len(names) < len(words):
@@ -256,12 +256,12 @@ def listed(folder: Path, say: bool = False) -> list[str]:
 
 
 def present(folder: Path) -> list[str]:
-    """The checkpoints that are there, named or not, newest first."""
+    """The checkpoints in the folder, named or not, newest first."""
     return sorted((path.name for path in folder.glob("step-*") if NAME.fullmatch(path.name) and path.is_dir()), key=lambda name: -step_of(Path(name)))
 
 
 def newest(folder: Path, say: bool = False) -> tuple[str | None, list[str]]:
-    """(the newest whole checkpoint, those that were passed over): first those that ``latest`` names, then those that nobody does."""
+    """Return (the newest intact checkpoint, the damaged ones before it): first those that ``latest`` names, then the others."""
     named, damaged = listed(folder, say), list[str]()
     for name in dict.fromkeys((*named, *present(folder))):
         why = damage(folder / name)
@@ -306,7 +306,7 @@ def damage(path: Path) -> str | None:
 
 
 def torn(path: Path) -> str | None:
-    """What is wrong with a file that ``torch.save`` wrote, a zip with a checksum of each part and a table at its end; None if nothing is."""
+    """What is wrong with a file of ``torch.save``, a zip with a checksum for each part and a table at its end; None if nothing is."""
     try:
         with zipfile.ZipFile(path) as parts:
             part = parts.testzip()
@@ -325,7 +325,7 @@ def digest(path: Path) -> str:
 
 
 def write_sums(folder: Path, rank: int) -> None:
-    """The checksums of all that ``rank`` wrote into a checkpoint."""
+    """Write the checksums of everything that ``rank`` wrote into a checkpoint."""
     mine = [folder / f"rank-{rank}.json", *folder.glob(f"__{rank}_*.distcp"), *([folder / "state.json", folder / ".metadata"] if rank == 0 else [])]
     write(folder / f"sums-{rank}.json", json.dumps({path.name: digest(path) for path in mine}))
 
@@ -349,7 +349,7 @@ def summed(path: Path) -> bool:
 
 
 def unfinished(path: Path) -> bool:
-    """Whether the run that wrote a checkpoint was killed before all of it was there."""
+    """Whether the run that wrote a checkpoint was killed before it was complete."""
     try:
         state = json.loads((path / "state.json").read_text())
         if state.get("sums"):
@@ -360,7 +360,7 @@ def unfinished(path: Path) -> bool:
 
 
 class SafeReader(dcp.FileSystemReader):
-    """DCP's reader; it refuses metadata that names anything but what metadata of tensors is made of."""
+    """DCP's reader, which refuses metadata that names anything except the types of tensors' metadata."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         metadata = _Unpickler(io.BytesIO((Path(self.path) / ".metadata").read_bytes())).load()
@@ -395,7 +395,7 @@ def _member(kind: Any, name: str) -> enum.Enum:
 
 
 def generators() -> dict[str, Any]:
-    """The states of Python's, numpy's and PyTorch's generators, the current GPU's among them, as JSON."""
+    """The states of the random number generators of Python, numpy and PyTorch (with the current GPU's), as JSON."""
     kind, keys, *rest = np.random.get_state()
     text = lambda state: base64.b64encode(state.numpy().tobytes()).decode()
     states = {"python": random.getstate(), "numpy": [kind, np.asarray(keys).tolist(), *rest], "torch": text(torch.get_rng_state())}
@@ -403,7 +403,7 @@ def generators() -> dict[str, Any]:
 
 
 def set_generators(states: dict[str, Any]) -> None:
-    """Undo what was drawn since ``generators``."""
+    """Restore the states that ``generators`` returned."""
     tensor = lambda text: torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
     version, keys, gauss = states["python"]
     random.setstate((version, tuple(keys), gauss))

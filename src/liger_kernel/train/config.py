@@ -1,4 +1,4 @@
-"""What a training run is: one dataclass. Flags, ``--help``, config files and their checks are derived from its fields."""
+"""A training run as one dataclass. Flags, ``--help``, configuration files and their checks are derived from its fields."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ OFFERED = {
 
 
 class UserError(ValueError):
-    """A mistake in what the user asked for: shown as one line, without a traceback or credentials."""
+    """A mistake of the user. It is shown as one line, without a traceback and without credentials."""
 
     def __init__(self, text: object = ""):
         super().__init__(redacted(str(text)))
@@ -60,7 +60,7 @@ def _field(default: Any, group: str, help: str, choices: tuple[str, ...] | None 
 
 @dataclass
 class TrainConfig:
-    """A training run. A field is a flag of ``liger train``: ``batch`` is ``--batch``, ``grad_clip`` is ``--grad-clip``."""
+    """A training run. Each field is a flag of ``liger train``: ``batch`` is ``--batch``, ``grad_clip`` is ``--grad-clip``."""
 
     model: str | None = _field(None, "model", "checkpoint folder or Hugging Face id; without it, a small Llama of the sizes below from random weights")
     hidden: int = _field(256, "model", "hidden size")
@@ -229,7 +229,7 @@ class TrainConfig:
 
     @property
     def target_modules(self) -> str | list[str]:
-        """``lora_targets`` as PEFT takes them."""
+        """``lora_targets`` in PEFT's form."""
         return EVERY_LINEAR if self.lora_targets == EVERY_LINEAR else sorted({name.strip() for name in self.lora_targets.split(",")})
 
     @property
@@ -238,7 +238,7 @@ class TrainConfig:
 
     @property
     def adapters(self) -> dict[str, Any]:
-        """What is trained beside the base, by the names of the fields: the same for two ways to say it. The rank alone, 0, where the model is trained whole."""
+        """The settings of the adapters, by field name, equal for two ways to write the same; only the rank, 0, if the whole model is trained."""
         if not self.lora:
             return {"lora": 0}
         targets = self.target_modules
@@ -255,17 +255,17 @@ class TrainConfig:
 
     @property
     def kernel_flags(self) -> dict[str, Any]:
-        """The kernels asked for or refused by name; the model family decides on the others."""
+        """The kernels that are switched on or off by name; the model family decides about the others."""
         names = [field.name for field in dataclasses.fields(self) if field.metadata["group"] == "kernels" and field.name != "kernels"]
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def shown(self) -> dict[str, Any]:
-        """Names and values without credentials: what may be written or reported."""
+        """Names and values without credentials, which may be written or reported."""
         return {name: redacted(value) if isinstance(value, str) else value for name, value in dataclasses.asdict(self).items()}
 
     @property
     def store_uri(self) -> str | None:
-        """The store, whose credentials a file does not have: the launcher hands it to its workers in their environment."""
+        """The store. A file does not have its credentials: the launcher passes them to its workers in their environment."""
         if not self.store or MARK not in self.store:
             return self.store
         whole = os.environ.get(STORE, "")
@@ -274,7 +274,7 @@ class TrainConfig:
         return whole
 
     def save_to(self, path: str | Path) -> None:
-        """Write YAML (``.yaml``, ``.yml``) or JSON (anything else), without credentials."""
+        """Write YAML (``.yaml``, ``.yml``) or JSON (all other names), without credentials."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         values = self.shown()
@@ -282,17 +282,17 @@ class TrainConfig:
 
     @classmethod
     def load(cls, path: str | Path) -> TrainConfig:
-        """Read what ``save_to`` wrote, or any subset of it."""
+        """Read what ``save_to`` wrote, or a subset of it."""
         return cls(**read_values(path))
 
 
 def read_values(path: str | Path) -> dict[str, Any]:
-    """The names and values in a config file. ``UserError`` on unknown names and wrong types."""
+    """The names and values in a configuration file. Raises ``UserError`` for unknown names and wrong types."""
     return checked(read_file(path), TrainConfig, str(path))
 
 
 def read_file(path: str | Path) -> dict[str, Any]:
-    """What a YAML or JSON file holds: names and values, or ``UserError``."""
+    """The content of a YAML or JSON file: names and values, or ``UserError``."""
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")
@@ -309,7 +309,7 @@ def read_file(path: str | Path) -> dict[str, Any]:
 
 
 def checked(values: dict[str, Any], cls: type, where: str) -> dict[str, Any]:
-    """``values`` for the fields of the dataclass ``cls``. ``UserError`` on unknown names and wrong types, which begins with ``where``."""
+    """``values`` for the fields of the dataclass ``cls``. Raises ``UserError`` for unknown names and wrong types; its text begins with ``where``."""
     kinds = _kinds(cls)
     for name, value in values.items():
         if name not in kinds:
@@ -380,7 +380,7 @@ def from_flags(
     defaults: TrainConfig | None = None,
     fixed: tuple[str, ...] = (),
 ) -> TrainConfig:
-    """The config that a command line asks for: flags win over ``--config FILE``, which wins over the defaults. ``fixed`` names have no flag."""
+    """The configuration of a command line: flags override ``--config FILE``, which overrides the defaults. ``fixed`` names have no flag."""
     defaults = defaults or TrainConfig()
     parser = argparse.ArgumentParser(prog=prog, usage="%(prog)s [--config FILE] [--name value ...]", description=description, formatter_class=_Formatter)
     parser.add_argument("--config", metavar="FILE", help="YAML or JSON file with any of the names below; flags win over it")

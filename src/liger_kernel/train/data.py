@@ -29,7 +29,7 @@ ROWS = "rows.safetensors"  # in a folder of tokenised data, beside its tokenizer
 
 
 def load(config: TrainConfig) -> Data:
-    """The data of a run. Rows of a file are cached: of the processes that share the cache one tokenises, the others read what it wrote."""
+    """Return the data of a run. The rows of a file are cached: one of the processes that share the cache tokenises, the others read its result."""
     if (Path(config.data) / ROWS).is_file():
         return _prepared(config)
     tokenizer = tokenizer_of(config)
@@ -51,9 +51,9 @@ def load(config: TrainConfig) -> Data:
 
 
 def prepare(config: TrainConfig, folder: str | Path) -> Path:
-    """Tokenise the data of a run into ``folder``, which then serves as ``data`` of runs with this ``length`` or a greater one.
+    """Tokenise the data of a run into ``folder``, which can then be the ``data`` of runs with this ``length`` or a greater one.
 
-    Files of what was prepared there before are replaced.
+    Files of earlier preparations in the folder are replaced.
     """
     folder, data = Path(folder), load(dataclasses.replace(config, stream=0))
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""``liger demo``: one small Llama, trained twice from the same weights on the same text; stock, and with our kernels; then compared.
+"""``liger demo``: train one small Llama twice from the same weights on the same text, stock and with our kernels, and compare.
 
-Both runs start from random weights (or from ``--model``), each in a process of its own, so that each peak of memory is its own.
-They must agree: the losses of every step may differ by what rounding explains and no more, else the exit code is 1.
+Both runs start from random weights (or from ``--model``), each in its own process, so that each has its own peak of memory. The losses of every step
+may differ only by rounding; otherwise the exit code is 1.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TOLERANCE = {"fp32": 1e-4, "bf16-mixed": 1e-2, "bf16": 1e-2}
 
 
 def main(argv: list[str]) -> int:
-    """Both runs, the table, the files; 0 if the losses agree, 1 if not or if a run failed."""
+    """Run both, print the table and write the files. Returns 0 if the losses agree, 1 if they do not or if a run failed."""
     import torch
 
     from liger_kernel.train import data
@@ -77,7 +77,7 @@ def compare(stock: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
 
 
 def table(report: dict[str, Any], run: dict[str, Any]) -> str:
-    """What the terminal shows at the end."""
+    """The table that the terminal shows at the end."""
     rows = [
         (f"loss, mean of the last {report['last_steps']} steps", "loss", lambda x: f"{x:.4f}", ".4f"),
         ("tokens/s (median)", "tokens_per_second", lambda x: f"{x:,.0f}", ".2f"),
@@ -101,7 +101,7 @@ def _gb(size: float) -> str:
 
 
 def plot(report: dict[str, Any], runs: dict[str, Any], path: Path) -> str:
-    """Write the picture; the text for the last line, which says so if there is none."""
+    """Write the picture and return the text for the last line, which says so if there is no picture."""
     try:
         import matplotlib
     except ImportError:

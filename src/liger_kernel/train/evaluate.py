@@ -1,4 +1,4 @@
-"""How well a saved model predicts the rows that its run kept back."""
+"""How well a saved model predicts the rows that its run held back."""
 
 from __future__ import annotations
 

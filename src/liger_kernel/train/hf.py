@@ -1,6 +1,6 @@
-"""``--trainer hf``: the run by transformers' ``Trainer``, with DDP, FSDP2 or DeepSpeed by its own arguments.
+"""``--trainer hf``: the run in Transformers' ``Trainer``, with DDP, FSDP2 or DeepSpeed by its own arguments.
 
-The same rows in the same order, each token of a step of the same weight, the same optimizer and schedule as of the other trainers.
+Rows, their order, the weight of each token, optimizer and schedule are the same as in the other trainers.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class _Lines(transformers.TrainerCallback):
 
 
 def deepspeed(stage: int) -> dict[str, Any]:
-    """DeepSpeed's config for ZeRO of a stage; what is "auto" follows from the run's own."""
+    """DeepSpeed's configuration for a ZeRO stage; values that are "auto" follow from the run."""
     zero: dict[str, Any] = {"stage": stage, "overlap_comm": True}
     if stage == 3:
         zero["stage3_gather_16bit_weights_on_model_save"] = True
@@ -119,7 +119,7 @@ def deepspeed(stage: int) -> dict[str, Any]:
 
 
 def arguments(config: TrainConfig, folder: Path, device: torch.device, precision: str, ranks: Ranks, rows: int) -> transformers.TrainingArguments:
-    """The run as transformers' arguments. ``UserError`` for what its ``Trainer`` does not offer."""
+    """The run as Transformers' arguments. Raises ``UserError`` for what its ``Trainer`` does not have."""
     accumulate, rest = divmod(rows, config.batch * ranks.world)
     if rest:
         raise UserError(f"with trainer hf, global_batch must be a multiple of batch x ranks = {config.batch * ranks.world}, got {rows}")
@@ -161,7 +161,7 @@ def arguments(config: TrainConfig, folder: Path, device: torch.device, precision
 
 
 def latest(folder: Path, ranks: Ranks) -> Path | None:
-    """The newest complete checkpoint, the same for all ranks; one that is damaged is passed over with a warning."""
+    """The newest complete checkpoint, the same on all ranks; a damaged one gives a warning and is skipped."""
     found = None
     if ranks.first:
         names = sorted((path for path in folder.glob("checkpoint-*") if path.name.rpartition("-")[2].isdigit()), key=lambda path: int(path.name[11:]))
@@ -175,7 +175,7 @@ def latest(folder: Path, ranks: Ranks) -> Path | None:
 
 
 def damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint of transformers' Trainer, whichever backend wrote it; None if nothing is."""
+    """What is wrong with a checkpoint of Transformers' Trainer, for every backend; None if nothing is."""
     try:
         json.loads((path / "trainer_state.json").read_text())["global_step"]  # written last
     except (OSError, ValueError, KeyError) as error:
@@ -184,7 +184,7 @@ def damage(path: Path) -> str | None:
 
 
 def run(config: TrainConfig, data: Data, model: Any, device: torch.device, precision: str, ranks: Ranks, stop: threading.Event) -> dict[str, Any]:
-    """Train and save as ``config`` says; what ``metrics.json`` holds. A line is the mean of ``log_every`` steps here."""
+    """Train and save as ``config`` says; returns the content of ``metrics.json``. A line is the mean of ``log_every`` steps."""
     folder = Path(config.out) / "checkpoints-hf"
     last = latest(folder, ranks)
     rows = accept(config, data, model, ranks, folder, last)

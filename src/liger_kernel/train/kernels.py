@@ -1,4 +1,4 @@
-"""Kernels of a run: compiled on every node once, before the first step, and counted if any is compiled later."""
+"""The kernels of a run: each node compiles them once, before the first step; later compilations are counted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from liger_kernel.train.redact import in_a_line
 
 
 class Compilations:
-    """How many kernels of Triton's were compiled since it was made, not found in the cache."""
+    """The number of kernels that Triton has compiled, and not found in its cache, since this object was made."""
 
     def __init__(self) -> None:
         self.count = 0

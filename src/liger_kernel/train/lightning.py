@@ -1,6 +1,6 @@
-"""``--trainer lightning``: the run by Lightning's ``Trainer``, on one device or DDP.
+"""``--trainer lightning``: the run in Lightning's ``Trainer``, on one device or with DDP.
 
-The same rows in the same order, each token of a step of the same weight, the same optimizer and schedule as of the other trainers.
+Rows, their order, the weight of each token, optimizer and schedule are the same as in the other trainers.
 """
 
 from __future__ import annotations
@@ -204,12 +204,12 @@ class _Lines(L.Callback):
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The newest is the last; earlier releases wrote last.ckpt alone."""
+    """The checkpoints, the newest last; earlier releases wrote only last.ckpt."""
     return [*folder.glob("last.ckpt"), *sorted(folder.glob("step-*.ckpt"))]
 
 
 def newest(folder: Path) -> Path | None:
-    """The newest whole checkpoint; ``UserError`` if there are some, and none is whole."""
+    """The newest intact checkpoint; ``UserError`` if there are checkpoints and none is intact."""
     found = checkpoints(folder)
     for path in reversed(found):
         why = torn(path)
@@ -222,7 +222,7 @@ def newest(folder: Path) -> Path | None:
 
 
 def run(config: TrainConfig, data: Data, model: Any, device: torch.device, precision: str, ranks: Ranks, stop: threading.Event) -> dict[str, Any]:
-    """Train and save as ``config`` says; what ``metrics.json`` holds."""
+    """Train and save as ``config`` says; returns the content of ``metrics.json``."""
     folder = Path(config.out) / "checkpoints-lightning"
     last = ranks.agreed(newest(folder) if ranks.first else None)
     rows = accept(config, data, model, ranks, folder, last)

@@ -1,7 +1,7 @@
-"""One run at a time in a folder: rank 0 holds a lock on it for the life of the run, which the system releases when the process ends, however it ends.
+"""One run at a time in a folder: rank 0 holds a lock during the run, which the system releases when the process ends in any way.
 
-It is ``flock`` of the file ``lock`` in the run's folder. On NFS since Linux 2.6.12 it is kept by the server and holds between machines; where a file
-system has no locks (some mounts of Lustre, some FUSE) the run says so and goes on without. ``lock`` holds, for messages alone, who took it last.
+The lock is ``flock`` of the file ``lock`` in the run's folder. On NFS since Linux 2.6.12 the server holds it, so that it acts between machines. If a file
+system has no locks (some mounts of Lustre, some FUSE), the run says so and continues without. The content of ``lock`` (who took it last) is for messages.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PATIENCE = 5.0  # seconds that a run before has to end; after a restart, whose r
 
 @contextlib.contextmanager
 def held(folder: Path, ranks: Ranks) -> Iterator[None]:
-    """The run's folder is this run's alone. ``UserError`` on every rank, with who has it, if it is another's."""
+    """Lock the run's folder. Raises ``UserError`` on every rank, with the holder, if another run has locked it."""
     handle, problem = None, None
     if ranks.first:
         try:

@@ -1,4 +1,4 @@
-"""``train(config)``, and its own trainer: plain PyTorch on any number of ranks, and no wait for the GPU between two log lines."""
+"""``train(config)``, and our own trainer: plain PyTorch on any number of ranks, which does not wait for the GPU between two log lines."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ SKIPS = 10  # steps in a row without finite gradients after which `--nonfinite s
 
 
 def train(config: TrainConfig) -> dict[str, Any]:
-    """Train, write ``config.out``/metrics.json and return what it holds: losses per step, tokens/s, peak memory and more.
+    """Train, write ``config.out``/metrics.json and return its content: losses of all steps, tokens/s, peak memory and more.
 
-    Under torchrun or ``launch_elastic`` this is one rank's part. Goes on from the latest checkpoint in ``config.out``. Raises ``UserError`` for what cannot be
-    trained, ``Preempted`` after SIGTERM.
+    Under torchrun or ``launch_elastic`` this is one rank's part. It continues from the latest checkpoint in ``config.out``. Raises ``UserError`` for a
+    configuration that cannot be trained, and ``Preempted`` after SIGTERM.
     """
     check_reports(config)
     if config.deterministic:

@@ -1,4 +1,4 @@
-"""What a run costs: time of steps, the peak of memory, part of what the GPU could do; and what it ran on."""
+"""The cost of a run: time of steps, peak memory, fraction of the GPU's peak; and the device on which it ran."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class PeakMemory:
                 Path("/proc/self/clear_refs").write_text("5")
 
     def pause(self) -> None:
-        """Take note of the peak so far; ``start`` resumes."""
+        """Record the peak so far; ``start`` resumes."""
         self._peak = max(self._peak, self._high())
 
     def read(self) -> int:
@@ -99,7 +99,7 @@ class StepClock:
         self._marks.append((self._started, self._now()))
 
     def read(self) -> list[float]:
-        """One number a stretch; the GPU must have passed them all. They are forgotten."""
+        """Return one number for each interval, and forget them. The GPU must have passed them all."""
         seconds = [a.elapsed_time(b) / 1e3 if self._gpu else b - a for a, b in self._marks]
         self._marks.clear()
         return seconds
@@ -129,7 +129,7 @@ PEAK_TFLOPS = {
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """What the GPU could do at best per second, if it is one we know; None otherwise, and in fp32."""
+    """The peak FLOPs per second of this GPU, if it is known; otherwise None, and in fp32."""
     if device.type != "cuda" or precision == "fp32":
         return None
     return next((1e12 * peak for name, peak in PEAK_TFLOPS.items() if name in torch.cuda.get_device_name(device)), None)

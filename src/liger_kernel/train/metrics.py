@@ -1,7 +1,7 @@
-"""Where the numbers of a run go: metrics.jsonl, a Prometheus endpoint of every rank, TensorBoard, Weights & Biases, MLflow.
+"""Where the numbers of a run go: metrics.jsonl, a Prometheus endpoint on every rank, TensorBoard, Weights & Biases, MLflow.
 
-Numbers leave the device at log lines alone; the endpoint shows those of the last one. ``metrics.jsonl`` has a line a step: a run that goes on from a
-checkpoint drops the lines after it, so that every step is there once.
+Numbers leave the device only at log lines; the endpoint shows those of the last one. ``metrics.jsonl`` has one line for each step: a run that continues from
+a checkpoint removes the lines after it, so that every step is there once.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ EXPORTED = {
 
 
 class StepLines:
-    """``metrics.jsonl``: one line a step."""
+    """``metrics.jsonl``: one line for each step."""
 
     def __init__(self, path: Path, step: int):
         """Keep the lines of the first ``step`` steps."""
@@ -81,7 +81,7 @@ class StepLines:
 
 
 def as_json(value: Any, **options: Any) -> str:
-    """``value`` as JSON, which has no NaN and no infinity: null stands for them."""
+    """``value`` as JSON, which has no NaN and no infinity: they become null."""
 
     def plain(part: Any) -> Any:
         if isinstance(part, dict):
@@ -179,7 +179,7 @@ class Endpoint:
 
 
 def exposition(values: dict[str, Any], rank: int) -> str:
-    """``values``, by the names of ``EXPORTED``, as Prometheus reads them."""
+    """``values``, by the names of ``EXPORTED``, in Prometheus' format."""
     text = ""
     for name, (key, kind, help) in EXPORTED.items():
         if values.get(key) is not None:
@@ -188,7 +188,7 @@ def exposition(values: dict[str, Any], rank: int) -> str:
 
 
 def check_reports(config: TrainConfig) -> None:
-    """``UserError`` before anything is loaded, if ``config.report`` names what is not known or not installed."""
+    """Raise ``UserError``, before anything is loaded, if ``config.report`` names a service that is unknown or not installed."""
     for name in config.reports:
         if name not in REPORTS:
             raise UserError(f"report must be of {', '.join(REPORTS)}, with commas between; got {config.report!r}")
@@ -256,7 +256,7 @@ def _left_alone(service: str, then: Callable[[], Any] = lambda: None) -> Iterato
 
 
 def of_run(config: TrainConfig, model: Any, device: Any, precision: str, world: int, memory: PeakMemory) -> dict[str, Any]:
-    """What ``metrics.json`` says of a run whoever trained."""
+    """What ``metrics.json`` says of a run, for every trainer."""
     return {
         "trainer": config.trainer,
         "model": model.config.model_type,

@@ -1,4 +1,4 @@
-"""The model of a run: a checkpoint by path or id, or a small Llama from random weights; with our kernels or as Hugging Face ships it."""
+"""The model of a run: a checkpoint by path or id, or a small Llama with random weights; patched or stock."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ with contextlib.suppress(ImportError):  # before PyTorch 2.10
 
 
 def device_and_precision(config: TrainConfig) -> tuple[torch.device, str]:
-    """``auto`` settled: the GPU if there is one, with fp32 weights and bf16 arithmetic; else the CPU in fp32."""
+    """Resolve ``auto``: the GPU if there is one, with fp32 weights and bf16 arithmetic; otherwise the CPU in fp32."""
     name = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda":
         name = f"cuda:{local_rank()}"
@@ -45,9 +45,9 @@ def device_and_precision(config: TrainConfig) -> tuple[torch.device, str]:
 
 
 def build(config: TrainConfig, tokenizer: Any, device: torch.device, precision: str) -> Any:
-    """The model on its device, in training mode, patched if ``config.kernels`` says so; the same weights either way.
+    """The model on its device, in training mode, patched if ``config.kernels`` says so; the weights are the same in both cases.
 
-    With ``config.lora`` it has new adapters, or, where ``config.model`` is a folder of adapters that a run has saved, those.
+    With ``config.lora`` it has new adapters, or those of ``config.model`` if that is a folder of saved adapters.
     """
     saved = config.model if config.lora and config.model and adapters.holds_adapters(config.model) else None
     name = adapters.base_of(saved) if saved else config.model
@@ -93,7 +93,7 @@ def _base(config: TrainConfig, name: str | None, tokenizer: Any, device: torch.d
 
 
 def quantize_fp8(model: Any) -> None:
-    """Keep the weights of the linear layers in FP8, once and for all: they are frozen. ``UserError`` where the GPU does not compute in it."""
+    """Store the frozen weights of linear layers in FP8, permanently. Raises ``UserError`` if the GPU has no FP8 arithmetic."""
     from liger_kernel.transformers import quantize_base
 
     try:
@@ -103,7 +103,7 @@ def quantize_fp8(model: Any) -> None:
 
 
 def attend(config: TrainConfig, rows: Rows, model: Any, device: torch.device, precision: str) -> str:
-    """Settle attention ``auto`` for these rows; what it came to, in words."""
+    """Resolve attention ``auto`` for these rows; returns the result in words."""
     if config.attention != "auto" or rows.positions is None:
         return config.attention.replace("auto", "sdpa")
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
@@ -122,7 +122,7 @@ def attend(config: TrainConfig, rows: Rows, model: Any, device: torch.device, pr
 
 
 def recompute(model: Any, what: str) -> None:
-    """Gradient checkpointing of each layer: ``full``, or ``selective``, which keeps the results of matrix products and attention."""
+    """Gradient checkpointing of each layer: ``full``, or ``selective``, which stores the results of matrix products and attention."""
     options: dict[str, Any] = {"use_reentrant": False}
     if what == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
@@ -162,7 +162,7 @@ def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolic
 
 
 def small_llama(config: TrainConfig, tokenizer: Any) -> Any:
-    """A LlamaConfig of the config's sizes, for the tokenizer's vocabulary."""
+    """A LlamaConfig with the configured sizes and the tokenizer's vocabulary."""
     import transformers
 
     return transformers.LlamaConfig(
@@ -180,7 +180,7 @@ def small_llama(config: TrainConfig, tokenizer: Any) -> Any:
 
 
 def patch(model: Any, flags: dict[str, bool]) -> None:
-    """Put our kernels into this one instance. ``UserError`` if its family does not know a flag; a family that we do not know stays as it is."""
+    """Patch this one model. Raises ``UserError`` if its family does not have a flag; an unknown family stays stock."""
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
     from liger_kernel.transformers.patching.flags import flags_of
     from liger_kernel.transformers.recognise.rows import family
@@ -197,7 +197,7 @@ def patch(model: Any, flags: dict[str, bool]) -> None:
 
 
 def flops_per_token(model: Any, length: int) -> float | None:
-    """FLOPs that training needs per token, recomputation not counted; None where linear layers are not all there is to count (mixtures of experts, LoRA)."""
+    """FLOPs of training per token, without recomputation; None if linear layers are not everything that counts (mixtures of experts, LoRA)."""
     if any(p.ndim > 2 or not p.requires_grad for p in model.parameters()):
         return None
     from liger_kernel.model_sizes import token_flops
@@ -216,9 +216,9 @@ WEIGHTS = (
 
 
 def save(model: Any, tokenizer: Any, folder: str, first: bool = True) -> None:
-    """Weights as safetensors, config and tokenizer, as ``from_pretrained`` reads them. Sharded weights are gathered: every rank calls it, the ``first`` writes.
+    """Save weights as safetensors, configuration and tokenizer for ``from_pretrained``. Sharded weights are gathered: every rank calls, the ``first`` writes.
 
-    Files are written aside and then take their places one by one: a full disk leaves what was in ``folder``.
+    Files are written aside and replace the old ones one by one: a full disk leaves the content of ``folder`` intact.
     """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 

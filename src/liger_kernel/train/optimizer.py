@@ -14,7 +14,7 @@ from liger_kernel.train.config import TrainConfig, UserError
 
 
 def adamw(parameters: Iterable[Tensor], config: TrainConfig) -> torch.optim.Optimizer:
-    """PyTorch's fused AdamW of what is trained, or that of bitsandbytes with moments in 8 bits; vectors have no weight decay."""
+    """PyTorch's fused AdamW for the trained parameters, or that of bitsandbytes with moments in 8 bits. Vectors have no weight decay."""
     trained = [p for p in parameters if p.requires_grad]
     groups = [
         {"params": same, "weight_decay": config.weight_decay if matrices else 0.0}
@@ -32,7 +32,7 @@ def adamw(parameters: Iterable[Tensor], config: TrainConfig) -> torch.optim.Opti
 
 
 def scheduler(optimizer: torch.optim.Optimizer, config: TrainConfig) -> torch.optim.lr_scheduler.LambdaLR:
-    """``learning_rate`` as PyTorch's schedulers have it, for trainers of others."""
+    """``learning_rate`` as a scheduler of PyTorch, for other trainers."""
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(config, min(step, config.steps - 1)) / config.peak_lr)
 
 

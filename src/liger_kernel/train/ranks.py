@@ -42,11 +42,11 @@ ANSWER = 10.0  # seconds that the launcher of another machine has to answer
 
 
 class Preempted(Exception):
-    """SIGTERM reached some rank; all of them stopped after the same step, whose checkpoint is written."""
+    """SIGTERM reached some rank; all ranks have stopped after the same step and written its checkpoint."""
 
 
 class TooEarly(Preempted):
-    """SIGTERM came before training began: there is nothing to save."""
+    """SIGTERM came before training began, so there is nothing to save."""
 
 
 class _Early(BaseException):
@@ -54,7 +54,7 @@ class _Early(BaseException):
 
 
 class Stop(threading.Event):
-    """Set when the run is to stop; ``early`` until there are steps after which it could."""
+    """Set if the run must stop; ``early`` until there are steps after which it can stop."""
 
     early = True
 
@@ -81,7 +81,7 @@ class Ranks:
         return self.rank == 0
 
     def agreed(self, value: Any) -> Any:
-        """Rank 0's value, on every rank."""
+        """Return rank 0's value on every rank."""
         box = [value]
         dist.broadcast_object_list(box, src=0, group=self.control)
         return box[0]
@@ -95,7 +95,7 @@ class Ranks:
 
 @contextlib.contextmanager
 def joined(config: TrainConfig, device: torch.device) -> Iterator[Ranks]:
-    """The process group of the run, made here unless the caller has made one. After an error of many ranks it is left as it is: peers may be gone."""
+    """Join the process group of the run; make it unless the caller has made one. After an error of several ranks it is left, as peers may be gone."""
     made = not dist.is_initialized()
     if made:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -211,7 +211,7 @@ def _exists(process: int) -> bool:
 
 
 class News:
-    """What ranks tell each other, one step late and without waiting: whether to stop, and which save is done everywhere."""
+    """What ranks tell each other, one step late and without waiting: whether to stop, and which save is complete on all ranks."""
 
     def __init__(self, ranks: Ranks):
         self._ranks = ranks
@@ -405,11 +405,11 @@ def _keeps_a_rendezvous(host: str, port: int) -> bool:
 
 
 def launch_elastic(config: TrainConfig, command: list[str] | None = None) -> int:
-    """Run ``config`` in ``config.nproc`` processes on each of ``config.nnodes`` machines, started anew up to ``max_restarts`` times when one dies.
+    """Run ``config`` in ``config.nproc`` processes on each of ``config.nnodes`` machines; restart them up to ``max_restarts`` times when one dies.
 
-    ``command`` is what a worker runs (default: ``liger train`` with this config). Returns 0, ``EXIT_PREEMPTED`` if SIGTERM reached some process and all
-    workers have saved, ``EXIT_TERMINATED`` if it reached this one and they have not, 130 after Ctrl-C, or the exit code of the first worker that failed
-    when there were no restarts left or none would help.
+    ``command`` is what a worker runs (default: ``liger train`` with this configuration). Returns 0; ``EXIT_PREEMPTED`` if SIGTERM reached some process and all
+    workers have saved; ``EXIT_TERMINATED`` if it reached this process and they have not; 130 after Ctrl-C; or the exit code of the first worker that failed
+    if no restarts were left or a restart would not help.
     """
     from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 

@@ -1,9 +1,9 @@
-"""Texts and conversations, read one by one from files, folders and Hugging Face datasets, from any place on.
+"""Texts and conversations, read one by one from files, folders and Hugging Face datasets, from any position on.
 
-Three kinds of record are understood, recognised by the keys of the first one:
-  {"text": ...}                            plain text; every token is learnt, documents are joined and cut into rows of equal length
-  {"instruction", "output", ["input"]}     Alpaca; a conversation of one question and one answer
-  {"messages": [{"role", "content"}...]}   a conversation; one row each, only the assistant's turns carry labels
+Three kinds of record are understood; the keys of the first record decide:
+  {"text": ...}                            plain text; every token is learnt; documents are joined and cut into rows of equal length
+  {"instruction", "output", ["input"]}     Alpaca: a conversation of one question and one answer
+  {"messages": [{"role", "content"}...]}   a conversation; one row each; only the assistant's turns have labels
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NOT_TEXT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2t
 
 
 def standard_library() -> list[str]:
-    """The sources of this Python's standard library, docstrings and reference topics included: a real text that every machine has."""
+    """The sources of this Python's standard library, with docstrings and reference topics: a real text that every machine has."""
     root = Path(sysconfig.get_paths()["stdlib"])
     paths = [path for path in sorted(root.rglob("*.py")) if not NOT_TEXT & set(path.relative_to(root).parts)]
     texts = [path.read_bytes().decode("utf-8", errors="ignore") for path in paths]
@@ -35,7 +35,7 @@ def standard_library() -> list[str]:
 
 
 class Records:
-    """The records that ``config.data`` names, at most ``config.limit``; read anew, one by one, whenever they are gone through."""
+    """The records that ``config.data`` names, at most ``config.limit``. Each iteration reads them again, one by one."""
 
     def __init__(self, config: TrainConfig):
         self.config = config
@@ -67,7 +67,7 @@ class Records:
 
 
 def files_of(name: str) -> list[Path]:
-    """The file of that name, or the ``.jsonl`` and ``.parquet`` files of the folder, in order; none where it is no path."""
+    """The file with that name, or the ``.jsonl`` and ``.parquet`` files of the folder, in order; nothing if it is not a path."""
     path = Path(name)
     if path.is_dir():
         files = sorted(f for f in path.iterdir() if f.suffix in (".jsonl", ".parquet"))
@@ -135,7 +135,7 @@ def _hub(name: str, split: str, stream: bool, skip: int) -> Iterable[dict[str, A
 
 
 def conversation(record: dict[str, Any]) -> list[dict[str, str]] | None:
-    """The turns of a chat or Alpaca record; None for plain text. ``UserError`` for what is neither."""
+    """The turns of a chat or Alpaca record; None for plain text. Raises ``UserError`` for every other record."""
     if "messages" in record:
         turns = record["messages"]
         if turns is not None and not (isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns)):

@@ -1,9 +1,9 @@
-"""Credentials leave no trace: what is written, printed or reported of a run has ``***`` in their place.
+"""Remove credentials from everything that a run writes, prints or reports; ``***`` replaces them.
 
     s3://key:secret@bucket/run?token=abc   ->   s3://***@bucket/run?token=***
 
-Three forms are known: the user part of a URL, values in a URL or a query whose names say that they are secret, and the values of this process's
-environment variables whose names say so. ``UserError`` and ``in_a_line`` go through here, hence every message of the runtime layer.
+Three forms are known: the user part of a URL, values in a URL or a query with a secret name, and the values of this process's environment variables with
+a secret name. ``UserError`` and ``in_a_line`` use it, and so does every message of the runtime layer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def secret_name(name: str) -> bool:
 
 
 def redacted(text: str) -> str:
-    """``text`` without credentials."""
+    """Return ``text`` without credentials."""
     for name, value in os.environ.items():
         if len(value) >= 8 and not value.startswith(("/", "~")) and secret_name(name):  # shorter ones are words; paths name files with credentials
             text = text.replace(value, MARK)
@@ -41,5 +41,5 @@ def _without_user(found: re.Match[str]) -> str:
 
 
 def in_a_line(error: BaseException, most: int | None = 300) -> str:
-    """An error's text in one line of at most that many characters, without credentials."""
+    """Return the text of an error in one line of at most that many characters, without credentials."""
     return redacted(" ".join(str(error).split()))[:most]

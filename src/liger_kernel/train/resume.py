@@ -1,4 +1,4 @@
-"""What must hold for a run to go on where it stopped, whichever trainer made it, and what the trainers of others need for that."""
+"""What must hold for a run to continue where it stopped, for every trainer, and what the trainers of other packages need for it."""
 
 from __future__ import annotations
 
@@ -49,19 +49,19 @@ def accept(config: TrainConfig, data: Data, model: Any, ranks: Ranks, folder: Pa
 
 
 def finished(config: TrainConfig, ranks: Ranks) -> dict[str, Any] | None:
-    """The numbers of the run that made the last step, where this one had none to make."""
+    """The numbers of the run that made the last step, if this run had no step to make."""
     path = Path(config.out) / "metrics.json"
     found = json.loads(path.read_text(encoding="utf-8")) if ranks.first and path.is_file() else None  # rank 0 writes it again
     return found if found and found["trainer"] == config.trainer else None
 
 
 def numbers(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Of each group, what follows from the config: peak of the learning rate, weight decay and so on."""
+    """For each parameter group, what follows from the configuration: peak learning rate, weight decay and so on."""
     return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
 
 
 def configured(optimizer: Any, schedule: Any, numbers: list[dict[str, Any]]) -> None:
-    """Give them the numbers of this config again, which loading has replaced by those of the checkpoint."""
+    """Set the numbers of this configuration again, because loading has replaced them by those of the checkpoint."""
     schedule = getattr(schedule, "scheduler", schedule)  # accelerate's wrapper
     schedule.base_lrs = [group["lr"] for group in numbers]
     for group, own, part in zip(optimizer.param_groups, numbers, schedule.lr_lambdas):
@@ -75,7 +75,7 @@ def _seed(*numbers: int) -> int:
 
 
 def seed_all(*numbers: int) -> None:
-    """PyTorch's generators, and those of Python and NumPy, which collators and models of others may draw from."""
+    """Seed the generators of PyTorch, Python and NumPy; collators and models of others may use any of them."""
     torch.manual_seed(_seed(*numbers))
     random.seed(_seed(*numbers))
     np.random.seed(_seed(*numbers) % 2**32)

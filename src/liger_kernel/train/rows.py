@@ -1,7 +1,7 @@
-"""Rows of tokens: how they are held, packed, batched, and drawn in an order fixed by the seed.
+"""Rows of tokens: how they are stored, packed, batched, and drawn in an order that the seed determines.
 
-Labels are -100 where nothing is learnt; the model shifts them by one. With packing "documents" a row has several documents or conversations, whose
-positions begin at 0: from these transformers sees where attention ends.
+Labels are -100 where nothing is learnt; the model shifts them by one. With packing "documents", a row has several documents or conversations, whose
+positions begin at 0: from these, Transformers sees where attention ends.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class TokenFile:
 class Rows:
     """Rows of tokens and labels, end to end in two int32 tensors; row i lies between ``bounds[i]`` and ``bounds[i + 1]``.
 
-    ``positions``, where rows have several documents: those of the tokens in their documents. ``bounded``: batches of them say where documents begin, too.
+    ``positions``: positions of the tokens in their documents, if rows have several. ``bounded``: their batches also say where documents begin.
     """
 
     def __init__(self, ids: Tensor, labels: Tensor, bounds: Tensor, positions: Tensor | None = None):
@@ -81,7 +81,7 @@ class Rows:
         return found if self.positions is None else found | {"positions": self.positions}
 
     def digest(self) -> str:
-        """Of every token, label and bound, in order: other rows have another one."""
+        """A digest of every token, label and bound, in order."""
         if self._digest is None:
             sha = hashlib.sha256()
             for name, tensor in sorted(self.tensors(copy=False).items()):
@@ -135,7 +135,7 @@ class Rows:
         return self.ids[span], self.labels[span], None if self.positions is None else self.positions[span]
 
     def batch(self, picks: list[int], pad: int) -> dict[str, Any]:
-        """Right-padded (B, T) int64 tensors; an attention mask only where something is padded. Bounds of documents are as Flash Attention takes them."""
+        """Right-padded (B, T) int64 tensors; an attention mask only if something is padded. Bounds of documents have Flash Attention's form."""
         ids, labels, positions = zip(*(self.row(i) for i in picks))
         padded = lambda rows, value: pad_sequence([row.long() for row in rows], batch_first=True, padding_value=value)
         batch = {"input_ids": padded(ids, pad), "labels": padded(labels, IGNORE)}
@@ -157,12 +157,12 @@ def _bounds(positions: Tensor) -> dict[str, Any]:
 
 
 def learnt_tokens(batch: dict[str, Tensor]) -> int:
-    """How many tokens carry a loss: the first of a row is predicted by nothing."""
+    """The number of tokens with a loss; nothing predicts the first token of a row."""
     return int((batch["labels"][:, 1:] != IGNORE).sum())
 
 
 def together(single: Rows, length: int) -> Rows:
-    """Conversations, a row each, in rows of at most ``length``: the longest first, each into the row that it fills best."""
+    """Put conversations, one row each, into rows of at most ``length``: the longest first, each into the row that it fills best."""
     rows: list[list[int]] = []
     free: list[tuple[int, int]] = []  # (what is left, row), sorted
     bounds = single.bounds.tolist()
@@ -186,7 +186,7 @@ def check(rows: Rows, vocabulary: int) -> None:
 
 
 class Data:
-    """Rows to train on and rows to evaluate on, split by position so that the split does not depend on the seed."""
+    """Rows to train on and rows to evaluate on, split by position, so that the split does not depend on the seed."""
 
     def __init__(self, rows: Rows, tokenizer: Any, eval_fraction: float):
         self.rows, self.tokenizer = rows, tokenizer
@@ -197,11 +197,11 @@ class Data:
         self._order: tuple[tuple[int, ...], list[int]] = ((), [])
 
     def check(self, vocabulary: int) -> None:
-        """``UserError`` where a model has not that many ids."""
+        """Raise ``UserError`` if a model has fewer ids than the data."""
         check(self.rows, vocabulary)
 
     def identity(self) -> dict[str, Any]:
-        """What must be the same for the order of the data to go on where it stopped."""
+        """What must be equal for the order of the data to continue where it stopped."""
         return {"rows": len(self.rows), "held back": len(self.eval), "sum of ids": int(self.rows.ids.sum()), "digest of tokens": self.rows.digest()}
 
     def state(self) -> dict[str, Any]:

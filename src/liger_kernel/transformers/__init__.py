@@ -1,4 +1,4 @@
-"""Kernels for Hugging Face transformers. What patches models is imported when it is asked for, as it needs transformers installed."""
+"""Kernels for Hugging Face Transformers. The modules that patch models are imported on first use, because they need Transformers."""
 
 from __future__ import annotations
 

@@ -1,15 +1,16 @@
-"""Attention over rows of several documents, without a mask of every pair of tokens: PyTorch's ``varlen_attn`` by transformers' attention interface.
+"""Attention over rows of several documents without a mask of every pair of tokens: PyTorch's ``varlen_attn`` in Transformers' attention interface.
 
-``liger_varlen`` is what "sdpa" is, to the bit, but for batches that say where their documents begin, as for Flash Attention: ``cu_seq_lens_q`` (documents + 1,)
-int32, bounds in the flattened batch, and ``max_length_q``, a number. A collator knows both on the host. There each document is a sequence of its own.
+``liger_varlen`` computes what "sdpa" computes, bit-identically, except for batches that say where their documents begin, as for Flash Attention:
+``cu_seq_lens_q`` (documents + 1,) int32, the bounds in the flattened batch, and ``max_length_q``, a number. A collator knows both on the host. In such a
+batch, each document is a sequence of its own.
 
-Whether the kernel serves is known in a layer, after the mask is made. So the mask of packed rows is a ``PackedMask``, which keeps how it is made: a layer that
-the kernel serves leaves it at that, and whatever else reads it, in ways that we cannot know, reads what sdpa would have been given.
+Only a layer knows whether the kernel supports its input, and the mask is made before. Therefore the mask of packed rows is a ``PackedMask``, which stores
+how to make it. A layer that runs the kernel does not make it. Every other reader, in whatever way it reads, gets the mask that sdpa would get.
 
-``liger_causal`` is "sdpa" without a mask. Inside ``torch.compile`` transformers writes out the mask of a batch of which nothing is said, as it may not look at
-positions there, and attention then takes nearly three times as long; in eager mode it finds that such a batch needs none.
+``liger_causal`` is "sdpa" without a mask. Inside ``torch.compile``, Transformers writes out the mask of every batch, because it may not look at positions
+there, and attention then takes nearly three times as long. In eager mode it finds that such a batch needs no mask.
 
-``B`` rows, ``T`` tokens a row, ``H`` heads, ``D`` width of a head.
+``B`` rows, ``T`` tokens per row, ``H`` heads, ``D`` width of a head.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ _SAID = {"causal_mask_function"} | {
 
 
 class PackedMask(Tensor):
-    """The (B, 1, T, T) mask that ``sdpa_mask(**arguments)`` makes, made when it is read."""
+    """The (B, 1, T, T) mask of ``sdpa_mask(**arguments)``, which is made when somebody reads it."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as PyTorch says to
     window: int | None
@@ -72,7 +73,7 @@ class PackedMask(Tensor):
         return mask
 
     def dense(self) -> Tensor:
-        """The mask itself, the same one for all layers."""
+        """The mask itself; all layers share it."""
         if self.made is None:
             self.made = sdpa_mask(**self.arguments)
         return self.made
@@ -98,7 +99,7 @@ def _parts(function: Callable) -> Iterator[Callable]:
 
 
 def packed_mask(**arguments: Any) -> Tensor | None:
-    """The mask of packed rows as a ``PackedMask``; any other as ``sdpa_mask`` makes it."""
+    """Return the mask of packed rows as a ``PackedMask``, and every other mask as ``sdpa_mask`` makes it."""
     if arguments.get("use_vmap") is False and arguments.get("attention_mask") is None and not torch.compiler.is_compiling():
         parts = list(_parts(arguments["mask_function"]))
         documents = [inspect.getclosurevars(p).nonlocals["packed_sequence_mask"] for p in parts if p.__qualname__.startswith("packed_sequence_mask_function.")]
@@ -117,7 +118,7 @@ def attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """(B, H, T, D) query, key and value to a (B, T, H, D) output, by ``varlen_attn`` where it serves, else by transformers' sdpa."""
+    """Attention of query, key and value (B, H, T, D); returns (B, T, H, D). Runs ``varlen_attn`` if it supports the input, otherwise Transformers' sdpa."""
     if isinstance(attention_mask, PackedMask):
         bounds, longest = kwargs.get("cu_seq_lens_q"), kwargs.get("max_length_q")
         beyond = dropout or any(kwargs.get(name) is not None for name in ("softcap", "s_aux", "position_bias"))
@@ -158,9 +159,10 @@ def _by_interface(source: str) -> bool:
 
 
 def use(model: nn.Module) -> str | None:
-    """Make ``liger_varlen`` the attention of a model's layers, of text in one of text and images; or say why it stays what it is.
+    """Make ``liger_varlen`` the attention of a model's layers (of the text layers in a model of text and images).
 
-    Left alone is what computes attention by itself, asks whether it is sdpa, or takes bounds of documents for another purpose.
+    Returns None, or the reason why the model keeps its attention: it has an attention of its own, asks whether its attention is sdpa, or uses bounds of
+    documents for another purpose.
     """
     if "use_vmap" not in inspect.signature(sdpa_mask).parameters:  # it needs vmap, and a PackedMask could not be read
         return f"transformers {transformers.__version__} is older than 5"
@@ -180,7 +182,7 @@ _SAYS = {"attention_mask", "position_ids", "past_key_values", "cache_position"} 
 
 @functools.cache
 def masks_as_told(module: types.ModuleType) -> bool:
-    """Whether what models of a Python module mask is causality, a window, and what their arguments say; and their attention is transformers' interface."""
+    """Whether the models of a Python module use Transformers' attention interface, and mask only by causality, a window and their arguments."""
     try:
         source = inspect.getsource(module)
     except (OSError, TypeError):  # not from a file
@@ -194,7 +196,7 @@ def masks_as_told(module: types.ModuleType) -> bool:
 
 
 def unmasked(forward: Callable) -> Callable:
-    """``forward`` of a model with a head; inside ``torch.compile`` without a mask where the same batch has none in eager mode."""
+    """Wrap the ``forward`` of a model with a head: inside ``torch.compile``, it omits the mask if the same batch has none in eager mode."""
     module, names = sys.modules.get(forward.__module__), list(inspect.signature(forward).parameters)
     if module is None or not masks_as_told(module):
         return forward
@@ -214,7 +216,7 @@ def unmasked(forward: Callable) -> Callable:
 
 
 def needs_no_mask(config: Any, given: Mapping[str, Any]) -> bool:
-    """Whether transformers' sdpa gets no mask for a batch, the arguments of a ``forward``, in eager mode: nothing is said of it, and there is no window."""
+    """Whether Transformers' sdpa gets no mask for this batch in eager mode: no argument restricts what tokens see, and there is no window."""
     window = getattr(config, "sliding_window", None) or set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
     sdpa = getattr(config, "_attn_implementation_internal", None) == "sdpa" and not getattr(config, "is_encoder_decoder", False)
     nested = getattr(config, "sub_configs", None)  # setting the outer one's would set theirs

@@ -1,4 +1,4 @@
-"""transformers' auto classes, with the classes of the model's family patched before it is made."""
+"""Transformers' auto classes; they patch the classes of the model's family before they make the model."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _base_of(name: str, kwargs: dict[str, Any]) -> str:
 
 
 class _Auto:
-    """Makes ordinary transformers models; the flags of ``apply_liger_kernel_to_*`` are taken out of the keywords, the rest is passed on."""
+    """Make ordinary Transformers models. The flags of ``apply_liger_kernel_to_*`` are taken from the keywords; all other keywords are passed on."""
 
     _plain: Any  # the class of transformers that makes them: remote code is found under its name
 
@@ -59,18 +59,18 @@ class _Auto:
 
 
 class AutoLigerKernelForCausalLM(_Auto, AutoModelForCausalLM):
-    """``AutoModelForCausalLM`` with kernels; the flags of ``apply_liger_kernel_to_*`` are taken out of the keywords."""
+    """``AutoModelForCausalLM`` with patched classes. Flags of ``apply_liger_kernel_to_*`` may be among the keywords."""
 
     _plain = AutoModelForCausalLM
 
 
 class AutoLigerKernelForImageTextToText(_Auto, AutoModelForImageTextToText):
-    """``AutoModelForImageTextToText`` with kernels; the flags of ``apply_liger_kernel_to_*`` are taken out of the keywords."""
+    """``AutoModelForImageTextToText`` with patched classes. Flags of ``apply_liger_kernel_to_*`` may be among the keywords."""
 
     _plain = AutoModelForImageTextToText
 
 
 class AutoLigerKernelForSequenceClassification(_Auto, AutoModelForSequenceClassification):
-    """``AutoModelForSequenceClassification`` with kernels; the flags of ``apply_liger_kernel_to_*`` are taken out of the keywords."""
+    """``AutoModelForSequenceClassification`` with patched classes. Flags of ``apply_liger_kernel_to_*`` may be among the keywords."""
 
     _plain = AutoModelForSequenceClassification

@@ -1,4 +1,4 @@
-"""Calls of other functions than ``forward`` on modules that FSDP has sharded."""
+"""Calls of functions other than ``forward`` on modules that FSDP has sharded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The functions of ``liger_kernel.nn``, where published users import them from."""
+"""The functions of ``liger_kernel.nn``, under the import path of LinkedIn's package."""
 
 from __future__ import annotations
 

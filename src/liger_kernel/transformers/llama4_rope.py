@@ -1,4 +1,4 @@
-"""Llama 4's complex rotations, and a function that puts them in a module of transformers."""
+"""Llama 4's complex rotations, and a function that puts them into a module of Transformers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from liger_kernel.ops.rotary.rope import LigerLlama4RopeFunction as LigerLlama4R
 
 
 def apply_liger_llama4_rope_full(modeling_module: ModuleType) -> None:
-    """Let ``modeling_module``, transformers' ``modeling_llama4``, turn text and images by ours; ``restore("llama4")`` gives back what was there."""
+    """Replace the rotations of text and images in ``modeling_module``, Transformers' ``modeling_llama4``; ``restore("llama4")`` undoes it."""
     from liger_kernel.transformers.patching.bound import ours
     from liger_kernel.transformers.patching.values import Patch, Patches
 

@@ -1,4 +1,4 @@
-"""A mixture of experts whose weights come with the call."""
+"""A mixture of experts that receives its weights in each call."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from liger_kernel.ops.projections.moe import moe
 
 
 class LigerExpertParallelFusedMoe(nn.Module):
-    """``sum_k weight_k A (silu(B x) * (C x))`` over the experts chosen for each token, all of which are on this rank.
+    """``sum_k weight_k A (silu(B x) * (C x))`` over the experts of each token. All experts must be on this rank.
 
-    ``ImplNotAvailableError`` for a ``process_group`` of several ranks: that needs native kernels over NVSHMEM, which are not here. Transformers' own expert
-    parallelism with ``LigerExperts`` serves such a model.
+    Raises ``ImplNotAvailableError`` for a ``process_group`` of several ranks, because that needs native kernels over NVSHMEM, which do not exist here. Use
+    Transformers' own expert parallelism with ``LigerExperts`` instead.
     """
 
     def __init__(self, process_group: Any = None):

@@ -1,4 +1,4 @@
-"""TRL's trainer of odds ratio preferences, without logits. TRL is imported when the trainer is asked for."""
+"""TRL's trainer of odds ratio preference optimisation (ORPO), without logits. TRL is imported on first use."""
 
 from __future__ import annotations
 

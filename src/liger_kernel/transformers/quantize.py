@@ -1,4 +1,4 @@
-"""The frozen linear layers of a model in FP8: ``quantize_base(model, "fp8")``, before or after PEFT has wrapped them.
+"""Store the frozen linear layers of a model in FP8: ``quantize_base(model, "fp8")``, before or after PEFT wraps them.
 
 model = AutoModelForCausalLM.from_pretrained(..., dtype=torch.bfloat16)
 quantize_base(model, "fp8")
@@ -22,14 +22,14 @@ HEADS_AND_ROUTERS = ("lm_head", "embed_out", "score", "classifier", "gate", "rou
 
 
 def quantize_base(model: nn.Module, recipe: str = "fp8", *, skip: tuple[str, ...] = HEADS_AND_ROUTERS, keep_transposed: bool = True) -> dict[str, str]:
-    """Replace the frozen linear layers of ``model`` by ones that hold their weight in FP8, and return the names of those left as they are, with the reason.
+    """Replace the frozen linear layers of ``model`` by layers with FP8 weights; return the names of layers that were not replaced, each with the reason.
 
-    ``recipe``: "fp8", one scale for a weight, or "fp8_rowwise", one for each of its outputs; ``ops/projections/float8.py`` says what each costs.
-    ``skip``: names of modules, or ends of them; the output head, small layers, trained ones and adapters are skipped, too. Where all of the model asks
-    for gradients, as a model does that was just loaded, all of it counts as frozen.
-    ``keep_transposed``: hold each weight a second time, transposed, for the backward: as much memory as in bf16, but no transposing in each backward.
-    With FSDP pass False: what is held transposed is not sharded. (FSDP2 of PyTorch 2.11 refuses these layers; that of 2.13 takes them.)
-    Raises ``ValueError`` for another recipe, and on a GPU without FP8. The CPU computes what a GPU would, slowly.
+    ``recipe``: "fp8", one scale for each weight, or "fp8_rowwise", one scale for each output; ``ops/projections/float8.py`` has the error of each.
+    ``skip``: names of modules, or ends of names. The output head, small layers, trained layers and adapters are skipped, too. If every parameter of the model
+    requires a gradient, as in a model that was just loaded, all of them count as frozen.
+    ``keep_transposed``: also store each weight transposed, for the backward pass. This takes as much memory as bf16 and saves a transposition in each backward
+    pass. With FSDP, pass False, because transposed weights are not sharded. (FSDP2 of PyTorch 2.11 refuses these layers; that of 2.13 accepts them.)
+    Raises ``ValueError`` for any other recipe, and on a GPU without FP8. The CPU computes the same result, slowly.
     """
     if recipe not in RECIPES:
         raise ValueError(f"quantize_base: recipe must be one of {', '.join(RECIPES)}, got {recipe!r}")

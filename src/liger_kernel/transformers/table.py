@@ -224,9 +224,10 @@ def document() -> str:
         "",
         f"Written by `liger models --write` from transformers {families.VERSION}; `liger models MODEL_TYPE` says more. {summary()}.",
         "",
-        "A part is swapped where ours reproduces it: bit for bit in bf16, or, where ours rounds once and Hugging Face at every step (experts, complex rope,",
-        "SwiGLU with a slope, some LayerNorms), to that rounding. Every family below was tried: one training step of a tiny model, with images where the",
-        "column says so, gives the loss and gradients of stock Hugging Face. Linear layers with PEFT's adapters run in every family: [lora.md](lora.md).",
+        "liger-kernel replaces a part only if its kernel reproduces the part: bit-identical in bf16 on a CPU, or, for parts in which Transformers rounds after",
+        "every step and the kernel rounds once (experts, complex rotary embeddings, SwiGLU with a slope, some LayerNorms), equal up to that rounding. For",
+        "every family below, one training step of a tiny model (with images where the column says so) gives the loss and the gradients of stock Transformers.",
+        "Linear layers with PEFT's adapters run in every family: see [LoRA and QLoRA](guides/lora.md).",
         "",
         "| type | head | images | swapped | left alone |",
         "|---|---|---|---|---|",
@@ -238,7 +239,15 @@ def document() -> str:
         swapped = "<br>".join([*(f"{name}: {label}" for name, label in row.swapped.items()), *parts])
         left = "<br>".join(f"{name}: {reason}" for name, reason in row.left_alone.items())
         lines.append(f"| {t} | {head} | {'yes' if row.images else ''} | {swapped} | {left} |")
-    lines += ["", "## Not tried", "", "Recognised when they are asked for, as every type is that the table does not know.", "", "| type | why |", "|---|---|"]
+    lines += [
+        "",
+        "## Not verified",
+        "",
+        "No tiny model of these types was trained, for the reason in the table. Their parts are recognised when you patch such a model.",
+        "",
+        "| type | why |",
+        "|---|---|",
+    ]
     lines += [f"| {t} | {reason} |" for t, reason in families.UNVERIFIED.items()]
     return "\n".join(line.replace("_", "\\_") if line.startswith("| ") else line for line in lines) + "\n"
 

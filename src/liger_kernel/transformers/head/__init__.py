@@ -1,1 +1,1 @@
-"""The output head and its loss as one: what stands in for logits until somebody needs them."""
+"""The output head and its loss as one operation: what replaces the logits until somebody needs them."""

@@ -1,9 +1,9 @@
-"""Fused output head and loss without replacing any model's ``forward``.
+"""Run output head and loss together, without replacing the ``forward`` of a model.
 
-For the time of one training ``forward`` a stand-in takes the place of the output head. It returns ``DeferredLogits``: a recipe for the logits.
-What models do to logits on the way to their loss (scaling, soft-capping, casts, slices, reshapes) is recorded; ``F.cross_entropy``, wherever
-it is called from, takes the recipe and computes the loss from hidden states and head in chunks. Anything else gets the logits, computed by
-the head itself: slower, never wrong. So the model's own ``forward`` and its own loss function run, whatever they are.
+During one training ``forward``, a stand-in replaces the output head. It returns ``DeferredLogits``: a recipe for the logits. What the model does to the
+logits on the way to its loss (scaling, soft-capping, casts, slices, reshapes) is recorded. ``F.cross_entropy``, wherever it is called, receives the
+recipe and computes the loss from hidden states and head in chunks. Every other reader receives the logits, computed by the head itself, which is slower
+and gives the same result. So the model's own ``forward`` and its own loss function run.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ def _positional(forward: Callable) -> tuple[list[str], bool]:
 
 
 def fused(forward: Callable, *, keep_logits: bool = False, known: bool = True) -> Callable:
-    """``forward`` (a function of a model class) with head and loss fused, and the keywords that users of patched models know.
+    """Wrap ``forward``, a function of a model class, so that head and loss run together. The wrapper adds the keywords of patched models.
 
-    Logits are left out while training with labels, or as ``skip_logits`` says. With ``keep_logits`` they are always computed, and only
-    the loss on them is fused. ``known``: it is transformers' own; else its loss may be of other labels than it is given, and its output anything.
+    While the model trains with labels, logits are omitted, unless ``skip_logits`` says otherwise. With ``keep_logits``, logits are always computed and only
+    the loss on them is fused. ``known`` says that ``forward`` is Transformers' own; otherwise its loss may use other labels than it is given, and its output
+    may be anything.
     """
     signature = inspect.signature(forward)
     forward = attention.unmasked(forward)

@@ -24,14 +24,14 @@ from liger_kernel.transformers.recognise.projections import Left, base_of, copy_
 
 
 def may_be_linear(head: nn.Module) -> nn.Module | None:
-    """The linear layer in ``head`` that holds its weight, if a loss may take it as that weight with terms of low rank."""
+    """Return the linear layer in ``head`` that holds its weight, if a loss can treat the head as that weight plus terms of low rank."""
     inner = parallel.bare(head)
     base = inner if parallel.is_linear(inner) else base_of(copy_in_use(inner))
     return base if parallel.is_linear(base) else None
 
 
 def with_adapters(head: nn.Module, x: Tensor) -> Projection | Left:
-    """What ``head(x)`` computes now, of a weight that is one whole tensor; else why the head itself is called, on a chunk of tokens at a time."""
+    """Return what ``head(x)`` computes now from a whole weight, or the reason why the head itself is called on one chunk of tokens at a time."""
     if torch.compiler.is_compiling():
         return Left("torch.compile")
     if not untouched():
@@ -49,7 +49,7 @@ def with_adapters(head: nn.Module, x: Tensor) -> Projection | Left:
 
 
 def terms(found: Projection, x: Tensor) -> dict[str, Any]:
-    """x (M, H), w, bias, xa and wb of ``linear_cross_entropy`` for a head and the rows it is called with."""
+    """Return x (M, H), w, bias, xa and wb of ``linear_cross_entropy`` for a head and the rows with which it is called."""
     dtype, bias = product_dtype(x), found.bias
     rows, xa, wb = x.to(dtype), [], []
     for adapter in found.adapters:

@@ -1,4 +1,4 @@
-"""The loss of a recipe for logits, from hidden states and head in chunks."""
+"""The loss of a recipe for logits, computed from hidden states and head in chunks."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ STATISTICS = ("return_token_accuracy", "return_predicted_tokens")
 
 
 def head_cross_entropy(head: nn.Module, x: Tensor, target: Tensor, options: LossOptions = DEFAULTS, *, within: bool = False) -> Any:
-    """Cross entropy of ``head(x)`` and ``target``, with the results of ``linear_cross_entropy``, without holding all logits.
+    """Cross entropy of ``head(x)`` and ``target`` without storing all logits; returns the results of ``linear_cross_entropy``.
 
-    x (M, H), target (M,). A plain ``nn.Linear`` is fused, also one whose parameters FSDP or ZeRO shards: they are gathered once; so is one with PEFT's LoRA.
-    Any other head (quantised, DoRA ...) is called itself on one chunk of tokens at a time, and again in the backward, in the state of this call.
+    x (M, H), target (M,). A plain ``nn.Linear`` is fused, also if FSDP or ZeRO shards its parameters, which are then gathered once; so is one with PEFT's
+    LoRA. Every other head (quantised, DoRA, ...) is called on one chunk of tokens at a time, and again in the backward pass, in the state of this call.
     ``within``: the caller has entered ``head``.
     """
     if not within and parallel.needs_entering(head):

@@ -1,7 +1,7 @@
 """The loss of a causal model as functions of hidden states and head, which frameworks call, wrap or replace.
 
-Patched models do not need them. But where one of the three (these two, and ``functional.liger_fused_linear_cross_entropy``) has been replaced,
-patched models compute their loss by it; names are looked up when a loss is computed, not before.
+Patched models do not need these functions. But if somebody has replaced one of the three (these two, and ``functional.liger_fused_linear_cross_entropy``),
+patched models compute their loss with the replacement. Names are looked up when a loss is computed, not before.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def fixed_fused_linear_cross_entropy(
     return_predicted_tokens: bool = False,
     **kwargs: Any,
 ) -> Tensor | CrossEntropyOutput:
-    """Cross entropy of hidden_states (M, H), lm_head_weight (V, H) and target (M,): its sum over ``num_items_in_batch``, or its mean.
+    """Cross entropy of hidden_states (M, H), lm_head_weight (V, H) and target (M,): the sum divided by ``num_items_in_batch``, or the mean.
 
-    Options of ``liger_fused_linear_cross_entropy`` among ``kwargs`` are passed on, others ignored. If every target is ignored, 0.
+    Options of ``liger_fused_linear_cross_entropy`` in ``kwargs`` are passed on, others are ignored. Returns 0 if every target is ignored.
     """
     options = {k: v for k, v in kwargs.items() if k in _OPTIONS}
     if num_items_in_batch is None and options.get("ce_weight") is None:
@@ -56,9 +56,9 @@ def LigerForCausalLMLoss(
     return_predicted_tokens: bool = False,
     **kwargs: Any,
 ) -> Tensor | CrossEntropyOutput:
-    """``fixed_fused_linear_cross_entropy`` of what each token says about the next one.
+    """``fixed_fused_linear_cross_entropy`` of each token's prediction of the next token.
 
-    hidden_states (..., T, hidden_size); ``shift_labels``, or ``labels`` moved by one, of any shape with as many elements as there are tokens.
+    hidden_states (..., T, hidden_size); ``shift_labels``, or ``labels`` shifted by one, of any shape with one element per token.
     """
     if shift_labels is None:
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
@@ -70,7 +70,7 @@ def LigerForCausalLMLoss(
 def lce_maybe_trainable_lm_head(
     self: nn.Module, hidden_states: Tensor, hidden_size: int, labels: Tensor | None, shift_labels: Tensor | None, **loss_kwargs: Any
 ) -> Tensor | CrossEntropyOutput:
-    """``LigerForCausalLMLoss`` by the weight of ``self.lm_head``: PEFT's trained copy of it, and whole where FSDP or ZeRO has sharded it."""
+    """``LigerForCausalLMLoss`` with the weight of ``self.lm_head``: PEFT's trained copy if there is one, gathered if FSDP or ZeRO has sharded it."""
     head = self.lm_head
 
     def loss(x: Tensor) -> Tensor | CrossEntropyOutput:
@@ -80,7 +80,7 @@ def lce_maybe_trainable_lm_head(
 
 
 def unpack_cross_entropy_result(result: Any) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Loss, z-loss, token accuracy and predicted tokens of a ``CrossEntropyOutput``, or of a tuple of up to these four, or of a loss alone."""
+    """Return loss, z-loss, token accuracy and predicted tokens of a ``CrossEntropyOutput``, of a tuple of up to four of these, or of a loss."""
     if isinstance(result, CrossEntropyOutput):
         return result.loss, result.z_loss, result.token_accuracy, result.predicted_tokens
     loss, *more = result if isinstance(result, tuple) else (result,)
@@ -92,5 +92,5 @@ _OURS = LigerForCausalLMLoss, fixed_fused_linear_cross_entropy, liger_fused_line
 
 
 def replaced() -> bool:
-    """Whether somebody has put another function in place of one of ours."""
+    """Whether somebody has replaced one of our functions."""
     return (LigerForCausalLMLoss, fixed_fused_linear_cross_entropy, functional.liger_fused_linear_cross_entropy) != _OURS

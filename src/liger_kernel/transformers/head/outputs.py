@@ -20,7 +20,7 @@ EXTRA = "token_accuracy", "predicted_tokens"
 
 
 def output_class(cls: type) -> type:
-    """``cls``, a ``ModelOutput``, with the fields ``token_accuracy`` and ``predicted_tokens``; pickled without these it is a ``cls``, which loads anywhere."""
+    """Return ``cls``, a ``ModelOutput``, with the fields ``token_accuracy`` and ``predicted_tokens``. Its pickles without these are ``cls``."""
     if cls not in _OUTPUTS:
         name = cls.__name__ if cls.__name__.startswith("Liger") else f"Liger{cls.__name__}"
         namespace = {"__module__": __name__, "__doc__": cls.__doc__, "__reduce__": _reduced_output}
@@ -54,7 +54,7 @@ def _reduced_output(self: Any) -> Any:
 
 
 def declare_outputs(module: types.ModuleType | None) -> None:
-    """Make the classes that models of ``module`` may return, ahead of time: ``torch.compile`` cannot trace the making of a class."""
+    """Make the output classes for the models of ``module`` in advance, because ``torch.compile`` cannot trace the making of a class."""
     for each in (modeling_outputs, module):
         for cls in _outputs_in(each) if each else ():
             output_class(cls)
@@ -67,7 +67,7 @@ def _outputs_in(module: types.ModuleType) -> Iterator[type]:
 
 
 def settled(out: Any, skip: bool, token_accuracy: Tensor | None, predicted_tokens: Tensor | None) -> Any:
-    """``out`` without recipes: what was skipped is left out, the rest is computed. A ``ModelOutput`` is rebuilt, as it is also a dict."""
+    """Return ``out`` without recipes: skipped logits are omitted, all others are computed. A ``ModelOutput`` is rebuilt, because it is also a dict."""
     if isinstance(out, tuple):
         drop = skip and isinstance(out[0], Tensor) and not isinstance(out[0], Recipe)  # the loss is there
         kept = [materialised(x) for x in out if not (drop and isinstance(x, Recipe))]
@@ -81,7 +81,7 @@ def settled(out: Any, skip: bool, token_accuracy: Tensor | None, predicted_token
 
 
 def settled_in_place(out: Any, skip: bool, token_accuracy: Tensor | None, predicted_tokens: Tensor | None) -> Any:
-    """The same for the output of a ``forward`` of the user's: the very object where it is a ``ModelOutput``, as it may have more than its class declares."""
+    """The same for the output of a user's ``forward``: a ``ModelOutput`` stays the same object, as it may have more than its class declares."""
     if not isinstance(out, ModelOutput):
         return of_tensors(out)
     _settle(out, skip and getattr(out, "loss", None) is not None)

@@ -1,4 +1,4 @@
-"""Logits that are not there yet: a recipe for them, which records what a model does to them on the way to its loss."""
+"""Logits that are not computed yet: a recipe for them, which records what a model does to them on the way to its loss."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ IGNORE = -100
 
 @dataclass(frozen=True, eq=False)
 class LossOptions:
-    """What a cross entropy is to be, by the names and with the defaults of the operators."""
+    """The options of a cross entropy, with the names and defaults of the operators."""
 
     ignore_index: int = IGNORE
     reduction: str = "mean"
@@ -39,11 +39,11 @@ class LossOptions:
     accum_dtype: torch.dtype | None = None
 
     def but(self, **changes: Any) -> LossOptions:
-        """The same with these fields."""
+        """Return the same options with these fields changed."""
         return LossOptions(**self.given() | changes)
 
     def given(self, *without: str) -> dict[str, Any]:
-        """The fields that differ from the defaults, but those ``without``: keywords of an operator, which need not know the rest."""
+        """The fields that differ from the defaults, except those in ``without``: keywords for an operator, which need not know the rest."""
         return {name: getattr(self, name) for name, default in _FIELDS.items() if getattr(self, name) is not default and name not in without}
 
 
@@ -53,7 +53,7 @@ DEFAULTS = LossOptions()
 
 @dataclass
 class Loss:
-    """What the caller of ``forward`` asked of the loss, and what the loss found."""
+    """What the caller of ``forward`` wants from the loss, and what the loss returned."""
 
     options: LossOptions = field(default_factory=LossOptions)  # DEFAULTS is a constant that PyTorch 2.11 cannot compile here
     statistics: bool = False
@@ -71,13 +71,12 @@ LOSSES: dict[Callable, Callable[..., Any]] = {}
 
 
 class Recipe:
-    """``head(rows)``, or ``rows`` if there is no head, then ``tail``; computed when somebody looks.
+    """``head(rows)``, or ``rows`` if there is no head, followed by ``tail``. It is computed when somebody reads it.
 
-    ``tail`` holds ("mul", number), ("div", number), ("tanh", None) and ("to", dtype). Selecting and reshaping tokens acts on ``rows``. Once somebody
-    looks, all recipes made of the same logits are computed from them, views as views: from then on the logits are what counts, as they may be changed
-    in place.
+    ``tail`` holds ("mul", number), ("div", number), ("tanh", None) and ("to", dtype). Selecting and reshaping tokens acts on ``rows``. As soon as somebody
+    reads one recipe, all recipes of the same logits are computed from them, and views stay views: from then on, the logits may be changed in place.
 
-    Gradients, autocast and the state of the head are what they were when it was called, whoever looks.
+    Gradients, autocast and the state of the head are those of the moment in which the model called the head, whoever reads the recipe.
     """
 
     def __init__(self, rows: Tensor, head: nn.Module | None, loss: Loss, tail: tuple[tuple[str, Any], ...] = (), state: HeadState | None = None):
@@ -92,7 +91,7 @@ class Recipe:
         self.others: list[Callable[[], Recipe | None]] = []  # of a root: the recipes made of it, while they live
 
     def value(self) -> Any:
-        """The logits themselves."""
+        """Compute the logits, or return them if they are computed."""
         self.not_in_a_function()
         if self.computed is None:
             root = self if self.root is None else self.root
@@ -104,7 +103,7 @@ class Recipe:
         return self.computed
 
     def not_in_a_function(self) -> None:
-        """``RuntimeError`` within a ``torch.autograd.Function`` that was given a recipe: autograd knows tensors alone, and no gradient would pass."""
+        """Raise ``RuntimeError`` inside a ``torch.autograd.Function`` that received a recipe: autograd knows only tensors, so no gradient would pass."""
         root = self if self.root is None else self.root
         if torch.is_grad_enabled() or not root.learns or torch.compiler.is_compiling():
             return
@@ -126,17 +125,18 @@ class Recipe:
         return y
 
     def as_called(self) -> contextlib.AbstractContextManager:
-        """Autocast as it was when the head was called."""
+        """The state of autocast in which the head was called."""
         device = self.rows.device.type
         if self.head is None or self.autocast == _autocast(device):
             return contextlib.nullcontext()
         return torch.autocast(device, dtype=self.autocast, enabled=self.autocast is not None)
 
     def in_state(self) -> contextlib.AbstractContextManager:
-        """The head as it was when it was called."""
+        """The head in the state in which it was called."""
         return contextlib.nullcontext() if self.state is None else self.state.restored()
 
     def derived(self, rows: Tensor, tail: tuple[tuple[str, Any], ...], op: Callable[[Tensor], Tensor]) -> Recipe:
+        self.not_in_a_function()
         new = new_recipe(rows, self.head, self.loss, tail, self.state)
         root = self if self.root is None else self.root
         new.learns, new.autocast, new.root = new.learns and self.learns, self.autocast, root
@@ -152,7 +152,7 @@ class Recipe:
         return new
 
     def changed(self, name: str, arg: Any) -> Any:
-        """The same in place."""
+        """The same as ``then``, in place."""
         if self.computed is not None or self.shared or not isinstance(arg, (int, float)) or not arg or self.learns != torch.is_grad_enabled():
             return getattr(self.value(), f"{name}_")(materialised(arg))
         self.tail, make = (*self.tail, (name, arg)), self.make
@@ -164,7 +164,7 @@ class Recipe:
         return self.derived(rows, self.tail, op)
 
     def scale_and_cap(self) -> tuple[float, float | None] | None:
-        """``tail`` as ``cap * tanh(scale * x / cap)``, or ``scale * x`` if cap is None; None if it is neither."""
+        """``tail`` as ``cap * tanh(scale * x / cap)``, or as ``scale * x`` if cap is None; None if ``tail`` is neither."""
         before = after = 1.0
         capped = False
         for name, arg in self.tail:
@@ -180,7 +180,7 @@ class Recipe:
         return (before * after, after) if capped else (before, None)
 
     def gradient_wanted(self, name: str) -> None:
-        """``RuntimeError`` if a loss has been computed already, without logits, so that its gradient does not pass through them."""
+        """Raise ``RuntimeError`` if a loss was already computed without logits, so that its gradient does not pass through them."""
         if self.learnt:
             raise RuntimeError(
                 f"{name}: a loss of these logits was computed without them, so that they get no gradient: ask before the loss is computed, "
@@ -335,7 +335,7 @@ def materialised(x: Any) -> Any:
 
 
 def of_tensors(tree: Any) -> Any:
-    """``tree`` with logits in the place of recipes."""
+    """Return ``tree`` with logits instead of recipes."""
     return tree_map(materialised, tree, is_leaf=_is_recipe)
 
 
@@ -355,7 +355,7 @@ Recipe.__hash__ = object.__hash__  # type: ignore[method-assign]  # which went w
 
 
 class DeferredLogits(Recipe, Tensor):
-    """A recipe that is a tensor, without memory of its own: ``isinstance`` says so, and what PyTorch's C++ is given is caught below."""
+    """A recipe that is a tensor for ``isinstance`` but has no memory of its own; calls of PyTorch's C++ with it are caught below."""
 
     @staticmethod
     def __new__(cls, rows: Tensor, head: nn.Module | None, *args: Any, **kwargs: Any) -> DeferredLogits:
@@ -374,7 +374,7 @@ class DeferredLogits(Recipe, Tensor):
 
 
 def new_recipe(*args: Any, **kwargs: Any) -> Recipe:
-    """One that is a tensor, but while it is traced: ``torch.compile`` knows objects better."""
+    """Make a recipe that is a tensor; under ``torch.compile`` a plain object, which the compiler traces better."""
     return (Recipe if torch.compiler.is_compiling() else DeferredLogits)(*args, **kwargs)
 
 

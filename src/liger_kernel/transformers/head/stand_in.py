@@ -1,4 +1,4 @@
-"""What takes the place of the output head for the time of one ``forward``."""
+"""The module that replaces the output head during one ``forward``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from liger_kernel.transformers.recognise.projections import copy_in_use
 
 @dataclass
 class Call:
-    """A ``forward`` under way."""
+    """A ``forward`` that is running."""
 
     model: nn.Module
     loss: Loss
@@ -29,9 +29,9 @@ class Call:
 
 
 class StandIn(nn.Module):
-    """In the head's place during ``forward``: returns a recipe to the calls that want one, and is the head to everybody else who looks.
+    """Replaces the head during ``forward``: it returns a recipe to the calls that want one, and behaves as the head for everybody else.
 
-    ``calls`` are those of each thread, the innermost last; None is one that wants logits.
+    ``calls`` has the calls of each thread, the innermost last; None is a call that wants logits.
     """
 
     def __init__(self, head: nn.Module):
@@ -43,7 +43,7 @@ class StandIn(nn.Module):
             self.__dict__.update(head=head, calls={})
 
     def call(self) -> Call | None:
-        """What this thread is in."""
+        """The innermost call of this thread."""
         calls = self.calls.get(this_thread())
         return calls[-1] if calls else None
 
@@ -118,7 +118,7 @@ def _locked() -> contextlib.AbstractContextManager:
 
 
 def enter(parent: nn.Module, name: str, call: Call) -> StandIn:
-    """A stand-in for ``name`` of ``parent``, the same one for all calls at a time."""
+    """Put a stand-in in the place ``name`` of ``parent``; simultaneous calls share one."""
     with _locked():
         there = parent._modules[name]
         stand_in = there if isinstance(there, StandIn) else StandIn(there)
@@ -130,7 +130,7 @@ def enter(parent: nn.Module, name: str, call: Call) -> StandIn:
 
 
 def leave(stand_in: StandIn, parent: nn.Module, name: str) -> None:
-    """The last call out puts the head back."""
+    """Remove the stand-in when its last call ends."""
     with _locked():
         thread = this_thread()
         stand_in.calls[thread].pop()
@@ -143,7 +143,7 @@ def leave(stand_in: StandIn, parent: nn.Module, name: str) -> None:
 
 
 def without_labels(forward: Callable, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """``forward``, which returns logits also where ``model`` is called within its own loss."""
+    """Call ``forward`` so that it returns logits, also if ``model`` is called within its own loss."""
     within = [s for s in list(standing) if (call := s.call()) is not None and call.model is model]
     for stand_in in within:
         stand_in.calls[this_thread()].append(None)
@@ -155,7 +155,7 @@ def without_labels(forward: Callable, model: nn.Module, args: tuple, kwargs: dic
 
 
 def place_of_head(model: nn.Module) -> tuple[nn.Module, str] | None:
-    """The module that holds the output head, and its name there."""
+    """Return the module that holds the output head, and the head's name there."""
     try:
         head = model.get_output_embeddings()
     except (AttributeError, NotImplementedError):

@@ -1,8 +1,8 @@
-"""Which output heads can be called later than the model calls them, and in the state that they had when it did.
+"""Which output heads can be called later than the model calls them, and how the state of that moment is restored.
 
-The fused loss does not compute logits when a model calls its head, but when the loss comes. Nobody may notice: so a head waits only where
-its call is a function of each token alone, of its weights and its attributes, and is seen by nobody (``can_wait``); and what it depends on is remembered
-(``HeadState``), to be there again when it is called, or to raise where that is impossible. Every other head is called when the model calls it.
+The fused loss computes logits when the loss is computed, not when the model calls its head. Nobody must notice the difference. Therefore a head is deferred
+only if its call depends on each token alone, on its weights and its attributes, and if nobody observes it (``can_wait``). What it depends on is remembered
+in a ``HeadState`` and restored when it is called; if that is impossible, an error is raised. Every other head runs when the model calls it.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _ADAPTING = (
 
 
 def untouched() -> bool:
-    """Whether linear layers are PyTorch's own and no hook sees all modules."""
+    """Whether linear layers are PyTorch's own and no hook on all modules is registered."""
     return nn.Linear.forward is _LINEAR_FORWARD and F.linear is _LINEAR and not _has_any_global_hook()
 
 
 def is_plain(head: nn.Module, within: bool = False) -> bool:
-    """Whether calling ``head`` is ``x @ weight.T + bias`` and nothing else: no hook, wrapper, adapter or sharding sees the call.
+    """Whether calling ``head`` computes ``x @ weight.T + bias`` and nothing else: no hook, wrapper, adapter or sharding acts on the call.
 
-    ``within``: in ``parallel.entered``, where sharded parameters are whole.
+    ``within``: the caller is inside ``parallel.entered``, where sharded parameters are whole.
     """
     if not parallel.is_linear(head) or "forward" in head.__dict__ or not untouched():
         return False
@@ -55,7 +55,7 @@ def is_plain(head: nn.Module, within: bool = False) -> bool:
 
 
 def can_wait(head: nn.Module) -> bool:
-    """Whether calling ``head`` later, on some tokens at a time and more than once, is what one call is: a linear layer, sharded, adapted or quantised."""
+    """Whether several later calls of ``head`` on some tokens each equal one call now: a linear layer, possibly sharded, adapted or quantised."""
     if is_plain(head):
         return True
     return untouched() and isinstance(width(head), int) and all(map(_is_token_wise, parallel.bare(head).modules())) and not parallel.is_hooked(head)
@@ -72,7 +72,7 @@ def _is_token_wise(m: nn.Module) -> bool:
 
 
 def width(head: nn.Module) -> int | None:
-    """The number of classes, if ``head`` says it."""
+    """The number of classes, if ``head`` has such an attribute."""
     inner: Any = parallel.bare(head)
     if type(inner) is nn.Linear and inner.weight.ndim == 2 and inner.weight.numel():
         return inner.weight.shape[0]  # PEFT makes copies of heads that are tied, and takes their sizes for each other
@@ -81,7 +81,7 @@ def width(head: nn.Module) -> int | None:
 
 
 def out_features(head: nn.Module, x: Tensor, call: Callable | None = None) -> int:
-    """The width of ``head(x)``, asked of the head, or of ``call``, if it does not say."""
+    """The width of ``head(x)``, from an attribute of the head, or by calling it (or ``call``) on one token."""
     n = width(head)
     if n is not None:
         return n
@@ -90,7 +90,7 @@ def out_features(head: nn.Module, x: Tensor, call: Callable | None = None) -> in
 
 
 class HeadState:
-    """Attributes, hooks and weights of a head and its parts, and the rows it is called with, as they are now."""
+    """The present attributes, hooks and weights of a head and its parts, and the rows with which it is called."""
 
     def __init__(self, head: nn.Module, *rows: Tensor):
         self._sharded = parallel.is_sharded(head)  # then weights come and go with its calls
@@ -109,7 +109,7 @@ class HeadState:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """The same state again, for this time. ``RuntimeError`` where a tensor was changed in place since: its values are gone."""
+        """Restore the state for the duration of the context. Raises ``RuntimeError`` if a tensor was changed in place since, as its values are lost."""
         if any(_version(t) != version for t, version in self._tensors):
             raise RuntimeError(
                 "the logits of a patched model are computed when they are needed, and the weights or inputs of its head were changed in place since it was "

@@ -1,12 +1,12 @@
-"""Log-probabilities of given tokens and means of logits, of the model's own ``forward`` and without logits, for trainers whose loss is made of those.
+"""Log-probabilities of given tokens and means of logits, from the model's own ``forward`` and without logits, for trainers whose losses need these.
 
 ``give_scores`` adds one keyword to a model's ``forward``:
 
     model(input_ids, attention_mask=mask, token_targets=(first, second))   ->   TokenScores(logp, logp_of_others, mean_logit)
 
-The trainer calls the model through whatever wraps it, so that DDP, FSDP, autocast, PEFT, checkpointing, and all that a family does to its logits (scales,
-caps) take part as in any other call. A stand-in takes the place of the output head for that call, as in ``forward``: where the head is one linear layer
-or has LoRA without dropout, the logits of the batch never exist. Any other head computes them, and so does a compiled model.
+The trainer calls the model through whatever wraps it. So DDP, FSDP, autocast, PEFT, checkpointing, and everything that a family does to its logits (scales,
+caps) act as in every other call. A stand-in replaces the output head during that call, as in ``forward``. If the head is one linear layer, or has LoRA
+without dropout, the logits of the batch are never stored. Every other head computes them, and so does a compiled model.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from liger_kernel.transformers.recognise.projections import Left
 
 @dataclasses.dataclass
 class TokenScores(ModelOutput):
-    """What a scored ``forward`` returns in place of logits (B, T, V); all fp32 (B, T).
+    """What a scored ``forward`` returns instead of logits (B, T, V); all fields are fp32 (B, T).
 
-    logp: log-probabilities of the targets, 0 where they are ignored; one tensor for each of two sets, of which the second is that of tokens whose target
-    in it is another than in the first. mean_logit: means over the vocabulary, without gradient. aux_loss: the model's.
+    logp: log-probabilities of the targets, 0 for ignored targets. With two sets of targets there is one tensor for each; the second one holds the tokens whose
+    target differs from that in the first set. mean_logit: mean over the vocabulary, without gradient. aux_loss: that of the model.
     """
 
     logp: Tensor | None = None
@@ -48,7 +48,7 @@ _UNDER_WAY: dict[int, list[Any]] = {}  # of each thread: targets of its calls, a
 
 
 def give_scores(model: nn.Module) -> None:
-    """Let ``forward`` of ``model``, or of what PEFT has wrapped in it, take ``token_targets``: by hooks, which stay whatever becomes of its ``forward``."""
+    """Let ``forward`` of ``model``, or of the model in a PEFT wrapper, accept ``token_targets``. It uses hooks, which stay if ``forward`` is replaced."""
     inner: Any = getattr(model, "get_base_model", lambda: model)()
     if _before not in inner._forward_pre_hooks.values():
         inner.register_forward_pre_hook(_before, with_kwargs=True)
@@ -81,7 +81,7 @@ def _after(model: nn.Module, args: tuple, kwargs: dict[str, Any], out: Any) -> A
 
 
 def scores(out: Any, token_targets: tuple[Tensor, Tensor], kept: Kept | None = None) -> TokenScores:
-    """``TokenScores`` of the output of a ``forward``: its logits are a recipe or real."""
+    """Return the ``TokenScores`` of the output of a ``forward``, whose logits are a recipe or a tensor."""
     logits, (first, _) = out.logits, token_targets
     if tuple(logits.shape[:2]) != tuple(first.shape):
         raise ValueError(f"token_targets: logits must be of {tuple(first.shape)} tokens, got {tuple(logits.shape[:2])}")
@@ -110,7 +110,7 @@ def _is_fusable(logits: DeferredLogits) -> bool:
 
 @torch.no_grad()
 def mean_logits(logits: Tensor | DeferredLogits) -> Tensor:
-    """Means over the vocabulary (B, T), in fp32."""
+    """Mean over the vocabulary, fp32 (B, T)."""
     if not isinstance(logits, DeferredLogits):
         return logits.mean(-1, dtype=torch.float32)
     head: Any = logits.head

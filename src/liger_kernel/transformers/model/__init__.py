@@ -1,1 +1,1 @@
-"""Losses, outputs and forwards of patched causal models, by the names that other packages reach for."""
+"""Losses, outputs and forwards of patched causal models, under the names that other packages import."""

@@ -1,4 +1,4 @@
-"""Outputs of patched models: those of transformers, with the fields ``token_accuracy`` and ``predicted_tokens``."""
+"""Outputs of patched models: those of Transformers, with the fields ``token_accuracy`` and ``predicted_tokens``."""
 
 from __future__ import annotations
 

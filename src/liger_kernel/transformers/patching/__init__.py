@@ -1,1 +1,1 @@
-"""Patches: what is put in the place of what, applied, restored, and by which flags."""
+"""Patches: which function replaces which, how patches are applied and restored, and which flags select them."""

@@ -1,4 +1,4 @@
-"""The functions that users and frameworks call to patch classes or models."""
+"""The functions with which users and frameworks patch classes or models."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from liger_kernel.utils import PEFT_AVAILABLE as PEFT_AVAILABLE
 
 
 def _apply_rest(model: nn.Module, given: Mapping[str, bool | None]) -> nn.Module:
-    """``model`` with what class patches leave out, because its class is PyTorch's or of another family."""
+    """Patch in ``model`` what class patches omit, because its class belongs to PyTorch or to another family."""
     model_type = getattr(getattr(model, "config", None), "model_type", "")
     if model_type and family(model_type):
         instance_patches(model, model_type, _parts(flags_of(model_type) | dict(given), given), None).apply()
@@ -44,7 +44,7 @@ def _parts(flags: Mapping[str, bool | None], given: Mapping[str, bool | None]) -
 
 
 def _apply(model_type: str, given: Mapping[str, bool | None], model: nn.Module | None) -> Patches:
-    """Apply with the flags that somebody gave, and defaults for the rest. A flag given as None is off."""
+    """Apply the patches for the given flags, and the defaults for the other flags. A flag that is given as None is off."""
     if all(given.get(f) for f in HEAD_FLAGS):
         raise AssertionError("cross_entropy and fused_linear_cross_entropy cannot both be True")
     flags = flags_of(model_type) | {f: False for f, other in zip(HEAD_FLAGS, reversed(HEAD_FLAGS)) if given.get(other)} | dict(given)
@@ -64,7 +64,7 @@ def _is_patched(module: nn.Module) -> bool:
 
 
 def _say_what_is_missing(model_type: str, given: Mapping[str, bool | None], live: bool) -> None:
-    """A warning, once, for each flag that somebody asked for and that has no effect."""
+    """Warn once for each given flag that has no effect."""
     served, row = swapped_slots(model_type), family(model_type)
     asked = {"rope": "rope", "rms_norm": "rms_norm", "layer_norm": "layer_norm", "swiglu": "glu", "geglu": "glu", "relu_squared": "relu_squared"}
     silent = [flag for flag, slot in asked.items() if given.get(flag) and slot not in served]
@@ -109,10 +109,11 @@ def _apply_function(model_type: str) -> Callable[..., None]:
     apply.__name__ = apply.__qualname__ = "apply_liger_kernel_to_" + re.sub(r"\W", "_", model_type)
     vars(apply)["__signature__"] = signature
     apply.__doc__ = (
-        f"Patch the classes of transformers' ``{model_type}`` models, or only ``model`` if one is given. ``liger models {model_type}`` says how.\n\n"
-        '``rematerialise`` (True or "cheap", the default; "mlp"; False or "off") says what is computed again in the backward: see ``liger_kernel.memory``.\n'
-        "``projections`` (True, the default) runs linear layers with adapters, PEFT's, as one node; gated MLPs go by their own flag: see "
-        "``liger_kernel.ops.projections``."
+        f"Patch the classes of Transformers' ``{model_type}`` models, or only ``model`` if one is given.\n\n"
+        f"``liger models {model_type}`` lists what is replaced. "
+        'Each flag switches one part on or off. ``rematerialise`` (True or "cheap", the default; "mlp"; False or "off") chooses what is recomputed in the\n'
+        "backward pass: see ``liger_kernel.memory``. ``projections`` (True, the default) runs linear layers with PEFT's adapters as one node; gated MLPs\n"
+        "follow their own flag: see ``liger_kernel.ops.projections``. ``restore`` undoes the patch."
     )
     return apply
 
@@ -134,18 +135,21 @@ def _lenient(model_type: str, kwargs: Mapping[str, Any], model: nn.Module | None
 
 
 def _apply_liger_kernel(model_type: str, **kwargs: Any) -> None:
-    """Patch the classes of a model type. Flags of other families are ignored, as frameworks pass the same ones to every model; unknown ones get a warning."""
+    """Patch the classes of a model type. Flags of other families are ignored, because frameworks pass the same flags to every model.
+
+    A flag that no family has gives a warning with the nearest name.
+    """
     _lenient(model_type, kwargs, None)
 
 
 def _apply_liger_kernel_to_instance(model: nn.Module, **kwargs: Any) -> None:
-    """Patch one live model, and the reference beside it in a Trainer, with flags as for ``_apply_liger_kernel``. Applying again changes nothing."""
+    """Patch one live model, and the reference model beside it in a Trainer. Flags are those of ``_apply_liger_kernel``. A second call changes nothing."""
     for each in (model, *references_beside(model)):
         _lenient(getattr(getattr(each, "config", None), "model_type", ""), kwargs, each)
 
 
 def stock_with_fused_head(cls: type) -> Callable:
-    """The stock ``forward`` of a model class with head and loss fused."""
+    """Return the stock ``forward`` of a model class with head and loss fused."""
     return fused_head(original(cls, "forward"), False)
 
 

@@ -1,9 +1,8 @@
-"""A function as the method of one live module, as if it were its class's.
+"""A function as the method of one live module, which behaves as if the module's class had it.
 
-A bound method in a module's own ``__dict__`` differs from one of its class in ways that users meet: it holds its module, so that ``del model`` frees nothing
-before the garbage collector comes; ``copy.copy(model)`` runs the original; and a ``forward`` that the class is given later, or another ``__class__``, has
-no effect.
-``Bound`` holds its module weakly, asks the class at each call, and is made anew for copies. In a pickle there is none: it holds the stock model.
+A bound method in a module's own ``__dict__`` differs from a method of its class in ways that users notice. It holds its module, so that ``del model`` frees
+nothing before the garbage collector runs. ``copy.copy(model)`` runs the original. A ``forward`` that the class gets later, or another ``__class__``, has no
+effect. ``Bound`` holds its module weakly, asks the class at each call, and is made again for copies. A pickle has none: it holds the stock model.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ KEY = "_liger_stock"  # in the __dict__ of a patched module: attribute -> what w
 
 
 class ABSENT:
-    """There was nothing. (A class, as copies of it are itself.)"""
+    """Nothing was there. (This is a class, because a copy of a class is the class itself.)"""
 
 
 def ours(function: Callable) -> Callable:
-    """``function``, marked: it stands where something of transformers' was. (By itself, as ``functools.wraps`` hands attributes on to whatever wraps it.)"""
+    """Mark ``function``: it replaces something of Transformers. The mark is the function itself, as ``functools.wraps`` copies attributes to every wrapper."""
     marked: Any = function
     marked._liger = function
     return function
@@ -49,14 +48,14 @@ def _found_within(there: Any, stock: Callable) -> bool:
 
 @torch.compiler.assume_constant_result
 def within(there: Callable, stock: Callable) -> bool:
-    """Whether ``there`` is ``stock``, or what we put in its place, maybe wrapped by transformers, as it does in every new class of layers, FSDP2's too."""
+    """Whether ``there`` is ``stock``, or our replacement for it, possibly in a wrapper of Transformers, which every new class of layers gets (FSDP2's, too)."""
     return _found_within(there, stock)
 
 
 class Bound:
-    """``function`` as a method of ``owner``, as long as its class has ``stock`` under ``name``, or what we put there; else a call is one of the class's.
+    """``function`` as a method of ``owner`` as long as its class has ``stock``, or our replacement, under ``name``; otherwise a call runs the class's method.
 
-    ``name`` is "" where it takes the place of something of the module's own, which hides what its class has.
+    ``name`` is "" if it replaces an attribute of the module itself, which hides that of the class.
     """
 
     __slots__ = ("_owner", "called", "function", "name", "stock")
@@ -115,12 +114,12 @@ class Bound:
         return f"<bound method {getattr(self.function, '__qualname__', self.name)} of {type(self._owner()).__name__}, by liger_kernel>"
 
     def to(self, owner: nn.Module) -> Bound:
-        """The same of another module of its class."""
+        """The same function for another module of the class."""
         return Bound(self.function, owner, self.name, self.stock)
 
     @classmethod
     def all(cls, module: nn.Module) -> dict[str, Bound]:
-        """What is ours in a module's own ``__dict__``, by name."""
+        """All our functions in a module's own ``__dict__``, by name."""
         there = {name: value for name, value in module.__dict__.items() if name in module.__dict__.get(KEY, ()) and is_ours(value)}
         return {n: v if type(v) is cls else cls(v.__func__, module, n, getattr(type(module), n)) for n, v in there.items()}
 
@@ -168,6 +167,6 @@ def _reduced(module: Any) -> Any:
 
 
 def declare(cls: type) -> None:
-    """Have modules of ``cls`` copied and pickled by ``_reduced``, those that are not patched as before: ``copy`` asks only the class, and this table."""
+    """Let modules of ``cls`` be copied and pickled by ``_reduced``; unpatched ones as before. ``copy`` asks only the class and this table."""
     if cls not in copyreg.dispatch_table:
         copyreg.pickle(cls, _reduced)  # type: ignore[arg-type]  # which may return a name, too

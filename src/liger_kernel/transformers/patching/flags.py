@@ -46,13 +46,13 @@ _HANDING_ON: dict[str, _FLAGS] = {
 
 
 def flags_of(model_type: str) -> dict[str, bool | None]:
-    """Flag -> default of ``apply_liger_kernel_to_<model_type>``, those of no published signature last."""
+    """Flag -> default of ``apply_liger_kernel_to_<model_type>``; flags that LinkedIn's package does not have come last."""
     return {f: v for f, v in parameters_of(model_type).items() if f != "model"} | UNPUBLISHED
 
 
 @functools.cache
 def parameters_of(model_type: str) -> _FLAGS:
-    """Parameter -> default of ``apply_liger_kernel_to_<model_type>``, in its order: flags and ``model``."""
+    """Parameter -> default of ``apply_liger_kernel_to_<model_type>``, in the order of its signature: flags and ``model``."""
     row = Family(**FAMILIES[model_type]) if model_type in FAMILIES else family(model_type)
     more: _FLAGS = dict.fromkeys(sorted(swapped_slots(model_type) & {"layer_norm", "relu_squared"}), True)
     flags = STANDARD | {row.glu if row else "swiglu": True} | more

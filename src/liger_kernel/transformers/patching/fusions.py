@@ -48,7 +48,7 @@ def _form_of(norm: Any, x: Any) -> tuple[float, str, str] | None:
 
 
 def add_norm(norm: Any, a: Any, b: Any = None) -> tuple[Any, Any]:
-    """``(s, norm(s))`` of ``s = a + b``, or of ``s = a``."""
+    """Return ``(s, norm(s))`` of ``s = a + b``, or of ``s = a``."""
     form = _form_of(norm, a)
     # rows of other strides may be summed in another order, and are not worth a kernel of their own to compute them again
     if form is None or not a.shape[-1] or not a.is_contiguous() or (b is not None and not (_alike(a, b) and b.is_contiguous())):
@@ -271,7 +271,7 @@ def _class_attributes(forward: types.FunctionType) -> frozenset[str] | None:
 
 @functools.cache
 def fused(forward: types.FunctionType, parts: frozenset[str] = frozenset({NORMS})) -> types.FunctionType | None:
-    """``forward`` with its patterns fused; None where there are none, or its source cannot be had as what runs: a wrapper, a closure, changed in place."""
+    """Return ``forward`` with its patterns fused; None if it has none, or if its source is not what runs (a wrapper, a closure, changed in place)."""
     tree = _tree(forward)
     if tree is None:
         return None

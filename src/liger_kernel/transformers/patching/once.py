@@ -1,4 +1,4 @@
-"""Warnings that come once."""
+"""Warnings that are given once."""
 
 from __future__ import annotations
 

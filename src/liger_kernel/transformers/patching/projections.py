@@ -30,7 +30,7 @@ _MAYBE = ast.IfExp | ast.BoolOp | ast.Compare | ast.Lambda | ast.ListComp | ast.
 
 
 def rewrite(tree: ast.FunctionDef, methods: frozenset[str]) -> frozenset[str]:
-    """Rewrite a forward; returns the attributes that are called as linear layers. ``methods``: what its class has of these names, which are no modules."""
+    """Rewrite a forward and return the attributes that it calls as linear layers. ``methods``: names that its class has as methods, not modules."""
     arguments = [*tree.args.posonlyargs, *tree.args.args]
     stored = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
     if not arguments or arguments[0].arg != "self" or "self" in stored:

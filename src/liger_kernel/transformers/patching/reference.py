@@ -1,8 +1,8 @@
-"""The reference beside a model that a Trainer is about to train.
+"""The reference model beside a model that a Trainer is about to train.
 
-transformers' Trainer has one model patched: the one that it trains. A reference policy beside it (``ref_model`` of TRL's trainers of DPO, KTO, GRPO ...) would
-go on with stock norms, which add in another order on a GPU: then the two differ by rounding before anything is learnt, and DPO begins at another
-value than log 2. The Trainer does not name the reference, so it is looked up where the request comes from.
+Transformers' Trainer patches one model: the one that it trains. A reference policy beside it (``ref_model`` in TRL's trainers for DPO, KTO, GRPO, ...) would
+keep stock norms, which add in another order on a GPU. The two would then differ by rounding before anything is learnt, and DPO would not begin at log 2.
+The Trainer does not pass the reference on, so it is looked up in the caller.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ CALLS = 6  # between a Trainer's method and us: transformers' integration, and w
 
 
 def references_beside(model: nn.Module) -> Iterator[nn.Module]:
-    """The ``ref_model`` of the Trainer of ``model`` that is patching it; nothing where somebody else asks."""
+    """Return the ``ref_model`` of the Trainer that is patching its ``model``; an empty result for every other caller."""
     trainers = sys.modules.get("transformers.trainer")
     frame = sys._getframe(1) if trainers else None
     for _ in range(CALLS):

@@ -1,4 +1,4 @@
-"""Which linear layers of a live model with adapters or quantised weights the projection engine runs, and why not the others."""
+"""Which linear layers of a live model with adapters or quantised weights run on the projection engine, and why the others do not."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from liger_kernel.transformers.recognise.variant import LINEARS
 
 @dataclass(frozen=True)
 class Layer:
-    """A linear layer: its name in the model, whether the engine runs it, and what is to be said of that."""
+    """A linear layer: its name in the model, whether the engine runs it, and a reason or remark."""
 
     name: str
     runs: bool
@@ -34,13 +34,13 @@ class Layer:
 
 @dataclass(frozen=True)
 class ProjectionsReport:
-    """``layers`` of a model; as text a line for each kind of answer, the most frequent first."""
+    """The ``layers`` of a model. As text it has one line for each kind of answer, the most frequent first."""
 
     layers: tuple[Layer, ...]
 
     @property
     def stock(self) -> tuple[Layer, ...]:
-        """Those that the engine does not run."""
+        """The layers that the engine does not run."""
         return tuple(layer for layer in self.layers if not layer.runs)
 
     def __str__(self) -> str:
@@ -59,9 +59,9 @@ _QUANTISED = "bitsandbytes.", "torchao.", "hqq.", "gptqmodel.", "auto_gptq.", "a
 
 
 def projections_report(model: nn.Module) -> ProjectionsReport:
-    """Say of every linear layer of ``model`` that has an adapter or a quantised weight whether the projection engine runs it now, or the reason why not.
+    """Report for every linear layer of ``model`` with an adapter or a quantised weight whether the projection engine runs it now, or why not.
 
-    What adapters are active, merged or disabled counts as it is now: a layer is looked at again at each call.
+    The report describes the present state of adapters (active, merged, disabled); the engine looks at each layer again at each call.
     """
     return ProjectionsReport(tuple(_layers(model)))
 

@@ -1,4 +1,4 @@
-"""What to patch: of the classes of a model type, or of the modules of one live model."""
+"""What is patched: in the classes of a model type, or in the modules of one live model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from liger_kernel.transformers.recognise.variant import LINEARS, named_as
 
 @dataclass(frozen=True)
 class Head:
-    """A patch of the ``forward`` of a model: the loss is that of the head's input, or (``keep_logits``) of its logits, which are returned then."""
+    """A patch of a model's ``forward``: the loss is computed from the head's input, or (``keep_logits``) from its logits, which are then returned."""
 
     keep_logits: bool
 
@@ -35,8 +35,9 @@ class Head:
 
 @dataclass(frozen=True)
 class Layer:
-    """A patch of the ``forward`` of a layer: additions go with the norms behind them, linear layers of its own with their adapters, and what is cheap is
-    computed again, as the level says."""
+    """A patch of a layer's ``forward``: residual additions run together with the norms after them, linear layers together with their adapters, and cheap
+    activations are recomputed as the level says.
+    """
 
     parts: frozenset[str]
     level: str
@@ -48,7 +49,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Fused:
-    """A patch of another ``forward``: norms of heads go with their rotation, linear layers with adapters go as one node."""
+    """A patch of another ``forward``: norms of heads run together with their rotation, linear layers together with their adapters."""
 
     parts: frozenset[str]
 
@@ -167,9 +168,9 @@ def _patches(model_types: Iterable[str], parts: Mapping[str, Any], head: str | N
 
 
 def class_patches(model_type: str, parts: Mapping[str, Any], head: str | None, rows: Rows = family) -> Patches:
-    """Patches of the classes of ``model_type``, and of those types its parts are of by default. Classes of PyTorch and of other families are left alone.
+    """Patches of the classes of ``model_type`` and of the model types of its parts. Classes of PyTorch and of other families are not patched.
 
-    ``parts``: slot -> whether to swap it, and "rematerialise": a level of ``memory``; ``head``: "fused", "logits" (fused loss on real logits) or None.
+    ``parts``: slot -> whether to replace it, and "rematerialise": a level of ``memory``. ``head``: "fused", "logits" (fused loss on real logits) or None.
     """
     own = {module.__name__ for module, _ in rows_of([model_type], rows)}
     found = [p for p in _patches([model_type], parts, head, rows) if not isinstance(p.owner, type) or p.owner.__module__ in own]
@@ -188,9 +189,9 @@ def _ropes_of_parts(model_type: str, parts: Mapping[str, Any], rows: Rows, taken
 
 
 def instance_patches(model: nn.Module, model_type: str, parts: Mapping[str, Any], head: str | None, rows: Rows = family) -> Patches:
-    """The same for the modules of one live model, found by their classes wherever they are (PEFT wrappers, towers); nothing else is touched.
+    """The same for the modules of one live model. They are found by their classes wherever they are (PEFT wrappers, towers); nothing else changes.
 
-    A rope function belongs to a Python module: methods that call it are compiled again, with ours in its place.
+    A rope function belongs to a Python module: methods that call it are compiled again, with our function in its place.
     """
     own = [c.model_type for c in configs_of(getattr(model, "config", None)) if getattr(c, "model_type", "")]
     of_all = list(dict.fromkeys(_patches(dict.fromkeys([model_type, *own]), parts, head, rows)))
@@ -238,9 +239,9 @@ def _of_user(forward: Any) -> bool:
 
 
 def on_instance(m: nn.Module, attribute: str, new: Callable, what: object, around: Callable | None = None) -> Patch | None:
-    """``new`` bound to ``m``, where a call of ``m`` gets to the function of its class; None if that is ours already.
+    """A patch that binds ``new`` to ``m``, if a call of ``m`` runs the function of its class; None if that is ours already.
 
-    Where somebody has replaced that function on this module: ``around`` theirs, or None.
+    If somebody has replaced the function on this module: ``around`` their function, or None.
     """
     if new is getattr(type(m), attribute, None):
         return None

@@ -1,4 +1,4 @@
-"""Patches of single modules, for frameworks that walk a model themselves."""
+"""Patches of single modules, for frameworks that walk through a model themselves."""
 
 from __future__ import annotations
 

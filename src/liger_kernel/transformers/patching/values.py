@@ -1,7 +1,7 @@
 """Patches as values.
 
-A patch is (owner, attribute, replacement): the owner is one of transformers' classes, one of its modules, or one live module of a model. What was
-there before is remembered and given back by ``restore`` exactly. Nothing is ever assigned into ``torch``.
+A patch is (owner, attribute, replacement). The owner is a class or a module of Transformers, or one live module of a model. The previous attribute is
+remembered, and ``restore`` puts back that very object. Nothing is ever assigned into ``torch``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _STOCK: dict[Any, dict[str, Any]] = {}  # classes and Python modules: owner -> a
 
 
 def remembered(owner: Any) -> dict[str, Any]:
-    """What was there before us; of live modules kept in their own __dict__, so that copies of a model know it too."""
+    """What was there before our patch. Live modules store it in their own ``__dict__``, so that copies of a model know it, too."""
     return owner.__dict__.get(KEY, {}) if isinstance(owner, nn.Module) else _STOCK.get(owner, {})
 
 
@@ -40,7 +40,7 @@ def _replicate_for_data_parallel(self: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True)
 class Patch:
-    """``owner.attribute`` becomes ``new``. ``what``: that is, a value whose text is the label."""
+    """``owner.attribute`` becomes ``new``. ``what`` describes the patch; its text is the label."""
 
     owner: Any
     attribute: str
@@ -53,7 +53,7 @@ class Patch:
 
     @property
     def applied(self) -> bool:
-        """Whether it is in place, be it below what somebody else put over it since."""
+        """Whether the patch is in place, possibly below something that somebody put over it later."""
         value = self.owner.__dict__.get(self.attribute)
         return self.attribute in remembered(self.owner) and (value == self.new or not is_ours(value))
 
@@ -72,17 +72,17 @@ class Patch:
 
 
 class Patches(tuple[Patch, ...]):
-    """Print them, apply them, restore them; or ``with patches: ...``."""
+    """Print them, apply them, restore them, or use them as a context: ``with patches: ...``."""
 
     def apply(self) -> Patches:
-        """Apply those not in place yet; returns those."""
+        """Apply the patches that are not in place, and return these."""
         new = Patches(p for p in self if not p.applied)
         for p in new:
             p.apply()
         return new
 
     def restore(self) -> None:
-        """Give back what was there before the first patch of each attribute, where our patch still is what is there."""
+        """Put back what was there before the first patch of each attribute, if our patch is still in place."""
         for p in reversed(self):
             _give_back(p.owner, [p.attribute] if p.applied else [])
 
@@ -118,9 +118,9 @@ def _give_back(owner: Any, attributes: Iterable[str]) -> None:
 
 
 def restore(model: nn.Module | str | None = None) -> None:
-    """Give back the stock classes and modules: of one live model, of one model type, or, without an argument, of all patched classes.
+    """Restore the stock functions of one live model, of one model type, or, without an argument, of all patched classes.
 
-    Every attribute is again the very object that it was.
+    Every attribute is the same object again that it was before the patch.
     """
     if isinstance(model, nn.Module):
         owners: list[Any] = [m for m in model.modules() if KEY in m.__dict__]
@@ -134,7 +134,7 @@ def restore(model: nn.Module | str | None = None) -> None:
 
 
 def original(owner: Any, attribute: str) -> Any:
-    """``owner.attribute`` as it was before us; for a class, also where it inherits it."""
+    """Return ``owner.attribute`` as it was before our patch; for a class, also if it inherits the attribute."""
     for cls in owner.__mro__ if isinstance(owner, type) else (owner,):
         value = remembered(cls).get(attribute, ABSENT)
         value = cls.__dict__.get(attribute, ABSENT) if value is ABSENT else value

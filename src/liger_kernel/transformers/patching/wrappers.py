@@ -1,4 +1,4 @@
-"""transformers' own wrappers around a forward: seen through, and put again around what takes its place."""
+"""Transformers' wrappers around a forward: how to look inside them, and how to put them around a replacement."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ WRAPPING = "transformers.", "torch.utils._contextlib"  # Python modules whose wr
 
 
 def wrapped(forward: Any) -> Any:
-    """What ``forward`` wraps, if it is torch's ``no_grad``, or a wrapper of transformers' own, as for checkpointing and arguments of older names; else None."""
+    """Return what ``forward`` wraps, if it is torch's ``no_grad`` or a wrapper of Transformers (checkpointing, arguments with older names); else None."""
     inner, closure = getattr(forward, "__wrapped__", None), getattr(forward, "__closure__", None) or ()
     own = inner is not None and isinstance(forward, types.FunctionType) and forward.__globals__.get("__name__", "").startswith(WRAPPING)
     return inner if own and any(cell.cell_contents is inner for cell in closure) else None
 
 
 def core(forward: Any) -> Any:
-    """The forward within transformers' wrappers."""
+    """Return the forward inside Transformers' wrappers."""
     while (inner := wrapped(forward)) is not None:
         forward = inner
     return forward
 
 
 def within(forward: Callable, change: Callable[[Any], Callable], *, of_class: bool = True) -> Callable:
-    """``change(forward)``, or, where transformers has wrapped it, that wrapper around ``change`` of what it wraps.
+    """Return ``change(forward)``; if Transformers has wrapped it, return that wrapper around ``change`` of what it wraps.
 
-    A wrapper that checkpoints does so if it is ``type(self).forward``: the new one asks that of itself if it is to be that (``of_class``), or else of the
-    old one.
+    A wrapper that checkpoints does so only if it is ``type(self).forward``. The new wrapper asks that of itself if it becomes the class's forward
+    (``of_class``), otherwise of the old one.
     """
     inner = wrapped(forward)
     if inner is None:

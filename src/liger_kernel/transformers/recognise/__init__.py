@@ -1,1 +1,1 @@
-"""What can be swapped in a model of transformers, and how to know that the swap is right."""
+"""What can be replaced in a model of Transformers, and how to know that the replacement is right."""

@@ -1,4 +1,4 @@
-"""Which of our activations a module or function of PyTorch or transformers is."""
+"""Which of our activations a module or function of PyTorch or Transformers is."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NAMED: dict[str, tuple[Any, Callable]] = {}
 
 
 def named(name: str) -> Callable:
-    """``ACT2FN[name]``, which makes a new one each time, and each would be looked at; another one when that has become of another kind."""
+    """Return ``ACT2FN[name]``, which makes a new module each time that would be examined each time; make it again if its kind has changed."""
     kind = ACT2FN.get(name)
     if name not in _NAMED or _NAMED[name][0] is not kind:
         _NAMED[name] = kind, ACT2FN[name]
@@ -42,9 +42,9 @@ _ACTIVATIONS: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], str | 
 
 
 def activation(fn: Any) -> str | None:
-    """Which of our activations calling ``fn`` is now; None if it is none of them, or somebody sees its calls.
+    """Return which of our activations a call of ``fn`` is now; None if it is none of them, or if somebody observes its calls.
 
-    By what it is: a class or function of PyTorch or transformers. Values would also fit a learnt gain that begins at 1, or dropout while evaluating.
+    The class or function of PyTorch or Transformers decides. Values would also fit a learnt gain that begins at 1, or dropout in evaluation.
     """
     reads = _ACTIVATION_MODULES.get(type(fn))
     if reads is None:

@@ -1,4 +1,4 @@
-"""Whether a variant does what a stock function does, on its stand-ins."""
+"""Whether a variant computes what a stock function computes, on the variant's stand-ins."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from liger_kernel.transformers.recognise.variant import Variant
 
 @contextlib.contextmanager
 def references() -> Iterator[None]:
-    """References serve, on any device: what a kernel does is compared with them elsewhere, and here every bit counts."""
+    """Run references instead of kernels, on every device: tests compare kernels with references elsewhere, and here every bit matters."""
     devices = set(operator._KERNEL_DEVICES)
     operator._KERNEL_DEVICES.clear()
     try:
@@ -51,7 +51,7 @@ def _run(fn: Callable, owner: Any, attributes: dict, inputs: tuple, dtype: torch
 
 
 def reproduces(variant: Variant, owner: Any, stock: Callable) -> bool:
-    """Whether ``variant`` does what ``stock`` does on every stand-in: in bf16 bit for bit, if it is exact."""
+    """Whether ``variant`` gives the result of ``stock`` on every stand-in: bit-identical in bf16, if the variant is exact."""
     new, compared = variant(stock), 0
     full, half = torch.float32, torch.bfloat16
     for attributes, inputs in variant.stand_ins():
@@ -83,7 +83,7 @@ def _known(variant: Variant) -> frozenset[str]:
 
 
 def recognise(slot: Slot, owner: Any, stock: Callable, tables: set[str] | None = None) -> tuple[Variant | None, str]:
-    """The variant that reproduces ``stock``, or None and why there is none. ``tables``: forms of the tables a rope function gets."""
+    """Return the variant that reproduces ``stock``, or None and the reason. ``tables``: the forms of the tables that a rope function receives."""
     names = [p.name for p in inspect.signature(stock).parameters.values()]
     if isinstance(owner, type):
         if len(names) != len(slot.parameters[0]) + 1:

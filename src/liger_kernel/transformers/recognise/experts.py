@@ -1,4 +1,4 @@
-"""Variants of modules that hold a mixture's experts, and the stand-ins on which they are compared with stock."""
+"""Variants of modules that hold the experts of a mixture, and the stand-ins on which they are compared with stock."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ EXPERT_FORMS: dict[str, tuple[str, Callable[[Any], dict[str, Any]], dict[str, fl
 
 @dataclass(frozen=True)
 class Experts(Variant):
-    """The experts of a mixture. ``transposed``: weights (E, in, out); ``interleaved``: gates and what they multiply by turns; ``form``: of ``EXPERT_FORMS``."""
+    """The experts of a mixture. ``transposed``: weights (E, in, out). ``interleaved``: gate and up alternate. ``form``: one of ``EXPERT_FORMS``."""
 
     kind = "moe"
     transposed: bool

@@ -1,4 +1,4 @@
-"""The model types of transformers: module, configurations and heads of each, and the row of what is swapped in it."""
+"""The model types of Transformers: module, configurations and heads of each, and the row that says what is replaced in it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 
 
 def modeling(model_type: str) -> ModuleType:
-    """The module of transformers with the classes of ``model_type``."""
+    """Return the module of Transformers with the classes of ``model_type``."""
     return importlib.import_module(CONFIG_MAPPING[model_type].__module__.replace("configuration_", "modeling_"))
 
 
 def configs_of(config: Any) -> Iterator[Any]:
-    """``config`` and the configurations of its parts."""
+    """Return ``config`` and the configurations of its parts."""
     yield config
     for name in getattr(config, "sub_configs", ()):
         part = getattr(config, name, None)
@@ -29,7 +29,7 @@ def configs_of(config: Any) -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class Family:
-    """What is swapped in the models of one type: candidates of its module -> variant, or -> why it is left alone."""
+    """What is replaced in the models of one type: name in its module -> variant, or -> reason why it stays stock."""
 
     heads: tuple[str, ...] = ()  # classes whose forward ends with a head and a loss
     fused: str = ""  # why the head is not fused; empty if it is
@@ -44,6 +44,6 @@ PLACE = "transformers.models."
 
 
 def heads_of(model_type: str, module: ModuleType) -> tuple[str, ...]:
-    """Model classes of a type that have a head and a loss."""
+    """Return the model classes of a type that have a head and a loss."""
     names = (mapping.get(model_type) for mapping in (IMAGE_TEXT_TO_TEXT, CAUSAL))
     return tuple(dict.fromkeys(n for n in names if n and hasattr(module, n)))

@@ -1,4 +1,4 @@
-"""What can be swapped in the models of one type: its module is read, and each candidate compared."""
+"""Find out what can be replaced in the models of one type: read its module, and compare each candidate."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from liger_kernel.transformers.recognise.slots import FLAT, SLOTS, TORCHS_OWN
 
 
 def tables_of(module: ModuleType, config: Any) -> set[str]:
-    """In which form this module's rotary embeddings, as far as ``config`` or its parts can make them, hold their angles."""
+    """The forms in which the rotary embeddings of this module hold their angles, as far as ``config`` or its parts can make them."""
     forms = set()
     for name, cls in vars(module).items():
         if not (isinstance(cls, type) and issubclass(cls, nn.Module) and "Rotary" in name and cls.__module__ == module.__name__):
@@ -81,13 +81,13 @@ def _undisturbed() -> Iterator[None]:
 
 
 def without_flat(row: Family) -> Family:
-    """``row`` without rope functions whose tables are made in the middle of a tower: whether they fit is seen only on images."""
+    """Return ``row`` without rope functions whose tables are made inside a tower: only images show whether they fit."""
     flat = {name: "its tables are not understood" for name, label in row.swapped.items() if label in FLAT}
     return dataclasses.replace(row, swapped={n: v for n, v in row.swapped.items() if n not in flat}, left_alone=row.left_alone | flat) if flat else row
 
 
 def infer(model_type: str, config: Any = None) -> Family:
-    """What can be swapped in the installed transformers' models of ``model_type``."""
+    """Recognise what can be replaced in the installed Transformers' models of ``model_type``."""
     module = modeling(model_type)
     config = CONFIG_MAPPING[model_type]() if config is None else config
     swapped, left_alone = {}, {}

@@ -28,7 +28,7 @@ from liger_kernel.transformers.recognise.variant import LINEARS, StandIns, Varia
 
 @dataclass(frozen=True)
 class GLUForm:
-    """What a gated MLP does beyond ``down(act(gate(x)) * up(x))``; ``attributes`` of its stand-ins, each set of them."""
+    """What a gated MLP does in addition to ``down(act(gate(x)) * up(x))``. ``attributes``: sets of attributes for its stand-ins."""
 
     attributes: tuple[Callable[[], dict[str, Any]], ...] = (dict,)
     gate: Callable[[Any, Tensor], Tensor] = lambda self, gate: gate
@@ -40,7 +40,7 @@ class GLUForm:
 
     @property
     def whole(self) -> bool:
-        """Whether nothing happens between the projections but activation and product."""
+        """Whether only the activation and the product happen between the projections."""
         return not self.wide and self.gate is GLUForm.gate and self.between is GLUForm.between
 
 
@@ -101,7 +101,7 @@ def _whole(x: Tensor, *projections: Any) -> bool:
 
 @dataclass(frozen=True)
 class GLU(Variant):
-    """``down(act(gate(x)) * up(x))``, by the names of its projections and of its activation; ``form``: what else it does, one of ``GLU_FORMS``."""
+    """``down(act(gate(x)) * up(x))``, with the names of its projections and its activation. ``form``: what else it does, one of ``GLU_FORMS``."""
 
     kind = "glu"
     gate: str
@@ -194,7 +194,7 @@ class GLU(Variant):
 
 @dataclass(frozen=True)
 class MLP(Variant):
-    """``down(relu(up(x)) ** 2)``, by the names of its projections and of its activation."""
+    """``down(relu(up(x)) ** 2)``, with the names of its projections and its activation."""
 
     kind = "relu_squared"
     up: str

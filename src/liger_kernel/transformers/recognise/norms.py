@@ -22,7 +22,7 @@ OLMO_EPS = 1e-5
 
 @dataclass(frozen=True)
 class RMSNorm(Variant):
-    """``weight``: the module has one ("weight"), has one if it says so ("with_scale"), or none ("none")."""
+    """``weight``: the module has a weight ("weight"), an attribute says whether it has one ("with_scale"), or it has none ("none")."""
 
     kind = "rms_norm"
     offset: float
@@ -113,7 +113,7 @@ class GatedRMSNorm(Variant):
 
 @dataclass(frozen=True)
 class LayerNorm(Variant):
-    """``form``: PyTorch's ("torch"), with one added to the weight ("1P"), or with "weight", "bias", or "none" of the two."""
+    """``form``: PyTorch's ("torch"), with one added to the weight ("1P"), or with only a "weight", only a "bias", or "none" of the two."""
 
     kind = "layer_norm"
     form: str

@@ -1,4 +1,4 @@
-"""The row of a model type: the frozen one, or what recognition finds now."""
+"""The row of a model type: from the table, or from recognition if the table has none."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from liger_kernel.transformers.recognise.slots import FLAT, SLOT_OF
 
 @functools.cache
 def family(model_type: str) -> Family | None:
-    """The frozen row of a model type, or what recognition finds now where there is none; None if transformers has no such type.
+    """The row of a model type from the table, or what recognition finds now if there is none; None if Transformers has no such type.
 
-    What is swapped is also looked at again under another version of transformers than the table's: releases change where they round.
+    With another version of Transformers than the table's, rows are recognised again, because releases change where they round.
     """
     frozen = Family(**FAMILIES[model_type]) if model_type in FAMILIES else None
     if frozen and transformers.__version__ == VERSION:
@@ -39,7 +39,7 @@ Rows = Callable[[str], Family | None]
 
 
 def rows_of(model_types: Iterable[str], rows: Rows) -> list[tuple[types.ModuleType, Family]]:
-    """The rows of these types and their parts, with the modules that they are about."""
+    """The rows of these types and of their parts, with the modules to which they belong."""
     found: dict[str, tuple[types.ModuleType, Family]] = {}
     pending = list(model_types)
     while pending:
@@ -51,7 +51,7 @@ def rows_of(model_types: Iterable[str], rows: Rows) -> list[tuple[types.ModuleTy
 
 
 def swapped_slots(model_type: str) -> set[str]:
-    """Slots of which something is swapped in models of a type, their parts included."""
+    """The slots of which something is replaced in models of a type, its parts included."""
     found, pending = set(), [model_type]
     seen = set()
     while pending:

@@ -1,11 +1,11 @@
-"""What can be swapped in a Hugging Face model, and how to know that the swap is right.
+"""What can be replaced in a Hugging Face model, and how to know that the replacement is right.
 
-A slot is a kind of candidate (norm, gated MLP, rope function) with the variants we have kernels for. A variant is *borrowed*: a function that
-runs on the model's own module and reads its attributes, so constructors, checkpoints and existing instances are untouched. A candidate is
-swapped only where a variant reproduces it, outputs in bf16 bit for bit and everything in fp32 to rounding, on a stand-in that has exactly the
-attributes the variant reads. Whatever needs more is left alone and listed with the reason.
+A slot is a kind of candidate (norm, gated MLP, rope function) with the variants for which we have kernels. A variant is *borrowed*: it is a function that
+runs on the model's own module and reads its attributes, so constructors, checkpoints and existing instances do not change. A candidate is replaced only
+if a variant reproduces it on a stand-in that has exactly the attributes that the variant reads: bit-identical outputs in bf16, and everything in fp32 up to
+rounding. A candidate that needs more stays stock and is listed with the reason.
 
-``infer`` does this for the installed transformers; ``families.py`` is its result, written by ``liger models --write``.
+``infer`` does this for the installed Transformers. ``families.py`` is its result, written by ``liger models --write``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from liger_kernel.transformers.recognise.variant import Variant
 
 @dataclass(frozen=True)
 class Slot:
-    """A kind of candidate, and the variants that may take its place, the first that fits."""
+    """A kind of candidate, and the variants that may replace it; the first that fits is used."""
 
     flag: str
     candidate: Callable[[str, Any], bool]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class InFp32(nn.Linear):
-    """A projection that stays in fp32 whatever the rest becomes, for a stand-in."""
+    """A projection for a stand-in that stays in fp32 in every dtype."""
 
     def _apply(self, fn: Callable, recurse: bool = True) -> InFp32:
         return self
@@ -28,13 +28,13 @@ def random_weight(n: int = 32) -> nn.Parameter:
 
 
 def random_linear(n: int, out: int, cls: type[nn.Linear] = nn.Linear) -> nn.Module:
-    """An ``nn.Linear``, filled whatever constructors and initialisers do at the moment."""
+    """An ``nn.Linear`` with random values, independent of replaced constructors and initialisers."""
     attributes = dict(in_features=n, out_features=out, weight=nn.Parameter((torch.rand(out, n) - 0.5) / n**0.5 * 2))
     return stand_in(cls, attributes | dict(bias=nn.Parameter((torch.rand(out) - 0.5) / n**0.5 * 2)))
 
 
 def stand_in(cls: type, attributes: dict[str, Any]) -> nn.Module:
-    """A ``cls`` with these attributes and no others: its constructor, whatever it takes, is not asked, nor how parameters are registered (accelerate)."""
+    """A ``cls`` with these attributes and no others. Its constructor is not called, and parameters are registered without hooks (accelerate)."""
     module = cls.__new__(cls)
     nn.Module.__init__(module)
     for name, value in attributes.items():

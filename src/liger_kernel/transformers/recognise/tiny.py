@@ -1,4 +1,4 @@
-"""A tiny random model of any family, with inputs, for tests and for the table of families; its scales and caps are not 1."""
+"""A tiny random model of any family, with inputs, for tests and for the table of families. Its scales and caps are not 1."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ LAYER_KINDS = ("layer_types", "layers_block_type", "mlp_layer_types", "block_typ
 
 
 def tiny_config(model_type: str, **more: Any) -> PretrainedConfig:
-    """A configuration of a few thousand parameters, with the sizes this type knows."""
+    """A configuration with a few thousand parameters, in the sizes that this type has."""
     return _tiny(CONFIG_MAPPING[model_type], more)
 
 
@@ -180,7 +180,7 @@ def _tokens(default: PretrainedConfig) -> dict[str, Any]:
 
 
 def tiny_model(model_type: str, *, attention: str = "eager", head: str | None = None, **more: Any) -> PreTrainedModel:
-    """A model with a language model's head, of ``tiny_config``, in training mode, in fp32 and without dropout. ``head``: its class, if not the usual."""
+    """A model with a language model's head, of ``tiny_config``, in training mode, in fp32, without dropout. ``head``: another class of the model."""
     return model_of(tiny_config(model_type, **more), attention, head)
 
 
@@ -204,7 +204,7 @@ def words(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def images(model: PreTrainedModel) -> Iterator[dict[str, Tensor]]:
-    """Inputs of two images in the forms that processors give them: the first one that the model takes is its own."""
+    """Inputs of two images in the forms that processors produce; the first form that the model accepts is its own."""
     pixels = torch.randn(2, 3, IMAGE, IMAGE)
     grid = torch.tensor([[1, 4, 4], [1, 4, 4]])
     for channels in (3 * 2 * 4 * 4, 3 * 4 * 4):
@@ -222,7 +222,7 @@ def images(model: PreTrainedModel) -> Iterator[dict[str, Tensor]]:
 
 
 def with_images(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str, Tensor] | None:
-    """``batch`` (2 sequences) with an image in each; None if no form of images is understood."""
+    """Return ``batch`` (2 sequences) with an image in each; None if no form of images is understood."""
     configs = (model.config, getattr(model.config, "text_config", None))
     token = next((t for c in configs for n in ("image_token_id", "image_token_index") if (t := getattr(c, n, None)) is not None), None)
     features = next((f for m in (model, getattr(model, "model", None)) if (f := getattr(m, "get_image_features", None)) is not None), None)

@@ -1,4 +1,4 @@
-"""What a variant is: a value that says what takes the place of a stock function, and how to know that it may."""
+"""A variant is a value that says what replaces a stock function, and how to know that it may."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ StandIns = Iterator[tuple[dict[str, Any], tuple[Any, ...]]]  # attributes of a m
 
 @dataclass(frozen=True)
 class Variant:
-    """What we have for candidates of one form; its fields say which form. ``variant(stock)`` is what takes the place of the stock function."""
+    """Our replacement for candidates of one form; the fields say which form. ``variant(stock)`` replaces the stock function."""
 
     kind: ClassVar[str]  # how its label begins
     by_tables: ClassVar[bool] = False  # whether it and others of its slot differ in the tables that they take
@@ -26,12 +26,12 @@ class Variant:
         raise NotImplementedError
 
     def words(self) -> tuple[str, ...]:
-        """What its label says; nothing of an empty word, and one of equal ones."""
+        """The words of its label, without empty words, and with equal words once."""
         raise NotImplementedError
 
     @property
     def exact(self) -> bool:
-        """Whether what it returns in bf16 must be equal bit for bit."""
+        """Whether its bf16 result must be bit-identical."""
         return True
 
     def fits(self, tables: set[str] | None) -> bool:

@@ -81,3 +81,51 @@ def test_an_operator_has_its_formula_and_its_errors():
 )
 def test_docstrings_are_plain_text_but_for_code_and_formulas(docstring, rest):
     assert "\n".join(surface.rest(docstring)) == rest
+
+
+def test_every_public_name_has_a_docstring_of_its_own():
+    values = {first: surface.find(first) for first, *_ in surface.paths().values()}
+    own = lambda value: vars(value).get("__doc__") if inspect.isclass(value) else inspect.getdoc(value)
+    applied = {path for path, value in values.items() if inspect.isclass(getattr(value, "__self__", None))}  # Function.apply, of PyTorch
+    assert [path for path, value in values.items() if path not in applied and not (own(value) or "").strip()] == []
+
+
+# What has no paper to name, and what is no computation of an operator
+NO_SOURCE = {"softmax", "kl_div", "linear_logprobs", "fused_add_rms_norm", "vocab_parallel_linear_cross_entropy", "embedding"}
+NO_OPERATOR = {
+    "CrossEntropyOutput": "a result",
+    "LigerFusedNeighborhoodAttentionConfig": "options",
+    "LigerFloat8Linear": "a layer that quantize_base makes, whose docstring says all",
+    "LigerMegatronCrossEntropy": "Megatron-core's call, whose docstring says all",
+    "token_accuracy": "counts",
+    "token_counts": "counts",
+}
+
+
+def test_an_operator_says_shapes_dtypes_errors_and_its_source():
+    from liger_kernel.ops import OPS
+
+    lacking = {}
+    for op in OPS.values():
+        text = "\n".join(surface.entry(f"liger_kernel.ops.{op.name}", op.fn, [])) + op.doc
+        shape, dtype = re.search(r"\([\w.]+,[\w .,/+]*\)|\(\.\.\.\)", text), re.search(r"dtype|fp32", text)
+        lacking[op.name] = [
+            word for word, found in (("shapes", shape), ("dtypes", dtype), ("errors", "ValueError" in text), ("source", "arXiv" in text)) if not found
+        ]
+    assert {name for name, words in lacking.items() if words == ["source"]} == NO_SOURCE
+    assert {name: words for name, words in lacking.items() if words not in ([], ["source"])} == {}
+
+
+def test_modules_and_functions_lead_to_their_operator():
+    """So do those of other doors; what an operator says is said once."""
+    doors = ("liger_kernel.nn.", "liger_kernel.transformers.Liger", "liger_kernel.transformers.liger_", "liger_kernel.functional.", "liger_kernel.megatron.")
+    found = {path: surface.operators_of(surface.find(path)) for path, *_ in surface.paths().values() if path.startswith(doors)}
+    assert {path.split(".")[-1] for path, names in found.items() if not names} == set(NO_OPERATOR)
+    assert found["liger_kernel.transformers.LigerMHC"] == ["mhc_coeffs", "mhc_pre", "mhc_post_res"]
+    assert found["liger_kernel.functional.swiglu"] == ["glu"] and found["liger_kernel.transformers.LigerFusedLinearJSD"] == ["linear_divergence"]
+
+
+def test_chunked_losses_have_their_formula():
+    for name in ("DPO", "CPO", "SimPO", "ORPO", "KTO", "JSD"):
+        value = surface.find(f"liger_kernel.chunked_loss.LigerFusedLinear{name}Loss")
+        assert "arXiv:" in "\n".join(surface.notes(value, []))

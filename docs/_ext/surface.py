@@ -127,19 +127,68 @@ def rest(text: str) -> list[str]:
     return out
 
 
+# Modules whose docstring has the formula of an operator that lies in another file
+FORMULAS = {"cross_entropy": "liger_kernel.ops.losses.cross_entropy_rows", "rms_norm": "liger_kernel.ops.norms.rows"}
+# Modules of the package whose docstring has the formula, the shapes and the source of what is defined in them
+STATED = ("liger_kernel.chunked_loss.", "liger_kernel.ops.losses.linear_loss", "liger_kernel.ops.losses.grpo_loss")
+
+
 def notes(value: Any, others: list[str]) -> Iterator[str]:
-    """What the docstring of an object leaves to others: an operator's formula and source, which its module states, the errors of its cases, other paths."""
+    """What the docstring of an object leaves to others: formula and source, which its module or its operator states, the errors of its cases, other paths."""
     from liger_kernel.ops import OPS
 
     operator = OPS.get(getattr(value, "__name__", ""))
     if operator and operator.fn is value:
-        yield from ["", *rest(inspect.cleandoc(sys.modules[value.__module__].__doc__ or "")), ""]
+        for module in dict.fromkeys((value.__module__, FORMULAS.get(operator.name, value.__module__))):
+            yield from ["", *rest(inspect.cleandoc(importlib.import_module(module).__doc__ or "")), ""]
         if errors := list(dict.fromkeys(case.error for case in operator.cases if case.error)):
             yield from ["Raises ``ValueError``, with the operator's name before the text, for example:", ""]
             yield from [f"- ``{error}``" for error in errors]
             yield ""
+    elif home_of(value).startswith(STATED) and value.__name__.endswith(("Loss", "Base", "loss", "GrpoLossFunction")):
+        yield from ["", *rest(inspect.cleandoc(sys.modules[home_of(value)].__doc__ or "")), ""]
+    elif names := [name for name in operators_of(value) if OPS[name].fn is not value]:
+        links = ", ".join(f":func:`~liger_kernel.ops.{name}`" for name in names)
+        yield from ["", f"Shapes, dtypes, formula, source and errors: {links}.", ""]
     if others:
         yield from ["", "Also " + ", ".join(f"``{path}``" for path in others) + ".", ""]
+
+
+def operators_of(value: Any) -> list[str]:
+    """The operators that an object calls, itself or by other functions and classes of ours that it names; a call of an operator is not followed."""
+    from liger_kernel.ops import OPS
+
+    found, seen, open_ = [], set(), [value]
+    while open_:
+        one = open_.pop(0)
+        one = getattr(one, "__wrapped__", one)
+        if inspect.isclass(one):
+            open_ += [inspect.unwrap(member.__func__ if isinstance(member, (staticmethod, classmethod)) else member) for member in methods(one)]
+        code = getattr(one, "__code__", None)
+        if code is None or one in seen or not one.__module__.startswith(CALLERS):
+            continue
+        seen.add(one)
+        names = [name for each in (code, *(c for c in code.co_consts if inspect.iscode(c))) for name in each.co_names]
+        for name, other in [(name, one.__globals__[name]) for name in names if name in one.__globals__]:
+            if name in OPS and OPS[name].fn is other:
+                found.append(name)
+            elif inspect.isfunction(other) or inspect.isclass(other):
+                open_.append(other)
+    if home_of(value) == "liger_kernel.functional":
+        found += re.findall(r'^@_over\("(\w+)"\)', inspect.getsource(inspect.unwrap(value)))
+    if not found and home_of(value).startswith("liger_kernel.ops."):  # a Function or a launcher, which lies beside its operator
+        found += [name for name, operator in OPS.items() if operator.fn.__module__ == home_of(value)]
+    return list(dict.fromkeys(found))
+
+
+CALLERS = tuple(f"liger_kernel.{name}" for name in ("nn", "transformers.functional", "megatron", "hub", "ops.published"))
+
+
+def methods(cls: type) -> list[Any]:
+    """What a class of ours and its bases of ours compute with; of a method that is defined again, the last."""
+    ours = [base for base in reversed(cls.__mro__) if base.__module__.startswith("liger_kernel")]
+    merged = {name: member for base in ours for name, member in vars(base).items()}
+    return [member for name, member in merged.items() if inspect.isroutine(member) or isinstance(member, (staticmethod, classmethod))]
 
 
 def entry(path: str, value: Any, others: list[str]) -> Iterator[str]:

@@ -34,8 +34,7 @@ setup: $(READY)
 demo: $(READY)
 	PYTHONPATH=src $(PY) -m liger_kernel.cli demo $(ARGS)
 
-# Nothing but the tools of [docs] is added to .venv; with PY= they have to be there.
-docs linkcheck: $(READY) $(addsuffix -docs,$(READY))
+docs linkcheck: $(READY)
 	PYTHONPATH=src $(PY) -m sphinx -q -W --keep-going -b $(if $(filter linkcheck,$@),linkcheck,html) docs build/$(if $(filter linkcheck,$@),linkcheck,docs) $(ARGS)
 
 # One thread per process: the processes share the cores already, and small tensors gain nothing from more.
@@ -66,10 +65,6 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 		echo "No NVIDIA GPU here. If pip now fetches nvidia-* packages (several GB, needless), stop it and give TORCH_INDEX (see the Makefile)."; fi
 	$(VENV)/bin/python -m pip install -q $(addprefix -c ,$(CONSTRAINTS)) setuptools
 	$(VENV)/bin/python -m pip install -q --no-compile $(addprefix -c ,$(CONSTRAINTS)) $(addprefix --extra-index-url ,$(TORCH_INDEX)) --no-build-isolation -e '.[dev]'
-	@touch $@
-
-$(VENV)/.ready-docs: $(VENV)/.ready
-	$(VENV)/bin/python -m pip install -q --no-compile $(addprefix -c ,$(CONSTRAINTS)) $(addprefix --extra-index-url ,$(TORCH_INDEX)) --no-build-isolation -e '.[docs]'
 	@touch $@
 
 clean:

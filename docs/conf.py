@@ -16,6 +16,7 @@ html_title = f"liger-kernel {release}"
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx_copybutton", "surface", "command_line", "all_rows", "outside"]
 exclude_patterns = ["_ext", "benchmarks/data"]
 nitpicky = True
+highlight_language = "text"  # of blocks that name none: output, formulas
 # Types of other packages, of which no inventory is at hand without a network, and annotations that are abbreviations of ours
 nitpick_ignore_regex = [("py:.*", r"(?!liger_kernel\.).*"), ("py:.*", r"liger_kernel(\.\w+)*\.[A-Z_]\w*")]
 

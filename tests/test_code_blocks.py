@@ -1,4 +1,4 @@
-"""Every block of code of README and docs/ runs here, on tiny models in the place of those of the hub; what cannot run here is skipped, and the reason is said.
+"""Every block of code of README and docs/ runs here, on tiny models in the place of those of the hub; why one cannot run here stands in the name of its test.
 
 The blocks of a page run one after the other, with what the page takes for given (``GIVEN``). A line ``print(...)  # text`` must print that text, if it is one
 of ``SAID``. Of commands, in blocks or indented, ``liger`` runs at tiny sizes, or its arguments are parsed; files that other programs get must be there.
@@ -156,31 +156,33 @@ def missing(code: str) -> list[str]:
 def reason(code: str) -> str | None:
     """Why a block cannot run here."""
     if absent := missing(code):
-        return f"{', '.join(absent)} not installed: tests/integrations has it in an environment of its own"
+        return f"{', '.join(absent)} is not installed"
     return next((why for line, why in NOT_RUN.items() if line in code), None)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
+def named(page: str) -> Any:
+    """A page as a parameter, whose name says what of it does not run."""
+    reasons = dict.fromkeys(why for code in blocks(page, "python") if (why := reason(code)))
+    return pytest.param(page, id="; not run: ".join([page, *reasons]))
+
+
+@pytest.mark.parametrize("page", [named(page) for page in PAGES if blocks(page, "python")])
 def test_python_runs(page, offline, capsys):
     torch.manual_seed(0)
     names = GIVEN.get(Path(page).name, common)(offline)
-    left = []
     group = one_rank() if Path(page).name == "distributed.md" else contextlib.nullcontext()
     try:
         with torch.device(DEVICE), served_by_kernels_or_references(), group:
             for number, code in enumerate(blocks(page, "python"), 1):
-                if why := reason(code):
-                    left.append(f"block {number}: {why}")
+                program = compile(code, f"{page}, block {number}", "exec")
+                if reason(code):
                     continue
                 capsys.readouterr()
-                exec(compile(code, f"{page}, block {number}", "exec"), names)
+                exec(program, names)
                 printed = [re.sub(r", device='.*?'", "", line) for line in capsys.readouterr().out.splitlines()]
                 assert [said for said in SAID.findall(code) if said not in printed] == [], printed
     finally:
         restore()
-    if len(left) == len(blocks(page, "python")):
-        pytest.skip("; ".join(left))
-    print(*left, sep="\n")
 
 
 def test_a_block_that_fails_or_prints_something_else_is_found(offline, capsys, monkeypatch):
@@ -190,6 +192,12 @@ def test_a_block_that_fails_or_prints_something_else_is_found(offline, capsys, m
     monkeypatch.setitem(PAGES, "other.md", "```python\nprint(1 + 1)  # 3\n```\n")
     with pytest.raises(AssertionError, match="3"):
         test_python_runs("other.md", offline, capsys)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "yaml", "json")])
+def test_data_is_well_formed(page):
+    yaml = pytest.importorskip("yaml")
+    assert all(list(yaml.safe_load_all(block)) for block in blocks(page, "yaml", "json"))
 
 
 def test_every_reason_has_its_block():
@@ -223,6 +231,7 @@ PROGRAMS = {
         ("kubectl", "helm", "kustomize", "curl", "flyte", "pyflyte", "promtool", "torchrun", "mlflow", "tensorboard"), "needs a cluster or a server"
     ),
 }
+EXTRAS = set(re.findall(r"^([\w-]+) = \[", (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2].partition("\n[")[0], re.M))
 WORD = re.compile(rf"^(?:\$ )?(?:[A-Z_]+=\S+ )*({'|'.join(['liger', *PROGRAMS])})\b")
 
 
@@ -250,8 +259,17 @@ def parts(line: str) -> list[list[str]]:
     return [part[: next((i for i, word in enumerate(part) if word in (">", ">>", "<")), len(part))] for part in found if part]
 
 
-@pytest.mark.parametrize("page, line", EVERY, ids=[f"{page}: {line[:60]}" for page, line in EVERY])
-def test_commands(page, line, offline, monkeypatch, capsys):
+def described(page: str, line: str) -> str:
+    """The name of a command's test: what the command is, and why it does not run."""
+    first = parts(line)[0] if parts(line) else [""]
+    elsewhere = [word for word in first if word.partition("=")[0] in ELSEWHERE]
+    why = PROGRAMS.get(first[0]) or next((PARSED[name] for name in (" ".join(first[1:3]), first[-1] if len(first) < 2 else first[1]) if name in PARSED), "")
+    why = why or (f"{elsewhere[0]} has tests of its own" if elsewhere and first[:2] == ["liger", "train"] else "")
+    return f"{page}: {line[:60].strip()}" + (f"; not run: {why}" if why else "")
+
+
+@pytest.mark.parametrize("page, line", [pytest.param(page, line, id=described(page, line)) for page, line in EVERY])
+def test_commands(page, line, offline, capsys):
     for part in parts(line):
         program, *words = part
         if program == "liger":
@@ -261,8 +279,8 @@ def test_commands(page, line, offline, monkeypatch, capsys):
             for word in words:
                 if re.fullmatch(r"(tests|benchmarks|examples|deploy|docs|src)/[\w./-]+", word):
                     assert (ROOT / word).exists(), word
-    if parts(line) and all(part[0] in PROGRAMS for part in parts(line)):
-        pytest.skip(f"{parts(line)[0][0]}: {PROGRAMS[parts(line)[0][0]]}")
+                if extras := re.search(r"(?:^\.|checkout|liger-kernel)\[([\w,]+)\]", word):
+                    assert set(extras[1].split(",")) <= EXTRAS, word
 
 
 def run(words: list[str]) -> None:

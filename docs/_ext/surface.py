@@ -200,7 +200,7 @@ def entry(path: str, value: Any, others: list[str]) -> Iterator[str]:
         text = rest(inspect.cleandoc(owner.__doc__ or ""))
         yield from ["", *(f"   {line}" for line in [f"``{owner.__name__}.apply``, with arguments by position.", "", *text]), ""]
     elif FAMILY.search(path):  # hundreds, whose docstrings differ in one word
-        yield from [f".. py:function:: {path}{_signature(value)}", ""]
+        yield from [f".. py:function:: {path}{_signature(value)}", "   :single-line-parameter-list:", ""]
     else:
         yield f".. auto{'class' if inspect.isclass(value) else 'function'}:: {path}"
         if inspect.isclass(value):

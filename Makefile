@@ -35,7 +35,7 @@ demo: $(READY)
 	PYTHONPATH=src $(PY) -m liger_kernel.cli demo $(ARGS)
 
 docs linkcheck: $(READY)
-	PYTHONPATH=src $(PY) -m sphinx -q -W --keep-going -b $(if $(filter linkcheck,$@),linkcheck,html) docs build/$(if $(filter linkcheck,$@),linkcheck,docs) $(ARGS)
+	PYTHONPATH=src $(PY) -m sphinx -q -E -W --keep-going -b $(if $(filter linkcheck,$@),linkcheck,html) docs build/$(if $(filter linkcheck,$@),linkcheck,docs) $(ARGS)
 
 # One thread per process: the processes share the cores already, and small tensors gain nothing from more.
 test: $(READY)

@@ -19,12 +19,13 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 endif
 
-.PHONY: help setup demo test test-integrations lint format hooks clean
+.PHONY: help setup demo docs linkcheck test test-integrations lint format hooks clean
 help:
 	@echo "make demo    train a small Llama twice, stock and with our kernels, and compare (runs/demo)"
 	@echo "make test    the test suite; without a GPU, ARGS='-m slow' runs the other cases of every operator and every kernel variant, an hour"
 	@echo "make test-integrations   TRL, axolotl, Lightning, other PyTorch and transformers, Kubernetes, Flyte ..., each in an environment of its own (.venv-integrations); ARGS='trl frameworks -k dpo'"
 	@echo "make lint    ruff, mypy and pyright;  make format  lets ruff repair what it can;  make hooks  installs the pre-commit hooks"
+	@echo "make docs    the site, into build/docs/index.html, with warnings as errors; no network is needed once .venv has the tools;  make linkcheck  asks every address that pages name"
 	@echo "make setup   only .venv;  make clean  removes .venv and caches"
 	@sed -n 's/^#   /  /p' Makefile
 
@@ -32,6 +33,9 @@ setup: $(READY)
 
 demo: $(READY)
 	PYTHONPATH=src $(PY) -m liger_kernel.cli demo $(ARGS)
+
+docs linkcheck: $(READY)
+	PYTHONPATH=src $(PY) -m sphinx -q -E -W --keep-going -b $(if $(filter linkcheck,$@),linkcheck,html) docs build/$(if $(filter linkcheck,$@),linkcheck,docs) $(ARGS)
 
 # One thread per process: the processes share the cores already, and small tensors gain nothing from more.
 test: $(READY)
@@ -64,4 +68,4 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-integrations .pytest_cache .ruff_cache .mypy_cache
+	rm -rf build $(VENV) .venv-integrations .pytest_cache .ruff_cache .mypy_cache

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The tables of training steps and operators in docs/benchmarks.md, on your machine:  benchmarks/reproduce.sh OUT [steps|largest|batches|operators ...]   (default: all)
+# The tables of training steps and operators in docs/benchmarks, on your machine:  benchmarks/reproduce.sh OUT [steps|largest|batches|operators ...]   (default: all)
 # OUT gets a JSON file and a log a command, and the plots. GPUS=4 spreads the batches over four (default: all there are).
 set -euo pipefail
 out=$(realpath -m "${1:?a folder for the results}")

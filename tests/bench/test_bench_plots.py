@@ -167,9 +167,9 @@ def test_time_bars_say_values_ratios_and_the_floor(words, tmp_path):
     texts = words["time-rms_norm-bf16.png"]
     assert "0.0960 ms   83 % of floor" in texts
     assert "0.139 ms   1.45x" in texts and "1.40 ms   14.6x" in texts
-    assert any(text.startswith("rms_norm: 1.45–2.46x the speed of upstream") for text in texts)
+    assert any(text.startswith("rms_norm: 1.45–2.46x the speed of LinkedIn's package") for text in texts)
     assert any("NVIDIA H200" in text and "2026-11-20" in text for text in texts)
-    assert any(text.startswith("rope: 0.97x the speed of upstream") for text in words["time-rope-bf16.png"])  # a loss is said like a win
+    assert any(text.startswith("rope: 0.97x the speed of LinkedIn's package") for text in words["time-rope-bf16.png"])  # a loss is said like a win
 
 
 def test_wrong_and_failed_have_no_ratio(words, tmp_path):
@@ -202,7 +202,7 @@ def test_modes_are_columns(words, tmp_path):
 def test_memory_of_nothing_is_not_hidden(words, tmp_path):
     plots.memory_bars(measured("rope"), tmp_path)
     assert "0 MB" in words["memory-rope-bf16.png"]
-    assert any("upstream needs none" in text for text in words["memory-rope-bf16.png"])
+    assert any("LinkedIn's package needs none" in text for text in words["memory-rope-bf16.png"])
 
 
 def test_memory_that_could_not_be_measured_is_not_drawn(tmp_path):
@@ -220,7 +220,7 @@ def test_sweeps(sweep, values, title, words, tmp_path):
     assert is_png(path) and path.name == f"{sweep}-linear_cross_entropy-bf16-full.png"
     texts = words[path.name]
     assert any(title in text for text in texts)
-    assert {"ours", "upstream", "torch.compile", "floor"} <= set(texts)
+    assert {"ours", "LinkedIn's package", "torch.compile", "floor"} <= set(texts)
     assert ("PyTorch eager, failed at 262,144" in texts) == (sweep == "vocabulary")
 
 
@@ -327,7 +327,7 @@ def test_steps_whose_losses_differ_have_no_ratio(words, tmp_path):
     assert cells(report.text_table(rows), "llama-3.2-1b", "upstream")[-1] == "3.0e-01 inaccurate"
     assert "upstream" not in report.summary(rows)["llama-3.2-1b"]
     plots.step_bars({"meta": META, "rows": rows}, tmp_path)
-    assert words["step.png"].count("inaccurate") == 2 and not any("x as fast as upstream" in text for text in words["step.png"])
+    assert words["step.png"].count("inaccurate") == 2 and not any("x as fast as LinkedIn's" in text for text in words["step.png"])
 
 
 def test_markdown_table():
@@ -435,7 +435,7 @@ def test_html_tables_have_the_numbers(page):
     glance = {line[0][0]: [text for text, _ in line[1:]] for line in tables["table-glance"]}
     assert glance["rope"][0] == "0.97x" and glance["gemma-2b"][-1] == "1.25x"
     assert not any("quack" in text for text, _ in tables["table-glance"][0])
-    assert any(line[0][0].startswith("rope") and line[1][0] == "upstream" and line[2][0] == "device ms" for line in tables["table-loses"])
+    assert any(line[0][0].startswith("rope") and line[1][0] == "LinkedIn's package" and line[2][0] == "device ms" for line in tables["table-loses"])
     assert not any(line[1][0] == "quack" for line in tables["table-loses"])
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import base64
 import html as escape_html
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from liger_kernel.bench.rows import (
     hardware_line,
     markdown_table,
     merged,
+    read,
     span,
     speedup,
     status,
@@ -88,7 +88,7 @@ th button::after{content:"\\2002"}th[aria-sort=ascending] button::after{content:
 tr.ours td{background:var(--soft)}tr.ours td.who{color:var(--ours);font-weight:bold}td.bad,li.bad{color:var(--bad)}
 .cut{max-width:9.5rem;overflow:hidden;text-overflow:ellipsis}
 .filters{display:flex;flex-wrap:wrap;gap:.5rem 1.2rem;margin:.8rem 0;font-size:.85rem;color:var(--quiet)}
-select{font:inherit;color:var(--ink);background:var(--soft);border:1px solid var(--line);border-radius:4px;padding:.1rem .3rem}
+select,input{font:inherit;color:var(--ink);background:var(--soft);border:1px solid var(--line);border-radius:4px;padding:.1rem .3rem}
 dl{display:grid;grid-template-columns:max-content 1fr;gap:.3rem 1.2rem;font-size:.88rem}dd{margin:0;max-width:48rem;overflow-wrap:anywhere}
 figure{margin:0}.plots{display:flex;flex-wrap:wrap;gap:1.6rem .6rem;align-items:flex-start}figure img{max-width:100%;height:auto}
 code{font:.92em "DejaVu Sans Mono",ui-monospace,monospace}
@@ -112,17 +112,18 @@ function sortBy(header) {
 
 function filterRows(table) {
   const chosen = Array.from(document.querySelectorAll(`select[data-table="${table.id}"]`)).filter(select => select.value);
+  const word = document.querySelector(`input[data-table="${table.id}"]`)?.value.trim().toLowerCase() || "";
   let shown = 0;
   for (const row of table.tBodies[0].rows) {
-    row.hidden = chosen.some(select => row.cells[Number(select.dataset.column)].textContent !== select.value);
+    row.hidden = !row.textContent.toLowerCase().includes(word) || chosen.some(select => row.cells[Number(select.dataset.column)].textContent !== select.value);
     shown += !row.hidden;
   }
   document.getElementById(table.id + "-count").textContent = `${shown} of ${table.tBodies[0].rows.length} rows`;
 }
 
 for (const button of document.querySelectorAll("th button")) button.addEventListener("click", () => sortBy(button.parentElement));
-for (const select of document.querySelectorAll("select[data-table]"))
-  select.addEventListener("change", () => filterRows(document.getElementById(select.dataset.table)));
+for (const field of document.querySelectorAll("select[data-table], input[data-table]"))
+  field.addEventListener("input", () => filterRows(document.getElementById(field.dataset.table)));
 """
 
 
@@ -146,7 +147,7 @@ def html(path: Path | str, operator_json: dict[str, Any] | None = None, step_jso
     if images:
         page += [_heading("plots", "Plots"), '<div class="plots">', *map(_image, images), "</div>"]
     for name, identity, data in parts:
-        page += [_heading(identity, name), _table(data["rows"], f"table-{identity}")]
+        page += [_heading(identity, name), sortable_table(data["rows"], f"table-{identity}")]
     page += [_heading("legend", "What the columns mean"), _legend(rows), _heading("measured", "Measured with")]
     page += [_meta(name, data.get("meta", {})) for name, _, data in parts]
     head = f'<meta charset="utf-8">\n<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{TITLE}</title>\n<style>{STYLE}</style>'
@@ -187,12 +188,14 @@ def _sortable(identity: str, heads: Sequence[tuple[str, str, bool]], lines: Sequ
             selects += (
                 f'<label>{_escape(heads[i][0])} <select data-table="{identity}" data-column="{i}"><option value="">all</option>{options}</select></label>'
             )
-    above = f'<div class="filters">{selects}<span id="{identity}-count">{len(lines)} rows</span></div>\n' if selects else ""
+    search = f'<label>Search <input type="search" data-table="{identity}"></label>'
+    above = f'<div class="filters">{selects}{search}<span id="{identity}-count">{len(lines)} rows</span></div>\n' if selects else ""
     rows = "\n".join(lines)
     return f'{above}<div class="scroll"><table id="{identity}">\n<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody></table></div>'
 
 
-def _table(rows: Sequence[Row], identity: str) -> str:
+def sortable_table(rows: Sequence[Row], identity: str) -> str:
+    """Rows of operators or of steps as HTML, which ``SCRIPT`` sorts and filters."""
     columns, texts = _cells(rows, all_columns=True)
     lines = []
     for (row, ours), cells in zip(with_ours(rows), texts):
@@ -316,12 +319,12 @@ def main(argv: list[str]) -> int:
     from liger_kernel.bench import plots
 
     parser = argparse.ArgumentParser(prog="liger bench report", description="Tables, plots and data of runs written with --json, of operators or of steps.")
-    parser.add_argument("json", nargs="+", help="files; a row measured again in a later one takes the place of the earlier")
+    parser.add_argument("json", nargs="+", help="files, or the CSV made of them; a row measured again in a later one takes the place of the earlier")
     parser.add_argument("--csv", metavar="FILE")
     parser.add_argument("--markdown", metavar="FILE", help="the table")
     parser.add_argument("--plot", metavar="DIR", help="PNG charts and report.html")
     a = parser.parse_args(argv)
-    result = merged([json.loads(Path(path).read_text()) for path in a.json])
+    result = merged([read(path) for path in a.json])
     steps = "model" in result["rows"][0]
     print(text_table(result["rows"]))
     if a.csv:

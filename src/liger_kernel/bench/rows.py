@@ -19,7 +19,7 @@ OURS = "ours"
 LABELS = {
     "ours": "ours",
     "base": "ours, base commit",
-    "upstream": "upstream",
+    "upstream": "LinkedIn's package",
     "compile": "torch.compile",
     "torch": "torch built-in",
     "cce": "cut-cross-entropy",
@@ -27,34 +27,40 @@ LABELS = {
     "eager": "PyTorch eager",
     "stock": "stock",
     "ours+compile": "ours + compile",
-    "upstream+compile": "upstream + compile",
+    "upstream+compile": "LinkedIn's + compile",
     "layers": "compiled layers",
+    "ours:off": "ours, keeping everything",
+    "ours:mlp": "ours, keeping least",
+    "ours:attention-off": "ours, attention by PEFT",
     "ours:fp8": "ours, FP8 base",
     "ours:fp8_rowwise": "ours, FP8 base by rows",
     "unsloth": "Unsloth",
     "unsloth:offload": "Unsloth, offloading",
     "ours+layers": "ours + compiled layers",
-    "upstream+layers": "upstream + compiled layers",
+    "upstream+layers": "LinkedIn's + compiled layers",
 }
 MEANING = {
     "ours": "the operator of this package",
     "base": "the same operator at another commit (--base)",
-    "upstream": "the published liger-kernel package, in a process of its own",
+    "upstream": "LinkedIn's liger-kernel package, in a process of its own",
     "compile": "the eager code under torch.compile",
     "torch": "the fused function that PyTorch itself ships",
     "cce": "the cut-cross-entropy package",
     "quack": "the quack-kernels package",
     "eager": "plain PyTorch, one kernel after another",
     "stock": "the Hugging Face model as it is",
+    "ours:off": "the model with our kernels, every intermediate result kept for the backward",
+    "ours:mlp": "the model with our kernels, projections of gated MLPs computed again in the backward",
+    "ours:attention-off": "the model with our kernels, adapters of q, k, v and o run by PEFT (projections=False)",
     "ours:fp8": "the model with our kernels, its frozen weights in FP8",
     "ours:fp8_rowwise": "the same with a scale for each row",
     "unsloth": "the model by Unsloth's FastLanguageModel",
     "unsloth:offload": "the same, a checkpointed layer's input kept in the CPU's memory",
     "ours+compile": "the model with our kernels, under torch.compile",
-    "upstream+compile": "the model with upstream's kernels, under torch.compile",
+    "upstream+compile": "the model with LinkedIn's kernels, under torch.compile",
     "layers": "the Hugging Face model, each decoder layer under torch.compile",
     "ours+layers": "the model with our kernels, each decoder layer under torch.compile",
-    "upstream+layers": "the model with upstream's kernels, each decoder layer under torch.compile",
+    "upstream+layers": "the model with LinkedIn's kernels, each decoder layer under torch.compile",
 }
 COUNTS = ("kernels", "peak MB")  # columns that are zero everywhere where they could not be measured
 LONGEST = 60  # characters of a cell in a table of text
@@ -69,8 +75,8 @@ def usable(row: Row | None) -> bool:
 def key(row: Row) -> tuple[Any, ...]:
     """What two rows must share to be compared."""
     if "model" not in row:
-        return tuple(row.get(name) for name in ("op", "case", "dtype", "mode", "sweep", "x"))
-    return (*(row.get(name) for name in ("model", "batch", "seq", "gpus", "parallel")), *parts_of(row))
+        return tuple(row.get(name) for name in ("op", "case", "dtype", "mode", "sweep", "x", "source"))
+    return (*(row.get(name) for name in ("model", "batch", "seq", "gpus", "parallel", "source")), *parts_of(row))
 
 
 def parts_of(row: Mapping[str, Any]) -> list[str]:
@@ -309,8 +315,13 @@ def _cells(rows: Iterable[Row], all_columns: bool) -> tuple[list[Column], list[l
     return [columns[i] for i in keep], [[line[i] for i in keep] for line in texts]
 
 
+SOURCE = _words("measured", "source", "The file of benchmarks/data that has the row; only rows of one file were measured beside each other.")
+
+
 def _columns(rows: Iterable[Row]) -> tuple[Column, ...]:
-    return STEP if any("model" in row for row in rows) else OPERATOR
+    rows = list(rows)
+    columns = STEP if any("model" in row for row in rows) else OPERATOR
+    return (*columns, SOURCE) if any("source" in row for row in rows) else columns
 
 
 def merged(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -323,9 +334,42 @@ def merged(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {"meta": results[0]["meta"], "rows": list(rows.values())}
 
 
+META = ("hardware", "torch", "triton", "transformers", "liger_kernel", "date")
+
+
+def read(path: Path | str) -> dict[str, Any]:
+    """A result, of the JSON that a run writes or of the CSV that is made of it, which has one line of versions in each row."""
+    path = Path(path)
+    if path.suffix != ".csv":
+        return json.loads(path.read_text())
+    with open(path, newline="") as file:
+        found = [{name: _parsed(name, text) for name, text in line.items()} for line in csv.DictReader(file)]
+    rows = []
+    for row in found:
+        kinds = {name.removesuffix("_ms"): row.pop(name) for name in [name for name in row if name.endswith("_ms") and name not in TIMES]}
+        breakdown = {"breakdown_ms": kinds} if any(value is not None for value in kinds.values()) else {}
+        rows.append({name: value for name, value in row.items() if name not in META} | breakdown)
+    return {"meta": {name: found[0].get(name) for name in META}, "rows": rows}
+
+
+WORDS = {*META, "op", "case", "dtype", "mode", "variant", "sweep", "model", "parallel", "quantize", "lora_targets", "data", "optimizer", "failed", "peak_phase"}
+TIMES = ("device_ms", "wall_ms", "host_ms", "floor_ms", "step_ms")
+
+
+def _parsed(name: str, text: str) -> Any:
+    if name in WORDS or not text:
+        return text or None
+    if text in ("True", "False"):
+        return text == "True"
+    try:
+        return json.loads(text) if text[0] in "{-0123456789" else text
+    except ValueError:
+        return text
+
+
 def write_csv(result: dict[str, Any], path: str) -> None:
     """Rows as a table, with hardware, versions and date in each."""
-    about = {k: result["meta"].get(k) for k in ("hardware", "torch", "triton", "transformers", "liger_kernel", "date")}
+    about = {k: result["meta"].get(k) for k in META}
     rows = [
         {k: json.dumps(v) if isinstance(v, dict) else f"{v:.6g}" if isinstance(v, float) else v for k, v in (row | about).items()} for row in result["rows"]
     ]

@@ -23,6 +23,8 @@ def smoothed_logistic(z: Tensor, label_smoothing: float) -> Tensor:
 
 
 class LigerFusedLinearCPOFunction(LigerFusedLinearPreferenceBase):
+    """``apply`` takes the arguments of ``forward`` by position; ``LigerFusedLinearCPOLoss`` has the formula, and names for the options."""
+
     @staticmethod
     def preference_loss_fn(
         chosen_logps: Tensor, rejected_logps: Tensor, full_target: Tensor, beta: float = 0.1, label_smoothing: float = 0.0

@@ -77,6 +77,8 @@ def _check(name: str, loss_type: str, label_smoothing: float) -> None:
 
 
 class LigerFusedLinearDPOFunction(LigerFusedLinearPreferenceBase):
+    """``apply`` takes the arguments of ``forward`` by position; ``LigerFusedLinearDPOLoss`` has the formula, and names for the options."""
+
     @staticmethod
     def preference_loss_fn(
         chosen_logps: Tensor, rejected_logps: Tensor, full_target: Tensor, ref_chosen_logps: Tensor | None = None,

@@ -21,6 +21,8 @@ from liger_kernel.nn.options import WithOptions
 
 
 class LigerFusedLinearKTOFunction(LigerFusedLinearUnpairedPreferenceBase):
+    """``apply`` takes the arguments of ``forward`` by position; ``LigerFusedLinearKTOLoss`` has the formula, and names for the options."""
+
     @staticmethod
     def preference_loss_fn(
         log_prob_chunk: Tensor, preference_labels_chunk: Tensor, full_target: Tensor, ref_log_prob_chunk: Tensor | None = None,

@@ -23,6 +23,8 @@ def _log_odds(logp: Tensor) -> Tensor:
 
 
 class LigerFusedLinearORPOFunction(LigerFusedLinearPreferenceBase):
+    """``apply`` takes the arguments of ``forward`` by position; ``LigerFusedLinearORPOLoss`` has the formula, and names for the options."""
+
     @staticmethod
     def preference_loss_fn(chosen_logps: Tensor, rejected_logps: Tensor, full_target: Tensor, beta: float = 0.1) -> tuple[Tensor, ...]:
         """Loss, rewards beta * log pi of chosen and rejected, and the batch's means of log sigmoid(log odds ratio) and log odds ratio."""

@@ -19,6 +19,8 @@ from liger_kernel.nn.options import WithOptions
 
 
 class LigerFusedLinearSimPOFunction(LigerFusedLinearPreferenceBase):
+    """``apply`` takes the arguments of ``forward`` by position; ``LigerFusedLinearSimPOLoss`` has the formula, and names for the options."""
+
     @staticmethod
     def preference_loss_fn(
         chosen_logps: Tensor, rejected_logps: Tensor, full_target: Tensor, beta: float = 0.1, gamma: float = 0.5, label_smoothing: float = 0.0

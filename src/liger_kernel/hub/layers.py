@@ -33,6 +33,8 @@ def _form(cls: Any) -> tuple[float, str, str] | None:
 
 
 class LigerRMSNorm(nn.Module):
+    """``forward`` for a module with ``weight`` and eps: ``x / rms(x) * (weight + offset)``, rounded as the module's own class rounds."""
+
     can_torch_compile = has_backward = True
 
     def forward(self, hidden_states: Tensor) -> Tensor:
@@ -44,7 +46,7 @@ class LigerRMSNorm(nn.Module):
 
 
 class LigerRotaryPosEmb(nn.Module):
-    """For tables that hold each angle twice, as in ``cat((angles, angles), -1)``."""
+    """``forward(q, k, cos, sin)`` for tables that hold each angle twice, as in ``cat((angles, angles), -1)``."""
 
     can_torch_compile = has_backward = True
 
@@ -53,6 +55,8 @@ class LigerRotaryPosEmb(nn.Module):
 
 
 class LigerSwiGLUMLP(nn.Module):
+    """``forward`` for a module with gate_proj, up_proj and down_proj: ``down(silu(gate(x)) * up(x))``."""
+
     can_torch_compile = has_backward = True
 
     def forward(self, x: Tensor) -> Tensor:
@@ -60,6 +64,8 @@ class LigerSwiGLUMLP(nn.Module):
 
 
 class LigerGEGLUMLP(nn.Module):
+    """``forward`` for a module with gate_proj, up_proj and down_proj: ``down(gelu(gate(x)) * up(x))``, with the tanh approximation of gelu."""
+
     can_torch_compile = has_backward = True
 
     def forward(self, x: Tensor) -> Tensor:

@@ -67,6 +67,8 @@ class LigerRMSNorm(nn.Module):
 
 
 class LigerRMSNormForGemma(LigerRMSNorm):
+    """``LigerRMSNorm`` with offset 1, casting "gemma", and a weight that begins at zero."""
+
     def __init__(
         self,
         hidden_size: int,
@@ -80,18 +82,24 @@ class LigerRMSNormForGemma(LigerRMSNorm):
         super().__init__(hidden_size, eps, offset, casting_mode, init_fn)
 
 
-class LigerRMSNormForGemma2(LigerRMSNormForGemma): ...
+class LigerRMSNormForGemma2(LigerRMSNormForGemma):
+    """``LigerRMSNormForGemma`` under another name."""
 
 
-class LigerRMSNormForQwen3Next(LigerRMSNormForGemma): ...
+class LigerRMSNormForQwen3Next(LigerRMSNormForGemma):
+    """``LigerRMSNormForGemma`` under another name."""
 
 
 class LigerRMSNormForGemma3(LigerRMSNorm):
+    """``LigerRMSNormForGemma`` whose first argument is called ``dim``."""
+
     def __init__(self, dim: int, eps: float = 1e-6, offset: float = 1.0, casting_mode: str = "gemma", init_fn: str = "zeros", in_place: bool = False):
         super().__init__(dim, eps, offset, casting_mode, init_fn)
 
 
 class LigerRMSNormForGemma4(LigerRMSNorm):
+    """``LigerRMSNorm`` with casting "gemma"; ``with_scale=False``: without a weight."""
+
     def __init__(
         self, dim: int, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "gemma", init_fn: str = "ones", in_place: bool = False,
         with_scale: bool = True,
@@ -111,14 +119,16 @@ class LigerRMSNormForMuseGlimmer(LigerRMSNormForGemma4):
         super().__init__(dim, eps, offset, casting_mode, init_fn, with_scale=with_scale)
 
 
-class LigerRMSNormForMuseGlimmerTextCentered(LigerRMSNormForGemma): ...
+class LigerRMSNormForMuseGlimmerTextCentered(LigerRMSNormForGemma):
+    """``LigerRMSNormForGemma`` under another name."""
 
 
 class LigerRMSNormForOlmo2(LigerRMSNorm):
     """Casting is "llama", as in LinkedIn's package. Transformers' Olmo2 rounds like "gemma", and patched models do the same."""
 
 
-class LigerRMSNormForGlm4(LigerRMSNorm): ...
+class LigerRMSNormForGlm4(LigerRMSNorm):
+    """``LigerRMSNorm`` under another name."""
 
 
 class LigerFusedAddRMSNorm(LigerRMSNorm):

@@ -128,6 +128,7 @@ __all__ = [
 
 
 def is_transformers_available() -> bool:
+    """Whether transformers is installed."""
     return importlib.util.find_spec("transformers") is not None
 
 

@@ -251,7 +251,7 @@ def _qkv(*shape: int) -> dict[str, T]:
 def neighborhood_attention(q: Tensor, k: Tensor, v: Tensor, *, kernel_size: int = 7, dilation: int = 1, scale: float | None = None) -> Tensor:
     """Attention of q to the ``kernel_size`` keys around it, ``dilation`` apart, fewer at the borders; all (B, H, T, D), any strides.
 
-    ``scale`` defaults to ``D ** -0.5``. Memory grows with T, not T squared.
+    q, k and v have one dtype: fp32, fp16, bf16 or fp64; returns a tensor like q. ``scale`` defaults to ``D ** -0.5``. Memory grows with T, not T squared.
     """
     if q.ndim != 4 or not q.is_floating_point():
         raise ValueError(f"neighborhood_attention: q must have shape (B, H, T, D), got {tuple(q.shape)}")

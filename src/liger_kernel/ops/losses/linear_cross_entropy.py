@@ -1,4 +1,4 @@
-"""Cross entropy of ``x w^T + bias`` without ever holding the logits: a loop over chunks of tokens.
+"""Cross entropy of ``x w^T + bias`` without ever holding the logits: a loop over chunks of tokens (arXiv:2410.10989).
 
 Shapes: x (M, H), w (V, H), bias (V,), target (M,). The loss is that of ``cross_entropy`` (formula there) on the logits. A head with adapters has
 logits x w^T + xa wb^T + bias, xa (M, R), wb (V, R): its thin product with the hidden states, which gets a gradient as x does, and what multiplies that.

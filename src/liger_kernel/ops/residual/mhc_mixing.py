@@ -187,7 +187,10 @@ class LigerMHCPostResFunction(torch.autograd.Function):
     cost=lambda x, h_pre: Cost(nbytes(x, h_pre, x[..., 0, :]), nbytes(x, x, h_pre, h_pre, x[..., 0, :]), flops=(2 * x.numel(), 3 * x.numel())),
 )
 def mhc_pre(x: Tensor, h_pre: Tensor) -> Tensor:
-    """``sum_i h_pre_i x_i`` of streams x (..., H, C) and h_pre (..., H), as (..., C)."""
+    """``sum_i h_pre_i x_i`` of streams x (..., H, C) and h_pre (..., H), as (..., C).
+
+    x in fp32, fp16, bf16 or fp64, h_pre of any floating dtype; computed in fp32 (fp64 if x is) and rounded once, to x's dtype.
+    """
     _check("mhc_pre", x, h_pre=(h_pre, x.shape[:-1]))
     if not use_kernels(x, fusible=True) or not x.numel():
         return pre_reference(x, h_pre)
@@ -209,7 +212,10 @@ def mhc_pre(x: Tensor, h_pre: Tensor) -> Tensor:
     ),
 )
 def mhc_post_res(x: Tensor, f_out: Tensor, h_post: Tensor, h_res: Tensor) -> Tensor:
-    """``y_o = sum_i h_res_oi x_i + h_post_o f_out`` of streams x (..., H, C), f_out (..., C), h_post (..., H) and h_res (..., H, H), like x."""
+    """``y_o = sum_i h_res_oi x_i + h_post_o f_out`` of streams x (..., H, C), f_out (..., C), h_post (..., H) and h_res (..., H, H), like x.
+
+    x and f_out in fp32, fp16, bf16 or fp64, the coefficients of any floating dtype; computed in fp32 (fp64 if x is) and rounded once, to x's dtype.
+    """
     outer, H, C = x.shape[:-2], x.shape[-2:-1], x.shape[-1:]
     _check("mhc_post_res", x, f_out=(f_out, outer + C), h_post=(h_post, outer + H), h_res=(h_res, outer + H + H))
     if not use_kernels(x, fusible=True) or not x.numel():

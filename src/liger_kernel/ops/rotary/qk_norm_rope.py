@@ -1,4 +1,4 @@
-"""RMSNorm of the heads of queries and keys, then rotary position embedding, in one pass: ``rope(rms_norm(q, wq), rms_norm(k, wk), cos, sin)``.
+"""RMSNorm of the heads of queries and keys (arXiv:2010.04245), then rotary embedding, in one pass: ``rope(rms_norm(q, wq), rms_norm(k, wk), cos, sin)``.
 
 Shapes: q (B, Hq, T, D), k (B, Hk, T, D), or with ``unsqueeze_dim=2`` (B, T, H, D); wq, wk (D,), shared by the heads; cos, sin (B or 1, T, R/2).
 R <= D: the last D - R columns are normed and pass through.  ``casting`` as in ``rms_norm``, ``layout`` as in ``rope``, ``rope_casting`` as its ``casting``.

@@ -1,6 +1,6 @@
 """Cross entropy and total variation distance of each token, from the same logits in the same sweeps, for losses that mix and weigh them on their own.
 
-Shapes: student and teacher logits (M, V), target (M,).  With q = softmax(student) and p = softmax(teacher):
+Shapes: student and teacher logits (M, V), target (M,).  With q = softmax(student) and p = softmax(teacher) (TVD: arXiv:2307.15190):
 
     ce = -log q_y        tvd = sum_j |q_j - p_j| / 2
 

@@ -1,0 +1,308 @@
+"""Every block of code of README and docs/ runs here, on tiny models in the place of those of the hub; why one cannot run here stands in the name of its test.
+
+The blocks of a page run one after the other, with what the page takes for given (``GIVEN``). A line ``print(...)  # text`` must print that text, if it is one
+of ``SAID``. Of commands, in blocks or indented, ``liger`` runs at tiny sizes, or its arguments are parsed; files that other programs get must be there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import json
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hf_models import DEVICE, served_by_kernels_or_references
+
+from liger_kernel import cli
+from liger_kernel.transformers import AutoLigerKernelForCausalLM, apply_liger_kernel_to_llama, restore
+
+transformers = pytest.importorskip("transformers")
+ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "docs" / "_ext"))
+
+import command_line  # noqa: E402  found by the line above
+
+PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md")))}
+FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```$", re.M | re.S)
+SAID = re.compile(r"^print\(.*\)  # (True.*|False.*|None|torch\.Size.*|tensor.*|Liger\w+|\d[\d.]*)$", re.M)
+TINY = dict(vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+IDS = {name for text in PAGES.values() for name in re.findall(r"[\"' ]((?:meta-llama|Qwen|google|mistralai|allenai|openai)/[\w.-]+)", text)}
+# Blocks that need more than this machine has, by a line in them; a package that is missing is a reason that needs no line here
+NOT_RUN = {
+    "FullyShardedDataParallel(model": "FSDP1 needs a GPU",
+}
+
+
+def blocks(page: str, *languages: str) -> list[str]:
+    return [code for _, language, code in FENCE.findall(PAGES[page]) if language in languages]
+
+
+# -- Python ---------------------------------------------------------------------------------------------------------------------------------------------
+
+
+def tiny(folder: Path) -> Path:
+    """A checkpoint of a tiny Llama with a tokenizer."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    if not folder.exists():
+        transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY)).save_pretrained(folder)
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        tokens = Tokenizer(models.BPE({token: i for i, token in enumerate([*alphabet, "<|end|>"])}, []))
+        tokens.pre_tokenizer = pre_tokenizers.ByteLevel()
+        transformers.PreTrainedTokenizerFast(tokenizer_object=tokens, eos_token="<|end|>", pad_token="<|end|>").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def offline(tmp_path, monkeypatch) -> Path:
+    """A working directory with some chats, and with a folder for every id of the hub that pages name; ``train`` makes two tiny steps."""
+    from liger_kernel.train import loop
+
+    checkpoint = tiny(tmp_path / "checkpoint")
+    for name in IDS:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).symlink_to(checkpoint)
+    train, sizes = loop.train, dict(steps=2, length=128, batch=2, log_every=1, eval_fraction=0.0, save=None)
+    monkeypatch.setattr(loop, "train", lambda config: train(dataclasses.replace(config, **sizes)))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
+    chat = {"messages": [{"role": "user", "content": "Name a prime."}, {"role": "assistant", "content": "Seven is a prime number."}]}
+    Path("chats.jsonl").write_text(f"{json.dumps(chat)}\n" * 16)
+    return tmp_path
+
+
+def common(folder: Path) -> dict[str, Any]:
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY)).to(DEVICE).train()
+    ids = torch.randint(0, 512, (2, 32), device=DEVICE)
+    names = {"torch": torch, "model": model, "ids": ids, "name": folder / "checkpoint", "labels": ids.clone()}
+    names |= {"apply_liger_kernel_to_llama": apply_liger_kernel_to_llama, "AutoLigerKernelForCausalLM": AutoLigerKernelForCausalLM}
+    names |= {"rows": [{"input_ids": row, "labels": row} for row in torch.randint(0, 512, (8, 16))], "positions": torch.arange(32, device=DEVICE)[None]}
+    return names | {"TrainingArguments": transformers.TrainingArguments, "__name__": "page"}
+
+
+def of_readme(folder: Path) -> dict[str, Any]:
+    import peft
+
+    head, hidden = torch.nn.Linear(4096, 512, bias=False, device=DEVICE), torch.randn(6, 4096, device=DEVICE)
+    return common(folder) | vars(peft) | {"head": head, "hidden": hidden, "labels": torch.arange(6, device=DEVICE)}
+
+
+def of_losses(folder: Path) -> dict[str, Any]:
+    make = lambda *shape: torch.randn(*shape, device=DEVICE)
+    labels = torch.randint(0, 512, (4, 8), device=DEVICE)
+    labels[:, :3] = -100
+    head, reference = (torch.nn.Linear(16, 512, device=DEVICE) for _ in range(2))
+    return {"head": head, "hidden": make(4, 8, 16).requires_grad_(), "labels": labels, "ref_hidden": make(4, 8, 16), "ref_head": reference}
+
+
+def of_distributed(folder: Path) -> dict[str, Any]:
+    """One rank."""
+    names = common(folder)
+    names |= {"F": torch.nn.functional, "rank": 0, "ranks": 1, "learnt_tokens": 2 * 31 * 2}
+    return names | {"batches": [{"input_ids": names["ids"], "labels": names["labels"]}] * 2}
+
+
+def of_troubleshooting(folder: Path) -> dict[str, Any]:
+    names = common(folder)
+    apply_liger_kernel_to_llama(model=names["model"])
+    return names
+
+
+def of_training(folder: Path) -> dict[str, Any]:
+    """Adapters, as ``liger train --lora`` saves them."""
+    import peft
+
+    names = common(folder)
+    adapted = peft.get_peft_model(transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY)), peft.LoraConfig(r=2, target_modules="all-linear"))
+    adapted.save_pretrained(folder / "tuned")
+    names["model"].requires_grad_(False)
+    return names
+
+
+# File name of a page -> what it takes for given beyond a model, tokens and rows; a page keeps it when it moves
+GIVEN: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "README.md": of_readme,
+    "losses.md": of_losses,
+    "distributed.md": of_distributed,
+    "troubleshooting.md": of_troubleshooting,
+    "training.md": of_training,
+}
+
+
+@contextlib.contextmanager
+def one_rank() -> Iterator[None]:
+    """A process group of this process alone."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def missing(code: str) -> list[str]:
+    modules = re.findall(r"^(?:from|import) (\w+(?:, \w+)*)", code, re.M)
+    return [name for line in modules for name in line.split(", ") if importlib.util.find_spec(name) is None]
+
+
+def reason(code: str) -> str | None:
+    """Why a block cannot run here."""
+    if absent := missing(code):
+        return f"{', '.join(absent)} is not installed"
+    return next((why for line, why in NOT_RUN.items() if line in code), None)
+
+
+def named(page: str) -> Any:
+    """A page as a parameter, whose name says what of it does not run."""
+    reasons = dict.fromkeys(why for code in blocks(page, "python") if (why := reason(code)))
+    return pytest.param(page, id="; not run: ".join([page, *reasons]))
+
+
+@pytest.mark.parametrize("page", [named(page) for page in PAGES if blocks(page, "python")])
+def test_python_runs(page, offline, capsys):
+    torch.manual_seed(0)
+    names = GIVEN.get(Path(page).name, common)(offline)
+    group = one_rank() if Path(page).name == "distributed.md" else contextlib.nullcontext()
+    try:
+        with torch.device(DEVICE), served_by_kernels_or_references(), group:
+            for number, code in enumerate(blocks(page, "python"), 1):
+                program = compile(code, f"{page}, block {number}", "exec")
+                if reason(code):
+                    continue
+                capsys.readouterr()
+                exec(program, names)
+                printed = [re.sub(r", device='.*?'", "", line) for line in capsys.readouterr().out.splitlines()]
+                assert [said for said in SAID.findall(code) if said not in printed] == [], printed
+    finally:
+        restore()
+
+
+def test_a_block_that_fails_or_prints_something_else_is_found(offline, capsys, monkeypatch):
+    monkeypatch.setitem(PAGES, "broken.md", "```python\nprint(model.no_such_name)\n```\n")
+    with pytest.raises(AttributeError, match="no_such_name"):
+        test_python_runs("broken.md", offline, capsys)
+    monkeypatch.setitem(PAGES, "other.md", "```python\nprint(1 + 1)  # 3\n```\n")
+    with pytest.raises(AssertionError, match="3"):
+        test_python_runs("other.md", offline, capsys)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "yaml", "json")])
+def test_data_is_well_formed(page):
+    yaml = pytest.importorskip("yaml")
+    assert all(list(yaml.safe_load_all(block)) for block in blocks(page, "yaml", "json"))
+
+
+def test_every_reason_has_its_block():
+    code = [block for page in PAGES for block in blocks(page, "python")]
+    assert [line for line in NOT_RUN if not any(line in block for block in code)] == []
+
+
+# -- commands -----------------------------------------------------------------------------------------------------------------------------------------------
+
+# Commands that take minutes, a GPU or a cluster: their arguments are parsed
+PARSED = {
+    "demo": "trains two models, minutes",
+    "bench": "measures, minutes",
+    "tune": "needs a GPU",
+    "warmup": "compiles, minutes",
+    "deploy submit": "needs a cluster",
+}
+SMALL = "--hidden 32 --intermediate 64 --layers 1 --heads 2 --kv-heads 1 --vocab 300 --length 32 --batch 1 --steps 2 --limit 8 --warmup 0"
+SMALL += " --eval-fraction 0 --eval-every 0"
+# Options that need several processes, packages or services; tests/train and tests/integrations run them
+ELSEWHERE = ("--nproc", "--nnodes", "--trainer", "--report", "--metrics-port", "--quantize", "--model", "--config", "--data")
+# Other programs, and why they do not run here
+PROGRAMS = {
+    "git": "needs the repository's address",
+    "pip": "needs a network",
+    "python": "runs for minutes",
+    "pytest": "these are the tests",
+    "make": "makes environments",
+    "docker": "needs a registry",
+    **dict.fromkeys(
+        ("kubectl", "helm", "kustomize", "curl", "flyte", "pyflyte", "promtool", "torchrun", "mlflow", "tensorboard"), "needs a cluster or a server"
+    ),
+}
+EXTRAS = set(re.findall(r"^([\w-]+) = \[", (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2].partition("\n[")[0], re.M))
+WORD = re.compile(rf"^(?:\$ )?(?:[A-Z_]+=\S+ )*({'|'.join(['liger', *PROGRAMS])})\b")
+
+
+def commands(page: str) -> list[str]:
+    """Lines of shell blocks, and indented lines that begin with a program; continued lines are one."""
+    text = FENCE.sub("", PAGES[page])
+    shown = [line.strip() for line in re.sub(r"\\\n +", "", text).splitlines() if re.match(r"^ {4}\S", line)]
+    indented = [re.split(r" {3,}", line)[0] for line in shown if WORD.match(line)]  # what follows says what a command does
+    fenced = [line for block in blocks(page, "bash", "console", "sh", "shell") for line in re.sub(r"\\\n\s*", "", block).splitlines()]
+    return [line.removeprefix("$ ").strip() for line in [*fenced, *indented] if line.strip() and not line.startswith("#")]
+
+
+EVERY = [(page, line) for page in PAGES for line in dict.fromkeys(commands(page))]
+
+
+def parts(line: str) -> list[list[str]]:
+    """The words of every command in a line, without comments, redirections and variables before a command."""
+    words = shlex.split(re.sub(r"<([\w ]+)>", r"\1", line).replace("&&", " ; ").replace("|", " ; "), comments=True)
+    found: list[list[str]] = [[]]
+    for word in words:
+        if word == ";":
+            found.append([])
+        elif found[-1] or not re.match(r"^[A-Z_]+=", word):
+            found[-1].append(word)
+    return [part[: next((i for i, word in enumerate(part) if word in (">", ">>", "<")), len(part))] for part in found if part]
+
+
+def described(page: str, line: str) -> str:
+    """The name of a command's test: what the command is, and why it does not run."""
+    first = parts(line)[0] if parts(line) else [""]
+    elsewhere = [word for word in first if word.partition("=")[0] in ELSEWHERE]
+    why = PROGRAMS.get(first[0]) or next((PARSED[name] for name in (" ".join(first[1:3]), first[-1] if len(first) < 2 else first[1]) if name in PARSED), "")
+    why = why or (f"{elsewhere[0]} has tests of its own" if elsewhere and first[:2] == ["liger", "train"] else "")
+    return f"{page}: {line[:60].strip()}" + (f"; not run: {why}" if why else "")
+
+
+@pytest.mark.parametrize("page, line", [pytest.param(page, line, id=described(page, line)) for page, line in EVERY])
+def test_commands(page, line, offline, capsys):
+    for part in parts(line):
+        program, *words = part
+        if program == "liger":
+            run(words)
+        elif program != "cd":
+            assert program in PROGRAMS, f"{program}: no program that is known here; is the block a shell's?"
+            for word in words:
+                if re.fullmatch(r"(tests|benchmarks|examples|deploy|docs|src)/[\w./-]+", word):
+                    assert (ROOT / word).exists(), word
+                if extras := re.search(r"(?:^\.|checkout|liger-kernel)\[([\w,]+)\]", word):
+                    assert set(extras[1].split(",")) <= EXTRAS, word
+
+
+def run(words: list[str]) -> None:
+    """A command of ours, at a tiny size; or, where that is no matter of seconds, its arguments alone."""
+    name = " ".join(words[:2]) if words[0] in ("deploy", "bench") and len(words) > 1 and not words[1].startswith("-") else words[0]
+    assert words[0] in cli.COMMANDS, words
+    words = ["rms_norm" if word in ("OP", "NAME") else "llama" if word == "MODEL_TYPE" else word for word in words]
+    if "..." in words or "COMMAND" in words or any(re.fullmatch(r"\[.*", word) for word in words):
+        return  # a pattern of commands
+    if words[0] in PARSED or name in PARSED:
+        name = name if name in ("bench step", "bench report") else words[0]
+        command_line.parser_of(name).parse_args(words[len(name.split()) :])
+    elif words[0] == "train":
+        from liger_kernel.train.config import from_flags
+
+        if "--config" not in words:
+            from_flags(words[1:])
+        if not any(word.partition("=")[0] in ELSEWHERE for word in words):
+            assert cli.main([*words, *SMALL.split()]) == 0
+    else:
+        for job in (ROOT / "deploy" / "jobs").glob("*.yaml"):
+            Path("deploy/jobs").mkdir(parents=True, exist_ok=True)
+            shutil.copy(job, "job.yaml")
+            shutil.copy(job, Path("deploy/jobs") / job.name)
+        assert cli.main(words) == 0

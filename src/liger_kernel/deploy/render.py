@@ -50,7 +50,7 @@ def _yaml() -> Any:
     try:
         import yaml
     except ImportError as error:
-        raise UserError("manifests need pyyaml: pip install 'liger-kernel[k8s]'") from error
+        raise UserError("manifests need pyyaml: pip install pyyaml") from error
     return yaml
 
 
@@ -85,7 +85,7 @@ def _overlay(folder: str, base: list[Object], wanted: list[Object]) -> dict[str,
     try:
         import jsonpatch
     except ImportError as error:
-        raise UserError("overlays need jsonpatch: pip install 'liger-kernel[k8s]'") from error
+        raise UserError("overlays need jsonpatch: pip install jsonpatch") from error
     there = {_file(o): o for o in base}
     new = [o for o in wanted if _file(o) not in there]
     patches: list[dict[str, Any]] = []

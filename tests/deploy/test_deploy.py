@@ -386,7 +386,7 @@ def test_versions_of_what_a_cluster_brings_are_said_once():
         tag
         for path in [*(ROOT / "deploy").rglob("*"), *(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
         if path.is_file()
-        for tag in re.findall(r"liger-train:([\w.]+?)(?=-|\b)", path.read_text())
+        for tag in re.findall(r"liger-train:([0-9]+(?:[.][0-9]+)+)", path.read_text())
     }
     assert tags == {liger_kernel.__version__.partition("+")[0]}
 

@@ -39,6 +39,25 @@ def test_the_version_is_one():
     assert re.search(r'^version = "(.+)"$', project("project"), re.M).group(1) == liger_kernel.__version__
 
 
+def test_what_names_the_version_names_this_one():
+    assert f'version: "{liger_kernel.__version__}"' in (ROOT / "CITATION.cff").read_text()
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    assert liger_kernel.__version__.partition("+")[0] in changelog
+    assert re.findall(r"^## (.*)", changelog, re.M)[0] == "[Unreleased]"
+    kinds = set(re.findall(r"^### (.*)", changelog, re.M))
+    assert kinds and kinds <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+
+
+def test_forms_of_issues_are_yaml_with_a_name_and_fields():
+    yaml = pytest.importorskip("yaml")
+    forms = [path for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml") if path.name != "config.yml"]
+    for path in forms:
+        form = yaml.safe_load(path.read_text())
+        assert {"name", "description", "body"} <= form.keys() and all({"type", "attributes"} <= part.keys() for part in form["body"])
+        assert len({part["id"] for part in form["body"]}) == len(form["body"])
+    assert forms
+
+
 def test_the_distribution_is_liger_kernel():
     assert importlib.metadata.metadata("liger-kernel")["Name"] == "liger-kernel"
     assert importlib.metadata.version("liger-kernel") == liger_kernel.__version__

@@ -79,8 +79,8 @@ def test_frameworks_see_a_version_of_the_08_series_that_no_index_has():
     assert transformers.is_liger_kernel_available()
 
 
-def run(path: list, code: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, path))}
+def run(path: list, code: str, folder: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, path))} | variables
     return subprocess.run([sys.executable, "-W", "always", "-c", code], env=env, capture_output=True, text=True, check=True, cwd=folder)
 
 
@@ -115,6 +115,7 @@ def test_another_package_of_our_name_is_reported_once(tmp_path):
     for path, name in of_linkedin(tmp_path):
         done = run(path, "import liger_kernel.transformers.functional, liger_kernel.train")
         assert done.stderr.count("UserWarning") == 1 and f"is loaded from {SRC / 'liger_kernel'}, but there is also {name};" in done.stderr, done.stderr
+        assert run(path, "import liger_kernel", LOCAL_RANK="1").stderr == ""
         assert f"also installed  {name}\n" in run(path, REPORT).stdout
 
 

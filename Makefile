@@ -1,4 +1,4 @@
-# make demo | test | lint set up .venv with the machine's python3 first. Variables:
+# make demo | test | lint set up .venv with the machine's python3 first, each with the extra of pyproject.toml that it needs. Variables:
 #   PYTHON=python3.12     the interpreter that .venv is made of
 #   PY=python3            use this interpreter as it is: no .venv, nothing is installed
 #   VENV_ARGS=--system-site-packages   let .venv see the machine's packages (with CONSTRAINTS= it keeps their versions)
@@ -16,8 +16,13 @@ unexport PYTHONDONTWRITEBYTECODE # tests, the demo and the bench start many proc
 
 ifndef PY
 PY := $(VENV)/bin/python
-READY := $(VENV)/.ready
+ready = $(VENV)/.ready-$1
 endif
+# extras, each with those that it includes
+EXTRAS_train := train
+EXTRAS_test := test $(EXTRAS_train)
+EXTRAS_docs := docs $(EXTRAS_train)
+EXTRAS_dev := dev $(EXTRAS_test) $(EXTRAS_docs)
 
 .PHONY: help setup demo docs linkcheck test test-integrations lint format hooks clean
 help:
@@ -26,46 +31,46 @@ help:
 	@echo "make test-integrations   TRL, axolotl, Lightning, other PyTorch and transformers, Kubernetes, Flyte ..., each in an environment of its own (.venv-integrations); ARGS='trl frameworks -k dpo'"
 	@echo "make lint    ruff, mypy and pyright;  make format  lets ruff repair what it can;  make hooks  installs the pre-commit hooks"
 	@echo "make docs    the site, into build/docs/index.html, with warnings as errors; no network is needed once .venv has the tools;  make linkcheck  asks every address that pages name"
-	@echo "make setup   only .venv;  make clean  removes .venv and caches"
+	@echo "make setup   only .venv, with all that the others need;  make clean  removes .venv and caches"
 	@sed -n 's/^#   /  /p' Makefile
 
-setup: $(READY)
+setup: $(call ready,dev)
 
-demo: $(READY)
+demo: $(call ready,train)
 	PYTHONPATH=src $(PY) -m liger_kernel.cli demo $(ARGS)
 
-docs linkcheck: $(READY)
+docs linkcheck: $(call ready,docs)
 	PYTHONPATH=src $(PY) -m sphinx -q -E -W --keep-going -b $(if $(filter linkcheck,$@),linkcheck,html) docs build/$(if $(filter linkcheck,$@),linkcheck,docs) $(ARGS)
 
 # One thread per process: the processes share the cores already, and small tensors gain nothing from more.
-test: $(READY)
+test: $(call ready,test)
 	@workers=; if [ $(JOBS) -gt 1 ] && $(PY) -c 'import xdist' 2>/dev/null; then workers='-n $(JOBS)'; fi; \
 	set -x; OMP_NUM_THREADS=1 PYTHONPATH=src $(PY) -m pytest $$workers $(ARGS)
 
-test-integrations: $(READY)
+test-integrations: $(call ready,test)
 	OMP_NUM_THREADS=1 PYTHONPATH=src $(PY) tests/integrations/environments.py $(ARGS)
 
-lint: $(READY)
+lint: $(call ready,dev)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	$(PY) -m basedpyright --project pyproject.toml --pythonpath $(PY)
 
-format: $(READY)
+format: $(call ready,dev)
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-hooks: $(READY)
+hooks: $(call ready,dev)
 	$(PY) -m pre_commit install
 
-$(VENV)/.ready: pyproject.toml constraints.txt
+$(VENV)/.ready-%: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "Python 3.10 or newer is needed, $(PYTHON) is not: make PYTHON=/path/to/python3" >&2; exit 1; }
 	@$(PYTHON) -m venv $(VENV_ARGS) $(VENV) || { echo "$(PYTHON) cannot make a virtual environment (Debian and Ubuntu: apt install python3-venv); or use an interpreter that has the packages: make PY=python3" >&2; exit 1; }
 	@if [ "$$(uname)" = Linux ] && [ -z "$(TORCH_INDEX)" ] && ! nvidia-smi >/dev/null 2>&1; then \
 		echo "No NVIDIA GPU here. If pip now fetches nvidia-* packages (several GB, needless), stop it and give TORCH_INDEX (see the Makefile)."; fi
 	$(VENV)/bin/python -m pip install -q $(addprefix -c ,$(CONSTRAINTS)) setuptools
-	$(VENV)/bin/python -m pip install -q --no-compile $(addprefix -c ,$(CONSTRAINTS)) $(addprefix --extra-index-url ,$(TORCH_INDEX)) --no-build-isolation -e '.[dev]'
-	@touch $@
+	$(VENV)/bin/python -m pip install -q --no-compile $(addprefix -c ,$(CONSTRAINTS)) $(addprefix --extra-index-url ,$(TORCH_INDEX)) --no-build-isolation -e '.[$*]'
+	@touch $(addprefix $(VENV)/.ready-,$(EXTRAS_$*))
 
 clean:
 	rm -rf build $(VENV) .venv-integrations .pytest_cache .ruff_cache .mypy_cache

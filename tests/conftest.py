@@ -7,6 +7,7 @@ import os
 
 import interpreted  # noqa: F401
 import pytest
+from skipped import Skips
 
 from liger_kernel import memory
 
@@ -62,5 +63,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.stem not in LONG)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if (most := config.getoption("--max-skips")) is not None:
+        config.pluginmanager.register(Skips(most))
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--max-skips", type=int, metavar="N", help="fail if more than N tests are skipped for reasons that tests/skipped.py does not list")
     parser.addoption("--kernel-report", metavar="DIR", help="write registers, spills and shared memory of every kernel to DIR, one table an architecture")

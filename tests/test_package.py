@@ -9,11 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 import liger_kernel
+from liger_kernel import _others
 
 ROOT = Path(__file__).parents[1]
-HEAVY = "torch", "triton", "transformers", "numpy", "matplotlib"
+HEAVY = "torch", "triton", "transformers", "numpy", "matplotlib", "importlib.metadata"
 
 
 def loaded_by(code: str) -> set[str]:
@@ -33,7 +36,26 @@ def requirement_names(text: str) -> set[str]:
 
 
 def test_the_version_is_one():
-    assert re.search(r'^version = "(.+)"$', project("project"), re.M).group(1) == liger_kernel.__version__ == "0.8.90"
+    assert re.search(r'^version = "(.+)"$', project("project"), re.M).group(1) == liger_kernel.__version__
+
+
+def test_what_names_the_version_names_this_one():
+    assert f'version: "{liger_kernel.__version__}"' in (ROOT / "CITATION.cff").read_text()
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    assert liger_kernel.__version__.partition("+")[0] in changelog
+    assert re.findall(r"^## (.*)", changelog, re.M)[0] == "[Unreleased]"
+    kinds = set(re.findall(r"^### (.*)", changelog, re.M))
+    assert kinds and kinds <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+
+
+def test_forms_of_issues_are_yaml_with_a_name_and_fields():
+    yaml = pytest.importorskip("yaml")
+    forms = [path for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml") if path.name != "config.yml"]
+    for path in forms:
+        form = yaml.safe_load(path.read_text())
+        assert {"name", "description", "body"} <= form.keys() and all({"type", "attributes"} <= part.keys() for part in form["body"])
+        assert len({part["id"] for part in form["body"]}) == len(form["body"])
+    assert forms
 
 
 def test_the_distribution_is_liger_kernel():
@@ -48,18 +70,105 @@ def test_names_by_which_it_is_looked_up():
     assert importlib.metadata.packages_distributions()["liger_kernel"] == ["liger-kernel"]
 
 
-def test_published_packages_beside_ours_are_reported(tmp_path):
-    for name, version in (("liger_kernel", "0.8.5"), ("liger_kernel_nightly", "0.9.0.dev1")):
-        folder = tmp_path / f"{name}-{version}.dist-info"
-        folder.mkdir()
-        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n")
-    code = "from liger_kernel import env_report as e; print(e.others()); e.PACKAGES = (); e.importlib.util.find_spec = lambda _: None; e.print_env_report()"
-    path = str(Path(liger_kernel.__file__).parents[1])
-    run = lambda path, code: subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=True)
-    said = f"liger-kernel 0.8.5 in {tmp_path}, liger-kernel-nightly 0.9.0.dev1 in {tmp_path}"
-    assert f"not loaded    {said}" in run(f"{tmp_path}{os.pathsep}{path}", code).stdout
-    assert run(path, code).stdout.startswith("[]")
-    assert f"is loaded, not {said}" in run(f"{tmp_path}{os.pathsep}{path}", "import liger_kernel.transformers").stderr
+def test_frameworks_see_a_version_of_the_08_series_that_no_index_has():
+    """Frameworks compare the version with the oldest that they support; a pin of ours never matches LinkedIn's release of the same number."""
+    version = Version(liger_kernel.__version__)
+    assert Version("0.8.5") < version < Version("0.9") and version.local and liger_kernel.__version__.endswith(_others.MARK)
+    assert Version(version.public) not in SpecifierSet(f"=={version}") and version in SpecifierSet(f"=={version.public}")
+    transformers = pytest.importorskip("transformers.utils")
+    assert transformers.is_liger_kernel_available()
+
+
+def run(path: list, code: str, folder: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, path))} | variables
+    return subprocess.run([sys.executable, "-W", "always", "-c", code], env=env, capture_output=True, text=True, check=True, cwd=folder)
+
+
+SRC = Path(liger_kernel.__file__).parents[1]
+REPORT = "from liger_kernel import env_report as e; e.PACKAGES = (); e.importlib.util.find_spec = lambda _: None; e.print_env_report()"
+
+
+def installed(folder: Path, name: str, version: str, package: bool = True) -> Path:
+    """What pip leaves in ``folder`` of another package of our name."""
+    (folder / f"{name}-{version}.dist-info").mkdir(parents=True)
+    if package:
+        (folder / "liger_kernel").mkdir(exist_ok=True)
+        (folder / "liger_kernel" / "__init__.py").touch()
+    return folder
+
+
+def of_linkedin(tmp_path: Path) -> list[tuple[list[Path], str]]:
+    """(``sys.path`` on which ours is the one that is loaded, how the other one is called)."""
+    bare = tmp_path / "bare"
+    (bare / "liger_kernel").mkdir(parents=True)
+    (bare / "liger_kernel" / "__init__.py").touch()
+    stable = installed(tmp_path / "stable", "liger_kernel", "0.8.5")
+    both = installed(installed(tmp_path / "both", "liger_kernel", "0.8.5", package=False), "liger_kernel_nightly", "0.9.0.dev1", package=False)
+    return [
+        ([SRC, stable], f"liger-kernel 0.8.5 in {stable}"),
+        ([both, SRC], f"liger-kernel 0.8.5 in {both}, liger-kernel-nightly 0.9.0.dev1 in {both}"),  # ours is an editable install
+        ([SRC, bare], f"a liger_kernel without metadata in {bare}"),
+    ]
+
+
+def test_another_package_of_our_name_is_reported_once(tmp_path):
+    for path, name in of_linkedin(tmp_path):
+        done = run(path, "import liger_kernel.transformers.functional, liger_kernel.train")
+        assert done.stderr.count("UserWarning") == 1 and f"is loaded from {SRC / 'liger_kernel'}, but there is also {name};" in done.stderr, done.stderr
+        assert run(path, "import liger_kernel", LOCAL_RANK="1").stderr == ""
+        assert f"also installed  {name}\n" in run(path, REPORT).stdout
+
+
+def test_ours_alone_is_silent(tmp_path):
+    """Also where it is on the path twice, where a folder of data has its name, or where a path is no folder."""
+    (tmp_path / "liger_kernel").mkdir()
+    (tmp_path / "liger_kernel" / "rows.jsonl").touch()
+    installed(tmp_path, "liger_kernel", liger_kernel.__version__, package=False)
+    installed(tmp_path, "liger_kernel_other", "1.0", package=False)
+    done = run([SRC, tmp_path, tmp_path / "none", "a.zip"], "import liger_kernel", tmp_path)
+    assert done.stderr == ""
+    report = run([SRC], REPORT).stdout
+    assert "also installed  no other package named liger_kernel\n" in report
+    assert report.startswith(f"liger-kernel    {liger_kernel.__version__} (not LinkedIn's package) in {SRC / 'liger_kernel'}\n")
+
+
+def texts() -> dict[str, str]:
+    """Every file of the repository that people read or run, by its path."""
+    names = subprocess.run(["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    found = {name: ROOT / name for name in names.split("\n") if name and not name.startswith("benchmarks/data/")}
+    return {name: path.read_text() for name, path in found.items() if path.is_file() and path.suffix not in (".png", ".svg", ".ico", ".gz")}
+
+
+# where pip is given a version for a folder of its own, a file or a repository, takes the package away, or LinkedIn's package is what the text is about
+MEANT = re.compile(r"--target|liger-kernel(\[[\w,-]+\])? @ |uninstall|LinkedIn")
+
+
+def fetched_from_an_index(text: str) -> list[str]:
+    """Lines that have pip fetch LinkedIn's package where ours is meant."""
+    lines = text.splitlines()
+    return [
+        line.strip()
+        for i, line in enumerate(lines)
+        if re.search(r"pip3? install.*\bliger[-_]kernel\b", line) and not MEANT.search(" ".join(lines[max(i - 1, 0) : i + 2]))
+    ]
+
+
+def test_no_text_installs_linkedins_package_for_ours():
+    me = Path(__file__).relative_to(ROOT).as_posix()
+    assert [f"{name}: {line}" for name, text in texts().items() if name != me for line in fetched_from_an_index(text)] == []
+    assert fetched_from_an_index("x\n    pip install -q 'liger-kernel[k8s]'\n") and fetched_from_an_index("`pip install -U liger_kernel`")
+    assert not fetched_from_an_index("pip install 'liger-kernel[k8s] @ file:///tmp/x.whl'") and not fetched_from_an_index("pip install -e '.[k8s]'")
+
+
+def test_extras_that_are_named_exist():
+    extras = set(re.findall(r"^(\w+) = \[", project("project.optional-dependencies"), re.M))
+    named = {
+        (name, extra)
+        for name, text in texts().items()
+        for found in re.findall(r"(?:['\" ]\.|liger-kernel)\[([a-z][\w,-]*)\]", text)
+        for extra in found.split(",")
+    }
+    assert len(named) > 8 and {(name, extra) for name, extra in named if extra not in extras} == set()
 
 
 def test_only_torch_and_triton_are_required():
@@ -77,7 +186,7 @@ def test_what_is_installed_is_pinned():
 
 @pytest.mark.parametrize("module", ["liger_kernel", "liger_kernel.cli", "liger_kernel.env_report", "liger_kernel.train"])
 def test_importing_is_instant(module):
-    assert loaded_by(f"import {module}") == set()
+    assert loaded_by(f"import {module}") - ({"importlib.metadata"} if module.endswith("env_report") else set()) == set()
 
 
 def test_the_check_above_sees_what_is_loaded():

@@ -6,13 +6,16 @@ Importing this package is instant: it loads neither torch nor Triton and needs n
 from __future__ import annotations
 
 import importlib
+import warnings
 from typing import Any
 
-from liger_kernel import _legacy
+from liger_kernel import _legacy, _others
 
-__version__ = "0.8.90"
+__version__ = "0.8.90+independent"  # what it says: CONTRIBUTING.md, Versions
 
 _legacy.install()
+if _beside := _others.warning(__version__, __path__[0]):
+    warnings.warn(_beside, stacklevel=2)
 
 _BACKENDS = ("available_backends", "available_impls", "get_backend", "get_impl", "set_backend", "set_impl")
 

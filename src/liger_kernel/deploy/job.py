@@ -13,6 +13,23 @@ from typing import Any
 from liger_kernel.train.config import TrainConfig, UserError, checked, read_file
 from liger_kernel.train.redact import redacted, secret_name
 
+# Versions of what a cluster brings: the only place in the sources that names them (docs/platform.md says which operators have them)
+API = {
+    "PyTorchJob": "kubeflow.org/v1",
+    "TrainJob": "trainer.kubeflow.org/v1alpha1",
+    "TrainingRuntime": "trainer.kubeflow.org/v1alpha1",
+    "JobSet": "jobset.x-k8s.io/v1alpha2",
+    "LocalQueue": "kueue.x-k8s.io/v1beta2",
+    "ClusterQueue": "kueue.x-k8s.io/v1beta2",
+    "ResourceFlavor": "kueue.x-k8s.io/v1beta2",
+    "PodMonitor": "monitoring.coreos.com/v1",
+    "PrometheusRule": "monitoring.coreos.com/v1",
+    "NetworkPolicy": "networking.k8s.io/v1",
+    "ConfigMap": "v1",
+    "ServiceAccount": "v1",
+}
+KUBERNETES = "1.29"  # the oldest
+
 KINDS = ("pytorchjob", "trainjob", "jobset")
 OVERLAYS = ("plain", "eks")
 
@@ -46,8 +63,12 @@ SHAPES = {
     "memory": _BYTES,
     "shm": _BYTES,
     "cache": _BYTES,
+    "priority_class": (_DOMAIN, "the name of a PriorityClass"),
+    "service_account": (_DOMAIN, "the name of a ServiceAccount"),
     "role": (r"arn:[a-z-]+:iam::[0-9]{1,12}:role/[A-Za-z0-9_+=,.@/-]{1,512}", "the ARN of an IAM role"),
 }
+ROLE = "eks.amazonaws.com/role-arn"  # the annotation
+EFA_RESOURCES = ("vpc.amazonaws.com/efa", "hugepages-2Mi")
 LIMITS = {  # of numbers; a pod has a port and an endpoint of metrics for every GPU
     "nodes": (1, 10_000),
     "min_nodes": (1, 10_000),
@@ -58,6 +79,23 @@ LIMITS = {  # of numbers; a pod has a port and an endpoint of metrics for every 
     "quota_nodes": (1, 100_000),
     "checkpoint_age": (1, 31_536_000),
 }
+VOLUME = _NAME
+PULL_SECRET = (_DOMAIN, "the name of a Secret")
+RESOURCE = (f"{_DOMAIN}/{_WORD}|ephemeral-storage|hugepages-[1-9][0-9]*[KMG]i", "the name of a resource, such as rdma/ib")
+SUB_PATH = ("[A-Za-z0-9._-][A-Za-z0-9._/-]{0,500}", "a relative path")
+QUANTITY = ("[1-9][0-9]{0,14}(m|[kMGTPE]|[KMGTPE]i)?", "a quantity, such as 8 or 100Gi, quoted")
+LABEL = (_KEY, "as Kubernetes has them, such as example.com/pool")
+LABEL_VALUE = (f"({_WORD})?", "text of at most 63 letters, digits and -_., quoted where YAML would take it for a number")
+OUR_LABELS = (  # that manifests or a chart set
+    "app.kubernetes.io/name",
+    "app.kubernetes.io/instance",
+    "app.kubernetes.io/version",
+    "app.kubernetes.io/managed-by",
+    "helm.sh/chart",
+    "kueue.x-k8s.io/queue-name",
+)
+OUR_VOLUMES = ("cache", "tmp", "shm", "config", "shared")
+MOUNT = ("/[A-Za-z0-9._/-]{1,500}", "an absolute path")
 TOLERATION = {
     "key": (_KEY, "a key of a taint"),
     "operator": ("Exists|Equal", "Exists or Equal"),
@@ -95,6 +133,14 @@ class Job:
     environment: dict = field(default_factory=dict)
     node_selector: dict = field(default_factory=dict)
     tolerations: list = field(default_factory=list)
+    labels: dict = field(default_factory=dict)  # of every object and pod
+    annotations: dict = field(default_factory=dict)  # of every object and pod
+    pull_secrets: list = field(default_factory=list)  # names of Secrets with which nodes pull the image
+    priority_class: str | None = None  # of pods
+    service_account: str | None = None  # of pods, one that is there; overlay eks makes one of its own for role
+    resources: dict = field(default_factory=dict)  # of a node, beside GPUs, cores and memory: rdma/ib: "8" for InfiniBand
+    extra_volumes: list = field(default_factory=list)  # as Kubernetes has them in volumes
+    extra_mounts: list = field(default_factory=list)  # as Kubernetes has them in volumeMounts, of extra_volumes
     monitoring_namespace: str = "monitoring"  # whose pods may read metrics
     monitor_labels: dict = field(default_factory=dict)  # by which that Prometheus finds monitors and rules, such as release: prometheus
     checkpoint_age: int = 7200  # seconds after which a newest checkpoint is worth an alert
@@ -115,6 +161,8 @@ class Job:
             raise UserError(f"min_nodes needs kind pytorchjob and at most nodes; got {self.min_nodes} of {self.nodes}, kind {self.kind}")
         if self.overlay != "eks" and (self.efa or self.role):
             raise UserError("efa and role need overlay eks")
+        if self.role and self.service_account:
+            raise UserError("role makes a ServiceAccount, service_account names one that is there: give one of them")
         if (self.cluster_queue and not self.queue) or (self.quota_nodes and not self.cluster_queue):
             raise UserError("cluster_queue needs queue, quota_nodes needs cluster_queue")
         if self.volume is None and self.nodes > 1:
@@ -142,10 +190,26 @@ class Job:
             value = getattr(self, name)
             if value is not None and not least <= value <= most:
                 raise UserError(f"{name} must be {f'at least {least}' if value < least else f'at most {most}'}, got {value}")
-        for name in ("node_selector", "monitor_labels"):
+        for name in ("node_selector", "monitor_labels", "labels"):
             for key, value in getattr(self, name).items():
-                _shaped(f"{name}: a label's name", key, (_KEY, "as Kubernetes has them, such as example.com/pool"))
-                _shaped(f"{name}.{key}", value, (f"({_WORD})?", "text of at most 63 letters, digits and -_., quoted where YAML would take it for a number"))
+                _shaped(f"{name}: a label's name", key, LABEL)
+                _shaped(f"{name}.{key}", value, LABEL_VALUE)
+                if name != "node_selector" and key in OUR_LABELS:
+                    raise UserError(f"{name}.{key} is a label that the manifests set: leave it out")
+        for key, value in self.annotations.items():
+            _shaped("annotations: an annotation's name", key, LABEL)
+            if key == ROLE:
+                raise UserError(f"annotations.{key} is what role sets: leave it out")
+            if not isinstance(value, str) or "\0" in value or len(value) > 32_768:
+                raise UserError(f"annotations.{key} must be text, quoted where YAML would take it for a number; got {value!r:.80}")
+        for key, value in self.resources.items():
+            _shaped("resources: a resource's name", key, RESOURCE)
+            _shaped(f"resources.{key}", value, QUANTITY)
+            if key in self.counted:
+                raise UserError(f"resources.{key} is what gpus and efa count: leave it out")
+        for i, name in enumerate(self.pull_secrets):
+            _shaped(f"pull_secrets[{i}]", name, PULL_SECRET)
+        self._check_volumes()
         for key, value in self.environment.items():
             _shaped("environment: a variable's name", key, ("[A-Za-z_][A-Za-z0-9_]{0,252}", "letters, digits and _, no digit first"))
             if type(value) not in (str, int, float) or "\0" in str(value) or len(str(value)) > 32_768:
@@ -153,10 +217,36 @@ class Job:
         for i, toleration in enumerate(self.tolerations):
             _check_toleration(f"tolerations[{i}]", toleration)
 
+    def _check_volumes(self) -> None:
+        for i, volume in enumerate(self.extra_volumes):
+            path = f"extra_volumes[{i}]"
+            if not isinstance(volume, dict) or len(volume) != 2 or not all(isinstance(v, dict) for k, v in volume.items() if k != "name"):
+                raise UserError(f"{path} must be an object with name and one source, such as persistentVolumeClaim; got {volume!r:.80}")
+            _shaped(f"{path}.name", volume.get("name"), VOLUME)
+        names = [volume["name"] for volume in self.extra_volumes]
+        if clash := {name for name in names if name in OUR_VOLUMES or names.count(name) > 1}:
+            raise UserError(f"extra_volumes: names must differ from each other and from {', '.join(OUR_VOLUMES)}; got {', '.join(sorted(clash))}")
+        for i, mount in enumerate(self.extra_mounts):
+            path = f"extra_mounts[{i}]"
+            if not isinstance(mount, dict) or not {"name", "mountPath"} <= mount.keys() <= {"name", "mountPath", "readOnly", "subPath"}:
+                raise UserError(f"{path} must be an object with name and mountPath, and readOnly or subPath; got {mount!r:.80}")
+            if mount["name"] not in names:
+                raise UserError(f"{path}.name must be one of extra_volumes, got {mount['name']!r:.80}")
+            _shaped(f"{path}.mountPath", mount["mountPath"], MOUNT)
+            if "subPath" in mount:
+                _shaped(f"{path}.subPath", mount["subPath"], SUB_PATH)
+            if type(mount.get("readOnly", True)) is not bool:
+                raise UserError(f"{path}.readOnly must be true or false, got {mount['readOnly']!r:.80}")
+
     @property
     def processes(self) -> int:
         """Of a node: one a GPU; without GPUs what ``train.nproc`` says."""
         return self.gpus or self.train.nproc or 1
+
+    @property
+    def counted(self) -> tuple[str, ...]:
+        """Resources that ``gpus`` and ``efa`` count."""
+        return (self.gpu_resource, *EFA_RESOURCES)
 
     @property
     def metrics(self) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from liger_kernel.deploy import monitoring
-from liger_kernel.deploy.job import CACHE, CONFIG, IMAGE_KERNELS, METRICS_PORT, RENDEZVOUS_PORT, SHARED, Job
+from liger_kernel.deploy.job import API, CACHE, CONFIG, EFA_RESOURCES, IMAGE_KERNELS, METRICS_PORT, RENDEZVOUS_PORT, ROLE, SHARED, Job
 
 Object = dict[str, Any]
 
@@ -18,11 +18,11 @@ PREEMPTED = 75  # train.ranks.EXIT_PREEMPTED; that module needs torch, this one 
 USER = 1000
 
 
-def objects(job: Job) -> list[Object]:
-    """Everything the job needs on a cluster that has its operators, in the order to apply it in."""
+def objects(job: Job, limits: monitoring.Thresholds | None = None) -> list[Object]:
+    """Everything the job needs on a cluster that has its operators, in the order to apply it in; alerts compare with ``limits`` (default: the job's)."""
     found = [_config(job), *_service_account(job), *_queue(job), _network_policy(job)]
     if job.metrics:
-        found += [_pod_monitor(job), monitoring.prometheus_rule(job, _metadata(job, monitoring=True))]
+        found += [_pod_monitor(job), _object("PrometheusRule", _metadata(job, monitoring=True), spec=monitoring.rules(job, limits=limits))]
     return found + RUNS[job.kind](job)
 
 
@@ -43,7 +43,7 @@ def _pytorchjob(job: Job) -> list[Object]:
             "Worker": {"replicas": job.nodes, "restartPolicy": "OnFailure", "template": _template(job, "pytorch", f"{job.name}-worker-0")}
         },
     }
-    return [{"apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob", "metadata": _queued(job), "spec": spec}]
+    return [_object("PyTorchJob", _queued(job), spec=spec)]
 
 
 def _trainjob(job: Job) -> list[Object]:
@@ -54,23 +54,16 @@ def _trainjob(job: Job) -> list[Object]:
     del node["replicas"]
     container = node["template"]["spec"]["template"]["spec"]["containers"][0]
     moved = {name: container.pop(name) for name in ("command", "args")}
-    runtime = {
-        "apiVersion": "trainer.kubeflow.org/v1alpha1",
-        "kind": "TrainingRuntime",
-        "metadata": {**_metadata(job), "labels": _labels(job) | {"trainer.kubeflow.org/framework": "torch"}},
-        "spec": {"mlPolicy": {"numNodes": job.nodes, "torch": {}}, "template": {"spec": {"failurePolicy": _failure_policy(job), "replicatedJobs": [node]}}},
+    metadata = _metadata(job)
+    metadata["labels"] = metadata["labels"] | {"trainer.kubeflow.org/framework": "torch"}
+    template = {"spec": {"failurePolicy": _failure_policy(job), "replicatedJobs": [node]}}
+    runtime = _object("TrainingRuntime", metadata, spec={"mlPolicy": {"numNodes": job.nodes, "torch": {}}, "template": template})
+    spec = {
+        "suspend": bool(job.queue),
+        "runtimeRef": {"apiGroup": API["TrainingRuntime"].partition("/")[0], "kind": "TrainingRuntime", "name": job.name},
+        "trainer": {"numNodes": job.nodes, "numProcPerNode": job.processes, "image": job.image, **moved, "resourcesPerNode": _resources(job)},
     }
-    train = {
-        "apiVersion": "trainer.kubeflow.org/v1alpha1",
-        "kind": "TrainJob",
-        "metadata": _queued(job),
-        "spec": {
-            "suspend": bool(job.queue),
-            "runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": job.name},
-            "trainer": {"numNodes": job.nodes, "numProcPerNode": job.processes, "image": job.image, **moved, "resourcesPerNode": _resources(job)},
-        },
-    }
-    return [runtime, train]
+    return [runtime, _object("TrainJob", _queued(job), spec=spec)]
 
 
 def _jobset(job: Job) -> list[Object]:
@@ -80,7 +73,7 @@ def _jobset(job: Job) -> list[Object]:
         "failurePolicy": _failure_policy(job),
         "replicatedJobs": [_replicated(job, f"{job.name}-node-0-0.{job.name}", str(RENDEZVOUS_PORT))],
     }
-    return [{"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": _queued(job), "spec": spec}]
+    return [_object("JobSet", _queued(job), spec=spec)]
 
 
 RUNS: dict[str, Callable[[Job], list[Object]]] = {"pytorchjob": _pytorchjob, "trainjob": _trainjob, "jobset": _jobset}
@@ -123,6 +116,8 @@ def _template(job: Job, container: str, host: str, port: str = str(RENDEZVOUS_PO
     if job.volume:
         mounts.append({"name": "shared", "mountPath": SHARED})
         volumes.append({"name": "shared", "persistentVolumeClaim": {"claimName": job.volume}})
+    mounts += job.extra_mounts
+    volumes += job.extra_volumes
     common: Object = {"image": job.image, "env": _environment(job), "volumeMounts": mounts, "securityContext": _confined()}
     if job.secret:
         common["envFrom"] = [{"secretRef": {"name": job.secret}}]
@@ -145,14 +140,18 @@ def _template(job: Job, container: str, host: str, port: str = str(RENDEZVOUS_PO
     if job.gpus and job.arch and job.train.model and job.train.kernels == "on":
         args = ["warmup", "--config", CONFIG, "--arch", job.arch]
         spec["initContainers"] = [{"name": "warm-kernels", **common, "command": ["liger"], "args": args, "resources": _resources(job, devices=False)}]
-    if job.role:
-        spec["serviceAccountName"] = job.name
+    if job.role or job.service_account:
+        spec["serviceAccountName"] = job.service_account or job.name
+    if job.priority_class:
+        spec["priorityClassName"] = job.priority_class
+    if job.pull_secrets:
+        spec["imagePullSecrets"] = [{"name": name} for name in job.pull_secrets]
     if job.node_selector:
         spec["nodeSelector"] = job.node_selector
     tolerations = [*job.tolerations, *([{"key": job.gpu_resource, "operator": "Exists", "effect": "NoSchedule"}] if job.overlay == "eks" and job.gpus else [])]
     if tolerations:
         spec["tolerations"] = tolerations
-    return {"metadata": {"labels": _labels(job)}, "spec": spec}
+    return {"metadata": {"labels": _labels(job) | job.labels, **_annotated(job)}, "spec": spec}
 
 
 def bare_pod(job: Job, container: str) -> Object:
@@ -188,7 +187,9 @@ def _resources(job: Job, devices: bool = True) -> Object:
     if job.gpus and devices:
         limits[job.gpu_resource] = str(job.gpus)
     if job.efa and devices:
-        limits |= {"vpc.amazonaws.com/efa": str(job.efa), "hugepages-2Mi": "5120Mi"}
+        limits |= dict(zip(EFA_RESOURCES, (str(job.efa), "5120Mi")))
+    if devices:
+        limits |= job.resources
     return {"limits": limits, "requests": dict(limits)}
 
 
@@ -197,7 +198,7 @@ def _confined() -> Object:
 
 
 def _config(job: Job) -> Object:
-    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": _metadata(job), "data": {"train.json": train_json(job)}}
+    return _object("ConfigMap", _metadata(job), data={"train.json": train_json(job)})
 
 
 def train_json(job: Job) -> str:
@@ -208,23 +209,23 @@ def train_json(job: Job) -> str:
 def _service_account(job: Job) -> list[Object]:
     if not job.role:
         return []
-    metadata = {**_metadata(job), "annotations": {"eks.amazonaws.com/role-arn": job.role}}
-    return [{"apiVersion": "v1", "kind": "ServiceAccount", "metadata": metadata, "automountServiceAccountToken": False}]
+    metadata = {**_metadata(job), "annotations": {ROLE: job.role} | job.annotations}
+    return [_object("ServiceAccount", metadata, automountServiceAccountToken=False)]
 
 
 def _queue(job: Job) -> list[Object]:
     """Kueue's: usually there already, made by who runs the cluster."""
-    version, found = "kueue.x-k8s.io/v1beta2", []
+    found: list[Object] = []
     if job.quota_nodes:
         flavor = f"{job.cluster_queue}-nodes"
-        found.append({"apiVersion": version, "kind": "ResourceFlavor", "metadata": {"name": flavor}, "spec": {"nodeLabels": job.node_selector}})
+        found.append(_object("ResourceFlavor", {"name": flavor}, spec={"nodeLabels": job.node_selector}))
         quotas = [{"name": name, "nominalQuota": times(quantity, job.quota_nodes)} for name, quantity in _resources(job)["limits"].items()]
         groups = [{"coveredResources": [q["name"] for q in quotas], "flavors": [{"name": flavor, "resources": quotas}]}]
         spec = {"namespaceSelector": {}, "preemption": {"withinClusterQueue": "LowerPriority"}, "resourceGroups": groups}
-        found.append({"apiVersion": version, "kind": "ClusterQueue", "metadata": {"name": job.cluster_queue}, "spec": spec})
+        found.append(_object("ClusterQueue", {"name": job.cluster_queue}, spec=spec))
     if job.cluster_queue:
         metadata = {"name": job.queue, "namespace": job.namespace}
-        found.append({"apiVersion": version, "kind": "LocalQueue", "metadata": metadata, "spec": {"clusterQueue": job.cluster_queue}})
+        found.append(_object("LocalQueue", metadata, spec={"clusterQueue": job.cluster_queue}))
     return found
 
 
@@ -245,14 +246,14 @@ def _network_policy(job: Job) -> Object:
     dns = [{"protocol": protocol, "port": 53} for protocol in ("UDP", "TCP")]
     egress = [{"to": [own]}, {"ports": dns}, {"ports": [{"protocol": "TCP", "port": 443}]}]
     spec = {"podSelector": {"matchLabels": _labels(job)}, "policyTypes": ["Ingress", "Egress"], "ingress": ingress, "egress": egress}
-    return {"apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy", "metadata": _metadata(job), "spec": spec}
+    return _object("NetworkPolicy", _metadata(job), spec=spec)
 
 
 def _pod_monitor(job: Job) -> Object:
     named = [{"targetLabel": "run", "replacement": job.name}]
     endpoints = [{"port": f"metrics-{i}", "interval": "15s", "relabelings": named} for i in range(job.processes)]
     spec = {"selector": {"matchLabels": _labels(job)}, "podMetricsEndpoints": endpoints}
-    return {"apiVersion": "monitoring.coreos.com/v1", "kind": "PodMonitor", "metadata": _metadata(job, monitoring=True), "spec": spec}
+    return _object("PodMonitor", _metadata(job, monitoring=True), spec=spec)
 
 
 def _labels(job: Job) -> dict[str, str]:
@@ -260,7 +261,16 @@ def _labels(job: Job) -> dict[str, str]:
 
 
 def _metadata(job: Job, monitoring: bool = False) -> Object:
-    return {"name": job.name, "namespace": job.namespace, "labels": _labels(job) | (job.monitor_labels if monitoring else {})}
+    labels = _labels(job) | job.labels | (job.monitor_labels if monitoring else {})
+    return {"name": job.name, "namespace": job.namespace, "labels": labels, **_annotated(job)}
+
+
+def _annotated(job: Job) -> Object:
+    return {"annotations": job.annotations} if job.annotations else {}
+
+
+def _object(kind: str, metadata: Object, **rest: Any) -> Object:
+    return {"apiVersion": API[kind], "kind": kind, "metadata": metadata, **rest}
 
 
 def _queued(job: Job) -> Object:

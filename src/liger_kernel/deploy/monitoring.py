@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from liger_kernel.deploy.job import Job
@@ -10,35 +10,50 @@ if TYPE_CHECKING:
 BY = "by (namespace, run)"
 
 
-def rules(job: Job, window: str = "15m", hold: str = "5m", memory: str = "6h") -> dict[str, Any]:
+class Thresholds(NamedTuple):
+    """The numbers of a job that its alerts compare with; a chart has expressions in their place, as its values may change them."""
+
+    steps: Any  # of the run
+    last: Any  # step after which a run that stands still has ended: its last log line may end with the run before it is scraped
+    every: Any  # steps between checkpoints
+    behind: Any  # steps that may be without a checkpoint
+    age: Any  # seconds, of the newest checkpoint
+
+
+def thresholds(job: Job) -> Thresholds:
+    train = job.train
+    last = train.steps - 2 * train.log_every
+    return Thresholds(train.steps, last, train.checkpoint_every, 2 * train.checkpoint_every, job.checkpoint_age)
+
+
+def rules(job: Job, window: str = "15m", hold: str = "5m", memory: str = "6h", limits: Thresholds | None = None) -> dict[str, Any]:
     """Prometheus' rules for one job: alerts that look back over ``window`` (``memory`` for what was usual) and fire after ``hold``."""
     of = lambda metric: f'liger_{metric}{{run="{job.name}"}}'
     most = lambda metric: f"max {BY} ({of(metric)})"
     over = lambda function, metric, time: f"max {BY} ({function}{of(metric)}[{time}]))"
     # more than a while ago; one that was not there counts from 0, which increase() would not
     grew = lambda metric: f"{most(metric)} > (max {BY} ({of(metric)} offset {window}) or max {BY} (0 * {of(metric)}))"
-    last = job.train.steps - 2 * job.train.log_every  # the last log line may end with the run before it is scraped
-    every = job.train.checkpoint_every
+    limits = limits or thresholds(job)
     alerts = [
         (
             "LigerTrainingStalled",
             "critical",
             hold,
-            f"{over('max_over_time(', 'step', memory)} < {last} unless {over('changes(', 'step', window)} > 0",
-            f"{{{{ $labels.run }}}} made no step in {window}, after step {{{{ $value }}}} of {job.train.steps}: stuck, restarting without end, or gone",
+            f"{over('max_over_time(', 'step', memory)} < {limits.last} unless {over('changes(', 'step', window)} > 0",
+            f"{{{{ $labels.run }}}} made no step in {window}, after step {{{{ $value }}}} of {limits.steps}: stuck, restarting without end, or gone",
         ),
         (
             "LigerCheckpointMissing",
             "critical",
             hold,
-            f"{most('step')} - ({most('checkpoint_step')} or max {BY} (0 * {of('step')})) > {2 * every}",
-            f"{{{{ $labels.run }}}} would lose {{{{ $value }}}} steps; checkpoints are due every {every}",
+            f"{most('step')} - ({most('checkpoint_step')} or max {BY} (0 * {of('step')})) > {limits.behind}",
+            f"{{{{ $labels.run }}}} would lose {{{{ $value }}}} steps; checkpoints are due every {limits.every}",
         ),
         (
             "LigerCheckpointOld",
             "warning",
             hold,
-            f"time() - {most('checkpoint_time_seconds')} > {job.checkpoint_age}",
+            f"time() - {most('checkpoint_time_seconds')} > {limits.age}",
             "the newest checkpoint of {{ $labels.run }} was written {{ $value | humanizeDuration }} ago",
         ),
         ("LigerCheckpointFailed", "critical", "0s", grew("checkpoint_failures_total"), "{{ $labels.run }} cannot write checkpoints"),
@@ -62,11 +77,6 @@ def rules(job: Job, window: str = "15m", hold: str = "5m", memory: str = "6h") -
     for name, severity, wait, expr, summary in alerts:
         found.append({"alert": name, "expr": expr, "for": wait, "labels": {"severity": severity}, "annotations": {"summary": summary}})
     return {"groups": [{"name": f"liger-{job.name}", "rules": found}]}
-
-
-def prometheus_rule(job: Job, metadata: dict[str, Any]) -> dict[str, Any]:
-    """The rules as the Prometheus operator takes them."""
-    return {"apiVersion": "monitoring.coreos.com/v1", "kind": "PrometheusRule", "metadata": metadata, "spec": rules(job)}
 
 
 # title, unit, queries (expression, legend); {run} is what the dashboard's variable selects

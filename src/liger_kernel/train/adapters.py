@@ -45,7 +45,7 @@ def _peft() -> Any:
     try:
         import peft
     except ImportError as error:
-        raise UserError("lora needs peft: pip install 'liger-kernel[lora]'") from error
+        raise UserError("lora needs peft: pip install peft") from error
     return peft
 
 
@@ -54,7 +54,7 @@ def _check_bitsandbytes(kind: str, device: torch.device) -> None:
         import accelerate  # noqa: F401
         import bitsandbytes
     except (ImportError, OSError, RuntimeError) as error:  # the latter two of libraries that it does not find
-        raise UserError(f"quantize {kind} needs bitsandbytes and accelerate: pip install 'liger-kernel[qlora]' ({in_a_line(error)})") from error
+        raise UserError(f"quantize {kind} needs bitsandbytes and accelerate: pip install accelerate bitsandbytes ({in_a_line(error)})") from error
     devices = getattr(bitsandbytes, "supported_torch_devices", {"cuda"})  # before 0.46, CUDA alone
     if device.type not in devices:
         raise UserError(f"quantize {kind} needs one of the devices that bitsandbytes has kernels for, {', '.join(sorted(devices))}; got {device.type}")

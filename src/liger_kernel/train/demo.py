@@ -105,7 +105,7 @@ def plot(report: dict[str, Any], runs: dict[str, Any], path: Path) -> str:
     try:
         import matplotlib
     except ImportError:
-        return "no plot (matplotlib is missing: pip install 'liger-kernel[train]'); "
+        return "no plot (matplotlib is missing: pip install matplotlib); "
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 

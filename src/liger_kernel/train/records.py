@@ -108,7 +108,7 @@ def _parquet(path: Path, skip: int) -> Iterator[dict[str, Any]]:
     try:
         import pyarrow.parquet as parquet
     except ImportError as error:
-        raise UserError("Parquet files need pyarrow: pip install 'liger-kernel[train]'") from error
+        raise UserError("Parquet files need pyarrow: pip install pyarrow") from error
     try:
         file = parquet.ParquetFile(path)
         for group in range(file.num_row_groups):
@@ -126,7 +126,7 @@ def _hub(name: str, split: str, stream: bool, skip: int) -> Iterable[dict[str, A
     try:
         import datasets
     except ImportError as error:
-        raise UserError(f"{name!r} is no file, and Hugging Face datasets need: pip install 'liger-kernel[datasets]'") from error
+        raise UserError(f"{name!r} is no file, and Hugging Face datasets need: pip install datasets") from error
     try:
         data = datasets.load_dataset(name, split=split, streaming=stream)
         return data.skip(skip) if skip else data

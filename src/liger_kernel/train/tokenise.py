@@ -232,7 +232,7 @@ def tokenizer_of(config: TrainConfig) -> Any:
     try:
         import transformers
     except ImportError as error:
-        raise UserError("training needs transformers: pip install 'liger-kernel[train]'") from error
+        raise UserError("training needs transformers: pip install transformers") from error
     source = config.tokenizer or config.model
     if source is None:
         return None

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import warnings
 from typing import Any
 
-import liger_kernel
-from liger_kernel.env_report import others
 from liger_kernel.nn import (
     LigerBlockSparseTop2MLP,
     LigerCrossEntropyLoss,
@@ -70,8 +67,6 @@ _PATCHING = {
     "restore": "patching.values",
     "quantize_base": "quantize",
 }
-if _others := others():
-    warnings.warn(f"liger_kernel {liger_kernel.__version__} of {liger_kernel.__path__[0]} is loaded, not {', '.join(_others)}", stacklevel=2)
 
 __all__ = [
     "LigerBlockSparseTop2MLP",
@@ -137,7 +132,7 @@ def __getattr__(name: str) -> Any:
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if not is_transformers_available():
-        raise ImportError(f"{name} needs transformers: pip install 'liger-kernel[transformers]'")
+        raise ImportError(f"{name} needs transformers: pip install transformers")
     return getattr(importlib.import_module(f"{__name__}.{module}"), name)
 
 

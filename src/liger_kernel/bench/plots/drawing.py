@@ -51,7 +51,7 @@ def _figure(path: Path, width: float, height: float, title: str, subtitle: str, 
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise ModuleNotFoundError("plots need matplotlib: pip install matplotlib (or 'liger-kernel[train]')") from None
+        raise ModuleNotFoundError("plots need matplotlib: pip install matplotlib") from None
     lines, smaller = textwrap.wrap(title, int((width - 0.3) / 0.091)), textwrap.wrap(subtitle, int((width - 0.3) / 0.072))
     above, below = 0.16 + 0.2 * len(lines) + 0.17 * len(smaller) + 0.12, 0.3
     total = height + above + below

@@ -228,8 +228,8 @@ def test_a_search_without_a_capacity_doubles_and_halves():
 @pytest.mark.parametrize(
     "argv, message",
     [
-        (["--model", "gpt-5"], "'gpt-5' is none of llama-3.2-1b"),
-        (["--against", "stock,theirs"], "'theirs' is none of stock"),
+        (["--model", "gpt-5"], "no model 'gpt-5'; there are llama-3.2-1b"),
+        (["--against", "stock,theirs"], "no variant 'theirs'; there are stock"),
         (["--steps", "1", "--warmup", "1"], "must add up to 4"),
         (["--masked", "1"], "--masked must be in"),
         (["--gpus", "0"], "--gpus must be at least 1"),
@@ -240,8 +240,8 @@ def test_a_search_without_a_capacity_doubles_and_halves():
         (["--layers", "0"], "--layers must be at least 1, got 0"),
         (["--lora", "-1"], "--lora must be at least 0, got -1"),
         (["--lora", "8", "--lora-dropout", "1"], "--lora-dropout must be in"),
-        (["--lora", "8", "--lora-targets", "q_proj,head"], "'head' is none of q_proj"),
-        (["--lora", "8", "--lora-targets", ""], "'' is none of q_proj"),
+        (["--lora", "8", "--lora-targets", "q_proj,head"], "no linear layer 'head'; there are q_proj"),
+        (["--lora", "8", "--lora-targets", ""], "no linear layer ''; there are q_proj"),
         (["--dora"], "--dora needs --lora R"),
         (["--lora-dropout", "0.1"], "--lora-dropout needs --lora R"),
         (["--quantize", "nf4"], "--quantize needs --lora R"),

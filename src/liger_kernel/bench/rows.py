@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from liger_kernel.train.mistakes import UserError, existing
+from liger_kernel.train.redact import in_a_line
+
 Row = dict[str, Any]
 OURS = "ours"
 LABELS = {
@@ -313,6 +316,19 @@ def _columns(rows: Iterable[Row]) -> tuple[Column, ...]:
     return STEP if any("model" in row for row in rows) else OPERATOR
 
 
+def read_results(path: str | Path) -> dict[str, Any]:
+    """What ``--json`` wrote; ``UserError`` for a file that holds something else."""
+    try:
+        result = json.loads(existing(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON: {in_a_line(error)}") from error
+    rows = result.get("rows") if isinstance(result, dict) and isinstance(result.get("meta"), dict) else None
+    named = lambda row: isinstance(row, dict) and "variant" in row and ("model" in row or "op" in row)
+    if not isinstance(rows, list) or not all(map(named, rows)):
+        raise UserError(f"{path} holds no results: give a file that `liger bench --json` or `liger bench step --json` wrote")
+    return result
+
+
 def merged(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Results as one; a row measured again takes the place of the older one, and the first result says with what was measured."""
     rows: dict[tuple[Any, ...], Row] = {}
@@ -346,7 +362,7 @@ def write_step_csv(result: dict[str, Any], path: str) -> None:
     rows = []
     for row in result["rows"]:
         flat = {k: v for k, v in row.items() if k not in ("breakdown_ms", "memory_timeline", "losses")}
-        flat |= {k: result["meta"][k] for k in ("data", "lengths", "masked", "optimizer")}
+        flat |= {k: result["meta"].get(k) for k in ("data", "lengths", "masked", "optimizer")}
         flat |= {f"{kind}_ms": ms for kind, ms in (row.get("breakdown_ms") or {}).items()}
         flat |= {f"loss_{i}": loss for i, loss in enumerate(row.get("losses") or ())}
         flat["peak_phase"] = peak_of(row["memory_timeline"])[2] if row.get("memory_timeline") else None

@@ -19,7 +19,7 @@ from typing import Any
 from liger_kernel.bench import profile
 from liger_kernel.bench.rows import parts_of, peak_of, write_step_csv
 from liger_kernel.model_sizes import MODELS, config_of, step_flops
-from liger_kernel.train.config import UserError
+from liger_kernel.train.mistakes import Parser, UserError, at_least, existing, one_of, writable
 
 BASES = ("stock", "upstream", "ours")
 REMATERIALISING = ("ours:off", "ours:mlp")  # with another level of liger_kernel.memory than the default
@@ -30,8 +30,9 @@ VARIANTS = (*BASES, *REMATERIALISING, *(f"ours:{how}" for how in FP8), *UNSLOTH,
 PARITY = {"bfloat16": 1e-2, "float32": 1e-4}  # largest relative difference of a loss to stock's over the first steps
 PARITY_STEPS = 4
 TRACE_STEPS = 2
-GET_UPSTREAM = "upstream is skipped: pip install --no-deps --target DIR liger-kernel==0.8.5, then --upstream-path DIR"
-GET_UNSLOTH = "unsloth is skipped: pip install --target DIR unsloth, then --unsloth-path DIR"
+GET = {"upstream": "liger-kernel==0.8.5", "unsloth": "unsloth"}  # what pip installs
+GET_UPSTREAM = f"upstream is skipped: pip install --no-deps --target DIR {GET['upstream']}, then --upstream-path DIR"
+GET_UNSLOTH = f"unsloth is skipped: pip install --target DIR {GET['unsloth']}, then --unsloth-path DIR"
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 CHILD = Path(__file__).with_name("step_child.py")
 PACKAGE = Path(__file__).parents[2]  # the folder that holds our liger_kernel
@@ -40,7 +41,7 @@ Row = dict[str, Any]
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="liger bench step", description="Measure whole training steps of models in random weights.")
+    parser = Parser(prog="liger bench step", description="Measure whole training steps of models in random weights.")
     add = parser.add_argument
     add("--model", default="llama-3.2-1b", help=f"comma-separated (default: llama-3.2-1b): {', '.join(MODELS)}")
     add("--batch", default="4", help="rows per step and GPU (default: 4); several, comma-separated, are measured one after the other until one does not fit")
@@ -86,34 +87,40 @@ def parse(argv: list[str]) -> argparse.Namespace:
         a.batch = sorted(map(int, a.batch.split(",")))
     except ValueError as error:
         raise UserError(f"--batch must be numbers, comma-separated, got {a.batch!r}") from error
-    a.model = [_one_of(name, MODELS) for name in a.model.split(",")]
-    a.against = [_one_of(name, VARIANTS) for name in a.against.split(",")]
+    a.model = [one_of("model", name, MODELS) for name in a.model.split(",")]
+    a.against = [one_of("variant", name, VARIANTS) for name in a.against.split(",")]
     if a.compile:
         a.against += ["compile" if name == "stock" else f"{name}+compile" for name in a.against if name in BASES]
     a.against = list(dict.fromkeys(a.against))
     a.parallel = a.parallel or ("ddp" if a.gpus > 1 else None)
-    for name, value in {"batch": a.batch[0], "seq": a.seq, "gpus": a.gpus, "steps": a.steps, "layers": 1 if a.layers is None else a.layers}.items():
-        if value < 1:
-            raise UserError(f"--{name} must be at least 1, got {value}")
+    at_least(1, batch=a.batch[0], seq=a.seq, gpus=a.gpus, steps=a.steps, layers=a.layers)
+    at_least(0, lengths=a.lengths, warmup=a.warmup, lora=a.lora)
+    if a.peak_tflops is not None and not a.peak_tflops > 0:
+        raise UserError(f"--peak-tflops must be positive, got {a.peak_tflops:g}")
     if a.gpus > 1 and a.largest_seq:
         raise UserError("--largest-seq is searched for on one GPU")
     if len(a.batch) > 1 and (a.profile or a.largest_batch or a.largest_seq):
         raise UserError("--profile and --largest-... need one --batch")
-    if a.warmup < 0 or a.warmup + a.steps < PARITY_STEPS:
+    if a.warmup + a.steps < PARITY_STEPS:
         raise UserError(f"--warmup and --steps must add up to {PARITY_STEPS}, whose losses are compared; got {a.warmup} and {a.steps}")
     if not 0 <= a.masked < 1:
         raise UserError(f"--masked must be in [0, 1), got {a.masked}")
     _check_adapters(a)
+    for name, package in (("upstream", "liger_kernel"), ("unsloth", "unsloth")):
+        path = getattr(a, f"{name}_path")
+        if path and not (existing(path, "folder") / package).is_dir():
+            raise UserError(f"--{name}-path {path} holds no {package}: pip install --no-deps --target {path} {GET[name]}")
+    for file in (a.json, a.csv):
+        writable(file=file)
+    writable(folder=a.plot)
     return a
 
 
 def _check_adapters(a: argparse.Namespace) -> None:
-    if a.lora < 0:
-        raise UserError(f"--lora must be at least 0, got {a.lora}")
     if not 0 <= a.lora_dropout < 1:
         raise UserError(f"--lora-dropout must be in [0, 1), got {a.lora_dropout}")
     for name in (a.lora_targets or "").split(",") if a.lora_targets is not None else ():
-        _one_of(name, LINEARS)
+        one_of("linear layer", name, LINEARS)
     theirs = [name for name in a.against if name in UNSLOTH]
     wanting = {"--lora-targets": a.lora_targets, "--lora-dropout": a.lora_dropout, "--dora": a.dora, "--quantize": a.quantize}
     own = [name for name in a.against if name.partition(":")[2] in FP8]
@@ -129,14 +136,10 @@ def _check_adapters(a: argparse.Namespace) -> None:
         )
     if a.quantize and own:
         raise UserError(f"{own[0]} has a base of its own: without --quantize {a.quantize}")
+    if a.lora and importlib.util.find_spec("peft") is None:
+        raise UserError("--lora needs peft: pip install peft")
     if a.quantize in ("nf4", "int8") and importlib.util.find_spec("bitsandbytes") is None:
         raise UserError(f"--quantize {a.quantize} needs bitsandbytes: pip install bitsandbytes")
-
-
-def _one_of(item: str, allowed: Any) -> str:
-    if item not in allowed:
-        raise UserError(f"{item!r} is none of {', '.join(allowed)}")
-    return item
 
 
 def run_child(spec: dict[str, Any], folder: Path) -> dict[str, Any]:

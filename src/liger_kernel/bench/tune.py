@@ -6,7 +6,6 @@ others stay. Candidates are compiled ahead, on all cores. One that breaks the ac
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import json
@@ -19,14 +18,14 @@ from unittest import mock
 
 import torch
 
-from liger_kernel.bench import clock
+from liger_kernel.bench import clock, flags
 from liger_kernel.bench.cases import OPS
-from liger_kernel.bench.operators import DEVICE, DTYPES, accuracy, cases_of, results, timed_call
+from liger_kernel.bench.operators import DEVICE, DTYPES, accuracy, cases_of, check_cases, results, timed_call
 from liger_kernel.ops._core import config
 from liger_kernel.ops._core.config import Tile
 from liger_kernel.ops._core.operator import Case, Op
 from liger_kernel.testing import forward, like
-from liger_kernel.train.config import UserError
+from liger_kernel.train.mistakes import UserError, one_of
 
 GAIN = 0.02  # of the operator's device time: less is noise
 
@@ -120,16 +119,12 @@ def write(found: dict[str, Tile]) -> str:
 
 def main(argv: list[str]) -> int:
     """The command; 0 also if nothing gains."""
-    parser = argparse.ArgumentParser(prog="liger tune", description="Search launch configurations on this GPU.")
-    parser.add_argument("op", nargs="+", choices=OPS, help="operators")
-    parser.add_argument("--case", action="append", default=[], help="only this case")
-    parser.add_argument("--sweep", help="instead of cases, an operator's sweep")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--dry-run", action="store_true", help="write nothing")
-    a = parser.parse_args(argv)
+    a = flags.tune(argv)
+    for name in a.op:
+        one_of("operator", name, OPS)
+    check_cases([OPS[name] for name in a.op], a.case, a.sweep)
     if not clock.GPU:
-        raise UserError("tuning needs a GPU: launch configurations mean nothing elsewhere")
+        raise UserError("tuning needs a GPU: it times the kernels on the GPU whose table it writes")
     chosen: dict[str, Tile] = {}
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(max(1, (os.cpu_count() or 2) - 1), mp_context=spawn) as pool:

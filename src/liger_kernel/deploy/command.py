@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import subprocess
 
 from liger_kernel.deploy.job import Job
 from liger_kernel.deploy.render import FORMS, render, write
-from liger_kernel.train.config import UserError
+from liger_kernel.train.mistakes import Parser, UserError, writable
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="liger deploy", description="Render a training job for Kubernetes, or submit it (docs/platform.md).")
+    parser = Parser(prog="liger deploy", description="Render a training job for Kubernetes, or submit it (docs/platform.md).")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     rendering = commands.add_parser("render", help="print or write a job's files")
     submitting = commands.add_parser("submit", help="kubectl apply of the plain YAML")
@@ -29,6 +28,7 @@ def main(argv: list[str]) -> int:
         return submit(job, a.dry_run, a.context)
     files = render(job, a.form)
     if a.to:
+        writable(folder=a.to)
         print(*write(files, a.to), sep="\n")
     elif len(files) > 1:
         raise UserError(f"{a.form} is {len(files)} files: say where with --to DIR")

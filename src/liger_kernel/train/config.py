@@ -16,6 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from liger_kernel.nearest import did_you_mean
+from liger_kernel.train.mistakes import Parser, beside
+from liger_kernel.train.mistakes import UserError as UserError
 from liger_kernel.train.redact import MARK, in_a_line, redacted
 
 STORE = "LIGER_STORE"  # variable with the URI of the store, where a config file has it without credentials
@@ -45,13 +48,6 @@ OFFERED = {
     "hf": {"parallel": ("none", "ddp", "fsdp2", "deepspeed-z2", "deepspeed-z3"), "nonfinite": ("stop",)},
     "lightning": {"parallel": ("none", "ddp"), "nonfinite": ("stop",)},
 }
-
-
-class UserError(ValueError):
-    """A mistake in what the user asked for: shown as one line, without a traceback or credentials."""
-
-    def __init__(self, text: object = ""):
-        super().__init__(redacted(str(text)))
 
 
 def _field(default: Any, group: str, help: str, choices: tuple[str, ...] | None = None) -> Any:
@@ -192,7 +188,8 @@ class TrainConfig:
         for field in dataclasses.fields(self):
             choices = field.metadata["choices"]
             if choices and getattr(self, field.name) not in (*choices, field.default):
-                raise UserError(f"{field.name} must be one of {', '.join(choices)}; got {getattr(self, field.name)!r}")
+                value = getattr(self, field.name)
+                raise UserError(f"{field.name} must be one of {', '.join(choices)}; got {value!r}{did_you_mean(value, choices)}")
         for name, offered in OFFERED[self.trainer].items():
             if getattr(self, name) not in offered:
                 raise UserError(f"trainer {self.trainer} offers {name} {', '.join(offered)}; got {getattr(self, name)}")
@@ -298,7 +295,7 @@ def read_file(path: str | Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
         values = _yaml().safe_load(text) if _is_yaml(path) else json.loads(text)
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
+        raise UserError(f"cannot read {path}: {error.strerror}{'' if path.exists() else beside(path)}") from error
     except UserError:
         raise
     except Exception as error:  # the two parsers share no exception class
@@ -313,7 +310,7 @@ def checked(values: dict[str, Any], cls: type, where: str) -> dict[str, Any]:
     kinds = _kinds(cls)
     for name, value in values.items():
         if name not in kinds:
-            raise UserError(f"{where}: unknown name {name!r}")
+            raise UserError(f"{where}: unknown name {name!r}{did_you_mean(str(name), kinds)}")
         kind, optional = kinds[name]
         if kind is float and isinstance(value, int | str) and not isinstance(value, bool):
             with contextlib.suppress(ValueError):  # YAML reads 1e-3 as a string
@@ -382,12 +379,22 @@ def from_flags(
 ) -> TrainConfig:
     """The config that a command line asks for: flags win over ``--config FILE``, which wins over the defaults. ``fixed`` names have no flag."""
     defaults = defaults or TrainConfig()
-    parser = argparse.ArgumentParser(prog=prog, usage="%(prog)s [--config FILE] [--name value ...]", description=description, formatter_class=_Formatter)
+    return configured(read_flags(argv, prog, description, defaults, fixed), defaults)
+
+
+def read_flags(argv: list[str], prog: str, description: str, defaults: TrainConfig, fixed: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The flags that are given, without those of ``fixed`` names; ``--help`` shows ``defaults``."""
+    parser = Parser(prog=prog, usage="%(prog)s [--config FILE] [--name value ...]", description=description, formatter_class=_Formatter)
     parser.add_argument("--config", metavar="FILE", help="YAML or JSON file with any of the names below; flags win over it")
     _add_flags(parser, defaults, fixed)
-    flags = vars(parser.parse_args(argv))
-    path = flags.pop("config")
-    return TrainConfig(**{**dataclasses.asdict(defaults), **(read_values(path) if path else {}), **flags})
+    return vars(parser.parse_args(argv))
+
+
+def configured(flags: dict[str, Any], defaults: TrainConfig) -> TrainConfig:
+    """The config that ``read_flags`` and the file that they name ask for."""
+    path = flags.get("config")
+    given = {name: value for name, value in flags.items() if name != "config"}
+    return TrainConfig(**{**dataclasses.asdict(defaults), **(read_values(path) if path else {}), **given})
 
 
 class _Formatter(argparse.HelpFormatter):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from liger_kernel.env_report import environment
-from liger_kernel.train.config import TrainConfig, from_flags
+from liger_kernel.train.config import TrainConfig, configured, read_flags
 
 RUNS = {"stock": "off", "ours": "on"}
 
@@ -30,12 +30,17 @@ TOLERANCE = {"fp32": 1e-4, "bf16-mixed": 1e-2, "bf16": 1e-2}
 
 def main(argv: list[str]) -> int:
     """Both runs, the table, the files; 0 if the losses agree, 1 if not or if a run failed."""
+    larger = {name: value for name, value in dataclasses.asdict(GPU).items() if value != getattr(CPU, name)}
+    description = (
+        "Train a small Llama twice from the same weights on the same text, stock and with our kernels, and compare. The defaults below are those without a "
+        f"GPU; with a GPU they are {', '.join(f'{name} {value:g}' for name, value in larger.items())}."
+    )
+    flags = read_flags(argv, "liger demo", description, CPU, fixed=("kernels", "save", "cache", "stream"))  # help and mistakes answer before torch is imported
     import torch
 
     from liger_kernel.train import data
 
-    description = "Train a small Llama twice from the same weights on the same text, stock and with our kernels, and compare."
-    config = from_flags(argv, "liger demo", description, GPU if torch.cuda.is_available() else CPU, fixed=("kernels", "save", "cache", "stream"))
+    config = configured(flags, GPU if torch.cuda.is_available() else CPU)
     out = Path(config.out)
     started = time.perf_counter()
     prepared = data.load(dataclasses.replace(config, cache=str(out / "cache")))

@@ -13,10 +13,13 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from liger_kernel.nearest import did_you_mean
 from liger_kernel.parallel import layers_of
 from liger_kernel.train import adapters
 from liger_kernel.train.config import TrainConfig, UserError
+from liger_kernel.train.hub import on_hub
 from liger_kernel.train.ranks import local_rank
+from liger_kernel.train.redact import in_a_line
 from liger_kernel.train.rows import Rows
 from liger_kernel.utils import varlen_lacks
 
@@ -76,6 +79,8 @@ def _base(config: TrainConfig, name: str | None, tokenizer: Any, device: torch.d
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "sdpa" if config.attention == "auto" else config.attention}
     quantized = {"quantization_config": adapters.quantization(config, precision), "device_map": {"": device}}
     model: Any
+    if name:
+        on_hub(name)
     try:
         if name:
             model = transformers.AutoModelForCausalLM.from_pretrained(name, **options, **(quantized if quantized["quantization_config"] else {}))
@@ -83,8 +88,10 @@ def _base(config: TrainConfig, name: str | None, tokenizer: Any, device: torch.d
             model = transformers.AutoModelForCausalLM.from_config(small_llama(config, tokenizer), **options)
             if quantized["quantization_config"]:
                 model = type(model).from_pretrained(None, config=model.config, state_dict=model.state_dict(), **options, **quantized)
-    except (OSError, ValueError, ImportError) as error:
-        raise UserError(f"cannot build the model {name or ''}: {str(error).strip().splitlines()[0]}") from error
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # of transformers, safetensors, or a model's own code
+        raise UserError(f"cannot build the model {name or ''}: {in_a_line(error)}") from error
     if getattr(model, "is_quantized", False):
         if not config.lora:
             raise UserError(f"{name} is quantised, and cannot be trained whole: give --lora")
@@ -192,7 +199,7 @@ def patch(model: Any, flags: dict[str, bool]) -> None:
     known = flags_of(model_type)
     unknown = [name for name in flags if name not in known]
     if unknown:
-        raise UserError(f"{model_type} has no {' and no '.join(unknown)} to switch; it has {', '.join(known)}")
+        raise UserError(f"{model_type} has no kernel flag {unknown[0]}{did_you_mean(unknown[0], known)}; its flags are {', '.join(known)}")
     _apply_liger_kernel_to_instance(model, **flags)
 
 

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from liger_kernel.train.config import TrainConfig, UserError
+from liger_kernel.train.hub import on_hub
+from liger_kernel.train.mistakes import beside
 from liger_kernel.train.redact import in_a_line
 
 Place = tuple[int, int, int]  # between two records: how many are before it, the file, how many of the file are before it
@@ -76,7 +78,7 @@ def files_of(name: str) -> list[Path]:
         return files
     if path.suffix in (".jsonl", ".parquet"):
         if not path.is_file():
-            raise UserError(f"no such file: {path}")
+            raise UserError(f"no such file: {path}{beside(path)}")
         return [path]
     if path.exists():
         raise UserError(f"data must be a .jsonl or .parquet file or a folder of them, got {path}")
@@ -127,6 +129,7 @@ def _hub(name: str, split: str, stream: bool, skip: int) -> Iterable[dict[str, A
         import datasets
     except ImportError as error:
         raise UserError(f"{name!r} is no file, and Hugging Face datasets need: pip install 'liger-kernel[datasets]'") from error
+    on_hub(name, kind="dataset")
     try:
         data = datasets.load_dataset(name, split=split, streaming=stream)
         return data.skip(skip) if skip else data

@@ -17,6 +17,7 @@ import torch
 
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.files import write
+from liger_kernel.train.hub import on_hub
 from liger_kernel.train.records import BEGIN, Place, characters, conversation, text_of, texts_of
 from liger_kernel.train.redact import in_a_line
 from liger_kernel.train.rows import IGNORE, Rows, TokenFile, Tokens, together
@@ -236,10 +237,11 @@ def tokenizer_of(config: TrainConfig) -> Any:
     source = config.tokenizer or config.model
     if source is None:
         return None
+    on_hub(source)
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot load the tokenizer {source!r}: {str(error).splitlines()[0]}") from error
+    except Exception as error:  # of transformers, or of the tokenizers' package for a damaged file
+        raise UserError(f"cannot load the tokenizer {source!r}: {in_a_line(error)}") from error
     complete(tokenizer)
     return tokenizer
 

@@ -1,0 +1,90 @@
+"""Mistakes of users, each in one line: ``UserError``, a parser of flags that raises it, and checks of files before work begins."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from liger_kernel.nearest import did_you_mean, no_such
+from liger_kernel.train.redact import redacted
+
+
+class UserError(ValueError):
+    """A mistake in what the user asked for: shown as one line, without a traceback or credentials."""
+
+    def __init__(self, text: object = ""):
+        super().__init__(redacted(str(text)))
+
+
+class Parser(argparse.ArgumentParser):
+    """``argparse``'s parser, which raises ``UserError`` for a mistake, with the nearest right name, instead of printing its usage and exiting."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(message)
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            flag = unknown[0].partition("=")[0]
+            if not flag.startswith("-"):
+                raise UserError(f"unexpected argument {flag!r}; {self.prog} --help lists what it takes")
+            flags = [name for name in self._option_string_actions if name.startswith("--")]
+            raise UserError(f"no flag {flag}{did_you_mean(flag, flags) or f'; {self.prog} --help lists the flags'}")
+        return found
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            kind = "command" if isinstance(action, argparse._SubParsersAction) else f"{max(action.option_strings, key=len, default=action.dest)}"
+            raise UserError(no_such(kind, str(value), map(str, action.choices)))
+
+
+def one_of(kind: str, name: str, names: Iterable[str]) -> str:
+    """``name``, which is one of ``names``; else ``UserError`` with the nearest of them."""
+    names = list(names)
+    if name not in names:
+        raise UserError(no_such(kind, name, names))
+    return name
+
+
+def at_least(least: float, **values: float | None) -> None:
+    """``UserError`` for the first of some flags that is below ``least``, or NaN. A flag that is None was not given."""
+    for name, value in values.items():
+        if value is not None and not value >= least:
+            raise UserError(f"--{name.replace('_', '-')} must be at least {least:g}, got {value:g}")
+
+
+def beside(path: str | Path) -> str:
+    """``; did you mean chats.jsonl?``: a file beside a missing one with a name like its own; or nothing."""
+    path = Path(path)
+    try:
+        names = [each.name for each in path.parent.iterdir()]
+    except OSError:
+        return ""
+    return did_you_mean(path.name, names)
+
+
+def existing(path: str | Path, what: str = "file") -> Path:
+    """``path``, which is there; else ``UserError`` with the name that is nearest among its neighbours."""
+    path = Path(path)
+    if not path.exists():
+        raise UserError(f"no such {what}: {path}{beside(path)}")
+    return path
+
+
+def writable(file: str | Path | None = None, folder: str | Path | None = None) -> None:
+    """``UserError`` if ``file``, or files in ``folder``, cannot be written: better before work of an hour than after it. Makes missing folders."""
+    for path, where in ((file, Path(file).parent if file else None), (folder, Path(folder) if folder else None)):
+        if path is None or where is None:
+            continue
+        try:
+            where.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"cannot write to {path}: {error.strerror}") from error
+        if path is file and Path(path).is_dir():
+            raise UserError(f"cannot write to {path}: it is a folder")
+        target = Path(path) if path is file and Path(path).exists() else where
+        if not os.access(target, os.W_OK):
+            raise UserError(f"cannot write to {path}: permission denied")

@@ -158,7 +158,7 @@ def main(argv: list[str] | None = None) -> int:
             command = _command(argv)
             if command is None:
                 return 0
-            name = f"liger {command}"
+            name = " ".join(["liger", *argv[: 2 if argv[:2] in (["bench", "step"], ["bench", "report"]) else 1]])
             run: Callable[[list[str]], int | None] = globals()[command]
             return run(argv[1:]) or 0
         finally:
@@ -171,7 +171,10 @@ def main(argv: list[str] | None = None) -> int:
         if os.environ.get("LIGER_TRACEBACK") == "1":
             raise
         more = "" if isinstance(error, UserError) else f" ({type(error).__name__}; LIGER_TRACEBACK=1 shows where)"
-        print(f"{name}: {in_a_line(error, None)}{more}", file=sys.stderr)
+        text = in_a_line(error, None)
+        if isinstance(error, OSError) and error.filename and error.strerror:
+            text = f"{error.filename}: {error.strerror}"
+        print(f"{name}: {text}{more}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)

@@ -13,7 +13,7 @@ from liger_kernel.compile.architectures import TARGETS
 from liger_kernel.model_sizes import MODELS, config_of
 from liger_kernel.train.config import TrainConfig
 from liger_kernel.train.hub import on_hub
-from liger_kernel.train.mistakes import Parser, UserError, at_least, existing
+from liger_kernel.train.mistakes import Parser, UserError, at_least, existing, one_of
 from liger_kernel.train.redact import in_a_line
 
 # torch, Triton and transformers are imported by what uses them: help and mistakes in flags answer before
@@ -32,6 +32,7 @@ def configuration(name: str) -> Any:
             values = json.loads(existing(name).read_text(encoding="utf-8"))
             if not isinstance(values, dict) or "model_type" not in values:
                 raise UserError(f"{name} has no model_type: give the config.json of a transformers model")
+            one_of("model type", values["model_type"], transformers.CONFIG_MAPPING)
             return transformers.AutoConfig.for_model(**values)
         on_hub(name, MODELS)
         return transformers.AutoConfig.from_pretrained(name)
@@ -71,11 +72,11 @@ def main(argv: list[str]) -> int:
     from liger_kernel.ops._core import config, operator
     from liger_kernel.train import kernels
 
+    model_config = configuration(train.model if train and train.model else a.model)
     if a.arch is None and not torch.cuda.is_available():
         raise UserError(f"this machine has no GPU: choose the GPU to compile for with --arch, one of {', '.join(TARGETS)}")
     if operator.INTERPRET:
         raise UserError("TRITON_INTERPRET=1 is set, so Triton interprets kernels and compiles none: unset it")
-    model_config = configuration(train.model if train and train.model else a.model)
     start = time.perf_counter()
     kernels.use_cache()
     dtype, autocast = getattr(torch, a.dtype), getattr(torch, a.autocast) if a.autocast else None

@@ -46,7 +46,7 @@ def test_training_after_warmup_compiles_nothing(family, user_env, tmp_path):
     assert all(b"libcuda.so.1" in path.read_bytes() for path in libraries)
     needed, compiled = map(int, re.search(r"(\d+) kernels for sm90: (\d+) compiled", first).groups())
     assert compiled == needed > 8
-    assert f"{needed} kernels for sm90: 0 compiled, {needed} were in" in second
+    assert f"{needed} kernels for sm90: 0 compiled, {needed} found in" in second
 
     found = json.loads(run(env, *train))
     assert found["compiled"] == 0 and found["cached"] == needed

@@ -6,7 +6,7 @@ import argparse
 import importlib.util
 
 from liger_kernel.bench.rivals import PACKAGES
-from liger_kernel.train.mistakes import Parser, UserError, at_least, existing, one_of, writable
+from liger_kernel.train.mistakes import Parser, UserError, at_least, holds, one_of, writable
 
 DTYPES = ("bf16", "fp16", "fp32")
 MODES = ("forward", "backward", "full")
@@ -48,9 +48,8 @@ def operators(argv: list[str]) -> argparse.Namespace:
         raise UserError("--plot needs matplotlib: pip install matplotlib")
     if a.resume and not a.json:
         raise UserError("--resume needs --json FILE, whose rows it leaves out")
-    for name in PACKAGES:
-        if path := getattr(a, f"{name}_path"):
-            existing(path, "folder")
+    for name, package in PACKAGES.items():
+        holds(package.module.partition(".")[0], getattr(a, f"{name}_path"), f"--{name}-path", package.requirement)
     for file in (a.json, a.csv):
         writable(file=file)
     writable(folder=a.plot)

@@ -312,7 +312,7 @@ def check_cases(ops: Sequence[MeasuredOp], cases: Sequence[str], sweep: str | No
     there = {case.name for op in ops for case in op.cases if not case.error}
     for name in cases:
         if name not in there:
-            raise UserError(f"{no_such('case', name, sorted(there))}; `liger ops NAME` lists the cases of an operator")
+            raise UserError(no_such("case", name, sorted(there)))
     if sweep:
         one_of("sweep", sweep, sorted({name for op in ops for name in op.sweeps}))
 

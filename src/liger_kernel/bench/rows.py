@@ -318,8 +318,9 @@ def _columns(rows: Iterable[Row]) -> tuple[Column, ...]:
 
 def read_results(path: str | Path) -> dict[str, Any]:
     """What ``--json`` wrote; ``UserError`` for a file that holds something else."""
+    file = existing(path)
     try:
-        result = json.loads(existing(path).read_text(encoding="utf-8"))
+        result = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(f"{path} is not valid JSON: {in_a_line(error)}") from error
     rows = result.get("rows") if isinstance(result, dict) and isinstance(result.get("meta"), dict) else None

@@ -19,7 +19,7 @@ from typing import Any
 from liger_kernel.bench import profile
 from liger_kernel.bench.rows import parts_of, peak_of, write_step_csv
 from liger_kernel.model_sizes import MODELS, config_of, step_flops
-from liger_kernel.train.mistakes import Parser, UserError, at_least, existing, one_of, writable
+from liger_kernel.train.mistakes import Parser, UserError, at_least, holds, one_of, writable
 
 BASES = ("stock", "upstream", "ours")
 REMATERIALISING = ("ours:off", "ours:mlp")  # with another level of liger_kernel.memory than the default
@@ -107,9 +107,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         raise UserError(f"--masked must be in [0, 1), got {a.masked}")
     _check_adapters(a)
     for name, package in (("upstream", "liger_kernel"), ("unsloth", "unsloth")):
-        path = getattr(a, f"{name}_path")
-        if path and not (existing(path, "folder") / package).is_dir():
-            raise UserError(f"--{name}-path {path} holds no {package}: pip install --no-deps --target {path} {GET[name]}")
+        holds(package, getattr(a, f"{name}_path"), f"--{name}-path", GET[name])
     for file in (a.json, a.csv):
         writable(file=file)
     writable(folder=a.plot)
@@ -136,10 +134,10 @@ def _check_adapters(a: argparse.Namespace) -> None:
         )
     if a.quantize and own:
         raise UserError(f"{own[0]} has a base of its own: without --quantize {a.quantize}")
-    if a.lora and importlib.util.find_spec("peft") is None:
-        raise UserError("--lora needs peft: pip install peft")
     if a.quantize in ("nf4", "int8") and importlib.util.find_spec("bitsandbytes") is None:
         raise UserError(f"--quantize {a.quantize} needs bitsandbytes: pip install bitsandbytes")
+    if a.lora and importlib.util.find_spec("peft") is None:
+        raise UserError("--lora needs peft: pip install peft")
 
 
 def run_child(spec: dict[str, Any], folder: Path) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def _skeleton(config: TrainConfig) -> nn.Module:
         with torch.device("meta"):
             return transformers.AutoModelForCausalLM.from_config(form)
     except (OSError, ValueError, ImportError) as error:
-        raise UserError(f"cannot build the model {config.model or ''}: {in_a_line(error)}") from error
+        raise UserError(f"cannot build the model{f' {config.model}' if config.model else ''}: {in_a_line(error)}") from error
 
 
 def _check_targets(targets: str | list[str], model: Any) -> None:

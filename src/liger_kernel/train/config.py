@@ -201,7 +201,8 @@ class TrainConfig:
             raise UserError(f"store must be a URI, such as s3://bucket/run or file:///folder/run; got {self.store!r}")
         kv_heads = self.kv_heads or max(1, self.heads // 2)
         if not self.model and (self.hidden % (2 * self.heads) or self.heads % kv_heads):  # rotary embeddings turn pairs
-            raise UserError(f"heads must divide hidden, into even parts, and kv_heads must divide heads; got {self.hidden}, {self.heads}, {kv_heads}")
+            sizes = f"hidden {self.hidden}, heads {self.heads}, kv_heads {kv_heads}"
+            raise UserError(f"heads must divide hidden into even parts, and kv_heads must divide heads; got {sizes}")
         if self.cross_entropy and self.fused_linear_cross_entropy:
             raise UserError("cross_entropy and fused_linear_cross_entropy exclude each other")
         self._check_adapters()

@@ -16,6 +16,7 @@ from typing import Any
 
 from liger_kernel.env_report import environment
 from liger_kernel.train.config import TrainConfig, configured, read_flags
+from liger_kernel.train.mistakes import writable
 
 RUNS = {"stock": "off", "ours": "on"}
 
@@ -42,6 +43,7 @@ def main(argv: list[str]) -> int:
 
     config = configured(flags, GPU if torch.cuda.is_available() else CPU)
     out = Path(config.out)
+    writable(folder=out)
     started = time.perf_counter()
     prepared = data.load(dataclasses.replace(config, cache=str(out / "cache")))
     tokens = int(prepared.rows.bounds[-1])

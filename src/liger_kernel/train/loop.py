@@ -24,6 +24,7 @@ from liger_kernel.train.kernels import Compilations, compile_ahead, use_cache
 from liger_kernel.train.lock import held
 from liger_kernel.train.measure import UNTIMED, PeakMemory, StepClock, peak_flops
 from liger_kernel.train.metrics import Endpoint, Reports, StepLines, as_json, check_reports, of_lines, of_run
+from liger_kernel.train.mistakes import writable
 from liger_kernel.train.model import attend, build, device_and_precision, flops_per_token, save
 from liger_kernel.train.optimizer import adamw, learning_rate
 from liger_kernel.train.ranks import News, Preempted, Ranks, Stop, Watch, joined, local_rank, restarts, told_to_stop
@@ -49,11 +50,12 @@ def train(config: TrainConfig) -> dict[str, Any]:
     adapters.check(config, device)
     # without checkpoints there is nothing to save on SIGTERM, which then ends the process as it always does
     stoppable = told_to_stop() if config.checkpoint_every else contextlib.nullcontext(Stop())
+    if int(os.environ.get("RANK", "0")) == 0:  # what cannot be written is better known before training than after it
+        for folder in (config.out, config.save, config.cache):
+            writable(folder=folder)
     with stoppable as stop, joined(config, device) as ranks, held(out, ranks):
-        if ranks.first:  # what cannot be written is better known before training than after it
+        if ranks.first:
             config.save_to(out / "config.json")
-            if config.save:
-                Path(config.save).mkdir(parents=True, exist_ok=True)
         with stored(config, ranks) as store, contextlib.closing(load(config)) as data:
             model = build(config, data.tokenizer, device, precision)
             attention = attend(config, data.rows, model, device, precision)

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from liger_kernel.nearest import did_you_mean
 from liger_kernel.train.config import REPORTS, TrainConfig, UserError
 from liger_kernel.train.measure import PeakMemory, device_name
 from liger_kernel.train.ranks import beside, restarts
@@ -191,9 +192,9 @@ def check_reports(config: TrainConfig) -> None:
     """``UserError`` before anything is loaded, if ``config.report`` names what is not known or not installed."""
     for name in config.reports:
         if name not in REPORTS:
-            raise UserError(f"report must be of {', '.join(REPORTS)}, with commas between; got {config.report!r}")
+            raise UserError(f"report must be of {', '.join(REPORTS)}, with commas between; got {config.report!r}{did_you_mean(name, REPORTS)}")
         if importlib.util.find_spec(name) is None:
-            raise UserError(f"report to {name} needs it: pip install {'mlflow-skinny' if name == 'mlflow' else name}")
+            raise UserError(f"report {name} needs the package {name}: pip install {'mlflow-skinny' if name == 'mlflow' else name}")
 
 
 class Reports:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from liger_kernel.nearest import did_you_mean, no_such
+from liger_kernel.nearest import did_you_mean, nearest, no_such
 from liger_kernel.train.redact import redacted
 
 
@@ -23,7 +24,8 @@ class Parser(argparse.ArgumentParser):
     """``argparse``'s parser, which raises ``UserError`` for a mistake, with the nearest right name, instead of printing its usage and exiting."""
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(message)
+        wrong = re.fullmatch(r"argument (?:.*/)?(--[\w-]+): invalid (int|float) value: (.*)", message)
+        raise UserError(f"{wrong[1]} must be a {'whole ' * (wrong[2] == 'int')}number, got {wrong[3]}" if wrong else message)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         found, unknown = self.parse_known_args(args, namespace)
@@ -37,8 +39,11 @@ class Parser(argparse.ArgumentParser):
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
-            kind = "command" if isinstance(action, argparse._SubParsersAction) else f"{max(action.option_strings, key=len, default=action.dest)}"
-            raise UserError(no_such(kind, str(value), map(str, action.choices)))
+            names = list(map(str, action.choices))
+            if isinstance(action, argparse._SubParsersAction):
+                raise UserError(no_such("command", str(value), names))
+            flag = max(action.option_strings, key=len, default=action.dest)
+            raise UserError(f"{flag} must be one of {', '.join(names)}; got {value!r}{did_you_mean(str(value), names)}")
 
 
 def one_of(kind: str, name: str, names: Iterable[str]) -> str:
@@ -60,18 +65,28 @@ def beside(path: str | Path) -> str:
     """``; did you mean chats.jsonl?``: a file beside a missing one with a name like its own; or nothing."""
     path = Path(path)
     try:
-        names = [each.name for each in path.parent.iterdir()]
+        stems = {each.stem: each.name for each in path.parent.iterdir() if each.suffix == path.suffix}
     except OSError:
         return ""
-    return did_you_mean(path.name, names)
+    near = nearest(path.stem, stems)
+    return f"; did you mean {path.parent / stems[near]}?" if near else ""
 
 
-def existing(path: str | Path, what: str = "file") -> Path:
-    """``path``, which is there; else ``UserError`` with the name that is nearest among its neighbours."""
+def existing(path: str | Path) -> Path:
+    """``path``, a file that is there; else ``UserError`` with the name that is nearest among its neighbours."""
     path = Path(path)
+    if path.is_dir():
+        raise UserError(f"{path} is a folder: give a file")
     if not path.exists():
-        raise UserError(f"no such {what}: {path}{beside(path)}")
+        raise UserError(f"no such file: {path}{beside(path)}")
     return path
+
+
+def holds(module: str, folder: str | None, flag: str, requirement: str) -> None:
+    """``UserError`` if the ``folder`` of a flag holds no Python package of that name, with what installs it there."""
+    if folder and not ((Path(folder) / module).is_dir() or (Path(folder) / f"{module}.py").is_file()):
+        missing = f"{flag} {folder} holds no {module}" if Path(folder).is_dir() else f"{flag}: no such folder: {folder}{beside(folder)}"
+        raise UserError(f"{missing}; `pip install --no-deps --target {folder} {requirement}` puts it there")
 
 
 def writable(file: str | Path | None = None, folder: str | Path | None = None) -> None:
@@ -81,6 +96,8 @@ def writable(file: str | Path | None = None, folder: str | Path | None = None) -
             continue
         try:
             where.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise UserError(f"cannot write to {path}: {error.filename} is a file, not a folder") from error
         except OSError as error:
             raise UserError(f"cannot write to {path}: {error.strerror}") from error
         if path is file and Path(path).is_dir():

@@ -37,7 +37,8 @@ def device_and_precision(config: TrainConfig) -> tuple[torch.device, str]:
         if device.type != "cuda":
             torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # no such thing, or not of this PyTorch
-        raise UserError(f"cannot use device {name!r}: {str(error).partition('. ')[0][:200]}") from error
+        why = "it must be cpu, cuda or cuda:N" if "device type at start" in str(error) else str(error).partition(". ")[0][:200]
+        raise UserError(f"cannot use device {name!r}: {why}{did_you_mean(name, ('cpu', 'cuda'))}") from error
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device.type == "cuda" and (device.index or 0) >= gpus:
         raise UserError(f"device is {name}, but PyTorch sees {gpus or 'no'} GPU{'s' * (gpus > 1)} here")
@@ -83,15 +84,17 @@ def _base(config: TrainConfig, name: str | None, tokenizer: Any, device: torch.d
         on_hub(name)
     try:
         if name:
+            if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
+                raise UserError(f"{name} holds no model: it has no config.json")
             model = transformers.AutoModelForCausalLM.from_pretrained(name, **options, **(quantized if quantized["quantization_config"] else {}))
         else:
             model = transformers.AutoModelForCausalLM.from_config(small_llama(config, tokenizer), **options)
             if quantized["quantization_config"]:
                 model = type(model).from_pretrained(None, config=model.config, state_dict=model.state_dict(), **options, **quantized)
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, UserError):
         raise
     except Exception as error:  # of transformers, safetensors, or a model's own code
-        raise UserError(f"cannot build the model {name or ''}: {in_a_line(error)}") from error
+        raise UserError(f"cannot build the model{f' {name}' if name else ''}: {in_a_line(error)}") from error
     if getattr(model, "is_quantized", False):
         if not config.lora:
             raise UserError(f"{name} is quantised, and cannot be trained whole: give --lora")

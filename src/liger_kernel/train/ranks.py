@@ -30,7 +30,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, g
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
 
 from liger_kernel.train.config import STORE, TrainConfig, UserError
-from liger_kernel.train.redact import redacted
+from liger_kernel.train.redact import in_a_line, redacted
 
 T = TypeVar("T")
 LAUNCHER = "LIGER_LAUNCHER"  # variable of workers: the process that started them
@@ -379,11 +379,13 @@ def _preempted(codes: set[int]) -> bool:
 def _check_endpoint(endpoint: str, nodes: int) -> None:
     """``UserError`` if a program that is no launcher of this run listens there: the rendezvous would wait for its answer, without a word and without end."""
     host, _, port = endpoint.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise UserError(f"rdzv_endpoint must be HOST:PORT, such as localhost:29400; got {endpoint!r}")
+    if not int(port):
+        return
     try:
-        if not int(port):
-            return
         socket.create_connection((host, int(port)), timeout=2).close()
-    except (OSError, ValueError):  # nobody listens yet; what is no endpoint, the rendezvous says
+    except OSError:  # nobody listens yet
         return
     if nodes == 1 or not _keeps_a_rendezvous(host, int(port)):
         raise UserError(f"rdzv_endpoint {endpoint} is taken by a program that is no launcher of this run: give another port")
@@ -439,7 +441,10 @@ def launch_elastic(config: TrainConfig, command: list[str] | None = None) -> int
     waits: dict[str, Any] = {"join_timeout": config.timeout, "read_timeout": config.timeout} if nodes[1] > 1 else {}
     _check_endpoint(config.rdzv_endpoint, nodes[1])
     run_id = os.environ.get("PET_RDZV_ID") or Path(config.out).absolute().name or "run"
-    rendezvous = get_rendezvous_handler(RendezvousParameters("c10d", config.rdzv_endpoint, run_id, *nodes, **waits))
+    try:
+        rendezvous = get_rendezvous_handler(RendezvousParameters("c10d", config.rdzv_endpoint, run_id, *nodes, **waits))
+    except RendezvousError as error:
+        raise OSError(f"rdzv_endpoint {config.rdzv_endpoint}: no rendezvous there ({in_a_line(error)})") from error
     spec = WorkerSpec(
         role="default_role",
         local_world_size=nproc,

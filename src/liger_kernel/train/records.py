@@ -129,7 +129,7 @@ def _hub(name: str, split: str, stream: bool, skip: int) -> Iterable[dict[str, A
         import datasets
     except ImportError as error:
         raise UserError(f"{name!r} is no file, and Hugging Face datasets need: pip install 'liger-kernel[datasets]'") from error
-    on_hub(name, kind="dataset")
+    on_hub(name, also=("stdlib",), kind="dataset")
     try:
         data = datasets.load_dataset(name, split=split, streaming=stream)
         return data.skip(skip) if skip else data

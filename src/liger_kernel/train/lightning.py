@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from liger_kernel.train.checkpoint import torn
 from liger_kernel.train.config import TrainConfig, UserError
-from liger_kernel.train.measure import Pace, PeakMemory
+from liger_kernel.train.measure import Pace, PeakMemory, as_clock
 from liger_kernel.train.metrics import Endpoint, Reports, of_lines, of_run
 from liger_kernel.train.model import save
 from liger_kernel.train.optimizer import adamw, scheduler
@@ -127,7 +127,7 @@ class _Lines(L.Callback):
         self.preempted = False
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        self.seen, self.begun, self.loss = trainer.global_step, -1, 0.0
+        self.seen, self.begun, self.loss, self.started = trainer.global_step, -1, 0.0, time.perf_counter()
         self.pace.begin(trainer.global_step)
         configured(trainer.optimizers[0], trainer.lr_scheduler_configs[0].scheduler, module.numbers)
         if trainer.global_step:  # a step ends where batches so far divide by its parts: of a checkpoint, steps may have had another number of these
@@ -200,7 +200,10 @@ class _Lines(L.Callback):
         if self.endpoint and self.lines:
             self.endpoint.values, self.endpoint.progress = self.lines[-1] | {"restarts": restarts()}, time.time()
         if self.ranks.first and self.lines:
-            print(f"step {self.lines[-1]['step']}/{self.config.steps}  loss {self.lines[-1]['loss']:.4f}", flush=True)
+            step = self.lines[-1]["step"]
+            each = (time.perf_counter() - self.started) / max(1, len(self.lines))
+            eta = f"  ETA {as_clock((self.config.steps - step) * each)}" if step < self.config.steps else ""
+            print(f"step {step}/{self.config.steps}  loss {self.lines[-1]['loss']:.4f}{eta}", flush=True)
 
 
 def checkpoints(folder: Path) -> list[Path]:

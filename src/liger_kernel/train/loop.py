@@ -22,7 +22,7 @@ from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.data import load
 from liger_kernel.train.kernels import Compilations, compile_ahead, use_cache
 from liger_kernel.train.lock import held
-from liger_kernel.train.measure import UNTIMED, PeakMemory, StepClock, peak_flops
+from liger_kernel.train.measure import UNTIMED, PeakMemory, StepClock, as_clock, peak_flops
 from liger_kernel.train.metrics import Endpoint, Reports, StepLines, as_json, check_reports, of_lines, of_run
 from liger_kernel.train.mistakes import writable
 from liger_kernel.train.model import attend, build, device_and_precision, flops_per_token, save
@@ -31,6 +31,7 @@ from liger_kernel.train.ranks import News, Preempted, Ranks, Stop, Watch, joined
 from liger_kernel.train.resume import refuse_other, seed_all
 from liger_kernel.train.rows import Data
 from liger_kernel.train.store import Store, stored
+from liger_kernel.train.summary import summary
 
 SKIPS = 10  # steps in a row without finite gradients after which `--nonfinite skip` gives up: more data will not mend the weights
 
@@ -61,7 +62,7 @@ def train(config: TrainConfig) -> dict[str, Any]:
             attention = attend(config, data.rows, model, device, precision)
             data.check(model.config.get_text_config().vocab_size)
             if ranks.first:
-                _say(config, model, attention)
+                print(summary(config, data, model, attention, device, precision, ranks.world), flush=True)
             if device.type == "cuda" and config.kernels == "on":
                 use_cache()
                 compile_ahead(config, model.config, precision, ranks)
@@ -71,17 +72,6 @@ def train(config: TrainConfig) -> dict[str, Any]:
             if "problem" in metrics:
                 raise OSError(metrics["problem"])
     return metrics
-
-
-def _say(config: TrainConfig, model: Any, attention: str) -> None:
-    """What the model is made of, at the start."""
-    if config.lora:
-        print(f"adapters: {adapters.described(config, model)}")
-    print(f"attention: {attention}", flush=True)
-    if config.lora and config.kernels == "on":
-        from liger_kernel.transformers import projections_report
-
-        print(projections_report(model), flush=True)
 
 
 def _by(config: TrainConfig, data: Data, model: Any, device: torch.device, precision: str, ranks: Ranks, stop: Stop, store: Store | None) -> dict[str, Any]:
@@ -294,6 +284,7 @@ class _Run:
             "restarts": restarts(),
             "checkpoint_step": self.checkpoints.step if self.checkpoints.step >= 0 else None,
             "checkpoint_time": self.checkpoints.time if self.checkpoints.step >= 0 else None,
+            "seconds_left": (self.config.steps - self.step) * seconds / len(lines),
             "checkpoint_failures": self.checkpoints.failures + (self.store.failures if self.store else 0),
             "kernels_compiled": self.compilations.count,
         }
@@ -385,7 +376,7 @@ def _percentile(ordered: list[float], part: float) -> float | None:
 
 
 class _Progress:
-    """A bar on a terminal (with tqdm), lines elsewhere; nothing on ranks that do not ``show``."""
+    """A bar on a terminal (with tqdm), lines elsewhere, with the time that the steps which are left need; nothing on ranks that do not ``show``."""
 
     def __init__(self, steps: int, show: bool):
         self.steps, self.shown, self.bar = steps, show, None
@@ -393,7 +384,7 @@ class _Progress:
             with contextlib.suppress(ImportError):
                 import tqdm
 
-                self.bar = tqdm.tqdm(total=steps, dynamic_ncols=True, bar_format="{n}/{total} {bar:24} {elapsed}<{remaining}{postfix}")
+                self.bar = tqdm.tqdm(total=steps, dynamic_ncols=True, bar_format="{n}/{total} {bar:24} {elapsed}{postfix}")
 
     def __enter__(self) -> _Progress:
         return self
@@ -410,6 +401,8 @@ class _Progress:
             text += f"  MFU {state['mfu']:.1%}"
         if state["nonfinite_steps"]:
             text += f"  {state['nonfinite_steps']} steps left out"
+        if left := state.get("seconds_left"):  # without evaluations and checkpoints
+            text += f"  ETA {as_clock(left)}"
         if self.bar is None:
             print(f"step {state['step']:>{len(str(self.steps))}}/{self.steps}  {text}", flush=True)
         else:

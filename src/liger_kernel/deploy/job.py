@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from liger_kernel.nearest import did_you_mean
 from liger_kernel.train.config import TrainConfig, UserError, checked, read_file
 from liger_kernel.train.redact import redacted, secret_name
 
@@ -108,7 +109,7 @@ class Job:
             raise UserError(f"image must have a tag other than latest, or a digest; got {self.image!r}")
         for name, choices in (("kind", KINDS), ("overlay", OVERLAYS)):
             if getattr(self, name) not in choices:
-                raise UserError(f"{name} must be one of {', '.join(choices)}; got {getattr(self, name)!r}")
+                raise UserError(f"{name} must be one of {', '.join(choices)}; got {getattr(self, name)!r}{did_you_mean(getattr(self, name), choices)}")
         if self.processes > LIMITS["gpus"][1]:
             raise UserError(f"train.nproc must be at most {LIMITS['gpus'][1]}, got {self.processes}")
         if self.min_nodes is not None and (self.kind != "pytorchjob" or self.min_nodes > self.nodes):

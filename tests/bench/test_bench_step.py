@@ -171,6 +171,31 @@ def test_equal_losses_give_ratios():
     assert "ours: memory peaks at 8.00 GB in 'head', 5 ms into a step" in text
 
 
+@pytest.mark.parametrize(
+    "rate, spread, cpu, said",
+    [
+        (150.0, 0.01, False, "ours: 1.50x the tokens/s of stock; 0.50x its peak memory (noise of tokens/s 3.0%: steps spread by 1.0%; runs on other days and"),
+        (102.0, 0.01, False, "ours: no difference in tokens/s from stock beyond the noise; 0.50x its peak memory (noise of tokens/s 3.0%: "),
+        (98.0, 0.01, False, "ours: no difference in tokens/s from stock beyond the noise"),
+        (102.0, 0.01, True, "ours: 1.02x the tokens/s of stock; 0.50x its peak memory (noise of tokens/s 1.0%: steps spread by 1.0%; how much runs differ was"),
+        (110.0, 0.2, False, "ours: no difference in tokens/s from stock beyond the noise; 0.50x its peak memory (noise of tokens/s 20.0%: "),
+        (900.0, 0.6, True, "ours: no difference in tokens/s from stock beyond the noise"),
+    ],
+)
+def test_a_headline_names_the_noise_and_claims_nothing_inside_it(rate, spread, cpu, said):
+    rows = judged(row("stock", spread=spread), row("ours", tokens_per_s=rate, peak_allocated_gb=4.0))
+    text = step.table(rows, 1e-2, cpu)
+    (line,) = [line for line in text.splitlines() if line.startswith("ours: ") and "memory peaks" not in line]
+    assert line.startswith(said)
+    assert ("in noise" in text.splitlines()[2]) == ("no difference" in said)
+
+
+def test_what_failed_or_learnt_something_else_has_no_headline():
+    for ours in (row("ours", losses=[4.0, 3.0, 2.0, 1.02]), row("ours", failed="out of memory")):
+        assert step.headlines(judged(row("stock"), ours)) == []
+    assert step.headlines(judged(row("stock"), row("ours"), row("upstream", tokens_per_s=50.0)))[1].startswith("ours: 2.00x the tokens/s of upstream; ")
+
+
 def test_other_losses_give_no_ratio():
     stock, ours = judged(row("stock"), row("ours", tokens_per_s=150.0, peak_allocated_gb=4.0, losses=[4.0, 3.0, 2.0, 1.02]))
     assert ours["accurate"] is False
@@ -348,7 +373,8 @@ def test_smoke_end_to_end(tmp_path, capsys):
     argv += ["--plot", str(tmp_path / "plots"), "--json", str(tmp_path / "r.json"), "--csv", str(tmp_path / "r.csv")]
     assert step.main(argv) == 0
     out = capsys.readouterr().out
-    assert "No GPU" in out and "losses differ" in out and "1.00x" in out
+    assert "Measured on a CPU" in out and "losses differ" in out and "1.00x" in out and "noise of tokens/s" in out
+    assert not re.search(r"GPU|[Kk]ernel|MFU|FLOP|reserved", out)
 
     result = json.loads((tmp_path / "r.json").read_text())
     assert result["meta"]["torch"] == torch.__version__ and result["meta"]["dtype"] == "float32"
@@ -358,7 +384,7 @@ def test_smoke_end_to_end(tmp_path, capsys):
     assert not upstream["accurate"] and not upstream["failed"]
     for r in (stock, ours):
         assert r["tokens_per_s"] == pytest.approx(2 * 64 / r["step_ms"] * 1e3)
-        assert r["mfu"] == pytest.approx(step_flops(TINY, 2, 64) / r["step_ms"] / 1e9 / result["meta"]["peak_tflops"])
+        assert r["mfu"] is None  # that is of a GPU
         assert all(r["breakdown_ms"][kind] > 0 for kind in ("gemm", "attention", "norm", "activation", "rope", "loss", "optimizer"))
         assert r["breakdown_ms"]["communication"] == 0
         phases = [phase for _, _, phase in r["memory_timeline"]]
@@ -538,7 +564,7 @@ def test_adapters_of_stock_ours_and_unsloth_end_to_end(machine, tmp_path, capsys
 
 def test_unsloth_that_is_not_there_is_left_out(machine, monkeypatch, capsys):
     monkeypatch.setattr(step, "measure", lambda a, model, variant, *rest: [{"variant": variant, "batch": 1, "failed": "not now"}])
-    monkeypatch.setattr(step.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(step.importlib.util, "find_spec", lambda name: None if name == "unsloth" else name)
     step.main(["--model", "tiny", "--batch", "1", "--lora", "8", "--against", "stock,unsloth"])
     out = capsys.readouterr().out
     assert "unsloth is skipped: pip install" in out and "unsloth  failed" not in out

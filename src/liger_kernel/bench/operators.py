@@ -272,7 +272,7 @@ def run(a: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
                     raise UserError(str(error)) from error
                 print(error)
     if not clock.GPU:
-        print("No GPU: this measures the CPU path, on small cases. Nothing here says anything about kernels.")
+        print("Measured on a CPU: this measures the CPU path, PyTorch references on small cases. It says nothing about kernels on a GPU.")
     names = a.op or list(known())
     names = [",".join(names)] if a.smoke else names
     ahead = int(clock.GPU and (os.cpu_count() or 1) >= 8)  # imports beside a measurement need cores that it does not

@@ -110,6 +110,39 @@ def speedup(row: Row, ours: Row | None) -> float | None:
     return ratio(row, ours)
 
 
+RUNS = 0.03  # by which tokens/s of one variant differ between processes and cards of one kind (MEASURED.md, "Adapters": several runs and cards)
+
+
+def on_cpu(meta: Mapping[str, Any]) -> bool:
+    """Whether results with this ``meta`` were measured without a GPU."""
+    return _flat(meta.get("hardware")).startswith("CPU")
+
+
+def noise(row: Row, other: Row, cpu: bool = False) -> float:
+    """The relative difference of two steps' speeds that means nothing: the spread of steps, and on a GPU that of runs."""
+    return max(row.get("spread") or 0.0, other.get("spread") or 0.0, 0.0 if cpu else RUNS)
+
+
+def beyond(factor: float, noise: float) -> bool:
+    """Whether a ratio of speeds is more than noise; where steps spread by half of their time, nothing is."""
+    return noise < 0.5 and not 1 / (1 + noise) <= factor <= 1 + noise
+
+
+def headline(row: Row, other: Row, cpu: bool = False) -> str:
+    """How much faster and leaner the first of two usable steps is, and what of it is noise; empty where a speed is missing."""
+    if not row.get("tokens_per_s") or not other.get("tokens_per_s"):
+        return ""
+    faster, margin = row["tokens_per_s"] / other["tokens_per_s"], noise(row, other, cpu)
+    mine, theirs = variant_label(row["variant"]), variant_label(other["variant"])
+    spread = max(row.get("spread") or 0.0, other.get("spread") or 0.0)
+    runs = "how much runs differ was not measured" if cpu else f"runs on other days and cards by {RUNS:.0%}"
+    speed = f"{times(faster)} the tokens/s of {theirs}" if beyond(faster, margin) else f"no difference in tokens/s from {theirs} beyond the noise"
+    memory = ""
+    if row.get("peak_allocated_gb") and other.get("peak_allocated_gb"):
+        memory = f"; {times(row['peak_allocated_gb'] / other['peak_allocated_gb'])} its peak memory"
+    return f"{mine}: {speed}{memory} (noise of tokens/s {margin:.1%}: steps spread by {spread:.1%}; {runs})"
+
+
 def digits(value: float | None) -> str:
     """Three significant digits, never an exponent."""
     if value is None or not math.isfinite(value):

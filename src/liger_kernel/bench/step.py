@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from liger_kernel.bench import profile
-from liger_kernel.bench.rows import parts_of, peak_of, write_step_csv
+from liger_kernel.bench.rows import beyond, headline, noise, parts_of, peak_of, usable, write_step_csv
 from liger_kernel.model_sizes import MODELS, config_of, step_flops
 from liger_kernel.train.mistakes import Parser, UserError, at_least, holds, one_of, writable
 
@@ -260,7 +260,7 @@ def measure(a: argparse.Namespace, model: str, variant: str, folder: Path, peak:
     found = run_child(spec, folder)
     rows = [common | row | {"failed": None} for row in found["rows"]]
     for row in rows:
-        row["mfu"] = None if a.lora else step_flops(values, row["batch"], a.seq) / row["step_ms"] / 1e9 / peak
+        row["mfu"] = None if a.lora or not gpu else step_flops(values, row["batch"], a.seq) / row["step_ms"] / 1e9 / peak
     if rows and a.profile:
         with open(spec["trace"]) as file:
             rows[0]["breakdown_ms"] = profile.breakdown(json.load(file)["traceEvents"], TRACE_STEPS, rows[0]["step_ms"])
@@ -287,7 +287,17 @@ def _largest_batch(spec: dict[str, Any], folder: Path) -> Row:
     return {"largest_batch": largest_that(peak, spec["batches"][0])} | limit
 
 
-def table(rows: list[Row], tolerance: float) -> str:
+RIVALS = ("stock", "upstream", "unsloth")  # with which headlines compare ours
+
+
+def headlines(rows: list[Row], cpu: bool = False) -> list[str]:
+    """A sentence for each rival of ours that was measured: what is faster or leaner, and what is noise."""
+    ours = next((row for row in rows if row["variant"] == "ours" and usable(row)), None)
+    rivals = [row for name in RIVALS for row in rows if row["variant"] == name and usable(row)]
+    return [said for rival in rivals if ours and (said := headline(ours, rival, cpu))]
+
+
+def table(rows: list[Row], tolerance: float, cpu: bool = False) -> str:
     """The rows of one model for a terminal, relative to stock."""
     stock = next((row for row in rows if row["variant"] == "stock"), None)
     heads = ["variant", "tokens/s", "/ stock", "step ms", "spread", "MFU", "peak GB", "/ stock", "reserved GB", "loss diff", "grad diff"]
@@ -300,11 +310,15 @@ def table(rows: list[Row], tolerance: float) -> str:
             lines.append([row["variant"], f"failed: {row['failed']}", *[""] * 9, show("largest_batch", "d"), ""])
             continue
         faster = "losses differ" if row["accurate"] is False else times("tokens_per_s")
+        if faster and stock and row is not stock and (r := ratio(row, stock, "tokens_per_s")) and not beyond(r, noise(row, stock, cpu)):
+            faster = "in noise"
         speed = [show("tokens_per_s", ",.0f"), faster, show("step_ms", ".2f"), show("spread", ".1%"), show("mfu", ".1%")]
         memory = [show("peak_allocated_gb", ".2f"), times("peak_allocated_gb"), show("peak_reserved_gb", ".2f")]
         parity = [show("loss_parity", ".1e"), show("gradient_parity", ".1e")]
         lines.append([row["variant"], *speed, *memory, *parity, show("largest_batch", "d"), show("largest_seq", ",d")])
-    notes = []
+    empty = {i for i in range(1, len(heads)) if not any(line[i] for line in lines[1:])}  # without a GPU there is no MFU, and nothing is reserved
+    lines = [[cell for i, cell in enumerate(line) if i not in empty] for line in lines]
+    notes = headlines(rows, cpu)
     if stock is None or stock["failed"]:
         notes.append("No ratios: they are relative to stock, which was not measured.")
     if any(row["accurate"] is False for row in rows):
@@ -348,7 +362,7 @@ def run(a: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
         raise UserError(f"--gpus is {a.gpus}, but there are {meta['gpus']}")
     dtype = "bfloat16" if gpu else "float32"
     if not gpu:
-        print("No GPU: this measures the CPU path in fp32. Nothing here says anything about kernels, and memory is that of the whole process.")
+        print("Measured on a CPU, in fp32: PyTorch references run, so ratios on other devices differ. Memory is that of the whole process.")
         if a.largest_batch or a.largest_seq:
             raise UserError("--largest-... needs a GPU: without one, too large a batch takes the machine down instead of failing")
     if a.plot:
@@ -386,8 +400,9 @@ def run(a: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
                 some = [row for row in rows if row["batch"] == batch]
                 if not some:
                     continue
-                print(f"\n{model}: {batch} x {a.seq} {a.data} tokens{where}, {dtype}, {a.optimizer}{extras}; {meta['hardware']}, MFU of {peak:,.1f} TFLOP/s\n")
-                print(table(some, tolerance))
+                rate = f", MFU of {peak:,.1f} TFLOP/s" if gpu else ""
+                print(f"\n{model}: {batch} x {a.seq} {a.data} tokens{where}, {dtype}, {a.optimizer}{extras}; {meta['hardware']}{rate}\n")
+                print(table(some, tolerance, not gpu))
             if a.profile:
                 print(f"\n{breakdown_table(rows)}")
             sys.stdout.flush()

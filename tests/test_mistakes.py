@@ -194,7 +194,7 @@ TABLE = [
     ("deploy render kind.yaml", r"kind must be one of pytorchjob, trainjob, jobset; got 'jobsett'; did you mean jobset\?"),
     ("deploy render trainjob.yaml", r"trainjob.yaml: train: unknown name 'checkpoint_evry'; did you mean checkpoint_every\?"),
     ("deploy render goodjob.yaml --as helmm", r"--as must be one of .*; got 'helmm'; did you mean helm\?"),
-    ("deploy render goodjob.yaml --as helm", r"helm is \d+ files: say where with --to DIR"),
+    ("deploy render goodjob.yaml --as helm", r"helm is \d+ files: give --to DIR"),
     ("deploy render goodjob.yaml --to text.txt", "cannot write to text.txt"),
     ("deploy submit goodjob.yaml --dry-run sever", r"--dry-run must be one of client, server; got 'sever'; did you mean server\?"),
 ]
@@ -266,6 +266,9 @@ def test_the_hub_is_asked_once(found, said, here, monkeypatch):
         on_hub("org/nope")
     assert asked == ["org/nope"]
     on_hub("model")  # a folder
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", "cache")
+    Path("cache/models--org--cached/snapshots").mkdir(parents=True)
+    on_hub("org/cached")
     monkeypatch.setenv("RANK", "0")
     on_hub("org/nope")
     assert asked == ["org/nope"]

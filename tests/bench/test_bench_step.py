@@ -260,8 +260,8 @@ def test_a_search_without_a_capacity_doubles_and_halves():
         (["--gpus", "0"], "--gpus must be at least 1"),
         (["--batch", "4,x"], "--batch must be numbers"),
         (["--batch", "4,0"], "--batch must be at least 1, got 0"),
-        (["--batch", "4,8", "--profile"], "need one --batch"),
-        (["--gpus", "2", "--largest-seq"], "searched for on one GPU"),
+        (["--batch", "4,8", "--profile"], "need a single --batch"),
+        (["--gpus", "2", "--largest-seq"], "--largest-seq needs --gpus 1"),
         (["--layers", "0"], "--layers must be at least 1, got 0"),
         (["--lora", "-1"], "--lora must be at least 0, got -1"),
         (["--lora", "8", "--lora-dropout", "1"], "--lora-dropout must be in"),
@@ -271,9 +271,9 @@ def test_a_search_without_a_capacity_doubles_and_halves():
         (["--lora-dropout", "0.1"], "--lora-dropout needs --lora R"),
         (["--quantize", "nf4"], "--quantize needs --lora R"),
         (["--against", "stock,unsloth"], "unsloth needs --lora R"),
-        (["--lora", "8", "--against", "unsloth", "--gpus", "2"], "unsloth is measured on one GPU"),
+        (["--lora", "8", "--against", "unsloth", "--gpus", "2"], "unsloth runs on one GPU"),
         (["--lora", "8", "--quantize", "fp8"], "stock has no frozen FP8 base"),
-        (["--lora", "8", "--quantize", "nf4", "--against", "ours:fp8"], "ours:fp8 has a base of its own"),
+        (["--lora", "8", "--quantize", "nf4", "--against", "ours:fp8"], "ours:fp8 has its own base"),
     ],
 )
 def test_mistakes_in_flags(argv, message):
@@ -303,7 +303,7 @@ def machine(monkeypatch):
 
 
 def test_a_cpu_is_not_filled_up(machine):
-    with pytest.raises(UserError, match="needs a GPU"):
+    with pytest.raises(UserError, match="need a GPU"):
         step.main(["--smoke", "--largest-batch"])
 
 

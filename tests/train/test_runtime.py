@@ -375,7 +375,7 @@ def test_a_damaged_checkpoint_is_passed_over(base, undisturbed, tmp_path):
     assert f"{part.name} is not what was written" in checkpoint.damage(folder / newest)
     assert found_in(folder) == folder / before
     (folder / before / "rank-1.json").unlink()
-    with pytest.raises(UserError, match=r"no checkpoint in .* is whole: bring one back, or move the folder away"):
+    with pytest.raises(UserError, match=r"no checkpoint in .* is complete: restore one, or move the folder away"):
         found_in(folder)
     assert found_in(tmp_path / "none") is None
 
@@ -411,7 +411,7 @@ def test_damage_of_any_kind_is_found(corruption, undisturbed, tmp_path, capsys):
         shutil.copytree(folder, tmp_path / name)
         CORRUPTIONS[corruption](tmp_path / name / newest / name)
         assert found_in(tmp_path / name) == tmp_path / name / before, name
-        assert f"passing over checkpoint {tmp_path / name / newest}: " in capsys.readouterr().err
+        assert f"ignoring checkpoint {tmp_path / name / newest}: " in capsys.readouterr().err
 
 
 def as_of_an_earlier_release(path):
@@ -427,7 +427,7 @@ def test_a_checkpoint_without_checksums_is_read_and_said_to_be_unverified(undist
     newest, before = latest(undisturbed)
     as_of_an_earlier_release(tmp_path / "checkpoints" / newest)
     assert found_in(tmp_path / "checkpoints") == tmp_path / "checkpoints" / newest
-    assert "has no checksums, as of an earlier release: its contents are not verified" in capsys.readouterr().err
+    assert "was written by an earlier release without checksums: its contents are not verified" in capsys.readouterr().err
     part = max((tmp_path / "checkpoints" / newest).glob("*.distcp"), key=lambda path: path.stat().st_size)
     os.truncate(part, part.stat().st_size - 1)
     assert found_in(tmp_path / "checkpoints") == tmp_path / "checkpoints" / before
@@ -452,7 +452,7 @@ def test_a_lost_latest_destroys_nothing(lost, base, here, tmp_path, capsys):
         "named folder gone": lambda path: path.write_text("step-00000099\n"),
     }[lost](folder / "latest")
     found = loop.train(dataclasses.replace(config, checkpoint_keep=1))
-    assert "names no whole checkpoint: step-00000004 is whole, and the newest" in capsys.readouterr().err
+    assert "names no complete checkpoint: the newest complete one, step-00000004, is used" in capsys.readouterr().err
     assert latest(config) == ["step-00000006"]
     assert {path: path.read_bytes() for path in contents} == contents
     assert found["losses"][4:] == loop.train(config)["losses"][4:] and len(found["losses"]) == len(expected["losses"])
@@ -467,7 +467,7 @@ def test_what_cannot_be_read_is_not_replaced(base, here, tmp_path):
         path.write_bytes(flipped(path.read_bytes(), 100))
     for lose in (lambda: None, lambda: (folder / "latest").write_text(""), lambda: (folder / "latest").unlink()):
         lose()
-        with pytest.raises(UserError, match="is whole: bring one back, or move the folder away to begin anew"):
+        with pytest.raises(UserError, match="is complete: restore one, or move the folder away to start again"):
             loop.train(config)
         assert len(list(folder.glob("step-*"))) == 2
 
@@ -594,7 +594,7 @@ def test_a_store_writes_nothing_outside_the_run(name, tmp_path):
     }
     ls = lambda path, detail: [key for key in there if key.rpartition("/")[0] == path]
     get = lambda key, path: Path(path).write_bytes(there[key])
-    refused = pytest.raises(UserError, match="no checkpoint in the store memory://b/run is whole")
+    refused = pytest.raises(UserError, match="no checkpoint in the store memory://b/run is complete")
     with mock.patch.object(fs, "ls", ls), mock.patch.object(fs, "get_file", get), refused:
         store.Store("memory://b/run", tmp_path / "home" / "runs" / "mine").fetch()
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
@@ -713,7 +713,7 @@ def test_a_store_in_disorder_gives_the_newest_whole_one(lost, base, undisturbed,
     new = store.Store((tmp_path / "store").as_uri(), tmp_path / "new")
     expected = newest if lost in ("latest", "an upload") else before
     assert new.fetch() == expected and found_in(tmp_path / "new" / "checkpoints").name == expected
-    assert ("passing over checkpoint" in capsys.readouterr().err) == (expected == before)
+    assert ("ignoring checkpoint" in capsys.readouterr().err) == (expected == before)
     assert sorted(path.name for path in there.glob("step-*")) == left
     assert sorted(path.name for path in (tmp_path / "new" / "checkpoints").iterdir()) == ["latest", expected]
     new.copy()
@@ -726,7 +726,7 @@ def test_a_store_of_which_nothing_can_be_read_is_not_written_over(base, here, un
     for path in (tmp_path / "store").glob("checkpoints/*/state.json"):
         path.write_text("{")
     before = {path: path.read_bytes() for path in (tmp_path / "store").rglob("*") if path.is_file()}
-    with pytest.raises(UserError, match=r"no checkpoint in the store file:.* is whole: bring one back, or give another --store"):
+    with pytest.raises(UserError, match=r"no checkpoint in the store file:.* is complete: restore one, or give another --store"):
         loop.train(place(base, tmp_path, parallel="none", store=(tmp_path / "store").as_uri()))
     assert {path: path.read_bytes() for path in before} == before
 
@@ -840,7 +840,7 @@ def test_the_endpoint_answers_whatever_it_is_sent(parts, status, monkeypatch):
 def test_a_watch_that_ends_says_so(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(ranks.faulthandler, "dump_traceback_later", mock.Mock(side_effect=ValueError("no such file")))
     with ranks.Watch(tmp_path, 0, 0.1):
-        until(lambda: "nobody watches over progress any more: ValueError: no such file" in capfd.readouterr().err, 10)
+        until(lambda: "the watch over progress has stopped: ValueError: no such file" in capfd.readouterr().err, 10)
 
 
 def no_thread(monkeypatch, name):
@@ -857,7 +857,7 @@ def no_thread(monkeypatch, name):
 @pytest.mark.parametrize(
     "name, said",
     [
-        ("watch", "rank 0: nobody watches over progress"),
+        ("watch", "rank 0: there is no watch over progress"),
         ("metrics", "no metrics on 127.0.0.1:"),
         ("store", "checkpoints are copied to the store at the end of the run alone"),
         ("AsyncCheckpoint", "training waits for the checkpoint of step 2"),
@@ -878,7 +878,7 @@ def test_a_rendezvous_that_is_taken_is_said(monkeypatch, capsys):
     monkeypatch.setattr(ranks, "ANSWER", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         for nodes in (1, 2):
-            with pytest.raises(UserError, match=r"rdzv_endpoint 127\.0\.0\.1:\d+ is taken by a program that is no launcher of this run: give another port"):
+            with pytest.raises(UserError, match=r"rdzv_endpoint 127\.0\.0\.1:\d+ is used by another program than this run's launcher: give another port"):
                 ranks._check_endpoint(f"127.0.0.1:{silent.getsockname()[1]}", nodes)
     ranks._check_endpoint("localhost:0", 1), ranks._check_endpoint(f"127.0.0.1:{free_port()}", 2), ranks._check_endpoint("nonsense", 2)
     assert capsys.readouterr().err == ""

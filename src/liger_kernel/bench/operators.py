@@ -289,7 +289,7 @@ def run(a: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
                 if path:
                     path.write_text(json.dumps(result, indent=1))
             if why := children[i].error():
-                print(f"{name}: stopped after {len(rows)} rows: {why}")
+                print(f"{name}: stopped after {len(rows)} rows, because of {why}")
             if rows:
                 print(text_table(rows), flush=True)
     return result
@@ -335,7 +335,7 @@ def main(argv: list[str]) -> int:
         print(report.html(folder / "report.html", result, None, images))
     wrong = [r for r in result["rows"] if r["variant"] == "ours" and (r["failed"] or not r["accurate"])]
     for row in wrong:
-        reason = row["failed"] or f"error {row['error']:.2e}, PyTorch makes {row['error_pytorch']:.2e}"
+        reason = row["failed"] or f"its error is {row['error']:.2e}, that of PyTorch {row['error_pytorch']:.2e}"
         print(f"WRONG: {row['op']} {row['case']} {row['dtype']}: {reason}")
     return 1 if wrong or not result["rows"] else 0
 

@@ -47,39 +47,39 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--batch", default="4", help="rows per step and GPU (default: 4); several, comma-separated, are measured one after the other until one does not fit")
     add("--seq", type=int, default=2048, help="tokens per row (default: 2048)")
     add("--against", default="stock,ours", help=f"variants, comma-separated (default: stock,ours): {', '.join(VARIANTS)}")
-    add("--layers", type=int, metavar="N", help="so many layers of the model (default: all)")
+    add("--layers", type=int, metavar="N", help="the number of layers to keep of the model (default: all)")
     add("--compile", action="store_true", help="each variant also under torch.compile")
     add("--upstream-path", metavar="DIR", help="where the published package is: pip install --no-deps --target DIR liger-kernel==0.8.5")
     add("--unsloth-path", metavar="DIR", help="where Unsloth is, unless it is installed: pip install --target DIR unsloth")
     add(
         "--data", choices=("random", "real"), default="random", help="random tokens (default), or the sources of Python's library through a BPE trained on them"
     )
-    add("--lengths", type=int, default=0, metavar="M", help="rows of that median length, padded: 95 is like Alpaca (default: all are full)")
-    add("--masked", type=float, default=0.0, metavar="F", help="part of the labels that is ignored (default: 0)")
+    add("--lengths", type=int, default=0, metavar="M", help="the median length of rows, which are padded: 95 is like Alpaca (default: all rows are full)")
+    add("--masked", type=float, default=0.0, metavar="F", help="the part of the labels that is ignored (default: 0)")
     add("--optimizer", choices=("sgd", "adamw"), default="sgd", help="(default: sgd)")
     add("--checkpointing", action="store_true", help="recompute the layers in the backward")
-    add("--autocast", "--amp", action="store_true", help="forwards under torch.autocast in bfloat16, as Hugging Face's Trainer does with bf16=True")
+    add("--autocast", "--amp", action="store_true", help="run forwards under torch.autocast in bfloat16, as Hugging Face's Trainer does with bf16=True")
     add("--lora", type=int, default=0, metavar="R", help="train adapters of that rank on all linear layers but the head (needs peft)")
-    add("--lora-targets", metavar="NAMES", help=f"on these alone, comma-separated: {', '.join(LINEARS)}")
-    add("--lora-dropout", type=float, default=0.0, metavar="P", help="dropout of what the adapters see (default: 0)")
-    add("--dora", action="store_true", help="adapters with a magnitude for each output")
+    add("--lora-targets", metavar="NAMES", help=f"put adapters only on these layers, comma-separated: {', '.join(LINEARS)}")
+    add("--lora-dropout", type=float, default=0.0, metavar="P", help="dropout of the adapters' input (default: 0)")
+    add("--dora", action="store_true", help="train DoRA adapters, with a magnitude for each output")
     add(
         "--quantize",
         choices=("nf4", "int8", *FP8),
         help="the frozen weights: nf4 (double quantisation) and int8 by bitsandbytes, fp8 (one scale a weight) and fp8_rowwise by ours alone",
     )
     add("--gpus", type=int, default=1, metavar="N", help="processes, each with a GPU where there are any (default: 1)")
-    add("--parallel", choices=("ddp", "fsdp2"), help="how the model is spread over them (default: ddp if there are several)")
+    add("--parallel", choices=("ddp", "fsdp2"), help="how the processes share the model (default: ddp if there are several)")
     add("--steps", type=int, default=10, help="measured steps (default: 10)")
     add("--warmup", type=int, default=4, help="steps before them (default: 4)")
     add("--largest-batch", action="store_true", help="search for the largest batch that fits (GPU only)")
     add("--largest-seq", action="store_true", help="search for the longest rows of which the batch fits (one GPU only)")
-    add("--profile", action="store_true", help="device time by kind of work")
+    add("--profile", action="store_true", help="measure the time of each kind of work")
     add("--peak-tflops", type=float, metavar="X", help="what MFU is relative to (default: the rate of a large matrix product, measured now)")
     add("--json", metavar="FILE", help="write rows as they come")
-    add("--csv", metavar="FILE")
-    add("--plot", metavar="DIR", help="PNG charts and report.html")
-    add("--smoke", action="store_true", help="a tiny model, a few steps: does everything work?")
+    add("--csv", metavar="FILE", help="write rows as a table")
+    add("--plot", metavar="DIR", help="write PNG charts and report.html")
+    add("--smoke", action="store_true", help="train a tiny model for a few steps, to see that everything works")
     a = parser.parse_args(argv)
     if a.smoke:
         a.model, a.batch, a.seq, a.steps, a.warmup, a.profile = "tiny", "2", 64, 3, 2, True
@@ -98,9 +98,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if a.peak_tflops is not None and not a.peak_tflops > 0:
         raise UserError(f"--peak-tflops must be positive, got {a.peak_tflops:g}")
     if a.gpus > 1 and a.largest_seq:
-        raise UserError("--largest-seq is searched for on one GPU")
+        raise UserError("--largest-seq needs --gpus 1")
     if len(a.batch) > 1 and (a.profile or a.largest_batch or a.largest_seq):
-        raise UserError("--profile and --largest-... need one --batch")
+        raise UserError("--profile, --largest-batch and --largest-seq need a single --batch")
     if a.warmup + a.steps < PARITY_STEPS:
         raise UserError(f"--warmup and --steps must add up to {PARITY_STEPS}, whose losses are compared; got {a.warmup} and {a.steps}")
     if not 0 <= a.masked < 1:
@@ -127,13 +127,13 @@ def _check_adapters(a: argparse.Namespace) -> None:
         if given and not a.lora:
             raise UserError(f"{name} needs --lora R")
     if theirs and a.parallel:
-        raise UserError("unsloth is measured on one GPU, without --parallel")
+        raise UserError("unsloth runs on one GPU, without --parallel")
     if a.quantize in FP8 and (others := [name for name in a.against if not name.startswith("ours")]):
         raise UserError(
-            f"{others[0]} has no frozen FP8 base: --quantize {a.quantize} is for ours alone; --against {others[0]},ours:{a.quantize} compares it with theirs"
+            f"{others[0]} has no frozen FP8 base: only ours supports --quantize {a.quantize}; --against {others[0]},ours:{a.quantize} compares the two"
         )
     if a.quantize and own:
-        raise UserError(f"{own[0]} has a base of its own: without --quantize {a.quantize}")
+        raise UserError(f"{own[0]} has its own base: leave out --quantize {a.quantize}")
     if a.quantize in ("nf4", "int8") and importlib.util.find_spec("bitsandbytes") is None:
         raise UserError(f"--quantize {a.quantize} needs bitsandbytes: pip install bitsandbytes")
     if a.lora and importlib.util.find_spec("peft") is None:
@@ -320,9 +320,9 @@ def table(rows: list[Row], tolerance: float, cpu: bool = False) -> str:
     lines = [[cell for i, cell in enumerate(line) if i not in empty] for line in lines]
     notes = headlines(rows, cpu)
     if stock is None or stock["failed"]:
-        notes.append("No ratios: they are relative to stock, which was not measured.")
+        notes.append("There are no ratios: they are relative to stock, which was not measured.")
     if any(row["accurate"] is False for row in rows):
-        notes.append(f"losses differ: by more than {tolerance:g} of stock's within the first {PARITY_STEPS} steps. Such a step has no ratio.")
+        notes.append(f"losses differ: they are more than {tolerance:g} of stock's away within the first {PARITY_STEPS} steps. Such a step has no ratio.")
     for row in rows:
         if not row["failed"]:
             ms, gb, phase = peak_of(row["memory_timeline"])
@@ -359,12 +359,12 @@ def run(a: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
     meta = environment()
     gpu = meta["gpus"] > 0
     if gpu and a.gpus > meta["gpus"]:
-        raise UserError(f"--gpus is {a.gpus}, but there are {meta['gpus']}")
+        raise UserError(f"--gpus is {a.gpus}, but this machine has {meta['gpus']}")
     dtype = "bfloat16" if gpu else "float32"
     if not gpu:
         print("Measured on a CPU, in fp32: PyTorch references run, so ratios on other devices differ. Memory is that of the whole process.")
         if a.largest_batch or a.largest_seq:
-            raise UserError("--largest-... needs a GPU: without one, too large a batch takes the machine down instead of failing")
+            raise UserError("--largest-batch and --largest-seq need a GPU: on a CPU, a batch that is too large takes the machine down instead of failing")
     if a.plot:
         _plots()
     if any(name.startswith("upstream") for name in a.against) and not a.upstream_path:

@@ -81,7 +81,7 @@ def search(op: Op, case: Case, dtype: str, repeats: int, sweep: str | None = Non
     accurate = lambda: accuracy(results(op.fn, like(base)), pytorch, truth, DTYPES[dtype])[2]
     with configured() as asked:
         if not accurate():
-            raise UserError(f"{op.name} {case.name} {dtype} is not accurate as it is")
+            raise UserError(f"{op.name} {case.name} {dtype} is not accurate with its present configuration")
         before = timed_call(op.fn, base, repeats)
     better: dict[str, tuple[Tile, float, float]] = {}
     for key, (n, tile) in dict(asked).items():
@@ -96,7 +96,7 @@ def search(op: Op, case: Case, dtype: str, repeats: int, sweep: str | None = Non
                     ms = timed_call(op.fn, base, max(3, repeats // 3))
                     if ms < best_ms * (1 - GAIN) and (ms := timed_call(op.fn, base, repeats)) < best_ms * (1 - GAIN):
                         if not accurate():
-                            print(f"  refused, not accurate: {key} {candidate}")
+                            print(f"  refused, because it is not accurate: {key} {candidate}")
                             continue
                         best, best_ms = candidate, ms
                 except Exception as error:  # does not fit this GPU
@@ -131,7 +131,7 @@ def main(argv: list[str]) -> int:
         for op in (OPS[name] for name in a.op):
             for case, _ in cases_of(op, a.case, a.sweep, small=False):
                 better = search(op, case, a.dtype, a.repeats, a.sweep, pool)
-                print(f"{op.name} {case.name} {a.dtype}: {'nothing gains' if not better else ''}", flush=True)
+                print(f"{op.name} {case.name} {a.dtype}: {'no configuration is faster' if not better else ''}", flush=True)
                 for key, (tile, before, after) in better.items():
                     print(f"  {key}: {before:.4f} -> {after:.4f} ms ({before / after:.2f}x) with {tile}", flush=True)
                     chosen[key] = tile

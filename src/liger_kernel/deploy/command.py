@@ -17,11 +17,11 @@ def main(argv: list[str]) -> int:
     submitting = commands.add_parser("submit", help="kubectl apply of the plain YAML")
     for command in (rendering, submitting):
         command.add_argument("job", help="YAML or JSON file of a job")
-    forms = "plain YAML (default), a folder for kubectl -k, a Helm chart; the config of liger train; Prometheus rules, a Grafana dashboard"
+    forms = "the form: plain YAML (default), a folder for kubectl -k, a Helm chart, the config of liger train, Prometheus rules, or a Grafana dashboard"
     rendering.add_argument("--as", dest="form", choices=FORMS, default="yaml", help=forms)
     rendering.add_argument("--to", metavar="DIR", help="write below this folder (default: print)")
     submitting.add_argument("--dry-run", choices=("client", "server"), help="let kubectl check and change nothing; server asks the cluster's own checks")
-    submitting.add_argument("--context", help="of kubectl's configuration")
+    submitting.add_argument("--context", help="the context of kubectl's configuration to use")
     a = parser.parse_args(argv)
     job = Job.load(a.job)
     if a.command == "submit":
@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
         writable(folder=a.to)
         print(*write(files, a.to), sep="\n")
     elif len(files) > 1:
-        raise UserError(f"{a.form} is {len(files)} files: say where with --to DIR")
+        raise UserError(f"{a.form} is {len(files)} files: give --to DIR")
     else:
         print(*files.values(), sep="", end="")
     return 0
@@ -41,7 +41,7 @@ def submit(job: Job, dry_run: str | None = None, context: str | None = None) -> 
     """``kubectl apply`` of the job's plain YAML; returns its exit code. ``UserError`` if there is no kubectl."""
     kubectl = shutil.which("kubectl")
     if kubectl is None:
-        raise UserError("submit needs kubectl on the PATH; or apply what `liger deploy render` writes in your own way")
+        raise UserError("submit needs kubectl on the PATH; or apply the files of `liger deploy render` in another way")
     flags = [*(["--context", context] if context else []), "apply", *([f"--dry-run={dry_run}"] if dry_run else []), "-f", "-"]
     (text,) = render(job, "yaml").values()
     return subprocess.run([kubectl, *flags], input=text, text=True, check=False).returncode

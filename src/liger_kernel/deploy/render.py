@@ -50,7 +50,7 @@ def _yaml() -> Any:
     try:
         import yaml
     except ImportError as error:
-        raise UserError("manifests need pyyaml: pip install 'liger-kernel[k8s]'") from error
+        raise UserError("manifests need pyyaml: pip install pyyaml") from error
     return yaml
 
 
@@ -85,7 +85,7 @@ def _overlay(folder: str, base: list[Object], wanted: list[Object]) -> dict[str,
     try:
         import jsonpatch
     except ImportError as error:
-        raise UserError("overlays need jsonpatch: pip install 'liger-kernel[k8s]'") from error
+        raise UserError("overlays need jsonpatch: pip install jsonpatch") from error
     there = {_file(o): o for o in base}
     new = [o for o in wanted if _file(o) not in there]
     patches: list[dict[str, Any]] = []
@@ -123,7 +123,7 @@ _JSON = {int: "integer", float: "number", str: "string", bool: "boolean"}
 def helm(job: Job) -> dict[str, str]:
     """A chart of this job: its values are the job's, and all of ``train``; a release has the job's name and namespace."""
     if job.quota_nodes:
-        raise UserError("a chart cannot compute a quota: make the ClusterQueue by itself and leave quota_nodes out")
+        raise UserError("a chart cannot compute a quota: create the ClusterQueue separately, and leave out quota_nodes")
     values: dict[str, Any] = {name: getattr(job, name) for name in VALUES if getattr(job, name) is not None}
     if job.kind == "pytorchjob":
         values["min_nodes"] = job.min_nodes or job.nodes

@@ -35,10 +35,10 @@ def check(config: TrainConfig, device: torch.device) -> None:
     if config.quantize in BITSANDBYTES:
         _check_bitsandbytes(config.quantize, device)
     if config.model and holds_adapters(config.model):
-        raise UserError(f"{config.model} holds adapters, not a model: give the model that they are of, {base_of(config.model) or 'which they do not name'}")
+        raise UserError(f"{config.model} holds adapters, not a model: give --model their base model, {base_of(config.model) or 'whose name they do not have'}")
     skeleton = _skeleton(config)
     if config.quantize and getattr(skeleton.config, "quantization_config", None):
-        raise UserError(f"{config.model} is quantised already: leave --quantize")
+        raise UserError(f"{config.model} is quantised already: leave out --quantize")
     if config.target_modules != EVERY_LINEAR:
         _check_targets(config.target_modules, skeleton)
 
@@ -47,7 +47,7 @@ def _peft() -> Any:
     try:
         import peft
     except ImportError as error:
-        raise UserError("lora needs peft: pip install 'liger-kernel[lora]'") from error
+        raise UserError("lora needs peft: pip install peft") from error
     return peft
 
 
@@ -56,10 +56,10 @@ def _check_bitsandbytes(kind: str, device: torch.device) -> None:
         import accelerate  # noqa: F401
         import bitsandbytes
     except (ImportError, OSError, RuntimeError) as error:  # the latter two of libraries that it does not find
-        raise UserError(f"quantize {kind} needs bitsandbytes and accelerate: pip install 'liger-kernel[qlora]' ({in_a_line(error)})") from error
+        raise UserError(f"quantize {kind} needs bitsandbytes and accelerate: pip install bitsandbytes accelerate ({in_a_line(error)})") from error
     devices = getattr(bitsandbytes, "supported_torch_devices", {"cuda"})  # before 0.46, CUDA alone
     if device.type not in devices:
-        raise UserError(f"quantize {kind} needs one of the devices that bitsandbytes has kernels for, {', '.join(sorted(devices))}; got {device.type}")
+        raise UserError(f"quantize {kind} needs a device that bitsandbytes has kernels for ({', '.join(sorted(devices))}); this run uses {device.type}")
 
 
 def _skeleton(config: TrainConfig) -> nn.Module:

@@ -98,7 +98,7 @@ def table(report: dict[str, Any], run: dict[str, Any]) -> str:
     lines += [
         "",
         f"The loss curves {verdict}: largest relative difference of a step {difference:.1e}, allowed {allowed:.0e} in {run['precision']}.",
-        f"{run['parameters'] / 1e6:.1f} M parameters on {run['device']}; memory is {run['memory_kind']}, each run in its own process.",
+        f"{run['parameters'] / 1e6:.1f} M parameters on {run['device']}; memory is {run['memory_kind']}; each run has its own process.",
     ]
     return "\n".join(lines)
 
@@ -112,7 +112,7 @@ def plot(report: dict[str, Any], runs: dict[str, Any], path: Path) -> str:
     try:
         import matplotlib
     except ImportError:
-        return "no plot (matplotlib is missing: pip install 'liger-kernel[train]'); "
+        return "no plot (it needs matplotlib: pip install matplotlib); "
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 

@@ -12,7 +12,6 @@ from liger_kernel.train.mistakes import UserError, beside
 from liger_kernel.train.redact import in_a_line
 
 SECONDS = 10.0  # that the hub has to answer
-FILES = {"model": ("config.json", "tokenizer_config.json"), "dataset": ("README.md",)}  # of which one is in the cache if the name was loaded before
 
 
 def on_hub(name: str, also: Iterable[str] = (), kind: Literal["model", "dataset"] = "model") -> None:
@@ -28,9 +27,10 @@ def on_hub(name: str, also: Iterable[str] = (), kind: Literal["model", "dataset"
     import huggingface_hub
     from huggingface_hub import constants, errors
 
+    loaded_before = Path(constants.HF_HUB_CACHE) / f"{kind}s--{name.replace('/', '--')}" / "snapshots"
+    if constants.HF_HUB_OFFLINE or loaded_before.is_dir():
+        return
     try:
-        if constants.HF_HUB_OFFLINE or any(huggingface_hub.try_to_load_from_cache(name, file, repo_type=kind) for file in FILES[kind]):
-            return
         huggingface_hub.HfApi().repo_info(name, repo_type=kind, timeout=SECONDS)
     except errors.GatedRepoError:
         return  # it is there; what it needs, the package that loads it says

@@ -59,7 +59,7 @@ class _Tensors(TorchCheckpointIO):
         try:
             return torch.load(path, map_location=map_location or (lambda storage, _: storage), weights_only=True)
         except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-            raise UserError(f"checkpoint {path} is damaged, or holds more than tensors and plain values, which is never unpickled: remove it") from error
+            raise UserError(f"checkpoint {path} is damaged, or holds objects other than tensors and plain values, which are not loaded: remove it") from error
 
 
 class _Module(L.LightningModule):
@@ -82,7 +82,7 @@ class _Module(L.LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         there, mine = checkpoint["state_dict"].keys(), self._trained()
         if strange := sorted(mine - there) or sorted(there - mine - self.state_dict().keys()):
-            raise UserError(f"checkpoint does not fit this model: of the two, one alone has {', '.join(strange[:3])}{' ...' if len(strange) > 3 else ''}")
+            raise UserError(f"checkpoint does not fit this model: only one of the two has {', '.join(strange[:3])}{' ...' if len(strange) > 3 else ''}")
 
     def training_step(self, batch: dict[str, Any], index: int) -> Tensor:
         return self.model(**batch, use_cache=False).loss * self.parts  # Lightning takes the mean of the parts of a step
@@ -218,9 +218,9 @@ def newest(folder: Path) -> Path | None:
         why = torn(path)
         if why is None:
             return path
-        print(f"passing over checkpoint {path}: it {why}", file=sys.stderr)
+        print(f"ignoring checkpoint {path}: it {why}", file=sys.stderr)
     if found:
-        raise UserError(f"no checkpoint in {folder} is whole: bring one back, or move the folder away to begin anew")
+        raise UserError(f"no checkpoint in {folder} is complete: restore one, or move the folder away to start again")
     return None
 
 

@@ -160,7 +160,7 @@ class _Run:
                 self._flush(None, True, timed=False)
                 self._save(wait=True)
                 if checkpoints.step < step:
-                    raise OSError(f"stopped after step {step} by SIGTERM, and no checkpoint of it could be written; the newest is of step {checkpoints.step}")
+                    raise OSError(f"stopped after step {step} by SIGTERM, but its checkpoint could not be written; the newest is of step {checkpoints.step}")
                 raise Preempted(f"stopped after step {step} by SIGTERM; checkpoint: step {checkpoints.step}")
             self.watch.progress()
             if self.endpoint:
@@ -304,7 +304,7 @@ class _Run:
         lines = list(self.lines.read()) if self.lines else []
         model: Any = self.parallel.module
         unsaved = self.config.checkpoint_every and self.checkpoints.step < self.step
-        problem = f"the last checkpoint could not be written, the newest is of step {self.checkpoints.step}"
+        problem = f"the last checkpoint could not be written; the newest checkpoint is that of step {self.checkpoints.step}"
         return (
             of_run(self.config, model, self.device, self.precision, self.ranks.world, self.memory)
             | of_lines(lines)
@@ -345,7 +345,7 @@ class _Run:
         if path is None:
             return
         if not self.config.resume and restarts() == 0:
-            raise UserError(f"{self.checkpoints.folder} holds checkpoints: remove them, give another --out, or leave --no-resume")
+            raise UserError(f"{self.checkpoints.folder} holds checkpoints: remove them, give another --out, or leave out --no-resume")
         there = json.loads((path / "state.json").read_text())["identity"]
         refuse_other(path, {"model": self._identity()["model"]} | there, self._identity())  # which is not in those of earlier releases
         state = self.checkpoints.load(path, self.parallel.module, self.optimizer)
@@ -356,7 +356,7 @@ class _Run:
         if state["ranks"] != self.ranks.world:
             seed_all(self.config.seed, self.step, self.parallel.data_rank)
         if self.ranks.first:
-            print(f"resuming after step {self.step} from {path} ({state['ranks']} ranks then, {self.ranks.world} now)", flush=True)
+            print(f"resuming after step {self.step} from {path} (written by {state['ranks']} ranks; {self.ranks.world} now)", flush=True)
 
     def _to_device(self, batch: dict[str, Any]) -> dict[str, Any]:
         pinned = lambda t: t.pin_memory() if self.device.type == "cuda" else t
@@ -400,7 +400,7 @@ class _Progress:
         if state["mfu"]:
             text += f"  MFU {state['mfu']:.1%}"
         if state["nonfinite_steps"]:
-            text += f"  {state['nonfinite_steps']} steps left out"
+            text += f"  {state['nonfinite_steps']} steps skipped"
         if left := state.get("seconds_left"):  # without evaluations and checkpoints
             text += f"  ETA {as_clock(left)}"
         if self.bar is None:

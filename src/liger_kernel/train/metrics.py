@@ -40,7 +40,7 @@ EXPORTED = {
     "step_seconds_p95": ("step_seconds_p95", "gauge", "95th percentile of the time of a step"),
     "data_wait_seconds": ("data_wait_seconds", "gauge", "Mean time of a step in which batches were made"),
     "memory_bytes": ("memory", "gauge", "Peak memory of this rank"),
-    "nonfinite_steps_total": ("nonfinite_steps", "counter", "Steps left out because of a NaN or Inf"),
+    "nonfinite_steps_total": ("nonfinite_steps", "counter", "Steps skipped because of a NaN or Inf"),
     "restarts_total": ("restarts", "counter", "Restarts of this rank"),
     "checkpoint_step": ("checkpoint_step", "gauge", "Step of the newest checkpoint on disk"),
     "checkpoint_time_seconds": ("checkpoint_time", "gauge", "Unix time of the newest checkpoint on disk"),
@@ -61,7 +61,7 @@ class StepLines:
         self.path = path
         kept = [line for line in self.read() if line["step"] <= step]
         if len(kept) < step:  # no reason not to train
-            print(f"{path} has lines of {len(kept)} steps, the checkpoint was written after {step}: those between are lost", file=sys.stderr)
+            print(f"{path} has lines of {len(kept)} steps, but the checkpoint was written after step {step}: the lines between are lost", file=sys.stderr)
         aside = path.with_name(path.name + ".tmp")
         aside.write_text("".join(as_json(line) + "\n" for line in kept), encoding="utf-8")
         aside.replace(path)
@@ -112,7 +112,7 @@ class Endpoint:
         try:
             self._listener = socket.create_server((host, port), backlog=self.most)
         except (OSError, OverflowError) as error:
-            raise UserError(f"cannot listen on {host}:{port} for metrics: {error}") from error
+            raise UserError(f"metrics cannot be served on {host}:{port}: {error}") from error
         self._listener.setblocking(False)
         self.port = self._listener.getsockname()[1]
         self._clients: dict[socket.socket, float] = {}  # since when
@@ -253,7 +253,7 @@ def _left_alone(service: str, then: Callable[[], Any] = lambda: None) -> Iterato
         yield
     except Exception as error:
         then()
-        print(f"no more reports to {service}: {type(error).__name__}: {in_a_line(error)}", file=sys.stderr)
+        print(f"reporting to {service} stopped: {type(error).__name__}: {in_a_line(error)}", file=sys.stderr)
 
 
 def of_run(config: TrainConfig, model: Any, device: Any, precision: str, world: int, memory: PeakMemory) -> dict[str, Any]:

@@ -97,7 +97,8 @@ def writable(file: str | Path | None = None, folder: str | Path | None = None) -
         try:
             where.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError) as error:
-            raise UserError(f"cannot write to {path}: {error.filename} is a file, not a folder") from error
+            above = next((each for each in (where, *where.parents) if each.is_file()), where)
+            raise UserError(f"cannot write to {path}: {above} is a file, not a folder") from error
         except OSError as error:
             raise UserError(f"cannot write to {path}: {error.strerror}") from error
         if path is file and Path(path).is_dir():

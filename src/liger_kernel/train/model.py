@@ -97,7 +97,7 @@ def _base(config: TrainConfig, name: str | None, tokenizer: Any, device: torch.d
         raise UserError(f"cannot build the model{f' {name}' if name else ''}: {in_a_line(error)}") from error
     if getattr(model, "is_quantized", False):
         if not config.lora:
-            raise UserError(f"{name} is quantised, and cannot be trained whole: give --lora")
+            raise UserError(f"{name} is quantised, so it cannot be trained as a whole: give --lora RANK")
         return adapters.unchanging(adapters.without_adapters(model))  # where it is loaded is where it stays
     return (adapters.without_adapters(model) if config.lora else model).to(device)
 

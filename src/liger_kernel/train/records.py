@@ -32,7 +32,7 @@ def standard_library() -> list[str]:
     paths = [path for path in sorted(root.rglob("*.py")) if not NOT_TEXT & set(path.relative_to(root).parts)]
     texts = [path.read_bytes().decode("utf-8", errors="ignore") for path in paths]
     if sum(map(len, texts)) < 1_000_000:
-        raise UserError(f"this Python has no sources of its standard library in {root}: give --data a file")
+        raise UserError(f"this Python has no sources of its standard library in {root}: give --data FILE")
     return texts
 
 
@@ -110,7 +110,7 @@ def _parquet(path: Path, skip: int) -> Iterator[dict[str, Any]]:
     try:
         import pyarrow.parquet as parquet
     except ImportError as error:
-        raise UserError("Parquet files need pyarrow: pip install 'liger-kernel[train]'") from error
+        raise UserError("Parquet files need pyarrow: pip install pyarrow") from error
     try:
         file = parquet.ParquetFile(path)
         for group in range(file.num_row_groups):
@@ -128,7 +128,7 @@ def _hub(name: str, split: str, stream: bool, skip: int) -> Iterable[dict[str, A
     try:
         import datasets
     except ImportError as error:
-        raise UserError(f"{name!r} is no file, and Hugging Face datasets need: pip install 'liger-kernel[datasets]'") from error
+        raise UserError(f"{name!r} is not a file here, and datasets of the Hugging Face hub need the package datasets: pip install datasets") from error
     on_hub(name, also=("stdlib",), kind="dataset")
     try:
         data = datasets.load_dataset(name, split=split, streaming=stream)
@@ -166,9 +166,9 @@ def characters(record: dict[str, Any]) -> int:
 def text_of(record: dict[str, Any], number: int) -> str:
     """The text of a record, which is the ``number``-th."""
     if number == 1 and "text" not in record:
-        raise UserError(f"a record must have 'text', 'messages', or 'instruction' and 'output'; the first one has {sorted(record)}")
+        raise UserError(f"a record must have 'text', 'messages', or 'instruction' and 'output'; the first record has {sorted(record)}")
     if not isinstance(record.get("text"), str):
-        raise UserError(f"record {number} has no text, unlike the first one")
+        raise UserError(f"record {number} has no 'text', unlike the first record")
     return record["text"]
 
 

@@ -164,7 +164,7 @@ class Draft:
             if self.chats is None:
                 self.chats = conversation(some[0][0]) is not None
             if self.chats and not tokenizer.is_fast:
-                raise UserError("conversations need a fast tokenizer: a slow one does not say which characters a token covers")
+                raise UserError("conversations need a fast tokenizer, because a slow tokenizer does not say which characters a token covers")
             if self.chats:
                 for record, (number, *_) in some:
                     self._add_chat(record, number, tokenizer, length)
@@ -184,7 +184,7 @@ class Draft:
             turns = conversation(record) or []
             ids, labels = conversation_row(turns, tokenizer, length)
         except Exception as error:  # chat templates raise what they like
-            raise UserError(f"record {number} is no conversation that the chat template accepts: {in_a_line(error, 200)}") from error
+            raise UserError(f"record {number} is not a conversation that the chat template accepts: {in_a_line(error, 200)}") from error
         if any(label != IGNORE for label in labels[1:]):
             self._add(ids, labels)
         elif any(turn.get("role") == "assistant" and turn.get("content") for turn in turns):
@@ -202,7 +202,7 @@ class Draft:
             if not len(lengths):
                 raise NoRows(f"nothing to learn: {', and '.join(left_out)}" if left_out else "the data has no conversation")
             for why in left_out:
-                print(f"{why}: left out, as there is nothing to learn", file=sys.stderr, flush=True)
+                print(f"{why}: left out, as they have nothing to learn", file=sys.stderr, flush=True)
             rows = Rows(ids.tensor(), self._tokens["labels"].tensor(), bounds)
             return together(rows, length) if documents else rows
         # documents are joined and cut; what does not fill the last row is dropped
@@ -235,7 +235,7 @@ def tokenizer_of(config: TrainConfig) -> Any:
     try:
         import transformers
     except ImportError as error:
-        raise UserError("training needs transformers: pip install 'liger-kernel[train]'") from error
+        raise UserError("training needs transformers: pip install transformers") from error
     source = config.tokenizer or config.model
     if source is None:
         return None

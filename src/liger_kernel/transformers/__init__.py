@@ -137,7 +137,7 @@ def __getattr__(name: str) -> Any:
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{did_you_mean(name, __all__)}")
     if not is_transformers_available():
-        raise ImportError(f"{name} needs transformers: pip install 'liger-kernel[transformers]'")
+        raise ImportError(f"{name} needs transformers: pip install transformers")
     found = importlib.import_module(f"{__name__}.{module}")
     if not hasattr(found, name):  # of a family that there is not
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{did_you_mean(name, __dir__())}")

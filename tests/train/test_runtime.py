@@ -282,7 +282,7 @@ def test_a_run_goes_on_with_other_numbers_of_ranks(base, undisturbed, tmp_path):
     assert run(config, 2, fault=("terminated", 3)) == [ranks.EXIT_PREEMPTED] * 2, log(config)
     assert run(config, 1, fault=("terminated", 6)) == [ranks.EXIT_PREEMPTED], log(config)
     assert run(config, 3) == [0, 0, 0], log(config)
-    assert "1 ranks then, 3 now" in log(config)
+    assert "written by 1 ranks; 3 now" in log(config)
     assert rows(config) == rows(undisturbed)
     assert losses(config)[:4] == losses(undisturbed)[:4]
     assert losses(config) == pytest.approx(losses(undisturbed), rel=0.1)
@@ -481,7 +481,7 @@ def test_a_damaged_checkpoint_makes_room_only_for_a_whole_one(base, here, tmp_pa
     contents = {path: path.read_bytes() for path in folder.glob("step-00000006/*")}
     with monkeypatch.context() as broken:
         broken.setattr(checkpoint.dcp.FileSystemWriter, "write_data", lambda *_: no_space())
-        with pytest.raises(OSError, match="the last checkpoint could not be written, the newest is of step 4"):
+        with pytest.raises(OSError, match="the last checkpoint could not be written; the newest checkpoint is that of step 4"):
             loop.train(config)
     assert {path: path.read_bytes() for path in contents} == contents
     loop.train(config)
@@ -548,7 +548,7 @@ def test_a_full_disk_costs_a_checkpoint_and_no_more(base, here, tmp_path, monkey
     assert found["losses"] == expected["losses"]
     assert "No space left" in capsys.readouterr().err and latest(config) == ["step-00000005", "step-00000002"]
     monkeypatch.setattr(checkpoint.dcp.FileSystemWriter, "write_data", lambda *_: no_space())
-    with pytest.raises(OSError, match="the last checkpoint could not be written, the newest is of step 5"):
+    with pytest.raises(OSError, match="the last checkpoint could not be written; the newest checkpoint is that of step 5"):
         loop.train(dataclasses.replace(config, steps=6))
     assert latest(config) == ["step-00000005", "step-00000002"]
 
@@ -575,7 +575,7 @@ HOSTILE = ["../../../x", "/etc", "..", "step-1", "step-000000012", "step-0000000
 def test_nothing_but_a_checkpoints_name_is_read_in_latest(name, tmp_path, capsys):
     (tmp_path / "latest").write_bytes(f"{name}\nstep-00000003\n".encode())
     assert checkpoint.listed(tmp_path, say=True) == ["step-00000003"]
-    assert "which is no checkpoint" in capsys.readouterr().err
+    assert "which is not the name of a checkpoint" in capsys.readouterr().err
     for step in (0, 7, 99_999_999, 100_000_000):
         assert checkpoint.NAME.fullmatch(f"step-{step:08d}")
 
@@ -644,7 +644,7 @@ def test_all_ranks_refuse_a_folder_that_another_run_has(base, undisturbed, tmp_p
 def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("fcntl.flock", mock.Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
     assert lock._taken(tmp_path, 0) is None
-    assert "cannot be locked (No locks available): two runs in it would not notice each other" in capsys.readouterr().err
+    assert "cannot be locked (No locks available): a second run could write to it without being noticed" in capsys.readouterr().err
 
 
 # -- an object store ---------------------------------------------------------------------------
@@ -880,7 +880,9 @@ def test_a_rendezvous_that_is_taken_is_said(monkeypatch, capsys):
         for nodes in (1, 2):
             with pytest.raises(UserError, match=r"rdzv_endpoint 127\.0\.0\.1:\d+ is used by another program than this run's launcher: give another port"):
                 ranks._check_endpoint(f"127.0.0.1:{silent.getsockname()[1]}", nodes)
-    ranks._check_endpoint("localhost:0", 1), ranks._check_endpoint(f"127.0.0.1:{free_port()}", 2), ranks._check_endpoint("nonsense", 2)
+    ranks._check_endpoint("localhost:0", 1), ranks._check_endpoint(f"127.0.0.1:{free_port()}", 2)
+    with pytest.raises(UserError, match="rdzv_endpoint must be HOST:PORT, such as localhost:29400; got 'nonsense'"):
+        ranks._check_endpoint("nonsense", 2)
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(ranks, "ANSWER", 30)
     launcher = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -897,7 +899,7 @@ def test_lines_of_steps_after_the_checkpoint_are_dropped(tmp_path, capsys):
     lines.append([{"step": 3}])
     assert [line["step"] for line in lines.read()] == [1, 2, 3]
     metrics.StepLines(path, 5)
-    assert "lines of 3 steps, the checkpoint was written after 5" in capsys.readouterr().err
+    assert "lines of 3 steps, but the checkpoint was written after step 5" in capsys.readouterr().err
 
 
 # -- kernels ---------------------------------------------------------------------------------

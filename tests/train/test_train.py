@@ -491,7 +491,7 @@ def test_mistakes_in_a_run_are_named(changes, message, config):
 def test_what_cannot_be_written_is_said_before_anything_is_loaded(name, config, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setattr(loop, "load", None)
-    with pytest.raises(UserError, match="cannot write to .*run: .*file is a file, not a folder"):
+    with pytest.raises(UserError, match=r"cannot write to .*run: .*file is a file, not a folder"):
         loop.train(dataclasses.replace(config, **{name: str(tmp_path / "file" / "run")}))
 
 

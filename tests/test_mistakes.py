@@ -217,11 +217,16 @@ def _unreachable(self, *args, **kwargs):
     raise ConnectionError("Name or service not known")
 
 
+def own(err: str) -> str:
+    """What liger and Python print; other packages (bitsandbytes, torchao) have lines and warnings of their own when they are imported."""
+    assert "Traceback" not in err, err
+    return "".join(line for line in err.splitlines(keepends=True) if line.startswith(("liger", "usage", "Exception", "BrokenPipe")))
+
+
 @pytest.mark.parametrize("line, said", TABLE, ids=[str(getattr(row, "values", row)[0]) for row in TABLE])
 def test_a_mistake_takes_one_line(line, said, here, capsys):
     assert main(line.split()) == 2
-    err = capsys.readouterr().err
-    err = "".join(text for text in err.splitlines(keepends=True) if not text.startswith("Failed to load CPU gemm_4bit"))  # bitsandbytes' own, at its import
+    err = own(capsys.readouterr().err)
     assert err.count("\n") == 1 and err.startswith("liger") and re.search(said, err), err
 
 
@@ -312,7 +317,7 @@ def test_a_pipe_that_is_closed_is_no_mistake(line):
     os.close(reader)
     done = subprocess.run([sys.executable, "-m", "liger_kernel.cli", *line.split()], stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writer)
-    assert done.returncode in ((141, 0) if "--help" in line else (141,)) and not done.stderr
+    assert done.returncode in ((141, 0) if "--help" in line else (141,)) and not own(done.stderr)
 
 
 def test_ctrl_c_takes_one_line(tmp_path, user_env):

@@ -236,7 +236,7 @@ def test_tuning_finds_the_best_tile(monkeypatch):
 def test_tuning_refuses_what_loses_accuracy(monkeypatch, capsys):
     best = Tile(8, 256, 4)
     assert tuned(monkeypatch, best, accurate=lambda tile: tile != best) == {}
-    assert "refused, not accurate" in capsys.readouterr().out
+    assert "refused, because it is not accurate" in capsys.readouterr().out
 
 
 def test_a_tuned_table_is_used_and_kept(monkeypatch, tmp_path):

@@ -887,7 +887,7 @@ def test_a_rendezvous_that_is_taken_is_said(monkeypatch, capsys):
     monkeypatch.setattr(ranks, "ANSWER", 30)
     launcher = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks._check_endpoint(f"127.0.0.1:{launcher.port}", 2)
-    assert "has a listener: joining it" in capsys.readouterr().err
+    assert "is in use: joining the launcher there" in capsys.readouterr().err
 
 
 def test_lines_of_steps_after_the_checkpoint_are_dropped(tmp_path, capsys):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import importlib.util
 import os
 import sys
 from collections.abc import Callable
 
 import liger_kernel
-from liger_kernel.train.config import UserError, from_flags
+from liger_kernel.train.config import from_flags
+from liger_kernel.train.mistakes import Parser, UserError, one_of
 from liger_kernel.train.redact import in_a_line
 
 COMMANDS = {
@@ -21,8 +22,9 @@ COMMANDS = {
     "tune": "search an operator's launch configurations on this GPU",
     "warmup": "compile the kernels that training a model needs, with or without a GPU",
     "deploy": "render a training job for Kubernetes, or submit it",
-    "env": "versions, GPU, and whether kernels or references serve",
+    "env": "versions, the GPU, and whether kernels or PyTorch references run",
 }
+INTERRUPTED, PIPE_CLOSED = 130, 141  # exit codes: what shells report of a program that SIGINT or SIGPIPE ends
 
 
 def train(argv: list[str]) -> int:
@@ -56,15 +58,25 @@ def demo(argv: list[str]) -> int:
     return demo.main(argv)
 
 
-def models(argv: list[str]) -> int | None:
+def models(argv: list[str]) -> int:
+    parser = Parser(prog="liger models", description="The model families: what is swapped, what is left alone and why.")
+    parser.add_argument("model_type", nargs="*", help="only these model types")
+    does = parser.add_mutually_exclusive_group()
+    does.add_argument("--check", action="store_true", help="derive the table from the installed transformers and show the difference")
+    does.add_argument("--write", action="store_true", help="derive the table, and write families.py, __init__.pyi, and in a checkout docs/models.md")
+    a = parser.parse_args(argv)
+    if a.write and a.model_type:
+        raise UserError("--write writes the whole table: leave out the model types")
     _need("torch", "transformers")
     from liger_kernel.transformers import table
 
-    return table.main(argv)
+    for name in a.model_type:
+        one_of("model type", name, table.known())
+    return table.write() if a.write else table.show(a.model_type, a.check)
 
 
 def ops(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="liger ops", description="List the operators; with a name, its documentation and cases.")
+    parser = Parser(prog="liger ops", description="List the operators; with a name, its documentation and cases.")
     parser.add_argument("name", nargs="?", help="an operator")
     name = parser.parse_args(argv).name
     _need("torch")
@@ -75,9 +87,7 @@ def ops(argv: list[str]) -> None:
         for op in OPS.values():
             print(f"{op.name:<{width}}  {len(op.cases):>3} cases  {op.doc.splitlines()[0]}")
         return
-    if name not in OPS:
-        raise UserError(f"no operator {name!r}; there are {', '.join(OPS)}")
-    op = OPS[name]
+    op = OPS[one_of("operator", name, OPS)]
     print(f"{op.doc}\n\ncases")
     for case in op.cases:
         kind = f"raises '{op.name}: {case.error}'" if case.error else "real model, GPU only" if case.gpu else ""
@@ -85,21 +95,28 @@ def ops(argv: list[str]) -> None:
 
 
 def bench(argv: list[str]) -> int:
-    _need("torch")
-    if argv[:1] == ["step"]:
-        from liger_kernel.bench import step
-
-        return step.main(argv[1:])
     if argv[:1] == ["report"]:
         from liger_kernel.bench import report
 
         return report.main(argv[1:])
+    if argv[:1] == ["step"]:
+        _need("torch", "transformers")
+        from liger_kernel.bench import step
+
+        return step.main(argv[1:])
+    from liger_kernel.bench import flags
+
+    flags.operators(argv)  # help and mistakes answer before torch is imported
+    _need("torch")
     from liger_kernel.bench import operators
 
     return operators.main(argv)
 
 
 def tune(argv: list[str]) -> int:
+    from liger_kernel.bench import flags
+
+    flags.tune(argv)  # help and mistakes answer before torch is imported
     _need("torch")
     from liger_kernel.bench import tune
 
@@ -120,7 +137,7 @@ def deploy(argv: list[str]) -> int:
 
 
 def env(argv: list[str]) -> None:
-    argparse.ArgumentParser(prog="liger env", description="What a bug report needs to know.").parse_args(argv)
+    Parser(prog="liger env", description="What a bug report needs to know.").parse_args(argv)
     from liger_kernel.env_report import print_env_report
 
     print_env_report()
@@ -129,32 +146,52 @@ def env(argv: list[str]) -> None:
 def _need(*packages: str) -> None:
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
-        raise UserError(f"{' and '.join(missing)} not installed: pip install {' '.join(missing)}")
+        raise UserError(f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed: pip install {' '.join(missing)}")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; the exit code is its own, or 2 for a mistake of the user, which takes one line (``LIGER_TRACEBACK=1`` for all of it)."""
     argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(prog="liger", usage="liger COMMAND [-h] ...", description=(liger_kernel.__doc__ or "").splitlines()[0])
+    name = "liger"
+    try:
+        try:
+            command = _command(argv)
+            if command is None:
+                return 0
+            name = " ".join(["liger", *argv[: 2 if argv[:2] in (["bench", "step"], ["bench", "report"]) else 1]])
+            run: Callable[[list[str]], int | None] = globals()[command]
+            return run(argv[1:]) or 0
+        finally:
+            sys.stdout.flush()  # here, where it is noticed that nobody reads any more
+    except BrokenPipeError:  # `liger ops | head`
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in the buffer goes nowhere when the interpreter ends
+        return PIPE_CLOSED
+    except (UserError, ImportError, OSError) as error:
+        if os.environ.get("LIGER_TRACEBACK") == "1":
+            raise
+        more = "" if isinstance(error, UserError) else f" ({type(error).__name__}; LIGER_TRACEBACK=1 shows where)"
+        text = in_a_line(error, None)
+        if isinstance(error, OSError) and error.filename and error.strerror:
+            text = f"{error.filename}: {error.strerror}"
+        print(f"{name}: {text}{more}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _command(argv: list[str]) -> str | None:
+    """The command that ``argv`` begins with; None, after the help, where there is none."""
+    parser = Parser(prog="liger", usage="liger COMMAND [-h] ...", description=(liger_kernel.__doc__ or "").splitlines()[0])
     parser.add_argument("--version", action="version", version=f"liger-kernel {liger_kernel.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands", prog="liger")
     for name, text in COMMANDS.items():
         commands.add_parser(name, help=text, add_help=False)
     if not argv:
         parser.print_help()
-        return 0
-    command = parser.parse_args(argv[:1]).command
-    run: Callable[[list[str]], int | None] = globals()[command]
-    try:
-        return run(argv[1:]) or 0
-    except (UserError, ImportError, OSError) as error:
-        if os.environ.get("LIGER_TRACEBACK") == "1":
-            raise
-        more = "" if isinstance(error, UserError) else f" ({type(error).__name__}; LIGER_TRACEBACK=1 shows where)"
-        print(f"liger {command}: {in_a_line(error, None)}{more}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+        return None
+    return parser.parse_args(argv[:1]).command
 
 
 if __name__ == "__main__":

@@ -9,15 +9,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-from triton import knobs
-
-from liger_kernel.compile.ahead import compile_launches, model_launches
-from liger_kernel.compile.targets import TARGETS, compiling_for
+from liger_kernel.compile.architectures import TARGETS
 from liger_kernel.model_sizes import MODELS, config_of
-from liger_kernel.ops._core import config, operator
-from liger_kernel.train.config import TrainConfig, UserError
-from liger_kernel.train.kernels import training_launches, use_cache
+from liger_kernel.train.config import TrainConfig
+from liger_kernel.train.hub import on_hub
+from liger_kernel.train.mistakes import Parser, UserError, at_least, existing, one_of
+from liger_kernel.train.redact import in_a_line
+
+# torch, Triton and transformers are imported by what uses them: help and mistakes in flags answer before
+
+DTYPES = ("bfloat16", "float16", "float32")
 
 
 def configuration(name: str) -> Any:
@@ -26,49 +27,65 @@ def configuration(name: str) -> Any:
 
     if name in MODELS:
         return config_of(MODELS[name])
-    path = Path(name)
-    if path.suffix == ".json":
-        values = json.loads(path.read_text())
-        if "model_type" not in values:
-            raise UserError(f"{name} has no model_type")
-        return transformers.AutoConfig.for_model(**values)
-    return transformers.AutoConfig.from_pretrained(name)
+    try:
+        if Path(name).suffix == ".json":
+            values = json.loads(existing(name).read_text(encoding="utf-8"))
+            if not isinstance(values, dict) or "model_type" not in values:
+                raise UserError(f"{name} has no model_type: give the config.json of a transformers model")
+            one_of("model type", values["model_type"], transformers.CONFIG_MAPPING)
+            return transformers.AutoConfig.for_model(**values)
+        on_hub(name, MODELS)
+        return transformers.AutoConfig.from_pretrained(name)
+    except UserError:
+        raise
+    except Exception as error:  # transformers checks values with exceptions of several kinds
+        raise UserError(f"cannot read the configuration of {name}: {in_a_line(error)}") from error
 
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-
-
-def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="liger warmup", description="Compile the kernels that training a model needs into Triton's cache (TRITON_CACHE_DIR).")
+def read_flags(argv: list[str]) -> argparse.Namespace:
+    parser = Parser(prog="liger warmup", description="Compile the kernels that training a model needs into Triton's cache (TRITON_CACHE_DIR).")
     add = parser.add_argument
-    add("--config", metavar="FILE", help="a config of liger train, of which model, batch, length, precision, parallel and kernels are taken")
+    add("--config", metavar="FILE", help="a config of liger train, of which model, batch, length, precision, parallel and kernels are read")
     add("--model", metavar="NAME", help=f"a config.json, a folder with one, a model on the hub, or one of {', '.join(MODELS)}")
     add("--batch", type=int, default=1, help="rows of a step (default: 1)")
     add("--seq", type=int, default=2048, help="tokens a row (default: 2048)")
-    add("--arch", choices=TARGETS, help="the GPU to compile for (default: the one that is there)")
+    add("--arch", choices=TARGETS, help="the GPU to compile for (default: the GPU of this machine)")
     add("--dtype", choices=DTYPES, default="bfloat16", help="of the weights (default: bfloat16)")
-    add("--autocast", choices=("bfloat16", "float16"), help="dtype of mixed precision; then --dtype float32 is usual")
+    add("--autocast", choices=DTYPES[:2], help="dtype of mixed precision; then --dtype float32 is usual")
     a = parser.parse_args(argv)
-    if a.arch is None and not torch.cuda.is_available():
-        raise UserError(f"no GPU here: say for which with --arch, one of {', '.join(TARGETS)}")
-    if a.batch < 1 or a.seq < 1:
-        raise UserError(f"--batch and --seq must be at least 1, got {a.batch} and {a.seq}")
-    if operator.INTERPRET:
-        raise UserError("TRITON_INTERPRET=1 is set: kernels are interpreted, not compiled")
+    at_least(1, batch=a.batch, seq=a.seq)
     if (a.config is None) == (a.model is None):
-        raise UserError("give --model or --config")
+        raise UserError("give --model NAME or --config FILE" if a.model is None else "give --model or --config, not both")
+    return a
+
+
+def main(argv: list[str]) -> int:
+    a = read_flags(argv)
+    train = TrainConfig.load(a.config) if a.config else None
+    if train and train.model is None:
+        raise UserError(f"{a.config} names no model: the vocabulary of a new model is not known before its data is read")
+    import torch
+    from triton import knobs
+
+    from liger_kernel.compile.ahead import compile_launches, model_launches
+    from liger_kernel.compile.targets import compiling_for
+    from liger_kernel.ops._core import config, operator
+    from liger_kernel.train import kernels
+
+    model_config = configuration(train.model if train and train.model else a.model)
+    if a.arch is None and not torch.cuda.is_available():
+        raise UserError(f"this machine has no GPU: choose the GPU to compile for with --arch, one of {', '.join(TARGETS)}")
+    if operator.INTERPRET:
+        raise UserError("TRITON_INTERPRET=1 is set, so Triton interprets kernels and compiles none: unset it")
     start = time.perf_counter()
-    use_cache()
+    kernels.use_cache()
+    dtype, autocast = getattr(torch, a.dtype), getattr(torch, a.autocast) if a.autocast else None
     with compiling_for(a.arch) if a.arch else contextlib.nullcontext():
-        if a.config:
-            train = TrainConfig.load(a.config)
-            if train.model is None:
-                raise UserError(f"{a.config} names no model: the vocabulary of a new one is not known before its data is read")
-            found = training_launches(train, configuration(train.model), "bf16-mixed" if train.precision == "auto" else train.precision)
+        if train:
+            found = kernels.training_launches(train, model_config, "bf16-mixed" if train.precision == "auto" else train.precision)
         else:
-            autocast = DTYPES[a.autocast] if a.autocast else None
-            found = model_launches(configuration(a.model), batch=a.batch, seq=a.seq, dtype=DTYPES[a.dtype], autocast=autocast)
+            found = model_launches(model_config, batch=a.batch, seq=a.seq, dtype=dtype, autocast=autocast)
         compiled, needed = compile_launches(found)
         arch = config.arch()
-    print(f"{needed} kernels for {arch}: {compiled} compiled, {needed - compiled} were in {knobs.cache.dir}; {time.perf_counter() - start:.1f} s")
+    print(f"{needed} kernels for {arch}: {compiled} compiled, {needed - compiled} found in {knobs.cache.dir}; {time.perf_counter() - start:.1f} s")
     return 0

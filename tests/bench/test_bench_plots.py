@@ -266,6 +266,14 @@ def test_steps(words, tmp_path):
     assert "stock: 56.5 GB in loss and head (forward)" in memory and "ours: 23.7 GB in loss and head (forward)" in memory
 
 
+def test_a_step_within_the_noise_is_not_called_faster(words, tmp_path):
+    data = trained()
+    rows = [row | {"tokens_per_s": 64_000.0 if row["variant"] == "stock" else 65_000.0} for row in data["rows"] if row["variant"] in ("stock", "ours")]
+    plots.step_bars(data | {"rows": rows}, tmp_path)
+    title = " ".join(words["step.png"])
+    assert re.search(r"within noise as fast as stock\s+with 0\.42–0\.44x the memory", title) and re.search(r"\(noise of the\s+speed 3\.0%\)", title)
+
+
 def test_nothing_to_draw(tmp_path):
     pytest.importorskip("matplotlib")
     assert plots.operators({"meta": META, "rows": []}, tmp_path) == [] and plots.steps({"meta": META, "rows": []}, tmp_path) == []

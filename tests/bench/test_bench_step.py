@@ -171,6 +171,31 @@ def test_equal_losses_give_ratios():
     assert "ours: memory peaks at 8.00 GB in 'head', 5 ms into a step" in text
 
 
+@pytest.mark.parametrize(
+    "rate, spread, cpu, said",
+    [
+        (150.0, 0.01, False, "ours: 1.50x the tokens/s of stock; 0.50x its peak memory (noise of tokens/s 3.0%: steps spread by 1.0%; runs on other days and"),
+        (102.0, 0.01, False, "ours: no difference in tokens/s from stock beyond the noise; 0.50x its peak memory (noise of tokens/s 3.0%: "),
+        (98.0, 0.01, False, "ours: no difference in tokens/s from stock beyond the noise"),
+        (102.0, 0.01, True, "ours: 1.02x the tokens/s of stock; 0.50x its peak memory (noise of tokens/s 1.0%: steps spread by 1.0%; how much runs differ was"),
+        (110.0, 0.2, False, "ours: no difference in tokens/s from stock beyond the noise; 0.50x its peak memory (noise of tokens/s 20.0%: "),
+        (900.0, 0.6, True, "ours: no difference in tokens/s from stock beyond the noise"),
+    ],
+)
+def test_a_headline_names_the_noise_and_claims_nothing_inside_it(rate, spread, cpu, said):
+    rows = judged(row("stock", spread=spread), row("ours", tokens_per_s=rate, peak_allocated_gb=4.0))
+    text = step.table(rows, 1e-2, cpu)
+    (line,) = [line for line in text.splitlines() if line.startswith("ours: ") and "memory peaks" not in line]
+    assert line.startswith(said)
+    assert ("in noise" in text.splitlines()[2]) == ("no difference" in said)
+
+
+def test_what_failed_or_learnt_something_else_has_no_headline():
+    for ours in (row("ours", losses=[4.0, 3.0, 2.0, 1.02]), row("ours", failed="out of memory")):
+        assert step.headlines(judged(row("stock"), ours)) == []
+    assert step.headlines(judged(row("stock"), row("ours"), row("upstream", tokens_per_s=50.0)))[1].startswith("ours: 2.00x the tokens/s of upstream; ")
+
+
 def test_other_losses_give_no_ratio():
     stock, ours = judged(row("stock"), row("ours", tokens_per_s=150.0, peak_allocated_gb=4.0, losses=[4.0, 3.0, 2.0, 1.02]))
     assert ours["accurate"] is False
@@ -195,7 +220,7 @@ def test_without_stock_there_is_no_ratio(stock):
     stock = stock and step.judge(stock, stock, 1e-2)
     ours = step.judge(row("ours"), stock, 1e-2)
     text = step.table([r for r in (stock, ours) if r], 1e-2)
-    assert "No ratios" in text and not re.search(r"\dx", text)
+    assert "There are no ratios" in text and not re.search(r"\dx", text)
 
 
 @pytest.mark.parametrize("capacity", [None, 80.0])
@@ -228,27 +253,27 @@ def test_a_search_without_a_capacity_doubles_and_halves():
 @pytest.mark.parametrize(
     "argv, message",
     [
-        (["--model", "gpt-5"], "'gpt-5' is none of llama-3.2-1b"),
-        (["--against", "stock,theirs"], "'theirs' is none of stock"),
+        (["--model", "gpt-5"], "no model 'gpt-5'; there are llama-3.2-1b"),
+        (["--against", "stock,theirs"], "no variant 'theirs'; there are stock"),
         (["--steps", "1", "--warmup", "1"], "must add up to 4"),
         (["--masked", "1"], "--masked must be in"),
         (["--gpus", "0"], "--gpus must be at least 1"),
         (["--batch", "4,x"], "--batch must be numbers"),
         (["--batch", "4,0"], "--batch must be at least 1, got 0"),
-        (["--batch", "4,8", "--profile"], "need one --batch"),
-        (["--gpus", "2", "--largest-seq"], "searched for on one GPU"),
+        (["--batch", "4,8", "--profile"], "need a single --batch"),
+        (["--gpus", "2", "--largest-seq"], "--largest-seq needs --gpus 1"),
         (["--layers", "0"], "--layers must be at least 1, got 0"),
         (["--lora", "-1"], "--lora must be at least 0, got -1"),
         (["--lora", "8", "--lora-dropout", "1"], "--lora-dropout must be in"),
-        (["--lora", "8", "--lora-targets", "q_proj,head"], "'head' is none of q_proj"),
-        (["--lora", "8", "--lora-targets", ""], "'' is none of q_proj"),
+        (["--lora", "8", "--lora-targets", "q_proj,head"], "no linear layer 'head'; there are q_proj"),
+        (["--lora", "8", "--lora-targets", ""], "no linear layer ''; there are q_proj"),
         (["--dora"], "--dora needs --lora R"),
         (["--lora-dropout", "0.1"], "--lora-dropout needs --lora R"),
         (["--quantize", "nf4"], "--quantize needs --lora R"),
         (["--against", "stock,unsloth"], "unsloth needs --lora R"),
-        (["--lora", "8", "--against", "unsloth", "--gpus", "2"], "unsloth is measured on one GPU"),
+        (["--lora", "8", "--against", "unsloth", "--gpus", "2"], "unsloth runs on one GPU"),
         (["--lora", "8", "--quantize", "fp8"], "stock has no frozen FP8 base"),
-        (["--lora", "8", "--quantize", "nf4", "--against", "ours:fp8"], "ours:fp8 has a base of its own"),
+        (["--lora", "8", "--quantize", "nf4", "--against", "ours:fp8"], "ours:fp8 has its own base"),
     ],
 )
 def test_mistakes_in_flags(argv, message):
@@ -278,7 +303,7 @@ def machine(monkeypatch):
 
 
 def test_a_cpu_is_not_filled_up(machine):
-    with pytest.raises(UserError, match="needs a GPU"):
+    with pytest.raises(UserError, match="need a GPU"):
         step.main(["--smoke", "--largest-batch"])
 
 
@@ -348,7 +373,8 @@ def test_smoke_end_to_end(tmp_path, capsys):
     argv += ["--plot", str(tmp_path / "plots"), "--json", str(tmp_path / "r.json"), "--csv", str(tmp_path / "r.csv")]
     assert step.main(argv) == 0
     out = capsys.readouterr().out
-    assert "No GPU" in out and "losses differ" in out and "1.00x" in out
+    assert "Measured on a CPU" in out and "losses differ" in out and "1.00x" in out and "noise of tokens/s" in out
+    assert not re.search(r"GPU|[Kk]ernel|MFU|FLOP|reserved", out)
 
     result = json.loads((tmp_path / "r.json").read_text())
     assert result["meta"]["torch"] == torch.__version__ and result["meta"]["dtype"] == "float32"
@@ -358,7 +384,7 @@ def test_smoke_end_to_end(tmp_path, capsys):
     assert not upstream["accurate"] and not upstream["failed"]
     for r in (stock, ours):
         assert r["tokens_per_s"] == pytest.approx(2 * 64 / r["step_ms"] * 1e3)
-        assert r["mfu"] == pytest.approx(step_flops(TINY, 2, 64) / r["step_ms"] / 1e9 / result["meta"]["peak_tflops"])
+        assert r["mfu"] is None  # that is of a GPU
         assert all(r["breakdown_ms"][kind] > 0 for kind in ("gemm", "attention", "norm", "activation", "rope", "loss", "optimizer"))
         assert r["breakdown_ms"]["communication"] == 0
         phases = [phase for _, _, phase in r["memory_timeline"]]
@@ -538,7 +564,7 @@ def test_adapters_of_stock_ours_and_unsloth_end_to_end(machine, tmp_path, capsys
 
 def test_unsloth_that_is_not_there_is_left_out(machine, monkeypatch, capsys):
     monkeypatch.setattr(step, "measure", lambda a, model, variant, *rest: [{"variant": variant, "batch": 1, "failed": "not now"}])
-    monkeypatch.setattr(step.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(step.importlib.util, "find_spec", lambda name: None if name == "unsloth" else name)
     step.main(["--model", "tiny", "--batch", "1", "--lora", "8", "--against", "stock,unsloth"])
     out = capsys.readouterr().out
     assert "unsloth is skipped: pip install" in out and "unsloth  failed" not in out

@@ -46,7 +46,7 @@ def test_training_after_warmup_compiles_nothing(family, user_env, tmp_path):
     assert all(b"libcuda.so.1" in path.read_bytes() for path in libraries)
     needed, compiled = map(int, re.search(r"(\d+) kernels for sm90: (\d+) compiled", first).groups())
     assert compiled == needed > 8
-    assert f"{needed} kernels for sm90: 0 compiled, {needed} were in" in second
+    assert f"{needed} kernels for sm90: 0 compiled, {needed} found in" in second
 
     found = json.loads(run(env, *train))
     assert found["compiled"] == 0 and found["cached"] == needed
@@ -84,16 +84,18 @@ def test_kernels_known_already_are_started_as_triton_would(user_env):
 
 def test_what_cannot_be_warmed_up_is_said(monkeypatch, tmp_path):
     from liger_kernel import warmup
+    from liger_kernel.ops._core import operator
+    from liger_kernel.train import kernels
     from liger_kernel.train.config import UserError
 
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(warmup.operator, "INTERPRET", False)
-    monkeypatch.setattr(warmup, "use_cache", lambda: None)
+    monkeypatch.setattr(operator, "INTERPRET", False)
+    monkeypatch.setattr(kernels, "use_cache", lambda: None)
     for argv, said in (
-        (["--model", "tiny"], "no GPU here: say for which with --arch"),
+        (["--model", "tiny"], "this machine has no GPU: choose the GPU to compile for with --arch"),
         (["--model", str(tmp_path / "config.json"), "--arch", "sm90"], "has no model_type"),
-        (["--model", "tiny", "--arch", "sm90", "--seq", "0"], "--batch and --seq must be at least 1, got 1 and 0"),
+        (["--model", "tiny", "--arch", "sm90", "--seq", "0"], "--seq must be at least 1, got 0"),
     ):
         with pytest.raises(UserError, match=re.escape(said)):
             warmup.main(argv)

@@ -79,7 +79,7 @@ def test_the_jobs_that_are_shipped_can_be_rendered(path):
         (dict(train=dict(checkpoint_every=0, store=None)), r"train\.checkpoint_every must be set"),
         (dict(train=dict(parallel="none")), r"16 processes need train\.parallel"),
         (dict(train=dict(out="/home/me")), r"train\.out must be relative or under /shared"),
-        (dict(nodes=1, volume=None, train=dict(store=None)), "the run's folder goes with its pod"),
+        (dict(nodes=1, volume=None, train=dict(store=None)), "the run's folder is lost with its pod"),
     ],
 )
 def test_what_cannot_run_is_refused(changes, said):
@@ -96,7 +96,7 @@ def test_what_cannot_run_is_refused(changes, said):
     ],
 )
 def test_credentials_are_for_secrets(changes, where):
-    with pytest.raises(UserError, match=f"{where} holds credentials, which would stand in the manifests"):
+    with pytest.raises(UserError, match=f"{where} holds credentials, which would be readable in the manifests"):
         job(**changes)
     job(environment={"TOKENIZERS_PARALLELISM": "false", "GOOGLE_APPLICATION_CREDENTIALS": "/var/run/key.json", "HTTPS_PROXY": "http://proxy:80"})
 

@@ -190,7 +190,7 @@ def test_adapters_saved_beside_their_model_are_no_part_of_it(config, tmp_path):
         ("--lora 4 --lora-targets q_proj,,v_proj", "lora_targets must be all-linear, or names of layers"),
         ("--lora 4 --lora-targets all-linear,v_proj", "lora_targets must be all-linear, or names of layers"),
         ("--lora 4 --parallel tp", "lora needs parallel none, ddp, fsdp2 or deepspeed"),
-        ("--lora 4 --quantize int8 --dora", "dora needs quantize nf4 or fp8, or none"),
+        ("--lora 4 --quantize int8 --dora", "dora needs quantize nf4, fp8 or none"),
         ("--lora 4 --quantize int8 --parallel fsdp2", "quantize int8 needs parallel none or ddp, got fsdp2"),
     ],
 )
@@ -216,7 +216,7 @@ def test_a_file_says_it_as_flags_do(tmp_path):
         ("accelerate", dict(quantize="int8"), "quantize int8 needs bitsandbytes and accelerate: pip install"),
         (None, dict(lora_targets="q_proj,query"), "lora_targets: llama has no layer 'query' for adapters; it has down_proj, embed_tokens, .*, v_proj$"),
         (None, dict(lora_targets="mlp"), "lora_targets: llama has no layer 'mlp' for adapters"),
-        (None, dict(model="/nowhere/at/all"), "cannot build the model /nowhere/at/all"),
+        (None, dict(model="/nowhere/at/all"), "no such folder: /nowhere/at/all"),
         (None, dict(model=None, lora_targets="c_attn"), "lora_targets: llama has no layer 'c_attn'"),
     ],
 )
@@ -234,7 +234,7 @@ def test_a_device_without_kernels_of_bitsandbytes_is_refused(config, monkeypatch
     import bitsandbytes
 
     monkeypatch.setattr(bitsandbytes, "supported_torch_devices", {"cuda"})
-    with pytest.raises(UserError, match="quantize nf4 needs one of the devices that bitsandbytes has kernels for, cuda; got cpu"):
+    with pytest.raises(UserError, match="quantize nf4 needs a device that bitsandbytes has kernels for \(cuda\); this run uses cpu"):
         adapters.check(dataclasses.replace(config, quantize="nf4"), CPU)
 
 
@@ -246,9 +246,9 @@ def test_a_model_that_is_quantised_already(config, tmp_path):
     transformers.AutoTokenizer.from_pretrained(config.model).save_pretrained(tmp_path / "four")
     config = dataclasses.replace(config, model=str(tmp_path / "four"), steps=1, checkpoint_every=0, eval_fraction=0.0)
     assert len(loop.train(config)["losses"]) == 1
-    with pytest.raises(UserError, match="is quantised already: leave --quantize"):
+    with pytest.raises(UserError, match="is quantised already: leave out --quantize"):
         loop.train(dataclasses.replace(config, quantize="nf4"))
-    with pytest.raises(UserError, match="is quantised, and cannot be trained whole: give --lora"):
+    with pytest.raises(UserError, match="is quantised, so it cannot be trained as a whole: give --lora"):
         loop.train(dataclasses.replace(config, lora=0, lora_dropout=0.0))
 
 

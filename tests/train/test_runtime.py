@@ -282,7 +282,7 @@ def test_a_run_goes_on_with_other_numbers_of_ranks(base, undisturbed, tmp_path):
     assert run(config, 2, fault=("terminated", 3)) == [ranks.EXIT_PREEMPTED] * 2, log(config)
     assert run(config, 1, fault=("terminated", 6)) == [ranks.EXIT_PREEMPTED], log(config)
     assert run(config, 3) == [0, 0, 0], log(config)
-    assert "1 ranks then, 3 now" in log(config)
+    assert "written by 1 ranks; 3 now" in log(config)
     assert rows(config) == rows(undisturbed)
     assert losses(config)[:4] == losses(undisturbed)[:4]
     assert losses(config) == pytest.approx(losses(undisturbed), rel=0.1)
@@ -375,7 +375,7 @@ def test_a_damaged_checkpoint_is_passed_over(base, undisturbed, tmp_path):
     assert f"{part.name} is not what was written" in checkpoint.damage(folder / newest)
     assert found_in(folder) == folder / before
     (folder / before / "rank-1.json").unlink()
-    with pytest.raises(UserError, match=r"no checkpoint in .* is whole: bring one back, or move the folder away"):
+    with pytest.raises(UserError, match=r"no checkpoint in .* is complete: restore one, or move the folder away"):
         found_in(folder)
     assert found_in(tmp_path / "none") is None
 
@@ -411,7 +411,7 @@ def test_damage_of_any_kind_is_found(corruption, undisturbed, tmp_path, capsys):
         shutil.copytree(folder, tmp_path / name)
         CORRUPTIONS[corruption](tmp_path / name / newest / name)
         assert found_in(tmp_path / name) == tmp_path / name / before, name
-        assert f"passing over checkpoint {tmp_path / name / newest}: " in capsys.readouterr().err
+        assert f"ignoring checkpoint {tmp_path / name / newest}: " in capsys.readouterr().err
 
 
 def as_of_an_earlier_release(path):
@@ -427,7 +427,7 @@ def test_a_checkpoint_without_checksums_is_read_and_said_to_be_unverified(undist
     newest, before = latest(undisturbed)
     as_of_an_earlier_release(tmp_path / "checkpoints" / newest)
     assert found_in(tmp_path / "checkpoints") == tmp_path / "checkpoints" / newest
-    assert "has no checksums, as of an earlier release: its contents are not verified" in capsys.readouterr().err
+    assert "was written by an earlier release without checksums: its contents are not verified" in capsys.readouterr().err
     part = max((tmp_path / "checkpoints" / newest).glob("*.distcp"), key=lambda path: path.stat().st_size)
     os.truncate(part, part.stat().st_size - 1)
     assert found_in(tmp_path / "checkpoints") == tmp_path / "checkpoints" / before
@@ -452,7 +452,7 @@ def test_a_lost_latest_destroys_nothing(lost, base, here, tmp_path, capsys):
         "named folder gone": lambda path: path.write_text("step-00000099\n"),
     }[lost](folder / "latest")
     found = loop.train(dataclasses.replace(config, checkpoint_keep=1))
-    assert "names no whole checkpoint: step-00000004 is whole, and the newest" in capsys.readouterr().err
+    assert "names no complete checkpoint: the newest complete one, step-00000004, is used" in capsys.readouterr().err
     assert latest(config) == ["step-00000006"]
     assert {path: path.read_bytes() for path in contents} == contents
     assert found["losses"][4:] == loop.train(config)["losses"][4:] and len(found["losses"]) == len(expected["losses"])
@@ -467,7 +467,7 @@ def test_what_cannot_be_read_is_not_replaced(base, here, tmp_path):
         path.write_bytes(flipped(path.read_bytes(), 100))
     for lose in (lambda: None, lambda: (folder / "latest").write_text(""), lambda: (folder / "latest").unlink()):
         lose()
-        with pytest.raises(UserError, match="is whole: bring one back, or move the folder away to begin anew"):
+        with pytest.raises(UserError, match="is complete: restore one, or move the folder away to start again"):
             loop.train(config)
         assert len(list(folder.glob("step-*"))) == 2
 
@@ -481,7 +481,7 @@ def test_a_damaged_checkpoint_makes_room_only_for_a_whole_one(base, here, tmp_pa
     contents = {path: path.read_bytes() for path in folder.glob("step-00000006/*")}
     with monkeypatch.context() as broken:
         broken.setattr(checkpoint.dcp.FileSystemWriter, "write_data", lambda *_: no_space())
-        with pytest.raises(OSError, match="the last checkpoint could not be written, the newest is of step 4"):
+        with pytest.raises(OSError, match="the last checkpoint could not be written; the newest checkpoint is that of step 4"):
             loop.train(config)
     assert {path: path.read_bytes() for path in contents} == contents
     loop.train(config)
@@ -548,7 +548,7 @@ def test_a_full_disk_costs_a_checkpoint_and_no_more(base, here, tmp_path, monkey
     assert found["losses"] == expected["losses"]
     assert "No space left" in capsys.readouterr().err and latest(config) == ["step-00000005", "step-00000002"]
     monkeypatch.setattr(checkpoint.dcp.FileSystemWriter, "write_data", lambda *_: no_space())
-    with pytest.raises(OSError, match="the last checkpoint could not be written, the newest is of step 5"):
+    with pytest.raises(OSError, match="the last checkpoint could not be written; the newest checkpoint is that of step 5"):
         loop.train(dataclasses.replace(config, steps=6))
     assert latest(config) == ["step-00000005", "step-00000002"]
 
@@ -575,7 +575,7 @@ HOSTILE = ["../../../x", "/etc", "..", "step-1", "step-000000012", "step-0000000
 def test_nothing_but_a_checkpoints_name_is_read_in_latest(name, tmp_path, capsys):
     (tmp_path / "latest").write_bytes(f"{name}\nstep-00000003\n".encode())
     assert checkpoint.listed(tmp_path, say=True) == ["step-00000003"]
-    assert "which is no checkpoint" in capsys.readouterr().err
+    assert "which is not the name of a checkpoint" in capsys.readouterr().err
     for step in (0, 7, 99_999_999, 100_000_000):
         assert checkpoint.NAME.fullmatch(f"step-{step:08d}")
 
@@ -594,7 +594,7 @@ def test_a_store_writes_nothing_outside_the_run(name, tmp_path):
     }
     ls = lambda path, detail: [key for key in there if key.rpartition("/")[0] == path]
     get = lambda key, path: Path(path).write_bytes(there[key])
-    refused = pytest.raises(UserError, match="no checkpoint in the store memory://b/run is whole")
+    refused = pytest.raises(UserError, match="no checkpoint in the store memory://b/run is complete")
     with mock.patch.object(fs, "ls", ls), mock.patch.object(fs, "get_file", get), refused:
         store.Store("memory://b/run", tmp_path / "home" / "runs" / "mine").fetch()
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
@@ -644,7 +644,7 @@ def test_all_ranks_refuse_a_folder_that_another_run_has(base, undisturbed, tmp_p
 def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("fcntl.flock", mock.Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
     assert lock._taken(tmp_path, 0) is None
-    assert "cannot be locked (No locks available): two runs in it would not notice each other" in capsys.readouterr().err
+    assert "cannot be locked (No locks available): a second run could write to it without being noticed" in capsys.readouterr().err
 
 
 # -- an object store ---------------------------------------------------------------------------
@@ -713,7 +713,7 @@ def test_a_store_in_disorder_gives_the_newest_whole_one(lost, base, undisturbed,
     new = store.Store((tmp_path / "store").as_uri(), tmp_path / "new")
     expected = newest if lost in ("latest", "an upload") else before
     assert new.fetch() == expected and found_in(tmp_path / "new" / "checkpoints").name == expected
-    assert ("passing over checkpoint" in capsys.readouterr().err) == (expected == before)
+    assert ("ignoring checkpoint" in capsys.readouterr().err) == (expected == before)
     assert sorted(path.name for path in there.glob("step-*")) == left
     assert sorted(path.name for path in (tmp_path / "new" / "checkpoints").iterdir()) == ["latest", expected]
     new.copy()
@@ -726,7 +726,7 @@ def test_a_store_of_which_nothing_can_be_read_is_not_written_over(base, here, un
     for path in (tmp_path / "store").glob("checkpoints/*/state.json"):
         path.write_text("{")
     before = {path: path.read_bytes() for path in (tmp_path / "store").rglob("*") if path.is_file()}
-    with pytest.raises(UserError, match=r"no checkpoint in the store file:.* is whole: bring one back, or give another --store"):
+    with pytest.raises(UserError, match=r"no checkpoint in the store file:.* is complete: restore one, or give another --store"):
         loop.train(place(base, tmp_path, parallel="none", store=(tmp_path / "store").as_uri()))
     assert {path: path.read_bytes() for path in before} == before
 
@@ -840,7 +840,7 @@ def test_the_endpoint_answers_whatever_it_is_sent(parts, status, monkeypatch):
 def test_a_watch_that_ends_says_so(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(ranks.faulthandler, "dump_traceback_later", mock.Mock(side_effect=ValueError("no such file")))
     with ranks.Watch(tmp_path, 0, 0.1):
-        until(lambda: "nobody watches over progress any more: ValueError: no such file" in capfd.readouterr().err, 10)
+        until(lambda: "the watch over progress has stopped: ValueError: no such file" in capfd.readouterr().err, 10)
 
 
 def no_thread(monkeypatch, name):
@@ -857,7 +857,7 @@ def no_thread(monkeypatch, name):
 @pytest.mark.parametrize(
     "name, said",
     [
-        ("watch", "rank 0: nobody watches over progress"),
+        ("watch", "rank 0: there is no watch over progress"),
         ("metrics", "no metrics on 127.0.0.1:"),
         ("store", "checkpoints are copied to the store at the end of the run alone"),
         ("AsyncCheckpoint", "training waits for the checkpoint of step 2"),
@@ -878,14 +878,16 @@ def test_a_rendezvous_that_is_taken_is_said(monkeypatch, capsys):
     monkeypatch.setattr(ranks, "ANSWER", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         for nodes in (1, 2):
-            with pytest.raises(UserError, match=r"rdzv_endpoint 127\.0\.0\.1:\d+ is taken by a program that is no launcher of this run: give another port"):
+            with pytest.raises(UserError, match=r"rdzv_endpoint 127\.0\.0\.1:\d+ is used by another program than this run's launcher: give another port"):
                 ranks._check_endpoint(f"127.0.0.1:{silent.getsockname()[1]}", nodes)
-    ranks._check_endpoint("localhost:0", 1), ranks._check_endpoint(f"127.0.0.1:{free_port()}", 2), ranks._check_endpoint("nonsense", 2)
+    ranks._check_endpoint("localhost:0", 1), ranks._check_endpoint(f"127.0.0.1:{free_port()}", 2)
+    with pytest.raises(UserError, match="rdzv_endpoint must be HOST:PORT, such as localhost:29400; got 'nonsense'"):
+        ranks._check_endpoint("nonsense", 2)
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(ranks, "ANSWER", 30)
     launcher = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks._check_endpoint(f"127.0.0.1:{launcher.port}", 2)
-    assert "has a listener: joining it" in capsys.readouterr().err
+    assert "is in use: joining the launcher there" in capsys.readouterr().err
 
 
 def test_lines_of_steps_after_the_checkpoint_are_dropped(tmp_path, capsys):
@@ -897,7 +899,7 @@ def test_lines_of_steps_after_the_checkpoint_are_dropped(tmp_path, capsys):
     lines.append([{"step": 3}])
     assert [line["step"] for line in lines.read()] == [1, 2, 3]
     metrics.StepLines(path, 5)
-    assert "lines of 3 steps, the checkpoint was written after 5" in capsys.readouterr().err
+    assert "lines of 3 steps, but the checkpoint was written after step 5" in capsys.readouterr().err
 
 
 # -- kernels ---------------------------------------------------------------------------------

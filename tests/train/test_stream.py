@@ -16,6 +16,7 @@ import safetensors.torch
 
 from liger_kernel.train import data as data_module
 from liger_kernel.train import loop
+from liger_kernel.train import records as records_module
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.data import load
 from liger_kernel.train.evaluate import evaluate
@@ -176,6 +177,7 @@ def test_records_are_read_from_any_place(tmp_path, monkeypatch):
     write_jsonl(folder / "c.jsonl", CHATS[20:30])
     hub = lambda name, split, streaming: datasets.Dataset.from_list(CHATS[:30]).to_iterable_dataset() if streaming else None
     monkeypatch.setattr(datasets, "load_dataset", hub)
+    monkeypatch.setattr(records_module, "on_hub", lambda name, **_: None)
     for name in (str(folder), "org/chats"):
         for limit in (None, 25):
             records = Records(TrainConfig(data=name, limit=limit, stream=1))

@@ -24,7 +24,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from liger_kernel.train import checkpoint, demo, loop, metrics, ranks, redact, resume, store
+from liger_kernel.train import checkpoint, demo, loop, metrics, ranks, records, redact, resume, store
 from liger_kernel.train import data as data_module
 from liger_kernel.train import tokenise as tokenising
 from liger_kernel.train.config import TrainConfig, UserError, from_flags
@@ -279,10 +279,11 @@ def test_files_of_both_kinds_and_datasets_read_alike(tmp_path, monkeypatch):
     datasets, arrow, parquet = (pytest.importorskip(name) for name in ("datasets", "pyarrow", "pyarrow.parquet"))
     parquet.write_table(arrow.Table.from_pylist(CHATS), tmp_path / "chats.parquet")
     monkeypatch.setattr(datasets, "load_dataset", lambda name, split, streaming: {("org/chats", "dev"): datasets.Dataset.from_list(CHATS)}[name, split])
+    monkeypatch.setattr(records, "on_hub", lambda name, **_: None)
     named = [write_jsonl(tmp_path / "chats.jsonl", CHATS), str(tmp_path / "chats.parquet"), "org/chats"]
     for name in named:
-        records = Records(TrainConfig(data=name, split="dev"))
-        assert list(records) == list(records) == CHATS
+        read = Records(TrainConfig(data=name, split="dev"))
+        assert list(read) == list(read) == CHATS
         assert list(Records(TrainConfig(data=name, split="dev", limit=2))) == CHATS[:2]
     assert list(Records(TrainConfig(data=str(tmp_path)))) == CHATS + CHATS  # a folder of both
     assert next(iter(Records(TrainConfig(data=named[0])))) == CHATS[0]
@@ -313,7 +314,7 @@ def test_prepared_rows_are_the_data_without_its_text(config, tmp_path):
     direct, prepared = load(config), load(dataclasses.replace(config, data=str(folder)))
     assert torch.equal(direct.rows.ids, prepared.rows.ids) and direct.eval == prepared.eval
     assert len(prepared.tokenizer) == len(direct.tokenizer)
-    with pytest.raises(UserError, match=f"prepared with rows of {config.length} tokens, length is 8"):
+    with pytest.raises(UserError, match=f"prepared with rows of {config.length} tokens, but length is 8"):
         load(dataclasses.replace(config, data=str(folder), length=8))
 
 
@@ -325,7 +326,7 @@ def test_a_saved_model_scores_as_the_run_that_saved_it(config, tmp_path):
     scores = evaluate(dataclasses.replace(config, model=config.save))
     assert scores["loss"] == pytest.approx(metrics["evaluations"][-1]["loss"], rel=1e-5) and scores["tokens"] > 0
     assert scores["perplexity"] == pytest.approx(math.exp(scores["loss"]))
-    with pytest.raises(UserError, match="no rows are kept back"):
+    with pytest.raises(UserError, match="there are no rows to evaluate on"):
         evaluate(dataclasses.replace(config, model=config.save, eval_fraction=0.0))
 
 
@@ -340,10 +341,10 @@ def test_a_saved_model_scores_as_the_run_that_saved_it(config, tmp_path):
         ('{"messages": ["hi"]}', "messages must be a list of objects"),
         ('{"instruction": 1, "output": "x"}', "instruction, input and output must be text"),
         ("[1]", ":1: a record must be an object, got list"),
-        ('{"prompt": "x"}', r"must have 'text', 'messages', or 'instruction' and 'output'; the first one has \['prompt'\]"),
-        ('{"text": "x"}\n{"txt": "y"}', "record 2 has no text"),
+        ('{"prompt": "x"}', r"must have 'text', 'messages', or 'instruction' and 'output'; the first record has \['prompt'\]"),
+        ('{"text": "x"}\n{"txt": "y"}', "record 2 has no 'text'"),
         ('{"text": "x"}', "shorter than one row of 24 tokens"),
-        ('{"messages": [{"role": "user", "content": "hi"}]}', "no conversation has an answer"),
+        ('{"messages": [{"role": "user", "content": "hi"}]}', "nothing to learn: 1 of 1 conversations have no answer"),
         ('{"messages": [{"role": "user"}]}', "'content'"),
     ],
 )
@@ -490,7 +491,7 @@ def test_mistakes_in_a_run_are_named(changes, message, config):
 def test_what_cannot_be_written_is_said_before_anything_is_loaded(name, config, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setattr(loop, "load", None)
-    with pytest.raises(OSError, match="file"):
+    with pytest.raises(UserError, match=r"cannot write to .*run: .*file is a file, not a folder"):
         loop.train(dataclasses.replace(config, **{name: str(tmp_path / "file" / "run")}))
 
 
@@ -520,7 +521,7 @@ def test_a_store_keeps_what_is_newer_than_the_folder(config, tmp_path):
     assert found["losses"][:8] == loop.train(dataclasses.replace(two, steps=8, store=None))["losses"]
     # a third run that knows nothing of that leaves it alone
     stale = store.Store(config.store, tmp_path / "two")
-    with pytest.raises(RuntimeError, match="another run writes there, its newest checkpoint is step-00000010"):
+    with pytest.raises(RuntimeError, match="another run writes there; its newest checkpoint is step-00000010"):
         stale.copy()
     assert steps_in(tmp_path / "store") == [10, 8]
 
@@ -547,7 +548,7 @@ def test_a_damaged_checkpoint_in_a_store_is_written_again(config, tmp_path):
 @pytest.mark.parametrize(
     "before, after, message",
     [
-        (dict(layers=2), dict(layers=1), "does not fit this model, which has no "),
+        (dict(layers=2), dict(layers=1), "does not fit this model, which lacks "),
         (dict(heads=2, kv_heads=2), dict(heads=4, kv_heads=4), "another model: .*'num_attention_heads': 2"),
     ],
 )
@@ -630,12 +631,12 @@ def test_a_store_without_its_credentials_is_asked_for(config, tmp_path, monkeypa
     uri = "memory://key:password@bucket/run"
     dataclasses.replace(config, store=uri, checkpoint_every=1).save_to(tmp_path / "config.json")
     read = TrainConfig.load(tmp_path / "config.json")
-    with pytest.raises(UserError, match="has lost its credentials: give the whole URI"):
+    with pytest.raises(UserError, match="has no credentials, as files keep none: give the whole URI"):
         loop.train(read)
     monkeypatch.setenv("LIGER_STORE", uri)
     assert read.store_uri == uri
     monkeypatch.setenv("LIGER_STORE", "memory://key:password@other/run")
-    with pytest.raises(UserError, match="has lost its credentials"):
+    with pytest.raises(UserError, match="has no credentials"):
         read.store_uri  # noqa: B018
 
 
@@ -672,7 +673,7 @@ def test_a_full_disk_ends_no_run(config, tmp_path, monkeypatch, capsys):
     stopped = threading.Event()
     stopped.set()
     monkeypatch.setattr(loop, "told_to_stop", lambda: contextlib.nullcontext(stopped))
-    with pytest.raises(OSError, match="stopped after step 2 by SIGTERM, and no checkpoint of it could be written"):
+    with pytest.raises(OSError, match="stopped after step 2 by SIGTERM, but its checkpoint could not be written"):
         loop.train(dataclasses.replace(config, checkpoint_every=2, out=str(tmp_path / "stopped")))
 
 
@@ -707,7 +708,7 @@ def test_conversations_with_nothing_to_learn_are_counted(tokenizer, capsys):
     chats = [{"messages": turns} for turns in [[question, answer]] * 2 + [[question]] * 3 + [[question | {"content": "x" * 100}, answer]] * 4]
     assert len(tokenise(chats, tokenizer, 60)) == 2
     said = capsys.readouterr().err
-    assert "3 of 9 conversations have no answer: left out" in said and "4 of 9 conversations have none within their first 60 tokens" in said
+    assert "3 of 9 conversations have no answer: left out" in said and "4 of 9 conversations have no answer within their first 60 tokens" in said
 
 
 def test_a_deep_record_is_a_mistake_with_its_line(config, tmp_path):
@@ -759,7 +760,7 @@ def test_a_run_stopped_while_it_tokenises_keeps_what_it_has(kind, config, monkey
         file.write(b"cut short by a kill")
     monkeypatch.setattr(tokenising, "train_bpe", mock.Mock(side_effect=AssertionError("trained again")))
     again = load(config)
-    assert "tokenising goes on after record 3" in capsys.readouterr().err
+    assert "tokenising continues after record 3" in capsys.readouterr().err
     assert len(seen) == 4 + 3 and again.rows.digest() == calm.rows.digest()
     assert again.tokenizer.get_vocab() == calm.tokenizer.get_vocab() and not unfinished.exists()
 

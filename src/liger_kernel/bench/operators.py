@@ -11,31 +11,29 @@ import argparse
 import contextlib
 import functools
 import gc
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from liger_kernel.bench import clock, rivals
+from liger_kernel.bench import clock, flags, rivals
 from liger_kernel.bench.cases import OPS
 from liger_kernel.bench.measured import MeasuredOp
-from liger_kernel.bench.rows import text_table, write_csv
+from liger_kernel.bench.rows import read, text_table, write_csv
+from liger_kernel.nearest import no_such
 from liger_kernel.ops._core.operator import Case
 from liger_kernel.testing import Named, backward, errors, floors, forward, like
-from liger_kernel.train.config import UserError
+from liger_kernel.train.mistakes import UserError, one_of
 
 DEVICE = "cuda" if clock.GPU else "cpu"
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-MODES = ("forward", "backward", "full")
-VARIANTS = ("ours", "eager", "compile", "torch", "upstream", "cce", "quack", "base")
+DTYPES = dict(zip(flags.DTYPES, (torch.bfloat16, torch.float16, torch.float32)))
 FEW = 16  # elements up to which a tensor's error is luck
 
 
@@ -264,15 +262,17 @@ def run(a: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
     path = Path(a.json) if a.json else None
     result: dict[str, Any] = {"meta": clock.hardware() | clock.ceilings() | {"command": "liger bench " + " ".join(argv)}, "rows": []}
     if a.resume and path and path.exists():
-        result["rows"] = json.loads(path.read_text())["rows"]
+        result["rows"] = read(path)["rows"]
     for name in a.against:
         if name in rivals.PACKAGES:
             try:
                 rivals.load(name, getattr(a, f"{name}_path"))
             except rivals.Missing as error:
+                if getattr(a, f"{name}_path"):
+                    raise UserError(str(error)) from error
                 print(error)
     if not clock.GPU:
-        print("No GPU: this measures the CPU path, on small cases. Nothing here says anything about kernels.")
+        print("Measured on a CPU: this measures the CPU path, PyTorch references on small cases. It says nothing about kernels on a GPU.")
     names = a.op or list(known())
     names = [",".join(names)] if a.smoke else names
     ahead = int(clock.GPU and (os.cpu_count() or 1) >= 8)  # imports beside a measurement need cores that it does not
@@ -289,47 +289,32 @@ def run(a: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
                 if path:
                     path.write_text(json.dumps(result, indent=1))
             if why := children[i].error():
-                print(f"{name}: stopped after {len(rows)} rows: {why}")
+                print(f"{name}: stopped after {len(rows)} rows, because of {why}")
             if rows:
                 print(text_table(rows), flush=True)
     return result
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="liger bench", description="Measure operators; `liger bench step` measures training steps.")
-    parser.add_argument("op", nargs="*", help=f"operators and losses (default: all): {', '.join(known())}")
-    parser.add_argument("--case", action="append", default=[], help="only this case (may be given again); see `liger ops NAME`")
-    parser.add_argument("--sweep", help="instead of cases, an operator's sweep: tokens, vocabulary, hidden")
-    parser.add_argument("--dtype", help="bf16, fp16, fp32; comma-separated (default: bf16, fp32 without a GPU)")
-    parser.add_argument("--mode", default="full", help="forward, backward, full; comma-separated (default: full)")
-    parser.add_argument("--against", help="eager, compile, torch, upstream, cce, quack (default: eager,compile,torch)")
-    for name, package in rivals.PACKAGES.items():
-        parser.add_argument(f"--{name}-path", metavar="DIR", help=f"where {package.requirement} is: pip install --no-deps --target DIR")
-    parser.add_argument("--base", metavar="GITREF", help="our operators at this revision, too")
-    parser.add_argument("--repeats", type=int, default=11, help="timed calls of each variant (default: 11)")
-    parser.add_argument("--json", metavar="FILE", help="write rows as they come; with --resume, go on where FILE stops")
-    parser.add_argument("--resume", action="store_true")
-    parser.add_argument("--csv", metavar="FILE")
-    parser.add_argument("--plot", metavar="DIR", help="PNG charts and report.html")
-    parser.add_argument("--smoke", action="store_true", help="two small cases of each operator, three repeats")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    parser.add_argument("--done", default="[]", help=argparse.SUPPRESS)
-    a = parser.parse_args(argv)
-    several = lambda text, allowed: [_one_of(item, allowed) for item in text.split(",")]
-    a.mode, a.dtype = several(a.mode, MODES), several(a.dtype or ("bf16" if clock.GPU else "fp32"), DTYPES)
-    a.against = several(a.against or ("eager,compile,torch" if clock.GPU else "eager"), VARIANTS)
-    a.repeats = 3 if a.smoke else a.repeats
-    if a.plot and importlib.util.find_spec("matplotlib") is None:  # now, not after ten minutes
-        raise UserError("--plot needs matplotlib: pip install matplotlib")
+    a = flags.operators(argv)
+    a.dtype = a.dtype or ["bf16" if clock.GPU else "fp32"]
+    a.against = a.against or (["eager", "compile", "torch"] if clock.GPU else ["eager"])
     for name in a.op:
-        _one_of(name, known())
+        one_of("operator", name, [*known(), "step", "report"])
+    check_cases([known()[name] for name in a.op or known()], a.case, a.sweep)
+    if a.base and not a.child:
+        rivals.check_revision(a.base)
     return a
 
 
-def _one_of(item: str, allowed: Any) -> str:
-    if item not in allowed:
-        raise UserError(f"{item!r} is none of {', '.join(allowed)}")
-    return item
+def check_cases(ops: Sequence[MeasuredOp], cases: Sequence[str], sweep: str | None) -> None:
+    """``UserError`` for a case, or a sweep, that none of the operators has."""
+    there = {case.name for op in ops for case in op.cases if not case.error}
+    for name in cases:
+        if name not in there:
+            raise UserError(no_such("case", name, sorted(there)))
+    if sweep:
+        one_of("sweep", sweep, sorted({name for op in ops for name in op.sweeps}))
 
 
 def main(argv: list[str]) -> int:
@@ -350,7 +335,7 @@ def main(argv: list[str]) -> int:
         print(report.html(folder / "report.html", result, None, images))
     wrong = [r for r in result["rows"] if r["variant"] == "ours" and (r["failed"] or not r["accurate"])]
     for row in wrong:
-        reason = row["failed"] or f"error {row['error']:.2e}, PyTorch makes {row['error_pytorch']:.2e}"
+        reason = row["failed"] or f"its error is {row['error']:.2e}, that of PyTorch {row['error_pytorch']:.2e}"
         print(f"WRONG: {row['op']} {row['case']} {row['dtype']}: {reason}")
     return 1 if wrong or not result["rows"] else 0
 

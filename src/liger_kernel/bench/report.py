@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import base64
 import html as escape_html
+import importlib.util
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,6 +36,7 @@ from liger_kernel.bench.rows import (
     write_csv,
     write_step_csv,
 )
+from liger_kernel.train.mistakes import Parser, UserError, writable
 
 
 @dataclass(frozen=True)
@@ -316,24 +317,33 @@ def _shown(label: str, value: Any) -> str:
 
 def main(argv: list[str]) -> int:
     """``liger bench report``: tables, plots and data of runs that were written with ``--json``."""
-    from liger_kernel.bench import plots
-
-    parser = argparse.ArgumentParser(prog="liger bench report", description="Tables, plots and data of runs written with --json, of operators or of steps.")
+    parser = Parser(prog="liger bench report", description="Tables, plots and data of runs written with --json, of operators or of steps.")
     parser.add_argument("json", nargs="+", help="files, or the CSV made of them; a row measured again in a later one takes the place of the earlier")
-    parser.add_argument("--csv", metavar="FILE")
-    parser.add_argument("--markdown", metavar="FILE", help="the table")
-    parser.add_argument("--plot", metavar="DIR", help="PNG charts and report.html")
+    parser.add_argument("--csv", metavar="FILE", help="write the rows as a table")
+    parser.add_argument("--markdown", metavar="FILE", help="write the table in Markdown")
+    parser.add_argument("--plot", metavar="DIR", help="write PNG charts and report.html")
     a = parser.parse_args(argv)
+    if a.plot and importlib.util.find_spec("matplotlib") is None:
+        raise UserError("--plot needs matplotlib: pip install matplotlib")
     result = merged([read(path) for path in a.json])
-    steps = "model" in result["rows"][0]
+    kinds = {"model" in row for row in result["rows"]}
+    if len(kinds) != 1:
+        raise UserError(
+            "the files hold rows of operators and of steps: make a report of each kind" if kinds else f"{', '.join(a.json)}: no rows, so there is no table"
+        )
+    for file in (a.csv, a.markdown):
+        writable(file=file)
+    writable(folder=a.plot)
+    (steps,) = kinds
     print(text_table(result["rows"]))
     if a.csv:
         (write_step_csv if steps else write_csv)(result, a.csv)
     if a.markdown:
         Path(a.markdown).write_text(markdown_table(result["rows"]) + "\n")
     if a.plot:
+        from liger_kernel.bench import plots
+
         folder = Path(a.plot)
-        folder.mkdir(parents=True, exist_ok=True)
         images = (plots.steps if steps else plots.operators)(result, folder)
         print(html(folder / "report.html", None if steps else result, result if steps else None, images))
     return 0

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
+from liger_kernel.nearest import did_you_mean
+from liger_kernel.train.mistakes import UserError
+
 OURS = "liger_kernel"
 
 
@@ -61,7 +64,8 @@ class Rival:
 def load(name: str, path: str | None = None) -> Rival:
     """The package of rival ``name``, from directory ``path`` if given. ``Missing`` if it is not there."""
     package = PACKAGES[name]
-    how = f"{name} is missing: pip install --no-deps --target DIR {package.requirement}, then --{name}-path DIR"
+    get = f"pip install --no-deps --target DIR {package.requirement}, then --{name}-path DIR"
+    how = f"{path} holds no {name}: {get}" if path else f"{name} is missing: {get}"
     if name == "upstream" and path is None:
         raise Missing(how)
     try:
@@ -70,9 +74,24 @@ def load(name: str, path: str | None = None) -> Rival:
         raise Missing(f"{how} ({error})") from error
 
 
+def check_revision(ref: str) -> str:
+    """The root of the checkout that this package is in; ``UserError`` if it is in none, or if the checkout has no revision of that name."""
+    git = lambda *command: subprocess.run(["git", *command], cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    try:
+        root = git("rev-parse", "--show-toplevel")
+    except FileNotFoundError as error:
+        raise UserError("--base needs git, which is not installed") from error
+    if root.returncode:
+        raise UserError(f"--base needs a git checkout, and {Path(__file__).parents[1]} is in none")
+    if git("rev-parse", "--verify", "--quiet", f"{ref}^{{commit}}").returncode:
+        refs = git("for-each-ref", "--format=%(refname:short)").stdout.split()
+        raise UserError(f"--base: no git revision {ref!r}{did_you_mean(ref, refs)}")
+    return root.stdout.strip()
+
+
 def revision(ref: str) -> Rival:
     """Our operators as they were at a git revision, under a namespace of their own."""
-    root = subprocess.run(["git", "rev-parse", "--show-toplevel"], cwd=Path(__file__).parent, capture_output=True, text=True, check=True).stdout.strip()
+    root = check_revision(ref)
     folder = tempfile.mkdtemp(prefix="liger-base-")
     archive = subprocess.run(["git", "archive", ref, "src"], cwd=root, capture_output=True, check=True).stdout
     subprocess.run(["tar", "-x", "-C", folder], input=archive, check=True)

@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from liger_kernel.train.mistakes import UserError, existing
+from liger_kernel.train.redact import in_a_line
+
 Row = dict[str, Any]
 OURS = "ours"
 LABELS = {
@@ -111,6 +114,39 @@ def speedup(row: Row, ours: Row | None) -> float | None:
         slower = ratio(row, ours, "tokens_per_s")
         return 1 / slower if slower else None
     return ratio(row, ours)
+
+
+RUNS = 0.03  # by which tokens/s of one variant differ between processes and cards of one kind (MEASURED.md, "Adapters": several runs and cards)
+
+
+def on_cpu(meta: Mapping[str, Any]) -> bool:
+    """Whether results with this ``meta`` were measured without a GPU."""
+    return _flat(meta.get("hardware")).startswith("CPU")
+
+
+def noise(row: Row, other: Row, cpu: bool = False) -> float:
+    """The relative difference of two steps' speeds that means nothing: the spread of steps, and on a GPU that of runs."""
+    return max(row.get("spread") or 0.0, other.get("spread") or 0.0, 0.0 if cpu else RUNS)
+
+
+def beyond(factor: float, noise: float) -> bool:
+    """Whether a ratio of speeds is more than noise; where steps spread by half of their time, nothing is."""
+    return noise < 0.5 and not 1 / (1 + noise) <= factor <= 1 + noise
+
+
+def headline(row: Row, other: Row, cpu: bool = False) -> str:
+    """How much faster and leaner the first of two usable steps is, and what of it is noise; empty where a speed is missing."""
+    if not row.get("tokens_per_s") or not other.get("tokens_per_s"):
+        return ""
+    faster, margin = row["tokens_per_s"] / other["tokens_per_s"], noise(row, other, cpu)
+    mine, theirs = variant_label(row["variant"]), variant_label(other["variant"])
+    spread = max(row.get("spread") or 0.0, other.get("spread") or 0.0)
+    runs = "how much runs differ was not measured" if cpu else f"runs on other days and cards by {RUNS:.0%}"
+    speed = f"{times(faster)} the tokens/s of {theirs}" if beyond(faster, margin) else f"no difference in tokens/s from {theirs} beyond the noise"
+    memory = ""
+    if row.get("peak_allocated_gb") and other.get("peak_allocated_gb"):
+        memory = f"; {times(row['peak_allocated_gb'] / other['peak_allocated_gb'])} its peak memory"
+    return f"{mine}: {speed}{memory} (noise of tokens/s {margin:.1%}: steps spread by {spread:.1%}; {runs})"
 
 
 def digits(value: float | None) -> str:
@@ -324,6 +360,20 @@ def _columns(rows: Iterable[Row]) -> tuple[Column, ...]:
     return (*columns, SOURCE) if any("source" in row for row in rows) else columns
 
 
+def read(path: str | Path) -> dict[str, Any]:
+    """A result, of the JSON that a run writes or of the CSV that is made of it; ``UserError`` for a file that holds something else."""
+    file = existing(path)
+    try:
+        result = _of_csv(file) if file.suffix == ".csv" else json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON: {in_a_line(error)}") from error
+    rows = result.get("rows") if isinstance(result, dict) and isinstance(result.get("meta"), dict) else None
+    named = lambda row: isinstance(row, dict) and "variant" in row and ("model" in row or "op" in row)
+    if not isinstance(rows, list) or not all(map(named, rows)):
+        raise UserError(f"{path} holds no results: give a file that `liger bench --json` or `liger bench step --json` wrote")
+    return result
+
+
 def merged(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Results as one; a row measured again takes the place of the older one, and the first result says with what was measured."""
     rows: dict[tuple[Any, ...], Row] = {}
@@ -337,11 +387,8 @@ def merged(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
 META = ("hardware", "torch", "triton", "transformers", "liger_kernel", "date")
 
 
-def read(path: Path | str) -> dict[str, Any]:
-    """A result, of the JSON that a run writes or of the CSV that is made of it, which has one line of versions in each row."""
-    path = Path(path)
-    if path.suffix != ".csv":
-        return json.loads(path.read_text())
+def _of_csv(path: Path) -> dict[str, Any]:
+    """A result of its CSV, which has the versions in each row."""
     with open(path, newline="") as file:
         found = [{name: _parsed(name, text) for name, text in line.items()} for line in csv.DictReader(file)]
     rows = []
@@ -349,7 +396,7 @@ def read(path: Path | str) -> dict[str, Any]:
         kinds = {name.removesuffix("_ms"): row.pop(name) for name in [name for name in row if name.endswith("_ms") and name not in TIMES]}
         breakdown = {"breakdown_ms": kinds} if any(value is not None for value in kinds.values()) else {}
         rows.append({name: value for name, value in row.items() if name not in META} | breakdown)
-    return {"meta": {name: found[0].get(name) for name in META}, "rows": rows}
+    return {"meta": {name: found[0].get(name) for name in META} if found else {}, "rows": rows}
 
 
 WORDS = {*META, "op", "case", "dtype", "mode", "variant", "sweep", "model", "parallel", "quantize", "lora_targets", "data", "optimizer", "failed", "peak_phase"}
@@ -390,7 +437,7 @@ def write_step_csv(result: dict[str, Any], path: str) -> None:
     rows = []
     for row in result["rows"]:
         flat = {k: v for k, v in row.items() if k not in ("breakdown_ms", "memory_timeline", "losses")}
-        flat |= {k: result["meta"][k] for k in ("data", "lengths", "masked", "optimizer")}
+        flat |= {k: result["meta"].get(k) for k in ("data", "lengths", "masked", "optimizer")}
         flat |= {f"{kind}_ms": ms for kind, ms in (row.get("breakdown_ms") or {}).items()}
         flat |= {f"loss_{i}": loss for i, loss in enumerate(row.get("losses") or ())}
         flat["peak_phase"] = peak_of(row["memory_timeline"])[2] if row.get("memory_timeline") else None

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from liger_kernel.bench import profile
-from liger_kernel.bench.rows import parts_of, peak_of, write_step_csv
+from liger_kernel.bench.rows import beyond, headline, noise, parts_of, peak_of, usable, write_step_csv
 from liger_kernel.model_sizes import MODELS, config_of, step_flops
-from liger_kernel.train.config import UserError
+from liger_kernel.train.mistakes import Parser, UserError, at_least, holds, one_of, writable
 
 BASES = ("stock", "upstream", "ours")
 REMATERIALISING = ("ours:off", "ours:mlp")  # with another level of liger_kernel.memory than the default
@@ -30,8 +30,9 @@ VARIANTS = (*BASES, *REMATERIALISING, *(f"ours:{how}" for how in FP8), *UNSLOTH,
 PARITY = {"bfloat16": 1e-2, "float32": 1e-4}  # largest relative difference of a loss to stock's over the first steps
 PARITY_STEPS = 4
 TRACE_STEPS = 2
-GET_UPSTREAM = "upstream is skipped: pip install --no-deps --target DIR liger-kernel==0.8.5, then --upstream-path DIR"
-GET_UNSLOTH = "unsloth is skipped: pip install --target DIR unsloth, then --unsloth-path DIR"
+GET = {"upstream": "liger-kernel==0.8.5", "unsloth": "unsloth"}  # what pip installs
+GET_UPSTREAM = f"upstream is skipped: pip install --no-deps --target DIR {GET['upstream']}, then --upstream-path DIR"
+GET_UNSLOTH = f"unsloth is skipped: pip install --target DIR {GET['unsloth']}, then --unsloth-path DIR"
 LONGEST = 1 << 18  # tokens of a row that --largest-seq may reach
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 CHILD = Path(__file__).with_name("step_child.py")
@@ -41,45 +42,45 @@ Row = dict[str, Any]
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="liger bench step", description="Measure whole training steps of models in random weights.")
+    parser = Parser(prog="liger bench step", description="Measure whole training steps of models in random weights.")
     add = parser.add_argument
     add("--model", default="llama-3.2-1b", help=f"comma-separated (default: llama-3.2-1b): {', '.join(MODELS)}")
     add("--batch", default="4", help="rows per step and GPU (default: 4); several, comma-separated, are measured one after the other until one does not fit")
     add("--seq", type=int, default=2048, help="tokens per row (default: 2048)")
     add("--against", default="stock,ours", help=f"variants, comma-separated (default: stock,ours): {', '.join(VARIANTS)}")
-    add("--layers", type=int, metavar="N", help="so many layers of the model (default: all)")
+    add("--layers", type=int, metavar="N", help="the number of layers to keep of the model (default: all)")
     add("--compile", action="store_true", help="each variant also under torch.compile")
     add("--upstream-path", metavar="DIR", help="where the published package is: pip install --no-deps --target DIR liger-kernel==0.8.5")
     add("--unsloth-path", metavar="DIR", help="where Unsloth is, unless it is installed: pip install --target DIR unsloth")
     add(
         "--data", choices=("random", "real"), default="random", help="random tokens (default), or the sources of Python's library through a BPE trained on them"
     )
-    add("--lengths", type=int, default=0, metavar="M", help="rows of that median length, padded: 95 is like Alpaca (default: all are full)")
-    add("--masked", type=float, default=0.0, metavar="F", help="part of the labels that is ignored (default: 0)")
+    add("--lengths", type=int, default=0, metavar="M", help="the median length of rows, which are padded: 95 is like Alpaca (default: all rows are full)")
+    add("--masked", type=float, default=0.0, metavar="F", help="the part of the labels that is ignored (default: 0)")
     add("--optimizer", choices=("sgd", "adamw"), default="sgd", help="(default: sgd)")
     add("--checkpointing", action="store_true", help="recompute the layers in the backward")
-    add("--autocast", "--amp", action="store_true", help="forwards under torch.autocast in bfloat16, as Hugging Face's Trainer does with bf16=True")
+    add("--autocast", "--amp", action="store_true", help="run forwards under torch.autocast in bfloat16, as Hugging Face's Trainer does with bf16=True")
     add("--lora", type=int, default=0, metavar="R", help="train adapters of that rank on all linear layers but the head (needs peft)")
-    add("--lora-targets", metavar="NAMES", help=f"on these alone, comma-separated: {', '.join(LINEARS)}")
-    add("--lora-dropout", type=float, default=0.0, metavar="P", help="dropout of what the adapters see (default: 0)")
-    add("--dora", action="store_true", help="adapters with a magnitude for each output")
+    add("--lora-targets", metavar="NAMES", help=f"put adapters only on these layers, comma-separated: {', '.join(LINEARS)}")
+    add("--lora-dropout", type=float, default=0.0, metavar="P", help="dropout of the adapters' input (default: 0)")
+    add("--dora", action="store_true", help="train DoRA adapters, with a magnitude for each output")
     add(
         "--quantize",
         choices=("nf4", "int8", *FP8),
         help="the frozen weights: nf4 (double quantisation) and int8 by bitsandbytes, fp8 (one scale a weight) and fp8_rowwise by ours alone",
     )
     add("--gpus", type=int, default=1, metavar="N", help="processes, each with a GPU where there are any (default: 1)")
-    add("--parallel", choices=("ddp", "fsdp2"), help="how the model is spread over them (default: ddp if there are several)")
+    add("--parallel", choices=("ddp", "fsdp2"), help="how the processes share the model (default: ddp if there are several)")
     add("--steps", type=int, default=10, help="measured steps (default: 10)")
     add("--warmup", type=int, default=4, help="steps before them (default: 4)")
     add("--largest-batch", action="store_true", help="search for the largest batch that fits (GPU only)")
     add("--largest-seq", action="store_true", help="search for the longest rows of which the batch fits (one GPU only)")
-    add("--profile", action="store_true", help="device time by kind of work")
+    add("--profile", action="store_true", help="measure the time of each kind of work")
     add("--peak-tflops", type=float, metavar="X", help="what MFU is relative to (default: the rate of a large matrix product, measured now)")
     add("--json", metavar="FILE", help="write rows as they come")
-    add("--csv", metavar="FILE")
-    add("--plot", metavar="DIR", help="PNG charts and report.html")
-    add("--smoke", action="store_true", help="a tiny model, a few steps: does everything work?")
+    add("--csv", metavar="FILE", help="write rows as a table")
+    add("--plot", metavar="DIR", help="write PNG charts and report.html")
+    add("--smoke", action="store_true", help="train a tiny model for a few steps, to see that everything works")
     a = parser.parse_args(argv)
     if a.smoke:
         a.model, a.batch, a.seq, a.steps, a.warmup, a.profile = "tiny", "2", 64, 3, 2, True
@@ -87,34 +88,38 @@ def parse(argv: list[str]) -> argparse.Namespace:
         a.batch = sorted(map(int, a.batch.split(",")))
     except ValueError as error:
         raise UserError(f"--batch must be numbers, comma-separated, got {a.batch!r}") from error
-    a.model = [_one_of(name, MODELS) for name in a.model.split(",")]
-    a.against = [_one_of(name, VARIANTS) for name in a.against.split(",")]
+    a.model = [one_of("model", name, MODELS) for name in a.model.split(",")]
+    a.against = [one_of("variant", name, VARIANTS) for name in a.against.split(",")]
     if a.compile:
         a.against += ["compile" if name == "stock" else f"{name}+compile" for name in a.against if name in BASES]
     a.against = list(dict.fromkeys(a.against))
     a.parallel = a.parallel or ("ddp" if a.gpus > 1 else None)
-    for name, value in {"batch": a.batch[0], "seq": a.seq, "gpus": a.gpus, "steps": a.steps, "layers": 1 if a.layers is None else a.layers}.items():
-        if value < 1:
-            raise UserError(f"--{name} must be at least 1, got {value}")
+    at_least(1, batch=a.batch[0], seq=a.seq, gpus=a.gpus, steps=a.steps, layers=a.layers)
+    at_least(0, lengths=a.lengths, warmup=a.warmup, lora=a.lora)
+    if a.peak_tflops is not None and not a.peak_tflops > 0:
+        raise UserError(f"--peak-tflops must be positive, got {a.peak_tflops:g}")
     if a.gpus > 1 and a.largest_seq:
-        raise UserError("--largest-seq is searched for on one GPU")
+        raise UserError("--largest-seq needs --gpus 1")
     if len(a.batch) > 1 and (a.profile or a.largest_batch or a.largest_seq):
-        raise UserError("--profile and --largest-... need one --batch")
-    if a.warmup < 0 or a.warmup + a.steps < PARITY_STEPS:
+        raise UserError("--profile, --largest-batch and --largest-seq need a single --batch")
+    if a.warmup + a.steps < PARITY_STEPS:
         raise UserError(f"--warmup and --steps must add up to {PARITY_STEPS}, whose losses are compared; got {a.warmup} and {a.steps}")
     if not 0 <= a.masked < 1:
         raise UserError(f"--masked must be in [0, 1), got {a.masked}")
     _check_adapters(a)
+    for name, package in (("upstream", "liger_kernel"), ("unsloth", "unsloth")):
+        holds(package, getattr(a, f"{name}_path"), f"--{name}-path", GET[name])
+    for file in (a.json, a.csv):
+        writable(file=file)
+    writable(folder=a.plot)
     return a
 
 
 def _check_adapters(a: argparse.Namespace) -> None:
-    if a.lora < 0:
-        raise UserError(f"--lora must be at least 0, got {a.lora}")
     if not 0 <= a.lora_dropout < 1:
         raise UserError(f"--lora-dropout must be in [0, 1), got {a.lora_dropout}")
     for name in (a.lora_targets or "").split(",") if a.lora_targets is not None else ():
-        _one_of(name, LINEARS)
+        one_of("linear layer", name, LINEARS)
     theirs = [name for name in a.against if name in UNSLOTH]
     wanting = {"--lora-targets": a.lora_targets, "--lora-dropout": a.lora_dropout, "--dora": a.dora, "--quantize": a.quantize}
     own = [name for name in a.against if name.partition(":")[2] in FP8]
@@ -123,21 +128,17 @@ def _check_adapters(a: argparse.Namespace) -> None:
         if given and not a.lora:
             raise UserError(f"{name} needs --lora R")
     if theirs and a.parallel:
-        raise UserError("unsloth is measured on one GPU, without --parallel")
+        raise UserError("unsloth runs on one GPU, without --parallel")
     if a.quantize in FP8 and (others := [name for name in a.against if not name.startswith("ours")]):
         raise UserError(
-            f"{others[0]} has no frozen FP8 base: --quantize {a.quantize} is for ours alone; --against {others[0]},ours:{a.quantize} compares it with theirs"
+            f"{others[0]} has no frozen FP8 base: only ours supports --quantize {a.quantize}; --against {others[0]},ours:{a.quantize} compares the two"
         )
     if a.quantize and own:
-        raise UserError(f"{own[0]} has a base of its own: without --quantize {a.quantize}")
+        raise UserError(f"{own[0]} has its own base: leave out --quantize {a.quantize}")
     if a.quantize in ("nf4", "int8") and importlib.util.find_spec("bitsandbytes") is None:
         raise UserError(f"--quantize {a.quantize} needs bitsandbytes: pip install bitsandbytes")
-
-
-def _one_of(item: str, allowed: Any) -> str:
-    if item not in allowed:
-        raise UserError(f"{item!r} is none of {', '.join(allowed)}")
-    return item
+    if a.lora and importlib.util.find_spec("peft") is None:
+        raise UserError("--lora needs peft: pip install peft")
 
 
 def run_child(spec: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -260,7 +261,7 @@ def measure(a: argparse.Namespace, model: str, variant: str, folder: Path, peak:
     found = run_child(spec, folder)
     rows = [common | row | {"failed": None} for row in found["rows"]]
     for row in rows:
-        row["mfu"] = None if a.lora else step_flops(values, row["batch"], a.seq) / row["step_ms"] / 1e9 / peak
+        row["mfu"] = None if a.lora or not gpu else step_flops(values, row["batch"], a.seq) / row["step_ms"] / 1e9 / peak
     if rows and a.profile:
         with open(spec["trace"]) as file:
             rows[0]["breakdown_ms"] = profile.breakdown(json.load(file)["traceEvents"], TRACE_STEPS, rows[0]["step_ms"])
@@ -287,7 +288,17 @@ def _largest_batch(spec: dict[str, Any], folder: Path) -> Row:
     return {"largest_batch": largest_that(peak, spec["batches"][0])} | limit
 
 
-def table(rows: list[Row], tolerance: float) -> str:
+RIVALS = ("stock", "upstream", "unsloth")  # with which headlines compare ours
+
+
+def headlines(rows: list[Row], cpu: bool = False) -> list[str]:
+    """A sentence for each rival of ours that was measured: what is faster or leaner, and what is noise."""
+    ours = next((row for row in rows if row["variant"] == "ours" and usable(row)), None)
+    rivals = [row for name in RIVALS for row in rows if row["variant"] == name and usable(row)]
+    return [said for rival in rivals if ours and (said := headline(ours, rival, cpu))]
+
+
+def table(rows: list[Row], tolerance: float, cpu: bool = False) -> str:
     """The rows of one model for a terminal, relative to stock."""
     stock = next((row for row in rows if row["variant"] == "stock"), None)
     heads = ["variant", "tokens/s", "/ stock", "step ms", "spread", "MFU", "peak GB", "/ stock", "reserved GB", "loss diff", "grad diff"]
@@ -300,15 +311,19 @@ def table(rows: list[Row], tolerance: float) -> str:
             lines.append([row["variant"], f"failed: {row['failed']}", *[""] * 9, show("largest_batch", "d"), ""])
             continue
         faster = "losses differ" if row["accurate"] is False else times("tokens_per_s")
+        if faster and stock and row is not stock and (r := ratio(row, stock, "tokens_per_s")) and not beyond(r, noise(row, stock, cpu)):
+            faster = "in noise"
         speed = [show("tokens_per_s", ",.0f"), faster, show("step_ms", ".2f"), show("spread", ".1%"), show("mfu", ".1%")]
         memory = [show("peak_allocated_gb", ".2f"), times("peak_allocated_gb"), show("peak_reserved_gb", ".2f")]
         parity = [show("loss_parity", ".1e"), show("gradient_parity", ".1e")]
         lines.append([row["variant"], *speed, *memory, *parity, show("largest_batch", "d"), show("largest_seq", ",d")])
-    notes = []
+    empty = {i for i in range(1, len(heads)) if not any(line[i] for line in lines[1:])}  # without a GPU there is no MFU, and nothing is reserved
+    lines = [[cell for i, cell in enumerate(line) if i not in empty] for line in lines]
+    notes = headlines(rows, cpu)
     if stock is None or stock["failed"]:
-        notes.append("No ratios: they are relative to stock, which was not measured.")
+        notes.append("There are no ratios: they are relative to stock, which was not measured.")
     if any(row["accurate"] is False for row in rows):
-        notes.append(f"losses differ: by more than {tolerance:g} of stock's within the first {PARITY_STEPS} steps. Such a step has no ratio.")
+        notes.append(f"losses differ: they are more than {tolerance:g} of stock's away within the first {PARITY_STEPS} steps. Such a step has no ratio.")
     for row in rows:
         if not row["failed"]:
             ms, gb, phase = peak_of(row["memory_timeline"])
@@ -345,12 +360,12 @@ def run(a: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
     meta = environment()
     gpu = meta["gpus"] > 0
     if gpu and a.gpus > meta["gpus"]:
-        raise UserError(f"--gpus is {a.gpus}, but there are {meta['gpus']}")
+        raise UserError(f"--gpus is {a.gpus}, but this machine has {meta['gpus']}")
     dtype = "bfloat16" if gpu else "float32"
     if not gpu:
-        print("No GPU: this measures the CPU path in fp32. Nothing here says anything about kernels, and memory is that of the whole process.")
+        print("Measured on a CPU, in fp32: PyTorch references run, so ratios on other devices differ. Memory is that of the whole process.")
         if a.largest_batch or a.largest_seq:
-            raise UserError("--largest-... needs a GPU: without one, too large a batch takes the machine down instead of failing")
+            raise UserError("--largest-batch and --largest-seq need a GPU: on a CPU, a batch that is too large takes the machine down instead of failing")
     if a.plot:
         _plots()
     if any(name.startswith("upstream") for name in a.against) and not a.upstream_path:
@@ -386,8 +401,9 @@ def run(a: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
                 some = [row for row in rows if row["batch"] == batch]
                 if not some:
                     continue
-                print(f"\n{model}: {batch} x {a.seq} {a.data} tokens{where}, {dtype}, {a.optimizer}{extras}; {meta['hardware']}, MFU of {peak:,.1f} TFLOP/s\n")
-                print(table(some, tolerance))
+                rate = f", MFU of {peak:,.1f} TFLOP/s" if gpu else ""
+                print(f"\n{model}: {batch} x {a.seq} {a.data} tokens{where}, {dtype}, {a.optimizer}{extras}; {meta['hardware']}{rate}\n")
+                print(table(some, tolerance, not gpu))
             if a.profile:
                 print(f"\n{breakdown_table(rows)}")
             sys.stdout.flush()

@@ -6,7 +6,6 @@ others stay. Candidates are compiled ahead, on all cores. One that breaks the ac
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import json
@@ -19,14 +18,14 @@ from unittest import mock
 
 import torch
 
-from liger_kernel.bench import clock
+from liger_kernel.bench import clock, flags
 from liger_kernel.bench.cases import OPS
-from liger_kernel.bench.operators import DEVICE, DTYPES, accuracy, cases_of, results, timed_call
+from liger_kernel.bench.operators import DEVICE, DTYPES, accuracy, cases_of, check_cases, results, timed_call
 from liger_kernel.ops._core import config
 from liger_kernel.ops._core.config import Tile
 from liger_kernel.ops._core.operator import Case, Op
 from liger_kernel.testing import forward, like
-from liger_kernel.train.config import UserError
+from liger_kernel.train.mistakes import UserError, one_of
 
 GAIN = 0.02  # of the operator's device time: less is noise
 
@@ -82,7 +81,7 @@ def search(op: Op, case: Case, dtype: str, repeats: int, sweep: str | None = Non
     accurate = lambda: accuracy(results(op.fn, like(base)), pytorch, truth, DTYPES[dtype])[2]
     with configured() as asked:
         if not accurate():
-            raise UserError(f"{op.name} {case.name} {dtype} is not accurate as it is")
+            raise UserError(f"{op.name} {case.name} {dtype} is not accurate with its present configuration")
         before = timed_call(op.fn, base, repeats)
     better: dict[str, tuple[Tile, float, float]] = {}
     for key, (n, tile) in dict(asked).items():
@@ -97,7 +96,7 @@ def search(op: Op, case: Case, dtype: str, repeats: int, sweep: str | None = Non
                     ms = timed_call(op.fn, base, max(3, repeats // 3))
                     if ms < best_ms * (1 - GAIN) and (ms := timed_call(op.fn, base, repeats)) < best_ms * (1 - GAIN):
                         if not accurate():
-                            print(f"  refused, not accurate: {key} {candidate}")
+                            print(f"  refused, because it is not accurate: {key} {candidate}")
                             continue
                         best, best_ms = candidate, ms
                 except Exception as error:  # does not fit this GPU
@@ -120,23 +119,19 @@ def write(found: dict[str, Tile]) -> str:
 
 def main(argv: list[str]) -> int:
     """The command; 0 also if nothing gains."""
-    parser = argparse.ArgumentParser(prog="liger tune", description="Search launch configurations on this GPU.")
-    parser.add_argument("op", nargs="+", choices=OPS, help="operators")
-    parser.add_argument("--case", action="append", default=[], help="only this case")
-    parser.add_argument("--sweep", help="instead of cases, an operator's sweep")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--dry-run", action="store_true", help="write nothing")
-    a = parser.parse_args(argv)
+    a = flags.tune(argv)
+    for name in a.op:
+        one_of("operator", name, OPS)
+    check_cases([OPS[name] for name in a.op], a.case, a.sweep)
     if not clock.GPU:
-        raise UserError("tuning needs a GPU: launch configurations mean nothing elsewhere")
+        raise UserError("tuning needs a GPU: it times the kernels on the GPU whose table it writes")
     chosen: dict[str, Tile] = {}
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(max(1, (os.cpu_count() or 2) - 1), mp_context=spawn) as pool:
         for op in (OPS[name] for name in a.op):
             for case, _ in cases_of(op, a.case, a.sweep, small=False):
                 better = search(op, case, a.dtype, a.repeats, a.sweep, pool)
-                print(f"{op.name} {case.name} {a.dtype}: {'nothing gains' if not better else ''}", flush=True)
+                print(f"{op.name} {case.name} {a.dtype}: {'no configuration is faster' if not better else ''}", flush=True)
                 for key, (tile, before, after) in better.items():
                     print(f"  {key}: {before:.4f} -> {after:.4f} ms ({before / after:.2f}x) with {tile}", flush=True)
                     chosen[key] = tile

@@ -1,40 +1,18 @@
-"""GPUs that kernels can be compiled for, whether they are there or not."""
+"""Compiling for a GPU, whether it is there or not."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from triton.runtime import driver
 
+from liger_kernel.compile.architectures import TARGETS as TARGETS
+from liger_kernel.compile.architectures import Target
 from liger_kernel.ops._core import config
-
-
-@dataclass(frozen=True)
-class Target:
-    """A GPU to compile for: Triton's backend and architecture, threads a warp, processors."""
-
-    backend: str
-    arch: int | str
-    warp: int
-    processors: int
-
-
-# As ops/config.py names architectures (A100, RTX 3090, RTX 4090, H100 and H200, B200, RTX 5090, MI300X, MI355X)
-TARGETS = {
-    "sm80": Target("cuda", 80, 32, 108),
-    "sm86": Target("cuda", 86, 32, 82),
-    "sm89": Target("cuda", 89, 32, 128),
-    "sm90": Target("cuda", 90, 32, 132),
-    "sm100": Target("cuda", 100, 32, 148),
-    "sm120": Target("cuda", 120, 32, 170),
-    "gfx942": Target("hip", "gfx942", 64, 304),
-    "gfx950": Target("hip", "gfx950", 64, 256),
-}
 
 
 class CompileOnly(DriverBase):

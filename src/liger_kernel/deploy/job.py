@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from liger_kernel.nearest import did_you_mean
 from liger_kernel.train.config import TrainConfig, UserError, checked, read_file
 from liger_kernel.train.redact import redacted, secret_name
 
@@ -154,7 +155,7 @@ class Job:
             raise UserError(f"image must have a tag other than latest, or a digest; got {self.image!r}")
         for name, choices in (("kind", KINDS), ("overlay", OVERLAYS)):
             if getattr(self, name) not in choices:
-                raise UserError(f"{name} must be one of {', '.join(choices)}; got {getattr(self, name)!r}")
+                raise UserError(f"{name} must be one of {', '.join(choices)}; got {getattr(self, name)!r}{did_you_mean(getattr(self, name), choices)}")
         if self.processes > LIMITS["gpus"][1]:
             raise UserError(f"train.nproc must be at most {LIMITS['gpus'][1]}, got {self.processes}")
         if self.min_nodes is not None and (self.kind != "pytorchjob" or self.min_nodes > self.nodes):
@@ -166,19 +167,21 @@ class Job:
         if (self.cluster_queue and not self.queue) or (self.quota_nodes and not self.cluster_queue):
             raise UserError("cluster_queue needs queue, quota_nodes needs cluster_queue")
         if self.volume is None and self.nodes > 1:
-            raise UserError("several nodes need a volume that all of them can write to, for checkpoints")
+            raise UserError("several nodes need a volume that all of them can write to, for checkpoints: give volume")
         if self.volume is None and not config.store:
-            raise UserError("without a volume the run's folder goes with its pod: give one, or train.store (s3://...)")
+            raise UserError("without a volume, the run's folder is lost with its pod: give volume, or train.store (s3://...)")
         if not config.checkpoint_every:
-            raise UserError("train.checkpoint_every must be set: a restart goes on from the latest checkpoint")
+            raise UserError("train.checkpoint_every must be set: a restart resumes from the latest checkpoint")
         if config.parallel == "none" and self.nodes * self.processes > 1:
             raise UserError(f"{self.nodes * self.processes} processes need train.parallel ddp, fsdp2 or tp")
         open_ = [f"train.{name}" for name, value in config.shown().items() if value != getattr(config, name)]
         open_ += [f"environment.{n}" for n, v in self.environment.items() if redacted(str(v)) != str(v) or (secret_name(n) and not str(v).startswith("/"))]
         if open_:  # manifests are read by many
-            raise UserError(f"{open_[0]} holds credentials, which would stand in the manifests: make it a key of a Secret, and name that with secret")
+            raise UserError(
+                f"{open_[0]} holds credentials, which would be readable in the manifests: store it in a Secret, and give the Secret's name as secret"
+            )
         if self.volume and config.out.startswith("/") and not config.out.startswith(SHARED + "/"):
-            raise UserError(f"train.out must be relative or under {SHARED}, where the volume is; got {config.out!r}")
+            raise UserError(f"train.out must be relative or under {SHARED}, where the volume is mounted; got {config.out!r}")
 
     def _check_forms(self) -> None:
         """``UserError`` with its path for a field that is not of its type or form: clusters would refuse it, or take it for something else."""

@@ -93,7 +93,7 @@ PANELS: list[tuple[str, str, list[tuple[str, str]]]] = [
     ("Waiting for data in a step", "s", [("max by (run) (liger_data_wait_seconds{run})", "{{run}}")]),
     ("Tokens seen", "short", [("max by (run) (liger_tokens_total{run})", "{{run}}")]),
     (
-        "Restarts, steps left out, failed checkpoints, late kernels",
+        "Restarts, steps skipped, failed checkpoints, kernels compiled late",
         "short",
         [
             ("max by (run) (liger_restarts_total{run})", "{{run}} restarts"),

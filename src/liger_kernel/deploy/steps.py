@@ -145,7 +145,7 @@ def report(run: Path, scores: dict[str, Any]) -> str:
         "tokens/s": f"{metrics['tokens_per_second']:,.0f}",
         "ranks": f"{metrics['ranks']} on {metrics['device']}",
         "restarts": metrics["restarts"],
-        "steps left out": metrics["nonfinite_steps"],
+        "steps skipped": metrics["nonfinite_steps"],
     }
     rows = "".join(f"<tr><th align=left>{name}</th><td>{value}</td></tr>" for name, value in shown.items())
     losses = [(line["step"], line["loss"]) for line in lines]

@@ -18,7 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from liger_kernel.nearest import did_you_mean
 from liger_kernel.train.config import EVERY_LINEAR, TrainConfig, UserError
+from liger_kernel.train.hub import on_hub
 from liger_kernel.train.redact import in_a_line
 
 SAVED = "adapter_config.json"  # in a folder of adapters
@@ -33,10 +35,10 @@ def check(config: TrainConfig, device: torch.device) -> None:
     if config.quantize in BITSANDBYTES:
         _check_bitsandbytes(config.quantize, device)
     if config.model and holds_adapters(config.model):
-        raise UserError(f"{config.model} holds adapters, not a model: give the model that they are of, {base_of(config.model) or 'which they do not name'}")
+        raise UserError(f"{config.model} holds adapters, not a model: give --model their base model, {base_of(config.model) or 'whose name they do not have'}")
     skeleton = _skeleton(config)
     if config.quantize and getattr(skeleton.config, "quantization_config", None):
-        raise UserError(f"{config.model} is quantised already: leave --quantize")
+        raise UserError(f"{config.model} is quantised already: leave out --quantize")
     if config.target_modules != EVERY_LINEAR:
         _check_targets(config.target_modules, skeleton)
 
@@ -57,19 +59,21 @@ def _check_bitsandbytes(kind: str, device: torch.device) -> None:
         raise UserError(f"quantize {kind} needs bitsandbytes and accelerate: pip install accelerate bitsandbytes ({in_a_line(error)})") from error
     devices = getattr(bitsandbytes, "supported_torch_devices", {"cuda"})  # before 0.46, CUDA alone
     if device.type not in devices:
-        raise UserError(f"quantize {kind} needs one of the devices that bitsandbytes has kernels for, {', '.join(sorted(devices))}; got {device.type}")
+        raise UserError(f"quantize {kind} needs a device that bitsandbytes has kernels for ({', '.join(sorted(devices))}); this run uses {device.type}")
 
 
 def _skeleton(config: TrainConfig) -> nn.Module:
     """The model of a run without weights: its modules and their names."""
     import transformers
 
+    if config.model:
+        on_hub(config.model)
     try:
         form = transformers.AutoConfig.from_pretrained(config.model) if config.model else transformers.LlamaConfig(num_hidden_layers=1)
         with torch.device("meta"):
             return transformers.AutoModelForCausalLM.from_config(form)
     except (OSError, ValueError, ImportError) as error:
-        raise UserError(f"cannot build the model {config.model or ''}: {str(error).strip().splitlines()[0]}") from error
+        raise UserError(f"cannot build the model{f' {config.model}' if config.model else ''}: {in_a_line(error)}") from error
 
 
 def _check_targets(targets: str | list[str], model: Any) -> None:
@@ -81,8 +85,9 @@ def _check_targets(targets: str | list[str], model: Any) -> None:
     for target in targets:
         same = [name for name in names if name == target or name.endswith("." + target)]
         if not same or not all(name in layers for name in same):
-            there = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
-            raise UserError(f"lora_targets: {model.config.model_type} has no layer {target!r} for adapters; it has {there}")
+            there = sorted({name.rpartition(".")[2] for name in layers})
+            near = did_you_mean(target, there) or f"; it has {', '.join(there)}"
+            raise UserError(f"lora_targets: {model.config.model_type} has no layer {target!r} for adapters{near}")
 
 
 def quantization(config: TrainConfig, precision: str) -> Any:

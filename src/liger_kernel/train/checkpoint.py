@@ -77,13 +77,13 @@ class Checkpoints:
         if found:
             self._kept = named[named.index(found) :] if found in named else [found]
             if found not in named:
-                print(f"{self.folder / LATEST} names no whole checkpoint: {found} is whole, and the newest", file=sys.stderr)
+                print(f"{self.folder / LATEST} names no complete checkpoint: the newest complete one, {found}, is used", file=sys.stderr)
             if not summed(self.folder / found):
-                print(f"checkpoint {self.folder / found} has no checksums, as of an earlier release: its contents are not verified", file=sys.stderr)
+                print(f"checkpoint {self.folder / found} was written by an earlier release without checksums: its contents are not verified", file=sys.stderr)
             return found, None
         self._kept = []
         left = named or any(not unfinished(self.folder / name) or (self.folder / LATEST).exists() for name in damaged)
-        return None, f"no checkpoint in {self.folder} is whole: bring one back, or move the folder away to begin anew" if left else None
+        return None, f"no checkpoint in {self.folder} is complete: restore one, or move the folder away to start again" if left else None
 
     def load(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Read ``path`` into model and optimizer, and this rank's generators if as many ranks wrote it. Returns state.json."""
@@ -91,7 +91,7 @@ class Checkpoints:
         reader = SafeReader(path)
         beyond = sorted(reader.read_metadata().state_dict_metadata.keys() - tensors.keys())  # what is not asked for DCP leaves out without a word
         if beyond:
-            raise UserError(f"checkpoint {path} does not fit this model, which has no {', '.join(beyond[:3])}{' ...' if len(beyond) > 3 else ''}")
+            raise UserError(f"checkpoint {path} does not fit this model, which lacks {', '.join(beyond[:3])}{' ...' if len(beyond) > 3 else ''}")
         try:
             dcp.load(tensors, storage_reader=reader, process_group=self.ranks.saving)
         except dcp.api.CheckpointException as error:
@@ -206,7 +206,7 @@ class Checkpoints:
     def _failed(self, why: str) -> None:
         self.failures += 1
         if self.ranks.first:
-            print(f"checkpoint {self._path} failed, those before it remain: {' '.join(why.split())[:500]}", file=sys.stderr)
+            print(f"checkpoint {self._path} could not be written; earlier checkpoints remain: {' '.join(why.split())[:500]}", file=sys.stderr)
             if self._kept is None or self._path.name not in self._kept:
                 shutil.rmtree(self._path, ignore_errors=True)
             if self._aside.is_dir() and not self._path.exists():
@@ -245,7 +245,7 @@ def names_in(latest: bytes, where: str | None = None) -> list[str]:
     names = [word for word in words if NAME.fullmatch(word)]
     if where and len(names) < len(words):
         strange = next(word for word in words if not NAME.fullmatch(word))
-        print(f"{where} names {strange[:80]!r}, which is no checkpoint (step- and eight digits): passed over", file=sys.stderr)
+        print(f"{where} names {strange[:80]!r}, which is not the name of a checkpoint (step- and eight digits): ignored", file=sys.stderr)
     return names
 
 
@@ -269,7 +269,7 @@ def newest(folder: Path, say: bool = False) -> tuple[str | None, list[str]]:
             return name, damaged
         damaged.append(name)
         if say and (name in named or not unfinished(folder / name)):
-            print(f"passing over checkpoint {folder / name}: {why}", file=sys.stderr)
+            print(f"ignoring checkpoint {folder / name}: {why}", file=sys.stderr)
     return None, damaged
 
 

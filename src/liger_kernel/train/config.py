@@ -16,6 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from liger_kernel.nearest import did_you_mean
+from liger_kernel.train.mistakes import Parser, beside
+from liger_kernel.train.mistakes import UserError as UserError
 from liger_kernel.train.redact import MARK, in_a_line, redacted
 
 STORE = "LIGER_STORE"  # variable with the URI of the store, where a config file has it without credentials
@@ -47,13 +50,6 @@ OFFERED = {
 }
 
 
-class UserError(ValueError):
-    """A mistake of the user. It is shown as one line, without a traceback and without credentials."""
-
-    def __init__(self, text: object = ""):
-        super().__init__(redacted(str(text)))
-
-
 def _field(default: Any, group: str, help: str, choices: tuple[str, ...] | None = None) -> Any:
     return dataclasses.field(default=default, metadata={"group": group, "help": help, "choices": choices})
 
@@ -70,19 +66,21 @@ class TrainConfig:
     kv_heads: int | None = _field(None, "model", "key and value heads (default: half of heads)")
     vocab: int = _field(16384, "model", "size of the BPE vocabulary trained on the data where no tokenizer is given")
     attention: str = _field(
-        "auto", "model", "sdpa, eager, flash_attention_2 ... of transformers; auto: sdpa, but for packed documents PyTorch's varlen_attn where it serves"
+        "auto",
+        "model",
+        "sdpa, eager, flash_attention_2 ... of transformers; auto: sdpa, or PyTorch's varlen_attn for packed documents if it is supported",
     )
 
-    lora: int = _field(0, "adapters", "rank of LoRA adapters, which alone are trained (needs peft); 0 trains the whole model")
-    lora_alpha: float | None = _field(None, "adapters", "adapters are scaled by alpha / rank (default: alpha is twice the rank)")
-    lora_dropout: float = _field(0.0, "adapters", "dropout of what adapters read")
+    lora: int = _field(0, "adapters", "rank of LoRA adapters; only they are trained (needs peft). 0 trains the whole model")
+    lora_alpha: float | None = _field(None, "adapters", "scale adapters by alpha / rank (default: alpha is twice the rank)")
+    lora_dropout: float = _field(0.0, "adapters", "dropout of the adapters' input")
     lora_targets: str = _field(
         EVERY_LINEAR, "adapters", "layers with adapters: names with commas between, such as q_proj,v_proj; all-linear: every linear layer but the head"
     )
-    dora: bool = _field(False, "adapters", "DoRA: adapters learn the direction of a weight, a vector its magnitude")
+    dora: bool = _field(False, "adapters", "DoRA: adapters learn the direction of a weight, and a vector learns its magnitude")
     rslora: bool = _field(False, "adapters", "scale adapters by alpha / sqrt(rank)")
     quantize: str | None = _field(
-        None, "adapters", "keep the frozen base in 4 bits (nf4) or 8 (int8) by bitsandbytes, or in fp8 for GPUs that compute in it", QUANTIZED
+        None, "adapters", "store the frozen model in 4 bits (nf4) or 8 bits (int8) by bitsandbytes, or in fp8 on GPUs that compute in it", QUANTIZED
     )
 
     data: str = _field(
@@ -93,18 +91,21 @@ class TrainConfig:
     tokenizer: str | None = _field(None, "data", "tokenizer folder or id (default: the model's; with neither, a BPE trained on the data)")
     length: int = _field(512, "data", "tokens per row: plain text is packed into rows of this length, conversations are cut to it")
     packing: str = _field(
-        "auto", "data", "auto joins plain text and gives each conversation a row; documents packs both, and no document sees another in its row", PACKINGS
+        "auto",
+        "data",
+        "auto joins plain text, and a conversation is a row; documents packs both, and a document attends to no other",
+        PACKINGS,
     )
     stream: float = _field(
-        0.0, "data", "millions of characters that are read, tokenised and shuffled at a time, beside training; 0 tokenises and shuffles all of the data before"
+        0.0, "data", "read, tokenise and shuffle so many millions of characters at a time, during training; 0 tokenises and shuffles all data before training"
     )
-    eval_fraction: float = _field(0.02, "data", "part of the rows kept for evaluation; 0 keeps none")
+    eval_fraction: float = _field(0.02, "data", "part of the rows that are kept for evaluation; 0 keeps none")
 
     steps: int = _field(100, "optimisation", "optimizer steps")
     batch: int = _field(8, "optimisation", "rows per forward pass")
     accumulate: int = _field(1, "optimisation", "forward passes per step; each token weighs the same whichever pass and rank it is in")
     global_batch: int | None = _field(
-        None, "optimisation", "rows per step of all ranks (default: batch x accumulate x ranks of the first start, kept when others go on)"
+        None, "optimisation", "rows per step of all ranks (default: batch x accumulate x ranks of the first start; a resumed run keeps it)"
     )
     optimizer: str = _field(
         "adamw", "optimisation", "adamw-8bit keeps the moments in 8 bits (bitsandbytes; trainer hf or lightning, parallel none or ddp)", OPTIMIZERS
@@ -118,48 +119,57 @@ class TrainConfig:
     min_lr: float = _field(0.1, "optimisation", "last learning rate as a part of the peak")
     decay: float = _field(0.2, "optimisation", "part of the steps at the end in which wsd (warm-up, stable, decay) falls, linearly")
     nonfinite: str = _field(
-        "stop", "optimisation", "a step with a NaN or Inf gradient never changes weights; skip goes on after it, stop ends the run", ("stop", "skip")
+        "stop",
+        "optimisation",
+        "a step with a NaN or Inf gradient never changes weights: skip continues with the next, stop ends the run",
+        ("stop", "skip"),
     )
 
     kernels: str = _field("on", "kernels", "off trains the model as Hugging Face ships it", ("on", "off"))
-    rope: bool | None = _field(None, "kernels", "rotary embedding (default, as for the next ones: what the model family supports)")
+    rope: bool | None = _field(None, "kernels", "rotary embedding (default of this flag and the next ones: what the model family supports)")
     rms_norm: bool | None = _field(None, "kernels", "RMSNorm")
     swiglu: bool | None = _field(None, "kernels", "gated MLP with SiLU")
     geglu: bool | None = _field(None, "kernels", "gated MLP with GELU")
     cross_entropy: bool | None = _field(None, "kernels", "cross entropy over the logits, not fused with the head")
     fused_linear_cross_entropy: bool | None = _field(None, "kernels", "output head and cross entropy in one: the logits are never stored")
     rematerialise: str | None = _field(
-        None, "kernels", "computed again in the backward, not kept: cheap, norms and gated activations (default); mlp, projections, too; off", REMATERIALISE
+        None,
+        "kernels",
+        "what the backward computes again: cheap: norms and gated activations (default); mlp: gate and up, too; off: nothing",
+        REMATERIALISE,
     )
 
-    trainer: str = _field("torch", "run", "who runs the loop: plain PyTorch, transformers' Trainer, or Lightning's", TRAINERS)
+    trainer: str = _field("torch", "run", "what runs the loop: plain PyTorch, transformers' Trainer, or Lightning's", TRAINERS)
     parallel: str = _field(
         "none", "ranks", "how several ranks share the work: copies of the model, or its shards; deepspeed-z2 and -z3 need trainer hf, tp needs torch", PARALLEL
     )
-    nproc: int | None = _field(None, "ranks", "start so many processes on this machine and restart them when one dies (0: one a GPU); else one, or torchrun's")
+    nproc: int | None = _field(None, "ranks", "start so many processes here, and restart them when one dies; 0: one per GPU (default: one, or torchrun's)")
     nnodes: str = _field("1", "ranks", "machines, or MIN:MAX; with nproc")
     rdzv_endpoint: str = _field("localhost:0", "ranks", "HOST:PORT of one of the machines, the same on all; with nproc")
     max_restarts: int = _field(3, "ranks", "restarts after a process died; with nproc")
     timeout: int = _field(600, "ranks", "seconds without progress after which every rank writes its stack and exits")
 
-    checkpoint_every: int = _field(0, "checkpoints", "steps between checkpoints in the run's folder, one also at the end and on SIGTERM; 0 writes none")
+    checkpoint_every: int = _field(0, "checkpoints", "steps between checkpoints in the run's folder; the last step and SIGTERM write one, too. 0 writes none")
     checkpoint_keep: int = _field(2, "checkpoints", "newest checkpoints to keep")
     checkpoint_async: bool = _field(True, "checkpoints", "write while training goes on")
     store: str | None = _field(
         None,
         "checkpoints",
-        "URI (s3://bucket/run ...) to which checkpoints are copied, and from which a run whose folder has none goes on; by fsspec",
+        "URI (s3://bucket/run ...) to copy checkpoints to, by fsspec; a run whose own folder has none resumes from there",
     )
-    resume: bool = _field(True, "checkpoints", "go on from the run's latest checkpoint; without, a run that has any is refused")
+    resume: bool = _field(True, "checkpoints", "resume from the run's latest checkpoint; --no-resume refuses a folder that has any")
 
     gradient_checkpointing: str = _field(
-        "none", "memory", "recompute activations in the backward: all of a layer, or all but its matrix products and attention", ("none", "selective", "full")
+        "none",
+        "memory",
+        "recompute activations in the backward: full: all; selective: all but matrix products and attention",
+        ("none", "selective", "full"),
     )
     compile: bool = _field(False, "memory", "torch.compile of each layer")
 
-    report: str | None = _field(None, "metrics", f"beside console and metrics.jsonl: any of {', '.join(REPORTS)}, with commas between")
-    metrics_port: int = _field(0, "metrics", "Prometheus endpoint of rank r on this port + its local rank; 0: none")
-    metrics_host: str = _field("127.0.0.1", "metrics", "address that the endpoint listens on")
+    report: str | None = _field(None, "metrics", f"where else to report metrics: any of {', '.join(REPORTS)}, with commas between")
+    metrics_port: int = _field(0, "metrics", "serve metrics for Prometheus on this port plus the local rank; 0: do not")
+    metrics_host: str = _field("127.0.0.1", "metrics", "address that metrics are served on")
 
     out: str = _field("runs/train", "run", "folder for metrics.json, config.json and checkpoints")
     cache: str | None = _field(None, "run", "folder for tokenised data (default: cache in the folder of the run)")
@@ -170,7 +180,7 @@ class TrainConfig:
     )
     seed: int = _field(0, "run", "seed of the weights and of the order of the data")
     deterministic: bool = _field(False, "run", "only deterministic PyTorch algorithms: the same bits in every run")
-    log_every: int = _field(10, "run", "steps between log lines; between them the GPU is never waited for")
+    log_every: int = _field(10, "run", "steps between log lines; the run waits for the GPU only at these lines")
     eval_every: int = _field(0, "run", "steps between evaluations; 0 evaluates once, at the end")
 
     def __post_init__(self) -> None:
@@ -192,7 +202,8 @@ class TrainConfig:
         for field in dataclasses.fields(self):
             choices = field.metadata["choices"]
             if choices and getattr(self, field.name) not in (*choices, field.default):
-                raise UserError(f"{field.name} must be one of {', '.join(choices)}; got {getattr(self, field.name)!r}")
+                value = getattr(self, field.name)
+                raise UserError(f"{field.name} must be one of {', '.join(choices)}; got {value!r}{did_you_mean(value, choices)}")
         for name, offered in OFFERED[self.trainer].items():
             if getattr(self, name) not in offered:
                 raise UserError(f"trainer {self.trainer} offers {name} {', '.join(offered)}; got {getattr(self, name)}")
@@ -204,7 +215,8 @@ class TrainConfig:
             raise UserError(f"store must be a URI, such as s3://bucket/run or file:///folder/run; got {self.store!r}")
         kv_heads = self.kv_heads or max(1, self.heads // 2)
         if not self.model and (self.hidden % (2 * self.heads) or self.heads % kv_heads):  # rotary embeddings turn pairs
-            raise UserError(f"heads must divide hidden, into even parts, and kv_heads must divide heads; got {self.hidden}, {self.heads}, {kv_heads}")
+            sizes = f"hidden {self.hidden}, heads {self.heads}, kv_heads {kv_heads}"
+            raise UserError(f"heads must divide hidden into even parts, and kv_heads must divide heads; got {sizes}")
         if self.cross_entropy and self.fused_linear_cross_entropy:
             raise UserError("cross_entropy and fused_linear_cross_entropy exclude each other")
         self._check_adapters()
@@ -225,7 +237,7 @@ class TrainConfig:
         if self.quantize and self.parallel not in ("none", "ddp"):
             raise UserError(f"quantize {self.quantize} needs parallel none or ddp, got {self.parallel}")
         if self.dora and self.quantize == "int8":  # PEFT 0.21 and bitsandbytes 0.50 lose them in the second step
-            raise UserError("dora needs quantize nf4 or fp8, or none: the scales of int8 do not survive it")
+            raise UserError("dora needs quantize nf4, fp8 or none: with int8, DoRA loses the scales of the weights")
 
     @property
     def target_modules(self) -> str | list[str]:
@@ -270,7 +282,7 @@ class TrainConfig:
             return self.store
         whole = os.environ.get(STORE, "")
         if redacted(whole) != self.store:
-            raise UserError(f"store {self.store} has lost its credentials: give the whole URI, or better the variables that its package reads")
+            raise UserError(f"store {self.store} has no credentials, as files keep none: give the whole URI, or set the variables that its package reads")
         return whole
 
     def save_to(self, path: str | Path) -> None:
@@ -298,7 +310,7 @@ def read_file(path: str | Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
         values = _yaml().safe_load(text) if _is_yaml(path) else json.loads(text)
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
+        raise UserError(f"cannot read {path}: {error.strerror}{'' if path.exists() else beside(path)}") from error
     except UserError:
         raise
     except Exception as error:  # the two parsers share no exception class
@@ -313,7 +325,7 @@ def checked(values: dict[str, Any], cls: type, where: str) -> dict[str, Any]:
     kinds = _kinds(cls)
     for name, value in values.items():
         if name not in kinds:
-            raise UserError(f"{where}: unknown name {name!r}")
+            raise UserError(f"{where}: unknown name {name!r}{did_you_mean(str(name), kinds)}")
         kind, optional = kinds[name]
         if kind is float and isinstance(value, int | str) and not isinstance(value, bool):
             with contextlib.suppress(ValueError):  # YAML reads 1e-3 as a string
@@ -331,7 +343,7 @@ def _yaml() -> Any:
     try:
         import yaml
     except ImportError as error:
-        raise UserError("YAML configs need pyyaml (pip install pyyaml), or use JSON") from error
+        raise UserError("YAML configs need pyyaml: pip install pyyaml, or use JSON") from error
     return yaml
 
 
@@ -382,12 +394,22 @@ def from_flags(
 ) -> TrainConfig:
     """The configuration of a command line: flags override ``--config FILE``, which overrides the defaults. ``fixed`` names have no flag."""
     defaults = defaults or TrainConfig()
-    parser = argparse.ArgumentParser(prog=prog, usage="%(prog)s [--config FILE] [--name value ...]", description=description, formatter_class=_Formatter)
+    return configured(read_flags(argv, prog, description, defaults, fixed), defaults)
+
+
+def read_flags(argv: list[str], prog: str, description: str, defaults: TrainConfig, fixed: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The flags that are given, without those of ``fixed`` names; ``--help`` shows ``defaults``."""
+    parser = Parser(prog=prog, usage="%(prog)s [--config FILE] [--name value ...]", description=description, formatter_class=_Formatter)
     parser.add_argument("--config", metavar="FILE", help="YAML or JSON file with any of the names below; flags win over it")
     _add_flags(parser, defaults, fixed)
-    flags = vars(parser.parse_args(argv))
-    path = flags.pop("config")
-    return TrainConfig(**{**dataclasses.asdict(defaults), **(read_values(path) if path else {}), **flags})
+    return vars(parser.parse_args(argv))
+
+
+def configured(flags: dict[str, Any], defaults: TrainConfig) -> TrainConfig:
+    """The config that ``read_flags`` and the file that they name ask for."""
+    path = flags.get("config")
+    given = {name: value for name, value in flags.items() if name != "config"}
+    return TrainConfig(**{**dataclasses.asdict(defaults), **(read_values(path) if path else {}), **given})
 
 
 class _Formatter(argparse.HelpFormatter):

@@ -79,7 +79,7 @@ def _tokenised(config: TrainConfig, tokenizer: Any, folder: Path | None = None) 
     if tokenizer is None:
         tokenizer = own_tokenizer(records, config.vocab, folder)
     if draft.place != BEGIN:
-        print(f"tokenising goes on after record {draft.place[0]}", file=sys.stderr, flush=True)
+        print(f"tokenising continues after record {draft.place[0]}", file=sys.stderr, flush=True)
     draft.add(records.since(draft.place), tokenizer, config.length)
     return draft.rows(config.length, config.packing), tokenizer
 
@@ -88,7 +88,7 @@ def _prepared(config: TrainConfig) -> Data:
     data = _read(Path(config.data), config, None)
     longest = int((data.rows.bounds[1:] - data.rows.bounds[:-1]).max())
     if longest > config.length:
-        raise UserError(f"{config.data} was prepared with rows of {longest} tokens, length is {config.length}")
+        raise UserError(f"{config.data} was prepared with rows of {longest} tokens, but length is {config.length}: give --length {longest} or more")
     return data
 
 

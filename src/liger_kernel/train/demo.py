@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from liger_kernel.env_report import environment
-from liger_kernel.train.config import TrainConfig, from_flags
+from liger_kernel.train.config import TrainConfig, configured, read_flags
+from liger_kernel.train.mistakes import writable
 
 RUNS = {"stock": "off", "ours": "on"}
 
@@ -30,13 +31,19 @@ TOLERANCE = {"fp32": 1e-4, "bf16-mixed": 1e-2, "bf16": 1e-2}
 
 def main(argv: list[str]) -> int:
     """Run both, print the table and write the files. Returns 0 if the losses agree, 1 if they do not or if a run failed."""
+    larger = {name: value for name, value in dataclasses.asdict(GPU).items() if value != getattr(CPU, name)}
+    description = (
+        "Train a small Llama twice from the same weights on the same text, stock and with our kernels, and compare. The defaults below are those without a "
+        f"GPU; with a GPU they are {', '.join(f'{name} {value:g}' for name, value in larger.items())}."
+    )
+    flags = read_flags(argv, "liger demo", description, CPU, fixed=("kernels", "save", "cache", "stream"))  # help and mistakes answer before torch is imported
     import torch
 
     from liger_kernel.train import data
 
-    description = "Train a small Llama twice from the same weights on the same text, stock and with our kernels, and compare."
-    config = from_flags(argv, "liger demo", description, GPU if torch.cuda.is_available() else CPU, fixed=("kernels", "save", "cache", "stream"))
+    config = configured(flags, GPU if torch.cuda.is_available() else CPU)
     out = Path(config.out)
+    writable(folder=out)
     started = time.perf_counter()
     prepared = data.load(dataclasses.replace(config, cache=str(out / "cache")))
     tokens = int(prepared.rows.bounds[-1])
@@ -91,7 +98,7 @@ def table(report: dict[str, Any], run: dict[str, Any]) -> str:
     lines += [
         "",
         f"The loss curves {verdict}: largest relative difference of a step {difference:.1e}, allowed {allowed:.0e} in {run['precision']}.",
-        f"{run['parameters'] / 1e6:.1f} M parameters on {run['device']}; memory is {run['memory_kind']}, each run in its own process.",
+        f"{run['parameters'] / 1e6:.1f} M parameters on {run['device']}; memory is {run['memory_kind']}; each run has its own process.",
     ]
     return "\n".join(lines)
 

@@ -24,7 +24,7 @@ def evaluate(config: TrainConfig) -> dict[str, Any]:
 
 def _evaluated(config: TrainConfig, data: Data, device: torch.device, precision: str) -> dict[str, Any]:
     if not data.eval:
-        raise UserError("no rows are kept back: eval_fraction is 0")
+        raise UserError("there are no rows to evaluate on: eval_fraction is 0")
     model = build(config, data.tokenizer, device, precision).eval()
     attend(config, data.rows, model, device, precision)
     total, tokens = 0.0, 0

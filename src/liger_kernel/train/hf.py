@@ -170,7 +170,7 @@ def latest(folder: Path, ranks: Ranks) -> Path | None:
             if why is None:
                 found = path
                 break
-            print(f"passing over checkpoint {path}: {why}", file=sys.stderr)
+            print(f"ignoring checkpoint {path}: {why}", file=sys.stderr)
     return ranks.agreed(found)
 
 

@@ -58,9 +58,9 @@ def compile_ahead(config: TrainConfig, model_config: Any, precision: str, ranks:
             with _alone():
                 compiled, needed = _compile(config, model_config, precision)
             if ranks.first:
-                print(f"kernels: {needed} needed, {compiled} compiled, {needed - compiled} from the cache", flush=True)
+                print(f"kernels: {needed} needed, {compiled} compiled, {needed - compiled} found in the cache", flush=True)
         except Exception as error:  # a model that cannot be built without data compiles in its first step
-            print(f"kernels are compiled in the first step, not ahead of it: {in_a_line(error)}", flush=True)
+            print(f"kernels compile during the first step, as they could not be compiled before it: {in_a_line(error)}", flush=True)
     ranks.any(False)  # a barrier of the CPU
 
 

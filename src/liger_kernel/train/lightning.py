@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from liger_kernel.train.checkpoint import torn
 from liger_kernel.train.config import TrainConfig, UserError
-from liger_kernel.train.measure import Pace, PeakMemory
+from liger_kernel.train.measure import Pace, PeakMemory, as_clock
 from liger_kernel.train.metrics import Endpoint, Reports, of_lines, of_run
 from liger_kernel.train.model import save
 from liger_kernel.train.optimizer import adamw, scheduler
@@ -59,7 +59,7 @@ class _Tensors(TorchCheckpointIO):
         try:
             return torch.load(path, map_location=map_location or (lambda storage, _: storage), weights_only=True)
         except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-            raise UserError(f"checkpoint {path} is damaged, or holds more than tensors and plain values, which is never unpickled: remove it") from error
+            raise UserError(f"checkpoint {path} is damaged, or holds objects other than tensors and plain values, which are not loaded: remove it") from error
 
 
 class _Module(L.LightningModule):
@@ -82,7 +82,7 @@ class _Module(L.LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         there, mine = checkpoint["state_dict"].keys(), self._trained()
         if strange := sorted(mine - there) or sorted(there - mine - self.state_dict().keys()):
-            raise UserError(f"checkpoint does not fit this model: of the two, one alone has {', '.join(strange[:3])}{' ...' if len(strange) > 3 else ''}")
+            raise UserError(f"checkpoint does not fit this model: only one of the two has {', '.join(strange[:3])}{' ...' if len(strange) > 3 else ''}")
 
     def training_step(self, batch: dict[str, Any], index: int) -> Tensor:
         return self.model(**batch, use_cache=False).loss * self.parts  # Lightning takes the mean of the parts of a step
@@ -127,7 +127,7 @@ class _Lines(L.Callback):
         self.preempted = False
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        self.seen, self.begun, self.loss = trainer.global_step, -1, 0.0
+        self.seen, self.begun, self.loss, self.started = trainer.global_step, -1, 0.0, time.perf_counter()
         self.pace.begin(trainer.global_step)
         configured(trainer.optimizers[0], trainer.lr_scheduler_configs[0].scheduler, module.numbers)
         if trainer.global_step:  # a step ends where batches so far divide by its parts: of a checkpoint, steps may have had another number of these
@@ -200,7 +200,10 @@ class _Lines(L.Callback):
         if self.endpoint and self.lines:
             self.endpoint.values, self.endpoint.progress = self.lines[-1] | {"restarts": restarts()}, time.time()
         if self.ranks.first and self.lines:
-            print(f"step {self.lines[-1]['step']}/{self.config.steps}  loss {self.lines[-1]['loss']:.4f}", flush=True)
+            step = self.lines[-1]["step"]
+            each = (time.perf_counter() - self.started) / max(1, len(self.lines))
+            eta = f"  ETA {as_clock((self.config.steps - step) * each)}" if step < self.config.steps else ""
+            print(f"step {step}/{self.config.steps}  loss {self.lines[-1]['loss']:.4f}{eta}", flush=True)
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -215,9 +218,9 @@ def newest(folder: Path) -> Path | None:
         why = torn(path)
         if why is None:
             return path
-        print(f"passing over checkpoint {path}: it {why}", file=sys.stderr)
+        print(f"ignoring checkpoint {path}: it {why}", file=sys.stderr)
     if found:
-        raise UserError(f"no checkpoint in {folder} is whole: bring one back, or move the folder away to begin anew")
+        raise UserError(f"no checkpoint in {folder} is complete: restore one, or move the folder away to start again")
     return None
 
 

@@ -57,7 +57,7 @@ def _taken(folder: Path, patience: float) -> int | None:
             break
         except OSError as error:
             if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                print(f"{folder} cannot be locked ({error.strerror}): two runs in it would not notice each other", file=sys.stderr)
+                print(f"{folder} cannot be locked ({error.strerror}): a second run could write to it without being noticed", file=sys.stderr)
                 os.close(handle)
                 return None
             if time.monotonic() > end:

@@ -22,14 +22,16 @@ from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.data import load
 from liger_kernel.train.kernels import Compilations, compile_ahead, use_cache
 from liger_kernel.train.lock import held
-from liger_kernel.train.measure import UNTIMED, PeakMemory, StepClock, peak_flops
+from liger_kernel.train.measure import UNTIMED, PeakMemory, StepClock, as_clock, peak_flops
 from liger_kernel.train.metrics import Endpoint, Reports, StepLines, as_json, check_reports, of_lines, of_run
+from liger_kernel.train.mistakes import writable
 from liger_kernel.train.model import attend, build, device_and_precision, flops_per_token, save
 from liger_kernel.train.optimizer import adamw, learning_rate
 from liger_kernel.train.ranks import News, Preempted, Ranks, Stop, Watch, joined, local_rank, restarts, told_to_stop
 from liger_kernel.train.resume import refuse_other, seed_all
 from liger_kernel.train.rows import Data
 from liger_kernel.train.store import Store, stored
+from liger_kernel.train.summary import summary
 
 SKIPS = 10  # steps in a row without finite gradients after which `--nonfinite skip` gives up: more data will not mend the weights
 
@@ -49,17 +51,18 @@ def train(config: TrainConfig) -> dict[str, Any]:
     adapters.check(config, device)
     # without checkpoints there is nothing to save on SIGTERM, which then ends the process as it always does
     stoppable = told_to_stop() if config.checkpoint_every else contextlib.nullcontext(Stop())
+    if int(os.environ.get("RANK", "0")) == 0:  # what cannot be written is better known before training than after it
+        for folder in (config.out, config.save, config.cache):
+            writable(folder=folder)
     with stoppable as stop, joined(config, device) as ranks, held(out, ranks):
-        if ranks.first:  # what cannot be written is better known before training than after it
+        if ranks.first:
             config.save_to(out / "config.json")
-            if config.save:
-                Path(config.save).mkdir(parents=True, exist_ok=True)
         with stored(config, ranks) as store, contextlib.closing(load(config)) as data:
             model = build(config, data.tokenizer, device, precision)
             attention = attend(config, data.rows, model, device, precision)
             data.check(model.config.get_text_config().vocab_size)
             if ranks.first:
-                _say(config, model, attention)
+                print(summary(config, data, model, attention, device, precision, ranks.world), flush=True)
             if device.type == "cuda" and config.kernels == "on":
                 use_cache()
                 compile_ahead(config, model.config, precision, ranks)
@@ -69,17 +72,6 @@ def train(config: TrainConfig) -> dict[str, Any]:
             if "problem" in metrics:
                 raise OSError(metrics["problem"])
     return metrics
-
-
-def _say(config: TrainConfig, model: Any, attention: str) -> None:
-    """What the model is made of, at the start."""
-    if config.lora:
-        print(f"adapters: {adapters.described(config, model)}")
-    print(f"attention: {attention}", flush=True)
-    if config.lora and config.kernels == "on":
-        from liger_kernel.transformers import projections_report
-
-        print(projections_report(model), flush=True)
 
 
 def _by(config: TrainConfig, data: Data, model: Any, device: torch.device, precision: str, ranks: Ranks, stop: Stop, store: Store | None) -> dict[str, Any]:
@@ -168,7 +160,7 @@ class _Run:
                 self._flush(None, True, timed=False)
                 self._save(wait=True)
                 if checkpoints.step < step:
-                    raise OSError(f"stopped after step {step} by SIGTERM, and no checkpoint of it could be written; the newest is of step {checkpoints.step}")
+                    raise OSError(f"stopped after step {step} by SIGTERM, but its checkpoint could not be written; the newest is of step {checkpoints.step}")
                 raise Preempted(f"stopped after step {step} by SIGTERM; checkpoint: step {checkpoints.step}")
             self.watch.progress()
             if self.endpoint:
@@ -292,6 +284,7 @@ class _Run:
             "restarts": restarts(),
             "checkpoint_step": self.checkpoints.step if self.checkpoints.step >= 0 else None,
             "checkpoint_time": self.checkpoints.time if self.checkpoints.step >= 0 else None,
+            "seconds_left": (self.config.steps - self.step) * seconds / len(lines),
             "checkpoint_failures": self.checkpoints.failures + (self.store.failures if self.store else 0),
             "kernels_compiled": self.compilations.count,
         }
@@ -311,7 +304,7 @@ class _Run:
         lines = list(self.lines.read()) if self.lines else []
         model: Any = self.parallel.module
         unsaved = self.config.checkpoint_every and self.checkpoints.step < self.step
-        problem = f"the last checkpoint could not be written, the newest is of step {self.checkpoints.step}"
+        problem = f"the last checkpoint could not be written; the newest checkpoint is that of step {self.checkpoints.step}"
         return (
             of_run(self.config, model, self.device, self.precision, self.ranks.world, self.memory)
             | of_lines(lines)
@@ -352,7 +345,7 @@ class _Run:
         if path is None:
             return
         if not self.config.resume and restarts() == 0:
-            raise UserError(f"{self.checkpoints.folder} holds checkpoints: remove them, give another --out, or leave --no-resume")
+            raise UserError(f"{self.checkpoints.folder} holds checkpoints: remove them, give another --out, or leave out --no-resume")
         there = json.loads((path / "state.json").read_text())["identity"]
         refuse_other(path, {"model": self._identity()["model"]} | there, self._identity())  # which is not in those of earlier releases
         state = self.checkpoints.load(path, self.parallel.module, self.optimizer)
@@ -363,7 +356,7 @@ class _Run:
         if state["ranks"] != self.ranks.world:
             seed_all(self.config.seed, self.step, self.parallel.data_rank)
         if self.ranks.first:
-            print(f"resuming after step {self.step} from {path} ({state['ranks']} ranks then, {self.ranks.world} now)", flush=True)
+            print(f"resuming after step {self.step} from {path} (written by {state['ranks']} ranks; {self.ranks.world} now)", flush=True)
 
     def _to_device(self, batch: dict[str, Any]) -> dict[str, Any]:
         pinned = lambda t: t.pin_memory() if self.device.type == "cuda" else t
@@ -383,7 +376,7 @@ def _percentile(ordered: list[float], part: float) -> float | None:
 
 
 class _Progress:
-    """A bar on a terminal (with tqdm), lines elsewhere; nothing on ranks that do not ``show``."""
+    """A bar on a terminal (with tqdm), lines elsewhere, with the time that the steps which are left need; nothing on ranks that do not ``show``."""
 
     def __init__(self, steps: int, show: bool):
         self.steps, self.shown, self.bar = steps, show, None
@@ -391,7 +384,7 @@ class _Progress:
             with contextlib.suppress(ImportError):
                 import tqdm
 
-                self.bar = tqdm.tqdm(total=steps, dynamic_ncols=True, bar_format="{n}/{total} {bar:24} {elapsed}<{remaining}{postfix}")
+                self.bar = tqdm.tqdm(total=steps, dynamic_ncols=True, bar_format="{n}/{total} {bar:24} {elapsed}{postfix}")
 
     def __enter__(self) -> _Progress:
         return self
@@ -407,7 +400,9 @@ class _Progress:
         if state["mfu"]:
             text += f"  MFU {state['mfu']:.1%}"
         if state["nonfinite_steps"]:
-            text += f"  {state['nonfinite_steps']} steps left out"
+            text += f"  {state['nonfinite_steps']} steps skipped"
+        if left := state.get("seconds_left"):  # without evaluations and checkpoints
+            text += f"  ETA {as_clock(left)}"
         if self.bar is None:
             print(f"step {state['step']:>{len(str(self.steps))}}/{self.steps}  {text}", flush=True)
         else:

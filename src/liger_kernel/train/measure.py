@@ -7,6 +7,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,11 @@ class PeakMemory:
         if self.device.type == "cuda":
             return torch.cuda.memory_allocated(self.device)
         return _status("VmRSS") if STATUS.exists() else self._high()
+
+
+def as_clock(seconds: float) -> str:
+    """``0:01:05``, as people read how long something takes."""
+    return str(timedelta(seconds=round(seconds)))
 
 
 class Pace:

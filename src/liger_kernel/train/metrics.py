@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from liger_kernel.nearest import did_you_mean
 from liger_kernel.train.config import REPORTS, TrainConfig, UserError
 from liger_kernel.train.measure import PeakMemory, device_name
 from liger_kernel.train.ranks import beside, restarts
@@ -39,7 +40,7 @@ EXPORTED = {
     "step_seconds_p95": ("step_seconds_p95", "gauge", "95th percentile of the time of a step"),
     "data_wait_seconds": ("data_wait_seconds", "gauge", "Mean time of a step in which batches were made"),
     "memory_bytes": ("memory", "gauge", "Peak memory of this rank"),
-    "nonfinite_steps_total": ("nonfinite_steps", "counter", "Steps left out because of a NaN or Inf"),
+    "nonfinite_steps_total": ("nonfinite_steps", "counter", "Steps skipped because of a NaN or Inf"),
     "restarts_total": ("restarts", "counter", "Restarts of this rank"),
     "checkpoint_step": ("checkpoint_step", "gauge", "Step of the newest checkpoint on disk"),
     "checkpoint_time_seconds": ("checkpoint_time", "gauge", "Unix time of the newest checkpoint on disk"),
@@ -60,7 +61,7 @@ class StepLines:
         self.path = path
         kept = [line for line in self.read() if line["step"] <= step]
         if len(kept) < step:  # no reason not to train
-            print(f"{path} has lines of {len(kept)} steps, the checkpoint was written after {step}: those between are lost", file=sys.stderr)
+            print(f"{path} has lines of {len(kept)} steps, but the checkpoint was written after step {step}: the lines between are lost", file=sys.stderr)
         aside = path.with_name(path.name + ".tmp")
         aside.write_text("".join(as_json(line) + "\n" for line in kept), encoding="utf-8")
         aside.replace(path)
@@ -111,7 +112,7 @@ class Endpoint:
         try:
             self._listener = socket.create_server((host, port), backlog=self.most)
         except (OSError, OverflowError) as error:
-            raise UserError(f"cannot listen on {host}:{port} for metrics: {error}") from error
+            raise UserError(f"metrics cannot be served on {host}:{port}: {error}") from error
         self._listener.setblocking(False)
         self.port = self._listener.getsockname()[1]
         self._clients: dict[socket.socket, float] = {}  # since when
@@ -191,9 +192,9 @@ def check_reports(config: TrainConfig) -> None:
     """Raise ``UserError``, before anything is loaded, if ``config.report`` names a service that is unknown or not installed."""
     for name in config.reports:
         if name not in REPORTS:
-            raise UserError(f"report must be of {', '.join(REPORTS)}, with commas between; got {config.report!r}")
+            raise UserError(f"report must be of {', '.join(REPORTS)}, with commas between; got {config.report!r}{did_you_mean(name, REPORTS)}")
         if importlib.util.find_spec(name) is None:
-            raise UserError(f"report to {name} needs it: pip install {'mlflow-skinny' if name == 'mlflow' else name}")
+            raise UserError(f"report {name} needs the package {name}: pip install {'mlflow-skinny' if name == 'mlflow' else name}")
 
 
 class Reports:
@@ -252,7 +253,7 @@ def _left_alone(service: str, then: Callable[[], Any] = lambda: None) -> Iterato
         yield
     except Exception as error:
         then()
-        print(f"no more reports to {service}: {type(error).__name__}: {in_a_line(error)}", file=sys.stderr)
+        print(f"reporting to {service} stopped: {type(error).__name__}: {in_a_line(error)}", file=sys.stderr)
 
 
 def of_run(config: TrainConfig, model: Any, device: Any, precision: str, world: int, memory: PeakMemory) -> dict[str, Any]:

@@ -13,10 +13,13 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from liger_kernel.nearest import did_you_mean
 from liger_kernel.parallel import layers_of
 from liger_kernel.train import adapters
 from liger_kernel.train.config import TrainConfig, UserError
+from liger_kernel.train.hub import on_hub
 from liger_kernel.train.ranks import local_rank
+from liger_kernel.train.redact import in_a_line
 from liger_kernel.train.rows import Rows
 from liger_kernel.utils import varlen_lacks
 
@@ -34,7 +37,8 @@ def device_and_precision(config: TrainConfig) -> tuple[torch.device, str]:
         if device.type != "cuda":
             torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # no such thing, or not of this PyTorch
-        raise UserError(f"cannot use device {name!r}: {str(error).partition('. ')[0][:200]}") from error
+        why = "it must be cpu, cuda or cuda:N" if "device type at start" in str(error) else str(error).partition(". ")[0][:200]
+        raise UserError(f"cannot use device {name!r}: {why}{did_you_mean(name, ('cpu', 'cuda'))}") from error
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device.type == "cuda" and (device.index or 0) >= gpus:
         raise UserError(f"device is {name}, but PyTorch sees {gpus or 'no'} GPU{'s' * (gpus > 1)} here")
@@ -76,18 +80,24 @@ def _base(config: TrainConfig, name: str | None, tokenizer: Any, device: torch.d
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "sdpa" if config.attention == "auto" else config.attention}
     quantized = {"quantization_config": adapters.quantization(config, precision), "device_map": {"": device}}
     model: Any
+    if name:
+        on_hub(name)
     try:
         if name:
+            if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
+                raise UserError(f"{name} holds no model: it has no config.json")
             model = transformers.AutoModelForCausalLM.from_pretrained(name, **options, **(quantized if quantized["quantization_config"] else {}))
         else:
             model = transformers.AutoModelForCausalLM.from_config(small_llama(config, tokenizer), **options)
             if quantized["quantization_config"]:
                 model = type(model).from_pretrained(None, config=model.config, state_dict=model.state_dict(), **options, **quantized)
-    except (OSError, ValueError, ImportError) as error:
-        raise UserError(f"cannot build the model {name or ''}: {str(error).strip().splitlines()[0]}") from error
+    except (torch.OutOfMemoryError, UserError):
+        raise
+    except Exception as error:  # of transformers, safetensors, or a model's own code
+        raise UserError(f"cannot build the model{f' {name}' if name else ''}: {in_a_line(error)}") from error
     if getattr(model, "is_quantized", False):
         if not config.lora:
-            raise UserError(f"{name} is quantised, and cannot be trained whole: give --lora")
+            raise UserError(f"{name} is quantised, so it cannot be trained as a whole: give --lora RANK")
         return adapters.unchanging(adapters.without_adapters(model))  # where it is loaded is where it stays
     return (adapters.without_adapters(model) if config.lora else model).to(device)
 
@@ -192,7 +202,7 @@ def patch(model: Any, flags: dict[str, bool]) -> None:
     known = flags_of(model_type)
     unknown = [name for name in flags if name not in known]
     if unknown:
-        raise UserError(f"{model_type} has no {' and no '.join(unknown)} to switch; it has {', '.join(known)}")
+        raise UserError(f"{model_type} has no kernel flag {unknown[0]}{did_you_mean(unknown[0], known)}; its flags are {', '.join(known)}")
     _apply_liger_kernel_to_instance(model, **flags)
 
 

@@ -30,7 +30,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, g
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
 
 from liger_kernel.train.config import STORE, TrainConfig, UserError
-from liger_kernel.train.redact import redacted
+from liger_kernel.train.redact import in_a_line, redacted
 
 T = TypeVar("T")
 LAUNCHER = "LIGER_LAUNCHER"  # variable of workers: the process that started them
@@ -116,7 +116,7 @@ def joined(config: TrainConfig, device: torch.device) -> Iterator[Ranks]:
             and os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1"
             and rank == 0
         ):
-            print("restarts fail by default: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 beside torchrun, or use --nproc", file=sys.stderr)
+            print("torchrun's restarts fail unless TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is set: set it, or use --nproc instead of torchrun", file=sys.stderr)
         yield Ranks(rank, world, dist.new_group(backend="gloo"), dist.new_group(backend="gloo"))
     except BaseException as error:
         if made and (isinstance(error, Preempted) or dist.get_world_size() == 1):
@@ -173,7 +173,7 @@ def die_with_launcher() -> None:
     def watch() -> None:
         while there():
             time.sleep(0.5)
-        os.write(2, b"the launcher has gone: so does this rank\n")
+        os.write(2, b"the launcher has ended, so this rank ends too\n")
         os._exit(1)
 
     beside(watch, "launcher", "this rank will not notice if its launcher is killed")
@@ -254,7 +254,7 @@ def told_to_stop() -> Iterator[Stop]:
     try:
         yield event
     except _Early:
-        raise TooEarly("stopped by SIGTERM before training began; checkpoints are as they were") from None
+        raise TooEarly("stopped by SIGTERM before training began; no checkpoint was changed") from None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -276,7 +276,7 @@ class Watch:
         self._last = time.monotonic()
 
     def __enter__(self) -> Watch:
-        self._thread = beside(self._look, "watch", f"rank {self._rank}: nobody watches over progress, a run that is stuck will not end by itself")
+        self._thread = beside(self._look, "watch", f"rank {self._rank}: there is no watch over progress, so a run that is stuck will not end by itself")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -289,7 +289,7 @@ class Watch:
         try:
             self._watch()
         except BaseException as error:
-            os.write(2, f"rank {self._rank}: nobody watches over progress any more: {type(error).__name__}: {error}\n".encode())
+            os.write(2, f"rank {self._rank}: the watch over progress has stopped: {type(error).__name__}: {error}\n".encode())
 
     def _watch(self) -> None:
         while not self._ended.wait(min(1.0, self._seconds / 4)):
@@ -366,7 +366,7 @@ class _Agent(LocalElasticAgent):
                 if any(handler.proc.returncode not in (None, 0, EXIT_PREEMPTED) for handler in self._handlers()):
                     end = min(end, time.monotonic() + timeout)  # the others miss it
             for handler in self._running():
-                print(f"process {handler.proc.pid} did not end in time after SIGTERM: killed", file=sys.stderr)
+                print(f"process {handler.proc.pid} did not end in time after SIGTERM, so it was killed", file=sys.stderr)
                 handler.close(signal.SIGKILL)
         super()._shutdown(death_sig)  # PyTorch 2.11 and 2.13 differ in what else it takes
 
@@ -379,15 +379,17 @@ def _preempted(codes: set[int]) -> bool:
 def _check_endpoint(endpoint: str, nodes: int) -> None:
     """``UserError`` if a program that is no launcher of this run listens there: the rendezvous would wait for its answer, without a word and without end."""
     host, _, port = endpoint.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise UserError(f"rdzv_endpoint must be HOST:PORT, such as localhost:29400; got {endpoint!r}")
+    if not int(port):
+        return
     try:
-        if not int(port):
-            return
         socket.create_connection((host, int(port)), timeout=2).close()
-    except (OSError, ValueError):  # nobody listens yet; what is no endpoint, the rendezvous says
+    except OSError:  # nobody listens yet
         return
     if nodes == 1 or not _keeps_a_rendezvous(host, int(port)):
-        raise UserError(f"rdzv_endpoint {endpoint} is taken by a program that is no launcher of this run: give another port")
-    print(f"{endpoint} has a listener: joining it; if it is no launcher of this run, give another port", file=sys.stderr, flush=True)
+        raise UserError(f"rdzv_endpoint {endpoint} is used by another program than this run's launcher: give another port")
+    print(f"{endpoint} is in use: joining the launcher there. If another program uses it, give another port", file=sys.stderr, flush=True)
 
 
 def _keeps_a_rendezvous(host: str, port: int) -> bool:
@@ -426,7 +428,7 @@ def launch_elastic(config: TrainConfig, command: list[str] | None = None) -> int
         raise UserError(f"nnodes must be N or MIN:MAX with 1 <= MIN <= MAX, got {config.nnodes!r}")
     nproc = config.nproc or (torch.cuda.device_count() if torch.cuda.is_available() else 1)
     if nodes[1] > 1 and config.rdzv_endpoint == TrainConfig.rdzv_endpoint:
-        raise UserError("several machines need --rdzv-endpoint HOST:PORT of one of them, the same on all")
+        raise UserError("several machines need --rdzv-endpoint HOST:PORT: the address of one of them, the same on all machines")
     if command is None:
         path = Path(config.out) / f"launched-{socket.gethostname()}.json"  # machines share the folder, and may start at the same moment
         dataclasses.replace(config, nproc=None).save_to(path)
@@ -439,7 +441,10 @@ def launch_elastic(config: TrainConfig, command: list[str] | None = None) -> int
     waits: dict[str, Any] = {"join_timeout": config.timeout, "read_timeout": config.timeout} if nodes[1] > 1 else {}
     _check_endpoint(config.rdzv_endpoint, nodes[1])
     run_id = os.environ.get("PET_RDZV_ID") or Path(config.out).absolute().name or "run"
-    rendezvous = get_rendezvous_handler(RendezvousParameters("c10d", config.rdzv_endpoint, run_id, *nodes, **waits))
+    try:
+        rendezvous = get_rendezvous_handler(RendezvousParameters("c10d", config.rdzv_endpoint, run_id, *nodes, **waits))
+    except RendezvousError as error:
+        raise OSError(f"rdzv_endpoint {config.rdzv_endpoint}: no rendezvous there ({in_a_line(error)})") from error
     spec = WorkerSpec(
         role="default_role",
         local_world_size=nproc,

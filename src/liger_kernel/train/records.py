@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from liger_kernel.train.config import TrainConfig, UserError
+from liger_kernel.train.hub import on_hub
+from liger_kernel.train.mistakes import beside
 from liger_kernel.train.redact import in_a_line
 
 Place = tuple[int, int, int]  # between two records: how many are before it, the file, how many of the file are before it
@@ -30,7 +32,7 @@ def standard_library() -> list[str]:
     paths = [path for path in sorted(root.rglob("*.py")) if not NOT_TEXT & set(path.relative_to(root).parts)]
     texts = [path.read_bytes().decode("utf-8", errors="ignore") for path in paths]
     if sum(map(len, texts)) < 1_000_000:
-        raise UserError(f"this Python has no sources of its standard library in {root}: give --data a file")
+        raise UserError(f"this Python has no sources of its standard library in {root}: give --data FILE")
     return texts
 
 
@@ -76,7 +78,7 @@ def files_of(name: str) -> list[Path]:
         return files
     if path.suffix in (".jsonl", ".parquet"):
         if not path.is_file():
-            raise UserError(f"no such file: {path}")
+            raise UserError(f"no such file: {path}{beside(path)}")
         return [path]
     if path.exists():
         raise UserError(f"data must be a .jsonl or .parquet file or a folder of them, got {path}")
@@ -126,7 +128,8 @@ def _hub(name: str, split: str, stream: bool, skip: int) -> Iterable[dict[str, A
     try:
         import datasets
     except ImportError as error:
-        raise UserError(f"{name!r} is no file, and Hugging Face datasets need: pip install datasets") from error
+        raise UserError(f"{name!r} is not a file here, and datasets of the Hugging Face hub need the package datasets: pip install datasets") from error
+    on_hub(name, also=("stdlib",), kind="dataset")
     try:
         data = datasets.load_dataset(name, split=split, streaming=stream)
         return data.skip(skip) if skip else data
@@ -163,9 +166,9 @@ def characters(record: dict[str, Any]) -> int:
 def text_of(record: dict[str, Any], number: int) -> str:
     """The text of a record, which is the ``number``-th."""
     if number == 1 and "text" not in record:
-        raise UserError(f"a record must have 'text', 'messages', or 'instruction' and 'output'; the first one has {sorted(record)}")
+        raise UserError(f"a record must have 'text', 'messages', or 'instruction' and 'output'; the first record has {sorted(record)}")
     if not isinstance(record.get("text"), str):
-        raise UserError(f"record {number} has no text, unlike the first one")
+        raise UserError(f"record {number} has no 'text', unlike the first record")
     return record["text"]
 
 

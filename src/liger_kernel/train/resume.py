@@ -35,7 +35,7 @@ def accept(config: TrainConfig, data: Data, model: Any, ranks: Ranks, folder: Pa
     ``UserError`` where the run must not go on from ``last``: it is not to, or the order of the data, the place in it, or the adapters would be others.
     """
     if last and not config.resume and restarts() == 0:
-        raise UserError(f"{folder} holds checkpoints: remove them, give another --out, or leave --no-resume")
+        raise UserError(f"{folder} holds checkpoints: remove them, give another --out, or leave out --no-resume")
     path = folder / "identity.json"
     there = ranks.agreed(json.loads(path.read_text()) if ranks.first and last and path.is_file() else None) or {}
     rows = config.global_batch or there.get("global_batch") or config.batch * config.accumulate * ranks.world

@@ -182,7 +182,7 @@ def together(single: Rows, length: int) -> Rows:
 
 def check(rows: Rows, vocabulary: int) -> None:
     if len(rows) and int(rows.ids.max()) >= vocabulary:
-        raise UserError(f"the tokenizer has ids beyond the model's vocabulary of {vocabulary}")
+        raise UserError(f"the tokenizer has ids that the model's vocabulary of {vocabulary} lacks: give the model's own tokenizer")
 
 
 class Data:

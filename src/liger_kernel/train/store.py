@@ -89,10 +89,10 @@ class Store:
                     self.fs.get_file(f"{self.root}/metrics.jsonl", str(self.out / "metrics.jsonl"))
                 write(folder / LATEST, "".join(f"{each}\n" for each in dict.fromkeys((name, *listed(folder)))))
                 return name
-            print(f"passing over checkpoint {self.uri}/checkpoints/{name}: {why}", file=sys.stderr)
+            print(f"ignoring checkpoint {self.uri}/checkpoints/{name}: {why}", file=sys.stderr)
             self.damaged.add(name)
         if there and not here:
-            raise UserError(f"no checkpoint in the store {self.uri} is whole: bring one back, or give another --store to begin anew")
+            raise UserError(f"no checkpoint in the store {self.uri} is complete: restore one, or give another --store to start again")
         return None
 
     def _bring(self, name: str) -> str | None:
@@ -125,7 +125,7 @@ class Store:
             self.known = there
             return False
         if there != self.known:
-            raise RuntimeError(f"another run writes there, its newest checkpoint is {there[0] if there else None}")
+            raise RuntimeError(f"another run writes there; its newest checkpoint is {there[0] if there else None}")
         unfinished = self._names(UPLOADING)
         new = [name for name in wanted if name not in there or name in self.damaged]
         _folders(self.fs, f"{self.root}/checkpoints/{UPLOADING}")
@@ -209,7 +209,7 @@ def _last(store: Store) -> None:
     try:
         store.copy()
     except Exception as error:
-        raise OSError(f"the last checkpoint is in {store.out} and not in {store.uri}: {in_a_line(error)}") from None  # its text may have credentials
+        raise OSError(f"the last checkpoint is in {store.out}, but not in {store.uri}: {in_a_line(error)}") from None  # its text may have credentials
 
 
 def _keep(store: Store, ended: threading.Event) -> None:
@@ -224,4 +224,4 @@ def _keep(store: Store, ended: threading.Event) -> None:
             failed = newest_here
             if said != str(error):
                 said = str(error)
-                print(f"a checkpoint could not be copied to {store.uri}, yet: {in_a_line(error)}", file=sys.stderr)
+                print(f"a checkpoint could not be copied to {store.uri} and will be copied later: {in_a_line(error)}", file=sys.stderr)

@@ -61,7 +61,7 @@ def described(path: Path) -> Part:
 
 def changed(number: int, known: Part, found: Part) -> UserError:
     """What is said of data that are not those that a run has trained on."""
-    return UserError(f"the data has changed: part {number} had {known}, and has {found}")
+    return UserError(f"the data has changed: part {number} had {known}, now it has {found}")
 
 
 class Parts(Rows):

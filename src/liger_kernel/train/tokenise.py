@@ -17,6 +17,7 @@ import torch
 
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.files import write
+from liger_kernel.train.hub import on_hub
 from liger_kernel.train.records import BEGIN, Place, characters, conversation, text_of, texts_of
 from liger_kernel.train.redact import in_a_line
 from liger_kernel.train.rows import IGNORE, Rows, TokenFile, Tokens, together
@@ -27,6 +28,7 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}{{ '' if loop.first else '\n\n' }}{{ '### ' + m.role | capitalize + ':\n' + m.content }}"
     "{{ eos_token if m.role == 'assistant' else '' }}{% endfor %}{{ '\n\n### Assistant:\n' if add_generation_prompt else '' }}"
 )
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 TOKENIZER = "tokenizer"  # in a folder of data that is being tokenised
 PIECE = 1_000_000  # characters that are tokenised together, each of which takes a tokenizer 150 bytes
 KEEP_EVERY = 1.0  # seconds between two moments at which what is tokenised is synced to the disk
@@ -162,7 +164,7 @@ class Draft:
             if self.chats is None:
                 self.chats = conversation(some[0][0]) is not None
             if self.chats and not tokenizer.is_fast:
-                raise UserError("conversations need a fast tokenizer: a slow one does not say which characters a token covers")
+                raise UserError("conversations need a fast tokenizer, because a slow tokenizer does not say which characters a token covers")
             if self.chats:
                 for record, (number, *_) in some:
                     self._add_chat(record, number, tokenizer, length)
@@ -182,7 +184,7 @@ class Draft:
             turns = conversation(record) or []
             ids, labels = conversation_row(turns, tokenizer, length)
         except Exception as error:  # chat templates raise what they like
-            raise UserError(f"record {number} is no conversation that the chat template accepts: {in_a_line(error, 200)}") from error
+            raise UserError(f"record {number} is not a conversation that the chat template accepts: {in_a_line(error, 200)}") from error
         if any(label != IGNORE for label in labels[1:]):
             self._add(ids, labels)
         elif any(turn.get("role") == "assistant" and turn.get("content") for turn in turns):
@@ -196,9 +198,11 @@ class Draft:
         lengths, ids = self._tokens["lengths"].tensor(), self._tokens["ids"]
         bounds = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
         if self.chats:
-            self._say_what_is_left_out(length)
+            left_out = self._left_out(length)
             if not len(lengths):
-                raise NoRows(f"no conversation has an answer within its first {length} tokens: raise the length")
+                raise NoRows(f"nothing to learn: {', and '.join(left_out)}" if left_out else "the data has no conversation")
+            for why in left_out:
+                print(f"{why}: left out, as they have nothing to learn", file=sys.stderr, flush=True)
             rows = Rows(ids.tensor(), self._tokens["labels"].tensor(), bounds)
             return together(rows, length) if documents else rows
         # documents are joined and cut; what does not fill the last row is dropped
@@ -209,15 +213,14 @@ class Draft:
         rows = Rows(joined, joined, torch.arange(count + 1) * length)
         return rows.of_documents(bounds[:-1]) if documents else rows
 
-    def _say_what_is_left_out(self, length: int) -> None:
+    def _left_out(self, length: int) -> list[str]:
+        """How many conversations teach nothing, for each reason."""
         total = self._tokens["lengths"].count + self.silent + self.late
         reasons = (
             (self.silent, "have no answer"),
-            (self.late, f"have none within their first {length} tokens, or in turns that the chat template rewrites"),
+            (self.late, f"have no answer within their first {length} tokens (raise --length), or have it in turns that the chat template rewrites"),
         )
-        for dropped, why in reasons:
-            if dropped:
-                print(f"{dropped} of {total} conversations {why}: left out, as there is nothing to learn", file=sys.stderr, flush=True)
+        return [f"{dropped} of {total} conversations {why}" for dropped, why in reasons if dropped]
 
 
 def tokenise(records: Iterable[dict[str, Any]], tokenizer: Any, length: int, packing: str = "auto", before: int = 0) -> Rows:
@@ -236,10 +239,13 @@ def tokenizer_of(config: TrainConfig) -> Any:
     source = config.tokenizer or config.model
     if source is None:
         return None
+    on_hub(source)
+    if Path(source).is_dir() and not any((Path(source) / name).is_file() for name in TOKENIZER_FILES):
+        raise UserError(f"{source} holds no tokenizer: it has no tokenizer.json or tokenizer_config.json. Give --tokenizer a folder that has one")
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot load the tokenizer {source!r}: {str(error).splitlines()[0]}") from error
+    except Exception as error:  # of transformers, or of the tokenizers' package for a damaged file
+        raise UserError(f"cannot load the tokenizer {source!r}: {in_a_line(error)}") from error
     complete(tokenizer)
     return tokenizer
 

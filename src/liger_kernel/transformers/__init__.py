@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 from typing import Any
 
+from liger_kernel.nearest import did_you_mean
 from liger_kernel.nn import (
     LigerBlockSparseTop2MLP,
     LigerCrossEntropyLoss,
@@ -130,10 +131,13 @@ def is_transformers_available() -> bool:
 def __getattr__(name: str) -> Any:
     module = (_AUTO | _PATCHING).get(name) or ("patching.apply" if name.startswith("apply_liger_kernel_to_") else None)
     if module is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{did_you_mean(name, __all__)}")
     if not is_transformers_available():
         raise ImportError(f"{name} needs transformers: pip install transformers")
-    return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    found = importlib.import_module(f"{__name__}.{module}")
+    if not hasattr(found, name):  # of a family that there is not
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{did_you_mean(name, __dir__())}")
+    return getattr(found, name)
 
 
 if is_transformers_available():

@@ -10,6 +10,7 @@ from typing import Any
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
 from transformers.utils import find_adapter_config_file, is_peft_available
 
+from liger_kernel.nearest import nearest
 from liger_kernel.transformers.patching.apply import _apply_liger_kernel, _apply_rest
 from liger_kernel.transformers.patching.flags import every_flag, flags_of
 from liger_kernel.transformers.recognise.rows import family
@@ -19,6 +20,10 @@ _HUB = ("cache_dir", "code_revision", "force_download", "local_files_only", "pro
 
 def _patched(name: str, config: PretrainedConfig, kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """``kwargs`` without flags, and those that the family has, after its classes are patched as they say; an unknown family stays plain, with a warning."""
+    for argument in kwargs.keys() - every_flag():
+        near = nearest(argument, every_flag(), cutoff=0.75)  # transformers' own arguments are at most 0.57 alike
+        if near and not hasattr(config, argument):
+            raise TypeError(f"{name}: no argument {argument!r}; did you mean {near}?")
     model_type = getattr(config, "model_type", "")
     given: dict[str, Any] = {}
     if model_type and family(model_type):

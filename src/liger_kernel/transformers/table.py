@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import ast
 import dataclasses
 import difflib
@@ -178,7 +177,7 @@ def table(model_types: Iterable[str] = ()) -> str:
     lines = []
     for t in model_types or families.FAMILIES:
         if t not in families.FAMILIES:
-            lines.append(f"{t}\n  not in the table: {families.UNVERIFIED.get(t, 'unknown model type')}")
+            lines.append(f"{t}\n  not in the table: {families.UNVERIFIED.get(t, 'it is recognised when a model of it is patched')}")
             continue
         row = Family(**families.FAMILIES[t])
         head = f"not fused: {row.fused}" if row.fused else "fused" if row.heads else "a part of others"
@@ -252,21 +251,25 @@ def document() -> str:
     return "\n".join(line.replace("_", "\\_") if line.startswith("| ") else line for line in lines) + "\n"
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="liger models", description="The model families: what is swapped, what is left alone and why.")
-    parser.add_argument("model_type", nargs="*", help="only these model types")
-    parser.add_argument("--check", action="store_true", help="derive the table from the installed transformers and show the difference")
-    parser.add_argument("--write", action="store_true", help="derive the table, and write families.py, __init__.pyi, and in a checkout docs/models.md")
-    args = parser.parse_args(argv)
-    if args.write:
-        Path(families.__file__).write_text(source(*make()))
-        importlib.reload(families)
-        # in a process that knows the new table
-        subprocess.run([sys.executable, "-c", f"from {__name__} import STUB, stub; STUB.write_text(stub())"], check=True)
-        docs = Path(families.__file__).parents[4] / "docs"
-        if docs.is_dir():  # a checkout
-            (docs / "models.md").write_text(document())
-        return 0
-    text = check(args.model_type or None) if args.check else table(args.model_type)
+def known() -> list[str]:
+    """The model types of the frozen table and of the installed transformers."""
+    return list(dict.fromkeys((*families.FAMILIES, *families.UNVERIFIED, *CONFIG_MAPPING)))
+
+
+def write() -> int:
+    """Derive the table, and write all files that follow from it."""
+    Path(families.__file__).write_text(source(*make()))
+    importlib.reload(families)
+    # in a process that knows the new table
+    subprocess.run([sys.executable, "-c", f"from {__name__} import STUB, stub; STUB.write_text(stub())"], check=True)
+    docs = Path(families.__file__).parents[4] / "docs"
+    if docs.is_dir():  # a checkout
+        (docs / "models.md").write_text(document())
+    return 0
+
+
+def show(model_types: list[str], compare: bool = False) -> int:
+    """Print the frozen table, or how the installed transformers differs from it (then 1)."""
+    text = check(model_types or None) if compare else table(model_types)
     print(text or f"the frozen table is that of transformers {transformers.__version__}")
-    return int(args.check and bool(text))
+    return int(compare and bool(text))

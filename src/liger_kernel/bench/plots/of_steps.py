@@ -30,7 +30,7 @@ from liger_kernel.bench.plots.drawing import (
     _words_of,
 )
 from liger_kernel.bench.plots.of_operators import _dot
-from liger_kernel.bench.rows import OURS, Row, digits, hardware_line, parts_of, ratio, span, speedup, variant_label, with_ours
+from liger_kernel.bench.rows import OURS, Row, beyond, digits, hardware_line, noise, on_cpu, parts_of, ratio, span, speedup, variant_label, with_ours
 
 # Kinds of device time: in teal what our kernels replace, in greys what they leave alone.
 KINDS = {"gemm": "#66768a", "attention": "#8793a2", "optimizer": "#a7b0bb", "communication": "#c3cad2", "other": "#dbe0e5"}
@@ -49,7 +49,7 @@ def step_bars(data: Data, out: Path | str) -> list[Path]:
     groups = _step_groups(data)
     if not groups:
         return []
-    title = f"Training steps: {_step_finding(data['rows'])}"
+    title = f"Training steps: {_step_finding(data['rows'], on_cpu(data.get('meta', {})))}"
     words = "left tokens per second, x: ours is so many times as fast; right peak allocated memory, x: multiples of ours"
     lines = []
     for heading, rows in groups.items():
@@ -82,16 +82,18 @@ def batch_curves(data: Data, out: Path | str) -> list[Path]:
         groups = {heading: rows for heading, rows in swept.items() if rows[0]["model"] == model}
         measured = sorted((row for rows in groups.values() for row in rows if _value(row, "tokens_per_s")), key=lambda row: row["batch"])
         most = {row["variant"]: row["batch"] for row in measured}
-        title = f"{model}: rows a GPU that fit, of those tried: " + ", ".join(
+        unit = "process" if on_cpu(data.get("meta", {})) else "GPU"
+        title = f"{model}: the most rows a {unit} of those measured: " + ", ".join(
             f"{variant_label(name)} {most[name]}" for name in _order(data["rows"]) if name in most
         )
         path = _path(out, "batches", model)
         with _figure(
-            path, 10.8, 3.4 * len(groups), title, "against rows a GPU; a line ends where memory is out", hardware_line(data.get("meta", {}))
+            path, 10.8, 3.4 * len(groups), title, f"against rows a {unit}; a line ends where memory is out", hardware_line(data.get("meta", {}))
         ) as figure:
             for line, (heading, rows) in zip(figure.subplots(len(groups), 2, squeeze=False), groups.items()):
-                for axes, name, words in zip(line, ("tokens_per_s", "peak_allocated_gb"), ("tokens per second", "peak memory a GPU, GB")):
+                for axes, name, words in zip(line, ("tokens_per_s", "peak_allocated_gb"), ("tokens per second", f"peak memory a {unit}, GB")):
                     _curves(axes, rows, name)
+                    axes.set_xlabel(f"rows a {unit}")
                     axes.set_title(f"{heading[len(model) + 2 :]}: {words}", color=INK, pad=6)
         paths.append(path)
     return paths
@@ -111,7 +113,6 @@ def _curves(axes: Any, rows: list[Row], name: str) -> None:
     axes.set_xlim(0, 1.04 * max(row["batch"] for row in rows))
     axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
     axes.yaxis.set_major_formatter(_plain)
-    axes.set_xlabel("rows a GPU")
     _end_labels(axes, ends)
 
 
@@ -123,18 +124,22 @@ def _step_groups(data: Data) -> dict[str, list[Row]]:
     return {heading: sorted(rows, key=lambda row: _order(rows).index(row["variant"])) for heading, rows in groups.items()}
 
 
-def _step_finding(rows: Iterable[Row]) -> str:
+def _step_finding(rows: Iterable[Row], cpu: bool = False) -> str:
+    """How ours compares with each rival; a difference in speed within the noise is called one."""
     pairs = with_ours(rows)
-    parts = []
+    parts, margins = [], []
     for rival in MAIN_RIVALS:
         mine = [(row, ours) for row, ours in pairs if row["variant"] == rival]
         fast = [value for row, ours in mine if (value := speedup(row, ours))]
         lean = [1 / value for row, ours in mine if (value := ratio(row, ours, "peak_allocated_gb"))]
+        margin = max((noise(row, ours, cpu) for row, ours in mine if ours and speedup(row, ours)), default=0.0)
         if fast:
+            margins.append(margin)
             memory = f" with {span(lean)} the memory" if lean else ""
-            parts.append((rival, f"{span(fast)} as fast as {variant_label(rival)}{memory}"))
+            speed = span(fast) if any(beyond(value, margin) for value in fast) else "within noise"
+            parts.append((rival, f"{speed} as fast as {variant_label(rival)}{memory}"))
     chosen = [text for rival, text in parts if rival in ("stock", "eager")] + [text for rival, text in parts if rival not in ("stock", "eager")]
-    return ", ".join(chosen[:2]) or "no variant to compare with"
+    return f"{', '.join(chosen[:2])} (noise of the speed {max(margins):.1%})" if chosen else "no variant to compare with"
 
 
 def breakdown(data: Data, out: Path | str) -> list[Path]:
@@ -154,7 +159,9 @@ def breakdown(data: Data, out: Path | str) -> list[Path]:
         for kind in dict.fromkeys([*KINDS, *(kind for row in timed for kind in row["breakdown_ms"])])
         if any(row["breakdown_ms"].get(kind) for row in timed)
     ]
-    path, words, note = _path(out, "breakdown"), "ms of device time per step; teal: what our kernels replace", hardware_line(data.get("meta", {}))
+    cpu = on_cpu(data.get("meta", {}))
+    words = "ms of time per step; teal: what a patch replaces" if cpu else "ms of device time per step; teal: what our kernels replace"
+    path, note = _path(out, "breakdown"), hardware_line(data.get("meta", {}))
     with _figure(path, 9.5, 0.27 * len(timed) + 0.36 * len(groups) + 0.3, title, words, note) as figure:
         from matplotlib.patches import Patch
 

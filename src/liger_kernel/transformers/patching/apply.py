@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import re
 import warnings
@@ -13,6 +12,7 @@ import transformers
 from packaging.version import Version
 from torch import nn
 
+from liger_kernel.nearest import did_you_mean
 from liger_kernel.transformers.patching import once
 from liger_kernel.transformers.patching.bound import KEY, is_ours
 from liger_kernel.transformers.patching.flags import HEAD_FLAGS, UNPUBLISHED, every_flag, flags_of, parameters_of, parts_of
@@ -103,8 +103,12 @@ def _apply_function(model_type: str) -> Callable[..., None]:
         try:
             given = signature.bind(*args, **kwargs).arguments | level
         except TypeError as error:
-            raise TypeError(f"{apply.__name__}(): {error}; it takes {', '.join([*signature.parameters, *UNPUBLISHED])}") from None
+            takes = [*signature.parameters, *UNPUBLISHED]
+            all_of_them = f"; it takes {', '.join(takes)}"
+            near = next((did_you_mean(name, takes) for name in kwargs if name not in takes), "")
+            raise TypeError(f"{apply.__name__}(): {error}{near or all_of_them}") from None
         model = given.pop("model", None)
+        _check_values(f"{apply.__name__}()", given, model)
         _say_what_is_missing(model_type, given, model is not None)
         _apply(model_type, given, model)
 
@@ -120,6 +124,18 @@ def _apply_function(model_type: str) -> Callable[..., None]:
     return apply
 
 
+def _check_values(where: str, flags: Mapping[str, Any], model: Any) -> None:
+    """``TypeError`` for a model that is none, or a flag that is none: a model that is passed by place, or the name of one."""
+    if model is not None and not isinstance(model, nn.Module):
+        hint = f"; AutoLigerKernelForCausalLM.from_pretrained({model!r}) loads and patches a model by its name" if isinstance(model, str) else ""
+        raise TypeError(f"{where}: model must be a model that is built (an nn.Module), got {model!r:.80}{hint}")
+    for name, value in flags.items():
+        if isinstance(value, nn.Module):
+            raise TypeError(f"{where}: {name} must be True or False, got a model ({type(value).__name__}); pass the model by its name: model=...")
+        if isinstance(value, str) and name != "rematerialise":
+            raise TypeError(f"{where}: {name} must be True or False, got {value!r}")
+
+
 MODEL_TYPE_TO_APPLY_LIGER_FN: dict[str, Callable[..., None]] = {t: _apply_function(t) for t in FAMILIES}
 globals().update({f.__name__: f for f in MODEL_TYPE_TO_APPLY_LIGER_FN.values()})  # apply_liger_kernel_to_llama ...
 
@@ -128,10 +144,10 @@ def _lenient(model_type: str, kwargs: Mapping[str, Any], model: nn.Module | None
     known = flags_of(model_type) if model_type and family(model_type) else None
     for name in kwargs.keys() - (known or every_flag()):
         if name not in every_flag():
-            near = difflib.get_close_matches(name, every_flag(), n=1)
-            once.warn(name, "", "no flag of liger_kernel, so it has no effect" + (f"; did you mean {near[0]}?" if near else ""))
+            once.warn(name, "", f"no flag of liger_kernel, so it has no effect{did_you_mean(name, every_flag())}")
     if known is None:
-        once.warn(model_type or type(model).__name__, "", "liger_kernel has no kernels for this type of model, so it is the stock one")
+        near = did_you_mean(model_type, FAMILIES) if model is None else ""
+        once.warn(model_type or type(model).__name__, "", f"liger_kernel has no kernels for this type of model, so it is the stock one{near}")
     else:
         _apply(model_type, {k: v for k, v in kwargs.items() if k in known}, model)
 
@@ -146,6 +162,7 @@ def _apply_liger_kernel(model_type: str, **kwargs: Any) -> None:
 
 def _apply_liger_kernel_to_instance(model: nn.Module, **kwargs: Any) -> None:
     """Patch one live model, and the reference model beside it in a Trainer. Flags are those of ``_apply_liger_kernel``. A second call changes nothing."""
+    _check_values("_apply_liger_kernel_to_instance()", {}, model)
     for each in (model, *references_beside(model)):
         _lenient(getattr(getattr(each, "config", None), "model_type", ""), kwargs, each)
 

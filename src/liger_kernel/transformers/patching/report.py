@@ -1,10 +1,10 @@
-"""Which linear layers of a live model with adapters or quantised weights run on the projection engine, and why the others do not."""
+"""What of a live model is patched, and why the rest is not: its parts, and its linear layers with adapters or quantised weights."""
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +14,14 @@ from torch import nn
 from liger_kernel.ops._core.operator import use_kernels
 from liger_kernel.ops.projections.weights import Elsewhere
 from liger_kernel.transformers.patching.bound import Bound, is_ours
+from liger_kernel.transformers.patching.flags import HEAD_FLAGS, flags_of, parts_of
+from liger_kernel.transformers.patching.select import instance_patches
 from liger_kernel.transformers.recognise.activations import activation
+from liger_kernel.transformers.recognise.family import Family
 from liger_kernel.transformers.recognise.plain import plain
 from liger_kernel.transformers.recognise.projections import Left, projection
+from liger_kernel.transformers.recognise.rows import family, rows_of
+from liger_kernel.transformers.recognise.slots import SLOT_OF
 from liger_kernel.transformers.recognise.variant import LINEARS
 
 
@@ -53,6 +58,55 @@ class ProjectionsReport:
             example = names[0] if count == 1 else f"{names[0]} and {count - 1} more"
             lines.append(f"  {count} {'run' if runs else 'stock'}{f': {reason}' * bool(reason)} ({example})")
         return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class PatchesReport:
+    """``patched``: what runs on kernels; ``stock``: what does not, with the reason. As text, a line for each."""
+
+    patched: tuple[str, ...]
+    stock: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = [f"patched: {', '.join(self.patched) or 'nothing'}"]
+        return "\n".join(lines + [f"stock: {'; '.join(self.stock)}"] * bool(self.stock))
+
+
+def patches_report(model: nn.Module, given: Mapping[str, Any] | None = None) -> PatchesReport:
+    """Say what of ``model`` is patched now, and of the rest why not. ``given`` are the flags that it was patched with, as far as they are not defaults."""
+    model_type = getattr(getattr(model, "config", None), "model_type", "")
+    row = family(model_type) if model_type else None
+    if row is None:
+        return PatchesReport((), (f"liger_kernel has no kernels for model type {model_type!r}, so the model is as Hugging Face ships it",))
+    given = given or {}
+    flags = flags_of(model_type) | {f: False for f, other in zip(HEAD_FLAGS, reversed(HEAD_FLAGS)) if given.get(other)} | dict(given)
+    head = "fused" if flags.get("fused_linear_cross_entropy") else "logits" if flags.get("cross_entropy") else None
+    everything = parts_of(dict.fromkeys(flags, True) | {"rematerialise": flags["rematerialise"]})
+    found = instance_patches(model, model_type, everything, head or "fused")
+    kinds: dict[tuple[str, str], list[bool]] = {}
+    for p in found:
+        kinds.setdefault((type(p.owner).__name__, p.label), []).append(p.applied)
+    said = lambda count, kind: f"{count} x {kind[0]} ({_short(kind[1])})"
+    patched = tuple(said(sum(applied), kind) for kind, applied in kinds.items() if any(applied))
+    left = {kind: applied.count(False) for kind, applied in kinds.items() if not all(applied)}
+    stock = [f"{said(count, kind)}: {_why(kind[1], row, flags, given)}" for kind, count in left.items()]
+    stock += [f"{name}: {reason}" for _, part in rows_of([model_type], family) for name, reason in part.left_alone.items()]
+    if row.heads and row.fused:
+        stock.append(f"head and loss: {row.fused}")
+    return PatchesReport(patched, tuple(stock))
+
+
+def _short(label: str) -> str:
+    """A variant's label without the fields that say which form it is."""
+    return label.partition("(")[0] if label in SLOT_OF else label
+
+
+def _why(label: str, row: Family, flags: Mapping[str, Any], given: Mapping[str, Any]) -> str:
+    slot = SLOT_OF.get(label)
+    flag = row.glu if slot == "glu" else slot or ("fused_linear_cross_entropy" if label.endswith("head") else None)
+    if flag is None or flags.get(flag):
+        return "replaced by other code after the patch" if flag else "its parts are off"
+    return f"{flag} is off, {'as asked' if flag in given else 'the default of this family'}"
 
 
 _QUANTISED = "bitsandbytes.", "torchao.", "hqq.", "gptqmodel.", "auto_gptq.", "awq."  # packages whose linear layers hold quantised weights

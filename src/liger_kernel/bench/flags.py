@@ -1,0 +1,74 @@
+"""Flags of ``liger bench`` and ``liger tune``. This file imports neither torch nor an operator, so that ``--help`` and mistakes in flags answer at once."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+
+from liger_kernel.bench.rivals import PACKAGES
+from liger_kernel.train.mistakes import Parser, UserError, at_least, holds, one_of, writable
+
+DTYPES = ("bf16", "fp16", "fp32")
+MODES = ("forward", "backward", "full")
+VARIANTS = ("ours", "eager", "compile", "torch", "upstream", "cce", "quack", "base")
+
+
+def operators(argv: list[str]) -> argparse.Namespace:
+    """Those of ``liger bench``. Dtypes and variants whose default depends on the GPU are None where they are not given."""
+    parser = Parser(
+        prog="liger bench",
+        description="Measure operators. `liger bench step` measures training steps, `liger bench report` makes tables of results.",
+        usage="%(prog)s [OP ...] [--name value ...]",
+    )
+    add = parser.add_argument
+    add("op", nargs="*", help="operators that `liger ops` lists, and the losses dpo, grpo and orpo (default: all)")
+    add("--case", action="append", default=[], help="only this case (may be given again); see `liger ops NAME`")
+    add("--sweep", help="instead of cases, an operator's sweep: tokens, vocabulary, hidden")
+    add("--dtype", help="bf16, fp16, fp32; comma-separated (default: bf16, fp32 without a GPU)")
+    add("--mode", default="full", help="forward, backward, full; comma-separated (default: full)")
+    add("--against", help="eager, compile, torch, upstream, cce, quack; comma-separated (default: eager,compile,torch, eager without a GPU)")
+    for name, package in PACKAGES.items():
+        add(f"--{name}-path", metavar="DIR", help=f"where {package.requirement} is: pip install --no-deps --target DIR {package.requirement}")
+    add("--base", metavar="GITREF", help="our operators at this revision, too")
+    add("--repeats", type=int, default=11, help="timed calls of each variant (default: 11)")
+    add("--json", metavar="FILE", help="write rows as they come")
+    add("--resume", action="store_true", help="leave out what --json FILE has already")
+    add("--csv", metavar="FILE", help="write rows as a table")
+    add("--plot", metavar="DIR", help="write PNG charts and report.html")
+    add("--smoke", action="store_true", help="two small cases of each operator, three repeats")
+    add("--child", help=argparse.SUPPRESS)
+    add("--done", default="[]", help=argparse.SUPPRESS)
+    a = parser.parse_args(argv)
+    a.mode = _several("mode", a.mode, MODES)
+    a.dtype = _several("dtype", a.dtype, DTYPES) if a.dtype else None
+    a.against = _several("variant", a.against, VARIANTS) if a.against else None
+    at_least(1, repeats=a.repeats)
+    a.repeats = 3 if a.smoke else a.repeats
+    if a.plot and importlib.util.find_spec("matplotlib") is None:  # now, not after ten minutes
+        raise UserError("--plot needs matplotlib: pip install matplotlib")
+    if a.resume and not a.json:
+        raise UserError("--resume needs --json FILE, whose rows it leaves out")
+    for name, package in PACKAGES.items():
+        holds(package.module.partition(".")[0], getattr(a, f"{name}_path"), f"--{name}-path", package.requirement)
+    for file in (a.json, a.csv):
+        writable(file=file)
+    writable(folder=a.plot)
+    return a
+
+
+def tune(argv: list[str]) -> argparse.Namespace:
+    """Those of ``liger tune``."""
+    parser = Parser(prog="liger tune", description="Search launch configurations of an operator's kernels on this GPU.")
+    parser.add_argument("op", nargs="+", help="operators that `liger ops` lists")
+    parser.add_argument("--case", action="append", default=[], help="only this case (may be given again)")
+    parser.add_argument("--sweep", help="instead of cases, an operator's sweep")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="(default: bf16)")
+    parser.add_argument("--repeats", type=int, default=15, help="timed calls of each candidate (default: 15)")
+    parser.add_argument("--dry-run", action="store_true", help="write nothing")
+    a = parser.parse_args(argv)
+    at_least(1, repeats=a.repeats)
+    return a
+
+
+def _several(kind: str, text: str, names: tuple[str, ...]) -> list[str]:
+    return [one_of(kind, item.strip(), names) for item in text.split(",")]

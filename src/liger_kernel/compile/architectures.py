@@ -1,0 +1,28 @@
+"""GPUs that kernels can be compiled for. This file imports neither torch nor Triton: `liger warmup --help` lists them at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Target:
+    """A GPU to compile for: Triton's backend and architecture, threads a warp, processors."""
+
+    backend: str
+    arch: int | str
+    warp: int
+    processors: int
+
+
+# As ops/config.py names architectures (A100, RTX 3090, RTX 4090, H100 and H200, B200, RTX 5090, MI300X, MI355X)
+TARGETS = {
+    "sm80": Target("cuda", 80, 32, 108),
+    "sm86": Target("cuda", 86, 32, 82),
+    "sm89": Target("cuda", 89, 32, 128),
+    "sm90": Target("cuda", 90, 32, 132),
+    "sm100": Target("cuda", 100, 32, 148),
+    "sm120": Target("cuda", 120, 32, 170),
+    "gfx942": Target("hip", "gfx942", 64, 304),
+    "gfx950": Target("hip", "gfx950", 64, 256),
+}

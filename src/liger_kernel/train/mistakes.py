@@ -1,0 +1,108 @@
+"""Mistakes of users, each in one line: ``UserError``, a parser of flags that raises it, and checks of files before work begins."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from liger_kernel.nearest import did_you_mean, nearest, no_such
+from liger_kernel.train.redact import redacted
+
+
+class UserError(ValueError):
+    """A mistake in what the user asked for: shown as one line, without a traceback or credentials."""
+
+    def __init__(self, text: object = ""):
+        super().__init__(redacted(str(text)))
+
+
+class Parser(argparse.ArgumentParser):
+    """``argparse``'s parser, which raises ``UserError`` for a mistake, with the nearest right name, instead of printing its usage and exiting."""
+
+    def error(self, message: str) -> NoReturn:
+        wrong = re.fullmatch(r"argument (?:.*/)?(--[\w-]+): invalid (int|float) value: (.*)", message)
+        raise UserError(f"{wrong[1]} must be a {'whole ' * (wrong[2] == 'int')}number, got {wrong[3]}" if wrong else message)
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            flag = unknown[0].partition("=")[0]
+            if not flag.startswith("-"):
+                raise UserError(f"unexpected argument {flag!r}; {self.prog} --help lists what it takes")
+            flags = [name for name in self._option_string_actions if name.startswith("--")]
+            raise UserError(f"no flag {flag}{did_you_mean(flag, flags) or f'; {self.prog} --help lists the flags'}")
+        return found
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            names = list(map(str, action.choices))
+            if isinstance(action, argparse._SubParsersAction):
+                raise UserError(no_such("command", str(value), names))
+            flag = max(action.option_strings, key=len, default=action.dest)
+            raise UserError(f"{flag} must be one of {', '.join(names)}; got {value!r}{did_you_mean(str(value), names)}")
+
+
+def one_of(kind: str, name: str, names: Iterable[str]) -> str:
+    """``name``, which is one of ``names``; else ``UserError`` with the nearest of them."""
+    names = list(names)
+    if name not in names:
+        raise UserError(no_such(kind, name, names))
+    return name
+
+
+def at_least(least: float, **values: float | None) -> None:
+    """``UserError`` for the first of some flags that is below ``least``, or NaN. A flag that is None was not given."""
+    for name, value in values.items():
+        if value is not None and not value >= least:
+            raise UserError(f"--{name.replace('_', '-')} must be at least {least:g}, got {value:g}")
+
+
+def beside(path: str | Path) -> str:
+    """``; did you mean chats.jsonl?``: a file beside a missing one with a name like its own; or nothing."""
+    path = Path(path)
+    try:
+        stems = {each.stem: each.name for each in path.parent.iterdir() if each.suffix == path.suffix}
+    except OSError:
+        return ""
+    near = nearest(path.stem, stems)
+    return f"; did you mean {path.parent / stems[near]}?" if near else ""
+
+
+def existing(path: str | Path) -> Path:
+    """``path``, a file that is there; else ``UserError`` with the name that is nearest among its neighbours."""
+    path = Path(path)
+    if path.is_dir():
+        raise UserError(f"{path} is a folder: give a file")
+    if not path.exists():
+        raise UserError(f"no such file: {path}{beside(path)}")
+    return path
+
+
+def holds(module: str, folder: str | None, flag: str, requirement: str) -> None:
+    """``UserError`` if the ``folder`` of a flag holds no Python package of that name, with what installs it there."""
+    if folder and not ((Path(folder) / module).is_dir() or (Path(folder) / f"{module}.py").is_file()):
+        missing = f"{flag} {folder} holds no {module}" if Path(folder).is_dir() else f"{flag}: no such folder: {folder}{beside(folder)}"
+        raise UserError(f"{missing}; `pip install --no-deps --target {folder} {requirement}` puts it there")
+
+
+def writable(file: str | Path | None = None, folder: str | Path | None = None) -> None:
+    """``UserError`` if ``file``, or files in ``folder``, cannot be written: better before work of an hour than after it. Makes missing folders."""
+    for path, where in ((file, Path(file).parent if file else None), (folder, Path(folder) if folder else None)):
+        if path is None or where is None:
+            continue
+        try:
+            where.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:
+            above = next((each for each in (where, *where.parents) if each.is_file()), where)
+            raise UserError(f"cannot write to {path}: {above} is a file, not a folder") from error
+        except OSError as error:
+            raise UserError(f"cannot write to {path}: {error.strerror}") from error
+        if path is file and Path(path).is_dir():
+            raise UserError(f"cannot write to {path}: it is a folder")
+        target = Path(path) if path is file and Path(path).exists() else where
+        if not os.access(target, os.W_OK):
+            raise UserError(f"cannot write to {path}: permission denied")

@@ -56,7 +56,14 @@ def source(name: str) -> dict[str, Any]:
 
 def results(kind: str) -> list[dict[str, Any]]:
     """The files of one kind, the oldest first."""
-    return [found for path in sorted(DATA.glob("*.csv")) if path.name != "commands.csv" and kind in (found := source(path.name))["rows"][0]]
+    return [source(path.name) for path in sorted(DATA.glob("*.csv")) if kind in _columns(path)]
+
+
+def _columns(path: Path) -> list[str]:
+    """Those of results; other data have none."""
+    with open(path, newline="") as file:
+        columns = next(csv.reader(file), [])
+    return columns if "variant" in columns else []
 
 
 def caption(kind: str, files: Iterable[str]) -> str:

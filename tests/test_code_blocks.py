@@ -223,6 +223,7 @@ ELSEWHERE = ("--nproc", "--nnodes", "--trainer", "--report", "--metrics-port", "
 PROGRAMS = {
     "git": "needs the repository's address",
     "pip": "needs a network",
+    "export": "is for the command that follows",
     "python": "runs for minutes",
     "pytest": "these are the tests",
     "make": "makes environments",

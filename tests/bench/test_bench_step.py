@@ -193,7 +193,9 @@ def test_a_headline_names_the_noise_and_claims_nothing_inside_it(rate, spread, c
 def test_what_failed_or_learnt_something_else_has_no_headline():
     for ours in (row("ours", losses=[4.0, 3.0, 2.0, 1.02]), row("ours", failed="out of memory")):
         assert step.headlines(judged(row("stock"), ours)) == []
-    assert step.headlines(judged(row("stock"), row("ours"), row("upstream", tokens_per_s=50.0)))[1].startswith("ours: 2.00x the tokens/s of upstream; ")
+    assert step.headlines(judged(row("stock"), row("ours"), row("upstream", tokens_per_s=50.0)))[1].startswith(
+        "ours: 2.00x the tokens/s of LinkedIn's package; "
+    )
 
 
 def test_other_losses_give_no_ratio():

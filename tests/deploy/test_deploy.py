@@ -377,7 +377,7 @@ def test_versions_of_what_a_cluster_brings_are_said_once():
     outside = {path.name: text for path in sources if (text := path.read_text()) and path.name != "job.py"}
     wanted = {version for version in API.values() if "/" in version}
     assert len(wanted) > 5 and not [(name, version) for name, text in outside.items() for version in wanted if version in text]
-    platform = (ROOT / "docs" / "platform.md").read_text()
+    platform = (ROOT / "docs" / "guides" / "clusters.md").read_text()
     assert (
         set(re.findall(r"`([a-z0-9.-]+/v1\w*)`", platform)) == {v for v in wanted if not v.startswith("networking")}
         and f"Kubernetes {KUBERNETES} or newer" in platform

@@ -268,7 +268,7 @@ def test_oumi_0_9_patches_after_the_model_is_made():
 
 
 def test_an_unknown_keyword_of_a_user_raises():
-    with pytest.raises(TypeError, match="it takes rope"):
+    with pytest.raises(TypeError, match="did you mean rms_norm"):
         liger.apply_liger_kernel_to_llama(rms_nrom=True)
     assert liger._apply_liger_kernel_to_instance(model=nn.Linear(2, 2), rope=True, unheard_of=None) is None
 

@@ -14,7 +14,7 @@ from liger_kernel.nearest import did_you_mean
 from liger_kernel.train.config import TrainConfig, UserError, checked, read_file
 from liger_kernel.train.redact import redacted, secret_name
 
-# Versions of what a cluster brings: the only place in the sources that names them (docs/platform.md says which operators have them)
+# Versions of what a cluster brings: the only place in the sources that names them (docs/guides/clusters.md says which operators have them)
 API = {
     "PyTorchJob": "kubeflow.org/v1",
     "TrainJob": "trainer.kubeflow.org/v1alpha1",

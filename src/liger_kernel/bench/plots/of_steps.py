@@ -51,11 +51,11 @@ def step_bars(data: Data, out: Path | str) -> list[Path]:
         return []
     title = f"Training steps: {_step_finding(data['rows'], on_cpu(data.get('meta', {})))}"
     words = "left tokens per second, x: ours is so many times as fast; right peak allocated memory, x: multiples of ours"
-    lines = []
+    lines: list[list[_Panel]] = []
     for heading, rows in groups.items():
         ours = next((row for row in rows if row["variant"] == OURS), None)
         pairs = [(row, ours) for row in rows]
-        lines.append([_Panel(heading, pairs, "tokens_per_s"), _Panel("peak memory", pairs, "peak_allocated_gb")])
+        lines.append([_Panel(heading, pairs, "tokens_per_s"), _Panel("" if lines else "peak memory", pairs, "peak_allocated_gb")])
     return [_bars(_path(out, "step"), lines, title, words, hardware_line(data.get("meta", {})))]
 
 

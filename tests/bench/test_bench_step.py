@@ -8,13 +8,16 @@ import sys
 
 import pytest
 import torch
+import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
-from liger_kernel.bench import profile, step, step_child
+from liger_kernel.bench import profile, step, step_child, step_model
 from liger_kernel.model_sizes import MODELS, config_of, step_flops
 from liger_kernel.nn import LigerFloat8Linear
+from liger_kernel.nn.float8_training import LigerFloat8TrainingLinear
 from liger_kernel.ops._core import operator as _op
 from liger_kernel.train.config import UserError
+from liger_kernel.transformers import fp8
 
 TINY = MODELS["tiny"]
 
@@ -276,6 +279,9 @@ def test_a_search_without_a_capacity_doubles_and_halves():
         (["--lora", "8", "--against", "unsloth", "--gpus", "2"], "unsloth runs on one GPU"),
         (["--lora", "8", "--quantize", "fp8"], "stock has no frozen FP8 base"),
         (["--lora", "8", "--quantize", "nf4", "--against", "ours:fp8"], "ours:fp8 has its own base"),
+        (["--against", "stock,torchao"], "torchao needs --fp8 tensorwise"),
+        (["--against", "ours:bf16"], "ours:bf16 needs --fp8 tensorwise"),
+        (["--fp8", "tensorwise", "--lora", "8"], "--fp8 trains the weights themselves: leave out --lora"),
     ],
 )
 def test_mistakes_in_flags(argv, message):
@@ -291,17 +297,46 @@ def test_quantising_needs_its_library(monkeypatch):
         step.parse(["--lora", "8", "--quantize", "int8"])
 
 
+@pytest.fixture
+def machine(monkeypatch):
+    monkeypatch.setattr(step, "environment", lambda: {"hardware": "CPU", "gemm_tflops": 0.1, "gpus": 0})
+
+
+@pytest.mark.parametrize("by_torchao", [False, True])
+def test_models_in_fp8(by_torchao, monkeypatch):
+    """Linear layers but the head, ours or torchao's."""
+    torchao = pytest.importorskip("torchao.float8.float8_linear")
+    monkeypatch.setattr(fp8, "SMALL", 0)
+    config = transformers.LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, vocab_size=64)
+    model = transformers.LlamaForCausalLM(config)
+    step_model._train_in_fp8(model, "rowwise", by_torchao)
+    cls = torchao.Float8Linear if by_torchao else LigerFloat8TrainingLinear
+    assert sum(type(m) is cls for m in model.modules()) == 7 and type(model.lm_head) is torch.nn.Linear
+
+
+def test_what_variants_of_fp8_are(machine, monkeypatch):
+    """Stock is in bf16, as is ours:bf16; torchao's layers are compiled in a model that we patch."""
+    asked = {}
+
+    def run_child(spec, folder):
+        asked[len(asked)] = spec
+        return {"rows": [], "failed": "not run"}
+
+    monkeypatch.setattr(step, "run_child", run_child)
+    monkeypatch.setattr(step.importlib.util, "find_spec", lambda name: name)
+    step.main(["--model", "tiny", "--batch", "2", "--seq", "8", "--fp8", "rowwise", "--against", "stock,ours,ours:bf16,ours:off,torchao"])
+    found = [(s["package"] is not None, s["fp8"], s["torchao"], s["compile"], s["flags"]) for s in asked.values()]
+    off = {"rematerialise": "off"}
+    assert found == [(False, None, False, None, {}), (True, "rowwise", False, None, {}), (True, None, False, None, {}), (True, "rowwise", False, None, off),
+                     (True, "rowwise", True, "layers", {})]  # fmt: skip  # a row a variant
+
+
 def test_compile_adds_the_compiled_variants():
     assert step.parse(["--against", "stock,ours", "--compile"]).against == ["stock", "ours", "compile", "ours+compile"]
     assert step.parse(["--against", "stock,compile", "--compile"]).against == ["stock", "compile"]
 
 
 # -- the command ---------------------------------------------------------------------------
-
-
-@pytest.fixture
-def machine(monkeypatch):
-    monkeypatch.setattr(step, "environment", lambda: {"hardware": "CPU", "gemm_tflops": 0.1, "gpus": 0})
 
 
 def test_a_cpu_is_not_filled_up(machine):
@@ -413,7 +448,7 @@ def spec(tmp_path, **changes):
     torch.save(torch.randint(0, 500, (4096,), generator=torch.Generator().manual_seed(3), dtype=torch.int32), tmp_path / "tokens")
     values = dict(config=TINY, dtype="float32", package=str(step.PACKAGE), compile=None, tokens=str(tmp_path / "tokens"), trial=False, trace=None)
     values |= dict(batches=[2], largest=[], median=0, autocast=False, unsloth=None, unsloth_path=None, save=None)
-    values |= dict(lora=0, lora_targets=list(step.LINEARS), lora_dropout=0.0, dora=False, quantize=None)
+    values |= dict(lora=0, lora_targets=list(step.LINEARS), lora_dropout=0.0, dora=False, quantize=None, fp8=None, torchao=False)
     values |= dict(flags={}, trace_steps=1, seq=32, gpus=1, parallel=None, masked=0.0, optimizer="sgd", checkpointing=False, steps=3, warmup=1)
     return values | changes
 

@@ -34,7 +34,8 @@ LABELS = {
     "layers": "compiled layers",
     "ours:off": "ours, keeping everything",
     "ours:mlp": "ours, keeping least",
-    "ours:attention-off": "ours, attention by PEFT",
+    "ours:bf16": "ours, in bf16",
+    "torchao": "ours + torchao's layers, compiled",
     "ours:fp8": "ours, FP8 base",
     "ours:fp8_rowwise": "ours, FP8 base by rows",
     "unsloth": "Unsloth",
@@ -89,7 +90,7 @@ def parts_of(row: Mapping[str, Any]) -> list[str]:
     adapters += f" with dropout {row['lora_dropout']:g}" if row.get("lora_dropout") else ""
     layers, base = row.get("layers"), row.get("quantize")
     parts = [f"{layers} layers" if layers else "", "autocast" if row.get("autocast") else "", "checkpointing" if row.get("checkpointing") else ""]
-    return [part for part in (*parts, adapters, f"{base} base" if base else "") if part]
+    return [part for part in (*parts, adapters, f"{base} base" if base else "", f"FP8 {row['fp8']}" if row.get("fp8") else "") if part]
 
 
 def with_ours(rows: Iterable[Row]) -> list[tuple[Row, Row | None]]:
@@ -399,7 +400,7 @@ def _of_csv(path: Path) -> dict[str, Any]:
     return {"meta": {name: found[0].get(name) for name in META} if found else {}, "rows": rows}
 
 
-WORDS = {*META, "op", "case", "dtype", "mode", "variant", "sweep", "model", "parallel", "quantize", "lora_targets", "data", "optimizer", "failed", "peak_phase"}
+WORDS = {*META, *"op case dtype mode variant sweep model parallel quantize fp8 lora_targets data optimizer failed peak_phase".split()}
 TIMES = ("device_ms", "wall_ms", "host_ms", "floor_ms", "step_ms")
 
 

@@ -24,9 +24,18 @@ from liger_kernel.train.mistakes import Parser, UserError, at_least, holds, one_
 BASES = ("stock", "upstream", "ours")
 REMATERIALISING = ("ours:off", "ours:mlp")  # with another level of liger_kernel.memory than the default
 FP8 = ("fp8", "fp8_rowwise")  # how ours can store the frozen base: recipes of quantize_base
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")  # of --fp8, as torchao names them
 UNSLOTH = ("unsloth", "unsloth:offload")  # Unsloth's own functions; with --checkpointing the second one keeps the layers' inputs in the CPU's memory
 COMPILED = {"compile": "model", "layers": "layers"}  # by torch.compile: the whole model, or each decoder layer by itself
-VARIANTS = (*BASES, *REMATERIALISING, *(f"ours:{how}" for how in FP8), *UNSLOTH, *COMPILED, *(f"{base}+{how}" for base in BASES[1:] for how in COMPILED))
+VARIANTS = (
+    *BASES,
+    *REMATERIALISING,
+    *(f"ours:{how}" for how in (*FP8, "bf16")),
+    "torchao",
+    *UNSLOTH,
+    *COMPILED,
+    *(f"{base}+{how}" for base in BASES[1:] for how in COMPILED),
+)
 PARITY = {"bfloat16": 1e-2, "float32": 1e-4}  # largest relative difference of a loss to stock's over the first steps
 PARITY_STEPS = 4
 TRACE_STEPS = 2
@@ -69,6 +78,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
         choices=("nf4", "int8", *FP8),
         help="the frozen weights: nf4 (double quantisation) and int8 by bitsandbytes, fp8 (one scale a weight) and fp8_rowwise by ours alone",
     )
+    add(
+        "--fp8",
+        choices=RECIPES,
+        help="train linear layers but the head in FP8: ours by our kernels, torchao by torchao's layers in a model patched by ours whose layers torch.compile"
+        " compiles; ours:bf16 is ours without it",
+    )
     add("--gpus", type=int, default=1, metavar="N", help="processes, each with a GPU where there are any (default: 1)")
     add("--parallel", choices=("ddp", "fsdp2"), help="how the processes share the model (default: ddp if there are several)")
     add("--steps", type=int, default=10, help="measured steps (default: 10)")
@@ -107,12 +122,23 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if not 0 <= a.masked < 1:
         raise UserError(f"--masked must be in [0, 1), got {a.masked}")
     _check_adapters(a)
+    _check_fp8(a)
     for name, package in (("upstream", "liger_kernel"), ("unsloth", "unsloth")):
         holds(package, getattr(a, f"{name}_path"), f"--{name}-path", GET[name])
     for file in (a.json, a.csv):
         writable(file=file)
     writable(folder=a.plot)
     return a
+
+
+def _check_fp8(a: argparse.Namespace) -> None:
+    for name in ("torchao", "ours:bf16"):
+        if name in a.against and not a.fp8:
+            raise UserError(f"{name} needs --fp8 {'|'.join(RECIPES)}")
+    if a.fp8 and a.lora:
+        raise UserError("--fp8 trains the weights themselves: leave out --lora")
+    if "torchao" in a.against and importlib.util.find_spec("torchao") is None:
+        raise UserError("torchao is not installed: pip install torchao")
 
 
 def _check_adapters(a: argparse.Namespace) -> None:
@@ -214,7 +240,7 @@ def ratio(row: Row, stock: Row | None, field: str) -> float | None:
     return row[field] / stock[field]
 
 
-OPTIONS = ("seq", "gpus", "parallel", "checkpointing", "layers", "autocast", "lora", "lora_targets", "lora_dropout", "dora", "quantize")
+OPTIONS = ("seq", "gpus", "parallel", "checkpointing", "layers", "autocast", "lora", "lora_targets", "lora_dropout", "dora", "quantize", "fp8")
 
 
 def values_of(a: argparse.Namespace, model: str) -> dict[str, Any]:
@@ -238,15 +264,17 @@ def measure(a: argparse.Namespace, model: str, variant: str, folder: Path, peak:
         **options,
         "config": values,
         "dtype": "bfloat16" if gpu else "float32",
-        "package": {"stock": None, "upstream": a.upstream_path, "ours": str(PACKAGE), "unsloth": None}[base],
+        "package": {"stock": None, "upstream": a.upstream_path, "ours": str(PACKAGE), "torchao": str(PACKAGE), "unsloth": None}[base],
         "quantize": level if fp8 else a.quantize,
-        "flags": {"rematerialise": level} if level and base == "ours" and not fp8 else {},
+        "fp8": a.fp8 if base in ("ours", "torchao") and level != "bf16" else None,
+        "torchao": base == "torchao",
+        "flags": {"rematerialise": level} if base == "ours" and f"ours:{level}" in REMATERIALISING else {},
         "lora_targets": a.lora_targets.split(",") if a.lora_targets else list(LINEARS),
         "unsloth": str(folder / f"{model}-weights") if base == "unsloth" else None,
         "unsloth_path": a.unsloth_path if base == "unsloth" else None,
         "offload": level == "offload",
         "save": None,
-        "compile": COMPILED.get(rest),
+        "compile": "layers" if base == "torchao" else COMPILED.get(rest),
         "tokens": str(folder / f"{model}.pt"),
         "batches": a.batch,
         "median": a.lengths,

@@ -4,6 +4,7 @@ the package that is called `liger_kernel` there.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import os
@@ -36,6 +37,8 @@ def _by_transformers(spec: dict[str, Any], device: torch.device) -> Any:
         quantize_base(model, spec["quantize"])
         gc.collect()
         torch.cuda.empty_cache()
+    if spec["fp8"]:
+        _train_in_fp8(model, spec["fp8"], spec["torchao"])
     if spec["checkpointing"]:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if spec["package"]:
@@ -113,6 +116,22 @@ def _quantize(model: Any, how: str) -> None:
     setattr(model, BITSANDBYTES[how], True)  # by which PEFT knows
     gc.collect()
     torch.cuda.empty_cache()
+
+
+def _train_in_fp8(model: Any, recipe: str, by_torchao: bool) -> None:
+    """Linear layers but the head, by our function or by torchao's."""
+    if not by_torchao:
+        from liger_kernel.transformers.fp8 import train_in_fp8
+
+        train_in_fp8(model, recipe)
+        return
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    if not torch.cuda.is_available():
+        config = dataclasses.replace(config, emulate=True)
+    head = model.get_output_embeddings()
+    convert_to_float8_training(model, config=config, module_filter_fn=lambda m, name: m is not head and m.in_features % 16 == m.out_features % 16 == 0)
 
 
 def _by_unsloth(spec: dict[str, Any]) -> Any:

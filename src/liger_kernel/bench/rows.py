@@ -400,7 +400,10 @@ def _of_csv(path: Path) -> dict[str, Any]:
     return {"meta": {name: found[0].get(name) for name in META} if found else {}, "rows": rows}
 
 
-WORDS = {*META, *"op case dtype mode variant sweep model parallel quantize fp8 lora_targets data optimizer failed peak_phase".split()}
+WORDS = {
+    *META,
+    *["op", "case", "dtype", "mode", "variant", "sweep", "model", "parallel", "quantize", "fp8", "lora_targets", "data", "optimizer", "failed", "peak_phase"],
+}
 TIMES = ("device_ms", "wall_ms", "host_ms", "floor_ms", "step_ms")
 
 

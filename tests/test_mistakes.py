@@ -326,7 +326,8 @@ def test_ctrl_c_takes_one_line(tmp_path, user_env):
     flags = "--data text.jsonl --length 24 --batch 2 --steps 100000 --vocab 300 --hidden 32 --heads 2 --layers 1 --log-every 1 --device cpu --eval-fraction 0"
     env = user_env | {"PYTHONPATH": str(Path(__file__).parents[1] / "src")}
     command = [sys.executable, "-m", "liger_kernel.cli", "train", *flags.split()]
-    with subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    heard = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs do not hear it
+    with subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heard) as process:
         assert process.stdout
         for text in process.stdout:
             if text.startswith("step "):

@@ -204,7 +204,7 @@ import sys, torch
 from liger_kernel.compile.launches import Mock
 from liger_kernel.compile.targets import compiling_for
 from liger_kernel.ops._core import operator as _op
-from liger_kernel.ops.projections import float8, four_bits
+from liger_kernel.ops.projections import float8, float8_training, four_bits, magnitude
 sys.path.insert(0, sys.argv[2])
 from compile_kernels import resources
 
@@ -221,6 +221,10 @@ with compiling_for(sys.argv[1]), _op.intercept_launches(compile):
             for how in ((float8.E4, False), (float8.E5, False), (float8.E4, True)):
                 float8.cast(x, *how)
         float8.cast(torch.empty(64, 14336, device="meta", dtype=dtype), float8.E4, True, by)
+        for by_rows, rows, columns in ((False, True, True), (True, True, True), (True, True, False), (True, False, True)):
+            float8_training.float8_casts(x, float8.E4, by_rows, by_rows, rows, columns)
+        magnitude.column_sums(x, x)
+        magnitude.scaled_columns(x, torch.empty(28672, device="meta"))
     float8.transposed(torch.empty(4096, 14336, device="meta", dtype=float8.E4))
     for dtype in (torch.bfloat16, torch.float32):
         packed, absmax = torch.empty(14336 * 2048, 1, device="meta", dtype=torch.uint8), torch.empty(14336 * 64, device="meta")

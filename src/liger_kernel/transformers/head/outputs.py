@@ -20,7 +20,7 @@ EXTRA = "token_accuracy", "predicted_tokens"
 
 
 def output_class(cls: type) -> type:
-    """Return ``cls``, a ``ModelOutput``, with the fields ``token_accuracy`` and ``predicted_tokens``. Without values there, an output is pickled as a ``cls``."""
+    """Return ``cls``, a ``ModelOutput``, with the fields ``token_accuracy`` and ``predicted_tokens``. Without values there, it is pickled as a ``cls``."""
     if cls not in _OUTPUTS:
         name = cls.__name__ if cls.__name__.startswith("Liger") else f"Liger{cls.__name__}"
         namespace = {"__module__": __name__, "__doc__": cls.__doc__, "__reduce__": _reduced_output}

@@ -167,6 +167,6 @@ def _reduced(module: Any) -> Any:
 
 
 def declare(cls: type) -> None:
-    """Register ``_reduced`` for copies and pickles of modules of ``cls``; unpatched modules behave as before. ``copy`` looks only at the class and this table."""
+    """Register ``_reduced`` for copies and pickles of modules of ``cls``; unpatched ones behave as before. ``copy`` looks only at the class and this table."""
     if cls not in copyreg.dispatch_table:
         copyreg.pickle(cls, _reduced)  # type: ignore[arg-type]  # __reduce_ex__ may also return a string

@@ -271,7 +271,7 @@ def _class_attributes(forward: types.FunctionType) -> frozenset[str] | None:
 
 @functools.cache
 def fused(forward: types.FunctionType, parts: frozenset[str] = frozenset({NORMS})) -> types.FunctionType | None:
-    """Return ``forward`` with its patterns fused; None if it has none, or if its source is not the code that runs (a wrapper, a closure, a changed function)."""
+    """Return ``forward`` with its patterns fused; None if it has none, or if its source is not what runs (a wrapper, a closure, a changed function)."""
     tree = _tree(forward)
     if tree is None:
         return None

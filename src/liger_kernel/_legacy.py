@@ -1,7 +1,7 @@
-"""Import paths of the published package, and paths that modules had before they moved.
+"""Import paths of LinkedIn's package, and paths that modules had before they moved.
 
-A path of ``ALIASES`` is the module that it names: one object, so that what somebody replaces there is replaced. What such a module lacks is looked up in
-``liger_kernel.nn`` and ``liger_kernel.ops``: published modules import what they use by name, and so do their users.
+A path in ``ALIASES`` gives the same module object as the module's present path, so a replacement at one path has effect at the other. If such a module
+lacks a name, the name is looked up in ``liger_kernel.nn`` and ``liger_kernel.ops``: LinkedIn's modules import what they use by name, and users rely on that.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-# below ``liger_kernel.ops``: room -> files that lay beside the rooms
+# below ``liger_kernel.ops``: folder -> files that were directly in ``ops`` before
 _ROOMS = {
     "activations": "glu relu_squared",
     "attention": "multi_token_attention neighborhood_attention softmax sparsemax",
@@ -28,7 +28,7 @@ _ROOMS = {
     "rotary": "qk_norm_rope rope",
 }
 
-# below ``liger_kernel.ops``: path -> file of another name
+# below ``liger_kernel.ops``: path -> file with another name now
 _RENAMED = {
     "_config": "_core.config",
     "_configure": "published.configure",
@@ -57,7 +57,7 @@ _RENAMED = {
 }
 
 _OPS, _HERE = "liger_kernel.ops.", "liger_kernel.transformers."
-# below ``liger_kernel.transformers``: file of ``liger_kernel.nn`` -> published paths
+# below ``liger_kernel.transformers``: file of ``liger_kernel.nn`` -> paths in LinkedIn's package
 _NN = {
     "attention": "fused_neighborhood_attention multi_token_attention softmax sparsemax",
     "losses": "cross_entropy fused_ce_tvd fused_linear_cross_entropy fused_linear_jsd fused_linear_kl_div jsd kl_div tvd vocab_parallel_cross_entropy",
@@ -67,7 +67,7 @@ _NN = {
     "rotary": "qwen2vl_mrope rope",
     "token_embedding": "experimental experimental.embedding",
 }
-# below ``liger_kernel.transformers``: path -> file that has its main subject
+# below ``liger_kernel.transformers``: path -> file with its main subject
 _MOVED = {
     "bound": "patching.bound",
     "deferred": "head.forward",
@@ -83,7 +83,7 @@ _MOVED = {
     "token_scores": "head.token_scores",
     "trainer_integration": "patching.apply",
 }
-# file -> where else what lay at its old path is now
+# file -> other files that now have parts of its old path
 _SPLIT = {
     **{
         _OPS + file: [_OPS + part for part in parts.split()]
@@ -133,7 +133,7 @@ _CONDITIONAL = """
     qwen3_vl=Qwen3VL qwen3_vl_moe=Qwen3VLMoe smolvlm=SmolVLM
 """
 
-# module of ``transformers.model`` -> function to assign to a class or bind to a model -> that class of transformers
+# module of ``transformers.model`` -> function to assign to a class or bind to a model -> the class of transformers for it
 FORWARDS: dict[str, dict[str, str]] = {
     **{_MODELS + m: {"lce_forward": f"{c}ForCausalLM"} for m, c in (pair.split("=") for pair in _CAUSAL.split())},
     **{_MODELS + m: {"lce_forward": f"{c}ForConditionalGeneration"} for m, c in (pair.split("=") for pair in _CONDITIONAL.split())},
@@ -150,7 +150,7 @@ for _module, _function, _class in (
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds a module of ``ALIASES``, or makes one of ``FORWARDS``, when it is imported."""
+    """Finds a module of ``ALIASES``, or creates one of ``FORWARDS``, when it is imported."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
         return importlib.machinery.ModuleSpec(fullname, self) if fullname in ALIASES or fullname in FORWARDS else None
@@ -160,12 +160,12 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             _add_forwards(module)
         else:
             for path in ALIASES:
-                if path == module.__name__ or path.startswith(f"{module.__name__}."):  # a module has no folder in which what is below it would be found
+                if path == module.__name__ or path.startswith(f"{module.__name__}."):  # a module has no folder in which Python could find the modules below it
                     sys.modules[path] = _named(path)
 
 
 def _named(path: str) -> ModuleType:
-    """The module that ``path`` is another path of, which from now on offers all that published modules do."""
+    """The module for the alias ``path``. From now on it has all the names of LinkedIn's module."""
     module = importlib.import_module(ALIASES[path])
     rest = _SPLIT.get(module.__name__, [])
     if rest and type(module) is ModuleType:
@@ -174,13 +174,13 @@ def _named(path: str) -> ModuleType:
     return module
 
 
-_REPLACED: dict[tuple[str, str], list[Any]] = {}  # module and name -> what it was before each replacement
+_REPLACED: dict[tuple[str, str], list[Any]] = {}  # module and name -> its value before each replacement
 
 
 class _Split(ModuleType):
-    """A module that was larger: a constant or a private name that it lacks is read and replaced where it is now, in all parts that have it.
+    """A module that was larger. If it lacks a constant or a private name, the name is read and replaced in all the parts that have it now.
 
-    Deleted, it is what it was before it was replaced: pytest and mock delete what the module itself did not have.
+    Deleting such a name restores its value before the replacement: pytest and mock delete names that the module itself did not have.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -205,7 +205,7 @@ class _Split(ModuleType):
 
 
 def _having(module: ModuleType, name: str) -> list[ModuleType]:
-    """Where the one value of ``name`` is that ``module`` has or, if it has none, that its parts have; nowhere, if there is none."""
+    """The modules that have ``name``: ``module`` itself, or else those of its parts that have the same value as the first part with the name."""
     if name in vars(module) or name.startswith("__"):
         return [module] if name in vars(module) else []
     parts = [part for path in _SPLIT[module.__name__] if name in vars(part := importlib.import_module(path))]
@@ -213,7 +213,7 @@ def _having(module: ModuleType, name: str) -> list[ModuleType]:
 
 
 def alias(package: str) -> None:
-    """The modules of ``ALIASES`` below ``package``, under their other paths too; names that the package has already stay what they are."""
+    """Make the modules of ``ALIASES`` below ``package`` available under these paths, too. Names that the package already has do not change."""
     for path in ALIASES:
         if path.startswith(f"{package}."):
             sys.modules[path] = _named(path)
@@ -235,7 +235,7 @@ def _add_forwards(module: ModuleType) -> None:
 
 
 def _elsewhere(module: str, name: str, beside: Sequence[str]) -> Any:
-    """The function or class of ours that ``name`` is in one of the modules ``beside``."""
+    """Our function or class ``name`` in one of the modules ``beside``."""
     if not name.startswith("_"):
         for source in beside:
             found = getattr(importlib.import_module(source), name, None)

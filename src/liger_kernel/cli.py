@@ -1,4 +1,4 @@
-"""``liger``: train, demo, models, ops, bench, tune, warmup, deploy, env. A command's code is imported when it is asked for, so that help is instant."""
+"""``liger``: train, demo, models, ops, bench, tune, warmup, deploy, env. A command's code is imported only when the command runs, so help is instant."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ COMMANDS = {
     "deploy": "render a training job for Kubernetes, or submit it",
     "env": "versions, the GPU, and whether kernels or PyTorch references run",
 }
-INTERRUPTED, PIPE_CLOSED = 130, 141  # exit codes: what shells report of a program that SIGINT or SIGPIPE ends
+INTERRUPTED, PIPE_CLOSED = 130, 141  # the exit codes that shells report for a program that SIGINT or SIGPIPE ends
 
 
 def train(argv: list[str]) -> int:
-    config = from_flags(argv)  # before torch is imported: help and mistakes in flags answer at once
+    config = from_flags(argv)  # before torch is imported, so that help and errors in flags appear at once
     _need("torch", "transformers")
     from liger_kernel.train import ranks
 
@@ -106,7 +106,7 @@ def bench(argv: list[str]) -> int:
         return step.main(argv[1:])
     from liger_kernel.bench import flags
 
-    flags.operators(argv)  # help and mistakes answer before torch is imported
+    flags.operators(argv)  # help and errors in flags appear before torch is imported
     _need("torch")
     from liger_kernel.bench import operators
 
@@ -116,7 +116,7 @@ def bench(argv: list[str]) -> int:
 def tune(argv: list[str]) -> int:
     from liger_kernel.bench import flags
 
-    flags.tune(argv)  # help and mistakes answer before torch is imported
+    flags.tune(argv)  # help and errors in flags appear before torch is imported
     _need("torch")
     from liger_kernel.bench import tune
 
@@ -150,7 +150,7 @@ def _need(*packages: str) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; the exit code is its own, or 2 for a mistake of the user, which takes one line (``LIGER_TRACEBACK=1`` for all of it)."""
+    """Run one command and return its exit code. A mistake of the user gives one line on stderr and 2 (``LIGER_TRACEBACK=1`` adds the traceback)."""
     argv = sys.argv[1:] if argv is None else argv
     name = "liger"
     try:
@@ -162,10 +162,10 @@ def main(argv: list[str] | None = None) -> int:
             run: Callable[[list[str]], int | None] = globals()[command]
             return run(argv[1:]) or 0
         finally:
-            sys.stdout.flush()  # here, where it is noticed that nobody reads any more
+            sys.stdout.flush()  # here, so that a closed pipe raises inside this try
     except BrokenPipeError:  # `liger ops | head`
         with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in the buffer goes nowhere when the interpreter ends
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter discards the rest of the buffer at its end
         return PIPE_CLOSED
     except (UserError, ImportError, OSError) as error:
         if os.environ.get("LIGER_TRACEBACK") == "1":
@@ -182,7 +182,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _command(argv: list[str]) -> str | None:
-    """The command that ``argv`` begins with; None, after the help, where there is none."""
+    """The command at the start of ``argv``. Without one, print the help and return None."""
     parser = Parser(prog="liger", usage="liger COMMAND [-h] ...", description=(liger_kernel.__doc__ or "").splitlines()[0])
     parser.add_argument("--version", action="version", version=f"liger-kernel {liger_kernel.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands", prog="liger")

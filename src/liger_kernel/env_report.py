@@ -1,4 +1,4 @@
-"""What is installed, which GPU there is, and whether kernels or PyTorch code runs: a bug report needs this first."""
+"""The installed packages, the GPU, and whether kernels or PyTorch code runs: the information that a bug report needs first."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PACKAGES = ("torch", "triton", "transformers", "tokenizers", "datasets", "accele
 
 
 def environment() -> dict[str, str]:
-    """Label -> value, in the order in which people read it."""
+    """Label -> value, in the order for printing."""
     import liger_kernel
     from liger_kernel._others import others
 
@@ -34,7 +34,7 @@ def environment() -> dict[str, str]:
         return {**found, "operators": "none: PyTorch is not installed"}
     import torch
 
-    found["torch"] = torch.__version__  # with its build, which the metadata may leave out
+    found["torch"] = torch.__version__  # includes the build, which the metadata may lack
     found["CUDA of PyTorch"] = torch.version.cuda or "none"
     found["HIP of PyTorch"] = torch.version.hip or "none"
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
@@ -61,7 +61,7 @@ def _serving(gpu: bool) -> str:
 
 
 def _attention(device: str) -> str:
-    """Which back end PyTorch takes for causal attention in bf16, what else it may take, and which packages transformers could be told to use instead."""
+    """The backend that PyTorch uses for causal attention in bf16, its alternatives, and the packages that transformers could use instead."""
     import torch
     from torch.nn.attention import SDPBackend
 

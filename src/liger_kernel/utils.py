@@ -37,7 +37,7 @@ def infer_comm_backend() -> str:
 
 
 def infer_device_arch(device_id: int = 0) -> str:
-    """The architecture of a GPU, ``sm90`` or ``gfx942``; the name of the kind of device where it has none."""
+    """The architecture of a GPU, such as ``sm90`` or ``gfx942``; for other devices the name of the kind of device."""
     import torch
 
     kind = infer_device()
@@ -48,7 +48,7 @@ def infer_device_arch(device_id: int = 0) -> str:
 
 
 def _infer_amd_arch(device_id: int) -> str:
-    """The architecture of an AMD GPU without its features, ``gfx942``."""
+    """The architecture of an AMD GPU without its features, such as ``gfx942``."""
     import torch
 
     return torch.cuda.get_device_properties(device_id).gcnArchName.split(":")[0]
@@ -68,7 +68,7 @@ def varlen_lacks(device: Any, dtype: Any) -> str | None:
 
 
 def get_total_gpu_memory() -> int:
-    """Memory of the current device in GB, rounded down; ``RuntimeError`` on a CPU."""
+    """The memory of the current device in GB, rounded down. Raises ``RuntimeError`` on a CPU."""
     import torch
 
     kind = infer_device()

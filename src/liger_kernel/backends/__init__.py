@@ -1,8 +1,8 @@
 """Which implementation of an operator runs: "nvidia-triton" (also "triton"), our kernels, or "torch", plain PyTorch.
 
 On AMD's GPUs the first is called "rocm-triton". A name is searched in this order: the argument ``impl`` (or ``backend``) of the call, the environment's
-``LIGER_KERNEL_IMPL_<OPERATOR>``, its ``LIGER_KERNEL_IMPL``, ``set_impl``. Without a name, the operator decides as everywhere: kernels for what they can
-compute, PyTorch for the rest. A named implementation that cannot run raises ``ImplNotAvailableError``; no other one runs instead.
+``LIGER_KERNEL_IMPL_<OPERATOR>``, its ``LIGER_KERNEL_IMPL``, ``set_impl``. Without a name, the operator decides as usual: kernels for inputs that they
+support, PyTorch for others. A named implementation that cannot run raises ``ImplNotAvailableError``; no other one runs instead.
 
 ``register_impl`` adds implementations of your own. One with a lower ``preference_rank`` than ours (50) runs if no implementation is named.
 """
@@ -27,7 +27,7 @@ from liger_kernel.ops._core.impl import ImplNotAvailableError
 TRITON = f"{'rocm' if torch.version.hip else 'nvidia'}-triton"
 TORCH = "torch"
 RANKS = {TRITON: 50, TORCH: 1000}
-OURS = "liger_kernel.functional"  # registers our operators; imported when one is asked for
+OURS = "liger_kernel.functional"  # registers our operators; imported at the first request
 _ALIASES = {"triton": TRITON, "cutile": "nvidia-cutile", "cutedsl": "nvidia-cutedsl"}
 
 
@@ -44,7 +44,7 @@ BackendNotAvailableError, NoBackendAvailableError, LigerBackendFallbackWarning =
 
 @dataclass(frozen=True)
 class Capability:
-    """What an implementation needs: compute capabilities from ``min_cc`` to ``max_cc``, modules that import, a GPU, and a ``predicate`` that holds."""
+    """The needs of an implementation: a compute capability from ``min_cc`` to ``max_cc``, importable modules, a GPU, and a true ``predicate``."""
 
     min_cc: tuple[int, int] | None = None
     max_cc: tuple[int, int] | None = None
@@ -56,7 +56,7 @@ class Capability:
         return self.reason_if_unsatisfied(device) is None
 
     def reason_if_unsatisfied(self, device: Any = None) -> str | None:
-        """The first need that is not met on ``device``, default: the current GPU; None if all are."""
+        """The first need that ``device`` (default: the current GPU) does not meet; None if it meets all."""
         return next(self._lacks(device), None)
 
     def _lacks(self, device: Any) -> Iterator[str]:
@@ -88,7 +88,7 @@ PYTORCH_FALLBACK = Capability()
 
 @dataclass(frozen=True)
 class OpImpl:
-    """An implementation of an operator: a function, or an autograd Function, of the published arguments by position."""
+    """An implementation of an operator: a function, or an autograd Function, that takes the arguments of LinkedIn's operator by position."""
 
     op_name: str
     impl_name: str
@@ -120,7 +120,7 @@ class OpImpl:
 
 
 _REGISTRY: dict[str, dict[str, OpImpl]] = {}
-_LOCATIONS: dict[str, list[str]] = {}  # modules not imported yet
+_LOCATIONS: dict[str, list[str]] = {}  # operator -> modules that are not imported yet
 _FAILURES: dict[str, tuple[type, str]] = {}
 
 
@@ -153,7 +153,7 @@ def register_impl(
 
 
 def register_ours(op_name: str, op: operator.Op, published: Callable[..., Any]) -> None:
-    """Both implementations of ``op_name``: ``published(run, *args)`` calls ``run``, our operator or its reference."""
+    """Register both implementations of ``op_name``: ``published(run, *args)`` calls ``run``, which is our operator or its reference."""
     for name, run, capability in ((TRITON, op.fn, Capability(modules=["triton"], predicate=_have_kernels)), (TORCH, op.reference, PYTORCH_FALLBACK)):
         register_impl(op_name, impl_name=name, capability=capability, preference_rank=RANKS[name])(functools.partial(published, run))
 
@@ -213,7 +213,7 @@ def available_impls(op_name: str, device: Any = None) -> list[str]:
 
 
 def clear_available_cache() -> None:
-    """Does nothing: each call asks again which implementations can run."""
+    """Does nothing: there is no cache, because each call checks again which implementations can run."""
 
 
 _chosen: str | None = None
@@ -226,12 +226,12 @@ def set_impl(name: str | None) -> None:
 
 
 def get_impl() -> str | None:
-    """The choice of ``set_impl``."""
+    """The name that ``set_impl`` has set, or None."""
     return _chosen
 
 
 def _named(op_name: str, requested: str | None) -> str | None:
-    """The implementation that somebody named."""
+    """The name of the requested implementation: from the call, the environment or ``set_impl``; None without one."""
     variables = [f"LIGER_KERNEL_{word}{suffix}" for suffix in (f"_{op_name.upper()}", "") for word in ("IMPL", "BACKEND")]
     name = requested or next((said for v in variables if (said := os.environ.get(v))), None) or _chosen
     return name and _ALIASES.get(name, name)
@@ -258,9 +258,9 @@ def resolve_impl(op_name: str, requested: str | None = None, device: Any = None)
 
 
 def dispatch(op_name: str, *args: Any, impl: str | None = None, backend: str | None = None, **kwargs: Any) -> Any:
-    """Call ``op_name`` with positional arguments, by the implementation that ``impl`` (or ``backend``), the environment or ``set_impl`` names."""
+    """Call ``op_name`` with positional arguments. ``impl`` (or ``backend``), the environment or ``set_impl`` may name the implementation."""
     named, found = _named(op_name, impl or backend), _implementations(op_name)
-    if named is None and found.keys() == RANKS.keys():  # nothing to choose: our operator knows more ways to do without kernels than its reference
+    if named is None and found.keys() == RANKS.keys():  # no choice: call our operator, which handles more cases without kernels than its reference
         return found[TRITON].call(*args, **kwargs)
     x = next((a for a in args if isinstance(a, Tensor)), None)
     chosen = resolve_impl(op_name, named, x.device if x is not None and x.is_cuda else None)
@@ -293,4 +293,4 @@ all_backends, available_backends, resolve_backend, set_backend, get_backend, reg
     register_impl,
 )
 
-_legacy.alias(__name__)  # a published submodule has the name of a function: ``dispatch``
+_legacy.alias(__name__)  # in LinkedIn's package, ``dispatch`` is the name of a submodule and of a function

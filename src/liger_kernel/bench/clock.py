@@ -1,7 +1,7 @@
-"""Clocks and ceilings: how long a call takes on the device, on the wall and on the host, and what this machine could do at best.
+"""Clocks and ceilings: device, wall and host time of a call, and the best rates that this machine reaches.
 
-Device time is the sum of the durations of the kernels that a call launched, as CUPTI records them: neither the host nor a synchronisation
-inside the call is in it. Before every call the L2 cache is overwritten. Without a GPU, all three are wall time.
+Device time is the sum of the durations of the kernels that a call launched, as CUPTI records them. It includes neither host work nor
+synchronisations inside the call. The L2 cache is overwritten before each call. Without a GPU, all three are wall time.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import Any
 import torch
 
 GPU = torch.cuda.is_available()
-SEPARATOR = "spin_kernel"  # what torch.cuda._sleep launches; nothing that we measure does
+SEPARATOR = "spin_kernel"  # the kernel of torch.cuda._sleep; no measured call launches it
 
 
 @dataclass
 class Times:
-    """Milliseconds of repeated calls."""
+    """The times of repeated calls in milliseconds."""
 
     all: list[float] = field(default_factory=list)
 
@@ -36,14 +36,14 @@ class Times:
 
     @property
     def spread(self) -> float:
-        """Interquartile range over the median."""
+        """The interquartile range divided by the median."""
         low, _, high = statistics.quantiles(self.all, n=4) if len(self.all) > 1 else (0.0, 0.0, 0.0)
         return (high - low) / self.median if self.median else 0.0
 
 
 @dataclass
 class Timed:
-    """What ``race`` found out about one contestant; ``kernels`` per call."""
+    """The result of ``race`` for one contestant. ``kernels``: the number of kernels per call."""
 
     device: Times = field(default_factory=Times)
     wall: Times = field(default_factory=Times)
@@ -53,7 +53,7 @@ class Timed:
 
 @functools.cache
 def _scratch() -> torch.Tensor:
-    return torch.empty(1 << 28, dtype=torch.int8, device="cuda")  # several times any L2
+    return torch.empty(1 << 28, dtype=torch.int8, device="cuda")  # several times larger than any L2
 
 
 def flush_l2() -> None:
@@ -71,12 +71,12 @@ Prepare = Callable[[], Callable[[], Any]]
 
 
 def race(contestants: dict[str, Prepare], repeats: int = 11, warmup: int = 2, device_only: bool = False) -> dict[str, Timed]:
-    """Time contestants against each other: interleaved, in an order drawn anew each time, with a cold L2.
+    """Time contestants against each other: interleaved, in a new random order each time, with a cold L2.
 
-    A GPU at its power limit is slower after matrix products than after copies: a contestant that always followed the same other would be
-    measured in that one's heat.
+    A GPU at its power limit is slower after matrix products than after copies. If a contestant always followed the same other one, that one's
+    heat would change its time.
 
-    Each is a function that does what is not timed (such as the forward of a backward) and returns the call that is.
+    A contestant is a function that does the work that is not timed (such as the forward before a backward) and returns the call to time.
     """
     for prepare in contestants.values():
         for _ in range(warmup):
@@ -117,7 +117,7 @@ def race(contestants: dict[str, Prepare], repeats: int = 11, warmup: int = 2, de
 
 
 def _between_separators(profile: Any) -> list[list[float]]:
-    """Durations in microseconds of the kernels of each call."""
+    """For each call, the durations of its kernels in microseconds."""
     events = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
     calls: list[list[float]] = []
     inside = False
@@ -132,13 +132,13 @@ def _between_separators(profile: Any) -> list[list[float]]:
 
 
 def device_ms(calls: dict[str, Callable[[], Any]], repeats: int = 11) -> dict[str, Times]:
-    """Device time alone of calls that need no preparation."""
+    """The device time of calls that need no preparation."""
     ready: dict[str, Prepare] = {name: functools.partial(lambda call: call, call) for name, call in calls.items()}
     return {name: timed.device for name, timed in race(ready, repeats, device_only=True).items()}
 
 
 def peak_bytes(prepare: Prepare) -> int:
-    """Peak memory of a call beyond what was there before it; 0 without a GPU."""
+    """Peak memory of a call, without the memory that was allocated before it; 0 without a GPU."""
     if not GPU:
         return 0
     call = prepare()
@@ -161,7 +161,7 @@ def copy_tb_s() -> float:
 
 
 def products(shapes: Sequence[tuple[int, int, int]], dtype: torch.dtype) -> Callable[[], Any]:
-    """A contestant: (m, k) x (k, n) products of random values, one after the other."""
+    """A contestant that computes (m, k) x (k, n) products of random values, one after another."""
     device = "cuda" if GPU else "cpu"
     draw = lambda *shape: torch.randn(shape, device=device, dtype=dtype)
     ready = [(draw(m, k), draw(k, n), draw(m, n)) for m, n, k in shapes]
@@ -180,14 +180,14 @@ def gemm_ms(m: int, n: int, k: int, dtype: torch.dtype) -> float:
 
 
 def ceilings() -> dict[str, float]:
-    """Measured on this machine, now: copy bandwidth, and the bf16 rate of an 8192 x 8192 x 8192 product (fp32, 1024, without a GPU)."""
+    """Measure on this machine: copy bandwidth, and the bf16 rate of an 8192 x 8192 x 8192 product (without a GPU: fp32, size 1024)."""
     size, dtype = (8192, torch.bfloat16) if GPU else (1024, torch.float32)
     return {"copy_tb_s": copy_tb_s(), "gemm_tflops": 2 * size**3 / gemm_ms(size, size, size, dtype) / 1e9}
 
 
 def hardware() -> dict[str, Any]:
-    """The machine and the versions that a number belongs to."""
-    versions = {"torch": str(torch.__version__)}  # with its build, which the metadata may leave out
+    """The machine and the versions with which a number was measured."""
+    versions = {"torch": str(torch.__version__)}  # includes the build, which the metadata may lack
     for name in ("triton", "transformers", "liger_kernel"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)

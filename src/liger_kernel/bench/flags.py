@@ -1,4 +1,4 @@
-"""Flags of ``liger bench`` and ``liger tune``. This file imports neither torch nor an operator, so that ``--help`` and mistakes in flags answer at once."""
+"""Flags of ``liger bench`` and ``liger tune``. This file imports neither torch nor operators, so ``--help`` and errors in flags appear at once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ VARIANTS = ("ours", "eager", "compile", "torch", "upstream", "cce", "quack", "ba
 
 
 def operators(argv: list[str]) -> argparse.Namespace:
-    """Those of ``liger bench``. Dtypes and variants whose default depends on the GPU are None where they are not given."""
+    """Parse the flags of ``liger bench``. Dtypes and variants have defaults that depend on the GPU: if they are not given, they are None."""
     parser = Parser(
         prog="liger bench",
         description="Measure operators. `liger bench step` measures training steps, `liger bench report` makes tables of results.",
@@ -44,7 +44,7 @@ def operators(argv: list[str]) -> argparse.Namespace:
     a.against = _several("variant", a.against, VARIANTS) if a.against else None
     at_least(1, repeats=a.repeats)
     a.repeats = 3 if a.smoke else a.repeats
-    if a.plot and importlib.util.find_spec("matplotlib") is None:  # now, not after ten minutes
+    if a.plot and importlib.util.find_spec("matplotlib") is None:  # fail now, not after ten minutes
         raise UserError("--plot needs matplotlib: pip install matplotlib")
     if a.resume and not a.json:
         raise UserError("--resume needs --json FILE, whose rows it leaves out")
@@ -57,7 +57,7 @@ def operators(argv: list[str]) -> argparse.Namespace:
 
 
 def tune(argv: list[str]) -> argparse.Namespace:
-    """Those of ``liger tune``."""
+    """Parse the flags of ``liger tune``."""
     parser = Parser(prog="liger tune", description="Search launch configurations of an operator's kernels on this GPU.")
     parser.add_argument("op", nargs="+", help="operators that `liger ops` lists")
     parser.add_argument("--case", action="append", default=[], help="only this case (may be given again)")

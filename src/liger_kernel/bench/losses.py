@@ -1,6 +1,6 @@
-"""Losses of ``chunked_loss`` as operators to measure: what trainers call, on real shapes, against plain formulas and the published package.
+"""Losses of ``chunked_loss`` as operators to measure: as trainers call them, on real shapes, against plain formulas and LinkedIn's package.
 
-Shapes: x (N, T, H) hidden states of N sequences, chosen ones first where there are pairs; w (V, H); target (N, T).
+Shapes: x (N, T, H) hidden states of N sequences (with pairs: the chosen ones first); w (V, H); target (N, T).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def dpo_reference(x: Tensor, w: Tensor, target: Tensor, ref_x: Tensor, ref_w: Te
 
 
 def grpo_reference(x: Tensor, w: Tensor, target: Tensor, advantages: Tensor) -> Tensor:
-    """arXiv:2402.03300 on its own samples, without a penalty: the ratio is 1 and so never clipped."""
+    """arXiv:2402.03300 on the policy's own samples, without a penalty: the ratio is 1, so it is never clipped."""
     logp = logprobs(x, w, target)
     return -((logp - logp.detach()).exp() * advantages[:, None]).mean(1).mean()
 
@@ -61,7 +61,7 @@ def grpo(x: Tensor, w: Tensor, target: Tensor, advantages: Tensor) -> Tensor:
 
 
 def _theirs(call: Callable[[Any], Callable[..., Any]]) -> Callable[..., Tensor]:
-    """An adapter: ``call(their chunked_loss)`` takes the arguments and returns the loss and more."""
+    """Adapt LinkedIn's function: ``call(their chunked_loss)`` takes the arguments and returns the loss and more."""
 
     def rival(functional: Any, *args: Any, **kwargs: Any) -> Tensor:
         return call(importlib.import_module("liger_kernel.chunked_loss"))(*args, **kwargs)[0]

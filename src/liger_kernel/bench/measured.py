@@ -1,4 +1,4 @@
-"""What is measured of an operator: beyond its declaration, shapes of real models, other implementations, and series of sizes."""
+"""What benchmarks need in addition to an operator's declaration: shapes of real models, other implementations, and series of sizes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Sweeps = Mapping[str, tuple[Sequence[int], Callable[[int], Mapping[str, Any]]]]
 
 @dataclass(frozen=True)
 class Measured:
-    """``cases`` of real models, too large for anything but a GPU.
+    """``cases``: shapes of real models, for GPUs only.
 
-    ``rivals`` are other implementations: "torch", or a package, whose function takes the module ``bench.rivals`` loads it as, and the arguments; its
-    attribute ``prepare``, if it has one, maps a case's arguments to them, and is not timed. ``sweeps``: name -> (values, arguments of a case for a value).
+    ``rivals``: other implementations: "torch", or a package. A package's function takes the module that ``bench.rivals`` loads, and the arguments. Its
+    optional attribute ``prepare`` maps a case's arguments to them and is not timed. ``sweeps``: name -> (values, arguments of a case for a value).
     """
 
     cases: Sequence[Case] = ()
@@ -30,7 +30,7 @@ class Measured:
 
 @dataclass(frozen=True, eq=False)
 class MeasuredOp(Op):
-    """An operator with all that is measured of it."""
+    """An operator with everything that benchmarks need."""
 
     rivals: Rivals
     sweeps: Sweeps

@@ -1,8 +1,8 @@
 """``liger bench``: every operator in ``OPS`` on its real-model cases, beside eager PyTorch, ``torch.compile`` and other packages.
 
-A row is one (operator, case, dtype, mode, variant). The variants of a case race in one process, an operator has a process of its own, and
-what is finished is written at once, so that a run can be resumed. A variant whose results are less accurate than the rule of
-``liger_kernel.testing`` allows is measured, but gets no speed-up anywhere.
+A row is one (operator, case, dtype, mode, variant). The variants of a case race in one process. Each operator has its own process. Finished
+rows are written at once, so that a run can be resumed. If a variant is less accurate than the rule of ``liger_kernel.testing`` allows, it is
+measured, but no table shows a speed-up for it.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from liger_kernel.train.mistakes import UserError, one_of
 
 DEVICE = "cuda" if clock.GPU else "cpu"
 DTYPES = dict(zip(flags.DTYPES, (torch.bfloat16, torch.float16, torch.float32)))
-FEW = 16  # elements up to which a tensor's error is luck
+FEW = 16  # with up to so many elements, a tensor's error is chance
 
 
 def cases_of(op: MeasuredOp, names: list[str], sweep: str | None, small: bool) -> Iterator[tuple[Case, dict[str, Any]]]:
-    """Cases and what a row says of them beyond their name."""
+    """The cases, and what a row says about each in addition to its name."""
     if sweep:
         if sweep in op.sweeps:
             values, arguments = op.sweeps[sweep]
@@ -51,7 +51,7 @@ def cases_of(op: MeasuredOp, names: list[str], sweep: str | None, small: bool) -
 
 
 def implementations(op: MeasuredOp, against: list[str], loaded: dict[str, rivals.Rival]) -> dict[str, Callable[..., Any]]:
-    """variant -> function of the operator's arguments; those that there are."""
+    """variant -> function of the operator's arguments, for the variants that exist for this operator."""
     found: dict[str, Callable[..., Any]] = {"ours": op.fn, "eager": op.reference}
     if "compile" in against:
         found["compile"] = torch.compile(op.reference, dynamic=False)
@@ -72,13 +72,13 @@ def _with(function: Callable[..., Any], module: Any) -> Callable[..., Any]:
 
 
 def inputs(fn: Callable[..., Any], base: dict[str, Any]) -> dict[str, Any]:
-    """Fresh arguments for ``fn``, as it takes them."""
+    """Fresh arguments in the form that ``fn`` takes."""
     return getattr(fn, "prepare", lambda args: args)(like(base))
 
 
 def gradients(outs: Named) -> Named:
-    """Upstream gradients: one for a loss, as ``loss.backward()`` has it; for tensors random multiples of 1/32, exact in every dtype, laid out
-    as the output is."""
+    """Upstream gradients: 1 for a loss, as in ``loss.backward()``; for tensors random multiples of 1/32, which are exact in every dtype, in the
+    memory layout of the output."""
 
     def draw(o: Tensor) -> Tensor:
         generator = torch.Generator(DEVICE).manual_seed(1)
@@ -95,9 +95,9 @@ def results(fn: Callable[..., Any], args: dict[str, Any]) -> Named:
 
 
 def accuracy(ours: Named, pytorch: Named, truth: Named, dtype: torch.dtype) -> tuple[float, float, bool]:
-    """Largest RMS error, PyTorch's, and whether the rule holds: at most twice PyTorch's, for each output and gradient that the reference has.
+    """The largest RMS error, PyTorch's, and whether the rule holds: at most twice PyTorch's error, for each output and gradient of the reference.
 
-    A loss that is returned in 16 bits, as some do, may be rounded to them.
+    A loss that is returned in 16 bits may have their rounding error in addition.
     """
     worst, theirs, good = 0.0, 0.0, True
     for name, t in truth.items():
@@ -111,13 +111,13 @@ def accuracy(ours: Named, pytorch: Named, truth: Named, dtype: torch.dtype) -> t
     return worst, theirs, good
 
 
-PRODUCTS = "products"  # an operator's matrix products alone, as a contestant
+PRODUCTS = "products"  # a contestant that computes only an operator's matrix products
 
 
 def measure(
     op: MeasuredOp, case: Case, dtype: torch.dtype, modes: list[str], against: list[str], loaded: dict[str, rivals.Rival], repeats: int
 ) -> Iterator[dict[str, Any]]:
-    """Rows of one case: accuracy first, then the race."""
+    """The rows of one case: first accuracy, then the race."""
     base = case.make(dtype, DEVICE)
     functions = implementations(op, against, loaded)
     rows: dict[str, dict[str, Any]] = {}
@@ -134,7 +134,7 @@ def measure(
             del found
             alive[name] = fn
         except NotImplementedError:
-            del rows[name]  # it does not offer this
+            del rows[name]  # this implementation lacks the option
         except Exception as error:
             row["failed"] = " ".join(f"{type(error).__name__}: {error}".split())[:200]
     del truth, pytorch
@@ -147,7 +147,7 @@ def measure(
             for name in alive:
                 stack.enter_context(_present(loaded.get(name)))
             contestants = {name: _contestant(fn, base, mode) for name, fn in alive.items()}
-            # a GPU that draws all the power it may slows down: the products take their turns among the others, or they would seem faster
+            # a GPU at its power limit slows down: the products run interleaved with the others, or they would seem faster
             alone = {PRODUCTS: functools.partial(lambda call: call, clock.products(products, dtype))} if products else {}
             timed = clock.race(contestants | alone, repeats)
             alone.clear()
@@ -166,7 +166,7 @@ def measure(
 
 
 def _contestant(fn: Callable[..., Any], base: dict[str, Any], mode: str) -> clock.Prepare:
-    """Fresh inputs and upstream gradients each time: some implementations write into both."""
+    """A contestant with fresh inputs and upstream gradients for each call, because some implementations write to both."""
     drawn = gradients(forward(fn, inputs(fn, base)))
 
     def prepare() -> Callable[[], Any]:
@@ -179,7 +179,7 @@ def _contestant(fn: Callable[..., Any], base: dict[str, Any], mode: str) -> cloc
 
 
 def timed_call(fn: Callable[..., Any], base: dict[str, Any], repeats: int) -> float:
-    """Device milliseconds of one forward and backward."""
+    """The device time of one forward and backward in milliseconds."""
     return clock.race({"": _contestant(fn, base, "full")}, repeats, device_only=True)[""].device.median
 
 
@@ -198,14 +198,14 @@ def _free() -> None:
 
 
 def known() -> dict[str, MeasuredOp]:
-    """What can be measured, by name."""
+    """All operators and losses that can be measured, by name."""
     from liger_kernel.bench.losses import LOSSES
 
     return OPS | LOSSES
 
 
 def child(a: argparse.Namespace) -> None:
-    """Operators, in this process; a JSON line for each row, once it has read a line."""
+    """Measure operators in this process. It starts when it has read a line, and prints a JSON line for each row."""
     ops = [known()[one] for one in a.child.split(",")]
     loaded = {}
     for name in a.against:
@@ -215,7 +215,7 @@ def child(a: argparse.Namespace) -> None:
     if a.base:
         loaded["base"] = rivals.revision(a.base)
     done = {tuple(key) for key in json.loads(a.done)}
-    if not sys.stdin.readline():  # who asked is gone
+    if not sys.stdin.readline():  # the parent process has ended
         return
     for op, case, more in ((one, *found) for one in ops for found in cases_of(one, a.case, a.sweep, small=not clock.GPU or a.smoke)):
         for dtype in a.dtype:
@@ -225,7 +225,7 @@ def child(a: argparse.Namespace) -> None:
 
 
 class _Child:
-    """The process of an operator, or of several with commas between. It imports, and then waits to be asked for its rows."""
+    """The process of an operator, or of several separated by commas. It does its imports, and then waits until its rows are requested."""
 
     def __init__(self, a: argparse.Namespace, argv: list[str], name: str, rows: list[dict[str, Any]]):
         done = [(r["op"], r["case"], r["dtype"]) for r in rows if r["op"] in name.split(",")]
@@ -243,7 +243,7 @@ class _Child:
 
     def rows(self) -> Iterator[dict[str, Any]]:
         assert self.process.stdin and self.process.stdout
-        with contextlib.suppress(BrokenPipeError):  # it has failed already
+        with contextlib.suppress(BrokenPipeError):  # the process has already failed
             self.process.stdin.write("go\n")
             self.process.stdin.flush()
         for line in self.process.stdout:
@@ -258,7 +258,7 @@ class _Child:
 
 
 def run(a: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
-    """All operators asked for, each in a process of its own; in a smoke run, where nothing depends on it, all in one."""
+    """Measure all requested operators, each in its own process; in a smoke run, whose times do not matter, all in one process."""
     path = Path(a.json) if a.json else None
     result: dict[str, Any] = {"meta": clock.hardware() | clock.ceilings() | {"command": "liger bench " + " ".join(argv)}, "rows": []}
     if a.resume and path and path.exists():
@@ -275,13 +275,13 @@ def run(a: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
         print("Measured on a CPU: this measures the CPU path, PyTorch references on small cases. It says nothing about kernels on a GPU.")
     names = a.op or list(known())
     names = [",".join(names)] if a.smoke else names
-    ahead = int(clock.GPU and (os.cpu_count() or 1) >= 8)  # imports beside a measurement need cores that it does not
+    ahead = int(clock.GPU and (os.cpu_count() or 1) >= 8)  # importing during a measurement needs free cores
     with contextlib.ExitStack() as stack:
         children = [stack.enter_context(_Child(a, argv, name, result["rows"])) for name in names[:ahead]]
         for i, name in enumerate(names):
             children += [
                 stack.enter_context(_Child(a, argv, following, result["rows"])) for following in names[i + ahead : i + ahead + 1]
-            ]  # it imports meanwhile
+            ]  # the next process imports meanwhile
             rows: list[dict[str, Any]] = []
             for row in children[i].rows():
                 rows.append(row)
@@ -308,7 +308,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def check_cases(ops: Sequence[MeasuredOp], cases: Sequence[str], sweep: str | None) -> None:
-    """``UserError`` for a case, or a sweep, that none of the operators has."""
+    """Raise ``UserError`` for a case or a sweep that none of the operators has."""
     there = {case.name for op in ops for case in op.cases if not case.error}
     for name in cases:
         if name not in there:
@@ -318,7 +318,7 @@ def check_cases(ops: Sequence[MeasuredOp], cases: Sequence[str], sweep: str | No
 
 
 def main(argv: list[str]) -> int:
-    """The command; 0 if all that was asked for was measured and ours is accurate everywhere."""
+    """Run the command. Returns 0 if everything requested was measured and our operators are accurate everywhere."""
     a = parse(argv)
     if a.child:
         child(a)

@@ -1,4 +1,4 @@
-"""Results as one HTML file that needs nothing else, and ``liger bench report``: tables, plots and data of runs that were written with ``--json``."""
+"""Results as one self-contained HTML file, and ``liger bench report``: tables, plots and data of runs that were written with ``--json``."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from liger_kernel.train.mistakes import Parser, UserError, writable
 
 @dataclass(frozen=True)
 class Loss:
-    """One measure in which a rival is better; ``ratio`` is ours over theirs, in the direction in which more is worse."""
+    """One measure in which a rival is better. ``ratio``: ours divided by theirs, in the direction in which more is worse."""
 
     row: Row
     measure: str
@@ -52,7 +52,7 @@ class Loss:
 
 
 def losses(rows: Iterable[Row]) -> list[Loss]:
-    """Every measure in which a usable rival beats ours, time before memory, the worst first; ``noise`` where the spreads of the two explain it."""
+    """Every measure in which a usable rival is better than ours: time before memory, the worst first. ``noise``: the spreads of the two explain it."""
     found = []
     for row, ours in with_ours(rows):
         if row["variant"] == OURS or not usable(row) or not usable(ours):
@@ -129,7 +129,7 @@ for (const field of document.querySelectorAll("select[data-table], input[data-ta
 
 
 def html(path: Path | str, operator_json: dict[str, Any] | None = None, step_json: dict[str, Any] | None = None, images: Sequence[Path | str] = ()) -> Path:
-    """Write one file with the tables, the plots (PNG) and what they mean; nothing in it is fetched from anywhere. Returns its path."""
+    """Write one file with the tables, the plots (PNG) and their explanations. It loads nothing from elsewhere. Returns its path."""
     parts = [(name, identity, data) for name, identity, data in (("Operators", "operators", operator_json), ("Training steps", "steps", step_json)) if data]
     rows = [row for _, _, data in parts for row in data["rows"]]
     titles = [
@@ -170,7 +170,7 @@ def _heading(identity: str, title: str) -> str:
 
 
 def _cell(text: str, value: Any, classes: str) -> str:
-    """A cell; a number or its absence goes into ``data-v``, by which it is sorted."""
+    """A cell. ``data-v`` holds the number by which it is sorted, or nothing."""
     number = value is None or isinstance(value, (int, float))
     sort = f' data-v="{"" if value is None else "Infinity" if value == math.inf else value}"' if number else ""
     cut = f'<div class="cut" title="{_escape(text)}">{_escape(text)}</div>' if text.startswith("failed:") else _escape(text)
@@ -178,7 +178,7 @@ def _cell(text: str, value: Any, classes: str) -> str:
 
 
 def _sortable(identity: str, heads: Sequence[tuple[str, str, bool]], lines: Sequence[str], filters: Mapping[int, Iterable[str]] | None = None) -> str:
-    """A table; heads are (name, meaning, left-aligned), ``filters`` the texts that occur in a column."""
+    """A table. ``heads``: (name, meaning, left-aligned) of each column. ``filters``: column -> the texts that occur in it."""
     head = "".join(
         f'<th{" class=left" if left else ""} title="{_escape(meaning)}"><button type="button">{_escape(name)}</button></th>' for name, meaning, left in heads
     )
@@ -196,7 +196,7 @@ def _sortable(identity: str, heads: Sequence[tuple[str, str, bool]], lines: Sequ
 
 
 def sortable_table(rows: Sequence[Row], identity: str) -> str:
-    """Rows of operators or of steps as HTML, which ``SCRIPT`` sorts and filters."""
+    """Rows of operators or of steps as an HTML table that ``SCRIPT`` sorts and filters."""
     columns, texts = _cells(rows, all_columns=True)
     lines = []
     for (row, ours), cells in zip(with_ours(rows), texts):
@@ -211,7 +211,7 @@ def sortable_table(rows: Sequence[Row], identity: str) -> str:
 
 
 def summary(rows: Iterable[Row]) -> dict[str, dict[str, list[float]]]:
-    """Operator or model -> variant -> how many times as fast ours is, one number per case; forward + backward where it was measured, without sweeps."""
+    """Operator or model -> variant -> how many times as fast ours is, one number per case: forward + backward if it was measured, without sweeps."""
     rows = list(rows)
     pairs = with_ours([row for row in rows if not row.get("sweep")] or rows)
     full = {row.get("op") for row, _ in pairs if row.get("mode") == "full"}
@@ -283,10 +283,10 @@ def _name(row: Row) -> str:
 
 
 def _image(path: Path | str) -> str:
-    """A PNG, embedded at half the size of its pixels: sharp, and with words of one size."""
+    """An embedded PNG at half its size in pixels, so that it is sharp and its text has the same size as in other images."""
     path = Path(path)
     content = path.read_bytes()
-    width = int.from_bytes(content[16:20], "big") // 2  # of the header
+    width = int.from_bytes(content[16:20], "big") // 2  # from the PNG header
     return (
         f'<figure><img width="{width}" alt="{_escape(path.stem.replace("-", " "))}" src="data:image/png;base64,{base64.b64encode(content).decode()}"></figure>'
     )

@@ -1,4 +1,4 @@
-"""Other packages to measure against, loaded beside ours, each from where it does not disturb anybody."""
+"""Other packages to measure against. Each is loaded beside ours, from a place where it does not affect other code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OURS = "liger_kernel"
 
 @dataclass(frozen=True)
 class Package:
-    """Where a rival's functions live, and how to get it."""
+    """Where a rival's functions are, and how to install it."""
 
     module: str
     requirement: str
@@ -34,11 +34,11 @@ PACKAGES = {
 
 
 class Missing(Exception):
-    """A rival that is not installed; the text says how to get it."""
+    """The rival is not installed; the message says how to install it."""
 
 
 class Rival:
-    """A loaded package. Inside ``present()`` its modules are the imported ones, also where their names are ours."""
+    """A loaded package. Inside ``present()``, imports return its modules, even if their names are the same as ours."""
 
     def __init__(self, module: str, path: str | None):
         self.path = path
@@ -75,7 +75,7 @@ def load(name: str, path: str | None = None) -> Rival:
 
 
 def check_revision(ref: str) -> str:
-    """The root of the checkout that this package is in; ``UserError`` if it is in none, or if the checkout has no revision of that name."""
+    """The root of the checkout that contains this package. Raises ``UserError`` without a checkout, or if it has no revision of that name."""
     git = lambda *command: subprocess.run(["git", *command], cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
     try:
         root = git("rev-parse", "--show-toplevel")
@@ -90,11 +90,11 @@ def check_revision(ref: str) -> str:
 
 
 def revision(ref: str) -> Rival:
-    """Our operators as they were at a git revision, under a namespace of their own."""
+    """Our operators at a git revision, in their own namespace."""
     root = check_revision(ref)
     folder = tempfile.mkdtemp(prefix="liger-base-")
     archive = subprocess.run(["git", "archive", ref, "src"], cwd=root, capture_output=True, check=True).stdout
     subprocess.run(["tar", "-x", "-C", folder], input=archive, check=True)
-    for file in (Path(folder) / "src" / OURS / "ops").rglob("*.py"):  # wherever it said so then
+    for file in (Path(folder) / "src" / OURS / "ops").rglob("*.py"):  # at that revision, any file may contain the name
         file.write_text(file.read_text().replace('NAMESPACE = "liger"', 'NAMESPACE = "liger_base"'))
     return Rival("liger_kernel.ops", str(Path(folder) / "src"))

@@ -1,7 +1,7 @@
-"""Rows of results, judged and as tables of text.
+"""Rows of results: comparisons, and tables as text.
 
-Input are the dicts that ``liger bench`` and ``liger bench step`` write as JSON: ``{"meta": {...}, "rows": [{...}, ...]}``. A row that failed, that is
-inaccurate, or whose counterpart of ours is, has no ratio anywhere.
+The input is a dict that ``liger bench`` or ``liger bench step`` writes as JSON: ``{"meta": {...}, "rows": [{...}, ...]}``. A row has no ratio anywhere if it
+failed or is inaccurate, or if our row failed or is inaccurate.
 """
 
 from __future__ import annotations
@@ -66,25 +66,25 @@ MEANING = {
     "ours+layers": "the model with our kernels, each decoder layer under torch.compile",
     "upstream+layers": "the model with LinkedIn's kernels, each decoder layer under torch.compile",
 }
-COUNTS = ("kernels", "peak MB")  # columns that are zero everywhere where they could not be measured
-LONGEST = 60  # characters of a cell in a table of text
+COUNTS = ("kernels", "peak MB")  # columns that are zero in every row if they could not be measured
+LONGEST = 60  # most characters of a cell in a text table
 MODES = {"forward": "forward", "backward": "backward", "full": "forward + backward"}
 
 
 def usable(row: Row | None) -> bool:
-    """It ran, and its results are right: only then may its speed be compared."""
+    """Whether the row ran with the right results, so that its speed may be compared."""
     return row is not None and not row.get("failed") and row.get("accurate") is not False
 
 
 def key(row: Row) -> tuple[Any, ...]:
-    """What two rows must share to be compared."""
+    """The values that two rows must share to be compared."""
     if "model" not in row:
         return tuple(row.get(name) for name in ("op", "case", "dtype", "mode", "sweep", "x", "source"))
     return (*(row.get(name) for name in ("model", "batch", "seq", "gpus", "parallel", "source")), *parts_of(row))
 
 
 def parts_of(row: Mapping[str, Any]) -> list[str]:
-    """What steps do and what they train, in words; a result that is older than a flag is one without it."""
+    """What a step does and what it trains, in words. In results that are older than a flag, the flag was off."""
     adapters = f"{'DoRA' if row.get('dora') else 'LoRA'} {row['lora']}" if row.get("lora") else ""
     adapters += f" on {row['lora_targets']}" if row.get("lora_targets") else ""
     adapters += f" with dropout {row['lora_dropout']:g}" if row.get("lora_dropout") else ""
@@ -94,14 +94,14 @@ def parts_of(row: Mapping[str, Any]) -> list[str]:
 
 
 def with_ours(rows: Iterable[Row]) -> list[tuple[Row, Row | None]]:
-    """Each row with the row of ours that it is compared to."""
+    """Each row with our row for comparison."""
     rows = list(rows)
     ours = {key(row): row for row in rows if row["variant"] == OURS}
     return [(row, ours.get(key(row))) for row in rows]
 
 
 def ratio(row: Row, ours: Row | None, name: str = "device_ms") -> float | None:
-    """``row[name]`` over that of ours: for times, how many times as fast ours is. None where it would mean nothing."""
+    """``row[name]`` divided by ours; for times, how many times as fast ours is. None if the comparison would mean nothing."""
     if row["variant"] == OURS or not usable(row) or not usable(ours):
         return None
     assert ours is not None
@@ -117,7 +117,7 @@ def speedup(row: Row, ours: Row | None) -> float | None:
     return ratio(row, ours)
 
 
-RUNS = 0.03  # by which tokens/s of one variant differ between processes and cards of one kind (MEASURED.md, "Adapters": several runs and cards)
+RUNS = 0.03  # relative difference in tokens/s of one variant between processes and cards of one kind (MEASURED.md, "Adapters": several runs and cards)
 
 
 def on_cpu(meta: Mapping[str, Any]) -> bool:
@@ -126,17 +126,17 @@ def on_cpu(meta: Mapping[str, Any]) -> bool:
 
 
 def noise(row: Row, other: Row, cpu: bool = False) -> float:
-    """The relative difference of two steps' speeds that means nothing: the spread of steps, and on a GPU that of runs."""
+    """The relative difference of two steps' speeds that may be chance: the spread of steps, and on a GPU also the spread of runs."""
     return max(row.get("spread") or 0.0, other.get("spread") or 0.0, 0.0 if cpu else RUNS)
 
 
 def beyond(factor: float, noise: float) -> bool:
-    """Whether a ratio of speeds is more than noise; where steps spread by half of their time, nothing is."""
+    """Whether a ratio of speeds is more than noise. If the spread is half of a step's time, no ratio is."""
     return noise < 0.5 and not 1 / (1 + noise) <= factor <= 1 + noise
 
 
 def headline(row: Row, other: Row, cpu: bool = False) -> str:
-    """How much faster and leaner the first of two usable steps is, and what of it is noise; empty where a speed is missing."""
+    """How much faster the first of two usable steps is, how much less memory it needs, and what is noise. Empty if a speed is missing."""
     if not row.get("tokens_per_s") or not other.get("tokens_per_s"):
         return ""
     faster, margin = row["tokens_per_s"] / other["tokens_per_s"], noise(row, other, cpu)
@@ -151,7 +151,7 @@ def headline(row: Row, other: Row, cpu: bool = False) -> str:
 
 
 def digits(value: float | None) -> str:
-    """Three significant digits, never an exponent."""
+    """The value with three significant digits, never with an exponent."""
     if value is None or not math.isfinite(value):
         return "" if value is None else str(value)
     if value == 0:
@@ -183,7 +183,7 @@ def status(row: Row) -> str:
 
 
 def hardware_line(meta: dict[str, Any]) -> str:
-    """One line under every plot: what was measured on what, and when."""
+    """The line under every plot: what was measured, on which hardware, and when."""
     versions = [f"{name.replace('_', '-')} {meta[name]}" for name in ("torch", "triton", "transformers", "liger_kernel") if meta.get(name)]
     return ", ".join(str(part) for part in (_flat(meta.get("hardware")), *versions, meta.get("date")) if part)
 
@@ -196,7 +196,7 @@ def _flat(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Column:
-    """``value`` sorts, ``text`` is shown; both take a row and the row of ours."""
+    """A column. ``value`` is for sorting, ``text`` is shown; both take a row and our row."""
 
     name: str
     meaning: str
@@ -321,16 +321,16 @@ STEP = (
 
 
 def text_table(rows: Iterable[Row]) -> str:
-    """The rows for a terminal, of operators or of steps; a line of explanation is the caller's."""
+    """Rows of operators or of steps as a table for a terminal. The caller adds a line of explanation."""
     columns, lines = _cells(rows, all_columns=False)
     lines = [[column.name for column in columns], *lines]
-    widths = [max(len(line[i]) for line in lines if not line[i].startswith("failed:")) for i in range(len(columns))]  # nothing follows why it failed
+    widths = [max(len(line[i]) for line in lines if not line[i].startswith("failed:")) for i in range(len(columns))]  # a failure has no cells after it
     align = lambda text, i: text.ljust(widths[i]) if columns[i].left else text.rjust(widths[i])
     return "\n".join("  ".join(align(text, i) for i, text in enumerate(line)).rstrip() for line in lines)
 
 
 def markdown_table(rows: Iterable[Row]) -> str:
-    """The same as a table in Markdown."""
+    """The rows as a table in Markdown."""
     columns, lines = _cells(rows, all_columns=False)
     write = lambda cells: "| " + " | ".join(cells) + " |"
     head = [write([column.name for column in columns]), "|" + "|".join("---" if column.left else "---:" for column in columns) + "|"]
@@ -338,7 +338,7 @@ def markdown_table(rows: Iterable[Row]) -> str:
 
 
 def _cells(rows: Iterable[Row], all_columns: bool) -> tuple[list[Column], list[list[str]]]:
-    """Columns and texts; columns without content are left out, and unless ``all_columns`` a type or a place that all rows share."""
+    """The columns and the texts. Columns without content are omitted; without ``all_columns``, so is a dtype or setting that all rows share."""
     pairs = with_ours(rows)
     columns = list(_columns(row for row, _ in pairs))
     shorten = lambda text: text if all_columns or len(text) <= LONGEST else text[: LONGEST - 2] + " …"
@@ -362,7 +362,7 @@ def _columns(rows: Iterable[Row]) -> tuple[Column, ...]:
 
 
 def read(path: str | Path) -> dict[str, Any]:
-    """A result, of the JSON that a run writes or of the CSV that is made of it; ``UserError`` for a file that holds something else."""
+    """Read a result from the JSON that a run writes, or from the CSV that is made from it. Raises ``UserError`` for other files."""
     file = existing(path)
     try:
         result = _of_csv(file) if file.suffix == ".csv" else json.loads(file.read_text(encoding="utf-8"))
@@ -376,7 +376,7 @@ def read(path: str | Path) -> dict[str, Any]:
 
 
 def merged(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Results as one; a row measured again takes the place of the older one, and the first result says with what was measured."""
+    """Merge results. A row that was measured again replaces the older row. The hardware and versions are those of the first result."""
     rows: dict[tuple[Any, ...], Row] = {}
     for result in results:
         for row in result["rows"]:
@@ -389,7 +389,7 @@ META = ("hardware", "torch", "triton", "transformers", "liger_kernel", "date")
 
 
 def _of_csv(path: Path) -> dict[str, Any]:
-    """A result of its CSV, which has the versions in each row."""
+    """Read a result from its CSV, which has the versions in each row."""
     with open(path, newline="") as file:
         found = [{name: _parsed(name, text) for name, text in line.items()} for line in csv.DictReader(file)]
     rows = []
@@ -419,7 +419,7 @@ def _parsed(name: str, text: str) -> Any:
 
 
 def write_csv(result: dict[str, Any], path: str) -> None:
-    """Rows as a table, with hardware, versions and date in each."""
+    """Write the rows as CSV, with hardware, versions and date in each row."""
     about = {k: result["meta"].get(k) for k in META}
     rows = [
         {k: json.dumps(v) if isinstance(v, dict) else f"{v:.6g}" if isinstance(v, float) else v for k, v in (row | about).items()} for row in result["rows"]
@@ -432,12 +432,12 @@ def write_csv(result: dict[str, Any], path: str) -> None:
 
 
 def peak_of(timeline: list[tuple[float, float, str]]) -> tuple[float, float, str]:
-    """Milliseconds, GB and phase of the peak."""
+    """The milliseconds, GB and phase of the memory peak."""
     return max(timeline, key=lambda point: point[1])
 
 
 def write_step_csv(result: dict[str, Any], path: str) -> None:
-    """One line a row: the breakdown in columns, of the memory timeline its peak alone."""
+    """Write a CSV with one line per row: the breakdown in columns, and only the peak of the memory timeline."""
     rows = []
     for row in result["rows"]:
         flat = {k: v for k, v in row.items() if k not in ("breakdown_ms", "memory_timeline", "losses")}

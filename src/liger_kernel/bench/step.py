@@ -1,6 +1,6 @@
-"""``liger bench step``: whole training steps of Hugging Face models in random weights, each variant in processes of its own (step_child.py).
+"""``liger bench step``: whole training steps of Hugging Face models with random weights, each variant in its own processes (step_child.py).
 
-Every variant starts from the same weights and sees the same batches. One whose losses differ from stock's, or that fails, has no ratio.
+Every variant starts from the same weights and sees the same batches. A variant that fails, or has other losses than stock, has no ratio.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from liger_kernel.model_sizes import MODELS, config_of, step_flops
 from liger_kernel.train.mistakes import Parser, UserError, at_least, holds, one_of, writable
 
 BASES = ("stock", "upstream", "ours")
-REMATERIALISING = ("ours:off", "ours:mlp")  # with another level of liger_kernel.memory than the default
-FP8 = ("fp8", "fp8_rowwise")  # how ours can store the frozen base: recipes of quantize_base
+REMATERIALISING = ("ours:off", "ours:mlp")  # ours with another level of liger_kernel.memory than the default
+FP8 = ("fp8", "fp8_rowwise")  # ours with another storage of the frozen base: recipes of quantize_base
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")  # of --fp8, as torchao names them
 UNSLOTH = ("unsloth", "unsloth:offload")  # Unsloth's own functions; with --checkpointing the second one keeps the layers' inputs in the CPU's memory
-COMPILED = {"compile": "model", "layers": "layers"}  # by torch.compile: the whole model, or each decoder layer by itself
+COMPILED = {"compile": "model", "layers": "layers"}  # what torch.compile compiles: the whole model, or each decoder layer separately
 VARIANTS = (
     *BASES,
     *REMATERIALISING,
@@ -36,13 +36,13 @@ VARIANTS = (
     *COMPILED,
     *(f"{base}+{how}" for base in BASES[1:] for how in COMPILED),
 )
-PARITY = {"bfloat16": 1e-2, "float32": 1e-4}  # largest relative difference of a loss to stock's over the first steps
+PARITY = {"bfloat16": 1e-2, "float32": 1e-4}  # largest relative difference between a loss and stock's over the first steps
 PARITY_STEPS = 4
 TRACE_STEPS = 2
 GET = {"upstream": "liger-kernel==0.8.5", "unsloth": "unsloth"}  # what pip installs
 GET_UPSTREAM = f"upstream is skipped: pip install --no-deps --target DIR {GET['upstream']}, then --upstream-path DIR"
 GET_UNSLOTH = f"unsloth is skipped: pip install --target DIR {GET['unsloth']}, then --unsloth-path DIR"
-LONGEST = 1 << 18  # tokens of a row that --largest-seq may reach
+LONGEST = 1 << 18  # most tokens of a row that --largest-seq tries
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 CHILD = Path(__file__).with_name("step_child.py")
 PACKAGE = Path(__file__).parents[2]  # the folder that holds our liger_kernel
@@ -168,7 +168,7 @@ def _check_adapters(a: argparse.Namespace) -> None:
 
 
 def run_child(spec: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """What step_child.py measured: ``rows``, and ``failed``, why it went no further."""
+    """Run step_child.py and return its result: ``rows``, and ``failed``, the reason why it stopped early."""
     given, result, messages, why = folder / "spec.json", folder / "result.json", folder / "stderr", folder / "result.json.failed"
     given.write_text(json.dumps(spec))
     result.unlink(missing_ok=True)
@@ -191,7 +191,7 @@ def run_child(spec: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def environment() -> dict[str, Any]:
-    """Hardware, versions and the measured peak, found out by a child: this process must hold no GPU memory while others measure theirs."""
+    """Hardware, versions and the measured peak rate, from a child process: this process must hold no GPU memory while others measure theirs."""
     code = (
         "import json, torch; from liger_kernel.bench import clock; print(json.dumps(clock.hardware() | clock.ceilings() | {'gpus': torch.cuda.device_count()}))"
     )
@@ -203,7 +203,7 @@ def environment() -> dict[str, Any]:
 
 
 def write_tokens(kind: str, vocab: int, path: Path) -> None:
-    """A stream of token ids below ``vocab``, for children that cannot import our tokeniser."""
+    """Write a stream of token ids below ``vocab``, because children cannot import our tokeniser."""
     import torch
 
     if kind == "random":
@@ -219,7 +219,7 @@ def write_tokens(kind: str, vocab: int, path: Path) -> None:
 
 
 def judge(row: Row, stock: Row | None, tolerance: float) -> Row:
-    """Compare a row with stock's: ``loss_parity``, ``gradient_parity``, and by its losses whether it is ``accurate``; None where stock has nothing."""
+    """Compare a row with stock's: ``loss_parity``, ``gradient_parity``, and ``accurate``, which its losses decide. They are None if stock has no value."""
     row |= {"loss_parity": None, "gradient_parity": None, "accurate": None}
     if row["failed"]:
         return row
@@ -234,7 +234,7 @@ def judge(row: Row, stock: Row | None, tolerance: float) -> Row:
 
 
 def ratio(row: Row, stock: Row | None, field: str) -> float | None:
-    """``row[field]`` over stock's; None where either failed or their losses differ."""
+    """``row[field]`` divided by stock's; None if one of the two failed or their losses differ."""
     if stock is None or row["failed"] or stock["failed"] or not row["accurate"] or not stock.get(field) or row.get(field) is None:
         return None
     return row[field] / stock[field]
@@ -244,16 +244,16 @@ OPTIONS = ("seq", "gpus", "parallel", "checkpointing", "layers", "autocast", "lo
 
 
 def values_of(a: argparse.Namespace, model: str) -> dict[str, Any]:
-    """The configuration that is measured, such that Unsloth's model is everyone's.
+    """The configuration to measure. With it, Unsloth builds the same model as the others.
 
-    It would stretch the rotary embedding of rows beyond the last position, and it has zeros in the embedding of its padding token.
+    Otherwise, Unsloth would stretch the rotary embedding of rows that are longer than the last position. It also sets its padding token's embedding to 0.
     """
     values = MODELS[model] | ({"num_hidden_layers": a.layers} if a.layers else {}) | ({"pad_token_id": 0} if a.lora else {})
     return values | {"max_position_embeddings": max(values["max_position_embeddings"], LONGEST if a.largest_seq else a.seq)}
 
 
 def measure(a: argparse.Namespace, model: str, variant: str, folder: Path, peak: float, gpu: bool) -> list[Row]:
-    """A row for each batch, until one fails: a child measures, and searches for the largest sizes; of several ranks, a child for each trial."""
+    """A row for each batch, until one fails. One child measures and searches for the largest sizes; with several ranks, each trial has its own child."""
     base, _, rest = variant.partition("+")
     base, rest = ("stock", base) if base in COMPILED else (base, rest)
     base, _, level = base.partition(":")
@@ -295,7 +295,7 @@ def measure(a: argparse.Namespace, model: str, variant: str, folder: Path, peak:
             rows[0]["breakdown_ms"] = profile.breakdown(json.load(file)["traceEvents"], TRACE_STEPS, rows[0]["step_ms"])
     if found["failed"] and len(rows) < len(a.batch):
         rows.append(common | {"batch": a.batch[len(rows)], "failed": found["failed"]})
-    elif found["failed"] and (searched := [what for what in spec["largest"] if f"largest_{what}" in rows[0]]):  # in the last of these
+    elif found["failed"] and (searched := [what for what in spec["largest"] if f"largest_{what}" in rows[0]]):  # it failed in the last of these searches
         rows[0][f"largest_{searched[-1]}_limit"] = found["failed"]
     if a.largest_batch and (a.gpus > 1 or (rows[0]["failed"] == "out of memory")):
         rows[0] |= _largest_batch(spec | {"trace": None}, folder)
@@ -310,24 +310,24 @@ def _largest_batch(spec: dict[str, Any], folder: Path) -> Row:
     def peak(batch: int) -> float | None:
         trial = run_child(spec | {"batches": [batch], "trial": True}, folder)
         if trial["failed"]:
-            limit["largest_batch_limit"] = trial["failed"]  # not memory alone: some kernels end at 2^31 elements
+            limit["largest_batch_limit"] = trial["failed"]  # the limit is not always memory: some kernels fail at 2^31 elements
         return None if trial["failed"] else trial["peak"]
 
     return {"largest_batch": largest_that(peak, spec["batches"][0])} | limit
 
 
-RIVALS = ("stock", "upstream", "unsloth")  # with which headlines compare ours
+RIVALS = ("stock", "upstream", "unsloth")  # the variants with which headlines compare ours
 
 
 def headlines(rows: list[Row], cpu: bool = False) -> list[str]:
-    """A sentence for each rival of ours that was measured: what is faster or leaner, and what is noise."""
+    """A sentence for each rival that was measured: what is faster or needs less memory, and what is noise."""
     ours = next((row for row in rows if row["variant"] == "ours" and usable(row)), None)
     rivals = [row for name in RIVALS for row in rows if row["variant"] == name and usable(row)]
     return [said for rival in rivals if ours and (said := headline(ours, rival, cpu))]
 
 
 def table(rows: list[Row], tolerance: float, cpu: bool = False) -> str:
-    """The rows of one model for a terminal, relative to stock."""
+    """The rows of one model as a table for a terminal, relative to stock."""
     stock = next((row for row in rows if row["variant"] == "stock"), None)
     heads = ["variant", "tokens/s", "/ stock", "step ms", "spread", "MFU", "peak GB", "/ stock", "reserved GB", "loss diff", "grad diff"]
     heads += ["largest batch", "longest rows"]
@@ -363,14 +363,14 @@ def table(rows: list[Row], tolerance: float, cpu: bool = False) -> str:
 
 
 def breakdown_table(rows: list[Row]) -> str:
-    """Milliseconds of a step by kind of work; kinds that nobody needs are left out."""
+    """A table of the milliseconds of a step by kind of work, without kinds that no row has."""
     rows = [row for row in rows if row.get("breakdown_ms")]
     kinds = [kind for kind in profile.KINDS if any(row["breakdown_ms"][kind] >= 0.005 for row in rows)]
     return _aligned([["ms / step", *kinds], *[[row["variant"], *[f"{row['breakdown_ms'][kind]:.2f}" for kind in kinds]] for row in rows]]) if rows else ""
 
 
 def _aligned(lines: list[list[str]]) -> str:
-    """Words left, numbers right; a failure may run over the empty cells that follow it."""
+    """The lines as text: words left-aligned, numbers right-aligned; a failure may extend over the empty cells after it."""
     widths = [max(len(line[i]) for line in lines if not line[1].startswith("failed")) for i in range(len(lines[0]))]
     widths[0] = max(len(line[0]) for line in lines)
     text = []
@@ -384,7 +384,7 @@ def _aligned(lines: list[list[str]]) -> str:
 
 
 def run(a: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
-    """All models and variants asked for; what is finished is printed and written at once."""
+    """Measure all requested models and variants. Finished rows are printed and written at once."""
     meta = environment()
     gpu = meta["gpus"] > 0
     if gpu and a.gpus > meta["gpus"]:
@@ -412,7 +412,7 @@ def run(a: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
         for model in a.model:
             write_tokens(a.data, config_of(values_of(a, model)).vocab_size, folder / f"{model}.pt")
             rows: list[Row] = []
-            # Stock first: the others are judged against it.
+            # Stock first, because the others are compared with it.
             for variant in sorted(a.against, key=lambda name: name != "stock"):
                 for row in measure(a, model, variant, folder, peak, gpu):
                     stock = row if variant == "stock" else next((r for r in rows if r["variant"] == "stock" and r["batch"] == row["batch"]), None)
@@ -439,7 +439,7 @@ def run(a: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
 
 
 def _plots() -> Any:
-    """The module that draws; asked for before hours are spent on what could not be drawn."""
+    """The module that draws. It is imported before the measurement, so that a missing package does not show only hours later."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -450,7 +450,7 @@ def _plots() -> Any:
 
 
 def main(argv: list[str]) -> int:
-    """The command; 0 if ours ran with stock's losses wherever it was asked for."""
+    """Run the command. Returns 0 if every requested run of ours finished with stock's losses."""
     a = parse(argv)
     result = run(a, argv)
     if a.csv:

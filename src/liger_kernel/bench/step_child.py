@@ -1,12 +1,12 @@
-"""One variant of ``liger bench step`` in a process of its own, or one per GPU: ``step_child.py SPEC RESULT``, both JSON files; ``SPEC`` is made in step.py."""
+"""One variant of ``liger bench step`` in its own process, or in one per GPU: ``step_child.py SPEC RESULT``. Both are JSON files; step.py writes ``SPEC``."""
 
 from __future__ import annotations
 
 import os
 import sys
 
-# Whose package is called `liger_kernel` here, ours or the published one, PYTHONPATH alone decides. Therefore this file is run by its path, imports nothing
-# that lies next to it, and takes its folder off the path, where `profile.py` would hide the one of Python's library.
+# Only PYTHONPATH decides which package `liger_kernel` is here: ours or LinkedIn's. Therefore this file is run by its path, imports no file beside it,
+# and removes its folder from the path, where `profile.py` would hide Python's own module.
 if __name__ == "__main__":
     sys.path[:] = [path for path in sys.path if os.path.abspath(path) != os.path.dirname(os.path.abspath(__file__))]
 
@@ -28,11 +28,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-# transformers and PEFT are imported by what uses them: Unsloth, which changes them, has to come before.
+# Functions import transformers and PEFT themselves, because Unsloth changes both and must be imported first.
 
 
 def _beside(name: str) -> ModuleType:
-    """A module that lies next to this file, loaded by its path."""
+    """Load a module beside this file by its path."""
     spec = importlib.util.spec_from_file_location(f"_{name}", Path(__file__).with_name(f"{name}.py"))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -42,13 +42,13 @@ def _beside(name: str) -> ModuleType:
 
 models = _beside("step_model")
 
-BATCHES = 4  # distinct ones, taken in turn
+BATCHES = 4  # distinct batches, which steps use in turn
 IGNORE = -100
 OUT_OF_MEMORY = "out of memory"
 
 
 class Memory:
-    """GB held by PyTorch's allocator on a GPU; without one, by the whole process."""
+    """GB that PyTorch's allocator holds on a GPU, or without a GPU the whole process."""
 
     def __init__(self, gpu: bool):
         self.gpu = gpu
@@ -65,7 +65,7 @@ class Memory:
     def reset(self) -> None:
         if self.gpu:
             return torch.cuda.reset_peak_memory_stats()
-        with contextlib.suppress(OSError):  # not allowed in some containers: the peak then includes the start-up
+        with contextlib.suppress(OSError):  # some containers forbid it: then the peak includes the start-up
             Path("/proc/self/clear_refs").write_text("5")
 
 
@@ -76,7 +76,7 @@ def _status(name: str) -> int:
 
 
 class Timeline:
-    """Memory over one step: ``points`` of milliseconds, GB and phase, at the end of each phase and at its peak where that is higher."""
+    """Memory during one step. ``points``: milliseconds, GB and phase, at the end of each phase, and at its peak if that is higher."""
 
     def __init__(self, memory: Memory, synchronize: Callable[[], None]):
         self.memory, self.synchronize = memory, synchronize
@@ -86,7 +86,7 @@ class Timeline:
         self.points: list[tuple[float, float, str]] = [(0.0, memory.now(), "start")]
 
     def mark(self, phase: str) -> None:
-        """``phase`` is over."""
+        """Record that ``phase`` has ended."""
         self.synchronize()
         now, held, peak = 1e3 * (time.perf_counter() - self.start), self.memory.now(), self.memory.peak()
         before, held_before, _ = self.points[-1]
@@ -98,7 +98,7 @@ class Timeline:
 
 @contextlib.contextmanager
 def layers_marked(model: Any, timeline: Timeline) -> Iterator[None]:
-    """Mark the layers of one forward and backward. The head is not hooked: that would keep ours from fusing it."""
+    """Mark the layers of one forward and backward. The head gets no hook, because our package does not fuse a head with hooks."""
     layers = models.layers_of(model)
     last = len(layers) - 1
 
@@ -107,7 +107,7 @@ def layers_marked(model: Any, timeline: Timeline) -> Iterator[None]:
 
     def forward_left(layer: nn.Module, args: Any, out: Any, *, i: int) -> None:
         if ("forward", i) in seen:
-            return  # recomputed in the backward: part of the backward of the layer
+            return  # a recomputation is a part of the layer's backward
         seen.add(("forward", i))
         timeline.mark(f"forward: layer {i}")
         out = out[0] if isinstance(out, tuple) else out
@@ -128,13 +128,13 @@ def layers_marked(model: Any, timeline: Timeline) -> Iterator[None]:
             hook.remove()
 
 
-# Names of modules, and what their kernels do besides GEMMs and attention, which are known by their own names.
+# Names of modules, and the kind of their kernels apart from GEMMs and attention, whose own names show their kind.
 SCOPES = (("norm", "norm"), ("mlp", "activation"), ("rotary", "rope"), ("attention", "rope"))
 
 
 @contextlib.contextmanager
 def scopes(model: Any) -> Iterator[None]:
-    """Annotate what modules and the loss do, so that the profile can tell a norm's multiplication from a rotary embedding's."""
+    """Annotate the work of modules and of the loss, so that the profile can distinguish a norm's multiplication from a rotary embedding's."""
     hooks, active = [], []
 
     def enter(kind: str, *_: Any) -> None:
@@ -148,8 +148,8 @@ def scopes(model: Any) -> Iterator[None]:
         kind = next((kind for word, kind in SCOPES if word in type(module).__name__.lower()), None)
         if kind:
             hooks.append(module.register_forward_pre_hook(functools.partial(enter, kind)))
-            hooks.append(module.register_forward_hook(leave, always_call=True))  # recomputation stops by an exception
-    model = getattr(model, "get_base_model", lambda: model)()  # of a model with adapters, which only seems to have what this has
+            hooks.append(module.register_forward_hook(leave, always_call=True))  # an exception ends a recomputation
+    model = getattr(model, "get_base_model", lambda: model)()  # the model inside PEFT's wrapper, which only forwards its attributes
     stock, had = model.loss_function, "_loss_function" in model.__dict__
 
     def loss_function(*args: Any, **kwargs: Any) -> Any:
@@ -182,7 +182,7 @@ def parallel(model: Any, how: str | None, device: torch.device) -> Any:
 
 
 def batches(spec: dict[str, Any], rank: int, device: torch.device, count: int = BATCHES) -> list[dict[str, Tensor]]:
-    """The same for every variant, different ones for every rank."""
+    """Batches: the same for every variant, different for every rank."""
     tokens = torch.load(spec["tokens"]).long()
     B, T = spec["batch"], spec["seq"]
     generator = torch.Generator().manual_seed(1 + rank)
@@ -192,7 +192,7 @@ def batches(spec: dict[str, Any], rank: int, device: torch.device, count: int = 
         ids = tokens[at].view(B, T)
         masked = torch.rand(B, T, generator=generator) < spec["masked"]
         batch = {"input_ids": ids}
-        if spec["median"]:  # rows end there and are padded
+        if spec["median"]:  # rows end there and are padded after it
             lengths = (spec["median"] * torch.exp(0.6 * torch.randn(B, generator=generator))).long().clamp(8, T)
             batch["attention_mask"] = (torch.arange(T) < lengths[:, None]).long()
             masked |= batch["attention_mask"] == 0
@@ -204,12 +204,12 @@ def batches(spec: dict[str, Any], rank: int, device: torch.device, count: int = 
 def optimizer_of(name: str, model: Any, gpu: bool) -> torch.optim.Optimizer:
     trained = [p for p in model.parameters() if p.requires_grad]
     if name == "adamw":
-        return torch.optim.AdamW(trained, lr=1e-4, fused=gpu)  # what transformers' Trainer takes
+        return torch.optim.AdamW(trained, lr=1e-4, fused=gpu)  # the default of transformers' Trainer
     return torch.optim.SGD(trained, lr=1e-3)
 
 
 class Training:
-    """A model that is trained as the spec says, on this rank."""
+    """A model and its training on this rank, according to the spec."""
 
     def __init__(self, spec: dict[str, Any]):
         self.spec, self.gpu = spec, torch.cuda.is_available()
@@ -222,7 +222,7 @@ class Training:
         self.synchronize = torch.cuda.synchronize if self.gpu else lambda: None
         self.memory = Memory(self.gpu)
         self.model = models.build(spec, self.device)
-        self.marked = not (spec["compile"] or spec["unsloth"])  # hooks would change what is compiled, and Unsloth compiles its layers
+        self.marked = not (spec["compile"] or spec["unsloth"])  # hooks would change the compiled code, and Unsloth compiles its layers
         self.run = parallel(self.model, spec["parallel"], self.device)
         if spec["compile"] == "layers":
             for layer in models.layers_of(self.model):
@@ -231,7 +231,7 @@ class Training:
             self.run = torch.compile(self.run)
         self.optimizer = optimizer_of(spec["optimizer"], self.model, self.gpu)
         self.losses: list[Tensor] = []
-        self.gradient: Tensor | None = None  # the norm of the first step's
+        self.gradient: Tensor | None = None  # the norm of the first step's gradient
         self.why = ""
 
     def step(self, data: list[dict[str, Tensor]], mark: Callable[[str], None] = lambda phase: None) -> None:
@@ -248,7 +248,7 @@ class Training:
         self.losses.append(loss.detach())
 
     def measure(self, batch: int) -> dict[str, Any]:
-        """Fields of a row."""
+        """Train with batches of this size, and return the fields of a row."""
         spec, memory = self.spec | {"batch": batch}, self.memory
         data = batches(spec, self.rank, self.device)
         self.losses.clear()
@@ -290,7 +290,7 @@ class Training:
         }
 
     def peak(self, batch: int, seq: int) -> float | None:
-        """GB that two steps of that size take; None where they fail, and ``why``. On one GPU alone: of several ranks, others would wait for one that fails."""
+        """The peak of two steps of that size in GB; None, and the reason in ``why``, if they fail. For one GPU: other ranks would wait for the failing one."""
         held = self.memory.now()
         self.memory.reset()
         try:
@@ -301,7 +301,7 @@ class Training:
             return self.memory.peak()
         except Exception as error:
             self.why = _text(error)
-            if self.why != OUT_OF_MEMORY and "CUDA error" in str(error):  # after which nothing works
+            if self.why != OUT_OF_MEMORY and "CUDA error" in str(error):  # after such an error, CUDA no longer works
                 raise
         finally:
             data = []
@@ -314,13 +314,13 @@ class Training:
         return None
 
 
-UNITS = {"batch": 1, "seq": 256}  # in which the largest is searched for
+UNITS = {"batch": 1, "seq": 256}  # the search for the largest size uses multiples of these
 
 
 def largest_that(peak: Callable[[int], float | None], start: int, capacity: float | None = None) -> int:
-    """The largest number that fits, to within a sixteenth; 0 if not even 1 does. ``peak(n)`` is the memory that n takes, or None where it does not fit.
+    """The largest number that fits, to within 1/16; 0 if even 1 does not fit. ``peak(n)`` is the memory for n, or None if n does not fit.
 
-    Memory is nearly a line in n, so that the next number to try is where the line reaches the capacity.
+    Memory is nearly linear in n, so the next number to test is where the line reaches the capacity.
     """
     peaks: dict[int, float] = {}
     n, high = start, None
@@ -344,7 +344,7 @@ def largest_that(peak: Callable[[int], float | None], start: int, capacity: floa
 
 
 def measure(spec: dict[str, Any], found: Callable[[dict[str, Any]], None] = lambda result: None) -> dict[str, Any]:
-    """Train as the spec says: rows, one a batch, and the largest sizes that fit; ``found`` is told of each as it comes."""
+    """Train according to the spec. Returns one row per batch, and the largest sizes that fit; ``found`` receives each result when it is ready."""
     if spec["save"]:
         models.save(spec, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         return {"rows": []}
@@ -365,7 +365,7 @@ def measure(spec: dict[str, Any], found: Callable[[dict[str, Any]], None] = lamb
 
 
 def _search(training: Training, what: str, row: dict[str, Any], found: Callable[[], None]) -> None:
-    """``row["largest_" + what]``, known as far as it is when a larger one ends the process."""
+    """Set ``row["largest_" + what]``, after each trial, so that it is known even if a larger size ends the process."""
     sizes, unit = {"batch": row["batch"], "seq": training.spec["seq"]}, UNITS[what]
     row[f"largest_{what}"] = 0
 
@@ -382,9 +382,9 @@ def _search(training: Training, what: str, row: dict[str, Any], found: Callable[
 
 
 def _trace(spec: dict[str, Any], scopes: contextlib.AbstractContextManager[None], step: Callable[[], None], synchronize: Callable[[], None], rank: int) -> None:
-    """``spec["trace_steps"]`` steps as a Chrome trace. Every rank takes them, the first one writes."""
+    """Write ``spec["trace_steps"]`` steps as a Chrome trace. Every rank runs them, and the first rank writes."""
     activities = [torch.profiler.ProfilerActivity.CPU, *([torch.profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
-    with scopes:  # none under torch.compile, where generated kernels name what they fuse
+    with scopes:  # no scopes under torch.compile: the names of generated kernels list what they fuse
         step()
         synchronize()
         with torch.profiler.profile(activities=activities) if rank == 0 else contextlib.nullcontext() as profile:
@@ -396,7 +396,7 @@ def _trace(spec: dict[str, Any], scopes: contextlib.AbstractContextManager[None]
 
 
 class _EventClock:
-    """Milliseconds between ticks on the device; the host is not held up."""
+    """Milliseconds between ticks on the device; the host does not wait."""
 
     def __init__(self) -> None:
         self.events: list[torch.cuda.Event] = []
@@ -412,7 +412,7 @@ class _EventClock:
 
 
 class _HostClock:
-    """Milliseconds between ticks."""
+    """Milliseconds between ticks on the host."""
 
     def __init__(self) -> None:
         self.ticks = [time.perf_counter()]
@@ -439,12 +439,12 @@ def main(spec: str, result: str) -> int:
 
     try:
         write(measure(json.loads(Path(spec).read_text()), write))
-    except Exception as error:  # whatever it is, it is what the row says
+    except Exception as error:  # any error becomes the text of the row
         traceback.print_exc()
-        with contextlib.suppress(FileExistsError), Path(f"{result}.failed").open("x") as file:  # the first rank to fail says why: the others do because of it
+        with contextlib.suppress(FileExistsError), Path(f"{result}.failed").open("x") as file:  # the first rank to fail says why; it makes the others fail
             json.dump(_text(error), file)
         sys.stderr.flush()
-        os._exit(1)  # other ranks may wait for this one in a collective, and so would a regular exit
+        os._exit(1)  # other ranks may wait for this one in a collective, and a regular exit would wait for them
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()

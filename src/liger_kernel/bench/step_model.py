@@ -1,5 +1,5 @@
-"""The models of ``step_child.py``: of random weights, patched, quantised, with adapters, or by Unsloth. Loaded by its path, so it imports nothing of ours but
-the package that is called `liger_kernel` there.
+"""The models of ``step_child.py``: with random weights, patched, quantised, with adapters, or built by Unsloth. This file is loaded by its path. The only
+package of ours that it may import is the one that is called `liger_kernel` in that process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ UNSLOTH_OFFLINE = {"HF_HUB_OFFLINE": "1", "UNSLOTH_DISABLE_STATISTICS": "1"}
 
 
 def build(spec: dict[str, Any], device: torch.device) -> Any:
-    """The model of the spec, on the device, patched if the variant says so. Equal weights in every variant and on every rank."""
+    """The model of the spec on the device, patched if the variant is. The weights are the same in every variant and on every rank."""
     model = _by_unsloth(spec) if spec["unsloth"] else _by_transformers(spec, device)
     if spec["lora"]:
         _start(model)
@@ -48,7 +48,7 @@ def _by_transformers(spec: dict[str, Any], device: torch.device) -> Any:
         found = Path(liger_kernel.__file__ or "").resolve().parents[1]
         if found != Path(spec["package"]).resolve():
             raise ImportError(f"liger_kernel was found in {found}, not in {spec['package']}")
-        if spec["flags"]:  # of ours alone; one that it does not know, it ignores with a warning
+        if spec["flags"]:  # only for ours, which ignores an unknown flag with a warning
             from liger_kernel.transformers.patching.flags import flags_of
 
             if unknown := spec["flags"].keys() - flags_of(model.config.model_type):
@@ -82,7 +82,7 @@ def _adapters(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def _start(model: Any) -> None:
-    """Equal adapters in every variant. PEFT starts with B = 0: the first losses would be those of a model without adapters, whatever is made of A and B."""
+    """Set the same adapters in every variant. PEFT starts with B = 0, so the first losses would not show whether A and B are used correctly."""
     adapters = sorted((name, p) for name, p in model.named_parameters() if ".lora_A." in name or ".lora_B." in name)
     for i, (name, p) in enumerate(adapters):
         generator = torch.Generator(p.device).manual_seed(i)
@@ -94,7 +94,7 @@ def _start(model: Any) -> None:
 
 
 def _quantize(model: Any, how: str) -> None:
-    """Linear layers but the head to those of bitsandbytes, as transformers does it while it loads a checkpoint."""
+    """Replace all linear layers except the head by those of bitsandbytes, as transformers does while it loads a checkpoint."""
     from bitsandbytes import nn as bnb
 
     taken: Any
@@ -109,11 +109,11 @@ def _quantize(model: Any, how: str) -> None:
             quantized = bnb.Params4bit(weight, requires_grad=False, compress_statistics=True, quant_type="nf4", module=taken)
         else:
             taken = bnb.Linear8bitLt(*sizes, has_fp16_weights=False, threshold=6.0, device="meta")
-            quantized = bnb.Int8Params(weight.cpu(), requires_grad=False, has_fp16_weights=False)  # only what comes from there is quantised
+            quantized = bnb.Int8Params(weight.cpu(), requires_grad=False, has_fp16_weights=False)  # bitsandbytes quantises only when a weight leaves the CPU
         taken.weight, taken.bias = quantized.to(weight.device), linear.bias
         model.set_submodule(name, taken.requires_grad_(False).train())
-    del weight, linear, quantized  # 16 bits no longer
-    setattr(model, BITSANDBYTES[how], True)  # by which PEFT knows
+    del weight, linear, quantized  # free the weight in 16 bits
+    setattr(model, BITSANDBYTES[how], True)  # PEFT reads this attribute
     gc.collect()
     torch.cuda.empty_cache()
 
@@ -135,7 +135,7 @@ def _train_in_fp8(model: Any, recipe: str, by_torchao: bool) -> None:
 
 
 def _by_unsloth(spec: dict[str, Any]) -> Any:
-    """By Unsloth's own functions, from the checkpoint that ``save`` wrote."""
+    """Build the model with Unsloth's own functions from the checkpoint that ``save`` wrote."""
     os.environ |= UNSLOTH_OFFLINE | {"UNSLOTH_COMPILE_LOCATION": os.path.join(spec["unsloth"], "compiled")}
     from unsloth import FastLanguageModel
 
@@ -150,13 +150,13 @@ def _by_unsloth(spec: dict[str, Any]) -> Any:
     model = FastLanguageModel.get_peft_model(model, **_adapters(spec), **recomputed)
     for layer in layers_of(model) if spec["checkpointing"] else ():
         if getattr(getattr(type(layer).forward, "__code__", None), "co_name", "") != "forward_with_checkpointing":
-            # transformers checkpoints in a wrapper of this forward, which Unsloth has replaced, and Unsloth takes it that the layer does
+            # transformers checkpoints in a wrapper of this forward. Unsloth has replaced the wrapper, but expects the layer to checkpoint
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
     return model
 
 
 def save(spec: dict[str, Any], device: torch.device) -> None:
-    """The stock model, and a tokenizer with a word for every row of its embedding, as ``from_pretrained`` loads them."""
+    """Save the stock model, and a tokenizer with a word for every row of its embedding, for ``from_pretrained``."""
     import tokenizers
     import transformers
 
@@ -169,5 +169,5 @@ def save(spec: dict[str, Any], device: torch.device) -> None:
 
 
 def layers_of(model: Any) -> nn.ModuleList:
-    """The decoder layers, of a model with adapters, too."""
+    """The decoder layers of a model with or without adapters."""
     return getattr(model, "get_base_model", lambda: model)().base_model.layers

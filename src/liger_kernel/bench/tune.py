@@ -1,7 +1,7 @@
-"""``liger tune OP``: search the launch configurations of an operator's kernels on this GPU, and write those that gain to ``ops/_core/tuned``.
+"""``liger tune OP``: search the launch configurations of an operator's kernels on this GPU, and write faster ones to ``ops/_core/tuned``.
 
-Only kernels that ask ``config.tile`` are tuned; each configuration they ask for on the operator's real-model cases is varied by itself, the
-others stay. Candidates are compiled ahead, on all cores. One that breaks the accuracy rule is refused, whatever its speed.
+Only kernels that call ``config.tile`` are tuned. Each configuration that they request for the operator's real-model cases is varied alone, while
+the others stay. Candidates are compiled ahead, on all cores. A candidate that breaks the accuracy rule is rejected, whatever its speed.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from liger_kernel.ops._core.operator import Case, Op
 from liger_kernel.testing import forward, like
 from liger_kernel.train.mistakes import UserError, one_of
 
-GAIN = 0.02  # of the operator's device time: less is noise
+GAIN = 0.02  # least gain as a share of the operator's device time: less is noise
 
 
 @contextlib.contextmanager
 def configured(override: dict[str, Tile] | None = None) -> Iterator[dict[str, tuple[int, Tile]]]:
-    """Kernels get the tiles of ``override``; yields key -> (columns, tile) of all that were asked for."""
+    """Give kernels the tiles of ``override``. Yields key -> (columns, tile) of all requested tiles."""
     tile, asked = config.tile, {}
 
     def chosen(op: str, n: int, itemsize: int, **rule: Any) -> Tile:
@@ -45,7 +45,7 @@ def configured(override: dict[str, Tile] | None = None) -> Iterator[dict[str, tu
 
 
 def candidates(n: int, tile: Tile) -> list[Tile]:
-    """Neighbours of ``tile``: rows, warps, pipeline; and columns, where a row takes several blocks."""
+    """The neighbours of ``tile``: other rows, warps and pipeline depths; and other columns if a row has several blocks."""
     found = []
     for block_n in [tile.block_n] if tile.block_n >= n else [b for b in (1024, 2048, 4096, 8192, 16384) if b <= 2 * n]:
         for block_m in sorted({max(1, tile.block_m * f // 4) for f in (1, 2, 4, 8)}) if tile.block_n >= n else [tile.block_m]:
@@ -69,13 +69,13 @@ def compile_ahead(op_name: str, case_name: str, sweep: str | None, dtype: str, a
         outs = [o for o in forward(OPS[op_name].fn, case.make(DTYPES[dtype], "meta")).values() if o.requires_grad]
         torch.autograd.backward(outs, [torch.ones_like(o) for o in outs])
 
-    # what does not compile is said when it is tried
+    # a candidate that does not compile fails again when it is measured, and is reported then
     with contextlib.suppress(Exception), compiling_for(arch), configured(override):
         compile_launches(launches(step, "meta"))
 
 
 def search(op: Op, case: Case, dtype: str, repeats: int, sweep: str | None = None, pool: Executor | None = None) -> dict[str, tuple[Tile, float, float]]:
-    """key -> (best tile, ms before, ms after) for the kernels of one case; those that gain."""
+    """key -> (best tile, ms before, ms after) for those kernels of one case that get faster."""
     base = case.make(DTYPES[dtype], DEVICE)
     truth, pytorch = results(op.reference, like(base, torch.float64)), results(op.reference, like(base))
     accurate = lambda: accuracy(results(op.fn, like(base)), pytorch, truth, DTYPES[dtype])[2]
@@ -99,7 +99,7 @@ def search(op: Op, case: Case, dtype: str, repeats: int, sweep: str | None = Non
                             print(f"  refused, because it is not accurate: {key} {candidate}")
                             continue
                         best, best_ms = candidate, ms
-                except Exception as error:  # does not fit this GPU
+                except Exception as error:  # the tile does not fit this GPU
                     print(f"  does not run: {key} {candidate}: {' '.join(str(error).split())[:100]}")
         if best is not tile:
             better[key] = best, before, best_ms
@@ -108,7 +108,7 @@ def search(op: Op, case: Case, dtype: str, repeats: int, sweep: str | None = Non
 
 
 def write(found: dict[str, Tile]) -> str:
-    """Add to the table of this architecture; its path."""
+    """Add the tiles to the table of this architecture, and return its path."""
     config.TUNED.mkdir(exist_ok=True)
     path = config.TUNED / f"{config.arch()}.json"
     table = json.loads(path.read_text()) if path.exists() else {}
@@ -118,7 +118,7 @@ def write(found: dict[str, Tile]) -> str:
 
 
 def main(argv: list[str]) -> int:
-    """The command; 0 also if nothing gains."""
+    """Run the command. Returns 0 even if no tile is faster."""
     a = flags.tune(argv)
     for name in a.op:
         one_of("operator", name, OPS)

@@ -1,1 +1,1 @@
-"""Kernels compiled before they are needed, for a GPU that need not be there, and the cache that holds them."""
+"""Compile kernels in advance, also for a GPU that this machine lacks, and the cache that stores them."""

@@ -1,7 +1,7 @@
-"""Kernels compiled before they are needed, into Triton's cache on disk (``TRITON_CACHE_DIR``).
+"""Compile kernels in advance into Triton's cache on disk (``TRITON_CACHE_DIR``).
 
-One training step runs on fake tensors, which have shapes and no data; each launch on its way becomes a compilation for the target. A training process
-with that cache compiles nothing: kernels depend on the model's sizes and dtypes, and neither on the batch nor on the length of a sequence.
+One training step runs on fake tensors, which have shapes and no data. Each kernel that it would launch is compiled for the target. A training process
+with that cache compiles nothing, because kernels depend on the model's sizes and dtypes, not on the batch size or the length of a sequence.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from liger_kernel.compile.launches import Launch, distinct, launches
 def model_launches(
     config: Any, *, batch: int, seq: int, dtype: torch.dtype, autocast: torch.dtype | None, flags: dict[str, bool] | None = None
 ) -> list[Launch]:
-    """The launches of training and evaluating a causal language model patched with ``flags``, its loss a mean, or a sum over a given number of tokens."""
+    """The launches of training and evaluation of a causal language model patched with ``flags``. Its loss is a mean, or a sum over a given number of tokens."""
     import transformers
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -52,7 +52,7 @@ def model_launches(
 
 
 def compile_launches(found: list[Launch]) -> tuple[int, int]:
-    """Compile what is not in the cache; returns how many kernels were, and how many are needed."""
+    """Compile the kernels that the cache lacks. Returns how many were compiled, and how many are needed."""
     compiled = 0
 
     def listen(*, cache_hit: bool, **_: Any) -> None:
@@ -70,10 +70,10 @@ def compile_launches(found: list[Launch]) -> tuple[int, int]:
 
 
 def build_launchers(kernels: Iterable[Any]) -> None:
-    """The C code by which Triton starts CUDA kernels, into its cache: one library of its own and, before Triton 3.7, one a kernel.
+    """Build the C code with which Triton starts CUDA kernels into its cache: one library for Triton and, before Triton 3.7, one for each kernel.
 
-    At the first launch that would take a C compiler a quarter of a second each. They are built, not loaded; where NVIDIA's driver is not there, they are
-    linked to one that has its functions' names. From Triton 3.8 on the cache has them by the folder of the driver, so that they are built where that is.
+    Otherwise the first launch of each kernel would run a C compiler for 0.25 s. They are built but not loaded. Without NVIDIA's driver, they are linked to a
+    library that has only the names of its functions. From Triton 3.8 on, the cache key has the driver's folder, so they are built only if it exists.
     """
     from triton.backends.nvidia import driver as nvidia
 
@@ -98,7 +98,7 @@ def build_launchers(kernels: Iterable[Any]) -> None:
                 build.compile_module_from_src(source.read_text(), "cuda_utils", **to)
             for kernel in kernels if hasattr(nvidia, "make_launcher") else ():
                 nvidia.CudaLauncher(kernel.src, kernel.metadata)
-    except Exception as error:  # no C compiler, or a Triton that does this in another way: the kernels are there all the same
+    except Exception as error:  # no C compiler, or a Triton that does this differently: the kernels are compiled nevertheless
         print(f"what starts kernels is built at the first launches, not ahead of them: {' '.join(str(error).split())[:300]}", flush=True)
     finally:
         build._load_module_from_path = load
@@ -107,7 +107,7 @@ def build_launchers(kernels: Iterable[Any]) -> None:
 
 
 class Unloaded(types.ModuleType):
-    """A module that was built only."""
+    """A module that was built but not loaded."""
 
     def __getattr__(self, name: str) -> Callable:
         return lambda *args: None

@@ -1,4 +1,4 @@
-"""What a step launches, found without data: by running it on tensors that have shapes and nothing else."""
+"""Find the kernels that a step launches by running it on tensors that have shapes but no data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from liger_kernel.ops._core import operator
 
 
 class Mock(MockTensor):
-    """A tensor as the compiler sees one: a dtype, and a pointer that is aligned or not."""
+    """A tensor as the compiler sees it: a dtype, and a pointer that is aligned or not."""
 
     def __init__(self, x: Tensor):
         super().__init__(x.dtype)
@@ -26,7 +26,7 @@ Launch = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
 
 def launches(step: Callable[[], Any], device: str) -> list[Launch]:
-    """(kernel, arguments without data, constexprs and options) of the launches of ``step``, in which tensors on ``device`` have no data."""
+    """(kernel, arguments without data, constexprs and options) of each launch of ``step``. Tensors on ``device`` have no data in it."""
     found: list[Launch] = []
 
     def record(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], meta: dict[str, Any]) -> None:
@@ -38,6 +38,6 @@ def launches(step: Callable[[], Any], device: str) -> list[Launch]:
 
 
 def distinct(found: list[Launch]) -> list[Launch]:
-    """One launch of each kernel that has to be compiled."""
+    """One launch for each kernel that must be compiled."""
     key = lambda a: (a.dtype, a.data_ptr() % 16) if isinstance(a, Mock) else a
     return list({(kernel.fn, tuple(map(key, args)), tuple(meta.items())): (kernel, args, meta) for kernel, args, meta in found}.values())

@@ -1,4 +1,4 @@
-"""Compiling for a GPU, whether it is there or not."""
+"""Compile for a GPU that this machine may lack."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from liger_kernel.ops._core import config
 
 
 class CompileOnly(DriverBase):
-    """A device that can only be compiled for."""
+    """A device for which kernels can be compiled but not launched."""
 
     def __init__(self, target: Target):
         self.target = GPUTarget(target.backend, target.arch, target.warp)
@@ -49,7 +49,7 @@ class CompileOnly(DriverBase):
 
 @contextlib.contextmanager
 def compiling_for(arch: str) -> Iterator[None]:
-    """Compile for ``arch``, a key of ``TARGETS``, instead of the GPU that is there, if one is."""
+    """Compile for ``arch``, a key of ``TARGETS``, instead of this machine's GPU, if it has one."""
     before = driver._active
     driver.set_active(CompileOnly(TARGETS[arch]))
     try:

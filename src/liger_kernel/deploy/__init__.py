@@ -1,4 +1,4 @@
-"""From a training run to a cluster: one job becomes Kubernetes objects, a Helm chart and alerts; Flyte workflows call the same runtime layer."""
+"""Run a training job on a cluster: one job becomes Kubernetes objects, a Helm chart and alerts. Flyte workflows call the same runtime layer."""
 
 from liger_kernel.deploy.job import Job
 

@@ -1,4 +1,4 @@
-"""``liger deploy``: render a job's files, or give them to a cluster."""
+"""``liger deploy``: render a job's files, or apply them to a cluster."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
 
 
 def submit(job: Job, dry_run: str | None = None, context: str | None = None) -> int:
-    """``kubectl apply`` of the job's plain YAML; returns its exit code. ``UserError`` if there is no kubectl."""
+    """Run ``kubectl apply`` on the job's plain YAML and return its exit code. Raises ``UserError`` if there is no kubectl."""
     kubectl = shutil.which("kubectl")
     if kubectl is None:
         raise UserError("submit needs kubectl on the PATH; or apply the files of `liger deploy render` in another way")

@@ -20,12 +20,12 @@ from liger_kernel.train.config import TrainConfig
 from liger_kernel.train.ranks import ELASTIC
 
 job = Job.of_environment()
-for name, value in ELASTIC.items():  # of the agent in this process, wherever it is
+for name, value in ELASTIC.items():  # set them for torchelastic's agent, which runs in this process on any machine
     os.environ.setdefault(name, value)
 
 
 def pods(gpus: int) -> dict:
-    """Pods of the job's image and resources, with ``gpus`` of its GPUs."""
+    """Pods with the job's image and resources, and ``gpus`` of its GPUs."""
     size = Resources(cpu=job.cpu, mem=job.memory, gpu=str(gpus) if gpus else None)
     template = PodTemplate(primary_container_name="primary", pod_spec=pod_spec(job, LIGER_JOB=job.to_json()))
     return {"container_image": job.image, "requests": size, "limits": size, "pod_template": template}
@@ -33,13 +33,13 @@ def pods(gpus: int) -> dict:
 
 @task(**pods(0))
 def prepare(config: TrainConfig) -> FlyteDirectory:
-    """Tokenised rows and their tokenizer."""
+    """Return tokenised rows and their tokenizer."""
     return FlyteDirectory(path=str(steps.prepare(config, Path(mkdtemp()) / "data")))
 
 
 @task(**pods(0))
 def warm(config: TrainConfig) -> FlyteDirectory:
-    """Compiled kernels; no GPU is needed."""
+    """Return compiled kernels. This needs no GPU."""
     return FlyteDirectory(path=str(steps.warm(config, job.arch if job.gpus else None, Path(mkdtemp()) / "kernels")))
 
 
@@ -50,7 +50,7 @@ def warm(config: TrainConfig) -> FlyteDirectory:
         nproc_per_node=job.processes,
         max_restarts=job.train.max_restarts,
         rdzv_configs={"timeout": 900, "join_timeout": 900},
-        increase_shared_mem=False,  # shared_memory does it
+        increase_shared_mem=False,  # shared_memory sets it
         run_policy=RunPolicy(clean_pod_policy=CleanPodPolicy.RUNNING, backoff_limit=job.retries),
     ),
     shared_memory=job.shm,
@@ -58,13 +58,13 @@ def warm(config: TrainConfig) -> FlyteDirectory:
     interruptible=True,
 )
 def train(config: TrainConfig, data: FlyteDirectory, kernels: FlyteDirectory) -> FlyteDirectory:
-    """One rank's part; of rank 0 the model and the metrics."""
+    """Run one rank of the training. Rank 0 returns the model and the metrics."""
     return FlyteDirectory(path=str(steps.train(config, Path(data.download()), Path(kernels.download()), job.processes)))
 
 
 @task(**pods(min(1, job.gpus)), enable_deck=True)
 def evaluate(config: TrainConfig, data: FlyteDirectory, run: FlyteDirectory) -> str:
-    """Scores of the saved model, as JSON; the deck shows the run's curves."""
+    """Return the scores of the saved model as JSON. The deck shows the run's curves."""
     folder = Path(run.download())
     scores = steps.evaluate(config, Path(data.download()), folder)
     Deck("liger train", steps.report(folder, scores))
@@ -73,14 +73,14 @@ def evaluate(config: TrainConfig, data: FlyteDirectory, run: FlyteDirectory) -> 
 
 @task(**pods(0))
 def export(run: FlyteDirectory, scores: str, target: str) -> str:
-    """The model at ``target``, if that is not empty; where it is."""
+    """Copy the model to ``target`` if that is not empty, and return its place."""
     folder = Path(run.download())
     return steps.export(folder, json.loads(scores), target) if target else run.path
 
 
 @workflow
 def pipeline(config: TrainConfig = job.config, target: str = "") -> str:
-    """All of it; the scores, as JSON. ``target`` is where the model goes (a URI), besides Flyte's own store."""
+    """Run all steps and return the scores as JSON. ``target``: a URI to which the model is copied in addition to Flyte's own store."""
     data = prepare(config=config)
     run = train(config=config, data=data, kernels=warm(config=config))
     scores = evaluate(config=config, data=data, run=run)

@@ -3,7 +3,7 @@
     LIGER_JOB=job.yaml flyte run --local liger_kernel/deploy/flyte2.py pipeline --out runs/here
     LIGER_JOB=job.yaml flyte run liger_kernel/deploy/flyte2.py pipeline --target s3://models/llama-sft
 
-LIGER_JOB is the job's file, and in pods the job itself, as JSON: what a task is (its image, nodes, processes) must be known wherever it is imported.
+LIGER_JOB is the job's file, or in pods the job itself as JSON. A task's image, nodes and processes must be known wherever this module is imported.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ variables = {"LIGER_JOB": job.to_json(), **ELASTIC}
 
 
 def environment(name: str, gpus: int, **more: Any) -> flyte.TaskEnvironment:
-    """Pods of the job's image and resources, with ``gpus`` of its GPUs."""
+    """Pods with the job's image and resources, and ``gpus`` of its GPUs."""
     return flyte.TaskEnvironment(
         name=f"{job.name}-{name}",
         image=flyte.Image.from_base(job.image),
@@ -62,29 +62,29 @@ driver = flyte.TaskEnvironment(
 
 @none.task
 def prepare(config: TrainConfig) -> Dir:
-    """Tokenised rows and their tokenizer."""
+    """Return tokenised rows and their tokenizer."""
     return Dir.from_local_sync(str(steps.prepare(config, Path(mkdtemp()) / "data")))
 
 
 @none.task
 def warm(config: TrainConfig) -> Dir:
-    """Compiled kernels; no GPU is needed."""
+    """Return compiled kernels. This needs no GPU."""
     return Dir.from_local_sync(str(steps.warm(config, job.arch if job.gpus else None, Path(mkdtemp()) / "kernels")))
 
 
 @ranks.task(retries=job.retries)
 def train(config: TrainConfig, data: Dir, kernels: Dir) -> Dir | None:
-    """One rank's part; rank 0 returns the model and the metrics."""
+    """Run one rank of the training. Rank 0 returns the model and the metrics."""
     rows = steps.once(data.path, lambda folder: data.download_sync(local_path=folder))
     compiled = steps.once(kernels.path, lambda folder: kernels.download_sync(local_path=folder))
     run = steps.train(config, rows, compiled, job.processes)
-    random.seed()  # every attempt's ranks are forked with the same state, from which Flyte draws the folder of its result
+    random.seed()  # the ranks of every attempt are forked with the same random state, and Flyte derives the folder of its result from it
     return Dir.from_local_sync(str(run)) if steps.first() else None
 
 
 @one.task(report=True)
 def evaluate(config: TrainConfig, data: Dir, run: Dir) -> str:
-    """Scores of the saved model, as JSON; the report shows the run's curves."""
+    """Return the scores of the saved model as JSON. The report shows the run's curves."""
     rows = steps.once(data.path, lambda folder: data.download_sync(local_path=folder))
     folder = steps.once(run.path, lambda folder: run.download_sync(local_path=folder))
     scores = steps.evaluate(config, rows, folder)
@@ -94,13 +94,13 @@ def evaluate(config: TrainConfig, data: Dir, run: Dir) -> str:
 
 @none.task
 def export(run: Dir, scores: str, target: str) -> str:
-    """The model at ``target``; where that is."""
+    """Copy the model to ``target``, and return its place."""
     return steps.export(steps.once(run.path, lambda folder: run.download_sync(local_path=folder)), json.loads(scores), target)
 
 
 @driver.task
 def pipeline(config: TrainConfig = job.config, target: str = "", out: str = "") -> str:
-    """All of it; the scores, as JSON. ``target`` is where the model goes (a URI), besides Flyte's own store; ``out`` a folder instead of the pods' own."""
+    """Run all steps; returns the scores as JSON. ``target``: a URI for a copy of the model. ``out``: a folder to use instead of the pods' own."""
     if out:
         config = dataclasses.replace(config, out=out, cache=None)
     data = prepare(config)

@@ -1,4 +1,4 @@
-"""What runs on a cluster: one dataclass, of which every manifest, chart and rule is a rendering."""
+"""A job on a cluster: one dataclass from which every manifest, chart and rule is rendered."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from liger_kernel.nearest import did_you_mean
 from liger_kernel.train.config import TrainConfig, UserError, checked, read_file
 from liger_kernel.train.redact import redacted, secret_name
 
-# Versions of what a cluster brings: the only place in the sources that names them (docs/guides/clusters.md says which operators have them)
+# API versions of the cluster's operators. No other source file names them (docs/guides/clusters.md says which operators have them)
 API = {
     "PyTorchJob": "kubeflow.org/v1",
     "TrainJob": "trainer.kubeflow.org/v1alpha1",
@@ -29,20 +29,20 @@ API = {
     "ConfigMap": "v1",
     "ServiceAccount": "v1",
 }
-KUBERNETES = "1.29"  # the oldest
+KUBERNETES = "1.29"  # the oldest supported version
 
 KINDS = ("pytorchjob", "trainjob", "jobset")
 OVERLAYS = ("plain", "eks")
 
 METRICS_PORT = 9400
 RENDEZVOUS_PORT = 29400
-SHARED = "/shared"  # where the volume of all nodes is mounted
+SHARED = "/shared"  # the mount point of the volume that all nodes share
 CONFIG = "/etc/liger/train.json"
-CACHE = "/cache"  # of the node: kernels, downloads
-IMAGE_KERNELS = "/opt/liger/kernels"  # where deploy/Dockerfile puts those compiled in advance
+CACHE = "/cache"  # a folder on the node, for kernels and downloads
+IMAGE_KERNELS = "/opt/liger/kernels"  # where deploy/Dockerfile puts kernels that were compiled in advance
 
 
-# The forms of Kubernetes' own names (RFC 1123), labels and quantities; as regular expressions that JSON Schema takes, too, with what they say
+# The forms of Kubernetes' names (RFC 1123), labels and quantities, as regular expressions that JSON Schema also accepts, each with its meaning in words
 _LABEL = "[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
 _DOMAIN = rf"{_LABEL}(\.{_LABEL})*"
 _WORD = "[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
@@ -70,7 +70,7 @@ SHAPES = {
 }
 ROLE = "eks.amazonaws.com/role-arn"  # the annotation
 EFA_RESOURCES = ("vpc.amazonaws.com/efa", "hugepages-2Mi")
-LIMITS = {  # of numbers; a pod has a port and an endpoint of metrics for every GPU
+LIMITS = {  # smallest and largest numbers; a pod has a port and a metrics endpoint for each GPU
     "nodes": (1, 10_000),
     "min_nodes": (1, 10_000),
     "gpus": (0, 64),
@@ -87,7 +87,7 @@ SUB_PATH = ("[A-Za-z0-9._-][A-Za-z0-9._/-]{0,500}", "a relative path")
 QUANTITY = ("[1-9][0-9]{0,14}(m|[kMGTPE]|[KMGTPE]i)?", "a quantity, such as 8 or 100Gi, quoted")
 LABEL = (_KEY, "as Kubernetes has them, such as example.com/pool")
 LABEL_VALUE = (f"({_WORD})?", "text of at most 63 letters, digits and -_., quoted where YAML would take it for a number")
-OUR_LABELS = (  # that manifests or a chart set
+OUR_LABELS = (  # labels that manifests or a chart set
     "app.kubernetes.io/name",
     "app.kubernetes.io/instance",
     "app.kubernetes.io/version",
@@ -107,7 +107,7 @@ TOLERATION = {
 
 @dataclass
 class Job:
-    """A training run on ``nodes`` machines of ``gpus`` each; every field is a name in the job's file, ``train`` holds the names of ``liger train``."""
+    """A training run on ``nodes`` machines with ``gpus`` GPUs each. Every field is a name in the job's file; ``train`` holds the names of ``liger train``."""
 
     name: str
     image: str  # with a tag or a digest
@@ -116,36 +116,36 @@ class Job:
     overlay: str = "plain"
     namespace: str = "default"
     nodes: int = 1
-    min_nodes: int | None = None  # pytorchjob: goes on with so many when machines are lost (default: all)
-    gpus: int = 8  # of a node; 0 trains on CPUs
+    min_nodes: int | None = None  # pytorchjob: training continues with so many nodes when machines are lost (default: all)
+    gpus: int = 8  # per node; 0 trains on CPUs
     gpu_resource: str = "nvidia.com/gpu"
-    arch: str | None = "sm90"  # what the init container compiles kernels for; None leaves it to the first step
-    cpu: str = "32"  # of a node
-    memory: str = "256Gi"  # of a node, /dev/shm included
-    shm: str = "16Gi"  # /dev/shm
+    arch: str | None = "sm90"  # the GPU for which the init container compiles kernels; with None, the first step compiles them
+    cpu: str = "32"  # per node
+    memory: str = "256Gi"  # per node, including /dev/shm
+    shm: str = "16Gi"  # size of /dev/shm
     cache: str = "50Gi"  # scratch on the node: compiled kernels, downloaded models
     volume: str | None = None  # PersistentVolumeClaim that all nodes can write to (ReadWriteMany), mounted at /shared
     queue: str | None = None  # Kueue's LocalQueue
-    cluster_queue: str | None = None  # render that LocalQueue, too, as one of this ClusterQueue
-    quota_nodes: int | None = None  # render that ClusterQueue, too, with room for so many nodes
-    retries: int = 10  # of the whole job, preemptions not counted where the kind of job can tell
+    cluster_queue: str | None = None  # also render that LocalQueue, for this ClusterQueue
+    quota_nodes: int | None = None  # also render that ClusterQueue, with a quota for so many nodes
+    retries: int = 10  # of the whole job; preemptions do not count if the kind of job can distinguish them
     grace: int = 180  # seconds from SIGTERM to SIGKILL: must exceed two steps and a checkpoint
     secret: str | None = None  # Secret whose keys become environment variables, such as HF_TOKEN
     environment: dict = field(default_factory=dict)
     node_selector: dict = field(default_factory=dict)
     tolerations: list = field(default_factory=list)
-    labels: dict = field(default_factory=dict)  # of every object and pod
-    annotations: dict = field(default_factory=dict)  # of every object and pod
+    labels: dict = field(default_factory=dict)  # added to every object and pod
+    annotations: dict = field(default_factory=dict)  # added to every object and pod
     pull_secrets: list = field(default_factory=list)  # names of Secrets with which nodes pull the image
     priority_class: str | None = None  # of pods
-    service_account: str | None = None  # of pods, one that is there; overlay eks makes one of its own for role
-    resources: dict = field(default_factory=dict)  # of a node, beside GPUs, cores and memory: rdma/ib: "8" for InfiniBand
-    extra_volumes: list = field(default_factory=list)  # as Kubernetes has them in volumes
-    extra_mounts: list = field(default_factory=list)  # as Kubernetes has them in volumeMounts, of extra_volumes
-    monitoring_namespace: str = "monitoring"  # whose pods may read metrics
-    monitor_labels: dict = field(default_factory=dict)  # by which that Prometheus finds monitors and rules, such as release: prometheus
-    checkpoint_age: int = 7200  # seconds after which a newest checkpoint is worth an alert
-    efa: int = 0  # eks: network interfaces of a node
+    service_account: str | None = None  # of pods; it must exist. The overlay eks creates its own for role
+    resources: dict = field(default_factory=dict)  # per node, in addition to GPUs, cores and memory: rdma/ib: "8" for InfiniBand
+    extra_volumes: list = field(default_factory=list)  # in the form of Kubernetes' volumes
+    extra_mounts: list = field(default_factory=list)  # mounts of extra_volumes, in the form of Kubernetes' volumeMounts
+    monitoring_namespace: str = "monitoring"  # the namespace of the pods that may read metrics
+    monitor_labels: dict = field(default_factory=dict)  # labels with which Prometheus finds monitors and rules, such as release: prometheus
+    checkpoint_age: int = 7200  # an alert fires if the newest checkpoint is older than so many seconds
+    efa: int = 0  # eks: network interfaces per node
     role: str | None = None  # eks: ARN of the IAM role for the object store
 
     def __post_init__(self) -> None:
@@ -176,7 +176,7 @@ class Job:
             raise UserError(f"{self.nodes * self.processes} processes need train.parallel ddp, fsdp2 or tp")
         open_ = [f"train.{name}" for name, value in config.shown().items() if value != getattr(config, name)]
         open_ += [f"environment.{n}" for n, v in self.environment.items() if redacted(str(v)) != str(v) or (secret_name(n) and not str(v).startswith("/"))]
-        if open_:  # manifests are read by many
+        if open_:  # many people can read manifests
             raise UserError(
                 f"{open_[0]} holds credentials, which would be readable in the manifests: store it in a Secret, and give the Secret's name as secret"
             )
@@ -184,7 +184,7 @@ class Job:
             raise UserError(f"train.out must be relative or under {SHARED}, where the volume is mounted; got {config.out!r}")
 
     def _check_forms(self) -> None:
-        """``UserError`` with its path for a field that is not of its type or form: clusters would refuse it, or take it for something else."""
+        """Raise ``UserError`` with the path of a field that has a wrong type or form: a cluster would refuse it or misread it."""
         checked({field.name: getattr(self, field.name) for field in dataclasses.fields(self)}, Job, "job")
         for name, shape in SHAPES.items():
             if getattr(self, name) is not None:
@@ -243,12 +243,12 @@ class Job:
 
     @property
     def processes(self) -> int:
-        """Of a node: one a GPU; without GPUs what ``train.nproc`` says."""
+        """Processes per node: one per GPU, or without GPUs ``train.nproc``."""
         return self.gpus or self.train.nproc or 1
 
     @property
     def counted(self) -> tuple[str, ...]:
-        """Resources that ``gpus`` and ``efa`` count."""
+        """The resources that ``gpus`` and ``efa`` set."""
         return (self.gpu_resource, *EFA_RESOURCES)
 
     @property
@@ -258,7 +258,7 @@ class Job:
 
     @property
     def config(self) -> TrainConfig:
-        """What ``liger train`` is given in a pod; processes, machines and their meeting point are flags beside it."""
+        """The configuration of ``liger train`` in a pod, without processes, machines and rendezvous, which are separate flags."""
         root = Path(SHARED if self.volume else CACHE)
         return dataclasses.replace(
             self.train,
@@ -273,12 +273,12 @@ class Job:
         )
 
     def to_json(self) -> str:
-        """What ``LIGER_JOB`` holds in pods."""
+        """The job as JSON, the value of ``LIGER_JOB`` in pods."""
         return json.dumps({name: value for name, value in dataclasses.asdict(self).items() if value is not None})
 
     @classmethod
     def of_environment(cls) -> Job:
-        """The job that the variable LIGER_JOB holds as JSON, or whose file it names."""
+        """The job in the environment variable LIGER_JOB, which holds JSON or the path of a job's file."""
         text = os.environ.get("LIGER_JOB")
         if not text:
             raise UserError("set LIGER_JOB to the file of a job (docs/guides/clusters.md)")
@@ -286,7 +286,7 @@ class Job:
 
     @classmethod
     def load(cls, path: str | Path) -> Job:
-        """Read a YAML or JSON file. ``UserError`` on unknown names, wrong types and what cannot run."""
+        """Read a YAML or JSON file. Raises ``UserError`` for unknown names, wrong types and jobs that cannot run."""
         values = checked_job(read_file(path), str(path))
         return cls(**values)
 
@@ -310,7 +310,7 @@ def _check_toleration(path: str, toleration: Any) -> None:
 
 
 def checked_job(values: dict[str, Any], where: str) -> dict[str, Any]:
-    """``values`` as ``Job`` takes them."""
+    """Return ``values`` in the form that ``Job`` takes."""
     train = values.pop("train", None)
     checked(values, Job, where)
     missing = [name for name, value in (("name", values.get("name")), ("image", values.get("image")), ("train", train)) if value is None]

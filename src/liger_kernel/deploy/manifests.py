@@ -1,4 +1,4 @@
-"""A job as Kubernetes objects: what runs, how it is queued and restarted, who may reach it, what monitors it."""
+"""A job as Kubernetes objects: the pods, the queue, restarts, the network policy and monitoring."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from liger_kernel.deploy.job import API, CACHE, CONFIG, EFA_RESOURCES, IMAGE_KER
 
 Object = dict[str, Any]
 
-STARTUP = 3600  # seconds for downloads, tokenising and loading, before the endpoint of metrics is there
+STARTUP = 3600  # seconds for downloads, tokenising and loading, before the metrics endpoint answers
 PREEMPTED = 75  # train.ranks.EXIT_PREEMPTED; that module needs torch, this one must not
 USER = 1000
 
 
 def objects(job: Job, limits: monitoring.Thresholds | None = None) -> list[Object]:
-    """Everything the job needs on a cluster that has its operators, in the order to apply it in; alerts compare with ``limits`` (default: the job's)."""
+    """All objects that the job needs on a cluster with its operators, in the order for applying them. ``limits``: alert thresholds (default: the job's)."""
     found = [_config(job), *_service_account(job), *_queue(job), _network_policy(job)]
     if job.metrics:
         found += [_pod_monitor(job), _object("PrometheusRule", _metadata(job, monitoring=True), spec=monitoring.rules(job, limits=limits))]
@@ -29,7 +29,7 @@ def objects(job: Job, limits: monitoring.Thresholds | None = None) -> list[Objec
 def _pytorchjob(job: Job) -> list[Object]:
     spec = {
         "nprocPerNode": str(job.processes),
-        # c10d, as many as there are between the two numbers: only workers, no master
+        # c10d: any number of workers between the two limits, and no master
         "elasticPolicy": {
             "rdzvBackend": "c10d",
             "rdzvId": job.name,
@@ -39,7 +39,7 @@ def _pytorchjob(job: Job) -> list[Object]:
         },
         "runPolicy": {"cleanPodPolicy": "Running", "backoffLimit": job.retries, "suspend": bool(job.queue)},
         "pytorchReplicaSpecs": {
-            # OnFailure, not ExitCode: that takes codes below 128 for final, and 75 says run it again
+            # OnFailure, not ExitCode: ExitCode treats codes below 128 as final, but 75 means "run again"
             "Worker": {"replicas": job.nodes, "restartPolicy": "OnFailure", "template": _template(job, "pytorch", f"{job.name}-worker-0")}
         },
     }
@@ -49,7 +49,7 @@ def _pytorchjob(job: Job) -> list[Object]:
 def _trainjob(job: Job) -> list[Object]:
     node = _replicated(job, "$(PET_MASTER_ADDR)", "$(PET_MASTER_PORT)")
     node["template"]["metadata"] = {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}}
-    for name in ("parallelism", "completions", "completionMode"):  # the runtime's controller sets them, by numNodes
+    for name in ("parallelism", "completions", "completionMode"):  # the runtime's controller sets them from numNodes
         del node["template"]["spec"][name]
     del node["replicas"]
     container = node["template"]["spec"]["template"]["spec"]["containers"][0]
@@ -80,7 +80,7 @@ RUNS: dict[str, Callable[[Job], list[Object]]] = {"pytorchjob": _pytorchjob, "tr
 
 
 def _replicated(job: Job, host: str, port: str) -> Object:
-    """A node a pod; one that fails or is taken away fails the Job, for the JobSet to start all anew."""
+    """One pod per node. If a pod fails or is evicted, its Job fails, and the JobSet starts all pods again."""
     template = _template(job, "node", host, port)
     template["spec"]["restartPolicy"] = "Never"
     spec = {
@@ -127,7 +127,7 @@ def _template(job: Job, container: str, host: str, port: str = str(RENDEZVOUS_PO
         node["ports"] = [{"name": f"metrics-{i}", "containerPort": METRICS_PORT + i} for i in range(job.processes)]
         probe = {"httpGet": {"path": "/healthz", "port": METRICS_PORT}, "timeoutSeconds": 5}
         node["startupProbe"] = {**probe, "periodSeconds": 10, "failureThreshold": STARTUP // 10}
-        # the trainer ends itself when nothing moves; workers that are started again have no endpoint meanwhile
+        # the trainer ends itself if it makes no progress; restarting workers have no endpoint for a while
         node["livenessProbe"] = {**probe, "periodSeconds": 30, "failureThreshold": math.ceil(job.train.timeout / 30) + 4}
     spec: Object = {
         "terminationGracePeriodSeconds": job.grace,
@@ -155,7 +155,7 @@ def _template(job: Job, container: str, host: str, port: str = str(RENDEZVOUS_PO
 
 
 def bare_pod(job: Job, container: str) -> Object:
-    """The pod of a job for a platform that brings command, image and resources: what is mounted, confined and set."""
+    """The pod of a job for a platform that adds command, image and resources: mounts, security context and environment variables."""
     spec = _template(dataclasses.replace(job, arch=None), container, "")["spec"]
     node = spec["containers"][0]
     spec["containers"] = [{name: value for name, value in node.items() if name in ("name", "env", "envFrom", "securityContext")}]
@@ -171,10 +171,10 @@ def _environment(job: Job) -> list[Object]:
         "TRITON_CACHE_DIR": f"{CACHE}/triton",
         "LIGER_TRITON_BASE_CACHE": IMAGE_KERNELS,
         "TORCHINDUCTOR_CACHE_DIR": f"{CACHE}/inductor",
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(job.grace - 30),  # the launcher waits for the last checkpoint, less than the kubelet does
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(job.grace - 30),  # the launcher waits for the last checkpoint, but not as long as the kubelet
         "PYTHONUNBUFFERED": "1",
     }
-    if job.kind != "pytorchjob":  # whose operator sets it, to rdzvId
+    if job.kind != "pytorchjob":  # PyTorchJob's operator sets it to rdzvId
         values["PET_RDZV_ID"] = job.name
     if job.efa:
         values["FI_PROVIDER"] = "efa"
@@ -182,7 +182,7 @@ def _environment(job: Job) -> list[Object]:
 
 
 def _resources(job: Job, devices: bool = True) -> Object:
-    """Limits that are requests, too: the pod is the last to be evicted."""
+    """The limits, which are also the requests, so that the pod is evicted last."""
     limits = {"cpu": job.cpu, "memory": job.memory}
     if job.gpus and devices:
         limits[job.gpu_resource] = str(job.gpus)
@@ -202,7 +202,7 @@ def _config(job: Job) -> Object:
 
 
 def train_json(job: Job) -> str:
-    """What ``liger train --config`` reads in a pod, or anywhere else."""
+    """The JSON file for ``liger train --config`` in a pod, or anywhere else."""
     return json.dumps(dataclasses.asdict(job.config), indent=2) + "\n"
 
 
@@ -214,7 +214,7 @@ def _service_account(job: Job) -> list[Object]:
 
 
 def _queue(job: Job) -> list[Object]:
-    """Kueue's: usually there already, made by who runs the cluster."""
+    """Kueue's objects. Usually the cluster's administrator has created them."""
     found: list[Object] = []
     if job.quota_nodes:
         flavor = f"{job.cluster_queue}-nodes"
@@ -230,13 +230,13 @@ def _queue(job: Job) -> list[Object]:
 
 
 def times(quantity: str, count: int) -> str:
-    """A Kubernetes quantity, ``count`` times: 256Gi twice is 512Gi."""
+    """A Kubernetes quantity multiplied by ``count``: twice 256Gi is 512Gi."""
     digits = len(quantity) - len(quantity.lstrip("0123456789"))
     return f"{int(quantity[:digits]) * count}{quantity[digits:]}"
 
 
 def _network_policy(job: Job) -> Object:
-    """In: its own pods, and Prometheus to the metrics. Out: its own pods, names, and https for models, data and the object store."""
+    """Ingress: from its own pods, and from Prometheus to the metrics. Egress: to its own pods, DNS, and HTTPS for models, data and the object store."""
     own = {"podSelector": {"matchLabels": _labels(job)}}
     ingress: list[Object] = [{"from": [own]}]
     if job.metrics:

@@ -1,4 +1,4 @@
-"""Alerts and a dashboard for the metrics of the trainer (``train.metrics.EXPORTED``); every series of a job has the label ``run``, its name."""
+"""Alerts and a dashboard for the metrics of the trainer (``train.metrics.EXPORTED``). Every series of a job has its name as the label ``run``."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ BY = "by (namespace, run)"
 
 
 class Thresholds(NamedTuple):
-    """The numbers of a job that its alerts compare with; a chart has expressions in their place, as its values may change them."""
+    """The thresholds of a job's alerts. A chart has expressions in their place, because its values may change them."""
 
-    steps: Any  # of the run
-    last: Any  # step after which a run that stands still has ended: its last log line may end with the run before it is scraped
+    steps: Any  # all steps of the run
+    last: Any  # after this step, a run without progress has ended: Prometheus may miss its last log line
     every: Any  # steps between checkpoints
-    behind: Any  # steps that may be without a checkpoint
-    age: Any  # seconds, of the newest checkpoint
+    behind: Any  # largest number of steps without a checkpoint
+    age: Any  # largest age of the newest checkpoint in seconds
 
 
 def thresholds(job: Job) -> Thresholds:
@@ -27,11 +27,11 @@ def thresholds(job: Job) -> Thresholds:
 
 
 def rules(job: Job, window: str = "15m", hold: str = "5m", memory: str = "6h", limits: Thresholds | None = None) -> dict[str, Any]:
-    """Prometheus' rules for one job: alerts that look back over ``window`` (``memory`` for what was usual) and fire after ``hold``."""
+    """The Prometheus rules of one job: alerts over the last ``window`` (or ``memory``, for comparison with usual values) that fire after ``hold``."""
     of = lambda metric: f'liger_{metric}{{run="{job.name}"}}'
     most = lambda metric: f"max {BY} ({of(metric)})"
     over = lambda function, metric, time: f"max {BY} ({function}{of(metric)}[{time}]))"
-    # more than a while ago; one that was not there counts from 0, which increase() would not
+    # more than one window ago; a series that did not exist then counts from 0, unlike with increase()
     grew = lambda metric: f"{most(metric)} > (max {BY} ({of(metric)} offset {window}) or max {BY} (0 * {of(metric)}))"
     limits = limits or thresholds(job)
     alerts = [
@@ -79,7 +79,7 @@ def rules(job: Job, window: str = "15m", hold: str = "5m", memory: str = "6h", l
     return {"groups": [{"name": f"liger-{job.name}", "rules": found}]}
 
 
-# title, unit, queries (expression, legend); {run} is what the dashboard's variable selects
+# title, unit, queries (expression, legend); {run} is the selection of the dashboard's variable
 PANELS: list[tuple[str, str, list[tuple[str, str]]]] = [
     ("Loss", "none", [("max by (run) (liger_loss{run})", "{{run}}")]),
     ("Tokens per second", "short", [("max by (run) (liger_tokens_per_second{run})", "{{run}}")]),
@@ -106,7 +106,7 @@ PANELS: list[tuple[str, str, list[tuple[str, str]]]] = [
 
 
 def dashboard() -> dict[str, Any]:
-    """A Grafana dashboard of all runs, in the form of its import dialogue and its sidecar."""
+    """A Grafana dashboard of all runs, for Grafana's import dialogue and its sidecar."""
     source = {"type": "prometheus", "uid": "${source}"}
     panels = []
     for i, (title, unit, queries) in enumerate(PANELS):

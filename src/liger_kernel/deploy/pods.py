@@ -1,4 +1,4 @@
-"""A job's pod as the Kubernetes client's object, which both versions of Flyte take."""
+"""A job's pod as an object of the Kubernetes client, which both versions of Flyte accept."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from liger_kernel.deploy.manifests import bare_pod
 
 
 def pod_spec(job: Job, **variables: str) -> Any:
-    """A ``V1PodSpec`` whose container ``primary`` has the job's volumes, confinement and variables, and ``variables``."""
+    """A ``V1PodSpec``. Its container ``primary`` has the job's volumes, security context and environment variables, and also ``variables``."""
     from kubernetes import client
 
     spec = bare_pod(job, "primary")

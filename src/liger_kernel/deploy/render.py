@@ -1,4 +1,4 @@
-"""A job's objects in the forms that clusters are fed: plain YAML, Kustomize, a Helm chart; each says the same."""
+"""Render a job's objects as plain YAML, for Kustomize, or as a Helm chart. All forms describe the same objects."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FORMS = ("yaml", "kustomize", "helm", "train", "rules", "dashboard")
 
 
 def render(job: Job, form: str) -> dict[str, str]:
-    """Files by name, of one form: a name alone for what is one file."""
+    """The files of one form, by name. A form with a single file has a name without a folder."""
     if form == "kustomize":
         return kustomize(job)
     if form == "helm":
@@ -72,7 +72,7 @@ def _yaml() -> Any:
 
 
 def _dump(documents: list[Object], mark: str = "\0") -> str:
-    """YAML. Quoted are texts with the ``mark`` of a template's value, which may be one that YAML takes for a number, and those that only Go's YAML does."""
+    """The documents as YAML. It quotes texts with the ``mark`` of a template, whose value may look like a number, and texts that only Go's YAML misreads."""
     yaml: Any = _yaml()
 
     class Dumper(yaml.SafeDumper):
@@ -89,7 +89,7 @@ def _dump(documents: list[Object], mark: str = "\0") -> str:
 
 
 def kustomize(job: Job) -> dict[str, str]:
-    """The base is the job on a plain cluster; an overlay adds and patches what is different on another."""
+    """The base is the job on a plain cluster; an overlay adds and patches what differs on another cluster."""
     base = objects(dataclasses.replace(job, overlay="plain", efa=0, role=None))
     files = _folder("base", base, {"resources": [_file(o) for o in base]})
     files |= _folder("overlays/plain", [], {"resources": ["../../base"]})
@@ -125,13 +125,13 @@ def _file(o: Object) -> str:
 
 
 class Number(str):
-    """A template whose value is no string: it stands in YAML without quotes."""
+    """A template with a value that is not a string, so YAML shows it without quotes."""
 
 
-# Fields of a job that only fill places; the others decide which objects there are, and are settled when the chart is rendered.
+# Fields of a job that only set values. The other fields decide which objects exist, and are fixed when the chart is rendered.
 TEXTS = ("image", "cpu", "memory", "shm", "cache", "volume", "queue", "monitoring_namespace")
 NUMBERS = ("nodes", "min_nodes", "retries", "checkpoint_age")
-OPTIONS = ("priority_class", "service_account")  # a line that is left out where they are empty
+OPTIONS = ("priority_class", "service_account")  # if one is empty, its line is omitted
 MAPS = ("labels", "annotations", "node_selector", "monitor_labels", "resources")
 LISTS = ("tolerations", "pull_secrets", "extra_volumes", "extra_mounts")
 
@@ -154,7 +154,7 @@ VALUES |= {
     "monitor_labels": _map(_OUR_LABELS, _form(LABEL_VALUE[0])),
     "node_selector": _map(_form(LABEL[0]), _form(LABEL_VALUE[0])),
     "annotations": _map({**_form(LABEL[0]), "not": {"enum": [ROLE]}}, {"type": "string"}),
-    "resources": {},  # by what the job counts
+    "resources": {},  # filled with the resources that the job counts
     "pull_secrets": {"type": "array", "items": _form(PULL_SECRET[0])},
     "tolerations": {
         "type": "array",
@@ -187,7 +187,7 @@ VALUES |= {
 }
 _JSON = {int: "integer", float: "number", str: "string", bool: "boolean"}
 
-PLACES = ("out", "save", "store")  # of train: what a run writes, hence of one release alone
+PLACES = ("out", "save", "store")  # fields of train: folders to which a run writes, so each release has its own
 THRESHOLDS = monitoring.Thresholds(
     steps="int64 .Values.train.steps",
     last="sub (int64 .Values.train.steps) (mul 2 (int64 .Values.train.log_every))",
@@ -216,7 +216,7 @@ HELPERS = """\
 
 
 def helm(job: Job) -> dict[str, str]:
-    """A chart of this job: its values are the job's, and all of ``train``; objects are called as the release and are in its namespace."""
+    """A Helm chart of this job. Its values are the job's fields and all of ``train``. Objects have the release's name and namespace."""
     if job.cluster_queue:
         raise UserError("a chart makes no queues, as its releases would share them: make these by themselves and leave cluster_queue and quota_nodes out")
     values: dict[str, Any] = {name: getattr(job, name) for name in VALUES if getattr(job, name) is not None}
@@ -225,14 +225,14 @@ def helm(job: Job) -> dict[str, str]:
         del values["service_account"]
     if job.kind == "pytorchjob":
         values["min_nodes"] = job.min_nodes or job.nodes
-    if not job.metrics:  # no monitors and no rules
+    if not job.metrics:  # then there are no monitors and no rules
         del values["checkpoint_age"], values["monitor_labels"]
-    mark = f"value{uuid.uuid4().hex}"  # nothing that a job holds: what it holds is text, not template
-    template = copy.copy(job)  # not replace(): templates are no values to check
+    mark = f"value{uuid.uuid4().hex}"  # no job can contain this text, so a job's own text never becomes a template
+    template = copy.copy(job)  # not replace(): it would check templates as if they were values
     for name in ["name", "namespace", *values]:
         setattr(template, name, _template_value(name, mark))
     limits = monitoring.Thresholds(*(f"{mark}_limit-{name}_" for name in THRESHOLDS._fields))
-    config = {name: value for name, value in dataclasses.asdict(job.config).items() if value is not None}  # Helm drops these
+    config = {name: value for name, value in dataclasses.asdict(job.config).items() if value is not None}  # Helm drops null values
     for name in PLACES:
         if name in config:
             config[name] = _of_release(config[name], job.name)
@@ -241,7 +241,7 @@ def helm(job: Job) -> dict[str, str]:
         if o["kind"] == "ConfigMap":
             o = o | {"data": {"train.json": f"{mark}_train_"}}
         labels = o["metadata"]["labels"] | {name: f"{mark}_{name}_" for name in CHART_LABELS}
-        if any("each-monitor_labels" in name for name in labels):  # which may name one of labels, too
+        if any("each-monitor_labels" in name for name in labels):  # monitor_labels may repeat a name of labels
             labels = {name: value for name, value in labels.items() if "each-" not in name} | {f"{mark}_each-{MONITORED}_": ""}
         o["metadata"]["labels"] = labels
         texts[f"templates/{o['kind'].lower()}.yaml"] = _templates(_dump([o], mark).replace("{{", '{{ "{{" }}'), mark)
@@ -252,7 +252,7 @@ def helm(job: Job) -> dict[str, str]:
         "name": job.name,
         "description": f"liger train on {job.kind}",
         "type": "application",
-        "version": __version__.partition("+")[0],  # registries take no +
+        "version": __version__.partition("+")[0],  # registries do not accept "+"
         "appVersion": __version__,
         "kubeVersion": f">={KUBERNETES}.0-0",
     }
@@ -276,9 +276,9 @@ CHART_LABELS = {
 
 
 def _of_release(path: str, name: str) -> str:
-    """``path`` with the release's name in it: in the place of the job's ``name`` where that is the last part of it or the last but one, else behind it."""
+    """``path`` with the release's name. It replaces the job's ``name`` if that is the last part of the path or the one before; otherwise it is appended."""
     scheme, mark, rest = path.replace("{{", '{{ "{{" }}').rpartition("://")
-    root, *parts = rest.rstrip("/").split("/")  # a bucket, or nothing before the first /
+    root, *parts = rest.rstrip("/").split("/")  # a bucket, or the empty text before the first /
     found = next((i for i in (-1, -2) if len(parts) >= -i and parts[i] == name), None)
     if found is None:
         parts.append(RELEASE)
@@ -296,7 +296,7 @@ def _template_value(name: str, mark: str) -> Any:
 
 
 def _templates(text: str, mark: str) -> str:
-    """YAML with marks as a template. A map or a list that has nothing but a value's items is left out where that is empty; so is an option."""
+    """Turn YAML with marks into a template. It omits an empty option, and a map or list that would have only the items of an empty value."""
     entry, item = rf"'{mark}_each-(?P<{{}}>\w+?)_': ''", rf"- (?P<before>name: )?'{mark}_each-(?P<{{}}>\w+?)_'"
     alone = rf"^(?P<pad> *)(?P<lines>\w+:\n(?P=pad)(?:  {entry.format('map')}|{item.format('list')})\n)(?!(?P=pad)(?:  |- ))"
     option = rf"^(?P<pad> *)(?P<lines>\w+: '{mark}_(?P<map>{'|'.join(OPTIONS)})_'\n)(?P<list>)"
@@ -334,14 +334,14 @@ def _schema(names: list[str], job: Job) -> Object:
 
 
 def _train_schema() -> Object:
-    """The names of ``liger train``, with their types, choices and help."""
+    """A schema of the names of ``liger train``, with types, choices and help."""
     properties: Object = {}
     for field in dataclasses.fields(TrainConfig):
         kind, optional = _kinds(TrainConfig)[field.name]
         properties[field.name] = {"type": [_JSON[kind], "null"] if optional else _JSON[kind], "description": field.metadata["help"]}
         if field.metadata["choices"]:
             properties[field.name]["enum"] = [*field.metadata["choices"], *([None] if optional else [])]
-    needed = ("steps", "log_every", "checkpoint_every")  # alerts compute with them
+    needed = ("steps", "log_every", "checkpoint_every")  # alert thresholds are computed from them
     for name in needed:
         properties[name]["minimum"] = 1
     return {"type": "object", "additionalProperties": False, "required": list(needed), "properties": properties}

@@ -1,4 +1,4 @@
-"""The steps of a workflow as plain functions from a configuration and folders to folders, which the tasks of Flyte 1 and 2 call."""
+"""The steps of a workflow as plain functions. Each takes a configuration and folders, and returns a folder. The tasks of Flyte 1 and 2 call them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ METRICS = ("metrics.json", "metrics.jsonl")
 
 
 def prepare(config: TrainConfig, folder: Path) -> Path:
-    """Tokenised data in ``folder``."""
+    """Tokenise the data into ``folder``."""
     from liger_kernel.train import data
 
     return data.prepare(config, folder)
 
 
 def warm(config: TrainConfig, arch: str | None, folder: Path) -> Path:
-    """The kernels that training needs on ``arch``, compiled into ``folder``; no GPU is needed. Nothing if ``arch`` is None or the model is not known yet."""
+    """Compile the kernels that training needs on ``arch`` into ``folder``, without a GPU. Does nothing if ``arch`` is None or the model is not known yet."""
     folder.mkdir(parents=True, exist_ok=True)
     if arch and config.model and config.kernels == "on":
         from liger_kernel import warmup
@@ -41,14 +41,14 @@ def warm(config: TrainConfig, arch: str | None, folder: Path) -> Path:
 
 
 def private(name: str) -> Path:
-    """The folder of that name under the temporary one, whose other users can neither read nor write in it; made if it is not there.
+    """The folder ``name`` in the temporary folder, created if it does not exist. Other users can neither read it nor write to it.
 
-    ``UserError`` if what is there is another user's, or a link, or open to others' writing: its name can be guessed, so anyone may have made it.
+    Raises ``UserError`` if it is a link, belongs to another user, or is writable for others: its name is predictable, so anyone may have created it.
     """
     folder = Path(tempfile.gettempdir()) / name
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    if hasattr(os, "geteuid"):  # elsewhere the temporary folder is the user's own
+    if hasattr(os, "geteuid"):  # on other systems, each user has a temporary folder
         found = folder.lstat()
         wrong = {
             "is no folder": not stat.S_ISDIR(found.st_mode),
@@ -62,7 +62,7 @@ def private(name: str) -> Path:
 
 
 def once(source: str, fetch: Callable[[str], Any]) -> Path:
-    """A folder on this machine with what ``fetch(folder)`` brings from ``source``: one of the processes that ask for it fetches, the others wait."""
+    """A local folder that ``fetch(folder)`` has filled from ``source``. If several processes call this, one fetches and the others wait."""
     from filelock import FileLock
 
     user = os.geteuid() if hasattr(os, "geteuid") else "user"
@@ -76,10 +76,10 @@ def once(source: str, fetch: Callable[[str], Any]) -> Path:
 
 
 def train(config: TrainConfig, data: Path, kernels: Path, processes: int) -> Path:
-    """Train on prepared ``data``; the folder with the model and its metrics, of which rank 0 is the one to take them.
+    """Train on prepared ``data``, and return the folder with the model and its metrics. Rank 0 should store it.
 
-    As one of the ranks that a platform has started, or, where there is none, by starting ``processes`` here. Goes on from the latest checkpoint. Raises
-    ``RuntimeError`` if the run did not end well, for the platform to try again.
+    It runs as one of the ranks that a platform has started; without a platform, it starts ``processes`` here. It continues from the latest checkpoint. Raises
+    ``RuntimeError`` if the run failed, so that the platform tries again.
     """
     folder = Path(config.out)
     config = dataclasses.replace(config, data=str(data), save=str(folder / "model"), nproc=None)
@@ -104,12 +104,12 @@ def train(config: TrainConfig, data: Path, kernels: Path, processes: int) -> Pat
 
 
 def first() -> bool:
-    """Whether this is rank 0, or no rank at all."""
+    """Whether this is rank 0, or there are no ranks."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def evaluate(config: TrainConfig, data: Path, run: Path) -> dict[str, Any]:
-    """The loss of the saved model on the rows that were held back, stock and patched, to show that the saved model is the trained model."""
+    """The loss of the saved model on held-out rows, stock and patched. It shows that the saved model is the trained model."""
     from liger_kernel.train.evaluate import evaluate
 
     config = dataclasses.replace(config, data=str(data), model=str(run))
@@ -124,7 +124,7 @@ def export(run: Path, scores: dict[str, Any], target: str) -> str:
 
         fs, root = fsspec.core.url_to_fs(target)
     except (ImportError, ValueError) as error:
-        raise UserError(f"cannot export to {target!r}: {error}") from None  # its text may have credentials
+        raise UserError(f"cannot export to {target!r}: {error}") from None  # from None, because the original error may contain credentials
     (run / "evaluation.json").write_text(json.dumps(scores, indent=1) + "\n")
     from liger_kernel.train.store import put
 
@@ -134,7 +134,7 @@ def export(run: Path, scores: dict[str, Any], target: str) -> str:
 
 
 def report(run: Path, scores: dict[str, Any]) -> str:
-    """HTML with loss and throughput over the steps, and the numbers that summarise them."""
+    """A report as HTML: loss and throughput over the steps, and summary numbers."""
     metrics = json.loads((run / "metrics.json").read_text())
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     rates = [(line["step"], line["tokens_per_second"]) for line in lines if "tokens_per_second" in line]

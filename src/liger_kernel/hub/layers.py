@@ -1,6 +1,6 @@
-"""Layers without state of their own, as ``kernels`` needs them: each is a ``forward`` for other modules.
+"""Layers without their own state, as ``kernels`` requires: each is a ``forward`` for other modules.
 
-A norm whose rounding none of our variants reproduces keeps its own ``forward``.
+If none of our variants reproduces the rounding of a norm, the norm keeps its own ``forward``.
 """
 
 from __future__ import annotations

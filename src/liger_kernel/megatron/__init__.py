@@ -1,4 +1,4 @@
-"""Kernels for Megatron-core, which is imported when it is patched."""
+"""Kernels for Megatron-core, which is imported only when it is patched."""
 
 from liger_kernel.megatron.cross_entropy import LigerMegatronCrossEntropy
 from liger_kernel.megatron.monkey_patch import apply_liger_kernel_to_megatron

@@ -10,9 +10,9 @@ from liger_kernel.nn import LigerVocabParallelCrossEntropy
 
 
 class LigerMegatronCrossEntropy(LigerVocabParallelCrossEntropy):
-    """``LigerVocabParallelCrossEntropy`` with Megatron's label smoothing, over each rank's own classes; a loss per token (S, B) of logits (S, B, N).
+    """``LigerVocabParallelCrossEntropy`` with Megatron's label smoothing over each rank's own classes. Returns a loss per token (S, B) of logits (S, B, N).
 
-    Raises ``ValueError`` for a ``reduction`` other than "none", and for logits with other dimensions: Megatron has the sequence first.
+    Raises ``ValueError`` for a ``reduction`` other than "none", and for logits with other dimensions: in Megatron the sequence is the first one.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What is replaced in Megatron-core."""
+"""Replace functions and classes of Megatron-core by ours."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def apply_liger_kernel_to_megatron(rms_norm: bool = True, cross_entropy: bool = 
     cross_entropy: ``vocab_parallel_cross_entropy`` and ``fused_vocab_parallel_cross_entropy``; labels of -100 count as 0, other labels that are no class give
     NaN.
     swiglu: ``bias_swiglu_impl`` if there is no bias.
-    Raises ``ImportError`` without Megatron-core. What is patched has ``__liger_patched__``; its ``__wrapped__`` is the original (of the norm: of its
-    ``__new__``).
+    Raises ``ImportError`` without Megatron-core. Patched functions and classes have ``__liger_patched__``; ``__wrapped__`` is the original (for the norm:
+    on its ``__new__``).
     """
     if rms_norm:
         _patch_norm(_found("megatron.core.transformer.torch_norm", "WrappedTorchNorm"))
@@ -44,7 +44,7 @@ def _found(source: str, name: str) -> Any:
 
 
 def _patch_norm(norm: Any) -> None:
-    """In place, as layer specs hold the class itself."""
+    """Patch the class in place, because layer specs hold the class itself."""
     if getattr(norm, MARK, False):
         return
     stock = norm.__new__
@@ -53,7 +53,7 @@ def _patch_norm(norm: Any) -> None:
     def new(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
         if config.normalization != "RMSNorm":
             return stock(cls, config, *args, **kwargs)
-        # the stock one ignores ``normalization``, the config decides
+        # the stock class ignores ``normalization``, because the config decides
         return LigerMegatronRMSNorm(config, *args[:4], **{k: v for k, v in kwargs.items() if k != "normalization"})
 
     norm.__new__ = staticmethod(new)
@@ -61,7 +61,7 @@ def _patch_norm(norm: Any) -> None:
 
 
 def _replace(source: str, name: str, make: Callable[[Any], Any]) -> None:
-    """Put ``make(function)`` in the place of a function, in its module and in every module of Megatron that has imported it by name."""
+    """Replace a function by ``make(function)``, in its module and in every module of Megatron that has imported it by name."""
     stock = _found(source, name)
     if getattr(stock, MARK, False):
         return
@@ -79,11 +79,11 @@ def _tensor_parallel_group() -> Any:
 
 
 def liger_vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor, label_smoothing: float = 0.0, tp_group: Any = None) -> Tensor:
-    """Megatron's function of this name; without ``tp_group`` over its tensor-parallel ranks, as there."""
+    """Megatron's function of this name. Without ``tp_group``, it uses Megatron's tensor-parallel ranks, as the original does."""
     group = _tensor_parallel_group() if tp_group is None else tp_group
     return LigerMegatronCrossEntropy(label_smoothing=label_smoothing)(vocab_parallel_logits, target, group)
 
 
 def liger_fused_vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor, tp_group: Any = None) -> Tensor:
-    """Likewise."""
+    """Megatron's fused function of this name; see ``liger_vocab_parallel_cross_entropy``."""
     return liger_vocab_parallel_cross_entropy(vocab_parallel_logits, target, tp_group=tp_group)

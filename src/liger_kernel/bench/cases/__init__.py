@@ -1,4 +1,4 @@
-"""Every operator with its cases of real models, its rivals and its sweeps: a file for each room of ``ops``."""
+"""Every operator with the shapes of real models, the rivals and the sweeps that benchmarks use: one file for each folder of ``ops``."""
 
 from __future__ import annotations
 

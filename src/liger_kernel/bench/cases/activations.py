@@ -1,4 +1,4 @@
-"""Of ``ops/activations``: shapes of real models, rivals, sweeps."""
+"""Benchmark cases of ``ops/activations``: shapes of real models, rivals and sweeps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Of ``ops/losses/divergence``: shapes of real models, rivals, sweeps."""
+"""Benchmark cases of ``ops/losses/divergence``: shapes of real models, rivals and sweeps."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _logit_divergence_torch(student, teacher, shift_labels=None, *, kind="jsd", 
 def _logit_divergence_upstream(
     functional, student, teacher, shift_labels=None, *, kind="jsd", beta=0.5, temperature=1.0, ignore_index=-100, reduction="batchmean"
 ):
-    """Upstream has divergences of log-probabilities: a log_softmax before, as its own chunks of logits have."""
+    """LinkedIn's divergences take log-probabilities: call log_softmax first, as its own chunked losses do."""
     if kind == "tvd" or reduction != "batchmean":
         raise NotImplementedError
     x, y = ((z.float() / temperature).log_softmax(-1) for z in (student, teacher))

@@ -1,4 +1,4 @@
-"""Of ``ops/losses``: shapes of real models, rivals, sweeps."""
+"""Benchmark cases of ``ops/losses``: shapes of real models, rivals and sweeps."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _cross_entropy_quack(quack, logits, target, class_weight=None, *, gradient_i
 
 
 def plain(options: dict) -> None:
-    """Raise ``NotImplementedError`` where a rival is asked for an option that it has not."""
+    """Raise ``NotImplementedError`` if a case has an option that the rival lacks."""
     if any(value is not None and value != getattr(Loss, name, None) for name, value in options.items()):
         raise NotImplementedError
 

@@ -1,4 +1,4 @@
-"""Of ``ops/projections``: shapes of real models, rivals, sweeps."""
+"""Benchmark cases of ``ops/projections``: shapes of real models, rivals and sweeps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from liger_kernel.ops.projections.moe import _routed as _moe_routed
 
 
 def _mlp_upstream(functional, x, gate, up, down, *, gate_multiplier=1.0, down_multiplier=1.0):
-    ops = importlib.import_module("liger_kernel.ops")  # theirs, as theirs is what is imported now
+    ops = importlib.import_module("liger_kernel.ops")  # LinkedIn's: inside ``present()`` its modules are imported
     y = ops.LigerMLPFunction.apply(x.reshape(1, -1, x.shape[-1]), gate, up, down, gate_multiplier, down_multiplier)
     return y.reshape(x.shape)
 
@@ -28,7 +28,7 @@ def _mlp_upstream(functional, x, gate, up, down, *, gate_multiplier=1.0, down_mu
 def _moe_torch(
     x, gate_up, down, topk_index, topk_weight, *, gate_up_bias=None, down_bias=None, act="silu", interleaved=False, alpha=1.0, limit=None, offset=0.0
 ):
-    """As transformers does it with ``experts_implementation="grouped_mm"``."""
+    """The experts as transformers computes them with ``experts_implementation="grouped_mm"``."""
     K = topk_index.shape[1]
     expert, order = topk_index.flatten().sort()
     offs = torch.histc(expert.int(), gate_up.shape[0], 0, gate_up.shape[0] - 1).cumsum(0, dtype=torch.int32)
@@ -45,15 +45,15 @@ def _moe_torch(
 
 
 def _moe_upstream(functional, x, gate_up, down, topk_index, topk_weight):
-    ops = importlib.import_module("liger_kernel.ops")  # theirs, as theirs is what is imported now
+    ops = importlib.import_module("liger_kernel.ops")  # LinkedIn's: inside ``present()`` its modules are imported
     return ops.LigerFusedMoEFunction.apply(x, gate_up, down, topk_index, topk_weight)
 
 
-_moe_upstream.prepare = lambda args: args | {"topk_index": args["topk_index"].int()}  # type: ignore[attr-defined]  # which any function may have
+_moe_upstream.prepare = lambda args: args | {"topk_index": args["topk_index"].int()}  # type: ignore[attr-defined]  # any function may have attributes
 
 
 def _frozen(args: dict) -> dict:
-    """Weights as adapters have them: only these and x learn."""
+    """Frozen weights: only the adapters and x require gradients."""
     learns = lambda name: name == "x" or name.rpartition("_")[2] in ("a", "b") or name == "magnitude"
     return {k: replace(v, grad=learns(k)) if isinstance(v, T) else v for k, v in args.items()}
 

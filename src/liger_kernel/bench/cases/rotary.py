@@ -1,4 +1,4 @@
-"""Of ``ops/rotary``: shapes of real models, rivals, sweeps."""
+"""Benchmark cases of ``ops/rotary``: shapes of real models, rivals and sweeps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from liger_kernel.ops.rotary.rope import _angles as _rope_angles
 
 
 def _projected(B: int, H: int, T: int, D: int, dtype: torch.dtype) -> Tensor:
-    """Laid out as a projection leaves it: time before heads."""
+    """A tensor in the memory layout of a projection's output: time before heads."""
     return torch.randn(B, T, H, D, dtype=dtype).transpose(1, 2)
 
 
@@ -32,9 +32,9 @@ def _qk_norm_rope_upstream(
     return functional.liger_rope(norm(q, wq), norm(k, wk), cos, sin)
 
 
-# upstream wants its tables twice over; models make them so, and not in the call
+# LinkedIn's package takes tables that hold each angle twice; models make them before the call, so this is not timed
 _twice = lambda args: args | {name: torch.cat((args[name], args[name]), -1) for name in ("cos", "sin")}
-_rope_upstream.prepare = _qk_norm_rope_upstream.prepare = _twice  # type: ignore[attr-defined]  # which any function may have
+_rope_upstream.prepare = _qk_norm_rope_upstream.prepare = _twice  # type: ignore[attr-defined]  # any function may have attributes
 
 
 MEASURED = {

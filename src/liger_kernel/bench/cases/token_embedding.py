@@ -1,4 +1,4 @@
-"""Of ``ops/token_embedding``: shapes of real models, rivals, sweeps."""
+"""Benchmark cases of ``ops/token_embedding``: shapes of real models, rivals and sweeps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Of ``ops/losses/vocab_parallel``: shapes of real models, rivals, sweeps."""
+"""Benchmark cases of ``ops/losses/vocab_parallel``: shapes of real models, rivals and sweeps."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Pictures of benchmark results: PNG files out of the dicts that ``liger bench`` and ``liger bench step`` write.
+"""Plots of benchmark results: PNG files from the dicts that ``liger bench`` and ``liger bench step`` write.
 
-Every function takes such a dict and a directory and returns the paths it wrote, none if there is nothing to draw. Titles state the finding.
-Variants that failed or are inaccurate are hatched and named so; they never have a ratio.
+Every function takes such a dict and a directory, and returns the paths of the files that it wrote. Titles state the finding.
+Variants that failed or are inaccurate are hatched and labelled as such, and never have a ratio.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Figures, bars and lines that all pictures are made of."""
+"""Figures, bars and lines for all plots."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 from liger_kernel.bench.rows import OURS, Row, digits, ratio, span, speedup, status, times, usable, variant_label, with_ours
 
 Data = dict[str, Any]
-# As in the plot of ``liger demo``.
+# The same colours as in the plot of ``liger demo``.
 INK, QUIET, FAINT, WHITE = "#24292f", "#8c959f", "#e4e8ec", "#ffffff"
 STYLE: dict[Any, Any] = {"font.family": "DejaVu Sans", "font.size": 10, "text.color": INK, "hatch.linewidth": 0.8}
 STYLE |= dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), QUIET)
@@ -39,13 +39,13 @@ COLOURS = {
     "stock": "#b6bec8",
 }
 MAIN_RIVALS = ("upstream", "compile", "eager", "stock")
-CUT = 4.0  # a bar so many times as long as the next shorter one is cut, or the others would be too short to compare
-VISIBLE = 0.02  # a spread below this is no wider than a line
+CUT = 4.0  # a bar that is so many times as long as the next shorter one is cut, or the others would be too short to compare
+VISIBLE = 0.02  # a spread below this is not wider than a line
 
 
 @contextlib.contextmanager
 def _figure(path: Path, width: float, height: float, title: str, subtitle: str, note: str) -> Iterator[Any]:
-    """A figure of ``height`` inches plus its words, saved to ``path`` at the end; layout is automatic and global settings are left alone."""
+    """A figure of ``height`` inches plus its text, saved to ``path`` at the end. The layout is automatic; global settings do not change."""
     try:
         import matplotlib
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -76,13 +76,13 @@ def _colour(variant: str) -> str:
 
 
 def _order(rows: Iterable[Row]) -> list[str]:
-    """The variants of some rows, in the order of the colours."""
+    """The variants of the rows, in the order of the colours."""
     present = dict.fromkeys(row["variant"] for row in rows)
     return [*[name for name in COLOURS if name in present], *[name for name in present if name not in COLOURS]]
 
 
 def _limit(values: Iterable[float | None], mark: float = 0.0) -> float:
-    """Where the longest bar ends: at the largest value, or before it if that would leave the others too short to compare."""
+    """Where the longest bar ends: at the largest value, or before it if the others would otherwise be too short to compare."""
     known = sorted(value for value in values if value)
     limit = max([*known[-1:], mark]) or 1.0
     for shorter, longer in itertools.pairwise(known[(len(known) - 1) // 2 :]):
@@ -97,7 +97,7 @@ def _value(row: Row, name: str) -> float | None:
 
 @dataclass
 class _Panel:
-    """Bars of ``row[name]`` for some (row, row of ours), with a line at ``floor``."""
+    """Bars of ``row[name]`` for pairs (row, our row), with a line at ``floor``."""
 
     heading: str
     pairs: list[tuple[Row, Row | None]]
@@ -139,12 +139,12 @@ def _panel(axes: Any, inches: float, panel: _Panel, named: bool) -> None:
             end = min(value * (1 + spread / 2), max(limit, value))
             axes.plot([max(0.0, value * (1 - spread / 2)), end], [y, y], color=INK, linewidth=0.9, solid_capstyle="butt")
         if floor and 0.98 * end < floor < 1.15 * end:
-            end = floor  # words are clear of the line
+            end = floor  # keep the text clear of the line
         ink, weight = _words_of(row["variant"]) if right else (QUIET, "normal")
         axes.text(end + 0.02 * limit, y, bar_label(row, mine, panel.name), va="center", fontsize=8, color=ink, fontweight=weight)
     if floor:
         axes.plot([floor, floor], [-0.5, len(panel.pairs) - 0.5], color=INK, linewidth=1.1, linestyle=(0, (3, 2)))
-    axes.set(xlim=(0, limit / (1 - 1.65 / inches)), xticks=[])  # 1.65 inches of words
+    axes.set(xlim=(0, limit / (1 - 1.65 / inches)), xticks=[])  # 1.65 inches for text
     axes.set_title(panel.heading, color=INK, pad=3)
     _names(axes, [variant_label(row["variant"]) if named else "" for row, _ in panel.pairs])
 
@@ -158,12 +158,12 @@ def _names(axes: Any, labels: Sequence[str]) -> None:
 
 
 def _words_of(variant: str) -> tuple[str, str]:
-    """Colour and weight of words about a variant: ours stands out."""
+    """Colour and font weight of text about a variant: ours stands out."""
     return (_colour(OURS), "bold") if variant == OURS else (INK, "normal")
 
 
 def bar_label(row: Row, ours: Row | None, name: str) -> str:
-    """The words at the end of a bar: the value, and its ratio to ours if both are usable."""
+    """The text at the end of a bar: the value, and its ratio to ours if both are usable."""
     if not usable(row):
         return "failed" if row.get("failed") else "inaccurate"
     unit = {"device_ms": "ms", "peak_mb": "MB", "tokens_per_s": "tokens/s", "peak_allocated_gb": "GB", "mfu": "%"}[name]
@@ -242,7 +242,7 @@ def _plain(value: float, _: Any = None) -> str:
 
 
 def _end_labels(axes: Any, ends: list[tuple[float, float, str, str]]) -> None:
-    """Name each line at the right margin, moved apart where the names would overlap; ``ends`` are (x, y, words, variant)."""
+    """Label each line at the right margin, and move labels apart that would overlap. ``ends``: (x, y, text, variant)."""
     low, high = axes.get_ylim()
     ends = sorted(ends, key=lambda end: end[1])
     scale = math.log if axes.get_yscale() == "log" else float
@@ -262,6 +262,6 @@ def _light(colour: str) -> float:
 
 
 def _dark(colour: str) -> str:
-    """The colour, dark enough for words on white."""
+    """The colour, darkened for text on white."""
     share = min(1.0, 0.45 / _light(colour))
     return "#" + "".join(f"{round(int(colour[i : i + 2], 16) * share):02x}" for i in (1, 3, 5))

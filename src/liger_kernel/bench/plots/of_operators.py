@@ -1,4 +1,4 @@
-"""Pictures of operators: bars, sweeps, rooflines."""
+"""Plots of operators: bars, sweeps, rooflines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from liger_kernel.bench.rows import MODES, OURS, Row, digits, hardware_line, key
 
 
 def operators(data: Data, out: Path | str) -> list[Path]:
-    """All pictures of operator results."""
+    """All plots of operator results."""
     paths = roofline(data, out)
     for op in dict.fromkeys(row["op"] for row in data["rows"]):
         one = {**data, "rows": [row for row in data["rows"] if row["op"] == op]}
@@ -27,7 +27,7 @@ def time_bars(data: Data, out: Path | str) -> list[Path]:
 
 
 def memory_bars(data: Data, out: Path | str) -> list[Path]:
-    """Peak memory beyond the inputs, likewise: ``memory-OP-DTYPE.png``; none where nothing could be measured."""
+    """Peak memory in addition to the inputs per case: ``memory-OP-DTYPE.png``; no file if memory could not be measured."""
     return _operator_bars(data, out, "memory", "peak_mb")
 
 
@@ -66,7 +66,7 @@ def _shapes(shown: Iterable[tuple[Row, Row | None]]) -> str:
 
 
 def sweeps(data: Data, out: Path | str) -> list[Path]:
-    """Time and memory against tokens or vocabulary, of rows whose ``sweep`` says so: ``tokens-OP-DTYPE-MODE.png``."""
+    """Time and memory against tokens or vocabulary, for the rows of a ``sweep``: ``tokens-OP-DTYPE-MODE.png``."""
     paths = []
     swept = [row for row in data["rows"] if row.get("sweep")]
     for identity in dict.fromkeys((row["sweep"], row["op"], row["dtype"], row["mode"]) for row in swept):
@@ -90,7 +90,7 @@ def sweeps(data: Data, out: Path | str) -> list[Path]:
 
 
 def _with_x(rows: list[Row]) -> list[Row]:
-    """Rows with ``x``, which is otherwise the one dimension of their shapes that differs."""
+    """The rows with ``x``. If they have none, it is the one dimension in which their shapes differ."""
     if all(row.get("x") is not None for row in rows):
         return rows
     dims = [[dim for shape in (row.get("shape") or {}).values() for dim in shape or ()] for row in rows]
@@ -99,7 +99,7 @@ def _with_x(rows: list[Row]) -> list[Row]:
 
 
 def roofline(data: Data, out: Path | str) -> list[Path]:
-    """FLOPs per byte against TFLOP/s, the largest case of every operator, below the measured roof: ``roofline.png``."""
+    """TFLOP/s against FLOPs per byte for the largest case of every operator, below the measured roof: ``roofline.png``."""
     meta = data.get("meta", {})
     drawn = [row for row in data["rows"] if usable(row) and row.get("tflop_s") and row.get("flops") and row.get("bytes")]
     groups: dict[tuple[str, str], list[Row]] = {}
@@ -133,7 +133,7 @@ def _intensity(row: Row) -> float:
 
 def _roof(figure: Any, axes: Any, named: dict[str, list[Row]], peak: float, bandwidth: float) -> None:
     rows, ridge = [row for group in named.values() for row in group], peak / bandwidth
-    high, names = 4 * max(max(map(_intensity, rows)), ridge), 0.2 + 0.075 * max(map(len, named))  # inches left of the first dot, for the names
+    high, names = 4 * max(max(map(_intensity, rows)), ridge), 0.2 + 0.075 * max(map(len, named))  # inches for names to the left of the first dot
     share = min(0.5, names / 6.2)
     low = min(math.exp((math.log(min(map(_intensity, rows))) - share * math.log(high)) / (1 - share)), ridge / 20)
     axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(min(row["tflop_s"] for row in rows) / 2, 5 * peak))
@@ -150,7 +150,7 @@ def _roof(figure: Any, axes: Any, named: dict[str, list[Row]], peak: float, band
     handles = [axes.scatter([], [], s=40, color=_colour(name), label=variant_label(name)) for name in _order(rows)]
     axes.legend(handles=handles, loc="lower right", labelcolor=INK, fontsize=8.5)
     figure.draw_without_rendering()
-    figure.set_layout_engine("none")  # what follows depends on where things are now
+    figure.set_layout_engine("none")  # fix the layout: the labels below depend on positions
     start, end = axes.transData.transform([(low, low * bandwidth), (ridge, peak)])
     along = (end - start) / math.hypot(*(end - start))
     anchor = axes.transData.inverted().transform(start + 0.75 * (end - start) + 6 * along[::-1] * (-1, 1))
@@ -178,7 +178,7 @@ def _percent_of_roof(axes: Any, named: dict[str, list[Row]], reached: Callable[[
 
 
 def _label_dots(figure: Any, axes: Any, dots: Sequence[tuple[float, float, str]], roof: Callable[[float], float]) -> None:
-    """Stairs of names above the roof, to the left of vertical lines from the dots: nothing crosses anything. No name where there is no room."""
+    """Put names like stairs above the roof, to the left of vertical lines from the dots, so that nothing crosses. Names without space are omitted."""
     from matplotlib.transforms import Bbox
 
     renderer = figure.canvas.get_renderer()

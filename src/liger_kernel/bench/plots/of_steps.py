@@ -1,4 +1,4 @@
-"""Pictures of training steps: bars, curves over batches, breakdowns, timelines."""
+"""Plots of training steps: bars, curves over batch sizes, breakdowns, timelines."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from liger_kernel.bench.plots.drawing import (
 from liger_kernel.bench.plots.of_operators import _dot
 from liger_kernel.bench.rows import OURS, Row, beyond, digits, hardware_line, noise, on_cpu, parts_of, ratio, span, speedup, variant_label, with_ours
 
-# Kinds of device time: in teal what our kernels replace, in greys what they leave alone.
+# Kinds of device time: teal for the kinds that our kernels replace, grey for the others.
 KINDS = {"gemm": "#66768a", "attention": "#8793a2", "optimizer": "#a7b0bb", "communication": "#c3cad2", "other": "#dbe0e5"}
 KINDS |= {"loss": "#0a7d6c", "norm": "#45a191", "activation": "#7dbfb2", "rope": "#b3dad2", "idle": "#ffffff"}
 
 
 def steps(data: Data, out: Path | str) -> list[Path]:
-    """All pictures of training steps."""
+    """All plots of training steps."""
     swept = {id(row) for rows in _swept(data).values() for row in rows}
     single = {**data, "rows": [row for row in data["rows"] if id(row) not in swept]}
     return [*step_bars(single, out), *breakdown(single, out), *timelines(single, out), *batch_curves(data, out)]
@@ -60,14 +60,14 @@ def step_bars(data: Data, out: Path | str) -> list[Path]:
 
 
 def _place(row: Row) -> str:
-    """Model, rows and what else steps must share to be compared, but for the batch."""
+    """Model, row length and everything else that steps must share to be compared, except the batch size."""
     parts = [f"{row['gpus']} GPUs {row.get('parallel') or ''}".rstrip() if (row.get("gpus") or 1) > 1 else ""]
     parts += parts_of(row)
     return "".join(f", {part}" for part in parts if part)
 
 
 def _swept(data: Data) -> dict[str, list[Row]]:
-    """Heading -> rows that differ in their batch."""
+    """Heading -> rows that differ only in variant and batch size."""
     groups: dict[str, list[Row]] = {}
     for row in data["rows"]:
         if "model" in row:
@@ -76,7 +76,7 @@ def _swept(data: Data) -> dict[str, list[Row]]:
 
 
 def batch_curves(data: Data, out: Path | str) -> list[Path]:
-    """Tokens per second and peak memory against the batch, until memory is out: ``batches-MODEL.png``."""
+    """Tokens per second and peak memory against the batch size, until memory is exhausted: ``batches-MODEL.png``."""
     swept, paths = _swept(data), []
     for model in dict.fromkeys(rows[0]["model"] for rows in swept.values()):
         groups = {heading: rows for heading, rows in swept.items() if rows[0]["model"] == model}
@@ -125,7 +125,7 @@ def _step_groups(data: Data) -> dict[str, list[Row]]:
 
 
 def _step_finding(rows: Iterable[Row], cpu: bool = False) -> str:
-    """How ours compares with each rival; a difference in speed within the noise is called one."""
+    """How ours compares with each rival. If a difference in speed is within the noise, the text says so."""
     pairs = with_ours(rows)
     parts, margins = [], []
     for rival in MAIN_RIVALS:
@@ -143,7 +143,7 @@ def _step_finding(rows: Iterable[Row], cpu: bool = False) -> str:
 
 
 def breakdown(data: Data, out: Path | str) -> list[Path]:
-    """Where the device time of a step goes, in stacked bars: ``breakdown.png``."""
+    """The device time of a step by kind, in stacked bars: ``breakdown.png``."""
     timed = [row for row in data["rows"] if row.get("breakdown_ms") and not row.get("failed")]
     groups = _step_groups({"rows": timed})
     if not groups:
@@ -193,7 +193,7 @@ def _stack(axes: Any, y: int, row: Row, kinds: Sequence[str], longest: float) ->
 
 
 def _replaced(parts: dict[str, float | None]) -> float:
-    """The share of a step that is of the kinds that our kernels replace."""
+    """The share of a step's time in the kinds that our kernels replace."""
     return sum(parts.get(kind) or 0 for kind in ("loss", "norm", "activation", "rope")) / (sum(filter(None, parts.values())) or 1)
 
 
@@ -215,7 +215,7 @@ def timelines(data: Data, out: Path | str) -> list[Path]:
             memory, phases = figure.subplots(2, 1, sharex=True, height_ratios=(3.0, 0.22 * len(rows)))
             longest = max(row["memory_timeline"][-1][0] for row in rows)
             handles = []
-            for row in reversed(rows):  # ours is drawn last, over the others
+            for row in reversed(rows):  # draw ours last, over the others
                 variant, points, front = row["variant"], row["memory_timeline"], row["variant"] == OURS
                 label = f"{variant_label(variant)}: {digits(peaks[variant][1])} GB in {_phase(peaks[variant][2])}"
                 line = [point[0] for point in points], [point[1] for point in points]
@@ -240,19 +240,19 @@ def timelines(data: Data, out: Path | str) -> list[Path]:
 
 
 def _phase(name: str) -> str:
-    """``forward: loss`` in a sentence."""
+    """The name of a phase, such as ``forward: loss``, in the words of a sentence."""
     place, _, what = name.partition(": ")
     return f"{what} ({place})" if what else name
 
 
 def _phases(axes: Any, y: int, row: Row, longest: float) -> None:
-    """One line of segments: the phases of a step, named where there is room; the layers of a pass are one."""
-    points = row["memory_timeline"]  # each has the phase that it ends or lies in
+    """One line of segments, the phases of a step, with names where there is space. All layers of a pass are one segment."""
+    points = row["memory_timeline"]  # each point has the phase that it ends or belongs to
     begin = points[0][0]
     for number, (phase, group) in enumerate(itertools.groupby(points[1:], lambda point: re.sub(r"layer \d+$", "layers", point[2]))):
         end = list(group)[-1][0]
         axes.barh(y, end - begin, left=begin, height=0.8, color=FAINT if number % 2 else "#f1f3f5", edgecolor=WHITE, linewidth=0.5)
-        room = (end - begin) / (0.0092 * longest)  # in characters
+        room = (end - begin) / (0.0092 * longest)  # width in characters
         text = next((text for text in (phase, phase.split(": ")[-1]) if len(text) <= room), "")
         axes.text((begin + end) / 2, y, text, ha="center", va="center", fontsize=7, color=_words_of(row["variant"])[0])
         begin = end

@@ -1,1 +1,1 @@
-"""What an operator is, how it is launched and configured, and the pieces of kernels that all share."""
+"""The declaration of operators, their launches and configurations, and functions that kernels share."""

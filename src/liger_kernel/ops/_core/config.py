@@ -28,16 +28,16 @@ class Tile:
 
     @functools.cached_property
     def tile(self) -> dict[str, int]:
-        """The constexprs of a kernel over tiles."""
+        """The constexprs of a kernel that works on tiles."""
         return dict(BLOCK_M=self.block_m, BLOCK_N=self.block_n, num_warps=self.num_warps)
 
     @functools.cached_property
     def row(self) -> dict[str, int]:
-        """Those of a kernel that has one row at a time."""
+        """The constexprs of a kernel that works on one row at a time."""
         return dict(BLOCK=self.block_n, num_warps=self.num_warps)
 
 
-_target: tuple[str, int] | None = None  # architecture and processors, where these are not the current device's
+_target: tuple[str, int] | None = None  # architecture and processors, if not those of the current device
 
 
 @contextlib.contextmanager
@@ -60,7 +60,7 @@ def _forget() -> None:
 
 @functools.cache
 def arch() -> str:
-    """``sm90``, ``gfx942`` ... of the current device, ``cpu`` without one."""
+    """The architecture of the current device, such as ``sm90`` or ``gfx942``; ``cpu`` without a GPU."""
     if _target:
         return _target[0]
     if not torch.cuda.is_available():
@@ -77,28 +77,28 @@ def _table(arch_name: str) -> dict:
 
 @functools.cache
 def processors() -> int:
-    """Streaming multiprocessors of the current device."""
+    """The number of streaming multiprocessors of the current device."""
     if _target:
         return _target[1]
     return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count if torch.cuda.is_available() else 4
 
 
 def shared_memory() -> int:
-    """Bytes of shared memory that a program may use."""
+    """The bytes of shared memory that a program may use."""
     known = {"gfx950": 163840, "sm80": 166912, "sm90": 232448, "sm100": 232448, "sm103": 232448}
     return known.get(arch(), 65536 if arch().startswith("gfx") else 101376)
 
 
 def max_warps() -> int:
-    """Warps a program may have: 1024 threads of 32, or of 64 on CDNA."""
+    """The most warps of a program: 1024 threads in warps of 32, or of 64 on CDNA."""
     return 16 if arch().startswith("gfx") else 32
 
 
 @functools.cache
 def tile(op: str, n: int, itemsize: int, *, elements: int, per_thread: int = 16, max_block_n: int = 1 << 20, pipelined: int = 0) -> Tile:
-    """Tile for kernel ``op`` over rows of ``n`` columns: about ``elements`` values a program and ``per_thread`` values a thread.
+    """The tile of kernel ``op`` for rows of ``n`` columns: about ``elements`` values per program and ``per_thread`` values per thread.
 
-    A kernel that loops over tiles says how many tensors it has ``pipelined`` through shared memory: up to three stages, two on AMD, where they fit.
+    ``pipelined``: the number of tensors that a kernel with a loop over tiles streams through shared memory, in up to three stages (AMD: two) if they fit.
     """
     if found := _table(arch()).get(f"{op}/{itemsize}/{n}"):
         return Tile(**found)

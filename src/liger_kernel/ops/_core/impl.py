@@ -1,6 +1,6 @@
-"""Other sets of operators that ``LIGER_KERNEL_IMPL`` could choose, by the published names: there are none, and whoever registers one chooses it himself.
+"""The registry of LinkedIn's package for other sets of operators. We have none, and a registered set runs only if its owner selects it.
 
-``LIGER_KERNEL_IMPL=torch`` leaves everything to plain PyTorch, to see whether a kernel is to blame; ``triton`` is what runs anyway.
+``LIGER_KERNEL_IMPL=torch`` runs everything in plain PyTorch, which shows whether a kernel causes a problem; ``triton`` is the default.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ OURS = ("triton", "nvidia-triton", "rocm-triton", "torch")
 
 @dataclass(frozen=True)
 class ImplInfo:
-    """A set of operators: the kinds of devices it is for, those on which it is the default, and the module that has its Functions."""
+    """A set of operators: the kinds of devices that it supports, those on which it is the default, and the module with its Functions."""
 
     name: str
     devices: tuple[str, ...]
@@ -26,11 +26,11 @@ class ImplInfo:
 
 
 class ImplNotAvailableError(RuntimeError):
-    """An implementation that was asked for by name cannot run here."""
+    """An implementation that was requested by name cannot run here."""
 
 
 def only_ours(op: str, impl: str | None, mode: str | None) -> None:
-    """``ImplNotAvailableError`` if an operator is asked to be computed by something else than our kernels."""
+    """Raise ``ImplNotAvailableError`` if a call requests another implementation than our kernels."""
     if impl not in (None, *OURS[:-1]) or mode is not None:
         raise ImplNotAvailableError(f"{op}: impl must be one of {(*OURS[:-1], None)} and mode None, got {impl!r} and {mode!r}")
 
@@ -39,12 +39,12 @@ IMPL_REGISTRY: dict[str, ImplInfo] = {}
 
 
 def register_impl(info: ImplInfo) -> None:
-    """Make a set of operators known by its name."""
+    """Register a set of operators under its name."""
     IMPL_REGISTRY[info.name] = info
 
 
 def select_impl(device: str, explicit: str | None = None) -> ImplInfo | None:
-    """The set named ``explicit``, or the one that is the default on ``device``; None: ours. ``RuntimeError`` for a name that is unknown or not for it."""
+    """The set named ``explicit``, or the default on ``device``; None means ours. Raises ``RuntimeError`` for an unknown name, or one that lacks the device."""
     if explicit in OURS:
         return None
     if explicit:

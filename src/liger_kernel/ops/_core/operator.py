@@ -1,6 +1,6 @@
-"""What an operator is: one declaration that tests, benchmarks, docs and warm-up read from ``OPS``.
+"""The declaration of an operator, which tests, benchmarks, docs and warm-up read from ``OPS``.
 
-``OPS`` is read by tools, never by the hot path: calling an operator costs one device check.
+Only tools read ``OPS``, never the hot path: calling an operator costs one device check.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class T:
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """Arguments worth testing or timing, named after the model they come from.
+    """Arguments for tests or benchmarks, named after the model from which they come.
 
-    ``error`` marks a call that must raise ``ValueError`` with the operator's name, a colon and that text. ``gpu`` marks real-model shapes, too large for the
-    interpreter; ``timed`` those that are only measured, as tests of the same kernels at smaller shapes say as much.
+    ``error`` marks a call that must raise ``ValueError`` with the operator's name, a colon and that text. ``gpu`` marks shapes of real models, too large for
+    the interpreter. ``timed`` marks shapes that are only measured, because smaller shapes test the same kernels as well.
     """
 
     name: str
@@ -68,18 +68,18 @@ class Case:
     timed: bool = False
 
     def make(self, dtype: torch.dtype, device: str, seed: int = 0) -> dict[str, Any]:
-        # for devices that are not there yet, torch.manual_seed writes down the stack, which takes longer than what is drawn
+        # for devices that are not initialised yet, torch.manual_seed records the stack, which takes longer than drawing the values
         (torch.default_generator if device == "cpu" else torch).manual_seed(seed)
         return {k: v.make(dtype, device) if isinstance(v, T) else v for k, v in self.args.items()}
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What an operator cannot avoid: bytes read and written once, elementwise operations, and matrix products (m, n, k), by direction.
+    """The least work of an operator: bytes read and written once, elementwise operations, and matrix products (m, n, k), by direction.
 
     A transcendental function counts as one operation.
 
-    ``whole`` are the bytes of forward and backward together where one pass could serve both; default: their sum.
+    ``whole``: the bytes of forward and backward together if one pass can compute both; default: their sum.
     """
 
     forward: int
@@ -97,13 +97,13 @@ class Cost:
 
 
 def nbytes(*tensors: Tensor | None) -> int:
-    """Bytes of tensors, those that are there."""
+    """The total bytes of the tensors; None counts as 0."""
     return sum(t.nbytes for t in tensors if t is not None)
 
 
 @dataclass(frozen=True, eq=False)
 class Op:
-    """A public operator, its reference, its cases, and what benchmarks need to know of it."""
+    """A public operator with its reference, its cases, and the cost that benchmarks need."""
 
     name: str
     fn: Callable[..., Any]
@@ -114,11 +114,11 @@ class Op:
 
 
 def op(*, reference: Callable, cases: Sequence[Case], cost: Callable[..., Cost]) -> Callable[[F], F]:
-    """Declare a public operator; ``reference`` has its signature and is its meaning, in any dtype, on any device.
+    """Declare a public operator. ``reference`` has the same signature and defines the result, in any dtype, on any device.
 
-    A long signature is written once: a reference that only names its parameters gets the defaults and types of the public function, and its last one,
-    ``**how``, stands for the options that change how something is computed, not what.
-    ``cost`` takes a case's arguments. What else benchmarks need, rivals among it, is in ``bench/cases``.
+    A long signature is written once: a reference that only names its parameters gets the defaults and types of the public function. Its last parameter,
+    ``**how``, stands for the options that change how a result is computed, not which result.
+    ``cost`` takes a case's arguments. ``bench/cases`` has everything else that benchmarks need, such as rivals.
     """
 
     def declare(fn: F) -> F:
@@ -136,8 +136,8 @@ def op(*, reference: Callable, cases: Sequence[Case], cost: Callable[..., Cost])
 
 
 def use_kernels(x: Tensor, *, fusible: bool = False) -> bool:
-    """Whether kernels serve ``x``; otherwise the reference does: other devices, fp64, DTensors, which PyTorch knows how to split, within transforms of
-    ``torch.func``, and, inside ``torch.compile``, operators that Inductor fuses better."""
+    """Whether kernels run on ``x``. The reference runs for other devices, fp64, DTensors (which PyTorch splits), inside transforms of ``torch.func``, and,
+    inside ``torch.compile``, for operators that Inductor fuses better."""
     if is_sharded(x):
         return False
     if x.device.type not in _KERNEL_DEVICES or x.dtype not in _KERNEL_DTYPES:
@@ -146,7 +146,7 @@ def use_kernels(x: Tensor, *, fusible: bool = False) -> bool:
 
 
 def transformed() -> bool:
-    """Whether a transform of ``torch.func`` (grad, vmap, jvp) is at work, which needs operators that it can see through."""
+    """Whether a transform of ``torch.func`` (grad, vmap, jvp) is active, which needs operators that consist of PyTorch's own."""
     return not torch.compiler.is_compiling() and _transforms() is not None
 
 
@@ -170,7 +170,7 @@ def launcher(schema: str) -> Callable[[F], F]:
 
         @functools.wraps(fn)
         def call(*args):
-            # PyTorch's dispatcher is for those who want to see or trace the call; a kernel on plain tensors does not need it
+            # only code that observes or traces the call needs PyTorch's dispatcher; a kernel on plain tensors does not
             plain = not torch.compiler.is_compiling() and not torch._C._len_torch_dispatch_stack() and _PLAIN.issuperset(map(type, args))
             return fn(*args) if plain else registered(*args)
 
@@ -180,7 +180,7 @@ def launcher(schema: str) -> Callable[[F], F]:
 
 
 def tracing(x: Tensor) -> bool:
-    """Whether only shapes are asked for: inside a fake kernel, or on the meta device."""
+    """Whether only shapes are needed: inside a fake kernel, or on the meta device."""
     return _tracing.get() or (x.is_meta and _intercept is None)
 
 
@@ -190,9 +190,9 @@ _intercept: Run | None = None
 
 @contextlib.contextmanager
 def intercept_launches(run: Run, device: str = "meta") -> Iterator[None]:
-    """Hand every launch to ``run(kernel, grid, args, meta)`` instead: how kernels are compiled for a device that is not there.
+    """Call ``run(kernel, grid, args, meta)`` instead of every launch. Kernels are compiled in this way for a device that this machine lacks.
 
-    Operators then use kernels for tensors on ``device``, "meta" or, for fake tensors, "cpu", and launchers run as if these were a GPU's.
+    Operators then use kernels for tensors on ``device``, "meta" or, for fake tensors, "cpu". Launchers run as if these tensors were on a GPU.
     """
     global _intercept
     _intercept = run
@@ -206,29 +206,29 @@ def intercept_launches(run: Run, device: str = "meta") -> Iterator[None]:
 
 
 def intercepted() -> bool:
-    """Whether launches go elsewhere, so that nothing is computed and only shapes can be relied on."""
+    """Whether launches are intercepted, so that nothing is computed and only shapes are valid."""
     return _intercept is not None
 
 
 def on_gpu(x: Tensor) -> bool:
-    """Whether ``x`` is on a GPU, or stands for a tensor that is while launches are intercepted."""
+    """Whether ``x`` is on a GPU, or represents a tensor on a GPU while launches are intercepted."""
     return x.is_cuda or _intercept is not None
 
 
-DIRECT = ("3.6", "3.7", "3.8", "3.9")  # releases of Triton whose compiled kernels we know how to call
+DIRECT = ("3.6", "3.7", "3.8", "3.9")  # releases of Triton with compiled kernels that we can call directly
 _DIRECT = HAS_TRITON and not INTERPRET and bool(torch.version.cuda) and triton.__version__.rpartition(".")[0] in DIRECT
-_compiled: dict[tuple, tuple] = {}  # what a launch depends on -> how its compiled kernel is called
+_compiled: dict[tuple, tuple] = {}  # everything on which a launch depends -> how to call its compiled kernel
 if _DIRECT:
     _hook = triton.knobs.runtime.launch_enter_hook
     _stream = torch._C._cuda_getCurrentRawStream
 
 
 def _start(device: int, kernel, grid: tuple[int, ...], args: tuple[Any, ...], meta: dict[str, Any]) -> None:
-    """``kernel[grid](*args, **meta)``, without Triton's work per call, a third of the host time, if this kernel is known already.
+    """``kernel[grid](*args, **meta)``. If the compiled kernel is known, Triton's own work per call is skipped, which is a third of the host time.
 
-    Known by all that Triton specialises a kernel on: constexprs and options, dtypes, and which integers are 1 or multiples of 16. What is rare takes
-    Triton's own way: pointers that are not multiples of 16, integers beyond 31 bits, other kinds of arguments, a profiler that hooks launches; and so do
-    other releases, and AMD's compiler, which specialises on more.
+    The key is everything on which Triton specialises a kernel: constexprs and options, dtypes, and which integers are 1 or multiples of 16. Rare calls
+    go through Triton: pointers that are not multiples of 16, integers of more than 31 bits, other kinds of arguments, a profiler that hooks launches.
+    So do all calls with other releases of Triton and with AMD's compiler, which specialises on more.
     """
     global _DIRECT
     if not _DIRECT or _hook.calls:
@@ -267,9 +267,9 @@ def _start(device: int, kernel, grid: tuple[int, ...], args: tuple[Any, ...], me
 
 
 def launch(kernel, grid: tuple[int, ...], x: Tensor, *args, **meta) -> None:
-    """Run ``kernel`` on the device of its first tensor ``x``, whatever the current device is. ``RuntimeError`` where there are no kernels.
+    """Run ``kernel`` on the device of its first tensor ``x``, whatever the current device is. Raises ``RuntimeError`` if kernels cannot run here.
 
-    ``args`` are tensors, integers, floats and None, all arguments before the constexprs; ``meta`` names these.
+    ``args``: all arguments before the constexprs, which are tensors, integers, floats and None. ``meta``: the constexprs and options by name.
     """
     if tracing(x):
         return
@@ -288,7 +288,7 @@ def launch(kernel, grid: tuple[int, ...], x: Tensor, *args, **meta) -> None:
 
 
 def _without_autocast(backward: Callable, ctx: Any, grads: tuple[Tensor | None, ...]) -> Any:
-    """In the dtypes of the forward, whatever autocast the caller of a backward is in."""
+    """Run ``backward`` in the dtypes of the forward, whatever the state of autocast in its caller is."""
     if torch.compiler.is_compiling() or not torch._C._is_any_autocast_enabled():
         return backward(ctx, *grads)
     device = next((g.device.type for g in grads if g is not None), "meta")
@@ -302,7 +302,7 @@ def _without_autocast(backward: Callable, ctx: Any, grads: tuple[Tensor | None, 
 
 
 def once_differentiable(backward: Callable) -> Callable:
-    """``backward`` of a Function whose gradients, differentiated again, raise. (torch's own lets them pass as constants if the upstream gradient is one.)"""
+    """Make a Function's ``backward`` raise if its gradients are differentiated. (torch's own treats them as constants if the upstream gradient is constant.)"""
 
     @functools.wraps(backward)
     def once(ctx, *grads):
@@ -312,7 +312,7 @@ def once_differentiable(backward: Callable) -> Callable:
             outs = _without_autocast(backward, ctx, grads)
         if torch.compiler.is_compiling():
             return outs
-        # torch.autograd.grad runs what lies between its outputs and its inputs: without edges to these it would not come by, and leave us out
+        # torch.autograd.grad runs only nodes between its outputs and its inputs: without edges to the inputs, it would skip this node
         inputs = [*(None if d is None else d.detach().requires_grad_() for d in outs), *leaves(ctx)]
         fail = torch._C._functions.DelayedError(b"liger_kernel: kernels have no second derivatives; the stock model has", len(inputs))
         refused = fail(*inputs)
@@ -322,7 +322,7 @@ def once_differentiable(backward: Callable) -> Callable:
 
 
 def with_gradients(fn: Callable[..., Any], *inputs: Tensor | None) -> tuple[Any, list[Any]]:
-    """``fn(*inputs)`` without a graph, and the gradients of the sum of its first result to those inputs that are there: for losses without autograd."""
+    """``fn(*inputs)`` without a graph, and the gradients of the sum of its first result to the inputs that are not None: for losses without autograd."""
     own = [t if t is None else t.detach().requires_grad_() for t in inputs]
     with torch.enable_grad():
         found = fn(*own)
@@ -333,7 +333,7 @@ def with_gradients(fn: Callable[..., Any], *inputs: Tensor | None) -> tuple[Any,
 
 
 def leaves(node: Any, beyond: Iterable[Any] = ()) -> Iterator[Tensor]:
-    """What asks for a gradient where ``node`` of an autograd graph leads to, without what lies at or behind the nodes ``beyond``."""
+    """The leaf tensors below ``node`` of an autograd graph, except those at or below the nodes ``beyond``."""
     seen, todo = set(beyond), [node]
     while todo:
         node = todo.pop()
@@ -346,22 +346,22 @@ def leaves(node: Any, beyond: Iterable[Any] = ()) -> Iterator[Tensor]:
 
 
 def acc(dtype: torch.dtype) -> torch.dtype:
-    """Accumulation dtype: fp32 below fp32, unchanged above, so that references also run in fp64."""
+    """The accumulation dtype: fp32 for 16 bits, otherwise unchanged, so that references also run in fp64."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def shaped(y: Tensor, shape: Sequence[int]) -> Tensor:
-    """``y``, new and contiguous, in another shape, and not as a view: what a Function returns may be written into, which autograd refuses for views."""
+    """The new, contiguous ``y`` in another shape, but not as a view: users may write to what a Function returns, and autograd refuses that for views."""
     return y.view(shape) if torch.compiler.is_compiling() else y.resize_(shape)
 
 
 def swapped(y: Tensor) -> Tensor:
-    """``y``, new, with dims 1 and 2 exchanged, not as a view."""
+    """The new ``y`` with dims 1 and 2 exchanged, but not as a view."""
     return y.transpose(1, 2) if torch.compiler.is_compiling() else y.transpose_(1, 2)
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """``x`` as (M, N) with unit column stride: a view where the strides allow it, else a copy."""
+    """``x`` as (M, N) with unit column stride: a view if the strides allow it, else a copy."""
     if x.ndim != 2:
         x = x.reshape(-1, x.shape[-1]) if x.shape[-1] else x.reshape(x.shape[:-1].numel(), 0)
     return x if x.stride(1) == 1 else x.contiguous()

@@ -41,7 +41,7 @@ def _scale(x_ptr, s_ptr, n, BLOCK: tl.constexpr):
 
 @launcher("(Tensor(a!) x, Tensor s) -> ()")
 def scale_(x: Tensor, s: Tensor) -> None:
-    """x *= s, where 0 stays 0 whatever ``s`` is: what no token contributed to has no gradient, also of a sum that was divided by 0 tokens."""
+    """x *= s, but 0 stays 0 even if ``s`` is not finite: without contributing tokens there is no gradient, even if a sum was divided by 0 tokens."""
     if use_kernels(x):
         programs = min(cdiv(x.numel(), 8192), 8 * config.processors())
         launch(_scale, (programs,), x, s, x.numel(), BLOCK=8192, num_warps=8)
@@ -51,14 +51,14 @@ def scale_(x: Tensor, s: Tensor) -> None:
 
 
 def divided(g: Tensor, norm: Tensor | None) -> Tensor:
-    """The upstream gradient ``g`` of a mean, for what the forward has not divided by the 0-dim ``norm`` yet: gradients of no rows are 0 and stay it."""
+    """The upstream gradient ``g`` of a mean that the forward has not yet divided by the 0-dim ``norm``. Without rows, gradients are 0 and stay 0."""
     return g if norm is None else g / norm.where(norm != 0, 1)
 
 
 def scaled(grads: tuple[Tensor | None, ...], s: Tensor) -> tuple[Tensor | None, ...]:
-    """``grads`` times the 0-dim ``s``, in place where this backward is their last use.
+    """``grads`` times the 0-dim ``s``, in place if this backward is their last use.
 
-    They are ours, saved by a forward that computed them; a retained graph keeps them unscaled for the next backward.
+    Our forward computed and saved them. With a retained graph, they stay unscaled for the next backward.
     """
     if torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph():
         return tuple(None if g is None else (g.to(acc(g.dtype)) * s.to(acc(g.dtype))).to(g.dtype).where(g != 0, 0) for g in grads)

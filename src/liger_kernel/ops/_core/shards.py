@@ -1,4 +1,4 @@
-"""Operators on rows of DTensors: every rank computes the rows it has, and nothing is gathered (sequence parallelism: arXiv:2205.05198)."""
+"""Operators on rows of DTensors: every rank computes its own rows, and nothing is gathered (sequence parallelism: arXiv:2205.05198)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 
 
 def is_sharded(x: Tensor) -> bool:
-    """Whether ``x`` is a DTensor. By name: few programs have any, and importing the class takes long."""
+    """Whether ``x`` is a DTensor, by the name of its class: few programs use DTensors, and importing the class takes long."""
     return type(x).__name__ == "DTensor"
 
 
 def on_own_rows(fn: Callable[..., Tensor], x: Any, *weights: Tensor | None, **options: Any) -> Tensor | None:
-    """``fn(x, *weights, **options)`` of a DTensor x (..., N) with whole rows; None if ranks share them. Gradients of weights (N,) are summed over ranks."""
+    """``fn(x, *weights, **options)`` of a DTensor x (..., N) with whole rows; None if rows are split. Gradients of weights (N,) are summed over ranks."""
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
     mesh, placements = x.device_mesh, x.placements

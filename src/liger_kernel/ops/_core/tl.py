@@ -1,4 +1,4 @@
-"""Triton, or a stand-in where it is not installed, and the ``@jit`` pieces that kernels share."""
+"""Triton, or a stand-in if it is not installed, and the ``@jit`` functions that kernels share."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ except ImportError:  # macOS, Windows: references only; kernels are defined but 
     HAS_TRITON = False
 
 
-# Integers that change with the batch, and numbers that users choose: a kernel is not compiled anew where one of these is 1 or a multiple of 16. All
-# others do without a name here, as loads are wide where widths and strides are known to be such multiples.
+# Integers that change with the batch, and numbers that users choose: a kernel is not compiled again if one of these is 1 or a multiple of 16. Others
+# are not in this list, because loads are wide only if Triton knows that widths and strides are such multiples.
 VARYING = ("M", "T", "L", "R", "P", "tokens", "n_tokens", "programs", "splits", "ignore_index", "cos_batch", "sin_batch", "pos_batch", "label_stride")
 jit = functools.partial(triton.jit, do_not_specialize=VARYING)
 
@@ -34,8 +34,8 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-# Accurate fp32 functions. tl.exp, tl.log, tl.sqrt and / are the hardware's: off by two units in the last place and more, and always to the same side,
-# so that long sums and steps that build on each other do not average the error out.
+# Accurate fp32 functions. tl.exp, tl.log, tl.sqrt and / use the hardware's: off by two units in the last place or more, always in the same direction,
+# so that the errors do not average out in long sums and iterations.
 
 
 @jit

@@ -1,6 +1,6 @@
 """Gated linear unit: ``y = act(gate) * up``, the product of a gated MLP's two projections (Shazeer, arXiv:2002.05202).
 
-Shapes: gate, up, y (..., I); packed: gate (..., 2 I) holds gate and up side by side, and no copy of either is made.
+Shapes: gate, up, y (..., I). Packed: gate (..., 2 I) holds gate and up side by side, and neither is copied.
 
 act(gate) is rounded to the dtype of gate before the product, as in models that write ``act_fn(gate) * up``.
 
@@ -41,7 +41,7 @@ def reference(gate, up=None, *, act="silu", gate_multiplier=1.0, limit=None, alp
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     h = gate.to(acc(gate.dtype))
-    h = ACTS[act](h) if alpha == 1 else ACTS[act](h * alpha) / alpha  # of the same strides: of others, PyTorch's gelu differs in the last bit
+    h = ACTS[act](h) if alpha == 1 else ACTS[act](h * alpha) / alpha  # with the same strides: with others, PyTorch's gelu differs in the last bit
     y = h.to(gate.dtype) * (up + offset if offset else up)
     return y if down_multiplier == 1 else y * down_multiplier
 
@@ -164,13 +164,13 @@ def _bwd(
 
 
 def _grid(M: int, N: int, itemsize: int) -> tuple[tuple[int], dict[str, int]]:
-    # H200, 8192 x 14336 bf16: 2048 columns a program of 4 warps; wider tiles gain nothing
+    # H200, 8192 x 14336 bf16: 2048 columns per program of 4 warps; wider tiles are not faster
     c = config.tile("glu", N, itemsize, elements=2048, max_block_n=2048)
     return (cdiv(M, c.block_m) * cdiv(N, c.block_n),), c.tile
 
 
 class Form(NamedTuple):
-    """What models add, as the module describes it."""
+    """What models add to the product; see the module's docstring."""
 
     gate_multiplier: float = 1.0
     limit: float | None = None
@@ -181,7 +181,7 @@ class Form(NamedTuple):
 
 @functools.cache
 def _arguments(gate_multiplier: float, limit: float | None, alpha: float, offset: float, down_multiplier: float) -> tuple[tuple[float, ...], dict[str, bool]]:
-    """What a ``Form`` is to the kernels: arguments and constexprs."""
+    """A ``Form`` as the kernels take it: arguments and constexprs."""
     scaled = (gate_multiplier, alpha, offset, down_multiplier) != (1, 1, 0, 1)
     return tuple(map(float, (gate_multiplier, limit or 0.0, alpha, offset, down_multiplier))), dict(SCALED=scaled, CLAMPED=limit is not None)
 
@@ -198,7 +198,7 @@ def glu_fwd(gate: Tensor, up: Tensor, act: str, *form: Any) -> Tensor:
 
 @launcher(f"(Tensor dy, Tensor gate, Tensor up, str act, bool packed, bool need_dgate, bool need_dup, {_FORM}) -> (Tensor dgate, Tensor dup)")
 def glu_bwd(dy: Tensor, gate: Tensor, up: Tensor, act: str, packed: bool, need_dgate: bool, need_dup: bool, *form: Any) -> tuple[Tensor, Tensor]:
-    """dgate and dup, empty where not needed; ``packed``: both side by side in the first, the second empty."""
+    """dgate and dup; those that are not needed are empty; ``packed``: both side by side in the first, the second empty."""
     M, N = gate.shape
     dgate = gate.new_empty(M, 2 * N) if packed else gate.new_empty((M, N) if need_dgate else (0, 0))
     dup = up.new_empty((M, N) if need_dup and not packed else (0, 0))
@@ -212,7 +212,7 @@ def glu_bwd(dy: Tensor, gate: Tensor, up: Tensor, act: str, packed: bool, need_d
 
 
 def glu_bwd_(dy: Tensor, gate: Tensor, up: Tensor, act: str, need_y: bool, *form: Any) -> None:
-    """dgate and dup in the place of gate and up, and, if needed, the value of the forward in the place of dy: for a launcher that owns all three."""
+    """Overwrite gate and up with dgate and dup and, if needed, dy with the output of the forward. The calling launcher must own all three."""
     M, N = gate.shape
     grid, tile = _grid(M, N, gate.itemsize)
     numbers, flags = _arguments(*form)

@@ -9,7 +9,7 @@ from torch import Tensor
 from liger_kernel.ops._core.operator import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, use_kernels
 from liger_kernel.ops._core.tl import cdiv, jit, tl
 
-BLOCK = 2048  # values a program, 16 a thread: as in glu, a stream that needs nothing but loads in flight
+BLOCK = 2048  # values per program, 16 per thread: as in glu, memory bandwidth is the only limit
 
 
 def reference(x: Tensor) -> Tensor:

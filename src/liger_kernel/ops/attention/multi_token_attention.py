@@ -4,7 +4,7 @@
 
 Shapes: scores (B, C, L, L), weight (C', C / groups, kh, kw), bias (C',), y (B, C', L', L').  Masks keep what is on or below the diagonal.
 
-Sparsemax may take the place of softmax. Both read a row up to the diagonal only; their gradients are zero where they are, so that nothing is masked again.
+Sparsemax may replace softmax. Both read a row only up to the diagonal. Where their outputs are zero, so are their gradients: no second mask is needed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SCHEMA = "(Tensor dy, Tensor p, Tensor weight, int[] stride, int[] padding, int[
 def multi_token_attention_bwd(
     dy: Tensor, p: Tensor, weight: Tensor, stride: list[int], padding: list[int], dilation: list[int], groups: int, sparse: bool, needed: list[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of scores, weight and bias; what is not needed is empty."""
+    """Gradients of scores, weight and bias; gradients that are not needed are empty."""
     grads = torch.ops.aten.convolution_backward(dy.tril(), p, weight, weight.shape[:1], stride, padding, dilation, False, [0, 0], groups, needed)
     dp, dweight, dbias = (g if need else p.new_empty(0) for g, need in zip(grads, needed))
     if needed[0]:
@@ -56,7 +56,7 @@ class LigerMultiTokenAttentionFunction(torch.autograd.Function):
         ctx.save_for_backward(p, weight)
         ctx.conv, ctx.sparse = (_pair(stride), _pair(padding), _pair(dilation), groups), sparse
         y = F.conv2d(p, weight, bias, *ctx.conv)
-        return y.tril() if torch.compiler.is_compiling() else y.tril_()  # torch.compile of 2.11 loses the gradient of the latter
+        return y.tril() if torch.compiler.is_compiling() else y.tril_()  # torch.compile of PyTorch 2.11 loses the gradient of tril_
 
     @staticmethod
     @once_differentiable
@@ -99,7 +99,7 @@ def multi_token_attention(
 ) -> Tensor:  # fmt: skip
     """Causal softmax, or sparsemax, of scores (B, C, L, L), then ``F.conv2d`` with weight (C', C / groups, kh, kw), then zero above the diagonal.
 
-    All in one dtype, under autocast in its dtype.
+    All tensors have one dtype, which is autocast's if it is on.
     """
     if scores.ndim != 4 or scores.shape[-1] != scores.shape[-2]:
         raise ValueError(f"multi_token_attention: scores must have shape (B, C, L, L), got {tuple(scores.shape)}")

@@ -2,14 +2,14 @@
 
     o_t = sum_w p_tw v_(t + w dilation),   p_t = softmax over w of scale q_t . k_(t + w dilation),   |w| <= kernel_size // 2
 
-Shapes: q, k, v, o (B, H, T, D).  Keys before the first and after the last are not there: queries at the borders see fewer.
+Shapes: q, k, v, o (B, H, T, D).  There are no keys before the first and after the last, so queries at the borders see fewer keys.
 
-A program holds a block of queries and goes over w; rows of k and v are read once a w, from the cache. In the backward dq gathers from the keys of a
-query, dk and dv from the queries of a key, so that nothing is added up in memory.
+A program holds a block of queries and loops over w. It reads the rows of k and v once for each w, from the cache. In the backward, dq gathers from the keys
+of a query, and dk and dv from the queries of a key, so no sum is accumulated in memory.
 
-p is exp(s - top) share, with the largest score and the inverse of the sum kept apart: their lse would be rounded at its own size, an error relative to p.
-All kernels multiply q k by the scale last, so that the backward has the scores of the forward to the last bit.
-Shapes of real models and what it is measured against: ``bench/cases/attention.py``.
+p is exp(s - top) * share: the largest score and the inverse of the sum are stored separately. Their lse would be rounded relative to its own size, an error
+of p. All kernels multiply q k by the scale last, so the scores in the backward are bit-identical to the forward's.
+``bench/cases/attention.py`` has the shapes of real models and the rivals.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from liger_kernel.ops._core import config
 from liger_kernel.ops._core.operator import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, swapped, tracing, use_kernels
 from liger_kernel.ops._core.tl import cdiv, exp_of, jit, tl
 
-MAX_D = 1024  # channels of which a program holds five tensors in registers; larger heads take the reference
+MAX_D = 1024  # channels of which a program holds five tensors in registers; the reference computes larger heads
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, *, kernel_size: int = 7, dilation: int = 1, scale: float | None = None) -> Tensor:
@@ -159,13 +159,13 @@ def _bwd_dkv(
 
 
 def _new(q: Tensor, needed: bool = True) -> Tensor:
-    """Like ``q``, in memory as (B, T, H, D), which is what projections around attention read and write."""
+    """A new tensor like ``q`` with the memory layout (B, T, H, D), which the projections around attention read and write."""
     B, H, length, D = q.shape
     return swapped(q.new_empty(B, length, H, D)) if needed else q.new_empty(0, 0, 0, 0)
 
 
 def _grid(kernel: str, q: Tensor) -> tuple[tuple[int], dict[str, int]]:
-    # 16 values of each tensor a thread: up to five tensors; not measured
+    # 16 values of each tensor per thread, for up to five tensors; not measured
     c = config.tile(kernel, q.shape[3], q.itemsize, elements=2048, per_thread=16)
     return (cdiv(q.shape[2], c.block_m) * q.shape[0] * q.shape[1],), dict(BLOCK_T=c.block_m, BLOCK_D=c.block_n, num_warps=c.num_warps)
 
@@ -187,7 +187,7 @@ def neighborhood_attention_fwd(q: Tensor, k: Tensor, v: Tensor, kernel_size: int
 def neighborhood_attention_bwd(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, top: Tensor, share: Tensor, kernel_size: int, dilation: int, scale: float, needed: list[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv; what is not needed is empty."""
+    """dq, dk and dv; gradients that are not needed are empty."""
     dq, dk, dv = (_new(q, need) for need in needed)
     if not tracing(q):
         like = next(d for d, need in zip((dq, dk, dv), needed) if need)
@@ -271,7 +271,7 @@ def neighborhood_attention(q: Tensor, k: Tensor, v: Tensor, *, kernel_size: int 
 def fused_neighborhood_attention_forward(
     query: Tensor, key: Tensor, value: Tensor, kernel_size: int = 7, dilation: int = 1, scale: float | None = None, return_lse: bool = False
 ) -> tuple[Tensor, Tensor, tuple[()]]:
-    """Without autograd: the output, the weights (B, H, T, T), zero outside the neighbourhood and made by PyTorch, and no settings, which are not needed."""
+    """Without autograd: the output, the weights (B, H, T, T) computed by PyTorch, zero outside the neighbourhood, and () for the unused settings."""
     q, k, at = query.float(), key.float(), torch.arange(query.shape[2], device=query.device)
     far = at[None] - at[:, None]
     inside = (far.abs() <= kernel_size // 2 * dilation) & (far % dilation == 0)

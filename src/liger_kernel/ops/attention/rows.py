@@ -1,4 +1,4 @@
-"""How softmax and sparsemax go over rows x (M, N): one that fits is held in registers, several a program; a longer one is swept by a program of its own."""
+"""Launches of softmax and sparsemax over rows x (M, N). A program holds several short rows in registers; a longer row has its own program with a loop."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from liger_kernel.ops._core import config
 from liger_kernel.ops._core.operator import launch, tracing
 from liger_kernel.ops._core.tl import cdiv
 
-MAX_N = 32768  # columns that one program holds in registers: 32 fp32 values a thread
+MAX_N = 32768  # columns that one program holds in registers: 32 fp32 values per thread
 MAX_N_BWD = 16384  # the same for two tensors
 
 
 def launch_fwd(short: Any, long: Any, x: Tensor, causal: bool, name: str, *, elements: int) -> Tensor:
-    """y of x. ``causal``: of the rows of square matrices, the columns up to the diagonal; zero beyond."""
+    """y of x. ``causal``: in square matrices, only the columns up to the diagonal count, and the others are zero."""
     M, N = x.shape
     y = x.new_empty(M, N)
     if tracing(x):
@@ -31,7 +31,7 @@ def launch_fwd(short: Any, long: Any, x: Tensor, causal: bool, name: str, *, ele
 
 
 def launch_bwd(short: Any, long: Any, dy: Tensor, y: Tensor, name: str, sweep: Callable[[int, int], tuple[int, int]]) -> Tensor:
-    """dx. ``sweep`` of N and the bytes of a number: the largest block of a long row, and its values a thread."""
+    """dx. ``sweep(N, bytes of a number)``: the largest block of a long row, and its values per thread."""
     M, N = y.shape
     dx = y.new_empty(M, N)
     if tracing(y):
@@ -48,7 +48,7 @@ def launch_bwd(short: Any, long: Any, dy: Tensor, y: Tensor, name: str, sweep: C
 
 
 def check(name: str, x: Tensor, dim: int) -> None:
-    """Refuse what has no rows of numbers along ``dim``."""
+    """Raise ``ValueError`` unless x has rows of floating-point numbers along ``dim``."""
     if not x.is_floating_point():
         raise ValueError(f"{name}: x must be floating point, got {x.dtype}")
     if not -max(x.ndim, 1) <= dim < max(x.ndim, 1):

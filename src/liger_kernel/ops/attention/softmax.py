@@ -2,10 +2,10 @@
 
 Shapes: x, y (..., N) once the dim is last.  M = product of the other dims.  The gradient is ``dx = y * (dy - sum_j dy_j y_j)``, of y as returned.
 
-A row that fits is held in registers. A longer one takes two sweeps, the second going back from where the first ended, where the L2 cache has it.
+A short row is held in registers. A longer row is read twice. The second sweep goes backwards from the end of the first, which is still in the L2 cache.
 
-Within ``torch.compile`` rows that fit are left to Inductor, which fuses softmax with what is around it; longer ones are not: it would read these
-from DRAM again.
+Inside ``torch.compile``, Inductor computes short rows, because it fuses softmax with neighbouring operations. Longer rows use the kernel: Inductor would
+read them from DRAM again.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def softmax_fwd(x: Tensor, causal: bool) -> Tensor:
 
 
 def _sweep(N: int, itemsize: int) -> tuple[int, int]:
-    # H200, bf16, 2048 x 128256: 516 us; blocks of 8192, which rows that are not aligned need, 585
+    # H200, bf16, 2048 x 128256: 516 us; 585 us with blocks of 8192, which unaligned rows need
     block = 32768 if N >= 65536 and not N % 16 and itemsize == 2 else 8192
     return block, block // 1024
 
@@ -156,7 +156,7 @@ class LigerSoftmaxFunction(torch.autograd.Function):
     cost=lambda x, **_: Cost(nbytes(x, x), nbytes(x, x, x), flops=(4 * x.numel(), 4 * x.numel())),
 )
 def softmax(x: Tensor, *, dim: int = -1) -> Tensor:
-    """Softmax along ``dim``, as torch's: a row of -inf alone is NaN.
+    """Softmax along ``dim``, as in torch: a row with only -inf gives NaN.
 
     x in fp32, fp16, bf16 or fp64, any shape and strides, rows of any length. Returns a new tensor of x's shape and dtype.
     """

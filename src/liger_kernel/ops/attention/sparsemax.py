@@ -6,11 +6,11 @@ tau needs no sort: from the left, Newton's steps on the convex ``sum_i max(x_i -
 
     tau  <-  (sum of the x_i > tau,  -  1) / (number of these)
 
-and never pass the root; the set of x_i > tau only shrinks, and once it stays tau is exact. They start at max(x) - 1, and all is counted from max(x),
-which leaves errors that are small beside the largest y. Quotients are exact to the last bit: an x that is tau must not be counted in. The gradient
+and never pass the root. The set of x_i > tau only shrinks, and when it stays the same, tau is exact. They start at max(x) - 1. All values are relative to
+max(x), so errors are small compared with the largest y. Quotients are correctly rounded, because an x equal to tau must not count. The gradient
 is ``dx = dy - mean(dy over y > 0)`` where y > 0, else 0.
 
-A row that fits is held in registers. A longer one is swept once for the largest x, once for each step and once to write y.
+A short row is held in registers. A longer row is read once for the largest x, once for each step, and once to write y.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from liger_kernel.ops.attention.rows import check, launch_bwd, launch_fwd
 
 
 def reference(x: Tensor, *, dim: int = -1) -> Tensor:
-    """By sorting: the support is the k largest x, for the largest k with ``k x_k > sum of these - 1``."""
+    """Sparsemax by sorting: the support is the k largest x, for the largest k with ``k x_k > sum of these - 1``."""
     if not x.numel():
         return x.clone()
     z = x.to(acc(x.dtype)).movedim(dim, -1) if x.ndim else x.to(acc(x.dtype))[None]
@@ -33,7 +33,7 @@ def reference(x: Tensor, *, dim: int = -1) -> Tensor:
     ordered = z.sort(-1, descending=True).values
     excess = ordered.cumsum(-1) - 1
     rank = torch.arange(1, z.shape[-1] + 1, device=z.device, dtype=z.dtype)
-    support = (rank * ordered > excess).sum(-1, keepdim=True).clamp(min=1)  # of NaN: any
+    support = (rank * ordered > excess).sum(-1, keepdim=True).clamp(min=1)  # with NaN, any support is right
     y = F.relu(z - excess.gather(-1, support - 1) / support).to(x.dtype)
     return y.movedim(-1, dim) if x.ndim else y[0]
 
@@ -178,7 +178,7 @@ class LigerSparsemaxFunction(torch.autograd.Function):
 def sparsemax(x: Tensor, *, dim: int = -1) -> Tensor:
     """Euclidean projection of x onto the simplex along ``dim``.
 
-    x in fp32, fp16, bf16 or fp64, any shape and strides, rows of any length; -inf gets 0, a row of -inf alone NaN. Returns a new tensor like x.
+    x in fp32, fp16, bf16 or fp64, any shape and strides, rows of any length; -inf gives 0, a row with only -inf gives NaN. Returns a new tensor like x.
     """
     check("sparsemax", x, dim)
     if not x.ndim or not use_kernels(x):

@@ -1,1 +1,1 @@
-"""Losses of logits, and of a linear head whose logits are never held."""
+"""Losses of logits, and losses of a linear head that never store all its logits."""

@@ -20,7 +20,7 @@ from liger_kernel.ops.losses.cross_entropy_rows import LOSS_SCHEMA, Loss, Rows, 
     "(Tensor loss, Tensor z_loss, Tensor predicted, Tensor lse, Tensor? norm, Tensor dz)"
 )
 def cross_entropy_fwd(z: Tensor, target: Tensor, class_weight: Tensor | None, num_items: Tensor | None, need_dz: bool, *numbers):
-    """With ``need_dz`` the gradient for an upstream gradient of 1, in the same launch; empty otherwise."""
+    """Return the results, and with ``need_dz`` the gradient for an upstream gradient of 1 from the same launch, which is empty otherwise."""
     s = Loss(*numbers)
     out = Rows.empty(target, s)
     norm = normaliser(target, class_weight, s, num_items)
@@ -58,7 +58,7 @@ class CrossEntropyFunction(torch.autograd.Function):
 
 
 def items(num_items: Tensor | float | None, like: Tensor) -> Tensor | None:
-    """``num_items`` on the device of ``like``, without waiting for it."""
+    """``num_items`` on the device of ``like``. The host does not wait for it."""
     if num_items is None or isinstance(num_items, Tensor):
         return num_items if num_items is None else num_items.detach().to(like.device, non_blocking=True).reshape(())
     return like.new_full((), num_items, dtype=torch.float32)
@@ -140,13 +140,13 @@ def cross_entropy(
     num_items: Tensor | float | None = None,
     gradient_in_forward: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-    """Cross entropy of logits (M, V) and class indices (M,); the logits stay as they are.
+    """Cross entropy of logits (M, V) and class indices (M,). The logits do not change.
 
     Returns the fp32 loss, 0-dim or (M,) with ``reduction="none"``; with ``stats`` also the z-loss that it contains and the predicted
     classes (M,) int64, -1 where ignored, both without gradient. ``class_weight`` (V,) gets no gradient. With ``gradient_in_forward`` (not
-    for "none" and fp16) the forward computes the gradient, too, in two passes over memory where three are needed otherwise; for an upstream
-    gradient other than 1 it is multiplied, and rounded, once more. A target outside [0, V) gives NaN, or a ``ValueError`` with ``LIGER_CHECKS=1``
-    in the environment.
+    for "none" and fp16), the forward also computes the gradient, in two passes over memory instead of three. If the upstream gradient is
+    not 1, the gradient is multiplied and rounded once more. A target outside [0, V) gives NaN, or raises ``ValueError`` with
+    ``LIGER_CHECKS=1`` in the environment.
     """
     if not logits.is_floating_point():
         raise ValueError(f"cross_entropy: logits must be floating point, got {logits.dtype}")
@@ -163,7 +163,7 @@ def cross_entropy(
 
 
 def published(found: Any, target: Tensor, ignore_index: int, z_loss: bool, accuracy: bool, predictions: bool) -> tuple[Tensor | None, ...]:
-    """Loss, z-loss, token accuracy and predicted classes, those that were asked for: from what an operator returned, with ``stats`` if any were."""
+    """Loss, z-loss, token accuracy and predicted classes, if requested, from the result of an operator (with ``stats`` if any of them was requested)."""
     if not (z_loss or accuracy or predictions):
         return found, None, None, None
     loss, z, predicted = found
@@ -173,7 +173,7 @@ def published(found: Any, target: Tensor, ignore_index: int, z_loss: bool, accur
 
 
 class LigerCrossEntropyFunction:
-    """``apply(...)``: loss, z-loss, token accuracy and predicted classes, None where not asked for. The logits are not overwritten."""
+    """``apply(...)``: loss, z-loss, token accuracy and predicted classes, None if not requested. The logits are not overwritten."""
 
     @staticmethod
     def apply(
@@ -191,7 +191,7 @@ def cross_entropy_forward(
     _input: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, lse_square_scale: float, label_smoothing: float, reduction: str,
     softcap: float | None, return_z_loss: bool, return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Without autograd: loss, z-loss, token accuracy and predicted classes, None where not asked for, and the gradient to ``_input``, which stays as it is."""
+    """Without autograd: loss, z-loss, token accuracy and predicted classes, None if not requested, and the gradient to ``_input``, which stays as it is."""
     rest = target, weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss, return_token_accuracy, return_predicted_tokens
     found, (dx,) = with_gradients(lambda x: LigerCrossEntropyFunction.apply(x, *rest), _input)
     return *found, dx

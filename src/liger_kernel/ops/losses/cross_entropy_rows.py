@@ -34,7 +34,7 @@ REDUCTIONS = ("mean", "sum", "none")
 
 
 def reference(logits, target, class_weight, *, ignore_index, reduction, label_smoothing, z_loss, logit_scale, softcap, token_scaling, stats, num_items, **how):
-    """In plain PyTorch: the loss, with ``stats`` also its part that is z-loss, and the most likely classes. NaN for a target outside [0, V)."""
+    """The loss in plain PyTorch; with ``stats`` also the z-loss in it and the most likely classes. NaN for a target outside [0, V)."""
     z = logits.to(acc(logits.dtype)) * logit_scale
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)
@@ -52,7 +52,7 @@ def reference(logits, target, class_weight, *, ignore_index, reduction, label_sm
     if token_scaling:
         scale = log_p_y.detach().exp()
         loss, z_term = loss * scale, z_term * scale
-    poison = z.new_ones(()).where(inside | ~valid, float("nan"))  # a factor, of the gradient, too
+    poison = z.new_ones(()).where(inside | ~valid, float("nan"))  # a factor, so that the gradient is NaN, too
     loss, z_term = ((t * poison).where(valid, 0) for t in (loss + z_term, z_term))
     n = num_items if num_items is not None else w[y].where(valid, 0).sum() if class_weight is not None else valid.sum()
     reduce = {"mean": lambda t: t.sum() / n, "sum": torch.sum, "none": lambda t: t}[reduction]
@@ -61,7 +61,7 @@ def reference(logits, target, class_weight, *, ignore_index, reduction, label_sm
 
 @dataclass(frozen=True)
 class Loss:
-    """What a row's loss is, but for its tensors; the numbers that the row kernel and the linear losses pass on."""
+    """The numbers that define a row's loss, apart from its tensors. The row kernel and the linear losses pass them on."""
 
     ignore_index: int = -100
     reduction: str = "mean"
@@ -83,7 +83,7 @@ LOSS_SCHEMA = (
 
 
 def normaliser(target: Tensor, class_weight: Tensor | None, s: Loss, num_items: Tensor | None = None) -> Tensor | None:
-    """What "mean" divides by, on the device; None for other reductions."""
+    """The divisor of "mean", on the device; None for other reductions."""
     if s.reduction != "mean":
         return None
     if num_items is not None:
@@ -302,7 +302,7 @@ def _rows(
 
 @dataclass
 class Rows:
-    """Per-row results, each (M,): fp32 loss, z-loss, entropy (if asked for) and mean logit; int64 predicted class (both only with ``stats``)."""
+    """Per-row results, each (M,): fp32 loss, z-loss, entropy (if requested) and mean logit; int64 predicted class (both only with ``stats``)."""
 
     loss: Tensor
     z_loss: Tensor
@@ -324,7 +324,7 @@ class Rows:
         return Rows(*(t[rows] for t in self.fields()))
 
     def among(self, kept: Tensor, M: int) -> Rows:
-        """Of M rows, of which these are the ``kept`` ones and the others are ignored."""
+        """The results of all M rows: these for the ``kept`` rows; the other rows are ignored ones."""
         spread = lambda t, fill=0: t.new_full((M,), fill).index_copy_(0, kept, t) if len(t) == len(kept) else t
         found = [spread(t) for t in self.fields()]
         found[3] = spread(self.predicted, -1)
@@ -344,8 +344,8 @@ def row_kernel(
     """The row kernel over logits z (M, V): per-row results into ``out`` (``Rows``), the gradient into ``dz``, which may be z itself.
 
     The gradient is that of sum(g * loss + g_entropy * entropy) / norm, for ``g`` and ``g_entropy`` (M,) and a 0-dim ``norm``. ``lse`` of an
-    earlier call (and ``entropy``, if its gradient is asked for) spares the first sweep. ``bias`` (V,) is added to z first. Called by launchers;
-    without kernels, the same in torch.
+    earlier call (and ``entropy``, if its gradient is requested) saves the first sweep. ``bias`` (V,) is added to z first. Launchers call this;
+    without kernels, it computes the same in torch.
     """
     if tracing(z) or not z.shape[0]:
         return
@@ -357,7 +357,7 @@ def row_kernel(
     # H200, out of place, 8192 x 128256 bf16: 1318 us with 32 warps, 1431 to 1493 with 8 or 16 and pipelined loads (two passes at copy speed: 987)
     more = z.itemsize == 4 or loss.softcap is not None or loss.label_smoothing or loss.stats or loss.entropy or loss.mean  # registers
     c = config.tile("cross_entropy", V, z.itemsize, elements=1, max_block_n=4096 if more else 8192, per_thread=8)  # one row a program
-    none = z  # a pointer for what a flag switches off
+    none = z  # a pointer for arguments that a flag switches off
     given = lambda t: none if t is None else t
     stride = lambda t: 0 if t is None else t.stride(0)
     o = out or Rows(*[none] * 6)
@@ -425,7 +425,7 @@ def _rows_in_torch(
 
 
 def check(name: str, logits_shape: tuple[int, int], target: Tensor, class_weight: Tensor | None, reduction: str, ignore_index: int = -100) -> None:
-    """Refuse what the losses over (M, V) logits cannot mean."""
+    """Raise ``ValueError`` for arguments that have no meaning for losses of (M, V) logits."""
     M, V = logits_shape
     if target.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"{name}: target must hold class indices, got {target.dtype} (class probabilities are not supported)")

@@ -1,16 +1,16 @@
-"""Policy-gradient losses of sampled completions, GRPO and its kin: formulas of per-token log-probabilities, and the same of given logits.
+"""Policy-gradient losses of sampled completions (GRPO and its variants), as formulas over per-token log-probabilities, and also from logits.
 
 Shapes: log-probabilities, mask (B, T); advantages A (B,), (B, 1) or (B, T); logits (B, T + 1, V), of which the last position predicts nothing.
 
-r is the ratio of a token's probability to that when it was sampled, or, for importance sampling at the level of the sequence, the geometric mean of
-these over its sequence (GSPO, arXiv:2507.18071). With [x] for a detached x a token's loss is
+r is the ratio of a token's probability to its probability at sampling time. With importance sampling at the level of the sequence, r is the geometric mean of
+these ratios over the sequence (GSPO, arXiv:2507.18071). With [x] for a detached x, a token's loss is
 
     grpo, bnpo, dr_grpo, dapo, luspo    -min(min(r, delta) A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A)
     cispo                               -[min(r, epsilon_high)] A log p
     sapo                                -A sigmoid(t (r - 1)) 4 / t, with t for A > 0 or for A <= 0
     vespo                               -[W^k exp(l (1 - W))] A log p, W the product of a sequence's ratios, k and l for A >= 0 or for A < 0
 
-The last three are of token ratios only. (delta: arXiv:2505.07291; cispo: arXiv:2506.13585; sapo: arXiv:2511.20347; vespo: arXiv:2602.10693.) All are
+The last three use only ratios of tokens. (delta: arXiv:2505.07291; cispo: arXiv:2506.13585; sapo: arXiv:2511.20347; vespo: arXiv:2602.10693.) All are
 multiplied by ``vllm_is_ratio``, which corrects for an engine that samples with other probabilities (vespo: it is part of W). Added is beta times the
 estimate exp(d) - d - 1 of the divergence from a reference policy, d = log p_ref - log p, itself times r with ``use_bias_correction_kl`` (arXiv:2512.02556).
 The sum over tokens is divided by
@@ -35,15 +35,15 @@ from liger_kernel.ops._core.operator import acc
 from liger_kernel.ops.losses.cross_entropy import cross_entropy, items
 
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
-OF_TOKENS = ("cispo", "sapo", "vespo")  # defined for ratios of tokens alone; vespo makes the sequence's of them itself
+OF_TOKENS = ("cispo", "sapo", "vespo")  # defined only for ratios of tokens; vespo computes the ratio of a sequence from them itself
 LOSS_TYPES = (*CLIPPED, *OF_TOKENS)
-# the target of masked tokens; not -100, so that a -100 the mask lets pass is out of range and gives NaN
+# the target of masked tokens; not -100, so that a -100 at a token that is not masked is out of range and gives NaN
 IGNORED = 1 - 2**31
 
 
 @dataclass(frozen=True)
 class Policy:
-    """What a token's loss is, but for its tensors."""
+    """The options that define a token's loss, apart from its tensors."""
 
     loss_type: str = "dapo"
     importance_sampling_level: str = "token"
@@ -78,7 +78,7 @@ def k3_loss_fn(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def clip_coef_fn(coef: Tensor, epsilon_low: float, epsilon_high: float, loss_type: str) -> tuple[Tensor, Tensor, Tensor]:
-    """The clipped ratio (cispo: detached, from above only), and where it is below and above its bounds."""
+    """The clipped ratio (cispo: detached, and clipped only from above), and masks of the ratios below and above the bounds."""
     if loss_type == "cispo":
         return coef.detach().clamp(max=epsilon_high), torch.zeros_like(coef, dtype=torch.bool), coef > epsilon_high
     low, high = 1 - epsilon_low, 1 + epsilon_high
@@ -86,7 +86,7 @@ def clip_coef_fn(coef: Tensor, epsilon_low: float, epsilon_high: float, loss_typ
 
 
 def sapo_loss_fn(importance_ratio: Tensor, temperature: float | Tensor) -> Tensor:
-    """The soft gate of SAPO, whose slope is 1 at ratio 1 and fades on both sides."""
+    """The soft gate of SAPO. Its slope is 1 at ratio 1 and decreases on both sides."""
     if not isinstance(temperature, Tensor) and not temperature > 0:
         raise ValueError(f"sapo_loss_fn: temperature must be positive, got {temperature}")
     return torch.sigmoid(temperature * (importance_ratio - 1)) * 4 / temperature
@@ -104,7 +104,7 @@ def get_gamma_weights(
 ) -> Tensor:
     """VESPO's weights W^k exp(l (1 - W)), without gradient: (B, 1), or (B, T) if the advantages (B, 1) or (B, T) are.
 
-    Logarithms are kept between log(1e-8) and 20; of tokens, above -20.
+    Logarithms are clamped between log(1e-8) and 20; those of single tokens also from below at -20.
     """
     least, most = math.log(1e-8), 20.0
     log_w = (log_ratio_per_token.detach().clamp(-most, most) * mask).sum(-1, keepdim=True)
@@ -119,12 +119,12 @@ def get_gamma_weights(
 
 
 def unmasked(mask: Tensor, t: Tensor | None, fill: float = 0.0) -> Tensor | None:
-    """``t`` (B, T) with ``fill`` where the mask is 0, whatever it was; (B,) and (B, 1) as they are. Without gradient."""
+    """``t`` (B, T) with ``fill`` where the mask is 0; (B,) and (B, 1) unchanged. Without gradient."""
     return t if t is None else t.detach() if t.shape != mask.shape else t.detach().masked_fill(mask == 0, fill)
 
 
 def _column(t: Tensor | None, like: Tensor) -> Tensor | None:
-    """(B,) as (B, 1), in the dtype of ``like``."""
+    """``t`` in the dtype of ``like``, with (B,) as (B, 1)."""
     return t if t is None else (t[:, None] if t.ndim == 1 else t).to(like.dtype)
 
 
@@ -140,8 +140,8 @@ def token_losses(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Each token's loss, divergence (None without beta or reference) and whether its ratio was clipped (None for sapo and vespo).
 
-    These are (B, T), or (B, 1) where all tokens of a sequence have the same; to be multiplied by the mask, as they mean nothing where that is 0: there all
-    tensors must be finite (``unmasked``). ``old_logp`` None: the tokens were sampled with these probabilities. ``phi_seq``: VESPO's weights, if known.
+    Results are (B, T), or (B, 1) if all tokens of a sequence share them. Multiply them by the mask: they mean nothing where it is 0, but all tensors must be
+    finite there (``unmasked``). ``old_logp`` None: the tokens were sampled with these probabilities. ``phi_seq``: VESPO's weights, if known.
     """
     A, correction = _column(advantages, logp), _column(vllm_is_ratio, logp)
     log_ratio = logp - (logp.detach() if old_logp is None else old_logp.to(logp.dtype))
@@ -163,7 +163,7 @@ def token_losses(
             gain, clipped = inside * A * logp, high & (A > 0)
         else:
             free, bound = (r if p.delta is None else r.clamp(max=p.delta)) * A, inside * A
-            clipped = bound < free  # without delta only outside the bounds, where the clipped ratio has no gradient
+            clipped = bound < free  # without delta, this holds only outside the bounds, where the clipped ratio has no gradient
             gain = torch.where(clipped, bound, free)
             if p.delta is not None:
                 clipped = clipped & torch.where(A < 0, low, high)
@@ -177,14 +177,14 @@ def token_losses(
 
 
 def token_count(mask: Tensor) -> Tensor:
-    """At least 1, as a float on the device."""
+    """The number of tokens that count, at least 1, as a float on the device."""
     return mask.sum(dtype=acc(mask.dtype) if mask.is_floating_point() else torch.float32).clamp(min=1)
 
 
 def normaliser(loss_type: str, mask: Tensor, max_completion_length: int | None = None, num_items: Tensor | float | None = None) -> Tensor | int:
-    """What the sum over the batch's tokens is divided by, without waiting for the device.
+    """The divisor of the sum over the batch's tokens. The host does not wait for the device.
 
-    For the mask of the whole batch and once a step: dapo, cispo and vespo without ``num_items`` sum over all ranks if ``torch.distributed`` is initialised.
+    Call it once per step with the mask of the whole batch: dapo, cispo and vespo without ``num_items`` sum over all ranks of ``torch.distributed``.
     """
     sequences = max(mask.shape[0], 1)
     if loss_type in ("grpo", "sapo", "luspo"):
@@ -205,7 +205,7 @@ def normaliser(loss_type: str, mask: Tensor, max_completion_length: int | None =
 
 
 def reduced(losses: Tensor, mask: Tensor, loss_type: str, n: Tensor | int) -> Tensor:
-    """The loss that these sequences add: their tokens' ``losses`` (B, T) by ``normaliser`` ``n`` of the whole batch."""
+    """The contribution of these sequences to the loss: their tokens' ``losses`` (B, T), divided by the ``normaliser`` ``n`` of the whole batch."""
     losses = losses * mask
     if loss_type in ("grpo", "sapo"):
         losses = losses.sum(-1) / mask.sum(-1).clamp(min=1)
@@ -215,14 +215,14 @@ def reduced(losses: Tensor, mask: Tensor, loss_type: str, n: Tensor | int) -> Te
 def _reduce_grpo_loss(
     per_token_loss: Tensor, completion_mask: Tensor | None, loss_type: str, max_completion_length: int | None, num_items_in_batch: Tensor | float | None = None
 ) -> Tensor:
-    """The loss of a whole batch of tokens' losses (B, T), by its published name; ``max_completion_length``: T unless it is given."""
+    """The loss of a whole batch from its tokens' losses (B, T), under the name of LinkedIn's package. ``max_completion_length`` defaults to T."""
     mask = torch.ones_like(per_token_loss) if completion_mask is None else completion_mask.to(per_token_loss.dtype)
     n = normaliser(loss_type, mask, per_token_loss.shape[1] if max_completion_length is None else max_completion_length, num_items_in_batch)
     return reduced(per_token_loss, mask, loss_type, n)
 
 
 def _logprobs(logits: Tensor, input_ids: Tensor, temperature: float, mask: Tensor | None) -> Tensor:
-    """(B, T) fp32, differentiable. The rows are those of the whole logits, so that these are not copied to leave out the last position."""
+    """Differentiable log-probabilities (B, T) in fp32. The kernel runs on all rows of the logits, so that these need no copy without the last position."""
     if logits.ndim != 3 or logits.shape[1] < 1:
         raise ValueError(f"grpo_loss: logits must have shape (B, T + 1, V), got {tuple(logits.shape)}")
     if not temperature > 0:
@@ -242,7 +242,7 @@ def _logprobs(logits: Tensor, input_ids: Tensor, temperature: float, mask: Tenso
 def fused_selective_log_softmax(logits: Tensor, input_ids: Tensor, temperature: float = 0.9, mask: Tensor | None = None) -> Tensor:
     """fp32 log-probabilities (B, T) of ``input_ids`` (B, T) under logits (B, T + 1, V) / temperature, without gradient, 0 where the mask (B, T) is.
 
-    Of longer ids and masks the last T count. One kernel that reads the logits once and leaves them as they are; no length makes it compile again.
+    If ids and mask are longer, their last T positions count. One kernel reads the logits once and does not change them; no length makes it compile again.
     """
     return _logprobs(logits, input_ids, temperature, mask)
 
@@ -250,7 +250,7 @@ def fused_selective_log_softmax(logits: Tensor, input_ids: Tensor, temperature: 
 class GrpoLossFunction:
     """``apply`` -> loss, divergence (None if beta is 0), clipped: (B, T) each, or reduced to their mean.
 
-    Not a Function itself: the gradient is that of the cross entropy kernel, which writes it into a new tensor. ``inplace`` has no effect, as the logits
+    This is not an autograd Function itself: the cross entropy kernel computes the gradient in a new tensor. ``inplace`` has no effect, because the logits
     belong to the caller.
     """
 

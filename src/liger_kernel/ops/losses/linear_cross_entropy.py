@@ -1,12 +1,12 @@
-"""Cross entropy of ``x w^T + bias`` without ever holding the logits: a loop over chunks of tokens (arXiv:2410.10989).
+"""Cross entropy of ``x w^T + bias`` without ever storing all logits: a loop over chunks of tokens (arXiv:2410.10989).
 
-Shapes: x (M, H), w (V, H), bias (V,), target (M,). The loss is that of ``cross_entropy`` (formula there) on the logits. A head with adapters has
-logits x w^T + xa wb^T + bias, xa (M, R), wb (V, R): its thin product with the hidden states, which gets a gradient as x does, and what multiplies that.
+Shapes: x (M, H), w (V, H), bias (V,), target (M,). The loss is that of ``cross_entropy`` (which has the formula) on the logits. A head with adapters has
+the logits x w^T + xa wb^T + bias: xa (M, R) is the thin product with the hidden states, which gets a gradient as x does, and wb (V, R) multiplies it.
 
-Each chunk: logits by one GEMM into a reused buffer, the row kernel, which leaves their gradient in that buffer, and one GEMM each for dx and
-dw, all in the forward, where w is sure to be there (ZeRO-3 and FSDP gather it for that time); the backward only multiplies by the upstream
-gradient. That is 6 M H V floating-point operations. With ``reduction="none"`` the upstream gradient is a vector, known only in the backward: it
-takes the logits from the forward if one chunk held all, else it computes them again (8 M H V).
+For each chunk, one GEMM computes logits into a reused buffer, the row kernel replaces them by their gradient, and one GEMM each computes dx and
+dw. All of this happens in the forward, where w is whole (ZeRO-3 and FSDP gather it for the forward). The backward only multiplies by the upstream
+gradient. That is 6 M H V floating-point operations. With ``reduction="none"``, the upstream gradient is a vector that only the backward knows. The
+backward uses the logits of the forward if there was only one chunk; otherwise it computes them again (8 M H V).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _N = len(Loss.__dataclass_fields__)
 
 
 def _launcher_without_into(schema: str):
-    """``launcher``, but what adds to ``dw_into`` runs as plain Python: a registered operator cannot both return and write."""
+    """``launcher``, but calls with ``dw_into`` run as plain Python: a registered operator cannot both return and write tensors."""
 
     def register(fn):
         registered = launcher(schema)(fn)
@@ -71,19 +71,19 @@ def _of(t: Tensor | None, kept: Tensor | None) -> Tensor | None:
 
 
 def _five(grads: tuple) -> tuple:
-    """What ``_GRADS`` names, of a head with or without a term of low rank."""
+    """The five gradients of ``_GRADS``, for a head with or without a term of low rank."""
     return (*grads, None, None)[:5]
 
 
 def _results(out: Rows, norm: Tensor | None, s: Loss, kept: Tensor | None, M: int) -> tuple[Tensor | None, ...]:
-    """What ``_OUT`` names; lse of the ``kept`` rows alone."""
+    """The results of ``_OUT``; lse has only the ``kept`` rows."""
     every = out if kept is None or not (s.reduction == "none" or s.stats or s.mean) else out.among(kept, M)
     return *every.reduced(norm, s.reduction), every.predicted, every.entropy, every.mean, out.lse, norm
 
 
 @_launcher_without_into(f"({_IN}, {_CHUNKS}, Tensor? num_items) -> ({_OUT}, {_GRADS})")
 def linear_cross_entropy_fwd(x, w, target, bias, class_weight, kept, xa, wb, *rest, dw_into=None):
-    """Chunk by chunk, gradients included."""
+    """Run the forward chunk by chunk, including the gradients."""
     s, (fp32_logits, accum_dtype, chunk_rows, *need, num_items) = Loss(*rest[:_N]), rest[_N:]
     norm, y, out = normaliser(target, class_weight, s, num_items), _of(target, kept), Rows.empty(_of(target, kept), s, acc(x.dtype))
     divisor = None if _divides_later(x, dw_into) else norm
@@ -98,7 +98,7 @@ def linear_cross_entropy_fwd(x, w, target, bias, class_weight, kept, xa, wb, *re
 
 @_launcher_without_into(f"(Tensor g, Tensor g_entropy, Tensor lse, Tensor entropy, {_IN}, {_CHUNKS}) -> ({_GRADS})")
 def linear_cross_entropy_bwd(g, g_entropy, lse, entropy, x, w, target, bias, class_weight, kept, xa, wb, *rest, dw_into=None):
-    """The chunks again, for per-token upstream gradients."""
+    """Compute the chunks again, for per-token upstream gradients."""
     s, (fp32_logits, accum_dtype, chunk_rows, *need) = Loss(*rest[:_N]), rest[_N:]
     y, g = _of(target, kept), _of(g, kept)
     ge, h = (_of(g_entropy, kept), _of(entropy, kept)) if s.entropy else (None, None)
@@ -113,7 +113,7 @@ def linear_cross_entropy_bwd(g, g_entropy, lse, entropy, x, w, target, bias, cla
 
 @launcher(f"({_IN}) -> ({_OUT}, Tensor z)")
 def linear_cross_entropy_one_fwd(x, w, target, bias, class_weight, kept, xa, wb, *rest):
-    """One chunk, whose logits stay: for per-token upstream gradients."""
+    """Compute one chunk and keep its logits, for per-token upstream gradients."""
     s, (fp32_logits,) = Loss(*rest[:_N]), rest[_N:]
     y, x_k = _of(target, kept), _of(x, kept)
     out, z = Rows.empty(y, s, acc(x.dtype)), x.new_empty(x_k.shape[0], w.shape[0], dtype=acc(x.dtype) if fp32_logits else x.dtype)
@@ -144,7 +144,7 @@ def linear_cross_entropy_one_bwd(g, g_entropy, z, lse, entropy, x, w, target, bi
 
 @dataclass(frozen=True)
 class Options:
-    """How the loop goes, beside what the loss is. ``need``: which gradients, of x, w, bias, and of xa and wb where an operator has these."""
+    """Options of the loop, apart from the loss. ``need``: which gradients are needed: x, w, bias, and also xa and wb if an operator has these."""
 
     need: tuple[bool, ...]
     accum_dtype: torch.dtype | None = None
@@ -201,7 +201,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
 
 
 def _only_one_(total: Tensor, g: Tensor) -> None:
-    """``total`` has had a gradient added for an upstream gradient of 1: if it was another, NaN tells."""
+    """A gradient for an upstream gradient of 1 was added to ``total``. If ``g`` is not 1, set ``total`` to NaN, so that the mistake shows."""
     total.view(-1)[0].add_(torch.where(g == 1, 0.0, float("nan")).to(total.dtype))
 
 
@@ -313,7 +313,7 @@ def linear_cross_entropy(
 
 
 def check_head(name: str, x: Tensor, w: Tensor, bias: Tensor | None, chunk_rows: int | None, xa: Tensor | None = None, wb: Tensor | None = None) -> None:
-    """Refuse what a linear head cannot mean."""
+    """Raise ``ValueError`` for arguments that have no meaning for a linear head."""
     if not (x.is_floating_point() and w.is_floating_point()):
         raise ValueError(f"{name}: x and w must be floating point, got {x.dtype} and {w.dtype}")
     if x.ndim != 2:
@@ -336,7 +336,7 @@ def check_head(name: str, x: Tensor, w: Tensor, bias: Tensor | None, chunk_rows:
 
 
 def promoted(x: Tensor, w: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
-    """In one dtype, that of x and w; under autocast in its dtype, as ``F.linear`` has it."""
+    """The tensors in one dtype: the promoted dtype of x and w, or autocast's if it is on, as in ``F.linear``."""
     device = x.device.type
     autocast = device != "meta" and torch.is_autocast_enabled(device) and torch.float64 not in (x.dtype, w.dtype)
     dtype = torch.get_autocast_dtype(device) if autocast else torch.promote_types(x.dtype, w.dtype)
@@ -344,26 +344,26 @@ def promoted(x: Tensor, w: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
 
 
 def kept_rows(compact: bool | Kept, target: Tensor, ignore_index: int) -> Tensor | None:
-    """Rows to compute, None for all."""
+    """The rows to compute; None means all."""
     if compact is False or target.is_meta or torch.compiler.is_compiling() or (target.is_cuda and torch.cuda.is_current_stream_capturing()):
         return None
     return (Kept(target, ignore_index) if compact is True else compact).rows()
 
 
 def apply(x, w, target, bias, class_weight, s: Loss, num_items, compact, accum_dtype, chunk_rows, fp32_logits, dw_into=None, xa=None, wb=None):
-    """``LinearCrossEntropyFunction`` of checked arguments."""
+    """Apply ``LinearCrossEntropyFunction`` to checked arguments."""
     kept = kept_rows(compact, target, s.ignore_index)
     options = Options(needed(x, w, bias, xa, wb), accum_dtype, chunk_rows, fp32_logits, dw_into)
     return LinearCrossEntropyFunction.apply(x, w, target, bias, class_weight, num_items, kept, xa, wb, s, options)
 
 
 def needed(*tensors: Tensor | None) -> tuple[bool, ...]:
-    """Which of them get a gradient."""
+    """Which of the tensors need a gradient."""
     return tuple(t is not None and t.requires_grad and torch.is_grad_enabled() for t in tensors)
 
 
 class LigerFusedLinearCrossEntropyFunction:
-    """``apply(...)``: loss, z-loss, token accuracy and predicted classes, None where not asked for."""
+    """``apply(...)``: loss, z-loss, token accuracy and predicted classes, None if not requested."""
 
     @staticmethod
     def apply(

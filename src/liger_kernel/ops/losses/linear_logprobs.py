@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens under a linear head, and the entropy of its distribution, without ever holding the logits.
+"""Log-probabilities of given tokens under a linear head, and the entropy of its distribution, without ever storing all logits.
 
 Shapes: x (M, H), w (V, H), bias (V,), target (M,).  With z = f((x w^T + bias) * logit_scale / temperature), f the softcap of ``cross_entropy`` or
 nothing, and p = softmax(z):
@@ -31,7 +31,7 @@ def reference(x, w, target, bias, *, temperature, logit_scale, softcap, ignore_i
         z = softcap * torch.tanh(z / softcap)
     valid, inside = target != ignore_index, (target >= 0) & (target < w.shape[0])
     log_p = z.log_softmax(-1)
-    poison = z.new_ones(()).where(inside | ~valid, float("nan"))  # a factor, of the gradient, too
+    poison = z.new_ones(()).where(inside | ~valid, float("nan"))  # a factor, so that the gradient is NaN, too
     picked = lambda t: (t * poison).where(valid, 0)
     logp = picked(log_p.gather(-1, target.where(inside, 0)[:, None])[:, 0])
     return (logp, picked(-(log_p.exp() * log_p).sum(-1))) if return_entropy else logp

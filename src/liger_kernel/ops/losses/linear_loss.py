@@ -1,11 +1,11 @@
-"""Any loss of a linear head's log-probabilities, written as a few lines of PyTorch over tensors of [tokens], at the price of three GEMMs.
+"""Any loss of a linear head's log-probabilities, written as a few lines of PyTorch over per-token tensors. It costs three GEMMs.
 
 Shapes: x (M, H), w (V, H), bias (V,), target (M,); the M = B * T rows are B groups (sequences, or pairs of them) of T consecutive tokens.
 
 ``fn(tokens, first, last)`` gets the log-probabilities (and entropies) of groups ``first`` to ``last`` and returns what these add to the loss, a 0-dim
-tensor. Chunk by chunk: logits by one GEMM into a reused buffer, their log-probabilities, ``fn`` and autograd's gradient of it, from that the
+tensor. For each chunk: one GEMM computes logits into a reused buffer; then come their log-probabilities, ``fn`` and its gradient by autograd, the
 gradient of the logits in place (``linear_logprobs`` has the formula), and one GEMM each for dx and dw. The backward only multiplies by the upstream
-gradient. DPO without a reference model, in full:
+gradient. This is DPO without a reference model:
 
     def dpo(tokens, first, last):
         chosen, rejected = tokens.logp.view(last - first, 2, -1).sum(-1).unbind(1)
@@ -32,7 +32,7 @@ from liger_kernel.ops.losses.linear_cross_entropy import apply as nll
 
 @dataclass(frozen=True)
 class Tokens:
-    """What a loss may depend on, fp32 (groups, T) each, 0 where ignored: log-probabilities, entropies (None unless asked for) and, without gradient, the mean
+    """The inputs of a loss, fp32 (groups, T) each, 0 where ignored: log-probabilities, entropies (None unless requested) and, without gradient, the mean
     of the logits and the most likely class."""
 
     logp: Tensor
@@ -67,15 +67,15 @@ def linear_loss(
     xa: Tensor | None = None,
     wb: Tensor | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The sum of ``fn`` over chunks, differentiable in x, w, bias, xa and wb, and what ``fn`` returned beside it.
+    """The sum of ``fn`` over chunks, differentiable in x, w, bias, xa and wb, and the ``aux`` of ``fn``.
 
     x (M, H), w (V, H), target (M,), bias (V,), M a multiple of ``group``; groups are never divided. ``fn`` may return ``(loss, aux)``: tensors of one
-    or more dimensions are concatenated over chunks, 0-dim ones are summed; they get no gradient. ``fn`` is differentiated with respect to the
-    log-probabilities and entropies alone: other tensors that it uses get none. ``mean_logit``, ``predicted``: these, too. ``compact``, with
-    ``Kept(..., group=group)`` if not a bool, and the other options are those of ``linear_cross_entropy``.
+    or more dimensions are concatenated over chunks, 0-dim tensors are summed; they get no gradient. ``fn`` is differentiated only with respect to
+    log-probabilities and entropies: other tensors that it uses get no gradient. ``mean_logit``, ``predicted``: compute these fields, too. ``compact`` (a
+    bool or ``Kept(..., group=group)``) and the other options are those of ``linear_cross_entropy``.
 
     With ``whole``, for groups of more than two chunks, and under ``torch.compile``, ``fn`` is called once, with all groups, and the logits are computed
-    twice, in chunks of any rows. Gradients are computed in the forward all the same (but under ``torch.compile``): w may be gathered for its duration.
+    twice, in chunks of any rows. The forward still computes the gradients (except under ``torch.compile``), so w may be gathered only for its duration.
     """
     if not temperature > 0:
         raise ValueError(f"linear_loss: temperature must be positive, got {temperature}")
@@ -100,14 +100,14 @@ def linear_loss(
 
 
 def counted(target: Tensor, ignore_index: int, group: int, compact: bool | Kept = True) -> Kept | None:
-    """``compact`` for several losses of the same targets, which are then counted, and waited for, once; None where nobody may wait."""
+    """The ``compact`` for several losses of the same targets: they are counted once, and the host waits once; None where the host must not wait."""
     if torch.compiler.is_compiling() or target.is_meta or not target.numel() or (target.is_cuda and torch.cuda.is_current_stream_capturing()):
         return None
     return Kept(target, ignore_index, group) if compact is True else compact or None
 
 
 def _called(fn: Fn, B: int, group: int, s: Loss, *found: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """``fn`` of all groups at once: of log-probabilities, entropies, mean logits and most likely classes."""
+    """Call ``fn`` once for all groups, with ``found``: log-probabilities, entropies, mean logits and most likely classes."""
     asked = (True, s.entropy, s.mean, s.stats)
     result = fn(Tokens(*(t.view(B, group) if wanted else None for t, wanted in zip(found, asked))), 0, B)
     return result if isinstance(result, tuple) else (result, ())
@@ -148,7 +148,7 @@ def _up(slopes: list[Tensor], target: Tensor, ignore_index: int) -> Tensor:
 
 
 def _whole(x, w, target, bias, xa, wb, fn, group, kept, s, o):
-    """Two sweeps: log-probabilities, then, once ``fn`` has seen them all, gradients. Returns these times ``_up``, that, the loss and what else there is."""
+    """Two sweeps: first log-probabilities, then, after ``fn`` has read them all, gradients. Returns the gradients times ``_up``, ``_up``, loss and aux."""
     M, index = x.shape[0], None if kept is None else kept.rows()
     inputs = (x, w, target, bias, None, index, xa, wb, *values(s), o.fp32_logits, o.accum_dtype, o.chunk_rows)
     losses, _, predicted, h, mean, lse, *_ = linear_cross_entropy_fwd(*inputs, *(False,) * 5, None)
@@ -167,7 +167,7 @@ def _whole(x, w, target, bias, xa, wb, fn, group, kept, s, o):
 
 
 def _by_chunks(x, w, target, bias, xa, wb, fn, group, kept, s, o):
-    """One sweep by chunks of whole groups; returns what ``_whole`` does. ``up`` is the least of the chunks' so far."""
+    """One sweep over chunks of whole groups; returns the same as ``_whole``. ``up`` is the smallest factor of the chunks so far."""
     M, V = x.shape[0], w.shape[0]
     plan, index = _plan(M, V, group, x, w, kept, o.chunk_rows)
     y = target if index is None else target.index_select(0, index)
@@ -218,7 +218,7 @@ def _plan(M: int, V: int, group: int, x: Tensor, w: Tensor, kept: Kept | None, c
     index = None if kept is None else kept.rows()
     n = M if index is None else index.shape[0]
     rows = chunk_rows or auto_chunk_rows(n, V, w.shape[1], x.itemsize, on_gpu(x))
-    if index is None:  # no more chunks than tokens alone would make
+    if index is None:  # not more chunks than without groups
         each = group * (-(-(M // group) // max(1, -(-n // rows))) if chunk_rows is None else max(1, rows // group))
         return [((c.start // group, c.stop // group), c) for c in chunks_of(M, each)], None
     plan, first, start, stop = [], 0, 0, 0

@@ -1,1 +1,1 @@
-"""Norms of rows, alone and with what surrounds them."""
+"""Norms of rows, alone and fused with neighbouring operations."""

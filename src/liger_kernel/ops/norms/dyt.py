@@ -1,4 +1,4 @@
-"""Dynamic tanh, in the place of a norm: ``y = tanh(alpha * x) * gamma + beta``, in fp32, rounded once (Zhu et al., arXiv:2503.10622).
+"""Dynamic tanh, a replacement for a norm: ``y = tanh(alpha * x) * gamma + beta``, in fp32, rounded once (Zhu et al., arXiv:2503.10622).
 
 Shapes: x (..., N), alpha of one element, gamma (N,), beta (N,), y like x.  M = product of the leading dims.  With t = tanh(alpha x) and
 s = (1 - t^2) gamma dy, dx = alpha s, dalpha = sum x s, dgamma = sum over rows of t dy, dbeta = sum over rows of dy.
@@ -93,7 +93,7 @@ def dyt_fwd(x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor | None) -> Ten
 def dyt_bwd(
     dy: Tensor, x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor | None, need_dx: bool, need_dalpha: bool, need_dgamma: bool, need_dbeta: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients; what is not needed is empty."""
+    """The gradients; gradients that are not needed are empty."""
     M, N = x.shape
     c = config.tile("dyt_bwd", N, x.itemsize, elements=1024, per_thread=8, max_block_n=1024, pipelined=2)
     blocks = cdiv(N, c.block_n)

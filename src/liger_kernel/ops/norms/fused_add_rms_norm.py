@@ -1,14 +1,14 @@
 """RMSNorm of a sum: ``s = x + residual``, ``y = rms_norm(s, w)``, returned as (y, s); ``casting`` and ``offset`` as in ``rms_norm``.
 
-Without a residual s is x: one who norms x and goes on with it, too, has both gradients added in the norm's backward.
+Without a residual, s is x. If a model uses both x and its norm, the norm's backward adds both gradients.
 
 Shapes: x, residual, y, s (..., N), w (N,).  M = product of the leading dims.
 
-s has the promoted dtype of x and residual, and y is the norm of s as rounded to it: what the next layer adds to is what was normalised.
-x and residual have the same gradient, ``ds`` of the sum plus what flows back through the norm; it is computed and written once.
+s has the promoted dtype of x and residual. y is the norm of the rounded s, so the next layer adds to exactly the value that was normalised.
+x and residual have the same gradient: ``ds`` of the sum plus the gradient through the norm. It is computed and written once.
 
-Rows too wide for the registers of one program are read twice, in blocks of columns; ``rms_norm`` of such rows is this, without a residual.
-Shapes of real models and what it is measured against: ``bench/cases/norms.py``.
+Rows too wide for the registers of one program are read twice, in blocks of columns. ``rms_norm`` of such rows calls this operator without a residual.
+``bench/cases/norms.py`` has the shapes of real models and the rivals.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def _bwd(
 
 @launcher("(Tensor x, Tensor? residual, Tensor? w, float eps, float offset, str casting) -> (Tensor y, Tensor s, Tensor rstd)")
 def fused_add_rms_norm_fwd(x: Tensor, residual: Tensor | None, w: Tensor | None, eps: float, offset: float, casting: str) -> tuple[Tensor, Tensor, Tensor]:
-    """y, s, which is empty without a residual, and 1/rms of s."""
+    """Return y, s (empty without a residual), and 1/rms of s."""
     M, N = x.shape
     s = x.new_empty(0) if residual is None else x.new_empty(M, N, dtype=torch.promote_types(x.dtype, residual.dtype))
     y = s.new_empty(M, N, dtype=s.dtype if w is None or casting == "gemma" else torch.promote_types(s.dtype, w.dtype))
@@ -163,7 +163,7 @@ def fused_add_rms_norm_fwd(x: Tensor, residual: Tensor | None, w: Tensor | None,
 def fused_add_rms_norm_bwd(
     dy: Tensor, ds: Tensor | None, s: Tensor, w: Tensor | None, rstd: Tensor, offset: float, need_dx: bool, need_dw: bool
 ) -> tuple[Tensor, Tensor]:
-    """dx, which is dresidual, and dw; what is not needed is empty."""
+    """dx, which is dresidual, and dw; gradients that are not needed are empty."""
     M, N = s.shape
     wide = N > BWD_N
     c = config.tile("fused_add_rms_norm_bwd", N, s.itemsize, elements=4096 if wide else 8192, per_thread=32, pipelined=3, max_block_n=2048 if wide else BWD_N)
@@ -202,7 +202,7 @@ class LigerFusedAddRMSNormFunction(torch.autograd.Function):
             ds = rows_of(ds) if ds is not None and need_dx else None
             dx, dw = fused_add_rms_norm_bwd(rows_of(dy), ds, rows_of(s), w, rstd, ctx.offset, need_dx, need_dw)
             dx = dx.view(dy.shape) if need_dx else None
-        # One tensor for both, as for a plain sum, and never two views of one: autograd adds in place to, and keeps, what has no other owner
+        # One tensor for both, as for a plain sum, never two views of one: autograd adds in place to a tensor without another owner, and keeps it
         each = [None if dx is None or not need else dx.to(dtype) for need, dtype in zip((need_x, need_residual), ctx.dtypes)]
         return *each, dw if need_dw else None, None, None, None, None
 
@@ -239,7 +239,7 @@ def _tensors(*shape: int) -> dict[str, T]:
 def fused_add_rms_norm(
     x: Tensor, residual: Tensor | None, w: Tensor | None = None, *, eps: float = 1e-6, offset: float = 0.0, casting: str = "llama"
 ) -> tuple[Tensor, Tensor]:
-    """``(rms_norm(s), s)`` of ``s = x + residual`` over the last dim, or of s = x, which then is what x is, without a residual.
+    """``(rms_norm(s), s)`` with ``s = x + residual``, over the last dim. Without a residual, s is x itself.
 
     x and residual (..., N), of one shape, in fp32, fp16, bf16 or fp64, any strides; w (N,) or None. s has their promoted dtype.
     """
@@ -260,13 +260,13 @@ def fused_add_rms_norm(
 
 
 def rms_norm_of_sum(s: Tensor, w: Tensor | None, *, eps: float, offset: float, casting: str) -> Tensor:
-    """y of the operator from its s, bit for bit: to compute it again. No gradient."""
+    """Recompute the operator's y from its s, bit-identical and without gradient."""
     y, _, _ = fused_add_rms_norm_fwd(rows_of(s), None, None if w is None else w.contiguous(), eps, offset, casting)
     return shaped(y, s.shape)
 
 
 def fused_add_rms_norm_forward(X: Tensor, R: Tensor, W: Tensor | None, eps: float, offset: float, casting_mode: str) -> tuple[Any, ...]:
-    """Without autograd: y, the sum, 1/rms of it, three numbers of no meaning here, and ``casting_mode``, for ``fused_add_rms_norm_backward``."""
+    """Without autograd: y, the sum, its 1/rms, three unused numbers, and ``casting_mode``, for ``fused_add_rms_norm_backward``."""
     y, s, rstd = fused_add_rms_norm_fwd(rows_of(X), rows_of(R), W if W is None else W.contiguous(), eps, offset, casting_mode)
     return y.view(X.shape), s.view(X.shape), rstd, 0, 0, 0, casting_mode
 

@@ -2,9 +2,9 @@
 
 Shapes: x (B, C, *), w and b (C,), y like x.  G groups of K = C / G channels, D = product of the dims after C, N = K D numbers a group.
 
-The variance is the mean square of what the mean leaves, never a difference of means, which cancels. A group that fits is held in registers and read
-once. Of a longer one, several programs find the mean and the squares of a part each, these are merged, and x is read again. The backward reads dy and
-x twice: sums p of dy and q of dy x_hat over each channel of a sample, of which dw and db are sums over the samples; then, with means over a group,
+The variance is the mean of (x - mean)^2, never a difference of means, which would cancel. A small group is held in registers and read once.
+For a larger group, each of several programs computes mean and squares of one part, these are merged, and x is read again. The backward reads dy and
+x twice: first for the sums p of dy and q of dy x_hat over each channel of a sample (dw and db are their sums over the samples); then, with means over a group,
 ``dx = (w dy - mean(w p) - x_hat mean(w q)) * rstd``.
 """
 
@@ -21,8 +21,8 @@ from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import cdiv, jit, tl
 
 MAX_N = 16384  # numbers of a group that one program holds in registers
-SPLITS = 256  # parts that a group, or a channel in the backward, is split into at most
-BLOCK = 4096  # numbers of a part that a program reads at a time: 16 a thread, with a mean and a square for each
+SPLITS = 256  # most parts of a group, or of a channel in the backward
+BLOCK = 4096  # numbers of a part that a program reads at a time: 16 per thread, with a mean and a square for each
 
 
 def reference(x: Tensor, num_groups: int, w: Tensor | None = None, b: Tensor | None = None, *, eps: float = 1e-5) -> Tensor:
@@ -196,7 +196,7 @@ def _sizes(x: Tensor, num_groups: int) -> tuple[int, int, int, int, int]:
 
 
 def _split(rows: int, n: int, block: int) -> tuple[int, int]:
-    """Into how many splits to split ``n`` columns, and their length, for four programs a processor where there are few rows."""
+    """The number of parts of ``n`` columns, and their length: with few rows, there are four programs per processor."""
     splits = max(1, min(SPLITS, 4 * config.processors() // max(rows, 1), cdiv(n, block)))
     return splits, max(1, cdiv(cdiv(n, splits), block)) * block
 
@@ -228,10 +228,10 @@ def group_norm_fwd(x: Tensor, num_groups: int, w: Tensor | None, b: Tensor | Non
 def group_norm_bwd(
     dy: Tensor, x: Tensor, num_groups: int, w: Tensor | None, mean: Tensor, rstd: Tensor, need_dx: bool, need_dw: bool, need_db: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """dx, and dw and db side by side in ``dtype``; what is not needed is empty."""
+    """dx, and dw and db side by side in ``dtype``; gradients that are not needed are empty."""
     B, C, K, D, N = _sizes(x, num_groups)
     M, rows, need_q, need_p = B * num_groups, B * C, need_dx or need_dw, need_dx or need_db
-    # 8 numbers a thread: with as many 64-bit offsets as rows a thread has, 16 take 226 registers on sm90 where channels are short
+    # 8 numbers per thread: each row of a thread needs a 64-bit offset, so 16 numbers take 226 registers on sm90 if channels are short
     c = config.tile("group_norm_bwd", D, x.itemsize, elements=2048, per_thread=8, max_block_n=2048)
     splits, length = _split(cdiv(rows, c.block_m), D, c.block_n)
     sums = x.new_empty(splits * B, C * (need_q + need_p), dtype=torch.float32)
@@ -301,8 +301,8 @@ def _tensors(num_groups: int, *shape: int) -> dict:
 def group_norm(x: Tensor, num_groups: int, w: Tensor | None = None, b: Tensor | None = None, *, eps: float = 1e-5) -> Tensor:
     """Group normalisation over the second dim, as ``F.group_norm``.
 
-    x (B, C, ...) in fp32, fp16, bf16 or fp64, any strides; w and b (C,) or None, of any floating dtype. Returns a tensor of x's shape and dtype,
-    contiguous where a kernel makes it.
+    x (B, C, ...) in fp32, fp16, bf16 or fp64, any strides; w and b (C,) or None, in any floating dtype. Returns a tensor of x's shape and dtype,
+    which is contiguous if a kernel computes it.
     """
     if not x.is_floating_point():
         raise ValueError(f"group_norm: x must be floating point, got {x.dtype}")
@@ -319,7 +319,7 @@ def group_norm(x: Tensor, num_groups: int, w: Tensor | None = None, b: Tensor | 
 
 
 def group_norm_forward(X: Tensor, num_channels: int, num_groups: int, W: Tensor | None, B: Tensor | None, eps: float) -> tuple[Any, ...]:
-    """Without autograd: y, x, mean and 1/std of each group for ``group_norm_backward``, and a number of no meaning here."""
+    """Without autograd: y, x, mean and 1/std of each group for ``group_norm_backward``, and one unused number."""
     X = X.contiguous()
     y, *stats = group_norm_fwd(X, num_groups, W if W is None else W.contiguous(), B if B is None else B.contiguous(), eps)
     mean, rstd = (s.view(X.shape[0], num_groups) for s in stats)
@@ -329,7 +329,7 @@ def group_norm_forward(X: Tensor, num_channels: int, num_groups: int, W: Tensor 
 def group_norm_backward(
     dY: Tensor, X: Tensor, W: Tensor | None, B: Tensor | None, Mean: Tensor, RSTD: Tensor, num_channels: int, num_groups: int
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """dX, dW and dB, the last two if they are there."""
+    """dX, dW and dB; dW is None if W is, and dB if B is."""
     need_dw, need_db, C = W is not None, B is not None, X.shape[1]
     stats, w = (Mean.reshape(-1), RSTD.reshape(-1)), W if W is None else W.contiguous()
     dx, dwb = group_norm_bwd(dY.contiguous(), X.contiguous(), num_groups, w, *stats, True, need_dw, need_db, torch.float32)

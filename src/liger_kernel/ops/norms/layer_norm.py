@@ -2,8 +2,8 @@
 
 Shapes: x (..., N), w and b (N,), y like x.  M = product of the leading dims.
 
-The variance is the mean square of what the mean leaves, never a difference of means, which cancels. Rows too wide for the registers of one program
-are read twice, in blocks of columns.
+The variance is the mean of (x - mean)^2, never a difference of means, which would cancel. Rows too wide for the registers of one program are read
+twice, in blocks of columns.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.shards import is_sharded, on_own_rows
 from liger_kernel.ops._core.tl import cdiv, jit, tl
 
-# Columns that a program holds: a row in fp32 forward; backward a row of dy and x, the weight and two sums, which fill the registers of a processor
+# Columns that a program holds. Forward: a row in fp32. Backward: a row of dy and x, the weight and two sums, which fill a processor's registers
 FWD_N, BWD_N = 16384, 8192
 
 
@@ -170,7 +170,7 @@ def layer_norm_fwd(x: Tensor, w: Tensor | None, b: Tensor | None, eps: float) ->
 def layer_norm_bwd(
     dy: Tensor, x: Tensor, w: Tensor | None, mean: Tensor, rstd: Tensor, need_dx: bool, need_dw: bool, need_db: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """dx, and dw and db side by side in ``dtype``; what is not needed is empty."""
+    """dx, and dw and db side by side in ``dtype``; gradients that are not needed are empty."""
     M, N = x.shape
     wide = N > BWD_N
     c = config.tile("layer_norm_bwd", N, x.itemsize, elements=4096 if wide else 8192, per_thread=32, pipelined=2, max_block_n=2048 if wide else BWD_N)
@@ -223,7 +223,7 @@ def _shifted(*shape: int, dtype: torch.dtype) -> Tensor:
         Case("odd", dict(x=T((7, 123)), w=T((123,)), b=T((123,)))),
         Case("many-rows", dict(x=T((301, 72)), w=T((72,)), b=T((72,)))),
         Case("large-mean", dict(x=T((6, 160), draw=_shifted), w=T((160,)), b=T((160,)))),
-        Case("two-columns", dict(x=T((5, 2)), w=T((2,)), b=T((2,)), eps=0.5)),  # a small eps cancels to rounding error
+        Case("two-columns", dict(x=T((5, 2)), w=T((2,)), b=T((2,)), eps=0.5)),  # with a small eps, only rounding error would remain
         Case("fp32-weight", dict(x=T((5, 64)), w=T((64,), dtype=torch.float32), b=T((64,), dtype=torch.float32))),
         Case("fp32-bias", dict(x=T((5, 64)), w=T((64,)), b=T((64,), dtype=torch.float32))),
         Case("wide-backward", dict(x=T((3, BWD_N + 5)), w=T((BWD_N + 5,)), b=T((BWD_N + 5,)))),
@@ -254,7 +254,7 @@ def layer_norm(x: Tensor, w: Tensor | None = None, b: Tensor | None = None, *, e
 
 
 def layer_norm_forward(X: Tensor, W: Tensor | None, B: Tensor | None, eps: float) -> tuple[Any, ...]:
-    """Without autograd: y, x as rows, mean and 1/std for ``layer_norm_backward``, and two numbers of no meaning here."""
+    """Without autograd: y, x as rows, mean and 1/std for ``layer_norm_backward``, and two unused numbers."""
     x = rows_of(X)
     y, mean, rstd = layer_norm_fwd(x, W if W is None else W.contiguous(), B if B is None else B.contiguous(), eps)
     return y.view(X.shape), x, mean, rstd, 0, 0

@@ -1,16 +1,16 @@
-"""RMSNorm modulated by what conditions a model (AdaLN): ``y = (1 + scale) * (w + offset) * x / rms(x) + shift``, y in x's dtype (arXiv:2212.09748).
+"""RMSNorm with scale and shift from a condition (AdaLN): ``y = (1 + scale) * (w + offset) * x / rms(x) + shift``, y in x's dtype (arXiv:2212.09748).
 
-Shapes: x (..., N), w (N,), scale and shift (S, N), y like x.  M = product of the leading dims of x.  Each of the S rows of scale and shift serves
-R = M / S rows of x that follow each other: all, those of a sample, or one.
+Shapes: x (..., N), w (N,), scale and shift (S, N), y like x.  M = product of the leading dims of x.  Each of the S rows of scale and shift applies to
+R = M / S consecutive rows of x: all rows, the rows of a sample, or one row.
 
-``casting`` says where the arithmetic is rounded before the last time, to x's dtype; all else is in fp32:
+``casting`` says which intermediate values are rounded to x's dtype before the result is; everything else is in fp32:
   llama   x_hat is rounded to x's dtype
   gemma   nowhere
   none    1/rms and x_hat are rounded to x's dtype
 
 With a_s = sum of dy x_hat over the rows of sample s: dscale_s = (w + offset) a_s, dw = sum_s (1 + scale_s) a_s. A program sums some rows of one
-sample in a fixed order; a second kernel adds up the programs of a sample. Where each row has a scale of its own, the first writes dscale and dshift.
-Shapes of real models and what it is measured against: ``bench/cases/norms.py``.
+sample in a fixed order; a second kernel adds the sums of a sample's programs. If each row has its own scale, the first kernel writes dscale and dshift.
+``bench/cases/norms.py`` has the shapes of real models and the rivals.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import cdiv, jit, tl
 from liger_kernel.ops.norms.rows import CASTING
 
-MAX_N = 8192  # columns of dy, x, two sums and the factors that the backward holds in registers; wider rows take the reference
+MAX_N = 8192  # columns of dy, x, two sums and the factors that the backward holds in registers; the reference computes wider rows
 
 
 def reference(
@@ -175,11 +175,11 @@ def modulated_rms_norm_fwd(x: Tensor, w: Tensor | None, scale: Tensor, shift: Te
     "(Tensor dx, Tensor dw, Tensor dscale, Tensor dshift)"
 )
 def modulated_rms_norm_bwd(dy, x, w, scale, rstd, offset, need_dx, need_dw, need_dscale, shift) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients, that of shift in the dtype ``shift``; what is not needed is empty."""
+    """The gradients, that of shift in the dtype ``shift``; gradients that are not needed are empty."""
     (M, N), S, need_dshift = x.shape, len(scale), shift is not None
     per_row = S == M and S > 1
     samples, R = (1, M) if per_row else (S, M // max(S, 1))
-    # half of rms_norm's tile: 32 numbers a thread and a scale for each row do not fit in the registers of sm90
+    # half of rms_norm's tile: 32 numbers per thread and a scale for each row do not fit in the registers of sm90
     c = config.tile("modulated_rms_norm_bwd", N, x.itemsize, elements=4096, pipelined=2)
     programs = max(1, min(cdiv(2 * config.processors() * c.per_sm, max(samples, 1)), cdiv(R, c.block_m)))  # of a sample
     dx = x.new_empty((M, N) if need_dx else 0)
@@ -223,7 +223,7 @@ class LigerModulatedRMSNormFunction(torch.autograd.Function):
 
 
 def _check_rows(x: Tensor, scale: Tensor) -> None:
-    """Refuse scales whose rows do not serve runs of x's rows: what PyTorch would broadcast along another dim, for one."""
+    """Raise ``ValueError`` if a row of scale would not apply to consecutive rows of x, for example if PyTorch would broadcast it along another dim."""
     N, lead, rows = x.shape[-1], x.shape[:-1], scale.shape[:-1]
     while rows and rows[-1] == 1:
         rows = rows[:-1]
@@ -248,7 +248,7 @@ def _tensors(x: tuple[int, ...], scale: tuple[int, ...]) -> dict[str, T]:
         Case("no-weight", dict(x=T((2, 19, 700)), scale=T((2, 700)), shift=T((2, 700)), casting="none")),
         Case("token-plain", dict(x=T((9, 40)), scale=T((9, 40)), shift=T((9, 40)), casting="gemma")),
         Case("fp32-scale", dict(x=T((6, 64)), scale=T((2, 64), dtype=torch.float32), shift=T((2, 64), dtype=torch.float32), w=T((64,)))),
-        Case("one-column", dict(_tensors((5, 1), (1, 1)), eps=0.5)),  # a small eps cancels to rounding error
+        Case("one-column", dict(_tensors((5, 1), (1, 1)), eps=0.5)),  # with a small eps, only rounding error would remain
         Case("bad-weight", dict(_tensors((4, 8), (8,)), w=T((4,))), error="w must have shape (8,), got (4,)"),
         Case("bad-scale", _tensors((2, 4, 8), (4, 8)), error="scale must have shape (8,) or (S, 8) with a row a sample or a token of x (2, 4, 8), got (4, 8)"),
         Case("bad-shift", dict(_tensors((2, 4, 8), (2, 8)), shift=T((8,))), error="shift must have shape (2, 8), got (8,)"),
@@ -288,7 +288,7 @@ def modulated_rms_norm(
 def modulated_rms_norm_forward(
     X: Tensor, W: Tensor | None, scale: Tensor, shift: Tensor | None, eps: float, offset: float, casting_mode: str
 ) -> tuple[Any, ...]:
-    """Without autograd: y, 1/rms for ``modulated_rms_norm_backward``, two numbers of no meaning here, ``casting_mode``, and how many rows share a scale."""
+    """Without autograd: y, 1/rms for ``modulated_rms_norm_backward``, two unused numbers, ``casting_mode``, and how many rows share a scale."""
     _check_rows(X, scale)
     x, s = rows_of(X), rows_of(scale)
     y, rstd = modulated_rms_norm_fwd(x, W if W is None else W.contiguous(), s, None if shift is None else rows_of(shift), eps, offset, casting_mode)
@@ -299,7 +299,7 @@ def modulated_rms_norm_backward(
     dY: Tensor, X: Tensor, W: Tensor | None, scale: Tensor, shift: Tensor | None, RSTD: Tensor, offset: float, casting_mode: str, BLOCK_SIZE: int = 0,
     num_warps: int = 0, rows_per_modulation: int = 0, in_place: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:  # fmt: skip
-    """The gradients of X, W, scale and shift, of those that are there; nothing is overwritten."""
+    """The gradients of X, W, scale and shift, if these are given; nothing is overwritten."""
     need_dw, w = W is not None, W if W is None else W.contiguous()
     dx, dw, dscale, dshift = modulated_rms_norm_bwd(
         rows_of(dY), rows_of(X), w, rows_of(scale), RSTD, offset, True, need_dw, True, None if shift is None else shift.dtype

@@ -2,8 +2,8 @@
 
 Shapes: x (..., N), w (3,), b of one element, y like x.  M = product of the leading dims.
 
-x^6 leaves fp32 where |x| passes 2 million, so a row with numbers beyond 2^15 is first divided by its largest, s.  With u = x / s, n(x^p) is
-u^p / sqrt(mean(u^2p) + eps / s^2p), whatever s.  With r_p for that root's inverse, n_p = u^p r_p and m_p = mean(dy n_p):
+x^6 overflows fp32 if |x| exceeds 2 million, so a row with numbers above 2^15 is first divided by its largest, s.  With u = x / s, n(x^p) is
+u^p / sqrt(mean(u^2p) + eps / s^2p) for any s.  With r_p for the inverse of that root, n_p = u^p r_p and m_p = mean(dy n_p):
 
   dx = 1/s sum_p w_p p u^(p-1) r_p (dy - n_p m_p),   dw_p = N sum over rows of m_p,   db = sum of dy
 """
@@ -20,7 +20,7 @@ from liger_kernel.ops._core.operator import Case, Cost, T, acc, launch, launcher
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import cdiv, jit, tl
 
-# Columns that a program holds in registers, with their powers; backward of dy, too. A wider row is read more than once, in blocks of columns
+# Columns that a program holds in registers, with their powers, and in the backward also dy. A wider row is read more than once, in blocks of columns
 FWD_N, BWD_N = 16384, 8192
 LARGE = 2.0**15
 _LARGE = tl.constexpr(LARGE)
@@ -226,7 +226,7 @@ def _bwd(
 
 @launcher("(Tensor x, Tensor w, Tensor b, float eps) -> (Tensor y, Tensor stats)")
 def poly_norm_fwd(x: Tensor, w: Tensor, b: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """y; and of each row 1/s, r_1, r_2 and r_3."""
+    """y, and for each row 1/s, r_1, r_2 and r_3."""
     M, N = x.shape
     y, stats = x.new_empty(M, N), x.new_empty(4, M, dtype=torch.float32)
     if N > FWD_N:
@@ -239,10 +239,10 @@ def poly_norm_fwd(x: Tensor, w: Tensor, b: Tensor, eps: float) -> tuple[Tensor, 
 
 @launcher("(Tensor dy, Tensor x, Tensor w, Tensor stats, bool need_dx, bool need_dw, bool need_db) -> (Tensor dx, Tensor dwb)")
 def poly_norm_bwd(dy: Tensor, x: Tensor, w: Tensor, stats: Tensor, need_dx: bool, need_dw: bool, need_db: bool) -> tuple[Tensor, Tensor]:
-    """dx, and dw and db side by side in fp32; what is not needed is empty."""
+    """dx, and dw and db side by side in fp32; gradients that are not needed are empty."""
     M, N = x.shape
     wide = N > BWD_N
-    # half of rms_norm's tile: the powers of a row take the registers of its weight and of the sums for it, twice over
+    # half of rms_norm's tile: the powers of a row need twice as many registers as the weight of rms_norm and its sums
     c = config.tile("poly_norm_bwd", min(N, BWD_N), x.itemsize, elements=4096, pipelined=2)
     programs = max(1, min(2 * config.processors() * c.per_sm, M if wide else cdiv(M, c.block_m)))
     dx = x.new_empty((M, N) if need_dx else 0)
@@ -286,7 +286,7 @@ def _tensors(*shape: int) -> dict[str, T]:
         Case("llama", _tensors(2, 9, 96)),
         Case("odd", _tensors(5, 123)),
         Case("many-rows", _tensors(301, 40)),
-        Case("one-column", dict(_tensors(5, 1), eps=0.5)),  # a small eps cancels to rounding error
+        Case("one-column", dict(_tensors(5, 1), eps=0.5)),  # with a small eps, only rounding error would remain
         Case("fp32-weights", dict(x=T((6, 64)), w=T((3,), dtype=torch.float32), b=T((1,), dtype=torch.float32))),
         Case("wide-backward", _tensors(2, BWD_N + 5)),
         Case("wide", _tensors(2, FWD_N + 77)),
@@ -297,7 +297,7 @@ def _tensors(*shape: int) -> dict[str, T]:
     cost=lambda x, w, b, **_: Cost(nbytes(x, x), nbytes(x, x, x), flops=(14 * x.numel(), 27 * x.numel())),
 )
 def poly_norm(x: Tensor, w: Tensor, b: Tensor, *, eps: float = 1e-6) -> Tensor:
-    """Sum of the normalised third, second and first power of x over the last dim, weighed by w[0], w[1] and w[2], and b.
+    """The sum of the normalised third, second and first power of x over the last dim, weighted by w[0], w[1] and w[2], plus b.
 
     x (..., N) in fp32, fp16, bf16 or fp64, any strides; w (3,); b () or (1,). Returns a tensor of x's shape and dtype.
     """
@@ -315,7 +315,7 @@ def poly_norm(x: Tensor, w: Tensor, b: Tensor, *, eps: float = 1e-6) -> Tensor:
 
 
 def poly_norm_forward(X: Tensor, W: Tensor, B: Tensor, eps: float = 1e-6) -> tuple[Any, ...]:
-    """Without autograd: y, x as rows and its statistics for ``poly_norm_backward``, and two numbers of no meaning here."""
+    """Without autograd: y, x as rows and its statistics for ``poly_norm_backward``, and two unused numbers."""
     x = rows_of(X)
     y, stats = poly_norm_fwd(x, W.contiguous(), B, eps)
     return y.view(X.shape), x, stats, 0, 0

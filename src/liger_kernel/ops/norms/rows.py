@@ -1,4 +1,4 @@
-"""Rows divided by their root mean square: the formula and the kernels behind ``rms_norm``, and what other operators that norm rows share.
+"""Rows divided by their root mean square: the formula and the kernels of ``rms_norm``, and functions that other norms of rows share.
 
 ``y = x / sqrt(mean(x^2) + eps) * (w + offset)``, statistics in fp32 (Zhang and Sennrich, arXiv:1910.07467).
 
@@ -9,9 +9,9 @@ Shapes: x (..., N), w (N,), y like x.  M = product of the leading dims.
   gemma   everything in fp32, rounded once, to x's dtype
   none    no upcast: 1/rms and each product are rounded to x's dtype, the last one promoted with w
 
-A program of these kernels holds whole rows in registers. Rows that are wider are read in blocks of columns, by the kernels of
-``fused_add_rms_norm``, without a residual.
-The launchers are in ``rms_norm``, which asks for the one or the other.
+A program of these kernels holds whole rows in registers. The kernels of ``fused_add_rms_norm`` without a residual compute wider rows,
+in blocks of columns.
+The launchers are in ``rms_norm``, which chooses between the two.
 """
 
 from __future__ import annotations

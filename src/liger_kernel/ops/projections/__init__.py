@@ -1,1 +1,1 @@
-"""Linear layers and what is built of them: MLPs and experts."""
+"""Linear layers, and the MLPs and experts that consist of them."""

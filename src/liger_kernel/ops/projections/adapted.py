@@ -1,13 +1,13 @@
 """Linear layers with low-rank adapters (LoRA, Hu et al., arXiv:2106.09685; DoRA, Liu et al., arXiv:2402.09353) as nodes of the graph.
 
 A projection of x (M, K) is  z = x W^T + sum_j s_j drop_j(x) A_j^T B_j^T,  A_j (r_j, K), B_j (N, r_j);  y = z + bias, or, with a magnitude m (N,),
-y = m / |W + s B A| * z + bias, the norms of the rows being constants for the gradient.
+y = m / |W + s B A| * z + bias. The gradient treats the norms of the rows as constants.
 
-``Projections`` holds those of one input while a node runs. The A's that see x itself are stacked, so that x is read once for all of them; the product of
-a B is written first and the large product adds to it in its epilogue. Kept for the backward are x, the thin x A^T (M, r), masks of dropout, z where there is
-a magnitude, and the adapters in the dtype of the products if that is not theirs: no cast of x, no output of an adapter.
+``Projections`` holds all projections of one input while a node runs. It stacks the A's that read x itself, so that x is read once for all of them. The
+product with a B is written first, and the large product adds to it in its epilogue. The node saves for the backward: x, the thin x A^T (M, r), the dropout
+masks, z if there is a magnitude, and the adapters in the dtype of the products if they have another. It saves no cast of x and no output of an adapter.
 
-Dtypes: ``dtype`` is that of the products with W. Adapters of 32 bits beside products of 16 bits, without autocast, are multiplied in 32 bits, as PEFT does.
+Dtypes: the products with W are in ``dtype``. Without autocast, adapters in 32 bits beside products in 16 bits are multiplied in 32 bits, as in PEFT.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Adapter:
 
 @dataclass(frozen=True, eq=False)
 class Projection:
-    """A linear layer: its weight, bias (N,), adapters, and the magnitude (N,) of its only adapter, if that is one of DoRA."""
+    """A linear layer: its weight, bias (N,), adapters, and the magnitude (N,) if its only adapter is a DoRA adapter."""
 
     weight: Weight
     bias: Tensor | None = None
@@ -48,15 +48,15 @@ class Projection:
 
     @property
     def gains(self) -> bool:
-        """Whether a node has anything to gain: adapters, or products that are not PyTorch's."""
+        """Whether a node of ours helps: there are adapters, or products that PyTorch does not have."""
         return bool(self.adapters) or self.weight.gains
 
     def tensors(self) -> list[Tensor | None]:
-        """All that may have a gradient, in the order of ``Projections.gradients``."""
+        """All tensors that may have a gradient, in the order of ``Projections.weight_gradients``."""
         return [self.weight.learnable, self.bias, self.magnitude, *(t for a in self.adapters for t in (a.a, a.b, a.bias))]
 
     def of(self, tensors: Sequence[Tensor | None]) -> Projection:
-        """The same of other tensors, in that order."""
+        """The same projection with other tensors, which come in the order of ``tensors``."""
         learnable, bias, magnitude, *rest = tensors
         adapters = tuple(dataclasses.replace(a, a=rest[3 * j], b=rest[3 * j + 1], bias=rest[3 * j + 2]) for j, a in enumerate(self.adapters))
         return Projection(dataclasses.replace(self.weight, learnable=learnable), bias, adapters, magnitude)
@@ -64,7 +64,7 @@ class Projection:
 
 @dataclass(eq=False)
 class _Stack:
-    """Adapters that see the same input: x, or one of them a dropped x. ``begin`` of each in the stacked rows."""
+    """Adapters that read the same input: several that read x, or one that reads x after its dropout. ``begin``: the first stacked row of each."""
 
     adapters: list[tuple[int, int]]  # projection, adapter
     spans: list[tuple[int, int]]
@@ -72,7 +72,7 @@ class _Stack:
 
 
 def _norms(p: Projection, dtype: torch.dtype, thin: torch.dtype) -> Tensor:
-    """|W + s B A| of each row (N,), of |W|^2 + 2 s <W A^T, B> + s^2 <B A A^T, B>, without the sum of the two."""
+    """|W + s B A| of each row, (N,): the root of |W|^2 + 2 s <W A^T, B> + s^2 <B A A^T, B>. W + s B A itself is never stored."""
     (adapter,) = p.adapters
     w, wide = p.weight.dense(dtype), acc(dtype)
     a, b = adapter.a.to(thin).to(wide), adapter.b.to(wide)
@@ -86,7 +86,7 @@ def _norms(p: Projection, dtype: torch.dtype, thin: torch.dtype) -> Tensor:
 
 
 class Projections:
-    """Projections of one input while a node runs."""
+    """The projections of one input while a node runs."""
 
     def __init__(self, projections: Sequence[Projection], dtype: torch.dtype, thin: torch.dtype):
         self.projections, self.dtype, self.thin = projections, dtype, thin
@@ -112,14 +112,14 @@ class Projections:
         return self.projections[at[0]].adapters[at[1]]
 
     def _spans(self, i: int) -> Iterator[tuple[Adapter, int, slice, int]]:
-        """Of projection i: each adapter, its stack, its rows there, and its number among all."""
+        """For each adapter of projection i: the adapter, the index of its stack, its rows there, and its number among all adapters."""
         before = sum(len(p.adapters) for p in self.projections[:i])
         for j, adapter in enumerate(self.projections[i].adapters):
             s, n = self.place[i, j]
             yield adapter, s, slice(*self.stacks[s].spans[n]), before + j
 
     def _cast(self) -> None:
-        """The A's, stacked, and the B's, in the dtype of their products: by one copy of all that have another dtype or place."""
+        """Stack the A's, and cast the A's and B's to the dtype of their products. One copy moves everything that has another dtype or place."""
         there, here = [], []
         self.As, self.bs = [], []
         for stack in self.stacks:
@@ -139,19 +139,19 @@ class Projections:
             torch._foreach_copy_(here, there)
 
     def open(self) -> None:
-        """Casts of the adapters, and weights for many products: for ``part``, of what has no dropout and no magnitude."""
+        """Cast the adapters, and prepare the weights for many products. Call it before ``part``; there must be no dropout and no magnitude."""
         self._cast()
         self.projections = [dataclasses.replace(p, weight=p.weight.opened(self.dtype)) for p in self.projections]
         self.masks = [None] * len(self.As)
 
     def part(self, x: Tensor) -> Projections:
-        """The same of some rows x, which it has taken; after ``open``."""
+        """The same projections of some of the rows, after their ``take(x)``. Call ``open`` first."""
         part = copy.copy(self)
         part.xas = [x.to(self.thin) @ a.t() for a in self.As]
         return part
 
     def take(self, x: Tensor) -> None:
-        """Casts of the adapters, and the products of x (M, K) with the A's."""
+        """Cast the adapters, and compute the products of x (M, K) with the A's."""
         self._cast()
         self.xas, self.masks = [], []
         for stack, a in zip(self.stacks, self.As):
@@ -160,7 +160,7 @@ class Projections:
             self.masks.append(mask)
 
     def outputs(self, rows: Rows, out: Tensor | None = None) -> list[Tensor]:
-        """The y's (M, N), new, or the only one in ``out``, of the rows x; after ``take``."""
+        """The y (M, N) of each projection of the rows x, in new memory, or in ``out`` if there is only one. Call ``take`` first."""
         ys: list[Tensor] = []
         self.zs, self.norms = [], []
         for i, p in enumerate(self.projections):
@@ -180,34 +180,34 @@ class Projections:
         return ys
 
     def outputs_again(self) -> list[Tensor]:
-        """The y's, new, of what was kept, where every projection has a magnitude."""
+        """The y of each projection again, in new memory, from what was saved. Every projection must have a magnitude."""
         ys = [times_columns(z, p.magnitude / norm) for p, z, norm in zip(self.projections, self.zs, self.norms) if p.magnitude is not None]
         return [y if (bias := _summed_bias(p)) is None else y.add_(bias) for p, y in zip(self.projections, ys)]
 
     def input_kept(self, x: Rows) -> tuple[Hashable, list[Tensor]]:
-        """What the backward needs of x, and under which key: x itself under None, or what the weights that learn need in its place; after ``outputs``."""
+        """A key, and what the backward needs from x: x itself under the key None, or what trained weights need instead of x. Call ``outputs`` first."""
         of_weights = [p.weight.of_input(x) for p in self.projections if p.weight.learnable is not None and p.weight.learnable.requires_grad]
         if not of_weights or self.place or any(found is None or found[0] != of_weights[0][0] for found in of_weights if of_weights[0] is not None):
             return None, [x.rows]
         return (None, [x.rows]) if of_weights[0] is None else (of_weights[0][0], list(of_weights[0][1]))
 
     def taken(self) -> list[Tensor | None]:
-        """What ``take`` made, to be kept for the backward."""
+        """The results of ``take``, to be saved for the backward."""
         return [*self.As, *self.bs, *self.xas, *self.masks]
 
     def kept(self) -> list[Tensor | None]:
-        """What ``take`` and ``outputs`` made, to be kept for the backward."""
+        """The results of ``take`` and ``outputs``, to be saved for the backward."""
         return [*self.taken(), *self.zs, *self.norms]
 
     def restore(self, kept: Sequence[Tensor | None]) -> None:
-        """Have what was kept, all of it or what was ``taken``."""
+        """Put back what the forward saved: the tensors of ``kept()`` or of ``taken()``."""
         kept, many = list(kept), len(self.stacks)
         first = lambda n: [kept.pop(0) for _ in range(n)]
         self.As, self.bs, self.xas, self.masks = first(many), first(len(self.place)), first(many), first(many)
         self.zs, self.norms = kept[: len(kept) // 2], kept[len(kept) // 2 :]
 
     def thin_gradients(self, dys: Sequence[Tensor], need: Sequence[Sequence[bool]]) -> None:
-        """What follows from the gradients of the y's without x: those of B's, biases and magnitudes, and of the thin x A^T."""
+        """Compute the gradients that need the gradients of the y's but not x: those of the B's, biases and magnitudes, and of the thin x A^T."""
         self.dy_rows = [Rows(dy) for dy in dys]
         self.grads = [[None] * len(n) for n in need]
         self.dxas = [dys[0].new_empty(dys[0].shape[0], stack.spans[-1][1], dtype=self.thin) for stack in self.stacks]
@@ -233,7 +233,7 @@ class Projections:
                     grad[3 + 3 * j + 2] = total * adapter.scale
 
     def input_gradient(self, out: Tensor | None = None) -> Tensor:
-        """dx (M, K), new, or in ``out``."""
+        """Return dx (M, K), in ``out`` if it is given."""
         dx: Tensor | None = None
         for p, dy in zip(self.projections, self.dy_rows):
             if not p.weight.accumulates:
@@ -251,7 +251,7 @@ class Projections:
         return dx if out is None or dx is out else out.copy_(dx)
 
     def weight_gradients(self, x: Rows, need: Sequence[Sequence[bool]]) -> list[Tensor | None]:
-        """The gradients of all that ``Projection.tensors`` lists, in its dtypes."""
+        """The gradient of each tensor that ``Projection.tensors`` lists, in the dtype of that tensor."""
         for stack, dxa, mask in zip(self.stacks, self.dxas, self.masks):
             if any(need[i][3 + 3 * j] for i, j in stack.adapters):
                 seen = x.rows if mask is None else torch.ops.aten.native_dropout_backward(x.rows, mask, 1 / (1 - stack.dropout))

@@ -1,20 +1,20 @@
-"""Frozen weights in FP8 (e4m3: Micikevicius et al., arXiv:2209.05433), multiplied by the tensor cores in FP8 with what is cast to it in each call.
+"""Frozen weights in FP8 (e4m3: Micikevicius et al., arXiv:2209.05433). Each call casts its input to FP8, and the tensor cores multiply in FP8.
 
-A cast of x (M, N) is q = fp8(x * (TOP / a)) and its scale s = a / TOP, so that x is about q s; a is the largest finite |x| of the tensor, or of each row,
-and TOP the largest value of the format. With W (N, K) = W8 sw the two products of a projection are
+A cast of x (M, N) is q = fp8(x * (TOP / a)) with the scale s = a / TOP, so that x is about q s. a is the largest finite |x| of the tensor, or of each row.
+TOP is the largest value of the format. With W (N, K) = W8 sw the two products of a projection are
 
     per tensor ("fp8"):        y = (x8 W8^T) sx sw        x8 e4m3        dx = (dy8 W8) sdy sw            dy8 e5m2
     per row ("fp8_rowwise"):   y = (x8 W8^T) sx sw^T      x8 e4m3        dx = (d8 W8) sd,  d = dy sw^T    d8 e4m3, sx and sd (M, 1), sw (N, 1)
 
-Both multiply by the same W8. (To cast W once more for dx, by columns, would make dx the gradient of another function.) An infinity or NaN becomes NaN in q
-and leaves the scale as it is; a scale is neither 0 nor infinite.
+Both multiply by the same W8. (A second cast of W by columns for dx would make dx the gradient of another function.) An infinity or NaN becomes NaN in q
+and does not change the scale. A scale is never 0 or infinite.
 
-Products accumulate as the tensor cores do by themselves (``use_fast_accum``), forward and backward. What the casts cost, where sums are exact: a value of
-e4m3 is off by up to 1/16 of itself, 2.6 % in the mean square, one of e5m2 by twice that. Beside the dequantised weight in fp64 y of normal x and W is off by
-2.6 % of its root mean square, dx by 5.3 % (e5m2) or 2.6 % (per row); W8 itself adds 2.6 % to both. Small values underflow: below
-a / 2^18 in e4m3, a / 2^32 in e5m2.
+Products use the tensor cores' own accumulation (``use_fast_accum``), forward and backward. The errors of the casts, with exact sums: a value in e4m3 is off
+by up to 1/16 of itself (2.6 % root mean square), a value in e5m2 by twice that. Relative to fp64 with the dequantised weight, for normal x and W, y is off by
+2.6 % of its root mean square, and dx by 5.3 % (e5m2) or 2.6 % (per row). W8 itself adds 2.6 % to both. Small values underflow: below
+a / 2^18 in e4m3, below a / 2^32 in e5m2.
 
-cuBLAS multiplies FP8 only where the reduction is contiguous in both operands: y wants W8 row by row, dx wants its transpose row by row.
+cuBLAS multiplies FP8 only if the reduction is contiguous in both operands: y needs W8 row by row, dx needs the transpose of W8 row by row.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ LEAST = 1e-30  # an amax below it counts as this, so that TOP / amax and amax / 
 
 
 def reference(x: Tensor, by: Tensor | None, dtype: torch.dtype, per_row: bool) -> tuple[Tensor, Tensor]:
-    """q (M, N) and the scale, () or (M, 1) in fp32, of x, or of ``x * by``, by (N,)."""
+    """Return q (M, N) and the scale, () or (M, 1) in fp32, of x, or of ``x * by`` with by (N,)."""
     x = x.float() if by is None else x.float() * by
     finite = x.isfinite()
     size = x.abs().where(finite, 0.0)
     amax = (size.amax(1, keepdim=True) if per_row else size.amax()).clamp(min=LEAST)
-    top = amax.new_full((), torch.finfo(dtype).max)  # a number divided by a tensor is its reciprocal's product, rounded twice
+    top = amax.new_full((), torch.finfo(dtype).max)  # PyTorch computes number / tensor as number * (1 / tensor), which rounds twice
     return (x * (top / amax)).where(finite, float("nan")).to(dtype), amax / top
 
 
@@ -121,8 +121,8 @@ def _transpose(x_ptr, y_ptr, N, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr)
     tl.store(y_ptr + k[:, None] * N + n[None, :], tl.trans(x), mask=tl.trans(mask))
 
 
-_PROGRAMS, _BLOCK = 1024, 2048  # of a cast per tensor
-_WHOLE, _PART = 16384, 4096  # the longest row that a program holds, and the part that it holds of a longer one
+_PROGRAMS, _BLOCK = 1024, 2048  # programs, and values per step, of a cast per tensor
+_WHOLE, _PART = 16384, 4096  # the longest row that a program holds whole, and how much of a longer row it holds at a time
 
 
 @launcher("(Tensor x, Tensor? by, ScalarType dtype, bool per_row) -> (Tensor q, Tensor scale)")
@@ -146,7 +146,7 @@ def float8_cast(x: Tensor, by: Tensor | None, dtype: torch.dtype, per_row: bool)
 
 @launcher("(Tensor x) -> Tensor")
 def transpose_bytes(x: Tensor) -> Tensor:
-    """The transpose (K, N), contiguous, of x (N, K), contiguous, of eight bits."""
+    """The contiguous transpose (K, N) of a contiguous x (N, K) with 8-bit values."""
     (N, K), x = x.shape, x.view(torch.int8)
     y = x.new_empty(K, N)
     launch(_transpose, (cdiv(K, 128), cdiv(N, 128)), x, y, N, K, BLOCK_N=128, BLOCK_K=128, num_warps=8)
@@ -159,7 +159,7 @@ def _capability(index: int) -> tuple[int, int]:
 
 
 def lacking(device: torch.device) -> str | None:
-    """Why a device cannot multiply in FP8; None if it can, or, without a GPU, does what the reference does."""
+    """The reason why a device cannot multiply in FP8. None if it can, and without a GPU, where the reference runs."""
     if device.type == "cpu" or device.type == "meta":
         return None
     if device.type != "cuda" or torch.version.hip:
@@ -169,7 +169,7 @@ def lacking(device: torch.device) -> str | None:
 
 
 def cast(x: Tensor, dtype: torch.dtype, per_row: bool, by: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """x (M, N), columns side by side, times ``by`` (N,), as ``dtype`` and its scale: () in fp32, or (M, 1), one a row. ``ValueError`` on a GPU without FP8."""
+    """Cast x (M, N), or x times ``by`` (N,), to ``dtype``; each row is contiguous. The fp32 scale is (), or (M, 1) per row. ``ValueError`` without FP8."""
     if why := lacking(x.device):
         raise ValueError(why)
     if not x.numel():
@@ -183,11 +183,11 @@ def transposed(w: Tensor) -> Tensor:
 
 
 def product(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, dtype: torch.dtype, *, fast: bool = True) -> Tensor:
-    """a b^T (M, N), a (M, K) and b (N, K) in FP8, times both scales: () both, or (M, 1) and (N, 1). ``fast``: sums as the tensor cores make them."""
+    """a b^T (M, N) of a (M, K) and b (N, K) in FP8, times both scales: () and (), or (M, 1) and (N, 1). ``fast``: the tensor cores' own accumulation."""
     if not a.shape[0]:
         return a.new_empty((0, b.shape[0]), dtype=dtype)
     if a.is_cuda:
-        out = torch.bfloat16 if scale_a.ndim else dtype  # scales of rows come out in bf16 alone
+        out = torch.bfloat16 if scale_a.ndim else dtype  # with scales per row, torch's product returns only bf16
         return torch._scaled_mm(a, b.t(), scale_a, scale_b.t(), out_dtype=out, use_fast_accum=fast).to(dtype)
     wide = acc(dtype)
     with torch.autocast(a.device.type, enabled=False):
@@ -196,13 +196,13 @@ def product(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, dtype: torch
 
 @dataclass(frozen=True, eq=False)
 class Float8(Weight):
-    """``w`` (N, K) in e4m3 times ``scale``, () or (N, 1) in fp32; ``w_t``: its transpose, (K, N), contiguous, made in each backward where there is none.
+    """``w`` (N, K) in e4m3 times ``scale``, () or (N, 1) in fp32. ``w_t``: the contiguous transpose (K, N) of ``w``; without it each backward makes one.
 
-    To keep it costs a byte a weight, as many bytes as W has in bf16 with both. To make it reads and writes as many: beside a product of 8192 rows a few
-    percent, beside one of 512 as much as the product.
+    Keeping the transpose costs 1 byte per weight; both together take as much memory as W in bf16. Making it reads and writes 1 byte per weight: a few
+    percent of the time of a product with 8192 rows, as much time as a product with 512 rows.
     """
 
-    accumulates: ClassVar[bool] = False  # torch's scaled product adds to nothing
+    accumulates: ClassVar[bool] = False  # torch's scaled product cannot add to its output
     w: Tensor = field(kw_only=True)
     scale: Tensor = field(kw_only=True)
     w_t: Tensor | None = field(default=None, kw_only=True)
@@ -234,11 +234,11 @@ def float8(w: Tensor, scale: Tensor, w_t: Tensor | None = None) -> Float8:
 
 
 class Float8LinearFunction(torch.autograd.Function):
-    """``apply(x, bias or None, w, scale, w_t or None)``: x (..., K) by a frozen ``Float8`` and nothing else; keeps no activation."""
+    """``apply(x, bias or None, w, scale, w_t or None)``: x (..., K) times a frozen ``Float8``, without adapters. It saves no activation."""
 
     @staticmethod
     def forward(ctx, x, bias, w, scale, w_t):
-        ctx.stored, ctx.K = (w, scale, w_t), x.shape[-1]  # not among the saved tensors, which may be moved to the CPU as activations are
+        ctx.stored, ctx.K = (w, scale, w_t), x.shape[-1]  # not in save_for_backward: hooks may move saved tensors to the CPU, as if they were activations
         y = float8(w, scale).forward(Rows(rows_of(x)), None)
         if bias is not None:
             y.add_(bias)

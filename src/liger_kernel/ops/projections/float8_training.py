@@ -1,17 +1,17 @@
-"""Trained weights in FP8 (Micikevicius et al., arXiv:2209.05433): x, dy and W are cast in each step, and all three products of a linear layer run in FP8.
+"""Trained weights in FP8 (Micikevicius et al., arXiv:2209.05433): each step casts x, dy and W, and all three products of a linear layer run in FP8.
 
-With x (M, K), W (N, K), dy (M, N) the products are  y = x W^T,  dx = dy W,  dw = dy^T x. The recipes are those of torchao, and compute the same:
+With x (M, K), W (N, K), dy (M, N) the products are  y = x W^T,  dx = dy W,  dw = dy^T x. The recipes are torchao's, and give the same results:
 
     recipe                scales of x and W in y      of dy and W in dx                  of dy and x in dw
     tensorwise            one each, e4m3              one each, dy e5m2                  one each, dy e5m2
     rowwise               a row of x, a row of W      a row of dy, a column of W         a column of dy, a column of x; all e4m3
     rowwise_with_gw_hp    a row of x, a row of W      a row of dy, one of W; all e4m3    not cast: a product in x's dtype
 
-A scale s belongs to the values that are reduced together: q = fp8(x / s), s = amax / TOP, rounded up to a power of two in the two latter recipes, TOP being
-the largest value of the format. An infinity or NaN becomes NaN in q and leaves the scale as it is; a scale is neither 0 nor infinite.
+Values that are reduced together share one scale s: q = fp8(x / s), s = amax / TOP. TOP is the largest value of the format. The last two recipes round s up to
+a power of two. An infinity or NaN becomes NaN in q and does not change the scale. A scale is never 0 or infinite.
 
-A tensor core multiplies FP8 only where the reduction is contiguous in both operands. So one kernel writes a cast by rows and the transposed cast by columns of
-what it has read once. What outlives the forward is the transposed cast of x, a byte a value; the casts of W are kept until an optimizer has changed it.
+A tensor core multiplies FP8 only if the reduction is contiguous in both operands. So one kernel reads its input once and writes a cast by rows and a transposed
+cast by columns. After the forward only the transposed cast of x stays, 1 byte per value. The casts of W stay until an optimizer changes W.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Recipe:
     """How a linear layer is trained in FP8."""
 
     name: str
-    by_rows: bool  # whether each row, or column, has a scale of its own
-    gradient: torch.dtype  # of dy
+    by_rows: bool  # whether each row or column has its own scale
+    gradient: torch.dtype  # the format of dy
     powers_of_2: bool
     weight_gradient: bool = True  # whether dw is computed in FP8
 
@@ -52,7 +52,7 @@ RECIPES = {
 
 
 class Cast(NamedTuple):
-    """FP8 values whose rows are reduced, and their scale: () or (rows, 1), fp32."""
+    """FP8 values that a product reduces along their rows, and the scale: () or (rows, 1), fp32."""
 
     values: Tensor
     scale: Tensor
@@ -63,12 +63,12 @@ def _factor_and_scale(amax: Tensor, dtype: torch.dtype, powers_of_2: bool) -> tu
     amax = amax.clamp(min=LEAST)
     if not powers_of_2:
         return top / amax, amax / top
-    factor = ((top / amax).view(torch.int32) & 0x7F800000).view(torch.float32)  # its power of two
+    factor = ((top / amax).view(torch.int32) & 0x7F800000).view(torch.float32)  # keep only the power of two
     return factor, 1 / factor
 
 
 def reference(x: Tensor, dtype: torch.dtype, by_rows: bool, powers_of_2: bool, rows: bool, columns: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q (M, N) and its scale, q transposed (N, M rounded up to 16) and its scale, as ``float8_casts`` makes them; empty where not asked for."""
+    """q (M, N) and its scale, the transposed q (N, M rounded up to 16) and its scale, as ``float8_casts`` returns them; empty if not requested."""
     x, found = x.float(), []
     finite = x.isfinite()
     size = x.abs().where(finite, 0.0)
@@ -82,7 +82,7 @@ def reference(x: Tensor, dtype: torch.dtype, by_rows: bool, powers_of_2: bool, r
         if dim == 0:
             q, scale = torch.nn.functional.pad(q.t(), (0, -x.shape[0] % 16)), scale.t()
         found += [q.to(dtype).contiguous(), scale.contiguous()]
-    return tuple(found)  # type: ignore[return-value]  # four of them
+    return tuple(found)  # type: ignore[return-value]  # always four
 
 
 @jit
@@ -171,7 +171,7 @@ def float8_casts(x: Tensor, dtype: torch.dtype, by_rows: bool, powers_of_2: bool
 
 
 def casts(x: Tensor, dtype: torch.dtype, recipe: Recipe, *, rows: bool, columns: bool, by_rows: bool | None = None) -> tuple[Cast, Cast]:
-    """x (M, N) cast by rows, (M, N), and by columns, transposed, (N, M rounded up to 16 with zeros); empty where not asked for."""
+    """Cast x (M, N) by rows, (M, N), and by columns, transposed, (N, M rounded up to 16 with zeros). A cast that is not requested is empty."""
     if why := lacking(x.device):
         raise ValueError(why)
     how = dtype, recipe.by_rows if by_rows is None else by_rows, recipe.powers_of_2, rows, columns
@@ -182,23 +182,23 @@ def casts(x: Tensor, dtype: torch.dtype, recipe: Recipe, *, rows: bool, columns:
 
 @dataclass(eq=False)
 class Kept:
-    """Casts of a parameter, made once for each of its values: until it is changed in place, or ``forget`` is called, which every optimizer's step does."""
+    """The casts of a parameter. They are valid until the parameter is changed in place or ``forget`` is called, which every optimizer step does."""
 
     made: dict[Any, tuple[Any, Any]] = field(default_factory=dict)
 
     def of(self, key: Any, w: Tensor, make: Callable[[], Any]) -> Any:
         seen = w.data_ptr(), w._version, _steps[0]
         if key not in self.made or self.made[key][0] != seen:
-            self.made.pop(key, None)  # the old one is freed before
+            self.made.pop(key, None)  # free the old cast before the new one is allocated
             self.made[key] = seen, make()
         return self.made[key][1]
 
 
-_steps = [0]  # of all optimizers: some change parameters in a way that their version does not show
+_steps = [0]  # steps of all optimizers: some of them change parameters without changing their version counter
 
 
 def forget(*_: Any) -> None:
-    """Have all weights cast again where they are needed next: for values that were written past autograd, by ``p.data.copy_``, outside an optimizer's step."""
+    """Cast every weight again at its next use. Call it after values were written outside an optimizer step and unseen by autograd (``p.data.copy_``)."""
     _steps[0] += 1
 
 
@@ -207,12 +207,12 @@ register_optimizer_step_post_hook(forget)
 
 @dataclass(frozen=True, eq=False)
 class Float8Trained(Weight):
-    """A weight of 16 or 32 bits whose three products are in FP8. ``kept``: its casts; None casts it in each product anew."""
+    """A weight in 16 or 32 bits with its three products in FP8. ``kept``: its casts; with None, every product casts it again."""
 
     accumulates: ClassVar[bool] = False
     gains: ClassVar[bool] = True
     recipe: Recipe = field(kw_only=True)
-    learns: bool = field(kw_only=True)  # the tensors of a backward do not say it
+    learns: bool = field(kw_only=True)  # a field, because the tensors in a backward do not show it
     kept: Kept | None = field(default=None, kw_only=True)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
@@ -220,7 +220,7 @@ class Float8Trained(Weight):
         return self.learnable.to(dtype)
 
     def _casts(self, dtype: torch.dtype) -> tuple[Cast, Cast]:
-        """For y, and for dx."""
+        """The casts of W for y and for dx."""
         w = self.dense(dtype).detach()
 
         def make() -> tuple[Cast, Cast]:
@@ -232,12 +232,12 @@ class Float8Trained(Weight):
         return make() if self.kept is None or self.learnable is None else self.kept.of((self.recipe, dtype), self.learnable, make)
 
     def _of_x(self, x: Rows) -> tuple[Cast, Cast]:
-        """By rows for y, and, where there will be a backward, by columns for dw."""
+        """The casts of x: by rows for y, and by columns for dw if a backward follows."""
         columns = x.learns and self.learns and self.recipe.weight_gradient
         return x.made(("x", self.recipe), lambda rows: casts(rows, E4, self.recipe, rows=True, columns=columns))
 
     def _of_dy(self, dy: Rows) -> tuple[Cast, Cast]:
-        """By rows for dx, and, where W learns, by columns for dw."""
+        """The casts of dy: by rows for dx, and by columns for dw if W learns."""
         columns = self.learns and self.recipe.weight_gradient
         return dy.made(("dy", self.recipe), lambda rows: casts(rows, self.recipe.gradient, self.recipe, rows=True, columns=columns))
 

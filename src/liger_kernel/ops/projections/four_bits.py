@@ -1,7 +1,7 @@
-"""Weights of four bits as bitsandbytes stores them (NF4 and FP4: Dettmers et al., arXiv:2305.14314), made dense by one kernel.
+"""4-bit weights in the format of bitsandbytes (NF4 and FP4: Dettmers et al., arXiv:2305.14314), dequantised by one kernel.
 
-Two values lie in a byte, the first in its upper half. A value is code[half] * absmax of its block of ``blocksize`` values; with double quantisation that
-absmax is itself code2[byte] * absmax2 of its block of ``blocksize2``, plus an offset.
+A byte holds two values, the first in its upper half. A value is code[half] * absmax, with one absmax for each block of ``blocksize`` values. With double
+quantisation, an absmax is itself code2[byte] * absmax2, with one absmax2 for each block of ``blocksize2``, plus an offset.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _dense(
     tl.store(y_ptr + out, tl.interleave(first, second).to(y_ptr.dtype.element_ty), mask=out < n)
 
 
-_VALUES = 4096  # of a program
+_VALUES = 4096  # values per program
 
 _SCHEMA = (
     "(Tensor packed, Tensor absmax, Tensor code, Tensor? absmax2, Tensor? code2, Tensor? offset, int[] shape, int blocksize, int blocksize2, ScalarType dtype)"
@@ -67,7 +67,7 @@ def dequantize(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
 
 
 def four_bits(packed: Tensor, state: Any) -> Dequantized:
-    """A weight of bitsandbytes, its data and its state."""
+    """A weight of bitsandbytes, from its data and its ``QuantState``."""
     N, K = state.shape
-    packed = packed.as_subclass(Tensor)  # a parameter of bitsandbytes looks at every operation on it
+    packed = packed.as_subclass(Tensor)  # a plain tensor: the parameter class of bitsandbytes intercepts every operation
     return Dequantized((N, K), None, True, dequantize=functools.partial(dequantize, packed, state))

@@ -1,13 +1,13 @@
-"""Rows that lie sorted by group, and a matrix for each group: the products of a mixture of experts, forward and backward.
+"""Products of rows, sorted by group, with one matrix per group: the products of a mixture of experts, forward and backward.
 
-Shapes: a (M, K), group e being its rows offs[e - 1] to offs[e]; offs (E,) int32, never read by the host. Rows from offs[-1] on belong to no group: they
-are not read, and what would be theirs is not written.
-  grouped_mm     (M, N): rows of group e times b[e], of b (E, K, N)
-  grouped_outer  (E, N, Q): a_e^T b_e for the rows of group e of a (M, N) and b (M, Q); zero without any
+Shapes: a (M, K); group e is its rows offs[e - 1] to offs[e]; offs (E,) int32, never read by the host. Rows from offs[-1] on belong to no group: they are
+not read, and their part of the output is not written.
+  grouped_mm     (M, N): rows of group e times b[e], with b (E, K, N)
+  grouped_outer  (E, N, Q): a_e^T b_e for the rows of group e of a (M, N) and b (M, Q); zero for an empty group
   grouped_sum    (E, N): sum of the rows of group e, each times its ``scale`` (M,)
 
-PyTorch's grouped products serve bf16 where these are CUTLASS kernels, on Hopper and Blackwell; elsewhere its implementation waits for ``offs``, and
-persistent Triton kernels serve.
+For bf16 on Hopper and Blackwell, PyTorch's grouped products are CUTLASS kernels, and we call these. In all other cases PyTorch's implementation would wait
+for ``offs`` on the host, so persistent Triton kernels run instead.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from liger_kernel.ops._core import config
 from liger_kernel.ops._core.operator import intercepted, launch, launcher, on_gpu, tracing
 from liger_kernel.ops._core.tl import cdiv, jit, next_power_of_2, tl
 
-GROUP_M = 8  # tiles of rows that share a tile of columns before the next one: what the programs of one moment read stays in L2
+GROUP_M = 8  # tiles of rows that use a tile of columns before the next one, so that simultaneous programs find their operands in L2
 
 
 @jit
@@ -127,18 +127,18 @@ def _sum(a_ptr, scale_ptr, y_ptr, offs_ptr, N, HAS_SCALE: tl.constexpr, BLOCK_M:
 
 
 def _aligned(t: Tensor) -> bool:
-    """Whether ``t`` is row- or column-major with everything at multiples of 16 bytes of 16-bit values, as TMA and asynchronous copies want it."""
+    """Whether ``t`` is a row- or column-major matrix of 16-bit values, aligned to 16 bytes, as TMA and asynchronous copies require."""
     at = t.storage_offset() * t.itemsize if intercepted() else t.data_ptr()
     t = t.mT if t.stride(-2) == 1 else t
     return at % 16 == 0 and t.stride(-1) == 1 and t.stride(-2) >= t.shape[-1] and all(s % 8 == 0 for s in t.stride()[:-1])
 
 
 def _tile(a: Tensor, b: Tensor) -> dict:
-    """A tile's meta parameters.
+    """The meta parameters of a tile.
 
-    Reasoned, not measured: 128 x 128 results and the pointers of their operands fill the registers of one program of 8 warps a processor, whose shared
-    memory then holds up to four steps of 64; AMD pipelines through registers. What elsewhere goes through registers, too, as it is not
-    aligned, and fp32, which takes FMA units unless PyTorch may use TF32, has smaller tiles.
+    Derived by reasoning, not measured. 128 x 128 results and the pointers to their operands fill the registers of one program with 8 warps per processor.
+    The shared memory then holds up to four steps of 64. AMD pipelines through registers, and so do unaligned operands elsewhere: they get smaller
+    tiles. So does fp32, which uses FMA units unless PyTorch may use TF32.
     """
     if config.arch() == "cpu":
         return dict(PRECISION="ieee", BLOCK_M=32, BLOCK_N=32, BLOCK_K=32, num_warps=4, num_stages=1)
@@ -155,7 +155,7 @@ def _programs(tiles: int) -> tuple[int]:
 
 
 def _cutlass(a: Tensor, b: Tensor) -> bool:
-    """Whether PyTorch has a kernel for these."""
+    """Whether PyTorch has a CUTLASS kernel for these operands."""
     served = on_gpu(a) and config.arch() in ("sm90", "sm100") and a.dtype == torch.bfloat16
     return served and a.numel() > 0 and _aligned(a) and _aligned(b)
 
@@ -186,7 +186,7 @@ def grouped_outer(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
             return y
         tile = _tile(a, b)
         launch(_outer, _programs(E * cdiv(N, tile["BLOCK_M"]) * cdiv(Q, tile["BLOCK_N"])), a, b, y, offs, E, N, Q, **tile)
-    # nobody promises that the product of an empty group is written
+    # PyTorch does not promise to write the product of an empty group
     launch(_zero_empty, (E, min(32, cdiv(N * Q, 2048))), y, offs, N * Q, BLOCK=2048, num_warps=4)
     return y
 

@@ -1,6 +1,6 @@
-"""Linear layers of one input, with or without adapters, as one node of the graph: q, k and v, or any single one.
+"""Linear layers of one input, with or without adapters, as one node of the graph: q, k and v together, or one layer alone.
 
-The formula, and what is kept for the backward, stand in ``adapted``; how a weight may be stored, in ``weights``.
+``adapted`` has the formula and says what is saved for the backward. ``weights`` says how a weight may be stored.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from liger_kernel.ops.projections.weights import Rows
 
 @contextlib.contextmanager
 def without_autocast(device: str) -> Iterator[None]:
-    """Products in the dtypes of their tensors."""
-    if device == "meta":  # which autocast does not know
+    """Turn autocast off: products have the dtypes of their tensors."""
+    if device == "meta":  # autocast does not know this device
         yield
         return
     before = torch.is_autocast_enabled(device)
@@ -32,7 +32,7 @@ def without_autocast(device: str) -> Iterator[None]:
 
 
 def dtypes_of(x: Tensor, projections: Sequence[Projection]) -> tuple[torch.dtype, torch.dtype]:
-    """The dtype of the products with the weights, and of those with the adapters."""
+    """The dtype of the products with the weights, and the dtype of the products with the adapters."""
     device = x.device.type
     if device != "meta" and torch.is_autocast_enabled(device) and x.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
@@ -50,7 +50,7 @@ def flat(projections: Sequence[Projection]) -> list[Tensor | None]:
 
 
 def split(values: Sequence, projections: Sequence[Projection]) -> list[list]:
-    """``flat`` values by projection."""
+    """Undo ``flat``: the values of each projection in a list."""
     values, parts = list(values), []
     for p in projections:
         n = 3 + 3 * len(p.adapters)
@@ -60,7 +60,7 @@ def split(values: Sequence, projections: Sequence[Projection]) -> list[list]:
 
 
 class LinearsFunction(torch.autograd.Function):
-    """``apply(x, projections, thin dtype, *their tensors)``: the y's, as a tuple. x has the dtype of the products."""
+    """``apply(x, projections, thin dtype, *their tensors)`` returns a tuple with the y of each projection. x has the dtype of the products."""
 
     @staticmethod
     def forward(ctx, x, projections, thin, *tensors):
@@ -93,7 +93,7 @@ class LinearsFunction(torch.autograd.Function):
 
 
 def input_again(key: Hashable, saved: Sequence[Tensor | None]) -> tuple[Rows, Sequence[Tensor | None]]:
-    """The rows x that a node has saved first, or what ``Projections.input_kept`` kept in their place, and what it saved next."""
+    """The input of a node from its saved tensors: the rows x, or what ``Projections.input_kept`` saved in their place; and the other saved tensors."""
     if key is None:
         assert saved[0] is not None
         return Rows(rows_of(saved[0])), saved[1:]
@@ -101,6 +101,6 @@ def input_again(key: Hashable, saved: Sequence[Tensor | None]) -> tuple[Rows, Se
 
 
 def linears(x: Tensor, projections: Sequence[Projection]) -> tuple[Tensor, ...]:
-    """y (..., N) of each projection of x (..., K), in the dtype of autocast, or of x."""
+    """y (..., N) of each projection of x (..., K), in the dtype of autocast if it is on, else in the dtype of x."""
     dtype, thin = dtypes_of(x, projections)
     return LinearsFunction.apply(x.to(dtype), tuple(projections), thin, *flat(projections))

@@ -1,13 +1,13 @@
-"""Linear layers with low-rank adapters, as operators: one (LoRA, Hu et al., arXiv:2106.09685; DoRA, Liu et al., arXiv:2402.09353), q, k and v of one
-input, and a gated MLP.
+"""Linear layers with low-rank adapters, as operators: one layer (LoRA, Hu et al., arXiv:2106.09685; DoRA, Liu et al., arXiv:2402.09353), the layers q, k
+and v of one input, and a gated MLP.
 
-``y = x W^T + scale (x A^T) B^T``;  with a magnitude m (N,)  ``y = m / |W + scale B A| * (x W^T + scale (x A^T) B^T)``, the norms of the rows being
-constants for the gradient;  plus bias.
+``y = x W^T + scale (x A^T) B^T``;  with a magnitude m (N,)  ``y = m / |W + scale B A| * (x W^T + scale (x A^T) B^T)``;  plus bias. The gradient treats the
+norms of the rows as constants.
 
 Shapes: x (..., K), W (N, K), A (r, K), B (N, r), y (..., N).
 
-Adapters may have another dtype than x and W: their products are in the wider of the two, and what they add is rounded with y, once. How the nodes work, and
-what they keep for the backward, stands in ``adapted``.
+Adapters may have another dtype than x and W. Their products then use the wider dtype, and their sum is rounded once, together with y. ``adapted`` says how
+the nodes work and what they save for the backward.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _check_input(op: str, x: Tensor) -> None:
 
 
 def _check(op: str, x: Tensor, shape: tuple[int | None, int], *given: tuple[str, Tensor]) -> int:
-    """``given``: names and values of a weight of this shape, its a and its b. Returns N."""
+    """Check the shapes of a weight, its a and its b, which ``given`` holds as names and values. Returns N."""
     weight, a, _ = (t for _, t in given)
     N, K = weight.shape[0] if shape[0] is None and weight.ndim else shape[0], shape[1]
     rank = a.shape[0] if a.ndim else 0
@@ -101,7 +101,7 @@ def _mlp_args(lead: tuple[int, ...], H: int, I: int, r: int) -> dict:
 
 
 def _cost_of(M: int, layers: list[tuple[Tensor, Tensor, Tensor]], moved: tuple[int, int]) -> Cost:
-    """Of layers (weight, a, b) of M rows; ``moved``: bytes of inputs and outputs, forward and backward."""
+    """The cost of layers (weight, a, b) with M rows. ``moved``: bytes of inputs and outputs, forward and backward."""
     weights, adapters = (sum(nbytes(*part) for part in parts) for parts in ([(w,) for w, *_ in layers], [ab for _, *ab in layers]))
     forward = [g for w, a, _ in layers for (N, K), r in [(w.shape, a.shape[0])] for g in ((M, N, K), (M, r, K), (M, N, r))]
     backward = [
@@ -121,7 +121,7 @@ def _cost(x: Tensor, weight: Tensor, a: Tensor, b: Tensor, *, magnitude: Tensor 
     if magnitude is None:
         return cost
     forward, backward = cost.gemms
-    return dataclasses.replace(cost, gemms=([*forward, (*weight.shape, a.shape[0])], backward))  # the norms of the rows
+    return dataclasses.replace(cost, gemms=([*forward, (*weight.shape, a.shape[0])], backward))  # one more product, for the norms of the rows
 
 
 _LINEAR = dict(x=T((6, 8)), scale=0.5) | _layer(8, 12, 3)
@@ -149,10 +149,10 @@ _LINEAR = dict(x=T((6, 8)), scale=0.5) | _layer(8, 12, 3)
     cost=_cost,
 )
 def lora_linear(x: Tensor, weight: Tensor, a: Tensor, b: Tensor, *, bias: Tensor | None = None, magnitude: Tensor | None = None, scale: float = 1.0) -> Tensor:
-    """A linear layer with an adapter, LoRA or, with ``magnitude``, DoRA; differentiable in every tensor. Returns (..., N).
+    """A linear layer with a LoRA adapter, or with ``magnitude`` a DoRA adapter. Differentiable in every tensor. Returns (..., N).
 
-    x (..., K), weight (N, K) of x's dtype, under autocast of any; a (r, K), b (N, r), bias and magnitude (N,) of any floating dtype; any strides. Kept for
-    the backward are x and x A^T, and with a magnitude the result before it.
+    x (..., K); weight (N, K) in x's dtype, or any dtype under autocast; a (r, K), b (N, r), bias and magnitude (N,) in any floating dtype; any strides. It
+    saves x and x A^T for the backward, and with a magnitude also the result before the magnitude.
     """
     _check_input("lora_linear", x)
     N = _check("lora_linear", x, (None, x.shape[-1]), ("weight", weight), ("a", a), ("b", b))
@@ -190,7 +190,7 @@ _QKV = _qkv_args((6,), 8, 12, 4, 2)
 def lora_qkv(
     x: Tensor, q: Tensor, k: Tensor, v: Tensor, q_a: Tensor, q_b: Tensor, k_a: Tensor, k_b: Tensor, v_a: Tensor, v_b: Tensor, *, scale: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values of one input by ``lora_linear`` as one node, which reads x once for all adapters; their numbers of rows and ranks may differ."""
+    """Queries, keys and values of one input: three ``lora_linear`` as one node, which reads x once for all adapters. Their N and ranks may differ."""
     _check_input("lora_qkv", x)
     names = dict(q=(q, q_a, q_b), k=(k, k_a, k_b), v=(v, v_a, v_b))
     for name, (weight, a, b) in names.items():
@@ -229,7 +229,7 @@ def lora_mlp(
     x: Tensor, gate: Tensor, up: Tensor, down: Tensor, gate_a: Tensor, gate_b: Tensor, up_a: Tensor, up_b: Tensor, down_a: Tensor, down_b: Tensor, *,
     act: str = "silu", scale: float = 1.0,
 ) -> Tensor:  # fmt: skip
-    """A gated MLP of three ``lora_linear`` as one node; kept for the backward are x, what gate and up give, and thin matrices.
+    """A gated MLP of three ``lora_linear`` as one node. It saves x, the outputs of gate and up, and thin matrices for the backward.
 
     x (..., H), gate and up (I, H), down (H, I); adapters as in ``lora_linear``; act as in ``glu``. Returns (..., H).
     """

@@ -1,5 +1,5 @@
-"""Columns of a matrix scaled, and the products of two matrices summed by column: what the magnitude of DoRA (Liu et al., arXiv:2402.09353) needs, in fp32
-without a copy of a matrix in fp32.
+"""Scale the columns of a matrix, and sum the elementwise product of two matrices by column, for the magnitude of DoRA (Liu et al., arXiv:2402.09353). Both
+compute in fp32 without an fp32 copy of a matrix.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _times_columns(x_ptr, scale_ptr, y_ptr, M, N, stride, ROWS: tl.constexpr, BL
 
 @launcher("(Tensor x, Tensor scale) -> Tensor")
 def scaled_columns(x: Tensor, scale: Tensor) -> Tensor:
-    """``x * scale`` in x's dtype; x (M, N), columns side by side, scale (N,)."""
+    """``x * scale`` in x's dtype; x (M, N) with contiguous rows, scale (N,)."""
     (M, N), y = x.shape, x.new_empty(x.shape)
     launch(_times_columns, (cdiv(N, 512), cdiv(M, 16)), x, scale, y, M, N, x.stride(0), ROWS=16, BLOCK=512, num_warps=4)
     return y
@@ -45,7 +45,7 @@ def scaled_columns(x: Tensor, scale: Tensor) -> Tensor:
 
 @launcher("(Tensor a, Tensor b) -> Tensor")
 def column_sums(a: Tensor, b: Tensor) -> Tensor:
-    """``(a * b)`` summed over the rows, in parts (P, N), fp32; a and b (M, N), columns side by side."""
+    """Partial sums (P, N) of ``a * b`` over the rows, in fp32; a and b (M, N) with contiguous rows."""
     M, N = a.shape
     programs = min(max(cdiv(M, _ROWS), 1), max(1024 // cdiv(N, _BLOCK), 1))
     sums = a.new_empty(programs, N, dtype=torch.float32)
@@ -54,12 +54,12 @@ def column_sums(a: Tensor, b: Tensor) -> Tensor:
 
 
 def dot_columns(a: Tensor, b: Tensor) -> Tensor:
-    """``(a * b).sum(0)`` (N,) of a and b (M, N), in fp32 or wider."""
+    """``(a * b).sum(0)``, (N,), of a and b (M, N), in fp32 or a wider dtype."""
     if use_kernels(a) and a.stride(1) == b.stride(1) == 1:
         return column_sums(a, b).sum(0)
     return (a.to(acc(a.dtype)) * b).sum(0)
 
 
 def times_columns(x: Tensor, scale: Tensor) -> Tensor:
-    """``x * scale``, computed in the wider dtype and rounded once to x's; x (M, N), scale (N,)."""
+    """``x * scale``, computed in the wider dtype of the two and rounded once to x's dtype; x (M, N), scale (N,)."""
     return scaled_columns(x, scale) if use_kernels(x) and x.stride(1) == 1 else (x * scale).to(x.dtype)

@@ -2,10 +2,10 @@
 
 Shapes: x, y (..., H), gate, up (I, H), down (H, I).  M = product of the leading dims of x.
 
-The products are PyTorch's. Saved are x, if gate or up learn, gate x and up x; or x alone (``recompute``). The backward needs the activation for the
-gradient of ``down`` and writes it, in the pass that makes the gradients of gate x and up x, over what it owns: three buffers of (M, I) serve it from
-beginning to end, where autograd of the parts has five and a pass more. Where the graph is kept for another backward, or hooks of others have seen them,
-gate x and up x are copied first.
+PyTorch computes the products. The forward saves gate x and up x, and x if gate or up learn; with ``recompute``, it saves x alone. The backward needs the
+activation for the gradient of ``down``. The pass that makes the gradients of gate x and up x also writes the activation, into memory that the node owns, so
+the backward uses three buffers (M, I). Autograd of the separate operations needs five buffers and one more pass. If the graph is kept for another
+backward, or if hooks of other code have seen gate x and up x, the backward copies them first.
 ``down_multiplier`` scales the activation, not y.
 """
 
@@ -39,18 +39,18 @@ def _form(gate_multiplier: float, down_multiplier: float) -> Form:
 
 
 _CHECKPOINT = "torch.utils.checkpoint"
-# Hooks for saved tensors that keep no tensor for themselves: they give back what was saved, a copy, or what was computed again
+# Saved-tensor hooks that hold no reference to the tensor afterwards: they return the saved tensor, a copy, or a recomputed tensor
 _HARMLESS = {"", "liger_kernel.memory", "torch.autograd.graph", _CHECKPOINT}
 
 
 def _hooks() -> tuple[tuple[Any, Any] | None, str]:
-    """The hooks that see what is saved now, and the module they are from: none, and no name."""
+    """The present saved-tensor hooks and the name of their Python module, or None and an empty name."""
     hooks = None if torch.compiler.is_compiling() else torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]  # in no stub
     return hooks, "" if hooks is None else getattr(hooks[1], "__module__", "?")
 
 
 def _graph_is_kept() -> bool:
-    """Whether the backward that runs may be followed by another one, or that is not known."""
+    """Whether another backward may follow the running one, or that cannot be known."""
     return torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]  # in no stub
 
 
@@ -59,12 +59,12 @@ def _halves(g: Tensor, u: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def projections(x: Tensor, gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """gate x and up x, or both side by side and None."""
+    """gate x and up x, or one tensor with both side by side, and None."""
     return x @ gate.t(), None if up is None else x @ up.t()
 
 
 def output(g: Tensor, u: Tensor | None, down: Tensor, act: str, gate_multiplier: float, down_multiplier: float) -> Tensor:
-    """y of what ``projections`` gives."""
+    """y from the results of ``projections``."""
     return glu_fwd(*_halves(g, u), act, *_form(gate_multiplier, down_multiplier)) @ down.t()
 
 
@@ -76,14 +76,14 @@ def mlp_bwd(
     dy: Tensor, x: Tensor | None, gate: Tensor, up: Tensor | None, down: Tensor, g: Tensor, u: Tensor | None, need: list[bool],
     act: str, gate_multiplier: float, down_multiplier: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients that are needed, of x, gate, up and down; the others are empty. g and u are written over."""
+    """The gradients of x, gate, up and down; those that are not needed are empty. Overwrites g and u."""
     need_x, need_gate, need_up, need_down = need
     form = _form(gate_multiplier, down_multiplier)
     dx, dgate, dup, ddown = (dy.new_empty(0) for _ in range(4))
     if not (need_x or need_gate or need_up):
         return dx, dgate, dup, dy.t() @ glu_fwd(*_halves(g, u), act, *form) if need_down else ddown
     h = dy @ down
-    glu_bwd_(h, *_halves(g, u), act, need_down, *form)  # what is in h, g and u now is act(g) u and the gradients of g and u
+    glu_bwd_(h, *_halves(g, u), act, need_down, *form)  # now h holds act(g) u, and g and u hold their gradients
     if need_down:
         ddown = dy.t() @ h
     del h
@@ -110,7 +110,7 @@ class LigerMLPFunction(torch.autograd.Function):
         need_x = recompute or ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
         saved = x if need_x else None, gate, up, down, *(() if recompute else (g, u))
         if hooks is not None and owner == _CHECKPOINT:
-            # not after the last product: a recomputation ends when it has seen all that was saved, and that product is for nobody then
+            # before the last product: a recomputation ends when it has seen everything that was saved, and nobody needs its last product
             ctx.packed, ctx.unpack = [t if t is None else hooks[0](t) for t in saved], hooks[1]
         else:
             ctx.save_for_backward(*saved)
@@ -120,10 +120,10 @@ class LigerMLPFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        kept, saved = _graph_is_kept(), ctx.saved_tensors  # raises in a second backward through what was freed
+        kept, saved = _graph_is_kept(), ctx.saved_tensors  # raises in a second backward after the graph was freed
         if ctx.packed is not None:
             saved = [t if t is None else ctx.unpack(t) for t in ctx.packed]
-            if not kept:  # the hooks hold the input of all that was checkpointed
+            if not kept:  # free the hooks, because they hold the input of everything that was checkpointed
                 ctx.packed = ctx.unpack = None
         x, gate, up, down, *projected = saved
         shape, need = (*dy.shape[:-1], gate.shape[1]), ctx.needs_input_grad[:4]
@@ -179,10 +179,10 @@ def mlp(
     x: Tensor, gate: Tensor, up: Tensor | None, down: Tensor, *, act: str = "silu", gate_multiplier: float = 1.0, down_multiplier: float = 1.0,
     recompute: bool = False,
 ) -> Tensor:  # fmt: skip
-    """A gated MLP that keeps two of its three intermediates for the backward, or, with ``recompute``, none.
+    """A gated MLP that saves two of its three intermediates for the backward, or none with ``recompute``.
 
-    x (..., H), gate and up (I, H), or gate (2 I, H), up's rows behind gate's, and no up; down (H, I); of one dtype, under autocast of its dtype; any
-    strides. Act as in ``glu``. Returns (..., H).
+    x (..., H); gate and up (I, H), or no up and gate (2 I, H) with up's rows after gate's; down (H, I). All have one dtype, which is autocast's if it is
+    on, and any strides. ``act`` as in ``glu``. Returns (..., H).
     """
     if not x.is_floating_point():
         raise ValueError(f"mlp: x must be floating point, got {x.dtype}")
@@ -211,11 +211,11 @@ def mlp(
 
 
 class AdaptedMLPFunction(torch.autograd.Function):
-    """``apply(x, projections of x, down, thin dtype, act, gate_multiplier, down_multiplier, recompute, ends, *their tensors)``: as ``LigerMLPFunction``,
-    of any ``Projection``: gate and up, or one that is both side by side.
+    """``apply(x, projections of x, down, thin dtype, act, gate_multiplier, down_multiplier, recompute, ends, *their tensors)``: ``LigerMLPFunction`` for any
+    ``Projection``: gate and up, or one projection that is both side by side.
 
-    In a checkpointed layer which ``ends`` with it a recomputation ends before the first product, and the backward computes gate x and up x: once, as the
-    recomputation would. There, forward and backward, a tile of tokens exists at a time.
+    ``ends``: the MLP is the last part of a checkpointed layer. Then a recomputation stops before the first product, and the backward itself computes gate x
+    and up x, once, as the recomputation would have done. In this case the forward and the backward hold one tile of tokens at a time.
     """
 
     @staticmethod
@@ -239,15 +239,15 @@ class AdaptedMLPFunction(torch.autograd.Function):
                 if not recompute:
                     ctx.key, casts = gate_up.input_kept(rows)
                     of_x = of_x if ctx.key is None else casts
-                scaled = len(gate_up.zs) == len(first)  # what is before a magnitude gives what is behind it
+                scaled = len(gate_up.zs) == len(first)  # the saved z gives the output after the magnitude
                 kept = gate_up.taken() if recompute else [*(() if scaled else projected), *gate_up.kept()]
                 h = _activated(projected, ctx.form)
                 last.take(h)
                 if checkpointed and down.magnitude is None:
-                    # as in LigerMLPFunction: a recomputation ends here, before the product that is for nobody then
+                    # as in LigerMLPFunction: a recomputation ends here, before the product that nobody needs
                     saved = *of_x, *tensors, *kept, *last.taken()
                     ctx.packed, ctx.unpack = [t if t is None else hooks[0](t) for t in saved], hooks[1]
-                (y,) = last.outputs(Rows(h, learns=False))  # the backward has h again
+                (y,) = last.outputs(Rows(h, learns=False))  # the backward computes h again
                 of_last = last.kept()
             ctx.places = len(tensors), len(tensors) + len(kept)
         if ctx.packed is None:
@@ -290,23 +290,23 @@ class AdaptedMLPFunction(torch.autograd.Function):
 
 
 def _tiles(rows: int) -> list[slice]:
-    """Equal parts of the tokens: at most eight, as fewer rows make the products slower."""
+    """Equal tiles of the tokens: at most eight, because products with fewer rows are slower."""
     size = -(-rows // max(1, min(rows // TILE, 8)))
     return [slice(start, start + size) for start in range(0, max(rows, 1), max(size, 1))]
 
 
-TILE = 2048  # tokens of a part, at least
+TILE = 2048  # least number of tokens in a tile
 
 
 def _tileable(p: Projection) -> bool:
-    """Whether tokens of a projection may be computed apart, at no more cost: a frozen weight of 16 or 32 bits or made so, and nothing random."""
+    """Whether a projection may run tile by tile at no more cost: a frozen weight in 16 or 32 bits, or dequantised to it, and nothing random."""
     weight = p.weight
     frozen = isinstance(weight, Dequantized) or (isinstance(weight, Dense) and weight.learnable is not None and not weight.learnable.requires_grad)
     return frozen and p.magnitude is None and not any(a.dropout for a in p.adapters)
 
 
 def _tiled_outputs(gate_up: Projections, last: Projections, x: Tensor, form: tuple) -> Tensor:
-    """y of x. Nothing of the width of gate x is ever whole."""
+    """y of x, tile by tile: no tensor as wide as gate x is ever stored for all tokens."""
     y = x.new_empty(x.shape[0], last.projections[0].weight.shape[0])
     gate_up.open()
     last.open()
@@ -323,7 +323,7 @@ def _tiled_outputs(gate_up: Projections, last: Projections, x: Tensor, form: tup
 def _tiled_gradients(
     gate_up: Projections, last: Projections, x: Tensor, dy: Tensor, need_x: bool, needs: list[list[bool]], form: tuple
 ) -> tuple[Tensor | None, list[Tensor | None]]:
-    """``_gradients`` of what is projected again. Nothing of the width of gate x is ever whole."""
+    """``_gradients``, tile by tile, from projections that are computed again: no tensor as wide as gate x is ever stored for all tokens."""
     dx = x.new_empty(x.shape) if need_x else None
     total: list[Tensor | None] = []
     gate_up.open()
@@ -356,10 +356,10 @@ def _gradients(
     form: tuple,
     out: Tensor | None = None,
 ) -> tuple[Tensor | None, list[Tensor | None]]:
-    """Of x, new or in ``out``, and of all tensors of the projections; what was projected is written over."""
+    """The gradients of x, in ``out`` if it is given, and of all tensors of the projections. Overwrites ``projected``."""
     last.thin_gradients([dy], needs[-1:])
     h = last.input_gradient()
-    glu_bwd_(h, *_halves(*_pair(projected)), form[0], any(needs[-1]), *form[1:])  # now h, and the gradients of what was projected
+    glu_bwd_(h, *_halves(*_pair(projected)), form[0], any(needs[-1]), *form[1:])  # now h holds the activation, and ``projected`` holds its gradients
     of_down = last.weight_gradients(Rows(h), needs[-1:])
     del h
     gate_up.thin_gradients(projected, needs[:-1])
@@ -382,9 +382,9 @@ def adapted_mlp(
     recompute: bool = False,
     ends: bool = False,
 ) -> Tensor:
-    """``mlp`` of projections of any storage, with adapters: gate and up, or one that is both side by side, and down.
+    """``mlp`` for projections with any storage and with adapters: gate and up, or one that is both side by side, and down.
 
-    ``ends``: nothing that follows in its layer keeps anything for the backward.
+    ``ends``: nothing after the MLP in its layer saves anything for the backward.
     """
     dtype, thin = dtypes_of(x, [*first, down])
     tensors = flat([*first, down])

@@ -3,11 +3,11 @@
 
 Shapes: x, y (T, H), gate_up (E, 2 I, H), down (E, H, I), index, weight (T, K).  M = T K, the assignments.
 
-Assignments are sorted by expert on the device, and the rows of x copied into that order: M H elements written once, little beside products that read
-them again for every tile of columns, and rows that lie side by side are what CUTLASS wants. Saved is h = gate_up[e] x alone, (M, 2 I). The backward copies
-rows again rather than keep them, and has no need of each expert's output z, as <dy, z> = <down^T dy, act>. Sums over K and over rows are gathered,
-in fp32, in a fixed order. An index outside [0, E) is sorted behind all experts and contributes nothing.
-Shapes of real models and what it is measured against: ``bench/cases/projections.py``.
+The device sorts the assignments by expert and copies the rows of x into that order. This writes M H elements once, which is little compared with products
+that read them again for every tile of columns, and CUTLASS requires adjacent rows. Only h = gate_up[e] x, (M, 2 I), is saved. The backward copies the rows
+again instead of saving them. It does not need each expert's output z, because <dy, z> = <down^T dy, act>. Sums over K and over rows are gathered in fp32
+in a fixed order. An index outside [0, E) is sorted after all experts and contributes nothing.
+``bench/cases/projections.py`` has the shapes of real models and the implementations for comparison.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ def _glu_bwd(
 
 @launcher("(Tensor index, int E) -> (Tensor order, Tensor position, Tensor offs)")
 def moe_route(index: Tensor, E: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Assignments in the order of experts, stable; where in that order each is; and where each expert's end."""
+    """The assignments, stably sorted by expert; the place of each assignment in that order; and the end of each expert's rows."""
     M, block_e = index.numel(), next_power_of_2(E + 1)
     block_m = max(16, 8192 // block_e)
     blocks = max(1, cdiv(M, block_m))
@@ -227,12 +227,12 @@ def moe_route(index: Tensor, E: int) -> tuple[Tensor, Tensor, Tensor]:
 
 @launcher("(Tensor x, Tensor index, Tensor order, Tensor offs, Tensor? bias) -> (Tensor y, Tensor dot)")
 def moe_gather(x: Tensor, index: Tensor, order: Tensor, offs: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Rows of x (T, H) for each assignment, and their products with ``bias`` (E, H) in fp32; empty without."""
+    """The row of x (T, H) for each assignment, and its product with ``bias`` (E, H) in fp32, which is empty without a bias."""
     M, H = order.shape[0], x.shape[1]
     y, dot = x.new_empty(M, H), x.new_empty(0 if bias is None else M, dtype=torch.float32)
     if tracing(x):
         return y, dot
-    # this tile and those below: 8 to 16 values a thread, rows in whole cache lines, as reading and writing is all there is; reasoned, not measured
+    # this tile and those below: 8 to 16 values per thread and rows in whole cache lines, because memory traffic is the only cost; reasoned, not measured
     c = config.tile("moe_gather", H, x.itemsize, elements=4096, max_block_n=2048)
     launch(
         _gather, (cdiv(M, c.block_m),), x, order, offs, index, bias, y, dot, H, index.shape[1], offs.shape[0], x.stride(0), HAS_BIAS=bias is not None, **c.tile
@@ -275,7 +275,7 @@ def moe_glu_bwd(
     dy: Tensor | None, h: Tensor, bias: Tensor | None, index: Tensor, order: Tensor, offs: Tensor, w: Tensor, dot: Tensor | None,
     need_dh: bool, need_wy: bool, need_dw: bool, act: str, interleaved: bool, alpha: float, limit: float | None, offset: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of h and of w, and the weighted activation; empty where not needed."""
+    """The gradients of h and of w, and the weighted activation; those that are not needed are empty."""
     M, n = h.shape[0], h.shape[1] // 2
     dh, wy, dw = h.new_empty((M, 2 * n) if need_dh else 0), h.new_empty((M, n) if need_wy else 0), w.new_empty(w.shape if need_dw else 0)
     if tracing(h):
@@ -289,12 +289,12 @@ def moe_glu_bwd(
 
 
 def _outer_like(p: Tensor, a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
-    """a^T b for each expert, with rows and columns in memory as those of the parameter ``p``: ``.grad`` then takes it as it is."""
+    """a^T b for each expert, in the memory layout of the parameter ``p``, so that ``.grad`` can use it without a copy."""
     return grouped_outer(b, a, offs).mT if p.stride(1) == 1 else grouped_outer(a, b, offs)
 
 
 class LigerFusedMoEFunction(torch.autograd.Function):
-    """``apply(x, gate_up, down, topk_index, topk_weight)``, then as keywords of ``moe``: its biases, act, interleaved, alpha, limit and offset."""
+    """``apply(x, gate_up, down, topk_index, topk_weight)`` and, like keywords of ``moe``, the biases, act, interleaved, alpha, limit and offset."""
 
     @staticmethod
     def forward(
@@ -325,7 +325,7 @@ class LigerFusedMoEFunction(torch.autograd.Function):
             ddown = _outer_like(down, dz, wy, offs)
         if need_b2:
             db2 = grouped_sum(dz, w.flatten()[order], offs)
-        del dz, dy, wy  # before the other half allocates as much
+        del dz, dy, wy  # free them before the other half allocates as much
         if need_b1:
             db1 = grouped_sum(dh, None, offs)
         if need_gate_up:
@@ -358,7 +358,7 @@ def _shares(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def _routed(tokens: int, K: int, H: int, I: int, E: int, *, used: int | None = None, weight: torch.dtype | None = None, grads: str = "x w1 w2 w") -> dict:
-    """Arguments of ``moe`` whose tokens choose K different ones of the first ``used`` experts."""
+    """Arguments of ``moe``. Each token chooses K different experts among the first ``used``."""
 
     def choices(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.rand(shape[0], used or E, dtype=dtype).argsort(-1)[:, :K]
@@ -378,7 +378,7 @@ def _some_invalid(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def _tens(*shape: int, dtype: torch.dtype) -> Tensor:
-    """Puts gate and up on one side or the other of a limit of 7, never where rounding decides."""
+    """Values that put gate and up clearly below or above a limit of 7, so that rounding never decides."""
     return torch.randint(-1, 2, shape).to(dtype) * 12
 
 
@@ -393,7 +393,7 @@ _SMALL = _routed(4, 2, 8, 8, 3)
         Case("odd", _routed(5, 2, 19, 13, 3, grads="x w1")),
         Case("one-token", _routed(1, 1, 8, 8, 2, grads="x w1 w2")),
         Case("one-expert", _routed(36, 1, 16, 16, 3, used=1, grads="w1 w2")),
-        # -1 or E: what expert-parallel ranks leave to others
+        # index -1 or E: an expert of another expert-parallel rank
         Case("no-expert", _routed(17, 2, 16, 16, 3, grads="x w") | dict(topk_index=T((17, 2), _some_invalid, dtype=torch.int64))),
         Case("gpt-oss", _routed(9, 2, 16, 24, 2, grads="w") | dict(gate_up_bias=T((2, 48), _tens), down_bias=T((2, 16)), **_GPT_OSS)),
         Case("integers", _SMALL | dict(x=T((4, 8), dtype=torch.int64)), error="moe: x must be floating point, got torch.int64"),
@@ -425,12 +425,12 @@ def moe(
     limit: float | None = None,
     offset: float = 0.0,
 ) -> Tensor:
-    """The K experts of each token, weighted and added up; differentiable in everything but the index. Returns (T, H) of x's dtype.
+    """The weighted sum of the K experts of each token. Differentiable in everything but the index. Returns (T, H) in x's dtype.
 
-    x (T, H), gate_up (E, 2 I, H), down (E, H, I), gate_up_bias (E, 2 I), down_bias (E, H) of one dtype, under autocast of its dtype; any strides, so that
-    weights stored as (E, H, 2 I) are passed as ``gate_up.mT``. topk_index (T, K): experts; others than 0 to E - 1 contribute nothing. topk_weight
-    (T, K) of any floating dtype. act as in ``glu``, of ``alpha * gate`` and divided by alpha; gate and up lie side by side, or ``interleaved``; ``limit``
-    clamps gate from above and up on both sides; ``offset`` is then added to up.
+    x (T, H), gate_up (E, 2 I, H), down (E, H, I), gate_up_bias (E, 2 I), down_bias (E, H): one dtype, which is autocast's if it is on; any strides, so
+    pass weights stored as (E, H, 2 I) as ``gate_up.mT``. topk_index (T, K): experts; an index outside 0 to E - 1 contributes nothing. topk_weight
+    (T, K): any floating dtype. The activation is ``act(alpha * gate) / alpha``, act as in ``glu``. gate and up lie side by side, or ``interleaved``.
+    ``limit`` clamps gate from above and up on both sides; ``offset`` is then added to up.
     """
     if not x.is_floating_point():
         raise ValueError(f"moe: x must be floating point, got {x.dtype}")
@@ -468,8 +468,8 @@ def moe(
 
 
 def compute_routing_metadata(topk_indices: Tensor, E: int, block_m_token: int = 128) -> tuple[Tensor, ...]:
-    """Of choices (M, K) among E experts, all int32: tokens of each expert (E,); where each begins in the order of experts (E + 1,); the token of each place
-    in it, its choice, and the place of each choice (M K,); first row and expert of each tile of ``block_m_token`` rows. Waits for the number of tiles."""
+    """For choices (M, K) among E experts, returns int32: tokens per expert (E,); the start of each expert in the sorted order (E + 1,); for each place in it
+    the token and the choice, and the place of each choice (M K,); first row and expert of each tile of ``block_m_token`` rows. Waits for the tile count."""
     flat, K = topk_indices.flatten().long(), topk_indices.shape[1]
     order = flat.argsort(stable=True)
     counts = torch.bincount(flat, minlength=E)

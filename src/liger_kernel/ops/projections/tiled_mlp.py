@@ -1,9 +1,9 @@
-"""A function of tokens, such as an MLP, one tile of the sequence at a time: what it keeps for its backward is recomputed, tile by tile.
+"""A function of single tokens, such as an MLP, run one tile of the sequence at a time. The backward recomputes its intermediates tile by tile.
 
 Shapes: x (..., T, H), y (..., T, H'); a tile is (..., T / shards, H).
 
-The gradient of a weight is a sum over tiles. It is kept in fp32, as 32 tiles summed in bf16 would make three times the error of one product, and
-returned through autograd once, so that hooks run once, too: the tiles see an alias of the weight. Dropout draws the same numbers again.
+The gradient of a weight is a sum over tiles. The sum is in fp32, because a sum of 32 tiles in bf16 would have three times the error of one product. Autograd
+receives it once, so hooks also run once: the tiles use an alias of the weight. In the backward, dropout draws the same numbers again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Slot = tuple[nn.Module, str]
 
 
 def _weights(module: nn.Module) -> dict[Slot, Tensor]:
-    """Where ``module`` has tensors that ask for a gradient: parameters, and the plain attributes that FSDP makes of these while they are whole."""
+    """The tensors of ``module`` that require a gradient, by place: parameters, and the plain attributes that replace them while FSDP has gathered them."""
     stores = ((m, store) for m in module.modules() for store in (m._parameters, vars(m)))
     return {(m, name): t for m, store in stores for name, t in store.items() if isinstance(t, Tensor) and t.requires_grad}
 
@@ -43,7 +43,7 @@ def _swapped(slots: Iterable[Slot], tensors: Iterable[Tensor]) -> Iterator[None]
 
 
 def _refuse_other_leaves(y: Tensor, inputs: Sequence[Tensor]) -> None:
-    """What ``y`` depends on beside ``inputs`` would get no gradient, without a word."""
+    """Raise if ``y`` depends on other leaves than ``inputs``: these would silently get no gradient."""
     for leaf in leaves(y.grad_fn, {get_gradient_edge(t).node for t in inputs}):
         raise ValueError(f"apply_tiled_mlp: fn must use no tensor outside mlp_module that asks for a gradient, got one of shape {tuple(leaf.shape)}")
 
@@ -100,10 +100,10 @@ def apply_tiled_mlp(
     num_shards: int | None = None,
     compute_params: Iterable[Tensor] | None = None,
 ) -> Tensor:
-    """``fn(mlp_module, x)`` for a ``fn`` that treats tokens alike, in ``num_shards`` tiles of x (..., T, H); default: of about H tokens.
+    """``fn(mlp_module, x)`` in ``num_shards`` tiles of x (..., T, H), by default of about H tokens. ``fn`` must compute each token independently.
 
-    Gradients go to x and to the parameters of ``mlp_module``, found there (``compute_params`` is ignored) and whole while it runs: ZeRO-3 has to
-    treat it as a leaf module. Inside ``torch.compile`` tiles are checkpoints, whose gradients autograd sums in the dtype of the parameter.
+    Gradients go to x and to the parameters that ``mlp_module`` has (``compute_params`` is ignored). The parameters must be whole while it runs: ZeRO-3
+    must treat it as a leaf module. Inside ``torch.compile``, tiles are checkpoints, and autograd sums their gradients in the parameter's dtype.
     """
     if x.ndim < 2:
         raise ValueError(f"apply_tiled_mlp: x must have at least 2 dims, got {x.ndim}")

@@ -1,7 +1,7 @@
-"""How the frozen or trained weight W (N, K) of a linear layer is stored, as the products that a node needs of it.
+"""Storages of the frozen or trained weight W (N, K) of a linear layer. Each storage implements the products that a node needs.
 
-``forward``: y (M, N) = x W^T, added to what y holds; ``backward``: dx (M, K) = dy W, likewise; ``gradient``: dw (N, K) = dy^T x, of a W that learns.
-A node hands over its input as ``Rows``: what one weight makes of it, a cast for example, the next one finds there.
+``forward``: y (M, N) = x W^T, added to the present values of y. ``backward``: dx (M, K) = dy W, added likewise. ``gradient``: dw (N, K) = dy^T x, if W learns.
+A node passes its input as ``Rows``. If one weight computes something from it, for example a cast, the next weight finds the result there.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def add_product(y: Tensor | None, a: Tensor, b: Tensor, scale: float = 1.0, out: Tensor | None = None) -> Tensor:
-    """``y + scale a b`` in the place of y, which a product adds to in its epilogue; ``scale a b``, in ``out`` or new, if there is no y."""
+    """``y + scale a b``, written to y: the product adds in its epilogue. Without y: ``scale a b``, in ``out`` if it is given."""
     if y is not None:
         return y.addmm_(a, b, alpha=scale)
     if scale == 1:
@@ -24,9 +24,9 @@ def add_product(y: Tensor | None, a: Tensor, b: Tensor, scale: float = 1.0, out:
 
 
 class Rows:
-    """``rows`` (M, K) that several weights multiply, and what they make of them: once for all that ask under the same key.
+    """``rows`` (M, K) that several weights multiply, and what the weights compute from them, once for each key.
 
-    ``learns``: whether a backward follows, which may want other casts of them.
+    ``learns``: whether a backward follows, which may need other casts of the rows.
     """
 
     def __init__(self, rows: Tensor, learns: bool = True):
@@ -35,7 +35,7 @@ class Rows:
 
     @classmethod
     def kept(cls, key: Hashable, made: Any) -> Rows:
-        """Of rows that are gone what ``made`` made of them under ``key``."""
+        """Rows that are no longer stored: only ``made``, which was computed from them under ``key``."""
         rows = cls(torch.empty(0))
         rows._made[key] = made
         return rows
@@ -48,24 +48,24 @@ class Rows:
 
 @dataclass(frozen=True, eq=False)
 class Weight:
-    """A stored weight, (N, K). ``learnable``: the tensor that may have a gradient; None if what is stored cannot.
+    """A stored weight, (N, K). ``learnable``: the tensor that may have a gradient; None if the storage cannot have one.
 
-    ``accumulates``: whether a product adds to what is there in its epilogue. One that does not comes first, so that what is there is its own.
+    ``accumulates``: whether a product can add to its output in its epilogue. A product that cannot runs first, so that there is nothing to add to.
     """
 
     accumulates: ClassVar[bool] = True
-    gains: ClassVar[bool] = False  # whether a node gains by it without adapters
+    gains: ClassVar[bool] = False  # whether a node of ours helps even without adapters
 
     shape: tuple[int, int]
     learnable: Tensor | None
-    follows_input: bool = False  # whether its layer gives its output the input's dtype under autocast, too
+    follows_input: bool = False  # whether the layer's output has the dtype of its input even under autocast
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """W in ``dtype``; new, unless it is stored so."""
+        """W in ``dtype``: the stored tensor if it has this dtype, else a new one."""
         raise NotImplementedError
 
     def opened(self, dtype: torch.dtype) -> Weight:
-        """The same weight for many products in a row, each of some of the rows."""
+        """The same weight, prepared for many products one after another, each with some of the rows."""
         return self
 
     def forward(self, x: Rows, y: Tensor | None) -> Tensor:
@@ -75,7 +75,7 @@ class Weight:
         return add_product(dx, dy.rows, self.dense(dy.rows.dtype))
 
     def of_input(self, x: Rows) -> tuple[Hashable, tuple[Tensor, ...]] | None:
-        """What ``gradient`` needs of x in its place, and the key of that; None if it needs x itself."""
+        """A key, and the tensors that ``gradient`` needs instead of x; None if it needs x itself."""
         return None
 
     def gradient(self, dy: Rows, x: Rows) -> Tensor:
@@ -85,7 +85,7 @@ class Weight:
 
 @dataclass(frozen=True, eq=False)
 class Dense(Weight):
-    """A tensor of 16 or 32 bits, any strides."""
+    """A tensor in 16 or 32 bits with any strides."""
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         assert self.learnable is not None
@@ -94,7 +94,7 @@ class Dense(Weight):
 
 @dataclass(frozen=True, eq=False)
 class Dequantized(Weight):
-    """What a function makes a dense tensor of, in each product anew: one of the same size follows and gets the same memory."""
+    """A weight from which a function makes a dense tensor for each product. The next one of the same size reuses the memory."""
 
     dequantize: Callable[[torch.dtype], Tensor] = field(kw_only=True)
 
@@ -107,7 +107,7 @@ class Dequantized(Weight):
 
 @dataclass(frozen=True, eq=False)
 class Elsewhere(Weight):
-    """A weight whose product its own module computes, and why: the node has what adapters add to that, and nothing of the weight."""
+    """A weight that its own module multiplies, with the reason. The node computes only what the adapters add, and does not see the weight."""
 
     why: str = ""
 

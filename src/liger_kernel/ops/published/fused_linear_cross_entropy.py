@@ -33,7 +33,7 @@ def fused_linear_cross_entropy_forward(
     weight_requires_grad: bool | None = None,
     chunk_mem_const: float = 1,
 ) -> tuple[Tensor | None, ...]:
-    """Loss, z-loss, token accuracy and predicted classes, None where not asked for, then the gradients of _input, weight and bias for ``_backward``.
+    """Loss, z-loss, token accuracy and predicted classes, None if not requested, then the gradients of _input, weight and bias for ``_backward``.
 
     _input (M, H), weight (V, H), target (M,), bias (V,), ce_weight (V,). With ``reduction="none"`` the gradients are those of the sum,
     or of the sum weighted by ``token_grad_output`` (M,). ``compute_gradients=False`` and ``weight_requires_grad=False`` leave them out;

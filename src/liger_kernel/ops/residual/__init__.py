@@ -1,1 +1,1 @@
-"""Residual streams: how layers read what layers before them wrote."""
+"""Residual streams: how layers read the outputs of earlier layers."""

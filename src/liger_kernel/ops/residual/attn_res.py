@@ -1,11 +1,11 @@
-"""Attention residuals: what a layer reads is an average over the outputs of all blocks before it, weighted by attention (arXiv:2603.15031).
+"""Attention residuals: the input of a layer is an average of the outputs of all earlier blocks, weighted by attention (arXiv:2603.15031).
 
     s_n = sum_d w_query_d w_norm_d x_nd,   x_n = v_n / sqrt(mean(v_n^2) + eps),   a = softmax(s),   h = sum_n a_n v_n
 
 Shapes: v (..., N, D), w_query, w_norm (D,), h (..., D); N blocks, M = product of the leading dims.  Everything in fp32, rounded once.
 
-The forward reads v once, counting exponentials from the largest score so far; the backward sums them again, all from the largest, as scores of
-hundreds are rounded at their size. With g_n = sum_d dh_d v_nd and ds_n = a_n (g_n - sum_k a_k g_k),
+The forward reads v once, with exponentials relative to the largest score so far. The backward sums them again, relative to the largest of all, because
+scores in the hundreds have large rounding errors. With g_n = sum_d dh_d v_nd and ds_n = a_n (g_n - sum_k a_k g_k),
 
     dv_n = a_n dh + ds_n / rms_n (w_query w_norm - x_n s_n / D),   d(w_query w_norm) = sum over tokens and n of ds_n x_n.
 """
@@ -22,7 +22,7 @@ from liger_kernel.ops._core.operator import Case, Cost, T, acc, launch, launcher
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import cdiv, div, exp, jit, rsqrt, tl
 
-MAX_D = 8192  # columns of which one program holds five tensors in registers; wider rows take the reference
+MAX_D = 8192  # columns of which one program holds five tensors in registers; the reference computes wider rows
 
 
 def reference(v: Tensor, w_query: Tensor, w_norm: Tensor, *, eps: float = 1e-6) -> Tensor:
@@ -116,7 +116,7 @@ def attn_res_fwd(v: Tensor, w_query: Tensor, w_norm: Tensor, eps: float) -> tupl
     h = v.new_empty(M, D)
     rstd, score = stats = tuple(v.new_empty(M, N, dtype=torch.float32) for _ in range(2))
     if not tracing(v):
-        # as many values in flight as other norms have; tiles not measured
+        # as many values in flight as in other norms; tiles not measured
         c = config.tile("attn_res_fwd", D, v.itemsize, elements=4096, per_thread=16)
         tile = dict(BLOCK_M=c.block_m, BLOCK_D=c.block_n, num_warps=c.num_warps)
         launch(_fwd, (cdiv(M, c.block_m),), v, w_query, w_norm, h, *stats, M, N, D, v.stride(0), v.stride(1), eps, **tile)
@@ -125,18 +125,18 @@ def attn_res_fwd(v: Tensor, w_query: Tensor, w_norm: Tensor, eps: float) -> tupl
 
 @launcher("(Tensor dh, Tensor v, Tensor w_query, Tensor w_norm, Tensor[] stats, bool[] needed) -> (Tensor dv, Tensor dw_query, Tensor dw_norm)")
 def attn_res_bwd(dh: Tensor, v: Tensor, w_query: Tensor, w_norm: Tensor, stats: list[Tensor], needed: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
-    """dv, dw_query and dw_norm; what is not needed is empty."""
+    """dv, dw_query and dw_norm; gradients that are not needed are empty."""
     M, N, D = v.shape
     need_dv, need_dq, need_dn = needed
     dv = torch.empty_like(v) if need_dv else v.new_empty(0, 0, 0)
     dq, dn = w_query.new_empty(D if need_dq else 0), w_norm.new_empty(D if need_dn else 0)
     if tracing(v):
         return dv, dq, dn
-    # a tile goes over v twice, the second time from the cache
+    # a tile reads v twice, the second time from the cache
     c = config.tile("attn_res_bwd", D, v.itemsize, elements=2048, per_thread=8)
     programs = min(2 * config.processors(), cdiv(M, c.block_m))
     partials = v.new_empty((programs, D) if need_dq or need_dn else 0, dtype=torch.float32)
-    g = torch.empty_like(stats[0])  # the very same in both sweeps, as where one block has all the weight, its g and the mean of all cancel
+    g = torch.empty_like(stats[0])  # stored, so that both sweeps use the same bits: if one block has all the weight, its g and the mean of all must cancel
     strides = dh.stride(0), v.stride(0), v.stride(1), dv.stride(0), dv.stride(1)
     flags = dict(NEED_DV=need_dv, NEED_DW=need_dq or need_dn, BLOCK_M=c.block_m, BLOCK_D=c.block_n, num_warps=c.num_warps)
     launch(_bwd, (programs,), dh, v, w_query, w_norm, *stats, g, dv, partials, M, N, D, *strides, **flags)

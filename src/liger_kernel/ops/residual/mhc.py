@@ -1,15 +1,15 @@
 """Manifold-constrained hyper-connections: H residual streams, mixed by coefficients that depend on them (DeepSeek, arXiv:2512.24880).
 
     mix    = flat(x) phi / sqrt(mean(x^2) + rms_eps)                     three parts: pre (H), post (H), res (H, H)
-    h_pre  = sigmoid(alpha_pre mix + b) + pre_eps                        what each stream gives to the layer's input  x_in = sum_i h_pre_i x_i
-    h_post = sigmoid(alpha_post mix + b) post_mult                       what each stream takes of its output f
+    h_pre  = sigmoid(alpha_pre mix + b) + pre_eps                        the share of each stream in the layer's input  x_in = sum_i h_pre_i x_i
+    h_post = sigmoid(alpha_post mix + b) post_mult                       the share of its output f that each stream receives
     h_res  = sinkhorn(alpha_res mix + b)                                 y_o = sum_i h_res_oi x_i + h_post_o f
 
 Shapes: x, y (..., H, C), phi (H C, P), b (P,), P = H H + 2 H, alphas of one element, f, x_in (..., C); T = product of the leading dims.
 
-Sinkhorn is a softmax of each row, plus eps, its columns divided by their sums, and then tmax - 1 times rows and columns by theirs; a sum is increased
-by eps. Its backward goes back through these steps, which it takes again and writes down, for as many tokens at a time as there are programs. The
-coefficients are fp32, and so is everything before them.
+Sinkhorn computes a softmax of each row, plus eps, and divides columns by their sums; then tmax - 1 times it divides rows and columns by their sums. Each
+sum is increased by eps. The backward repeats these steps, stores them, and goes back through them, for as many tokens at a time as there are programs.
+The coefficients and everything before them are in fp32.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from liger_kernel.ops._core.operator import Case, Cost, T, acc, launch, launcher
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import add_exactly, cdiv, div, exp, jit, next_power_of_2, rsqrt, tl
 
-MAX_STREAMS = 8  # for the coefficients; with more, phi's columns are too many for a tile, and the reference computes them
+MAX_STREAMS = 8  # for the coefficients; with more streams, phi has too many columns for a tile, and the reference computes them
 
 
 _ALPHAS = dict(alpha_pre=T((1,)), alpha_post=T((1,)), alpha_res=T((1,)))
@@ -291,7 +291,7 @@ def _tiles(x: Tensor, phi: Tensor, of: str) -> dict:
     block_p = max(16, next_power_of_2(phi.shape[1]))
     if x.dtype == phi.dtype == torch.bfloat16:
         wide = block_p > 32
-        from_shared_memory = config.arch() in ("sm90", "sm100", "sm103")  # the operands of products, which elsewhere take registers
+        from_shared_memory = config.arch() in ("sm90", "sm100", "sm103")  # the operands of products; on other GPUs they take registers
         block_k = 128 if of == "dphi" and (not wide or from_shared_memory) else 64
         return dict(PRECISION="bf16x2", BLOCK_T=64, BLOCK_K=block_k, BLOCK_P=block_p, num_warps=8 if of == "dphi" or wide else 4)
     precision = "ieee" if x.dtype == torch.float32 or not config.arch().startswith("sm") else "tf32x3"
@@ -334,7 +334,7 @@ def mhc_coeffs_fwd(
     " bool[] needed) -> (Tensor dx, Tensor dphi, Tensor db, Tensor dalpha_pre, Tensor dalpha_post, Tensor dalpha_res)"
 )
 def mhc_coeffs_bwd(dh, x, phi, b, alphas, mix, H, tmax, rms_eps, sinkhorn_eps, post_mult, needed) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, phi, b and the alphas; what is not needed is empty."""
+    """Gradients of x, phi, b and the alphas; gradients that are not needed are empty."""
     grads = [t.new_empty(t.shape if need else 0) for t, need in zip((x, phi, b, *alphas), needed)]
     if not tracing(x):
         (M, K), P = x.shape, phi.shape[1]
@@ -348,7 +348,7 @@ def mhc_coeffs_bwd(dh, x, phi, b, alphas, mix, H, tmax, rms_eps, sinkhorn_eps, p
         if any(needed[2:]):
             found = sums.sum(0, dtype=torch.float64).split([P, 1, 1, 1])
             grads[2:] = [s.to(p.dtype).reshape(p.shape) if need else g for s, p, g, need in zip(found, (b, *alphas), grads[2:], needed[2:])]
-        for of_phi in (False, True):  # both at once are more than the registers hold
+        for of_phi in (False, True):  # both at once do not fit in the registers
             if needed[of_phi]:
                 tiles = _tiles(x, phi, "dphi" if of_phi else "dx")
                 blocks = cdiv(K, tiles["BLOCK_K"])

@@ -1,4 +1,4 @@
-"""Mixing residual streams by given coefficients: what a layer reads of them, and what is written back (DeepSeek, arXiv:2512.24880).
+"""Mix residual streams with given coefficients, for the input of a layer and for writing back its output (DeepSeek, arXiv:2512.24880).
 
 A mixture is ``y_o = sum_i a_oi x_i + p_o f`` of O outputs; one output and no f for x_in.
 Shapes and letters are those of ``mhc``, which computes the coefficients.
@@ -117,7 +117,7 @@ def mhc_mix_fwd(x: Tensor, a: Tensor, f: Tensor | None, p: Tensor | None) -> Ten
 
 @launcher("(Tensor dy, Tensor x, Tensor a, Tensor? f, Tensor? p, bool[] needed) -> (Tensor dx, Tensor da, Tensor df, Tensor dp)")
 def mhc_mix_bwd(dy: Tensor, x: Tensor, a: Tensor, f: Tensor | None, p: Tensor | None, needed: list[bool]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dx, da, df and dp; what is not needed is empty."""
+    """dx, da, df and dp; gradients that are not needed are empty."""
     (M, H, C), outputs = x.shape, a.shape[1]
     dx, da, df, dp = (x.new_empty(0) if t is None or not need else t.new_empty(t.shape) for t, need in zip((x, a, f, p), needed))
     if not tracing(x):

@@ -1,1 +1,1 @@
-"""Rotary position embedding, alone and behind the norms of heads."""
+"""Rotary position embedding, alone and after norms of heads."""

@@ -1,12 +1,12 @@
 """RMSNorm of the heads of queries and keys (arXiv:2010.04245), then rotary embedding, in one pass: ``rope(rms_norm(q, wq), rms_norm(k, wk), cos, sin)``.
 
 Shapes: q (B, Hq, T, D), k (B, Hk, T, D), or with ``unsqueeze_dim=2`` (B, T, H, D); wq, wk (D,), shared by the heads; cos, sin (B or 1, T, R/2).
-R <= D: the last D - R columns are normed and pass through.  ``casting`` as in ``rms_norm``, ``layout`` as in ``rope``, ``rope_casting`` as its ``casting``.
+R <= D: the last D - R columns are only normalised.  ``casting`` as in ``rms_norm``, ``layout`` as in ``rope``, ``rope_casting`` as the ``casting`` of ``rope``.
 
-A normed value is rounded to its dtype before it turns, as where these are two operators. Per head, with a = dy turned back,
+A normalised value is rounded to its dtype before the rotation, as with two separate operators. Per head, with a = dy rotated back,
 x_hat = x rstd and g = a (w + offset):  dw = sum of a x_hat,  dx = (g - x_hat mean(g x_hat)) rstd.
-The backward reads q, k and the upstream gradients once, and finds rstd again, in the pass that needs it.
-Shapes of real models and what it is measured against: ``bench/cases/rotary.py``.
+The backward reads q, k and the upstream gradients once, and recomputes rstd in the same pass.
+``bench/cases/rotary.py`` has the shapes of real models and the rivals.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from liger_kernel.ops.rotary.rope import (
 )
 from liger_kernel.ops.rotary.rope import reference as rope_reference
 
-MAX_D = 1024  # columns of a head that a tile holds; wider heads take the reference
+MAX_D = 1024  # columns of a head that a tile holds; the reference computes wider heads
 
 
 def reference(
@@ -212,7 +212,7 @@ def _bwd(
 
 
 def _blocks(D: int, half: int) -> tuple[int, int]:
-    """Columns in registers: pairs, and, one at least, what does not turn."""
+    """Columns in registers: those of pairs, and those that do not rotate (at least one)."""
     return next_power_of_2(half), next_power_of_2(D - 2 * half)
 
 
@@ -227,7 +227,7 @@ def qk_norm_rope_fwd(q, k, wq, wk, cos, sin, position_ids, eps, offset, casting,
     B, T, Hq, D = q.shape
     Hk, half = k.shape[2], cos.shape[-1]
     block_r, block_rest = _blocks(D, half)
-    # a token a program, so that its angles are loaded once, and the tile of ``rope``, which moves the same bytes
+    # one token per program, so that its angles are loaded once; the tile of ``rope``, which moves the same bytes
     c = config.tile("qk_norm_rope_fwd", 2 * block_r + block_rest * (2 * half < D), q.itemsize, elements=2048)
     block_q, block_k = (min(next_power_of_2(h), c.block_m) for h in (Hq, Hk))
     rounds = any(rounding(dtype, cos, rope_casting) for dtype in normed)
@@ -244,7 +244,7 @@ def qk_norm_rope_fwd(q, k, wq, wk, cos, sin, position_ids, eps, offset, casting,
     " bool pairs, bool need_dq, bool need_dk, bool need_dwq, bool need_dwk) -> (Tensor dq, Tensor dk, Tensor dw)"
 )
 def qk_norm_rope_bwd(dyq, dyk, q, k, wq, wk, cos, sin, position_ids, eps, offset, pairs, need_dq, need_dk, need_dwq, need_dwk) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, and dwq and dwk side by side in their common dtype; what is not needed is empty."""
+    """dq, dk, and dwq and dwk side by side in their common dtype; gradients that are not needed are empty."""
     dyq, dyk = unit_stride(dyq), unit_stride(dyk)
     B, T, _, D = q.shape
     half = cos.shape[-1]

@@ -4,7 +4,7 @@ Shapes: q (B, Hq, T, D), k (B, Hk, T, D), or with ``unsqueeze_dim=2`` (B, T, H, 
 rotated pair.  R <= D: the last D - R columns pass through.
 
 A pair (a, b) becomes (a cos - b sin, b cos + a sin).  ``layout="halves"`` pairs column i with i + R/2, ``"pairs"`` 2i with 2i + 1.
-The backward turns the other way: the same kernel with -sin.
+The backward rotates the other way: the same kernel with -sin.
 
 ``casting`` says where the arithmetic is rounded, as models differ in it:
   fp32    everything in fp32, rounded once, to the dtype of x
@@ -183,28 +183,28 @@ def _rope(
 
 
 def unit_stride(x: Tensor) -> Tensor:
-    """``x`` with neighbouring columns in neighbouring memory: itself, or a copy."""
+    """``x`` with unit column stride: ``x`` itself, or a copy."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def angle_strides(cos: Tensor, sin: Tensor, position_ids: Tensor | None) -> tuple[int, ...]:
-    """What ``load_angles`` wants, from cos_batch to pos_time; a batch of one serves all."""
+    """The strides for ``load_angles``, from cos_batch to pos_time. A batch of one applies to all."""
     of = lambda t: (t.stride(0) if t.shape[0] > 1 else 0, *t.stride()[1:])
     return *of(cos), *of(sin), *((0, 0) if position_ids is None else of(position_ids))
 
 
 def turned_dtype(dtype: torch.dtype, cos: Tensor, casting: str) -> torch.dtype:
-    """Of what was of ``dtype`` and is turned by a table."""
+    """The dtype of the result of rotating a tensor of ``dtype`` by the table ``cos``."""
     return dtype if casting != "none" or dtype == cos.dtype else torch.promote_types(dtype, cos.dtype)
 
 
 def rounding(dtype: torch.dtype, cos: Tensor, casting: str) -> bool:
-    """Whether the forward rounds products of ``dtype`` and of a table to less than fp32; it is the dtype of the result then."""
+    """Whether the forward rounds products of ``dtype`` and a table to less than fp32, which is then the dtype of the result."""
     return casting != "fp32" and turned_dtype(dtype, cos, "none") != torch.float32
 
 
 def fusing(rounds: bool) -> dict[str, bool]:
-    """Compilers work in bf16 where that rounds as told, and would then fuse a product and a sum, which rounds once: not where it is to round twice."""
+    """Options for the compiler. It may compute in bf16 and fuse a product and a sum, which then round once: forbid that if both must round."""
     return {"enable_fp_fusion": not rounds}
 
 
@@ -257,7 +257,7 @@ class RopeFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dq, dk):
         heads, (need_dq, need_dk) = (1 if ctx.how[0] else 2), ctx.needs_input_grad[:2]
-        # a gradient that nobody needs is turned over no heads
+        # if a gradient is not needed, rotate zero heads
         dq = dq if need_dq else dq.narrow(heads, 0, 0)
         dk = dk if need_dk else dk.narrow(heads, 0, 0)
         dq, dk = _both(dq, dk, *ctx.saved_tensors, *ctx.how, ctx.rounds, True, *ctx.dtypes)
@@ -265,7 +265,7 @@ class RopeFunction(torch.autograd.Function):
 
 
 def in_place_of(q: Tensor, k: Tensor, cos: Tensor) -> str:
-    """``casting`` of the published functions, whose results take the place of q and k in their dtypes: no upcast where there is one dtype."""
+    """The ``casting`` of LinkedIn's functions, whose results have the dtypes of q and k: no upcast if there is only one dtype."""
     return "none" if q.dtype == k.dtype == cos.dtype else "fp32"
 
 
@@ -296,14 +296,14 @@ class LigerLlama4RopeFunction(RopeFunction):
 
 
 def _turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, casting: str, heads_first: bool, pairs: bool, inverse: bool) -> tuple[Tensor, Tensor]:
-    """Without autograd, in the dtypes of q and k."""
+    """Rotate q and k without autograd, in their dtypes."""
     return _both(q, k, cos, sin, None, heads_first, pairs, rounding(q.dtype, cos, casting), inverse, q.dtype, k.dtype)
 
 
 def rope_forward(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, unsqueeze_dim: int = 1, rotary_dim: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``LigerRopeFunction`` without autograd: turned q and k, and the tables, for ``rope_backward``."""
+    """``LigerRopeFunction`` without autograd: rotated q and k, and the tables, for ``rope_backward``."""
     tables = once(cos, rotary_dim), once(sin, rotary_dim)
     return *_turned(q, k, *tables, in_place_of(q, k, cos), unsqueeze_dim == 1, False, False), cos, sin
 
@@ -311,22 +311,22 @@ def rope_forward(
 def rope_backward(
     dq: Tensor, dk: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, unsqueeze_dim: int = 1, rotary_dim: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Turned back: gradients of what ``rope_forward`` was given."""
+    """Rotate back: the gradients of q and k of ``rope_forward``."""
     return _turned(dq, dk, once(cos, rotary_dim), once(sin, rotary_dim), in_place_of(dq, dk, cos), unsqueeze_dim == 1, False, True)
 
 
 def qwen2vl_mrope_forward(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, mrope_section: Sequence[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``LigerQwen2VLMRopeFunction`` without autograd: turned q and k, and the tables, for ``qwen2vl_mrope_backward``."""
+    """``LigerQwen2VLMRopeFunction`` without autograd: rotated q and k, and the tables, for ``qwen2vl_mrope_backward``."""
     return *_turned(q, k, of_sections(cos, mrope_section), of_sections(sin, mrope_section), in_place_of(q, k, cos), True, False, False), cos, sin
 
 
 def qwen2vl_mrope_backward(dq: Tensor, dk: Tensor, cos: Tensor, sin: Tensor, mrope_section: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Turned back."""
+    """Rotate back: the gradients of q and k of ``qwen2vl_mrope_forward``."""
     return _turned(dq, dk, of_sections(cos, mrope_section), of_sections(sin, mrope_section), in_place_of(dq, dk, cos), True, False, True)
 
 
 def llama4_rope_forward(q: Tensor, k: Tensor, freqs_cis: Tensor, BLOCK_SIZE: int | None = None, imag_sign: float = 1.0) -> tuple[Tensor, Tensor]:
-    """``LigerLlama4RopeFunction`` without autograd; ``imag_sign=-1`` turns back, as the backward does."""
+    """``LigerLlama4RopeFunction`` without autograd. ``imag_sign=-1`` rotates back, as the backward does."""
     cos, sin = of_complex(freqs_cis.reshape(-1, *freqs_cis.shape[-2:]))
     return _turned(q, k, cos, sin, "fp32", False, True, imag_sign < 0)
 
@@ -334,7 +334,7 @@ def llama4_rope_forward(q: Tensor, k: Tensor, freqs_cis: Tensor, BLOCK_SIZE: int
 def checked_tables(
     name: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None, layout: str, unsqueeze_dim: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """cos, sin and position_ids as launchers take them; ``ValueError`` if an argument of operator ``name`` is not what it must be."""
+    """cos, sin and position_ids in the form for launchers. Raises ``ValueError`` if an argument of operator ``name`` is wrong."""
     if layout not in LAYOUTS:
         raise ValueError(f"{name}: layout must be one of {LAYOUTS}, got {layout!r}")
     if unsqueeze_dim not in (1, 2):
@@ -360,7 +360,7 @@ def checked_tables(
 
 
 def served(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    """Whether kernels turn ``q`` and ``k`` by these tables: not where these learn."""
+    """Whether kernels rotate ``q`` and ``k`` with these tables: not if the tables require gradients."""
     learn = (cos.requires_grad or sin.requires_grad) and torch.is_grad_enabled()
     return use_kernels(q, fusible=True) and not learn and q.dtype == k.dtype and cos.dtype == sin.dtype and cos.dtype in _KERNEL_DTYPES
 
@@ -436,11 +436,11 @@ _IDS = T_((2, 5), _ids, dtype=torch.int64)
 def rope(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, *, layout: str = "halves", unsqueeze_dim: int = 1, casting: str = "fp32"
 ) -> tuple[Tensor, Tensor]:
-    """Turn queries and keys by the angles of their positions; returns new tensors of their shapes, and of the dtypes that ``casting`` says.
+    """Rotate queries and keys by the angles of their positions. Returns new tensors with their shapes, in the dtypes that ``casting`` defines.
 
     q (B, Hq, T, D), k (B, Hk, T, D), or (B, T, H, D) with ``unsqueeze_dim=2``; any strides. cos, sin (B or 1, T, R/2) or (T, R/2) with R <= D; or,
-    with ``position_ids`` (B or 1, T), tables (L, R/2) or (1, L, R/2) that it indexes. Where cos or sin ask for a gradient, PyTorch computes all.
-    A position outside its table gives NaN on a GPU; elsewhere an ``IndexError``, or, if negative, what PyTorch's indexing finds from the end.
+    with ``position_ids`` (B or 1, T), tables (L, R/2) or (1, L, R/2) that it indexes. If cos or sin require gradients, PyTorch computes everything.
+    A position outside its table gives NaN on a GPU. Elsewhere it raises ``IndexError``, or, if negative, indexes from the end, as in PyTorch.
     """
     if casting not in CASTING:
         raise ValueError(f"rope: casting must be one of {CASTING}, got {casting!r}")

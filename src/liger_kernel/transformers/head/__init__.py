@@ -1,1 +1,1 @@
-"""The output head and its loss as one operation: what replaces the logits until somebody needs them."""
+"""The output head and its loss as one operation. Recipes replace the logits until some code reads them."""

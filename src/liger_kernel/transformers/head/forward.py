@@ -25,7 +25,7 @@ from liger_kernel.ops.losses.chunks import Kept
 from liger_kernel.transformers import attention
 from liger_kernel.transformers.head.linear import may_be_linear
 from liger_kernel.transformers.head.loss import LOSS_OPTIONS, STATISTICS
-from liger_kernel.transformers.head.outputs import _output as _output  # pickles made before it moved name it here
+from liger_kernel.transformers.head.outputs import _output as _output  # older pickles refer to it by this module
 from liger_kernel.transformers.head.outputs import declare_outputs, settled, settled_in_place
 from liger_kernel.transformers.head.recipe import IGNORE, Loss, LossOptions
 from liger_kernel.transformers.head.stand_in import Call, StandIn, enter, leave, place_of_head, standing, without_labels
@@ -58,15 +58,15 @@ def fused(forward: Callable, *, keep_logits: bool = False, known: bool = True) -
         options = {LOSS_OPTIONS[n]: v for n in own_options if (v := kwargs.pop(n, None)) is not None and v is not False}
         accuracy, predictions = (kwargs.pop(n, None) for n in STATISTICS)
         takes = positional
-        if more and args:  # a wrapper somebody put there: what it is given has the names that the class knows
+        if more and args:  # a wrapper of other code takes *args: use the parameter names of the class
             of_class = _positional(type(self).forward)[0]
             takes = of_class if of_class[: len(positional)] == positional else positional
-        at = takes[: len(args)]  # what is given by position is passed on so
+        at = takes[: len(args)]  # pass positional arguments on by position
         given = dict(zip(at, args)) | kwargs
         learns = given.get("labels") is not None or given.get("shift_labels") is not None
         if transformed() and not (options or accuracy or predictions):  # torch.func does not see through fused operators
             learns = False
-        if not learns:  # with skip_logits=True, too: trainers that keep the labels for a loss of their own pass it in evaluation
+        if not learns:  # even with skip_logits=True: trainers that keep the labels for their own loss pass it in evaluation
             return without_labels(forward, self, args, kwargs) if standing else forward(self, *args, **kwargs)
         if takes_anything:
             given = _aligned(given)
@@ -78,7 +78,7 @@ def fused(forward: Callable, *, keep_logits: bool = False, known: bool = True) -
         parent, name = place
         head = parent._modules[name]
         head = head.head if isinstance(head, StandIn) else head
-        shifts = not getattr(getattr(self, "config", None), "is_encoder_decoder", False)  # of others, some say that their labels are the shifted ones
+        shifts = not getattr(getattr(self, "config", None), "is_encoder_decoder", False)  # encoder-decoders may take labels that are already shifted
         if known and not keep_logits and shifts and getattr(self, "loss_function", None) is ForCausalLMLoss:
             loss.causal, loss.num_items = True, given.get("num_items_in_batch")
             if not torch.compiler.is_compiling() and (linear := may_be_linear(head)) is not None:
@@ -94,7 +94,7 @@ def fused(forward: Callable, *, keep_logits: bool = False, known: bool = True) -
             )
         settle = settled if known else settled_in_place
         out = settle(out, skip, loss.token_accuracy if accuracy else None, loss.predicted_tokens if predictions else None)
-        for recipe in loss.recipes:  # somebody holds these, and may look at them when the weights are others
+        for recipe in loss.recipes:  # other code holds these, and may read them after the weights have changed
             if (kept := recipe()) is not None:
                 kept.value()
         return out
@@ -117,7 +117,7 @@ def _aligned(given: dict[str, Any]) -> dict[str, Any]:
             shift_labels = _kept(shift_labels, keep)
     if shift_labels is None:
         return given
-    # contiguous: loss functions take a view of them
+    # contiguous, because loss functions call view on them
     return given | {"labels": shift_labels if labels is None else labels, "shift_labels": shift_labels.contiguous()}
 
 
@@ -132,7 +132,7 @@ def _kept_early(given: dict[str, Any], head: nn.Module) -> Kept | None:
 
 
 def _kept(t: Tensor, keep: int | Tensor) -> Tensor:
-    """What ``logits_to_keep`` keeps of t (B, T): the last ones, some positions, or of each sequence its own positions or mask."""
+    """The part of t (B, T) that ``logits_to_keep`` selects: the last positions, some positions, or positions or a mask for each sequence."""
     if isinstance(keep, Tensor) and keep.ndim == 2:
         return t[keep] if keep.dtype == torch.bool else t.gather(1, keep)
     return t[:, slice(-keep, None) if isinstance(keep, int) else keep]

@@ -1,11 +1,11 @@
-"""What an output head with adapters is at the moment of a call: a weight, a bias, and a term of low rank.
+"""An output head with adapters at the moment of a call, as a weight, a bias and a term of low rank.
 
     lm_head with LoRA, two of them active       x W^T + [s_1 drop_1(x) A_1^T, s_2 drop_2(x) A_2^T] [B_1, B_2]^T + bias
     the same with adapters disabled or merged   x W^T + bias
     tied, with rows i trained as D              x W^T + x (D - W_i)^T E_i^T, E_i (V, n) of zeros and ones
 
-The thin products with the A's are PyTorch's, of all tokens at once: dropout draws the mask that stock draws (all the same, where a model slices its
-logits before its loss, not those of stock), and A and x get their gradients by autograd. The loss engine does the rest in chunks (``ops/losses/chunks``).
+PyTorch computes the thin products with the A's for all tokens at once, so dropout draws the same mask as stock (except if a model slices its logits before
+its loss), and A and x get their gradients by autograd. The loss engine computes the rest in chunks (``ops/losses/chunks``).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def terms(found: Projection, x: Tensor) -> dict[str, Any]:
     dtype, bias = product_dtype(x), found.bias
     rows, xa, wb = x.to(dtype), [], []
     for adapter in found.adapters:
-        # the mask that stock draws is that of the adapter's dtype
+        # stock draws the mask in the adapter's dtype
         seen = F.dropout(x.to(adapter.a.dtype), adapter.dropout).to(dtype) if adapter.dropout else rows
         xa.append(adapter.scale * F.linear(seen, adapter.a.to(dtype)))
         wb.append(adapter.b.to(dtype))

@@ -28,7 +28,7 @@ from liger_kernel.transformers.head.recipe import DEFAULTS, IGNORE, LOSSES, Loss
 from liger_kernel.transformers.head.state import HeadState, is_plain, out_features
 from liger_kernel.transformers.recognise.projections import Left
 
-# Keywords of a patched ``forward`` that are meant for its loss, and what the operators call them.
+# Keywords of a patched ``forward`` for its loss -> their names in the operators.
 LOSS_OPTIONS = {
     "label_smoothing": "label_smoothing",
     "lse_square_scale": "z_loss",
@@ -57,7 +57,7 @@ def head_cross_entropy(head: nn.Module, x: Tensor, target: Tensor, options: Loss
         return _vocabulary_parallel_loss(head, x, target, options)
     class_weight, reduction = options.class_weight, options.reduction
     class_weight = class_weight if class_weight is None else class_weight.detach()
-    # the head accumulates its own gradients, and may ask what every token is
+    # the head accumulates its own gradients, and may need the target of every token
     rest = options.given("accum_dtype", "compact", "class_weight", "reduction", "stats")
     call = head.forward if within else head
     state = None if torch.compiler.is_compiling() else HeadState(head)
@@ -82,7 +82,7 @@ def head_cross_entropy(head: nn.Module, x: Tensor, target: Tensor, options: Loss
 
 
 def _vocabulary_parallel_loss(head: parallel.VocabularyParallel, x: Tensor, target: Tensor, options: LossOptions) -> Any:
-    """The loss of a head that is sharded by vocabulary; tokens known not to count are left out."""
+    """The loss of a head that is sharded by vocabulary, without the tokens that are known not to count."""
     kept = options.compact.rows() if isinstance(options.compact, Kept) and options.reduction != "none" else None
     given = options.given("compact", "token_scaling")
     if kept is None:
@@ -120,7 +120,7 @@ def _loss(logits: Recipe, target: Tensor, options: LossOptions) -> Tensor:
     logits.not_in_a_function()
     asked = logits.loss
     options = options.but(stats=asked.statistics)
-    cut = torch.is_grad_enabled() and not logits.learns  # from the graph, by a no_grad before this loss
+    cut = torch.is_grad_enabled() and not logits.learns  # whether a no_grad before this loss has cut the logits from the graph
     transform = logits.scale_and_cap() if logits.computed is None and not cut else None
     if transform is not None and (transform[1] is None or options.softcap is None):
         scale, softcap = transform
@@ -147,7 +147,7 @@ def _loss(logits: Recipe, target: Tensor, options: LossOptions) -> Tensor:
 
 
 def _inside(function: Callable) -> bool:
-    """Whether ``function`` is being called, a few frames up: some models have a loss function and do not use it."""
+    """Whether a call of ``function`` is on the stack, a few frames up: some models have a loss function and do not use it."""
     frame = sys._getframe(1)
     for _ in range(12):
         if frame.f_back is None:
@@ -159,9 +159,9 @@ def _inside(function: Callable) -> bool:
 
 
 def _head_loss(head: nn.Module, rows: Tensor, target: Tensor, asked: Loss, options: LossOptions) -> Any:
-    """``head_cross_entropy`` with what was known when the forward began, if it is the loss that was foreseen."""
+    """``head_cross_entropy`` with what was known when the forward began, if this is the loss that was expected then."""
     main = asked.causal and not asked.taken and options.ignore_index == IGNORE
-    # a head's bias, its scale, and losses of single tokens are not in the signature of what was replaced
+    # the replaced function has no parameters for a bias or scale of the head, or for losses of single tokens
     plain = getattr(parallel.bare(head), "bias", None) is None and options.logit_scale == 1.0 and options.reduction != "none"
     hooked = main and plain and loss_functions.replaced()
     main = main and (hooked if torch.compiler.is_compiling() else _inside(ForCausalLMLoss))
@@ -170,7 +170,7 @@ def _head_loss(head: nn.Module, rows: Tensor, target: Tensor, asked: Loss, optio
 
 
 def _entered_loss(head: nn.Module, rows: Tensor, target: Tensor, asked: Loss, options: LossOptions, within: bool, main: bool, hooked: bool) -> Any:
-    """The rest of ``_head_loss``, where the parameters of the head are."""
+    """The rest of ``_head_loss``, which runs while the parameters of the head are gathered."""
     sliced, linear = isinstance(head, parallel.VocabularyParallel), is_plain(head, within)
     if main and hooked and linear:
         return _replaced_loss(head, rows, target, asked, options)
@@ -178,25 +178,25 @@ def _entered_loss(head: nn.Module, rows: Tensor, target: Tensor, asked: Loss, op
     kept = asked.kept if main and (linear or sliced) and asked.kept is not None and asked.kept.total == target.numel() else None
     if kept is not None:
         options = options.but(compact=kept)
-    # a sum that is about to be divided: dividing in the forward spares the backward a pass over the gradient of the head
+    # the caller will divide this sum: dividing in the forward saves the backward a pass over the gradient of the head
     n = items(asked.num_items, rows) if main and linear and asked.num_items is not None and options.reduction == "sum" else None
     if n is not None:
-        n = n.where(n != 0, 1)  # of no tokens the caller divides by 0, as with logits
+        n = n.where(n != 0, 1)  # without tokens, the caller divides by 0, as with logits
         options = options.but(reduction="mean", num_items=n)
     found = head_cross_entropy(head, rows, target, options, within=within)
     loss, *more = found if asked.statistics else (found,)
     if n is not None:
         loss, more = loss * n, [more[0] * n, *more[1:]] if more else more
     if kept is not None and (chosen := kept.rows()) is not None:
-        # a token that counts and was not foreseen makes the loss NaN rather than wrong
+        # if a token counts unexpectedly, the loss is NaN rather than wrong
         counts = target != IGNORE
         loss = torch.where(counts.sum() == counts[chosen].sum(), loss, float("nan"))
     return (loss, *more) if asked.statistics else loss
 
 
 def _replaced_loss(head: nn.Module, rows: Tensor, target: Tensor, asked: Loss, options: LossOptions) -> Any:
-    """What the function that somebody put in place of one of ours in ``loss_functions`` returns; it may reduce or not."""
-    n = asked.num_items if options.reduction == "sum" else None  # by which the caller divides
+    """The result of the function that replaces one of ours in ``loss_functions``; it may be reduced or not."""
+    n = asked.num_items if options.reduction == "sum" else None  # the number by which the caller divides
     names = {ours: name for name, ours in LOSS_OPTIONS.items()} | {"softcap": "final_logit_softcapping"}
     said = {names[k]: v for k, v in options.given().items() if k in names}
     said |= dict.fromkeys(STATISTICS, True) if asked.statistics else {}

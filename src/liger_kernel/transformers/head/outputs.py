@@ -20,7 +20,7 @@ EXTRA = "token_accuracy", "predicted_tokens"
 
 
 def output_class(cls: type) -> type:
-    """Return ``cls``, a ``ModelOutput``, with the fields ``token_accuracy`` and ``predicted_tokens``. Its pickles without these are ``cls``."""
+    """Return ``cls``, a ``ModelOutput``, with the fields ``token_accuracy`` and ``predicted_tokens``. Without values there, it is pickled as a ``cls``."""
     if cls not in _OUTPUTS:
         name = cls.__name__ if cls.__name__.startswith("Liger") else f"Liger{cls.__name__}"
         namespace = {"__module__": __name__, "__doc__": cls.__doc__, "__reduce__": _reduced_output}
@@ -29,7 +29,7 @@ def output_class(cls: type) -> type:
 
 
 class _Output:
-    """Makes an output for a copy; pickled, the function that makes one of the class it is given."""
+    """Creates an output for ``copy``. It is pickled as the function that creates an output of a given class."""
 
     def __init__(self, cls: type, make: Any):
         self.cls, self.make = cls, make
@@ -69,7 +69,7 @@ def _outputs_in(module: types.ModuleType) -> Iterator[type]:
 def settled(out: Any, skip: bool, token_accuracy: Tensor | None, predicted_tokens: Tensor | None) -> Any:
     """Return ``out`` without recipes: skipped logits are omitted, all others are computed. A ``ModelOutput`` is rebuilt, because it is also a dict."""
     if isinstance(out, tuple):
-        drop = skip and isinstance(out[0], Tensor) and not isinstance(out[0], Recipe)  # the loss is there
+        drop = skip and isinstance(out[0], Tensor) and not isinstance(out[0], Recipe)  # the first value is the loss
         kept = [materialised(x) for x in out if not (drop and isinstance(x, Recipe))]
         return tuple(kept + [x for x in (token_accuracy, predicted_tokens) if x is not None])
     if not isinstance(out, ModelOutput):
@@ -81,7 +81,7 @@ def settled(out: Any, skip: bool, token_accuracy: Tensor | None, predicted_token
 
 
 def settled_in_place(out: Any, skip: bool, token_accuracy: Tensor | None, predicted_tokens: Tensor | None) -> Any:
-    """The same for the output of a user's ``forward``: a ``ModelOutput`` stays the same object, as it may have more than its class declares."""
+    """``settled`` for the output of a user's ``forward``. A ``ModelOutput`` stays the same object, because it may have more fields than its class declares."""
     if not isinstance(out, ModelOutput):
         return of_tensors(out)
     _settle(out, skip and getattr(out, "loss", None) is not None)
@@ -103,7 +103,7 @@ def _settle(out: ModelOutput, drop: bool) -> None:
 
 
 def _settle_parts(out: ModelOutput, drop: bool) -> None:
-    """BLIP-2 returns the output of its language model as a part of its own, with the same logits."""
+    """Settle outputs inside an output: BLIP-2's contains the output of its language model, with the same logits."""
     for part in out.values():
         if isinstance(part, ModelOutput):
             _settle(part, drop)

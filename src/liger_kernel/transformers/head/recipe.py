@@ -55,7 +55,7 @@ DEFAULTS = LossOptions()
 class Loss:
     """What the caller of ``forward`` wants from the loss, and what the loss returned."""
 
-    options: LossOptions = field(default_factory=LossOptions)  # DEFAULTS is a constant that PyTorch 2.11 cannot compile here
+    options: LossOptions = field(default_factory=LossOptions)  # a factory, because PyTorch 2.11 cannot compile the constant DEFAULTS here
     statistics: bool = False
     taken: bool = False
     token_accuracy: Tensor | None = None
@@ -63,10 +63,10 @@ class Loss:
     causal: bool = False  # whether transformers' ForCausalLMLoss is the model's loss function
     kept: Kept | None = None  # tokens that count, counted when the forward began
     num_items: Any = None  # what the loss function will divide the sum by
-    recipes: list[weakref.ref[Recipe]] = field(default_factory=list)  # made by calls of the head
+    recipes: list[weakref.ref[Recipe]] = field(default_factory=list)  # recipes that calls of the head made
 
 
-# A loss function -> what computes it of a recipe, and registers itself here: it needs recipes, which need not know it
+# A loss function -> the function that computes it from a recipe. These register themselves here, so that this module need not import them
 LOSSES: dict[Callable, Callable[..., Any]] = {}
 
 
@@ -76,7 +76,7 @@ class Recipe:
     ``tail`` holds ("mul", number), ("div", number), ("tanh", None) and ("to", dtype). Selecting and reshaping tokens acts on ``rows``. As soon as somebody
     reads one recipe, all recipes of the same logits are computed from them, and views stay views: from then on, the logits may be changed in place.
 
-    Gradients, autocast and the state of the head are those of the moment in which the model called the head, whoever reads the recipe.
+    Gradient mode, autocast and the state of the head are those of the moment in which the model called the head, whoever reads the recipe.
     """
 
     def __init__(self, rows: Tensor, head: nn.Module | None, loss: Loss, tail: tuple[tuple[str, Any], ...] = (), state: HeadState | None = None):
@@ -84,11 +84,11 @@ class Recipe:
         self.computed: Tensor | None = None
         self.learns = torch.is_grad_enabled()
         self.autocast = _autocast(rows.device.type)
-        self.root: Recipe | None = None  # what others are made of, and how; kept until they are computed
+        self.root: Recipe | None = None  # the recipe from which this one was made; kept until the logits are computed
         self.make: Callable[[], Tensor] | None = None
-        self.shared = False  # whether another recipe was made of it, or may be of the same memory
-        self.learnt = False  # whether a loss was computed without them, so that they get no gradient
-        self.others: list[Callable[[], Recipe | None]] = []  # of a root: the recipes made of it, while they live
+        self.shared = False  # whether another recipe was made from it, or may share its memory
+        self.learnt = False  # whether a loss was computed without the logits, so that these get no gradient
+        self.others: list[Callable[[], Recipe | None]] = []  # in a root: the live recipes that were made from it
 
     def value(self) -> Any:
         """Compute the logits, or return them if they are computed."""
@@ -120,19 +120,19 @@ class Recipe:
     def _call_head(self) -> Tensor:
         with self.as_called(), self.in_state():
             y = self.rows if self.head is None else self.head(self.rows)
-        for name, arg in self.tail:  # what was done in place
+        for name, arg in self.tail:  # includes what was done in place
             y = _apply(y, name, arg)
         return y
 
     def as_called(self) -> contextlib.AbstractContextManager:
-        """The state of autocast in which the head was called."""
+        """Restore the autocast state in which the head was called."""
         device = self.rows.device.type
         if self.head is None or self.autocast == _autocast(device):
             return contextlib.nullcontext()
         return torch.autocast(device, dtype=self.autocast, enabled=self.autocast is not None)
 
     def in_state(self) -> contextlib.AbstractContextManager:
-        """The head in the state in which it was called."""
+        """Restore the state in which the head was called."""
         return contextlib.nullcontext() if self.state is None else self.state.restored()
 
     def derived(self, rows: Tensor, tail: tuple[tuple[str, Any], ...], op: Callable[[Tensor], Tensor]) -> Recipe:
@@ -142,7 +142,7 @@ class Recipe:
         new.learns, new.autocast, new.root = new.learns and self.learns, self.autocast, root
         new.make = lambda: op(self.value())
         new.shared = self.shared = True
-        # while it is traced nothing is computed that nobody uses
+        # while the compiler traces, a strong reference: it removes logits that nobody uses
         root.others.append((lambda: new) if torch.compiler.is_compiling() else weakref.ref(new))
         return new
 
@@ -152,7 +152,7 @@ class Recipe:
         return new
 
     def changed(self, name: str, arg: Any) -> Any:
-        """The same as ``then``, in place."""
+        """Do the same as ``then``, in place."""
         if self.computed is not None or self.shared or not isinstance(arg, (int, float)) or not arg or self.learns != torch.is_grad_enabled():
             return getattr(self.value(), f"{name}_")(materialised(arg))
         self.tail, make = (*self.tail, (name, arg)), self.make
@@ -187,7 +187,7 @@ class Recipe:
                 "take logits.value() before, or patch the model with fused_linear_cross_entropy=False"
             )
 
-    # What is known without computing
+    # Attributes that are known without computing the logits
 
     @property
     def shape(self) -> torch.Size:
@@ -222,7 +222,7 @@ class Recipe:
     def __len__(self) -> int:
         return len(self.rows)
 
-    # What is recorded
+    # Operations that are recorded
 
     def __mul__(self, other: Any) -> Any:
         return self.then("mul", other) if self.computed is None and isinstance(other, (int, float)) else self.value() * other
@@ -280,7 +280,7 @@ class Recipe:
             return self.with_rows(self.rows[index], lambda y: y[index])
         return self.value()[index]
 
-    # Everything else looks at the logits
+    # Everything else reads the logits
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -309,7 +309,7 @@ def _subclasses(cls: Any) -> Iterator[Any]:
 
 
 def _arguments(frame: types.FrameType) -> list[Any]:
-    """What the function of ``frame`` was called with, ``*args`` one by one."""
+    """The arguments with which the function of ``frame`` was called, with ``*args`` one by one."""
     code, values = frame.f_code, frame.f_locals
     n = code.co_argcount + code.co_kwonlyargcount
     named = [values.get(name) for name in code.co_varnames[:n]]
@@ -321,12 +321,12 @@ def _apply(y: Tensor, name: str, arg: Any) -> Tensor:
 
 
 def _autocast(device: str) -> torch.dtype | None:
-    """What matrices are multiplied in there, if autocast says."""
+    """The dtype of matrix products on that device under autocast; None if autocast is off."""
     return torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else None
 
 
 def _outside_inference() -> contextlib.AbstractContextManager:
-    inference = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()  # which cannot be traced
+    inference = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()  # the compiler cannot trace this call
     return torch.inference_mode(False) if inference else contextlib.nullcontext()
 
 
@@ -351,11 +351,11 @@ _ARITHMETIC = ("add", "radd", "sub", "rsub", "rtruediv", "floordiv", "rfloordiv"
 _IN_PLACE = ("iadd", "isub", "ipow", "ifloordiv", "imod", "iand", "ior")
 for _name in (*_ARITHMETIC, *_IN_PLACE, "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "invert", "bool", "iter", "setitem"):
     setattr(Recipe, f"__{_name}__", _operator(f"__{_name}__"))
-Recipe.__hash__ = object.__hash__  # type: ignore[method-assign]  # which went when __eq__ came
+Recipe.__hash__ = object.__hash__  # type: ignore[method-assign]  # Python removes __hash__ from a class that defines __eq__
 
 
 class DeferredLogits(Recipe, Tensor):
-    """A recipe that is a tensor for ``isinstance`` but has no memory of its own; calls of PyTorch's C++ with it are caught below."""
+    """A recipe that is a tensor for ``isinstance`` but has no memory of its own. The methods below intercept calls into PyTorch's C++."""
 
     @staticmethod
     def __new__(cls, rows: Tensor, head: nn.Module | None, *args: Any, **kwargs: Any) -> DeferredLogits:
@@ -365,7 +365,7 @@ class DeferredLogits(Recipe, Tensor):
     @classmethod
     def __torch_dispatch__(cls, fn: Any, types_: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         recipes = [x for x in tree_leaves((args, kwargs), is_leaf=_is_recipe) if _is_recipe(x)]
-        if torch.is_grad_enabled() and any(x.requires_grad for x in recipes):  # autograd, which is above, knows nothing of their gradient
+        if torch.is_grad_enabled() and any(x.requires_grad for x in recipes):  # autograd runs above this level and would miss their gradient
             raise RuntimeError(
                 f"{fn}: the logits of a patched model are computed when they are needed: give it logits.value(), "
                 "or patch the model with fused_linear_cross_entropy=False"
@@ -378,9 +378,9 @@ def new_recipe(*args: Any, **kwargs: Any) -> Recipe:
     return (Recipe if torch.compiler.is_compiling() else DeferredLogits)(*args, **kwargs)
 
 
-_GRAD: Any = Tensor.grad  # a descriptor of the class
+_GRAD: Any = Tensor.grad  # the descriptor of the class, not a value
 _OF_GRADIENTS = {Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad, _GRAD.__get__, torch.autograd.grad}
-# What goes through pytrees (torch.vmap, torch.func) are the logits
+# In pytrees (torch.vmap, torch.func) the logits replace a recipe
 register_pytree_node(DeferredLogits, lambda x: ([x.value()], None), lambda children, _: next(iter(children)))
 
 

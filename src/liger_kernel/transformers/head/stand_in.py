@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_kernel import parallel
-from liger_kernel.transformers.head import loss as loss  # who makes recipes has the losses that compute them
+from liger_kernel.transformers.head import loss as loss  # imported so that the losses register themselves before there are recipes
 from liger_kernel.transformers.head.recipe import DeferredLogits, Loss, Recipe, new_recipe
 from liger_kernel.transformers.head.state import HeadState, can_wait, untouched
 from liger_kernel.transformers.recognise.projections import copy_in_use
@@ -21,7 +21,7 @@ from liger_kernel.transformers.recognise.projections import copy_in_use
 
 @dataclass
 class Call:
-    """A ``forward`` that is running."""
+    """A running ``forward``."""
 
     model: nn.Module
     loss: Loss
@@ -29,9 +29,9 @@ class Call:
 
 
 class StandIn(nn.Module):
-    """Replaces the head during ``forward``: it returns a recipe to the calls that want one, and behaves as the head for everybody else.
+    """Replaces the head during ``forward``. It returns a recipe to calls that accept one, and behaves as the head for all other code.
 
-    ``calls`` has the calls of each thread, the innermost last; None is a call that wants logits.
+    ``calls`` has the calls of each thread, the innermost last; None is a call that needs logits.
     """
 
     def __init__(self, head: nn.Module):
@@ -39,7 +39,7 @@ class StandIn(nn.Module):
             super().__init__()
             self.head = head
             self.calls: dict[int, list[Call | None]] = {}
-        else:  # nothing of its own: parameters, hooks and all else are the head's for those who look meanwhile, and those who change it
+        else:  # it has nothing of its own: code that reads or changes parameters, hooks or anything else meanwhile gets those of the head
             self.__dict__.update(head=head, calls={})
 
     def call(self) -> Call | None:
@@ -63,12 +63,12 @@ class StandIn(nn.Module):
         return recipe
 
     def __getattr__(self, name: str) -> Any:
-        if "_modules" in self.__dict__:  # where it is traced
+        if "_modules" in self.__dict__:  # while the compiler traces it
             return super().__getattr__(name)
         return getattr(self.__dict__["head"], name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.forward(*args, **kwargs)  # hooks of all modules are for the head
+        return self.forward(*args, **kwargs)  # not super().__call__: global module hooks must see only the head
 
     @property
     def __class__(self) -> type:
@@ -88,13 +88,13 @@ def _of_head(name: str) -> Callable:
     return lambda self, *args, **kwargs: getattr(self.head, name)(*args, **kwargs)
 
 
-# What visits the modules of a model, to change them or to ask what they are, finds the head
+# Code that visits the modules of a model, to read or change them, finds the head
 for _name in ("state_dict", "named_modules", "apply", "train", "_apply", "requires_grad_", "__repr__"):
     setattr(StandIn, _name, _of_head(_name))
 
 
 def _held(head: nn.Module, x: Any) -> tuple[nn.Module, Tensor] | None:
-    """The head and rows of a recipe for ``head(x)``; None where the call cannot wait."""
+    """The head and rows of a recipe for ``head(x)``; None if the call cannot be deferred."""
     if not isinstance(x, Tensor) or not untouched():
         return None
     held = parallel.received(head, x)
@@ -104,7 +104,7 @@ def _held(head: nn.Module, x: Any) -> tuple[nn.Module, Tensor] | None:
     return (inner, x) if can_wait(inner) else None
 
 
-standing: list[StandIn] = []  # those in place
+standing: list[StandIn] = []  # the stand-ins that are in place now
 _LOCK = threading.Lock()
 
 
@@ -118,7 +118,7 @@ def _locked() -> contextlib.AbstractContextManager:
 
 
 def enter(parent: nn.Module, name: str, call: Call) -> StandIn:
-    """Put a stand-in in the place ``name`` of ``parent``; simultaneous calls share one."""
+    """Put a stand-in under ``name`` into ``parent``. Simultaneous calls share one."""
     with _locked():
         there = parent._modules[name]
         stand_in = there if isinstance(there, StandIn) else StandIn(there)
@@ -160,11 +160,11 @@ def place_of_head(model: nn.Module) -> tuple[nn.Module, str] | None:
         head = model.get_output_embeddings()
     except (AttributeError, NotImplementedError):
         return None
-    if head is None:  # transformers does not look for it where there is no embedding: in the last stage of a pipeline
+    if head is None:  # transformers finds no head in a model without an embedding, such as the last stage of a pipeline
         head = model._modules.get("lm_head")
-    if not isinstance(head, nn.Module) or isinstance(head, nn.Embedding):  # which is called for the inputs, too
+    if not isinstance(head, nn.Module) or isinstance(head, nn.Embedding):  # an embedding is also called for the inputs
         return None
-    for name, child in model._modules.items():  # where it nearly always is
+    for name, child in model._modules.items():  # the head is nearly always a direct child
         if child is head:
             return model, name
     return next(((m, name) for m in model.modules() for name, child in m._modules.items() if child is head), None)

@@ -21,7 +21,7 @@ from liger_kernel import parallel
 from liger_kernel.ops._core.operator import intercepted
 
 _LINEAR_FORWARD, _LINEAR = nn.Linear.forward, F.linear
-# Modules that compute every token by itself and keep nothing: PyTorch's, and those of packages that shard, adapt or quantise linear layers
+# Modules that compute each token independently and keep no state: PyTorch's, and those of packages that shard, adapt or quantise linear layers
 _TOKEN_WISE = (nn.Linear, nn.Dropout, nn.Identity, nn.Sequential, nn.ModuleDict, nn.ModuleList, nn.ParameterDict, nn.ParameterList)
 _ADAPTING = (
     "torch.distributed.fsdp.",
@@ -75,7 +75,7 @@ def width(head: nn.Module) -> int | None:
     """The number of classes, if ``head`` has such an attribute."""
     inner: Any = parallel.bare(head)
     if type(inner) is nn.Linear and inner.weight.ndim == 2 and inner.weight.numel():
-        return inner.weight.shape[0]  # PEFT makes copies of heads that are tied, and takes their sizes for each other
+        return inner.weight.shape[0]  # not out_features: PEFT confuses the two sizes when it copies a tied head
     n = getattr(inner, "out_features", None)
     return n if isinstance(n, int) else None
 
@@ -93,14 +93,14 @@ class HeadState:
     """The present attributes, hooks and weights of a head and its parts, and the rows with which it is called."""
 
     def __init__(self, head: nn.Module, *rows: Tensor):
-        self._sharded = parallel.is_sharded(head)  # then weights come and go with its calls
+        self._sharded = parallel.is_sharded(head)  # then its weights exist only during its calls
         self._modules = [(m, {k: v.copy() if type(v) in _CONTAINERS else v for k, v in self._kept(m).items()}) for m in parallel.bare(head).modules()]
         weights = [] if self._sharded else list(head.parameters())
         self._tensors = [(t, _version(t)) for t in (*weights, *rows)]
         self._learning = [(p, p.requires_grad) for p in weights]
 
     def _kept(self, m: nn.Module) -> dict[str, Any]:
-        """The attributes of ``m`` that count."""
+        """The attributes of ``m`` that can change its result."""
         return {k: v for k, v in m.__dict__.items() if k != "_parameters" and not isinstance(v, Tensor)} if self._sharded else m.__dict__
 
     def _is_now(self, m: nn.Module, then: dict[str, Any]) -> bool:

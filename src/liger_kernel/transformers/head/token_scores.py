@@ -44,7 +44,7 @@ class TokenScores(ModelOutput):
     aux_loss: Tensor | None = None
 
 
-_UNDER_WAY: dict[int, list[Any]] = {}  # of each thread: targets of its calls, and how to give the head back
+_UNDER_WAY: dict[int, list[Any]] = {}  # thread -> the targets of its calls, and how to restore the head
 
 
 def give_scores(model: nn.Module) -> None:
@@ -52,7 +52,7 @@ def give_scores(model: nn.Module) -> None:
     inner: Any = getattr(model, "get_base_model", lambda: model)()
     if _before not in inner._forward_pre_hooks.values():
         inner.register_forward_pre_hook(_before, with_kwargs=True)
-        inner.register_forward_hook(_after, with_kwargs=True, always_call=True)  # in front of those of FSDP2, which come later
+        inner.register_forward_hook(_after, with_kwargs=True, always_call=True)  # before the hooks of FSDP2, which are registered later
 
 
 def _before(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -65,15 +65,15 @@ def _before(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tupl
         parent, name = place
         head: Any = parent._modules[name]
         head = head.head if isinstance(head, StandIn) else head
-        # the head is named as what is called: a patched model, called without labels, turns off what stands in for calls of its own
+        # name the head as the caller: a patched model that is called without labels turns off only stand-ins for its own calls
         stand_in = enter(parent, name, Call(head, Loss(), keep_logits=False))
-        kept = Kept(torch.cat([t.flatten() for t in targets]), IGNORE)  # counted while the model computes
+        kept = Kept(torch.cat([t.flatten() for t in targets]), IGNORE)  # the GPU counts them while the model computes
         calls.append((targets, kept, functools.partial(leave, stand_in, parent, name)))
     return args, {k: v for k, v in kwargs.items() if k != "token_targets"}
 
 
 def _after(model: nn.Module, args: tuple, kwargs: dict[str, Any], out: Any) -> Any:
-    """Called after an error, too: without an output then."""
+    """Restore the head and return the scores. It also runs after an error, without an output then."""
     targets, kept, put_back = _UNDER_WAY[this_thread()].pop()
     if put_back is not None:
         put_back()
@@ -97,7 +97,7 @@ def scores(out: Any, token_targets: tuple[Tensor, Tensor], kept: Kept | None = N
 
 
 def _is_fusable(logits: DeferredLogits) -> bool:
-    """Whether chunks of tokens may go through the head twice, and nothing notices: it is linear, and nobody looks at its calls."""
+    """Whether chunks of tokens may go through the head twice unnoticed: the head is linear, and no hook observes its calls."""
     if logits.computed is not None or logits.head is None or logits.scale_and_cap() is None:
         return False
     head = parallel.bare(logits.head)
@@ -114,7 +114,7 @@ def mean_logits(logits: Tensor | DeferredLogits) -> Tensor:
     if not isinstance(logits, DeferredLogits):
         return logits.mean(-1, dtype=torch.float32)
     head: Any = logits.head
-    scale, cap = logits.scale_and_cap() or (1.0, None)  # never None of what is fusable
+    scale, cap = logits.scale_and_cap() or (1.0, None)  # never None if the head is fusable
 
     def means(rows: Tensor) -> Tensor:
         inner: Any = parallel.bare(head)
@@ -131,7 +131,7 @@ def mean_logits(logits: Tensor | DeferredLogits) -> Tensor:
 
 
 def _means(x: Tensor, w: Tensor, bias: Tensor | None, xa: Tensor | None = None, wb: Tensor | None = None) -> Tensor:
-    """Means (M,) of the logits x w^T + xa wb^T + bias: logits of the mean class."""
+    """Means (M,) of the logits x w^T + xa wb^T + bias, computed as the logit of a class with the mean weights."""
     mean = 0 if bias is None else bias.float().mean()
     for rows, of in ((x, w), (xa, wb)):
         if rows is not None and of is not None:

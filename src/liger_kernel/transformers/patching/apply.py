@@ -37,7 +37,7 @@ def _apply_rest(model: nn.Module, given: Mapping[str, bool | None]) -> nn.Module
 
 
 def _parts(flags: Mapping[str, bool | None], given: Mapping[str, bool | None]) -> dict[str, Any]:
-    """``parts_of`` flags, some of them given; where all that is published is off, nothing of a model is touched."""
+    """``parts_of`` the flags, some of which were given. If all published flags are off, nothing in a model changes."""
     parts = parts_of(flags)
     others = any(flags.get(f) for f in HEAD_FLAGS) or any(parts[slot] for slot in parts if slot not in UNPUBLISHED)
     return parts | {"projections": parts["projections"] and (others or "projections" in given)}
@@ -125,7 +125,7 @@ def _apply_function(model_type: str) -> Callable[..., None]:
 
 
 def _check_values(where: str, flags: Mapping[str, Any], model: Any) -> None:
-    """``TypeError`` for a model that is none, or a flag that is none: a model that is passed by place, or the name of one."""
+    """Raise ``TypeError`` if the model is not a module or a flag is not a bool: a model passed by position, or the name of a model."""
     if model is not None and not isinstance(model, nn.Module):
         hint = f"; AutoLigerKernelForCausalLM.from_pretrained({model!r}) loads and patches a model by its name" if isinstance(model, str) else ""
         raise TypeError(f"{where}: model must be a model that is built (an nn.Module), got {model!r:.80}{hint}")

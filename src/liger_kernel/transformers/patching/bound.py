@@ -1,8 +1,8 @@
-"""A function as the method of one live module, which behaves as if the module's class had it.
+"""A function as a method of one live module. It behaves as if the module's class had it.
 
-A bound method in a module's own ``__dict__`` differs from a method of its class in ways that users notice. It holds its module, so that ``del model`` frees
+A bound method in a module's own ``__dict__`` differs from a method of its class in ways that users notice. It holds its module, so ``del model`` frees
 nothing before the garbage collector runs. ``copy.copy(model)`` runs the original. A ``forward`` that the class gets later, or another ``__class__``, has no
-effect. ``Bound`` holds its module weakly, asks the class at each call, and is made again for copies. A pickle has none: it holds the stock model.
+effect. ``Bound`` holds its module weakly, looks at the class at each call, and is made again for copies. Pickles contain the stock model without ``Bound``.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch import nn
 
 from liger_kernel.transformers.patching.wrappers import wrapped
 
-KEY = "_liger_stock"  # in the __dict__ of a patched module: attribute -> what was there
+KEY = "_liger_stock"  # in the __dict__ of a patched module: attribute -> its value before the patch
 
 
 class ABSENT:
-    """Nothing was there. (This is a class, because a copy of a class is the class itself.)"""
+    """Marks an attribute that did not exist before the patch. (This is a class, because a copy of a class is the class itself.)"""
 
 
 def ours(function: Callable) -> Callable:
@@ -35,7 +35,7 @@ def ours(function: Callable) -> Callable:
 
 
 def is_ours(value: Any) -> bool:
-    function = value.function if type(value) is Bound else getattr(value, "__func__", value)  # accelerate makes methods of what it unwraps
+    function = value.function if type(value) is Bound else getattr(value, "__func__", value)  # accelerate turns the function that it unwraps into a method
     return function is not None and getattr(function, "_liger", None) is function
 
 
@@ -48,14 +48,14 @@ def _found_within(there: Any, stock: Callable) -> bool:
 
 @torch.compiler.assume_constant_result
 def within(there: Callable, stock: Callable) -> bool:
-    """Whether ``there`` is ``stock``, or our replacement for it, possibly in a wrapper of Transformers, which every new class of layers gets (FSDP2's, too)."""
+    """Whether ``there`` is ``stock`` or our replacement, possibly in a wrapper of Transformers: each new layer class gets one, even the classes of FSDP2."""
     return _found_within(there, stock)
 
 
 class Bound:
-    """``function`` as a method of ``owner`` as long as its class has ``stock``, or our replacement, under ``name``; otherwise a call runs the class's method.
+    """``function`` as a method of ``owner`` while its class has ``stock``, or our replacement, under ``name``; otherwise a call runs the class's method.
 
-    ``name`` is "" if it replaces an attribute of the module itself, which hides that of the class.
+    ``name`` is "" if it replaces an attribute of the module itself, which hides the attribute of the class.
     """
 
     __slots__ = ("_owner", "called", "function", "name", "stock")
@@ -63,7 +63,7 @@ class Bound:
     def __init__(self, function: Callable, owner: nn.Module, name: str = "", stock: Any = None):
         self.function, self.name, self.stock = function, name, stock
         self._owner = weakref.ref(owner)
-        self.called = False  # whether what the class got later runs: if that calls us, somebody has kept us as what was there before
+        self.called = False  # whether a later method of the class is running: if it calls us, it holds us as the previous method
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         owner = self._owner()
@@ -87,7 +87,7 @@ class Bound:
 
     @property
     def __func__(self) -> Callable:
-        """What a call runs: not what the class got later if that calls us, or if another forward of the module's own hides it."""
+        """The function that a call runs. This is not the later method of the class if that method calls us, or if a forward in the module itself hides it."""
         owner = self._owner()
         there = getattr(type(owner), self.name, None)
         if owner is None or there is None or self.called or owner.__dict__.get(self.name) is not self or within(there, self.stock):
@@ -100,7 +100,7 @@ class Bound:
         return signature.replace(parameters=[*signature.parameters.values()][1:])
 
     def __getattr__(self, name: str) -> Any:
-        if name == "__dict__":  # functools would copy our marks
+        if name == "__dict__":  # functools.wraps would copy our marks
             raise AttributeError(name)
         return getattr(self.__func__, name)
 
@@ -132,7 +132,7 @@ class Bound:
 
 
 class _New:
-    """Makes an empty module that gets the state of a copy; pickled, the stock function that makes one."""
+    """Creates an empty module for the state of a copy. It is pickled as the stock function that creates one."""
 
     def __init__(self, make: Callable, bound: dict[str, Bound]):
         self.make, self.bound = make, bound
@@ -154,7 +154,7 @@ def _say_once() -> None:
 
 
 def _reduced(module: Any) -> Any:
-    """How ``copy`` and ``pickle`` take modules of a class of which one was patched: its state is what it would be without us."""
+    """How ``copy`` and ``pickle`` reduce the modules of a class that has a patched module: to the state that they would have without the patch."""
     reduced = module.__reduce_ex__(2)
     stock = module.__dict__.get(KEY)
     if not stock or not isinstance(reduced, tuple) or len(reduced) < 3 or not isinstance(reduced[2], dict):
@@ -167,6 +167,6 @@ def _reduced(module: Any) -> Any:
 
 
 def declare(cls: type) -> None:
-    """Let modules of ``cls`` be copied and pickled by ``_reduced``; unpatched ones as before. ``copy`` asks only the class and this table."""
+    """Register ``_reduced`` for copies and pickles of modules of ``cls``; unpatched ones behave as before. ``copy`` looks only at the class and this table."""
     if cls not in copyreg.dispatch_table:
-        copyreg.pickle(cls, _reduced)  # type: ignore[arg-type]  # which may return a name, too
+        copyreg.pickle(cls, _reduced)  # type: ignore[arg-type]  # __reduce_ex__ may also return a string

@@ -11,12 +11,12 @@ from liger_kernel.transformers.recognise.families import FAMILIES
 from liger_kernel.transformers.recognise.family import Family
 from liger_kernel.transformers.recognise.rows import family, swapped_slots
 
-# a level of ``memory``; whether linear layers with adapters are run as one node
+# rematerialise: a level of ``memory``. projections: whether linear layers with adapters run as one node
 UNPUBLISHED: dict[str, bool | None] = dict(rematerialise=True, projections=True)
 HEAD_FLAGS = ("cross_entropy", "fused_linear_cross_entropy")
 STANDARD: dict[str, bool | None] = dict(rope=True, cross_entropy=False, fused_linear_cross_entropy=True, rms_norm=True)
-# Published flags and defaults, then model and, behind it, flags that the published functions do not have, where there is something to swap. (granite's
-# defaults are not followed: they leave its head out because the published one cannot scale logits.)
+# The flags and defaults of LinkedIn's package, then model, then flags that its functions do not have, if there is something to swap. (granite's defaults
+# differ: LinkedIn's package leaves the head out, because its loss cannot scale logits.)
 _NO_ROPE = "deepseek_v2 deepseek_v3 glm4 glm4v glm4v_moe qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text qwen3_next"
 _SWIGLU = (
     "exaone4 falcon_h1 hunyuan_v1_dense hunyuan_v1_moe llama ministral mistral mixtral olmo2 olmo3 phi3 qwen2 qwen3 qwen3_moe smollm3 "
@@ -37,7 +37,7 @@ _PUBLISHED: dict[str, _FLAGS] = {
     "gemma4": dict(rope=False, cross_entropy=False, fused_linear_cross_entropy=True, layer_norm=False, rms_norm=True, geglu=True),
     "pixtral": dict(rope=True, rms_norm=True, swiglu=True),
 }
-# Those that hand further flags on to their parts
+# Families whose functions pass further flags to their parts
 _HANDING_ON: dict[str, _FLAGS] = {
     "nemotron": dict(relu_squared=True, cross_entropy=False, fused_linear_cross_entropy=True),
     "llava": dict(cross_entropy=False, fused_linear_cross_entropy=True),

@@ -1,6 +1,6 @@
-"""Neighbouring steps of a forward that one kernel does at once: a residual's addition and the norm behind it; norms of heads and their rotation.
+"""Neighbouring steps of a forward that one kernel can do: a residual addition and the norm after it; norms of heads and their rotation.
 
-The source of a forward is read and rewritten where it literally says one of these, x, n, q, k being names, a and b anything:
+The source of a forward is read, and rewritten where it has literally one of these patterns. x, n, q, k are names; a and b are any expressions:
 
     s = a + b; r = s; n = self.norm(s)   ->   r, n = add_norm(self.norm, a, b); s = r
     r = x; n = self.norm(x)              ->   r, n = add_norm(self.norm, x); x = r
@@ -8,11 +8,11 @@ The source of a forward is read and rewritten where it literally says one of the
     q = self.q_norm(a).transpose(1, 2); k = self.k_norm(b).transpose(1, 2); q, k = apply_rotary_pos_emb(q, k, cos, sin)     (also without transpose)
         ->   q = a.transpose(1, 2); k = b.transpose(1, 2); q, k = qk_norm_rope(self.q_norm, self.k_norm, apply_rotary_pos_emb, q, k, cos, sin)
 
-    x = self.mlp(n); x = r + x; return x   ->   x = last(self.mlp, n); x = r + x; return x      (nothing but sums and tuples of names behind it)
+    x = self.mlp(n); x = r + x; return x   ->   x = last(self.mlp, n); x = r + x; return x      (only sums and tuples of names may follow)
 
-In the second line, the gradients of r and of the norm's input are added in the norm's backward, where autograd would take a pass over memory. What is called
-decides each time: where the modules are not just our RMSNorms, or the function not ours, it does what the source did. All else of the forward stays as
-it is, and a traceback shows the rewritten lines.
+In the second pattern, the norm's backward adds the gradients of r and of the norm's input, for which autograd would need another pass over memory. The new
+function decides at each call: if a module is not simply our RMSNorm, or the rope function is not ours, it does what the source did. The rest of the forward
+does not change, and a traceback shows the rewritten lines.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from liger_kernel.transformers.recognise.variant import LINEARS, NORM_FORMS, ROP
 
 
 def _form_of(norm: Any, x: Any) -> tuple[float, str, str] | None:
-    """Offset, casting and the name of the attribute with the eps, if ``norm`` is our RMSNorm and nothing more, and kernels can serve it on ``x``."""
+    """Offset, casting and the name of the attribute with the eps, if ``norm`` is our RMSNorm without hooks or wrappers and kernels can run it on ``x``."""
     if torch.compiler.is_compiling() or not plain(x) or not use_kernels(x) or not x.is_floating_point() or not isinstance(norm, nn.Module):
         return None
     function, w = getattr(norm.forward, "__func__", None), getattr(norm, "weight", None)
@@ -48,9 +48,9 @@ def _form_of(norm: Any, x: Any) -> tuple[float, str, str] | None:
 
 
 def add_norm(norm: Any, a: Any, b: Any = None) -> tuple[Any, Any]:
-    """Return ``(s, norm(s))`` of ``s = a + b``, or of ``s = a``."""
+    """Return ``(s, norm(s))`` with ``s = a + b``, or ``s = a`` without b."""
     form = _form_of(norm, a)
-    # rows of other strides may be summed in another order, and are not worth a kernel of their own to compute them again
+    # rows with other strides may be added in another order, and a separate kernel to recompute them is not worth it
     if form is None or not a.shape[-1] or not a.is_contiguous() or (b is not None and not (_alike(a, b) and b.is_contiguous())):
         s = a if b is None else a + b
         return s, norm(s)
@@ -66,16 +66,16 @@ def _alike(a: Tensor, b: Any) -> bool:
 
 
 def norm_rope(q_norm: Any, k_norm: Any, rope: Any, transposed: bool, q: Any, k: Any, cos: Any, sin: Any) -> tuple[Any, Any]:
-    """``rope(q_norm(q), k_norm(k), cos, sin)``; ``transposed``: q and k (B, H, T, D) are what is normed with its dims 1 and 2 exchanged."""
+    """``rope(q_norm(q), k_norm(k), cos, sin)``. ``transposed``: q and k are (B, H, T, D), and the source normalises them before it exchanges dims 1 and 2."""
     turn = None if torch.compiler.is_compiling() else ROPE_FORMS.get(rope)
     form = None if turn is None else _form_of(q_norm, q)
     fits = form is not None and form == _form_of(k_norm, k) and q.ndim == k.ndim == 4 and 0 < q.shape[-1] <= MAX_D and q.dtype == k.dtype
     fits = fits and plain(cos) and cos.ndim == 3 and cos.shape[0] in (1, q.shape[0])
-    fits = fits and not ((cos.requires_grad or sin.requires_grad) and torch.is_grad_enabled())  # which ours give them no more than once
+    fits = fits and not ((cos.requires_grad or sin.requires_grad) and torch.is_grad_enabled())  # our kernels would return only a part of their gradient
     if turn is None or form is None or not fits or getattr(q_norm, form[2]) != getattr(k_norm, form[2]):
         q, k = (norm(x.transpose(1, 2)).transpose(1, 2) if transposed else norm(x) for norm, x in ((q_norm, q), (k_norm, k)))
         return rope(q, k, cos, sin)
-    memory.taken()  # by the projections
+    memory.taken()  # the projections have read the value
     (layout, angles, rope_casting), (offset, casting, eps) = turn, form
     options = dict(eps=getattr(q_norm, eps), offset=offset, casting=casting, layout=layout, rope_casting=rope_casting)
     return qk_norm_rope(q, k, q_norm.weight, k_norm.weight, angles(cos), angles(sin), **options)
@@ -111,11 +111,11 @@ def _assignment(targets: list[str], value: ast.expr, at: ast.stmt) -> ast.stmt:
 ADD_NORM, NORM_ROPE = "_liger_add_norm", "_liger_norm_rope"
 LAST = "_liger_last"
 HELPERS = {ADD_NORM: add_norm, NORM_ROPE: norm_rope, LAST: memory.last} | projections.HELPERS
-NORMS, PROJECTIONS = "norms", "projections"  # what may be fused
+NORMS, PROJECTIONS = "norms", "projections"  # the parts that may be fused
 
 
 def _normed(value: Any) -> tuple[ast.expr, ast.expr, bool] | None:
-    """Module, argument, and whether it is transposed, of ``self.some_norm(anything)`` or ``self.some_norm(anything).transpose(1, 2)``."""
+    """Module and argument of ``self.some_norm(anything)`` or ``self.some_norm(anything).transpose(1, 2)``, and whether it is transposed."""
     transposed = isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr == "transpose"
     if transposed and ast.unparse(value).endswith(".transpose(1, 2)"):
         value = value.func.value
@@ -132,7 +132,7 @@ def _names(node: ast.AST) -> set[str]:
 
 
 def _norm_before(block: list[ast.stmt], end: int, name: str) -> tuple[int, tuple[ast.expr, ast.expr, bool]] | None:
-    """Where ``name`` was last assigned before ``end``, if that was a norm, and nobody has looked at it since."""
+    """Where ``name`` was last assigned before ``end``, if its value was a norm and no statement has read it since."""
     for at in range(end - 1, -1, -1):
         if (assigned := _assigned(block[at])) is not None and assigned[0] == name:
             found = _normed(assigned[1])
@@ -143,7 +143,7 @@ def _norm_before(block: list[ast.stmt], end: int, name: str) -> tuple[int, tuple
 
 
 def _fuse_ropes(block: list[ast.stmt]) -> int:
-    """Take the norms of queries and keys in ``block`` into its rotations; returns how many."""
+    """Fuse the norms of queries and keys in ``block`` with the rotations; returns how many."""
     count = 0
     for i, statement in enumerate(block):
         if not (isinstance(statement, ast.Assign) and len(statement.targets) == 1 and isinstance(statement.value, ast.Call)):
@@ -170,7 +170,7 @@ def _fuse_ropes(block: list[ast.stmt]) -> int:
 
 
 def _fused(block: list[ast.stmt], at: int) -> tuple[int, list[ast.stmt]] | None:
-    """How many statements from ``at`` on are one of the patterns, and what takes their place."""
+    """If a pattern begins at ``at``: how many statements it has, and the statements that replace them."""
     here = [_assigned(s) for s in block[at : at + 3]]
     if not here or here[0] is None:
         return None
@@ -188,9 +188,9 @@ def _fused(block: list[ast.stmt], at: int) -> tuple[int, list[ast.stmt]] | None:
     if len(here) <= n or (last := here[n]) is None or (norm := _norm_of(last[1])) is None or norm[1] not in names:
         return None
     module, normed = norm[0], last[0]
-    left = sorted(names - {normed})  # that hold the sum afterwards
+    left = sorted(names - {normed})  # names that hold the sum afterwards
     if not left:
-        return None  # a sum that nobody but the norm needs
+        return None  # only the norm needs the sum
     operands = [value.left, value.right] if isinstance(value, ast.BinOp) else [value]
     call = ast.Call(ast.Name(ADD_NORM, ast.Load()), [module, *operands], [])
     new = [_assignment([left[0], normed], call, block[at])]
@@ -199,7 +199,7 @@ def _fused(block: list[ast.stmt], at: int) -> tuple[int, list[ast.stmt]] | None:
 
 
 def _rewrite(block: list[ast.stmt]) -> tuple[list[ast.stmt], int]:
-    """``block`` with its patterns fused, those in nested blocks, too, and how many they are."""
+    """``block`` with the patterns in it and in nested blocks fused, and their number."""
     out: list[ast.stmt] = []
     found, at = _fuse_ropes(block), 0
     while at < len(block):
@@ -222,7 +222,7 @@ def _rewrite(block: list[ast.stmt]) -> tuple[list[ast.stmt], int]:
 
 
 def _keeps_nothing(statement: ast.stmt) -> bool:
-    """Whether a statement only adds names, or puts them in a tuple: for their gradients nothing is needed."""
+    """Whether a statement only adds names or puts them in a tuple, so that it saves nothing for the backward."""
     if isinstance(statement, ast.If):
         return isinstance(statement.test, ast.Name) and all(map(_keeps_nothing, (*statement.body, *statement.orelse)))
     if not isinstance(statement, ast.Assign | ast.AugAssign | ast.Return) or statement.value is None:
@@ -236,7 +236,7 @@ def _keeps_nothing(statement: ast.stmt) -> bool:
 
 
 def _mark_last(body: list[ast.stmt]) -> None:
-    """Say of the module behind which a forward keeps nothing that it is so."""
+    """Mark the module after which a forward saves nothing for the backward."""
     for statement in reversed(body):
         if _keeps_nothing(statement):
             continue
@@ -249,7 +249,7 @@ def _mark_last(body: list[ast.stmt]) -> None:
 
 
 def _fuse(tree: ast.FunctionDef, parts: frozenset[str], methods: frozenset[str] | None) -> tuple[int, frozenset[str]]:
-    """Fuse the patterns of these parts in a function; returns how many of norms, and what is called as linear layers."""
+    """Fuse the patterns of these parts in a function; returns the number of fused norms, and the attributes that are called as linear layers."""
     found = 0
     if NORMS in parts:
         in_place = [node for node in ast.walk(tree) if isinstance(node, ast.AugAssign)]
@@ -261,7 +261,7 @@ def _fuse(tree: ast.FunctionDef, parts: frozenset[str], methods: frozenset[str] 
 
 
 def _class_attributes(forward: types.FunctionType) -> frozenset[str] | None:
-    """What the class of a method has by itself, methods and properties among it; None if it cannot be found."""
+    """The names of all attributes of a method's class, such as methods and properties; None if the class cannot be found."""
     first, *rest = forward.__qualname__.split(".")[:-1] or [""]
     owner = forward.__globals__.get(first)
     for name in rest:
@@ -271,7 +271,7 @@ def _class_attributes(forward: types.FunctionType) -> frozenset[str] | None:
 
 @functools.cache
 def fused(forward: types.FunctionType, parts: frozenset[str] = frozenset({NORMS})) -> types.FunctionType | None:
-    """Return ``forward`` with its patterns fused; None if it has none, or if its source is not what runs (a wrapper, a closure, changed in place)."""
+    """Return ``forward`` with its patterns fused; None if it has none, or if its source is not what runs (a wrapper, a closure, a changed function)."""
     tree = _tree(forward)
     if tree is None:
         return None
@@ -281,9 +281,9 @@ def fused(forward: types.FunctionType, parts: frozenset[str] = frozenset({NORMS}
 
 @functools.cache
 def seeing(forward: types.FunctionType, swaps: tuple[tuple[str, Callable, Callable], ...], parts: frozenset[str]) -> types.FunctionType | None:
-    """``forward`` that reads each global (name, stock, ours) of ``swaps`` as ours, as long as the module has stock under this name; None as for ``fused``.
+    """Return ``forward`` that reads each global (name, stock, ours) of ``swaps`` as ours, while the module has stock under this name; None as for ``fused``.
 
-    All else is read from the module's own globals at each call, so what is replaced there later is seen. ``parts``: with their patterns fused, too.
+    It reads all other globals from the module at each call, so it sees later replacements. ``parts``: the patterns to fuse as well.
     """
     tree = _tree(forward)
     if tree is None:
@@ -310,7 +310,7 @@ class _Choice(ast.NodeTransformer):
 
 
 def _tree(forward: Any) -> ast.FunctionDef | None:
-    """The source of ``forward`` without decorators, which are around it; None if it is not known to be what runs, or means something else elsewhere."""
+    """The source of ``forward`` without its decorators. None if it may not be the code that runs, or if it would mean something else outside its class."""
     if not inspect.isfunction(forward) or forward.__code__.co_freevars or hasattr(forward, "__wrapped__"):
         return None
     try:
@@ -324,18 +324,18 @@ def _tree(forward: Any) -> ast.FunctionDef | None:
     if any(isinstance(node, (ast.Global, ast.Nonlocal, ast.Yield, ast.YieldFrom)) for node in ast.walk(tree)):
         return None
     names = {node.attr if isinstance(node, ast.Attribute) else node.id for node in ast.walk(tree) if isinstance(node, (ast.Attribute, ast.Name))}
-    if any(name.startswith("__") and not name.endswith("__") for name in names):  # these mean something else outside of their class
+    if any(name.startswith("__") and not name.endswith("__") for name in names):  # Python mangles these names inside their class
         return None
     return tree
 
 
 def _compiled(forward: types.FunctionType, tree: ast.FunctionDef, values: dict[str, Any], linears: frozenset[str]) -> types.FunctionType:
-    """``tree`` as a function like ``forward``, in whose body these names are these values. Its globals are the model's own, and get no new name."""
+    """``tree`` compiled to a function like ``forward``. Its body sees ``values`` under their names. Its globals are the model's own, without new names."""
     arguments = tree.args
     tree.returns = None
     for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, *filter(None, (arguments.vararg, arguments.kwarg))):
         a.annotation = None
-    nothing = lambda: ast.Constant(None)  # the values are given below
+    nothing = lambda: ast.Constant(None)  # a place for the values, which are set below
     arguments.defaults, arguments.kw_defaults = [nothing() for _ in arguments.defaults], [d and nothing() for d in arguments.kw_defaults]
     factory: Any = ast.parse(f"def factory({', '.join(values)}):\n    return {tree.name}")
     factory.body[0].body.insert(0, tree)

@@ -1,13 +1,13 @@
-"""Linear layers of a forward that the projection engine runs: what they are is looked at in each call, so adapters may come, go and change at any time.
+"""Let the projection engine run the linear layers of a forward. It looks at the layers at each call, so adapters may be added, removed or changed any time.
 
-The source of a forward is read and rewritten where it calls a linear layer of its own, of one positional argument:
+The source of a forward is read, and rewritten where it calls one of its own linear layers with one positional argument:
 
     y = self.o_proj(a)                                  ->   y = linear(self.o_proj, a)
     q = self.q_proj(x).view(s); k = self.k_proj(x)      ->   _0 = shared(x, self.q_proj, self.k_proj); q = _0.pop(0).view(s); k = _0.pop(1)
 
-A call in its place changes nothing that can be seen, whatever it is that is called: ``linear`` asks at each call, and calls what is none of ours. Calls of
-one name are computed together, before the first of them, only where that gives the same: all of them run in any case (no condition, loop or lambda is
-between them), nothing assigns the name or may write into its tensor, and nothing draws random numbers. What is popped is not held longer than by the source.
+The first rewriting is safe for every module: ``linear`` decides at each call, and calls a module that the engine cannot run. Calls with the same name are
+computed together, before the first of them, only if the result is the same: all of them always run (no condition, loop or lambda is between them), nothing
+assigns the name or may write to its tensor, and nothing draws random numbers. ``pop`` releases each result as early as the source would.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class _Rewriter:
         self.found: set[str] = set()
 
     def attribute(self, node: ast.AST) -> str | None:
-        """The name of a linear layer, if ``node`` is ``self.name(one argument)`` of such a name."""
+        """The name of the linear layer, if ``node`` is ``self.name(one argument)`` and ``name`` can be a linear layer."""
         if not (isinstance(node, ast.Call) and len(node.args) == 1 and not node.keywords and not isinstance(node.args[0], ast.Starred)):
             return None
         f = node.func
@@ -64,7 +64,7 @@ class _Rewriter:
         return f.attr if NAMED.search(f.attr) and not NOT_NAMED.search(f.attr) and f.attr not in self.methods else None
 
     def calls(self, node: ast.AST) -> Iterator[ast.Call]:
-        """Calls of linear layers in an expression that run whenever it does."""
+        """The calls of linear layers in an expression that always run when the expression runs."""
         if isinstance(node, _MAYBE):
             return
         for child in ast.iter_child_nodes(node):
@@ -76,7 +76,7 @@ class _Rewriter:
         return [c for c in self.calls(statement) if isinstance(c.args[0], ast.Name) and c.args[0].id == name]
 
     def quiet(self, statement: ast.stmt, name: str) -> bool:
-        """Whether what ``statement`` evaluates leaves the tensor ``name`` and the random numbers alone, and gives it to nobody but linear layers."""
+        """Whether ``statement`` passes the tensor ``name`` only to linear layers, does not change it, and draws no random numbers."""
         if not isinstance(statement, _STRAIGHT):
             return False
         given = {id(c.args[0]) for c in ast.walk(statement) if isinstance(c, ast.Call) and self.attribute(c) is not None}
@@ -106,7 +106,7 @@ class _Rewriter:
             at += 1
 
     def straight(self, block: list[ast.stmt], at: int) -> int:
-        """Rewrite the calls of a statement; returns how many statements were put before it."""
+        """Rewrite the calls in the statement at ``at``; returns the number of statements that were inserted before it."""
         statement = block[at]
         calls, first, new = list(self.calls(statement)), [], dict[ast.Call, ast.expr]()
         for name in dict.fromkeys(c.args[0].id for c in calls if isinstance(c.args[0], ast.Name)):
@@ -127,7 +127,7 @@ class _Rewriter:
         return len(first)
 
     def together(self, block: list[ast.stmt], at: int, name: str) -> list[tuple[ast.stmt, ast.Call]]:
-        """Calls of linear layers with ``name`` that may be computed before the statement at ``at``, and in which statement each is."""
+        """The calls of linear layers with the argument ``name`` that may run before the statement at ``at``, each with its statement."""
         found: list[tuple[ast.stmt, ast.Call]] = []
         for statement in block[at:]:
             if not self.quiet(statement, name):
@@ -140,7 +140,7 @@ class _Rewriter:
 
 
 def shared_once(x: Any, *modules: Any) -> dict[int, Any]:
-    """``m(x)`` of each module, to be popped."""
+    """``m(x)`` of each module, by index, for ``pop``."""
     return dict(enumerate(shared(x, *modules)))
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-CALLS = 6  # between a Trainer's method and us: transformers' integration, and wrappers of frameworks
+CALLS = 6  # frames between a Trainer's method and this function: transformers' integration, and wrappers of frameworks
 
 
 def references_beside(model: nn.Module) -> Iterator[nn.Module]:

@@ -1,4 +1,4 @@
-"""What of a live model is patched, and why the rest is not: its parts, and its linear layers with adapters or quantised weights."""
+"""Report which parts of a live model are patched and why the others are not: its modules, and its linear layers with adapters or quantised weights."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class ProjectionsReport:
-    """The ``layers`` of a model. As text it has one line for each kind of answer, the most frequent first."""
+    """The ``layers`` of a model. Its text has one line for each kind of answer, the most frequent first."""
 
     layers: tuple[Layer, ...]
 
@@ -62,7 +62,7 @@ class ProjectionsReport:
 
 @dataclass(frozen=True)
 class PatchesReport:
-    """``patched``: what runs on kernels; ``stock``: what does not, with the reason. As text, a line for each."""
+    """``patched``: the parts that run on our kernels; ``stock``: the other parts with the reasons. Its text has one line for each part."""
 
     patched: tuple[str, ...]
     stock: tuple[str, ...]
@@ -73,7 +73,7 @@ class PatchesReport:
 
 
 def patches_report(model: nn.Module, given: Mapping[str, Any] | None = None) -> PatchesReport:
-    """Say what of ``model`` is patched now, and of the rest why not. ``given`` are the flags that it was patched with, as far as they are not defaults."""
+    """Report which parts of ``model`` are patched now, and why the others are not. ``given``: the flags with which it was patched, except defaults."""
     model_type = getattr(getattr(model, "config", None), "model_type", "")
     row = family(model_type) if model_type else None
     if row is None:
@@ -153,13 +153,13 @@ def _weight_of(base: Any) -> torch.Tensor | None:
 
 
 def _dtype_of(base: Any) -> torch.dtype:
-    """The dtype in which a base multiplies an input of its own dtype."""
+    """The dtype in which a base layer multiplies an input in the layer's own dtype."""
     weight = _weight_of(base)
     return getattr(base, "compute_dtype", None) or (weight.dtype if weight is not None and weight.is_floating_point() else torch.float32)
 
 
 def _reason(m: Any, parent: Any, attribute: str, model: Any, adapted: bool) -> str | Left:
-    """What there is to be said of a layer that runs, or why it does not."""
+    """A remark on a layer that the engine runs, or the reason why it does not run it."""
     base = m.base_layer if adapted else m
     if isinstance(base, nn.Embedding):
         return Left("an embedding")

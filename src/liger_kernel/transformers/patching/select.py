@@ -1,4 +1,4 @@
-"""What is patched: in the classes of a model type, or in the modules of one live model."""
+"""Select the patches for the classes of a model type, or for the modules of one live model."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _change(forward: Callable, level: str, parts: frozenset[str]) -> Callable:
 
 
 def _as_within(new: Callable, forward: Callable, parts: frozenset[str]) -> Callable:
-    """``new``, which calls the linear layers that ``forward`` with its patterns fused calls."""
+    """Register that ``new`` calls the same linear layers as ``forward`` with its patterns fused, and return ``new``."""
     if parts and (inner := fusions.fused(wrappers.core(forward), parts)) in LINEARS:
         LINEARS[new] = LINEARS[inner]
     return new
@@ -87,7 +87,7 @@ def _layer(forward: Callable, level: str, parts: frozenset[str], of_class: bool)
 
 @functools.cache
 def _live_layer(stock: Callable, level: str, parts: frozenset[str]) -> Callable:
-    """For one layer of a class with this forward; its class, which FSDP2 may change after us, says what checkpoints."""
+    """The new forward for one layer of a class with the forward ``stock``. The class, which FSDP2 may change later, decides about checkpointing."""
     usual = _layer(stock, level, parts, False)
 
     def forward(self, *args, **kwargs):
@@ -103,7 +103,7 @@ def _fused(forward: types.FunctionType, parts: frozenset[str]) -> Callable:
 
 
 def _found(forward: Callable, parts: frozenset[str]) -> frozenset[str]:
-    """Those parts of which a forward has patterns."""
+    """Those of ``parts`` that have patterns in ``forward``."""
     new = fusions.fused(forward, parts) if parts and isinstance(forward, types.FunctionType) else None
     there = set() if new is None else set(new.__code__.co_freevars)
     helpers = {fusions.NORMS: {fusions.ADD_NORM, fusions.NORM_ROPE}, fusions.PROJECTIONS: projections.HELPERS.keys()}
@@ -111,7 +111,7 @@ def _found(forward: Callable, parts: frozenset[str]) -> frozenset[str]:
 
 
 def _fusible(module: types.ModuleType, row: Family, parts: frozenset[str], swapped: set[type]) -> Iterator[tuple[type, Fused]]:
-    """Classes whose forward has patterns of these parts, and which they are: attention, and what else has linear layers, but not what is ``swapped``."""
+    """The classes with patterns of these parts in their forward, each with a patch: attention and other classes with linear layers, except the ``swapped``."""
     ropes = {name for name, label in row.swapped.items() if SLOT_OF[label] == "rope"}
     for cls in vars(module).values():
         if not (isinstance(cls, type) and issubclass(cls, nn.Module) and cls.__module__ == module.__name__ and "forward" in cls.__dict__):
@@ -123,16 +123,16 @@ def _fusible(module: types.ModuleType, row: Family, parts: frozenset[str], swapp
             yield cls, Fused(found)
 
 
-CHEAP = {"rms_norm", "layer_norm", "glu", "relu_squared"}  # slots whose outputs can be computed again for one pass over memory
+CHEAP = {"rms_norm", "layer_norm", "glu", "relu_squared"}  # one pass over memory recomputes the outputs of these slots
 
 
 def _layers(module: types.ModuleType) -> list[type]:
-    """The classes of layers, which checkpointing would recompute as a whole."""
+    """The classes of layers: checkpointing would recompute each layer as a whole."""
     return [c for c in vars(module).values() if isinstance(c, type) and issubclass(c, GradientCheckpointingLayer) and c.__module__ == module.__name__]
 
 
 def _patches(model_types: Iterable[str], parts: Mapping[str, Any], head: str | None, rows: Rows) -> Iterator[Patch]:
-    """All patches of these types and their parts, those of PyTorch's own classes included; heads are those of the first type."""
+    """All patches of these types and their parts, including patches for PyTorch's own classes. Only the first type's head is patched."""
     model_types = list(model_types)
     for i, (module, row) in enumerate(rows_of(model_types, rows)):
         for name, label in row.swapped.items():
@@ -142,7 +142,7 @@ def _patches(model_types: Iterable[str], parts: Mapping[str, Any], head: str | N
                 owner, attribute = getattr(nn, TORCHS_OWN[name][0]), "forward"
             else:
                 owner, attribute = (getattr(module, name, None), "forward") if isinstance(getattr(module, name, None), type) else (module, name)
-            if not hasattr(owner, attribute):  # another version of transformers may not have it
+            if not hasattr(owner, attribute):  # other versions of transformers may not have this attribute
                 continue
             if _is_foreign(original(owner, attribute)):
                 once.warn(model_types[0], name, "other code has replaced it, so it is not patched")
@@ -152,7 +152,7 @@ def _patches(model_types: Iterable[str], parts: Mapping[str, Any], head: str | N
         served = {slot for slot in map(SLOT_OF.__getitem__, row.swapped.values()) if parts.get(slot)}
         wanted = {fusions.NORMS} if "rms_norm" in served else set()
         wanted |= {fusions.PROJECTIONS} if parts.get("projections") else set()
-        swapped = {vars(module).get(name) for name in row.swapped}  # with linear layers of their own, or left alone as their flag says
+        swapped = {vars(module).get(name) for name in row.swapped}  # these handle their linear layers themselves, or their flag is off
         for cls, what in _fusible(module, row, frozenset(wanted if "rope" in served else wanted - {fusions.NORMS}), swapped | set(_layers(module))):
             yield Patch(cls, "forward", _fused(original(cls, "forward"), what.parts), what)
         level = level if served & CHEAP else "off"
@@ -178,7 +178,7 @@ def class_patches(model_type: str, parts: Mapping[str, Any], head: str | None, r
 
 
 def _ropes_of_parts(model_type: str, parts: Mapping[str, Any], rows: Rows, taken: set[tuple[Any, str]]) -> list[Patch]:
-    """Patches of rope functions whose tables only the types of parts tell, which have the same module: where these agree."""
+    """Patches of rope functions if only the types of parts in the same module know the form of the tables, and all of these agree."""
     found: dict[tuple[Any, str], set[Patch]] = {}
     config = CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING and parts.get("rope") else PretrainedConfig
     for t in (getattr(c, "model_type", "") for c in config.sub_configs.values()):
@@ -189,14 +189,14 @@ def _ropes_of_parts(model_type: str, parts: Mapping[str, Any], rows: Rows, taken
 
 
 def instance_patches(model: nn.Module, model_type: str, parts: Mapping[str, Any], head: str | None, rows: Rows = family) -> Patches:
-    """The same for the modules of one live model. They are found by their classes wherever they are (PEFT wrappers, towers); nothing else changes.
+    """``class_patches`` for the modules of one live model. Their classes identify them wherever they are (PEFT wrappers, towers); nothing else changes.
 
-    A rope function belongs to a Python module: methods that call it are compiled again, with our function in its place.
+    A rope function belongs to a Python module, not to a model: methods that call it are compiled again, with our function in its place.
     """
     own = [c.model_type for c in configs_of(getattr(model, "config", None)) if getattr(c, "model_type", "")]
     of_all = list(dict.fromkeys(_patches(dict.fromkeys([model_type, *own]), parts, head, rows)))
-    seen: dict[tuple[nn.Module, str, types.FunctionType], list[Patch]] = {}  # module, method, its function -> what it is to see
-    callers = functools.cache(_callers)  # for this time: methods of classes may be replaced meanwhile
+    seen: dict[tuple[nn.Module, str, types.FunctionType], list[Patch]] = {}  # module, method, its function -> the patches that it must see
+    callers = functools.cache(_callers)  # cached only here, because methods of classes may be replaced later
     for p in of_all:
         for m in model.modules() if isinstance(p.owner, types.ModuleType) and not p.applied else ():
             for name, f in callers(type(m), p.owner, p.attribute):
@@ -212,7 +212,7 @@ def instance_patches(model: nn.Module, model_type: str, parts: Mapping[str, Any]
     for p in of_all:
         for m in model.modules() if isinstance(p.owner, type) else ():
             if isinstance(p.what, Fused) and (m, "forward") in turning:
-                continue  # in a live module these go with its rope function
+                continue  # in a live module, the patch of its rope function includes these
             if isinstance(m, p.owner) and original(type(m), p.attribute) is original(p.owner, p.attribute):
                 new, around = p.new, None
                 if isinstance(p.what, Head):
@@ -222,30 +222,30 @@ def instance_patches(model: nn.Module, model_type: str, parts: Mapping[str, Any]
                     around = functools.partial(memory.rematerialised, level=p.what.level) if p.what.level != "off" else None
                 found.append(on_instance(m, p.attribute, new, p.what, around))
             elif isinstance(m, p.owner) and isinstance(p.what, Head) and not p.applied and _of_user(theirs := original(type(m), "forward")):
-                # a subclass, whose forward calls that of its base, or does all by itself
+                # a subclass: its forward calls that of its base, or does everything itself
                 found.append(on_instance(m, "forward", fused_head(theirs, p.what.keep_logits, known=False), p.what))
     return Patches(p for p in found if p)
 
 
 def _is_foreign(function: Any) -> bool:
-    """Whether a function was put where it is by somebody: one from elsewhere, also if it says by ``functools.wraps`` that it is what it wraps."""
+    """Whether other code put the function where it is: it comes from another module, even if ``functools.wraps`` gave it the name of the function inside."""
     function = wrappers.core(function)
     return isinstance(function, types.FunctionType) and not function.__globals__.get("__name__", "").startswith(("transformers.", "torch.", "kernels."))
 
 
 def _of_user(forward: Any) -> bool:
-    """Whether a class's ``forward`` is a function from elsewhere than transformers."""
+    """Whether a class's ``forward`` is a function that is not from transformers."""
     return isinstance(forward, types.FunctionType) and not (forward.__module__ or "").startswith("transformers.")
 
 
 def on_instance(m: nn.Module, attribute: str, new: Callable, what: object, around: Callable | None = None) -> Patch | None:
-    """A patch that binds ``new`` to ``m``, if a call of ``m`` runs the function of its class; None if that is ours already.
+    """A patch that binds ``new`` to ``m``, if a call of ``m`` runs the function of its class; None if that function is ours already.
 
-    If somebody has replaced the function on this module: ``around`` their function, or None.
+    If other code has replaced the function on this module, the patch binds ``around(that function)``; without ``around`` the result is None.
     """
     if new is getattr(type(m), attribute, None):
         return None
-    # accelerate's hooks keep what they wrap in _old_forward
+    # accelerate's hooks store the forward that they wrap as _old_forward
     place = "_old_forward" if attribute == "forward" and "_old_forward" in m.__dict__ else attribute
     there = remembered(m).get(place, m.__dict__.get(place, ABSENT))
     if there is not ABSENT:
@@ -270,7 +270,7 @@ def _callers(cls: type, module: types.ModuleType, name: str) -> list[tuple[str, 
 
 @functools.cache
 def _seeing(function: types.FunctionType, swaps: tuple[tuple[str, Callable, Callable], ...], fuse: frozenset[str]) -> Callable | None:
-    """``function`` that reads each global (name, stock, ours) as ours; None where its source is not at hand. ``fuse``: patterns that are fused."""
+    """``function`` that reads each global (name, stock, ours) as ours; None if its source is not available. ``fuse``: the patterns to fuse."""
     if fusions.seeing(wrappers.core(function), swaps, fuse) is None:
         return None
     new, inner = ours(wrappers.within(function, lambda f: fusions.seeing(f, swaps, fuse))), fusions.seeing(wrappers.core(function), swaps, fuse)

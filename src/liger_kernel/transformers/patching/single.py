@@ -15,7 +15,7 @@ from liger_kernel.transformers.patching.values import Patches
 
 
 def _patch_forward(module: nn.Module, new: Callable, what: str) -> None:
-    """Bind ``new`` where calls of ``module`` arrive, or of both modules in PEFT's wrapper of one that is trained and saved."""
+    """Bind ``new`` as the forward of ``module``; for PEFT's wrapper of a module that is trained and saved, as the forward of both modules in it."""
     wrapped = [module.original_module, *module.modules_to_save.values()] if hasattr(module, "modules_to_save") else [module]
     Patches(p for m in wrapped if (p := on_instance(m, "forward", new, what))).apply()
 
@@ -43,15 +43,15 @@ def _eps(module: nn.Module, default: float) -> float:
 def _patch_rms_norm_module(
     module: nn.Module, offset: float = 0.0, eps: float = 1e-6, casting_mode: str = "llama", in_place: bool = True, row_mode: bool | None = None
 ) -> None:
-    """Our RMSNorm as the ``forward`` of one norm; ``eps`` counts if the norm has none of its own. ``in_place`` and ``row_mode`` have no effect."""
+    """Make our RMSNorm the ``forward`` of one norm. ``eps`` is used if the norm has none. ``in_place`` and ``row_mode`` have no effect."""
     _patch_forward(module, _rms_norm_forward(offset, eps, casting_mode), "rms_norm")
 
 
 def _patch_layer_norm_module(module: nn.Module, eps: float = 1e-6) -> None:
-    """Our LayerNorm as the ``forward`` of one norm; ``eps`` counts if the norm has none of its own."""
+    """Make our LayerNorm the ``forward`` of one norm. ``eps`` is used if the norm has none."""
     _patch_forward(module, _layer_norm_forward(eps), "layer_norm")
 
 
 def _patch_swiglu_module(module: nn.Module, liger_module: type[nn.Module]) -> None:
-    """The ``forward`` of ``liger_module``, a class, as that of one gated MLP with the same projections."""
+    """Make the ``forward`` of the class ``liger_module`` the ``forward`` of one gated MLP with the same projections."""
     _patch_forward(module, ours(liger_module.forward), "glu")

@@ -1,7 +1,7 @@
 """Patches as values.
 
 A patch is (owner, attribute, replacement). The owner is a class or a module of Transformers, or one live module of a model. The previous attribute is
-remembered, and ``restore`` puts back that very object. Nothing is ever assigned into ``torch``.
+stored, and ``restore`` puts back that very object. Nothing is ever assigned into ``torch``.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch import nn
 from liger_kernel.transformers.patching.bound import ABSENT, KEY, Bound, declare, is_ours, ours
 from liger_kernel.transformers.recognise.family import modeling
 
-_STOCK: dict[Any, dict[str, Any]] = {}  # classes and Python modules: owner -> attribute -> what was there
+_STOCK: dict[Any, dict[str, Any]] = {}  # for classes and Python modules: owner -> attribute -> its value before the patch
 
 
 def remembered(owner: Any) -> dict[str, Any]:
-    """What was there before our patch. Live modules store it in their own ``__dict__``, so that copies of a model know it, too."""
+    """The attributes of ``owner`` before our patches. Live modules store them in their own ``__dict__``, so that copies of a model have them, too."""
     return owner.__dict__.get(KEY, {}) if isinstance(owner, nn.Module) else _STOCK.get(owner, {})
 
 
@@ -31,7 +31,7 @@ REPLICATE = "_replicate_for_data_parallel"
 
 @ours
 def _replicate_for_data_parallel(self: nn.Module) -> nn.Module:
-    """As its class does, with our methods bound to the replica, as they would be if they were its class's."""
+    """Make a replica as the class does, and bind our methods to the replica, as methods of the class would be."""
     replica = getattr(type(self), REPLICATE)(self)
     replica.__dict__.update({name: value.to(replica) for name, value in Bound.all(self).items()})
     replica.__dict__[KEY] = dict(remembered(self))
@@ -53,7 +53,7 @@ class Patch:
 
     @property
     def applied(self) -> bool:
-        """Whether the patch is in place, possibly below something that somebody put over it later."""
+        """Whether the patch is in place, possibly below a wrapper that other code added later."""
         value = self.owner.__dict__.get(self.attribute)
         return self.attribute in remembered(self.owner) and (value == self.new or not is_ours(value))
 
@@ -103,7 +103,7 @@ def _give_back(owner: Any, attributes: Iterable[str]) -> None:
     for name in attributes:
         stock = there_was.pop(name)
         if not is_ours(owner.__dict__.get(name)):
-            if name == "forward" and type(owner.__dict__.get("_old_forward")) is Bound:  # accelerate's hooks came over ours: beneath them is stock again
+            if name == "forward" and type(owner.__dict__.get("_old_forward")) is Bound:  # accelerate's hooks were added over ours: put stock back beneath them
                 owner._old_forward = types.MethodType(type(owner).forward, owner)
                 continue
             warnings.warn(f"{Patch(owner, name, None)}: other code replaced it after the patch, so it is not restored", stacklevel=3)

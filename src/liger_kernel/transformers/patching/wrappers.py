@@ -27,8 +27,8 @@ def core(forward: Any) -> Any:
 def within(forward: Callable, change: Callable[[Any], Callable], *, of_class: bool = True) -> Callable:
     """Return ``change(forward)``; if Transformers has wrapped it, return that wrapper around ``change`` of what it wraps.
 
-    A wrapper that checkpoints does so only if it is ``type(self).forward``. The new wrapper asks that of itself if it becomes the class's forward
-    (``of_class``), otherwise of the old one.
+    A wrapper that checkpoints does so only if it is ``type(self).forward``. The new wrapper compares itself with it if it becomes the class's forward
+    (``of_class``); otherwise it compares the old wrapper.
     """
     inner = wrapped(forward)
     if inner is None:

@@ -20,7 +20,7 @@ from liger_kernel.transformers.recognise.variant import Variant
 
 @contextlib.contextmanager
 def references() -> Iterator[None]:
-    """Run references instead of kernels, on every device: tests compare kernels with references elsewhere, and here every bit matters."""
+    """Run references instead of kernels, on every device: here every bit matters, and other tests compare kernels with references."""
     devices = set(operator._KERNEL_DEVICES)
     operator._KERNEL_DEVICES.clear()
     try:
@@ -30,9 +30,9 @@ def references() -> Iterator[None]:
 
 
 def _run(fn: Callable, owner: Any, attributes: dict, inputs: tuple, dtype: torch.dtype, weight_dtype: torch.dtype) -> list[Tensor]:
-    """Outputs, and in fp32 the gradients of tensor inputs (but angles) and parameters."""
+    """The outputs, and in fp32 also the gradients of parameters and of all tensor inputs except angles."""
     learns = dtype == torch.float32
-    turned = len(inputs) if isinstance(owner, type) else len(inputs) - (1 if inputs[-1].is_complex() else 2)  # behind these are tables: a function's weights
+    turned = len(inputs) if isinstance(owner, type) else len(inputs) - (1 if inputs[-1].is_complex() else 2)  # then come tables, treated like weights
     floats = lambda inputs, dtype, learns: [t.detach().to(dtype).requires_grad_(learns) if t.is_floating_point() else t for t in inputs]
     tensors = [*floats(inputs[:turned], dtype, learns), *floats(inputs[turned:], weight_dtype, False)]
     if isinstance(owner, type):
@@ -46,7 +46,7 @@ def _run(fn: Callable, owner: Any, attributes: dict, inputs: tuple, dtype: torch
     if not learns:
         return [o.detach() for o in outs]
     total = sum((o * o).sum() for o in outs)
-    # where dropout leaves nothing there is no gradient
+    # if dropout sets everything to 0, there is no gradient
     return [*outs, *(torch.autograd.grad(total, leaves) if isinstance(total, Tensor) and total.requires_grad else ())]
 
 
@@ -61,10 +61,10 @@ def reproduces(variant: Variant, owner: Any, stock: Callable) -> bool:
             except RuntimeError:
                 if isinstance(owner, type) and dtype == weight_dtype:
                     return False
-                # projections that do not mix dtypes, a rope function that does not pass columns through: callers do not ask for it
+                # stock cannot run this stand-in: its projections do not mix dtypes, or it passes no columns through. So its callers never do this
                 continue
             found = _run(new, owner, attributes, inputs, dtype, weight_dtype)
-            if dtype is torch.bfloat16:  # else stock rounds at every step, and we once
+            if dtype is torch.bfloat16:  # with other variants, stock rounds after every step, and we round once
                 close = dict(rtol=0, atol=0) if variant.exact else dict(rtol=2**-6, atol=2**-6)
             else:
                 close = dict(rtol=1e-5, atol=1e-5)
@@ -99,7 +99,7 @@ def recognise(slot: Slot, owner: Any, stock: Callable, tables: set[str] | None =
                 return variant, ""
         except AttributeError as error:
             missing |= set(re.findall(r"no attribute '(\w+)'", str(error)))
-        except Exception:  # whatever it is that it does, it is not what the variant does
+        except Exception:  # stock does something else than the variant
             continue
     if (tables is None or len(tables) != 1) and any(variant.by_tables for variant in slot.variants):
         return None, "its tables are not understood"

@@ -16,7 +16,7 @@ from liger_kernel.ops.projections.moe import moe
 from liger_kernel.transformers.recognise.activations import activation
 from liger_kernel.transformers.recognise.variant import StandIns, Variant
 
-DEFAULT_EXPERTS = "grouped_mm"  # what transformers runs unless somebody names another implementation; naming this one leaves no trace
+DEFAULT_EXPERTS = "grouped_mm"  # the implementation that transformers runs by default; a user who names this one cannot be told from the default
 
 
 @functools.cache
@@ -29,18 +29,18 @@ def _say_chosen(implementation: str) -> None:
 
 
 class _Eager:
-    """A configuration under which a module of experts computes what its source says."""
+    """A configuration with which a module of experts runs its own source, not another implementation."""
 
     _experts_implementation = "eager"
 
 
 def _chosen(experts: Any) -> bool:
-    """Whether somebody has named the implementation of these experts himself, now: it can be set at any time."""
+    """Whether the user has chosen the implementation of these experts. Look at each call, because it can be set at any time."""
     config = getattr(experts, "config", None)
     implementation = getattr(config, "_experts_implementation", None)
     if implementation is None or implementation == DEFAULT_EXPERTS or isinstance(config, _Eager):
         return False
-    if torch.is_grad_enabled():  # transformers itself names one for the time of ``generate``
+    if torch.is_grad_enabled():  # during ``generate``, transformers itself chooses one
         _say_chosen(implementation)
     return True
 
@@ -83,7 +83,7 @@ class Experts(Variant):
         def forward(self, hidden_states, top_k_index, top_k_weights):
             name = None if torch.compiler.is_compiling() else activation(F.silu if act == "F.silu" else getattr(self, act))
             w, v = self.gate_up_proj, self.down_proj
-            plainly = w.ndim == 3 and w.is_floating_point() and w.itemsize > 1  # FP8 comes with scales
+            plainly = w.ndim == 3 and w.is_floating_point() and w.itemsize > 1  # not FP8, which has separate scales
             if name is None or not plainly or getattr(self, "_is_expert_parallel", False) or _chosen(self):
                 return stock(self, hidden_states, top_k_index, top_k_weights)
             bias = dict(gate_up_bias=self.gate_up_proj_bias, down_bias=self.down_proj_bias) if biased else {}
@@ -121,7 +121,7 @@ class Experts(Variant):
                 attributes |= dict(gate_up_proj_bias=weight(E, 2 * n), down_proj_bias=weight(E, H))
             if act != "F.silu":
                 attributes[act] = fn
-            index = torch.tensor([[0, 2], [2, 3], [3, 0], [0, 3], [2, 0]])  # nothing for one of the experts
+            index = torch.tensor([[0, 2], [2, 3], [3, 0], [0, 3], [2, 0]])  # one expert gets no token
             yield attributes, (torch.randn(5, H), index, torch.rand(5, 2))
 
 

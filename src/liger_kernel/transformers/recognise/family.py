@@ -29,15 +29,15 @@ def configs_of(config: Any) -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class Family:
-    """What is replaced in the models of one type: name in its module -> variant, or -> reason why it stays stock."""
+    """What is replaced in the models of one type. Maps names in its module to a variant, or to the reason why it stays stock."""
 
     heads: tuple[str, ...] = ()  # classes whose forward ends with a head and a loss
     fused: str = ""  # why the head is not fused; empty if it is
-    glu: str = "swiglu"  # the name of the flag
+    glu: str = "swiglu"  # the name of its flag for gated MLPs
     swapped: dict[str, str] = field(default_factory=dict)
     left_alone: dict[str, str] = field(default_factory=dict)
     parts: tuple[str, ...] = ()  # types of its parts that have a module of their own
-    images: bool = False  # whether it was tried with images
+    images: bool = False  # whether a step with images was tested
 
 
 PLACE = "transformers.models."

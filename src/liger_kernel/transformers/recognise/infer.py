@@ -27,14 +27,14 @@ def tables_of(module: ModuleType, config: Any) -> set[str]:
         if not (isinstance(cls, type) and issubclass(cls, nn.Module) and "Rotary" in name and cls.__module__ == module.__name__):
             continue
         for each in configs_of(config):
-            with contextlib.suppress(Exception):  # a vision tower's, for example
+            with contextlib.suppress(Exception):  # this configuration may not fit the class: a vision tower's, for example
                 embed = _embedding(cls, each)
-                # not of the config's kinds of layers: some turn nothing, or have other names here
+                # take the kind of layer from the class: some kinds in the config have no rotation, or another name here
                 more = {"layer_type": next(iter(embed.rope_type))} if "layer_type" in inspect.signature(cls.forward).parameters else {}
                 positions = torch.arange(5)[None]
                 try:
                     cos, sin = embed(torch.zeros(1, 5, 8), positions, **more)
-                except Exception:  # time, height and width
+                except Exception:  # multimodal positions: time, height and width
                     cos, sin = embed(torch.zeros(1, 5, 8), torch.stack((positions, 3 * positions, 7 * positions)), **more)
                 forms.add(_form(torch.stack((cos, sin))))
                 break
@@ -44,7 +44,7 @@ def tables_of(module: ModuleType, config: Any) -> set[str]:
 def _embedding(cls: type, config: Any) -> nn.Module:
     try:
         return cls(config)
-    except (AttributeError, TypeError):  # of transformers 4, which read from the scaling what its default does not say
+    except (AttributeError, TypeError):  # transformers 4 reads more from the rope scaling than its default contains
         if getattr(config, "rope_scaling", "no such attribute") is not None:
             raise
         config = copy.copy(config)
@@ -61,7 +61,7 @@ def _form(both: Tensor) -> str:
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Computing on the CPU as by default, whatever surrounds the call: fake tensors, autocast, inference mode, another device or default dtype."""
+    """Compute on the CPU with PyTorch's defaults, even if the caller uses fake tensors, autocast, inference mode, another device or another default dtype."""
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
@@ -74,7 +74,7 @@ def _undisturbed() -> Iterator[None]:
             torch.device("cpu"),
             references(),
         ):
-            torch.default_generator.manual_seed(0)  # torch.manual_seed would seed the GPUs, too, and their state is the user's
+            torch.default_generator.manual_seed(0)  # torch.manual_seed would also change the state of the GPUs, which belongs to the user
             yield
     finally:
         torch.set_default_dtype(dtype)
@@ -95,7 +95,7 @@ def infer(model_type: str, config: Any = None) -> Family:
     with _undisturbed():
         tables = tables_of(module, config)
         for name, candidate in inspect.getmembers(module):
-            if not str(getattr(candidate, "__module__", "")).startswith(PLACE):  # its own, or of another family that it takes it from
+            if not str(getattr(candidate, "__module__", "")).startswith(PLACE):  # it is not the family's own, nor imported from another family
                 continue
             owner, stock = (candidate, candidate.__dict__.get("forward")) if isinstance(candidate, type) else (module, candidate)
             reasons: list[str] = []

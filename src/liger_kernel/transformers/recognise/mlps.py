@@ -32,8 +32,8 @@ class GLUForm:
 
     attributes: tuple[Callable[[], dict[str, Any]], ...] = (dict,)
     gate: Callable[[Any, Tensor], Tensor] = lambda self, gate: gate
-    options: Callable[[Any], dict[str, Any]] = lambda self: {}  # of the operator
-    wide: bool = False  # activation and product in fp32
+    options: Callable[[Any], dict[str, Any]] = lambda self: {}  # keywords of the operator
+    wide: bool = False  # whether activation and product are in fp32
     between: Callable[[Any, Tensor], Tensor] = lambda self, h: h
     after: Callable[[Any, Tensor], Tensor] = lambda self, y: y
     exact: bool = True
@@ -45,7 +45,7 @@ class GLUForm:
 
 
 def _as_weighted(h: Tensor, projection: Any) -> Tensor:
-    """``h`` in the dtype of the projection's weight, unless that is in eight bits."""
+    """``h`` in the dtype of the projection's weight; unchanged if the weight is in 8 bits."""
     dtype = getattr(projection.weight, "dtype", torch.int8)
     return h if dtype in (h.dtype, torch.int8) else h.to(dtype)
 
@@ -64,7 +64,7 @@ GLU_FORMS = {
     ),
     "ffn_sub_norm": GLUForm((lambda: {"ffn_sub_norm": Halve()},), between=lambda self, h: self.ffn_sub_norm(h)),
     "drop": GLUForm((lambda: {"drop": Halve()},), between=lambda self, h: self.drop(h)),
-    "dropout, cast": GLUForm(  # models in 16 bits whose last projection stays in fp32
+    "dropout, cast": GLUForm(  # for models in 16 bits that keep their last projection in fp32
         (lambda: {"dropout": Halve(), "wo": random_linear(12, 8, InFp32)}, lambda: {"dropout": Halve()}),
         between=lambda self, h: _as_weighted(self.dropout(h), self.wo),
     ),
@@ -86,12 +86,12 @@ _LINEAR: Any = nn.Linear.forward
 
 
 def _bare(m: Any) -> bool:
-    """Whether calling ``m`` is a product with its weight and nothing else: no bias, adapter, shards, or hooks."""
+    """Whether a call of ``m`` only multiplies by its weight: no bias, adapter, sharding or hook."""
     return type(m) in (nn.Linear,) and m.bias is None and plain(m.weight) and "forward" not in m.__dict__ and unhooked(m)
 
 
 def _whole(x: Tensor, *projections: Any) -> bool:
-    """Whether a gated MLP of these projections can be one operator, and would gain by it."""
+    """Whether a gated MLP of these projections can run as one operator, and that helps."""
     if not use_kernels(x, fusible=True) or not torch.is_grad_enabled() or nn.Linear.forward is not _LINEAR:
         return False
     if not all(map(_bare, projections)) or not (x.requires_grad or any(m.weight.requires_grad for m in projections)):
@@ -121,7 +121,7 @@ class GLU(Variant):
         gate, up, down, act, form = self.gate, self.up, self.down, self.act, GLU_FORMS[self.form]
 
         def whole(self, x, name):
-            """As one operator; None where it is more than that."""
+            """Run the MLP as one operator; None if it does anything else."""
             projections = [getattr(self, name) for name in dict.fromkeys((gate, up, down))]
             options = form.options(self)
             if not _whole(x, *projections) or options.keys() - {"gate_multiplier"}:
@@ -133,7 +133,7 @@ class GLU(Variant):
             return form.after(self, y)
 
         def adapted(self, x, name):
-            """As one node, where a projection has adapters or a weight of a few bits; None where none has, or it is more than that."""
+            """Run the MLP as one node if a projection has adapters or a weight in 8 bits or less; None if no projection has, or if the MLP does more."""
             projections = [getattr(self, name) for name in dict.fromkeys((gate, up, down))]
             options = form.options(self)
             if all(type(p) is nn.Linear for p in projections) or options.keys() - {"gate_multiplier"} or not served(x):
@@ -171,7 +171,7 @@ class GLU(Variant):
             return form.after(self, linear(getattr(self, down), form.between(self, h.to(dtype))))
 
         def forward(self, x):
-            if torch.compiler.is_compiling():  # the formula is what we would hand over anyway
+            if torch.compiler.is_compiling():  # the compiler gets the plain formula
                 return stock(self, x)
             name = activation(F.silu if act == "F.silu" else getattr(self, act))
             y = whole(self, x, name) if name is not None and form.whole else None
@@ -182,7 +182,7 @@ class GLU(Variant):
         return forward
 
     def stand_ins(self) -> StandIns:
-        for fn in (nn.SiLU(), nn.GELU(approximate="tanh"), nn.Softplus()):  # the last is none of ours: act_fn must be what counts
+        for fn in (nn.SiLU(), nn.GELU(approximate="tanh"), nn.Softplus()):  # we have no Softplus: the MLP must use act_fn
             for more in GLU_FORMS[self.form].attributes:
                 attributes: dict[str, Any] = {self.gate: random_linear(8, 24 if self.up == self.gate else 12), self.down: random_linear(12, 8)} | more()
                 if self.up != self.gate:

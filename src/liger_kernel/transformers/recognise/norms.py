@@ -38,7 +38,7 @@ class RMSNorm(Variant):
 
         def forward(self, hidden_states):
             w = None if weight == "none" or (weight == "with_scale" and not self.with_scale) else self.weight
-            if w is not None and w.ndim == 0:  # one for all columns
+            if w is not None and w.ndim == 0:  # one number for all columns
                 w = w.expand(hidden_states.shape[-1])
             return memory.cheap(rms_norm, hidden_states, w, eps=getattr(self, eps), offset=offset, casting=casting)
 
@@ -59,9 +59,9 @@ class RMSNorm(Variant):
 
 @dataclass(frozen=True)
 class GatedRMSNorm(Variant):
-    """``first``: the "norm" or the "gate", or "norm_before_gate", an attribute that says; ``groups``: what says into how many parts rows are cut.
+    """``first``: "norm", "gate", or "norm_before_gate" if that attribute decides. ``groups``: the attribute from which the number of parts of a row follows.
 
-    ``named``: whether the module names the activation.
+    ``named``: whether the module names its activation.
     """
 
     kind = "gated_rms_norm"
@@ -107,7 +107,7 @@ class GatedRMSNorm(Variant):
                 if self.first == "norm_before_gate":
                     attributes["norm_before_gate"] = norm_first
                 if self.named:
-                    attributes["activation"] = act if act != "softplus" else "mish"  # the last is none of ours
+                    attributes["activation"] = act if act != "softplus" else "mish"  # we have no such activation
                 yield attributes, (torch.randn(2, 3, 32), torch.randn(2, 3, 32))
 
 
@@ -128,11 +128,11 @@ class LayerNorm(Variant):
         def forward(self, hidden_states):
             device = hidden_states.device.type
             autocast = form in ("torch", "1P") and torch.is_autocast_enabled(device)
-            if len(getattr(self, "normalized_shape", (0,))) != 1 or (autocast and form == "1P"):  # which casts for itself
+            if len(getattr(self, "normalized_shape", (0,))) != 1 or (autocast and form == "1P"):  # a "1P" norm casts by itself
                 return stock(self, hidden_states)
             w, b = (getattr(self, name, None) for name in ("weight", "bias"))
             w = w + 1.0 if form == "1P" else w
-            if autocast and device == "cuda" and hidden_states.dtype != torch.float64:  # as PyTorch does there, and not on CPUs
+            if autocast and device == "cuda" and hidden_states.dtype != torch.float64:  # as PyTorch's autocast does on GPUs but not on CPUs
                 hidden_states = hidden_states.float()
             return memory.cheap(layer_norm, hidden_states, w, b, eps=OLMO_EPS if eps == "constant" else getattr(self, eps))
 

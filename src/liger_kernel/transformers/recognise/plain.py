@@ -1,4 +1,4 @@
-"""Whether a tensor or a module is nothing more than it seems to be."""
+"""Whether a tensor is an ordinary tensor, and whether a call of a module runs only its forward."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ PLAIN = (Tensor, nn.Parameter)
 
 
 def unhooked(m: nn.Module) -> bool:
-    """Whether calling ``m`` runs its forward and nothing else."""
+    """Whether a call of ``m`` runs its forward and no hooks."""
     own = m.__dict__
     return not (own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"] or _has_any_global_hook())
 
 
 def plain(t: Any) -> bool:
-    """Whether ``t`` is a whole tensor: not sharded, not quantised, without ZeRO's marks; or a tensor that represents such a tensor in a warm-up."""
+    """Whether ``t`` is a whole tensor: not sharded, not quantised, without the attributes of ZeRO; or a tensor that represents such a tensor in a warm-up."""
     return (type(t) in PLAIN or (intercepted() and isinstance(t, FakeTensor))) and not hasattr(t, "ds_id")

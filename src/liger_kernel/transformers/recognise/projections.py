@@ -1,11 +1,11 @@
-"""What a live linear layer is at the moment of a call: its weight as it is stored, and the adapters that PEFT would add now.
+"""What a live linear layer computes at the moment of a call: its stored weight, and the adapters that PEFT would add now.
 
-``projection(module, x)`` gives the ``Projection`` that ``module(x)`` computes, or says in a word why that is left to the module itself. It reads what
-PEFT's own forward reads, at each call: which adapters are active, disabled or merged changes while a model is used. No package is imported here: whose
-module is none of those imported already is not one of theirs.
+``projection(module, dtype)`` returns the ``Projection`` that a call of ``module`` computes, or a short reason why the module itself must run. It reads at each
+call what PEFT's own forward reads, because adapters may be activated, disabled or merged at any time. This module imports no other package: if a package
+is not imported yet, no module can be an instance of its classes.
 
-Below PEFT's layer may be anything: what is stored in no way that we know, is hooked, or has a forward of its own is called for its product as it is, and
-the node has what the adapters add to that.
+The base layer inside a PEFT layer may be anything. If its storage is unknown, if it has hooks, or if it has its own forward, it is called for its product,
+and the node computes only what the adapters add.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from liger_kernel.ops.projections.weights import Dense, Elsewhere, Weight, dense
 from liger_kernel.transformers.recognise.plain import plain, unhooked
 
 _FORWARD = nn.Linear.forward
-_FEW_ROWS = 64  # up to which a call without gradients, as in generation, is left to the modules: some have kernels of their own for single tokens
+_FEW_ROWS = 64  # calls without gradients and with up to so many rows (generation) run the module itself: some have kernels for single tokens
 
 
 class Left(str):
-    """Why a module is left alone."""
+    """The reason why a module runs as it is."""
 
     __slots__ = ()
 
 
 def _own(m: nn.Module) -> bool:
-    """Whether a call of ``m`` is the forward of its class."""
+    """Whether a call of ``m`` runs the forward of its class."""
     return "forward" not in m.__dict__ and unhooked(m)
 
 
 def _class(module: str, *path: str) -> Any:
-    """A class of a package that is imported already, else None."""
+    """A class of a package, or None if the package is not imported yet."""
     found = sys.modules.get(module)
     for name in path:
         found = getattr(found, name, None)
@@ -57,13 +57,13 @@ def _class(module: str, *path: str) -> Any:
 
 
 def _of_package(cls: type, package: str) -> bool:
-    """Whether the forward of ``cls`` is the package's own."""
+    """Whether the forward of ``cls`` comes from ``package``."""
     forward: Any = getattr(cls, "forward", None)
     return isinstance(forward, types.FunctionType) and forward.__globals__.get("__name__", "").startswith(package)
 
 
 def is_dense(m: Any) -> bool:
-    """Whether calling ``m`` is a product with its plain weight, plus its bias."""
+    """Whether a call of ``m`` multiplies by an ordinary weight and adds the bias."""
     return type(m) is nn.Linear and nn.Linear.forward is _FORWARD and _own(m) and plain(m.weight) and (m.bias is None or plain(m.bias))
 
 
@@ -85,7 +85,7 @@ def _dense(m: nn.Module, dtype: torch.dtype) -> Weight | Left | None:
 
 
 def _four_bits(m: Any, dtype: torch.dtype) -> Weight | Left | None:
-    """bitsandbytes' NF4 and FP4."""
+    """The weight of a 4-bit layer (NF4 or FP4) of bitsandbytes."""
     if type(m) is not _class("bitsandbytes.nn.modules", "Linear4bit"):
         return None
     state = getattr(m.weight, "quant_state", None)
@@ -95,7 +95,7 @@ def _four_bits(m: Any, dtype: torch.dtype) -> Weight | Left | None:
         or getattr(state, "packing_format_for_cpu", False)
     ):
         return Left("a hooked 4-bit base, one without its state, or packed for a CPU")
-    # under autocast the product is in autocast's dtype, whatever its input was cast to before
+    # under autocast the product is in autocast's dtype, even after the cast of its input
     if m.compute_dtype not in (None, dtype) and not torch.is_autocast_enabled(m.weight.device.type):
         return Left(f"a 4-bit base that computes in {m.compute_dtype} beside {dtype}")
     if hasattr(m.weight, "ds_id"):
@@ -104,7 +104,7 @@ def _four_bits(m: Any, dtype: torch.dtype) -> Weight | Left | None:
 
 
 def _float8(m: Any, dtype: torch.dtype) -> Weight | Left | None:
-    """Ours in FP8, and those of transformers."""
+    """The weight of our frozen FP8 layers and of transformers' FP8 layers."""
     if type(m) is _class("transformers.integrations.finegrained_fp8", "FP8Linear"):
         return Left("a base in FP8 whose own forward casts its input by blocks")
     if type(m) is not LigerFloat8Linear:
@@ -115,7 +115,7 @@ def _float8(m: Any, dtype: torch.dtype) -> Weight | Left | None:
 
 
 def _float8_trained(m: Any, dtype: torch.dtype) -> Weight | Left | None:
-    """Ours that are trained in FP8, and torchao's."""
+    """The weight of our layers trained in FP8 and of torchao's."""
     recipe = m.recipe if type(m) is LigerFloat8TrainingLinear else None
     if type(m) is _class("torchao.float8.float8_linear", "Float8Linear"):
         recipe = _recipe_of(m.config)
@@ -134,7 +134,7 @@ def _float8_trained(m: Any, dtype: torch.dtype) -> Weight | Left | None:
 
 @functools.lru_cache(16)
 def _recipe_of(config: Any) -> str | None:
-    """The recipe that a config of torchao is, but for what does not change the result; None if it is none of them."""
+    """The recipe that a torchao config describes, apart from options that do not change the result; None if it is none of ours."""
     of = type(config).from_recipe_name
     same = lambda recipe: dataclasses.replace(config, emulate=False, force_recompute_fp8_weight_in_bwd=False, pad_inner_dim=False) == of(recipe)
     return next((recipe for recipe in RECIPES if same(recipe)), None)
@@ -200,7 +200,7 @@ def _peft(m: Any, dtype: torch.dtype) -> Projection | Left:
 
 
 def _magnitude(m: Any, name: str, adapter: Adapter, active: int) -> Tensor | Left:
-    """The magnitude of a DoRA."""
+    """The magnitude of a DoRA adapter."""
     variant = m.lora_variant[name]
     if type(variant) is not _class("peft.tuners.lora.variants", "DoraLinearVariant") or not _of_package(
         _class("peft.tuners.lora.dora", "DoraLinearLayer"), "peft."
@@ -217,7 +217,7 @@ def _magnitude(m: Any, name: str, adapter: Adapter, active: int) -> Tensor | Lef
 
 
 def projection(m: Any, dtype: torch.dtype) -> Projection | Left:
-    """What ``m`` computes of an input of this dtype, if it is a linear layer of ours to run, or why it is not."""
+    """What ``m`` computes from an input of this dtype, if our engine can run it; otherwise the reason."""
     cls = type(m)
     if _of_peft(cls) and _of_package(cls, "peft."):
         return _peft(m, dtype)
@@ -227,7 +227,7 @@ def projection(m: Any, dtype: torch.dtype) -> Projection | Left:
     return weight if isinstance(weight, Left) else Projection(weight, m.bias)
 
 
-# PEFT's layers whose forward is the base's product and what each active adapter adds to it. The first two may do that under autocast in another dtype
+# PEFT's layers with a forward that adds the output of each active adapter to the base's product. The first two may add in another dtype under autocast
 _PEFT = {
     "layer": "Linear",
     "bnb": "Linear4bit Linear8bitLt",
@@ -242,7 +242,7 @@ _PEFT = {
 
 @functools.lru_cache(1024)
 def _of_peft(cls: type) -> bool:
-    """Whether ``cls`` is one of these: its module is imported, so that cannot change."""
+    """Whether ``cls`` is in ``_PEFT``. The answer cannot change, because its module is imported."""
     return cls in _peft_classes()
 
 
@@ -253,15 +253,15 @@ def _peft_classes() -> tuple[Any, ...]:
 
 @functools.lru_cache(16)
 def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """As a tensor, copied once: a copy to a GPU waits for it."""
+    """The numbers as a tensor, cached, because each copy to a GPU makes the host wait."""
     return torch.tensor(numbers, device=device)
 
 
 def trained_rows(m: Any, dtype: torch.dtype) -> Projection | Left | None:
-    """PEFT's layer that trains some rows of a frozen weight W (``trainable_token_indices``, where a head is tied); None if ``m`` is none.
+    """PEFT's layer that trains some rows of a frozen weight W (``trainable_token_indices`` with a tied head); None if ``m`` is another module.
 
-    With rows D in the place of the rows i of W, x W'^T = x W^T + x (D - W_i)^T E_i^T, where E_i (N, n) has a 1 for each row: a product of low rank that has no
-    gradient of all rows. The layer itself makes a copy of W in each call, and its gradient.
+    With rows D in place of the rows i of W, x W'^T = x W^T + x (D - W_i)^T E_i^T, where E_i (N, n) has a 1 for each row. This product of low rank needs no
+    gradient of all rows. The layer's own forward copies W in each call and computes the gradient of the copy.
     """
     if type(m) is not _class("peft.tuners.trainable_tokens.layer", "TrainableTokensLayer") or not _of_package(type(m), "peft."):
         return None
@@ -276,7 +276,7 @@ def trained_rows(m: Any, dtype: torch.dtype) -> Projection | Left | None:
     m._check_overlapping_tokens(names)
     at = [i for name in names for i in m.token_indices[name]]
     if len(at) > w.shape[1] // 4:
-        return Left(f"{len(at)} trained tokens")  # which cost more than a copy
+        return Left(f"{len(at)} trained tokens")  # with so many, the product costs more than a copy of W
     index = _on_device(tuple(at), w.learnable.device)
     rows = torch.cat([m.trainable_tokens_delta[name].to(w.learnable) for name in names])
     chosen = torch.zeros(w.shape[0], len(at), dtype=dtype, device=index.device)
@@ -285,14 +285,14 @@ def trained_rows(m: Any, dtype: torch.dtype) -> Projection | Left | None:
 
 
 def base_of(m: Any) -> nn.Module:
-    """What PEFT has put adapters on, or ``m``."""
+    """The layer inside a PEFT layer, or ``m`` itself."""
     layers = (*_peft_classes(), _class("peft.tuners.trainable_tokens.layer", "TrainableTokensLayer"))
     return m.base_layer if type(m) in layers else m
 
 
 def copy_in_use(m: Any) -> nn.Module:
-    """The module that a call of ``m`` calls: of one among PEFT's ``modules_to_save`` the active copy, or the original; of a wrapper with trained tokens the
-    layer that has them; else ``m``."""
+    """The module that a call of ``m`` runs: for PEFT's ``modules_to_save`` the active copy, or the original if none is active; for a wrapper with trained
+    tokens the layer that holds them; else ``m``."""
     cls = type(m)
     if cls is nn.Linear or torch.compiler.is_compiling() or not _of_package(cls, "peft.utils.other") or not _own(m):
         return m
@@ -312,24 +312,24 @@ def product_dtype(x: Tensor) -> torch.dtype:
 
 
 def served(x: Any) -> bool:
-    """Whether the engine could serve linear layers of x at all."""
+    """Whether the engine can run linear layers on x at all."""
     if torch.compiler.is_compiling() or not plain(x) or not x.is_floating_point() or not x.ndim or not x.numel() or not use_kernels(x, fusible=True):
         return False
     return torch.is_grad_enabled() or x.numel() // x.shape[-1] > _FEW_ROWS
 
 
 def fitting(found: Projection, width: int, device: torch.device) -> bool:
-    """Whether a layer takes inputs of this width, and its adapters are where these are."""
+    """Whether a layer accepts inputs of this width, and its adapters are on this device."""
     return found.weight.shape[1] == width and all(a.a.device == device == a.b.device for a in found.adapters)
 
 
 def linear(module: Any, x: Any) -> Any:
-    """``module(x)``."""
+    """``module(x)``, by the engine if it can run the layer now."""
     return module(x) if type(module) is nn.Linear else shared(x, module)[0]
 
 
 def shared(x: Any, *modules: Any) -> tuple[Any, ...]:
-    """``tuple(m(x) for m in modules)``."""
+    """``tuple(m(x) for m in modules)``, as one node where the engine can."""
     if all(type(m) is nn.Linear for m in modules) or not served(x):
         return tuple(m(x) for m in modules)
     dtype = product_dtype(x)
@@ -345,7 +345,7 @@ def shared(x: Any, *modules: Any) -> tuple[Any, ...]:
 
 
 def beside(y: Tensor, p: Projection, m: Any, x: Tensor) -> Tensor:
-    """What ``m(x)`` is, in its dtype, y being what the node computed of it."""
+    """``m(x)`` in its dtype, from y, the part that the node computed."""
     if isinstance(p.weight, Elsewhere):
         base = m.base_layer(x)
         return (base + y).to(base.dtype)

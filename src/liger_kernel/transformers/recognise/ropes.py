@@ -1,4 +1,4 @@
-"""Variants of functions that turn queries and keys, and the stand-ins on which they are compared with stock."""
+"""Variants of functions that rotate queries and keys, and the stand-ins on which they are compared with stock."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ABSENT = object()
 
 
 def _learn(*tables: Tensor) -> bool:
-    """Whether some of these tables ask for a gradient, all of it: ours see each angle once."""
+    """Whether a table requires a gradient. Stock must run then, because our kernels read each angle only once and would return a partial gradient."""
     return (tables[0].requires_grad or tables[-1].requires_grad) and torch.is_grad_enabled()
 
 
@@ -39,7 +39,7 @@ def _stand_ins(tables: str) -> StandIns:
 
 @dataclass(frozen=True)
 class _OfTables(Variant):
-    """One that is told from others by the form of the ``tables`` that it gets; ``casting``: see ``ops.rotary.rope``."""
+    """A rope that the form of its ``tables`` distinguishes from other ropes. ``casting``: see ``ops.rotary.rope``."""
 
     kind, by_tables = "rope", True
     casting: str
@@ -47,11 +47,11 @@ class _OfTables(Variant):
     tables: str
 
     def fits(self, tables: set[str] | None) -> bool:
-        return tables == {self.tables} or (not tables and self.tables == "once")  # a function that takes each angle once takes nothing else
+        return tables == {self.tables} or (not tables and self.tables == "once")  # "once" also if no form is known
 
 
 class Rope(_OfTables):
-    """``layout`` "apart": takes pairs, and returns the first of each and then the second."""
+    """Queries and keys. ``layout`` "apart": the input has pairs, and the output has the first values of all pairs, then the second values."""
 
     def words(self) -> tuple[str, ...]:
         return self.casting, self.layout, self.tables
@@ -60,7 +60,7 @@ class Rope(_OfTables):
         casting, layout, angles = self.casting, self.layout, TABLES[self.tables]
 
         def turn(q: Tensor, k: Any, cos: Tensor, sin: Tensor, position_ids: Any, unsqueeze_dim: int) -> tuple[Tensor, ...]:
-            memory.taken()  # by the projections
+            memory.taken()  # the projections have read the value
             fits = k is not None and q.ndim == k.ndim == 4 and cos.ndim == 3 and cos.shape[0] in (1, q.shape[0]) and unsqueeze_dim in (1, 2)
             if fits and not _learn(cos, sin):
                 turned = rope(q, k, angles(cos), angles(sin), layout="pairs" if layout == "apart" else layout, unsqueeze_dim=unsqueeze_dim, casting=casting)
@@ -69,11 +69,11 @@ class Rope(_OfTables):
             return stock(q, k, cos, sin, *more)
 
         parameters = inspect.signature(stock).parameters
-        if parameters["k"].default is None:  # called for queries alone, too
+        if parameters["k"].default is None:  # it may be called with queries alone
 
             def apply_rotary_pos_emb(q, k=None, cos=None, sin=None, unsqueeze_dim=1):
                 return turn(q, k, cos, sin, ABSENT, unsqueeze_dim)
-        elif "position_ids" in parameters:  # it has been without effect for long, and is gone in most
+        elif "position_ids" in parameters:  # position_ids has no effect, and most models have removed it
 
             def apply_rotary_pos_emb(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
                 return turn(q, k, cos, sin, position_ids, unsqueeze_dim)
@@ -92,7 +92,7 @@ class Rope(_OfTables):
 
 @dataclass(frozen=True)
 class RopeAlone(_OfTables):
-    """Of one tensor: beside it goes another one, of no heads. ``layout`` "behind": pairs in the last columns, others pass through."""
+    """One tensor. The kernel gets a second tensor without heads. ``layout`` "behind": pairs in the last columns; the other columns pass through."""
 
     sin_first: bool = False
 
@@ -135,7 +135,7 @@ class RopeAlone(_OfTables):
 
 @dataclass(frozen=True)
 class RopeOfSections(Variant):
-    """Whose angles come from several tables, each for its section of the columns."""
+    """Queries and keys with angles from several tables, one for each section of the columns."""
 
     kind = "rope"
     casting: str
@@ -163,7 +163,7 @@ class RopeOfSections(Variant):
 
 @dataclass(frozen=True)
 class FlatRope(Variant):
-    """Of all tokens of a batch in one dimension."""
+    """Queries and keys with all tokens of a batch in one dimension."""
 
     kind = "rope"
     casting: str
@@ -190,7 +190,7 @@ class FlatRope(Variant):
 
 @dataclass(frozen=True)
 class ComplexRope(Variant):
-    """Of complex tables; ``unsqueeze_dim``: where these get a dimension for the heads."""
+    """Queries and keys with complex tables. ``unsqueeze_dim``: where the tables get a dimension for the heads."""
 
     kind = "rope"
     unsqueeze_dim: int

@@ -31,7 +31,7 @@ class Slot:
 
     flag: str
     candidate: Callable[[str, Any], bool]
-    parameters: tuple[tuple[str, ...], ...]  # of the candidate, past self; the names matter for functions only
+    parameters: tuple[tuple[str, ...], ...]  # the candidate's parameters after self; the names matter only for functions
     variants: Sequence[Variant]
 
 
@@ -63,10 +63,10 @@ SLOTS = [
     Slot("rope", _function("rotary.*vision"), (_Q_K,), FLAT_ROPES),
     Slot("rope", _function("rotary_emb$"), (("xq", "xk", "freqs_cis"), ("query", "key", "freqs_ci")), COMPLEX_ROPES),
 ]
-# label -> variant, and -> the flag of its slot: the table of families names variants by their labels
+# label -> variant, and label -> the flag of its slot. The table of families names variants by their labels
 VARIANTS = {variant.label: variant for slot in SLOTS for variant in slot.variants}
 SLOT_OF = {variant.label: slot.flag for slot in SLOTS for variant in slot.variants}
-# whole models stay equal bit for bit; means and deviations of LayerNorms may be summed in another order and then, rarely, be rounded another way
+# with these, whole models stay bit-identical. LayerNorms may add their means and deviations in another order, and then rarely round differently
 EXACT = {label for label, variant in VARIANTS.items() if variant.exact and SLOT_OF[label] != "layer_norm"}
 FLAT = {variant.label for variant in FLAT_ROPES}
-TORCHS_OWN = {"nn.LayerNorm": ("LayerNorm", LayerNorm("torch", "eps").label)}  # in the table's name -> in torch.nn, and the variant
+TORCHS_OWN = {"nn.LayerNorm": ("LayerNorm", LayerNorm("torch", "eps").label)}  # name in the table -> name in torch.nn, and the variant's label

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 
 class InFp32(nn.Linear):
-    """A projection for a stand-in that stays in fp32 in every dtype."""
+    """A projection for a stand-in. It stays in fp32 when the stand-in is cast."""
 
     def _apply(self, fn: Callable, recurse: bool = True) -> InFp32:
         return self
 
 
 class Halve(nn.Module):
-    """Some module, for a stand-in."""
+    """An arbitrary module for a stand-in: it multiplies by 1/2."""
 
     def forward(self, x: Tensor) -> Tensor:
         return 0.5 * x

@@ -15,7 +15,7 @@ from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 from liger_kernel.transformers.recognise.family import heads_of, modeling
 
 VOCAB = 257
-IMAGE = 16  # pixels on each side of an image; 4 of a patch
+IMAGE = 16  # pixels on each side of an image; a patch has 4
 
 # one size a line would be long, and they belong together as they stand: hence fmt: skip, here and below
 SIZES: dict[str, Any] = dict(
@@ -32,7 +32,7 @@ SIZES: dict[str, Any] = dict(
     hidden_size_per_layer_input=16, vocab_size_per_layer_input=VOCAB, laurel_rank=8, altup_num_inputs=2,
     linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16,
     index_n_heads=2, index_head_dim=16, index_topk=8, swa_num_attention_heads=4, swa_num_key_value_heads=2, swa_head_dim=16, swa_v_head_dim=16,
-    # of vision towers and what joins them to the text
+    # sizes of vision towers and of the modules that connect them to the text model
     image_size=IMAGE, patch_size=4, depth=2, embed_dim=64, num_heads=4, out_hidden_size=64, projection_dim=64, num_channels=3, vision_output_dim=64,
     vision_use_head=False, projector_input_dim=64, projector_output_dim=64, text_hidden_size=64, mlp_dim=64, qk_hidden_size=64, mm_tokens_per_image=4,
     num_global_layers=1, image_grid_pinpoints=[[IMAGE, 2 * IMAGE]], attention_heads=4, pixel_shuffle_ratio=0.5, scale_factor=2, projector_hidden_size=64,
@@ -48,10 +48,10 @@ SCALES: dict[str, Any] = dict(
 )  # fmt: skip
 
 
-# Sizes to set even where the default is None, which then means that they follow from others
+# Sizes to set even if their default is None, which means that they follow from other sizes
 ALWAYS = {"num_key_value_heads", "head_dim", "pad_token_id", "bos_token_id", "eos_token_id", "num_experts_per_tok", "n_routed_experts", "n_shared_experts"}
 
-# What follows from no name: sizes that must fit each other in the models of one type
+# Sizes that no name implies: they must fit each other in the models of one type
 FITTING: dict[str, dict[str, Any]] = {
     "blip-2": dict(image_token_index=VOCAB - 1),
     "blt": dict(encoder_hash_byte_group_vocab=64),
@@ -110,7 +110,7 @@ def _tiny(cls: type[PretrainedConfig], more: dict[str, Any], default: Pretrained
     known = set(inspect.signature(cls.__init__).parameters) | set(getattr(cls, "__dataclass_fields__", {})) | {k for k in SIZES if _get(default, k) is not None}
     known -= {k for c in cls.__mro__ for k, v in vars(c).items() if isinstance(v, property) and v.fset is None}
     values = {k: _like(v, _get(default, k)) for k, v in (SIZES | SCALES).items() if k in known and (k in ALWAYS or _get(default, k) is not None)}
-    if "qk_rope_head_dim" in known:  # latent attention: head_dim is that
+    if "qk_rope_head_dim" in known:  # with latent attention, head_dim is this width
         values.pop("head_dim", None)
         values["num_key_value_heads"] = values["num_attention_heads"]
     if _get(default, "num_key_value_heads") is None and part:
@@ -127,19 +127,19 @@ def _tiny(cls: type[PretrainedConfig], more: dict[str, Any], default: Pretrained
 def _get(config: PretrainedConfig, name: str) -> Any:
     try:
         return getattr(config, name, None)
-    except Exception:  # what differs from layer to layer cannot be asked for in general
+    except Exception:  # a value that differs from layer to layer has no single default
         return config.__dict__.get(name)
 
 
 def _like(value: Any, default: Any) -> Any:
-    """``value`` in the form that a configuration has it: once, or for each side or layer."""
+    """``value`` in the form of ``default``: one number, or a number for each side or layer."""
     if isinstance(default, (list, tuple)) and not isinstance(value, (list, tuple)) and len(set(map(str, default))) == 1:
         return type(default)(value for _ in default)
     return value
 
 
 def _layers(default: PretrainedConfig, values: dict[str, Any]) -> dict[str, Any]:
-    """A layer of each kind, at least two, and lists that have a value for each layer cut to them."""
+    """One layer of each kind, at least two layers, with lists of values for each layer cut to that number."""
     name = next((n for n in ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "depth") if isinstance(_get(default, n), int)), None)
     if name is None:
         return {}
@@ -157,7 +157,7 @@ def _layers(default: PretrainedConfig, values: dict[str, Any]) -> dict[str, Any]
 
 def _sections(default: PretrainedConfig, values: dict[str, Any]) -> dict[str, Any]:
     """Sections of multimodal rotary embeddings, cut to the width of the tiny heads."""
-    name = "rope_parameters" if hasattr(default, "rope_parameters") else "rope_scaling"  # as it was before transformers 5
+    name = "rope_parameters" if hasattr(default, "rope_parameters") else "rope_scaling"  # the name before transformers 5
     rope = _get(default, name) or {}
     sections = rope.get("mrope_section") or (16, 24, 24)
     try:
@@ -173,7 +173,7 @@ def _sections(default: PretrainedConfig, values: dict[str, Any]) -> dict[str, An
 
 
 def _tokens(default: PretrainedConfig) -> dict[str, Any]:
-    """Ids of special tokens that fit the vocabulary, each another one."""
+    """Ids of special tokens, all different, that fit the vocabulary."""
     given = {k: v for k in list(default.__dict__) if k.endswith(("token_id", "token_index")) and isinstance(v := default.__dict__[k], int)}
     large = [k for k in sorted(given) if given[k] >= VOCAB - 20]
     return {k: VOCAB - 20 + i for i, k in enumerate(large)}
@@ -189,7 +189,7 @@ def model_of(config: PretrainedConfig, attention: str = "eager", head: str | Non
     cls = getattr(module, head or heads_of(config.model_type, module)[0])
     try:
         model = cls._from_config(config, attn_implementation=attention)
-    except (AttributeError, ValueError, TypeError):  # a part that has no such attention
+    except (AttributeError, ValueError, TypeError):  # this part does not have that attention
         model = cls._from_config(config)
     for m in model.modules():
         if isinstance(m, torch.nn.Dropout):
@@ -204,7 +204,7 @@ def words(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def images(model: PreTrainedModel) -> Iterator[dict[str, Tensor]]:
-    """Inputs of two images in the forms that processors produce; the first form that the model accepts is its own."""
+    """Inputs with two images, in each form that processors produce. The first form that the model accepts is the right one."""
     pixels = torch.randn(2, 3, IMAGE, IMAGE)
     grid = torch.tensor([[1, 4, 4], [1, 4, 4]])
     for channels in (3 * 2 * 4 * 4, 3 * 4 * 4):
@@ -249,7 +249,7 @@ def with_images(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str, T
 
 
 def _with_pictures(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str, Tensor] | None:
-    """``batch`` with images that have no place among the tokens."""
+    """``batch`` with images as separate inputs, not as tokens of the sequences."""
     if "pixel_values" not in inspect.signature(model.forward).parameters:
         return None
     for form in images(model):

@@ -1,4 +1,4 @@
-"""A variant is a value that says what replaces a stock function, and how to know that it may."""
+"""A variant is a value: it makes the replacement of a stock function, and the stand-ins that show whether the replacement is right."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-StandIns = Iterator[tuple[dict[str, Any], tuple[Any, ...]]]  # attributes of a module, or options of a function, and inputs
+StandIns = Iterator[tuple[dict[str, Any], tuple[Any, ...]]]  # attributes of a module (or options of a function), and inputs
 
 
 @dataclass(frozen=True)
@@ -16,17 +16,17 @@ class Variant:
     """Our replacement for candidates of one form; the fields say which form. ``variant(stock)`` replaces the stock function."""
 
     kind: ClassVar[str]  # how its label begins
-    by_tables: ClassVar[bool] = False  # whether it and others of its slot differ in the tables that they take
+    by_tables: ClassVar[bool] = False  # whether the variants of its slot differ in the form of their tables
 
     def __call__(self, stock: Callable) -> Callable:
         raise NotImplementedError
 
     def stand_ins(self) -> StandIns:
-        """On which it is compared with stock functions: attributes and inputs that differ in everything that may matter."""
+        """The attributes and inputs with which it is compared with stock functions. They differ in everything that may matter."""
         raise NotImplementedError
 
     def words(self) -> tuple[str, ...]:
-        """The words of its label, without empty words, and with equal words once."""
+        """The words of its label. Empty words and repeated words are allowed, and left out of the label."""
         raise NotImplementedError
 
     @property
@@ -35,7 +35,7 @@ class Variant:
         return True
 
     def fits(self, tables: set[str] | None) -> bool:
-        """Whether functions that get tables of these forms are compared with it."""
+        """Whether a function that receives tables of these forms is compared with it."""
         return True
 
     @property
@@ -45,19 +45,19 @@ class Variant:
 
 
 def named_as(function: Any, stock: Callable) -> Callable:
-    """``function``, its parameters named as those of ``stock``: callers may name them. Changed in its code, so that calls cost nothing more."""
+    """``function`` with the parameter names of ``stock``, because callers may use them. The names change in its code object, so calls cost nothing more."""
     code = function.__code__
     theirs = [p.name for p in inspect.signature(stock).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
     new = {old: name for old, name in zip(code.co_varnames[: code.co_argcount], theirs) if old != name}
     if len(theirs) >= code.co_argcount and not set(new.values()) & {*code.co_freevars, *code.co_varnames[: code.co_argcount]}:
-        taken = {name: f"_{name}" for name in new.values()}  # locals that are called so
+        taken = {name: f"_{name}" for name in new.values()}  # rename locals that have one of the new names
         names = {part: tuple((new | taken).get(name, name) for name in getattr(code, part)) for part in ("co_varnames", "co_cellvars")}
         function.__code__ = code.replace(**names)
     return function
 
 
-# Variants say here what they are: an attribute of theirs would pass to whatever wraps them with functools
+# Replacements register here, not by attributes: functools.wraps would copy an attribute to every function that wraps them
 NORM_FORMS: weakref.WeakKeyDictionary[Callable, tuple[float, str, str]] = weakref.WeakKeyDictionary()  # offset, casting, attribute with the eps
 ROPE_FORMS: weakref.WeakKeyDictionary[Callable, tuple[str, Callable, str]] = weakref.WeakKeyDictionary()  # layout, angles of a table, casting
-# Attributes that a forward calls as linear layers of the projection engine, and the attribute with the activation on which that depends, or ""
+# The attributes that a forward calls as linear layers of the projection engine, and the attribute with its activation, or "" if that does not matter
 LINEARS: weakref.WeakKeyDictionary[Callable, tuple[frozenset[str], str]] = weakref.WeakKeyDictionary()

@@ -1,1 +1,1 @@
-"""Divergences of two distributions, and distillation by them."""
+"""Divergences of two distributions, and distillation with them."""

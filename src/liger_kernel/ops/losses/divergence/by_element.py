@@ -43,17 +43,17 @@ def elements(x: Tensor, y: Tensor, kind: str, beta: float = 0.5, eps: float = TI
 
 
 def jsd_kind(beta: float) -> str:
-    """What "jsd" is with this ``beta``: at its ends the divergence vanishes, and a KL takes its place."""
+    """The kind to use for "jsd" with this ``beta``: at 0 and 1 the divergence vanishes, and a KL replaces it."""
     return {0.0: "forward_kl", 1.0: "reverse_kl"}.get(beta, "jsd")
 
 
 def counted(x: Tensor, labels: Tensor | None, ignore_index: int) -> Tensor:
-    """How many rows of x (..., V) are not ignored: 0-dim fp32, on the device."""
+    """The number of rows of x (..., V) that are not ignored: 0-dim fp32, on the device."""
     return x.new_full((), x.shape[:-1].numel(), dtype=torch.float32) if labels is None else (labels != ignore_index).sum().float()
 
 
 def masked(losses: Tensor, labels: Tensor | None, ignore_index: int) -> Tensor:
-    """``losses`` (..., V) with 0 in the rows to ignore."""
+    """``losses`` (..., V) with 0 in ignored rows."""
     return losses if labels is None else losses.where((labels != ignore_index)[..., None], 0)
 
 
@@ -190,7 +190,7 @@ def _launch(losses, x, y, labels, norm, g, kind, beta, eps, ignore_index, need_d
     if tracing(x):
         return x.new_empty({"elements": (M, V), "sums": (M, 1), "": 0}[losses], dtype=dtype), dx, dy
     c = config.tile("divergence", V, max(x.itemsize, y.itemsize), elements=1, per_thread=8, max_block_n=4096)
-    # parts of eight blocks leave no processor idle at the end of many rows, shorter ones fill them where rows are few
+    # with many rows, parts of eight blocks leave no processor idle at the end; with few rows, shorter parts occupy all processors
     span = c.block_n * max(1, min(8, M * cdiv(V, c.block_n) // (8 * config.processors())))
     splits = cdiv(V, span)
     loss = x.new_empty({"elements": (M, V), "sums": (M, splits), "": 0}[losses], dtype=dtype)
@@ -222,7 +222,7 @@ def divergence_fwd(x: Tensor, y: Tensor, labels: Tensor | None, norm: Tensor | N
 
 @launcher(f"(Tensor g, Tensor x, Tensor y, Tensor? labels, {_NUMBERS}) -> (Tensor dx, Tensor dy)")
 def divergence_bwd(g: Tensor, x: Tensor, y: Tensor, labels: Tensor | None, *numbers) -> tuple[Tensor, Tensor]:
-    """dx and dy for upstream gradients g (M, V) of any strides; what is not needed is empty."""
+    """dx and dy for upstream gradients g (M, V) of any strides; gradients that are not needed are empty."""
     return _launch("", x, y, labels, None, g, *numbers)[1:]
 
 
@@ -261,7 +261,7 @@ REDUCTIONS = ("none", "sum", "mean", "batchmean")
 
 
 def check(name: str, pair: dict[str, Tensor], shift_labels: Tensor | None, reduction: str, reductions: tuple[str, ...] = REDUCTIONS) -> None:
-    """Refuse what no divergence of a ``pair`` of tensors can mean."""
+    """Raise ``ValueError`` for arguments that have no meaning for a divergence of a ``pair`` of tensors."""
     (a, x), (b, y) = pair.items()
     if not (x.is_floating_point() and y.is_floating_point()):
         raise ValueError(f"{name}: {a} and {b} must be floating point, got {x.dtype} and {y.dtype}")
@@ -282,19 +282,19 @@ def served(x: Tensor, y: Tensor) -> bool:
 
 
 def without_graph(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Detached where gradients are off, as a Function that computes them in its forward is told only what its inputs ask for."""
+    """The tensors, detached if gradients are off: a Function that computes gradients in its forward sees only whether its inputs require them."""
     return tensors if torch.is_grad_enabled() else tuple(t.detach() for t in tensors)
 
 
 def moved(x: Tensor, y: Tensor, elementwise: bool = False) -> tuple[int, int, int]:
-    """Bytes that forward, backward, and both cannot avoid: one pass where the loss is a number, two where it is ``elementwise``."""
+    """The least bytes of forward, of backward, and of both: one pass if the loss is one number, two if it is ``elementwise``."""
     grads, each = nbytes(*(t for t in (x, y) if t.requires_grad)), nbytes(x) if elementwise else 0
     forward, backward = nbytes(x, y) + each, nbytes(x, y) + each + grads
     return forward, backward, forward + backward if elementwise else backward
 
 
 def log_probs(*shape: int, dtype: torch.dtype) -> Tensor:
-    """Draws rows for a ``Case``."""
+    """Draw rows of log-probabilities for a ``Case``."""
     return torch.randn(*shape, dtype=dtype).log_softmax(-1)
 
 

@@ -56,7 +56,7 @@ def given_kl(z: Tensor, p: Tensor, temperature: float, eps: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Distillation:
-    """What a row's loss is, but for its tensors. ``kind`` is one of ``KINDS``, or "kl" for a teacher given by probabilities."""
+    """The numbers that define a row's loss, apart from its tensors. ``kind``: one of ``KINDS``, or "kl" for a teacher given by probabilities."""
 
     kind: str = "jsd"
     beta: float = 0.5
@@ -376,7 +376,7 @@ def row_kernel(z: Tensor, t, target, s: Distillation, *, soft, hard, bias=None, 
     # more columns at once spill registers in jsd with a hard loss
     itemsize = max(z.itemsize, 0 if topk else t.itemsize)
     c = config.tile("linear_divergence", V, itemsize, elements=1, max_block_n=8192 // itemsize, per_thread=8)
-    given = lambda a: z if a is None else a  # a pointer for what a flag switches off
+    given = lambda a: z if a is None else a  # a pointer for arguments that a flag switches off
     has: dict[str, object] = dict(
         S_BIAS=bias is not None, HAS_TARGET=target is not None, HAS_NORM=norm is not None, HAS_G=g is not None, NEED_DZ=dz is not None
     )
@@ -456,7 +456,7 @@ def _topk_in_torch(z: Tensor, log_p: Tensor, index: Tensor, s: Distillation, sof
 
 
 def check_teacher(name: str, M: int, V: int, **tensors: Tensor | None) -> None:
-    """Refuse tensors of a teacher that are of other shapes or kinds than M rows and V tokens ask for, or that want a gradient."""
+    """Raise ``ValueError`` for a teacher's tensors that do not fit M rows and V tokens, have a wrong dtype, or require a gradient."""
     G, K = (None if t is None or not t.ndim else t.shape[-1] for t in (tensors.get("teacher_x"), tensors.get("topk_indices")))
     shapes = dict(teacher_x=(M, G), teacher_w=(V, G), teacher_bias=(V,), topk_log_probs=(M, K), topk_indices=(M, K))
     shapes |= dict.fromkeys(("teacher_logits", "teacher_probs"), (M, V))

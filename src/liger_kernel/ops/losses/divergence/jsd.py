@@ -4,7 +4,7 @@ Shapes: log_q (the student) and log_p (the teacher) (..., V), shift_labels (...)
 
     beta KL(p || m) + (1 - beta) KL(q || m)
 
-which vanishes at beta = 0 and 1; there it is KL(p || q) (forward) and KL(q || p) (reverse).
+which vanishes at beta = 0 and 1. There, the loss is KL(p || q) (forward) or KL(q || p) (reverse) instead.
 Its gradients are (1 - beta) q (log q - log m) to log_q and beta p (log p - log m) to log_p.
 Rows whose label is ``ignore_index`` have loss and gradient 0. "batchmean" divides by the number of the others (0 of them: NaN).
 """
@@ -74,7 +74,7 @@ def jsd(
 ) -> Tensor:
     """Generalised Jensen-Shannon divergence of log-probabilities log_q and log_p (..., V); beta = 0 is KL(p || q), beta = 1 KL(q || p).
 
-    Returns fp32: the sum over rows, that over the number of rows whose label is not ``ignore_index`` ("batchmean"), or every row's ("none").
+    Returns fp32: the sum over rows, this sum divided by the number of rows with a label other than ``ignore_index`` ("batchmean"), or one per row ("none").
     Both arguments get gradients.
     """
     by_element.check("jsd", {"log_q": log_q, "log_p": log_p}, shift_labels, reduction, REDUCTIONS)
@@ -97,5 +97,5 @@ def jsd_forward(
 
 
 def jsd_backward(dX: Tensor, grad_output: Tensor) -> Tensor:
-    """That gradient times the loss's, as a new tensor."""
+    """The gradient of ``jsd_forward`` times the gradient of the loss, as a new tensor."""
     return dX * grad_output

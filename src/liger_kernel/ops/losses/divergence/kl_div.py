@@ -71,7 +71,7 @@ def _pair(*shape: int, **options: Any) -> dict[str, Any]:
 def kl_div(input: Tensor, target: Tensor, *, reduction: str = "mean", log_target: bool = False, eps: float = 1e-10) -> Tensor:
     """KL(target || exp(input)) of log-probabilities ``input`` and probabilities ``target``, or their logs with ``log_target``; both (..., V).
 
-    Returns 0-dim fp32: the sum, or that over the number of elements ("mean") or over the first dim ("batchmean"); "none": a tensor of input's shape.
+    Returns 0-dim fp32: the sum, or the sum divided by the number of elements ("mean") or by the first dim ("batchmean"); "none": a tensor of input's shape.
     Both arguments get gradients.
     """
     by_element.check("kl_div", {"input": input, "target": target}, None, reduction)

@@ -1,4 +1,4 @@
-"""Distillation of a linear head from a teacher's, without ever holding the logits of either.
+"""Distillation of a linear head from a teacher's head, without ever storing all logits of either.
 
 Shapes: x (M, H), w (V, H), bias (V,) of the student, teacher_x (M, G), teacher_w (V, G), teacher_bias (V,), target (M,). A row's loss is
 
@@ -100,7 +100,7 @@ def _chunks(x, w, bias, teacher_x, teacher_w, teacher_bias, teacher_logits, log_
 
 @launcher(f"({_IN}, Tensor? num_items) -> (Tensor loss, Tensor soft, Tensor hard, Tensor? norm, Tensor dx, Tensor dw, Tensor db)")
 def linear_divergence_fwd(x, w, bias, *rest):
-    """Chunk by chunk, gradients included."""
+    """Run the forward chunk by chunk, including the gradients."""
     *rest, num_items = rest
     target, kept, numbers, M = rest[6], rest[7], rest[8 : 8 + _N], x.shape[0]
     s, norm = Distillation(*numbers), None
@@ -120,7 +120,7 @@ def linear_divergence_fwd(x, w, bias, *rest):
 
 @launcher(f"(Tensor g, {_IN}) -> (Tensor dx, Tensor dw, Tensor db)")
 def linear_divergence_bwd(g, *inputs):
-    """The chunks again, for upstream gradients g (M,)."""
+    """Compute the chunks again, for upstream gradients g (M,)."""
     return _chunks(*inputs, g=g)[2:]
 
 
@@ -277,11 +277,11 @@ def linear_divergence(
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """``weight_hard`` times the cross entropy of a student's head and ``weight_soft`` times its divergence from a teacher's, in chunks of tokens.
 
-    x (M, H), w (V, H), bias (V,), target (M,) int64 (without it all rows count, and there is no hard loss). The teacher: teacher_x (M, G), teacher_w (V, G)
-    and teacher_bias (V,); or teacher_logits (M, V); or, of kind "forward_kl", teacher_probs (M, V), or topk_log_probs and topk_indices (M, K): those are
-    log-probabilities at this ``temperature`` of distinct tokens, and an index outside [0, V) counts as none. The teacher is constant: hidden states, logits
-    and probabilities that require a gradient are refused, a weight that does gets none. Student's and teacher's tensors are promoted to one dtype each,
-    under autocast to its dtype.
+    x (M, H), w (V, H), bias (V,), target (M,) int64 (without it, all rows count and there is no hard loss). The teacher: teacher_x (M, G), teacher_w (V, G)
+    and teacher_bias (V,); or teacher_logits (M, V); or, with kind "forward_kl", teacher_probs (M, V), or topk_log_probs and topk_indices (M, K): these are
+    log-probabilities of distinct tokens at this ``temperature``, and an index outside [0, V) is no token. The teacher is constant: if its hidden states,
+    logits or probabilities require a gradient, the call raises; if its weight does, the weight gets none. The student's tensors are promoted to one dtype,
+    and so are the teacher's; under autocast this is autocast's dtype.
 
     Returns the fp32 loss: "mean" over the rows whose target is not ``ignore_index`` (none: NaN) or divided by ``num_items``, "sum", or (M,) for "none"; with
     ``parts`` also the soft and the hard loss, not weighted and without gradient. The other options are those of ``linear_cross_entropy``.
@@ -322,7 +322,7 @@ def linear_divergence(
     if teacher_x is not None and teacher_w is not None:
         teacher_x, teacher_w, teacher_bias = (None if t is None else t.detach() for t in promoted(teacher_x, teacher_w, teacher_bias))
     if teacher_probs is not None:
-        kind, teacher_logits = "kl", teacher_probs  # they travel as logits do
+        kind, teacher_logits = "kl", teacher_probs  # probabilities use the same argument as logits
     s = Distillation(kind, beta, temperature, weight_hard, weight_soft, tail, ignore_index, reduction, eps)
     need = tuple(t is not None and t.requires_grad and torch.is_grad_enabled() for t in (x, w, bias))
     kept = None if target is None else kept_rows(compact, target, ignore_index)

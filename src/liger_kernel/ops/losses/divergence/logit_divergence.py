@@ -15,7 +15,7 @@ The teacher's gradient is the student's with their roles exchanged.
 
 Rows whose label is ``ignore_index`` have loss and gradient 0.
 "batchmean" divides by the number of the others (0 of them: NaN).
-Shapes of real models and what it is measured against: ``bench/cases/divergence.py``.
+``bench/cases/divergence.py`` has the shapes of real models and the rivals.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ REDUCTIONS = ("none", "sum", "batchmean")
 
 @dataclass(frozen=True)
 class Divergence:
-    """What a row's loss is, but for its tensors; the numbers that the row kernel and the linear losses pass on."""
+    """The numbers that define a row's loss, apart from its tensors. The row kernel and the linear losses pass them on."""
 
     kind: str = "jsd"
     beta: float = 0.5
@@ -47,7 +47,7 @@ class Divergence:
     ignore_index: int = -100
 
     def plain(self) -> Divergence:
-        """The same without a ``beta`` that makes "jsd" another kind."""
+        """The same divergence, with "jsd" replaced by the KL that it is at ``beta`` 0 or 1."""
         return replace(self, kind=jsd_kind(self.beta)) if self.kind == "jsd" else self
 
     def exchanged(self) -> Divergence:
@@ -196,9 +196,9 @@ def row_kernel(student: Tensor, teacher: Tensor, d: Divergence, *, labels=None, 
     if not (use_kernels(student) and use_kernels(teacher)):
         return _rows_in_torch(student, teacher, d, labels, out, dz, norm, g)
     M, V = student.shape
-    # one row a processor at a time, as many bytes of it in flight as in ``cross_entropy``: the sweeps after the first find part of it in the cache
+    # one row per processor at a time, with as many bytes in flight as in ``cross_entropy``: later sweeps find a part of the row in the cache
     c = config.tile("logit_divergence", V, max(student.itemsize, teacher.itemsize), elements=1, per_thread=8, max_block_n=8192)
-    none = student  # a pointer for what a flag switches off
+    none = student  # a pointer for arguments that a flag switches off
     out = student.new_empty(M, dtype=torch.float32) if out is None else out
     tensors = teacher, none if labels is None else labels, none if norm is None else norm, none if g is None else g, out, none if dz is None else dz
     strides = student.stride(0), teacher.stride(0), *(0 if t is None else t.stride(0) for t in (labels, g, dz))
@@ -229,7 +229,7 @@ def _rows_in_torch(student: Tensor, teacher: Tensor, d: Divergence, labels: Tens
 
 
 def _gradients(student: Tensor, teacher: Tensor, labels, norm, g, d: Divergence, out: Tensor | None, need: tuple[bool, bool]) -> tuple[Tensor, Tensor]:
-    """The student's and the teacher's, empty where not needed; losses into ``out``."""
+    """The student's and the teacher's; those that are not needed are empty; losses into ``out``."""
     ds, dt = (z.new_empty(z.shape if needed else 0) for z, needed in zip((student, teacher), need))
     if out is not None or need[0]:
         row_kernel(student, teacher, d, labels=labels, out=out, dz=ds if need[0] else None, norm=norm, g=g)
@@ -252,7 +252,7 @@ def logit_divergence_fwd(norm: Tensor | None, reduced: bool, student: Tensor, te
 
 @launcher(f"(Tensor g, {_ROWS}) -> (Tensor ds, Tensor dt)")
 def logit_divergence_bwd(g: Tensor, student: Tensor, teacher: Tensor, labels: Tensor | None, need_ds: bool, need_dt: bool, *numbers):
-    """Gradients for upstream gradients g (M,); what is not needed is empty."""
+    """Gradients for upstream gradients g (M,); gradients that are not needed are empty."""
     return _gradients(student, teacher, labels, None, g, Divergence(*numbers), None, (need_ds, need_dt))
 
 
@@ -324,8 +324,8 @@ def logit_divergence(
 ) -> Tensor:
     """Divergence of the softmax distributions of student and teacher logits (..., V), both divided by ``temperature``.
 
-    ``kind``: "jsd", "forward_kl", "reverse_kl" or "tvd". Returns fp32: the sum over rows, that over the number of rows whose label is not
-    ``ignore_index`` ("batchmean"), or every row's ("none"). Both arguments get gradients; the teacher's costs its sweeps again.
+    ``kind``: "jsd", "forward_kl", "reverse_kl" or "tvd". Returns fp32: the sum over rows, this sum divided by the number of rows with a label other than
+    ``ignore_index`` ("batchmean"), or one per row ("none"). Both arguments get gradients; the teacher's gradient costs the same sweeps again.
     """
     by_element.check("logit_divergence", {"student": student, "teacher": teacher}, shift_labels, reduction, REDUCTIONS)
     if kind not in KINDS:

@@ -18,7 +18,7 @@ from liger_kernel.ops.losses.divergence.by_element import counted, elements, pro
 
 
 def _count(p: Tensor, shift_labels: Tensor | None, ignore_index: int, reduction: str) -> Tensor | None:
-    """What the sum is divided by."""
+    """The divisor of the sum."""
     rows = counted(p, shift_labels, ignore_index)
     return {"mean": rows * p.shape[-1], "batchmean": rows}.get(reduction)
 
@@ -65,8 +65,8 @@ def _pair(*shape: int, **options: Any) -> dict[str, Any]:
 def tvd(p: Tensor, q: Tensor, shift_labels: Tensor | None = None, *, reduction: str = "batchmean", ignore_index: int = -100) -> Tensor:
     """Total variation distance of probabilities p and q (..., V).
 
-    Returns 0-dim fp32: the sum, or that over the number of rows whose label is not ``ignore_index`` ("batchmean"), or over that of their elements
-    ("mean"); "none": a tensor of p's shape. Both arguments get gradients.
+    Returns 0-dim fp32: the sum, or the sum divided by the number of rows with a label other than ``ignore_index`` ("batchmean"), or by the number of
+    their elements ("mean"); "none": a tensor of p's shape. Both arguments get gradients.
     """
     by_element.check("tvd", {"p": p, "q": q}, shift_labels, reduction)
     if not by_element.served(p, q):

@@ -1,1 +1,1 @@
-"""Losses over a vocabulary that ranks share."""
+"""Losses over a vocabulary that is sharded over ranks."""

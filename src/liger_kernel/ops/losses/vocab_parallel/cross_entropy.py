@@ -1,4 +1,4 @@
-"""Cross entropy of logits whose classes are spread over the ranks of a process group (tensor parallelism: Megatron-LM, arXiv:1909.08053).
+"""Cross entropy of logits with classes sharded over the ranks of a process group (tensor parallelism: Megatron-LM, arXiv:1909.08053).
 
 Shapes: logits (..., N), the N classes of this rank; target (...) of class indices among all V. M = rows = product of the leading dims.
 With z = softcap * tanh(logit_scale * logits / softcap), or z = logit_scale * logits, and lse over all V classes, a row's loss is
@@ -6,17 +6,17 @@ With z = softcap * tanh(logit_scale * logits / softcap), or z = logit_scale * lo
     (1 - e) (lse - z_y)  +  e / K * sum_j (lse - z_j)  +  z_loss * lse^2
 
 formula  "pytorch": e = label_smoothing; "megatron": e = label_smoothing * K / (K - 1), which leaves y exactly 1 - label_smoothing if K = V
-mode     "global": j runs over all classes, K = V; "partition": over this rank's alone, K = N, so that each rank has a loss of its own
+mode     "global": j runs over all classes, K = V; "partition": j runs over this rank's classes, K = N, so that each rank has its own loss
 
-With ``entropy``, of the linear loss, also the distribution's entropy H = -sum_j p_j log p_j, whose gradient is -p_j (log p_j + H); both of z.
+With ``entropy`` (for the linear loss), also the distribution's entropy H = -sum_j p_j log p_j. Its gradient with respect to z is -p_j (log p_j + H).
 
-The gradient of this rank's loss is  p_j (1 + 2 z_loss lse) - [j = y] (1 - e) - e / K,  and takes no communication. Rows whose target is
+The gradient of this rank's loss is  p_j (1 + 2 z_loss lse) - [j = y] (1 - e) - e / K,  and needs no communication. Rows whose target is
 ``ignore_index`` have loss and gradient 0; a target outside [0, V) makes its row's loss and gradient NaN.
 
-One collective: every rank gathers every rank's maximum, sum of exponentials and target logit (for smoothing also the sum of logits, for the entropy their
-sum weighted by exponentials), 12 to 20 bytes a row and rank, and merges them in the same order. Reducing instead takes two, as sums wait for the maximum,
-and messages this small cost their latency. p is exp(z - top) / total with top and total apart: their lse is rounded at its own size, which would be an
-error of p relative to it. Shapes of real models and what it is measured against: ``bench/cases/vocab_parallel.py``.
+There is one collective: every rank gathers every rank's maximum, sum of exponentials and target logit (for smoothing also the sum of logits, for the entropy
+their sum weighted by exponentials), 12 to 20 bytes per row and rank, and merges them in the same order. Reductions would need two collectives, because sums
+wait for the maximum, and such small messages cost their latency. p is exp(z - top) / total with separate top and total: their lse is rounded relative to its
+own size, which would be an error of p. ``bench/cases/vocab_parallel.py`` has the shapes of real models and the rivals.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MODES = ("global", "partition")
 
 @dataclass(frozen=True)
 class Part:
-    """What this rank's part of the loss is, but for its tensors; the numbers that launchers pass on."""
+    """The numbers that define this rank's part of the loss, apart from its tensors. Launchers pass them on."""
 
     ignore_index: int = -100
     label_smoothing: float = 0.0
@@ -60,7 +60,7 @@ class Part:
 
     @property
     def parts(self) -> int:
-        """Numbers a row that ranks exchange."""
+        """How many numbers per row ranks exchange."""
         return 3 + (self.label_smoothing != 0.0) + self.entropy
 
     def smoothing(self, N: int) -> tuple[float, int]:
@@ -77,7 +77,7 @@ PART_SCHEMA = (
 
 
 def validate_formula_and_mode(label_smoothing_formula: str, label_smoothing_mode: str) -> None:
-    """``ValueError`` unless both are known."""
+    """Raise ``ValueError`` unless both names are known."""
     _check_options("vocab_parallel_cross_entropy", label_smoothing_formula, label_smoothing_mode, "label_smoothing_")
 
 
@@ -92,7 +92,7 @@ def part_of(
     name: str, N: int, group: ProcessGroup | None, sizes: Sequence[int] | None, ignore_index: int, label_smoothing: float, formula: str, mode: str,
     z_loss: float = 0.0, logit_scale: float = 1.0, softcap: float | None = None, entropy: bool = False,
 ) -> tuple:  # fmt: skip
-    """The fields of this rank's ``Part``; ``ValueError`` for what has no meaning."""
+    """The fields of this rank's ``Part``. Raises ``ValueError`` for arguments that have no meaning."""
     _check_options(name, formula, mode)
     rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
     if N < 1:
@@ -111,7 +111,7 @@ def process_group(name: str) -> ProcessGroup:
 
 
 def gathered(t: Tensor, group: str, async_op: bool = False) -> tuple[Tensor, Any]:
-    """``t`` (n,) of every rank, as (ranks, n), and with ``async_op`` what to wait for before it is read."""
+    """``t`` (n,) of every rank, as (ranks, n), and with ``async_op`` the handle to wait for before reading it."""
     if not group:
         return t[None], None
     ranks = process_group(group)
@@ -152,7 +152,7 @@ def of_slice(logits: Tensor, target: Tensor, s: Part, reduction: str) -> tuple[T
     local = torch.stack([z.logsumexp(-1), z_y, z.sum(-1), *([mean(z.softmax(-1))] if s.entropy else [])]).detach()
     ranks = gathered(local.reshape(-1), s.group)[0]
     ranks = ranks.view(ranks.shape[0], *local.shape)
-    # what other ranks have is constant here
+    # the values of other ranks are constants here
     constant = ranks[:, 0].logsumexp(0)
     p = (z - constant[..., None]).exp()
     own = p.sum(-1)
@@ -165,7 +165,7 @@ def of_slice(logits: Tensor, target: Tensor, s: Part, reduction: str) -> tuple[T
     loss = (1 - e) * (lse - z_y) + s.z_loss * lse.square()
     if e:
         loss = loss + e * (lse - sum_z / K)
-    poison = z.new_ones(()).where(inside | ~valid, float("nan"))  # a factor, of the gradient, too
+    poison = z.new_ones(()).where(inside | ~valid, float("nan"))  # a factor, so that the gradient is NaN, too
     picked = lambda t: (t * poison).where(valid, 0)
     loss, entropy = picked(loss), None
     if s.entropy:
@@ -325,7 +325,7 @@ def _grad(
 
 
 def row_stats(z: Tensor, target: Tensor, s: Part, bias: Tensor | None = None) -> Tensor:
-    """What other ranks need of this rank's logits z (M, N) and bias (N,): a vector for ``gathered``."""
+    """The statistics of this rank's logits z (M, N) and bias (N,) that other ranks need: a vector for ``gathered``."""
     M, N = z.shape
     stats = z.new_empty(s.parts * M + 1, dtype=torch.float32)
     c = config.tile("vocab_parallel_stats", N, z.itemsize, elements=1, max_block_n=8192)  # one row a program; blocks of 16384 spill
@@ -349,7 +349,7 @@ def row_grad(z: Tensor, target: Tensor, s: Part, top: Tensor, total: Tensor, dz:
     M, N = z.shape
     e, K = s.smoothing(N)
     c = config.tile("vocab_parallel_grad", N, z.itemsize, elements=4096, max_block_n=4096)
-    given = lambda t: z if t is None else t  # a pointer for what a flag switches off
+    given = lambda t: z if t is None else t  # a pointer for arguments that a flag switches off
     tensors = given(bias), target, top, total, given(entropy), given(g), given(g_entropy), given(norm), dz
     strides = z.stride(0), dz.stride(0), 0 if g is None else g.stride(0)
     numbers = s.first, s.V, s.ignore_index, 1.0 - e, e / K, s.z_loss, s.logit_scale, 1.0 if s.softcap is None else s.softcap
@@ -378,7 +378,7 @@ def vocab_parallel_cross_entropy_bwd(g: Tensor, z: Tensor, target: Tensor, top: 
 class LigerVocabParallelCEFunction(torch.autograd.Function):
     """Loss per row, fp32: ``apply(logits, target, tp_group, ignore_index, label_smoothing, formula, mode, z_loss=0, logit_scale=1, softcap=None, sizes=None)``.
 
-    logits (..., N), target (...). The logits stay as they are, and a graph may be run backward again.
+    logits (..., N), target (...). The logits do not change, and the backward may run again.
     """
 
     @staticmethod

@@ -1,10 +1,10 @@
-"""Vocabulary-parallel cross entropy of ``x w^T + bias`` without ever holding this rank's logits: a loop over chunks of tokens.
+"""Vocabulary-parallel cross entropy of ``x w^T + bias`` without ever storing all of this rank's logits: a loop over chunks of tokens.
 
 Shapes: x (M, H), the same on all ranks; w (N, H), bias (N,) of this rank's classes; target (M,). The loss is that of ``vocab_parallel_cross_entropy``.
 
-Each chunk: logits by one GEMM, their row statistics, which all ranks gather, the gradient over the logits, and one GEMM each for dx and dw. The
-statistics of a chunk travel while the chunk before it computes its gradients, so that there are two buffers of logits. dx is a sum over ranks, taken
-in fp32 chunk by chunk, while the next one computes; dw and dbias need no other rank. With ``reduction="none"`` the backward computes the chunks again.
+For each chunk, one GEMM computes the logits, all ranks gather their row statistics, the gradient replaces the logits, and one GEMM each computes dx and dw.
+A chunk's statistics are sent while the chunk before it computes its gradients, so there are two buffers of logits. dx is a sum over ranks, computed in fp32
+chunk by chunk while the next chunk runs. dw and dbias need no other rank. With ``reduction="none"``, the backward computes the chunks again.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def reference(
 
 
 def _chunks(x, w, target, bias, s, need, sum_dx, accum_dtype, chunk_rows, *, loss, top, total, entropy, norm, g, g_entropy) -> tuple[Tensor, Tensor, Tensor]:
-    """The loop. Fills ``loss``, top, total and entropy (M,), or takes the others where there is no ``loss``.
+    """The loop. Fills ``loss``, top, total and entropy (M,); without ``loss``, it reads the other three.
 
     Returns dx, dw and (in fp32) dbias, empty where not ``need``ed.
     Sums over all tokens that are not scaled yet overflow in fp16, so that dw is fp32 there, too.
@@ -77,7 +77,7 @@ def _chunks(x, w, target, bias, s, need, sum_dx, accum_dtype, chunk_rows, *, los
     if M == 0:
         dw_sum.zero_()
     buffers = [x.new_empty(step, N) for _ in range(2 if group and loss is not None and step < M else 1)]
-    waiting: list[tuple] = []  # chunks whose statistics travel
+    waiting: list[tuple] = []  # chunks with statistics that are being sent
     sums: list[tuple[Any, Tensor, slice]] = []  # chunks of dx that are being summed
 
     def begin(rows: slice, buffer: Tensor) -> None:
@@ -147,14 +147,14 @@ def vocab_parallel_linear_cross_entropy_fwd(x: Tensor, w: Tensor, target: Tensor
 def vocab_parallel_linear_cross_entropy_bwd(
     g: Tensor, g_entropy: Tensor | None, entropy: Tensor | None, top: Tensor, total: Tensor, x: Tensor, w: Tensor, target: Tensor, bias: Tensor | None, *numbers
 ):
-    """The chunks again, for per-token upstream gradients g and g_entropy (M,)."""
+    """Compute the chunks again, for per-token upstream gradients g and g_entropy (M,)."""
     s, (sum_dx, accum_dtype, chunk_rows, *need) = Part(*numbers[:_N]), numbers[_N:]
     how = tuple(need), sum_dx, accum_dtype, chunk_rows
     return _chunks(x, w, target, bias, s, *how, loss=None, top=top, total=total, entropy=entropy, norm=None, g=g, g_entropy=g_entropy)
 
 
 class VocabParallelLinearCrossEntropyFunction(torch.autograd.Function):
-    """``apply(x, w, target, bias, need, reduction, *fields of Part, sum_dx, accum_dtype, chunk_rows)`` -> loss, with entropy if that is asked for."""
+    """``apply(x, w, target, bias, need, reduction, *fields of Part, sum_dx, accum_dtype, chunk_rows)`` -> loss, and entropy if requested."""
 
     @staticmethod
     def forward(ctx, x, w, target, bias, need, reduction, *numbers):

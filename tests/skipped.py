@@ -23,7 +23,7 @@ LISTED = re.compile(
             # environments of their own (tests/integrations/environments.py)
             r"tests/integrations/environments\.py \w+",
             r"[\w.]+ is not installed: make test-integrations",
-            r"(lightning|deepspeed|bitsandbytes|trl) is not installed",
+            r"((lightning|deepspeed|bitsandbytes|trl)(, )?)+ is not installed",
             r"could not import '(trl|flyte(kit)?|lightning|bitsandbytes|s3fs)\b",
             r"not installed: apt install prometheus",
             # cases that another case of the same test covers

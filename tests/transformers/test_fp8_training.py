@@ -131,6 +131,19 @@ def test_checkpointing(fast):
         assert torch.equal(torch.as_tensor(value), torch.as_tensor(found[1][name])), name
 
 
+def test_compiled_layers_compute_the_same(fast):
+    """torch.compile breaks its graph at each layer."""
+    layer = LigerFloat8TrainingLinear.of(nn.Linear(32, 16, dtype=torch.bfloat16, device=DEVICE))
+    x = torch.randn(16, 32, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16).to(DEVICE)
+    found = []
+    for call in (layer, torch.compile(nn.Sequential(layer, nn.ReLU()), backend="aot_eager")):
+        layer.zero_grad()
+        y = call(x).relu()
+        y.sum().backward()
+        found.append((y, layer.weight.grad, layer.bias.grad))
+    assert all(torch.equal(one, other) for one, other in zip(*found))
+
+
 def test_what_is_left(fast):
     model = llama()
     left = train_in_fp8(model, filter=["o_proj"])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+
+import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -38,10 +41,17 @@ class LigerFloat8TrainingLinear(nn.Linear):
             raise ValueError(f"LigerFloat8TrainingLinear: recipe must be one of {', '.join(RECIPES)}, got {recipe!r}")
         if linear.in_features % 16 or linear.out_features % 16:
             raise ValueError(f"LigerFloat8TrainingLinear: weight must have sizes that are multiples of 16, got {tuple(linear.weight.shape)}")
+        cls._break_graphs()
         linear.__class__ = cls  # its hooks, parameters and place in a model stay
         assert isinstance(linear, cls)
         linear.recipe = recipe
         return linear
+
+    @classmethod
+    @functools.cache
+    def _break_graphs(cls) -> None:
+        """Let torch.compile break its graph at these layers, because a graph cannot hold the casts. The first layer does this: it imports torch.compile."""
+        cls.forward = torch.compiler.disable(cls.forward)  # type: ignore[method-assign]  # it is the same function to everybody else
 
     def forward(self, input: Tensor) -> Tensor:
         if is_sharded(self.weight) or not input.numel():

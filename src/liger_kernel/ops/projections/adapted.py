@@ -186,10 +186,12 @@ class Projections:
 
     def input_kept(self, x: Rows) -> tuple[Hashable, list[Tensor]]:
         """A key, and what the backward needs from x: x itself under the key None, or what trained weights need instead of x. Call ``outputs`` first."""
-        of_weights = [p.weight.of_input(x) for p in self.projections if p.weight.learnable is not None and p.weight.learnable.requires_grad]
-        if not of_weights or self.place or any(found is None or found[0] != of_weights[0][0] for found in of_weights if of_weights[0] is not None):
+        trained = [p.weight for p in self.projections if p.weight.learnable is not None and p.weight.learnable.requires_grad]
+        found = [] if self.place else [weight.of_input(x) for weight in trained]  # adapters need x itself
+        first = found[0] if found else None
+        if first is None or any(other is None or other[0] != first[0] for other in found):
             return None, [x.rows]
-        return (None, [x.rows]) if of_weights[0] is None else (of_weights[0][0], list(of_weights[0][1]))
+        return first[0], list(first[1])
 
     def taken(self) -> list[Tensor | None]:
         """The results of ``take``, to be saved for the backward."""

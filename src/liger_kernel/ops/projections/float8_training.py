@@ -16,6 +16,7 @@ cast by columns. After the forward only the transposed cast of x stays, 1 byte p
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
@@ -187,6 +188,7 @@ class Kept:
     made: dict[Any, tuple[Any, Any]] = field(default_factory=dict)
 
     def of(self, key: Any, w: Tensor, make: Callable[[], Any]) -> Any:
+        _see_optimizers()
         seen = w.data_ptr(), w._version, _steps[0]
         if key not in self.made or self.made[key][0] != seen:
             self.made.pop(key, None)  # free the old cast before the new one is allocated
@@ -202,7 +204,10 @@ def forget(*_: Any) -> None:
     _steps[0] += 1
 
 
-register_optimizer_step_post_hook(forget)
+@functools.cache
+def _see_optimizers() -> None:
+    """From the first cast that is kept: whoever trains without FP8 has no hook of ours."""
+    register_optimizer_step_post_hook(forget)
 
 
 @dataclass(frozen=True, eq=False)

@@ -200,6 +200,15 @@ def declare(y: Tensor, op: Callable[..., Tensor], *tensors: Tensor | None, **opt
         region.declare(y, op, tensors, options)
 
 
+def recomputed(t: Tensor) -> bool:
+    """Whether saving ``t`` now saves only how to compute it again."""
+    region = None if torch.compiler.is_compiling() else _local.region
+    if region is None or region.hooks is None or type(t) not in _PLAIN or t.grad_fn is None:
+        return False
+    entry = region.by_storage.get(t.untyped_storage()._cdata) or region._cast(t, t.grad_fn)
+    return entry is not None and entry[2].available()
+
+
 def last(module: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Return ``module(x)`` as the last call of its layer that saves anything: if the layer is checkpointed, its recomputation may end in ``module``.
 

@@ -8,6 +8,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from liger_kernel.ops._core import operator as _op
+from liger_kernel.ops.activations.glu import Form, glu_bwd, glu_fwd
+from liger_kernel.ops.projections import float8_glu
 from liger_kernel.ops.projections import float8_training as f8
 from liger_kernel.ops.projections.adapted import Adapter, Projection
 from liger_kernel.ops.projections.float8 import E4, E5
@@ -34,13 +36,18 @@ def test_casts_are_those_of_the_reference(M, N, by_rows, powers_of_2):
     x[0, 0], x[-1, -1], x[M // 2, 1], x[:, 2] = float("inf"), float("nan"), -1e4, 0
     for dtype in (E4, E5):
         for rows, columns in ((True, True), (True, False), (False, True)):
-            how = dtype, by_rows, powers_of_2, rows, columns
+            how = *f8.amax_of(x, by_rows), dtype, by_rows, powers_of_2, rows, columns
             for found, expected in zip(f8.float8_casts(x, *how), f8.reference(x, *how)):
                 assert found.shape == expected.shape and found.dtype == expected.dtype
                 torch.testing.assert_close(found.float(), expected.float(), rtol=0, atol=0, equal_nan=True)
                 if found.numel() and found.dtype == torch.float32:
                     assert (found > 0).all() and found.isfinite().all()
-    torch.library.opcheck(torch.ops.liger.float8_casts.default, (x, E4, by_rows, powers_of_2, True, True), test_utils="test_faketensor")
+    size = x.float().abs().nan_to_num(posinf=0, nan=0)
+    of_rows, of_columns = f8.amax_of(x, by_rows)
+    assert torch.equal(of_rows, size.amax(1)) and torch.equal(of_columns, size.amax(0)) if by_rows else of_rows.amax() == size.amax()
+    torch.library.opcheck(torch.ops.liger.float8_amax.default, (x, by_rows), test_utils="test_faketensor")
+    how = of_rows, of_columns, E4, by_rows, powers_of_2, True, True
+    torch.library.opcheck(torch.ops.liger.float8_casts.default, (x, *how), test_utils="test_faketensor")
 
 
 def learning(call, x, dy, learnt):
@@ -114,6 +121,27 @@ def test_projections_of_one_input(recipe, frozen):
 
 
 @needs_kernels
+@pytest.mark.parametrize(("M", "N"), [(40, 144), (1, 16), (70, 33)])
+@pytest.mark.parametrize(("act", "multipliers"), [("silu", (1.0, 1.0)), ("gelu_tanh", (0.37, 1.9))])
+@pytest.mark.parametrize("recipe", RECIPES[:2], **named)
+def test_casts_of_an_activation_are_those_of_its_values(recipe, act, multipliers, M, N):
+    """Of h, dgate and dup, which ``glu`` computes in 16 bits, bit by bit; in halves of one tensor, and with parts that are not needed."""
+    gate, up = torch.cat([drawn(M, N, seed=1), drawn(M, N, seed=2)], 1).chunk(2, 1)
+    dh = drawn(M, N, seed=3)
+    form = Form(gate_multiplier=multipliers[0], down_multiplier=multipliers[1])
+    h = glu_fwd(gate, up, act, *form)
+    same = lambda found, expected: all(torch.equal(a.float(), b.float()) for a, b in zip(found, expected))
+    assert same(float8_glu.activated(gate, up, recipe, act, *multipliers), f8.casts(h, E4, recipe, rows=True, columns=False)[0])
+    dgate, dup = glu_bwd(dh, gate, up, act, False, True, True, *form)
+    for need_h, columns in ((True, True), (False, False)):
+        of_h, *both = float8_glu.gradients(dh, gate, up, recipe, act, *multipliers, need_h=need_h, columns=columns)
+        assert same(of_h, f8.casts(h, E4, recipe, rows=False, columns=need_h)[1])
+        for found, d in zip(both, (dgate, dup)):
+            by_rows, by_columns = f8.casts(d, recipe.gradient, recipe, rows=True, columns=columns)
+            assert same(found[0], by_rows) and same(found[1], by_columns)
+
+
+@needs_kernels
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("recipe", RECIPES, **named)
 def test_a_gated_mlp(recipe, checkpointed):
@@ -141,11 +169,11 @@ def test_a_gated_mlp(recipe, checkpointed):
         assert error(mine) <= 1.1 * error(their) + 1e-6
 
 
-def test_weights_are_cast_once_a_step(monkeypatch):
+def test_weights_are_searched_once_a_step(monkeypatch):
     """Over accumulation and checkpointing, too; and again after a step, a change in place, and ``forget``."""
-    made, casts = [], f8.casts
+    made, amax_of = [], f8.amax_of
     w = drawn(32, 16, seed=1).requires_grad_()
-    monkeypatch.setattr(f8, "casts", lambda t, *a, **k: made.append(t.data_ptr() == w.data_ptr()) or casts(t, *a, **k))
+    monkeypatch.setattr(f8, "amax_of", lambda t, *a: made.append(t.data_ptr() == w.data_ptr()) or amax_of(t, *a))
     kept, x = f8.Kept(), drawn(32, 16, seed=2)
     optimizer = torch.optim.SGD([w], lr=1e-2)
 

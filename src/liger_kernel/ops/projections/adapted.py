@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -184,14 +184,22 @@ class Projections:
         ys = [times_columns(z, p.magnitude / norm) for p, z, norm in zip(self.projections, self.zs, self.norms) if p.magnitude is not None]
         return [y if (bias := _summed_bias(p)) is None else y.add_(bias) for p, y in zip(self.projections, ys)]
 
-    def input_kept(self, x: Rows) -> tuple[Hashable, list[Tensor]]:
-        """A key, and what the backward needs from x: x itself under the key None, or what trained weights need instead of x. Call ``outputs`` first."""
+    def input_kept(self, x: Rows) -> tuple[Callable[[Sequence[Tensor | None]], Rows], list[Tensor | None]]:
+        """What the backward needs from x, and a function that makes the rows from it: x itself, or what trained weights need. Call ``outputs`` first."""
         trained = [p.weight for p in self.projections if p.weight.learnable is not None and p.weight.learnable.requires_grad]
         found = [] if self.place else [weight.of_input(x) for weight in trained]  # adapters need x itself
         first = found[0] if found else None
         if first is None or any(other is None or other[0] != first[0] for other in found):
-            return None, [x.rows]
-        return first[0], list(first[1])
+            return rows_again, [x.rows]
+        key, tensors = first
+        weight, dtype = trained[0], x.dtype
+
+        def again(saved: Sequence[Tensor | None]) -> Rows:
+            rows, *rest = saved
+            made = {key: weight.made_again(key, rest)}
+            return Rows.only(made, dtype) if rows is None else Rows(rows, made=made)
+
+        return again, [x.rows if x.stays else None, *tensors]
 
     def taken(self) -> list[Tensor | None]:
         """The results of ``take``, to be saved for the backward."""
@@ -234,6 +242,10 @@ class Projections:
                 if needs[3 + 3 * j + 2]:
                     grad[3 + 3 * j + 2] = total * adapter.scale
 
+    def given(self, dys: Sequence[Rows], need: Sequence[Sequence[bool]]) -> None:
+        """Instead of ``thin_gradients``, for layers that have only a weight: the gradients of the y's, in any form."""
+        self.dy_rows, self.grads = list(dys), [[None] * len(n) for n in need]
+
     def input_gradient(self, out: Tensor | None = None) -> Tensor:
         """Return dx (M, K), in ``out`` if it is given."""
         dx: Tensor | None = None
@@ -266,6 +278,13 @@ class Projections:
                 grad[0] = p.weight.gradient(dy, x)
             flat += [g.to(t.dtype) if n else None for g, n, t in zip(grad, needs, p.tensors())]
         return flat
+
+
+def rows_again(saved: Sequence[Tensor | None]) -> Rows:
+    """The rows of a node that saved x itself."""
+    (rows,) = saved
+    assert rows is not None
+    return Rows(rows)
 
 
 def _summed_bias(p: Projection) -> Tensor | None:

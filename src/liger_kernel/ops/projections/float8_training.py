@@ -11,13 +11,15 @@ Values that are reduced together share one scale s: q = fp8(x / s), s = amax / T
 a power of two. An infinity or NaN becomes NaN in q and does not change the scale. A scale is never 0 or infinite.
 
 A tensor core multiplies FP8 only if the reduction is contiguous in both operands. So one kernel reads its input once and writes a cast by rows and a transposed
-cast by columns. After the forward only the transposed cast of x stays, 1 byte per value. The casts of W stay until an optimizer changes W.
+cast by columns. After the forward only the transposed cast of x stays, 1 byte per value; or x itself, if somebody else keeps or recomputes it anyway.
+The largest values of W are searched once for each step of an optimizer. Its casts are made for each product (3 bytes per weight are read and written) and not
+kept: both together would take as much memory as W in 16 bits.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -52,6 +54,16 @@ RECIPES = {
 }
 
 
+PARTS = _PROGRAMS  # a program of a cast reduces so many largest values at most
+
+
+class Amax(NamedTuple):
+    """The largest finite sizes, fp32: of each row (M,) and of each column (N,), or of at most ``PARTS`` parts of the tensor, without columns."""
+
+    rows: Tensor
+    columns: Tensor
+
+
 class Cast(NamedTuple):
     """FP8 values that a product reduces along their rows, and the scale: () or (rows, 1), fp32."""
 
@@ -68,20 +80,20 @@ def _factor_and_scale(amax: Tensor, dtype: torch.dtype, powers_of_2: bool) -> tu
     return factor, 1 / factor
 
 
-def reference(x: Tensor, dtype: torch.dtype, by_rows: bool, powers_of_2: bool, rows: bool, columns: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def reference(
+    x: Tensor, of_rows: Tensor, of_columns: Tensor, dtype: torch.dtype, by_rows: bool, powers_of_2: bool, rows: bool, columns: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q (M, N) and its scale, the transposed q (N, M rounded up to 16) and its scale, as ``float8_casts`` returns them; empty if not requested."""
     x, found = x.float(), []
-    finite = x.isfinite()
-    size = x.abs().where(finite, 0.0)
     for dim, asked in ((1, rows), (0, columns)):
         if not asked:
             found += [x.new_empty(0, dtype=dtype), x.new_empty(0)]
             continue
-        amax = size.amax(dim, keepdim=True) if by_rows else size.amax()
+        amax = (of_columns, of_rows[:, None])[dim] if by_rows else of_rows.amax()
         factor, scale = _factor_and_scale(amax, dtype, powers_of_2)
-        q = (x * factor).where(finite, float("nan"))
+        q = (x * factor).where(x.isfinite(), float("nan"))
         if dim == 0:
-            q, scale = torch.nn.functional.pad(q.t(), (0, -x.shape[0] % 16)), scale.t()
+            q, scale = torch.nn.functional.pad(q.t(), (0, -x.shape[0] % 16)), scale[:, None] if by_rows else scale
         found += [q.to(dtype).contiguous(), scale.contiguous()]
     return tuple(found)  # type: ignore[return-value]  # always four
 
@@ -114,84 +126,119 @@ def _amax_both(x_ptr, rows_ptr, columns_ptr, M, N, stride, BLOCK_M: tl.constexpr
 
 
 @jit
-def _casts(
-    x_ptr, rows_ptr, columns_ptr, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, M, N, stride, stride_t, programs,
-    TOP: tl.constexpr, LEAST: tl.constexpr, POWERS_OF_2: tl.constexpr, BY_ROWS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    PROGRAMS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+def write_casts(
+    x, of_rows_ptr, of_columns_ptr, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, row, col, M, N, stride_t, parts, TOP: tl.constexpr, LEAST: tl.constexpr,
+    POWERS_OF_2: tl.constexpr, BY_ROWS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    row = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
-    col = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
-    inside = (row < M)[:, None] & (col < N)[None, :]
-    x = tl.load(x_ptr + row[:, None] * stride + col[None, :], mask=inside, other=0.0).to(tl.float32)
+    """Cast the tile x, fp32, whose largest values are known. ``row``, ``col``: int64, from the first of the tile."""
     if BY_ROWS:
-        of_rows, of_columns = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_N], tl.float32)
         if ROWS:
-            of_rows = tl.load(rows_ptr + row, mask=row < M, other=0.0)
+            of_rows = tl.load(of_rows_ptr + row, mask=row < M, other=0.0)
         if COLUMNS:
-            of_columns = tl.load(columns_ptr + col, mask=col < N, other=0.0)
+            of_columns = tl.load(of_columns_ptr + col, mask=col < N, other=0.0)
     else:
-        every = tl.arange(0, PROGRAMS)
-        amax = tl.max(tl.load(rows_ptr + every, mask=every < programs, other=0.0), 0)
-        of_rows, of_columns = tl.zeros([BLOCK_M], tl.float32) + amax, tl.zeros([BLOCK_N], tl.float32) + amax
-    by_row = _factor(of_rows, TOP, LEAST, POWERS_OF_2)
-    by_column = _factor(of_columns, TOP, LEAST, POWERS_OF_2)
+        every = tl.arange(0, PARTS)
+        amax = tl.max(tl.load(of_rows_ptr + every, mask=every < parts, other=0.0), 0)
+        of_rows, of_columns = tl.zeros_like(row).to(tl.float32) + amax, tl.zeros_like(col).to(tl.float32) + amax
     if ROWS:
+        factor = _factor(of_rows, TOP, LEAST, POWERS_OF_2)
         if tl.program_id(1) == 0:
-            scale = _scale(of_rows, by_row, TOP, LEAST, POWERS_OF_2)
+            scale = _scale(of_rows, factor, TOP, LEAST, POWERS_OF_2)
             tl.store(scale_ptr + (row if BY_ROWS else row * 0), scale, mask=(row < M) if BY_ROWS else (row == 0))
-        tl.store(q_ptr + row[:, None] * N + col[None, :], _quantized(x, by_row[:, None], q_ptr), mask=inside)
+        tl.store(q_ptr + row[:, None] * N + col[None, :], _quantized(x, factor[:, None], q_ptr), mask=(row < M)[:, None] & (col < N)[None, :])
     if COLUMNS:
+        factor = _factor(of_columns, TOP, LEAST, POWERS_OF_2)
         if tl.program_id(0) == 0:
-            scale = _scale(of_columns, by_column, TOP, LEAST, POWERS_OF_2)
+            scale = _scale(of_columns, factor, TOP, LEAST, POWERS_OF_2)
             tl.store(scale_t_ptr + (col if BY_ROWS else col * 0), scale, mask=(col < N) if BY_ROWS else (col == 0))
-        q = tl.trans(_quantized(x, by_column[None, :], qt_ptr))
+        q = tl.trans(_quantized(x, factor[None, :], qt_ptr))
         tl.store(qt_ptr + col[:, None] * stride_t + row[None, :], q, mask=(col < N)[:, None] & (row < stride_t)[None, :])
 
 
-@launcher("(Tensor x, ScalarType dtype, bool by_rows, bool powers_of_2, bool rows, bool columns) -> (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t)")
-def float8_casts(x: Tensor, dtype: torch.dtype, by_rows: bool, powers_of_2: bool, rows: bool, columns: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    (M, N), top = x.shape, torch.finfo(dtype).max
-    padded = M + -M % 16
-    empty = lambda *shape, dtype=torch.float32: x.new_empty(shape, dtype=dtype)
-    q, scale = (empty(M, N, dtype=dtype), empty(*((M, 1) if by_rows else ()))) if rows else (empty(0, dtype=dtype), empty(0))
-    q_t, scale_t = (empty(N, padded, dtype=dtype), empty(*((N, 1) if by_rows else ()))) if columns else (empty(0, dtype=dtype), empty(0))
-    programs = 0
+@jit
+def _casts(
+    x_ptr, rows_ptr, columns_ptr, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, M, N, stride, stride_t, parts,
+    TOP: tl.constexpr, LEAST: tl.constexpr, POWERS_OF_2: tl.constexpr, BY_ROWS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    row = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    col = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    x = tl.load(x_ptr + row[:, None] * stride + col[None, :], mask=(row < M)[:, None] & (col < N)[None, :], other=0.0).to(tl.float32)
+    write_casts(
+        x, rows_ptr, columns_ptr, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, row, col, M, N, stride_t, parts, TOP, LEAST, POWERS_OF_2, BY_ROWS, ROWS, COLUMNS,
+        PARTS,
+    )  # fmt: skip  # the arguments in the order of the signature
+
+
+@launcher("(Tensor x, bool by_rows) -> (Tensor rows, Tensor columns)")
+def float8_amax(x: Tensor, by_rows: bool) -> tuple[Tensor, Tensor]:
+    M, N = x.shape
+    empty = lambda *shape: x.new_empty(shape, dtype=torch.float32)
     if by_rows:
-        of_rows, parts = empty(M), empty(cdiv(M, 32), N)
-        launch(_amax_both, (cdiv(M, 32),), x, of_rows, parts, M, N, x.stride(0), BLOCK_M=32, BLOCK_N=128, num_warps=4)
-        of_columns = parts.amax(0) if columns else parts
-    else:
-        block = min(next_power_of_2(N), _BLOCK)
-        programs = min(M * cdiv(N, block), _PROGRAMS)
-        of_rows = of_columns = empty(programs)
-        launch(_amax, (programs,), x, of_rows, M, N, x.stride(0), programs, BLOCK=block, num_warps=4)
-    how = dict(TOP=top, LEAST=LEAST, POWERS_OF_2=powers_of_2, BY_ROWS=by_rows, ROWS=rows, COLUMNS=columns, PROGRAMS=_PROGRAMS, BLOCK_M=64, BLOCK_N=128)
-    written = q, scale, q_t, scale_t
-    launch(_casts, (cdiv(padded, 64), cdiv(N, 128)), x, of_rows, of_columns, *written, M, N, x.stride(0), padded, programs, **how, num_warps=8)
+        rows, parts = empty(M), empty(cdiv(M, 32), N)
+        launch(_amax_both, (cdiv(M, 32),), x, rows, parts, M, N, x.stride(0), BLOCK_M=32, BLOCK_N=128, num_warps=4)
+        return rows, parts.amax(0)
+    block = min(next_power_of_2(N), _BLOCK)
+    programs = min(M * cdiv(N, block), _PROGRAMS)
+    rows = empty(programs)
+    launch(_amax, (programs,), x, rows, M, N, x.stride(0), programs, BLOCK=block, num_warps=4)
+    return rows, empty(0)
+
+
+@launcher(
+    "(Tensor x, Tensor of_rows, Tensor of_columns, ScalarType dtype, bool by_rows, bool powers_of_2, bool rows, bool columns)"
+    " -> (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t)"
+)
+def float8_casts(
+    x: Tensor, of_rows: Tensor, of_columns: Tensor, dtype: torch.dtype, by_rows: bool, powers_of_2: bool, rows: bool, columns: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    (M, N), top = x.shape, torch.finfo(dtype).max
+    padded, parts = M + -M % 16, 0 if by_rows else of_rows.numel()
+    written = *new_cast(x, M, N, dtype, by_rows, rows), *new_cast(x, N, padded, dtype, by_rows, columns)
+    how = dict(TOP=top, LEAST=LEAST, POWERS_OF_2=powers_of_2, BY_ROWS=by_rows, ROWS=rows, COLUMNS=columns, PARTS=PARTS, BLOCK_M=64, BLOCK_N=128)
+    launch(_casts, (cdiv(padded, 64), cdiv(N, 128)), x, of_rows, of_columns, *written, M, N, x.stride(0), padded, parts, **how, num_warps=8)
     return written
 
 
-def casts(x: Tensor, dtype: torch.dtype, recipe: Recipe, *, rows: bool, columns: bool, by_rows: bool | None = None) -> tuple[Cast, Cast]:
-    """Cast x (M, N) by rows, (M, N), and by columns, transposed, (N, M rounded up to 16 with zeros). A cast that is not requested is empty."""
+def new_cast(like: Tensor, M: int, N: int, dtype: torch.dtype, by_rows: bool, asked: bool = True) -> Cast:
+    """Memory for a cast (M, N); empty if it is not requested."""
+    shape, of_scale = ((M, N), (M, 1) if by_rows else ()) if asked else ((0,), (0,))
+    return Cast(like.new_empty(shape, dtype=dtype), like.new_empty(of_scale, dtype=torch.float32))
+
+
+def amax_of(x: Tensor, by_rows: bool) -> Amax:
+    """The largest values of x (M, N) from which ``casts`` computes its scales."""
+    if use_kernels(x):
+        return Amax(*float8_amax(x if x.stride(1) == 1 else x.contiguous(), by_rows))
+    size = x.float().abs()
+    size = size.where(size.isfinite(), 0.0)
+    return Amax(size.amax(1), size.amax(0)) if by_rows else Amax(size.amax().view(1), size.new_empty(0))
+
+
+def casts(x: Tensor, dtype: torch.dtype, recipe: Recipe, amax: Amax | None = None, *, rows: bool, columns: bool, by_rows: bool | None = None) -> tuple[Cast, Cast]:
+    """Cast x (M, N) by rows, (M, N), and by columns, transposed, (N, M rounded up to 16 with zeros). A cast that is not requested is empty.
+
+    ``amax``: ``amax_of(x)`` if it is known. ``by_rows``: other scales than the recipe's.
+    """
     if why := lacking(x.device):
         raise ValueError(why)
-    how = dtype, recipe.by_rows if by_rows is None else by_rows, recipe.powers_of_2, rows, columns
+    by_rows = recipe.by_rows if by_rows is None else by_rows
     x = x if x.stride(1) == 1 else x.contiguous()
-    q, scale, q_t, scale_t = float8_casts(x, *how) if use_kernels(x) else reference(x, *how)
+    how = *(amax or amax_of(x, by_rows)), dtype, by_rows, recipe.powers_of_2, rows, columns
+    q, scale, q_t, scale_t = (float8_casts if use_kernels(x) else reference)(x, *how)
     return Cast(q, scale), Cast(q_t, scale_t)
 
 
 @dataclass(eq=False)
 class Kept:
-    """The casts of a parameter. They are valid until the parameter is changed in place or ``forget`` is called, which every optimizer step does."""
+    """What was computed from a parameter. It is valid until the parameter is changed in place or ``forget`` is called, which every optimizer step does."""
 
-    made: dict[Any, tuple[Any, Any]] = field(default_factory=dict)
+    made: dict[Hashable, tuple[Any, Any]] = field(default_factory=dict)
 
-    def of(self, key: Any, w: Tensor, make: Callable[[], Any]) -> Any:
+    def of(self, key: Hashable, w: Tensor, make: Callable[[], Any]) -> Any:
         _see_optimizers()
         seen = w.data_ptr(), w._version, _steps[0]
         if key not in self.made or self.made[key][0] != seen:
-            self.made.pop(key, None)  # free the old cast before the new one is allocated
             self.made[key] = seen, make()
         return self.made[key][1]
 
@@ -200,19 +247,19 @@ _steps = [0]  # steps of all optimizers: some of them change parameters without 
 
 
 def forget(*_: Any) -> None:
-    """Cast every weight again at its next use. Call it after values were written outside an optimizer step and unseen by autograd (``p.data.copy_``)."""
+    """Look at every weight again at its next use. Call it after values were written outside an optimizer step and unseen by autograd (``p.data.copy_``)."""
     _steps[0] += 1
 
 
 @functools.cache
 def _see_optimizers() -> None:
-    """From the first cast that is kept: whoever trains without FP8 has no hook of ours."""
+    """From the first weight that is looked at: whoever trains without FP8 has no hook of ours."""
     register_optimizer_step_post_hook(forget)
 
 
 @dataclass(frozen=True, eq=False)
 class Float8Trained(Weight):
-    """A weight in 16 or 32 bits with its three products in FP8. ``kept``: its casts; with None, every product casts it again."""
+    """A weight in 16 or 32 bits with its three products in FP8. ``kept``: its largest values; with None, every product searches them again."""
 
     accumulates: ClassVar[bool] = False
     gains: ClassVar[bool] = True
@@ -224,22 +271,25 @@ class Float8Trained(Weight):
         assert self.learnable is not None
         return self.learnable.to(dtype)
 
-    def _casts(self, dtype: torch.dtype) -> tuple[Cast, Cast]:
-        """The casts of W for y and for dx."""
-        w = self.dense(dtype).detach()
+    def _cast(self, dtype: torch.dtype, columns: bool) -> Cast:
+        """W cast for y, or transposed for dx."""
+        w, recipe = self.dense(dtype).detach(), self.recipe
+        known = lambda: amax_of(w, recipe.by_rows)
+        amax: Amax = known() if self.kept is None or self.learnable is None else self.kept.of((recipe.by_rows, dtype), self.learnable, known)
+        if not columns:
+            return casts(w, E4, recipe, amax, rows=True, columns=False)[0]
+        if recipe.weight_gradient:
+            return casts(w, E4, recipe, amax, rows=False, columns=True)[1]
+        one = casts(w, E4, recipe, Amax(amax.rows.amax().view(1), amax.columns), rows=False, columns=True, by_rows=False)[1]
+        return Cast(one.values, one.scale.expand(w.shape[1], 1).contiguous())
 
-        def make() -> tuple[Cast, Cast]:
-            if self.recipe.weight_gradient:
-                return casts(w, E4, self.recipe, rows=True, columns=True)
-            one = casts(w, E4, self.recipe, rows=False, columns=True, by_rows=False)[1]
-            return casts(w, E4, self.recipe, rows=True, columns=False)[0], Cast(one.values, one.scale.expand(w.shape[1], 1).contiguous())
-
-        return make() if self.kept is None or self.learnable is None else self.kept.of((self.recipe, dtype), self.learnable, make)
+    def _amax_of_x(self, x: Rows) -> Amax:
+        return x.made(("amax", self.recipe.by_rows), lambda rows: amax_of(rows, self.recipe.by_rows))
 
     def _of_x(self, x: Rows) -> tuple[Cast, Cast]:
-        """The casts of x: by rows for y, and by columns for dw if a backward follows."""
-        columns = x.learns and self.learns and self.recipe.weight_gradient
-        return x.made(("x", self.recipe), lambda rows: casts(rows, E4, self.recipe, rows=True, columns=columns))
+        """The casts of x: by rows for y, and by columns for dw if a backward follows that has only them."""
+        columns = x.learns and self.learns and self.recipe.weight_gradient and not x.stays
+        return x.made(("x", self.recipe), lambda rows: casts(rows, E4, self.recipe, self._amax_of_x(x), rows=True, columns=columns))
 
     def _of_dy(self, dy: Rows) -> tuple[Cast, Cast]:
         """The casts of dy: by rows for dx, and by columns for dw if W learns."""
@@ -247,22 +297,27 @@ class Float8Trained(Weight):
         return dy.made(("dy", self.recipe), lambda rows: casts(rows, self.recipe.gradient, self.recipe, rows=True, columns=columns))
 
     def forward(self, x: Rows, y: Tensor | None) -> Tensor:
-        found = product(*self._of_x(x)[0], *self._casts(x.rows.dtype)[0], x.rows.dtype, fast=True)
+        found = product(*self._of_x(x)[0], *self._cast(x.dtype, columns=False), x.dtype, fast=True)
         return found if y is None else y.add_(found)
 
     def backward(self, dy: Rows, dx: Tensor | None) -> Tensor:
-        found = product(*self._of_dy(dy)[0], *self._casts(dy.rows.dtype)[1], dy.rows.dtype, fast=False)
+        found = product(*self._of_dy(dy)[0], *self._cast(dy.dtype, columns=True), dy.dtype, fast=False)
         return found if dx is None else dx.add_(found)
 
     def of_input(self, x: Rows) -> tuple[Hashable, tuple[Tensor, ...]] | None:
-        return (("x", self.recipe), self._of_x(x)[1]) if self.recipe.weight_gradient and x.learns else None
+        if not (self.recipe.weight_gradient and x.learns):
+            return None
+        return (("amax", self.recipe.by_rows), self._amax_of_x(x)) if x.stays else (("x", self.recipe), self._of_x(x)[1])
+
+    def made_again(self, key: Hashable, tensors: Sequence[Tensor]) -> Any:
+        return Amax(*tensors) if key == ("amax", self.recipe.by_rows) else (None, Cast(*tensors))
 
     def gradient(self, dy: Rows, x: Rows) -> Tensor:
         if not self.recipe.weight_gradient:
             return super().gradient(dy, x)
-        columns = x.made(("x", self.recipe), lambda rows: casts(rows, E4, self.recipe, rows=False, columns=True))[1]
+        columns = x.made(("x", self.recipe), lambda rows: casts(rows, E4, self.recipe, self._amax_of_x(x), rows=False, columns=True))[1]
         (d, scale), (q, scale_x) = self._of_dy(dy)[1], columns
-        return product(d, scale, q, scale_x, dy.rows.dtype, fast=False)
+        return product(d, scale, q, scale_x, dy.dtype, fast=False)
 
 
 def float8_trained(w: Tensor, recipe: Recipe, kept: Kept | None = None) -> Float8Trained:

@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Iterator, Sequence
+import re
+from collections.abc import Iterator, Sequence
 from itertools import chain
 
 import torch
 from torch import Tensor
 
+from liger_kernel import memory
 from liger_kernel.ops._core.operator import once_differentiable, rows_of, shaped
 from liger_kernel.ops.projections.adapted import Projection, Projections
 from liger_kernel.ops.projections.weights import Rows
@@ -67,37 +69,44 @@ class LinearsFunction(torch.autograd.Function):
         ctx.projections, ctx.thin = projections, thin
         with without_autocast(x.device.type):
             node = Projections(projections, x.dtype, thin)
-            rows = Rows(rows_of(x), learns=any(ctx.needs_input_grad))
+            rows = Rows(rows_of(x), learns=any(ctx.needs_input_grad), stays=stays(x))
             node.take(rows.rows)
             ys = node.outputs(rows)
-            ctx.key, of_x = node.input_kept(rows)
-        ctx.shape = x.shape
-        ctx.save_for_backward(*([x] if ctx.key is None else of_x), *tensors, *node.kept())
+            ctx.rows_again, of_x = node.input_kept(rows)
+        ctx.shape, ctx.places = x.shape, (len(of_x), len(of_x) + len(tensors))
+        ctx.save_for_backward(*of_x, *tensors, *node.kept())
         return tuple(shaped(y, (*x.shape[:-1], y.shape[1])) for y in ys)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *dys):
-        saved = ctx.saved_tensors
-        x, saved = input_again(ctx.key, saved)
-        n = sum(3 + 3 * len(p.adapters) for p in ctx.projections)
-        tensors = saved[:n]
+        saved, (begin, end) = ctx.saved_tensors, ctx.places
+        x, tensors = ctx.rows_again(saved[:begin]), saved[begin:end]
         need_x, _, _, *needs = ctx.needs_input_grad
         projections = [p.of(t) for p, t in zip(ctx.projections, split(tensors, ctx.projections))]
         node = Projections(projections, dys[0].dtype, ctx.thin)
-        node.restore(saved[n:])
+        node.restore(saved[end:])
         need = split(needs, projections)
         node.thin_gradients([rows_of(dy) for dy in dys], need)
         dx = node.input_gradient().view(ctx.shape) if need_x else None
         return dx, None, None, *node.weight_gradients(x, need)
 
 
-def input_again(key: Hashable, saved: Sequence[Tensor | None]) -> tuple[Rows, Sequence[Tensor | None]]:
-    """The input of a node from its saved tensors: the rows x, or what ``Projections.input_kept`` saved in their place; and the other saved tensors."""
-    if key is None:
-        assert saved[0] is not None
-        return Rows(rows_of(saved[0])), saved[1:]
-    return Rows.kept(key, (None, saved[:2])), saved[2:]
+# Views between an attention's output and a linear layer, and the nodes that save their output for their own backward
+_VIEWS = {"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "TransposeBackward0", "PermuteBackward0", "AliasBackward0"}
+_SAVE_OUTPUT = re.compile(r"ScaledDotProduct(Flash|Efficient|Cudnn|Fused)\w*Backward0|\w*FlashAttn\w*FuncBackward")
+
+
+def stays(x: Tensor) -> bool:
+    """Whether x is kept or recomputed for the backward in any case: the output of an attention, or of a rematerialised norm or activation."""
+    node = x.grad_fn
+    if node is None:
+        return False
+    if memory.recomputed(x):
+        return True
+    while node.name() in _VIEWS:
+        (node, _), *_ = node.next_functions
+    return _SAVE_OUTPUT.fullmatch(node.name()) is not None
 
 
 def linears(x: Tensor, projections: Sequence[Projection]) -> tuple[Tensor, ...]:

@@ -11,6 +11,7 @@ backward, or if hooks of other code have seen gate x and up x, the backward copi
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,8 +22,10 @@ from torch import Tensor
 from liger_kernel.ops._core.operator import Case, Cost, T, acc, launcher, nbytes, once_differentiable, op, rows_of, shaped, use_kernels
 from liger_kernel.ops.activations.glu import ACTS, Form, glu_bwd_, glu_fwd
 from liger_kernel.ops.activations.glu import reference as glu_reference
-from liger_kernel.ops.projections.adapted import Projection, Projections
-from liger_kernel.ops.projections.linear import dtypes_of, flat, input_again, split, without_autocast
+from liger_kernel.ops.projections import float8_glu
+from liger_kernel.ops.projections.adapted import Projection, Projections, rows_again
+from liger_kernel.ops.projections.float8_training import Float8Trained, Recipe
+from liger_kernel.ops.projections.linear import dtypes_of, flat, split, stays, without_autocast
 from liger_kernel.ops.projections.weights import Dense, Dequantized, Rows
 
 
@@ -229,27 +232,26 @@ class AdaptedMLPFunction(torch.autograd.Function):
             ctx.packed, ctx.unpack = [t if t is None else hooks[0](t) for t in (x, *tensors)], hooks[1]
         with without_autocast(x.device.type):
             gate_up, last = (Projections(p, x.dtype, thin) for p in ctx.projections)
-            rows, of_x = Rows(rows_of(x), learns=any(ctx.needs_input_grad)), [x]
-            ctx.key, ctx.shape, ctx.dtype = None, x.shape, x.dtype
+            rows, of_x = Rows(rows_of(x), learns=any(ctx.needs_input_grad), stays=recompute or stays(x)), [x]
+            ctx.rows_again, ctx.shape, ctx.dtype = rows_again, x.shape, x.dtype
             if ctx.tiled:
                 y, kept, of_last = _tiled_outputs(gate_up, last, rows.rows, ctx.form), [], []
             else:
                 gate_up.take(rows.rows)
                 projected = gate_up.outputs(rows)
                 if not recompute:
-                    ctx.key, casts = gate_up.input_kept(rows)
-                    of_x = of_x if ctx.key is None else casts
+                    ctx.rows_again, of_x = gate_up.input_kept(rows)
                 scaled = len(gate_up.zs) == len(first)  # the saved z gives the output after the magnitude
                 kept = gate_up.taken() if recompute else [*(() if scaled else projected), *gate_up.kept()]
-                h = _activated(projected, ctx.form)
-                last.take(h)
+                h = _activated(projected, ctx.form, _float8(first, down))
+                last.take(h.rows)
                 if checkpointed and down.magnitude is None:
                     # as in LigerMLPFunction: a recomputation ends here, before the product that nobody needs
                     saved = *of_x, *tensors, *kept, *last.taken()
                     ctx.packed, ctx.unpack = [t if t is None else hooks[0](t) for t in saved], hooks[1]
-                (y,) = last.outputs(Rows(h, learns=False))  # the backward computes h again
+                (y,) = last.outputs(h)  # the backward computes h again
                 of_last = last.kept()
-            ctx.places = len(tensors), len(tensors) + len(kept)
+            ctx.places = tuple(itertools.accumulate((len(of_x), len(tensors), len(kept))))
         if ctx.packed is None:
             ctx.save_for_backward(*of_x, *tensors, *kept, *of_last)
         return shaped(y, (*x.shape[:-1], y.shape[1]))
@@ -262,9 +264,9 @@ class AdaptedMLPFunction(torch.autograd.Function):
             saved = [t if t is None else ctx.unpack(t) for t in ctx.packed]
             if not graph_is_kept:
                 ctx.packed = ctx.unpack = None
-        rows, saved = input_again(ctx.key, saved)
-        tensors = saved[: ctx.places[0]]
-        kept, of_last = list(saved[ctx.places[0] : ctx.places[1]]), saved[ctx.places[1] :]
+        first, second, third = ctx.places
+        of_x, tensors, kept, of_last = saved[:first], saved[first:second], list(saved[second:third]), saved[third:]
+        rows = ctx.rows_again([rows_of(of_x[0]) if of_x[0] is not None else None, *of_x[1:]])
         every = [*ctx.projections[0], *ctx.projections[1]]
         need_x, needs = ctx.needs_input_grad[0], split(ctx.needs_input_grad[9:], every)
         *first, down = (p.of(t) for p, t in zip(every, split(tensors, every)))
@@ -313,7 +315,7 @@ def _tiled_outputs(gate_up: Projections, last: Projections, x: Tensor, form: tup
 
     def compute(tile: slice) -> None:
         h = _activated(gate_up.part(x[tile]).outputs(Rows(x[tile])), form)
-        last.part(h).outputs(Rows(h), y[tile])
+        last.part(h.rows).outputs(h, y[tile])
 
     for tile in _tiles(x.shape[0]):
         compute(tile)
@@ -332,7 +334,7 @@ def _tiled_gradients(
     def compute(tile: slice) -> list[Tensor | None]:
         first = gate_up.part(x[tile])
         projected = first.outputs(Rows(x[tile]))
-        second = last.part(_activated(projected, form))
+        second = last.part(_activated(projected, form).rows)
         return _gradients(first, second, projected, Rows(x[tile]), dy[tile], need_x, needs, form, None if dx is None else dx[tile])[1]
 
     for tile in _tiles(x.shape[0]):
@@ -341,8 +343,21 @@ def _tiled_gradients(
     return dx, total
 
 
-def _activated(projected: list[Tensor], form: tuple) -> Tensor:
-    return glu_fwd(*_halves(*_pair(projected)), *form)
+def _float8(first: Sequence[Projection], down: Projection) -> Recipe | None:
+    """The recipe by which the activation is cast where it is computed; None if one of the layers needs the values themselves."""
+    weights = [p.weight for p in (*first, down)]
+    recipes = {w.recipe if isinstance(w, Float8Trained) else None for w in weights}
+    recipe = recipes.pop()
+    whole = len(weights) == 3 and not recipes and recipe is not None and recipe.weight_gradient
+    return recipe if whole and not down.adapters and all(p.bias is None and not p.adapters for p in first) else None
+
+
+def _activated(projected: list[Tensor], form: tuple, recipe: Recipe | None = None) -> Rows:
+    """The activation, or its casts alone."""
+    if recipe is None:
+        return Rows(glu_fwd(*_halves(*_pair(projected)), *form), learns=False)
+    gate, up = projected
+    return Rows.only({("x", recipe): (float8_glu.activated(gate, up, recipe, form[0], form[1], form[-1]), None)}, gate.dtype)
 
 
 def _gradients(
@@ -359,6 +374,16 @@ def _gradients(
     """The gradients of x, in ``out`` if it is given, and of all tensors of the projections. Overwrites ``projected``."""
     last.thin_gradients([dy], needs[-1:])
     h = last.input_gradient()
+    recipe = _float8(gate_up.projections, last.projections[0])
+    if recipe is not None:
+        gate, up = projected
+        learn = dict(need_h=needs[-1][0], columns=needs[0][0] or needs[1][0])
+        of_h, *both = float8_glu.gradients(h, gate, up, recipe, form[0], form[1], form[-1], **learn)
+        del h
+        of_down = last.weight_gradients(Rows.only({("x", recipe): (None, of_h)}, gate.dtype), needs[-1:])
+        gate_up.given([Rows.only({("dy", recipe): casts}, gate.dtype) for casts in both], needs[:-1])
+        dx = gate_up.input_gradient(out) if need_x else None
+        return dx, [*gate_up.weight_gradients(x, needs[:-1]), *of_down]
     glu_bwd_(h, *_halves(*_pair(projected)), form[0], any(needs[-1]), *form[1:])  # now h holds the activation, and ``projected`` holds its gradients
     of_down = last.weight_gradients(Rows(h), needs[-1:])
     del h

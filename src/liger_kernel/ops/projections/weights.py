@@ -6,7 +6,7 @@ A node passes its input as ``Rows``. If one weight computes something from it, f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -26,19 +26,18 @@ def add_product(y: Tensor | None, a: Tensor, b: Tensor, scale: float = 1.0, out:
 class Rows:
     """``rows`` (M, K) that several weights multiply, and what the weights compute from them, once for each key.
 
-    ``learns``: whether a backward follows, which may need other casts of the rows.
+    ``learns``: whether a backward follows, which may need other casts of the rows. ``stays``: whether somebody else keeps or recomputes the rows for that
+    backward, so that keeping them costs nothing.
     """
 
-    def __init__(self, rows: Tensor, learns: bool = True):
-        self.rows, self.learns = rows, learns
-        self._made: dict[Hashable, Any] = {}
+    def __init__(self, rows: Tensor, learns: bool = True, stays: bool = False, made: dict[Hashable, Any] | None = None):
+        self.rows, self.dtype, self.learns, self.stays = rows, rows.dtype, learns, stays
+        self._made = made or {}
 
     @classmethod
-    def kept(cls, key: Hashable, made: Any) -> Rows:
-        """Rows that are no longer stored: only ``made``, which was computed from them under ``key``."""
-        rows = cls(torch.empty(0))
-        rows._made[key] = made
-        return rows
+    def only(cls, made: dict[Hashable, Any], dtype: torch.dtype) -> Rows:
+        """Rows of this dtype that are not stored: only what was computed from them, by key."""
+        return cls(torch.empty(0, dtype=dtype), made=made)
 
     def made(self, key: Hashable, make: Callable[[Tensor], Any]) -> Any:
         if key not in self._made:
@@ -75,8 +74,12 @@ class Weight:
         return add_product(dx, dy.rows, self.dense(dy.rows.dtype))
 
     def of_input(self, x: Rows) -> tuple[Hashable, tuple[Tensor, ...]] | None:
-        """A key, and the tensors that ``gradient`` needs instead of x; None if it needs x itself."""
+        """A key, and tensors that a node saves for ``gradient``: instead of x, or besides x if x stays. None if ``gradient`` needs only x."""
         return None
+
+    def made_again(self, key: Hashable, tensors: Sequence[Tensor]) -> Any:
+        """What ``Rows.made`` finds under ``key``, from the tensors that ``of_input`` returned."""
+        raise NotImplementedError
 
     def gradient(self, dy: Rows, x: Rows) -> Tensor:
         """dw (N, K)."""

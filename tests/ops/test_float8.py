@@ -204,7 +204,8 @@ import sys, torch
 from liger_kernel.compile.launches import Mock
 from liger_kernel.compile.targets import compiling_for
 from liger_kernel.ops._core import operator as _op
-from liger_kernel.ops.projections import float8, float8_glu, float8_training, four_bits, magnitude
+from liger_kernel.ops.projections import float8, float8_training, four_bits, magnitude
+from liger_kernel.ops.activations import glu
 sys.path.insert(0, sys.argv[2])
 from compile_kernels import resources
 
@@ -223,9 +224,8 @@ with compiling_for(sys.argv[1]), _op.intercept_launches(compile):
         float8.cast(torch.empty(64, 14336, device="meta", dtype=dtype), float8.E4, True, by)
         for by_rows, rows, columns in ((False, True, True), (True, True, True), (True, True, False), (True, False, True)):
             float8_training.float8_casts(x, *float8_training.float8_amax(x, by_rows), float8.E4, by_rows, by_rows, rows, columns)
-        for recipe in ("tensorwise", "rowwise"):
-            float8_glu.float8_glu(x, x, recipe, "silu", 1.0, 1.0)
-            float8_glu.float8_glu_bwd(x, x, x, recipe, True, True, "gelu_tanh", 0.5, 1.0)
+        glu.glu_fwd_tops(x, x, "silu", 1.0, None, 1.0, 0.0, 1.0)
+        glu.glu_bwd_(x, x, x, "silu", True, 1.0, None, 1.0, 0.0, 1.0, tops=torch.empty(3, glu.TOPS, device="meta"))
         magnitude.column_sums(x, x)
         magnitude.scaled_columns(x, torch.empty(28672, device="meta"))
     float8.transposed(torch.empty(4096, 14336, device="meta", dtype=float8.E4))
@@ -247,5 +247,5 @@ def test_kernels_of_stored_weights_compile(target, user_env):
     assert done.returncode == 0, done.stderr
     print(done.stdout)
     assert {line.split()[0] for line in done.stdout.splitlines()} == set(
-        ["_amax", "_cast", "_cast_rows", "_transpose", "_amax_both", "_casts", "_amaxes", "_glu_casts", "_dot_columns", "_times_columns", "_dense"]
+        ["_amax", "_cast", "_cast_rows", "_transpose", "_casts", "_fwd", "_bwd", "_dot_columns", "_times_columns", "_dense"]
     )

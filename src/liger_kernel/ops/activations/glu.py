@@ -88,10 +88,19 @@ def act_of(x, ACT: tl.constexpr, PRECISE: tl.constexpr):
 
 
 @jit
+def _largest(x, tops_ptr, TOPS: tl.constexpr):
+    """Add the largest finite |x| of a tile to one of ``TOPS`` maxima: so many, because atomics on one address wait for each other."""
+    size = tl.abs(x)
+    size = tl.where(size < float("inf"), size, 0.0)
+    tl.atomic_max(tops_ptr + tl.program_id(0) % TOPS, tl.max(tl.max(size, 1), 0), sem="relaxed")
+
+
+@jit
 def _fwd(
-    gate_ptr, up_ptr, y_ptr, M, N, gate_stride, up_stride, y_stride, gate_multiplier, limit, alpha, offset, down_multiplier,
-    ACT: tl.constexpr, SCALED: tl.constexpr, CLAMPED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    gate_ptr, up_ptr, y_ptr, tops_ptr, M, N, gate_stride, up_stride, y_stride, gate_multiplier, limit, alpha, offset, down_multiplier,
+    ACT: tl.constexpr, SCALED: tl.constexpr, CLAMPED: tl.constexpr, TOPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    """``tops``: (TOPS,) zeros that get the largest values of y; with TOPS 0 they are not searched."""
     blocks = tl.cdiv(N, BLOCK_N)
     row = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     col = (tl.program_id(0) % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -109,16 +118,22 @@ def _fwd(
         y = (act_of(g * alpha, ACT, PRECISE) / alpha).to(gate.dtype).to(tl.float32) * (up + offset) * down_multiplier
     else:
         y = act_of(g, ACT, PRECISE).to(gate.dtype).to(tl.float32) * up
-    tl.store(y_ptr + row[:, None] * y_stride + col[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+    y = y.to(y_ptr.dtype.element_ty)
+    if TOPS:
+        _largest(tl.where(mask, y.to(tl.float32), 0.0), tops_ptr, TOPS)
+    tl.store(y_ptr + row[:, None] * y_stride + col[None, :], y, mask=mask)
 
 
 @jit
 def _bwd(
-    dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, y_ptr, M, N, dy_stride, gate_stride, up_stride, dgate_stride, dup_stride,
+    dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, y_ptr, tops_ptr, M, N, dy_stride, gate_stride, up_stride, dgate_stride, dup_stride,
     gate_multiplier, limit, alpha, offset, down_multiplier, ACT: tl.constexpr, SCALED: tl.constexpr, CLAMPED: tl.constexpr,
-    NEED_DGATE: tl.constexpr, NEED_DUP: tl.constexpr, NEED_Y: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    NEED_DGATE: tl.constexpr, NEED_DUP: tl.constexpr, NEED_Y: tl.constexpr, TOPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """y, where needed, has dy's strides. Outputs may be what the inputs are: a program has loaded all of its tile before it stores."""
+    """y, where needed, has dy's strides. Outputs may be what the inputs are: a program has loaded all of its tile before it stores.
+
+    ``tops``: (3, TOPS) zeros that get the largest values of y, dgate and dup; with TOPS 0 they are not searched.
+    """
     blocks = tl.cdiv(N, BLOCK_N)
     row = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     col = (tl.program_id(0) % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -146,8 +161,10 @@ def _bwd(
         y, dact = act_and_slope(g, ACT, PRECISE)
     if NEED_Y:
         whole = y.to(gate.dtype).to(tl.float32)
-        whole = whole * (up + offset) * down_multiplier if SCALED else whole * up
-        tl.store(y_ptr + row[:, None] * dy_stride + col[None, :], whole.to(y_ptr.dtype.element_ty), mask=mask)
+        whole = (whole * (up + offset) * down_multiplier if SCALED else whole * up).to(y_ptr.dtype.element_ty)
+        if TOPS:
+            _largest(tl.where(mask, whole.to(tl.float32), 0.0), tops_ptr, TOPS)
+        tl.store(y_ptr + row[:, None] * dy_stride + col[None, :], whole, mask=mask)
     if NEED_DGATE:
         if SCALED:
             dgate = dy * (up + offset) * dact * gate_multiplier
@@ -155,12 +172,21 @@ def _bwd(
             dgate = dy * up * dact
         if CLAMPED:
             dgate = tl.where(free_gate, dgate, 0.0)
-        tl.store(dgate_ptr + row[:, None] * dgate_stride + col[None, :], dgate.to(dgate_ptr.dtype.element_ty), mask=mask)
+        dgate = dgate.to(dgate_ptr.dtype.element_ty)
+        if TOPS:
+            _largest(tl.where(mask, dgate.to(tl.float32), 0.0), tops_ptr + TOPS, TOPS)
+        tl.store(dgate_ptr + row[:, None] * dgate_stride + col[None, :], dgate, mask=mask)
     if NEED_DUP:
         dup = dy * y
         if CLAMPED:
             dup = tl.where(free_up, dup, 0.0)
-        tl.store(dup_ptr + row[:, None] * dup_stride + col[None, :], dup.to(dup_ptr.dtype.element_ty), mask=mask)
+        dup = dup.to(dup_ptr.dtype.element_ty)
+        if TOPS:
+            _largest(tl.where(mask, dup.to(tl.float32), 0.0), tops_ptr + 2 * TOPS, TOPS)
+        tl.store(dup_ptr + row[:, None] * dup_stride + col[None, :], dup, mask=mask)
+
+
+TOPS = 16  # parts of a tensor with a largest value of their own
 
 
 def _grid(M: int, N: int, itemsize: int) -> tuple[tuple[int], dict[str, int]]:
@@ -188,11 +214,23 @@ def _arguments(gate_multiplier: float, limit: float | None, alpha: float, offset
 
 @launcher(f"(Tensor gate, Tensor up, str act, {_FORM}) -> Tensor")
 def glu_fwd(gate: Tensor, up: Tensor, act: str, *form: Any) -> Tensor:
+    return _forward(gate, up, None, act, form)
+
+
+@launcher(f"(Tensor gate, Tensor up, str act, {_FORM}) -> (Tensor y, Tensor tops)")
+def glu_fwd_tops(gate: Tensor, up: Tensor, act: str, *form: Any) -> tuple[Tensor, Tensor]:
+    """Besides y, the largest finite sizes in parts of y, (TOPS,) fp32: a cast to FP8 need not read y for its scale."""
+    tops = gate.new_zeros(TOPS, dtype=torch.float32)
+    return _forward(gate, up, tops, act, form), tops
+
+
+def _forward(gate: Tensor, up: Tensor, tops: Tensor | None, act: str, form: tuple) -> Tensor:
     M, N = gate.shape
     y = gate.new_empty(M, N, dtype=torch.promote_types(gate.dtype, up.dtype))
     grid, tile = _grid(M, N, gate.itemsize)
     numbers, flags = _arguments(*form)
-    launch(_fwd, grid, gate, up, y, M, N, gate.stride(0), up.stride(0), N, *numbers, ACT=act, **flags, **tile)
+    many = 0 if tops is None else TOPS
+    launch(_fwd, grid, gate, up, y, tops, M, N, gate.stride(0), up.stride(0), N, *numbers, ACT=act, **flags, TOPS=many, **tile)
     return y
 
 
@@ -206,18 +244,22 @@ def glu_bwd(dy: Tensor, gate: Tensor, up: Tensor, act: str, packed: bool, need_d
     grid, tile = _grid(M, N, gate.itemsize)
     numbers, flags = _arguments(*form)
     strides = dy.stride(0), gate.stride(0), up.stride(0), d0.stride(0), d1.stride(0)
-    needs = dict(NEED_DGATE=need_dgate or packed, NEED_DUP=need_dup or packed, NEED_Y=False)
-    launch(_bwd, grid, dy, gate, up, d0, d1, None, M, N, *strides, *numbers, ACT=act, **flags, **needs, **tile)
+    needs = dict(NEED_DGATE=need_dgate or packed, NEED_DUP=need_dup or packed, NEED_Y=False, TOPS=0)
+    launch(_bwd, grid, dy, gate, up, d0, d1, None, None, M, N, *strides, *numbers, ACT=act, **flags, **needs, **tile)
     return dgate, dup
 
 
-def glu_bwd_(dy: Tensor, gate: Tensor, up: Tensor, act: str, need_y: bool, *form: Any) -> None:
-    """Overwrite gate and up with dgate and dup and, if needed, dy with the output of the forward. The calling launcher must own all three."""
+def glu_bwd_(dy: Tensor, gate: Tensor, up: Tensor, act: str, need_y: bool, *form: Any, tops: Tensor | None = None) -> None:
+    """Overwrite gate and up with dgate and dup and, if needed, dy with the output of the forward. The calling launcher must own all three.
+
+    ``tops`` (3, TOPS), zeros in fp32, gets the largest finite sizes in parts of that output, of dgate and of dup.
+    """
     M, N = gate.shape
     grid, tile = _grid(M, N, gate.itemsize)
     numbers, flags = _arguments(*form)
-    args = gate, up, gate, up, dy if need_y else None, M, N, dy.stride(0), *(gate.stride(0), up.stride(0)) * 2
-    launch(_bwd, grid, dy, *args, *numbers, ACT=act, **flags, NEED_DGATE=True, NEED_DUP=True, NEED_Y=need_y, **tile)
+    args = gate, up, gate, up, dy if need_y else None, tops, M, N, dy.stride(0), *(gate.stride(0), up.stride(0)) * 2
+    needs = dict(NEED_DGATE=True, NEED_DUP=True, NEED_Y=need_y, TOPS=0 if tops is None else TOPS)
+    launch(_bwd, grid, dy, *args, *numbers, ACT=act, **flags, **needs, **tile)
 
 
 class GLUFunction(torch.autograd.Function):

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core.operator import acc
+from liger_kernel.ops._core.operator import acc, rows_of
 from liger_kernel.ops.projections.magnitude import dot_columns, times_columns
 from liger_kernel.ops.projections.weights import Rows, Weight, add_product
 
@@ -184,22 +184,21 @@ class Projections:
         ys = [times_columns(z, p.magnitude / norm) for p, z, norm in zip(self.projections, self.zs, self.norms) if p.magnitude is not None]
         return [y if (bias := _summed_bias(p)) is None else y.add_(bias) for p, y in zip(self.projections, ys)]
 
-    def input_kept(self, x: Rows) -> tuple[Callable[[Sequence[Tensor | None]], Rows], list[Tensor | None]]:
+    def input_kept(self, rows: Rows, x: Tensor) -> tuple[Callable[[Sequence[Tensor | None]], Rows], list[Tensor | None]]:
         """What the backward needs from x, and a function that makes the rows from it: x itself, or what trained weights need. Call ``outputs`` first."""
         trained = [p.weight for p in self.projections if p.weight.learnable is not None and p.weight.learnable.requires_grad]
-        found = [] if self.place else [weight.of_input(x) for weight in trained]  # adapters need x itself
+        found = [] if self.place else [weight.of_input(rows) for weight in trained]  # adapters need x itself
         first = found[0] if found else None
         if first is None or any(other is None or other[0] != first[0] for other in found):
-            return rows_again, [x.rows]
+            return rows_again, [x]
         key, tensors = first
-        weight, dtype = trained[0], x.dtype
+        weight, dtype = trained[0], rows.dtype
 
         def again(saved: Sequence[Tensor | None]) -> Rows:
-            rows, *rest = saved
-            made = {key: weight.made_again(key, rest)}
-            return Rows.only(made, dtype) if rows is None else Rows(rows, made=made)
+            x, *rest = saved
+            return Rows(torch.empty(0, dtype=dtype) if x is None else rows_of(x), made={key: weight.made_again(key, rest)})
 
-        return again, [x.rows if x.stays else None, *tensors]
+        return again, [x if rows.stays else None, *tensors]
 
     def taken(self) -> list[Tensor | None]:
         """The results of ``take``, to be saved for the backward."""
@@ -216,9 +215,10 @@ class Projections:
         self.As, self.bs, self.xas, self.masks = first(many), first(len(self.place)), first(many), first(many)
         self.zs, self.norms = kept[: len(kept) // 2], kept[len(kept) // 2 :]
 
-    def thin_gradients(self, dys: Sequence[Tensor], need: Sequence[Sequence[bool]]) -> None:
+    def thin_gradients(self, dy_rows: Sequence[Rows], need: Sequence[Sequence[bool]]) -> None:
         """Compute the gradients that need the gradients of the y's but not x: those of the B's, biases and magnitudes, and of the thin x A^T."""
-        self.dy_rows = [Rows(dy) for dy in dys]
+        self.dy_rows = list(dy_rows)
+        dys = [rows.rows for rows in dy_rows]
         self.grads = [[None] * len(n) for n in need]
         self.dxas = [dys[0].new_empty(dys[0].shape[0], stack.spans[-1][1], dtype=self.thin) for stack in self.stacks]
         zs, norms = iter(self.zs), iter(self.norms)
@@ -241,10 +241,6 @@ class Projections:
                     grad[3 + 3 * j + 1] = add_product(None, wide.t(), self.xas[s][:, span], adapter.scale)
                 if needs[3 + 3 * j + 2]:
                     grad[3 + 3 * j + 2] = total * adapter.scale
-
-    def given(self, dys: Sequence[Rows], need: Sequence[Sequence[bool]]) -> None:
-        """Instead of ``thin_gradients``, for layers that have only a weight: the gradients of the y's, in any form."""
-        self.dy_rows, self.grads = list(dys), [[None] * len(n) for n in need]
 
     def input_gradient(self, out: Tensor | None = None) -> Tensor:
         """Return dx (M, K), in ``out`` if it is given."""
@@ -282,9 +278,9 @@ class Projections:
 
 def rows_again(saved: Sequence[Tensor | None]) -> Rows:
     """The rows of a node that saved x itself."""
-    (rows,) = saved
-    assert rows is not None
-    return Rows(rows)
+    (x,) = saved
+    assert x is not None
+    return Rows(rows_of(x))
 
 
 def _summed_bias(p: Projection) -> Tensor | None:

@@ -72,7 +72,7 @@ class LinearsFunction(torch.autograd.Function):
             rows = Rows(rows_of(x), learns=any(ctx.needs_input_grad), stays=stays(x))
             node.take(rows.rows)
             ys = node.outputs(rows)
-            ctx.rows_again, of_x = node.input_kept(rows)
+            ctx.rows_again, of_x = node.input_kept(rows, x)
         ctx.shape, ctx.places = x.shape, (len(of_x), len(of_x) + len(tensors))
         ctx.save_for_backward(*of_x, *tensors, *node.kept())
         return tuple(shaped(y, (*x.shape[:-1], y.shape[1])) for y in ys)
@@ -87,7 +87,7 @@ class LinearsFunction(torch.autograd.Function):
         node = Projections(projections, dys[0].dtype, ctx.thin)
         node.restore(saved[end:])
         need = split(needs, projections)
-        node.thin_gradients([rows_of(dy) for dy in dys], need)
+        node.thin_gradients([Rows(rows_of(dy)) for dy in dys], need)
         dx = node.input_gradient().view(ctx.shape) if need_x else None
         return dx, None, None, *node.weight_gradients(x, need)
 

@@ -20,11 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_kernel.ops._core.operator import Case, Cost, T, acc, launcher, nbytes, once_differentiable, op, rows_of, shaped, use_kernels
-from liger_kernel.ops.activations.glu import ACTS, Form, glu_bwd_, glu_fwd
+from liger_kernel.ops.activations.glu import ACTS, TOPS, Form, glu_bwd_, glu_fwd, glu_fwd_tops
 from liger_kernel.ops.activations.glu import reference as glu_reference
-from liger_kernel.ops.projections import float8_glu
 from liger_kernel.ops.projections.adapted import Projection, Projections, rows_again
-from liger_kernel.ops.projections.float8_training import Float8Trained, Recipe
+from liger_kernel.ops.projections.float8_training import Float8Trained, known_amax
 from liger_kernel.ops.projections.linear import dtypes_of, flat, split, stays, without_autocast
 from liger_kernel.ops.projections.weights import Dense, Dequantized, Rows
 
@@ -240,10 +239,10 @@ class AdaptedMLPFunction(torch.autograd.Function):
                 gate_up.take(rows.rows)
                 projected = gate_up.outputs(rows)
                 if not recompute:
-                    ctx.rows_again, of_x = gate_up.input_kept(rows)
+                    ctx.rows_again, of_x = gate_up.input_kept(rows, x)
                 scaled = len(gate_up.zs) == len(first)  # the saved z gives the output after the magnitude
                 kept = gate_up.taken() if recompute else [*(() if scaled else projected), *gate_up.kept()]
-                h = _activated(projected, ctx.form, _float8(first, down))
+                h = _activated(projected, ctx.form, down)
                 last.take(h.rows)
                 if checkpointed and down.magnitude is None:
                     # as in LigerMLPFunction: a recomputation ends here, before the product that nobody needs
@@ -266,7 +265,7 @@ class AdaptedMLPFunction(torch.autograd.Function):
                 ctx.packed = ctx.unpack = None
         first, second, third = ctx.places
         of_x, tensors, kept, of_last = saved[:first], saved[first:second], list(saved[second:third]), saved[third:]
-        rows = ctx.rows_again([rows_of(of_x[0]) if of_x[0] is not None else None, *of_x[1:]])
+        rows = ctx.rows_again(of_x)
         every = [*ctx.projections[0], *ctx.projections[1]]
         need_x, needs = ctx.needs_input_grad[0], split(ctx.needs_input_grad[9:], every)
         *first, down = (p.of(t) for p, t in zip(every, split(tensors, every)))
@@ -314,7 +313,7 @@ def _tiled_outputs(gate_up: Projections, last: Projections, x: Tensor, form: tup
     last.open()
 
     def compute(tile: slice) -> None:
-        h = _activated(gate_up.part(x[tile]).outputs(Rows(x[tile])), form)
+        h = _activated(gate_up.part(x[tile]).outputs(Rows(x[tile])), form, last.projections[0])
         last.part(h.rows).outputs(h, y[tile])
 
     for tile in _tiles(x.shape[0]):
@@ -334,7 +333,7 @@ def _tiled_gradients(
     def compute(tile: slice) -> list[Tensor | None]:
         first = gate_up.part(x[tile])
         projected = first.outputs(Rows(x[tile]))
-        second = last.part(_activated(projected, form).rows)
+        second = last.part(_activated(projected, form, last.projections[0]).rows)
         return _gradients(first, second, projected, Rows(x[tile]), dy[tile], need_x, needs, form, None if dx is None else dx[tile])[1]
 
     for tile in _tiles(x.shape[0]):
@@ -343,21 +342,18 @@ def _tiled_gradients(
     return dx, total
 
 
-def _float8(first: Sequence[Projection], down: Projection) -> Recipe | None:
-    """The recipe by which the activation is cast where it is computed; None if one of the layers needs the values themselves."""
-    weights = [p.weight for p in (*first, down)]
-    recipes = {w.recipe if isinstance(w, Float8Trained) else None for w in weights}
-    recipe = recipes.pop()
-    whole = len(weights) == 3 and not recipes and recipe is not None and recipe.weight_gradient
-    return recipe if whole and not down.adapters and all(p.bias is None and not p.adapters for p in first) else None
+def _activated(projected: list[Tensor], form: tuple, down: Projection) -> Rows:
+    """The activation; with its largest values, if ``down`` casts it by them."""
+    halves = _halves(*_pair(projected))
+    if not _cast_as_a_whole(down):
+        return Rows(glu_fwd(*halves, *form), learns=False)
+    h, tops = glu_fwd_tops(*halves, *form)
+    return Rows(h, learns=False, made=known_amax(tops))
 
 
-def _activated(projected: list[Tensor], form: tuple, recipe: Recipe | None = None) -> Rows:
-    """The activation, or its casts alone."""
-    if recipe is None:
-        return Rows(glu_fwd(*_halves(*_pair(projected)), *form), learns=False)
-    gate, up = projected
-    return Rows.only({("x", recipe): (float8_glu.activated(gate, up, recipe, form[0], form[1], form[-1]), None)}, gate.dtype)
+def _cast_as_a_whole(*projections: Projection) -> bool:
+    """Whether one of the layers casts its input, or its output's gradient, with one scale for the whole tensor."""
+    return any(isinstance(p.weight, Float8Trained) and not p.weight.recipe.by_rows for p in projections)
 
 
 def _gradients(
@@ -372,22 +368,17 @@ def _gradients(
     out: Tensor | None = None,
 ) -> tuple[Tensor | None, list[Tensor | None]]:
     """The gradients of x, in ``out`` if it is given, and of all tensors of the projections. Overwrites ``projected``."""
-    last.thin_gradients([dy], needs[-1:])
+    last.thin_gradients([Rows(dy)], needs[-1:])
     h = last.input_gradient()
-    recipe = _float8(gate_up.projections, last.projections[0])
-    if recipe is not None:
-        gate, up = projected
-        learn = dict(need_h=needs[-1][0], columns=needs[0][0] or needs[1][0])
-        of_h, *both = float8_glu.gradients(h, gate, up, recipe, form[0], form[1], form[-1], **learn)
-        del h
-        of_down = last.weight_gradients(Rows.only({("x", recipe): (None, of_h)}, gate.dtype), needs[-1:])
-        gate_up.given([Rows.only({("dy", recipe): casts}, gate.dtype) for casts in both], needs[:-1])
-        dx = gate_up.input_gradient(out) if need_x else None
-        return dx, [*gate_up.weight_gradients(x, needs[:-1]), *of_down]
-    glu_bwd_(h, *_halves(*_pair(projected)), form[0], any(needs[-1]), *form[1:])  # now h holds the activation, and ``projected`` holds its gradients
-    of_down = last.weight_gradients(Rows(h), needs[-1:])
+    tops = h.new_zeros(3, TOPS, dtype=torch.float32) if _cast_as_a_whole(*gate_up.projections, *last.projections) else None
+    # now h holds the activation, and ``projected`` holds its gradients
+    glu_bwd_(h, *_halves(*_pair(projected)), form[0], any(needs[-1]), *form[1:], tops=tops)
+    known = [{}] * 3 if tops is None else [known_amax(t) for t in (tops[0], tops[1], tops[2])]
+    of_down = last.weight_gradients(Rows(h, made=known[0]), needs[-1:])
     del h
-    gate_up.thin_gradients(projected, needs[:-1])
+    if tops is not None and len(projected) == 1:
+        known = [{}, known_amax(torch.maximum(tops[1], tops[2]))]
+    gate_up.thin_gradients([Rows(d, made=made) for d, made in zip(projected, known[1:])], needs[:-1])
     dx = gate_up.input_gradient(out) if need_x else None
     return dx, [*gate_up.weight_gradients(x, needs[:-1]), *of_down]
 

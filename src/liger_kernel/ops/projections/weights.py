@@ -34,11 +34,6 @@ class Rows:
         self.rows, self.dtype, self.learns, self.stays = rows, rows.dtype, learns, stays
         self._made = made or {}
 
-    @classmethod
-    def only(cls, made: dict[Hashable, Any], dtype: torch.dtype) -> Rows:
-        """Rows of this dtype that are not stored: only what was computed from them, by key."""
-        return cls(torch.empty(0, dtype=dtype), made=made)
-
     def made(self, key: Hashable, make: Callable[[Tensor], Any]) -> Any:
         if key not in self._made:
             self._made[key] = make(self.rows)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from liger_kernel.ops._core import operator as _op
-from liger_kernel.ops.activations.glu import TOPS, Form, glu_bwd_, glu_fwd, glu_fwd_tops
+from liger_kernel.ops.activations.glu import TOPS, Form, glu_bwd_, glu_fwd
 from liger_kernel.ops.projections import float8_training as f8
 from liger_kernel.ops.projections.adapted import Adapter, Projection
 from liger_kernel.ops.projections.float8 import E4, E5
@@ -128,8 +128,9 @@ def test_largest_values_of_an_activation(packed, M, N):
     gate, up = whole.chunk(2, 1) if packed else (whole[:, :N].clone(), whole[:, N:].clone())
     up[0, 0], up[-1, -1], dh = float("inf"), float("nan"), drawn(M, N, seed=3)
     size = lambda t: t.float().abs().nan_to_num(posinf=0, nan=0).max()
-    h, tops = glu_fwd_tops(gate, up, "silu", *Form())
+    h, tops = f8.glu_and_tops(gate, up, "silu", *Form())
     assert torch.equal(h.float().nan_to_num(), glu_fwd(gate, up, "silu", *Form()).float().nan_to_num()) and tops.max() == size(h)
+    torch.library.opcheck(torch.ops.liger.glu_and_tops.default, (gate, up, "silu", *Form()), test_utils="test_faketensor")
     tops = torch.zeros(3, TOPS, device=DEVICE)
     glu_bwd_(dh, gate, up, "silu", True, *Form(), tops=tops)
     for found, t in zip(tops, (dh, gate, up)):

@@ -30,7 +30,7 @@ ACTS = {
 }
 
 
-_FORM = "float gate_multiplier, float? limit, float alpha, float offset, float down_multiplier"
+FORM = "float gate_multiplier, float? limit, float alpha, float offset, float down_multiplier"
 
 
 def reference(gate, up=None, *, act="silu", gate_multiplier=1.0, limit=None, alpha=1.0, offset=0.0, down_multiplier=1.0):
@@ -212,19 +212,13 @@ def _arguments(gate_multiplier: float, limit: float | None, alpha: float, offset
     return tuple(map(float, (gate_multiplier, limit or 0.0, alpha, offset, down_multiplier))), dict(SCALED=scaled, CLAMPED=limit is not None)
 
 
-@launcher(f"(Tensor gate, Tensor up, str act, {_FORM}) -> Tensor")
+@launcher(f"(Tensor gate, Tensor up, str act, {FORM}) -> Tensor")
 def glu_fwd(gate: Tensor, up: Tensor, act: str, *form: Any) -> Tensor:
-    return _forward(gate, up, None, act, form)
+    return glu_into(None, gate, up, act, *form)
 
 
-@launcher(f"(Tensor gate, Tensor up, str act, {_FORM}) -> (Tensor y, Tensor tops)")
-def glu_fwd_tops(gate: Tensor, up: Tensor, act: str, *form: Any) -> tuple[Tensor, Tensor]:
-    """Besides y, the largest finite sizes in parts of y, (TOPS,) fp32: a cast to FP8 need not read y for its scale."""
-    tops = gate.new_zeros(TOPS, dtype=torch.float32)
-    return _forward(gate, up, tops, act, form), tops
-
-
-def _forward(gate: Tensor, up: Tensor, tops: Tensor | None, act: str, form: tuple) -> Tensor:
+def glu_into(tops: Tensor | None, gate: Tensor, up: Tensor, act: str, *form: Any) -> Tensor:
+    """The forward for a launcher. ``tops`` (TOPS,), zeros in fp32, gets the largest finite sizes in parts of the output."""
     M, N = gate.shape
     y = gate.new_empty(M, N, dtype=torch.promote_types(gate.dtype, up.dtype))
     grid, tile = _grid(M, N, gate.itemsize)
@@ -234,7 +228,7 @@ def _forward(gate: Tensor, up: Tensor, tops: Tensor | None, act: str, form: tupl
     return y
 
 
-@launcher(f"(Tensor dy, Tensor gate, Tensor up, str act, bool packed, bool need_dgate, bool need_dup, {_FORM}) -> (Tensor dgate, Tensor dup)")
+@launcher(f"(Tensor dy, Tensor gate, Tensor up, str act, bool packed, bool need_dgate, bool need_dup, {FORM}) -> (Tensor dgate, Tensor dup)")
 def glu_bwd(dy: Tensor, gate: Tensor, up: Tensor, act: str, packed: bool, need_dgate: bool, need_dup: bool, *form: Any) -> tuple[Tensor, Tensor]:
     """dgate and dup; those that are not needed are empty; ``packed``: both side by side in the first, the second empty."""
     M, N = gate.shape

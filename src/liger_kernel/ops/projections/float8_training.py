@@ -29,7 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from liger_kernel.ops._core.operator import launch, launcher, use_kernels
 from liger_kernel.ops._core.tl import cdiv, jit, tl
-from liger_kernel.ops.activations.glu import TOPS
+from liger_kernel.ops.activations.glu import FORM, TOPS, glu_into
 from liger_kernel.ops.projections.float8 import E4, E5, LEAST, _quantized, _size, lacking, product
 from liger_kernel.ops.projections.weights import Rows, Weight
 
@@ -214,6 +214,13 @@ def amax_of(x: Tensor, by_rows: bool) -> Amax:
     size = x.float().abs()
     size = size.where(size.isfinite(), 0.0)
     return Amax(size.amax(1), size.amax(0)) if by_rows else whole_amax(size.amax())
+
+
+@launcher(f"(Tensor gate, Tensor up, str act, {FORM}) -> (Tensor h, Tensor tops)")
+def glu_and_tops(gate: Tensor, up: Tensor, act: str, *form: Any) -> tuple[Tensor, Tensor]:
+    """``glu``, and the largest finite sizes in ``TOPS`` parts of it."""
+    tops = gate.new_zeros(TOPS, dtype=torch.float32)
+    return glu_into(tops, gate, up, act, *form), tops
 
 
 def known_amax(tops: Tensor) -> dict[Hashable, Amax]:

@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_kernel.ops._core.operator import Case, Cost, T, acc, launcher, nbytes, once_differentiable, op, rows_of, shaped, use_kernels
-from liger_kernel.ops.activations.glu import ACTS, TOPS, Form, glu_bwd_, glu_fwd, glu_fwd_tops
+from liger_kernel.ops.activations.glu import ACTS, TOPS, Form, glu_bwd_, glu_fwd
 from liger_kernel.ops.activations.glu import reference as glu_reference
 from liger_kernel.ops.projections.adapted import Projection, Projections, rows_again
-from liger_kernel.ops.projections.float8_training import Float8Trained, known_amax
+from liger_kernel.ops.projections.float8_training import Float8Trained, glu_and_tops, known_amax
 from liger_kernel.ops.projections.linear import dtypes_of, flat, split, stays, without_autocast
 from liger_kernel.ops.projections.weights import Dense, Dequantized, Rows
 
@@ -347,7 +347,7 @@ def _activated(projected: list[Tensor], form: tuple, down: Projection) -> Rows:
     halves = _halves(*_pair(projected))
     if not _cast_as_a_whole(down):
         return Rows(glu_fwd(*halves, *form), learns=False)
-    h, tops = glu_fwd_tops(*halves, *form)
+    h, tops = glu_and_tops(*halves, *form)
     return Rows(h, learns=False, made=known_amax(tops))
 
 

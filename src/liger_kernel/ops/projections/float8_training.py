@@ -117,7 +117,7 @@ def _amax(
     """Of STEPS tiles below each other. ``rows``, ``columns``: zeros at first."""
     col = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     largest = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for step in range(STEPS):
+    for step in tl.range(0, STEPS):
         row = ((tl.program_id(0) * STEPS + step) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
         x = tl.load(x_ptr + row[:, None] * stride + col[None, :], mask=(row < M)[:, None] & (col < N)[None, :], other=0.0).to(tl.float32)
         size = _size(x)

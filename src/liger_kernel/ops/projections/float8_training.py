@@ -116,19 +116,19 @@ def _amax(
 ):
     """Of STEPS tiles below each other. ``rows``, ``columns``: zeros at first."""
     col = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
-    largest = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    of_columns = tl.zeros([BLOCK_N], tl.float32)
     for step in tl.range(0, STEPS):
         row = ((tl.program_id(0) * STEPS + step) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
         x = tl.load(x_ptr + row[:, None] * stride + col[None, :], mask=(row < M)[:, None] & (col < N)[None, :], other=0.0).to(tl.float32)
         size = _size(x)
         if BY_ROWS:
             tl.atomic_max(rows_ptr + row, tl.max(size, 1), mask=row < M, sem="relaxed")
-        largest = tl.maximum(largest, size)
+        of_columns = tl.maximum(of_columns, tl.max(size, 0))
     if BY_ROWS:
-        tl.atomic_max(columns_ptr + col, tl.max(largest, 0), mask=col < N, sem="relaxed")
+        tl.atomic_max(columns_ptr + col, of_columns, mask=col < N, sem="relaxed")
     else:
         part = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) % TOPS
-        tl.atomic_max(rows_ptr + part, tl.max(tl.max(largest, 0), 0), sem="relaxed")
+        tl.atomic_max(rows_ptr + part, tl.max(of_columns, 0), sem="relaxed")
 
 
 @jit

@@ -193,14 +193,29 @@ def float8_amax(x: Tensor, by_rows: bool) -> tuple[Tensor, Tensor]:
 def float8_casts(
     x: Tensor, of_rows: Tensor, of_columns: Tensor, dtype: torch.dtype, by_rows: bool, powers_of_2: bool, rows: bool, columns: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    (M, N), top = x.shape, torch.finfo(dtype).max
-    padded = M + -M % 16
-    written = *new_cast(x, M, N, dtype, by_rows, rows), *new_cast(x, N, padded, dtype, by_rows, columns)
-    how = dict(TOP=top, LEAST=LEAST, POWERS_OF_2=powers_of_2, BY_ROWS=by_rows, ROWS=rows, COLUMNS=columns, TOPS=TOPS)
+    M, N = x.shape
+    written = *new_cast(x, M, N, dtype, by_rows, rows), *new_cast(x, N, M + -M % 16, dtype, by_rows, columns)
+    _write(written, x, of_rows, of_columns, dtype, by_rows, powers_of_2, rows, columns)
+    return written
+
+
+def _write(
+    written: tuple[Tensor, ...], x: Tensor, of_rows: Tensor, of_columns: Tensor, dtype: torch.dtype, by_rows: bool, powers_of_2: bool, rows: bool, columns: bool
+) -> None:
+    (M, N), padded = x.shape, x.shape[0] + -x.shape[0] % 16
+    how = dict(TOP=torch.finfo(dtype).max, LEAST=LEAST, POWERS_OF_2=powers_of_2, BY_ROWS=by_rows, ROWS=rows, COLUMNS=columns, TOPS=TOPS)
     # H200, 8192 x 14336 bf16, both casts, one scale / of rows and columns: 2 warps 141 / 148 us, 4 warps 169 / 134, 64 x 128 with 8 warps 196 / 148
     how |= dict(BLOCK_M=32, BLOCK_N=128, num_warps=4 if by_rows else 2)
     launch(_casts, (cdiv(padded, 32), cdiv(N, 128)), x, of_rows, of_columns, *written, M, N, x.stride(0), padded, **how)
-    return written
+
+
+def _in_memory_of(spare: Tensor, M: int, N: int, dtype: torch.dtype, by_rows: bool) -> tuple[Tensor, ...] | None:
+    """Both casts of a tensor (M, N) in the memory of a tensor in 16 bits of the same size, if they fit."""
+    if spare.itemsize != 2 or spare.shape != (M, N) or not spare.is_contiguous() or M % 16:
+        return None
+    q, q_t = spare.view(-1).view(dtype).split(M * N)
+    scale = lambda n: spare.new_empty((n, 1) if by_rows else (), dtype=torch.float32)
+    return q.view(M, N), scale(M), q_t.view(N, M), scale(N)
 
 
 def new_cast(like: Tensor, M: int, N: int, dtype: torch.dtype, by_rows: bool, asked: bool = True) -> Cast:
@@ -235,17 +250,25 @@ def whole_amax(amax: Tensor) -> Amax:
     return Amax(amax.expand(TOPS).contiguous(), amax.new_empty(0))
 
 
-def casts(x: Tensor, dtype: torch.dtype, recipe: Recipe, amax: Amax | None = None, *, rows: bool, columns: bool, by_rows: bool | None = None) -> tuple[Cast, Cast]:
+def casts(
+    x: Tensor, dtype: torch.dtype, recipe: Recipe, amax: Amax | None = None, *,
+    rows: bool, columns: bool, by_rows: bool | None = None, spare: Tensor | None = None,
+) -> tuple[Cast, Cast]:  # fmt: skip
     """Cast x (M, N) by rows, (M, N), and by columns, transposed, (N, M rounded up to 16 with zeros). A cast that is not requested is empty.
 
-    ``amax``: ``amax_of(x)`` if it is known. ``by_rows``: other scales than the recipe's.
+    ``amax``: ``amax_of(x)`` if it is known. ``by_rows``: other scales than the recipe's. ``spare``: memory for both casts, where they fit.
     """
     if why := lacking(x.device):
         raise ValueError(why)
     by_rows = recipe.by_rows if by_rows is None else by_rows
     x = x if x.stride(1) == 1 else x.contiguous()
     how = *(amax or amax_of(x, by_rows)), dtype, by_rows, recipe.powers_of_2, rows, columns
-    q, scale, q_t, scale_t = (float8_casts if use_kernels(x) else reference)(x, *how)
+    written = _in_memory_of(spare, x.shape[0], x.shape[1], dtype, by_rows) if spare is not None and rows and columns and use_kernels(x) else None
+    if written is not None:
+        _write(written, x, *how)
+    else:
+        written = (float8_casts if use_kernels(x) else reference)(x, *how)
+    q, scale, q_t, scale_t = written
     return Cast(q, scale), Cast(q_t, scale_t)
 
 
@@ -314,7 +337,8 @@ class Float8Trained(Weight):
     def _of_dy(self, dy: Rows) -> tuple[Cast, Cast]:
         """The casts of dy: by rows for dx, and by columns for dw if W learns."""
         columns = self.learns and self.recipe.weight_gradient
-        return dy.made(("dy", self.recipe), lambda rows: casts(rows, self.recipe.gradient, self.recipe, self._amax(dy), rows=True, columns=columns))
+        how = dict(rows=True, columns=columns, spare=dy.spare)
+        return dy.made(("dy", self.recipe), lambda rows: casts(rows, self.recipe.gradient, self.recipe, self._amax(dy), **how))
 
     def forward(self, x: Rows, y: Tensor | None) -> Tensor:
         found = product(*self._of_x(x)[0], *self._cast(x.dtype, columns=False), x.dtype, fast=True)

@@ -375,10 +375,13 @@ def _gradients(
     glu_bwd_(h, *_halves(*_pair(projected)), form[0], any(needs[-1]), *form[1:], tops=tops)
     known = [{}] * 3 if tops is None else [known_amax(t) for t in (tops[0], tops[1], tops[2])]
     of_down = last.weight_gradients(Rows(h, made=known[0]), needs[-1:])
+    if len(projected) == 1:
+        dys = [Rows(projected[0], made={} if tops is None else known_amax(torch.maximum(tops[1], tops[2])))]
+    else:  # weights in FP8 use them in this order, and each only until it is cast
+        alone = all(isinstance(p.weight, Float8Trained) for p in gate_up.projections)
+        dys = [Rows(d, made=made, spare=spare if alone else None) for d, made, spare in zip(projected, known[1:], (h, projected[0]))]
     del h
-    if tops is not None and len(projected) == 1:
-        known = [{}, known_amax(torch.maximum(tops[1], tops[2]))]
-    gate_up.thin_gradients([Rows(d, made=made) for d, made in zip(projected, known[1:])], needs[:-1])
+    gate_up.thin_gradients(dys, needs[:-1])
     dx = gate_up.input_gradient(out) if need_x else None
     return dx, [*gate_up.weight_gradients(x, needs[:-1]), *of_down]
 

@@ -27,11 +27,11 @@ class Rows:
     """``rows`` (M, K) that several weights multiply, and what the weights compute from them, once for each key.
 
     ``learns``: whether a backward follows, which may need other casts of the rows. ``stays``: whether somebody else keeps or recomputes the rows for that
-    backward, so that keeping them costs nothing.
+    backward, so that keeping them costs nothing. ``spare``: a tensor of the same size that nobody needs any more, whose memory may be used.
     """
 
-    def __init__(self, rows: Tensor, learns: bool = True, stays: bool = False, made: dict[Hashable, Any] | None = None):
-        self.rows, self.dtype, self.learns, self.stays = rows, rows.dtype, learns, stays
+    def __init__(self, rows: Tensor, learns: bool = True, stays: bool = False, made: dict[Hashable, Any] | None = None, spare: Tensor | None = None):
+        self.rows, self.dtype, self.learns, self.stays, self.spare = rows, rows.dtype, learns, stays, spare
         self._made = made or {}
 
     def made(self, key: Hashable, make: Callable[[Tensor], Any]) -> Any:

@@ -223,7 +223,7 @@ with compiling_for(sys.argv[1]), _op.intercept_launches(compile):
                 float8.cast(x, *how)
         float8.cast(torch.empty(64, 14336, device="meta", dtype=dtype), float8.E4, True, by)
         for by_rows, rows, columns in ((False, True, True), (True, True, True), (True, True, False), (True, False, True)):
-            float8_training.float8_casts(x, *float8_training.float8_amax(x, by_rows), float8.E4, by_rows, by_rows, rows, columns)
+            float8_training.casts(x, float8.E4, float8_training.amax_of(x, by_rows), by_rows, rows=rows, columns=columns)
         float8_training.glu_and_tops(x, x, "silu", 1.0, None, 1.0, 0.0, 1.0)
         glu.glu_bwd_(x, x, x, "silu", True, 1.0, None, 1.0, 0.0, 1.0, tops=torch.empty(3, glu.TOPS, device="meta"))
         magnitude.column_sums(x, x)

@@ -33,20 +33,34 @@ def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> to
 def test_casts_are_those_of_the_reference(M, N, by_rows, powers_of_2):
     x = torch.cat([drawn(M, N), drawn(M, 3)], 1)[:, :N]
     x[0, 0], x[-1, -1], x[M // 2, 1], x[:, 2] = float("inf"), float("nan"), -1e4, 0
+    amax, size = f8.amax_of(x, by_rows), x.float().abs().nan_to_num(posinf=0, nan=0)
+    if by_rows:
+        assert torch.equal(amax.rows, size.amax(1)) and torch.equal(amax.columns, size.amax(0))
+    else:
+        assert amax.rows.amax() == size.amax()
     for dtype in (E4, E5):
         for rows, columns in ((True, True), (True, False), (False, True)):
-            how = *f8.amax_of(x, by_rows), dtype, by_rows, powers_of_2, rows, columns
-            for found, expected in zip(f8.float8_casts(x, *how), f8.reference(x, *how)):
-                assert found.shape == expected.shape and found.dtype == expected.dtype
-                torch.testing.assert_close(found.float(), expected.float(), rtol=0, atol=0, equal_nan=True)
-                if found.numel() and found.dtype == torch.float32:
-                    assert (found > 0).all() and found.isfinite().all()
-    size = x.float().abs().nan_to_num(posinf=0, nan=0)
-    of_rows, of_columns = f8.amax_of(x, by_rows)
-    assert torch.equal(of_rows, size.amax(1)) and torch.equal(of_columns, size.amax(0)) if by_rows else of_rows.amax() == size.amax()
-    torch.library.opcheck(torch.ops.liger.float8_amax.default, (x, by_rows), test_utils="test_faketensor")
-    how = of_rows, of_columns, E4, by_rows, powers_of_2, True, True
-    torch.library.opcheck(torch.ops.liger.float8_casts.default, (x, *how), test_utils="test_faketensor")
+            how = dict(rows=rows, columns=columns)
+            both = f8.casts(x, dtype, amax, powers_of_2, **how), f8.reference(x, amax, dtype, powers_of_2, **how)
+            for found, expected in zip(*both):
+                assert (found is None) == (expected is None)
+                for one, other in zip(found or (), expected or ()):
+                    assert one.shape == other.shape and one.dtype == other.dtype
+                    torch.testing.assert_close(one.float(), other.float(), rtol=0, atol=0, equal_nan=True)
+                assert found is None or ((found.scale > 0).all() and found.scale.isfinite().all())
+
+
+@needs_kernels
+def test_casts_in_spare_memory():
+    """They are the same, and both lie there, if they fit."""
+    x = drawn(48, 144)
+    amax = f8.amax_of(x, False)
+    expected = f8.casts(x, E5, amax, False, rows=True, columns=True)
+    for spare, fits in ((drawn(48, 144), True), (drawn(144, 48).t(), False), (drawn(48, 144, dtype=torch.float32), False)):
+        found = f8.casts(x, E5, amax, False, rows=True, columns=True, spare=spare)
+        for one, other in zip(found, expected):
+            assert torch.equal(one.values.float(), other.values.float()) and one.scale == other.scale
+            assert (one.values.untyped_storage().data_ptr() == spare.untyped_storage().data_ptr()) == fits
 
 
 def learning(call, x, dy, learnt):

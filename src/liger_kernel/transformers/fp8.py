@@ -10,8 +10,10 @@ from torch import nn
 
 from liger_kernel.nn.float8_training import RECIPES, LigerFloat8TrainingLinear
 from liger_kernel.ops.projections.float8 import lacking
-from liger_kernel.transformers.quantize import HEADS_AND_ROUTERS, SMALL
+from liger_kernel.transformers.quantize import HEADS_AND_ROUTERS
 from liger_kernel.transformers.recognise.projections import is_dense
+
+SMALL = 2**23  # values of a weight below which the casts of x, W and dy take what its three products gain (MEASURED.md)
 
 Filter = Callable[[nn.Module, str], bool] | Collection[str]
 
@@ -21,7 +23,7 @@ def train_in_fp8(model: nn.Module, recipe: str = "tensorwise", *, filter: Filter
 
     ``recipe``: "tensorwise", "rowwise" or "rowwise_with_gw_hp", named as torchao names them; ``ops/projections/float8_training.py`` has what each casts.
     ``filter``: ends of names of layers that are left as they are, or a function of a layer and its name that says whether it is cast, as torchao's
-    ``module_filter_fn``. Output heads, routers and layers below a million weights are left in any case, but for what such a function takes.
+    ``module_filter_fn``. Output heads, routers and layers below 8 million weights are left in any case, but for what such a function takes.
     Parameters, their dtypes and ``state_dict`` do not change. Raises ``ValueError`` for another recipe, and on a GPU without FP8.
     """
     if recipe not in RECIPES:

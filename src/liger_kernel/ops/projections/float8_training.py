@@ -30,7 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from liger_kernel.ops._core.operator import launch, launcher, use_kernels
 from liger_kernel.ops._core.tl import cdiv, jit, next_power_of_2, tl
 from liger_kernel.ops.activations.glu import FORM, TOPS, glu_into
-from liger_kernel.ops.projections.float8 import E4, E5, LEAST, _quantized, _size, lacking, product
+from liger_kernel.ops.projections.float8 import E4, E5, LEAST, _quantized, _size, product
 from liger_kernel.ops.projections.weights import Rows, Weight
 
 
@@ -56,10 +56,10 @@ RECIPES = {
 
 
 class Amax(NamedTuple):
-    """The largest finite sizes, fp32: of each row (M,) and of each column (N,), or in ``TOPS`` parts of the tensor, without columns."""
+    """The largest finite sizes, fp32: of each row (M,) and each column (N,), or of ``TOPS`` parts of the tensor, without columns."""
 
     rows: Tensor
-    columns: Tensor
+    columns: Tensor | None
 
 
 class Cast(NamedTuple):
@@ -78,22 +78,19 @@ def _factor_and_scale(amax: Tensor, dtype: torch.dtype, powers_of_2: bool) -> tu
     return factor, 1 / factor
 
 
-def reference(
-    x: Tensor, of_rows: Tensor, of_columns: Tensor, dtype: torch.dtype, by_rows: bool, powers_of_2: bool, rows: bool, columns: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q (M, N) and its scale, the transposed q (N, M rounded up to 16) and its scale, as ``float8_casts`` returns them; empty if not requested."""
-    x, found = x.float(), []
-    for dim, asked in ((1, rows), (0, columns)):
-        if not asked:
-            found += [x.new_empty(0, dtype=dtype), x.new_empty(0)]
-            continue
-        amax = (of_columns, of_rows[:, None])[dim] if by_rows else of_rows.amax()
-        factor, scale = _factor_and_scale(amax, dtype, powers_of_2)
-        q = (x * factor).where(x.isfinite(), float("nan"))
-        if dim == 0:
+def reference(x: Tensor, amax: Amax, dtype: torch.dtype, powers_of_2: bool, rows: bool, columns: bool) -> tuple[Cast | None, Cast | None]:
+    """What ``casts`` returns."""
+    wide, by_rows = x.float(), amax.columns is not None
+
+    def cast(of: Tensor, transposed: bool) -> Cast:
+        factor, scale = _factor_and_scale(of, dtype, powers_of_2)
+        q = (wide * factor).where(wide.isfinite(), float("nan"))
+        if transposed:
             q, scale = torch.nn.functional.pad(q.t(), (0, -x.shape[0] % 16)), scale[:, None] if by_rows else scale
-        found += [q.to(dtype).contiguous(), scale.contiguous()]
-    return tuple(found)  # type: ignore[return-value]  # always four
+        return Cast(q.to(dtype).contiguous(), scale.contiguous())
+
+    whole = amax.rows[:, None] if by_rows else amax.rows.amax()
+    return cast(whole, False) if rows else None, cast(amax.columns if amax.columns is not None else whole, True) if columns else None
 
 
 @jit
@@ -132,25 +129,29 @@ def _amax(
 
 
 @jit
-def write_casts(
-    x, of_rows_ptr, of_columns_ptr, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, row, col, M, N, stride_t, TOP: tl.constexpr, LEAST: tl.constexpr,
-    POWERS_OF_2: tl.constexpr, BY_ROWS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TOPS: tl.constexpr,
+def _casts(
+    x_ptr, rows_ptr, columns_ptr, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, M, N, stride, stride_t,
+    TOP: tl.constexpr, LEAST: tl.constexpr, POWERS_OF_2: tl.constexpr, BY_ROWS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    TOPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Cast the tile x, fp32, whose largest values are known. ``row``, ``col``: int64, from the first of the tile."""
+    row = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    col = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    inside = (row < M)[:, None] & (col < N)[None, :]
+    x = tl.load(x_ptr + row[:, None] * stride + col[None, :], mask=inside, other=0.0).to(tl.float32)
     if BY_ROWS:
         if ROWS:
-            of_rows = tl.load(of_rows_ptr + row, mask=row < M, other=0.0)
+            of_rows = tl.load(rows_ptr + row, mask=row < M, other=0.0)
         if COLUMNS:
-            of_columns = tl.load(of_columns_ptr + col, mask=col < N, other=0.0)
+            of_columns = tl.load(columns_ptr + col, mask=col < N, other=0.0)
     else:
-        amax = tl.max(tl.load(of_rows_ptr + tl.arange(0, TOPS)), 0)
+        amax = tl.max(tl.load(rows_ptr + tl.arange(0, TOPS)), 0)
         of_rows, of_columns = tl.zeros_like(row).to(tl.float32) + amax, tl.zeros_like(col).to(tl.float32) + amax
     if ROWS:
         factor = _factor(of_rows, TOP, LEAST, POWERS_OF_2)
         if tl.program_id(1) == 0:
             scale = _scale(of_rows, factor, TOP, LEAST, POWERS_OF_2)
             tl.store(scale_ptr + (row if BY_ROWS else row * 0), scale, mask=(row < M) if BY_ROWS else (row == 0))
-        tl.store(q_ptr + row[:, None] * N + col[None, :], _quantized(x, factor[:, None], q_ptr), mask=(row < M)[:, None] & (col < N)[None, :])
+        tl.store(q_ptr + row[:, None] * N + col[None, :], _quantized(x, factor[:, None], q_ptr), mask=inside)
     if COLUMNS:
         factor = _factor(of_columns, TOP, LEAST, POWERS_OF_2)
         if tl.program_id(0) == 0:
@@ -160,77 +161,22 @@ def write_casts(
         tl.store(qt_ptr + col[:, None] * stride_t + row[None, :], q, mask=(col < N)[:, None] & (row < stride_t)[None, :])
 
 
-@jit
-def _casts(
-    x_ptr, rows_ptr, columns_ptr, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, M, N, stride, stride_t,
-    TOP: tl.constexpr, LEAST: tl.constexpr, POWERS_OF_2: tl.constexpr, BY_ROWS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    TOPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    row = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
-    col = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
-    x = tl.load(x_ptr + row[:, None] * stride + col[None, :], mask=(row < M)[:, None] & (col < N)[None, :], other=0.0).to(tl.float32)
-    write_casts(
-        x, rows_ptr, columns_ptr, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, row, col, M, N, stride_t, TOP, LEAST, POWERS_OF_2, BY_ROWS, ROWS, COLUMNS, TOPS
-    )  # fmt: skip  # the arguments in the order of the signature
-
-
-@launcher("(Tensor x, bool by_rows) -> (Tensor rows, Tensor columns)")
-def float8_amax(x: Tensor, by_rows: bool) -> tuple[Tensor, Tensor]:
-    M, N = x.shape
-    rows = x.new_zeros(M if by_rows else TOPS, dtype=torch.float32)
-    columns = x.new_zeros(N if by_rows else 0, dtype=torch.float32)
-    # H200, 8192 x 14336 bf16, one scale / rows and columns: 69 / 119 us; 16 x 256 275 / 302, 32 x 128 150 / 179: fewer threads in a row, more exchange
-    block = min(next_power_of_2(N), 1024)
-    tile = dict(BLOCK_M=4096 // block, BLOCK_N=block, STEPS=8)
-    launch(_amax, (cdiv(M, tile["BLOCK_M"] * 8), cdiv(N, block)), x, rows, columns, M, N, x.stride(0), BY_ROWS=by_rows, TOPS=TOPS, **tile, num_warps=4)
-    return rows, columns
-
-
-@launcher(
-    "(Tensor x, Tensor of_rows, Tensor of_columns, ScalarType dtype, bool by_rows, bool powers_of_2, bool rows, bool columns)"
-    " -> (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t)"
-)
-def float8_casts(
-    x: Tensor, of_rows: Tensor, of_columns: Tensor, dtype: torch.dtype, by_rows: bool, powers_of_2: bool, rows: bool, columns: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    M, N = x.shape
-    written = *new_cast(x, M, N, dtype, by_rows, rows), *new_cast(x, N, M + -M % 16, dtype, by_rows, columns)
-    _write(written, x, of_rows, of_columns, dtype, by_rows, powers_of_2, rows, columns)
-    return written
-
-
-def _write(
-    written: tuple[Tensor, ...], x: Tensor, of_rows: Tensor, of_columns: Tensor, dtype: torch.dtype, by_rows: bool, powers_of_2: bool, rows: bool, columns: bool
-) -> None:
-    (M, N), padded = x.shape, x.shape[0] + -x.shape[0] % 16
-    how = dict(TOP=torch.finfo(dtype).max, LEAST=LEAST, POWERS_OF_2=powers_of_2, BY_ROWS=by_rows, ROWS=rows, COLUMNS=columns, TOPS=TOPS)
-    # H200, 8192 x 14336 bf16, both casts, one scale / of rows and columns: 2 warps 141 / 148 us, 4 warps 169 / 134, 64 x 128 with 8 warps 196 / 148
-    how |= dict(BLOCK_M=32, BLOCK_N=128, num_warps=4 if by_rows else 2)
-    launch(_casts, (cdiv(padded, 32), cdiv(N, 128)), x, of_rows, of_columns, *written, M, N, x.stride(0), padded, **how)
-
-
-def _in_memory_of(spare: Tensor, M: int, N: int, dtype: torch.dtype, by_rows: bool) -> tuple[Tensor, ...] | None:
-    """Both casts of a tensor (M, N) in the memory of a tensor in 16 bits of the same size, if they fit."""
-    if spare.itemsize != 2 or spare.shape != (M, N) or not spare.is_contiguous() or M % 16:
-        return None
-    q, q_t = spare.view(-1).view(dtype).split(M * N)
-    scale = lambda n: spare.new_empty((n, 1) if by_rows else (), dtype=torch.float32)
-    return q.view(M, N), scale(M), q_t.view(N, M), scale(N)
-
-
-def new_cast(like: Tensor, M: int, N: int, dtype: torch.dtype, by_rows: bool, asked: bool = True) -> Cast:
-    """Memory for a cast (M, N); empty if it is not requested."""
-    shape, of_scale = ((M, N), (M, 1) if by_rows else ()) if asked else ((0,), (0,))
-    return Cast(like.new_empty(shape, dtype=dtype), like.new_empty(of_scale, dtype=torch.float32))
-
-
 def amax_of(x: Tensor, by_rows: bool) -> Amax:
     """The largest values of x (M, N) from which ``casts`` computes its scales."""
-    if use_kernels(x):
-        return Amax(*float8_amax(x if x.stride(1) == 1 else x.contiguous(), by_rows))
-    size = x.float().abs()
-    size = size.where(size.isfinite(), 0.0)
-    return Amax(size.amax(1), size.amax(0)) if by_rows else whole_amax(size.amax())
+    if not use_kernels(x):
+        size = x.float().abs()
+        size = size.where(size.isfinite(), 0.0)
+        return Amax(size.amax(1), size.amax(0)) if by_rows else whole_amax(size.amax())
+    x = x if x.stride(1) == 1 else x.contiguous()
+    M, N = x.shape
+    rows = x.new_zeros(M if by_rows else TOPS, dtype=torch.float32)
+    columns = x.new_zeros(N, dtype=torch.float32) if by_rows else None
+    # H200, 8192 x 14336 bf16, one scale / rows and columns: 8 steps 68 / 121 us, 16 67 / 96; 16 x 256 275 / 302, 32 x 128 150 / 179: fewer threads a row
+    block = min(next_power_of_2(N), 1024)
+    tile = dict(BLOCK_M=4096 // block, BLOCK_N=block, STEPS=16 if by_rows else 8)
+    grid = cdiv(M, tile["BLOCK_M"] * tile["STEPS"]), cdiv(N, block)
+    launch(_amax, grid, x, rows, columns, M, N, x.stride(0), BY_ROWS=by_rows, TOPS=TOPS, **tile, num_warps=4)
+    return Amax(rows, columns)
 
 
 @launcher(f"(Tensor gate, Tensor up, str act, {FORM}) -> (Tensor h, Tensor tops)")
@@ -242,34 +188,39 @@ def glu_and_tops(gate: Tensor, up: Tensor, act: str, *form: Any) -> tuple[Tensor
 
 def known_amax(tops: Tensor) -> dict[Hashable, Amax]:
     """For ``Rows``: the largest values in ``TOPS`` parts, which the kernel found that made the rows."""
-    return {("amax", False): Amax(tops, tops.new_empty(0))}
+    return {("amax", False): Amax(tops, None)}
 
 
 def whole_amax(amax: Tensor) -> Amax:
     """The largest values of a tensor of which only the largest of all is known, or is to count."""
-    return Amax(amax.expand(TOPS).contiguous(), amax.new_empty(0))
+    return Amax(amax.expand(TOPS).contiguous(), None)
 
 
 def casts(
-    x: Tensor, dtype: torch.dtype, recipe: Recipe, amax: Amax | None = None, *,
-    rows: bool, columns: bool, by_rows: bool | None = None, spare: Tensor | None = None,
-) -> tuple[Cast, Cast]:  # fmt: skip
-    """Cast x (M, N) by rows, (M, N), and by columns, transposed, (N, M rounded up to 16 with zeros). A cast that is not requested is empty.
+    x: Tensor, dtype: torch.dtype, amax: Amax, powers_of_2: bool, *, rows: bool, columns: bool, spare: Tensor | None = None
+) -> tuple[Cast | None, Cast | None]:
+    """Cast x (M, N) by rows, (M, N), and by columns, transposed, (N, M rounded up to 16 with zeros); None for one that is not requested.
 
-    ``amax``: ``amax_of(x)`` if it is known. ``by_rows``: other scales than the recipe's. ``spare``: memory for both casts, where they fit.
+    ``spare``: a tensor whose memory both casts may use.
     """
-    if why := lacking(x.device):
-        raise ValueError(why)
-    by_rows = recipe.by_rows if by_rows is None else by_rows
+    if not use_kernels(x):
+        return reference(x, amax, dtype, powers_of_2, rows, columns)
     x = x if x.stride(1) == 1 else x.contiguous()
-    how = *(amax or amax_of(x, by_rows)), dtype, by_rows, recipe.powers_of_2, rows, columns
-    written = _in_memory_of(spare, x.shape[0], x.shape[1], dtype, by_rows) if spare is not None and rows and columns and use_kernels(x) else None
-    if written is not None:
-        _write(written, x, *how)
+    (M, N), by_rows = x.shape, amax.columns is not None
+    padded = M + -M % 16
+    if spare is not None and rows and columns and spare.itemsize == 2 and spare.shape == x.shape and spare.is_contiguous() and padded == M:
+        one, other = spare.view(-1).view(dtype).split(M * N)
+        q, q_t = one.view(M, N), other.view(N, M)
     else:
-        written = (float8_casts if use_kernels(x) else reference)(x, *how)
-    q, scale, q_t, scale_t = written
-    return Cast(q, scale), Cast(q_t, scale_t)
+        q = x.new_empty((M, N), dtype=dtype) if rows else None
+        q_t = x.new_empty((N, padded), dtype=dtype) if columns else None
+    scale = x.new_empty((M, 1) if by_rows else (), dtype=torch.float32)
+    scale_t = x.new_empty((N, 1), dtype=torch.float32) if by_rows else scale
+    how = dict(TOP=torch.finfo(dtype).max, LEAST=LEAST, POWERS_OF_2=powers_of_2, BY_ROWS=by_rows, ROWS=rows, COLUMNS=columns, TOPS=TOPS)
+    # H200, 8192 x 14336 bf16, both casts, one scale / of rows and columns: 2 warps 142 / 150 us, 4 warps 170 / 134, 64 x 128 with 8 warps 196 / 148
+    how |= dict(BLOCK_M=32, BLOCK_N=128, num_warps=4 if by_rows else 2)
+    launch(_casts, (cdiv(padded, 32), cdiv(N, 128)), x, *amax, q, scale, q_t, scale_t, M, N, x.stride(0), padded, **how)
+    return None if q is None else Cast(q, scale), None if q_t is None else Cast(q_t, scale_t)
 
 
 @dataclass(eq=False)
@@ -319,49 +270,58 @@ class Float8Trained(Weight):
         w, recipe = self.dense(dtype).detach(), self.recipe
         known = lambda: amax_of(w, recipe.by_rows)
         amax: Amax = known() if self.kept is None or self.learnable is None else self.kept.of((recipe.by_rows, dtype), self.learnable, known)
-        if not columns:
-            return casts(w, E4, recipe, amax, rows=True, columns=False)[0]
-        if recipe.weight_gradient:
-            return casts(w, E4, recipe, amax, rows=False, columns=True)[1]
-        one = casts(w, E4, recipe, whole_amax(amax.rows.amax()), rows=False, columns=True, by_rows=False)[1]
-        return Cast(one.values, one.scale.expand(w.shape[1], 1).contiguous())
+        if columns and not recipe.weight_gradient:
+            one = _the(casts(w, E4, whole_amax(amax.rows.amax()), recipe.powers_of_2, rows=False, columns=True)[1])
+            return Cast(one.values, one.scale.expand(w.shape[1], 1).contiguous())
+        return _the(casts(w, E4, amax, recipe.powers_of_2, rows=not columns, columns=columns)[int(columns)])
+
+    def _casts(self, name: str, x: Rows, dtype: torch.dtype, rows: bool, columns: bool) -> tuple[Cast | None, Cast | None]:
+        """The casts of x or dy, once for all weights with this recipe."""
+        powers = self.recipe.powers_of_2
+        return x.made((name, self.recipe), lambda x_: casts(x_, dtype, self._amax(x), powers, rows=rows, columns=columns, spare=x.spare))
 
     def _amax(self, x: Rows) -> Amax:
         return x.made(("amax", self.recipe.by_rows), lambda rows: amax_of(rows, self.recipe.by_rows))
 
-    def _of_x(self, x: Rows) -> tuple[Cast, Cast]:
+    def _of_x(self, x: Rows) -> tuple[Cast | None, Cast | None]:
         """The casts of x: by rows for y, and by columns for dw if a backward follows that has only them."""
-        columns = x.learns and self.learns and self.recipe.weight_gradient and not x.stays
-        return x.made(("x", self.recipe), lambda rows: casts(rows, E4, self.recipe, self._amax(x), rows=True, columns=columns))
+        return self._casts("x", x, E4, True, x.learns and self.learns and self.recipe.weight_gradient and not x.stays)
 
-    def _of_dy(self, dy: Rows) -> tuple[Cast, Cast]:
+    def _of_dy(self, dy: Rows) -> tuple[Cast | None, Cast | None]:
         """The casts of dy: by rows for dx, and by columns for dw if W learns."""
-        columns = self.learns and self.recipe.weight_gradient
-        how = dict(rows=True, columns=columns, spare=dy.spare)
-        return dy.made(("dy", self.recipe), lambda rows: casts(rows, self.recipe.gradient, self.recipe, self._amax(dy), **how))
+        return self._casts("dy", dy, self.recipe.gradient, True, self.learns and self.recipe.weight_gradient)
 
     def forward(self, x: Rows, y: Tensor | None) -> Tensor:
-        found = product(*self._of_x(x)[0], *self._cast(x.dtype, columns=False), x.dtype, fast=True)
+        found = product(*_the(self._of_x(x)[0]), *self._cast(x.dtype, columns=False), x.dtype, fast=True)
         return found if y is None else y.add_(found)
 
     def backward(self, dy: Rows, dx: Tensor | None) -> Tensor:
-        found = product(*self._of_dy(dy)[0], *self._cast(dy.dtype, columns=True), dy.dtype, fast=False)
+        found = product(*_the(self._of_dy(dy)[0]), *self._cast(dy.dtype, columns=True), dy.dtype, fast=False)
         return found if dx is None else dx.add_(found)
 
-    def of_input(self, x: Rows) -> tuple[Hashable, tuple[Tensor, ...]] | None:
+    def of_input(self, x: Rows) -> tuple[Hashable, Sequence[Tensor | None]] | None:
         if not (self.recipe.weight_gradient and x.learns):
             return None
-        return (("amax", self.recipe.by_rows), self._amax(x)) if x.stays else (("x", self.recipe), self._of_x(x)[1])
+        return (("amax", self.recipe.by_rows), self._amax(x)) if x.stays else (("x", self.recipe), _the(self._of_x(x)[1]))
 
-    def made_again(self, key: Hashable, tensors: Sequence[Tensor]) -> Any:
-        return Amax(*tensors) if key == ("amax", self.recipe.by_rows) else (None, Cast(*tensors))
+    def made_again(self, key: Hashable, tensors: Sequence[Tensor | None]) -> Any:
+        one, other = tensors
+        assert one is not None
+        if key == ("amax", self.recipe.by_rows):
+            return Amax(one, other)
+        assert other is not None
+        return None, Cast(one, other)
 
     def gradient(self, dy: Rows, x: Rows) -> Tensor:
         if not self.recipe.weight_gradient:
             return super().gradient(dy, x)
-        columns = x.made(("x", self.recipe), lambda rows: casts(rows, E4, self.recipe, self._amax(x), rows=False, columns=True))[1]
-        (d, scale), (q, scale_x) = self._of_dy(dy)[1], columns
-        return product(d, scale, q, scale_x, dy.dtype, fast=False)
+        of_x = self._casts("x", x, E4, False, True)[1]
+        return product(*_the(self._of_dy(dy)[1]), *_the(of_x), dy.dtype, fast=False)
+
+
+def _the(cast: Cast | None) -> Cast:
+    assert cast is not None
+    return cast
 
 
 def float8_trained(w: Tensor, recipe: Recipe, kept: Kept | None = None) -> Float8Trained:

@@ -68,11 +68,11 @@ class Weight:
     def backward(self, dy: Rows, dx: Tensor | None) -> Tensor:
         return add_product(dx, dy.rows, self.dense(dy.rows.dtype))
 
-    def of_input(self, x: Rows) -> tuple[Hashable, tuple[Tensor, ...]] | None:
+    def of_input(self, x: Rows) -> tuple[Hashable, Sequence[Tensor | None]] | None:
         """A key, and tensors that a node saves for ``gradient``: instead of x, or besides x if x stays. None if ``gradient`` needs only x."""
         return None
 
-    def made_again(self, key: Hashable, tensors: Sequence[Tensor]) -> Any:
+    def made_again(self, key: Hashable, tensors: Sequence[Tensor | None]) -> Any:
         """What ``Rows.made`` finds under ``key``, from the tensors that ``of_input`` returned."""
         raise NotImplementedError
 

@@ -154,15 +154,15 @@ def test_what_is_left(fast):
     model = llama(intermediate_size=72)
     left = train_in_fp8(model)
     assert left["model.layers.0.mlp.up_proj"] == "72 x 32 are not multiples of 16"
-    with pytest.warns(UserWarning, match="train_in_fp8: no linear layer is in FP8"):
+    with pytest.warns(UserWarning, match="fp8: no linear layer is in FP8"):
         train_in_fp8(llama(), filter=lambda m, name: False)
 
 
 def test_wrong_arguments(monkeypatch):
-    with pytest.raises(ValueError, match="train_in_fp8: recipe must be one of tensorwise, rowwise, rowwise_with_gw_hp, got 'fp8'"):
+    with pytest.raises(ValueError, match="fp8: must be one of tensorwise, rowwise, rowwise_with_gw_hp, or False, got 'fp8'"):
         train_in_fp8(llama(), "fp8")
     monkeypatch.setattr(fp8, "lacking", lambda device: "FP8 needs another GPU")
-    with pytest.raises(ValueError, match="train_in_fp8: FP8 needs another GPU"):
+    with pytest.raises(ValueError, match="fp8: FP8 needs another GPU"):
         train_in_fp8(llama())
     with pytest.raises(ValueError, match="weight must have sizes that are multiples of 16, got"):
         LigerFloat8TrainingLinear.of(nn.Linear(24, 16))

@@ -33,8 +33,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_kernel import memory
 from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
-from liger_kernel.parallel import Parallel, VocabularyParallel, by_sharding, call_instead, clip_grad_norm_, parallelize
 from liger_kernel.ops.projections.float8_training import RECIPES
+from liger_kernel.parallel import Parallel, VocabularyParallel, by_sharding, call_instead, clip_grad_norm_, parallelize
 from liger_kernel.transformers import _apply_liger_kernel_to_instance, projections_report
 from liger_kernel.transformers.head import loss as head_loss
 

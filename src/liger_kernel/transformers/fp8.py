@@ -36,7 +36,7 @@ def train_in_fp8(model: nn.Module, recipe: str = "tensorwise", *, filter: Filter
     ``filter``: names of layers, or of modules around layers, that are left as they are; or a function of a layer and its name that says whether it is cast, as
     torchao's ``module_filter_fn``. Output heads, routers and layers below a million weights are left in any case, but for what such a function takes.
     Parameters, their dtypes and ``state_dict`` do not change. Another call decides about all layers again, and ``restore(model)`` undoes it.
-    Raises ``ValueError`` for another recipe or filter, for a model with weights in float16, and on a GPU without FP8.
+    Raises ``ValueError`` for another recipe, for a name that no layer has, for a model with weights in float16, and on a GPU without FP8.
     """
     wish = asked({"fp8": recipe, "fp8_filter": filter})
     if wish is None:
@@ -77,6 +77,11 @@ def asked(flags: Mapping[str, Any]) -> Wish | None:
 
 def convert(model: nn.Module, wish: Wish) -> dict[str, str]:
     """``train_in_fp8`` of a wish."""
+    names = [name for name, _, _ in linear_layers(model)]
+    for left in wish.filter if isinstance(wish.filter, tuple) else ():
+        if not any(f".{left}." in f".{name}." for name in names):
+            there = sorted({part for name in names for part in name.split(".")})
+            raise ValueError(f"fp8_filter: {type(model).__name__} has no linear layer {left!r}{did_you_mean(left, there)}")
     reasons = _convert(model, wish)
     if not any(isinstance(m, LigerFloat8TrainingLinear) for m in model.modules()):
         why = "; ".join(f"{name}: {reason}" for name, reason in list(reasons.items())[:2]) or "there is none"

@@ -15,7 +15,15 @@ from liger_kernel.ops.losses.linear_loss import linear_loss
 from liger_kernel.parallel import by_sharding, parallelize
 from liger_kernel.train import TrainConfig
 from liger_kernel.train.loop import train
-from liger_kernel.transformers import AutoLigerKernelForCausalLM, apply_liger_kernel_to_llama, attention, projections_report, quantize_base, restore
+from liger_kernel.transformers import (
+    AutoLigerKernelForCausalLM,
+    apply_liger_kernel_to_llama,
+    attention,
+    projections_report,
+    quantize_base,
+    restore,
+    train_in_fp8,
+)
 
 SHOWN = (
     hub,
@@ -31,6 +39,7 @@ SHOWN = (
     AutoLigerKernelForCausalLM,
     projections_report,
     quantize_base,
+    train_in_fp8,
 )
 
 
@@ -45,6 +54,8 @@ def other_door() -> LigerRMSNorm:
 def right(model: nn.Module, x: Tensor, w: Tensor, target: Tensor) -> Tensor:
     apply_liger_kernel_to_llama(rope=True, fused_linear_cross_entropy=False)
     apply_liger_kernel_to_llama(model=model, rematerialise="mlp")
+    apply_liger_kernel_to_llama(model=model, fp8="rowwise", fp8_filter=["o_proj"])
+    apply_liger_kernel_to_llama(fp8="rowwise", fp8_filter=lambda m, name: "mlp" in name)
     restore("llama")
     norm: LigerRMSNorm = other_door()
     loss = LigerFusedLinearCrossEntropyLoss(reduction="sum")(w, x, target)

@@ -391,7 +391,7 @@ def trained_for(steps: int, model: nn.Module, between=lambda model: None) -> tup
 
 
 def test_what_happens_between_steps(fast, monkeypatch):
-    """Generation and evaluation change no bit, and neither do casts that are kept over calls."""
+    """Generation and evaluation change no bit, and neither does what is kept of weights over calls."""
     found = []
     generated = lambda model: model.eval().generate(tokens()["input_ids"][:, :4], max_new_tokens=2, do_sample=False)
     for between in (lambda model: None, generated, None):

@@ -20,7 +20,7 @@ DTYPES = (torch.bfloat16, torch.float32)  # not float16, which is trained with a
 
 
 def trained(weight: Tensor, recipe: str) -> Float8Trained:
-    """``weight`` as it is multiplied. Its casts are kept over calls if it is learnt in one process, else each call casts anew.
+    """``weight`` as it is multiplied. Its largest values are kept over calls if it is learnt in one process, else each call searches them again.
 
     Of several processes, some free and gather weights. PEFT merges adapters into the ``data`` of frozen weights, which no version counter shows.
     """

@@ -45,8 +45,8 @@ def device_and_precision(config: TrainConfig) -> tuple[torch.device, str]:
     if config.fp8:
         from liger_kernel.ops.projections.float8 import lacking
 
-        if why := lacking(device):
-            raise UserError(f"fp8 {config.fp8}: {why}")
+        if missing := lacking(device):
+            raise UserError(f"fp8 {config.fp8}: {missing}")
     precision = config.precision if config.precision != "auto" else "bf16-mixed" if device.type == "cuda" else "fp32"
     if config.lora and precision == "bf16":  # the base is in bf16 in both, and PEFT keeps adapters in fp32
         precision = "bf16-mixed"

@@ -795,7 +795,6 @@ def fp8_tp() -> None:
     assert stock.pop("lm_head") and set(stock.values()) == {"its weight is quantised, or sharded while it is multiplied"} and len(stock) == 14
 
 
-@check
 def fp8_of_torchao_gathered_in_fp8() -> None:
     """``enable_fsdp_float8_all_gather``: torchao's own code runs in a patched model, and learns what it learns in a stock one."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training, precompute_float8_dynamic_scale_for_fsdp
@@ -818,6 +817,10 @@ def fp8_of_torchao_gathered_in_fp8() -> None:
         return found
 
     assert_same_learning(learnt(True), learnt(False), TOLERANCE)
+
+
+if importlib.util.find_spec("torchao"):
+    check(fp8_of_torchao_gathered_in_fp8)
 
 
 # -- losses of trainers --------------------------------------------------------------------

@@ -405,6 +405,25 @@ def test_what_happens_between_steps(fast, monkeypatch):
         assert_bits(weights, found[0][1])
 
 
+def test_weights_that_are_sharded_or_quantised(fast):
+    """are multiplied as they are, and the report says so."""
+    stock = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 16)).to(DEVICE, torch.bfloat16)
+    model, x = copy.deepcopy(stock), torch.randn(8, 32, generator=torch.Generator().manual_seed(0)).to(DEVICE, torch.bfloat16)
+    train_in_fp8(model)
+    in_8_bits = model(x)
+    assert not torch.equal(in_8_bits, stock(x))
+    for m in model:
+        m.weight.ds_id = 0  # as ZeRO-3 marks its parameters
+    assert torch.equal(model(x), stock(x))
+    assert {layer.reason for layer in projections_report(model).stock} == {"its weight is quantised, or sharded while it is multiplied"}
+    quantise = pytest.importorskip("torchao.quantization")
+    for each in (stock, model):
+        for m in each:
+            vars(m.weight).pop("ds_id", None)
+        quantise.quantize_(each, quantise.Int8WeightOnlyConfig(version=2))
+    assert type(model[0]) is LigerFloat8TrainingLinear and torch.equal(model(x), stock(x)) and not torch.equal(model(x), in_8_bits)
+
+
 def test_frozen_parts(fast):
     """What learns gets the gradients that it gets beside parts that learn."""
     whole, part = llama(num_hidden_layers=2), llama(num_hidden_layers=2)

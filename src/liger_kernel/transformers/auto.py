@@ -22,9 +22,9 @@ _HUB = ("cache_dir", "code_revision", "force_download", "local_files_only", "pro
 def _patched(name: str, config: PretrainedConfig, kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """``kwargs`` without flags, and those that the family has, after its classes are patched as they say; an unknown family stays plain, with a warning.
 
-    Classes are not told of FP8, which the other models of this process need not want: ``_apply_rest`` is.
+    Classes are not told of FP8, because other models of this process may not want it: ``_apply_rest`` converts the model.
     """
-    fp8.asked(kwargs)  # a mistake is better known before the model is loaded
+    fp8.asked(kwargs)  # raises before the model is loaded
     for argument in kwargs.keys() - every_flag():
         near = nearest(argument, every_flag(), cutoff=0.75)  # transformers' own arguments are at most 0.57 alike
         if near and not hasattr(config, argument):

@@ -30,7 +30,7 @@ from liger_kernel.utils import PEFT_AVAILABLE as PEFT_AVAILABLE
 
 
 def _apply_rest(model: nn.Module, given: Mapping[str, Any]) -> nn.Module:
-    """Patch in ``model`` what class patches omit, because its class belongs to PyTorch or to another family, or because other models may have no part in it."""
+    """Patch in ``model`` what class patches omit: classes of PyTorch and of other families, and FP8, which is for this model alone."""
     model_type = getattr(getattr(model, "config", None), "model_type", "")
     if model_type and family(model_type):
         instance_patches(model, model_type, _parts(flags_of(model_type) | dict(given), given), None).apply()

@@ -729,7 +729,9 @@ def fp8_accumulates() -> None:
 @check
 def fp8_fsdp2() -> None:
     for recipe in RECIPES:
-        same_in_fp8(learn(parallelize(in_fp8(recipe), "fsdp2", own_head=True).model), recipe)
+        p = parallelize(in_fp8(recipe), "fsdp2", own_head=True)
+        same_in_fp8(learn(p.model), recipe)
+        assert [layer.reason for layer in projections_report(p.module).layers if layer.runs] == [f"in FP8, {recipe}"] * 14
 
 
 @check

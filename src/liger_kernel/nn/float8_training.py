@@ -12,7 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from liger_kernel.ops._core.operator import intercepted
 from liger_kernel.ops.projections.adapted import Projection
-from liger_kernel.ops.projections.float8_training import RECIPES, Float8Trained, Kept, float8_trained
+from liger_kernel.ops.projections.float8_training import RECIPES, Float8Trained, Kept, float8_trained, forget
 from liger_kernel.ops.projections.linear import dtypes_of, linears
 
 _KEPT: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -43,6 +43,7 @@ class LigerFloat8TrainingLinear(nn.Linear):
     """
 
     recipe: str
+    forget = staticmethod(forget)
 
     @classmethod
     def of(cls, linear: nn.Linear, recipe: str = "tensorwise") -> LigerFloat8TrainingLinear:

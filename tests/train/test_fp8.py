@@ -73,6 +73,7 @@ def test_a_run(trainer, precision, config, capfd):
     [
         ("--fp8 tensorwize", "--fp8 must be one of tensorwise, rowwise, rowwise_with_gw_hp; got 'tensorwize'; did you mean tensorwise\\?"),
         ("--fp8-filter o_proj", "fp8_filter needs fp8, a recipe"),
+        ("--fp8-head", "fp8_head needs fp8, a recipe"),
         ("--fp8 rowwise --fp8-filter o_proj,,mlp", "fp8_filter must be names of layers with commas between; got 'o_proj,,mlp'"),
         ("--fp8 rowwise --kernels off", "fp8 rowwise needs kernels on"),
         ("--fp8 rowwise --lora 8", "fp8 rowwise trains the whole model: with lora, quantize fp8 stores the frozen model in FP8"),
@@ -87,8 +88,8 @@ def test_mistakes_in_flags(flags, message):
 
 
 def test_flags():
-    config = from_flags(["--fp8", "rowwise", "--fp8-filter", "o_proj,mlp"])
-    assert config.kernel_flags == {"fp8": "rowwise", "fp8_filter": ["o_proj", "mlp"]}
+    config = from_flags(["--fp8", "rowwise", "--fp8-filter", "o_proj,mlp", "--fp8-head"])
+    assert config.kernel_flags == {"fp8": "rowwise", "fp8_filter": ["o_proj", "mlp"], "fp8_head": True}
 
 
 def test_what_cannot_be_is_said(config, monkeypatch):

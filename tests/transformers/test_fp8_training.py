@@ -19,6 +19,7 @@ from liger_kernel.ops.projections.linear import LinearsFunction
 from liger_kernel.ops.projections.mlp import AdaptedMLPFunction
 from liger_kernel.transformers import _apply_liger_kernel_to_instance as patch
 from liger_kernel.transformers import fp8, projections_report, train_in_fp8
+from liger_kernel.transformers.head import loss as head_loss
 from liger_kernel.transformers.patching import once
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda" and float8.lacking(torch.device(DEVICE)) is not None, reason="this GPU has no FP8")
@@ -180,6 +181,11 @@ WRONG = [
     (dict(fp8="rowwise", fp8_filter="o_proj"), "^fp8_filter: must be names of layers, or a function of a layer and its name, got 'o_proj'$"),
     (dict(fp8="rowwise", fp8_filter=[3]), r"^fp8_filter: must be names of layers, or a function of a layer and its name, got \[3\]$"),
     (dict(fp8_filter=["o_proj"]), "^fp8_filter: needs fp8, a recipe$"),
+    (dict(fp8_head=True), "^fp8_head: needs fp8, a recipe$"),
+    (
+        dict(fp8="rowwise", fp8_head=True, fused_linear_cross_entropy=False),
+        "^fp8_head: the head of 'llama' cannot be in FP8: fused_linear_cross_entropy is off",
+    ),
 ]
 
 
@@ -492,3 +498,60 @@ def test_adapters(by, request):
     with torch.no_grad():
         assert torch.equal(later.eval()(**tokens()).logits, fresh.eval()(**tokens()).logits)
     assert before is after is None  # both were trained
+
+
+# -- the head ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def heads(monkeypatch):
+    """The recipes with which losses multiplied their heads."""
+    recipes, stock = [], head_loss.linear_cross_entropy
+    monkeypatch.setattr(head_loss, "linear_cross_entropy", lambda *args, fp8=None, **options: recipes.append(fp8) or stock(*args, **options))
+    return recipes
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_the_head(door, fast, heads, tmp_path):
+    """Its recipe reaches the loss of a model, and of its copies, until ``restore``."""
+    llama().save_pretrained(tmp_path / "saved")
+    model = DOORS[door](llama(), {"fp8": "rowwise", "fp8_head": True}, tmp_path).to(DEVICE).train()
+    patch(model)  # the class door's classes are stock again; a call without fp8 changes nothing
+    heads.clear()
+    for each in (model, copy.deepcopy(model)):
+        step(each)
+    assert heads == ["rowwise"] * 2
+    assert str(projections_report(model).layers[-1]) == "lm_head: runs (the head, in FP8 as part of the loss)"
+    patch(model, fp8="rowwise")
+    step(model)
+    patch(model, fp8="tensorwise", fp8_head=True)
+    step(model)
+    liger.restore(model)
+    patch(model)
+    step(model)
+    assert heads[2:] == [None, "tensorwise", None]
+
+
+def test_heads_that_stay_in_16_bits(fast, heads):
+    """say why."""
+    model = adapted(llama())
+    patch(model.get_base_model(), fp8="rowwise", fp8_head=True)
+    step(model)
+    assert heads == ["rowwise"]
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(llama(), peft.LoraConfig(r=2, target_modules=["lm_head"]))
+    patch(model.get_base_model(), fp8="rowwise", fp8_head=True)
+    with pytest.warns(UserWarning, match="fp8_head: the head stays in 16 bits, because it has adapters"):
+        step(model)
+    model = llama()
+    patch(model, fp8="rowwise", fp8_head=True)
+    with pytest.warns(UserWarning, match="fp8_head: the head stays in 16 bits, because other code reads its logits or sees its calls"):
+        step(model, skip_logits=False, return_token_accuracy=True)
+    model.lm_head.register_forward_hook(lambda *_: None)
+    with pytest.warns(UserWarning, match="fp8_head: the head stays in 16 bits, because other code reads its logits or sees its calls"):
+        step(model)
+    assert heads == ["rowwise"] + [None] * (len(heads) - 1)
+    with pytest.raises(ValueError, match="fp8_head: LlamaModel has no output head"):
+        patch(transformers.LlamaModel(llama().config), fp8="rowwise", fp8_head=True)
+    with pytest.raises(ValueError, match="fp8_head: the head of '' cannot be in FP8: liger_kernel has no kernels for this type of model"):
+        patch(nn.Linear(16, 16), fp8="rowwise", fp8_head=True)

@@ -143,6 +143,7 @@ class TrainConfig:
     fp8_filter: str | None = _field(
         None, "kernels", "layers that stay as they are, beside heads, routers and small layers: names with commas between, such as o_proj,mlp"
     )
+    fp8_head: bool | None = _field(None, "kernels", "the output head and its loss multiply in FP8, too")
 
     trainer: str = _field("torch", "run", "what runs the loop: plain PyTorch, transformers' Trainer, or Lightning's", TRAINERS)
     parallel: str = _field(
@@ -247,8 +248,8 @@ class TrainConfig:
 
     def _check_fp8(self) -> None:
         if not self.fp8:
-            if self.fp8_filter is not None:
-                raise UserError("fp8_filter needs fp8, a recipe")
+            if self.fp8_filter is not None or self.fp8_head:
+                raise UserError(f"{'fp8_head' if self.fp8_head else 'fp8_filter'} needs fp8, a recipe")
             return
         if self.fp8_filter is not None and not all(name.strip() for name in self.fp8_filter.split(",")):
             raise UserError(f"fp8_filter must be names of layers with commas between; got {self.fp8_filter!r}")

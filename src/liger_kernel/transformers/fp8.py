@@ -23,7 +23,8 @@ from torch import nn
 from liger_kernel.nearest import did_you_mean
 from liger_kernel.nn.float8_training import DTYPES, RECIPES, LigerFloat8TrainingLinear
 from liger_kernel.ops.projections.float8 import lacking
-from liger_kernel.transformers.quantize import HEADS_AND_ROUTERS, SMALL, parts_of_adapters, parts_of_heads
+from liger_kernel.transformers.head.state import FP8
+from liger_kernel.transformers.quantize import HEADS_AND_ROUTERS, SMALL, owners_of_heads, parts_of_adapters, parts_of_heads
 from liger_kernel.transformers.recognise.projections import is_dense
 
 Filter = Callable[[nn.Module, str], bool] | Collection[str]
@@ -50,9 +51,10 @@ class Wish:
 
     recipe: str
     filter: Callable[[nn.Module, str], bool] | tuple[str, ...] = ()
+    head: bool = False
 
     def __str__(self) -> str:
-        return f"fp8({self.recipe})"
+        return f"fp8({self.recipe}{', head' * self.head})"
 
 
 _RECIPES = f"one of {', '.join(RECIPES)}"
@@ -64,15 +66,15 @@ def asked(flags: Mapping[str, Any]) -> Wish | None:
     if isinstance(filter, str) or not (callable(filter) or (isinstance(filter, Collection) and all(isinstance(name, str) for name in filter))):
         raise ValueError(f"fp8_filter: must be names of layers, or a function of a layer and its name, got {filter!r}")
     if recipe is None:
-        if filter:
-            raise ValueError("fp8_filter: needs fp8, a recipe")
+        if filter or flags.get("fp8_head"):
+            raise ValueError(f"{'fp8_filter' if filter else 'fp8_head'}: needs fp8, a recipe")
         return None
     if recipe == "blockwise":
         raise ValueError(f"fp8: blockwise is refused, because no kernel of ours or of PyTorch computes it faster than 16 bits; it must be {_RECIPES}")
     if recipe not in RECIPES:
         near = did_you_mean(recipe, RECIPES) if isinstance(recipe, str) else ""
         raise ValueError(f"fp8: must be {_RECIPES}, or False, got {recipe!r}{near}")
-    return Wish(recipe, filter if callable(filter) else tuple(filter))
+    return Wish(recipe, filter if callable(filter) else tuple(filter), bool(flags.get("fp8_head")))
 
 
 def convert(model: nn.Module, wish: Wish) -> dict[str, str]:
@@ -82,6 +84,8 @@ def convert(model: nn.Module, wish: Wish) -> dict[str, str]:
         if not any(f".{left}." in f".{name}." for name in names):
             there = sorted({part for name in names for part in name.split(".")})
             raise ValueError(f"fp8_filter: {type(model).__name__} has no linear layer {left!r}{did_you_mean(left, there)}")
+    if wish.head and not owners_of_heads(model):
+        raise ValueError(f"fp8_head: {type(model).__name__} has no output head")
     reasons = _convert(model, wish)
     if not any(isinstance(m, LigerFloat8TrainingLinear) for m in model.modules()):
         why = "; ".join(f"{name}: {reason}" for name, reason in list(reasons.items())[:2]) or "there is none"
@@ -98,9 +102,11 @@ def _convert(model: nn.Module, wish: Wish) -> dict[str, str]:
         if why := lacking(device):
             raise ValueError(f"fp8: {why}")
     give_back(model)
+    for m in owners_of_heads(model) if wish.head else ():
+        m.__dict__[FP8] = wish.recipe
     reasons = {}
     for name, m, is_head in linear_layers(model):
-        if (why := reason(name, m, is_head, wish.filter)) is None:
+        if (why := HEAD if is_head and wish.head else reason(name, m, is_head, wish.filter)) is None:
             LigerFloat8TrainingLinear.of(m, wish.recipe)
         else:
             reasons[name] = why
@@ -108,10 +114,14 @@ def _convert(model: nn.Module, wish: Wish) -> dict[str, str]:
 
 
 def give_back(model: nn.Module) -> None:
-    """Undo ``train_in_fp8``."""
+    """Undo ``convert``."""
     for m in model.modules():
+        m.__dict__.pop(FP8, None)
         if type(m) is LigerFloat8TrainingLinear:
             m.given_back()
+
+
+HEAD = "the head, in FP8 as part of the loss"
 
 
 def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear, bool]]:

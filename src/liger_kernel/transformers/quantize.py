@@ -81,8 +81,13 @@ def _sorted(model: nn.Module, skip: tuple[str, ...]) -> tuple[list[str], dict[st
 
 def parts_of_heads(model: nn.Module) -> set[int]:
     """``id`` of the modules of output heads, of the model itself and of models within it."""
+    return {id(part) for head in owners_of_heads(model).values() for part in head.modules()}
+
+
+def owners_of_heads(model: nn.Module) -> dict[nn.Module, nn.Module]:
+    """The modules that have an output head, each with its head: the model itself, and models within it."""
     owners = [m for m in model.modules() if callable(getattr(m, "get_output_embeddings", None))]
-    return {id(part) for m in owners if isinstance(head := _head_of(m), nn.Module) for part in head.modules()}
+    return {m: head for m in owners if isinstance(head := _head_of(m), nn.Module)}
 
 
 def _head_of(model: Any) -> Any:

@@ -143,7 +143,7 @@ def source(rows: dict[str, Family], unverified: dict[str, str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-OURS = "rematerialise: bool | str = True, projections: bool = True, fp8: bool | str = False, fp8_filter: Filter | None = None"
+OURS = "rematerialise: bool | str = True, projections: bool = True, fp8: bool | str = False, fp8_filter: Filter | None = None, fp8_head: bool = False"
 
 
 def stub() -> str:

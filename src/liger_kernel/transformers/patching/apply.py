@@ -34,9 +34,25 @@ def _apply_rest(model: nn.Module, given: Mapping[str, Any]) -> nn.Module:
     model_type = getattr(getattr(model, "config", None), "model_type", "")
     if model_type and family(model_type):
         instance_patches(model, model_type, _parts(flags_of(model_type) | dict(given), given), None).apply()
-    if wish := fp8.asked(given):
+    if wish := _wish(model_type, given):
         fp8.convert(model, wish)
     return model
+
+
+def _all_flags(model_type: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The given flags, and the defaults for the other flags."""
+    return flags_of(model_type) | {f: False for f, other in zip(HEAD_FLAGS, reversed(HEAD_FLAGS)) if given.get(other)} | dict(given)
+
+
+def _wish(model_type: str, given: Mapping[str, Any]) -> fp8.Wish | None:
+    """What the given flags ask for in FP8. ``ValueError`` for what cannot be."""
+    wish = fp8.asked(given)
+    if wish and wish.head:
+        row = family(model_type) if model_type else None
+        why = "liger_kernel has no kernels for this type of model" if row is None else row.fused or ("" if row.heads else "it has none")
+        if why or not _all_flags(model_type, given).get("fused_linear_cross_entropy"):
+            raise ValueError(f"fp8_head: the head of {model_type!r} cannot be in FP8: {why or 'fused_linear_cross_entropy is off'}")
+    return wish
 
 
 def _parts(flags: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -50,9 +66,9 @@ def _apply(model_type: str, given: Mapping[str, Any], model: nn.Module | None) -
     """Apply the patches for the given flags, and the defaults for the other flags. A flag that is given as None is off."""
     if all(given.get(f) for f in HEAD_FLAGS):
         raise AssertionError("cross_entropy and fused_linear_cross_entropy cannot both be True")
-    flags = flags_of(model_type) | {f: False for f, other in zip(HEAD_FLAGS, reversed(HEAD_FLAGS)) if given.get(other)} | dict(given)
+    flags = _all_flags(model_type, given)
     head = "fused" if flags.get("fused_linear_cross_entropy") else "logits" if flags.get("cross_entropy") else None
-    parts, wish = _parts(flags, given), fp8.asked(flags)
+    parts, wish = _parts(flags, given), _wish(model_type, given)
     wanted = bool(head) or any(parts[slot] for slot in parts if slot not in UNPUBLISHED)
     if model is None:
         return class_patches(model_type, parts | {"fp8": wish}, head).apply()
@@ -125,7 +141,7 @@ def _apply_function(model_type: str) -> Callable[..., None]:
         'Each flag switches one part on or off. ``rematerialise`` (True or "cheap", the default; "mlp"; False or "off") chooses what is recomputed in the\n'
         "backward pass: see ``liger_kernel.memory``. ``projections`` (True, the default) runs linear layers with PEFT's adapters as one node; gated MLPs\n"
         "follow their own flag: see ``liger_kernel.ops.projections``. ``fp8`` (False, the default, or the name of a recipe) trains linear layers in FP8, but\n"
-        "those that ``fp8_filter`` leaves: see ``train_in_fp8``. ``restore`` undoes the patch."
+        "those that ``fp8_filter`` leaves, and with ``fp8_head`` also the head and its loss: see ``train_in_fp8``. ``restore`` undoes the patch."
     )
     return apply
 
@@ -147,7 +163,7 @@ globals().update({f.__name__: f for f in MODEL_TYPE_TO_APPLY_LIGER_FN.values()})
 
 
 def _lenient(model_type: str, kwargs: Mapping[str, Any], model: nn.Module | None) -> None:
-    wish = fp8.asked(kwargs)
+    wish = _wish(model_type, kwargs)
     known = flags_of(model_type) if model_type and family(model_type) else None
     for name in kwargs.keys() - (known or every_flag()):
         if name not in every_flag():

@@ -11,8 +11,8 @@ from liger_kernel.transformers.recognise.families import FAMILIES
 from liger_kernel.transformers.recognise.family import Family
 from liger_kernel.transformers.recognise.rows import family, swapped_slots
 
-# rematerialise: a level of ``memory``. projections: whether linear layers with adapters run as one node. fp8 and fp8_filter: see ``transformers/fp8.py``
-UNPUBLISHED: dict[str, Any] = dict(rematerialise=True, projections=True, fp8=False, fp8_filter=None)
+# rematerialise: a level of ``memory``. projections: whether linear layers with adapters run as one node. fp8, fp8_filter, fp8_head: see ``transformers/fp8.py``
+UNPUBLISHED: dict[str, Any] = dict(rematerialise=True, projections=True, fp8=False, fp8_filter=None, fp8_head=False)
 HEAD_FLAGS = ("cross_entropy", "fused_linear_cross_entropy")
 STANDARD: dict[str, bool | None] = dict(rope=True, cross_entropy=False, fused_linear_cross_entropy=True, rms_norm=True)
 # The flags and defaults of LinkedIn's package, then model, then flags that its functions do not have, if there is something to swap. (granite's defaults

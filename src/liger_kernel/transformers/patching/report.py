@@ -19,6 +19,7 @@ from liger_kernel.ops.projections.float8_training import Float8Trained
 from liger_kernel.ops.projections.weights import Dense, Elsewhere
 from liger_kernel.parallel import unsharded_class
 from liger_kernel.transformers import fp8
+from liger_kernel.transformers.head.state import FP8
 from liger_kernel.transformers.patching.bound import Bound, is_ours
 from liger_kernel.transformers.patching.flags import HEAD_FLAGS, flags_of, parts_of
 from liger_kernel.transformers.patching.select import instance_patches
@@ -144,7 +145,8 @@ def _layers(model: nn.Module) -> Iterator[Layer]:
         elif unsharded_class(m) is LigerFloat8TrainingLinear:
             reason = _trained(m, any(isinstance(each, FSDPModule) for above, each in modules.items() if f"{name}.".startswith(f"{above}.") or not above))
         elif name in linear:
-            reason = Left(linear[name] or "left by the filter of fp8")
+            in_the_loss = FP8 in getattr(heads.get(id(m)), "__dict__", ()) and is_ours(_forward_of(heads[id(m)]))
+            reason = fp8.HEAD if in_the_loss else Left(linear[name] or "left by the filter of fp8")
         else:
             continue
         yield Layer(name, not isinstance(reason, Left), str(reason))

@@ -33,8 +33,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_kernel import memory
 from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
+from liger_kernel.ops.projections.float8_training import RECIPES
 from liger_kernel.parallel import Parallel, VocabularyParallel, by_sharding, call_instead, clip_grad_norm_, parallelize
-from liger_kernel.transformers import _apply_liger_kernel_to_instance
+from liger_kernel.transformers import _apply_liger_kernel_to_instance, projections_report
 from liger_kernel.transformers.head import loss as head_loss
 
 memory.SMALL = 0  # tensors of tests are small
@@ -689,6 +690,139 @@ def lora_on_a_head_of_tp() -> None:
     parallelize_module(model, mesh(), {"base_model.model.lm_head.base_layer": ColwiseParallel(output_layouts=Replicate())})
     _apply_liger_kernel_to_instance(model=model.get_base_model())
     assert_same_learning(learn(model, ranks=1), truth, TOLERANCE)
+
+
+# -- FP8 -----------------------------------------------------------------------------------
+
+
+def in_fp8(recipe: str = "tensorwise") -> nn.Module:
+    model = make("llama")
+    _apply_liger_kernel_to_instance(model=model, fp8=recipe, fp8_filter=lambda m, name: name != "lm_head")
+    return model
+
+
+@functools.cache
+def expected_in_fp8(recipe: str = "tensorwise", parts: int = 1) -> dict[str, Tensor]:
+    """The mean of what one process learns from the shares of all ranks: a scale of all activations is one of those that a rank has in a forward."""
+    shares = [learn(in_fp8(recipe), rank=rank, parts=parts) for rank in range(RANKS)]
+    return {name: sum(share[name] for share in shares) / RANKS for name in shares[0]}  # type: ignore[misc]  # a sum of tensors
+
+
+def same_in_fp8(found: dict[str, Tensor], recipe: str = "tensorwise", parts: int = 1) -> None:
+    assert_same_learning(found, expected_in_fp8(recipe, parts), TOLERANCE)
+    errors = [(g - expected()[name]).norm() / expected()[name].norm() for name, g in found.items()]
+    assert max(errors) > 1e-2, "nothing is in FP8"
+
+
+@check
+def fp8_ddp() -> None:
+    for recipe in RECIPES:
+        same_in_fp8(learn(parallelize(in_fp8(recipe), "ddp").model), recipe)
+
+
+@check
+def fp8_accumulates() -> None:
+    for mode in ("ddp", "fsdp2"):
+        same_in_fp8(learn(parallelize(in_fp8(), mode).model, parts=2), parts=2)
+
+
+@check
+def fp8_fsdp2() -> None:
+    for recipe in RECIPES:
+        p = parallelize(in_fp8(recipe), "fsdp2", own_head=True)
+        same_in_fp8(learn(p.model), recipe)
+        assert [layer.reason for layer in projections_report(p.module).layers if layer.runs] == [f"in FP8, {recipe}"] * 14
+
+
+@check
+def fp8_fsdp2_every_linear() -> None:
+    model = in_fp8()
+    for m in model.modules():
+        if isinstance(m, nn.Linear):
+            fully_shard(m, mesh=mesh())
+    same_in_fp8(learn(fully_shard(model, mesh=mesh())))
+
+
+@check
+def fp8_fsdp2_checkpointed() -> None:
+    for use_reentrant in (False, True):
+        model = in_fp8()
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+        same_in_fp8(learn(parallelize(model, "fsdp2").model))
+
+
+@check
+def fp8_fsdp2_mixed_precision() -> None:
+    """Each rank learns what a model with parameters in bf16 learns from its share."""
+    model = in_fp8()
+    for p in model.parameters():
+        p.data = p.data.bfloat16()
+    shares = []
+    for rank in range(RANKS):
+        model.zero_grad()
+        shares.append(learn(model, rank=rank))
+    truth = {name: sum(share[name].float() for share in shares) / RANKS for name in shares[0]}
+    assert_same_learning(learn(parallelize(in_fp8(), "fsdp2", param_dtype=torch.bfloat16).model), truth, 2**-7)
+
+
+@check
+def fp8_fsdp2_steps() -> None:
+    """Weights that an optimizer changes are cast again."""
+    optimizers = [(run, torch.optim.SGD(run.parameters(), lr=0.1)) for run in (parallelize(in_fp8(), mode).model for mode in ("ddp", "fsdp2"))]
+    losses: list[list[float]] = []
+    for run, optimizer in optimizers:
+        losses.append([])
+        for _ in range(3):
+            losses[-1].append(learn(run)["loss"].item())
+            optimizer.step()
+            optimizer.zero_grad()
+    assert losses[0][2] < losses[0][0]
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-3, atol=0)
+
+
+@check
+def fp8_fsdp1() -> None:
+    for use_orig_params in (True, False):
+        model = in_fp8()
+        run = fsdp1(model, (type(model.model.layers[0]),), use_orig_params)
+        same_under_fsdp1(run, expected_in_fp8())
+
+
+@check
+def fp8_tp() -> None:
+    """Weights that are sharded while they are multiplied stay in 16 or 32 bits, and the report says so."""
+    p = parallelize(in_fp8(), "tp")
+    same(p.model, head="sliced", ranks=1)
+    stock = {layer.name: layer.reason for layer in projections_report(p.module).stock}
+    assert stock.pop("lm_head") and set(stock.values()) == {"its weight is quantised, or sharded while it is multiplied"} and len(stock) == 14
+
+
+def fp8_of_torchao_gathered_in_fp8() -> None:
+    """``enable_fsdp_float8_all_gather``: torchao's own code runs in a patched model, and learns what it learns in a stock one."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training, precompute_float8_dynamic_scale_for_fsdp
+
+    def learnt(ours: bool) -> dict[str, Tensor]:
+        model = make("llama")
+        config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
+        convert_to_float8_training(model, config=config, module_filter_fn=lambda m, name: name != "lm_head")
+        if ours:
+            _apply_liger_kernel_to_instance(model=model)
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh())
+        fully_shard(model, mesh=mesh())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            found = learn_any(model)
+            optimizer.step()
+            precompute_float8_dynamic_scale_for_fsdp(model)
+        return found
+
+    assert_same_learning(learnt(True), learnt(False), TOLERANCE)
+
+
+if importlib.util.find_spec("torchao"):
+    check(fp8_of_torchao_gathered_in_fp8)
 
 
 # -- losses of trainers --------------------------------------------------------------------

@@ -96,6 +96,7 @@ NO_OPERATOR = {
     "CrossEntropyOutput": "a result",
     "LigerFusedNeighborhoodAttentionConfig": "options",
     "LigerFloat8Linear": "a layer that quantize_base makes, whose docstring says all",
+    "LigerFloat8TrainingLinear": "a layer that train_in_fp8 makes, whose docstring says all",
     "LigerMegatronCrossEntropy": "Megatron-core's call, whose docstring says all",
     "token_accuracy": "counts",
     "token_counts": "counts",

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from liger_kernel import hub, memory
 from liger_kernel.chunked_loss import LigerFusedLinearDPOLoss, LigerFusedLinearPreferenceBase
-from liger_kernel.nn import LigerExperts, LigerFusedLinearCrossEntropyLoss, LigerRMSNorm, LigerSwiGLUMLP, liger_rotary_pos_emb
+from liger_kernel.nn import LigerExperts, LigerFloat8TrainingLinear, LigerFusedLinearCrossEntropyLoss, LigerRMSNorm, LigerSwiGLUMLP, liger_rotary_pos_emb
 from liger_kernel.ops import linear_cross_entropy, rms_norm
 from liger_kernel.ops.losses.linear_loss import linear_loss
 from liger_kernel.parallel import by_sharding, parallelize
@@ -35,8 +35,9 @@ SHOWN = (
 
 
 def other_door() -> LigerRMSNorm:
-    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss, LigerRMSNorm, apply_liger_kernel_to_qwen3_moe
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss, LigerRMSNorm, apply_liger_kernel_to_qwen3_moe, train_in_fp8
 
+    train_in_fp8(nn.Linear(2048, 2048), "rowwise", filter=("lm_head",))
     apply_liger_kernel_to_qwen3_moe(swiglu=False)
     LigerFusedLinearCrossEntropyLoss(reduction="sum")
     return LigerRMSNorm(8)
@@ -45,6 +46,9 @@ def other_door() -> LigerRMSNorm:
 def right(model: nn.Module, x: Tensor, w: Tensor, target: Tensor) -> Tensor:
     apply_liger_kernel_to_llama(rope=True, fused_linear_cross_entropy=False)
     apply_liger_kernel_to_llama(model=model, rematerialise="mlp")
+    apply_liger_kernel_to_llama(model=model, fp8="rowwise", fp8_filter=["o_proj"])
+    apply_liger_kernel_to_llama(fp8="rowwise", fp8_filter=lambda m, name: "mlp" in name)
+    LigerFloat8TrainingLinear.forget()
     restore("llama")
     norm: LigerRMSNorm = other_door()
     loss = LigerFusedLinearCrossEntropyLoss(reduction="sum")(w, x, target)

@@ -96,7 +96,9 @@ def test_every_field_is_a_flag():
     for field in dataclasses.fields(TrainConfig):
         flag = "--" + field.name.replace("_", "-")
         value = getattr(TrainConfig(), field.name)
-        if "bool" in field.type:
+        if field.name.startswith("fp8"):  # does not go with adapters; tests/train/test_fp8.py has its flags
+            expected[field.name] = value
+        elif "bool" in field.type:
             argv, expected[field.name] = [*argv, "--no-" + flag[2:]], False
         elif field.metadata["choices"]:
             value = together.get(field.name, field.metadata["choices"][-1])

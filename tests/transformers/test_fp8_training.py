@@ -6,17 +6,21 @@ import copy
 
 import pytest
 import torch
-from hf_models import DEVICE, make, served_by_kernels_or_references, step, tokens
+import transformers
+from hf_models import DEVICE, assert_untouched, everything_of, make, served_by_kernels_or_references, snapshot, step, tokens
 from torch import nn
 
+from liger_kernel import transformers as liger
+from liger_kernel.nn import float8_training
 from liger_kernel.nn.float8_training import LigerFloat8TrainingLinear
 from liger_kernel.ops.projections import float8
 from liger_kernel.ops.projections.float8_training import RECIPES
 from liger_kernel.ops.projections.linear import LinearsFunction
 from liger_kernel.ops.projections.mlp import AdaptedMLPFunction
 from liger_kernel.transformers import _apply_liger_kernel_to_instance as patch
-from liger_kernel.transformers import fp8
-from liger_kernel.transformers.fp8 import train_in_fp8
+from liger_kernel.transformers import fp8, projections_report, train_in_fp8
+from liger_kernel.transformers.head import loss as head_loss
+from liger_kernel.transformers.patching import once
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda" and float8.lacking(torch.device(DEVICE)) is not None, reason="this GPU has no FP8")
 LINEARS = 7  # of a Llama layer
@@ -53,6 +57,16 @@ def by_torchao(model: nn.Module, recipe: str) -> nn.Module:
     config = training.Float8LinearConfig.from_recipe_name(recipe)
     object.__setattr__(config, "emulate", DEVICE != "cuda")
     return training.convert_to_float8_training(model, config=config, module_filter_fn=lambda m, name: "lm_head" not in name)
+
+
+def in_fp8(model: nn.Module) -> list[str]:
+    return [name for name, m in model.named_modules() if isinstance(m, LigerFloat8TrainingLinear)]
+
+
+def assert_bits(found: dict, expected: dict) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
 
 
 ONE_LAYER = ["LinearsFunction", "LinearsFunction", "AdaptedMLPFunction"]  # q, k and v; o; the MLP
@@ -117,18 +131,17 @@ def test_training(fast):
         assert abs(losses[recipe][-1] - losses[None][-1]) < 0.1 * losses[None][0]
 
 
-def test_checkpointing(fast):
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing(use_reentrant, fast):
     """gives the same bits."""
     found = []
     for checkpointed in (False, True):
         model = llama().train()
-        train_in_fp8(model, "tensorwise")
-        patch(model=model)
+        patch(model=model, fp8="tensorwise")
         if checkpointed:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
         found.append(step(model)[1])
-    for name, value in found[0].items():
-        assert torch.equal(torch.as_tensor(value), torch.as_tensor(found[1][name])), name
+    assert_bits(*found)
 
 
 def test_compiled_layers_compute_the_same(fast):
@@ -154,15 +167,391 @@ def test_what_is_left(fast):
     model = llama(intermediate_size=72)
     left = train_in_fp8(model)
     assert left["model.layers.0.mlp.up_proj"] == "72 x 32 are not multiples of 16"
-    with pytest.warns(UserWarning, match="train_in_fp8: no linear layer is in FP8"):
+    with pytest.warns(UserWarning, match="fp8: no linear layer is in FP8"):
         train_in_fp8(llama(), filter=lambda m, name: False)
 
 
+WRONG = [
+    (dict(fp8="tensorwize"), r"^fp8: must be one of tensorwise, rowwise, rowwise_with_gw_hp, or False, got 'tensorwize'; did you mean tensorwise\?$"),
+    (dict(fp8=True), "^fp8: must be one of tensorwise, rowwise, rowwise_with_gw_hp, or False, got True$"),
+    (
+        dict(fp8="blockwise"),
+        "^fp8: blockwise is refused, because no kernel of ours or of PyTorch computes it faster than 16 bits; it must be one of tensorwise,",
+    ),
+    (dict(fp8="rowwise", fp8_filter="o_proj"), "^fp8_filter: must be names of layers, or a function of a layer and its name, got 'o_proj'$"),
+    (dict(fp8="rowwise", fp8_filter=[3]), r"^fp8_filter: must be names of layers, or a function of a layer and its name, got \[3\]$"),
+    (dict(fp8_filter=["o_proj"]), "^fp8_filter: needs fp8, a recipe$"),
+    (dict(fp8_head=True), "^fp8_head: needs fp8, a recipe$"),
+    (
+        dict(fp8="rowwise", fp8_head=True, fused_linear_cross_entropy=False),
+        "^fp8_head: the head of 'llama' cannot be in FP8: fused_linear_cross_entropy is off",
+    ),
+]
+
+
+@pytest.mark.parametrize("flags, message", WRONG, ids=str)
+def test_wrong_flags(flags, message, fast):
+    """Every door says so, before it changes anything."""
+    stock = llama()
+    untouched = snapshot(stock, *everything_of("llama"))
+    for door in (
+        lambda: patch(stock, **flags),
+        lambda: liger.apply_liger_kernel_to_llama(model=stock, **flags),
+        lambda: liger.apply_liger_kernel_to_llama(**flags),
+        lambda: liger._apply_liger_kernel("llama", **flags),
+        lambda: liger.AutoLigerKernelForCausalLM.from_config(stock.config, **flags),
+        lambda: liger.AutoLigerKernelForCausalLM.from_pretrained("/nowhere", config=stock.config, **flags),
+    ):
+        with pytest.raises(ValueError, match=message):
+            door()
+    assert_untouched(untouched)
+    assert not in_fp8(stock)
+
+
 def test_wrong_arguments(monkeypatch):
-    with pytest.raises(ValueError, match="train_in_fp8: recipe must be one of tensorwise, rowwise, rowwise_with_gw_hp, got 'fp8'"):
+    with pytest.raises(ValueError, match="fp8: must be one of tensorwise, rowwise, rowwise_with_gw_hp, or False, got 'fp8'"):
         train_in_fp8(llama(), "fp8")
+    with pytest.raises(ValueError, match=r"fp8: must be one of .*, got None"):
+        train_in_fp8(llama(), None)
+    with pytest.raises(ValueError, match="fp8: the model must have weights in bfloat16 or float32, got float16"):
+        train_in_fp8(llama().half())
     monkeypatch.setattr(fp8, "lacking", lambda device: "FP8 needs another GPU")
-    with pytest.raises(ValueError, match="train_in_fp8: FP8 needs another GPU"):
+    with pytest.raises(ValueError, match="fp8: FP8 needs another GPU"):
         train_in_fp8(llama())
     with pytest.raises(ValueError, match="weight must have sizes that are multiples of 16, got"):
         LigerFloat8TrainingLinear.of(nn.Linear(24, 16))
+
+
+# -- doors ---------------------------------------------------------------------------------
+
+
+def by_trainer(model: nn.Module, flags: dict, folder, **more) -> nn.Module:
+    args = transformers.TrainingArguments(
+        str(folder), use_cpu=DEVICE == "cpu", use_liger_kernel=True, liger_kernel_config=flags, max_steps=1, learning_rate=0.0, save_strategy="no",
+        report_to=[], disable_tqdm=True, **more,
+    )  # fmt: skip
+    transformers.Trainer(model, args, train_dataset=[{k: v[0].cpu() for k, v in tokens(1).items()}]).train()
+    return model
+
+
+def of_classes(make_one) -> nn.Module:
+    try:
+        return make_one()
+    finally:
+        liger.restore()
+
+
+AS_MADE = dict(dtype=torch.bfloat16, attn_implementation="eager")
+DOORS = {
+    "instance": lambda stock, flags, folder: patch(stock, **flags) or stock,
+    "function": lambda stock, flags, folder: liger.apply_liger_kernel_to_llama(model=stock, **flags) or stock,
+    "classes": lambda stock, flags, folder: of_classes(
+        lambda: liger.apply_liger_kernel_to_llama(**flags) or transformers.LlamaForCausalLM.from_pretrained(folder / "saved", **AS_MADE)
+    ),
+    "auto": lambda stock, flags, folder: of_classes(lambda: liger.AutoLigerKernelForCausalLM.from_pretrained(folder / "saved", **AS_MADE, **flags)),
+    "trainer": by_trainer,
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_doors(door, fast, tmp_path):
+    """lead to the same model, whose layers in FP8 and in 16 bits the report lists; with ``restore`` it is stock again."""
+    llama().save_pretrained(tmp_path / "saved")
+    stock = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "saved", **AS_MADE).to(DEVICE).train()
+    weights, expected = {k: v.clone() for k, v in stock.state_dict().items()}, step(copy.deepcopy(stock))[1]
+    plain = copy.deepcopy(stock)
+    train_in_fp8(plain, "rowwise", filter=["o_proj"])
+    names = in_fp8(plain)
+    assert len(names) == LINEARS - 1
+    patch(plain)
+    wanted = step(plain)[1]
+    model = DOORS[door](stock, {"fp8": "rowwise", "fp8_filter": ["o_proj"]}, tmp_path).to(DEVICE).train()
+    assert in_fp8(model) == names and all(torch.equal(v, weights[k]) for k, v in model.state_dict().items())
+    report = projections_report(model)
+    assert [layer.name for layer in report.layers if layer.runs] == names and {layer.reason for layer in report.layers if layer.runs} == {"in FP8, rowwise"}
+    assert {layer.name: layer.reason for layer in report.stock} == {
+        "model.layers.0.self_attn.o_proj": "left by the filter of fp8",
+        "lm_head": "a head, a router, or left by its name",
+    }
+    if door in ("classes", "auto"):  # their classes are stock again, as they would not be for a user
+        patch(model)
+    assert_bits(step(model)[1], wanted)
+    patch(model)  # as a Trainer does it a second time
+    assert in_fp8(model) == names
+    liger.restore(model)
+    assert not in_fp8(model)
+    assert_bits(step(model)[1], expected)
+
+
+def test_the_last_call_decides(fast):
+    model = llama()
+    patch(model, fp8="tensorwise")
+    patch(model, fp8="rowwise", fp8_filter=["mlp"])
+    assert len(in_fp8(model)) == 4 and {m.recipe for m in model.modules() if isinstance(m, LigerFloat8TrainingLinear)} == {"rowwise"}
+    patch(model, fp8=False)
+    assert len(in_fp8(model)) == 4, "only restore undoes a patch"
+
+
+def test_classes(fast):
+    """Models that are made later are in FP8, those within others too, and those made before and after are not."""
+    before = llama()
+    liger.apply_liger_kernel_to_llama(fp8="tensorwise", fp8_filter=lambda m, name: name != "lm_head")
+    try:
+        with torch.device("meta"):
+            empty = transformers.LlamaForCausalLM(before.config)
+        models = empty, transformers.LlamaForSequenceClassification(before.config), transformers.LlamaModel(before.config), llama()
+        assert [len(in_fp8(model)) for model in models] == [LINEARS] * 4
+        with pytest.raises(ValueError, match="fp8: the model must have weights in bfloat16 or float32, got float16"):
+            transformers.AutoModelForCausalLM.from_config(before.config, dtype=torch.float16)
+        quantised = copy.deepcopy(before.config)
+        quantised.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}  # as from_pretrained has it when it makes the model
+        with pytest.warns(UserWarning, match="LlamaForCausalLM: fp8='tensorwise' has no effect, because the model is quantised"):
+            assert not in_fp8(transformers.LlamaForCausalLM(quantised))
+        with pytest.raises(RuntimeError, match="no model"):  # whatever happens to one model, the next is in FP8
+            type("Broken", (transformers.LlamaModel,), {"post_init": lambda self: (_ for _ in ()).throw(RuntimeError("no model"))})(before.config)
+        assert len(in_fp8(transformers.LlamaModel(before.config))) == LINEARS
+        assert not in_fp8(before) and not in_fp8(make("mistral", torch.bfloat16))
+    finally:
+        liger.restore()
+    assert not in_fp8(llama()) and "__init__" not in vars(transformers.LlamaForSequenceClassification)
+
+
+def test_auto_classes_leave_other_models_alone(fast):
+    config = llama().config
+    try:
+        model = liger.AutoLigerKernelForCausalLM.from_config(config, fp8="rowwise")
+        assert len(in_fp8(model)) == LINEARS and not in_fp8(transformers.LlamaForCausalLM(config))
+    finally:
+        liger.restore()
+
+
+def test_models_without_kernels(fast, monkeypatch):
+    """of a family that nobody knows, or with other flags off, are trained in FP8."""
+    model = nn.ModuleDict(dict(one=nn.Linear(32, 16), lm_head=nn.Linear(16, 16))).to(DEVICE)
+    monkeypatch.setattr(once, "WARNED", set())
+    with pytest.warns(UserWarning, match="has no kernels for this type of model"):
+        patch(model, fp8="tensorwise")
+    assert in_fp8(model) == ["one"]
+    model = llama()
+    off = dict.fromkeys(("rope", "rms_norm", "swiglu", "fused_linear_cross_entropy"), False)
+    patch(model, fp8="tensorwise", **off)
+    assert len(in_fp8(model)) == LINEARS and not any("forward" in m.__dict__ for m in model.modules() if "Norm" in type(m).__name__)
+
+
+def test_the_report_of_a_model_of_torchao(nodes):
+    model = llama()
+    by_torchao(model, "rowwise")
+    assert "LlamaAttention is not patched" in str(projections_report(model))
+    patch(model)
+    report = projections_report(model)
+    assert len(report.layers) == LINEARS and {(layer.runs, layer.reason) for layer in report.layers} == {(True, "in FP8, rowwise")}
+
+
+# -- composition ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("by", ["fast", "nodes"])
+def test_float16_is_refused(by, tmp_path, request):
+    """under autocast, too, as a Trainer with fp16=True has it, beside which its gradient scaler would be."""
+    model = llama().float()
+    patch(model, fp8="tensorwise")
+    with (
+        pytest.raises(ValueError, match=r"input must be of bfloat16 or float32, under autocast, too, got torch\.float16"),
+        torch.autocast(DEVICE, torch.float16),
+    ):
+        model(**tokens())
+    with pytest.raises(ValueError, match=r"input must be of bfloat16 or float32, under autocast, too, got torch\.float64"):
+        LigerFloat8TrainingLinear.of(nn.Linear(32, 16, device=DEVICE))(torch.ones(2, 32, dtype=torch.float64, device=DEVICE))
+    with pytest.raises(ValueError, match=r"fp8: fp16 of the Trainer must be False, got True: .* pass bf16=True"):
+        by_trainer(llama().float(), {"fp8": "tensorwise"}, tmp_path, fp16=True)
+
+
+def test_autocast(fast):
+    """Weights in fp32 under autocast are rounded to bf16 first: a layer gives what one of these weights gives."""
+    layer = nn.Linear(32, 16, bias=False, device=DEVICE)
+    half = copy.deepcopy(layer).to(torch.bfloat16)
+    x = torch.randn(8, 32, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    for each in (layer, half):
+        LigerFloat8TrainingLinear.of(each, "rowwise")
+    with torch.autocast(DEVICE, torch.bfloat16):
+        y = layer(x)
+    assert torch.equal(y, half(x.to(torch.bfloat16))) and y.dtype == torch.bfloat16
+    y.sum().backward()
+    half(x.to(torch.bfloat16)).sum().backward()
+    assert layer.weight.grad.dtype == torch.float32 and torch.equal(layer.weight.grad.to(torch.bfloat16), half.weight.grad)
+
+
+def trained_for(steps: int, model: nn.Module, between=lambda model: None) -> tuple[list[float], dict]:
+    """Losses of steps of two micro-batches each, and the weights that they lead to."""
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    for i in range(steps):
+        for seed in (2 * i, 2 * i + 1):
+            loss = model.train()(**tokens(seed=seed)).loss
+            loss.backward()
+            losses.append(loss.item())
+            between(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        between(model)
+    return losses, model.state_dict()
+
+
+def test_what_happens_between_steps(fast, monkeypatch):
+    """Generation and evaluation change no bit, and neither does what is kept of weights over calls."""
+    found = []
+    generated = lambda model: model.eval().generate(tokens()["input_ids"][:, :4], max_new_tokens=2, do_sample=False)
+    for between in (lambda model: None, generated, None):
+        model = llama()
+        patch(model, fp8="tensorwise")
+        if between is None:
+            monkeypatch.setattr(float8_training, "Kept", lambda: None)  # as in several processes
+        found.append(trained_for(2, model, between or (lambda model: None)))
+    for losses, weights in found[1:]:
+        assert losses == found[0][0]
+        assert_bits(weights, found[0][1])
+
+
+def test_weights_that_are_sharded_or_quantised(fast):
+    """are multiplied as they are, and the report says so."""
+    stock = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 16)).to(DEVICE, torch.bfloat16)
+    model, x = copy.deepcopy(stock), torch.randn(8, 32, generator=torch.Generator().manual_seed(0)).to(DEVICE, torch.bfloat16)
+    train_in_fp8(model)
+    in_8_bits = model(x)
+    assert not torch.equal(in_8_bits, stock(x))
+    for m in model:
+        m.weight.ds_id = 0  # as ZeRO-3 marks its parameters
+    assert torch.equal(model(x), stock(x))
+    assert {layer.reason for layer in projections_report(model).stock} == {"its weight is quantised, or sharded while it is multiplied"}
+    quantise = pytest.importorskip("torchao.quantization")
+    for each in (stock, model):
+        for m in each:
+            vars(m.weight).pop("ds_id", None)
+        quantise.quantize_(each, quantise.Int8WeightOnlyConfig(version=2))
+    assert type(model[0]) is LigerFloat8TrainingLinear and torch.equal(model(x), stock(x)) and not torch.equal(model(x), in_8_bits)
+
+
+def test_frozen_parts(fast):
+    """What learns gets the gradients that it gets beside parts that learn."""
+    whole, part = llama(num_hidden_layers=2), llama(num_hidden_layers=2)
+    for p in (*part.model.embed_tokens.parameters(), *part.model.layers[0].self_attn.parameters(), *part.model.layers[1].mlp.parameters()):
+        p.requires_grad_(False)
+    for model in (whole, part):
+        patch(model, fp8="tensorwise")
+    expected, found = step(whole)[1], step(part)[1]
+    assert 0 < len(found) < len(expected)
+    assert_bits(found, {name: g for name, g in expected.items() if name in found})
+
+
+def test_tied_embeddings(fast):
+    """The head stays in 16 bits, or is a layer in FP8 if a function takes it; the embedding learns from both its uses."""
+    untied, tied = llama(), llama(tie_word_embeddings=True)
+    patch(tied, fp8="tensorwise")
+    assert len(in_fp8(tied)) == LINEARS and tied.lm_head.weight is tied.model.embed_tokens.weight
+    untied.load_state_dict(tied.state_dict())
+    patch(untied, fp8="tensorwise")
+    apart, together = step(untied)[1], step(tied)[1]
+    both = apart.pop("lm_head.weight") + apart["model.embed_tokens.weight"]
+    torch.testing.assert_close(together.pop("model.embed_tokens.weight"), both, rtol=2**-6, atol=1e-3)
+    del apart["model.embed_tokens.weight"]
+    assert_bits(together, apart)
+    patch(tied, fp8="tensorwise", fp8_filter=lambda m, name: True)
+    assert "lm_head" not in in_fp8(tied), "257 classes are no multiple of 16"
+    tied = llama(tie_word_embeddings=True, vocab_size=272)
+    patch(tied, fp8="tensorwise", fp8_filter=lambda m, name: True)
+    assert "lm_head" in in_fp8(tied) and abs(step(tied)[1]["loss"] - step(llama(tie_word_embeddings=True, vocab_size=272))[1]["loss"]) < 0.1
+
+
+def adapted(model: nn.Module) -> nn.Module:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(1)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=16, target_modules="all-linear", init_lora_weights=False))
+    for name, p in model.named_parameters():
+        if "lora_" in name:
+            p.data *= 0.3
+    return model
+
+
+@pytest.mark.parametrize("by", ["fast", "nodes"])
+def test_adapters(by, request):
+    """Over layers in FP8 adapters learn, whichever came first; they themselves stay in 16 bits. Merged into a weight, they are a part of what is cast."""
+    ran = request.getfixturevalue(by)
+    first, later = llama(), llama()
+    patch(first, fp8="rowwise")
+    first, later = adapted(first), adapted(later)
+    patch(later.get_base_model(), fp8="rowwise")
+    assert in_fp8(first) == in_fp8(later) and len(in_fp8(first)) == LINEARS and all(name.endswith(".base_layer") for name in in_fp8(first))
+    expected, found = step(first)[1], step(later)[1]
+    assert ran is None or ran[: len(ONE_LAYER)] == ONE_LAYER
+    assert_bits(found, expected)
+    dense = step(adapted(llama()))[1]
+    for name, g in dense.items():
+        assert "lora_" in name or name == "loss"
+        assert 0 < (found[name] - g).norm() < 0.25 * g.norm() + 1e-3, name
+    if by == "nodes":
+        assert {layer.reason for layer in projections_report(first).layers if layer.runs} == {"in FP8, rowwise"}
+    before = later(**tokens()).logits
+    later.merge_adapter()
+    after = later(**tokens()).logits
+    fresh = llama()
+    fresh.load_state_dict({k.replace(".base_layer", ""): v for k, v in later.get_base_model().state_dict().items() if "lora_" not in k})
+    patch(fresh, fp8="rowwise")
+    with torch.no_grad():
+        assert torch.equal(later.eval()(**tokens()).logits, fresh.eval()(**tokens()).logits)
+    assert before is after is None  # both were trained
+
+
+# -- the head ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def heads(monkeypatch):
+    """The recipes with which losses multiplied their heads."""
+    recipes, stock = [], head_loss.linear_cross_entropy
+    monkeypatch.setattr(head_loss, "linear_cross_entropy", lambda *args, fp8=None, **options: recipes.append(fp8) or stock(*args, **options))
+    return recipes
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_the_head(door, fast, heads, tmp_path):
+    """Its recipe reaches the loss of a model, and of its copies, until ``restore``."""
+    llama().save_pretrained(tmp_path / "saved")
+    model = DOORS[door](llama(), {"fp8": "rowwise", "fp8_head": True}, tmp_path).to(DEVICE).train()
+    patch(model)  # the class door's classes are stock again; a call without fp8 changes nothing
+    heads.clear()
+    for each in (model, copy.deepcopy(model)):
+        step(each)
+    assert heads == ["rowwise"] * 2
+    assert str(projections_report(model).layers[-1]) == "lm_head: runs (the head, in FP8 as part of the loss)"
+    patch(model, fp8="rowwise")
+    step(model)
+    patch(model, fp8="tensorwise", fp8_head=True)
+    step(model)
+    liger.restore(model)
+    patch(model)
+    step(model)
+    assert heads[2:] == [None, "tensorwise", None]
+
+
+def test_heads_that_stay_in_16_bits(fast, heads):
+    """say why."""
+    model = adapted(llama())
+    patch(model.get_base_model(), fp8="rowwise", fp8_head=True)
+    step(model)
+    assert heads == ["rowwise"]
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(llama(), peft.LoraConfig(r=2, target_modules=["lm_head"]))
+    patch(model.get_base_model(), fp8="rowwise", fp8_head=True)
+    with pytest.warns(UserWarning, match="fp8_head: the head stays in 16 bits, because it has adapters"):
+        step(model)
+    model = llama()
+    patch(model, fp8="rowwise", fp8_head=True)
+    with pytest.warns(UserWarning, match="fp8_head: the head stays in 16 bits, because other code reads its logits or sees its calls"):
+        step(model, skip_logits=False, return_token_accuracy=True)
+    model.lm_head.register_forward_hook(lambda *_: None)
+    with pytest.warns(UserWarning, match="fp8_head: the head stays in 16 bits, because other code reads its logits or sees its calls"):
+        step(model)
+    assert heads == ["rowwise"] + [None] * (len(heads) - 1)
+    with pytest.raises(ValueError, match="fp8_head: LlamaModel has no output head"):
+        patch(transformers.LlamaModel(llama().config), fp8="rowwise", fp8_head=True)
+    with pytest.raises(ValueError, match="fp8_head: the head of '' cannot be in FP8: liger_kernel has no kernels for this type of model"):
+        patch(nn.Linear(16, 16), fp8="rowwise", fp8_head=True)

@@ -482,7 +482,7 @@ def test_tensors_elsewhere_stay():
 def test_report():
     model = adapted(targets=["q_proj", "up_proj", "lm_head", "embed_tokens"])
     text = str(projections_report(model))
-    assert text.splitlines()[0] == "the engine runs 0 of 4 linear layers with adapters or quantised weights"
+    assert text.splitlines()[0] == "the engine runs 0 of 4 linear layers with adapters, quantised weights or FP8"
     assert "1 stock: LlamaAttention is not patched, or its forward does not call it as self.q_proj(x)" in text
     patch(model)
     report = projections_report(model)
@@ -496,7 +496,7 @@ def test_report():
     assert str(projections_report(model).layers[-1]).endswith("lm_head: runs (the head, as part of the loss)")
     model.get_base_model().model.layers[0].mlp.act_fn = nn.Softplus()
     assert [layer.reason for layer in projections_report(model).stock][1] == "LlamaMLP has an activation that is none of ours"
-    assert str(projections_report(make("llama"))) == "no linear layer has an adapter or a quantised weight"
+    assert str(projections_report(make("llama"))) == "no linear layer has an adapter, a quantised weight or FP8"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="its model is on the CPU, where kernels are interpreted only without a GPU")

@@ -16,6 +16,7 @@ from liger_kernel.nn.attention import liger_multi_token_attention as liger_multi
 from liger_kernel.nn.attention import liger_softmax as liger_softmax
 from liger_kernel.nn.attention import liger_sparsemax as liger_sparsemax
 from liger_kernel.nn.float8 import LigerFloat8Linear as LigerFloat8Linear
+from liger_kernel.nn.float8_training import LigerFloat8TrainingLinear as LigerFloat8TrainingLinear
 from liger_kernel.nn.losses import CrossEntropyOutput as CrossEntropyOutput
 from liger_kernel.nn.losses import LigerCrossEntropyLoss as LigerCrossEntropyLoss
 from liger_kernel.nn.losses import LigerFusedCETVDLoss as LigerFusedCETVDLoss

@@ -10,29 +10,40 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from liger_kernel.ops._core.shards import is_sharded
+from liger_kernel.ops._core.operator import intercepted
 from liger_kernel.ops.projections.adapted import Projection
-from liger_kernel.ops.projections.float8_training import RECIPES, Float8Trained, Kept, float8_trained
-from liger_kernel.ops.projections.linear import linears
+from liger_kernel.ops.projections.float8_training import RECIPES, Float8Trained, Kept, float8_trained, forget
+from liger_kernel.ops.projections.linear import dtypes_of, linears
 
 _KEPT: WeakIdKeyDictionary = WeakIdKeyDictionary()
+DTYPES = (torch.bfloat16, torch.float32)  # not float16, which is trained with a gradient scaler: the scales of the casts do its work
 
 
 def trained(weight: Tensor, recipe: str) -> Float8Trained:
-    """``weight`` as it is multiplied. Its casts are kept over calls in one process; of several, some free and gather weights, and each call casts anew."""
+    """``weight`` as it is multiplied. Its largest values are kept over calls if it is learnt in one process, else each call searches them again.
+
+    Of several processes, some free and gather weights. PEFT merges adapters into the ``data`` of frozen weights, which no version counter shows.
+    """
     kept = None
-    if not (dist.is_available() and dist.is_initialized()):
+    if weight.requires_grad and not (dist.is_available() and dist.is_initialized()):
         kept = _KEPT.setdefault(weight, Kept())
     return float8_trained(weight, RECIPES[recipe], kept)
 
 
-class LigerFloat8TrainingLinear(nn.Linear):
-    """``x W^T + bias`` whose three products are in FP8: see ``of``. x is (..., K), of 16 or 32 bits; y and dx have its dtype, or autocast's.
+def is_whole(weight: Tensor) -> bool:
+    """Whether a weight can be cast: it is neither sharded (DTensor, ZeRO-3) nor quantised."""
+    return (type(weight) in (Tensor, nn.Parameter) or intercepted()) and not hasattr(weight, "ds_id")
 
-    The parameters are those of ``nn.Linear``, of 16 or 32 bits; both sizes of the weight must be multiples of 16. Micikevicius et al., arXiv:2209.05433.
+
+class LigerFloat8TrainingLinear(nn.Linear):
+    """``x W^T + bias`` whose three products are in FP8: see ``of``. x is (..., K), in bfloat16 or float32; y and dx have its dtype, or autocast's.
+
+    The parameters are those of ``nn.Linear``; both sizes of the weight must be multiples of 16. A weight that is sharded when it is multiplied, or quantised,
+    is multiplied by ``F.linear``. Raises ``ValueError`` for other dtypes of x, and on a GPU without FP8. Micikevicius et al., arXiv:2209.05433.
     """
 
     recipe: str
+    forget = staticmethod(forget)
 
     @classmethod
     def of(cls, linear: nn.Linear, recipe: str = "tensorwise") -> LigerFloat8TrainingLinear:
@@ -47,6 +58,12 @@ class LigerFloat8TrainingLinear(nn.Linear):
         linear.recipe = recipe
         return linear
 
+    def given_back(self) -> nn.Linear:
+        """This layer itself, as the ``nn.Linear`` that it was."""
+        del self.recipe
+        self.__class__ = nn.Linear  # type: ignore[assignment]  # its base, of which it has all attributes
+        return self
+
     @classmethod
     @functools.cache
     def _break_graphs(cls) -> None:
@@ -54,8 +71,10 @@ class LigerFloat8TrainingLinear(nn.Linear):
         cls.forward = torch.compiler.disable(cls.forward)  # type: ignore[method-assign]  # it is the same function to everybody else
 
     def forward(self, input: Tensor) -> Tensor:
-        if is_sharded(self.weight) or not input.numel():
+        if not is_whole(self.weight) or not input.numel():
             return F.linear(input, self.weight, self.bias)
+        if (dtype := dtypes_of(input, ())[0]) not in DTYPES:
+            raise ValueError(f"LigerFloat8TrainingLinear: input must be of bfloat16 or float32, under autocast, too, got {dtype}")
         return linears(input, [Projection(trained(self.weight, self.recipe), self.bias)])[0]
 
     def extra_repr(self) -> str:

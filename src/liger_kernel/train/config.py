@@ -31,6 +31,7 @@ PACKINGS = ("auto", "documents")
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
 REPORTS = ("tensorboard", "wandb", "mlflow")
 QUANTIZED = ("nf4", "int8", "fp8")
+FP8 = ("tensorwise", "rowwise", "rowwise_with_gw_hp")  # of ops/projections/float8_training.py, which needs torch
 EVERY_LINEAR = "all-linear"
 # fields that say what is trained beside a frozen base; checkpoints of other adapters do not fit
 ADAPTERS = ("lora", "lora_alpha", "lora_dropout", "lora_targets", "dora", "rslora", "quantize")
@@ -138,6 +139,11 @@ class TrainConfig:
         "what the backward computes again: cheap: norms and gated activations (default); mlp: gate and up, too; off: nothing",
         REMATERIALISE,
     )
+    fp8: str | None = _field(None, "kernels", "linear layers multiply in FP8, forward and backward, with one scale for each tensor, or for each row", FP8)
+    fp8_filter: str | None = _field(
+        None, "kernels", "layers that stay as they are, beside heads, routers and small layers: names with commas between, such as o_proj,mlp"
+    )
+    fp8_head: bool | None = _field(None, "kernels", "the output head and its loss multiply in FP8, too")
 
     trainer: str = _field("torch", "run", "what runs the loop: plain PyTorch, transformers' Trainer, or Lightning's", TRAINERS)
     parallel: str = _field(
@@ -220,6 +226,7 @@ class TrainConfig:
         if self.cross_entropy and self.fused_linear_cross_entropy:
             raise UserError("cross_entropy and fused_linear_cross_entropy exclude each other")
         self._check_adapters()
+        self._check_fp8()
 
     def _check_adapters(self) -> None:
         """What is wrong with adapters whatever the model is; ``train/adapters.py`` checks the rest."""
@@ -238,6 +245,20 @@ class TrainConfig:
             raise UserError(f"quantize {self.quantize} needs parallel none or ddp, got {self.parallel}")
         if self.dora and self.quantize == "int8":  # PEFT 0.21 and bitsandbytes 0.50 lose them in the second step
             raise UserError("dora needs quantize nf4, fp8 or none: with int8, DoRA loses the scales of the weights")
+
+    def _check_fp8(self) -> None:
+        if not self.fp8:
+            if self.fp8_filter is not None or self.fp8_head:
+                raise UserError(f"{'fp8_head' if self.fp8_head else 'fp8_filter'} needs fp8, a recipe")
+            return
+        if self.fp8_filter is not None and not all(name.strip() for name in self.fp8_filter.split(",")):
+            raise UserError(f"fp8_filter must be names of layers with commas between; got {self.fp8_filter!r}")
+        if self.kernels != "on":
+            raise UserError(f"fp8 {self.fp8} needs kernels on")
+        if self.lora:
+            raise UserError(f"fp8 {self.fp8} trains the whole model: with lora, quantize fp8 stores the frozen model in FP8")
+        if self.parallel not in ("none", "ddp", "fsdp2"):
+            raise UserError(f"fp8 {self.fp8} needs parallel none, ddp or fsdp2, got {self.parallel}: elsewhere weights are sharded while they are multiplied")
 
     @property
     def target_modules(self) -> str | list[str]:
@@ -269,7 +290,8 @@ class TrainConfig:
     def kernel_flags(self) -> dict[str, Any]:
         """The kernels that are switched on or off by name; the model family decides about the others."""
         names = [field.name for field in dataclasses.fields(self) if field.metadata["group"] == "kernels" and field.name != "kernels"]
-        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        flags = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return flags | ({"fp8_filter": [name.strip() for name in self.fp8_filter.split(",")]} if self.fp8_filter else {})
 
     def shown(self) -> dict[str, Any]:
         """Names and values without credentials, which may be written or reported."""

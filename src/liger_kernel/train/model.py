@@ -42,6 +42,11 @@ def device_and_precision(config: TrainConfig) -> tuple[torch.device, str]:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device.type == "cuda" and (device.index or 0) >= gpus:
         raise UserError(f"device is {name}, but PyTorch sees {gpus or 'no'} GPU{'s' * (gpus > 1)} here")
+    if config.fp8:
+        from liger_kernel.ops.projections.float8 import lacking
+
+        if missing := lacking(device):
+            raise UserError(f"fp8 {config.fp8}: {missing}")
     precision = config.precision if config.precision != "auto" else "bf16-mixed" if device.type == "cuda" else "fp32"
     if config.lora and precision == "bf16":  # the base is in bf16 in both, and PEFT keeps adapters in fp32
         precision = "bf16-mixed"
@@ -189,21 +194,26 @@ def small_llama(config: TrainConfig, tokenizer: Any) -> Any:
     )
 
 
-def patch(model: Any, flags: dict[str, bool]) -> None:
-    """Patch this one model. Raises ``UserError`` if its family does not have a flag; an unknown family stays stock."""
-    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+def patch(model: Any, flags: dict[str, Any]) -> None:
+    """Patch this one model. Raises ``UserError`` if its family does not have a flag; an unknown family stays stock, or trains in FP8 without our kernels."""
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance, train_in_fp8
     from liger_kernel.transformers.patching.flags import flags_of
     from liger_kernel.transformers.recognise.rows import family
 
     model_type = model.config.model_type
-    if family(model_type) is None:
-        print(f"no kernels for {model_type}: training it as Hugging Face ships it")
-        return
-    known = flags_of(model_type)
-    unknown = [name for name in flags if name not in known]
-    if unknown:
-        raise UserError(f"{model_type} has no kernel flag {unknown[0]}{did_you_mean(unknown[0], known)}; its flags are {', '.join(known)}")
-    _apply_liger_kernel_to_instance(model, **flags)
+    try:
+        if family(model_type) is None:
+            print(f"no kernels for {model_type}: training it as Hugging Face ships it{', but in FP8' if 'fp8' in flags else ''}")
+            if "fp8" in flags:
+                train_in_fp8(model, flags["fp8"], filter=flags.get("fp8_filter"))
+            return
+        known = flags_of(model_type)
+        unknown = [name for name in flags if name not in known]
+        if unknown:
+            raise UserError(f"{model_type} has no kernel flag {unknown[0]}{did_you_mean(unknown[0], known)}; its flags are {', '.join(known)}")
+        _apply_liger_kernel_to_instance(model, **flags)
+    except ValueError as error:
+        raise UserError(str(error)) from error
 
 
 def flops_per_token(model: Any, length: int) -> float | None:

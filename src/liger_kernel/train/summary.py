@@ -17,6 +17,7 @@ from liger_kernel.train.stream import Stream
 
 def summary(config: TrainConfig, data: Data, model: Any, attention: str, device: torch.device, precision: str, world: int) -> str:
     """The lines, on rank 0, of a model that is on its device and patched, and not sharded yet."""
+    outside = "; FP8 is not part of the estimate" if config.fp8 else ""
     lines = [
         f"model: {_model(config, model)}",
         *([f"adapters: {adapters.described(config, model)}"] if config.lora else []),
@@ -24,7 +25,7 @@ def summary(config: TrainConfig, data: Data, model: Any, attention: str, device:
         f"attention: {attention}",
         f"data: {_data(config, data, world)}",
         f"device: {device_name(device)}, {precision}{f', {world} ranks ({config.parallel})' if world > 1 else ''}, trainer {config.trainer}",
-        f"memory: {_memory(config, model, device, precision, world)}",
+        f"memory: {_memory(config, model, device, precision, world)}{outside}",
     ]
     return "\n".join(lines)
 
@@ -50,7 +51,7 @@ def kernels(config: TrainConfig, model: Any) -> list[str]:
     from liger_kernel.transformers.patching.report import patches_report, projections_report
 
     lines = str(patches_report(model, config.kernel_flags)).splitlines()
-    return [*lines, *([f"projections: {projections_report(model)}"] if config.lora else [])]
+    return [*lines, *([f"projections: {projections_report(model)}"] if config.lora or config.fp8 else [])]
 
 
 def _data(config: TrainConfig, data: Data, world: int) -> str:

@@ -67,6 +67,7 @@ _PATCHING = {
     "projections_report": "patching.report",
     "restore": "patching.values",
     "quantize_base": "quantize",
+    "train_in_fp8": "fp8",
 }
 
 __all__ = [

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.utils import find_adapter_config_file, is_peft_available
 
 from liger_kernel.nearest import nearest
-from liger_kernel.transformers.patching.apply import _apply_liger_kernel, _apply_rest
+from liger_kernel.transformers.patching.apply import _apply_liger_kernel, _apply_rest, _wish
 from liger_kernel.transformers.patching.flags import every_flag, flags_of
 from liger_kernel.transformers.recognise.rows import family
 
@@ -19,16 +19,21 @@ _HUB = ("cache_dir", "code_revision", "force_download", "local_files_only", "pro
 
 
 def _patched(name: str, config: PretrainedConfig, kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """``kwargs`` without flags, and those that the family has, after its classes are patched as they say; an unknown family stays plain, with a warning."""
+    """``kwargs`` without flags, and those that the family has, after its classes are patched as they say; an unknown family stays plain, with a warning.
+
+    Classes are not told of FP8, because other models of this process may not want it: ``_apply_rest`` converts the model.
+    """
     for argument in kwargs.keys() - every_flag():
         near = nearest(argument, every_flag(), cutoff=0.75)  # transformers' own arguments are at most 0.57 alike
         if near and not hasattr(config, argument):
             raise TypeError(f"{name}: no argument {argument!r}; did you mean {near}?")
     model_type = getattr(config, "model_type", "")
-    given: dict[str, Any] = {}
+    given = {k: v for k, v in kwargs.items() if k in ("fp8", "fp8_filter", "fp8_head")}
+    _wish(model_type, {k: v for k, v in kwargs.items() if k in every_flag()})  # raises before the model is loaded
     if model_type and family(model_type):
-        given = {k: v for k, v in kwargs.items() if k in flags_of(model_type)}
-        _apply_liger_kernel(model_type, **given)
+        others = {k: v for k, v in kwargs.items() if k in flags_of(model_type) and k not in given}
+        _apply_liger_kernel(model_type, **others)
+        given |= others
     else:
         warnings.warn(f"{name}: no kernels for model type {model_type!r}, so the model is stock", stacklevel=3)
     return {k: v for k, v in kwargs.items() if k not in every_flag()}, given

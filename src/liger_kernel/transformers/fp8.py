@@ -1,16 +1,30 @@
-"""The trained linear layers of a model in FP8: ``train_in_fp8(model, "tensorwise")``."""
+"""The trained linear layers of a model in FP8: ``train_in_fp8(model, "tensorwise")``, or the flag ``fp8`` of every patch.
+
+    asked        what the flags of a patch say, as a ``Wish``
+    convert      a live model
+    converting   models that are made later: the ``__init__`` of their classes
+    reason       why a linear layer stays as it is
+
+A layer gets the class ``LigerFloat8TrainingLinear``. Its parameters stay, so that they may be loaded, moved, sharded or wrapped before and after.
+"""
 
 from __future__ import annotations
 
+import contextvars
+import functools
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
-from liger_kernel.nn.float8_training import RECIPES, LigerFloat8TrainingLinear
+from liger_kernel.nearest import did_you_mean
+from liger_kernel.nn.float8_training import DTYPES, RECIPES, LigerFloat8TrainingLinear
 from liger_kernel.ops.projections.float8 import lacking
-from liger_kernel.transformers.quantize import HEADS_AND_ROUTERS
+from liger_kernel.transformers.head.state import FP8
+from liger_kernel.transformers.quantize import HEADS_AND_ROUTERS, owners_of_heads, parts_of_adapters, parts_of_heads
 from liger_kernel.transformers.recognise.projections import is_dense
 
 SMALL = 2**23  # values of a weight below which the casts of x, W and dy take what its three products gain (MEASURED.md)
@@ -22,44 +36,143 @@ def train_in_fp8(model: nn.Module, recipe: str = "tensorwise", *, filter: Filter
     """Let the linear layers of ``model`` multiply in FP8, forward and backward, and return the names of those left as they are, with the reason.
 
     ``recipe``: "tensorwise", "rowwise" or "rowwise_with_gw_hp", named as torchao names them; ``ops/projections/float8_training.py`` has what each casts.
-    ``filter``: ends of names of layers that are left as they are, or a function of a layer and its name that says whether it is cast, as torchao's
-    ``module_filter_fn``. Output heads, routers and layers below 8 million weights are left in any case, but for what such a function takes.
-    Parameters, their dtypes and ``state_dict`` do not change. Raises ``ValueError`` for another recipe, and on a GPU without FP8.
+    ``filter``: names of layers, or of modules around layers, that are left as they are; or a function of a layer and its name that says whether it is cast, as
+    torchao's ``module_filter_fn``. Output heads, routers and layers below 8 million weights are left in any case, but for what such a function takes.
+    Parameters, their dtypes and ``state_dict`` do not change. Another call decides about all layers again, and ``restore(model)`` undoes it.
+    Raises ``ValueError`` for another recipe, for a name that no layer has, for a model with weights in float16, and on a GPU without FP8.
     """
+    wish = asked({"fp8": recipe, "fp8_filter": filter})
+    if wish is None:
+        raise ValueError(f"fp8: must be {_RECIPES}, got {recipe!r}")
+    return convert(model, wish)
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the flags of a patch ask for. Its text is the label of the patch."""
+
+    recipe: str
+    filter: Callable[[nn.Module, str], bool] | tuple[str, ...] = ()
+    head: bool = False
+
+    def __str__(self) -> str:
+        return f"fp8({self.recipe}{', head' * self.head})"
+
+
+_RECIPES = f"one of {', '.join(RECIPES)}"
+
+
+def asked(flags: Mapping[str, Any]) -> Wish | None:
+    """The wish in the flags of a patch; None without one. ``ValueError`` for a value that cannot be."""
+    recipe, filter = flags.get("fp8") or None, flags.get("fp8_filter") or ()
+    if isinstance(filter, str) or not (callable(filter) or (isinstance(filter, Collection) and all(isinstance(name, str) for name in filter))):
+        raise ValueError(f"fp8_filter: must be names of layers, or a function of a layer and its name, got {filter!r}")
+    if recipe is None:
+        if filter or flags.get("fp8_head"):
+            raise ValueError(f"{'fp8_filter' if filter else 'fp8_head'}: needs fp8, a recipe")
+        return None
+    if recipe == "blockwise":
+        raise ValueError(f"fp8: blockwise is refused, because no kernel of ours or of PyTorch computes it faster than 16 bits; it must be {_RECIPES}")
     if recipe not in RECIPES:
-        raise ValueError(f"train_in_fp8: recipe must be one of {', '.join(RECIPES)}, got {recipe!r}")
-    for device in {p.device for p in model.parameters()}:
-        if why := lacking(device):
-            raise ValueError(f"train_in_fp8: {why}")
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    reasons: dict[str, str] = {}
-    for name, m in model.named_modules():
-        if not isinstance(m, nn.Linear) or isinstance(m, LigerFloat8TrainingLinear):
-            continue
-        if (why := _left(name, m, m is head, filter)) is None:
-            LigerFloat8TrainingLinear.of(m, recipe)
-        else:
-            reasons[name] = why
+        near = did_you_mean(recipe, RECIPES) if isinstance(recipe, str) else ""
+        raise ValueError(f"fp8: must be {_RECIPES}, or False, got {recipe!r}{near}")
+    return Wish(recipe, filter if callable(filter) else tuple(filter), bool(flags.get("fp8_head")))
+
+
+def convert(model: nn.Module, wish: Wish) -> dict[str, str]:
+    """``train_in_fp8`` of a wish."""
+    names = [name for name, _, _ in linear_layers(model)]
+    for left in wish.filter if isinstance(wish.filter, tuple) else ():
+        if not any(f".{left}." in f".{name}." for name in names):
+            there = sorted({part for name in names for part in name.split(".")})
+            raise ValueError(f"fp8_filter: {type(model).__name__} has no linear layer {left!r}{did_you_mean(left, there)}")
+    if wish.head and not owners_of_heads(model):
+        raise ValueError(f"fp8_head: {type(model).__name__} has no output head")
+    reasons = _convert(model, wish)
     if not any(isinstance(m, LigerFloat8TrainingLinear) for m in model.modules()):
         why = "; ".join(f"{name}: {reason}" for name, reason in list(reasons.items())[:2]) or "there is none"
-        warnings.warn(f"train_in_fp8: no linear layer is in FP8 ({why})", stacklevel=2)
+        warnings.warn(f"fp8: no linear layer is in FP8 ({why})", stacklevel=3)
     return reasons
 
 
-def _left(name: str, m: nn.Linear, is_head: bool, filter: Filter | None) -> str | None:
+def _convert(model: nn.Module, wish: Wish) -> dict[str, str]:
+    """``convert`` without its warning."""
+    for p in model.parameters():
+        if p.dtype == torch.float16:
+            raise ValueError("fp8: the model must have weights in bfloat16 or float32, got float16")
+    for device in {p.device for p in model.parameters()}:
+        if why := lacking(device):
+            raise ValueError(f"fp8: {why}")
+    give_back(model)
+    for m in owners_of_heads(model) if wish.head else ():
+        m.__dict__[FP8] = wish.recipe
+    reasons = {}
+    for name, m, is_head in linear_layers(model):
+        if (why := HEAD if is_head and wish.head else reason(name, m, is_head, wish.filter)) is None:
+            LigerFloat8TrainingLinear.of(m, wish.recipe)
+        else:
+            reasons[name] = why
+    return reasons
+
+
+def give_back(model: nn.Module) -> None:
+    """Undo ``convert``."""
+    for m in model.modules():
+        m.__dict__.pop(FP8, None)
+        if type(m) is LigerFloat8TrainingLinear:
+            m.given_back()
+
+
+HEAD = "the head, in FP8 as part of the loss"
+
+
+def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear, bool]]:
+    """The linear layers of a model with their names, and whether they belong to an output head; not those of PEFT's adapters."""
+    heads, adapters = parts_of_heads(model), parts_of_adapters(model)
+    for name, m in model.named_modules():
+        if isinstance(m, nn.Linear) and id(m) not in adapters:
+            yield name, m, id(m) in heads
+
+
+def reason(name: str, m: nn.Linear, is_head: bool, filter: Callable[[nn.Module, str], bool] | tuple[str, ...]) -> str | None:
     """Why a layer is left as it is; None if it is cast."""
     if not is_dense(m):
         return f"a {type(m).__name__} that is not a plain nn.Linear: sharded, hooked, quantised, or with a forward of its own"
-    if m.weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+    if m.weight.dtype not in DTYPES:
         return f"a weight of {m.weight.dtype}"
-    names = (*HEADS_AND_ROUTERS, *(() if filter is None or callable(filter) else filter))
     if callable(filter):
         if not filter(m, name):
             return "the filter leaves it"
-    elif is_head or any(f".{n}." in f".{name}." for n in names):
+    elif is_head or any(f".{n}." in f".{name}." for n in (*HEADS_AND_ROUTERS, *filter)):
         return "a head, a router, or left by its name"
     if m.in_features % 16 or m.out_features % 16:
         return f"{m.out_features} x {m.in_features} are not multiples of 16"
     if callable(filter):
         return None
     return f"{m.out_features} x {m.in_features} are too few to gain by it" if m.weight.numel() < SMALL else None
+
+
+_being_made: contextvars.ContextVar[bool] = contextvars.ContextVar("being_made", default=False)
+
+
+def converting(init: Callable, wish: Wish) -> Callable:
+    """``init`` of a model class, after which the model is trained in FP8. Models within models are converted with the outermost, which knows all names.
+
+    A model that is loaded quantised stays as it is: quantisers of Transformers look for layers whose class is ``nn.Linear`` after ``__init__``.
+    """
+
+    @functools.wraps(init)
+    def __init__(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        if _being_made.get():
+            return init(self, *args, **kwargs)
+        token = _being_made.set(True)
+        try:
+            init(self, *args, **kwargs)
+        finally:
+            _being_made.reset(token)
+        if getattr(getattr(self, "config", None), "quantization_config", None) is None:
+            _convert(self, wish)
+        else:
+            warnings.warn(f"{type(self).__name__}: fp8={wish.recipe!r} has no effect, because the model is quantised", stacklevel=2)
+
+    return __init__

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
+from typing import Any
 
 import torch
 from torch import nn
@@ -54,10 +55,7 @@ def _sorted(model: nn.Module, skip: tuple[str, ...]) -> tuple[list[str], dict[st
     """Names of the linear layers to be replaced, and of those to be left with the reason. Parts of adapters are neither."""
     all_trained = all(p.requires_grad for p in model.parameters() if p.is_floating_point())
     holders = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    heads = {id(m) for m in (head.modules() if isinstance(head, nn.Module) else ())}
-    wrappers = [m for m in model.modules() if hasattr(m, "base_layer")]
-    adapters = {id(part) for m in wrappers for child, of in m.named_children() if child != "base_layer" for part in of.modules()}
+    heads, adapters = parts_of_heads(model), parts_of_adapters(model)
     names, reasons = [], {}
     for name, m in model.named_modules(remove_duplicate=False):
         if not isinstance(m, nn.Linear) or isinstance(m, LigerFloat8Linear) or id(m) in adapters:
@@ -79,3 +77,27 @@ def _sorted(model: nn.Module, skip: tuple[str, ...]) -> tuple[list[str], dict[st
         else:
             names.append(name)
     return names, reasons
+
+
+def parts_of_heads(model: nn.Module) -> set[int]:
+    """``id`` of the modules of output heads, of the model itself and of models within it."""
+    return {id(part) for head in owners_of_heads(model).values() for part in head.modules()}
+
+
+def owners_of_heads(model: nn.Module) -> dict[nn.Module, nn.Module]:
+    """The modules that have an output head, each with its head: the model itself, and models within it."""
+    owners = [m for m in model.modules() if callable(getattr(m, "get_output_embeddings", None))]
+    return {m: head for m in owners if isinstance(head := _head_of(m), nn.Module)}
+
+
+def _head_of(model: Any) -> Any:
+    try:
+        return model.get_output_embeddings()
+    except (AttributeError, NotImplementedError):  # a model without a head
+        return None
+
+
+def parts_of_adapters(model: nn.Module) -> set[int]:
+    """``id`` of the modules that PEFT has put beside the layers that it wraps."""
+    wrappers = [m for m in model.modules() if hasattr(m, "base_layer")]
+    return {id(part) for m in wrappers for child, of in m.named_children() if child != "base_layer" for part in of.modules()}

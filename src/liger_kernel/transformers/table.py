@@ -143,6 +143,9 @@ def source(rows: dict[str, Family], unverified: dict[str, str]) -> str:
     return "\n".join(lines) + "\n"
 
 
+OURS = "rematerialise: bool | str = True, projections: bool = True, fp8: bool | str = False, fp8_filter: Filter | None = None, fp8_head: bool = False"
+
+
 def stub() -> str:
     """The text of ``transformers/__init__.pyi``: what ``__init__`` imports, and what it makes when it is asked for, as type checkers have to know it."""
     tree = ast.parse(Path(published.__file__).read_text())
@@ -156,13 +159,14 @@ def stub() -> str:
         "",
         *(f"from liger_kernel.nn import {a.name} as {a.name}" for a in names),
         *(f"from liger_kernel.transformers.{module} import {name} as {name}" for name, module in lazy.items()),
+        "from liger_kernel.transformers.fp8 import Filter",
         "",
         "def is_transformers_available() -> bool: ...",
     ]
     for function in apply.MODEL_TYPE_TO_APPLY_LIGER_FN.values():
         parameters = inspect.signature(function).parameters.values()
         flags = ", ".join(f"{p.name}: {p.annotation} = {p.default}" for p in parameters)
-        lines.append(f"def {function.__name__}({flags}, *, rematerialise: bool | str = True, projections: bool = True) -> None: ...")
+        lines.append(f"def {function.__name__}({flags}, *, {OURS}) -> None: ...")
     return "\n".join(lines) + "\n"
 
 

@@ -29,6 +29,7 @@ from liger_kernel.transformers.head.outputs import _output as _output  # older p
 from liger_kernel.transformers.head.outputs import declare_outputs, settled, settled_in_place
 from liger_kernel.transformers.head.recipe import IGNORE, Loss, LossOptions
 from liger_kernel.transformers.head.stand_in import Call, StandIn, enter, leave, place_of_head, standing, without_labels
+from liger_kernel.transformers.head.state import FP8
 
 
 def _positional(forward: Callable) -> tuple[list[str], bool]:
@@ -74,7 +75,7 @@ def fused(forward: Callable, *, keep_logits: bool = False, known: bool = True) -
         place = place_of_head(self) if skip or keep_logits or options or accuracy or predictions else None
         if place is None:
             return forward(self, *(given[n] for n in at), *args[len(at) :], **{k: v for k, v in given.items() if k not in at})
-        loss = Loss(LossOptions(**options), bool(accuracy or predictions))
+        loss = Loss(LossOptions(**options, fp8=getattr(self, FP8, None)), bool(accuracy or predictions))
         parent, name = place
         head = parent._modules[name]
         head = head.head if isinstance(head, StandIn) else head

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -52,7 +53,10 @@ def head_cross_entropy(head: nn.Module, x: Tensor, target: Tensor, options: Loss
     if is_plain(head, within):
         return linear_cross_entropy(x, head.weight, target, head.bias, **options.given())
     if not isinstance(found := with_adapters(head, x), Left):
-        return linear_cross_entropy(target=target, **terms(found, x), **options.given())
+        own = terms(found, x)
+        options = _in_16_bits(options, "it has adapters") if "xa" in own else options
+        return linear_cross_entropy(target=target, **own, **options.given())
+    options = _in_16_bits(options, "it is sharded, quantised or of a form of its own")
     if isinstance(head, parallel.VocabularyParallel) and options.class_weight is None and not options.token_scaling:
         return _vocabulary_parallel_loss(head, x, target, options)
     class_weight, reduction = options.class_weight, options.reduction
@@ -79,6 +83,14 @@ def head_cross_entropy(head: nn.Module, x: Tensor, target: Tensor, options: Loss
         n = normaliser(target, class_weight, LossNumbers(ignore_index=options.ignore_index))
         loss, z_loss = loss / n, z_loss / n
     return (loss, z_loss, torch.cat(predicted)) if options.stats else loss
+
+
+def _in_16_bits(options: LossOptions, why: str) -> LossOptions:
+    """``options`` without FP8, which was asked for."""
+    if options.fp8 is None:
+        return options
+    warnings.warn(f"fp8_head: the head stays in 16 bits, because {why}", stacklevel=2)
+    return options.but(fp8=None)
 
 
 def _vocabulary_parallel_loss(head: parallel.VocabularyParallel, x: Tensor, target: Tensor, options: LossOptions) -> Any:
@@ -129,6 +141,7 @@ def _loss(logits: Recipe, target: Tensor, options: LossOptions) -> Tensor:
     else:
         head, rows = None, logits.value()
     if head is None:
+        options = _in_16_bits(options, "other code reads its logits or sees its calls")
         found = cross_entropy(rows, target, **options.given("accum_dtype"))
     else:
         with logits.as_called(), logits.in_state():
@@ -173,6 +186,7 @@ def _entered_loss(head: nn.Module, rows: Tensor, target: Tensor, asked: Loss, op
     """The rest of ``_head_loss``, which runs while the parameters of the head are gathered."""
     sliced, linear = isinstance(head, parallel.VocabularyParallel), is_plain(head, within)
     if main and hooked and linear:
+        options = _in_16_bits(options, "other code has replaced its loss")
         return _replaced_loss(head, rows, target, asked, options)
     linear = linear or (main and not sliced and not isinstance(with_adapters(head, rows), Left))
     kept = asked.kept if main and (linear or sliced) and asked.kept is not None and asked.kept.total == target.numel() else None

@@ -37,6 +37,9 @@ _ADAPTING = (
 )
 
 
+FP8 = "_liger_fp8"  # in the __dict__ of a model: the recipe by which its loss multiplies the head
+
+
 def untouched() -> bool:
     """Whether linear layers are PyTorch's own and no hook on all modules is registered."""
     return nn.Linear.forward is _LINEAR_FORWARD and (F.linear is _LINEAR or parallel.is_own_linear(F.linear)) and not _has_any_global_hook()

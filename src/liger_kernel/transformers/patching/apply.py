@@ -13,10 +13,11 @@ from packaging.version import Version
 from torch import nn
 
 from liger_kernel.nearest import did_you_mean
+from liger_kernel.transformers import fp8
 from liger_kernel.transformers.patching import once
 from liger_kernel.transformers.patching.bound import KEY, is_ours
 from liger_kernel.transformers.patching.flags import HEAD_FLAGS, UNPUBLISHED, every_flag, flags_of, parameters_of, parts_of
-from liger_kernel.transformers.patching.reference import references_beside
+from liger_kernel.transformers.patching.reference import references_beside, trainer_of
 from liger_kernel.transformers.patching.select import class_patches, fused_head, instance_patches
 from liger_kernel.transformers.patching.single import _patch_layer_norm_module as _patch_layer_norm_module
 from liger_kernel.transformers.patching.single import _patch_rms_norm_module as _patch_rms_norm_module
@@ -28,34 +29,54 @@ from liger_kernel.transformers.recognise.slots import SLOT_OF, TORCHS_OWN
 from liger_kernel.utils import PEFT_AVAILABLE as PEFT_AVAILABLE
 
 
-def _apply_rest(model: nn.Module, given: Mapping[str, bool | None]) -> nn.Module:
-    """Patch in ``model`` what class patches omit, because its class belongs to PyTorch or to another family."""
+def _apply_rest(model: nn.Module, given: Mapping[str, Any]) -> nn.Module:
+    """Patch in ``model`` what class patches omit: classes of PyTorch and of other families, and FP8, which is for this model alone."""
     model_type = getattr(getattr(model, "config", None), "model_type", "")
     if model_type and family(model_type):
         instance_patches(model, model_type, _parts(flags_of(model_type) | dict(given), given), None).apply()
+    if wish := _wish(model_type, given):
+        fp8.convert(model, wish)
     return model
 
 
-def _parts(flags: Mapping[str, bool | None], given: Mapping[str, bool | None]) -> dict[str, Any]:
-    """``parts_of`` the flags, some of which were given. If all published flags are off, nothing in a model changes."""
+def _all_flags(model_type: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The given flags, and the defaults for the other flags."""
+    return flags_of(model_type) | {f: False for f, other in zip(HEAD_FLAGS, reversed(HEAD_FLAGS)) if given.get(other)} | dict(given)
+
+
+def _wish(model_type: str, given: Mapping[str, Any]) -> fp8.Wish | None:
+    """What the given flags ask for in FP8. ``ValueError`` for what cannot be."""
+    wish = fp8.asked(given)
+    if wish and wish.head:
+        row = family(model_type) if model_type else None
+        why = "liger_kernel has no kernels for this type of model" if row is None else row.fused or ("" if row.heads else "it has none")
+        if why or not _all_flags(model_type, given).get("fused_linear_cross_entropy"):
+            raise ValueError(f"fp8_head: the head of {model_type!r} cannot be in FP8: {why or 'fused_linear_cross_entropy is off'}")
+    return wish
+
+
+def _parts(flags: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """``parts_of`` the flags, some of which were given. If all published flags are off, nothing in a model changes, unless it is trained in FP8."""
     parts = parts_of(flags)
-    others = any(flags.get(f) for f in HEAD_FLAGS) or any(parts[slot] for slot in parts if slot not in UNPUBLISHED)
+    others = any(flags.get(f) for f in (*HEAD_FLAGS, "fp8")) or any(parts[slot] for slot in parts if slot not in UNPUBLISHED)
     return parts | {"projections": parts["projections"] and (others or "projections" in given)}
 
 
-def _apply(model_type: str, given: Mapping[str, bool | None], model: nn.Module | None) -> Patches:
+def _apply(model_type: str, given: Mapping[str, Any], model: nn.Module | None) -> Patches:
     """Apply the patches for the given flags, and the defaults for the other flags. A flag that is given as None is off."""
     if all(given.get(f) for f in HEAD_FLAGS):
         raise AssertionError("cross_entropy and fused_linear_cross_entropy cannot both be True")
-    flags = flags_of(model_type) | {f: False for f, other in zip(HEAD_FLAGS, reversed(HEAD_FLAGS)) if given.get(other)} | dict(given)
+    flags = _all_flags(model_type, given)
     head = "fused" if flags.get("fused_linear_cross_entropy") else "logits" if flags.get("cross_entropy") else None
-    parts = _parts(flags, given)
+    parts, wish = _parts(flags, given), _wish(model_type, given)
     wanted = bool(head) or any(parts[slot] for slot in parts if slot not in UNPUBLISHED)
     if model is None:
-        return class_patches(model_type, parts, head).apply()
+        return class_patches(model_type, parts | {"fp8": wish}, head).apply()
     found = instance_patches(model, model_type, parts, head)
     if not found and wanted and not any(map(_is_patched, model.modules())):
         once.warn(model_type, type(model).__name__, "nothing of this model was patched, because its modules are not of Transformers' classes")
+    if wish:
+        fp8.convert(model, wish)
     return found.apply()
 
 
@@ -119,7 +140,8 @@ def _apply_function(model_type: str) -> Callable[..., None]:
         f"``liger models {model_type}`` lists what is replaced. "
         'Each flag switches one part on or off. ``rematerialise`` (True or "cheap", the default; "mlp"; False or "off") chooses what is recomputed in the\n'
         "backward pass: see ``liger_kernel.memory``. ``projections`` (True, the default) runs linear layers with PEFT's adapters as one node; gated MLPs\n"
-        "follow their own flag: see ``liger_kernel.ops.projections``. ``restore`` undoes the patch."
+        "follow their own flag: see ``liger_kernel.ops.projections``. ``fp8`` (False, the default, or the name of a recipe) trains linear layers in FP8, but\n"
+        "those that ``fp8_filter`` leaves, and with ``fp8_head`` also the head and its loss: see ``train_in_fp8``. ``restore`` undoes the patch."
     )
     return apply
 
@@ -132,7 +154,7 @@ def _check_values(where: str, flags: Mapping[str, Any], model: Any) -> None:
     for name, value in flags.items():
         if isinstance(value, nn.Module):
             raise TypeError(f"{where}: {name} must be True or False, got a model ({type(value).__name__}); pass the model by its name: model=...")
-        if isinstance(value, str) and name != "rematerialise":
+        if isinstance(value, str) and name not in ("rematerialise", "fp8", "fp8_filter"):
             raise TypeError(f"{where}: {name} must be True or False, got {value!r}")
 
 
@@ -141,6 +163,7 @@ globals().update({f.__name__: f for f in MODEL_TYPE_TO_APPLY_LIGER_FN.values()})
 
 
 def _lenient(model_type: str, kwargs: Mapping[str, Any], model: nn.Module | None) -> None:
+    wish = _wish(model_type, kwargs)
     known = flags_of(model_type) if model_type and family(model_type) else None
     for name in kwargs.keys() - (known or every_flag()):
         if name not in every_flag():
@@ -148,6 +171,8 @@ def _lenient(model_type: str, kwargs: Mapping[str, Any], model: nn.Module | None
     if known is None:
         near = did_you_mean(model_type, FAMILIES) if model is None else ""
         once.warn(model_type or type(model).__name__, "", f"liger_kernel has no kernels for this type of model, so it is the stock one{near}")
+        if wish and model is not None:
+            fp8.convert(model, wish)
     else:
         _apply(model_type, {k: v for k, v in kwargs.items() if k in known}, model)
 
@@ -163,7 +188,10 @@ def _apply_liger_kernel(model_type: str, **kwargs: Any) -> None:
 def _apply_liger_kernel_to_instance(model: nn.Module, **kwargs: Any) -> None:
     """Patch one live model, and the reference model beside it in a Trainer. Flags are those of ``_apply_liger_kernel``. A second call changes nothing."""
     _check_values("_apply_liger_kernel_to_instance()", {}, model)
-    for each in (model, *references_beside(model)):
+    trainer = trainer_of(model)
+    if fp8.asked(kwargs) and getattr(getattr(trainer, "args", None), "fp16", False):
+        raise ValueError("fp8: fp16 of the Trainer must be False, got True: FP8 is trained without a gradient scaler; pass bf16=True")
+    for each in (model, *references_beside(model, trainer)):
         _lenient(getattr(getattr(each, "config", None), "model_type", ""), kwargs, each)
 
 

@@ -11,8 +11,8 @@ from liger_kernel.transformers.recognise.families import FAMILIES
 from liger_kernel.transformers.recognise.family import Family
 from liger_kernel.transformers.recognise.rows import family, swapped_slots
 
-# rematerialise: a level of ``memory``. projections: whether linear layers with adapters run as one node
-UNPUBLISHED: dict[str, bool | None] = dict(rematerialise=True, projections=True)
+# rematerialise: a level of ``memory``. projections: whether linear layers with adapters run as one node. fp8, fp8_filter, fp8_head: see ``transformers/fp8.py``
+UNPUBLISHED: dict[str, Any] = dict(rematerialise=True, projections=True, fp8=False, fp8_filter=None, fp8_head=False)
 HEAD_FLAGS = ("cross_entropy", "fused_linear_cross_entropy")
 STANDARD: dict[str, bool | None] = dict(rope=True, cross_entropy=False, fused_linear_cross_entropy=True, rms_norm=True)
 # The flags and defaults of LinkedIn's package, then model, then flags that its functions do not have, if there is something to swap. (granite's defaults
@@ -45,7 +45,7 @@ _HANDING_ON: dict[str, _FLAGS] = {
 }
 
 
-def flags_of(model_type: str) -> dict[str, bool | None]:
+def flags_of(model_type: str) -> dict[str, Any]:
     """Flag -> default of ``apply_liger_kernel_to_<model_type>``; flags that LinkedIn's package does not have come last."""
     return {f: v for f, v in parameters_of(model_type).items() if f != "model"} | UNPUBLISHED
 

@@ -1,4 +1,4 @@
-"""Report which parts of a live model are patched and why the others are not: its modules, and its linear layers with adapters or quantised weights."""
+"""Report which parts of a live model are patched and why the others are not: its modules, and its linear layers with adapters, quantised weights or FP8."""
 
 from __future__ import annotations
 
@@ -10,9 +10,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
+from liger_kernel.nn.float8_training import LigerFloat8TrainingLinear, is_whole
 from liger_kernel.ops._core.operator import use_kernels
-from liger_kernel.ops.projections.weights import Elsewhere
+from liger_kernel.ops._core.shards import is_sharded
+from liger_kernel.ops.projections.float8_training import Float8Trained
+from liger_kernel.ops.projections.weights import Dense, Elsewhere
+from liger_kernel.parallel import unsharded_class
+from liger_kernel.transformers import fp8
+from liger_kernel.transformers.head.state import FP8
 from liger_kernel.transformers.patching.bound import Bound, is_ours
 from liger_kernel.transformers.patching.flags import HEAD_FLAGS, flags_of, parts_of
 from liger_kernel.transformers.patching.select import instance_patches
@@ -50,9 +57,9 @@ class ProjectionsReport:
 
     def __str__(self) -> str:
         if not self.layers:
-            return "no linear layer has an adapter or a quantised weight"
+            return "no linear layer has an adapter, a quantised weight or FP8"
         kinds = Counter((layer.runs, layer.reason) for layer in self.layers)
-        lines = [f"the engine runs {len(self.layers) - len(self.stock)} of {len(self.layers)} linear layers with adapters or quantised weights"]
+        lines = [f"the engine runs {len(self.layers) - len(self.stock)} of {len(self.layers)} linear layers with adapters, quantised weights or FP8"]
         for (runs, reason), count in kinds.most_common():
             names = [layer.name for layer in self.layers if (layer.runs, layer.reason) == (runs, reason)]
             example = names[0] if count == 1 else f"{names[0]} and {count - 1} more"
@@ -115,6 +122,7 @@ _QUANTISED = "bitsandbytes.", "torchao.", "hqq.", "gptqmodel.", "auto_gptq.", "a
 def projections_report(model: nn.Module) -> ProjectionsReport:
     """Report for every linear layer of ``model`` with an adapter or a quantised weight whether the projection engine runs it now, or why not.
 
+    If some layers are trained in FP8, the report has all linear layers, and why the others stay in 16 or 32 bits.
     The report describes the present state of adapters (active, merged, disabled); the engine looks at each layer again at each call.
     """
     return ProjectionsReport(tuple(_layers(model)))
@@ -126,12 +134,30 @@ def _layers(model: nn.Module) -> Iterator[Layer]:
     below = [f"{name}." for name, m in modules.items() if isinstance(m, tuner)]
     owners = [m for m in modules.values() if callable(getattr(m, "get_output_embeddings", None)) and not isinstance(m, tuner)]
     heads = {id(_quietly(m.get_output_embeddings)): m for m in owners}
+    in_fp8 = any(unsharded_class(m) is LigerFloat8TrainingLinear for m in modules.values())
+    linear = {name: fp8.reason(name, m, is_head, ()) for name, m, is_head in fp8.linear_layers(model)} if in_fp8 else {}
     for name, m in modules.items():
-        if name.startswith(tuple(below)) or not (isinstance(m, tuner) or _quantised(m)):
+        if name.startswith(tuple(below)):
             continue
         parent, _, attribute = name.rpartition(".")
-        reason = _reason(m, modules.get(parent), attribute, heads.get(id(m)), isinstance(m, tuner))
+        if isinstance(m, tuner) or _quantised(m):
+            reason = _reason(m, modules.get(parent), attribute, heads.get(id(m)), isinstance(m, tuner))
+        elif unsharded_class(m) is LigerFloat8TrainingLinear:
+            reason = _trained(m, any(isinstance(each, FSDPModule) for above, each in modules.items() if f"{name}.".startswith(f"{above}.") or not above))
+        elif name in linear:
+            in_the_loss = FP8 in getattr(heads.get(id(m)), "__dict__", ()) and is_ours(_forward_of(heads[id(m)]))
+            reason = fp8.HEAD if in_the_loss else Left(linear[name] or "left by the filter of fp8")
+        else:
+            continue
         yield Layer(name, not isinstance(reason, Left), str(reason))
+
+
+def _trained(m: Any, by_fsdp: bool) -> str | Left:
+    """How a layer that is trained in FP8 runs; ``by_fsdp``: FSDP2 gathers its weight."""
+    weight = m._parameters.get("weight")  # FSDP1 has it elsewhere
+    if weight is None or is_whole(weight) or (by_fsdp and is_sharded(weight) and sum(p.is_shard() for p in weight.placements) == 1):
+        return f"in FP8, {m.recipe}"
+    return Left("its weight is quantised, or sharded while it is multiplied")
 
 
 def _quietly(get: Callable) -> Any:
@@ -145,6 +171,10 @@ def _quantised(m: nn.Module) -> bool:
     weight = m._parameters.get("weight")
     own = type(m).__module__.startswith(_QUANTISED) and hasattr(m, "in_features")
     return own or (isinstance(m, nn.Linear) and weight is not None and not plain(weight) and type(weight).__module__.startswith(_QUANTISED))
+
+
+def _in_fp8_by_torchao(m: nn.Module) -> bool:
+    return type(m).__module__.startswith("torchao.float8.")
 
 
 def _weight_of(base: Any) -> torch.Tensor | None:
@@ -167,9 +197,10 @@ def _reason(m: Any, parent: Any, attribute: str, model: Any, adapted: bool) -> s
         if not is_ours(_forward_of(model)):
             return Left(f"the head: {type(model).__name__} is not patched")
         found = projection(m, _dtype_of(base))
-        fits = not isinstance(found, Left) and found.magnitude is None and not isinstance(found.weight, Elsewhere)
-        return "the head, as part of the loss" if fits else Left(f"the head: {found if isinstance(found, Left) else 'adapters with a magnitude'}")
-    if not adapted:
+        if not isinstance(found, Left) and found.magnitude is None and isinstance(found.weight, Dense):
+            return "the head, as part of the loss"
+        return Left(f"the head: {found if isinstance(found, Left) else 'a quantised weight' if found.magnitude is None else 'adapters with a magnitude'}")
+    if not adapted and not _in_fp8_by_torchao(m):
         return Left("no adapter: its own module runs")
     function = _forward_of(parent)
     names, act = LINEARS.get(function, (frozenset(), "")) if callable(function) else (frozenset(), "")
@@ -183,10 +214,12 @@ def _reason(m: Any, parent: Any, attribute: str, model: Any, adapted: bool) -> s
     found = projection(m, dtype)
     if isinstance(found, Left):
         return found
-    if not found.adapters:
+    if not found.gains:
         return Left("adapters are disabled, merged or not active: its base runs")
     if any(weight is not None and a.a.device != weight.device for a in found.adapters):
         return Left("an adapter on another device")
+    if isinstance(found.weight, Float8Trained):
+        return f"in FP8, {found.weight.recipe.name}"
     return f"beside its base, a {type(base).__name__}, which runs by itself" if isinstance(found.weight, Elsewhere) else ""
 
 

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from transformers import CONFIG_MAPPING, PretrainedConfig
+from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from liger_kernel import memory
+from liger_kernel.transformers import fp8
 from liger_kernel.transformers.head.forward import fused
 from liger_kernel.transformers.patching import fusions, once, projections, wrappers
 from liger_kernel.transformers.patching.bound import ABSENT, Bound, ours, within
@@ -65,6 +66,11 @@ def _variant(label: str, stock: Callable) -> Callable:
 @functools.cache
 def fused_head(forward: Callable, keep_logits: bool, known: bool = True) -> Callable:
     return ours(fused(forward, keep_logits=keep_logits, known=known))
+
+
+@functools.cache
+def _converting(init: Callable, wish: fp8.Wish) -> Callable:
+    return ours(fp8.converting(init, wish))
 
 
 def _change(forward: Callable, level: str, parts: frozenset[str]) -> Callable:
@@ -128,7 +134,11 @@ CHEAP = {"rms_norm", "layer_norm", "glu", "relu_squared"}  # one pass over memor
 
 def _layers(module: types.ModuleType) -> list[type]:
     """The classes of layers: checkpointing would recompute each layer as a whole."""
-    return [c for c in vars(module).values() if isinstance(c, type) and issubclass(c, GradientCheckpointingLayer) and c.__module__ == module.__name__]
+    return _classes(module, GradientCheckpointingLayer)
+
+
+def _classes(module: types.ModuleType, base: type) -> list[type]:
+    return [c for c in vars(module).values() if isinstance(c, type) and issubclass(c, base) and c.__module__ == module.__name__]
 
 
 def _patches(model_types: Iterable[str], parts: Mapping[str, Any], head: str | None, rows: Rows) -> Iterator[Patch]:
@@ -170,10 +180,14 @@ def _patches(model_types: Iterable[str], parts: Mapping[str, Any], head: str | N
 def class_patches(model_type: str, parts: Mapping[str, Any], head: str | None, rows: Rows = family) -> Patches:
     """Patches of the classes of ``model_type`` and of the model types of its parts. Classes of PyTorch and of other families are not patched.
 
-    ``parts``: slot -> whether to replace it, and "rematerialise": a level of ``memory``. ``head``: "fused", "logits" (fused loss on real logits) or None.
+    ``parts``: slot -> whether to replace it, "rematerialise": a level of ``memory``, and "fp8": a wish. ``head``: "fused", "logits" (fused loss on real
+    logits) or None.
     """
     own = {module.__name__ for module, _ in rows_of([model_type], rows)}
     found = [p for p in _patches([model_type], parts, head, rows) if not isinstance(p.owner, type) or p.owner.__module__ in own]
+    if wish := parts.get("fp8"):
+        models = [c for module, _ in rows_of([model_type], rows) for c in _classes(module, PreTrainedModel)]
+        found += [Patch(cls, "__init__", _converting(original(cls, "__init__"), wish), wish) for cls in models]
     return Patches(dict.fromkeys([*found, *_ropes_of_parts(model_type, parts, rows, {(p.owner, p.attribute) for p in found})]))
 
 

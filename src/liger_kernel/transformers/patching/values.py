@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from liger_kernel.transformers.fp8 import give_back
 from liger_kernel.transformers.patching.bound import ABSENT, KEY, Bound, declare, is_ours, ours
 from liger_kernel.transformers.recognise.family import modeling
 
@@ -120,9 +121,10 @@ def _give_back(owner: Any, attributes: Iterable[str]) -> None:
 def restore(model: nn.Module | str | None = None) -> None:
     """Restore the stock functions of one live model, of one model type, or, without an argument, of all patched classes.
 
-    Every attribute is the same object again that it was before the patch.
+    Every attribute is the same object again that it was before the patch. A live model also leaves FP8; models of patched classes stay in it.
     """
     if isinstance(model, nn.Module):
+        give_back(model)
         owners: list[Any] = [m for m in model.modules() if KEY in m.__dict__]
     elif isinstance(model, str):
         module = modeling(model)

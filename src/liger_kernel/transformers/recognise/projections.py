@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from liger_kernel import memory
 from liger_kernel.nn.float8 import LigerFloat8Linear
-from liger_kernel.nn.float8_training import LigerFloat8TrainingLinear, trained
+from liger_kernel.nn.float8_training import DTYPES, LigerFloat8TrainingLinear, trained
 from liger_kernel.ops._core.operator import use_kernels
 from liger_kernel.ops._core.shards import is_sharded
 from liger_kernel.ops.projections.adapted import Adapter, Projection
@@ -125,6 +125,8 @@ def _float8_trained(m: Any, dtype: torch.dtype) -> Weight | Left | None:
             return Left("a layer of torchao in FP8 of a shape, or on a device, that cannot multiply so")
     if recipe is None:
         return None
+    if dtype not in DTYPES:
+        return Left(f"a layer in FP8 beside an input of {dtype}")
     if not (_own(m) and plain(m.weight) and (m.bias is None or plain(m.bias))):
         return Left("a layer in FP8 that is sharded or hooked, or gathered in FP8")
     if m.weight.dtype != dtype and not torch.is_autocast_enabled(m.weight.device.type):

@@ -1,0 +1,114 @@
+"""Runs in FP8: what is said at their start, resumes of the same bits whoever trains, and mistakes that are named."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from liger_kernel.ops.projections import float8
+from liger_kernel.ops.projections.float8_training import RECIPES
+from liger_kernel.train import config as config_module
+from liger_kernel.train import loop
+from liger_kernel.train.config import TrainConfig, UserError, from_flags
+from liger_kernel.transformers import fp8
+
+TEXT = "def add(a, b):\n    return a + b\n\n"
+
+
+@pytest.fixture(autouse=True)
+def as_users_run_it(monkeypatch):
+    """On a CPU, references serve. Layers of tests are small."""
+    from liger_kernel.ops._core import operator as _op
+
+    monkeypatch.setattr(_op, "_KERNEL_DEVICES", _op._KERNEL_DEVICES - {"cpu"})
+    monkeypatch.setattr(fp8, "SMALL", 0)
+
+
+@pytest.fixture
+def config(tmp_path):
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": TEXT * 20 + str(i)}) + "\n" for i in range(8)))
+    return TrainConfig(
+        hidden=32, heads=2, kv_heads=1, layers=1, vocab=280, data=str(tmp_path / "text.jsonl"), cache=str(tmp_path / "cache"), length=24, batch=2, steps=4,
+        warmup=1, lr=1e-2, log_every=1, eval_fraction=0.05, eval_every=2, checkpoint_every=2, device="cpu", fp8="tensorwise", out=str(tmp_path / "run"),
+        save=str(tmp_path / "saved"),
+    )  # fmt: skip
+
+
+def test_recipes_are_those_of_the_operator():
+    assert tuple(RECIPES) == config_module.FP8
+
+
+def weights(config):
+    return (Path(config.save) / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("trainer, precision", [("torch", "fp32"), ("torch", "bf16-mixed"), ("torch", "bf16"), ("hf", "bf16-mixed")])
+def test_a_run(trainer, precision, config, capfd):
+    """learns in FP8, says which layers it leaves, and resumes with the same bits; its model is an ordinary one."""
+    config = dataclasses.replace(config, trainer=trainer, precision=precision, fp8_filter="o_proj, gate_proj", accumulate=2)
+    expected = loop.train(config)
+    said = capfd.readouterr().out
+    assert "projections: the engine runs 5 of 8 linear layers with adapters, quantised weights or FP8" in said
+    assert "2 stock: left by the filter of fp8 (model.layers.0.self_attn.o_proj and 1 more)" in said
+    assert "1 stock: a head, a router, or left by its name (lm_head)" in said and "FP8 is not part of the estimate" in said
+    assert expected["losses"][-1] < expected["losses"][0]
+    whole = weights(config)
+    folder = Path(config.out) / {"torch": "checkpoints", "hf": "checkpoints-hf"}[trainer]
+    shutil.rmtree(folder / {"torch": "step-00000004", "hf": "checkpoint-4"}[trainer])
+    shutil.rmtree(config.save)
+    again = loop.train(config)
+    assert again["losses"] == expected["losses"][-len(again["losses"]) :] and weights(config) == whole
+    stock = loop.train(dataclasses.replace(config, fp8=None, fp8_filter=None, out=f"{config.out}-stock", save=None))
+    assert stock["losses"] != expected["losses"]
+    assert expected["losses"] == pytest.approx(stock["losses"], rel=2e-2)
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("--fp8 tensorwize", "--fp8 must be one of tensorwise, rowwise, rowwise_with_gw_hp; got 'tensorwize'; did you mean tensorwise\\?"),
+        ("--fp8-filter o_proj", "fp8_filter needs fp8, a recipe"),
+        ("--fp8-head", "fp8_head needs fp8, a recipe"),
+        ("--fp8 rowwise --fp8-filter o_proj,,mlp", "fp8_filter must be names of layers with commas between; got 'o_proj,,mlp'"),
+        ("--fp8 rowwise --kernels off", "fp8 rowwise needs kernels on"),
+        ("--fp8 rowwise --lora 8", "fp8 rowwise trains the whole model: with lora, quantize fp8 stores the frozen model in FP8"),
+        ("--fp8 rowwise --parallel tp", "fp8 rowwise needs parallel none, ddp or fsdp2, got tp"),
+        ("--fp8 rowwise --trainer hf --parallel deepspeed-z3", "fp8 rowwise needs parallel none, ddp or fsdp2, got deepspeed-z3"),
+    ],
+)
+def test_mistakes_in_flags(flags, message):
+    with pytest.raises(UserError, match=message) as error:
+        from_flags(flags.split())
+    assert "\n" not in str(error.value)
+
+
+def test_flags():
+    config = from_flags(["--fp8", "rowwise", "--fp8-filter", "o_proj,mlp", "--fp8-head"])
+    assert config.kernel_flags == {"fp8": "rowwise", "fp8_filter": ["o_proj", "mlp"], "fp8_head": True}
+
+
+def test_what_cannot_be_is_said(config, monkeypatch):
+    with pytest.raises(UserError, match=r"fp8_filter: LlamaForCausalLM has no linear layer 'oproj'; did you mean o_proj\?"):
+        loop.train(dataclasses.replace(config, fp8_filter="oproj"))
+    monkeypatch.setattr(float8, "lacking", lambda device: "FP8 needs an NVIDIA GPU")
+    monkeypatch.setattr(loop, "load", None)  # before anything is loaded
+    with pytest.raises(UserError, match="fp8 tensorwise: FP8 needs an NVIDIA GPU"):
+        loop.train(config)
+
+
+def test_a_family_without_kernels(config, capsys):
+    import transformers
+
+    from liger_kernel.nn.float8_training import LigerFloat8TrainingLinear
+    from liger_kernel.train.model import patch
+
+    own = type("OwnConfig", (transformers.LlamaConfig,), {"model_type": "nobody_knows"})
+    model = transformers.LlamaForCausalLM(own(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=32))
+    patch(model, {"fp8": "rowwise"})
+    assert "no kernels for nobody_knows: training it as Hugging Face ships it, but in FP8" in capsys.readouterr().out
+    assert sum(isinstance(m, LigerFloat8TrainingLinear) for m in model.modules()) == 7

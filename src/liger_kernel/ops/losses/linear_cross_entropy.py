@@ -28,6 +28,7 @@ from liger_kernel.ops.losses.chunks import Kept, add_mm, auto_chunk_rows, chunk_
 from liger_kernel.ops.losses.cross_entropy import items, positive, published, targets
 from liger_kernel.ops.losses.cross_entropy_rows import LOSS_SCHEMA, Loss, Rows, check, normaliser, row_kernel
 from liger_kernel.ops.losses.cross_entropy_rows import reference as cross_entropy_reference
+from liger_kernel.ops.losses.float8_head import check_fp8, head_gradients
 
 
 def reference(
@@ -38,7 +39,7 @@ def reference(
     return cross_entropy_reference(z, target, class_weight, num_items=num_items, **dict(zip(Loss.__dataclass_fields__, numbers)))
 
 
-_IN = f"Tensor x, Tensor w, Tensor target, Tensor? bias, Tensor? class_weight, Tensor? kept, Tensor? xa, Tensor? wb, {LOSS_SCHEMA}, bool fp32_logits"
+_IN = f"Tensor x, Tensor w, Tensor target, Tensor? bias, Tensor? class_weight, Tensor? kept, Tensor? xa, Tensor? wb, {LOSS_SCHEMA}, bool fp32_logits, str? fp8"
 _NEED = "bool need_dx, bool need_dw, bool need_db, bool need_dxa, bool need_dwb"
 _CHUNKS = f"ScalarType? accum_dtype, int? chunk_rows, {_NEED}"
 _GRADS = "Tensor dx, Tensor dw, Tensor db, Tensor? dxa, Tensor? dwb"
@@ -75,6 +76,12 @@ def _five(grads: tuple) -> tuple:
     return (*grads, None, None)[:5]
 
 
+def _whole(grads: tuple[Tensor, ...], x: Tensor, kept: Tensor | None) -> tuple[Tensor, ...]:
+    """The gradients with dx of all rows of x from dx of the ``kept`` ones."""
+    dx, *others = grads
+    return grads if kept is None or not dx.numel() else (torch.zeros_like(x).index_copy_(0, kept, dx), *others)
+
+
 def _results(out: Rows, norm: Tensor | None, s: Loss, kept: Tensor | None, M: int) -> tuple[Tensor | None, ...]:
     """The results of ``_OUT``; lse has only the ``kept`` rows."""
     every = out if kept is None or not (s.reduction == "none" or s.stats or s.mean) else out.among(kept, M)
@@ -84,9 +91,13 @@ def _results(out: Rows, norm: Tensor | None, s: Loss, kept: Tensor | None, M: in
 @_launcher_without_into(f"({_IN}, {_CHUNKS}, Tensor? num_items) -> ({_OUT}, {_GRADS})")
 def linear_cross_entropy_fwd(x, w, target, bias, class_weight, kept, xa, wb, *rest, dw_into=None):
     """Run the forward chunk by chunk, including the gradients."""
-    s, (fp32_logits, accum_dtype, chunk_rows, *need, num_items) = Loss(*rest[:_N]), rest[_N:]
+    s, (fp32_logits, fp8, accum_dtype, chunk_rows, *need, num_items) = Loss(*rest[:_N]), rest[_N:]
     norm, y, out = normaliser(target, class_weight, s, num_items), _of(target, kept), Rows.empty(_of(target, kept), s, acc(x.dtype))
     divisor = None if _divides_later(x, dw_into) else norm
+    if fp8 is not None:
+        given = dict(bias=bias, class_weight=class_weight, out=out, norm=norm, chunk_rows=chunk_rows, dw_into=dw_into)
+        grads = _whole(head_gradients(_of(x, kept), w, y, s, fp8, tuple(need), **given), x, kept)
+        return *_results(out, norm, s, kept, x.shape[0]), *_five(grads)
 
     def body(z: Tensor, rows: slice, dz: Tensor | None) -> None:
         row_kernel(z, y[rows], s, class_weight=class_weight, bias=bias, out=out[rows], dz=dz, norm=divisor)
@@ -99,9 +110,12 @@ def linear_cross_entropy_fwd(x, w, target, bias, class_weight, kept, xa, wb, *re
 @_launcher_without_into(f"(Tensor g, Tensor g_entropy, Tensor lse, Tensor entropy, {_IN}, {_CHUNKS}) -> ({_GRADS})")
 def linear_cross_entropy_bwd(g, g_entropy, lse, entropy, x, w, target, bias, class_weight, kept, xa, wb, *rest, dw_into=None):
     """Compute the chunks again, for per-token upstream gradients."""
-    s, (fp32_logits, accum_dtype, chunk_rows, *need) = Loss(*rest[:_N]), rest[_N:]
+    s, (fp32_logits, fp8, accum_dtype, chunk_rows, *need) = Loss(*rest[:_N]), rest[_N:]
     y, g = _of(target, kept), _of(g, kept)
     ge, h = (_of(g_entropy, kept), _of(entropy, kept)) if s.entropy else (None, None)
+    if fp8 is not None:
+        given = dict(bias=bias, class_weight=class_weight, lse=lse, g=g, g_entropy=ge, entropy=h, chunk_rows=chunk_rows, dw_into=dw_into)
+        return _five(_whole(head_gradients(_of(x, kept), w, y, s, fp8, tuple(need), **given), x, kept))
 
     def body(z: Tensor, rows: slice, dz: Tensor | None) -> None:
         of_entropy = {} if ge is None or h is None else dict(g_entropy=ge[rows], entropy=h[rows])
@@ -114,7 +128,7 @@ def linear_cross_entropy_bwd(g, g_entropy, lse, entropy, x, w, target, bias, cla
 @launcher(f"({_IN}) -> ({_OUT}, Tensor z)")
 def linear_cross_entropy_one_fwd(x, w, target, bias, class_weight, kept, xa, wb, *rest):
     """Compute one chunk and keep its logits, for per-token upstream gradients."""
-    s, (fp32_logits,) = Loss(*rest[:_N]), rest[_N:]
+    s, (fp32_logits, _) = Loss(*rest[:_N]), rest[_N:]
     y, x_k = _of(target, kept), _of(x, kept)
     out, z = Rows.empty(y, s, acc(x.dtype)), x.new_empty(x_k.shape[0], w.shape[0], dtype=acc(x.dtype) if fp32_logits else x.dtype)
     if not tracing(x):
@@ -125,7 +139,7 @@ def linear_cross_entropy_one_fwd(x, w, target, bias, class_weight, kept, xa, wb,
 
 @_launcher_without_into(f"(Tensor g, Tensor g_entropy, Tensor z, Tensor lse, Tensor entropy, {_IN}, {_NEED}) -> ({_GRADS})")
 def linear_cross_entropy_one_bwd(g, g_entropy, z, lse, entropy, x, w, target, bias, class_weight, kept, xa, wb, *rest, dw_into=None):
-    s, (_, need_dx, need_dw, need_db, need_dxa, need_dwb) = Loss(*rest[:_N]), rest[_N:]
+    s, (_, _, need_dx, need_dw, need_db, need_dxa, need_dwb) = Loss(*rest[:_N]), rest[_N:]
     x_k, dz = _of(x, kept), z.new_empty(z.shape, dtype=x.dtype)
     ge, h = (_of(g_entropy, kept), _of(entropy, kept)) if s.entropy else (None, None)
     row_kernel(z, _of(target, kept), s, class_weight=class_weight, bias=bias, dz=dz, g=_of(g, kept), lse=lse, g_entropy=ge, entropy=h)
@@ -151,6 +165,7 @@ class Options:
     chunk_rows: int | None = None
     fp32_logits: bool = False
     dw_into: Tensor | None = None
+    fp8: str | None = None
 
 
 class LinearCrossEntropyFunction(torch.autograd.Function):
@@ -164,8 +179,8 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             o = dataclasses.replace(o, chunk_rows=auto_chunk_rows(M, *w.shape, x.itemsize, on_gpu(x), frozen=True))
         ctx.s, ctx.o = s, o
         fits = 0 < M <= (o.chunk_rows or auto_chunk_rows(M, w.shape[0], w.shape[1], x.itemsize, on_gpu(x))) and any(o.need)
-        ctx.kind = "done" if s.reduction != "none" else "one" if fits else "again"
-        inputs = (x, w, target, bias, class_weight, kept, xa, wb, *numbers, o.fp32_logits)
+        ctx.kind = "done" if s.reduction != "none" else "one" if fits and o.fp8 is None else "again"
+        inputs = (x, w, target, bias, class_weight, kept, xa, wb, *numbers, o.fp32_logits, o.fp8)
         if ctx.kind == "one":
             *found, lse, _, z = linear_cross_entropy_one_fwd(*inputs)
             ctx.save_for_backward(z, lse, found[3], *inputs[:8])
@@ -190,7 +205,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             if into is not None:
                 _only_one_(into, g)
         else:
-            first = (g.contiguous(), g_entropy.contiguous(), *ctx.saved_tensors, *values(ctx.s), o.fp32_logits)
+            first = (g.contiguous(), g_entropy.contiguous(), *ctx.saved_tensors, *values(ctx.s), o.fp32_logits, o.fp8)
             if ctx.kind == "one":
                 grads = linear_cross_entropy_one_bwd(*first, *o.need, dw_into=into)
             else:
@@ -287,6 +302,7 @@ def linear_cross_entropy(
     dw_into: Tensor | None = None,
     xa: Tensor | None = None,
     wb: Tensor | None = None,
+    fp8: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """Cross entropy of ``x @ w.T + bias`` and class indices, in chunks of tokens; runs on any device.
 
@@ -308,7 +324,9 @@ def linear_cross_entropy(
     check("linear_cross_entropy", (x.shape[0], w.shape[0]), target, class_weight, reduction, ignore_index)
     x, w, bias, xa, wb = promoted(x, w, bias, xa, wb)
     numbers = (ignore_index, reduction, label_smoothing, z_loss, logit_scale, softcap, token_scaling, stats)
-    out = apply(x, w, target, bias, class_weight, Loss(*numbers), items(num_items, x), compact, accum_dtype, chunk_rows, fp32_logits, dw_into, xa, wb)
+    check_fp8("linear_cross_entropy", fp8, x, fp32_logits=fp32_logits, xa=xa, token_scaling=token_scaling and reduction == "none")
+    how = (compact, accum_dtype, chunk_rows, fp32_logits, dw_into, xa, wb, fp8)
+    out = apply(x, w, target, bias, class_weight, Loss(*numbers), items(num_items, x), *how)
     return out[:3] if stats else out[0]
 
 
@@ -350,10 +368,10 @@ def kept_rows(compact: bool | Kept, target: Tensor, ignore_index: int) -> Tensor
     return (Kept(target, ignore_index) if compact is True else compact).rows()
 
 
-def apply(x, w, target, bias, class_weight, s: Loss, num_items, compact, accum_dtype, chunk_rows, fp32_logits, dw_into=None, xa=None, wb=None):
+def apply(x, w, target, bias, class_weight, s: Loss, num_items, compact, accum_dtype, chunk_rows, fp32_logits, dw_into=None, xa=None, wb=None, fp8=None):
     """Apply ``LinearCrossEntropyFunction`` to checked arguments."""
     kept = kept_rows(compact, target, s.ignore_index)
-    options = Options(needed(x, w, bias, xa, wb), accum_dtype, chunk_rows, fp32_logits, dw_into)
+    options = Options(needed(x, w, bias, xa, wb), accum_dtype, chunk_rows, fp32_logits, dw_into, fp8)
     return LinearCrossEntropyFunction.apply(x, w, target, bias, class_weight, num_items, kept, xa, wb, s, options)
 
 

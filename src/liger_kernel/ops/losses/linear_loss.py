@@ -150,7 +150,7 @@ def _up(slopes: list[Tensor], target: Tensor, ignore_index: int) -> Tensor:
 def _whole(x, w, target, bias, xa, wb, fn, group, kept, s, o):
     """Two sweeps: first log-probabilities, then, after ``fn`` has read them all, gradients. Returns the gradients times ``_up``, ``_up``, loss and aux."""
     M, index = x.shape[0], None if kept is None else kept.rows()
-    inputs = (x, w, target, bias, None, index, xa, wb, *values(s), o.fp32_logits, o.accum_dtype, o.chunk_rows)
+    inputs = (x, w, target, bias, None, index, xa, wb, *values(s), o.fp32_logits, o.fp8, o.accum_dtype, o.chunk_rows)
     losses, _, predicted, h, mean, lse, *_ = linear_cross_entropy_fwd(*inputs, *(False,) * 5, None)
     leaves = [t.requires_grad_(any(o.need)) for t in (-losses, h)[: 1 + s.entropy]]
     with torch.set_grad_enabled(any(o.need)):

@@ -1,0 +1,440 @@
+"""The three products of a linear head and its cross entropy in FP8, in blocks of classes. ``linear_cross_entropy`` with ``fp8`` calls this.
+
+Shapes: x (M, H), w (V, H), target (M,); a block has N of the V classes, z (M, N) are its logits. Every product has all M tokens.
+
+1. For each block: cast its rows of w to e4m3, multiply z = x8 w8^T, and keep of each row of z its largest value and sum of exponentials, and the logit of
+   the target. After the last block, the log-sum-exp and the loss of each row are known.
+2. For each block: dz in e5m2, in rows and transposed, in one pass. p <= 1 bounds |dz| by numbers of rows, so its scale needs no pass over dz.
+   dx += dz8 w8 and dw = dz8^T x8, where w8 is cast transposed.
+
+dz of the target, p_y - 1, is as large as all others of its row together, and is alone in dx and dw what FP8 would round most: it is 0 in dz8, and its
+terms dz_y w_y and dz_y x are computed in the dtype of x. This halves the error of both gradients.
+
+Step 2 needs the logits again. The memory of dw is free until step 2 writes it, block by block: step 1 stores there 8 bits for each logit z of a block,
+the rounded 8 log2(e) (top - z), top the largest of its row. p = exp(z - lse) is then off by up to 4 %, half of what rounding to e5m2 does, and 255 means 0.
+dw has room for H itemsize(w) tokens; logits of further ones, of a frozen w, and of a backward that runs later (``reduction="none"``) are multiplied again.
+
+Why blocks of classes: memory. The loop over tokens of ``chunks`` would hold both casts of w (2 V H bytes) beside dw and the logits of a chunk, and FP8
+products do not add to their output, so that each chunk would read and write dw once more. 8192 x 4096 x 128256, H200 (bf16 744, FP8 1350 TFLOP/s,
+4.2 TB/s), estimated from bytes and operations:
+
+    bf16, chunks of 1024 tokens                                       3 x 11.6 ms + 5 ms      1.4 GB
+    both casts of w, z and dx in FP8, dw in bf16                      12.7 + 11.6 + 5         2.5
+    both casts of w, dz8^T of all tokens                              19.1 + 4                2.6
+    blocks of classes, logits multiplied again                        25.5 + 4                1.4
+    blocks of classes, 8 bits a logit in the memory of dw             19.1 + 4                1.4
+
+A cast of w takes a few percent of the products' time, and to keep it from call to call would take V H bytes from everything else: it is made anew.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_kernel.ops._core.operator import acc, launch, on_gpu, tracing, use_kernels
+from liger_kernel.ops._core.tl import cdiv, jit, next_power_of_2, tanh, tl
+from liger_kernel.ops.losses.chunks import auto_chunk_rows
+from liger_kernel.ops.losses.cross_entropy_rows import _LOG2E, Loss, Rows, Terms, _finite, _logits, transformed
+from liger_kernel.ops.projections.float8 import E4, E5, LEAST, _quantized, lacking, product
+from liger_kernel.ops.projections.float8_training import RECIPES, Cast, Recipe, casts
+from liger_kernel.ops.token_embedding import embedding_bwd
+
+HEAD_RECIPES = ("tensorwise", "rowwise")  # the scales of x and w in z: one each (w: one a block), or one for each row. Gradients have one scale a tensor
+STEPS = 8 * math.log2(math.e)  # of a stored logit, in 1
+TOP = 2.0**15  # what the bound of |dz| becomes in e5m2, which holds up to 1.75 times that
+ROWS = 4096  # tokens of a product for dx: its result is a tensor of its own before it is added
+
+
+def check_fp8(name: str, fp8: str | None, x: Tensor, **unsupported: object) -> None:
+    """Raise ``ValueError`` for a recipe that a head does not have, and for what it cannot be combined with: arguments that are neither None nor False."""
+    if fp8 is None:
+        return
+    if fp8 not in HEAD_RECIPES:
+        raise ValueError(f"{name}: fp8 must be None or one of {HEAD_RECIPES}, got {fp8!r}")
+    if x.dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(f"{name}: x and w must be bf16 or fp32 with fp8, got {x.dtype}")
+    if why := lacking(x.device):
+        raise ValueError(f"{name}: {why}")
+    for argument, value in unsupported.items():
+        if value is not None and value is not False:
+            raise ValueError(f"{name}: {argument} must be {'False' if value is True else 'None'} with fp8, got {'True' if value is True else 'a tensor'}")
+
+
+@jit
+def _stats(
+    z_ptr, bias_ptr, w_ptr, target_ptr, codes_ptr, top_ptr, total_ptr, weighted_ptr, wz_ptr, sum_ptr, best_ptr, z_y_ptr,
+    N, R, first, z_stride, ignore_index, logit_scale, softcap,
+    HAS_W: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr, SMOOTH: tl.constexpr, STATS: tl.constexpr,
+    MEAN: tl.constexpr, ENTROPY: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A row of a block a program. Of the first ``R`` rows it also stores the logits, in 8 bits."""
+    row = tl.program_id(0).to(tl.int64)
+    logit_scale, cap = tl.cast(logit_scale, tl.float32), tl.cast(softcap, tl.float32)
+    target = tl.load(target_ptr + row).to(tl.int64)
+    if target != ignore_index:
+        z_ptr += row * z_stride
+        col = tl.arange(0, BLOCK)
+        mask = col < N
+        z, _ = _logits(z_ptr, bias_ptr, col, mask, logit_scale, cap, HAS_BIAS, HAS_SCALE, HAS_CAP, "")
+        top = tl.max(tl.where(mask, z, -float("inf")), axis=0)
+        shift = _finite(top)
+        d = tl.where(mask, z - shift, -float("inf"))
+        e = tl.exp(d)
+        tl.store(top_ptr + row, top)
+        tl.store(total_ptr + row, tl.sum(e, axis=0))
+        if ENTROPY:
+            tl.store(weighted_ptr + row, tl.sum(e * tl.maximum(d, -3e38), axis=0))
+        if SMOOTH:
+            w = tl.load(w_ptr + col, mask=mask, other=0.0).to(tl.float32) if HAS_W else 1.0
+            tl.store(wz_ptr + row, tl.sum(tl.where(mask, z, 0.0) * w, axis=0))
+        if MEAN:
+            tl.store(sum_ptr + row, tl.sum(tl.where(mask, z, 0.0), axis=0))
+        if STATS:
+            tl.store(best_ptr + row, first + tl.min(tl.where(mask & (z == top), col, N), axis=0))
+        y = target - first
+        if (y >= 0) & (y < N):
+            z_y, _ = _logits(z_ptr, bias_ptr, y, y >= 0, logit_scale, cap, HAS_BIAS, HAS_SCALE, HAS_CAP, "")
+            tl.store(z_y_ptr + row, z_y)
+        if row < R:
+            tl.store(codes_ptr + row * N + col, tl.minimum(tl.floor(0.5 - d * STEPS), 255.0).to(tl.uint8), mask=mask)
+
+
+@jit
+def _gradient(
+    z_ptr, top_ptr, bias_ptr, w_ptr, target_ptr, lse_ptr, spread_ptr, smooth_ptr, ge_ptr, entropy_ptr, factor_ptr, d_ptr, dt_ptr, db_ptr, z_y_ptr,
+    M, P, N, first, z_stride, d_stride, dt_stride, ignore_index, logit_scale, softcap,
+    HAS_W: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, SMOOTH: tl.constexpr, HAS_GE: tl.constexpr, STORED: tl.constexpr,
+    D: tl.constexpr, DT: tl.constexpr, DB: tl.constexpr, STEPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """dz of a tile, times a factor, in rows and transposed; zeros up to ``d_stride`` classes and ``P`` rows. Column sums of each tile's dz in fp32."""
+    row = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    col = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    inside = (row < M)[:, None] & (col < N)[None, :]
+    cap = tl.cast(softcap, tl.float32)
+    target = tl.load(target_ptr + row, mask=row < M, other=0).to(tl.int64)
+    lse = tl.load(lse_ptr + row, mask=row < M, other=0.0)[:, None]
+    slope = tl.load(spread_ptr + row, mask=row < M, other=0.0)[:, None]
+    if STORED:
+        code = tl.load(z_ptr + row[:, None] * N + col[None, :], mask=inside, other=255)
+        top = tl.load(top_ptr + row, mask=row < M, other=0.0)
+        z = tl.where(code == 255, -float("inf"), _finite(top)[:, None] - code.to(tl.float32) * (1.0 / STEPS))
+    else:
+        z = tl.load(z_ptr + row[:, None] * z_stride + col[None, :], mask=inside, other=0.0).to(tl.float32)
+        if HAS_BIAS:
+            z += tl.load(bias_ptr + col, mask=col < N, other=0.0).to(tl.float32)[None, :]
+        z *= tl.cast(logit_scale, tl.float32)
+        if HAS_CAP:
+            z = tanh(z / cap) * cap
+        tl.store(z_y_ptr + row[:, None] + 0 * col[None, :], z, mask=inside & (col[None, :] == (target - first)[:, None]))
+    if HAS_GE:
+        ge = tl.load(ge_ptr + row, mask=row < M, other=0.0)[:, None]
+        slope += ge * ((lse - tl.maximum(z, -3e38)) - tl.load(entropy_ptr + row, mask=row < M, other=0.0)[:, None])
+    dz = tl.exp2((z - lse) * _LOG2E) * slope
+    if SMOOTH:
+        smooth = tl.load(smooth_ptr + row, mask=row < M, other=0.0)[:, None]
+        dz -= smooth * (tl.load(w_ptr + col, mask=col < N, other=0.0).to(tl.float32)[None, :] if HAS_W else 1.0)
+    if HAS_CAP:
+        t = tl.maximum(z, -3e38) / cap
+        dz *= 1.0 - t * t
+    counts = inside & (target != ignore_index)[:, None] & (col[None, :] != (target - first)[:, None])
+    dz = tl.where(counts, dz, 0.0)
+    if DB:
+        tl.store(db_ptr + tl.program_id(0).to(tl.int64) * N + col, tl.sum(dz, axis=0), mask=col < N)
+    factor = tl.load(factor_ptr)
+    if D:
+        tl.store(d_ptr + row[:, None] * d_stride + col[None, :], _quantized(dz, factor, d_ptr), mask=(row < M)[:, None] & (col < d_stride)[None, :])
+    if DT:
+        q = tl.trans(_quantized(dz, factor, dt_ptr))
+        tl.store(dt_ptr + col[:, None] * dt_stride + row[None, :], q, mask=(col < N)[:, None] & (row < P)[None, :])
+
+
+@dataclass
+class Block:
+    """``N`` classes from ``first`` on."""
+
+    first: int
+    N: int
+    bias: Tensor | None
+    class_weight: Tensor | None
+
+    @property
+    def classes(self) -> slice:
+        return slice(self.first, self.first + self.N)
+
+    def flags(self, s: Loss) -> dict[str, bool]:
+        return dict(HAS_W=self.class_weight is not None, HAS_BIAS=self.bias is not None, HAS_CAP=s.softcap is not None, SMOOTH=s.label_smoothing != 0)
+
+
+@dataclass
+class Stats:
+    """What step 1 finds of each block and row, (blocks, M), and the logit of the target (M,). Empty where the loss does not need it."""
+
+    top: Tensor
+    total: Tensor  # sum of exp(z - top)
+    weighted: Tensor  # sum of (z - top) exp(z - top)
+    wz: Tensor  # sum of class weight times z
+    sum: Tensor
+    best: Tensor  # the class of the largest z
+    z_y: Tensor
+
+    @classmethod
+    def empty(cls, target: Tensor, blocks: int, s: Loss) -> Stats:
+        M = target.shape[0]
+        new = lambda wanted=True, dtype=torch.float32: target.new_zeros((blocks, M if wanted else 0), dtype=dtype)
+        z_y = target.new_full((M,), float("nan"), dtype=torch.float32)
+        return cls(new(), new(), new(s.entropy), new(s.label_smoothing != 0), new(s.mean), new(s.stats, torch.int64), z_y)
+
+    def fields(self, i: int) -> tuple[Tensor, ...]:
+        """Those of a block, as the kernel has them."""
+        return self.top[i], self.total[i], self.weighted[i], self.wz[i], self.sum[i], self.best[i], self.z_y
+
+    def fill(self, out: Rows, s: Loss, target: Tensor, V: int, class_weight: Tensor | None) -> None:
+        """Merge the blocks, in the same order every time."""
+        top = self.top.amax(0)
+        top = top.where(top != -float("inf"), 0)
+        less = self.top - top
+        part = self.total * less.exp()
+        total = part.sum(0)
+        low = total.log()
+        lse = top.double() + low.double()
+        terms = Terms.of(s, target, V, class_weight, lse, self.z_y)
+        terms.losses(s, out, self.wz.sum(0) if terms.smooth else None)
+        out.lse.copy_(lse.where(terms.valid, 0))
+        if s.stats:
+            best = self.best.gather(0, self.top.argmax(0)[None])[0]
+            out.predicted.copy_(best.where(terms.valid, -1))
+        if s.mean:
+            out.mean.copy_((self.sum.sum(0) / V).where(terms.valid, 0))
+        if s.entropy:
+            moved = (self.weighted * less.exp() + (part * less).where(part != 0, 0)).sum(0)
+            entropy = (low - moved / total).clamp(min=0) * self.z_y.new_ones(()).where(terms.known, float("nan"))
+            out.entropy.copy_(entropy.where(terms.valid, 0))
+
+
+def _stats_of(z: Tensor, block: Block, i: int, found: Stats, target: Tensor, s: Loss, codes: Tensor | None) -> None:
+    """Fill row i of ``found`` from the logits z (M, N or more) of a block, and ``codes`` (R, N) from those of the first R tokens."""
+    R = 0 if codes is None else codes.shape[0]
+    if use_kernels(z):
+        tensors = (z if t is None else t for t in (block.bias, block.class_weight, target, codes, *found.fields(i)))
+        numbers = block.N, R, block.first, z.stride(0), s.ignore_index, s.logit_scale, 1.0 if s.softcap is None else s.softcap
+        has = block.flags(s) | dict(HAS_SCALE=s.logit_scale != 1.0, STATS=s.stats, MEAN=s.mean, ENTROPY=s.entropy)
+        size = next_power_of_2(block.N)
+        launch(_stats, (z.shape[0],), z, *tensors, *numbers, **has, STEPS=STEPS, BLOCK=size, num_warps=min(16, max(1, size // 512)))
+        return
+    a, y = transformed(z[:, : block.N], block.bias, s)[0], target - block.first
+    mine = (y >= 0) & (y < block.N)
+    top = a.amax(1)
+    less = a - top.where(top != -float("inf"), 0)[:, None]
+    e = less.exp()
+    found.top[i], found.total[i] = top, e.sum(1)
+    found.z_y.copy_(a.gather(1, y.where(mine, 0)[:, None])[:, 0].where(mine, found.z_y))
+    if s.entropy:
+        found.weighted[i] = (e * less.clamp(min=-3e38)).sum(1)
+    if s.label_smoothing:
+        found.wz[i] = (a if block.class_weight is None else a * block.class_weight).sum(1)
+    if s.mean:
+        found.sum[i] = a.sum(1)
+    if s.stats:
+        found.best[i] = block.first + a.argmax(1)
+    if codes is not None:
+        codes.copy_((0.5 - less[:R] * STEPS).floor().nan_to_num(255).clamp(max=255))
+
+
+@dataclass
+class Slopes:
+    """What the gradients of rows are made of, (M,) in fp32 each."""
+
+    lse: Tensor
+    spread: Tensor  # p is multiplied by it
+    smooth: Tensor  # a class weight is
+    on: Tensor  # the target's one is
+    ge: Tensor | None  # upstream gradient of the entropy, and the entropy
+    entropy: Tensor | None
+    bound: Tensor  # 0-dim: no |dz| of a class that is not the target is larger
+
+    @classmethod
+    def of(cls, terms: Terms, s: Loss, V: int, class_weight: Tensor | None, norm, g, g_entropy, entropy) -> Slopes:
+        factor, spread, scale = terms.slopes(s, norm, g)
+        zero = lambda t: t.where(terms.valid, 0).contiguous()
+        smooth, ge = zero(factor * terms.smooth), None if g_entropy is None else zero(scale * g_entropy)
+        bound = spread.abs() + smooth.abs() * (1 if class_weight is None else class_weight.abs().max())
+        if ge is not None:
+            bound = bound + ge.abs() * (1 + math.log(V))  # of |p (log p + entropy)|
+        bound = zero(bound).nan_to_num(0.0, 0.0, 0.0).max().clamp(min=LEAST)
+        return cls(terms.lse.where(terms.valid, 0), zero(spread), smooth, zero(factor * terms.on), ge, entropy, bound)
+
+    def __getitem__(self, rows: slice) -> Slopes:
+        some = lambda t: None if t is None else t[rows]
+        return Slopes(self.lse[rows], self.spread[rows], self.smooth[rows], self.on[rows], some(self.ge), some(self.entropy), self.bound)
+
+    def dz(self, z: Tensor, w: Tensor | float, s: Loss) -> Tensor:
+        """The gradient with respect to z (M, N), logits after scale and softcap of classes that are not the target, with class weights w."""
+        slope, z = self.spread[:, None], z.clamp(min=-3e38)
+        if self.ge is not None and self.entropy is not None:
+            slope = slope + self.ge[:, None] * ((self.lse[:, None] - z) - self.entropy[:, None])
+        dz = (z - self.lse[:, None]).exp() * slope - self.smooth[:, None] * w
+        return dz if s.softcap is None else dz * (1 - (z / s.softcap).square())
+
+    def dz_y(self, z_y: Tensor, w_y: Tensor | float, s: Loss) -> Tensor:
+        """That of the target (M,)."""
+        on = self.on if s.softcap is None else self.on * (1 - (z_y / s.softcap).square())
+        return self.dz(z_y[:, None], w_y, s)[:, 0] - on
+
+
+def _gradient_of(
+    z: Tensor, top: Tensor | None, block: Block, slopes: Slopes, target: Tensor, s: Loss,
+    d: Tensor | None, dt: Tensor | None, db: Tensor | None, z_y: Tensor,
+) -> None:  # fmt: skip  # what the gradient is made of, where it goes
+    """Fill ``d`` (M, N or more) and ``dt`` (N, M or more), and add to ``db`` (N,), from the logits z of a block or, with ``top`` (M,), from 8 bits of each.
+
+    From z it also fills the logits of the targets of the block, ``z_y``.
+    """
+    M, factor = z.shape[0], TOP / slopes.bound
+    if use_kernels(slopes.lse):
+        width, rows = block.N if d is None else d.shape[1], M if dt is None else dt.shape[1]
+        grid = cdiv(rows, 64), cdiv(width, 128)
+        sums = None if db is None else slopes.lse.new_empty(grid[0], block.N)
+        of_rows = slopes.lse, slopes.spread, slopes.smooth, slopes.ge, slopes.entropy
+        tensors = (z if t is None else t for t in (top, block.bias, block.class_weight, target, *of_rows, factor, d, dt, sums, z_y))
+        numbers = M, rows, block.N, block.first, z.stride(0), width, 0 if dt is None else dt.stride(0), s.ignore_index, s.logit_scale
+        has = block.flags(s) | dict(HAS_GE=slopes.ge is not None, STORED=top is not None, D=d is not None, DT=dt is not None, DB=db is not None)
+        tile = dict(STEPS=STEPS, BLOCK_M=64, BLOCK_N=128, num_warps=8)
+        launch(_gradient, grid, z, *tensors, *numbers, 1.0 if s.softcap is None else s.softcap, **has, **tile)
+        if db is not None and sums is not None:
+            db.add_(sums.sum(0))
+        return
+    y = target - block.first
+    mine = (y >= 0) & (y < block.N)
+    at = y.where(mine, 0)[:, None]
+    if top is None:
+        a = transformed(z[:, : block.N], block.bias, s)[0]
+        z_y.copy_(a.gather(1, at)[:, 0].where(mine, z_y))
+    else:
+        a = (top.where(top != -float("inf"), 0)[:, None] - z.float() / STEPS).masked_fill(z == 255, -float("inf"))
+    dz = slopes.dz(a, 1.0 if block.class_weight is None else block.class_weight.float(), s).where((target != s.ignore_index)[:, None], 0)
+    dz.scatter_(1, at, dz.gather(1, at).where(~mine[:, None], 0))
+    q = (dz * factor).where(dz.isfinite(), float("nan")).to(E5).view(torch.uint8)
+    for t, values in ((d, q), (dt, q.t())):
+        if t is not None:
+            t.view(torch.uint8).zero_()[: values.shape[0], : values.shape[1]].copy_(values)
+    if db is not None:
+        db.add_(dz.sum(0))
+
+
+def _padded(t: Tensor) -> Tensor:
+    """``t`` with sizes that are multiples of 16, as FP8 products need them."""
+    rows, columns = (-n % 16 for n in t.shape)
+    return F.pad(t, (0, columns, 0, rows)) if rows or columns else t
+
+
+def _casts(t: Tensor, recipe: Recipe, *, rows: bool, columns: bool) -> tuple[Cast, Cast]:
+    """Casts of t (M, N), by rows with the recipe's scales, and by columns, transposed, with one scale."""
+    if not (recipe.by_rows and columns):
+        return casts(t, E4, recipe, rows=rows, columns=columns)
+    by_rows = casts(t, E4, recipe, rows=True, columns=False)[0] if rows else Cast(t, t)
+    return by_rows, casts(t, E4, RECIPES["tensorwise"], rows=False, columns=True)[1]
+
+
+def classes_of_a_block(M: int, V: int, H: int, itemsize: int, rows: int, stored: int, least: int) -> int:
+    """So many, at least ``least``, that what exists at a time apart from dx and dw takes the memory of ``rows`` tokens of logits."""
+    free = rows * V * itemsize - 2 * M * H - min(M, ROWS) * H * itemsize  # casts of x, and a product for dx
+    each = max(M * itemsize + H, (M - stored) * itemsize + 2 * M + 2 * H)  # logits and a cast of w; logits, two of dz, two of w
+    n = min(max(free // each, least), 8192)  # one program has a row of a block
+    return n // 128 * 128 if n > 128 else n
+
+
+def _add_rows(total: Tensor, rows: Tensor, index: Tensor) -> None:
+    """Add ``rows`` (M, H) to the rows ``index`` (M,) of ``total``: those of one index are summed in fp32 and rounded once, in the same order every time."""
+    M = index.shape[0]
+    ordered, at = index.sort(stable=True)
+    new = torch.ones_like(ordered, dtype=torch.bool)
+    new[1:] = ordered[1:] != ordered[:-1]
+    run = new.cumsum(0) - 1
+    of_token = torch.empty_like(run).scatter_(0, at, run)
+    if use_kernels(rows):
+        sums = embedding_bwd(rows, of_token, M, None)
+    else:
+        sums = rows.new_zeros(rows.shape, dtype=acc(rows.dtype)).index_add_(0, of_token, rows.to(acc(rows.dtype)))
+    where = torch.zeros_like(index).scatter_(0, run, ordered)  # rows after the last run are zeros, added to row 0
+    total.index_put_((where,), sums.to(total.dtype), accumulate=True)
+
+
+def head_gradients(
+    x: Tensor, w: Tensor, target: Tensor, s: Loss, fp8: str, need: tuple[bool, ...], *, bias: Tensor | None = None, class_weight: Tensor | None = None,
+    out: Rows | None = None, norm=None, lse=None, g=None, g_entropy=None, entropy=None, chunk_rows: int | None = None, dw_into: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip  # the loss, what it depends on, how it is computed
+    """dx, dw and (in fp32) dbias of the losses of rows, divided by the 0-dim ``norm`` or times ``g`` (M,); empty if ``need`` says so.
+
+    With ``out``, step 1 fills it. Without, ``lse`` (M,) is that of an earlier call. ``chunk_rows``: the memory is that of so many tokens' logits.
+    """
+    (M, H), V = x.shape, w.shape[0]
+    need_dx, need_dw, need_db = need[:3]
+    dx, dw = x.new_empty((M, H) if need_dx else 0), w.new_empty((V, H) if need_dw and dw_into is None else 0)
+    db = x.new_zeros(V if need_db else 0, dtype=torch.float32)
+    if tracing(x):
+        return dx, dw, db
+    if not M:
+        return dx, dw.zero_(), db
+    recipe, target = RECIPES[fp8], target.contiguous().long()
+    bias, class_weight, entropy = (None if t is None else t.contiguous() for t in (bias, class_weight, entropy))
+    stored = min(M, H * dw.itemsize) if dw.numel() and out is not None else 0
+    rows = min(M, chunk_rows or auto_chunk_rows(M, V, H, x.itemsize, on_gpu(x), frozen=not need_dw))
+    step = classes_of_a_block(M, V, H, x.itemsize, rows, stored, 1024 if chunk_rows is None else 16)
+    some = lambda t, part: None if t is None else t[part]
+    parts = [slice(first, min(first + step, V)) for first in range(0, V, step)]
+    blocks = [Block(c.start, c.stop - c.start, some(bias, c), some(class_weight, c)) for c in parts]
+    x8, x8_t = _casts(F.pad(x, (0, -H % 16)), recipe, rows=True, columns=need_dw)
+    codes = lambda b: dw[b.classes].view(torch.uint8).view(-1)[: stored * b.N].view(stored, b.N)
+    found = None if out is None else Stats.empty(target, len(blocks), s)
+    if out is not None and found is not None:
+        for i, b in enumerate(blocks):
+            z = product(*x8, *_casts(_padded(w[b.classes]), recipe, rows=True, columns=False)[0], x.dtype)
+            _stats_of(z, b, i, found, target, s, codes(b) if stored else None)
+        found.fill(out, s, target, V, class_weight)
+        lse = out.lse
+    if not any(need):
+        return dx, dw, db
+    z_y = target.new_full((M,), float("nan"), dtype=torch.float32) if found is None else found.z_y
+    slopes = Slopes.of(Terms.of(s, target, V, class_weight, lse, z_y), s, V, class_weight, norm, g, g_entropy, entropy)
+    total, scale = dw if dw_into is None else dw_into, slopes.bound / TOP
+
+    def add(i: int, b: Block) -> None:
+        """What a block adds to dx, and its rows of dw and dbias."""
+        w8, w8_t = _casts(_padded(w[b.classes]), recipe, rows=stored < M, columns=need_dx)
+        d = x.new_empty(M, b.N + -b.N % 16, dtype=E5) if need_dx else None
+        dt = x.new_empty(b.N, M + -M % 16, dtype=E5) if need_dw else None
+        for rows in (slice(0, stored), slice(stored, M)):
+            if rows.start < rows.stop:
+                if found is not None and rows.stop == stored:
+                    z, top = codes(b), found.top[i, rows]
+                else:
+                    z, top = product(x8.values[rows], x8.scale[rows] if recipe.by_rows else x8.scale, *w8, x.dtype), None
+                columns = dt if dt is None else dt[:, rows] if rows.stop < M else dt[:, rows.start :]
+                _gradient_of(z, top, b, slopes[rows], target[rows], s, some(d, rows), columns, db[b.classes] if need_db else None, z_y[rows])
+                del z
+        for rows in (slice(first, first + ROWS) for first in range(0, M, ROWS)) if d is not None else ():
+            part = product(d[rows], scale, *w8_t, x.dtype, fast=False)[:, :H]
+            dx[rows].copy_(part) if i == 0 else dx[rows].add_(part)
+        if dt is not None and dw_into is None and H % 16 == 0:
+            product(dt, scale, *x8_t, dw.dtype, fast=False, out=dw[b.classes])
+        elif dt is not None:
+            part = product(dt, scale, *x8_t, x.dtype, fast=False)[:, :H]
+            dw[b.classes].copy_(part) if dw_into is None else dw_into[b.classes].add_(part)
+
+    for i, b in enumerate(blocks):
+        add(i, b)
+    del x8, x8_t
+    y = target.where((target >= 0) & (target < V), 0)
+    dz_y = slopes.dz_y(z_y, 1.0 if class_weight is None else class_weight.float()[y, None], s).where(target != s.ignore_index, 0)[:, None]
+    if need_dx:
+        dx.addcmul_(w.index_select(0, y), dz_y.to(x.dtype))
+    if need_dw:
+        _add_rows(total, x * dz_y.to(x.dtype), y)
+    if need_db:
+        _add_rows(db[:, None], dz_y, y)
+    return dx, dw, db

@@ -56,8 +56,8 @@ def check_fp8(name: str, fp8: str | None, x: Tensor, **unsupported: object) -> N
         return
     if fp8 not in HEAD_RECIPES:
         raise ValueError(f"{name}: fp8 must be None or one of {HEAD_RECIPES}, got {fp8!r}")
-    if x.dtype not in (torch.bfloat16, torch.float32):
-        raise ValueError(f"{name}: x and w must be bf16 or fp32 with fp8, got {x.dtype}")
+    if x.dtype == torch.float64:
+        raise ValueError(f"{name}: x and w must have 16 or 32 bits with fp8, got {x.dtype}")
     if why := lacking(x.device):
         raise ValueError(f"{name}: {why}")
     for argument, value in unsupported.items():
@@ -80,7 +80,7 @@ def _stats(
         z_ptr += row * z_stride
         col = tl.arange(0, BLOCK)
         mask = col < N
-        z, _ = _logits(z_ptr, bias_ptr, col, mask, logit_scale, cap, HAS_BIAS, HAS_SCALE, HAS_CAP, "")
+        z, _t = _logits(z_ptr, bias_ptr, col, mask, logit_scale, cap, HAS_BIAS, HAS_SCALE, HAS_CAP, "")
         top = tl.max(tl.where(mask, z, -float("inf")), axis=0)
         shift = _finite(top)
         d = tl.where(mask, z - shift, -float("inf"))
@@ -98,7 +98,7 @@ def _stats(
             tl.store(best_ptr + row, first + tl.min(tl.where(mask & (z == top), col, N), axis=0))
         y = target - first
         if (y >= 0) & (y < N):
-            z_y, _ = _logits(z_ptr, bias_ptr, y, y >= 0, logit_scale, cap, HAS_BIAS, HAS_SCALE, HAS_CAP, "")
+            z_y, _t_y = _logits(z_ptr, bias_ptr, y, y >= 0, logit_scale, cap, HAS_BIAS, HAS_SCALE, HAS_CAP, "")
             tl.store(z_y_ptr + row, z_y)
         if row < R:
             tl.store(codes_ptr + row * N + col, tl.minimum(tl.floor(0.5 - d * STEPS), 255.0).to(tl.uint8), mask=mask)
@@ -326,10 +326,10 @@ def _gradient_of(
         db.add_(dz.sum(0))
 
 
-def _padded(t: Tensor) -> Tensor:
-    """``t`` with sizes that are multiples of 16, as FP8 products need them."""
-    rows, columns = (-n % 16 for n in t.shape)
-    return F.pad(t, (0, columns, 0, rows)) if rows or columns else t
+def _padded(t: Tensor, rows: bool = True) -> Tensor:
+    """``t`` with sizes that are multiples of 16, as FP8 products need them; with ``rows=False`` only the second."""
+    more = (0, -t.shape[1] % 16, 0, -t.shape[0] % 16 if rows else 0)
+    return F.pad(t, more) if any(more) else t
 
 
 def _casts(t: Tensor, recipe: Recipe, *, rows: bool, columns: bool) -> tuple[Cast, Cast]:
@@ -340,28 +340,125 @@ def _casts(t: Tensor, recipe: Recipe, *, rows: bool, columns: bool) -> tuple[Cas
     return by_rows, casts(t, E4, RECIPES["tensorwise"], rows=False, columns=True)[1]
 
 
-def classes_of_a_block(M: int, V: int, H: int, itemsize: int, rows: int, stored: int, least: int) -> int:
+def classes_of_a_block(M: int, V: int, H: int, itemsize: int, rows: int, stored: int, need_dx: bool, dw: Tensor | None, least: int) -> int:
     """So many, at least ``least``, that what exists at a time apart from dx and dw takes the memory of ``rows`` tokens of logits."""
-    free = rows * V * itemsize - 2 * M * H - min(M, ROWS) * H * itemsize  # casts of x, and a product for dx
-    each = max(M * itemsize + H, (M - stored) * itemsize + 2 * M + 2 * H)  # logits and a cast of w; logits, two of dz, two of w
+    free = rows * V * itemsize - M * H * (1 + (dw is not None)) - need_dx * min(M, ROWS) * H * itemsize  # casts of x, and a product for dx
+    of_dw = 0 if dw is None or stored else H * dw.itemsize  # a product that is added
+    # in step 1 logits and a cast of w; in step 2 logits that are not stored, dz, casts of w
+    each = max(M * itemsize + H, (M - stored) * itemsize + M * (need_dx + (dw is not None)) + H * (need_dx + (stored < M)) + of_dw)
     n = min(max(free // each, least), 8192)  # one program has a row of a block
     return n // 128 * 128 if n > 128 else n
 
 
-def _add_rows(total: Tensor, rows: Tensor, index: Tensor) -> None:
-    """Add ``rows`` (M, H) to the rows ``index`` (M,) of ``total``: those of one index are summed in fp32 and rounded once, in the same order every time."""
+def _add_outer(total: Tensor, index: Tensor, scale: Tensor, x: Tensor) -> None:
+    """Add ``scale`` (M,) times x (M, H) to the rows ``index`` (M,) of ``total``: those of one index are summed in fp32 and rounded once, in a fixed order."""
     M = index.shape[0]
     ordered, at = index.sort(stable=True)
     new = torch.ones_like(ordered, dtype=torch.bool)
     new[1:] = ordered[1:] != ordered[:-1]
     run = new.cumsum(0) - 1
     of_token = torch.empty_like(run).scatter_(0, at, run)
-    if use_kernels(rows):
-        sums = embedding_bwd(rows, of_token, M, None)
-    else:
-        sums = rows.new_zeros(rows.shape, dtype=acc(rows.dtype)).index_add_(0, of_token, rows.to(acc(rows.dtype)))
-    where = torch.zeros_like(index).scatter_(0, run, ordered)  # rows after the last run are zeros, added to row 0
-    total.index_put_((where,), sums.to(total.dtype), accumulate=True)
+    # there are fewer sums than tokens: what is left over are zeros for any rows, but seldom the same, as equal indices wait for each other
+    rows = (torch.arange(M, device=index.device) % len(total)).scatter_(0, run, ordered)
+    for columns in (slice(first, first + 1024) for first in range(0, x.shape[1], 1024)):
+        terms = x[:, columns] * scale[:, None]
+        if use_kernels(terms):
+            terms = embedding_bwd(terms, of_token, M, None)
+        else:
+            terms = terms.new_zeros(terms.shape, dtype=acc(terms.dtype)).index_add_(0, of_token, terms.to(acc(terms.dtype)))
+        total[:, columns].index_put_((rows,), terms.to(total.dtype), accumulate=True)
+
+
+@dataclass
+class _Head:
+    """Both steps for some tokens."""
+
+    x: Tensor
+    w: Tensor
+    target: Tensor
+    s: Loss
+    recipe: Recipe
+    bias: Tensor | None
+    class_weight: Tensor | None
+    dx: Tensor | None  # written
+    dw: Tensor | None  # written, or with ``dw_is_new=False`` added to
+    db: Tensor | None  # added to
+    dw_is_new: bool
+    step: int  # classes of a block
+    stored: int  # tokens whose logits step 1 stores in dw
+
+    def __post_init__(self) -> None:
+        V, of = self.w.shape[0], lambda t, first: None if t is None else t[first : first + self.step]
+        firsts = range(0, V, self.step)
+        self.blocks = [Block(first, min(self.step, V - first), of(self.bias, first), of(self.class_weight, first)) for first in firsts]
+        self.x8, self.x8_t = _casts(_padded(self.x, rows=False), self.recipe, rows=True, columns=self.dw is not None)
+
+    def codes(self, b: Block) -> Tensor | None:
+        """The stored logits of a block, (tokens, classes), in the memory of its rows of dw."""
+        if not self.stored or self.dw is None:
+            return None
+        return self.dw[b.classes].view(torch.uint8).view(-1)[: self.stored * b.N].view(self.stored, b.N)
+
+    def losses(self, out: Rows) -> Stats:
+        """Step 1."""
+        found = Stats.empty(self.target, len(self.blocks), self.s)
+        for i, b in enumerate(self.blocks):
+            w8, _ = _casts(_padded(self.w[b.classes]), self.recipe, rows=True, columns=False)
+            _stats_of(product(*self.x8, *w8, self.x.dtype), b, i, found, self.target, self.s, self.codes(b))
+        found.fill(out, self.s, self.target, self.w.shape[0], self.class_weight)
+        return found
+
+    def gradients(self, slopes: Slopes, found: Stats | None) -> None:
+        """Step 2."""
+        (M, H), V, s = self.x.shape, self.w.shape[0], self.s
+        z_y = self.target.new_full((M,), float("nan"), dtype=torch.float32) if found is None else found.z_y
+        for i in range(len(self.blocks)):
+            self._block(i, slopes, found, z_y)
+        y = self.target.where((self.target >= 0) & (self.target < V), 0)
+        w_y = 1.0 if self.class_weight is None else self.class_weight.float()[y, None]
+        dz_y = slopes.dz_y(z_y, w_y, s).where(self.target != s.ignore_index, 0)
+        if self.dx is not None:
+            for rows in _parts(M, ROWS):
+                self.dx[rows].addcmul_(self.w.index_select(0, y[rows]), dz_y[rows, None].to(self.x.dtype))
+        if self.dw is not None:
+            _add_outer(self.dw, y, dz_y.to(self.x.dtype), self.x)
+        if self.db is not None:
+            _add_outer(self.db[:, None], y, dz_y, torch.ones_like(dz_y)[:, None])
+
+    def _block(self, i: int, slopes: Slopes, found: Stats | None, z_y: Tensor) -> None:
+        (M, H), b, x, dw = self.x.shape, self.blocks[i], self.x, self.dw
+        w8, w8_t = _casts(_padded(self.w[b.classes]), self.recipe, rows=self.stored < M, columns=self.dx is not None)
+        d = None if self.dx is None else x.new_empty(M, b.N + -b.N % 16, dtype=E5)
+        dt = None if dw is None else x.new_empty(b.N, M + -M % 16, dtype=E5)
+        db, codes = None if self.db is None else self.db[b.classes], self.codes(b)
+        some = lambda rows: (slopes[rows], self.target[rows], self.s, None if d is None else d[rows])
+        if codes is not None and found is not None:
+            rows = slice(0, self.stored)
+            _gradient_of(codes, found.top[i, rows], b, *some(rows), dt if dt is None or self.stored == M else dt[:, rows], db, z_y[rows])
+        if self.stored < M:
+            rows = slice(self.stored, M)
+            z = product(self.x8.values[rows], self.x8.scale[rows] if self.recipe.by_rows else self.x8.scale, *w8, x.dtype)
+            _gradient_of(z, None, b, *some(rows), None if dt is None else dt[:, self.stored :], db, z_y[rows])
+            del z
+        scale = slopes.bound / TOP
+        if d is not None and self.dx is not None:
+            for rows in _parts(M, ROWS):
+                _product(d[rows], scale, w8_t, self.dx[rows], i == 0)
+        if dt is not None and dw is not None:
+            _product(dt, scale, self.x8_t, dw[b.classes], self.dw_is_new)
+
+
+def _product(d: Tensor, scale: Tensor, other: Cast, out: Tensor, is_new: bool) -> None:
+    """Write a product to ``out``, whose second size need not be a multiple of 16, or add it."""
+    if is_new and out.shape[1] % 16 == 0:
+        product(d, scale, *other, out.dtype, fast=False, out=out)
+        return
+    found = product(d, scale, *other, out.dtype, fast=False)[:, : out.shape[1]]
+    out.copy_(found) if is_new else out.add_(found)
+
+
+def _parts(M: int, step: int) -> list[slice]:
+    return [slice(first, min(first + step, M)) for first in range(0, M, step)]
 
 
 def head_gradients(
@@ -374,67 +471,27 @@ def head_gradients(
     """
     (M, H), V = x.shape, w.shape[0]
     need_dx, need_dw, need_db = need[:3]
-    dx, dw = x.new_empty((M, H) if need_dx else 0), w.new_empty((V, H) if need_dw and dw_into is None else 0)
+    dx = x.new_empty((M, H) if need_dx else 0)
+    dw = w.new_empty((V, H) if need_dw and dw_into is None else 0, dtype=acc(w.dtype) if w.dtype == torch.float16 else w.dtype)
     db = x.new_zeros(V if need_db else 0, dtype=torch.float32)
     if tracing(x):
         return dx, dw, db
     if not M:
         return dx, dw.zero_(), db
-    recipe, target = RECIPES[fp8], target.contiguous().long()
-    bias, class_weight, entropy = (None if t is None else t.contiguous() for t in (bias, class_weight, entropy))
-    stored = min(M, H * dw.itemsize) if dw.numel() and out is not None else 0
-    rows = min(M, chunk_rows or auto_chunk_rows(M, V, H, x.itemsize, on_gpu(x), frozen=not need_dw))
-    step = classes_of_a_block(M, V, H, x.itemsize, rows, stored, 1024 if chunk_rows is None else 16)
-    some = lambda t, part: None if t is None else t[part]
-    parts = [slice(first, min(first + step, V)) for first in range(0, V, step)]
-    blocks = [Block(c.start, c.stop - c.start, some(bias, c), some(class_weight, c)) for c in parts]
-    x8, x8_t = _casts(F.pad(x, (0, -H % 16)), recipe, rows=True, columns=need_dw)
-    codes = lambda b: dw[b.classes].view(torch.uint8).view(-1)[: stored * b.N].view(stored, b.N)
-    found = None if out is None else Stats.empty(target, len(blocks), s)
-    if out is not None and found is not None:
-        for i, b in enumerate(blocks):
-            z = product(*x8, *_casts(_padded(w[b.classes]), recipe, rows=True, columns=False)[0], x.dtype)
-            _stats_of(z, b, i, found, target, s, codes(b) if stored else None)
-        found.fill(out, s, target, V, class_weight)
-        lse = out.lse
-    if not any(need):
-        return dx, dw, db
-    z_y = target.new_full((M,), float("nan"), dtype=torch.float32) if found is None else found.z_y
-    slopes = Slopes.of(Terms.of(s, target, V, class_weight, lse, z_y), s, V, class_weight, norm, g, g_entropy, entropy)
-    total, scale = dw if dw_into is None else dw_into, slopes.bound / TOP
-
-    def add(i: int, b: Block) -> None:
-        """What a block adds to dx, and its rows of dw and dbias."""
-        w8, w8_t = _casts(_padded(w[b.classes]), recipe, rows=stored < M, columns=need_dx)
-        d = x.new_empty(M, b.N + -b.N % 16, dtype=E5) if need_dx else None
-        dt = x.new_empty(b.N, M + -M % 16, dtype=E5) if need_dw else None
-        for rows in (slice(0, stored), slice(stored, M)):
-            if rows.start < rows.stop:
-                if found is not None and rows.stop == stored:
-                    z, top = codes(b), found.top[i, rows]
-                else:
-                    z, top = product(x8.values[rows], x8.scale[rows] if recipe.by_rows else x8.scale, *w8, x.dtype), None
-                columns = dt if dt is None else dt[:, rows] if rows.stop < M else dt[:, rows.start :]
-                _gradient_of(z, top, b, slopes[rows], target[rows], s, some(d, rows), columns, db[b.classes] if need_db else None, z_y[rows])
-                del z
-        for rows in (slice(first, first + ROWS) for first in range(0, M, ROWS)) if d is not None else ():
-            part = product(d[rows], scale, *w8_t, x.dtype, fast=False)[:, :H]
-            dx[rows].copy_(part) if i == 0 else dx[rows].add_(part)
-        if dt is not None and dw_into is None and H % 16 == 0:
-            product(dt, scale, *x8_t, dw.dtype, fast=False, out=dw[b.classes])
-        elif dt is not None:
-            part = product(dt, scale, *x8_t, x.dtype, fast=False)[:, :H]
-            dw[b.classes].copy_(part) if dw_into is None else dw_into[b.classes].add_(part)
-
-    for i, b in enumerate(blocks):
-        add(i, b)
-    del x8, x8_t
-    y = target.where((target >= 0) & (target < V), 0)
-    dz_y = slopes.dz_y(z_y, 1.0 if class_weight is None else class_weight.float()[y, None], s).where(target != s.ignore_index, 0)[:, None]
-    if need_dx:
-        dx.addcmul_(w.index_select(0, y), dz_y.to(x.dtype))
-    if need_dw:
-        _add_rows(total, x * dz_y.to(x.dtype), y)
-    if need_db:
-        _add_rows(db[:, None], dz_y, y)
+    bias, class_weight = (None if t is None else t.contiguous() for t in (bias, class_weight))
+    as_rows = chunk_rows or auto_chunk_rows(M, V, H, x.itemsize, on_gpu(x), frozen=not need_dw)
+    # dw needs all tokens at a time; without it, their casts need not take more than a quarter of the memory
+    for rows in _parts(M, M if need_dw else max(ROWS, as_rows * V * x.itemsize // (4 * H))):
+        of = lambda t, rows=rows: t if t is None else t[rows].contiguous()
+        n = rows.stop - rows.start
+        total = (dw if dw_into is None else dw_into) if need_dw else None
+        stored = min(n, H * dw.itemsize) if dw.numel() and out is not None else 0
+        step = classes_of_a_block(n, V, H, x.itemsize, min(n, as_rows), stored, need_dx, total, 1024 if chunk_rows is None else 16)
+        grads = dx[rows] if need_dx else None, total, db if need_db else None, dw_into is None
+        head = _Head(x[rows], w, of(target).long(), s, RECIPES[fp8], bias, class_weight, *grads, step, stored)
+        found = None if out is None else head.losses(out[rows])
+        if any(need):
+            z_y, of_rows = (torch.zeros_like(of(lse).float()), of(lse)) if found is None or out is None else (found.z_y, out.lse[rows])
+            terms = Terms.of(s, head.target, V, class_weight, of_rows, z_y)
+            head.gradients(Slopes.of(terms, s, V, class_weight, norm, of(g), of(g_entropy), of(entropy)), found)
     return dx, dw, db

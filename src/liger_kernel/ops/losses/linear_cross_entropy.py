@@ -29,13 +29,27 @@ from liger_kernel.ops.losses.cross_entropy import items, positive, published, ta
 from liger_kernel.ops.losses.cross_entropy_rows import LOSS_SCHEMA, Loss, Rows, check, normaliser, row_kernel
 from liger_kernel.ops.losses.cross_entropy_rows import reference as cross_entropy_reference
 from liger_kernel.ops.losses.float8_head import check_fp8, head_gradients
+from liger_kernel.ops.projections.adapted import Projection
+from liger_kernel.ops.projections.float8_training import RECIPES, float8_trained
+from liger_kernel.ops.projections.linear import linears
+
+
+def all_logits(x: Tensor, w: Tensor, bias: Tensor | None, xa: Tensor | None, wb: Tensor | None, fp8: str | None) -> Tensor:
+    """Those of a reference. With ``fp8``: of a linear layer that is trained in FP8, and of an exact one in fp64, which is the truth for both."""
+    if fp8 is not None and x.dtype != torch.float64:
+        H, V = -x.shape[1] % 16, -w.shape[0] % 16
+        z = linears(F.pad(x, (0, H)), [Projection(float8_trained(F.pad(w, (0, H, 0, V)), RECIPES[fp8]))])[0][:, : len(w)]
+        return z if bias is None else z + bias
+    z = F.linear(x, w, bias)
+    return z if xa is None else z + F.linear(xa, wb)
 
 
 def reference(
-    x, w, target, bias, class_weight, *, ignore_index, reduction, label_smoothing, z_loss, logit_scale, softcap, token_scaling, stats, num_items, xa, wb, **how
-):
+    x, w, target, bias, class_weight, *, ignore_index, reduction, label_smoothing, z_loss, logit_scale, softcap, token_scaling, stats, num_items, xa, wb, fp8,
+    **how,
+):  # fmt: skip  # tensors, the loss, how it is computed
     numbers = (ignore_index, reduction, label_smoothing, z_loss, logit_scale, softcap, token_scaling, stats)
-    z = F.linear(x, w, bias) if xa is None else F.linear(x, w, bias) + F.linear(xa, wb)
+    z = all_logits(x, w, bias, xa, wb, fp8)
     return cross_entropy_reference(z, target, class_weight, num_items=num_items, **dict(zip(Loss.__dataclass_fields__, numbers)))
 
 
@@ -95,7 +109,7 @@ def linear_cross_entropy_fwd(x, w, target, bias, class_weight, kept, xa, wb, *re
     norm, y, out = normaliser(target, class_weight, s, num_items), _of(target, kept), Rows.empty(_of(target, kept), s, acc(x.dtype))
     divisor = None if _divides_later(x, dw_into) else norm
     if fp8 is not None:
-        given = dict(bias=bias, class_weight=class_weight, out=out, norm=norm, chunk_rows=chunk_rows, dw_into=dw_into)
+        given = dict(bias=bias, class_weight=class_weight, out=out, norm=divisor, chunk_rows=chunk_rows, dw_into=dw_into)
         grads = _whole(head_gradients(_of(x, kept), w, y, s, fp8, tuple(need), **given), x, kept)
         return *_results(out, norm, s, kept, x.shape[0]), *_five(grads)
 
@@ -175,7 +189,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
     def forward(ctx, x, w, target, bias, class_weight, num_items, kept, xa, wb, s, o):
         x, numbers = rows_of(x), values(s)
         M = x.shape[0] if kept is None else kept.shape[0]
-        if any(o.need) and not o.need[1] and not o.chunk_rows:
+        if any(o.need) and not o.need[1] and not o.chunk_rows and o.fp8 is None:
             o = dataclasses.replace(o, chunk_rows=auto_chunk_rows(M, *w.shape, x.itemsize, on_gpu(x), frozen=True))
         ctx.s, ctx.o = s, o
         fits = 0 < M <= (o.chunk_rows or auto_chunk_rows(M, w.shape[0], w.shape[1], x.itemsize, on_gpu(x))) and any(o.need)
@@ -265,6 +279,9 @@ _LORA = _head(9, 32, 65, xa=T((9, 3)), wb=T((65, 3)))
         Case("lora-one-none", _LORA | dict(reduction="none", compact=True)),
         Case("lora-frozen", _LORA | dict(w=T((65, 32), grad=False), fp32_logits=True, chunk_rows=4)),
         Case("all-ignored", _head(3, 16, 20, 1, reduction="sum")),
+        Case("fp8", _head(48, 32, 65, fp8="tensorwise")),
+        Case("fp8-blocks", _head(70, 32, 150, bias=T((150,)), fp8="rowwise", chunk_rows=30, z_loss=1e-2)),
+        Case("fp8-none", _head(40, 32, 65, fp8="tensorwise", reduction="none", softcap=4.0, label_smoothing=0.1, compact=True, stats=True)),
         Case(
             "integers",
             dict(x=T((4, 8), dtype=torch.int64), w=T((10, 8)), target=targets(4, 10)),
@@ -276,6 +293,9 @@ _LORA = _head(9, 32, 65, xa=T((9, 3)), wb=T((65, 3)))
         Case("half-lora", _head(4, 8, 10, xa=T((4, 2))), error="xa and wb must have shapes (4, R) and (10, R), got (4, 2) and None"),
         Case("bad-rank", _head(4, 8, 10, xa=T((4, 2)), wb=T((10, 3))), error="xa and wb must have shapes (4, R) and (10, R), got (4, 2) and (10, 3)"),
         Case("3d", dict(x=T((2, 4, 8)), w=T((10, 8)), target=targets(8, 10)), error="x must have shape (M, H), got (2, 4, 8)"),
+        Case("bad-fp8", _head(4, 16, 10, fp8="blockwise"), error="fp8 must be None or one of ('tensorwise', 'rowwise'), got 'blockwise'"),
+        Case("fp8-logits", _head(4, 16, 10, fp8="rowwise", fp32_logits=True), error="fp32_logits must be False with fp8, got True"),
+        Case("fp8-lora", _head(4, 16, 10, fp8="rowwise", xa=T((4, 2)), wb=T((10, 2))), error="xa must be None with fp8, got a tensor"),
     ],
     cost=_cost,
 )
@@ -315,6 +335,9 @@ def linear_cross_entropy(
     gradient of its own, and the upstream gradient of a reduced loss must be 1 (else ``dw_into`` becomes NaN), so that no loss scaler saves
     small fp16 gradients of a mean from underflow. fp32_logits: logits are not rounded to x's dtype, for 6 bytes a logit of a chunk instead of 2.
     xa (M, R), wb (V, R): of ``x @ w.T + xa @ wb.T + bias``, a head with adapters, in the dtype of x and w. If w needs no gradient nothing of its size exists.
+    fp8: "tensorwise" or "rowwise", the scales of x and w in the logits' product: all three products run in FP8 (``float8_head``), with at most the memory of
+    16 bits. The loss is the same to 1e-3 and gradients to 2 %. The GPU must have FP8; a CPU emulates. Not with fp32_logits, xa, or ``token_scaling`` of a
+    loss that is not reduced; ``accum_dtype`` has no effect, as nothing is summed over chunks.
     """
     check_head("linear_cross_entropy", x, w, bias, chunk_rows, xa, wb)
     if dw_into is not None and torch.compiler.is_compiling():

@@ -189,8 +189,8 @@ def product(
 
     ``out`` (M, N), contiguous, of ``dtype``: where the result goes.
     """
-    if not a.shape[0]:
-        return a.new_empty((0, b.shape[0]), dtype=dtype) if out is None else out
+    if not a.shape[0] or a.is_meta:
+        return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype) if out is None else out
     if a.is_cuda and scale_a.ndim == 0:
         return torch._scaled_mm(a, b.t(), scale_a, scale_b, out_dtype=dtype, use_fast_accum=fast, **({} if out is None else dict(out=out)))
     if a.is_cuda:  # with scales per row, torch's product returns only bf16

@@ -37,12 +37,12 @@ def _positional(forward: Callable) -> tuple[list[str], bool]:
     return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][1:], any(p.kind is p.VAR_POSITIONAL for p in parameters)
 
 
-def fused(forward: Callable, *, keep_logits: bool = False, known: bool = True) -> Callable:
+def fused(forward: Callable, *, keep_logits: bool = False, known: bool = True, fp8: str | None = None) -> Callable:
     """Wrap ``forward``, a function of a model class, so that head and loss run together. The wrapper adds the keywords of patched models.
 
     While the model trains with labels, logits are omitted, unless ``skip_logits`` says otherwise. With ``keep_logits``, logits are always computed and only
     the loss on them is fused. ``known`` says that ``forward`` is Transformers' own; otherwise its loss may use other labels than it is given, and its output
-    may be anything.
+    may be anything. ``fp8``: the recipe of the head's products with its loss; see ``linear_cross_entropy``.
     """
     signature = inspect.signature(forward)
     forward = attention.unmasked(forward)
@@ -74,7 +74,7 @@ def fused(forward: Callable, *, keep_logits: bool = False, known: bool = True) -
         place = place_of_head(self) if skip or keep_logits or options or accuracy or predictions else None
         if place is None:
             return forward(self, *(given[n] for n in at), *args[len(at) :], **{k: v for k, v in given.items() if k not in at})
-        loss = Loss(LossOptions(**options), bool(accuracy or predictions))
+        loss = Loss(LossOptions(**options, fp8=fp8), bool(accuracy or predictions))
         parent, name = place
         head = parent._modules[name]
         head = head.head if isinstance(head, StandIn) else head
@@ -88,10 +88,9 @@ def fused(forward: Callable, *, keep_logits: bool = False, known: bool = True) -
             out = forward(self, *(given[n] for n in at), *args[len(at) :], **{k: v for k, v in given.items() if k not in at})
         finally:
             leave(stand_in, parent, name)
-        if not loss.taken and (options or loss.statistics):
-            warnings.warn(
-                f"{type(self).__name__}: its loss is not one cross entropy of its logits, so these have no effect: {[*own_options, *STATISTICS]}", stacklevel=2
-            )
+        if not loss.taken and (options or loss.statistics or fp8 is not None):
+            without = [*own_options, *STATISTICS, *([] if fp8 is None else ["fp8"])]
+            warnings.warn(f"{type(self).__name__}: its loss is not one cross entropy of its logits, so these have no effect: {without}", stacklevel=2)
         settle = settled if known else settled_in_place
         out = settle(out, skip, loss.token_accuracy if accuracy else None, loss.predicted_tokens if predictions else None)
         for recipe in loss.recipes:  # other code holds these, and may read them after the weights have changed

@@ -51,7 +51,10 @@ def head_cross_entropy(head: nn.Module, x: Tensor, target: Tensor, options: Loss
         return parallel.entered(head, lambda x: head_cross_entropy(parallel.bare(head), x, target, options, within=True), x)
     if is_plain(head, within):
         return linear_cross_entropy(x, head.weight, target, head.bias, **options.given())
-    if not isinstance(found := with_adapters(head, x), Left):
+    found = with_adapters(head, x)
+    if options.fp8 is not None and (isinstance(found, Left) or found.adapters):
+        raise ValueError(f"fp8 of an output head needs a plain linear layer, got {found if isinstance(found, Left) else 'adapters'}: turn it off for this model")
+    if not isinstance(found, Left):
         return linear_cross_entropy(target=target, **terms(found, x), **options.given())
     if isinstance(head, parallel.VocabularyParallel) and options.class_weight is None and not options.token_scaling:
         return _vocabulary_parallel_loss(head, x, target, options)
@@ -129,7 +132,7 @@ def _loss(logits: Recipe, target: Tensor, options: LossOptions) -> Tensor:
     else:
         head, rows = None, logits.value()
     if head is None:
-        found = cross_entropy(rows, target, **options.given("accum_dtype"))
+        found = cross_entropy(rows, target, **options.given("accum_dtype", "fp8"))
     else:
         with logits.as_called(), logits.in_state():
             found = _head_loss(head, rows, target, asked, options)
@@ -200,6 +203,7 @@ def _replaced_loss(head: nn.Module, rows: Tensor, target: Tensor, asked: Loss, o
     names = {ours: name for name, ours in LOSS_OPTIONS.items()} | {"softcap": "final_logit_softcapping"}
     said = {names[k]: v for k, v in options.given().items() if k in names}
     said |= dict.fromkeys(STATISTICS, True) if asked.statistics else {}
+    said |= {} if options.fp8 is None else {"fp8": options.fp8}
     found = loss_functions.LigerForCausalLMLoss(
         rows, head.weight, None, rows.shape[-1], num_items_in_batch=n, ignore_index=options.ignore_index, shift_labels=target, **said
     )

@@ -410,7 +410,7 @@ class _Head:
 
     def gradients(self, slopes: Slopes, found: Stats | None) -> None:
         """Step 2."""
-        (M, H), V, s = self.x.shape, self.w.shape[0], self.s
+        M, V, s = self.x.shape[0], self.w.shape[0], self.s
         z_y = self.target.new_full((M,), float("nan"), dtype=torch.float32) if found is None else found.z_y
         for i in range(len(self.blocks)):
             self._block(i, slopes, found, z_y)
@@ -426,7 +426,7 @@ class _Head:
             _add_outer(self.db[:, None], y, dz_y, torch.ones_like(dz_y)[:, None])
 
     def _block(self, i: int, slopes: Slopes, found: Stats | None, z_y: Tensor) -> None:
-        (M, H), b, x, dw = self.x.shape, self.blocks[i], self.x, self.dw
+        M, b, x, dw = self.x.shape[0], self.blocks[i], self.x, self.dw
         w8, w8_t = _casts(_padded(self.w[b.classes]), self.recipe, rows=self.stored < M, columns=self.dx is not None)
         d = None if self.dx is None else x.new_empty(M, b.N + -b.N % 16, dtype=E5)
         dt = None if dw is None else x.new_empty(b.N, M + -M % 16, dtype=E5)

@@ -77,7 +77,8 @@ def linear_loss(
     bool or ``Kept(..., group=group)``) and the other options are those of ``linear_cross_entropy``.
 
     With ``whole`` or ``fp8``, for groups of more than two chunks, and under ``torch.compile``, ``fn`` is called once, with all groups, and the logits are
-    computed twice, in chunks of any rows. The forward still computes the gradients (except under ``torch.compile``), so w may be gathered only for its duration.
+    computed twice, in chunks of any rows. The forward still computes the gradients (except under ``torch.compile``), so w may be gathered only for its
+    duration.
     """
     if not temperature > 0:
         raise ValueError(f"linear_loss: temperature must be positive, got {temperature}")

@@ -88,9 +88,12 @@ def fused(forward: Callable, *, keep_logits: bool = False, known: bool = True, f
             out = forward(self, *(given[n] for n in at), *args[len(at) :], **{k: v for k, v in given.items() if k not in at})
         finally:
             leave(stand_in, parent, name)
-        if not loss.taken and (options or loss.statistics or fp8 is not None):
-            without = [*own_options, *STATISTICS, *([] if fp8 is None else ["fp8"])]
-            warnings.warn(f"{type(self).__name__}: its loss is not one cross entropy of its logits, so these have no effect: {without}", stacklevel=2)
+        if not loss.taken and (options or loss.statistics):
+            warnings.warn(
+                f"{type(self).__name__}: its loss is not one cross entropy of its logits, so these have no effect: {[*own_options, *STATISTICS]}", stacklevel=2
+            )
+        if fp8 is not None and not loss.fused:
+            warnings.warn(f"{type(self).__name__}: its head and its loss do not run together, so fp8 of the head has no effect", stacklevel=2)
         settle = settled if known else settled_in_place
         out = settle(out, skip, loss.token_accuracy if accuracy else None, loss.predicted_tokens if predictions else None)
         for recipe in loss.recipes:  # other code holds these, and may read them after the weights have changed

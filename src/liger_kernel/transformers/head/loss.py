@@ -53,7 +53,7 @@ def head_cross_entropy(head: nn.Module, x: Tensor, target: Tensor, options: Loss
         return linear_cross_entropy(x, head.weight, target, head.bias, **options.given())
     found = with_adapters(head, x)
     if options.fp8 is not None and (isinstance(found, Left) or found.adapters):
-        raise ValueError(f"fp8 of an output head needs a plain linear layer, got {found if isinstance(found, Left) else 'adapters'}: turn it off for this model")
+        raise ValueError(f"fp8 of an output head needs a plain linear layer, got {found if isinstance(found, Left) else 'adapters'}: turn it off here")
     if not isinstance(found, Left):
         return linear_cross_entropy(target=target, **terms(found, x), **options.given())
     if isinstance(head, parallel.VocabularyParallel) and options.class_weight is None and not options.token_scaling:
@@ -136,6 +136,7 @@ def _loss(logits: Recipe, target: Tensor, options: LossOptions) -> Tensor:
     else:
         with logits.as_called(), logits.in_state():
             found = _head_loss(head, rows, target, asked, options)
+        asked.fused = True
         root = logits if logits.root is None else logits.root
         for recipe in (root, *(other() for other in root.others)):
             if recipe is not None:

@@ -59,6 +59,7 @@ class Loss:
     options: LossOptions = field(default_factory=LossOptions)  # a factory, because PyTorch 2.11 cannot compile the constant DEFAULTS here
     statistics: bool = False
     taken: bool = False
+    fused: bool = False  # whether it was computed together with the head
     token_accuracy: Tensor | None = None
     predicted_tokens: Tensor | None = None
     causal: bool = False  # whether transformers' ForCausalLMLoss is the model's loss function

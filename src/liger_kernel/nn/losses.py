@@ -116,17 +116,18 @@ def liger_fused_linear_cross_entropy(
     compact: bool | Kept = False,
     chunk_rows: int | None = None,
     fp32_logits: bool = False,
+    fp8: str | None = None,
 ) -> Tensor | CrossEntropyOutput:
     """Cross entropy of ``input @ weight.T + bias`` and class indices, without storing the logits. input (M, H), weight (V, H), target (M,).
 
     ``ce_weight`` (V,) weighs classes. ``accum_dtype`` is the dtype in which the weight's gradient is summed over chunks. ``use_token_scaling`` multiplies each
     loss by the detached probability of its target. ``chunk_mem_const`` is accepted and ignored: chunks have a size that follows from memory, or ``chunk_rows``
-    tokens. ``num_items``, ``compact`` and ``fp32_logits``: see ``linear_cross_entropy``.
+    tokens. ``num_items``, ``compact``, ``fp32_logits`` and ``fp8``: see ``linear_cross_entropy``.
     """
     stats = return_z_loss or return_token_accuracy or return_predicted_tokens
     options: dict[str, Any] = dict(ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing, z_loss=lse_square_scale)
     options |= dict(softcap=softcap, token_scaling=use_token_scaling, num_items=num_items, stats=stats)
-    how: dict[str, Any] = dict(accum_dtype=accum_dtype, compact=compact, chunk_rows=chunk_rows, fp32_logits=fp32_logits)
+    how: dict[str, Any] = dict(accum_dtype=accum_dtype, compact=compact, chunk_rows=chunk_rows, fp32_logits=fp32_logits, fp8=fp8)
     found = linear_cross_entropy(input, weight, target, bias, ce_weight, **options, **how)
     return _output(found, target, ignore_index, return_z_loss, return_token_accuracy, return_predicted_tokens)
 
@@ -180,7 +181,7 @@ class LigerFusedLinearCrossEntropyLoss(WithOptions):
     """Cross entropy of ``_input @ lin_weight.T + bias`` and class indices (M,), without storing the logits. _input (M, H), lin_weight (V, H).
 
     ``accum_dtype``: the dtype in which the weight's gradient is summed. ``use_token_scaling``: multiply by the detached probability of the target. ``compact``,
-    ``chunk_rows``, ``fp32_logits``, and ``num_items`` of a call: see ``linear_cross_entropy``.
+    ``chunk_rows``, ``fp32_logits``, ``fp8``, and ``num_items`` of a call: see ``linear_cross_entropy``.
 
     Returns the loss, or a ``CrossEntropyOutput`` if one of the ``return_*`` is set.
     """
@@ -204,6 +205,7 @@ class LigerFusedLinearCrossEntropyLoss(WithOptions):
         compact: bool = False,
         chunk_rows: int | None = None,
         fp32_logits: bool = False,
+        fp8: str | None = None,
     ):
         super().__init__(locals())
 

@@ -120,6 +120,10 @@ MEASURED = {
             Case(
                 "llama3-8b-2048", dict(x=T((8192, 4096)), w=T((128256, 4096), _small), target=targets(8192, 128256, 17), chunk_rows=2048), gpu=True, timed=True
             ),
+            *(  # beside "eager", a linear layer that is trained in FP8, and the case of the same name in 16 bits
+                Case(f"{name}-fp8", dict(x=T((M, H)), w=T((V, H), _small), target=targets(M, V, 17), fp8="tensorwise"), gpu=True, timed=True)
+                for name, M, H, V in (("llama3-8b-2k", 2048, 4096, 128256), ("llama3-8b-8k", 8192, 4096, 128256), ("qwen2.5-1.5b", 8192, 2048, 151936))
+            ),
             Case(
                 "llama3-8b-8k-masked", dict(x=T((8192, 4096)), w=T((128256, 4096), _small), target=targets(8192, 128256, 2), compact=True), gpu=True, timed=True
             ),

@@ -373,55 +373,89 @@ def row_kernel(
     return None
 
 
+@dataclass
+class Terms:
+    """The terms of the formula, each (M,) or 0-dim, from the log-sum-exp of rows in fp64 and the logit of their target."""
+
+    valid: Tensor
+    known: Tensor  # whether the target is in [0, V)
+    lse: Tensor
+    low: Tensor  # what rounding takes from lse
+    z_y: Tensor
+    on: Tensor  # w_y (1 - e)
+    smooth: float  # e / V
+    w_sum: Tensor
+    factor: Tensor  # NaN where the target is out of range, with token_scaling the probability of the target
+
+    @classmethod
+    def of(cls, s: Loss, target: Tensor, V: int, class_weight: Tensor | None, both: Tensor, z_y: Tensor) -> Terms:
+        known = (target >= 0) & (target < V)
+        lse = both.to(z_y.dtype)
+        low = (both - lse).nan_to_num(0.0, 0.0, 0.0).to(z_y.dtype)
+        w = z_y.new_ones(1) if class_weight is None else class_weight.to(z_y.dtype)
+        on = (1 - s.label_smoothing) * w.expand(V)[target.where(known, 0)]
+        factor = z_y.new_ones(()).where(known, float("nan")) * (((z_y - lse) - low).exp() if s.token_scaling else 1.0)
+        return cls(target != s.ignore_index, known, lse, low, z_y, on, s.label_smoothing / V, w.expand(V).sum(), factor)
+
+    def losses(self, s: Loss, out: Rows, wz: Tensor | None) -> None:
+        """Fill loss and z-loss of ``out``. wz: the sum over classes of weight times logit, for label smoothing."""
+        row, z_term = self.on * ((self.lse - self.z_y) + self.low).clamp(min=0), s.z_loss * self.lse.square()
+        if wz is not None:
+            row += self.smooth * (self.w_sum * self.lse - wz)
+        out.loss.copy_((self.factor * (row + z_term)).where(self.valid, 0))
+        out.z_loss.copy_((self.factor * z_term).where(self.valid, 0))
+
+    def slopes(self, s: Loss, norm: Tensor | None, g: Tensor | None) -> tuple[Tensor, Tensor, Tensor | float]:
+        """What multiplies the gradient of a row, what p is multiplied by in it, and the scale that both include apart from the row's own factors."""
+        scale = s.logit_scale / (1 if norm is None else norm.to(self.lse.dtype))
+        factor = self.factor * scale * (1 if g is None else g)
+        return factor, factor * (self.on + self.smooth * self.w_sum + 2 * s.z_loss * self.lse), scale
+
+
 def _rows_in_torch(
     z: Tensor, target: Tensor, s: Loss, class_weight: Tensor | None, bias: Tensor | None, out: Rows | None, dz: Tensor | None, norm, g, g_entropy, lse, entropy
 ) -> None:
     V = z.shape[-1]
-    a = z.to(acc(z.dtype)) if bias is None else z.to(acc(z.dtype)) + bias
-    a = a * s.logit_scale if s.logit_scale != 1.0 else a
-    t = None if s.softcap is None else torch.tanh(a / s.softcap)
-    a = a if t is None else t * s.softcap
-    valid, inside = target != s.ignore_index, (target >= 0) & (target < V)
-    y = target.where(inside, 0)[:, None]
+    a, t = transformed(z, bias, s)
+    y = target.where((target >= 0) & (target < V), 0)[:, None]
     if lse is None:
         top = a.amax(-1).clamp_(min=torch.finfo(a.dtype).min)
         lse = top.double() + (a - top[:, None]).exp_().sum(-1).log_().double()
-    both, lse = lse, lse.to(a.dtype)
-    low = (both - lse).nan_to_num(0.0, 0.0, 0.0).to(a.dtype)
-    log_p = lambda: (a - lse[:, None]).sub_(low[:, None])
-    z_y = a.gather(-1, y)[:, 0]
+    terms = Terms.of(s, target, V, class_weight, lse, a.gather(-1, y)[:, 0])
+    valid = terms.valid
+    log_p = lambda: (a - terms.lse[:, None]).sub_(terms.low[:, None])
     w = a.new_ones(1) if class_weight is None else class_weight.to(a.dtype)
-    on = (1 - s.label_smoothing) * w.expand(V)[y[:, 0]]
-    smooth, w_sum = s.label_smoothing / V, w.expand(V).sum()
-    poison = a.new_ones(()).where(inside, float("nan"))
-    factor = poison * (((z_y - lse) - low).exp() if s.token_scaling else 1.0)
     if out is not None:
-        row, z_term = on * ((lse - z_y) + low).clamp(min=0), s.z_loss * lse.square()
-        if smooth:
-            row += smooth * (w_sum * lse - (w * a).sum(-1))
-        out.loss.copy_((factor * (row + z_term)).where(valid, 0))
-        out.z_loss.copy_((factor * z_term).where(valid, 0))
-        out.lse.copy_(both.where(valid, 0))
+        terms.losses(s, out, (w * a).sum(-1) if terms.smooth else None)
+        out.lse.copy_(lse.where(valid, 0))
         if s.stats:
             out.predicted.copy_(a.argmax(-1).where(valid, -1))
         if s.mean:
             out.mean.copy_(a.mean(-1).where(valid, 0))
         if s.entropy:
             each = log_p()
+            poison = a.new_ones(()).where(terms.known, float("nan"))
             out.entropy.copy_((poison * -each.exp().mul_(each.clamp_(min=-3e38)).sum(-1).clamp_(max=0)).where(valid, 0))
     if dz is not None:
-        scale = s.logit_scale / (1 if norm is None else norm.to(a.dtype))
-        factor = factor * scale * (1 if g is None else g)
-        slope = (factor * (on + smooth * w_sum + 2 * s.z_loss * lse))[:, None]
+        factor, spread, scale = terms.slopes(s, norm, g)
+        slope = spread[:, None]
         if g_entropy is not None:
-            slope = slope + (scale * g_entropy)[:, None] * (lse[:, None] - a.clamp(min=-3e38) - (entropy - low)[:, None])
+            slope = slope + (scale * g_entropy)[:, None] * (terms.lse[:, None] - a.clamp(min=-3e38) - (entropy - terms.low)[:, None])
         p = log_p().exp_().mul_(slope)
-        p.scatter_add_(-1, y, -(factor * on)[:, None])
-        if smooth:
-            p -= (factor * smooth)[:, None] * w
+        p.scatter_add_(-1, y, -(factor * terms.on)[:, None])
+        if terms.smooth:
+            p -= (factor * terms.smooth)[:, None] * w
         if t is not None:
             p *= 1 - t.square_()
         dz.copy_(p.masked_fill_(~valid[:, None], 0))
+
+
+def transformed(z: Tensor, bias: Tensor | None, s: Loss) -> tuple[Tensor, Tensor | None]:
+    """Logits z plus bias, scaled and capped, and the tanh of a softcap."""
+    a = z.to(acc(z.dtype)) if bias is None else z.to(acc(z.dtype)) + bias
+    a = a * s.logit_scale if s.logit_scale != 1.0 else a
+    t = None if s.softcap is None else torch.tanh(a / s.softcap)
+    return (a if t is None else t * s.softcap), t
 
 
 def check(name: str, logits_shape: tuple[int, int], target: Tensor, class_weight: Tensor | None, reduction: str, ignore_index: int = -100) -> None:

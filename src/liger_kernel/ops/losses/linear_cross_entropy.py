@@ -28,17 +28,32 @@ from liger_kernel.ops.losses.chunks import Kept, add_mm, auto_chunk_rows, chunk_
 from liger_kernel.ops.losses.cross_entropy import items, positive, published, targets
 from liger_kernel.ops.losses.cross_entropy_rows import LOSS_SCHEMA, Loss, Rows, check, normaliser, row_kernel
 from liger_kernel.ops.losses.cross_entropy_rows import reference as cross_entropy_reference
+from liger_kernel.ops.losses.float8_head import check_fp8, head_gradients
+from liger_kernel.ops.projections.adapted import Projection
+from liger_kernel.ops.projections.float8_training import RECIPES, float8_trained
+from liger_kernel.ops.projections.linear import linears
+
+
+def all_logits(x: Tensor, w: Tensor, bias: Tensor | None, xa: Tensor | None, wb: Tensor | None, fp8: str | None) -> Tensor:
+    """Those of a reference. With ``fp8``: of a linear layer that is trained in FP8, and of an exact one in fp64, which is the truth for both."""
+    if fp8 is not None and x.dtype != torch.float64:
+        H, V = -x.shape[1] % 16, -w.shape[0] % 16
+        z = linears(F.pad(x, (0, H)), [Projection(float8_trained(F.pad(w, (0, H, 0, V)), RECIPES[fp8]))])[0][:, : len(w)]
+        return z if bias is None else z + bias
+    z = F.linear(x, w, bias)
+    return z if xa is None else z + F.linear(xa, wb)
 
 
 def reference(
-    x, w, target, bias, class_weight, *, ignore_index, reduction, label_smoothing, z_loss, logit_scale, softcap, token_scaling, stats, num_items, xa, wb, **how
-):
+    x, w, target, bias, class_weight, *, ignore_index, reduction, label_smoothing, z_loss, logit_scale, softcap, token_scaling, stats, num_items, xa, wb, fp8,
+    **how,
+):  # fmt: skip  # tensors, the loss, how it is computed
     numbers = (ignore_index, reduction, label_smoothing, z_loss, logit_scale, softcap, token_scaling, stats)
-    z = F.linear(x, w, bias) if xa is None else F.linear(x, w, bias) + F.linear(xa, wb)
+    z = all_logits(x, w, bias, xa, wb, fp8)
     return cross_entropy_reference(z, target, class_weight, num_items=num_items, **dict(zip(Loss.__dataclass_fields__, numbers)))
 
 
-_IN = f"Tensor x, Tensor w, Tensor target, Tensor? bias, Tensor? class_weight, Tensor? kept, Tensor? xa, Tensor? wb, {LOSS_SCHEMA}, bool fp32_logits"
+_IN = f"Tensor x, Tensor w, Tensor target, Tensor? bias, Tensor? class_weight, Tensor? kept, Tensor? xa, Tensor? wb, {LOSS_SCHEMA}, bool fp32_logits, str? fp8"
 _NEED = "bool need_dx, bool need_dw, bool need_db, bool need_dxa, bool need_dwb"
 _CHUNKS = f"ScalarType? accum_dtype, int? chunk_rows, {_NEED}"
 _GRADS = "Tensor dx, Tensor dw, Tensor db, Tensor? dxa, Tensor? dwb"
@@ -75,6 +90,12 @@ def _five(grads: tuple) -> tuple:
     return (*grads, None, None)[:5]
 
 
+def _whole(grads: tuple[Tensor, ...], x: Tensor, kept: Tensor | None) -> tuple[Tensor, ...]:
+    """The gradients with dx of all rows of x from dx of the ``kept`` ones."""
+    dx, *others = grads
+    return grads if kept is None or not dx.numel() else (torch.zeros_like(x).index_copy_(0, kept, dx), *others)
+
+
 def _results(out: Rows, norm: Tensor | None, s: Loss, kept: Tensor | None, M: int) -> tuple[Tensor | None, ...]:
     """The results of ``_OUT``; lse has only the ``kept`` rows."""
     every = out if kept is None or not (s.reduction == "none" or s.stats or s.mean) else out.among(kept, M)
@@ -84,9 +105,13 @@ def _results(out: Rows, norm: Tensor | None, s: Loss, kept: Tensor | None, M: in
 @_launcher_without_into(f"({_IN}, {_CHUNKS}, Tensor? num_items) -> ({_OUT}, {_GRADS})")
 def linear_cross_entropy_fwd(x, w, target, bias, class_weight, kept, xa, wb, *rest, dw_into=None):
     """Run the forward chunk by chunk, including the gradients."""
-    s, (fp32_logits, accum_dtype, chunk_rows, *need, num_items) = Loss(*rest[:_N]), rest[_N:]
+    s, (fp32_logits, fp8, accum_dtype, chunk_rows, *need, num_items) = Loss(*rest[:_N]), rest[_N:]
     norm, y, out = normaliser(target, class_weight, s, num_items), _of(target, kept), Rows.empty(_of(target, kept), s, acc(x.dtype))
     divisor = None if _divides_later(x, dw_into) else norm
+    if fp8 is not None:
+        given = dict(bias=bias, class_weight=class_weight, out=out, norm=divisor, chunk_rows=chunk_rows, dw_into=dw_into)
+        grads = _whole(head_gradients(_of(x, kept), w, y, s, fp8, tuple(need), **given), x, kept)
+        return *_results(out, norm, s, kept, x.shape[0]), *_five(grads)
 
     def body(z: Tensor, rows: slice, dz: Tensor | None) -> None:
         row_kernel(z, y[rows], s, class_weight=class_weight, bias=bias, out=out[rows], dz=dz, norm=divisor)
@@ -99,9 +124,12 @@ def linear_cross_entropy_fwd(x, w, target, bias, class_weight, kept, xa, wb, *re
 @_launcher_without_into(f"(Tensor g, Tensor g_entropy, Tensor lse, Tensor entropy, {_IN}, {_CHUNKS}) -> ({_GRADS})")
 def linear_cross_entropy_bwd(g, g_entropy, lse, entropy, x, w, target, bias, class_weight, kept, xa, wb, *rest, dw_into=None):
     """Compute the chunks again, for per-token upstream gradients."""
-    s, (fp32_logits, accum_dtype, chunk_rows, *need) = Loss(*rest[:_N]), rest[_N:]
+    s, (fp32_logits, fp8, accum_dtype, chunk_rows, *need) = Loss(*rest[:_N]), rest[_N:]
     y, g = _of(target, kept), _of(g, kept)
     ge, h = (_of(g_entropy, kept), _of(entropy, kept)) if s.entropy else (None, None)
+    if fp8 is not None:
+        given = dict(bias=bias, class_weight=class_weight, lse=lse, g=g, g_entropy=ge, entropy=h, chunk_rows=chunk_rows, dw_into=dw_into)
+        return _five(_whole(head_gradients(_of(x, kept), w, y, s, fp8, tuple(need), **given), x, kept))
 
     def body(z: Tensor, rows: slice, dz: Tensor | None) -> None:
         of_entropy = {} if ge is None or h is None else dict(g_entropy=ge[rows], entropy=h[rows])
@@ -114,7 +142,7 @@ def linear_cross_entropy_bwd(g, g_entropy, lse, entropy, x, w, target, bias, cla
 @launcher(f"({_IN}) -> ({_OUT}, Tensor z)")
 def linear_cross_entropy_one_fwd(x, w, target, bias, class_weight, kept, xa, wb, *rest):
     """Compute one chunk and keep its logits, for per-token upstream gradients."""
-    s, (fp32_logits,) = Loss(*rest[:_N]), rest[_N:]
+    s, (fp32_logits, _) = Loss(*rest[:_N]), rest[_N:]
     y, x_k = _of(target, kept), _of(x, kept)
     out, z = Rows.empty(y, s, acc(x.dtype)), x.new_empty(x_k.shape[0], w.shape[0], dtype=acc(x.dtype) if fp32_logits else x.dtype)
     if not tracing(x):
@@ -125,7 +153,7 @@ def linear_cross_entropy_one_fwd(x, w, target, bias, class_weight, kept, xa, wb,
 
 @_launcher_without_into(f"(Tensor g, Tensor g_entropy, Tensor z, Tensor lse, Tensor entropy, {_IN}, {_NEED}) -> ({_GRADS})")
 def linear_cross_entropy_one_bwd(g, g_entropy, z, lse, entropy, x, w, target, bias, class_weight, kept, xa, wb, *rest, dw_into=None):
-    s, (_, need_dx, need_dw, need_db, need_dxa, need_dwb) = Loss(*rest[:_N]), rest[_N:]
+    s, (_, _, need_dx, need_dw, need_db, need_dxa, need_dwb) = Loss(*rest[:_N]), rest[_N:]
     x_k, dz = _of(x, kept), z.new_empty(z.shape, dtype=x.dtype)
     ge, h = (_of(g_entropy, kept), _of(entropy, kept)) if s.entropy else (None, None)
     row_kernel(z, _of(target, kept), s, class_weight=class_weight, bias=bias, dz=dz, g=_of(g, kept), lse=lse, g_entropy=ge, entropy=h)
@@ -151,6 +179,7 @@ class Options:
     chunk_rows: int | None = None
     fp32_logits: bool = False
     dw_into: Tensor | None = None
+    fp8: str | None = None
 
 
 class LinearCrossEntropyFunction(torch.autograd.Function):
@@ -160,12 +189,12 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
     def forward(ctx, x, w, target, bias, class_weight, num_items, kept, xa, wb, s, o):
         x, numbers = rows_of(x), values(s)
         M = x.shape[0] if kept is None else kept.shape[0]
-        if any(o.need) and not o.need[1] and not o.chunk_rows:
+        if any(o.need) and not o.need[1] and not o.chunk_rows and o.fp8 is None:
             o = dataclasses.replace(o, chunk_rows=auto_chunk_rows(M, *w.shape, x.itemsize, on_gpu(x), frozen=True))
         ctx.s, ctx.o = s, o
         fits = 0 < M <= (o.chunk_rows or auto_chunk_rows(M, w.shape[0], w.shape[1], x.itemsize, on_gpu(x))) and any(o.need)
-        ctx.kind = "done" if s.reduction != "none" else "one" if fits else "again"
-        inputs = (x, w, target, bias, class_weight, kept, xa, wb, *numbers, o.fp32_logits)
+        ctx.kind = "done" if s.reduction != "none" else "one" if fits and o.fp8 is None else "again"
+        inputs = (x, w, target, bias, class_weight, kept, xa, wb, *numbers, o.fp32_logits, o.fp8)
         if ctx.kind == "one":
             *found, lse, _, z = linear_cross_entropy_one_fwd(*inputs)
             ctx.save_for_backward(z, lse, found[3], *inputs[:8])
@@ -190,7 +219,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             if into is not None:
                 _only_one_(into, g)
         else:
-            first = (g.contiguous(), g_entropy.contiguous(), *ctx.saved_tensors, *values(ctx.s), o.fp32_logits)
+            first = (g.contiguous(), g_entropy.contiguous(), *ctx.saved_tensors, *values(ctx.s), o.fp32_logits, o.fp8)
             if ctx.kind == "one":
                 grads = linear_cross_entropy_one_bwd(*first, *o.need, dw_into=into)
             else:
@@ -209,12 +238,13 @@ def _head(M: int, H: int, V: int, ignored: int = 3, **options: Any) -> dict[str,
     return dict(x=T((M, H)), w=T((V, H)), target=targets(M, V, ignored), **options)
 
 
-def _cost(x, w, target, bias=None, class_weight=None, *, ignore_index=-100, compact=False, xa=None, wb=None, **_) -> Cost:
+def _cost(x, w, target, bias=None, class_weight=None, *, ignore_index=-100, compact=False, xa=None, wb=None, fp8=None, **_) -> Cost:
     (M, H), V = x.shape, w.shape[0]
     M = int((target != ignore_index).sum()) if compact else M
     R = 0 if xa is None else xa.shape[1]
-    backward = [(M, H + R, V), (V, H * w.requires_grad + R, M)]
-    return Cost(nbytes(x, w, target, bias, class_weight, xa, wb), nbytes(x, w, bias, xa, wb), gemms=([(M, V, H + R)], backward))
+    rate = 1 if fp8 is None else 2  # a product in FP8 takes as long as half of one in 16 bits
+    backward = [(M, H + R, V // rate), (V, H * w.requires_grad + R, M // rate)]
+    return Cost(nbytes(x, w, target, bias, class_weight, xa, wb), nbytes(x, w, bias, xa, wb), gemms=([(M, V, (H + R) // rate)], backward))
 
 
 _LORA = _head(9, 32, 65, xa=T((9, 3)), wb=T((65, 3)))
@@ -250,6 +280,9 @@ _LORA = _head(9, 32, 65, xa=T((9, 3)), wb=T((65, 3)))
         Case("lora-one-none", _LORA | dict(reduction="none", compact=True)),
         Case("lora-frozen", _LORA | dict(w=T((65, 32), grad=False), fp32_logits=True, chunk_rows=4)),
         Case("all-ignored", _head(3, 16, 20, 1, reduction="sum")),
+        Case("fp8", _head(48, 32, 65, fp8="tensorwise")),
+        Case("fp8-blocks", _head(70, 32, 150, bias=T((150,)), fp8="rowwise", chunk_rows=30, z_loss=1e-2)),
+        Case("fp8-none", _head(40, 32, 65, fp8="tensorwise", reduction="none", softcap=4.0, label_smoothing=0.1, compact=True, stats=True)),
         Case(
             "integers",
             dict(x=T((4, 8), dtype=torch.int64), w=T((10, 8)), target=targets(4, 10)),
@@ -261,6 +294,9 @@ _LORA = _head(9, 32, 65, xa=T((9, 3)), wb=T((65, 3)))
         Case("half-lora", _head(4, 8, 10, xa=T((4, 2))), error="xa and wb must have shapes (4, R) and (10, R), got (4, 2) and None"),
         Case("bad-rank", _head(4, 8, 10, xa=T((4, 2)), wb=T((10, 3))), error="xa and wb must have shapes (4, R) and (10, R), got (4, 2) and (10, 3)"),
         Case("3d", dict(x=T((2, 4, 8)), w=T((10, 8)), target=targets(8, 10)), error="x must have shape (M, H), got (2, 4, 8)"),
+        Case("bad-fp8", _head(4, 16, 10, fp8="blockwise"), error="fp8 must be None or one of ('tensorwise', 'rowwise'), got 'blockwise'"),
+        Case("fp8-logits", _head(4, 16, 10, fp8="rowwise", fp32_logits=True), error="fp32_logits must be False with fp8, got True"),
+        Case("fp8-lora", _head(4, 16, 10, fp8="rowwise", xa=T((4, 2)), wb=T((10, 2))), error="xa must be None with fp8, got a tensor"),
     ],
     cost=_cost,
 )
@@ -287,6 +323,7 @@ def linear_cross_entropy(
     dw_into: Tensor | None = None,
     xa: Tensor | None = None,
     wb: Tensor | None = None,
+    fp8: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """Cross entropy of ``x @ w.T + bias`` and class indices, in chunks of tokens; runs on any device.
 
@@ -299,6 +336,9 @@ def linear_cross_entropy(
     gradient of its own, and the upstream gradient of a reduced loss must be 1 (else ``dw_into`` becomes NaN), so that no loss scaler saves
     small fp16 gradients of a mean from underflow. fp32_logits: logits are not rounded to x's dtype, for 6 bytes a logit of a chunk instead of 2.
     xa (M, R), wb (V, R): of ``x @ w.T + xa @ wb.T + bias``, a head with adapters, in the dtype of x and w. If w needs no gradient nothing of its size exists.
+    fp8: "tensorwise" or "rowwise", the scales of x and w in the logits' product: all three products run in FP8 (``float8_head``), with at most the memory of
+    16 bits. The loss differs by about 1e-3 of itself, gradients by 2 or 3 %. The GPU must have FP8; a CPU emulates. Not with fp32_logits, xa, or
+    ``token_scaling`` of a loss that is not reduced. ``accum_dtype`` has no effect, as dw is not summed over chunks.
     """
     check_head("linear_cross_entropy", x, w, bias, chunk_rows, xa, wb)
     if dw_into is not None and torch.compiler.is_compiling():
@@ -308,7 +348,9 @@ def linear_cross_entropy(
     check("linear_cross_entropy", (x.shape[0], w.shape[0]), target, class_weight, reduction, ignore_index)
     x, w, bias, xa, wb = promoted(x, w, bias, xa, wb)
     numbers = (ignore_index, reduction, label_smoothing, z_loss, logit_scale, softcap, token_scaling, stats)
-    out = apply(x, w, target, bias, class_weight, Loss(*numbers), items(num_items, x), compact, accum_dtype, chunk_rows, fp32_logits, dw_into, xa, wb)
+    check_fp8("linear_cross_entropy", fp8, x, fp32_logits=fp32_logits, xa=xa, token_scaling=token_scaling and reduction == "none")
+    how = (compact, accum_dtype, chunk_rows, fp32_logits, dw_into, xa, wb, fp8)
+    out = apply(x, w, target, bias, class_weight, Loss(*numbers), items(num_items, x), *how)
     return out[:3] if stats else out[0]
 
 
@@ -350,10 +392,10 @@ def kept_rows(compact: bool | Kept, target: Tensor, ignore_index: int) -> Tensor
     return (Kept(target, ignore_index) if compact is True else compact).rows()
 
 
-def apply(x, w, target, bias, class_weight, s: Loss, num_items, compact, accum_dtype, chunk_rows, fp32_logits, dw_into=None, xa=None, wb=None):
+def apply(x, w, target, bias, class_weight, s: Loss, num_items, compact, accum_dtype, chunk_rows, fp32_logits, dw_into=None, xa=None, wb=None, fp8=None):
     """Apply ``LinearCrossEntropyFunction`` to checked arguments."""
     kept = kept_rows(compact, target, s.ignore_index)
-    options = Options(needed(x, w, bias, xa, wb), accum_dtype, chunk_rows, fp32_logits, dw_into)
+    options = Options(needed(x, w, bias, xa, wb), accum_dtype, chunk_rows, fp32_logits, dw_into, fp8)
     return LinearCrossEntropyFunction.apply(x, w, target, bias, class_weight, num_items, kept, xa, wb, s, options)
 
 

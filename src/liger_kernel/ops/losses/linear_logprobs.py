@@ -14,18 +14,18 @@ computes the logits again if they did not fit one chunk. Where the loss is known
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from liger_kernel.ops._core.operator import Case, T, acc, op
 from liger_kernel.ops.losses.chunks import Kept
 from liger_kernel.ops.losses.cross_entropy import targets
 from liger_kernel.ops.losses.cross_entropy_rows import Loss, check
-from liger_kernel.ops.losses.linear_cross_entropy import _cost, apply, check_head, promoted
+from liger_kernel.ops.losses.float8_head import check_fp8
+from liger_kernel.ops.losses.linear_cross_entropy import _cost, all_logits, apply, check_head, promoted
 
 
-def reference(x, w, target, bias, *, temperature, logit_scale, softcap, ignore_index, return_entropy, xa, wb, **how):
-    z = F.linear(x, w, bias) if xa is None else F.linear(x, w, bias) + F.linear(xa, wb)
+def reference(x, w, target, bias, *, temperature, logit_scale, softcap, ignore_index, return_entropy, xa, wb, fp8, **how):
+    z = all_logits(x, w, bias, xa, wb, fp8)
     z = z.to(acc(z.dtype)) * (logit_scale / temperature)
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)
@@ -46,6 +46,7 @@ def reference(x, w, target, bias, *, temperature, logit_scale, softcap, ignore_i
         Case("gemma2", dict(x=T((7, 16)), w=T((40, 16)), target=targets(7, 40), softcap=2.0, logit_scale=0.5, return_entropy=True, chunk_rows=3)),
         Case("compact", dict(x=T((24, 16)), w=T((40, 16)), target=targets(24, 40), return_entropy=True, compact=True, chunk_rows=7)),
         Case("lora", dict(x=T((9, 16)), w=T((40, 16), grad=False), target=targets(9, 40), xa=T((9, 3)), wb=T((40, 3)), return_entropy=True, chunk_rows=4)),
+        Case("fp8", dict(x=T((70, 32)), w=T((65, 32)), target=targets(70, 65), fp8="rowwise", chunk_rows=40, return_entropy=True, temperature=0.9)),
         Case("bad-width", dict(x=T((4, 8)), w=T((10, 6)), target=targets(4, 10)), error="w must have shape (V, 8), got (10, 6)"),
         Case("cold", dict(x=T((4, 8)), w=T((10, 8)), target=targets(4, 10), temperature=0.0), error="temperature must be positive, got 0.0"),
     ],
@@ -68,6 +69,7 @@ def linear_logprobs(
     fp32_logits: bool = False,
     xa: Tensor | None = None,
     wb: Tensor | None = None,
+    fp8: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """fp32 log-probabilities (M,) of ``target`` (M,), with ``return_entropy`` also the entropies (M,); both differentiable in x, w, bias, xa and wb.
 
@@ -78,6 +80,7 @@ def linear_logprobs(
     check_head("linear_logprobs", x, w, bias, chunk_rows, xa, wb)
     check("linear_logprobs", (x.shape[0], w.shape[0]), target, None, "none", ignore_index)
     x, w, bias, xa, wb = promoted(x, w, bias, xa, wb)
+    check_fp8("linear_logprobs", fp8, x, fp32_logits=fp32_logits, xa=xa)
     s = Loss(ignore_index=ignore_index, reduction="none", logit_scale=logit_scale / temperature, softcap=softcap, entropy=return_entropy)
-    nll, _, _, entropy, _ = apply(x, w, target, bias, None, s, None, compact, accum_dtype, chunk_rows, fp32_logits, xa=xa, wb=wb)
+    nll, _, _, entropy, _ = apply(x, w, target, bias, None, s, None, compact, accum_dtype, chunk_rows, fp32_logits, xa=xa, wb=wb, fp8=fp8)
     return (-nll, entropy) if return_entropy else -nll

@@ -26,6 +26,7 @@ from liger_kernel.ops._core.operator import acc, on_gpu, once_differentiable, ro
 from liger_kernel.ops._core.reduce import scaled
 from liger_kernel.ops.losses.chunks import Kept, auto_chunk_rows, chunk_gradients, chunks_of, values
 from liger_kernel.ops.losses.cross_entropy_rows import Loss, Rows, check, row_kernel
+from liger_kernel.ops.losses.float8_head import check_fp8
 from liger_kernel.ops.losses.linear_cross_entropy import Options, check_head, linear_cross_entropy_bwd, linear_cross_entropy_fwd, needed, promoted
 from liger_kernel.ops.losses.linear_cross_entropy import apply as nll
 
@@ -66,6 +67,7 @@ def linear_loss(
     fp32_logits: bool = False,
     xa: Tensor | None = None,
     wb: Tensor | None = None,
+    fp8: str | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The sum of ``fn`` over chunks, differentiable in x, w, bias, xa and wb, and the ``aux`` of ``fn``.
 
@@ -74,8 +76,9 @@ def linear_loss(
     log-probabilities and entropies: other tensors that it uses get no gradient. ``mean_logit``, ``predicted``: compute these fields, too. ``compact`` (a
     bool or ``Kept(..., group=group)``) and the other options are those of ``linear_cross_entropy``.
 
-    With ``whole``, for groups of more than two chunks, and under ``torch.compile``, ``fn`` is called once, with all groups, and the logits are computed
-    twice, in chunks of any rows. The forward still computes the gradients (except under ``torch.compile``), so w may be gathered only for its duration.
+    With ``whole`` or ``fp8``, for groups of more than two chunks, and under ``torch.compile``, ``fn`` is called once, with all groups, and the logits are
+    computed twice, in chunks of any rows. The forward still computes the gradients (except under ``torch.compile``), so w may be gathered only for its
+    duration.
     """
     if not temperature > 0:
         raise ValueError(f"linear_loss: temperature must be positive, got {temperature}")
@@ -88,14 +91,15 @@ def linear_loss(
     s = Loss(
         ignore_index=ignore_index, reduction="none", logit_scale=logit_scale / temperature, softcap=softcap, stats=predicted, entropy=entropy, mean=mean_logit
     )
-    o = Options(needed(x, w, bias, xa, wb), accum_dtype, chunk_rows, fp32_logits)
+    check_fp8("linear_loss", fp8, x, fp32_logits=fp32_logits, xa=xa)
+    o = Options(needed(x, w, bias, xa, wb), accum_dtype, chunk_rows, fp32_logits, fp8=fp8)
     if torch.compiler.is_compiling() or B == 0:
-        losses, _, best, h, mean = nll(x, w, target, bias, None, s, None, False, accum_dtype, chunk_rows, fp32_logits, xa=xa, wb=wb)
+        losses, _, best, h, mean = nll(x, w, target, bias, None, s, None, False, accum_dtype, chunk_rows, fp32_logits, xa=xa, wb=wb, fp8=fp8)
         loss, aux = _called(fn, B, group, s, -losses, h, mean, best)
         return loss, tuple(a.detach() for a in aux)
     kept = counted(target, ignore_index, group, compact) if compact else None
     rows = o.chunk_rows or auto_chunk_rows(M, V, w.shape[1], x.itemsize, on_gpu(x))
-    loss, *aux = LinearLossFunction.apply(x, w, target, bias, xa, wb, fn, group, whole or group > 2 * rows, kept, s, o)
+    loss, *aux = LinearLossFunction.apply(x, w, target, bias, xa, wb, fn, group, whole or fp8 is not None or group > 2 * rows, kept, s, o)
     return loss, tuple(aux)
 
 
@@ -150,7 +154,7 @@ def _up(slopes: list[Tensor], target: Tensor, ignore_index: int) -> Tensor:
 def _whole(x, w, target, bias, xa, wb, fn, group, kept, s, o):
     """Two sweeps: first log-probabilities, then, after ``fn`` has read them all, gradients. Returns the gradients times ``_up``, ``_up``, loss and aux."""
     M, index = x.shape[0], None if kept is None else kept.rows()
-    inputs = (x, w, target, bias, None, index, xa, wb, *values(s), o.fp32_logits, o.accum_dtype, o.chunk_rows)
+    inputs = (x, w, target, bias, None, index, xa, wb, *values(s), o.fp32_logits, o.fp8, o.accum_dtype, o.chunk_rows)
     losses, _, predicted, h, mean, lse, *_ = linear_cross_entropy_fwd(*inputs, *(False,) * 5, None)
     leaves = [t.requires_grad_(any(o.need)) for t in (-losses, h)[: 1 + s.entropy]]
     with torch.set_grad_enabled(any(o.need)):

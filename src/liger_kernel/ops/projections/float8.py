@@ -182,16 +182,24 @@ def transposed(w: Tensor) -> Tensor:
     return y.view(w.dtype)
 
 
-def product(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, dtype: torch.dtype, *, fast: bool = True) -> Tensor:
-    """a b^T (M, N) of a (M, K) and b (N, K) in FP8, times both scales: () and (), or (M, 1) and (N, 1). ``fast``: the tensor cores' own accumulation."""
-    if not a.shape[0]:
-        return a.new_empty((0, b.shape[0]), dtype=dtype)
-    if a.is_cuda:
-        out = torch.bfloat16 if scale_a.ndim else dtype  # with scales per row, torch's product returns only bf16
-        return torch._scaled_mm(a, b.t(), scale_a, scale_b.t(), out_dtype=out, use_fast_accum=fast).to(dtype)
-    wide = acc(dtype)
-    with torch.autocast(a.device.type, enabled=False):
-        return ((a.to(wide) * scale_a) @ (b.to(wide) * scale_b).t()).to(dtype)
+def product(
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, dtype: torch.dtype, *, fast: bool = True, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip  # the operands, the result
+    """a b^T (M, N) of a (M, K) and b (N, K) in FP8, times both scales: () and (), or (M, 1) and (N, 1). ``fast``: the tensor cores' own accumulation.
+
+    ``out`` (M, N), contiguous, of ``dtype``: where the result goes.
+    """
+    if not a.shape[0] or a.is_meta:
+        return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype) if out is None else out
+    if a.is_cuda and scale_a.ndim == 0:
+        return torch._scaled_mm(a, b.t(), scale_a, scale_b, out_dtype=dtype, use_fast_accum=fast, **({} if out is None else dict(out=out)))
+    if a.is_cuda:  # with scales per row, torch's product returns only bf16
+        found = torch._scaled_mm(a, b.t(), scale_a, scale_b.t(), out_dtype=torch.bfloat16, use_fast_accum=fast).to(dtype)
+    else:
+        wide = acc(dtype)
+        with torch.autocast(a.device.type, enabled=False):
+            found = ((a.to(wide) * scale_a) @ (b.to(wide) * scale_b).t()).to(dtype)
+    return found if out is None else out.copy_(found)
 
 
 @dataclass(frozen=True, eq=False)

@@ -93,6 +93,8 @@ def fused(forward: Callable, *, keep_logits: bool = False, known: bool = True) -
             warnings.warn(
                 f"{type(self).__name__}: its loss is not one cross entropy of its logits, so these have no effect: {[*own_options, *STATISTICS]}", stacklevel=2
             )
+        if not loss.taken and loss.options.fp8 is not None:
+            warnings.warn("fp8_head: the head stays in 16 bits, because the loss is not one cross entropy of its logits", stacklevel=2)
         settle = settled if known else settled_in_place
         out = settle(out, skip, loss.token_accuracy if accuracy else None, loss.predicted_tokens if predictions else None)
         for recipe in loss.recipes:  # other code holds these, and may read them after the weights have changed

@@ -37,7 +37,7 @@ class LossOptions:
     num_items: Tensor | None = None
     compact: bool | Kept = False
     accum_dtype: torch.dtype | None = None
-    fp8: str | None = None
+    fp8: str | None = None  # a recipe, where the loss computes the head's products
 
     def but(self, **changes: Any) -> LossOptions:
         """Return the same options with these fields changed."""

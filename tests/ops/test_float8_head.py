@@ -1,0 +1,267 @@
+"""The head in FP8: how far its loss and gradients are from fp64, what it keeps in memory, and what a case cannot say."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from liger_kernel.nn import LigerFusedLinearCrossEntropyLoss
+from liger_kernel.ops import linear_cross_entropy, linear_logprobs
+from liger_kernel.ops._core import operator as _op
+from liger_kernel.ops.losses import float8_head
+from liger_kernel.ops.losses.chunks import auto_chunk_rows, chunk_gradients
+from liger_kernel.ops.losses.cross_entropy_rows import Loss, Rows
+from liger_kernel.ops.losses.float8_head import HEAD_RECIPES, head_gradients
+from liger_kernel.ops.losses.linear_cross_entropy import reference
+from liger_kernel.ops.losses.linear_loss import linear_loss
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+needs_kernels = pytest.mark.skipif(not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call")
+recipes = pytest.mark.parametrize("recipe", HEAD_RECIPES)
+
+
+def drawn(M: int, H: int, V: int, peaked: bool = False, dtype: torch.dtype = torch.bfloat16):
+    """x, w and targets. ``peaked``: logits as of a trained model, sure of some tokens, rightly or wrongly, and not of others."""
+    g = torch.Generator().manual_seed(0)
+    normal = lambda *shape: torch.randn(*shape, generator=g)
+    w, target = 0.02 * normal(V, H), (torch.rand(M, generator=g) ** 3 * V).long()
+    x = normal(M, H)
+    if peaked:
+        towards = lambda classes: w[classes] / w[classes].square().sum(1, keepdim=True)
+        wrong = torch.randint(0, V, (M,), generator=g)
+        x = 3 * x + 20 * torch.rand(M, 1, generator=g) * towards(target) + 14 * torch.rand(M, 1, generator=g) * towards(wrong)
+    return x.to(DEVICE, dtype).requires_grad_(), w.to(DEVICE, dtype).requires_grad_(), target.to(DEVICE)
+
+
+def found(x, w, target, fn=linear_cross_entropy, **options):
+    loss = fn(x, w, target, **options)
+    return loss.detach(), *torch.autograd.grad(loss.sum(), [x, w])
+
+
+def error(ours: torch.Tensor, truth: torch.Tensor) -> float:
+    return ((ours.double() - truth).norm() / truth.norm()).item()
+
+
+def truth_of(x, w, target, **options):
+    wide = [t.detach().double().requires_grad_() for t in (x, w)]
+    return found(*wide, target, fn=lambda *a, **k: reference(*a, **k), **options)
+
+
+@pytest.mark.parametrize("peaked", [False, True])
+@recipes
+def test_errors_beside_fp64(recipe, peaked):
+    """Less than those of a linear layer in FP8, whose gradients are cast together with that of the target."""
+    x, w, target = drawn(96, 256, 1500, peaked)
+    truth, ours = truth_of(x, w, target), found(x, w, target, fp8=recipe, chunk_rows=48)
+    plain = found(x, w, target, fn=lambda *a, **k: reference(*a, **k), fp8=recipe)
+    assert (ours[0] - truth[0]).abs() < 4e-3 * truth[0]
+    for mine, their, true in zip(ours[1:], plain[1:], truth[1:]):
+        assert error(mine, true) < min(0.75 * error(their, true), 0.035 if peaked else 0.005)
+        assert F.cosine_similarity(mine.double().flatten(), true.flatten(), dim=0) > (0.9994 if peaked else 0.99999)
+
+
+@recipes
+def test_improbable_classes_learn(recipe):
+    """Their probabilities of 2^-17 are far below what e4m3 holds beside 1."""
+    x, w, _ = drawn(16, 32, 256)
+    x = x.detach().add_(0.5).requires_grad_()  # tokens have something in common, so that rows of dw do not cancel
+    bias, target = torch.zeros(256, device=DEVICE), torch.arange(16, device=DEVICE)
+    bias[20] = 12.0
+    truth, ours = truth_of(x, w, target, bias=bias.double()), found(x, w, target, bias=bias.bfloat16(), fp8=recipe)
+    assert error(ours[2][21:], truth[2][21:]) < 0.06
+
+
+@pytest.mark.parametrize("M, H, V", [(1, 1, 1), (3, 5, 7), (33, 16, 17), (40, 50, 301), (100, 8, 120)])
+@recipes
+def test_sizes_that_are_no_multiples_of_16(recipe, M, H, V):
+    """The last has more tokens than the memory of dw can store."""
+    x, w, target = drawn(M, H, V)
+    w = (w.detach() * 10).requires_grad_()
+    for chunk_rows in (None, 9):
+        truth, ours = truth_of(x, w, target, reduction="sum"), found(x, w, target, reduction="sum", fp8=recipe, chunk_rows=chunk_rows)
+        assert all(mine.shape == true.shape and ((mine.double() - true).norm() <= 0.05 * true.norm() + 1e-3) for mine, true in zip(ours, truth))
+
+
+@recipes
+def test_stored_logits_are_as_good_as_multiplied_again(recipe):
+    x, w, target = drawn(64, 128, 500, peaked=True)
+    truth, stored = truth_of(x, w, target), found(x, w, target, fp8=recipe, chunk_rows=60)
+    total = torch.zeros(500, 128, device=DEVICE)
+    linear_cross_entropy(x, w, target, fp8=recipe, chunk_rows=60, dw_into=total).backward()
+    frozen = torch.autograd.grad(linear_cross_entropy(x, w.detach(), target, fp8=recipe, chunk_rows=60), x)[0]
+    for mine, again, true in ((stored[1], frozen, truth[1]), (stored[1], x.grad, truth[1]), (stored[2], total, truth[2])):
+        assert not torch.equal(mine.float(), again.float()) and error(mine, true) < 1.1 * error(again, true)
+
+
+@pytest.mark.parametrize("chunk_rows", [None, 20])
+def test_what_bf16_makes_of_labels_and_numbers(chunk_rows):
+    x, w, target = drawn(40, 32, 300)
+    call = lambda target, x=x, **more: found(x, w, target, fp8="tensorwise", chunk_rows=chunk_rows, **more)
+    ignored = torch.full_like(target, -100)
+    loss, dx, dw = call(ignored)
+    assert loss.isnan() and not dx.any() and not dw.any()
+    some = target.clone()
+    some[::2] = -100
+    loss, dx, _ = call(some, compact=True)
+    assert not dx[::2].any() and dx[1::2].any(1).all() and torch.isclose(loss, call(some)[0], rtol=1e-3)
+    broken = x.detach().clone()
+    broken[0] = float("nan")
+    assert call(some, broken.requires_grad_(), compact=True)[2].isfinite().all()
+    some[1] = 300
+    loss, dx, dw = call(some, reduction="none")
+    assert loss.isnan().nonzero().tolist() == [[1]] and dx[1].isnan().all() and dx[2:].isfinite().all() and dw.isnan().all()
+
+
+def test_what_cannot_be_told_from_zero():
+    """Classes that a bias excludes, in a block of their own: nothing is NaN, and they learn nothing."""
+    x, w, _ = drawn(20, 32, 160)
+    bias = torch.zeros(160, device=DEVICE, dtype=x.dtype)
+    bias[64:] = -float("inf")
+    bias.requires_grad_()
+    loss = linear_cross_entropy(x, w, torch.arange(20, device=DEVICE), bias, fp8="tensorwise", chunk_rows=4)
+    dw, db = torch.autograd.grad(loss, (w, bias))
+    assert loss.isfinite() and not dw[64:].any() and not db[64:].any() and dw[:64].any(1).all()
+
+
+def test_many_tokens_of_one_class():
+    """Their sum is rounded once: in 16 bits, the last terms would be lost beside it."""
+    total, x = torch.zeros(4, 8, device=DEVICE, dtype=torch.bfloat16), torch.full((3000, 8), 1.0, device=DEVICE, dtype=torch.bfloat16)
+    index = torch.arange(3000, device=DEVICE) % 2 * 3
+    float8_head._add_outer(total, index, x[:, 0], x)
+    torch.testing.assert_close(total[:, 0].tolist(), [1500.0, 0.0, 0.0, 1500.0], rtol=2**-8, atol=0)
+
+
+def test_a_loss_of_log_probabilities():
+    """``linear_loss`` with entropies, and ``linear_logprobs``."""
+    x, w, target = drawn(48, 64, 300, peaked=True)
+
+    def loss(fp8):
+        fn = lambda tokens, first, last: (tokens.logp.sum() + 0.3 * tokens.entropy.sum()) / 48
+        value, _ = linear_loss(fn, x, w, target, group=6, entropy=True, fp8=fp8, chunk_rows=12)
+        return value.detach(), *torch.autograd.grad(value, (x, w))
+
+    exact, ours = loss(None), loss("rowwise")
+    logp, entropy = linear_logprobs(x, w, target, return_entropy=True, fp8="rowwise", chunk_rows=12)
+    again = torch.autograd.grad((logp.sum() + 0.3 * entropy.sum()) / 48, (x, w))
+    assert torch.isclose(exact[0], ours[0], rtol=2e-2)
+    assert all(error(a, b) < 0.06 for a, b in zip(ours[1:], exact[1:]))
+    assert all(error(a, b) < 0.01 for a, b in zip(ours[1:], again))
+
+
+def test_the_module_passes_it_on():
+    x, w, target = drawn(20, 32, 100)
+    loss = LigerFusedLinearCrossEntropyLoss(fp8="rowwise", chunk_rows=8)(w, x, target)
+    assert torch.equal(loss, linear_cross_entropy(x, w, target, fp8="rowwise", chunk_rows=8)) and loss != linear_cross_entropy(x, w, target, chunk_rows=8)
+
+
+def test_what_it_refuses(monkeypatch):
+    x, w, target = drawn(4, 16, 32)
+    with pytest.raises(ValueError, match="linear_cross_entropy: x and w must have 16 or 32 bits with fp8, got torch"):
+        linear_cross_entropy(x.double(), w.double(), target, fp8="tensorwise")
+    with pytest.raises(ValueError, match="token_scaling must be False with fp8, got True"):
+        linear_cross_entropy(x, w, target, fp8="tensorwise", token_scaling=True, reduction="none")
+    monkeypatch.setattr(float8_head, "lacking", lambda device: "FP8 needs more")
+    with pytest.raises(ValueError, match="linear_cross_entropy: FP8 needs more"):
+        linear_cross_entropy(x, w, target, fp8="tensorwise")
+
+
+@needs_kernels
+@pytest.mark.parametrize("options", [{}, dict(softcap=3.0, label_smoothing=0.1, z_loss=1e-2, logit_scale=0.5, stats=True), dict(reduction="none")], ids=str)
+def test_kernels_do_what_the_reference_does(options, monkeypatch):
+    x, w, target = drawn(90, 32, 300, peaked=True)  # more tokens than the memory of dw can store, and several blocks
+    target[::7] = -100
+    bias, class_weight = torch.randn(300, device=DEVICE).bfloat16().requires_grad_(), torch.rand(300, device=DEVICE).bfloat16()
+
+    def results():
+        out = linear_cross_entropy(x, w, target, bias, class_weight, fp8="tensorwise", chunk_rows=30, **options)
+        outs = out if isinstance(out, tuple) else (out,)
+        return *(o.detach() for o in outs), *torch.autograd.grad(outs[0].sum(), (x, w, bias))
+
+    ours = results()
+    monkeypatch.setattr(float8_head, "use_kernels", lambda t: False)
+    for mine, expected in zip(ours, results()):
+        # exp differs in its last bits, which can move a number to the next of FP8
+        torch.testing.assert_close(mine.float(), expected.float(), rtol=1e-4, atol=2e-3 * expected.float().abs().max().item())
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes that tensors made under it have at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.there: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.bytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        given = {t.untyped_storage()._cdata for t in args if isinstance(t, torch.Tensor)}
+        for t in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(t, torch.Tensor) and (storage := t.untyped_storage())._cdata not in given:
+                self.there[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.there = {k: v for k, v in self.there.items() if not v[0].expired()}
+        self.bytes = max(self.bytes, sum(n for _, n in self.there.values()))
+        return out
+
+
+@pytest.mark.parametrize("learns", ["both", "x", "w", "into"])
+@pytest.mark.parametrize("M, H, V", [(1024, 4096, 128256), (8192, 4096, 128256), (16384, 4096, 128256), (16384, 2048, 128256), (16384, 4096, 32000)])
+def test_memory_is_at_most_that_of_bf16(M, H, V, learns):
+    """As on a GPU, which is not there: nothing is computed."""
+    new = lambda *shape, dtype=torch.bfloat16: torch.empty(*shape, device="meta", dtype=dtype)
+    x, w, target = new(M, H), new(V, H), new(M, dtype=torch.int64)
+    need = learns != "w", learns != "x", False
+    into = new(V, H, dtype=torch.float32) if learns == "into" else None
+    with _op.intercept_launches(lambda *_: None):
+        rows = auto_chunk_rows(M, V, H, 2, True, frozen=True) if learns == "x" else None
+        with Peak() as bf16:
+            kept = chunk_gradients(x, w, lambda *_: None, need=need, chunk_rows=rows, dw_into=into)
+        del kept
+        with Peak() as ours:
+            head_gradients(x, w, target, Loss(), "rowwise", need, out=Rows.empty(target, Loss()), dw_into=into)
+    assert ours.bytes <= 1.01 * bf16.bytes
+
+
+COMPILE = """
+import sys, torch
+from liger_kernel.compile.launches import Mock
+from liger_kernel.compile.targets import compiling_for
+from liger_kernel.ops import linear_cross_entropy, linear_logprobs
+from liger_kernel.ops._core import operator as _op
+sys.path.insert(0, sys.argv[2])
+from compile_kernels import resources
+
+seen = set()
+
+def compile(kernel, grid, args, meta):
+    kinds = *meta.items(), *(str(getattr(a, "dtype", "")) for a in args)
+    if "float8_head" in kernel.fn.__module__ and kinds not in seen:
+        seen.add(kinds)
+        compiled = kernel.warmup(*(Mock(a) if isinstance(a, torch.Tensor) else a for a in args), grid=(1,), **meta)
+        print(kernel.fn.__name__, resources(compiled))
+        assert resources(compiled)["spills"] == 0
+
+with compiling_for(sys.argv[1]), _op.intercept_launches(compile):
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        new = lambda *shape: torch.empty(*shape, device="meta", dtype=dtype, requires_grad=True)
+        x, w, bias, target = new(256, 64), new(128256, 64), new(128256), torch.empty(256, device="meta", dtype=torch.int64)
+        linear_cross_entropy(x, w, target, fp8="tensorwise")
+        options = dict(label_smoothing=0.1, softcap=30.0, logit_scale=0.5, stats=True)
+        linear_cross_entropy(x, w, target, bias, torch.empty_like(bias), fp8="tensorwise", **options)
+        linear_logprobs(x, w, target, bias, return_entropy=True, fp8="rowwise")[0].sum().backward()
+"""
+
+
+@needs_kernels
+@pytest.mark.parametrize("target", ["sm90", pytest.param("sm89", marks=pytest.mark.slow), pytest.param("sm100", marks=pytest.mark.slow)])
+def test_kernels_compile(target, user_env):
+    folder = Path(__file__).parents[1] / "compile"
+    done = subprocess.run([sys.executable, "-c", COMPILE, target, str(folder)], env=user_env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert {line.split()[0] for line in done.stdout.splitlines()} == {"_stats", "_gradient"}

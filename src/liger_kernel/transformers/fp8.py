@@ -22,6 +22,7 @@ from torch import nn
 
 from liger_kernel.nearest import did_you_mean
 from liger_kernel.nn.float8_training import DTYPES, RECIPES, LigerFloat8TrainingLinear
+from liger_kernel.ops.losses.float8_head import HEAD_RECIPES
 from liger_kernel.ops.projections.float8 import lacking
 from liger_kernel.transformers.head.state import FP8
 from liger_kernel.transformers.quantize import HEADS_AND_ROUTERS, owners_of_heads, parts_of_adapters, parts_of_heads
@@ -76,6 +77,8 @@ def asked(flags: Mapping[str, Any]) -> Wish | None:
     if recipe not in RECIPES:
         near = did_you_mean(recipe, RECIPES) if isinstance(recipe, str) else ""
         raise ValueError(f"fp8: must be {_RECIPES}, or False, got {recipe!r}{near}")
+    if flags.get("fp8_head") and recipe not in HEAD_RECIPES:
+        raise ValueError(f"fp8_head: needs fp8 to be {' or '.join(HEAD_RECIPES)}, got {recipe!r}")
     return Wish(recipe, filter if callable(filter) else tuple(filter), bool(flags.get("fp8_head")))
 
 

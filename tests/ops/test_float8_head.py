@@ -130,6 +130,13 @@ def test_what_cannot_be_told_from_zero():
     assert loss.isfinite() and not dw[64:].any() and not db[64:].any() and dw[:64].any(1).all()
 
 
+def test_a_softcap_of_zero():
+    """All classes are equally likely, whatever x and w are."""
+    x, w, target = drawn(20, 32, 100)
+    loss, dx, dw = found(x, w, target, fp8="rowwise", softcap=0.0)
+    assert torch.isclose(loss.exp(), torch.tensor(100.0, device=DEVICE), rtol=1e-3) and not dx.any() and not dw.any()
+
+
 def test_many_tokens_of_one_class():
     """Their sum is rounded once: in 16 bits, the last terms would be lost beside it."""
     total, x = torch.zeros(4, 8, device=DEVICE, dtype=torch.bfloat16), torch.full((3000, 8), 1.0, device=DEVICE, dtype=torch.bfloat16)

@@ -13,6 +13,7 @@ transformers = pytest.importorskip("transformers")
 from hf_models import make, served_by_kernels_or_references, step, tokens  # noqa: E402
 
 from liger_kernel.transformers.head import loss as head_loss  # noqa: E402
+from liger_kernel.transformers.head import loss_functions  # noqa: E402
 from liger_kernel.transformers.head.forward import fused  # noqa: E402
 from liger_kernel.transformers.head.state import FP8  # noqa: E402
 
@@ -57,6 +58,13 @@ def test_logits_that_somebody_reads_are_those_of_the_model(asked):
     expected = model.lm_head(model.model(tokens()["input_ids"]).last_hidden_state)
     torch.testing.assert_close(out.logits, expected)
     assert asked == [] or asked == ["tensorwise"]
+
+
+def test_a_loss_of_another_package_stays_in_16_bits(asked, monkeypatch):
+    model, ours = with_head(make("llama"), "tensorwise"), loss_functions.LigerForCausalLMLoss
+    monkeypatch.setattr(loss_functions, "LigerForCausalLMLoss", lambda *args, **kw: ours(*args, **kw))
+    with pytest.warns(UserWarning, match="fp8_head: the head stays in 16 bits, because other code has replaced its loss"):
+        model(**tokens()).loss.backward()
 
 
 def test_a_head_with_adapters_stays_in_16_bits():

@@ -182,7 +182,7 @@ WRONG = [
     (dict(fp8="rowwise", fp8_filter=[3]), r"^fp8_filter: must be names of layers, or a function of a layer and its name, got \[3\]$"),
     (dict(fp8_filter=["o_proj"]), "^fp8_filter: needs fp8, a recipe$"),
     (dict(fp8_head=True), "^fp8_head: needs fp8, a recipe$"),
-    (dict(fp8="rowwise_with_gw_hp", fp8_head=True), "^fp8_head: needs fp8 tensorwise or rowwise, got 'rowwise_with_gw_hp'$"),
+    (dict(fp8="rowwise_with_gw_hp", fp8_head=True), "^fp8_head: needs fp8 to be tensorwise or rowwise, got 'rowwise_with_gw_hp'$"),
     (
         dict(fp8="rowwise", fp8_head=True, fused_linear_cross_entropy=False),
         "^fp8_head: the head of 'llama' cannot be in FP8: fused_linear_cross_entropy is off",
@@ -508,7 +508,7 @@ def test_adapters(by, request):
 def heads(monkeypatch):
     """The recipes with which losses multiplied their heads."""
     recipes, stock = [], head_loss.linear_cross_entropy
-    monkeypatch.setattr(head_loss, "linear_cross_entropy", lambda *args, fp8=None, **options: recipes.append(fp8) or stock(*args, **options))
+    monkeypatch.setattr(head_loss, "linear_cross_entropy", lambda *args, fp8=None, **options: recipes.append(fp8) or stock(*args, fp8=fp8, **options))
     return recipes
 
 

@@ -152,7 +152,7 @@ def measure(
             timed = clock.race(contestants | alone, repeats)
             alone.clear()
             peaks = {name: clock.peak_bytes(prepare) for name, prepare in contestants.items()}
-        floor = max(moved / clock.copy_tb_s() / 1e9, timed[PRODUCTS].device.median if products else 0.0)
+        floor = max(moved / clock.copy_tb_s() / 1e9, timed[PRODUCTS].device.median / cost.rate if products else 0.0)
         for name, row in rows.items():
             row = {"op": op.name, "case": case.name, "dtype": _name(dtype), "mode": mode, "variant": name, "shape": shape} | row
             row |= {"bytes": moved, "flops": flops, "floor_ms": floor}

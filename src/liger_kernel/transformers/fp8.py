@@ -78,7 +78,7 @@ def asked(flags: Mapping[str, Any]) -> Wish | None:
         near = did_you_mean(recipe, RECIPES) if isinstance(recipe, str) else ""
         raise ValueError(f"fp8: must be {_RECIPES}, or False, got {recipe!r}{near}")
     if flags.get("fp8_head") and recipe not in HEAD_RECIPES:
-        raise ValueError(f"fp8_head: needs fp8 {' or '.join(HEAD_RECIPES)}, got {recipe!r}")
+        raise ValueError(f"fp8_head: needs fp8 to be {' or '.join(HEAD_RECIPES)}, got {recipe!r}")
     return Wish(recipe, filter if callable(filter) else tuple(filter), bool(flags.get("fp8_head")))
 
 

@@ -79,7 +79,8 @@ class Cost:
 
     A transcendental function counts as one operation.
 
-    ``whole``: the bytes of forward and backward together if one pass can compute both; default: their sum.
+    ``whole``: the bytes of forward and backward together if one pass can compute both; default: their sum. ``rate``: how many times as fast as products of the
+    inputs' dtype a GPU computes those of the operator, which are 2 in FP8.
     """
 
     forward: int
@@ -87,6 +88,7 @@ class Cost:
     whole: int | None = None
     flops: tuple[int, int] = (0, 0)
     gemms: tuple[Sequence[tuple[int, int, int]], Sequence[tuple[int, int, int]]] = ((), ())
+    rate: int = 1
 
     def of(self, mode: str) -> tuple[int, int, list[tuple[int, int, int]]]:
         """Bytes, operations and products of "forward", "backward" or "full"."""

@@ -140,7 +140,7 @@ def _gradient(
         dz -= smooth * (tl.load(w_ptr + col, mask=col < N, other=0.0).to(tl.float32)[None, :] if HAS_W else 1.0)
     if HAS_CAP:
         t = tl.maximum(z, -3e38) / cap
-        dz *= 1.0 - t * t
+        dz *= tl.where(cap == 0.0, 0.0, 1.0 - t * t)
     counts = inside & (target != ignore_index)[:, None] & (col[None, :] != (target - first)[:, None])
     dz = tl.where(counts, dz, 0.0)
     if DB:
@@ -278,12 +278,16 @@ class Slopes:
         if self.ge is not None and self.entropy is not None:
             slope = slope + self.ge[:, None] * ((self.lse[:, None] - z) - self.entropy[:, None])
         dz = (z - self.lse[:, None]).exp() * slope - self.smooth[:, None] * w
-        return dz if s.softcap is None else dz * (1 - (z / s.softcap).square())
+        return dz if s.softcap is None else dz * _slope_of_cap(z, s.softcap)
 
     def dz_y(self, z_y: Tensor, w_y: Tensor | float, s: Loss) -> Tensor:
         """That of the target (M,)."""
-        on = self.on if s.softcap is None else self.on * (1 - (z_y / s.softcap).square())
+        on = self.on if s.softcap is None else self.on * _slope_of_cap(z_y, s.softcap)
         return self.dz(z_y[:, None], w_y, s)[:, 0] - on
+
+
+def _slope_of_cap(z: Tensor, softcap: float) -> Tensor:
+    return 1 - (z / softcap).square() if softcap else torch.zeros_like(z)
 
 
 def _gradient_of(

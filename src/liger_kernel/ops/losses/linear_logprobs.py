@@ -46,7 +46,7 @@ def reference(x, w, target, bias, *, temperature, logit_scale, softcap, ignore_i
         Case("gemma2", dict(x=T((7, 16)), w=T((40, 16)), target=targets(7, 40), softcap=2.0, logit_scale=0.5, return_entropy=True, chunk_rows=3)),
         Case("compact", dict(x=T((24, 16)), w=T((40, 16)), target=targets(24, 40), return_entropy=True, compact=True, chunk_rows=7)),
         Case("lora", dict(x=T((9, 16)), w=T((40, 16), grad=False), target=targets(9, 40), xa=T((9, 3)), wb=T((40, 3)), return_entropy=True, chunk_rows=4)),
-        Case("fp8", dict(x=T((70, 32)), w=T((65, 32)), target=targets(70, 65), fp8="rowwise", chunk_rows=40, return_entropy=True, temperature=0.9)),
+        Case("fp8", dict(x=T((64, 32)), w=T((80, 32)), target=targets(64, 80), fp8="rowwise", chunk_rows=40, return_entropy=True, temperature=0.9)),
         Case("bad-width", dict(x=T((4, 8)), w=T((10, 6)), target=targets(4, 10)), error="w must have shape (V, 8), got (10, 6)"),
         Case("cold", dict(x=T((4, 8)), w=T((10, 8)), target=targets(4, 10), temperature=0.0), error="temperature must be positive, got 0.0"),
     ],

@@ -50,6 +50,11 @@ TOP = 2.0**15  # what the bound of |dz| becomes in e5m2, which holds up to 1.75 
 ROWS = 4096  # tokens of a product for dx: its result is a tensor of its own before it is added
 
 
+def head_lacking(device: torch.device) -> str | None:
+    """The reason why a device cannot compute a head in FP8."""
+    return "a head in FP8 runs on CPUs only, because its gradients were NaN on a GPU (MEASURED.md)" if device.type == "cuda" else lacking(device)
+
+
 def check_fp8(name: str, fp8: str | None, x: Tensor, **unsupported: object) -> None:
     """Raise ``ValueError`` for a recipe that a head does not have, and for what it cannot be combined with: arguments that are neither None nor False."""
     if fp8 is None:
@@ -58,7 +63,7 @@ def check_fp8(name: str, fp8: str | None, x: Tensor, **unsupported: object) -> N
         raise ValueError(f"{name}: fp8 must be None or one of {HEAD_RECIPES}, got {fp8!r}")
     if x.dtype == torch.float64:
         raise ValueError(f"{name}: x and w must have 16 or 32 bits with fp8, got {x.dtype}")
-    if why := lacking(x.device):
+    if why := head_lacking(x.device):
         raise ValueError(f"{name}: {why}")
     for argument, value in unsupported.items():
         if value is not None and value is not False:

@@ -386,6 +386,40 @@ _GPT_OSS = dict(interleaved=True, alpha=1.702, limit=7.0, offset=1.0)
 _SMALL = _routed(4, 2, 8, 8, 3)
 
 
+def check(
+    op: str, x: Tensor, gate_up: Tensor, down: Tensor, topk_index: Tensor, topk_weight: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None,
+    act: str, alpha: float, limit: float | None,
+) -> torch.dtype:  # fmt: skip
+    """Check the arguments of the operator ``op``. Returns the dtype of the products: autocast's if it is on, else x's."""
+    if not x.is_floating_point():
+        raise ValueError(f"{op}: x must be floating point, got {x.dtype}")
+    if x.ndim != 2:
+        raise ValueError(f"{op}: x must have shape (T, H), got {tuple(x.shape)}")
+    tokens, H = x.shape
+    if gate_up.ndim != 3 or gate_up.shape[1] % 2 or gate_up.shape[2] != H:
+        raise ValueError(f"{op}: gate_up must have shape (E, 2 I, {H}), got {tuple(gate_up.shape)}")
+    E, n = gate_up.shape[0], gate_up.shape[1] // 2
+    if topk_index.is_floating_point() or topk_index.dtype == torch.bool or topk_index.ndim != 2 or topk_index.shape[0] != tokens:
+        raise ValueError(f"{op}: topk_index must be integers of shape ({tokens}, K), got {topk_index.dtype} {tuple(topk_index.shape)}")
+    if not topk_weight.is_floating_point() or topk_weight.shape != topk_index.shape:
+        raise ValueError(f"{op}: topk_weight must be floating point of shape {tuple(topk_index.shape)}, got {topk_weight.dtype} {tuple(topk_weight.shape)}")
+    if act not in ACTS:
+        raise ValueError(f"{op}: act must be one of {sorted(ACTS)}, got {act!r}")
+    if limit is not None and not limit > 0:
+        raise ValueError(f"{op}: limit must be positive or None, got {limit}")
+    if not alpha > 0:
+        raise ValueError(f"{op}: alpha must be positive, got {alpha}")
+    device = x.device.type
+    casts = device != "meta" and torch.is_autocast_enabled(device) and x.dtype != torch.float64
+    given = {"gate_up": (gate_up, (E, 2 * n, H)), "down": (down, (E, H, n)), "gate_up_bias": (gate_up_bias, (E, 2 * n)), "down_bias": (down_bias, (E, H))}
+    for name, (p, shape) in given.items():
+        if p is not None and p.shape != shape:
+            raise ValueError(f"{op}: {name} must have shape {shape}, got {tuple(p.shape)}")
+        if p is not None and p.dtype != x.dtype and not casts:
+            raise ValueError(f"{op}: {name} must have x's dtype, {x.dtype}, got {p.dtype}")
+    return torch.get_autocast_dtype(device) if casts else x.dtype
+
+
 @op(
     reference=reference,
     cases=[
@@ -432,35 +466,9 @@ def moe(
     (T, K): any floating dtype. The activation is ``act(alpha * gate) / alpha``, act as in ``glu``. gate and up lie side by side, or ``interleaved``.
     ``limit`` clamps gate from above and up on both sides; ``offset`` is then added to up.
     """
-    if not x.is_floating_point():
-        raise ValueError(f"moe: x must be floating point, got {x.dtype}")
-    if x.ndim != 2:
-        raise ValueError(f"moe: x must have shape (T, H), got {tuple(x.shape)}")
-    tokens, H = x.shape
-    if gate_up.ndim != 3 or gate_up.shape[1] % 2 or gate_up.shape[2] != H:
-        raise ValueError(f"moe: gate_up must have shape (E, 2 I, {H}), got {tuple(gate_up.shape)}")
-    E, n = gate_up.shape[0], gate_up.shape[1] // 2
-    if topk_index.is_floating_point() or topk_index.dtype == torch.bool or topk_index.ndim != 2 or topk_index.shape[0] != tokens:
-        raise ValueError(f"moe: topk_index must be integers of shape ({tokens}, K), got {topk_index.dtype} {tuple(topk_index.shape)}")
-    if not topk_weight.is_floating_point() or topk_weight.shape != topk_index.shape:
-        raise ValueError(f"moe: topk_weight must be floating point of shape {tuple(topk_index.shape)}, got {topk_weight.dtype} {tuple(topk_weight.shape)}")
-    if act not in ACTS:
-        raise ValueError(f"moe: act must be one of {sorted(ACTS)}, got {act!r}")
-    if limit is not None and not limit > 0:
-        raise ValueError(f"moe: limit must be positive or None, got {limit}")
-    if not alpha > 0:
-        raise ValueError(f"moe: alpha must be positive, got {alpha}")
-    device = x.device.type
-    if device != "meta" and torch.is_autocast_enabled(device) and x.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(device)
-        x, gate_up, down = x.to(dtype), gate_up.to(dtype), down.to(dtype)
-        gate_up_bias, down_bias = (b if b is None else b.to(dtype) for b in (gate_up_bias, down_bias))
-    given = {"gate_up": (gate_up, (E, 2 * n, H)), "down": (down, (E, H, n)), "gate_up_bias": (gate_up_bias, (E, 2 * n)), "down_bias": (down_bias, (E, H))}
-    for name, (p, shape) in given.items():
-        if p is not None and p.shape != shape:
-            raise ValueError(f"moe: {name} must have shape {shape}, got {tuple(p.shape)}")
-        if p is not None and p.dtype != x.dtype:
-            raise ValueError(f"moe: {name} must have x's dtype, {x.dtype}, got {p.dtype}")
+    dtype = check("moe", x, gate_up, down, topk_index, topk_weight, gate_up_bias, down_bias, act, alpha, limit)
+    x, gate_up, down = x.to(dtype), gate_up.to(dtype), down.to(dtype)
+    gate_up_bias, down_bias = (b if b is None else b.to(dtype) for b in (gate_up_bias, down_bias))
     form = dict(gate_up_bias=gate_up_bias, down_bias=down_bias, act=act, interleaved=interleaved, alpha=alpha, limit=limit, offset=offset)
     if not use_kernels(x):
         return reference(x, gate_up, down, topk_index, topk_weight, **form)

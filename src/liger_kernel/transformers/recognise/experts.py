@@ -14,7 +14,8 @@ from torch import nn
 
 from liger_kernel.ops.projections.moe import moe
 from liger_kernel.transformers.recognise.activations import activation
-from liger_kernel.transformers.recognise.variant import StandIns, Variant
+from liger_kernel.transformers.recognise.projections import Left
+from liger_kernel.transformers.recognise.variant import OF_EXPERTS, StandIns, Variant
 
 DEFAULT_EXPERTS = "grouped_mm"  # the implementation that transformers runs by default; a user who names this one cannot be told from the default
 
@@ -34,15 +35,16 @@ class _Eager:
     _experts_implementation = "eager"
 
 
-def _chosen(experts: Any) -> bool:
-    """Whether the user has chosen the implementation of these experts. Look at each call, because it can be set at any time."""
+def chosen(experts: Any) -> str | None:
+    """The implementation that the user has chosen for these experts. Look at each call, because it can be set at any time."""
     config = getattr(experts, "config", None)
     implementation = getattr(config, "_experts_implementation", None)
-    if implementation is None or implementation == DEFAULT_EXPERTS or isinstance(config, _Eager):
-        return False
-    if torch.is_grad_enabled():  # during ``generate``, transformers itself chooses one
-        _say_chosen(implementation)
-    return True
+    return None if implementation == DEFAULT_EXPERTS or isinstance(config, _Eager) else implementation
+
+
+def plainly_stored(weight: torch.Tensor) -> bool:
+    """Whether the values of a weight of experts are its numbers. (Weights in FP8 have separate scales.)"""
+    return weight.ndim == 3 and weight.is_floating_point() and weight.itemsize > 1
 
 
 # label -> the activation, options of the operator, attributes of the stand-ins
@@ -77,22 +79,37 @@ class Experts(Variant):
     def exact(self) -> bool:
         return False
 
+    def keywords(self, experts: Any) -> dict[str, Any] | Left:
+        """The options of ``moe`` with which it computes what these experts compute now, or the reason why it cannot."""
+        act, options, _ = EXPERT_FORMS[self.form]
+        name = activation(F.silu if act == "F.silu" else getattr(experts, act))
+        if name is None:
+            return Left("an activation that is none of ours")
+        if getattr(experts, "_is_expert_parallel", False):
+            return Left("experts that are spread over ranks")
+        bias = dict(gate_up_bias=experts.gate_up_proj_bias, down_bias=experts.down_proj_bias) if self.biased else {}
+        return dict(act=name, interleaved=self.interleaved, **bias, **options(experts))
+
     def __call__(self, stock: Callable) -> Callable:
-        transposed, interleaved, biased, (act, options, _) = self.transposed, self.interleaved, self.biased, EXPERT_FORMS[self.form]
+        variant, transposed = self, self.transposed
 
         def forward(self, hidden_states, top_k_index, top_k_weights):
-            name = None if torch.compiler.is_compiling() else activation(F.silu if act == "F.silu" else getattr(self, act))
-            w, v = self.gate_up_proj, self.down_proj
-            plainly = w.ndim == 3 and w.is_floating_point() and w.itemsize > 1  # not FP8, which has separate scales
-            if name is None or not plainly or getattr(self, "_is_expert_parallel", False) or _chosen(self):
+            if torch.compiler.is_compiling():
                 return stock(self, hidden_states, top_k_index, top_k_weights)
-            bias = dict(gate_up_bias=self.gate_up_proj_bias, down_bias=self.down_proj_bias) if biased else {}
+            how, w, v = variant.keywords(self), self.gate_up_proj, self.down_proj
+            if isinstance(how, Left) or not plainly_stored(w):
+                return stock(self, hidden_states, top_k_index, top_k_weights)
+            if implementation := chosen(self):
+                if torch.is_grad_enabled():  # during ``generate``, transformers itself chooses one
+                    _say_chosen(implementation)
+                return stock(self, hidden_states, top_k_index, top_k_weights)
             index, weights = (t.reshape(-1, t.shape[-1]) for t in (top_k_index, top_k_weights))
             w, v = (w.mT, v.mT) if transposed else (w, v)
             x = hidden_states.reshape(-1, hidden_states.shape[-1])
-            y = moe(x, w, v, index, weights, act=name, interleaved=interleaved, **bias, **options(self))
+            y = moe(x, w, v, index, weights, **how)
             return y.view(hidden_states.shape).to(hidden_states.dtype)
 
+        OF_EXPERTS[forward] = self
         return forward
 
     def stand_ins(self) -> StandIns:

@@ -482,7 +482,7 @@ def test_tensors_elsewhere_stay():
 def test_report():
     model = adapted(targets=["q_proj", "up_proj", "lm_head", "embed_tokens"])
     text = str(projections_report(model))
-    assert text.splitlines()[0] == "the engine runs 0 of 4 linear layers with adapters, quantised weights or FP8"
+    assert text.splitlines()[0] == "the engine runs 0 of 4 layers with adapters, quantised weights or FP8"
     assert "1 stock: LlamaAttention is not patched, or its forward does not call it as self.q_proj(x)" in text
     patch(model)
     report = projections_report(model)

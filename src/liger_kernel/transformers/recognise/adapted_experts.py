@@ -49,6 +49,13 @@ def is_wrapper(m: Any) -> bool:
     return type(m) is _class("peft.tuners.lora.layer", "ParamWrapper")
 
 
+def experts_of(m: Any) -> Any:
+    """The module inside PEFT's wrappers."""
+    while is_wrapper(m):
+        m = m.base_layer
+    return m
+
+
 def factors(wrapper: Any, name: str) -> tuple[Tensor, Tensor]:
     """lhs (E, ., r) and rhs (E, r, .) of an adapter, whose ``scaling * lhs @ rhs`` PEFT adds to the parameter."""
     a, b, E = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight, wrapper.num_experts

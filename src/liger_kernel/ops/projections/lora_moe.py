@@ -10,7 +10,6 @@ the activation in the backward applies the router's weights, so the thin product
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -22,7 +21,19 @@ from liger_kernel.ops.activations.glu import ACTS
 from liger_kernel.ops.projections.adapted import Adapter
 from liger_kernel.ops.projections.grouped_mm import grouped_mm, grouped_sum
 from liger_kernel.ops.projections.grouped_thin import add_thin_, thin_outer, thin_rows
-from liger_kernel.ops.projections.moe import _GPT_OSS, _SMALL, _outer_like, _routed, check, moe_combine, moe_gather, moe_glu_bwd, moe_glu_fwd, moe_route
+from liger_kernel.ops.projections.moe import (
+    _GPT_OSS,
+    _outer_like,
+    _routed,
+    _scaled,
+    _some_invalid,
+    check,
+    moe_combine,
+    moe_gather,
+    moe_glu_bwd,
+    moe_glu_fwd,
+    moe_route,
+)
 from liger_kernel.ops.projections.moe import _cost as _moe_cost
 from liger_kernel.ops.projections.weights import Weight
 
@@ -191,17 +202,10 @@ def _cost(
     return Cost(base.forward + adapters, base.backward + 2 * adapters, gemms=(forward, backward))
 
 
-def _scaled(*shape: int, dtype: torch.dtype) -> Tensor:
-    return torch.randn(*shape, dtype=dtype) / math.sqrt(shape[-1])
-
-
 def _args(tokens: int, K: int, H: int, I: int, E: int, r: int, *, dtype: torch.dtype | None = None, grads: str = "x", **more) -> dict:
     """Arguments of ``lora_moe``, with frozen weights; ``more`` as in ``_routed``."""
-    adapters = dict(
-        gate_up_a=T((E, r, H), _scaled, dtype=dtype), gate_up_b=T((E, 2 * I, r), _scaled, dtype=dtype),
-        down_a=T((E, r, I), _scaled, dtype=dtype), down_b=T((E, H, r), _scaled, dtype=dtype),
-    )  # fmt: skip
-    return _routed(tokens, K, H, I, E, grads=grads, **more) | adapters | dict(scale=0.5)
+    shapes = dict(gate_up_a=(E, r, H), gate_up_b=(E, 2 * I, r), down_a=(E, r, I), down_b=(E, H, r))
+    return _routed(tokens, K, H, I, E, grads=grads, **more) | {name: T(shape, _scaled, dtype=dtype) for name, shape in shapes.items()} | dict(scale=0.5)
 
 
 def _sixes(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -219,6 +223,7 @@ _LAST = _args(4, 2, 8, 8, 3, 2)
         Case("fp32-adapters", _args(9, 2, 16, 16, 3, 8, dtype=torch.float32)),
         Case("odd", _args(5, 2, 19, 13, 3, 3, grads="x w1")),
         Case("one-expert", _args(36, 1, 16, 16, 3, 17, used=1, grads="x w1 w2")),
+        Case("no-expert", _args(17, 2, 16, 16, 3, 4, grads="x w") | dict(topk_index=T((17, 2), _some_invalid, dtype=torch.int64))),
         Case("down-alone", _args(9, 2, 16, 24, 3, 4) | dict(gate_up_a=None, gate_up_b=None)),
         Case("gate-up-alone", _args(9, 2, 16, 24, 3, 4, grads="w") | dict(down_a=None, down_b=None)),
         Case(

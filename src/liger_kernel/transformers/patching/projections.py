@@ -7,8 +7,9 @@ The source of a forward is read, and rewritten where it calls one of its own lin
     y = self.experts(x, i, w)                           ->   y = experts(self.experts, x, i, w)
 
 The first and the last rewriting are safe for every module: ``linear`` and ``experts`` decide at each call, and call a module that the engine cannot run.
-Calls of the second kind, with the same name, are computed together, before the first of them, only if the result is the same: all of them always run (no condition, loop or lambda is between them), nothing
-assigns the name or may write to its tensor, and nothing draws random numbers. ``pop`` releases each result as early as the source would.
+Linear layers with the same input are computed together, before the first of them, only if the result is the same: all of them always run (no condition,
+loop or lambda is between them), nothing assigns the name or may write to its tensor, and nothing draws random numbers. ``pop`` releases each result as early
+as the source would.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def factors(wrapper: Any, name: str) -> tuple[Tensor, Tensor]:
     a, b, E = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight, wrapper.num_experts
     a = a.reshape(E, -1, a.shape[1])
     b = b.reshape(b.shape[0], -1, E).permute(2, 0, 1)
-    return (b, a) if wrapper._did_swap_in_out_features else (a.mT, b.mT)
+    return (b, a) if getattr(wrapper, "_did_swap_in_out_features", False) else (a.mT, b.mT)  # PEFT 0.17 never swaps
 
 
 def _adapters(wrapper: Any, transposed: bool) -> list[Adapter] | Left:
@@ -72,6 +72,8 @@ def _adapters(wrapper: Any, transposed: bool) -> list[Adapter] | Left:
         return Left("merged adapters to be taken out")
     found = []
     for name in _active(wrapper):
+        if wrapper.num_experts < 2:
+            return Left("a single expert, to whose weight PEFT adds another product")
         if not (plain(wrapper.lora_A[name].weight) and plain(wrapper.lora_B[name].weight)):
             return Left(f"parts of adapter {name!r} are sharded or replaced")
         lhs, rhs = factors(wrapper, name)
@@ -95,13 +97,12 @@ def adapted_experts(m: Any, dtype: torch.dtype) -> AdaptedExperts | Left:
         return Left("experts whose weights are computed at each call")
     adapters: dict[str, list[Adapter]] = {GATE_UP: [], DOWN: []}
     for wrapper in wrappers:
+        if wrapper.parameter_name not in adapters:
+            return Left(f"an adapter of {wrapper.parameter_name}")
         found = _adapters(wrapper, variant.transposed)
         if isinstance(found, Left):
             return found
-        if found and wrapper.parameter_name not in adapters:
-            return Left(f"an adapter of {wrapper.parameter_name}")
-        if found:
-            adapters[wrapper.parameter_name] += found
+        adapters[wrapper.parameter_name] += found
     if not any(adapters.values()):
         return Left("adapters are disabled, merged or not active: the experts run without them")
     how = variant.keywords(m)

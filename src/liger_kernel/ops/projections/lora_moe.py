@@ -191,14 +191,17 @@ def _cost(
     x: Tensor, gate_up: Tensor, down: Tensor, topk_index: Tensor, topk_weight: Tensor, gate_up_a: Tensor | None = None, gate_up_b: Tensor | None = None,
     down_a: Tensor | None = None, down_b: Tensor | None = None, **more,
 ) -> Cost:  # fmt: skip
-    base = _moe_cost(x, gate_up, down, topk_index, topk_weight, more.get("gate_up_bias"), more.get("down_bias"))
+    given = (more.get("gate_up_bias"), more.get("down_bias"))
+    base = _moe_cost(x, gate_up, down, topk_index, topk_weight, *given, adapters=(gate_up_a, gate_up_b))
+    first = any(t is not None and t.requires_grad for t in (x, gate_up, given[0], gate_up_a, gate_up_b))
     m, adapters = int(((topk_index >= 0) & (topk_index < gate_up.shape[0])).sum()), nbytes(gate_up_a, gate_up_b, down_a, down_b)
     forward, backward = (list(products) for products in base.gemms)
-    for a, b in ((gate_up_a, gate_up_b), (down_a, down_b)):
+    for a, b, before in ((gate_up_a, gate_up_b, x.requires_grad), (down_a, down_b, first)):
         if a is not None and b is not None:
             (_, r, K), N = a.shape, b.shape[1]
             forward += [(m, r, K), (m, N, r)]
-            backward += [(m, r, N), (m, K, r), (N, r, m), (r, K, m)]
+            learnt = [((m, r, N), before or a.requires_grad), ((m, K, r), before), ((r, K, m), a.requires_grad), ((N, r, m), b.requires_grad)]
+            backward += [product for product, needed in learnt if needed]
     return Cost(base.forward + adapters, base.backward + 2 * adapters, gemms=(forward, backward))
 
 

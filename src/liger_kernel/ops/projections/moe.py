@@ -335,12 +335,12 @@ class LigerFusedMoEFunction(torch.autograd.Function):
         return dx, dgate_up, ddown, None, dw if need_w else None, db1, db2, *[None] * 5
 
 
-def _cost(x, gate_up, down, topk_index, topk_weight, gate_up_bias=None, down_bias=None, **_) -> Cost:
+def _cost(x, gate_up, down, topk_index, topk_weight, gate_up_bias=None, down_bias=None, adapters=(), **_) -> Cost:
     m = int(((topk_index >= 0) & (topk_index < gate_up.shape[0])).sum())
     (_, twice_n, H), n = gate_up.shape, down.shape[2]
     given = [t for t in (x, gate_up, down, topk_weight, gate_up_bias, down_bias) if t is not None]
     trained = [t for t in given if t.requires_grad]
-    first = any(t is not None and t.requires_grad for t in (x, gate_up, gate_up_bias))
+    first = any(t is not None and t.requires_grad for t in (x, gate_up, gate_up_bias, *adapters))
     products = [((m, n, H), first), ((H, n, m), down.requires_grad), ((m, H, twice_n), x.requires_grad), ((twice_n, H, m), gate_up.requires_grad)]
     return Cost(
         nbytes(*given, topk_index, x),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -394,3 +395,16 @@ def test_a_single_expert(ran):
     model = assert_same(adapted(base=make("qwen3_moe", num_hidden_layers=1, num_local_experts=1, num_experts_per_tok=1)))
     (layer,) = projections_report(model).stock
     assert not ran and "a single expert" in layer.reason
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="its model is on the CPU, where kernels are interpreted only without a GPU")
+def test_the_document_is_right(capsys):
+    """Its example runs, and prints what it says."""
+    text = (Path(__file__).parents[2] / "docs" / "guides" / "moe.md").read_text()
+    model, adapters = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[:2]
+    names = {"ids": tokens()["input_ids"]}
+    exec(model, names)
+    capsys.readouterr()
+    exec(adapters, names)
+    (printed,) = re.findall(r"```\n(the engine.*?)```", text, re.DOTALL)
+    assert capsys.readouterr().out == printed

@@ -87,6 +87,13 @@ def test_families(ran, family, targets, nodes):
     assert not ran
 
 
+def test_beside_norms_and_rotations(ran):
+    """Where the norms of heads are fused with their rotation, attention still ends in a linear layer."""
+    model = patch(adapted("qwen3"), rope=True, rms_norm=True)
+    step(model, tokens(**BATCH))
+    assert ran == [3, 1, 3] and not projections_report(model).stock
+
+
 def test_before_and_after_peft(ran):
     """Which of the two comes first does not matter, for classes and for one model."""
     stock = adapted()

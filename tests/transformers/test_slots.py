@@ -326,6 +326,21 @@ def test_experts_in_eight_bits_are_not_ours(ran):
     assert len(called) == 1 and not ran
 
 
+@choices
+def test_experts_beside_an_input_of_another_dtype(ran):
+    """As Transformers' grouped products, which cast it: without autocast they run."""
+    model = make("qwen3_moe")
+    experts = next(m for m in model.modules() if type(m).__name__ == "Qwen3MoeExperts").to(torch.bfloat16)
+    arguments = torch.randn(3, 64, device=DEVICE), torch.zeros(3, 2, dtype=torch.int64, device=DEVICE), torch.rand(3, 2, device=DEVICE)
+    expected = experts(*arguments)
+    _apply_liger_kernel_to_instance(model=model)
+    ran.clear()
+    assert torch.equal(experts(*arguments), expected) and ran == ["grouped_mm"]
+    with torch.autocast(DEVICE, torch.bfloat16):
+        experts(*arguments)
+    assert ran == ["grouped_mm", "ours"]
+
+
 # -- dtypes ----------------------------------------------------------------------------------
 
 HALVES = torch.float16, torch.bfloat16

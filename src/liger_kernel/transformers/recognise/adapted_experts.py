@@ -21,7 +21,7 @@ from torch.nn.utils import parametrize
 from liger_kernel.ops._core.operator import use_kernels
 from liger_kernel.ops.projections.adapted import Adapter
 from liger_kernel.ops.projections.lora_moe import adapted_moe
-from liger_kernel.transformers.recognise.experts import Experts, chosen, plainly_stored
+from liger_kernel.transformers.recognise.experts import Experts, chosen, multiplies
 from liger_kernel.transformers.recognise.plain import plain, unhooked
 from liger_kernel.transformers.recognise.projections import Left, _class, _of_package, _own, product_dtype
 from liger_kernel.transformers.recognise.projections import _adapters as _active
@@ -117,9 +117,9 @@ def _fitting(m: Any, variant: Experts, adapters: dict[str, list[Adapter]], how: 
     """The weights and adapters of the experts ``m``, if they can be multiplied together."""
     weights = getattr(m, GATE_UP), getattr(m, DOWN)
     biases = [b for b in (how.get("gate_up_bias"), how.get("down_bias")) if b is not None]
-    if not all(map(plain, (*weights, *biases))) or not all(map(plainly_stored, weights)):
+    if not all(map(plain, (*weights, *biases))):
         return Left("weights that are sharded or quantised")
-    if any(t.dtype != dtype for t in (*weights, *biases)) and not torch.is_autocast_enabled(weights[0].device.type):
+    if not all(multiplies(w, dtype) for w in weights) or any(b.dtype != w.dtype for b, w in zip(biases, weights)):
         return Left(f"weights of {weights[0].dtype} beside an input of {dtype}")
     gate_up, down = (w.mT if variant.transposed else w for w in weights)
     for weight, found in ((gate_up, adapters[GATE_UP]), (down, adapters[DOWN])):

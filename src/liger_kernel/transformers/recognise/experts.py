@@ -42,9 +42,10 @@ def chosen(experts: Any) -> str | None:
     return None if implementation == DEFAULT_EXPERTS or isinstance(config, _Eager) else implementation
 
 
-def plainly_stored(weight: torch.Tensor) -> bool:
-    """Whether the values of a weight of experts are its numbers. (Weights in FP8 have separate scales.)"""
-    return weight.ndim == 3 and weight.is_floating_point() and weight.itemsize > 1
+def multiplies(weight: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether ``moe`` multiplies an input of this dtype by a weight of experts. (Weights in FP8 have separate scales; some code of Transformers casts x.)"""
+    stored = weight.ndim == 3 and weight.is_floating_point() and weight.itemsize > 1
+    return stored and (weight.dtype == dtype or (not weight.is_meta and torch.is_autocast_enabled(weight.device.type)))
 
 
 # label -> the activation, options of the operator, attributes of the stand-ins
@@ -97,7 +98,7 @@ class Experts(Variant):
             if torch.compiler.is_compiling():
                 return stock(self, hidden_states, top_k_index, top_k_weights)
             how, w, v = variant.keywords(self), self.gate_up_proj, self.down_proj
-            if isinstance(how, Left) or not plainly_stored(w):
+            if isinstance(how, Left) or not (multiplies(w, hidden_states.dtype) and multiplies(v, hidden_states.dtype)):
                 return stock(self, hidden_states, top_k_index, top_k_weights)
             if implementation := chosen(self):
                 if torch.is_grad_enabled():  # during ``generate``, transformers itself chooses one

@@ -48,6 +48,7 @@ def adapted(family: str = "qwen3_moe", dtype: torch.dtype = torch.float32, of=BO
     dense_first = family in ("deepseek_v3", "glm4_moe", "llama4_text")
     sizes = dict(num_hidden_layers=2 if dense_first else 1, **(dict(layer_types=["full_attention"]) if family == "gpt_oss" else {}))
     model = make(family, dtype, **sizes) if base is None else base
+    torch.manual_seed(3)
     return drawn(peft.get_peft_model(model, peft.LoraConfig(r=r, target_modules=list(targets), target_parameters=of, **more))).to(DEVICE)
 
 
@@ -365,6 +366,60 @@ def test_generates(twins, ran):
     found, expected = (m.eval().generate(**prompt, max_new_tokens=3, do_sample=False, pad_token_id=0) for m in twins)
     assert torch.equal(found, expected)
     assert ran == [(1, 1)] * 3
+
+
+# -- four bits -----------------------------------------------------------------------------
+
+
+def in_four_bits(family: str, double: bool = True) -> tuple[nn.Module, nn.Module]:
+    """A model whose experts bitsandbytes holds in 4 bits, and the same with what these bits mean."""
+    bnb = pytest.importorskip("bitsandbytes.nn.parametrize", reason="could not import 'bitsandbytes'")
+    sizes = dict(layer_types=["full_attention"], intermediate_size=64) if family == "gpt_oss" else dict(moe_intermediate_size=64)
+    packed = make(family, num_hidden_layers=1, **sizes)  # on a CPU, bitsandbytes misreads rows that are shorter than its blocks of 64
+    dense = copy.deepcopy(packed)
+    of_both = [m.model.layers[0].mlp.experts for m in (packed, dense)]
+    for name in ("gate_up_proj", "down_proj"):
+        bnb.replace_parameter_4bit(of_both[0], name, compress_statistics=double, quant_type="nf4")
+        getattr(of_both[1], name).data.copy_(getattr(of_both[0], name))
+    return packed, dense
+
+
+@pytest.mark.parametrize(("family", "double"), [("qwen3_moe", True), ("qwen3_moe", False), ("gpt_oss", True)])
+def test_four_bits(ran, family, double):
+    """What PEFT learns with the dense weights, in every step: PEFT itself leaves its sum in place over 4 bits, and adds the next one to it."""
+    packed, dense = in_four_bits(family, double)
+    of = [f"model.layers.0.mlp.{name}" for name in BOTH]  # PEFT finds computed parameters by their whole names, and nests their wrappers the other way
+    model, other = patch(adapted(base=packed, of=of)), adapted(base=dense, of=of)
+    for name in ("gate_up_proj", "down_proj"):
+        on(model, name).lora_A.load_state_dict(on(other, name).lora_A.state_dict())
+        on(model, name).lora_B.load_state_dict(on(other, name).lora_B.state_dict())
+    sizes = {m.get_param().numel() for m in wrappers(model)}
+
+    def learnt(model: nn.Module) -> dict[str, torch.Tensor]:
+        loss = step(model, tokens(**BATCH))[1]["loss"]
+        parts = {f"{m.parameter_name} {part}": getattr(m, part)["default"].weight.grad for m in wrappers(model) for part in ("lora_A", "lora_B")}
+        return {"loss": loss} | parts
+
+    expected = learnt(other)
+    for _ in range(2):
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
+            assert_same_learning(learnt(model), expected, 1e-5)
+        assert not sizes & {*saved}
+    assert ran == [(1, 1)] * 2 and not projections_report(model).stock
+
+
+def test_four_bits_without_adapters(ran):
+    """Adapters of attention alone: no dense experts are saved for the backward."""
+    packed, dense = in_four_bits("qwen3_moe")
+    expected = step(adapted(base=dense, of=None, targets=["q_proj"]), tokens(**BATCH))[1]
+    model = patch(adapted(base=packed, of=None, targets=["q_proj"]))
+    sizes = {p.numel() for p in dense.model.layers[0].mlp.experts.parameters()}
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
+        found = step(model, tokens(**BATCH))[1]
+    assert_same_learning(found, expected, 1e-5)
+    assert sizes and not sizes & {*saved}
 
 
 # -- what stays stock ----------------------------------------------------------------------

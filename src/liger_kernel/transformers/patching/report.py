@@ -24,7 +24,8 @@ from liger_kernel.transformers.patching.bound import Bound, is_ours
 from liger_kernel.transformers.patching.flags import HEAD_FLAGS, flags_of, parts_of
 from liger_kernel.transformers.patching.select import instance_patches
 from liger_kernel.transformers.recognise.activations import activation
-from liger_kernel.transformers.recognise.adapted_experts import GATE_UP, adapted_experts, experts_of, is_wrapper
+from liger_kernel.transformers.recognise.adapted_experts import adapted_experts, experts_of, input_of, is_wrapper
+from liger_kernel.transformers.recognise.experts import GATE_UP
 from liger_kernel.transformers.recognise.family import Family
 from liger_kernel.transformers.recognise.plain import plain
 from liger_kernel.transformers.recognise.projections import Left, projection
@@ -212,7 +213,7 @@ def _reason(m: Any, parent: Any, attribute: str, model: Any, adapted: bool) -> s
     if act and activation(getattr(parent, act, None)) is None:
         return Left(f"{type(parent).__name__} has an activation that is none of ours")
     weight, dtype = _weight_of(base), _dtype_of(base)
-    if weight is not None and not _has_kernels(dtype, weight.device):
+    if weight is not None and not use_kernels(torch.empty(0, dtype=dtype, device=weight.device), fusible=True):
         return Left(f"there are no kernels for {dtype} on {weight.device.type}")
     found = projection(m, dtype)
     if isinstance(found, Left):
@@ -226,21 +227,17 @@ def _reason(m: Any, parent: Any, attribute: str, model: Any, adapted: bool) -> s
     return f"beside its base, a {type(base).__name__}, which runs by itself" if isinstance(found.weight, Elsewhere) else ""
 
 
-def _has_kernels(dtype: torch.dtype, device: torch.device) -> bool:
-    return use_kernels(torch.empty(0, dtype=dtype, device=device), fusible=True)
-
-
 def _reason_of_experts(m: Any, parent: Any, called: bool) -> str | Left:
     """As ``_reason``, for PEFT's wrapper around experts. ``called``: whether the forward of the parent asks the engine to call it."""
     inside = experts_of(m)
-    weight = getattr(inside, GATE_UP, None)
-    if weight is None:
+    if not hasattr(type(inside), GATE_UP) and GATE_UP not in inside._parameters:
         return Left(f"an adapter of the parameter {m.parameter_name} of a {type(inside).__name__}")
     if not called:
         return Left(f"{type(parent).__name__} is not patched, or its forward does not call them as self.experts(x, index, weights)")
-    if weight.is_floating_point() and not _has_kernels(weight.dtype, weight.device):
-        return Left(f"there are no kernels for {weight.dtype} on {weight.device.type}")
-    found = adapted_experts(m, weight.dtype)
+    x = input_of(inside)
+    if not use_kernels(x):
+        return Left(f"there are no kernels for {x.dtype} on {x.device.type}")
+    found = adapted_experts(m, x)
     return found if isinstance(found, Left) else ""
 
 

@@ -16,26 +16,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
+from torch.nn.modules.module import _has_any_global_hook
 
 from liger_kernel.ops._core.operator import use_kernels
 from liger_kernel.ops.projections.adapted import Adapter
 from liger_kernel.ops.projections.lora_moe import adapted_moe
-from liger_kernel.transformers.recognise.experts import Experts, chosen, multiplies
+from liger_kernel.ops.projections.weights import Weight
+from liger_kernel.transformers.recognise.experts import DOWN, GATE_UP, Experts, chosen, stored, weights_of
 from liger_kernel.transformers.recognise.plain import plain, unhooked
 from liger_kernel.transformers.recognise.projections import Left, _class, _of_package, _own, product_dtype
 from liger_kernel.transformers.recognise.projections import _adapters as _active
 from liger_kernel.transformers.recognise.variant import OF_EXPERTS
-
-GATE_UP, DOWN = "gate_up_proj", "down_proj"
 
 
 @dataclass(frozen=True, eq=False)
 class AdaptedExperts:
     """Weights (E, N, K), the adapters of each, and the options of ``moe``."""
 
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Tensor | Weight
+    down: Tensor | Weight
     gate_up_adapters: list[Adapter]
     down_adapters: list[Adapter]
     how: dict[str, Any]
@@ -54,6 +53,13 @@ def experts_of(m: Any) -> Any:
     while is_wrapper(m):
         m = m.base_layer
     return m
+
+
+def input_of(m: Any) -> Tensor:
+    """An empty input of experts, of the dtype and on the device for which their weights are made."""
+    found = stored(m, GATE_UP)
+    weight = getattr(m, GATE_UP) if found is None else found[0]
+    return torch.empty(0, dtype=weight.dtype if found is None else found[1].dtype, device=weight.device)
 
 
 def factors(wrapper: Any, name: str) -> tuple[Tensor, Tensor]:
@@ -82,8 +88,14 @@ def _adapters(wrapper: Any, transposed: bool) -> list[Adapter] | Left:
     return found
 
 
-def adapted_experts(m: Any, dtype: torch.dtype) -> AdaptedExperts | Left:
-    """What PEFT's wrapper ``m`` computes from an input of this dtype, if our engine can run it; otherwise the reason."""
+def _caching(m: nn.Module) -> bool:
+    """Whether all hooks of ``m`` are those with which bitsandbytes keeps dense weights during a call."""
+    hooks = (*m._forward_hooks.values(), *m._forward_pre_hooks.values(), *m._backward_hooks.values(), *m._backward_pre_hooks.values())
+    return not _has_any_global_hook() and all(getattr(hook, "__module__", "") == "bitsandbytes.nn.parametrize" for hook in hooks)
+
+
+def adapted_experts(m: Any, x: Tensor) -> AdaptedExperts | Left:
+    """What PEFT's wrapper ``m`` computes from an x of this dtype and on this device, if our engine can run it; otherwise the reason."""
     wrappers = []
     while is_wrapper(m):
         wrappers.append(m)
@@ -91,10 +103,11 @@ def adapted_experts(m: Any, dtype: torch.dtype) -> AdaptedExperts | Left:
     variant = OF_EXPERTS.get(getattr(getattr(m, "forward", None), "__func__", None))
     if not isinstance(variant, Experts):
         return Left(f"{type(m).__name__} is not patched")
-    if not unhooked(m):
+    computed = m._modules.get("parametrizations")
+    if others := [name for name in computed or () if stored(m, name) is None]:
+        return Left(f"another module computes {', '.join(others)} of the experts")
+    if not unhooked(m) and not (computed is not None and _caching(m)):
         return Left("experts with hooks")
-    if parametrize.is_parametrized(m):
-        return Left("experts whose weights are computed at each call")
     adapters: dict[str, list[Adapter]] = {GATE_UP: [], DOWN: []}
     for wrapper in wrappers:
         if wrapper.parameter_name not in adapters:
@@ -110,26 +123,25 @@ def adapted_experts(m: Any, dtype: torch.dtype) -> AdaptedExperts | Left:
         return how
     if implementation := chosen(m):
         return Left(f"Transformers' {implementation!r}, which the model's configuration names")
-    return _fitting(m, variant, adapters, how, dtype)
+    return _fitting(m, variant, adapters, how, x)
 
 
-def _fitting(m: Any, variant: Experts, adapters: dict[str, list[Adapter]], how: dict[str, Any], dtype: torch.dtype) -> AdaptedExperts | Left:
-    """The weights and adapters of the experts ``m``, if they can be multiplied together."""
-    weights = getattr(m, GATE_UP), getattr(m, DOWN)
-    biases = [b for b in (how.get("gate_up_bias"), how.get("down_bias")) if b is not None]
-    if not all(map(plain, (*weights, *biases))):
+def _fitting(m: Any, variant: Experts, adapters: dict[str, list[Adapter]], how: dict[str, Any], x: Tensor) -> AdaptedExperts | Left:
+    """The weights and adapters of the experts ``m``, if they can be multiplied by x together."""
+    found = weights_of(m, variant.transposed, x)
+    if isinstance(found, Left):
+        return found
+    if not all(plain(t) for t in (*found, how.get("gate_up_bias"), how.get("down_bias")) if isinstance(t, Tensor)):
         return Left("weights that are sharded or quantised")
-    if not all(multiplies(w, dtype) for w in weights) or any(b.dtype != w.dtype for b, w in zip(biases, weights)):
-        return Left(f"weights of {weights[0].dtype} beside an input of {dtype}")
-    gate_up, down = (w.mT if variant.transposed else w for w in weights)
-    for weight, found in ((gate_up, adapters[GATE_UP]), (down, adapters[DOWN])):
+    for weight, name in zip(found, (GATE_UP, DOWN)):
         E, N, K = weight.shape
-        for adapter in found:
+        for adapter in adapters[name]:
             if adapter.a.shape[::2] != (E, K) or adapter.b.shape[:2] != (E, N):
                 return Left("adapters of another shape than the weight")
-            if not adapter.a.device == adapter.b.device == weight.device:
-                return Left("an adapter on another device")
-    return AdaptedExperts(gate_up, down, adapters[GATE_UP], adapters[DOWN], how)
+    tensors = [*(t for t in found if isinstance(t, Tensor)), *(t for some in adapters.values() for one in some for t in (one.a, one.b))]
+    if any(t.device != x.device for t in tensors):
+        return Left("weights or adapters on another device than their input")
+    return AdaptedExperts(*found, adapters[GATE_UP], adapters[DOWN], how)
 
 
 def experts(module: nn.Module, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
@@ -139,10 +151,9 @@ def experts(module: nn.Module, hidden_states: Any, top_k_index: Any, top_k_weigh
         return stock()
     if not hidden_states.is_floating_point() or not hidden_states.ndim or not hidden_states.numel() or not use_kernels(hidden_states):
         return stock()
-    dtype = product_dtype(hidden_states)
-    found = adapted_experts(module, dtype)
-    if isinstance(found, Left) or found.gate_up.shape[2] != hidden_states.shape[-1] or found.gate_up.device != hidden_states.device:
+    found = adapted_experts(module, hidden_states)
+    if isinstance(found, Left) or found.gate_up.shape[2] != hidden_states.shape[-1]:
         return stock()
     index, weights = (t.reshape(-1, t.shape[-1]) for t in (top_k_index, top_k_weights))
-    y = found(hidden_states.reshape(-1, hidden_states.shape[-1]).to(dtype), index, weights)
+    y = found(hidden_states.reshape(-1, hidden_states.shape[-1]).to(product_dtype(hidden_states)), index, weights)
     return y.view(hidden_states.shape).to(hidden_states.dtype)

@@ -10,13 +10,19 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
+from liger_kernel.ops._core.operator import use_kernels
+from liger_kernel.ops.projections.four_bits import four_bits
+from liger_kernel.ops.projections.lora_moe import adapted_moe
 from liger_kernel.ops.projections.moe import moe
+from liger_kernel.ops.projections.weights import Weight
 from liger_kernel.transformers.recognise.activations import activation
-from liger_kernel.transformers.recognise.projections import Left
+from liger_kernel.transformers.recognise.plain import plain
+from liger_kernel.transformers.recognise.projections import Left, _class, _own, product_dtype
 from liger_kernel.transformers.recognise.variant import OF_EXPERTS, StandIns, Variant
 
+GATE_UP, DOWN = "gate_up_proj", "down_proj"
 DEFAULT_EXPERTS = "grouped_mm"  # the implementation that transformers runs by default; a user who names this one cannot be told from the default
 
 
@@ -42,10 +48,34 @@ def chosen(experts: Any) -> str | None:
     return None if implementation == DEFAULT_EXPERTS or isinstance(config, _Eager) else implementation
 
 
-def multiplies(weight: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether ``moe`` multiplies an input of this dtype by a weight of experts. (Weights in FP8 have separate scales; some code of Transformers casts x.)"""
-    stored = weight.ndim == 3 and weight.is_floating_point() and weight.itemsize > 1
-    return stored and (weight.dtype == dtype or (not weight.is_meta and torch.is_autocast_enabled(weight.device.type)))
+def stored(experts: Any, name: str) -> tuple[Tensor, Any] | None:
+    """The data and the ``QuantState`` of a parameter that bitsandbytes holds in 4 bits and makes dense when it is read; None for any other parameter."""
+    computed = experts._modules.get("parametrizations")
+    if computed is None or name not in computed or len(computed[name]) != 1:
+        return None
+    (how,) = computed[name]
+    kind = _class("bitsandbytes.nn.parametrize", "Bnb4bitParametrization")
+    if type(how) is not kind or not (_own(how) and kind.forward.__module__ == kind.__module__ and plain(computed[name].original)):
+        return None
+    return None if getattr(how.quant_state, "packing_format_for_cpu", False) else (computed[name].original, how.quant_state)
+
+
+def weights_of(experts: Any, transposed: bool, x: Tensor) -> tuple[Tensor | Weight, Tensor | Weight] | Left:
+    """gate_up and down of experts as (E, N, K), dense or in 4 bits, if they can be multiplied by x; otherwise the reason."""
+    found: list[Tensor | Weight] = []
+    for name in (GATE_UP, DOWN):
+        packed = stored(experts, name) if use_kernels(x) else None
+        dense = getattr(experts, name) if packed is None else None
+        if dense is not None and not (dense.ndim == 3 and dense.is_floating_point() and dense.itemsize > 1):
+            return Left("weights whose numbers are not their values")  # as in FP8, which has separate scales
+        dtype = packed[1].dtype if packed is not None else getattr(dense, "dtype", None)
+        if dtype != x.dtype and (x.is_meta or not torch.is_autocast_enabled(x.device.type)):
+            return Left(f"weights of {dtype} beside an input of {x.dtype}")  # some code of Transformers casts x
+        if packed is not None:
+            found.append(four_bits(*packed, transposed))
+        elif dense is not None:
+            found.append(dense.mT if transposed else dense)
+    return found[0], found[1]
 
 
 # label -> the activation, options of the operator, attributes of the stand-ins
@@ -97,17 +127,20 @@ class Experts(Variant):
         def forward(self, hidden_states, top_k_index, top_k_weights):
             if torch.compiler.is_compiling():
                 return stock(self, hidden_states, top_k_index, top_k_weights)
-            how, w, v = variant.keywords(self), self.gate_up_proj, self.down_proj
-            if isinstance(how, Left) or not (multiplies(w, hidden_states.dtype) and multiplies(v, hidden_states.dtype)):
+            how = variant.keywords(self)
+            found = how if isinstance(how, Left) else weights_of(self, transposed, hidden_states)
+            if isinstance(found, Left):
                 return stock(self, hidden_states, top_k_index, top_k_weights)
             if implementation := chosen(self):
                 if torch.is_grad_enabled():  # during ``generate``, transformers itself chooses one
                     _say_chosen(implementation)
                 return stock(self, hidden_states, top_k_index, top_k_weights)
             index, weights = (t.reshape(-1, t.shape[-1]) for t in (top_k_index, top_k_weights))
-            w, v = (w.mT, v.mT) if transposed else (w, v)
             x = hidden_states.reshape(-1, hidden_states.shape[-1])
-            y = moe(x, w, v, index, weights, **how)
+            if all(isinstance(w, Tensor) for w in found):
+                y = moe(x, *found, index, weights, **how)
+            else:
+                y = adapted_moe(x.to(product_dtype(x)), *found, index, weights, (), (), **how)
             return y.view(hidden_states.shape).to(hidden_states.dtype)
 
         OF_EXPERTS[forward] = self

@@ -4,8 +4,9 @@
 Shapes: as in ``moe``; gate_up_a (E, r, H), gate_up_b (E, 2 I, r), down_a (E, r, I), down_b (E, H, r). The ranks r may differ.
 
 The products with the adapters are thin and grouped by expert. Neither W + scale B A nor the gradient of a frozen weight is ever made. Adapters are multiplied
-in the dtype of x, as in PEFT. The node saves for the backward: x, the output of gate_up with its adapters (M, 2 I), and the thin x A^T (M, r). The pass over
-the activation in the backward applies the router's weights, so the thin product of ``down`` is computed again there, from the weighted activation.
+in the dtype of x, as in PEFT. The node saves for the backward: x, the output of gate_up with its adapters (M, 2 I), the thin x A^T (M, r), and the adapters as
+the kernels read them, if they have another dtype or order. The pass over the activation in the backward applies the router's weights, so the thin product of
+``down`` is computed again there, from the weighted activation.
 """
 
 from __future__ import annotations
@@ -85,56 +86,59 @@ def _dense(weight: Tensor | Weight, dtype: torch.dtype) -> Tensor:
     return weight.to(dtype) if isinstance(weight, Tensor) else weight.dense(dtype)
 
 
-def _thin(t: Tensor, dtype: torch.dtype) -> Tensor:
+def _thin(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """The matrices of an adapter as the kernels read them, (E, r, K), in this dtype."""
-    return t.contiguous() if t.dtype == dtype else t.to(dtype, memory_format=torch.contiguous_format)
+    if t is None or t.dtype == dtype:
+        return t if t is None else t.contiguous()
+    return t.to(dtype, memory_format=torch.contiguous_format)
 
 
 class LoRAMoEFunction(torch.autograd.Function):
     """``apply(x, topk_index, topk_weight, gate_up, down, gate_up_bias, down_bias, gate_up_a, gate_up_b, down_a, down_b, scales, form)``.
 
-    gate_up and down: a tensor, or a ``Weight`` that is made dense for each product. ``scales``: of the adapters of gate_up and of down. ``form``: act,
-    interleaved, alpha, limit and offset. A pair of adapters may be None.
+    gate_up and down: a tensor, or a ``Weight`` that is made dense for each product. Each b is transposed, (E, r, N). ``scales``: of the adapters of gate_up
+    and of down. ``form``: act, interleaved, alpha, limit and offset. A pair of adapters may be None.
     """
 
     @staticmethod
     def forward(ctx, x, topk_index, topk_weight, gate_up, down, gate_up_bias, down_bias, gate_up_a, gate_up_b, down_a, down_b, scales, form):
         x, index, w, dtype = rows_of(x), topk_index.contiguous(), topk_weight.contiguous(), x.dtype
-        bias, last_bias = (b if b is None else b.contiguous() for b in (gate_up_bias, down_bias))
+        bias, last_bias = (t if t is None else t.contiguous() for t in (gate_up_bias, down_bias))
+        adapters = gate_up_a, gate_up_b, down_a, down_b
+        ctx.dtypes = [None if t is None else t.dtype for t in adapters]
+        a, b, last_a, last_b = (_thin(t, dtype) for t in adapters)
         order, position, offs = moe_route(index, gate_up.shape[0])
-        h = grouped_mm(moe_gather(x, index, order, offs, None)[0], _dense(gate_up, dtype).mT, offs)
-        xa = None
-        if gate_up_a is not None:
-            xa = thin_rows(x, order, index.shape[1], _thin(gate_up_a, dtype), offs, 1.0)
-            add_thin_(h, xa, _thin(gate_up_b.mT, dtype), offs, scales[0])
+        h, xa = grouped_mm(moe_gather(x, index, order, offs, None)[0], _dense(gate_up, dtype).mT, offs), None
+        if a is not None:
+            xa = thin_rows(x, order, index.shape[1], a, offs, 1.0)
+            add_thin_(h, xa, b, offs, scales[0])
         z = moe_glu_fwd(h, bias, index, order, offs, *form)
         y = grouped_mm(z, _dense(down, dtype).mT, offs)
-        if down_a is not None:
-            add_thin_(y, thin_rows(z, None, 1, _thin(down_a, dtype), offs, 1.0), _thin(down_b.mT, dtype), offs, scales[1])
+        if last_a is not None:
+            add_thin_(y, thin_rows(z, None, 1, last_a, offs, 1.0), last_b, offs, scales[1])
         ctx.scales, ctx.form = scales, form
         ctx.stored = [None if isinstance(weight, Tensor) else weight for weight in (gate_up, down)]
         weights = (weight if stored is None else None for weight, stored in zip((gate_up, down), ctx.stored))
-        ctx.save_for_backward(x, *weights, gate_up_a, gate_up_b, down_a, down_b, index, w, bias, last_bias, h, xa, order, position, offs)
+        ctx.save_for_backward(x, *weights, a, b, last_a, last_b, index, w, bias, last_bias, h, xa, order, position, offs)
         return moe_combine(y, index, position, offs, w, last_bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout):
-        x, gate_up, down, gate_up_a, gate_up_b, down_a, down_b, index, w, bias, last_bias, h, xa, order, position, offs = ctx.saved_tensors
+        x, gate_up, down, a, b, last_a, last_b, index, w, bias, last_bias, h, xa, order, position, offs = ctx.saved_tensors
         need_x, _, need_w, need_gate_up, need_down, need_bias, need_last_bias, need_a, need_b, need_last_a, need_last_b, _, _ = ctx.needs_input_grad
         (scale, last_scale), K, dtype = ctx.scales, index.shape[1], x.dtype
         weights = [weight if stored is None else stored for weight, stored in zip((gate_up, down), ctx.stored)]
         need_dh = need_x or need_gate_up or need_bias or need_a or need_b
-        dx = dgate_up = ddown = dbias = dlast_bias = da = db = dlast_a = dlast_b = dy = dya = None
+        dx = dgate_up = ddown = dbias = dlast_bias = da = db = dlast_a = dlast_b = dy = dya = dxa = None
         dout = rows_of(dout)
         dz, dot = moe_gather(dout, index, order, offs, last_bias if need_w else None)
         if need_dh or need_w:
             dy = grouped_mm(dz, _dense(weights[1], dtype), offs)
-        if down_a is not None:
-            a = _thin(down_a, dtype)
-            dya = thin_rows(dout, order, K, _thin(down_b.mT, dtype), offs, last_scale)
+        if last_a is not None and (dy is not None or need_last_a):
+            dya = thin_rows(dout, order, K, last_b, offs, last_scale)
             if dy is not None:
-                add_thin_(dy, dya, a, offs, 1.0)
+                add_thin_(dy, dya, last_a, offs, 1.0)
         # without the router's weights so far: this pass applies them
         need_wy = need_down or need_last_a or need_last_b
         dh, wy, dw = moe_glu_bwd(dy, h, bias, index, order, offs, w, dot if need_w and last_bias is not None else None, need_dh, need_wy, need_w, *ctx.form)
@@ -143,23 +147,24 @@ class LoRAMoEFunction(torch.autograd.Function):
         if need_last_bias:
             dlast_bias = grouped_sum(dz, w.flatten()[order], offs)
         if need_last_a:
-            dlast_a = thin_outer(dya, wy, None, 1, offs, 1.0, down_a.dtype)
+            dlast_a = thin_outer(dya, wy, None, 1, offs, 1.0, ctx.dtypes[2])
         if need_last_b:
-            dlast_b = thin_outer(thin_rows(wy, None, 1, a, offs, 1.0), dout, order, K, offs, last_scale, down_b.dtype).mT
+            dlast_b = thin_outer(thin_rows(wy, None, 1, last_a, offs, 1.0), dout, order, K, offs, last_scale, ctx.dtypes[3])
         del dz, dy, wy  # free them before the other half allocates as much
         if need_bias:
             dbias = grouped_sum(dh, None, offs)
         if need_gate_up:
             dgate_up = _outer_like(gate_up, dh, moe_gather(x, index, order, offs, None)[0], offs).to(gate_up.dtype)
         if need_b:
-            db = thin_outer(xa, dh, None, 1, offs, scale, gate_up_b.dtype).mT
-        dxa = thin_rows(dh, None, 1, _thin(gate_up_b.mT, dtype), offs, scale) if need_a or (need_x and gate_up_a is not None) else None
+            db = thin_outer(xa, dh, None, 1, offs, scale, ctx.dtypes[1])
+        if a is not None and (need_x or need_a):
+            dxa = thin_rows(dh, None, 1, b, offs, scale)
         if need_a:
-            da = thin_outer(dxa, x, order, K, offs, 1.0, gate_up_a.dtype)
+            da = thin_outer(dxa, x, order, K, offs, 1.0, ctx.dtypes[0])
         if need_x:
             dxs = grouped_mm(dh, _dense(weights[0], dtype), offs)
             if dxa is not None:
-                add_thin_(dxs, dxa, _thin(gate_up_a, dtype), offs, 1.0)
+                add_thin_(dxs, dxa, a, offs, 1.0)
             dx = moe_combine(dxs, index, position, offs, None, None)
         return dx, None, dw if need_w else None, dgate_up, ddown, dbias, dlast_bias, da, db, dlast_a, dlast_b, None, None
 
@@ -184,7 +189,8 @@ def adapted_moe(
     last_a, last_b, last_scale = _joined(down_adapters)
     bias, last_bias = (t if t is None else t.to(x.dtype) for t in (gate_up_bias, down_bias))
     form = (act, interleaved, alpha, limit, offset)
-    return LoRAMoEFunction.apply(x, topk_index, topk_weight, gate_up, down, bias, last_bias, a, b, last_a, last_b, (scale, last_scale), form)
+    pairs = a, b if b is None else b.mT, last_a, last_b if last_b is None else last_b.mT
+    return LoRAMoEFunction.apply(x, topk_index, topk_weight, gate_up, down, bias, last_bias, *pairs, (scale, last_scale), form)
 
 
 def _cost(

@@ -95,6 +95,18 @@ def test_families(ran, family):
     assert not ran
 
 
+def test_a_layout_that_peft_mistakes(ran):
+    """Of parameters (E, in, out) whose module does not say so, A belongs to the output."""
+    base = make("gpt_oss", num_hidden_layers=1, layer_types=["full_attention"])
+    experts = base.model.layers[0].mlp.experts
+    experts.is_transposed = False
+    model = adapted(base=base)
+    experts.is_transposed = True
+    assert on(model, "gate_up_proj").in_features == experts.gate_up_proj.shape[2]
+    assert_same(model)
+    assert ran == [(1, 1)]
+
+
 def test_experts_that_are_not_ours(ran):
     """Llama 4 multiplies all tokens by all experts in a module of its own."""
     model = assert_same(adapted("llama4_text"))

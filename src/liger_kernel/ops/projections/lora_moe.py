@@ -93,7 +93,7 @@ def _thin(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return t.to(dtype, memory_format=torch.contiguous_format)
 
 
-class LoRAMoEFunction(torch.autograd.Function):
+class AdaptedMoEFunction(torch.autograd.Function):
     """``apply(x, topk_index, topk_weight, gate_up, down, gate_up_bias, down_bias, gate_up_a, gate_up_b, down_a, down_b, scales, form)``.
 
     gate_up and down: a tensor, or a ``Weight`` that is made dense for each product. Each b is transposed, (E, r, N). ``scales``: of the adapters of gate_up
@@ -190,7 +190,7 @@ def adapted_moe(
     bias, last_bias = (t if t is None else t.to(x.dtype) for t in (gate_up_bias, down_bias))
     form = (act, interleaved, alpha, limit, offset)
     pairs = a, b if b is None else b.mT, last_a, last_b if last_b is None else last_b.mT
-    return LoRAMoEFunction.apply(x, topk_index, topk_weight, gate_up, down, bias, last_bias, *pairs, (scale, last_scale), form)
+    return AdaptedMoEFunction.apply(x, topk_index, topk_weight, gate_up, down, bias, last_bias, *pairs, (scale, last_scale), form)
 
 
 def _cost(

@@ -120,7 +120,7 @@ class Collectives(TorchDispatchMode):
 
 
 CHECKS: dict[str, Callable[[], None]] = {}
-BY_KERNELS = {"norms_of_dtensors", "a_sharded_head_by_kernels", "lora_by_the_engine"}  # in the interpreter; whole models would take minutes in it
+BY_KERNELS = {"norms_of_dtensors", "a_sharded_head_by_kernels", "lora_by_the_engine", "lora_on_experts"}  # interpreted; whole models would take minutes so
 
 
 def check(fn: Callable[[], None]) -> Callable[[], None]:
@@ -667,6 +667,44 @@ def lora_by_the_engine() -> None:
             assert (nodes.count("linears"), nodes.count("mlp")) == (2 * layers, layers), (mode, nodes)
     finally:
         projections.linears, mlps.adapted_mlp = linears, adapted_mlp
+
+
+@check
+def lora_on_experts() -> None:
+    """Experts with adapters of DDP, and of FSDP2 with and without checkpoints, which gathers their weights, are nodes, and learn what stock's learn."""
+    import peft
+
+    from liger_kernel.transformers.recognise import adapted_experts
+
+    nodes: list[int] = []
+    node = adapted_experts.adapted_moe
+    adapted_experts.adapted_moe = lambda *a, **k: (nodes.append(1), node(*a, **k))[1]  # type: ignore[assignment]
+
+    def wrapped(ours: bool, mode: str) -> dict[str, Tensor]:
+        torch.manual_seed(4)
+        of = ["experts.gate_up_proj", "experts.down_proj"]
+        model = peft.get_peft_model(make("qwen3_moe"), peft.LoraConfig(r=4, target_modules=[], target_parameters=of, init_lora_weights=False))
+        if ours:
+            off = dict(rope=False, rms_norm=False, fused_linear_cross_entropy=False, rematerialise=False)
+            _apply_liger_kernel_to_instance(model=model.get_base_model(), **off)
+        if mode == "checkpointed":
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            model.enable_input_require_grads()
+        if mode == "ddp":
+            return learn_any(parallelize(model, "ddp").model)
+        for layer in model.base_model.model.model.layers:
+            fully_shard(layer, mesh=mesh())
+        return learn_any(fully_shard(model, mesh=mesh()))
+
+    try:
+        truth = wrapped(False, "ddp")
+        assert not nodes
+        for mode in ("ddp", "fsdp2", "checkpointed"):
+            nodes.clear()
+            assert_same_learning(wrapped(True, mode), truth, TOLERANCE)
+            assert len(nodes) == (4 if mode == "checkpointed" else 2), (mode, nodes)
+    finally:
+        adapted_experts.adapted_moe = node
 
 
 @check

@@ -24,6 +24,9 @@ MODELS: dict[str, dict[str, Any]] = {
     | _sized(1024, 3072, 28, 16, model_type="qwen3", num_key_value_heads=8, head_dim=128, vocab_size=151936)
     | dict(tie_word_embeddings=True, max_position_embeddings=40960),
     "qwen3-8b": QWEN | _sized(4096, 12288, 36, 32, model_type="qwen3", num_key_value_heads=8, head_dim=128, vocab_size=151936, max_position_embeddings=40960),
+    "qwen3-30b-a3b": QWEN
+    | _sized(2048, 6144, 48, 32, model_type="qwen3_moe", num_key_value_heads=4, head_dim=128, vocab_size=151936, max_position_embeddings=40960)
+    | dict(moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True),
     "gemma-2b": GEMMA | _sized(2048, 16384, 18, 8, num_key_value_heads=1),
     "gemma-7b": GEMMA | _sized(3072, 24576, 28, 16, num_key_value_heads=16),
     "gemma-3-1b": dict(model_type="gemma3_text", head_dim=256, vocab_size=262144, sliding_window=512, max_position_embeddings=32768)
@@ -43,9 +46,10 @@ def config_of(values: dict[str, Any]) -> Any:
 def step_flops(values: dict[str, Any], batch: int, seq: int, causal: bool = True) -> float:
     """Model FLOPs of one training step on ``batch`` rows of ``seq`` tokens, recomputation not counted.
 
-    Per token 6 N + 6 H V + 12 A C summed over the layers: N the weights of the matrices in the layers, H V those of the output head (looking up
-    an embedding is free), A heads x head size, and C the mean number of tokens attended to: T / 2 under a causal mask, W - W^2 / 2T under a
-    sliding window W < T, T without ``causal``. Each multiply-add is 2 in the forward and 4 in the backward.
+    Per token 6 N + 6 H V + 12 A C summed over the layers: N the weights of the matrices in the layers (of a mixture, the router's and those of the
+    experts of a token), H V those of the output head (looking up an embedding is free), A heads x head size, and C the mean number of tokens attended
+    to: T / 2 under a causal mask, W - W^2 / 2T under a sliding window W < T, T without ``causal``. Each multiply-add is 2 in the forward and 4 in the
+    backward.
     """
     import torch
     import transformers
@@ -61,7 +65,16 @@ def token_flops(model: Any, seq: int, causal: bool = True) -> float:
     import torch
 
     config, head = model.config.get_text_config(), model.get_output_embeddings()
-    matrices = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head)
+    experts = getattr(config, "num_experts_per_tok", 0)
+
+    def weights(m: torch.nn.Module) -> int:
+        """Those in the matrices of ``m`` itself that multiply a token."""
+        matrices, kind = [p for p in m.parameters(recurse=False) if p.ndim > 1], type(m).__name__
+        if kind.endswith("Experts"):
+            return sum(experts * p[0].numel() for p in matrices if p.ndim == 3)
+        return sum(p.numel() for p in matrices) if isinstance(m, torch.nn.Linear) or kind.endswith("Router") else 0
+
+    matrices = sum(weights(m) for m in model.modules() if m is not head)
     width = config.num_attention_heads * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     window = min(getattr(config, "sliding_window", None) or seq, seq)

@@ -121,13 +121,18 @@ def test_a_recomputed_forward_is_the_one_that_its_backward_belongs_to():
 # -- FLOPs ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("changes", [{}, {"model_type": "qwen3", "head_dim": 32, "num_hidden_layers": 3}, {"model_type": "gemma", "head_dim": 16}])
+EXPERTS = dict(model_type="qwen3_moe", head_dim=16, moe_intermediate_size=48, num_experts=4, num_experts_per_tok=2)
+
+
+@pytest.mark.parametrize("changes", [{}, {"model_type": "qwen3", "head_dim": 32, "num_hidden_layers": 3}, {"model_type": "gemma", "head_dim": 16}, EXPERTS])
 def test_flops_are_what_pytorch_counts(changes):
     import transformers
 
     B, T = 2, 24
     values = TINY | changes
-    model = transformers.AutoModelForCausalLM.from_config(config_of(values), attn_implementation="eager")  # which computes the masked half, too
+    config = config_of(values)
+    config._experts_implementation = "eager"  # products that the counter knows
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")  # which computes the masked half, too
     ids = torch.randint(0, 500, (B, T))
     rotary = 2 * B * T * model.model.rotary_emb.inv_freq.numel()  # angles by a product with one column: not the model's work
     with FlopCounterMode(display=False) as counter:
@@ -151,6 +156,7 @@ def test_models_are_of_the_size_in_their_names():
             return transformers.AutoModelForCausalLM.from_config(config_of(MODELS[name])).num_parameters() / 1e9
 
     sizes = {"llama-3.2-1b": 1.24, "llama-3.2-3b": 3.21, "llama-3-8b": 8.03, "qwen3-0.6b": 0.60, "qwen3-8b": 8.19, "gemma-2b": 2.51, "gemma-3-1b": 1.00}
+    sizes |= {"qwen3-30b-a3b": 30.53}
     assert {name: round(billions(name), 2) for name in sizes} == sizes
 
 
@@ -523,6 +529,18 @@ def test_adapters_that_do_other_things(tmp_path):
         assert other["losses"] != plain["losses"] and other["gradient"] != pytest.approx(plain["gradient"], rel=1e-6), changes
     modules = {name for name, _ in step_child.Training(spec(tmp_path, package=None, lora=4, lora_targets=["up_proj"])).model.named_modules()}
     assert {name.split(".")[-3] for name in modules if name.endswith("lora_A.default")} == {"up_proj"}
+
+
+@pytest.mark.parametrize("named", [["q_proj", "up_proj", "down_proj"], ["down_proj"]])
+def test_adapters_of_experts(named, tmp_path):
+    """The names of an MLP's layers mean the parameters of the experts, with the rank that was asked for."""
+    pytest.importorskip("peft", minversion="0.17")
+    changes = dict(config=TINY | EXPERTS, lora=4, lora_targets=named)
+    stock, ours = (step_child.measure(spec(tmp_path, package=package, **changes))["rows"][0] for package in (None, str(step.PACKAGE)))
+    assert ours["losses"] == pytest.approx(stock["losses"], rel=1e-6)
+    model = step_child.Training(spec(tmp_path, package=None, **changes)).model
+    found = {getattr(m, "parameter_name", name.rpartition(".")[2]): m.r["default"] for name, m in model.named_modules() if hasattr(m, "lora_A")}
+    assert found == {{"up_proj": "gate_up_proj"}.get(name, name): 4 for name in named}
 
 
 def test_adapters_take_part_from_the_first_step(tmp_path):

@@ -87,6 +87,13 @@ def test_families(ran, family, targets, nodes):
     assert not ran
 
 
+def test_beside_norms_and_rotations(ran):
+    """Where the norms of heads are fused with their rotation, attention still ends in a linear layer."""
+    model = patch(adapted("qwen3"), rope=True, rms_norm=True)
+    step(model, tokens(**BATCH))
+    assert ran == [3, 1, 3] and not projections_report(model).stock
+
+
 def test_before_and_after_peft(ran):
     """Which of the two comes first does not matter, for classes and for one model."""
     stock = adapted()
@@ -482,7 +489,7 @@ def test_tensors_elsewhere_stay():
 def test_report():
     model = adapted(targets=["q_proj", "up_proj", "lm_head", "embed_tokens"])
     text = str(projections_report(model))
-    assert text.splitlines()[0] == "the engine runs 0 of 4 linear layers with adapters, quantised weights or FP8"
+    assert text.splitlines()[0] == "the engine runs 0 of 4 layers with adapters, quantised weights or FP8"
     assert "1 stock: LlamaAttention is not patched, or its forward does not call it as self.q_proj(x)" in text
     patch(model)
     report = projections_report(model)

@@ -293,7 +293,7 @@ def test_one_token(family, ran):
 
 @choices
 def test_adapters_of_experts(ran):
-    """PEFT packs those of all experts in two matrices; ours multiply by the sum, and each expert's adapter learns what is its own."""
+    """Where the engine does not run them, ours multiply by PEFT's sum of weights and adapters, and each expert's adapter learns what is its own."""
     peft = pytest.importorskip("peft", minversion="0.17")
 
     def learnt(use: bool) -> dict[str, torch.Tensor]:
@@ -304,7 +304,7 @@ def test_adapters_of_experts(ran):
             if "lora_" in name:
                 nn.init.normal_(p, std=0.1)
         if use:
-            _apply_liger_kernel_to_instance(model=model.get_base_model())
+            _apply_liger_kernel_to_instance(model=model.get_base_model(), projections=False)
         return step(model)[1]
 
     expected = learnt(False)
@@ -324,6 +324,21 @@ def test_experts_in_eight_bits_are_not_ours(ran):
         setattr(experts, name, nn.Parameter(getattr(experts, name).detach().to(torch.float8_e4m3fn), requires_grad=False))
     variant(experts, torch.randn(3, 64, device=DEVICE), torch.zeros(3, 2, dtype=torch.int64, device=DEVICE), torch.rand(3, 2, device=DEVICE))
     assert len(called) == 1 and not ran
+
+
+@choices
+def test_experts_beside_an_input_of_another_dtype(ran):
+    """As Transformers' grouped products, which cast it: without autocast they run."""
+    model = make("qwen3_moe")
+    experts = next(m for m in model.modules() if type(m).__name__ == "Qwen3MoeExperts").to(torch.bfloat16)
+    arguments = torch.randn(3, 64, device=DEVICE), torch.zeros(3, 2, dtype=torch.int64, device=DEVICE), torch.rand(3, 2, device=DEVICE)
+    expected = experts(*arguments)
+    _apply_liger_kernel_to_instance(model=model)
+    ran.clear()
+    assert torch.equal(experts(*arguments), expected) and ran == ["grouped_mm"]
+    with torch.autocast(DEVICE, torch.bfloat16):
+        experts(*arguments)
+    assert ran == ["grouped_mm", "ours"]
 
 
 # -- dtypes ----------------------------------------------------------------------------------

@@ -69,8 +69,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--optimizer", choices=("sgd", "adamw"), default="sgd", help="(default: sgd)")
     add("--checkpointing", action="store_true", help="recompute the layers in the backward")
     add("--autocast", "--amp", action="store_true", help="run forwards under torch.autocast in bfloat16, as Hugging Face's Trainer does with bf16=True")
-    add("--lora", type=int, default=0, metavar="R", help="train adapters of that rank on all linear layers but the head (needs peft)")
-    add("--lora-targets", metavar="NAMES", help=f"put adapters only on these layers, comma-separated: {', '.join(LINEARS)}")
+    add("--lora", type=int, default=0, metavar="R", help="train adapters of that rank on all linear layers but the head, and on experts (needs peft)")
+    add("--lora-targets", metavar="NAMES", help=f"put adapters only on these layers, comma-separated; those of an MLP also mean experts: {', '.join(LINEARS)}")
     add("--lora-dropout", type=float, default=0.0, metavar="P", help="dropout of the adapters' input (default: 0)")
     add("--dora", action="store_true", help="train DoRA adapters, with a magnitude for each output")
     add(

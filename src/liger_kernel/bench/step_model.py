@@ -59,7 +59,7 @@ def _by_transformers(spec: dict[str, Any], device: torch.device) -> Any:
 
         if spec["checkpointing"]:
             model.enable_input_require_grads()
-        model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **_adapters(spec)))
+        model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **_on_experts(model, _adapters(spec))))
     return model
 
 
@@ -79,6 +79,19 @@ def _adapters(spec: dict[str, Any]) -> dict[str, Any]:
     """Arguments of PEFT's ``LoraConfig`` and of Unsloth's ``get_peft_model``."""
     chosen = {"r": spec["lora"], "lora_alpha": 2 * spec["lora"], "target_modules": spec["lora_targets"], "lora_dropout": spec["lora_dropout"]}
     return chosen | ({"use_dora": True} if spec["dora"] else {})
+
+
+def _on_experts(model: nn.Module, chosen: dict[str, Any]) -> dict[str, Any]:
+    """``chosen`` for PEFT. In a mixture, the names of an MLP's layers mean the parameters of the experts, with the same rank.
+
+    PEFT itself translates these names for some families, and then doubles the rank of gate and up, which are one parameter.
+    """
+    of = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
+    if not any(name.endswith(".experts.gate_up_proj") for name, _ in model.named_parameters()):
+        return chosen
+    names = chosen["target_modules"]
+    parameters = sorted({f"experts.{of[name]}" for name in names if name in of})
+    return chosen | {"target_modules": [name for name in names if name not in of], "target_parameters": parameters}
 
 
 def _start(model: Any) -> None:

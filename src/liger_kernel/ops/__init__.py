@@ -88,6 +88,7 @@ from liger_kernel.ops.norms.rms_norm import rms_norm_forward as rms_norm_forward
 from liger_kernel.ops.projections.lora import lora_linear as lora_linear
 from liger_kernel.ops.projections.lora import lora_mlp as lora_mlp
 from liger_kernel.ops.projections.lora import lora_qkv as lora_qkv
+from liger_kernel.ops.projections.lora_moe import lora_moe as lora_moe
 from liger_kernel.ops.projections.mlp import LigerMLPFunction as LigerMLPFunction
 from liger_kernel.ops.projections.mlp import mlp as mlp
 from liger_kernel.ops.projections.moe import LigerFusedMoEFunction as LigerFusedMoEFunction

@@ -14,6 +14,7 @@ from liger_kernel.ops.projections.lora import _layer as _lora_layer
 from liger_kernel.ops.projections.lora import _magnitudes as _lora_magnitudes
 from liger_kernel.ops.projections.lora import _mlp_args as _lora_mlp_args
 from liger_kernel.ops.projections.lora import _qkv_args as _lora_qkv_args
+from liger_kernel.ops.projections.lora_moe import _args as _lora_moe_args
 from liger_kernel.ops.projections.mlp import _args as _mlp_args
 from liger_kernel.ops.projections.moe import _GPT_OSS as _moe_GPT_OSS
 from liger_kernel.ops.projections.moe import _routed as _moe_routed
@@ -62,6 +63,12 @@ def _lora_args(M: int, K: int, N: int, r: int, **more: T) -> dict:
     return _frozen(dict(x=T((M, K)), scale=2.0) | _lora_layer(K, N, r, dtype=torch.float32) | more)
 
 
+def _lora_moe_peft(x, gate_up, down, topk_index, topk_weight, gate_up_a, gate_up_b, down_a, down_b, *, scale=1.0):
+    """The sum of weights and adapters, multiplied by transformers' ``grouped_mm``, as PEFT does."""
+    gate_up, down = torch.baddbmm(gate_up, gate_up_b, gate_up_a, alpha=scale), torch.baddbmm(down, down_b, down_a, alpha=scale)
+    return _moe_torch(x, gate_up, down, topk_index, topk_weight)
+
+
 MEASURED = {
     "lora_linear": Measured(
         cases=[
@@ -73,6 +80,14 @@ MEASURED = {
     ),
     "lora_qkv": Measured(cases=[Case("llama3-8b", _frozen(_lora_qkv_args((8192,), 4096, 4096, 1024, 16)), gpu=True)]),
     "lora_mlp": Measured(cases=[Case("llama3-8b", _frozen(_lora_mlp_args((8192,), 4096, 14336, 16)), gpu=True)]),
+    "lora_moe": Measured(
+        cases=[
+            Case("qwen3-30b-a3b", _lora_moe_args(8192, 8, 2048, 768, 128, 16), gpu=True),
+            Case("mixtral-8x7b", _lora_moe_args(4096, 2, 4096, 14336, 8, 16), gpu=True, timed=True),
+        ],
+        rivals={"peft": _lora_moe_peft},
+        sweeps={"rank": ((8, 16, 32, 64, 128), lambda r: _lora_moe_args(8192, 8, 2048, 768, 128, r))},
+    ),
     "mlp": Measured(
         cases=[
             Case("square", _mlp_args((4096,), 8192, 8192), gpu=True),

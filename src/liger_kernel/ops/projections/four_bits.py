@@ -66,8 +66,11 @@ def dequantize(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
     return dequantize_4bit(packed, state).to(dtype)
 
 
-def four_bits(packed: Tensor, state: Any) -> Dequantized:
-    """A weight of bitsandbytes, from its data and its ``QuantState``."""
-    N, K = state.shape
+def four_bits(packed: Tensor, state: Any, transposed: bool = False) -> Dequantized:
+    """A weight of bitsandbytes, or the weights of experts, from its data and its ``QuantState``. ``transposed``: it is stored as (..., K, N)."""
     packed = packed.as_subclass(Tensor)  # a plain tensor: the parameter class of bitsandbytes intercepts every operation
-    return Dequantized((N, K), None, True, dequantize=functools.partial(dequantize, packed, state))
+    *lead, N, K = state.shape
+    made = functools.partial(dequantize, packed, state)
+    if transposed:
+        return Dequantized((*lead, K, N), None, True, dequantize=lambda dtype: made(dtype).mT)
+    return Dequantized((*lead, N, K), None, True, dequantize=made)

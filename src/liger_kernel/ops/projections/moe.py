@@ -335,12 +335,12 @@ class LigerFusedMoEFunction(torch.autograd.Function):
         return dx, dgate_up, ddown, None, dw if need_w else None, db1, db2, *[None] * 5
 
 
-def _cost(x, gate_up, down, topk_index, topk_weight, gate_up_bias=None, down_bias=None, **_) -> Cost:
+def _cost(x, gate_up, down, topk_index, topk_weight, gate_up_bias=None, down_bias=None, adapters=(), **_) -> Cost:
     m = int(((topk_index >= 0) & (topk_index < gate_up.shape[0])).sum())
     (_, twice_n, H), n = gate_up.shape, down.shape[2]
     given = [t for t in (x, gate_up, down, topk_weight, gate_up_bias, down_bias) if t is not None]
     trained = [t for t in given if t.requires_grad]
-    first = any(t is not None and t.requires_grad for t in (x, gate_up, gate_up_bias))
+    first = any(t is not None and t.requires_grad for t in (x, gate_up, gate_up_bias, *adapters))
     products = [((m, n, H), first), ((H, n, m), down.requires_grad), ((m, H, twice_n), x.requires_grad), ((twice_n, H, m), gate_up.requires_grad)]
     return Cost(
         nbytes(*given, topk_index, x),
@@ -384,6 +384,40 @@ def _tens(*shape: int, dtype: torch.dtype) -> Tensor:
 
 _GPT_OSS = dict(interleaved=True, alpha=1.702, limit=7.0, offset=1.0)
 _SMALL = _routed(4, 2, 8, 8, 3)
+
+
+def check(
+    op: str, x: Tensor, gate_up: Tensor, down: Tensor, topk_index: Tensor, topk_weight: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None,
+    act: str, alpha: float, limit: float | None,
+) -> torch.dtype:  # fmt: skip
+    """Check the arguments of the operator ``op``. Returns the dtype of the products: autocast's if it is on, else x's."""
+    if not x.is_floating_point():
+        raise ValueError(f"{op}: x must be floating point, got {x.dtype}")
+    if x.ndim != 2:
+        raise ValueError(f"{op}: x must have shape (T, H), got {tuple(x.shape)}")
+    tokens, H = x.shape
+    if gate_up.ndim != 3 or gate_up.shape[1] % 2 or gate_up.shape[2] != H:
+        raise ValueError(f"{op}: gate_up must have shape (E, 2 I, {H}), got {tuple(gate_up.shape)}")
+    E, n = gate_up.shape[0], gate_up.shape[1] // 2
+    if topk_index.is_floating_point() or topk_index.dtype == torch.bool or topk_index.ndim != 2 or topk_index.shape[0] != tokens:
+        raise ValueError(f"{op}: topk_index must be integers of shape ({tokens}, K), got {topk_index.dtype} {tuple(topk_index.shape)}")
+    if not topk_weight.is_floating_point() or topk_weight.shape != topk_index.shape:
+        raise ValueError(f"{op}: topk_weight must be floating point of shape {tuple(topk_index.shape)}, got {topk_weight.dtype} {tuple(topk_weight.shape)}")
+    if act not in ACTS:
+        raise ValueError(f"{op}: act must be one of {sorted(ACTS)}, got {act!r}")
+    if limit is not None and not limit > 0:
+        raise ValueError(f"{op}: limit must be positive or None, got {limit}")
+    if not alpha > 0:
+        raise ValueError(f"{op}: alpha must be positive, got {alpha}")
+    device = x.device.type
+    casts = device != "meta" and torch.is_autocast_enabled(device) and x.dtype != torch.float64
+    given = {"gate_up": (gate_up, (E, 2 * n, H)), "down": (down, (E, H, n)), "gate_up_bias": (gate_up_bias, (E, 2 * n)), "down_bias": (down_bias, (E, H))}
+    for name, (p, shape) in given.items():
+        if p is not None and p.shape != shape:
+            raise ValueError(f"{op}: {name} must have shape {shape}, got {tuple(p.shape)}")
+        if p is not None and p.dtype != x.dtype and not casts:
+            raise ValueError(f"{op}: {name} must have x's dtype, {x.dtype}, got {p.dtype}")
+    return torch.get_autocast_dtype(device) if casts else x.dtype
 
 
 @op(
@@ -432,35 +466,9 @@ def moe(
     (T, K): any floating dtype. The activation is ``act(alpha * gate) / alpha``, act as in ``glu``. gate and up lie side by side, or ``interleaved``.
     ``limit`` clamps gate from above and up on both sides; ``offset`` is then added to up.
     """
-    if not x.is_floating_point():
-        raise ValueError(f"moe: x must be floating point, got {x.dtype}")
-    if x.ndim != 2:
-        raise ValueError(f"moe: x must have shape (T, H), got {tuple(x.shape)}")
-    tokens, H = x.shape
-    if gate_up.ndim != 3 or gate_up.shape[1] % 2 or gate_up.shape[2] != H:
-        raise ValueError(f"moe: gate_up must have shape (E, 2 I, {H}), got {tuple(gate_up.shape)}")
-    E, n = gate_up.shape[0], gate_up.shape[1] // 2
-    if topk_index.is_floating_point() or topk_index.dtype == torch.bool or topk_index.ndim != 2 or topk_index.shape[0] != tokens:
-        raise ValueError(f"moe: topk_index must be integers of shape ({tokens}, K), got {topk_index.dtype} {tuple(topk_index.shape)}")
-    if not topk_weight.is_floating_point() or topk_weight.shape != topk_index.shape:
-        raise ValueError(f"moe: topk_weight must be floating point of shape {tuple(topk_index.shape)}, got {topk_weight.dtype} {tuple(topk_weight.shape)}")
-    if act not in ACTS:
-        raise ValueError(f"moe: act must be one of {sorted(ACTS)}, got {act!r}")
-    if limit is not None and not limit > 0:
-        raise ValueError(f"moe: limit must be positive or None, got {limit}")
-    if not alpha > 0:
-        raise ValueError(f"moe: alpha must be positive, got {alpha}")
-    device = x.device.type
-    if device != "meta" and torch.is_autocast_enabled(device) and x.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(device)
-        x, gate_up, down = x.to(dtype), gate_up.to(dtype), down.to(dtype)
-        gate_up_bias, down_bias = (b if b is None else b.to(dtype) for b in (gate_up_bias, down_bias))
-    given = {"gate_up": (gate_up, (E, 2 * n, H)), "down": (down, (E, H, n)), "gate_up_bias": (gate_up_bias, (E, 2 * n)), "down_bias": (down_bias, (E, H))}
-    for name, (p, shape) in given.items():
-        if p is not None and p.shape != shape:
-            raise ValueError(f"moe: {name} must have shape {shape}, got {tuple(p.shape)}")
-        if p is not None and p.dtype != x.dtype:
-            raise ValueError(f"moe: {name} must have x's dtype, {x.dtype}, got {p.dtype}")
+    dtype = check("moe", x, gate_up, down, topk_index, topk_weight, gate_up_bias, down_bias, act, alpha, limit)
+    x, gate_up, down = x.to(dtype), gate_up.to(dtype), down.to(dtype)
+    gate_up_bias, down_bias = (b if b is None else b.to(dtype) for b in (gate_up_bias, down_bias))
     form = dict(gate_up_bias=gate_up_bias, down_bias=down_bias, act=act, interleaved=interleaved, alpha=alpha, limit=limit, offset=offset)
     if not use_kernels(x):
         return reference(x, gate_up, down, topk_index, topk_weight, **form)

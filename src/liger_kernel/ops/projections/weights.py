@@ -50,7 +50,7 @@ class Weight:
     accumulates: ClassVar[bool] = True
     gains: ClassVar[bool] = False  # whether a node of ours helps even without adapters
 
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     learnable: Tensor | None
     follows_input: bool = False  # whether the layer's output has the dtype of its input even under autocast
 

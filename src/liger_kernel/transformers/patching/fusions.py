@@ -255,9 +255,10 @@ def _fuse(tree: ast.FunctionDef, parts: frozenset[str], methods: frozenset[str] 
         in_place = [node for node in ast.walk(tree) if isinstance(node, ast.AugAssign)]
         if all(isinstance(node.value, ast.Tuple) for node in in_place):  # ``outputs += (weights,)``
             tree.body, found = _rewrite(tree.body)
-            if found:
-                _mark_last(tree.body)
-    return found, projections.rewrite(tree, methods) if PROJECTIONS in parts and methods is not None else frozenset()
+    linears = projections.rewrite(tree, methods) if PROJECTIONS in parts and methods is not None else frozenset()
+    if found:
+        _mark_last(tree.body)  # after the linear layers, which must be found as they are written
+    return found, linears
 
 
 def _class_attributes(forward: types.FunctionType) -> frozenset[str] | None:

@@ -4,10 +4,12 @@ The source of a forward is read, and rewritten where it calls one of its own lin
 
     y = self.o_proj(a)                                  ->   y = linear(self.o_proj, a)
     q = self.q_proj(x).view(s); k = self.k_proj(x)      ->   _0 = shared(x, self.q_proj, self.k_proj); q = _0.pop(0).view(s); k = _0.pop(1)
+    y = self.experts(x, i, w)                           ->   y = experts(self.experts, x, i, w)
 
-The first rewriting is safe for every module: ``linear`` decides at each call, and calls a module that the engine cannot run. Calls with the same name are
-computed together, before the first of them, only if the result is the same: all of them always run (no condition, loop or lambda is between them), nothing
-assigns the name or may write to its tensor, and nothing draws random numbers. ``pop`` releases each result as early as the source would.
+The first and the last rewriting are safe for every module: ``linear`` and ``experts`` decide at each call, and call a module that the engine cannot run.
+Linear layers with the same input are computed together, before the first of them, only if the result is the same: all of them always run (no condition,
+loop or lambda is between them), nothing assigns the name or may write to its tensor, and nothing draws random numbers. ``pop`` releases each result as early
+as the source would.
 """
 
 from __future__ import annotations
@@ -18,9 +20,10 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from liger_kernel.transformers.recognise.adapted_experts import experts
 from liger_kernel.transformers.recognise.projections import linear, shared
 
-LINEAR, SHARED = "_liger_linear", "_liger_shared"
+LINEAR, SHARED, EXPERTS = "_liger_linear", "_liger_shared", "_liger_experts"
 NAMED = re.compile(r"proj|dense|linear|query|key|value|qkv|^[qc]_attn$|^[qkvow]\d?$|^w[qkvo]$|^wi_?\d?$|^wo$|^fc_?\w*$|^lin\d?$|^c_\w+$|^[WV][iqkvo]$")
 NOT_NAMED = re.compile(r"norm|drop|conv|embed|^ln_|act$|act_")
 RANDOM = re.compile(r"drop|rand|noise")
@@ -30,14 +33,27 @@ _MAYBE = ast.IfExp | ast.BoolOp | ast.Compare | ast.Lambda | ast.ListComp | ast.
 
 
 def rewrite(tree: ast.FunctionDef, methods: frozenset[str]) -> frozenset[str]:
-    """Rewrite a forward and return the attributes that it calls as linear layers. ``methods``: names that its class has as methods, not modules."""
+    """Rewrite a forward and return the attributes that it calls as linear layers or experts. ``methods``: names that its class has as methods, not modules."""
     arguments = [*tree.args.posonlyargs, *tree.args.args]
     stored = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
     if not arguments or arguments[0].arg != "self" or "self" in stored:
         return frozenset()
     rewriter = _Rewriter(methods)
     rewriter.block(tree.body)
-    return frozenset(rewriter.found)
+    return frozenset(rewriter.found | ({"experts"} if "experts" not in methods and _rewrite_experts(tree) else set()))
+
+
+def _rewrite_experts(tree: ast.FunctionDef) -> bool:
+    """Rewrite the calls of experts with three positional arguments; returns whether there are any."""
+    calls = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "self.experts" and len(node.args) == 3 and not node.keywords
+        if not any(isinstance(argument, ast.Starred) for argument in node.args)
+    ]
+    for call in calls:
+        call.func, call.args = ast.copy_location(ast.Name(EXPERTS, ast.Load()), call.func), [call.func, *call.args]
+    return bool(calls)
 
 
 class _Replace(ast.NodeTransformer):
@@ -144,4 +160,4 @@ def shared_once(x: Any, *modules: Any) -> dict[int, Any]:
     return dict(enumerate(shared(x, *modules)))
 
 
-HELPERS = {LINEAR: linear, SHARED: shared_once}
+HELPERS = {LINEAR: linear, SHARED: shared_once, EXPERTS: experts}

@@ -1,4 +1,4 @@
-"""Report which parts of a live model are patched and why the others are not: its modules, and its linear layers with adapters, quantised weights or FP8."""
+"""Report which parts of a live model are patched and why the others are not: its modules, and its layers with adapters, quantised weights or FP8."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ from liger_kernel.transformers.patching.bound import Bound, is_ours
 from liger_kernel.transformers.patching.flags import HEAD_FLAGS, flags_of, parts_of
 from liger_kernel.transformers.patching.select import instance_patches
 from liger_kernel.transformers.recognise.activations import activation
+from liger_kernel.transformers.recognise.adapted_experts import adapted_experts, experts_of, input_of, is_wrapper
+from liger_kernel.transformers.recognise.experts import GATE_UP
 from liger_kernel.transformers.recognise.family import Family
 from liger_kernel.transformers.recognise.plain import plain
 from liger_kernel.transformers.recognise.projections import Left, projection
@@ -34,7 +36,7 @@ from liger_kernel.transformers.recognise.variant import LINEARS
 
 @dataclass(frozen=True)
 class Layer:
-    """A linear layer: its name in the model, whether the engine runs it, and a reason or remark."""
+    """A linear layer, or the experts of a mixture: its name in the model, whether the engine runs it, and a reason or remark."""
 
     name: str
     runs: bool
@@ -59,7 +61,7 @@ class ProjectionsReport:
         if not self.layers:
             return "no linear layer has an adapter, a quantised weight or FP8"
         kinds = Counter((layer.runs, layer.reason) for layer in self.layers)
-        lines = [f"the engine runs {len(self.layers) - len(self.stock)} of {len(self.layers)} linear layers with adapters, quantised weights or FP8"]
+        lines = [f"the engine runs {len(self.layers) - len(self.stock)} of {len(self.layers)} layers with adapters, quantised weights or FP8"]
         for (runs, reason), count in kinds.most_common():
             names = [layer.name for layer in self.layers if (layer.runs, layer.reason) == (runs, reason)]
             example = names[0] if count == 1 else f"{names[0]} and {count - 1} more"
@@ -204,6 +206,8 @@ def _reason(m: Any, parent: Any, attribute: str, model: Any, adapted: bool) -> s
         return Left("no adapter: its own module runs")
     function = _forward_of(parent)
     names, act = LINEARS.get(function, (frozenset(), "")) if callable(function) else (frozenset(), "")
+    if is_wrapper(m):
+        return _reason_of_experts(m, parent, attribute in names)
     if attribute not in names:
         return Left(f"{type(parent).__name__} is not patched, or its forward does not call it as self.{attribute}(x)")
     if act and activation(getattr(parent, act, None)) is None:
@@ -221,6 +225,20 @@ def _reason(m: Any, parent: Any, attribute: str, model: Any, adapted: bool) -> s
     if isinstance(found.weight, Float8Trained):
         return f"in FP8, {found.weight.recipe.name}"
     return f"beside its base, a {type(base).__name__}, which runs by itself" if isinstance(found.weight, Elsewhere) else ""
+
+
+def _reason_of_experts(m: Any, parent: Any, called: bool) -> str | Left:
+    """As ``_reason``, for PEFT's wrapper around experts. ``called``: whether the forward of the parent asks the engine to call it."""
+    inside = experts_of(m)
+    if not hasattr(type(inside), GATE_UP) and GATE_UP not in inside._parameters:
+        return Left(f"an adapter of the parameter {m.parameter_name} of a {type(inside).__name__}")
+    if not called:
+        return Left(f"{type(parent).__name__} is not patched, or its forward does not call them as self.experts(x, index, weights)")
+    x = input_of(inside)
+    if not use_kernels(x):
+        return Left(f"there are no kernels for {x.dtype} on {x.device.type}")
+    found = adapted_experts(m, x)
+    return found if isinstance(found, Left) else ""
 
 
 def _forward_of(m: Any) -> Any:

@@ -10,12 +10,19 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
+from liger_kernel.ops._core.operator import use_kernels
+from liger_kernel.ops.projections.four_bits import four_bits
+from liger_kernel.ops.projections.lora_moe import adapted_moe
 from liger_kernel.ops.projections.moe import moe
+from liger_kernel.ops.projections.weights import Weight
 from liger_kernel.transformers.recognise.activations import activation
-from liger_kernel.transformers.recognise.variant import StandIns, Variant
+from liger_kernel.transformers.recognise.plain import plain
+from liger_kernel.transformers.recognise.projections import Left, _class, _own, product_dtype
+from liger_kernel.transformers.recognise.variant import OF_EXPERTS, StandIns, Variant
 
+GATE_UP, DOWN = "gate_up_proj", "down_proj"
 DEFAULT_EXPERTS = "grouped_mm"  # the implementation that transformers runs by default; a user who names this one cannot be told from the default
 
 
@@ -34,15 +41,41 @@ class _Eager:
     _experts_implementation = "eager"
 
 
-def _chosen(experts: Any) -> bool:
-    """Whether the user has chosen the implementation of these experts. Look at each call, because it can be set at any time."""
+def chosen(experts: Any) -> str | None:
+    """The implementation that the user has chosen for these experts. Look at each call, because it can be set at any time."""
     config = getattr(experts, "config", None)
     implementation = getattr(config, "_experts_implementation", None)
-    if implementation is None or implementation == DEFAULT_EXPERTS or isinstance(config, _Eager):
-        return False
-    if torch.is_grad_enabled():  # during ``generate``, transformers itself chooses one
-        _say_chosen(implementation)
-    return True
+    return None if implementation == DEFAULT_EXPERTS or isinstance(config, _Eager) else implementation
+
+
+def stored(experts: Any, name: str) -> tuple[Tensor, Any] | None:
+    """The data and the ``QuantState`` of a parameter that bitsandbytes holds in 4 bits and makes dense when it is read; None for any other parameter."""
+    computed = experts._modules.get("parametrizations")
+    if computed is None or name not in computed or len(computed[name]) != 1:
+        return None
+    (how,) = computed[name]
+    kind = _class("bitsandbytes.nn.parametrize", "Bnb4bitParametrization")
+    if type(how) is not kind or not (_own(how) and kind.forward.__module__ == kind.__module__ and plain(computed[name].original)):
+        return None
+    return None if getattr(how.quant_state, "packing_format_for_cpu", False) else (computed[name].original, how.quant_state)
+
+
+def weights_of(experts: Any, transposed: bool, x: Tensor) -> tuple[Tensor | Weight, Tensor | Weight] | Left:
+    """gate_up and down of experts as (E, N, K), dense or in 4 bits, if they can be multiplied by x; otherwise the reason."""
+    found: list[Tensor | Weight] = []
+    for name in (GATE_UP, DOWN):
+        packed = stored(experts, name) if use_kernels(x) else None
+        dense = getattr(experts, name) if packed is None else None
+        if dense is not None and not (dense.ndim == 3 and dense.is_floating_point() and dense.itemsize > 1):
+            return Left("weights whose numbers are not their values")  # as in FP8, which has separate scales
+        dtype = packed[1].dtype if packed is not None else getattr(dense, "dtype", None)
+        if dtype != x.dtype and (x.is_meta or not torch.is_autocast_enabled(x.device.type)):
+            return Left(f"weights of {dtype} beside an input of {x.dtype}")  # some code of Transformers casts x
+        if packed is not None:
+            found.append(four_bits(*packed, transposed))
+        elif dense is not None:
+            found.append(dense.mT if transposed else dense)
+    return found[0], found[1]
 
 
 # label -> the activation, options of the operator, attributes of the stand-ins
@@ -77,22 +110,40 @@ class Experts(Variant):
     def exact(self) -> bool:
         return False
 
+    def keywords(self, experts: Any) -> dict[str, Any] | Left:
+        """The options of ``moe`` with which it computes what these experts compute now, or the reason why it cannot."""
+        act, options, _ = EXPERT_FORMS[self.form]
+        name = activation(F.silu if act == "F.silu" else getattr(experts, act))
+        if name is None:
+            return Left("an activation that is none of ours")
+        if getattr(experts, "_is_expert_parallel", False):
+            return Left("experts that are spread over ranks")
+        bias = dict(gate_up_bias=experts.gate_up_proj_bias, down_bias=experts.down_proj_bias) if self.biased else {}
+        return dict(act=name, interleaved=self.interleaved, **bias, **options(experts))
+
     def __call__(self, stock: Callable) -> Callable:
-        transposed, interleaved, biased, (act, options, _) = self.transposed, self.interleaved, self.biased, EXPERT_FORMS[self.form]
+        variant, transposed = self, self.transposed
 
         def forward(self, hidden_states, top_k_index, top_k_weights):
-            name = None if torch.compiler.is_compiling() else activation(F.silu if act == "F.silu" else getattr(self, act))
-            w, v = self.gate_up_proj, self.down_proj
-            plainly = w.ndim == 3 and w.is_floating_point() and w.itemsize > 1  # not FP8, which has separate scales
-            if name is None or not plainly or getattr(self, "_is_expert_parallel", False) or _chosen(self):
+            if torch.compiler.is_compiling():
                 return stock(self, hidden_states, top_k_index, top_k_weights)
-            bias = dict(gate_up_bias=self.gate_up_proj_bias, down_bias=self.down_proj_bias) if biased else {}
+            how = variant.keywords(self)
+            found = how if isinstance(how, Left) else weights_of(self, transposed, hidden_states)
+            if isinstance(found, Left):
+                return stock(self, hidden_states, top_k_index, top_k_weights)
+            if implementation := chosen(self):
+                if torch.is_grad_enabled():  # during ``generate``, transformers itself chooses one
+                    _say_chosen(implementation)
+                return stock(self, hidden_states, top_k_index, top_k_weights)
             index, weights = (t.reshape(-1, t.shape[-1]) for t in (top_k_index, top_k_weights))
-            w, v = (w.mT, v.mT) if transposed else (w, v)
             x = hidden_states.reshape(-1, hidden_states.shape[-1])
-            y = moe(x, w, v, index, weights, act=name, interleaved=interleaved, **bias, **options(self))
+            if all(isinstance(w, Tensor) for w in found):
+                y = moe(x, *found, index, weights, **how)
+            else:
+                y = adapted_moe(x.to(product_dtype(x)), *found, index, weights, (), (), **how)
             return y.view(hidden_states.shape).to(hidden_states.dtype)
 
+        OF_EXPERTS[forward] = self
         return forward
 
     def stand_ins(self) -> StandIns:

@@ -61,3 +61,4 @@ NORM_FORMS: weakref.WeakKeyDictionary[Callable, tuple[float, str, str]] = weakre
 ROPE_FORMS: weakref.WeakKeyDictionary[Callable, tuple[str, Callable, str]] = weakref.WeakKeyDictionary()  # layout, angles of a table, casting
 # The attributes that a forward calls as linear layers of the projection engine, and the attribute with its activation, or "" if that does not matter
 LINEARS: weakref.WeakKeyDictionary[Callable, tuple[frozenset[str], str]] = weakref.WeakKeyDictionary()
+OF_EXPERTS: weakref.WeakKeyDictionary[Callable, Variant] = weakref.WeakKeyDictionary()  # the variant whose forward runs experts

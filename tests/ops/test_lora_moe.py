@@ -1,0 +1,214 @@
+"""Experts with adapters where a ``Case`` cannot say it: several adapters, stored weights, which products run, what is saved, autocast."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from liger_kernel.ops._core import operator as _op
+from liger_kernel.ops.projections import grouped_mm as _grouped_mm
+from liger_kernel.ops.projections.adapted import Adapter
+from liger_kernel.ops.projections.lora_moe import _args, adapted_moe, lora_moe, reference
+from liger_kernel.ops.projections.weights import Dequantized
+from liger_kernel.testing import assert_as_accurate, assert_same_bits, differentiable, like, run, upstream
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+needs_kernels = pytest.mark.skipif(not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call")
+ADAPTERS = ("gate_up_a", "gate_up_b", "down_a", "down_b")
+WEIGHTS = ("gate_up", "down")
+
+
+def arguments(tokens=11, K=2, H=16, I=24, E=4, r=3, *, dtype=torch.float32, learn=("x", "topk_weight", *ADAPTERS), seed=0, **more) -> dict:
+    torch.manual_seed(seed)
+    drawn = {k: v.make(dtype, DEVICE) if hasattr(v, "make") else v for k, v in _args(tokens, K, H, I, E, r, **more).items()}
+    drawn["topk_index"] = drawn["topk_index"].contiguous()
+    return {k: v.detach().requires_grad_(k in learn and v.is_floating_point()) if isinstance(v, Tensor) else v for k, v in drawn.items()}
+
+
+def assert_right(args: dict, fn=lora_moe, stock=reference) -> None:
+    assert_as_accurate(run(fn, like(args)), run(stock, like(args)), run(stock, like(args, torch.float64)))
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_gradient_at_once(dtype):
+    args = arguments(dtype=dtype, learn=("x", "topk_weight", *WEIGHTS, *ADAPTERS)) | dict(limit=6.0, offset=1.0, alpha=1.5)
+    # far from the limit on one side or the other: where rounding decides, a gradient is a matter of luck
+    args["gate_up_bias"] = (torch.randint(-1, 2, (4, 48)) * 30.0).to(DEVICE, dtype).requires_grad_()
+    args["down_bias"] = torch.randn(4, 16).to(DEVICE, dtype).requires_grad_()
+    assert_right(args)
+
+
+@needs_kernels
+@pytest.mark.parametrize("r", [1, 16, 33, 100])
+def test_any_rank(r):
+    """Of one block or several, with columns that are left over."""
+    assert_right(arguments(r=r))
+
+
+@needs_kernels
+def test_more_rows_columns_and_steps_than_a_tile():
+    assert_right(arguments(200, 1, 40, 70, 2, 5))
+
+
+@needs_kernels
+def test_no_expert_at_all():
+    args = arguments()
+    args["topk_index"].fill_(4)
+    out = run(lora_moe, args)
+    assert len(out) == 1 + 2 + len(ADAPTERS) and not any(t.any() for t in out.values())
+
+
+@needs_kernels
+def test_products_that_leave_what_is_empty(monkeypatch):
+    """What PyTorch's grouped products leave unwritten, here nan, reaches nothing."""
+
+    def grouped(a, b, *, offs):
+        y = a.new_full((a.shape[0], b.shape[2]), float("nan"))
+        for e, (start, stop) in enumerate(zip([0, *offs.tolist()], offs.tolist())):
+            y[start:stop] = a[start:stop] @ b[e]
+        return y
+
+    monkeypatch.setattr(_grouped_mm, "_cutlass", lambda a, b: True)
+    monkeypatch.setattr(torch, "_grouped_mm", grouped)
+    args = arguments(used=2)
+    args["topk_index"][::3, 0] = -1
+    assert_right(args)
+
+
+def of_adapters(x, gate_up, down, topk_index, topk_weight, gate_up_a, gate_up_b, down_a, down_b, *, scale, parts=(2, 3), scales=(0.5, -2.0), **form):
+    """``lora_moe`` with each adapter cut into several of these ranks and scales."""
+    cut = lambda a, b: [Adapter(one, two, s) for one, two, s in zip(a.split(list(parts), 1), b.split(list(parts), 2), scales)]
+    return adapted_moe(x, gate_up, down, topk_index, topk_weight, cut(gate_up_a, gate_up_b), cut(down_a, down_b), **form)
+
+
+def of_weights(x, gate_up, down, topk_index, topk_weight, gate_up_a, gate_up_b, down_a, down_b, *, scale, parts=(2, 3), scales=(0.5, -2.0)):
+    """What ``of_adapters`` means, by W + scale B A."""
+    one = functools.partial(torch.repeat_interleave, repeats=torch.tensor(parts, device=x.device), dim=0)
+    s = one(torch.tensor(scales, dtype=x.dtype, device=x.device))
+    total = lambda w, a, b: w + (b * s) @ a
+    return reference(x, total(gate_up, gate_up_a, gate_up_b), total(down, down_a, down_b), topk_index, topk_weight)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_several_adapters(dtype):
+    """They are joined; the sum of weights and adapters, as PEFT makes it, is the same."""
+    assert_right(arguments(r=5, dtype=dtype), of_adapters, of_weights)
+
+
+@needs_kernels
+def test_dtypes_of_adapters():
+    """Adapters in 32 bits beside 16 are multiplied in 16, and their gradients are in 32, as accurate as those of a cast."""
+    args = arguments(dtype=torch.bfloat16)
+    wide = args | {name: args[name].detach().float().requires_grad_() for name in ADAPTERS}
+    narrow, found = run(lora_moe, like(args)), run(lora_moe, like(wide))
+    assert all(found[f"d{name}"].dtype == torch.float32 for name in ADAPTERS)
+    assert_same_bits({k: v.to(narrow[k].dtype) for k, v in found.items()}, narrow)
+
+
+@needs_kernels
+def test_a_stored_weight_is_made_dense_for_each_product():
+    """As for four bits: the node holds what is stored, not the dense weight."""
+    args = arguments()
+    made: list[tuple[int, ...]] = []
+
+    def stored(name: str) -> Dequantized:
+        weight = args[name].detach()
+        return Dequantized(tuple(weight.shape), None, dequantize=lambda dtype: made.append(tuple(weight.shape)) or weight.to(dtype, copy=True))
+
+    def fn(x, gate_up, down, topk_index, topk_weight, gate_up_a, gate_up_b, down_a, down_b, *, scale):
+        pairs = [Adapter(gate_up_a, gate_up_b, scale)], [Adapter(down_a, down_b, scale)]
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
+            y = adapted_moe(x, stored("gate_up"), stored("down"), topk_index, topk_weight, *pairs)
+        assert args["gate_up"].numel() not in saved and args["down"].numel() not in saved
+        return y
+
+    found = run(fn, like(args))
+    assert made == [(4, 48, 16), (4, 16, 24), (4, 16, 24), (4, 48, 16)]
+    assert_same_bits(found, run(lora_moe, like(args)))
+
+
+class Launches(TorchDispatchMode):
+    """The launchers that run, and the largest tensor in new memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.names: list[str] = []
+        self.largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.names.append(func.__name__.partition(".")[0])
+        place = lambda t: t.untyped_storage().data_ptr()
+        given = {place(t) for t in args if isinstance(t, Tensor)}
+        outs = out if isinstance(out, tuple | list) else [out]
+        self.largest = max([self.largest, *(t.numel() for t in outs if isinstance(t, Tensor) and place(t) not in given)])
+        return out
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("learn", "wide", "thin"),
+    [
+        ((), 2, (2, 2, 0)),
+        (("x",), 4, (4, 4, 0)),
+        (("topk_weight",), 3, (3, 3, 0)),
+        (("down_a",), 2, (3, 2, 1)),
+        (("down_b",), 2, (3, 2, 1)),
+        (("gate_up_a",), 3, (4, 3, 1)),
+        (("gate_up_b",), 3, (3, 3, 1)),
+        (("x", "topk_weight", *ADAPTERS), 4, (5, 4, 4)),
+    ],
+)
+def test_what_is_frozen_has_no_products(learn, wide, thin):
+    """Grouped products with the weights; thin ones of rows, added, and over rows. The gradient of a frozen weight is never made."""
+    with Launches() as seen:
+        run(lora_moe, arguments(learn=learn))
+    assert seen.names.count("grouped_mm") == wide and "grouped_outer" not in seen.names
+    assert tuple(map(seen.names.count, ("thin_rows", "add_thin_", "thin_outer"))) == thin
+
+
+@needs_kernels
+def test_nothing_is_as_large_as_the_weights():
+    args = arguments(3, 1, 16, 24, 8, 2)
+    with Launches() as seen:
+        run(lora_moe, args)
+    assert 0 < seen.largest < args["down"].numel()
+
+
+@needs_kernels
+def test_what_is_saved():
+    """Beside the arguments: the output of gate_up, the thin product, the order, and each b as the kernels read it."""
+    args = arguments()
+    given = {t.data_ptr() for t in args.values() if isinstance(t, Tensor)}
+    saved = {}
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.update({t.data_ptr(): t.numel()}), lambda t: t):
+        lora_moe(**args)
+    assert sum(n for p, n in saved.items() if p not in given) == 22 * 48 + 22 * 3 + 2 * 22 + 4 + args["gate_up_b"].numel() + args["down_b"].numel()
+
+
+@needs_kernels
+def test_autocast():
+    """Weights and adapters in 32 bits are multiplied in autocast's dtype, and have gradients in their own."""
+    args = arguments(learn=("x", *WEIGHTS, *ADAPTERS))
+    with torch.autocast(DEVICE, torch.bfloat16):
+        y = lora_moe(**args)
+    assert y.dtype == torch.bfloat16
+    y.backward(upstream({"out0": y})["out0"])
+    halves = like({k: v.to(torch.bfloat16) if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in args.items() if k != "topk_weight"})
+    expected = run(lora_moe, halves | dict(topk_weight=args["topk_weight"]))
+    for name, t in differentiable(args).items():
+        assert t.grad.dtype == torch.float32
+        torch.testing.assert_close(t.grad, expected[f"d{name}"].float(), rtol=2**-7, atol=1e-3)
+
+
+def test_arguments_are_where_x_is():
+    args = arguments()
+    with pytest.raises(ValueError, match=r"lora_moe: down_b must be on x's device, \w+(:0)?, got meta"):
+        lora_moe(**args | {"down_b": args["down_b"].to("meta")})

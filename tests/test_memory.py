@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from liger_kernel import memory
+from liger_kernel import memory, offloading
 from liger_kernel.nn import LigerRMSNorm, LigerSwiGLUMLP
 from liger_kernel.ops._core import operator as _op
 from liger_kernel.ops.norms.rms_norm import reference as rms_norm_reference
@@ -253,7 +253,7 @@ def test_steps_aside_for_hooks_of_others():
     assert {(2, 5, 16), (10, 16)} & {tuple(t.shape) for t in packed} and out.grad_fn
     with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
         out = Rematerialised()(x_of())
-    assert memory._local.region is None and memory._top() is None
+    assert memory._local.region is None and offloading.top_hooks() is None
     layer = Rematerialised()
     parameters = dict(layer.named_parameters())
     x = x_of()
@@ -283,7 +283,7 @@ def test_hooks_pushed_inside_are_left_alone():
         del layer.gate, layer.up
         learned.append(learn(layer))
     assert_equal(*learned)
-    assert memory._top() is None
+    assert offloading.top_hooks() is None
 
 
 def test_an_error_in_the_forward_leaves_no_hooks():
@@ -292,7 +292,7 @@ def test_an_error_in_the_forward_leaves_no_hooks():
 
     with pytest.raises(KeyError):
         Rematerialised(fail)(x_of())
-    assert memory._top() is None and memory._local.region is None
+    assert offloading.top_hooks() is None and memory._local.region is None
 
 
 def in_place(y: Tensor) -> Tensor:
@@ -500,6 +500,117 @@ def test_streams_do_not_share():
         forward(layer, x).sum().backward()
         learned.append({"q": layer.q.weight.grad, "k": layer.k.weight.grad})
     assert_equal(*learned)
+
+
+# -- attention in checkpointed layers -------------------------------------------------------------
+
+
+class Attentions(TorchDispatchMode):
+    """Counts calls of attention."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function in memory.attention_operators()
+        return function(*args, **(kwargs or {}))
+
+
+class Attends(nn.Module):
+    """Two calls of attention, between projections; ``after`` may change an output in place."""
+
+    def __init__(self, after=lambda y: y, dropout: float = 0.0):
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv, self.out, self.dropout, self.after = nn.Linear(64, 192), nn.Linear(64, 64), dropout, after
+        self.to(DEVICE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            q, k, v = (t.unflatten(-1, (2, 32)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+            y = self.after(F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.dropout))
+            x = F.dropout(x + self.out(y.transpose(1, 2).flatten(2)), 0.1)
+        return x
+
+
+def attended(module: nn.Module, keeps: bool, backwards: int = 1, **more) -> tuple[dict[str, Tensor], int]:
+    """Output and gradients under checkpointing, and how often attention ran after the forward."""
+    more |= dict(context_fn=memory.keeping_attention) if keeps else {}
+    x = torch.randn(2, 48, 64, generator=torch.Generator().manual_seed(1)).to(DEVICE).requires_grad_()
+    torch.manual_seed(2)
+    y = checkpoint(module, x, use_reentrant=False, **more)
+    with Attentions() as attentions:
+        for i in range(backwards):
+            y.square().sum().backward(retain_graph=i < backwards - 1)
+    return {"y": y.detach(), "x": x.grad} | {n: p.grad for n, p in module.named_parameters()}, attentions.count
+
+
+@pytest.mark.parametrize("backwards", [1, 3])
+def test_attention_is_kept(backwards):
+    stock, again = attended(Attends(), False, backwards)
+    ours, kept = attended(Attends(), True, backwards)
+    assert_equal(ours, stock)
+    assert (again, kept) == (2 * backwards, 0)
+
+
+def test_attention_with_dropout_runs_again():
+    """Or what is drawn after it would differ."""
+    stock, again = attended(Attends(dropout=0.3), False)
+    ours, kept = attended(Attends(dropout=0.3), True)
+    assert_equal(ours, stock)
+    assert again == kept
+
+
+@pytest.mark.parametrize("backwards", [1, 2])
+def test_attention_that_is_changed_in_place_runs_again(backwards):
+    change = lambda y: y.mul_(1.5)
+    stock, again = attended(Attends(change), False, backwards)
+    ours, kept = attended(Attends(change), True, backwards)
+    assert_equal(ours, stock)
+    assert again == kept == 2 * backwards
+
+
+def test_kept_attention_is_offloaded(monkeypatch):
+    for name, value in dict(LEAST=1, STAYS=("meta",)).items():
+        monkeypatch.setattr(offloading, name, value)
+    moved: list[tuple[int, ...]] = []
+    init = offloading._Moved.__init__
+    monkeypatch.setattr(offloading._Moved, "__init__", lambda self, run, lane, t, blocks: moved.append(tuple(t.shape)) or init(self, run, lane, t, blocks))
+    body = lambda self, x: checkpoint(Attends.forward, self, x, use_reentrant=False, context_fn=memory.keeping_attention)
+    module, found = type("Offloaded", (Attends,), {"forward": offloading.offloaded(body)})(), []
+    for each in (lambda x: module(x), lambda x: body(module, x)):
+        x = torch.randn(2, 48, 64, generator=torch.Generator().manual_seed(1)).to(DEVICE).requires_grad_()
+        torch.manual_seed(2)
+        module.zero_grad()
+        each(x * 1).square().sum().backward()
+        found.append({"x": x.grad} | {n: p.grad.clone() for n, p in module.named_parameters()})
+    assert_equal(*found)
+    assert moved.count((2, 2, 48, 32)) == 2  # the outputs of attention
+
+
+def test_kept_attention_is_freed_with_the_graph():
+    gc.collect()
+    gc.disable()
+    try:
+        with Kept() as kept:
+            y = checkpoint(Attends(), torch.randn(2, 48, 64, device=DEVICE), use_reentrant=False, context_fn=memory.keeping_attention)
+        held = kept.bytes()
+        assert held >= y.nbytes + 2 * 2 * 48 * 64 * 4
+        del y
+        assert kept.bytes() == 0
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_kept_attention_under_compile(compiled):
+    torch._dynamo.reset()
+    module = Attends()
+    run = torch.compile(module, backend="aot_eager") if compiled else module
+    x = torch.randn(2, 48, 64, device=DEVICE, requires_grad=True)
+    torch.manual_seed(2)
+    y = checkpoint(run, x, use_reentrant=False, context_fn=memory.keeping_attention)
+    y.sum().backward()
+    assert x.grad.isfinite().all() and x.grad.abs().sum() > 0
 
 
 # -- models of transformers ----------------------------------------------------------------------

@@ -27,6 +27,7 @@ MODULES = [
     "liger_kernel.chunked_loss",
     "liger_kernel.transformers.functional",
     "liger_kernel.memory",
+    "liger_kernel.offloading",
     "liger_kernel.parallel",
     "liger_kernel.backends",
     "liger_kernel.train",

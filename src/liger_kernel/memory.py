@@ -6,8 +6,11 @@ forward runs, the value, or a cast or a view of it, is not saved; the note is sa
 
 Saving is observed by ``torch.autograd.graph.saved_tensors_hooks``, as in non-reentrant checkpointing: what works there works here. ``cheap`` pushes the hooks.
 They are popped when all readers of the value have run (``taken``), at the latest when the forward ends, because every save costs host time meanwhile. The
-hooks are not used where others have hooks or forbid them (checkpointing, offloading, ``torch.func``), under ``torch.compile``, without gradients, and while
-a backward pass recomputes a forward.
+hooks are not used where others have hooks or forbid them (checkpointing, ``torch.func``), under ``torch.compile``, without gradients, and while a backward
+pass recomputes a forward. Those of ``offloading`` get from these what is not recomputed, and what it is recomputed from.
+
+A checkpointed layer recomputes everything, its attention, too, which is most of the work in long rows. With ``keeping_attention`` as the ``context_fn`` of
+``torch.utils.checkpoint.checkpoint``, the outputs of attention (and their log-sum-exp) are kept, and the second forward has no attention in it.
 
 This file needs nothing but PyTorch: ``rematerialised`` works for any module whose norms and activations call ``cheap``.
 """
@@ -17,19 +20,20 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
+
+from liger_kernel import offloading
+from liger_kernel.offloading import PLAIN, VIEWS, hooks_allowed, top_hooks
 
 LEVELS = ("off", "cheap", "mlp")  # "mlp": besides, the projections before a gated activation are multiplied again
 SMALL = 16 * 2**20  # bytes up to which level "cheap" keeps a value: where layers are that quick, the GPU waits for the host, and hooks cost its time
-
-# Nodes of views, which lie between a cast and who saves it
-_VIEWS = {f"{name}Backward0" for name in ("View", "UnsafeView", "ReshapeAlias", "T", "Transpose", "Permute", "Unsqueeze", "Slice", "Alias")}
-_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class _Local(threading.local):
@@ -48,40 +52,32 @@ def level_of(value: bool | str | None) -> str:
     return level
 
 
-def _stream(t: Tensor) -> Any:
-    return torch.cuda.current_stream(t.device) if t.is_cuda else None
-
-
 class _Recipe:
     """How to compute a value again, and, while a backward needs it, the value by dtype: its own, or that of casts which were saved."""
 
-    __slots__ = ("dtype", "left", "op", "options", "stream", "tensors", "users", "values", "versions")
+    __slots__ = ("device", "dtype", "left", "op", "options", "stream", "tensors", "users", "values")
 
-    def __init__(self, y: Tensor, op: Callable[..., Tensor], tensors: tuple[Tensor | None, ...], options: dict[str, Any]):
-        self.dtype, self.op, self.tensors, self.options = y.dtype, op, tensors, options
-        self.versions = [-1 if t is None else t._version for t in tensors]
+    def __init__(self, y: Tensor, op: Callable[..., Tensor], tensors: list[Any], options: dict[str, Any]):
+        self.dtype, self.device, self.op, self.tensors, self.options = y.dtype, y.device, op, tensors, options  # tensors: as the graph would hold them
         self.users = self.left = 0
         self.values: dict[torch.dtype, Tensor] = {}
         self.stream: Any = None
 
     def available(self) -> bool:
         """Whether the tensors after the first (the weights) hold data: sharded weights may be freed as soon as their module has run."""
-        return all(t is None or t.untyped_storage().size() > 0 or not t.numel() for t in self.tensors[1:])
+        return all(t is None or t.untyped_storage().size() > 0 or not t.numel() for t in map(offloading.held, self.tensors[1:]))
 
     def _compute(self, dtype: torch.dtype) -> Tensor:
         if self.dtype in self.values:
             return self.values[self.dtype].to(dtype)
-        for t, version in zip(self.tensors, self.versions):
-            if t is not None and t._version != version:
-                raise _modified(t, version)
         if not self.available():
             raise RuntimeError(f"{self.op.__name__}: a tensor that recomputation needs was freed before the backward pass; patch with rematerialise=False")
         with torch.no_grad():
-            return self.op(*self.tensors, **self.options).to(dtype)
+            return self.op(*(t if t is None else offloading.unpack(t) for t in self.tensors), **self.options).to(dtype)
 
     def value(self, dtype: torch.dtype) -> Tensor:
         """The value for one of its readers; it is freed after the last reader."""
-        stream = _stream(self.tensors[0])  # type: ignore[arg-type]  # the first is always there
+        stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
         if not self.values:
             self.left, self.stream = self.users, stream
         elif stream != self.stream:  # what another stream computes may not be there yet
@@ -100,19 +96,19 @@ class _Recipe:
 class _Region:
     """One call of a rematerialised forward: values and their recipes, found by storage and, for casts, by the node that made them."""
 
-    def __init__(self, level: str):
-        self.level = level
+    def __init__(self, level: str, save: Callable[[Tensor], Any]):
+        self.level, self.save = level, save  # ``save``: what the graph holds of a tensor that is not recomputed
         self.by_storage: dict[int, tuple[Tensor, int, _Recipe]] = {}  # the values are held, so that no other tensor gets their storage
         self.by_node: dict[Any, tuple[Tensor, int, _Recipe]] = {}
         self.hooks: saved_tensors_hooks | None = None
 
     def open(self) -> None:
-        if self.hooks is None and self.by_storage and _allowed() and _top() is None:
+        if self.hooks is None and self.by_storage and hooks_allowed() and _saved_by() is not None:
             self.hooks = saved_tensors_hooks(self.pack, _unpack)
             self.hooks.__enter__()
 
     def close(self) -> None:
-        if self.hooks is not None and (top := _top()) is not None and top[1] is _unpack:
+        if self.hooks is not None and (top := top_hooks()) is not None and top[1] is _unpack:
             self.hooks.__exit__()
             self.hooks = None
 
@@ -121,27 +117,25 @@ class _Region:
         self.by_storage, self.by_node = {}, {}  # saved tensors hold the hooks, and these the region
 
     def declare(self, y: Tensor, op: Callable[..., Tensor], tensors: tuple[Tensor | None, ...], options: dict[str, Any]) -> None:
-        entry = y, y._version, _Recipe(y, op, tensors, options)
+        entry = y, y._version, _Recipe(y, op, [t if t is None else self.save(t) for t in tensors], options)
         self.by_storage[y.untyped_storage()._cdata] = self.by_node[y.grad_fn] = entry
         self.open()
 
     def pack(self, t: Tensor) -> Any:
         node = t.grad_fn
-        if node is None:  # a leaf, itself: its owner may change its data meanwhile (ZeRO)
-            return t, t._version
-        if type(t) in _PLAIN and t.layout is torch.strided:
-            entry = self.by_storage.get(t.untyped_storage()._cdata)
-            if entry is None and (entry := self._cast(t, node)) is None:
-                return t.detach(), t._version  # detached: it may be the output of the node that saves it
+        if node is None or type(t) not in PLAIN or t.layout is not torch.strided:
+            return self.save(t)
+        entry = self.by_storage.get(t.untyped_storage()._cdata) or self._cast(t, node)
+        if entry is not None:
             y, version, recipe = entry
             if y._version == version and (t.dtype == y.dtype or t._version == 0) and recipe.available():
                 recipe.users += 1
-                return recipe, t.dtype, t.size(), t.stride(), t.storage_offset()
-        return t.detach(), t._version
+                return _Value(recipe, t.dtype, t.size(), t.stride(), t.storage_offset())
+        return self.save(t)
 
     def _cast(self, t: Tensor, node: Any) -> tuple[Tensor, int, _Recipe] | None:
         """What ``t`` is a cast, or a view of a cast, of, as autocast makes one for each Linear."""
-        while (name := type(node).__name__) in _VIEWS:
+        while (name := type(node).__name__) in VIEWS:
             node = node.next_functions[0][0]
         if name != "ToCopyBackward0":
             return None
@@ -151,32 +145,26 @@ class _Region:
         return entry if whole else None
 
 
+class _Value(NamedTuple):
+    """What the graph holds of a value that is recomputed."""
+
+    recipe: _Recipe
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: Any
+
+
 def _unpack(saved: Any) -> Tensor:
-    if len(saved) == 2:
-        t, version = saved
-        if t._version != version:
-            raise _modified(t, version)
-        return t
-    recipe, dtype, *layout = saved
-    return recipe.value(dtype).as_strided(*layout)
+    if type(saved) is not _Value:
+        return offloading.unpack(saved)
+    return saved.recipe.value(saved.dtype).as_strided(saved.size, saved.stride, saved.offset)
 
 
-def _modified(t: Tensor, version: int) -> RuntimeError:
-    return RuntimeError(
-        "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"{t.type()} {list(t.shape)} is at version {t._version}; expected version {version} instead"
-    )
-
-
-def _top() -> Any:
-    """The hooks for saved tensors that are in place now, or None."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
-
-
-def _allowed() -> bool:
-    """Whether hooks may be pushed: not within ``torch.func``."""
-    enabled = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]  # in no stub
-    return enabled and torch._C._functorch.peek_interpreter_stack() is None
+def _saved_by() -> Callable[[Tensor], Any] | None:
+    """What saves a tensor now, if nobody's hooks but those of ``offloading`` are in place; None if others' are."""
+    top = top_hooks()
+    return offloading.as_it_is if top is None else top[0] if top[1] is offloading.unpack else None
 
 
 def cheap(op: Callable[..., Tensor], *tensors: Tensor | None, **options: Any) -> Tensor:
@@ -196,14 +184,14 @@ def declare(y: Tensor, op: Callable[..., Tensor], *tensors: Tensor | None, **opt
     if y.nbytes <= SMALL and region.level == "cheap":
         return
     # ZeRO-3 (ds_id) takes the data out of a parameter when its module has run
-    if y.grad_fn is not None and all(t is None or (type(t) in _PLAIN and not hasattr(t, "ds_id")) for t in (y, *tensors)):
+    if y.grad_fn is not None and all(t is None or (type(t) in PLAIN and not hasattr(t, "ds_id")) for t in (y, *tensors)):
         region.declare(y, op, tensors, options)
 
 
 def recomputed(t: Tensor) -> bool:
     """Whether saving ``t`` now saves only how to compute it again."""
     region = None if torch.compiler.is_compiling() else _local.region
-    if region is None or region.hooks is None or type(t) not in _PLAIN or t.grad_fn is None:
+    if region is None or region.hooks is None or type(t) not in PLAIN or t.grad_fn is None:
         return False
     entry = region.by_storage.get(t.untyped_storage()._cdata) or region._cast(t, t.grad_fn)
     return entry is not None and entry[2].available()
@@ -242,7 +230,7 @@ def needed() -> None:
 
 def taken() -> None:
     """Say that all readers of the declared value have run: until the next declaration, saving costs nothing extra."""
-    if not torch.compiler.is_compiling() and _local.region is not None:
+    if not torch.compiler.is_compiling() and _local.region is not None and torch.is_grad_enabled():
         _local.region.close()
 
 
@@ -251,7 +239,7 @@ def projected(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     if torch.compiler.is_compiling() or (region := _local.region) is None or region.level != "mlp" or not torch.is_grad_enabled():
         return function(x)
     region.open()  # x is saved by the checkpoint
-    if (top := _top()) is not None and top[1] is not _unpack:
+    if _saved_by() is None and top_hooks()[1] is not _unpack:
         return function(x)
     return checkpoint(function, x, use_reentrant=False)
 
@@ -263,9 +251,10 @@ def rematerialised(forward: Callable, level: str = "cheap") -> Callable:
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or _local.region is not None:
             return forward(self, *args, **kwargs)
-        if _top() is not None or not _allowed() or torch._C._current_autograd_node() is not None:
+        save = _saved_by()
+        if save is None or not hooks_allowed() or torch._C._current_autograd_node() is not None:
             return forward(self, *args, **kwargs)
-        _local.region = region = _Region(level)
+        _local.region = region = _Region(level, save)
         try:
             return forward(self, *args, **kwargs)
         finally:
@@ -273,3 +262,86 @@ def rematerialised(forward: Callable, level: str = "cheap") -> Callable:
             region.end()
 
     return wrapper
+
+
+# -- attention in checkpointed layers ------------------------------------------------------------
+
+_ATTENTION = {
+    "aten": [
+        f"_scaled_dot_product_{name}"
+        for name in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu", "fused_attention_overrideable")
+    ],
+    "torch_attn": ["_varlen_attn"],
+    "flash_attn": ["_flash_attn_forward", "_flash_attn_varlen_forward"],
+    "flash_attn_3": ["fwd"],
+}
+
+
+def attention_operators() -> set[Any]:
+    """The attention operators of PyTorch and of the flash-attn packages, as far as they are there."""
+    found = (getattr(getattr(torch.ops, namespace), name, None) for namespace, names in _ATTENTION.items() for name in names)
+    return {packet.default for packet in found if packet is not None}
+
+
+class _Output:
+    """An output of attention, as the graph would hold it."""
+
+    __slots__ = ("saved",)
+
+    def __init__(self, saved: Any):
+        self.saved = saved
+
+
+class _Attention(TorchDispatchMode):
+    """Sees the operators of a checkpointed forward. ``kept``: the outputs of each call of attention."""
+
+    def __init__(self, kept: list[Any], save: Callable[[Tensor], Any]):
+        super().__init__()
+        self.kept, self.save, self.operators = kept, save, attention_operators()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # layers that are compiled call attention, too
+
+    def drawn(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
+        """Whether the call draws random numbers: dropout must move the generator in the second forward, too."""
+        given = dict(zip((a.name for a in func._schema.arguments), args)) | kwargs
+        return any(given.get(name) for name in ("dropout_p", "attn_dropout_p"))
+
+
+class _Keep(_Attention):
+    """The first forward."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in self.operators and not self.drawn(func, args, kwargs or {}):
+            self.kept.append(tree_map_only(Tensor, lambda t: _Output(self.save(_alias(t))), out))
+        return out
+
+
+class _Again(_Attention):
+    """The second forward, which gets the outputs. It computes one that was changed in place after the first."""
+
+    def __enter__(self) -> Any:
+        self.outputs = iter(self.kept)  # from the beginning: a graph that is kept has several backward passes
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func in self.operators and not self.drawn(func, args, kwargs or {}):
+            out = next(self.outputs, None)
+            if out is not None and all(offloading.intact(t.saved) for t in tree_leaves(out) if isinstance(t, _Output)):
+                return tree_map_only(_Output, lambda t: _alias(offloading.unpack(t.saved)), out)
+        return func(*args, **(kwargs or {}))
+
+
+def _alias(t: Tensor) -> Tensor:
+    """``t`` without a place in the graph. It shares the version of ``t``."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):  # as for views above autograd
+        return t.detach()
+
+
+def keeping_attention() -> tuple[_Keep, _Again]:
+    """A ``context_fn`` of ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False)``: the outputs of attention are kept. Gradients are bit-identical."""
+    kept: list[Any] = []
+    save = _saved_by() or offloading.as_it_is
+    return _Keep(kept, save), _Again(kept, save)

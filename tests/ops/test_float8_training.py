@@ -152,9 +152,9 @@ def test_largest_values_of_an_activation(packed, M, N):
 
 
 @needs_kernels
-@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize(("checkpointed", "tiles"), [(False, 1), (True, 1), (False, 3), (True, 3)])
 @pytest.mark.parametrize("recipe", RECIPES, **named)
-def test_a_gated_mlp(recipe, checkpointed):
+def test_a_gated_mlp(recipe, checkpointed, tiles):
     """The errors beside fp64 are those of three layers of torchao with an activation between them, or less."""
     float8_linear = pytest.importorskip("torchao.float8.float8_linear")
     config = pytest.importorskip("torchao.float8.config").Float8LinearConfig.from_recipe_name(recipe.name)
@@ -168,7 +168,7 @@ def test_a_gated_mlp(recipe, checkpointed):
         layers.append(float8_linear.Float8Linear.from_float(nn.Linear(w.shape[1], w.shape[0], bias=False, dtype=torch.bfloat16, device=DEVICE), config))
         layers[-1].weight.data.copy_(w)
     gate, up, down = (Projection(f8.float8_trained(w, recipe)) for w in ours)
-    node = lambda x: adapted_mlp(x, [gate, up], down, ends=True)
+    node = lambda x: adapted_mlp(x, [gate, up], down, ends=True, tiles=tiles)
     call = (lambda x: checkpoint(node, x, use_reentrant=False)) if checkpointed else node
     found = learning(call, x, dy, ours)
     other = learning(lambda x: layers[2](nn.functional.silu(layers[0](x)) * layers[1](x)), x, dy, [m.weight for m in layers])

@@ -135,6 +135,21 @@ def gradients(module, y) -> dict[str, torch.Tensor]:
 
 @needs_kernels
 @pytest.mark.parametrize("packed", [False, True])
+def test_patched_mlps_in_tiles_are_one_node(packed):
+    from liger_kernel.transformers.recognise import slots
+
+    module, whole = gated(packed)
+    label = f"glu({'gate_up_proj' if packed else 'gate_proj, up_proj'}, down_proj, act_fn)"
+    x = torch.randn(3, 5, 16, device=DEVICE)
+    y = slots.VARIANTS[label](Gated.forward, 4)(module, x)
+    assert y.grad_fn.name() == "AdaptedMLPFunctionBackward"
+    tiled = gradients(module, y)
+    for name, t in gradients(module, whole(x)).items():
+        torch.testing.assert_close(tiled[name], t)
+
+
+@needs_kernels
+@pytest.mark.parametrize("packed", [False, True])
 def test_patched_mlps_are_one_operator(wholes, packed):
     module, forward = gated(packed)
     x = torch.randn(3, 5, 16, device=DEVICE)

@@ -11,6 +11,11 @@ from torch import nn
 
 from liger_kernel.nn import LigerGEGLUMLP, LigerSwiGLUMLP, LigerTiledGEGLUMLP, LigerTiledSwiGLUMLP
 from liger_kernel.ops import LigerTiledMLPFunction, apply_tiled_mlp
+from liger_kernel.ops._core import operator as _op
+from liger_kernel.ops.projections.adapted import Adapter, Projection
+from liger_kernel.ops.projections.mlp import adapted_mlp
+from liger_kernel.ops.projections.tiled_mlp import tiles_of
+from liger_kernel.ops.projections.weights import Dequantized, dense
 from liger_kernel.testing import assert_as_accurate, assert_same_bits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -203,3 +208,95 @@ def test_wrapped(wrapper, process_group):
             o.step()
             o.zero_grad()
     torch.testing.assert_close(model(x), expected(x))
+
+
+# -- as one node ---------------------------------------------------------------------------
+
+
+def projections(dtype: torch.dtype, kind: str, packed: bool = False) -> list[Projection]:
+    """Gate, up and down, of ``kind``: learnt, frozen, dequantized, or with adapters."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = lambda *shape: torch.randn(*shape, generator=generator).div(shape[-1] ** 0.5).to(torch.bfloat16).to(DEVICE, dtype)
+
+    def one(N: int, K: int) -> Projection:
+        w, bias = drawn(N, K).requires_grad_(kind == "learnt"), drawn(N).requires_grad_(kind == "learnt")
+        weight = Dequantized((N, K), None, dequantize=lambda dtype: w.to(dtype)) if kind == "dequantized" else dense(w)
+        adapters = (Adapter(drawn(3, K).requires_grad_(), drawn(N, 3).requires_grad_(), 0.5),) if kind == "adapters" else ()
+        return Projection(weight, bias, adapters)
+
+    return [one(48, 16), one(16, 24)] if packed else [one(24, 16), one(24, 16), one(16, 24)]
+
+
+def by_node(dtype: torch.dtype, kind: str, tiles: int, packed: bool = False, run=lambda f, x: f(x)) -> dict[str, torch.Tensor]:
+    *first, down = projections(dtype, kind, packed)
+    x = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16).to(DEVICE, dtype).requires_grad_()
+    y = run(lambda x: adapted_mlp(x, first, down, ends=True, tiles=tiles), x)
+    y.mul(x.detach() + 1).sum().backward()
+    learnt = [t for p in (*first, down) for t in p.tensors() if t is not None and t.requires_grad]
+    assert all(t.grad.dtype == t.dtype for t in learnt)
+    return {"out0": y.detach(), "dx": x.grad} | {f"d{i}": t.grad for i, t in enumerate(learnt)}
+
+
+needs_kernels = pytest.mark.skipif(not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call")
+
+
+@needs_kernels
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", ["learnt", "frozen", "dequantized", "adapters"])
+@pytest.mark.parametrize("tiles", [3, 4, 10, 50])
+def test_a_node_in_tiles(kind, tiles, packed):
+    whole, tiled = (by_node(torch.float32, kind, count, packed) for count in (1, tiles))
+    assert whole.keys() == tiled.keys()
+    for name, t in whole.items():
+        torch.testing.assert_close(tiled[name], t, rtol=1e-5, atol=1e-5)
+
+
+@needs_kernels
+def test_a_node_in_tiles_is_as_accurate_as_a_whole_one():
+    """Gradients of weights are added in fp32."""
+    found = [by_node(torch.bfloat16, "learnt", tiles) for tiles in (5, 1)]
+    assert_as_accurate(*found, by_node(torch.float32, "learnt", 1))
+
+
+@needs_kernels
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_a_node_in_tiles_under_autocast(reentrant):
+    """Weights in fp32 are cast once, and their gradients have their dtype."""
+
+    def run(f, x):
+        with torch.autocast(DEVICE, torch.bfloat16):
+            return f(x) if reentrant is None else torch.utils.checkpoint.checkpoint(f, x, use_reentrant=reentrant)
+
+    whole, tiled = (by_node(torch.float32, "learnt", tiles, run=run) for tiles in (1, 3))
+    for name, t in whole.items():
+        assert tiled[name].dtype == t.dtype
+        torch.testing.assert_close(tiled[name].float(), t.float(), rtol=0.05, atol=0.05)
+
+
+@needs_kernels
+def test_a_node_in_tiles_saves_its_input_and_the_weights_only():
+    kept = []
+
+    def run(f, x):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+            return f(x)
+
+    by_node(torch.float32, "learnt", 3, run=run)
+    assert sum(t.numel() for t in kept) == 10 * 16 + 3 * 24 * 16 + 24 + 24 + 16
+
+
+@needs_kernels
+def test_a_node_in_tiles_gives_gradients_again():
+    def run(f, x):
+        y = f(x)
+        (y.sum() * 0).backward(retain_graph=True)
+        return y
+
+    assert_same_bits(by_node(torch.float32, "learnt", 3, run=run), by_node(torch.float32, "learnt", 3))
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, "2", (2,)])
+def test_bad_numbers_of_tiles(value):
+    with pytest.raises(ValueError, match="tiled_mlp: must be True, False or a number of tiles from 1 on, got"):
+        tiles_of(value)
+    assert tiles_of(None) is False and tiles_of(True) is True and tiles_of(7) == 7

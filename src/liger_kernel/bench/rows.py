@@ -34,6 +34,12 @@ LABELS = {
     "layers": "compiled layers",
     "ours:off": "ours, keeping everything",
     "ours:mlp": "ours, keeping least",
+    "ours:offload": "ours, offloading",
+    "ours:attention": "ours, attention kept",
+    "ours:tiled": "ours, tiled MLP",
+    "ours:offload-attention": "ours, offloading, attention kept",
+    "ours:offload-tiled": "ours, offloading, tiled MLP",
+    "ours:long": "ours, all for long rows",
     "ours:bf16": "ours, in bf16",
     "torchao": "ours + torchao's layers, compiled",
     "ours:fp8": "ours, FP8 base",
@@ -55,6 +61,12 @@ MEANING = {
     "stock": "the Hugging Face model as it is",
     "ours:off": "the model with our kernels, every intermediate result kept for the backward",
     "ours:mlp": "the model with our kernels, projections of gated MLPs computed again in the backward",
+    "ours:offload": "the model with our kernels, activations kept in the CPU's memory (activation_offloading=True)",
+    "ours:attention": "the model with our kernels, checkpointed layers keep the outputs of attention (keep_attention=True)",
+    "ours:tiled": "the model with our kernels, MLPs in tiles of the tokens (tiled_mlp=True)",
+    "ours:offload-attention": "ours:offload and ours:attention together",
+    "ours:offload-tiled": "ours:offload and ours:tiled together",
+    "ours:long": "ours:offload, ours:attention and ours:tiled together",
     "ours:attention-off": "the model with our kernels, adapters of q, k, v and o run by PEFT (projections=False)",
     "ours:fp8": "the model with our kernels, its frozen weights in FP8",
     "ours:fp8_rowwise": "the same with a scale for each row",
@@ -88,9 +100,9 @@ def parts_of(row: Mapping[str, Any]) -> list[str]:
     adapters = f"{'DoRA' if row.get('dora') else 'LoRA'} {row['lora']}" if row.get("lora") else ""
     adapters += f" on {row['lora_targets']}" if row.get("lora_targets") else ""
     adapters += f" with dropout {row['lora_dropout']:g}" if row.get("lora_dropout") else ""
-    layers, base = row.get("layers"), row.get("quantize")
+    layers, base, tiles = row.get("layers"), row.get("quantize"), f"tiled MLPs in {row['tiled_mlp']}" if row.get("tiled_mlp") else ""
     parts = [f"{layers} layers" if layers else "", "autocast" if row.get("autocast") else "", "checkpointing" if row.get("checkpointing") else ""]
-    return [part for part in (*parts, adapters, f"{base} base" if base else "", f"FP8 {row['fp8']}" if row.get("fp8") else "") if part]
+    return [part for part in (*parts, adapters, f"{base} base" if base else "", f"FP8 {row['fp8']}" if row.get("fp8") else "", tiles) if part]
 
 
 def with_ours(rows: Iterable[Row]) -> list[tuple[Row, Row | None]]:

@@ -22,14 +22,23 @@ from liger_kernel.model_sizes import MODELS, config_of, step_flops
 from liger_kernel.train.mistakes import Parser, UserError, at_least, holds, one_of, writable
 
 BASES = ("stock", "upstream", "ours")
-REMATERIALISING = ("ours:off", "ours:mlp")  # ours with another level of liger_kernel.memory than the default
+SWITCHED: dict[str, dict[str, Any]] = {  # ours with other flags than the default
+    "ours:off": {"rematerialise": "off"},
+    "ours:mlp": {"rematerialise": "mlp"},
+    "ours:offload": {"activation_offloading": True},
+    "ours:attention": {"keep_attention": True},
+    "ours:tiled": {"tiled_mlp": True},
+    "ours:offload-attention": {"activation_offloading": True, "keep_attention": True},
+    "ours:offload-tiled": {"activation_offloading": True, "tiled_mlp": True},
+    "ours:long": {"activation_offloading": True, "keep_attention": True, "tiled_mlp": True},
+}
 FP8 = ("fp8", "fp8_rowwise")  # ours with another storage of the frozen base: recipes of quantize_base
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")  # of --fp8, as torchao names them
 UNSLOTH = ("unsloth", "unsloth:offload")  # Unsloth's own functions; with --checkpointing the second one keeps the layers' inputs in the CPU's memory
 COMPILED = {"compile": "model", "layers": "layers"}  # what torch.compile compiles: the whole model, or each decoder layer separately
 VARIANTS = (
     *BASES,
-    *REMATERIALISING,
+    *SWITCHED,
     *(f"ours:{how}" for how in (*FP8, "bf16")),
     "torchao",
     *UNSLOTH,
@@ -68,6 +77,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--masked", type=float, default=0.0, metavar="F", help="the part of the labels that is ignored (default: 0)")
     add("--optimizer", choices=("sgd", "adamw"), default="sgd", help="(default: sgd)")
     add("--checkpointing", action="store_true", help="recompute the layers in the backward")
+    add("--tiled-mlp", type=int, metavar="N", help="the tiles of the MLPs of variants with tiled_mlp (default: tiled_mlp=True, at most 16)")
     add("--autocast", "--amp", action="store_true", help="run forwards under torch.autocast in bfloat16, as Hugging Face's Trainer does with bf16=True")
     add("--lora", type=int, default=0, metavar="R", help="train adapters of that rank on all linear layers but the head, and on experts (needs peft)")
     add("--lora-targets", metavar="NAMES", help=f"put adapters only on these layers, comma-separated; those of an MLP also mean experts: {', '.join(LINEARS)}")
@@ -109,7 +119,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         a.against += ["compile" if name == "stock" else f"{name}+compile" for name in a.against if name in BASES]
     a.against = list(dict.fromkeys(a.against))
     a.parallel = a.parallel or ("ddp" if a.gpus > 1 else None)
-    at_least(1, batch=a.batch[0], seq=a.seq, gpus=a.gpus, steps=a.steps, layers=a.layers)
+    at_least(1, batch=a.batch[0], seq=a.seq, gpus=a.gpus, steps=a.steps, layers=a.layers, tiled_mlp=a.tiled_mlp)
     at_least(0, lengths=a.lengths, warmup=a.warmup, lora=a.lora)
     if a.peak_tflops is not None and not a.peak_tflops > 0:
         raise UserError(f"--peak-tflops must be positive, got {a.peak_tflops:g}")
@@ -240,7 +250,7 @@ def ratio(row: Row, stock: Row | None, field: str) -> float | None:
     return row[field] / stock[field]
 
 
-OPTIONS = ("seq", "gpus", "parallel", "checkpointing", "layers", "autocast", "lora", "lora_targets", "lora_dropout", "dora", "quantize", "fp8")
+OPTIONS = ("seq", "gpus", "parallel", "checkpointing", "layers", "autocast", "lora", "lora_targets", "lora_dropout", "dora", "quantize", "fp8", "tiled_mlp")
 
 
 def values_of(a: argparse.Namespace, model: str) -> dict[str, Any]:
@@ -259,7 +269,7 @@ def measure(a: argparse.Namespace, model: str, variant: str, folder: Path, peak:
     base, _, level = base.partition(":")
     options = {name: getattr(a, name) for name in OPTIONS}
     common: Row = {"model": model, "variant": variant, **options}
-    values, fp8 = values_of(a, model), level in FP8
+    values, fp8, flags = values_of(a, model), level in FP8, SWITCHED.get(f"{base}:{level}", {})
     spec = {
         **options,
         "config": values,
@@ -268,11 +278,11 @@ def measure(a: argparse.Namespace, model: str, variant: str, folder: Path, peak:
         "quantize": level if fp8 else a.quantize,
         "fp8": a.fp8 if base in ("ours", "torchao") and level != "bf16" else None,
         "torchao": base == "torchao",
-        "flags": {"rematerialise": level} if base == "ours" and f"ours:{level}" in REMATERIALISING else {},
+        "flags": flags | ({"tiled_mlp": a.tiled_mlp} if "tiled_mlp" in flags and a.tiled_mlp else {}),
         "lora_targets": a.lora_targets.split(",") if a.lora_targets else list(LINEARS),
         "unsloth": str(folder / f"{model}-weights") if base == "unsloth" else None,
         "unsloth_path": a.unsloth_path if base == "unsloth" else None,
-        "offload": level == "offload",
+        "offload": base == "unsloth" and level == "offload",
         "save": None,
         "compile": "layers" if base == "torchao" else COMPILED.get(rest),
         "tokens": str(folder / f"{model}.pt"),

@@ -38,7 +38,7 @@ ADAPTERS = ("lora", "lora_alpha", "lora_dropout", "lora_targets", "dora", "rslor
 RANGES = (
     ("hidden intermediate layers heads kv_heads vocab steps batch accumulate global_batch log_every timeout checkpoint_keep limit", 1, math.inf),
     ("length", 2, math.inf),  # the first token of a row is predicted by nothing
-    ("warmup eval_every grad_clip weight_decay lora nproc max_restarts checkpoint_every stream", 0, math.inf),
+    ("tiled_mlp warmup eval_every grad_clip weight_decay lora nproc max_restarts checkpoint_every stream", 0, math.inf),
     ("min_lr", 0, 1),
     ("metrics_port", 0, 2**16 - 1),
     ("seed", 0, 2**32 - 1),  # numpy's
@@ -144,6 +144,11 @@ class TrainConfig:
         None, "kernels", "layers that stay as they are, beside heads, routers and small layers: names with commas between, such as o_proj,mlp"
     )
     fp8_head: bool | None = _field(None, "kernels", "the output head and its loss multiply in FP8, too")
+    activation_offloading: bool | None = _field(
+        None, "kernels", "keep the inputs of checkpointed layers, or without checkpointing large activations, in the CPU's memory until the backward"
+    )
+    keep_attention: bool | None = _field(None, "kernels", "checkpointed layers keep the outputs of attention instead of computing them twice")
+    tiled_mlp: int | None = _field(None, "kernels", "run MLPs in so many tiles of the tokens; 0: as many as have 2048 tokens each, at most 16")
 
     trainer: str = _field("torch", "run", "what runs the loop: plain PyTorch, transformers' Trainer, or Lightning's", TRAINERS)
     parallel: str = _field(
@@ -291,7 +296,8 @@ class TrainConfig:
         """The kernels that are switched on or off by name; the model family decides about the others."""
         names = [field.name for field in dataclasses.fields(self) if field.metadata["group"] == "kernels" and field.name != "kernels"]
         flags = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        return flags | ({"fp8_filter": [name.strip() for name in self.fp8_filter.split(",")]} if self.fp8_filter else {})
+        flags |= {"fp8_filter": [name.strip() for name in self.fp8_filter.split(",")]} if self.fp8_filter else {}
+        return flags | ({"tiled_mlp": True} if self.tiled_mlp == 0 else {})
 
     def shown(self) -> dict[str, Any]:
         """Names and values without credentials, which may be written or reported."""

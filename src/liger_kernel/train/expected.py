@@ -8,7 +8,8 @@ with H, A, K and I the widths of the hidden state, of queries, of keys, and of t
     patched            inputs of its norms, H each; q, k, v and attention's output, 2 A + 2 K; gate and up, 2 I
     rematerialise=off  and outputs of its norms, H each;   rematerialise=mlp   no gate and up
     stock              of each norm an fp32 copy, the normalised and the scaled hidden state; q, k, v, the output; four tensors of width I
-    checkpointing      its input, H; while its own backward runs, all of the above once
+    checkpointing      its input, H, and with keep_attention A; while its own backward runs, all of the above once
+    offloading         nothing, but for the layer that runs and the one that the backward reads next
 
 Beside peaks that were measured on one H200 (tests/train/test_summary.py) this is at most 3 % off, and up to 9 % too low under FSDP2. What is not counted:
 caches of libraries, fragmentation, buffers of collectives. On a CPU the process holds up to a fifth more than this says: its matrix products pack their
@@ -38,7 +39,10 @@ class Form:
     patched: bool = True
     fused_head: bool = True
     level: str = "cheap"  # of ``liger_kernel.memory``
+    tiles: int = 1  # of an MLP
     checkpointing: str = "none"
+    keeps_attention: bool = False
+    offloading: bool = False
     states: float = 2.0  # of the optimizer, in values of a trained parameter's size
     shards: int = 1  # into how many parts weights, gradients and states are split
     split_weights: bool = True  # else gradients and states alone, as ZeRO 2 has it
@@ -135,21 +139,26 @@ def _of_layer(model: Any, layers: Iterable[nn.Module], form: Form) -> tuple[floa
         return norms * H * (4 + 2 * b) + attention + 4 * I * b, H * r
     small = form.tokens * H * b <= memory.SMALL
     outputs = norms * H * b if form.level == "off" or (form.level == "cheap" and small) else 0
-    return norms * H * r + outputs + attention + (0 if form.level == "mlp" else 2 * I * b), H * r
+    return norms * H * r + outputs + attention + (0 if form.level == "mlp" or form.tiles > 1 else 2 * I * b), H * r
 
 
 def _activations(model: Any, layers: list[nn.Module], form: Form, each: tuple[float, float]) -> float:
     config = model.config.get_text_config()
     inside, inputs = each
     last = form.tokens * config.hidden_size * (form.residual + form.activation)  # the last norm's input and output
+    there = min(len(layers), 2) if form.offloading else len(layers)
+    wide = 3 / form.tiles if form.tiles > 1 else 2 if form.level == "mlp" and form.checkpointing == "none" else 0
+    again = wide * config.intermediate_size * form.activation if form.patched else 0  # while a layer's own backward runs
     if form.checkpointing == "none":
-        again = 2 * config.intermediate_size * form.activation if form.patched and form.level == "mlp" else 0  # while a layer's own backward runs
-        return form.tokens * (len(layers) * inside + again) + last
+        return form.tokens * (there * inside + again) + last
+    results = 0
+    if form.checkpointing == "full" and form.keeps_attention:
+        inputs += config.num_attention_heads * (_width(config) * form.activation + 4)  # and the log-sum-exp in fp32
     if form.checkpointing == "selective":  # results of matrix products and of attention stay
         width, b = _width(config), form.activation
         heads, kv = config.num_attention_heads, getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        inputs += ((2 * heads + 2 * kv) * width + 2 * config.hidden_size + 2 * config.intermediate_size) * b
-    return form.tokens * (len(layers) * inputs + inside) + last
+        results = ((2 * heads + 2 * kv) * width + 2 * config.hidden_size + 2 * config.intermediate_size) * b
+    return form.tokens * (there * inputs + len(layers) * results + inside + again) + last
 
 
 def _head(model: Any, form: Form) -> float | None:

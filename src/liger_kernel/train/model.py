@@ -13,6 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from liger_kernel.memory import attention_operators
 from liger_kernel.nearest import did_you_mean
 from liger_kernel.parallel import layers_of
 from liger_kernel.train import adapters
@@ -149,27 +150,8 @@ def recompute(model: Any, what: str) -> None:
         raise UserError(f"gradient_checkpointing: {error}") from error
 
 
-def _operator(namespace: str, name: str) -> Any:
-    """PyTorch's operator of that name, or None."""
-    return getattr(getattr(getattr(torch.ops, namespace), name, None), "default", None)
-
-
-_COSTLY = {
-    op
-    for name in (
-        "aten.mm",
-        "aten.addmm",
-        "aten.bmm",
-        "aten.baddbmm",
-        "aten._scaled_dot_product_flash_attention",
-        "aten._scaled_dot_product_efficient_attention",
-        "aten._scaled_dot_product_cudnn_attention",
-        "aten._scaled_dot_product_flash_attention_for_cpu",
-        "aten._scaled_dot_product_attention_math",
-        "torch_attn._varlen_attn",
-    )
-    if (op := _operator(*name.split("."))) is not None
-}
+_MULTIPLIES = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm, torch.ops.aten._scaled_dot_product_attention_math)
+_COSTLY = {packet.default for packet in _MULTIPLIES} | attention_operators()
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

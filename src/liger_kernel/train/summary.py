@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from liger_kernel import memory
+from liger_kernel.ops.projections.tiled_mlp import count_of
 from liger_kernel.train import adapters
 from liger_kernel.train.config import TrainConfig
 from liger_kernel.train.expected import Form, expected, gb
@@ -81,7 +82,10 @@ def form_of(config: TrainConfig, model: Any, device: torch.device, precision: st
         patched=row is not None and device.type != "cpu",  # where PyTorch references run, whose layers keep what stock ones keep
         fused_head=bool(row and not row.fused and own),
         level=memory.level_of(flags.get("rematerialise", True)),
+        tiles=count_of(flags.get("tiled_mlp", False), config.batch * config.length),
         checkpointing=config.gradient_checkpointing,
+        keeps_attention=bool(flags.get("keep_attention")),
+        offloading=bool(flags.get("activation_offloading")) and device.type != "cpu",
         states=2.0 if config.optimizer == "adamw" else 0.5 if precision != "bf16" else 1.0,
         shards=world if sharded else 1,
         split_weights=config.parallel != "deepspeed-z2",

@@ -144,6 +144,7 @@ def source(rows: dict[str, Family], unverified: dict[str, str]) -> str:
 
 
 OURS = "rematerialise: bool | str = True, projections: bool = True, fp8: bool | str = False, fp8_filter: Filter | None = None, fp8_head: bool = False"
+OURS += ", activation_offloading: bool = False, keep_attention: bool = False, tiled_mlp: bool | int = False"
 
 
 def stub() -> str:

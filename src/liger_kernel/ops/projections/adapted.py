@@ -260,8 +260,11 @@ class Projections:
                 dx.add_(torch.ops.aten.native_dropout_backward(dxa.to(self.dtype) @ a.to(self.dtype), mask, 1 / (1 - stack.dropout)))
         return dx if out is None or dx is out else out.copy_(dx)
 
-    def weight_gradients(self, x: Rows, need: Sequence[Sequence[bool]]) -> list[Tensor | None]:
-        """The gradient of each tensor that ``Projection.tensors`` lists, in the dtype of that tensor."""
+    def weight_gradients(self, x: Rows, need: Sequence[Sequence[bool]], totals: Sequence[Tensor | None] | None = None) -> list[Tensor | None]:
+        """The gradient of each tensor that ``Projection.tensors`` lists, in the dtype of that tensor.
+
+        ``totals``: for each weight, what its gradient is added to in place; then the list has None for it.
+        """
         for stack, dxa, mask in zip(self.stacks, self.dxas, self.masks):
             if any(need[i][3 + 3 * j] for i, j in stack.adapters):
                 seen = x.rows if mask is None else torch.ops.aten.native_dropout_backward(x.rows, mask, 1 / (1 - stack.dropout))
@@ -269,10 +272,13 @@ class Projections:
                 for (i, j), span in zip(stack.adapters, stack.spans):
                     self.grads[i][3 + 3 * j] = da[slice(*span)]
         flat: list[Tensor | None] = []
-        for p, dy, grad, needs in zip(self.projections, self.dy_rows, self.grads, need):
-            if needs[0]:
+        for i, (p, dy, grad, needs) in enumerate(zip(self.projections, self.dy_rows, self.grads, need)):
+            total = None if totals is None else totals[i]
+            if total is not None:
+                p.weight.add_gradient(total, dy, x)
+            elif needs[0]:
                 grad[0] = p.weight.gradient(dy, x)
-            flat += [g.to(t.dtype) if n else None for g, n, t in zip(grad, needs, p.tensors())]
+            flat += [None if g is None or not n else g.to(t.dtype) for g, n, t in zip(grad, needs, p.tensors())]
         return flat
 
 

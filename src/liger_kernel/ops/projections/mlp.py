@@ -25,6 +25,7 @@ from liger_kernel.ops.activations.glu import reference as glu_reference
 from liger_kernel.ops.projections.adapted import Projection, Projections, rows_again
 from liger_kernel.ops.projections.float8_training import Float8Trained, glu_and_tops, known_amax
 from liger_kernel.ops.projections.linear import dtypes_of, flat, split, stays, without_autocast
+from liger_kernel.ops.projections.tiled_mlp import TILE
 from liger_kernel.ops.projections.weights import Dense, Dequantized, Rows
 
 
@@ -42,7 +43,7 @@ def _form(gate_multiplier: float, down_multiplier: float) -> Form:
 
 _CHECKPOINT = "torch.utils.checkpoint"
 # Saved-tensor hooks that hold no reference to the tensor afterwards: they return the saved tensor, a copy, or a recomputed tensor
-_HARMLESS = {"", "liger_kernel.memory", "torch.autograd.graph", _CHECKPOINT}
+_HARMLESS = {"", "liger_kernel.memory", "liger_kernel.offloading", "torch.autograd.graph", _CHECKPOINT}
 
 
 def _hooks() -> tuple[tuple[Any, Any] | None, str]:
@@ -213,28 +214,29 @@ def mlp(
 
 
 class AdaptedMLPFunction(torch.autograd.Function):
-    """``apply(x, projections of x, down, thin dtype, act, gate_multiplier, down_multiplier, recompute, ends, *their tensors)``: ``LigerMLPFunction`` for any
-    ``Projection``: gate and up, or one projection that is both side by side.
+    """``apply(x, projections of x, down, thin dtype, act, gate_multiplier, down_multiplier, recompute, ends, tiles, *their tensors)``: ``LigerMLPFunction``
+    for any ``Projection``: gate and up, or one projection that is both side by side.
 
     ``ends``: the MLP is the last part of a checkpointed layer. Then a recomputation stops before the first product, and the backward itself computes gate x
-    and up x, once, as the recomputation would have done. In this case the forward and the backward hold one tile of tokens at a time.
+    and up x, once, as the recomputation would have done. In this case, and with more than one of ``tiles``, the forward and the backward hold one tile of
+    tokens at a time, and x alone is saved.
     """
 
     @staticmethod
-    def forward(ctx, x, first, down, thin, act, gate_multiplier, down_multiplier, recompute, ends, *tensors):
+    def forward(ctx, x, first, down, thin, act, gate_multiplier, down_multiplier, recompute, ends, tiles, *tensors):
         ctx.projections, ctx.thin, ctx.form = (first, (down,)), thin, (act, *_form(gate_multiplier, down_multiplier))
         hooks, owner = _hooks()
         ctx.unshared, ctx.packed, ctx.recompute = owner in _HARMLESS, None, recompute
         checkpointed = hooks is not None and owner == _CHECKPOINT
-        ctx.tiled = checkpointed and ends and all(map(_tileable, (*first, down)))
-        if ctx.tiled:
+        ctx.tiles = _tiles(x.numel() // max(1, x.shape[-1]), tiles) if tiles > 1 or (checkpointed and ends and all(map(_tileable, (*first, down)))) else []
+        if ctx.tiles and checkpointed:
             ctx.packed, ctx.unpack = [t if t is None else hooks[0](t) for t in (x, *tensors)], hooks[1]
         with without_autocast(x.device.type):
             gate_up, last = (Projections(p, x.dtype, thin) for p in ctx.projections)
             rows, of_x = Rows(rows_of(x), learns=any(ctx.needs_input_grad), stays=recompute or stays(x)), [x]
             ctx.rows_again, ctx.shape, ctx.dtype = rows_again, x.shape, x.dtype
-            if ctx.tiled:
-                y, kept, of_last = _tiled_outputs(gate_up, last, rows.rows, ctx.form), [], []
+            if ctx.tiles:
+                y, kept, of_last = _tiled_outputs(gate_up, last, rows.rows, ctx.form, ctx.tiles), [], []
             else:
                 gate_up.take(rows.rows)
                 projected = gate_up.outputs(rows)
@@ -267,12 +269,12 @@ class AdaptedMLPFunction(torch.autograd.Function):
         of_x, tensors, kept, of_last = saved[:first], saved[first:second], list(saved[second:third]), saved[third:]
         rows = ctx.rows_again(of_x)
         every = [*ctx.projections[0], *ctx.projections[1]]
-        need_x, needs = ctx.needs_input_grad[0], split(ctx.needs_input_grad[9:], every)
+        need_x, needs = ctx.needs_input_grad[0], split(ctx.needs_input_grad[10:], every)
         *first, down = (p.of(t) for p, t in zip(every, split(tensors, every)))
         gate_up, last = Projections(first, ctx.dtype, ctx.thin), Projections((down,), ctx.dtype, ctx.thin)
         dys = rows_of(dy)
-        if ctx.tiled:
-            dx, grads = _tiled_gradients(gate_up, last, rows.rows, dys, need_x, needs, ctx.form)
+        if ctx.tiles:
+            dx, grads = _tiled_gradients(gate_up, last, rows.rows, dys, need_x, needs, ctx.form, ctx.tiles)
         else:
             last.restore(of_last)
             if ctx.recompute:
@@ -287,16 +289,13 @@ class AdaptedMLPFunction(torch.autograd.Function):
                 if graph_is_kept or not ctx.unshared or gate_up.zs:
                     projected = [t.clone() for t in projected]
             dx, grads = _gradients(gate_up, last, projected, rows, dys, need_x, needs, ctx.form)
-        return None if dx is None else dx.view(ctx.shape), *[None] * 8, *(g if g is None else g.to(t.dtype) for g, t in zip(grads, tensors))
+        return None if dx is None else dx.view(ctx.shape), *[None] * 9, *(g if g is None else g.to(t.dtype) for g, t in zip(grads, tensors))
 
 
-def _tiles(rows: int) -> list[slice]:
-    """Equal tiles of the tokens: at most eight, because products with fewer rows are slower."""
-    size = -(-rows // max(1, min(rows // TILE, 8)))
+def _tiles(rows: int, count: int) -> list[slice]:
+    """``count`` equal tiles of the tokens; with 1, so many that they cost no time: at most eight."""
+    size = -(-rows // (count if count > 1 else max(1, min(rows // TILE, 8))))
     return [slice(start, start + size) for start in range(0, max(rows, 1), max(size, 1))]
-
-
-TILE = 2048  # least number of tokens in a tile
 
 
 def _tileable(p: Projection) -> bool:
@@ -306,39 +305,47 @@ def _tileable(p: Projection) -> bool:
     return frozen and p.magnitude is None and not any(a.dropout for a in p.adapters)
 
 
-def _tiled_outputs(gate_up: Projections, last: Projections, x: Tensor, form: tuple) -> Tensor:
+def _tiled_outputs(gate_up: Projections, last: Projections, x: Tensor, form: tuple, tiles: list[slice]) -> Tensor:
     """y of x, tile by tile: no tensor as wide as gate x is ever stored for all tokens."""
     y = x.new_empty(x.shape[0], last.projections[0].weight.shape[0])
     gate_up.open()
     last.open()
 
     def compute(tile: slice) -> None:
-        h = _activated(gate_up.part(x[tile]).outputs(Rows(x[tile])), form, last.projections[0])
+        h = _activated(gate_up.part(x[tile]).outputs(Rows(x[tile], learns=False)), form, last.projections[0])
         last.part(h.rows).outputs(h, y[tile])
 
-    for tile in _tiles(x.shape[0]):
+    for tile in tiles:
         compute(tile)
     return y
 
 
 def _tiled_gradients(
-    gate_up: Projections, last: Projections, x: Tensor, dy: Tensor, need_x: bool, needs: list[list[bool]], form: tuple
+    gate_up: Projections, last: Projections, x: Tensor, dy: Tensor, need_x: bool, needs: list[list[bool]], form: tuple, tiles: list[slice]
 ) -> tuple[Tensor | None, list[Tensor | None]]:
-    """``_gradients``, tile by tile, from projections that are computed again: no tensor as wide as gate x is ever stored for all tokens."""
+    """``_gradients``, tile by tile, from projections that are computed again: no tensor as wide as gate x is ever stored for all tokens.
+
+    The gradients of all tiles are added in 32 bits: a product of a tile adds to that of a weight in place, and those of adapters and biases are small.
+    """
     dx = x.new_empty(x.shape) if need_x else None
+    weights = [p.weight for p in (*gate_up.projections, *last.projections)]
+    sums = [x.new_zeros(w.shape, dtype=acc(x.dtype)) if n[0] else None for w, n in zip(weights, needs)]
     total: list[Tensor | None] = []
     gate_up.open()
     last.open()
 
     def compute(tile: slice) -> list[Tensor | None]:
-        first = gate_up.part(x[tile])
-        projected = first.outputs(Rows(x[tile]))
-        second = last.part(_activated(projected, form, last.projections[0]).rows)
-        return _gradients(first, second, projected, Rows(x[tile]), dy[tile], need_x, needs, form, None if dx is None else dx[tile])[1]
+        first, rows = gate_up.part(x[tile]), Rows(x[tile])
+        projected = first.outputs(rows)
+        second = last.part(_activated(projected, form, last.projections[0]).rows if last.As else x[tile])  # only adapters read it
+        return _gradients(first, second, projected, rows, dy[tile], need_x, needs, form, None if dx is None else dx[tile], sums)[1]
 
-    for tile in _tiles(x.shape[0]):
+    for tile in tiles:
         wide = [g if g is None else g.to(acc(g.dtype)) for g in compute(tile)]
         total = [t if t is None else t.add_(g) for t, g in zip(total, wide)] if total else wide
+    of_weights = itertools.accumulate((len(n) for n in needs[:-1]), initial=0)  # each comes first among the tensors of its projection
+    for at, of_weight in zip(of_weights, sums):
+        total[at] = of_weight
     return dx, total
 
 
@@ -366,15 +373,20 @@ def _gradients(
     needs: list[list[bool]],
     form: tuple,
     out: Tensor | None = None,
+    sums: list[Tensor | None] | None = None,
 ) -> tuple[Tensor | None, list[Tensor | None]]:
-    """The gradients of x, in ``out`` if it is given, and of all tensors of the projections. Overwrites ``projected``."""
+    """The gradients of x, in ``out`` if it is given, and of all tensors of the projections. Overwrites ``projected``.
+
+    ``sums``: for each weight, what its gradient is added to; it then has no other.
+    """
+    of_first, of_second = (None, None) if sums is None else (sums[:-1], sums[-1:])
     last.thin_gradients([Rows(dy)], needs[-1:])
     h = last.input_gradient()
     tops = h.new_zeros(3, TOPS, dtype=torch.float32) if _cast_as_a_whole(*gate_up.projections, *last.projections) else None
     # now h holds the activation, and ``projected`` holds its gradients
     glu_bwd_(h, *_halves(*_pair(projected)), form[0], any(needs[-1]), *form[1:], tops=tops)
     known = [{}] * 3 if tops is None else [known_amax(t) for t in (tops[0], tops[1], tops[2])]
-    of_down = last.weight_gradients(Rows(h, made=known[0]), needs[-1:])
+    of_down = last.weight_gradients(Rows(h, made=known[0]), needs[-1:], of_second)
     if len(projected) == 1:
         dys = [Rows(projected[0], made={} if tops is None else known_amax(torch.maximum(tops[1], tops[2])))]
     else:  # weights in FP8 use them in this order, and each only until it is cast
@@ -383,7 +395,7 @@ def _gradients(
     del h
     gate_up.thin_gradients(dys, needs[:-1])
     dx = gate_up.input_gradient(out) if need_x else None
-    return dx, [*gate_up.weight_gradients(x, needs[:-1]), *of_down]
+    return dx, [*gate_up.weight_gradients(x, needs[:-1], of_first), *of_down]
 
 
 def _pair(projected: list[Tensor]) -> tuple[Tensor, Tensor | None]:
@@ -400,11 +412,12 @@ def adapted_mlp(
     down_multiplier: float = 1.0,
     recompute: bool = False,
     ends: bool = False,
+    tiles: int = 1,
 ) -> Tensor:
     """``mlp`` for projections with any storage and with adapters: gate and up, or one that is both side by side, and down.
 
-    ``ends``: nothing after the MLP in its layer saves anything for the backward.
+    ``ends``: nothing after the MLP in its layer saves anything for the backward. ``tiles`` of the tokens, for projections without dropout or magnitude.
     """
     dtype, thin = dtypes_of(x, [*first, down])
     tensors = flat([*first, down])
-    return AdaptedMLPFunction.apply(x.to(dtype), tuple(first), down, thin, act, gate_multiplier, down_multiplier, recompute, ends, *tensors)
+    return AdaptedMLPFunction.apply(x.to(dtype), tuple(first), down, thin, act, gate_multiplier, down_multiplier, recompute, ends, tiles, *tensors)

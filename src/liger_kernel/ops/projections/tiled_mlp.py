@@ -21,6 +21,22 @@ from liger_kernel.ops._core.operator import acc, leaves, once_differentiable
 from liger_kernel.ops._core.tl import cdiv
 
 Slot = tuple[nn.Module, str]
+TILE = 2048  # least number of tokens in a tile: products with fewer rows are slower
+MOST = 16  # tiles: then gate, up and their product in a tile are about as large as the MLP's input, if they are 4 or 5 times as wide
+
+
+def tiles_of(value: bool | int | None) -> bool | int:
+    """Return the value of the flag ``tiled_mlp``: False, True or a number of tiles. Raises ``ValueError`` for another value."""
+    if value is None or value is False or value is True:
+        return bool(value)
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"tiled_mlp: must be True, False or a number of tiles from 1 on, got {value!r}")
+    return value
+
+
+def count_of(tiles: bool | int, tokens: int) -> int:
+    """In how many tiles an MLP runs on so many tokens: ``tiles``, or with True as many as have ``TILE`` tokens, at most ``MOST``."""
+    return max(1, min(tokens // TILE, MOST) if tiles is True else min(int(tiles), tokens))
 
 
 def _weights(module: nn.Module) -> dict[Slot, Tensor]:

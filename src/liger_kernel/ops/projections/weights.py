@@ -7,7 +7,7 @@ A node passes its input as ``Rows``. If one weight computes something from it, f
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -80,6 +80,10 @@ class Weight:
         """dw (N, K)."""
         return dy.rows.t() @ x.rows
 
+    def add_gradient(self, total: Tensor, dy: Rows, x: Rows) -> None:
+        """Add dw to ``total`` (N, K), which is in 32 bits if dw is in 16."""
+        total.add_(self.gradient(dy, x))
+
 
 @dataclass(frozen=True, eq=False)
 class Dense(Weight):
@@ -88,6 +92,18 @@ class Dense(Weight):
     def dense(self, dtype: torch.dtype) -> Tensor:
         assert self.learnable is not None
         return self.learnable.to(dtype)
+
+    def opened(self, dtype: torch.dtype) -> Weight:
+        return replace(self, learnable=self.dense(dtype))
+
+    def add_gradient(self, total: Tensor, dy: Rows, x: Rows) -> None:
+        a, b = dy.rows.t(), x.rows
+        if total.dtype == a.dtype:
+            total.addmm_(a, b)
+        elif a.is_cuda:
+            torch.addmm(total, a, b, out_dtype=total.dtype, out=total)  # by the tensor cores, without a copy of the product
+        else:
+            total.add_(a @ b)
 
 
 @dataclass(frozen=True, eq=False)

@@ -141,7 +141,10 @@ def _apply_function(model_type: str) -> Callable[..., None]:
         'Each flag switches one part on or off. ``rematerialise`` (True or "cheap", the default; "mlp"; False or "off") chooses what is recomputed in the\n'
         "backward pass: see ``liger_kernel.memory``. ``projections`` (True, the default) runs linear layers with PEFT's adapters as one node; gated MLPs\n"
         "follow their own flag: see ``liger_kernel.ops.projections``. ``fp8`` (False, the default, or the name of a recipe) trains linear layers in FP8, but\n"
-        "those that ``fp8_filter`` leaves, and with ``fp8_head`` also the head and its loss: see ``train_in_fp8``. ``restore`` undoes the patch."
+        "those that ``fp8_filter`` leaves, and with ``fp8_head`` also the head and its loss: see ``train_in_fp8``. For long rows: ``activation_offloading``\n"
+        "(False, the default, or True) keeps large activations in the CPU's memory until the backward pass; see ``liger_kernel.offloading``. With\n"
+        "``keep_attention`` (False, the default) checkpointed layers keep the outputs of attention instead of computing them twice. ``tiled_mlp`` (False, the\n"
+        "default; True; or a number) runs MLPs in so many tiles of the tokens; see ``liger_kernel.ops.projections.tiled_mlp``. ``restore`` undoes the patch."
     )
     return apply
 
@@ -154,7 +157,7 @@ def _check_values(where: str, flags: Mapping[str, Any], model: Any) -> None:
     for name, value in flags.items():
         if isinstance(value, nn.Module):
             raise TypeError(f"{where}: {name} must be True or False, got a model ({type(value).__name__}); pass the model by its name: model=...")
-        if isinstance(value, str) and name not in ("rematerialise", "fp8", "fp8_filter"):
+        if isinstance(value, str) and name not in ("rematerialise", "fp8", "fp8_filter", "tiled_mlp"):
             raise TypeError(f"{where}: {name} must be True or False, got {value!r}")
 
 

@@ -7,12 +7,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from liger_kernel import memory
+from liger_kernel.ops.projections.tiled_mlp import tiles_of
 from liger_kernel.transformers.recognise.families import FAMILIES
 from liger_kernel.transformers.recognise.family import Family
 from liger_kernel.transformers.recognise.rows import family, swapped_slots
 
 # rematerialise: a level of ``memory``. projections: whether linear layers with adapters run as one node. fp8, fp8_filter, fp8_head: see ``transformers/fp8.py``
+# activation_offloading: whether activations wait in the CPU's memory. keep_attention: whether checkpointed layers keep what attention gave. tiled_mlp: in how
+# many tiles of tokens MLPs run
 UNPUBLISHED: dict[str, Any] = dict(rematerialise=True, projections=True, fp8=False, fp8_filter=None, fp8_head=False)
+UNPUBLISHED |= dict(activation_offloading=False, keep_attention=False, tiled_mlp=False)
 HEAD_FLAGS = ("cross_entropy", "fused_linear_cross_entropy")
 STANDARD: dict[str, bool | None] = dict(rope=True, cross_entropy=False, fused_linear_cross_entropy=True, rms_norm=True)
 # The flags and defaults of LinkedIn's package, then model, then flags that its functions do not have, if there is something to swap. (granite's defaults
@@ -67,7 +71,15 @@ def parameters_of(model_type: str) -> _FLAGS:
 
 def parts_of(flags: Mapping[str, Any]) -> dict[str, Any]:
     parts: dict[str, Any] = {flag: bool(flags.get(flag)) for flag in ("rope", "rms_norm", "layer_norm", "relu_squared", "projections")}
+    parts |= {name: _switch(name, flags.get(name)) for name in ("activation_offloading", "keep_attention")}
+    parts["tiled_mlp"] = tiles_of(flags.get("tiled_mlp"))
     return parts | {"glu": bool(flags.get("swiglu", flags.get("geglu"))), "rematerialise": memory.level_of(flags.get("rematerialise"))}
+
+
+def _switch(name: str, value: Any) -> bool:
+    if value is not None and not isinstance(value, bool):
+        raise ValueError(f"{name}: must be True or False, got {value!r}")
+    return bool(value)
 
 
 @functools.cache

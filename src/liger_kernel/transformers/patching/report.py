@@ -21,7 +21,7 @@ from liger_kernel.parallel import unsharded_class
 from liger_kernel.transformers import fp8
 from liger_kernel.transformers.head.state import FP8
 from liger_kernel.transformers.patching.bound import Bound, is_ours
-from liger_kernel.transformers.patching.flags import HEAD_FLAGS, flags_of, parts_of
+from liger_kernel.transformers.patching.flags import HEAD_FLAGS, UNPUBLISHED, flags_of, parts_of
 from liger_kernel.transformers.patching.select import instance_patches
 from liger_kernel.transformers.recognise.activations import activation
 from liger_kernel.transformers.recognise.adapted_experts import adapted_experts, experts_of, input_of, is_wrapper
@@ -90,7 +90,7 @@ def patches_report(model: nn.Module, given: Mapping[str, Any] | None = None) -> 
     given = given or {}
     flags = flags_of(model_type) | {f: False for f, other in zip(HEAD_FLAGS, reversed(HEAD_FLAGS)) if given.get(other)} | dict(given)
     head = "fused" if flags.get("fused_linear_cross_entropy") else "logits" if flags.get("cross_entropy") else None
-    everything = parts_of(dict.fromkeys(flags, True) | {"rematerialise": flags["rematerialise"]})
+    everything = parts_of(dict.fromkeys(flags, True) | {name: flags[name] for name in UNPUBLISHED if name != "projections"})
     found = instance_patches(model, model_type, everything, head or "fused")
     kinds: dict[tuple[str, str], list[bool]] = {}
     for p in found:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,12 +16,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from liger_kernel import memory
 from liger_kernel.transformers import fp8
 from liger_kernel.transformers.head.forward import fused
-from liger_kernel.transformers.patching import fusions, once, projections, wrappers
+from liger_kernel.transformers.patching import fusions, long_rows, once, projections, wrappers
 from liger_kernel.transformers.patching.bound import ABSENT, Bound, ours, within
 from liger_kernel.transformers.patching.values import Patch, Patches, original, remembered
 from liger_kernel.transformers.recognise.family import Family, configs_of
+from liger_kernel.transformers.recognise.mlps import GLU, MLP, tiled
 from liger_kernel.transformers.recognise.rows import Rows, family, rows_of
-from liger_kernel.transformers.recognise.slots import SLOT_OF, TORCHS_OWN, VARIANTS
+from liger_kernel.transformers.recognise.slots import PLAIN_MLP, SLOT_OF, TORCHS_OWN, VARIANTS
 from liger_kernel.transformers.recognise.variant import LINEARS, named_as
 
 
@@ -58,9 +60,38 @@ class Fused:
         return ", ".join(label for part, label in ((fusions.NORMS, "norm_rope"), (fusions.PROJECTIONS, "projections")) if part in self.parts)
 
 
+@dataclass(frozen=True)
+class Also:
+    """A patch that changes what ``other`` says, if anything, and what ``label`` says."""
+
+    other: object
+    label: str
+
+    def __str__(self) -> str:
+        return ", ".join(filter(None, (str(self.other), self.label)))
+
+
 @functools.cache
-def _variant(label: str, stock: Callable) -> Callable:
-    return ours(named_as(VARIANTS[label](stock), stock))
+def _variant(label: str, stock: Callable, tiles: bool | int = False) -> Callable:
+    variant = VARIANTS[label]
+    return ours(named_as(variant(stock, tiles) if isinstance(variant, GLU | MLP) else variant(stock), stock))
+
+
+@functools.cache
+def _tiled(forward: Callable, tiles: bool | int) -> Callable:
+    return _with_linears_of(forward, ours(tiled(forward, tiles)))
+
+
+def _with_linears_of(forward: Callable, new: Callable) -> Callable:
+    """Register that ``new`` calls the same linear layers as ``forward``, and return ``new``."""
+    if forward in LINEARS:
+        LINEARS[new] = LINEARS[forward]
+    return new
+
+
+@functools.cache
+def _around_layers(forward: Callable, offloads: bool, keeps: bool) -> Callable:
+    return _with_linears_of(forward, ours(long_rows.around(forward, offloads, keeps)))
 
 
 @functools.cache
@@ -145,8 +176,10 @@ def _patches(model_types: Iterable[str], parts: Mapping[str, Any], head: str | N
     """All patches of these types and their parts, including patches for PyTorch's own classes. Only the first type's head is patched."""
     model_types = list(model_types)
     for i, (module, row) in enumerate(rows_of(model_types, rows)):
+        tiles = parts.get("tiled_mlp", False)
         for name, label in row.swapped.items():
-            if not parts.get(SLOT_OF[label]):
+            on, tiling = parts.get(SLOT_OF[label]), bool(tiles) and isinstance(VARIANTS[label], GLU | MLP)
+            if not (on or tiling):
                 continue
             if name in TORCHS_OWN:
                 owner, attribute = getattr(nn, TORCHS_OWN[name][0]), "forward"
@@ -157,14 +190,22 @@ def _patches(model_types: Iterable[str], parts: Mapping[str, Any], head: str | N
             if _is_foreign(original(owner, attribute)):
                 once.warn(model_types[0], name, "other code has replaced it, so it is not patched")
             else:
-                yield Patch(owner, attribute, _variant(label, original(owner, attribute)), label)
+                stock = original(owner, attribute)
+                new = _variant(label, stock, tiles) if on else _tiled(stock, tiles)
+                yield Patch(owner, attribute, new, Also(label if on else "", "tiled") if tiling else label)
         level = memory.level_of(parts.get("rematerialise"))
         served = {slot for slot in map(SLOT_OF.__getitem__, row.swapped.values()) if parts.get(slot)}
         wanted = {fusions.NORMS} if "rms_norm" in served else set()
         wanted |= {fusions.PROJECTIONS} if parts.get("projections") else set()
         swapped = {vars(module).get(name) for name in row.swapped}  # these handle their linear layers themselves, or their flag is off
+        plain = dict.fromkeys(vars(module)[name] for name, why in row.left_alone.items() if tiles and why == PLAIN_MLP and hasattr(module, name))
         for cls, what in _fusible(module, row, frozenset(wanted if "rope" in served else wanted - {fusions.NORMS}), swapped | set(_layers(module))):
-            yield Patch(cls, "forward", _fused(original(cls, "forward"), what.parts), what)
+            new = _fused(original(cls, "forward"), what.parts)
+            yield Patch(cls, "forward", _tiled(new, tiles), Also(what, "tiled")) if cls in plain else Patch(cls, "forward", new, what)
+            plain.pop(cls, None)
+        for cls in plain:
+            if not _is_foreign(original(cls, "forward")):
+                yield Patch(cls, "forward", _tiled(original(cls, "forward"), tiles), Also("", "tiled"))
         level = level if served & CHEAP else "off"
         for cls in _layers(module):
             stock = original(cls, "forward")
@@ -180,15 +221,44 @@ def _patches(model_types: Iterable[str], parts: Mapping[str, Any], head: str | N
 def class_patches(model_type: str, parts: Mapping[str, Any], head: str | None, rows: Rows = family) -> Patches:
     """Patches of the classes of ``model_type`` and of the model types of its parts. Classes of PyTorch and of other families are not patched.
 
-    ``parts``: slot -> whether to replace it, "rematerialise": a level of ``memory``, and "fp8": a wish. ``head``: "fused", "logits" (fused loss on real
-    logits) or None.
+    ``parts``: slot -> whether to replace it, "rematerialise": a level of ``memory``, "fp8": a wish, and the flags for long rows. ``head``: "fused", "logits"
+    (fused loss on real logits) or None.
     """
     own = {module.__name__ for module, _ in rows_of([model_type], rows)}
     found = [p for p in _patches([model_type], parts, head, rows) if not isinstance(p.owner, type) or p.owner.__module__ in own]
+    found = [*_around_too(found, (cls for module, _ in rows_of([model_type], rows) for cls in _callers_of_layers(module)), parts)]
     if wish := parts.get("fp8"):
         models = [c for module, _ in rows_of([model_type], rows) for c in _classes(module, PreTrainedModel)]
         found += [Patch(cls, "__init__", _converting(original(cls, "__init__"), wish), wish) for cls in models]
     return Patches(dict.fromkeys([*found, *_ropes_of_parts(model_type, parts, rows, {(p.owner, p.attribute) for p in found})]))
+
+
+def _callers_of_layers(module: types.ModuleType) -> list[type]:
+    """The classes with lists of modules, which may be layers: only a live module shows whether they are."""
+    classes = [c for c in vars(module).values() if isinstance(c, type) and issubclass(c, nn.Module) and c.__module__ == module.__name__]
+    makes = lambda c: "ModuleList" in getattr(c.__dict__.get("__init__"), "__code__", _callers_of_layers.__code__).co_names
+    return [c for c in classes if "forward" in c.__dict__ and not issubclass(c, GradientCheckpointingLayer) and makes(c)]
+
+
+def _around_too(found: Iterable[Patch], owners: Iterable[Any], parts: Mapping[str, Any]) -> Iterator[Patch]:
+    """``found``, and patches around the forwards of ``owners`` (classes or live modules), which call layers. A forward that is patched anyway does both."""
+    how = bool(parts.get("activation_offloading")), bool(parts.get("keep_attention"))
+    label = ", ".join(itertools.compress(("offloading", "keeping attention"), how))
+    rest = {id(owner): owner for owner in (owners if any(how) else ())}
+    patched = set()
+    for p in found:
+        if id(p.owner) in rest and p.attribute in ("forward", "_old_forward"):
+            patched.add(id(p.owner))
+            bound = isinstance(p.new, Bound)
+            new = Bound(_around_layers(p.new.function, *how), p.owner, p.new.name, p.new.stock) if bound else _around_layers(p.new, *how)
+            p = Patch(p.owner, p.attribute, new, Also(p.what, label))
+        yield p
+    around = lambda forward: _around_layers(forward, *how)
+    for owner in (owner for i, owner in rest.items() if i not in patched):
+        if isinstance(owner, type):
+            yield Patch(owner, "forward", around(original(owner, "forward")), Also("", label))
+        elif (bound_to := on_instance(owner, "forward", around(original(type(owner), "forward")), Also("", label), around)) is not None:
+            yield bound_to
 
 
 def _ropes_of_parts(model_type: str, parts: Mapping[str, Any], rows: Rows, taken: set[tuple[Any, str]]) -> list[Patch]:
@@ -238,7 +308,12 @@ def instance_patches(model: nn.Module, model_type: str, parts: Mapping[str, Any]
             elif isinstance(m, p.owner) and isinstance(p.what, Head) and not p.applied and _of_user(theirs := original(type(m), "forward")):
                 # a subclass: its forward calls that of its base, or does everything itself
                 found.append(on_instance(m, "forward", fused_head(theirs, p.what.keep_logits, known=False), p.what))
-    return Patches(p for p in found if p)
+    found = [p for p in found if p]
+    callers_of_layers = [m for m in model.modules() if long_rows.layers_of(m)]
+    if parts.get("activation_offloading") and not callers_of_layers:
+        once.warn(type(model).__name__, "activation_offloading", "it has no layers that can be checkpointed, so nothing is offloaded")
+    found = [*_around_too(found, callers_of_layers, parts)]
+    return Patches(found)
 
 
 def _is_foreign(function: Any) -> bool:

@@ -17,7 +17,7 @@ from transformers import CONFIG_MAPPING
 
 from liger_kernel.transformers.recognise.compare import recognise, references
 from liger_kernel.transformers.recognise.family import PLACE, Family, configs_of, heads_of, modeling
-from liger_kernel.transformers.recognise.slots import FLAT, SLOTS, TORCHS_OWN
+from liger_kernel.transformers.recognise.slots import FLAT, PLAIN_MLP, SLOTS, TORCHS_OWN
 
 
 def tables_of(module: ModuleType, config: Any) -> set[str]:
@@ -104,7 +104,7 @@ def infer(model_type: str, config: Any = None) -> Family:
                     continue
                 variant, reason = recognise(slot, owner, stock, tables)
                 if variant and slot.flag == "relu_squared" and "relu2" not in activations:
-                    variant, reason = None, "one activation: PyTorch has a kernel for it"
+                    variant, reason = None, PLAIN_MLP
                 if variant:
                     swapped[name] = variant.label
                     break

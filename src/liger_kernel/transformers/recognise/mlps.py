@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from liger_kernel.ops.activations.glu import glu
 from liger_kernel.ops.activations.relu_squared import relu_squared
 from liger_kernel.ops.projections.adapted import Projection
 from liger_kernel.ops.projections.mlp import adapted_mlp, mlp
+from liger_kernel.ops.projections.tiled_mlp import apply_tiled_mlp, count_of
 from liger_kernel.ops.projections.weights import Elsewhere
 from liger_kernel.transformers.recognise.activations import activation
 from liger_kernel.transformers.recognise.plain import plain, unhooked
@@ -99,6 +101,47 @@ def _whole(x: Tensor, *projections: Any) -> bool:
     return all(m.weight.dtype == x.dtype for m in projections) or torch.is_autocast_enabled(x.device.type)
 
 
+def in_tiles(run: Callable, module: Any, x: Any, tiles: bool | int) -> Any:
+    """``run(module, x)``, an MLP, in ``tiles`` of the tokens; in one piece if that is one tile, or if something must see all tokens at once."""
+    count = _tiles_of(x, tiles)
+    if count > 1 and not torch.compiler.is_compiling() and (why := _in_one_piece(module)):
+        _say_in_one_piece(type(module).__name__, why)
+        count = 1
+    if count == 1:
+        return run(module, x)
+    memory.needed()
+    y = apply_tiled_mlp(run, module, x, count)
+    memory.taken()
+    return y
+
+
+def _tiles_of(x: Any, tiles: bool | int) -> int:
+    return count_of(tiles, x.numel() // max(1, x.shape[-1])) if tiles and isinstance(x, Tensor) and x.ndim > 1 else 1
+
+
+def _in_one_piece(module: nn.Module) -> str | None:
+    """Why an MLP may not run in tiles."""
+    if any(hasattr(p, "ds_id") for p in module.parameters()):
+        return "ZeRO-3 gathers its weights"
+    hooked = any(m is not module and ("_hf_hook" in vars(m) or not unhooked(m)) for m in module.modules())
+    return "hooks on its layers expect to see all tokens" if hooked else None
+
+
+@functools.cache
+def _say_in_one_piece(name: str, why: str) -> None:
+    warnings.warn(f"liger_kernel: tiled_mlp: {name} runs in one piece, because {why}", stacklevel=3)
+
+
+def tiled(forward: Callable, tiles: bool | int) -> Callable:
+    """Wrap the ``forward`` of an MLP of any form that computes each token independently."""
+
+    @functools.wraps(forward)
+    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return forward(self, *args, **kwargs) if kwargs or len(args) != 1 else in_tiles(forward, self, args[0], tiles)
+
+    return run
+
+
 @dataclass(frozen=True)
 class GLU(Variant):
     """``down(act(gate(x)) * up(x))``, with the names of its projections and its activation. ``form``: what else it does, one of ``GLU_FORMS``."""
@@ -117,7 +160,7 @@ class GLU(Variant):
     def exact(self) -> bool:
         return GLU_FORMS[self.form].exact
 
-    def __call__(self, stock: Callable) -> Callable:
+    def __call__(self, stock: Callable, tiles: bool | int = False) -> Callable:
         gate, up, down, act, form = self.gate, self.up, self.down, self.act, GLU_FORMS[self.form]
 
         def whole(self, x, name):
@@ -132,15 +175,17 @@ class GLU(Variant):
             memory.taken()
             return form.after(self, y)
 
-        def adapted(self, x, name):
-            """Run the MLP as one node if a projection has adapters or a weight in 8 bits or less; None if no projection has, or if the MLP does more."""
+        def adapted(self, x, name, count):
+            """Run the MLP as one node if it has tiles, adapters, or a weight in 8 bits or less; None if it has none of them, or if it does more."""
             projections = [getattr(self, name) for name in dict.fromkeys((gate, up, down))]
             options = form.options(self)
-            if all(type(p) is nn.Linear for p in projections) or options.keys() - {"gate_multiplier"} or not served(x):
+            if (count == 1 and all(type(p) is nn.Linear for p in projections)) or options.keys() - {"gate_multiplier"} or not served(x):
                 return None
             dtype = product_dtype(x)
             found = [projection(p, dtype) for p in projections]
-            if not all(isinstance(p, Projection) for p in found) or not any(p.gains for p in found):
+            if not all(isinstance(p, Projection) for p in found) or not (count > 1 or any(p.gains for p in found)):
+                return None
+            if count > 1 and any(p.magnitude is not None or any(a.dropout for a in p.adapters) for p in found):
                 return None
             *first, last = found
             inner = first[0].weight.shape[0] // (2 if up == gate else 1)
@@ -150,7 +195,7 @@ class GLU(Variant):
                 return None
             memory.needed()
             ends = form.after is GLUForm.after and memory.is_last(self)
-            y = adapted_mlp(x, first, last, act=name, recompute=memory.level() == "mlp", ends=ends, **options)
+            y = adapted_mlp(x, first, last, act=name, recompute=memory.level() == "mlp", ends=ends, tiles=count, **options)
             memory.taken()
             return form.after(self, beside(y, last, projections[-1], x))
 
@@ -172,10 +217,12 @@ class GLU(Variant):
 
         def forward(self, x):
             if torch.compiler.is_compiling():  # the compiler gets the plain formula
-                return stock(self, x)
-            name = activation(F.silu if act == "F.silu" else getattr(self, act))
-            y = whole(self, x, name) if name is not None and form.whole else None
-            y = adapted(self, x, name) if y is None and name is not None and form.whole else y
+                return in_tiles(stock, self, x, tiles)
+            name, count = activation(F.silu if act == "F.silu" else getattr(self, act)), _tiles_of(x, tiles)
+            y = whole(self, x, name) if count == 1 and name is not None and form.whole else None
+            y = adapted(self, x, name, count) if y is None and name is not None and form.whole else y
+            if y is None and count > 1:
+                return in_tiles(lambda self, x: run(self, name, x), self, x, tiles)
             return memory.projected(functools.partial(run, self, name), x) if y is None else y
 
         LINEARS[forward] = frozenset((gate, up, down)), "" if act == "F.silu" else act
@@ -204,13 +251,16 @@ class MLP(Variant):
     def words(self) -> tuple[str, ...]:
         return self.up, self.down, self.act
 
-    def __call__(self, stock: Callable) -> Callable:
+    def __call__(self, stock: Callable, tiles: bool | int = False) -> Callable:
         up, down, act = self.up, self.down, self.act
 
-        def forward(self, x):
+        def run(self, x):
             if torch.compiler.is_compiling() or activation(getattr(self, act)) != "relu2":
                 return stock(self, x)
             return linear(getattr(self, down), memory.cheap(relu_squared, linear(getattr(self, up), x)))
+
+        def forward(self, x):
+            return in_tiles(run, self, x, tiles)
 
         LINEARS[forward] = frozenset((up, down)), act
         return forward

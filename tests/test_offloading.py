@@ -1,0 +1,614 @@
+"""Offloading: equal bits, the order of copies, copies that are late, a host without room, and what stays where it is.
+
+Without a GPU the "device" is the CPU, too: copies go from its memory to its memory. ``Late`` is a lane whose copies run as late as they may.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import warnings
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+
+from liger_kernel import memory, offloading
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+Log = list[tuple[str, int]]
+
+
+class Late(offloading.Lane):
+    """Copies run when a stream waits for them. What nobody waits for is never copied, and what is freed before its copy is lost."""
+
+    class Stream:
+        def __init__(self) -> None:
+            self.queue: list[Callable[[], None]] = []
+
+        def wait_event(self, event: int) -> None:
+            for i in range(event):
+                self.queue[i]()
+                self.queue[i] = self.done
+
+        @staticmethod
+        def done() -> None: ...
+
+    def __init__(self, device: torch.device):
+        super().__init__(device)
+        self.stream = self.Stream()
+
+    def now(self) -> Late.Stream:
+        return self.stream
+
+    def done(self, event: int) -> bool:
+        return False
+
+    def _copy(self, pairs: Iterator[tuple[Tensor, Tensor]]) -> int:
+        for there, here in pairs:
+            there.fill_(255)  # as a number NaN: who does not wait reads it
+            self.stream.queue.append(functools.partial(late_copy, *weakly(there), *weakly(here), len(here)))
+        return len(self.stream.queue)
+
+
+def weakly(t: Tensor) -> tuple[StorageWeakRef, int]:
+    return StorageWeakRef(t.untyped_storage()), t.storage_offset()
+
+
+def late_copy(there: StorageWeakRef, to: int, here: StorageWeakRef, at: int, size: int) -> None:
+    if there.expired():
+        return
+    target = torch.UntypedStorage._new_with_weak_ptr(there.cdata)
+    if here.expired():
+        target[to : to + size] = 254  # the memory was freed, and somebody else's values are in it
+    else:
+        target[to : to + size].copy_(torch.UntypedStorage._new_with_weak_ptr(here.cdata)[at : at + size])
+
+
+@pytest.fixture(autouse=True)
+def device(monkeypatch) -> Iterator[None]:
+    """Every tensor is worth a copy, in blocks of 256 bytes."""
+    for name, value in dict(LEAST=1, BLOCK=256, STAYS=("meta",), RESERVE=0).items():
+        monkeypatch.setattr(offloading, name, value)
+    lane = offloading._lane
+    lane.cache_clear()
+    offloading._warn.cache_clear()
+    yield
+    lane.cache_clear()
+    assert offloading.top_hooks() is None
+
+
+@pytest.fixture(params=["at once", "late"])
+def lane(request, monkeypatch) -> None:
+    if request.param == "late":
+        if DEVICE != "cpu":
+            pytest.skip("a simulation on the CPU")
+        lanes: dict[torch.device, Late] = {}
+        monkeypatch.setattr(offloading, "_lane", lambda device: lanes.setdefault(device, Late(device)))
+
+
+@pytest.fixture
+def moved(monkeypatch) -> list[Tensor]:
+    """What is copied to the host."""
+    found: list[Tensor] = []
+    init = offloading._Moved.__init__
+    monkeypatch.setattr(offloading._Moved, "__init__", lambda self, run, lane, t, blocks: found.append(t.detach()) or init(self, run, lane, t, blocks))
+    return found
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 24), nn.Linear(24, 16, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(nn.functional.silu(self.up(x)))
+
+
+class Layers(nn.Module):
+    """``checkpointed``: None, or ``use_reentrant``."""
+
+    def __init__(self, checkpointed: bool | None = None, layers: int = 5):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+        self.checkpointed = checkpointed
+        self.to(DEVICE)
+
+    def body(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + (layer(x) if self.checkpointed is None else checkpoint(layer, x, use_reentrant=self.checkpointed))
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x)
+
+
+class Offloaded(Layers):
+    forward = offloading.offloaded(Layers.body)
+
+
+def x_of() -> Tensor:
+    return torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(1)).to(DEVICE).requires_grad_()
+
+
+def learn(module: nn.Module, backwards: int = 1, run=lambda module, x: module(x)) -> dict[str, Tensor]:
+    x = x_of()
+    module.zero_grad()
+    y = run(module, x * 1.0)
+    for i in range(backwards):
+        y.square().sum().backward(retain_graph=i < backwards - 1)
+    return {"y": y.detach(), "x": x.grad} | {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
+
+
+def assert_equal(ours: dict[str, Tensor], stock: dict[str, Tensor]) -> None:
+    assert ours.keys() == stock.keys()
+    for name, t in stock.items():
+        assert torch.equal(ours[name], t), name
+
+
+def offloads(body: Callable) -> nn.Module:
+    """A module with this forward, which offloads."""
+    return type("Module", (nn.Module,), {"forward": offloading.offloaded(body)})()
+
+
+# -- values ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("checkpointed", [None, False, True])
+def test_equal_bits(checkpointed, autocast, moved, lane):
+    def run(module: nn.Module, x: Tensor) -> Tensor:
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
+            return module(x)
+
+    assert_equal(learn(Offloaded(checkpointed), run=run), learn(Layers(checkpointed), run=run))
+    assert len(moved) == (5 if checkpointed is not None else 15)
+
+
+@pytest.mark.parametrize("checkpointed", [None, False])
+def test_a_graph_that_is_kept(checkpointed, lane):
+    assert_equal(learn(Offloaded(checkpointed), backwards=3), learn(Layers(checkpointed), backwards=3))
+
+
+def test_views_and_repetitions_are_copied_once(moved, lane):
+    def body(self, x):
+        y = x.exp()  # saves its output
+        a, b = y.transpose(0, 2), y[:, 1:]
+        return (a * a.sin()).sum() + (b @ b.mT).sum() + (y[0] * y[1]).sum() + (y.view(torch.int32) & 1).sum() * y.sum()
+
+    x, other = x_of(), x_of()
+    y = offloads(body)(x)
+    y.backward()
+    body(None, other).backward()
+    assert torch.equal(x.grad, other.grad)
+    storages = [t.untyped_storage()._cdata for t in moved]
+    assert len(set(storages)) == len(storages) and sum(t.numel() == x.numel() for t in moved) <= 4  # exp, sin, cos, and a view as integers
+
+
+def test_several_readers_of_what_comes_back(lane):
+    """The first one waits for the copy, too."""
+
+    def body(self, x):
+        first = x * 1
+        y = first.sin()
+        for _ in range(4):
+            y = y.exp().sin()
+        return y * first.cos() * first.tanh()
+
+    x, other = x_of(), x_of()
+    offloads(body)(x).sum().backward()
+    body(None, other).sum().backward()
+    assert torch.equal(x.grad, other.grad)
+
+
+def test_a_change_between_two_savings(moved, lane):
+    """Each has its own value; only the second one is read."""
+
+    def body(self, x):
+        y = x * 1
+        unread = y.square()
+        y.add_(1)
+        z = y.square()
+        for _ in range(4):
+            z = z.sin()
+        return z, unread
+
+    x, other = x_of(), x_of()
+    offloads(body)(x)[0].sum().backward()
+    body(None, other)[0].sum().backward()
+    assert torch.equal(x.grad, other.grad)
+
+
+def test_a_change_in_place_is_noticed(lane):
+    def body(self, x):
+        y = x * 1
+        z = y.square()  # saves y
+        y.add_(1)
+        return z * y
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        offloads(body)(x_of()).sum().backward()
+
+
+def test_a_change_before_it_is_saved_again(moved, lane):
+    def body(self, x):
+        y = x * 1
+        z = (y.detach() * x).sum()
+        y.add_(1)  # what was saved of y was detached: it has the same storage, and the same versions
+        return z * 0 + (y * y.exp()).sum()
+
+    x, other = x_of(), x_of()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        body(None, other).backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        offloads(body)(x).backward()
+
+
+# -- the order of copies ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def log(monkeypatch) -> Log:
+    """Copies out and back, by place in the order of saving, reads, and when a tensor leaves the device."""
+    found: Log = []
+    cls = offloading._Moved
+    for name, said in (("fetch", "back"), ("read", "read"), ("let_go", "leaves")):
+        inner = getattr(cls, name)
+
+        def spy(self, inner=inner, said=said):
+            if said == "read" or (self.here is None) == (said == "back"):
+                found.append((said, self.index))
+            return inner(self)
+
+        monkeypatch.setattr(cls, name, spy)
+    return found
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_one_layer_ahead(log, checkpointed):
+    module = Offloaded(checkpointed, layers=4)
+    y = module(x_of() * 1)
+    assert log == [("leaves", 0), ("leaves", 1), ("leaves", 2)]
+    log.clear()
+    offloading.AHEAD = 1  # so that it fetches one at a time
+    y.sum().backward()
+    assert log == [
+        ("read", 3), ("back", 2), ("leaves", 3), ("read", 2), ("back", 1), ("leaves", 2), ("read", 1), ("back", 0), ("leaves", 1), ("read", 0), ("leaves", 0)
+    ]  # fmt: skip  # a layer a step
+
+
+def test_nothing_comes_back_twice(log):
+    """Not even if the graph is kept and the tensors of one node are not read in reverse order."""
+    y = offloads(lambda self, x: functools.reduce(lambda y, _: (y * 2).mul(y.sin()), range(4), x * 1))(x_of())
+    y.sum().backward(retain_graph=True)
+    back = [i for said, i in log if said == "back"]
+    assert len(set(back)) == len(back) > 5
+
+
+def test_further_ahead_where_tensors_are_small(log, monkeypatch):
+    monkeypatch.setattr(offloading, "AHEAD", 2 * x_of().nbytes)
+    y = Offloaded(False, layers=4)(x_of() * 1)
+    log.clear()
+    y.sum().backward()
+    assert [e for e in log if e[0] != "leaves"] == [("read", 3), ("back", 2), ("back", 1), ("read", 2), ("back", 0), ("read", 1), ("read", 0)]
+
+
+def test_copies_that_are_late_do_not_pile_up(monkeypatch, log):
+    lanes: dict[torch.device, Late] = {}
+    monkeypatch.setattr(offloading, "_lane", lambda device: lanes.setdefault(device, Late(device)))
+    monkeypatch.setattr(offloading, "LATE", 2)
+    Offloaded(False, layers=6)(x_of() * 1)
+    assert [i for said, i in log if said == "leaves"][:4] == [0, 1, 2, 3]  # each when the second after it is saved
+
+
+def test_what_was_fetched_for_nothing_is_waited_for(monkeypatch):
+    """Its memory would be used again while the copy still writes to it."""
+    lanes: dict[torch.device, Late] = {}
+    monkeypatch.setattr(offloading, "_lane", lambda device: lanes.setdefault(device, Late(device)))
+    module, x = Offloaded(False, layers=3), x_of()
+    y = module(x * 1)
+    last = [*module.layers[2].parameters()]
+    torch.autograd.grad(y.sum(), last)  # reads the input of the last layer alone, and fetches that of the second
+    (lane,) = lanes.values()
+    pending = len(lane.stream.queue)
+    del y
+    gc.collect()
+    assert pending and all(step is Late.Stream.done for step in lane.stream.queue)
+
+
+# -- the host --------------------------------------------------------------------------------
+
+
+def test_pinned_memory_is_used_again(monkeypatch):
+    pinned: list[int] = []
+    pin = offloading.Lane._pin
+    monkeypatch.setattr(offloading.Lane, "_pin", lambda self, size: pinned.append(size) or pin(self, size))
+    module = Offloaded(False)
+    learn(module)
+    first = len(pinned)
+    assert sum(pinned) == 5 * x_of().nbytes and set(pinned) == {256}
+    for _ in range(3):
+        learn(module)
+    with torch.no_grad():
+        module(x_of())
+    assert len(pinned) == first
+    learn(module, run=lambda module, x: module(x[:, :4] * 1))  # shorter rows take from the same blocks
+    assert len(pinned) == first
+
+
+def test_memory_is_given_back_without_a_backward():
+    lane = offloading._lane(torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device(DEVICE))
+    held = lambda: sum(map(len, lane.free.values()))
+    y = Offloaded(None)(x_of() * 1)
+    assert held() == 0
+    del y
+    assert held() > 0  # without the garbage collector: nothing is in a cycle
+
+
+@pytest.mark.parametrize("fits", [0, 2])
+def test_what_the_host_has_no_room_for_stays(monkeypatch, moved, fits):
+    size = x_of().nbytes
+    left = [fits * size]
+    pin = offloading.Lane._pin
+
+    def counted(self, size):
+        block = pin(self, size)
+        left[0] -= size if block is not None else 0
+        return block
+
+    monkeypatch.setattr(offloading.Lane, "_pin", counted)
+    monkeypatch.setattr(offloading, "host_room", lambda: left[0])
+    with pytest.warns(UserWarning, match=r"activation_offloading: the host has 0\.0 GB of memory left, so the activations that do not fit stay") as said:
+        ours = learn(Offloaded(False))
+    assert_equal(ours, learn(Layers(False)))
+    assert len(moved) == fits and len(said) == 1
+
+
+def test_memory_that_cannot_be_pinned(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise RuntimeError("CUDA error: out of memory\nmore")
+
+    lane = offloading.Lane(torch.device("cpu"))
+    monkeypatch.setattr(torch, "empty", refuse)
+    with pytest.warns(UserWarning, match=r"no more memory can be pinned \(CUDA error: out of memory\)"):
+        assert lane.take(1000) is None
+
+
+def test_room_of_the_host():
+    assert 2**20 < offloading.host_room() < 2**50
+
+
+# -- what stays ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_parameters_stay(frozen, autocast, moved):
+    module = Offloaded()
+    module.layers[1].requires_grad_(not frozen)
+    weights = {p.untyped_storage()._cdata for p in module.parameters()}
+    with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
+        y = module(x_of() * 1)
+    y.sum().backward()
+    shapes = {tuple(p.shape) for layer in module.layers if layer.up.weight.requires_grad for p in layer.parameters()}
+    assert moved and not weights & {t.untyped_storage()._cdata for t in moved}
+    casts = [t for t in moved if tuple(t.shape) in shapes or tuple(t.mT.shape) in shapes]
+    assert len(casts) == 2 * (frozen and autocast)  # autocast keeps no cast of a frozen weight, so each is an activation like others
+
+
+def test_small_tensors_and_parts_of_large_ones_stay(monkeypatch, moved):
+    monkeypatch.setattr(offloading, "LEAST", 256)
+    large = torch.randn(100, 64, device=DEVICE, requires_grad=True)
+    y = offloads(lambda self, x: (x * 1)[3].exp() + (x * 1)[:63].sin().sum() + (x * 1)[:2].cos().sum())(large)
+    assert [tuple(t.shape) for t in moved] == [(64,), (63, 64)]  # the two rows are a small part of what would be copied
+    y.sum().backward()
+
+
+def test_other_tensors_stay(moved):
+    class Marked(Tensor):
+        pass
+
+    def body(self, x):
+        return x.as_subclass(Marked).exp().as_subclass(Tensor).sum() + torch.view_as_real(torch.complex(x, x).conj() * torch.complex(x, x)).sum()
+
+    x, other = x_of(), x_of()
+    offloads(body)(x).backward()
+    body(None, other).backward()
+    assert torch.equal(x.grad, other.grad) and not any(type(t) is Marked or t.is_conj() for t in moved)
+
+
+def test_on_a_cpu_nothing_is_moved(monkeypatch, moved):
+    monkeypatch.undo()
+    module = Offloaded().cpu()
+    module(x_of().cpu()).sum().backward()
+    assert not moved
+
+
+# -- beside other code -----------------------------------------------------------------------
+
+
+def test_it_steps_aside_for_hooks_of_others(moved):
+    """Such as torch's ``save_on_cpu``, or the hooks of TRL and torchtune, which are in place around the whole step."""
+
+    def under_hooks(module: nn.Module, x: Tensor) -> Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            return module(x)
+
+    with pytest.warns(UserWarning, match=r"activation_offloading: it steps aside for the hooks for saved tensors of torch\.autograd\.graph"):
+        ours = learn(Offloaded(False), run=under_hooks)
+    assert_equal(ours, learn(Layers(False)))
+    assert not moved
+
+
+def test_hooks_of_others_inside(moved):
+    class Inside(Layers):
+        def body(self, x):
+            with torch.autograd.graph.save_on_cpu():
+                x = self.layers[0](x)
+            return self.layers[1](x)
+
+    ours = type("Ours", (Inside,), {"forward": offloading.offloaded(Inside.body)})
+    stock = type("Stock", (Inside,), {"forward": Inside.body})
+    assert_equal(learn(ours(layers=2)), learn(stock(layers=2)))
+    assert len(moved) == 3
+
+
+def test_modules_within_modules(moved):
+    """The outer one offloads for both."""
+
+    class Outer(nn.Module):
+        def __init__(self, inner: nn.Module):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            return self.inner(x.sin())
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ours = learn(type("Ours", (Outer,), {"forward": offloading.offloaded(Outer.forward)})(Offloaded(False)))
+    assert_equal(ours, learn(Outer(Layers(False))))
+    assert len(moved) == 6
+
+
+def test_a_recomputed_forward_does_not_offload(moved):
+    run = lambda module, x: checkpoint(module, x, use_reentrant=False)
+    with pytest.warns(UserWarning, match=r"steps aside for the hooks for saved tensors of torch\.utils\.checkpoint"):
+        ours = learn(Offloaded(), run=run)
+    assert_equal(ours, learn(Layers(), run=run))
+    assert not moved
+
+
+def test_torch_func(moved):
+    module, x = Offloaded(), x_of()
+    with pytest.warns(UserWarning, match="steps aside for torch.func"):
+        ours = torch.func.grad(lambda x: module(x).square().sum())(x.detach())
+    torch.testing.assert_close(ours, learn(Layers())["x"])
+    assert not moved
+
+
+def test_torch_compile_of_the_module(moved):
+    torch._dynamo.reset()
+    compiled = torch.compile(Offloaded(), backend="aot_eager", fullgraph=True)
+    with pytest.warns(UserWarning, match="steps aside for torch.compile, which chooses what it keeps: compile the layers, not the model"):
+        ours = compiled(x_of())
+    torch.testing.assert_close(ours, Layers()(x_of()))
+    assert not moved
+
+
+def test_torch_compile_of_the_layers(moved):
+    torch._dynamo.reset()
+    learned = []
+    for module in (Offloaded(), Layers()):
+        for layer in module.layers:
+            layer.compile(backend="aot_eager", fullgraph=True)
+        learned.append(learn(module))
+    assert_equal(*learned)
+    assert moved
+
+
+def test_without_gradients(moved):
+    with torch.no_grad():
+        assert torch.equal(Offloaded()(x_of()), Layers()(x_of()))
+    assert not moved
+
+
+def test_an_error_in_the_forward_leaves_no_hooks():
+    def fail(self, x):
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        offloads(fail)(x_of())
+    assert offloading.top_hooks() is None
+
+
+def test_rematerialisation_within(moved, monkeypatch):
+    """What is recomputed is not offloaded, but what it is recomputed from is."""
+    monkeypatch.setattr(memory, "SMALL", 0)
+    calls = []
+
+    def norm(x: Tensor, w: Tensor) -> Tensor:
+        calls.append(1)
+        return x * w
+
+    class Blocks(Layers):
+        def __init__(self):
+            super().__init__(layers=3)
+            self.w = nn.Parameter(torch.rand(16, device=DEVICE))
+
+        def block(self, x, layer):
+            return layer(memory.cheap(norm, x, self.w))
+
+        def body(self, x):
+            for layer in self.layers:
+                x = x + self.block(x, layer)
+            return x
+
+        def forward(self, x):
+            return self.body(x)
+
+    class Rematerialised(Blocks):
+        block = memory.rematerialised(Blocks.block)
+
+    class Both(Rematerialised):
+        forward = offloading.offloaded(Blocks.body)
+
+    torch.manual_seed(0)
+    stock = Blocks()
+    learned = []
+    for cls in (Blocks, Rematerialised, Both):
+        module = cls()
+        module.load_state_dict(stock.state_dict())
+        calls.clear()
+        learned.append(learn(module))
+        assert len(calls) == (3 if cls is Blocks else 6)
+    assert_equal(learned[1], learned[0])
+    assert_equal(learned[2], learned[0])
+    assert len(moved) == 3 * 3  # of each block: its input, and the input and the output of the activation
+
+
+def test_several_graphs_at_once(lane):
+    """Two forwards before their backwards, as losses of preference have them."""
+    learned = []
+    for module in (Offloaded(False), Layers(False)):
+        x = x_of()
+        one, other = module(x * 1), module(x * 2)
+        (one * other).sum().backward()
+        learned.append({"x": x.grad} | {n: p.grad for n, p in module.named_parameters()})
+    assert_equal(*learned)
+
+
+def test_copies_of_a_module(lane):
+    assert_equal(learn(copy.deepcopy(Offloaded(False))), learn(Layers(False)))
+
+
+# -- on a GPU --------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
+@pytest.mark.parametrize("checkpointed", [None, False, True])
+def test_less_memory_of_a_gpu(monkeypatch, checkpointed):
+    monkeypatch.undo()
+    layer = lambda: nn.Sequential(nn.Linear(1024, 1024, bias=False), nn.SiLU(), nn.Linear(1024, 1024, bias=False))
+    learned, kept = [], []
+    for cls in (Layers, Offloaded):
+        module = cls(checkpointed, 0)
+        module.layers.extend(layer().to(DEVICE, torch.bfloat16) for _ in range(16))
+        torch.manual_seed(0)
+        for p in module.parameters():
+            nn.init.normal_(p, std=0.02)
+        for _ in range(3):
+            x = torch.randn(16384, 1024, device=DEVICE, dtype=torch.bfloat16, generator=torch.Generator(DEVICE).manual_seed(0)).requires_grad_()
+            module.zero_grad()
+            before = torch.cuda.memory_allocated()
+            y = module(x)
+            kept.append(torch.cuda.memory_allocated() - before)
+            y.float().square().mean().backward()
+        learned.append({"y": y.detach(), "x": x.grad} | {n: p.grad.clone() for n, p in module.named_parameters()})
+    assert_equal(*learned)
+    assert kept[-1] < 0.3 * kept[0]

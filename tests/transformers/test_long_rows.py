@@ -1,0 +1,516 @@
+"""The flags for long rows, ``activation_offloading`` and ``tiled_mlp``, at every door: what changes, what does not, and what steps aside."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+transformers = pytest.importorskip("transformers")
+
+from hf_models import (  # noqa: E402
+    DEVICE,
+    assert_same_bits,
+    assert_same_learning,
+    assert_untouched,
+    batch_of,
+    everything_of,
+    make,
+    served_by_kernels_or_references,
+    snapshot,
+    step,
+    tokens,
+)
+from transformers.integrations.liger import apply_liger_kernel  # noqa: E402
+
+import liger_kernel.transformers as liger  # noqa: E402
+from liger_kernel import memory, offloading  # noqa: E402
+from liger_kernel.ops.projections import tiled_mlp  # noqa: E402
+from liger_kernel.ops.projections.mlp import AdaptedMLPFunction  # noqa: E402
+from liger_kernel.testing import assert_as_accurate  # noqa: E402
+from liger_kernel.train import model as training  # noqa: E402
+from liger_kernel.train.config import TrainConfig, UserError, from_flags  # noqa: E402
+from liger_kernel.transformers import _apply_liger_kernel_to_instance as patch  # noqa: E402
+from liger_kernel.transformers import restore  # noqa: E402
+from liger_kernel.transformers.patching import long_rows, once  # noqa: E402
+from liger_kernel.transformers.patching.report import patches_report  # noqa: E402
+from liger_kernel.transformers.recognise import mlps  # noqa: E402
+
+FAMILIES = ["llama", "gemma2", "phi3", "mixtral", "nemotron", "gpt_neox", "opt", "qwen2_vl", "whisper"]
+
+
+@pytest.fixture(autouse=True)
+def _around(monkeypatch) -> Iterator[None]:
+    """Every tensor is worth a copy, and on a CPU, too."""
+    monkeypatch.setattr(offloading, "LEAST", 1)
+    monkeypatch.setattr(offloading, "STAYS", ("meta",))
+    offloading._warn.cache_clear()
+    mlps._say_in_one_piece.cache_clear()
+    with served_by_kernels_or_references():
+        yield
+    restore()
+    offloading._lane.cache_clear()
+
+
+@pytest.fixture
+def moved(monkeypatch) -> list[tuple[int, ...]]:
+    """Shapes of what is copied to the host."""
+    found: list[tuple[int, ...]] = []
+    init = offloading._Moved.__init__
+    monkeypatch.setattr(offloading._Moved, "__init__", lambda self, run, lane, t, blocks: found.append(tuple(t.shape)) or init(self, run, lane, t, blocks))
+    return found
+
+
+@pytest.fixture
+def tiles(monkeypatch) -> list[int]:
+    """How many tiles each MLP ran in, forward."""
+    found: list[int] = []
+    of_function, of_node = tiled_mlp.LigerTiledMLPFunction.apply, AdaptedMLPFunction.apply
+    monkeypatch.setattr(tiled_mlp.LigerTiledMLPFunction, "apply", lambda fn, m, x, n, *rest: found.append(n) or of_function(fn, m, x, n, *rest))
+    monkeypatch.setattr(AdaptedMLPFunction, "apply", lambda *args: found.append(args[9]) or of_node(*args))
+    return found
+
+
+def checkpointed(model: nn.Module, reentrant: bool | None) -> nn.Module:
+    if reentrant is None:
+        model.gradient_checkpointing_disable()
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    return model
+
+
+def moved_by_layers(moved: list[tuple[int, ...]], model: nn.Module) -> bool:
+    """Whether the layers' inputs alone were moved, and what the last norm saves."""
+    return moved.count((2, 12, model.config.hidden_size)) in range(model.config.num_hidden_layers + 1, model.config.num_hidden_layers + 3)
+
+
+def learned(model: nn.Module, batch: dict[str, Tensor] | None = None, **flags) -> dict[str, Tensor]:
+    restore(model)
+    patch(model, **flags)
+    return step(model, batch)[1]
+
+
+# -- both ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(family, moved, tiles):
+    model = make(family)
+    batch = batch_of(model)
+    before = snapshot(*everything_of(family), model)
+    expected = learned(model, batch)
+    assert_same_bits(learned(model, batch, activation_offloading=True), expected)
+    assert moved and not tiles
+    assert "offloading" in ", ".join(patches_report(model, {"activation_offloading": True}).patched)
+    assert "offloading" not in str(patches_report(model))  # without the flag it is no part that is missing
+    ours = learned(model, batch, tiled_mlp=3)
+    assert (set(tiles) == {3}) == (family not in ("mixtral", "opt", "whisper"))  # experts; MLPs that are no module of their own
+    assert_same_learning(ours, expected)
+    restore(model)
+    assert_untouched(before)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_layers(reentrant, moved, tiles):
+    model = checkpointed(make("llama"), reentrant)
+    expected = learned(model)
+    whole = learned(model, tiled_mlp=3)
+    assert_same_learning(whole, expected)
+    assert not moved
+    assert_same_bits(learned(model, activation_offloading=True), expected)
+    assert moved_by_layers(moved, model)
+    assert_same_bits(learned(model, activation_offloading=True, tiled_mlp=3), whole)
+
+
+def test_of_ours_nothing_changes_without_the_flags():
+    model = make("llama")
+    before = snapshot(*everything_of("llama"), model)
+    patch(model, rope=False, rms_norm=False, swiglu=False, fused_linear_cross_entropy=False, rematerialise=False)
+    assert_untouched(before)
+
+
+def test_classes_and_live_models(moved, tiles):
+    expected = learned(make("llama"), tiled_mlp=3)
+    before = snapshot(*everything_of("llama"))
+    liger.apply_liger_kernel_to_llama(activation_offloading=True, tiled_mlp=3)
+    model = make("llama")
+    count = len(tiles)
+    assert_same_bits(step(model)[1], expected)
+    assert moved and len(tiles) > count
+    patches = [dict(m.__dict__) for m in model.modules()]
+    patch(model, activation_offloading=True, tiled_mlp=3)  # nothing is left to patch
+    assert [m.__dict__.keys() for m in model.modules()] == [p.keys() for p in patches]
+    restore()
+    assert_untouched(before)
+    liger.apply_liger_kernel_to_llama(model=model, activation_offloading=True, tiled_mlp=3)
+    assert_same_bits(step(model)[1], expected)
+    assert_same_bits(step(copy.deepcopy(model))[1], expected)
+
+
+def test_auto_classes_and_the_trainers_config(moved, tiles):
+    auto = liger.AutoLigerKernelForCausalLM.from_config(make("llama").config, activation_offloading=True, tiled_mlp=2)
+    step(auto.to(DEVICE).train())
+    assert moved and set(tiles) == {2}
+    restore()
+    moved.clear()
+    tiles.clear()
+    model = make("llama")
+    apply_liger_kernel(model, {"activation_offloading": True, "tiled_mlp": 2})
+    step(model)
+    assert moved and set(tiles) == {2}
+
+
+def test_liger_train(moved, tiles):
+    config = from_flags(["--activation-offloading", "--tiled-mlp", "2"])
+    assert config.kernel_flags == {"activation_offloading": True, "tiled_mlp": 2}
+    assert from_flags(["--tiled-mlp", "0"]).kernel_flags == {"tiled_mlp": True} and TrainConfig().kernel_flags == {}
+    with pytest.raises(UserError, match="tiled_mlp must be at least 0, got -1"):
+        TrainConfig(tiled_mlp=-1)
+    model = make("llama")
+    training.patch(model, config.kernel_flags)
+    step(model)
+    assert moved and set(tiles) == {2}
+
+
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        ({"activation_offloading": 2}, r"activation_offloading: must be True or False, got 2"),
+        ({"keep_attention": 0}, r"keep_attention: must be True or False, got 0"),
+        ({"tiled_mlp": 0}, r"tiled_mlp: must be True, False or a number of tiles from 1 on, got 0"),
+        ({"tiled_mlp": -3}, r"got -3"),
+        ({"tiled_mlp": 2.0}, r"got 2\.0"),
+        ({"tiled_mlp": "4"}, r"got '4'"),
+    ],
+)
+def test_bad_values(flags, error):
+    model = make("llama")
+    for door in (
+        lambda: patch(model, **flags),
+        lambda: liger.apply_liger_kernel_to_llama(**flags),
+        lambda: liger.apply_liger_kernel_to_llama(model=model, **flags),
+    ):
+        with pytest.raises(ValueError, match=error):
+            door()
+    with pytest.raises(TypeError, match="activation_offloading must be True or False, got 'yes'"):
+        liger.apply_liger_kernel_to_llama(activation_offloading="yes")
+    with pytest.raises(TypeError, match="did you mean activation_offloading"):
+        liger.apply_liger_kernel_to_llama(activation_ofloading=True)
+
+
+@pytest.mark.parametrize("off", [False, None])
+def test_off(off, moved, tiles):
+    learned(make("llama"), activation_offloading=off, tiled_mlp=off)
+    assert not moved and not tiles
+
+
+# -- offloading ------------------------------------------------------------------------------
+
+
+def test_what_others_replaced_offloads_too(moved):
+    model = make("llama")
+    expected = learned(model)
+    restore(model)
+    inner = model.model.forward
+    model.model.forward = lambda *args, **kwargs: inner(*args, **kwargs)  # such as accelerate's
+    patch(model, activation_offloading=True)
+    assert_same_bits(step(model)[1], expected)
+    assert moved
+
+
+def test_checkpoints_around_layers(moved):
+    """Of torch's wrapper, as FSDP's examples use it, in the place of transformers' own."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing, checkpoint_wrapper
+
+    model = make("llama")
+    expected = learned(model)
+    restore(model)
+    layer = type(model.model.layers[0])
+    apply_activation_checkpointing(model, checkpoint_wrapper_fn=checkpoint_wrapper, check_fn=lambda m: isinstance(m, layer))
+    patch(model, activation_offloading=True)
+    found = step(model)[1]
+    assert_same_bits({n.replace("_checkpoint_wrapped_module.", ""): t for n, t in found.items()}, expected)
+    assert moved_by_layers(moved, model)
+
+
+def test_nothing_to_offload():
+    model = make("llama")
+    model.model.layers = nn.ModuleDict({str(i): layer for i, layer in enumerate(model.model.layers)})
+    once.WARNED.discard(("LlamaForCausalLM", "activation_offloading"))
+    with pytest.warns(UserWarning, match="it has no layers that can be checkpointed, so nothing is offloaded"):
+        patch(model, activation_offloading=True)
+
+
+def test_hooks_as_those_of_trl(moved):
+    """TRL's and torchtune's offloading, which are classes like this one around the step."""
+
+    class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
+        def __init__(self):
+            def unpack(t):
+                return t
+
+            unpack.__module__ = "trl.models.activation_offloading"
+            super().__init__(lambda t: t.detach(), unpack)
+
+    model = checkpointed(make("llama"), False)
+    expected = learned(model)
+    restore(model)
+    patch(model, activation_offloading=True)
+    with OffloadActivations(), pytest.warns(UserWarning, match=r"it steps aside for the hooks for saved tensors of trl\.models\.activation_offloading"):
+        found = step(model)[1]
+    assert_same_bits(found, expected)
+    assert not moved
+
+
+def test_compiled_layers(moved):
+    learnt = []
+    for flags in ({}, {"activation_offloading": True}):
+        torch._dynamo.reset()
+        model = make("llama")
+        patch(model, **flags)
+        for layer in model.model.layers:
+            layer.compile(backend="aot_eager")
+        learnt.append(step(model)[1])
+    assert_same_bits(learnt[1], learnt[0])
+    assert moved
+
+
+def test_a_compiled_model(moved):
+    torch._dynamo.reset()
+    model = make("llama")
+    expected = learned(model)
+    restore(model)
+    patch(model, activation_offloading=True)
+    compiled = torch.compile(model, backend="aot_eager")
+    model.zero_grad()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        compiled(**tokens(), use_cache=False).loss.backward()
+    assert any("activation_offloading: it steps aside for torch.compile" in str(w.message) for w in said)
+    assert_same_learning({"loss": expected["loss"]} | {n: p.grad for n, p in model.named_parameters()}, expected)
+    assert not moved
+
+
+def test_fsdp2(moved):
+    """Weights that FSDP gathers are parameters, too."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh, found = init_device_mesh(DEVICE, (1,)), []
+        for flags in ({}, {"activation_offloading": True}, {"activation_offloading": True, "tiled_mlp": 3}):
+            model = checkpointed(make("llama"), False)
+            patch(model, **flags)
+            for layer in model.model.layers:
+                fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+            fully_shard(model, mesh=mesh)
+            learnt = step(model)[1]
+            found.append({n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in learnt.items()})
+    finally:
+        dist.destroy_process_group()
+    assert_same_bits(found[1], found[0])
+    assert_same_learning(found[2], found[0])
+    shapes = {tuple(p.shape) for p in make("llama").parameters() if p.ndim > 1}
+    assert moved and not shapes & {*moved, *(shape[::-1] for shape in moved)}
+
+
+@pytest.mark.parametrize("checkpointing", [None, False])
+def test_lora(checkpointing, moved, tiles):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.0, init_lora_weights=False, task_type="CAUSAL_LM")
+    model = checkpointed(make("llama"), checkpointing)
+    model.enable_input_require_grads()
+    model = peft.get_peft_model(model, config).train()
+    inner = model.base_model.model
+    expected = learned(inner)
+    assert_same_bits(learned(inner, activation_offloading=True), expected)
+    assert moved and not tiles
+    assert_same_learning(learned(inner, tiled_mlp=3), expected)
+    assert set(tiles) == {3}
+
+
+# -- attention -------------------------------------------------------------------------------
+
+
+class Attentions(TorchDispatchMode):
+    """Counts calls of attention."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function in memory.attention_operators()
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def without_masks(monkeypatch):
+    """Attention as in a batch without padding, which is an operator on a CPU, too."""
+    stock = torch.nn.functional.scaled_dot_product_attention
+
+    def causal(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, **options):
+        return stock(q, k, v, None, 0.0, True, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", causal)
+
+
+@pytest.mark.parametrize("offloads", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3"])
+def test_attention_is_kept(family, offloads, without_masks, moved):
+    model = checkpointed(make(family), False)
+    model.set_attn_implementation("sdpa")
+    counts, found = [], []
+    for keeps in (False, True):
+        with Attentions() as attentions:
+            found.append(learned(model, keep_attention=keeps, activation_offloading=offloads))
+        counts.append(attentions.count)
+    assert_same_bits(found[1], found[0])
+    layers = model.config.num_hidden_layers
+    assert counts == [2 * layers, layers]
+    assert not any("context_fn" in layer._gradient_checkpointing_func.keywords for layer in model.model.layers)
+    report = str(patches_report(model, {"keep_attention": True, "activation_offloading": offloads}))
+    assert ("offloading, keeping attention" if offloads else "keeping attention") in report
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"use_reentrant": True}, "another kind of checkpointing than PyTorch's with use_reentrant=False"),
+        ({"use_reentrant": False, "context_fn": lambda: (contextlib.nullcontext(), contextlib.nullcontext())}, "another context_fn"),
+    ],
+)
+def test_checkpoints_that_cannot_keep_attention(options, said):
+    model = make("llama")
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    expected = learned(model)
+    long_rows._say.cache_clear()
+    with pytest.warns(UserWarning, match=f"keep_attention: it steps aside for {said}"):
+        ours = learned(model, keep_attention=True)
+    assert_same_bits(ours, expected)
+
+
+def test_attention_without_checkpointing():
+    model = make("llama")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_same_bits(learned(model, keep_attention=True), learned(model))
+
+
+# -- tiles -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tiles", "tokens", "expected"),
+    [(False, 10**6, 1), (True, 2047, 1), (True, 4096, 2), (True, 10**6, 16), (5, 10**6, 5), (5, 3, 3), (1, 100, 1), (4, 0, 1), (True, 0, 1)],
+)
+def test_how_many_tiles(tiles, tokens, expected):
+    assert tiled_mlp.count_of(tiles, tokens) == expected
+
+
+def test_short_rows_are_in_one_piece(tiles):
+    model = make("llama")
+    assert_same_bits(learned(model, tiled_mlp=True), learned(model))
+    assert not tiles
+
+
+def test_as_accurate_as_stock():
+    """In bf16, over many tiles, whose gradients are added."""
+
+    def run(dtype: torch.dtype, seed: int, **flags) -> dict[str, Tensor]:
+        model = make("llama", torch.bfloat16, seed).to(dtype)
+        return step(patched(model, **flags) if flags else model, tokens(4, 32, seed))[1]
+
+    def patched(model: nn.Module, **flags) -> nn.Module:
+        patch(model, **flags)
+        return model
+
+    pairs = [(run(torch.bfloat16, seed), run(torch.float64, seed)) for seed in range(4)]
+    assert_as_accurate(run(torch.bfloat16, 0, tiled_mlp=16), *pairs[0], *pairs[1:])
+
+
+def test_an_mlp_saves_its_input_alone():
+    saved: list[int] = []
+
+    def bytes_of(**flags) -> int:
+        model = make("llama", num_hidden_layers=1)
+        patch(model, rematerialise=False, **flags)
+        saved.clear()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.nbytes * (t.grad_fn is not None and not t._is_view())) or t, lambda t: t):
+            model(**tokens(), use_cache=False)
+        return sum(saved)
+
+    config = make("llama").config
+    inner = 2 * 12 * 4 * config.intermediate_size
+    assert bytes_of() - bytes_of(tiled_mlp=3) >= 2 * inner  # gate and up at least
+
+
+def test_the_flag_of_the_mlp_is_off(tiles):
+    model = make("llama")
+    expected = learned(model, swiglu=False)
+    assert_same_learning(learned(model, swiglu=False, tiled_mlp=3), expected)
+    assert set(tiles) == {3}
+
+
+def test_hooks_on_layers_see_all_tokens(tiles):
+    model, seen = make("llama"), []
+    model.model.layers[0].mlp.down_proj.register_forward_hook(lambda m, args, y: seen.append(tuple(y.shape)))
+    expected = learned(model)
+    with pytest.warns(UserWarning, match="tiled_mlp: LlamaMLP runs in one piece, because hooks on its layers expect to see all tokens"):
+        ours = learned(model, tiled_mlp=3)
+    assert_same_learning(ours, expected)
+    assert {shape[:2] for shape in seen} == {(2, 12)} and set(tiles) == {3}  # of the other layer
+
+
+def test_zero_3(tiles):
+    model = make("llama")
+    for p in model.model.layers[0].mlp.parameters():
+        p.ds_id = 0
+    with pytest.warns(UserWarning, match="LlamaMLP runs in one piece, because ZeRO-3 gathers its weights"):
+        learned(model, tiled_mlp=3)
+    assert set(tiles) == {3}
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_adapters_with_dropout_or_magnitude(dropout, tiles):
+    """They run by the modules' own calls in each tile; dropout draws the same numbers again in the backward."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    more = dict(lora_dropout=dropout) if dropout else dict(use_dora=True)
+    config = peft.LoraConfig(r=4, target_modules=["gate_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM", **more)
+    model = peft.get_peft_model(make("llama"), config).train()
+    inner = model.base_model.model
+    expected = learned(inner)
+    ours = learned(inner, tiled_mlp=3)
+    assert set(tiles) == {3}
+    if not dropout:
+        assert_same_learning(ours, expected)
+    assert_same_bits(learned(inner, tiled_mlp=3), ours)
+
+
+def test_generation(tiles):
+    model = make("llama").eval()
+    prompt = tokens()["input_ids"]
+    options = dict(max_new_tokens=3, do_sample=False, attention_mask=torch.ones_like(prompt), eos_token_id=None)
+    expected = model.generate(prompt, **options)
+    patch(model, tiled_mlp=3, activation_offloading=True)
+    assert torch.equal(model.generate(prompt, **options), expected)
+    assert tiles
+
+
+def test_compiled_with_tiles():
+    torch._dynamo.reset()
+    model = make("llama")
+    expected = learned(model)
+    restore(model)
+    patch(model, tiled_mlp=3)
+    model.zero_grad()
+    torch.compile(model, backend="aot_eager")(**tokens(), use_cache=False).loss.backward()
+    assert_same_learning({"loss": expected["loss"]} | {n: p.grad for n, p in model.named_parameters()}, expected)

@@ -37,7 +37,7 @@ __all__ = ["offloaded"]
 
 LEAST = 2**20  # bytes of a tensor that is worth a copy
 AHEAD = 2**28  # bytes that come back before they are needed: 5 ms of copies; one tensor, if it is larger
-LATE = 8  # copies that may be under way before the forward waits for the oldest
+LATE = 2**28  # bytes that are copied while the forward goes on, and are still on the device; one tensor, if it is larger
 BLOCK = 2**26  # bytes of a piece of pinned memory: PyTorch rounds what it pins up to a power of two
 RESERVE = 2**32  # bytes of the host's memory that are left to others
 STAYS = ("cpu", "meta")  # devices with nothing to gain
@@ -144,9 +144,6 @@ class Lane:
             for there, here in pairs:
                 there.copy_(here, non_blocking=True)
             return self.side.record_event()
-
-    def done(self, event: Any) -> bool:
-        return event is None or event.query()  # None on a CPU, where copies are done at once
 
 
 _lane = functools.cache(Lane)
@@ -262,16 +259,12 @@ class _Run:
         self.by_storage[storage._cdata] = weakref.ref(moved)
         self.order.append(self.by_storage[storage._cdata])
         self.leaving.append(moved)
-        self._settle()
+        # the newest stays, which the backward reads first. Whether copies are done is not asked: the host is far ahead of them, and the device waits
+        while len(self.leaving) > 1 and sum(each.size for each in self.leaving) > LATE:
+            self.leaving.popleft().let_go()
         return moved
 
-    def _settle(self) -> None:
-        """Free the device's memory of what has been copied, except that of the newest, which the backward reads first."""
-        while len(self.leaving) > 1 and (len(self.leaving) > LATE or self.leaving[0].lane.done(self.leaving[0].event)):
-            self.leaving.popleft().let_go()
-
     def end(self) -> None:
-        self._settle()
         self.leaving.clear()
         self.by_storage.clear()
 

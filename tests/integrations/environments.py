@@ -23,7 +23,21 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 _names = str.split
 FAMILIES = ["families", "deferred", "convergence", "fusions"]
-TORCH = ["interpreter", "warmup", "memory", "attention", "deferred", "fusions", "doors", "parallel", "trainers", "public_surface", "ops"]
+TORCH = [
+    "interpreter",
+    "warmup",
+    "memory",
+    "offloading",
+    "long_rows",
+    "attention",
+    "deferred",
+    "fusions",
+    "doors",
+    "parallel",
+    "trainers",
+    "public_surface",
+    "ops",
+]
 KUBERNETES = ["kubernetes==37.0.2", "charset-normalizer", "durationpy", "oauthlib", "requests", "requests-oauthlib", "websocket-client"]
 
 # name -> (tests, packages with what they require, packages alone: what they require would replace PyTorch, or is not needed)

@@ -49,6 +49,7 @@ FAMILIES = ["llama", "gemma2", "phi3", "mixtral", "nemotron", "gpt_neox", "opt",
 def _around(monkeypatch) -> Iterator[None]:
     """Every tensor is worth a copy, and on a CPU, too."""
     monkeypatch.setattr(offloading, "LEAST", 1)
+    monkeypatch.setattr(offloading, "LATE", 1)
     monkeypatch.setattr(offloading, "STAYS", ("meta",))
     offloading._warn.cache_clear()
     mlps._say_in_one_piece.cache_clear()

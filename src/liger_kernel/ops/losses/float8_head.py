@@ -112,11 +112,11 @@ def _stats(
 @jit
 def _gradient(
     z_ptr, top_ptr, bias_ptr, w_ptr, target_ptr, lse_ptr, spread_ptr, smooth_ptr, ge_ptr, entropy_ptr, factor_ptr, d_ptr, dt_ptr, db_ptr, z_y_ptr,
-    M, P, N, first, z_stride, d_stride, dt_stride, ignore_index, logit_scale, softcap,
+    M, N, first, last, z_stride, d_stride, dt_stride, ignore_index, logit_scale, softcap,
     HAS_W: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, SMOOTH: tl.constexpr, HAS_GE: tl.constexpr, STORED: tl.constexpr,
     D: tl.constexpr, DT: tl.constexpr, DB: tl.constexpr, STEPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """dz of a tile, times a factor, in rows and transposed; zeros up to ``d_stride`` classes and ``P`` rows. Column sums of each tile's dz in fp32."""
+    """dz of a tile, times a factor, in rows and transposed; zeros up to ``d_stride`` classes and row ``last``. Column sums of each tile's dz in fp32."""
     row = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     col = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     inside = (row < M)[:, None] & (col < N)[None, :]
@@ -155,7 +155,7 @@ def _gradient(
         tl.store(d_ptr + row[:, None] * d_stride + col[None, :], _quantized(dz, factor, d_ptr), mask=(row < M)[:, None] & (col < d_stride)[None, :])
     if DT:
         q = tl.trans(_quantized(dz, factor, dt_ptr))
-        tl.store(dt_ptr + col[:, None] * dt_stride + row[None, :], q, mask=(col < N)[:, None] & (row < P)[None, :])
+        tl.store(dt_ptr + col[:, None] * dt_stride + row[None, :], q, mask=(col < N)[:, None] & (row < last)[None, :])
 
 
 @dataclass
@@ -310,7 +310,7 @@ def _gradient_of(
         sums = None if db is None else slopes.lse.new_empty(grid[0], block.N)
         of_rows = slopes.lse, slopes.spread, slopes.smooth, slopes.ge, slopes.entropy
         tensors = (z if t is None else t for t in (top, block.bias, block.class_weight, target, *of_rows, factor, d, dt, sums, z_y))
-        numbers = M, rows, block.N, block.first, z.stride(0), width, 0 if dt is None else dt.stride(0), s.ignore_index, s.logit_scale
+        numbers = M, block.N, block.first, rows, z.stride(0), width, 0 if dt is None else dt.stride(0), s.ignore_index, s.logit_scale
         has = block.flags(s) | dict(HAS_GE=slopes.ge is not None, STORED=top is not None, D=d is not None, DT=dt is not None, DB=db is not None)
         tile = dict(STEPS=STEPS, BLOCK_M=64, BLOCK_N=128, num_warps=8)
         launch(_gradient, grid, z, *tensors, *numbers, 1.0 if s.softcap is None else s.softcap, **has, **tile)
@@ -370,15 +370,18 @@ def _add_outer(total: Tensor, index: Tensor, scale: Tensor, x: Tensor) -> None:
     new[1:] = ordered[1:] != ordered[:-1]
     run = new.cumsum(0) - 1
     of_token = torch.empty_like(run).scatter_(0, at, run)
-    # there are fewer sums than tokens: what is left over are zeros for any rows, but seldom the same, as equal indices wait for each other
-    rows = (torch.arange(M, device=index.device) % len(total)).scatter_(0, run, ordered)
+    # only the device knows how many sums there are: what is left over repeats the first one, and writes the same number to the same place
+    slot = torch.arange(M, device=index.device)
+    slot = slot.where(slot <= run[-1], 0)
+    rows = torch.zeros_like(index).scatter_(0, run, ordered)[slot]
     for columns in (slice(first, first + 1024) for first in range(0, x.shape[1], 1024)):
-        terms = x[:, columns] * scale[:, None]
+        terms, part = x[:, columns] * scale[:, None], total[:, columns]
         if use_kernels(terms):
             terms = embedding_bwd(terms, of_token, M, None)
         else:
             terms = terms.new_zeros(terms.shape, dtype=acc(terms.dtype)).index_add_(0, of_token, terms.to(acc(terms.dtype)))
-        total[:, columns].index_put_((rows,), terms.to(total.dtype), accumulate=True)
+        terms = terms.index_select(0, slot).to(total.dtype)
+        part.index_copy_(0, rows, terms.add_(part.index_select(0, rows)))
 
 
 @dataclass

@@ -179,6 +179,20 @@ def test_a_gated_mlp(recipe, checkpointed, tiles):
         assert error(mine) <= 1.1 * error(their) + 1e-6
 
 
+@needs_kernels
+def test_a_gated_mlp_of_two_recipes():
+    """The gradient of gate in 16 bits reads the gradient of its output, whose memory the casts for up may not take."""
+    x, dy = drawn(48, 32, seed=4), drawn(48, 32, seed=5)
+    of = {"rowwise_with_gw_hp": drawn(64, 32, seed=1), "tensorwise": drawn(64, 32, seed=2)}
+    ws = [w.requires_grad_() for w in (*of.values(), drawn(32, 64, seed=3))]
+    gate, up, down = (Projection(f8.float8_trained(w, f8.RECIPES[name])) for w, name in zip(ws, (*of, "tensorwise")))
+    found = learning(lambda x: adapted_mlp(x, [gate, up], down), x, dy, ws)
+    one = lambda x, p: linears(x, [p])[0]
+    apart = learning(lambda x: one(nn.functional.silu(one(x, gate)) * one(x, up), down), x, dy, ws)
+    for mine, other in zip(found, apart):
+        assert (mine.float() - other.float()).norm() < 0.02 * other.float().norm()
+
+
 def test_weights_are_searched_once_a_step(monkeypatch):
     """Over accumulation and checkpointing, too; and again after a step, a change in place, and ``forget``."""
     made, amax_of = [], f8.amax_of

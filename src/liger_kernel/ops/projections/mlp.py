@@ -390,7 +390,7 @@ def _gradients(
     if len(projected) == 1:
         dys = [Rows(projected[0], made={} if tops is None else known_amax(torch.maximum(tops[1], tops[2])))]
     else:  # weights in FP8 use them in this order, and each only until it is cast
-        alone = all(isinstance(p.weight, Float8Trained) for p in gate_up.projections)
+        alone = all(isinstance(p.weight, Float8Trained) and p.weight.recipe.weight_gradient for p in gate_up.projections)
         dys = [Rows(d, made=made, spare=spare if alone else None) for d, made, spare in zip(projected, known[1:], (h, projected[0]))]
     del h
     gate_up.thin_gradients(dys, needs[:-1])

@@ -264,8 +264,6 @@ def rematerialised(forward: Callable, level: str = "cheap") -> Callable:
     return wrapper
 
 
-# -- attention in checkpointed layers ------------------------------------------------------------
-
 _ATTENTION = {
     "aten": [
         f"_scaled_dot_product_{name}"

@@ -71,9 +71,6 @@ def _warn(text: str) -> None:
     warnings.warn(f"liger_kernel: activation_offloading: {text}", stacklevel=4)
 
 
-# -- the host ------------------------------------------------------------------------------------
-
-
 def host_room() -> int:
     """Bytes of the host's memory that are free, in a container those up to its limit."""
     meminfo, group = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
@@ -147,9 +144,6 @@ class Lane:
 
 
 _lane = functools.cache(Lane)
-
-
-# -- saved tensors -------------------------------------------------------------------------------
 
 
 class _Moved:

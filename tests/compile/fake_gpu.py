@@ -137,6 +137,7 @@ def specialisations() -> dict:
     calls = {
         "rms_norm": lambda B, T: ops.rms_norm(t(B, T, 64), w),
         "fused_add_rms_norm": lambda B, T: ops.fused_add_rms_norm(t(B, T, 64), t(B, T, 64), w),
+        "gated_rms_norm": lambda B, T: ops.gated_rms_norm(t(B, T, 64), t(B, T, 64), w),
         "layer_norm": lambda B, T: ops.layer_norm(t(B, T, 64), w, b),
         "glu": lambda B, T: ops.glu(t(B, T, 64), t(B, T, 64)),
         "rope": lambda B, T: ops.rope(t(B, T, 4, 16).transpose(1, 2), t(B, T, 2, 16).transpose(1, 2), *angles(T)),

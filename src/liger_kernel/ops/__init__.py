@@ -65,6 +65,7 @@ from liger_kernel.ops.norms.fused_add_rms_norm import LigerFusedAddRMSNormFuncti
 from liger_kernel.ops.norms.fused_add_rms_norm import fused_add_rms_norm as fused_add_rms_norm
 from liger_kernel.ops.norms.fused_add_rms_norm import fused_add_rms_norm_backward as fused_add_rms_norm_backward
 from liger_kernel.ops.norms.fused_add_rms_norm import fused_add_rms_norm_forward as fused_add_rms_norm_forward
+from liger_kernel.ops.norms.gated_rms_norm import gated_rms_norm as gated_rms_norm
 from liger_kernel.ops.norms.group_norm import LigerGroupNormFunction as LigerGroupNormFunction
 from liger_kernel.ops.norms.group_norm import group_norm as group_norm
 from liger_kernel.ops.norms.group_norm import group_norm_backward as group_norm_backward

@@ -32,7 +32,7 @@ class RMSNorm(Variant):
     weight: str
 
     def words(self) -> tuple[str, ...]:
-        return f"{self.offset:g}", self.casting, self.eps, "" if self.weight == "weight" else self.weight
+        return f"{self.offset:g}", self.casting, self.eps, {"weight": "", "none": "unweighted"}.get(self.weight, self.weight)
 
     def __call__(self, stock: Callable) -> Callable:
         offset, casting, eps, weight = self.offset, self.casting, self.eps, self.weight
@@ -156,7 +156,7 @@ class LayerNorm(Variant):
 RMS_NORMS = [
     RMSNorm(offset, casting, eps, weight)
     for offset, weight in ((0.0, "weight"), (1.0, "weight"), (0.0, "with_scale"), (0.0, "none"))
-    for casting in (("gemma",) if weight == "none" else ("llama", "gemma", "none"))
+    for casting in (("gemma", "none") if weight == "none" else ("llama", "gemma", "none"))
     for eps in EPS
 ]
 LAYER_NORMS = [LayerNorm(form, eps) for form in ("torch", "1P", "weight", "bias", "none") for eps in (*EPS, "constant")]

@@ -37,9 +37,8 @@ def reference(logits: Tensor, index: Tensor, weight: Tensor | None = None) -> tu
 def _probabilities(logits_ptr, row, col, M, E, stride):
     """Softmax of some rows, in fp32; 0 in columns that do not exist."""
     x = tl.load(logits_ptr + row[:, None] * stride + col[None, :], mask=(row < M)[:, None] & (col < E)[None, :], other=0.0)
-    PRECISE: tl.constexpr = x.dtype == tl.float32
     x = tl.where((col < E)[None, :], x.to(tl.float32), float("-inf"))
-    e = exp_of(x - tl.max(x, axis=1)[:, None], PRECISE)
+    e = exp_of(x - tl.max(x, axis=1)[:, None], logits_ptr.dtype.element_ty == tl.float32)
     return div(e, tl.sum(e, axis=1)[:, None])
 
 

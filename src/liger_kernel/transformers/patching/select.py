@@ -17,7 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from liger_kernel import memory
 from liger_kernel.transformers import fp8
 from liger_kernel.transformers.head.forward import fused
-from liger_kernel.transformers.patching import fusions, long_rows, once, projections, wrappers
+from liger_kernel.transformers.patching import exchange, fusions, long_rows, once, projections, wrappers
 from liger_kernel.transformers.patching.bound import ABSENT, Bound, ours, within
 from liger_kernel.transformers.patching.values import Patch, Patches, original, remembered
 from liger_kernel.transformers.recognise.family import Family, configs_of
@@ -360,7 +360,9 @@ def on_instance(m: nn.Module, attribute: str, new: Callable, what: object, aroun
     there = remembered(m).get(place, m.__dict__.get(place, ABSENT))
     if there is not ABSENT:
         bound = isinstance(there, types.MethodType) and there.__self__ is m
-        if not (bound and there.__func__ is original(type(m), attribute)):
+        if (exchanging := exchange.of_experts(there, m, new)) is not None:
+            new = exchanging
+        elif not (bound and there.__func__ is original(type(m), attribute)):
             if around is None:
                 return None
             new = ours(around(there.__func__ if bound else lambda self, *args, **kwargs: there(*args, **kwargs)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -147,6 +148,7 @@ class Experts(Variant):
                 y = adapted_moe(x.to(product_dtype(x)), *found, index, weights, (), (), **how)
             return y.view(hidden_states.shape).to(hidden_states.dtype)
 
+        vars(forward)["__signature__"] = inspect.signature(stock)
         OF_EXPERTS[forward] = self
         return forward
 

@@ -11,6 +11,7 @@ import datetime
 import functools
 import importlib.util
 import os
+import re
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
@@ -35,8 +36,10 @@ from liger_kernel import memory
 from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 from liger_kernel.ops.projections.float8_training import RECIPES
 from liger_kernel.parallel import Parallel, VocabularyParallel, by_sharding, call_instead, clip_grad_norm_, parallelize
-from liger_kernel.transformers import _apply_liger_kernel_to_instance, projections_report
+from liger_kernel.transformers import _apply_liger_kernel_to_instance, class_patches, projections_report, restore
 from liger_kernel.transformers.head import loss as head_loss
+from liger_kernel.transformers.patching.flags import flags_of, parts_of
+from liger_kernel.transformers.recognise import experts as experts_module
 
 memory.SMALL = 0  # tensors of tests are small
 RANKS = int(os.environ.get("LIGER_TEST_RANKS", 2))
@@ -1006,6 +1009,68 @@ if importlib.util.find_spec("deepspeed"):
         for _adapters in (False, True):
             _check = functools.partial(deepspeed_check, _stage, _adapters)
             CHECKS[f"{'lora_' * _adapters}deepspeed_zero{_stage}"] = _check
+
+
+# -- experts -------------------------------------------------------------------------------
+
+
+def spread(model: nn.Module, families: str = "auto") -> None:
+    """Spread the experts of ``model`` over the ranks, which share their batch, by Transformers' plan and its exchange ``families``."""
+    from transformers.distributed.expert_parallel import apply_expert_parallelism
+
+    mesh = init_device_mesh("cuda" if GPUS else "cpu", (RANKS,))
+    plan: dict[str, str] = {}
+    for pattern, style in model.config.base_model_ep_plan.items():
+        names = [*dict(model.named_parameters()), *dict(model.named_modules())]
+        plan |= {n: style for n in names if re.fullmatch("model." + pattern.replace(".", r"\.").replace("*", r"\d+"), n)}
+    apply_expert_parallelism(model, mesh, mesh, plan, families)
+
+
+def learns_over_ranks(model_type: str, by_class: bool) -> None:
+    truth = step(make(model_type), batch())[1]
+    with torch.no_grad():
+        logits = make(model_type)(**batch(), use_cache=False).logits
+    calls: list[tuple[int, ...]] = []
+    moe = experts_module.moe
+    experts_module.moe = lambda x, gate_up, *rest, **how: (calls.append(tuple(gate_up.shape)), moe(x, gate_up, *rest, **how))[1]  # type: ignore[assignment]
+    patches = class_patches(model_type, parts_of(dict.fromkeys(flags_of(model_type), True)), "fused")
+    try:
+        if by_class:
+            patches.apply()
+        model = make(model_type)
+        spread(model)
+        if not by_class:
+            _apply_liger_kernel_to_instance(model=model, swiglu=True)
+            _apply_liger_kernel_to_instance(model=model, swiglu=True)  # changes nothing
+        layers = model.config.num_hidden_layers
+        out = model(**batch(), use_cache=False)
+        out.loss.backward()
+        assert out.logits is None and len(calls) == layers and {shape[0] for shape in calls} == {truth_experts(model_type) // RANKS}
+        assert_same_learning({"loss": out.loss.detach()} | gradients(model), truth, TOLERANCE)
+        calls.clear()
+        with torch.no_grad():
+            torch.testing.assert_close(model(**batch(), skip_logits=False, use_cache=False).logits, logits)
+        assert len(calls) == layers
+        restore(model)
+        restore()
+        calls.clear()
+        model.zero_grad()
+        model(**batch(), use_cache=False).loss.backward()
+        assert by_class or not calls  # the exchange took the experts of a patched class when the model was spread
+        assert_same_learning(gradients(model), {n: g for n, g in truth.items() if n != "loss"}, TOLERANCE)
+    finally:
+        patches.restore()
+        experts_module.moe = moe
+
+
+def truth_experts(model_type: str) -> int:
+    return next(len(p) for n, p in make(model_type).named_parameters() if n.endswith("experts.gate_up_proj"))
+
+
+if importlib.util.find_spec("transformers.distributed") and importlib.util.find_spec("transformers.distributed.expert_parallel"):
+    for _type in ("qwen3_moe", "gpt_oss"):  # gpt_oss: transposed weights, biases
+        for _by_class in (True, False):
+            CHECKS[f"experts_of_{_type}_{'class' if _by_class else 'instance'}"] = functools.partial(learns_over_ranks, _type, _by_class)
 
 
 # -- ranks ---------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from liger_kernel import hub, memory
 from liger_kernel.chunked_loss import LigerFusedLinearDPOLoss, LigerFusedLinearPreferenceBase
 from liger_kernel.nn import LigerExperts, LigerFloat8TrainingLinear, LigerFusedLinearCrossEntropyLoss, LigerRMSNorm, LigerSwiGLUMLP, liger_rotary_pos_emb
-from liger_kernel.ops import linear_cross_entropy, rms_norm
+from liger_kernel.ops import expert_load, linear_cross_entropy, load_balancing_loss, rms_norm
 from liger_kernel.ops.losses.linear_loss import linear_loss
 from liger_kernel.parallel import by_sharding, parallelize
 from liger_kernel.train import TrainConfig
@@ -22,6 +22,8 @@ SHOWN = (
     memory,
     attention,
     by_sharding,
+    expert_load,
+    load_balancing_loss,
     parallelize,
     train,
     TrainConfig,

@@ -137,6 +137,7 @@ def specialisations() -> dict:
     calls = {
         "rms_norm": lambda B, T: ops.rms_norm(t(B, T, 64), w),
         "fused_add_rms_norm": lambda B, T: ops.fused_add_rms_norm(t(B, T, 64), t(B, T, 64), w),
+        "gated_rms_norm": lambda B, T: ops.gated_rms_norm(t(B, T, 64), t(B, T, 64), w),
         "layer_norm": lambda B, T: ops.layer_norm(t(B, T, 64), w, b),
         "glu": lambda B, T: ops.glu(t(B, T, 64), t(B, T, 64)),
         "rope": lambda B, T: ops.rope(t(B, T, 4, 16).transpose(1, 2), t(B, T, 2, 16).transpose(1, 2), *angles(T)),
@@ -151,6 +152,7 @@ def specialisations() -> dict:
         "relu_squared": lambda B, T: ops.relu_squared(t(B, T, 64)),
         "embedding": lambda B, T: ops.embedding(ids(B, T), t(50, 64)),
         "moe": lambda B, T: ops.moe(t(B * T, 64), t(4, 32, 64), t(4, 64, 16), ids(B * T, 2), torch.rand(B * T, 2, device="meta")),
+        "expert_load": lambda B, T: ops.expert_load(t(B * T, 16), ids(B * T, 2))[0],
         "attn_res": lambda B, T: ops.attn_res(t(B, T, 3, 64), t(64), w),
         "jsd": lambda B, T: ops.jsd(t(B * T, 64), t(B * T, 64)),
     }

@@ -17,6 +17,7 @@ transformers = pytest.importorskip("transformers")
 
 from hf_models import (  # noqa: E402
     DEVICE,
+    KERNELS,
     SMOKE,
     assert_same_bits,
     assert_same_learning,
@@ -256,6 +257,7 @@ def _expert_variations():
 
 def _variations():
     """Look-alikes of norms, MLPs, experts and rope functions that differ in one respect."""
+    from transformers.activations import ACT2FN
     from transformers.models.cohere.modeling_cohere import CohereLayerNorm
     from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, rotate_half
     from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
@@ -302,6 +304,13 @@ def _variations():
         def forward(self, x, gate):
             return LlamaRMSNorm.forward(self, x) * torch.sigmoid(gate)
 
+    class RoundedGate(Qwen3NextRMSNormGated):
+        """Kimi-Linear's but for the gate, which it activates in fp32."""
+
+        def forward(self, x, gate):
+            h = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.variance_epsilon)
+            return (self.weight.float() * h * ACT2FN[self.activation](gate).float()).to(x.dtype)
+
     def vision_other_way(q, k, cos, sin):
         return other_way(q, k, cos, sin, -2)
 
@@ -314,7 +323,7 @@ def _variations():
 
     norm, mlp, rope = (next(s for s in slots.SLOTS if s.flag == flag) for flag in ("rms_norm", "glu", "rope"))
     layer, gated, flat = (slot_of(label) for label in ("layer_norm(torch, eps)", "gated_rms_norm(norm first, eps)", "rope(none, flat)"))
-    others = [(layer, Rounded), (gated, SigmoidGate), (flat, vision_other_way)]
+    others = [(layer, Rounded), (gated, SigmoidGate), (gated, RoundedGate), (flat, vision_other_way)]
     others += [(slot_of("rope(alone, none, halves, once)"), alone_other_way), (slot_of("rope(alone, sin first, none, halves, once)"), turned_twice)]
     return [*others, (norm, Eps), (norm, Bias), (norm, TwoInputs), (norm, Detached), (mlp, Clamped), (mlp, AlwaysTanh), (mlp, Scaled), (rope, other_way)]
 
@@ -344,6 +353,37 @@ def test_look_alikes_are_left_alone():
             stock = candidate.__dict__["forward"] if isinstance(candidate, type) else candidate
             variant, reason = recognise(slot, candidate, stock, {"twice"})
             assert variant is None and reason, candidate
+
+
+GATED = "kimi_linear", "glm5_next_text", "bailing_hybrid", "qwen3_next", "olmo_hybrid", "qwen4_exp_text"
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", GATED)
+def test_norms_with_a_gate(family, weight_dtype):
+    """The family's own module and ours, on rows of heads with a gate that is part of a wider tensor: outputs of the same bits, gradients as near the truth."""
+    if family not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
+    row = infer(family)
+    ((name, label),) = [(name, label) for name, label in row.swapped.items() if label.startswith("gated_rms_norm")]
+    cls = getattr(importlib.import_module(transformers.CONFIG_MAPPING[family].__module__.replace("configuration_", "modeling_")), name)
+    torch.manual_seed(0)
+    norm = cls(32, eps=1e-5).to(DEVICE)
+    with torch.no_grad():
+        norm.weight.normal_(1.0, 0.3)
+    norm = norm.to(weight_dtype)
+    exact = copy.deepcopy(norm).float()
+    x, gate = torch.randn(2, 7, 4, 32, device=DEVICE).bfloat16(), torch.randn(2, 7, 4, 64, device=DEVICE).bfloat16()
+
+    def learned(forward: Any, module: torch.nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        leaves = [t.to(dtype, copy=True).requires_grad_() for t in (x, gate)]
+        y = forward(module, leaves[0], leaves[1][..., 32:])
+        grads = torch.autograd.grad((y.float() * torch.linspace(-1, 1, 32, device=DEVICE)).sum(), [*leaves, module.weight])
+        return dict(zip(("y", "dx", "dgate", "dw"), (y.detach(), *grads)))
+
+    theirs, ours = learned(cls.forward, norm, torch.bfloat16), learned(slots.VARIANTS[label](cls.forward), norm, torch.bfloat16)
+    assert ours["y"].dtype == theirs["y"].dtype and (KERNELS or torch.equal(ours["y"], theirs["y"]))
+    assert_as_accurate(ours, theirs, learned(cls.forward, exact, torch.float32))
 
 
 @pytest.mark.skipif(transformers.__version__ != families.VERSION, reason="the table is of another version")

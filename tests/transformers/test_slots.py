@@ -326,6 +326,14 @@ def test_experts_in_eight_bits_are_not_ours(ran):
     assert len(called) == 1 and not ran
 
 
+def test_experts_that_exchange_tokens_in_their_kernel_are_stocks(ran):
+    """Transformers passes the group of ranks to some implementations, which the user has named."""
+    called = []
+    variant = slots.VARIANTS["moe(act_fn)"](lambda self, *args, **more: called.append(more))
+    variant(None, torch.randn(3, 64), torch.zeros(3, 2, dtype=torch.int64), torch.rand(3, 2), process_group="ranks")
+    assert called == [{"process_group": "ranks"}] and not ran
+
+
 @choices
 def test_experts_beside_an_input_of_another_dtype(ran):
     """As Transformers' grouped products, which cast it: without autocast they run."""

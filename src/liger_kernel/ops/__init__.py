@@ -56,6 +56,8 @@ from liger_kernel.ops.losses.linear_cross_entropy import LigerFusedLinearCrossEn
 from liger_kernel.ops.losses.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
 from liger_kernel.ops.losses.linear_logprobs import linear_logprobs as linear_logprobs
 from liger_kernel.ops.losses.linear_loss import linear_loss as linear_loss
+from liger_kernel.ops.losses.load_balancing import expert_load as expert_load
+from liger_kernel.ops.losses.load_balancing import load_balancing_loss as load_balancing_loss
 from liger_kernel.ops.losses.vocab_parallel.cross_entropy import LigerVocabParallelCEFunction as LigerVocabParallelCEFunction
 from liger_kernel.ops.losses.vocab_parallel.cross_entropy import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
 from liger_kernel.ops.losses.vocab_parallel.linear_cross_entropy import vocab_parallel_linear_cross_entropy as vocab_parallel_linear_cross_entropy
@@ -65,6 +67,7 @@ from liger_kernel.ops.norms.fused_add_rms_norm import LigerFusedAddRMSNormFuncti
 from liger_kernel.ops.norms.fused_add_rms_norm import fused_add_rms_norm as fused_add_rms_norm
 from liger_kernel.ops.norms.fused_add_rms_norm import fused_add_rms_norm_backward as fused_add_rms_norm_backward
 from liger_kernel.ops.norms.fused_add_rms_norm import fused_add_rms_norm_forward as fused_add_rms_norm_forward
+from liger_kernel.ops.norms.gated_rms_norm import gated_rms_norm as gated_rms_norm
 from liger_kernel.ops.norms.group_norm import LigerGroupNormFunction as LigerGroupNormFunction
 from liger_kernel.ops.norms.group_norm import group_norm as group_norm
 from liger_kernel.ops.norms.group_norm import group_norm_backward as group_norm_backward

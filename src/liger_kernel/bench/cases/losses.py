@@ -10,6 +10,7 @@ from liger_kernel.bench.measured import Measured
 from liger_kernel.ops._core.operator import Case, T
 from liger_kernel.ops.losses.cross_entropy import positive, targets
 from liger_kernel.ops.losses.cross_entropy_rows import Loss
+from liger_kernel.ops.losses.load_balancing import _tensors as _expert_load_tensors
 
 
 def _cross_entropy_torch(logits, target, class_weight=None, *, gradient_in_forward=False, ignore_index=-100, reduction="mean", label_smoothing=0.0, **options):
@@ -71,6 +72,16 @@ def _linear_cross_entropy_cce(cce, x, w, target, bias=None, class_weight=None, *
     return cce.linear_cross_entropy(x, w, target, ignore_index=ignore_index, softcap=softcap, reduction=reduction)
 
 
+def _expert_load_torch(logits, index, weight=None):
+    """As transformers computes it, which has the softmax from choosing the experts."""
+    K, E = index.shape[1], logits.shape[1]
+    probs = F.softmax(logits, -1)
+    if weight is None:
+        return probs.float().sum(0), torch.histc(index.flatten().int(), E, 0, E)
+    counts = torch.zeros(E, device=logits.device).scatter_add_(0, index.flatten(), weight.repeat_interleave(K))
+    return (probs.float() * weight[:, None]).sum(0), counts
+
+
 OURS = ("compact", "accum_dtype", "chunk_rows", "fp32_logits", "dw_into")
 
 
@@ -98,6 +109,16 @@ MEASURED = {
         ],
         rivals={"torch": _cross_entropy_torch, "upstream": _cross_entropy_upstream, "quack": _cross_entropy_quack},
         sweeps={"vocabulary": ((16384, 32768, 65536, 131072, 262144), lambda v: dict(logits=T((2048, v)), target=targets(2048, v, 17)))},
+    ),
+    "expert_load": Measured(
+        cases=[
+            Case("qwen3-30b-a3b", _expert_load_tensors(8192, 128, 8), gpu=True),
+            Case("qwen3-30b-a3b-padded", _expert_load_tensors(8192, 128, 8, padded=True), gpu=True),
+            Case("mixtral-8x7b", _expert_load_tensors(8192, 8, 2), gpu=True),
+            Case("qwen3-next-80b", _expert_load_tensors(8192, 512, 10), gpu=True),
+        ],
+        rivals={"torch": _expert_load_torch},
+        sweeps={"tokens": ((1024, 4096, 16384, 65536), lambda n: _expert_load_tensors(n, 128, 8))},
     ),
     "linear_cross_entropy": Measured(
         cases=[

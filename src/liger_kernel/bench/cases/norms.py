@@ -7,7 +7,9 @@ import torch.nn.functional as F
 
 from liger_kernel.bench.measured import Measured
 from liger_kernel.ops._core.operator import Case, T
+from liger_kernel.ops.activations.glu import ACTS
 from liger_kernel.ops.norms.fused_add_rms_norm import _tensors as _fused_add_rms_norm_tensors
+from liger_kernel.ops.norms.gated_rms_norm import _tensors as _gated_rms_norm_tensors
 from liger_kernel.ops.norms.group_norm import _tensors as _group_norm_tensors
 from liger_kernel.ops.norms.modulated_rms_norm import _tensors as _modulated_rms_norm_tensors
 from liger_kernel.ops.norms.poly_norm import _tensors as _poly_norm_tensors
@@ -17,6 +19,14 @@ from liger_kernel.ops.norms.poly_norm import reference
 def _fused_add_rms_norm_torch(x, residual, w=None, *, eps=1e-6, offset=0.0, casting="llama"):
     s = x if residual is None else x + residual
     return F.rms_norm(s, s.shape[-1:], w + offset if offset else w, eps), s
+
+
+def _gated_rms_norm_torch(x, gate, w, *, eps=1e-6, act="silu", casting="llama"):
+    """As the classes of transformers compute it; ``casting`` changes roundings, not the work."""
+    h = x.float()
+    h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
+    n = w.float() * h if casting == "gemma" else w * h.to(x.dtype)
+    return (n * ACTS[act](gate.float())).to(x.dtype)
 
 
 def _modulated_rms_norm_torch(x, scale, shift=None, w=None, *, eps=1e-6, offset=0.0, casting="llama"):
@@ -52,6 +62,15 @@ MEASURED = {
             ),
         },
         sweeps={"hidden": ((1024, 2048, 4096, 8192, 16384), lambda n: _fused_add_rms_norm_tensors((1 << 25) // n, n))},
+    ),
+    "gated_rms_norm": Measured(
+        cases=[
+            Case("qwen3-next-80b", _gated_rms_norm_tensors(8192, 32, 128), gpu=True),
+            Case("kimi-linear-48b", dict(_gated_rms_norm_tensors(8192, 32, 128), act="sigmoid", casting="gemma"), gpu=True),
+            Case("row-of-4k", _gated_rms_norm_tensors(4096, 4096), gpu=True),
+        ],
+        rivals={"torch": _gated_rms_norm_torch},
+        sweeps={"hidden": ((128, 256, 512, 1024, 2048, 4096), lambda n: _gated_rms_norm_tensors((1 << 25) // n, n))},
     ),
     "group_norm": Measured(
         cases=[

@@ -93,6 +93,7 @@ def rms_norm_backward(
         Case("no-upcast", dict(x=T((9, 64)), w=T((64,)), casting="none")),
         Case("qk-norm", dict(x=T((2, 9, 4, 32)), w=T((32,)))),
         Case("no-weight", dict(x=T((5, 3, 64)), w=None)),
+        Case("deepseek-v4-unweighted", dict(x=T((5, 3, 64)), w=None, casting="none")),
         Case("odd", dict(x=T((5, 123)), w=T((123,)))),
         Case("one-column", dict(x=T((5, 1)), w=T((1,)), eps=0.5)),  # with a small eps, only rounding error would remain
         Case("fp32-weight", dict(x=T((5, 64)), w=T((64,), dtype=torch.float32))),

@@ -22,7 +22,8 @@ from liger_kernel.transformers import fp8
 from liger_kernel.transformers.head.state import FP8
 from liger_kernel.transformers.patching.bound import Bound, is_ours
 from liger_kernel.transformers.patching.flags import HEAD_FLAGS, UNPUBLISHED, flags_of, parts_of
-from liger_kernel.transformers.patching.select import instance_patches
+from liger_kernel.transformers.patching.select import HeadAndFunctions, instance_patches
+from liger_kernel.transformers.patching.values import Patch
 from liger_kernel.transformers.recognise.activations import activation
 from liger_kernel.transformers.recognise.adapted_experts import adapted_experts, experts_of, input_of, is_wrapper
 from liger_kernel.transformers.recognise.experts import GATE_UP
@@ -93,8 +94,11 @@ def patches_report(model: nn.Module, given: Mapping[str, Any] | None = None) -> 
     everything = parts_of(dict.fromkeys(flags, True) | {name: flags[name] for name in UNPUBLISHED if name != "projections"})
     found = instance_patches(model, model_type, everything, head or "fused")
     kinds: dict[tuple[str, str], list[bool]] = {}
+    # a forward with two patches may have one of them, which is then another function
+    in_place = {(id(p.owner), label) for p in instance_patches(model, model_type, parts_of(flags), head) if p.applied for label in _labels(p)}
     for p in found:
-        kinds.setdefault((type(p.owner).__name__, p.label), []).append(p.applied)
+        for label in _labels(p):
+            kinds.setdefault((type(p.owner).__name__, label), []).append(p.applied or (id(p.owner), label) in in_place)
     said = lambda count, kind: f"{count} x {kind[0]} ({_short(kind[1])})"
     patched = tuple(said(sum(applied), kind) for kind, applied in kinds.items() if any(applied))
     left = {kind: applied.count(False) for kind, applied in kinds.items() if not all(applied)}
@@ -103,6 +107,10 @@ def patches_report(model: nn.Module, given: Mapping[str, Any] | None = None) -> 
     if row.heads and row.fused:
         stock.append(f"head and loss: {row.fused}")
     return PatchesReport(patched, tuple(stock))
+
+
+def _labels(p: Patch) -> tuple[str, ...]:
+    return (str(p.what.head), *p.what.labels) if isinstance(p.what, HeadAndFunctions) else (p.label,)
 
 
 def _short(label: str) -> str:

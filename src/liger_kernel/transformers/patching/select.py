@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import types
@@ -16,7 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from liger_kernel import memory
 from liger_kernel.transformers import fp8
 from liger_kernel.transformers.head.forward import fused
-from liger_kernel.transformers.patching import fusions, long_rows, once, projections, wrappers
+from liger_kernel.transformers.patching import exchange, fusions, long_rows, once, projections, wrappers
 from liger_kernel.transformers.patching.bound import ABSENT, Bound, ours, within
 from liger_kernel.transformers.patching.values import Patch, Patches, original, remembered
 from liger_kernel.transformers.recognise.family import Family, configs_of
@@ -34,6 +35,17 @@ class Head:
 
     def __str__(self) -> str:
         return "logits head" if self.keep_logits else "fused head"
+
+
+@dataclass(frozen=True)
+class HeadAndFunctions:
+    """A patch of a model's ``forward`` that also calls our functions with these ``labels``: the forward is one attribute, so one patch does both."""
+
+    head: Head
+    labels: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return ", ".join((str(self.head), *self.labels))
 
 
 @dataclass(frozen=True)
@@ -275,7 +287,7 @@ def _ropes_of_parts(model_type: str, parts: Mapping[str, Any], rows: Rows, taken
 def instance_patches(model: nn.Module, model_type: str, parts: Mapping[str, Any], head: str | None, rows: Rows = family) -> Patches:
     """``class_patches`` for the modules of one live model. Their classes identify them wherever they are (PEFT wrappers, towers); nothing else changes.
 
-    A rope function belongs to a Python module, not to a model: methods that call it are compiled again, with our function in its place.
+    A function, such as a rope, belongs to a Python module, not to a model: methods that call it are compiled again, with our function in its place.
     """
     own = [c.model_type for c in configs_of(getattr(model, "config", None)) if getattr(c, "model_type", "")]
     of_all = list(dict.fromkeys(_patches(dict.fromkeys([model_type, *own]), parts, head, rows)))
@@ -286,28 +298,37 @@ def instance_patches(model: nn.Module, model_type: str, parts: Mapping[str, Any]
             for name, f in callers(type(m), p.owner, p.attribute):
                 seen.setdefault((m, name, f), []).append(p)
     fuse = frozenset({fusions.NORMS} if parts.get("rms_norm") else ()) | ({fusions.PROJECTIONS} if parts.get("projections") else set())
-    found, turning = [], {(m, name) for m, name, _ in seen}
+    found: list[Patch | None] = []
+    compiled: dict[tuple[nn.Module, str], tuple[Callable, list[Patch]]] = {}  # module, method -> what sees the patches
     for (m, name, f), ps in seen.items():
         seeing = _seeing(f, tuple((p.attribute, original(p.owner, p.attribute), p.new) for p in ps), fuse)  # one function for all labels
         if seeing is None:
-            once.warn(type(m).__name__, name, "its source cannot be read, so its rotary embedding is not patched")
+            once.warn(type(m).__name__, name, f"its source cannot be read, so {', '.join(dict.fromkeys(p.attribute for p in ps))} is not patched there")
         else:
-            found += [on_instance(m, name, seeing, p.what) for p in ps]
+            compiled[m, name] = seeing, ps
+    turning = {(m, name) for m, name, _ in seen}
     for p in of_all:
         for m in model.modules() if isinstance(p.owner, type) else ():
             if isinstance(p.what, Fused) and (m, "forward") in turning:
                 continue  # in a live module, the patch of its rope function includes these
             if isinstance(m, p.owner) and original(type(m), p.attribute) is original(p.owner, p.attribute):
-                new, around = p.new, None
+                new, around, what = p.new, None, p.what
                 if isinstance(p.what, Head):
                     around = functools.partial(fused, keep_logits=p.what.keep_logits)
+                    if (m, "forward") in compiled:
+                        seeing, ps = compiled.pop((m, "forward"))
+                        new, what = fused_head(seeing, p.what.keep_logits), HeadAndFunctions(p.what, tuple(dict.fromkeys(q.label for q in ps)))
                 elif isinstance(p.what, Layer) and p.new is not getattr(type(m), p.attribute, None):
                     new = _live_layer(original(type(m), p.attribute), p.what.level, p.what.parts)
                     around = functools.partial(memory.rematerialised, level=p.what.level) if p.what.level != "off" else None
-                found.append(on_instance(m, p.attribute, new, p.what, around))
+                patch = on_instance(m, p.attribute, new, what, around)
+                if patch is not None and what is not p.what and patch.new.function is not new:  # around the forward of other code: the head alone
+                    patch = dataclasses.replace(patch, what=p.what)
+                found.append(patch)
             elif isinstance(m, p.owner) and isinstance(p.what, Head) and not p.applied and _of_user(theirs := original(type(m), "forward")):
                 # a subclass: its forward calls that of its base, or does everything itself
                 found.append(on_instance(m, "forward", fused_head(theirs, p.what.keep_logits, known=False), p.what))
+    found += [on_instance(m, name, seeing, p.what) for (m, name), (seeing, ps) in compiled.items() for p in ps]
     found = [p for p in found if p]
     callers_of_layers = [m for m in model.modules() if long_rows.layers_of(m)]
     if parts.get("activation_offloading") and not callers_of_layers:
@@ -339,7 +360,9 @@ def on_instance(m: nn.Module, attribute: str, new: Callable, what: object, aroun
     there = remembered(m).get(place, m.__dict__.get(place, ABSENT))
     if there is not ABSENT:
         bound = isinstance(there, types.MethodType) and there.__self__ is m
-        if not (bound and there.__func__ is original(type(m), attribute)):
+        if (exchanging := exchange.of_experts(there, m, new)) is not None:
+            new = exchanging
+        elif not (bound and there.__func__ is original(type(m), attribute)):
             if around is None:
                 return None
             new = ours(around(there.__func__ if bound else lambda self, *args, **kwargs: there(*args, **kwargs)))

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from liger_kernel.ops._core import operator
 from liger_kernel.transformers.recognise.slots import Slot
@@ -32,16 +33,18 @@ def references() -> Iterator[None]:
 def _run(fn: Callable, owner: Any, attributes: dict, inputs: tuple, dtype: torch.dtype, weight_dtype: torch.dtype) -> list[Tensor]:
     """The outputs, and in fp32 also the gradients of parameters and of all tensor inputs except angles."""
     learns = dtype == torch.float32
-    turned = len(inputs) if isinstance(owner, type) else len(inputs) - (1 if inputs[-1].is_complex() else 2)  # then come tables, treated like weights
-    floats = lambda inputs, dtype, learns: [t.detach().to(dtype).requires_grad_(learns) if t.is_floating_point() else t for t in inputs]
+    # a function of several tensors is a rope: the last ones are tables, treated like weights
+    turned = len(inputs) if isinstance(owner, type) or len(inputs) == 1 else len(inputs) - (1 if inputs[-1].is_complex() else 2)
+    cast = lambda t, dtype, learns: t.detach().to(dtype).requires_grad_(learns) if t.is_floating_point() else t
+    floats = lambda inputs, dtype, learns: [tree_map(lambda t: cast(t, dtype, learns), each) for each in inputs]
     tensors = [*floats(inputs[:turned], dtype, learns), *floats(inputs[turned:], weight_dtype, False)]
     if isinstance(owner, type):
         module = stand_in(owner, attributes).to(weight_dtype)
         out = fn(module, *tensors)
-        leaves = [*(t for t in tensors if t.requires_grad), *module.parameters()]
+        leaves = [*(t for t in tree_leaves(tensors) if t.requires_grad), *module.parameters()]
     else:
         out = fn(*tensors, **attributes)
-        leaves = tensors[:turned]
+        leaves = tree_leaves(tensors[:turned])
     outs = list(out) if isinstance(out, tuple) else [out]
     if not learns:
         return [o.detach() for o in outs]

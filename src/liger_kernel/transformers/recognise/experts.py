@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_kernel.ops._core.operator import use_kernels
+from liger_kernel.ops._core.shards import is_sharded
 from liger_kernel.ops.projections.four_bits import four_bits
 from liger_kernel.ops.projections.lora_moe import adapted_moe
 from liger_kernel.ops.projections.moe import moe
@@ -23,6 +25,7 @@ from liger_kernel.transformers.recognise.projections import Left, _class, _own, 
 from liger_kernel.transformers.recognise.variant import OF_EXPERTS, StandIns, Variant
 
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
+SPREAD = "weights that are spread over ranks"
 DEFAULT_EXPERTS = "grouped_mm"  # the implementation that transformers runs by default; a user who names this one cannot be told from the default
 
 
@@ -66,6 +69,8 @@ def weights_of(experts: Any, transposed: bool, x: Tensor) -> tuple[Tensor | Weig
     for name in (GATE_UP, DOWN):
         packed = stored(experts, name) if use_kernels(x) else None
         dense = getattr(experts, name) if packed is None else None
+        if is_sharded(dense):  # while Transformers' expert parallelism runs them, they are this rank's own
+            return Left(SPREAD)
         if dense is not None and not (dense.ndim == 3 and dense.is_floating_point() and dense.itemsize > 1):
             return Left("weights whose numbers are not their values")  # as in FP8, which has separate scales
         dtype = packed[1].dtype if packed is not None else getattr(dense, "dtype", None)
@@ -116,17 +121,17 @@ class Experts(Variant):
         name = activation(F.silu if act == "F.silu" else getattr(experts, act))
         if name is None:
             return Left("an activation that is none of ours")
-        if getattr(experts, "_is_expert_parallel", False):
-            return Left("experts that are spread over ranks")
         bias = dict(gate_up_bias=experts.gate_up_proj_bias, down_bias=experts.down_proj_bias) if self.biased else {}
+        if any(map(is_sharded, bias.values())):
+            return Left(SPREAD)
         return dict(act=name, interleaved=self.interleaved, **bias, **options(experts))
 
     def __call__(self, stock: Callable) -> Callable:
         variant, transposed = self, self.transposed
 
-        def forward(self, hidden_states, top_k_index, top_k_weights):
-            if torch.compiler.is_compiling():
-                return stock(self, hidden_states, top_k_index, top_k_weights)
+        def forward(self, hidden_states, top_k_index, top_k_weights, **more):
+            if torch.compiler.is_compiling() or more:  # such as the group of ranks, for kernels that exchange tokens
+                return stock(self, hidden_states, top_k_index, top_k_weights, **more)
             how = variant.keywords(self)
             found = how if isinstance(how, Left) else weights_of(self, transposed, hidden_states)
             if isinstance(found, Left):
@@ -143,6 +148,7 @@ class Experts(Variant):
                 y = adapted_moe(x.to(product_dtype(x)), *found, index, weights, (), (), **how)
             return y.view(hidden_states.shape).to(hidden_states.dtype)
 
+        vars(forward)["__signature__"] = inspect.signature(stock)
         OF_EXPERTS[forward] = self
         return forward
 

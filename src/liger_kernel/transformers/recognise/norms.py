@@ -10,6 +10,7 @@ import torch
 
 from liger_kernel import memory
 from liger_kernel.ops.activations.glu import glu
+from liger_kernel.ops.norms.gated_rms_norm import gated_rms_norm
 from liger_kernel.ops.norms.layer_norm import layer_norm
 from liger_kernel.ops.norms.rms_norm import rms_norm
 from liger_kernel.transformers.recognise.activations import activation, named
@@ -31,7 +32,7 @@ class RMSNorm(Variant):
     weight: str
 
     def words(self) -> tuple[str, ...]:
-        return f"{self.offset:g}", self.casting, self.eps, "" if self.weight == "weight" else self.weight
+        return f"{self.offset:g}", self.casting, self.eps, {"weight": "", "none": "unweighted"}.get(self.weight, self.weight)
 
     def __call__(self, stock: Callable) -> Callable:
         offset, casting, eps, weight = self.offset, self.casting, self.eps, self.weight
@@ -61,7 +62,7 @@ class RMSNorm(Variant):
 class GatedRMSNorm(Variant):
     """``first``: "norm", "gate", or "norm_before_gate" if that attribute decides. ``groups``: the attribute from which the number of parts of a row follows.
 
-    ``named``: whether the module names its activation.
+    ``named``: whether the module names its activation. ``casting``: that of the norm, if it is first.
     """
 
     kind = "gated_rms_norm"
@@ -69,22 +70,24 @@ class GatedRMSNorm(Variant):
     eps: str
     groups: str
     named: bool
+    casting: str = "llama"
 
     def words(self) -> tuple[str, ...]:
-        return f"{self.first} first", self.eps, self.groups, "activation" if self.named else ""
+        return f"{self.first} first", "" if self.casting == "llama" else self.casting, self.eps, self.groups, "activation" if self.named else ""
 
     def __call__(self, stock: Callable) -> Callable:
-        first, eps, groups = self.first, self.eps, self.groups
+        first, eps, groups, casting = self.first, self.eps, self.groups, self.casting
 
         def forward(self, hidden_states, gate=None):
             act = activation(named(self.activation)) if "activation" in self.__dict__ and not torch.compiler.is_compiling() else "silu"
             if act is None or (torch.compiler.is_compiling() and getattr(self, "activation", "silu") not in ("silu", "swish")):
                 return stock(self, hidden_states, gate)
+            if first == "norm":
+                if gate is None or gate.shape != hidden_states.shape:
+                    return stock(self, hidden_states, gate)
+                return gated_rms_norm(hidden_states, gate, self.weight, eps=getattr(self, eps), act=act, casting=casting)
             h, dtype = hidden_states, hidden_states.dtype
             gate = gate if gate is None else gate.float()
-            if first == "norm":
-                h = rms_norm(h, self.weight, eps=getattr(self, eps))
-                return (h if gate is None else glu(gate, h, act=act)).to(dtype)
             norm_first = first == "norm_before_gate" and self.norm_before_gate
             h = h.float()
             if gate is not None and not norm_first:
@@ -99,7 +102,7 @@ class GatedRMSNorm(Variant):
         return forward
 
     def stand_ins(self) -> StandIns:
-        for act in ("silu", "gelu_pytorch_tanh", "softplus") if self.named else ("",):
+        for act in ("silu", "sigmoid", "gelu_pytorch_tanh", "softplus") if self.named else ("",):
             for norm_first in (True, False) if self.first == "norm_before_gate" else (True,):
                 attributes: dict[str, Any] = {self.eps: EPS[self.eps], "weight": random_weight()}
                 if self.groups:
@@ -153,13 +156,14 @@ class LayerNorm(Variant):
 RMS_NORMS = [
     RMSNorm(offset, casting, eps, weight)
     for offset, weight in ((0.0, "weight"), (1.0, "weight"), (0.0, "with_scale"), (0.0, "none"))
-    for casting in (("gemma",) if weight == "none" else ("llama", "gemma", "none"))
+    for casting in (("gemma", "none") if weight == "none" else ("llama", "gemma", "none"))
     for eps in EPS
 ]
 LAYER_NORMS = [LayerNorm(form, eps) for form in ("torch", "1P", "weight", "bias", "none") for eps in (*EPS, "constant")]
 GATED_RMS_NORMS = [
-    GatedRMSNorm(first, eps, groups, named)
+    GatedRMSNorm(first, eps, groups, named, casting)
     for first, groups in (("norm", ""), ("gate", ""), ("gate", "group_size"), ("gate", "n_groups"), ("norm_before_gate", "n_groups"))
+    for casting in (("llama", "gemma") if first == "norm" else ("llama",))
     for named in (False, True)
     for eps in ("variance_epsilon", "eps")
 ]

@@ -22,6 +22,7 @@ from liger_kernel.transformers.recognise.experts import EXPERTS
 from liger_kernel.transformers.recognise.mlps import GLUS, MLPS
 from liger_kernel.transformers.recognise.norms import GATED_RMS_NORMS, LAYER_NORMS, RMS_NORMS, LayerNorm
 from liger_kernel.transformers.recognise.ropes import COMPLEX_ROPES, FLAT_ROPES, ROPES, ROPES_ALONE, ROPES_OF_SECTIONS, SIN_FIRST
+from liger_kernel.transformers.recognise.routers import LoadBalancing
 from liger_kernel.transformers.recognise.variant import Variant
 
 
@@ -56,6 +57,7 @@ SLOTS = [
     Slot("glu", _GATED_MLP, (("x",),), GLUS),
     Slot("relu_squared", _MLP, (("x",),), MLPS),
     Slot("glu", _module("Experts$"), (("x", "index", "weights"),), EXPERTS),
+    Slot("glu", _function("^load_balancing_loss_func$"), (("gate_logits", "num_experts", "top_k", "attention_mask"),), [LoadBalancing()]),
     Slot("rope", _ROTARY, ((*_Q_K, "unsqueeze_dim"), (*_Q_K, "position_ids", "unsqueeze_dim")), ROPES),
     Slot("rope", _ROTARY, (("x", "cos", "sin", "unsqueeze_dim"),), ROPES_ALONE),
     Slot("rope", _ROTARY, (("tensor", "sin", "cos"),), SIN_FIRST),

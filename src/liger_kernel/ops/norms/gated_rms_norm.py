@@ -1,0 +1,182 @@
+"""RMSNorm times an activated gate: ``y = w * x / rms(x) * act(gate)``, y in x's dtype, as after a linear attention (Gated DeltaNet, arXiv:2412.06464).
+
+Shapes: x, gate and y (..., N), w (N,).  M = product of the leading dims.
+
+``casting`` says where the norm is rounded before the product with act(gate), which is in fp32 and rounded once:
+  llama   x_hat to x's dtype, w x_hat to the promoted dtype of x and w (Qwen3-Next)
+  gemma   nowhere (Kimi-Linear)
+  none    1/rms, x_hat and w x_hat
+
+With n = w x_hat and a = act(gate): dgate = dy n act'(gate), dw = sum dy a x_hat, and dx is that of a norm with the gradient dy a.
+The backward reads dy, x and gate once and recomputes the rest. ``bench/cases/norms.py`` has the shapes of real models.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from liger_kernel.ops._core import config
+from liger_kernel.ops._core.operator import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, rows_of, shaped, use_kernels
+from liger_kernel.ops._core.reduce import column_sum
+from liger_kernel.ops._core.tl import cdiv, jit, tl
+from liger_kernel.ops.activations.glu import ACTS, act_and_slope, act_of
+from liger_kernel.ops.norms import rows
+from liger_kernel.ops.norms.rows import CASTING, scaled_rows
+
+MAX_N = 4096  # columns of dy, x, gate, the weight and a sum that the backward holds in registers: 8192 of fp32 do not fit. The reference computes wider rows
+
+
+def reference(x: Tensor, gate: Tensor, w: Tensor, *, eps: float = 1e-6, act: str = "silu", casting: str = "llama") -> Tensor:
+    dtype = acc(torch.promote_types(x.dtype, gate.dtype))
+    if casting == "gemma":
+        n = rows.reference(x.to(acc(x.dtype)), w.to(acc(x.dtype)), eps=eps, casting=casting)
+    else:
+        n = rows.reference(x, w, eps=eps, casting=casting)
+    return (n.to(dtype) * ACTS[act](gate.to(dtype))).to(x.dtype)
+
+
+@jit
+def _fwd(
+    x_ptr, gate_ptr, w_ptr, y_ptr, rstd_ptr, M, N, x_stride, gate_stride, eps,
+    ACT: tl.constexpr, CASTING: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    col = tl.arange(0, BLOCK_N)
+    mask = (row < M)[:, None] & (col < N)[None, :]
+    x = tl.load(x_ptr + row[:, None] * x_stride + col[None, :], mask=mask, other=0.0)
+    gate = tl.load(gate_ptr + row[:, None] * gate_stride + col[None, :], mask=mask, other=0.0)
+    h = x.to(tl.float32)
+    rstd = tl.rsqrt(tl.sum(h * h, axis=1) / N + tl.cast(eps, tl.float32))
+    tl.store(rstd_ptr + row, rstd, mask=row < M)
+    h = scaled_rows(h, rstd, w_ptr, col, N, 0.0, x.dtype, True, CASTING)
+    if CASTING != "gemma" and x.dtype == w_ptr.dtype.element_ty:  # otherwise the promoted dtype is fp32
+        h = h.to(x.dtype).to(tl.float32)
+    y = h * act_of(gate.to(tl.float32), ACT, gate.dtype == tl.float32)
+    tl.store(y_ptr + row[:, None] * N + col[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@jit
+def _bwd(
+    dy_ptr, x_ptr, gate_ptr, w_ptr, rstd_ptr, dx_ptr, dgate_ptr, dw_ptr, M, N, dy_stride, x_stride, gate_stride, ACT: tl.constexpr,
+    NEED_DX: tl.constexpr, NEED_DGATE: tl.constexpr, NEED_DW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    col = tl.arange(0, BLOCK_N)
+    w = tl.load(w_ptr + col, mask=col < N, other=0.0).to(tl.float32)[None, :]
+    dw = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for tile in tl.range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
+        row = tile.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+        mask = (row < M)[:, None] & (col < N)[None, :]
+        here = row[:, None] * N + col[None, :]
+        dy = tl.load(dy_ptr + row[:, None] * dy_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + row[:, None] * x_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+        gate = tl.load(gate_ptr + row[:, None] * gate_stride + col[None, :], mask=mask, other=0.0)
+        rstd = tl.load(rstd_ptr + row, mask=row < M, other=0.0)[:, None]
+        a, slope = act_and_slope(gate.to(tl.float32), ACT, gate.dtype == tl.float32)
+        x_hat = x * rstd
+        if NEED_DGATE:
+            dgate = dy * (x_hat * w) * slope
+            tl.store(dgate_ptr + here, dgate.to(dgate_ptr.dtype.element_ty), mask=mask)
+        dn = dy * a
+        if NEED_DW:
+            dw += dn * x_hat
+        if NEED_DX:
+            g = dn * w
+            dx = (g - x_hat * (tl.sum(g * x_hat, axis=1) / N)[:, None]) * rstd
+            tl.store(dx_ptr + here, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    if NEED_DW:
+        tl.store(dw_ptr + program.to(tl.int64) * N + col, tl.sum(dw, axis=0), mask=col < N)
+
+
+@launcher("(Tensor x, Tensor gate, Tensor w, float eps, str act, str casting) -> (Tensor y, Tensor rstd)")
+def gated_rms_norm_fwd(x: Tensor, gate: Tensor, w: Tensor, eps: float, act: str, casting: str) -> tuple[Tensor, Tensor]:
+    M, N = x.shape
+    y, rstd = x.new_empty(M, N), x.new_empty(M, dtype=torch.float32)
+    c = config.tile("gated_rms_norm_fwd", N, x.itemsize, elements=4096)
+    launch(_fwd, (cdiv(M, c.block_m),), x, gate, w, y, rstd, M, N, x.stride(0), gate.stride(0), eps, ACT=act, CASTING=casting, **c.tile)
+    return y, rstd
+
+
+@launcher(
+    "(Tensor dy, Tensor x, Tensor gate, Tensor w, Tensor rstd, str act, bool need_dx, bool need_dgate, bool need_dw) -> (Tensor dx, Tensor dgate, Tensor dw)"
+)
+def gated_rms_norm_bwd(
+    dy: Tensor, x: Tensor, gate: Tensor, w: Tensor, rstd: Tensor, act: str, need_dx: bool, need_dgate: bool, need_dw: bool
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dx, dgate and dw; gradients that are not needed are empty."""
+    M, N = x.shape
+    # with 16 values per thread, some variants spill 150 bytes on sm80; with a pipeline, 110 on gfx942
+    c = config.tile("gated_rms_norm_bwd", N, x.itemsize, elements=2048, per_thread=8, pipelined=0 if config.arch().startswith("gfx") else 3)
+    programs = max(1, min(2 * config.processors() * c.per_sm, cdiv(M, c.block_m)))
+    dx, dgate = x.new_empty((M, N) if need_dx else 0), gate.new_empty((M, N) if need_dgate else 0)
+    partials = x.new_empty((programs, N) if need_dw else 0, dtype=torch.float32)
+    needs = dict(NEED_DX=need_dx, NEED_DGATE=need_dgate, NEED_DW=need_dw)
+    strides = dy.stride(0), x.stride(0), gate.stride(0)
+    launch(_bwd, (programs,), dy, x, gate, w, rstd, dx, dgate, partials, M, N, *strides, ACT=act, **needs, STAGES=c.stages, **c.tile)
+    return dx, dgate, column_sum(partials, w.dtype) if need_dw else x.new_empty(0)
+
+
+class GatedRMSNormFunction(torch.autograd.Function):
+    """``apply(x, gate, w, eps, act, casting)``."""
+
+    @staticmethod
+    def forward(ctx, x, gate, w, eps, act, casting):
+        x2, gate, w = rows_of(x), rows_of(gate), w.contiguous()
+        y, rstd = gated_rms_norm_fwd(x2, gate, w, eps, act, casting)
+        ctx.save_for_backward(x2, gate, w, rstd)
+        ctx.act = act
+        return shaped(y, x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        needs = ctx.needs_input_grad[:3]
+        grads = gated_rms_norm_bwd(rows_of(dy), *ctx.saved_tensors, ctx.act, *needs)
+        return *(g.view(shape) if need else None for g, shape, need in zip(grads, (dy.shape, dy.shape, dy.shape[-1:]), needs)), None, None, None
+
+
+def _tensors(*shape: int) -> dict[str, T]:
+    return dict(x=T(shape), gate=T(shape), w=T(shape[-1:]))
+
+
+@op(
+    reference=reference,
+    cases=[
+        Case("qwen3-next", _tensors(2, 9, 4, 32)),
+        Case("kimi-linear", dict(_tensors(2, 9, 4, 32), act="sigmoid", casting="gemma")),
+        Case("no-upcast", dict(_tensors(9, 64), act="gelu_tanh", casting="none")),
+        Case("odd", dict(_tensors(5, 123), act="gelu")),
+        Case("fp32-weight", dict(_tensors(5, 64), w=T((64,), dtype=torch.float32))),
+        Case("fp32-gate", dict(_tensors(5, 64), gate=T((5, 64), dtype=torch.float32), casting="gemma")),
+        Case("one-column", dict(_tensors(5, 1), eps=0.5)),  # with a small eps, only rounding error would remain
+        Case("wide", dict(_tensors(2, MAX_N + 77), act="sigmoid")),
+        Case("bad-weight", dict(_tensors(4, 8), w=T((4,))), error="w must have shape (8,), got (4,)"),
+        Case("bad-gate", dict(_tensors(4, 8), gate=T((1, 8))), error="gate must have shape (4, 8), got (1, 8)"),
+        Case("bad-act", dict(_tensors(4, 8), act="swish"), error="act must be one of ['gelu', 'gelu_tanh', 'relu2', 'sigmoid', 'silu'], got 'swish'"),
+        Case("bad-casting", dict(_tensors(4, 8), casting="bf16"), error="casting must be one of ('llama', 'gemma', 'none'), got 'bf16'"),
+        Case("integers", dict(_tensors(4, 8), x=T((4, 8), dtype=torch.int64)), error="x must be floating point, got torch.int64"),
+    ],
+    cost=lambda x, gate, w, **_: Cost(nbytes(x, gate, w, x), nbytes(x, x, gate, w, x, gate, w), flops=(7 * x.numel(), 16 * x.numel())),
+)
+def gated_rms_norm(x: Tensor, gate: Tensor, w: Tensor, *, eps: float = 1e-6, act: str = "silu", casting: str = "llama") -> Tensor:
+    """``rms_norm(x, w) * act(gate)`` over the last dim, with act silu, gelu (exact), gelu_tanh, relu2 or sigmoid.
+
+    x and gate (..., N) in fp32, fp16, bf16 or fp64, any strides; w (N,). Returns a tensor of x's shape and dtype.
+    """
+    for name, t in (("x", x), ("gate", gate)):
+        if not t.is_floating_point():
+            raise ValueError(f"gated_rms_norm: {name} must be floating point, got {t.dtype}")
+    if not x.ndim:
+        raise ValueError("gated_rms_norm: x must have at least one dim, got shape ()")
+    if casting not in CASTING:
+        raise ValueError(f"gated_rms_norm: casting must be one of {CASTING}, got {casting!r}")
+    if act not in ACTS:
+        raise ValueError(f"gated_rms_norm: act must be one of {sorted(ACTS)}, got {act!r}")
+    if w.shape != x.shape[-1:]:
+        raise ValueError(f"gated_rms_norm: w must have shape {tuple(x.shape[-1:])}, got {tuple(w.shape)}")
+    if gate.shape != x.shape:
+        raise ValueError(f"gated_rms_norm: gate must have shape {tuple(x.shape)}, got {tuple(gate.shape)}")
+    if not use_kernels(x, fusible=True) or x.shape[-1] > MAX_N:
+        return reference(x, gate, w, eps=eps, act=act, casting=casting)
+    return GatedRMSNormFunction.apply(x, gate, w, eps, act, casting)

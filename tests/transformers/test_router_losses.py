@@ -1,0 +1,208 @@
+"""The auxiliary loss of routers in patched models: stock's value, choices and gradients, without what stock keeps for the backward."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from hf_models import DEVICE, assert_same_bits, assert_same_learning, batch_of, make, served_by_kernels_or_references, step  # noqa: E402
+from transformers.models.qwen3_moe import modeling_qwen3_moe  # noqa: E402
+
+from liger_kernel.ops import expert_load  # noqa: E402
+from liger_kernel.ops._core import operator  # noqa: E402
+from liger_kernel.testing import assert_as_accurate  # noqa: E402
+from liger_kernel.transformers import _apply_liger_kernel_to_instance, class_patches, instance_patches, restore, table  # noqa: E402
+from liger_kernel.transformers.patching.report import patches_report  # noqa: E402
+from liger_kernel.transformers.recognise import routers, slots  # noqa: E402
+from liger_kernel.transformers.recognise.compare import recognise, references  # noqa: E402
+
+STOCK = modeling_qwen3_moe.load_balancing_loss_func
+OURS = slots.VARIANTS["load_balancing(softmax, top_k)"](STOCK)
+SLOT = next(s for s in slots.SLOTS if any(isinstance(v, routers.LoadBalancing) for v in s.variants))
+B, L, E = 3, 40, 8
+MASK = (torch.arange(L) < torch.tensor([[L], [L - 7], [11]])).to(torch.int64)
+
+
+@pytest.fixture(autouse=True)
+def _restored():
+    torch.manual_seed(0)
+    yield
+    restore()
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list[int]:
+    """The number of layers in each call of our loss."""
+    found: list[int] = []
+    ours = routers.load_balancing_loss
+    monkeypatch.setattr(routers, "load_balancing_loss", lambda logits, *rest: (found.append(len(logits)), ours(logits, *rest))[1])
+    return found
+
+
+def balanced(dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(B * L, E, device=DEVICE).to(dtype)
+
+
+def skewed(dtype: torch.dtype) -> torch.Tensor:
+    """Two experts get every token, and six get none."""
+    return (balanced(dtype) + torch.tensor([9.0, 8.0, *[0.0] * (E - 2)], device=DEVICE)).to(dtype)
+
+
+def tied(dtype: torch.dtype) -> torch.Tensor:
+    """Rows with many equal logits, some of them equal throughout."""
+    return torch.randint(0, 3, (B * L, E), device=DEVICE).to(dtype)
+
+
+LOADS = [balanced, skewed, tied]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize("masked", [False, True])
+def test_counts_have_the_bits_of_stock(load, dtype, masked):
+    """Stock counts with ``histc``, or adds the mask of each token to the experts that ``topk`` gives it."""
+    logits, K = load(dtype), 2
+    index = torch.topk(torch.softmax(logits, -1), K, -1)[1]
+    weight = MASK.reshape(-1).to(DEVICE, torch.float32) if masked else None
+    if weight is None:
+        expected = torch.bincount(index.flatten(), minlength=E).float()
+    else:
+        expected = torch.zeros(E, device=DEVICE).scatter_add_(0, index.flatten(), weight.repeat_interleave(K))
+    _, counts = expert_load(logits, index, weight)
+    assert torch.equal(counts, expected) and counts.sum() == K * (B * L if weight is None else weight.sum())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize("mask", [None, MASK, MASK.bool(), torch.zeros_like(MASK)], ids=["all", "padded", "bool", "nothing"])
+def test_value_and_gradients(load, dtype, mask):
+    """Of two layers with other loads. Without any token, both are NaN."""
+    layers, mask = [load(dtype), balanced(dtype)], None if mask is None else mask.to(DEVICE)
+
+    def learned(loss, dtype: torch.dtype, chosen=None) -> dict[str, torch.Tensor]:
+        own = tuple(t.to(dtype, copy=True).requires_grad_() for t in layers)
+        value = loss(own, E, 2, mask)
+        return dict(zip(("loss", "d0", "d1"), (value.detach(), *torch.autograd.grad(value, own))))
+
+    def exact(own, num_experts, top_k, mask):
+        """The definition, in fp64, with the choices of stock."""
+        w = torch.ones(B * L, device=DEVICE, dtype=torch.float64) if mask is None else mask.reshape(-1).double()
+        index = [torch.topk(torch.softmax(t, -1), top_k, -1)[1] for t in layers]
+        counts = sum((w[:, None, None] * torch.nn.functional.one_hot(i, num_experts)).sum((0, 1)) for i in index)
+        probs = sum((w[:, None] * torch.softmax(t, -1)).sum(0) for t in own)
+        return num_experts * (counts * probs).sum() / (len(own) * w.sum()) ** 2
+
+    ours, theirs, truth = learned(OURS, dtype), learned(STOCK, dtype), learned(exact, torch.float64)
+    assert {k: (t.dtype, t.shape) for k, t in ours.items()} == {k: (t.dtype, t.shape) for k, t in theirs.items()}
+    assert_as_accurate(ours, theirs, truth)
+
+
+@pytest.mark.skipif(not (operator.INTERPRET or torch.cuda.is_available()), reason="no kernels here")
+def test_nothing_of_the_size_of_the_logits_is_kept():
+    """Except the logits, which the model returns."""
+    layers = tuple(balanced(torch.bfloat16).requires_grad_() for _ in range(3))
+
+    def kept(loss) -> int:
+        found: dict[int, int] = {}
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: (found.update({t.data_ptr(): t.nbytes}), t)[1], lambda t: t):
+            loss(layers, E, 2, MASK.to(DEVICE))
+        return sum(size for pointer, size in found.items() if pointer not in {t.data_ptr() for t in layers} and size >= layers[0].nbytes)
+
+    assert kept(STOCK) >= 3 * layers[0].nbytes and kept(OURS) == 0
+
+
+def test_what_is_left_to_stock(calls):
+    x = balanced(torch.float32)
+    assert OURS(None, E) == OURS([x], E) == STOCK(None, E) == 0
+    for arguments in (((x,), E + 1, 2), ((x,), E, 2, MASK[:2].to(DEVICE))):
+        with pytest.raises(RuntimeError) as expected:
+            STOCK(*arguments)
+        with pytest.raises(RuntimeError) as found:
+            OURS(*arguments)
+        assert str(found.value) == str(expected.value)
+    assert torch.equal(OURS((x, x[None]), E, 2), STOCK((x, x[None]), E, 2)) and not calls
+    OURS((x, x), E, top_k=2)
+    assert calls == [2]
+
+
+def _per_layer(gate_logits, num_experts=None, top_k=2, attention_mask=None):
+    return sum(STOCK((t,), num_experts, top_k, attention_mask) for t in gate_logits) / len(gate_logits)
+
+
+def _in_fp32(gate_logits, num_experts=None, top_k=2, attention_mask=None):
+    """The choice is made among probabilities that are not rounded to the dtype of the logits."""
+    return STOCK(tuple(t.float() for t in gate_logits), num_experts, top_k, attention_mask)
+
+
+def _of_all_tokens(gate_logits, num_experts=None, top_k=2, attention_mask=None):
+    return STOCK(gate_logits, num_experts, top_k)
+
+
+def _of_a_share(gate_logits, num_experts=None, top_k=2, attention_mask=None):
+    return STOCK(gate_logits, num_experts, top_k, attention_mask) / top_k
+
+
+def _without_gradient(gate_logits, num_experts=None, top_k=2, attention_mask=None):
+    return STOCK(tuple(t.detach() for t in gate_logits), num_experts, top_k, attention_mask)
+
+
+@pytest.mark.parametrize("other", [_per_layer, _in_fp32, _of_all_tokens, _of_a_share, _without_gradient], ids=lambda f: f.__name__)
+def test_look_alikes_are_left_alone(other):
+    with references():
+        assert recognise(SLOT, modeling_qwen3_moe, other) == (None, "no variant computes the same")
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "nllb_moe"])
+def test_both_forms_of_transformers_are_recognised(family):
+    """That of Transformers 4, which is still in one family, makes one-hot masks of all layers together."""
+    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    with references():
+        variant, _ = recognise(SLOT, module, module.load_balancing_loss_func)
+    assert isinstance(variant, routers.LoadBalancing)
+
+
+@pytest.mark.parametrize("path", ["class", "instance"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss"])
+@pytest.mark.parametrize("head", ["fused", "logits", None])
+def test_models_learn_the_same(family, path, head, calls):
+    with served_by_kernels_or_references():
+        model = make(family, output_router_logits=True, router_aux_loss_coef=0.1)
+        batch = batch_of(model)
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+        batch["attention_mask"][0, :3] = 0
+        stock, expected = step(model, batch)
+        patches = class_patches(family, table.EVERYTHING, head) if path == "class" else instance_patches(model, family, table.EVERYTHING, head)
+        with patches():
+            assert not patches.apply()  # each is in place, once
+            out, learned = step(model, batch)
+        assert calls == [model.config.num_hidden_layers]
+        torch.testing.assert_close((out.loss, out.aux_loss), (stock.loss, stock.aux_loss))
+        assert out.aux_loss > 0 and (out.logits is None) == (head == "fused")
+        assert_same_learning(learned, expected, 5e-5)
+        assert_same_bits(step(model, batch)[1], expected)
+    assert len(calls) == 1
+
+
+def test_the_flag_of_the_experts_decides(calls):
+    with served_by_kernels_or_references():
+        model = make("qwen3_moe", output_router_logits=True)
+        _apply_liger_kernel_to_instance(model=model, swiglu=False)
+        step(model)
+        assert not calls
+        report = patches_report(model, {"swiglu": False})
+        assert "1 x Qwen3MoeForCausalLM (fused head)" in report.patched
+        assert "1 x Qwen3MoeForCausalLM (load_balancing): swiglu is off, as asked" in report.stock
+        _apply_liger_kernel_to_instance(model=model)
+        step(model)
+        assert calls
+        restore(model)
+        _apply_liger_kernel_to_instance(model=model, fused_linear_cross_entropy=False)
+        report = patches_report(model, {"fused_linear_cross_entropy": False})
+        assert "1 x Qwen3MoeForCausalLM (load_balancing)" in report.patched
+        assert "1 x Qwen3MoeForCausalLM (fused head): fused_linear_cross_entropy is off, as asked" in report.stock
+        _apply_liger_kernel_to_instance(model=model)
+        assert {"1 x Qwen3MoeForCausalLM (fused head)", "1 x Qwen3MoeForCausalLM (load_balancing)"} <= set(patches_report(model).patched)

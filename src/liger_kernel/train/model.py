@@ -77,13 +77,16 @@ def build(config: TrainConfig, tokenizer: Any, device: torch.device, precision: 
     return model
 
 
+def dtype_of(config: TrainConfig, precision: str) -> torch.dtype:
+    """Of the weights: what is trained is kept in fp32, but with precision bf16; a frozen base is only computed with."""
+    return torch.float32 if precision == "fp32" or (precision == "bf16-mixed" and not config.lora) else torch.bfloat16
+
+
 def _base(config: TrainConfig, name: str | None, tokenizer: Any, device: torch.device, precision: str) -> Any:
     """The model ``name``, or one from random weights, on its device as transformers makes it; quantised if ``config`` says so."""
     import transformers
 
-    # what is trained is kept in fp32, but with precision bf16; a frozen base is only computed with
-    dtype = torch.float32 if precision == "fp32" or (precision == "bf16-mixed" and not config.lora) else torch.bfloat16
-    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "sdpa" if config.attention == "auto" else config.attention}
+    options: dict[str, Any] = {"dtype": dtype_of(config, precision), "attn_implementation": "sdpa" if config.attention == "auto" else config.attention}
     quantized = {"quantization_config": adapters.quantization(config, precision), "device_map": {"": device}}
     model: Any
     if name:

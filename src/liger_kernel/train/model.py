@@ -48,10 +48,13 @@ def device_and_precision(config: TrainConfig) -> tuple[torch.device, str]:
 
         if missing := lacking(device):
             raise UserError(f"fp8 {config.fp8}: {missing}")
-    precision = config.precision if config.precision != "auto" else "bf16-mixed" if device.type == "cuda" else "fp32"
-    if config.lora and precision == "bf16":  # the base is in bf16 in both, and PEFT keeps adapters in fp32
-        precision = "bf16-mixed"
-    return device, precision
+    return device, precision_of(config, gpu=device.type == "cuda")
+
+
+def precision_of(config: TrainConfig, gpu: bool) -> str:
+    """Resolve precision ``auto``."""
+    precision = config.precision if config.precision != "auto" else "bf16-mixed" if gpu else "fp32"
+    return "bf16-mixed" if config.lora and precision == "bf16" else precision  # the base is in bf16 in both, and PEFT keeps adapters in fp32
 
 
 def build(config: TrainConfig, tokenizer: Any, device: torch.device, precision: str) -> Any:

@@ -6,7 +6,7 @@ The model of a run is built on the meta device, patched and given adapters by th
 ``FakeTensorMode``. Kernels are not launched; everything else runs as on a GPU: autograd, checkpointing, recomputation, offloading, chunks of the head. So there
 is no formula for any part of a model, and whatever a family or a switch keeps is counted.
 
-Long models are cut. If all layers have the same form, models of 4 and of 5 layers make the step, and each moment's bytes continue as a line, label by label:
+Long models are cut. If all layers have the same form, models of 4 and of 5 layers make the step, and the bytes of each phase are continued as a line:
 
     forward    head and loss    backward of the last layer, the last but one, the second, the first    optimizer
 
@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from liger_kernel import memory, offloading
@@ -40,12 +41,12 @@ from liger_kernel.ops._core.operator import intercept_launches
 from liger_kernel.ops.projections.four_bits import four_bits
 from liger_kernel.parallel import layers_of
 from liger_kernel.train.adapters import adapted
-from liger_kernel.train.config import TrainConfig
+from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.model import dtype_of, patch, quantize_fp8, recompute
 from liger_kernel.transformers.recognise import projections
 
 GRANULE = 512  # bytes of which PyTorch's allocator hands out multiples
-SHORT, LONGER = 4, 5  # layers of a model that is cut
+SHORT = 4  # layers of a model that is cut; the longer one has one more
 MIB = 2**20
 # by which part of a step it is allocated, a storage counts as the last of these; gradients and casts are recognised
 PARTS = ("weights", "casts of weights", "gradients", "optimizer", "activations", "head and loss", "temporary", "libraries")
@@ -67,15 +68,20 @@ def simulated(form: Any, config: TrainConfig, precision: str, *, arch: str = "sm
     """The peak of one rank's step of ``config`` with a model of the transformers configuration ``form``, on one GPU, without sharding.
 
     ``arch``: a key of ``TARGETS``. ``optimizer``: that of the config, or "sgd", which has no states. ``ignored``: the part of the targets that does not count.
+    Raises ``UserError`` for what cannot be simulated.
     """
+    if config.quantize == "int8" or (config.quantize and config.kernels == "off"):
+        raise UserError(f"the memory of quantize {config.quantize}{' with kernels off' if config.quantize != 'int8' else ''} is not known: kernels of bitsandbytes run")
     step = functools.partial(_phases, config=config, precision=precision, arch=arch, optimizer=optimizer or config.optimizer, ignored=ignored)
-    layers = form.get_text_config().num_hidden_layers
-    # what is offloaded depends on the bytes of all layers
-    if layers <= SHORT + LONGER or config.activation_offloading or not _alike(form.to_json_string(), type(form)):
+    text = form.get_text_config()
+    layers, some = text.num_hidden_layers, SHORT
+    if config.activation_offloading:  # a layer's input, at least, is on its way out or back while more than so many bytes are
+        some += -(-(offloading.LATE + offloading.AHEAD) // (config.batch * config.length * text.hidden_size * 2))
+    if layers <= 2 * some + 1 or not _alike(form.to_json_string(), type(form)):
         phases = step(form)
     else:
-        short, longer = (step(_cut(form, n)) for n in (SHORT, LONGER))
-        phases = {name: {part: n + (longer[name][part] - n) * (layers - SHORT) for part, n in parts.items()} for name, parts in short.items()}
+        short, longer = step(_cut(form, some)), step(_cut(form, some + 1))
+        phases = {name: {part: n + (longer[name][part] - n) * (layers - some) for part, n in parts.items()} for name, parts in short.items()}
     phase, parts = max(phases.items(), key=lambda found: sum(found[1].values()))
     return Peak(parts | {"libraries": parts["libraries"] + workspaces(arch)}, phase)
 
@@ -142,7 +148,7 @@ def _step(model: Any, config: TrainConfig, precision: str, optimizer: str, meter
     if config.quantize == "fp8":
         quantize_fp8(model)
     elif config.quantize:
-        _quantize(model, config.quantize)
+        _in_four_bits(model)
     trained = [p for p in model.parameters() if p.requires_grad]
     for p in trained:
         p.register_post_accumulate_grad_hook(lambda p: meter.call(p.grad, "gradients"))
@@ -201,6 +207,12 @@ class _Meter(FakeTensorMode):
         self.now, self.label, self.phase = 0, "weights", ""
         self.phases: dict[str, dict[str, int]] = {}
         self.nested = self.late = False
+        self.watched: list[StorageWeakRef] = []
+
+    def watch(self, storage: Any) -> StorageWeakRef:
+        """A weak reference as PyTorch has them, which puts off the storage's own end: whether it has ended must be asked."""
+        self.watched.append(StorageWeakRef(storage))
+        return self.watched[-1]
 
     def begin(self, label: str, phase: str = "") -> None:
         self.label, self.phase = label, phase
@@ -216,9 +228,13 @@ class _Meter(FakeTensorMode):
         # operators of PyTorch are one kernel, even where the fake ones consist of several; ours call several
         if self.nested:
             return super().__torch_dispatch__(func, types, args, kwargs or {})
+        for watched in [each for each in self.watched if each.expired()]:
+            self.watched.remove(watched)
+            self.end(watched.cdata)
         if self.late:
             self.peak()
         self.nested = func.namespace != "liger"
+        self.cache_enabled = func.overloadpacket is not torch.ops.aten.set_  # whose entry would keep the storage
         try:
             out = super().__torch_dispatch__(func, types, args, kwargs or {})
         finally:
@@ -249,9 +265,10 @@ class _Meter(FakeTensorMode):
             self.now += size
 
     def end(self, key: int) -> None:
-        _, size, label = self.live.pop(key)
-        self.parts[label] -= size
-        self.now -= size
+        if (found := self.live.pop(key, None)) is not None:
+            _, size, label = found
+            self.parts[label] -= size
+            self.now -= size
 
     def call(self, t: Tensor | None, label: str) -> None:
         """Count a storage as another part from now on."""
@@ -279,19 +296,26 @@ def _attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False
     return aten._scaled_dot_product_efficient_attention(query, key, value, bias, True, dropout_p, is_causal, scale=scale)[0]
 
 
+def _dropout(input, p=0.5, training=True, inplace=False):  # type: ignore[no-untyped-def]  # PyTorch's
+    """Dropout as PyTorch has it on a GPU, whose mask is a byte for each value."""
+    return torch.native_dropout(input, p, training)[0] if training and p else input
+
+
 @contextlib.contextmanager
 def _as_on_a_gpu(arch: str, ignored: float) -> Iterator[_Meter]:
     """Tensors without data, which the package treats like those of a GPU of that architecture."""
     import transformers.masking_utils as masks
 
-    plain = (*offloading.PLAIN, FakeTensor)
+    plain, meter = (*offloading.PLAIN, FakeTensor), _Meter()
     with contextlib.ExitStack() as entered:
         for where, name, value in (
             (memory, "PLAIN", plain),
             (offloading, "PLAIN", plain),
             (offloading, "STAYS", ("meta",)),
             (offloading, "_lane", _Copies),
+            (offloading, "StorageWeakRef", meter.watch),
             (torch.nn.functional, "scaled_dot_product_attention", _attention),
+            (torch.nn.functional, "dropout", _dropout),
             (masks, "find_packed_sequence_indices", lambda *args, **kwargs: None),  # which would look into positions
             (projections, "STORAGES", [_read, *projections.STORAGES]),
         ):
@@ -299,7 +323,7 @@ def _as_on_a_gpu(arch: str, ignored: float) -> Iterator[_Meter]:
             setattr(where, name, value)
         entered.enter_context(launching.target(arch, TARGETS[arch].processors))
         entered.enter_context(intercept_launches(lambda *launch: None, "cpu", ignored))
-        yield entered.enter_context(_Meter())
+        yield entered.enter_context(meter)
 
 
 class _Copies:
@@ -343,7 +367,7 @@ def _read(m: nn.Module, dtype: torch.dtype) -> Any:
     return four_bits(m.packed, m.state) if type(m) is _FourBits else None
 
 
-def _quantize(model: Any, kind: str) -> None:
+def _in_four_bits(model: Any) -> None:
     """All linear layers but the head and the adapters, as transformers does it while it loads a model."""
     head = model.get_output_embeddings()
     for name, module in list(model.named_modules()):

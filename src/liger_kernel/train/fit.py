@@ -1,23 +1,29 @@
 """``liger fit``: what will fit into a GPU's memory, with which switches, before a run and without a GPU; and what a run says that ran out of memory.
 
-    Estimates     peaks of a model, each simulated once
-    switches      what each switch that is off saves
-    recommended   the first of some combinations that fits, the ones that cost least time first
-    largest       the most rows, or tokens of a row, that fit
+Estimates     peaks of a model, each simulated once
+switches      what each switch that is off saves
+recommended   the first of some combinations that fits, the ones that cost least time first
+largest       the most rows, or tokens of a row, that fit
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import copy
 import dataclasses
+import functools
 import json
 import shlex
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from liger_kernel.compile.architectures import TARGETS
 from liger_kernel.model_sizes import MODELS
 from liger_kernel.train.config import Formatter, TrainConfig, UserError, add_flags
-from liger_kernel.train.mistakes import Parser, at_least, one_of
+from liger_kernel.train.hub import configuration
+from liger_kernel.train.mistakes import Parser, one_of
+from liger_kernel.train.redact import in_a_line
 
 # torch and transformers are imported by what uses them: help and mistakes in flags answer before
 
@@ -40,30 +46,62 @@ GPUS = {
 }
 # fields of a run that its memory depends on, which are flags of the command under the same names
 FIELDS = (
-    *("model", "batch", "length", "accumulate", "lora", "lora_dropout", "lora_targets", "dora", "quantize", "optimizer", "precision", "kernels", "rematerialise"),
-    *("fp8", "fp8_filter", "activation_offloading", "keep_attention", "tiled_mlp", "gradient_checkpointing", "fused_linear_cross_entropy", "cross_entropy", "trainer"),
+    *(
+        "model",
+        "attention",
+        "batch",
+        "length",
+        "accumulate",
+        "lora",
+        "lora_dropout",
+        "lora_targets",
+        "dora",
+        "quantize",
+        "optimizer",
+        "precision",
+        "kernels",
+        "rematerialise",
+    ),
+    *(
+        "fp8",
+        "fp8_filter",
+        "activation_offloading",
+        "keep_attention",
+        "tiled_mlp",
+        "gradient_checkpointing",
+        "fused_linear_cross_entropy",
+        "cross_entropy",
+        "trainer",
+    ),
 )
 
 
 class Switch(NamedTuple):
-    """Fields of a run that need less memory, and what that costs. ``same``: the model that is trained is the same up to rounding."""
+    """Fields of a run with which it needs less memory, and what that costs."""
 
     changes: dict[str, Any]
     costs: str
-    same: bool = True
 
 
 KERNELS = Switch({"kernels": "on"}, "nothing")
 MLP = Switch({"rematerialise": "mlp"}, "time: two of the nine matrix products of each MLP are repeated")
 CHECKPOINTING = Switch({"gradient_checkpointing": "full"}, "time: the forward of each layer is repeated")
-OFFLOADING = Switch({"activation_offloading": True}, "memory of the CPU, and copies")
+OFFLOADING = Switch({"activation_offloading": True}, "memory of the CPU, and time for copies; with checkpointing it copies a tenth")
 TILED = Switch({"tiled_mlp": 0}, "time, if the weights of the MLPs are trained")
 EIGHT_BITS = Switch({"optimizer": "adamw-8bit", "trainer": "hf"}, "moments are rounded to 8 bits")
-HALF = Switch({"precision": "bf16"}, "weights are rounded to 16 bits after each step", same=False)
-LORA = Switch({"lora": 16}, "only adapters are trained", same=False)
-QLORA = Switch({"lora": 16, "quantize": "nf4"}, "only adapters are trained, beside weights in 4 bits", same=False)
+HALF = Switch({"precision": "bf16"}, "weights are rounded to 16 bits after each step")
+LORA = Switch({"lora": 16}, "only adapters are trained")
+QLORA = Switch({"lora": 16, "quantize": "nf4"}, "the frozen weights are rounded to 4 bits, and only adapters are trained")
 SWITCHES = (KERNELS, MLP, CHECKPOINTING, OFFLOADING, TILED, EIGHT_BITS, HALF, LORA, QLORA)
-COMBINATIONS = ((), (MLP,), (CHECKPOINTING,), (CHECKPOINTING, OFFLOADING), (CHECKPOINTING, OFFLOADING, TILED))
+# of the switches with which the same model is trained, up to rounding; those that cost least time first
+COMBINATIONS = (
+    (),
+    (KERNELS,),
+    (KERNELS, MLP),
+    (KERNELS, CHECKPOINTING),
+    (KERNELS, CHECKPOINTING, OFFLOADING),
+    (KERNELS, CHECKPOINTING, OFFLOADING, TILED),
+)
 
 
 def flags(changes: dict[str, Any]) -> str:
@@ -85,85 +123,67 @@ class Estimates:
 
         key = dataclasses.astuple(config)
         if key not in self._known:
-            self._known[key] = simulated(self.form, config, precision_of(config, gpu=True), arch=self.arch)
+            try:
+                self._known[key] = simulated(self.form, config, precision_of(config, gpu=True), arch=self.arch)
+            except UserError:
+                raise
+            except Exception as error:  # of a model's own code, which may need values where there are only shapes
+                raise UserError(f"a step of {self.form.model_type} cannot be simulated: {in_a_line(error)}") from error
         return self._known[key]
 
     def total(self, config: TrainConfig) -> int:
         return self.peak(config).total
 
 
-def with_changes(config: TrainConfig, changes: dict[str, Any]) -> TrainConfig | None:
-    """The run with other values; None if it has them already, or cannot have them."""
-    now = {name: value for name, value in changes.items() if getattr(config, name) != value}
-    if not now or (config.lora and "lora" in now and "quantize" not in now):
-        return None
-    try:
-        return dataclasses.replace(config, **now)
-    except UserError:
-        return None
+def turned_on(config: TrainConfig, switch: Switch) -> TrainConfig:
+    """The run with a switch, which chooses neither a rank nor a trainer if one was chosen. Raises ``UserError`` if the run cannot have it."""
+    stay = {name for name in ("lora", "trainer") if getattr(config, name) != getattr(TrainConfig, name)}
+    return dataclasses.replace(config, **{name: value for name, value in switch.changes.items() if name not in stay})
 
 
-def switches(of: Estimates, config: TrainConfig, among: tuple[Switch, ...] = SWITCHES) -> Iterator[tuple[dict[str, Any], str, int]]:
-    """Each switch that is off and saves memory: what changes, what it costs, and the peak with it in bytes. A switch that the model lacks is left out."""
-    from liger_kernel.train.model import precision_of
-
+def switches(of: Estimates, config: TrainConfig) -> Iterator[tuple[dict[str, Any], str, int]]:
+    """Each switch that is off and saves memory: what changes, what it costs, and the peak with it in bytes. A switch that the run cannot have is left out."""
     given = of.total(config)
-    halved = {"batch": config.batch // 2, "accumulate": 2 * config.accumulate}
-    for switch in (*among, *([Switch(halved, "time: products of fewer tokens")] if config.batch % 2 == 0 else [])):
-        if "lora" in switch.changes and (config.fp8 or (config.lora and config.quantize)):
-            continue
-        changes = {name: value for name, value in switch.changes.items() if not (name == "lora" and config.lora)}
-        other = with_changes(config, changes)
-        if other is None or (changes.keys() == {"precision"} and precision_of(config, gpu=True) == precision_of(other, gpu=True)):
-            continue
-        try:
-            peak = of.total(other)
-        except UserError:
-            continue
-        if peak < given:
-            yield changes, switch.costs, peak
+    halved = Switch({"batch": config.batch // 2, "accumulate": 2 * config.accumulate}, "time: products of fewer tokens")
+    for switch in (*SWITCHES, *([halved] if config.batch % 2 == 0 else [])):
+        with contextlib.suppress(UserError):
+            other = turned_on(config, switch)
+            if other != config and (peak := of.total(other)) < given:
+                changed = {name: value for name, value in switch.changes.items() if getattr(config, name) != getattr(other, name)}
+                yield changed, switch.costs, peak
 
 
 def recommended(of: Estimates, config: TrainConfig, room: float) -> TrainConfig | None:
     """The first run that fits into ``room`` bytes of those that train the same model: as given, with switches, and with fewer rows at a time."""
-    rows = config.batch
-    while rows:
-        if config.batch % rows == 0:
-            fewer = dataclasses.replace(config, batch=rows, accumulate=config.accumulate * (config.batch // rows))
+    for parts in range(1, config.batch + 1):
+        if config.batch % parts == 0:
+            fewer = dataclasses.replace(config, batch=config.batch // parts, accumulate=config.accumulate * parts)
             for combination in COMBINATIONS:
-                changed: TrainConfig | None = fewer
-                for switch in combination:
-                    changed = with_changes(changed, switch.changes) or changed if changed else None
-                try:
-                    if changed and of.total(changed) <= room:
-                        return changed
-                except UserError:
-                    continue
-        rows //= 2
+                with contextlib.suppress(UserError):
+                    if of.total(run := functools.reduce(turned_on, combination, fewer)) <= room:
+                        return run
     return None
 
 
 def largest(peak: Callable[[int], int], room: float, start: int = 1, unit: int = 1) -> int:
-    """The largest multiple of ``unit`` whose ``peak`` is at most ``room``, to within 1/64; 0 if none is. The next one to try is where a line meets ``room``."""
-    low, high = 0, None
+    """The largest multiple of ``unit`` whose ``peak`` is at most ``room``, to within 1/64; 0 if none is. Peaks are nearly linear in what is searched."""
     known: dict[int, int] = {}
-    n = max(1, start // unit)
-    while True:
+    low, high, n = 0, None, max(1, start // unit)
+    while high is None or high - low > max(1, low // 64):
         known[n] = peak(n * unit)
-        if known[n] <= room:
-            low = max(low, n)
-        else:
-            high = n if high is None else min(high, n)
-        if high is not None and high - low <= max(1, low // 64):
-            return low * unit
-        last = sorted(known)[-2:] if high is None else [max((k for k in known if k < high), default=high), high]
-        slope = (known[last[-1]] - known[last[0]]) / (last[-1] - last[0]) if len(set(last)) > 1 else 0.0
-        n = int(last[0] + (room - known[last[0]]) / slope) if slope > 0 else 2 * n if high is None else (low + high) // 2
-        n = max(low + 1, min(n, 16 * max(low, 1) if high is None else high - 1))
+        low, high = (n, high) if known[n] <= room else (low, n)
+        a, b = (sorted(known) * 2)[-2:] if high is None else (max(known.keys() - {high}, default=high), high)
+        slope = (known[b] - known[a]) / (b - a) if a != b else 0.0
+        meets = int(a + (room - known[a]) / slope) if slope > 0 else 2 * n if high is None else n // 2
+        least, most = (low + 1, 16 * (low + 1)) if high is None else (low + max(1, (high - low) // 8), high - max(1, (high - low) // 8))
+        n = max(least, min(meets, most))
+    return low * unit
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="liger fit", description="Estimate what fits into a GPU's memory, and what each switch saves. Needs no GPU.", formatter_class=Formatter)
+    parser = Parser(
+        prog="liger fit", description="Estimate what fits into a GPU's memory, and what each switch saves. Needs no GPU.", formatter_class=Formatter
+    )
     add = parser.add_argument
     add("--gpu", metavar="NAME", help=f"one of {', '.join(GPUS)} (default: the GPU of this machine)")
     add("--memory-gb", type=float, metavar="X", help="memory of the GPU in 10^9 bytes (default: that of --gpu)")
@@ -182,15 +202,12 @@ def main(argv: list[str]) -> int:
         one_of("GPU", gpu, GPUS)
     if gigabytes is not None and not gigabytes > 0:
         raise UserError(f"--memory-gb must be positive, got {gigabytes:g}")
-    at_least(1, batch=a.get("batch"))
     if not a.get("model"):
         raise UserError(f"give --model, a config.json, a folder with one, a model on the hub, or one of {', '.join(MODELS)}")
     if a.get("optimizer") == "adamw-8bit" and "trainer" not in a:
         a["trainer"] = "hf"
     config = TrainConfig(**{"batch": 1, "length": 2048, **a})
     room, arch, name = _gpu(gpu, gigabytes)
-    from liger_kernel.train.hub import configuration
-
     form = configuration(config.model or "")
     text = form.get_text_config()
     if getattr(text, "max_position_embeddings", config.length) < config.length:
@@ -207,12 +224,17 @@ def _gpu(name: str | None, gigabytes: float | None) -> tuple[float, str, str]:
     if name is None and gigabytes is None and not torch.cuda.is_available():
         raise UserError(f"this machine has no GPU: give --gpu, one of {', '.join(GPUS)}, or --memory-gb")
     if name is None and gigabytes is None:
-        from liger_kernel.ops._core.config import arch
-
-        return torch.cuda.get_device_properties(0).total_memory, arch(), torch.cuda.get_device_name(0)
+        return torch.cuda.get_device_properties(0).total_memory, _arch(), torch.cuda.get_device_name(0)
     meant = GPUS[name or "h100"]
     size = gigabytes or meant.gigabytes
     return size * 1e9, meant.arch, f"{name or 'a GPU'} with {size:g} GB"
+
+
+def _arch() -> str:
+    """The architecture of this machine's GPU, or of an H100."""
+    from liger_kernel.ops._core.config import arch
+
+    return arch() if arch() in TARGETS else "sm90"
 
 
 def _found(of: Estimates, config: TrainConfig, room: float) -> dict[str, Any]:
@@ -231,7 +253,9 @@ def _found(of: Estimates, config: TrainConfig, room: float) -> dict[str, Any]:
             {"flags": flags(changes), "changes": changes, "costs": costs, "peak": peak, "saves": given.total - peak, "fits": peak <= room}
             for changes, costs, peak in switches(of, config)
         ],
-        "recommended": None if chosen is None else {"peak": of.total(chosen), "command": command(chosen), "largest_batch": rows, "longest_row": tokens},
+        "recommended": None
+        if chosen is None
+        else {"peak": of.total(chosen), "command": command(chosen), "batch": chosen.batch, "largest_batch": rows, "longest_row": tokens},
     }
 
 
@@ -261,7 +285,7 @@ def _shown(found: dict[str, Any], config: TrainConfig, room: float, gpu: str) ->
         text += ["No combination of switches that trains the same model fits: choose fewer tokens a row, adapters (--lora), or several GPUs"]
     else:
         text += [f"fits, with {_gb(best['peak'])} GB: {best['command']}"]
-        text += [f"with these switches, up to {best['largest_batch']:,} rows of {config.length:,} tokens fit, or rows of up to {best['longest_row']:,} tokens"]
+        text += [f"so up to {best['largest_batch']:,} x {config.length:,} tokens fit, or {best['batch']:,} x {best['longest_row']:,}"]
     return "\n".join(text)
 
 
@@ -269,10 +293,21 @@ def _yes(fits: bool) -> str:
     return "yes" if fits else "no"
 
 
-def explained(form: Any, config: TrainConfig, room: float, arch: str) -> str:
-    """What a run that ran out of memory says: the switches that it could turn on, and about how much each saves on one GPU."""
-    of = Estimates(form, arch)
-    given = of.total(config)
-    found = [f"  {flags(changes):<40} saves about {_gb(given - peak)} GB; costs {costs}" for changes, costs, peak in switches(of, config)]
-    need = f"out of memory: from its shapes, a step with {config.batch} x {config.length} tokens needs about {_gb(given)} of the GPU's {_gb(room)} GB"
+def explained(model: Any, config: TrainConfig, room: float | None) -> str:
+    """What a run says that ran out of memory: the switches that it could turn on, and about how much each saves on one GPU. It never raises.
+
+    ``model``: a name, or the configuration of a model that is there. ``room``: the bytes that the GPU has.
+    """
+    try:
+        form = configuration(model) if isinstance(model, str) else copy.deepcopy(model)
+        if hasattr(form, "quantization_config"):  # of the weights that were loaded
+            del form.quantization_config
+        of = Estimates(form, _arch())
+        given = of.total(config)
+        found = [f"  {flags(changes):<38} saves about {_gb(given - peak)} GB; costs {costs}" for changes, costs, peak in switches(of, config)]
+    except Exception as error:  # the error that is explained counts, not this one
+        return f"out of memory; what each switch would save is not known: {in_a_line(error)}"
+    have = f" of the GPU's {_gb(room)}" if room else ""
+    sharded = ", without sharding" if config.parallel not in ("none", "ddp") else ""
+    need = f"out of memory: from its shapes, a step with {config.batch} x {config.length} tokens needs about {_gb(given)}{have} GB{sharded}"
     return "\n".join([f"{need}. Turn on:" if found else f"{need}, and no switch of liger train reduces that", *found])

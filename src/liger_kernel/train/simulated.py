@@ -25,7 +25,7 @@ import types
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -71,13 +71,15 @@ def simulated(form: Any, config: TrainConfig, precision: str, *, arch: str = "sm
     Raises ``UserError`` for what cannot be simulated.
     """
     if config.quantize == "int8" or (config.quantize and config.kernels == "off"):
-        raise UserError(f"the memory of quantize {config.quantize}{' with kernels off' if config.quantize != 'int8' else ''} is not known: kernels of bitsandbytes run")
+        raise UserError(
+            f"the memory of quantize {config.quantize}{' with kernels off' if config.quantize != 'int8' else ''} is not known: kernels of bitsandbytes run"
+        )
     step = functools.partial(_phases, config=config, precision=precision, arch=arch, optimizer=optimizer or config.optimizer, ignored=ignored)
     text = form.get_text_config()
     layers, some = text.num_hidden_layers, SHORT
     if config.activation_offloading:  # a layer's input, at least, is on its way out or back while more than so many bytes are
         some += -(-(offloading.LATE + offloading.AHEAD) // (config.batch * config.length * text.hidden_size * 2))
-    if layers <= 2 * some + 1 or not _alike(form.to_json_string(), type(form)):
+    if layers <= 2 * some + 1 or not _alike(form):
         phases = step(form)
     else:
         short, longer = step(_cut(form, some)), step(_cut(form, some + 1))
@@ -91,20 +93,21 @@ def workspaces(arch: str) -> int:
     return 2 * (32 * MIB if arch in ("sm90", "sm100") or arch.startswith("gfx") else 8 * MIB + 128 * 1024)
 
 
-@functools.cache
-def _alike(form: str, cls: type) -> bool:
-    """Whether all layers of a model have parameters of the same shapes, and attention of one kind."""
-    import json
+_ALIKE: dict[str, bool] = {}
 
+
+def _alike(form: Any) -> bool:
+    """Whether all layers of a model have parameters of the same shapes, and attention of one kind."""
     import transformers
 
-    config = cls(**json.loads(form))
-    if len(set(getattr(config.get_text_config(), "layer_types", None) or ())) > 1:
-        return False
-    with torch.device("meta"):
-        layers = layers_of(transformers.AutoModelForCausalLM.from_config(config))
-    shapes = {(type(layer), tuple((name, p.shape) for name, p in layer.named_parameters())) for layer in layers}
-    return len(layers) == config.get_text_config().num_hidden_layers and len(shapes) == 1
+    key = form.to_json_string()
+    if key not in _ALIKE:
+        with torch.device("meta"):
+            layers = layers_of(transformers.AutoModelForCausalLM.from_config(form))
+        shapes = {(type(layer), tuple((name, p.shape) for name, p in layer.named_parameters())) for layer in layers}
+        text = form.get_text_config()
+        _ALIKE[key] = len(layers) == text.num_hidden_layers and len(shapes) == 1 and len(set(getattr(text, "layer_types", None) or ())) <= 1
+    return _ALIKE[key]
 
 
 def _cut(form: Any, layers: int) -> Any:
@@ -153,7 +156,8 @@ def _step(model: Any, config: TrainConfig, precision: str, optimizer: str, meter
     for p in trained:
         p.register_post_accumulate_grad_hook(lambda p: meter.call(p.grad, "gradients"))
     meter.begin("optimizer")
-    states = [t for p in trained for t in _states(p, optimizer)]  # noqa: F841  # they live as long as this function
+    states = [t for p in trained for t in _states(p, optimizer)]
+    meter.begin("activations")
     ids = torch.zeros(config.batch, config.length, dtype=torch.int64)
     with _marks(layers_of(model), meter):
         for _ in range(min(config.accumulate, 2)):
@@ -162,6 +166,7 @@ def _step(model: Any, config: TrainConfig, precision: str, optimizer: str, meter
                 loss = model(input_ids=ids, labels=ids, use_cache=False, num_items_in_batch=ids.numel()).loss
             loss.backward()
     meter.begin("optimizer", "optimizer")  # fused kernels and those of bitsandbytes need nothing but the states
+    del states
 
 
 def _states(p: Tensor, optimizer: str) -> list[Tensor]:
@@ -344,7 +349,8 @@ class _Copies:
     def out(self, data: Tensor, blocks: list[Tensor]) -> Any:
         return self.event
 
-    back: Callable[..., Any] = lambda self, blocks, data: self.event  # noqa: E731
+    def back(self, blocks: list[Tensor], data: Tensor) -> Any:
+        return self.event
 
 
 class _FourBits(nn.Module):

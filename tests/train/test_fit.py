@@ -59,7 +59,9 @@ class Measured:
         return simulated.simulated(config_of(values), run, self.precision, optimizer=self.optimizer, ignored=self.ignored)
 
     def __str__(self) -> str:
-        changed = {name: value for name, value in self.run if getattr(TrainConfig, name) != value and name not in ("batch", "length", "lora_targets")}
+        changed = {
+            name: value for name, value in self.run if getattr(TrainConfig, name) != value and name not in ("batch", "length", "lora_targets", "kernels")
+        }
         size = f"{self.model}{f' with {self.layers} layers' if self.layers else ''}, {dict(self.run)['batch']} x {dict(self.run)['length']}"
         given = [f"`--{name.replace('_', '-')} {value}`".replace(" True`", "`") for name, value in changed.items()]
         return ", ".join([size, *([] if self.optimizer == "sgd" else ["AdamW"]), *(["autocast"] if self.precision == "bf16-mixed" else []), *given])
@@ -84,7 +86,7 @@ def measured(row: dict[str, str]) -> Measured:
 def rows() -> list[tuple[str, dict[str, str]]]:
     """Every row of a step, with its file."""
     found = []
-    for path in sorted(DATA.glob("*.csv")):
+    for path in sorted(DATA.glob("*.csv"), key=lambda path: path.stem):
         with open(path, newline="") as file:
             found += [(path.name, row) for row in csv.DictReader(file) if "peak_allocated_gb" in row]
     return found
@@ -140,13 +142,19 @@ def table(known: dict[Measured, float]) -> list[str]:
     lines = []
     for step in LATEST:
         gb = estimated(step, known)
-        lines.append(f"| {step} | {'stock' if step.variant == 'stock' else 'patched'} | {step.gb:.2f} | {gb:.2f} | {100 * (gb / step.gb - 1):+.1f} % |")
+        error = f"{100 * (gb / step.gb - 1):+.1f}".replace("-0.0", "0.0").replace("+0.0", "0.0")
+        lines.append(f"| {step} | {'stock' if step.variant == 'stock' else 'patched'} | {step.gb:.2f} | {gb:.2f} | {error} % |")
     return sorted(set(lines))
 
 
 def test_the_page_has_these_errors(estimates):
-    there = [line for line in PAGE.read_text().splitlines() if re.search(r"\| [+-][\d.]+ % \|$", line)]
+    there = [line for line in PAGE.read_text().splitlines() if re.search(r"\| [+-]?[\d.]+ % \|$", line)]
     assert there == table(estimates), "\n".join(table(estimates))
+
+
+def test_the_page_shows_what_is_printed(capsys):
+    command, printed = re.search(r"^```console\n\$ liger fit (.*?)\n(.*?)^```", PAGE.read_text(), re.M | re.S).groups()
+    assert said(*command.split(), capsys=capsys) == printed
 
 
 @pytest.mark.parametrize("why", OUTSIDE)

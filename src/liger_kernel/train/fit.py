@@ -285,7 +285,7 @@ def _shown(found: dict[str, Any], config: TrainConfig, room: float, gpu: str) ->
         text += ["No combination of switches that trains the same model fits: choose fewer tokens a row, adapters (--lora), or several GPUs"]
     else:
         text += [f"fits, with {_gb(best['peak'])} GB: {best['command']}"]
-        text += [f"so up to {best['largest_batch']:,} x {config.length:,} tokens fit, or {best['batch']:,} x {best['longest_row']:,}"]
+        text += [f"with these flags, up to {best['largest_batch']:,} x {config.length:,} tokens fit, or {best['batch']:,} x {best['longest_row']:,}"]
     return "\n".join(text)
 
 

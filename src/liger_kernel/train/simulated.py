@@ -11,7 +11,7 @@ Long models are cut. If all layers have the same form, models of 4 and of 5 laye
     forward    head and loss    backward of the last layer, the last but one, the second, the first    optimizer
 
 What PyTorch's own operators hold while they run is not seen, but known: cuBLAS has two workspaces (the forward and autograd have a thread each), and the
-backward of attention adds up the gradient of the queries in fp32. Not counted: fragmentation, CUDA's own memory, other libraries.
+backward of attention has the gradient of the queries in fp32, and those of shared keys and values for each head. Not counted: fragmentation, CUDA's own memory.
 """
 
 from __future__ import annotations
@@ -285,9 +285,8 @@ class _Meter(FakeTensorMode):
 
 
 def _attention_workspace(q: Tensor, k: Tensor) -> int:
-    """Bytes of the gradient of the queries in fp32 and, where the kernel repeats keys and values for groups of heads, of their gradients for each head."""
-    repeated = 2 * q.nbytes if q.shape[1] != k.shape[1] and launching.arch() not in ("sm90", "sm100") else 0
-    return 4 * q.numel() + repeated
+    """Bytes of the gradient of the queries in fp32 and, where heads share keys and values, of these' gradients for each head."""
+    return 4 * q.numel() + (2 * q.nbytes if q.shape[1] != k.shape[1] else 0)
 
 
 def _attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):  # type: ignore[no-untyped-def]  # PyTorch's

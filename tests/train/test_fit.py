@@ -33,7 +33,7 @@ OUTSIDE = {
     "kernels of bitsandbytes in a stock model": lambda file, row: row["variant"] == "stock" and row.get("quantize"),
     "a storage that liger train does not have": lambda file, row: row["variant"] == "ours:fp8_rowwise",
     "an earlier state of the code, which kept more": lambda file, row: (
-        row["variant"].startswith("ours") and (file[:10] < "2026-11-22" and row.get("checkpointing") != "True" or (file, row["variant"]) == EARLIER)
+        row["variant"].startswith("ours") and ((file[:10] < "2026-11-22" and row.get("checkpointing") != "True") or (file, row["variant"]) == EARLIER)
     ),
 }
 EARLIER = "2026-11-22-h200-steps.csv", "ours:off"
@@ -204,8 +204,8 @@ def test_switches_need_less():
 
 
 def test_more_of_a_run_needs_more():
-    peak = lambda precision="bf16", form=llama(2), optimizer=None, **changes: (
-        simulated.simulated(form, dataclasses.replace(RUN, **changes), precision, optimizer=optimizer).total
+    peak = lambda precision="bf16", optimizer=None, **changes: (
+        simulated.simulated(llama(2), dataclasses.replace(RUN, **changes), precision, optimizer=optimizer).total
     )
     assert peak() < peak(accumulate=2) and peak() < peak(batch=8) and peak() < peak("bf16-mixed") < peak("fp32")
     assert peak(optimizer="sgd") < peak(trainer="hf", optimizer="adamw-8bit") < peak()

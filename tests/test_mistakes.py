@@ -48,7 +48,7 @@ NO_HUB = "it is no folder here, and the Hugging Face hub cannot be reached"
 CUDA = torch.cuda.is_available()
 # The command line, and a pattern of the one line on stderr
 TABLE = [
-    ("nope", "liger: no command 'nope'; there are train, demo, "),
+    ("nope", "liger: no command 'nope'; there are train, fit, demo, "),
     ("trian", r"liger: no command 'trian'; did you mean train\?$"),
     ("--vresion", r"liger: no flag --vresion; did you mean --version\?"),
     # train: flags

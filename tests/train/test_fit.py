@@ -153,7 +153,7 @@ def test_the_page_has_these_errors(estimates):
 
 
 def test_the_page_shows_what_is_printed(capsys):
-    command, printed = re.search(r"^```console\n\$ liger fit (.*?)\n(.*?)^```", PAGE.read_text(), re.M | re.S).groups()
+    command, printed = re.search(r"^```bash\nliger fit (.*?)\n```\n\n```\n(.*?)^```", PAGE.read_text(), re.M | re.S).groups()
     assert said(*command.split(), capsys=capsys) == printed
 
 

@@ -213,6 +213,7 @@ PARSED = {
     "bench": "measures, minutes",
     "tune": "needs a GPU",
     "warmup": "compiles, minutes",
+    "fit": "simulates steps, half a minute",
     "deploy submit": "needs a cluster",
 }
 SMALL = "--hidden 32 --intermediate 64 --layers 1 --heads 2 --kv-heads 1 --vocab 300 --length 32 --batch 1 --steps 2 --limit 8 --warmup 0"

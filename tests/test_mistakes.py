@@ -48,7 +48,7 @@ NO_HUB = "it is no folder here, and the Hugging Face hub cannot be reached"
 CUDA = torch.cuda.is_available()
 # The command line, and a pattern of the one line on stderr
 TABLE = [
-    ("nope", "liger: no command 'nope'; there are train, demo, "),
+    ("nope", "liger: no command 'nope'; there are train, fit, demo, "),
     ("trian", r"liger: no command 'trian'; did you mean train\?$"),
     ("--vresion", r"liger: no flag --vresion; did you mean --version\?"),
     # train: flags
@@ -186,6 +186,19 @@ TABLE = [
     ("warmup --model model --arch sm90", "cannot read the configuration of model: "),
     ("warmup --config config.yaml", r"config.yaml: unknown name 'stepz'; did you mean steps\?"),
     ("warmup --config noname.json --arch sm90", "noname.json names no model"),
+    # fit
+    ("fit --gpu h100", r"liger fit: give --model, a config.json, .*, or one of llama-3.2-1b, "),
+    ("fit --model tiny --gpu h20", r"liger fit: no GPU 'h20'; did you mean h200\?"),
+    ("fit --model llama-3.2-1 --gpu h100", rf"no model 'llama-3.2-1': {NO_HUB} .*; did you mean llama-3.2-1b\?"),
+    ("fit --model tiny --gpu h100 --seq 1", "length must be at least 2, got 1"),
+    ("fit --model tiny --gpu h100 --batch 0", "batch must be at least 1, got 0"),
+    ("fit --model tiny --memory-gb 0", "--memory-gb must be positive, got 0"),
+    ("fit --model tiny --gpu h100 --quantize nf4", "quantize nf4 needs lora, a rank of 1 or more"),
+    ("fit --model tiny --gpu h100 --rematerialise mpl", r"--rematerialise must be one of off, cheap, mlp; got 'mpl'; did you mean mlp\?"),
+    ("fit --model tiny --gpu h100 --steps 5", r"no flag --steps"),
+    pytest.param(
+        "fit --model tiny", r"this machine has no GPU: give --gpu, one of a100-40, .*, or --memory-gb", marks=pytest.mark.skipif(CUDA, reason="there is a GPU")
+    ),
     # deploy
     ("deploy", "liger deploy: the following arguments are required: COMMAND"),
     ("deploy rendr job.yaml", r"liger deploy: no command 'rendr'; did you mean render\?"),

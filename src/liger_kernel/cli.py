@@ -1,4 +1,4 @@
-"""``liger``: train, demo, models, ops, bench, tune, warmup, deploy, env. A command's code is imported only when the command runs, so help is instant."""
+"""``liger``: train, fit, demo, models, ops, bench, tune, warmup, deploy, env. A command's code is imported only when the command runs, so help is instant."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from liger_kernel.train.redact import in_a_line
 
 COMMANDS = {
     "train": "train or fine-tune a causal language model",
+    "fit": "estimate, without a GPU, what fits into a GPU's memory, and what each switch saves",
     "demo": "train a small Llama twice, as Hugging Face ships it and with our kernels, and compare",
     "models": "the model families: what is swapped, what is left alone and why",
     "ops": "the operators and the cases they are tested on",
@@ -49,6 +50,13 @@ def train(argv: list[str]) -> int:
     if config.save:
         print(f"{'adapters' if config.lora else 'model'} in {config.save}")
     return 0
+
+
+def fit(argv: list[str]) -> int:
+    _need("torch", "triton", "transformers")
+    from liger_kernel.train import fit
+
+    return fit.main(argv)
 
 
 def demo(argv: list[str]) -> int:

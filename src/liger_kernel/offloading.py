@@ -234,7 +234,15 @@ class _Run:
         return _View(moved, t.dtype, (t.storage_offset(), t.size(), t.stride()))
 
     def _worth(self, t: Tensor) -> bool:
-        if type(t) is not Tensor or t.device.type in STAYS or t.layout is not torch.strided or t.nbytes < LEAST or t.is_conj() or t.is_neg():
+        if (
+            type(t) not in PLAIN
+            or isinstance(t, nn.Parameter)
+            or t.device.type in STAYS
+            or t.layout is not torch.strided
+            or t.nbytes < LEAST
+            or t.is_conj()
+            or t.is_neg()
+        ):
             return False
         storage = t.untyped_storage()
         return storage.nbytes() <= 4 * t.nbytes and storage._cdata not in self.owned and not _of_parameter(t)

@@ -4,42 +4,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import time
-from pathlib import Path
-from typing import Any
 
 from liger_kernel.compile.architectures import TARGETS
-from liger_kernel.model_sizes import MODELS, config_of
+from liger_kernel.model_sizes import MODELS
 from liger_kernel.train.config import TrainConfig
-from liger_kernel.train.hub import on_hub
-from liger_kernel.train.mistakes import Parser, UserError, at_least, existing, one_of
-from liger_kernel.train.redact import in_a_line
+from liger_kernel.train.hub import configuration
+from liger_kernel.train.mistakes import Parser, UserError, at_least
 
 # torch, Triton and transformers are imported by what uses them: help and mistakes in flags answer before
 
 DTYPES = ("bfloat16", "float16", "float32")
-
-
-def configuration(name: str) -> Any:
-    """The transformers configuration of a ``config.json``, a folder that holds one, a model that `liger bench step` knows, or a model on the hub."""
-    import transformers
-
-    if name in MODELS:
-        return config_of(MODELS[name])
-    try:
-        if Path(name).suffix == ".json":
-            values = json.loads(existing(name).read_text(encoding="utf-8"))
-            if not isinstance(values, dict) or "model_type" not in values:
-                raise UserError(f"{name} has no model_type: give the config.json of a transformers model")
-            one_of("model type", values["model_type"], transformers.CONFIG_MAPPING)
-            return transformers.AutoConfig.for_model(**values)
-        on_hub(name, MODELS)
-        return transformers.AutoConfig.from_pretrained(name)
-    except UserError:
-        raise
-    except Exception as error:  # transformers checks values with exceptions of several kinds
-        raise UserError(f"cannot read the configuration of {name}: {in_a_line(error)}") from error
 
 
 def read_flags(argv: list[str]) -> argparse.Namespace:

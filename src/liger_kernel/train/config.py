@@ -388,7 +388,7 @@ def _kinds(cls: type) -> dict[str, tuple[type, bool]]:
 _METAVAR = {int: "N", float: "X", str: "NAME"}
 
 
-def _add_flags(parser: argparse.ArgumentParser, defaults: TrainConfig, fixed: tuple[str, ...]) -> None:
+def add_flags(parser: argparse.ArgumentParser, defaults: TrainConfig, fixed: tuple[str, ...]) -> None:
     """One flag per field, by group. A flag that is not given leaves no trace, so that config files and defaults show through."""
     kinds = _kinds(TrainConfig)
     groups: dict[str, Any] = {}
@@ -427,9 +427,9 @@ def from_flags(
 
 def read_flags(argv: list[str], prog: str, description: str, defaults: TrainConfig, fixed: tuple[str, ...] = ()) -> dict[str, Any]:
     """The flags that are given, without those of ``fixed`` names; ``--help`` shows ``defaults``."""
-    parser = Parser(prog=prog, usage="%(prog)s [--config FILE] [--name value ...]", description=description, formatter_class=_Formatter)
+    parser = Parser(prog=prog, usage="%(prog)s [--config FILE] [--name value ...]", description=description, formatter_class=Formatter)
     parser.add_argument("--config", metavar="FILE", help="YAML or JSON file with any of the names below; flags win over it")
-    _add_flags(parser, defaults, fixed)
+    add_flags(parser, defaults, fixed)
     return vars(parser.parse_args(argv))
 
 
@@ -440,6 +440,6 @@ def configured(flags: dict[str, Any], defaults: TrainConfig) -> TrainConfig:
     return TrainConfig(**{**dataclasses.asdict(defaults), **(read_values(path) if path else {}), **given})
 
 
-class _Formatter(argparse.HelpFormatter):
+class Formatter(argparse.HelpFormatter):
     def __init__(self, prog: str):
         super().__init__(prog, max_help_position=34, width=min(130, shutil.get_terminal_size().columns))

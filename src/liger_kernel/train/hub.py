@@ -1,14 +1,16 @@
-"""Whether a name is a model or a dataset of the Hugging Face hub: asked once, before transformers or datasets ask six times."""
+"""Names of models and datasets: the configuration of a model, and whether the Hugging Face hub has a name, asked once, before others ask six times."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from liger_kernel.model_sizes import MODELS, config_of
 from liger_kernel.nearest import did_you_mean
-from liger_kernel.train.mistakes import UserError, beside
+from liger_kernel.train.mistakes import UserError, beside, existing, one_of
 from liger_kernel.train.redact import in_a_line
 
 SECONDS = 10.0  # that the hub has to answer
@@ -40,3 +42,24 @@ def on_hub(name: str, also: Iterable[str] = (), kind: Literal["model", "dataset"
         return
     except Exception as error:  # of the network, by whichever client the hub's package has
         raise UserError(f"no {kind} {name!r}: it is no folder here, and the Hugging Face hub cannot be reached ({in_a_line(error)}){near}") from error
+
+
+def configuration(name: str) -> Any:
+    """The transformers configuration of a ``config.json``, a folder that holds one, a model that `liger bench step` knows, or a model on the hub."""
+    import transformers
+
+    if name in MODELS:
+        return config_of(MODELS[name])
+    try:
+        if Path(name).suffix == ".json":
+            values = json.loads(existing(name).read_text(encoding="utf-8"))
+            if not isinstance(values, dict) or "model_type" not in values:
+                raise UserError(f"{name} has no model_type: give the config.json of a transformers model")
+            one_of("model type", values["model_type"], transformers.CONFIG_MAPPING)
+            return transformers.AutoConfig.for_model(**values)
+        on_hub(name, MODELS)
+        return transformers.AutoConfig.from_pretrained(name)
+    except UserError:
+        raise
+    except Exception as error:  # transformers checks values with exceptions of several kinds
+        raise UserError(f"cannot read the configuration of {name}: {in_a_line(error)}") from error

@@ -9,6 +9,7 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,8 @@ def train(config: TrainConfig) -> dict[str, Any]:
         if ranks.first:
             config.save_to(out / "config.json")
         with stored(config, ranks) as store, contextlib.closing(load(config)) as data:
-            model = build(config, data.tokenizer, device, precision)
+            with explaining(config, device, ranks.first):
+                model = build(config, data.tokenizer, device, precision)
             attention = attend(config, data.rows, model, device, precision)
             data.check(model.config.get_text_config().vocab_size)
             if ranks.first:
@@ -66,12 +68,27 @@ def train(config: TrainConfig) -> dict[str, Any]:
             if device.type == "cuda" and config.kernels == "on":
                 use_cache()
                 compile_ahead(config, model.config, precision, ranks)
-            metrics = _by(config, data, model, device, precision, ranks, stop, store)
+            with explaining(config, device, ranks.first, model.config):
+                metrics = _by(config, data, model, device, precision, ranks, stop, store)
             if ranks.first:
                 (out / "metrics.json").write_text(as_json(metrics, indent=1) + "\n", encoding="utf-8")
             if "problem" in metrics:
                 raise OSError(metrics["problem"])
     return metrics
+
+
+@contextlib.contextmanager
+def explaining(config: TrainConfig, device: torch.device, first: bool, form: Any = None) -> Iterator[None]:
+    """Before an ``OutOfMemoryError`` goes on, say on the ``first`` rank what each switch would save. ``form``: the model's configuration, if it is there."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        if first and (form or config.model):
+            from liger_kernel.train.fit import explained  # needs Triton
+
+            room = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+            print(explained(form or config.model, config, room), file=sys.stderr, flush=True)
+        raise
 
 
 def _by(config: TrainConfig, data: Data, model: Any, device: torch.device, precision: str, ranks: Ranks, stop: Stop, store: Store | None) -> dict[str, Any]:

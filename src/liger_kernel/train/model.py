@@ -48,10 +48,13 @@ def device_and_precision(config: TrainConfig) -> tuple[torch.device, str]:
 
         if missing := lacking(device):
             raise UserError(f"fp8 {config.fp8}: {missing}")
-    precision = config.precision if config.precision != "auto" else "bf16-mixed" if device.type == "cuda" else "fp32"
-    if config.lora and precision == "bf16":  # the base is in bf16 in both, and PEFT keeps adapters in fp32
-        precision = "bf16-mixed"
-    return device, precision
+    return device, precision_of(config, gpu=device.type == "cuda")
+
+
+def precision_of(config: TrainConfig, gpu: bool) -> str:
+    """Resolve precision ``auto``."""
+    precision = config.precision if config.precision != "auto" else "bf16-mixed" if gpu else "fp32"
+    return "bf16-mixed" if config.lora and precision == "bf16" else precision  # the base is in bf16 in both, and PEFT keeps adapters in fp32
 
 
 def build(config: TrainConfig, tokenizer: Any, device: torch.device, precision: str) -> Any:
@@ -77,13 +80,16 @@ def build(config: TrainConfig, tokenizer: Any, device: torch.device, precision: 
     return model
 
 
+def dtype_of(config: TrainConfig, precision: str) -> torch.dtype:
+    """Of the weights: what is trained is kept in fp32, but with precision bf16; a frozen base is only computed with."""
+    return torch.float32 if precision == "fp32" or (precision == "bf16-mixed" and not config.lora) else torch.bfloat16
+
+
 def _base(config: TrainConfig, name: str | None, tokenizer: Any, device: torch.device, precision: str) -> Any:
     """The model ``name``, or one from random weights, on its device as transformers makes it; quantised if ``config`` says so."""
     import transformers
 
-    # what is trained is kept in fp32, but with precision bf16; a frozen base is only computed with
-    dtype = torch.float32 if precision == "fp32" or (precision == "bf16-mixed" and not config.lora) else torch.bfloat16
-    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "sdpa" if config.attention == "auto" else config.attention}
+    options: dict[str, Any] = {"dtype": dtype_of(config, precision), "attn_implementation": "sdpa" if config.attention == "auto" else config.attention}
     quantized = {"quantization_config": adapters.quantization(config, precision), "device_map": {"": device}}
     model: Any
     if name:

@@ -188,16 +188,18 @@ def tracing(x: Tensor) -> bool:
 
 Run = Callable[[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]], None]
 _intercept: Run | None = None
+_ignored = 0.5  # part of the targets that do not count while launches are intercepted
 
 
 @contextlib.contextmanager
-def intercept_launches(run: Run, device: str = "meta") -> Iterator[None]:
+def intercept_launches(run: Run, device: str = "meta", ignored: float = 0.5) -> Iterator[None]:
     """Call ``run(kernel, grid, args, meta)`` instead of every launch. Kernels are compiled in this way for a device that this machine lacks.
 
-    Operators then use kernels for tensors on ``device``, "meta" or, for fake tensors, "cpu". Launchers run as if these tensors were on a GPU.
+    Operators then use kernels for tensors on ``device``, "meta" or, for fake tensors, "cpu". Launchers run as if these tensors were on a GPU. ``ignored``: the
+    part of a loss's targets that does not count, which only data would tell.
     """
-    global _intercept
-    _intercept = run
+    global _intercept, _ignored
+    _intercept, _ignored = run, ignored
     added = {device} - _KERNEL_DEVICES
     _KERNEL_DEVICES.update(added)
     try:
@@ -210,6 +212,11 @@ def intercept_launches(run: Run, device: str = "meta") -> Iterator[None]:
 def intercepted() -> bool:
     """Whether launches are intercepted, so that nothing is computed and only shapes are valid."""
     return _intercept is not None
+
+
+def counted(targets: int) -> int:
+    """How many of so many targets count while launches are intercepted."""
+    return int(targets * (1 - _ignored))
 
 
 def on_gpu(x: Tensor) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core.operator import acc, intercepted, on_gpu, tracing
+from liger_kernel.ops._core.operator import acc, counted, intercepted, on_gpu, tracing
 from liger_kernel.ops._core.reduce import scale_
 
 Body = Callable[[Tensor, slice, Tensor | None], "Tensor | None"]
@@ -62,7 +62,7 @@ def add_mm(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
     """total (+)= a b, accumulated in the dtype of ``total``."""
     if total.dtype == a.dtype:
         torch.mm(a, b, out=total) if first else torch.addmm(total, a, b, out=total)
-    elif a.is_cuda:
+    elif on_gpu(a):
         torch.mm(a, b, out_dtype=total.dtype, out=total) if first else torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         torch.mm(a.to(total.dtype), b.to(total.dtype), out=total) if first else total.addmm_(a.to(total.dtype), b.to(total.dtype))
@@ -178,9 +178,9 @@ class Kept:
             self._counts = counts
 
     def counts(self) -> list[int]:
-        """The number of rows that count in each group; half of the group if only shapes are computed."""
+        """The number of rows that count in each group, which is given if only shapes are computed."""
         if intercepted():
-            return [self.total // self._counts.numel() // 2] * self._counts.numel()
+            return [counted(self.total // self._counts.numel())] * self._counts.numel()
         if self._event is not None:
             self._event.synchronize()
             self._event = None

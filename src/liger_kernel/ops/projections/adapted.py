@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core.operator import acc, rows_of
+from liger_kernel.ops._core.operator import acc, on_gpu, rows_of
 from liger_kernel.ops.projections.magnitude import dot_columns, times_columns
 from liger_kernel.ops.projections.weights import Rows, Weight, add_product
 
@@ -78,7 +78,7 @@ def _norms(p: Projection, dtype: torch.dtype, thin: torch.dtype) -> Tensor:
     a, b = adapter.a.to(thin).to(wide), adapter.b.to(wide)
     squares = torch.linalg.vector_norm(w, dim=1, dtype=wide).square()
     sb = adapter.scale * b
-    if w.is_cuda and thin == dtype != wide:
+    if on_gpu(w) and thin == dtype != wide:
         wa = torch.mm(w, adapter.a.to(thin).t(), out_dtype=wide)  # by the tensor cores, without a copy of W
     else:
         wa = w.to(wide) @ a.t()

@@ -26,7 +26,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core.operator import acc, launch, launcher, once_differentiable, rows_of, shaped, use_kernels
+from liger_kernel.ops._core.operator import acc, intercepted, launch, launcher, once_differentiable, rows_of, shaped, use_kernels
 from liger_kernel.ops._core.tl import cdiv, jit, next_power_of_2, tl
 from liger_kernel.ops.projections.weights import Rows, Weight
 
@@ -189,7 +189,7 @@ def product(
 
     ``out`` (M, N), contiguous, of ``dtype``: where the result goes.
     """
-    if not a.shape[0] or a.is_meta:
+    if not a.shape[0] or a.is_meta or intercepted():
         return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype) if out is None else out
     if a.is_cuda and scale_a.ndim == 0:
         return torch._scaled_mm(a, b.t(), scale_a, scale_b, out_dtype=dtype, use_fast_accum=fast, **({} if out is None else dict(out=out)))

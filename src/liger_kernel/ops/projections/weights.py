@@ -13,6 +13,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from liger_kernel.ops._core.operator import on_gpu
+
 
 def add_product(y: Tensor | None, a: Tensor, b: Tensor, scale: float = 1.0, out: Tensor | None = None) -> Tensor:
     """``y + scale a b``, written to y: the product adds in its epilogue. Without y: ``scale a b``, in ``out`` if it is given."""
@@ -100,7 +102,7 @@ class Dense(Weight):
         a, b = dy.rows.t(), x.rows
         if total.dtype == a.dtype:
             total.addmm_(a, b)
-        elif a.is_cuda:
+        elif on_gpu(a):
             torch.addmm(total, a, b, out_dtype=total.dtype, out=total)  # by the tensor cores, without a copy of the product
         else:
             total.add_(a @ b)

@@ -1,0 +1,313 @@
+"""``liger fit``: what will fit into a GPU's memory, with which switches, before a run and without a GPU; and what a run says that ran out of memory.
+
+Estimates     peaks of a model, each simulated once
+switches      what each switch that is off saves
+recommended   the first of some combinations that fits, the ones that cost least time first
+largest       the most rows, or tokens of a row, that fit
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import dataclasses
+import functools
+import json
+import shlex
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from liger_kernel.compile.architectures import TARGETS
+from liger_kernel.model_sizes import MODELS
+from liger_kernel.train.config import Formatter, TrainConfig, UserError, add_flags
+from liger_kernel.train.hub import configuration
+from liger_kernel.train.mistakes import Parser, one_of
+from liger_kernel.train.redact import in_a_line
+
+# torch and transformers are imported by what uses them: help and mistakes in flags answer before
+
+
+class Gpu(NamedTuple):
+    gigabytes: float
+    arch: str
+
+
+# Memory by the makers' data sheets, in 10^9 bytes
+GPUS = {
+    "a100-40": Gpu(40, "sm80"),
+    "a100-80": Gpu(80, "sm80"),
+    "b200": Gpu(180, "sm100"),
+    "h100": Gpu(80, "sm90"),
+    "h200": Gpu(141, "sm90"),
+    "l40s": Gpu(48, "sm89"),
+    "mi300x": Gpu(192, "gfx942"),
+    "rtx4090": Gpu(24, "sm89"),
+}
+# fields of a run that its memory depends on, which are flags of the command under the same names
+FIELDS = (
+    *(
+        "model",
+        "attention",
+        "batch",
+        "length",
+        "accumulate",
+        "lora",
+        "lora_dropout",
+        "lora_targets",
+        "dora",
+        "quantize",
+        "optimizer",
+        "precision",
+        "kernels",
+        "rematerialise",
+    ),
+    *(
+        "fp8",
+        "fp8_filter",
+        "activation_offloading",
+        "keep_attention",
+        "tiled_mlp",
+        "gradient_checkpointing",
+        "fused_linear_cross_entropy",
+        "cross_entropy",
+        "trainer",
+    ),
+)
+
+
+class Switch(NamedTuple):
+    """Fields of a run with which it needs less memory, and what that costs."""
+
+    changes: dict[str, Any]
+    costs: str
+
+
+KERNELS = Switch({"kernels": "on"}, "nothing")
+MLP = Switch({"rematerialise": "mlp"}, "time: two of the nine matrix products of each MLP are repeated")
+CHECKPOINTING = Switch({"gradient_checkpointing": "full"}, "time: the forward of each layer is repeated")
+OFFLOADING = Switch({"activation_offloading": True}, "memory of the CPU, and time for copies; with checkpointing it copies a tenth")
+TILED = Switch({"tiled_mlp": 0}, "time, if the weights of the MLPs are trained")
+EIGHT_BITS = Switch({"optimizer": "adamw-8bit", "trainer": "hf"}, "moments are rounded to 8 bits")
+HALF = Switch({"precision": "bf16"}, "weights are rounded to 16 bits after each step")
+LORA = Switch({"lora": 16}, "only adapters are trained")
+QLORA = Switch({"lora": 16, "quantize": "nf4"}, "the frozen weights are rounded to 4 bits, and only adapters are trained")
+SWITCHES = (KERNELS, MLP, CHECKPOINTING, OFFLOADING, TILED, EIGHT_BITS, HALF, LORA, QLORA)
+# of the switches with which the same model is trained, up to rounding; those that cost least time first
+COMBINATIONS = (
+    (),
+    (KERNELS,),
+    (KERNELS, MLP),
+    (KERNELS, CHECKPOINTING),
+    (KERNELS, CHECKPOINTING, OFFLOADING),
+    (KERNELS, CHECKPOINTING, OFFLOADING, TILED),
+)
+
+
+def flags(changes: dict[str, Any]) -> str:
+    """Fields of a run as flags of ``liger train``."""
+    return " ".join(f"--{name.replace('_', '-')}" + ("" if value is True else f" {shlex.quote(str(value))}") for name, value in changes.items())
+
+
+class Estimates:
+    """Peaks of runs with one model on one kind of GPU."""
+
+    def __init__(self, form: Any, arch: str):
+        self.form, self.arch = form, arch
+        self._known: dict[tuple[Any, ...], Any] = {}
+
+    def peak(self, config: TrainConfig) -> Any:
+        """The ``simulated.Peak`` of a run. Raises ``UserError`` for one that cannot be trained, or simulated."""
+        from liger_kernel.train.model import precision_of
+        from liger_kernel.train.simulated import simulated
+
+        key = dataclasses.astuple(config)
+        if key not in self._known:
+            try:
+                self._known[key] = simulated(self.form, config, precision_of(config, gpu=True), arch=self.arch)
+            except UserError:
+                raise
+            except Exception as error:  # of a model's own code, which may need values where there are only shapes
+                raise UserError(f"a step of {self.form.model_type} cannot be simulated: {in_a_line(error)}") from error
+        return self._known[key]
+
+    def total(self, config: TrainConfig) -> int:
+        return self.peak(config).total
+
+
+def turned_on(config: TrainConfig, switch: Switch) -> TrainConfig:
+    """The run with a switch, which chooses neither a rank nor a trainer if one was chosen. Raises ``UserError`` if the run cannot have it."""
+    stay = {name for name in ("lora", "trainer") if getattr(config, name) != getattr(TrainConfig, name)}
+    return dataclasses.replace(config, **{name: value for name, value in switch.changes.items() if name not in stay})
+
+
+def switches(of: Estimates, config: TrainConfig) -> Iterator[tuple[dict[str, Any], str, int]]:
+    """Each switch that is off and saves memory: what changes, what it costs, and the peak with it in bytes. A switch that the run cannot have is left out."""
+    given = of.total(config)
+    halved = Switch({"batch": config.batch // 2, "accumulate": 2 * config.accumulate}, "time: products of fewer tokens")
+    for switch in (*SWITCHES, *([halved] if config.batch % 2 == 0 else [])):
+        with contextlib.suppress(UserError):
+            other = turned_on(config, switch)
+            if other != config and (peak := of.total(other)) < given:
+                changed = {name: value for name, value in switch.changes.items() if getattr(config, name) != getattr(other, name)}
+                yield changed, switch.costs, peak
+
+
+def recommended(of: Estimates, config: TrainConfig, room: float) -> TrainConfig | None:
+    """The first run that fits into ``room`` bytes of those that train the same model: as given, with switches, and with fewer rows at a time."""
+    for parts in range(1, config.batch + 1):
+        if config.batch % parts == 0:
+            fewer = dataclasses.replace(config, batch=config.batch // parts, accumulate=config.accumulate * parts)
+            for combination in COMBINATIONS:
+                with contextlib.suppress(UserError):
+                    if of.total(run := functools.reduce(turned_on, combination, fewer)) <= room:
+                        return run
+    return None
+
+
+def largest(peak: Callable[[int], int], room: float, start: int = 1, unit: int = 1) -> int:
+    """The largest multiple of ``unit`` whose ``peak`` is at most ``room``, to within 1/64; 0 if none is. Peaks are nearly linear in what is searched."""
+    known: dict[int, int] = {}
+    low, high, n = 0, None, max(1, start // unit)
+    while high is None or high - low > max(1, low // 64):
+        known[n] = peak(n * unit)
+        low, high = (n, high) if known[n] <= room else (low, n)
+        a, b = (sorted(known) * 2)[-2:] if high is None else (max(known.keys() - {high}, default=high), high)
+        slope = (known[b] - known[a]) / (b - a) if a != b else 0.0
+        meets = int(a + (room - known[a]) / slope) if slope > 0 else 2 * n if high is None else n // 2
+        least, most = (low + 1, 16 * (low + 1)) if high is None else (low + max(1, (high - low) // 8), high - max(1, (high - low) // 8))
+        n = max(least, min(meets, most))
+    return low * unit
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="liger fit", description="Estimate what fits into a GPU's memory, and what each switch saves. Needs no GPU.", formatter_class=Formatter
+    )
+    add = parser.add_argument
+    add("--gpu", metavar="NAME", help=f"one of {', '.join(GPUS)} (default: the GPU of this machine)")
+    add("--memory-gb", type=float, metavar="X", help="memory of the GPU in 10^9 bytes (default: that of --gpu)")
+    add("--seq", type=int, dest="length", default=argparse.SUPPRESS, metavar="N", help="the same as --length")
+    add("--checkpointing", action="store_const", const="full", dest="gradient_checkpointing", default=argparse.SUPPRESS, help="--gradient-checkpointing full")
+    add("--json", action="store_true", help="print JSON")
+    defaults = TrainConfig(batch=1, length=2048)
+    add_flags(parser, defaults, tuple(field.name for field in dataclasses.fields(TrainConfig) if field.name not in FIELDS))
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    a = vars(_parser().parse_args(argv))
+    gpu, gigabytes, as_json = a.pop("gpu"), a.pop("memory_gb"), a.pop("json")
+    if gpu is not None:
+        one_of("GPU", gpu, GPUS)
+    if gigabytes is not None and not gigabytes > 0:
+        raise UserError(f"--memory-gb must be positive, got {gigabytes:g}")
+    if not a.get("model"):
+        raise UserError(f"give --model, a config.json, a folder with one, a model on the hub, or one of {', '.join(MODELS)}")
+    if a.get("optimizer") == "adamw-8bit" and "trainer" not in a:
+        a["trainer"] = "hf"
+    config = TrainConfig(**{"batch": 1, "length": 2048, **a})
+    room, arch, name = _gpu(gpu, gigabytes)
+    form = configuration(config.model or "")
+    text = form.get_text_config()
+    if getattr(text, "max_position_embeddings", config.length) < config.length:
+        text.max_position_embeddings = config.length  # a longer row needs no other memory
+    found = _found(Estimates(form, arch), config, room)
+    print(json.dumps(found | {"gpu": name, "memory": int(room)}, indent=1) if as_json else _shown(found, config, room, name))
+    return 0
+
+
+def _gpu(name: str | None, gigabytes: float | None) -> tuple[float, str, str]:
+    """Bytes, architecture and name of the GPU that is meant."""
+    import torch
+
+    if name is None and gigabytes is None and not torch.cuda.is_available():
+        raise UserError(f"this machine has no GPU: give --gpu, one of {', '.join(GPUS)}, or --memory-gb")
+    if name is None and gigabytes is None:
+        return torch.cuda.get_device_properties(0).total_memory, _arch(), torch.cuda.get_device_name(0)
+    meant = GPUS[name or "h100"]
+    size = gigabytes or meant.gigabytes
+    return size * 1e9, meant.arch, f"{name or 'a GPU'} with {size:g} GB"
+
+
+def _arch() -> str:
+    """The architecture of this machine's GPU, or of an H100."""
+    from liger_kernel.ops._core.config import arch
+
+    return arch() if arch() in TARGETS else "sm90"
+
+
+def _found(of: Estimates, config: TrainConfig, room: float) -> dict[str, Any]:
+    given = of.peak(config)
+    chosen = recommended(of, config, room)
+    best = chosen or config
+    rows = largest(lambda n: of.total(dataclasses.replace(best, batch=n)), room)
+    tokens = largest(lambda n: of.total(dataclasses.replace(best, length=n)), room, config.length, 256)
+    return {
+        "model": config.model,
+        "peak": given.total,
+        "parts": given.parts,
+        "phase": given.phase,
+        "fits": given.total <= room,
+        "switches": [
+            {"flags": flags(changes), "changes": changes, "costs": costs, "peak": peak, "saves": given.total - peak, "fits": peak <= room}
+            for changes, costs, peak in switches(of, config)
+        ],
+        "recommended": None
+        if chosen is None
+        else {"peak": of.total(chosen), "command": command(chosen), "batch": chosen.batch, "largest_batch": rows, "longest_row": tokens},
+    }
+
+
+def command(config: TrainConfig) -> str:
+    """The run as a command line, without what has its default."""
+    defaults = TrainConfig()
+    told = {name: getattr(config, name) for name in FIELDS if getattr(config, name) != getattr(defaults, name)}
+    if config.model in MODELS:
+        told["model"] = "FOLDER"
+    return f"liger train {flags(told | {'length': config.length, 'batch': config.batch})}"
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:.2f}"
+
+
+def _shown(found: dict[str, Any], config: TrainConfig, room: float, gpu: str) -> str:
+    parts = ", ".join(f"{name} {_gb(size)}" for name, size in found["parts"].items() if size >= 5e6)
+    lines = [("", "peak GB", "saves GB", "fits", "costs"), ("as given", _gb(found["peak"]), "", _yes(found["fits"]), "")]
+    lines += [(s["flags"], _gb(s["peak"]), _gb(s["saves"]), _yes(s["fits"]), s["costs"]) for s in found["switches"]]
+    widths = [max(len(line[i]) for line in lines) for i in range(4)]
+    text = [f"{config.model}, {config.batch} x {config.length} tokens, on {gpu}", ""]
+    text += ["  ".join((f"{a:<{widths[0]}}", *(f"{cell:>{width}}" for cell, width in zip(line, widths[1:])), last)).rstrip() for a, *line, last in lines]
+    text += ["", f"as given, the peak is in '{found['phase']}': {parts} GB"]
+    best = found["recommended"]
+    if best is None:
+        text += ["No combination of switches that trains the same model fits: choose fewer tokens a row, adapters (--lora), or several GPUs"]
+    else:
+        text += [f"fits, with {_gb(best['peak'])} GB: {best['command']}"]
+        text += [f"with these flags, up to {best['largest_batch']:,} x {config.length:,} tokens fit, or {best['batch']:,} x {best['longest_row']:,}"]
+    return "\n".join(text)
+
+
+def _yes(fits: bool) -> str:
+    return "yes" if fits else "no"
+
+
+def explained(model: Any, config: TrainConfig, room: float | None) -> str:
+    """What a run says that ran out of memory: the switches that it could turn on, and about how much each saves on one GPU. It never raises.
+
+    ``model``: a name, or the configuration of a model that is there. ``room``: the bytes that the GPU has.
+    """
+    try:
+        form = configuration(model) if isinstance(model, str) else copy.deepcopy(model)
+        if hasattr(form, "quantization_config"):  # of the weights that were loaded
+            del form.quantization_config
+        of = Estimates(form, _arch())
+        given = of.total(config)
+        found = [f"  {flags(changes):<38} saves about {_gb(given - peak)} GB; costs {costs}" for changes, costs, peak in switches(of, config)]
+    except Exception as error:  # the error that is explained counts, not this one
+        return f"out of memory; what each switch would save is not known: {in_a_line(error)}"
+    have = f" of the GPU's {_gb(room)}" if room else ""
+    sharded = ", without sharding" if config.parallel not in ("none", "ddp") else ""
+    need = f"out of memory: from its shapes, a step with {config.batch} x {config.length} tokens needs about {_gb(given)}{have} GB{sharded}"
+    return "\n".join([f"{need}. Turn on:" if found else f"{need}, and no switch of liger train reduces that", *found])

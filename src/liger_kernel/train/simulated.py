@@ -1,0 +1,380 @@
+"""The peak of memory of a training step, from shapes: the step itself runs on tensors without data, and every storage counts from its first use to its end.
+
+    peak = the most bytes that are held at one moment of a step whose optimizer has its states
+
+The model of a run is built on the meta device, patched and given adapters by the code of ``liger train``, and makes one step under PyTorch's
+``FakeTensorMode``. Kernels are not launched; everything else runs as on a GPU: autograd, checkpointing, recomputation, offloading, chunks of the head. So there
+is no formula for any part of a model, and whatever a family or a switch keeps is counted.
+
+Long models are cut. If all layers have the same form, models of 4 and of 5 layers make the step, and the bytes of each phase are continued as a line:
+
+    forward    head and loss    backward of the last layer, the last but one, the second, the first    optimizer
+
+What PyTorch's own operators hold while they run is not seen, but known: cuBLAS has two workspaces (the forward and autograd have a thread each), and the
+backward of attention has the gradient of the queries in fp32, and those of shared keys and values for each head. Not counted: fragmentation, CUDA's own memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import io
+import types
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
+
+from liger_kernel import memory, offloading
+from liger_kernel.compile.architectures import TARGETS
+from liger_kernel.ops._core import config as launching
+from liger_kernel.ops._core.operator import intercept_launches
+from liger_kernel.ops.projections.four_bits import four_bits
+from liger_kernel.parallel import layers_of
+from liger_kernel.train.adapters import adapted
+from liger_kernel.train.config import TrainConfig, UserError
+from liger_kernel.train.model import dtype_of, patch, quantize_fp8, recompute
+from liger_kernel.transformers.recognise import projections
+
+GRANULE = 512  # bytes of which PyTorch's allocator hands out multiples
+SHORT = 4  # layers of a model that is cut; the longer one has one more
+MIB = 2**20
+# by which part of a step it is allocated, a storage counts as the last of these; gradients and casts are recognised
+PARTS = ("weights", "casts of weights", "gradients", "optimizer", "activations", "head and loss", "temporary", "libraries")
+
+
+@dataclasses.dataclass(frozen=True)
+class Peak:
+    """Bytes at the moment of a step that needs most, by ``PARTS``. ``phase``: when it is."""
+
+    parts: dict[str, int]
+    phase: str
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+
+def simulated(form: Any, config: TrainConfig, precision: str, *, arch: str = "sm90", optimizer: str | None = None, ignored: float = 0.0) -> Peak:
+    """The peak of one rank's step of ``config`` with a model of the transformers configuration ``form``, on one GPU, without sharding.
+
+    ``arch``: a key of ``TARGETS``. ``optimizer``: that of the config, or "sgd", which has no states. ``ignored``: the part of the targets that does not count.
+    Raises ``UserError`` for what cannot be simulated.
+    """
+    if config.quantize == "int8" or (config.quantize and config.kernels == "off"):
+        raise UserError(
+            f"the memory of quantize {config.quantize}{' with kernels off' if config.quantize != 'int8' else ''} is not known: kernels of bitsandbytes run"
+        )
+    step = functools.partial(_phases, config=config, precision=precision, arch=arch, optimizer=optimizer or config.optimizer, ignored=ignored)
+    text = form.get_text_config()
+    layers, some = text.num_hidden_layers, SHORT
+    if config.activation_offloading:  # a layer's input, at least, is on its way out or back while more than so many bytes are
+        some += -(-(offloading.LATE + offloading.AHEAD) // (config.batch * config.length * text.hidden_size * 2))
+    if layers <= 2 * some + 1 or not _alike(form):
+        phases = step(form)
+    else:
+        short, longer = step(_cut(form, some)), step(_cut(form, some + 1))
+        phases = {name: {part: n + (longer[name][part] - n) * (layers - some) for part, n in parts.items()} for name, parts in short.items()}
+    phase, parts = max(phases.items(), key=lambda found: sum(found[1].values()))
+    return Peak(parts | {"libraries": parts["libraries"] + workspaces(arch)}, phase)
+
+
+def workspaces(arch: str) -> int:
+    """Bytes of the workspaces of cuBLAS, one for the thread of the forward and one for autograd's, of the sizes that PyTorch chooses."""
+    return 2 * (32 * MIB if arch in ("sm90", "sm100") or arch.startswith("gfx") else 8 * MIB + 128 * 1024)
+
+
+_ALIKE: dict[str, bool] = {}
+
+
+def _alike(form: Any) -> bool:
+    """Whether all layers of a model have parameters of the same shapes, and attention of one kind."""
+    import transformers
+
+    key = form.to_json_string()
+    if key not in _ALIKE:
+        with torch.device("meta"):
+            layers = layers_of(transformers.AutoModelForCausalLM.from_config(form))
+        shapes = {(type(layer), tuple((name, p.shape) for name, p in layer.named_parameters())) for layer in layers}
+        text = form.get_text_config()
+        _ALIKE[key] = len(layers) == text.num_hidden_layers and len(shapes) == 1 and len(set(getattr(text, "layer_types", None) or ())) <= 1
+    return _ALIKE[key]
+
+
+def _cut(form: Any, layers: int) -> Any:
+    form = copy.deepcopy(form)
+    text = form.get_text_config()
+    text.num_hidden_layers = layers
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:layers]
+    return form
+
+
+def _phases(form: Any, config: TrainConfig, precision: str, arch: str, optimizer: str, ignored: float) -> dict[str, dict[str, int]]:
+    """Bytes by part at the peak of each phase of a step."""
+    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = _on_meta(form, config, precision)
+        with _as_on_a_gpu(arch, ignored) as meter:
+            _step(model, config, precision, optimizer, meter)
+    return meter.phases
+
+
+def _on_meta(form: Any, config: TrainConfig, precision: str) -> Any:
+    import transformers
+
+    attention = "sdpa" if config.attention == "auto" else config.attention
+    with torch.device("meta"):
+        model: Any = transformers.AutoModelForCausalLM.from_config(form, dtype=dtype_of(config, precision), attn_implementation=attention).train()
+        if config.kernels == "on":
+            patch(model, config.kernel_flags)
+        if config.lora:
+            model = adapted(model, config)
+        if config.gradient_checkpointing != "none":
+            recompute(model, config.gradient_checkpointing)
+    return model
+
+
+def _step(model: Any, config: TrainConfig, precision: str, optimizer: str, meter: _Meter) -> None:
+    meter.begin("weights")
+    model._apply(lambda t: torch.empty(t.shape, dtype=t.dtype, device="cpu"))
+    getattr(model, "get_base_model", lambda: model)().tie_weights()
+    if config.quantize == "fp8":
+        quantize_fp8(model)
+    elif config.quantize:
+        _in_four_bits(model)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for p in trained:
+        p.register_post_accumulate_grad_hook(lambda p: meter.call(p.grad, "gradients"))
+    meter.begin("optimizer")
+    states = [t for p in trained for t in _states(p, optimizer)]
+    meter.begin("activations")
+    ids = torch.zeros(config.batch, config.length, dtype=torch.int64)
+    with _marks(layers_of(model), meter):
+        for _ in range(min(config.accumulate, 2)):
+            meter.begin("activations", "forward")
+            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
+                loss = model(input_ids=ids, labels=ids, use_cache=False, num_items_in_batch=ids.numel()).loss
+            loss.backward()
+    meter.begin("optimizer", "optimizer")  # fused kernels and those of bitsandbytes need nothing but the states
+    del states
+
+
+def _states(p: Tensor, optimizer: str) -> list[Tensor]:
+    """What an optimizer keeps of a parameter: AdamW two moments; in 8 bits with a scale for each 256 values, but those of small parameters in fp32."""
+    if optimizer == "sgd":
+        return []
+    if optimizer == "adamw":
+        return [torch.empty_like(p), torch.empty_like(p)]
+    if p.numel() < 4096:
+        return [torch.empty_like(p, dtype=torch.float32), torch.empty_like(p, dtype=torch.float32)]
+    return [torch.empty(n, dtype=dtype) for n, dtype in 2 * ((p.numel(), torch.uint8), (-(-p.numel() // 256), torch.float32))]
+
+
+@contextlib.contextmanager
+def _marks(layers: list[nn.Module], meter: _Meter) -> Iterator[None]:
+    """Tell the meter which phase of a step begins. The head has no hook, because a head with hooks is not fused."""
+    last = len(layers) - 1
+    names = {last - 1: "backward: last layer but one", 1: "backward: second layer", last: "backward: last layer", 0: "backward: first layer"}
+
+    def left(i: int, layer: nn.Module, args: Any, out: Any) -> None:
+        if meter.label != "activations":
+            return  # a recomputation
+        out = out[0] if isinstance(out, tuple) else out
+        out.register_hook(lambda gradient: meter.begin("temporary", names.get(i, "backward: other layers")))
+        if i == last:
+            meter.begin("head and loss", "head and loss")
+
+    hooks = [layer.register_forward_hook(functools.partial(left, i)) for i, layer in enumerate(layers)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class _Meter(FakeTensorMode):
+    """Counts bytes of storages while they live. ``phases``: those by part at the peak of each phase."""
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.live: dict[int, tuple[Any, int, str]] = {}  # by the storage's address: a reference that tells its end, bytes, the part that it belongs to
+        self.parts: Counter[str] = Counter(dict.fromkeys(PARTS, 0))
+        self.now, self.label, self.phase = 0, "weights", ""
+        self.phases: dict[str, dict[str, int]] = {}
+        self.nested = self.late = False
+        self.watched: list[StorageWeakRef] = []
+
+    def watch(self, storage: Any) -> StorageWeakRef:
+        """A weak reference as PyTorch has them, which puts off the storage's own end: whether it has ended must be asked."""
+        self.watched.append(StorageWeakRef(storage))
+        return self.watched[-1]
+
+    def begin(self, label: str, phase: str = "") -> None:
+        self.label, self.phase = label, phase
+        self.peak()
+
+    def peak(self, more: int = 0) -> None:
+        """Take note if there was never more in this phase. ``more``: what an operator holds besides while it runs."""
+        self.late = False
+        if self.phase and self.now + more > sum(self.phases.get(self.phase, {}).values()):
+            self.phases[self.phase] = dict(self.parts) | {"libraries": more}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # operators of PyTorch are one kernel, even where the fake ones consist of several; ours call several
+        if self.nested:
+            return super().__torch_dispatch__(func, types, args, kwargs or {})
+        for watched in [each for each in self.watched if each.expired()]:
+            self.watched.remove(watched)
+            self.end(watched.cdata)
+        if self.late:
+            self.peak()
+        self.nested = func.namespace != "liger"
+        self.cache_enabled = func.overloadpacket is not torch.ops.aten.set_  # whose entry would keep the storage
+        try:
+            out = super().__torch_dispatch__(func, types, args, kwargs or {})
+        finally:
+            self.nested = False
+        label = "casts of weights" if func is torch.ops.aten._to_copy.default and self.label_of(args[0]) == "weights" else self.label
+        before = self.now
+        for t in tree_leaves(out):
+            if isinstance(t, FakeTensor):
+                self.see(t, label)
+        if func is torch.ops.aten._scaled_dot_product_flash_attention_backward.default:
+            self.peak(_attention_workspace(args[1], args[2]))
+        elif self.now > before:
+            # autograd adds to the first of two gradients if nobody else holds it, which is then gone before the next operator
+            self.late = func is torch.ops.aten.add.Tensor and torch._C._current_graph_task_id() != -1
+            if not self.late:
+                self.peak()
+        return out
+
+    def label_of(self, t: Tensor) -> str | None:
+        return self.live[found][2] if (found := t.untyped_storage()._cdata) in self.live else None
+
+    def see(self, t: Tensor, label: str) -> None:
+        storage = t.untyped_storage()
+        key, size = storage._cdata, -(-storage.nbytes() // GRANULE) * GRANULE
+        if key not in self.live:
+            self.live[key] = weakref.ref(storage, lambda _: self.end(key)), size, label
+            self.parts[label] += size
+            self.now += size
+
+    def end(self, key: int) -> None:
+        if (found := self.live.pop(key, None)) is not None:
+            _, size, label = found
+            self.parts[label] -= size
+            self.now -= size
+
+    def call(self, t: Tensor | None, label: str) -> None:
+        """Count a storage as another part from now on."""
+        if t is not None and (found := self.live.get(key := t.untyped_storage()._cdata)):
+            reference, size, before = found
+            self.live[key] = reference, size, label
+            self.parts[before] -= size
+            self.parts[label] += size
+
+
+def _attention_workspace(q: Tensor, k: Tensor) -> int:
+    """Bytes of the gradient of the queries in fp32 and, where heads share keys and values, of these' gradients for each head."""
+    return 4 * q.numel() + (2 * q.nbytes if q.shape[1] != k.shape[1] else 0)
+
+
+def _attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):  # type: ignore[no-untyped-def]  # PyTorch's
+    """The attention that PyTorch runs on a GPU: without a mask one of the flash kinds, else the memory-efficient one."""
+    aten = torch.ops.aten
+    if attn_mask is None and query.dtype != torch.float32 and query.shape[-1] == value.shape[-1] <= 256:
+        return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+    if enable_gqa:
+        key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
+    bias = None if attn_mask is None else attn_mask.to(query.dtype).expand(*query.shape[:3], key.shape[2])
+    return aten._scaled_dot_product_efficient_attention(query, key, value, bias, True, dropout_p, is_causal, scale=scale)[0]
+
+
+def _dropout(input, p=0.5, training=True, inplace=False):  # type: ignore[no-untyped-def]  # PyTorch's
+    """Dropout as PyTorch has it on a GPU, whose mask is a byte for each value."""
+    return torch.native_dropout(input, p, training)[0] if training and p else input
+
+
+@contextlib.contextmanager
+def _as_on_a_gpu(arch: str, ignored: float) -> Iterator[_Meter]:
+    """Tensors without data, which the package treats like those of a GPU of that architecture."""
+    import transformers.masking_utils as masks
+
+    plain, meter = (*offloading.PLAIN, FakeTensor), _Meter()
+    with contextlib.ExitStack() as entered:
+        for where, name, value in (
+            (memory, "PLAIN", plain),
+            (offloading, "PLAIN", plain),
+            (offloading, "STAYS", ("meta",)),
+            (offloading, "_lane", _Copies),
+            (offloading, "StorageWeakRef", meter.watch),
+            (torch.nn.functional, "scaled_dot_product_attention", _attention),
+            (torch.nn.functional, "dropout", _dropout),
+            (masks, "find_packed_sequence_indices", lambda *args, **kwargs: None),  # which would look into positions
+            (projections, "STORAGES", [_read, *projections.STORAGES]),
+        ):
+            entered.callback(setattr, where, name, getattr(where, name))
+            setattr(where, name, value)
+        entered.enter_context(launching.target(arch, TARGETS[arch].processors))
+        entered.enter_context(intercept_launches(lambda *launch: None, "cpu", ignored))
+        yield entered.enter_context(meter)
+
+
+class _Copies:
+    """Stands in for ``offloading.Lane``: copies are there at once, and the host's memory does not count."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.event = device, types.SimpleNamespace(wait_event=lambda event: None)
+
+    def now(self) -> Any:
+        return self.event
+
+    def take(self, size: int) -> list[Tensor]:
+        return []
+
+    def give(self, blocks: list[Tensor]) -> None:
+        pass
+
+    def out(self, data: Tensor, blocks: list[Tensor]) -> Any:
+        return self.event
+
+    def back(self, blocks: list[Tensor], data: Tensor) -> Any:
+        return self.event
+
+
+class _FourBits(nn.Module):
+    """Stands in for a linear layer of bitsandbytes in NF4 with double quantisation."""
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        n, (self.out_features, self.in_features) = linear.weight.numel(), linear.weight.shape
+        self.bias = linear.bias
+        fp32 = functools.partial(torch.empty, dtype=torch.float32)
+        blocks = -(-n // 64)
+        self.packed, absmax = torch.empty(n // 2, dtype=torch.uint8), torch.empty(blocks, dtype=torch.uint8)
+        nested = types.SimpleNamespace(absmax=fp32(-(-blocks // 256)), code=fp32(256), blocksize=256)
+        self.state = types.SimpleNamespace(
+            dtype=linear.weight.dtype, shape=linear.weight.shape, blocksize=64, absmax=absmax, code=fp32(16), offset=fp32(()), state2=nested
+        )
+
+
+def _read(m: nn.Module, dtype: torch.dtype) -> Any:
+    return four_bits(m.packed, m.state) if type(m) is _FourBits else None
+
+
+def _in_four_bits(model: Any) -> None:
+    """All linear layers but the head and the adapters, as transformers does it while it loads a model."""
+    head = model.get_output_embeddings()
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.Linear) and module is not head and "lora_" not in name:
+            model.set_submodule(name, _FourBits(module))

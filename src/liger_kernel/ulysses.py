@@ -60,11 +60,12 @@ class Whole:
 
 @dataclass(frozen=True)
 class _Rows:
-    """The whole batch of the call that is running: its length, and the arguments that restrict attention."""
+    """The whole batch of the call that is running: its length, positions and padding; ``documents`` says whether the mask follows from the positions, too."""
 
     T: int
     positions: Tensor | None
     mask: Tensor | None
+    documents: bool
 
 
 class _Local(threading.local):
@@ -88,6 +89,8 @@ _layers: weakref.WeakKeyDictionary[nn.Module, _Layer] = weakref.WeakKeyDictionar
 
 class _View:
     """An object with other values of some attributes."""
+
+    sinks: Tensor
 
     def __init__(self, of: Any, **instead: Any):
         self.__dict__.update(instead, _of=of)
@@ -162,18 +165,18 @@ def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, atte
     else:
         raise ValueError(f"ulysses: query must have a multiple of {P} heads, got {query.shape[1]}")
     query, key, value = (to_heads(t, group) for t in (query, key, value))
-    mask, positions = (attention_mask.mask, attention_mask.positions) if isinstance(attention_mask, Whole) else (None, None)
     if "position_ids" in kwargs:
-        kwargs["position_ids"] = positions
-    if kwargs.get("s_aux") is not None:  # one for each head
+        kwargs["position_ids"] = attention_mask.positions
+    own = _View(module, config=_View(module.config, _attn_implementation=layer.wrapped), num_key_value_groups=query.shape[1] // key.shape[1])
+    if kwargs.get("s_aux") is not None:  # sinks: one for each head
         kwargs["s_aux"] = kwargs["s_aux"].chunk(P)[dist.get_rank(group)]
-    config = _View(module.config, _attn_implementation=layer.wrapped)
-    own = _View(module, config=config, num_key_value_groups=query.shape[1] // key.shape[1])
-    return to_tokens(layer.function(own, query, key, value, mask, **kwargs)[0], group), None
+    if (sinks := getattr(module, "sinks", None)) is not None:
+        own.sinks = sinks.chunk(P)[dist.get_rank(group)]
+    return to_tokens(layer.function(own, query, key, value, attention_mask.mask, **kwargs)[0], group), None
 
 
 def _check_given(attention_mask: Any, kwargs: dict[str, Any]) -> None:
-    if attention_mask is not None and not isinstance(attention_mask, Whole):
+    if not isinstance(attention_mask, Whole):
         raise ValueError(f"ulysses: attention must get the mask that Transformers makes for its layers, got a {type(attention_mask).__name__} made of own tokens")
     for name, given in kwargs.items():
         if isinstance(given, Tensor) and name not in _OF_ATTENTION:
@@ -199,22 +202,24 @@ def mask(*, config: Any, mask_function: Callable, **arguments: Any) -> Whole:
         raise RuntimeError("ulysses: masks are made in calls of the model that parallelize was given, not of its parts")
     if any(True for _ in _tensors(mask_function)):
         raise ValueError("ulysses: masks must be made of causality, windows, documents and padding, got one of other tensors of tokens")
-    if rows.mask is None and rows.positions is not None:
+    if rows.documents and rows.mask is None and rows.positions is not None:
         positions = rows.positions.expand(arguments["batch_size"], -1)
         if (documents := masking_utils.find_packed_sequence_indices(positions)) is not None:
             mask_function = masking_utils.packed_sequence_compatibility_function(mask_function, positions, documents)
             arguments["allow_is_causal_skip"] = False
     wrapped = config._attn_implementation.removeprefix(PREFIX)
     arguments |= {"q_length": rows.T, "kv_length": rows.T, "q_offset": 0, "kv_offset": 0, "attention_mask": rows.mask}
-    made = AttentionMaskInterface()[wrapped](config=_View(config, _attn_implementation=wrapped), mask_function=mask_function, **arguments)
+    maker = AttentionMaskInterface().get(wrapped)  # None: an attention of the user's that takes no masks
+    made = None if maker is None else maker(config=_View(config, _attn_implementation=wrapped), mask_function=mask_function, **arguments)
     return Whole(made, rows.positions)
 
 
 @dataclass(frozen=True)
 class _Cut:
-    """The hooks of a model: its arguments are cut, and the losses of the parts added."""
+    """The hooks of a model: its arguments are cut, and the losses of the parts added. ``documents``: it gives positions to those who make masks."""
 
     group: Any
+    documents: bool
 
     def before(self, model: nn.Module, args: tuple, given: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         if args:
@@ -268,7 +273,7 @@ class _Cut:
         given["position_ids"] = own[:, part].contiguous()
         # of the whole row, so that Transformers looks for documents neither here, nor for the mask's length in the part
         given["attention_mask"] = torch.ones(B, T + more, dtype=torch.bool, device=tokens.device) if padding is None else padding
-        return _Rows(T + more, positions, None if padding is None else padding.to(tokens.device, torch.bool)), given
+        return _Rows(T + more, positions, None if padding is None else padding.to(tokens.device, torch.bool), self.documents), given
 
 
 def _check_call(given: dict[str, Any]) -> None:
@@ -295,7 +300,8 @@ def share_rows(model: nn.Module, group: Any) -> None:
     if (why := _why_not(of_transformers)) is not None:
         raise _unfit(name, why)
     P = dist.get_world_size(group)
-    for module, (heads, kv_heads) in _attention_of(of_transformers).items():
+    found, documents = _attention_of(of_transformers)
+    for module, (heads, kv_heads) in found.items():
         if repeats(heads, kv_heads, P) is None:
             raise ValueError(f"parallelize: the number of heads must be a multiple of the {P} ranks that share rows, got {heads}")
         source = sys.modules[type(module).__module__]
@@ -303,14 +309,11 @@ def share_rows(model: nn.Module, group: Any) -> None:
         function = getattr(source, "ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS).get(wrapped, own)
         if function is None:
             raise _unfit(name, f"has an attention {wrapped} that is not a function of its file")
-        if wrapped == "eager" and "sinks" in dict(module.named_parameters(recurse=False)):
-            raise _unfit(name, "has sinks that its eager attention reads for all heads: use another attention")
         _layers[module] = _Layer(group, function, wrapped)
     AttentionInterface.register(PREFIX + wrapped, attention)
-    if wrapped in AttentionMaskInterface():
-        AttentionMaskInterface.register(PREFIX + wrapped, mask)
+    AttentionMaskInterface.register(PREFIX + wrapped, mask)
     config._attn_implementation = PREFIX + wrapped
-    cut = _Cut(group)
+    cut = _Cut(group, documents)
     model.register_forward_pre_hook(cut.before, with_kwargs=True)
     model.register_forward_hook(cut.after, with_kwargs=True, always_call=True)
 
@@ -339,13 +342,14 @@ def _why_not(model: Any) -> str | None:
 # -- what a model does with tokens ---------------------------------------------------------
 
 
-def _attention_of(model: Any) -> dict[nn.Module, tuple[int, int]]:
-    """The attention modules of a model, and their numbers of query and key heads. Raises ``ValueError`` if tokens meet elsewhere, or its loss has no share.
+def _attention_of(model: Any) -> tuple[dict[nn.Module, tuple[int, int]], bool]:
+    """The attention modules of a model with their numbers of query and key heads, and whether its masks separate documents, which begin at position 0.
+    Raises ``ValueError`` if tokens meet elsewhere, or if its loss has no share of a rank.
 
     The model runs on four tokens, with a function in the place of attention that lets no token see another. NaN at the first token must not reach the others,
     labels must be those that are given as shifted, and a mask must not move positions.
     """
-    name, found = type(model).__name__, dict[nn.Module, tuple[int, int]]()
+    name, found, documents = type(model).__name__, dict[nn.Module, tuple[int, int]](), [False]
 
     def alone(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any) -> tuple[Tensor, None]:
         _check_given(attention_mask, kwargs)
@@ -353,15 +357,21 @@ def _attention_of(model: Any) -> dict[nn.Module, tuple[int, int]]:
         value = value + query.mean((1, 3), keepdim=True) + key.mean((1, 3), keepdim=True)
         return value.repeat_interleave(query.shape[1] // key.shape[1], 1).transpose(1, 2).contiguous(), None
 
+    def no_mask(*, mask_function: Callable, **_: Any) -> Whole:
+        documents[0] |= any(True for _ in _tensors(mask_function))
+        return Whole(None, None)
+
     AttentionInterface.register(PROBE, alone)
-    AttentionMaskInterface.register(PROBE, lambda **_: Whole(None, None))
+    AttentionMaskInterface.register(PROBE, no_mask)
     ids = torch.arange(4, device=model.device)[None]
     call = functools.partial(model, input_ids=ids, use_cache=False)
     try:
-        with _alone(model), torch.no_grad():
+        with _alone(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
             with _hooked(model.get_input_embeddings(), lambda *of: of[2].index_fill(1, ids[0, :1], torch.nan)):
                 apart = call(position_ids=ids, attention_mask=ids >= 0).logits[:, 1:].isfinite().all()
-            padded = ids > 0
+            documents[0] = False  # what is padded is no document
+            call(position_ids=ids % 2)
+            separate, padded = documents[0], ids > 0
             placed = [call(attention_mask=padded, **more).logits[:, 1:] for more in ({}, {"position_ids": ids})]
             shifted = torch.full_like(ids, IGNORE)
             losses = [call(labels=ids, shift_labels=shifted, position_ids=ids, num_items_in_batch=1).loss]
@@ -379,7 +389,7 @@ def _attention_of(model: Any) -> dict[nn.Module, tuple[int, int]]:
     if losses[0] != 0 or not losses[1] or not torch.allclose(losses[1], 2 * losses[2]):
         why = "has a loss that is not the sum over labels that are shifted already (shift_labels), divided by num_items_in_batch"
         raise _unfit(name, why + (": set output_router_logits to False" if getattr(model.config, "output_router_logits", False) else ""))
-    return found
+    return found, separate
 
 
 @contextlib.contextmanager

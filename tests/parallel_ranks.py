@@ -662,7 +662,12 @@ def ulysses_beside_what_saves_memory() -> None:
         change.flags = flags  # type: ignore[attr-defined]  # for same_rows
         return change
 
+    def compiled(model: nn.Module) -> None:
+        for layer in model.model.layers:
+            layer.compile(backend="aot_eager")
+
     for change in (
+        compiled,
         checkpointed,
         functools.partial(checkpointed, use_reentrant=True),
         with_flags(checkpointed, keep_attention=True, activation_offloading=True, tiled_mlp=2),

@@ -272,7 +272,8 @@ class TrainConfig:
         if self.lora:
             raise UserError(f"fp8 {self.fp8} trains the whole model: with lora, quantize fp8 stores the frozen model in FP8")
         if self.parallel not in ("none", "ddp", "fsdp2"):
-            raise UserError(f"fp8 {self.fp8} needs parallel none, ddp or fsdp2, got {self.parallel}: elsewhere weights are sharded while they are multiplied")
+            why = "scales would be those of a part of each row" if self.parallel in ULYSSES else "elsewhere weights are sharded while they are multiplied"
+            raise UserError(f"fp8 {self.fp8} needs parallel none, ddp or fsdp2, got {self.parallel}: {why}")
 
     @property
     def fully_sharded(self) -> bool:

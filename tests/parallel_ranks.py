@@ -691,7 +691,11 @@ def ulysses_gives_attention_whole_rows() -> None:
 
     AttentionInterface.register("flash_of_test", attention)
     AttentionMaskInterface.register("flash_of_test", flash_attention_mask)
-    for given in (tokens(ROWS, LENGTH), documents(), tokens(ROWS, LENGTH) | {"attention_mask": torch.ones(ROWS, LENGTH, dtype=torch.long).to(hf_models.DEVICE)}):
+    for given in (
+        tokens(ROWS, LENGTH),
+        documents(),
+        tokens(ROWS, LENGTH) | {"attention_mask": torch.ones(ROWS, LENGTH, dtype=torch.long).to(hf_models.DEVICE)},
+    ):
         model = patched(num_attention_heads=2 * RANKS, num_key_value_heads=RANKS)
         model.config._attn_implementation = "flash_of_test"
         p = parallelize(model, "ulysses")
@@ -756,7 +760,9 @@ def ulysses_refuses() -> None:
     for model_type, more, why in (
         ("qwen3_next", {}, meeting),
         ("rwkv", {}, meeting),
-        ("opt", {}, "counts positions by its attention mask"),
+        ("opt", {}, "counts positions by its attention mask or its tokens"),
+        ("roberta", {"is_decoder": True}, "counts positions by its attention mask or its tokens"),
+        ("bert", {}, "is not causal"),
         ("mixtral", {"output_router_logits": True}, "set output_router_logits to False"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rotary embeddings dynamic"),
         ("llama", {"num_attention_heads": RANKS - 1, "num_key_value_heads": 1}, f"must be a multiple of the {RANKS} ranks that share rows, got {RANKS - 1}"),

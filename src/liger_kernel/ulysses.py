@@ -177,7 +177,9 @@ def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, atte
 
 def _check_given(attention_mask: Any, kwargs: dict[str, Any]) -> None:
     if not isinstance(attention_mask, Whole):
-        raise ValueError(f"ulysses: attention must get the mask that Transformers makes for its layers, got a {type(attention_mask).__name__} made of own tokens")
+        raise ValueError(
+            f"ulysses: attention must get the mask that Transformers makes for its layers, got a {type(attention_mask).__name__} made of own tokens"
+        )
     for name, given in kwargs.items():
         if isinstance(given, Tensor) and name not in _OF_ATTENTION:
             raise ValueError(f"ulysses: attention must get no tensors but {', '.join(_OF_ATTENTION)}, got {name}")
@@ -327,19 +329,22 @@ def _why_not(model: Any) -> str | None:
     config = model.config
     if config.get_text_config() is not config or getattr(config, "is_encoder_decoder", False):
         return "is not a model of text alone"
-    if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):
-        return "is not causal"
     for module in model.modules():
         if any(p.is_meta for p in module.parameters(recurse=False)):
             return "has no weights yet: load them first"
-        kinds = getattr(module, "rope_type", None)
-        for kind in kinds.values() if isinstance(kinds, dict) else (kinds,):
-            if kind in ("dynamic", "longrope"):
-                return f"has rotary embeddings {kind}, whose frequencies depend on the longest position, which only one rank has"
+    rotary = getattr(config, "rope_parameters", None) or {}
+    for kind in _kinds([rotary, *(getattr(module, "rope_type", None) for module in model.modules())]):
+        if kind in ("dynamic", "longrope"):
+            return f"has rotary embeddings {kind}, whose frequencies depend on the longest position, which only one rank has"
     return None
 
 
-# -- what a model does with tokens ---------------------------------------------------------
+def _kinds(described: Any) -> Iterator[str]:
+    """All words in dicts and lists, of which one or several describe rotary embeddings."""
+    if isinstance(described, str):
+        yield described
+    for part in described.values() if isinstance(described, dict) else described if isinstance(described, list) else ():
+        yield from _kinds(part)
 
 
 def _attention_of(model: Any) -> tuple[dict[nn.Module, tuple[int, int]], bool]:
@@ -347,9 +352,9 @@ def _attention_of(model: Any) -> tuple[dict[nn.Module, tuple[int, int]], bool]:
     Raises ``ValueError`` if tokens meet elsewhere, or if its loss has no share of a rank.
 
     The model runs on four tokens, with a function in the place of attention that lets no token see another. NaN at the first token must not reach the others,
-    labels must be those that are given as shifted, and a mask must not move positions.
+    labels must be those that are given as shifted, masks must be causal, and positions must be 0, 1, 2, 3 if they are not given.
     """
-    name, found, documents = type(model).__name__, dict[nn.Module, tuple[int, int]](), [False]
+    name, found, told = type(model).__name__, dict[nn.Module, tuple[int, int]](), {"documents": False, "future": False}
 
     def alone(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any) -> tuple[Tensor, None]:
         _check_given(attention_mask, kwargs)
@@ -358,25 +363,26 @@ def _attention_of(model: Any) -> tuple[dict[nn.Module, tuple[int, int]], bool]:
         return value.repeat_interleave(query.shape[1] // key.shape[1], 1).transpose(1, 2).contiguous(), None
 
     def no_mask(*, mask_function: Callable, **_: Any) -> Whole:
-        documents[0] |= any(True for _ in _tensors(mask_function))
+        told["documents"] |= any(True for _ in _tensors(mask_function))
+        told["future"] |= bool(mask_function(*ids.new_tensor([0, 0, 0, 1])))  # of row, head, query and key
         return Whole(None, None)
 
     AttentionInterface.register(PROBE, alone)
     AttentionMaskInterface.register(PROBE, no_mask)
-    ids = torch.arange(4, device=model.device)[None]
+    places = torch.arange(4, device=model.device)[None]
+    ids = places + (places >= padding if isinstance(padding := getattr(model.config, "pad_token_id", None), int) else 0)
     call = functools.partial(model, input_ids=ids, use_cache=False)
     try:
         with _alone(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            with _hooked(model.get_input_embeddings(), lambda *of: of[2].index_fill(1, ids[0, :1], torch.nan)):
-                apart = call(position_ids=ids, attention_mask=ids >= 0).logits[:, 1:].isfinite().all()
-            documents[0] = False  # what is padded is no document
-            call(position_ids=ids % 2)
-            separate, padded = documents[0], ids > 0
-            placed = [call(attention_mask=padded, **more).logits[:, 1:] for more in ({}, {"position_ids": ids})]
+            with _hooked(model.get_input_embeddings(), lambda *of: of[2].index_fill(1, places[0, :1], torch.nan)):
+                apart = call(position_ids=places).logits[:, 1:].isfinite().all()
+            placed = [[call(**mask, **more).logits[:, 1:] for more in ({}, {"position_ids": places})] for mask in ({}, {"attention_mask": places > 0})]
+            told["documents"] = False  # of what is padded
+            call(position_ids=places % 2)
             shifted = torch.full_like(ids, IGNORE)
-            losses = [call(labels=ids, shift_labels=shifted, position_ids=ids, num_items_in_batch=1).loss]
+            losses = [call(labels=ids, shift_labels=shifted, position_ids=places, num_items_in_batch=1).loss]
             shifted[:, 2] = 1
-            losses += [call(labels=ids, shift_labels=shifted, position_ids=ids, num_items_in_batch=n).loss for n in (1, 2)]
+            losses += [call(labels=ids, shift_labels=shifted, position_ids=places, num_items_in_batch=n).loss for n in (1, 2)]
     except Exception as error:
         raise _unfit(name, f"does not run with another attention: {type(error).__name__}: {str(error)[:300]}") from error
     if not apart or not found:
@@ -384,12 +390,14 @@ def _attention_of(model: Any) -> tuple[dict[nn.Module, tuple[int, int]], bool]:
     for source in {sys.modules[type(module).__module__] for module in found}:
         if re.search(r"_attn_implementation (==|!=|in|not in) ", inspect.getsource(source)):
             raise _unfit(name, "asks which attention it has, and computes something else for other names")
-    if not torch.equal(*placed):
-        raise _unfit(name, "counts positions by its attention mask")
+    if told["future"]:
+        raise _unfit(name, "is not causal")
+    if not all(torch.equal(*pair) for pair in placed):
+        raise _unfit(name, "counts positions by its attention mask or its tokens")
     if losses[0] != 0 or not losses[1] or not torch.allclose(losses[1], 2 * losses[2]):
         why = "has a loss that is not the sum over labels that are shifted already (shift_labels), divided by num_items_in_batch"
         raise _unfit(name, why + (": set output_router_logits to False" if getattr(model.config, "output_router_logits", False) else ""))
-    return found, separate
+    return found, told["documents"]
 
 
 @contextlib.contextmanager

@@ -99,7 +99,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add(
         "--parallel",
         choices=("ddp", "fsdp2", *SHARED_ROWS),
-        help="how the processes share the model (default: ddp if there are several); with ulysses all of them share the rows of a step, in stock models by our code",
+        help="how the processes share the model (default: ddp if there are several); with ulysses they share the rows of a step, stock models by our code",
     )
     add("--steps", type=int, default=10, help="measured steps (default: 10)")
     add("--warmup", type=int, default=4, help="steps before them (default: 4)")

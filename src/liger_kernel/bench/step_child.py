@@ -219,7 +219,8 @@ class Training:
     def __init__(self, spec: dict[str, Any]):
         self.spec, self.gpu = spec, torch.cuda.is_available()
         self.rank = int(os.environ.get("RANK", 0))
-        self.share, self.shares = (0, 1) if spec["parallel"] in SHARED_ROWS else (self.rank, spec["gpus"])
+        shared = spec["parallel"] in SHARED_ROWS
+        self.share, self.shares = 0 if shared else self.rank, 1 if shared else int(spec["gpus"])
         self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if self.gpu else torch.device("cpu")
         if self.gpu:
             torch.cuda.set_device(self.device)

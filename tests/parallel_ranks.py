@@ -765,7 +765,7 @@ def ulysses_refuses() -> None:
         ("bert", {}, "is not causal"),
         ("mixtral", {"output_router_logits": True}, "set output_router_logits to False"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rotary embeddings dynamic"),
-        ("llama", {"num_attention_heads": RANKS - 1, "num_key_value_heads": 1}, f"must be a multiple of the {RANKS} ranks that share rows, got {RANKS - 1}"),
+        ("llama", {"num_attention_heads": 1, "num_key_value_heads": 1}, f"must be a multiple of the {RANKS} ranks that share rows, got 1"),
     ):
         before = make(model_type, **more)
         name, hooks = before.config._attn_implementation, len(before._forward_pre_hooks)

@@ -154,8 +154,8 @@ def _share_rows(model: nn.Module, mode: str, mesh: DeviceMesh) -> tuple[DeviceMe
 
     if mesh.ndim > 2:
         raise ValueError(f"parallelize: mesh of mode {mode} must have 1 or 2 dims, got {mesh.ndim}")
-    shared = DeviceMesh(mesh.device_type, mesh.mesh.view(-1, mesh.size(-1)), mesh_dim_names=("data", "sequence"))
-    ulysses.share_rows(model, shared.get_group("sequence"))
+    shared = mesh if mesh.ndim == 2 else DeviceMesh(mesh.device_type, mesh.mesh[None], mesh_dim_names=("data", "sequence"))
+    ulysses.share_rows(model, shared.get_group(1))
     return shared, DeviceMesh(mesh.device_type, mesh.mesh.flatten()) if mesh.ndim == 2 else mesh
 
 

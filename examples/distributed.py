@@ -1,6 +1,6 @@
-"""Several processes: one training loop under DDP, FSDP2, tensor parallelism or DeepSpeed's ZeRO.
+"""Several processes: one training loop under DDP, FSDP2, tensor or sequence parallelism, or DeepSpeed's ZeRO.
 
-torchrun --nproc-per-node 2 examples/distributed.py fsdp2     # or ddp, tp, zero1, zero2, zero3 (needs deepspeed); none in one process
+torchrun --nproc-per-node 2 examples/distributed.py fsdp2     # or ddp, tp, ulysses, ulysses-fsdp2, zero1, zero2, zero3 (needs deepspeed); none in one process
 """
 
 import os

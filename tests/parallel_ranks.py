@@ -587,6 +587,210 @@ def pipeline_stages() -> None:
     assert_same_learning(together, {k: v.cpu() for k, v in (truth | {"loss": expected()["loss"]}).items()}, TOLERANCE)
 
 
+# -- Ulysses -------------------------------------------------------------------------------
+
+
+def documents(length: int = LENGTH) -> dict[str, Tensor]:
+    """Rows of two and three documents, of which one begins where the part of the second of two ranks does."""
+    found = tokens(ROWS, length, ignored=IGNORED)
+    at = torch.arange(length, device=found["labels"].device).expand(ROWS, -1)
+    begins = (at == 0) | (at == (length + 1) // 2) | ((at == 4) & (torch.arange(ROWS, device=at.device) % 2 == 1)[:, None])
+    positions = at - torch.where(begins, at, 0).cummax(1).values
+    return {"input_ids": found["input_ids"], "labels": found["labels"].masked_fill(begins, -100), "position_ids": positions}
+
+
+def padded(length: int = LENGTH, left: bool = False) -> dict[str, Tensor]:
+    found = tokens(ROWS, length, ignored=IGNORED)
+    at, lengths = torch.arange(length), length - 5 * (torch.arange(ROWS) % 2)[:, None]
+    mask = (at >= length - lengths if left else at < lengths).long().to(found["labels"].device)
+    begins = mask.diff(dim=1, prepend=mask[:, :1]) == 1  # a padded token predicts it, which attends to nothing
+    return found | {"labels": found["labels"].masked_fill((mask == 0) | begins, -100), "attention_mask": mask}
+
+
+def same_rows(model_type: str, mode: str, given: dict[str, Tensor], attention: str = "sdpa", change: Callable = lambda model: None, **more: Any) -> Parallel:
+    """Every rank is given the whole batch, and has the loss and the gradients of one process."""
+
+    def build(flags: dict[str, Any] | None) -> nn.Module:
+        model = make(model_type, **more)
+        model.config._attn_implementation = attention
+        if flags is not None:
+            _apply_liger_kernel_to_instance(model=model, **flags)
+        return model
+
+    truth = step(build(None), given)[1]
+    model = build(getattr(change, "flags", {}))
+    change(model)
+    p = parallelize(model, mode)
+    with calls_of_heads() as said:
+        out = p.model(**given)
+        out.loss.backward()
+    assert said == ["fused"] and out.logits is None
+    assert_same_learning({"loss": out.loss.detach()} | gradients(p.module), truth, TOLERANCE)
+    return p
+
+
+@check
+def ulysses_families() -> None:
+    """Fewer key heads than ranks, norms of heads, windows, soft caps, sinks, experts; lengths that ranks do not share equally."""
+    same_rows("llama", "ulysses", tokens(ROWS, LENGTH), num_attention_heads=2 * RANKS, num_key_value_heads=RANKS)
+    same_rows("llama", "ulysses-fsdp2", tokens(ROWS, LENGTH + 1), num_attention_heads=2 * RANKS, num_key_value_heads=1)
+    same_rows("qwen3", "ulysses-fsdp2", tokens(ROWS, LENGTH))
+    same_rows("gemma2", "ulysses", tokens(ROWS, LENGTH), "eager", sliding_window=4)
+    same_rows("gemma3_text", "ulysses-fsdp2", tokens(ROWS, LENGTH - 1), sliding_window=4)
+    same_rows("mixtral", "ulysses", tokens(ROWS, LENGTH), output_router_logits=False)
+    same_rows("gpt_oss", "ulysses", documents(), "eager", output_router_logits=False, sliding_window=4)  # stock's masks know no documents
+    same_rows("deepseek_v3", "ulysses", tokens(ROWS, LENGTH))  # values of another width than keys
+
+
+@check
+def ulysses_documents_and_padding() -> None:
+    for length in (LENGTH, LENGTH + 1):
+        for model_type, attention in (("llama", "sdpa"), ("llama", "eager"), ("gemma3_text", "sdpa"), ("llama4_text", "sdpa")):
+            same_rows(model_type, "ulysses", documents(length), attention, **({"sliding_window": 4} if "gemma" in model_type else {}))
+            same_rows(model_type, "ulysses", padded(length, left=length > LENGTH), attention)
+    bounds = (documents()["position_ids"].flatten() == 0).nonzero().flatten().int()
+    bounds = torch.cat((bounds, bounds.new_tensor([ROWS * LENGTH])))
+    import liger_kernel.transformers.attention  # noqa: F401  "liger_varlen"
+
+    same_rows("llama", "ulysses", documents() | {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 8, "max_length_k": 8}, "liger_varlen")
+
+
+@check
+def ulysses_beside_what_saves_memory() -> None:
+    def checkpointed(model: nn.Module, use_reentrant: bool = False) -> None:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+
+    def with_flags(change: Callable = lambda model: None, **flags: Any) -> Callable:
+        change = functools.partial(change)
+        change.flags = flags  # type: ignore[attr-defined]  # for same_rows
+        return change
+
+    def compiled(model: nn.Module) -> None:
+        for layer in model.model.layers:
+            layer.compile(backend="aot_eager")
+
+    for change in (
+        compiled,
+        checkpointed,
+        functools.partial(checkpointed, use_reentrant=True),
+        with_flags(checkpointed, keep_attention=True, activation_offloading=True, tiled_mlp=2),
+        with_flags(activation_offloading=True),
+    ):
+        same_rows("gemma3_text", "ulysses-fsdp2", documents(), change=change, sliding_window=4)
+
+
+@check
+def ulysses_gives_attention_whole_rows() -> None:
+    """As the model's own attention takes them: no mask where Flash Attention has none, whole positions, bounds as given, and its own name."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import flash_attention_mask
+
+    calls: list[dict[str, Any]] = []
+
+    def attention(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwargs: Any) -> Any:
+        calls.append(kwargs | {"mask": mask, "name": module.config._attn_implementation, "shapes": [q.shape, k.shape]})
+        return sdpa_attention_forward(module, q, k, v, mask, **{name: kwargs[name] for name in ("dropout", "scaling")})
+
+    AttentionInterface.register("flash_of_test", attention)
+    AttentionMaskInterface.register("flash_of_test", flash_attention_mask)
+    for given in (
+        tokens(ROWS, LENGTH),
+        documents(),
+        tokens(ROWS, LENGTH) | {"attention_mask": torch.ones(ROWS, LENGTH, dtype=torch.long).to(hf_models.DEVICE)},
+    ):
+        model = patched(num_attention_heads=2 * RANKS, num_key_value_heads=RANKS)
+        model.config._attn_implementation = "flash_of_test"
+        p = parallelize(model, "ulysses")
+        calls.clear()
+        p.model(**given)
+        assert len(calls) == len(model.model.layers)
+        for call in calls:
+            assert call["mask"] is None and call["name"] == "flash_of_test"
+            assert [shape[:3] for shape in call["shapes"]] == [(ROWS, 2, LENGTH), (ROWS, 1, LENGTH)]
+            assert torch.equal(call["position_ids"], given["position_ids"]) if "position_ids" in given else call["position_ids"] is None
+
+
+@check
+def ulysses_beside_other_ranks() -> None:
+    """Groups that share rows, and read other rows than the other groups: sums over all tokens, in micro-batches, clipped by the norm of one process."""
+    device = "cuda" if GPUS else "cpu"
+    one = make("llama")
+    step(one, batch())
+    norm = nn.utils.get_total_norm([p.grad for p in one.parameters() if p.grad is not None])
+    for mode in ("ulysses", "ulysses-fsdp2"):
+        for shape in dict.fromkeys([(1, RANKS), (RANKS, 1), (RANKS // 2, 2)]):
+            p = parallelize(patched(), mode, mesh=init_device_mesh(device, shape, mesh_dim_names=("data", "sequence")))
+            assert (p.data_ranks, p.sequence_ranks) == shape and p.data_rank * shape[1] + p.sequence_rank == dist.get_rank()
+            mine = {k: v.chunk(p.data_ranks)[p.data_rank] for k, v in batch().items()}
+            items, total = p.items((mine["labels"][:, 1:] != -100).sum()), torch.zeros((), device=device)
+            for i in range(2):
+                with p.accumulating(last=i == 1):
+                    loss = p.model(**{k: v.chunk(2)[i] for k, v in mine.items()}, num_items_in_batch=items).loss
+                    loss.backward()
+                    total += loss.detach()
+            assert_same_learning({"loss": (p.total(total) / p.data_ranks).float()} | gradients(p.module), expected(), TOLERANCE)
+            torch.testing.assert_close(p.clip_grad_norm_(None), norm, rtol=1e-5, atol=1e-6)
+
+
+@check
+def ulysses_stock_and_lora() -> None:
+    p = parallelize(make("qwen3"), "ulysses-fsdp2")
+    out = p.model(**batch())
+    out.loss.backward()
+    assert out.logits.shape[:2] == (ROWS, LENGTH // RANKS)
+    assert_same_learning({"loss": out.loss.detach()} | gradients(p.module), expected("qwen3"), TOLERANCE)
+    assert "ulysses" not in p.module.config.to_json_string()
+    with torch.no_grad():
+        torch.testing.assert_close(p.model.eval()(**batch()).loss, out.loss.detach())
+    p = parallelize(adapted_alike(), "ulysses")
+    out = p.model(**batch())
+    out.loss.backward()
+    assert_same_learning({"loss": out.loss.detach()} | gradients(p.module), adapted_learning(), TOLERANCE)
+
+
+@check
+def ulysses_refuses() -> None:
+    def refused(call: Callable[[], Any], why: str) -> None:
+        try:
+            call()
+        except ValueError as error:
+            assert why in str(error), str(error)
+        else:
+            raise AssertionError(f"not refused: {why}")
+
+    meeting = "layers in which tokens meet without Transformers' attention interface"
+    for model_type, more, why in (
+        ("qwen3_next", {}, meeting),
+        ("rwkv", {}, meeting),
+        ("opt", {}, "counts positions by its attention mask or its tokens"),
+        ("roberta", {"is_decoder": True}, "counts positions by its attention mask or its tokens"),
+        ("bert", {}, "is not causal"),
+        ("mixtral", {"output_router_logits": True}, "set output_router_logits to False"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rotary embeddings dynamic"),
+        ("llama", {"num_attention_heads": 1, "num_key_value_heads": 1}, f"must be a multiple of the {RANKS} ranks that share rows, got 1"),
+    ):
+        before = make(model_type, **more)
+        name, hooks = before.config._attn_implementation, len(before._forward_pre_hooks)
+        refused(functools.partial(parallelize, before, "ulysses"), why)
+        assert before.config._attn_implementation == name and len(before._forward_pre_hooks) == hooks and before.training
+    refused(lambda: parallelize(nn.Linear(2, 2), "ulysses"), "is no model of Transformers")
+    refused(lambda: parallelize(make("llama").to("meta"), "ulysses", mesh=mesh()), "has no weights yet")
+    p = parallelize(patched(), "ulysses")
+    refused(lambda: parallelize(p.module, "ulysses"), "is under mode ulysses already")
+    given = batch()
+    refused(lambda: p.module(given["input_ids"]), "must be called with keyword arguments")
+    refused(lambda: p.model(**given, use_cache=True), "use_cache must be left out")
+    refused(lambda: p.model(**given, logits_to_keep=1), "logits_to_keep must be left out")
+    refused(lambda: p.model(**given, pixel_values=given["labels"]), "no tensors but")
+    refused(lambda: p.model(**given, attention_mask=torch.ones(ROWS, 1, LENGTH, LENGTH, device=p.module.device)), "attention_mask must be a tensor (B, T)")
+    bounds = torch.tensor([0, ROWS * (LENGTH - 1)], dtype=torch.int32, device=p.module.device)
+    short = {name: value[:, 1:] for name, value in given.items()}
+    refused(lambda: p.model(**short, cu_seq_lens_q=bounds), f"must have a multiple of {RANKS} tokens, got {LENGTH - 1}")
+    out = p.model(**given)  # a call that was refused leaves nothing behind
+    torch.testing.assert_close(out.loss.detach(), expected()["loss"])
+
+
 # -- adapters ------------------------------------------------------------------------------
 
 

@@ -107,7 +107,7 @@ def of_losses(folder: Path) -> dict[str, Any]:
 def of_distributed(folder: Path) -> dict[str, Any]:
     """One rank."""
     names = common(folder)
-    names |= {"F": torch.nn.functional, "rank": 0, "ranks": 1, "learnt_tokens": 2 * 31 * 2}
+    names |= {"F": torch.nn.functional, "rank": 0, "ranks": 1, "data_ranks": 1, "sequence_ranks": 1, "device": DEVICE, "learnt_tokens": 2 * 31 * 2}
     return names | {"batches": [{"input_ids": names["ids"], "labels": names["labels"]}] * 2}
 
 

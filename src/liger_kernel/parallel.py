@@ -2,10 +2,12 @@
 
 ``parallelize`` puts a model, patched or not, under one of ``MODES``:
 
-    none     one process
-    ddp      a replica on every rank, gradients averaged (DistributedDataParallel)
-    fsdp2    parameters, gradients and optimizer state sharded over the ranks (``fully_shard``): one group per decoder layer, the rest in the root's group
-    tp       every linear layer sharded over the ranks of one host by Transformers' plan for the model, the head by vocabulary
+    none           one process
+    ddp            a replica on every rank, gradients averaged (DistributedDataParallel)
+    fsdp2          parameters, gradients and optimizer state sharded over the ranks (``fully_shard``): one group per decoder layer, the rest in the root's group
+    tp             every linear layer sharded over the ranks of one host by Transformers' plan for the model, the head by vocabulary
+    ulysses        replicas as under ddp, of which groups share rows: each rank computes a part of their tokens, and in attention a part of the heads
+    ulysses-fsdp2  the same, with everything sharded over all ranks as under fsdp2
 
 Only this file knows how FSDP, ZeRO and DTensor work. It does not need Transformers.
 """
@@ -37,7 +39,8 @@ if dist.is_available():
 else:  # a PyTorch for one process: nothing is an instance of these
     DTensor = FSDPModule = FullyShardedDataParallel = ()  # type: ignore[assignment,misc]  # as isinstance takes it
 
-MODES = ("none", "ddp", "fsdp2", "tp")
+MODES = ("none", "ddp", "fsdp2", "tp", "ulysses", "ulysses-fsdp2")
+ULYSSES = {"ulysses": "ddp", "ulysses-fsdp2": "fsdp2"}  # how their weights are held
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,8 @@ class Parallel:
     """A model under one of ``MODES``.
 
     Call ``model``; use ``module``, the model itself, for names of parameters, ``state_dict`` and configuration. Ranks with the same ``data_rank`` must read the
-    same batches, ranks with different ones different batches. There are ``data_ranks`` of them. ``mesh`` is None in a single process.
+    same batches, ranks with different ones different batches. There are ``data_ranks`` of them. ``mesh`` is None in a single process. Under ulysses, ``mesh``
+    has the dims data and sequence, and this rank computes part ``sequence_rank`` of ``sequence_ranks`` of its rows.
     """
 
     model: nn.Module
@@ -54,20 +58,23 @@ class Parallel:
     mesh: DeviceMesh | None = None
     data_rank: int = 0
     data_ranks: int = 1
+    sequence_rank: int = 0
+    sequence_ranks: int = 1
 
     def total(self, count: Tensor | float) -> Tensor:
         """The sum of a number over all data ranks, in fp64 on the model's device. It costs one small all-reduce."""
         device = next(self.module.parameters()).device
         sum_ = torch.as_tensor(count, dtype=torch.float64).to(device, copy=True)
         if self.mesh is not None and self.data_ranks > 1:
-            dist.all_reduce(sum_, group=self.mesh.get_group())
+            dist.all_reduce(sum_, group=self.mesh.get_group(0))
         return sum_
 
     def items(self, tokens: Tensor | float) -> Tensor:
         """Return ``num_items_in_batch`` for this rank's losses, if it learns ``tokens`` tokens before its next step.
 
         Every mode averages gradients over data ranks. If sums of losses are divided by this number, gradients are those of the mean over all tokens of all
-        ranks, however unequal their numbers are. The mean loss is the sum of the ranks' losses, divided by ``data_ranks``.
+        ranks, however unequal their numbers are. The mean loss is the sum of the data ranks' losses, divided by ``data_ranks``. Ranks that share rows all pass
+        the tokens of whole rows, and have the same loss.
         """
         return self.total(tokens) / self.data_ranks
 
@@ -77,7 +84,7 @@ class Parallel:
 
         Under FSDP2 every micro-batch reduces gradients, so that they are sharded between micro-batches, too.
         """
-        with contextlib.nullcontext() if last or self.mode != "ddp" else self.model.no_sync():  # type: ignore[operator]  # DDP has it
+        with contextlib.nullcontext() if last or self.mode not in ("ddp", "ulysses") else self.model.no_sync():  # type: ignore[operator]  # DDP has it
             yield
 
     def clip_grad_norm_(self, max_norm: float | None) -> Tensor:
@@ -98,6 +105,9 @@ def parallelize(
 ) -> Parallel:
     """Put ``model`` under ``mode``, over the ranks of a 1-dim ``mesh`` (default: all). Patch it before; make its optimizer after, with groups ``by_sharding``.
 
+    Under ulysses, the ranks of the last dim of a ``mesh`` of 1 or 2 dims share their rows, which they all pass to ``model`` whole; ``liger_kernel.ulysses``
+    says what it makes of them. Weights are replicated or sharded over all ranks of the mesh.
+
     The model is moved to its device, with the same weights on every rank. For FSDP2: layers compute in ``param_dtype`` (default: the dtype of the weights);
     weights are stored and updated in their own dtype, and gradients are reduced in ``reduce_dtype``. ``reshard_after_forward=False`` halves the number of
     gathers and needs more memory. ``own_head`` shards the output head outside of the root's group, so that it is gathered only while it is used. ``options``
@@ -109,12 +119,15 @@ def parallelize(
         return Parallel(model, model, mode)
     device = next(model.parameters()).device
     mesh = mesh or init_device_mesh(device.type, (dist.get_world_size(),))
-    if mesh.ndim != 1:
+    shared = None
+    if mode in ULYSSES:
+        shared, mesh = _share_rows(model, mode, mesh)
+    elif mesh.ndim != 1:
         raise ValueError(f"parallelize: mesh must have 1 dim, got {mesh.ndim}")
     if mode == "tp":
         tensor_parallel(model, mesh)
         return Parallel(model, model, mode, mesh)
-    if mode == "ddp":
+    if ULYSSES.get(mode, mode) == "ddp":
         on = [device.index] if device.type == "cuda" else None
         run: nn.Module = nn.parallel.DistributedDataParallel(model, device_ids=on, process_group=mesh.get_group(), **options)
     else:
@@ -130,7 +143,20 @@ def parallelize(
             fully_shard(head, reshard_after_forward=reshard_after_forward, **options)
         fully_shard(model, **options)
         run = model
+    if shared is not None:
+        return Parallel(run, model, mode, shared, shared.get_local_rank(0), shared.size(0), shared.get_local_rank(1), shared.size(1))
     return Parallel(run, model, mode, mesh, mesh.get_local_rank(), mesh.size())
+
+
+def _share_rows(model: nn.Module, mode: str, mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh]:
+    """Ranks of the last dim of ``mesh`` share rows from now on. Returns the mesh (data, sequence), and that of all ranks, which hold the weights."""
+    from liger_kernel import ulysses  # needs Transformers
+
+    if mesh.ndim > 2:
+        raise ValueError(f"parallelize: mesh of mode {mode} must have 1 or 2 dims, got {mesh.ndim}")
+    shared = mesh if mesh.ndim == 2 else DeviceMesh(mesh.device_type, mesh.mesh[None], mesh_dim_names=("data", "sequence"))
+    ulysses.share_rows(model, shared.get_group(1))
+    return shared, DeviceMesh(mesh.device_type, mesh.mesh.flatten()) if mesh.ndim == 2 else mesh
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:

@@ -272,7 +272,7 @@ def test_a_search_without_a_capacity_doubles_and_halves():
         (["--batch", "4,x"], "--batch must be numbers"),
         (["--batch", "4,0"], "--batch must be at least 1, got 0"),
         (["--batch", "4,8", "--profile"], "need a single --batch"),
-        (["--gpus", "2", "--largest-seq"], "--largest-seq needs --gpus 1"),
+        (["--gpus", "2", "--parallel", "ulysses", "--against", "upstream"], "upstream has no --parallel ulysses: leave it out"),
         (["--layers", "0"], "--layers must be at least 1, got 0"),
         (["--lora", "-1"], "--lora must be at least 0, got -1"),
         (["--lora", "8", "--lora-dropout", "1"], "--lora-dropout must be in"),
@@ -384,6 +384,29 @@ def test_the_search_for_the_largest_batch_of_several_ranks(machine, monkeypatch,
     out = capsys.readouterr().out
     assert tried == [4, 8, 16, 12, 10, 9]
     assert out.splitlines()[4].endswith(" 9") and "stock: larger batches fail with RuntimeError: 2^31" in out
+
+
+def test_the_search_for_the_longest_rows_that_ranks_share(machine, monkeypatch, tmp_path):
+    """By stock models, too, for which the process needs our code; each of the ranks computes a part of the FLOPs."""
+    monkeypatch.setattr(step, "environment", lambda: {"hardware": "GPU", "gemm_tflops": 700.0, "gpus": 2})
+    tried = []
+
+    def run_child(spec, folder):
+        if not spec["trial"]:
+            assert spec["largest"] == []
+            return {"rows": [{name: value for name, value in row("").items() if name not in ("model", "variant")} | {"batch": 1}], "failed": None}
+        assert spec["batches"] == [1]
+        tried.append(spec["seq"])
+        return {"rows": [], "failed": "out of memory"} if tried[-1] > 3000 else {"rows": [], "failed": None, "peak": 1.0}
+
+    monkeypatch.setattr(step, "run_child", run_child)
+    argv = ["--model", "tiny", "--batch", "1", "--seq", "1024", "--against", "stock", "--largest-seq", "--gpus", "2", "--json"]
+    rows = []
+    for parallel in ("ulysses-fsdp2", "fsdp2"):
+        assert step.main([*argv, str(tmp_path / "r.json"), "--parallel", parallel]) == 0
+        rows += json.loads((tmp_path / "r.json").read_text())["rows"]
+    assert tried == 2 * [1024, 2048, 4096, 3072, 2560, 2816] and [r["largest_seq"] for r in rows] == [2816, 2816]
+    assert rows[0]["mfu"] == pytest.approx(rows[1]["mfu"] / 2)
 
 
 def test_batches_are_measured_until_one_fails(machine, monkeypatch, capsys, tmp_path):

@@ -78,6 +78,7 @@ def test_a_run(trainer, precision, config, capfd):
         ("--fp8 rowwise --kernels off", "fp8 rowwise needs kernels on"),
         ("--fp8 rowwise --lora 8", "fp8 rowwise trains the whole model: with lora, quantize fp8 stores the frozen model in FP8"),
         ("--fp8 rowwise --parallel tp", "fp8 rowwise needs parallel none, ddp or fsdp2, got tp"),
+        ("--fp8 rowwise --parallel ulysses", "got ulysses: scales would be those of a part of each row"),
         ("--fp8 rowwise --trainer hf --parallel deepspeed-z3", "fp8 rowwise needs parallel none, ddp or fsdp2, got deepspeed-z3"),
     ],
 )

@@ -361,6 +361,29 @@ def test_tokens_weigh_the_same_on_every_rank(parallel, base, tmp_path):
     assert of(two) == pytest.approx(of(one), rel=1e-4)
 
 
+@pytest.mark.parametrize("parallel, more", [("ulysses", {}), ("ulysses-fsdp2", dict(packing="documents", length=25, gradient_checkpointing="full"))])
+def test_ranks_that_share_rows(parallel, more, base, tmp_path):
+    """In every step the losses of one process; after a restart, the bits of a run left alone, or with fewer ranks its losses."""
+    sizes = dict(model=None, tokenizer=base.model, hidden=32, layers=2, heads=4, kv_heads=1, **more)
+    calm = place(base, tmp_path, parallel=parallel, **sizes)
+    one = dataclasses.replace(calm, parallel="none", checkpoint_every=0, save=None, out=str(tmp_path / "one"))
+    config = dataclasses.replace(calm, out=str(tmp_path / "stopped"), save=str(tmp_path / "again"))
+    assert run(calm) == [0, 0] and run(one, 1) == [0], log(calm)
+    assert losses(calm) == pytest.approx(losses(one), rel=1e-5) and losses(calm)[-1] < losses(calm)[0]
+    evaluated = lambda config: json.loads((Path(config.out) / "metrics.json").read_text())["evaluations"][-1]["loss"]
+    assert evaluated(calm) == pytest.approx(evaluated(one), rel=1e-5)
+    assert run(config, fault=("terminated", 4)) == [ranks.EXIT_PREEMPTED] * 2, log(config)
+    assert run(config) == [0, 0], log(config)
+    assert losses(config) == losses(calm) and rows(config) == rows(one) and weights(config) == weights(calm)
+    fewer = dataclasses.replace(calm, save=None, out=str(tmp_path / "fewer"))
+    assert run(fewer, fault=("terminated", 6)) == [ranks.EXIT_PREEMPTED] * 2 and run(fewer, 1) == [0], log(fewer)
+    assert losses(fewer) == pytest.approx(losses(one), rel=1e-5)
+    groups = dataclasses.replace(calm, sequence_parallel_size=1, save=None, out=str(tmp_path / "groups"))
+    assert run(groups) == [0, 0] and losses(groups) == pytest.approx(losses(one), rel=1e-5), log(groups)
+    other = dataclasses.replace(calm, sequence_parallel_size=3, save=None, out=str(tmp_path / "other"))
+    assert run(other) == [ranks.EXIT_MISTAKE] * 2 and "sequence_parallel_size must divide the 2 ranks, got 3" in log(other)
+
+
 # -- checkpoints -----------------------------------------------------------------------------
 
 

@@ -96,7 +96,8 @@ def test_every_field_is_a_flag():
     for field in dataclasses.fields(TrainConfig):
         flag = "--" + field.name.replace("_", "-")
         value = getattr(TrainConfig(), field.name)
-        if field.name.startswith("fp8"):  # does not go with adapters; tests/train/test_fp8.py has its flags
+        # these do not go with adapters, or with a quantised model; tests/train/test_fp8.py has the flags of FP8, the next test the other
+        if field.name.startswith("fp8") or field.name == "sequence_parallel_size":
             expected[field.name] = value
         elif "bool" in field.type:
             argv, expected[field.name] = [*argv, "--no-" + flag[2:]], False
@@ -107,6 +108,16 @@ def test_every_field_is_a_flag():
             value = {"int": 64, "float": 0.5}.get(field.type.split(" ")[0], "file:///x" if field.name == "store" else "x")
             argv, expected[field.name] = [*argv, flag, str(value)], value
     assert dataclasses.asdict(from_flags(argv)) == expected
+
+
+def test_ranks_that_share_rows_are_counted():
+    config = from_flags(["--parallel", "ulysses-fsdp2", "--sequence-parallel-size", "2"])
+    assert config.fully_sharded and config.sharing(8) == 2 and dataclasses.replace(config, sequence_parallel_size=None).sharing(8) == 8
+    assert [TrainConfig(parallel=parallel).sharing(8) for parallel in ("ddp", "fsdp2", "tp")] == [1, 1, 8]
+    with pytest.raises(UserError, match="sequence_parallel_size needs parallel ulysses or ulysses-fsdp2, got fsdp2"):
+        TrainConfig(parallel="fsdp2", sequence_parallel_size=2)
+    with pytest.raises(UserError, match="sequence_parallel_size must be at least 1, got 0"):
+        TrainConfig(parallel="ulysses", sequence_parallel_size=0)
 
 
 def test_only_kernels_named_are_passed_on():

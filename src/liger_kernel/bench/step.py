@@ -55,6 +55,7 @@ LONGEST = 1 << 18  # most tokens of a row that --largest-seq tries
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 CHILD = Path(__file__).with_name("step_child.py")
 PACKAGE = Path(__file__).parents[2]  # the folder that holds our liger_kernel
+SHARED_ROWS = ("ulysses", "ulysses-fsdp2")  # values of --parallel with which all processes compute the same rows
 
 Row = dict[str, Any]
 
@@ -95,11 +96,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
         " compiles; ours:bf16 is ours without it",
     )
     add("--gpus", type=int, default=1, metavar="N", help="processes, each with a GPU where there are any (default: 1)")
-    add("--parallel", choices=("ddp", "fsdp2"), help="how the processes share the model (default: ddp if there are several)")
+    add(
+        "--parallel",
+        choices=("ddp", "fsdp2", *SHARED_ROWS),
+        help="how the processes share the model (default: ddp if there are several); with ulysses they share the rows of a step, stock models by our code",
+    )
     add("--steps", type=int, default=10, help="measured steps (default: 10)")
     add("--warmup", type=int, default=4, help="steps before them (default: 4)")
     add("--largest-batch", action="store_true", help="search for the largest batch that fits (GPU only)")
-    add("--largest-seq", action="store_true", help="search for the longest rows of which the batch fits (one GPU only)")
+    add("--largest-seq", action="store_true", help="search for the longest rows of which the batch fits (GPU only)")
     add("--profile", action="store_true", help="measure the time of each kind of work")
     add("--peak-tflops", type=float, metavar="X", help="what MFU is relative to (default: the rate of a large matrix product, measured now)")
     add("--json", metavar="FILE", help="write rows as they come")
@@ -123,8 +128,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     at_least(0, lengths=a.lengths, warmup=a.warmup, lora=a.lora)
     if a.peak_tflops is not None and not a.peak_tflops > 0:
         raise UserError(f"--peak-tflops must be positive, got {a.peak_tflops:g}")
-    if a.gpus > 1 and a.largest_seq:
-        raise UserError("--largest-seq needs --gpus 1")
     if len(a.batch) > 1 and (a.profile or a.largest_batch or a.largest_seq):
         raise UserError("--profile, --largest-batch and --largest-seq need a single --batch")
     if a.warmup + a.steps < PARITY_STEPS:
@@ -165,6 +168,8 @@ def _check_adapters(a: argparse.Namespace) -> None:
             raise UserError(f"{name} needs --lora R")
     if theirs and a.parallel:
         raise UserError("unsloth runs on one GPU, without --parallel")
+    if a.parallel in SHARED_ROWS and (others := [name for name in a.against if name.startswith("upstream")]):
+        raise UserError(f"{others[0]} has no --parallel {a.parallel}: leave it out")
     if a.quantize in FP8 and (others := [name for name in a.against if not name.startswith("ours")]):
         raise UserError(
             f"{others[0]} has no frozen FP8 base: only ours supports --quantize {a.quantize}; --against {others[0]},ours:{a.quantize} compares the two"
@@ -185,6 +190,8 @@ def run_child(spec: dict[str, Any], folder: Path) -> dict[str, Any]:
     why.unlink(missing_ok=True)
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={spec['gpus']}"] if spec["parallel"] else []
     path = [spec[name] for name in ("package", "unsloth_path") if spec[name]]
+    if spec["parallel"] in SHARED_ROWS and not spec["package"]:
+        path.append(str(PACKAGE))
     env = os.environ | {"PYTHONPATH": os.pathsep.join([*path, *filter(None, [os.environ.get("PYTHONPATH")])])}
     with messages.open("w") as stderr:
         done = subprocess.run([sys.executable, *launch, str(CHILD), str(given), str(result)], env=env, stdout=stderr, stderr=stderr, check=False)
@@ -298,8 +305,9 @@ def measure(a: argparse.Namespace, model: str, variant: str, folder: Path, peak:
         run_child(spec | {"unsloth": None, "unsloth_path": None, "save": spec["unsloth"]}, folder)
     found = run_child(spec, folder)
     rows = [common | row | {"failed": None} for row in found["rows"]]
+    ranks = a.gpus if a.parallel in SHARED_ROWS else 1  # of which each computes a part of these FLOPs
     for row in rows:
-        row["mfu"] = None if a.lora or not gpu else step_flops(values, row["batch"], a.seq) / row["step_ms"] / 1e9 / peak
+        row["mfu"] = None if a.lora or not gpu else step_flops(values, row["batch"], a.seq) / row["step_ms"] / 1e9 / peak / ranks
     if rows and a.profile:
         with open(spec["trace"]) as file:
             rows[0]["breakdown_ms"] = profile.breakdown(json.load(file)["traceEvents"], TRACE_STEPS, rows[0]["step_ms"])
@@ -308,22 +316,27 @@ def measure(a: argparse.Namespace, model: str, variant: str, folder: Path, peak:
     elif found["failed"] and (searched := [what for what in spec["largest"] if f"largest_{what}" in rows[0]]):  # it failed in the last of these searches
         rows[0][f"largest_{searched[-1]}_limit"] = found["failed"]
     if a.largest_batch and (a.gpus > 1 or (rows[0]["failed"] == "out of memory")):
-        rows[0] |= _largest_batch(spec | {"trace": None}, folder)
+        rows[0] |= _largest("batch", spec | {"trace": None}, folder)
+    if a.largest_seq and a.gpus > 1:
+        rows[0] |= _largest("seq", spec | {"trace": None}, folder)
     return rows
 
 
-def _largest_batch(spec: dict[str, Any], folder: Path) -> Row:
-    from liger_kernel.bench.step_child import largest_that
+def _largest(what: str, spec: dict[str, Any], folder: Path) -> Row:
+    """The largest batch, or the longest rows, of which each trial has a process of its own on every GPU."""
+    from liger_kernel.bench.step_child import UNITS, largest_that
 
-    limit = {}
+    limit, unit = {}, UNITS[what]
 
-    def peak(batch: int) -> float | None:
-        trial = run_child(spec | {"batches": [batch], "trial": True}, folder)
+    def peak(n: int) -> float | None:
+        size = {"batches": [n]} if what == "batch" else {"seq": n * unit}
+        trial = run_child(spec | size | {"trial": True}, folder)
         if trial["failed"]:
-            limit["largest_batch_limit"] = trial["failed"]  # the limit is not always memory: some kernels fail at 2^31 elements
+            limit[f"largest_{what}_limit"] = trial["failed"]  # the limit is not always memory: some kernels fail at 2^31 elements
         return None if trial["failed"] else trial["peak"]
 
-    return {"largest_batch": largest_that(peak, spec["batches"][0])} | limit
+    start = spec["batches"][0] if what == "batch" else max(1, spec["seq"] // unit)
+    return {f"largest_{what}": largest_that(peak, start) * unit} | limit
 
 
 RIVALS = ("stock", "upstream", "unsloth")  # the variants with which headlines compare ours

@@ -45,6 +45,7 @@ models = _beside("step_model")
 BATCHES = 4  # distinct batches, which steps use in turn
 IGNORE = -100
 OUT_OF_MEMORY = "out of memory"
+SHARED_ROWS = ("ulysses", "ulysses-fsdp2")  # all ranks compute the same rows
 
 
 class Memory:
@@ -168,6 +169,10 @@ def scopes(model: Any) -> Iterator[None]:
 
 
 def parallel(model: Any, how: str | None, device: torch.device) -> Any:
+    if how in SHARED_ROWS:
+        from liger_kernel.parallel import parallelize  # stock models, too: Transformers has nothing of the kind
+
+        return parallelize(model, how).model
     if how == "ddp":
         return nn.parallel.DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
     if how == "fsdp2":
@@ -214,6 +219,8 @@ class Training:
     def __init__(self, spec: dict[str, Any]):
         self.spec, self.gpu = spec, torch.cuda.is_available()
         self.rank = int(os.environ.get("RANK", 0))
+        shared = spec["parallel"] in SHARED_ROWS
+        self.share, self.shares = 0 if shared else self.rank, 1 if shared else int(spec["gpus"])
         self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if self.gpu else torch.device("cpu")
         if self.gpu:
             torch.cuda.set_device(self.device)
@@ -250,7 +257,7 @@ class Training:
     def measure(self, batch: int) -> dict[str, Any]:
         """Train with batches of this size, and return the fields of a row."""
         spec, memory = self.spec | {"batch": batch}, self.memory
-        data = batches(spec, self.rank, self.device)
+        data = batches(spec, self.share, self.device)
         self.losses.clear()
         for _ in range(spec["warmup"]):
             self.step(data)
@@ -279,7 +286,7 @@ class Training:
         low, median, high = statistics.quantiles(times, n=4) if len(times) > 1 else times * 3
         return {
             "batch": batch,
-            "tokens_per_s": batch * spec["seq"] * spec["gpus"] / median * 1e3,
+            "tokens_per_s": batch * spec["seq"] * self.shares / median * 1e3,
             "step_ms": median,
             "spread": (high - low) / median,
             "peak_allocated_gb": peaks[0],
@@ -294,7 +301,7 @@ class Training:
         held = self.memory.now()
         self.memory.reset()
         try:
-            data = batches(self.spec | {"batch": batch, "seq": seq}, self.rank, self.device, 1)
+            data = batches(self.spec | {"batch": batch, "seq": seq}, self.share, self.device, 1)
             self.step(data)
             self.step(data)
             self.synchronize()
@@ -351,7 +358,7 @@ def measure(spec: dict[str, Any], found: Callable[[dict[str, Any]], None] = lamb
     training = Training(spec)
     result: dict[str, Any] = {"rows": []}
     if spec["trial"]:
-        data = batches(spec | {"batch": spec["batches"][0]}, training.rank, training.device, 1)
+        data = batches(spec | {"batch": spec["batches"][0]}, training.share, training.device, 1)
         training.step(data)
         training.step(data)
         training.synchronize()

@@ -173,7 +173,7 @@ class Job:
         if not config.checkpoint_every:
             raise UserError("train.checkpoint_every must be set: a restart resumes from the latest checkpoint")
         if config.parallel == "none" and self.nodes * self.processes > 1:
-            raise UserError(f"{self.nodes * self.processes} processes need train.parallel ddp, fsdp2 or tp")
+            raise UserError(f"{self.nodes * self.processes} processes need train.parallel ddp, fsdp2, tp or ulysses")
         open_ = [f"train.{name}" for name, value in config.shown().items() if value != getattr(config, name)]
         open_ += [f"environment.{n}" for n, v in self.environment.items() if redacted(str(v)) != str(v) or (secret_name(n) and not str(v).startswith("/"))]
         if open_:  # many people can read manifests

@@ -23,7 +23,8 @@ from liger_kernel.train.redact import MARK, in_a_line, redacted
 
 STORE = "LIGER_STORE"  # variable with the URI of the store, where a config file has it without credentials
 TRAINERS = ("torch", "hf", "lightning")
-PARALLEL = ("none", "ddp", "fsdp2", "tp", "deepspeed-z2", "deepspeed-z3")
+PARALLEL = ("none", "ddp", "fsdp2", "tp", "ulysses", "ulysses-fsdp2", "deepspeed-z2", "deepspeed-z3")
+ULYSSES = ("ulysses", "ulysses-fsdp2")
 PRECISIONS = ("auto", "fp32", "bf16-mixed", "bf16")
 REMATERIALISE = ("off", "cheap", "mlp")
 OPTIMIZERS = ("adamw", "adamw-8bit")
@@ -37,6 +38,7 @@ EVERY_LINEAR = "all-linear"
 ADAPTERS = ("lora", "lora_alpha", "lora_dropout", "lora_targets", "dora", "rslora", "quantize")
 RANGES = (
     ("hidden intermediate layers heads kv_heads vocab steps batch accumulate global_batch log_every timeout checkpoint_keep limit", 1, math.inf),
+    ("sequence_parallel_size", 1, math.inf),
     ("length", 2, math.inf),  # the first token of a row is predicted by nothing
     ("tiled_mlp warmup eval_every grad_clip weight_decay lora nproc max_restarts checkpoint_every stream", 0, math.inf),
     ("min_lr", 0, 1),
@@ -45,7 +47,7 @@ RANGES = (
 )
 # of a field's choices, those that a trainer has
 OFFERED = {
-    "torch": {"parallel": ("none", "ddp", "fsdp2", "tp"), "optimizer": ("adamw",)},
+    "torch": {"parallel": ("none", "ddp", "fsdp2", "tp", *ULYSSES), "optimizer": ("adamw",)},
     "hf": {"parallel": ("none", "ddp", "fsdp2", "deepspeed-z2", "deepspeed-z3"), "nonfinite": ("stop",)},
     "lightning": {"parallel": ("none", "ddp"), "nonfinite": ("stop",)},
 }
@@ -152,8 +154,13 @@ class TrainConfig:
 
     trainer: str = _field("torch", "run", "what runs the loop: plain PyTorch, transformers' Trainer, or Lightning's", TRAINERS)
     parallel: str = _field(
-        "none", "ranks", "how several ranks share the work: copies of the model, or its shards; deepspeed-z2 and -z3 need trainer hf, tp needs torch", PARALLEL
+        "none",
+        "ranks",
+        "how several ranks share the work: copies of the model, its shards, or parts of rows (ulysses, with copies or with fsdp2's shards);"
+        " deepspeed-z2 and -z3 need trainer hf, tp and ulysses need torch",
+        PARALLEL,
     )
+    sequence_parallel_size: int | None = _field(None, "ranks", "ranks that share each row, with parallel ulysses (default: all)")
     nproc: int | None = _field(None, "ranks", "start so many processes here, and restart them when one dies; 0: one per GPU (default: one, or torchrun's)")
     nnodes: str = _field("1", "ranks", "machines, or MIN:MAX; with nproc")
     rdzv_endpoint: str = _field("localhost:0", "ranks", "HOST:PORT of one of the machines, the same on all; with nproc")
@@ -220,6 +227,8 @@ class TrainConfig:
                 raise UserError(f"trainer {self.trainer} offers {name} {', '.join(offered)}; got {getattr(self, name)}")
         if self.optimizer == "adamw-8bit" and self.parallel not in ("none", "ddp"):
             raise UserError(f"optimizer adamw-8bit needs parallel none or ddp, got {self.parallel}")
+        if self.sequence_parallel_size and self.parallel not in ULYSSES:
+            raise UserError(f"sequence_parallel_size needs parallel {' or '.join(ULYSSES)}, got {self.parallel}")
         if self.store and (self.trainer != "torch" or not self.checkpoint_every):
             raise UserError("store needs trainer torch and checkpoint_every")
         if self.store and "://" not in self.store:
@@ -263,7 +272,17 @@ class TrainConfig:
         if self.lora:
             raise UserError(f"fp8 {self.fp8} trains the whole model: with lora, quantize fp8 stores the frozen model in FP8")
         if self.parallel not in ("none", "ddp", "fsdp2"):
-            raise UserError(f"fp8 {self.fp8} needs parallel none, ddp or fsdp2, got {self.parallel}: elsewhere weights are sharded while they are multiplied")
+            why = "scales would be those of a part of each row" if self.parallel in ULYSSES else "elsewhere weights are sharded while they are multiplied"
+            raise UserError(f"fp8 {self.fp8} needs parallel none, ddp or fsdp2, got {self.parallel}: {why}")
+
+    @property
+    def fully_sharded(self) -> bool:
+        """Whether FSDP2 holds the weights."""
+        return self.parallel in ("fsdp2", "ulysses-fsdp2")
+
+    def sharing(self, world: int) -> int:
+        """How many of ``world`` ranks read the same rows."""
+        return world if self.parallel == "tp" else self.sequence_parallel_size or world if self.parallel in ULYSSES else 1
 
     @property
     def target_modules(self) -> str | list[str]:

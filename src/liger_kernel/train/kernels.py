@@ -40,7 +40,7 @@ def training_launches(config: TrainConfig, model_config: Any, precision: str) ->
     from liger_kernel.compile.ahead import model_launches  # needs Triton
 
     # FSDP2 casts weights, autocast arithmetic; a frozen base is in bf16
-    half = precision == "bf16" or (precision == "bf16-mixed" and (config.parallel == "fsdp2" or config.lora > 0))
+    half = precision == "bf16" or (precision == "bf16-mixed" and (config.fully_sharded or config.lora > 0))
     return model_launches(
         model_config,
         batch=config.batch,

@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from liger_kernel.parallel import Parallel, parallelize
 from liger_kernel.train import adapters
 from liger_kernel.train.checkpoint import Checkpoints
-from liger_kernel.train.config import TrainConfig, UserError
+from liger_kernel.train.config import ULYSSES, TrainConfig, UserError
 from liger_kernel.train.data import load
 from liger_kernel.train.kernels import Compilations, compile_ahead, use_cache
 from liger_kernel.train.lock import held
@@ -115,19 +116,25 @@ class _Run:
         self.adapters = adapters.identity(config, model)
         mixed = torch.bfloat16 if precision == "bf16-mixed" else None
         try:
-            self.parallel: Parallel = parallelize(model, config.parallel, param_dtype=mixed)
+            self.parallel: Parallel = parallelize(model, config.parallel, mesh=_mesh(config, device, ranks.world), param_dtype=mixed)
         except ValueError as error:
             raise UserError(str(error)) from error
-        self.autocast = mixed is not None and config.parallel != "fsdp2"
+        self.autocast = mixed is not None and not config.fully_sharded
         self.optimizer = adamw(model.parameters(), config)
         self.out = Path(config.out)
         self.checkpoints = Checkpoints(self.out / "checkpoints", ranks, config.checkpoint_keep)
         self.step, self.position, self.tokens, self.nonfinite, self.skips = 0, 0, 0, 0, 0
         self.rows = config.global_batch or config.batch * config.accumulate * self.parallel.data_ranks
-        seed_all(config.seed, self.parallel.data_rank)  # of dropout: other tokens, other draws
+        data.rows.multiple = self.parallel.sequence_ranks
+        seed_all(config.seed, self._draws)  # of dropout: other tokens, other draws
         self._resume()
         self.memory = PeakMemory(device)
         self.timer = StepClock(device)
+
+    @property
+    def _draws(self) -> int:
+        """A number that ranks with other tokens have otherwise."""
+        return self.parallel.data_rank * self.parallel.sequence_ranks + self.parallel.sequence_rank
 
     def train(self) -> dict[str, Any]:
         config = self.config
@@ -371,7 +378,7 @@ class _Run:
         self.data.seek(self.position, state.get("data", {}))
         self.rows = self.config.global_batch or state["global_batch"]
         if state["ranks"] != self.ranks.world:
-            seed_all(self.config.seed, self.step, self.parallel.data_rank)
+            seed_all(self.config.seed, self.step, self._draws)
         if self.ranks.first:
             print(f"resuming after step {self.step} from {path} (written by {state['ranks']} ranks; {self.ranks.world} now)", flush=True)
 
@@ -386,6 +393,14 @@ class _Run:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
+
+
+def _mesh(config: TrainConfig, device: torch.device, world: int) -> DeviceMesh | None:
+    """Ranks of the last dim share rows."""
+    if config.parallel not in ULYSSES:
+        return None
+    size = config.sharing(world)
+    return init_device_mesh(device.type, (world // size, size), mesh_dim_names=("data", "sequence"))
 
 
 def _percentile(ordered: list[float], part: float) -> float | None:

@@ -109,7 +109,9 @@ def joined(config: TrainConfig, device: torch.device) -> Iterator[Ranks]:
     try:
         rank, world = dist.get_rank(), dist.get_world_size()
         if world > 1 and config.parallel == "none":
-            raise UserError(f"{world} ranks need --parallel ddp, fsdp2 or tp")
+            raise UserError(f"{world} ranks need --parallel ddp, fsdp2, tp or ulysses")
+        if world % config.sharing(world):
+            raise UserError(f"sequence_parallel_size must divide the {world} ranks, got {config.sequence_parallel_size}")
         if (
             restarts() == 0
             and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -58,11 +59,12 @@ class Rows:
     """Rows of tokens and labels, end to end in two int32 tensors; row i lies between ``bounds[i]`` and ``bounds[i + 1]``.
 
     ``positions``: positions of the tokens in their documents, if rows have several. ``bounded``: their batches also say where documents begin.
+    ``multiple``: rows of documents are padded to a multiple of it.
     """
 
     def __init__(self, ids: Tensor, labels: Tensor, bounds: Tensor, positions: Tensor | None = None):
         self.ids, self.labels, self.bounds, self.positions = ids, labels, bounds, positions
-        self.bounded = False
+        self.bounded, self.multiple = False, 1
         self._learnt: Tensor | None = None
         self._digest: str | None = None
 
@@ -137,10 +139,12 @@ class Rows:
     def batch(self, picks: list[int], pad: int) -> dict[str, Any]:
         """Right-padded (B, T) int64 tensors; an attention mask only if something is padded. Bounds of documents have Flash Attention's form."""
         ids, labels, positions = zip(*(self.row(i) for i in picks))
-        padded = lambda rows, value: pad_sequence([row.long() for row in rows], batch_first=True, padding_value=value)
+        longest = max(map(len, ids))
+        more = -longest % self.multiple if positions[0] is not None else 0
+        padded = lambda rows, value: F.pad(pad_sequence([row.long() for row in rows], batch_first=True, padding_value=value), (0, more), value=value)
         batch = {"input_ids": padded(ids, pad), "labels": padded(labels, IGNORE)}
         lengths = torch.tensor([len(row) for row in ids])
-        beyond = torch.arange(int(lengths.max())) - lengths[:, None]
+        beyond = torch.arange(longest + more) - lengths[:, None]
         if positions[0] is not None:  # what is padded is behind all that is learnt, and a document of its own
             batch["position_ids"] = torch.where(beyond < 0, padded(positions, 0), beyond)
             if self.bounded:

@@ -68,7 +68,7 @@ class Parts(Rows):
     """The rows of all parts."""
 
     def __init__(self, stream: Stream):
-        self.bounded = False
+        self.bounded, self.multiple = False, 1
         self._stream, self._vocabulary = stream, sys.maxsize
         self._open: dict[int, Rows] = {}
 

@@ -9,7 +9,7 @@ import torch
 from liger_kernel import memory
 from liger_kernel.ops.projections.tiled_mlp import count_of
 from liger_kernel.train import adapters
-from liger_kernel.train.config import TrainConfig
+from liger_kernel.train.config import ULYSSES, TrainConfig
 from liger_kernel.train.expected import Form, expected, gb
 from liger_kernel.train.measure import PeakMemory, device_name
 from liger_kernel.train.rows import Data
@@ -56,7 +56,7 @@ def kernels(config: TrainConfig, model: Any) -> list[str]:
 
 
 def _data(config: TrainConfig, data: Data, world: int) -> str:
-    rows = config.global_batch or config.batch * config.accumulate * (1 if config.parallel == "tp" else world)
+    rows = config.global_batch or config.batch * config.accumulate * (world // config.sharing(world))
     wanted = f"{config.steps:,} steps of {rows:,} rows"
     if isinstance(data, Stream):
         return f"{config.data}, read in parts of {config.stream:g} million characters, rows of at most {config.length:,} tokens; {wanted}"
@@ -72,24 +72,25 @@ def form_of(config: TrainConfig, model: Any, device: torch.device, precision: st
     row = family(model.config.model_type) if config.kernels == "on" else None
     flags = config.kernel_flags
     own = flags.get("fused_linear_cross_entropy", not flags.get("cross_entropy"))
-    sharded = config.parallel in ("fsdp2", "tp", "deepspeed-z2", "deepspeed-z3")
-    autocast = precision == "bf16-mixed" and config.parallel != "fsdp2"
+    sharded = config.fully_sharded or config.parallel in ("tp", "deepspeed-z2", "deepspeed-z3")
+    autocast = precision == "bf16-mixed" and not config.fully_sharded
+    tokens = config.batch * config.length // (config.sharing(world) if config.parallel in ULYSSES else 1)
     full = autocast and not config.lora  # the hidden state has the dtype of the embedding
     return Form(
-        tokens=config.batch * config.length,
+        tokens=tokens,
         activation=4 if precision == "fp32" else 2,
         residual=4 if precision == "fp32" or full else 2,
         patched=row is not None and device.type != "cpu",  # where PyTorch references run, whose layers keep what stock ones keep
         fused_head=bool(row and not row.fused and own),
         level=memory.level_of(flags.get("rematerialise", True)),
-        tiles=count_of(flags.get("tiled_mlp", False), config.batch * config.length),
+        tiles=count_of(flags.get("tiled_mlp", False), tokens),
         checkpointing=config.gradient_checkpointing,
         keeps_attention=bool(flags.get("keep_attention")),
         offloading=bool(flags.get("activation_offloading")) and device.type != "cpu",
         states=2.0 if config.optimizer == "adamw" else 0.5 if precision != "bf16" else 1.0,
         shards=world if sharded else 1,
         split_weights=config.parallel != "deepspeed-z2",
-        buckets=config.parallel == "ddp",
+        buckets=config.parallel in ("ddp", "ulysses"),
         casts=full,
         gpu=device.type == "cuda",
     )

@@ -92,6 +92,30 @@ def test_errors_are_those_of_torchao(recipe, tokens):
         assert ours.dtype == torch.bfloat16
 
 
+def test_a_forward_alone_casts_by_rows(monkeypatch):
+    """Without gradients, nothing needs the transposed casts."""
+    made, casts = [], f8.casts
+    monkeypatch.setattr(f8, "casts", lambda *a, rows, columns, **more: made.append((rows, columns)) or casts(*a, rows=rows, columns=columns, **more))
+    x, w = drawn(32, 64, seed=1), drawn(48, 64, seed=2).requires_grad_()
+    run = lambda: linears(x, [Projection(f8.float8_trained(w, f8.RECIPES["tensorwise"]))])[0]
+    y = run()
+    assert made == [(True, True), (True, False)]
+    with torch.no_grad():
+        assert torch.equal(run(), y)
+    assert made[2:] == [(True, False), (True, False)]
+
+
+@needs_kernels
+@pytest.mark.parametrize("by_rows", [False, True])
+def test_the_cast_of_a_weight_for_compiled_graphs(by_rows):
+    w = drawn(32, 48, dtype=torch.float32)
+    amax = f8.amax_of(w.bfloat16(), by_rows)
+    values, scale = f8.float8_transposed(w, torch.bfloat16, *amax, by_rows, w)
+    expected = f8.reference(w.bfloat16(), amax, E4, by_rows, False, True)[1]
+    assert torch.equal(values.float(), expected.values.float()) and torch.equal(scale, expected.scale)
+    torch.library.opcheck(torch.ops.liger.float8_transposed.default, (w, torch.bfloat16, *amax, by_rows, w), test_utils=("test_schema", "test_faketensor"))
+
+
 @pytest.mark.parametrize("recipe", RECIPES, **named)
 def test_what_outlives_the_forward(recipe):
     """Of x, the transposed cast alone, once for all projections; x itself where adapters or a product in 16 bits need it."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -22,10 +20,11 @@ DTYPES = (torch.bfloat16, torch.float32)  # not float16, which is trained with a
 def trained(weight: Tensor, recipe: str) -> Float8Trained:
     """``weight`` as it is multiplied. Its largest values are kept over calls if it is learnt in one process, else each call searches them again.
 
-    Of several processes, some free and gather weights. PEFT merges adapters into the ``data`` of frozen weights, which no version counter shows.
+    Of several processes, some free and gather weights. PEFT merges adapters into the ``data`` of frozen weights, which no version counter shows. A compiled
+    graph searches them, because it cannot see a weight's version; once for all its products.
     """
     kept = None
-    if weight.requires_grad and not (dist.is_available() and dist.is_initialized()):
+    if weight.requires_grad and not torch.compiler.is_compiling() and not (dist.is_available() and dist.is_initialized()):
         kept = _KEPT.setdefault(weight, Kept())
     return float8_trained(weight, RECIPES[recipe], kept)
 
@@ -52,7 +51,6 @@ class LigerFloat8TrainingLinear(nn.Linear):
             raise ValueError(f"LigerFloat8TrainingLinear: recipe must be one of {', '.join(RECIPES)}, got {recipe!r}")
         if linear.in_features % 16 or linear.out_features % 16:
             raise ValueError(f"LigerFloat8TrainingLinear: weight must have sizes that are multiples of 16, got {tuple(linear.weight.shape)}")
-        cls._break_graphs()
         linear.__class__ = cls  # its hooks, parameters and place in a model stay
         assert isinstance(linear, cls)
         linear.recipe = recipe
@@ -63,12 +61,6 @@ class LigerFloat8TrainingLinear(nn.Linear):
         del self.recipe
         self.__class__ = nn.Linear  # type: ignore[assignment]  # its base, of which it has all attributes
         return self
-
-    @classmethod
-    @functools.cache
-    def _break_graphs(cls) -> None:
-        """Let torch.compile break its graph at these layers, because a graph cannot hold the casts. The first layer does this: it imports torch.compile."""
-        cls.forward = torch.compiler.disable(cls.forward)  # type: ignore[method-assign]  # it is the same function to everybody else
 
     def forward(self, input: Tensor) -> Tensor:
         if not is_whole(self.weight) or not input.numel():

@@ -81,10 +81,11 @@ def _factor_and_scale(amax: Tensor, dtype: torch.dtype, powers_of_2: bool) -> tu
 def reference(x: Tensor, amax: Amax, dtype: torch.dtype, powers_of_2: bool, rows: bool, columns: bool) -> tuple[Cast | None, Cast | None]:
     """What ``casts`` returns."""
     wide, by_rows = x.float(), amax.columns is not None
+    nan = wide - wide  # where x is not finite. With a literal, which differs from itself, torch.compile would compute the casts anew for each weight
 
     def cast(of: Tensor, transposed: bool) -> Cast:
         factor, scale = _factor_and_scale(of, dtype, powers_of_2)
-        q = (wide * factor).where(wide.isfinite(), float("nan"))
+        q = (wide * factor).where(wide.isfinite(), nan)
         if transposed:
             q, scale = torch.nn.functional.pad(q.t(), (0, -x.shape[0] % 16)), scale[:, None] if by_rows else scale
         return Cast(q.to(dtype).contiguous(), scale.contiguous())
@@ -163,7 +164,7 @@ def _casts(
 
 def amax_of(x: Tensor, by_rows: bool) -> Amax:
     """The largest values of x (M, N) from which ``casts`` computes its scales."""
-    if not use_kernels(x):
+    if not use_kernels(x, fusible=True):
         size = x.float().abs()
         size = size.where(size.isfinite(), 0.0)
         return Amax(size.amax(1), size.amax(0)) if by_rows else whole_amax(size.amax())
@@ -203,7 +204,7 @@ def casts(
 
     ``spare``: a tensor whose memory both casts may use.
     """
-    if not use_kernels(x):
+    if not use_kernels(x, fusible=True):
         return reference(x, amax, dtype, powers_of_2, rows, columns)
     x = x if x.stride(1) == 1 else x.contiguous()
     (M, N), by_rows = x.shape, amax.columns is not None
@@ -221,6 +222,15 @@ def casts(
     how |= dict(BLOCK_M=32, BLOCK_N=128, num_warps=4 if by_rows else 2)
     launch(_casts, (cdiv(padded, 32), cdiv(N, 128)), x, *amax, q, scale, q_t, scale_t, M, N, x.stride(0), padded, **how)
     return None if q is None else Cast(q, scale), None if q_t is None else Cast(q_t, scale_t)
+
+
+@launcher("(Tensor w, ScalarType dtype, Tensor amax_rows, Tensor? amax_columns, bool powers_of_2, Tensor after) -> (Tensor values, Tensor scale)")
+def float8_transposed(w: Tensor, dtype: torch.dtype, amax_rows: Tensor, amax_columns: Tensor | None, powers_of_2: bool, after: Tensor) -> tuple[Tensor, Tensor]:
+    """The transposed ``Cast`` of a weight, which has been rounded to ``dtype``. It does not read ``after``.
+
+    It is an operator of its own for torch.compile, which would otherwise compute it in the forward pass and save it: 1 byte per weight of the model.
+    """
+    return _the(casts(w.to(dtype), E4, Amax(amax_rows, amax_columns), powers_of_2, rows=False, columns=True)[1])
 
 
 @dataclass(eq=False)
@@ -258,22 +268,31 @@ class Float8Trained(Weight):
     accumulates: ClassVar[bool] = False
     gains: ClassVar[bool] = True
     recipe: Recipe = field(kw_only=True)
-    learns: bool = field(kw_only=True)  # a field, because the tensors in a backward do not show it
+    learns: bool = field(kw_only=True)  # whether a backward follows that needs dw; a field, because the tensors in a backward do not show it
     kept: Kept | None = field(default=None, kw_only=True)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         assert self.learnable is not None
         return self.learnable.to(dtype)
 
-    def _cast(self, dtype: torch.dtype, columns: bool) -> Cast:
-        """W cast for y, or transposed for dx."""
-        w, recipe = self.dense(dtype).detach(), self.recipe
-        known = lambda: amax_of(w, recipe.by_rows)
-        amax: Amax = known() if self.kept is None or self.learnable is None else self.kept.of((recipe.by_rows, dtype), self.learnable, known)
-        if columns and not recipe.weight_gradient:
-            one = _the(casts(w, E4, whole_amax(amax.rows.amax()), recipe.powers_of_2, rows=False, columns=True)[1])
-            return Cast(one.values, one.scale.expand(w.shape[1], 1).contiguous())
-        return _the(casts(w, E4, amax, recipe.powers_of_2, rows=not columns, columns=columns)[int(columns)])
+    def _largest(self, w: Tensor) -> Amax:
+        """The largest values of ``w``, which is W in the dtype of the products."""
+        known = lambda: amax_of(w, self.recipe.by_rows)
+        return known() if self.kept is None or self.learnable is None else self.kept.of((self.recipe.by_rows, w.dtype), self.learnable, known)
+
+    def _cast(self, dtype: torch.dtype) -> Cast:
+        """W cast for y."""
+        w = self.dense(dtype).detach()
+        return _the(casts(w, E4, self._largest(w), self.recipe.powers_of_2, rows=True, columns=False)[0])
+
+    def _transposed_cast(self, dtype: torch.dtype, after: Tensor) -> Cast:
+        """W cast for dx, ``after`` something that only the backward has."""
+        w = self.dense(dtype).detach()
+        amax = self._largest(w) if self.recipe.weight_gradient else whole_amax(self._largest(w).rows.amax())
+        if torch.compiler.is_compiling() and self.learnable is not None:
+            w = self.learnable.detach()  # in its own dtype, or a graph would save it in ``dtype`` as well
+        one = Cast(*float8_transposed(w, dtype, *amax, self.recipe.powers_of_2, after))
+        return one if self.recipe.weight_gradient else Cast(one.values, one.scale.expand(w.shape[1], 1).contiguous())
 
     def _casts(self, name: str, x: Rows, dtype: torch.dtype, rows: bool, columns: bool) -> tuple[Cast | None, Cast | None]:
         """The casts of x or dy, once for all weights with this recipe."""
@@ -292,15 +311,16 @@ class Float8Trained(Weight):
         return self._casts("dy", dy, self.recipe.gradient, True, self.learns and self.recipe.weight_gradient)
 
     def forward(self, x: Rows, y: Tensor | None) -> Tensor:
-        found = product(*_the(self._of_x(x)[0]), *self._cast(x.dtype, columns=False), x.dtype, fast=True)
+        found = product(*_the(self._of_x(x)[0]), *self._cast(x.dtype), x.dtype, fast=True)
         return found if y is None else y.add_(found)
 
     def backward(self, dy: Rows, dx: Tensor | None) -> Tensor:
-        found = product(*_the(self._of_dy(dy)[0]), *self._cast(dy.dtype, columns=True), dy.dtype, fast=False)
+        of_dy = _the(self._of_dy(dy)[0])
+        found = product(*of_dy, *self._transposed_cast(dy.dtype, of_dy.scale), dy.dtype, fast=False)
         return found if dx is None else dx.add_(found)
 
     def of_input(self, x: Rows) -> tuple[Hashable, Sequence[Tensor | None]] | None:
-        if not (self.recipe.weight_gradient and x.learns):
+        if not (self.recipe.weight_gradient and x.learns and self.learns):
             return None
         return (("amax", self.recipe.by_rows), self._amax(x)) if x.stays else (("x", self.recipe), _the(self._of_x(x)[1]))
 
@@ -326,4 +346,4 @@ def _the(cast: Cast | None) -> Cast:
 
 def float8_trained(w: Tensor, recipe: Recipe, kept: Kept | None = None) -> Float8Trained:
     N, K = w.shape
-    return Float8Trained((N, K), w, recipe=recipe, learns=w.requires_grad, kept=kept)
+    return Float8Trained((N, K), w, recipe=recipe, learns=w.requires_grad and torch.is_grad_enabled(), kept=kept)

@@ -74,7 +74,7 @@ def assert_bits(found: dict, expected: dict) -> None:
 ONE_LAYER = ["LinearsFunction", "LinearsFunction", "AdaptedMLPFunction"]  # q, k and v; o; the MLP
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", [name for name, recipe in RECIPES.items() if not recipe.blocks])
 def test_learning_is_that_of_torchao(recipe, nodes):
     """A patched model of ours or of torchao's layers learns what torchao's model does, within the rounding of FP8; q, k, v and the MLP are single nodes."""
     stock = llama()
@@ -114,7 +114,7 @@ def test_parameters_stay(fast):
 def test_training(fast):
     """Weights that change are cast again: the loss of a batch falls, as in bf16."""
     losses = {}
-    for recipe in (None, "tensorwise", "rowwise"):
+    for recipe in (None, "tensorwise", "rowwise", "mxfp8_rceil"):
         model = llama()
         if recipe:
             train_in_fp8(model, recipe)
@@ -128,7 +128,7 @@ def test_training(fast):
             optimizer.zero_grad()
             losses[recipe].append(loss.item())
     assert losses[None][-1] < 0.8 * losses[None][0]
-    for recipe in ("tensorwise", "rowwise"):
+    for recipe in ("tensorwise", "rowwise", "mxfp8_rceil"):
         assert losses[recipe][-1] < 0.8 * losses[recipe][0]
         assert abs(losses[recipe][-1] - losses[None][-1]) < 0.1 * losses[None][0]
 
@@ -222,13 +222,20 @@ def test_what_is_left(fast):
     model = llama(intermediate_size=72)
     left = train_in_fp8(model)
     assert left["model.layers.0.mlp.up_proj"] == "72 x 32 are not multiples of 16"
+    model = llama(intermediate_size=48)
+    assert train_in_fp8(model, "mxfp8_rceil")["model.layers.0.mlp.up_proj"] == "48 x 32 are not multiples of 32"
+    assert "48 x 32 are not multiples of 32" in {layer.reason for layer in projections_report(model).stock}
     with pytest.warns(UserWarning, match="fp8: no linear layer is in FP8"):
         train_in_fp8(llama(), filter=lambda m, name: False)
 
 
 WRONG = [
-    (dict(fp8="tensorwize"), r"^fp8: must be one of tensorwise, rowwise, rowwise_with_gw_hp, or False, got 'tensorwize'; did you mean tensorwise\?$"),
-    (dict(fp8=True), "^fp8: must be one of tensorwise, rowwise, rowwise_with_gw_hp, or False, got True$"),
+    (
+        dict(fp8="tensorwize"),
+        r"^fp8: must be one of .*, rowwise_with_gw_hp, mxfp8_rceil, or False, got 'tensorwize'; did you mean tensorwise\?$",
+    ),
+    (dict(fp8="mxfp8"), r", or False, got 'mxfp8'; did you mean mxfp8_rceil\?$"),
+    (dict(fp8=True), "^fp8: must be one of tensorwise, rowwise, rowwise_with_gw_hp, mxfp8_rceil, or False, got True$"),
     (
         dict(fp8="blockwise"),
         "^fp8: blockwise is refused, because no kernel of ours or of PyTorch computes it faster than 16 bits; it must be one of tensorwise,",
@@ -265,15 +272,18 @@ def test_wrong_flags(flags, message, fast):
 
 
 def test_wrong_arguments(monkeypatch):
-    with pytest.raises(ValueError, match="fp8: must be one of tensorwise, rowwise, rowwise_with_gw_hp, or False, got 'fp8'"):
+    with pytest.raises(ValueError, match="fp8: must be one of tensorwise, rowwise, rowwise_with_gw_hp, mxfp8_rceil, or False, got 'fp8'"):
         train_in_fp8(llama(), "fp8")
     with pytest.raises(ValueError, match=r"fp8: must be one of .*, got None"):
         train_in_fp8(llama(), None)
     with pytest.raises(ValueError, match="fp8: the model must have weights in bfloat16 or float32, got float16"):
         train_in_fp8(llama().half())
-    monkeypatch.setattr(fp8, "lacking", lambda device: "FP8 needs another GPU")
+    monkeypatch.setattr(fp8, "lacking", lambda *_: "FP8 needs another GPU")
     with pytest.raises(ValueError, match="fp8: FP8 needs another GPU"):
         train_in_fp8(llama())
+    monkeypatch.setattr(fp8, "lacking", lambda device, capability: f"FP8 needs {capability}")
+    with pytest.raises(ValueError, match=r"fp8: FP8 needs \(10, 0\)"):
+        train_in_fp8(llama(), "mxfp8_rceil")
     with pytest.raises(ValueError, match="weight must have sizes that are multiples of 16, got"):
         LigerFloat8TrainingLinear.of(nn.Linear(24, 16))
 

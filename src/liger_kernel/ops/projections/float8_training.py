@@ -6,9 +6,10 @@ With x (M, K), W (N, K), dy (M, N) the products are  y = x W^T,  dx = dy W,  dw 
     tensorwise            one each, e4m3              one each, dy e5m2                  one each, dy e5m2
     rowwise               a row of x, a row of W      a row of dy, a column of W         a column of dy, a column of x; all e4m3
     rowwise_with_gw_hp    a row of x, a row of W      a row of dy, one of W; all e4m3    not cast: a product in x's dtype
+    mxfp8_rceil           32 values that are reduced together, see ``mxfp8``; all e4m3
 
-Values that are reduced together share one scale s: q = fp8(x / s), s = amax / TOP. TOP is the largest value of the format. The last two recipes round s up to
-a power of two. An infinity or NaN becomes NaN in q and does not change the scale. A scale is never 0 or infinite.
+Values that are reduced together share one scale s: q = fp8(x / s), s = amax / TOP. TOP is the largest value of the format. All but the first recipe round s up
+to a power of two. An infinity or NaN becomes NaN in q and does not change the scale. A scale is never 0 or infinite.
 
 A tensor core multiplies FP8 only if the reduction is contiguous in both operands. So one kernel reads its input once and writes a cast by rows and a transposed
 cast by columns. After the forward only the transposed cast of x stays, 1 byte per value; or x itself, if somebody else keeps or recomputes it anyway.
@@ -30,7 +31,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from liger_kernel.ops._core.operator import launch, launcher, use_kernels
 from liger_kernel.ops._core.tl import cdiv, jit, next_power_of_2, tl
 from liger_kernel.ops.activations.glu import FORM, TOPS, glu_into
-from liger_kernel.ops.projections.float8 import E4, E5, LEAST, _quantized, _size, product
+from liger_kernel.ops.projections.float8 import CAPABILITY, E4, E5, LEAST, _quantized, _size, product
+from liger_kernel.ops.projections.mxfp8 import BLOCK, mx_casts, mx_product
+from liger_kernel.ops.projections.mxfp8 import CAPABILITY as MX_CAPABILITY
 from liger_kernel.ops.projections.weights import Rows, Weight
 
 
@@ -43,6 +46,17 @@ class Recipe:
     gradient: torch.dtype  # the format of dy
     powers_of_2: bool
     weight_gradient: bool = True  # whether dw is computed in FP8
+    blocks: bool = False  # whether scales are those of ``mxfp8``, which the casts find by themselves
+
+    @property
+    def multiple(self) -> int:
+        """What divides both sizes of a weight."""
+        return BLOCK if self.blocks else 16
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """The compute capability of GPUs from which they multiply so."""
+        return MX_CAPABILITY if self.blocks else CAPABILITY
 
 
 RECIPES = {
@@ -51,6 +65,7 @@ RECIPES = {
         Recipe("tensorwise", False, E5, False),
         Recipe("rowwise", True, E4, True),
         Recipe("rowwise_with_gw_hp", True, E4, True, weight_gradient=False),
+        Recipe("mxfp8_rceil", True, E4, True, blocks=True),
     )
 }
 
@@ -224,12 +239,16 @@ def casts(
     return None if q is None else Cast(q, scale), None if q_t is None else Cast(q_t, scale_t)
 
 
-@launcher("(Tensor w, ScalarType dtype, Tensor amax_rows, Tensor? amax_columns, bool powers_of_2, Tensor after) -> (Tensor values, Tensor scale)")
-def float8_transposed(w: Tensor, dtype: torch.dtype, amax_rows: Tensor, amax_columns: Tensor | None, powers_of_2: bool, after: Tensor) -> tuple[Tensor, Tensor]:
-    """The transposed ``Cast`` of a weight, which has been rounded to ``dtype``. It does not read ``after``.
+@launcher("(Tensor w, ScalarType dtype, Tensor? amax_rows, Tensor? amax_columns, bool powers_of_2, Tensor after) -> (Tensor values, Tensor scale)")
+def float8_transposed(
+    w: Tensor, dtype: torch.dtype, amax_rows: Tensor | None, amax_columns: Tensor | None, powers_of_2: bool, after: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The transposed ``Cast`` of a weight, which has been rounded to ``dtype``; without its largest values, that of ``mxfp8``. It does not read ``after``.
 
     It is an operator of its own for torch.compile, which would otherwise compute it in the forward pass and save it: 1 byte per weight of the model.
     """
+    if amax_rows is None:
+        return _the(mx_casts(w.to(dtype), rows=False, columns=True)[1])
     return _the(casts(w.to(dtype), E4, Amax(amax_rows, amax_columns), powers_of_2, rows=False, columns=True)[1])
 
 
@@ -283,24 +302,37 @@ class Float8Trained(Weight):
     def _cast(self, dtype: torch.dtype) -> Cast:
         """W cast for y."""
         w = self.dense(dtype).detach()
-        return _the(casts(w, E4, self._largest(w), self.recipe.powers_of_2, rows=True, columns=False)[0])
+        return _the(self._cast_by(lambda: self._largest(w), w, E4, True, False)[0])
+
+    def _cast_by(
+        self, amax: Callable[[], Amax], x: Tensor, dtype: torch.dtype, rows: bool, columns: bool, spare: Tensor | None = None
+    ) -> tuple[Cast | None, Cast | None]:
+        """Cast x by the recipe. ``amax``: finds its largest values."""
+        if self.recipe.blocks:
+            one, other = mx_casts(x, rows=rows, columns=columns)
+            return None if one is None else Cast(*one), None if other is None else Cast(*other)
+        return casts(x, dtype, amax(), self.recipe.powers_of_2, rows=rows, columns=columns, spare=spare)
 
     def _transposed_cast(self, dtype: torch.dtype, after: Tensor) -> Cast:
         """W cast for dx, ``after`` something that only the backward has."""
-        w = self.dense(dtype).detach()
-        amax = self._largest(w) if self.recipe.weight_gradient else whole_amax(self._largest(w).rows.amax())
+        w, recipe = self.dense(dtype).detach(), self.recipe
+        amax: Amax | tuple[None, None] = (None, None)
+        if not recipe.blocks:
+            amax = self._largest(w) if recipe.weight_gradient else whole_amax(self._largest(w).rows.amax())
         if torch.compiler.is_compiling() and self.learnable is not None:
             w = self.learnable.detach()  # in its own dtype, or a graph would save it in ``dtype`` as well
-        one = Cast(*float8_transposed(w, dtype, *amax, self.recipe.powers_of_2, after))
-        return one if self.recipe.weight_gradient else Cast(one.values, one.scale.expand(w.shape[1], 1).contiguous())
+        one = Cast(*float8_transposed(w, dtype, *amax, recipe.powers_of_2, after))
+        return one if recipe.weight_gradient else Cast(one.values, one.scale.expand(w.shape[1], 1).contiguous())
 
     def _casts(self, name: str, x: Rows, dtype: torch.dtype, rows: bool, columns: bool) -> tuple[Cast | None, Cast | None]:
         """The casts of x or dy, once for all weights with this recipe."""
-        powers = self.recipe.powers_of_2
-        return x.made((name, self.recipe), lambda x_: casts(x_, dtype, self._amax(x), powers, rows=rows, columns=columns, spare=x.spare))
+        return x.made((name, self.recipe), lambda x_: self._cast_by(lambda: self._amax(x), x_, dtype, rows, columns, x.spare))
 
     def _amax(self, x: Rows) -> Amax:
         return x.made(("amax", self.recipe.by_rows), lambda rows: amax_of(rows, self.recipe.by_rows))
+
+    def _product(self, a: Cast, b: Cast, dtype: torch.dtype, fast: bool) -> Tensor:
+        return mx_product(*a, *b, dtype) if self.recipe.blocks else product(*a, *b, dtype, fast=fast)
 
     def _of_x(self, x: Rows) -> tuple[Cast | None, Cast | None]:
         """The casts of x: by rows for y, and by columns for dw if a backward follows that has only them."""
@@ -311,16 +343,16 @@ class Float8Trained(Weight):
         return self._casts("dy", dy, self.recipe.gradient, True, self.learns and self.recipe.weight_gradient)
 
     def forward(self, x: Rows, y: Tensor | None) -> Tensor:
-        found = product(*_the(self._of_x(x)[0]), *self._cast(x.dtype), x.dtype, fast=True)
+        found = self._product(_the(self._of_x(x)[0]), self._cast(x.dtype), x.dtype, fast=True)
         return found if y is None else y.add_(found)
 
     def backward(self, dy: Rows, dx: Tensor | None) -> Tensor:
         of_dy = _the(self._of_dy(dy)[0])
-        found = product(*of_dy, *self._transposed_cast(dy.dtype, of_dy.scale), dy.dtype, fast=False)
+        found = self._product(of_dy, self._transposed_cast(dy.dtype, of_dy.scale), dy.dtype, fast=False)
         return found if dx is None else dx.add_(found)
 
     def of_input(self, x: Rows) -> tuple[Hashable, Sequence[Tensor | None]] | None:
-        if not (self.recipe.weight_gradient and x.learns and self.learns):
+        if not (self.recipe.weight_gradient and x.learns and self.learns) or (x.stays and self.recipe.blocks):
             return None
         return (("amax", self.recipe.by_rows), self._amax(x)) if x.stays else (("x", self.recipe), _the(self._of_x(x)[1]))
 
@@ -336,7 +368,7 @@ class Float8Trained(Weight):
         if not self.recipe.weight_gradient:
             return super().gradient(dy, x)
         of_x = self._casts("x", x, E4, False, True)[1]
-        return product(*_the(self._of_dy(dy)[1]), *_the(of_x), dy.dtype, fast=False)
+        return self._product(_the(self._of_dy(dy)[1]), _the(of_x), dy.dtype, fast=False)
 
 
 def _the(cast: Cast | None) -> Cast:

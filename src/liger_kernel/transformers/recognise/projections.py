@@ -139,7 +139,7 @@ def _recipe_of(config: Any) -> str | None:
     """The recipe that a torchao config describes, apart from options that do not change the result; None if it is none of ours."""
     of = type(config).from_recipe_name
     same = lambda recipe: dataclasses.replace(config, emulate=False, force_recompute_fp8_weight_in_bwd=False, pad_inner_dim=False) == of(recipe)
-    return next((recipe for recipe in RECIPES if same(recipe)), None)
+    return next((recipe for recipe in RECIPES if not RECIPES[recipe].blocks and same(recipe)), None)
 
 
 STORAGES: list[Callable[[nn.Module, torch.dtype], Weight | Left | None]] = [_dense, _four_bits, _float8, _float8_trained]

@@ -36,7 +36,7 @@ Filter = Callable[[nn.Module, str], bool] | Collection[str]
 def train_in_fp8(model: nn.Module, recipe: str = "tensorwise", *, filter: Filter | None = None) -> dict[str, str]:
     """Let the linear layers of ``model`` multiply in FP8, forward and backward, and return the names of those left as they are, with the reason.
 
-    ``recipe``: "tensorwise", "rowwise", "rowwise_with_gw_hp" or "mxfp8_rceil", as torchao names them; ``ops/projections/float8_training.py`` has what each casts.
+    ``recipe``: "tensorwise", "rowwise", "rowwise_with_gw_hp" or "mxfp8_rceil", as torchao names them: see ``ops/projections/float8_training.py``.
     ``filter``: names of layers, or of modules around layers, that are left as they are; or a function of a layer and its name that says whether it is cast, as
     torchao's ``module_filter_fn``. Output heads, routers and layers below 8 million weights are left in any case, but for what such a function takes.
     Parameters, their dtypes and ``state_dict`` do not change. Another call decides about all layers again, and ``restore(model)`` undoes it.

@@ -316,12 +316,13 @@ class Float8Trained(Weight):
     def _transposed_cast(self, dtype: torch.dtype, after: Tensor) -> Cast:
         """W cast for dx, ``after`` something that only the backward has."""
         w, recipe = self.dense(dtype).detach(), self.recipe
-        amax: Amax | tuple[None, None] = (None, None)
+        rows: Tensor | None = None
+        columns: Tensor | None = None
         if not recipe.blocks:
-            amax = self._largest(w) if recipe.weight_gradient else whole_amax(self._largest(w).rows.amax())
+            rows, columns = self._largest(w) if recipe.weight_gradient else whole_amax(self._largest(w).rows.amax())
         if torch.compiler.is_compiling() and self.learnable is not None:
             w = self.learnable.detach()  # in its own dtype, or a graph would save it in ``dtype`` as well
-        one = Cast(*float8_transposed(w, dtype, *amax, recipe.powers_of_2, after))
+        one = Cast(*float8_transposed(w, dtype, rows, columns, recipe.powers_of_2, after))
         return one if recipe.weight_gradient else Cast(one.values, one.scale.expand(w.shape[1], 1).contiguous())
 
     def _casts(self, name: str, x: Rows, dtype: torch.dtype, rows: bool, columns: bool) -> tuple[Cast | None, Cast | None]:

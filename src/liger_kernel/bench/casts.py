@@ -95,17 +95,18 @@ def product_reference(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor) ->
 @functools.cache
 def _of_torchao(recipe: str, compiled: bool) -> Callable[[Tensor], tuple[Tensor, ...]]:
     """The casts of torchao's linear layers."""
-    part = lambda name: importlib.import_module(f"torchao.{name}")
     if f8.RECIPES[recipe].blocks:
-        mx = part("prototype.mx_formats.mx_tensor")
+        mx = importlib.import_module("torchao.prototype.mx_formats.mx_tensor")
 
         def casts(x: Tensor) -> tuple[Tensor, ...]:
             both = (mx.to_mx(t, E4, mxfp8.BLOCK, mx.ScaleCalculationMode.RCEIL, is_swizzled_scales=True) for t in (x, x.t().contiguous()))
             return _bits(*((values, scale.flatten()) for scale, values in both))
 
     else:
-        cast, config = part("float8.float8_scaling_utils").hp_tensor_to_float8_dynamic, part("float8.float8_training_tensor").LinearMMConfig()
-        granular = dict(scaling_granularity=part("float8.config").ScalingGranularity.AXISWISE, round_scales_to_power_of_2=True)
+        cast = importlib.import_module("torchao.float8.float8_scaling_utils").hp_tensor_to_float8_dynamic
+        config = importlib.import_module("torchao.float8.float8_training_tensor").LinearMMConfig()
+        axiswise = importlib.import_module("torchao.float8.config").ScalingGranularity.AXISWISE
+        granular = dict(scaling_granularity=axiswise, round_scales_to_power_of_2=True)
 
         def casts(x: Tensor) -> tuple[Tensor, ...]:
             if recipe == "tensorwise":

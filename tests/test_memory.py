@@ -691,8 +691,8 @@ def test_undo_and_switches():
         patched(model, "everything")
 
 
-class Attention(torch.autograd.Function):
-    """Keeps what flash attention keeps. (PyTorch's own takes another form without a GPU.)"""
+class FlashAttnFunc(torch.autograd.Function):
+    """Keeps what flash attention keeps, under its name. (PyTorch's own takes another form without a GPU.)"""
 
     @staticmethod
     def forward(ctx, q, k, v):
@@ -705,9 +705,9 @@ class Attention(torch.autograd.Function):
         return tuple(map(torch.empty_like, ctx.saved_tensors[:3]))
 
 
-def saved_bytes(level: bool | str, layers: int, hooked: bool = False, hidden: int = 2048, batch: int = 2, length: int = 512) -> int:
-    """What a forward of Llama-3.2-1B's shape with so many layers leaves, by shapes alone; ``hooked``: its MLPs must call their parts."""
-    attention = lambda module, q, k, v, *args, **kwargs: (Attention.apply(q, k, v).transpose(1, 2), None)
+def saved_bytes(level: bool | str, layers: int, hooked: bool = False, hidden: int = 2048, batch: int = 2, length: int = 512, fp8: str | None = None) -> int:
+    """What a forward of Llama-3.2-1B's shape with so many layers leaves, by shapes alone; ``hooked``: its MLPs must call their parts. ``fp8``: a recipe."""
+    attention = lambda module, q, k, v, *args, **kwargs: (FlashAttnFunc.apply(q, k, v).transpose(1, 2), None)
     transformers.AttentionInterface.register("saving_little", attention)
     config = transformers.LlamaConfig(
         vocab_size=128, hidden_size=hidden, intermediate_size=8192, num_hidden_layers=layers, num_attention_heads=32, num_key_value_heads=8,
@@ -718,7 +718,7 @@ def saved_bytes(level: bool | str, layers: int, hooked: bool = False, hidden: in
         ids = torch.zeros(batch, length, dtype=torch.long)
         angles = torch.zeros(1, length, hidden // 32, dtype=torch.bfloat16)
     model.model.rotary_emb.forward = lambda *_, **__: (angles, angles)  # transformers 4 cannot compute them there
-    patched(model, level)
+    patched(model, level, **(dict(fp8=fp8, fp8_filter=lambda m, name: name != "lm_head") if fp8 else {}))
     for layer in layers_of(model) if hooked else ():
         layer.mlp.down_proj.register_forward_hook(lambda *_: None)
     with _op.intercept_launches(lambda *_: None, device="meta"), Kept() as kept:
@@ -738,6 +738,17 @@ def test_saved_bytes_of_a_layer():
     assert kept(True, hooked=True) == cheap and kept("mlp", hooked=True) == mlp
     assert 1 - cheap / parts > 0.32
     assert 1 - mlp / parts > 0.75
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8_rceil"])
+def test_saved_bytes_of_a_layer_in_fp8(recipe):
+    """Of an input that nobody else keeps, a cast; what levels compute again is not kept at all; gate and up are kept in 16 bits. As docs/guides/fp8.md says."""
+    kept = lambda level, fp8: saved_bytes(level, 3, fp8=fp8) - saved_bytes(level, 1, fp8=fp8)
+    hidden = 2 * 2 * 512 * 2048 * 2  # bytes of one activation of two layers, in bf16
+    for level in (False, True, "mlp"):
+        casts = 0 if level or recipe == "rowwise_with_gw_hp" else 1  # the outputs of two norms, in 1 byte instead of 2
+        more = (kept(level, recipe) - kept(level, None)) / hidden
+        assert -casts <= more < 0.06 - casts  # scales, and the largest values of weights
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

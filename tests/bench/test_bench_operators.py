@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from liger_kernel import cli
 from liger_kernel.bench import clock, flags, operators, rivals, tune
 from liger_kernel.bench.cases import OPS
+from liger_kernel.bench.casts import CASTS
 from liger_kernel.bench.losses import LOSSES
 from liger_kernel.ops._core import config as _config
 from liger_kernel.ops._core.config import Tile
@@ -267,3 +268,28 @@ def test_losses_are_their_references_at_their_products(op):
     assert products.get_total_flops() == sum(2 * m * n * k for part in op.cost(**args).gemms for m, n, k in part)
     for name, found in operators.results(op.fn, like(args)).items():
         torch.testing.assert_close(found, truth[name])
+
+
+@pytest.mark.parametrize("op", CASTS.values(), ids=CASTS)
+def test_casts_are_measured_beside_torchao(op):
+    """Forward alone: nothing has gradients. Each is accurate, and moves at least its inputs."""
+    pytest.importorskip("torchao")
+    eager = dataclasses.replace(op, rivals={name: rival for name, rival in op.rivals.items() if "+" not in name})
+    for case in (c for c in op.cases if not c.gpu):
+        rows = list(operators.measure(eager, case, torch.bfloat16, ["backward", "full"], ["eager"], {"ao": rivals.load("ao")}, 3))
+        assert {row["mode"] for row in rows} == {"full"} and {row["variant"] for row in rows} == {"ours", "eager", *eager.rivals}
+        assert not any(row["failed"] for row in rows) and all(row["accurate"] for row in rows), rows
+        assert rows[0]["bytes"] >= sum(t.nbytes for t in case.make(torch.bfloat16, operators.DEVICE).values() if isinstance(t, Tensor))
+
+
+def test_values_of_casts_are_those_of_torchao():
+    """Which accuracy does not say, because they are compared as integers: in blocks each bit."""
+    pytest.importorskip("torchao")
+    op = CASTS["float8_casts"]
+    for case in (c for c in op.cases if not c.gpu):
+        args = case.make(torch.bfloat16, operators.DEVICE)
+        ours, theirs, reference = op.fn(**args), op.rivals["ao"](None, **args), op.reference(**args)
+        for found, other, expected in zip(ours, theirs, reference):
+            assert found.shape == other.shape and found.dtype == other.dtype and torch.equal(found, expected)
+            if found.dtype == torch.uint8:
+                assert (found == other).float().mean() >= (1 if args["recipe"] == "mxfp8_rceil" else 0.98)  # torchao's factor is rounded twice

@@ -17,8 +17,8 @@ from liger_kernel.ops import OPS
 
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="Triton is not installed")
 
-# test_float8, test_float8_head and test_lora compile the last ones
-OWN = (".experimental", ".projections.float8", ".losses.float8_head", ".projections.four_bits")
+# test_float8, test_float8_head, test_mxfp8 and test_lora compile the last ones
+OWN = (".experimental", ".projections.float8", ".projections.mxfp8", ".losses.float8_head", ".projections.four_bits")
 SHARED = {"sm80": 166912, "sm89": 101376, "sm90": 232448, "sm100": 232448, "gfx942": 65536, "gfx950": 163840}  # bytes a program may have
 # Bytes that a thread may spill. None of these kernels is short of registers (255): ptxas spills a few values in some variants, to fit another program on
 # a processor; which ones differs from release to release.

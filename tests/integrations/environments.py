@@ -37,6 +37,7 @@ TORCH = [
     "trainers",
     "public_surface",
     "ops",
+    "fp8_training",
 ]
 KUBERNETES = ["kubernetes==37.0.2", "charset-normalizer", "durationpy", "oauthlib", "requests", "requests-oauthlib", "websocket-client"]
 

@@ -22,6 +22,26 @@ RECIPES = list(f8.RECIPES.values())
 named = dict(ids=lambda r: r.name)
 
 
+def of_torchao(weight: torch.Tensor, recipe: f8.Recipe) -> nn.Linear:
+    """A linear layer that torchao emulates."""
+    pytest.importorskip("torchao")
+    layer = nn.Linear(*weight.shape[::-1], bias=False, dtype=weight.dtype, device=weight.device)
+    layer.weight.data.copy_(weight)
+    if recipe.blocks:
+        from torchao.prototype.moe_training.mxfp8_linear import _to_mxfp8_then_scaled_mm
+        from torchao.prototype.mx_formats.config import ScaleCalculationMode
+        from torchao.quantization.quantize_.common import KernelPreference
+
+        layer.forward = lambda x: _to_mxfp8_then_scaled_mm(x, layer.weight, KernelPreference.EMULATED, ScaleCalculationMode.RCEIL)
+        return layer
+    from torchao.float8.config import Float8LinearConfig
+    from torchao.float8.float8_linear import Float8Linear
+
+    config = Float8LinearConfig.from_recipe_name(recipe.name)
+    object.__setattr__(config, "emulate", True)
+    return Float8Linear.from_float(layer, config)
+
+
 def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE)
 
@@ -73,14 +93,11 @@ def learning(call, x, dy, learnt):
 @pytest.mark.parametrize("recipe", RECIPES, **named)
 def test_errors_are_those_of_torchao(recipe, tokens):
     """Of y, dx and dw beside fp64, at most 1.1 times those of the layer that torchao emulates."""
-    float8_linear = pytest.importorskip("torchao.float8.float8_linear")
-    config = pytest.importorskip("torchao.float8.config").Float8LinearConfig.from_recipe_name(recipe.name)
-    object.__setattr__(config, "emulate", True)
     K, N = 96, 64
+    tokens += -tokens % 32 * recipe.blocks  # torchao has no others
     weight, x, dy = drawn(N, K, seed=1), drawn(tokens, K, seed=2), drawn(tokens, N, seed=3)
     x[0] *= 50  # rows of other sizes
-    theirs = float8_linear.Float8Linear.from_float(nn.Linear(K, N, bias=False, dtype=torch.bfloat16, device=DEVICE), config)
-    theirs.weight.data.copy_(weight)
+    theirs = of_torchao(weight, recipe)
     w = weight.clone().requires_grad_()
     found = learning(lambda x: linears(x, [Projection(f8.float8_trained(w, recipe))])[0], x, dy, [w])
     other = learning(theirs, x, dy, [theirs.weight])
@@ -90,6 +107,30 @@ def test_errors_are_those_of_torchao(recipe, tokens):
         error = lambda t, true=true: ((t.double() - true).norm() / true.norm()).item()
         assert 1e-4 < error(ours) <= 1.1 * error(their) + 1e-6
         assert ours.dtype == torch.bfloat16
+
+
+def test_a_forward_alone_casts_by_rows(monkeypatch):
+    """Without gradients, nothing needs the transposed casts."""
+    made, casts = [], f8.casts
+    monkeypatch.setattr(f8, "casts", lambda *a, rows, columns, **more: made.append((rows, columns)) or casts(*a, rows=rows, columns=columns, **more))
+    x, w = drawn(32, 64, seed=1), drawn(48, 64, seed=2).requires_grad_()
+    run = lambda: linears(x, [Projection(f8.float8_trained(w, f8.RECIPES["tensorwise"]))])[0]
+    y = run()
+    assert made == [(True, True), (True, False)]
+    with torch.no_grad():
+        assert torch.equal(run(), y)
+    assert made[2:] == [(True, False), (True, False)]
+
+
+@needs_kernels
+@pytest.mark.parametrize("by_rows", [False, True])
+def test_the_cast_of_a_weight_for_compiled_graphs(by_rows):
+    w = drawn(32, 48, dtype=torch.float32)
+    amax = f8.amax_of(w.bfloat16(), by_rows)
+    values, scale = f8.float8_transposed(w, torch.bfloat16, *amax, by_rows, w)
+    expected = f8.reference(w.bfloat16(), amax, E4, by_rows, False, True)[1]
+    assert torch.equal(values.float(), expected.values.float()) and torch.equal(scale, expected.scale)
+    torch.library.opcheck(torch.ops.liger.float8_transposed.default, (w, torch.bfloat16, *amax, by_rows, w), test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.parametrize("recipe", RECIPES, **named)
@@ -113,10 +154,10 @@ def test_what_outlives_the_forward(recipe):
 @pytest.mark.parametrize("recipe", RECIPES, **named)
 def test_projections_of_one_input(recipe, frozen):
     """Together they give what each gives alone, with biases, adapters, frozen parts, and in a checkpoint."""
-    x, dy = drawn(2, 24, 32, seed=1), drawn(2, 24, 48, seed=2)
-    ws = [drawn(48, 32, seed=i).requires_grad_(frozen != "w") for i in (3, 4)]
-    bias = drawn(48, seed=5).requires_grad_()
-    adapter = Adapter(drawn(4, 32, seed=6).requires_grad_(), drawn(48, 4, seed=7).requires_grad_(), 0.5)
+    x, dy = drawn(2, 24, 32, seed=1), drawn(2, 24, 64, seed=2)
+    ws = [drawn(64, 32, seed=i).requires_grad_(frozen != "w") for i in (3, 4)]
+    bias = drawn(64, seed=5).requires_grad_()
+    adapter = Adapter(drawn(4, 32, seed=6).requires_grad_(), drawn(64, 4, seed=7).requires_grad_(), 0.5)
     make = lambda w, **more: Projection(f8.float8_trained(w, recipe), bias, **more)
     both = [make(ws[0]), make(ws[1], adapters=(adapter,))]
     learnt = [t for t in (*ws, bias, adapter.a, adapter.b) if t.requires_grad]
@@ -156,17 +197,11 @@ def test_largest_values_of_an_activation(packed, M, N):
 @pytest.mark.parametrize("recipe", RECIPES, **named)
 def test_a_gated_mlp(recipe, checkpointed, tiles):
     """The errors beside fp64 are those of three layers of torchao with an activation between them, or less."""
-    float8_linear = pytest.importorskip("torchao.float8.float8_linear")
-    config = pytest.importorskip("torchao.float8.config").Float8LinearConfig.from_recipe_name(recipe.name)
-    object.__setattr__(config, "emulate", True)
-    H, I, M = 48, 96, 64
+    H, I, M = 64, 96, 64
     values = [drawn(I, H, seed=1) / H**0.5, drawn(I, H, seed=2) / H**0.5, drawn(H, I, seed=3) / I**0.5]
     x, dy = drawn(M, H, seed=4), drawn(M, H, seed=5)
     ours = [w.clone().requires_grad_() for w in values]
-    layers = []
-    for w in values:
-        layers.append(float8_linear.Float8Linear.from_float(nn.Linear(w.shape[1], w.shape[0], bias=False, dtype=torch.bfloat16, device=DEVICE), config))
-        layers[-1].weight.data.copy_(w)
+    layers = [of_torchao(w, recipe) for w in values]
     gate, up, down = (Projection(f8.float8_trained(w, recipe)) for w in ours)
     node = lambda x: adapted_mlp(x, [gate, up], down, ends=True, tiles=tiles)
     call = (lambda x: checkpoint(node, x, use_reentrant=False)) if checkpointed else node

@@ -71,7 +71,7 @@ def test_a_run(trainer, precision, config, capfd):
 @pytest.mark.parametrize(
     "flags, message",
     [
-        ("--fp8 tensorwize", "--fp8 must be one of tensorwise, rowwise, rowwise_with_gw_hp; got 'tensorwize'; did you mean tensorwise\\?"),
+        ("--fp8 tensorwize", "--fp8 must be one of tensorwise, rowwise, rowwise_with_gw_hp, mxfp8_rceil; got 'tensorwize'; did you mean tensorwise\\?"),
         ("--fp8-filter o_proj", "fp8_filter needs fp8, a recipe"),
         ("--fp8-head", "fp8_head needs fp8, a recipe"),
         ("--fp8 rowwise --fp8-filter o_proj,,mlp", "fp8_filter must be names of layers with commas between; got 'o_proj,,mlp'"),
@@ -96,7 +96,7 @@ def test_flags():
 def test_what_cannot_be_is_said(config, monkeypatch):
     with pytest.raises(UserError, match=r"fp8_filter: LlamaForCausalLM has no linear layer 'oproj'; did you mean o_proj\?"):
         loop.train(dataclasses.replace(config, fp8_filter="oproj"))
-    monkeypatch.setattr(float8, "lacking", lambda device: "FP8 needs an NVIDIA GPU")
+    monkeypatch.setattr(float8, "lacking", lambda *_: "FP8 needs an NVIDIA GPU")
     monkeypatch.setattr(loop, "load", None)  # before anything is loaded
     with pytest.raises(UserError, match="fp8 tensorwise: FP8 needs an NVIDIA GPU"):
         loop.train(config)

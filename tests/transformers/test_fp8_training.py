@@ -7,8 +7,10 @@ import copy
 import pytest
 import torch
 import transformers
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from hf_models import DEVICE, assert_untouched, everything_of, make, served_by_kernels_or_references, snapshot, step, tokens
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 
 from liger_kernel import transformers as liger
 from liger_kernel.nn import float8_training
@@ -72,7 +74,7 @@ def assert_bits(found: dict, expected: dict) -> None:
 ONE_LAYER = ["LinearsFunction", "LinearsFunction", "AdaptedMLPFunction"]  # q, k and v; o; the MLP
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", [name for name, recipe in RECIPES.items() if not recipe.blocks])
 def test_learning_is_that_of_torchao(recipe, nodes):
     """A patched model of ours or of torchao's layers learns what torchao's model does, within the rounding of FP8; q, k, v and the MLP are single nodes."""
     stock = llama()
@@ -112,7 +114,7 @@ def test_parameters_stay(fast):
 def test_training(fast):
     """Weights that change are cast again: the loss of a batch falls, as in bf16."""
     losses = {}
-    for recipe in (None, "tensorwise", "rowwise"):
+    for recipe in (None, "tensorwise", "rowwise", "mxfp8_rceil"):
         model = llama()
         if recipe:
             train_in_fp8(model, recipe)
@@ -126,7 +128,7 @@ def test_training(fast):
             optimizer.zero_grad()
             losses[recipe].append(loss.item())
     assert losses[None][-1] < 0.8 * losses[None][0]
-    for recipe in ("tensorwise", "rowwise"):
+    for recipe in ("tensorwise", "rowwise", "mxfp8_rceil"):
         assert losses[recipe][-1] < 0.8 * losses[recipe][0]
         assert abs(losses[recipe][-1] - losses[None][-1]) < 0.1 * losses[None][0]
 
@@ -144,17 +146,70 @@ def test_checkpointing(use_reentrant, fast):
     assert_bits(*found)
 
 
-def test_compiled_layers_compute_the_same(fast):
-    """torch.compile breaks its graph at each layer."""
-    layer = LigerFloat8TrainingLinear.of(nn.Linear(32, 16, dtype=torch.bfloat16, device=DEVICE))
-    x = torch.randn(16, 32, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16).to(DEVICE)
+@pytest.fixture
+def graphs():
+    """A backend of torch.compile that runs graphs as they are, and the forward and backward graphs that it has got, split as for Inductor."""
     found = []
-    for call in (layer, torch.compile(nn.Sequential(layer, nn.ReLU()), backend="aot_eager")):
-        layer.zero_grad()
-        y = call(x).relu()
-        y.sum().backward()
-        found.append((y, layer.weight.grad, layer.bias.grad))
-    assert all(torch.equal(one, other) for one, other in zip(*found))
+
+    def seen(graph, inputs):
+        found.append(graph)
+        return make_boxed_func(graph)
+
+    torch._dynamo.reset()
+    yield aot_autograd(fw_compiler=seen, bw_compiler=seen, partition_fn=min_cut_rematerialization_partition), found
+    torch._dynamo.reset()
+
+
+def called(graph: torch.fx.GraphModule, name: str) -> int:
+    return sum(name in str(node.target) for node in graph.graph.nodes)
+
+
+def saved_by(graph: torch.fx.GraphModule) -> list[tuple[torch.dtype, tuple[int, ...]]]:
+    """Dtypes and shapes of what a forward graph returns, but for its inputs and views of them."""
+    (output,) = (node for node in graph.graph.nodes if node.op == "output")
+    made = [n for n in output.args[0] if isinstance(n, torch.fx.Node) and n.op != "placeholder" and "detach" not in n.name]
+    return [(n.meta["val"].dtype, tuple(n.meta["val"].shape)) for n in made if isinstance(n.meta["val"], torch.Tensor)]
+
+
+@pytest.mark.parametrize("recipe, part", [*((recipe, "layer") for recipe in RECIPES), ("tensorwise", "model")])
+def test_compiled_without_graph_breaks(recipe, part, fast, graphs):
+    """Losses and gradients are those of the model that is not compiled, and steps of an optimizer compile nothing."""
+    backend, found = graphs
+    model = llama().train()
+    patch(model=model, fp8=recipe)
+    expected = step(model)[1]
+    (model.model.layers[0] if part == "layer" else model).compile(backend=backend, fullgraph=True)
+    first = step(model)[1]
+    assert len(found) == 2
+    if part == "layer":
+        assert_bits(first, expected)
+    torch.testing.assert_close(first["loss"], expected["loss"], rtol=2e-7, atol=0)  # a compiled head adds in another order, without FP8 as well
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), [first["loss"]]
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for _ in range(2):
+            optimizer.step()
+            losses.append(step(model)[1]["loss"])
+    assert losses[2] < losses[1] < losses[0]
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_what_a_compiled_layer_saves(autocast, fast, graphs):
+    """Its weights are searched once, its inputs once for all layers that multiply them, and no cast or copy of a weight outlives the forward."""
+    backend, found = graphs
+    model = llama(hidden_size=48).train()
+    model = model.float() if autocast else model
+    patch(model=model, fp8="tensorwise")
+    expected = copy.deepcopy(model)
+    model.model.layers[0].compile(backend=backend, fullgraph=True)
+    with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
+        assert_bits(*(step(m, tokens(6))[1] for m in (model, expected)))
+    forward, backward = found
+    assert called(forward, "aten.amax") == 2 * (LINEARS + 4) and called(backward, "aten.amax") == 2 * LINEARS  # a search, and the largest of its parts
+    assert called(forward, "float8_transposed") == 0 and called(backward, "float8_transposed") == LINEARS
+    weights = {tuple(p.shape) for p in model.model.layers[0].parameters() if p.ndim == 2}
+    saved = saved_by(forward)
+    assert sorted(shape for dtype, shape in saved if dtype == float8.E4) == [(48, 80), (48, 80), (64, 80), (64, 80)]  # 72 tokens
+    assert not [t for t in saved if t[1] in weights]
 
 
 def test_what_is_left(fast):
@@ -167,13 +222,20 @@ def test_what_is_left(fast):
     model = llama(intermediate_size=72)
     left = train_in_fp8(model)
     assert left["model.layers.0.mlp.up_proj"] == "72 x 32 are not multiples of 16"
+    model = llama(intermediate_size=48)
+    assert train_in_fp8(model, "mxfp8_rceil")["model.layers.0.mlp.up_proj"] == "48 x 32 are not multiples of 32"
+    assert "48 x 32 are not multiples of 32" in {layer.reason for layer in projections_report(model).stock}
     with pytest.warns(UserWarning, match="fp8: no linear layer is in FP8"):
         train_in_fp8(llama(), filter=lambda m, name: False)
 
 
 WRONG = [
-    (dict(fp8="tensorwize"), r"^fp8: must be one of tensorwise, rowwise, rowwise_with_gw_hp, or False, got 'tensorwize'; did you mean tensorwise\?$"),
-    (dict(fp8=True), "^fp8: must be one of tensorwise, rowwise, rowwise_with_gw_hp, or False, got True$"),
+    (
+        dict(fp8="tensorwize"),
+        r"^fp8: must be one of .*, rowwise_with_gw_hp, mxfp8_rceil, or False, got 'tensorwize'; did you mean tensorwise\?$",
+    ),
+    (dict(fp8="mxfp8"), r", or False, got 'mxfp8'; did you mean mxfp8_rceil\?$"),
+    (dict(fp8=True), "^fp8: must be one of tensorwise, rowwise, rowwise_with_gw_hp, mxfp8_rceil, or False, got True$"),
     (
         dict(fp8="blockwise"),
         "^fp8: blockwise is refused, because no kernel of ours or of PyTorch computes it faster than 16 bits; it must be one of tensorwise,",
@@ -210,15 +272,18 @@ def test_wrong_flags(flags, message, fast):
 
 
 def test_wrong_arguments(monkeypatch):
-    with pytest.raises(ValueError, match="fp8: must be one of tensorwise, rowwise, rowwise_with_gw_hp, or False, got 'fp8'"):
+    with pytest.raises(ValueError, match="fp8: must be one of tensorwise, rowwise, rowwise_with_gw_hp, mxfp8_rceil, or False, got 'fp8'"):
         train_in_fp8(llama(), "fp8")
     with pytest.raises(ValueError, match=r"fp8: must be one of .*, got None"):
         train_in_fp8(llama(), None)
     with pytest.raises(ValueError, match="fp8: the model must have weights in bfloat16 or float32, got float16"):
         train_in_fp8(llama().half())
-    monkeypatch.setattr(fp8, "lacking", lambda device: "FP8 needs another GPU")
+    monkeypatch.setattr(fp8, "lacking", lambda *_: "FP8 needs another GPU")
     with pytest.raises(ValueError, match="fp8: FP8 needs another GPU"):
         train_in_fp8(llama())
+    monkeypatch.setattr(fp8, "lacking", lambda device, capability: f"FP8 needs {capability}")
+    with pytest.raises(ValueError, match=r"fp8: FP8 needs \(10, 0\)"):
+        train_in_fp8(llama(), "mxfp8_rceil")
     with pytest.raises(ValueError, match="weight must have sizes that are multiples of 16, got"):
         LigerFloat8TrainingLinear.of(nn.Linear(24, 16))
 

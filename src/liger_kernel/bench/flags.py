@@ -10,7 +10,7 @@ from liger_kernel.train.mistakes import Parser, UserError, at_least, holds, one_
 
 DTYPES = ("bf16", "fp16", "fp32")
 MODES = ("forward", "backward", "full")
-VARIANTS = ("ours", "eager", "compile", "torch", "upstream", "cce", "quack", "base")
+VARIANTS = ("ours", "eager", "compile", "torch", "upstream", "cce", "quack", "ao", "base")
 
 
 def operators(argv: list[str]) -> argparse.Namespace:
@@ -21,12 +21,13 @@ def operators(argv: list[str]) -> argparse.Namespace:
         usage="%(prog)s [OP ...] [--name value ...]",
     )
     add = parser.add_argument
-    add("op", nargs="*", help="operators that `liger ops` lists, and the losses dpo, grpo and orpo (default: all)")
+    more = "the losses dpo, grpo and orpo, and steps of layers in FP8: float8_amax, float8_casts, float8_product, glu_and_tops"
+    add("op", nargs="*", help=f"operators that `liger ops` lists, {more} (default: all)")
     add("--case", action="append", default=[], help="only this case (may be given again); see `liger ops NAME`")
     add("--sweep", help="instead of cases, an operator's sweep: tokens, vocabulary, hidden")
     add("--dtype", help="bf16, fp16, fp32; comma-separated (default: bf16, fp32 without a GPU)")
     add("--mode", default="full", help="forward, backward, full; comma-separated (default: full)")
-    add("--against", help="eager, compile, torch, upstream, cce, quack; comma-separated (default: eager,compile,torch, eager without a GPU)")
+    add("--against", help="eager, compile, torch, upstream, cce, quack, ao (torchao); comma-separated (default: eager,compile,torch, eager without a GPU)")
     for name, package in PACKAGES.items():
         add(f"--{name}-path", metavar="DIR", help=f"where {package.requirement} is: pip install --no-deps --target DIR {package.requirement}")
     add("--base", metavar="GITREF", help="our operators at this revision, too")

@@ -29,7 +29,7 @@ from liger_kernel.bench.measured import MeasuredOp
 from liger_kernel.bench.rows import read, text_table, write_csv
 from liger_kernel.nearest import no_such
 from liger_kernel.ops._core.operator import Case
-from liger_kernel.testing import Named, backward, errors, floors, forward, like
+from liger_kernel.testing import Named, backward, differentiable, errors, floors, forward, like
 from liger_kernel.train.mistakes import UserError, one_of
 
 DEVICE = "cuda" if clock.GPU else "cpu"
@@ -60,8 +60,8 @@ def implementations(op: MeasuredOp, against: list[str], loaded: dict[str, rivals
     for name, rival in loaded.items():
         if name == "base":
             found[name] = getattr(rival.module, op.name)
-        elif name in op.rivals:
-            found[name] = _with(op.rivals[name], rival.module)
+        else:  # a package, by itself and "+compile"
+            found |= {key: _with(function, rival.module) for key, function in op.rivals.items() if key.partition("+")[0] == name}
     return found
 
 
@@ -142,6 +142,8 @@ def measure(
     shape = {k: list(v.shape) for k, v in base.items() if isinstance(v, Tensor)}
     cost = op.cost(**base)
     for mode in modes:
+        if mode == "backward" and not differentiable(base):
+            continue
         moved, flops, products = cost.of(mode)
         with contextlib.ExitStack() as stack:
             for name in alive:
@@ -198,10 +200,11 @@ def _free() -> None:
 
 
 def known() -> dict[str, MeasuredOp]:
-    """All operators and losses that can be measured, by name."""
+    """All operators, losses and steps of layers in FP8 that can be measured, by name."""
+    from liger_kernel.bench.casts import CASTS
     from liger_kernel.bench.losses import LOSSES
 
-    return OPS | LOSSES
+    return OPS | LOSSES | CASTS
 
 
 def child(a: argparse.Namespace) -> None:

@@ -30,6 +30,7 @@ PACKAGES = {
     "upstream": Package("liger_kernel.transformers.functional", "liger-kernel==0.8.5"),
     "cce": Package("cut_cross_entropy", "cut-cross-entropy"),
     "quack": Package("quack", "quack-kernels"),
+    "ao": Package("torchao.float8", "torchao"),
 }
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -12,6 +10,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from liger_kernel.ops._core.operator import intercepted
 from liger_kernel.ops.projections.adapted import Projection
+from liger_kernel.ops.projections.float8 import lacking
 from liger_kernel.ops.projections.float8_training import RECIPES, Float8Trained, Kept, float8_trained, forget
 from liger_kernel.ops.projections.linear import dtypes_of, linears
 
@@ -22,10 +21,13 @@ DTYPES = (torch.bfloat16, torch.float32)  # not float16, which is trained with a
 def trained(weight: Tensor, recipe: str) -> Float8Trained:
     """``weight`` as it is multiplied. Its largest values are kept over calls if it is learnt in one process, else each call searches them again.
 
-    Of several processes, some free and gather weights. PEFT merges adapters into the ``data`` of frozen weights, which no version counter shows.
+    Of several processes, some free and gather weights. PEFT merges adapters into the ``data`` of frozen weights, which no version counter shows. A compiled
+    graph searches them, because it cannot see a weight's version; once for all its products.
     """
+    if not torch.compiler.is_compiling() and (why := lacking(weight.device, RECIPES[recipe].capability)):
+        raise ValueError(f"fp8: {why}")
     kept = None
-    if weight.requires_grad and not (dist.is_available() and dist.is_initialized()):
+    if weight.requires_grad and not torch.compiler.is_compiling() and not (dist.is_available() and dist.is_initialized()):
         kept = _KEPT.setdefault(weight, Kept())
     return float8_trained(weight, RECIPES[recipe], kept)
 
@@ -38,8 +40,9 @@ def is_whole(weight: Tensor) -> bool:
 class LigerFloat8TrainingLinear(nn.Linear):
     """``x W^T + bias`` whose three products are in FP8: see ``of``. x is (..., K), in bfloat16 or float32; y and dx have its dtype, or autocast's.
 
-    The parameters are those of ``nn.Linear``; both sizes of the weight must be multiples of 16. A weight that is sharded when it is multiplied, or quantised,
-    is multiplied by ``F.linear``. Raises ``ValueError`` for other dtypes of x, and on a GPU without FP8. Micikevicius et al., arXiv:2209.05433.
+    The parameters are those of ``nn.Linear``; both sizes of the weight must be multiples of 16 (of 32 with "mxfp8_rceil"). A weight that is sharded when it is
+    multiplied, or quantised, is multiplied by ``F.linear``. Raises ``ValueError`` for other dtypes of x, and on a GPU without FP8. Micikevicius et al.,
+    arXiv:2209.05433.
     """
 
     recipe: str
@@ -47,12 +50,11 @@ class LigerFloat8TrainingLinear(nn.Linear):
 
     @classmethod
     def of(cls, linear: nn.Linear, recipe: str = "tensorwise") -> LigerFloat8TrainingLinear:
-        """``linear`` itself, with this class, by a recipe of torchao: "tensorwise", "rowwise" or "rowwise_with_gw_hp". Raises ``ValueError`` for others."""
+        """``linear`` itself, with this class, by a recipe of torchao, one of ``RECIPES``. Raises ``ValueError`` for others."""
         if recipe not in RECIPES:
             raise ValueError(f"LigerFloat8TrainingLinear: recipe must be one of {', '.join(RECIPES)}, got {recipe!r}")
-        if linear.in_features % 16 or linear.out_features % 16:
-            raise ValueError(f"LigerFloat8TrainingLinear: weight must have sizes that are multiples of 16, got {tuple(linear.weight.shape)}")
-        cls._break_graphs()
+        if linear.in_features % (multiple := RECIPES[recipe].multiple) or linear.out_features % multiple:
+            raise ValueError(f"LigerFloat8TrainingLinear: weight must have sizes that are multiples of {multiple}, got {tuple(linear.weight.shape)}")
         linear.__class__ = cls  # its hooks, parameters and place in a model stay
         assert isinstance(linear, cls)
         linear.recipe = recipe
@@ -63,12 +65,6 @@ class LigerFloat8TrainingLinear(nn.Linear):
         del self.recipe
         self.__class__ = nn.Linear  # type: ignore[assignment]  # its base, of which it has all attributes
         return self
-
-    @classmethod
-    @functools.cache
-    def _break_graphs(cls) -> None:
-        """Let torch.compile break its graph at these layers, because a graph cannot hold the casts. The first layer does this: it imports torch.compile."""
-        cls.forward = torch.compiler.disable(cls.forward)  # type: ignore[method-assign]  # it is the same function to everybody else
 
     def forward(self, input: Tensor) -> Tensor:
         if not is_whole(self.weight) or not input.numel():

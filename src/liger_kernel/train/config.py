@@ -32,7 +32,7 @@ PACKINGS = ("auto", "documents")
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
 REPORTS = ("tensorboard", "wandb", "mlflow")
 QUANTIZED = ("nf4", "int8", "fp8")
-FP8 = ("tensorwise", "rowwise", "rowwise_with_gw_hp")  # of ops/projections/float8_training.py, which needs torch
+FP8 = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8_rceil")  # of ops/projections/float8_training.py, which needs torch
 EVERY_LINEAR = "all-linear"
 # fields that say what is trained beside a frozen base; checkpoints of other adapters do not fit
 ADAPTERS = ("lora", "lora_alpha", "lora_dropout", "lora_targets", "dora", "rslora", "quantize")
@@ -141,7 +141,7 @@ class TrainConfig:
         "what the backward computes again: cheap: norms and gated activations (default); mlp: gate and up, too; off: nothing",
         REMATERIALISE,
     )
-    fp8: str | None = _field(None, "kernels", "linear layers multiply in FP8, forward and backward, with one scale for each tensor, or for each row", FP8)
+    fp8: str | None = _field(None, "kernels", "linear layers multiply in FP8, forward and backward, with one scale for each tensor, row or 32 values", FP8)
     fp8_filter: str | None = _field(
         None, "kernels", "layers that stay as they are, beside heads, routers and small layers: names with commas between, such as o_proj,mlp"
     )

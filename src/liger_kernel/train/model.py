@@ -45,8 +45,9 @@ def device_and_precision(config: TrainConfig) -> tuple[torch.device, str]:
         raise UserError(f"device is {name}, but PyTorch sees {gpus or 'no'} GPU{'s' * (gpus > 1)} here")
     if config.fp8:
         from liger_kernel.ops.projections.float8 import lacking
+        from liger_kernel.ops.projections.float8_training import RECIPES
 
-        if missing := lacking(device):
+        if missing := lacking(device, RECIPES[config.fp8].capability):
             raise UserError(f"fp8 {config.fp8}: {missing}")
     return device, precision_of(config, gpu=device.type == "cuda")
 

@@ -36,7 +36,7 @@ Filter = Callable[[nn.Module, str], bool] | Collection[str]
 def train_in_fp8(model: nn.Module, recipe: str = "tensorwise", *, filter: Filter | None = None) -> dict[str, str]:
     """Let the linear layers of ``model`` multiply in FP8, forward and backward, and return the names of those left as they are, with the reason.
 
-    ``recipe``: "tensorwise", "rowwise" or "rowwise_with_gw_hp", named as torchao names them; ``ops/projections/float8_training.py`` has what each casts.
+    ``recipe``: "tensorwise", "rowwise", "rowwise_with_gw_hp" or "mxfp8_rceil", as torchao names them: see ``ops/projections/float8_training.py``.
     ``filter``: names of layers, or of modules around layers, that are left as they are; or a function of a layer and its name that says whether it is cast, as
     torchao's ``module_filter_fn``. Output heads, routers and layers below 8 million weights are left in any case, but for what such a function takes.
     Parameters, their dtypes and ``state_dict`` do not change. Another call decides about all layers again, and ``restore(model)`` undoes it.
@@ -104,7 +104,7 @@ def _convert(model: nn.Module, wish: Wish) -> dict[str, str]:
         if p.dtype == torch.float16:
             raise ValueError("fp8: the model must have weights in bfloat16 or float32, got float16")
     for device in {p.device for p in model.parameters()}:
-        if why := lacking(device):
+        if why := lacking(device, RECIPES[wish.recipe].capability):
             raise ValueError(f"fp8: {why}")
         if wish.head and (why := head_lacking(device)):
             raise ValueError(f"fp8_head: {why}")
@@ -113,7 +113,7 @@ def _convert(model: nn.Module, wish: Wish) -> dict[str, str]:
         m.__dict__[FP8] = wish.recipe
     reasons = {}
     for name, m, is_head in linear_layers(model):
-        if (why := HEAD if is_head and wish.head else reason(name, m, is_head, wish.filter)) is None:
+        if (why := HEAD if is_head and wish.head else reason(name, m, is_head, wish)) is None:
             LigerFloat8TrainingLinear.of(m, wish.recipe)
         else:
             reasons[name] = why
@@ -139,8 +139,9 @@ def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear, bool]]:
             yield name, m, id(m) in heads
 
 
-def reason(name: str, m: nn.Linear, is_head: bool, filter: Callable[[nn.Module, str], bool] | tuple[str, ...]) -> str | None:
+def reason(name: str, m: nn.Linear, is_head: bool, wish: Wish) -> str | None:
     """Why a layer is left as it is; None if it is cast."""
+    filter, multiple = wish.filter, RECIPES[wish.recipe].multiple
     if not is_dense(m):
         return f"a {type(m).__name__} that is not a plain nn.Linear: sharded, hooked, quantised, or with a forward of its own"
     if m.weight.dtype not in DTYPES:
@@ -150,8 +151,8 @@ def reason(name: str, m: nn.Linear, is_head: bool, filter: Callable[[nn.Module, 
             return "the filter leaves it"
     elif is_head or any(f".{n}." in f".{name}." for n in (*HEADS_AND_ROUTERS, *filter)):
         return "a head, a router, or left by its name"
-    if m.in_features % 16 or m.out_features % 16:
-        return f"{m.out_features} x {m.in_features} are not multiples of 16"
+    if m.in_features % multiple or m.out_features % multiple:
+        return f"{m.out_features} x {m.in_features} are not multiples of {multiple}"
     if callable(filter):
         return None
     return f"{m.out_features} x {m.in_features} are too few to gain by it" if m.weight.numel() < SMALL else None

@@ -35,6 +35,8 @@ COLOURS = {
     "torch": "#8fa9c9",
     "cce": "#a8678f",
     "quack": "#bd6a4c",
+    "ao": "#c98a8a",
+    "ao+compile": "#a86060",
     "eager": "#b6bec8",
     "stock": "#b6bec8",
 }

@@ -158,14 +158,19 @@ def _capability(index: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)
 
 
-def lacking(device: torch.device) -> str | None:
+CAPABILITY = 8, 9  # the compute capability from which tensor cores multiply in FP8 (Ada)
+
+
+def lacking(device: torch.device, capability: tuple[int, int] = CAPABILITY) -> str | None:
     """The reason why a device cannot multiply in FP8. None if it can, and without a GPU, where the reference runs."""
     if device.type == "cpu" or device.type == "meta":
         return None
+    kind, (major, minor) = "FP8" if capability == CAPABILITY else "FP8 with scales of blocks", capability
+    needs = f"{kind} needs an NVIDIA GPU of compute capability {major}.{minor} or newer, got"
     if device.type != "cuda" or torch.version.hip:
-        return f"FP8 needs an NVIDIA GPU of compute capability 8.9 or newer, got {device}"
+        return f"{needs} {device}"
     found = _capability(torch.cuda.current_device() if device.index is None else device.index)
-    return None if found >= (8, 9) else f"FP8 needs an NVIDIA GPU of compute capability 8.9 or newer, got {found[0]}.{found[1]}"
+    return None if found >= capability else f"{needs} {found[0]}.{found[1]}"
 
 
 def cast(x: Tensor, dtype: torch.dtype, per_row: bool, by: Tensor | None = None) -> tuple[Tensor, Tensor]:

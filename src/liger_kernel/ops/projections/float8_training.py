@@ -6,9 +6,10 @@ With x (M, K), W (N, K), dy (M, N) the products are  y = x W^T,  dx = dy W,  dw 
     tensorwise            one each, e4m3              one each, dy e5m2                  one each, dy e5m2
     rowwise               a row of x, a row of W      a row of dy, a column of W         a column of dy, a column of x; all e4m3
     rowwise_with_gw_hp    a row of x, a row of W      a row of dy, one of W; all e4m3    not cast: a product in x's dtype
+    mxfp8_rceil           32 values that are reduced together, see ``mxfp8``; all e4m3
 
-Values that are reduced together share one scale s: q = fp8(x / s), s = amax / TOP. TOP is the largest value of the format. The last two recipes round s up to
-a power of two. An infinity or NaN becomes NaN in q and does not change the scale. A scale is never 0 or infinite.
+Values that are reduced together share one scale s: q = fp8(x / s), s = amax / TOP. TOP is the largest value of the format. All but the first recipe round s up
+to a power of two. An infinity or NaN becomes NaN in q and does not change the scale. A scale is never 0 or infinite.
 
 A tensor core multiplies FP8 only if the reduction is contiguous in both operands. So one kernel reads its input once and writes a cast by rows and a transposed
 cast by columns. After the forward only the transposed cast of x stays, 1 byte per value; or x itself, if somebody else keeps or recomputes it anyway.
@@ -30,7 +31,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from liger_kernel.ops._core.operator import launch, launcher, use_kernels
 from liger_kernel.ops._core.tl import cdiv, jit, next_power_of_2, tl
 from liger_kernel.ops.activations.glu import FORM, TOPS, glu_into
-from liger_kernel.ops.projections.float8 import E4, E5, LEAST, _quantized, _size, product
+from liger_kernel.ops.projections.float8 import CAPABILITY, E4, E5, LEAST, _quantized, _size, product
+from liger_kernel.ops.projections.mxfp8 import BLOCK, mx_casts, mx_product
+from liger_kernel.ops.projections.mxfp8 import CAPABILITY as MX_CAPABILITY
 from liger_kernel.ops.projections.weights import Rows, Weight
 
 
@@ -43,6 +46,17 @@ class Recipe:
     gradient: torch.dtype  # the format of dy
     powers_of_2: bool
     weight_gradient: bool = True  # whether dw is computed in FP8
+    blocks: bool = False  # whether scales are those of ``mxfp8``, which the casts find by themselves
+
+    @property
+    def multiple(self) -> int:
+        """What divides both sizes of a weight."""
+        return BLOCK if self.blocks else 16
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """The compute capability of GPUs from which they multiply so."""
+        return MX_CAPABILITY if self.blocks else CAPABILITY
 
 
 RECIPES = {
@@ -51,6 +65,7 @@ RECIPES = {
         Recipe("tensorwise", False, E5, False),
         Recipe("rowwise", True, E4, True),
         Recipe("rowwise_with_gw_hp", True, E4, True, weight_gradient=False),
+        Recipe("mxfp8_rceil", True, E4, True, blocks=True),
     )
 }
 
@@ -81,10 +96,11 @@ def _factor_and_scale(amax: Tensor, dtype: torch.dtype, powers_of_2: bool) -> tu
 def reference(x: Tensor, amax: Amax, dtype: torch.dtype, powers_of_2: bool, rows: bool, columns: bool) -> tuple[Cast | None, Cast | None]:
     """What ``casts`` returns."""
     wide, by_rows = x.float(), amax.columns is not None
+    nan = wide - wide  # where x is not finite. With a literal, which differs from itself, torch.compile would compute the casts anew for each weight
 
     def cast(of: Tensor, transposed: bool) -> Cast:
         factor, scale = _factor_and_scale(of, dtype, powers_of_2)
-        q = (wide * factor).where(wide.isfinite(), float("nan"))
+        q = (wide * factor).where(wide.isfinite(), nan)
         if transposed:
             q, scale = torch.nn.functional.pad(q.t(), (0, -x.shape[0] % 16)), scale[:, None] if by_rows else scale
         return Cast(q.to(dtype).contiguous(), scale.contiguous())
@@ -163,7 +179,7 @@ def _casts(
 
 def amax_of(x: Tensor, by_rows: bool) -> Amax:
     """The largest values of x (M, N) from which ``casts`` computes its scales."""
-    if not use_kernels(x):
+    if not use_kernels(x, fusible=True):
         size = x.float().abs()
         size = size.where(size.isfinite(), 0.0)
         return Amax(size.amax(1), size.amax(0)) if by_rows else whole_amax(size.amax())
@@ -203,7 +219,7 @@ def casts(
 
     ``spare``: a tensor whose memory both casts may use.
     """
-    if not use_kernels(x):
+    if not use_kernels(x, fusible=True):
         return reference(x, amax, dtype, powers_of_2, rows, columns)
     x = x if x.stride(1) == 1 else x.contiguous()
     (M, N), by_rows = x.shape, amax.columns is not None
@@ -221,6 +237,19 @@ def casts(
     how |= dict(BLOCK_M=32, BLOCK_N=128, num_warps=4 if by_rows else 2)
     launch(_casts, (cdiv(padded, 32), cdiv(N, 128)), x, *amax, q, scale, q_t, scale_t, M, N, x.stride(0), padded, **how)
     return None if q is None else Cast(q, scale), None if q_t is None else Cast(q_t, scale_t)
+
+
+@launcher("(Tensor w, ScalarType dtype, Tensor? amax_rows, Tensor? amax_columns, bool powers_of_2, Tensor after) -> (Tensor values, Tensor scale)")
+def float8_transposed(
+    w: Tensor, dtype: torch.dtype, amax_rows: Tensor | None, amax_columns: Tensor | None, powers_of_2: bool, after: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The transposed ``Cast`` of a weight, which has been rounded to ``dtype``; without its largest values, that of ``mxfp8``. It does not read ``after``.
+
+    It is an operator of its own for torch.compile, which would otherwise compute it in the forward pass and save it: 1 byte per weight of the model.
+    """
+    if amax_rows is None:
+        return _the(mx_casts(w.to(dtype), rows=False, columns=True)[1])
+    return _the(casts(w.to(dtype), E4, Amax(amax_rows, amax_columns), powers_of_2, rows=False, columns=True)[1])
 
 
 @dataclass(eq=False)
@@ -258,30 +287,53 @@ class Float8Trained(Weight):
     accumulates: ClassVar[bool] = False
     gains: ClassVar[bool] = True
     recipe: Recipe = field(kw_only=True)
-    learns: bool = field(kw_only=True)  # a field, because the tensors in a backward do not show it
+    learns: bool = field(kw_only=True)  # whether a backward follows that needs dw; a field, because the tensors in a backward do not show it
     kept: Kept | None = field(default=None, kw_only=True)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         assert self.learnable is not None
         return self.learnable.to(dtype)
 
-    def _cast(self, dtype: torch.dtype, columns: bool) -> Cast:
-        """W cast for y, or transposed for dx."""
+    def _largest(self, w: Tensor) -> Amax:
+        """The largest values of ``w``, which is W in the dtype of the products."""
+        known = lambda: amax_of(w, self.recipe.by_rows)
+        return known() if self.kept is None or self.learnable is None else self.kept.of((self.recipe.by_rows, w.dtype), self.learnable, known)
+
+    def _cast(self, dtype: torch.dtype) -> Cast:
+        """W cast for y."""
+        w = self.dense(dtype).detach()
+        return _the(self._cast_by(lambda: self._largest(w), w, E4, True, False)[0])
+
+    def _cast_by(
+        self, amax: Callable[[], Amax], x: Tensor, dtype: torch.dtype, rows: bool, columns: bool, spare: Tensor | None = None
+    ) -> tuple[Cast | None, Cast | None]:
+        """Cast x by the recipe. ``amax``: finds its largest values."""
+        if self.recipe.blocks:
+            one, other = mx_casts(x, rows=rows, columns=columns)
+            return None if one is None else Cast(*one), None if other is None else Cast(*other)
+        return casts(x, dtype, amax(), self.recipe.powers_of_2, rows=rows, columns=columns, spare=spare)
+
+    def _transposed_cast(self, dtype: torch.dtype, after: Tensor) -> Cast:
+        """W cast for dx, ``after`` something that only the backward has."""
         w, recipe = self.dense(dtype).detach(), self.recipe
-        known = lambda: amax_of(w, recipe.by_rows)
-        amax: Amax = known() if self.kept is None or self.learnable is None else self.kept.of((recipe.by_rows, dtype), self.learnable, known)
-        if columns and not recipe.weight_gradient:
-            one = _the(casts(w, E4, whole_amax(amax.rows.amax()), recipe.powers_of_2, rows=False, columns=True)[1])
-            return Cast(one.values, one.scale.expand(w.shape[1], 1).contiguous())
-        return _the(casts(w, E4, amax, recipe.powers_of_2, rows=not columns, columns=columns)[int(columns)])
+        rows: Tensor | None = None
+        columns: Tensor | None = None
+        if not recipe.blocks:
+            rows, columns = self._largest(w) if recipe.weight_gradient else whole_amax(self._largest(w).rows.amax())
+        if torch.compiler.is_compiling() and self.learnable is not None:
+            w = self.learnable.detach()  # in its own dtype, or a graph would save it in ``dtype`` as well
+        one = Cast(*float8_transposed(w, dtype, rows, columns, recipe.powers_of_2, after))
+        return one if recipe.weight_gradient else Cast(one.values, one.scale.expand(w.shape[1], 1).contiguous())
 
     def _casts(self, name: str, x: Rows, dtype: torch.dtype, rows: bool, columns: bool) -> tuple[Cast | None, Cast | None]:
         """The casts of x or dy, once for all weights with this recipe."""
-        powers = self.recipe.powers_of_2
-        return x.made((name, self.recipe), lambda x_: casts(x_, dtype, self._amax(x), powers, rows=rows, columns=columns, spare=x.spare))
+        return x.made((name, self.recipe), lambda x_: self._cast_by(lambda: self._amax(x), x_, dtype, rows, columns, x.spare))
 
     def _amax(self, x: Rows) -> Amax:
         return x.made(("amax", self.recipe.by_rows), lambda rows: amax_of(rows, self.recipe.by_rows))
+
+    def _product(self, a: Cast, b: Cast, dtype: torch.dtype, fast: bool) -> Tensor:
+        return mx_product(*a, *b, dtype) if self.recipe.blocks else product(*a, *b, dtype, fast=fast)
 
     def _of_x(self, x: Rows) -> tuple[Cast | None, Cast | None]:
         """The casts of x: by rows for y, and by columns for dw if a backward follows that has only them."""
@@ -292,15 +344,16 @@ class Float8Trained(Weight):
         return self._casts("dy", dy, self.recipe.gradient, True, self.learns and self.recipe.weight_gradient)
 
     def forward(self, x: Rows, y: Tensor | None) -> Tensor:
-        found = product(*_the(self._of_x(x)[0]), *self._cast(x.dtype, columns=False), x.dtype, fast=True)
+        found = self._product(_the(self._of_x(x)[0]), self._cast(x.dtype), x.dtype, fast=True)
         return found if y is None else y.add_(found)
 
     def backward(self, dy: Rows, dx: Tensor | None) -> Tensor:
-        found = product(*_the(self._of_dy(dy)[0]), *self._cast(dy.dtype, columns=True), dy.dtype, fast=False)
+        of_dy = _the(self._of_dy(dy)[0])
+        found = self._product(of_dy, self._transposed_cast(dy.dtype, of_dy.scale), dy.dtype, fast=False)
         return found if dx is None else dx.add_(found)
 
     def of_input(self, x: Rows) -> tuple[Hashable, Sequence[Tensor | None]] | None:
-        if not (self.recipe.weight_gradient and x.learns):
+        if not (self.recipe.weight_gradient and x.learns and self.learns) or (x.stays and self.recipe.blocks):
             return None
         return (("amax", self.recipe.by_rows), self._amax(x)) if x.stays else (("x", self.recipe), _the(self._of_x(x)[1]))
 
@@ -316,7 +369,7 @@ class Float8Trained(Weight):
         if not self.recipe.weight_gradient:
             return super().gradient(dy, x)
         of_x = self._casts("x", x, E4, False, True)[1]
-        return product(*_the(self._of_dy(dy)[1]), *_the(of_x), dy.dtype, fast=False)
+        return self._product(_the(self._of_dy(dy)[1]), _the(of_x), dy.dtype, fast=False)
 
 
 def _the(cast: Cast | None) -> Cast:
@@ -326,4 +379,4 @@ def _the(cast: Cast | None) -> Cast:
 
 def float8_trained(w: Tensor, recipe: Recipe, kept: Kept | None = None) -> Float8Trained:
     N, K = w.shape
-    return Float8Trained((N, K), w, recipe=recipe, learns=w.requires_grad, kept=kept)
+    return Float8Trained((N, K), w, recipe=recipe, learns=w.requires_grad and torch.is_grad_enabled(), kept=kept)

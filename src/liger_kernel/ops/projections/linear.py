@@ -25,6 +25,10 @@ def without_autocast(device: str) -> Iterator[None]:
     if device == "meta":  # autocast does not know this device
         yield
         return
+    if torch.compiler.is_compiling():  # a graph has this context, and not the calls below
+        with torch.autocast(device, enabled=False):
+            yield
+        return
     before = torch.is_autocast_enabled(device)
     torch.set_autocast_enabled(device, False)
     try:
@@ -99,7 +103,7 @@ _SAVE_OUTPUT = re.compile(r"ScaledDotProduct(Flash|Efficient|Cudnn|Fused)\w*Back
 
 def stays(x: Tensor) -> bool:
     """Whether x is kept or recomputed for the backward in any case: the output of an attention, or of a rematerialised norm or activation."""
-    node = x.grad_fn
+    node = None if torch.compiler.is_compiling() else x.grad_fn  # a compiler decides by itself what a graph saves
     if node is None:
         return False
     if memory.recomputed(x):

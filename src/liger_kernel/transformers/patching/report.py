@@ -144,8 +144,8 @@ def _layers(model: nn.Module) -> Iterator[Layer]:
     below = [f"{name}." for name, m in modules.items() if isinstance(m, tuner)]
     owners = [m for m in modules.values() if callable(getattr(m, "get_output_embeddings", None)) and not isinstance(m, tuner)]
     heads = {id(_quietly(m.get_output_embeddings)): m for m in owners}
-    in_fp8 = any(unsharded_class(m) is LigerFloat8TrainingLinear for m in modules.values())
-    linear = {name: fp8.reason(name, m, is_head, ()) for name, m, is_head in fp8.linear_layers(model)} if in_fp8 else {}
+    recipe = next((m.recipe for m in modules.values() if unsharded_class(m) is LigerFloat8TrainingLinear), None)
+    linear = {name: fp8.reason(name, m, is_head, fp8.Wish(recipe)) for name, m, is_head in fp8.linear_layers(model)} if recipe else {}
     for name, m in modules.items():
         if name.startswith(tuple(below)):
             continue

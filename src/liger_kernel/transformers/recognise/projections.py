@@ -29,7 +29,7 @@ from liger_kernel.ops.projections.adapted import Adapter, Projection
 from liger_kernel.ops.projections.float8 import lacking
 from liger_kernel.ops.projections.float8_training import RECIPES
 from liger_kernel.ops.projections.four_bits import four_bits
-from liger_kernel.ops.projections.linear import linears
+from liger_kernel.ops.projections.linear import dtypes_of, linears
 from liger_kernel.ops.projections.weights import Dense, Elsewhere, Weight, dense
 from liger_kernel.transformers.recognise.plain import plain, unhooked
 
@@ -139,7 +139,7 @@ def _recipe_of(config: Any) -> str | None:
     """The recipe that a torchao config describes, apart from options that do not change the result; None if it is none of ours."""
     of = type(config).from_recipe_name
     same = lambda recipe: dataclasses.replace(config, emulate=False, force_recompute_fp8_weight_in_bwd=False, pad_inner_dim=False) == of(recipe)
-    return next((recipe for recipe in RECIPES if same(recipe)), None)
+    return next((recipe for recipe in RECIPES if not RECIPES[recipe].blocks and same(recipe)), None)
 
 
 STORAGES: list[Callable[[nn.Module, torch.dtype], Weight | Left | None]] = [_dense, _four_bits, _float8, _float8_trained]
@@ -309,8 +309,7 @@ def copy_in_use(m: Any) -> nn.Module:
 
 def product_dtype(x: Tensor) -> torch.dtype:
     """The dtype in which a linear layer multiplies x."""
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) and x.dtype != torch.float64 else x.dtype
+    return dtypes_of(x, ())[0]
 
 
 def served(x: Any) -> bool:

@@ -44,6 +44,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from liger_kernel.parallel import plain_parts
 from liger_kernel.train.config import UserError
 from liger_kernel.train.files import write
 from liger_kernel.train.ranks import Ranks
@@ -282,7 +283,10 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[s
     frozen = len(trained) < sum(1 for _ in model.parameters())  # a base, quantised perhaps, whose own state DCP cannot tell from modules
     weights: dict[str, Any] = trained if frozen else get_model_state_dict(model)  # type: ignore[assignment]  # its values are more than tensors
     state: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=_FLAT)
-    tensors = {f"model.{name}": t for name, t in weights.items()} | {f"optimizer.{name}": t for name, t in state.items() if isinstance(t, Tensor)}
+    tensors = {f"model.{name}": t for name, t in weights.items()}
+    for name, t in state.items():
+        if isinstance(t, Tensor) and name.startswith("state."):
+            tensors |= {".".join(filter(None, ("optimizer", name, part))): plain for part, plain in plain_parts(t).items()}
     return tensors, state
 
 

@@ -87,10 +87,31 @@ def make(name: str, groups: list[Any], **options: Any) -> torch.optim.Optimizer:
     if kind.by == "torch":
         return torch.optim.AdamW(groups, **({"fused": True} | options))
     require(name)
-    from torchao import optim
+    return _of_torchao(kind)(groups, bf16_stochastic_round=kind.stochastic, **options)
 
-    cls = optim.AdamW8bit if kind.moments == 1 else optim._AdamW  # as torchao's own README names it
-    return cls(groups, bf16_stochastic_round=kind.stochastic, **options)
+
+def _of_torchao(kind: Kind) -> Any:
+    """torchao's class for ``kind``, around two faults of torchao 0.18 with PyTorch 2.13."""
+    from torch._functorch import config
+    from torchao import optim
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    class Uncached:
+        # The cache on disk takes a shard in 8 bits for a plain one of the same shape: the step that it returns writes beyond the moments.
+        def step(self, closure: Any = None) -> Any:
+            with config.patch(enable_autograd_cache=False):
+                return super().step(closure)  # type: ignore[misc]  # of the optimizer beside it
+
+    class AdamW(Uncached, optim._AdamW):  # the name in torchao's README
+        pass
+
+    class AdamW8bit(Uncached, optim.AdamW8bit):
+        # DTensor views its shard, and the view loses the dtype that moments of bf16 weights show: they show fp32 here. Their content is the same.
+        @staticmethod
+        def _subclass_zeros(p: Tensor, signed: bool, block_size: int) -> Any:
+            return OptimState8bit.zeros(p.shape, signed, block_size, p.device)
+
+    return AdamW8bit if kind.moments == 1 else AdamW
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

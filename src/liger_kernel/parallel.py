@@ -102,7 +102,8 @@ def parallelize(
     The model is moved to its device, with the same weights on every rank. For FSDP2: layers compute in ``param_dtype`` (default: the dtype of the weights);
     weights are stored and updated in their own dtype, and gradients are reduced in ``reduce_dtype``. ``reshard_after_forward=False`` halves the number of
     gathers and needs more memory. ``own_head`` shards the output head outside of the root's group, so that it is gathered only while it is used. With
-    ``cpu_offload``, shards of weights and gradients, and so the optimizer's step and state, are in the CPU's memory (``CPUOffloadPolicy``). ``options`` go to DistributedDataParallel or ``fully_shard``. Raises ``ValueError`` for an unknown mode, and for models that the mode cannot split.
+    ``cpu_offload``, shards of weights and gradients, and so the optimizer's step and state, are in the CPU's memory (``CPUOffloadPolicy``). ``options`` go to
+    DistributedDataParallel or ``fully_shard``. Raises ``ValueError`` for an unknown mode, and for models that the mode cannot split.
     """
     if mode not in MODES:
         raise ValueError(f"parallelize: mode must be one of {MODES}, got {mode!r}")
@@ -259,11 +260,11 @@ def plain_parts(t: Tensor) -> dict[str, Tensor]:
     if not (hasattr(local, "codes") and hasattr(local, "scale")):
         return {"": t}
     parts = {"codes": local.codes, "scale": local.scale}
-    if not isinstance(t, DTensor):
-        return parts
     width = t.shape[1:].numel()
     if width % local.block_size == 0:  # a row has whole blocks: scales are sharded by the same rows, however many a rank has
         parts["scale"] = local.scale.view(-1, width // local.block_size)
+    if not isinstance(t, DTensor):
+        return parts
     rows = {"codes": t.shape[0], "scale": t.shape[0] if parts["scale"].ndim == 2 else t.numel() // local.block_size}
     sharded = {}
     for name, part in parts.items():

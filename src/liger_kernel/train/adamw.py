@@ -68,7 +68,7 @@ def _either(names: Iterable[str]) -> str:
 
 
 def require(name: str) -> None:
-    """Import what the optimizer needs, before minutes are spent on data and model. Raises ``ImportError`` that says what to install."""
+    """``ImportError`` that says what to install, if the optimizer lacks something. It imports nothing."""
     if name not in KINDS or KINDS[name].by != "torchao":
         return
     if importlib.util.find_spec("torchao") is None:
@@ -76,7 +76,6 @@ def require(name: str) -> None:
     compiler = os.environ.get("CXX", "g++")
     if sys.platform == "linux" and shutil.which(compiler.split()[0]) is None:
         raise ImportError(f"optimizer {name} needs a C++ compiler, because torchao compiles its step: install g++, or set CXX; {compiler} was not found")
-    import torchao.optim  # noqa: F401  # from here on, torch.load(weights_only=True) reads its moments
 
 
 def make(name: str, groups: list[Any], **options: Any) -> torch.optim.Optimizer:

@@ -90,7 +90,11 @@ class Checkpoints:
         """Read ``path`` into model and optimizer, and this rank's generators if as many ranks wrote it. Returns state.json."""
         tensors, optimizer_state = _tensors(model, optimizer)
         reader = SafeReader(path)
-        beyond = sorted(reader.read_metadata().state_dict_metadata.keys() - tensors.keys())  # what is not asked for DCP leaves out without a word
+        there = reader.read_metadata().state_dict_metadata.keys()
+        if any(name.endswith(".codes") for name in there ^ tensors.keys()):  # which moments are large enough for 8 bits depends on the shards
+            ranks = json.loads((path / "state.json").read_text())["ranks"]
+            raise UserError(f"checkpoint {path} has 8-bit moments in the blocks of {ranks} ranks: continue with {ranks} ranks, got {self.ranks.world}")
+        beyond = sorted(there - tensors.keys())  # what is not asked for DCP leaves out without a word
         if beyond:
             raise UserError(f"checkpoint {path} does not fit this model, which lacks {', '.join(beyond[:3])}{' ...' if len(beyond) > 3 else ''}")
         try:

@@ -44,12 +44,11 @@ RANGES = (
     ("metrics_port", 0, 2**16 - 1),
     ("seed", 0, 2**32 - 1),  # numpy's
 )
-ELSEWHERE = {"optimizer_in_backward": (False,), "optimizer_on_cpu": (False,)}  # of our own trainer
 # of a field's choices, those that a trainer has
 OFFERED = {
     "torch": {"parallel": ("none", "ddp", "fsdp2", "tp")},
-    "hf": {"parallel": ("none", "ddp", "fsdp2", "deepspeed-z2", "deepspeed-z3"), "nonfinite": ("stop",), **ELSEWHERE},
-    "lightning": {"parallel": ("none", "ddp"), "nonfinite": ("stop",), **ELSEWHERE},
+    "hf": {"parallel": ("none", "ddp", "fsdp2", "deepspeed-z2", "deepspeed-z3"), "nonfinite": ("stop",)},
+    "lightning": {"parallel": ("none", "ddp"), "nonfinite": ("stop",)},
 }
 
 
@@ -248,6 +247,9 @@ class TrainConfig:
             check(self.optimizer, self.parallel, self.optimizer_in_backward, self.optimizer_on_cpu)
         except ValueError as error:
             raise UserError(str(error)) from error
+        for name in ("optimizer_in_backward", "optimizer_on_cpu"):
+            if getattr(self, name) and self.trainer != "torch":
+                raise UserError(f"{name} needs trainer torch, got {self.trainer}")
         kind = KINDS[self.optimizer]
         if kind.by == "torchao" and self.parallel == "fsdp2" and self.trainer != "torch":
             raise UserError(f"optimizer {self.optimizer} with parallel fsdp2 needs trainer torch, got {self.trainer}")

@@ -113,7 +113,9 @@ class _Run:
         self._resume()
         if self.in_backward and self.rows > config.batch * self.parallel.data_ranks:
             most = config.batch * self.parallel.data_ranks
-            raise UserError(f"optimizer_in_backward needs at most batch x ranks = {most} rows in a step, got global_batch {self.rows}: each backward makes a step")
+            raise UserError(
+                f"optimizer_in_backward needs at most batch x ranks = {most} rows in a step, got global_batch {self.rows}: each backward makes a step"
+            )
         self.memory = PeakMemory(device)
         self.timer = StepClock(device)
 
@@ -192,7 +194,12 @@ class _Run:
         self.position += self.rows
         self.tokens += tokens
         self.unlogged += tokens
-        return torch.stack((loss, norm.float().to(loss.device))), {"step": self.step, "lr": lr, "tokens": self.tokens, "rows": [self.position - self.rows, self.position]}
+        return torch.stack((loss, norm.float().to(loss.device))), {
+            "step": self.step,
+            "lr": lr,
+            "tokens": self.tokens,
+            "rows": [self.position - self.rows, self.position],
+        }
 
     def _gradients(self, batches: list[dict[str, Any]], items: float) -> Tensor:
         """Backward of every batch's loss; the sum of these."""

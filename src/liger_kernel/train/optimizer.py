@@ -32,11 +32,13 @@ def optimizer_of(parameters: Iterable[Tensor], config: TrainConfig) -> torch.opt
 
 
 def require(config: TrainConfig) -> None:
-    """``UserError`` if what the config's optimizer needs is not installed."""
+    """``UserError`` if what the config's optimizer needs is not installed: better known before data and model are loaded."""
     try:
         adamw.require(config.optimizer)
     except ImportError as error:
         raise UserError(str(error)) from error
+    if adamw.KINDS[config.optimizer].by == "torchao":
+        import torchao.optim  # noqa: F401  # from here on, torch.load(weights_only=True) reads its moments
 
 
 def scheduler(optimizer: torch.optim.Optimizer, config: TrainConfig) -> torch.optim.lr_scheduler.LambdaLR:

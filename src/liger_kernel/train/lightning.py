@@ -57,7 +57,7 @@ class _Tensors(TorchCheckpointIO):
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         try:
-            return torch.load(path, map_location=map_location or (lambda storage, _: storage), weights_only=True)
+            return torch.load(path, map_location=map_location or "cpu", weights_only=True)
         except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
             raise UserError(f"checkpoint {path} is damaged, or holds objects other than tensors and plain values, which are not loaded: remove it") from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -71,7 +72,7 @@ def test_moments_in_8_bits_are_as_near_as_8_bits_are():
         gap = found.qmap.diff().max() / 2
         error = (found.dequantize() - expected).abs().view(len(found.scale), -1)
         largest = max(1.0, *(beta**-k for k in range(STEPS))) * found.scale  # of a block, in any step before
-        assert 0 < error.max() and (error <= (gap * sum(beta**k for k in range(STEPS)) * largest)[:, None]).all()
+        assert error.max() > 0 and (error <= (gap * sum(beta**k for k in range(STEPS)) * largest)[:, None]).all()
 
 
 def test_the_first_step_of_8_bits_is_that_of_adamw():
@@ -251,7 +252,7 @@ def test_steps_without_finite_gradients_change_nothing(optimizer, config, monkey
     before = []
     monkeypatch.setattr(Parallel, "clip_grad_norm_", poisoned)
     loop.train(dataclasses.replace(config, optimizer=optimizer, nonfinite="skip", checkpoint_every=0))
-    assert [all(map(torch.equal, a, b)) for a, b in zip(before, before[1:])] == [False, False, True]
+    assert [all(map(torch.equal, a, b)) for a, b in itertools.pairwise(before)] == [False, False, True]
 
 
 def test_a_step_in_the_backward_has_one_backward(config):

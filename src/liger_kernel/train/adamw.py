@@ -6,8 +6,8 @@
     adamw-8bit         torchao's AdamW8bit                           8 bits               to the nearest number
     adamw-8bit-bf16    torchao's AdamW8bit, bf16_stochastic_round    8 bits               stochastically
 
-All 8-bit moments are torchao's, because those of bitsandbytes cannot be sharded (FSDP2) and bitsandbytes does not round stochastically. torchao compiles its
-step for each shape of a parameter (torch.compile), which needs a C++ compiler, on GPUs too.
+All 8-bit moments are torchao's, because the step of bitsandbytes 0.50 refuses DTensors (FSDP2) and does not round stochastically. torchao compiles its step
+for each shape of a parameter (torch.compile), which needs a C++ compiler, on GPUs too.
 
 ``bench/step_child.py`` loads this file by its path, where LinkedIn's package may be the only ``liger_kernel``: it imports nothing of ours, and torch only in
 functions, so that a configuration can be checked without torch.

@@ -45,7 +45,7 @@ RANGES = (
     ("seed", 0, 2**32 - 1),  # numpy's
 )
 # of a field's choices, those that a trainer has
-OFFERED = {
+OFFERED: dict[str, dict[str, tuple[str, ...]]] = {
     "torch": {"parallel": ("none", "ddp", "fsdp2", "tp")},
     "hf": {"parallel": ("none", "ddp", "fsdp2", "deepspeed-z2", "deepspeed-z3"), "nonfinite": ("stop",)},
     "lightning": {"parallel": ("none", "ddp"), "nonfinite": ("stop",)},

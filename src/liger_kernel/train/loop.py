@@ -194,12 +194,8 @@ class _Run:
         self.position += self.rows
         self.tokens += tokens
         self.unlogged += tokens
-        return torch.stack((loss, norm.float().to(loss.device))), {
-            "step": self.step,
-            "lr": lr,
-            "tokens": self.tokens,
-            "rows": [self.position - self.rows, self.position],
-        }
+        outcome = torch.stack((loss, norm.float().to(loss.device)))
+        return outcome, {"step": self.step, "lr": lr, "tokens": self.tokens, "rows": [self.position - self.rows, self.position]}
 
     def _gradients(self, batches: list[dict[str, Any]], items: float) -> Tensor:
         """Backward of every batch's loss; the sum of these."""
@@ -221,7 +217,8 @@ class _Run:
         if self.optimizer.defaults.get("fused"):
             # the fused kernel itself leaves weights and moments alone where this is 1: nobody waits for the norm
             skip = torch.ones_like(norm, dtype=torch.bool) if keep else ~torch.isfinite(norm)
-            self.optimizer.found_inf, self.optimizer.grad_scale = skip.to("cpu" if self.config.optimizer_on_cpu else self.device, torch.float32), None  # type: ignore[attr-defined]  # what GradScaler gives an optimizer
+            where = "cpu" if self.config.optimizer_on_cpu else self.device
+            self.optimizer.found_inf, self.optimizer.grad_scale = skip.to(where, torch.float32), None  # type: ignore[attr-defined]  # what GradScaler gives an optimizer
             self.optimizer.step()
         elif not keep and bool(torch.isfinite(norm)):  # torchao's has no such switch: the host waits
             self.optimizer.step()

@@ -33,7 +33,7 @@ from liger_kernel.ops.losses.vocab_parallel.linear_cross_entropy import vocab_pa
 
 if dist.is_available():
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 else:  # a PyTorch for one process: nothing is an instance of these
@@ -101,6 +101,7 @@ def parallelize(
     reduce_dtype: torch.dtype | None = torch.float32,
     reshard_after_forward: bool = True,
     own_head: bool = False,
+    cpu_offload: bool = False,
     **options: Any,
 ) -> Parallel:
     """Put ``model`` under ``mode``, over the ranks of a 1-dim ``mesh`` (default: all). Patch it before; make its optimizer after, with groups ``by_sharding``.
@@ -110,11 +111,14 @@ def parallelize(
 
     The model is moved to its device, with the same weights on every rank. For FSDP2: layers compute in ``param_dtype`` (default: the dtype of the weights);
     weights are stored and updated in their own dtype, and gradients are reduced in ``reduce_dtype``. ``reshard_after_forward=False`` halves the number of
-    gathers and needs more memory. ``own_head`` shards the output head outside of the root's group, so that it is gathered only while it is used. ``options``
-    go to DistributedDataParallel or ``fully_shard``. Raises ``ValueError`` for an unknown mode, and for models that the mode cannot split.
+    gathers and needs more memory. ``own_head`` shards the output head outside of the root's group, so that it is gathered only while it is used. With
+    ``cpu_offload``, shards of weights and gradients, and so the optimizer's step and state, are in the CPU's memory (``CPUOffloadPolicy``). ``options`` go to
+    DistributedDataParallel or ``fully_shard``. Raises ``ValueError`` for an unknown mode, and for models that the mode cannot split.
     """
     if mode not in MODES:
         raise ValueError(f"parallelize: mode must be one of {MODES}, got {mode!r}")
+    if cpu_offload and ULYSSES.get(mode, mode) != "fsdp2":
+        raise ValueError(f"parallelize: cpu_offload needs mode fsdp2, got {mode}")
     if mode == "none":
         return Parallel(model, model, mode)
     device = next(model.parameters()).device
@@ -133,6 +137,8 @@ def parallelize(
     else:
         policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
         options |= {"mesh": mesh, "mp_policy": policy}
+        if cpu_offload:
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type != "cpu")
         for layer in layers_of(model):
             fully_shard(layer, reshard_after_forward=reshard_after_forward, **options)
         if own_head:
@@ -258,6 +264,40 @@ def by_sharding(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     for t in tensors:
         groups.setdefault((t.device_mesh, t.placements) if isinstance(t, DTensor) else None, []).append(t)
     return list(groups.values())
+
+
+def in_blocks(p: Tensor, least: int, block: int) -> bool | None:
+    """Whether a quantiser of ``block`` values cuts the shards of ``p`` into whole blocks, on all ranks alike; None if it cuts none of them.
+
+    It leaves a shard alone that has fewer than ``least`` values or is no whole number of blocks.
+    """
+    width = p[0].numel() if p.ndim else 1
+    rows = _slices(p) if isinstance(p, DTensor) else [p.shape[0] if p.ndim else 1]
+    cut = {n * width >= least and n * width % block == 0 for n in rows}
+    return None if cut == {False} else cut == {True} and (width % block == 0 or len(set(rows)) == 1)
+
+
+def plain_parts(t: Tensor) -> dict[str, Tensor]:
+    """What a checkpoint holds of ``t``: by attribute the codes and scales of torchao's quantised tensors, sharded as ``t`` is; of all others ``t``, as ``""``.
+
+    They share memory with ``t``. DCP can stage, write and shard them anew, as it cannot with the class itself; ``in_blocks`` says which shards it fits.
+    """
+    local: Any = t.to_local() if isinstance(t, DTensor) else t
+    if not (hasattr(local, "codes") and hasattr(local, "scale")):
+        return {"": t}
+    parts = {"codes": local.codes, "scale": local.scale}
+    width = t.shape[1:].numel()
+    if width % local.block_size == 0:  # a row has whole blocks: scales are sharded by the same rows, however many a rank has
+        parts["scale"] = local.scale.view(-1, width // local.block_size)
+    if not isinstance(t, DTensor):
+        return parts
+    rows = {"codes": t.shape[0], "scale": t.shape[0] if parts["scale"].ndim == 2 else t.numel() // local.block_size}
+    sharded = {}
+    for name, part in parts.items():
+        shape = torch.Size((rows[name], *part.shape[1:]))
+        stride = torch.empty(shape, device="meta").stride()
+        sharded[name] = DTensor.from_local(part, t.device_mesh, t.placements, run_check=False, shape=shape, stride=stride)
+    return sharded  # type: ignore[return-value]  # a DTensor is a Tensor
 
 
 Hook = Callable[..., Any]

@@ -479,6 +479,7 @@ def spec(tmp_path, **changes):
     values |= dict(batches=[2], largest=[], median=0, autocast=False, unsloth=None, unsloth_path=None, save=None)
     values |= dict(lora=0, lora_targets=list(step.LINEARS), lora_dropout=0.0, dora=False, quantize=None, fp8=None, torchao=False)
     values |= dict(flags={}, trace_steps=1, seq=32, gpus=1, parallel=None, masked=0.0, optimizer="sgd", checkpointing=False, steps=3, warmup=1)
+    values |= dict(optimizer_in_backward=False, optimizer_on_cpu=False)
     return values | changes
 
 
@@ -527,9 +528,24 @@ def test_options_train_the_same_model(tmp_path):
     assert checkpointed["losses"] == pytest.approx(plain["losses"], rel=1e-6)
     assert [phase for *_, phase in checkpointed["memory_timeline"]][-1] == "optimizer"
     assert rows(optimizer="adamw")[0]["losses"][1:] != plain["losses"][1:]
+    (after,), (within,) = rows(optimizer="adamw"), rows(optimizer="adamw", optimizer_in_backward=True)
+    assert within["losses"] == after["losses"] and within["gradient"] == pytest.approx(after["gradient"], rel=1e-6)
     assert [row["batch"] for row in rows(batches=[2, 3])] == [2, 3]
     trial = step_child.measure(spec(tmp_path, package=None, trial=True))
     assert trial["rows"] == [] and trial["peak"] > 0
+
+
+def test_optimizers_of_torchao_train_the_same_model(tmp_path):
+    pytest.importorskip("torchao")
+    rows = lambda **changes: step_child.measure(spec(tmp_path, package=None, **changes))["rows"][0]
+    plain, eight = rows(optimizer="adamw"), rows(optimizer="adamw-8bit")
+    assert eight["losses"] != plain["losses"] and eight["losses"] == pytest.approx(plain["losses"], rel=step.PARITY["bfloat16"])
+
+
+def test_weights_on_the_cpu_learn_what_others_do(tmp_path):
+    changes = dict(optimizer="adamw", parallel="fsdp2")
+    found = [step.run_child(spec(tmp_path, optimizer_on_cpu=on_cpu, **changes), tmp_path) for on_cpu in (False, True)]
+    assert not found[1]["failed"] and found[0]["rows"][0]["losses"] == found[1]["rows"][0]["losses"]
 
 
 def test_adapters_alone_are_trained(tmp_path):

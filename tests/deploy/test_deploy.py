@@ -263,6 +263,7 @@ ELSEWHERE = {
     },
     "our launcher": {"LIGER_LAUNCHER", "LIGER_STORE", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "OMP_NUM_THREADS"},
     "Flyte's pods": {"LIGER_JOB"},
+    "nobody, if g++ is the C++ compiler": {"CXX"},
     "nobody: HOME serves": {"XDG_CACHE_HOME"},
     "whoever wants another implementation": {"LIGER_KERNEL_IMPL", "LIGER_KERNEL_STRICT"},
     "our trainer": {"TRITON_CACHE_MANAGER", "CUBLAS_WORKSPACE_CONFIG"},

@@ -311,6 +311,40 @@ def test_adapters_over_ranks(parallel, precision, rel, base, tmp_path):
     assert len(learnt) == 2 * 7 * 3 and {n: w.shape for n, w in learnt.items()} == {n: w.shape for n, w in expected.items()}
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        # before the next one: PyTorch's cache on disk would take the moments of the two for the same
+        pytest.param(dict(optimizer="adamw-bf16", precision="bf16"), marks=pytest.mark.elastic),
+        dict(optimizer="adamw-8bit-bf16", precision="bf16"),
+        pytest.param(dict(optimizer="adamw-8bit", optimizer_in_backward=True), marks=pytest.mark.elastic),
+        dict(optimizer_in_backward=True),
+        dict(optimizer_on_cpu=True),
+    ],
+    ids=lambda changes: "-".join(str(value) for value in changes.values()),
+)
+def test_optimizers_over_shards(changes, base, tmp_path):
+    """Killed and started again: the bits of a run left alone. One rank goes on, unless its shards would have other moments in 8 bits."""
+    pytest.importorskip("torchao")
+    sizes = dict(model=None, tokenizer=base.model, hidden=64, intermediate=128, layers=1, heads=1, kv_heads=1, global_batch=4, log_every=1, grad_clip=0.0)
+    calm = place(base, tmp_path, **sizes, **changes)
+    config = dataclasses.replace(calm, out=str(tmp_path / "killed"), save=str(tmp_path / "again"))
+    assert run(calm) == [0, 0], log(calm)
+    assert run(config, fault=("killed", 5))[1] == -signal.SIGKILL, log(config)
+    assert run(config) == [0, 0], log(config)
+    assert losses(config) == losses(calm) and losses(config)[-1] < losses(config)[0]
+    saved = lambda c: (Path(c.save) / "model.safetensors").read_bytes()
+    assert saved(config) == saved(calm)
+    if "optimizer" not in changes:
+        plain = dataclasses.replace(calm, optimizer_in_backward=False, optimizer_on_cpu=False, out=str(tmp_path / "plain"), save=str(tmp_path / "third"))
+        assert run(plain) == [0, 0] and losses(plain) == losses(calm) and saved(plain) == saved(calm)
+    alone = dataclasses.replace(calm, batch=4, steps=STEPS + 2)
+    if "8bit" in calm.optimizer:
+        assert run(alone, 1) != [0] and "has 8-bit moments in the blocks of 2 ranks: continue with 2 ranks, got 1" in log(alone)
+    else:
+        assert run(alone, 1) == [0] and len(losses(alone)) == STEPS + 2, log(alone)
+
+
 @pytest.mark.elastic
 def test_a_disk_that_is_full_for_one_rank_costs_all_a_checkpoint_and_no_more(base, undisturbed, tmp_path):
     config = place(base, tmp_path)

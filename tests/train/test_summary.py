@@ -79,6 +79,8 @@ def test_more_is_expected_of_more():
         (dict(checkpointing="full"), dict(checkpointing="selective")),
         (dict(checkpointing="selective"), dict(checkpointing="none", **STOCK)),
         (dict(states=0.5), dict(states=2.0)),
+        (dict(on_cpu=True), dict()),
+        (dict(tokens=1, in_backward=True), dict(tokens=1)),
         (dict(), dict(buckets=True)),
         (dict(), dict(residual=4)),
         (dict(), dict(fused_head=False)),
@@ -98,7 +100,9 @@ def test_how_a_run_trains_is_read_from_its_config():
     assert of(world=4, parallel="ddp").shards == 1 and of(world=4, parallel="ddp").buckets
     assert not of(kernels="off").patched and not of(kernels="off").fused_head and not of(device="cpu").patched
     assert not of(cross_entropy=True).fused_head and of(rematerialise="mlp").level == "mlp"
-    assert of(trainer="hf", optimizer="adamw-8bit").states == 0.5
+    in_bf16 = lambda name: form_of(TrainConfig(precision="bf16", optimizer=name), model, torch.device("cuda"), "bf16", 1).states
+    assert (of(optimizer="adamw-8bit").states, in_bf16("adamw-8bit-bf16"), in_bf16("adamw-bf16")) == (0.5, 1.0, 2.0)
+    assert of(optimizer_in_backward=True, grad_clip=0.0).in_backward and of(parallel="fsdp2", optimizer_on_cpu=True).on_cpu
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from typing import Any
 from liger_kernel.bench import profile
 from liger_kernel.bench.rows import beyond, headline, noise, parts_of, peak_of, usable, write_step_csv
 from liger_kernel.model_sizes import MODELS, config_of, step_flops
+from liger_kernel.train.adamw import KINDS, check, require
 from liger_kernel.train.mistakes import Parser, UserError, at_least, holds, one_of, writable
 
 BASES = ("stock", "upstream", "ours")
@@ -33,6 +34,7 @@ SWITCHED: dict[str, dict[str, Any]] = {  # ours with other flags than the defaul
     "ours:long": {"activation_offloading": True, "keep_attention": True, "tiled_mlp": True},
 }
 FP8 = ("fp8", "fp8_rowwise")  # ours with another storage of the frozen base: recipes of quantize_base
+OPTIMIZERS = ("sgd", *KINDS)
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8_rceil")  # of --fp8, as torchao names them
 UNSLOTH = ("unsloth", "unsloth:offload")  # Unsloth's own functions; with --checkpointing the second one keeps the layers' inputs in the CPU's memory
 COMPILED = {"compile": "model", "layers": "layers"}  # what torch.compile compiles: the whole model, or each decoder layer separately
@@ -76,7 +78,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     add("--lengths", type=int, default=0, metavar="M", help="the median length of rows, which are padded: 95 is like Alpaca (default: all rows are full)")
     add("--masked", type=float, default=0.0, metavar="F", help="the part of the labels that is ignored (default: 0)")
-    add("--optimizer", choices=("sgd", "adamw"), default="sgd", help="(default: sgd)")
+    add("--optimizer", choices=OPTIMIZERS, default="sgd", help="(default: sgd); those with 8bit or bf16 in their names are torchao's, as in liger train")
+    add("--optimizer-in-backward", action="store_true", help="step each parameter when the backward has its gradient, and free the gradient")
+    add("--optimizer-on-cpu", action="store_true", help="keep weights and moments in the CPU's memory, and step there (adamw with --parallel fsdp2)")
     add("--checkpointing", action="store_true", help="recompute the layers in the backward")
     add("--tiled-mlp", type=int, metavar="N", help="the tiles of the MLPs of variants with tiled_mlp (default: tiled_mlp=True, at most 16)")
     add("--autocast", "--amp", action="store_true", help="run forwards under torch.autocast in bfloat16, as Hugging Face's Trainer does with bf16=True")
@@ -136,6 +140,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
         raise UserError(f"--masked must be in [0, 1), got {a.masked}")
     _check_adapters(a)
     _check_fp8(a)
+    try:
+        check(a.optimizer, a.parallel or "none", a.optimizer_in_backward, a.optimizer_on_cpu)
+        require(a.optimizer)
+    except (ValueError, ImportError) as error:
+        raise UserError(str(error)) from error
     for name, package in (("upstream", "liger_kernel"), ("unsloth", "unsloth")):
         holds(package, getattr(a, f"{name}_path"), f"--{name}-path", GET[name])
     for file in (a.json, a.csv):
@@ -259,7 +268,10 @@ def ratio(row: Row, stock: Row | None, field: str) -> float | None:
     return row[field] / stock[field]
 
 
-OPTIONS = ("seq", "gpus", "parallel", "checkpointing", "layers", "autocast", "lora", "lora_targets", "lora_dropout", "dora", "quantize", "fp8", "tiled_mlp")
+OPTIONS = (
+    *("seq", "gpus", "parallel", "checkpointing", "layers", "autocast", "lora", "lora_targets", "lora_dropout", "dora", "quantize", "fp8", "tiled_mlp"),
+    *("optimizer_in_backward", "optimizer_on_cpu"),
+)
 
 
 def values_of(a: argparse.Namespace, model: str) -> dict[str, Any]:

@@ -31,9 +31,9 @@ from torch import Tensor, nn
 # Functions import transformers and PEFT themselves, because Unsloth changes both and must be imported first.
 
 
-def _beside(name: str) -> ModuleType:
-    """Load a module beside this file by its path."""
-    spec = importlib.util.spec_from_file_location(f"_{name}", Path(__file__).with_name(f"{name}.py"))
+def _beside(name: str, room: str = "bench") -> ModuleType:
+    """Load a module beside this file, or of another room, by its path."""
+    spec = importlib.util.spec_from_file_location(f"_{name}", Path(__file__).parents[1] / room / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -41,6 +41,7 @@ def _beside(name: str) -> ModuleType:
 
 
 models = _beside("step_model")
+adamw = _beside("adamw", "train")
 
 BATCHES = 4  # distinct batches, which steps use in turn
 IGNORE = -100
@@ -168,21 +169,23 @@ def scopes(model: Any) -> Iterator[None]:
             hook.remove()
 
 
-def parallel(model: Any, how: str | None, device: torch.device) -> Any:
+def parallel(model: Any, how: str | None, device: torch.device, on_cpu: bool = False) -> Any:
     if how in SHARED_ROWS:
         from liger_kernel.parallel import parallelize  # stock models, too: Transformers has nothing of the kind
 
-        return parallelize(model, how).model
+        return parallelize(model, how, cpu_offload=on_cpu).model
     if how == "ddp":
         return nn.parallel.DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
     if how == "fsdp2":
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
-        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        options: dict[str, Any] = {"mesh": init_device_mesh(device.type, (dist.get_world_size(),))}
+        if on_cpu:
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
         for layer in models.layers_of(model):
-            fully_shard(layer, mesh=mesh)
-        return fully_shard(model, mesh=mesh)
+            fully_shard(layer, **options)
+        return fully_shard(model, **options)
     return model
 
 
@@ -208,9 +211,9 @@ def batches(spec: dict[str, Any], rank: int, device: torch.device, count: int = 
 
 def optimizer_of(name: str, model: Any, gpu: bool) -> torch.optim.Optimizer:
     trained = [p for p in model.parameters() if p.requires_grad]
-    if name == "adamw":
-        return torch.optim.AdamW(trained, lr=1e-4, fused=gpu)  # the default of transformers' Trainer
-    return torch.optim.SGD(trained, lr=1e-3)
+    if name == "sgd":
+        return torch.optim.SGD(trained, lr=1e-3)
+    return adamw.make(name, trained, lr=1e-4, **({"fused": gpu} if name == "adamw" else {}))  # fused is the default of transformers' Trainer
 
 
 class Training:
@@ -230,13 +233,14 @@ class Training:
         self.memory = Memory(self.gpu)
         self.model = models.build(spec, self.device)
         self.marked = not (spec["compile"] or spec["unsloth"])  # hooks would change the compiled code, and Unsloth compiles its layers
-        self.run = parallel(self.model, spec["parallel"], self.device)
+        self.run = parallel(self.model, spec["parallel"], self.device, spec["optimizer_on_cpu"])
         if spec["compile"] == "layers":
             for layer in models.layers_of(self.model):
                 layer.compile()
         elif spec["compile"]:
             self.run = torch.compile(self.run)
-        self.optimizer = optimizer_of(spec["optimizer"], self.model, self.gpu)
+        self.optimizer = optimizer_of(spec["optimizer"], self.model, self.gpu or spec["optimizer_on_cpu"])
+        self.in_backward = adamw.InBackward(self.optimizer) if spec["optimizer_in_backward"] else None
         self.losses: list[Tensor] = []
         self.gradient: Tensor | None = None  # the norm of the first step's gradient
         self.why = ""
@@ -248,9 +252,11 @@ class Training:
         loss.backward()
         mark("backward: layer 0 and embedding" if self.marked else "backward")
         if self.gradient is None and not self.spec["parallel"]:
-            self.gradient = nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+            gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+            self.gradient = self.in_backward.norm() if self.in_backward else nn.utils.get_total_norm(gradients)
+        if not self.in_backward:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
         mark("optimizer")
         self.losses.append(loss.detach())
 

@@ -44,6 +44,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from liger_kernel.parallel import plain_parts
 from liger_kernel.train.config import UserError
 from liger_kernel.train.files import write
 from liger_kernel.train.ranks import Ranks
@@ -89,7 +90,11 @@ class Checkpoints:
         """Read ``path`` into model and optimizer, and this rank's generators if as many ranks wrote it. Returns state.json."""
         tensors, optimizer_state = _tensors(model, optimizer)
         reader = SafeReader(path)
-        beyond = sorted(reader.read_metadata().state_dict_metadata.keys() - tensors.keys())  # what is not asked for DCP leaves out without a word
+        there = reader.read_metadata().state_dict_metadata.keys()
+        if any(name.endswith(".codes") for name in there ^ tensors.keys()):  # which moments are large enough for 8 bits depends on the shards
+            ranks = json.loads((path / "state.json").read_text())["ranks"]
+            raise UserError(f"checkpoint {path} has 8-bit moments in the blocks of {ranks} ranks: continue with {ranks} ranks, got {self.ranks.world}")
+        beyond = sorted(there - tensors.keys())  # what is not asked for DCP leaves out without a word
         if beyond:
             raise UserError(f"checkpoint {path} does not fit this model, which lacks {', '.join(beyond[:3])}{' ...' if len(beyond) > 3 else ''}")
         try:
@@ -282,7 +287,10 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[s
     frozen = len(trained) < sum(1 for _ in model.parameters())  # a base, quantised perhaps, whose own state DCP cannot tell from modules
     weights: dict[str, Any] = trained if frozen else get_model_state_dict(model)  # type: ignore[assignment]  # its values are more than tensors
     state: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=_FLAT)
-    tensors = {f"model.{name}": t for name, t in weights.items()} | {f"optimizer.{name}": t for name, t in state.items() if isinstance(t, Tensor)}
+    tensors = {f"model.{name}": t for name, t in weights.items()}
+    for name, t in state.items():
+        if isinstance(t, Tensor) and name.startswith("state."):
+            tensors |= {".".join(filter(None, ("optimizer", name, part))): plain for part, plain in plain_parts(t).items()}
     return tensors, state
 
 

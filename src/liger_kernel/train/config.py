@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from liger_kernel.nearest import did_you_mean
+from liger_kernel.train.adamw import FULLY_SHARDED, KINDS, check
 from liger_kernel.train.mistakes import Parser, beside
 from liger_kernel.train.mistakes import UserError as UserError
 from liger_kernel.train.redact import MARK, in_a_line, redacted
@@ -27,7 +28,7 @@ PARALLEL = ("none", "ddp", "fsdp2", "tp", "ulysses", "ulysses-fsdp2", "deepspeed
 ULYSSES = ("ulysses", "ulysses-fsdp2")
 PRECISIONS = ("auto", "fp32", "bf16-mixed", "bf16")
 REMATERIALISE = ("off", "cheap", "mlp")
-OPTIMIZERS = ("adamw", "adamw-8bit")
+OPTIMIZERS = tuple(KINDS)
 PACKINGS = ("auto", "documents")
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
 REPORTS = ("tensorboard", "wandb", "mlflow")
@@ -46,8 +47,8 @@ RANGES = (
     ("seed", 0, 2**32 - 1),  # numpy's
 )
 # of a field's choices, those that a trainer has
-OFFERED = {
-    "torch": {"parallel": ("none", "ddp", "fsdp2", "tp", *ULYSSES), "optimizer": ("adamw",)},
+OFFERED: dict[str, dict[str, tuple[str, ...]]] = {
+    "torch": {"parallel": ("none", "ddp", "fsdp2", "tp", *ULYSSES)},
     "hf": {"parallel": ("none", "ddp", "fsdp2", "deepspeed-z2", "deepspeed-z3"), "nonfinite": ("stop",)},
     "lightning": {"parallel": ("none", "ddp"), "nonfinite": ("stop",)},
 }
@@ -111,7 +112,16 @@ class TrainConfig:
         None, "optimisation", "rows per step of all ranks (default: batch x accumulate x ranks of the first start; a resumed run keeps it)"
     )
     optimizer: str = _field(
-        "adamw", "optimisation", "adamw-8bit keeps the moments in 8 bits (bitsandbytes; trainer hf or lightning, parallel none or ddp)", OPTIMIZERS
+        "adamw",
+        "optimisation",
+        "AdamW of PyTorch (adamw) or torchao: with moments in 8 bits (8bit), with stochastic rounding of weights in bf16 (bf16), or both",
+        OPTIMIZERS,
+    )
+    optimizer_in_backward: bool = _field(
+        False, "optimisation", "step each parameter when the backward has its gradient, and free the gradient; needs grad_clip 0, trainer torch"
+    )
+    optimizer_on_cpu: bool = _field(
+        False, "optimisation", "keep weights and moments in the CPU's memory, and step there (CPU offload of fsdp2, also for one GPU); needs parallel fsdp2"
     )
     lr: float | None = _field(None, "optimisation", "peak learning rate of AdamW (default: 1e-3 from random weights, 2e-5 with a model)")
     weight_decay: float = _field(0.1, "optimisation", "weight decay of matrices; vectors have none")
@@ -225,10 +235,9 @@ class TrainConfig:
         for name, offered in OFFERED[self.trainer].items():
             if getattr(self, name) not in offered:
                 raise UserError(f"trainer {self.trainer} offers {name} {', '.join(offered)}; got {getattr(self, name)}")
-        if self.optimizer == "adamw-8bit" and self.parallel not in ("none", "ddp"):
-            raise UserError(f"optimizer adamw-8bit needs parallel none or ddp, got {self.parallel}")
         if self.sequence_parallel_size and self.parallel not in ULYSSES:
             raise UserError(f"sequence_parallel_size needs parallel {' or '.join(ULYSSES)}, got {self.parallel}")
+        self._check_optimizer()
         if self.store and (self.trainer != "torch" or not self.checkpoint_every):
             raise UserError("store needs trainer torch and checkpoint_every")
         if self.store and "://" not in self.store:
@@ -241,6 +250,29 @@ class TrainConfig:
             raise UserError("cross_entropy and fused_linear_cross_entropy exclude each other")
         self._check_adapters()
         self._check_fp8()
+
+    def _check_optimizer(self) -> None:
+        try:
+            check(self.optimizer, self.parallel, self.optimizer_in_backward, self.optimizer_on_cpu)
+        except ValueError as error:
+            raise UserError(str(error)) from error
+        for name in ("optimizer_in_backward", "optimizer_on_cpu"):
+            if getattr(self, name) and self.trainer != "torch":
+                raise UserError(f"{name} needs trainer torch, got {self.trainer}")
+        kind = KINDS[self.optimizer]
+        if kind.by == "torchao" and self.fully_sharded and self.trainer != "torch":
+            raise UserError(f"optimizer {self.optimizer} with parallel {self.parallel} needs trainer torch, got {self.trainer}")
+        if kind.stochastic and (self.precision != "bf16" or self.lora):
+            got = f"lora {self.lora}, whose adapters are kept in fp32" if self.lora else f"precision {self.precision}"
+            raise UserError(f"optimizer {self.optimizer} rounds weights that are kept in bf16, so it needs precision bf16; got {got}")
+        if not self.optimizer_in_backward:
+            return
+        if self.grad_clip:
+            raise UserError(f"optimizer_in_backward needs grad_clip 0, got {self.grad_clip:g}: when the norm is known, the steps are made")
+        if self.accumulate > 1:
+            raise UserError(f"optimizer_in_backward needs accumulate 1, got {self.accumulate}: each backward makes a step")
+        if self.nonfinite != "stop":
+            raise UserError(f"optimizer_in_backward needs nonfinite stop, got {self.nonfinite}: when a gradient is not finite, others have made their step")
 
     def _check_adapters(self) -> None:
         """What is wrong with adapters whatever the model is; ``train/adapters.py`` checks the rest."""
@@ -278,7 +310,7 @@ class TrainConfig:
     @property
     def fully_sharded(self) -> bool:
         """Whether FSDP2 holds the weights."""
-        return self.parallel in ("fsdp2", "ulysses-fsdp2")
+        return self.parallel in FULLY_SHARDED
 
     def sharing(self, world: int) -> int:
         """How many of ``world`` ranks read the same rows."""

@@ -44,6 +44,8 @@ class Form:
     keeps_attention: bool = False
     offloading: bool = False
     states: float = 2.0  # of the optimizer, in values of a trained parameter's size
+    in_backward: bool = False  # one gradient at a time, or those of a layer that is reduced
+    on_cpu: bool = False  # of the GPU, the optimizer needs nothing, and of weights and gradients there is what is gathered
     shards: int = 1  # into how many parts weights, gradients and states are split
     split_weights: bool = True  # else gradients and states alone, as ZeRO 2 has it
     buckets: bool = False  # gradients are copied into buckets, as DDP does
@@ -88,7 +90,7 @@ def expected(model: Any, form: Form) -> Expected:
     weights = float(sum(_bytes(t) for t in {id(t): t for t in (*model.parameters(), *model.buffers())}.values()))
     trained = [p for p in model.parameters() if p.requires_grad]
     gradients = sum(map(_bytes, trained)) / form.shards
-    optimizer = form.states * gradients
+    optimizer = 0.0 if form.on_cpu else form.states * gradients
     if form.casts:
         linear = (m.weight for m in model.modules() if isinstance(m, nn.Linear))
         weights += sum(2 * w.numel() for w in {id(w): w for w in linear}.values() if w.requires_grad and w.element_size() > 2)
@@ -96,12 +98,23 @@ def expected(model: Any, form: Form) -> Expected:
         weights += gradients
     layers = layers_of(model)
     whole = sum(_bytes(p) for p in model.parameters()) - sum(_bytes(p) for layer in layers for p in layer.parameters())
-    if form.shards > 1 and form.split_weights:
+    if form.in_backward or form.on_cpu:
+        gradients = _largest_gradient(trained, layers if form.shards > 1 or form.on_cpu else [])
+    if (form.shards > 1 or form.on_cpu) and form.split_weights:
         # what is gathered for the forward: all outside of the layers, and a layer while the next one is fetched
-        weights = weights / form.shards + whole + (2 * sum(map(_bytes, layers[0].parameters())) if layers else 0)
+        weights = (0.0 if form.on_cpu else weights / form.shards) + whole + (2 * sum(map(_bytes, layers[0].parameters())) if layers else 0)
     each = _of_layer(model, layers, form)
     activations = None if each is None else _activations(model, layers, form, each)
     return Expected(weights, gradients, optimizer, activations, _head(model, form))
+
+
+def _largest_gradient(trained: list[nn.Parameter], layers: list[nn.Module]) -> float:
+    """Bytes of the largest gradient; with ``layers``, of the largest group of FSDP2, whose gradients are reduced together."""
+    if not layers:
+        return max(map(_bytes, trained), default=0)
+    groups = [[p for p in layer.parameters() if p.requires_grad] for layer in layers]
+    inside = {id(p) for group in groups for p in group}
+    return max(sum(map(_bytes, group)) for group in (*groups, [p for p in trained if id(p) not in inside]))
 
 
 def _bytes(t: Any) -> int:

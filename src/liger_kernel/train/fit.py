@@ -58,6 +58,8 @@ FIELDS = (
         "dora",
         "quantize",
         "optimizer",
+        "optimizer_in_backward",
+        "grad_clip",
         "precision",
         "kernels",
         "rematerialise",
@@ -88,11 +90,12 @@ MLP = Switch({"rematerialise": "mlp"}, "time: two of the nine matrix products of
 CHECKPOINTING = Switch({"gradient_checkpointing": "full"}, "time: the forward of each layer is repeated")
 OFFLOADING = Switch({"activation_offloading": True}, "memory of the CPU, and time for copies; with checkpointing it copies a tenth")
 TILED = Switch({"tiled_mlp": 0}, "time, if the weights of the MLPs are trained")
-EIGHT_BITS = Switch({"optimizer": "adamw-8bit", "trainer": "hf"}, "moments are rounded to 8 bits")
+EIGHT_BITS = Switch({"optimizer": "adamw-8bit"}, "moments are rounded to 8 bits")
+IN_BACKWARD = Switch({"optimizer_in_backward": True, "grad_clip": 0.0}, "gradients are not clipped")
 HALF = Switch({"precision": "bf16"}, "weights are rounded to 16 bits after each step")
 LORA = Switch({"lora": 16}, "only adapters are trained")
 QLORA = Switch({"lora": 16, "quantize": "nf4"}, "the frozen weights are rounded to 4 bits, and only adapters are trained")
-SWITCHES = (KERNELS, MLP, CHECKPOINTING, OFFLOADING, TILED, EIGHT_BITS, HALF, LORA, QLORA)
+SWITCHES = (KERNELS, MLP, CHECKPOINTING, OFFLOADING, TILED, EIGHT_BITS, IN_BACKWARD, HALF, LORA, QLORA)
 # of the switches with which the same model is trained, up to rounding; those that cost least time first
 COMBINATIONS = (
     (),
@@ -204,8 +207,6 @@ def main(argv: list[str]) -> int:
         raise UserError(f"--memory-gb must be positive, got {gigabytes:g}")
     if not a.get("model"):
         raise UserError(f"give --model, a config.json, a folder with one, a model on the hub, or one of {', '.join(MODELS)}")
-    if a.get("optimizer") == "adamw-8bit" and "trainer" not in a:
-        a["trainer"] = "hf"
     config = TrainConfig(**{"batch": 1, "length": 2048, **a})
     room, arch, name = _gpu(gpu, gigabytes)
     form = configuration(config.model or "")

@@ -21,7 +21,7 @@ from liger_kernel.train.checkpoint import torn
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.measure import Pace, PeakMemory
 from liger_kernel.train.metrics import Endpoint, Reports, of_lines, of_run
-from liger_kernel.train.optimizer import adamw, scheduler
+from liger_kernel.train.optimizer import optimizer_of, scheduler
 from liger_kernel.train.ranks import News, Preempted, Ranks, Watch, local_rank, restarts
 from liger_kernel.train.resume import UNMOVED, accept, configured, finished, numbers, seed_all
 from liger_kernel.train.rows import Data
@@ -50,7 +50,7 @@ class _Trainer(transformers.Trainer):
 
     def create_optimizer(self, *args: Any, **options: Any) -> torch.optim.Optimizer:
         if self.optimizer is None:
-            self.optimizer = adamw(self.model.parameters(), self.config)  # type: ignore[union-attr]  # a Trainer that trains has a model
+            self.optimizer = optimizer_of(self.model.parameters(), self.config)  # type: ignore[union-attr]  # a Trainer that trains has a model
             self.numbers = numbers(self.optimizer)
         return self.optimizer
 

@@ -24,7 +24,7 @@ from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.measure import Pace, PeakMemory, as_clock
 from liger_kernel.train.metrics import Endpoint, Reports, of_lines, of_run
 from liger_kernel.train.model import save
-from liger_kernel.train.optimizer import adamw, scheduler
+from liger_kernel.train.optimizer import optimizer_of, scheduler
 from liger_kernel.train.ranks import News, Preempted, Ranks, Watch, local_rank, restarts
 from liger_kernel.train.resume import UNMOVED, accept, configured, finished, numbers, seed_all
 from liger_kernel.train.rows import Data
@@ -57,7 +57,7 @@ class _Tensors(TorchCheckpointIO):
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         try:
-            return torch.load(path, map_location=map_location or (lambda storage, _: storage), weights_only=True)
+            return torch.load(path, map_location=map_location or "cpu", weights_only=True)
         except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
             raise UserError(f"checkpoint {path} is damaged, or holds objects other than tensors and plain values, which are not loaded: remove it") from error
 
@@ -100,7 +100,7 @@ class _Module(L.LightningModule):
             torch.nn.utils.clip_grad_norm_(self.parameters(), gradient_clip_val)
 
     def configure_optimizers(self) -> dict[str, Any]:
-        optimizer = adamw(self.model.parameters(), self.config)
+        optimizer = optimizer_of(self.model.parameters(), self.config)
         self.numbers = numbers(optimizer)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler(optimizer, self.config), "interval": "step"}}
 
@@ -144,7 +144,7 @@ class _Lines(L.Callback):
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
         self.norm = torch.nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None])
-        self.lr = optimizer.param_groups[0]["lr"]
+        self.lr = float(optimizer.param_groups[0]["lr"])  # of torchao's a tensor, on the CPU
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
         self.loss = self.loss + outputs["loss"].detach()  # of a part

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from liger_kernel.parallel import Parallel, parallelize
-from liger_kernel.train import adapters
+from liger_kernel.train import adamw, adapters
 from liger_kernel.train.checkpoint import Checkpoints
 from liger_kernel.train.config import ULYSSES, TrainConfig, UserError
 from liger_kernel.train.data import load
@@ -28,9 +28,9 @@ from liger_kernel.train.measure import UNTIMED, PeakMemory, StepClock, as_clock,
 from liger_kernel.train.metrics import Endpoint, Reports, StepLines, as_json, check_reports, of_lines, of_run
 from liger_kernel.train.mistakes import writable
 from liger_kernel.train.model import attend, build, device_and_precision, flops_per_token, save
-from liger_kernel.train.optimizer import adamw, learning_rate
+from liger_kernel.train.optimizer import learning_rate, optimizer_of, require
 from liger_kernel.train.ranks import News, Preempted, Ranks, Stop, Watch, joined, local_rank, restarts, told_to_stop
-from liger_kernel.train.resume import refuse_other, seed_all
+from liger_kernel.train.resume import moments, refuse_other, seed_all
 from liger_kernel.train.rows import Data
 from liger_kernel.train.store import Store, stored
 from liger_kernel.train.summary import summary
@@ -51,6 +51,7 @@ def train(config: TrainConfig) -> dict[str, Any]:
     out = Path(config.out)
     device, precision = device_and_precision(config)
     adapters.check(config, device)
+    require(config)
     # without checkpoints there is nothing to save on SIGTERM, which then ends the process as it always does
     stoppable = told_to_stop() if config.checkpoint_every else contextlib.nullcontext(Stop())
     if int(os.environ.get("RANK", "0")) == 0:  # what cannot be written is better known before training than after it
@@ -116,11 +117,14 @@ class _Run:
         self.adapters = adapters.identity(config, model)
         mixed = torch.bfloat16 if precision == "bf16-mixed" else None
         try:
-            self.parallel: Parallel = parallelize(model, config.parallel, mesh=_mesh(config, device, ranks.world), param_dtype=mixed)
+            self.parallel: Parallel = parallelize(
+                model, config.parallel, mesh=_mesh(config, device, ranks.world), param_dtype=mixed, cpu_offload=config.optimizer_on_cpu
+            )
         except ValueError as error:
             raise UserError(str(error)) from error
         self.autocast = mixed is not None and not config.fully_sharded
-        self.optimizer = adamw(model.parameters(), config)
+        self.optimizer = optimizer_of(model.parameters(), config)
+        self.in_backward = adamw.InBackward(self.optimizer) if config.optimizer_in_backward else None
         self.out = Path(config.out)
         self.checkpoints = Checkpoints(self.out / "checkpoints", ranks, config.checkpoint_keep)
         self.step, self.position, self.tokens, self.nonfinite, self.skips = 0, 0, 0, 0, 0
@@ -128,6 +132,11 @@ class _Run:
         data.rows.multiple = self.parallel.sequence_ranks
         seed_all(config.seed, self._draws)  # of dropout: other tokens, other draws
         self._resume()
+        if self.in_backward and self.rows > config.batch * self.parallel.data_ranks:
+            most = config.batch * self.parallel.data_ranks
+            raise UserError(
+                f"optimizer_in_backward needs at most batch x ranks = {most} rows in a step, got global_batch {self.rows}: each backward makes a step"
+            )
         self.memory = PeakMemory(device)
         self.timer = StepClock(device)
 
@@ -202,17 +211,17 @@ class _Run:
         batches = [self._to_device(batch) for batch in data.batches(picks, parallel.data_rank, parallel.data_ranks, config.batch)]
         self.waits.append(time.perf_counter() - started)
         # every rank knows the rows of all: no collective is needed to weigh tokens alike; gradients are averaged over ranks, hence the division
-        loss = self._gradients(batches, max(1, learnt) / parallel.data_ranks)
         lr = learning_rate(config, self.step)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        adamw.set_lr(self.optimizer, lr)
+        loss = self._gradients(batches, max(1, learnt) / parallel.data_ranks)
         norm = self._update()
         self.timer.stop()
         self.step += 1
         self.position += self.rows
         self.tokens += tokens
         self.unlogged += tokens
-        return torch.stack((loss, norm.float())), {"step": self.step, "lr": lr, "tokens": self.tokens, "rows": [self.position - self.rows, self.position]}
+        outcome = torch.stack((loss, norm.float().to(loss.device)))
+        return outcome, {"step": self.step, "lr": lr, "tokens": self.tokens, "rows": [self.position - self.rows, self.position]}
 
     def _gradients(self, batches: list[dict[str, Any]], items: float) -> Tensor:
         """Backward of every batch's loss; the sum of these."""
@@ -227,11 +236,18 @@ class _Run:
 
     def _update(self, keep: bool = False) -> Tensor:
         """Clip, step and forget the gradients; their norm. Weights and moments stay where it is not finite, or with ``keep``."""
+        if self.in_backward:
+            norm = self.in_backward.norm()
+            return self.parallel.total(norm.double().square()).sqrt() if self.parallel.data_ranks > 1 else norm
         norm = self.parallel.clip_grad_norm_(self.config.grad_clip or None)
-        # the fused kernel itself leaves weights and moments alone where this is 1: nobody waits for the norm
-        skip = torch.ones_like(norm, dtype=torch.bool) if keep else ~torch.isfinite(norm)
-        self.optimizer.found_inf, self.optimizer.grad_scale = skip.to(self.device, torch.float32), None  # type: ignore[attr-defined]  # what GradScaler gives an optimizer
-        self.optimizer.step()
+        if self.optimizer.defaults.get("fused"):
+            # the fused kernel itself leaves weights and moments alone where this is 1: nobody waits for the norm
+            skip = torch.ones_like(norm, dtype=torch.bool) if keep else ~torch.isfinite(norm)
+            where = "cpu" if self.config.optimizer_on_cpu else self.device
+            self.optimizer.found_inf, self.optimizer.grad_scale = skip.to(where, torch.float32), None  # type: ignore[attr-defined]  # what GradScaler gives an optimizer
+            self.optimizer.step()
+        elif not keep and bool(torch.isfinite(norm)):  # torchao's has no such switch: the host waits
+            self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return norm
 
@@ -240,9 +256,13 @@ class _Run:
         data, parallel = self.data, self.parallel
         picks = data.picks(self.position, self.rows, self.config.seed)
         batch = next(iter(data.batches(picks, parallel.data_rank, parallel.data_ranks, self.config.batch)))
+        if self.in_backward:
+            self.in_backward.on = False
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             self._gradients([self._to_device(batch)], 1.0)
         self._update(keep=True)
+        if self.in_backward:
+            self.in_backward.on = True
 
     @torch.no_grad()
     def _evaluate(self) -> float:
@@ -349,7 +369,7 @@ class _Run:
         module: Any = self.parallel.module
         config = module.config.get_text_config()
         form = {name: getattr(config, name, None) for name in ("model_type", "num_attention_heads", "num_key_value_heads", "head_dim")}
-        return {"seed": self.config.seed, "length": self.config.length} | self.data.identity() | {"model": form} | self.adapters
+        return {"seed": self.config.seed, "length": self.config.length} | self.data.identity() | {"model": form} | moments(self.config) | self.adapters
 
     def _save(self, wait: bool) -> None:
         state = {

@@ -1,34 +1,44 @@
-"""AdamW and its learning rate, the same for every trainer."""
+"""The optimizer of a config and its learning rate, the same for every trainer."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from liger_kernel.parallel import by_sharding
+from liger_kernel.parallel import by_sharding, in_blocks
+from liger_kernel.train import adamw
 from liger_kernel.train.config import TrainConfig, UserError
 
 
-def adamw(parameters: Iterable[Tensor], config: TrainConfig) -> torch.optim.Optimizer:
-    """PyTorch's fused AdamW for the trained parameters, or that of bitsandbytes with moments in 8 bits. Vectors have no weight decay."""
+def optimizer_of(parameters: Iterable[Tensor], config: TrainConfig) -> torch.optim.Optimizer:
+    """The config's optimizer of the trained parameters. Vectors have no weight decay."""
     trained = [p for p in parameters if p.requires_grad]
     groups = [
         {"params": same, "weight_decay": config.weight_decay if matrices else 0.0}
         for matrices in (True, False)
         for same in by_sharding([p for p in trained if (p.ndim > 1) == matrices])  # fused kernels take one kind of tensor
     ]
-    options: dict[str, Any] = {"lr": config.peak_lr, "betas": (0.9, config.beta2)}
-    if config.optimizer == "adamw-8bit":
-        try:
-            from bitsandbytes.optim import AdamW8bit
-        except ImportError as error:
-            raise UserError("optimizer adamw-8bit needs bitsandbytes: pip install bitsandbytes") from error
-        return AdamW8bit(groups, **options)
-    return torch.optim.AdamW(groups, fused=True, **options)
+    if adamw.KINDS[config.optimizer].moments == 1:
+        for p in trained:
+            if in_blocks(p, adamw.LEAST, adamw.BLOCK) is False:
+                raise UserError(
+                    f"optimizer {config.optimizer} cannot cut a weight of shape {tuple(p.shape)} into blocks of {adamw.BLOCK} values on every rank: "
+                    "take another number of ranks, or optimizer adamw"
+                )
+    return adamw.make(config.optimizer, groups, lr=config.peak_lr, betas=(0.9, config.beta2))
+
+
+def require(config: TrainConfig) -> None:
+    """``UserError`` if what the config's optimizer needs is not installed: better known before data and model are loaded."""
+    try:
+        adamw.require(config.optimizer)
+    except ImportError as error:
+        raise UserError(str(error)) from error
+    if adamw.KINDS[config.optimizer].by == "torchao":
+        import torchao.optim  # noqa: F401  # from here on, torch.load(weights_only=True) reads its moments
 
 
 def scheduler(optimizer: torch.optim.Optimizer, config: TrainConfig) -> torch.optim.lr_scheduler.LambdaLR:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from liger_kernel.train.adamw import KINDS
 from liger_kernel.train.adapters import identity
 from liger_kernel.train.config import ADAPTERS, TrainConfig, UserError
 from liger_kernel.train.files import write
@@ -22,11 +23,17 @@ UNMOVED: dict[str, Any] = {"tokens_per_second": 0.0, "seconds": 0.0, "evaluation
 
 def refuse_other(path: Path | None, there: dict[str, Any], here: dict[str, Any]) -> None:
     """``UserError`` if the checkpoint ``path`` was written with another identity than this run's: order of the data, model, or adapters."""
-    later = lambda name: name.startswith("digest of ") or name in ADAPTERS  # which earlier releases did not write
+    later = lambda name: name.startswith("digest of ") or name in ("moments", *ADAPTERS)  # which earlier releases did not write
     wrong = [name for name, value in here.items() if there.get(name) != value and (name in there or not later(name))]
     if wrong:
-        kind = "other adapters" if wrong[0] in ADAPTERS else "another model" if wrong[0] in ("model", "digest of base") else "other data"
+        kinds = {**dict.fromkeys(ADAPTERS, "other adapters"), "moments": "another optimizer", "model": "another model", "digest of base": "another model"}
+        kind = kinds.get(wrong[0], "other data")
         raise UserError(f"checkpoint {path} is of {kind}: {'; '.join(f'{name} {there.get(name)} there, {here[name]} here' for name in wrong)}")
+
+
+def moments(config: TrainConfig) -> dict[str, str]:
+    """How the optimizer stores its moments: a checkpoint of others does not fit."""
+    return {"moments": "8 bits" if KINDS[config.optimizer].moments == 1 else "dtype of the weights"}
 
 
 def accept(config: TrainConfig, data: Data, model: Any, ranks: Ranks, folder: Path, last: Path | None) -> int:
@@ -39,7 +46,7 @@ def accept(config: TrainConfig, data: Data, model: Any, ranks: Ranks, folder: Pa
     path = folder / "identity.json"
     there = ranks.agreed(json.loads(path.read_text()) if ranks.first and last and path.is_file() else None) or {}
     rows = config.global_batch or there.get("global_batch") or config.batch * config.accumulate * ranks.world
-    here = {"seed": config.seed, "length": config.length} | data.identity() | {"global_batch": rows} | identity(config, model)
+    here = {"seed": config.seed, "length": config.length} | data.identity() | {"global_batch": rows} | moments(config) | identity(config, model)
     if there:
         refuse_other(last, {"global_batch": rows} | there, here)  # which earlier releases did not write
     if ranks.first and config.checkpoint_every:
@@ -57,7 +64,8 @@ def finished(config: TrainConfig, ranks: Ranks) -> dict[str, Any] | None:
 
 def numbers(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """For each parameter group, what follows from the configuration: peak learning rate, weight decay and so on."""
-    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    copied = lambda value: value.clone() if isinstance(value, torch.Tensor) else value  # torchao's learning rate is a tensor, which schedules change
+    return [{name: copied(value) for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
 
 
 def configured(optimizer: Any, schedule: Any, numbers: list[dict[str, Any]]) -> None:

@@ -40,6 +40,7 @@ from liger_kernel.ops._core import config as launching
 from liger_kernel.ops._core.operator import intercept_launches
 from liger_kernel.ops.projections.four_bits import four_bits
 from liger_kernel.parallel import layers_of
+from liger_kernel.train.adamw import BLOCK, KINDS, LEAST
 from liger_kernel.train.adapters import adapted
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.model import dtype_of, patch, quantize_fp8, recompute
@@ -155,6 +156,8 @@ def _step(model: Any, config: TrainConfig, precision: str, optimizer: str, meter
     trained = [p for p in model.parameters() if p.requires_grad]
     for p in trained:
         p.register_post_accumulate_grad_hook(lambda p: meter.call(p.grad, "gradients"))
+        if config.optimizer_in_backward:
+            p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     meter.begin("optimizer")
     states = [t for p in trained for t in _states(p, optimizer)]
     meter.begin("activations")
@@ -165,19 +168,17 @@ def _step(model: Any, config: TrainConfig, precision: str, optimizer: str, meter
             with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
                 loss = model(input_ids=ids, labels=ids, use_cache=False, num_items_in_batch=ids.numel()).loss
             loss.backward()
-    meter.begin("optimizer", "optimizer")  # fused kernels and those of bitsandbytes need nothing but the states
+    meter.begin("optimizer", "optimizer")  # fused and compiled kernels need nothing but the states
     del states
 
 
 def _states(p: Tensor, optimizer: str) -> list[Tensor]:
-    """What an optimizer keeps of a parameter: AdamW two moments; in 8 bits with a scale for each 256 values, but those of small parameters in fp32."""
+    """What an optimizer keeps of a parameter: AdamW two moments; in 8 bits with a scale for each block, but not those of small parameters."""
     if optimizer == "sgd":
         return []
-    if optimizer == "adamw":
+    if KINDS[optimizer].moments is None or p.numel() < LEAST or p.numel() % BLOCK:
         return [torch.empty_like(p), torch.empty_like(p)]
-    if p.numel() < 4096:
-        return [torch.empty_like(p, dtype=torch.float32), torch.empty_like(p, dtype=torch.float32)]
-    return [torch.empty(n, dtype=dtype) for n, dtype in 2 * ((p.numel(), torch.uint8), (-(-p.numel() // 256), torch.float32))]
+    return [torch.empty(n, dtype=dtype) for n, dtype in 2 * ((p.numel(), torch.uint8), (p.numel() // BLOCK, torch.float32))]
 
 
 @contextlib.contextmanager

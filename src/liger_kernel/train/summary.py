@@ -9,6 +9,7 @@ import torch
 from liger_kernel import memory
 from liger_kernel.ops.projections.tiled_mlp import count_of
 from liger_kernel.train import adapters
+from liger_kernel.train.adamw import KINDS
 from liger_kernel.train.config import ULYSSES, TrainConfig
 from liger_kernel.train.expected import Form, expected, gb
 from liger_kernel.train.measure import PeakMemory, device_name
@@ -87,7 +88,9 @@ def form_of(config: TrainConfig, model: Any, device: torch.device, precision: st
         checkpointing=config.gradient_checkpointing,
         keeps_attention=bool(flags.get("keep_attention")),
         offloading=bool(flags.get("activation_offloading")) and device.type != "cpu",
-        states=2.0 if config.optimizer == "adamw" else 0.5 if precision != "bf16" else 1.0,
+        states=2.0 if KINDS[config.optimizer].moments is None else 0.5 if precision != "bf16" else 1.0,
+        in_backward=config.optimizer_in_backward,
+        on_cpu=config.optimizer_on_cpu and device.type != "cpu",
         shards=world if sharded else 1,
         split_weights=config.parallel != "deepspeed-z2",
         buckets=config.parallel in ("ddp", "ulysses"),

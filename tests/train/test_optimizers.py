@@ -1,0 +1,324 @@
+"""Optimizers with fewer bytes for each parameter, the step in the backward, and the optimizer on the CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from liger_kernel.parallel import in_blocks, parallelize, plain_parts
+from liger_kernel.testing import assert_as_accurate
+from liger_kernel.train import adamw
+from liger_kernel.train.config import TrainConfig, UserError
+
+torchao = pytest.importorskip("torchao.optim")
+LR, BETAS, STEPS = 1e-2, (0.9, 0.95), 4
+OPTIONS = {"lr": LR, "betas": BETAS, "weight_decay": 0.1}
+
+
+@pytest.fixture(autouse=True)
+def as_users_run_it(monkeypatch):
+    """On a CPU, references run."""
+    from liger_kernel.ops._core import operator as _op
+
+    monkeypatch.setattr(_op, "_KERNEL_DEVICES", _op._KERNEL_DEVICES - {"cpu"})
+
+
+def trained(make, dtype, steps=STEPS, shape=(32, 256)):
+    """A parameter and its optimizer after steps with gradients that do not depend on it."""
+    torch.manual_seed(0)
+    p = nn.Parameter(torch.randn(shape).to(dtype))
+    gradients = torch.randn(steps, *shape, dtype=torch.float64)
+    optimizer = make([{"params": [p]}])
+    for g in gradients:
+        p.grad = g.to(dtype)
+        optimizer.step()
+    return p, optimizer
+
+
+# -- what the libraries compute ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name, theirs, dtype",
+    [
+        ("adamw-8bit", lambda groups: torchao.AdamW8bit(groups, **OPTIONS), torch.float32),
+        ("adamw-8bit-bf16", lambda groups: torchao.AdamW8bit(groups, **OPTIONS, bf16_stochastic_round=True), torch.bfloat16),
+        ("adamw-bf16", lambda groups: torchao._AdamW(groups, **OPTIONS, bf16_stochastic_round=True), torch.bfloat16),
+        ("adamw", lambda groups: torch.optim.AdamW(groups, **OPTIONS, fused=True), torch.float32),
+    ],
+)
+def test_bits_are_those_of_the_library(name, theirs, dtype):
+    ours, optimizer = trained(lambda groups: adamw.make(name, groups, **OPTIONS), dtype)
+    assert torch.equal(ours, trained(theirs, dtype)[0])
+    moment = optimizer.state[ours]["exp_avg"]
+    assert isinstance(moment, torchao.subclass_8bit.OptimState8bit) == (adamw.KINDS[name].moments == 1)
+    assert adamw.KINDS[name].moments == 1 or moment.dtype == dtype
+
+
+def test_moments_in_8_bits_are_as_near_as_8_bits_are():
+    """Each step rounds a moment to a code of its block; half of the widest gap between codes is the most that it changes, and decays with the moment."""
+    p, eight = trained(lambda groups: adamw.make("adamw-8bit", groups, **OPTIONS), torch.float32)
+    q, plain = trained(lambda groups: adamw.make("adamw", groups, **OPTIONS), torch.float32)
+    for moment, beta in zip(("exp_avg", "exp_avg_sq"), BETAS):
+        found, expected = eight.state[p][moment], plain.state[q][moment]
+        gap = found.qmap.diff().max() / 2
+        error = (found.dequantize() - expected).abs().view(len(found.scale), -1)
+        largest = max(1.0, *(beta**-k for k in range(STEPS))) * found.scale  # of a block, in any step before
+        assert error.max() > 0 and (error <= (gap * sum(beta**k for k in range(STEPS)) * largest)[:, None]).all()
+
+
+def test_the_first_step_of_8_bits_is_that_of_adamw():
+    """Moments are rounded after the step has used them."""
+    step = lambda name, dtype: {"w": trained(lambda groups: adamw.make(name, groups, **OPTIONS), dtype, 1)[0].detach()}
+    assert_as_accurate(step("adamw-8bit", torch.float32), step("adamw", torch.float32), step("adamw", torch.float64))
+
+
+def test_small_steps_are_lost_without_stochastic_rounding():
+    """Steps of 1/8 of what bf16 can add to 1: rounded to the nearest number they change nothing, stochastically they add up to what they are."""
+    ulp, steps, n = 2**-8, 8, 1 << 14  # of bf16 just below 1
+    moved = {}
+    for name in ("adamw", "adamw-bf16"):
+        torch.manual_seed(0)
+        p = nn.Parameter(torch.full((64, n // 64), 0.75, dtype=torch.bfloat16))
+        optimizer = adamw.make(name, [{"params": [p]}], lr=ulp / 8, betas=BETAS, weight_decay=0.0)
+        for _ in range(steps):
+            p.grad = -torch.ones_like(p)
+            optimizer.step()
+        moved[name] = p.detach().double().mean().item() - 0.75
+    assert moved["adamw"] == 0
+    # a rounding has a standard deviation of ulp / 2 at most; AdamW's step for a constant gradient is lr, up to the rounding of its bf16 moments
+    deviation = ulp / 2 * (steps / n) ** 0.5
+    assert abs(moved["adamw-bf16"] - ulp) < 4 * deviation + 2**-8 * steps * ulp / 8 * 4
+
+
+# -- the step in the backward --------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    """An embedding that is the head, too, a layer that is checkpointed, and a frozen one."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.inner, self.frozen, self.norm = nn.Embedding(64, 256), nn.Linear(256, 256), nn.Linear(256, 256), nn.LayerNorm(256)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        x = x + checkpoint(lambda x: self.frozen(torch.tanh(self.inner(x))), x, use_reentrant=False)
+        return nn.functional.cross_entropy(self.norm(x) @ self.embedding.weight.T, tokens.roll(1))
+
+
+def learnt(make, in_backward):
+    model = Tied()
+    optimizer = make([{"params": [p for p in model.parameters() if p.ndim == n and p.requires_grad], "weight_decay": 0.1 * (n > 1)} for n in (2, 1)])
+    stepping = adamw.InBackward(optimizer) if in_backward else None
+    alive, norms, losses = [], [], []
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: alive.append(sum(q.grad is not None for q in model.parameters()))) if p.requires_grad else None
+    for step in range(3):
+        adamw.set_lr(optimizer, LR / (step + 1))
+        loss = model(torch.arange(step, step + 40))
+        loss.backward()
+        losses.append(loss.item())
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
+        norms.append(stepping.norm() if stepping else torch.nn.utils.get_total_norm(gradients))
+        assert stepping is None or not any(g is not None for g in gradients)
+        if not in_backward:
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses, norms, alive, [p.detach() for p in model.parameters()], optimizer
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda groups: torch.optim.SGD(groups, lr=LR, momentum=0.9),
+        lambda groups: adamw.make("adamw", groups, lr=LR),
+        lambda groups: adamw.make("adamw-8bit", groups, lr=LR),
+    ],
+    ids=["sgd", "adamw", "adamw-8bit"],
+)
+def test_a_step_in_the_backward_has_the_bits_of_the_one_after_it(make):
+    losses, norms, alive, weights, optimizer = learnt(make, False)
+    found, their_norms, one, theirs, other = learnt(make, True)
+    assert found == losses and all(map(torch.equal, theirs, weights))
+    assert torch.equal(torch.stack(their_norms), torch.stack(norms))
+    assert max(alive) == 5 and max(one) == 0  # hooks run in the order in which they were registered: each gradient is gone before the next
+    state, same = optimizer.state_dict(), other.state_dict()
+    assert state["state"].keys() == same["state"].keys() and state["param_groups"] == same["param_groups"]
+
+
+def test_gradients_are_dropped_while_it_is_off():
+    model = Tied()
+    before = [p.clone() for p in model.parameters()]
+    stepping = adamw.InBackward(adamw.make("adamw", [p for p in model.parameters() if p.requires_grad], lr=LR))
+    stepping.on = False
+    model(torch.arange(40)).backward()
+    assert all(p.grad is None for p in model.parameters()) and all(map(torch.equal, model.parameters(), before)) and stepping.norm() == 0
+
+
+# -- runs ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def config(tmp_path):
+    pytest.importorskip("transformers")
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": f"def add(a, b): return a + b + {i} " * 30}) + "\n" for i in range(20)))
+    return TrainConfig(
+        hidden=64, heads=1, kv_heads=1, layers=1, intermediate=64, vocab=300, length=48, batch=2, steps=4, warmup=1, log_every=1, device="cpu", lr=1e-2,
+        eval_fraction=0.0, grad_clip=0.0, checkpoint_every=2, checkpoint_keep=3, data=str(tmp_path / "text.jsonl"), cache=str(tmp_path / "cache"),
+        out=str(tmp_path / "run"), save=str(tmp_path / "saved"),
+    )  # fmt: skip
+
+
+def weights(config):
+    from safetensors.torch import load_file
+
+    return load_file(f"{config.save}/model.safetensors")
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(optimizer="adamw-8bit"),
+        dict(optimizer="adamw-bf16", precision="bf16"),
+        dict(optimizer="adamw-8bit-bf16", precision="bf16"),
+        dict(optimizer_in_backward=True),
+        dict(optimizer="adamw-8bit-bf16", precision="bf16", optimizer_in_backward=True),
+        dict(parallel="fsdp2", optimizer_on_cpu=True),
+    ],
+    ids=lambda changes: "-".join(str(value) for value in changes.values()),
+)
+def test_a_run_that_goes_on_has_the_bits_of_one_that_was_left_alone(changes, config):
+    from liger_kernel.train import loop
+
+    config = dataclasses.replace(config, **changes)
+    losses = loop.train(config)["losses"]
+    expected = weights(config)
+    shutil.rmtree(Path(config.out) / "checkpoints" / "step-00000004")
+    shutil.rmtree(config.save)
+    assert loop.train(config)["losses"] == losses
+    assert same(weights(config), expected)
+    with pytest.raises(UserError, match=r"is of another optimizer: moments .* there, .* here"):
+        loop.train(dataclasses.replace(config, optimizer="adamw" if "8bit" in config.optimizer else "adamw-8bit", optimizer_on_cpu=False, steps=6))
+
+
+def test_runs_step_in_the_backward_with_the_same_bits(config):
+    from liger_kernel.train import loop
+
+    config = dataclasses.replace(config, checkpoint_every=0)
+    plain = loop.train(config)
+    other = dataclasses.replace(config, optimizer_in_backward=True, out=f"{config.out}-2", save=f"{config.save}-2")
+    found = loop.train(other)
+    assert found["losses"] == plain["losses"]
+    assert found["gradient_norms"] == pytest.approx(plain["gradient_norms"], rel=4 * torch.finfo(torch.float32).eps)  # added in another order
+    assert same(weights(other), weights(config))
+
+
+def test_offloaded_runs_clip_and_have_the_same_bits(config):
+    from liger_kernel.train import loop
+
+    config = dataclasses.replace(config, checkpoint_every=0, parallel="fsdp2", grad_clip=0.5, accumulate=2)
+    plain = loop.train(config)
+    other = dataclasses.replace(config, optimizer_on_cpu=True, out=f"{config.out}-2", save=f"{config.save}-2")
+    assert loop.train(other)["losses"] == plain["losses"] and same(weights(other), weights(config))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw-8bit"])
+def test_steps_without_finite_gradients_change_nothing(optimizer, config, monkeypatch):
+    from liger_kernel.parallel import Parallel
+    from liger_kernel.train import loop
+
+    norms, clip = [], Parallel.clip_grad_norm_
+
+    def poisoned(self, norm):
+        norms.append(clip(self, norm))
+        before.append([p.detach().clone() for p in self.module.parameters()])
+        return norms[-1] * (float("nan") if len(norms) == 3 else 1)
+
+    before = []
+    monkeypatch.setattr(Parallel, "clip_grad_norm_", poisoned)
+    loop.train(dataclasses.replace(config, optimizer=optimizer, nonfinite="skip", checkpoint_every=0))
+    assert [all(map(torch.equal, a, b)) for a, b in itertools.pairwise(before)] == [False, False, True]
+
+
+def test_a_step_in_the_backward_has_one_backward(config):
+    from liger_kernel.train import loop
+
+    with pytest.raises(UserError, match="optimizer_in_backward needs at most batch x ranks = 2 rows in a step, got global_batch 4"):
+        loop.train(dataclasses.replace(config, optimizer_in_backward=True, global_batch=4))
+
+
+# -- shards --------------------------------------------------------------------------------
+
+
+def test_what_a_checkpoint_holds_shares_memory_with_the_moment():
+    p, optimizer = trained(lambda groups: adamw.make("adamw-8bit", groups, **OPTIONS), torch.float32)
+    moment = optimizer.state[p]["exp_avg"]
+    parts = plain_parts(moment)
+    assert {name: (type(part), part.shape) for name, part in parts.items()} == {"codes": (torch.Tensor, (32, 256)), "scale": (torch.Tensor, (32, 1))}
+    assert all(part.data_ptr() == getattr(moment, name).data_ptr() for name, part in parts.items())
+    assert plain_parts(p) == {"": p}
+
+
+@pytest.mark.parametrize("shape, found", [((32, 256), True), ((64, 64), True), ((63, 64), None), ((4097,), None), ((4096,), True)])
+def test_weights_in_blocks(shape, found):
+    assert in_blocks(torch.zeros(shape), adamw.LEAST, adamw.BLOCK) is found
+
+
+# -- what does not combine -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(optimizer="adamw-8bit", parallel="tp"), "optimizer adamw-8bit needs parallel none, ddp or fsdp2, got tp"),
+        (dict(optimizer="adamw-bf16", parallel="ddp", precision="bf16"), "optimizer adamw-bf16 needs parallel none or fsdp2, got ddp"),
+        (dict(optimizer="adamw-8bit", parallel="fsdp2", trainer="hf"), "optimizer adamw-8bit with parallel fsdp2 needs trainer torch, got hf"),
+        (dict(optimizer="adamw-8bit", parallel="deepspeed-z2", trainer="hf"), "optimizer adamw-8bit needs parallel none, ddp or fsdp2, got deepspeed-z2"),
+        (dict(optimizer="adamw-bf16"), "rounds weights that are kept in bf16, so it needs precision bf16; got precision auto"),
+        (dict(optimizer="adamw-8bit-bf16", precision="bf16", lora=4), "so it needs precision bf16; got lora 4, whose adapters are kept in fp32"),
+        (dict(optimizer_in_backward=True), "optimizer_in_backward needs grad_clip 0, got 1: when the norm is known, the steps are made"),
+        (dict(optimizer_in_backward=True, grad_clip=0.0, accumulate=2), "optimizer_in_backward needs accumulate 1, got 2: each backward makes a step"),
+        (dict(optimizer_in_backward=True, grad_clip=0.0, nonfinite="skip"), "optimizer_in_backward needs nonfinite stop, got skip"),
+        (dict(optimizer_in_backward=True, grad_clip=0.0, parallel="ddp"), "optimizer_in_backward needs parallel none or fsdp2, got ddp"),
+        (dict(optimizer_in_backward=True, grad_clip=0.0, trainer="hf"), "optimizer_in_backward needs trainer torch, got hf"),
+        (dict(optimizer_on_cpu=True), "optimizer_on_cpu needs parallel fsdp2, whose CPU offload it is, also for one GPU; got none"),
+        (dict(optimizer_on_cpu=True, parallel="fsdp2", trainer="hf"), "optimizer_on_cpu needs trainer torch, got hf"),
+        (dict(optimizer_on_cpu=True, parallel="fsdp2", optimizer="adamw-8bit"), "optimizer_on_cpu needs optimizer adamw, .*; got adamw-8bit"),
+        (dict(optimizer_on_cpu=True, parallel="fsdp2", optimizer_in_backward=True, grad_clip=0.0), "exclude each other"),
+    ],
+)
+def test_what_does_not_combine_is_said(changes, message):
+    with pytest.raises(UserError, match=message):
+        TrainConfig(**changes)
+
+
+def test_offload_is_fsdp2s():
+    with pytest.raises(ValueError, match="parallelize: cpu_offload needs mode fsdp2, got none"):
+        parallelize(nn.Linear(2, 2), "none", cpu_offload=True)
+
+
+def test_what_is_missing_is_said_before_the_data_are_read(config, monkeypatch):
+    from liger_kernel.train import loop
+
+    config = dataclasses.replace(config, optimizer="adamw-8bit", data="/nowhere.jsonl")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(UserError, match=r"optimizer adamw-8bit needs a C\+\+ compiler, .*install g\+\+, or set CXX; no-such-compiler was not found"):
+        loop.train(config)
+    monkeypatch.setattr(adamw.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="optimizer adamw-8bit needs torchao: pip install torchao"):
+        loop.train(config)

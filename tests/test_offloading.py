@@ -593,6 +593,7 @@ def test_copies_of_a_module(lane):
 @pytest.mark.parametrize("checkpointed", [None, False, True])
 def test_less_memory_of_a_gpu(monkeypatch, checkpointed):
     monkeypatch.undo()
+    monkeypatch.setattr(offloading, "LATE", 2**26)  # of 512 MB in all: bytes that may wait for their copies
     layer = lambda: nn.Sequential(nn.Linear(1024, 1024, bias=False), nn.SiLU(), nn.Linear(1024, 1024, bias=False))
     learned, kept = [], []
     for cls in (Layers, Offloaded):

@@ -7,7 +7,7 @@ import importlib
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from liger_kernel.ops import OPS, lora_linear
 from liger_kernel.ops._core import operator as _op
@@ -57,6 +57,28 @@ def test_frozen_inputs_cost_no_products(name):
     assert products(op, names) == usual + len(weights)
     assert products(op, set()) < products(op, {"x"}) < usual
     assert products(op, set()) <= {"lora_linear": 3, "lora_qkv": 7, "lora_mlp": 8}[name]
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["lora_linear", "lora_qkv", "lora_mlp"])
+def test_selective_checkpointing(name):
+    """A policy may keep the results of all matrix products: nobody writes to them."""
+    op = OPS[name]
+    args = op.cases[0].make(torch.float32, DEVICE)
+    names, given = zip(*differentiable(args).items())
+    seen = []
+
+    def policy(ctx, what, *args, **kwargs):
+        seen.append((ctx.is_recompute, what.overloadpacket.__name__))
+        return CheckpointPolicy.MUST_SAVE if what.overloadpacket.__name__ in ("mm", "addmm", "add") else CheckpointPolicy.PREFER_RECOMPUTE
+
+    call = lambda *tensors: tuple(torch.utils._pytree.tree_leaves(op.fn(**(args | dict(zip(names, tensors))))))
+    total = lambda out: sum(t.square().sum() for t in out)
+    expected = torch.autograd.grad(total(call(*given)), given)
+    out = checkpoint(call, *given, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(policy))
+    for e, got in zip(expected, torch.autograd.grad(total(out), given), strict=True):
+        assert torch.equal(e, got)
+    assert (False, "addmm") in seen
 
 
 @needs_kernels

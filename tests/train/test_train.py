@@ -445,9 +445,11 @@ def test_a_saved_model_reads_back(kernels, config, tmp_path):
     assert more["losses"] == [pytest.approx(expected, rel=1e-5)]
 
 
-@pytest.mark.parametrize("kernels", ["off", "on"])
-def test_recomputed_activations_change_no_bit(kernels, config):
-    config = dataclasses.replace(config, kernels=kernels)
+@pytest.mark.parametrize("changes", [{"kernels": "off"}, {}, {"lora": 4}], ids=["stock", "patched", "adapters"])
+def test_recomputed_activations_change_no_bit(changes, config):
+    if "lora" in changes:
+        pytest.importorskip("peft")
+    config = dataclasses.replace(config, **changes)
     none, *others = (loop.train(dataclasses.replace(config, gradient_checkpointing=what)) for what in ("none", "selective", "full"))
     assert all(other["losses"] == none["losses"] and other["gradient_norms"] == none["gradient_norms"] for other in others)
 

@@ -46,35 +46,11 @@ GPUS = {
 }
 # fields of a run that its memory depends on, which are flags of the command under the same names
 FIELDS = (
-    *(
-        "model",
-        "attention",
-        "batch",
-        "length",
-        "accumulate",
-        "lora",
-        "lora_dropout",
-        "lora_targets",
-        "dora",
-        "quantize",
-        "optimizer",
-        "optimizer_in_backward",
-        "grad_clip",
-        "precision",
-        "kernels",
-        "rematerialise",
-    ),
-    *(
-        "fp8",
-        "fp8_filter",
-        "activation_offloading",
-        "keep_attention",
-        "tiled_mlp",
-        "gradient_checkpointing",
-        "fused_linear_cross_entropy",
-        "cross_entropy",
-        "trainer",
-    ),
+    *("model", "attention", "batch", "length", "accumulate", "precision", "trainer"),
+    *("lora", "lora_dropout", "lora_targets", "dora", "quantize", "fp8", "fp8_filter"),
+    *("optimizer", "optimizer_in_backward", "grad_clip"),
+    *("kernels", "fused_linear_cross_entropy", "cross_entropy", "rematerialise"),
+    *("gradient_checkpointing", "keep_attention", "activation_offloading", "tiled_mlp"),
 )
 
 

@@ -158,11 +158,13 @@ def recompute(model: Any, what: str) -> None:
 
 
 _MULTIPLIES = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm, torch.ops.aten._scaled_dot_product_attention_math)
+THIN = 128
 _COSTLY = {packet.default for packet in _MULTIPLIES} | attention_operators()
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in _COSTLY else CheckpointPolicy.PREFER_RECOMPUTE
+    thin = op is torch.ops.aten.mm.default and args[1].shape[0] <= THIN  # an adapter's: as large as the layer's result, and soon computed again
+    return CheckpointPolicy.MUST_SAVE if op in _COSTLY and not thin else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def small_llama(config: TrainConfig, tokenizer: Any) -> Any:

@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils import checkpoint
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from liger_kernel.ops._core.shards import is_sharded
 from liger_kernel.ops._core.tl import HAS_TRITON, triton
@@ -28,6 +30,7 @@ OPS: dict[str, Op] = {}
 NAMESPACE = "liger"
 _LIB = torch.library.Library(NAMESPACE, "DEF")
 _LAUNCHERS: dict[str, str] = {}  # name -> module
+_KEEPING = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode)  # of selective checkpointing: they have no public name
 _PLAIN = {Tensor, torch.nn.Parameter, type(None), bool, int, float, str, torch.dtype, list, tuple}
 _tracing = contextvars.ContextVar("liger_tracing", default=False)
 INTERPRET = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
@@ -179,6 +182,11 @@ def launcher(schema: str) -> Callable[[F], F]:
         return call
 
     return register
+
+
+def results_are_kept() -> bool:
+    """Whether selective checkpointing may hold the result of any operator, which nobody may then write to. Results of launchers are not of this kind."""
+    return bool(torch._C._len_torch_dispatch_stack()) and any(isinstance(mode, _KEEPING) for mode in _get_current_dispatch_mode_stack())
 
 
 def tracing(x: Tensor) -> bool:
@@ -361,12 +369,12 @@ def acc(dtype: torch.dtype) -> torch.dtype:
 
 def shaped(y: Tensor, shape: Sequence[int]) -> Tensor:
     """The new, contiguous ``y`` in another shape, but not as a view: users may write to what a Function returns, and autograd refuses that for views."""
-    return y.view(shape) if torch.compiler.is_compiling() else y.resize_(shape)
+    return y.view(shape) if torch.compiler.is_compiling() or results_are_kept() else y.resize_(shape)
 
 
 def swapped(y: Tensor) -> Tensor:
     """The new ``y`` with dims 1 and 2 exchanged, but not as a view."""
-    return y.transpose(1, 2) if torch.compiler.is_compiling() else y.transpose_(1, 2)
+    return y.transpose(1, 2) if torch.compiler.is_compiling() or results_are_kept() else y.transpose_(1, 2)
 
 
 def rows_of(x: Tensor) -> Tensor:

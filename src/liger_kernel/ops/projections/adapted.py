@@ -23,7 +23,7 @@ from torch import Tensor
 
 from liger_kernel.ops._core.operator import acc, on_gpu, rows_of
 from liger_kernel.ops.projections.magnitude import dot_columns, times_columns
-from liger_kernel.ops.projections.weights import Rows, Weight, add_product
+from liger_kernel.ops.projections.weights import Rows, Weight, add_product, added
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,18 +171,17 @@ class Projections:
                 y = p.weight.forward(rows, y)
             if out is not None and y is not out:
                 y = out.copy_(y)
-            bias = _summed_bias(p)
             if p.magnitude is not None:
                 self.zs.append(y)
                 self.norms.append(_norms(p, self.dtype, self.thin))
                 y = times_columns(y, p.magnitude / self.norms[-1])
-            ys.append(y if bias is None else y.add_(bias))
+            ys.append(added(y, _summed_bias(p)))
         return ys
 
     def outputs_again(self) -> list[Tensor]:
         """The y of each projection again, in new memory, from what was saved. Every projection must have a magnitude."""
         ys = [times_columns(z, p.magnitude / norm) for p, z, norm in zip(self.projections, self.zs, self.norms) if p.magnitude is not None]
-        return [y if (bias := _summed_bias(p)) is None else y.add_(bias) for p, y in zip(self.projections, ys)]
+        return [added(y, _summed_bias(p)) for p, y in zip(self.projections, ys)]
 
     def input_kept(self, rows: Rows, x: Tensor) -> tuple[Callable[[Sequence[Tensor | None]], Rows], list[Tensor | None]]:
         """What the backward needs from x, and a function that makes the rows from it: x itself, or what trained weights need. Call ``outputs`` first."""

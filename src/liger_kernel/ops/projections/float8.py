@@ -28,7 +28,7 @@ from torch import Tensor
 
 from liger_kernel.ops._core.operator import acc, intercepted, launch, launcher, once_differentiable, rows_of, shaped, use_kernels
 from liger_kernel.ops._core.tl import cdiv, jit, next_power_of_2, tl
-from liger_kernel.ops.projections.weights import Rows, Weight
+from liger_kernel.ops.projections.weights import Rows, Weight, added
 
 E4, E5 = torch.float8_e4m3fn, torch.float8_e5m2
 LEAST = 1e-30  # an amax below it counts as this, so that TOP / amax and amax / TOP are normal numbers of fp32
@@ -228,7 +228,7 @@ class Float8(Weight):
         per_row = self.scale.ndim > 0
         x8, scale = x.made((E4, per_row), lambda rows: cast(rows, E4, per_row))
         found = product(x8, scale, self.w, self.scale, x.rows.dtype)
-        return found if y is None else y.add_(found)
+        return added(found, y)
 
     def backward(self, dy: Rows, dx: Tensor | None) -> Tensor:
         w_t = transposed(self.w) if self.w_t is None else self.w_t
@@ -253,9 +253,7 @@ class Float8LinearFunction(torch.autograd.Function):
     def forward(ctx, x, bias, w, scale, w_t):
         ctx.stored, ctx.K = (w, scale, w_t), x.shape[-1]  # not in save_for_backward: hooks may move saved tensors to the CPU, as if they were activations
         y = float8(w, scale).forward(Rows(rows_of(x)), None)
-        if bias is not None:
-            y.add_(bias)
-        return shaped(y, (*x.shape[:-1], y.shape[1]))
+        return shaped(added(y, bias), (*x.shape[:-1], y.shape[1]))
 
     @staticmethod
     @once_differentiable

@@ -34,7 +34,7 @@ from liger_kernel.ops.activations.glu import FORM, TOPS, glu_into
 from liger_kernel.ops.projections.float8 import CAPABILITY, E4, E5, LEAST, _quantized, _size, product
 from liger_kernel.ops.projections.mxfp8 import BLOCK, mx_casts, mx_product
 from liger_kernel.ops.projections.mxfp8 import CAPABILITY as MX_CAPABILITY
-from liger_kernel.ops.projections.weights import Rows, Weight
+from liger_kernel.ops.projections.weights import Rows, Weight, added
 
 
 @dataclass(frozen=True)
@@ -345,7 +345,7 @@ class Float8Trained(Weight):
 
     def forward(self, x: Rows, y: Tensor | None) -> Tensor:
         found = self._product(_the(self._of_x(x)[0]), self._cast(x.dtype), x.dtype, fast=True)
-        return found if y is None else y.add_(found)
+        return added(found, y)
 
     def backward(self, dy: Rows, dx: Tensor | None) -> Tensor:
         of_dy = _the(self._of_dy(dy)[0])

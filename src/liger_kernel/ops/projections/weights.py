@@ -13,16 +13,21 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core.operator import on_gpu
+from liger_kernel.ops._core.operator import on_gpu, results_are_kept
 
 
 def add_product(y: Tensor | None, a: Tensor, b: Tensor, scale: float = 1.0, out: Tensor | None = None) -> Tensor:
-    """``y + scale a b``, written to y: the product adds in its epilogue. Without y: ``scale a b``, in ``out`` if it is given."""
+    """``y + scale a b``, written to y if nobody keeps y: the product adds in its epilogue. Without y: ``scale a b``, in ``out`` if it is given."""
     if y is not None:
-        return y.addmm_(a, b, alpha=scale)
+        return torch.addmm(y, a, b, alpha=scale) if results_are_kept() else y.addmm_(a, b, alpha=scale)
     if scale == 1:
         return a @ b if out is None else torch.mm(a, b, out=out)
     return torch.addmm(a.new_empty(()) if out is None else out, a, b, beta=0, alpha=scale, out=out)
+
+
+def added(y: Tensor, t: Tensor | None) -> Tensor:
+    """``y + t``, written to y if nobody keeps y."""
+    return y if t is None else (y + t).to(y.dtype) if results_are_kept() else y.add_(t)
 
 
 class Rows:

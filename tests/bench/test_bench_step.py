@@ -14,10 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from liger_kernel.bench import profile, step, step_child, step_model
 from liger_kernel.model_sizes import MODELS, config_of, step_flops
 from liger_kernel.nn import LigerFloat8Linear
-from liger_kernel.nn.float8_training import LigerFloat8TrainingLinear
 from liger_kernel.ops._core import operator as _op
 from liger_kernel.train.config import UserError
-from liger_kernel.transformers import fp8
 
 TINY = MODELS["tiny"]
 
@@ -287,6 +285,7 @@ def test_a_search_without_a_capacity_doubles_and_halves():
         (["--lora", "8", "--quantize", "nf4", "--against", "ours:fp8"], "ours:fp8 has its own base"),
         (["--against", "stock,torchao"], "torchao needs --fp8 tensorwise"),
         (["--against", "ours:bf16"], "ours:bf16 needs --fp8 tensorwise"),
+        (["--fp8", "rowwise_with_gw_hp", "--against", "ours:head"], r"ours:head needs --fp8 tensorwise\|rowwise$"),
         (["--fp8", "tensorwise", "--lora", "8"], "--fp8 trains the weights themselves: leave out --lora"),
     ],
 )
@@ -308,16 +307,13 @@ def machine(monkeypatch):
     monkeypatch.setattr(step, "environment", lambda: {"hardware": "CPU", "gemm_tflops": 0.1, "gpus": 0})
 
 
-@pytest.mark.parametrize("by_torchao", [False, True])
-def test_models_in_fp8(by_torchao, monkeypatch):
-    """Linear layers but the head, ours or torchao's."""
+def test_models_that_torchao_converts():
+    """Linear layers but the head."""
     torchao = pytest.importorskip("torchao.float8.float8_linear")
-    monkeypatch.setattr(fp8, "SMALL", 0)
     config = transformers.LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, vocab_size=64)
     model = transformers.LlamaForCausalLM(config)
-    step_model._train_in_fp8(model, "rowwise", by_torchao)
-    cls = torchao.Float8Linear if by_torchao else LigerFloat8TrainingLinear
-    assert sum(type(m) is cls for m in model.modules()) == 7 and type(model.lm_head) is torch.nn.Linear
+    step_model._convert_by_torchao(model, "rowwise")
+    assert sum(type(m) is torchao.Float8Linear for m in model.modules()) == 7 and type(model.lm_head) is torch.nn.Linear
 
 
 def test_what_variants_of_fp8_are(machine, monkeypatch):

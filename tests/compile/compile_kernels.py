@@ -80,6 +80,13 @@ def resources(compiled) -> dict[str, int]:
     return {"registers": said["REG"], "spills": said["STACK"] + said["LOCAL"], "shared": compiled.metadata.shared}
 
 
+def shared_bytes(compiled) -> list[str]:
+    """Results of a conversion to FP8, which has two values, whose second byte is used alone: ptxas 12.8 may then read the wrong register (MEASURED.md)."""
+    ptx = compiled.asm.get("ptx", "")
+    made = set(re.findall(r"cvt\.rn\.satfinite\.(?:relu\.)?e[45]m[23]x2\.f32\s+(%rs\d+)", ptx))
+    return [r for r in re.findall(r"shr\.u16\s+%rs\d+, (%rs\d+), 8", ptx) if r in made]
+
+
 def main(arch: str, report: str, variants: str) -> None:
     rows = []
     with compiling_for(arch):

@@ -207,12 +207,13 @@ from liger_kernel.ops._core import operator as _op
 from liger_kernel.ops.projections import float8, float8_training, four_bits, magnitude
 from liger_kernel.ops.activations import glu
 sys.path.insert(0, sys.argv[2])
-from compile_kernels import resources
+from compile_kernels import resources, shared_bytes
 
 def compile(kernel, grid, args, meta):
     compiled = kernel.warmup(*(Mock(a) if isinstance(a, torch.Tensor) else a for a in args), grid=(1,), **meta)
     print(kernel.fn.__name__, resources(compiled))
     assert resources(compiled)["spills"] == 0
+    assert not shared_bytes(compiled)
 
 by = torch.empty(14336, device="meta")
 with compiling_for(sys.argv[1]), _op.intercept_launches(compile):
@@ -223,7 +224,8 @@ with compiling_for(sys.argv[1]), _op.intercept_launches(compile):
                 float8.cast(x, *how)
         float8.cast(torch.empty(64, 14336, device="meta", dtype=dtype), float8.E4, True, by)
         for by_rows, rows, columns in ((False, True, True), (True, True, True), (True, True, False), (True, False, True)):
-            float8_training.casts(x, float8.E4, float8_training.amax_of(x, by_rows), by_rows, rows=rows, columns=columns)
+            for kind in (float8.E4, float8.E5):
+                float8_training.casts(x, kind, float8_training.amax_of(x, by_rows), by_rows, rows=rows, columns=columns)
         float8_training.glu_and_tops(x, x, "silu", 1.0, None, 1.0, 0.0, 1.0)
         glu.glu_bwd_(x, x, x, "silu", True, 1.0, None, 1.0, 0.0, 1.0, tops=torch.empty(3, glu.TOPS, device="meta"))
         magnitude.column_sums(x, x)

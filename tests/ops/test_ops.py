@@ -20,16 +20,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from liger_kernel.bench.cases import OPS
 from liger_kernel.ops import LigerRMSNormFunction
 from liger_kernel.ops._core import operator as _op
+from liger_kernel.ops.projections.float8 import lacking
 from liger_kernel.testing import assert_as_accurate, assert_same_bits, backward, differentiable, forward, like, run, upstream
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
+SUMS = ("expert_load",)  # their results are sums over rows
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 def _cases(op) -> list:
-    """Those that this machine can run: a head in FP8 runs on CPUs only."""
-    return [c for c in op.cases if not (GPU and c.args.get("fp8"))]
+    """Those that this machine can run."""
+    return [c for c in op.cases if not (c.args.get("fp8") and lacking(torch.device(DEVICE)))]
 
 
 def _first(op, n: int = 2 if GPU else 1) -> list:
@@ -278,7 +280,7 @@ def test_more_than_2_to_31_elements(op):
     expected = run(op.reference, like(last), threes), run(op.reference, like(last, torch.float64), threes)
     ours = run(op.fn, args, threes)
     of_rows = [k for k in expected[0] if ours[k].ndim and ours[k].shape[0] == rows]
-    assert "out0" in of_rows and f"d{x}" in of_rows
+    assert ("out0" in of_rows or op.name in SUMS) and f"d{x}" in of_rows
     assert_as_accurate({k: ours[k][-4:] for k in of_rows}, *({k: e[k] for k in of_rows} for e in expected))
 
 

@@ -285,16 +285,19 @@ def test_weights_in_blocks(shape, found):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        (dict(optimizer="adamw-8bit", parallel="tp"), "optimizer adamw-8bit needs parallel none, ddp or fsdp2, got tp"),
-        (dict(optimizer="adamw-bf16", parallel="ddp", precision="bf16"), "optimizer adamw-bf16 needs parallel none or fsdp2, got ddp"),
+        (dict(optimizer="adamw-8bit", parallel="tp"), "optimizer adamw-8bit needs parallel none, ddp, ulysses, fsdp2 or ulysses-fsdp2, got tp"),
+        (dict(optimizer="adamw-bf16", parallel="ddp", precision="bf16"), "optimizer adamw-bf16 needs parallel none, fsdp2 or ulysses-fsdp2, got ddp"),
         (dict(optimizer="adamw-8bit", parallel="fsdp2", trainer="hf"), "optimizer adamw-8bit with parallel fsdp2 needs trainer torch, got hf"),
-        (dict(optimizer="adamw-8bit", parallel="deepspeed-z2", trainer="hf"), "optimizer adamw-8bit needs parallel none, ddp or fsdp2, got deepspeed-z2"),
+        (
+            dict(optimizer="adamw-8bit", parallel="deepspeed-z2", trainer="hf"),
+            "optimizer adamw-8bit needs parallel none, ddp, ulysses, fsdp2 or ulysses-fsdp2, got deepspeed-z2",
+        ),
         (dict(optimizer="adamw-bf16"), "rounds weights that are kept in bf16, so it needs precision bf16; got precision auto"),
         (dict(optimizer="adamw-8bit-bf16", precision="bf16", lora=4), "so it needs precision bf16; got lora 4, whose adapters are kept in fp32"),
         (dict(optimizer_in_backward=True), "optimizer_in_backward needs grad_clip 0, got 1: when the norm is known, the steps are made"),
         (dict(optimizer_in_backward=True, grad_clip=0.0, accumulate=2), "optimizer_in_backward needs accumulate 1, got 2: each backward makes a step"),
         (dict(optimizer_in_backward=True, grad_clip=0.0, nonfinite="skip"), "optimizer_in_backward needs nonfinite stop, got skip"),
-        (dict(optimizer_in_backward=True, grad_clip=0.0, parallel="ddp"), "optimizer_in_backward needs parallel none or fsdp2, got ddp"),
+        (dict(optimizer_in_backward=True, grad_clip=0.0, parallel="ddp"), "optimizer_in_backward needs parallel none, fsdp2 or ulysses-fsdp2, got ddp"),
         (dict(optimizer_in_backward=True, grad_clip=0.0, trainer="hf"), "optimizer_in_backward needs trainer torch, got hf"),
         (dict(optimizer_on_cpu=True), "optimizer_on_cpu needs parallel fsdp2, whose CPU offload it is, also for one GPU; got none"),
         (dict(optimizer_on_cpu=True, parallel="fsdp2", trainer="hf"), "optimizer_on_cpu needs trainer torch, got hf"),

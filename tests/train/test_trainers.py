@@ -293,7 +293,7 @@ def test_what_it_does_not_offer_is_said(trainer, config):
 
 
 def test_deepspeed_is_transformers(config):
-    with pytest.raises(UserError, match="trainer torch offers parallel none, ddp, fsdp2, tp; got deepspeed-z2"):
+    with pytest.raises(UserError, match="trainer torch offers parallel none, ddp, fsdp2, tp, ulysses, ulysses-fsdp2; got deepspeed-z2"):
         dataclasses.replace(config, parallel="deepspeed-z2")
 
 

@@ -26,6 +26,7 @@ from liger_kernel.transformers.patching import once
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda" and float8.lacking(torch.device(DEVICE)) is not None, reason="this GPU has no FP8")
 LINEARS = 7  # of a Llama layer
+RUN = [name for name, recipe in RECIPES.items() if float8.lacking(torch.device(DEVICE), recipe.capability) is None]
 
 
 @pytest.fixture(autouse=True)
@@ -66,9 +67,10 @@ def in_fp8(model: nn.Module) -> list[str]:
 
 
 def assert_bits(found: dict, expected: dict) -> None:
+    """On a GPU nearly: a graph may call other kernels of attention and of embeddings."""
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        assert torch.equal(found[name], value), name
+        assert torch.equal(found[name], value) or (DEVICE == "cuda" and (found[name] - value).norm() < 0.02 * value.norm()), name
 
 
 ONE_LAYER = ["LinearsFunction", "LinearsFunction", "AdaptedMLPFunction"]  # q, k and v; o; the MLP
@@ -79,8 +81,9 @@ def test_learning_is_that_of_torchao(recipe, nodes):
     """A patched model of ours or of torchao's layers learns what torchao's model does, within the rounding of FP8; q, k, v and the MLP are single nodes."""
     stock = llama()
     theirs = by_torchao(copy.deepcopy(stock), recipe)
-    expected = step(theirs)[1]
-    full = step(copy.deepcopy(stock))[1]
+    batch = tokens(length=16)  # products of torchao need multiples of 16 tokens
+    expected = step(theirs, batch)[1]
+    full = step(copy.deepcopy(stock), batch)[1]
     assert not nodes
     for first in ("patch", "convert"):
         for convert in (lambda m: by_torchao(m, recipe), lambda m: train_in_fp8(m, recipe) and m):
@@ -88,7 +91,7 @@ def test_learning_is_that_of_torchao(recipe, nodes):
             for what in ("patch", "convert") if first == "patch" else ("convert", "patch"):
                 patch(model=model) if what == "patch" else convert(model)
             nodes.clear()
-            found = step(model)[1]
+            found = step(model, batch)[1]
             assert nodes == ONE_LAYER
             assert abs(found["loss"] - expected["loss"]) < 0.02 * abs(expected["loss"])
             for name, wanted in expected.items():
@@ -114,7 +117,7 @@ def test_parameters_stay(fast):
 def test_training(fast):
     """Weights that change are cast again: the loss of a batch falls, as in bf16."""
     losses = {}
-    for recipe in (None, "tensorwise", "rowwise", "mxfp8_rceil"):
+    for recipe in (None, *RUN):
         model = llama()
         if recipe:
             train_in_fp8(model, recipe)
@@ -128,7 +131,7 @@ def test_training(fast):
             optimizer.zero_grad()
             losses[recipe].append(loss.item())
     assert losses[None][-1] < 0.8 * losses[None][0]
-    for recipe in ("tensorwise", "rowwise", "mxfp8_rceil"):
+    for recipe in RUN:
         assert losses[recipe][-1] < 0.8 * losses[recipe][0]
         assert abs(losses[recipe][-1] - losses[None][-1]) < 0.1 * losses[None][0]
 
@@ -171,7 +174,7 @@ def saved_by(graph: torch.fx.GraphModule) -> list[tuple[torch.dtype, tuple[int, 
     return [(n.meta["val"].dtype, tuple(n.meta["val"].shape)) for n in made if isinstance(n.meta["val"], torch.Tensor)]
 
 
-@pytest.mark.parametrize("recipe, part", [*((recipe, "layer") for recipe in RECIPES), ("tensorwise", "model")])
+@pytest.mark.parametrize("recipe, part", [*((recipe, "layer") for recipe in RUN), ("tensorwise", "model")])
 def test_compiled_without_graph_breaks(recipe, part, fast, graphs):
     """Losses and gradients are those of the model that is not compiled, and steps of an optimizer compile nothing."""
     backend, found = graphs
@@ -222,9 +225,10 @@ def test_what_is_left(fast):
     model = llama(intermediate_size=72)
     left = train_in_fp8(model)
     assert left["model.layers.0.mlp.up_proj"] == "72 x 32 are not multiples of 16"
-    model = llama(intermediate_size=48)
-    assert train_in_fp8(model, "mxfp8_rceil")["model.layers.0.mlp.up_proj"] == "48 x 32 are not multiples of 32"
-    assert "48 x 32 are not multiples of 32" in {layer.reason for layer in projections_report(model).stock}
+    if "mxfp8_rceil" in RUN:
+        model = llama(intermediate_size=48)
+        assert train_in_fp8(model, "mxfp8_rceil")["model.layers.0.mlp.up_proj"] == "48 x 32 are not multiples of 32"
+        assert "48 x 32 are not multiples of 32" in {layer.reason for layer in projections_report(model).stock}
     with pytest.warns(UserWarning, match="fp8: no linear layer is in FP8"):
         train_in_fp8(llama(), filter=lambda m, name: False)
 

@@ -43,6 +43,7 @@ LABELS = {
     "ours:offload-tiled": "ours, offloading, tiled MLP",
     "ours:long": "ours, all for long rows",
     "ours:bf16": "ours, in bf16",
+    "ours:head": "ours, head in FP8",
     "torchao": "ours + torchao's layers, compiled",
     "ours:fp8": "ours, FP8 base",
     "ours:fp8_rowwise": "ours, FP8 base by rows",

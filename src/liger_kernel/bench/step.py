@@ -31,6 +31,7 @@ SWITCHED: dict[str, dict[str, Any]] = {  # ours with other flags than the defaul
     "ours:tiled": {"tiled_mlp": True},
     "ours:offload-attention": {"activation_offloading": True, "keep_attention": True},
     "ours:offload-tiled": {"activation_offloading": True, "tiled_mlp": True},
+    "ours:head": {"fp8_head": True},
     "ours:long": {"activation_offloading": True, "keep_attention": True, "tiled_mlp": True},
 }
 FP8 = ("fp8", "fp8_rowwise")  # ours with another storage of the frozen base: recipes of quantize_base
@@ -97,7 +98,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--fp8",
         choices=RECIPES,
         help="train linear layers but the head in FP8: ours by our kernels, torchao by torchao's layers in a model patched by ours whose layers torch.compile"
-        " compiles; ours:bf16 is ours without it",
+        " compiles; ours:bf16 is ours without it, ours:head also with the head in FP8",
     )
     add("--gpus", type=int, default=1, metavar="N", help="processes, each with a GPU where there are any (default: 1)")
     add(
@@ -154,9 +155,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def _check_fp8(a: argparse.Namespace) -> None:
-    for name in ("torchao", "ours:bf16"):
-        if name in a.against and not a.fp8:
-            raise UserError(f"{name} needs --fp8 {'|'.join(RECIPES)}")
+    for name, recipes in (("torchao", RECIPES), ("ours:bf16", RECIPES), ("ours:head", RECIPES[:2])):
+        if name in a.against and a.fp8 not in recipes:
+            raise UserError(f"{name} needs --fp8 {'|'.join(recipes)}")
     if a.fp8 and a.lora:
         raise UserError("--fp8 trains the weights themselves: leave out --lora")
     if "torchao" in a.against and a.fp8 == "mxfp8_rceil":

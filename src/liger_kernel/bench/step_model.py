@@ -37,8 +37,8 @@ def _by_transformers(spec: dict[str, Any], device: torch.device) -> Any:
         quantize_base(model, spec["quantize"])
         gc.collect()
         torch.cuda.empty_cache()
-    if spec["fp8"]:
-        _train_in_fp8(model, spec["fp8"], spec["torchao"])
+    if spec["torchao"]:
+        _convert_by_torchao(model, spec["fp8"])
     if spec["checkpointing"]:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if spec["package"]:
@@ -48,12 +48,13 @@ def _by_transformers(spec: dict[str, Any], device: torch.device) -> Any:
         found = Path(liger_kernel.__file__ or "").resolve().parents[1]
         if found != Path(spec["package"]).resolve():
             raise ImportError(f"liger_kernel was found in {found}, not in {spec['package']}")
-        if spec["flags"]:  # only for ours, which ignores an unknown flag with a warning
+        flags = spec["flags"] | ({"fp8": spec["fp8"]} if spec["fp8"] and not spec["torchao"] else {})
+        if flags:  # only for ours, which ignores an unknown flag with a warning
             from liger_kernel.transformers.patching.flags import flags_of
 
-            if unknown := spec["flags"].keys() - flags_of(model.config.model_type):
+            if unknown := flags.keys() - flags_of(model.config.model_type):
                 raise NotImplementedError(f"liger_kernel has no flag {', '.join(sorted(unknown))} for {model.config.model_type}")
-        _apply_liger_kernel_to_instance(model=model, **spec["flags"])
+        _apply_liger_kernel_to_instance(model=model, **flags)
     if spec["lora"]:
         import peft
 
@@ -131,13 +132,8 @@ def _quantize(model: Any, how: str) -> None:
     torch.cuda.empty_cache()
 
 
-def _train_in_fp8(model: Any, recipe: str, by_torchao: bool) -> None:
-    """Linear layers but the head, by our function or by torchao's."""
-    if not by_torchao:
-        from liger_kernel.transformers.fp8 import train_in_fp8
-
-        train_in_fp8(model, recipe)
-        return
+def _convert_by_torchao(model: Any, recipe: str) -> None:
+    """Linear layers but the head."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     config = Float8LinearConfig.from_recipe_name(recipe)

@@ -54,7 +54,8 @@ def check(name: str, parallel: str, in_backward: bool = False, on_cpu: bool = Fa
     if kind and parallel not in kind.parallel:
         raise ValueError(f"optimizer {name} needs parallel {_either(kind.parallel)}, got {parallel}")
     if in_backward and parallel not in ("none", *FULLY_SHARDED):
-        raise ValueError(f"optimizer_in_backward needs parallel none or fsdp2, got {parallel}: elsewhere gradients are not complete when the backward has them")
+        modes = _either(("none", *FULLY_SHARDED))
+        raise ValueError(f"optimizer_in_backward needs parallel {modes}, got {parallel}: elsewhere gradients are not complete when the backward has them")
     if on_cpu and parallel not in FULLY_SHARDED:
         raise ValueError(f"optimizer_on_cpu needs parallel fsdp2, whose CPU offload it is, also for one GPU; got {parallel}")
     if on_cpu and name != "adamw":

@@ -155,7 +155,7 @@ class TrainConfig:
     fp8_filter: str | None = _field(
         None, "kernels", "layers that stay as they are, beside heads, routers and small layers: names with commas between, such as o_proj,mlp"
     )
-    fp8_head: bool | None = _field(None, "kernels", "the output head and its loss multiply in FP8, too; GPUs refuse it for now")
+    fp8_head: bool | None = _field(None, "kernels", "the output head and its loss multiply in FP8, too")
     activation_offloading: bool | None = _field(
         None, "kernels", "keep the inputs of checkpointed layers, or without checkpointing large activations, in the CPU's memory until the backward"
     )

@@ -22,7 +22,7 @@ from torch import nn
 
 from liger_kernel.nearest import did_you_mean
 from liger_kernel.nn.float8_training import DTYPES, RECIPES, LigerFloat8TrainingLinear
-from liger_kernel.ops.losses.float8_head import HEAD_RECIPES, head_lacking
+from liger_kernel.ops.losses.float8_head import HEAD_RECIPES
 from liger_kernel.ops.projections.float8 import lacking
 from liger_kernel.transformers.head.state import FP8
 from liger_kernel.transformers.quantize import HEADS_AND_ROUTERS, owners_of_heads, parts_of_adapters, parts_of_heads
@@ -106,8 +106,6 @@ def _convert(model: nn.Module, wish: Wish) -> dict[str, str]:
     for device in {p.device for p in model.parameters()}:
         if why := lacking(device, RECIPES[wish.recipe].capability):
             raise ValueError(f"fp8: {why}")
-        if wish.head and (why := head_lacking(device)):
-            raise ValueError(f"fp8_head: {why}")
     give_back(model)
     for m in owners_of_heads(model) if wish.head else ():
         m.__dict__[FP8] = wish.recipe

@@ -40,7 +40,7 @@ from liger_kernel.ops._core.operator import acc, launch, on_gpu, tracing, use_ke
 from liger_kernel.ops._core.tl import cdiv, jit, next_power_of_2, tanh, tl
 from liger_kernel.ops.losses.chunks import auto_chunk_rows
 from liger_kernel.ops.losses.cross_entropy_rows import _LOG2E, Loss, Rows, Terms, _finite, _logits, transformed
-from liger_kernel.ops.projections.float8 import E4, E5, LEAST, _quantized, lacking, product
+from liger_kernel.ops.projections.float8 import E4, E5, LEAST, _quantized, _quantized_t, lacking, product
 from liger_kernel.ops.projections.float8_training import RECIPES, Cast, Recipe, amax_of, casts
 from liger_kernel.ops.token_embedding import embedding_bwd
 
@@ -48,11 +48,6 @@ HEAD_RECIPES = ("tensorwise", "rowwise")  # the scales of x and w in z: one each
 STEPS = 8 * math.log2(math.e)  # of a stored logit, in 1
 TOP = 2.0**15  # what the bound of |dz| becomes in e5m2, which holds up to 1.75 times that
 ROWS = 4096  # tokens of a product for dx: its result is a tensor of its own before it is added
-
-
-def head_lacking(device: torch.device) -> str | None:
-    """The reason why a device cannot compute a head in FP8."""
-    return "a head in FP8 runs on CPUs only, because its gradients were NaN on a GPU (MEASURED.md)" if device.type == "cuda" else lacking(device)
 
 
 def check_fp8(name: str, fp8: str | None, x: Tensor, **unsupported: object) -> None:
@@ -63,7 +58,7 @@ def check_fp8(name: str, fp8: str | None, x: Tensor, **unsupported: object) -> N
         raise ValueError(f"{name}: fp8 must be None or one of {HEAD_RECIPES}, got {fp8!r}")
     if x.dtype == torch.float64:
         raise ValueError(f"{name}: x and w must have 16 or 32 bits with fp8, got {x.dtype}")
-    if why := head_lacking(x.device):
+    if why := lacking(x.device):
         raise ValueError(f"{name}: {why}")
     for argument, value in unsupported.items():
         if value is not None and value is not False:
@@ -154,7 +149,7 @@ def _gradient(
     if D:
         tl.store(d_ptr + row[:, None] * d_stride + col[None, :], _quantized(dz, factor, d_ptr), mask=(row < M)[:, None] & (col < d_stride)[None, :])
     if DT:
-        q = tl.trans(_quantized(dz, factor, dt_ptr))
+        q = _quantized_t(dz, factor, dt_ptr)
         tl.store(dt_ptr + col[:, None] * dt_stride + row[None, :], q, mask=(col < N)[:, None] & (row < last)[None, :])
 
 

@@ -68,6 +68,18 @@ def _quantized(x, factor, q_ptr):
 
 
 @jit
+def _quantized_t(x, factor, q_ptr):
+    """The transposed ``_quantized``, by conversions of its own.
+
+    One instruction converts two values. If both bytes of its result are used one by one, as a transposition does, and also in packs of four, ptxas 12.8 (of
+    Triton 3.6 and 3.7) reads one of them from a register that it does not write (MEASURED.md). Here both bytes are of the same value, and one is used.
+    """
+    x = tl.where(tl.abs(x) < float("inf"), x * factor, float("nan"))
+    q, _same = tl.split(tl.join(x, x).to(q_ptr.dtype.element_ty))
+    return tl.trans(q)
+
+
+@jit
 def _cast(x_ptr, tops_ptr, q_ptr, scale_ptr, M, N, stride, programs, TOP: tl.constexpr, LEAST: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr):
     program, tiles = tl.program_id(0), tl.cdiv(N, BLOCK)
     every = tl.arange(0, PROGRAMS)

@@ -31,7 +31,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from liger_kernel.ops._core.operator import launch, launcher, use_kernels
 from liger_kernel.ops._core.tl import cdiv, jit, next_power_of_2, tl
 from liger_kernel.ops.activations.glu import FORM, TOPS, glu_into
-from liger_kernel.ops.projections.float8 import CAPABILITY, E4, E5, LEAST, _quantized, _size, product
+from liger_kernel.ops.projections.float8 import CAPABILITY, E4, E5, LEAST, _quantized, _quantized_t, _size, product
 from liger_kernel.ops.projections.mxfp8 import BLOCK, mx_casts, mx_product
 from liger_kernel.ops.projections.mxfp8 import CAPABILITY as MX_CAPABILITY
 from liger_kernel.ops.projections.weights import Rows, Weight, added
@@ -173,7 +173,7 @@ def _casts(
         if tl.program_id(0) == 0:
             scale = _scale(of_columns, factor, TOP, LEAST, POWERS_OF_2)
             tl.store(scale_t_ptr + (col if BY_ROWS else col * 0), scale, mask=(col < N) if BY_ROWS else (col == 0))
-        q = tl.trans(_quantized(x, factor[None, :], qt_ptr))
+        q = _quantized_t(x, factor[None, :], qt_ptr)
         tl.store(qt_ptr + col[:, None] * stride_t + row[None, :], q, mask=(col < N)[:, None] & (row < stride_t)[None, :])
 
 

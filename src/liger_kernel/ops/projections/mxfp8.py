@@ -16,7 +16,7 @@ from torch import Tensor
 
 from liger_kernel.ops._core.operator import acc, launch, use_kernels
 from liger_kernel.ops._core.tl import cdiv, jit, tl
-from liger_kernel.ops.projections.float8 import E4, _quantized, _size
+from liger_kernel.ops.projections.float8 import E4, _quantized, _quantized_t, _size
 
 E8 = torch.float8_e8m0fnu
 BLOCK = 32  # values with one scale
@@ -83,7 +83,7 @@ def _casts(x_ptr, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, M, N, stride, stride_t,
     if COLUMNS:
         exponent, factor = _exponent_and_factor(tl.max(_size(x), 0))
         tl.store(scale_t_ptr + _place(col, tl.program_id(0).to(tl.int64), stride_t // 32), exponent.to(tl.uint8))
-        q = tl.trans(_quantized(x, factor[None, :], qt_ptr))
+        q = _quantized_t(x, factor[None, :], qt_ptr)
         tl.store(qt_ptr + col[:, None] * stride_t + row[None, :], q, mask=(col < N)[:, None] & (row < stride_t)[None, :])
 
 

@@ -67,10 +67,10 @@ def in_fp8(model: nn.Module) -> list[str]:
 
 
 def assert_bits(found: dict, expected: dict) -> None:
-    """On a GPU nearly: a graph may call other kernels of attention and of embeddings."""
+    """On a GPU nearly: a graph may call other kernels of attention and of embeddings, and FP8 rounds what they return to 2 or 3 bits."""
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        assert torch.equal(found[name], value) or (DEVICE == "cuda" and (found[name] - value).norm() < 0.02 * value.norm()), name
+        assert torch.equal(found[name], value) or (DEVICE == "cuda" and (found[name] - value).norm() < 0.1 * value.norm()), name
 
 
 ONE_LAYER = ["LinearsFunction", "LinearsFunction", "AdaptedMLPFunction"]  # q, k and v; o; the MLP

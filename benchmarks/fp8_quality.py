@@ -1,9 +1,9 @@
 """Whether training in FP8 learns what training in bf16 learns:  python benchmarks/fp8_quality.py DIR [--steps N] [--seeds N] [--recipes NAMES]
 
 Trains models of 135 million parameters from scratch on the Python sources of the standard library, PyTorch, Transformers and NumPy, by a BPE trained on them:
-AdamW over fp32 weights under autocast to bf16, cosine schedule, gradients clipped to a norm of 1, 4096 tokens a step. Every recipe and seed runs in a process
-of its own, on the GPUs in turn, and sees the same rows of its seed. Then each recipe tunes the bf16 model of the first seed. ``DIR/losses.csv`` and
-``DIR/losses.png`` have the losses, the output the losses of held-out text.
+AdamW over fp32 weights under autocast to bf16, cosine schedule, gradients clipped to a norm of 1, 4096 tokens a step. "tensorwise+head" also computes the output
+head and its loss in FP8. Every recipe and seed runs in a process of its own, on the GPUs in turn, and sees the same rows of its seed. Then each recipe tunes
+the bf16 model of the first seed. ``DIR/losses.csv`` and ``DIR/losses.png`` have the losses, the output the losses of held-out text.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ def train(folder: Path, recipe: str, seed: int, steps: int, layers: int, tuned: 
     model.to(device)
     if tuned:
         model.load_state_dict(torch.load(folder / "bf16-0.pt", map_location=device))
-    fp8 = {} if recipe == "bf16" else dict(fp8=recipe, fp8_filter=lambda layer, name: "lm_head" not in name)
+    kind, _, head = recipe.partition("+")
+    fp8 = {} if recipe == "bf16" else dict(fp8=kind, fp8_filter=lambda layer, name: "lm_head" not in name, fp8_head=bool(head))
     apply_liger_kernel_to_llama(model=model, **fp8)
     peak, warmup = (1e-4, 20) if tuned else (6e-4, 100)
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak, betas=(0.9, 0.95), weight_decay=0.1, fused=device == "cuda")
@@ -136,7 +137,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--recipes", default="bf16,tensorwise,rowwise")
+    parser.add_argument("--recipes", default="bf16,tensorwise,rowwise,tensorwise+head")
     parser.add_argument("--layers", type=int, default=10)
     parser.add_argument("--one", nargs=2, metavar=("RECIPE", "SEED"), help=argparse.SUPPRESS)
     parser.add_argument("--tuned", action="store_true", help=argparse.SUPPRESS)

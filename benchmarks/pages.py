@@ -153,16 +153,16 @@ def _step(row: Row, first: Row) -> list[str]:
 
 
 def largest(*files: str) -> str:
-    lines = []
+    """Ours beside one other variant, which all rows have."""
+    lines, other = [], ""
     for file in files:
         for row, ours in with_ours(source(file)["rows"]):
             if row["variant"] != OURS and ours is not None:
+                other = variant_label(row["variant"])
                 for what, name in (("sequences", "largest_batch"), ("tokens of one", "largest_seq")):
                     place = ", ".join([row["model"], *parts_of(row)])
                     lines.append([place, what, f"{row[name]:,}", f"{ours[name]:,}", times(ours[name] / row[name])])
-    return (
-        f"{markdown(['model', 'what fits', variant_label('upstream'), 'ours', 'ours / ' + variant_label('upstream')], lines, 2)}\n\n{caption('largest', files)}"
-    )
+    return f"{markdown(['model', 'what fits', other, 'ours', f'ours / {other}'], lines, 2)}\n\n{caption('largest', files)}"
 
 
 KINDS: dict[str, Callable[..., str]] = {"operators": operators, "steps": steps, "largest": largest}

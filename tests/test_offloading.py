@@ -267,12 +267,12 @@ def log(monkeypatch) -> Log:
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_one_layer_ahead(log, checkpointed):
+def test_one_layer_ahead(log, checkpointed, monkeypatch):
     module = Offloaded(checkpointed, layers=4)
     y = module(x_of() * 1)
     assert log == [("leaves", 0), ("leaves", 1), ("leaves", 2)]
     log.clear()
-    offloading.AHEAD = 1  # so that it fetches one at a time
+    monkeypatch.setattr(offloading, "AHEAD", 1)  # so that it fetches one at a time
     y.sum().backward()
     assert log == [
         ("read", 3), ("back", 2), ("leaves", 3), ("read", 2), ("back", 1), ("leaves", 2), ("read", 1), ("back", 0), ("leaves", 1), ("read", 0), ("leaves", 0)

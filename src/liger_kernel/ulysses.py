@@ -207,13 +207,19 @@ def mask(*, config: Any, mask_function: Callable, **arguments: Any) -> Whole:
     if rows.documents and rows.mask is None and rows.positions is not None:
         positions = rows.positions.expand(arguments["batch_size"], -1)
         if (documents := masking_utils.find_packed_sequence_indices(positions)) is not None:
-            mask_function = masking_utils.packed_sequence_compatibility_function(mask_function, positions, documents)
+            mask_function = _in_documents(mask_function, positions, documents)
             arguments["allow_is_causal_skip"] = False
     wrapped = config._attn_implementation.removeprefix(PREFIX)
     arguments |= {"q_length": rows.T, "kv_length": rows.T, "q_offset": 0, "kv_offset": 0, "attention_mask": rows.mask}
     maker = AttentionMaskInterface().get(wrapped)  # None: an attention of the user's that takes no masks
     made = None if maker is None else maker(config=_View(config, _attn_implementation=wrapped), mask_function=mask_function, **arguments)
     return Whole(made, rows.positions)
+
+
+def _in_documents(mask_function: Callable, positions: Tensor, documents: Tensor) -> Callable:
+    if combined := getattr(masking_utils, "packed_sequence_compatibility_function", None):
+        return combined(mask_function, positions, documents)
+    return masking_utils.and_masks(mask_function, masking_utils.packed_sequence_mask_function(documents))  # Transformers 5.17 and older
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from liger_kernel.ops.losses.linear_loss import linear_loss
 from liger_kernel.ops.projections.float8 import lacking
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 pytestmark = pytest.mark.skipif(torch.cuda.is_available() and lacking(torch.device("cuda")) is not None, reason="this GPU has no FP8")
 needs_kernels = pytest.mark.skipif(not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call")
 recipes = pytest.mark.parametrize("recipe", HEAD_RECIPES)
@@ -227,6 +228,8 @@ def test_memory_is_at_most_that_of_bf16(M, H, V, learns):
     x, w, target = new(M, H), new(V, H), new(M, dtype=torch.int64)
     need = learns != "w", learns != "x", False
     into = new(V, H, dtype=torch.float32) if learns == "into" else None
+    if into is not None and TORCH < (2, 12):
+        pytest.skip("addmm of this PyTorch knows no out_dtype for tensors without data")
     with _op.intercept_launches(lambda *_: None):
         rows = auto_chunk_rows(M, V, H, 2, True, frozen=True) if learns == "x" else None
         with Peak() as bf16:

@@ -73,7 +73,8 @@ def measured(row: dict[str, str]) -> Measured:
     run = dict(batch=int(row["batch"]), length=int(row["seq"]), kernels="off" if variant == "stock" else "on")
     run |= dict(gradient_checkpointing="full") if row.get("checkpointing") == "True" else {}
     run |= dict(rematerialise=LEVELS[variant]) if variant in LEVELS else {}
-    run |= dict(fp8=row["fp8"]) if row.get("fp8") and variant == "ours" else {}
+    run |= dict(fp8=row["fp8"]) if row.get("fp8") and variant in ("ours", "ours:head") else {}
+    run |= dict(fp8_head=True) if variant == "ours:head" else {}
     run |= dict(lora=lora, lora_targets=LINEARS) if lora else {}
     run |= dict(dora=True) if row.get("dora") == "True" else {}
     run |= dict(lora_dropout=float(row["lora_dropout"])) if get("lora_dropout", float) else {}
@@ -134,7 +135,7 @@ def test_most_estimates_are_within_a_hundredth(estimates):
 def test_every_row_is_estimated_or_has_a_reason():
     reasons = [reason(file, row) for file, row in rows()]
     assert set(OUTSIDE) <= set(reasons), "a reason that no row has"
-    assert {row["variant"] for (file, row), why in zip(rows(), reasons) if why is None} == {"stock", "ours", "ours:bf16", *LEVELS, *FP8_BASE}
+    assert {row["variant"] for (file, row), why in zip(rows(), reasons) if why is None} == {"stock", "ours", "ours:bf16", "ours:head", *LEVELS, *FP8_BASE}
 
 
 def table(known: dict[Measured, float]) -> list[str]:

@@ -47,7 +47,7 @@ GPUS = {
 # fields of a run that its memory depends on, which are flags of the command under the same names
 FIELDS = (
     *("model", "attention", "batch", "length", "accumulate", "precision", "trainer"),
-    *("lora", "lora_dropout", "lora_targets", "dora", "quantize", "fp8", "fp8_filter"),
+    *("lora", "lora_dropout", "lora_targets", "dora", "quantize", "fp8", "fp8_filter", "fp8_head"),
     *("optimizer", "optimizer_in_backward", "grad_clip"),
     *("kernels", "fused_linear_cross_entropy", "cross_entropy", "rematerialise"),
     *("gradient_checkpointing", "keep_attention", "activation_offloading", "tiled_mlp"),

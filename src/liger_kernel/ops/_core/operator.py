@@ -186,7 +186,9 @@ def launcher(schema: str) -> Callable[[F], F]:
 
 def results_are_kept() -> bool:
     """Whether selective checkpointing may hold the result of any operator, which nobody may then write to. Results of launchers are not of this kind."""
-    return bool(torch._C._len_torch_dispatch_stack()) and any(isinstance(mode, _KEEPING) for mode in _get_current_dispatch_mode_stack())
+    if torch.compiler.is_compiling() or not torch._C._len_torch_dispatch_stack():
+        return False
+    return any(isinstance(mode, _KEEPING) for mode in _get_current_dispatch_mode_stack())
 
 
 def tracing(x: Tensor) -> bool:

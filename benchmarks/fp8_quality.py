@@ -1,9 +1,9 @@
 """Whether training in FP8 learns what training in bf16 learns:  python benchmarks/fp8_quality.py DIR [--steps N] [--seeds N] [--recipes NAMES]
 
 Trains models of 135 million parameters from scratch on the Python sources of the standard library, PyTorch, Transformers and NumPy, by a BPE trained on them:
-AdamW over fp32 weights under autocast to bf16, cosine schedule, gradients clipped to a norm of 1, 4096 tokens a step. "tensorwise+head" also computes the output
-head and its loss in FP8. Every recipe and seed runs in a process of its own, on the GPUs in turn, and sees the same rows of its seed. Then each recipe tunes
-the bf16 model of the first seed. ``DIR/losses.csv`` and ``DIR/losses.png`` have the losses, the output the losses of held-out text.
+AdamW over fp32 weights under autocast to bf16, cosine schedule, gradients clipped to a norm of 1, 4096 tokens a step. "tensorwise+head" also computes the
+output head and its loss in FP8. Every recipe and seed runs in a process of its own, on the GPUs in turn, and sees the same rows of its seed. Then each recipe
+tunes the bf16 model of the first seed. ``DIR/losses.csv`` and ``DIR/losses.png`` have the losses, the output the losses of held-out text.
 """
 
 from __future__ import annotations

@@ -132,6 +132,15 @@ def test_most_estimates_are_within_a_hundredth(estimates):
     assert sum(error <= 0.01 for error in errors) >= 0.8 * len(errors) and len(errors) >= 45
 
 
+@pytest.mark.parametrize("fp8", [dict(fp8="tensorwise"), dict(fp8="rowwise"), dict(fp8="rowwise_with_gw_hp"), dict(fp8="tensorwise", fp8_head=True)], ids=str)
+def test_a_step_in_fp8_needs_what_one_in_bf16_does(fp8):
+    run = TrainConfig(model="llama-3-8b-4layers", batch=4, length=2048)
+    bf16, ours = (
+        simulated.simulated(config_of(MODELS[run.model]), dataclasses.replace(run, **changes), "bf16", optimizer="sgd").total for changes in ({}, fp8)
+    )
+    assert ours <= 1.003 * bf16
+
+
 def test_every_row_is_estimated_or_has_a_reason():
     reasons = [reason(file, row) for file, row in rows()]
     assert set(OUTSIDE) <= set(reasons), "a reason that no row has"

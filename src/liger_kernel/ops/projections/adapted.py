@@ -278,7 +278,26 @@ class Projections:
             elif needs[0]:
                 grad[0] = p.weight.gradient(dy, x)
             flat += [None if g is None or not n else g.to(t.dtype) for g, n, t in zip(grad, needs, p.tensors())]
+        self.dy_rows = []
         return flat
+
+    def gradients_in_turn(
+        self, dys: list[Rows], x: Rows, need: Sequence[Sequence[bool]], need_x: bool, totals: Sequence[Tensor | None] | None = None
+    ) -> tuple[Tensor | None, list[Tensor | None]]:
+        """dx and the gradients of all tensors, without adapters and magnitudes: nothing that was made of one dy is there while the next is used.
+
+        Empties ``dys``.
+        """
+        dx: Tensor | None = None
+        flat: list[Tensor | None] = []
+        for i, p in enumerate(self.projections):
+            one, dy = Projections((p,), self.dtype, self.thin), dys.pop(0)
+            one.restore([])
+            one.thin_gradients([dy], need[i : i + 1])
+            dx = p.weight.backward(dy, dx) if need_x else None
+            flat += one.weight_gradients(x, need[i : i + 1], None if totals is None else totals[i : i + 1])
+            del dy
+        return dx, flat
 
 
 def rows_again(saved: Sequence[Tensor | None]) -> Rows:

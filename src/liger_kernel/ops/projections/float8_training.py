@@ -217,19 +217,19 @@ def casts(
 ) -> tuple[Cast | None, Cast | None]:
     """Cast x (M, N) by rows, (M, N), and by columns, transposed, (N, M rounded up to 16 with zeros); None for one that is not requested.
 
-    ``spare``: a tensor whose memory both casts may use.
+    ``spare``: a tensor whose memory the casts use if it has enough.
     """
     if not use_kernels(x, fusible=True):
         return reference(x, amax, dtype, powers_of_2, rows, columns)
     x = x if x.stride(1) == 1 else x.contiguous()
     (M, N), by_rows = x.shape, amax.columns is not None
     padded = M + -M % 16
-    if spare is not None and rows and columns and spare.itemsize == 2 and spare.shape == x.shape and spare.is_contiguous() and padded == M:
-        one, other = spare.view(-1).view(dtype).split(M * N)
-        q, q_t = one.view(M, N), other.view(N, M)
+    sizes = M * N * rows, N * padded * columns
+    if spare is not None and spare.is_contiguous() and spare.nbytes >= sum(sizes) and sizes[0] % 16 == 0:
+        one, other, _rest = spare.view(-1).view(torch.uint8).view(dtype).split((*sizes, spare.nbytes - sum(sizes)))
     else:
-        q = x.new_empty((M, N), dtype=dtype) if rows else None
-        q_t = x.new_empty((N, padded), dtype=dtype) if columns else None
+        one, other = (x.new_empty(size, dtype=dtype) for size in sizes)
+    q, q_t = one.view(M, N) if rows else None, other.view(N, padded) if columns else None
     scale = x.new_empty((M, 1) if by_rows else (), dtype=torch.float32)
     scale_t = x.new_empty((N, 1), dtype=torch.float32) if by_rows else scale
     how = dict(TOP=torch.finfo(dtype).max, LEAST=LEAST, POWERS_OF_2=powers_of_2, BY_ROWS=by_rows, ROWS=rows, COLUMNS=columns, TOPS=TOPS)
@@ -313,8 +313,8 @@ class Float8Trained(Weight):
             return None if one is None else Cast(*one), None if other is None else Cast(*other)
         return casts(x, dtype, amax(), self.recipe.powers_of_2, rows=rows, columns=columns, spare=spare)
 
-    def _transposed_cast(self, dtype: torch.dtype, after: Tensor) -> Cast:
-        """W cast for dx, ``after`` something that only the backward has."""
+    def _transposed_cast(self, dtype: torch.dtype, after: Tensor, spare: Tensor | None = None) -> Cast:
+        """W cast for dx, ``after`` something that only the backward has. ``spare``: a tensor whose memory it may use."""
         w, recipe = self.dense(dtype).detach(), self.recipe
         rows: Tensor | None = None
         columns: Tensor | None = None
@@ -322,7 +322,10 @@ class Float8Trained(Weight):
             rows, columns = self._largest(w) if recipe.weight_gradient else whole_amax(self._largest(w).rows.amax())
         if torch.compiler.is_compiling() and self.learnable is not None:
             w = self.learnable.detach()  # in its own dtype, or a graph would save it in ``dtype`` as well
-        one = Cast(*float8_transposed(w, dtype, rows, columns, recipe.powers_of_2, after))
+        if spare is not None and rows is not None and not torch.compiler.is_compiling():
+            one = _the(casts(w.to(dtype), E4, Amax(rows, columns), recipe.powers_of_2, rows=False, columns=True, spare=spare)[1])
+        else:
+            one = Cast(*float8_transposed(w, dtype, rows, columns, recipe.powers_of_2, after))
         return one if recipe.weight_gradient else Cast(one.values, one.scale.expand(w.shape[1], 1).contiguous())
 
     def _casts(self, name: str, x: Rows, dtype: torch.dtype, rows: bool, columns: bool) -> tuple[Cast | None, Cast | None]:
@@ -348,8 +351,11 @@ class Float8Trained(Weight):
         return added(found, y)
 
     def backward(self, dy: Rows, dx: Tensor | None) -> Tensor:
-        of_dy = _the(self._of_dy(dy)[0])
-        found = self._product(of_dy, self._transposed_cast(dy.dtype, of_dy.scale), dy.dtype, fast=False)
+        one, other = self._of_dy(dy)
+        if dy.ours:
+            dy.remade(("dy", self.recipe), (None, other))
+        of_dy, dead = _the(one), dy.rows if dy.ours and other is not None else None
+        found = self._product(of_dy, self._transposed_cast(dy.dtype, of_dy.scale, dead), dy.dtype, fast=False)
         return found if dx is None else dx.add_(found)
 
     def of_input(self, x: Rows) -> tuple[Hashable, Sequence[Tensor | None]] | None:
@@ -368,8 +374,14 @@ class Float8Trained(Weight):
     def gradient(self, dy: Rows, x: Rows) -> Tensor:
         if not self.recipe.weight_gradient:
             return super().gradient(dy, x)
-        of_x = self._casts("x", x, E4, False, True)[1]
-        return self._product(_the(self._of_dy(dy)[1]), _the(of_x), dy.dtype, fast=False)
+        of_x = self.input_cast(x)
+        if x.ours:
+            x.rows = x.rows.new_empty(0)
+        return self._product(_the(self._of_dy(dy)[1]), of_x, dy.dtype, fast=False)
+
+    def input_cast(self, x: Rows) -> Cast:
+        """What ``gradient`` multiplies instead of x."""
+        return _the(self._casts("x", x, E4, False, True)[1])
 
 
 def _the(cast: Cast | None) -> Cast:

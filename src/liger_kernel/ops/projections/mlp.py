@@ -268,6 +268,7 @@ class AdaptedMLPFunction(torch.autograd.Function):
         first, second, third = ctx.places
         of_x, tensors, kept, of_last = saved[:first], saved[first:second], list(saved[second:third]), saved[third:]
         rows = ctx.rows_again(of_x)
+        del saved, of_x
         every = [*ctx.projections[0], *ctx.projections[1]]
         need_x, needs = ctx.needs_input_grad[0], split(ctx.needs_input_grad[10:], every)
         *first, down = (p.of(t) for p, t in zip(every, split(tensors, every)))
@@ -386,13 +387,22 @@ def _gradients(
     # now h holds the activation, and ``projected`` holds its gradients
     glu_bwd_(h, *_halves(*_pair(projected)), form[0], any(needs[-1]), *form[1:], tops=tops)
     known = [{}] * 3 if tops is None else [known_amax(t) for t in (tops[0], tops[1], tops[2])]
-    of_down = last.weight_gradients(Rows(h, made=known[0]), needs[-1:], of_second)
-    if len(projected) == 1:
-        dys = [Rows(projected[0], made={} if tops is None else known_amax(torch.maximum(tops[1], tops[2])))]
-    else:  # weights in FP8 use them in this order, and each only until it is cast
-        alone = all(isinstance(p.weight, Float8Trained) and p.weight.recipe.weight_gradient for p in gate_up.projections)
-        dys = [Rows(d, made=made, spare=spare if alone else None) for d, made, spare in zip(projected, known[1:], (h, projected[0]))]
+    activation = Rows(h, made=known[0], ours=True)
     del h
+    of_down = last.weight_gradients(activation, needs[-1:], of_second)
+    del activation
+    if len(projected) == 1:
+        dys = [Rows(projected[0], made={} if tops is None else known_amax(torch.maximum(tops[1], tops[2])), ours=True)]
+    else:
+        dys = [Rows(d, made=made, ours=True) for d, made in zip(projected, known[1:])]
+    weights = [p.weight for p in gate_up.projections if isinstance(p.weight, Float8Trained) and p.weight.recipe.weight_gradient]
+    if not gate_up.As and out is None and len(weights) == len(gate_up.projections):
+        dys[-1].spare = projected[0] if len(dys) > 1 else None  # the gradient of gate, which is used before that of up is cast
+        if len({weight.recipe for weight in weights}) == 1 and any(each[0] for each in needs[:-1]):
+            weights[0].input_cast(x)  # which they share, so that nobody needs x
+            x.rows = x.rows.new_empty(0)
+        dx, of_first_two = gate_up.gradients_in_turn(dys, x, needs[:-1], need_x, of_first)
+        return dx, [*of_first_two, *of_down]
     gate_up.thin_gradients(dys, needs[:-1])
     dx = gate_up.input_gradient(out) if need_x else None
     return dx, [*gate_up.weight_gradients(x, needs[:-1], of_first), *of_down]

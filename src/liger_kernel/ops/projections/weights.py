@@ -34,17 +34,30 @@ class Rows:
     """``rows`` (M, K) that several weights multiply, and what the weights compute from them, once for each key.
 
     ``learns``: whether a backward follows, which may need other casts of the rows. ``stays``: whether somebody else keeps or recomputes the rows for that
-    backward, so that keeping them costs nothing. ``spare``: a tensor of the same size that nobody needs any more, whose memory may be used.
+    backward, so that keeping them costs nothing. ``spare``: a tensor of the same size that nobody needs any more, whose memory may be used. ``ours``: one
+    weight alone multiplies them, and nobody else has them: it may drop them and what it made of them, and use their memory.
     """
 
-    def __init__(self, rows: Tensor, learns: bool = True, stays: bool = False, made: dict[Hashable, Any] | None = None, spare: Tensor | None = None):
-        self.rows, self.dtype, self.learns, self.stays, self.spare = rows, rows.dtype, learns, stays, spare
-        self._made = made or {}
+    def __init__(
+        self,
+        rows: Tensor,
+        learns: bool = True,
+        stays: bool = False,
+        made: dict[Hashable, Any] | None = None,
+        spare: Tensor | None = None,
+        ours: bool = False,
+    ):
+        self.rows, self.dtype, self.learns, self.stays, self.spare, self.ours = rows, rows.dtype, learns, stays, spare, ours
+        self._made = dict(made or {})
 
     def made(self, key: Hashable, make: Callable[[Tensor], Any]) -> Any:
         if key not in self._made:
             self._made[key] = make(self.rows)
         return self._made[key]
+
+    def remade(self, key: Hashable, found: Any) -> None:
+        """Let ``made`` find this from now on."""
+        self._made[key] = found
 
 
 @dataclass(frozen=True, eq=False)

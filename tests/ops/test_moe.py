@@ -11,6 +11,7 @@ from liger_kernel.nn import LigerExperts
 from liger_kernel.ops import LigerFusedMoEFunction
 from liger_kernel.ops._core import operator as _op
 from liger_kernel.ops.projections import grouped_mm as _grouped_mm
+from liger_kernel.ops.projections.lora_moe import lora_moe
 from liger_kernel.ops.projections.moe import moe, moe_route, reference
 from liger_kernel.testing import assert_as_accurate, assert_same_bits, differentiable, like, run
 
@@ -224,3 +225,21 @@ def test_gpt_oss_layout_needs_no_copies():
     ours = run(fused, like(args))
     assert_as_accurate(ours, run(stock, like(args)), run(stock, like(args, torch.float64)))
     assert ours["dgate_up_proj"].is_contiguous() and ours["ddown_proj"].is_contiguous()
+
+
+@needs_kernels
+@pytest.mark.parametrize("with_adapters", [False, True])
+def test_what_others_may_see_is_not_overwritten(with_adapters):
+    """The backward writes the gradient of h into h, unless somebody has kept it."""
+    args = arguments()
+    if with_adapters:
+        torch.manual_seed(1)
+        shapes = dict(gate_up_a=(4, 3, 16), gate_up_b=(4, 48, 3), down_a=(4, 3, 24), down_b=(4, 16, 3))
+        args |= {name: torch.randn(shape, device=DEVICE).requires_grad_() for name, shape in shapes.items()}
+    fn = lora_moe if with_adapters else moe
+    expected = torch.autograd.grad(fn(**args).sum(), list(differentiable(args).values()))
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append((t, t.clone())) or t, lambda t: t):
+        y = fn(**args)
+    assert_same_bits(dict(enumerate(torch.autograd.grad(y.sum(), list(differentiable(args).values())))), dict(enumerate(expected)))
+    assert kept and all(torch.equal(t, before) for t, before in kept)

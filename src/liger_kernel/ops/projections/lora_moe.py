@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_kernel.ops._core.operator import Case, Cost, T, acc, nbytes, once_differentiable, op, rows_of, use_kernels
+from liger_kernel.ops._core.saved import HARMLESS, graph_is_kept, saving_hooks
 from liger_kernel.ops.activations.glu import ACTS
 from liger_kernel.ops.projections.adapted import Adapter
 from liger_kernel.ops.projections.grouped_mm import grouped_mm, grouped_sum
@@ -31,7 +32,7 @@ from liger_kernel.ops.projections.moe import (
     check,
     moe_combine,
     moe_gather,
-    moe_glu_bwd,
+    moe_glu_bwd_,
     moe_glu_fwd,
     moe_route,
 )
@@ -116,7 +117,7 @@ class AdaptedMoEFunction(torch.autograd.Function):
         y = grouped_mm(z, _dense(down, dtype).mT, offs)
         if last_a is not None:
             add_thin_(y, thin_rows(z, None, 1, last_a, offs, 1.0), last_b, offs, scales[1])
-        ctx.scales, ctx.form = scales, form
+        ctx.scales, ctx.form, ctx.unshared = scales, form, saving_hooks()[1] in HARMLESS
         ctx.stored = [None if isinstance(weight, Tensor) else weight for weight in (gate_up, down)]
         weights = (weight if stored is None else None for weight, stored in zip((gate_up, down), ctx.stored))
         ctx.save_for_backward(x, *weights, a, b, last_a, last_b, index, w, bias, last_bias, h, xa, order, position, offs)
@@ -125,23 +126,25 @@ class AdaptedMoEFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dout):
+        h_is_ours = ctx.unshared and not graph_is_kept()
         x, gate_up, down, a, b, last_a, last_b, index, w, bias, last_bias, h, xa, order, position, offs = ctx.saved_tensors
         need_x, _, need_w, need_gate_up, need_down, need_bias, need_last_bias, need_a, need_b, need_last_a, need_last_b, _, _ = ctx.needs_input_grad
         (scale, last_scale), K, dtype = ctx.scales, index.shape[1], x.dtype
         weights = [weight if stored is None else stored for weight, stored in zip((gate_up, down), ctx.stored)]
         need_dh = need_x or need_gate_up or need_bias or need_a or need_b
-        dx = dgate_up = ddown = dbias = dlast_bias = da = db = dlast_a = dlast_b = dy = dya = dxa = None
+        dx = dgate_up = ddown = dbias = dlast_bias = da = db = dlast_a = dlast_b = dya = dxa = None
         dout = rows_of(dout)
         dz, dot = moe_gather(dout, index, order, offs, last_bias if need_w else None)
-        if need_dh or need_w:
-            dy = grouped_mm(dz, _dense(weights[1], dtype), offs)
-        if last_a is not None and (dy is not None or need_last_a):
+        need_dy = need_dh or need_w
+        dy = grouped_mm(dz, _dense(weights[1], dtype), offs) if need_dy else h.new_empty(h.shape[0], h.shape[1] // 2)
+        if last_a is not None and (need_dy or need_last_a):
             dya = thin_rows(dout, order, K, last_b, offs, last_scale)
-            if dy is not None:
+            if need_dy:
                 add_thin_(dy, dya, last_a, offs, 1.0)
         # without the router's weights so far: this pass applies them
         need_wy = need_down or need_last_a or need_last_b
-        dh, wy, dw = moe_glu_bwd(dy, h, bias, index, order, offs, w, dot if need_w and last_bias is not None else None, need_dh, need_wy, need_w, *ctx.form)
+        dh, wy = h if h_is_ours or not need_dh else h.clone(), dy
+        dw = moe_glu_bwd_(dy, dh, bias, index, order, offs, w, dot if need_w and last_bias is not None else None, need_dh, need_wy, need_w, *ctx.form)
         if need_down:
             ddown = _outer_like(down, dz, wy, offs).to(down.dtype)
         if need_last_bias:

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from liger_kernel.ops._core.operator import Case, Cost, T, acc, launcher, nbytes, once_differentiable, op, rows_of, shaped, use_kernels
+from liger_kernel.ops._core.saved import CHECKPOINT, HARMLESS, graph_is_kept, saving_hooks
 from liger_kernel.ops.activations.glu import ACTS, TOPS, Form, glu_bwd_, glu_fwd
 from liger_kernel.ops.activations.glu import reference as glu_reference
 from liger_kernel.ops.projections.adapted import Projection, Projections, rows_again
@@ -39,22 +39,6 @@ def reference(
 
 def _form(gate_multiplier: float, down_multiplier: float) -> Form:
     return Form(gate_multiplier=gate_multiplier, down_multiplier=down_multiplier)
-
-
-_CHECKPOINT = "torch.utils.checkpoint"
-# Saved-tensor hooks that hold no reference to the tensor afterwards: they return the saved tensor, a copy, or a recomputed tensor
-_HARMLESS = {"", "liger_kernel.memory", "liger_kernel.offloading", "torch.autograd.graph", _CHECKPOINT}
-
-
-def _hooks() -> tuple[tuple[Any, Any] | None, str]:
-    """The present saved-tensor hooks and the name of their Python module, or None and an empty name."""
-    hooks = None if torch.compiler.is_compiling() else torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]  # in no stub
-    return hooks, "" if hooks is None else getattr(hooks[1], "__module__", "?")
-
-
-def _graph_is_kept() -> bool:
-    """Whether another backward may follow the running one, or that cannot be known."""
-    return torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]  # in no stub
 
 
 def _halves(g: Tensor, u: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -107,12 +91,12 @@ class LigerMLPFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, gate, up, down, gate_multiplier=1.0, down_multiplier=1.0, act="silu", recompute=False):
         ctx.form = act, gate_multiplier, down_multiplier
-        hooks, owner = _hooks()
-        ctx.unshared, ctx.packed = owner in _HARMLESS and not torch.compiler.is_compiling(), None
+        hooks, owner = saving_hooks()
+        ctx.unshared, ctx.packed = owner in HARMLESS and not torch.compiler.is_compiling(), None
         g, u = projections(rows_of(x), gate, up)
         need_x = recompute or ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
         saved = x if need_x else None, gate, up, down, *(() if recompute else (g, u))
-        if hooks is not None and owner == _CHECKPOINT:
+        if hooks is not None and owner == CHECKPOINT:
             # before the last product: a recomputation ends when it has seen everything that was saved, and nobody needs its last product
             ctx.packed, ctx.unpack = [t if t is None else hooks[0](t) for t in saved], hooks[1]
         else:
@@ -123,7 +107,7 @@ class LigerMLPFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        kept, saved = _graph_is_kept(), ctx.saved_tensors  # raises in a second backward after the graph was freed
+        kept, saved = graph_is_kept(), ctx.saved_tensors  # raises in a second backward after the graph was freed
         if ctx.packed is not None:
             saved = [t if t is None else ctx.unpack(t) for t in ctx.packed]
             if not kept:  # free the hooks, because they hold the input of everything that was checkpointed
@@ -225,9 +209,9 @@ class AdaptedMLPFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, first, down, thin, act, gate_multiplier, down_multiplier, recompute, ends, tiles, *tensors):
         ctx.projections, ctx.thin, ctx.form = (first, (down,)), thin, (act, *_form(gate_multiplier, down_multiplier))
-        hooks, owner = _hooks()
-        ctx.unshared, ctx.packed, ctx.recompute = owner in _HARMLESS, None, recompute
-        checkpointed = hooks is not None and owner == _CHECKPOINT
+        hooks, owner = saving_hooks()
+        ctx.unshared, ctx.packed, ctx.recompute = owner in HARMLESS, None, recompute
+        checkpointed = hooks is not None and owner == CHECKPOINT
         ctx.tiles = _tiles(x.numel() // max(1, x.shape[-1]), tiles) if tiles > 1 or (checkpointed and ends and all(map(_tileable, (*first, down)))) else []
         if ctx.tiles and checkpointed:
             ctx.packed, ctx.unpack = [t if t is None else hooks[0](t) for t in (x, *tensors)], hooks[1]
@@ -260,10 +244,10 @@ class AdaptedMLPFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        graph_is_kept, saved = _graph_is_kept(), ctx.saved_tensors
+        kept_graph, saved = graph_is_kept(), ctx.saved_tensors
         if ctx.packed is not None:
             saved = [t if t is None else ctx.unpack(t) for t in ctx.packed]
-            if not graph_is_kept:
+            if not kept_graph:
                 ctx.packed = ctx.unpack = None
         first, second, third = ctx.places
         of_x, tensors, kept, of_last = saved[:first], saved[first:second], list(saved[second:third]), saved[third:]
@@ -287,7 +271,7 @@ class AdaptedMLPFunction(torch.autograd.Function):
             else:
                 projected = kept[: len(first)]
                 gate_up.restore(kept[len(first) :])
-                if graph_is_kept or not ctx.unshared or gate_up.zs:
+                if kept_graph or not ctx.unshared or gate_up.zs:
                     projected = [t.clone() for t in projected]
             dx, grads = _gradients(gate_up, last, projected, rows, dys, need_x, needs, ctx.form)
         return None if dx is None else dx.view(ctx.shape), *[None] * 9, *(g if g is None else g.to(t.dtype) for g, t in zip(grads, tensors))

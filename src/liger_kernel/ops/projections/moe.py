@@ -20,6 +20,7 @@ from torch import Tensor
 
 from liger_kernel.ops._core import config
 from liger_kernel.ops._core.operator import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, rows_of, tracing, use_kernels
+from liger_kernel.ops._core.saved import HARMLESS, graph_is_kept, saving_hooks
 from liger_kernel.ops._core.tl import cdiv, jit, next_power_of_2, tl
 from liger_kernel.ops.activations.glu import ACTS, act_and_slope, act_of
 from liger_kernel.ops.projections.grouped_mm import grouped_mm, grouped_outer, grouped_sum
@@ -171,7 +172,10 @@ def _glu_bwd(
     HAS_BIAS: tl.constexpr, HAS_LIMIT: tl.constexpr, HAS_DOT: tl.constexpr, NEED_DH: tl.constexpr, NEED_WY: tl.constexpr, NEED_DW: tl.constexpr,
     INTERLEAVED: tl.constexpr, ACT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """For rows of an expert's activation y and its gradient dy, both without their weight w: the gradients of h and of w, and w y."""
+    """For rows of an expert's activation y and its gradient dy, both without their weight w: the gradients of h and of w, and w y.
+
+    dh may be h, and w y may take the place of dy.
+    """
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     here = row < tl.load(offs_ptr + E - 1)
     i = tl.load(order_ptr + row, mask=row < M, other=0)
@@ -193,11 +197,11 @@ def _glu_bwd(
         a, da = act_and_slope(gate * alpha, ACT, h_ptr.dtype.element_ty == tl.float32)
         a /= alpha
         up += tl.cast(offset, tl.float32)
-        if NEED_WY:
-            tl.store(wy_ptr + row[:, None] * n + col[None, :], (w * a * up).to(wy_ptr.dtype.element_ty), mask=mask)
         if NEED_DH or NEED_DW:
             dy = tl.load(dy_ptr + row[:, None] * n + col[None, :], mask=mask, other=0.0).to(tl.float32)
             dw += dy * a * up
+        if NEED_WY:
+            tl.store(wy_ptr + row[:, None] * n + col[None, :], (w * a * up).to(wy_ptr.dtype.element_ty), mask=mask)
         if NEED_DH:
             dgate, dup = w * dy * up * da, w * dy * a
             if HAS_LIMIT:
@@ -268,24 +272,24 @@ def moe_glu_fwd(
 
 
 @launcher(
-    "(Tensor? dy, Tensor h, Tensor? bias, Tensor index, Tensor order, Tensor offs, Tensor w, Tensor? dot, bool need_dh, bool need_wy, bool need_dw, "
-    "str act, bool interleaved, float alpha, float? limit, float offset) -> (Tensor dh, Tensor wy, Tensor dw)"
+    "(Tensor(a!) dy, Tensor(b!) h, Tensor? bias, Tensor index, Tensor order, Tensor offs, Tensor w, Tensor? dot, bool need_dh, bool need_wy, bool need_dw, "
+    "str act, bool interleaved, float alpha, float? limit, float offset) -> Tensor"
 )
-def moe_glu_bwd(
-    dy: Tensor | None, h: Tensor, bias: Tensor | None, index: Tensor, order: Tensor, offs: Tensor, w: Tensor, dot: Tensor | None,
+def moe_glu_bwd_(
+    dy: Tensor, h: Tensor, bias: Tensor | None, index: Tensor, order: Tensor, offs: Tensor, w: Tensor, dot: Tensor | None,
     need_dh: bool, need_wy: bool, need_dw: bool, act: str, interleaved: bool, alpha: float, limit: float | None, offset: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of h and of w, and the weighted activation; those that are not needed are empty."""
+) -> Tensor:  # fmt: skip
+    """The gradient of w, empty if it is not needed. Overwrites h with its gradient and dy with the weighted activation, if these are needed."""
     M, n = h.shape[0], h.shape[1] // 2
-    dh, wy, dw = h.new_empty((M, 2 * n) if need_dh else 0), h.new_empty((M, n) if need_wy else 0), w.new_empty(w.shape if need_dw else 0)
+    dw = w.new_empty(w.shape if need_dw else 0)
     if tracing(h):
-        return dh, wy, dw
+        return dw
     c = config.tile("moe_glu_bwd", n, h.itemsize, elements=2048, per_thread=8, max_block_n=256)
     flags = dict(HAS_BIAS=bias is not None, HAS_LIMIT=limit is not None, HAS_DOT=dot is not None, INTERLEAVED=interleaved)
     flags |= dict(NEED_DH=need_dh, NEED_WY=need_wy, NEED_DW=need_dw)
-    tensors, form = (bias, order, index, offs, dy, w, dot, dh, wy, dw), (alpha, limit or 0.0, offset)
+    tensors, form = (bias, order, index, offs, dy, w, dot, h, dy, dw), (alpha, limit or 0.0, offset)
     launch(_glu_bwd, (cdiv(M, c.block_m),), h, *tensors, M, n, offs.shape[0], *form, **flags, ACT=act, **c.tile)
-    return dh, wy, dw
+    return dw
 
 
 def _outer_like(p: Tensor, a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
@@ -305,7 +309,7 @@ class LigerFusedMoEFunction(torch.autograd.Function):
         b1, b2 = (b if b is None else b.contiguous() for b in (gate_up_bias, down_bias))
         order, position, offs = moe_route(index, gate_up.shape[0])
         h = grouped_mm(moe_gather(x, index, order, offs, None)[0], gate_up.mT, offs)
-        ctx.form = act, interleaved, alpha, limit, offset
+        ctx.form, ctx.unshared = (act, interleaved, alpha, limit, offset), saving_hooks()[1] in HARMLESS
         y = grouped_mm(moe_glu_fwd(h, b1, index, order, offs, *ctx.form), down.mT, offs)
         ctx.save_for_backward(x, gate_up, down, index, w, b1, b2, h, order, position, offs)
         return moe_combine(y, index, position, offs, w, b2)
@@ -313,19 +317,20 @@ class LigerFusedMoEFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dout):
+        h_is_ours = ctx.unshared and not graph_is_kept()
         x, gate_up, down, index, w, b1, b2, h, order, position, offs = ctx.saved_tensors
         need_x, need_gate_up, need_down, _, need_w, need_b1, need_b2 = (*ctx.needs_input_grad, False, False)[:7]
         need_dh = need_x or need_gate_up or need_b1
-        dx = dgate_up = ddown = db1 = db2 = dot = dy = None
+        dx = dgate_up = ddown = db1 = db2 = dot = None
         dz, dot = moe_gather(rows_of(dout), index, order, offs, b2 if need_w else None)
-        if need_dh or need_w:
-            dy = grouped_mm(dz, down, offs)
-        dh, wy, dw = moe_glu_bwd(dy, h, b1, index, order, offs, w, dot if need_w and b2 is not None else None, need_dh, need_down, need_w, *ctx.form)
+        dy = grouped_mm(dz, down, offs) if need_dh or need_w else h.new_empty(h.shape[0], h.shape[1] // 2)
+        dh = h if h_is_ours or not need_dh else h.clone()
+        dw = moe_glu_bwd_(dy, dh, b1, index, order, offs, w, dot if need_w and b2 is not None else None, need_dh, need_down, need_w, *ctx.form)
         if need_down:
-            ddown = _outer_like(down, dz, wy, offs)
+            ddown = _outer_like(down, dz, dy, offs)
         if need_b2:
             db2 = grouped_sum(dz, w.flatten()[order], offs)
-        del dz, dy, wy  # free them before the other half allocates as much
+        del dz, dy  # free them before the other half allocates as much
         if need_b1:
             db1 = grouped_sum(dh, None, offs)
         if need_gate_up:

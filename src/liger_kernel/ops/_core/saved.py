@@ -1,0 +1,22 @@
+"""Whether a backward may overwrite a tensor that its forward saved: one that it made itself, and that nobody else can see."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+CHECKPOINT = "torch.utils.checkpoint"
+# Saved-tensor hooks that hold no reference to the tensor afterwards: they return the saved tensor, a copy, or a recomputed tensor
+HARMLESS = {"", "liger_kernel.memory", "liger_kernel.offloading", "torch.autograd.graph", CHECKPOINT}
+
+
+def saving_hooks() -> tuple[tuple[Any, Any] | None, str]:
+    """The present saved-tensor hooks and the name of their Python module, or None and an empty name."""
+    hooks = None if torch.compiler.is_compiling() else torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]  # in no stub
+    return hooks, "" if hooks is None else getattr(hooks[1], "__module__", "?")
+
+
+def graph_is_kept() -> bool:
+    """Whether another backward may follow the running one, or that cannot be known."""
+    return torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]  # in no stub

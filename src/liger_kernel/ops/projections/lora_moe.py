@@ -17,9 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops._core.operator import Case, Cost, T, acc, nbytes, once_differentiable, op, rows_of, use_kernels
+from liger_kernel.ops._core.operator import Case, Cost, T, nbytes, once_differentiable, op, rows_of, use_kernels
 from liger_kernel.ops._core.saved import HARMLESS, graph_is_kept, saving_hooks
-from liger_kernel.ops.activations.glu import ACTS
 from liger_kernel.ops.projections.adapted import Adapter
 from liger_kernel.ops.projections.grouped_mm import grouped_mm, grouped_sum
 from liger_kernel.ops.projections.grouped_thin import add_thin_, thin_outer, thin_rows
@@ -29,12 +28,14 @@ from liger_kernel.ops.projections.moe import (
     _routed,
     _scaled,
     _some_invalid,
+    activation,
     check,
     moe_combine,
     moe_gather,
     moe_glu_bwd_,
     moe_glu_fwd,
     moe_route,
+    of_experts,
 )
 from liger_kernel.ops.projections.moe import _cost as _moe_cost
 from liger_kernel.ops.projections.weights import Weight
@@ -60,27 +61,17 @@ def reference(
     limit: float | None = None,
     offset: float = 0.0,
 ) -> Tensor:
-    E, K, wide = gate_up.shape[0], topk_index.shape[1], acc(x.dtype)
-    expert, order = topk_index.flatten().sort(stable=True)
-    valid = (expert >= 0) & (expert < E)
-    expert, order = expert[valid], order[valid]
-
     def product(rows: Tensor, e: int, weight: Tensor, bias: Tensor | None, a: Tensor | None, b: Tensor | None) -> Tensor:
         z = F.linear(rows, weight[e])
         if a is not None and b is not None:
             z = z + scale * F.linear(F.linear(rows, a[e].to(rows.dtype)), b[e].to(rows.dtype))
         return z if bias is None else z + bias[e]
 
-    ys = []
-    for e, rows in enumerate(x.to(wide)[order // K].to(x.dtype).split(torch.bincount(expert, minlength=E).tolist())):
+    def expert(e: int, rows: Tensor) -> Tensor:
         z = product(rows, e, gate_up, gate_up_bias, gate_up_a, gate_up_b)
-        gate, up = ((z[:, ::2], z[:, 1::2]) if interleaved else z.chunk(2, -1)) if z.shape[1] else (z, z)
-        if limit is not None:
-            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-        z = (ACTS[act](gate.to(wide) * alpha) / alpha).to(x.dtype) * (up + offset)
-        ys.append(product(z, e, down, down_bias, down_a, down_b))
-    y = torch.cat(ys).to(wide) * topk_weight.flatten()[order, None].to(wide)
-    return torch.zeros(x.shape, dtype=wide, device=x.device).index_add(0, order // K, y).to(x.dtype)
+        return product(activation(z, act, interleaved, alpha, limit, offset), e, down, down_bias, down_a, down_b)
+
+    return of_experts(expert, gate_up.shape[0], x, topk_index, topk_weight)
 
 
 def _dense(weight: Tensor | Weight, dtype: torch.dtype) -> Tensor:

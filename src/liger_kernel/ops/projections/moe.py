@@ -13,6 +13,7 @@ in a fixed order. An index outside [0, E) is sorted after all experts and contri
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -41,20 +42,32 @@ def reference(
     limit: float | None = None,
     offset: float = 0.0,
 ) -> Tensor:
-    E, K, h = gate_up.shape[0], topk_index.shape[1], acc(x.dtype)
-    expert, order = topk_index.flatten().sort(stable=True)
-    valid = (expert >= 0) & (expert < E)
-    expert, order = expert[valid], order[valid]
-    ys = []
-    for e, rows in enumerate(x.to(h)[order // K].to(x.dtype).split(torch.bincount(expert, minlength=E).tolist())):
+    form = act, interleaved, alpha, limit, offset
+
+    def expert(e: int, rows: Tensor) -> Tensor:
         z = F.linear(rows, gate_up[e], None if gate_up_bias is None else gate_up_bias[e])
-        gate, up = ((z[:, ::2], z[:, 1::2]) if interleaved else z.chunk(2, -1)) if z.shape[1] else (z, z)
-        if limit is not None:
-            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-        z = (ACTS[act](gate.to(h) * alpha) / alpha).to(x.dtype) * (up + offset)
-        ys.append(F.linear(z, down[e], None if down_bias is None else down_bias[e]))
-    y = torch.cat(ys).to(h) * topk_weight.flatten()[order, None].to(h)
-    return torch.zeros(x.shape, dtype=h, device=x.device).index_add(0, order // K, y).to(x.dtype)
+        return F.linear(activation(z, *form), down[e], None if down_bias is None else down_bias[e])
+
+    return of_experts(expert, gate_up.shape[0], x, topk_index, topk_weight)
+
+
+def of_experts(expert: Callable[[int, Tensor], Tensor], E: int, x: Tensor, topk_index: Tensor, topk_weight: Tensor) -> Tensor:
+    """The weighted sum over k of what ``expert`` makes of each token: it gets the number of an expert and its rows of x."""
+    K, wide = topk_index.shape[1], acc(x.dtype)
+    number, order = topk_index.flatten().sort(stable=True)
+    valid = (number >= 0) & (number < E)
+    number, order = number[valid], order[valid]
+    rows = x.to(wide)[order // K].to(x.dtype).split(torch.bincount(number, minlength=E).tolist())
+    y = torch.cat([expert(e, mine) for e, mine in enumerate(rows)]).to(wide) * topk_weight.flatten()[order, None].to(wide)
+    return torch.zeros(x.shape, dtype=wide, device=x.device).index_add(0, order // K, y).to(x.dtype)
+
+
+def activation(z: Tensor, act: str, interleaved: bool, alpha: float, limit: float | None, offset: float) -> Tensor:
+    """That of an expert, (M, I), from gate and up, (M, 2 I)."""
+    gate, up = ((z[:, ::2], z[:, 1::2]) if interleaved else z.chunk(2, -1)) if z.shape[1] else (z, z)
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (ACTS[act](gate.to(acc(z.dtype)) * alpha) / alpha).to(z.dtype) * (up + offset)
 
 
 @jit

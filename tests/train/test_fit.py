@@ -138,7 +138,7 @@ def test_a_step_in_fp8_needs_what_one_in_bf16_does(fp8):
     bf16, ours = (
         simulated.simulated(config_of(MODELS[run.model]), dataclasses.replace(run, **changes), "bf16", optimizer="sgd").total for changes in ({}, fp8)
     )
-    assert ours <= 1.003 * bf16
+    assert ours <= (1.002 if fp8["fp8"] == "rowwise_with_gw_hp" else 1.0) * bf16
 
 
 def test_every_row_is_estimated_or_has_a_reason():

@@ -352,8 +352,7 @@ class Float8Trained(Weight):
 
     def backward(self, dy: Rows, dx: Tensor | None) -> Tensor:
         one, other = self._of_dy(dy)
-        if dy.ours:
-            dy.remade(("dy", self.recipe), (None, other))
+        dy.remade(("dy", self.recipe), (None, other))  # each y has one weight, which uses the cast by rows here alone
         of_dy, dead = _the(one), dy.rows if dy.ours and other is not None else None
         found = self._product(of_dy, self._transposed_cast(dy.dtype, of_dy.scale, dead), dy.dtype, fast=False)
         return found if dx is None else dx.add_(found)

@@ -97,6 +97,8 @@ class Ranks:
 def joined(config: TrainConfig, device: torch.device) -> Iterator[Ranks]:
     """Join the process group of the run; make it unless the caller has made one. After an error of several ranks it is left, as peers may be gone."""
     made = not dist.is_initialized()
+    # before ranks join: a peer that still joins would only see that this one has gone
+    _check_ranks(config, int(os.environ.get("WORLD_SIZE", "1")) if made else dist.get_world_size())
     if made:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         # longer than the watch over progress, so that stacks are written before a collective gives up
@@ -108,10 +110,6 @@ def joined(config: TrainConfig, device: torch.device) -> Iterator[Ranks]:
         dist.init_process_group(backend, **options)
     try:
         rank, world = dist.get_rank(), dist.get_world_size()
-        if world > 1 and config.parallel == "none":
-            raise UserError(f"{world} ranks need --parallel ddp, fsdp2, tp or ulysses")
-        if world % config.sharing(world):
-            raise UserError(f"sequence_parallel_size must divide the {world} ranks, got {config.sequence_parallel_size}")
         if (
             restarts() == 0
             and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
@@ -126,6 +124,13 @@ def joined(config: TrainConfig, device: torch.device) -> Iterator[Ranks]:
         raise
     if made:
         _leave()
+
+
+def _check_ranks(config: TrainConfig, world: int) -> None:
+    if world > 1 and config.parallel == "none":
+        raise UserError(f"{world} ranks need --parallel ddp, fsdp2, tp or ulysses")
+    if world % config.sharing(world):
+        raise UserError(f"sequence_parallel_size must divide the {world} ranks, got {config.sequence_parallel_size}")
 
 
 def _leave() -> None:

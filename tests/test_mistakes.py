@@ -160,7 +160,7 @@ TABLE = [
     ("bench step --masked nan", r"--masked must be in \[0, 1\), got nan"),
     ("bench step --peak-tflops -1", "--peak-tflops must be positive, got -1"),
     ("bench step --optimizer adam", r"--optimizer must be one of sgd, adamw, adamw-bf16, adamw-8bit, adamw-8bit-bf16; got 'adam'; did you mean adamw\?"),
-    ("bench step --optimizer-on-cpu", "optimizer_on_cpu needs parallel fsdp2, whose CPU offload it is, also for one GPU; got none"),
+    ("bench step --optimizer-on-cpu", "optimizer_on_cpu needs parallel fsdp2 or ulysses-fsdp2, whose CPU offload it is, also for one GPU; got none"),
     ("bench step --gpus 2 --optimizer-in-backward", "optimizer_in_backward needs parallel none, fsdp2 or ulysses-fsdp2, got ddp"),
     ("bench step --gpus 2 --optimizer adamw-bf16", "optimizer adamw-bf16 needs parallel none, fsdp2 or ulysses-fsdp2, got ddp"),
     ("bench step --lora 8 --lora-targets q_prj", r"no linear layer 'q_prj'; did you mean q_proj\?"),

@@ -118,7 +118,7 @@ def parallelize(
     if mode not in MODES:
         raise ValueError(f"parallelize: mode must be one of {MODES}, got {mode!r}")
     if cpu_offload and ULYSSES.get(mode, mode) != "fsdp2":
-        raise ValueError(f"parallelize: cpu_offload needs mode fsdp2, got {mode}")
+        raise ValueError(f"parallelize: cpu_offload needs mode fsdp2 or ulysses-fsdp2, got {mode}")
     if mode == "none":
         return Parallel(model, model, mode)
     device = next(model.parameters()).device

@@ -299,7 +299,7 @@ def test_weights_in_blocks(shape, found):
         (dict(optimizer_in_backward=True, grad_clip=0.0, nonfinite="skip"), "optimizer_in_backward needs nonfinite stop, got skip"),
         (dict(optimizer_in_backward=True, grad_clip=0.0, parallel="ddp"), "optimizer_in_backward needs parallel none, fsdp2 or ulysses-fsdp2, got ddp"),
         (dict(optimizer_in_backward=True, grad_clip=0.0, trainer="hf"), "optimizer_in_backward needs trainer torch, got hf"),
-        (dict(optimizer_on_cpu=True), "optimizer_on_cpu needs parallel fsdp2, whose CPU offload it is, also for one GPU; got none"),
+        (dict(optimizer_on_cpu=True), "optimizer_on_cpu needs parallel fsdp2 or ulysses-fsdp2, whose CPU offload it is, also for one GPU; got none"),
         (dict(optimizer_on_cpu=True, parallel="fsdp2", trainer="hf"), "optimizer_on_cpu needs trainer torch, got hf"),
         (dict(optimizer_on_cpu=True, parallel="fsdp2", optimizer="adamw-8bit"), "optimizer_on_cpu needs optimizer adamw, .*; got adamw-8bit"),
         (dict(optimizer_on_cpu=True, parallel="fsdp2", optimizer_in_backward=True, grad_clip=0.0), "exclude each other"),
@@ -311,7 +311,7 @@ def test_what_does_not_combine_is_said(changes, message):
 
 
 def test_offload_is_fsdp2s():
-    with pytest.raises(ValueError, match="parallelize: cpu_offload needs mode fsdp2, got none"):
+    with pytest.raises(ValueError, match="parallelize: cpu_offload needs mode fsdp2 or ulysses-fsdp2, got none"):
         parallelize(nn.Linear(2, 2), "none", cpu_offload=True)
 
 

@@ -418,6 +418,22 @@ def test_ranks_that_share_rows(parallel, more, base, tmp_path):
     assert run(other) == [ranks.EXIT_MISTAKE] * 2 and "sequence_parallel_size must divide the 2 ranks, got 3" in log(other)
 
 
+@pytest.mark.parametrize(
+    "more, close",
+    [(dict(optimizer_in_backward=True), 1e-5), (dict(optimizer_on_cpu=True), 1e-5), (dict(optimizer="adamw-8bit"), 1e-3)],
+    ids=["in the backward", "on the CPU", "8 bits"],
+)
+def test_ranks_that_share_rows_and_shards(more, close, base, tmp_path):
+    """Optimizers of FSDP2 work there, too: losses are those of one process and PyTorch's AdamW."""
+    if "optimizer" in more:
+        pytest.importorskip("torchao")
+    sizes = dict(model=None, tokenizer=base.model, hidden=32, layers=2, heads=4, kv_heads=1, checkpoint_every=0, grad_clip=0.0, batch=6)
+    one = place(base, tmp_path, parallel="none", **sizes)
+    shared = dataclasses.replace(one, parallel="ulysses-fsdp2", out=str(tmp_path / "shared"), **more)
+    assert run(one, 1) == [0] and run(shared) == [0, 0], log(shared)
+    assert losses(shared) == pytest.approx(losses(one), rel=close) and losses(shared)[-1] < losses(shared)[0]
+
+
 # -- checkpoints -----------------------------------------------------------------------------
 
 

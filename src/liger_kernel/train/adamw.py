@@ -57,7 +57,7 @@ def check(name: str, parallel: str, in_backward: bool = False, on_cpu: bool = Fa
         modes = _either(("none", *FULLY_SHARDED))
         raise ValueError(f"optimizer_in_backward needs parallel {modes}, got {parallel}: elsewhere gradients are not complete when the backward has them")
     if on_cpu and parallel not in FULLY_SHARDED:
-        raise ValueError(f"optimizer_on_cpu needs parallel fsdp2, whose CPU offload it is, also for one GPU; got {parallel}")
+        raise ValueError(f"optimizer_on_cpu needs parallel fsdp2 or ulysses-fsdp2, whose CPU offload it is, also for one GPU; got {parallel}")
     if on_cpu and name != "adamw":
         raise ValueError(f"optimizer_on_cpu needs optimizer adamw, which has a kernel for CPUs; got {name}")
     if on_cpu and in_backward:

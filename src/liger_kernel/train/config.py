@@ -121,7 +121,7 @@ class TrainConfig:
         False, "optimisation", "step each parameter when the backward has its gradient, and free the gradient; needs grad_clip 0, trainer torch"
     )
     optimizer_on_cpu: bool = _field(
-        False, "optimisation", "keep weights and moments in the CPU's memory, and step there (CPU offload of fsdp2, also for one GPU); needs parallel fsdp2"
+        False, "optimisation", "keep weights and moments in the CPU's memory, and step there (CPU offload, also for one GPU); needs fsdp2 or ulysses-fsdp2"
     )
     lr: float | None = _field(None, "optimisation", "peak learning rate of AdamW (default: 1e-3 from random weights, 2e-5 with a model)")
     weight_decay: float = _field(0.1, "optimisation", "weight decay of matrices; vectors have none")

@@ -63,8 +63,13 @@ def _amax(x_ptr, tops_ptr, M, N, stride, programs, BLOCK: tl.constexpr):
 
 
 @jit
+def _scaled(x, factor):
+    return tl.where(tl.abs(x) < float("inf"), x * factor, float("nan"))
+
+
+@jit
 def _quantized(x, factor, q_ptr):
-    return tl.where(tl.abs(x) < float("inf"), x * factor, float("nan")).to(q_ptr.dtype.element_ty)
+    return _scaled(x, factor).to(q_ptr.dtype.element_ty)
 
 
 @jit
@@ -74,7 +79,7 @@ def _quantized_t(x, factor, q_ptr):
     One instruction converts two values. If both bytes of its result are used one by one, as a transposition does, and also in packs of four, ptxas 12.8 (of
     Triton 3.6 and 3.7) reads one of them from a register that it does not write (MEASURED.md). Here both bytes are of the same value, and one is used.
     """
-    x = tl.where(tl.abs(x) < float("inf"), x * factor, float("nan"))
+    x = _scaled(x, factor)
     q, _same = tl.split(tl.join(x, x).to(q_ptr.dtype.element_ty))
     return tl.trans(q)
 

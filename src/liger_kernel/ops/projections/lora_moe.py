@@ -126,14 +126,13 @@ class AdaptedMoEFunction(torch.autograd.Function):
         dx = dgate_up = ddown = dbias = dlast_bias = da = db = dlast_a = dlast_b = dya = dxa = None
         dout = rows_of(dout)
         dz, dot = moe_gather(dout, index, order, offs, last_bias if need_w else None)
-        need_dy = need_dh or need_w
-        dy = grouped_mm(dz, _dense(weights[1], dtype), offs) if need_dy else h.new_empty(h.shape[0], h.shape[1] // 2)
+        need_dy, need_wy = need_dh or need_w, need_down or need_last_a or need_last_b
+        dy = grouped_mm(dz, _dense(weights[1], dtype), offs) if need_dy else h.new_empty((h.shape[0], h.shape[1] // 2) if need_wy else 0)
         if last_a is not None and (need_dy or need_last_a):
             dya = thin_rows(dout, order, K, last_b, offs, last_scale)
             if need_dy:
                 add_thin_(dy, dya, last_a, offs, 1.0)
         # without the router's weights so far: this pass applies them
-        need_wy = need_down or need_last_a or need_last_b
         dh, wy = h if h_is_ours or not need_dh else h.clone(), dy
         dw = moe_glu_bwd_(dy, dh, bias, index, order, offs, w, dot if need_w and last_bias is not None else None, need_dh, need_wy, need_w, *ctx.form)
         if need_down:

@@ -336,7 +336,7 @@ class LigerFusedMoEFunction(torch.autograd.Function):
         need_dh = need_x or need_gate_up or need_b1
         dx = dgate_up = ddown = db1 = db2 = dot = None
         dz, dot = moe_gather(rows_of(dout), index, order, offs, b2 if need_w else None)
-        dy = grouped_mm(dz, down, offs) if need_dh or need_w else h.new_empty(h.shape[0], h.shape[1] // 2)
+        dy = grouped_mm(dz, down, offs) if need_dh or need_w else h.new_empty((h.shape[0], h.shape[1] // 2) if need_down else 0)
         dh = h if h_is_ours or not need_dh else h.clone()
         dw = moe_glu_bwd_(dy, dh, b1, index, order, offs, w, dot if need_w and b2 is not None else None, need_dh, need_down, need_w, *ctx.form)
         if need_down:

@@ -30,6 +30,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3-30b-a3b": QWEN
     | _sized(2048, 6144, 48, 32, model_type="qwen3_moe", num_key_value_heads=4, head_dim=128, vocab_size=151936, max_position_embeddings=40960)
     | dict(moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True),
+    "mixtral-8x7b": QWEN
+    | _sized(4096, 14336, 32, 32, model_type="mixtral", num_key_value_heads=8, vocab_size=32000, max_position_embeddings=32768)
+    | dict(num_local_experts=8, num_experts_per_tok=2),
+    "gpt-oss-20b": _sized(2880, 2880, 24, 64, model_type="gpt_oss", num_key_value_heads=8, head_dim=64, vocab_size=201088, max_position_embeddings=131072)
+    | dict(num_local_experts=32, num_experts_per_tok=4, sliding_window=128),
     "gemma-2b": GEMMA | _sized(2048, 16384, 18, 8, num_key_value_heads=1),
     "gemma-7b": GEMMA | _sized(3072, 24576, 28, 16, num_key_value_heads=16),
     "gemma-3-1b": dict(model_type="gemma3_text", head_dim=256, vocab_size=262144, sliding_window=512, max_position_embeddings=32768)

@@ -114,6 +114,11 @@ class _AllToAll(torch.autograd.Function):
         return _AllToAll.apply(grads[0], ctx.group), None
 
 
+@torch._disable_dynamo  # PyTorch 2.11 compiles it to a backward whose gradients are zero
+def _all_to_all(x: Tensor, group: Any) -> Tensor:
+    return _AllToAll.apply(x, group)
+
+
 class _GroupSum(torch.autograd.Function):
     """The sum of all ranks' numbers, on each of them. Every rank's backward starts at its own copy, so that a gradient counts once for each."""
 
@@ -133,14 +138,14 @@ def to_heads(x: Tensor, group: Any) -> Tensor:
     """x (B, H, T / P, D) of the own tokens -> (B, H / P, T, D) of the own heads."""
     P = dist.get_world_size(group)
     parts = x.unflatten(1, (P, -1)).permute(1, 0, 3, 2, 4)  # (P, B, T / P, H / P, D): the rows are in order where B is 1, without a copy
-    return _AllToAll.apply(parts, group).transpose(0, 1).flatten(1, 2).transpose(1, 2)
+    return _all_to_all(parts, group).transpose(0, 1).flatten(1, 2).transpose(1, 2)
 
 
 def to_tokens(x: Tensor, group: Any) -> Tensor:
     """x (B, T, H / P, D) of the own heads -> (B, T / P, H, D) of the own tokens."""
     P = dist.get_world_size(group)
     parts = x.unflatten(1, (P, -1)).transpose(0, 1)  # (P, B, T / P, H / P, D)
-    return _AllToAll.apply(parts, group).permute(1, 2, 0, 3, 4).flatten(2, 3)
+    return _all_to_all(parts, group).permute(1, 2, 0, 3, 4).flatten(2, 3)
 
 
 def repeats(heads: int, kv_heads: int, ranks: int) -> int | None:

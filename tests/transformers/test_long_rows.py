@@ -515,3 +515,36 @@ def test_compiled_with_tiles():
     model.zero_grad()
     torch.compile(model, backend="aot_eager")(**tokens(), use_cache=False).loss.backward()
     assert_same_learning({"loss": expected["loss"]} | {n: p.grad for n, p in model.named_parameters()}, expected)
+
+
+# -- a million tokens ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [2**11, pytest.param(2**20, marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))])
+def test_one_long_row(length, monkeypatch):
+    """A row learns; its first tokens, which attend to no later one, learn what they do in a row that ends after them; its documents, what they do alone."""
+    monkeypatch.undo()  # copies of small tensors would take long
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, vocab_size=32000)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, max_position_embeddings=length, use_cache=False)).train()
+    model = checkpointed(model.to(DEVICE, torch.bfloat16 if DEVICE == "cuda" else torch.float32), False)
+    patch(model, activation_offloading=True, keep_attention=True, tiled_mlp=True)
+    ids, part = torch.randint(0, 32000, (1, length), device=DEVICE), length // 16
+    tolerance = 2e-2 if DEVICE == "cuda" else 1e-5
+
+    whole = step(model, {"input_ids": ids, "labels": ids})[1]
+    assert all(t.isfinite().all() for t in whole.values()) and abs(whole["loss"].item() - 10.4) < 0.3  # log 32000
+
+    of_first = step(model, {"input_ids": ids, "labels": torch.where(torch.arange(length, device=DEVICE) < part, ids, -100)})[1]
+    assert_same_learning(of_first, step(model, {"input_ids": ids[:, :part], "labels": ids[:, :part]})[1], tolerance)
+
+    if DEVICE == "cuda":
+        import liger_kernel.transformers.attention  # noqa: F401  "liger_varlen"
+
+        model.config._attn_implementation = "liger_varlen"
+        at = torch.arange(length, device=DEVICE)
+        bounds = {f"{name}_{of}": value for of in "qk" for name, value in (("cu_seq_lens", torch.arange(0, length + 1, part, device=DEVICE).int()),)}
+        packed = {"input_ids": ids, "labels": torch.where(at % part == 0, -100, ids), "position_ids": (at % part)[None], **bounds}
+        found = step(model, packed | {"max_length_q": part, "max_length_k": part})[1]
+        alone = [step(model, {"input_ids": row[None], "labels": row[None]})[1] for row in ids.view(16, part)]
+        assert_same_learning(found, {name: torch.stack([one[name].float() for one in alone]).mean(0).to(t.dtype) for name, t in found.items()}, tolerance)

@@ -69,9 +69,12 @@ def _stock(spec: dict[str, Any], device: torch.device) -> Any:
 
     values = dict(spec["config"])
     config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
+    sdpa = transformers.AutoModelForCausalLM._model_mapping[type(config)]._supports_sdpa  # not of gpt-oss, whose attention has sinks
     torch.manual_seed(0)
     with device:
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, spec["dtype"]), attn_implementation="sdpa").train()
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=getattr(torch, spec["dtype"]), attn_implementation="sdpa" if sdpa else "eager"
+        ).train()
     model.config.use_cache = False
     return model
 
@@ -85,14 +88,20 @@ def _adapters(spec: dict[str, Any]) -> dict[str, Any]:
 def _on_experts(model: nn.Module, chosen: dict[str, Any]) -> dict[str, Any]:
     """``chosen`` for PEFT. In a mixture, the names of an MLP's layers mean the parameters of the experts, with the same rank.
 
-    PEFT itself translates these names for some families, and then doubles the rank of gate and up, which are one parameter.
+    PEFT itself translates these names for some families, and then doubles the rank of gate and up, which are one parameter. It finds parameters in 4 bits
+    only by their whole names.
     """
     of = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
-    if not any(name.endswith(".experts.gate_up_proj") for name, _ in model.named_parameters()):
+    if not (experts := _experts_of(model)):
         return chosen
     names = chosen["target_modules"]
-    parameters = sorted({f"experts.{of[name]}" for name in names if name in of})
+    parameters = sorted({f"{path}.{of[name]}" for path in experts for name in names if name in of})
     return chosen | {"target_modules": [name for name in names if name not in of], "target_parameters": parameters}
+
+
+def _experts_of(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules that hold all experts of a layer in two parameters, gate_up_proj and down_proj."""
+    return {name: m for name, m in model.named_modules() if name.endswith(".experts") and hasattr(m, "gate_up_proj")}
 
 
 def _start(model: Any) -> None:
@@ -108,8 +117,9 @@ def _start(model: Any) -> None:
 
 
 def _quantize(model: Any, how: str) -> None:
-    """Replace all linear layers except the head by those of bitsandbytes, as transformers does while it loads a checkpoint."""
+    """Replace all linear layers except the head by those of bitsandbytes, as transformers does while it loads a checkpoint, and experts by parameters in NF4."""
     from bitsandbytes import nn as bnb
+    from bitsandbytes.nn.parametrize import replace_parameter_4bit
 
     taken: Any
     quantized: Any
@@ -126,6 +136,9 @@ def _quantize(model: Any, how: str) -> None:
             quantized = bnb.Int8Params(weight.cpu(), requires_grad=False, has_fp16_weights=False)  # bitsandbytes quantises only when a weight leaves the CPU
         taken.weight, taken.bias = quantized.to(weight.device), linear.bias
         model.set_submodule(name, taken.requires_grad_(False).train())
+    for experts in _experts_of(model).values() if how == "nf4" else ():
+        for name in ("gate_up_proj", "down_proj"):
+            replace_parameter_4bit(experts, name, compress_statistics=True, quant_type="nf4")
     del weight, linear, quantized  # free the weight in 16 bits
     setattr(model, BITSANDBYTES[how], True)  # PEFT reads this attribute
     gc.collect()

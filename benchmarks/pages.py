@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from liger_kernel.bench import plots
+from liger_kernel.bench.estimates import NOT_ESTIMATED, measured
 from liger_kernel.bench.rows import OURS, Row, digits, hardware_line, merged, parts_of, ratio, read, status, times, variant_label, with_ours
 
 ROOT = Path(__file__).parents[1]
@@ -174,9 +175,17 @@ def written(text: str) -> str:
     return TABLE.sub(lambda found: f"{found[1]}\n{KINDS[found[2]](*found[3].split())}\n\n{found[4]}", text)
 
 
+def estimated(row: Row) -> float | None:
+    """What ``liger fit`` says of the peak of a row, in GB."""
+    known = not row.get("failed") and not any(outside(row) for outside in NOT_ESTIMATED.values())
+    return measured(row).estimate().total / 1e9 if known else None
+
+
 def draw() -> None:
     for files, names in PLOTS.items():
         result = merged([read(DATA / file) for file in files.split()])
+        if "lengths-" in names:
+            result["rows"] = [row | {"estimated_gb": estimated(row)} for row in result["rows"]]
         with tempfile.TemporaryDirectory() as folder:
             (plots.steps if "model" in result["rows"][0] else plots.operators)(result, folder)
             for name in names.split():

@@ -266,6 +266,21 @@ def test_steps(words, tmp_path):
     assert "stock: 56.5 GB in loss and head (forward)" in memory and "ours: 23.7 GB in loss and head (forward)" in memory
 
 
+def test_lengths(words, tmp_path):
+    """Each variant is a line, and what `liger fit` says of ours stands beside what was measured; two lengths are no curve."""
+    same = dict(model="tiny", gpus=1, parallel=None, checkpointing=True, lora=0, autocast=False, optimizer="sgd", batch=1, failed=None, layers=None)
+    rows = [
+        same | dict(variant=name, seq=seq, tokens_per_s=1000.0, peak_allocated_gb=seq / 1000, estimated_gb=None if name == "unsloth" else seq / 990)
+        for name in ("unsloth", "ours", "ours:offload")
+        for seq in (512, 1024, 2048)
+    ]
+    (path,) = plots.steps({"meta": META, "rows": rows}, tmp_path)
+    assert path.name == "lengths-tiny.png" and is_png(path)
+    assert any("tiny: the longest rows of those measured: ours 2,048" in " ".join(text.split()) for text in words[path.name])
+    assert "batch 1, checkpointing: peak memory a GPU, GB (x: liger fit)" in words[path.name], words[path.name]
+    assert plots.length_curves({"meta": META, "rows": rows[:2] + rows[3:5]}, tmp_path) == []
+
+
 def test_a_step_within_the_noise_is_not_called_faster(words, tmp_path):
     data = trained()
     rows = [row | {"tokens_per_s": 64_000.0 if row["variant"] == "stock" else 65_000.0} for row in data["rows"] if row["variant"] in ("stock", "ours")]

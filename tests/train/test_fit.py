@@ -15,85 +15,35 @@ pytest.importorskip("triton")
 import transformers
 
 from liger_kernel import cli, memory, offloading
+from liger_kernel.bench.estimates import NOT_ESTIMATED, Measured, measured
+from liger_kernel.bench.rows import Row, read
 from liger_kernel.model_sizes import MODELS, config_of
 from liger_kernel.train import fit, loop, simulated
 from liger_kernel.train.config import TrainConfig, UserError
 
 ROOT = Path(__file__).parents[2]
 DATA, PAGE = ROOT / "benchmarks" / "data", ROOT / "docs" / "guides" / "fit.md"
-LINEARS = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"  # of `liger bench step --lora`
-LEVELS = {"ours:off": "off", "ours:mlp": "mlp"}
-FP8_BASE = {"ours:fp8": "fp8"}
 # Rows of benchmarks/data that are not estimated, and why; the first reason counts
-OUTSIDE = {
-    "other packages": lambda file, row: row["variant"].startswith(("upstream", "unsloth", "torchao")),
-    "what torch.compile keeps": lambda file, row: "compile" in row["variant"] or "layers" in row["variant"],
-    "several GPUs": lambda file, row: int(row["gpus"]) > 1 or row["parallel"],
-    "kernels of bitsandbytes in int8": lambda file, row: row.get("quantize") == "int8",
-    "kernels of bitsandbytes in a stock model": lambda file, row: row["variant"] == "stock" and row.get("quantize"),
-    "a storage that liger train does not have": lambda file, row: row["variant"] == "ours:fp8_rowwise",
+OUTSIDE = {why: lambda file, row, outside=outside: outside(row) for why, outside in NOT_ESTIMATED.items()} | {
     "an earlier state of the code, which kept more": lambda file, row: (
-        row["variant"].startswith("ours") and ((file[:10] < "2026-11-22" and row.get("checkpointing") != "True") or (file, row["variant"]) == EARLIER)
+        row["variant"].startswith("ours") and ((file[:10] < "2026-11-22" and not row.get("checkpointing")) or (file, row["variant"]) == EARLIER)
     ),
 }
 EARLIER = "2026-11-22-h200-steps.csv", "ours:off"
 
 
-@dataclasses.dataclass(frozen=True)
-class Measured:
-    """A step of ``liger bench step``, and its peak in GB."""
-
-    model: str
-    layers: int | None
-    variant: str
-    optimizer: str
-    precision: str
-    ignored: float
-    gb: float
-    run: tuple[tuple[str, object], ...]
-
-    def estimate(self) -> simulated.Peak:
-        values = MODELS[self.model] | ({"num_hidden_layers": self.layers} if self.layers else {})
-        run = TrainConfig(model=self.model, **dict(self.run))
-        values["max_position_embeddings"] = max(run.length, values["max_position_embeddings"])
-        return simulated.simulated(config_of(values), run, self.precision, optimizer=self.optimizer, ignored=self.ignored)
-
-    def __str__(self) -> str:
-        changed = {
-            name: value for name, value in self.run if getattr(TrainConfig, name) != value and name not in ("batch", "length", "lora_targets", "kernels")
-        }
-        size = f"{self.model}{f' with {self.layers} layers' if self.layers else ''}, {dict(self.run)['batch']} x {dict(self.run)['length']}"
-        given = [f"`--{name.replace('_', '-')} {value}`".replace(" True`", "`") for name, value in changed.items()]
-        return ", ".join([size, *([] if self.optimizer == "sgd" else ["AdamW"]), *(["autocast"] if self.precision == "bf16-mixed" else []), *given])
-
-
-def measured(row: dict[str, str]) -> Measured:
-    get = lambda name, kind: kind(row.get(name) or 0)
-    lora, variant = get("lora", int), row["variant"]
-    run = dict(batch=int(row["batch"]), length=int(row["seq"]), kernels="off" if variant == "stock" else "on")
-    run |= dict(gradient_checkpointing="full") if row.get("checkpointing") == "True" else {}
-    run |= dict(rematerialise=LEVELS[variant]) if variant in LEVELS else {}
-    run |= dict(fp8=row["fp8"]) if row.get("fp8") and variant in ("ours", "ours:head") else {}
-    run |= dict(fp8_head=True) if variant == "ours:head" else {}
-    run |= dict(lora=lora, lora_targets=LINEARS) if lora else {}
-    run |= dict(dora=True) if row.get("dora") == "True" else {}
-    run |= dict(lora_dropout=float(row["lora_dropout"])) if get("lora_dropout", float) else {}
-    run |= dict(quantize=FP8_BASE.get(variant) or row["quantize"]) if variant in FP8_BASE or row.get("quantize") else {}
-    precision = "bf16-mixed" if row.get("autocast") == "True" else "bf16"
-    size = row["model"], get("layers", int) or None
-    return Measured(*size, variant, row["optimizer"], precision, get("masked", float), float(row["peak_allocated_gb"]), tuple(run.items()))
-
-
-def rows() -> list[tuple[str, dict[str, str]]]:
+def rows() -> list[tuple[str, Row]]:
     """Every row of a step, with its file."""
     found = []
     for path in sorted(DATA.glob("*.csv"), key=lambda path: path.stem):
         with open(path, newline="") as file:
-            found += [(path.name, row) for row in csv.DictReader(file) if "peak_allocated_gb" in row]
+            heads = next(csv.reader(file), [])
+        if "variant" in heads and "peak_allocated_gb" in heads:
+            found += [(path.name, row) for row in read(path)["rows"] if not row.get("failed")]
     return found
 
 
-def reason(file: str, row: dict[str, str]) -> str | None:
+def reason(file: str, row: Row) -> str | None:
     return next((why for why, outside in OUTSIDE.items() if outside(file, row)), None)
 
 
@@ -144,7 +94,8 @@ def test_a_step_in_fp8_needs_what_one_in_bf16_does(fp8):
 def test_every_row_is_estimated_or_has_a_reason():
     reasons = [reason(file, row) for file, row in rows()]
     assert set(OUTSIDE) <= set(reasons), "a reason that no row has"
-    assert {row["variant"] for (file, row), why in zip(rows(), reasons) if why is None} == {"stock", "ours", "ours:bf16", "ours:head", *LEVELS, *FP8_BASE}
+    estimated = {row["variant"] for (file, row), why in zip(rows(), reasons) if why is None}
+    assert estimated == {"stock", "ours", *(f"ours:{how}" for how in ("bf16", "head", "fp8", "off", "mlp"))}
 
 
 def table(known: dict[Measured, float]) -> list[str]:

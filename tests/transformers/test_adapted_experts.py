@@ -375,7 +375,7 @@ def test_saved_and_loaded(ran, tmp_path):
 
 
 def test_generates(twins, ran):
-    """Every token by the engine: PEFT would add the adapters of all experts for each. On a GPU, Transformers chooses batched_mm for all tokens but the first."""
+    """Every token by the engine: PEFT would add the adapters of all experts for each. On a GPU, Transformers chooses batched_mm after the first."""
     prompt = {"input_ids": tokens(**BATCH)["input_ids"]}
     found, expected = (m.eval().generate(**prompt, min_new_tokens=3, max_new_tokens=3, do_sample=False, pad_token_id=0) for m in twins)
     assert torch.equal(found, expected)

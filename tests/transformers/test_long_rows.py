@@ -543,8 +543,9 @@ def test_one_long_row(length, monkeypatch):
 
         model.config._attn_implementation = "liger_varlen"
         at = torch.arange(length, device=DEVICE)
-        bounds = {f"{name}_{of}": value for of in "qk" for name, value in (("cu_seq_lens", torch.arange(0, length + 1, part, device=DEVICE).int()),)}
-        packed = {"input_ids": ids, "labels": torch.where(at % part == 0, -100, ids), "position_ids": (at % part)[None], **bounds}
-        found = step(model, packed | {"max_length_q": part, "max_length_k": part})[1]
+        bounds = torch.arange(0, length + 1, part, device=DEVICE).int()
+        packed = {"input_ids": ids, "labels": torch.where(at % part == 0, -100, ids), "position_ids": (at % part)[None]}
+        of_documents = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": part, "max_length_k": part}
+        found = step(model, packed | of_documents)[1]
         alone = [step(model, {"input_ids": row[None], "labels": row[None]})[1] for row in ids.view(16, part)]
         assert_same_learning(found, {name: torch.stack([one[name].float() for one in alone]).mean(0).to(t.dtype) for name, t in found.items()}, tolerance)

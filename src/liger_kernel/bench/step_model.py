@@ -117,7 +117,7 @@ def _start(model: Any) -> None:
 
 
 def _quantize(model: Any, how: str) -> None:
-    """Replace all linear layers except the head by those of bitsandbytes, as transformers does while it loads a checkpoint, and experts by parameters in NF4."""
+    """Replace linear layers except the head by those of bitsandbytes, as transformers does while it loads a checkpoint, and experts by parameters in NF4."""
     from bitsandbytes import nn as bnb
     from bitsandbytes.nn.parametrize import replace_parameter_4bit
 

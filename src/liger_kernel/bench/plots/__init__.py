@@ -15,6 +15,7 @@ from liger_kernel.bench.plots.of_operators import sweeps as sweeps
 from liger_kernel.bench.plots.of_operators import time_bars as time_bars
 from liger_kernel.bench.plots.of_steps import batch_curves as batch_curves
 from liger_kernel.bench.plots.of_steps import breakdown as breakdown
+from liger_kernel.bench.plots.of_steps import length_curves as length_curves
 from liger_kernel.bench.plots.of_steps import step_bars as step_bars
 from liger_kernel.bench.plots.of_steps import steps as steps
 from liger_kernel.bench.plots.of_steps import timelines as timelines

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +39,9 @@ KINDS |= {"loss": "#0a7d6c", "norm": "#45a191", "activation": "#7dbfb2", "rope":
 
 def steps(data: Data, out: Path | str) -> list[Path]:
     """All plots of training steps."""
-    swept = {id(row) for rows in _swept(data).values() for row in rows}
+    swept = {id(row) for over in SWEEPS for rows in _swept(data, over).values() for row in rows}
     single = {**data, "rows": [row for row in data["rows"] if id(row) not in swept]}
-    return [*step_bars(single, out), *breakdown(single, out), *timelines(single, out), *batch_curves(data, out)]
+    return [*step_bars(single, out), *breakdown(single, out), *timelines(single, out), *batch_curves(data, out), *length_curves(data, out)]
 
 
 def step_bars(data: Data, out: Path | str) -> list[Path]:
@@ -66,52 +66,75 @@ def _place(row: Row) -> str:
     return "".join(f", {part}" for part in parts if part)
 
 
-def _swept(data: Data) -> dict[str, list[Row]]:
-    """Heading -> rows that differ only in variant and batch size."""
+# what is swept -> what is the same in all rows, the words for it, and how many sizes make a sweep
+SWEEPS = {"batch": ("seq", "rows of {}", 2), "seq": ("batch", "batch {}", 3)}
+
+
+def _swept(data: Data, over: str) -> dict[str, list[Row]]:
+    """Heading -> rows that differ only in variant and in ``over``, the batch size or the length of rows."""
     groups: dict[str, list[Row]] = {}
+    same, words, least = SWEEPS[over]
     for row in data["rows"]:
         if "model" in row:
-            groups.setdefault(f"{row['model']}, rows of {row['seq']}{_place(row)}", []).append(row)
-    return {heading: rows for heading, rows in groups.items() if len({row["batch"] for row in rows}) > 1}
+            groups.setdefault(f"{row['model']}, {words.format(row[same])}{_place(row)}", []).append(row)
+    return {heading: rows for heading, rows in groups.items() if len({row[over] for row in rows}) >= least}
 
 
 def batch_curves(data: Data, out: Path | str) -> list[Path]:
     """Tokens per second and peak memory against the batch size, until memory is exhausted: ``batches-MODEL.png``."""
-    swept, paths = _swept(data), []
+    unit = "process" if on_cpu(data.get("meta", {})) else "GPU"
+    return _sweeps(data, out, "batch", "batches", f"rows a {unit}", f"{{model}}: the most rows a {unit} of those measured: {{most}}")
+
+
+def length_curves(data: Data, out: Path | str) -> list[Path]:
+    """Tokens per second and peak memory against the length of rows, and ``estimated_gb``, what ``liger fit`` says of the peak: ``lengths-MODEL.png``."""
+    return _sweeps(data, out, "seq", "lengths", "tokens of a row", "{model}: the longest rows of those measured: {most}", _estimates)
+
+
+def _sweeps(
+    data: Data, out: Path | str, over: str, name: str, label: str, title: str, more: Callable[[Any, list[Row]], str] = lambda axes, rows: ""
+) -> list[Path]:
+    swept, paths = _swept(data, over), []
     for model in dict.fromkeys(rows[0]["model"] for rows in swept.values()):
         groups = {heading: rows for heading, rows in swept.items() if rows[0]["model"] == model}
-        measured = sorted((row for rows in groups.values() for row in rows if _value(row, "tokens_per_s")), key=lambda row: row["batch"])
-        most = {row["variant"]: row["batch"] for row in measured}
+        measured = sorted((row for rows in groups.values() for row in rows if _value(row, "tokens_per_s")), key=lambda row: row[over])
+        most = {row["variant"]: row[over] for row in measured}
         unit = "process" if on_cpu(data.get("meta", {})) else "GPU"
-        title = f"{model}: the most rows a {unit} of those measured: " + ", ".join(
-            f"{variant_label(name)} {most[name]}" for name in _order(data["rows"]) if name in most
-        )
-        path = _path(out, "batches", model)
-        with _figure(
-            path, 10.8, 3.4 * len(groups), title, f"against rows a {unit}; a line ends where memory is out", hardware_line(data.get("meta", {}))
-        ) as figure:
+        said = title.format(model=model, most=", ".join(f"{variant_label(name)} {most[name]:,}" for name in _order(data["rows"]) if name in most))
+        path = _path(out, name, model)
+        with _figure(path, 10.8, 3.4 * len(groups), said, f"against {label}; a line ends where memory is out", hardware_line(data.get("meta", {}))) as figure:
             for line, (heading, rows) in zip(figure.subplots(len(groups), 2, squeeze=False), groups.items()):
-                for axes, name, words in zip(line, ("tokens_per_s", "peak_allocated_gb"), ("tokens per second", f"peak memory a {unit}, GB")):
-                    _curves(axes, rows, name)
-                    axes.set_xlabel(f"rows a {unit}")
-                    axes.set_title(f"{heading[len(model) + 2 :]}: {words}", color=INK, pad=6)
+                for axes, value, words in zip(line, ("tokens_per_s", "peak_allocated_gb"), ("tokens per second", f"peak memory a {unit}, GB")):
+                    _curves(axes, rows, value, over)
+                    added = more(axes, rows) if value == "peak_allocated_gb" else ""
+                    axes.set_xlabel(label)
+                    axes.set_title(f"{heading[len(model) + 2 :]}: {words}{added}", color=INK, pad=6)
         paths.append(path)
     return paths
 
 
-def _curves(axes: Any, rows: list[Row], name: str) -> None:
+def _estimates(axes: Any, rows: list[Row]) -> str:
+    """Draw ``estimated_gb`` of the rows that have it; returns the words for it."""
+    known = [row for row in rows if row.get("estimated_gb")]
+    for row in known:
+        axes.plot(row["seq"], row["estimated_gb"], marker="x", markersize=8, color=_colour(row["variant"]), linestyle="none", zorder=4)
+    return " (x: liger fit)" if known else ""
+
+
+def _curves(axes: Any, rows: list[Row], name: str, over: str) -> None:
     ends = []
     for variant in reversed(_order(rows)):
-        mine = sorted((row for row in rows if row["variant"] == variant), key=lambda row: row["batch"])
-        good = [(row["batch"], row[name]) for row in mine if _value(row, name) and row.get("accurate") is not False]
-        failed = [row["batch"] for row in mine if row.get("failed")]
+        mine = sorted((row for row in rows if row["variant"] == variant), key=lambda row: row[over])
+        good = [(row[over], row[name]) for row in mine if _value(row, name) and row.get("accurate") is not False]
+        failed = [row[over] for row in mine if row.get("failed")]
         if good:
             axes.plot(
                 *zip(*good), color=_colour(variant), linewidth=2.4 if variant == OURS else 1.6, marker="o", markersize=4, zorder=3 if variant == OURS else 2
             )
             ends.append((*good[-1], variant_label(variant) + (f", not {min(failed):,}" if failed else ""), variant))
-    axes.set_xlim(0, 1.04 * max(row["batch"] for row in rows))
+    axes.set_xlim(0, 1.04 * max(row[over] for row in rows))
     axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
+    axes.xaxis.set_major_formatter(_plain)
     axes.yaxis.set_major_formatter(_plain)
     _end_labels(axes, ends)
 

@@ -7,6 +7,8 @@ import types
 import pytest
 import torch
 
+from liger_kernel.compile.launches import distinct, launches
+from liger_kernel.compile.targets import compiling_for
 from liger_kernel.nn import LigerExperts
 from liger_kernel.ops import LigerFusedMoEFunction
 from liger_kernel.ops._core import operator as _op
@@ -274,3 +276,19 @@ def test_products_by_tma(sizes, form, transposed, monkeypatch):
     assert ran == [7, 4, 7, 4, 4, 4]
     assert torch.equal(y, next(iter(by_tma.values())))
     assert_as_accurate(by_tma, plain, truth)
+
+
+@needs_kernels
+@pytest.mark.parametrize("arch, products", [("sm90", {"_mm_tma"}), ("sm80", {"_glu", "_mm"})])
+def test_who_multiplies(arch, products):
+    """Launches without data, as a warm-up sees them: one for each kernel, whatever the number of tokens."""
+    draw = lambda *shape: torch.empty(*shape, dtype=torch.bfloat16, device="meta")
+
+    def step():
+        for tokens in (8, 24):
+            moe(draw(tokens, 64), draw(4, 64, 64), draw(4, 64, 32), draw(tokens, 2).long(), draw(tokens, 2))
+
+    with compiling_for(arch):
+        names = [kernel.fn.__name__ for kernel, _, _ in distinct(launches(step, "meta"))]
+    assert {"_glu", "_mm", "_mm_tma"} & set(names) == products
+    assert names.count("_mm_tma") <= 1

@@ -6,7 +6,8 @@ not read, and their part of the output is not written.
   grouped_outer  (E, N, Q): a_e^T b_e for the rows of group e of a (M, N) and b (M, Q); zero for an empty group
   grouped_sum    (E, N): sum of the rows of group e, each times its ``scale`` (M,)
 
-For bf16 on Hopper and Blackwell, PyTorch's grouped products are CUTLASS kernels, and we call these. In all other cases PyTorch's implementation would wait
+For bf16 on Hopper and Blackwell, PyTorch's grouped products are CUTLASS kernels, and we call these, but on Hopper those of ``grouped_tma`` for
+some products. In all other cases PyTorch's implementation would wait
 for ``offs`` on the host, so persistent Triton kernels run instead.
 """
 

@@ -6,9 +6,8 @@ not read, and their part of the output is not written.
   grouped_outer  (E, N, Q): a_e^T b_e for the rows of group e of a (M, N) and b (M, Q); zero for an empty group
   grouped_sum    (E, N): sum of the rows of group e, each times its ``scale`` (M,)
 
-For bf16 on Hopper and Blackwell, PyTorch's grouped products are CUTLASS kernels, and we call these, but on Hopper those of ``grouped_tma`` for
-some products. In all other cases PyTorch's implementation would wait
-for ``offs`` on the host, so persistent Triton kernels run instead.
+In bf16 on Hopper, ``grouped_tma`` computes the products of rows. The rest, and on Blackwell all, is computed in bf16 by PyTorch's grouped products, which
+are CUTLASS kernels there. In all other cases PyTorch's implementation would wait for ``offs`` on the host, so persistent Triton kernels run instead.
 """
 
 from __future__ import annotations
@@ -156,15 +155,10 @@ def _cutlass(a: Tensor, b: Tensor) -> bool:
     return served and a.numel() > 0 and aligned(a) and aligned(b)
 
 
-def _by_tma(a: Tensor, b: Tensor) -> bool:
-    """Whether our kernel of Hopper is the faster one: products of b as it is stored, wide in K."""
-    return grouped_tma.served(a, b) and b.is_contiguous() and b.shape[1] >= 2 * b.shape[2]
-
-
 @launcher("(Tensor a, Tensor b, Tensor offs) -> Tensor")
 def grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     (M, K), (E, _, N) = a.shape, b.shape
-    by_tma = not tracing(a) and _by_tma(a, b)
+    by_tma = not tracing(a) and grouped_tma.served(a, b)
     if not tracing(a) and not by_tma and _cutlass(a, b) and N % 8 == 0:
         return torch._grouped_mm(a, b, offs=offs)
     y = a.new_empty(M, N)

@@ -20,7 +20,7 @@ import torch
 from triton import knobs
 
 from liger_kernel.bench.cases import OPS
-from liger_kernel.compile.launches import Mock
+from liger_kernel.compile.launches import Mock, described
 from liger_kernel.compile.targets import TARGETS, compiling_for
 from liger_kernel.ops._core import operator as _op
 from liger_kernel.testing import differentiable, run
@@ -41,7 +41,7 @@ def launches(variants: str) -> list[tuple]:
             assert set(kernel.arg_names[len(args) :]) <= set(meta), kernel
             flags = tuple((k, v) for k, v in meta.items() if not TILE.match(k))
             tiles = found.setdefault((kernel.fn.__module__, kernel.fn.__name__, kinds, flags), {})
-            mocks = [Mock(a) if isinstance(a, torch.Tensor) else a for a in args]
+            mocks = list(map(described, args))
             elements = math.prod(v for k, v in meta.items() if k.startswith("BLOCK") and v)
             tiles[tuple(meta.items())] = real, elements, kernel, mocks, meta
 

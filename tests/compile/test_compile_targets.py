@@ -19,6 +19,7 @@ pytestmark = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="
 
 # test_float8, test_float8_head, test_mxfp8 and test_lora compile the last ones
 OWN = (".experimental", ".projections.float8", ".projections.mxfp8", ".losses.float8_head", ".projections.four_bits")
+HOPPER = {"projections.grouped_tma._mm_tma"}  # launched nowhere else
 SHARED = {"sm80": 166912, "sm89": 101376, "sm90": 232448, "sm100": 232448, "gfx942": 65536, "gfx950": 163840}  # bytes a program may have
 # Bytes that a thread may spill. None of these kernels is short of registers (255): ptxas spills a few values in some variants, to fit another program on
 # a processor; which ones differs from release to release.
@@ -60,7 +61,7 @@ def test_every_kernel_compiles(target, variants, user_env, tmp_path, request):
 
     failed = [f"{r['kernel']} {r['dtypes']} {r['meta']}: {r['error']}" for r in rows if "error" in r]
     assert not failed, "\n".join(failed)
-    assert {r["kernel"] for r in rows} == launched_kernels(), "a kernel that no case reaches"
+    assert {r["kernel"] for r in rows} == launched_kernels() - (set() if target == "sm90" else HOPPER), "a kernel that no case reaches"
 
     text = f"{target}: {len(rows)} kernels\n{table(rows)}\n"
     print(f"\n{text}")

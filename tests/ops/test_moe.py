@@ -7,10 +7,13 @@ import types
 import pytest
 import torch
 
+from liger_kernel.compile.launches import distinct, launches
+from liger_kernel.compile.targets import compiling_for
 from liger_kernel.nn import LigerExperts
 from liger_kernel.ops import LigerFusedMoEFunction
 from liger_kernel.ops._core import operator as _op
 from liger_kernel.ops.projections import grouped_mm as _grouped_mm
+from liger_kernel.ops.projections import grouped_tma
 from liger_kernel.ops.projections.lora_moe import lora_moe
 from liger_kernel.ops.projections.moe import moe, moe_route, reference
 from liger_kernel.testing import assert_as_accurate, assert_same_bits, differentiable, like, run
@@ -113,7 +116,7 @@ def test_pytorch_products_that_leave_what_is_empty(monkeypatch):
     ],
 )
 def test_only_aligned_matrices_go_to_tma(t, aligned):
-    assert _grouped_mm._aligned(t.bfloat16() if t.is_contiguous() and t.storage_offset() == 0 else t) is aligned
+    assert grouped_tma.aligned(t.bfloat16() if t.is_contiguous() and t.storage_offset() == 0 else t) is aligned
 
 
 class Products(torch.utils._python_dispatch.TorchDispatchMode):
@@ -125,8 +128,8 @@ class Products(torch.utils._python_dispatch.TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.__name__.partition(".")[0]
-        if name in ("grouped_mm", "grouped_outer"):
-            self.names.append(name)
+        if name in ("moe_up", "grouped_mm", "grouped_outer"):
+            self.names.append(name.replace("moe_up", "grouped_mm"))
         return func(*args, **(kwargs or {}))
 
 
@@ -243,3 +246,48 @@ def test_what_others_may_see_is_not_overwritten(with_adapters):
         y = fn(**args)
     assert_same_bits(dict(enumerate(torch.autograd.grad(y.sum(), list(differentiable(args).values())))), dict(enumerate(expected)))
     assert kept and all(torch.equal(t, before) for t, before in kept)
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    "form, transposed",
+    [({}, False), (dict(limit=6.0, offset=1.0, alpha=1.5), False), (dict(interleaved=True), False), (dict(interleaved=True), True)],
+    ids=["halves", "limits", "interleaved", "transposed"],
+)
+@pytest.mark.parametrize("sizes", [dict(), dict(tokens=70, K=1, I=40, E=2), dict(tokens=1, E=1, K=1), dict(tokens=40, used=2, E=5)], ids=str)
+def test_products_by_tma(sizes, form, transposed, monkeypatch):
+    """The kernels of Hopper, with rows of no group, which are nan where nothing writes them, and tiles over the end of groups and of columns."""
+    args = arguments(dtype=torch.bfloat16, **sizes)
+    if transposed:
+        args["gate_up"] = args["gate_up"].detach().mT.contiguous().requires_grad_()
+    if "limit" in form:
+        args["gate_up_bias"] = (torch.randint(-1, 2, args["gate_up"].shape[:2]) * 12.0).to(DEVICE, torch.bfloat16).requires_grad_()
+    if args["topk_index"].numel() > 1:
+        args["topk_index"][::3, 0] = -1
+    of = lambda op: lambda gate_up, **more: op(gate_up=gate_up.mT if transposed else gate_up, **more, **form)
+    plain, truth = run(of(moe), like(args)), run(of(reference), like(args, torch.float64))
+    ran = []
+    monkeypatch.setattr(grouped_tma, "served", lambda a, b: b.is_contiguous() or b.mT.is_contiguous())
+    monkeypatch.setattr(grouped_tma, "product", lambda *a, of=grouped_tma.product: ran.append(len(a)) or of(*a))
+    with torch.no_grad():
+        y = of(moe)(**args)
+    by_tma = run(of(moe), like(args))
+    assert ran == [7, 4, 7, 4, 4, 4]
+    assert torch.equal(y, next(iter(by_tma.values())))
+    assert_as_accurate(by_tma, plain, truth)
+
+
+@needs_kernels
+@pytest.mark.parametrize("arch, products", [("sm90", {"_mm_tma"}), ("sm80", {"_glu", "_mm"})])
+def test_who_multiplies(arch, products):
+    """Launches without data, as a warm-up sees them: one for each kernel, whatever the number of tokens."""
+    draw = lambda *shape: torch.empty(*shape, dtype=torch.bfloat16, device="meta")
+
+    def step():
+        for tokens in (8, 24):
+            moe(draw(tokens, 64), draw(4, 64, 64), draw(4, 64, 32), draw(tokens, 2).long(), draw(tokens, 2))
+
+    with compiling_for(arch):
+        names = [kernel.fn.__name__ for kernel, _, _ in distinct(launches(step, "meta"))]
+    assert {"_glu", "_mm", "_mm_tma"} & set(names) == products
+    assert names.count("_mm_tma") == (2 if arch == "sm90" else 0)  # of gate_up and of down

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 from triton.runtime.jit import MockTensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from liger_kernel.ops._core import operator
 
@@ -22,6 +24,19 @@ class Mock(MockTensor):
         return self.offset
 
 
+def described(argument: Any) -> Any:
+    """An argument of a launch as the compiler sees it: without data."""
+    if isinstance(argument, TensorDescriptor):
+        return dataclasses.replace(argument, base=Mock(argument.base))
+    return Mock(argument) if isinstance(argument, Tensor) else argument
+
+
+def _key(argument: Any) -> Any:
+    if isinstance(argument, TensorDescriptor):
+        return argument.base.dtype, *argument.block_shape
+    return (argument.dtype, argument.data_ptr() % 16) if isinstance(argument, Mock) else argument
+
+
 Launch = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
 
@@ -30,7 +45,7 @@ def launches(step: Callable[[], Any], device: str) -> list[Launch]:
     found: list[Launch] = []
 
     def record(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], meta: dict[str, Any]) -> None:
-        found.append((kernel, tuple(Mock(a) if isinstance(a, Tensor) else a for a in args), meta))
+        found.append((kernel, tuple(map(described, args)), meta))
 
     with operator.intercept_launches(record, device):
         step()
@@ -39,5 +54,4 @@ def launches(step: Callable[[], Any], device: str) -> list[Launch]:
 
 def distinct(found: list[Launch]) -> list[Launch]:
     """One launch for each kernel that must be compiled."""
-    key = lambda a: (a.dtype, a.data_ptr() % 16) if isinstance(a, Mock) else a
-    return list({(kernel.fn, tuple(map(key, args)), tuple(meta.items())): (kernel, args, meta) for kernel, args, meta in found}.values())
+    return list({(kernel.fn, tuple(map(_key, args)), tuple(meta.items())): (kernel, args, meta) for kernel, args, meta in found}.values())

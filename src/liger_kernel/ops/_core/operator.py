@@ -23,6 +23,13 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from liger_kernel.ops._core.shards import is_sharded
 from liger_kernel.ops._core.tl import HAS_TRITON, triton
 
+if HAS_TRITON:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+else:
+
+    class TensorDescriptor: ...
+
+
 F = TypeVar("F", bound=Callable)
 
 OPS: dict[str, Op] = {}
@@ -265,6 +272,8 @@ def _start(device: int, kernel, grid: tuple[int, ...], args: tuple[Any, ...], me
             key.append(a.dtype)
         elif kind is float or a is None:
             key.append(kind)
+        elif kind is TensorDescriptor:
+            key.append((a.base.dtype, *a.block_shape))
         else:
             pointers = 1
     known = tuple(key)
@@ -285,10 +294,15 @@ def _start(device: int, kernel, grid: tuple[int, ...], args: tuple[Any, ...], me
         _compiled[known] = compiled.run, compiled.function, compiled.packed_metadata, constants
 
 
+def descriptor(x: Tensor, block: tuple[int, ...]) -> TensorDescriptor:
+    """``x``, whose last dim is dense, for a kernel that loads blocks of this shape by TMA. What a block has beyond x is zero."""
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block))
+
+
 def launch(kernel, grid: tuple[int, ...], x: Tensor, *args, **meta) -> None:
     """Run ``kernel`` on the device of its first tensor ``x``, whatever the current device is. Raises ``RuntimeError`` if kernels cannot run here.
 
-    ``args``: all arguments before the constexprs, which are tensors, integers, floats and None. ``meta``: the constexprs and options by name.
+    ``args``: all arguments before the constexprs, which are tensors, descriptors, integers, floats and None. ``meta``: the constexprs and options by name.
     """
     if tracing(x):
         return

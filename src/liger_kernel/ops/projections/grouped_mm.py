@@ -6,8 +6,8 @@ not read, and their part of the output is not written.
   grouped_outer  (E, N, Q): a_e^T b_e for the rows of group e of a (M, N) and b (M, Q); zero for an empty group
   grouped_sum    (E, N): sum of the rows of group e, each times its ``scale`` (M,)
 
-For bf16 on Hopper and Blackwell, PyTorch's grouped products are CUTLASS kernels, and we call these. In all other cases PyTorch's implementation would wait
-for ``offs`` on the host, so persistent Triton kernels run instead.
+In bf16 on Hopper, ``grouped_tma`` computes the products of rows. The rest, and on Blackwell all, is computed in bf16 by PyTorch's grouped products, which
+are CUTLASS kernels there. In all other cases PyTorch's implementation would wait for ``offs`` on the host, so persistent Triton kernels run instead.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops._core import config
-from liger_kernel.ops._core.operator import intercepted, launch, launcher, on_gpu, tracing
+from liger_kernel.ops._core.operator import launch, launcher, on_gpu, tracing
 from liger_kernel.ops._core.tl import cdiv, jit, next_power_of_2, tl
+from liger_kernel.ops.projections import grouped_tma
+from liger_kernel.ops.projections.grouped_tma import aligned
 
 GROUP_M = 8  # tiles of rows that use a tile of columns before the next one, so that simultaneous programs find their operands in L2
 
@@ -126,13 +128,6 @@ def _sum(a_ptr, scale_ptr, y_ptr, offs_ptr, N, HAS_SCALE: tl.constexpr, BLOCK_M:
     tl.store(y_ptr + group * N + col, tl.sum(total, axis=0).to(y_ptr.dtype.element_ty), mask=col < N)
 
 
-def _aligned(t: Tensor) -> bool:
-    """Whether ``t`` is a row- or column-major matrix of 16-bit values, aligned to 16 bytes, as TMA and asynchronous copies require."""
-    at = t.storage_offset() * t.itemsize if intercepted() else t.data_ptr()
-    t = t.mT if t.stride(-2) == 1 else t
-    return at % 16 == 0 and t.stride(-1) == 1 and t.stride(-2) >= t.shape[-1] and all(s % 8 == 0 for s in t.stride()[:-1])
-
-
 def _tile(a: Tensor, b: Tensor) -> dict:
     """The meta parameters of a tile.
 
@@ -143,9 +138,9 @@ def _tile(a: Tensor, b: Tensor) -> dict:
     if config.arch() == "cpu":
         return dict(PRECISION="ieee", BLOCK_M=32, BLOCK_N=32, BLOCK_K=32, num_warps=4, num_stages=1)
     amd = config.arch().startswith("gfx")
-    aligned = _aligned(a) and _aligned(b)
-    m, k, warps = (128, 64, 8) if a.itemsize == 2 and aligned else (64, 32, 4 if aligned else 8)
-    stages = 2 if amd or not aligned else min(4, config.shared_memory() // (2 * m * k * a.itemsize))
+    wide = aligned(a) and aligned(b)
+    m, k, warps = (128, 64, 8) if a.itemsize == 2 and wide else (64, 32, 4 if wide else 8)
+    stages = 2 if amd or not wide else min(4, config.shared_memory() // (2 * m * k * a.itemsize))
     tf32 = a.dtype == torch.float32 and not amd and torch.get_float32_matmul_precision() != "highest"
     return dict(PRECISION="tf32" if tf32 else "ieee", BLOCK_M=m, BLOCK_N=m, BLOCK_K=k, num_warps=warps, num_stages=stages)
 
@@ -157,16 +152,20 @@ def _programs(tiles: int) -> tuple[int]:
 def _cutlass(a: Tensor, b: Tensor) -> bool:
     """Whether PyTorch has a CUTLASS kernel for these operands."""
     served = on_gpu(a) and config.arch() in ("sm90", "sm100") and a.dtype == torch.bfloat16
-    return served and a.numel() > 0 and _aligned(a) and _aligned(b)
+    return served and a.numel() > 0 and aligned(a) and aligned(b)
 
 
 @launcher("(Tensor a, Tensor b, Tensor offs) -> Tensor")
 def grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     (M, K), (E, _, N) = a.shape, b.shape
-    if not tracing(a) and _cutlass(a, b) and N % 8 == 0:
+    by_tma = not tracing(a) and grouped_tma.served(a, b)
+    if not tracing(a) and not by_tma and _cutlass(a, b) and N % 8 == 0:
         return torch._grouped_mm(a, b, offs=offs)
     y = a.new_empty(M, N)
     if tracing(a):
+        return y
+    if by_tma:
+        grouped_tma.product(a, b, offs, y)
         return y
     tile = _tile(a, b)
     grid = _programs((cdiv(M, tile["BLOCK_M"]) + min(E, M)) * cdiv(N, tile["BLOCK_N"]))

@@ -35,6 +35,7 @@ from liger_kernel.ops.projections.moe import (
     moe_glu_bwd_,
     moe_glu_fwd,
     moe_route,
+    moe_up,
     of_experts,
 )
 from liger_kernel.ops.projections.moe import _cost as _moe_cost
@@ -100,11 +101,15 @@ class AdaptedMoEFunction(torch.autograd.Function):
         ctx.dtypes = [None if t is None else t.dtype for t in adapters]
         a, b, last_a, last_b = (_thin(t, dtype) for t in adapters)
         order, position, offs = moe_route(index, gate_up.shape[0])
-        h, xa = grouped_mm(moe_gather(x, index, order, offs, None)[0], _dense(gate_up, dtype).mT, offs), None
-        if a is not None:
+        rows, weight, xa = moe_gather(x, index, order, position, offs, None)[0], _dense(gate_up, dtype), None
+        if a is None:
+            h, z = moe_up(rows, weight, bias, index, order, offs, True, *form)
+        else:
+            h = grouped_mm(rows, weight.mT, offs)
             xa = thin_rows(x, order, index.shape[1], a, offs, 1.0)
             add_thin_(h, xa, b, offs, scales[0])
-        z = moe_glu_fwd(h, bias, index, order, offs, *form)
+            z = moe_glu_fwd(h, bias, index, order, offs, *form)
+        del rows, weight
         y = grouped_mm(z, _dense(down, dtype).mT, offs)
         if last_a is not None:
             add_thin_(y, thin_rows(z, None, 1, last_a, offs, 1.0), last_b, offs, scales[1])
@@ -125,7 +130,7 @@ class AdaptedMoEFunction(torch.autograd.Function):
         need_dh = need_x or need_gate_up or need_bias or need_a or need_b
         dx = dgate_up = ddown = dbias = dlast_bias = da = db = dlast_a = dlast_b = dya = dxa = None
         dout = rows_of(dout)
-        dz, dot = moe_gather(dout, index, order, offs, last_bias if need_w else None)
+        dz, dot = moe_gather(dout, index, order, position, offs, last_bias if need_w else None)
         need_dy, need_wy = need_dh or need_w, need_down or need_last_a or need_last_b
         dy = grouped_mm(dz, _dense(weights[1], dtype), offs) if need_dy else h.new_empty((h.shape[0], h.shape[1] // 2) if need_wy else 0)
         if last_a is not None and (need_dy or need_last_a):
@@ -147,7 +152,7 @@ class AdaptedMoEFunction(torch.autograd.Function):
         if need_bias:
             dbias = grouped_sum(dh, None, offs)
         if need_gate_up:
-            dgate_up = _outer_like(gate_up, dh, moe_gather(x, index, order, offs, None)[0], offs).to(gate_up.dtype)
+            dgate_up = _outer_like(gate_up, dh, moe_gather(x, index, order, position, offs, None)[0], offs).to(gate_up.dtype)
         if need_b:
             db = thin_outer(xa, dh, None, 1, offs, scale, ctx.dtypes[1])
         if a is not None and (need_x or need_a):

@@ -20,11 +20,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_kernel.ops._core import config
-from liger_kernel.ops._core.operator import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, rows_of, tracing, use_kernels
+from liger_kernel.ops._core.operator import Case, Cost, T, acc, launch, launcher, nbytes, on_gpu, once_differentiable, op, rows_of, tracing, use_kernels
 from liger_kernel.ops._core.saved import HARMLESS, graph_is_kept, saving_hooks
 from liger_kernel.ops._core.tl import cdiv, jit, next_power_of_2, tl
-from liger_kernel.ops.activations.glu import ACTS, act_and_slope, act_of
+from liger_kernel.ops.activations.glu import ACTS, act_and_slope
+from liger_kernel.ops.projections import grouped_tma
 from liger_kernel.ops.projections.grouped_mm import grouped_mm, grouped_outer, grouped_sum
+
+ROUTED = 512  # assignments that one program sorts
 
 
 def reference(
@@ -71,53 +74,65 @@ def activation(z: Tensor, act: str, interleaved: bool, alpha: float, limit: floa
 
 
 @jit
-def _one_hot(index_ptr, M, E, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Assignments of a block by expert, those of no expert under E."""
+def _experts(index_ptr, M, E, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr):
+    """The experts of a block of assignments, E for none and E + 1 beyond the last assignment, and how many each has."""
     i = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     expert = tl.load(index_ptr + i, mask=i < M, other=0)
-    expert = tl.where((expert < 0) | (expert >= E), E, expert).to(tl.int32)
-    return i, ((expert[:, None] == tl.arange(0, BLOCK_E)[None, :]) & (i < M)[:, None]).to(tl.int32)
+    expert = tl.where(i < M, tl.where((expert < 0) | (expert >= E), E, expert), E + 1).to(tl.int32)
+    return expert, tl.histogram(expert, BLOCK_E)
 
 
 @jit
 def _count(index_ptr, counts_ptr, M, E, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr):
-    _, hot = _one_hot(index_ptr, M, E, BLOCK_M, BLOCK_E)
+    _, counts = _experts(index_ptr, M, E, BLOCK_M, BLOCK_E)
     e = tl.arange(0, BLOCK_E)
-    tl.store(counts_ptr + e * tl.num_programs(0) + tl.program_id(0), tl.sum(hot, axis=0), mask=e <= E)
+    tl.store(counts_ptr + e * tl.num_programs(0) + tl.program_id(0), counts, mask=e <= E)
 
 
 @jit
-def _place(index_ptr, ends_ptr, order_ptr, position_ptr, M, E, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr):
-    i, hot = _one_hot(index_ptr, M, E, BLOCK_M, BLOCK_E)
-    e = tl.arange(0, BLOCK_E)
-    at = e * tl.num_programs(0) + tl.program_id(0)  # counts are added up expert by expert, then block by block
-    start = tl.load(ends_ptr + at - 1, mask=(at > 0) & (e <= E), other=0)
-    position = tl.sum(hot * (start[None, :] + tl.cumsum(hot, axis=0) - 1), axis=1)
+def _place(index_ptr, ends_ptr, order_ptr, position_ptr, offs_ptr, M, E, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr):
+    """``ends``: counts added up expert by expert, then block by block."""
+    expert, counts = _experts(index_ptr, M, E, BLOCK_M, BLOCK_E)
+    e, place = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_M)
+    end = tl.load(ends_ptr + e * tl.num_programs(0) + tl.program_id(0), mask=e <= E, other=0)
+    tl.store(offs_ptr + e, end, mask=(e < E) & (tl.program_id(0) == tl.num_programs(0) - 1))
+    # all keys differ, so that the sort is stable
+    key = tl.sort(expert * BLOCK_M + place)
+    expert, i = key // BLOCK_M, tl.program_id(0).to(tl.int64) * BLOCK_M + key % BLOCK_M
+    position = tl.gather(end - tl.cumsum(counts, 0), expert, 0) + place
     tl.store(position_ptr + i, position, mask=i < M)
     tl.store(order_ptr + position, i.to(tl.int32), mask=i < M)
 
 
 @jit
-def _gather(
-    x_ptr, order_ptr, offs_ptr, index_ptr, bias_ptr, y_ptr, dot_ptr, H, K, E, x_stride,
-    HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+def _spread(
+    x_ptr, position_ptr, offs_ptr, y_ptr, n_tokens, H, E, x_stride, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    """Rows of x in the order of experts: each is read once and written to its K places."""
+    token = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    col = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n = tl.load(offs_ptr + E - 1)
+    x = tl.load(x_ptr + token[:, None] * x_stride + col[None, :], mask=(token < n_tokens)[:, None] & (col < H)[None, :], other=0.0)
+    for k in tl.static_range(K):
+        row = tl.load(position_ptr + token * K + k, mask=token < n_tokens, other=2147483647).to(tl.int64)
+        tl.store(y_ptr + row[:, None] * H + col[None, :], x, mask=(row < n)[:, None] & (col < H)[None, :])
+
+
+@jit
+def _gather(x_ptr, order_ptr, offs_ptr, index_ptr, bias_ptr, y_ptr, dot_ptr, H, K, E, x_stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Rows of x in the order of experts, and the product of each with its expert's bias."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     here = row < tl.load(offs_ptr + E - 1)
     i = tl.load(order_ptr + row, mask=here, other=0)
-    if HAS_BIAS:
-        expert = tl.load(index_ptr + i, mask=here, other=0).to(tl.int64)
+    expert = tl.load(index_ptr + i, mask=here, other=0).to(tl.int64)
     dot = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, H, BLOCK_N):
         col = start + tl.arange(0, BLOCK_N)
         mask = here[:, None] & (col < H)[None, :]
         x = tl.load(x_ptr + (i // K).to(tl.int64)[:, None] * x_stride + col[None, :], mask=mask, other=0.0)
         tl.store(y_ptr + row[:, None] * H + col[None, :], x, mask=mask)
-        if HAS_BIAS:
-            dot += x.to(tl.float32) * tl.load(bias_ptr + expert[:, None] * H + col[None, :], mask=mask, other=0.0).to(tl.float32)
-    if HAS_BIAS:
-        tl.store(dot_ptr + row, tl.sum(dot, axis=1), mask=here)
+        dot += x.to(tl.float32) * tl.load(bias_ptr + expert[:, None] * H + col[None, :], mask=mask, other=0.0).to(tl.float32)
+    tl.store(dot_ptr + row, tl.sum(dot, axis=1), mask=here)
 
 
 @jit
@@ -169,13 +184,7 @@ def _glu(
     if HAS_BIAS:
         expert = tl.load(index_ptr + tl.load(order_ptr + row, mask=here, other=0), mask=here, other=0).to(tl.int64)
     gate, up, _, _ = _gate_up(h_ptr, bias_ptr, row, col, expert, mask, n, HAS_BIAS, INTERLEAVED)
-    if HAS_LIMIT:
-        limit = tl.cast(limit, tl.float32)
-        gate = tl.where(gate > limit, limit, gate)
-        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-    alpha = tl.cast(alpha, tl.float32)
-    y = act_of(gate * alpha, ACT, h_ptr.dtype.element_ty == tl.float32)
-    y = (y / alpha).to(y_ptr.dtype.element_ty).to(tl.float32) * (up + tl.cast(offset, tl.float32))
+    y = grouped_tma.gated(gate, up, alpha, limit, offset, HAS_LIMIT, ACT, y_ptr.dtype.element_ty)
     tl.store(y_ptr + row[:, None] * n + col[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -192,7 +201,8 @@ def _glu_bwd(
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     here = row < tl.load(offs_ptr + E - 1)
     i = tl.load(order_ptr + row, mask=row < M, other=0)
-    w = tl.load(w_ptr + i, mask=here, other=0.0).to(tl.float32)[:, None]
+    # what is read from rows of no expert reaches nothing: to wait for ``offs`` before the other loads would take as long as they do
+    w = tl.load(w_ptr + i, mask=row < M, other=0.0).to(tl.float32)[:, None]
     expert = row
     if HAS_BIAS:
         expert = tl.load(index_ptr + i, mask=here, other=0).to(tl.int64)
@@ -202,7 +212,8 @@ def _glu_bwd(
     for start in range(0, n, BLOCK_N):
         col = start + tl.arange(0, BLOCK_N)
         mask = here[:, None] & (col < n)[None, :]
-        gate, up, gate_col, up_col = _gate_up(h_ptr, bias_ptr, row, col, expert, mask, n, HAS_BIAS, INTERLEAVED)
+        inside = (row < M)[:, None] & (col < n)[None, :]
+        gate, up, gate_col, up_col = _gate_up(h_ptr, bias_ptr, row, col, expert, inside, n, HAS_BIAS, INTERLEAVED)
         gate_out, up_out = gate > limit, tl.abs(up) > limit
         if HAS_LIMIT:
             gate = tl.where(gate_out, limit, gate)
@@ -211,7 +222,7 @@ def _glu_bwd(
         a /= alpha
         up += tl.cast(offset, tl.float32)
         if NEED_DH or NEED_DW:
-            dy = tl.load(dy_ptr + row[:, None] * n + col[None, :], mask=mask, other=0.0).to(tl.float32)
+            dy = tl.load(dy_ptr + row[:, None] * n + col[None, :], mask=inside, other=0.0).to(tl.float32)
             dw += dy * a * up
         if NEED_WY:
             tl.store(wy_ptr + row[:, None] * n + col[None, :], (w * a * up).to(wy_ptr.dtype.element_ty), mask=mask)
@@ -222,7 +233,7 @@ def _glu_bwd(
             tl.store(dh_ptr + row[:, None] * (2 * n) + gate_col[None, :], dgate.to(dh_ptr.dtype.element_ty), mask=mask)
             tl.store(dh_ptr + row[:, None] * (2 * n) + up_col[None, :], dup.to(dh_ptr.dtype.element_ty), mask=mask)
     if NEED_DW:  # zero for the rows of no expert
-        dw = tl.sum(dw, axis=1)
+        dw = tl.where(here, tl.sum(dw, axis=1), 0.0)
         if HAS_DOT:
             dw += tl.load(dot_ptr + row, mask=here, other=0.0)
         tl.store(dw_ptr + i, dw.to(dw_ptr.dtype.element_ty), mask=row < M)
@@ -231,29 +242,29 @@ def _glu_bwd(
 @launcher("(Tensor index, int E) -> (Tensor order, Tensor position, Tensor offs)")
 def moe_route(index: Tensor, E: int) -> tuple[Tensor, Tensor, Tensor]:
     """The assignments, stably sorted by expert; the place of each assignment in that order; and the end of each expert's rows."""
-    M, block_e = index.numel(), next_power_of_2(E + 1)
-    block_m = max(16, 8192 // block_e)
-    blocks = max(1, cdiv(M, block_m))
-    order, position = index.new_empty(M, dtype=torch.int32), index.new_empty(M, dtype=torch.int32)
-    counts = index.new_empty((E + 1) * blocks, dtype=torch.int32)
-    launch(_count, (blocks,), index, counts, M, E, BLOCK_M=block_m, BLOCK_E=block_e, num_warps=8)
-    ends = counts.cumsum(0, dtype=torch.int32)
-    launch(_place, (blocks,), index, ends, order, position, M, E, BLOCK_M=block_m, BLOCK_E=block_e, num_warps=8)
-    return order, position, ends.view(E + 1, blocks)[:E, -1].contiguous()
+    M, block_m = index.numel(), ROUTED if on_gpu(index) else 32
+    blocks, tile = max(1, cdiv(M, block_m)), dict(BLOCK_M=block_m, BLOCK_E=next_power_of_2(E + 2), num_warps=4)
+    new = lambda n: index.new_empty(n, dtype=torch.int32)
+    order, position, offs, counts = new(M), new(M), new(E), new((E + 1) * blocks)
+    launch(_count, (blocks,), index, counts, M, E, **tile)
+    launch(_place, (blocks,), index, counts.cumsum(0, dtype=torch.int32), order, position, offs, M, E, **tile)
+    return order, position, offs
 
 
-@launcher("(Tensor x, Tensor index, Tensor order, Tensor offs, Tensor? bias) -> (Tensor y, Tensor dot)")
-def moe_gather(x: Tensor, index: Tensor, order: Tensor, offs: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+@launcher("(Tensor x, Tensor index, Tensor order, Tensor position, Tensor offs, Tensor? bias) -> (Tensor y, Tensor dot)")
+def moe_gather(x: Tensor, index: Tensor, order: Tensor, position: Tensor, offs: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """The row of x (T, H) for each assignment, and its product with ``bias`` (E, H) in fp32, which is empty without a bias."""
-    M, H = order.shape[0], x.shape[1]
+    M, (tokens, H), (K, E) = order.shape[0], x.shape, (index.shape[1], offs.shape[0])
     y, dot = x.new_empty(M, H), x.new_empty(0 if bias is None else M, dtype=torch.float32)
     if tracing(x):
         return y, dot
-    # this tile and those below: 8 to 16 values per thread and rows in whole cache lines, because memory traffic is the only cost; reasoned, not measured
-    c = config.tile("moe_gather", H, x.itemsize, elements=4096, max_block_n=2048)
-    launch(
-        _gather, (cdiv(M, c.block_m),), x, order, offs, index, bias, y, dot, H, index.shape[1], offs.shape[0], x.stride(0), HAS_BIAS=bias is not None, **c.tile
-    )
+    # these tiles and those below: 8 to 16 values per thread and rows in whole cache lines, because memory traffic is the only cost; reasoned, not measured
+    if bias is None:
+        c = config.tile("moe_spread", H, x.itemsize, elements=2048, max_block_n=2048)
+        launch(_spread, (cdiv(tokens, c.block_m), cdiv(H, c.block_n)), x, position, offs, y, tokens, H, E, x.stride(0), K=K, **c.tile)
+    else:
+        c = config.tile("moe_gather", H, x.itemsize, elements=4096, max_block_n=2048)
+        launch(_gather, (cdiv(M, c.block_m),), x, order, offs, index, bias, y, dot, H, K, E, x.stride(0), **c.tile)
     return y, dot
 
 
@@ -285,6 +296,27 @@ def moe_glu_fwd(
 
 
 @launcher(
+    "(Tensor x, Tensor gate_up, Tensor? bias, Tensor index, Tensor order, Tensor offs, bool need_h, "
+    "str act, bool interleaved, float alpha, float? limit, float offset) -> (Tensor h, Tensor y)"
+)
+def moe_up(
+    x: Tensor, gate_up: Tensor, bias: Tensor | None, index: Tensor, order: Tensor, offs: Tensor, need_h: bool,
+    act: str, interleaved: bool, alpha: float, limit: float | None, offset: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """h, the product of sorted rows and gate_up, empty if it is not needed, and the activation: one kernel on Hopper, else two."""
+    (M, _), twice_n, form = x.shape, gate_up.shape[1], (act, interleaved, alpha, limit, offset)
+    if tracing(x):
+        return x.new_empty(M if need_h else 0, twice_n), x.new_empty(M, twice_n // 2)
+    if grouped_tma.served(x, gate_up.mT) and (interleaved or gate_up.is_contiguous()):
+        h, y = x.new_empty(M if need_h else 0, twice_n), x.new_empty(M, twice_n // 2)
+        grouped_tma.product(x, gate_up.mT, offs, y, h if need_h else None, bias, form)
+        return h, y
+    h = grouped_mm(x, gate_up.mT, offs)
+    y = moe_glu_fwd(h, bias, index, order, offs, *form)
+    return h if need_h else h.new_empty(0, twice_n), y
+
+
+@launcher(
     "(Tensor(a!) dy, Tensor(b!) h, Tensor? bias, Tensor index, Tensor order, Tensor offs, Tensor w, Tensor? dot, bool need_dh, bool need_wy, bool need_dw, "
     "str act, bool interleaved, float alpha, float? limit, float offset) -> Tensor"
 )
@@ -311,19 +343,22 @@ def _outer_like(p: Tensor, a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
 
 
 class LigerFusedMoEFunction(torch.autograd.Function):
-    """``apply(x, gate_up, down, topk_index, topk_weight)`` and, like keywords of ``moe``, the biases, act, interleaved, alpha, limit and offset."""
+    """``apply(x, gate_up, down, topk_index, topk_weight)`` and, like keywords of ``moe``, the biases, act, interleaved, alpha, limit and offset.
+
+    ``keep``: whether a backward may follow, for which h is kept.
+    """
 
     @staticmethod
     def forward(
         ctx, x, gate_up, down, topk_index, topk_weight,
-        gate_up_bias=None, down_bias=None, act="silu", interleaved=False, alpha=1.0, limit=None, offset=0.0,
+        gate_up_bias=None, down_bias=None, act="silu", interleaved=False, alpha=1.0, limit=None, offset=0.0, keep=True,
     ):  # fmt: skip
         x, index, w = rows_of(x), topk_index.contiguous(), topk_weight.contiguous()
         b1, b2 = (b if b is None else b.contiguous() for b in (gate_up_bias, down_bias))
         order, position, offs = moe_route(index, gate_up.shape[0])
-        h = grouped_mm(moe_gather(x, index, order, offs, None)[0], gate_up.mT, offs)
         ctx.form, ctx.unshared = (act, interleaved, alpha, limit, offset), saving_hooks()[1] in HARMLESS
-        y = grouped_mm(moe_glu_fwd(h, b1, index, order, offs, *ctx.form), down.mT, offs)
+        h, y = moe_up(moe_gather(x, index, order, position, offs, None)[0], gate_up, b1, index, order, offs, keep, *ctx.form)
+        y = grouped_mm(y, down.mT, offs)
         ctx.save_for_backward(x, gate_up, down, index, w, b1, b2, h, order, position, offs)
         return moe_combine(y, index, position, offs, w, b2)
 
@@ -335,7 +370,7 @@ class LigerFusedMoEFunction(torch.autograd.Function):
         need_x, need_gate_up, need_down, _, need_w, need_b1, need_b2 = (*ctx.needs_input_grad, False, False)[:7]
         need_dh = need_x or need_gate_up or need_b1
         dx = dgate_up = ddown = db1 = db2 = dot = None
-        dz, dot = moe_gather(rows_of(dout), index, order, offs, b2 if need_w else None)
+        dz, dot = moe_gather(rows_of(dout), index, order, position, offs, b2 if need_w else None)
         dy = grouped_mm(dz, down, offs) if need_dh or need_w else h.new_empty((h.shape[0], h.shape[1] // 2) if need_down else 0)
         dh = h if h_is_ours or not need_dh else h.clone()
         dw = moe_glu_bwd_(dy, dh, b1, index, order, offs, w, dot if need_w and b2 is not None else None, need_dh, need_down, need_w, *ctx.form)
@@ -347,10 +382,10 @@ class LigerFusedMoEFunction(torch.autograd.Function):
         if need_b1:
             db1 = grouped_sum(dh, None, offs)
         if need_gate_up:
-            dgate_up = _outer_like(gate_up, dh, moe_gather(x, index, order, offs, None)[0], offs)
+            dgate_up = _outer_like(gate_up, dh, moe_gather(x, index, order, position, offs, None)[0], offs)
         if need_x:
             dx = moe_combine(grouped_mm(dh, gate_up, offs), index, position, offs, None, None)
-        return dx, dgate_up, ddown, None, dw if need_w else None, db1, db2, *[None] * 5
+        return dx, dgate_up, ddown, None, dw if need_w else None, db1, db2, *[None] * 6
 
 
 def _cost(x, gate_up, down, topk_index, topk_weight, gate_up_bias=None, down_bias=None, adapters=(), **_) -> Cost:
@@ -490,7 +525,9 @@ def moe(
     form = dict(gate_up_bias=gate_up_bias, down_bias=down_bias, act=act, interleaved=interleaved, alpha=alpha, limit=limit, offset=offset)
     if not use_kernels(x):
         return reference(x, gate_up, down, topk_index, topk_weight, **form)
-    return LigerFusedMoEFunction.apply(x, gate_up, down, topk_index, topk_weight, *form.values())
+    given = (x, gate_up, down, topk_weight, gate_up_bias, down_bias)
+    keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
+    return LigerFusedMoEFunction.apply(x, gate_up, down, topk_index, topk_weight, *form.values(), keep)
 
 
 def compute_routing_metadata(topk_indices: Tensor, E: int, block_m_token: int = 128) -> tuple[Tensor, ...]:

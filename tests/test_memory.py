@@ -740,6 +740,21 @@ def test_saved_bytes_of_a_layer():
     assert 1 - mlp / parts > 0.75
 
 
+@pytest.mark.skipif(not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call")
+def test_experts_keep_their_input_alone():
+    """At level "mlp" nothing is saved of the size of what experts compute, and gradients have the same bits."""
+    model, found = make("qwen3_moe", num_hidden_layers=1, moe_intermediate_size=40), []
+    wide = 2 * model.config.moe_intermediate_size
+    for level in (True, "mlp"):
+        shapes: list[tuple[int, ...]] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, shapes=shapes: shapes.append(tuple(t.shape)) or t, lambda t: t):
+            found.append((step(patched(model, level))[1], [shape for shape in shapes if len(shape) == 2 and shape[0] and shape[1] == wide]))
+        restore()
+    (cheap, of_h), (mlp, nothing) = found
+    assert of_h and not nothing
+    assert_same_bits(mlp, cheap)
+
+
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8_rceil"])
 def test_saved_bytes_of_a_layer_in_fp8(recipe):
     """Of an input that nobody else keeps, a cast; what levels compute again is not kept at all; gate and up are kept in 16 bits. As docs/guides/fp8.md says."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 
 import pytest
@@ -228,6 +229,18 @@ def test_gpt_oss_layout_needs_no_copies():
     ours = run(fused, like(args))
     assert_as_accurate(ours, run(stock, like(args)), run(stock, like(args, torch.float64)))
     assert ours["dgate_up_proj"].is_contiguous() and ours["ddown_proj"].is_contiguous()
+
+
+@needs_kernels
+@pytest.mark.parametrize("grads", [("x", "gate_up", "down", "topk_weight"), ("x",), ("down",), ("topk_weight",)], ids=" ".join)
+def test_recomputed(grads):
+    """The same bits, from x, the routing and the weights alone."""
+    args, saved = arguments(grads=grads), []
+    expected = run(moe, args)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y = moe(**like(args), recompute=True)
+    assert_same_bits(run(functools.partial(moe, recompute=True), like(args)), expected)
+    assert y.requires_grad and not [t for t in saved if t.shape == (22, 48)] and saved
 
 
 @needs_kernels

@@ -4,9 +4,9 @@
 Shapes: x, y (T, H), gate_up (E, 2 I, H), down (E, H, I), index, weight (T, K).  M = T K, the assignments.
 
 The device sorts the assignments by expert and copies the rows of x into that order. This writes M H elements once, which is little compared with products
-that read them again for every tile of columns, and CUTLASS requires adjacent rows. Only h = gate_up[e] x, (M, 2 I), is saved. The backward copies the rows
-again instead of saving them. It does not need each expert's output z, because <dy, z> = <down^T dy, act>. Sums over K and over rows are gathered in fp32
-in a fixed order. An index outside [0, E) is sorted after all experts and contributes nothing.
+that read them again for every tile of columns, and TMA requires adjacent rows. Only x and h = gate_up[e] x, (M, 2 I), are saved, or with ``recompute`` x
+alone. The backward copies the rows again instead of saving them. It does not need each expert's output z, because <dy, z> = <down^T dy, act>. Sums over K
+and over rows are gathered in fp32 in a fixed order. An index outside [0, E) is sorted after all experts and contributes nothing.
 ``bench/cases/projections.py`` has the shapes of real models and the implementations for comparison.
 """
 
@@ -44,6 +44,7 @@ def reference(
     alpha: float = 1.0,
     limit: float | None = None,
     offset: float = 0.0,
+    recompute: bool = False,
 ) -> Tensor:
     form = act, interleaved, alpha, limit, offset
 
@@ -345,7 +346,7 @@ def _outer_like(p: Tensor, a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
 class LigerFusedMoEFunction(torch.autograd.Function):
     """``apply(x, gate_up, down, topk_index, topk_weight)`` and, like keywords of ``moe``, the biases, act, interleaved, alpha, limit and offset.
 
-    ``keep``: whether a backward may follow, for which h is kept.
+    ``keep``: whether h is kept for the backward, which computes it again otherwise.
     """
 
     @staticmethod
@@ -356,7 +357,7 @@ class LigerFusedMoEFunction(torch.autograd.Function):
         x, index, w = rows_of(x), topk_index.contiguous(), topk_weight.contiguous()
         b1, b2 = (b if b is None else b.contiguous() for b in (gate_up_bias, down_bias))
         order, position, offs = moe_route(index, gate_up.shape[0])
-        ctx.form, ctx.unshared = (act, interleaved, alpha, limit, offset), saving_hooks()[1] in HARMLESS
+        ctx.form, ctx.keep, ctx.unshared = (act, interleaved, alpha, limit, offset), keep, saving_hooks()[1] in HARMLESS
         h, y = moe_up(moe_gather(x, index, order, position, offs, None)[0], gate_up, b1, index, order, offs, keep, *ctx.form)
         y = grouped_mm(y, down.mT, offs)
         ctx.save_for_backward(x, gate_up, down, index, w, b1, b2, h, order, position, offs)
@@ -367,6 +368,8 @@ class LigerFusedMoEFunction(torch.autograd.Function):
     def backward(ctx, dout):
         h_is_ours = ctx.unshared and not graph_is_kept()
         x, gate_up, down, index, w, b1, b2, h, order, position, offs = ctx.saved_tensors
+        if not ctx.keep:
+            h, h_is_ours = grouped_mm(moe_gather(x, index, order, position, offs, None)[0], gate_up.mT, offs), True
         need_x, need_gate_up, need_down, _, need_w, need_b1, need_b2 = (*ctx.needs_input_grad, False, False)[:7]
         need_dh = need_x or need_gate_up or need_b1
         dx = dgate_up = ddown = db1 = db2 = dot = None
@@ -482,6 +485,7 @@ def check(
         Case("one-expert", _routed(36, 1, 16, 16, 3, used=1, grads="w1 w2")),
         # index -1 or E: an expert of another expert-parallel rank
         Case("no-expert", _routed(17, 2, 16, 16, 3, grads="x w") | dict(topk_index=T((17, 2), _some_invalid, dtype=torch.int64))),
+        Case("recomputed", _routed(12, 2, 24, 16, 3) | dict(recompute=True)),
         Case("gpt-oss", _routed(9, 2, 16, 24, 2, grads="w") | dict(gate_up_bias=T((2, 48), _tens), down_bias=T((2, 16)), **_GPT_OSS)),
         Case("integers", _SMALL | dict(x=T((4, 8), dtype=torch.int64)), error="moe: x must be floating point, got torch.int64"),
         Case("bad-x", _SMALL | dict(x=T((1, 4, 8))), error="moe: x must have shape (T, H), got (1, 4, 8)"),
@@ -511,13 +515,15 @@ def moe(
     alpha: float = 1.0,
     limit: float | None = None,
     offset: float = 0.0,
+    recompute: bool = False,
 ) -> Tensor:
     """The weighted sum of the K experts of each token. Differentiable in everything but the index. Returns (T, H) in x's dtype.
 
     x (T, H), gate_up (E, 2 I, H), down (E, H, I), gate_up_bias (E, 2 I), down_bias (E, H): one dtype, which is autocast's if it is on; any strides, so
     pass weights stored as (E, H, 2 I) as ``gate_up.mT``. topk_index (T, K): experts; an index outside 0 to E - 1 contributes nothing. topk_weight
     (T, K): any floating dtype. The activation is ``act(alpha * gate) / alpha``, act as in ``glu``. gate and up lie side by side, or ``interleaved``.
-    ``limit`` clamps gate from above and up on both sides; ``offset`` is then added to up.
+    ``limit`` clamps gate from above and up on both sides; ``offset`` is then added to up. With ``recompute``, nothing but x is saved for the backward, which
+    repeats the product of x and gate_up.
     """
     dtype = check("moe", x, gate_up, down, topk_index, topk_weight, gate_up_bias, down_bias, act, alpha, limit)
     x, gate_up, down = x.to(dtype), gate_up.to(dtype), down.to(dtype)
@@ -526,7 +532,7 @@ def moe(
     if not use_kernels(x):
         return reference(x, gate_up, down, topk_index, topk_weight, **form)
     given = (x, gate_up, down, topk_weight, gate_up_bias, down_bias)
-    keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
+    keep = not recompute and torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
     return LigerFusedMoEFunction.apply(x, gate_up, down, topk_index, topk_weight, *form.values(), keep)
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from liger_kernel import memory
 from liger_kernel.ops._core.operator import use_kernels
 from liger_kernel.ops._core.shards import is_sharded
 from liger_kernel.ops.projections.four_bits import four_bits
@@ -143,7 +144,7 @@ class Experts(Variant):
             index, weights = (t.reshape(-1, t.shape[-1]) for t in (top_k_index, top_k_weights))
             x = hidden_states.reshape(-1, hidden_states.shape[-1])
             if all(isinstance(w, Tensor) for w in found):
-                y = moe(x, *found, index, weights, **how)
+                y = moe(x, *found, index, weights, recompute=memory.level() == "mlp", **how)
             else:
                 y = adapted_moe(x.to(product_dtype(x)), *found, index, weights, (), (), **how)
             return y.view(hidden_states.shape).to(hidden_states.dtype)

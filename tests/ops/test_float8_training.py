@@ -71,6 +71,19 @@ def test_casts_are_those_of_the_reference(M, N, by_rows, powers_of_2):
 
 
 @needs_kernels
+def test_tensors_that_one_launch_searches():
+    """Each has its own largest value, whatever the sizes, strides and dtypes of the others are."""
+    xs = [drawn(70, 144, seed=1), drawn(1, 16, seed=2), drawn(9, 300, seed=3).t().contiguous().t(), drawn(300, 33, seed=4)[:, :20]]
+    for x, size in zip(xs, (3.0, 500.0, 7.0, 1e4)):
+        x[0, 3], x[-1, 5] = -size, float("nan")
+    for count in range(1, f8.MOST + 1):
+        for turned in range(count):
+            chosen = [xs[(i + turned) % count] for i in range(count)]
+            for found, x in zip(f8.tops_of(chosen), chosen):
+                assert found.columns is None and found.rows.amax() == x.float().abs().nan_to_num(nan=0).max()
+
+
+@needs_kernels
 def test_casts_in_spare_memory():
     """They are the same, and lie there, if they fit."""
     x = drawn(48, 144)
@@ -230,9 +243,9 @@ def test_a_gated_mlp_of_two_recipes():
 
 def test_weights_are_searched_once_a_step(monkeypatch):
     """Over accumulation and checkpointing, too; and again after a step, a change in place, and ``forget``."""
-    made, amax_of = [], f8.amax_of
+    made, tops_of = [], f8.tops_of
     w = drawn(32, 16, seed=1).requires_grad_()
-    monkeypatch.setattr(f8, "amax_of", lambda t, *a: made.append(t.data_ptr() == w.data_ptr()) or amax_of(t, *a))
+    monkeypatch.setattr(f8, "tops_of", lambda xs: made.extend(t.data_ptr() == w.data_ptr() for t in xs) or tops_of(xs))
     kept, x = f8.Kept(), drawn(32, 16, seed=2)
     optimizer = torch.optim.SGD([w], lr=1e-2)
 

@@ -28,7 +28,9 @@ def trained(weight: Tensor, recipe: str) -> Float8Trained:
         raise ValueError(f"fp8: {why}")
     kept = None
     if weight.requires_grad and not torch.compiler.is_compiling() and not (dist.is_available() and dist.is_initialized()):
-        kept = _KEPT.setdefault(weight, Kept())
+        kept = _KEPT.get(weight)
+        if kept is None:
+            kept = _KEPT.setdefault(weight, Kept())
     return float8_trained(weight, RECIPES[recipe], kept)
 
 

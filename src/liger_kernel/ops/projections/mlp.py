@@ -23,7 +23,7 @@ from liger_kernel.ops._core.saved import CHECKPOINT, HARMLESS, graph_is_kept, sa
 from liger_kernel.ops.activations.glu import ACTS, TOPS, Form, glu_bwd_, glu_fwd
 from liger_kernel.ops.activations.glu import reference as glu_reference
 from liger_kernel.ops.projections.adapted import Projection, Projections, rows_again
-from liger_kernel.ops.projections.float8_training import Float8Trained, glu_and_tops, known_amax
+from liger_kernel.ops.projections.float8_training import Float8Trained, glu_and_tops, known_amax, search
 from liger_kernel.ops.projections.linear import dtypes_of, flat, split, stays, without_autocast
 from liger_kernel.ops.projections.tiled_mlp import TILE
 from liger_kernel.ops.projections.weights import Dense, Dequantized, Rows
@@ -223,6 +223,7 @@ class AdaptedMLPFunction(torch.autograd.Function):
                 y, kept, of_last = _tiled_outputs(gate_up, last, rows.rows, ctx.form, ctx.tiles), [], []
             else:
                 gate_up.take(rows.rows)
+                search([*((p.weight, rows) for p in first), (down.weight, None)])
                 projected = gate_up.outputs(rows)
                 if not recompute:
                     ctx.rows_again, of_x = gate_up.input_kept(rows, x)

@@ -50,6 +50,10 @@ class Rows:
         self.rows, self.dtype, self.learns, self.stays, self.spare, self.ours = rows, rows.dtype, learns, stays, spare, ours
         self._made = dict(made or {})
 
+    def has(self, key: Hashable) -> bool:
+        """Whether ``made`` would find something."""
+        return key in self._made
+
     def made(self, key: Hashable, make: Callable[[Tensor], Any]) -> Any:
         if key not in self._made:
             self._made[key] = make(self.rows)

@@ -84,6 +84,25 @@ def test_tensors_that_one_launch_searches():
 
 
 @needs_kernels
+@pytest.mark.parametrize("powers_of_2", [False, True])
+@pytest.mark.parametrize("how", [(True, True), (True, False), (False, True)])
+def test_two_tensors_cast_together(how, powers_of_2):
+    """Each is cast as it would be alone, to its own format and by its own scale."""
+    xs = drawn(70, 144, seed=1), drawn(144, 33, seed=2)[:, :17], 100 * drawn(1, 300, seed=3)
+    for i, x in enumerate(xs):
+        x[0, 0] = float("inf")
+        for other in xs:
+            one = f8.Wanted(x, (E4, E5)[i % 2], f8.amax_of(x, False), *how)
+            two = f8.Wanted(other, E4, f8.amax_of(other, False), False, True)
+            for found, (of, dtype, amax, rows, columns) in zip(f8.two_casts(one, two, powers_of_2), (one, two)):
+                for mine, alone in zip(found, f8.casts(of, dtype, amax, powers_of_2, rows=rows, columns=columns)):
+                    assert (mine is None) == (alone is None)
+                    if mine is not None:
+                        assert mine.values.shape == alone.values.shape and mine.values.dtype == alone.values.dtype and torch.equal(mine.scale, alone.scale)
+                        torch.testing.assert_close(mine.values.float(), alone.values.float(), rtol=0, atol=0, equal_nan=True)
+
+
+@needs_kernels
 def test_casts_in_spare_memory():
     """They are the same, and lie there, if they fit."""
     x = drawn(48, 144)
@@ -124,8 +143,8 @@ def test_errors_are_those_of_torchao(recipe, tokens):
 
 def test_a_forward_alone_casts_by_rows(monkeypatch):
     """Without gradients, nothing needs the transposed casts."""
-    made, casts = [], f8.casts
-    monkeypatch.setattr(f8, "casts", lambda *a, rows, columns, **more: made.append((rows, columns)) or casts(*a, rows=rows, columns=columns, **more))
+    made, two_casts = [], f8.two_casts
+    monkeypatch.setattr(f8, "two_casts", lambda *both: made.extend((each.rows, each.columns) for each in both[:2]) or two_casts(*both))
     x, w = drawn(32, 64, seed=1), drawn(48, 64, seed=2).requires_grad_()
     run = lambda: linears(x, [Projection(f8.float8_trained(w, f8.RECIPES["tensorwise"]))])[0]
     y = run()

@@ -20,7 +20,7 @@ kept: both together would take as much memory as W in 16 bits.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -162,27 +162,27 @@ def _tops(
     end0 = tl.cdiv(M0, BLOCK_M * STEPS) * tl.cdiv(N0, BLOCK_N)
     if part < end0:
         _top(x0_ptr, tops_ptr, M0, N0, stride0, part, TOPS, STEPS, BLOCK_M, BLOCK_N)
-    if COUNT > 1:
+    elif COUNT > 1:
         end1 = end0 + tl.cdiv(M1, BLOCK_M * STEPS) * tl.cdiv(N1, BLOCK_N)
-        if (part >= end0) & (part < end1):
+        if part < end1:
             _top(x1_ptr, tops_ptr + TOPS, M1, N1, stride1, part - end0, TOPS, STEPS, BLOCK_M, BLOCK_N)
-        if COUNT > 2:
+        elif COUNT > 2:
             end2 = end1 + tl.cdiv(M2, BLOCK_M * STEPS) * tl.cdiv(N2, BLOCK_N)
-            if (part >= end1) & (part < end2):
+            if part < end2:
                 _top(x2_ptr, tops_ptr + 2 * TOPS, M2, N2, stride2, part - end1, TOPS, STEPS, BLOCK_M, BLOCK_N)
-            if COUNT > 3:
-                if part >= end2:
-                    _top(x3_ptr, tops_ptr + 3 * TOPS, M3, N3, stride3, part - end2, TOPS, STEPS, BLOCK_M, BLOCK_N)
+            elif COUNT > 3:
+                _top(x3_ptr, tops_ptr + 3 * TOPS, M3, N3, stride3, part - end2, TOPS, STEPS, BLOCK_M, BLOCK_N)
 
 
 @jit
-def _casts(
-    x_ptr, rows_ptr, columns_ptr, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, M, N, stride, stride_t,
+def _cast_tile(
+    x_ptr, rows_ptr, columns_ptr, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, M, N, stride, stride_t, high, wide,
     TOP: tl.constexpr, LEAST: tl.constexpr, POWERS_OF_2: tl.constexpr, BY_ROWS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     TOPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    row = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
-    col = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    """Of the tile with the number ``high`` from above and ``wide`` from the left."""
+    row = (high * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    col = (wide * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     inside = (row < M)[:, None] & (col < N)[None, :]
     x = tl.load(x_ptr + row[:, None] * stride + col[None, :], mask=inside, other=0.0).to(tl.float32)
     if BY_ROWS:
@@ -195,17 +195,53 @@ def _casts(
         of_rows, of_columns = tl.zeros_like(row).to(tl.float32) + amax, tl.zeros_like(col).to(tl.float32) + amax
     if ROWS:
         factor = _factor(of_rows, TOP, LEAST, POWERS_OF_2)
-        if tl.program_id(1) == 0:
+        if wide == 0:
             scale = _scale(of_rows, factor, TOP, LEAST, POWERS_OF_2)
             tl.store(scale_ptr + (row if BY_ROWS else row * 0), scale, mask=(row < M) if BY_ROWS else (row == 0))
         tl.store(q_ptr + row[:, None] * N + col[None, :], _quantized(x, factor[:, None], q_ptr), mask=inside)
     if COLUMNS:
         factor = _factor(of_columns, TOP, LEAST, POWERS_OF_2)
-        if tl.program_id(0) == 0:
+        if high == 0:
             scale = _scale(of_columns, factor, TOP, LEAST, POWERS_OF_2)
             tl.store(scale_t_ptr + (col if BY_ROWS else col * 0), scale, mask=(col < N) if BY_ROWS else (col == 0))
         q = _quantized_t(x, factor[None, :], qt_ptr)
         tl.store(qt_ptr + col[:, None] * stride_t + row[None, :], q, mask=(col < N)[:, None] & (row < stride_t)[None, :])
+
+
+@jit
+def _casts(
+    x_ptr, rows_ptr, columns_ptr, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, M, N, stride, stride_t,
+    TOP: tl.constexpr, LEAST: tl.constexpr, POWERS_OF_2: tl.constexpr, BY_ROWS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    TOPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    _cast_tile(
+        x_ptr, rows_ptr, columns_ptr, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, M, N, stride, stride_t, tl.program_id(0), tl.program_id(1),
+        TOP, LEAST, POWERS_OF_2, BY_ROWS, ROWS, COLUMNS, TOPS, BLOCK_M, BLOCK_N,
+    )  # fmt: skip  # tensors, sizes, how
+
+
+@jit
+def _two_casts(
+    x0_ptr, tops0_ptr, q0_ptr, qt0_ptr, scale0_ptr, x1_ptr, tops1_ptr, q1_ptr, qt1_ptr, scale1_ptr, M0, N0, stride0, M1, N1, stride1,
+    TOP0: tl.constexpr, ROWS0: tl.constexpr, COLUMNS0: tl.constexpr, TOP1: tl.constexpr, ROWS1: tl.constexpr, COLUMNS1: tl.constexpr,
+    LEAST: tl.constexpr, POWERS_OF_2: tl.constexpr, TOPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """``_casts`` of two tensors with one scale each."""
+    part = tl.program_id(0)
+    padded0, padded1 = tl.cdiv(M0, 16) * 16, tl.cdiv(M1, 16) * 16
+    high0, high1 = tl.cdiv(padded0, BLOCK_M), tl.cdiv(padded1, BLOCK_M)
+    end0 = high0 * tl.cdiv(N0, BLOCK_N)
+    if part < end0:
+        _cast_tile(
+            x0_ptr, tops0_ptr, None, q0_ptr, scale0_ptr, qt0_ptr, scale0_ptr, M0, N0, stride0, padded0, part % high0, part // high0,
+            TOP0, LEAST, POWERS_OF_2, False, ROWS0, COLUMNS0, TOPS, BLOCK_M, BLOCK_N,
+        )  # fmt: skip  # as above
+    else:
+        part -= end0
+        _cast_tile(
+            x1_ptr, tops1_ptr, None, q1_ptr, scale1_ptr, qt1_ptr, scale1_ptr, M1, N1, stride1, padded1, part % high1, part // high1,
+            TOP1, LEAST, POWERS_OF_2, False, ROWS1, COLUMNS1, TOPS, BLOCK_M, BLOCK_N,
+        )  # fmt: skip  # as above
 
 
 def amax_of(x: Tensor, by_rows: bool) -> Amax:
@@ -295,6 +331,41 @@ def casts(
     args = x, *amax, q, scale, q_t, scale_t, M, N, x.stride(0), padded
     launch(_casts, (cdiv(padded, 32), cdiv(N, 128)), *args, **how, num_warps=4 if by_rows else 2)
     return None if q is None else Cast(q, scale), None if q_t is None else Cast(q_t, scale_t)
+
+
+class Wanted(NamedTuple):
+    """An argument of ``two_casts``: what is cast, to what format, by which largest values, and how, as for ``casts``."""
+
+    x: Tensor
+    dtype: torch.dtype
+    amax: Amax
+    rows: bool
+    columns: bool
+
+
+def two_casts(first: Wanted, second: Wanted, powers_of_2: bool) -> list[tuple[Cast | None, Cast | None]]:
+    """``casts`` of two tensors of one device, each with one scale, such as both operands of a product: a launch takes the host as long as that of one."""
+    if not use_kernels(first.x, fusible=True):
+        return [casts(x, dtype, amax, powers_of_2, rows=rows, columns=columns) for x, dtype, amax, rows, columns in (first, second)]
+    tensors: list[Tensor | None] = []
+    sizes: list[int] = []
+    found: list[tuple[Cast | None, Cast | None]] = []
+    parts = 0
+    for x, dtype, amax, rows, columns in (first, second):
+        x = x if x.stride(1) == 1 else x.contiguous()
+        M, N = x.shape
+        padded = M + -M % 16
+        q = x.new_empty((M, N), dtype=dtype) if rows else None
+        q_t = x.new_empty((N, padded), dtype=dtype) if columns else None
+        scale = x.new_empty((), dtype=torch.float32)
+        tensors += x, amax.rows, q, q_t, scale
+        sizes += M, N, x.stride(0)
+        parts += cdiv(padded, 32) * cdiv(N, 128)
+        found.append((None if q is None else Cast(q, scale), None if q_t is None else Cast(q_t, scale)))
+    how = dict(TOP0=TOP[first.dtype], ROWS0=first.rows, COLUMNS0=first.columns, TOP1=TOP[second.dtype], ROWS1=second.rows, COLUMNS1=second.columns)
+    how |= dict(LEAST=LEAST, POWERS_OF_2=powers_of_2, TOPS=TOPS, BLOCK_M=32, BLOCK_N=128)
+    launch(_two_casts, (parts,), *tensors, *sizes, **how, num_warps=2)  # type: ignore[arg-type]  # the first of the tensors is none that may be None
+    return found
 
 
 @launcher("(Tensor w, ScalarType dtype, Tensor? amax_rows, Tensor? amax_columns, bool powers_of_2, Tensor after) -> (Tensor values, Tensor scale)")
@@ -411,15 +482,30 @@ class Float8Trained(Weight):
         """The casts of dy: by rows for dx, and by columns for dw if W learns."""
         return self._casts("dy", dy, self.recipe.gradient, True, self.learns and self.recipe.weight_gradient)
 
+    def _cast_together(self, name: str, rows: Rows, of_rows: tuple[torch.dtype, bool, bool], of_w: tuple[bool, bool]) -> tuple[Cast | None, Cast | None] | None:
+        """Cast W together with the rows that it multiplies, which then find their casts; None where either is to be cast alone. ``of_w``: rows, columns."""
+        key = name, self.recipe.name
+        if self.recipe.by_rows or rows.has(key) or rows.spare is not None or torch.compiler.is_compiling():
+            return None
+        w = self.dense(rows.dtype).detach()
+        wanted = Wanted(rows.rows, of_rows[0], self._amax(rows), *of_rows[1:]), Wanted(w, E4, self._largest(w), *of_w)
+        found, of_weight = two_casts(*wanted, self.recipe.powers_of_2)
+        rows.remade(key, found)
+        return of_weight
+
     def forward(self, x: Rows, y: Tensor | None) -> Tensor:
-        found = self._product(_the(self._of_x(x)[0]), self._cast(x.dtype), x.dtype, fast=True)
+        columns = x.learns and self.learns and self.recipe.weight_gradient and not x.stays
+        of_w = self._cast_together("x", x, (E4, True, columns), (True, False))
+        found = self._product(_the(self._of_x(x)[0]), self._cast(x.dtype) if of_w is None else _the(of_w[0]), x.dtype, fast=True)
         return added(found, y)
 
     def backward(self, dy: Rows, dx: Tensor | None) -> Tensor:
+        together = None if dy.ours else self._cast_together("dy", dy, (self.recipe.gradient, True, self.learns), (False, True))
         one, other = self._of_dy(dy)
         dy.remade(("dy", self.recipe.name), (None, other))  # each y has one weight, which uses the cast by rows here alone
         of_dy, dead = _the(one), dy.rows if dy.ours and other is not None else None
-        found = self._product(of_dy, self._transposed_cast(dy.dtype, of_dy.scale, dead), dy.dtype, fast=False)
+        of_w = self._transposed_cast(dy.dtype, of_dy.scale, dead) if together is None else _the(together[1])
+        found = self._product(of_dy, of_w, dy.dtype, fast=False)
         return found if dx is None else dx.add_(found)
 
     def of_input(self, x: Rows) -> tuple[Hashable, Sequence[Tensor | None]] | None:

@@ -24,7 +24,7 @@ from torch import Tensor
 from liger_kernel.ops._core.operator import acc, on_gpu, rows_of
 from liger_kernel.ops.projections.float8_training import search
 from liger_kernel.ops.projections.magnitude import dot_columns, times_columns
-from liger_kernel.ops.projections.weights import Rows, Weight, add_product, added
+from liger_kernel.ops.projections.weights import Rows, Weight, add_product, added, as_dtype
 
 
 @dataclass(frozen=True, eq=False)
@@ -236,7 +236,7 @@ class Projections:
                     grad[2] = dot_columns(dy, z) / norm
                 dy = times_columns(dy, p.magnitude / norm)
                 self.dy_rows[i] = Rows(dy)
-            wide = dy.to(self.thin)
+            wide = as_dtype(dy, self.thin) if p.adapters else dy
             for j, (adapter, s, span, n) in enumerate(self._spans(i)):
                 dxa = self.dxas[s][:, span]
                 torch.addmm(dxa, wide, self.bs[n], beta=0, alpha=adapter.scale, out=dxa)
@@ -282,7 +282,7 @@ class Projections:
                 p.weight.add_gradient(total, dy, x)
             elif needs[0]:
                 grad[0] = p.weight.gradient(dy, x)
-            flat += [None if g is None or not n else g.to(t.dtype) for g, n, t in zip(grad, needs, p.tensors())]
+            flat += [None if g is None or not n or t is None else as_dtype(g, t.dtype) for g, n, t in zip(grad, needs, p.tensors())]
         self.dy_rows = []
         return flat
 

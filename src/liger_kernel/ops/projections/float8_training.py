@@ -34,7 +34,7 @@ from liger_kernel.ops.activations.glu import FORM, TOPS, glu_into
 from liger_kernel.ops.projections.float8 import CAPABILITY, E4, E5, LEAST, _quantized, _quantized_t, _size, product
 from liger_kernel.ops.projections.mxfp8 import BLOCK, mx_casts, mx_product
 from liger_kernel.ops.projections.mxfp8 import CAPABILITY as MX_CAPABILITY
-from liger_kernel.ops.projections.weights import Rows, Weight, added
+from liger_kernel.ops.projections.weights import Rows, Weight, added, as_dtype
 
 
 @dataclass(frozen=True)
@@ -424,7 +424,7 @@ class Float8Trained(Weight):
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         assert self.learnable is not None
-        return self.learnable.to(dtype)
+        return as_dtype(self.learnable, dtype)
 
     def _largest(self, w: Tensor) -> Amax:
         """The largest values of ``w``, which is W in the dtype of the products."""

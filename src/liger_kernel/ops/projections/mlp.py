@@ -26,7 +26,7 @@ from liger_kernel.ops.projections.adapted import Projection, Projections, rows_a
 from liger_kernel.ops.projections.float8_training import Float8Trained, glu_and_tops, known_amax, search
 from liger_kernel.ops.projections.linear import dtypes_of, flat, split, stays, without_autocast
 from liger_kernel.ops.projections.tiled_mlp import TILE
-from liger_kernel.ops.projections.weights import Dense, Dequantized, Rows
+from liger_kernel.ops.projections.weights import Dense, Dequantized, Rows, as_dtype
 
 
 def reference(
@@ -275,7 +275,7 @@ class AdaptedMLPFunction(torch.autograd.Function):
                 if kept_graph or not ctx.unshared or gate_up.zs:
                     projected = [t.clone() for t in projected]
             dx, grads = _gradients(gate_up, last, projected, rows, dys, need_x, needs, ctx.form)
-        return None if dx is None else dx.view(ctx.shape), *[None] * 9, *(g if g is None else g.to(t.dtype) for g, t in zip(grads, tensors))
+        return None if dx is None else dx.view(ctx.shape), *[None] * 9, *(g if g is None else as_dtype(g, t.dtype) for g, t in zip(grads, tensors))
 
 
 def _tiles(rows: int, count: int) -> list[slice]:
@@ -415,4 +415,4 @@ def adapted_mlp(
     """
     dtype, thin = dtypes_of(x, [*first, down])
     tensors = flat([*first, down])
-    return AdaptedMLPFunction.apply(x.to(dtype), tuple(first), down, thin, act, gate_multiplier, down_multiplier, recompute, ends, tiles, *tensors)
+    return AdaptedMLPFunction.apply(as_dtype(x, dtype), tuple(first), down, thin, act, gate_multiplier, down_multiplier, recompute, ends, tiles, *tensors)

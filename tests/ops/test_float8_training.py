@@ -296,3 +296,18 @@ def test_adapters_beside_a_dense_weight_are_as_before():
     (a.sum() + b.sum()).backward()
     assert torch.equal(v.grad, torch.ones(16, 16, dtype=x.dtype, device=x.device) @ x.detach())
     assert w.grad is not None and (w.grad - v.grad).norm() < 0.1 * v.grad.norm()
+
+
+@needs_kernels
+@pytest.mark.parametrize("learns", [False, True])
+def test_a_layer_starts_few_kernels(learns, monkeypatch):
+    """Projections of one input and their gradients search in two launches what has one scale, and each product casts both its operands in one."""
+    started, launch = [], f8.launch
+    monkeypatch.setattr(f8, "launch", lambda kernel, *args, **how: started.append(kernel.fn.__name__) or launch(kernel, *args, **how))
+    ws = [drawn(n, 32, seed=n).requires_grad_(learns) for n in (64, 16, 48)]
+    projections = [Projection(f8.float8_trained(w, f8.RECIPES["tensorwise"], f8.Kept())) for w in ws]
+    ys = linears(drawn(48, 32).requires_grad_(), projections)
+    assert started == ["_tops", "_two_casts", "_casts", "_casts"]
+    started.clear()
+    torch.autograd.backward(ys, [torch.ones_like(y) for y in ys])
+    assert started == ["_tops", "_two_casts", "_two_casts", "_two_casts"]

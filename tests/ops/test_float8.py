@@ -226,6 +226,12 @@ with compiling_for(sys.argv[1]), _op.intercept_launches(compile):
         for by_rows, rows, columns in ((False, True, True), (True, True, True), (True, True, False), (True, False, True)):
             for kind in (float8.E4, float8.E5):
                 float8_training.casts(x, kind, float8_training.amax_of(x, by_rows), by_rows, rows=rows, columns=columns)
+        for count in range(1, float8_training.MOST + 1):
+            float8_training.tops_of([x] * count)
+        both = [float8_training.Wanted(x, kind, float8_training.amax_of(x, False), True, True) for kind in (float8.E4, float8.E5)]
+        for other in (both[0]._replace(rows=False), both[0]._replace(columns=False)):
+            for one in both:
+                float8_training.two_casts(one, other, False)
         float8_training.glu_and_tops(x, x, "silu", 1.0, None, 1.0, 0.0, 1.0)
         glu.glu_bwd_(x, x, x, "silu", True, 1.0, None, 1.0, 0.0, 1.0, tops=torch.empty(3, glu.TOPS, device="meta"))
         magnitude.column_sums(x, x)
@@ -249,5 +255,5 @@ def test_kernels_of_stored_weights_compile(target, user_env):
     assert done.returncode == 0, done.stderr
     print(done.stdout)
     assert {line.split()[0] for line in done.stdout.splitlines()} == set(
-        ["_amax", "_cast", "_cast_rows", "_transpose", "_casts", "_fwd", "_bwd", "_dot_columns", "_times_columns", "_dense"]
+        ["_amax", "_tops", "_cast", "_cast_rows", "_transpose", "_casts", "_two_casts", "_fwd", "_bwd", "_dot_columns", "_times_columns", "_dense"]
     )

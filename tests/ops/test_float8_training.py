@@ -71,6 +71,38 @@ def test_casts_are_those_of_the_reference(M, N, by_rows, powers_of_2):
 
 
 @needs_kernels
+def test_tensors_that_one_launch_searches():
+    """Each has its own largest value, whatever the sizes, strides and dtypes of the others are."""
+    xs = [drawn(70, 144, seed=1), drawn(1, 16, seed=2), drawn(9, 300, seed=3).t().contiguous().t(), drawn(300, 33, seed=4)[:, :20]]
+    for x, size in zip(xs, (3.0, 500.0, 7.0, 1e4)):
+        x[0, 3], x[-1, 5] = -size, float("nan")
+    for count in range(1, f8.MOST + 1):
+        for turned in range(count):
+            chosen = [xs[(i + turned) % count] for i in range(count)]
+            for found, x in zip(f8.tops_of(chosen), chosen):
+                assert found.columns is None and found.rows.amax() == x.float().abs().nan_to_num(nan=0).max()
+
+
+@needs_kernels
+@pytest.mark.parametrize("powers_of_2", [False, True])
+@pytest.mark.parametrize("how", [(True, True), (True, False), (False, True)])
+def test_two_tensors_cast_together(how, powers_of_2):
+    """Each is cast as it would be alone, to its own format and by its own scale."""
+    xs = drawn(70, 144, seed=1), drawn(144, 33, seed=2)[:, :17], 100 * drawn(1, 300, seed=3)
+    for i, x in enumerate(xs):
+        x[0, 0] = float("inf")
+        for other in xs:
+            one = f8.Wanted(x, (E4, E5)[i % 2], f8.amax_of(x, False), *how)
+            two = f8.Wanted(other, E4, f8.amax_of(other, False), False, True)
+            for found, (of, dtype, amax, rows, columns) in zip(f8.two_casts(one, two, powers_of_2), (one, two)):
+                for mine, alone in zip(found, f8.casts(of, dtype, amax, powers_of_2, rows=rows, columns=columns)):
+                    assert (mine is None) == (alone is None)
+                    if mine is not None:
+                        assert mine.values.shape == alone.values.shape and mine.values.dtype == alone.values.dtype and torch.equal(mine.scale, alone.scale)
+                        torch.testing.assert_close(mine.values.float(), alone.values.float(), rtol=0, atol=0, equal_nan=True)
+
+
+@needs_kernels
 def test_casts_in_spare_memory():
     """They are the same, and lie there, if they fit."""
     x = drawn(48, 144)
@@ -111,8 +143,8 @@ def test_errors_are_those_of_torchao(recipe, tokens):
 
 def test_a_forward_alone_casts_by_rows(monkeypatch):
     """Without gradients, nothing needs the transposed casts."""
-    made, casts = [], f8.casts
-    monkeypatch.setattr(f8, "casts", lambda *a, rows, columns, **more: made.append((rows, columns)) or casts(*a, rows=rows, columns=columns, **more))
+    made, two_casts = [], f8.two_casts
+    monkeypatch.setattr(f8, "two_casts", lambda *both: made.extend((each.rows, each.columns) for each in both[:2]) or two_casts(*both))
     x, w = drawn(32, 64, seed=1), drawn(48, 64, seed=2).requires_grad_()
     run = lambda: linears(x, [Projection(f8.float8_trained(w, f8.RECIPES["tensorwise"]))])[0]
     y = run()
@@ -230,9 +262,9 @@ def test_a_gated_mlp_of_two_recipes():
 
 def test_weights_are_searched_once_a_step(monkeypatch):
     """Over accumulation and checkpointing, too; and again after a step, a change in place, and ``forget``."""
-    made, amax_of = [], f8.amax_of
+    made, tops_of = [], f8.tops_of
     w = drawn(32, 16, seed=1).requires_grad_()
-    monkeypatch.setattr(f8, "amax_of", lambda t, *a: made.append(t.data_ptr() == w.data_ptr()) or amax_of(t, *a))
+    monkeypatch.setattr(f8, "tops_of", lambda xs: made.extend(t.data_ptr() == w.data_ptr() for t in xs) or tops_of(xs))
     kept, x = f8.Kept(), drawn(32, 16, seed=2)
     optimizer = torch.optim.SGD([w], lr=1e-2)
 
@@ -264,3 +296,18 @@ def test_adapters_beside_a_dense_weight_are_as_before():
     (a.sum() + b.sum()).backward()
     assert torch.equal(v.grad, torch.ones(16, 16, dtype=x.dtype, device=x.device) @ x.detach())
     assert w.grad is not None and (w.grad - v.grad).norm() < 0.1 * v.grad.norm()
+
+
+@needs_kernels
+@pytest.mark.parametrize("learns", [False, True])
+def test_a_layer_starts_few_kernels(learns, monkeypatch):
+    """Projections of one input and their gradients search in two launches what has one scale, and each product casts both its operands in one."""
+    started, launch = [], f8.launch
+    monkeypatch.setattr(f8, "launch", lambda kernel, *args, **how: started.append(kernel.fn.__name__) or launch(kernel, *args, **how))
+    ws = [drawn(n, 32, seed=n).requires_grad_(learns) for n in (64, 16, 48)]
+    projections = [Projection(f8.float8_trained(w, f8.RECIPES["tensorwise"], f8.Kept())) for w in ws]
+    ys = linears(drawn(48, 32).requires_grad_(), projections)
+    assert started == ["_tops", "_two_casts", "_casts", "_casts"]
+    started.clear()
+    torch.autograd.backward(ys, [torch.ones_like(y) for y in ys])
+    assert started == ["_tops", "_two_casts", "_two_casts", "_two_casts"]

@@ -19,17 +19,27 @@ DTYPES = (torch.bfloat16, torch.float32)  # not float16, which is trained with a
 
 
 def trained(weight: Tensor, recipe: str) -> Float8Trained:
-    """``weight`` as it is multiplied. Its largest values are kept over calls if it is learnt in one process, else each call searches them again.
+    """``weight`` as it is multiplied. Its largest values are kept over calls if it is learnt in one process, else from a forward to its backward.
 
     Of several processes, some free and gather weights. PEFT merges adapters into the ``data`` of frozen weights, which no version counter shows. A compiled
     graph searches them, because it cannot see a weight's version; once for all its products.
     """
     if not torch.compiler.is_compiling() and (why := lacking(weight.device, RECIPES[recipe].capability)):
         raise ValueError(f"fp8: {why}")
-    kept = None
-    if weight.requires_grad and not torch.compiler.is_compiling() and not (dist.is_available() and dist.is_initialized()):
-        kept = _KEPT.setdefault(weight, Kept())
+    if torch.compiler.is_compiling():
+        kept = None
+    elif weight.requires_grad and _alone():
+        kept = _KEPT.get(weight)
+        if kept is None:
+            kept = _KEPT.setdefault(weight, Kept())
+    else:
+        kept = Kept()
     return float8_trained(weight, RECIPES[recipe], kept)
+
+
+def _alone() -> bool:
+    """Whether there is one process."""
+    return not (dist.is_available() and dist.is_initialized())
 
 
 def is_whole(weight: Tensor) -> bool:

@@ -22,7 +22,10 @@ except ImportError:  # macOS, Windows: references only; kernels are defined but 
 
 # Integers that change with the batch, and numbers that users choose: a kernel is not compiled again if one of these is 1 or a multiple of 16. Others
 # are not in this list, because loads are wide only if Triton knows that widths and strides are such multiples.
-VARYING = ("M", "T", "L", "R", "P", "tokens", "n_tokens", "programs", "splits", "ignore_index", "cos_batch", "sin_batch", "pos_batch", "label_stride")
+VARYING = (
+    "M", "M0", "M1", "M2", "M3", "T", "L", "R", "P", "tokens", "n_tokens", "programs", "splits", "ignore_index", "cos_batch", "sin_batch", "pos_batch",
+    "label_stride",
+)  # fmt: skip  # a list of names
 jit = functools.partial(triton.jit, do_not_specialize=VARYING)
 
 

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops._core.operator import acc, on_gpu, rows_of
+from liger_kernel.ops.projections.float8_training import search
 from liger_kernel.ops.projections.magnitude import dot_columns, times_columns
-from liger_kernel.ops.projections.weights import Rows, Weight, add_product, added
+from liger_kernel.ops.projections.weights import Rows, Weight, add_product, added, as_dtype
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +58,8 @@ class Projection:
 
     def of(self, tensors: Sequence[Tensor | None]) -> Projection:
         """The same projection with other tensors, which come in the order of ``tensors``."""
+        if all(one is other for one, other in zip(tensors, self.tensors())):
+            return self
         learnable, bias, magnitude, *rest = tensors
         adapters = tuple(dataclasses.replace(a, a=rest[3 * j], b=rest[3 * j + 1], bias=rest[3 * j + 2]) for j, a in enumerate(self.adapters))
         return Projection(dataclasses.replace(self.weight, learnable=learnable), bias, adapters, magnitude)
@@ -163,6 +166,7 @@ class Projections:
         """The y (M, N) of each projection of the rows x, in new memory, or in ``out`` if there is only one. Call ``take`` first."""
         ys: list[Tensor] = []
         self.zs, self.norms = [], []
+        search((p.weight, rows) for p in self.projections)
         for i, p in enumerate(self.projections):
             y = None if p.weight.accumulates else p.weight.forward(rows, None)
             for adapter, s, span, n in self._spans(i):
@@ -232,7 +236,7 @@ class Projections:
                     grad[2] = dot_columns(dy, z) / norm
                 dy = times_columns(dy, p.magnitude / norm)
                 self.dy_rows[i] = Rows(dy)
-            wide = dy.to(self.thin)
+            wide = as_dtype(dy, self.thin) if p.adapters else dy
             for j, (adapter, s, span, n) in enumerate(self._spans(i)):
                 dxa = self.dxas[s][:, span]
                 torch.addmm(dxa, wide, self.bs[n], beta=0, alpha=adapter.scale, out=dxa)
@@ -244,6 +248,7 @@ class Projections:
     def input_gradient(self, out: Tensor | None = None) -> Tensor:
         """Return dx (M, K), in ``out`` if it is given."""
         dx: Tensor | None = None
+        search((p.weight, dy) for p, dy in zip(self.projections, self.dy_rows))
         for p, dy in zip(self.projections, self.dy_rows):
             if not p.weight.accumulates:
                 dx = p.weight.backward(dy, dx)
@@ -277,7 +282,7 @@ class Projections:
                 p.weight.add_gradient(total, dy, x)
             elif needs[0]:
                 grad[0] = p.weight.gradient(dy, x)
-            flat += [None if g is None or not n else g.to(t.dtype) for g, n, t in zip(grad, needs, p.tensors())]
+            flat += [None if g is None or not n or t is None else as_dtype(g, t.dtype) for g, n, t in zip(grad, needs, p.tensors())]
         self.dy_rows = []
         return flat
 

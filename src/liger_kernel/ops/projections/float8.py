@@ -182,12 +182,14 @@ def lacking(device: torch.device, capability: tuple[int, int] = CAPABILITY) -> s
     """The reason why a device cannot multiply in FP8. None if it can, and without a GPU, where the reference runs."""
     if device.type == "cpu" or device.type == "meta":
         return None
+    found: tuple[int, int] | None = None
+    if device.type == "cuda" and not torch.version.hip:
+        found = _capability(torch.cuda.current_device() if device.index is None else device.index)
+        if found >= capability:
+            return None
     kind, (major, minor) = "FP8" if capability == CAPABILITY else "FP8 with scales of blocks", capability
-    needs = f"{kind} needs an NVIDIA GPU of compute capability {major}.{minor} or newer, got"
-    if device.type != "cuda" or torch.version.hip:
-        return f"{needs} {device}"
-    found = _capability(torch.cuda.current_device() if device.index is None else device.index)
-    return None if found >= capability else f"{needs} {found[0]}.{found[1]}"
+    got = device if found is None else f"{found[0]}.{found[1]}"
+    return f"{kind} needs an NVIDIA GPU of compute capability {major}.{minor} or newer, got {got}"
 
 
 def cast(x: Tensor, dtype: torch.dtype, per_row: bool, by: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -214,7 +216,10 @@ def product(
     if not a.shape[0] or a.is_meta or intercepted():
         return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype) if out is None else out
     if a.is_cuda and scale_a.ndim == 0:
-        return torch._scaled_mm(a, b.t(), scale_a, scale_b, out_dtype=dtype, use_fast_accum=fast, **({} if out is None else dict(out=out)))
+        # torch._scaled_mm(a, b.t(), scale_a, scale_b, bias, scale_result, dtype, fast): parsing names takes the host as long as the dispatcher
+        if out is None:
+            return torch._scaled_mm(a, b.t(), scale_a, scale_b, None, None, dtype, fast)
+        return torch._scaled_mm(a, b.t(), scale_a, scale_b, out_dtype=dtype, use_fast_accum=fast, out=out)
     if a.is_cuda:  # with scales per row, torch's product returns only bf16
         found = torch._scaled_mm(a, b.t(), scale_a, scale_b.t(), out_dtype=torch.bfloat16, use_fast_accum=fast).to(dtype)
     else:

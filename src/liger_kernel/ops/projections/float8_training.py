@@ -20,7 +20,7 @@ kept: both together would take as much memory as W in 16 bits.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -34,7 +34,7 @@ from liger_kernel.ops.activations.glu import FORM, TOPS, glu_into
 from liger_kernel.ops.projections.float8 import CAPABILITY, E4, E5, LEAST, _quantized, _quantized_t, _size, product
 from liger_kernel.ops.projections.mxfp8 import BLOCK, mx_casts, mx_product
 from liger_kernel.ops.projections.mxfp8 import CAPABILITY as MX_CAPABILITY
-from liger_kernel.ops.projections.weights import Rows, Weight, added
+from liger_kernel.ops.projections.weights import Rows, Weight, added, as_dtype
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,8 @@ class Recipe:
         """The compute capability of GPUs from which they multiply so."""
         return MX_CAPABILITY if self.blocks else CAPABILITY
 
+
+TOP = {dtype: torch.finfo(dtype).max for dtype in (E4, E5)}
 
 RECIPES = {
     r.name: r
@@ -124,34 +126,63 @@ def _scale(amax, factor, TOP: tl.constexpr, LEAST: tl.constexpr, POWERS_OF_2: tl
 
 
 @jit
-def _amax(
-    x_ptr, rows_ptr, columns_ptr, M, N, stride, BY_ROWS: tl.constexpr, TOPS: tl.constexpr, STEPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):
-    """Of STEPS tiles below each other. ``rows``, ``columns``: zeros at first."""
+def _amax(x_ptr, rows_ptr, columns_ptr, M, N, stride, STEPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Of each row and column of STEPS tiles below each other. ``rows``, ``columns``: zeros at first."""
     col = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     of_columns = tl.zeros([BLOCK_N], tl.float32)
     for step in tl.range(0, STEPS):
         row = ((tl.program_id(0) * STEPS + step) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
         x = tl.load(x_ptr + row[:, None] * stride + col[None, :], mask=(row < M)[:, None] & (col < N)[None, :], other=0.0).to(tl.float32)
         size = _size(x)
-        if BY_ROWS:
-            tl.atomic_max(rows_ptr + row, tl.max(size, 1), mask=row < M, sem="relaxed")
+        tl.atomic_max(rows_ptr + row, tl.max(size, 1), mask=row < M, sem="relaxed")
         of_columns = tl.maximum(of_columns, tl.max(size, 0))
-    if BY_ROWS:
-        tl.atomic_max(columns_ptr + col, of_columns, mask=col < N, sem="relaxed")
-    else:
-        part = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) % TOPS
-        tl.atomic_max(rows_ptr + part, tl.max(of_columns, 0), sem="relaxed")
+    tl.atomic_max(columns_ptr + col, of_columns, mask=col < N, sem="relaxed")
 
 
 @jit
-def _casts(
-    x_ptr, rows_ptr, columns_ptr, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, M, N, stride, stride_t,
+def _top(x_ptr, tops_ptr, M, N, stride, part, TOPS: tl.constexpr, STEPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The largest value of part number ``part`` of x, if x has so many: of STEPS tiles below each other."""
+    high = tl.cdiv(M, BLOCK_M * STEPS)
+    col = ((part // high) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    top = tl.zeros([BLOCK_N], tl.float32)
+    for step in tl.range(0, STEPS):
+        row = (((part % high) * STEPS + step) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+        x = tl.load(x_ptr + row[:, None] * stride + col[None, :], mask=(row < M)[:, None] & (col < N)[None, :], other=0.0).to(tl.float32)
+        top = tl.maximum(top, tl.max(_size(x), 0))
+    tl.atomic_max(tops_ptr + part % TOPS, tl.max(top, 0), sem="relaxed")
+
+
+@jit
+def _tops(
+    x0_ptr, x1_ptr, x2_ptr, x3_ptr, tops_ptr, M0, M1, M2, M3, N0, N1, N2, N3, stride0, stride1, stride2, stride3,
+    COUNT: tl.constexpr, TOPS: tl.constexpr, STEPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Of COUNT tensors, each in code of its own, which loads by what is known of its strides. ``tops``: (COUNT, TOPS), zeros at first."""
+    part = tl.program_id(0)
+    end0 = tl.cdiv(M0, BLOCK_M * STEPS) * tl.cdiv(N0, BLOCK_N)
+    if part < end0:
+        _top(x0_ptr, tops_ptr, M0, N0, stride0, part, TOPS, STEPS, BLOCK_M, BLOCK_N)
+    elif COUNT > 1:
+        end1 = end0 + tl.cdiv(M1, BLOCK_M * STEPS) * tl.cdiv(N1, BLOCK_N)
+        if part < end1:
+            _top(x1_ptr, tops_ptr + TOPS, M1, N1, stride1, part - end0, TOPS, STEPS, BLOCK_M, BLOCK_N)
+        elif COUNT > 2:
+            end2 = end1 + tl.cdiv(M2, BLOCK_M * STEPS) * tl.cdiv(N2, BLOCK_N)
+            if part < end2:
+                _top(x2_ptr, tops_ptr + 2 * TOPS, M2, N2, stride2, part - end1, TOPS, STEPS, BLOCK_M, BLOCK_N)
+            elif COUNT > 3:
+                _top(x3_ptr, tops_ptr + 3 * TOPS, M3, N3, stride3, part - end2, TOPS, STEPS, BLOCK_M, BLOCK_N)
+
+
+@jit
+def _cast_tile(
+    x_ptr, rows_ptr, columns_ptr, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, M, N, stride, stride_t, high, wide,
     TOP: tl.constexpr, LEAST: tl.constexpr, POWERS_OF_2: tl.constexpr, BY_ROWS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     TOPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    row = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
-    col = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    """Of the tile with the number ``high`` from above and ``wide`` from the left."""
+    row = (high * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    col = (wide * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     inside = (row < M)[:, None] & (col < N)[None, :]
     x = tl.load(x_ptr + row[:, None] * stride + col[None, :], mask=inside, other=0.0).to(tl.float32)
     if BY_ROWS:
@@ -164,35 +195,96 @@ def _casts(
         of_rows, of_columns = tl.zeros_like(row).to(tl.float32) + amax, tl.zeros_like(col).to(tl.float32) + amax
     if ROWS:
         factor = _factor(of_rows, TOP, LEAST, POWERS_OF_2)
-        if tl.program_id(1) == 0:
+        if wide == 0:
             scale = _scale(of_rows, factor, TOP, LEAST, POWERS_OF_2)
             tl.store(scale_ptr + (row if BY_ROWS else row * 0), scale, mask=(row < M) if BY_ROWS else (row == 0))
         tl.store(q_ptr + row[:, None] * N + col[None, :], _quantized(x, factor[:, None], q_ptr), mask=inside)
     if COLUMNS:
         factor = _factor(of_columns, TOP, LEAST, POWERS_OF_2)
-        if tl.program_id(0) == 0:
+        if high == 0:
             scale = _scale(of_columns, factor, TOP, LEAST, POWERS_OF_2)
             tl.store(scale_t_ptr + (col if BY_ROWS else col * 0), scale, mask=(col < N) if BY_ROWS else (col == 0))
         q = _quantized_t(x, factor[None, :], qt_ptr)
         tl.store(qt_ptr + col[:, None] * stride_t + row[None, :], q, mask=(col < N)[:, None] & (row < stride_t)[None, :])
 
 
+@jit
+def _casts(
+    x_ptr, rows_ptr, columns_ptr, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, M, N, stride, stride_t,
+    TOP: tl.constexpr, LEAST: tl.constexpr, POWERS_OF_2: tl.constexpr, BY_ROWS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    TOPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    _cast_tile(
+        x_ptr, rows_ptr, columns_ptr, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, M, N, stride, stride_t, tl.program_id(0), tl.program_id(1),
+        TOP, LEAST, POWERS_OF_2, BY_ROWS, ROWS, COLUMNS, TOPS, BLOCK_M, BLOCK_N,
+    )  # fmt: skip  # tensors, sizes, how
+
+
+@jit
+def _two_casts(
+    x0_ptr, tops0_ptr, q0_ptr, qt0_ptr, scale0_ptr, x1_ptr, tops1_ptr, q1_ptr, qt1_ptr, scale1_ptr, M0, N0, stride0, M1, N1, stride1,
+    TOP0: tl.constexpr, ROWS0: tl.constexpr, COLUMNS0: tl.constexpr, TOP1: tl.constexpr, ROWS1: tl.constexpr, COLUMNS1: tl.constexpr,
+    LEAST: tl.constexpr, POWERS_OF_2: tl.constexpr, TOPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """``_casts`` of two tensors with one scale each."""
+    part = tl.program_id(0)
+    padded0, padded1 = tl.cdiv(M0, 16) * 16, tl.cdiv(M1, 16) * 16
+    high0, high1 = tl.cdiv(padded0, BLOCK_M), tl.cdiv(padded1, BLOCK_M)
+    end0 = high0 * tl.cdiv(N0, BLOCK_N)
+    if part < end0:
+        _cast_tile(
+            x0_ptr, tops0_ptr, None, q0_ptr, scale0_ptr, qt0_ptr, scale0_ptr, M0, N0, stride0, padded0, part % high0, part // high0,
+            TOP0, LEAST, POWERS_OF_2, False, ROWS0, COLUMNS0, TOPS, BLOCK_M, BLOCK_N,
+        )  # fmt: skip  # as above
+    else:
+        part -= end0
+        _cast_tile(
+            x1_ptr, tops1_ptr, None, q1_ptr, scale1_ptr, qt1_ptr, scale1_ptr, M1, N1, stride1, padded1, part % high1, part // high1,
+            TOP1, LEAST, POWERS_OF_2, False, ROWS1, COLUMNS1, TOPS, BLOCK_M, BLOCK_N,
+        )  # fmt: skip  # as above
+
+
 def amax_of(x: Tensor, by_rows: bool) -> Amax:
     """The largest values of x (M, N) from which ``casts`` computes its scales."""
+    if not by_rows:
+        return tops_of([x])[0]
     if not use_kernels(x, fusible=True):
-        size = x.float().abs()
-        size = size.where(size.isfinite(), 0.0)
-        return Amax(size.amax(1), size.amax(0)) if by_rows else whole_amax(size.amax())
+        size = _finite_size(x)
+        return Amax(size.amax(1), size.amax(0))
     x = x if x.stride(1) == 1 else x.contiguous()
     M, N = x.shape
-    rows = x.new_zeros(M if by_rows else TOPS, dtype=torch.float32)
-    columns = x.new_zeros(N, dtype=torch.float32) if by_rows else None
-    # H200, 8192 x 14336 bf16, one scale / rows and columns: 8 steps 68 / 121 us, 16 67 / 96; 16 x 256 275 / 302, 32 x 128 150 / 179: fewer threads a row
+    rows, columns = x.new_zeros(M, dtype=torch.float32), x.new_zeros(N, dtype=torch.float32)
+    # H200, 8192 x 14336 bf16: 8 steps 121 us, 16 96; 16 x 256 302, 32 x 128 179: fewer threads a row
     block = min(next_power_of_2(N), 1024)
-    tile = dict(BLOCK_M=4096 // block, BLOCK_N=block, STEPS=16 if by_rows else 8)
-    grid = cdiv(M, tile["BLOCK_M"] * tile["STEPS"]), cdiv(N, block)
-    launch(_amax, grid, x, rows, columns, M, N, x.stride(0), BY_ROWS=by_rows, TOPS=TOPS, **tile, num_warps=4)
+    grid = cdiv(M, 4096 // block * 16), cdiv(N, block)
+    launch(_amax, grid, x, rows, columns, M, N, x.stride(0), STEPS=16, BLOCK_M=4096 // block, BLOCK_N=block, num_warps=4)
     return Amax(rows, columns)
+
+
+def _finite_size(x: Tensor) -> Tensor:
+    size = x.float().abs()
+    return size.where(size.isfinite(), 0.0)
+
+
+MOST = 4  # tensors that one launch searches
+
+
+def tops_of(xs: Sequence[Tensor]) -> list[Amax]:
+    """The largest values of up to ``MOST`` tensors (M, N) of one dtype and device, each with one scale: a launch takes the host as long as that of one."""
+    first, count = xs[0], len(xs)
+    if not use_kernels(first, fusible=True):
+        return [whole_amax(_finite_size(x).amax()) for x in xs]
+    xs = [x if x.stride(1) == 1 else x.contiguous() for x in xs]
+    # H200, 8192 x 14336 bf16: 8 steps 68 us, 16 67; 16 x 256 275, 32 x 128 150: fewer threads a row
+    block = min(next_power_of_2(max(x.shape[1] for x in xs)), 1024)
+    high = 4096 // block * 8
+    tops = first.new_zeros(count, TOPS, dtype=torch.float32)
+    missing = (None,) * (MOST - count)
+    sizes = [x.shape for x in xs]
+    parts = sum(cdiv(M, high) * cdiv(N, block) for M, N in sizes)
+    numbers = *(M for M, _ in sizes), *missing, *(N for _, N in sizes), *missing, *(x.stride(0) for x in xs), *missing
+    launch(_tops, (parts,), *xs, *missing, tops, *numbers, COUNT=count, TOPS=TOPS, STEPS=8, BLOCK_M=4096 // block, BLOCK_N=block, num_warps=4)
+    return [Amax(t, None) for t in tops.unbind()]
 
 
 @launcher(f"(Tensor gate, Tensor up, str act, {FORM}) -> (Tensor h, Tensor tops)")
@@ -204,7 +296,7 @@ def glu_and_tops(gate: Tensor, up: Tensor, act: str, *form: Any) -> tuple[Tensor
 
 def known_amax(tops: Tensor) -> dict[Hashable, Amax]:
     """For ``Rows``: the largest values in ``TOPS`` parts, which the kernel found that made the rows."""
-    return {("amax", False): Amax(tops, None)}
+    return {_WHOLE: Amax(tops, None)}
 
 
 def whole_amax(amax: Tensor) -> Amax:
@@ -224,19 +316,56 @@ def casts(
     x = x if x.stride(1) == 1 else x.contiguous()
     (M, N), by_rows = x.shape, amax.columns is not None
     padded = M + -M % 16
-    sizes = M * N * rows, N * padded * columns
-    if spare is not None and spare.is_contiguous() and spare.nbytes >= sum(sizes) and sizes[0] % 16 == 0:
-        one, other, _rest = spare.view(-1).view(torch.uint8).view(dtype).split((*sizes, spare.nbytes - sum(sizes)))
+    needed = M * N * rows + N * padded * columns
+    if spare is not None and spare.is_contiguous() and spare.nbytes >= needed and (M * N * rows) % 16 == 0:
+        free = spare.view(-1).view(torch.uint8).view(dtype)
+        q = free[: M * N].view(M, N) if rows else None
+        q_t = free[M * N * rows : needed].view(N, padded) if columns else None
     else:
-        one, other = (x.new_empty(size, dtype=dtype) for size in sizes)
-    q, q_t = one.view(M, N) if rows else None, other.view(N, padded) if columns else None
+        q = x.new_empty((M, N), dtype=dtype) if rows else None
+        q_t = x.new_empty((N, padded), dtype=dtype) if columns else None
     scale = x.new_empty((M, 1) if by_rows else (), dtype=torch.float32)
     scale_t = x.new_empty((N, 1), dtype=torch.float32) if by_rows else scale
-    how = dict(TOP=torch.finfo(dtype).max, LEAST=LEAST, POWERS_OF_2=powers_of_2, BY_ROWS=by_rows, ROWS=rows, COLUMNS=columns, TOPS=TOPS)
     # H200, 8192 x 14336 bf16, both casts, one scale / of rows and columns: 2 warps 142 / 150 us, 4 warps 170 / 134, 64 x 128 with 8 warps 196 / 148
-    how |= dict(BLOCK_M=32, BLOCK_N=128, num_warps=4 if by_rows else 2)
-    launch(_casts, (cdiv(padded, 32), cdiv(N, 128)), x, *amax, q, scale, q_t, scale_t, M, N, x.stride(0), padded, **how)
+    how = dict(TOP=TOP[dtype], LEAST=LEAST, POWERS_OF_2=powers_of_2, BY_ROWS=by_rows, ROWS=rows, COLUMNS=columns, TOPS=TOPS, BLOCK_M=32, BLOCK_N=128)
+    args = x, *amax, q, scale, q_t, scale_t, M, N, x.stride(0), padded
+    launch(_casts, (cdiv(padded, 32), cdiv(N, 128)), *args, **how, num_warps=4 if by_rows else 2)
     return None if q is None else Cast(q, scale), None if q_t is None else Cast(q_t, scale_t)
+
+
+class Wanted(NamedTuple):
+    """An argument of ``two_casts``: what is cast, to what format, by which largest values, and how, as for ``casts``."""
+
+    x: Tensor
+    dtype: torch.dtype
+    amax: Amax
+    rows: bool
+    columns: bool
+
+
+def two_casts(first: Wanted, second: Wanted, powers_of_2: bool) -> list[tuple[Cast | None, Cast | None]]:
+    """``casts`` of two tensors of one device, each with one scale, such as both operands of a product: a launch takes the host as long as that of one."""
+    if not use_kernels(first.x, fusible=True):
+        return [casts(x, dtype, amax, powers_of_2, rows=rows, columns=columns) for x, dtype, amax, rows, columns in (first, second)]
+    tensors: list[Tensor | None] = []
+    sizes: list[int] = []
+    found: list[tuple[Cast | None, Cast | None]] = []
+    parts = 0
+    for x, dtype, amax, rows, columns in (first, second):
+        x = x if x.stride(1) == 1 else x.contiguous()
+        M, N = x.shape
+        padded = M + -M % 16
+        q = x.new_empty((M, N), dtype=dtype) if rows else None
+        q_t = x.new_empty((N, padded), dtype=dtype) if columns else None
+        scale = x.new_empty((), dtype=torch.float32)
+        tensors += x, amax.rows, q, q_t, scale
+        sizes += M, N, x.stride(0)
+        parts += cdiv(padded, 32) * cdiv(N, 128)
+        found.append((None if q is None else Cast(q, scale), None if q_t is None else Cast(q_t, scale)))
+    how = dict(TOP0=TOP[first.dtype], ROWS0=first.rows, COLUMNS0=first.columns, TOP1=TOP[second.dtype], ROWS1=second.rows, COLUMNS1=second.columns)
+    how |= dict(LEAST=LEAST, POWERS_OF_2=powers_of_2, TOPS=TOPS, BLOCK_M=32, BLOCK_N=128)
+    launch(_two_casts, (parts,), *tensors, *sizes, **how, num_warps=2)  # type: ignore[arg-type]  # the first of the tensors is none that may be None
+    return found
 
 
 @launcher("(Tensor w, ScalarType dtype, Tensor? amax_rows, Tensor? amax_columns, bool powers_of_2, Tensor after) -> (Tensor values, Tensor scale)")
@@ -258,12 +387,15 @@ class Kept:
 
     made: dict[Hashable, tuple[Any, Any]] = field(default_factory=dict)
 
-    def of(self, key: Hashable, w: Tensor, make: Callable[[], Any]) -> Any:
+    def find(self, key: Hashable, w: Tensor) -> Any:
+        """What was kept under this key, or None."""
+        seen, found = self.made.get(key, (None, None))
+        return found if seen == (w.data_ptr(), w._version, _steps[0]) else None
+
+    def keep(self, key: Hashable, w: Tensor, found: Any) -> Any:
         _see_optimizers()
-        seen = w.data_ptr(), w._version, _steps[0]
-        if key not in self.made or self.made[key][0] != seen:
-            self.made[key] = seen, make()
-        return self.made[key][1]
+        self.made[key] = (w.data_ptr(), w._version, _steps[0]), found
+        return found
 
 
 _steps = [0]  # steps of all optimizers: some of them change parameters without changing their version counter
@@ -292,26 +424,29 @@ class Float8Trained(Weight):
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         assert self.learnable is not None
-        return self.learnable.to(dtype)
+        return as_dtype(self.learnable, dtype)
 
     def _largest(self, w: Tensor) -> Amax:
         """The largest values of ``w``, which is W in the dtype of the products."""
-        known = lambda: amax_of(w, self.recipe.by_rows)
-        return known() if self.kept is None or self.learnable is None else self.kept.of((self.recipe.by_rows, w.dtype), self.learnable, known)
+        if self.kept is None or self.learnable is None:
+            return amax_of(w, self.recipe.by_rows)
+        key = self.recipe.by_rows, w.dtype
+        found = self.kept.find(key, self.learnable)
+        return self.kept.keep(key, self.learnable, amax_of(w, self.recipe.by_rows)) if found is None else found
 
     def _cast(self, dtype: torch.dtype) -> Cast:
         """W cast for y."""
         w = self.dense(dtype).detach()
-        return _the(self._cast_by(lambda: self._largest(w), w, E4, True, False)[0])
+        return _the(self._cast_by(None if self.recipe.blocks else self._largest(w), w, E4, True, False)[0])
 
     def _cast_by(
-        self, amax: Callable[[], Amax], x: Tensor, dtype: torch.dtype, rows: bool, columns: bool, spare: Tensor | None = None
+        self, amax: Amax | None, x: Tensor, dtype: torch.dtype, rows: bool, columns: bool, spare: Tensor | None = None
     ) -> tuple[Cast | None, Cast | None]:
-        """Cast x by the recipe. ``amax``: finds its largest values."""
-        if self.recipe.blocks:
+        """Cast x by the recipe. ``amax``: its largest values; None for scales of blocks."""
+        if amax is None:
             one, other = mx_casts(x, rows=rows, columns=columns)
             return None if one is None else Cast(*one), None if other is None else Cast(*other)
-        return casts(x, dtype, amax(), self.recipe.powers_of_2, rows=rows, columns=columns, spare=spare)
+        return casts(x, dtype, amax, self.recipe.powers_of_2, rows=rows, columns=columns, spare=spare)
 
     def _transposed_cast(self, dtype: torch.dtype, after: Tensor, spare: Tensor | None = None) -> Cast:
         """W cast for dx, ``after`` something that only the backward has. ``spare``: a tensor whose memory it may use."""
@@ -330,7 +465,8 @@ class Float8Trained(Weight):
 
     def _casts(self, name: str, x: Rows, dtype: torch.dtype, rows: bool, columns: bool) -> tuple[Cast | None, Cast | None]:
         """The casts of x or dy, once for all weights with this recipe."""
-        return x.made((name, self.recipe), lambda x_: self._cast_by(lambda: self._amax(x), x_, dtype, rows, columns, x.spare))
+        make = lambda x_: self._cast_by(None if self.recipe.blocks else self._amax(x), x_, dtype, rows, columns, x.spare)
+        return x.made((name, self.recipe.name), make)
 
     def _amax(self, x: Rows) -> Amax:
         return x.made(("amax", self.recipe.by_rows), lambda rows: amax_of(rows, self.recipe.by_rows))
@@ -346,21 +482,36 @@ class Float8Trained(Weight):
         """The casts of dy: by rows for dx, and by columns for dw if W learns."""
         return self._casts("dy", dy, self.recipe.gradient, True, self.learns and self.recipe.weight_gradient)
 
+    def _cast_together(self, name: str, rows: Rows, of_rows: tuple[torch.dtype, bool, bool], of_w: tuple[bool, bool]) -> tuple[Cast | None, Cast | None] | None:
+        """Cast W together with the rows that it multiplies, which then find their casts; None where either is to be cast alone. ``of_w``: rows, columns."""
+        key = name, self.recipe.name
+        if self.recipe.by_rows or rows.has(key) or rows.spare is not None or torch.compiler.is_compiling():
+            return None
+        w = self.dense(rows.dtype).detach()
+        wanted = Wanted(rows.rows, of_rows[0], self._amax(rows), *of_rows[1:]), Wanted(w, E4, self._largest(w), *of_w)
+        found, of_weight = two_casts(*wanted, self.recipe.powers_of_2)
+        rows.remade(key, found)
+        return of_weight
+
     def forward(self, x: Rows, y: Tensor | None) -> Tensor:
-        found = self._product(_the(self._of_x(x)[0]), self._cast(x.dtype), x.dtype, fast=True)
+        columns = x.learns and self.learns and self.recipe.weight_gradient and not x.stays
+        of_w = self._cast_together("x", x, (E4, True, columns), (True, False))
+        found = self._product(_the(self._of_x(x)[0]), self._cast(x.dtype) if of_w is None else _the(of_w[0]), x.dtype, fast=True)
         return added(found, y)
 
     def backward(self, dy: Rows, dx: Tensor | None) -> Tensor:
+        together = None if dy.ours else self._cast_together("dy", dy, (self.recipe.gradient, True, self.learns), (False, True))
         one, other = self._of_dy(dy)
-        dy.remade(("dy", self.recipe), (None, other))  # each y has one weight, which uses the cast by rows here alone
+        dy.remade(("dy", self.recipe.name), (None, other))  # each y has one weight, which uses the cast by rows here alone
         of_dy, dead = _the(one), dy.rows if dy.ours and other is not None else None
-        found = self._product(of_dy, self._transposed_cast(dy.dtype, of_dy.scale, dead), dy.dtype, fast=False)
+        of_w = self._transposed_cast(dy.dtype, of_dy.scale, dead) if together is None else _the(together[1])
+        found = self._product(of_dy, of_w, dy.dtype, fast=False)
         return found if dx is None else dx.add_(found)
 
     def of_input(self, x: Rows) -> tuple[Hashable, Sequence[Tensor | None]] | None:
         if not (self.recipe.weight_gradient and x.learns and self.learns) or (x.stays and self.recipe.blocks):
             return None
-        return (("amax", self.recipe.by_rows), self._amax(x)) if x.stays else (("x", self.recipe), _the(self._of_x(x)[1]))
+        return (("amax", self.recipe.by_rows), self._amax(x)) if x.stays else (("x", self.recipe.name), _the(self._of_x(x)[1]))
 
     def made_again(self, key: Hashable, tensors: Sequence[Tensor | None]) -> Any:
         one, other = tensors
@@ -381,6 +532,37 @@ class Float8Trained(Weight):
     def input_cast(self, x: Rows) -> Cast:
         """What ``gradient`` multiplies instead of x."""
         return _the(self._casts("x", x, E4, False, True)[1])
+
+
+def search(products: Iterable[tuple[Weight, Rows | None]]) -> None:
+    """Find the largest values of weights, and of the rows that they multiply, that casts with one scale will ask for: in one launch, not in one for each."""
+    if torch.compiler.is_compiling():
+        return
+    of_rows: list[Rows] = []
+    of_weights: list[tuple[Kept, Tensor]] = []
+    dtype = None
+    for weight, rows in products:
+        if not isinstance(weight, Float8Trained) or weight.recipe.by_rows:
+            continue
+        if rows is not None:
+            dtype = rows.dtype
+            if rows not in of_rows and not rows.has(_WHOLE):
+                of_rows.append(rows)
+        w, kept = weight.learnable, weight.kept
+        # of weights in another dtype, only one at a time is cast to that of the products
+        if kept is not None and w is not None and w.dtype == dtype and kept.find((False, dtype), w) is None:
+            of_weights.append((kept, w))
+    xs = [*(rows.rows for rows in of_rows), *(w.detach() for _, w in of_weights)]
+    if len(xs) < 2:
+        return
+    found = [amax for i in range(0, len(xs), MOST) for amax in tops_of(xs[i : i + MOST])]
+    for rows, amax in zip(of_rows, found):
+        rows.remade(_WHOLE, amax)
+    for (kept, w), amax in zip(of_weights, found[len(of_rows) :]):
+        kept.keep((False, w.dtype), w, amax)
+
+
+_WHOLE = ("amax", False)  # the key of the largest values of rows that are cast with one scale
 
 
 def _the(cast: Cast | None) -> Cast:

@@ -16,7 +16,7 @@ from torch import Tensor
 from liger_kernel import memory
 from liger_kernel.ops._core.operator import once_differentiable, rows_of, shaped
 from liger_kernel.ops.projections.adapted import Projection, Projections
-from liger_kernel.ops.projections.weights import Rows
+from liger_kernel.ops.projections.weights import Rows, as_dtype
 
 
 @contextlib.contextmanager
@@ -116,4 +116,4 @@ def stays(x: Tensor) -> bool:
 def linears(x: Tensor, projections: Sequence[Projection]) -> tuple[Tensor, ...]:
     """y (..., N) of each projection of x (..., K), in the dtype of autocast if it is on, else in the dtype of x."""
     dtype, thin = dtypes_of(x, projections)
-    return LinearsFunction.apply(x.to(dtype), tuple(projections), thin, *flat(projections))
+    return LinearsFunction.apply(as_dtype(x, dtype), tuple(projections), thin, *flat(projections))

@@ -23,10 +23,10 @@ from liger_kernel.ops._core.saved import CHECKPOINT, HARMLESS, graph_is_kept, sa
 from liger_kernel.ops.activations.glu import ACTS, TOPS, Form, glu_bwd_, glu_fwd
 from liger_kernel.ops.activations.glu import reference as glu_reference
 from liger_kernel.ops.projections.adapted import Projection, Projections, rows_again
-from liger_kernel.ops.projections.float8_training import Float8Trained, glu_and_tops, known_amax
+from liger_kernel.ops.projections.float8_training import Float8Trained, glu_and_tops, known_amax, search
 from liger_kernel.ops.projections.linear import dtypes_of, flat, split, stays, without_autocast
 from liger_kernel.ops.projections.tiled_mlp import TILE
-from liger_kernel.ops.projections.weights import Dense, Dequantized, Rows
+from liger_kernel.ops.projections.weights import Dense, Dequantized, Rows, as_dtype
 
 
 def reference(
@@ -223,6 +223,7 @@ class AdaptedMLPFunction(torch.autograd.Function):
                 y, kept, of_last = _tiled_outputs(gate_up, last, rows.rows, ctx.form, ctx.tiles), [], []
             else:
                 gate_up.take(rows.rows)
+                search([*((p.weight, rows) for p in first), (down.weight, None)])
                 projected = gate_up.outputs(rows)
                 if not recompute:
                     ctx.rows_again, of_x = gate_up.input_kept(rows, x)
@@ -274,7 +275,7 @@ class AdaptedMLPFunction(torch.autograd.Function):
                 if kept_graph or not ctx.unshared or gate_up.zs:
                     projected = [t.clone() for t in projected]
             dx, grads = _gradients(gate_up, last, projected, rows, dys, need_x, needs, ctx.form)
-        return None if dx is None else dx.view(ctx.shape), *[None] * 9, *(g if g is None else g.to(t.dtype) for g, t in zip(grads, tensors))
+        return None if dx is None else dx.view(ctx.shape), *[None] * 9, *(g if g is None else as_dtype(g, t.dtype) for g, t in zip(grads, tensors))
 
 
 def _tiles(rows: int, count: int) -> list[slice]:
@@ -414,4 +415,4 @@ def adapted_mlp(
     """
     dtype, thin = dtypes_of(x, [*first, down])
     tensors = flat([*first, down])
-    return AdaptedMLPFunction.apply(x.to(dtype), tuple(first), down, thin, act, gate_multiplier, down_multiplier, recompute, ends, tiles, *tensors)
+    return AdaptedMLPFunction.apply(as_dtype(x, dtype), tuple(first), down, thin, act, gate_multiplier, down_multiplier, recompute, ends, tiles, *tensors)

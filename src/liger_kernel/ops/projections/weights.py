@@ -25,6 +25,11 @@ def add_product(y: Tensor | None, a: Tensor, b: Tensor, scale: float = 1.0, out:
     return torch.addmm(a.new_empty(()) if out is None else out, a, b, beta=0, alpha=scale, out=out)
 
 
+def as_dtype(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """``t.to(dtype)``, without the dispatcher if there is nothing to do: a layer in FP8 asks this some forty times."""
+    return t if t.dtype == dtype else t.to(dtype)
+
+
 def added(y: Tensor, t: Tensor | None) -> Tensor:
     """``y + t``, written to y if nobody keeps y."""
     return y if t is None else (y + t).to(y.dtype) if results_are_kept() else y.add_(t)
@@ -49,6 +54,10 @@ class Rows:
     ):
         self.rows, self.dtype, self.learns, self.stays, self.spare, self.ours = rows, rows.dtype, learns, stays, spare, ours
         self._made = dict(made or {})
+
+    def has(self, key: Hashable) -> bool:
+        """Whether ``made`` would find something."""
+        return key in self._made
 
     def made(self, key: Hashable, make: Callable[[Tensor], Any]) -> Any:
         if key not in self._made:
@@ -111,7 +120,7 @@ class Dense(Weight):
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         assert self.learnable is not None
-        return self.learnable.to(dtype)
+        return as_dtype(self.learnable, dtype)
 
     def opened(self, dtype: torch.dtype) -> Weight:
         return replace(self, learnable=self.dense(dtype))

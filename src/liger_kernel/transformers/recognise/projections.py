@@ -116,8 +116,10 @@ def _float8(m: Any, dtype: torch.dtype) -> Weight | Left | None:
 
 def _float8_trained(m: Any, dtype: torch.dtype) -> Weight | Left | None:
     """The weight of our layers trained in FP8 and of torchao's."""
-    recipe = m.recipe if type(m) is LigerFloat8TrainingLinear else None
-    if type(m) is _class("torchao.float8.float8_linear", "Float8Linear"):
+    recipe = None
+    if type(m) is LigerFloat8TrainingLinear:
+        recipe = m.recipe
+    elif type(m) is _class("torchao.float8.float8_linear", "Float8Linear"):
         recipe = _recipe_of(m.config)
         if recipe is None or (m.config.emulate and m.weight.is_cuda) or not _of_package(type(m), "torchao."):
             return Left("a layer of torchao in FP8 by a config of its own")
@@ -127,11 +129,12 @@ def _float8_trained(m: Any, dtype: torch.dtype) -> Weight | Left | None:
         return None
     if dtype not in DTYPES:
         return Left(f"a layer in FP8 beside an input of {dtype}")
-    if not (_own(m) and plain(m.weight) and (m.bias is None or plain(m.bias))):
+    w, bias = m.weight, m.bias
+    if not (_own(m) and plain(w) and (bias is None or plain(bias))):
         return Left("a layer in FP8 that is sharded or hooked, or gathered in FP8")
-    if m.weight.dtype != dtype and not torch.is_autocast_enabled(m.weight.device.type):
-        return Left(f"a weight of {m.weight.dtype} beside an input of {dtype}")
-    return trained(m.weight, recipe)
+    if w.dtype != dtype and not torch.is_autocast_enabled(w.device.type):
+        return Left(f"a weight of {w.dtype} beside an input of {dtype}")
+    return trained(w, recipe)
 
 
 @functools.lru_cache(16)
@@ -142,7 +145,8 @@ def _recipe_of(config: Any) -> str | None:
     return next((recipe for recipe in RECIPES if not RECIPES[recipe].blocks and same(recipe)), None)
 
 
-STORAGES: list[Callable[[nn.Module, torch.dtype], Weight | Left | None]] = [_dense, _four_bits, _float8, _float8_trained]
+STORAGES: list[Callable[[nn.Module, torch.dtype], Weight | Left | None]] = [_dense, _float8_trained, _four_bits, _float8]
+_ALONE = (nn.Linear, LigerFloat8TrainingLinear)  # classes of layers without another inside, of which nobody need ask for it
 
 
 def _adapters(m: Any) -> list[str]:
@@ -223,7 +227,7 @@ def projection(m: Any, dtype: torch.dtype) -> Projection | Left:
     cls = type(m)
     if _of_peft(cls) and _of_package(cls, "peft."):
         return _peft(m, dtype)
-    if hasattr(m, "base_layer"):
+    if cls not in _ALONE and hasattr(m, "base_layer"):
         return Left(f"a layer of class {cls.__module__}.{cls.__name__}")
     weight = _weight(m, dtype)
     return weight if isinstance(weight, Left) else Projection(weight, m.bias)

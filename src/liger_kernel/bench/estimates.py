@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from liger_kernel.bench.rows import Row
 from liger_kernel.bench.step import LINEARS, SWITCHED
@@ -34,7 +35,7 @@ class Measured:
     precision: str
     ignored: float
     gb: float
-    run: tuple[tuple[str, object], ...]
+    run: tuple[tuple[str, Any], ...]
 
     def estimate(self) -> simulated.Peak:
         values = MODELS[self.model] | ({"num_hidden_layers": self.layers} if self.layers else {})

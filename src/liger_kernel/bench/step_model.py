@@ -69,11 +69,13 @@ def _stock(spec: dict[str, Any], device: torch.device) -> Any:
 
     values = dict(spec["config"])
     config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
-    sdpa = transformers.AutoModelForCausalLM._model_mapping[type(config)]._supports_sdpa  # not of gpt-oss, whose attention has sinks
+    kind: Any = transformers.AutoModelForCausalLM._model_mapping[type(config)]
     torch.manual_seed(0)
     with device:
         model = transformers.AutoModelForCausalLM.from_config(
-            config, dtype=getattr(torch, spec["dtype"]), attn_implementation="sdpa" if sdpa else "eager"
+            config,
+            dtype=getattr(torch, spec["dtype"]),
+            attn_implementation="sdpa" if kind._supports_sdpa else "eager",  # sinks, as of gpt-oss
         ).train()
     model.config.use_cache = False
     return model

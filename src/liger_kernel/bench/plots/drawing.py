@@ -244,7 +244,7 @@ def _lines(axes: Any, rows: list[Row], name: str, sweep: str) -> None:
 
 
 def _plain(value: float, _: Any = None) -> str:
-    return f"{value:,.0f}" if value >= 1 else f"{value:g}"
+    return f"{value:,.0f}" if value >= 100 else f"{value:g}"
 
 
 def _end_labels(axes: Any, ends: list[tuple[float, float, str, str]]) -> None:

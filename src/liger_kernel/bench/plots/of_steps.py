@@ -83,32 +83,36 @@ def _swept(data: Data, over: str) -> dict[str, list[Row]]:
 def batch_curves(data: Data, out: Path | str) -> list[Path]:
     """Tokens per second and peak memory against the batch size, until memory is exhausted: ``batches-MODEL.png``."""
     unit = "process" if on_cpu(data.get("meta", {})) else "GPU"
-    return _sweeps(data, out, "batch", "batches", f"rows a {unit}", f"{{model}}: the most rows a {unit} of those measured: {{most}}")
+    most = lambda rows: {row["variant"]: f"{row['batch']:,}" for row in sorted(rows, key=lambda row: row["batch"])}
+    return _sweeps(data, out, "batch", "batches", f"rows a {unit}", f"the most rows a {unit} of those measured", most)
 
 
 def length_curves(data: Data, out: Path | str) -> list[Path]:
     """Tokens per second and peak memory against the length of rows, and ``estimated_gb``, what ``liger fit`` says of the peak: ``lengths-MODEL.png``."""
-    return _sweeps(data, out, "seq", "lengths", "tokens of a row", "{model}: the longest rows of those measured: {most}", _estimates)
+    peaks = lambda rows: {row["variant"]: f"{digits(row['peak_allocated_gb'])} GB" for row in sorted(rows, key=lambda row: row["seq"])}
+    return _sweeps(data, out, "seq", "lengths", "tokens of a row", "peak memory of the longest rows of those measured", peaks, _estimates)
 
 
 def _sweeps(
-    data: Data, out: Path | str, over: str, name: str, label: str, title: str, more: Callable[[Any, list[Row]], str] = lambda axes, rows: ""
-) -> list[Path]:
+    data: Data, out: Path | str, over: str, name: str, label: str, about: str, values: Callable[[list[Row]], dict[str, str]],
+    more: Callable[[Any, list[Row]], str] = lambda axes, rows: "",
+) -> list[Path]:  # fmt: skip
+    """``about`` and ``values``: what the title says of each variant."""
     swept, paths = _swept(data, over), []
     for model in dict.fromkeys(rows[0]["model"] for rows in swept.values()):
         groups = {heading: rows for heading, rows in swept.items() if rows[0]["model"] == model}
-        measured = sorted((row for rows in groups.values() for row in rows if _value(row, "tokens_per_s")), key=lambda row: row[over])
-        most = {row["variant"]: row[over] for row in measured}
+        of = values([row for rows in groups.values() for row in rows if _value(row, "tokens_per_s")])
         unit = "process" if on_cpu(data.get("meta", {})) else "GPU"
-        said = title.format(model=model, most=", ".join(f"{variant_label(name)} {most[name]:,}" for name in _order(data["rows"]) if name in most))
+        said = f"{model}: {about}: {', '.join(f'{variant_label(name)} {of[name]}' for name in _order(data['rows']) if name in of)}"
         path = _path(out, name, model)
         with _figure(path, 10.8, 3.4 * len(groups), said, f"against {label}; a line ends where memory is out", hardware_line(data.get("meta", {}))) as figure:
             for line, (heading, rows) in zip(figure.subplots(len(groups), 2, squeeze=False), groups.items()):
-                for axes, value, words in zip(line, ("tokens_per_s", "peak_allocated_gb"), ("tokens per second", f"peak memory a {unit}, GB")):
+                place = f"{heading[len(model) + 2 :]}: "
+                for axes, value, words in zip(line, ("tokens_per_s", "peak_allocated_gb"), (f"{place}tokens per second", f"peak memory a {unit}, GB")):
                     _curves(axes, rows, value, over)
                     added = more(axes, rows) if value == "peak_allocated_gb" else ""
                     axes.set_xlabel(label)
-                    axes.set_title(f"{heading[len(model) + 2 :]}: {words}{added}", color=INK, pad=6)
+                    axes.set_title(f"{words}{added}", color=INK, pad=6)
         paths.append(path)
     return paths
 

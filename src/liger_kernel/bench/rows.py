@@ -459,7 +459,7 @@ def write_step_csv(result: dict[str, Any], path: str) -> None:
     rows = []
     for row in result["rows"]:
         flat = {k: v for k, v in row.items() if k not in ("breakdown_ms", "memory_timeline", "losses")}
-        flat |= {k: result["meta"].get(k) for k in ("data", "lengths", "masked", "optimizer")}
+        flat |= {k: row.get(k, result["meta"].get(k)) for k in ("data", "lengths", "masked", "optimizer")}
         flat |= {f"{kind}_ms": ms for kind, ms in (row.get("breakdown_ms") or {}).items()}
         flat |= {f"loss_{i}": loss for i, loss in enumerate(row.get("losses") or ())}
         flat["peak_phase"] = peak_of(row["memory_timeline"])[2] if row.get("memory_timeline") else None

@@ -1,0 +1,113 @@
+"""Several `liger bench step` commands in the time of few: all variants build their models side by side, and are measured one after the other.
+
+    python benchmarks/side_by_side.py COMMANDS OUT.csv
+
+COMMANDS is a file with the arguments of one command in each line; lines that an empty one follows are a group. The models of a group must fit together:
+a variant that waits for its turn holds its weights and nothing else. Whoever has the turn is alone with the GPUs, until its process ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib.util
+import json
+import os
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+TURNS, NUMBER, ALL = (f"SIDE_BY_SIDE_{name}" for name in ("TURNS", "NUMBER", "ALL"))  # set for the processes of the variants
+PATIENCE = 600.0  # seconds for the slowest to build its model
+
+
+def wait_for_turn() -> None:
+    """Return when every variant is built, or has failed, and it is this one's turn. Other ranks than the first poll: a collective would use the GPU."""
+    turns, number = Path(os.environ[TURNS]), os.environ[NUMBER]
+    go = turns / f"go-{number}"
+    if int(os.environ.get("RANK", 0)) == 0:
+        (turns / f"built-{number}").touch()
+        until = time.monotonic() + PATIENCE
+        while len(list(turns.glob("built-*"))) < int(os.environ[ALL]) and time.monotonic() < until:
+            time.sleep(0.05)
+        lock = os.open(turns / "lock", os.O_WRONLY | os.O_CREAT)  # open until the process ends
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        go.touch()
+    while not go.exists():
+        time.sleep(0.05)
+    time.sleep(0.5)  # for the memory of the one before
+
+
+def variant(path: str, spec: str, result: str) -> int:
+    """``step_child.py``, which waits for its turn when it has built its model."""
+    sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder) != os.path.dirname(os.path.abspath(__file__))]
+    found = importlib.util.spec_from_file_location("step_child", path)
+    assert found is not None and found.loader is not None
+    child = importlib.util.module_from_spec(found)
+    found.loader.exec_module(child)
+    built = child.Training.__init__
+
+    def build(self: Any, *args: Any) -> None:
+        built(self, *args)
+        wait_for_turn()
+
+    child.Training.__init__ = build
+    return child.main(spec, result)
+
+
+def main(commands: str, out: str) -> int:
+    from liger_kernel.bench import step
+    from liger_kernel.bench.rows import write_step_csv
+    from liger_kernel.model_sizes import config_of
+
+    parsed = [[step.parse(line.split()) for line in group.splitlines() if line.strip()] for group in Path(commands).read_text().split("\n\n")]
+    os.environ["SIDE_BY_SIDE_CHILD"], step.CHILD = str(step.CHILD), Path(__file__).resolve()
+    meta, rows = step.environment(), []
+    gpu = meta["gpus"] > 0
+    meta |= {"dtype": "bfloat16" if gpu else "float32"}
+    own, run = threading.local(), step.subprocess.run
+    step.subprocess.run = lambda *args, env=None, **more: run(*args, env={**(os.environ if env is None else env), **getattr(own, "turn", {})}, **more)
+
+    def measure(number: int, a: Any, model: str, name: str, folder: Path, all_: int) -> None:
+        own.turn = {TURNS: str(folder), NUMBER: str(number), ALL: str(all_)}
+        mine = folder / str(number)
+        mine.mkdir()
+        (mine / f"{model}.pt").symlink_to(folder / f"{commands_of.index(a)}-{model}.pt")
+        try:
+            found = step.measure(a, model, name, mine, a.peak_tflops or meta["gemm_tflops"], gpu)
+        finally:
+            (folder / f"built-{number}").touch()
+        same = {field: getattr(a, field) for field in ("data", "lengths", "masked", "optimizer")}
+        measured[number] = [row | same for row in found]
+        for row in found:
+            said = (
+                row["failed"] or f"{row['step_ms']:,.1f} ms, {row['tokens_per_s']:,.0f} tokens/s, {row['peak_allocated_gb']:.2f} GB, spread {row['spread']:.1%}"
+            )
+            print(f"{model} {name}, {row['batch']} x {row['seq']}: {said}", flush=True)
+
+    for commands_of in parsed:
+        measured: dict[int, list[dict[str, Any]]] = {}
+        with tempfile.TemporaryDirectory(prefix="liger-bench-") as tmp:
+            for i, a in enumerate(commands_of):
+                for model in a.model:
+                    step.write_tokens(a.data, config_of(step.values_of(a, model)).vocab_size, Path(tmp) / f"{i}-{model}.pt")
+            jobs = [(a, model, name) for a in commands_of for model in a.model for name in sorted(a.against, key=lambda name: name != "stock")]
+            threads = [threading.Thread(target=measure, args=(n, *job, Path(tmp), len(jobs))) for n, job in enumerate(jobs)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        for n, (a, model, _) in enumerate(jobs):
+            stock = next((row for m, job in enumerate(jobs) if job == (a, model, "stock") for row in measured.get(m, [])), None)
+            rows += [step.judge(row, stock, step.PARITY["bfloat16" if a.autocast or a.quantize else meta["dtype"]]) for row in measured.get(n, [])]
+        write_step_csv({"meta": meta, "rows": rows}, out)
+        Path(out).with_suffix(".json").write_text(json.dumps({"meta": meta, "rows": rows}, indent=1))
+    return int(not rows or any(row["failed"] for row in rows if row["variant"].startswith("ours")))
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        sys.exit(variant(os.environ["SIDE_BY_SIDE_CHILD"], *sys.argv[1:]) if TURNS in os.environ else main(*sys.argv[1:]))

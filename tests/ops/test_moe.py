@@ -233,26 +233,30 @@ def test_gpt_oss_layout_needs_no_copies():
 
 @needs_kernels
 @pytest.mark.parametrize("grads", [("x", "gate_up", "down", "topk_weight"), ("x",), ("down",), ("topk_weight",)], ids=" ".join)
-def test_recomputed(grads):
-    """The same bits, from x, the routing and the weights alone."""
-    args, saved = arguments(grads=grads), []
-    expected = run(moe, args)
+@pytest.mark.parametrize("adapted", ["none", "down", "both"])
+def test_recomputed(adapted, grads):
+    """The same bits, from x, the routing, the weights and a thin product alone."""
+    args, saved, fn = arguments(grads=grads), [], moe if adapted == "none" else lora_moe
+    args = args if adapted == "none" else with_adapters(args, gate_up=adapted == "both")
+    expected = run(fn, args)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        y = moe(**like(args), recompute=True)
-    assert_same_bits(run(functools.partial(moe, recompute=True), like(args)), expected)
+        y = fn(**like(args), recompute=True)
+    assert_same_bits(run(functools.partial(fn, recompute=True), like(args)), expected)
     assert y.requires_grad and not [t for t in saved if t.shape == (22, 48)] and saved
 
 
+def with_adapters(args: dict, *, gate_up: bool = True) -> dict:
+    torch.manual_seed(1)
+    shapes = (dict(gate_up_a=(4, 3, 16), gate_up_b=(4, 48, 3)) if gate_up else {}) | dict(down_a=(4, 3, 24), down_b=(4, 16, 3))
+    return args | {name: torch.randn(shape, device=DEVICE).requires_grad_() for name, shape in shapes.items()}
+
+
 @needs_kernels
-@pytest.mark.parametrize("with_adapters", [False, True])
-def test_what_others_may_see_is_not_overwritten(with_adapters):
+@pytest.mark.parametrize("adapted", [False, True])
+def test_what_others_may_see_is_not_overwritten(adapted):
     """The backward writes the gradient of h into h, unless somebody has kept it."""
-    args = arguments()
-    if with_adapters:
-        torch.manual_seed(1)
-        shapes = dict(gate_up_a=(4, 3, 16), gate_up_b=(4, 48, 3), down_a=(4, 3, 24), down_b=(4, 16, 3))
-        args |= {name: torch.randn(shape, device=DEVICE).requires_grad_() for name, shape in shapes.items()}
-    fn = lora_moe if with_adapters else moe
+    args = with_adapters(arguments()) if adapted else arguments()
+    fn = lora_moe if adapted else moe
     expected = torch.autograd.grad(fn(**args).sum(), list(differentiable(args).values()))
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append((t, t.clone())) or t, lambda t: t):

@@ -61,6 +61,7 @@ def reference(
     alpha: float = 1.0,
     limit: float | None = None,
     offset: float = 0.0,
+    recompute: bool = False,
 ) -> Tensor:
     def product(rows: Tensor, e: int, weight: Tensor, bias: Tensor | None, a: Tensor | None, b: Tensor | None) -> Tensor:
         z = F.linear(rows, weight[e])
@@ -86,34 +87,41 @@ def _thin(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return t.to(dtype, memory_format=torch.contiguous_format)
 
 
+def _hidden(x, gate_up, xa, b, scale, index, order, position, offs) -> Tensor:
+    """h, the product of sorted rows and gate_up with its adapter, if it has one. ``xa``: the thin product of these rows and a."""
+    h = grouped_mm(moe_gather(x, index, order, position, offs, None)[0], _dense(gate_up, x.dtype).mT, offs)
+    if xa is not None:
+        add_thin_(h, xa, b, offs, scale)
+    return h
+
+
 class AdaptedMoEFunction(torch.autograd.Function):
-    """``apply(x, topk_index, topk_weight, gate_up, down, gate_up_bias, down_bias, gate_up_a, gate_up_b, down_a, down_b, scales, form)``.
+    """``apply(x, topk_index, topk_weight, gate_up, down, gate_up_bias, down_bias, gate_up_a, gate_up_b, down_a, down_b, scales, form, keep)``.
 
     gate_up and down: a tensor, or a ``Weight`` that is made dense for each product. Each b is transposed, (E, r, N). ``scales``: of the adapters of gate_up
-    and of down. ``form``: act, interleaved, alpha, limit and offset. A pair of adapters may be None.
+    and of down. ``form``: act, interleaved, alpha, limit and offset. ``keep``: as in ``LigerFusedMoEFunction``. A pair of adapters may be None.
     """
 
     @staticmethod
-    def forward(ctx, x, topk_index, topk_weight, gate_up, down, gate_up_bias, down_bias, gate_up_a, gate_up_b, down_a, down_b, scales, form):
+    def forward(ctx, x, topk_index, topk_weight, gate_up, down, gate_up_bias, down_bias, gate_up_a, gate_up_b, down_a, down_b, scales, form, keep):
         x, index, w, dtype = rows_of(x), topk_index.contiguous(), topk_weight.contiguous(), x.dtype
         bias, last_bias = (t if t is None else t.contiguous() for t in (gate_up_bias, down_bias))
         adapters = gate_up_a, gate_up_b, down_a, down_b
         ctx.dtypes = [None if t is None else t.dtype for t in adapters]
         a, b, last_a, last_b = (_thin(t, dtype) for t in adapters)
         order, position, offs = moe_route(index, gate_up.shape[0])
-        rows, weight, xa = moe_gather(x, index, order, position, offs, None)[0], _dense(gate_up, dtype), None
+        xa = None
         if a is None:
-            h, z = moe_up(rows, weight, bias, index, order, offs, True, *form)
+            h, z = moe_up(moe_gather(x, index, order, position, offs, None)[0], _dense(gate_up, dtype), bias, index, order, offs, keep, *form)
         else:
-            h = grouped_mm(rows, weight.mT, offs)
             xa = thin_rows(x, order, index.shape[1], a, offs, 1.0)
-            add_thin_(h, xa, b, offs, scales[0])
+            h = _hidden(x, gate_up, xa, b, scales[0], index, order, position, offs)
             z = moe_glu_fwd(h, bias, index, order, offs, *form)
-        del rows, weight
+            h = h if keep else h.new_empty(0, h.shape[1])
         y = grouped_mm(z, _dense(down, dtype).mT, offs)
         if last_a is not None:
             add_thin_(y, thin_rows(z, None, 1, last_a, offs, 1.0), last_b, offs, scales[1])
-        ctx.scales, ctx.form, ctx.unshared = scales, form, saving_hooks()[1] in HARMLESS
+        ctx.scales, ctx.form, ctx.keep, ctx.unshared = scales, form, keep, saving_hooks()[1] in HARMLESS
         ctx.stored = [None if isinstance(weight, Tensor) else weight for weight in (gate_up, down)]
         weights = (weight if stored is None else None for weight, stored in zip((gate_up, down), ctx.stored))
         ctx.save_for_backward(x, *weights, a, b, last_a, last_b, index, w, bias, last_bias, h, xa, order, position, offs)
@@ -124,9 +132,11 @@ class AdaptedMoEFunction(torch.autograd.Function):
     def backward(ctx, dout):
         h_is_ours = ctx.unshared and not graph_is_kept()
         x, gate_up, down, a, b, last_a, last_b, index, w, bias, last_bias, h, xa, order, position, offs = ctx.saved_tensors
-        need_x, _, need_w, need_gate_up, need_down, need_bias, need_last_bias, need_a, need_b, need_last_a, need_last_b, _, _ = ctx.needs_input_grad
+        need_x, _, need_w, need_gate_up, need_down, need_bias, need_last_bias, need_a, need_b, need_last_a, need_last_b = ctx.needs_input_grad[:11]
         (scale, last_scale), K, dtype = ctx.scales, index.shape[1], x.dtype
         weights = [weight if stored is None else stored for weight, stored in zip((gate_up, down), ctx.stored)]
+        if not ctx.keep:
+            h, h_is_ours = _hidden(x, weights[0], xa, b, scale, index, order, position, offs), True
         need_dh = need_x or need_gate_up or need_bias or need_a or need_b
         dx = dgate_up = ddown = dbias = dlast_bias = da = db = dlast_a = dlast_b = dya = dxa = None
         dout = rows_of(dout)
@@ -164,7 +174,7 @@ class AdaptedMoEFunction(torch.autograd.Function):
             if dxa is not None:
                 add_thin_(dxs, dxa, a, offs, 1.0)
             dx = moe_combine(dxs, index, position, offs, None, None)
-        return dx, None, dw if need_w else None, dgate_up, ddown, dbias, dlast_bias, da, db, dlast_a, dlast_b, None, None
+        return dx, None, dw if need_w else None, dgate_up, ddown, dbias, dlast_bias, da, db, dlast_a, dlast_b, *[None] * 3
 
 
 def _joined(adapters: Sequence[Adapter]) -> tuple[Tensor | None, Tensor | None, float]:
@@ -177,7 +187,7 @@ def _joined(adapters: Sequence[Adapter]) -> tuple[Tensor | None, Tensor | None, 
 def adapted_moe(
     x: Tensor, gate_up: Tensor | Weight, down: Tensor | Weight, topk_index: Tensor, topk_weight: Tensor, gate_up_adapters: Sequence[Adapter],
     down_adapters: Sequence[Adapter], *, gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, act: str = "silu", interleaved: bool = False,
-    alpha: float = 1.0, limit: float | None = None, offset: float = 0.0,
+    alpha: float = 1.0, limit: float | None = None, offset: float = 0.0, recompute: bool = False,
 ) -> Tensor:  # fmt: skip
     """``moe`` by kernels, for weights (E, N, K) with any storage and any number of adapters: a (E, r, K), b (E, N, r), without dropout and bias.
 
@@ -188,7 +198,9 @@ def adapted_moe(
     bias, last_bias = (t if t is None else t.to(x.dtype) for t in (gate_up_bias, down_bias))
     form = (act, interleaved, alpha, limit, offset)
     pairs = a, b if b is None else b.mT, last_a, last_b if last_b is None else last_b.mT
-    return AdaptedMoEFunction.apply(x, topk_index, topk_weight, gate_up, down, bias, last_bias, *pairs, (scale, last_scale), form)
+    given = (x, topk_weight, gate_up, down, bias, last_bias, *pairs)
+    keep = not recompute and torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in given)
+    return AdaptedMoEFunction.apply(x, topk_index, topk_weight, gate_up, down, bias, last_bias, *pairs, (scale, last_scale), form, keep)
 
 
 def _cost(
@@ -237,6 +249,7 @@ _LAST = _args(4, 2, 8, 8, 3, 2)
             "gpt-oss",
             _args(9, 2, 16, 24, 2, 4, grads="x w") | dict(gate_up_bias=T((2, 48), _sixes), down_bias=T((2, 16)), **_GPT_OSS),
         ),
+        Case("recomputed", _args(9, 2, 16, 24, 3, 4, grads="x w") | dict(recompute=True)),
         Case("bad-x", _LAST | dict(x=T((1, 4, 8))), error="lora_moe: x must have shape (T, H), got (1, 4, 8)"),
         Case("bad-down", _LAST | dict(down=T((3, 8, 9))), error="lora_moe: down must have shape (3, 8, 8), got (3, 8, 9)"),
         Case("no-b", _LAST | dict(down_b=None), error="lora_moe: down_b must be given with down_a, got None"),
@@ -266,11 +279,12 @@ def lora_moe(
     alpha: float = 1.0,
     limit: float | None = None,
     offset: float = 0.0,
+    recompute: bool = False,
 ) -> Tensor:
     """``moe`` with a LoRA adapter for each expert's gate_up, down, or both. Differentiable in everything but the index. Returns (T, H) in x's dtype.
 
     gate_up_a (E, r, H), gate_up_b (E, 2 I, r), down_a (E, r, I), down_b (E, H, r): any floating dtype and any strides; leave out a pair for a weight without
-    an adapter. They are multiplied in x's dtype. The other arguments are those of ``moe``. It saves x, x A^T and the output of gate_up for the backward.
+    an adapter. They are multiplied in x's dtype. The other arguments are those of ``moe``. It saves x, x A^T and, without ``recompute``, the output of gate_up.
     """
     dtype = check("lora_moe", x, gate_up, down, topk_index, topk_weight, gate_up_bias, down_bias, act, alpha, limit)
     adapters: list[list[Adapter]] = []
@@ -299,4 +313,4 @@ def lora_moe(
         x, gate_up, down = x.to(dtype), gate_up.to(dtype), down.to(dtype)
         form |= {name: b if b is None else b.to(dtype) for name, b in (("gate_up_bias", gate_up_bias), ("down_bias", down_bias))}
         return reference(x, gate_up, down, topk_index, topk_weight, gate_up_a, gate_up_b, down_a, down_b, scale=scale, **form)
-    return adapted_moe(x.to(dtype), gate_up, down, topk_index, topk_weight, *adapters, **form)
+    return adapted_moe(x.to(dtype), gate_up, down, topk_index, topk_weight, *adapters, recompute=recompute, **form)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from liger_kernel import memory
 from liger_kernel.ops._core.operator import use_kernels
 from liger_kernel.ops.projections.adapted import Adapter
 from liger_kernel.ops.projections.lora_moe import adapted_moe
@@ -40,7 +41,8 @@ class AdaptedExperts:
     how: dict[str, Any]
 
     def __call__(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        return adapted_moe(x, self.gate_up, self.down, index, weights, self.gate_up_adapters, self.down_adapters, **self.how)
+        adapters = self.gate_up_adapters, self.down_adapters
+        return adapted_moe(x, self.gate_up, self.down, index, weights, *adapters, recompute=memory.level() == "mlp", **self.how)
 
 
 def is_wrapper(m: Any) -> bool:

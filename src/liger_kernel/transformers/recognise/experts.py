@@ -146,7 +146,7 @@ class Experts(Variant):
             if all(isinstance(w, Tensor) for w in found):
                 y = moe(x, *found, index, weights, recompute=memory.level() == "mlp", **how)
             else:
-                y = adapted_moe(x.to(product_dtype(x)), *found, index, weights, (), (), **how)
+                y = adapted_moe(x.to(product_dtype(x)), *found, index, weights, (), (), recompute=memory.level() == "mlp", **how)
             return y.view(hidden_states.shape).to(hidden_states.dtype)
 
         vars(forward)["__signature__"] = inspect.signature(stock)

@@ -19,7 +19,7 @@ from liger_kernel.ops._core import config
 from liger_kernel.ops._core.operator import launch, launcher, on_gpu, tracing
 from liger_kernel.ops._core.tl import cdiv, jit, next_power_of_2, tl
 from liger_kernel.ops.projections import grouped_tma
-from liger_kernel.ops.projections.grouped_tma import aligned
+from liger_kernel.ops.projections.grouped_tma import aligned, place
 
 GROUP_M = 8  # tiles of rows that use a tile of columns before the next one, so that simultaneous programs find their operands in L2
 
@@ -58,17 +58,9 @@ def _mm(
     tiles = tl.where(e < E, (end - begin + BLOCK_M - 1) // BLOCK_M * n_tiles, 0)
     last = tl.cumsum(tiles, 0)
     for tile in tl.range(tl.program_id(0), tl.sum(tiles, 0), tl.num_programs(0)):
-        group = tl.sum((last <= tile).to(tl.int32), 0)
-        mine = e == group
-        start, stop = tl.sum(tl.where(mine, begin, 0), 0), tl.sum(tl.where(mine, end, 0), 0)
-        at = tile - tl.sum(tl.where(mine, last - tiles, 0), 0)
-        # down a strip of GROUP_M tiles of rows, then to the next tile of columns
-        first = at // (GROUP_M * n_tiles) * GROUP_M
-        height = tl.minimum(tl.cdiv(stop - start, BLOCK_M) - first, GROUP_M)
-        at %= GROUP_M * n_tiles
-        start += (first + at % height) * BLOCK_M
+        group, start, stop, column = place(tile, e, begin, end, tiles, last, n_tiles, GROUP_M, BLOCK_M)
         row, rows = tl.arange(0, BLOCK_M)[:, None], stop - start
-        col = (at // height * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)[None, :]
+        col = (column * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)[None, :]
         k = tl.arange(0, BLOCK_K)
         a_tile = a_ptr + start.to(tl.int64) * K + row * K + k[None, :]
         b_tile = b_ptr + group.to(tl.int64) * b_stride_e + k[:, None].to(tl.int64) * b_stride_k + col * b_stride_n

@@ -22,6 +22,21 @@ Form = tuple[str, bool, float, "float | None", float]  # act, interleaved, alpha
 
 
 @jit
+def place(tile, e, begin, end, tiles, last, n_tiles, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Where a tile is: its group, its first row, the end of the group's rows, and its number from the left. ``last``: the sums of ``tiles`` of the groups e."""
+    group = tl.sum((last <= tile).to(tl.int32), 0)
+    mine = e == group
+    start, stop = tl.sum(tl.where(mine, begin, 0), 0), tl.sum(tl.where(mine, end, 0), 0)
+    at = tile - tl.sum(tl.where(mine, last - tiles, 0), 0)
+    # down a strip of GROUP_M tiles of rows, then to the next tile of columns
+    first = at // (GROUP_M * n_tiles) * GROUP_M
+    height = tl.minimum(tl.cdiv(stop - start, BLOCK_M) - first, GROUP_M)
+    at %= GROUP_M * n_tiles
+    start += (first + at % height) * BLOCK_M
+    return group, start, stop, at // height
+
+
+@jit
 def gated(gate, up, alpha, limit, offset, HAS_LIMIT: tl.constexpr, ACT: tl.constexpr, DTYPE: tl.constexpr):
     """The activation of an expert, in fp32, of gate and up in fp32."""
     if HAS_LIMIT:
@@ -51,16 +66,8 @@ def _mm_tma(
     tiles = tl.where(e < E, (end - begin + BLOCK_M - 1) // BLOCK_M * n_tiles, 0)
     last = tl.cumsum(tiles, 0)
     for tile in tl.range(tl.program_id(0), tl.sum(tiles, 0), tl.num_programs(0), flatten=FLATTEN):
-        group = tl.sum((last <= tile).to(tl.int32), 0)
-        mine = e == group
-        start, stop = tl.sum(tl.where(mine, begin, 0), 0), tl.sum(tl.where(mine, end, 0), 0)
-        at = tile - tl.sum(tl.where(mine, last - tiles, 0), 0)
-        # down a strip of GROUP_M tiles of rows, then to the next tile of columns
-        first = at // (GROUP_M * n_tiles) * GROUP_M
-        height = tl.minimum(tl.cdiv(stop - start, BLOCK_M) - first, GROUP_M)
-        at %= GROUP_M * n_tiles
-        start += (first + at % height) * BLOCK_M
-        left = at // height * (HALF if HALVES else BLOCK_N)
+        group, start, stop, column = place(tile, e, begin, end, tiles, last, n_tiles, GROUP_M, BLOCK_M)
+        left = column * (HALF if HALVES else BLOCK_N)
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k in range(0, K, BLOCK_K):
             a = a_desc.load([start, k])

@@ -3,12 +3,14 @@
 Trains models of 135 million parameters from scratch on the Python sources of the standard library, PyTorch, Transformers and NumPy, by a BPE trained on them:
 AdamW over fp32 weights under autocast to bf16, cosine schedule, gradients clipped to a norm of 1, 4096 tokens a step. "tensorwise+head" also computes the
 output head and its loss in FP8. Every recipe and seed runs in a process of its own, on the GPUs in turn, and sees the same rows of its seed. Then each recipe
-tunes the bf16 model of the first seed. ``DIR/losses.csv`` and ``DIR/losses.png`` have the losses, the output the losses of held-out text.
+tunes the bf16 model of the first seed. On a GPU, a step is recorded as a CUDA graph, so that processes that share a GPU do not wait for their hosts.
+``DIR/losses.csv`` and ``DIR/losses.png`` have the losses, the output the losses of held-out text.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import itertools
 import json
@@ -18,15 +20,18 @@ import random
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 ROWS, LENGTH, VOCABULARY, HELD_OUT = 8, 512, 16384, 64
 MEAN = 25  # steps of which the table has one mean
+UNRECORDED = 5  # steps before the one that is recorded
 
 
 def prepare(folder: Path) -> None:
@@ -37,7 +42,7 @@ def prepare(folder: Path) -> None:
     roots = [Path(sysconfig.get_paths()["stdlib"]), *(packages / name for name in ("torch", "transformers", "numpy"))]
     files = sorted({f for root in roots for f in root.rglob("*.py")})
     random.Random(0).shuffle(files)
-    texts = [t for f in files if 500 < len(t := f.read_text(encoding="utf-8", errors="ignore")) < 200_000][:2500]
+    texts = [t for f in files if 500 < len(t := f.read_text(encoding="utf-8", errors="ignore")) < 200_000][:6000]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -45,7 +50,7 @@ def prepare(folder: Path) -> None:
     np.save(folder / "tokens.npy", np.concatenate([np.asarray([*e.ids, 0], dtype=np.uint16) for e in tokenizer.encode_batch(texts)]))
 
 
-def train(folder: Path, recipe: str, seed: int, steps: int, layers: int, tuned: bool) -> None:
+def train(folder: Path, recipe: str, seed: int, steps: int, layers: int, tuned: bool, record: bool) -> None:
     """One run; its losses and gradient norms go to a file of its own."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -67,32 +72,72 @@ def train(folder: Path, recipe: str, seed: int, steps: int, layers: int, tuned: 
     fp8 = {} if recipe == "bf16" else dict(fp8=kind, fp8_filter=lambda layer, name: "lm_head" not in name, fp8_head=bool(head))
     apply_liger_kernel_to_llama(model=model, **fp8)
     peak, warmup = (1e-4, 20) if tuned else (6e-4, 100)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=peak, betas=(0.9, 0.95), weight_decay=0.1, fused=device == "cuda")
-    drawn, losses, norms = torch.Generator().manual_seed(1000 + seed), [], []
-    for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = peak * min((step + 1) / warmup, 0.1 + 0.45 * (1 + math.cos(math.pi * step / steps)))
-        x = torch.from_numpy(learnt[torch.randint(0, len(learnt), (ROWS,), generator=drawn).numpy()].astype(np.int64)).to(device)
+    gpu = device == "cuda"
+    rate, x = torch.tensor(peak, device=device), torch.zeros(ROWS, LENGTH, dtype=torch.int64, device=device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.1, fused=gpu, capturable=gpu)
+
+    def step() -> tuple[Tensor, Tensor]:
+        optimizer.zero_grad()
         with torch.autocast(device, torch.bfloat16):
             loss = model(input_ids=x, labels=x).loss
         loss.backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).detach())
-        losses.append(loss.detach())
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        optimizer.zero_grad()
+        return loss.detach(), norm.detach()
+
+    drawn, run = torch.Generator().manual_seed(1000 + seed), step
+    losses, norms, times = [], [], []
+    with torch.cuda.stream(torch.cuda.Stream()) if gpu else contextlib.nullcontext():  # that of the recording, which PyTorch asks for
+        for number in range(steps):
+            rate.fill_(peak * min((number + 1) / warmup, 0.1 + 0.45 * (1 + math.cos(math.pi * number / steps))))
+            chosen = torch.randint(0, len(learnt), (ROWS,), generator=drawn).numpy()
+            x.copy_(torch.from_numpy(learnt[chosen].astype(np.int64)))
+            if gpu and record and number == UNRECORDED:
+                run = recorded(step)
+            loss, norm = run()
+            losses.append(loss.clone())
+            norms.append(norm.clone())
+            if number in (steps // 2, steps - 1):
+                losses[-1].item()  # waits for the GPU
+                times.append(time.perf_counter())
+        milliseconds = 1e3 * (times[-1] - times[0]) / max(1, steps - 1 - steps // 2)
     model.eval()
     with torch.no_grad(), torch.autocast(device, torch.bfloat16):
         last = [model(input_ids=x.to(device), labels=x.to(device)).loss.item() for x in held_out.split(ROWS)]
     if (recipe, seed, tuned) == ("bf16", 0, False):
         torch.save(model.state_dict(), folder / "bf16-0.pt")
-    found = dict(losses=torch.stack(losses).tolist(), norms=torch.stack(norms).tolist(), held_out=sum(last) / len(last))
+    found = dict(milliseconds=milliseconds, losses=torch.stack(losses).tolist(), norms=torch.stack(norms).tolist(), held_out=sum(last) / len(last))
     (folder / f"{recipe}-{seed}{'-tuned' * tuned}.json").write_text(json.dumps(found))
 
 
-def run(folder: Path, runs: list[tuple[str, int]], steps: int, layers: int, tuned: bool) -> None:
+def recorded(step: Callable[[], tuple[Tensor, Tensor]]) -> Callable[[], tuple[Tensor, Tensor]]:
+    """The step as a CUDA graph. What a call returns is valid until the next one."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        found = step()
+
+    def replay() -> tuple[Tensor, Tensor]:
+        graph.replay()
+        return found
+
+    return replay
+
+
+def run(folder: Path, runs: list[tuple[str, int]], steps: int, layers: int, tuned: bool, record: bool) -> None:
     """All runs at once, on the GPUs in turn."""
     gpus = itertools.cycle(range(max(1, torch.cuda.device_count())))
-    command = [sys.executable, __file__, str(folder), "--steps", str(steps), "--layers", str(layers), *["--tuned"] * tuned, "--one"]
+    command = [
+        sys.executable,
+        __file__,
+        str(folder),
+        "--steps",
+        str(steps),
+        "--layers",
+        str(layers),
+        *["--tuned"] * tuned,
+        *["--eager"] * (not record),
+        "--one",
+    ]
     begun = [
         subprocess.Popen([*command, recipe, str(seed)], env=os.environ | {"CUDA_VISIBLE_DEVICES": str(gpu), "OMP_NUM_THREADS": "1"})
         for (recipe, seed), gpu in zip(runs, gpus)
@@ -127,9 +172,10 @@ def report(folder: Path, recipes: list[str], seeds: int) -> None:
     axes.legend()
     figure.savefig(folder / "losses.png", dpi=120)
     for recipe in recipes:
-        of = [json.loads((folder / f"{recipe}-{seed}.json").read_text())["held_out"] for seed in range(seeds)]
-        tuned = folder / f"{recipe}-0-tuned.json"
-        print(recipe, "held-out", *(f"{loss:.4f}" for loss in of), *([f"tuned {json.loads(tuned.read_text())['held_out']:.4f}"] if tuned.exists() else []))
+        of = [round(json.loads((folder / f"{recipe}-{seed}.json").read_text())["held_out"], 4) for seed in range(seeds)]
+        of_tuned = [round(json.loads(file.read_text())["held_out"], 4) for file in [folder / f"{recipe}-0-tuned.json"] if file.exists()]
+        took = json.loads((folder / f"{recipe}-0.json").read_text())["milliseconds"]
+        print(f"{recipe}: held-out {of}, tuned {of_tuned}, {took:.1f} ms a step beside the other runs")
 
 
 def main() -> None:
@@ -139,18 +185,19 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--recipes", default="bf16,tensorwise,rowwise,tensorwise+head")
     parser.add_argument("--layers", type=int, default=10)
+    parser.add_argument("--eager", action="store_true", help="record no CUDA graphs")
     parser.add_argument("--one", nargs=2, metavar=("RECIPE", "SEED"), help=argparse.SUPPRESS)
     parser.add_argument("--tuned", action="store_true", help=argparse.SUPPRESS)
     a = parser.parse_args()
     if a.one:
-        return train(a.folder, a.one[0], int(a.one[1]), a.steps, a.layers, a.tuned)
+        return train(a.folder, a.one[0], int(a.one[1]), a.steps, a.layers, a.tuned, not a.eager)
     a.folder.mkdir(parents=True, exist_ok=True)
     if not (a.folder / "tokens.npy").exists():
         prepare(a.folder)
     recipes = a.recipes.split(",")
-    run(a.folder, list(itertools.product(recipes, range(a.seeds))), a.steps, a.layers, tuned=False)
+    run(a.folder, list(itertools.product(recipes, range(a.seeds))), a.steps, a.layers, False, not a.eager)
     if "bf16" in recipes:
-        run(a.folder, [(recipe, 0) for recipe in recipes], max(1, a.steps // 5), a.layers, tuned=True)
+        run(a.folder, [(recipe, 0) for recipe in recipes], max(1, a.steps // 5), a.layers, True, not a.eager)
     report(a.folder, recipes, a.seeds)
 
 

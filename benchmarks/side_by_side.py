@@ -1,13 +1,18 @@
 """Several `liger bench step` commands in the time of few: all variants build their models side by side, and are measured one after the other.
 
-    python benchmarks/side_by_side.py COMMANDS OUT.csv
+    python benchmarks/side_by_side.py COMMANDS OUT.csv [--one-step] [--without-attention]
 
 COMMANDS is a file with the arguments of one command in each line; lines that an empty one follows are a group. The models of a group must fit together:
 a variant that waits for its turn holds its weights and nothing else. Whoever has the turn is alone with the GPUs, until its process ends.
+
+Steps on the longest rows that fit take minutes, almost all of them in attention. ``--one-step`` measures the first step alone: its peak has everything but
+the optimizer's moments. ``--without-attention`` also replaces the kernels of PyTorch's flash attention by some that allocate the same tensors and
+workspace, and return the queries, and zero for their gradients. All else is computed, and the peak is that of the real step; losses and times are not.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import fcntl
 import importlib.util
@@ -21,7 +26,9 @@ from pathlib import Path
 from typing import Any
 
 TURNS, NUMBER, ALL = (f"SIDE_BY_SIDE_{name}" for name in ("TURNS", "NUMBER", "ALL"))  # set for the processes of the variants
+MODE = "SIDE_BY_SIDE_MODE"  # "one-step" or "without-attention"
 PATIENCE = 600.0  # seconds for the slowest to build its model
+kept: list[Any] = []  # registrations of operators, which end with their objects
 
 
 def wait_for_turn() -> None:
@@ -55,10 +62,66 @@ def variant(path: str, spec: str, result: str) -> int:
         wait_for_turn()
 
     child.Training.__init__ = build
+    if os.environ.get(MODE):
+        child.Training.measure = lambda training, batch: first_step(child.batches, training, batch)
+    if os.environ.get(MODE) == "without-attention":
+        replace_attention()
     return child.main(spec, result)
 
 
-def main(commands: str, out: str) -> int:
+def first_step(batches: Any, training: Any, batch: int) -> dict[str, Any]:
+    """The row of one step with this batch."""
+    import torch
+
+    seq, memory = training.spec["seq"], training.memory
+    data = batches(training.spec | {"batch": batch}, training.share, training.device, 1)
+    memory.reset()
+    training.synchronize()
+    begun = time.perf_counter()
+    training.step(data)
+    training.synchronize()
+    seconds = time.perf_counter() - begun
+    row = {"batch": batch, "tokens_per_s": batch * seq * training.shares / seconds, "step_ms": 1e3 * seconds, "spread": 0.0}
+    row |= {"peak_allocated_gb": memory.peak(), "peak_reserved_gb": memory.reserved(), "losses": torch.stack(training.losses).tolist()}
+    return row | {"gradient": None if training.gradient is None else training.gradient.item(), "memory_timeline": []}
+
+
+def replace_attention(device: str = "CUDA") -> None:
+    """Let flash attention compute nothing. What it allocates: the output, the log-sum-exp of each query; backward the gradients, in fp32 that of the
+    queries, too, and those of keys and values for each head of the queries, where heads share them."""
+    import torch
+    from torch import Tensor
+
+    def like(t: Tensor) -> Tensor:  # (batch, heads, length, channels), in memory (batch, length, heads, channels)
+        return torch.empty_like(t.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, is_causal: bool = False, return_debug_mask: bool = False, *, scale: Any = None) -> Any:
+        lse = torch.zeros(q.shape[:3], dtype=torch.float32, device=q.device)
+        none, state = torch.empty(0, device=q.device), torch.zeros(2, dtype=torch.int64, device=q.device)
+        return like(q).copy_(q), lse, none, none, q.shape[2], k.shape[2], state, none, none
+
+    def backward(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, *saved: Any, scale: Any = None) -> tuple[Tensor, Tensor, Tensor]:
+        workspace = [torch.empty(q.shape, dtype=torch.float32, device=q.device), *([like(q), like(q)] if q.shape[1] != k.shape[1] else [])]
+        gradients = like(q).zero_(), like(k).zero_(), like(v).zero_()
+        del workspace
+        return gradients
+
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    library = torch.library.Library("aten", "IMPL", device)
+    for name, kernel in (("_scaled_dot_product_flash_attention", forward), ("_scaled_dot_product_flash_attention_backward", backward)):
+        library.impl(name, kernel)
+    kept.append(library)
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("commands")
+    parser.add_argument("out")
+    parser.add_argument("--one-step", action="store_true")
+    parser.add_argument("--without-attention", action="store_true")
+    given = parser.parse_args(argv)
+    commands, out = given.commands, given.out
+    os.environ[MODE] = "without-attention" if given.without_attention else "one-step" if given.one_step else ""
     from liger_kernel.bench import step
     from liger_kernel.bench.rows import write_step_csv
     from liger_kernel.model_sizes import config_of
@@ -110,4 +173,4 @@ def main(commands: str, out: str) -> int:
 
 if __name__ == "__main__":
     with contextlib.suppress(KeyboardInterrupt):
-        sys.exit(variant(os.environ["SIDE_BY_SIDE_CHILD"], *sys.argv[1:]) if TURNS in os.environ else main(*sys.argv[1:]))
+        sys.exit(variant(os.environ["SIDE_BY_SIDE_CHILD"], *sys.argv[1:]) if TURNS in os.environ else main(sys.argv[1:]))

@@ -15,19 +15,46 @@ pytest.importorskip("transformers")
 ROOT = Path(__file__).parents[2]
 
 
-def test_commands_side_by_side(user_env, tmp_path):
-    """Each row has the losses of its own command, beside stock's where there is one."""
-    tiny = "--model tiny --batch 1 --seq 16 --steps 3 --warmup 1"
-    (tmp_path / "commands").write_text(f"{tiny} --against ours,stock\n{tiny} --optimizer adamw --against ours\n")
-    env = user_env | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *filter(None, [user_env.get("PYTHONPATH")])]), "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, ROOT / "benchmarks" / "side_by_side.py", tmp_path / "commands", tmp_path / "out.csv"]
+TINY = "--model tiny --batch 1 --seq 16 --steps 3 --warmup 1"
+
+
+def rows_of(env, folder, commands, *mode):
+    (folder / "commands").write_text(commands)
+    env |= {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *filter(None, [env.get("PYTHONPATH")])]), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, ROOT / "benchmarks" / "side_by_side.py", folder / "commands", folder / "out.csv", *mode]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    with open(tmp_path / "out.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
+    with open(folder / "out.csv", newline="") as file:
+        return list(csv.DictReader(file)), done.stdout
+
+
+def test_commands_side_by_side(user_env, tmp_path):
+    """Each row has the losses of its own command, beside stock's where there is one."""
+    rows, said = rows_of(user_env, tmp_path, f"{TINY} --against ours,stock\n{TINY} --optimizer adamw --against ours\n")
     assert [(row["variant"], row["optimizer"], row["accurate"], row["failed"]) for row in rows] == [
         ("stock", "sgd", "True", ""),
         ("ours", "sgd", "True", ""),
         ("ours", "adamw", "", ""),
     ]
-    assert done.stdout.count("tiny ours, 1 x 16: ") == 2
+    assert said.count("tiny ours, 1 x 16: ") == 2
+
+
+def test_the_first_step(user_env, tmp_path):
+    (row,), said = rows_of(user_env, tmp_path, f"{TINY} --against ours", "--without-attention")
+    assert not row["failed"] and float(row["step_ms"]) > 0
+    assert "tiny ours, 1 x 16: " in said
+
+
+def test_attention_that_computes_nothing():
+    """Beside the real operator: shapes and types of all that it returns, and zero as gradients of what it was given."""
+    code = """
+import torch, side_by_side
+q, k, v = (torch.randn(2, h, 5, 8, dtype=torch.bfloat16, requires_grad=True) for h in (4, 2, 2))
+side_by_side.replace_attention("CPU")
+out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)
+assert torch.equal(out, q) and out.transpose(1, 2).is_contiguous() and (lse.shape, lse.dtype) == ((2, 4, 5), torch.float32)
+out.sum().backward()
+assert all(t.grad.shape == t.shape and not t.grad.any() for t in (q, k, v))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "benchmarks", capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -5,8 +5,8 @@
 COMMANDS is a file with the arguments of one command in each line; lines that an empty one follows are a group. The models of a group must fit together:
 a variant that waits for its turn holds its weights and nothing else. Whoever has the turn is alone with the GPUs, until its process ends.
 
-Steps on the longest rows that fit take minutes, almost all of them in attention. ``--one-step`` measures the first step alone: its peak has everything but
-the optimizer's moments. ``--without-attention`` also replaces the kernels of PyTorch's flash attention by some that allocate the same tensors and
+Steps on the longest rows that fit take minutes, almost all of them in attention. ``--one-step`` measures one step, after one of 4096 tokens that compiles
+kernels and makes moments. ``--without-attention`` also replaces the kernels of PyTorch's flash attention by some that allocate the same tensors and
 workspace, and return the queries, and zero for their gradients. All else is computed, and the peak is that of the real step; losses and times are not.
 """
 
@@ -63,17 +63,19 @@ def variant(path: str, spec: str, result: str) -> int:
 
     child.Training.__init__ = build
     if os.environ.get(MODE):
-        child.Training.measure = lambda training, batch: first_step(child.batches, training, batch)
+        child.Training.measure = lambda training, batch: one_step(child.batches, training, batch)
     if os.environ.get(MODE) == "without-attention":
         replace_attention()
     return child.main(spec, result)
 
 
-def first_step(batches: Any, training: Any, batch: int) -> dict[str, Any]:
-    """The row of one step with this batch."""
+def one_step(batches: Any, training: Any, batch: int) -> dict[str, Any]:
+    """The row of one step with this batch, after a short one."""
     import torch
 
     seq, memory = training.spec["seq"], training.memory
+    for short in batches(training.spec | {"batch": 1, "seq": min(seq, 4096)}, training.share, training.device, 1):
+        training.step([short])
     data = batches(training.spec | {"batch": batch}, training.share, training.device, 1)
     memory.reset()
     training.synchronize()
@@ -82,7 +84,7 @@ def first_step(batches: Any, training: Any, batch: int) -> dict[str, Any]:
     training.synchronize()
     seconds = time.perf_counter() - begun
     row = {"batch": batch, "tokens_per_s": batch * seq * training.shares / seconds, "step_ms": 1e3 * seconds, "spread": 0.0}
-    row |= {"peak_allocated_gb": memory.peak(), "peak_reserved_gb": memory.reserved(), "losses": torch.stack(training.losses).tolist()}
+    row |= {"peak_allocated_gb": memory.peak(), "peak_reserved_gb": memory.reserved(), "losses": torch.stack(training.losses[1:]).tolist()}
     return row | {"gradient": None if training.gradient is None else training.gradient.item(), "memory_timeline": []}
 
 

@@ -197,6 +197,7 @@ def test_launchers_have_true_schemas_and_fakes():
     for args in ((x, None, E4, False), (x, by, E4, True)):
         torch.library.opcheck(torch.ops.liger.float8_cast.default, args, test_utils="test_faketensor")
     torch.library.opcheck(torch.ops.liger.transpose_bytes.default, (x.to(E4),), test_utils="test_faketensor")
+    torch.library.opcheck(torch.ops.liger.dense_experts.default, (x.to(E4)[None], by[:1].view(1, 1, 1), torch.bfloat16), test_utils="test_faketensor")
 
 
 COMPILE = """
@@ -204,7 +205,7 @@ import sys, torch
 from liger_kernel.compile.launches import Mock
 from liger_kernel.compile.targets import compiling_for
 from liger_kernel.ops._core import operator as _op
-from liger_kernel.ops.projections import float8, float8_training, four_bits, magnitude
+from liger_kernel.ops.projections import float8, float8_experts, float8_training, four_bits, magnitude
 from liger_kernel.ops.activations import glu
 sys.path.insert(0, sys.argv[2])
 from compile_kernels import resources, shared_bytes
@@ -242,6 +243,10 @@ with compiling_for(sys.argv[1]), _op.intercept_launches(compile):
         code, code2, absmax2, offset = (torch.empty(n, device="meta") for n in (16, 256, 3584, 1))
         four_bits.dense_four_bits(packed, absmax, code, None, None, None, [14336, 4096], 64, 1, dtype)
         four_bits.dense_four_bits(packed, absmax.to(torch.uint8), code, absmax2, code2, offset, [14336, 4096], 64, 256, dtype)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for sizes, scales in (((128, 1536, 2048), (1, 1)), ((128, 1536, 2048), (1536, 1)), ((32, 2880, 5760), (1, 5760)), ((3, 5, 7), (1, 7))):
+            q, scale = torch.empty(sizes, device="meta", dtype=float8.E4), torch.empty((sizes[0], *scales), device="meta")
+            float8_experts.dense_experts(q, scale, dtype)
 """
 
 
@@ -255,5 +260,19 @@ def test_kernels_of_stored_weights_compile(target, user_env):
     assert done.returncode == 0, done.stderr
     print(done.stdout)
     assert {line.split()[0] for line in done.stdout.splitlines()} == set(
-        ["_amax", "_tops", "_cast", "_cast_rows", "_transpose", "_casts", "_two_casts", "_fwd", "_bwd", "_dot_columns", "_times_columns", "_dense"]
+        [
+            "_amax",
+            "_tops",
+            "_cast",
+            "_cast_rows",
+            "_transpose",
+            "_casts",
+            "_two_casts",
+            "_fwd",
+            "_bwd",
+            "_dot_columns",
+            "_times_columns",
+            "_dense",
+            "_dense_experts",
+        ]
     )

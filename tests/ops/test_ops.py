@@ -428,7 +428,7 @@ def ways(ops: list[str]):
     yield from ((op, i, frozen) for i, op, c in cases for frozen in differentiable(c.make(torch.float32, DEVICE)))
 
 
-TESTED_ELSEWHERE = ("float8", "float8_training", "four_bits")  # launchers that no operator's case reaches
+TESTED_ELSEWHERE = ("float8", "float8_experts", "float8_training", "four_bits")  # launchers that no operator's case reaches
 
 
 @needs_kernels

@@ -21,7 +21,8 @@ NOT_ESTIMATED: dict[str, Callable[[Row], object]] = {
     "kernels of bitsandbytes in int8": lambda row: row.get("quantize") == "int8",
     "kernels of bitsandbytes in a stock model": lambda row: row["variant"] == "stock" and row.get("quantize"),
     "a storage that liger train does not have": lambda row: (
-        row["variant"] == "ours:fp8_rowwise" or (row.get("quantize") and any(name.endswith("_experts") for name in MODELS[row["model"]]))
+        "fp8_rowwise" in (row["variant"].removeprefix("ours:"), row.get("quantize"))
+        or (row.get("quantize") == "nf4" and any(name.endswith("_experts") for name in MODELS[row["model"]]))
     ),
 }
 

@@ -1,9 +1,12 @@
-"""A frozen linear layer whose weight is stored in FP8: a module over ``ops/projections/float8.py``.
+"""Frozen weights that are stored in FP8: a linear layer over ``ops/projections/float8.py``, and experts over ``ops/projections/float8_experts.py``.
 
 ``LigerFloat8Linear`` is an ``nn.Linear``, also for PEFT. Its parameters are the bits of W8 and of its scale, stored as integers, so that
 ``model.to(dtype)`` and optimizers do not change them. Its ``weight`` is a view for other code: a tensor of the layer's dtype that is made dense when somebody
 computes with it, and cast to FP8 again when somebody writes to it. Therefore PEFT gives its adapters the right dtype, and DoRA, ``merge``, ``unmerge`` and
 ``merge_and_unload`` work unchanged; each merge rounds to FP8.
+
+``store_experts`` puts the same bits in the place of a parameter of experts, which a module of another package multiplies. There, ``LigerFloat8Experts`` is
+the parametrization of PyTorch that makes the view.
 """
 
 from __future__ import annotations
@@ -12,20 +15,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_map
 
 from liger_kernel.ops.projections.float8 import E4, Float8, Float8LinearFunction, cast, float8, transposed
+from liger_kernel.ops.projections.float8_experts import cast_experts, float8_experts
+from liger_kernel.ops.projections.weights import Dequantized
 
 RECIPES = {"fp8": False, "fp8_rowwise": True}  # whether each row has a scale
 
 
 class _Weight(Tensor):
-    """The weight of a layer as others see it; what is written into it, the layer casts."""
+    """A stored weight as others see it; what is written into it, its ``layer`` casts. Who takes some experts of it makes only these dense."""
 
-    layer: LigerFloat8Linear
+    layer: LigerFloat8Linear | _Experts
 
     @staticmethod
-    def __new__(cls, layer: LigerFloat8Linear) -> _Weight:
+    def __new__(cls, layer: LigerFloat8Linear | _Experts) -> _Weight:
         seen = Tensor._make_wrapper_subclass(cls, layer.float8.shape, dtype=layer.dtype, device=layer.float8.device)  # type: ignore[attr-defined]  # not in torch's stubs
         seen.layer = layer
         return seen
@@ -34,7 +40,10 @@ class _Weight(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        written = args[0] if func._schema.is_mutable and args and isinstance(args[0], cls) else None
+        first = args[0] if args else None
+        if isinstance(first, cls) and isinstance(first.layer, _Experts) and (some := _some_experts(func, args)) is not None:
+            return first.layer.dense(some)
+        written = first if func._schema.is_mutable and isinstance(first, cls) else None
         args, kwargs = tree_map(lambda t: t.layer.dense() if isinstance(t, cls) else t, (args, kwargs or {}))
         found = func(*args, **kwargs)
         if written is None:
@@ -49,6 +58,15 @@ class _Weight(Tensor):
     @data.setter
     def data(self, value: Tensor) -> None:
         self.layer.store(value)
+
+
+def _some_experts(func: Any, args: Any) -> Any:
+    """The index of ``weight[index]`` if it is one of the first dim alone: a number, or a tensor of numbers."""
+    if func is torch.ops.aten.select.int and args[1] == 0:
+        return args[2]
+    if func is torch.ops.aten.index.Tensor and len(args[1]) == 1 and args[1][0].dtype != torch.bool:
+        return args[1][0]
+    return None
 
 
 class LigerFloat8Linear(nn.Linear):
@@ -129,3 +147,100 @@ class LigerFloat8Linear(nn.Linear):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={self.recipe!r}, dtype={self.dtype}"
+
+
+class _Experts:
+    """The bits of a parameter of experts with what they mean, for ``_Weight``."""
+
+    def __init__(self, bits: Tensor, how: LigerFloat8Experts):
+        self.float8, self.how, self.dtype = bits, how, how.dtype
+
+    @torch.no_grad()
+    def dense(self, some: Any = None) -> Tensor:
+        """The weights of all experts, or of those with this index, as a new tensor."""
+        bits, scale = self.float8.detach(), self.how.float8_scale.detach()
+        if some is None:
+            return self.how.stored(bits).dense(self.dtype)
+        bits, scale = bits[some], scale[some]
+        return (
+            float8_experts(bits.view(-1, *bits.shape[-2:]).view(E4), scale.view(-1, *scale.shape[-2:]).view(torch.float32)).dense(self.dtype).view(bits.shape)
+        )
+
+    @torch.no_grad()
+    def store(self, w: Tensor) -> None:
+        if w.shape != self.float8.shape:
+            raise ValueError(f"LigerFloat8Experts: weights must have shape {tuple(self.float8.shape)}, got {tuple(w.shape)}")
+        self.float8.copy_(self.how.right_inverse(w.to(self.float8.device)))
+
+
+class LigerFloat8Experts(nn.Module):
+    """The parametrization of a frozen parameter of experts in FP8; made by ``store_experts``.
+
+    It is called with the bits, (E, N, K) or ``transposed`` (E, K, N) in int8, and returns a view of this shape and of ``dtype``, which ``model.to(dtype)``
+    changes. ``float8_scale``: the bits of the scales, in int32.
+    """
+
+    def __init__(self, scale: Tensor, dtype: torch.dtype, recipe: str, transposed: bool):
+        super().__init__()
+        self.float8_scale = nn.Parameter(scale.view(torch.int32), requires_grad=False)
+        self.dtype, self.recipe, self.transposed = dtype, recipe, transposed
+
+    def forward(self, bits: Tensor) -> Tensor:
+        seen = _Experts(bits, self)
+        return seen.dense() if torch.compiler.is_compiling() else _Weight(seen)
+
+    @torch.no_grad()
+    def right_inverse(self, w: Tensor) -> Tensor:
+        """The bits of new weights, whose scales it keeps; bits remain as they are."""
+        if w.dtype == torch.int8:
+            return w
+        q, scale = cast_experts(w.detach(), RECIPES[self.recipe], self.transposed)
+        self.float8_scale.copy_(scale.view(torch.int32))
+        return q.view(torch.int8)
+
+    def stored(self, bits: Tensor, transposed: bool = False) -> Dequantized:
+        """The weights as the operators multiply by them. ``transposed``: turned, as bits (E, K, N) have to be."""
+        return float8_experts(bits.detach().view(E4), self.float8_scale.detach().view(torch.float32), transposed)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> LigerFloat8Experts:
+        self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.float8_scale.device)).dtype
+        return super()._apply(fn, recurse)
+
+    def extra_repr(self) -> str:
+        return f"recipe={self.recipe!r}, dtype={self.dtype}"
+
+
+class _Parametrizations(parametrize.ParametrizationList):
+    """The bits, and what makes weights of them. Where the engine does not run, PEFT puts its sum above them during a call."""
+
+    def append(self, module: nn.Module) -> _Parametrizations:  # type: ignore[override]  # torch says Self
+        # of its two kinds of sum, PEFT 0.21 takes only this one out again after the call
+        if type(module).__name__ == "_LoraFactorsProxy":
+            from peft.tuners.lora.layer import _LoraParameterProxy
+
+            made: Any = module
+            with torch.autocast(made.lhs.device.type, enabled=False):
+                module = _LoraParameterProxy(made.scaling * (made.lhs @ made.rhs))
+        super().append(module)
+        parametrize._cache.clear()  # PEFT has read the weight without this sum, within a call that keeps what it reads
+        return self
+
+
+@torch.no_grad()
+def store_experts(experts: nn.Module, name: str, recipe: str, transposed: bool = False) -> None:
+    """Store the parameter ``name`` of ``experts`` in FP8; whoever reads it gets a view that is made dense when somebody computes with it.
+
+    The parameter is (E, N, K), or ``transposed`` (E, K, N), in 16 or 32 bits. ``recipe``: "fp8", one scale for each expert, or "fp8_rowwise", one for each output
+    of each expert. The ``state_dict`` has ``parametrizations.<name>.original`` and ``parametrizations.<name>.0.float8_scale``.
+    Raises ``ValueError`` for another recipe or shape, and on a GPU without FP8.
+    """
+    if recipe not in RECIPES:
+        raise ValueError(f"store_experts: recipe must be one of {', '.join(RECIPES)}, got {recipe!r}")
+    w = experts._parameters.get(name)
+    if w is None or w.ndim != 3 or not w.is_floating_point():
+        raise ValueError(f"store_experts: {name} must be a floating point parameter (E, N, K), got {'none' if w is None else f'{w.dtype} {tuple(w.shape)}'}")
+    q, scale = cast_experts(w.detach(), RECIPES[recipe], transposed)
+    setattr(experts, name, nn.Parameter(q.view(torch.int8), requires_grad=False))
+    parametrize.register_parametrization(experts, name, LigerFloat8Experts(scale, w.dtype, recipe, transposed), unsafe=True)
+    made: Any = experts.parametrizations
+    made[name].__class__ = _Parametrizations

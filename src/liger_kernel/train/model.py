@@ -69,10 +69,13 @@ def build(config: TrainConfig, tokenizer: Any, device: torch.device, precision: 
     model = _base(config, name, tokenizer, device, precision).train()
     if config.kernels == "on":
         patch(model, config.kernel_flags)
-    if config.quantize == "fp8":
+    late = config.quantize == "fp8" and has_experts(model)  # PEFT finds the parameters of experts while they are dense
+    if config.quantize == "fp8" and not late:
         quantize_fp8(model)
     if config.lora:
         model = adapters.restored(model, saved) if saved else adapters.adapted(model, config)
+    if late:
+        quantize_fp8(model)
     if config.gradient_checkpointing != "none":
         recompute(model, config.gradient_checkpointing)
     if config.compile:
@@ -115,8 +118,15 @@ def _base(config: TrainConfig, name: str | None, tokenizer: Any, device: torch.d
     return (adapters.without_adapters(model) if config.lora else model).to(device)
 
 
+def has_experts(model: Any) -> bool:
+    """Whether a model has the weights of all experts of a layer in one parameter."""
+    from liger_kernel.transformers.quantize import packed_experts
+
+    return any(packed_experts(m) for m in model.modules())
+
+
 def quantize_fp8(model: Any) -> None:
-    """Store the frozen weights of linear layers in FP8, permanently. Raises ``UserError`` if the GPU has no FP8 arithmetic."""
+    """Store the frozen weights of linear layers and experts in FP8, permanently. Raises ``UserError`` if the GPU has no FP8 arithmetic."""
     from liger_kernel.transformers import quantize_base
 
     try:

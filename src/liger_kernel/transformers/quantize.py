@@ -1,4 +1,4 @@
-"""Store the frozen linear layers of a model in FP8: ``quantize_base(model, "fp8")``, before or after PEFT wraps them.
+"""Store the frozen linear layers and experts of a model in FP8: ``quantize_base(model, "fp8")``, before or after PEFT wraps them.
 
 model = AutoModelForCausalLM.from_pretrained(..., dtype=torch.bfloat16)
 quantize_base(model, "fp8")
@@ -12,24 +12,32 @@ from collections import Counter
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from liger_kernel.nn.float8 import RECIPES, LigerFloat8Linear
+from liger_kernel.nn.float8 import RECIPES, LigerFloat8Experts, LigerFloat8Linear, store_experts
 from liger_kernel.ops.projections.float8 import lacking
+from liger_kernel.transformers.recognise.experts import DOWN, GATE_UP
+from liger_kernel.transformers.recognise.plain import plain, unhooked
 from liger_kernel.transformers.recognise.projections import is_dense
 
 SMALL = 1024 * 1024  # values of a weight below which casting x costs what the product in FP8 saves
+DTYPES = torch.bfloat16, torch.float16, torch.float32
 HEADS_AND_ROUTERS = ("lm_head", "embed_out", "score", "classifier", "gate", "router")
 
 
 def quantize_base(model: nn.Module, recipe: str = "fp8", *, skip: tuple[str, ...] = HEADS_AND_ROUTERS, keep_transposed: bool = True) -> dict[str, str]:
-    """Replace the frozen linear layers of ``model`` by layers with FP8 weights; return the names of layers that were not replaced, each with the reason.
+    """Store the frozen linear layers and packed experts of ``model`` in FP8; return the names of layers and parameters that stay, each with the reason.
 
-    ``recipe``: "fp8", one scale for each weight, or "fp8_rowwise", one scale for each output; ``ops/projections/float8.py`` has the error of each.
+    Linear layers are replaced by layers with FP8 weights. The parameters gate_up_proj and down_proj of experts, (E, N, K) or (E, K, N), stay in their modules:
+    they hold FP8, and are made dense when they are read. Our kernels make them dense for one product at a time.
+    ``recipe``: "fp8", one scale for each weight of a layer or an expert, or "fp8_rowwise", one scale for each output; ``ops/projections/float8.py`` has the
+    error of each.
     ``skip``: names of modules, or ends of names. The output head, small layers, trained layers and adapters are skipped, too. If every parameter of the model
     requires a gradient, as in a model that was just loaded, all of them count as frozen.
-    ``keep_transposed``: also store each weight transposed, for the backward pass. This takes as much memory as bf16 and saves a transposition in each backward
-    pass. With FSDP, pass False, because transposed weights are not sharded. (FSDP2 of PyTorch 2.11 refuses these layers; that of 2.13 accepts them.)
+    ``keep_transposed``: also store each weight of a linear layer transposed, for the backward pass. This takes as much memory as bf16 and saves a transposition
+    in each backward pass. With FSDP, pass False, because transposed weights are not sharded. (FSDP2 of PyTorch 2.11 refuses these layers; that of 2.13 accepts
+    them.)
+    PEFT adapts experts (``target_parameters``) that are stored already only by the whole names of their parameters, so wrap the model first.
     Raises ``ValueError`` for any other recipe, and on a GPU without FP8. The CPU computes the same result, slowly.
     """
     if recipe not in RECIPES:
@@ -37,7 +45,9 @@ def quantize_base(model: nn.Module, recipe: str = "fp8", *, skip: tuple[str, ...
     for device in {p.device for p in model.parameters()}:
         if why := lacking(device):
             raise ValueError(f"quantize_base: {why}")
-    names, reasons = _sorted(model, skip)
+    all_trained = all(p.requires_grad for p in model.parameters() if p.is_floating_point())  # before the first one is replaced
+    names, reasons = _sorted(model, skip, all_trained)
+    experts, others = _sorted_experts(model, skip, all_trained)
     made: dict[int, LigerFloat8Linear] = {}  # a layer that is there twice stays one
     for name in names:
         linear = model.get_submodule(name)
@@ -45,22 +55,24 @@ def quantize_base(model: nn.Module, recipe: str = "fp8", *, skip: tuple[str, ...
             made[id(linear)] = LigerFloat8Linear.of(linear, recipe, keep_transposed)
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, made[id(linear)])
-    if not any(isinstance(m, LigerFloat8Linear) for m in model.modules()):
+    for m, parameter, transposed in experts:
+        store_experts(m, parameter, recipe, transposed)
+    reasons |= others
+    if not any(isinstance(m, LigerFloat8Linear | LigerFloat8Experts) for m in model.modules()):
         why = "; ".join(f"{name}: {reason}" for name, reason in list(reasons.items())[:2]) or "there is none"
         warnings.warn(f"quantize_base: no linear layer is in FP8 ({why})", stacklevel=2)
     return reasons
 
 
-def _sorted(model: nn.Module, skip: tuple[str, ...]) -> tuple[list[str], dict[str, str]]:
+def _sorted(model: nn.Module, skip: tuple[str, ...], all_trained: bool) -> tuple[list[str], dict[str, str]]:
     """Names of the linear layers to be replaced, and of those to be left with the reason. Parts of adapters are neither."""
-    all_trained = all(p.requires_grad for p in model.parameters() if p.is_floating_point())
-    holders = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
+    holders = _holders(model)
     heads, adapters = parts_of_heads(model), parts_of_adapters(model)
     names, reasons = [], {}
     for name, m in model.named_modules(remove_duplicate=False):
         if not isinstance(m, nn.Linear) or isinstance(m, LigerFloat8Linear) or id(m) in adapters:
             continue
-        if id(m) in heads or any(f".{s}." in f".{name}." for s in skip):
+        if id(m) in heads or _skipped(name, skip):
             reasons[name] = "a head, a router, or skipped by name"
         elif not is_dense(m):
             reasons[name] = f"a {type(m).__name__} that is not a plain nn.Linear: sharded, hooked, quantised, or with a forward of its own"
@@ -68,7 +80,7 @@ def _sorted(model: nn.Module, skip: tuple[str, ...]) -> tuple[list[str], dict[st
             reasons[name] = "it is trained"
         elif holders[id(m.weight)] > 1:
             reasons[name] = "another module shares its weight"
-        elif m.weight.is_meta or m.weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        elif m.weight.is_meta or m.weight.dtype not in DTYPES:
             reasons[name] = f"a weight of {m.weight.dtype} on {m.weight.device}"
         elif m.in_features % 16 or m.out_features % 16:
             reasons[name] = f"{m.out_features} x {m.in_features} are not multiples of 16"
@@ -77,6 +89,68 @@ def _sorted(model: nn.Module, skip: tuple[str, ...]) -> tuple[list[str], dict[st
         else:
             names.append(name)
     return names, reasons
+
+
+def _skipped(name: str, skip: tuple[str, ...]) -> bool:
+    return any(f".{s}." in f".{name}." for s in skip)
+
+
+def _holders(model: nn.Module) -> Counter[int]:
+    """By ``id`` of a parameter, how many modules have it."""
+    return Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
+
+
+def _sorted_experts(model: nn.Module, skip: tuple[str, ...], all_trained: bool) -> tuple[list[tuple[nn.Module, str, bool]], dict[str, str]]:
+    """Parameters of experts to be stored, each with its module and whether it is (E, K, N), and names of those to be left with the reason."""
+    holders = _holders(model)
+    found, reasons = [], {}
+    for module, m in model.named_modules():
+        packed = packed_experts(m)
+        for parameter, p in packed.items():
+            name, made_by = f"{module}.{parameter}".lstrip("."), _made_by(m, parameter)
+            if isinstance(made_by, LigerFloat8Experts):
+                continue
+            if _skipped(name, skip):
+                reasons[name] = "skipped by name"
+            elif made_by is not None:
+                reasons[name] = f"a {type(made_by).__name__} makes it when it is read: it is quantised already, or adapted"
+            elif not plain(p):
+                reasons[name] = f"a {type(p).__name__} that is not a plain parameter: sharded or quantised"
+            elif not unhooked(m):
+                reasons[name] = "its module has hooks"
+            elif p.requires_grad and not all_trained:
+                reasons[name] = "it is trained"
+            elif holders[id(p)] > 1:
+                reasons[name] = "another module shares it"
+            elif p.is_meta or p.dtype not in DTYPES:
+                reasons[name] = f"a weight of {p.dtype} on {p.device}"
+            elif (transposed := _transposed(packed)) is None:
+                reasons[name] = f"experts of unknown layout: {', '.join(f'{each} {tuple(t.shape)}' for each, t in packed.items())}"
+            else:
+                found.append((m, parameter, transposed))
+    return found, reasons
+
+
+def packed_experts(m: nn.Module) -> dict[str, Tensor]:
+    """The weights of all experts in one parameter, by its name; of one that is made when it is read, what it is made of. Empty for other modules."""
+    computed: Any = m._modules.get("parametrizations") or {}
+    there = {name: computed[name].original if name in computed else m._parameters.get(name) for name in (GATE_UP, DOWN)}
+    return {name: p for name, p in there.items() if p is not None and (p.ndim == 3 or name in computed)}
+
+
+def _made_by(m: nn.Module, parameter: str) -> nn.Module | None:
+    computed: Any = m._modules.get("parametrizations") or {}
+    return computed[parameter][0] if parameter in computed else None
+
+
+def _transposed(packed: dict[str, Tensor]) -> bool | None:
+    """Whether weights are (E, in, out) instead of (E, out, in), from their shapes: gate_up has 2 I outputs, and down I inputs. None if neither fits."""
+    if len(packed) < 2 or any(p.ndim != 3 for p in packed.values()):
+        return None
+    (E, a, b), (F, c, d) = (tuple(packed[name].shape) for name in (GATE_UP, DOWN))
+    if E != F:
+        return None
+    return False if (a, b) == (2 * d, c) else True if (a, b) == (d, 2 * c) else None
 
 
 def parts_of_heads(model: nn.Module) -> set[int]:

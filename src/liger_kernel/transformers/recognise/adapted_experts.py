@@ -59,9 +59,8 @@ def experts_of(m: Any) -> Any:
 
 def input_of(m: Any) -> Tensor:
     """An empty input of experts, of the dtype and on the device for which their weights are made."""
-    found = stored(m, GATE_UP)
-    weight = getattr(m, GATE_UP) if found is None else found[0]
-    return torch.empty(0, dtype=weight.dtype if found is None else found[1].dtype, device=weight.device)
+    found = stored(m, GATE_UP) or getattr(m, GATE_UP)
+    return torch.empty(0, dtype=found.dtype, device=(found if isinstance(found, Tensor) else found.data).device)
 
 
 def factors(wrapper: Any, name: str) -> tuple[Tensor, Tensor]:

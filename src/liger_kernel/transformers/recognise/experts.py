@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_kernel import memory
+from liger_kernel.nn.float8 import LigerFloat8Experts
 from liger_kernel.ops._core.operator import use_kernels
 from liger_kernel.ops._core.shards import is_sharded
 from liger_kernel.ops.projections.four_bits import four_bits
@@ -52,33 +53,54 @@ def chosen(experts: Any) -> str | None:
     return None if implementation == DEFAULT_EXPERTS or isinstance(config, _Eager) else implementation
 
 
-def stored(experts: Any, name: str) -> tuple[Tensor, Any] | None:
-    """The data and the ``QuantState`` of a parameter that bitsandbytes holds in 4 bits and makes dense when it is read; None for any other parameter."""
+@dataclass(frozen=True, eq=False)
+class Stored:
+    """A parameter that is made dense when it is read: its data, the dtype that a reader gets, and ``weight(transposed)``, with which the operators multiply."""
+
+    data: Tensor
+    dtype: torch.dtype
+    weight: Callable[[bool], Weight]
+
+
+def stored(experts: Any, name: str) -> Stored | None:
+    """What a parameter of experts is that is held in FP8 by ``quantize_base``, or in 4 bits by bitsandbytes; None for any other parameter."""
     computed = experts._modules.get("parametrizations")
     if computed is None or name not in computed or len(computed[name]) != 1:
         return None
-    (how,) = computed[name]
-    kind = _class("bitsandbytes.nn.parametrize", "Bnb4bitParametrization")
-    if type(how) is not kind or not (_own(how) and kind.forward.__module__ == kind.__module__ and plain(computed[name].original)):
+    (how,), data = computed[name], getattr(computed[name], "original", None)
+    if not (_own(how) and plain(data)):
         return None
-    return None if getattr(how.quant_state, "packing_format_for_cpu", False) else (computed[name].original, how.quant_state)
+    if type(how) is LigerFloat8Experts:
+        return Stored(data, how.dtype, functools.partial(how.stored, data)) if plain(how.float8_scale) else None
+    kind = _class("bitsandbytes.nn.parametrize", "Bnb4bitParametrization")
+    if type(how) is not kind or kind.forward.__module__ != kind.__module__ or getattr(how.quant_state, "packing_format_for_cpu", False):
+        return None
+    return Stored(data, how.quant_state.dtype, functools.partial(four_bits, data, how.quant_state))
+
+
+def _bits(experts: Any, name: str) -> list[Tensor]:
+    """Of what a parameter is made when it is read."""
+    computed = experts._modules.get("parametrizations")
+    return [] if computed is None or name not in computed else list(computed[name].parameters())
 
 
 def weights_of(experts: Any, transposed: bool, x: Tensor) -> tuple[Tensor | Weight, Tensor | Weight] | Left:
-    """gate_up and down of experts as (E, N, K), dense or in 4 bits, if they can be multiplied by x; otherwise the reason."""
+    """gate_up and down of experts as (E, N, K), dense, in FP8 or in 4 bits, if they can be multiplied by x; otherwise the reason."""
     found: list[Tensor | Weight] = []
     for name in (GATE_UP, DOWN):
         packed = stored(experts, name) if use_kernels(x) else None
+        if packed is None and any(is_sharded(t) for t in _bits(experts, name)):
+            return Left(SPREAD)
         dense = getattr(experts, name) if packed is None else None
         if is_sharded(dense):  # while Transformers' expert parallelism runs them, they are this rank's own
             return Left(SPREAD)
         if dense is not None and not (dense.ndim == 3 and dense.is_floating_point() and dense.itemsize > 1):
             return Left("weights whose numbers are not their values")  # as in FP8, which has separate scales
-        dtype = packed[1].dtype if packed is not None else getattr(dense, "dtype", None)
+        dtype = packed.dtype if packed is not None else getattr(dense, "dtype", None)
         if dtype != x.dtype and (x.is_meta or not torch.is_autocast_enabled(x.device.type)):
             return Left(f"weights of {dtype} beside an input of {x.dtype}")  # some code of Transformers casts x
         if packed is not None:
-            found.append(four_bits(*packed, transposed))
+            found.append(packed.weight(transposed))
         elif dense is not None:
             found.append(dense.mT if transposed else dense)
     return found[0], found[1]

@@ -1,0 +1,62 @@
+"""Experts that are stored in FP8: how they are cast, and how they are made dense."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from liger_kernel.ops._core import operator as _op
+from liger_kernel.ops.projections import float8
+from liger_kernel.ops.projections.float8_experts import cast_experts, dense, float8_experts, reference
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+needs_kernels = pytest.mark.skipif(not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call")
+pytestmark = pytest.mark.skipif(DEVICE == "cuda" and float8.lacking(torch.device(DEVICE)) is not None, reason="this GPU has no FP8")
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Experts of very different sizes, so that a scale of another one shows."""
+    sizes = torch.logspace(-3, 2, shape[0]).view(-1, 1, 1)
+    return (torch.randn(*shape, generator=torch.Generator().manual_seed(0)) * sizes).to(DEVICE, dtype)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("per_output", [False, True])
+def test_an_expert_is_cast_as_a_linear_layer_is(per_output, transposed):
+    w = drawn(3, 32, 48)
+    q, scale = cast_experts(w.mT.contiguous() if transposed else w, per_output, transposed)
+    assert scale.shape == ((3, 1, 1) if not per_output else (3, 1, 32) if transposed else (3, 32, 1)) and q.is_contiguous()
+    q, scale = (q.view(torch.int8).mT, scale.mT) if transposed else (q.view(torch.int8), scale)
+    for e in range(3):
+        expected, expected_scale = float8.cast(w[e], float8.E4, per_output)
+        assert torch.equal(q[e], expected.view(torch.int8)) and torch.equal(scale[e].flatten(), expected_scale.flatten())
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    "shape", [(3, 6, 40), (2, 5, 1), (1, 1, 1), (2, 1030, 3), (2, 3, 1030)], ids=str
+)  # also more columns, and more rows, than a program has
+def test_dense_as_pytorch_makes_it(shape, dtype):
+    E, A, B = shape
+    generator = torch.Generator().manual_seed(0)
+    q = (100 * torch.randn(shape, generator=generator)).to(DEVICE, float8.E4)
+    for scales in ((E, 1, 1), (E, A, 1), (E, 1, B)):
+        scale = torch.rand(scales, generator=generator).to(DEVICE)
+        found = dense(q, scale, dtype)
+        assert found.dtype == dtype and torch.equal(found, (q.float() * scale).to(dtype)) and torch.equal(found, reference(q, scale, dtype))
+
+
+@needs_kernels
+def test_other_strides_and_no_experts():
+    q, scale = cast_experts(drawn(4, 6, 16), True, False)
+    assert torch.equal(dense(q[::2], scale[::2], torch.float32), reference(q, scale, torch.float32)[::2])
+    assert dense(q[:0], scale[:0], torch.bfloat16).shape == (0, 6, 16)
+
+
+def test_the_weight_is_that_of_linear_layers():
+    w = drawn(3, 32, 48, dtype=torch.float32)
+    expected = float8_experts(*cast_experts(w, True, False))
+    found = float8_experts(*cast_experts(w.mT.contiguous(), True, True), True)
+    assert found.shape == expected.shape == (3, 32, 48) and found.learnable is None
+    assert torch.equal(found.dense(torch.float32), expected.dense(torch.float32))

@@ -19,9 +19,11 @@ import transformers
 from accelerate.utils import extract_model_from_parallel
 
 from liger_kernel import cli
+from liger_kernel.nn.float8 import LigerFloat8Experts
 from liger_kernel.train import adapters, checkpoint, loop
 from liger_kernel.train.config import TrainConfig, UserError, from_flags
 from liger_kernel.train.evaluate import evaluate
+from liger_kernel.train.model import build
 from liger_kernel.train.tokenise import train_bpe
 
 TEXT = "def add(a, b):\n    return a + b\n\n"
@@ -267,6 +269,25 @@ def test_fp8_asks_the_patch_for_a_frozen_base(config, monkeypatch):
     monkeypatch.setattr(patches, "quantize_base", cannot)
     with pytest.raises(UserError, match="does not compute in FP8"):
         loop.train(eight)
+
+
+def test_experts_in_fp8_have_adapters(config, tmp_path):
+    """Whose names are those of a dense model: they are stored after PEFT has found them."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(config.model)
+    sizes = dict(hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
+    sizes |= dict(head_dim=16, num_experts=4, num_experts_per_tok=2)
+    torch.manual_seed(0)
+    transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(vocab_size=len(tokenizer), **sizes)).save_pretrained(tmp_path / "moe")
+    tokenizer.save_pretrained(tmp_path / "moe")
+    experts = dict(model=str(tmp_path / "moe"), lora_targets="all-linear", lora_dropout=0.0, quantize="fp8")
+    run = dataclasses.replace(config, **experts, steps=2, checkpoint_every=0, eval_fraction=0.0, save=str(tmp_path / "tuned"))
+    model = build(run, tokenizer, CPU, "fp32")
+    made = [m for name, m in model.named_modules() if isinstance(m, LigerFloat8Experts)]
+    assert len(made) == 2 and any(name.endswith("experts.lora_A.default.weight") for name, p in model.named_parameters() if p.requires_grad)
+    losses = loop.train(run)["losses"]
+    dense = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "moe")
+    loaded = peft.PeftModel.from_pretrained(dense, tmp_path / "tuned")
+    assert len(losses) == 2 and any("experts" in name and p.any() for name, p in loaded.named_parameters() if "lora_B" in name)
 
 
 def test_what_runs_ours_is_said_at_the_start(config, capsys):

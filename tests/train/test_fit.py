@@ -91,6 +91,18 @@ def test_a_step_in_fp8_needs_what_one_in_bf16_does(fp8):
     assert ours <= (1.002 if fp8["fp8"] == "rowwise_with_gw_hp" else 1.0) * bf16
 
 
+def test_experts_in_fp8_take_half():
+    """Weights, and one dense weight at a time while it is multiplied."""
+    pytest.importorskip("peft")
+    run = TrainConfig(model="qwen3-30b-a3b", batch=1, length=512, lora=4, lora_targets="q_proj,down_proj")
+    form = config_of(MODELS[run.model] | dict(num_hidden_layers=2, num_experts=32))
+    bf16, fp8 = (simulated.simulated(form, dataclasses.replace(run, quantize=how), "bf16-mixed", optimizer="sgd").parts for how in (None, "fp8"))
+    experts = 2 * form.num_experts * 3 * form.hidden_size * form.moe_intermediate_size
+    attention = 2 * 2 * form.hidden_size * form.head_dim * (form.num_attention_heads + form.num_key_value_heads)
+    assert bf16["weights"] - fp8["weights"] == pytest.approx(experts + attention, rel=1e-3)
+    assert fp8["temporary"] < 0.9 * experts, "more than gate_up of one layer is dense"
+
+
 def test_every_row_is_estimated_or_has_a_reason():
     reasons = [reason(file, row) for file, row in rows()]
     assert set(OUTSIDE) <= set(reasons), "a reason that no row has"

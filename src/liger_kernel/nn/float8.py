@@ -230,8 +230,8 @@ class _Parametrizations(parametrize.ParametrizationList):
 def store_experts(experts: nn.Module, name: str, recipe: str, transposed: bool = False) -> None:
     """Store the parameter ``name`` of ``experts`` in FP8; whoever reads it gets a view that is made dense when somebody computes with it.
 
-    The parameter is (E, N, K), or ``transposed`` (E, K, N), in 16 or 32 bits. ``recipe``: "fp8", one scale for each expert, or "fp8_rowwise", one for each output
-    of each expert. The ``state_dict`` has ``parametrizations.<name>.original`` and ``parametrizations.<name>.0.float8_scale``.
+    The parameter is (E, N, K), or ``transposed`` (E, K, N), in 16 or 32 bits. ``recipe``: "fp8", one scale for each expert, or "fp8_rowwise", one for each
+    output of each expert. The ``state_dict`` has ``parametrizations.<name>.original`` and ``parametrizations.<name>.0.float8_scale``.
     Raises ``ValueError`` for another recipe or shape, and on a GPU without FP8.
     """
     if recipe not in RECIPES:

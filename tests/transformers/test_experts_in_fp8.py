@@ -1,0 +1,375 @@
+"""Experts that are stored in FP8, beside the same experts with the weights that FP8 has left, made dense."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft", minversion="0.17")
+pytest.importorskip("transformers.integrations.moe", reason="this version has one implementation of experts")
+
+from adapters import drawn  # noqa: E402
+from hf_models import DEVICE, assert_same_learning, make, step, tokens  # noqa: E402
+
+import liger_kernel.transformers as ours  # noqa: E402
+from liger_kernel.nn import float8 as stored  # noqa: E402
+from liger_kernel.ops._core import operator as _op  # noqa: E402
+from liger_kernel.ops.projections import float8  # noqa: E402
+from liger_kernel.transformers import projections_report, quantize_base, restore  # noqa: E402
+from liger_kernel.transformers.recognise import adapted_experts, experts  # noqa: E402
+from liger_kernel.transformers.recognise.projections import Left  # noqa: E402
+
+needs_kernels = pytest.mark.skipif(not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call")
+pytestmark = pytest.mark.skipif(DEVICE == "cuda" and float8.lacking(torch.device(DEVICE)) is not None, reason="this GPU has no FP8")
+ONLY = dict(rope=False, rms_norm=False, fused_linear_cross_entropy=False, rematerialise=False, swiglu=True)  # what else is ours is tested elsewhere
+BOTH = ["experts.gate_up_proj", "experts.down_proj"]
+NAMES = ("gate_up_proj", "down_proj")
+BATCH = dict(batch=1, length=6, ignored=2)
+LINEARS = ("lm_head", "q_proj", "k_proj", "v_proj", "o_proj")  # which cast their inputs
+
+
+@pytest.fixture(autouse=True)
+def _restored():
+    yield
+    restore()
+
+
+@pytest.fixture(autouse=True)
+def cast_by_pytorch(monkeypatch):
+    """Casts have tests of their own; interpreted, they would take most of the time of these."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(float8, "use_kernels", lambda x: False)
+
+
+@pytest.fixture
+def ran(monkeypatch) -> list[str]:
+    """Which function multiplied at each call by the engine, from now on."""
+    calls: list[str] = []
+    for module, name in ((adapted_experts, "adapted_moe"), (experts, "adapted_moe"), (experts, "moe")):
+        where = "alone" if module is experts else "adapted"
+        node = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args, node=node, kind=f"{where} {name}", **how: calls.append(kind) or node(*args, **how))
+    return calls
+
+
+def tiny(family: str = "qwen3_moe", dtype: torch.dtype = torch.float32) -> nn.Module:
+    return make(family, dtype, num_hidden_layers=1, **(dict(layer_types=["full_attention"]) if family == "gpt_oss" else {}))
+
+
+def adapted(model: nn.Module, of=BOTH, targets=("q_proj",)) -> nn.Module:
+    torch.manual_seed(3)
+    return drawn(peft.get_peft_model(model, peft.LoraConfig(r=3, target_modules=list(targets), target_parameters=of))).to(DEVICE)
+
+
+def in_fp8(model: nn.Module, recipe: str = "fp8") -> nn.Module:
+    quantize_base(model, recipe, skip=LINEARS)
+    return model
+
+
+def experts_of(model: nn.Module) -> nn.Module:
+    """The module with the parameters of experts."""
+    return next(m for m in model.modules() if hasattr(m, "gate_up_proj") and not adapted_experts.is_wrapper(m))
+
+
+def twins(family: str = "qwen3_moe", recipe: str = "fp8", dtype: torch.dtype = torch.float32, **more) -> tuple[nn.Module, nn.Module]:
+    """A model with experts in FP8, and the same with dense ones of the same values. Adapters are on attention, so that gradients go through the experts."""
+    model, dense = (adapted(tiny(family, dtype), **more) for _ in range(2))
+    for name in NAMES:
+        before = getattr(experts_of(dense), name)
+        if name == NAMES[0]:
+            in_fp8(model, recipe)
+        now = getattr(experts_of(model), name) + 0
+        assert 0 < (now - before).norm() < 0.04 * before.norm() and now.dtype == dtype
+        before.data.copy_(now)
+    for each in (model, dense):
+        each.get_base_model().model.layers[0].mlp.get_submodule("router" if family == "gpt_oss" else "gate").requires_grad_(True)
+    return model, dense
+
+
+def patch(model: nn.Module, **flags) -> nn.Module:
+    ours._apply_liger_kernel_to_instance(model, **ONLY | flags)
+    return model
+
+
+def learnt(model: nn.Module) -> dict[str, torch.Tensor]:
+    return step(model, tokens(**BATCH))[1]
+
+
+@contextlib.contextmanager
+def saved_sizes():
+    sizes: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):
+        yield sizes
+
+
+# -- by the engine -------------------------------------------------------------------------
+
+
+@needs_kernels
+@pytest.mark.parametrize(("family", "recipe"), [("qwen3_moe", "fp8"), ("qwen3_moe", "fp8_rowwise"), ("mixtral", "fp8"), ("gpt_oss", "fp8_rowwise")])
+def test_the_engine_multiplies_by_what_fp8_has_left(ran, family, recipe):
+    """Gradients of adapters, of the router and, by those of attention, of x; nothing dense is kept for the backward. gpt-oss is transposed and biased."""
+    model, dense = twins(family, recipe)
+    expected = learnt(dense)
+    sizes = {p.numel() for name, p in dense.named_parameters() if name.endswith(NAMES)}
+    with saved_sizes() as saved:
+        assert_same_learning(learnt(patch(model)), expected, 1e-5)
+    assert ran == ["adapted adapted_moe"] and not projections_report(model).stock
+    assert len(sizes) == 2 and saved and not sizes & {*saved}
+    assert {name.rsplit(".", 3)[-3] for name in expected if "lora" in name} >= {"lora_A", "lora_B"} and any("gate" in n or "router" in n for n in expected)
+
+
+@needs_kernels
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_experts_without_adapters(ran, family):
+    model, dense = twins(family, of=None)
+    expected = learnt(dense)
+    sizes = {p.numel() for name, p in dense.named_parameters() if name.endswith(NAMES)}
+    with saved_sizes() as saved:
+        assert_same_learning(learnt(patch(model)), expected, 1e-5)
+    assert ran == ["alone adapted_moe"] and not sizes & {*saved}
+
+
+@needs_kernels
+def test_one_parameter_in_fp8_beside_one_that_is_trained(ran):
+    model = adapted(tiny())
+    experts_of(model).down_proj.requires_grad_(True)
+    left = quantize_base(model, skip=LINEARS)
+    (reason,) = (why for name, why in left.items() if name.endswith("experts.base_layer.base_layer.down_proj"))
+    assert reason == "it is trained" and experts_of(model).down_proj.requires_grad and experts_of(model)._parameters.keys() == {"down_proj"}
+    expected = learnt(model)
+    assert_same_learning(learnt(patch(model)), expected, 1e-5)
+    assert ran == ["adapted adapted_moe"] and any(name.endswith("down_proj") for name in expected)
+
+
+@needs_kernels
+@pytest.mark.parametrize("way", ["reentrant", "checkpointed", "mlp", "autocast"])
+def test_ways_of_running(ran, way):
+    model, dense = twins(dtype=torch.bfloat16 if way == "autocast" else torch.float32)
+    if way in ("reentrant", "checkpointed"):
+        for each in (model, dense):
+            each.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": way == "reentrant"})
+            each.enable_input_require_grads()
+    both = contextlib.nullcontext() if way != "autocast" else torch.autocast(DEVICE, torch.bfloat16)
+    with both:
+        found, expected = (learnt(patch(each, rematerialise="mlp" if way == "mlp" else False)) for each in (model, dense))
+    assert_same_learning(found, expected, 0 if way == "autocast" else 1e-5)
+    assert ran == ["adapted adapted_moe"] * (4 if way in ("reentrant", "checkpointed") else 2)
+
+
+@needs_kernels
+@pytest.mark.filterwarnings("ignore")
+def test_adapters_are_switched(ran):
+    dense = adapted(tiny())
+    dense.add_adapter("second", peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=BOTH))
+    both = model, dense = copy.deepcopy(drawn(dense)), dense
+    in_fp8(model)
+    for name in NAMES:
+        getattr(experts_of(dense), name).data.copy_(getattr(experts_of(model), name))
+    patch(model)
+    for names in (["default"], ["second"], ["default", "second"]):
+        ran.clear()
+        for each in both:
+            each.base_model.set_adapter(names)
+        assert_same_learning(learnt(model), learnt(dense), 1e-5)
+        assert ran == ["adapted adapted_moe"]
+    ran.clear()
+    with model.disable_adapter(), dense.disable_adapter(), torch.no_grad():
+        found, expected = (each(**tokens(**BATCH)).logits for each in both)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert ran == ["alone adapted_moe"]
+
+
+# -- by others -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "eager", "batched_mm"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_stock_code_reads_dense_weights(family, implementation):
+    """Transformers' experts under PEFT's sum, and without it; in every step, because PEFT 0.21 takes its sum only sometimes out of parameters that are made."""
+    for of in (BOTH, None):
+        both = model, dense = twins(family, "fp8_rowwise", of=of)
+        for each in both:
+            each.set_experts_implementation(implementation)
+        expected = learnt(dense)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for _ in range(2):
+                assert_same_learning(learnt(model), expected, 1e-5)
+        assert all(len(made) == 1 for made in experts_of(model).parametrizations.values())
+
+
+def test_an_expert_alone_is_made_dense(monkeypatch):
+    """For code that takes experts one by one."""
+    w = tiny()
+    model = in_fp8(copy.deepcopy(w), "fp8_rowwise")
+    of, sizes = experts_of(model), []
+    dense = of.gate_up_proj + 0
+    make_dense = stored._Experts.dense
+    monkeypatch.setattr(stored._Experts, "dense", lambda self, some=None: sizes.append((found := make_dense(self, some)).shape) or found)
+    for index in (1, torch.tensor(2), torch.tensor([2]), torch.tensor([[0, 1], [3, 3]])):
+        assert torch.equal(of.gate_up_proj[index], dense[index])
+        assert sizes.pop() == dense[index].shape and not sizes
+    assert torch.equal(of.gate_up_proj[dense[:, 0, 0] > 0], dense[dense[:, 0, 0] > 0]) and torch.equal(of.gate_up_proj[:, 1], dense[:, 1])
+
+
+@needs_kernels
+@pytest.mark.parametrize("first", ["fp8", "patch"])
+def test_peft_finds_stored_experts_by_whole_names(ran, first):
+    """And nests its wrappers the other way."""
+    model = tiny()
+    for change in (in_fp8, patch) if first == "fp8" else (patch, in_fp8):
+        change(model)
+    model = adapted(model, [f"model.layers.0.mlp.{name}" for name in BOTH])
+    found = learnt(model)
+    assert ran == ["adapted adapted_moe"] and not projections_report(model).stock
+    restore(model)
+    assert_same_learning(found, learnt(model), 1e-5)
+    assert len(ran) == 1 and adapted_experts.is_wrapper(model.get_base_model().model.layers[0].mlp.experts)
+
+
+@needs_kernels
+def test_under_torch_compile_peft_sums():
+    model, dense = twins()
+    block = lambda m: patch(m).get_base_model().model.layers[0].mlp
+    x = torch.randn(1, 5, model.config.hidden_size, device=DEVICE)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(block(model), backend="eager")(x), block(dense)(x), rtol=1e-4, atol=1e-5)
+    assert all(len(made) == 1 for made in experts_of(model).parametrizations.values())
+
+
+# -- what is kept --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("family", "recipe"), [("qwen3_moe", "fp8"), ("gpt_oss", "fp8_rowwise")])
+def test_saved_copied_and_moved(family, recipe):
+    model = in_fp8(tiny(family, torch.bfloat16), recipe)
+    other = in_fp8(make(family, torch.bfloat16, seed=1, num_hidden_layers=1, **(dict(layer_types=["full_attention"]) if family == "gpt_oss" else {})), recipe)
+    expected = {name: getattr(experts_of(model), name) + 0 for name in NAMES}
+    assert not torch.equal(getattr(experts_of(other), NAMES[0]) + 0, expected[NAMES[0]])
+    buffer = io.BytesIO()
+    torch.save(model.state_dict(), buffer)
+    buffer.seek(0)
+    other.load_state_dict(torch.load(buffer))
+    keys = {key.partition("parametrizations.")[2] for key in model.state_dict()} - {""}
+    assert keys == {f"{name}.{part}" for name in NAMES for part in ("original", "0.float8_scale")}
+    copied = copy.deepcopy(model)
+    experts_of(model).gate_up_proj.zero_()
+    assert not (experts_of(model).gate_up_proj + 0).any()
+    for same in (other, copied):
+        assert all(torch.equal(getattr(experts_of(same), name) + 0, w) and not getattr(experts_of(same), name).requires_grad for name, w in expected.items())
+    # of another dtype, all but the bits
+    bits = {name: p.clone() for name, p in copied.named_parameters() if not p.is_floating_point()}
+    copied.to(torch.float16)
+    assert all(p.dtype == torch.float16 or torch.equal(p, bits.pop(name)) for name, p in copied.named_parameters()) and not bits
+    found = experts_of(copied).down_proj
+    assert found.dtype == torch.float16 and (found.float() - expected["down_proj"].float()).abs().max() <= 2**-8 * expected["down_proj"].abs().max()
+
+
+@needs_kernels
+def test_runs_in_another_dtype(ran):
+    model = patch(in_fp8(tiny(dtype=torch.bfloat16)))
+    with torch.no_grad():
+        assert model.to(torch.float16)(**tokens(**BATCH)).logits.isfinite().all()
+    assert ran == ["alone adapted_moe"]
+
+
+@pytest.mark.parametrize(("family", "safe"), [("qwen3_moe", False), ("gpt_oss", True)])
+def test_merging_is_a_cast_of_the_sum(family, safe):
+    model, dense = twins(family, "fp8_rowwise")
+    before = {name: getattr(experts_of(model), name) + 0 for name in NAMES}
+    for each in (model, dense):
+        each.merge_adapter(safe_merge=safe)
+    near = lambda found, wanted, tolerance: (found - wanted).norm() < tolerance * wanted.norm()
+    for name in NAMES:
+        wanted = getattr(experts_of(dense), name)
+        assert not near(before[name], wanted, 0.1) and near(getattr(experts_of(model), name) + 0, wanted, 0.03)
+    model.unmerge_adapter()
+    assert all(near(getattr(experts_of(model), name) + 0, w, 0.2) for name, w in before.items())
+    merged = twins(family, "fp8_rowwise")[0].merge_and_unload(safe_merge=safe)
+    assert not any(adapted_experts.is_wrapper(m) for m in merged.modules())
+    assert all(near(getattr(experts_of(merged), name) + 0, getattr(experts_of(dense), name), 0.03) for name in NAMES)
+
+
+def test_wrong_weights_are_refused():
+    model = in_fp8(tiny())
+    with pytest.raises(ValueError, match=r"LigerFloat8Experts: weights must have shape \(\d+, \d+, \d+\), got \(1, 2, 3\)"):
+        experts_of(model).down_proj.data = torch.zeros(1, 2, 3)
+    of = experts_of(tiny())
+    with pytest.raises(ValueError, match="store_experts: recipe must be one of fp8, fp8_rowwise, got 'int4'"):
+        stored.store_experts(of, "down_proj", "int4")
+    with pytest.raises(ValueError, match=r"store_experts: no must be a floating point parameter \(E, N, K\), got none"):
+        stored.store_experts(of, "no", "fp8")
+
+
+# -- what quantize_base leaves -------------------------------------------------------------
+
+
+def reasons(model: nn.Module, **more) -> dict[str, str]:
+    return {name.rpartition(".")[2]: why for name, why in quantize_base(model, **dict(skip=LINEARS) | more).items() if ".experts." in name}
+
+
+class Other(nn.Module):
+    def forward(self, w):
+        return 2 * w
+
+
+def test_what_is_left_and_why():
+    model = tiny()
+    assert reasons(model) == {} and all(type(made[0]) is stored.LigerFloat8Experts for made in experts_of(model).parametrizations.values())
+    before = {name: p.data_ptr() for name, p in model.named_parameters()}
+    assert reasons(model, recipe="fp8_rowwise") == {} and before == {name: p.data_ptr() for name, p in model.named_parameters()}, "a second time"
+    assert reasons(tiny(), skip=(*LINEARS, "experts")) == dict.fromkeys(NAMES, "skipped by name")
+    assert reasons(tiny(), skip=(*LINEARS, "experts.down_proj")) == {"down_proj": "skipped by name"}
+    hooked = tiny()
+    experts_of(hooked).register_forward_hook(lambda *_: None)
+    assert reasons(hooked) == dict.fromkeys(NAMES, "its module has hooks")
+    made = tiny()
+    nn.utils.parametrize.register_parametrization(experts_of(made), "down_proj", Other())
+    assert reasons(made) == {"down_proj": "a Other makes it when it is read: it is quantised already, or adapted"}
+    wide = tiny()
+    experts_of(wide).down_proj = nn.Parameter(torch.zeros(4, 6, 10))
+    shape = tuple(experts_of(wide).gate_up_proj.shape)
+    assert reasons(wide) == dict.fromkeys(NAMES, f"experts of unknown layout: gate_up_proj {shape}, down_proj (4, 6, 10)")
+    double = tiny(dtype=torch.float64)
+    assert {why.partition(" on ")[0] for why in reasons(double).values()} == {"a weight of torch.float64"}
+    shared = tiny()
+    shared.other = nn.Module()
+    shared.other.down_proj = experts_of(shared).down_proj
+    assert reasons(shared)["down_proj"] == "another module shares it"
+    assert {why.partition(" on ")[2] for why in reasons(tiny().to("meta")).values()} == {"meta"}
+
+
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="FSDP2 of PyTorch 2.11 asks gradients of integers")
+def test_sharded(tmp_path):
+    """By FSDP2, which gathers the bits for a layer; experts that are sharded already stay."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        model = adapted(in_fp8(tiny(dtype=torch.bfloat16)), of=None)
+        patch(model)
+        expected = learnt(model)
+        for layer in model.get_base_model().model.layers:
+            fully_shard(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        of = experts_of(model)
+        x = torch.empty(0, dtype=torch.bfloat16)
+        if _op._KERNEL_DEVICES:
+            assert experts.weights_of(of, False, x) == Left(experts.SPREAD), "between the steps"
+        found = learnt(model)
+        assert {name: g.shape for name, g in found.items()} == {name: g.shape for name, g in expected.items()}
+        assert torch.equal(found["loss"], expected["loss"])
+        other = tiny()
+        fully_shard(other.model.layers[0], mesh=mesh)
+        assert set(reasons(other).values()) == {"a DTensor that is not a plain parameter: sharded or quantised"}
+    finally:
+        torch.distributed.destroy_process_group()

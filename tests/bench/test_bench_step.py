@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from liger_kernel.bench import profile, step, step_child, step_model
 from liger_kernel.model_sizes import MODELS, config_of, step_flops
 from liger_kernel.nn import LigerFloat8Linear
+from liger_kernel.nn.float8 import LigerFloat8Experts
 from liger_kernel.ops._core import operator as _op
 from liger_kernel.train.config import UserError
 
@@ -610,6 +611,17 @@ def test_a_base_in_fp8_learns(how, tmp_path, monkeypatch):
         step_child.Training(spec(tmp_path, package=package, lora=4, **more)) for package, more in ((None, {}), (str(step.PACKAGE), {"quantize": how}))
     )
     assert sum(isinstance(module, LigerFloat8Linear) for module in ours.model.modules()) == 14
+    assert ours.measure(2)["losses"] == pytest.approx(stock.measure(2)["losses"], rel=1e-2)
+
+
+def test_experts_in_fp8_learn(tmp_path):
+    """PEFT finds them by their whole names."""
+    pytest.importorskip("peft", minversion="0.17")
+    changes = dict(config=TINY | EXPERTS, lora=4, lora_targets=["q_proj", "up_proj", "down_proj"])
+    stock, ours = (
+        step_child.Training(spec(tmp_path, package=package, **changes, **more)) for package, more in ((None, {}), (str(step.PACKAGE), {"quantize": "fp8"}))
+    )
+    assert sum(isinstance(module, LigerFloat8Experts) for module in ours.model.modules()) == 4
     assert ours.measure(2)["losses"] == pytest.approx(stock.measure(2)["losses"], rel=1e-2)
 
 

@@ -345,6 +345,8 @@ def test_what_is_left_and_why():
     shared.other = nn.Module()
     shared.other.down_proj = experts_of(shared).down_proj
     assert reasons(shared)["down_proj"] == "another module shares it"
+    other = nn.ModuleDict({"experts": nn.ParameterDict({"w1": torch.zeros(2, 1024, 512), "few": torch.zeros(2, 8, 8)}), "conv": nn.Conv1d(1024, 1024, 2)})
+    assert reasons(nn.ModuleDict({"mlp": other})) == {"w1": "packed weights of another name than gate_up_proj and down_proj, whose layout is unknown"}
     assert {why.partition(" on ")[2] for why in reasons(tiny().to("meta")).values()} == {"meta"}
 
 

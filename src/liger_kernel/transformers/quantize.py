@@ -128,7 +128,14 @@ def _sorted_experts(model: nn.Module, skip: tuple[str, ...], all_trained: bool) 
                 reasons[name] = f"experts of unknown layout: {', '.join(f'{each} {tuple(t.shape)}' for each, t in packed.items())}"
             else:
                 found.append((m, parameter, transposed))
+        for parameter, p in m._parameters.items():
+            if p is not None and parameter not in packed and _seems_packed(m, p):
+                reasons[f"{module}.{parameter}".lstrip(".")] = f"packed weights of another name than {GATE_UP} and {DOWN}, whose layout is unknown"
     return found, reasons
+
+
+def _seems_packed(m: nn.Module, p: Tensor) -> bool:
+    return p.ndim == 3 and min(p.shape) > 1 and p.numel() >= SMALL and not isinstance(m, nn.modules.conv._ConvNd)
 
 
 def packed_experts(m: nn.Module) -> dict[str, Tensor]:

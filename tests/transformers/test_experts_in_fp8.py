@@ -113,28 +113,29 @@ def saved_sizes():
 
 
 @needs_kernels
-@pytest.mark.parametrize(("family", "recipe"), [("qwen3_moe", "fp8"), ("qwen3_moe", "fp8_rowwise"), ("mixtral", "fp8"), ("gpt_oss", "fp8_rowwise")])
+@pytest.mark.parametrize(("family", "recipe"), [("qwen3_moe", "fp8_rowwise"), ("mixtral", "fp8"), ("gpt_oss", "fp8_rowwise")])
 def test_the_engine_multiplies_by_what_fp8_has_left(ran, family, recipe):
     """Gradients of adapters, of the router and, by those of attention, of x; nothing dense is kept for the backward. gpt-oss is transposed and biased."""
     model, dense = twins(family, recipe)
-    expected = learnt(dense)
+    with saved_sizes() as by_peft:
+        expected = learnt(dense)
     sizes = {p.numel() for name, p in dense.named_parameters() if name.endswith(NAMES)}
     with saved_sizes() as saved:
         assert_same_learning(learnt(patch(model)), expected, 1e-5)
     assert ran == ["adapted adapted_moe"] and not projections_report(model).stock
-    assert len(sizes) == 2 and saved and not sizes & {*saved}
+    assert len(sizes) == 2 and sizes <= {*by_peft} and not sizes & {*saved}
     assert {name.rsplit(".", 3)[-3] for name in expected if "lora" in name} >= {"lora_A", "lora_B"} and any("gate" in n or "router" in n for n in expected)
 
 
 @needs_kernels
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_experts_without_adapters(ran, family):
-    model, dense = twins(family, of=None)
-    expected = learnt(dense)
+def test_experts_without_adapters(ran):
+    model, dense = twins("gpt_oss", of=None)
+    with saved_sizes() as by_peft:
+        expected = learnt(dense)
     sizes = {p.numel() for name, p in dense.named_parameters() if name.endswith(NAMES)}
     with saved_sizes() as saved:
         assert_same_learning(learnt(patch(model)), expected, 1e-5)
-    assert ran == ["alone adapted_moe"] and not sizes & {*saved}
+    assert ran == ["alone adapted_moe"] and sizes <= {*by_peft} and not sizes & {*saved}
 
 
 @needs_kernels
@@ -157,11 +158,13 @@ def test_ways_of_running(ran, way):
         for each in (model, dense):
             each.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": way == "reentrant"})
             each.enable_input_require_grads()
-    both = contextlib.nullcontext() if way != "autocast" else torch.autocast(DEVICE, torch.bfloat16)
-    with both:
-        found, expected = (learnt(patch(each, rematerialise="mlp" if way == "mlp" else False)) for each in (model, dense))
-    assert_same_learning(found, expected, 0 if way == "autocast" else 1e-5)
-    assert ran == ["adapted adapted_moe"] * (4 if way in ("reentrant", "checkpointed") else 2)
+    patch(model, rematerialise="mlp" if way == "mlp" else False)
+    if way == "autocast":
+        with torch.autocast(DEVICE, torch.bfloat16):
+            assert_same_learning(learnt(model), learnt(patch(dense)), 0)
+    else:
+        assert_same_learning(learnt(model), learnt(dense), 1e-5)
+    assert ran == ["adapted adapted_moe"] * (1 if way == "mlp" else 2)
 
 
 @needs_kernels
@@ -235,7 +238,16 @@ def test_peft_finds_stored_experts_by_whole_names(ran, first):
     assert len(ran) == 1 and adapted_experts.is_wrapper(model.get_base_model().model.layers[0].mlp.experts)
 
 
+def test_code_that_is_compiled_reads_plain_tensors(monkeypatch):
+    of = experts_of(in_fp8(tiny()))
+    expected = of.down_proj + 0
+    assert type(of.down_proj) is stored._Weight
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert type(of.down_proj) is torch.Tensor and torch.equal(of.down_proj, expected)
+
+
 @needs_kernels
+@pytest.mark.slow
 def test_under_torch_compile_peft_sums():
     model, dense = twins()
     block = lambda m: patch(m).get_base_model().model.layers[0].mlp

@@ -64,7 +64,7 @@ def _some_experts(func: Any, args: Any) -> Any:
     """The index of ``weight[index]`` if it is one of the first dim alone: a number, or a tensor of numbers."""
     if func is torch.ops.aten.select.int and args[1] == 0:
         return args[2]
-    if func is torch.ops.aten.index.Tensor and len(args[1]) == 1 and args[1][0].dtype != torch.bool:
+    if func is torch.ops.aten.index.Tensor and len(args[1]) == 1 and args[1][0].dtype in (torch.int64, torch.int32):  # others are masks
         return args[1][0]
     return None
 

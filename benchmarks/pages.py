@@ -118,7 +118,7 @@ def _floor(row: Row) -> str:
 
 
 def _place(row: Row) -> str:
-    gpus = f", {row['gpus']} GPUs" if (row.get("gpus") or 1) > 1 else ""
+    gpus = f", {row['gpus']} GPUs" if (row.get("gpus") or 1) > 1 else f", {row['parallel']} on one GPU" if row.get("parallel") else ""
     return ", ".join([f"{row['model']}, {row['batch']} x {row['seq']}{gpus}", *parts_of(row)])
 
 

@@ -326,6 +326,16 @@ def test_families_that_keep_what_they_have(model_type):
     assert model.config._attn_implementation == before
 
 
+def test_attention_that_sdpa_does_not_serve():
+    """gpt-oss has sinks, which sdpa would leave out: neither varlen_attn nor sdpa may take its place."""
+    pytest.importorskip("transformers.models.gpt_oss")
+    model = make("gpt_oss", attention="eager")
+    assert attention.use(model) == "sdpa does not serve gpt_oss"
+    settle = lambda rows: train_model.attend(TrainConfig(), rows, model, torch.device("cpu"), "bf16")
+    assert settle(Rows.of([([1, 2], [1, 2])])) == "eager" and settle(rows()).startswith("eager with a mask, as ")
+    assert model.config._attn_implementation == "eager"
+
+
 def test_text_in_a_model_of_images():
     model = make("gemma3", attention="sdpa")
     assert attention.use(model) is None

@@ -93,7 +93,7 @@ def _base(config: TrainConfig, name: str | None, tokenizer: Any, device: torch.d
     """The model ``name``, or one from random weights, on its device as transformers makes it; quantised if ``config`` says so."""
     import transformers
 
-    options: dict[str, Any] = {"dtype": dtype_of(config, precision), "attn_implementation": "sdpa" if config.attention == "auto" else config.attention}
+    options: dict[str, Any] = {"dtype": dtype_of(config, precision), "attn_implementation": None if config.attention == "auto" else config.attention}
     quantized = {"quantization_config": adapters.quantization(config, precision), "device_map": {"": device}}
     model: Any
     if name:
@@ -137,8 +137,12 @@ def quantize_fp8(model: Any) -> None:
 
 def attend(config: TrainConfig, rows: Rows, model: Any, device: torch.device, precision: str) -> str:
     """Resolve attention ``auto`` for these rows; returns the result in words."""
-    if config.attention != "auto" or rows.positions is None:
-        return config.attention.replace("auto", "sdpa")
+    if config.attention != "auto":
+        return config.attention
+    chosen = model.config.get_text_config(decoder=True)._attn_implementation
+    plain = "eager" if chosen == "eager" else "sdpa"  # transformers' choice, which varlen_attn may have replaced since
+    if rows.positions is None:
+        return plain
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     if config.trainer == "hf" and config.parallel == "none" and torch.cuda.device_count() > 1:
         lacking: str | None = "transformers' Trainer cuts batches for the GPUs that it sees"
@@ -151,7 +155,7 @@ def attend(config: TrainConfig, rows: Rows, model: Any, device: torch.device, pr
 
         lacking = attention.use(model)
     rows.bounded = lacking is None
-    return f"sdpa with a mask, as {lacking}" if lacking else "varlen_attn, each document by itself"
+    return f"{plain} with a mask, as {lacking}" if lacking else "varlen_attn, each document by itself"
 
 
 def recompute(model: Any, what: str) -> None:

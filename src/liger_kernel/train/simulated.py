@@ -133,7 +133,7 @@ def _phases(form: Any, config: TrainConfig, precision: str, arch: str, optimizer
 def _on_meta(form: Any, config: TrainConfig, precision: str) -> Any:
     import transformers
 
-    attention = "sdpa" if config.attention == "auto" else config.attention
+    attention = None if config.attention == "auto" else config.attention  # what transformers then chooses is what liger train has
     with torch.device("meta"):
         model: Any = transformers.AutoModelForCausalLM.from_config(form, dtype=dtype_of(config, precision), attn_implementation=attention).train()
         if config.kernels == "on":

@@ -161,8 +161,8 @@ def _by_interface(source: str) -> bool:
 def use(model: nn.Module) -> str | None:
     """Make ``liger_varlen`` the attention of a model's layers (of the text layers in a model of text and images).
 
-    Returns None, or the reason why the model keeps its attention: it has an attention of its own, asks whether its attention is sdpa, or uses bounds of
-    documents for another purpose.
+    Returns None, or the reason why the model keeps its attention: it has an attention of its own, one that sdpa does not serve, such as with sinks, asks
+    whether its attention is sdpa, or uses bounds of documents for another purpose.
     """
     if "use_vmap" not in inspect.signature(sdpa_mask).parameters:  # it needs vmap, and a PackedMask could not be read
         return f"transformers {transformers.__version__} is older than 5"
@@ -171,6 +171,8 @@ def use(model: nn.Module) -> str | None:
     sources = [inspect.getsource(module) for module in modules]
     if not sources or not all(_by_interface(source) and '"cu_seq_lens' not in source for source in sources):
         return f"{text.model_type} has attention of its own"
+    if not all(m._supports_sdpa for m in model.modules() if isinstance(m, PreTrainedModel)):
+        return f"sdpa does not serve {text.model_type}"
     text._attn_implementation = NAME
     return None
 

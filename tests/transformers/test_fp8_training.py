@@ -215,6 +215,57 @@ def test_what_a_compiled_layer_saves(autocast, fast, graphs):
     assert not [t for t in saved if t[1] in weights]
 
 
+@pytest.fixture
+def unrecorded(monkeypatch):
+    monkeypatch.setattr(float8_training, "_recorded", [False])
+
+
+def test_nothing_is_kept_while_a_graph_is_recorded_and_after_it(unrecorded, monkeypatch):
+    """Memory of the graph has no values yet, and replayed optimizer steps are seen by nobody."""
+    w = torch.nn.Parameter(torch.ones(32, 16, dtype=torch.bfloat16, device=DEVICE))
+    kept = lambda: float8_training.trained(w, "tensorwise").kept
+    before = kept()
+    assert kept() is before
+    monkeypatch.setattr(float8_training, "is_recorded", lambda t: True)
+    assert kept() is not before and kept() is not kept()
+    monkeypatch.setattr(float8_training, "is_recorded", lambda t: False)
+    assert kept() is not before and kept() is not kept()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_recorded_step(unrecorded, fast):
+    """Replayed steps learn what eager ones do, and evaluation between them sees the weights as they are."""
+    eager, model = (llama().train() for _ in range(2))
+    patch(model=eager, fp8="tensorwise", fp8_filter=lambda layer, name: "lm_head" not in name)
+    patch(model=model, fp8="tensorwise", fp8_filter=lambda layer, name: "lm_head" not in name)
+    assert in_fp8(model) and in_fp8(model) == in_fp8(eager)
+    data, found = tokens(6), {}
+    stream = torch.cuda.Stream()
+    for name, m in (("eager", eager), ("recorded", model)):
+        optimizer = torch.optim.AdamW(m.parameters(), lr=torch.tensor(1e-2, device=DEVICE), fused=True, capturable=True)
+
+        def run(m=m, optimizer=optimizer):
+            optimizer.zero_grad()
+            loss = m(**data).loss
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        losses, again = found.setdefault(name, []), run
+        with torch.cuda.stream(stream):
+            for number in range(8):
+                if name == "recorded" and number == 3:
+                    graph = torch.cuda.CUDAGraph()
+                    with torch.cuda.graph(graph, stream=stream):
+                        out = run()
+                    again = lambda graph=graph, out=out: (graph.replay(), out)[1]
+                losses.append(again().clone())
+                with torch.no_grad():
+                    losses.append(m(**data).loss)
+    assert torch.stack(found["eager"])[-1] < torch.stack(found["eager"])[0]
+    torch.testing.assert_close(torch.stack(found["recorded"]), torch.stack(found["eager"]), rtol=1e-2, atol=1e-3)
+
+
 def test_what_is_left(fast):
     model = llama()
     left = train_in_fp8(model, filter=["o_proj"])

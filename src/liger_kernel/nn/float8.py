@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_map
 
+from liger_kernel.ops._core.operator import is_recorded
 from liger_kernel.ops.projections.float8 import E4, Float8, Float8LinearFunction, cast, float8, transposed
 from liger_kernel.ops.projections.float8_experts import cast_experts, float8_experts
 from liger_kernel.ops.projections.weights import Dequantized
@@ -128,6 +129,8 @@ class LigerFloat8Linear(nn.Linear):
         seen = self.float8.data_ptr(), self.float8._version, self.float8.device
         if self._transposed is None or self._transposed[1] != seen:
             self._transposed = None  # the old one is freed before
+            if is_recorded(w):
+                return transposed(w)
             self._transposed = transposed(w), seen
         return self._transposed[0]
 

@@ -8,27 +8,29 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from liger_kernel.ops._core.operator import intercepted
+from liger_kernel.ops._core.operator import intercepted, is_recorded
 from liger_kernel.ops.projections.adapted import Projection
 from liger_kernel.ops.projections.float8 import lacking
 from liger_kernel.ops.projections.float8_training import RECIPES, Float8Trained, Kept, float8_trained, forget
 from liger_kernel.ops.projections.linear import dtypes_of, linears
 
 _KEPT: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_recorded = [False]  # whether a CUDA graph multiplies by trained weights
 DTYPES = (torch.bfloat16, torch.float32)  # not float16, which is trained with a gradient scaler: the scales of the casts do its work
 
 
 def trained(weight: Tensor, recipe: str) -> Float8Trained:
     """``weight`` as it is multiplied. Its largest values are kept over calls if it is learnt in one process, else from a forward to its backward.
 
-    Of several processes, some free and gather weights. PEFT merges adapters into the ``data`` of frozen weights, which no version counter shows. A compiled
+    Of several processes, some free and gather weights. A CUDA graph searches them, and from then on every forward, because no version counter shows the
+    optimizer's steps in a graph. PEFT merges adapters into the ``data`` of frozen weights, which no version counter shows. A compiled
     graph searches them, because it cannot see a weight's version; once for all its products.
     """
     if not torch.compiler.is_compiling() and (why := lacking(weight.device, RECIPES[recipe].capability)):
         raise ValueError(f"fp8: {why}")
     if torch.compiler.is_compiling():
         kept = None
-    elif weight.requires_grad and _alone():
+    elif weight.requires_grad and _alone() and not _in_graphs(weight):
         kept = _KEPT.get(weight)
         if kept is None:
             kept = _KEPT.setdefault(weight, Kept())
@@ -40,6 +42,12 @@ def trained(weight: Tensor, recipe: str) -> Float8Trained:
 def _alone() -> bool:
     """Whether there is one process."""
     return not (dist.is_available() and dist.is_initialized())
+
+
+def _in_graphs(weight: Tensor) -> bool:
+    """Whether a CUDA graph that trains in FP8 has been recorded, or is now."""
+    _recorded[0] = _recorded[0] or is_recorded(weight)
+    return _recorded[0]
 
 
 def is_whole(weight: Tensor) -> bool:

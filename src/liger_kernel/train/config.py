@@ -72,7 +72,7 @@ class TrainConfig:
     attention: str = _field(
         "auto",
         "model",
-        "sdpa, eager, flash_attention_2 ... of transformers; auto: sdpa, eager for models without it, or PyTorch's varlen_attn for packed documents if it is supported",
+        "sdpa, eager, flash_attention_2 ... of transformers; auto: sdpa or what the model has instead, or PyTorch's varlen_attn for packed documents if it can",
     )
 
     lora: int = _field(0, "adapters", "rank of LoRA adapters; only they are trained (needs peft). 0 trains the whole model")

@@ -241,6 +241,11 @@ def on_gpu(x: Tensor) -> bool:
     return x.is_cuda or _intercept is not None
 
 
+def is_recorded(x: Tensor) -> bool:
+    """Whether what is computed with ``x`` now becomes a part of a CUDA graph: nothing runs yet, and the memory of results belongs to the graph."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 DIRECT = ("3.6", "3.7", "3.8", "3.9")  # releases of Triton with compiled kernels that we can call directly
 _DIRECT = HAS_TRITON and not INTERPRET and bool(torch.version.cuda) and triton.__version__.rpartition(".")[0] in DIRECT
 _compiled: dict[tuple, tuple] = {}  # everything on which a launch depends -> how to call its compiled kernel

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_kernel.ops._core.impl import only_ours
-from liger_kernel.ops._core.operator import Case, Cost, T, acc, launcher, nbytes, on_gpu, once_differentiable, op, rows_of, tracing
+from liger_kernel.ops._core.operator import Case, Cost, T, acc, is_recorded, launcher, nbytes, on_gpu, once_differentiable, op, rows_of, tracing
 from liger_kernel.ops._core.reduce import divided, scaled
 from liger_kernel.ops._core.shards import is_sharded
 from liger_kernel.ops.losses.chunks import Kept, add_mm, auto_chunk_rows, chunk_gradients, logits, values
@@ -387,7 +387,7 @@ def promoted(x: Tensor, w: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
 
 def kept_rows(compact: bool | Kept, target: Tensor, ignore_index: int) -> Tensor | None:
     """The rows to compute; None means all."""
-    if compact is False or target.is_meta or torch.compiler.is_compiling() or (target.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if compact is False or target.is_meta or torch.compiler.is_compiling() or is_recorded(target):
         return None
     return (Kept(target, ignore_index) if compact is True else compact).rows()
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core.operator import acc, on_gpu, once_differentiable, rows_of
+from liger_kernel.ops._core.operator import acc, is_recorded, on_gpu, once_differentiable, rows_of
 from liger_kernel.ops._core.reduce import scaled
 from liger_kernel.ops.losses.chunks import Kept, auto_chunk_rows, chunk_gradients, chunks_of, values
 from liger_kernel.ops.losses.cross_entropy_rows import Loss, Rows, check, row_kernel
@@ -105,7 +105,7 @@ def linear_loss(
 
 def counted(target: Tensor, ignore_index: int, group: int, compact: bool | Kept = True) -> Kept | None:
     """The ``compact`` for several losses of the same targets: they are counted once, and the host waits once; None where the host must not wait."""
-    if torch.compiler.is_compiling() or target.is_meta or not target.numel() or (target.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if torch.compiler.is_compiling() or target.is_meta or not target.numel() or is_recorded(target):
         return None
     return Kept(target, ignore_index, group) if compact is True else compact or None
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from liger_kernel.ops._core.operator import transformed
+from liger_kernel.ops._core.operator import is_recorded, transformed
 from liger_kernel.ops.losses.chunks import Kept
 from liger_kernel.transformers import attention
 from liger_kernel.transformers.head.linear import may_be_linear
@@ -129,7 +129,7 @@ def _kept_early(given: dict[str, Any], head: nn.Module) -> Kept | None:
     labels = given.get("shift_labels")
     if labels is None:
         labels = F.pad(given["labels"], (0, 1), value=IGNORE)[..., 1:]
-    if labels.is_meta or labels.device != head.weight.device or (labels.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if labels.is_meta or labels.device != head.weight.device or is_recorded(labels):
         return None
     return Kept(labels, IGNORE)
 

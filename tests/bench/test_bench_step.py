@@ -282,6 +282,7 @@ def test_a_search_without_a_capacity_doubles_and_halves():
         (["--quantize", "nf4"], "--quantize needs --lora R"),
         (["--against", "stock,unsloth"], "unsloth needs --lora R"),
         (["--lora", "8", "--against", "unsloth", "--gpus", "2"], "unsloth runs on one GPU"),
+        (["--lora", "8", "--against", "unsloth", "--attention", "eager"], "unsloth has its own attention"),
         (["--lora", "8", "--quantize", "fp8"], "stock has no frozen FP8 base"),
         (["--lora", "8", "--quantize", "nf4", "--against", "ours:fp8"], "ours:fp8 has its own base"),
         (["--against", "stock,torchao"], "torchao needs --fp8 tensorwise"),
@@ -476,7 +477,7 @@ def spec(tmp_path, **changes):
     values |= dict(batches=[2], largest=[], median=0, autocast=False, unsloth=None, unsloth_path=None, save=None)
     values |= dict(lora=0, lora_targets=list(step.LINEARS), lora_dropout=0.0, dora=False, quantize=None, fp8=None, torchao=False)
     values |= dict(flags={}, trace_steps=1, seq=32, gpus=1, parallel=None, masked=0.0, optimizer="sgd", checkpointing=False, steps=3, warmup=1)
-    values |= dict(optimizer_in_backward=False, optimizer_on_cpu=False)
+    values |= dict(optimizer_in_backward=False, optimizer_on_cpu=False, attention=None)
     return values | changes
 
 
@@ -489,6 +490,12 @@ def test_two_processes_learn_what_one_does(how, tmp_path):
     (one,), (two,) = one["rows"], two["rows"]
     assert two["losses"] == pytest.approx(one["losses"], rel=1e-6)
     assert two["tokens_per_s"] == pytest.approx(2 * 32 / two["step_ms"] * 1e3)
+
+
+@pytest.mark.parametrize("attention, found", [(None, "sdpa"), ("eager", "eager")])
+def test_attention(attention, found, tmp_path):
+    """Transformers' own, in every variant."""
+    assert step_model._stock(spec(tmp_path, attention=attention), torch.device("cpu")).config._attn_implementation == found
 
 
 def test_a_child_that_finds_another_package_fails_and_says_so(tmp_path):

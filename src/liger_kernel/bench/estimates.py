@@ -65,6 +65,7 @@ def measured(row: Row) -> Measured:
     run |= dict(tiled_mlp=row.get("tiled_mlp") or 0) if "tiled_mlp" in run else {}
     run |= dict(lora=lora, lora_targets=",".join(LINEARS)) if lora else {}
     run |= dict(dora=True) if row.get("dora") else {}
+    run |= dict(attention=row["attention"]) if row.get("attention") else {}
     run |= dict(lora_dropout=row["lora_dropout"]) if row.get("lora_dropout") else {}
     run |= dict(quantize=FP8_BASE.get(variant) or row["quantize"]) if variant in FP8_BASE or row.get("quantize") else {}
     how = row["optimizer"], "bf16-mixed" if row.get("autocast") else "bf16", row.get("masked") or 0.0

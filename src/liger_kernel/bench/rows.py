@@ -107,6 +107,7 @@ def parts_of(row: Mapping[str, Any]) -> list[str]:
     adapters += f" with dropout {row['lora_dropout']:g}" if row.get("lora_dropout") else ""
     layers, base, tiles = row.get("layers"), row.get("quantize"), f"tiled MLPs in {row['tiled_mlp']}" if row.get("tiled_mlp") else ""
     parts = [f"{layers} layers" if layers else "", "autocast" if row.get("autocast") else "", "checkpointing" if row.get("checkpointing") else ""]
+    parts += [row["attention"]] if row.get("attention") else []
     parts += [row["optimizer"] if row.get("optimizer") not in (None, "sgd", "adamw") else ""]  # what a page's text does not say
     parts += ["step in the backward" if row.get("optimizer_in_backward") else "", "optimizer on the CPU" if row.get("optimizer_on_cpu") else ""]
     return [part for part in (*parts, adapters, f"{base} base" if base else "", f"FP8 {row['fp8']}" if row.get("fp8") else "", tiles) if part]

@@ -72,6 +72,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--against", default="stock,ours", help=f"variants, comma-separated (default: stock,ours): {', '.join(VARIANTS)}")
     add("--layers", type=int, metavar="N", help="the number of layers to keep of the model (default: all)")
     add("--compile", action="store_true", help="each variant also under torch.compile")
+    add("--attention", metavar="NAME", help="an implementation of Transformers, such as flex_attention (default: sdpa, or eager for models without it)")
     add("--upstream-path", metavar="DIR", help="where the published package is: pip install --no-deps --target DIR liger-kernel==0.8.5")
     add("--unsloth-path", metavar="DIR", help="where Unsloth is, unless it is installed: pip install --target DIR unsloth")
     add(
@@ -178,6 +179,8 @@ def _check_adapters(a: argparse.Namespace) -> None:
     for name, given in wanting.items():
         if given and not a.lora:
             raise UserError(f"{name} needs --lora R")
+    if theirs and a.attention:
+        raise UserError("unsloth has its own attention: leave out --attention")
     if theirs and a.parallel:
         raise UserError("unsloth runs on one GPU, without --parallel")
     if a.parallel in SHARED_ROWS and (others := [name for name in a.against if name.startswith("upstream")]):
@@ -271,6 +274,7 @@ def ratio(row: Row, stock: Row | None, field: str) -> float | None:
 
 OPTIONS = (
     *("seq", "gpus", "parallel", "checkpointing", "layers", "autocast", "lora", "lora_targets", "lora_dropout", "dora", "quantize", "fp8", "tiled_mlp"),
+    "attention",
     *("optimizer_in_backward", "optimizer_on_cpu"),
 )
 

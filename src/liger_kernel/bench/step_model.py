@@ -75,7 +75,7 @@ def _stock(spec: dict[str, Any], device: torch.device) -> Any:
         model = transformers.AutoModelForCausalLM.from_config(
             config,
             dtype=getattr(torch, spec["dtype"]),
-            attn_implementation="sdpa" if kind._supports_sdpa else "eager",  # sinks, as of gpt-oss
+            attn_implementation=spec["attention"] or ("sdpa" if kind._supports_sdpa else "eager"),  # sinks, as of gpt-oss
         ).train()
     model.config.use_cache = False
     return model

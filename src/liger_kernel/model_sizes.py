@@ -27,6 +27,7 @@ MODELS: dict[str, dict[str, Any]] = {
     | _sized(2048, 6144, 28, 16, model_type="qwen3", num_key_value_heads=8, head_dim=128, vocab_size=151936)
     | dict(tie_word_embeddings=True, max_position_embeddings=40960),
     "qwen3-8b": QWEN | _sized(4096, 12288, 36, 32, model_type="qwen3", num_key_value_heads=8, head_dim=128, vocab_size=151936, max_position_embeddings=40960),
+    "qwen3-14b": QWEN | _sized(5120, 17408, 40, 40, model_type="qwen3", num_key_value_heads=8, head_dim=128, vocab_size=151936, max_position_embeddings=40960),
     "qwen3-30b-a3b": QWEN
     | _sized(2048, 6144, 48, 32, model_type="qwen3_moe", num_key_value_heads=4, head_dim=128, vocab_size=151936, max_position_embeddings=40960)
     | dict(moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True),

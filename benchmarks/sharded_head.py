@@ -11,6 +11,7 @@ gradients of both. Every variant runs in processes of its own, one for each GPU:
     ours, no entropy   the same without entropy, which product+upstream is compared with
     verl               linear_cross_entropy of verl 0.9.1, a wheel unpacked in the folder of --verl; only verl.utils.kernel is loaded, between empty
                        packages and with a stand-in for verl.utils.device, so that none of verl's requirements need be installed
+    product+ours       a product, then vocab_parallel_cross_entropy of the logits, without entropy
     product+upstream   a product, then the vocabulary-parallel cross entropy of LinkedIn's liger-kernel 0.8.5, unpacked in the folder of --upstream
     product+torch      a product, then the definition in PyTorch operations
 
@@ -86,6 +87,11 @@ def ours(folder: str, entropy: bool = True) -> Head:
     return run if entropy else lambda *args: (run(*args),)
 
 
+def ours_of_logits(folder: str) -> Head:
+    loss = importlib.import_module("liger_kernel.ops").vocab_parallel_cross_entropy
+    return lambda x, w, labels, group: (loss(shared(x, group) @ w.t(), labels, group, reduction="none"),)
+
+
 def verl(folder: str) -> Head:
     for name in ("verl", "verl.utils"):
         package = sys.modules[name] = ModuleType(name)
@@ -131,6 +137,7 @@ VARIANTS: dict[str, Callable[[str], Head]] = {
     "ours": ours,
     "ours, no entropy": functools.partial(ours, entropy=False),
     "verl": verl,
+    "product+ours": ours_of_logits,
     "product+upstream": upstream,
     "product+torch": plain,
 }
@@ -187,7 +194,7 @@ def measure(name: str, case: str, steps: int, share: int, folder: str) -> dict[s
         values = head(x, w, labels, group)
         return *values, *torch.autograd.grad(values, (x, w), (g, g_entropy)[: len(values)])
 
-    if "no entropy" in name or name == "product+upstream":
+    if name in ("ours, no entropy", "product+ours", "product+upstream"):
         g_entropy.zero_()
     expected = truth(x, w, labels, g, g_entropy, group)
     inputs = torch.cuda.memory_allocated() - sum(t.nbytes for t in expected.values())

@@ -154,7 +154,16 @@ def test_models_are_of_the_size_in_their_names():
         with torch.device("meta"):
             return transformers.AutoModelForCausalLM.from_config(config_of(MODELS[name])).num_parameters() / 1e9
 
-    sizes = {"llama-3.2-1b": 1.24, "llama-3.2-3b": 3.21, "llama-3-8b": 8.03, "qwen3-0.6b": 0.60, "qwen3-8b": 8.19, "qwen3-14b": 14.77, "gemma-2b": 2.51, "gemma-3-1b": 1.00}
+    sizes = {
+        "llama-3.2-1b": 1.24,
+        "llama-3.2-3b": 3.21,
+        "llama-3-8b": 8.03,
+        "qwen3-0.6b": 0.60,
+        "qwen3-8b": 8.19,
+        "qwen3-14b": 14.77,
+        "gemma-2b": 2.51,
+        "gemma-3-1b": 1.00,
+    }
     sizes |= {"qwen3-30b-a3b": 30.53}
     assert {name: round(billions(name), 2) for name in sizes} == sizes
 

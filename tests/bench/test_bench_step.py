@@ -5,6 +5,7 @@ import json
 import math
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
 from liger_kernel.bench import profile, step, step_child, step_model
+from liger_kernel.bench.rows import LABELS, MEANING
 from liger_kernel.model_sizes import MODELS, config_of, step_flops
 from liger_kernel.nn import LigerFloat8Linear
 from liger_kernel.nn.float8 import LigerFloat8Experts
@@ -327,6 +329,12 @@ def test_models_that_torchao_converts():
     assert sum(type(m) is torchao.Float8Linear for m in model.modules()) == 7 and type(model.lm_head) is torch.nn.Linear
 
 
+def test_every_variant_has_a_name_and_a_meaning():
+    told = {name for name in step.VARIANTS if "+" not in name}
+    assert told - LABELS.keys() == set() == told - MEANING.keys()
+    assert {name for name in (*LABELS, *MEANING) if ":" in name} <= set(step.VARIANTS)
+
+
 def test_what_variants_of_fp8_are(machine, monkeypatch):
     """Stock is in bf16, as is ours:bf16; torchao's layers are compiled in a model that we patch."""
     asked = {}
@@ -336,7 +344,7 @@ def test_what_variants_of_fp8_are(machine, monkeypatch):
         return {"rows": [], "failed": "not run"}
 
     monkeypatch.setattr(step, "run_child", run_child)
-    monkeypatch.setattr(step.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(step, "importlib", SimpleNamespace(util=SimpleNamespace(find_spec=lambda name: name)))  # whoever imports now asks the real one
     step.main(["--model", "tiny", "--batch", "2", "--seq", "8", "--fp8", "rowwise", "--against", "stock,ours,ours:bf16,ours:off,torchao"])
     found = [(s["package"] is not None, s["fp8"], s["torchao"], s["compile"], s["flags"]) for s in asked.values()]
     off = {"rematerialise": "off"}

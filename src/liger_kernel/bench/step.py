@@ -26,6 +26,7 @@ BASES = ("stock", "upstream", "ours")
 SWITCHED: dict[str, dict[str, Any]] = {  # ours with other flags than the default
     "ours:off": {"rematerialise": "off"},
     "ours:mlp": {"rematerialise": "mlp"},
+    "ours:experts": {"swiglu": True},
     "ours:offload": {"activation_offloading": True},
     "ours:attention": {"keep_attention": True},
     "ours:tiled": {"tiled_mlp": True},

@@ -7,7 +7,8 @@ a variant that waits for its turn holds its weights and nothing else. Whoever ha
 
 Steps on the longest rows that fit take minutes, almost all of them in attention. ``--one-step`` measures one step, after one of 4096 tokens that compiles
 kernels and makes moments. ``--without-attention`` also replaces the kernels of PyTorch's flash attention by some that allocate the same tensors and
-workspace, and return the queries, and zero for their gradients. All else is computed, and the peak is that of the real step; losses and times are not.
+workspace, and return the queries, and zero for their gradients. All else is computed, and the peak is about that of the real step
+(MEASURED.md, "Long rows"); losses and times are not.
 """
 
 from __future__ import annotations

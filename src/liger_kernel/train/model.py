@@ -89,11 +89,16 @@ def dtype_of(config: TrainConfig, precision: str) -> torch.dtype:
     return torch.float32 if precision == "fp32" or (precision == "bf16-mixed" and not config.lora) else torch.bfloat16
 
 
+def attention_of(config: TrainConfig) -> dict[str, str]:
+    """The argument that names attention. For ``auto`` there is none: transformers takes sdpa, or what it has for models that sdpa does not serve."""
+    return {} if config.attention == "auto" else {"attn_implementation": config.attention}
+
+
 def _base(config: TrainConfig, name: str | None, tokenizer: Any, device: torch.device, precision: str) -> Any:
     """The model ``name``, or one from random weights, on its device as transformers makes it; quantised if ``config`` says so."""
     import transformers
 
-    options: dict[str, Any] = {"dtype": dtype_of(config, precision), "attn_implementation": None if config.attention == "auto" else config.attention}
+    options: dict[str, Any] = {"dtype": dtype_of(config, precision), **attention_of(config)}
     quantized = {"quantization_config": adapters.quantization(config, precision), "device_map": {"": device}}
     model: Any
     if name:
@@ -139,8 +144,10 @@ def attend(config: TrainConfig, rows: Rows, model: Any, device: torch.device, pr
     """Resolve attention ``auto`` for these rows; returns the result in words."""
     if config.attention != "auto":
         return config.attention
+    from liger_kernel.transformers import attention
+
     chosen = model.config.get_text_config(decoder=True)._attn_implementation
-    plain = "eager" if chosen == "eager" else "sdpa"  # transformers' choice, which varlen_attn may have replaced since
+    plain = "sdpa" if chosen == attention.NAME else chosen  # what varlen_attn may have replaced since
     if rows.positions is None:
         return plain
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
@@ -151,8 +158,6 @@ def attend(config: TrainConfig, rows: Rows, model: Any, device: torch.device, pr
     else:
         lacking = varlen_lacks(device, dtype)
     if lacking is None:
-        from liger_kernel.transformers import attention
-
         lacking = attention.use(model)
     rows.bounded = lacking is None
     return f"{plain} with a mask, as {lacking}" if lacking else "varlen_attn, each document by itself"

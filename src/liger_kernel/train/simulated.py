@@ -43,7 +43,7 @@ from liger_kernel.parallel import layers_of
 from liger_kernel.train.adamw import BLOCK, KINDS, LEAST
 from liger_kernel.train.adapters import adapted
 from liger_kernel.train.config import TrainConfig, UserError
-from liger_kernel.train.model import dtype_of, patch, quantize_fp8, recompute
+from liger_kernel.train.model import attention_of, dtype_of, patch, quantize_fp8, recompute
 from liger_kernel.transformers.recognise import projections
 
 GRANULE = 512  # bytes of which PyTorch's allocator hands out multiples
@@ -133,9 +133,8 @@ def _phases(form: Any, config: TrainConfig, precision: str, arch: str, optimizer
 def _on_meta(form: Any, config: TrainConfig, precision: str) -> Any:
     import transformers
 
-    attention = None if config.attention == "auto" else config.attention  # what transformers then chooses is what liger train has
     with torch.device("meta"):
-        model: Any = transformers.AutoModelForCausalLM.from_config(form, dtype=dtype_of(config, precision), attn_implementation=attention).train()
+        model: Any = transformers.AutoModelForCausalLM.from_config(form, dtype=dtype_of(config, precision), **attention_of(config)).train()
         if config.kernels == "on":
             patch(model, config.kernel_flags)
         if config.lora:

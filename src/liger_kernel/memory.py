@@ -272,11 +272,12 @@ _ATTENTION = {
     "torch_attn": ["_varlen_attn"],
     "flash_attn": ["_flash_attn_forward", "_flash_attn_varlen_forward"],
     "flash_attn_3": ["fwd"],
+    "liger": ["sink_attention_fwd"],
 }
 
 
 def attention_operators() -> set[Any]:
-    """The attention operators of PyTorch and of the flash-attn packages, as far as they are there."""
+    """The attention operators of PyTorch, of the flash-attn packages and of ours, as far as they are there."""
     found = (getattr(getattr(torch.ops, namespace), name, None) for namespace, names in _ATTENTION.items() for name in names)
     return {packet.default for packet in found if packet is not None}
 

@@ -207,7 +207,7 @@ def test_masks_of_other_patterns_are_made():
     config = transformers.LlamaConfig(hidden_size=8, num_attention_heads=2, attn_implementation=attention.NAME)
     create = functools.partial(transformers.masking_utils.create_causal_mask, config, torch.zeros(2, 6, 8), attention_mask=None, past_key_values=None)
     packed = torch.tensor([[0, 1, 2, 0, 1, 0]]).expand(2, 6)
-    assert isinstance(mask := create(position_ids=packed), attention.PackedMask)
+    assert isinstance(mask := create(position_ids=packed), attention.LazyMask)
     block = torch.block_diag(*(torch.ones(n, n) for n in (3, 2, 1))).tril().bool()
     assert mask.shape == (2, 1, 6, 6) and mask.dtype == torch.bool and mask.made is None
     assert torch.equal(mask[1, 0], block) and torch.equal(mask | False, mask.dense()) and mask.detach() is mask
@@ -426,7 +426,7 @@ def test_as_accurate_as_sdpa(sizes, heads, kv_heads, width, window):
     wide = {name: t.detach().double().requires_grad_() for name, t in args.items()}
     bounds = {name: batch[name] for name in ("cu_seq_lens_q", "max_length_q")}
     by = lambda mask, **more: lambda q, k, v: attention.attention(module, q, k, v, mask, **more)[0]
-    if isinstance(mask, attention.PackedMask):
+    if isinstance(mask, attention.LazyMask):
         ours = run_op(by(mask, **bounds), args)
         assert mask.made is None
         mask = mask.dense()

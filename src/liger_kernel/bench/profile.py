@@ -20,7 +20,7 @@ GEMM = re.compile(r"gemm|gemv|nvjet|cutlass|xmma|cublas|splitk|triton_tem_\w*mm|
 # These names decide both around a launch and as the name of a kernel.
 WHOLE = (
     ("communication", re.compile(r"nccl|gloo|c10d::|^FSDP::|ddp\.reducer|reducer::|chunk_cat|split_with_sizes_copy", re.I)),
-    ("attention", re.compile(r"scaled_dot_product|ScaledDotProduct|flash|fmha|sdpa|flex_attention|mem_eff|efficient_attention", re.I)),
+    ("attention", re.compile(r"scaled_dot_product|ScaledDotProduct|flash|fmha|sdpa|flex_attention|mem_eff|efficient_attention|sink_?attention", re.I)),
     ("optimizer", re.compile(r"^Optimizer\.|multi_tensor|_foreach|fused_(adam|sgd)|(adam|sgd)\w*_kernel", re.I)),
 )
 PARTS = (

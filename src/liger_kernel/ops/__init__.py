@@ -29,6 +29,7 @@ from liger_kernel.ops.attention.multi_token_attention import multi_token_attenti
 from liger_kernel.ops.attention.neighborhood_attention import LigerFusedNeighborhoodAttentionFunction as LigerFusedNeighborhoodAttentionFunction
 from liger_kernel.ops.attention.neighborhood_attention import fused_neighborhood_attention_forward as fused_neighborhood_attention_forward
 from liger_kernel.ops.attention.neighborhood_attention import neighborhood_attention as neighborhood_attention
+from liger_kernel.ops.attention.sink_attention import sink_attention as sink_attention
 from liger_kernel.ops.attention.softmax import LigerSoftmaxFunction as LigerSoftmaxFunction
 from liger_kernel.ops.attention.softmax import softmax as softmax
 from liger_kernel.ops.attention.sparsemax import LigerSparsemaxFunction as LigerSparsemaxFunction

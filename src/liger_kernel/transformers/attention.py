@@ -4,8 +4,7 @@
 ``cu_seq_lens_q`` (documents + 1,) int32, the bounds in the flattened batch, and ``max_length_q``, a number. A collator knows both on the host. In such a
 batch, each document is a sequence of its own.
 
-Only a layer knows whether the kernel supports its input, and the mask is made before. Therefore the mask of packed rows is a ``PackedMask``, which stores
-how to make it. A layer that runs the kernel does not make it. Every other reader, in whatever way it reads, gets the mask that sdpa would get.
+The mask of packed rows is a ``LazyMask``: a layer that runs the kernel does not make it.
 
 ``liger_causal`` is "sdpa" without a mask. Inside ``torch.compile``, Transformers writes out the mask of every batch, because it may not look at positions
 there, and attention then takes nearly three times as long. In eager mode it finds that such a batch needs no mask.
@@ -20,17 +19,17 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from liger_kernel.transformers.lazy_mask import LazyMask, seen
 from liger_kernel.utils import varlen_lacks
 
 try:
@@ -45,67 +44,11 @@ CAUSAL = "liger_causal"
 _lacks = torch.compiler.assume_constant_result(functools.cache(varlen_lacks))  # asked in every layer
 _TAKES = inspect.signature(varlen_attn).parameters
 
-# Parts of transformers' mask functions of which masks are made that a document's bounds, causality and a window say all of
-_SAID = {"causal_mask_function"} | {
-    f"{name}.<locals>.{inner}"
-    for name, inner in (
-        ("and_masks", "and_mask"),
-        ("sliding_window_overlay", "inner_mask"),
-        ("packed_sequence_mask_function", "inner_mask"),
-        ("remap_positions_for_packed_sequence", "inner_mask"),
-    )
-}
-
-
-class PackedMask(Tensor):
-    """The (B, 1, T, T) mask of ``sdpa_mask(**arguments)``, which is made when somebody reads it."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as PyTorch says to
-    window: int | None
-    arguments: dict[str, Any]
-    made: Tensor | None
-
-    @staticmethod
-    def __new__(cls, documents: Tensor, arguments: dict[str, Any]) -> PackedMask:
-        B, T = documents.shape
-        mask = Tensor._make_wrapper_subclass(cls, (B, 1, T, T), dtype=torch.bool, device=documents.device)
-        mask.window, mask.arguments, mask.made = arguments.get("local_size"), arguments, None
-        return mask
-
-    def dense(self) -> Tensor:
-        """The mask itself; all layers share it."""
-        if self.made is None:
-            self.made = sdpa_mask(**self.arguments)
-        return self.made
-
-    def __repr__(self, **_: Any) -> str:
-        return f"PackedMask({tuple(self.shape)}, window={self.window})"
-
-    @classmethod
-    def __torch_dispatch__(cls, function: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if function is torch.ops.aten.detach.default:  # reentrant checkpointing
-            return args[0]
-        args, kwargs = tree_map(lambda x: x.dense() if isinstance(x, cls) else x, (args, kwargs or {}))
-        return function(*args, **kwargs)
-
-
-def _parts(function: Callable) -> Iterator[Callable]:
-    """A mask function and those that it is made of."""
-    yield function
-    for value in inspect.getclosurevars(function).nonlocals.values():
-        for part in value if isinstance(value, tuple) else (value,):
-            if callable(part):
-                yield from _parts(part)
-
 
 def packed_mask(**arguments: Any) -> Tensor | None:
-    """Return the mask of packed rows as a ``PackedMask``, and every other mask as ``sdpa_mask`` makes it."""
-    if arguments.get("use_vmap") is False and arguments.get("attention_mask") is None and not torch.compiler.is_compiling():
-        parts = list(_parts(arguments["mask_function"]))
-        documents = [inspect.getclosurevars(p).nonlocals["packed_sequence_mask"] for p in parts if p.__qualname__.startswith("packed_sequence_mask_function.")]
-        if documents and all(part.__qualname__ in _SAID for part in parts):
-            return PackedMask(documents[0], arguments)
-    return sdpa_mask(**arguments)
+    """Return the mask of packed rows as a ``LazyMask``, and every other mask as ``sdpa_mask`` makes it."""
+    said = seen(arguments)
+    return sdpa_mask(**arguments) if said is None or said.documents is None or said.valid is not None else LazyMask(said, sdpa_mask, arguments)
 
 
 def attention(
@@ -119,12 +62,13 @@ def attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention of query, key and value (B, H, T, D); returns (B, T, H, D). Runs ``varlen_attn`` if it supports the input, otherwise Transformers' sdpa."""
-    if isinstance(attention_mask, PackedMask):
+    if isinstance(attention_mask, LazyMask):
         bounds, longest = kwargs.get("cu_seq_lens_q"), kwargs.get("max_length_q")
         beyond = dropout or any(kwargs.get(name) is not None for name in ("softcap", "s_aux", "position_bias"))
         if bounds is not None and longest is not None and not beyond:
             q, k, v = (_cast(t) for t in (query, key, value))
-            window = attention_mask.window if attention_mask.window is not None and attention_mask.window < longest else None
+            window = attention_mask.seen.window
+            window = window if window is not None and window < longest else None
             if _serves(q, k, v, attention_mask, window):
                 return _varlen(q, k, v, bounds, longest, scaling, window), None
         attention_mask = attention_mask.dense()
@@ -164,7 +108,7 @@ def use(model: nn.Module) -> str | None:
     Returns None, or the reason why the model keeps its attention: it has an attention of its own, one that sdpa does not serve, such as with sinks, asks
     whether its attention is sdpa, or uses bounds of documents for another purpose.
     """
-    if "use_vmap" not in inspect.signature(sdpa_mask).parameters:  # it needs vmap, and a PackedMask could not be read
+    if "use_vmap" not in inspect.signature(sdpa_mask).parameters:  # it needs vmap, and a LazyMask could not be read
         return f"transformers {transformers.__version__} is older than 5"
     text = model.config.get_text_config(decoder=True)
     modules = {sys.modules[type(m).__module__] for m in model.modules() if isinstance(m, PreTrainedModel) and m.config is text}

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
 from liger_kernel.bench.measured import Measured
 from liger_kernel.ops._core.operator import Case, T
 from liger_kernel.ops.attention.neighborhood_attention import _qkv as _neighborhood_attention_qkv
+from liger_kernel.ops.attention.sink_attention import _heads
 from liger_kernel.ops.attention.sparsemax import reference
 
 
@@ -16,6 +20,23 @@ def _neighborhood_attention_sdpa(q: Tensor, k: Tensor, v: Tensor, *, kernel_size
     t = torch.arange(q.shape[2], device=q.device)
     apart = t[:, None] - t
     return F.scaled_dot_product_attention(q, k, v, (apart.abs() <= kernel_size // 2 * dilation) & (apart % dilation == 0), scale=scale)
+
+
+@functools.cache
+def _flex(length: int, window: int | None, device: torch.device) -> functools.partial:
+    """Compiled attention with the mask of so many tokens, which is made once."""
+    seen = lambda b, h, t, j: (t >= j) & (t - j < (window or length))
+    mask = create_block_mask(seen, None, None, length, length, device=device)
+    return functools.partial(torch.compile(flex_attention, dynamic=False), block_mask=mask, enable_gqa=True, return_aux=AuxRequest(lse=True))
+
+
+def _sink_attention_flex(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, *,
+    window: int | None = None, valid: Tensor | None = None, first: Tensor | None = None, scale: float | None = None,
+) -> Tensor:  # fmt: skip
+    """As Transformers does it: flexible attention without sinks, whose output is scaled."""
+    o, aux = _flex(q.shape[2], window, q.device)(q, k, v, scale=scale)
+    return (o * torch.sigmoid(aux.lse - sinks[:, None].float())[..., None]).to(q.dtype)
 
 
 MEASURED = {
@@ -41,6 +62,15 @@ MEASURED = {
                 q, k, v, kernel_size, dilation, scale
             ),
         },
+    ),
+    "sink_attention": Measured(
+        cases=[
+            Case("gpt-oss-20b", dict(**_heads(4, 64, 8, 2048, 64)), gpu=True),
+            Case("gpt-oss-20b-window", dict(**_heads(4, 64, 8, 2048, 64), window=128), gpu=True),
+            Case("granite", dict(**_heads(4, 32, 8, 2048, 128)), gpu=True, timed=True),
+            Case("gpt-oss-20b-long", dict(**_heads(1, 64, 8, 16384, 64)), gpu=True, timed=True),
+        ],
+        rivals={"torch": _sink_attention_flex},
     ),
     "softmax": Measured(
         cases=[

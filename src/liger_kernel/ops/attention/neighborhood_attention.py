@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops._core import config
-from liger_kernel.ops._core.operator import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, swapped, tracing, use_kernels
+from liger_kernel.ops._core.operator import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, tracing, use_kernels
 from liger_kernel.ops._core.tl import cdiv, exp_of, jit, tl
+from liger_kernel.ops.attention.heads import new_like, unit
 
 MAX_D = 1024  # channels of which a program holds five tensors in registers; the reference computes larger heads
 
@@ -158,12 +159,6 @@ def _bwd_dkv(
         tl.store(dv_ptr + at, dv.to(dv_ptr.dtype.element_ty), mask=mask)
 
 
-def _new(q: Tensor, needed: bool = True) -> Tensor:
-    """A new tensor like ``q`` with the memory layout (B, T, H, D), which the projections around attention read and write."""
-    B, H, length, D = q.shape
-    return swapped(q.new_empty(B, length, H, D)) if needed else q.new_empty(0, 0, 0, 0)
-
-
 def _grid(kernel: str, q: Tensor) -> tuple[tuple[int], dict[str, int]]:
     # 16 values of each tensor per thread, for up to five tensors; not measured
     c = config.tile(kernel, q.shape[3], q.itemsize, elements=2048, per_thread=16)
@@ -172,7 +167,7 @@ def _grid(kernel: str, q: Tensor) -> tuple[tuple[int], dict[str, int]]:
 
 @launcher("(Tensor q, Tensor k, Tensor v, int kernel_size, int dilation, float scale) -> (Tensor o, Tensor top, Tensor share)")
 def neighborhood_attention_fwd(q: Tensor, k: Tensor, v: Tensor, kernel_size: int, dilation: int, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    o, top, share = _new(q), q.new_empty(q.shape[:3], dtype=torch.float32), q.new_empty(q.shape[:3], dtype=torch.float32)
+    o, top, share = new_like(q), q.new_empty(q.shape[:3], dtype=torch.float32), q.new_empty(q.shape[:3], dtype=torch.float32)
     if not tracing(q):
         grid, tile = _grid("neighborhood_attention_fwd", q)
         strides = [s for t in (q, k, v, o) for s in t.stride()[:3]]
@@ -188,7 +183,7 @@ def neighborhood_attention_bwd(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, top: Tensor, share: Tensor, kernel_size: int, dilation: int, scale: float, needed: list[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv; gradients that are not needed are empty."""
-    dq, dk, dv = (_new(q, need) for need in needed)
+    dq, dk, dv = (new_like(q, need) for need in needed)
     if not tracing(q):
         like = next(d for d, need in zip((dq, dk, dv), needed) if need)
         common = (q.shape[2], q.shape[1], q.shape[3], *(s for t in (do, q, k, v, like) for s in t.stride()[:3]), scale, kernel_size, dilation)
@@ -201,16 +196,12 @@ def neighborhood_attention_bwd(
     return dq, dk, dv
 
 
-def _unit(t: Tensor) -> Tensor:
-    return t if t.stride(-1) == 1 else t.contiguous()
-
-
 class LigerFusedNeighborhoodAttentionFunction(torch.autograd.Function):
     """``apply(query, key, value, kernel_size=7, dilation=1, scale=None)``."""
 
     @staticmethod
     def forward(ctx, query, key, value, kernel_size=7, dilation=1, scale=None):
-        q, k, v = _unit(query), _unit(key), _unit(value)
+        q, k, v = unit(query), unit(key), unit(value)
         ctx.options = kernel_size, dilation, 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
         o, *sums = neighborhood_attention_fwd(q, k, v, *ctx.options)
         ctx.save_for_backward(q, k, v, *sums)
@@ -220,7 +211,7 @@ class LigerFusedNeighborhoodAttentionFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, do):
         needed = list(ctx.needs_input_grad[:3])
-        grads = neighborhood_attention_bwd(_unit(do), *ctx.saved_tensors, *ctx.options, needed)
+        grads = neighborhood_attention_bwd(unit(do), *ctx.saved_tensors, *ctx.options, needed)
         return *(g if need else None for g, need in zip(grads, needed)), None, None, None
 
 

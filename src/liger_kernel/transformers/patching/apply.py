@@ -87,7 +87,8 @@ def _is_patched(module: nn.Module) -> bool:
 def _say_what_is_missing(model_type: str, given: Mapping[str, bool | None], live: bool) -> None:
     """Warn once for each given flag that has no effect."""
     served, row = swapped_slots(model_type), family(model_type)
-    asked = {"rope": "rope", "rms_norm": "rms_norm", "layer_norm": "layer_norm", "swiglu": "glu", "geglu": "glu", "relu_squared": "relu_squared"}
+    asked = {"rope": "rope", "rms_norm": "rms_norm", "layer_norm": "layer_norm", "swiglu": "glu", "geglu": "glu"}
+    asked |= {"relu_squared": "relu_squared", "attention": "attention"}
     silent = [flag for flag, slot in asked.items() if given.get(flag) and slot not in served]
     silent += [flag for flag in HEAD_FLAGS if given.get(flag) and (row is None or row.fused)]
     for flag in silent:

@@ -58,7 +58,7 @@ def flags_of(model_type: str) -> dict[str, Any]:
 def parameters_of(model_type: str) -> _FLAGS:
     """Parameter -> default of ``apply_liger_kernel_to_<model_type>``, in the order of its signature: flags and ``model``."""
     row = Family(**FAMILIES[model_type]) if model_type in FAMILIES else family(model_type)
-    more: _FLAGS = dict.fromkeys(sorted(swapped_slots(model_type) & {"layer_norm", "relu_squared"}), True)
+    more: _FLAGS = dict.fromkeys(sorted(swapped_slots(model_type) & {"layer_norm", "relu_squared", "attention"}), True)
     flags = STANDARD | {row.glu if row else "swiglu": True} | more
     if model_type in _PUBLISHED | _HANDING_ON:
         published = (_PUBLISHED | _HANDING_ON)[model_type]
@@ -70,7 +70,7 @@ def parameters_of(model_type: str) -> _FLAGS:
 
 
 def parts_of(flags: Mapping[str, Any]) -> dict[str, Any]:
-    parts: dict[str, Any] = {flag: bool(flags.get(flag)) for flag in ("rope", "rms_norm", "layer_norm", "relu_squared", "projections")}
+    parts: dict[str, Any] = {flag: bool(flags.get(flag)) for flag in ("rope", "rms_norm", "layer_norm", "relu_squared", "attention", "projections")}
     parts |= {name: _switch(name, flags.get(name)) for name in ("activation_offloading", "keep_attention")}
     parts["tiled_mlp"] = tiles_of(flags.get("tiled_mlp"))
     return parts | {"glu": bool(flags.get("swiglu", flags.get("geglu"))), "rematerialise": memory.level_of(flags.get("rematerialise"))}

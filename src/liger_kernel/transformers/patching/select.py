@@ -17,9 +17,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from liger_kernel import memory
 from liger_kernel.transformers import fp8
 from liger_kernel.transformers.head.forward import fused
+from liger_kernel.transformers.lazy_mask import lazily
 from liger_kernel.transformers.patching import exchange, fusions, long_rows, once, projections, wrappers
 from liger_kernel.transformers.patching.bound import ABSENT, Bound, ours, within
 from liger_kernel.transformers.patching.values import Patch, Patches, original, remembered
+from liger_kernel.transformers.recognise.attentions import makers_of
 from liger_kernel.transformers.recognise.family import Family, configs_of
 from liger_kernel.transformers.recognise.mlps import GLU, MLP, tiled
 from liger_kernel.transformers.recognise.rows import Rows, family, rows_of
@@ -172,6 +174,17 @@ def _fusible(module: types.ModuleType, row: Family, parts: frozenset[str], swapp
             yield cls, Fused(found)
 
 
+_lazily = functools.cache(lambda make: ours(lazily(make)))
+
+
+def _lazy_masks(module: types.ModuleType, label: str) -> Iterator[Patch]:
+    """Patches of the functions that make masks: the attention of this variant does not read masks that are made when they are read."""
+    for name in makers_of(module):
+        stock = original(module, name)
+        if not _is_foreign(stock):
+            yield Patch(module, name, _lazily(stock), label)
+
+
 CHEAP = {"rms_norm", "layer_norm", "glu", "relu_squared"}  # one pass over memory recomputes the outputs of these slots
 
 
@@ -203,6 +216,8 @@ def _patches(model_types: Iterable[str], parts: Mapping[str, Any], head: str | N
                 once.warn(model_types[0], name, "other code has replaced it, so it is not patched")
             else:
                 stock = original(owner, attribute)
+                if on and SLOT_OF[label] == "attention":
+                    yield from _lazy_masks(module, label)
                 new = _variant(label, stock, tiles) if on else _tiled(stock, tiles)
                 yield Patch(owner, attribute, new, Also(label if on else "", "tiled") if tiling else label)
         level = memory.level_of(parts.get("rematerialise"))

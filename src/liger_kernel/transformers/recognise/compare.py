@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from liger_kernel.ops._core import operator
 from liger_kernel.transformers.recognise.slots import Slot
 from liger_kernel.transformers.recognise.stand_ins import stand_in
-from liger_kernel.transformers.recognise.variant import Variant
+from liger_kernel.transformers.recognise.variant import Made, Variant
 
 
 @contextlib.contextmanager
@@ -30,9 +30,15 @@ def references() -> Iterator[None]:
         operator._KERNEL_DEVICES.update(devices)
 
 
-def _run(fn: Callable, owner: Any, attributes: dict, inputs: tuple, dtype: torch.dtype, weight_dtype: torch.dtype) -> list[Tensor]:
-    """The outputs, and in fp32 also the gradients of parameters and of all tensor inputs except angles."""
+def _run(fn: Callable, owner: Any, attributes: dict, inputs: tuple, dtype: torch.dtype, weight_dtype: torch.dtype, results: int | None = None) -> list[Tensor]:
+    """The outputs, as many as ``results`` says, and in fp32 also the gradients of parameters and of all tensor inputs except angles."""
     learns = dtype == torch.float32
+    if any(isinstance(each, Made) for each in inputs):
+        given = [each.make(dtype, weight_dtype) if isinstance(each, Made) else each.detach().to(dtype).requires_grad_(learns) for each in inputs]
+        outs = list(fn(*given, **attributes))[:results]
+        modules = [each for each in given if isinstance(each, nn.Module)]
+        leaves = [*(t for t in given if isinstance(t, Tensor) and t.requires_grad), *(p for m in modules for p in m.parameters())]
+        return [*outs, *torch.autograd.grad(sum((o * o).sum() for o in outs), leaves)] if learns else [o.detach() for o in outs]
     # a function of several tensors is a rope: the last ones are tables, treated like weights
     turned = len(inputs) if isinstance(owner, type) or len(inputs) == 1 else len(inputs) - (1 if inputs[-1].is_complex() else 2)
     cast = lambda t, dtype, learns: t.detach().to(dtype).requires_grad_(learns) if t.is_floating_point() else t
@@ -60,13 +66,13 @@ def reproduces(variant: Variant, owner: Any, stock: Callable) -> bool:
     for attributes, inputs in variant.stand_ins():
         for dtype, weight_dtype in ((full, full), (half, half), (half, full), *(() if isinstance(owner, type) else ((full, half),))):
             try:
-                expected = _run(stock, owner, attributes, inputs, dtype, weight_dtype)
+                expected = _run(stock, owner, attributes, inputs, dtype, weight_dtype, variant.results)
             except RuntimeError:
                 if isinstance(owner, type) and dtype == weight_dtype:
                     return False
                 # stock cannot run this stand-in: its projections do not mix dtypes, or it passes no columns through. So its callers never do this
                 continue
-            found = _run(new, owner, attributes, inputs, dtype, weight_dtype)
+            found = _run(new, owner, attributes, inputs, dtype, weight_dtype, variant.results)
             if dtype is torch.bfloat16:  # with other variants, stock rounds after every step, and we round once
                 close = dict(rtol=0, atol=0) if variant.exact else dict(rtol=2**-6, atol=2**-6)
             else:

@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import nn
 
+from liger_kernel.transformers.recognise.attentions import SinkAttention, has_sinks
 from liger_kernel.transformers.recognise.experts import EXPERTS
 from liger_kernel.transformers.recognise.mlps import GLUS, MLPS
 from liger_kernel.transformers.recognise.norms import GATED_RMS_NORMS, LAYER_NORMS, RMS_NORMS, LayerNorm
@@ -58,6 +59,7 @@ SLOTS = [
     Slot("relu_squared", _MLP, (("x",),), MLPS),
     Slot("glu", _module("Experts$"), (("x", "index", "weights"),), EXPERTS),
     Slot("glu", _function("^load_balancing_loss_func$"), (("gate_logits", "num_experts", "top_k", "attention_mask"),), [LoadBalancing()]),
+    Slot("attention", has_sinks, (("module", "query", "key", "value", "attention_mask", "scaling", "dropout", "kwargs"),), [SinkAttention()]),
     Slot("rope", _ROTARY, ((*_Q_K, "unsqueeze_dim"), (*_Q_K, "position_ids", "unsqueeze_dim")), ROPES),
     Slot("rope", _ROTARY, (("x", "cos", "sin", "unsqueeze_dim"),), ROPES_ALONE),
     Slot("rope", _ROTARY, (("tensor", "sin", "cos"),), SIN_FIRST),

@@ -12,10 +12,18 @@ StandIns = Iterator[tuple[dict[str, Any], tuple[Any, ...]]]  # attributes of a m
 
 
 @dataclass(frozen=True)
+class Made:
+    """An input of a stand-in that depends on the dtypes of the other inputs and of weights: ``make(dtype, weight_dtype)``."""
+
+    make: Callable[[Any, Any], Any]
+
+
+@dataclass(frozen=True)
 class Variant:
     """Our replacement for candidates of one form; the fields say which form. ``variant(stock)`` replaces the stock function."""
 
     kind: ClassVar[str]  # how its label begins
+    results: ClassVar[int | None] = None  # how many of its results are compared with stock's; None: all
     by_tables: ClassVar[bool] = False  # whether the variants of its slot differ in the form of their tables
 
     def __call__(self, stock: Callable) -> Callable:

@@ -1,0 +1,572 @@
+"""Causal attention in which each head has a sink, a learned score of a key without a value (Xiao et al., arXiv:2309.17453; gpt-oss, arXiv:2508.10925).
+
+    o_t = sum_j p_tj v_j,   p_tj = exp(s_tj) / (exp(sink) + sum_i exp(s_ti)),   s_tj = scale q_t . k_j,   over the keys j that token t sees
+
+Shapes: q, o (B, H, T, D), k, v (B, H / G, T, D), sinks (H,), valid, first (B, T).  G: the heads that share keys and values.
+
+A token sees the keys j <= t that are ``valid``, less than ``window`` tokens before it, and not before its ``first`` key, where its document begins. So masks of
+every pair of tokens never exist: each kernel derives them from positions, and leaves out blocks of keys that nobody in a block of queries sees. The running sum of the softmax begins with the
+sink instead of zero (Dao et al., arXiv:2205.14135), so a token without keys gets zero.
+
+The forward saves o and lse, the logarithm of the denominator. With delta_t = <do_t, o_t>, as the sink's value is zero:
+
+    ds_tj = p_tj (<do_t, v_j> - delta_t),   dsink = -sum_t exp(sink - lse_t) delta_t
+
+The backward computes p again in two kernels, one for blocks of keys and one for blocks of queries, so no sum is added to in memory, and equal inputs give equal
+bits. ``bench/cases/attention.py`` has the shapes of real models and the rivals.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_kernel.ops._core import config
+from liger_kernel.ops._core.operator import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, tracing, use_kernels
+from liger_kernel.ops._core.tl import cdiv, exp, jit, next_power_of_2, tl
+from liger_kernel.ops.attention.heads import new_like, unit
+
+MAX_D = 256  # wider heads do not fit into shared memory; the reference computes them
+
+
+def reference(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, *,
+    window: int | None = None, valid: Tensor | None = None, first: Tensor | None = None, scale: float | None = None,
+) -> Tensor:  # fmt: skip
+    (B, H, length, D), dtype = q.shape, acc(q.dtype)
+    k, v = (t.repeat_interleave(H // max(t.shape[1], 1), 1) for t in (k, v))
+    s = q.to(dtype) @ k.to(dtype).mT * (max(D, 1) ** -0.5 if scale is None else scale)
+    s = s.masked_fill(~visible(B, length, q.device, window, valid, first), -float("inf"))
+    p = torch.cat((s, sinks.to(dtype).view(-1, 1, 1).expand(B, H, length, 1)), -1).softmax(-1)[..., :-1]
+    return p.to(q.dtype) @ v
+
+
+def visible(B: int, length: int, device: Any, window: int | None, valid: Tensor | None, first: Tensor | None) -> Tensor:
+    """The (B, 1, T, T) mask of the keys that each token sees."""
+    t = torch.arange(length, device=device)
+    apart = t[:, None] - t
+    mask = (apart >= 0).expand(B, 1, length, length)
+    if window is not None:
+        mask = mask & (apart < window)
+    if valid is not None:
+        mask = mask & valid.bool()[:, None, None, :]
+    if first is not None:
+        mask = mask & (t >= first[:, None, :, None])
+    return mask
+
+
+# Scores of 16-bit data are in units of log 2, because exp2 is what GPUs compute. In fp32, lse would be rounded relative to its own size, an error of p, so
+# there ``lse`` is the largest score, and ``share`` the inverse of the sum
+LOG2E = math.log2(math.e)
+PER_E = tl.constexpr(LOG2E)
+
+
+@jit
+def _exp(x, PRECISE: tl.constexpr):
+    return exp(x) if PRECISE else tl.exp2(x)
+
+
+@jit
+def _p(s, lse, share, PRECISE: tl.constexpr):
+    return exp(s - lse) * share if PRECISE else tl.exp2(s - lse)
+
+
+@jit
+def _rows(ptr, row, stride, col, T, D, EVEN_D: tl.constexpr):
+    """Rows of a matrix, zero where there is no such row or column."""
+    if EVEN_D:
+        return tl.load(ptr + row[:, None] * stride + col[None, :], mask=(row < T)[:, None], other=0.0)
+    return tl.load(ptr + row[:, None] * stride + col[None, :], mask=(row < T)[:, None] & (col < D)[None, :], other=0.0)
+
+
+@jit
+def _columns(ptr, row, stride, col, T, D, EVEN_D: tl.constexpr):
+    """The same, transposed."""
+    if EVEN_D:
+        return tl.load(ptr + row[None, :] * stride + col[:, None], mask=(row < T)[None, :], other=0.0)
+    return tl.load(ptr + row[None, :] * stride + col[:, None], mask=(row < T)[None, :] & (col < D)[:, None], other=0.0)
+
+
+@jit
+def _seen(t, j, T, window, first, valid_ptr, MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_FIRST: tl.constexpr, HAS_VALID: tl.constexpr):
+    """Which keys j the tokens t see. ``MASKED``: some keys may lie behind a token, or behind all of them."""
+    seen = t >= 0
+    if MASKED:
+        seen &= (j <= t) & (t < T)
+    if HAS_WINDOW:
+        seen &= t - j < window
+    if HAS_FIRST:
+        seen &= j >= first
+    if HAS_VALID:
+        seen &= tl.load(valid_ptr + j, mask=j < T, other=0) != 0
+    return seen
+
+
+@jit
+def _sink(sink_ptr, h, PRECISE: tl.constexpr):
+    """In the unit of scores, and finite, so that a difference of scores is a number."""
+    sink = tl.load(sink_ptr + h).to(tl.float32)
+    if not PRECISE:
+        sink *= PER_E
+    return tl.where(sink < -1e30, -1e30, sink)
+
+
+@jit
+def _fwd_step(
+    q, top, total, o, start, t, first, k_ptr, v_ptr, valid_ptr, T, D, kt, vt, unit, window, MASKED: tl.constexpr, EVEN_D: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_FIRST: tl.constexpr, HAS_VALID: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """One block of keys: the largest score so far, the sum of exponentials, and the sum of values."""
+    j = start + tl.arange(0, BLOCK_N)
+    col = tl.arange(0, BLOCK_D)
+    k = _columns(k_ptr, j.to(tl.int64), kt, col, T, D, EVEN_D)
+    s = tl.dot(q, k, input_precision=PRECISION) * unit
+    if MASKED or HAS_WINDOW or HAS_FIRST or HAS_VALID:
+        s = tl.where(_seen(t[:, None], j[None, :], T, window, first, valid_ptr, MASKED, HAS_WINDOW, HAS_FIRST, HAS_VALID), s, -float("inf"))
+    new = tl.maximum(top, tl.max(s, 1))
+    p = _exp(s - new[:, None], q.dtype == tl.float32)
+    shrink = _exp(top - new, q.dtype == tl.float32)
+    total = total * shrink + tl.sum(p, 1)
+    v = _rows(v_ptr, j.to(tl.int64), vt, col, T, D, EVEN_D)
+    o = tl.dot(p.to(v.dtype), v, o * shrink[:, None], input_precision=PRECISION)
+    return new, total, o
+
+
+@jit
+def _fwd(
+    q_ptr, k_ptr, v_ptr, sink_ptr, first_ptr, valid_ptr, o_ptr, lse_ptr, share_ptr, T, B, H, G, D, qb, qh, qt, kb, kh, kt, vb, vh, vt, unit, window,
+    EVEN_D: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_FIRST: tl.constexpr, HAS_VALID: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    PRECISE: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
+    # the last tokens begin, which see the most keys; programs that share keys run side by side
+    start_t = (tl.cdiv(T, BLOCK_M) - 1 - tl.program_id(0) // (B * H)) * BLOCK_M
+    b, h = (tl.program_id(0) % (B * H) // H).to(tl.int64), (tl.program_id(0) % H).to(tl.int64)
+    t = start_t + tl.arange(0, BLOCK_M)
+    col = tl.arange(0, BLOCK_D)
+    unit = tl.cast(unit, tl.float32)
+    k_ptr += b * kb + h // G * kh
+    v_ptr += b * vb + h // G * vh
+    q = _rows(q_ptr + b * qb + h * qh, t.to(tl.int64), qt, col, T, D, EVEN_D)
+    begin = 0
+    if HAS_WINDOW:
+        begin = tl.maximum(begin, start_t - window + 1)
+    first = t[:, None]
+    if HAS_FIRST:
+        first = tl.load(first_ptr + b * T + t, mask=t < T, other=2147483647)
+        begin = tl.maximum(begin, tl.min(first, 0))
+        first = first[:, None]
+    if HAS_VALID:
+        valid_ptr += b * T
+    begin = begin // BLOCK_N * BLOCK_N
+    whole = tl.maximum(start_t // BLOCK_N * BLOCK_N, begin)  # before it, keys are before all of these tokens
+    top = tl.zeros((BLOCK_M,), tl.float32) + _sink(sink_ptr, h, PRECISE)
+    total = tl.full((BLOCK_M,), 1.0, tl.float32)
+    o = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    for start in range(begin, whole, BLOCK_N):
+        top, total, o = _fwd_step(
+            q, top, total, o, start, t, first, k_ptr, v_ptr, valid_ptr, T, D, kt, vt, unit, window,
+            False, EVEN_D, HAS_WINDOW, HAS_FIRST, HAS_VALID, PRECISION, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
+    for start in range(whole, tl.minimum(start_t + BLOCK_M, T), BLOCK_N):
+        top, total, o = _fwd_step(
+            q, top, total, o, start, t, first, k_ptr, v_ptr, valid_ptr, T, D, kt, vt, unit, window,
+            True, EVEN_D, HAS_WINDOW, HAS_FIRST, HAS_VALID, PRECISION, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
+    at = ((b * T + t) * H + h)[:, None] * D + col[None, :]
+    tl.store(o_ptr + at, (o / total[:, None]).to(o_ptr.dtype.element_ty), mask=(t < T)[:, None] & (col < D)[None, :])
+    if PRECISE:
+        tl.store(lse_ptr + (b * H + h) * T + t, top, mask=t < T)
+        tl.store(share_ptr + (b * H + h) * T + t, 1.0 / total, mask=t < T)
+    else:
+        tl.store(lse_ptr + (b * H + h) * T + t, top + tl.log2(total), mask=t < T)
+
+
+@jit
+def _delta(
+    do_ptr, o_ptr, sink_ptr, lse_ptr, share_ptr, delta_ptr, dsink_ptr, T, H, D, gb, gh, gt, NEED_SINK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """<do, o> of each token and head, and the part of a block of tokens in the gradient of the sinks."""
+    PRECISE: tl.constexpr = o_ptr.dtype.element_ty == tl.float32
+    b, h = (tl.program_id(1) // H).to(tl.int64), (tl.program_id(1) % H).to(tl.int64)
+    t = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    col = tl.arange(0, BLOCK_D)
+    mask = (t < T)[:, None] & (col < D)[None, :]
+    do = tl.load(do_ptr + b * gb + h * gh + t[:, None] * gt + col[None, :], mask=mask, other=0.0).to(tl.float32)
+    o = tl.load(o_ptr + ((b * T + t) * H + h)[:, None] * D + col[None, :], mask=mask, other=0.0).to(tl.float32)
+    delta = tl.sum(do * o, 1)
+    tl.store(delta_ptr + (b * H + h) * T + t, delta, mask=t < T)
+    if NEED_SINK:
+        lse = tl.load(lse_ptr + (b * H + h) * T + t, mask=t < T, other=float("inf"))
+        share = lse
+        if PRECISE:
+            share = tl.load(share_ptr + (b * H + h) * T + t, mask=t < T, other=0.0)
+        dsink = -tl.sum(_p(_sink(sink_ptr, h, PRECISE), lse, share, PRECISE) * delta, 0)
+        tl.store(dsink_ptr + (b * tl.num_programs(0) + tl.program_id(0)) * H + h, dsink)
+
+
+@jit
+def _dq_step(
+    q, do, lse, share, delta, dq, start, t, first, k_ptr, v_ptr, valid_ptr, T, D, kt, vt, unit, window, MASKED: tl.constexpr, EVEN_D: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_FIRST: tl.constexpr, HAS_VALID: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    j = start + tl.arange(0, BLOCK_N)
+    col = tl.arange(0, BLOCK_D)
+    k = _columns(k_ptr, j.to(tl.int64), kt, col, T, D, EVEN_D)
+    p = _p(tl.dot(q, k, input_precision=PRECISION) * unit, lse[:, None], share[:, None], q.dtype == tl.float32)
+    if MASKED or HAS_WINDOW or HAS_FIRST or HAS_VALID:
+        p = tl.where(_seen(t[:, None], j[None, :], T, window, first, valid_ptr, MASKED, HAS_WINDOW, HAS_FIRST, HAS_VALID), p, 0.0)
+    v = _columns(v_ptr, j.to(tl.int64), vt, col, T, D, EVEN_D)
+    ds = p * (tl.dot(do, v, input_precision=PRECISION) - delta[:, None])
+    return tl.dot(ds.to(q.dtype), tl.trans(k), dq, input_precision=PRECISION)
+
+
+@jit
+def _bwd_dq(
+    do_ptr, q_ptr, k_ptr, v_ptr, first_ptr, valid_ptr, lse_ptr, share_ptr, delta_ptr, dq_ptr, T, B, H, G, D, gb, gh, gt, qb, qh, qt, kb, kh, kt,
+    vb, vh, vt, unit, scale, window, EVEN_D: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_FIRST: tl.constexpr, HAS_VALID: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The same walk as the forward's."""
+    start_t = (tl.cdiv(T, BLOCK_M) - 1 - tl.program_id(0) // (B * H)) * BLOCK_M
+    b, h = (tl.program_id(0) % (B * H) // H).to(tl.int64), (tl.program_id(0) % H).to(tl.int64)
+    t = start_t + tl.arange(0, BLOCK_M)
+    col = tl.arange(0, BLOCK_D)
+    unit = tl.cast(unit, tl.float32)
+    k_ptr += b * kb + h // G * kh
+    v_ptr += b * vb + h // G * vh
+    q = _rows(q_ptr + b * qb + h * qh, t.to(tl.int64), qt, col, T, D, EVEN_D)
+    do = _rows(do_ptr + b * gb + h * gh, t.to(tl.int64), gt, col, T, D, EVEN_D)
+    lse = tl.load(lse_ptr + (b * H + h) * T + t, mask=t < T, other=float("inf"))
+    share = lse
+    if q_ptr.dtype.element_ty == tl.float32:
+        share = tl.load(share_ptr + (b * H + h) * T + t, mask=t < T, other=0.0)
+    delta = tl.load(delta_ptr + (b * H + h) * T + t, mask=t < T, other=0.0)
+    begin = 0
+    if HAS_WINDOW:
+        begin = tl.maximum(begin, start_t - window + 1)
+    first = t[:, None]
+    if HAS_FIRST:
+        first = tl.load(first_ptr + b * T + t, mask=t < T, other=2147483647)
+        begin = tl.maximum(begin, tl.min(first, 0))
+        first = first[:, None]
+    if HAS_VALID:
+        valid_ptr += b * T
+    begin = begin // BLOCK_N * BLOCK_N
+    whole = tl.maximum(start_t // BLOCK_N * BLOCK_N, begin)
+    dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    for start in range(begin, whole, BLOCK_N):
+        dq = _dq_step(
+            q, do, lse, share, delta, dq, start, t, first, k_ptr, v_ptr, valid_ptr, T, D, kt, vt, unit, window,
+            False, EVEN_D, HAS_WINDOW, HAS_FIRST, HAS_VALID, PRECISION, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
+    for start in range(whole, tl.minimum(start_t + BLOCK_M, T), BLOCK_N):
+        dq = _dq_step(
+            q, do, lse, share, delta, dq, start, t, first, k_ptr, v_ptr, valid_ptr, T, D, kt, vt, unit, window,
+            True, EVEN_D, HAS_WINDOW, HAS_FIRST, HAS_VALID, PRECISION, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
+    at = ((b * T + t) * H + h)[:, None] * D + col[None, :]
+    tl.store(dq_ptr + at, (dq * tl.cast(scale, tl.float32)).to(dq_ptr.dtype.element_ty), mask=(t < T)[:, None] & (col < D)[None, :])
+
+
+@jit
+def _dkv_step(
+    k, v, dk, dv, start, j, seen_j, q_ptr, do_ptr, first_ptr, lse_ptr, share_ptr, delta_ptr, T, D, qt, gt, unit, window, MASKED: tl.constexpr,
+    EVEN_D: tl.constexpr,    HAS_WINDOW: tl.constexpr, HAS_FIRST: tl.constexpr, HAS_VALID: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """One block of queries. All matrices of pairs are (keys, queries), so that products take them from registers."""
+    t = start + tl.arange(0, BLOCK_M)
+    col = tl.arange(0, BLOCK_D)
+    q = _columns(q_ptr, t.to(tl.int64), qt, col, T, D, EVEN_D)
+    lse = tl.load(lse_ptr + t, mask=t < T, other=float("inf"))
+    share = lse
+    if q.dtype == tl.float32:
+        share = tl.load(share_ptr + t, mask=t < T, other=0.0)
+    p = _p(tl.dot(k, q, input_precision=PRECISION) * unit, lse[None, :], share[None, :], q.dtype == tl.float32)
+    if MASKED or HAS_WINDOW or HAS_FIRST or HAS_VALID:
+        first = t
+        if HAS_FIRST:
+            first = tl.load(first_ptr + t, mask=t < T, other=2147483647)
+        seen = _seen(t[None, :], j[:, None], T, window, first[None, :], first_ptr, MASKED, HAS_WINDOW, HAS_FIRST, False)
+        if HAS_VALID:
+            seen &= seen_j[:, None]
+        p = tl.where(seen, p, 0.0)
+    do = _rows(do_ptr, t.to(tl.int64), gt, col, T, D, EVEN_D)
+    if NEED_DV:
+        dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
+    if NEED_DK:
+        delta = tl.load(delta_ptr + t, mask=t < T, other=0.0)
+        ds = p * (tl.dot(v, tl.trans(do), input_precision=PRECISION) - delta[None, :])
+        dk = tl.dot(ds.to(q.dtype), tl.trans(q), dk, input_precision=PRECISION)
+    return dk, dv
+
+
+@jit
+def _bwd_dkv(
+    do_ptr, q_ptr, k_ptr, v_ptr, first_ptr, valid_ptr, stop_ptr, lse_ptr, share_ptr, delta_ptr, dk_ptr, dv_ptr, T, B, H, G, D, gb, gh, gt,
+    qb, qh, qt, kb, kh, kt, vb, vh, vt, unit, scale, window, EVEN_D: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_FIRST: tl.constexpr, HAS_VALID: tl.constexpr,
+    NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """For a block of keys, which the heads of a group share: one loop over the blocks of queries of all of these heads.
+
+    ``stop``: the end of the tokens that see a block of keys, as far as ``first`` says.
+    """
+    pairs = B * (H // G)
+    start_j = tl.program_id(0) // pairs * BLOCK_N
+    b, h = (tl.program_id(0) % pairs // (H // G)).to(tl.int64), (tl.program_id(0) % (H // G)).to(tl.int64)
+    j = start_j + tl.arange(0, BLOCK_N)
+    col = tl.arange(0, BLOCK_D)
+    unit = tl.cast(unit, tl.float32)
+    k = _rows(k_ptr + b * kb + h * kh, j.to(tl.int64), kt, col, T, D, EVEN_D)
+    v = _rows(v_ptr + b * vb + h * vh, j.to(tl.int64), vt, col, T, D, EVEN_D)
+    seen_j = j < T
+    if HAS_VALID:
+        seen_j = tl.load(valid_ptr + b * T + j, mask=j < T, other=0) != 0
+    end = T
+    if HAS_WINDOW:
+        end = tl.minimum(end, start_j + BLOCK_N - 1 + window)
+    if HAS_FIRST:
+        end = tl.minimum(end, tl.load(stop_ptr + b * tl.cdiv(T, BLOCK_N) + tl.program_id(0) // pairs))
+        first_ptr += b * T
+    at_share = lse_ptr
+    if k_ptr.dtype.element_ty == tl.float32:
+        at_share = share_ptr + b * H * T
+    begin = start_j // BLOCK_M * BLOCK_M
+    whole = tl.cdiv(start_j + BLOCK_N, BLOCK_M) * BLOCK_M  # from here on, these keys are before all queries
+    dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    steps = tl.cdiv(tl.minimum(whole, end) - begin, BLOCK_M)
+    for i in range(0, G * steps):
+        head = h * G + i // steps
+        dk, dv = _dkv_step(
+            k, v, dk, dv, begin + i % steps * BLOCK_M, j, seen_j, q_ptr + b * qb + head * qh, do_ptr + b * gb + head * gh, first_ptr,
+            lse_ptr + (b * H + head) * T, at_share + head * T, delta_ptr + (b * H + head) * T, T, D, qt, gt, unit, window,
+            True, EVEN_D, HAS_WINDOW, HAS_FIRST, HAS_VALID, NEED_DK, NEED_DV, PRECISION, BLOCK_M, BLOCK_D,
+        )  # fmt: skip
+    steps = tl.cdiv(tl.maximum(end - whole, 0), BLOCK_M)
+    for i in range(0, G * steps):
+        head = h * G + i // steps
+        dk, dv = _dkv_step(
+            k, v, dk, dv, whole + i % steps * BLOCK_M, j, seen_j, q_ptr + b * qb + head * qh, do_ptr + b * gb + head * gh, first_ptr,
+            lse_ptr + (b * H + head) * T, at_share + head * T, delta_ptr + (b * H + head) * T, T, D, qt, gt, unit, window,
+            False, EVEN_D, HAS_WINDOW, HAS_FIRST, HAS_VALID, NEED_DK, NEED_DV, PRECISION, BLOCK_M, BLOCK_D,
+        )  # fmt: skip
+    at = ((b * T + j) * (H // G) + h)[:, None] * D + col[None, :]
+    mask = (j < T)[:, None] & (col < D)[None, :]
+    if NEED_DK:
+        tl.store(dk_ptr + at, (dk * tl.cast(scale, tl.float32)).to(dk_ptr.dtype.element_ty), mask=mask)
+    if NEED_DV:
+        tl.store(dv_ptr + at, dv.to(dv_ptr.dtype.element_ty), mask=mask)
+
+
+# kernel -> width of heads -> queries and keys of a block, warps and stages. H200, 4 x 2048 of gpt-oss-20b, forward and both backward kernels: 0.413, 0.473 and
+# 0.963 ms; with its window of 128 tokens 0.157, 0.192 and 0.271 by NARROW, 0.201, 0.192 and 0.318 without it
+TILES = {
+    "fwd": {64: (128, 64, 8, 3), 128: (128, 128, 8, 3), 256: (64, 64, 4, 2)},
+    "dq": {64: (64, 64, 4, 3), 128: (128, 64, 8, 3), 256: (64, 32, 8, 1)},
+    "dkv": {64: (32, 128, 4, 2), 128: (64, 64, 4, 2), 256: (32, 64, 8, 1)},
+}
+NARROW = {"fwd": (64, 64, 4, 3), "dq": (64, 64, 4, 3), "dkv": (64, 64, 4, 2)}  # for windows of up to this many tokens, in heads of up to 128 columns
+NARROW_WINDOW = 512
+
+
+def _tile(kernel: str, q: Tensor, window: int | None) -> dict[str, Any]:
+    """The meta parameters of a kernel: the table's, or the largest below them whose blocks fit into shared memory."""
+    block_d, amd = max(16, next_power_of_2(q.shape[3])), config.arch().startswith("gfx")
+    if config.arch() == "cpu":
+        return dict(PRECISION="ieee", BLOCK_M=32, BLOCK_N=16, BLOCK_D=block_d, num_warps=4, num_stages=1)
+    narrow = window is not None and window <= NARROW_WINDOW and block_d <= 128
+    m, n, warps, stages = NARROW[kernel] if narrow else TILES[kernel][max(64, block_d)]
+    if q.itemsize == 4:
+        m, n, warps, stages = 32, 32, 4, 1
+    if amd:
+        stages = 1
+    while _held(kernel, m, n, stages) * block_d * q.itemsize > config.shared_memory() and min(m, n) > 16:
+        stages, m, n = (stages - 1, m, n) if stages > 1 else (1, m // 2, n) if m > n else (1, m, n // 2)
+    tf32 = q.itemsize == 4 and not amd and torch.get_float32_matmul_precision() != "highest"
+    return dict(PRECISION="tf32" if tf32 else "ieee", BLOCK_M=m, BLOCK_N=n, BLOCK_D=block_d, num_warps=warps, num_stages=stages)
+
+
+def _held(kernel: str, m: int, n: int, stages: int) -> int:
+    """Rows in shared memory: those of a program's own block, and of the blocks that it walks over."""
+    own, walked = {"fwd": (m, 2 * n), "dq": (2 * m, 2 * n), "dkv": (2 * n, 2 * m)}[kernel]
+    return own + stages * walked
+
+
+ROWS = 128  # tokens of which a program sums <do, o>
+
+
+def _flags(q: Tensor, window: int | None, first: Tensor | None, valid: Tensor | None) -> dict[str, bool]:
+    even = q.shape[3] == max(16, next_power_of_2(q.shape[3]))
+    return dict(EVEN_D=even, HAS_WINDOW=window is not None, HAS_FIRST=first is not None, HAS_VALID=valid is not None)
+
+
+def _unit(q: Tensor, scale: float) -> float:
+    """``scale`` in the unit of scores."""
+    return scale if q.dtype == torch.float32 else scale * LOG2E
+
+
+def _stops(first: Tensor, block: int) -> Tensor:
+    """For each block of keys, the end of the tokens whose first key is not behind it."""
+    B, length = first.shape
+    t = torch.arange(length, dtype=torch.int32, device=first.device).expand(B, -1)
+    ends = torch.zeros(B, cdiv(length, block), dtype=torch.int32, device=first.device)
+    return ends.scatter_reduce_(1, (first.clamp(0, length - 1) // block).long(), t + 1, "amax").cummax(1).values
+
+
+@launcher("(Tensor q, Tensor k, Tensor v, Tensor sinks, int? window, Tensor? first, Tensor? valid, float scale) -> (Tensor o, Tensor lse, Tensor share)")
+def sink_attention_fwd(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, window: int | None, first: Tensor | None, valid: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """o, and what the backward needs to compute p again: ``lse`` (B, H, T), and ``share`` (B, H, T), which is empty in 16 bits."""
+    B, H, length, D = q.shape
+    o, lse = new_like(q), q.new_empty(B, H, length, dtype=torch.float32)
+    share = torch.empty_like(lse) if q.dtype == torch.float32 else lse.new_empty(0)
+    if not tracing(q):
+        tile = _tile("fwd", q, window)
+        strides = [s for t in (q, k, v) for s in t.stride()[:3]]
+        grid, sizes = (cdiv(length, tile["BLOCK_M"]) * B * H,), (length, B, H, H // k.shape[1], D)
+        how, flags = (_unit(q, scale), window or 0), _flags(q, window, first, valid)
+        launch(_fwd, grid, q, k, v, sinks, first, valid, o, lse, share, *sizes, *strides, *how, **flags, **tile)
+    return o, lse, share
+
+
+@launcher(
+    "(Tensor do, Tensor q, Tensor k, Tensor v, Tensor sinks, Tensor o, Tensor lse, Tensor share, int? window, Tensor? first, Tensor? valid, float scale,"
+    " bool[] needed) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)"
+)
+def sink_attention_bwd(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, o: Tensor, lse: Tensor, share: Tensor, window: int | None, first: Tensor | None,
+    valid: Tensor | None, scale: float, needed: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients; those that are not ``needed`` are empty."""
+    (B, H, length, D), G = q.shape, q.shape[1] // k.shape[1]
+    (dq, dk, dv), blocks = (new_like(t, need) for t, need in zip((q, k, v), needed)), cdiv(length, ROWS)
+    parts = q.new_empty(B, blocks, H if needed[3] else 0, dtype=torch.float32)
+    if not tracing(q):
+        delta, wide = torch.empty_like(lse), max(16, next_power_of_2(D))
+        tile = dict(NEED_SINK=needed[3], BLOCK_M=ROWS, BLOCK_D=wide, num_warps=4)
+        launch(_delta, (blocks, B * H), do, o, sinks, lse, share, delta, parts, length, H, D, *do.stride()[:3], **tile)
+        sizes, strides = (length, B, H, G, D), [s for t in (do, q, k, v) for s in t.stride()[:3]]
+        how, flags, saved = (_unit(q, scale), scale, window or 0), _flags(q, window, first, valid), (lse, share, delta)
+        if needed[0]:
+            tile = _tile("dq", q, window)
+            launch(_bwd_dq, (cdiv(length, tile["BLOCK_M"]) * B * H,), do, q, k, v, first, valid, *saved, dq, *sizes, *strides, *how, **flags, **tile)
+        if needed[1] or needed[2]:
+            tile = _tile("dkv", q, window) | dict(NEED_DK=needed[1], NEED_DV=needed[2])
+            grid, stops = (cdiv(length, tile["BLOCK_N"]) * B * H // G,), None if first is None else _stops(first, tile["BLOCK_N"])
+            launch(_bwd_dkv, grid, do, q, k, v, first, valid, stops, *saved, dk, dv, *sizes, *strides, *how, **flags, **tile)
+    return dq, dk, dv, parts.sum((0, 1)).to(sinks.dtype)
+
+
+class LigerSinkAttentionFunction(torch.autograd.Function):
+    """``apply(q, k, v, sinks, window, first, valid, scale)``."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, sinks, window, first, valid, scale):
+        q, k, v = unit(q), unit(k), unit(v)
+        o, *sums = sink_attention_fwd(q, k, v, sinks, window, first, valid, scale)
+        ctx.save_for_backward(q, k, v, sinks, o, *sums, first, valid)
+        ctx.window, ctx.scale = window, scale
+        return o
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, do):
+        *saved, first, valid = ctx.saved_tensors
+        needed = list(ctx.needs_input_grad[:4])
+        grads = sink_attention_bwd(unit(do), *saved, ctx.window, first, valid, ctx.scale, needed)
+        return *(g if need else None for g, need in zip(grads, needed)), None, None, None, None
+
+
+def _cost(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, *, window: int | None = None, **_: Any) -> Cost:
+    (B, H, length, D), seen = q.shape, min(q.shape[2], window or q.shape[2])
+    pairs = B * H * (seen * (seen + 1) // 2 + (length - seen) * seen)  # products are over the pairs that see each other
+    return Cost(nbytes(q, k, v, q), nbytes(q, k, v, q, q, k, v, q), gemms=([(pairs, 1, D)] * 2, [(pairs, 1, D)] * 5))
+
+
+def _heads(B: int, H: int, K: int, length: int, D: int) -> dict[str, T]:
+    return dict(q=T((B, H, length, D)), k=T((B, K, length, D)), v=T((B, K, length, D)), sinks=T((H,)))
+
+
+def _ends(*shape: int, dtype: torch.dtype) -> Tensor:
+    """Rows padded on the right, but the last: on the left, and all of it but a few."""
+    length = shape[1]
+    valid = torch.arange(length) < length - 5 * torch.arange(shape[0])[:, None]
+    valid[-1] = torch.arange(length) >= length - 3
+    return valid
+
+
+def _beginnings(*shape: int, dtype: torch.dtype) -> Tensor:
+    """Documents that begin at every seventh token, the one after the first in the middle of a block."""
+    return torch.arange(shape[1]).div(7, rounding_mode="floor").mul(7).expand(*shape).contiguous()
+
+
+_SMALL = _heads(1, 2, 1, 4, 8)
+
+
+@op(
+    reference=reference,
+    cases=[
+        Case("gpt-oss", dict(**_heads(2, 4, 2, 70, 64))),
+        Case("gpt-oss-window", dict(**_heads(1, 2, 1, 90, 64), window=17)),
+        Case("padded", dict(**_heads(3, 2, 2, 37, 16), valid=T((3, 37), _ends, dtype=torch.bool))),
+        Case("packed", dict(**_heads(2, 2, 1, 50, 24), first=T((2, 50), _beginnings, dtype=torch.int64), scale=0.5)),
+        Case("odd", dict(**_heads(1, 3, 1, 33, 20), window=5, valid=T((1, 33), _ends, dtype=torch.bool), first=T((1, 33), _beginnings, dtype=torch.int32))),
+        Case("one-token", dict(**_heads(2, 2, 2, 1, 8))),
+        Case("bad-q", _SMALL | dict(q=T((2, 4, 8))), error="q must have shape (B, H, T, D), got torch.float32 (2, 4, 8)"),
+        Case(
+            "bad-k", _SMALL | dict(k=T((1, 1, 5, 8))), error="k must have shape (1, H / G, 4, 8) and q's dtype, torch.float32, got torch.float32 (1, 1, 5, 8)"
+        ),
+        Case("bad-groups", _heads(1, 3, 2, 4, 8), error="k must have a number of heads that divides q's, 3, got 2"),
+        Case("bad-v", _SMALL | dict(v=T((1, 2, 4, 8))), error="v must have k's shape and dtype, (1, 1, 4, 8) torch.float32, got (1, 2, 4, 8) torch.float32"),
+        Case("bad-sinks", _SMALL | dict(sinks=T((3,))), error="sinks must be floating point of shape (2,), got torch.float32 (3,)"),
+        Case("bad-window", dict(**_SMALL, window=0), error="window must be positive or None, got 0"),
+        Case("bad-first", dict(**_SMALL, first=T((1, 4))), error="first must be integers of shape (1, 4), got torch.float32 (1, 4)"),
+        Case("bad-valid", dict(**_SMALL, valid=T((4,), dtype=torch.bool)), error="valid must be bool of shape (1, 4), got torch.bool (4,)"),
+    ],
+    cost=_cost,
+)
+def sink_attention(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, *,
+    window: int | None = None, valid: Tensor | None = None, first: Tensor | None = None, scale: float | None = None,
+) -> Tensor:  # fmt: skip
+    """Causal attention with a learned score for each head that only adds to the softmax's denominator. Returns (B, H, T, D) like q, (B, T, H, D) in memory.
+
+    q (B, H, T, D), k and v (B, H / G, T, D): one dtype, which is autocast's if it is on; any strides. sinks (H,): any floating dtype. A token sees itself and
+    the tokens before it: with ``window`` the last ``window`` of these, with ``first`` (B, T), integers, those from its first key on, with ``valid`` (B, T),
+    bool, those that are valid. A token that sees none gives zero. ``scale`` defaults to ``D ** -0.5``. Differentiable in q, k, v and sinks. Memory grows with T
+    where kernels run (D up to 256), and with T squared where PyTorch operations do.
+    """
+    name = "sink_attention"
+    if q.ndim != 4 or not q.is_floating_point():
+        raise ValueError(f"{name}: q must have shape (B, H, T, D), got {q.dtype} {tuple(q.shape)}")
+    B, H, length, D = q.shape
+    device = q.device.type
+    if device != "meta" and torch.is_autocast_enabled(device) and q.dtype != torch.float64:
+        q, k, v = (t.to(torch.get_autocast_dtype(device)) for t in (q, k, v))
+    if k.ndim != 4 or (k.shape[0], *k.shape[2:]) != (B, length, D) or k.dtype != q.dtype:
+        raise ValueError(f"{name}: k must have shape ({B}, H / G, {length}, {D}) and q's dtype, {q.dtype}, got {k.dtype} {tuple(k.shape)}")
+    if H and (not k.shape[1] or H % k.shape[1]):
+        raise ValueError(f"{name}: k must have a number of heads that divides q's, {H}, got {k.shape[1]}")
+    if v.shape != k.shape or v.dtype != k.dtype:
+        raise ValueError(f"{name}: v must have k's shape and dtype, {tuple(k.shape)} {k.dtype}, got {tuple(v.shape)} {v.dtype}")
+    if sinks.shape != (H,) or not sinks.is_floating_point():
+        raise ValueError(f"{name}: sinks must be floating point of shape ({H},), got {sinks.dtype} {tuple(sinks.shape)}")
+    if window is not None and window < 1:
+        raise ValueError(f"{name}: window must be positive or None, got {window}")
+    if first is not None and (first.shape != (B, length) or first.is_floating_point() or first.dtype == torch.bool):
+        raise ValueError(f"{name}: first must be integers of shape ({B}, {length}), got {first.dtype} {tuple(first.shape)}")
+    if valid is not None and (valid.shape != (B, length) or valid.dtype != torch.bool):
+        raise ValueError(f"{name}: valid must be bool of shape ({B}, {length}), got {valid.dtype} {tuple(valid.shape)}")
+    scale = max(D, 1) ** -0.5 if scale is None else scale
+    if not use_kernels(q) or not 0 < D <= MAX_D or not q.numel():
+        return reference(q, k, v, sinks, window=window, valid=valid, first=first, scale=scale)
+    first = None if first is None else first.to(torch.int32).contiguous()
+    valid = None if valid is None else valid.contiguous()
+    return LigerSinkAttentionFunction.apply(q, k, v, sinks.contiguous(), window, first, valid, scale)

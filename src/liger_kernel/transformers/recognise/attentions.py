@@ -1,0 +1,98 @@
+"""The variant of attention with sinks, and the stand-ins on which it is compared with stock.
+
+PyTorch's attention kernels know no sinks, so models such as gpt-oss run eager attention, which makes the scores of every pair of tokens. Ours runs if the mask
+is a ``LazyMask``, which says what a token sees. Stock runs for every other mask, for dropout, and if the caller wants the attention weights.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.masking_utils import causal_mask_function, eager_mask, sliding_window_causal_mask_function
+
+from liger_kernel.ops.attention.sink_attention import MAX_D, sink_attention
+from liger_kernel.transformers.lazy_mask import LazyMask, Seen
+from liger_kernel.transformers.recognise.plain import plain
+from liger_kernel.transformers.recognise.stand_ins import stand_in
+from liger_kernel.transformers.recognise.variant import Made, StandIns, Variant
+
+try:
+    from transformers.utils.output_capturing import _active_collector
+except ImportError:  # transformers 4 does not say whether somebody wants the attention weights
+
+    class _active_collector:  # type: ignore[no-redef]
+        @staticmethod
+        def get() -> dict[str, Any]:
+            return {"attentions": []}
+
+
+MAKERS = ("create_causal_mask", "create_sliding_window_causal_mask")  # of the masks that a layer gets
+
+
+def has_sinks(name: str, candidate: Any) -> bool:
+    """Whether this is the eager attention of a family with sinks whose models make the masks of their layers by ``MAKERS``."""
+    if name != "eager_attention_forward" or not inspect.isfunction(candidate) or "sinks" not in candidate.__code__.co_names:
+        return False
+    classes = [c for c in candidate.__globals__.values() if isinstance(c, type) and c.__module__ == candidate.__module__]
+    forwards = [inspect.unwrap(c.__dict__["forward"]) for c in classes if "forward" in c.__dict__]
+    return any({*MAKERS} <= {*getattr(f, "__code__", has_sinks.__code__).co_names} for f in forwards)
+
+
+def _fits(query: Tensor, key: Tensor, value: Tensor, mask: Any, sinks: Any) -> bool:
+    tensors = isinstance(sinks, Tensor) and all(plain(t) for t in (query, key, value, sinks))
+    whole = tensors and (query.shape[0], 1, query.shape[2], key.shape[2]) == mask.shape and query.ndim == key.ndim == 4
+    return whole and value.shape == key.shape and sinks.shape == (query.shape[1],) and query.dtype == key.dtype == value.dtype and query.shape[3] <= MAX_D
+
+
+@dataclass(frozen=True)
+class SinkAttention(Variant):
+    """Eager attention with a learned score for each head that adds to the softmax's denominator."""
+
+    kind, results = "attention", 1
+
+    def words(self) -> tuple[str, ...]:
+        return ("sinks",)
+
+    @property
+    def exact(self) -> bool:
+        return False
+
+    def __call__(self, stock: Callable) -> Callable:
+        def eager_attention_forward(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
+            if isinstance(attention_mask, LazyMask):
+                sinks, wanted = getattr(module, "sinks", None), _active_collector.get()
+                more = any(kwargs.get(name) is not None for name in ("softcap", "position_bias", "head_mask"))
+                if not (dropout or more or (wanted and "attentions" in wanted)) and _fits(query, key, value, attention_mask, sinks):
+                    said = attention_mask.seen
+                    out = sink_attention(query, key, value, sinks, window=said.window, valid=said.valid, first=said.first, scale=scaling)
+                    return out.transpose(1, 2), None
+                attention_mask = attention_mask.dense()
+            return stock(module, query, key, value, attention_mask, scaling, dropout, **kwargs)
+
+        return eager_attention_forward
+
+    def stand_ins(self) -> StandIns:
+        B, H, groups, T, D = 3, 4, 2, 11, 8
+        valid = torch.arange(T) < torch.tensor([[T], [T - 3], [T - 7]])
+        for window, padding, scaling in ((None, None, D**-0.5), (4, None, 0.5), (None, valid, 0.3), (3, valid.flip(1), 0.2)):
+            q, k, v = (torch.randn(B, heads, T, D) for heads in (H, H // groups, H // groups))
+            attributes = dict(num_key_value_groups=groups, training=True, sinks=nn.Parameter(torch.randn(H)))
+            module = Made(lambda dtype, weights, attributes=attributes: stand_in(nn.Module, attributes).to(weights))
+            yield dict(scaling=scaling), (module, q, k, v, Made(lambda dtype, weights, window=window, valid=padding: _mask(B, T, window, valid, dtype)))
+
+
+def _mask(B: int, T: int, window: int | None, valid: Tensor | None, dtype: torch.dtype) -> LazyMask:
+    function = causal_mask_function if window is None else sliding_window_causal_mask_function(window)
+    arguments = dict(batch_size=B, q_length=T, kv_length=T, mask_function=function, attention_mask=valid, dtype=dtype, device=torch.device("cpu"))
+    return LazyMask(Seen(window, None, valid), eager_mask, arguments, dtype)
+
+
+def makers_of(module: types.ModuleType) -> list[str]:
+    """The names in ``module`` of the functions that make masks."""
+    return [name for name in MAKERS if hasattr(module, name)]

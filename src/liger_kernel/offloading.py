@@ -72,24 +72,30 @@ def _warn(text: str) -> None:
     warnings.warn(f"liger_kernel: activation_offloading: {text}", stacklevel=4)
 
 
-def _pinned(size: int) -> Tensor:
-    """``size`` bytes of memory that stays where it is, for the life of the process.
+_pages: list[mmap.mmap] = []  # what the driver has registered, which must stay where it is
 
-    The driver's own allocation takes 0.6 s a GB, almost all of it for making pages, one by one and in one thread. Here PyTorch's threads make them, huge ones
-    if the system lets them be, and the driver only registers them: 0.04 s a GB (H200, 16 cores). A process that forks must not share them: what it wrote
-    then would go to a copy, which the device does not know.
+
+def _pinned(size: int) -> Tensor:
+    """``size`` bytes of pinned memory, for the life of the process.
+
+    The driver's own allocation takes 0.6 s a GB, almost all of it to make pages, one by one in one thread. Here PyTorch's threads make them, huge ones if the
+    system lets them, and the driver only registers them: 0.04 s a GB (H200, 16 cores).
     """
     if not hasattr(mmap, "MADV_DONTFORK"):  # not Linux
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError, AttributeError):  # a kernel without huge pages
-            pages.madvise(getattr(mmap, advice))
-    block = torch.frombuffer(pages, dtype=torch.uint8).zero_()
-    runtime = torch.cuda.cudart()
-    if runtime.cudaHostRegister(block.data_ptr(), size, 0) != runtime.cudaError.success:
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)  # raises with the reason, if there is one for it, too
-    return block
+    pages.madvise(mmap.MADV_DONTFORK)  # after a fork, writing would move a page away from where the device knows it
+    with contextlib.suppress(OSError, AttributeError):  # a system without huge pages
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    block, runtime = torch.frombuffer(pages, dtype=torch.uint8).zero_(), torch.cuda.cudart()
+    if runtime.cudaHostRegister(block.data_ptr(), size, 0) == runtime.cudaError.success:
+        _pages.append(pages)
+        return block
+    with contextlib.suppress(
+        RuntimeError
+    ):  # PyTorch takes the error of its own failure away, and with it the one above, which it would find at the next kernel
+        torch.empty(2**62, dtype=torch.uint8, pin_memory=True)
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 
 def host_room() -> int:

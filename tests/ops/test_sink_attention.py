@@ -20,8 +20,8 @@ def heads(B: int = 2, H: int = 4, K: int = 2, T: int = 45, D: int = 16, seed: in
 
 def stock(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
     """PyTorch's attention whose heads have one more key, with the sink for a score and zero for a value."""
-    (B, H, T, D), G = q.shape, q.shape[1] // k.shape[1]
-    k, v = (F.pad(t.repeat_interleave(G, 1), (0, 0, 1, 0)) for t in (k, v))
+    B, H, T, _ = q.shape
+    k, v = (F.pad(t.repeat_interleave(H // k.shape[1], 1), (0, 0, 1, 0)) for t in (k, v))
     bias = torch.full((T, T + 1), -float("inf"), dtype=q.dtype, device=q.device).triu(2).expand(B, H, T, T + 1)
     return F.scaled_dot_product_attention(q, k, v, torch.cat((sinks.view(1, H, 1, 1).expand(B, H, T, 1), bias[..., 1:]), -1))
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
-from hf_models import assert_same_bits, assert_same_learning, make, step, tokens
+from hf_models import assert_same_bits, assert_same_learning, make, step, stock, tokens
 from torch import Tensor, nn
 
 from liger_kernel.transformers import _apply_liger_kernel, _apply_liger_kernel_to_instance, restore
 from liger_kernel.transformers.lazy_mask import LazyMask, Seen
 from liger_kernel.transformers.recognise import attentions
+from liger_kernel.transformers.recognise.rows import family
 
 if int(transformers.__version__.split(".")[0]) < 5:
     pytest.skip("keeps eager attention under transformers older than 5", allow_module_level=True)
@@ -21,8 +22,10 @@ LENGTH = 14
 
 @pytest.fixture
 def seen(monkeypatch) -> list[dict]:
-    """What our attention was told in each call."""
+    """What our attention was told in each call, but those of recognition."""
     calls, attention = [], attentions.sink_attention
+    for model_type in FAMILIES:
+        family(model_type)
 
     def spied(*args, **kwargs):
         calls.append(kwargs)
@@ -54,34 +57,38 @@ def padded(side: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize("model_type", FAMILIES)
 @pytest.mark.parametrize("batch", [tokens(2, LENGTH), padded("right"), padded("left")], ids=["full", "right", "left"])
 def test_learns_as_stock(seen, model_type, batch):
-    stock, ours = pair(model_type)
-    expected, found = step(stock, batch)[1], step(ours, batch)[1]
+    theirs, ours = pair(model_type)
+    with stock(model_type):
+        expected = step(theirs, batch)[1]
+    found = step(ours, batch)[1]
     assert [call["window"] for call in seen] == [4, None]
     assert_same_learning(found, expected, 1e-5)
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_off_is_stock(seen, model_type):
-    stock, ours = pair(model_type, attention=False, rope=False, rms_norm=False, swiglu=False, fused_linear_cross_entropy=False, rematerialise=False)
-    assert_same_bits(step(ours, padded("right"))[1], step(stock, padded("right"))[1])
+    theirs, ours = pair(model_type, attention=False, rope=False, rms_norm=False, swiglu=False, fused_linear_cross_entropy=False, rematerialise=False)
+    with stock(model_type):
+        expected = step(theirs, padded("right"))[1]
+    assert_same_bits(step(ours, padded("right"))[1], expected)
     assert not seen
 
 
 def test_attention_weights_are_stock(seen):
-    stock, ours = pair()
+    theirs, ours = pair()
     batch = tokens(2, LENGTH)
-    expected, found = (m(**batch, output_attentions=True).attentions for m in (stock, ours))
+    expected, found = (m(**batch, output_attentions=True).attentions for m in (theirs, ours))
     assert len(found) == 2 and all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(found, expected))
     assert not seen
 
 
 def test_dropout_is_stock(seen):
-    stock, ours = pair()
-    for model in (stock, ours):
+    theirs, ours = pair()
+    for model in (theirs, ours):
         for m in model.modules():
             if hasattr(m, "attention_dropout"):
                 m.attention_dropout = 0.5
-    assert_same_learning(step(ours)[1], step(stock)[1], 1e-5)
+    assert_same_learning(step(ours)[1], step(theirs)[1], 1e-5)
     assert not seen
 
 
@@ -90,17 +97,18 @@ def test_other_masks_are_stock(seen):
     batch = tokens(2, LENGTH)
     ahead = torch.ones(2, 1, LENGTH, LENGTH, device=batch["labels"].device).triu(3)
     mask = -1e9 * ahead
-    stock, ours = pair(next(t for t in FAMILIES if t != "gpt_oss"))
-    assert_same_learning(step(ours, batch | {"attention_mask": mask})[1], step(stock, batch | {"attention_mask": mask})[1], 1e-5)
+    theirs, ours = pair(next(t for t in FAMILIES if t != "gpt_oss"))
+    assert_same_learning(step(ours, batch | {"attention_mask": mask})[1], step(theirs, batch | {"attention_mask": mask})[1], 1e-5)
     assert not seen
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_generates_as_stock(model_type):
-    stock, ours = (m.eval() for m in pair(model_type))
-    ids = tokens(2, 5)["input_ids"]
-    expected, found = (m.generate(ids, max_new_tokens=9, do_sample=False, pad_token_id=0) for m in (stock, ours))
-    assert torch.equal(found, expected)
+    theirs, ours = (m.eval() for m in pair(model_type))
+    given = dict(input_ids=tokens(2, 5)["input_ids"], max_new_tokens=9, do_sample=False, pad_token_id=0)
+    with stock(model_type):
+        expected = theirs.generate(**given)
+    assert torch.equal(ours.generate(**given), expected)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -109,11 +117,11 @@ def test_checkpointed(seen, reentrant, flags):
     """The backward runs the same attention again, unless it was kept."""
     if reentrant and flags:
         pytest.skip("keeps nothing")
-    stock, ours = pair(**flags)
-    for model in (stock, ours):
+    theirs, ours = pair(**flags)
+    for model in (theirs, ours):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
         model.enable_input_require_grads()
-    assert_same_learning(step(ours, padded("right"))[1], step(stock, padded("right"))[1], 1e-5)
+    assert_same_learning(step(ours, padded("right"))[1], step(theirs, padded("right"))[1], 1e-5)
     assert len(seen) == 4
 
 
@@ -122,8 +130,10 @@ def test_packed_rows(seen, model_type):
     """Positions that begin anew say where documents begin, in families that give them to those who make masks."""
     batch = tokens(1, LENGTH)
     batch["position_ids"] = torch.cat([torch.arange(n) for n in (5, 1, LENGTH - 6)])[None].to(batch["labels"].device)
-    stock, ours = pair(model_type)
-    assert_same_learning(step(ours, batch)[1], step(stock, batch)[1], 1e-5)
+    theirs, ours = pair(model_type)
+    with stock(model_type):
+        expected = step(theirs, batch)[1]
+    assert_same_learning(step(ours, batch)[1], expected, 1e-5)
     assert len(seen) == 2
 
 
@@ -133,8 +143,7 @@ def test_first_tokens_of_documents():
 
 
 def test_classes(seen):
-    stock = sink_model()
-    expected = step(stock, padded("right"))[1]
+    expected = step(sink_model(), padded("right"))[1]
     try:
         _apply_liger_kernel("gpt_oss")
         assert_same_learning(step(sink_model(), padded("right"))[1], expected, 1e-5)
@@ -147,16 +156,16 @@ def test_classes(seen):
 
 def test_compiled_layers():
     """A mask that nobody makes reaches layers that are compiled one by one."""
-    stock, ours = pair()
+    theirs, ours = pair()
     for layer in ours.model.layers:
         layer.compile()
-    assert_same_learning(step(ours, padded("right"))[1], step(stock, padded("right"))[1], 1e-4)
+    assert_same_learning(step(ours, padded("right"))[1], step(theirs, padded("right"))[1], 1e-4)
 
 
 def test_compiled_whole():
-    stock, ours = pair()
+    theirs, ours = pair()
     batch = padded("right")
-    expected, found = step(stock, batch)[0].loss, torch.compile(ours)(**batch).loss
+    expected, found = step(theirs, batch)[0].loss, torch.compile(ours)(**batch).loss
     assert torch.allclose(found, expected, rtol=1e-5)
 
 

@@ -5,8 +5,8 @@
 Shapes: q, o (B, H, T, D), k, v (B, H / G, T, D), sinks (H,), valid, first (B, T).  G: the heads that share keys and values.
 
 A token sees the keys j <= t that are ``valid``, less than ``window`` tokens before it, and not before its ``first`` key, where its document begins. So masks of
-every pair of tokens never exist: each kernel derives them from positions, and leaves out blocks of keys that nobody in a block of queries sees. The running sum of the softmax begins with the
-sink instead of zero (Dao et al., arXiv:2205.14135), so a token without keys gets zero.
+every pair of tokens never exist: each kernel derives them from positions, and leaves out blocks of keys that nobody in a block of queries sees. The running sum
+of the softmax begins with the sink instead of zero (Dao et al., arXiv:2205.14135), so a token without keys gets zero.
 
 The forward saves o and lse, the logarithm of the denominator. With delta_t = <do_t, o_t>, as the sink's value is zero:
 
@@ -276,8 +276,8 @@ def _bwd_dq(
 @jit
 def _dkv_step(
     k, v, dk, dv, start, j, seen_j, q_ptr, do_ptr, first_ptr, lse_ptr, share_ptr, delta_ptr, T, D, qt, gt, unit, window, MASKED: tl.constexpr,
-    EVEN_D: tl.constexpr,    HAS_WINDOW: tl.constexpr, HAS_FIRST: tl.constexpr, HAS_VALID: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    EVEN_D: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_FIRST: tl.constexpr, HAS_VALID: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One block of queries. All matrices of pairs are (keys, queries), so that products take them from registers."""
     t = start + tl.arange(0, BLOCK_M)
@@ -520,9 +520,7 @@ _SMALL = _heads(1, 2, 1, 4, 8)
         Case("odd", dict(**_heads(1, 3, 1, 33, 20), window=5, valid=T((1, 33), _ends, dtype=torch.bool), first=T((1, 33), _beginnings, dtype=torch.int32))),
         Case("one-token", dict(**_heads(2, 2, 2, 1, 8))),
         Case("bad-q", _SMALL | dict(q=T((2, 4, 8))), error="q must have shape (B, H, T, D), got torch.float32 (2, 4, 8)"),
-        Case(
-            "bad-k", _SMALL | dict(k=T((1, 1, 5, 8))), error="k must have shape (1, H / G, 4, 8) and q's dtype, torch.float32, got torch.float32 (1, 1, 5, 8)"
-        ),
+        Case("bad-k", _SMALL | dict(k=T((1, 1, 5, 8))), error="k must have shape (1, H / G, 4, 8) and dtype torch.float32, got torch.float32 (1, 1, 5, 8)"),
         Case("bad-groups", _heads(1, 3, 2, 4, 8), error="k must have a number of heads that divides q's, 3, got 2"),
         Case("bad-v", _SMALL | dict(v=T((1, 2, 4, 8))), error="v must have k's shape and dtype, (1, 1, 4, 8) torch.float32, got (1, 2, 4, 8) torch.float32"),
         Case("bad-sinks", _SMALL | dict(sinks=T((3,))), error="sinks must be floating point of shape (2,), got torch.float32 (3,)"),
@@ -551,7 +549,7 @@ def sink_attention(
     if device != "meta" and torch.is_autocast_enabled(device) and q.dtype != torch.float64:
         q, k, v = (t.to(torch.get_autocast_dtype(device)) for t in (q, k, v))
     if k.ndim != 4 or (k.shape[0], *k.shape[2:]) != (B, length, D) or k.dtype != q.dtype:
-        raise ValueError(f"{name}: k must have shape ({B}, H / G, {length}, {D}) and q's dtype, {q.dtype}, got {k.dtype} {tuple(k.shape)}")
+        raise ValueError(f"{name}: k must have shape ({B}, H / G, {length}, {D}) and dtype {q.dtype}, got {k.dtype} {tuple(k.shape)}")
     if H and (not k.shape[1] or H % k.shape[1]):
         raise ValueError(f"{name}: k must have a number of heads that divides q's, {H}, got {k.shape[1]}")
     if v.shape != k.shape or v.dtype != k.dtype:

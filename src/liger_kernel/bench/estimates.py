@@ -16,6 +16,7 @@ FP8_BASE = {"ours:fp8": "fp8"}
 # Rows without an estimate, and why; the first reason counts
 NOT_ESTIMATED: dict[str, Callable[[Row], object]] = {
     "other packages": lambda row: row["variant"].startswith(("upstream", "unsloth", "torchao")),
+    "an attention of Transformers that the command names": lambda row: row.get("attention"),
     "what torch.compile keeps": lambda row: "compile" in row["variant"] or "layers" in row["variant"],
     "several GPUs": lambda row: (row["gpus"] or 1) > 1 or row.get("parallel"),
     "kernels of bitsandbytes in int8": lambda row: row.get("quantize") == "int8",
@@ -65,7 +66,6 @@ def measured(row: Row) -> Measured:
     run |= dict(tiled_mlp=row.get("tiled_mlp") or 0) if "tiled_mlp" in run else {}
     run |= dict(lora=lora, lora_targets=",".join(LINEARS)) if lora else {}
     run |= dict(dora=True) if row.get("dora") else {}
-    run |= dict(attention=row["attention"]) if row.get("attention") else {}
     run |= dict(lora_dropout=row["lora_dropout"]) if row.get("lora_dropout") else {}
     run |= dict(quantize=FP8_BASE.get(variant) or row["quantize"]) if variant in FP8_BASE or row.get("quantize") else {}
     how = row["optimizer"], "bf16-mixed" if row.get("autocast") else "bf16", row.get("masked") or 0.0

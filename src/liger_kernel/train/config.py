@@ -348,7 +348,8 @@ class TrainConfig:
         names = [field.name for field in dataclasses.fields(self) if field.metadata["group"] == "kernels" and field.name != "kernels"]
         flags = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         flags |= {"fp8_filter": [name.strip() for name in self.fp8_filter.split(",")]} if self.fp8_filter else {}
-        return flags | ({"tiled_mlp": True} if self.tiled_mlp == 0 else {})
+        flags |= {"tiled_mlp": True} if self.tiled_mlp == 0 else {}
+        return flags | ({"attention": False} if self.attention == "eager" else {})  # who names it means Transformers'
 
     def shown(self) -> dict[str, Any]:
         """Names and values without credentials, which may be written or reported."""

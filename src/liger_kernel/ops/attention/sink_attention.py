@@ -26,7 +26,7 @@ from torch import Tensor
 
 from liger_kernel.ops._core import config
 from liger_kernel.ops._core.operator import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, tracing, use_kernels
-from liger_kernel.ops._core.tl import cdiv, exp, jit, next_power_of_2, tl
+from liger_kernel.ops._core.tl import add_exactly, cdiv, exp, jit, next_power_of_2, tl
 from liger_kernel.ops.attention.heads import new_like, unit
 
 MAX_D = 256  # wider heads do not fit into shared memory; the reference computes them
@@ -274,8 +274,17 @@ def _bwd_dq(
 
 
 @jit
+def _add_dot(total, a, b, lost, PRECISION: tl.constexpr):
+    """total + a b. In fp32, a sum over the tokens of all heads of a group would lose four times as much as one over those of a head, so nothing is lost."""
+    if a.dtype == tl.float32:
+        return add_exactly(total, tl.dot(a, b, input_precision=PRECISION), lost)
+    else:
+        return tl.dot(a, b, total, input_precision=PRECISION), lost
+
+
+@jit
 def _dkv_step(
-    k, v, dk, dv, start, j, seen_j, q_ptr, do_ptr, first_ptr, lse_ptr, share_ptr, delta_ptr, T, D, qt, gt, unit, window, MASKED: tl.constexpr,
+    k, v, dk, dv, lost_k, lost_v, start, j, seen_j, q_ptr, do_ptr, first_ptr, lse_ptr, share_ptr, delta_ptr, T, D, qt, gt, unit, window, MASKED: tl.constexpr,
     EVEN_D: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_FIRST: tl.constexpr, HAS_VALID: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -298,12 +307,12 @@ def _dkv_step(
         p = tl.where(seen, p, 0.0)
     do = _rows(do_ptr, t.to(tl.int64), gt, col, T, D, EVEN_D)
     if NEED_DV:
-        dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
+        dv, lost_v = _add_dot(dv, p.to(do.dtype), do, lost_v, PRECISION)
     if NEED_DK:
         delta = tl.load(delta_ptr + t, mask=t < T, other=0.0)
         ds = p * (tl.dot(v, tl.trans(do), input_precision=PRECISION) - delta[None, :])
-        dk = tl.dot(ds.to(q.dtype), tl.trans(q), dk, input_precision=PRECISION)
-    return dk, dv
+        dk, lost_k = _add_dot(dk, ds.to(q.dtype), tl.trans(q), lost_k, PRECISION)
+    return dk, dv, lost_k, lost_v
 
 
 @jit
@@ -340,19 +349,20 @@ def _bwd_dkv(
     whole = tl.cdiv(start_j + BLOCK_N, BLOCK_M) * BLOCK_M  # from here on, these keys are before all queries
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    lost_k, lost_v = dk, dv
     steps = tl.cdiv(tl.minimum(whole, end) - begin, BLOCK_M)
     for i in range(0, G * steps):
         head = h * G + i // steps
-        dk, dv = _dkv_step(
-            k, v, dk, dv, begin + i % steps * BLOCK_M, j, seen_j, q_ptr + b * qb + head * qh, do_ptr + b * gb + head * gh, first_ptr,
+        dk, dv, lost_k, lost_v = _dkv_step(
+            k, v, dk, dv, lost_k, lost_v, begin + i % steps * BLOCK_M, j, seen_j, q_ptr + b * qb + head * qh, do_ptr + b * gb + head * gh, first_ptr,
             lse_ptr + (b * H + head) * T, at_share + head * T, delta_ptr + (b * H + head) * T, T, D, qt, gt, unit, window,
             True, EVEN_D, HAS_WINDOW, HAS_FIRST, HAS_VALID, NEED_DK, NEED_DV, PRECISION, BLOCK_M, BLOCK_D,
         )  # fmt: skip
     steps = tl.cdiv(tl.maximum(end - whole, 0), BLOCK_M)
     for i in range(0, G * steps):
         head = h * G + i // steps
-        dk, dv = _dkv_step(
-            k, v, dk, dv, whole + i % steps * BLOCK_M, j, seen_j, q_ptr + b * qb + head * qh, do_ptr + b * gb + head * gh, first_ptr,
+        dk, dv, lost_k, lost_v = _dkv_step(
+            k, v, dk, dv, lost_k, lost_v, whole + i % steps * BLOCK_M, j, seen_j, q_ptr + b * qb + head * qh, do_ptr + b * gb + head * gh, first_ptr,
             lse_ptr + (b * H + head) * T, at_share + head * T, delta_ptr + (b * H + head) * T, T, D, qt, gt, unit, window,
             False, EVEN_D, HAS_WINDOW, HAS_FIRST, HAS_VALID, NEED_DK, NEED_DV, PRECISION, BLOCK_M, BLOCK_D,
         )  # fmt: skip

@@ -139,6 +139,7 @@ def _apply_function(model_type: str) -> Callable[..., None]:
     apply.__doc__ = (
         f"Patch the classes of Transformers' ``{model_type}`` models, or only ``model`` if one is given.\n\n"
         f"``liger models {model_type}`` lists what is replaced. "
+        f"{'``attention`` is attention with sinks. ' if 'attention' in flags else ''}"
         'Each flag switches one part on or off. ``rematerialise`` (True or "cheap", the default; "mlp"; False or "off") chooses what is recomputed in the\n'
         "backward pass: see ``liger_kernel.memory``. ``projections`` (True, the default) runs linear layers with PEFT's adapters as one node; gated MLPs\n"
         "follow their own flag: see ``liger_kernel.ops.projections``. ``fp8`` (False, the default, or the name of a recipe) trains linear layers in FP8, but\n"

@@ -19,8 +19,8 @@ UNPUBLISHED: dict[str, Any] = dict(rematerialise=True, projections=True, fp8=Fal
 UNPUBLISHED |= dict(activation_offloading=False, keep_attention=False, tiled_mlp=False)
 HEAD_FLAGS = ("cross_entropy", "fused_linear_cross_entropy")
 STANDARD: dict[str, bool | None] = dict(rope=True, cross_entropy=False, fused_linear_cross_entropy=True, rms_norm=True)
-# The flags and defaults of LinkedIn's package, then model, then flags that its functions do not have, if there is something to swap. (granite's defaults
-# differ: LinkedIn's package leaves the head out, because its loss cannot scale logits.)
+# The flags and defaults of LinkedIn's package, then model, then flags that its functions do not have, if there is something to swap. (Two defaults differ:
+# LinkedIn's package leaves out granite's head, because its loss cannot scale logits, and the experts of gpt_oss, which its kernel does not compute.)
 _NO_ROPE = "deepseek_v2 deepseek_v3 glm4 glm4v glm4v_moe qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text qwen3_next"
 _SWIGLU = (
     "exaone4 falcon_h1 hunyuan_v1_dense hunyuan_v1_moe llama ministral mistral mixtral olmo2 olmo3 phi3 qwen2 qwen3 qwen3_moe smollm3 "
@@ -32,7 +32,8 @@ _PUBLISHED: dict[str, _FLAGS] = {
     **{t: STANDARD | dict(swiglu=True) for t in _SWIGLU.split()},
     **{t: STANDARD | dict(rope=False, swiglu=True) for t in _NO_ROPE.split()},
     "deepseek_v4": STANDARD | dict(rope=False, swiglu=False),
-    **{t: STANDARD | dict(swiglu=False) for t in ("gpt_oss", "qwen3_vl", "qwen3_vl_text")},
+    "gpt_oss": STANDARD | dict(swiglu=True),
+    **{t: STANDARD | dict(swiglu=False) for t in ("qwen3_vl", "qwen3_vl_text")},
     **{t: _WITH_LAYER_NORM | dict(swiglu=True) for t in ("mllama", "mllama_text_model", "muse_glimmer")},
     **{t: STANDARD | dict(layer_norm=True, swiglu=True) for t in ("qwen2_vl", "qwen2_vl_text")},
     **{t: STANDARD | dict(geglu=True) for t in ("gemma", "gemma2", "gemma3_text")},
@@ -58,15 +59,16 @@ def flags_of(model_type: str) -> dict[str, Any]:
 def parameters_of(model_type: str) -> _FLAGS:
     """Parameter -> default of ``apply_liger_kernel_to_<model_type>``, in the order of its signature: flags and ``model``."""
     row = Family(**FAMILIES[model_type]) if model_type in FAMILIES else family(model_type)
-    more: _FLAGS = dict.fromkeys(sorted(swapped_slots(model_type) & {"layer_norm", "relu_squared", "attention"}), True)
+    more: _FLAGS = dict.fromkeys(sorted(swapped_slots(model_type) & {"layer_norm", "relu_squared"}), True)
+    late: _FLAGS = dict.fromkeys(swapped_slots(model_type) & {"attention"}, True)
     flags = STANDARD | {row.glu if row else "swiglu": True} | more
     if model_type in _PUBLISHED | _HANDING_ON:
         published = (_PUBLISHED | _HANDING_ON)[model_type]
         more = {f: v for f, v in (more if model_type in _PUBLISHED else flags).items() if f not in published}
-        return published | {"model": None} | more
+        return published | {"model": None} | more | late
     if row and not row.heads:
         flags = {f: v for f, v in flags.items() if f not in HEAD_FLAGS}
-    return flags | {"model": None}
+    return flags | {"model": None} | late
 
 
 def parts_of(flags: Mapping[str, Any]) -> dict[str, Any]:

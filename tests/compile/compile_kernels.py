@@ -70,7 +70,7 @@ def resources(compiled) -> dict[str, int]:
     """Registers a thread, spilled bytes a thread, and shared memory."""
     if "amdgcn" in compiled.asm:
         said = {k: int(v) for k, v in re.findall(r"\.(\w+): +(\d+)$", compiled.asm["amdgcn"], re.MULTILINE)}
-        spills = 4 * (said["vgpr_spill_count"] + said["sgpr_spill_count"]) + said["private_segment_fixed_size"]
+        spills = 4 * said["vgpr_spill_count"] + said["private_segment_fixed_size"]  # scalar registers spill into lanes of vector registers, not into memory
         return {"registers": said["vgpr_count"], "spills": spills, "shared": compiled.metadata.shared}
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])

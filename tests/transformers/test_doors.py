@@ -121,7 +121,6 @@ def test_signatures_are_the_published_ones():
         **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), gemma),
         **dict.fromkeys(("glm4", "qwen3_next", "deepseek_v3"), LLAMA_FLAGS | {"rope": False}),
         "granite": LLAMA_FLAGS,
-        "gpt_oss": LLAMA_FLAGS | {"swiglu": False},
     }
     for model_type, flags in published.items():
         fn = getattr(liger, f"apply_liger_kernel_to_{model_type}")

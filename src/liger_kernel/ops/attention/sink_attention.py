@@ -106,6 +106,20 @@ def _seen(t, j, T, window, first, valid_ptr, MASKED: tl.constexpr, HAS_WINDOW: t
 
 
 @jit
+def _keys(first_ptr, start_t, t, T, window, HAS_WINDOW: tl.constexpr, HAS_FIRST: tl.constexpr, BLOCK_N: tl.constexpr):
+    """For a block of tokens: the first block of keys that they see, the first whose keys are not before all of them, and the first key of each token."""
+    begin = tl.minimum(start_t, 0)
+    if HAS_WINDOW:
+        begin = tl.maximum(begin, start_t - window + 1)
+    first = t
+    if HAS_FIRST:
+        first = tl.load(first_ptr + t, mask=t < T, other=2147483647)
+        begin = tl.maximum(begin, tl.min(first, 0))
+    begin = begin // BLOCK_N * BLOCK_N
+    return begin, tl.maximum(start_t // BLOCK_N * BLOCK_N, begin), first[:, None]
+
+
+@jit
 def _sink(sink_ptr, h, PRECISE: tl.constexpr):
     """In the unit of scores, and finite, so that a difference of scores is a number."""
     sink = tl.load(sink_ptr + h).to(tl.float32)
@@ -151,18 +165,9 @@ def _fwd(
     k_ptr += b * kb + h // G * kh
     v_ptr += b * vb + h // G * vh
     q = _rows(q_ptr + b * qb + h * qh, t.to(tl.int64), qt, col, T, D, EVEN_D)
-    begin = 0
-    if HAS_WINDOW:
-        begin = tl.maximum(begin, start_t - window + 1)
-    first = t[:, None]
-    if HAS_FIRST:
-        first = tl.load(first_ptr + b * T + t, mask=t < T, other=2147483647)
-        begin = tl.maximum(begin, tl.min(first, 0))
-        first = first[:, None]
+    begin, whole, first = _keys(first_ptr + b * T if HAS_FIRST else first_ptr, start_t, t, T, window, HAS_WINDOW, HAS_FIRST, BLOCK_N)
     if HAS_VALID:
         valid_ptr += b * T
-    begin = begin // BLOCK_N * BLOCK_N
-    whole = tl.maximum(start_t // BLOCK_N * BLOCK_N, begin)  # before it, keys are before all of these tokens
     top = tl.zeros((BLOCK_M,), tl.float32) + _sink(sink_ptr, h, PRECISE)
     total = tl.full((BLOCK_M,), 1.0, tl.float32)
     o = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
@@ -231,7 +236,7 @@ def _bwd_dq(
     vb, vh, vt, unit, scale, window, EVEN_D: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_FIRST: tl.constexpr, HAS_VALID: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The same walk as the forward's."""
+    """Over the same keys as the forward."""
     start_t = (tl.cdiv(T, BLOCK_M) - 1 - tl.program_id(0) // (B * H)) * BLOCK_M
     b, h = (tl.program_id(0) % (B * H) // H).to(tl.int64), (tl.program_id(0) % H).to(tl.int64)
     t = start_t + tl.arange(0, BLOCK_M)
@@ -246,18 +251,9 @@ def _bwd_dq(
     if q_ptr.dtype.element_ty == tl.float32:
         share = tl.load(share_ptr + (b * H + h) * T + t, mask=t < T, other=0.0)
     delta = tl.load(delta_ptr + (b * H + h) * T + t, mask=t < T, other=0.0)
-    begin = 0
-    if HAS_WINDOW:
-        begin = tl.maximum(begin, start_t - window + 1)
-    first = t[:, None]
-    if HAS_FIRST:
-        first = tl.load(first_ptr + b * T + t, mask=t < T, other=2147483647)
-        begin = tl.maximum(begin, tl.min(first, 0))
-        first = first[:, None]
+    begin, whole, first = _keys(first_ptr + b * T if HAS_FIRST else first_ptr, start_t, t, T, window, HAS_WINDOW, HAS_FIRST, BLOCK_N)
     if HAS_VALID:
         valid_ptr += b * T
-    begin = begin // BLOCK_N * BLOCK_N
-    whole = tl.maximum(start_t // BLOCK_N * BLOCK_N, begin)
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for start in range(begin, whole, BLOCK_N):
         dq = _dq_step(
@@ -342,9 +338,11 @@ def _bwd_dkv(
     if HAS_FIRST:
         end = tl.minimum(end, tl.load(stop_ptr + b * tl.cdiv(T, BLOCK_N) + tl.program_id(0) // pairs))
         first_ptr += b * T
-    at_share = lse_ptr
-    if k_ptr.dtype.element_ty == tl.float32:
-        at_share = share_ptr + b * H * T
+    q_ptr += b * qb
+    do_ptr += b * gb
+    lse_ptr += b * H * T
+    share_ptr += b * H * T
+    delta_ptr += b * H * T
     begin = start_j // BLOCK_M * BLOCK_M
     whole = tl.cdiv(start_j + BLOCK_N, BLOCK_M) * BLOCK_M  # from here on, these keys are before all queries
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
@@ -354,16 +352,16 @@ def _bwd_dkv(
     for i in range(0, G * steps):
         head = h * G + i // steps
         dk, dv, lost_k, lost_v = _dkv_step(
-            k, v, dk, dv, lost_k, lost_v, begin + i % steps * BLOCK_M, j, seen_j, q_ptr + b * qb + head * qh, do_ptr + b * gb + head * gh, first_ptr,
-            lse_ptr + (b * H + head) * T, at_share + head * T, delta_ptr + (b * H + head) * T, T, D, qt, gt, unit, window,
+            k, v, dk, dv, lost_k, lost_v, begin + i % steps * BLOCK_M, j, seen_j, q_ptr + head * qh, do_ptr + head * gh, first_ptr,
+            lse_ptr + head * T, share_ptr + head * T, delta_ptr + head * T, T, D, qt, gt, unit, window,
             True, EVEN_D, HAS_WINDOW, HAS_FIRST, HAS_VALID, NEED_DK, NEED_DV, PRECISION, BLOCK_M, BLOCK_D,
         )  # fmt: skip
     steps = tl.cdiv(tl.maximum(end - whole, 0), BLOCK_M)
     for i in range(0, G * steps):
         head = h * G + i // steps
         dk, dv, lost_k, lost_v = _dkv_step(
-            k, v, dk, dv, lost_k, lost_v, whole + i % steps * BLOCK_M, j, seen_j, q_ptr + b * qb + head * qh, do_ptr + b * gb + head * gh, first_ptr,
-            lse_ptr + (b * H + head) * T, at_share + head * T, delta_ptr + (b * H + head) * T, T, D, qt, gt, unit, window,
+            k, v, dk, dv, lost_k, lost_v, whole + i % steps * BLOCK_M, j, seen_j, q_ptr + head * qh, do_ptr + head * gh, first_ptr,
+            lse_ptr + head * T, share_ptr + head * T, delta_ptr + head * T, T, D, qt, gt, unit, window,
             False, EVEN_D, HAS_WINDOW, HAS_FIRST, HAS_VALID, NEED_DK, NEED_DV, PRECISION, BLOCK_M, BLOCK_D,
         )  # fmt: skip
     at = ((b * T + j) * (H // G) + h)[:, None] * D + col[None, :]
@@ -394,8 +392,8 @@ def _tile(kernel: str, q: Tensor, window: int | None) -> dict[str, Any]:
     m, n, warps, stages = NARROW[kernel] if narrow else TILES[kernel][max(64, block_d)]
     if q.itemsize == 4:
         m, n, warps, stages = 32, 32, 4, 1
-    if amd:
-        stages = 1
+    if amd:  # it pipelines through registers; by reasoning, not measured
+        m, n, warps, stages = (min(m, 32), min(n, 64), 4, 1) if kernel == "dkv" else (min(m, 64), min(n, 32), 4, 1)
     while _held(kernel, m, n, stages) * block_d * q.itemsize > config.shared_memory() and min(m, n) > 16:
         stages, m, n = (stages - 1, m, n) if stages > 1 else (1, m // 2, n) if m > n else (1, m, n // 2)
     tf32 = q.itemsize == 4 and not amd and torch.get_float32_matmul_precision() != "highest"
@@ -494,10 +492,13 @@ class LigerSinkAttentionFunction(torch.autograd.Function):
         return *(g if need else None for g, need in zip(grads, needed)), None, None, None, None
 
 
-def _cost(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, *, window: int | None = None, **_: Any) -> Cost:
+def _cost(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, *, window: int | None = None, valid: Tensor | None = None, first: Tensor | None = None, **_: Any
+) -> Cost:
     (B, H, length, D), seen = q.shape, min(q.shape[2], window or q.shape[2])
     pairs = B * H * (seen * (seen + 1) // 2 + (length - seen) * seen)  # products are over the pairs that see each other
-    return Cost(nbytes(q, k, v, q), nbytes(q, k, v, q, q, k, v, q), gemms=([(pairs, 1, D)] * 2, [(pairs, 1, D)] * 5))
+    given = nbytes(q, k, v, sinks, valid, first)
+    return Cost(given + nbytes(q), given + nbytes(q, q, k, v, sinks), gemms=([(pairs, 1, D)] * 2, [(pairs, 1, D)] * 4))
 
 
 def _heads(B: int, H: int, K: int, length: int, D: int) -> dict[str, T]:

@@ -26,7 +26,7 @@ try:
     from transformers.utils.output_capturing import _active_collector
 except ImportError:  # transformers 4 does not say whether somebody wants the attention weights
 
-    class _active_collector:  # type: ignore[no-redef]
+    class _active_collector:  # type: ignore[no-redef]  # it is not there
         @staticmethod
         def get() -> dict[str, Any]:
             return {"attentions": []}

@@ -37,19 +37,18 @@ SHOWN = (
 
 
 def other_door() -> LigerRMSNorm:
-    from liger_kernel.transformers import (
-        LigerFusedLinearCrossEntropyLoss,
-        LigerRMSNorm,
-        apply_liger_kernel_to_gpt_oss,
-        apply_liger_kernel_to_qwen3_moe,
-        train_in_fp8,
-    )
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss, LigerRMSNorm, apply_liger_kernel_to_qwen3_moe, train_in_fp8
 
     train_in_fp8(nn.Linear(2048, 2048), "rowwise", filter=("lm_head",))
     apply_liger_kernel_to_qwen3_moe(swiglu=False)
-    apply_liger_kernel_to_gpt_oss(attention=False)
     LigerFusedLinearCrossEntropyLoss(reduction="sum")
     return LigerRMSNorm(8)
+
+
+def attention_with_sinks() -> None:
+    from liger_kernel.transformers import apply_liger_kernel_to_gpt_oss
+
+    apply_liger_kernel_to_gpt_oss(attention=False)
 
 
 def right(model: nn.Module, x: Tensor, w: Tensor, target: Tensor) -> Tensor:

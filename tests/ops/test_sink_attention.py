@@ -82,6 +82,15 @@ def test_later_tokens_change_nothing():
     assert torch.equal(sink_attention(**changed)[:, :, :25], sink_attention(**args)[:, :, :25])
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+def test_many_rows():
+    """More pairs of rows and heads than a second dimension of a grid can have."""
+    args = {name: (t.detach().expand(16400, *t.shape[1:]) if t.ndim == 4 else t.detach()).requires_grad_() for name, t in heads(B=1, T=3).items()}
+    out = sink_attention(**args)
+    assert torch.equal(out[-1], out[0])
+    assert torch.autograd.grad(out.sum(), args["q"])[0][-1].any()
+
+
 def test_a_window_of_all_tokens_is_none():
     args = heads(T=33)
     assert torch.equal(sink_attention(**args, window=33), sink_attention(**args))

@@ -59,9 +59,10 @@ def seen(arguments: dict[str, Any]) -> Seen | None:
     if not all(type(n) is int for n in lengths) or lengths[0] != lengths[1] or any(lengths[2:]):
         return None
     valid, parts = arguments.get("attention_mask"), list(_parts(arguments["mask_function"]))
-    if not all(part.__qualname__ in _SAID for part in parts) or (valid is not None and (valid.dtype != torch.bool or valid.ndim != 2)):
-        return None
     documents = [inspect.getclosurevars(p).nonlocals["packed_sequence_mask"] for p in parts if p.__qualname__.startswith("packed_sequence_mask_function.")]
+    whole = all(t.shape == (arguments["batch_size"], lengths[0]) for t in (valid, *documents) if t is not None)
+    if not (whole and all(part.__qualname__ in _SAID for part in parts)) or (valid is not None and valid.dtype != torch.bool):
+        return None
     return Seen(arguments.get("local_size"), documents[0] if documents else None, valid)
 
 

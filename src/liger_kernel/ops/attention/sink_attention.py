@@ -29,7 +29,7 @@ from liger_kernel.ops._core.operator import Case, Cost, T, acc, launch, launcher
 from liger_kernel.ops._core.tl import add_exactly, cdiv, exp, jit, next_power_of_2, tl
 from liger_kernel.ops.attention.heads import new_like, unit
 
-MAX_D = 256  # wider heads do not fit into shared memory; the reference computes them
+MAX_D = 256  # columns of a head whose blocks fit into shared memory; the reference computes wider heads
 
 
 def reference(
@@ -58,6 +58,7 @@ def visible(B: int, length: int, device: Any, window: int | None, valid: Tensor 
     return mask
 
 
+# In kernels, R is the number of pairs of a row and a head, or a head of keys.
 # Scores of 16-bit data are in units of log 2, because exp2 is what GPUs compute. In fp32, lse would be rounded relative to its own size, an error of p, so
 # there ``lse`` is the largest score, and ``share`` the inverse of the sum
 LOG2E = math.log2(math.e)
@@ -151,14 +152,14 @@ def _fwd_step(
 
 @jit
 def _fwd(
-    q_ptr, k_ptr, v_ptr, sink_ptr, first_ptr, valid_ptr, o_ptr, lse_ptr, share_ptr, T, B, H, G, D, qb, qh, qt, kb, kh, kt, vb, vh, vt, unit, window,
+    q_ptr, k_ptr, v_ptr, sink_ptr, first_ptr, valid_ptr, o_ptr, lse_ptr, share_ptr, T, R, H, G, D, qb, qh, qt, kb, kh, kt, vb, vh, vt, unit, window,
     EVEN_D: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_FIRST: tl.constexpr, HAS_VALID: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     PRECISE: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
     # the last tokens begin, which see the most keys; programs that share keys run side by side
-    start_t = (tl.cdiv(T, BLOCK_M) - 1 - tl.program_id(0) // (B * H)) * BLOCK_M
-    b, h = (tl.program_id(0) % (B * H) // H).to(tl.int64), (tl.program_id(0) % H).to(tl.int64)
+    start_t = (tl.cdiv(T, BLOCK_M) - 1 - tl.program_id(0) // R) * BLOCK_M
+    b, h = (tl.program_id(0) % R // H).to(tl.int64), (tl.program_id(0) % R % H).to(tl.int64)
     t = start_t + tl.arange(0, BLOCK_M)
     col = tl.arange(0, BLOCK_D)
     unit = tl.cast(unit, tl.float32)
@@ -192,13 +193,14 @@ def _fwd(
 
 @jit
 def _delta(
-    do_ptr, o_ptr, sink_ptr, lse_ptr, share_ptr, delta_ptr, dsink_ptr, T, H, D, gb, gh, gt, NEED_SINK: tl.constexpr,
+    do_ptr, o_ptr, sink_ptr, lse_ptr, share_ptr, delta_ptr, dsink_ptr, T, R, H, D, gb, gh, gt, NEED_SINK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """<do, o> of each token and head, and the part of a block of tokens in the gradient of the sinks."""
     PRECISE: tl.constexpr = o_ptr.dtype.element_ty == tl.float32
-    b, h = (tl.program_id(1) // H).to(tl.int64), (tl.program_id(1) % H).to(tl.int64)
-    t = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    block = tl.program_id(0) // R
+    b, h = (tl.program_id(0) % R // H).to(tl.int64), (tl.program_id(0) % R % H).to(tl.int64)
+    t = block.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     col = tl.arange(0, BLOCK_D)
     mask = (t < T)[:, None] & (col < D)[None, :]
     do = tl.load(do_ptr + b * gb + h * gh + t[:, None] * gt + col[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -211,7 +213,7 @@ def _delta(
         if PRECISE:
             share = tl.load(share_ptr + (b * H + h) * T + t, mask=t < T, other=0.0)
         dsink = -tl.sum(_p(_sink(sink_ptr, h, PRECISE), lse, share, PRECISE) * delta, 0)
-        tl.store(dsink_ptr + (b * tl.num_programs(0) + tl.program_id(0)) * H + h, dsink)
+        tl.store(dsink_ptr + block * R + b * H + h, dsink)
 
 
 @jit
@@ -232,13 +234,13 @@ def _dq_step(
 
 @jit
 def _bwd_dq(
-    do_ptr, q_ptr, k_ptr, v_ptr, first_ptr, valid_ptr, lse_ptr, share_ptr, delta_ptr, dq_ptr, T, B, H, G, D, gb, gh, gt, qb, qh, qt, kb, kh, kt,
+    do_ptr, q_ptr, k_ptr, v_ptr, first_ptr, valid_ptr, lse_ptr, share_ptr, delta_ptr, dq_ptr, T, R, H, G, D, gb, gh, gt, qb, qh, qt, kb, kh, kt,
     vb, vh, vt, unit, scale, window, EVEN_D: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_FIRST: tl.constexpr, HAS_VALID: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Over the same keys as the forward."""
-    start_t = (tl.cdiv(T, BLOCK_M) - 1 - tl.program_id(0) // (B * H)) * BLOCK_M
-    b, h = (tl.program_id(0) % (B * H) // H).to(tl.int64), (tl.program_id(0) % H).to(tl.int64)
+    start_t = (tl.cdiv(T, BLOCK_M) - 1 - tl.program_id(0) // R) * BLOCK_M
+    b, h = (tl.program_id(0) % R // H).to(tl.int64), (tl.program_id(0) % R % H).to(tl.int64)
     t = start_t + tl.arange(0, BLOCK_M)
     col = tl.arange(0, BLOCK_D)
     unit = tl.cast(unit, tl.float32)
@@ -313,7 +315,7 @@ def _dkv_step(
 
 @jit
 def _bwd_dkv(
-    do_ptr, q_ptr, k_ptr, v_ptr, first_ptr, valid_ptr, stop_ptr, lse_ptr, share_ptr, delta_ptr, dk_ptr, dv_ptr, T, B, H, G, D, gb, gh, gt,
+    do_ptr, q_ptr, k_ptr, v_ptr, first_ptr, valid_ptr, stop_ptr, lse_ptr, share_ptr, delta_ptr, dk_ptr, dv_ptr, T, R, H, G, D, gb, gh, gt,
     qb, qh, qt, kb, kh, kt, vb, vh, vt, unit, scale, window, EVEN_D: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_FIRST: tl.constexpr, HAS_VALID: tl.constexpr,
     NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -321,9 +323,8 @@ def _bwd_dkv(
 
     ``stop``: the end of the tokens that see a block of keys, as far as ``first`` says.
     """
-    pairs = B * (H // G)
-    start_j = tl.program_id(0) // pairs * BLOCK_N
-    b, h = (tl.program_id(0) % pairs // (H // G)).to(tl.int64), (tl.program_id(0) % (H // G)).to(tl.int64)
+    start_j = tl.program_id(0) // R * BLOCK_N
+    b, h = (tl.program_id(0) % R // (H // G)).to(tl.int64), (tl.program_id(0) % R % (H // G)).to(tl.int64)
     j = start_j + tl.arange(0, BLOCK_N)
     col = tl.arange(0, BLOCK_D)
     unit = tl.cast(unit, tl.float32)
@@ -336,7 +337,7 @@ def _bwd_dkv(
     if HAS_WINDOW:
         end = tl.minimum(end, start_j + BLOCK_N - 1 + window)
     if HAS_FIRST:
-        end = tl.minimum(end, tl.load(stop_ptr + b * tl.cdiv(T, BLOCK_N) + tl.program_id(0) // pairs))
+        end = tl.minimum(end, tl.load(stop_ptr + b * tl.cdiv(T, BLOCK_N) + tl.program_id(0) // R))
         first_ptr += b * T
     q_ptr += b * qb
     do_ptr += b * gb
@@ -438,7 +439,7 @@ def sink_attention_fwd(
     if not tracing(q):
         tile = _tile("fwd", q, window)
         strides = [s for t in (q, k, v) for s in t.stride()[:3]]
-        grid, sizes = (cdiv(length, tile["BLOCK_M"]) * B * H,), (length, B, H, H // k.shape[1], D)
+        grid, sizes = (cdiv(length, tile["BLOCK_M"]) * B * H,), (length, B * H, H, H // k.shape[1], D)
         how, flags = (_unit(q, scale), window or 0), _flags(q, window, first, valid)
         launch(_fwd, grid, q, k, v, sinks, first, valid, o, lse, share, *sizes, *strides, *how, **flags, **tile)
     return o, lse, share
@@ -455,19 +456,21 @@ def sink_attention_bwd(
     """The gradients; those that are not ``needed`` are empty."""
     (B, H, length, D), G = q.shape, q.shape[1] // k.shape[1]
     (dq, dk, dv), blocks = (new_like(t, need) for t, need in zip((q, k, v), needed)), cdiv(length, ROWS)
-    parts = q.new_empty(B, blocks, H if needed[3] else 0, dtype=torch.float32)
+    parts = q.new_empty(blocks, B, H if needed[3] else 0, dtype=torch.float32)
     if not tracing(q):
         delta, wide = torch.empty_like(lse), max(16, next_power_of_2(D))
         tile = dict(NEED_SINK=needed[3], BLOCK_M=ROWS, BLOCK_D=wide, num_warps=4)
-        launch(_delta, (blocks, B * H), do, o, sinks, lse, share, delta, parts, length, H, D, *do.stride()[:3], **tile)
-        sizes, strides = (length, B, H, G, D), [s for t in (do, q, k, v) for s in t.stride()[:3]]
-        how, flags, saved = (_unit(q, scale), scale, window or 0), _flags(q, window, first, valid), (lse, share, delta)
+        launch(_delta, (blocks * B * H,), do, o, sinks, lse, share, delta, parts, length, B * H, H, D, *do.stride()[:3], **tile)
+        strides, saved = [s for t in (do, q, k, v) for s in t.stride()[:3]], (lse, share, delta)
+        how, flags = (_unit(q, scale), scale, window or 0), _flags(q, window, first, valid)
         if needed[0]:
             tile = _tile("dq", q, window)
-            launch(_bwd_dq, (cdiv(length, tile["BLOCK_M"]) * B * H,), do, q, k, v, first, valid, *saved, dq, *sizes, *strides, *how, **flags, **tile)
+            grid, sizes = (cdiv(length, tile["BLOCK_M"]) * B * H,), (length, B * H, H, G, D)
+            launch(_bwd_dq, grid, do, q, k, v, first, valid, *saved, dq, *sizes, *strides, *how, **flags, **tile)
         if needed[1] or needed[2]:
             tile = _tile("dkv", q, window) | dict(NEED_DK=needed[1], NEED_DV=needed[2])
-            grid, stops = (cdiv(length, tile["BLOCK_N"]) * B * H // G,), None if first is None else _stops(first, tile["BLOCK_N"])
+            grid, sizes = (cdiv(length, tile["BLOCK_N"]) * B * H // G,), (length, B * H // G, H, G, D)
+            stops = None if first is None else _stops(first, tile["BLOCK_N"])
             launch(_bwd_dkv, grid, do, q, k, v, first, valid, stops, *saved, dk, dv, *sizes, *strides, *how, **flags, **tile)
     return dq, dk, dv, parts.sum((0, 1)).to(sinks.dtype)
 

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from liger_kernel import memory, offloading
 from liger_kernel.nn import LigerRMSNorm, LigerSwiGLUMLP
 from liger_kernel.ops._core import operator as _op
+from liger_kernel.ops.attention.sink_attention import sink_attention
 from liger_kernel.ops.norms.rms_norm import reference as rms_norm_reference
 from liger_kernel.ops.norms.rms_norm import rms_norm
 
@@ -518,16 +519,22 @@ class Attentions(TorchDispatchMode):
 class Attends(nn.Module):
     """Two calls of attention, between projections; ``after`` may change an output in place."""
 
-    def __init__(self, after=lambda y: y, dropout: float = 0.0):
+    def __init__(self, after=lambda y: y, dropout: float = 0.0, sinks: bool = False):
         super().__init__()
         torch.manual_seed(0)
         self.qkv, self.out, self.dropout, self.after = nn.Linear(64, 192), nn.Linear(64, 64), dropout, after
+        self.sinks = nn.Parameter(torch.randn(2)) if sinks else None
         self.to(DEVICE)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self.sinks is not None:
+            return sink_attention(q, k, v, self.sinks)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(2):
             q, k, v = (t.unflatten(-1, (2, 32)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
-            y = self.after(F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.dropout))
+            y = self.after(self.attend(q, k, v))
             x = F.dropout(x + self.out(y.transpose(1, 2).flatten(2)), 0.1)
         return x
 
@@ -545,9 +552,14 @@ def attended(module: nn.Module, keeps: bool, backwards: int = 1, **more) -> tupl
 
 
 @pytest.mark.parametrize("backwards", [1, 3])
-def test_attention_is_kept(backwards):
-    stock, again = attended(Attends(), False, backwards)
-    ours, kept = attended(Attends(), True, backwards)
+@pytest.mark.parametrize("sinks", [False, True])
+def test_attention_is_kept(sinks, backwards):
+    if sinks and DEVICE == "cpu" and not _op.INTERPRET:
+        pytest.skip("without Triton")
+    if sinks:
+        _op._KERNEL_DEVICES.add(DEVICE)
+    stock, again = attended(Attends(sinks=sinks), False, backwards)
+    ours, kept = attended(Attends(sinks=sinks), True, backwards)
     assert_equal(ours, stock)
     assert (again, kept) == (2 * backwards, 0)
 

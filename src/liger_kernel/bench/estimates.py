@@ -18,7 +18,6 @@ NOT_ESTIMATED: dict[str, Callable[[Row], object]] = {
     "other packages": lambda row: row["variant"].startswith(("upstream", "unsloth", "torchao")),
     "an attention of Transformers that the command names": lambda row: row.get("attention"),
     "what torch.compile keeps": lambda row: "compile" in row["variant"] or "layers" in row["variant"],
-    "several GPUs": lambda row: (row["gpus"] or 1) > 1 or row.get("parallel"),
     "kernels of bitsandbytes in int8": lambda row: row.get("quantize") == "int8",
     "kernels of bitsandbytes in a stock model": lambda row: row["variant"] == "stock" and row.get("quantize"),
     "a storage that liger train does not have": lambda row: (
@@ -38,6 +37,7 @@ class Measured:
     optimizer: str
     precision: str
     ignored: float
+    gpus: int
     gb: float
     run: tuple[tuple[str, Any], ...]
 
@@ -45,7 +45,7 @@ class Measured:
         values = MODELS[self.model] | ({"num_hidden_layers": self.layers} if self.layers else {})
         run = TrainConfig(model=self.model, **dict(self.run))
         values["max_position_embeddings"] = max(run.length, values["max_position_embeddings"])
-        return simulated.simulated(config_of(values), run, self.precision, optimizer=self.optimizer, ignored=self.ignored)
+        return simulated.simulated(config_of(values), run, self.precision, world=self.gpus, optimizer=self.optimizer, ignored=self.ignored, reduce_dtype=None)
 
     def __str__(self) -> str:
         changed = {
@@ -53,7 +53,15 @@ class Measured:
         }
         size = f"{self.model}{f' with {self.layers} layers' if self.layers else ''}, {dict(self.run)['batch']} x {dict(self.run)['length']}"
         given = [f"`--{name.replace('_', '-')} {value}`".replace(" True`", "`") for name, value in changed.items()]
-        return ", ".join([size, *([] if self.optimizer == "sgd" else ["AdamW"]), *(["autocast"] if self.precision == "bf16-mixed" else []), *given])
+        return ", ".join(
+            [
+                size,
+                *([f"{self.gpus} GPUs"] if self.gpus > 1 else []),
+                *([] if self.optimizer == "sgd" else ["AdamW"]),
+                *(["autocast"] if self.precision == "bf16-mixed" else []),
+                *given,
+            ]
+        )
 
 
 def measured(row: Row) -> Measured:
@@ -68,5 +76,7 @@ def measured(row: Row) -> Measured:
     run |= dict(dora=True) if row.get("dora") else {}
     run |= dict(lora_dropout=row["lora_dropout"]) if row.get("lora_dropout") else {}
     run |= dict(quantize=FP8_BASE.get(variant) or row["quantize"]) if variant in FP8_BASE or row.get("quantize") else {}
-    how = row["optimizer"], "bf16-mixed" if row.get("autocast") else "bf16", row.get("masked") or 0.0
+    run |= dict(parallel=row["parallel"]) if row.get("parallel") else {}
+    run |= dict(optimizer_on_cpu=True) if row.get("optimizer_on_cpu") else {}
+    how = row["optimizer"], "bf16-mixed" if row.get("autocast") else "bf16", row.get("masked") or 0.0, row["gpus"] or 1
     return Measured(row["model"], row.get("layers") or None, variant, *how, row["peak_allocated_gb"], tuple(run.items()))

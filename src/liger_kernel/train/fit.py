@@ -1,6 +1,7 @@
-"""``liger fit``: what will fit into a GPU's memory, with which switches, before a run and without a GPU; and what a run says that ran out of memory.
+"""``liger fit``: what will fit into the memory of a GPU, with which switches, before a run and without a GPU; and what a run says that ran out of memory.
 
 Estimates     peaks of a model, each simulated once
+expected      the peak of a run, also in a process that is one of its ranks
 switches      what each switch that is off saves
 recommended   the first of some combinations that fits, the ones that cost least time first
 largest       the most rows, or tokens of a row, that fit
@@ -14,7 +15,10 @@ import copy
 import dataclasses
 import functools
 import json
+import os
 import shlex
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -48,7 +52,8 @@ GPUS = {
 FIELDS = (
     *("model", "attention", "batch", "length", "accumulate", "precision", "trainer"),
     *("lora", "lora_dropout", "lora_targets", "dora", "quantize", "fp8", "fp8_filter", "fp8_head"),
-    *("optimizer", "optimizer_in_backward", "grad_clip"),
+    *("optimizer", "optimizer_in_backward", "optimizer_on_cpu", "grad_clip"),
+    *("parallel", "sequence_parallel_size", "nproc", "nnodes"),
     *("kernels", "fused_linear_cross_entropy", "cross_entropy", "rematerialise"),
     *("gradient_checkpointing", "keep_attention", "activation_offloading", "tiled_mlp"),
 )
@@ -67,19 +72,23 @@ CHECKPOINTING = Switch({"gradient_checkpointing": "full"}, "time: the forward of
 OFFLOADING = Switch({"activation_offloading": True}, "memory of the CPU, and time for copies; with checkpointing it copies a tenth")
 TILED = Switch({"tiled_mlp": 0}, "time, if the weights of the MLPs are trained")
 EIGHT_BITS = Switch({"optimizer": "adamw-8bit"}, "moments are rounded to 8 bits")
+FSDP2 = Switch({"parallel": "fsdp2"}, "time: every rank gathers the weights of each layer, twice in a step")
+ON_CPU = Switch({"parallel": "fsdp2", "optimizer_on_cpu": True}, "memory of the CPU, and time: weights are copied, and the CPU makes the optimizer's step")
 IN_BACKWARD = Switch({"optimizer_in_backward": True, "grad_clip": 0}, "gradients are not clipped")
 HALF = Switch({"precision": "bf16"}, "weights are rounded to 16 bits after each step")
 LORA = Switch({"lora": 16}, "only adapters are trained")
 QLORA = Switch({"lora": 16, "quantize": "nf4"}, "the frozen weights are rounded to 4 bits, and only adapters are trained")
-SWITCHES = (KERNELS, MLP, CHECKPOINTING, OFFLOADING, TILED, EIGHT_BITS, IN_BACKWARD, HALF, LORA, QLORA)
+SWITCHES = (KERNELS, FSDP2, MLP, CHECKPOINTING, OFFLOADING, TILED, EIGHT_BITS, IN_BACKWARD, ON_CPU, HALF, LORA, QLORA)
 # of the switches with which the same model is trained, up to rounding; those that cost least time first
 COMBINATIONS = (
     (),
     (KERNELS,),
-    (KERNELS, MLP),
-    (KERNELS, CHECKPOINTING),
-    (KERNELS, CHECKPOINTING, OFFLOADING),
-    (KERNELS, CHECKPOINTING, OFFLOADING, TILED),
+    (KERNELS, FSDP2),
+    (KERNELS, FSDP2, MLP),
+    (KERNELS, FSDP2, CHECKPOINTING),
+    (KERNELS, FSDP2, CHECKPOINTING, OFFLOADING),
+    (KERNELS, FSDP2, CHECKPOINTING, OFFLOADING, TILED),
+    (KERNELS, FSDP2, CHECKPOINTING, OFFLOADING, TILED, ON_CPU),
 )
 
 
@@ -89,10 +98,10 @@ def flags(changes: dict[str, Any]) -> str:
 
 
 class Estimates:
-    """Peaks of runs with one model on one kind of GPU."""
+    """Peaks of runs with one model on ``world`` GPUs of one kind."""
 
-    def __init__(self, form: Any, arch: str):
-        self.form, self.arch = form, arch
+    def __init__(self, form: Any, arch: str, world: int = 1):
+        self.form, self.arch, self.world = form, arch, world
         self._known: dict[tuple[Any, ...], Any] = {}
 
     def peak(self, config: TrainConfig) -> Any:
@@ -103,7 +112,7 @@ class Estimates:
         key = dataclasses.astuple(config)
         if key not in self._known:
             try:
-                self._known[key] = simulated(self.form, config, precision_of(config, gpu=True), arch=self.arch)
+                self._known[key] = simulated(self.form, config, precision_of(config, gpu=True), world=self.world, arch=self.arch)
             except UserError:
                 raise
             except Exception as error:  # of a model's own code, which may need values where there are only shapes
@@ -114,9 +123,11 @@ class Estimates:
         return self.peak(config).total
 
 
-def turned_on(config: TrainConfig, switch: Switch) -> TrainConfig:
+def turned_on(config: TrainConfig, switch: Switch, world: int = 1) -> TrainConfig:
     """The run with a switch, which chooses neither a rank nor a trainer if one was chosen. Raises ``UserError`` if the run cannot have it."""
     stay = {name for name in ("lora", "trainer") if getattr(config, name) != getattr(TrainConfig, name)}
+    if config.fully_sharded or (switch is FSDP2 and world == 1):  # nothing to share
+        stay.add("parallel")
     return dataclasses.replace(config, **{name: value for name, value in switch.changes.items() if name not in stay})
 
 
@@ -126,7 +137,7 @@ def switches(of: Estimates, config: TrainConfig) -> Iterator[tuple[dict[str, Any
     halved = Switch({"batch": config.batch // 2, "accumulate": 2 * config.accumulate}, "time: products of fewer tokens")
     for switch in (*SWITCHES, *([halved] if config.batch % 2 == 0 else [])):
         with contextlib.suppress(UserError):
-            other = turned_on(config, switch)
+            other = turned_on(config, switch, of.world)
             if other != config and (peak := of.total(other)) < given:
                 changed = {name: value for name, value in switch.changes.items() if getattr(config, name) != getattr(other, name)}
                 yield changed, switch.costs, peak
@@ -139,7 +150,7 @@ def recommended(of: Estimates, config: TrainConfig, room: float) -> TrainConfig 
             fewer = dataclasses.replace(config, batch=config.batch // parts, accumulate=config.accumulate * parts)
             for combination in COMBINATIONS:
                 with contextlib.suppress(UserError):
-                    if of.total(run := functools.reduce(turned_on, combination, fewer)) <= room:
+                    if of.total(run := functools.reduce(functools.partial(turned_on, world=of.world), combination, fewer)) <= room:
                         return run
     return None
 
@@ -189,9 +200,27 @@ def main(argv: list[str]) -> int:
     text = form.get_text_config()
     if getattr(text, "max_position_embeddings", config.length) < config.length:
         text.max_position_embeddings = config.length  # a longer row needs no other memory
-    found = _found(Estimates(form, arch), config, room)
-    print(json.dumps(found | {"gpu": name, "memory": int(room)}, indent=1) if as_json else _shown(found, config, room, name))
+    world = world_of(config)
+    found = _found(Estimates(form, arch, world), config, room)
+    print(json.dumps(found | {"gpu": name, "gpus": world, "memory": int(room)}, indent=1) if as_json else _shown(found, config, room, _each(name, world)))
     return 0
+
+
+def world_of(config: TrainConfig) -> int:
+    """The ranks of a run; of a range of machines, the fewest. Raises ``UserError`` if it cannot have so many."""
+    from liger_kernel.train.ranks import check_ranks
+
+    if config.nproc == 0:
+        raise UserError("--nproc must be the number of GPUs of a machine, got 0")
+    least = config.nnodes.partition(":")[0]
+    if not least.isdecimal() or int(least) < 1:
+        raise UserError(f"nnodes must be N or MIN:MAX with 1 <= MIN <= MAX, got {config.nnodes!r}")
+    check_ranks(config, world := (config.nproc or 1) * int(least))
+    return world
+
+
+def _each(gpu: str, world: int) -> str:
+    return gpu if world == 1 else f"each of {world} GPUs: {gpu}"
 
 
 def _gpu(name: str | None, gigabytes: float | None) -> tuple[float, str, str]:
@@ -270,21 +299,64 @@ def _yes(fits: bool) -> str:
     return "yes" if fits else "no"
 
 
-def explained(model: Any, config: TrainConfig, room: float | None) -> str:
-    """What a run says that ran out of memory: the switches that it could turn on, and about how much each saves on one GPU. It never raises.
+def expected(model: Any, config: TrainConfig, world: int, with_switches: bool = False) -> dict[str, Any]:
+    """The "peak" of a run in bytes, its "parts" and its "phase"; ``with_switches``, also what ``switches`` has. Raises ``UserError`` where it is not known.
 
-    ``model``: a name, or the configuration of a model that is there. ``room``: the bytes that the GPU has.
+    ``model``: a name, or the configuration of a model that is there. A process of its own simulates several ranks, as this process may be one of them.
+    """
+    form = configuration(model) if isinstance(model, str) else copy.deepcopy(model)
+    if hasattr(form, "quantization_config"):  # of the weights that were loaded
+        del form.quantization_config
+    run = {name: getattr(config, name) for name in FIELDS}
+    if config.parallel == "none":
+        return _expected(form, run, world, _arch(), with_switches)
+    question = json.dumps(dict(form=json.loads(form.to_json_string(use_diff=False)), run=run, world=world, arch=_arch(), with_switches=with_switches))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-c", f"from {__name__} import _answer; _answer()"]
+    try:
+        done = subprocess.run(command, input=question, env=environment, capture_output=True, text=True, timeout=300)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise UserError(f"no other process could simulate it: {in_a_line(error)}") from error
+    if done.returncode:
+        raise UserError((done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
+    answer = json.loads(done.stdout.splitlines()[-1])
+    if "error" in answer:
+        raise UserError(answer["error"])
+    return answer
+
+
+def _expected(form: Any, run: dict[str, Any], world: int, arch: str, with_switches: bool) -> dict[str, Any]:
+    of, config = Estimates(form, arch, world), TrainConfig(**run)
+    found = of.peak(config)
+    more = {"switches": list(switches(of, config))} if with_switches else {}
+    return {"peak": found.total, "parts": found.parts, "phase": found.phase} | more
+
+
+def _answer() -> None:
+    """Of the question on standard input, in a process that ``expected`` started."""
+    import transformers
+
+    question = json.load(sys.stdin)
+    form = question.pop("form")
+    try:
+        answer = _expected(transformers.CONFIG_MAPPING[form["model_type"]].from_dict(form), **question)
+    except UserError as error:
+        answer = {"error": str(error)}
+    print(json.dumps(answer))
+
+
+def explained(model: Any, config: TrainConfig, room: float | None, world: int = 1) -> str:
+    """What a run says that ran out of memory: the switches that it could turn on, and about how much each saves. It never raises. Arguments: ``expected``'s.
+
+    ``room``: the bytes that the GPU has.
     """
     try:
-        form = configuration(model) if isinstance(model, str) else copy.deepcopy(model)
-        if hasattr(form, "quantization_config"):  # of the weights that were loaded
-            del form.quantization_config
-        of = Estimates(form, _arch())
-        given = of.total(config)
-        found = [f"  {flags(changes):<38} saves about {_gb(given - peak)} GB; costs {costs}" for changes, costs, peak in switches(of, config)]
+        found = expected(model, config, world, with_switches=True)
+        given, rows = found["peak"], found["switches"]
+        lines = [f"  {flags(changes):<38} saves about {_gb(given - peak)} GB; costs {costs}" for changes, costs, peak in rows]
     except Exception as error:  # the error that is explained counts, not this one
         return f"out of memory; what each switch would save is not known: {in_a_line(error)}"
     have = f" of the GPU's {_gb(room)}" if room else ""
-    sharded = ", without sharding" if config.parallel not in ("none", "ddp") else ""
-    need = f"out of memory: from its shapes, a step with {config.batch} x {config.length} tokens needs about {_gb(given)}{have} GB{sharded}"
-    return "\n".join([f"{need}. Turn on:" if found else f"{need}, and no switch of liger train reduces that", *found])
+    ranks = f" on each of {world} ranks" if world > 1 else ""
+    need = f"out of memory: from its shapes, a step with {config.batch} x {config.length} tokens needs about {_gb(given)}{have} GB{ranks}"
+    return "\n".join([f"{need}. Turn on:" if lines else f"{need}, and no switch of liger train reduces that", *lines])

@@ -15,19 +15,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from liger_kernel.parallel import Parallel, parallelize
 from liger_kernel.train import adamw, adapters
 from liger_kernel.train.checkpoint import Checkpoints
-from liger_kernel.train.config import ULYSSES, TrainConfig, UserError
+from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.data import load
 from liger_kernel.train.kernels import Compilations, compile_ahead, use_cache
 from liger_kernel.train.lock import held
 from liger_kernel.train.measure import UNTIMED, PeakMemory, StepClock, as_clock, peak_flops
 from liger_kernel.train.metrics import Endpoint, Reports, StepLines, as_json, check_reports, of_lines, of_run
 from liger_kernel.train.mistakes import writable
-from liger_kernel.train.model import attend, build, device_and_precision, flops_per_token, save
+from liger_kernel.train.model import attend, build, device_and_precision, flops_per_token, mesh_of, save, split
 from liger_kernel.train.optimizer import learning_rate, optimizer_of, require
 from liger_kernel.train.ranks import News, Preempted, Ranks, Stop, Watch, joined, local_rank, restarts, told_to_stop
 from liger_kernel.train.resume import moments, refuse_other, seed_all
@@ -61,7 +59,7 @@ def train(config: TrainConfig) -> dict[str, Any]:
         if ranks.first:
             config.save_to(out / "config.json")
         with stored(config, ranks) as store, contextlib.closing(load(config)) as data:
-            with explaining(config, device, ranks.first):
+            with explaining(config, device, ranks):
                 model = build(config, data.tokenizer, device, precision)
             attention = attend(config, data.rows, model, device, precision)
             data.check(model.config.get_text_config().vocab_size)
@@ -70,7 +68,7 @@ def train(config: TrainConfig) -> dict[str, Any]:
             if device.type == "cuda" and config.kernels == "on":
                 use_cache()
                 compile_ahead(config, model.config, precision, ranks)
-            with explaining(config, device, ranks.first, model.config):
+            with explaining(config, device, ranks, model.config):
                 metrics = _by(config, data, model, device, precision, ranks, stop, store)
             if ranks.first:
                 (out / "metrics.json").write_text(as_json(metrics, indent=1) + "\n", encoding="utf-8")
@@ -80,16 +78,16 @@ def train(config: TrainConfig) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def explaining(config: TrainConfig, device: torch.device, first: bool, form: Any = None) -> Iterator[None]:
-    """Before an ``OutOfMemoryError`` goes on, say on the ``first`` rank what each switch would save. ``form``: the model's configuration, if it is there."""
+def explaining(config: TrainConfig, device: torch.device, ranks: Ranks, form: Any = None) -> Iterator[None]:
+    """Before an ``OutOfMemoryError`` goes on, say on the first rank what each switch would save. ``form``: the model's configuration, if it is there."""
     try:
         yield
     except torch.OutOfMemoryError:
-        if first and (form or config.model):
+        if ranks.first and (form or config.model):
             from liger_kernel.train.fit import explained  # needs Triton
 
             room = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-            print(explained(form or config.model, config, room), file=sys.stderr, flush=True)
+            print(explained(form or config.model, config, room, ranks.world), file=sys.stderr, flush=True)
         raise
 
 
@@ -115,14 +113,8 @@ class _Run:
         self.config, self.data, self.device, self.precision, self.ranks, self.stop, self.store = config, data, device, precision, ranks, stop, store
         self.flops = flops_per_token(model, config.length)
         self.adapters = adapters.identity(config, model)
-        mixed = torch.bfloat16 if precision == "bf16-mixed" else None
-        try:
-            self.parallel: Parallel = parallelize(
-                model, config.parallel, mesh=_mesh(config, device, ranks.world), param_dtype=mixed, cpu_offload=config.optimizer_on_cpu
-            )
-        except ValueError as error:
-            raise UserError(str(error)) from error
-        self.autocast = mixed is not None and not config.fully_sharded
+        self.parallel = split(model, config, precision, mesh_of(config, device, ranks.world))
+        self.autocast = precision == "bf16-mixed" and not config.fully_sharded
         self.optimizer = optimizer_of(model.parameters(), config)
         self.in_backward = adamw.InBackward(self.optimizer) if config.optimizer_in_backward else None
         self.out = Path(config.out)
@@ -413,14 +405,6 @@ class _Run:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
-
-
-def _mesh(config: TrainConfig, device: torch.device, world: int) -> DeviceMesh | None:
-    """Ranks of the last dim share rows."""
-    if config.parallel not in ULYSSES:
-        return None
-    size = config.sharing(world)
-    return init_device_mesh(device.type, (world // size, size), mesh_dim_names=("data", "sequence"))
 
 
 def _percentile(ordered: list[float], part: float) -> float | None:

@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from liger_kernel.memory import attention_operators
 from liger_kernel.nearest import did_you_mean
-from liger_kernel.parallel import layers_of
+from liger_kernel.parallel import Parallel, layers_of, parallelize
 from liger_kernel.train import adapters
-from liger_kernel.train.config import TrainConfig, UserError
+from liger_kernel.train.config import ULYSSES, TrainConfig, UserError
 from liger_kernel.train.hub import on_hub
 from liger_kernel.train.ranks import local_rank
 from liger_kernel.train.redact import in_a_line
@@ -179,6 +180,25 @@ def recompute(model: Any, what: str) -> None:
 _MULTIPLIES = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm, torch.ops.aten._scaled_dot_product_attention_math)
 THIN = 128
 _COSTLY = {packet.default for packet in _MULTIPLIES} | attention_operators()
+
+
+def mesh_of(config: TrainConfig, device: torch.device, world: int) -> DeviceMesh | None:
+    """The mesh of the ``world`` ranks of a run, None for one process. Ranks of the last dim share rows, if any do."""
+    if config.parallel == "none":
+        return None
+    if config.parallel not in ULYSSES:
+        return init_device_mesh(device.type, (world,))
+    size = config.sharing(world)
+    return init_device_mesh(device.type, (world // size, size), mesh_dim_names=("data", "sequence"))
+
+
+def split(model: Any, config: TrainConfig, precision: str, mesh: DeviceMesh | None, **options: Any) -> Parallel:
+    """The model over the ranks of a run. ``options`` go to ``parallelize``."""
+    half = torch.bfloat16 if precision == "bf16-mixed" else None
+    try:
+        return parallelize(model, config.parallel, mesh=mesh, param_dtype=half, cpu_offload=config.optimizer_on_cpu, **options)
+    except ValueError as error:
+        raise UserError(str(error)) from error
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -98,7 +98,7 @@ def joined(config: TrainConfig, device: torch.device) -> Iterator[Ranks]:
     """Join the process group of the run; make it unless the caller has made one. After an error of several ranks it is left, as peers may be gone."""
     made = not dist.is_initialized()
     # before ranks join: a peer that still joins would only see that this one has gone
-    _check_ranks(config, int(os.environ.get("WORLD_SIZE", "1")) if made else dist.get_world_size())
+    check_ranks(config, int(os.environ.get("WORLD_SIZE", "1")) if made else dist.get_world_size())
     if made:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         # longer than the watch over progress, so that stacks are written before a collective gives up
@@ -126,7 +126,8 @@ def joined(config: TrainConfig, device: torch.device) -> Iterator[Ranks]:
         _leave()
 
 
-def _check_ranks(config: TrainConfig, world: int) -> None:
+def check_ranks(config: TrainConfig, world: int) -> None:
+    """Raise ``UserError`` if ``world`` ranks cannot share the work as the run says."""
     if world > 1 and config.parallel == "none":
         raise UserError(f"{world} ranks need --parallel ddp, fsdp2, tp or ulysses")
     if world % config.sharing(world):

@@ -3,8 +3,9 @@
     peak = the most bytes that are held at one moment of a step whose optimizer has its states
 
 The model of a run is built on the meta device, patched and given adapters by the code of ``liger train``, and makes one step under PyTorch's
-``FakeTensorMode``. Kernels are not launched; everything else runs as on a GPU: autograd, checkpointing, recomputation, offloading, chunks of the head. So there
-is no formula for any part of a model, and whatever a family or a switch keeps is counted.
+``FakeTensorMode``. Kernels are not launched; everything else runs as on a GPU: autograd, checkpointing, recomputation, offloading, chunks of the head. Several
+ranks are one, whose collectives return at once (``fake_ranks``): PyTorch's FSDP2 gathers weights and reduces gradients. So there is no formula for any part of
+a model, and whatever a family or a switch keeps is counted.
 
 Long models are cut. If all layers have the same form, models of 4 and of 5 layers make the step, and the bytes of each phase are continued as a line:
 
@@ -25,8 +26,8 @@ import types
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,15 +35,16 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from liger_kernel import memory, offloading
+from liger_kernel import memory, offloading, ulysses
 from liger_kernel.compile.architectures import TARGETS
 from liger_kernel.ops._core import config as launching
 from liger_kernel.ops._core.operator import intercept_launches
 from liger_kernel.ops.projections.four_bits import four_bits
-from liger_kernel.parallel import layers_of
+from liger_kernel.parallel import MODES, layers_of
 from liger_kernel.train.adamw import BLOCK, KINDS, LEAST
 from liger_kernel.train.adapters import adapted
 from liger_kernel.train.config import TrainConfig, UserError
+from liger_kernel.train.fake_ranks import FakeRanks, Replica, fake_ranks, followed, heads_of, local
 from liger_kernel.train.model import attention_of, dtype_of, patch, quantize_fp8, recompute
 from liger_kernel.transformers.recognise import projections
 
@@ -65,17 +67,34 @@ class Peak:
         return sum(self.parts.values())
 
 
-def simulated(form: Any, config: TrainConfig, precision: str, *, arch: str = "sm90", optimizer: str | None = None, ignored: float = 0.0) -> Peak:
-    """The peak of one rank's step of ``config`` with a model of the transformers configuration ``form``, on one GPU, without sharding.
+class _How(NamedTuple):
+    """How a step is made."""
+
+    config: TrainConfig
+    precision: str
+    world: int = 1
+    arch: str = "sm90"
+    optimizer: str = "adamw"
+    ignored: float = 0.0
+    reduce_dtype: torch.dtype | None = torch.float32
+
+
+def simulated(
+    form: Any, config: TrainConfig, precision: str, *,
+    world: int = 1, arch: str = "sm90", optimizer: str | None = None, ignored: float = 0.0, reduce_dtype: torch.dtype | None = torch.float32,
+) -> Peak:  # fmt: skip
+    """The peak of one rank's step of ``config``, of ``world`` ranks with a GPU each, with a model of the transformers configuration ``form``.
 
     ``arch``: a key of ``TARGETS``. ``optimizer``: that of the config, or "sgd", which has no states. ``ignored``: the part of the targets that does not count.
-    Raises ``UserError`` for what cannot be simulated.
+    ``reduce_dtype``: in which FSDP2 reduces gradients. Raises ``UserError`` for what cannot be simulated.
     """
     if config.quantize == "int8" or (config.quantize and config.kernels == "off"):
         raise UserError(
             f"the memory of quantize {config.quantize}{' with kernels off' if config.quantize != 'int8' else ''} is not known: kernels of bitsandbytes run"
         )
-    step = functools.partial(_phases, config=config, precision=precision, arch=arch, optimizer=optimizer or config.optimizer, ignored=ignored)
+    if config.parallel not in MODES:
+        raise UserError(f"the memory of parallel {config.parallel} is not known: DeepSpeed holds the weights")
+    step = functools.partial(_phases, how=_How(config, precision, world, arch, optimizer or config.optimizer, ignored, reduce_dtype))
     text = form.get_text_config()
     layers, some = text.num_hidden_layers, SHORT
     if config.activation_offloading:  # a layer's input, at least, is on its way out or back while more than so many bytes are
@@ -120,13 +139,14 @@ def _cut(form: Any, layers: int) -> Any:
     return form
 
 
-def _phases(form: Any, config: TrainConfig, precision: str, arch: str, optimizer: str, ignored: float) -> dict[str, dict[str, int]]:
+def _phases(form: Any, how: _How) -> dict[str, dict[str, int]]:
     """Bytes by part at the peak of each phase of a step."""
-    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+    config = how.config
+    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(), fake_ranks(config, how.world) as ranks:
         warnings.simplefilter("ignore")
-        model = _on_meta(form, config, precision)
-        with _as_on_a_gpu(arch, ignored) as meter:
-            _step(model, config, precision, optimizer, meter)
+        model = _on_meta(form, config, how.precision)
+        with _as_on_a_gpu(how.arch, how.ignored) as meter, followed(meter, config.optimizer_on_cpu) if config.fully_sharded else contextlib.nullcontext():
+            _step(model, how, ranks, meter)
     return meter.phases
 
 
@@ -144,7 +164,8 @@ def _on_meta(form: Any, config: TrainConfig, precision: str) -> Any:
     return model
 
 
-def _step(model: Any, config: TrainConfig, precision: str, optimizer: str, meter: _Meter) -> None:
+def _step(model: Any, how: _How, ranks: FakeRanks, meter: _Meter) -> None:
+    config = how.config
     meter.begin("weights")
     model._apply(lambda t: torch.empty(t.shape, dtype=t.dtype, device="cpu"))
     getattr(model, "get_base_model", lambda: model)().tie_weights()
@@ -152,23 +173,29 @@ def _step(model: Any, config: TrainConfig, precision: str, optimizer: str, meter
         quantize_fp8(model)
     elif config.quantize:
         _in_four_bits(model)
+    replica = ranks.split(model, config, how.precision, how.reduce_dtype)
+    for bucket in getattr(replica, "buckets", ()):
+        meter.call(bucket, "gradients")
+    if config.optimizer_on_cpu:
+        for p in model.parameters():
+            meter.leave(local(p))
     trained = [p for p in model.parameters() if p.requires_grad]
     for p in trained:
-        p.register_post_accumulate_grad_hook(lambda p: meter.call(p.grad, "gradients"))
+        p.register_post_accumulate_grad_hook(lambda p: meter.call(local(p.grad), "gradients"))
         if config.optimizer_in_backward:
             p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     meter.begin("optimizer")
-    states = [t for p in trained for t in _states(p, optimizer)]
+    states = [] if config.optimizer_on_cpu else [t for p in trained for t in _states(local(p), how.optimizer)]
     meter.begin("activations")
     ids = torch.zeros(config.batch, config.length, dtype=torch.int64)
     with _marks(layers_of(model), meter):
         for _ in range(min(config.accumulate, 2)):
             meter.begin("activations", "forward")
-            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
+            with torch.autocast("cpu", torch.bfloat16, enabled=how.precision == "bf16-mixed" and not config.fully_sharded):
                 loss = model(input_ids=ids, labels=ids, use_cache=False, num_items_in_batch=ids.numel()).loss
             loss.backward()
     meter.begin("optimizer", "optimizer")  # fused and compiled kernels need nothing but the states
-    del states
+    del states, replica
 
 
 def _states(p: Tensor, optimizer: str) -> list[Tensor]:
@@ -275,6 +302,21 @@ class _Meter(FakeTensorMode):
             self.parts[label] -= size
             self.now -= size
 
+    def resizing(self, resize: Callable) -> Callable:
+        """``resize`` of storages, which counts: FSDP2 frees what it gathered, and allocates it again, in the same storage."""
+
+        def call(storage: Any, size: int) -> None:
+            resize(storage, size)
+            if (found := self.live.get(storage._cdata)) is not None:
+                reference, before, label = found
+                now = -(-size // GRANULE) * GRANULE
+                self.live[storage._cdata] = reference, now, label
+                self.parts[label] += now - before
+                self.now += now - before
+                self.peak()
+
+        return call
+
     def call(self, t: Tensor | None, label: str) -> None:
         """Count a storage as another part from now on."""
         if t is not None and (found := self.live.get(key := t.untyped_storage()._cdata)):
@@ -282,6 +324,14 @@ class _Meter(FakeTensorMode):
             self.live[key] = reference, size, label
             self.parts[before] -= size
             self.parts[label] += size
+
+    def leave(self, t: Tensor | None) -> None:
+        """Count a storage no longer: it is in the CPU's memory."""
+        if t is not None and (found := self.live.get(key := t.untyped_storage()._cdata)):
+            reference, size, label = found
+            self.live[key] = reference, 0, label
+            self.parts[label] -= size
+            self.now -= size
 
 
 def _attention_workspace(q: Tensor, k: Tensor) -> int:
@@ -320,8 +370,11 @@ def _as_on_a_gpu(arch: str, ignored: float) -> Iterator[_Meter]:
             (offloading, "StorageWeakRef", meter.watch),
             (torch.nn.functional, "scaled_dot_product_attention", _attention),
             (torch.nn.functional, "dropout", _dropout),
+            (torch.nn.parallel, "DistributedDataParallel", Replica),
+            (torch.UntypedStorage, "resize_", meter.resizing(torch.UntypedStorage.resize_)),
             (masks, "find_packed_sequence_indices", lambda *args, **kwargs: None),  # which would look into positions
             (projections, "STORAGES", [_read, *projections.STORAGES]),
+            (ulysses, "_attention_of", heads_of),
         ):
             entered.callback(setattr, where, name, getattr(where, name))
             setattr(where, name, value)

@@ -581,6 +581,27 @@ def test_attention_that_is_changed_in_place_runs_again(backwards):
     assert again == kept == 2 * backwards
 
 
+def test_operators_of_higher_order_pass():
+    """Such as flex attention that is not compiled. A CPU has no backward of it."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    layer = nn.Linear(16, 16, device=DEVICE)
+
+    def run(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            attended = flex_attention(*3 * [x.detach()])
+        return attended + layer(x)
+
+    found = []
+    with torch.compiler.set_stance("force_eager"):
+        for more in ({}, dict(context_fn=memory.keeping_attention)):
+            layer.zero_grad()
+            x = torch.randn(1, 2, 16, 16, generator=torch.Generator().manual_seed(1)).to(DEVICE).requires_grad_()
+            checkpoint(run, x, use_reentrant=False, **more).sum().backward()
+            found.append({"x": x.grad, "weight": layer.weight.grad.clone()})
+    assert_equal(*found)
+
+
 def test_kept_attention_is_offloaded(monkeypatch):
     for name, value in dict(LEAST=1, STAYS=("meta",)).items():
         monkeypatch.setattr(offloading, name, value)

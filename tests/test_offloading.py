@@ -5,11 +5,13 @@ Without a GPU the "device" is the CPU, too: copies go from its memory to its mem
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import gc
 import warnings
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -368,9 +370,10 @@ def test_what_the_host_has_no_room_for_stays(monkeypatch, moved, fits):
     assert len(moved) == fits and len(said) == 1
 
 
-def test_memory_that_cannot_be_pinned(monkeypatch):
+@pytest.mark.parametrize("error", [RuntimeError("CUDA error: out of memory\nmore"), OSError("CUDA error: out of memory")], ids=lambda e: type(e).__name__)
+def test_memory_that_cannot_be_pinned(monkeypatch, error):
     def refuse(*args, **kwargs):
-        raise RuntimeError("CUDA error: out of memory\nmore")
+        raise error
 
     lane = offloading.Lane(torch.device("cpu"))
     monkeypatch.setattr(torch, "empty", refuse)
@@ -380,6 +383,99 @@ def test_memory_that_cannot_be_pinned(monkeypatch):
 
 def test_room_of_the_host():
     assert 2**20 < offloading.host_room() < 2**50
+
+
+GB = 2**30
+
+
+@pytest.mark.parametrize(
+    "own, files, gb",
+    [
+        ("0::/", {"memory.max": 8 * GB, "memory.current": GB, "memory.stat": f"anon 5\ninactive_file {GB}\n"}, 8),  # a container
+        ("0::/", {"memory.max": "max", "memory.current": GB}, 24),
+        ("0::/system.slice/run.scope", {"system.slice/run.scope/memory.max": 8 * GB, "system.slice/run.scope/memory.current": GB}, 7),
+        ("0::/job/step", {"job/memory.max": 6 * GB, "job/memory.current": GB, "job/step/memory.max": "max", "job/step/memory.current": 5}, 5),
+        ("0::/gone", {"memory.max": 8 * GB, "memory.current": GB, "memory.stat": "anon 5\n"}, 7),
+        ("4:cpu,memory:/job\n2:pids:/x", {"memory/job/memory.limit_in_bytes": 4 * GB, "memory/job/memory.usage_in_bytes": GB}, 3),
+        ("4:memory:/docker/1", {"memory/memory.limit_in_bytes": 4 * GB, "memory/memory.usage_in_bytes": 0}, 4),
+        (None, {"memory.max": 8 * GB, "memory.current": GB}, 7),
+    ],
+    ids=str,
+)
+def test_limits_of_the_host(tmp_path, own, files, gb):
+    (tmp_path / "proc" / "self").mkdir(parents=True)
+    (tmp_path / "proc" / "meminfo").write_text(f"MemTotal: 1 kB\nMemAvailable:   {24 * 2**20} kB\n")
+    if own is not None:
+        (tmp_path / "proc" / "self" / "cgroup").write_text(own + "\n")
+    for name, text in files.items():
+        path = tmp_path / "sys" / "fs" / "cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n")
+    assert offloading.host_room(tmp_path) == gb * GB
+
+
+def test_a_host_that_says_nothing(tmp_path):
+    assert offloading.host_room(tmp_path) > 2**50
+
+
+class Driver:
+    """Stands in for CUDA's runtime."""
+
+    cudaError = SimpleNamespace(success=0)
+
+    def __init__(self, answers):
+        self.answers, self.kept = answers, []
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        self.kept.append(len(offloading._pages))
+        if isinstance(self.answers, BaseException):
+            raise self.answers
+        return self.answers
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    monkeypatch.setattr(offloading, "_pages", [])
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, **more: empty(*(n if n < 2**40 else 0 for n in size), **more | {"pin_memory": False}))
+
+    def of(answers) -> Driver:
+        found = Driver(answers)
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: found)
+        return found
+
+    return of
+
+
+GPU = torch.device("cuda", 0)
+
+
+def test_registered_pages_stay(driver):
+    """Also if somebody interrupts the process while they are registered."""
+    driver(0)
+    block = offloading._pinned(2**20, GPU)
+    assert block.nbytes == 2**20 and not block.any() and len(offloading._pages) == 1
+    interrupted = driver(KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        offloading._pinned(2**20, GPU)
+    assert interrupted.kept == [2] and len(offloading._pages) == 2
+
+
+def test_pages_that_the_driver_refuses(driver):
+    driver(2)
+    assert offloading._pinned(2**20, GPU).nbytes == 2**20 and not offloading._pages
+
+
+def test_other_accelerators_pin_as_pytorch_does(driver):
+    driver(AssertionError("Torch not compiled with CUDA enabled"))
+    assert offloading._pinned(2**20, torch.device("xpu", 0)).nbytes == 2**20
+
+
+def test_a_system_that_gives_no_pages(driver, monkeypatch):
+    driver(0)
+    monkeypatch.setattr(offloading.mmap, "mmap", lambda *args, **more: (_ for _ in ()).throw(OSError(12, "Cannot allocate memory")))
+    assert offloading._pinned(2**20, GPU).nbytes == 2**20 and not offloading._pages
 
 
 # -- what stays ------------------------------------------------------------------------------

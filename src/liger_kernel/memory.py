@@ -294,6 +294,8 @@ class _Output:
 class _Attention(TorchDispatchMode):
     """Sees the operators of a checkpointed forward. ``kept``: the outputs of each call of attention."""
 
+    supports_higher_order_operators = True  # such as flex attention that is not compiled, which passes
+
     def __init__(self, kept: list[Any], save: Callable[[Tensor], Any]):
         super().__init__()
         self.kept, self.save, self.operators = kept, save, attention_operators()

@@ -72,43 +72,70 @@ def _warn(text: str) -> None:
     warnings.warn(f"liger_kernel: activation_offloading: {text}", stacklevel=4)
 
 
-_pages: list[mmap.mmap] = []  # what the driver has registered, which must stay where it is
+_pages: list[mmap.mmap] = []  # what the driver knows, which must stay where it is
 
 
-def _pinned(size: int) -> Tensor:
-    """``size`` bytes of pinned memory, for the life of the process.
+def _pinned(size: int, device: torch.device) -> Tensor:
+    """``size`` bytes of pinned memory, for the life of the process. Raises an ``OSError`` or a ``RuntimeError`` if there are none."""
+    block = _registered(size, device) if device.type == "cuda" else None
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True) if block is None else block
 
-    The driver's own allocation takes 0.6 s a GB, almost all of it to make pages, one by one in one thread. Here PyTorch's threads make them, huge ones if the
-    system lets them, and the driver only registers them: 0.04 s a GB (H200, 16 cores).
+
+def _registered(size: int, device: torch.device) -> Tensor | None:
+    """The same from pages that PyTorch's threads make, or None if the system or the driver refuses.
+
+    The driver's own allocation takes 0.6 s a GB, almost all of it to make pages, one by one in one thread. Here all threads make them, huge ones if the system
+    lets them, and the driver only registers them: 0.04 s a GB (H200, 16 cores).
     """
-    if not hasattr(mmap, "MADV_DONTFORK"):  # not Linux
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
-    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    pages.madvise(mmap.MADV_DONTFORK)  # after a fork, writing would move a page away from where the device knows it
+    try:
+        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        pages.madvise(mmap.MADV_DONTFORK)  # after a fork, writing would move a page away from where the device knows it
+    except (OSError, AttributeError):  # no address space is left, or the system is not Linux
+        return None
     with contextlib.suppress(OSError, AttributeError):  # a system without huge pages
         pages.madvise(mmap.MADV_HUGEPAGE)
     block, runtime = torch.frombuffer(pages, dtype=torch.uint8).zero_(), torch.cuda.cudart()
-    if runtime.cudaHostRegister(block.data_ptr(), size, 0) == runtime.cudaError.success:
-        _pages.append(pages)
+    _pages.append(pages)  # before the driver knows them: an exception may come at any moment
+    with torch.cuda.device(device):
+        refused = runtime.cudaHostRegister(block.data_ptr(), size, 0) != runtime.cudaError.success
+    if not refused:
         return block
-    with contextlib.suppress(
-        RuntimeError
-    ):  # PyTorch takes the error of its own failure away, and with it the one above, which it would find at the next kernel
+    _pages.remove(pages)
+    # PyTorch's next kernel would report this error. The failure of an allocation of its own takes it away
+    with contextlib.suppress(RuntimeError):
         torch.empty(2**62, dtype=torch.uint8, pin_memory=True)
-    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    return None
 
 
-def host_room() -> int:
-    """Bytes of the host's memory that are free, in a container those up to its limit."""
-    meminfo, group = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
-    if not meminfo.exists():
+def host_room(root: Path = Path("/")) -> int:
+    """Bytes of the host's memory that are free; in a container, or under a limit of systemd or SLURM, those up to the limit."""
+    proc, rooms = root / "proc", [sys.maxsize]
+    with contextlib.suppress(OSError, KeyError, ValueError):  # not Linux
+        fields = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())
+        rooms.append(1024 * int(fields["MemAvailable"].split()[0]))
+    groups = [("", "/")]
+    with contextlib.suppress(OSError, ValueError):
+        groups = [(kinds, path) for _, kinds, path in (line.split(":", 2) for line in (proc / "self" / "cgroup").read_text().splitlines())]
+    for kinds, path in groups:
+        if kinds and "memory" not in kinds.split(","):
+            continue
+        top = root / "sys" / "fs" / "cgroup" / ("memory" if kinds else "")
+        own = top / path.lstrip("/")  # every group above it has a limit of its own, up to the top, which may be the container's
+        rooms += (_room_of(folder, *(_GROUP_V1 if kinds else _GROUP)) for folder in (own, *own.parents) if folder.is_relative_to(top))
+    return min(rooms)
+
+
+# files of a control group's limit and use, and what its memory.stat calls the pages that the system takes back first
+_GROUP, _GROUP_V1 = ("memory.max", "memory.current", "inactive_file"), ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+
+def _room_of(group: Path, limit: str, used: str, cached: str) -> int:
+    try:
+        room = int((group / limit).read_text()) - int((group / used).read_text())
+    except (OSError, ValueError):  # no such group, or no limit: the word "max"
         return sys.maxsize
-    fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-    room = 1024 * int(fields["MemAvailable"].split()[0])
-    with contextlib.suppress(OSError, ValueError):  # no limit is the word "max"
-        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
-        cached = next(int(line.split()[1]) for line in (group / "memory.stat").read_text().splitlines() if line.startswith("inactive_file "))
-        room = min(room, limit - used + cached)
+    with contextlib.suppress(OSError, ValueError):
+        room += next((int(line.split()[1]) for line in (group / "memory.stat").read_text().splitlines() if line.startswith(f"{cached} ")), 0)
     return room
 
 
@@ -145,8 +172,8 @@ class Lane:
             _warn(f"the host has {max(room, 0) / 1e9:.1f} GB of memory left, so the activations that do not fit stay on the GPU")
             return None
         try:
-            return torch.empty(size, dtype=torch.uint8) if self.device.type == "cpu" else _pinned(size)
-        except RuntimeError as error:  # the system limits how much may be pinned
+            return torch.empty(size, dtype=torch.uint8) if self.device.type == "cpu" else _pinned(size, self.device)
+        except (RuntimeError, OSError) as error:  # the system limits how much may be pinned
             _warn(f"no more memory can be pinned ({str(error).splitlines()[0]}), so the activations that do not fit stay on the GPU")
             return None
 

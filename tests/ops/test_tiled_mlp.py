@@ -1,6 +1,7 @@
 """The tiled MLP against the MLP in one piece: gradients, hooks, dropout, autocast, wrappers, and what is kept for the backward."""
 
 import copy
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -154,6 +155,28 @@ def test_weights_from_outside_are_refused():
     y = LigerTiledMLPFunction.apply(lambda module, x: MLP.one(module, x) * scale, mlp(None), data(), 3, [scale])
     with pytest.raises(ValueError, match=r"fn must use no tensor outside mlp_module that asks for a gradient, got one of shape \(32,\)"):
         y.sum().backward()
+
+
+def test_threads_share_a_module():
+    """The backward exchanges the module's weights for a while, which no other thread may see."""
+    module, wrong = mlp(3), []
+    x = torch.randn(2, 12, 32, device=DEVICE)
+    weights = list(module.parameters())
+    expected = torch.autograd.grad(module(x).sum(), weights)
+
+    def work() -> None:
+        try:
+            for _ in range(10):
+                wrong.extend(a for a, b in zip(torch.autograd.grad(module(x).sum(), weights), expected) if not torch.equal(a, b))
+        except Exception as error:  # a thread has no other way to fail the test
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
 
 
 def test_says_what_is_wrong():

@@ -30,7 +30,7 @@ from liger_kernel.train import tokenise as tokenising
 from liger_kernel.train.config import TrainConfig, UserError, from_flags
 from liger_kernel.train.data import load
 from liger_kernel.train.measure import PeakMemory
-from liger_kernel.train.model import device_and_precision
+from liger_kernel.train.model import device_and_precision, flags_for
 from liger_kernel.train.records import BEGIN, Records, standard_library
 from liger_kernel.train.rows import IGNORE, Data, Rows, learnt_tokens
 from liger_kernel.train.tokenise import CHAT_TEMPLATE, tokenise, train_bpe
@@ -92,7 +92,7 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path):
 
 def test_every_field_is_a_flag():
     argv, expected = [], {}
-    together = {"trainer": "torch", "parallel": "ddp", "optimizer": "adamw"}  # the last choices of all fields are not to be had at once
+    together = {"trainer": "torch", "parallel": "ddp", "optimizer": "adamw", "kernels": "on"}  # the last choices of all fields are not to be had at once
     for field in dataclasses.fields(TrainConfig):
         flag = "--" + field.name.replace("_", "-")
         value = getattr(TrainConfig(), field.name)
@@ -217,6 +217,12 @@ def test_texts_of_a_row_are_documents_by_themselves(tokenizer):
     assert rows.labels.tolist() == [no, b, c, d, no, no, end, no]
     assert rows.positions.tolist() == [0, 1, 2, 3, 0, 0, 1, 0]
     assert rows.count([0, 1]) == (8, 4)
+
+
+def test_eager_attention_that_a_run_names():
+    """It is Transformers', also in families whose eager attention has a kernel; other families have no such flag."""
+    assert flags_for(TrainConfig(attention="eager"), "llama") == {} == flags_for(TrainConfig(), "gpt_oss")
+    assert flags_for(TrainConfig(attention="eager", rope=False), "gpt_oss") == {"attention": False, "rope": False}
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

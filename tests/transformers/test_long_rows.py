@@ -398,6 +398,16 @@ def test_checkpoints_that_cannot_keep_attention(options, said):
     assert_same_bits(ours, expected)
 
 
+def test_eager_attention_is_not_kept():
+    model = make("llama", attn_implementation="eager")
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    expected = learned(model)
+    long_rows._say.cache_clear()
+    with pytest.warns(UserWarning, match="keep_attention: it steps aside for eager attention"):
+        ours = learned(model, keep_attention=True)
+    assert_same_bits(ours, expected)
+
+
 def test_attention_without_checkpointing():
     model = make("llama")
     with warnings.catch_warnings():

@@ -250,6 +250,10 @@ class TrainConfig:
             raise UserError("cross_entropy and fused_linear_cross_entropy exclude each other")
         self._check_adapters()
         self._check_fp8()
+        if self.kernels == "off" and (asked := [name for name, value in self.kernel_flags.items() if value is True or name == "tiled_mlp"]):
+            raise UserError(f"{asked[0]} needs kernels on, got off")
+        if self.keep_attention and self.gradient_checkpointing != "full":
+            raise UserError(f"keep_attention needs gradient_checkpointing full, got {self.gradient_checkpointing}")
 
     def _check_optimizer(self) -> None:
         try:
@@ -348,8 +352,7 @@ class TrainConfig:
         names = [field.name for field in dataclasses.fields(self) if field.metadata["group"] == "kernels" and field.name != "kernels"]
         flags = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         flags |= {"fp8_filter": [name.strip() for name in self.fp8_filter.split(",")]} if self.fp8_filter else {}
-        flags |= {"tiled_mlp": True} if self.tiled_mlp == 0 else {}
-        return flags | ({"attention": False} if self.attention == "eager" else {})  # who names it means Transformers'
+        return flags | ({"tiled_mlp": True} if self.tiled_mlp == 0 else {})
 
     def shown(self) -> dict[str, Any]:
         """Names and values without credentials, which may be written or reported."""

@@ -15,6 +15,7 @@ import copy
 import dataclasses
 import functools
 import json
+import math
 import os
 import shlex
 import subprocess
@@ -190,8 +191,8 @@ def main(argv: list[str]) -> int:
     gpu, gigabytes, as_json = a.pop("gpu"), a.pop("memory_gb"), a.pop("json")
     if gpu is not None:
         one_of("GPU", gpu, GPUS)
-    if gigabytes is not None and not gigabytes > 0:
-        raise UserError(f"--memory-gb must be positive, got {gigabytes:g}")
+    if gigabytes is not None and not 0 < gigabytes < math.inf:
+        raise UserError(f"--memory-gb must be positive and finite, got {gigabytes:g}")
     if not a.get("model"):
         raise UserError(f"give --model, a config.json, a folder with one, a model on the hub, or one of {', '.join(MODELS)}")
     config = TrainConfig(**{"batch": 1, "length": 2048, **a})

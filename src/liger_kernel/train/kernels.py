@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from liger_kernel.train.config import TrainConfig
+from liger_kernel.train.model import flags_for
 from liger_kernel.train.ranks import Ranks, local_rank
 from liger_kernel.train.redact import in_a_line
 
@@ -47,7 +48,7 @@ def training_launches(config: TrainConfig, model_config: Any, precision: str) ->
         seq=config.length,
         dtype=torch.bfloat16 if half else torch.float32,
         autocast=torch.bfloat16 if precision == "bf16-mixed" and not half else None,
-        flags=config.kernel_flags,
+        flags=flags_for(config, model_config.model_type),
     )
 
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import statistics
 import sys
 import time
@@ -79,11 +80,12 @@ def train(config: TrainConfig) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def explaining(config: TrainConfig, device: torch.device, ranks: Ranks, form: Any = None) -> Iterator[None]:
-    """Before an ``OutOfMemoryError`` goes on, say on the first rank what each switch would save. ``form``: the model's configuration, if it is there."""
+    """Before an error for lack of memory goes on, say on the first rank what each switch would save. ``form``: the model's configuration, if it is there."""
     try:
         yield
-    except torch.OutOfMemoryError:
-        if ranks.first and (form or config.model):
+    except Exception as error:  # cuBLAS and other libraries raise a RuntimeError
+        lacks = isinstance(error, torch.OutOfMemoryError) or re.search("out of memory|ALLOC_FAILED", str(error))
+        if lacks and ranks.first and (form or config.model):
             from liger_kernel.train.fit import explained  # needs Triton
 
             room = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None

@@ -69,7 +69,7 @@ def build(config: TrainConfig, tokenizer: Any, device: torch.device, precision: 
     torch.manual_seed(config.seed)
     model = _base(config, name, tokenizer, device, precision).train()
     if config.kernels == "on":
-        patch(model, config.kernel_flags)
+        patch(model, flags_for(config, model.config.model_type))
     late = config.quantize == "fp8" and has_experts(model)  # PEFT finds the parameters of experts while they are dense
     if config.quantize == "fp8" and not late:
         quantize_fp8(model)
@@ -222,6 +222,14 @@ def small_llama(config: TrainConfig, tokenizer: Any) -> Any:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
+
+
+def flags_for(config: TrainConfig, model_type: str) -> dict[str, Any]:
+    """The kernel flags of a run with models of this type. Eager attention that a run names is Transformers', also where a family's is replaced by default."""
+    from liger_kernel.transformers.patching.flags import flags_of
+
+    stock = config.attention == "eager" and "attention" in flags_of(model_type)
+    return config.kernel_flags | ({"attention": False} if stock else {})
 
 
 def patch(model: Any, flags: dict[str, Any]) -> None:

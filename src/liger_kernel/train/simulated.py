@@ -45,7 +45,7 @@ from liger_kernel.train.adamw import BLOCK, KINDS, LEAST
 from liger_kernel.train.adapters import adapted
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.fake_ranks import FakeRanks, Replica, fake_ranks, followed, heads_of, local
-from liger_kernel.train.model import attention_of, dtype_of, patch, quantize_fp8, recompute
+from liger_kernel.train.model import attention_of, dtype_of, flags_for, patch, quantize_fp8, recompute
 from liger_kernel.transformers.recognise import projections
 
 GRANULE = 512  # bytes of which PyTorch's allocator hands out multiples
@@ -156,7 +156,7 @@ def _on_meta(form: Any, config: TrainConfig, precision: str) -> Any:
     with torch.device("meta"):
         model: Any = transformers.AutoModelForCausalLM.from_config(form, dtype=dtype_of(config, precision), **attention_of(config)).train()
         if config.kernels == "on":
-            patch(model, config.kernel_flags)
+            patch(model, flags_for(config, form.model_type))
         if config.lora:
             model = adapted(model, config)
         if config.gradient_checkpointing != "none":

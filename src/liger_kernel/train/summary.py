@@ -9,6 +9,7 @@ import torch
 from liger_kernel.train import adapters
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.measure import device_name
+from liger_kernel.train.model import flags_for
 from liger_kernel.train.rows import Data
 from liger_kernel.train.stream import Stream
 
@@ -47,7 +48,7 @@ def kernels(config: TrainConfig, model: Any) -> list[str]:
         return ["patched: nothing (--kernels off): the model is as Hugging Face ships it"]
     from liger_kernel.transformers.patching.report import patches_report, projections_report
 
-    lines = str(patches_report(model, config.kernel_flags)).splitlines()
+    lines = str(patches_report(model, flags_for(config, model.config.model_type))).splitlines()
     return [*lines, *([f"projections: {projections_report(model)}"] if config.lora or config.fp8 else [])]
 
 

@@ -9,6 +9,8 @@ receives it once, so hooks also run once: the tiles use an alias of the weight. 
 from __future__ import annotations
 
 import contextlib
+import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -45,6 +47,16 @@ def _weights(module: nn.Module) -> dict[Slot, Tensor]:
     return {(m, name): t for m, store in stores for name, t in store.items() if isinstance(t, Tensor) and t.requires_grad}
 
 
+_locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
+_locking = threading.Lock()
+
+
+def _alone(module: nn.Module) -> threading.RLock:
+    """The lock of a module, whose weights the backward exchanges for a while."""
+    with _locking:
+        return _locks.setdefault(module, threading.RLock())
+
+
 @contextlib.contextmanager
 def _swapped(slots: Iterable[Slot], tensors: Iterable[Tensor]) -> Iterator[None]:
     stores: list[tuple[dict[str, Any], str]] = [(m._parameters if name in m._parameters else vars(m), name) for m, name in slots]
@@ -69,8 +81,9 @@ class LigerTiledMLPFunction(torch.autograd.Function):
 
     @classmethod
     def apply(cls, fn, mlp_module, x, shards, compute_params=None):
-        weights = _weights(mlp_module)
-        return super().apply(fn, mlp_module, x, shards, [*weights], *weights.values())
+        with _alone(mlp_module):
+            weights = _weights(mlp_module)
+            return super().apply(fn, mlp_module, x, shards, [*weights], *weights.values())
 
     @staticmethod
     def forward(ctx, fn, mlp_module, x, shards, slots, *weights):
@@ -89,7 +102,7 @@ class LigerTiledMLPFunction(torch.autograd.Function):
         cpu_state, devices, states = ctx.random
         dx = []
         dweights = [None] * len(weights)
-        with torch.random.fork_rng(devices, device_type=device), _swapped(ctx.slots, aliases), torch.enable_grad():
+        with _alone(ctx.module), torch.random.fork_rng(devices, device_type=device), _swapped(ctx.slots, aliases), torch.enable_grad():
             torch.set_rng_state(cpu_state)
             set_device_states(devices, states, device_type=device)
             for n, (tile, d) in enumerate(zip(x.chunk(ctx.shards, -2), dy.chunk(ctx.shards, -2))):

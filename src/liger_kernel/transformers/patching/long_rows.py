@@ -57,10 +57,17 @@ def _checkpointed_with_attention(m: nn.Module) -> Iterator[None]:
             if layer.gradient_checkpointing and layer.training and _can_keep(function):
                 before.append((layer, function))
                 layer._gradient_checkpointing_func = functools.partial(function, context_fn=memory.keeping_attention)
+        if before and _runs_eager_attention(m):
+            _say("eager attention, which is no operator of its own")
         yield
     finally:
         for layer, function in before:
             layer._gradient_checkpointing_func = function
+
+
+def _runs_eager_attention(m: Any) -> bool:
+    """Whether attention is plain PyTorch operations, and none with sinks, which a kernel may run."""
+    return getattr(getattr(m, "config", None), "_attn_implementation", None) == "eager" and not any(hasattr(part, "sinks") for part in m.modules())
 
 
 def _can_keep(function: Any) -> bool:

@@ -38,6 +38,7 @@ TORCH = [
     "public_surface",
     "ops",
     "fp8_training",
+    "fit",
 ]
 KUBERNETES = ["kubernetes==37.0.2", "charset-normalizer", "durationpy", "oauthlib", "requests", "requests-oauthlib", "websocket-client"]
 

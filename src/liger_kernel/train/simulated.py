@@ -257,6 +257,8 @@ class _Meter(FakeTensorMode):
             self.phases[self.phase] = dict(self.parts) | {"libraries": more}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.addmm.dtype_out:  # PyTorch 2.11 does not know what it returns
+            return (kwargs or {})["out"]
         # operators of PyTorch are one kernel, even where the fake ones consist of several; ours call several
         if self.nested:
             return super().__torch_dispatch__(func, types, args, kwargs or {})

@@ -37,6 +37,7 @@ from liger_kernel.transformers import (  # noqa: E402
     _apply_liger_kernel_to_instance,
     apply_liger_kernel_to_qwen3_moe,
     instance_patches,
+    projections_report,
     restore,
     table,
 )
@@ -324,6 +325,32 @@ def test_experts_in_eight_bits_are_not_ours(ran):
         setattr(experts, name, nn.Parameter(getattr(experts, name).detach().to(torch.float8_e4m3fn), requires_grad=False))
     variant(experts, torch.randn(3, 64, device=DEVICE), torch.zeros(3, 2, dtype=torch.int64, device=DEVICE), torch.rand(3, 2, device=DEVICE))
     assert len(called) == 1 and not ran
+
+
+class Counted(torch.Tensor):
+    """A weight that sees its products, as torchao's weights do, which replace them."""
+
+    seen: list[str] = []
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        cls.seen.append(func.__name__)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@choices
+@pytest.mark.parametrize(("family", "name"), [("qwen3_moe", "gate_up_proj"), ("qwen3_moe", "down_proj"), ("gpt_oss", "down_proj_bias")])
+def test_experts_of_a_subclass_multiply_as_it_says(family, name, ran):
+    model = make(family)
+    _apply_liger_kernel_to_instance(model=model)
+    experts = next(m for m in model.modules() if hasattr(m, "gate_up_proj"))
+    setattr(experts, name, nn.Parameter(getattr(experts, name).detach().as_subclass(Counted)))
+    index = torch.zeros(3, 2, dtype=torch.int64, device=DEVICE)
+    Counted.seen.clear()
+    experts(torch.randn(3, 64, device=DEVICE), index, torch.rand(3, 2, device=DEVICE))
+    assert ran == ["grouped_mm"] and Counted.seen
+    stock = projections_report(model).stock
+    assert [layer.reason for layer in stock] == ["weights of the class Counted, which has products of its own"] * (name in ("gate_up_proj", "down_proj"))
 
 
 def test_experts_that_exchange_tokens_in_their_kernel_are_stocks(ran):

@@ -355,6 +355,12 @@ def test_look_alikes_are_left_alone():
             assert variant is None and reason, candidate
 
 
+def test_experts_are_replaced_by_default():
+    """In every family in which they can be."""
+    rows = {t: row for t, row in families.FAMILIES.items() if "moe(" in str(row.get("swapped")) and t in transformers.CONFIG_MAPPING}
+    assert rows and [t for t, row in rows.items() if not flags_of(t)[row.get("glu", "swiglu")]] == []
+
+
 GATED = "kimi_linear", "glm5_next_text", "bailing_hybrid", "qwen3_next", "olmo_hybrid", "qwen4_exp_text"
 
 

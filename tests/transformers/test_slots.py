@@ -280,7 +280,7 @@ def test_generation_may_name_experts_without_a_word(ran):
 
 
 @choices
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", *{"deepseek_v4"} & {*transformers.CONFIG_MAPPING}])
 def test_one_token(family, ran):
     models = pair(family)
     batch = {"input_ids": torch.tensor([[5, 7]], device=DEVICE), "labels": torch.tensor([[5, 7]], device=DEVICE)}

@@ -504,6 +504,33 @@ def test_autocast(family, dtypes, attention):
         assert_as_accurate(learned(model, batches, scale, context), theirs, truth)
 
 
+@choices
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_experts_follow_autocast(family, ran):
+    """Over fp32 weights, as linear layers and Transformers' eager experts do, and as accurately. (``grouped_mm`` multiplies in the dtype of the weights.)"""
+    model = make(family, num_hidden_layers=1, **(dict(layer_types=["full_attention"]) if family == "gpt_oss" else {}))
+    eager = copy.deepcopy(model)
+    eager.set_experts_implementation("eager")
+    truth = exact(model)
+    _apply_liger_kernel_to_instance(model=model)
+    x, index, weights, dy = torch.randn(64, 64), torch.rand(64, 4).topk(2).indices, torch.rand(64, 2), torch.randn(64, 64)
+
+    def learnt(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        experts = next(m for m in model.modules() if hasattr(m, "gate_up_proj"))
+        leaves = [t.to(DEVICE, dtype).requires_grad_() for t in (x, weights)]
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=dtype is torch.float32):
+            y = experts(leaves[0], index.to(DEVICE), leaves[1])
+        grads = torch.autograd.grad(y, [*leaves, *experts.parameters()], dy.to(DEVICE, dtype))
+        return {"y": y.detach()} | dict(zip(("x", "weights", *dict(experts.named_parameters())), grads))
+
+    found = learnt(model, torch.float32)
+    assert ran == ["ours"] and torch.equal(found["y"], found["y"].bfloat16().float())
+    stock = learnt(eager, torch.float32)
+    # gpt-oss adds biases outside its products, so in fp32; ours are part of the products, as those of linear layers are
+    stock |= {name: g.float() for name, g in learnt(eager.bfloat16(), torch.bfloat16).items() if "bias" in name}
+    assert_as_accurate(found, stock, learnt(truth, torch.float64))
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_moe"])
 def test_steps_that_overflow_are_skipped(family):
     """A scale of the loss that fp16 does not hold: the step is left out, the scale is halved, and weights stay as they are, as in stock training."""

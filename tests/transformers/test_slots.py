@@ -376,6 +376,24 @@ def test_experts_beside_an_input_of_another_dtype(ran):
     assert ran == ["grouped_mm", "ours"]
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_equal_inputs_choose_equal_experts(family):
+    """Also where experts tie: in bf16, with pairs of experts that the router cannot tell apart, and tokens to which all are equal."""
+    chosen: list[dict[str, torch.Tensor]] = []
+    x = torch.randn(1, 64, 64, device=DEVICE, dtype=torch.bfloat16)
+    x[:, ::8] = 0
+    for model in pair(family, torch.bfloat16):
+        block = next(m for m in model.modules() if hasattr(m, "experts"))
+        router = getattr(block, "router", None) or block.gate
+        with torch.no_grad():
+            for p in router.parameters():
+                p[1::2] = p[::2]
+            block.experts.register_forward_pre_hook(lambda m, args, given: chosen.append(dict(zip(("x", "index", "weights"), args)) | given), with_kwargs=True)
+            block(x)
+    theirs, ours = ([t for t in given.values() if not t.is_floating_point() or t.shape[-1] != 64] for given in chosen)
+    assert len(ours) == 2 and all(map(torch.equal, ours, theirs)) and ours[0].unique().numel() > 1
+
+
 # -- dtypes ----------------------------------------------------------------------------------
 
 HALVES = torch.float16, torch.bfloat16

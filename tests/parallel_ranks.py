@@ -1218,16 +1218,20 @@ if importlib.util.find_spec("deepspeed"):
 # -- experts -------------------------------------------------------------------------------
 
 
-def spread(model: nn.Module, families: str = "auto") -> None:
-    """Spread the experts of ``model`` over the ranks, which share their batch, by Transformers' plan and its exchange ``families``."""
+def spread(model: nn.Module, families: str = "auto", shared: bool = True) -> None:
+    """Spread the experts of ``model`` over the ranks by Transformers' plan and its exchange ``families``. ``shared``: whether the ranks share their batch."""
     from transformers.distributed.expert_parallel import apply_expert_parallelism
 
-    mesh = init_device_mesh("cuda" if GPUS else "cpu", (RANKS,))
+    kind = "cuda" if GPUS else "cpu"
+    mesh = tp = init_device_mesh(kind, (RANKS,))
+    if not shared:
+        both = init_device_mesh(kind, (RANKS, 1), mesh_dim_names=("ep", "tp"))
+        mesh, tp = both["ep"], both["tp"]
     plan: dict[str, str] = {}
     for pattern, style in model.config.base_model_ep_plan.items():
         names = [*dict(model.named_parameters()), *dict(model.named_modules())]
         plan |= {n: style for n in names if re.fullmatch("model." + pattern.replace(".", r"\.").replace("*", r"\d+"), n)}
-    apply_expert_parallelism(model, mesh, mesh, plan, families)
+    apply_expert_parallelism(model, mesh, tp, plan, families)
 
 
 def learns_over_ranks(model_type: str, by_class: bool) -> None:
@@ -1267,6 +1271,48 @@ def learns_over_ranks(model_type: str, by_class: bool) -> None:
         experts_module.moe = moe
 
 
+def learns_from_own_batches() -> None:
+    """Each rank has its own rows, and layers are checkpointed. (The auxiliary loss is no sum over ranks.)"""
+    truth = step(make("qwen3_moe", output_router_logits=False), batch())[1]
+    model = make("qwen3_moe", output_router_logits=False)
+    spread(model, "all_to_all", shared=False)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    _apply_liger_kernel_to_instance(model=model, swiglu=True)
+    mine = {k: v.chunk(RANKS)[dist.get_rank()] for k, v in batch().items()}
+    loss = model(**mine, use_cache=False, num_items_in_batch=(batch()["labels"][:, 1:] != -100).sum()).loss
+    loss.backward()
+    found = {"loss": loss.detach().clone()}
+    found |= {n: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    for name, t in found.items():
+        if not name.endswith(("gate_up_proj", "down_proj")) or "experts" not in name:
+            dist.all_reduce(t)
+    assert_same_learning(found, truth, TOLERANCE)
+
+
+def learns_beside_a_rank_without_tokens() -> None:
+    """All tokens choose the same experts, of one rank."""
+
+    def of_one_rank() -> nn.Module:
+        model = make("qwen3_moe")
+        for name, p in model.named_parameters():
+            if name.endswith("mlp.gate.weight"):
+                nn.init.zeros_(p)  # top-k of equal values: the first experts
+        return model
+
+    chosen: list[Tensor] = []
+    model = of_one_rank()
+    for layer in model.model.layers:
+        layer.mlp.experts.register_forward_pre_hook(lambda m, args: chosen.append(args[1]))
+    truth = step(model, batch())[1]
+    assert len({e // (truth_experts("qwen3_moe") // RANKS) for e in torch.cat(chosen).unique().tolist()}) == 1
+    model = of_one_rank()
+    spread(model, "all_reduce")
+    _apply_liger_kernel_to_instance(model=model, swiglu=True)
+    out = model(**batch(), use_cache=False)
+    out.loss.backward()
+    assert_same_learning({"loss": out.loss.detach()} | gradients(model), truth, TOLERANCE)
+
+
 def truth_experts(model_type: str) -> int:
     return next(len(p) for n, p in make(model_type).named_parameters() if n.endswith("experts.gate_up_proj"))
 
@@ -1275,6 +1321,8 @@ if importlib.util.find_spec("transformers.distributed") and importlib.util.find_
     for _type in ("qwen3_moe", "gpt_oss"):  # gpt_oss: transposed weights, biases
         for _by_class in (True, False):
             CHECKS[f"experts_of_{_type}_{'class' if _by_class else 'instance'}"] = functools.partial(learns_over_ranks, _type, _by_class)
+    check(learns_from_own_batches)
+    check(learns_beside_a_rank_without_tokens)
 
 
 # -- ranks ---------------------------------------------------------------------------------

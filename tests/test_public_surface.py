@@ -115,7 +115,7 @@ IGNORED = "in_place"  # has no effect, whatever it says
 # Where ours is another one on purpose
 DIFFERS = {
     "transformers.monkey_patch:apply_liger_kernel_to_granite": "the fused head serves its scaled logits, too, and is the default",
-    "transformers.monkey_patch:apply_liger_kernel_to_gpt_oss": "the kernel of experts serves its form, too, and is the default",
+    **{f"transformers.monkey_patch:apply_liger_kernel_to_{m}": "a kernel serves its experts, too, and is the default" for m in ("gpt_oss", "deepseek_v4")},
     "chunked_loss.kto_loss:LigerFusedLinearKTOFunction.apply": "without a reference, use_ref_model=True is an error; one that is given is used",
     "transformers.swiglu:LigerPhi3SwiGLUMLP.forward": "the argument is called as in transformers",
     # flags that other models take are listed, and those that none takes are refused

@@ -15,7 +15,7 @@ transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft", minversion="0.17")
 pytest.importorskip("transformers.integrations.moe", reason="this version has one implementation of experts")
 
-from adapters import drawn, nodes_run  # noqa: E402
+from adapters import assert_rounds_as, drawn, nodes_run  # noqa: E402
 from hf_models import DEVICE, assert_same_learning, make, step, tokens  # noqa: E402
 
 import liger_kernel.transformers as ours  # noqa: E402
@@ -316,6 +316,23 @@ def test_sixteen_bits(ran, autocast, thin):
         assert found[name].dtype == stock[name].dtype
         error, theirs = ((g.double() - t).norm() / t.norm() for g in (found[name], stock[name]))
         assert error <= 2 * theirs + 2**-8, f"{name}: {error:.1e}, stock {theirs:.1e}"
+
+
+@pytest.mark.parametrize("active", [1, 2])
+def test_autocast_over_fp32(ran, active):
+    """Adapters are multiplied in autocast's dtype, as the weights are. (PEFT 0.21.2: one adapter in the dtype of the weight, several in autocast's.)"""
+    model = adapted()
+    if active == 2:
+        model.add_adapter("more", model.peft_config["default"])
+        drawn(model).base_model.set_adapter(["default", "more"])
+    exact, eager = copy.deepcopy(model).double(), copy.deepcopy(model)
+    exact.config._experts_implementation = "eager"
+    eager.set_experts_implementation("eager")
+    truth = step(exact, tokens(**BATCH))[1]
+    with torch.autocast(DEVICE, torch.bfloat16):
+        stock, found = (step(m, tokens(**BATCH))[1] for m in (eager, patch(model)))
+    assert ran == [(active, active)] and all(found[name].dtype == torch.float32 for name in truth)
+    assert_rounds_as(found, stock, truth)
 
 
 # -- ways of running -----------------------------------------------------------------------

@@ -355,6 +355,23 @@ def test_look_alikes_are_left_alone():
             assert variant is None and reason, candidate
 
 
+def test_experts_are_replaced_by_default():
+    """In every family in which they can be."""
+    rows = {t: row for t, row in families.FAMILIES.items() if "moe(" in str(row.get("swapped")) and t in transformers.CONFIG_MAPPING}
+    assert rows and [t for t, row in rows.items() if not flags_of(t)[row.get("glu", "swiglu")]] == []
+
+
+WITH_EXPERTS = [t for t, row in families.FAMILIES.items() if row.get("heads") and "moe(" in str(row.get("swapped")) and t in transformers.CONFIG_MAPPING]
+
+
+@pytest.mark.parametrize("family", some([t for t in WITH_EXPERTS if t in ("flint", "gemma4", "gemma4_text")], WITH_EXPERTS))
+def test_tiny_models_have_experts(family):
+    """So that what the other tests train with them are the experts, too."""
+    swapped = families.FAMILIES[family]["swapped"]
+    with stock(family):
+        assert {name for name, label in swapped.items() if label.startswith("moe(")} & {type(m).__name__ for m in make(family).modules()}
+
+
 GATED = "kimi_linear", "glm5_next_text", "bailing_hybrid", "qwen3_next", "olmo_hybrid", "qwen4_exp_text"
 
 

@@ -37,6 +37,7 @@ from liger_kernel.transformers import (  # noqa: E402
     _apply_liger_kernel_to_instance,
     apply_liger_kernel_to_qwen3_moe,
     instance_patches,
+    projections_report,
     restore,
     table,
 )
@@ -279,7 +280,7 @@ def test_generation_may_name_experts_without_a_word(ran):
 
 
 @choices
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", *{"deepseek_v4"} & {*transformers.CONFIG_MAPPING}])
 def test_one_token(family, ran):
     models = pair(family)
     batch = {"input_ids": torch.tensor([[5, 7]], device=DEVICE), "labels": torch.tensor([[5, 7]], device=DEVICE)}
@@ -326,6 +327,32 @@ def test_experts_in_eight_bits_are_not_ours(ran):
     assert len(called) == 1 and not ran
 
 
+class Counted(torch.Tensor):
+    """A weight that sees its products, as torchao's weights do, which replace them."""
+
+    seen: list[str] = []
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        cls.seen.append(func.__name__)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@choices
+@pytest.mark.parametrize(("family", "name"), [("qwen3_moe", "gate_up_proj"), ("qwen3_moe", "down_proj"), ("gpt_oss", "down_proj_bias")])
+def test_experts_of_a_subclass_multiply_as_it_says(family, name, ran):
+    model = make(family)
+    _apply_liger_kernel_to_instance(model=model)
+    experts = next(m for m in model.modules() if hasattr(m, "gate_up_proj"))
+    setattr(experts, name, nn.Parameter(getattr(experts, name).detach().as_subclass(Counted)))
+    index = torch.zeros(3, 2, dtype=torch.int64, device=DEVICE)
+    Counted.seen.clear()
+    experts(torch.randn(3, 64, device=DEVICE), index, torch.rand(3, 2, device=DEVICE))
+    assert ran == ["grouped_mm"] and Counted.seen
+    stock = projections_report(model).stock
+    assert [layer.reason for layer in stock] == ["weights of the class Counted, which has products of its own"] * (name in ("gate_up_proj", "down_proj"))
+
+
 def test_experts_that_exchange_tokens_in_their_kernel_are_stocks(ran):
     """Transformers passes the group of ranks to some implementations, which the user has named."""
     called = []
@@ -347,6 +374,24 @@ def test_experts_beside_an_input_of_another_dtype(ran):
     with torch.autocast(DEVICE, torch.bfloat16):
         experts(*arguments)
     assert ran == ["grouped_mm", "ours"]
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_equal_inputs_choose_equal_experts(family):
+    """Also where experts tie: in bf16, with pairs of experts that the router cannot tell apart, and tokens to which all are equal."""
+    chosen: list[dict[str, torch.Tensor]] = []
+    x = torch.randn(1, 64, 64, device=DEVICE, dtype=torch.bfloat16)
+    x[:, ::8] = 0
+    for model in pair(family, torch.bfloat16):
+        block = next(m for m in model.modules() if hasattr(m, "experts"))
+        router = getattr(block, "router", None) or block.gate
+        with torch.no_grad():
+            for p in router.parameters():
+                p[1::2] = p[::2]
+            block.experts.register_forward_pre_hook(lambda m, args, given: chosen.append(dict(zip(("x", "index", "weights"), args)) | given), with_kwargs=True)
+            block(x)
+    theirs, ours = ([t for t in given.values() if not t.is_floating_point() or t.shape[-1] != 64] for given in chosen)
+    assert len(ours) == 2 and all(map(torch.equal, ours, theirs)) and ours[0].unique().numel() > 1
 
 
 # -- dtypes ----------------------------------------------------------------------------------
@@ -475,6 +520,33 @@ def test_autocast(family, dtypes, attention):
             found = evaluated(model, batch)
         assert found.dtype == expected.dtype and (KERNELS or torch.equal(found, expected))
         assert_as_accurate(learned(model, batches, scale, context), theirs, truth)
+
+
+@choices
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_experts_follow_autocast(family, ran):
+    """Over fp32 weights, as linear layers and Transformers' eager experts do, and as accurately. (``grouped_mm`` multiplies in the dtype of the weights.)"""
+    model = make(family, num_hidden_layers=1, **(dict(layer_types=["full_attention"]) if family == "gpt_oss" else {}))
+    eager = copy.deepcopy(model)
+    eager.set_experts_implementation("eager")
+    truth = exact(model)
+    _apply_liger_kernel_to_instance(model=model)
+    x, index, weights, dy = torch.randn(64, 64), torch.rand(64, 4).topk(2).indices, torch.rand(64, 2), torch.randn(64, 64)
+
+    def learnt(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        experts = next(m for m in model.modules() if hasattr(m, "gate_up_proj"))
+        leaves = [t.to(DEVICE, dtype).requires_grad_() for t in (x, weights)]
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=dtype is torch.float32):
+            y = experts(leaves[0], index.to(DEVICE), leaves[1])
+        grads = torch.autograd.grad(y, [*leaves, *experts.parameters()], dy.to(DEVICE, dtype))
+        return {"y": y.detach()} | dict(zip(("x", "weights", *dict(experts.named_parameters())), grads))
+
+    found = learnt(model, torch.float32)
+    assert ran == ["ours"] and torch.equal(found["y"], found["y"].bfloat16().float())
+    stock = learnt(eager, torch.float32)
+    # gpt-oss adds biases outside its products, so in fp32; ours are part of the products, as those of linear layers are
+    stock |= {name: g.float() for name, g in learnt(eager.bfloat16(), torch.bfloat16).items() if "bias" in name}
+    assert_as_accurate(found, stock, learnt(truth, torch.float64))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_moe"])

@@ -19,9 +19,9 @@ UNPUBLISHED: dict[str, Any] = dict(rematerialise=True, projections=True, fp8=Fal
 UNPUBLISHED |= dict(activation_offloading=False, keep_attention=False, tiled_mlp=False)
 HEAD_FLAGS = ("cross_entropy", "fused_linear_cross_entropy")
 STANDARD: dict[str, bool | None] = dict(rope=True, cross_entropy=False, fused_linear_cross_entropy=True, rms_norm=True)
-# The flags and defaults of LinkedIn's package, then model, then flags that its functions do not have, if there is something to swap. (Two defaults differ:
-# LinkedIn's package leaves out granite's head, because its loss cannot scale logits, and the experts of gpt_oss, which its kernel does not compute.)
-_NO_ROPE = "deepseek_v2 deepseek_v3 glm4 glm4v glm4v_moe qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text qwen3_next"
+# The flags and defaults of LinkedIn's package, then model, then flags that its functions do not have, if there is something to swap. (Some defaults differ:
+# LinkedIn's package leaves out granite's head, because its loss cannot scale logits, and experts and MLPs of gpt_oss and deepseek_v4.)
+_NO_ROPE = "deepseek_v2 deepseek_v3 deepseek_v4 glm4 glm4v glm4v_moe qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text qwen3_next"
 _SWIGLU = (
     "exaone4 falcon_h1 hunyuan_v1_dense hunyuan_v1_moe llama ministral mistral mixtral olmo2 olmo3 phi3 qwen2 qwen3 qwen3_moe smollm3 "
     "qwen2_5_vl qwen2_5_vl_text qwen3_vl_moe qwen3_vl_moe_text granite llama4 llama4_text"
@@ -31,7 +31,6 @@ _WITH_LAYER_NORM = _FLAGS(rope=True, cross_entropy=False, fused_linear_cross_ent
 _PUBLISHED: dict[str, _FLAGS] = {
     **{t: STANDARD | dict(swiglu=True) for t in _SWIGLU.split()},
     **{t: STANDARD | dict(rope=False, swiglu=True) for t in _NO_ROPE.split()},
-    "deepseek_v4": STANDARD | dict(rope=False, swiglu=False),
     "gpt_oss": STANDARD | dict(swiglu=True),
     **{t: STANDARD | dict(swiglu=False) for t in ("qwen3_vl", "qwen3_vl_text")},
     **{t: _WITH_LAYER_NORM | dict(swiglu=True) for t in ("mllama", "mllama_text_model", "muse_glimmer")},

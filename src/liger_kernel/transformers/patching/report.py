@@ -26,7 +26,7 @@ from liger_kernel.transformers.patching.select import HeadAndFunctions, instance
 from liger_kernel.transformers.patching.values import Patch
 from liger_kernel.transformers.recognise.activations import activation
 from liger_kernel.transformers.recognise.adapted_experts import adapted_experts, experts_of, input_of, is_wrapper
-from liger_kernel.transformers.recognise.experts import GATE_UP
+from liger_kernel.transformers.recognise.experts import DOWN, GATE_UP, subclassed
 from liger_kernel.transformers.recognise.family import Family
 from liger_kernel.transformers.recognise.plain import plain
 from liger_kernel.transformers.recognise.projections import Left, projection
@@ -130,7 +130,7 @@ _QUANTISED = "bitsandbytes.", "torchao.", "hqq.", "gptqmodel.", "auto_gptq.", "a
 
 
 def projections_report(model: nn.Module) -> ProjectionsReport:
-    """Report for every linear layer of ``model`` with an adapter or a quantised weight whether the projection engine runs it now, or why not.
+    """Report for every linear layer, and the experts, of ``model`` with an adapter or a quantised weight whether the engine runs them now, or why not.
 
     If some layers are trained in FP8, the report has all linear layers, and why the others stay in 16 or 32 bits.
     The report describes the present state of adapters (active, merged, disabled); the engine looks at each layer again at each call.
@@ -157,6 +157,8 @@ def _layers(model: nn.Module) -> Iterator[Layer]:
         elif name in linear:
             in_the_loss = FP8 in getattr(heads.get(id(m)), "__dict__", ()) and is_ours(_forward_of(heads[id(m)]))
             reason = fp8.HEAD if in_the_loss else Left(linear[name] or "left by the filter of fp8")
+        elif why := next((why for p in (GATE_UP, DOWN) if not is_sharded(w := m._parameters.get(p)) and (why := subclassed(w))), None):
+            reason = why
         else:
             continue
         yield Layer(name, not isinstance(reason, Left), str(reason))

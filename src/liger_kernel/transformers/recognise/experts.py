@@ -22,7 +22,7 @@ from liger_kernel.ops.projections.lora_moe import adapted_moe
 from liger_kernel.ops.projections.moe import moe
 from liger_kernel.ops.projections.weights import Weight
 from liger_kernel.transformers.recognise.activations import activation
-from liger_kernel.transformers.recognise.plain import plain
+from liger_kernel.transformers.recognise.plain import of_a_subclass, plain
 from liger_kernel.transformers.recognise.projections import Left, _class, _own, product_dtype
 from liger_kernel.transformers.recognise.variant import OF_EXPERTS, StandIns, Variant
 
@@ -84,6 +84,11 @@ def _bits(experts: Any, name: str) -> list[Tensor]:
     return [] if computed is None or name not in computed else list(computed[name].parameters())
 
 
+def subclassed(t: Any) -> Left | None:
+    """Why a weight or bias of experts stays with Transformers' code: its class replaces products, for example by torchao's FP8."""
+    return Left(f"weights of the class {type(t).__name__}, which has products of its own") if of_a_subclass(t) else None
+
+
 def weights_of(experts: Any, transposed: bool, x: Tensor) -> tuple[Tensor | Weight, Tensor | Weight] | Left:
     """gate_up and down of experts as (E, N, K), dense, in FP8 or in 4 bits, if they can be multiplied by x; otherwise the reason."""
     found: list[Tensor | Weight] = []
@@ -94,6 +99,8 @@ def weights_of(experts: Any, transposed: bool, x: Tensor) -> tuple[Tensor | Weig
         dense = getattr(experts, name) if packed is None else None
         if is_sharded(dense):  # while Transformers' expert parallelism runs them, they are this rank's own
             return Left(SPREAD)
+        if why := subclassed(dense):
+            return why
         if dense is not None and not (dense.ndim == 3 and dense.is_floating_point() and dense.itemsize > 1):
             return Left("weights whose numbers are not their values")  # as in FP8, which has separate scales
         dtype = packed.dtype if packed is not None else getattr(dense, "dtype", None)
@@ -147,6 +154,8 @@ class Experts(Variant):
         bias = dict(gate_up_bias=experts.gate_up_proj_bias, down_bias=experts.down_proj_bias) if self.biased else {}
         if any(map(is_sharded, bias.values())):
             return Left(SPREAD)
+        if why := next(filter(None, map(subclassed, bias.values())), None):
+            return why
         return dict(act=name, interleaved=self.interleaved, **bias, **options(experts))
 
     def __call__(self, stock: Callable) -> Callable:

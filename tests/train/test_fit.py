@@ -203,7 +203,7 @@ def test_parts_of_ranks_are_those_of_the_shapes():
     rounding = 512 * 100
     assert [sharded[part] for part in ("weights", "gradients", "optimizer")] == pytest.approx([size / 4, size / 4, size / 2], abs=rounding)
     assert [copies[part] for part in ("weights", "gradients", "optimizer")] == pytest.approx([size, 2 * size, 2 * size], abs=rounding)
-    assert [on_cpu[part] for part in ("weights", "gradients", "optimizer")] == [0, 0, 0]
+    assert [on_cpu[part] for part in ("weights", "gradients", "optimizer")] == pytest.approx([0, 0, 0], abs=rounding)  # buffers stay
     assert sharded["gathered weights"] == copies["gathered weights"] == 0, "they are given back after the backward"
 
 
@@ -218,7 +218,7 @@ def test_rows_that_ranks_share(flags, measured):
 def test_more_ranks_need_less():
     peak = lambda world, **changes: simulated.simulated(llama(2), dataclasses.replace(RUN, **changes), "bf16", world=world).total
     assert peak(8, parallel="fsdp2") < peak(2, parallel="fsdp2") < peak(2, parallel="ddp") == peak(8, parallel="ddp")
-    assert peak(2, parallel="ulysses") < peak(2, parallel="ulysses", sequence_parallel_size=1) == peak(2, parallel="ddp")
+    assert peak(2, parallel="ulysses") < peak(2, parallel="ddp") <= peak(2, parallel="ulysses", sequence_parallel_size=1)
     assert peak(2, parallel="tp") < peak(1)
 
 
@@ -290,9 +290,13 @@ def test_json_agrees_with_the_estimates(model, capsys):
     assert all(each["saves"] > 0 and each["peak"] + each["saves"] == found["peak"] for each in found["switches"])
 
 
-def test_ranks_in_the_table(model, capsys):
-    text = said("--model", model, "--memory-gb", "3", "--parallel", "ddp", "--nproc", "4", "--nnodes", "2:4", capsys=capsys)
-    assert "1 x 2048 tokens, on each of 8 GPUs: a GPU with 3 GB" in text
+def test_ranks_in_the_table(tmp_path, capsys):
+    llama(1).save_pretrained(tmp_path)
+    model, of = str(tmp_path / "config.json"), fit.Estimates(llama(1), "sm90", 8)
+    copies, shards = (of.total(TrainConfig(model=model, batch=1, length=2048, parallel=parallel)) / 1e9 for parallel in ("ddp", "fsdp2"))
+    gb = f"{(copies + shards) / 2:.3f}"
+    text = said("--model", model, "--memory-gb", gb, "--parallel", "ddp", "--nproc", "4", "--nnodes", "2:4", capsys=capsys)
+    assert f"1 x 2048 tokens, on each of 8 GPUs: a GPU with {float(gb):g} GB" in text
     assert re.search(r"--parallel fsdp2 +[\d.]+ +[\d.]+ +(yes|no) +time: every rank gathers", text)
     assert re.search(r"fits, with [\d.]+ GB: liger train .*--parallel fsdp2.* --nproc 4 --nnodes 2:4", text)
 

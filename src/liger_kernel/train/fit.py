@@ -308,8 +308,10 @@ def expected(model: Any, config: TrainConfig, world: int, with_switches: bool = 
     form = configuration(model) if isinstance(model, str) else copy.deepcopy(model)
     if hasattr(form, "quantization_config"):  # of the weights that were loaded
         del form.quantization_config
+    from liger_kernel.parallel import MODES
+
     run = {name: getattr(config, name) for name in FIELDS}
-    if config.parallel == "none":
+    if config.parallel not in MODES[1:]:  # one process, or what is not known at all
         return _expected(form, run, world, _arch(), with_switches)
     question = json.dumps(dict(form=json.loads(form.to_json_string(use_diff=False)), run=run, world=world, arch=_arch(), with_switches=with_switches))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}

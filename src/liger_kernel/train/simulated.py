@@ -52,7 +52,7 @@ GRANULE = 512  # bytes of which PyTorch's allocator hands out multiples
 SHORT = 4  # layers of a model that is cut; the longer one has one more
 MIB = 2**20
 # by which part of a step it is allocated, a storage counts as the last of these; gradients and casts are recognised
-PARTS = ("weights", "casts of weights", "gradients", "optimizer", "activations", "head and loss", "temporary", "libraries")
+PARTS = ("weights", "gathered weights", "casts of weights", "gradients", "optimizer", "activations", "head and loss", "temporary", "libraries")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ from liger_kernel.transformers.recognise.rows import family
 if int(transformers.__version__.split(".")[0]) < 5:
     pytest.skip("keeps eager attention under transformers older than 5", allow_module_level=True)
 
-FAMILIES = [t for t in ("gpt_oss", "granite_swa", "granitemoe_swa", "flint") if t in transformers.CONFIG_MAPPING]
+FAMILIES = [t for t in ("gpt_oss", "granite_swa", "granitemoe_swa") if t in transformers.CONFIG_MAPPING]
 LENGTH = 14
 
 
@@ -186,9 +186,9 @@ def test_a_mask_is_made_once_and_only_if_it_is_read():
 
 
 def test_look_alikes_are_not_taken():
-    """Attention of families whose layers change their masks, or make them elsewhere."""
+    """Attention of families whose layers change their masks, make them elsewhere, or compute scores in fp32."""
     from liger_kernel.transformers.recognise.family import modeling
 
-    for model_type in {"deepseek_v4", "hy_v4", "mimo_v2_flash", "openai_privacy_filter", "llama"} & {*transformers.CONFIG_MAPPING}:
+    for model_type in {"deepseek_v4", "flint", "hy_v4", "mimo_v2_flash", "openai_privacy_filter", "llama"} & {*transformers.CONFIG_MAPPING}:
         function = modeling(model_type).eager_attention_forward
         assert not attentions.has_sinks("eager_attention_forward", function), model_type

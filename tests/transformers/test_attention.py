@@ -23,7 +23,7 @@ from liger_kernel.train import model as train_model
 from liger_kernel.train.config import TrainConfig
 from liger_kernel.train.evaluate import evaluate
 from liger_kernel.train.rows import IGNORE, Rows
-from liger_kernel.transformers import _apply_liger_kernel_to_instance, attention
+from liger_kernel.transformers import _apply_liger_kernel_to_instance, attention, lazy_mask
 from liger_kernel.transformers.recognise.compare import references
 from liger_kernel.utils import varlen_lacks
 
@@ -89,17 +89,21 @@ def before_windows(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causa
 @pytest.fixture
 def dense_masks(monkeypatch) -> list[tuple]:
     """Shapes of the masks that are made."""
-    made, sdpa_mask = [], attention.sdpa_mask
+    made = []
 
-    @functools.wraps(sdpa_mask)
-    def spied(*args, **kwargs):
-        mask = sdpa_mask(*args, **kwargs)
-        if mask is not None:
-            made.append(tuple(mask.shape))
-        return mask
+    def spied(function):
+        @functools.wraps(function)
+        def make(*args, **kwargs):
+            mask = function(*args, **kwargs)
+            if mask is not None:
+                made.append(tuple(mask.shape))
+            return mask
 
-    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "sdpa", spied)
-    monkeypatch.setattr(attention, "sdpa_mask", spied)
+        return make
+
+    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "sdpa", spied(attention.sdpa_mask))
+    monkeypatch.setattr(attention, "sdpa_mask", spied(attention.sdpa_mask))
+    monkeypatch.setattr(lazy_mask, "visible", spied(lazy_mask.visible))
     return made
 
 

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 import transformers
 from hf_models import assert_same_bits, assert_same_learning, make, step, stock, tokens
 from torch import Tensor, nn
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 
 from liger_kernel.train.config import TrainConfig
 from liger_kernel.transformers import _apply_liger_kernel, _apply_liger_kernel_to_instance, restore
-from liger_kernel.transformers.lazy_mask import LazyMask, Seen
+from liger_kernel.transformers.lazy_mask import LAZILY_EAGER, LazyMask, first_of, known
 from liger_kernel.transformers.recognise import attentions
 from liger_kernel.transformers.recognise.rows import family
 
 if int(transformers.__version__.split(".")[0]) < 5:
     pytest.skip("keeps eager attention under transformers older than 5", allow_module_level=True)
 
-FAMILIES = [t for t in ("gpt_oss", "granite_swa", "granitemoe_swa", "flint") if t in transformers.CONFIG_MAPPING]
+FAMILIES = [t for t in ("gpt_oss", "granite_swa", "granitemoe_swa") if t in transformers.CONFIG_MAPPING]
 LENGTH = 14
+ALONE = dict(rope=False, rms_norm=False, swiglu=False, fused_linear_cross_entropy=False, rematerialise=False)  # no flag but attention
 
 
 @pytest.fixture
@@ -38,14 +43,14 @@ def seen(monkeypatch) -> list[dict]:
 
 def sink_model(model_type: str = "gpt_oss", **more) -> nn.Module:
     """Two layers, the first with a window of 4 tokens."""
-    return make(model_type, num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"], sliding_window=4, **more)
+    return make(model_type, num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"], **{"sliding_window": 4} | more)
 
 
-def pair(model_type: str = "gpt_oss", **flags) -> tuple[nn.Module, nn.Module]:
+def pair(model_type: str = "gpt_oss", config=None, **flags) -> tuple[nn.Module, nn.Module]:
     """The same model stock and patched."""
-    ours = sink_model(model_type)
+    theirs, ours = (sink_model(model_type, **config or {}) for _ in range(2))
     _apply_liger_kernel_to_instance(ours, **flags)
-    return sink_model(model_type), ours
+    return theirs, ours
 
 
 def padded(side: str) -> dict[str, Tensor]:
@@ -68,7 +73,7 @@ def test_learns_as_stock(seen, model_type, batch):
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_off_is_stock(seen, model_type):
-    theirs, ours = pair(model_type, attention=False, rope=False, rms_norm=False, swiglu=False, fused_linear_cross_entropy=False, rematerialise=False)
+    theirs, ours = pair(model_type, attention=False, **ALONE)
     with stock(model_type):
         expected = step(theirs, padded("right"))[1]
     assert_same_bits(step(ours, padded("right"))[1], expected)
@@ -86,6 +91,83 @@ def test_attention_weights_are_stock(seen):
     expected, found = (m(**batch, output_attentions=True).attentions for m in (theirs, ours))
     assert len(found) == 2 and all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(found, expected))
     assert not seen
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_attention_weights_of_checkpointed_layers(seen, reentrant):
+    """Whether somebody wants them is known only while the forward runs, not when the backward computes it again."""
+    found = []
+    for model in pair("granite_swa", **ALONE):
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+        model.config.output_attentions = True
+        found.append(step(model.train(), tokens(2, LENGTH))[1])
+    assert_same_learning(found[1], found[0], 1e-5)
+    assert not seen
+
+
+def test_hooks_get_attention_weights(seen):
+    weights = []
+    for model in pair("granite_swa", **ALONE):
+        model.model.layers[1].self_attn.register_forward_hook(lambda module, args, out: weights.append(out[1]))
+        step(model, padded("left"))
+    assert torch.allclose(*weights, rtol=1e-5, atol=1e-6)
+    assert [call["window"] for call in seen] == [4]
+
+
+def test_a_mask_of_somebodys_own_for_eager_attention_is_stock(seen, monkeypatch):
+    """It shows everybody the first token."""
+    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "eager", lambda **given: eager_mask(**given).index_fill(3, torch.tensor(0), 0))
+    theirs, ours = pair("granite_swa", **ALONE)
+    assert_same_learning(step(ours, padded("left"))[1], step(theirs, padded("left"))[1], 1e-5)
+    assert not seen
+
+
+def test_a_mask_that_a_hook_writes_to_is_stock(seen):
+    found = []
+    for model in pair("granite_swa", **ALONE):
+        model.model.layers[1].register_forward_pre_hook(
+            lambda module, args, kwargs: kwargs["attention_mask"].__setitem__((..., slice(3)), -1e9), with_kwargs=True
+        )
+        found.append(step(model, padded("right"))[1])
+    assert_same_learning(found[1], found[0], 1e-5)
+    assert [call["window"] for call in seen] == [4]
+
+
+def test_a_window_of_none_is_stock(seen):
+    theirs, ours = pair("granite_swa", dict(sliding_window=0), **ALONE)
+    assert_same_learning(step(ours, padded("right"))[1], step(theirs, padded("right"))[1], 1e-5)
+    assert [call["window"] for call in seen] == [None]
+
+
+def test_autocast(seen):
+    """Rotated queries and keys are fp32 there, values 16 bits."""
+    theirs, ours = pair("granite_swa", **ALONE)
+    ids = tokens(2, LENGTH)["input_ids"]
+    logits = lambda model: model(ids, use_cache=False).logits.float()
+    with torch.no_grad():
+        truth = logits(theirs.double())
+        with torch.autocast(ids.device.type, torch.bfloat16):
+            far, near = ((logits(model) - truth).norm() for model in (theirs.float(), ours))
+    assert near <= 2 * far
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_padding_mask_that_is_filled_anew(seen, checkpointed):
+    """Of the next batch, before the backward."""
+    found = []
+    for model in pair("granite_swa", **ALONE):
+        if checkpointed:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        batch = padded("left")
+        batch["attention_mask"] = batch["attention_mask"].bool()
+        loss = model.train()(**batch, use_cache=False).loss
+        batch["attention_mask"].fill_(True)
+        loss.backward()
+        found.append({name: p.grad for name, p in model.named_parameters()} | {"loss": loss.detach()})
+    assert_same_learning(found[1], found[0], 1e-5)
+    assert len(seen) == (4 if checkpointed else 2)
 
 
 def test_dropout_is_stock(seen):
@@ -143,7 +225,7 @@ def test_packed_rows(seen, model_type):
 
 def test_first_tokens_of_documents():
     documents = torch.tensor([[0, 0, 1, 1, 1, 2], [0, 1, 2, 3, 3, 3]])
-    assert Seen(None, documents, None).first.tolist() == [[0, 0, 2, 2, 2, 5], [0, 1, 2, 3, 3, 3]]
+    assert first_of(documents).tolist() == [[0, 0, 2, 2, 2, 5], [0, 1, 2, 3, 3, 3]]
 
 
 def test_classes(seen):
@@ -160,9 +242,9 @@ def test_classes(seen):
 
 def test_compiled_layers():
     """A mask that nobody makes reaches layers that are compiled one by one."""
-    theirs, ours = pair()
+    theirs, ours = pair("granite_swa")
     for layer in ours.model.layers:
-        layer.compile()
+        layer.compile(fullgraph=True)
     assert_same_learning(step(ours, padded("right"))[1], step(theirs, padded("right"))[1], 1e-4)
 
 
@@ -173,22 +255,68 @@ def test_compiled_whole():
     assert torch.allclose(found, expected, rtol=1e-5)
 
 
-def test_a_mask_is_made_once_and_only_if_it_is_read():
+def masks(window: int | None, padding: bool, packed: bool) -> tuple[LazyMask, Tensor]:
+    """A mask that is made when it is read, and the same made by Transformers."""
+    B, T = 3, 9
+    starts = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1]] * B) if packed else None
+    valid = torch.arange(T).expand(B, T) >= torch.arange(B)[:, None] if padding else None
+    config = transformers.LlamaConfig(sliding_window=window, hidden_size=8, num_attention_heads=2)
+    create = transformers.masking_utils.create_sliding_window_causal_mask if window else transformers.masking_utils.create_causal_mask
     made = []
+    for config._attn_implementation in (LAZILY_EAGER, "eager"):
+        made.append(create(config, torch.zeros(B, T, 8), attention_mask=valid, past_key_values=None, position_ids=starts))
+    return made[0], made[1]
 
-    def maker(**arguments):
-        made.append(arguments)
-        return torch.zeros(1, 1, 3, 3)
 
-    mask = LazyMask(Seen(None, None, None), maker, dict(batch_size=1, q_length=3, kv_length=3, device=torch.device("cpu")), torch.float32)
-    assert mask.shape == (1, 1, 3, 3) and mask.dtype == torch.float32 and "LazyMask" in repr(mask) and not made
-    assert (mask + 1).sum() == 9 and mask[..., :2].shape == (1, 1, 3, 2) and len(made) == 1
+@pytest.mark.parametrize("window, padding, packed", [(None, False, False), (3, True, False), (None, True, False), (3, False, True), (None, False, True)])
+def test_masks_are_those_of_transformers(window, padding, packed):
+    mask, expected = masks(window, padding, packed)
+    assert mask.shape == expected.shape and mask.dtype == expected.dtype and "LazyMask" in repr(mask) and mask.made is None
+    assert_same_bits({"": mask.dense()}, {"": expected})
+    assert mask.dense() is mask.dense()
+
+
+READS = {
+    "numpy": lambda mask: mask.detach().cpu().numpy(),
+    "tolist": Tensor.tolist,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda mask: pickle.loads(pickle.dumps(mask)),
+    "dlpack": torch.from_dlpack,
+    "share": lambda mask: mask.share_memory_(),
+    "index": lambda mask: mask[..., :],
+    "clone": torch.clone,
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_readers_get_the_mask(read):
+    mask, expected = masks(3, True, False)
+    assert torch.equal(torch.as_tensor(READS[read](mask)), expected)
+    assert known(mask) is mask.seen  # nobody wrote to it
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("view", [lambda mask: mask, lambda mask: mask[0], lambda mask: mask.data, lambda mask: mask.detach().view(-1)], ids=range(4))
+def test_who_writes_to_a_mask_is_seen(view, inference):
+    with torch.inference_mode(inference):
+        mask, expected = masks(None, True, False)
+        for m in (mask, expected):
+            view(m).fill_(-7)
+        assert known(mask) is None and torch.equal(mask + 0, expected)
+
+
+def test_a_mask_moves_unmade():
+    mask, _ = masks(3, True, False)
+    moved = mask.to("meta", non_blocking=True)
+    assert isinstance(moved, LazyMask) and moved.shape == mask.shape and {moved.device, moved.seen.valid.device} == {torch.device("meta")}
+    assert mask.made is None and mask.to(mask.device) is mask
+    assert torch.equal(mask.to(torch.float64), mask.dense().double())
 
 
 def test_look_alikes_are_not_taken():
-    """Attention of families whose layers change their masks, or make them elsewhere."""
+    """Attention of families whose layers change their masks, make them elsewhere, or compute scores in fp32."""
     from liger_kernel.transformers.recognise.family import modeling
 
-    for model_type in {"deepseek_v4", "hy_v4", "mimo_v2_flash", "openai_privacy_filter", "llama"} & {*transformers.CONFIG_MAPPING}:
+    for model_type in {"deepseek_v4", "flint", "hy_v4", "mimo_v2_flash", "openai_privacy_filter", "llama"} & {*transformers.CONFIG_MAPPING}:
         function = modeling(model_type).eager_attention_forward
         assert not attentions.has_sinks("eager_attention_forward", function), model_type

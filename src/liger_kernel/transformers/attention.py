@@ -29,7 +29,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from liger_kernel.transformers.lazy_mask import LazyMask, seen
+from liger_kernel.transformers.lazy_mask import LazyMask, known, lazy
 from liger_kernel.utils import varlen_lacks
 
 try:
@@ -47,8 +47,8 @@ _TAKES = inspect.signature(varlen_attn).parameters
 
 def packed_mask(**arguments: Any) -> Tensor | None:
     """Return the mask of packed rows as a ``LazyMask``, and every other mask as ``sdpa_mask`` makes it."""
-    said = seen(arguments)
-    return sdpa_mask(**arguments) if said is None or said.documents is None or said.valid is not None else LazyMask(said, sdpa_mask, arguments)
+    mask = lazy(arguments, torch.bool)
+    return sdpa_mask(**arguments) if mask is None or mask.seen.first is None or mask.seen.valid is not None else mask
 
 
 def attention(
@@ -62,15 +62,15 @@ def attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention of query, key and value (B, H, T, D); returns (B, T, H, D). Runs ``varlen_attn`` if it supports the input, otherwise Transformers' sdpa."""
-    if isinstance(attention_mask, LazyMask):
+    if (said := known(attention_mask)) is not None:
         bounds, longest = kwargs.get("cu_seq_lens_q"), kwargs.get("max_length_q")
         beyond = dropout or any(kwargs.get(name) is not None for name in ("softcap", "s_aux", "position_bias"))
         if bounds is not None and longest is not None and not beyond:
             q, k, v = (_cast(t) for t in (query, key, value))
-            window = attention_mask.seen.window
-            window = window if window is not None and window < longest else None
+            window = said.window if said.window is not None and said.window < longest else None
             if _serves(q, k, v, attention_mask, window):
                 return _varlen(q, k, v, bounds, longest, scaling, window), None
+    if isinstance(attention_mask, LazyMask):
         attention_mask = attention_mask.dense()
     return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
 
@@ -108,7 +108,7 @@ def use(model: nn.Module) -> str | None:
     Returns None, or the reason why the model keeps its attention: it has an attention of its own, one that sdpa does not serve, such as with sinks, asks
     whether its attention is sdpa, or uses bounds of documents for another purpose.
     """
-    if "use_vmap" not in inspect.signature(sdpa_mask).parameters:  # it needs vmap, and a LazyMask could not be read
+    if "use_vmap" not in inspect.signature(sdpa_mask).parameters:  # it needs vmap
         return f"transformers {transformers.__version__} is older than 5"
     text = model.config.get_text_config(decoder=True)
     modules = {sys.modules[type(m).__module__] for m in model.modules() if isinstance(m, PreTrainedModel) and m.config is text}

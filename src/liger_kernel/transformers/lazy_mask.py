@@ -1,7 +1,7 @@
 """Masks of attention that are made only if somebody reads them.
 
 Only an attention layer knows whether its kernel supports its input, and the mask is made before the layers run. Therefore the mask is a ``LazyMask``, which
-says what a token sees. A layer that runs a kernel never makes it. Every other reader, in whatever way it reads, gets the mask that Transformers would make.
+says what a token sees. A layer that runs a kernel never makes it. Every other reader gets the mask that Transformers would make.
 
 ``B`` rows, ``T`` tokens per row.
 """
@@ -18,7 +18,14 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 from transformers import AttentionMaskInterface
-from transformers.masking_utils import eager_mask
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
+
+from liger_kernel.ops.attention.sink_attention import visible
+
+try:
+    from transformers.utils.output_capturing import _active_collector
+except ImportError:  # transformers 4 does not say whether somebody wants the attention weights
+    _active_collector = None  # type: ignore[assignment]  # it is not there
 
 # Parts of Transformers' mask functions of which masks are made that ``Seen`` says all of
 _SAID = {"causal_mask_function"} | {
@@ -34,21 +41,12 @@ _SAID = {"causal_mask_function"} | {
 
 @dataclass(frozen=True)
 class Seen:
-    """What a token sees: itself and the tokens before it, of these the last ``window``, those of its document (equal numbers in ``documents``, (B, T), which
-    grow within a row), and those that are ``valid`` (B, T)."""
+    """What a token sees: itself and the tokens before it, of these the last ``window``, those from its ``first`` on, (B, T) int32, where its document begins,
+    and those that are ``valid``, (B, T) bool. Nobody writes to these tensors: they are no one else's."""
 
-    window: int | None
-    documents: Tensor | None
-    valid: Tensor | None
-
-    @functools.cached_property
-    def first(self) -> Tensor | None:
-        """The first token of each token's document, (B, T) int32."""
-        if self.documents is None:
-            return None
-        place = torch.arange(self.documents.shape[1], dtype=torch.int32, device=self.documents.device)
-        begins = torch.nn.functional.pad(self.documents.diff(dim=1) != 0, (1, 0), value=True)
-        return torch.where(begins, place, 0).cummax(1).values
+    window: int | None = None
+    first: Tensor | None = None
+    valid: Tensor | None = None
 
 
 def seen(arguments: dict[str, Any]) -> Seen | None:
@@ -58,12 +56,21 @@ def seen(arguments: dict[str, Any]) -> Seen | None:
     lengths = [arguments.get(name) for name in ("q_length", "kv_length", "q_offset", "kv_offset")]
     if not all(type(n) is int for n in lengths) or lengths[0] != lengths[1] or any(lengths[2:]):
         return None
-    valid, parts = arguments.get("attention_mask"), list(_parts(arguments["mask_function"]))
+    window, valid, parts = arguments.get("local_size"), arguments.get("attention_mask"), list(_parts(arguments["mask_function"]))
     documents = [inspect.getclosurevars(p).nonlocals["packed_sequence_mask"] for p in parts if p.__qualname__.startswith("packed_sequence_mask_function.")]
     whole = all(t.shape == (arguments["batch_size"], lengths[0]) for t in (valid, *documents) if t is not None)
     if not (whole and all(part.__qualname__ in _SAID for part in parts)) or (valid is not None and valid.dtype != torch.bool):
         return None
-    return Seen(arguments.get("local_size"), documents[0] if documents else None, valid)
+    if window is not None and window < 1:
+        return None
+    return Seen(window, first_of(documents[0]) if documents else None, None if valid is None else valid.clone())
+
+
+def first_of(documents: Tensor) -> Tensor:
+    """The first token of each token's document, (B, T) int32, from the documents' numbers, (B, T), which grow within a row."""
+    place = torch.arange(documents.shape[1], dtype=torch.int32, device=documents.device)
+    begins = torch.nn.functional.pad(documents.diff(dim=1) != 0, (1, 0), value=True)
+    return torch.where(begins, place, 0).cummax(1).values
 
 
 def _parts(function: Callable) -> Iterator[Callable]:
@@ -75,45 +82,93 @@ def _parts(function: Callable) -> Iterator[Callable]:
                 yield from _parts(part)
 
 
-class LazyMask(Tensor):
-    """The (B, 1, T, T) mask that ``maker(**arguments)`` makes when somebody reads it."""
+def _getters(*names: str) -> set[Callable]:
+    return {getattr(Tensor, name).__get__ for name in names}
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as PyTorch says to
+
+# What a mask answers without being made. ``detach``, ``to`` and their like return another lazy mask, or itself
+_LAZY = _getters("device", "dtype", "grad_fn", "is_cuda", "is_leaf", "is_meta", "is_nested", "is_sparse", "layout", "ndim", "requires_grad", "shape")
+_LAZY |= {Tensor.contiguous, Tensor.cpu, Tensor.cuda, Tensor.detach, Tensor.dim, Tensor.element_size, Tensor.get_device, Tensor.is_contiguous, Tensor.numel}
+_LAZY |= {Tensor.__hash__, Tensor.is_floating_point, torch.is_floating_point, Tensor.size, Tensor.stride, Tensor.to}
+_UNCOUNTED = _getters("data")  # writes to it have another version than the tensor
+
+
+class LazyMask(Tensor):
+    """The (B, 1, T, T) mask of what ``seen`` says, bool, or floating point with 0 for a key that a token sees and the least number for one that it does not."""
+
     seen: Seen
-    maker: Callable[..., Tensor]
-    arguments: dict[str, Any]
     made: Tensor | None
 
     @staticmethod
-    def __new__(cls, seen: Seen, maker: Callable[..., Tensor], arguments: dict[str, Any], dtype: torch.dtype = torch.bool) -> LazyMask:
-        shape = arguments["batch_size"], 1, arguments["q_length"], arguments["kv_length"]
-        mask = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=arguments["device"])
-        mask.seen, mask.maker, mask.arguments, mask.made = seen, maker, arguments, None
+    def __new__(cls, seen: Seen, B: int, T: int, dtype: torch.dtype, device: torch.device) -> LazyMask:
+        mask = Tensor._make_wrapper_subclass(cls, (B, 1, T, T), dtype=dtype, device=device)
+        mask.seen, mask.made = seen, None
         return mask
 
     def dense(self) -> Tensor:
-        """The mask itself; all layers share it."""
+        """The mask itself. All layers share it, so all of them see what somebody writes to it."""
         if self.made is None:
-            self.made = self.maker(**self.arguments)
+            with torch.inference_mode(False):  # there, tensors do not count how often they are written
+                mask = visible(self.shape[0], self.shape[3], self.device, self.seen.window, self.seen.valid, self.seen.first)
+                least = None if self.dtype == torch.bool else torch.finfo(self.dtype).min
+                self.made = mask if least is None else torch.where(mask, torch.zeros((), dtype=self.dtype, device=self.device), least)
         return self.made
 
     def __repr__(self, **_: Any) -> str:
         return f"LazyMask({tuple(self.shape)}, window={self.seen.window})"
 
     @classmethod
+    def __torch_function__(cls, function: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if function in _LAZY:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **(kwargs or {}))
+        return _densely(Tensor.detach if function in _UNCOUNTED else function, args, kwargs)
+
+    @classmethod
     def __torch_dispatch__(cls, function: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if function is torch.ops.aten.detach.default:  # reentrant checkpointing
+        """What C++ does: for ``_LAZY``, and where a mask is saved for the backward."""
+        if function is torch.ops.aten.detach.default:
             return args[0]
-        args, kwargs = tree_map(lambda x: x.dense() if isinstance(x, cls) else x, (args, kwargs or {}))
-        return function(*args, **kwargs)
+        if function is torch.ops.aten._to_copy.default and (moved := _moved(*args, **kwargs or {})) is not None:
+            return moved
+        return _densely(function, args, kwargs)
+
+
+def _moved(mask: LazyMask, dtype: Any = None, device: Any = None, non_blocking: bool = False, **_: Any) -> LazyMask | None:
+    """The mask on another device, for layers that are there; None if that needs the mask itself."""
+    said, device = known(mask), device or mask.device
+    if said is None or dtype not in (None, mask.dtype):
+        return None
+    first, valid = (None if t is None else t.to(device, non_blocking=non_blocking) for t in (said.first, said.valid))
+    return LazyMask(Seen(said.window, first, valid), mask.shape[0], mask.shape[3], mask.dtype, device)
+
+
+def _densely(function: Callable, args: tuple, kwargs: dict[str, Any] | None) -> Any:
+    args, kwargs = tree_map(lambda x: x.dense() if isinstance(x, LazyMask) else x, (args, kwargs or {}))
+    return function(*args, **kwargs)
+
+
+def known(mask: Any) -> Seen | None:
+    """What a token sees by this mask: None unless it is a ``LazyMask``, to which nobody has written."""
+    if not isinstance(mask, LazyMask):
+        return None
+    # Dynamo cannot guard on a version
+    changed = mask.made is not None and (torch.compiler.is_compiling() or mask.made._version > 0 or mask.made.requires_grad)
+    return None if changed else mask.seen
+
+
+def lazy(arguments: dict[str, Any], dtype: torch.dtype) -> LazyMask | None:
+    """The mask of these arguments, with which Transformers makes masks; None if it must be made."""
+    said = seen(arguments)
+    return None if said is None else LazyMask(said, arguments["batch_size"], arguments["q_length"], dtype, arguments["device"])
 
 
 LAZILY_EAGER = "liger_lazily_eager"  # the name of masks for eager attention that are made when they are read
 
 
 def _eager(**arguments: Any) -> Tensor:
-    said = seen(arguments)
-    return eager_mask(**arguments) if said is None else LazyMask(said, eager_mask, arguments, arguments["dtype"])
+    mask = lazy(arguments, arguments["dtype"])
+    return eager_mask(**arguments) if mask is None else mask
 
 
 AttentionMaskInterface.register(LAZILY_EAGER, _eager)
@@ -130,11 +185,17 @@ class _Lazily:
 
 
 def lazily(make: Callable) -> Callable:
-    """Wrap ``create_causal_mask`` or its like: masks for eager attention are made when they are read."""
+    """Wrap ``create_causal_mask`` or its like: masks for eager attention are made when they are read.
+
+    That is decided here for all layers, and so for their recomputation in the backward: if somebody wants the attention weights, or has registered another
+    mask for eager attention, it is made.
+    """
 
     @functools.wraps(make)
     def made(config: Any, *args: Any, **kwargs: Any) -> Any:
-        eager = getattr(config, "_attn_implementation", None) == "eager" and not torch.compiler.is_compiling()
-        return make(_Lazily(config) if eager else config, *args, **kwargs)
+        eager = not torch.compiler.is_compiling() and getattr(config, "_attn_implementation", None) == "eager"
+        own = eager and ALL_MASK_ATTENTION_FUNCTIONS["eager"] is eager_mask
+        unwatched = own and _active_collector is not None and "attentions" not in (_active_collector.get() or ())
+        return make(_Lazily(config) if unwatched else config, *args, **kwargs)
 
     return made

@@ -1,7 +1,7 @@
 """The variant of attention with sinks, and the stand-ins on which it is compared with stock.
 
 PyTorch's attention kernels know no sinks, so models such as gpt-oss run eager attention, which makes the scores of every pair of tokens. Ours runs if the mask
-is a ``LazyMask``, which says what a token sees. Stock runs for every other mask, for dropout, and if the caller wants the attention weights.
+is a ``LazyMask``, which says what a token sees. Stock runs for every other mask, for dropout, and if a hook may read the attention weights.
 """
 
 from __future__ import annotations
@@ -14,30 +14,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.masking_utils import causal_mask_function, eager_mask, sliding_window_causal_mask_function
 
 from liger_kernel.ops.attention.sink_attention import MAX_D, sink_attention
-from liger_kernel.transformers.lazy_mask import LazyMask, Seen
+from liger_kernel.transformers.lazy_mask import LazyMask, Seen, known
 from liger_kernel.transformers.recognise.plain import plain
 from liger_kernel.transformers.recognise.stand_ins import stand_in
 from liger_kernel.transformers.recognise.variant import Made, StandIns, Variant
-
-try:
-    from transformers.utils.output_capturing import _active_collector
-except ImportError:  # transformers 4 does not say whether somebody wants the attention weights
-
-    class _active_collector:  # type: ignore[no-redef]  # it is not there
-        @staticmethod
-        def get() -> dict[str, Any]:
-            return {"attentions": []}
-
 
 MAKERS = ("create_causal_mask", "create_sliding_window_causal_mask")  # of the masks that a layer gets
 
 
 def has_sinks(name: str, candidate: Any) -> bool:
-    """Whether this is the eager attention of a family with sinks whose models make the masks of their layers by ``MAKERS``."""
-    if name != "eager_attention_forward" or not inspect.isfunction(candidate) or "sinks" not in candidate.__code__.co_names:
+    """Whether this is the eager attention of a family with sinks whose models make the masks of their layers by ``MAKERS``.
+
+    Not if it computes scores in fp32 whatever the dtype, as Flint's does: from an output that is rounded to 16 bits, our backward would find gradients of
+    large scores with more than twice its error.
+    """
+    names = candidate.__code__.co_names if name == "eager_attention_forward" and inspect.isfunction(candidate) else ()
+    if "sinks" not in names or "float" in names:
         return False
     classes = [c for c in candidate.__globals__.values() if isinstance(c, type) and c.__module__ == candidate.__module__]
     forwards = [inspect.unwrap(c.__dict__["forward"]) for c in classes if "forward" in c.__dict__]
@@ -47,7 +41,18 @@ def has_sinks(name: str, candidate: Any) -> bool:
 def _fits(query: Tensor, key: Tensor, value: Tensor, mask: Any, sinks: Any) -> bool:
     tensors = isinstance(sinks, Tensor) and all(plain(t) for t in (query, key, value, sinks))
     whole = tensors and (query.shape[0], 1, query.shape[2], key.shape[2]) == mask.shape and query.ndim == key.ndim == 4
-    return whole and value.shape == key.shape and sinks.shape == (query.shape[1],) and query.dtype == key.dtype == value.dtype and query.shape[3] <= MAX_D
+    return whole and value.shape == key.shape and sinks.shape == (query.shape[1],) and query.shape[3] <= MAX_D and _alike(query, key, value)
+
+
+def _alike(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether they are multiplied in one dtype: under autocast, rotated queries and keys are fp32."""
+    dtypes = {query.dtype, key.dtype, value.dtype}
+    return len(dtypes) == 1 or (torch.float64 not in dtypes and torch.is_autocast_enabled(query.device.type))
+
+
+def _watched(module: nn.Module) -> bool:
+    """Whether a hook of somebody's may read the attention weights that ``module`` returns."""
+    return any(getattr(hook, "__module__", None) != "transformers.utils.output_capturing" for hook in module._forward_hooks.values())
 
 
 @dataclass(frozen=True)
@@ -65,13 +70,12 @@ class SinkAttention(Variant):
 
     def __call__(self, stock: Callable) -> Callable:
         def eager_attention_forward(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
+            sinks, said = getattr(module, "sinks", None), known(attention_mask)
+            more = dropout or any(kwargs.get(name) is not None for name in ("softcap", "position_bias", "head_mask"))
+            if said is not None and not more and _fits(query, key, value, attention_mask, sinks) and not _watched(module):
+                out = sink_attention(query, key, value, sinks, window=said.window, valid=said.valid, first=said.first, scale=scaling)
+                return out.transpose(1, 2), None
             if isinstance(attention_mask, LazyMask):
-                sinks, wanted = getattr(module, "sinks", None), _active_collector.get()
-                more = any(kwargs.get(name) is not None for name in ("softcap", "position_bias", "head_mask"))
-                if not (dropout or more or (wanted and "attentions" in wanted)) and _fits(query, key, value, attention_mask, sinks):
-                    said = attention_mask.seen
-                    out = sink_attention(query, key, value, sinks, window=said.window, valid=said.valid, first=said.first, scale=scaling)
-                    return out.transpose(1, 2), None
                 attention_mask = attention_mask.dense()
             return stock(module, query, key, value, attention_mask, scaling, dropout, **kwargs)
 
@@ -80,17 +84,12 @@ class SinkAttention(Variant):
     def stand_ins(self) -> StandIns:
         B, H, groups, T, D = 3, 4, 2, 11, 8
         valid = torch.arange(T) < torch.tensor([[T], [T - 3], [T - 7]])
-        for window, padding, scaling in ((None, None, D**-0.5), (4, None, 0.5), (None, valid, 0.3), (3, valid.flip(1), 0.2)):
+        for seen, scaling in ((Seen(), D**-0.5), (Seen(4), 0.5), (Seen(valid=valid), 0.3), (Seen(3, valid=valid.flip(1)), 0.2)):
             q, k, v = (torch.randn(B, heads, T, D) for heads in (H, H // groups, H // groups))
             attributes = dict(num_key_value_groups=groups, training=True, sinks=nn.Parameter(torch.randn(H)))
             module = Made(lambda dtype, weights, attributes=attributes: stand_in(nn.Module, attributes).to(weights))
-            yield dict(scaling=scaling), (module, q, k, v, Made(lambda dtype, weights, window=window, valid=padding: _mask(B, T, window, valid, dtype)))
-
-
-def _mask(B: int, T: int, window: int | None, valid: Tensor | None, dtype: torch.dtype) -> LazyMask:
-    function = causal_mask_function if window is None else sliding_window_causal_mask_function(window)
-    arguments = dict(batch_size=B, q_length=T, kv_length=T, mask_function=function, attention_mask=valid, dtype=dtype, device=torch.device("cpu"))
-    return LazyMask(Seen(window, None, valid), eager_mask, arguments, dtype)
+            mask = Made(lambda dtype, weights, seen=seen: LazyMask(seen, B, T, dtype, torch.device("cpu")))
+            yield dict(scaling=scaling), (module, q, k, v, mask)
 
 
 def makers_of(module: types.ModuleType) -> list[str]:

@@ -12,7 +12,6 @@ from hf_models import assert_same_bits, assert_same_learning, make, step, stock,
 from torch import Tensor, nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 
-from liger_kernel.train.config import TrainConfig
 from liger_kernel.transformers import _apply_liger_kernel, _apply_liger_kernel_to_instance, restore
 from liger_kernel.transformers.lazy_mask import LAZILY_EAGER, LazyMask, first_of, known
 from liger_kernel.transformers.recognise import attentions
@@ -78,11 +77,6 @@ def test_off_is_stock(seen, model_type):
         expected = step(theirs, padded("right"))[1]
     assert_same_bits(step(ours, padded("right"))[1], expected)
     assert not seen
-
-
-def test_a_run_that_names_eager_attention_gets_it():
-    assert TrainConfig(attention="eager").kernel_flags["attention"] is False
-    assert "attention" not in TrainConfig().kernel_flags
 
 
 def test_attention_weights_are_stock(seen):

@@ -10,6 +10,7 @@ from liger_kernel.train import adapters
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.measure import device_name
 from liger_kernel.train.model import flags_for
+from liger_kernel.train.ranks import restarts
 from liger_kernel.train.rows import Data
 from liger_kernel.train.stream import Stream
 
@@ -65,6 +66,8 @@ def _data(config: TrainConfig, data: Data, world: int) -> str:
 def _memory(config: TrainConfig, model: Any, device: torch.device, world: int) -> str:
     if device.type != "cuda":
         return "not estimated on a CPU"
+    if restarts():
+        return "as it was estimated when the run began"
     try:
         from liger_kernel.train.fit import expected  # needs Triton
 

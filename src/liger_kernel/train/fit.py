@@ -34,21 +34,22 @@ from liger_kernel.train.redact import in_a_line
 
 
 class Gpu(NamedTuple):
-    gigabytes: float
+    mib: int
     arch: str
 
 
-# Memory by the makers' data sheets, in 10^9 bytes
+# Memory in MiB, as the driver's own tools (nvidia-smi, rocm-smi) report it: more than the data sheet's number, which is in GiB or rounded
 GPUS = {
-    "a100-40": Gpu(40, "sm80"),
-    "a100-80": Gpu(80, "sm80"),
-    "b200": Gpu(180, "sm100"),
-    "h100": Gpu(80, "sm90"),
-    "h200": Gpu(141, "sm90"),
-    "l40s": Gpu(48, "sm89"),
-    "mi300x": Gpu(192, "gfx942"),
-    "rtx4090": Gpu(24, "sm89"),
+    "a100-40": Gpu(40960, "sm80"),
+    "a100-80": Gpu(81920, "sm80"),
+    "b200": Gpu(183359, "sm100"),
+    "h100": Gpu(81559, "sm90"),
+    "h200": Gpu(143771, "sm90"),
+    "l40s": Gpu(46068, "sm89"),
+    "mi300x": Gpu(196592, "gfx942"),
+    "rtx4090": Gpu(24564, "sm89"),
 }
+OWN = 10**9  # bytes of these that a program cannot have: CUDA's own, and the driver's
 # fields of a run that its memory depends on, which are flags of the command under the same names
 FIELDS = (
     *("model", "attention", "batch", "length", "accumulate", "precision", "trainer"),
@@ -233,8 +234,8 @@ def _gpu(name: str | None, gigabytes: float | None) -> tuple[float, str, str]:
     if name is None and gigabytes is None:
         return torch.cuda.get_device_properties(0).total_memory, _arch(), torch.cuda.get_device_name(0)
     meant = GPUS[name or "h100"]
-    size = gigabytes or meant.gigabytes
-    return size * 1e9, meant.arch, f"{name or 'a GPU'} with {size:g} GB"
+    room = meant.mib * 2**20 - OWN if gigabytes is None else gigabytes * 1e9
+    return room, meant.arch, f"{name or 'a GPU'} with {_gb(room)} GB"
 
 
 def _arch() -> str:

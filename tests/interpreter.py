@@ -255,6 +255,22 @@ def _attribute(obj, name, member, builder, scope):
     scope.set_attr(obj, name, call)
 
 
+def _dot(stock):
+    """The bits of a b are those of (b^T a^T)^T, as on a GPU, which adds in one order. Those of NumPy's product depend on the sides and on the layout."""
+
+    def turned(h):
+        return TensorHandle(np.ascontiguousarray(h.data.T), h.dtype.scalar)
+
+    def call(self, a, b, d, *more):
+        if a.data.ndim == 2 and a.data.shape[0] < b.data.shape[1]:
+            return turned(stock(self, turned(b), turned(a), turned(d), *more))
+        if a.data.ndim == 2:
+            a, b = (TensorHandle(np.ascontiguousarray(h.data), h.dtype.scalar) for h in (a, b))
+        return stock(self, a, b, d, *more)
+
+    return call
+
+
 def _kernel(stock):
     """Lanes that a mask discards may divide by zero or overflow, here as on a GPU."""
 
@@ -269,6 +285,7 @@ def _kernel(stock):
 def install() -> None:
     """Patch the interpreter of this process."""
     B = InterpreterBuilder
+    B.create_dot = _dot(B.create_dot)
     for names, rounds in (((*_UNARY, *_BINARY, "fma", "clampf"), True), ((*_COMPARE, "dot"), False)):
         for name in (f"create_{n}" for n in names):
             if hasattr(B, name):

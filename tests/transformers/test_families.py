@@ -367,6 +367,8 @@ WITH_EXPERTS = [t for t, row in families.FAMILIES.items() if row.get("heads") an
 @pytest.mark.parametrize("family", some([t for t in WITH_EXPERTS if t in ("flint", "gemma4", "gemma4_text")], WITH_EXPERTS))
 def test_tiny_models_have_experts(family):
     """So that what the other tests train with them are the experts, too."""
+    if transformers.__version__ != families.VERSION:
+        pytest.skip(f"stock of {transformers.__version__}: experts have other names")
     swapped = families.FAMILIES[family]["swapped"]
     with stock(family):
         assert {name for name, label in swapped.items() if label.startswith("moe(")} & {type(m).__name__ for m in make(family).modules()}

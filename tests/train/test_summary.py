@@ -88,5 +88,10 @@ def test_what_is_not_known_is_said(on_a_gpu):
     assert "memory: not estimated: " in on_a_gpu(2, trainer="hf", parallel="deepspeed-z3")
 
 
+def test_an_estimate_never_ends_a_run(on_a_gpu, monkeypatch):
+    monkeypatch.setattr("liger_kernel.train.fit.expected", lambda *args: 1 / 0)
+    assert "memory: not estimated: division by zero" in on_a_gpu(batch=1, length=512)
+
+
 def test_clock():
     assert [as_clock(s) for s in (0.4, 65, 3661, 90_000)] == ["0:00:00", "0:01:05", "1:01:01", "1 day, 1:00:00"]

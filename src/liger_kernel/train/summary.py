@@ -7,10 +7,11 @@ from typing import Any
 import torch
 
 from liger_kernel.train import adapters
-from liger_kernel.train.config import TrainConfig, UserError
+from liger_kernel.train.config import TrainConfig
 from liger_kernel.train.measure import device_name
 from liger_kernel.train.model import flags_for
 from liger_kernel.train.ranks import restarts
+from liger_kernel.train.redact import in_a_line
 from liger_kernel.train.rows import Data
 from liger_kernel.train.stream import Stream
 
@@ -72,8 +73,8 @@ def _memory(config: TrainConfig, model: Any, device: torch.device, world: int) -
         from liger_kernel.train.fit import expected  # needs Triton
 
         found = expected(model.config, config, world)
-    except (ImportError, UserError) as error:
-        return f"not estimated: {error}"
+    except Exception as error:  # what is only said must not end a run
+        return f"not estimated: {in_a_line(error)}"
     total = torch.cuda.get_device_properties(device).total_memory
     beyond = ". That is more than the GPU has: expect to run out of memory" if found["peak"] > total else ""
     parts = ", ".join(f"{name} {gb(size)}" for name, size in found["parts"].items() if size)

@@ -18,6 +18,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama-3.2-1b": LLAMA3 | _sized(2048, 8192, 16, 32, head_dim=64, tie_word_embeddings=True, max_position_embeddings=131072),
     "llama-3.2-3b": LLAMA3 | _sized(3072, 8192, 28, 24, head_dim=128, tie_word_embeddings=True, max_position_embeddings=131072),
     "llama-3-8b": LLAMA3 | _sized(4096, 14336, 32, 32, head_dim=128, max_position_embeddings=8192),
+    "llama-3-70b": LLAMA3 | _sized(8192, 28672, 80, 64, head_dim=128, max_position_embeddings=8192),
     "llama-3-8b-4layers": LLAMA3 | _sized(4096, 14336, 4, 32, head_dim=128, max_position_embeddings=8192),
     "qwen2.5-7b-4layers": QWEN | _sized(3584, 18944, 4, 28, model_type="qwen2", num_key_value_heads=4, vocab_size=152064, max_position_embeddings=32768),
     "qwen3-0.6b": QWEN

@@ -139,6 +139,11 @@ def _room_of(group: Path, limit: str, used: str, cached: str) -> int:
     return room
 
 
+def pieces(size: int) -> list[int]:
+    """The sizes of the blocks for ``size`` bytes."""
+    return [1 << max(min(BLOCK, size - start) - 1, LEAST - 1).bit_length() for start in range(0, size, BLOCK)]
+
+
 class Lane:
     """The copies between one device and the host: a stream, on which they run in order, and the pinned blocks, which are used again and again.
 
@@ -157,8 +162,7 @@ class Lane:
     def take(self, size: int) -> list[Tensor] | None:
         """Blocks for ``size`` bytes, or None if the host has no room for them."""
         blocks: list[Tensor] = []
-        for start in range(0, size, BLOCK):
-            wide = 1 << max(min(BLOCK, size - start) - 1, LEAST - 1).bit_length()
+        for wide in pieces(size):
             block = self.free[wide].pop() if self.free[wide] else self._pin(wide)
             if block is None:
                 self.give(blocks)

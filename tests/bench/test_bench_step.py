@@ -292,7 +292,7 @@ def test_a_search_without_a_capacity_doubles_and_halves():
         (["--lora-dropout", "0.1"], "--lora-dropout needs --lora R"),
         (["--quantize", "nf4"], "--quantize needs --lora R"),
         (["--against", "stock,unsloth"], "unsloth needs --lora R"),
-        (["--lora", "8", "--against", "unsloth", "--gpus", "2"], "unsloth runs on one GPU"),
+        (["--lora", "8", "--against", "unsloth", "--gpus", "2", "--parallel", "fsdp2"], "unsloth has no --parallel fsdp2: only ddp, or one GPU"),
         (["--lora", "8", "--against", "unsloth", "--attention", "eager"], "unsloth has its own attention"),
         (["--lora", "8", "--quantize", "fp8"], "stock has no frozen FP8 base"),
         (["--lora", "8", "--quantize", "nf4", "--against", "ours:fp8"], "ours:fp8 has its own base"),
@@ -665,18 +665,25 @@ class FastLanguageModel:
         assert len(tokenizer) == model.config.vocab_size and tokenizer.pad_token_id == model.config.pad_token_id
         assert len({tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id}) == 3
         assert max_seq_length == 64 and use_gradient_checkpointing == EXPECTED and not load_in_4bit and not load_in_8bit and local_files_only
-        return model.train(), tokenizer
+        return model, tokenizer
 
     def get_peft_model(model, use_gradient_checkpointing, **adapters):
         assert use_gradient_checkpointing == EXPECTED
-        return peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **adapters))
+        model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **adapters))
+        model.training = True  # of the outer module alone, as Unsloth leaves it
+        return model
+
+    def for_training(model):
+        if FORGOTTEN:
+            return
+        model.train()
 """
 
 
 def test_adapters_of_stock_ours_and_unsloth_end_to_end(machine, tmp_path, capsys):
     """Unsloth needs a GPU: a package with its name stands for it, gets the same weights and learns the same."""
     pytest.importorskip("peft")
-    (tmp_path / "unsloth.py").write_text(UNSLOTH.replace("EXPECTED", "'unsloth'"))
+    (tmp_path / "unsloth.py").write_text(UNSLOTH.replace("EXPECTED", "'unsloth'").replace("FORGOTTEN", "False"))
     argv = ["--model", "tiny", "--layers", "1", "--batch", "2", "--seq", "64", "--steps", "3", "--warmup", "1", "--optimizer", "adamw", "--checkpointing"]
     argv += ["--lora", "8", "--lora-targets", "q_proj,down_proj", "--against", "ours,unsloth:offload,stock", "--json", str(tmp_path / "r.json")]
     assert step.main([*argv, "--unsloth-path", str(tmp_path)]) == 0
@@ -686,6 +693,25 @@ def test_adapters_of_stock_ours_and_unsloth_end_to_end(machine, tmp_path, capsys
     assert ours["gradient_parity"] < 1e-4 and unsloth["gradient_parity"] < 1e-5 and stock["gradient"] > 0
     assert {r["layers"] for r in (stock, ours)} == {1} and stock["lora_targets"] == "q_proj,down_proj"
     assert "sgd" not in (out := capsys.readouterr().out) and "1 layers, checkpointing, LoRA 8 on q_proj,down_proj" in out
+
+
+def test_unsloth_that_is_set_to_inference_is_not_measured(machine, tmp_path, capsys):
+    pytest.importorskip("peft")
+    (tmp_path / "unsloth.py").write_text(UNSLOTH.replace("EXPECTED", "False").replace("FORGOTTEN", "True"))
+    argv = ["--model", "tiny", "--layers", "1", "--batch", "2", "--seq", "64", "--steps", "3", "--warmup", "1", "--lora", "8", "--against", "unsloth"]
+    step.main([*argv, "--unsloth-path", str(tmp_path)])
+    assert "RuntimeError: Unsloth's layers are not set to training" in capsys.readouterr().out
+
+
+def test_unsloth_over_ranks(machine, tmp_path, monkeypatch):
+    """One process writes the weights that all ranks load."""
+    pytest.importorskip("peft")
+    specs: list[dict] = []
+    monkeypatch.setattr(step, "run_child", lambda spec, folder: specs.append(spec) or {"rows": [], "failed": "not now"})
+    step.measure(step.parse(["--model", "tiny", "--lora", "8", "--gpus", "2", "--against", "unsloth"]), "tiny", "unsloth", tmp_path, 1.0, False)
+    saves, trains = specs
+    assert saves["save"] == trains["unsloth"] and (saves["parallel"], saves["gpus"]) == (None, 1)
+    assert not trains["save"] and (trains["parallel"], trains["gpus"]) == ("ddp", 2)
 
 
 def test_unsloth_that_is_not_there_is_left_out(machine, monkeypatch, capsys):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("build", reason="tests/integrations/environments.py dist")
+pytest.importorskip("build.__main__", reason="tests/integrations/environments.py dist")
 
 import liger_kernel
 

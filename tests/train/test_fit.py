@@ -5,7 +5,7 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -53,6 +53,9 @@ def reason(file: str, row: Row) -> str | None:
 # the latest measurement of each step
 LATEST = list({dataclasses.replace(step, gb=0.0): step for file, row in rows() if reason(file, row) is None for step in [measured(row)]}.values())
 ALL = list(dict.fromkeys(measured(row) for file, row in rows() if reason(file, row) is None))
+# one of each kind of step, which every change estimates; the others take minutes
+KINDS = {(step.variant, step.precision, step.gpus > 1, *(name for name, _ in step.run)): step for step in LATEST}
+OF_EACH_KIND = set(KINDS.values())
 
 
 @pytest.fixture(autouse=True)
@@ -73,11 +76,14 @@ def estimates(once) -> Callable[[Measured], float]:
     return estimated
 
 
-@pytest.mark.parametrize("step", ALL, ids=lambda step: f"{step.variant}-{step}-{step.gb:.2f}".replace(" ", ""))
+@pytest.mark.parametrize(
+    "step", [pytest.param(s, marks=[pytest.mark.slow] * (s not in OF_EACH_KIND), id=f"{s.variant}-{s}-{s.gb:.2f}".replace(" ", "")) for s in ALL]
+)
 def test_the_estimate_is_within_a_tenth_of_the_measured_peak(step, estimates):
     assert estimates(step) == pytest.approx(step.gb, rel=0.10)
 
 
+@pytest.mark.slow
 def test_most_estimates_are_within_a_hundredth(estimates):
     errors = [abs(estimates(step) / step.gb - 1) for step in LATEST]
     assert sum(error <= 0.01 for error in errors) >= 0.8 * len(errors) and len(errors) >= 45
@@ -111,19 +117,30 @@ def test_every_row_is_estimated_or_has_a_reason():
     assert estimated == {"stock", "ours", *(f"ours:{how}" for how in ("bf16", "head", "fp8", "off", "mlp", "offload", "long"))}
 
 
-def table(estimates: Callable[[Measured], float]) -> list[str]:
-    """The table of docs/guides/fit.md: each step that was measured, stock steps and patched ones."""
+def table(estimates: Callable[[Measured], float], steps: Iterable[Measured]) -> list[str]:
+    """Lines of the table of docs/guides/fit.md: each step that was measured, stock steps and patched ones."""
     lines = []
-    for step in LATEST:
+    for step in steps:
         gb = estimates(step)
         error = f"{100 * (gb / step.gb - 1):+.1f}".replace("-0.0", "0.0").replace("+0.0", "0.0")
         lines.append(f"| {step} | {'stock' if step.variant == 'stock' else 'patched'} | {step.gb:.2f} | {gb:.2f} | {error} % |")
     return sorted(set(lines))
 
 
+def lines_of_the_page() -> list[str]:
+    return [line for line in PAGE.read_text().splitlines() if re.search(r"\| [+-]?[\d.]+ % \|$", line)]
+
+
+@pytest.mark.slow
 def test_the_page_has_these_errors(estimates):
-    there = [line for line in PAGE.read_text().splitlines() if re.search(r"\| [+-]?[\d.]+ % \|$", line)]
-    assert there == table(estimates), "\n".join(table(estimates))
+    lines = table(estimates, LATEST)
+    assert lines_of_the_page() == lines, "\n".join(lines)
+
+
+def test_the_page_has_each_step(estimates):
+    there = lines_of_the_page()
+    assert set(table(estimates, OF_EACH_KIND)) <= set(there)
+    assert {line.rsplit(" | ", 2)[0] for line in there} == {line.rsplit(" | ", 2)[0] for line in table(lambda step: step.gb, LATEST)}
 
 
 def test_the_page_shows_what_is_printed(capsys):
@@ -154,7 +171,7 @@ RUN = TrainConfig(model="llama", batch=4, length=4096)
 
 def phases_of(form, config: TrainConfig, world: int = 1) -> dict[str, dict[str, int]]:
     """Of a step in bf16 with a model that is not cut."""
-    return simulated._phases(form, simulated._How(config, "bf16", world))
+    return simulated._phases(form, simulated._How(config, "bf16", world))[0]
 
 
 @pytest.mark.parametrize(
@@ -228,6 +245,48 @@ def test_switches_need_less():
     ladder += (dict(gradient_checkpointing="full", activation_offloading=True), dict(gradient_checkpointing="full", activation_offloading=True, tiled_mlp=0))
     peaks = [simulated.simulated(llama(), dataclasses.replace(RUN, length=32768, **changes), "bf16").total for changes in ladder]
     assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == len(peaks)
+
+
+OFFLOADED = dict(gradient_checkpointing="full", activation_offloading=True)
+
+
+def test_memory_of_the_cpu():
+    """Every layer's input, and on the CPU beside them AdamW's weights, gradients and moments; what there is no room for stays on the GPU, a layer at a time."""
+    run, form = dataclasses.replace(RUN, length=65536, **OFFLOADED), llama(24)
+    of = lambda **how: simulated.simulated(form, run, "bf16", **how)
+    assert simulated.simulated(form, RUN, "bf16").cpu == {}
+    everything, of_a_layer = of(), 4 * 65536 * 512 * 2
+    copies = everything.cpu["activations"]
+    assert copies == pytest.approx((24 + 1) * of_a_layer, rel=1e-3)  # the last norm's input, too
+    less = of(cpu_memory=copies - 10.5 * of_a_layer)
+    assert less.cpu == {"activations": copies - 11 * of_a_layer}
+    # the moment that needs most is another one than before, as the backward has freed what stayed
+    assert everything.total < less.total <= everything.total + 11 * of_a_layer
+    assert of(cpu_memory=copies) == everything
+    assert of(cpu_memory=0).total - less.total == copies - 11 * of_a_layer and not of(cpu_memory=0).cpu
+
+    on_cpu = simulated.simulated(form, dataclasses.replace(run, parallel="fsdp2", optimizer_on_cpu=True), "bf16").cpu
+    weights = sum(p.numel() for p in transformers.AutoModelForCausalLM.from_config(form).parameters())
+    assert on_cpu["weights, gradients and moments"] == pytest.approx(4 * 2 * weights, rel=1e-3)
+    assert on_cpu["activations"] == copies
+
+
+def test_a_long_row_on_a_machine_with_little_memory():
+    """Measured on one H200 with 131 to 133 GB of free CPU memory; Llama-3-8B whole, the optimizer on the CPU (docs/benchmarks/long-rows.md)."""
+    run = TrainConfig(model="llama-3-8b", batch=1, length=516096, parallel="fsdp2", optimizer_on_cpu=True, tiled_mlp=0, **OFFLOADED)
+    form = config_of(MODELS[run.model] | dict(max_position_embeddings=run.length))
+    peak = simulated.simulated(form, run, "bf16", reduce_dtype=None, cpu_memory=132e9 - offloading.RESERVE)
+    assert peak.total / 1e9 == pytest.approx(135.45, rel=0.05)
+
+
+def test_memory_of_the_cpu_is_printed(model, capsys):
+    arguments = ["--model", model, "--memory-gb", "1", "--seq", "65536", "--precision", "bf16", "--checkpointing", "--activation-offloading"]
+    held = 7 * 65536 * 512 * 2 / 1e9
+    assert f"GB, and {held:.2f} GB of the CPU's memory for activations\n" in said(*arguments, capsys=capsys)
+    short = json.loads(said(*arguments, "--cpu-memory-gb", "4.5", "--json", capsys=capsys))
+    assert short["cpu"]["activations"] <= 4.5e9 - offloading.RESERVE < held * 1e9
+    with pytest.raises(UserError, match="--cpu-memory-gb must be positive and finite, got 0"):
+        fit.main([*arguments, "--cpu-memory-gb", "0"])
 
 
 def test_more_of_a_run_needs_more():

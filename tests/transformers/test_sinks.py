@@ -111,7 +111,8 @@ def test_hooks_get_attention_weights(seen):
 
 def test_a_mask_of_somebodys_own_for_eager_attention_is_stock(seen, monkeypatch):
     """It shows everybody the first token."""
-    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "eager", lambda **given: eager_mask(**given).index_fill(3, torch.tensor(0), 0))
+    shown = lambda mask: mask.index_fill(3, torch.tensor(0, device=mask.device), 0)
+    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "eager", lambda **given: shown(eager_mask(**given)))
     theirs, ours = pair("granite_swa", **ALONE)
     assert_same_learning(step(ours, padded("left"))[1], step(theirs, padded("left"))[1], 1e-5)
     assert not seen

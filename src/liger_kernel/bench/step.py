@@ -182,8 +182,8 @@ def _check_adapters(a: argparse.Namespace) -> None:
             raise UserError(f"{name} needs --lora R")
     if theirs and a.attention:
         raise UserError("unsloth has its own attention: leave out --attention")
-    if theirs and a.parallel:
-        raise UserError("unsloth runs on one GPU, without --parallel")
+    if theirs and a.parallel not in (None, "ddp"):
+        raise UserError(f"unsloth has no --parallel {a.parallel}: only ddp, or one GPU")
     if a.parallel in SHARED_ROWS and (others := [name for name in a.against if name.startswith("upstream")]):
         raise UserError(f"{others[0]} has no --parallel {a.parallel}: leave it out")
     if a.quantize in FP8 and (others := [name for name in a.against if not name.startswith("ours")]):
@@ -322,7 +322,7 @@ def measure(a: argparse.Namespace, model: str, variant: str, folder: Path, peak:
         **{name: getattr(a, name) for name in ("masked", "optimizer", "steps", "warmup")},
     }
     if spec["unsloth"] and not Path(spec["unsloth"]).exists():
-        run_child(spec | {"unsloth": None, "unsloth_path": None, "save": spec["unsloth"]}, folder)
+        run_child(spec | {"unsloth": None, "unsloth_path": None, "save": spec["unsloth"], "parallel": None, "gpus": 1}, folder)
     found = run_child(spec, folder)
     rows = [common | row | {"failed": None} for row in found["rows"]]
     ranks = a.gpus if a.parallel in SHARED_ROWS else 1  # of which each computes a part of these FLOPs

@@ -5,7 +5,6 @@ package of ours that it may import is the one that is called `liger_kernel` in t
 from __future__ import annotations
 
 import dataclasses
-import functools
 import gc
 import os
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 BITSANDBYTES = {"nf4": "is_loaded_in_4bit", "int8": "is_loaded_in_8bit"}
 UNSLOTH_OFFLINE = {"HF_HUB_OFFLINE": "1", "UNSLOTH_DISABLE_STATISTICS": "1"}
@@ -172,10 +170,9 @@ def _by_unsloth(spec: dict[str, Any]) -> Any:
     if spec["quantize"] and not getattr(model, BITSANDBYTES[spec["quantize"]], False):
         raise RuntimeError("Unsloth left the weights in 16 bits: can it load bitsandbytes here?")
     model = FastLanguageModel.get_peft_model(model, **_adapters(spec), **recomputed)
-    for layer in layers_of(model) if spec["checkpointing"] else ():
-        if getattr(getattr(type(layer).forward, "__code__", None), "co_name", "") != "forward_with_checkpointing":
-            # transformers checkpoints in a wrapper of this forward. Unsloth has replaced the wrapper, but expects the layer to checkpoint
-            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+    FastLanguageModel.for_training(model)  # weights are loaded for inference, in which Unsloth neither compiles its layers nor checkpoints them
+    if not all(layer.training for layer in layers_of(model)):
+        raise RuntimeError("Unsloth's layers are not set to training")
     return model
 
 

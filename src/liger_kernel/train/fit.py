@@ -100,10 +100,10 @@ def flags(changes: dict[str, Any]) -> str:
 
 
 class Estimates:
-    """Peaks of runs with one model on ``world`` GPUs of one kind."""
+    """Peaks of runs with one model on ``world`` GPUs of one kind. ``cpu_memory``: bytes of the CPU's memory that each may use."""
 
-    def __init__(self, form: Any, arch: str, world: int = 1):
-        self.form, self.arch, self.world = form, arch, world
+    def __init__(self, form: Any, arch: str, world: int = 1, cpu_memory: float = math.inf):
+        self.form, self.arch, self.world, self.cpu_memory = form, arch, world, cpu_memory
         self._known: dict[tuple[Any, ...], Any] = {}
 
     def peak(self, config: TrainConfig) -> Any:
@@ -114,7 +114,8 @@ class Estimates:
         key = dataclasses.astuple(config)
         if key not in self._known:
             try:
-                self._known[key] = simulated(self.form, config, precision_of(config, gpu=True), world=self.world, arch=self.arch)
+                precision = precision_of(config, gpu=True)
+                self._known[key] = simulated(self.form, config, precision, world=self.world, arch=self.arch, cpu_memory=self.cpu_memory)
             except UserError:
                 raise
             except Exception as error:  # of a model's own code, which may need values where there are only shapes
@@ -179,6 +180,7 @@ def _parser() -> Parser:
     add = parser.add_argument
     add("--gpu", metavar="NAME", help=f"one of {', '.join(GPUS)} (default: the GPU of this machine)")
     add("--memory-gb", type=float, metavar="X", help="memory of the GPU in 10^9 bytes (default: that of --gpu)")
+    add("--cpu-memory-gb", type=float, metavar="X", help="free memory of the CPU for each GPU in 10^9 bytes (default: as much as a run can use)")
     add("--seq", type=int, dest="length", default=argparse.SUPPRESS, metavar="N", help="the same as --length")
     add("--checkpointing", action="store_const", const="full", dest="gradient_checkpointing", default=argparse.SUPPRESS, help="--gradient-checkpointing full")
     add("--json", action="store_true", help="print JSON")
@@ -189,11 +191,12 @@ def _parser() -> Parser:
 
 def main(argv: list[str]) -> int:
     a = vars(_parser().parse_args(argv))
-    gpu, gigabytes, as_json = a.pop("gpu"), a.pop("memory_gb"), a.pop("json")
+    gpu, gigabytes, of_cpu, as_json = a.pop("gpu"), a.pop("memory_gb"), a.pop("cpu_memory_gb"), a.pop("json")
     if gpu is not None:
         one_of("GPU", gpu, GPUS)
-    if gigabytes is not None and not 0 < gigabytes < math.inf:
-        raise UserError(f"--memory-gb must be positive and finite, got {gigabytes:g}")
+    for flag, given in (("memory-gb", gigabytes), ("cpu-memory-gb", of_cpu)):
+        if given is not None and not 0 < given < math.inf:
+            raise UserError(f"--{flag} must be positive and finite, got {given:g}")
     if not a.get("model"):
         raise UserError(f"give --model, a config.json, a folder with one, a model on the hub, or one of {', '.join(MODELS)}")
     config = TrainConfig(**{"batch": 1, "length": 2048, **a})
@@ -203,9 +206,16 @@ def main(argv: list[str]) -> int:
     if getattr(text, "max_position_embeddings", config.length) < config.length:
         text.max_position_embeddings = config.length  # a longer row needs no other memory
     world = world_of(config)
-    found = _found(Estimates(form, arch, world), config, room)
+    found = _found(Estimates(form, arch, world, _for_copies(of_cpu)), config, room)
     print(json.dumps(found | {"gpu": name, "gpus": world, "memory": int(room)}, indent=1) if as_json else _shown(found, config, room, _each(name, world)))
     return 0
+
+
+def _for_copies(gigabytes: float | None) -> float:
+    """Bytes of so much free memory of the CPU that offloading uses."""
+    from liger_kernel.offloading import RESERVE
+
+    return math.inf if gigabytes is None else max(0.0, gigabytes * 1e9 - RESERVE)
 
 
 def world_of(config: TrainConfig) -> int:
@@ -256,6 +266,7 @@ def _found(of: Estimates, config: TrainConfig, room: float) -> dict[str, Any]:
         "peak": given.total,
         "parts": given.parts,
         "phase": given.phase,
+        "cpu": given.cpu,
         "fits": given.total <= room,
         "switches": [
             {"flags": flags(changes), "changes": changes, "costs": costs, "peak": peak, "saves": given.total - peak, "fits": peak <= room}
@@ -263,7 +274,7 @@ def _found(of: Estimates, config: TrainConfig, room: float) -> dict[str, Any]:
         ],
         "recommended": None
         if chosen is None
-        else {"peak": of.total(chosen), "command": command(chosen), "batch": chosen.batch, "largest_batch": rows, "longest_row": tokens},
+        else dict(peak=of.total(chosen), cpu=of.peak(chosen).cpu, command=command(chosen), batch=chosen.batch, largest_batch=rows, longest_row=tokens),
     }
 
 
@@ -287,14 +298,18 @@ def _shown(found: dict[str, Any], config: TrainConfig, room: float, gpu: str) ->
     widths = [max(len(line[i]) for line in lines) for i in range(4)]
     text = [f"{config.model}, {config.batch} x {config.length} tokens, on {gpu}", ""]
     text += ["  ".join((f"{a:<{widths[0]}}", *(f"{cell:>{width}}" for cell, width in zip(line, widths[1:])), last)).rstrip() for a, *line, last in lines]
-    text += ["", f"as given, the peak is in '{found['phase']}': {parts} GB"]
+    text += ["", f"as given, the peak is in '{found['phase']}': {parts} GB{_of_cpu(found['cpu'])}"]
     best = found["recommended"]
     if best is None:
         text += ["No combination of switches that trains the same model fits: choose fewer tokens a row, adapters (--lora), or several GPUs"]
     else:
-        text += [f"fits, with {_gb(best['peak'])} GB: {best['command']}"]
+        text += [f"fits, with {_gb(best['peak'])} GB{_of_cpu(best['cpu'])}: {best['command']}"]
         text += [f"with these flags, up to {best['largest_batch']:,} x {config.length:,} tokens fit, or {best['batch']:,} x {best['longest_row']:,}"]
     return "\n".join(text)
+
+
+def _of_cpu(needs: dict[str, int]) -> str:
+    return "".join(f", and {_gb(size)} GB of the CPU's memory for {what}" for what, size in needs.items())
 
 
 def _yes(fits: bool) -> str:

@@ -11,6 +11,9 @@ Long models are cut. If all layers have the same form, models of 4 and of 5 laye
 
     forward    head and loss    backward of the last layer, the last but one, the second, the first    optimizer
 
+The CPU's memory counts, too: copies of offloaded activations, and what an optimizer on the CPU needs. If it is short, activations of the last layers stay on
+the GPU.
+
 What PyTorch's own operators hold while they run is not seen, but known: cuBLAS has two workspaces (the forward and autograd have a thread each), and the
 backward of attention has the gradient of the queries in fp32, and those of shared keys and values for each head. Not counted: fragmentation, CUDA's own memory.
 """
@@ -22,6 +25,7 @@ import copy
 import dataclasses
 import functools
 import io
+import math
 import types
 import warnings
 import weakref
@@ -51,16 +55,19 @@ from liger_kernel.transformers.recognise import projections
 GRANULE = 512  # bytes of which PyTorch's allocator hands out multiples
 SHORT = 4  # layers of a model that is cut; the longer one has one more
 MIB = 2**20
+COPIES, STATES = "activations", "weights, gradients and moments"  # what the CPU's memory is for
+LAST_PHASES = {"backward: second layer", "backward: first layer", "optimizer"}  # when the activations of the last layers are gone
 # by which part of a step it is allocated, a storage counts as the last of these; gradients and casts are recognised
 PARTS = ("weights", "gathered weights", "casts of weights", "gradients", "optimizer", "activations", "head and loss", "temporary", "libraries")
 
 
 @dataclasses.dataclass(frozen=True)
 class Peak:
-    """Bytes at the moment of a step that needs most, by ``PARTS``. ``phase``: when it is."""
+    """Bytes at the moment of a step that needs most, by ``PARTS``. ``phase``: when it is. ``cpu``: bytes of the CPU's memory, by what needs them."""
 
     parts: dict[str, int]
     phase: str
+    cpu: dict[str, int]
 
     @property
     def total(self) -> int:
@@ -82,11 +89,12 @@ class _How(NamedTuple):
 def simulated(
     form: Any, config: TrainConfig, precision: str, *,
     world: int = 1, arch: str = "sm90", optimizer: str | None = None, ignored: float = 0.0, reduce_dtype: torch.dtype | None = torch.float32,
+    cpu_memory: float = math.inf,
 ) -> Peak:  # fmt: skip
     """The peak of one rank's step of ``config``, of ``world`` ranks with a GPU each, with a model of the transformers configuration ``form``.
 
     ``arch``: a key of ``TARGETS``. ``optimizer``: that of the config, or "sgd", which has no states. ``ignored``: the part of the targets that does not count.
-    ``reduce_dtype``: in which FSDP2 reduces gradients. Raises ``UserError`` for what cannot be simulated.
+    ``reduce_dtype``: in which FSDP2 reduces gradients. ``cpu_memory``: bytes that the rank may use. Raises ``UserError`` for what cannot be simulated.
     """
     if config.quantize == "int8" or (config.quantize and config.kernels == "off"):
         raise UserError(
@@ -100,12 +108,20 @@ def simulated(
     if config.activation_offloading:  # a layer's input, at least, is on its way out or back while more than so many bytes are
         some += -(-(offloading.LATE + offloading.AHEAD) // (config.batch * config.length * text.hidden_size * 2))
     if layers <= 2 * some + 1 or not _alike(form):
-        phases = step(form)
+        phases, cpu = step(form)
+        of_a_layer = cpu[COPIES] / layers
     else:
-        short, longer = step(_cut(form, some)), step(_cut(form, some + 1))
-        phases = {name: {part: n + (longer[name][part] - n) * (layers - some) for part, n in parts.items()} for name, parts in short.items()}
+        (short, cpu), (longer, cpu_of_longer) = step(_cut(form, some)), step(_cut(form, some + 1))
+        continued = lambda parts, longer: {part: n + (longer[part] - n) * (layers - some) for part, n in parts.items()}
+        of_a_layer = cpu_of_longer[COPIES] - cpu[COPIES]
+        phases, cpu = {name: continued(parts, longer[name]) for name, parts in short.items()}, continued(cpu, cpu_of_longer)
+    if (beyond := sum(cpu.values()) - cpu_memory) > 0 and cpu[COPIES]:
+        stay = min(cpu[COPIES], math.ceil(of_a_layer * math.ceil(beyond / of_a_layer)))
+        cpu[COPIES] -= stay
+        for name in phases.keys() - LAST_PHASES:
+            phases[name]["activations"] += stay
     phase, parts = max(phases.items(), key=lambda found: sum(found[1].values()))
-    return Peak(parts | {"libraries": parts["libraries"] + workspaces(arch)}, phase)
+    return Peak(parts | {"libraries": parts["libraries"] + workspaces(arch)}, phase, {what: n for what, n in cpu.items() if n})
 
 
 def workspaces(arch: str) -> int:
@@ -139,15 +155,15 @@ def _cut(form: Any, layers: int) -> Any:
     return form
 
 
-def _phases(form: Any, how: _How) -> dict[str, dict[str, int]]:
-    """Bytes by part at the peak of each phase of a step."""
+def _phases(form: Any, how: _How) -> tuple[dict[str, dict[str, int]], dict[str, int]]:
+    """Bytes by part at the peak of each phase of a step, and those of the CPU's memory by what needs them."""
     config = how.config
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(), fake_ranks(config, how.world) as ranks:
         warnings.simplefilter("ignore")
         model = _on_meta(form, config, how.precision)
         with _as_on_a_gpu(how.arch, how.ignored) as meter, followed(meter, config.optimizer_on_cpu) if config.fully_sharded else contextlib.nullcontext():
             _step(model, how, ranks, meter)
-    return meter.phases
+    return meter.phases, meter.cpu
 
 
 def _on_meta(form: Any, config: TrainConfig, precision: str) -> Any:
@@ -179,6 +195,7 @@ def _step(model: Any, how: _How, ranks: FakeRanks, meter: _Meter) -> None:
     if config.optimizer_on_cpu:
         for p in model.parameters():
             meter.leave(local(p))
+            meter.cpu[STATES] += 2 * local(p).nbytes if p.requires_grad else 0
     trained = [p for p in model.parameters() if p.requires_grad]
     for p in trained:
         p.register_post_accumulate_grad_hook(lambda p: meter.call(local(p.grad), "gradients"))
@@ -230,7 +247,7 @@ def _marks(layers: list[nn.Module], meter: _Meter) -> Iterator[None]:
 
 
 class _Meter(FakeTensorMode):
-    """Counts bytes of storages while they live. ``phases``: those by part at the peak of each phase."""
+    """Counts bytes of storages while they live. ``phases``: those by part at the peak of each phase; ``cpu``: the most that the CPU's memory has."""
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
@@ -238,6 +255,7 @@ class _Meter(FakeTensorMode):
         self.parts: Counter[str] = Counter(dict.fromkeys(PARTS, 0))
         self.now, self.label, self.phase = 0, "weights", ""
         self.phases: dict[str, dict[str, int]] = {}
+        self.cpu, self.copied = {COPIES: 0, STATES: 0}, 0
         self.nested = self.late = False
         self.watched: list[StorageWeakRef] = []
 
@@ -334,6 +352,12 @@ class _Meter(FakeTensorMode):
             self.live[key] = reference, 0, label
             self.parts[label] -= size
             self.now -= size
+            self.cpu[STATES] += size
+
+    def copy(self, size: int) -> None:
+        """Count a copy in the CPU's memory; of a negative size, one that ends. The most that there were at a time stay pinned."""
+        self.copied += size
+        self.cpu[COPIES] = max(self.cpu[COPIES], self.copied)
 
 
 def _attention_workspace(q: Tensor, k: Tensor) -> int:
@@ -368,7 +392,7 @@ def _as_on_a_gpu(arch: str, ignored: float) -> Iterator[_Meter]:
             (memory, "PLAIN", plain),
             (offloading, "PLAIN", plain),
             (offloading, "STAYS", ("meta",)),
-            (offloading, "_lane", _Copies),
+            (offloading, "_lane", functools.partial(_Copies, meter)),
             (offloading, "StorageWeakRef", meter.watch),
             (torch.nn.functional, "scaled_dot_product_attention", _attention),
             (torch.nn.functional, "dropout", _dropout),
@@ -386,24 +410,26 @@ def _as_on_a_gpu(arch: str, ignored: float) -> Iterator[_Meter]:
 
 
 class _Copies:
-    """Stands in for ``offloading.Lane``: copies are there at once, and the host's memory does not count."""
+    """Stands in for ``offloading.Lane``: copies are there at once, and the blocks are their sizes."""
 
-    def __init__(self, device: torch.device):
-        self.device, self.event = device, types.SimpleNamespace(wait_event=lambda event: None)
+    def __init__(self, meter: _Meter, device: torch.device):
+        self.meter, self.device, self.event = meter, device, types.SimpleNamespace(wait_event=lambda event: None)
 
     def now(self) -> Any:
         return self.event
 
-    def take(self, size: int) -> list[Tensor]:
-        return []
+    def take(self, size: int) -> list[int]:
+        blocks = offloading.pieces(size)
+        self.meter.copy(sum(blocks))
+        return blocks
 
-    def give(self, blocks: list[Tensor]) -> None:
-        pass
+    def give(self, blocks: list[int]) -> None:
+        self.meter.copy(-sum(blocks))
 
-    def out(self, data: Tensor, blocks: list[Tensor]) -> Any:
+    def out(self, data: Tensor, blocks: list[int]) -> Any:
         return self.event
 
-    def back(self, blocks: list[Tensor], data: Tensor) -> Any:
+    def back(self, blocks: list[int], data: Tensor) -> Any:
         return self.event
 
 

@@ -3,7 +3,8 @@
     python benchmarks/side_by_side.py COMMANDS OUT.csv [--one-step] [--without-attention]
 
 COMMANDS is a file with the arguments of one command in each line; lines that an empty one follows are a group. The models of a group must fit together:
-a variant that waits for its turn holds its weights and nothing else. Whoever has the turn is alone with the GPUs, until its process ends.
+a variant that waits for its turn holds its weights and nothing else, but with --parallel fsdp2 each GPU has all weights while a model is built. Whoever has the
+turn is alone with the GPUs, until its process ends. Weights for Unsloth are saved once for all variants of a model.
 
 Steps on the longest rows that fit take minutes, almost all of them in attention. ``--one-step`` measures one step, after one of 4096 tokens that compiles
 kernels and makes moments. ``--without-attention`` also replaces the kernels of PyTorch's flash attention by some that allocate the same tensors and
@@ -47,6 +48,23 @@ def wait_for_turn() -> None:
     while not go.exists():
         time.sleep(0.05)
     time.sleep(0.5)  # for the memory of the one before
+
+
+class SavedOnce:
+    """``save_weights`` for several variants at a time, of which those of the same model share the weights."""
+
+    def __init__(self, save: Any):
+        self.save, self.lock = save, threading.Lock()
+        self.saved: dict[str, Path] = {}
+
+    def __call__(self, spec: dict[str, Any], folder: Path) -> None:
+        key, wanted = json.dumps([spec["config"], spec["dtype"]], sort_keys=True), Path(spec["unsloth"])
+        with self.lock:
+            if key in self.saved and self.saved[key].exists():
+                wanted.symlink_to(self.saved[key])
+                return
+            self.save(spec, folder)
+            self.saved[key] = wanted
 
 
 def variant(path: str, spec: str, result: str) -> int:
@@ -136,6 +154,8 @@ def main(argv: list[str]) -> int:
     meta |= {"dtype": "bfloat16" if gpu else "float32"}
     own, run = threading.local(), step.subprocess.run
     step.subprocess.run = lambda *args, env=None, **more: run(*args, env={**(os.environ if env is None else env), **getattr(own, "turn", {})}, **more)
+
+    step.save_weights = SavedOnce(step.save_weights)
 
     def measure(number: int, a: Any, model: str, name: str, folder: Path, all_: int) -> None:
         own.turn = {TURNS: str(folder), NUMBER: str(number), ALL: str(all_)}

@@ -46,6 +46,26 @@ def test_one_step(user_env, tmp_path):
     assert "tiny ours, 1 x 16: " in said
 
 
+def test_weights_are_saved_once(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    from side_by_side import SavedOnce
+
+    saved = []
+
+    def save(spec, folder):
+        saved.append(spec["config"]["layers"])
+        if saved.count(3) != 1:  # the first time, that one fails
+            Path(spec["unsloth"]).mkdir()
+
+    once = SavedOnce(save)
+    for number, layers in enumerate((1, 2, 1, 3, 3)):
+        (tmp_path / str(number)).mkdir()
+        once({"config": {"layers": layers}, "dtype": "bfloat16", "unsloth": str(tmp_path / str(number) / "weights")}, tmp_path)
+    assert saved == [1, 2, 3, 3]
+    assert (tmp_path / "2" / "weights").resolve() == tmp_path / "0" / "weights" and not (tmp_path / "3" / "weights").exists()
+    assert (tmp_path / "4" / "weights").is_dir()
+
+
 def test_attention_that_computes_nothing():
     """Beside the real operator: shapes and types of all that it returns, and zero as gradients of what it was given."""
     code = """

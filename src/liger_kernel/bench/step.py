@@ -322,7 +322,7 @@ def measure(a: argparse.Namespace, model: str, variant: str, folder: Path, peak:
         **{name: getattr(a, name) for name in ("masked", "optimizer", "steps", "warmup")},
     }
     if spec["unsloth"] and not Path(spec["unsloth"]).exists():
-        run_child(spec | {"unsloth": None, "unsloth_path": None, "save": spec["unsloth"], "parallel": None, "gpus": 1}, folder)
+        save_weights(spec, folder)
     found = run_child(spec, folder)
     rows = [common | row | {"failed": None} for row in found["rows"]]
     ranks = a.gpus if a.parallel in SHARED_ROWS else 1  # of which each computes a part of these FLOPs
@@ -340,6 +340,11 @@ def measure(a: argparse.Namespace, model: str, variant: str, folder: Path, peak:
     if a.largest_seq and a.gpus > 1:
         rows[0] |= _largest("seq", spec | {"trace": None}, folder)
     return rows
+
+
+def save_weights(spec: dict[str, Any], folder: Path) -> None:
+    """Let a child save the weights that Unsloth loads, where ``spec["unsloth"]`` says."""
+    run_child(spec | {"unsloth": None, "unsloth_path": None, "save": spec["unsloth"], "parallel": None, "gpus": 1}, folder)
 
 
 def _largest(what: str, spec: dict[str, Any], folder: Path) -> Row:

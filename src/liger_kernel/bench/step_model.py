@@ -158,7 +158,7 @@ def _convert_by_torchao(model: Any, recipe: str) -> None:
 
 def _by_unsloth(spec: dict[str, Any]) -> Any:
     """Build the model with Unsloth's own functions from the checkpoint that ``save`` wrote."""
-    os.environ |= UNSLOTH_OFFLINE | {"UNSLOTH_COMPILE_LOCATION": os.path.join(spec["unsloth"], "compiled")}
+    os.environ |= UNSLOTH_OFFLINE | {"UNSLOTH_COMPILE_LOCATION": f"{spec['unsloth']}-compiled"}
     from unsloth import FastLanguageModel
 
     recomputed = {"use_gradient_checkpointing": ("unsloth" if spec["offload"] else True) if spec["checkpointing"] else False}

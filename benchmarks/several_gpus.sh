@@ -16,7 +16,9 @@ beside() { # NAME [FLAGS]: standard input has the commands; an empty line ends a
     shift
     cat >"$out/$name.commands"
     echo "== $name"
-    timeout "${PATIENCE:-3600}" python benchmarks/side_by_side.py "$out/$name.commands" "$out/$name.csv" "$@" || echo "$name: exit code $?"
+    timeout "${PATIENCE:-3600}" python benchmarks/side_by_side.py "$out/$name.commands" "$out/$name.csv" "$@" && return
+    echo "$name: exit code $?"
+    sleep 40 # ranks of a stage that was stopped have 30 s to leave the GPUs
 }
 
 checks() { # ranks against one process over NCCL, and launchers whose workers are killed, each on two of the GPUs

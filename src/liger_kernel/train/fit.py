@@ -123,7 +123,9 @@ class Estimates:
         return self._known[key]
 
     def total(self, config: TrainConfig) -> int:
-        return self.peak(config).total
+        """Bytes at the peak; more than any GPU has if what must be in the CPU's memory finds no room there."""
+        peak = self.peak(config)
+        return peak.total if sum(peak.cpu.values()) <= self.cpu_memory else sys.maxsize
 
 
 def turned_on(config: TrainConfig, switch: Switch, world: int = 1) -> TrainConfig:
@@ -136,7 +138,7 @@ def turned_on(config: TrainConfig, switch: Switch, world: int = 1) -> TrainConfi
 
 def switches(of: Estimates, config: TrainConfig) -> Iterator[tuple[dict[str, Any], str, int]]:
     """Each switch that is off and saves memory: what changes, what it costs, and the peak with it in bytes. A switch that the run cannot have is left out."""
-    given = of.total(config)
+    given = of.peak(config).total
     halved = Switch({"batch": config.batch // 2, "accumulate": 2 * config.accumulate}, "time: products of fewer tokens")
     for switch in (*SWITCHES, *([halved] if config.batch % 2 == 0 else [])):
         with contextlib.suppress(UserError):
@@ -267,7 +269,7 @@ def _found(of: Estimates, config: TrainConfig, room: float) -> dict[str, Any]:
         "parts": given.parts,
         "phase": given.phase,
         "cpu": given.cpu,
-        "fits": given.total <= room,
+        "fits": of.total(config) <= room,
         "switches": [
             {"flags": flags(changes), "changes": changes, "costs": costs, "peak": peak, "saves": given.total - peak, "fits": peak <= room}
             for changes, costs, peak in switches(of, config)

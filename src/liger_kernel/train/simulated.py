@@ -109,14 +109,14 @@ def simulated(
         some += -(-(offloading.LATE + offloading.AHEAD) // (config.batch * config.length * text.hidden_size * 2))
     if layers <= 2 * some + 1 or not _alike(form):
         phases, cpu = step(form)
-        of_a_layer = cpu[COPIES] / layers
+        of_a_layer = max(1, cpu[COPIES] // layers)
     else:
         (short, cpu), (longer, cpu_of_longer) = step(_cut(form, some)), step(_cut(form, some + 1))
         continued = lambda parts, longer: {part: n + (longer[part] - n) * (layers - some) for part, n in parts.items()}
-        of_a_layer = cpu_of_longer[COPIES] - cpu[COPIES]
+        of_a_layer = max(1, cpu_of_longer[COPIES] - cpu[COPIES])
         phases, cpu = {name: continued(parts, longer[name]) for name, parts in short.items()}, continued(cpu, cpu_of_longer)
     if (beyond := sum(cpu.values()) - cpu_memory) > 0 and cpu[COPIES]:
-        stay = min(cpu[COPIES], math.ceil(of_a_layer * math.ceil(beyond / of_a_layer)))
+        stay = min(cpu[COPIES], of_a_layer * math.ceil(beyond / of_a_layer))
         cpu[COPIES] -= stay
         for name in phases.keys() - LAST_PHASES:
             phases[name]["activations"] += stay

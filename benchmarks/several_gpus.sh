@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The tables of docs/benchmarks/multi-gpu.md, on the GPUs of your machine:  benchmarks/several_gpus.sh OUT [checks|sharded|adapters|large|rows|vocabulary ...]   (default: all)
+# The tables of docs/benchmarks/multi-gpu.md, on the GPUs of your machine:  benchmarks/several_gpus.sh OUT [checks|sharded|adapters|large|experts|rows|vocabulary ...]   (default: all)
 # OUT gets a CSV and a JSON file a stage. GPUS=2 takes so many of them. UPSTREAM, UNSLOTH and VERL are folders with liger-kernel 0.8.5, Unsloth and verl 0.9.1; without them
 # they are left out. PATIENCE=200 ends a stage after so many seconds.
 set -uo pipefail
@@ -32,7 +32,7 @@ checks() { # ranks against one process over NCCL, and launchers whose workers ar
 sharded() {
     local step="--model llama-3-8b --gpus $gpus --parallel fsdp2 --optimizer adamw --steps 8 --warmup 3"
     for size in "--batch 2 --seq 2048" "--batch 16 --seq 512"; do
-        printf '%s\n%s\n\n' "$step $size $upstream --against stock,${UPSTREAM:+upstream,}ours" "$step $size --fp8 tensorwise --against ours"
+        printf '%s\n%s\n' "$step $size $upstream --against stock,${UPSTREAM:+upstream,}ours" "$step $size --fp8 tensorwise --against ours"
     done | beside sharded
 }
 
@@ -41,11 +41,15 @@ adapters() {
     printf '%s\n%s\n' "$step" "$step --quantize nf4" | beside adapters
 }
 
-large() { # a group has one variant: each GPU holds all weights while a model is built
+large() { # stock without checkpointing needs what the weights of those that wait would take
     local step="--model llama-3-70b --layers 24 --gpus $gpus --parallel fsdp2 --optimizer adamw --seq 512 --steps 4 --warmup 2"
-    for more in "--batch 16 --against ours" "--batch 16 --checkpointing --against ours" "--batch 16 --checkpointing --against stock" "--batch 16 --against stock"; do
-        printf '%s\n\n' "$step $more"
-    done | beside large
+    printf '%s\n' "$step --batch 24 --checkpointing --against stock,ours" "$step --batch 16,24 --against ours" "" "$step --batch 16,24 --against stock" | beside large
+}
+
+experts() { # TRANSFORMERS is a folder with Transformers 5.23, unless it is installed
+    local step="--model qwen3-30b-a3b --gpus $gpus --optimizer adamw --batch 4 --seq 2048 --checkpointing --steps 5 --warmup 3"
+    printf '%s\n' "$step --parallel fsdp2 --against stock,ours" "$step --parallel ep --against stock,ours" |
+        PYTHONPATH=${TRANSFORMERS:+$TRANSFORMERS:}$PYTHONPATH beside experts
 }
 
 rows() { # 262,144 tokens a GPU; attention computes nothing, as a step would take minutes
@@ -61,6 +65,6 @@ vocabulary() {
         --variants ours 'ours, no entropy' ${VERL:+verl} ${UPSTREAM:+product+upstream} || echo "vocabulary: exit code $?"
 }
 
-for stage in "${@:-checks sharded adapters large rows vocabulary}"; do
+for stage in "${@:-checks sharded adapters large experts rows vocabulary}"; do
     for each in $stage; do "$each"; done
 done

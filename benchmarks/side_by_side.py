@@ -3,8 +3,9 @@
     python benchmarks/side_by_side.py COMMANDS OUT.csv [--one-step] [--without-attention]
 
 COMMANDS is a file with the arguments of one command in each line; lines that an empty one follows are a group. The models of a group must fit together:
-a variant that waits for its turn holds its weights and nothing else, but with --parallel fsdp2 each GPU has all weights while a model is built. Whoever has the
-turn is alone with the GPUs, until its process ends. Weights for Unsloth are saved once for all variants of a model.
+a variant that waits for its turn holds its weights, or its part of them, and nothing else. One after the other builds its model, since with --parallel fsdp2
+each GPU has all weights until they are sharded. Whoever has the turn is alone with the GPUs, until its process ends. Weights for Unsloth are saved once for all
+variants of a model.
 
 Steps on the longest rows that fit take minutes, almost all of them in attention. ``--one-step`` measures one step, after one of 4096 tokens that compiles
 kernels and makes moments. ``--without-attention`` also replaces the kernels of PyTorch's flash attention by some that allocate the same tensors and
@@ -33,20 +34,31 @@ PATIENCE = 600.0  # seconds for the slowest to build its model
 kept: list[Any] = []  # registrations of operators, which end with their objects
 
 
-def wait_for_turn() -> None:
-    """Return when every variant is built, or has failed, and it is this one's turn. Other ranks than the first poll: a collective would use the GPU."""
-    turns, number = Path(os.environ[TURNS]), os.environ[NUMBER]
-    go = turns / f"go-{number}"
+def take(what: str) -> int | None:
+    """Wait until no other variant has the lock of this name. It ends with the process, or when what this returns is closed.
+
+    The first rank takes it; the others poll, because a collective would use the GPU.
+    """
+    turns, number, lock = Path(os.environ[TURNS]), os.environ[NUMBER], None
+    taken = turns / f"{what}-{number}"
     if int(os.environ.get("RANK", 0)) == 0:
-        (turns / f"built-{number}").touch()
+        lock = os.open(turns / what, os.O_WRONLY | os.O_CREAT)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        taken.touch()
+    while not taken.exists():
+        time.sleep(0.05)
+    return lock
+
+
+def wait_for_turn() -> None:
+    """Return when every variant is built, or has failed, and it is this one's turn."""
+    turns = Path(os.environ[TURNS])
+    if int(os.environ.get("RANK", 0)) == 0:
+        (turns / f"built-{os.environ[NUMBER]}").touch()
         until = time.monotonic() + PATIENCE
         while len(list(turns.glob("built-*"))) < int(os.environ[ALL]) and time.monotonic() < until:
             time.sleep(0.05)
-        lock = os.open(turns / "lock", os.O_WRONLY | os.O_CREAT)  # open until the process ends
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        go.touch()
-    while not go.exists():
-        time.sleep(0.05)
+    take("turn")
     time.sleep(0.5)  # for the memory of the one before
 
 
@@ -74,13 +86,19 @@ def variant(path: str, spec: str, result: str) -> int:
     assert found is not None and found.loader is not None
     child = importlib.util.module_from_spec(found)
     found.loader.exec_module(child)
-    built = child.Training.__init__
+    train, model, locks = child.Training.__init__, child.models.build, []
+
+    def build_model(*args: Any) -> Any:
+        locks.append(take("building"))
+        return model(*args)
 
     def build(self: Any, *args: Any) -> None:
-        built(self, *args)
+        train(self, *args)
+        if (lock := locks.pop()) is not None:
+            os.close(lock)
         wait_for_turn()
 
-    child.Training.__init__ = build
+    child.models.build, child.Training.__init__ = build_model, build
     if os.environ.get(MODE):
         child.Training.measure = lambda training, batch: one_step(child.batches, training, batch)
     if os.environ.get(MODE) == "without-attention":

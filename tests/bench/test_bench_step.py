@@ -1,6 +1,7 @@
 """``liger bench step``: that it measures what it says, and that a step which learns something else gets no ratio."""
 
 import csv
+import importlib.util
 import json
 import math
 import re
@@ -283,6 +284,9 @@ def test_a_search_without_a_capacity_doubles_and_halves():
         (["--batch", "4,0"], "--batch must be at least 1, got 0"),
         (["--batch", "4,8", "--profile"], "need a single --batch"),
         (["--gpus", "2", "--parallel", "ulysses", "--against", "upstream"], "upstream has no --parallel ulysses: leave it out"),
+        (["--gpus", "2", "--parallel", "ep"], "--parallel ep needs a mixture of experts, got llama-3.2-1b"),
+        (["--gpus", "2", "--parallel", "ep", "--model", "mixtral-8x7b", "--against", "upstream"], "upstream has no --parallel ep: leave it out"),
+        (["--gpus", "2", "--parallel", "ep", "--model", "mixtral-8x7b", "--lora", "8"], "--parallel ep trains all weights in 16 bits"),
         (["--layers", "0"], "--layers must be at least 1, got 0"),
         (["--lora", "-1"], "--lora must be at least 0, got -1"),
         (["--lora", "8", "--lora-dropout", "1"], "--lora-dropout must be in"),
@@ -507,6 +511,19 @@ def test_two_processes_learn_what_one_does(how, tmp_path):
     (one,), (two,) = one["rows"], two["rows"]
     assert two["losses"] == pytest.approx(one["losses"], rel=1e-6)
     assert two["tokens_per_s"] == pytest.approx(2 * 32 / two["step_ms"] * 1e3)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not importlib.util.find_spec("transformers.distributed.expert_parallel"), reason="needs the expert parallelism of Transformers 5.23")
+@pytest.mark.parametrize("package", [None, str(step.PACKAGE)])
+def test_experts_over_two_processes(package, tmp_path):
+    """They learn what one process does, checkpointed, too. The exchange reorders sums."""
+    config = dict(MODELS["qwen3-30b-a3b"]) | dict(hidden_size=64, intermediate_size=64, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2)
+    config |= dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=500)
+    one = step.run_child(spec(tmp_path, config=config, package=package), tmp_path)
+    two = step.run_child(spec(tmp_path, config=config, package=package, batches=[1], gpus=2, parallel="ep", checkpointing=True), tmp_path)
+    assert not two["failed"]
+    assert two["rows"][0]["losses"] == pytest.approx(one["rows"][0]["losses"], rel=1e-5)
 
 
 @pytest.mark.parametrize("attention, found", [(None, "sdpa"), ("eager", "eager")])

@@ -105,8 +105,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--gpus", type=int, default=1, metavar="N", help="processes, each with a GPU where there are any (default: 1)")
     add(
         "--parallel",
-        choices=("ddp", "fsdp2", *SHARED_ROWS),
-        help="how the processes share the model (default: ddp if there are several); with ulysses they share the rows of a step, stock models by our code",
+        choices=("ddp", "fsdp2", "ep", *SHARED_ROWS),
+        help="how the processes share the model (default: ddp if there are several); ep: each has a part of the experts, and all else is as with fsdp2, by"
+        " Transformers 5.23; with ulysses they share the rows of a step, stock models by our code",
     )
     add("--steps", type=int, default=10, help="measured steps (default: 10)")
     add("--warmup", type=int, default=4, help="steps before them (default: 4)")
@@ -143,8 +144,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
         raise UserError(f"--masked must be in [0, 1), got {a.masked}")
     _check_adapters(a)
     _check_fp8(a)
+    _check_experts(a)
     try:
-        check(a.optimizer, a.parallel or "none", a.optimizer_in_backward, a.optimizer_on_cpu)
+        check(a.optimizer, "fsdp2" if a.parallel == "ep" else a.parallel or "none", a.optimizer_in_backward, a.optimizer_on_cpu)
         require(a.optimizer)
     except (ValueError, ImportError) as error:
         raise UserError(str(error)) from error
@@ -166,6 +168,19 @@ def _check_fp8(a: argparse.Namespace) -> None:
         raise UserError("torchao converts layers to mxfp8_rceil in another way, which is not measured here: leave it out of --against")
     if "torchao" in a.against and importlib.util.find_spec("torchao") is None:
         raise UserError("torchao is not installed: pip install torchao")
+
+
+def _check_experts(a: argparse.Namespace) -> None:
+    if a.parallel != "ep":
+        return
+    if dense := [name for name in a.model if not any(value.endswith("_experts") for value in MODELS[name])]:
+        raise UserError(f"--parallel ep needs a mixture of experts, got {dense[0]}")
+    if others := [name for name in a.against if not name.startswith(("stock", "ours", *COMPILED))]:
+        raise UserError(f"{others[0]} has no --parallel ep: leave it out")
+    if a.lora or a.fp8 or a.optimizer_on_cpu:
+        raise UserError("--parallel ep trains all weights in 16 bits on the GPU: leave out --lora, --fp8 and --optimizer-on-cpu")
+    if importlib.util.find_spec("transformers.distributed.expert_parallel") is None:
+        raise UserError("--parallel ep needs the expert parallelism of Transformers 5.23: pip install 'transformers>=5.23'")
 
 
 def _check_adapters(a: argparse.Namespace) -> None:

@@ -176,6 +176,9 @@ def parallel(model: Any, how: str | None, device: torch.device, on_cpu: bool = F
         return parallelize(model, how, cpu_offload=on_cpu).model
     if how == "ddp":
         return nn.parallel.DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
+    if how == "ep":
+        config, _, meshes = model.prepare_distribute_model({"fsdp_size": dist.get_world_size(), "ep_size": dist.get_world_size()})
+        return model.maybe_distribute_model(model, config, meshes)
     if how == "fsdp2":
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
@@ -234,6 +237,9 @@ class Training:
         self.model = models.build(spec, self.device)
         self.marked = not (spec["compile"] or spec["unsloth"])  # hooks would change the compiled code, and Unsloth compiles its layers
         self.run = parallel(self.model, spec["parallel"], self.device, spec["optimizer_on_cpu"])
+        if spec["parallel"] and self.gpu:
+            gc.collect()
+            torch.cuda.empty_cache()  # whole weights, of which each rank now has a part
         if spec["compile"] == "layers":
             for layer in models.layers_of(self.model):
                 layer.compile()

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
+import functools
 import importlib.util
 import json
 import os
@@ -88,9 +89,13 @@ def variant(path: str, spec: str, result: str) -> int:
     found.loader.exec_module(child)
     train, model, locks = child.Training.__init__, child.models.build, []
 
-    def build_model(*args: Any) -> Any:
+    def build_model(spec: dict[str, Any], *args: Any) -> Any:
+        if not spec["unsloth"]:  # which must be imported first
+            import transformers  # noqa: F401
+        if spec["package"]:
+            import liger_kernel.transformers  # noqa: F401
         locks.append(take("building"))
-        return model(*args)
+        return model(spec, *args)
 
     def build(self: Any, *args: Any) -> None:
         train(self, *args)
@@ -101,6 +106,7 @@ def variant(path: str, spec: str, result: str) -> int:
     child.models.build, child.Training.__init__ = build_model, build
     if os.environ.get(MODE):
         child.Training.measure = lambda training, batch: one_step(child.batches, training, batch)
+        child.Training.peak = functools.partialmethod(child.Training.peak, steps=1)  # of --largest-seq, after the first row
     if os.environ.get(MODE) == "without-attention":
         replace_attention()
     return child.main(spec, result)
@@ -162,12 +168,14 @@ def main(argv: list[str]) -> int:
     commands, out = given.commands, given.out
     os.environ[MODE] = "without-attention" if given.without_attention else "one-step" if given.one_step else ""
     from liger_kernel.bench import step
-    from liger_kernel.bench.rows import write_step_csv
+    from liger_kernel.bench.rows import parts_of, write_step_csv
     from liger_kernel.model_sizes import config_of
 
     parsed = [[step.parse(line.split()) for line in group.splitlines() if line.strip()] for group in Path(commands).read_text().split("\n\n")]
     os.environ["SIDE_BY_SIDE_CHILD"], step.CHILD = str(step.CHILD), Path(__file__).resolve()
-    meta, rows = step.environment(), []
+    meta = step.environment()
+    rows: list[dict[str, Any]] = []  # of groups that are over
+    finished: list[dict[str, Any]] = []  # and what this group has so far
     gpu = meta["gpus"] > 0
     meta |= {"dtype": "bfloat16" if gpu else "float32"}
     own, run = threading.local(), step.subprocess.run
@@ -175,8 +183,10 @@ def main(argv: list[str]) -> int:
 
     step.save_weights = SavedOnce(step.save_weights)
 
-    def measure(number: int, a: Any, model: str, name: str, folder: Path, all_: int) -> None:
-        own.turn = {TURNS: str(folder), NUMBER: str(number), ALL: str(all_)}
+    begun, writing = time.monotonic(), threading.Lock()
+
+    def measure(number: int, a: Any, model: str, name: str, folder: Path) -> None:
+        own.turn = {TURNS: str(folder), NUMBER: str(number), ALL: str(len(jobs))}
         mine = folder / str(number)
         mine.mkdir()
         (mine / f"{model}.pt").symlink_to(folder / f"{commands_of.index(a)}-{model}.pt")
@@ -185,12 +195,28 @@ def main(argv: list[str]) -> int:
         finally:
             (folder / f"built-{number}").touch()
         same = {field: getattr(a, field) for field in ("data", "lengths", "masked", "optimizer")}
-        measured[number] = [row | same for row in found]
         for row in found:
             said = (
                 row["failed"] or f"{row['step_ms']:,.1f} ms, {row['tokens_per_s']:,.0f} tokens/s, {row['peak_allocated_gb']:.2f} GB, spread {row['spread']:.1%}"
             )
-            print(f"{model} {name}, {row['batch']} x {row['seq']}: {said}", flush=True)
+            for what in ("batch", "seq"):
+                said += f", largest {what} {row[f'largest_{what}']:,}" if row.get(f"largest_{what}") else ""
+            size = ", ".join([f"{model} {name}", f"{row['batch']} x {row['seq']}", *parts_of(row | same)])
+            print(f"{time.monotonic() - begun:.0f} s: {size}: {said}", flush=True)
+        with writing:
+            measured[number] = [row | same for row in found]
+            write()
+
+    def write() -> None:
+        """All that is measured so far: a run that is stopped leaves what it has."""
+        done = list(rows)
+        for n, (a, model, _) in enumerate(jobs):
+            stock = {row["batch"]: row for m, job in enumerate(jobs) if job == (a, model, "stock") for row in measured.get(m, [])}
+            tolerance = step.PARITY["bfloat16" if a.autocast or a.quantize else meta["dtype"]]
+            done += [step.judge(dict(row), stock.get(row["batch"]), tolerance) for row in measured.get(n, [])]
+        write_step_csv({"meta": meta, "rows": done}, out)
+        Path(out).with_suffix(".json").write_text(json.dumps({"meta": meta, "rows": done}, indent=1))
+        finished[:] = done
 
     for commands_of in parsed:
         measured: dict[int, list[dict[str, Any]]] = {}
@@ -199,16 +225,12 @@ def main(argv: list[str]) -> int:
                 for model in a.model:
                     step.write_tokens(a.data, config_of(step.values_of(a, model)).vocab_size, Path(tmp) / f"{i}-{model}.pt")
             jobs = [(a, model, name) for a in commands_of for model in a.model for name in sorted(a.against, key=lambda name: name != "stock")]
-            threads = [threading.Thread(target=measure, args=(n, *job, Path(tmp), len(jobs))) for n, job in enumerate(jobs)]
+            threads = [threading.Thread(target=measure, args=(n, *job, Path(tmp))) for n, job in enumerate(jobs)]
             for thread in threads:
                 thread.start()
             for thread in threads:
                 thread.join()
-        for n, (a, model, _) in enumerate(jobs):
-            stock = next((row for m, job in enumerate(jobs) if job == (a, model, "stock") for row in measured.get(m, [])), None)
-            rows += [step.judge(row, stock, step.PARITY["bfloat16" if a.autocast or a.quantize else meta["dtype"]]) for row in measured.get(n, [])]
-        write_step_csv({"meta": meta, "rows": rows}, out)
-        Path(out).with_suffix(".json").write_text(json.dumps({"meta": meta, "rows": rows}, indent=1))
+        rows = list(finished)
     return int(not rows or any(row["failed"] for row in rows if row["variant"].startswith("ours")))
 
 

@@ -55,7 +55,7 @@ TRACE_STEPS = 2
 GET = {"upstream": "liger-kernel==0.8.5", "unsloth": "unsloth"}  # what pip installs
 GET_UPSTREAM = f"upstream is skipped: pip install --no-deps --target DIR {GET['upstream']}, then --upstream-path DIR"
 GET_UNSLOTH = f"unsloth is skipped: pip install --target DIR {GET['unsloth']}, then --unsloth-path DIR"
-LONGEST = 1 << 18  # most tokens of a row that --largest-seq tries
+LONGEST = 1 << 20  # most tokens of a row that --largest-seq tries
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 CHILD = Path(__file__).with_name("step_child.py")
 PACKAGE = Path(__file__).parents[2]  # the folder that holds our liger_kernel

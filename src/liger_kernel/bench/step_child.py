@@ -308,14 +308,14 @@ class Training:
             "memory_timeline": timeline.points,
         }
 
-    def peak(self, batch: int, seq: int) -> float | None:
-        """The peak of two steps of that size in GB; None, and the reason in ``why``, if they fail. For one GPU: other ranks would wait for the failing one."""
+    def peak(self, batch: int, seq: int, steps: int = 2) -> float | None:
+        """The peak of steps of that size in GB; None, and the reason in ``why``, if they fail. For one GPU: other ranks would wait for the failing one."""
         held = self.memory.now()
         self.memory.reset()
         try:
             data = batches(self.spec | {"batch": batch, "seq": seq}, self.share, self.device, 1)
-            self.step(data)
-            self.step(data)
+            for _ in range(steps):
+                self.step(data)
             self.synchronize()
             return self.memory.peak()
         except Exception as error:

@@ -34,6 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_kernel import memory
 from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
+from liger_kernel.ops.projections.float8 import lacking
 from liger_kernel.ops.projections.float8_training import RECIPES
 from liger_kernel.parallel import Parallel, VocabularyParallel, by_sharding, call_instead, clip_grad_norm_, parallelize
 from liger_kernel.transformers import _apply_liger_kernel_to_instance, class_patches, projections_report, restore
@@ -940,6 +941,11 @@ def lora_on_a_head_of_tp() -> None:
 # -- FP8 -----------------------------------------------------------------------------------
 
 
+def recipes() -> list[str]:
+    """Those that this machine can run."""
+    return [name for name, recipe in RECIPES.items() if not lacking(torch.device(hf_models.DEVICE), recipe.capability)]
+
+
 def in_fp8(recipe: str = "tensorwise") -> nn.Module:
     model = make("llama")
     _apply_liger_kernel_to_instance(model=model, fp8=recipe, fp8_filter=lambda m, name: name != "lm_head")
@@ -961,7 +967,7 @@ def same_in_fp8(found: dict[str, Tensor], recipe: str = "tensorwise", parts: int
 
 @check
 def fp8_ddp() -> None:
-    for recipe in RECIPES:
+    for recipe in recipes():
         same_in_fp8(learn(parallelize(in_fp8(recipe), "ddp").model), recipe)
 
 
@@ -973,7 +979,7 @@ def fp8_accumulates() -> None:
 
 @check
 def fp8_fsdp2() -> None:
-    for recipe in RECIPES:
+    for recipe in recipes():
         p = parallelize(in_fp8(recipe), "fsdp2", own_head=True)
         same_in_fp8(learn(p.model), recipe)
         assert [layer.reason for layer in projections_report(p.module).layers if layer.runs] == [f"in FP8, {recipe}"] * 14

@@ -110,7 +110,8 @@ def parts_of(row: Mapping[str, Any]) -> list[str]:
     adapters += f" on {row['lora_targets']}" if row.get("lora_targets") else ""
     adapters += f" with dropout {row['lora_dropout']:g}" if row.get("lora_dropout") else ""
     layers, base, tiles = row.get("layers"), row.get("quantize"), f"tiled MLPs in {row['tiled_mlp']}" if row.get("tiled_mlp") else ""
-    parts = [f"{layers} layers" if layers else "", "expert parallelism" if row.get("parallel") == "ep" else "", "autocast" if row.get("autocast") else "", "checkpointing" if row.get("checkpointing") else ""]
+    parts = [f"{layers} layers" if layers else "", "expert parallelism" if row.get("parallel") == "ep" else ""]
+    parts += [name for name in ("autocast", "checkpointing") if row.get(name)]
     parts += [row["attention"]] if row.get("attention") else []
     parts += [row["optimizer"] if row.get("optimizer") not in (None, "sgd", "adamw") else ""]  # what a page's text does not say
     parts += ["step in the backward" if row.get("optimizer_in_backward") else "", "optimizer on the CPU" if row.get("optimizer_on_cpu") else ""]

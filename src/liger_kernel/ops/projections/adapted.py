@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,13 +67,36 @@ class Projection:
         return Projection(dataclasses.replace(self.weight, learnable=learnable), bias, adapters, magnitude)
 
 
-@dataclass(eq=False)
-class _Stack:
-    """Adapters that read the same input: several that read x, or one that reads x after its dropout. ``begin``: the first stacked row of each."""
+class _Stack(NamedTuple):
+    """Adapters that read the same input: several that read x, or one that reads x after its dropout. ``spans``: the stacked rows of each."""
 
     adapters: list[tuple[int, int]]  # projection, adapter
-    spans: list[tuple[int, int]]
+    spans: list[slice]
+    rows: int
     dropout: float
+
+
+class _Place(NamedTuple):
+    """Where an adapter is: the index of its stack, its rows there (None if it is alone), and its number among all adapters."""
+
+    stack: int
+    span: slice | None
+    number: int
+
+
+@functools.lru_cache(256)
+def _layout(adapters: tuple[tuple[tuple[int, float], ...], ...]) -> tuple[list[_Stack], list[list[_Place]]]:
+    """The stacks of adapters, and the places of those of each projection, from the rank and dropout of each adapter of each projection."""
+    every = [(i, j) for i, own in enumerate(adapters) for j in range(len(own))]
+    plain = [(i, j) for i, j in every if not adapters[i][j][1]]
+    stacks = []
+    for group in [plain] * bool(plain) + [[at] for at in every if at not in plain]:
+        ends = list(itertools.accumulate((adapters[i][j][0] for i, j in group), initial=0))
+        i, j = group[0]
+        stacks.append(_Stack(group, [slice(*span) for span in itertools.pairwise(ends)], ends[-1], adapters[i][j][1]))
+    found = {at: (s, span if len(stack.adapters) > 1 else None) for s, stack in enumerate(stacks) for at, span in zip(stack.adapters, stack.spans)}
+    numbers = itertools.count()
+    return stacks, [[_Place(*found[i, j], next(numbers)) for j in range(len(own))] for i, own in enumerate(adapters)]
 
 
 def _norms(p: Projection, dtype: torch.dtype, thin: torch.dtype) -> Tensor:
@@ -93,14 +118,7 @@ class Projections:
 
     def __init__(self, projections: Sequence[Projection], dtype: torch.dtype, thin: torch.dtype):
         self.projections, self.dtype, self.thin = projections, dtype, thin
-        every = [(i, j) for i, p in enumerate(projections) for j in range(len(p.adapters))]
-        plain = [at for at in every if not self._of(at).dropout]
-        groups = [plain] * bool(plain) + [[at] for at in every if self._of(at).dropout]
-        self.stacks = []
-        for group in groups:
-            ends = list(itertools.accumulate((self._of(at).a.shape[0] for at in group), initial=0))
-            self.stacks.append(_Stack(group, list(itertools.pairwise(ends)), self._of(group[0]).dropout))
-        self.place = {at: (s, i) for s, stack in enumerate(self.stacks) for i, at in enumerate(stack.adapters)}
+        self.stacks, self.places = _layout(tuple([tuple([(a.a.shape[0], a.dropout) for a in p.adapters]) for p in projections]))
         self.As: list = []
         self.bs: list = []
         self.xas: list = []
@@ -114,13 +132,6 @@ class Projections:
     def _of(self, at: tuple[int, int]) -> Adapter:
         return self.projections[at[0]].adapters[at[1]]
 
-    def _spans(self, i: int) -> Iterator[tuple[Adapter, int, slice, int]]:
-        """For each adapter of projection i: the adapter, the index of its stack, its rows there, and its number among all adapters."""
-        before = sum(len(p.adapters) for p in self.projections[:i])
-        for j, adapter in enumerate(self.projections[i].adapters):
-            s, n = self.place[i, j]
-            yield adapter, s, slice(*self.stacks[s].spans[n]), before + j
-
     def _cast(self) -> None:
         """Stack the A's, and cast the A's and B's to the dtype of their products. One copy moves everything that has another dtype or place."""
         there, here = [], []
@@ -129,9 +140,9 @@ class Projections:
             parts = [self._of(at).a for at in stack.adapters]
             whole = parts[0]
             if len(parts) > 1 or whole.dtype != self.thin:
-                whole = whole.new_empty(stack.spans[-1][1], whole.shape[1], dtype=self.thin)
+                whole = whole.new_empty(stack.rows, whole.shape[1], dtype=self.thin)
                 there += parts
-                here += [whole[begin:end] for begin, end in stack.spans]
+                here += [whole[span] for span in stack.spans] if len(parts) > 1 else [whole]
             self.As.append(whole)
         for b in (a.b for p in self.projections for a in p.adapters):
             self.bs.append(b if b.dtype == self.thin else torch.empty_like(b, dtype=self.thin))
@@ -159,7 +170,7 @@ class Projections:
         self.xas, self.masks = [], []
         for stack, a in zip(self.stacks, self.As):
             seen, mask = torch.native_dropout(x, stack.dropout, True) if stack.dropout else (x, None)
-            self.xas.append(seen.to(self.thin) @ a.t())
+            self.xas.append(as_dtype(seen, self.thin) @ a.t())
             self.masks.append(mask)
 
     def outputs(self, rows: Rows, out: Tensor | None = None) -> list[Tensor]:
@@ -169,8 +180,9 @@ class Projections:
         search((p.weight, rows) for p in self.projections)
         for i, p in enumerate(self.projections):
             y = None if p.weight.accumulates else p.weight.forward(rows, None)
-            for adapter, s, span, n in self._spans(i):
-                y = add_product(y, self.xas[s][:, span].to(self.dtype), self.bs[n].to(self.dtype).t(), adapter.scale, out)
+            for adapter, place in zip(p.adapters, self.places[i]):
+                xa = _columns(self.xas[place.stack], place.span)
+                y = add_product(y, as_dtype(xa, self.dtype), as_dtype(self.bs[place.number], self.dtype).t(), adapter.scale, out)
             if p.weight.accumulates:
                 y = p.weight.forward(rows, y)
             if out is not None and y is not out:
@@ -190,7 +202,7 @@ class Projections:
     def input_kept(self, rows: Rows, x: Tensor) -> tuple[Callable[[Sequence[Tensor | None]], Rows], list[Tensor | None]]:
         """What the backward needs from x, and a function that makes the rows from it: x itself, or what trained weights need. Call ``outputs`` first."""
         trained = [p.weight for p in self.projections if p.weight.learnable is not None and p.weight.learnable.requires_grad]
-        found = [] if self.place else [weight.of_input(rows) for weight in trained]  # adapters need x itself
+        found = [] if any(self.places) else [weight.of_input(rows) for weight in trained]  # adapters need x itself
         first = found[0] if found else None
         if first is None or any(other is None or other[0] != first[0] for other in found):
             return rows_again, [x]
@@ -215,7 +227,7 @@ class Projections:
         """Put back what the forward saved: the tensors of ``kept()`` or of ``taken()``."""
         kept, many = list(kept), len(self.stacks)
         first = lambda n: [kept.pop(0) for _ in range(n)]
-        self.As, self.bs, self.xas, self.masks = first(many), first(len(self.place)), first(many), first(many)
+        self.As, self.bs, self.xas, self.masks = first(many), first(sum(map(len, self.places))), first(many), first(many)
         self.zs, self.norms = kept[: len(kept) // 2], kept[len(kept) // 2 :]
 
     def thin_gradients(self, dy_rows: Sequence[Rows], need: Sequence[Sequence[bool]]) -> None:
@@ -223,7 +235,7 @@ class Projections:
         self.dy_rows = list(dy_rows)
         dys = [rows.rows for rows in dy_rows]
         self.grads = [[None] * len(n) for n in need]
-        self.dxas = [dys[0].new_empty(dys[0].shape[0], stack.spans[-1][1], dtype=self.thin) for stack in self.stacks]
+        self.dxas = [dys[0].new_empty(dys[0].shape[0], stack.rows, dtype=self.thin) for stack in self.stacks]
         zs, norms = iter(self.zs), iter(self.norms)
         for i, p in enumerate(self.projections):
             dy, grad, needs = dys[i], self.grads[i], need[i]
@@ -237,11 +249,11 @@ class Projections:
                 dy = times_columns(dy, p.magnitude / norm)
                 self.dy_rows[i] = Rows(dy)
             wide = as_dtype(dy, self.thin) if p.adapters else dy
-            for j, (adapter, s, span, n) in enumerate(self._spans(i)):
-                dxa = self.dxas[s][:, span]
+            for j, (adapter, (s, span, n)) in enumerate(zip(p.adapters, self.places[i])):
+                dxa = _columns(self.dxas[s], span)
                 torch.addmm(dxa, wide, self.bs[n], beta=0, alpha=adapter.scale, out=dxa)
                 if needs[3 + 3 * j + 1]:
-                    grad[3 + 3 * j + 1] = add_product(None, wide.t(), self.xas[s][:, span], adapter.scale)
+                    grad[3 + 3 * j + 1] = add_product(None, wide.t(), _columns(self.xas[s], span), adapter.scale)
                 if needs[3 + 3 * j + 2]:
                     grad[3 + 3 * j + 2] = total * adapter.scale
 
@@ -254,7 +266,7 @@ class Projections:
                 dx = p.weight.backward(dy, dx)
         for dxa, a, mask in zip(self.dxas, self.As, self.masks):
             if mask is None:
-                dx = add_product(dx, dxa.to(self.dtype), a.to(self.dtype), out=out)
+                dx = add_product(dx, as_dtype(dxa, self.dtype), as_dtype(a, self.dtype), out=out)
         for p, dy in zip(self.projections, self.dy_rows):
             if p.weight.accumulates:
                 dx = p.weight.backward(dy, dx)
@@ -272,17 +284,28 @@ class Projections:
         for stack, dxa, mask in zip(self.stacks, self.dxas, self.masks):
             if any(need[i][3 + 3 * j] for i, j in stack.adapters):
                 seen = x.rows if mask is None else torch.ops.aten.native_dropout_backward(x.rows, mask, 1 / (1 - stack.dropout))
-                da = dxa.t() @ seen.to(self.thin)
+                da = dxa.t() @ as_dtype(seen, self.thin)
                 for (i, j), span in zip(stack.adapters, stack.spans):
-                    self.grads[i][3 + 3 * j] = da[slice(*span)]
+                    self.grads[i][3 + 3 * j] = da[span] if len(stack.spans) > 1 else da
         flat: list[Tensor | None] = []
+        there: list[Tensor] = []
+        here: list[Tensor] = []
         for i, (p, dy, grad, needs) in enumerate(zip(self.projections, self.dy_rows, self.grads, need)):
             total = None if totals is None else totals[i]
             if total is not None:
                 p.weight.add_gradient(total, dy, x)
             elif needs[0]:
                 grad[0] = p.weight.gradient(dy, x)
-            flat += [None if g is None or not n or t is None else as_dtype(g, t.dtype) for g, n, t in zip(grad, needs, p.tensors())]
+            for place, (g, n, t) in enumerate(zip(grad, needs, p.tensors())):
+                if g is None or not n or t is None:
+                    g = None
+                elif place >= 3 and g.dtype != t.dtype:  # of an adapter, so small that all may be there in both dtypes
+                    there.append(g)
+                    g = torch.empty_like(g, dtype=t.dtype)
+                    here.append(g)
+                flat.append(g if g is None else as_dtype(g, t.dtype))
+        if there:
+            torch._foreach_copy_(here, there)
         self.dy_rows = []
         return flat
 
@@ -303,6 +326,10 @@ class Projections:
             flat += one.weight_gradients(x, need[i : i + 1], None if totals is None else totals[i : i + 1])
             del dy
         return dx, flat
+
+
+def _columns(t: Tensor, span: slice | None) -> Tensor:
+    return t if span is None else t[:, span]
 
 
 def rows_again(saved: Sequence[Tensor | None]) -> Rows:

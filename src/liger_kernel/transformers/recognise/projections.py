@@ -64,7 +64,10 @@ def _of_package(cls: type, package: str) -> bool:
 
 def is_dense(m: Any) -> bool:
     """Whether a call of ``m`` multiplies by an ordinary weight and adds the bias."""
-    return type(m) is nn.Linear and nn.Linear.forward is _FORWARD and _own(m) and plain(m.weight) and (m.bias is None or plain(m.bias))
+    if type(m) is not nn.Linear or nn.Linear.forward is not _FORWARD or not _own(m):
+        return False
+    bias = m.bias
+    return plain(m.weight) and (bias is None or plain(bias))
 
 
 def _weight(m: nn.Module, dtype: torch.dtype) -> Weight | Left:
@@ -157,7 +160,8 @@ def _adapters(m: Any) -> list[str]:
 
 
 def _adapter(m: Any, name: str) -> Adapter | Left:
-    a, b, dropout = m.lora_A[name], m.lora_B[name], m.lora_dropout[name]
+    parts = m._modules  # a module asks each other place before this one for an attribute, and these layers are read at each call
+    a, b, dropout = (parts[kind]._modules[name] for kind in ("lora_A", "lora_B", "lora_dropout"))
     if not (is_dense(a) and is_dense(b)) or a.bias is not None:
         return Left(f"parts of adapter {name!r} are sharded, hooked or replaced")
     p = 0.0
@@ -167,9 +171,10 @@ def _adapter(m: Any, name: str) -> Adapter | Left:
         p = float(dropout.p)
     if p >= 1:
         return Left(f"the dropout of adapter {name!r} drops everything")
-    if a.weight.dtype != b.weight.dtype:
+    wa, wb = a.weight, b.weight
+    if wa.dtype != wb.dtype:
         return Left(f"the two matrices of adapter {name!r} have different dtypes")
-    return Adapter(a.weight, b.weight, float(m.scaling[name]), p, b.bias)
+    return Adapter(wa, wb, float(m.scaling[name]), p, b.bias)
 
 
 def _sharded(m: nn.Module) -> bool:

@@ -53,7 +53,7 @@ experts() { # TRANSFORMERS is a folder with Transformers 5.23, unless it is inst
 }
 
 rows() { # 262,144 tokens a GPU; attention computes nothing, as a step would take minutes
-    printf '%s\n' "--model llama-3-8b --gpus $gpus --parallel ulysses-fsdp2 --batch 1 --seq $((262144 * gpus)) --checkpointing --optimizer adamw --against ours:long" |
+    printf '%s\n' "--model llama-3-8b --gpus $gpus --parallel ulysses-fsdp2 --batch 1 --seq $((262144 * gpus)) --checkpointing --optimizer adamw --against ours:offload-tiled" |
         beside rows --without-attention
     printf '%s\n' "--model llama-3-8b --gpus $gpus --parallel ulysses-fsdp2 --batch 1 --seq $((32768 * gpus)) --checkpointing --optimizer adamw --against ours:long" |
         beside rows-with-attention --one-step

@@ -8,9 +8,9 @@ each GPU has all weights until they are sharded. Whoever has the turn is alone w
 variants of a model.
 
 Steps on the longest rows that fit take minutes, almost all of them in attention. ``--one-step`` measures one step, after one of 4096 tokens that compiles
-kernels and makes moments. ``--without-attention`` also replaces the kernels of PyTorch's flash attention by some that allocate the same tensors and
-workspace, and return the queries, and zero for their gradients. All else is computed, and the peak is about that of the real step
-(MEASURED.md, "Long rows"); losses and times are not.
+kernels and makes moments; so does each trial of ``--largest-seq``, which OUT.trials lists. ``--without-attention`` also replaces the kernels of PyTorch's flash
+attention by some that allocate the same tensors and workspace, and return the queries, and zero for their gradients. All else is computed, and the peak is
+about that of the real step (MEASURED.md, "Long rows"); losses and times are not.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
-import functools
 import importlib.util
 import json
 import os
@@ -31,6 +30,7 @@ from typing import Any
 
 TURNS, NUMBER, ALL = (f"SIDE_BY_SIDE_{name}" for name in ("TURNS", "NUMBER", "ALL"))  # set for the processes of the variants
 MODE = "SIDE_BY_SIDE_MODE"  # "one-step" or "without-attention"
+TRIALS = "SIDE_BY_SIDE_TRIALS"  # a file for what a search for the longest row has tried
 PATIENCE = 600.0  # seconds for the slowest to build its model
 kept: list[Any] = []  # registrations of operators, which end with their objects
 
@@ -106,7 +106,16 @@ def variant(path: str, spec: str, result: str) -> int:
     child.models.build, child.Training.__init__ = build_model, build
     if os.environ.get(MODE):
         child.Training.measure = lambda training, batch: one_step(child.batches, training, batch)
-        child.Training.peak = functools.partialmethod(child.Training.peak, steps=1)  # of --largest-seq, after the first row
+        trial = child.Training.peak
+
+        def peak(training: Any, batch: int, seq: int) -> float | None:  # of --largest-seq, after the first row
+            found = trial(training, batch, seq, steps=1)
+            with open(os.environ[TRIALS], "a") as file:
+                said = training.why if found is None else f"{found:.2f} GB"
+                file.write(f"variant {os.environ[NUMBER]}, {batch} x {seq}: {said}\n")
+            return found
+
+        child.Training.peak = peak
     if os.environ.get(MODE) == "without-attention":
         replace_attention()
     return child.main(spec, result)
@@ -167,6 +176,7 @@ def main(argv: list[str]) -> int:
     given = parser.parse_args(argv)
     commands, out = given.commands, given.out
     os.environ[MODE] = "without-attention" if given.without_attention else "one-step" if given.one_step else ""
+    os.environ[TRIALS] = str(Path(out).resolve().with_suffix(".trials"))
     from liger_kernel.bench import step
     from liger_kernel.bench.rows import parts_of, write_step_csv
     from liger_kernel.model_sizes import config_of

@@ -32,7 +32,7 @@ checks() { # ranks against one process over NCCL, and launchers whose workers ar
 sharded() {
     local step="--model llama-3-8b --gpus $gpus --parallel fsdp2 --optimizer adamw --steps 8 --warmup 3"
     for size in "--batch 2 --seq 2048" "--batch 16 --seq 512"; do
-        printf '%s\n%s\n' "$step $size $upstream --against stock,${UPSTREAM:+upstream,}ours" "$step $size --fp8 tensorwise --against ours"
+        printf '%s\n%s\n' "$step $size $upstream --against stock,${UPSTREAM:+upstream,}ours" "$step $size --fp8 tensorwise --against ours,ours:gathered,torchao:gathered"
     done | beside sharded
 }
 

@@ -41,6 +41,7 @@ from liger_kernel.transformers import _apply_liger_kernel_to_instance, class_pat
 from liger_kernel.transformers.head import loss as head_loss
 from liger_kernel.transformers.patching.flags import flags_of, parts_of
 from liger_kernel.transformers.recognise import experts as experts_module
+from liger_kernel.transformers.recognise import projections as recognised
 
 memory.SMALL = 0  # tensors of tests are small
 RANKS = int(os.environ.get("LIGER_TEST_RANKS", 2))
@@ -124,7 +125,8 @@ class Collectives(TorchDispatchMode):
 
 
 CHECKS: dict[str, Callable[[], None]] = {}
-BY_KERNELS = {"norms_of_dtensors", "a_sharded_head_by_kernels", "lora_by_the_engine", "lora_on_experts"}  # interpreted; whole models would take minutes so
+# interpreted; whole models would take minutes so
+BY_KERNELS = {"norms_of_dtensors", "a_sharded_head_by_kernels", "lora_by_the_engine", "lora_on_experts", "fp8_of_torchao_gathered_in_fp8"}
 
 
 def check(fn: Callable[[], None]) -> Callable[[], None]:
@@ -1049,28 +1051,47 @@ def fp8_tp() -> None:
 
 
 def fp8_of_torchao_gathered_in_fp8() -> None:
-    """``enable_fsdp_float8_all_gather``: torchao's own code runs in a patched model, and learns what it learns in a stock one."""
+    """``enable_fsdp_float8_all_gather``: our nodes multiply what FSDP2 gathered, and learn what torchao's own code learns."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training, precompute_float8_dynamic_scale_for_fsdp
 
-    def learnt(ours: bool) -> dict[str, Tensor]:
-        model = make("llama")
-        config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
+    multiplied: list[Tensor] = []
+    read = recognised.float8_gathered
+
+    def counting(w: Tensor, *how: Any) -> Any:
+        multiplied.append(w)
+        return read(w, *how)
+
+    def learnt(ours: bool, checkpointing: bool = False) -> dict[str, Tensor]:
+        model = make("llama", num_hidden_layers=1, hidden_size=32, intermediate_size=64, head_dim=16)
+        config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=not GPUS, pad_inner_dim=True)
         convert_to_float8_training(model, config=config, module_filter_fn=lambda m, name: name != "lm_head")
         if ours:
             _apply_liger_kernel_to_instance(model=model)
         for layer in model.model.layers:
             fully_shard(layer, mesh=mesh())
         fully_shard(model, mesh=mesh())
+        if ours:
+            assert [layer.reason for layer in projections_report(model).layers if layer.runs] == ["in FP8, tensorwise, gathered in FP8"] * 7
+        if checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        multiplied.clear()
         for _ in range(2):
             optimizer.zero_grad()
             found = learn_any(model)
             optimizer.step()
             precompute_float8_dynamic_scale_for_fsdp(model)
+        assert len(multiplied) == 7 * 2 * ours * (1 + checkpointing)  # layers and steps, and forwards of each
         return found
 
     # a value that lies on the border between two numbers of FP8 may fall to either side, which moved a gradient by 8e-5 of the largest
-    assert_same_learning(learnt(True), learnt(False), 1e-3)
+    recognised.float8_gathered = counting
+    try:
+        theirs = learnt(False)
+        assert_same_learning(learnt(True), theirs, 1e-3)
+        assert_same_learning(learnt(True, checkpointing=True), theirs, 1e-3)
+    finally:
+        recognised.float8_gathered = read
 
 
 if importlib.util.find_spec("torchao"):

@@ -301,6 +301,8 @@ def test_a_search_without_a_capacity_doubles_and_halves():
         (["--lora", "8", "--quantize", "fp8"], "stock has no frozen FP8 base"),
         (["--lora", "8", "--quantize", "nf4", "--against", "ours:fp8"], "ours:fp8 has its own base"),
         (["--against", "stock,torchao"], "torchao needs --fp8 tensorwise"),
+        (["--against", "ours:gathered", "--fp8", "rowwise"], "ours:gathered needs --fp8 tensorwise"),
+        (["--against", "ours:gathered", "--fp8", "tensorwise", "--gpus", "2"], "ours:gathered needs --parallel fsdp2"),
         (["--against", "ours:bf16"], "ours:bf16 needs --fp8 tensorwise"),
         (["--fp8", "rowwise_with_gw_hp", "--against", "ours:head"], r"ours:head needs --fp8 tensorwise\|rowwise$"),
         (["--fp8", "tensorwise", "--lora", "8"], "--fp8 trains the weights themselves: leave out --lora"),
@@ -329,7 +331,7 @@ def test_models_that_torchao_converts():
     torchao = pytest.importorskip("torchao.float8.float8_linear")
     config = transformers.LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, vocab_size=64)
     model = transformers.LlamaForCausalLM(config)
-    step_model._convert_by_torchao(model, "rowwise")
+    step_model._convert_by_torchao(model, "rowwise", False)
     assert sum(type(m) is torchao.Float8Linear for m in model.modules()) == 7 and type(model.lm_head) is torch.nn.Linear
 
 
@@ -496,7 +498,7 @@ def spec(tmp_path, **changes):
     torch.save(torch.randint(0, 500, (4096,), generator=torch.Generator().manual_seed(3), dtype=torch.int32), tmp_path / "tokens")
     values = dict(config=TINY, dtype="float32", package=str(step.PACKAGE), compile=None, tokens=str(tmp_path / "tokens"), trial=False, trace=None)
     values |= dict(batches=[2], largest=[], median=0, autocast=False, unsloth=None, unsloth_path=None, save=None)
-    values |= dict(lora=0, lora_targets=list(step.LINEARS), lora_dropout=0.0, dora=False, quantize=None, fp8=None, torchao=False)
+    values |= dict(lora=0, lora_targets=list(step.LINEARS), lora_dropout=0.0, dora=False, quantize=None, fp8=None, torchao=False, gathered=False)
     values |= dict(flags={}, trace_steps=1, seq=32, gpus=1, parallel=None, masked=0.0, optimizer="sgd", checkpointing=False, steps=3, warmup=1)
     values |= dict(optimizer_in_backward=False, optimizer_on_cpu=False, attention=None)
     return values | changes

@@ -38,6 +38,7 @@ SWITCHED: dict[str, dict[str, Any]] = {  # ours with other flags than the defaul
 FP8 = ("fp8", "fp8_rowwise")  # ours with another storage of the frozen base: recipes of quantize_base
 OPTIMIZERS = ("sgd", *KINDS)
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8_rceil")  # of --fp8, as torchao names them
+GATHERED = ("ours:gathered", "torchao:gathered")  # layers of torchao whose weights FSDP2 gathers in FP8, on our kernels or compiled
 UNSLOTH = ("unsloth", "unsloth:offload")  # Unsloth's own functions; with --checkpointing the second one keeps the layers' inputs in the CPU's memory
 COMPILED = {"compile": "model", "layers": "layers"}  # what torch.compile compiles: the whole model, or each decoder layer separately
 VARIANTS = (
@@ -45,6 +46,7 @@ VARIANTS = (
     *SWITCHED,
     *(f"ours:{how}" for how in (*FP8, "bf16")),
     "torchao",
+    *GATHERED,
     *UNSLOTH,
     *COMPILED,
     *(f"{base}+{how}" for base in BASES[1:] for how in COMPILED),
@@ -159,14 +161,17 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def _check_fp8(a: argparse.Namespace) -> None:
-    for name, recipes in (("torchao", RECIPES), ("ours:bf16", RECIPES), ("ours:head", RECIPES[:2])):
+    needed = {"torchao": RECIPES, "ours:bf16": RECIPES, "ours:head": RECIPES[:2]} | dict.fromkeys(GATHERED, RECIPES[:1])
+    for name, recipes in needed.items():
         if name in a.against and a.fp8 not in recipes:
             raise UserError(f"{name} needs --fp8 {'|'.join(recipes)}")
     if a.fp8 and a.lora:
         raise UserError("--fp8 trains the weights themselves: leave out --lora")
+    if (gathered := [name for name in GATHERED if name in a.against]) and a.parallel != "fsdp2":
+        raise UserError(f"{gathered[0]} needs --parallel fsdp2, which gathers the weights")
     if "torchao" in a.against and a.fp8 == "mxfp8_rceil":
         raise UserError("torchao converts layers to mxfp8_rceil in another way, which is not measured here: leave it out of --against")
-    if "torchao" in a.against and importlib.util.find_spec("torchao") is None:
+    if {"torchao", *GATHERED} & set(a.against) and importlib.util.find_spec("torchao") is None:
         raise UserError("torchao is not installed: pip install torchao")
 
 
@@ -319,7 +324,8 @@ def measure(a: argparse.Namespace, model: str, variant: str, folder: Path, peak:
         "package": {"stock": None, "upstream": a.upstream_path, "ours": str(PACKAGE), "torchao": str(PACKAGE), "unsloth": None}[base],
         "quantize": level if fp8 else a.quantize,
         "fp8": a.fp8 if base in ("ours", "torchao") and level != "bf16" else None,
-        "torchao": base == "torchao",
+        "torchao": base == "torchao" or variant in GATHERED,
+        "gathered": variant in GATHERED,
         "flags": flags | ({"tiled_mlp": a.tiled_mlp} if "tiled_mlp" in flags and a.tiled_mlp else {}),
         "lora_targets": a.lora_targets.split(",") if a.lora_targets else list(LINEARS),
         "unsloth": str(folder / f"{model}-weights") if base == "unsloth" else None,

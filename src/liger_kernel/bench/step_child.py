@@ -263,6 +263,10 @@ class Training:
         if not self.in_backward:
             self.optimizer.step()
             self.optimizer.zero_grad()
+        if self.spec["gathered"]:
+            from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+            precompute_float8_dynamic_scale_for_fsdp(self.model)
         mark("optimizer")
         self.losses.append(loss.detach())
 

@@ -36,7 +36,7 @@ def _by_transformers(spec: dict[str, Any], device: torch.device) -> Any:
         gc.collect()
         torch.cuda.empty_cache()
     if spec["torchao"]:
-        _convert_by_torchao(model, spec["fp8"])
+        _convert_by_torchao(model, spec["fp8"], spec["gathered"])
     if spec["checkpointing"]:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if spec["package"]:
@@ -145,11 +145,11 @@ def _quantize(model: Any, how: str) -> None:
     torch.cuda.empty_cache()
 
 
-def _convert_by_torchao(model: Any, recipe: str) -> None:
-    """Linear layers but the head."""
+def _convert_by_torchao(model: Any, recipe: str, gathered: bool) -> None:
+    """Linear layers but the head. ``gathered``: FSDP2 is to gather their weights in FP8."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    config = Float8LinearConfig.from_recipe_name(recipe)
+    config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), enable_fsdp_float8_all_gather=gathered)
     if not torch.cuda.is_available():
         config = dataclasses.replace(config, emulate=True)
     head = model.get_output_embeddings()

@@ -20,7 +20,7 @@ kept: both together would take as much memory as W in 16 bits.
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -28,10 +28,10 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from liger_kernel.ops._core.operator import launch, launcher, use_kernels
+from liger_kernel.ops._core.operator import acc, launch, launcher, use_kernels
 from liger_kernel.ops._core.tl import cdiv, jit, next_power_of_2, tl
 from liger_kernel.ops.activations.glu import FORM, TOPS, glu_into
-from liger_kernel.ops.projections.float8 import CAPABILITY, E4, E5, LEAST, _quantized, _quantized_t, _size, product
+from liger_kernel.ops.projections.float8 import CAPABILITY, E4, E5, LEAST, _quantized, _quantized_t, _size, product, transposed
 from liger_kernel.ops.projections.mxfp8 import BLOCK, mx_casts, mx_product
 from liger_kernel.ops.projections.mxfp8 import CAPABILITY as MX_CAPABILITY
 from liger_kernel.ops.projections.weights import Rows, Weight, added, as_dtype
@@ -534,6 +534,31 @@ class Float8Trained(Weight):
         return _the(self._casts("x", x, E4, False, True)[1])
 
 
+@dataclass(frozen=True, eq=False)
+class Float8Gathered(Float8Trained):
+    """A weight that FSDP2 gathers in FP8, with one scale. ``cast_of`` reads its cast from ``learnable``, in which a backward finds what was gathered for it."""
+
+    cast_of: Callable[[Tensor], Cast] = field(kw_only=True)
+
+    def _gathered(self) -> Cast:
+        assert self.learnable is not None
+        return self.cast_of(self.learnable)
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        values, scale = self._gathered()
+        return (values.to(acc(dtype)) * scale).to(dtype)
+
+    def _cast(self, dtype: torch.dtype) -> Cast:
+        return self._gathered()
+
+    def _transposed_cast(self, dtype: torch.dtype, after: Tensor, spare: Tensor | None = None) -> Cast:
+        values, scale = self._gathered()
+        return Cast(transposed(values), scale)
+
+    def _cast_together(self, name: str, rows: Rows, of_rows: tuple[torch.dtype, bool, bool], of_w: tuple[bool, bool]) -> None:
+        return None
+
+
 def search(products: Iterable[tuple[Weight, Rows | None]]) -> None:
     """Find the largest values of weights, and of the rows that they multiply, that casts with one scale will ask for: in one launch, not in one for each."""
     if torch.compiler.is_compiling():
@@ -572,4 +597,13 @@ def _the(cast: Cast | None) -> Cast:
 
 def float8_trained(w: Tensor, recipe: Recipe, kept: Kept | None = None) -> Float8Trained:
     N, K = w.shape
-    return Float8Trained((N, K), w, recipe=recipe, learns=w.requires_grad and torch.is_grad_enabled(), kept=kept)
+    return Float8Trained((N, K), w, recipe=recipe, learns=_learns(w), kept=kept)
+
+
+def float8_gathered(w: Tensor, cast_of: Callable[[Tensor], Cast]) -> Float8Gathered:
+    N, K = w.shape
+    return Float8Gathered((N, K), w, recipe=RECIPES["tensorwise"], learns=_learns(w), cast_of=cast_of)
+
+
+def _learns(w: Tensor) -> bool:
+    return w.requires_grad and torch.is_grad_enabled()

@@ -29,7 +29,7 @@ from liger_kernel.transformers.recognise.adapted_experts import adapted_experts,
 from liger_kernel.transformers.recognise.experts import DOWN, GATE_UP, subclassed
 from liger_kernel.transformers.recognise.family import Family
 from liger_kernel.transformers.recognise.plain import plain
-from liger_kernel.transformers.recognise.projections import Left, projection
+from liger_kernel.transformers.recognise.projections import Left, gathered_in_fp8, projection
 from liger_kernel.transformers.recognise.rows import family, rows_of
 from liger_kernel.transformers.recognise.slots import SLOT_OF
 from liger_kernel.transformers.recognise.variant import LINEARS
@@ -225,6 +225,8 @@ def _reason(m: Any, parent: Any, attribute: str, model: Any, adapted: bool) -> s
     weight, dtype = _weight_of(base), _dtype_of(base)
     if weight is not None and not use_kernels(torch.empty(0, dtype=dtype, device=weight.device), fusible=True):
         return Left(f"there are no kernels for {dtype} on {weight.device.type}")
+    if gathered_in_fp8(base):
+        return "in FP8, tensorwise, gathered in FP8"
     found = projection(m, dtype)
     if isinstance(found, Left):
         return found

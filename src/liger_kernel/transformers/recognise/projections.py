@@ -27,7 +27,7 @@ from liger_kernel.ops._core.operator import use_kernels
 from liger_kernel.ops._core.shards import is_sharded
 from liger_kernel.ops.projections.adapted import Adapter, Projection
 from liger_kernel.ops.projections.float8 import lacking
-from liger_kernel.ops.projections.float8_training import RECIPES
+from liger_kernel.ops.projections.float8_training import RECIPES, Cast, float8_gathered
 from liger_kernel.ops.projections.four_bits import four_bits
 from liger_kernel.ops.projections.linear import dtypes_of, linears
 from liger_kernel.ops.projections.weights import Dense, Elsewhere, Weight, dense
@@ -133,18 +133,35 @@ def _float8_trained(m: Any, dtype: torch.dtype) -> Weight | Left | None:
     if dtype not in DTYPES:
         return Left(f"a layer in FP8 beside an input of {dtype}")
     w, bias = m.weight, m.bias
-    if not (_own(m) and plain(w) and (bias is None or plain(bias))):
-        return Left("a layer in FP8 that is sharded or hooked, or gathered in FP8")
+    gathered = type(w) is _class("torchao.float8.float8_training_tensor", "Float8TrainingTensor")
+    if not (_own(m) and (plain(w) or gathered) and (bias is None or plain(bias))):
+        return Left("a layer in FP8 that is sharded or hooked")
     if w.dtype != dtype and not torch.is_autocast_enabled(w.device.type):
         return Left(f"a weight of {w.dtype} beside an input of {dtype}")
-    return trained(w, recipe)
+    return float8_gathered(w, _gathered_cast) if gathered else trained(w, recipe)
+
+
+def _gathered_cast(w: Any) -> Cast:
+    """What FSDP2 has gathered of a weight of torchao (``enable_fsdp_float8_all_gather``): values that were multiplied by a scale."""
+    return Cast(w._data, w._scale.reciprocal().reshape(()))
+
+
+def gathered_in_fp8(m: Any) -> bool:
+    """Whether FSDP2 will gather the weight of a layer of torchao in FP8."""
+    w = m._parameters.get("weight")
+    waiting = _class("torchao.float8.fsdp_utils", "WeightWithDynamicFloat8CastTensor")
+    return waiting is not None and is_sharded(w) and type(w.to_local()) is waiting and sum(p.is_shard() for p in w.placements) == 1
+
+
+# options of torchao's config that do not change the result
+_SAME_RESULT = dict.fromkeys(("emulate", "force_recompute_fp8_weight_in_bwd", "pad_inner_dim", "enable_fsdp_float8_all_gather"), False)
 
 
 @functools.lru_cache(16)
 def _recipe_of(config: Any) -> str | None:
     """The recipe that a torchao config describes, apart from options that do not change the result; None if it is none of ours."""
     of = type(config).from_recipe_name
-    same = lambda recipe: dataclasses.replace(config, emulate=False, force_recompute_fp8_weight_in_bwd=False, pad_inner_dim=False) == of(recipe)
+    same = lambda recipe: dataclasses.replace(config, **_SAME_RESULT) == of(recipe)
     return next((recipe for recipe in RECIPES if not RECIPES[recipe].blocks and same(recipe)), None)
 
 

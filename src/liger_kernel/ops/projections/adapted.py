@@ -84,7 +84,6 @@ class _Place(NamedTuple):
     number: int
 
 
-@functools.lru_cache(256)
 def _layout(adapters: tuple[tuple[tuple[int, float], ...], ...]) -> tuple[list[_Stack], list[list[_Place]]]:
     """The stacks of adapters, and the places of those of each projection, from the rank and dropout of each adapter of each projection."""
     every = [(i, j) for i, own in enumerate(adapters) for j in range(len(own))]
@@ -97,6 +96,9 @@ def _layout(adapters: tuple[tuple[tuple[int, float], ...], ...]) -> tuple[list[_
     found = {at: (s, span if len(stack.adapters) > 1 else None) for s, stack in enumerate(stacks) for at, span in zip(stack.adapters, stack.spans)}
     numbers = itertools.count()
     return stacks, [[_Place(*found[i, j], next(numbers)) for j in range(len(own))] for i, own in enumerate(adapters)]
+
+
+_known_layout = functools.lru_cache(256)(_layout)
 
 
 def _norms(p: Projection, dtype: torch.dtype, thin: torch.dtype) -> Tensor:
@@ -118,7 +120,8 @@ class Projections:
 
     def __init__(self, projections: Sequence[Projection], dtype: torch.dtype, thin: torch.dtype):
         self.projections, self.dtype, self.thin = projections, dtype, thin
-        self.stacks, self.places = _layout(tuple([tuple([(a.a.shape[0], a.dropout) for a in p.adapters]) for p in projections]))
+        layout = _layout if torch.compiler.is_compiling() else _known_layout  # a compiler warns of caches
+        self.stacks, self.places = layout(tuple([tuple([(a.a.shape[0], a.dropout) for a in p.adapters]) for p in projections]))
         self.As: list = []
         self.bs: list = []
         self.xas: list = []

@@ -553,7 +553,7 @@ class Float8Gathered(Float8Trained):
 
     def _transposed_cast(self, dtype: torch.dtype, after: Tensor, spare: Tensor | None = None) -> Cast:
         values, scale = self._gathered()
-        return Cast(transposed(values), scale)
+        return Cast(transposed(values.contiguous()), scale)
 
     def _cast_together(self, name: str, rows: Rows, of_rows: tuple[torch.dtype, bool, bool], of_w: tuple[bool, bool]) -> None:
         return None

@@ -581,9 +581,9 @@ def test_optimizers_of_torchao_train_the_same_model(tmp_path):
 
 
 def test_weights_on_the_cpu_learn_what_others_do(tmp_path):
-    changes = dict(optimizer="adamw", parallel="fsdp2")
-    found = [step.run_child(spec(tmp_path, optimizer_on_cpu=on_cpu, **changes), tmp_path) for on_cpu in (False, True)]
-    assert not found[1]["failed"] and found[0]["rows"][0]["losses"] == found[1]["rows"][0]["losses"]
+    expected = step_child.measure(spec(tmp_path, optimizer="adamw"))
+    found = step.run_child(spec(tmp_path, optimizer="adamw", parallel="fsdp2", optimizer_on_cpu=True), tmp_path)
+    assert not found["failed"] and found["rows"][0]["losses"] == expected["rows"][0]["losses"]
 
 
 def test_adapters_alone_are_trained(tmp_path):
@@ -697,6 +697,7 @@ class FastLanguageModel:
 """
 
 
+@pytest.mark.slow
 def test_adapters_of_stock_ours_and_unsloth_end_to_end(machine, tmp_path, capsys):
     """Unsloth needs a GPU: a package with its name stands for it, gets the same weights and learns the same."""
     pytest.importorskip("peft")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from quick import further
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -57,7 +58,7 @@ def truth_of(x, w, target, **options):
     return found(*wide, target, fn=lambda *a, **k: reference(*a, **k), **options)
 
 
-@pytest.mark.parametrize("peaked", [False, True])
+@pytest.mark.parametrize("peaked", [True, *further(False)])
 @recipes
 def test_errors_beside_fp64(recipe, peaked):
     """Less than those of a linear layer in FP8, whose gradients are cast together with that of the target."""
@@ -183,7 +184,9 @@ def test_what_it_refuses(monkeypatch):
 
 
 @needs_kernels
-@pytest.mark.parametrize("options", [{}, dict(softcap=3.0, label_smoothing=0.1, z_loss=1e-2, logit_scale=0.5, stats=True), dict(reduction="none")], ids=str)
+@pytest.mark.parametrize(
+    "options", [dict(softcap=3.0, label_smoothing=0.1, z_loss=1e-2, logit_scale=0.5, stats=True), dict(reduction="none"), *further({})], ids=str
+)
 def test_kernels_do_what_the_reference_does(options, monkeypatch):
     x, w, target = drawn(90, 32, 300, peaked=True)  # more tokens than the memory of dw can store, and several blocks
     target[::7] = -100

@@ -123,6 +123,16 @@ class Collectives(TorchDispatchMode):
 
 
 CHECKS: dict[str, Callable[[], None]] = {}
+# further forms of a way whose other checks every run makes
+FURTHER = (
+    set()
+    if GPUS
+    else {
+        *("ddp_static_graph", "ddp_unused_parameters", "fsdp2_head_with_the_norm", "fsdp2_tied_in_one_group", "fsdp1_layers", "fsdp1_accumulates"),
+        *("lora_ddp", "lora_fsdp1", "fp8_accumulates", "fp8_fsdp2_every_linear", "fp8_fsdp2_checkpointed", "fp8_fsdp2_steps", "fp8_fsdp1"),
+        *("experts_of_qwen3_moe_instance", "experts_of_gpt_oss_class"),
+    }
+)
 BY_KERNELS = {"norms_of_dtensors", "a_sharded_head_by_kernels", "lora_by_the_engine", "lora_on_experts"}  # interpreted; whole models would take minutes so
 
 

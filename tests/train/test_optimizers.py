@@ -196,7 +196,7 @@ def same(a, b):
     [
         dict(optimizer="adamw-8bit"),
         *further(dict(optimizer="adamw-bf16", precision="bf16"), dict(optimizer="adamw-8bit-bf16", precision="bf16"), dict(optimizer_in_backward=True)),
-        dict(optimizer="adamw-8bit-bf16", precision="bf16", optimizer_in_backward=True),
+        *further(dict(optimizer="adamw-8bit-bf16", precision="bf16", optimizer_in_backward=True)),
         dict(parallel="fsdp2", optimizer_on_cpu=True),
     ],
     ids=lambda changes: "-".join(str(value) for value in changes.values()),

@@ -713,6 +713,7 @@ def test_adapters_of_stock_ours_and_unsloth_end_to_end(machine, tmp_path, capsys
     assert "sgd" not in (out := capsys.readouterr().out) and "1 layers, checkpointing, LoRA 8 on q_proj,down_proj" in out
 
 
+@pytest.mark.slow
 def test_unsloth_that_is_set_to_inference_is_not_measured(machine, tmp_path, capsys):
     pytest.importorskip("peft")
     (tmp_path / "unsloth.py").write_text(UNSLOTH.replace("EXPECTED", "False").replace("FORGOTTEN", "True"))

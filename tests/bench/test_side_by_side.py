@@ -40,6 +40,7 @@ def test_commands_side_by_side(user_env, tmp_path):
     assert said.count("tiny ours, 1 x 16: ") == 2
 
 
+@pytest.mark.slow
 def test_one_step(user_env, tmp_path):
     (row,), said = rows_of(user_env, tmp_path, f"{TINY} --against ours", "--without-attention")
     assert not row["failed"] and float(row["step_ms"]) > 0

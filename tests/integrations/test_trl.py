@@ -324,7 +324,7 @@ def on_two_ranks(folder: Path, ours: bool, **options: Any) -> tuple:
     return None, logs, weights
 
 
-@pytest.mark.parametrize("options", [{}, smoke(FSDP2)], ids=["ddp", "fsdp2"])
+@pytest.mark.parametrize("options", [{}, FSDP2], ids=["ddp", "fsdp2"])
 @pytest.mark.skipif(DEVICE != "cpu", reason="ranks share a GPU")
 def test_our_orpo_trainer_on_two_ranks(tmp_path, options):
     """The same weights on both, which are those of TRL's trainer: gradients are reduced."""

@@ -142,7 +142,7 @@ def test_as_accurate_as_pytorch(op, case, dtype):
 
 
 @small
-@pytest.mark.parametrize("grads", [ones, threes], ids=["ones", "threes"])
+@pytest.mark.parametrize("grads", [threes, *further(ones)], ids=lambda f: f.__name__)
 def test_any_upstream_gradient(op, case, grads):
     assert_accurate(run(op.fn, case.make(torch.float32, DEVICE), grads), op, case, grads=grads)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 
@@ -61,6 +62,10 @@ LONG = ("test_compile_targets", "test_warmup", "test_train", "test_runtime", "te
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.stem not in LONG)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # of what every test file imports nothing goes away: collections need not look through it
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -125,6 +125,16 @@ class Collectives(TorchDispatchMode):
 
 
 CHECKS: dict[str, Callable[[], None]] = {}
+# further forms of a way whose other checks every run makes
+FURTHER = (
+    set()
+    if GPUS
+    else {
+        *("ddp_static_graph", "ddp_unused_parameters", "fsdp2_head_with_the_norm", "fsdp2_tied_in_one_group", "fsdp1_layers", "fsdp1_accumulates"),
+        *("lora_ddp", "lora_fsdp1", "fp8_accumulates", "fp8_fsdp2_every_linear", "fp8_fsdp2_checkpointed", "fp8_fsdp2_steps", "fp8_fsdp1"),
+        *("ulysses_compiled_layers_of_two_kinds", "experts_of_qwen3_moe_instance", "experts_of_gpt_oss_class"),
+    }
+)
 # interpreted; whole models would take minutes so
 BY_KERNELS = {"norms_of_dtensors", "a_sharded_head_by_kernels", "lora_by_the_engine", "lora_on_experts", "fp8_of_torchao_gathered_in_fp8"}
 
@@ -668,18 +678,29 @@ def ulysses_beside_what_saves_memory() -> None:
         change.flags = flags  # type: ignore[attr-defined]  # for same_rows
         return change
 
-    def compiled(model: nn.Module) -> None:
-        for layer in model.model.layers:
-            layer.compile(backend="aot_eager")
-
     for change in (
-        compiled,
         checkpointed,
         functools.partial(checkpointed, use_reentrant=True),
         with_flags(checkpointed, keep_attention=True, activation_offloading=True, tiled_mlp=2),
         with_flags(activation_offloading=True),
     ):
         same_rows("gemma3_text", "ulysses-fsdp2", documents(), change=change, sliding_window=4)
+
+
+def compiled(model: nn.Module) -> None:
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager")
+
+
+@check
+def ulysses_compiled() -> None:
+    more = dict(sliding_window=4, num_hidden_layers=1, layer_types=["sliding_attention"])
+    same_rows("gemma3_text", "ulysses-fsdp2", documents(), change=compiled, **more)
+
+
+@check
+def ulysses_compiled_layers_of_two_kinds() -> None:
+    same_rows("gemma3_text", "ulysses-fsdp2", documents(), change=compiled, sliding_window=4)
 
 
 @check

@@ -13,7 +13,7 @@ from unittest import mock
 
 import torch
 
-SETTING_UP = ["interpreted", "test_memory_safety", "peft"]
+SETTING_UP = ["interpreted", "test_memory_safety", "peft", "warmed"]
 PRELOADED = [
     "transformers.models.llama.modeling_llama",
     "liger_kernel.transformers",

@@ -6,6 +6,12 @@ import pytest
 import torch
 
 
+def further(*values) -> list:
+    """Parameters of what others of the same test show already: on a GPU, and nightly."""
+    marks = [pytest.mark.slow] * (not torch.cuda.is_available())
+    return [pytest.param(*(v if isinstance(v, tuple) else (v,)), marks=marks) for v in values]
+
+
 def in_both_dtypes(cases, *quick) -> list:
     """Parameters ``case, dtype``. In the interpreter, bf16 is slow of what is not ``quick``."""
     slow = lambda c, d: not torch.cuda.is_available() and d == torch.bfloat16 and c not in quick

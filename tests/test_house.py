@@ -1,6 +1,7 @@
 """The house: rooms in the order that CONTRIBUTING.md gives them, imports that go down only, and old paths that are the same modules."""
 
 import ast
+import functools
 import importlib
 import re
 import sys
@@ -53,7 +54,10 @@ def imports(name: str) -> Iterator[str]:
             yield from {named.value} & MODULES.keys()
 
 
-GRAPH = {name: {found for found in imports(name) if found != name} for name in MODULES}
+@functools.cache
+def graph() -> dict[str, set[str]]:
+    """What each module imports. Not at import: every test process collects this file."""
+    return {name: {found for found in imports(name) if found != name} for name in MODULES}
 
 
 def rooms() -> list[str]:
@@ -94,7 +98,7 @@ def test_imports_go_down():
     order = {room: i for i, room in enumerate(rooms())}
     up = [
         f"{name} imports {found}"
-        for name, all_found in GRAPH.items()
+        for name, all_found in graph().items()
         for found in all_found
         if (one := child(PACKAGE, name)) and (other := child(PACKAGE, found)) and order[other] > order[one]
     ]
@@ -105,7 +109,7 @@ def test_imports_go_down():
 def test_no_circle_within(package):
     """Neither of files, nor of the rooms that they lie in."""
     edges = defaultdict(set)
-    for name, all_found in GRAPH.items():
+    for name, all_found in graph().items():
         for found in all_found:
             one, other = child(package, name), child(package, found)
             if one and other and one != other:

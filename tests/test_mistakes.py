@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from quick import further
 
 pytest.importorskip("transformers")
 
@@ -329,7 +330,7 @@ def test_mistakes_in_flags_import_nothing_heavy():
         assert json.loads(done.stdout.rpartition("LOADED ")[2])[1] == [] and done.stderr.count("\n") == 1, (command, done.stderr)
 
 
-@pytest.mark.parametrize("line", ["ops", "--help", "train --help", "models llama"])
+@pytest.mark.parametrize("line", ["ops", "--help", *further("train --help", "models llama")])
 def test_a_pipe_that_is_closed_is_no_mistake(line):
     """``liger ops | head``: no traceback, no line, and the exit code that shells have for it; argparse itself writes help, and ignores what fails."""
     reader, writer = os.pipe()

@@ -34,7 +34,7 @@ class _None:
 
 
 @pytest.mark.skipif(0 < parallel_ranks.GPUS < parallel_ranks.RANKS, reason="needs a GPU for every rank, or none")
-@pytest.mark.parametrize("name", parallel_ranks.CHECKS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in parallel_ranks.FURTHER)) for name in parallel_ranks.CHECKS])
 def test_over_ranks(name, outcome):
     said = outcome[name]
     assert said == ["fine"] * parallel_ranks.RANKS, "\n".join(said)

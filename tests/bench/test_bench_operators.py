@@ -8,6 +8,7 @@ import types
 
 import pytest
 import torch
+from quick import further
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -271,7 +272,7 @@ def test_losses_are_their_references_at_their_products(op):
         torch.testing.assert_close(found, truth[name])
 
 
-@pytest.mark.parametrize("op", CASTS.values(), ids=CASTS)
+@pytest.mark.parametrize("op", [next(iter(CASTS.values())), *further(*list(CASTS.values())[1:])], ids=CASTS)
 def test_casts_are_measured_beside_torchao(op):
     """Forward alone: nothing has gradients. Each is accurate, and moves at least its inputs."""
     pytest.importorskip("torchao")

@@ -28,6 +28,7 @@ def rows_of(env, folder, commands, *mode):
         return list(csv.DictReader(file)), done.stdout
 
 
+@pytest.mark.slow
 def test_commands_side_by_side(user_env, tmp_path):
     """Each row has the losses of its own command, beside stock's where there is one."""
     rows, said = rows_of(user_env, tmp_path, f"{TINY} --against ours,stock\n{TINY} --optimizer adamw --against ours\n")

@@ -3,7 +3,7 @@
 A script, since the test process interprets kernels. The operators run their cases on the meta device; each launch becomes a compilation on the path of
 a real one. Of the launches that differ in tile sizes alone, those of real-model cases are compiled and, without one, the largest. ``all`` compiles
 every combination of flags in fp32 and bf16, and in fp16 as many launches as show every value of every flag; ``flags`` as many of any dtype;
-``kernels`` each kernel once, in bf16, with the most flags on.
+``kernels`` each kernel once, in bf16, with the most flags on and the largest tile.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ def launches(variants: str) -> list[tuple]:
         if (full and "torch.float16" not in kinds) or new:
             shown |= new
             real = [t for t in tiles.values() if t[0]]
-            chosen += real or [max(tiles.values(), key=lambda t: t[1])]
+            largest = max(real or tiles.values(), key=lambda t: t[1])
+            chosen += real if real and variants != "kernels" else [largest]
     return [t[2:] for t in chosen]
 
 

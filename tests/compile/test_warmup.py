@@ -48,10 +48,8 @@ def test_training_after_warmup_compiles_nothing(family, user_env, tmp_path):
     assert compiled == needed > 8
     assert f"{needed} kernels for sm90: 0 compiled, {needed} found in" in second
 
-    found = json.loads(run(env, *train))
-    assert found["compiled"] == 0 and found["cached"] == needed
     shutil.rmtree(next((tmp_path / "cache").rglob("*.cubin")).parent)
-    assert json.loads(run(env, *train)) == {"compiled": 1, "cached": needed - 1}  # the count counts
+    assert json.loads(run(env, *train)) == {"compiled": 1, "cached": needed - 1}  # nothing but what was removed, and the count counts
 
 
 def test_without_a_c_compiler_kernels_are_compiled_all_the_same(monkeypatch, tmp_path, capsys):

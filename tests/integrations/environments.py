@@ -2,8 +2,8 @@
 
 python tests/integrations/environments.py              all of them, one after the other
 python tests/integrations/environments.py trl-1.12 frameworks -k dpo
-python tests/integrations/environments.py every-run    what .ci/run tries with each change; nightly: the rest, which .ci/nightly tries
-python tests/integrations/environments.py transformers-4.57 -m smoke       some families on the oldest transformers; CI runs this
+python tests/integrations/environments.py every-run -m smoke    what .ci/run tries with each change; .ci/nightly tries all of every environment
+python tests/integrations/environments.py transformers-4.57 -m smoke       some families on the oldest transformers
 python tests/integrations/environments.py torch-2.11 torch-2.15            the oldest and the newest PyTorch, of the wheels for CUDA, without a GPU
 """
 
@@ -77,8 +77,7 @@ ENVIRONMENTS: dict[str, tuple[list[str], list[str], list[str]]] = {
     ),
 }  # fmt: skip
 
-EVERY_RUN = ["dist", "k8s", "trl"]
-GROUPS = {"every-run": EVERY_RUN, "nightly": [name for name in ENVIRONMENTS if name not in EVERY_RUN]}
+GROUPS = {"every-run": ["dist", "transformers-4.57", "k8s", "trl"]}
 
 
 def made(name: str) -> Path:

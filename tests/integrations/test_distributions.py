@@ -18,6 +18,7 @@ pytest.importorskip("build.__main__", reason="tests/integrations/environments.py
 
 import liger_kernel
 
+pytestmark = pytest.mark.smoke
 ROOT = Path(__file__).parents[2]
 USE = """
 import sys

@@ -13,7 +13,7 @@ import pytest
 FOLDER = Path(__file__).parents[2] / "examples" / "frameworks"
 
 
-@pytest.mark.parametrize("script", sorted(p.name for p in FOLDER.glob("*.py")))
+@pytest.mark.parametrize("script", [pytest.param(p.name, marks=[pytest.mark.smoke] * (p.name == "trl_sft.py")) for p in sorted(FOLDER.glob("*.py"))])
 def test_it_runs(script, user_env, tmp_path):
     path = FOLDER / script
     imports = [n for n in ast.parse(path.read_text()).body if isinstance(n, (ast.Import, ast.ImportFrom))]

@@ -34,6 +34,11 @@ TEMPLATE = (
 )
 
 
+def smoke(*values: Any) -> Any:
+    """A parameter that .ci/run takes as well; the others are nightly."""
+    return pytest.param(*values, marks=pytest.mark.smoke)
+
+
 def tokenizer() -> PreTrainedTokenizerFast:
     words = {w: i for i, w in enumerate(["<pad>", "<s>", "</s>", "<unk>", *LETTERS])}
     model = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
@@ -105,9 +110,9 @@ def both(tmp_path: Path, trainer: str, kind: str, **options: Any) -> tuple[tuple
 @pytest.mark.parametrize(
     "kind, options",
     [
-        ("text", {}),
+        pytest.param("text", {}, marks=pytest.mark.smoke),
         ("text", {"packing": True, "packing_strategy": "wrapped", "max_length": 16}),
-        ("chat", {"assistant_only_loss": True}),
+        pytest.param("chat", {"assistant_only_loss": True}, marks=pytest.mark.smoke),
         ("chat", {"loss_type": "dft"}),
         ("text", {"eval_strategy": "steps", "eval_steps": 1}),
     ],
@@ -130,7 +135,7 @@ def test_sft_with_lora_on_the_head(tmp_path):
     assert_same(*both(tmp_path, "SFTTrainer", "text", trainer_kwargs=config, **nll))
 
 
-@pytest.mark.parametrize("center", [None, 0.1])
+@pytest.mark.parametrize("center", [None, smoke(0.1)])
 def test_reward(tmp_path, center):
     from transformers import LlamaForSequenceClassification
 
@@ -157,7 +162,7 @@ OF_MEANS = "ipo", "sigmoid_norm"
 PER_TOKEN = "logps/chosen", "logps/rejected", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"
 
 
-@pytest.mark.parametrize("loss_type", DPO_LOSSES)
+@pytest.mark.parametrize("loss_type", [smoke(loss) if loss in ("sigmoid", "sigmoid_norm") else loss for loss in DPO_LOSSES])
 def test_dpo(tmp_path, loss_type):
     if Version("0.26") > VERSION and loss_type not in ("sigmoid", "apo_zero", "apo_down", "sppo_hard", "nca_pair"):
         pytest.skip(f"trl {VERSION} refuses {loss_type} with the flag")
@@ -202,7 +207,7 @@ def test_virtual_tokens(tmp_path, trainer):
         assert_same(taught(tmp_path / "ours", trainer, kind, True, trainer_kwargs=make_config), stock, MEANS)
 
 
-@pytest.mark.parametrize("trainer", ["DPOTrainer", "KTOTrainer"])
+@pytest.mark.parametrize("trainer", [smoke("DPOTrainer"), "KTOTrainer"])
 def test_the_reference_rounds_as_the_policy(tmp_path, trainer):
     """With the flag both are patched, without it none, and no other model is."""
     bystander = make("llama", vocab_size=64)
@@ -228,7 +233,7 @@ def test_lora_without_a_reference_model(tmp_path, trainer):
 MEANS = "logits/chosen", "logits/rejected"
 
 
-@pytest.mark.parametrize("options", [{}, {"beta": 0.5}, {"loss_type": "apo_zero_unpaired"}], ids=str)
+@pytest.mark.parametrize("options", [{}, smoke({"beta": 0.5}), {"loss_type": "apo_zero_unpaired"}], ids=str)
 def test_kto(tmp_path, options):
     if options.get("loss_type") and FUSED:
         with pytest.raises(ValueError, match="Only KTO loss"):  # by TRL itself
@@ -237,7 +242,7 @@ def test_kto(tmp_path, options):
         assert_same(*both(tmp_path, "KTOTrainer", "unpaired", **options), MEANS)
 
 
-@pytest.mark.parametrize("trainer, options", [("ORPOTrainer", {}), ("CPOTrainer", {}), ("CPOTrainer", {"loss_type": "simpo", "cpo_alpha": 0.0})], ids=str)
+@pytest.mark.parametrize("trainer, options", [("ORPOTrainer", {}), smoke("CPOTrainer", {}), ("CPOTrainer", {"loss_type": "simpo", "cpo_alpha": 0.0})], ids=str)
 def test_preferences_without_a_reference(tmp_path, trainer, options):
     """TRL has no fused path for these; layers and norms are ours."""
     prompt = {"max_prompt_length": 24} if "max_prompt_length" in inspect.signature(trainer_of(trainer.replace("Trainer", "Config"))).parameters else {}
@@ -255,7 +260,7 @@ FSDP2 = {"fsdp": "full_shard", "fsdp_config": {"fsdp_version": 2, "transformer_l
 ORPO_FAMILIES = ["llama", "recurrent_gemma", "falcon_h1", "xlstm", "modernbert-decoder", "gemma2", "mixtral"]
 
 
-@pytest.mark.parametrize("model_type", ORPO_FAMILIES)
+@pytest.mark.parametrize("model_type", [smoke(family) if family == "gemma2" else family for family in ORPO_FAMILIES])
 def test_our_orpo_trainer(tmp_path, monkeypatch, model_type):
     """Its losses and metrics without logits are TRL's with them, whatever a family does to its logits."""
     model = lambda: make(model_type, vocab_size=64, **({"pad_token_id": 0} if model_type == "modernbert-decoder" else {}))
@@ -275,7 +280,7 @@ def adapted(head: bool = False) -> nn.Module:
     "model, options",
     [
         (adapted, {}),
-        (lambda: adapted(head=True), {}),
+        smoke(lambda: adapted(head=True), {}),
         (None, {"gradient_checkpointing": True}),
         (None, {"patched": True}),
         (lambda: make("qwen3_moe", vocab_size=64, output_router_logits=True), {}),
@@ -359,8 +364,9 @@ def grpo(tmp_path: Path, **options: Any) -> None:
     assert_same(ours, taught(tmp_path / "stock", "GRPOTrainer", "prompts", False, **(common | options)))
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.04])
-@pytest.mark.parametrize("loss_type", GRPO_LOSSES)
+@pytest.mark.parametrize(
+    "loss_type, beta", [smoke(loss, beta) if (loss, beta) == ("dapo", 0.04) else (loss, beta) for loss in GRPO_LOSSES for beta in (0.0, 0.04)]
+)
 def test_grpo(tmp_path, loss_type, beta):
     grpo(tmp_path, loss_type=loss_type, beta=beta)
 
@@ -397,6 +403,7 @@ def test_grpo_with_lora_on_the_head(tmp_path):
     grpo(tmp_path, trainer_kwargs=config)
 
 
+@pytest.mark.smoke
 def test_rloo(tmp_path):
     common = dict(num_generations=4, max_completion_length=6, trainer_kwargs=lambda: {"reward_funcs": reward})
     assert_same(*both(tmp_path, "RLOOTrainer", "prompts", **common))
@@ -405,7 +412,7 @@ def test_rloo(tmp_path):
 # -- distillation --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("beta", [0.0, smoke(0.3), 1.0])
 def test_gkd(tmp_path, beta):
     if Version("1.4") > VERSION:
         pytest.skip(f"with the flag, trl {VERSION} adds half of the cross entropy: it leaves the weights of both parts at their defaults")

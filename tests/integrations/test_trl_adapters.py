@@ -84,7 +84,7 @@ def adapted() -> nn.Module:
 @pytest.mark.parametrize(
     ("options", "config", "forwards"),
     [
-        ({}, {}, 4),
+        pytest.param({}, {}, 4, marks=pytest.mark.smoke),
         ({"packing": True, "max_length": 32, "gradient_accumulation_steps": 1}, {}, 2),  # without padding: rows follow one another
         ({"gradient_checkpointing": True}, {"lora_dropout": 0.5}, 8),
         ({"eval_strategy": "steps", "eval_steps": 1, "trainer_kwargs": {"eval_dataset": rows("text")}}, {"use_dora": True}, 6),
@@ -158,6 +158,7 @@ def test_four_bits(tmp_path, ran, trainer, bf16, options):
 # -- preferences and reinforcement learning ------------------------------------------------
 
 
+@pytest.mark.smoke
 def test_dpo_with_the_adapters_off(tmp_path, ran):
     """The reference is the base alone, by ``disable_adapter``: the engine runs the policy."""
     assert compared(tmp_path, ran, "DPOTrainer", "pairs", MEANS, config=lora()) == 4

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from quick import further
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -57,7 +58,7 @@ def truth_of(x, w, target, **options):
     return found(*wide, target, fn=lambda *a, **k: reference(*a, **k), **options)
 
 
-@pytest.mark.parametrize("peaked", [False, True])
+@pytest.mark.parametrize("peaked", [True, *further(False)])
 @recipes
 def test_errors_beside_fp64(recipe, peaked):
     """Less than those of a linear layer in FP8, whose gradients are cast together with that of the target."""
@@ -81,7 +82,7 @@ def test_improbable_classes_learn(recipe):
     assert error(ours[2][21:], truth[2][21:]) < 0.06
 
 
-@pytest.mark.parametrize("M, H, V", [(1, 1, 1), (3, 5, 7), (33, 16, 17), (40, 50, 301), (100, 8, 120)])
+@pytest.mark.parametrize("M, H, V", [(1, 1, 1), (33, 16, 17), (100, 8, 120), *further((3, 5, 7), (40, 50, 301))])
 @recipes
 def test_sizes_that_are_no_multiples_of_16(recipe, M, H, V):
     """The last has more tokens than the memory of dw can store."""
@@ -183,10 +184,13 @@ def test_what_it_refuses(monkeypatch):
 
 
 @needs_kernels
-@pytest.mark.parametrize("options", [{}, dict(softcap=3.0, label_smoothing=0.1, z_loss=1e-2, logit_scale=0.5, stats=True), dict(reduction="none")], ids=str)
+@pytest.mark.parametrize(
+    "options", [dict(softcap=3.0, label_smoothing=0.1, z_loss=1e-2, logit_scale=0.5, stats=True), dict(reduction="none"), *further({})], ids=str
+)
 def test_kernels_do_what_the_reference_does(options, monkeypatch):
     x, w, target = drawn(90, 32, 300, peaked=True)  # more tokens than the memory of dw can store, and several blocks
     target[::7] = -100
+    torch.manual_seed(0)
     bias, class_weight = torch.randn(300, device=DEVICE).bfloat16().requires_grad_(), torch.rand(300, device=DEVICE).bfloat16()
 
     def results():

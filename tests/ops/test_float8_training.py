@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from quick import further
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -225,7 +226,7 @@ def test_largest_values_of_an_activation(packed, M, N):
 
 
 @needs_kernels
-@pytest.mark.parametrize(("checkpointed", "tiles"), [(False, 1), (True, 1), (False, 3), (True, 3)])
+@pytest.mark.parametrize(("checkpointed", "tiles"), [(False, 1), (True, 3), *further((True, 1), (False, 3))])
 @pytest.mark.parametrize("recipe", RECIPES, **named)
 def test_a_gated_mlp(recipe, checkpointed, tiles):
     """The errors beside fp64 are those of three layers of torchao with an activation between them, or less."""

@@ -14,6 +14,7 @@ import sys
 import pytest
 import torch
 import torch.utils.checkpoint
+from quick import further
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -141,7 +142,7 @@ def test_as_accurate_as_pytorch(op, case, dtype):
 
 
 @small
-@pytest.mark.parametrize("grads", [ones, threes], ids=["ones", "threes"])
+@pytest.mark.parametrize("grads", [threes, *further(ones)], ids=lambda f: f.__name__)
 def test_any_upstream_gradient(op, case, grads):
     assert_accurate(run(op.fn, case.make(torch.float32, DEVICE), grads), op, case, grads=grads)
 
@@ -195,7 +196,7 @@ def sequence_first(t: Tensor) -> Tensor:
 
 
 @small
-@pytest.mark.parametrize("arrange", [column_major, row_padded, every_other, misaligned, sequence_first], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("arrange", [column_major, row_padded, every_other, *further(misaligned, sequence_first)], ids=lambda f: f.__name__)
 def test_strides_do_not_matter(op, case, arrange):
     args = case.make(torch.float32, DEVICE)
     if arrange is sequence_first and all(v.ndim < 3 for v in args.values() if isinstance(v, Tensor)):

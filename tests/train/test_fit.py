@@ -15,6 +15,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("triton")
 
 import transformers
+from quick import further
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from liger_kernel import cli, memory, offloading
@@ -53,9 +54,23 @@ def reason(file: str, row: Row) -> str | None:
 # the latest measurement of each step
 LATEST = list({dataclasses.replace(step, gb=0.0): step for file, row in rows() if reason(file, row) is None for step in [measured(row)]}.values())
 ALL = list(dict.fromkeys(measured(row) for file, row in rows() if reason(file, row) is None))
-# one of each kind of step, which every change estimates; the others take minutes
-KINDS = {(step.variant, step.precision, step.gpus > 1, *(name for name, _ in step.run)): step for step in LATEST}
-OF_EACH_KIND = set(KINDS.values())
+
+
+def traits(step: Measured) -> set:
+    """Its variant and precision, whether there are ranks, and its flags: by their names, or by their words."""
+    return {step.variant, step.precision, step.gpus > 1, *((name, value) if isinstance(value, str) else name for name, value in step.run)}
+
+
+def some_of_each_trait(steps: list[Measured]) -> set[Measured]:
+    """Steps that have every trait that there is; each is the one with most that those before it lack."""
+    chosen, missing = [], set().union(*map(traits, steps))
+    while missing:
+        chosen.append(max(steps, key=lambda step: len(traits(step) & missing)))
+        missing -= traits(chosen[-1])
+    return set(chosen)
+
+
+OF_EACH_TRAIT = some_of_each_trait(LATEST)  # every change estimates these; the others take minutes
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +92,7 @@ def estimates(once) -> Callable[[Measured], float]:
 
 
 @pytest.mark.parametrize(
-    "step", [pytest.param(s, marks=[pytest.mark.slow] * (s not in OF_EACH_KIND), id=f"{s.variant}-{s}-{s.gb:.2f}".replace(" ", "")) for s in ALL]
+    "step", [pytest.param(s, marks=[pytest.mark.slow] * (s not in OF_EACH_TRAIT), id=f"{s.variant}-{s}-{s.gb:.2f}".replace(" ", "")) for s in ALL]
 )
 def test_the_estimate_is_within_a_tenth_of_the_measured_peak(step, estimates):
     assert estimates(step) == pytest.approx(step.gb, rel=0.10)
@@ -139,10 +154,11 @@ def test_the_page_has_these_errors(estimates):
 
 def test_the_page_has_each_step(estimates):
     there = lines_of_the_page()
-    assert set(table(estimates, OF_EACH_KIND)) <= set(there)
+    assert set(table(estimates, OF_EACH_TRAIT)) <= set(there)
     assert {line.rsplit(" | ", 2)[0] for line in there} == {line.rsplit(" | ", 2)[0] for line in table(lambda step: step.gb, LATEST)}
 
 
+@pytest.mark.slow
 def test_the_page_shows_what_is_printed(capsys):
     command, printed = re.search(r"^```bash\nliger fit (.*?)\n```\n\n```\n(.*?)^```", PAGE.read_text(), re.M | re.S).groups()
     assert said(*command.split(), capsys=capsys) == printed
@@ -178,12 +194,14 @@ def phases_of(form, config: TrainConfig, world: int = 1) -> dict[str, dict[str, 
     "changes",
     [
         {},
-        dict(gradient_checkpointing="full"),
-        dict(rematerialise="mlp"),
-        dict(kernels="off"),
         dict(gradient_checkpointing="full", activation_offloading=True),
         dict(parallel="fsdp2"),
-        dict(parallel="fsdp2", gradient_checkpointing="full", accumulate=2),
+        *further(
+            dict(gradient_checkpointing="full"),
+            dict(rematerialise="mlp"),
+            dict(kernels="off"),
+            dict(parallel="fsdp2", gradient_checkpointing="full", accumulate=2),
+        ),
     ],
     ids=str,
 )
@@ -279,17 +297,24 @@ def test_a_long_row_on_a_machine_with_little_memory():
     assert peak.total / 1e9 == pytest.approx(135.45, rel=0.02)
 
 
+LONG = ("--memory-gb", "1", "--seq", "65536", "--precision", "bf16", "--checkpointing", "--activation-offloading")
+HELD = 7 * 65536 * 512 * 2 / 1e9  # of a model of six layers
+
+
 def test_memory_of_the_cpu_is_printed(model, capsys):
-    arguments = ["--model", model, "--memory-gb", "1", "--seq", "65536", "--precision", "bf16", "--checkpointing", "--activation-offloading"]
-    held = 7 * 65536 * 512 * 2 / 1e9
-    assert f"GB, and {held:.2f} GB of the CPU's memory for activations\n" in said(*arguments, capsys=capsys)
+    assert f"GB, and {HELD:.2f} GB of the CPU's memory for activations\n" in said("--model", model, *LONG, capsys=capsys)
+    with pytest.raises(UserError, match="--cpu-memory-gb must be positive and finite, got 0"):
+        fit.main(["--model", model, *LONG, "--cpu-memory-gb", "0"])
+
+
+@pytest.mark.slow
+def test_less_memory_of_the_cpu(model, capsys):
+    arguments = ["--model", model, *LONG]
     short = json.loads(said(*arguments, "--cpu-memory-gb", "4.5", "--json", capsys=capsys))
-    assert short["cpu"]["activations"] <= 4.5e9 - offloading.RESERVE < held * 1e9
+    assert short["cpu"]["activations"] <= 4.5e9 - offloading.RESERVE < HELD * 1e9
     on_cpu = [*arguments, "--parallel", "fsdp2", "--optimizer-on-cpu", "--memory-gb", "8", "--json", "--cpu-memory-gb"]
     fits = [json.loads(said(*on_cpu, gb, capsys=capsys))["fits"] for gb in ("4.3", "10")]
     assert fits == [False, True], "weights, gradients and moments need more than 5 MB"
-    with pytest.raises(UserError, match="--cpu-memory-gb must be positive and finite, got 0"):
-        fit.main([*arguments, "--cpu-memory-gb", "0"])
 
 
 def test_more_of_a_run_needs_more():
@@ -341,6 +366,7 @@ def test_the_table_of_switches(model, capsys):
     assert re.search(r"fits, with [\d.]+ GB: liger train --model .*config.json .*--length 8192", text)
 
 
+@pytest.mark.slow
 def test_json_agrees_with_the_estimates(model, capsys):
     found = json.loads(said("--model", model, "--gpu", "rtx4090", "--checkpointing", "--seq", "8192", "--json", capsys=capsys))
     run = TrainConfig(model=model, batch=1, length=8192, gradient_checkpointing="full")

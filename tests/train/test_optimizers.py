@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from quick import further
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -49,7 +50,7 @@ def trained(make, dtype, steps=STEPS, shape=(32, 256)):
 @pytest.mark.parametrize(
     "name, theirs, dtype",
     [
-        ("adamw-8bit", lambda groups: torchao.AdamW8bit(groups, **OPTIONS), torch.float32),
+        *further(("adamw-8bit", lambda groups: torchao.AdamW8bit(groups, **OPTIONS), torch.float32)),
         ("adamw-8bit-bf16", lambda groups: torchao.AdamW8bit(groups, **OPTIONS, bf16_stochastic_round=True), torch.bfloat16),
         ("adamw-bf16", lambda groups: torchao._AdamW(groups, **OPTIONS, bf16_stochastic_round=True), torch.bfloat16),
         ("adamw", lambda groups: torch.optim.AdamW(groups, **OPTIONS, fused=True), torch.float32),
@@ -194,10 +195,8 @@ def same(a, b):
     "changes",
     [
         dict(optimizer="adamw-8bit"),
-        dict(optimizer="adamw-bf16", precision="bf16"),
-        dict(optimizer="adamw-8bit-bf16", precision="bf16"),
-        dict(optimizer_in_backward=True),
-        dict(optimizer="adamw-8bit-bf16", precision="bf16", optimizer_in_backward=True),
+        *further(dict(optimizer="adamw-bf16", precision="bf16"), dict(optimizer="adamw-8bit-bf16", precision="bf16"), dict(optimizer_in_backward=True)),
+        *further(dict(optimizer="adamw-8bit-bf16", precision="bf16", optimizer_in_backward=True)),
         dict(parallel="fsdp2", optimizer_on_cpu=True),
     ],
     ids=lambda changes: "-".join(str(value) for value in changes.values()),

@@ -290,7 +290,7 @@ def test_a_run_goes_on_with_other_numbers_of_ranks(base, undisturbed, tmp_path):
     assert losses(config) == pytest.approx(losses(undisturbed), rel=0.1)
 
 
-@pytest.mark.parametrize("parallel, precision, rel", [("ddp", "fp32", 1e-5), ("fsdp2", "bf16-mixed", 1e-2)])
+@pytest.mark.parametrize("parallel, precision, rel", [pytest.param("ddp", "fp32", 1e-5, marks=pytest.mark.elastic), ("fsdp2", "bf16-mixed", 1e-2)])
 def test_adapters_over_ranks(parallel, precision, rel, base, tmp_path):
     """Killed, started again, preempted, and finished by one rank: the bits of a run left alone as long as there are two, the same losses after."""
     pytest.importorskip("peft")
@@ -320,7 +320,7 @@ def test_adapters_over_ranks(parallel, precision, rel, base, tmp_path):
         pytest.param(dict(optimizer="adamw-bf16", precision="bf16"), marks=pytest.mark.elastic),
         pytest.param(dict(optimizer="adamw-8bit-bf16", precision="bf16"), marks=pytest.mark.elastic),  # torchao compiles it in each of eight processes
         pytest.param(dict(optimizer="adamw-8bit", optimizer_in_backward=True), marks=pytest.mark.elastic),
-        dict(optimizer_in_backward=True),
+        pytest.param(dict(optimizer_in_backward=True), marks=pytest.mark.elastic),
         dict(optimizer_on_cpu=True),
     ],
     ids=lambda changes: "-".join(str(value) for value in changes.values()),
@@ -397,7 +397,13 @@ def test_tokens_weigh_the_same_on_every_rank(parallel, base, tmp_path):
     assert of(two) == pytest.approx(of(one), rel=1e-4)
 
 
-@pytest.mark.parametrize("parallel, more", [("ulysses", {}), ("ulysses-fsdp2", dict(packing="documents", length=25, gradient_checkpointing="full"))])
+@pytest.mark.parametrize(
+    "parallel, more",
+    [
+        ("ulysses", {}),  # the next test has shards as well
+        pytest.param("ulysses-fsdp2", dict(packing="documents", length=25, gradient_checkpointing="full"), marks=pytest.mark.elastic),
+    ],
+)
 def test_ranks_that_share_rows(parallel, more, base, tmp_path):
     """In every step the losses of one process; after a restart, the bits of a run left alone, or with fewer ranks its losses."""
     sizes = dict(model=None, tokenizer=base.model, hidden=32, layers=2, heads=4, kv_heads=1, **more)
@@ -422,7 +428,11 @@ def test_ranks_that_share_rows(parallel, more, base, tmp_path):
 
 @pytest.mark.parametrize(
     "more, close",
-    [(dict(optimizer_in_backward=True), 1e-5), (dict(optimizer_on_cpu=True), 1e-5), (dict(optimizer="adamw-8bit"), 1e-3)],
+    [
+        (dict(optimizer_in_backward=True), 1e-5),
+        pytest.param(dict(optimizer_on_cpu=True), 1e-5, marks=pytest.mark.elastic),  # test_optimizers_over_shards has it
+        pytest.param(dict(optimizer="adamw-8bit"), 1e-3, marks=pytest.mark.elastic),  # torchao compiles it in each process
+    ],
     ids=["in the backward", "on the CPU", "8 bits"],
 )
 def test_ranks_that_share_rows_and_shards(more, close, base, tmp_path):
@@ -509,14 +519,14 @@ def test_a_checkpoint_without_checksums_is_read_and_said_to_be_unverified(undist
     assert "is too short or missing" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("lost", ["missing", "empty", "binary", "zeroed", "of another", "named folder gone"])
+@pytest.mark.parametrize(
+    "lost", ["missing", "binary", "named folder gone", *(pytest.param(how, marks=pytest.mark.elastic) for how in ("empty", "zeroed", "of another"))]
+)
 def test_a_lost_latest_destroys_nothing(lost, base, here, tmp_path, capsys):
     """Checkpoints that nobody names are found; what a run has not written, and ``latest`` has not named, it does not remove."""
-    calm = place(base, tmp_path / "calm", parallel="none", steps=6, checkpoint_every=2)
-    config = dataclasses.replace(calm, out=str(tmp_path / "lost"), save=None)
-    expected = loop.train(dataclasses.replace(calm, save=None))
+    config = dataclasses.replace(place(base, tmp_path, parallel="none", steps=6, checkpoint_every=2), save=None)
     loop.train(dataclasses.replace(config, steps=4, checkpoint_keep=4, schedule="cosine"))
-    folder = tmp_path / "lost" / "checkpoints"
+    folder = tmp_path / "run" / "checkpoints"
     contents = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "latest"}
     {
         "missing": lambda path: path.unlink(),
@@ -530,7 +540,7 @@ def test_a_lost_latest_destroys_nothing(lost, base, here, tmp_path, capsys):
     assert "names no complete checkpoint: the newest complete one, step-00000004, is used" in capsys.readouterr().err
     assert latest(config) == ["step-00000006"]
     assert {path: path.read_bytes() for path in contents} == contents
-    assert found["losses"][4:] == loop.train(config)["losses"][4:] and len(found["losses"]) == len(expected["losses"])
+    assert found["losses"][4:] == loop.train(config)["losses"][4:] and len(found["losses"]) == config.steps
 
 
 def test_what_cannot_be_read_is_not_replaced(base, here, tmp_path):
@@ -1106,7 +1116,7 @@ ranks.reporting(run)(pathlib.Path(sys.argv[1]))
 """
 
 
-@pytest.mark.parametrize("how", ["ours", "ours, watched", "torchrun", "ours, through a shell"])
+@pytest.mark.parametrize("how", ["ours", "torchrun", *(pytest.param(h, marks=pytest.mark.elastic) for h in ("ours, watched", "ours, through a shell"))])
 def test_workers_die_with_their_launcher(how, user_env, tmp_path):
     """However it is killed: ranks that train on would write beside those of the next start."""
     (tmp_path / "worker.py").write_text(ALONE)
@@ -1225,7 +1235,7 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("case", [pytest.param(name, marks=() if name in ("saved", "not saved", "mistake") else pytest.mark.elastic) for name in ENDS])
+@pytest.mark.parametrize("case", [pytest.param(name, marks=() if name in ("saved", "mistake") else pytest.mark.elastic) for name in ENDS])
 def test_exit_codes_of_a_launcher(case, user_env, tmp_path):
     (install, saving, code, then), told, expected = ENDS[case]
     worker = WORKER.format(install=install, saving=saving, code=code, then=then)

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from hf_models import assert_same_bits, assert_same_learning, make, step
+from quick import further
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -292,10 +293,9 @@ DOCUMENTS = torch.tensor([[0, 1, 2, 0, 1, 2, 3]]).expand(2, 7)
     "model_type, batch, expected",
     [
         ("qwen2", {}, False),
-        ("gemma", {}, False),
-        ("llama", dict(attention_mask=PADDED), True),
         ("llama", dict(position_ids=DOCUMENTS), True),
         ("mistral", {}, True),  # has a window
+        *further(("gemma", {}, False), ("llama", dict(attention_mask=PADDED), True)),
     ],
 )
 def test_masks_of_compiled_models(model_type, batch, expected, compiler):

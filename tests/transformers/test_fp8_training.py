@@ -9,6 +9,7 @@ import torch
 import transformers
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from hf_models import DEVICE, assert_untouched, everything_of, make, served_by_kernels_or_references, snapshot, step, tokens
+from quick import further
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
@@ -76,7 +77,10 @@ def assert_bits(found: dict, expected: dict) -> None:
 ONE_LAYER = ["LinearsFunction", "LinearsFunction", "AdaptedMLPFunction"]  # q, k and v; o; the MLP
 
 
-@pytest.mark.parametrize("recipe", [name for name, recipe in RECIPES.items() if not recipe.blocks])
+OF_TORCHAO = [name for name, recipe in RECIPES.items() if not recipe.blocks]
+
+
+@pytest.mark.parametrize("recipe", [*OF_TORCHAO[:1], *further(*OF_TORCHAO[1:])])
 def test_learning_is_that_of_torchao(recipe, nodes):
     """A patched model of ours or of torchao's layers learns what torchao's model does, within the rounding of FP8; q, k, v and the MLP are single nodes."""
     stock = llama()
@@ -174,7 +178,9 @@ def saved_by(graph: torch.fx.GraphModule) -> list[tuple[torch.dtype, tuple[int, 
     return [(n.meta["val"].dtype, tuple(n.meta["val"].shape)) for n in made if isinstance(n.meta["val"], torch.Tensor)]
 
 
-@pytest.mark.parametrize("recipe, part", [*((recipe, "layer") for recipe in RUN), ("tensorwise", "model")])
+@pytest.mark.parametrize(
+    "recipe, part", [("tensorwise", "layer"), *further(*((recipe, "layer") for recipe in RUN if recipe != "tensorwise"), ("tensorwise", "model"))]
+)
 def test_compiled_without_graph_breaks(recipe, part, fast, graphs):
     """Losses and gradients are those of the model that is not compiled, and steps of an optimizer compile nothing."""
     backend, found = graphs
@@ -195,7 +201,7 @@ def test_compiled_without_graph_breaks(recipe, part, fast, graphs):
     assert losses[2] < losses[1] < losses[0]
 
 
-@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("autocast", [True, *further(False)])
 def test_what_a_compiled_layer_saves(autocast, fast, graphs):
     """Its weights are searched once, its inputs once for all layers that multiply them, and no cast or copy of a weight outlives the forward."""
     backend, found = graphs

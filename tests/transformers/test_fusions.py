@@ -10,6 +10,7 @@ import weakref
 
 import pytest
 import torch
+from quick import further
 from torch import nn
 
 transformers = pytest.importorskip("transformers")
@@ -256,8 +257,14 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 
 
 @needs_kernels
-@pytest.mark.parametrize("level", [False, True, "mlp"])
-@pytest.mark.parametrize("family", ["llama", "phi3", "granite"])
+@pytest.mark.parametrize(
+    "family, level",
+    [
+        *(("llama", level) for level in (False, True, "mlp")),
+        *(("phi3", True), ("granite", "mlp")),
+        *further(("phi3", False), ("phi3", "mlp"), ("granite", False), ("granite", True)),
+    ],
+)
 def test_models(calls, family, level):
     with served_by_kernels_or_references():
         model, batch = make(family), tokens(2, 9, ignored=2)

@@ -7,6 +7,7 @@ import importlib
 import pytest
 import torch
 import torch.nn.functional as F
+from quick import further
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -418,7 +419,7 @@ def test_scores_of_a_head_that_drops(computed):
     assert computed
 
 
-@pytest.mark.parametrize("config", [{}, dict(target_modules=["q_proj"], modules_to_save=["lm_head"])], ids=["lora", "copy"])
+@pytest.mark.parametrize("config", [pytest.param({}, id="lora"), *further(dict(target_modules=["q_proj"], modules_to_save=["lm_head"]))])
 def test_compiled(config):
     torch._dynamo.reset()
     stock, ours = both(**config, model_options=dict(num_hidden_layers=1))

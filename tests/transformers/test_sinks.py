@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 
 import pytest
 import torch
 import transformers
 from hf_models import assert_same_bits, assert_same_learning, make, step, stock, tokens
+from quick import further
 from torch import Tensor, nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 
@@ -59,9 +61,13 @@ def padded(side: str) -> dict[str, Tensor]:
     return batch | {"attention_mask": mask.long(), "labels": batch["labels"].masked_fill(~mask, -100)}
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
-@pytest.mark.parametrize("batch", [tokens(2, LENGTH), padded("right"), padded("left")], ids=["full", "right", "left"])
-def test_learns_as_stock(seen, model_type, batch):
+BATCHES = {"full": lambda: tokens(2, LENGTH), "right": lambda: padded("right"), "left": lambda: padded("left")}
+EACH_ONCE = list(zip(FAMILIES, BATCHES))
+
+
+@pytest.mark.parametrize("model_type, form", [*EACH_ONCE, *further(*(both for both in itertools.product(FAMILIES, BATCHES) if both not in EACH_ONCE))])
+def test_learns_as_stock(seen, model_type, form):
+    batch = BATCHES[form]()
     theirs, ours = pair(model_type)
     with stock(model_type):
         expected = step(theirs, batch)[1]
@@ -185,7 +191,7 @@ def test_other_masks_are_stock(seen):
     assert not seen
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", [FAMILIES[0], *further(*FAMILIES[1:])])
 def test_generates_as_stock(model_type):
     theirs, ours = (m.eval() for m in pair(model_type))
     given = dict(input_ids=tokens(2, 5)["input_ids"], max_new_tokens=9, do_sample=False, pad_token_id=0)
@@ -194,8 +200,15 @@ def test_generates_as_stock(model_type):
     assert torch.equal(ours.generate(**given), expected)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("flags", [{}, {"keep_attention": True}, {"activation_offloading": True}], ids=str)
+@pytest.mark.parametrize(
+    "flags, reentrant",
+    [
+        ({}, False),
+        ({"keep_attention": True}, True),
+        *further(({}, True), ({"keep_attention": True}, False), ({"activation_offloading": True}, False), ({"activation_offloading": True}, True)),
+    ],
+    ids=str,
+)
 def test_checkpointed(seen, reentrant, flags):
     """The backward runs the same attention again, unless it was kept."""
     theirs, ours = pair(**flags)
@@ -235,18 +248,20 @@ def test_classes(seen):
     assert len(seen) == 2
 
 
-def test_compiled_layers():
+@pytest.mark.parametrize("backend", ["aot_eager", *further("inductor")])
+def test_compiled_layers(backend):
     """A mask that nobody makes reaches layers that are compiled one by one."""
     theirs, ours = pair("granite_swa")
     for layer in ours.model.layers:
-        layer.compile(fullgraph=True)
+        layer.compile(fullgraph=True, backend=backend)
     assert_same_learning(step(ours, padded("right"))[1], step(theirs, padded("right"))[1], 1e-4)
 
 
-def test_compiled_whole():
+@pytest.mark.parametrize("backend", ["aot_eager", *further("inductor")])
+def test_compiled_whole(backend):
     theirs, ours = pair()
     batch = padded("right")
-    expected, found = step(theirs, batch)[0].loss, torch.compile(ours)(**batch).loss
+    expected, found = step(theirs, batch)[0].loss, torch.compile(ours, backend=backend)(**batch).loss
     assert torch.allclose(found, expected, rtol=1e-5)
 
 

@@ -17,7 +17,6 @@ FP8_BASE = {"ours:fp8": "fp8"}
 NOT_ESTIMATED: dict[str, Callable[[Row], object]] = {
     "other packages": lambda row: row["variant"].startswith(("upstream", "unsloth", "torchao")),
     "experts that are spread over ranks": lambda row: row.get("parallel") == "ep",
-    "weights that FSDP2 gathers in FP8": lambda row: row["variant"] == "ours:gathered",
     "an attention of Transformers that the command names": lambda row: row.get("attention"),
     "what torch.compile keeps": lambda row: "compile" in row["variant"] or "layers" in row["variant"],
     "kernels of bitsandbytes in int8": lambda row: row.get("quantize") == "int8",

@@ -497,7 +497,7 @@ def children_run_references(monkeypatch):
 def spec(tmp_path, **changes):
     torch.save(torch.randint(0, 500, (4096,), generator=torch.Generator().manual_seed(3), dtype=torch.int32), tmp_path / "tokens")
     values = dict(config=TINY, dtype="float32", package=str(step.PACKAGE), compile=None, tokens=str(tmp_path / "tokens"), trial=False, trace=None)
-    values |= dict(batches=[2], largest=[], median=0, autocast=False, unsloth=None, unsloth_path=None, save=None)
+    values |= dict(batches=[2], largest=[], median=0, autocast=False, unsloth=None, unsloth_path=None, offload=False, save=None)
     values |= dict(lora=0, lora_targets=list(step.LINEARS), lora_dropout=0.0, dora=False, quantize=None, fp8=None, torchao=False, gathered=False)
     values |= dict(flags={}, trace_steps=1, seq=32, gpus=1, parallel=None, masked=0.0, optimizer="sgd", checkpointing=False, steps=3, warmup=1)
     values |= dict(optimizer_in_backward=False, optimizer_on_cpu=False, attention=None)

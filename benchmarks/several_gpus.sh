@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The tables of docs/benchmarks/multi-gpu.md, on the GPUs of your machine:  benchmarks/several_gpus.sh OUT [checks|sharded|adapters|large|experts|rows|vocabulary ...]   (default: all)
-# OUT gets a CSV and a JSON file a stage. GPUS=2 takes so many of them. UPSTREAM, UNSLOTH and VERL are folders with liger-kernel 0.8.5, Unsloth and verl 0.9.1; without them
-# they are left out. PATIENCE=200 ends a stage after so many seconds.
+# OUT gets a CSV and a JSON file a stage. GPUS=2 takes so many of them. UPSTREAM, UNSLOTH, VERL and TORCHTITAN are folders with liger-kernel 0.8.5, Unsloth, verl 0.9.1 and
+# torchtitan 0.2.2; without them they are left out. PATIENCE=200 ends a stage after so many seconds.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=$(realpath -m "${1:?a folder for the results}")
@@ -50,6 +50,10 @@ experts() { # TRANSFORMERS is a folder with Transformers 5.23, unless it is inst
     local step="--model qwen3-30b-a3b --gpus $gpus --optimizer adamw --batch 4 --seq 2048 --checkpointing --steps 5 --warmup 3"
     printf '%s\n' "$step --parallel fsdp2 --against stock,ours" "$step --parallel ep --against stock,ours" |
         PYTHONPATH=${TRANSFORMERS:+$TRANSFORMERS:}$PYTHONPATH beside experts
+    if [ -n "${TORCHTITAN:-}" ]; then
+        echo "== experts, torchtitan"
+        timeout "${PATIENCE:-3600}" python benchmarks/experts_torchtitan.py "$out/experts-torchtitan.csv" --torchtitan "$TORCHTITAN" --gpus "$gpus" || echo "torchtitan: exit code $?"
+    fi
 }
 
 rows() { # 262,144 tokens a GPU; attention computes nothing, as a step would take minutes

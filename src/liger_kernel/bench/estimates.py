@@ -16,6 +16,7 @@ FP8_BASE = {"ours:fp8": "fp8"}
 # Rows without an estimate, and why; the first reason counts
 NOT_ESTIMATED: dict[str, Callable[[Row], object]] = {
     "other packages": lambda row: row["variant"].startswith(("upstream", "unsloth", "torchao")),
+    "weights that FSDP2 gathers in FP8": lambda row: row["variant"] == "ours:gathered",
     "experts that are spread over ranks": lambda row: row.get("parallel") == "ep",
     "an attention of Transformers that the command names": lambda row: row.get("attention"),
     "what torch.compile keeps": lambda row: "compile" in row["variant"] or "layers" in row["variant"],

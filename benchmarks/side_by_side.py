@@ -63,6 +63,11 @@ def wait_for_turn() -> None:
     time.sleep(0.5)  # for the memory of the one before
 
 
+def list_trial(number: str, batch: int, seq: int, said: str) -> None:
+    with open(os.environ[TRIALS], "a") as file:
+        file.write(f"variant {number}, {batch} x {seq}: {said}\n")
+
+
 class SavedOnce:
     """``save_weights`` for several variants at a time, of which those of the same model share the weights."""
 
@@ -110,9 +115,7 @@ def variant(path: str, spec: str, result: str) -> int:
 
         def peak(training: Any, batch: int, seq: int) -> float | None:  # of --largest-seq, after the first row
             found = trial(training, batch, seq, steps=1)
-            with open(os.environ[TRIALS], "a") as file:
-                said = training.why if found is None else f"{found:.2f} GB"
-                file.write(f"variant {os.environ[NUMBER]}, {batch} x {seq}: {said}\n")
+            list_trial(os.environ[NUMBER], batch, seq, training.why if found is None else f"{found:.2f} GB")
             return found
 
         child.Training.peak = peak
@@ -192,6 +195,16 @@ def main(argv: list[str]) -> int:
     step.subprocess.run = lambda *args, env=None, **more: run(*args, env={**(os.environ if env is None else env), **getattr(own, "turn", {})}, **more)
 
     step.save_weights = SavedOnce(step.save_weights)
+    child = step.run_child
+
+    def tried(spec: dict[str, Any], folder: Path) -> dict[str, Any]:
+        """A child, which OUT.trials lists if it is a trial."""
+        found = child(spec, folder)
+        if spec["trial"]:
+            list_trial(own.turn[NUMBER], spec["batches"][0], spec["seq"], found["failed"] or f"{found['peak']:.2f} GB")
+        return found
+
+    step.run_child = tried
 
     begun, writing = time.monotonic(), threading.Lock()
 

@@ -407,6 +407,24 @@ def test_the_search_for_the_largest_batch_of_several_ranks(machine, monkeypatch,
     assert out.splitlines()[4].endswith(" 9") and "stock: larger batches fail with RuntimeError: 2^31" in out
 
 
+def test_a_search_of_what_keeps_buffers_has_a_process_for_each_trial(machine, monkeypatch, tmp_path):
+    """Those of a row that did not fit would take the memory of the next one."""
+    (tmp_path / "tiny-weights").touch()
+    tried = []
+
+    def run_child(spec, folder):
+        assert spec["largest"] == [] and spec["offload"]
+        if not spec["trial"]:
+            return {"rows": [{name: value for name, value in row("").items() if name not in ("model", "variant")} | {"batch": 1}], "failed": None}
+        tried.append(spec["seq"])
+        return {"rows": [], "failed": "out of memory"} if tried[-1] > 3000 else {"rows": [], "failed": None, "peak": 1.0}
+
+    monkeypatch.setattr(step, "run_child", run_child)
+    argv = ["--model", "tiny", "--batch", "1", "--seq", "1024", "--lora", "8", "--checkpointing", "--against", "unsloth:offload", "--largest-seq"]
+    (found,) = step.measure(step.parse(argv), "tiny", "unsloth:offload", tmp_path, 1.0, True)
+    assert found["largest_seq"] == 2816 and tried == [1024, 2048, 4096, 3072, 2560, 2816]
+
+
 def test_the_search_for_the_longest_rows_that_ranks_share(machine, monkeypatch, tmp_path):
     """By stock models, too, for which the process needs our code; each of the ranks computes a part of the FLOPs."""
     monkeypatch.setattr(step, "environment", lambda: {"hardware": "GPU", "gemm_tflops": 700.0, "gpus": 2})
@@ -497,7 +515,7 @@ def children_run_references(monkeypatch):
 def spec(tmp_path, **changes):
     torch.save(torch.randint(0, 500, (4096,), generator=torch.Generator().manual_seed(3), dtype=torch.int32), tmp_path / "tokens")
     values = dict(config=TINY, dtype="float32", package=str(step.PACKAGE), compile=None, tokens=str(tmp_path / "tokens"), trial=False, trace=None)
-    values |= dict(batches=[2], largest=[], median=0, autocast=False, unsloth=None, unsloth_path=None, offload=False, save=None)
+    values |= dict(batches=[2], largest=[], median=0, autocast=False, unsloth=None, unsloth_path=None, save=None)
     values |= dict(lora=0, lora_targets=list(step.LINEARS), lora_dropout=0.0, dora=False, quantize=None, fp8=None, torchao=False, gathered=False)
     values |= dict(flags={}, trace_steps=1, seq=32, gpus=1, parallel=None, masked=0.0, optimizer="sgd", checkpointing=False, steps=3, warmup=1)
     values |= dict(optimizer_in_backward=False, optimizer_on_cpu=False, attention=None)

@@ -57,6 +57,7 @@ TRACE_STEPS = 2
 GET = {"upstream": "liger-kernel==0.8.5", "unsloth": "unsloth"}  # what pip installs
 GET_UPSTREAM = f"upstream is skipped: pip install --no-deps --target DIR {GET['upstream']}, then --upstream-path DIR"
 GET_UNSLOTH = f"unsloth is skipped: pip install --target DIR {GET['unsloth']}, then --unsloth-path DIR"
+APART = ("unsloth:offload",)  # variants that keep buffers for the longest row they have tried, also if it did not fit
 LONGEST = 1 << 20  # most tokens of a row that --largest-seq tries
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 CHILD = Path(__file__).with_name("step_child.py")
@@ -310,7 +311,8 @@ def values_of(a: argparse.Namespace, model: str) -> dict[str, Any]:
 
 
 def measure(a: argparse.Namespace, model: str, variant: str, folder: Path, peak: float, gpu: bool) -> list[Row]:
-    """A row for each batch, until one fails. One child measures and searches for the largest sizes; with several ranks, each trial has its own child."""
+    """A row for each batch, until one fails. One child measures and searches for the largest sizes; of several ranks, or ``APART``, each trial has its own."""
+    apart = a.gpus > 1 or variant in APART
     base, _, rest = variant.partition("+")
     base, rest = ("stock", base) if base in COMPILED else (base, rest)
     base, _, level = base.partition(":")
@@ -336,7 +338,7 @@ def measure(a: argparse.Namespace, model: str, variant: str, folder: Path, peak:
         "tokens": str(folder / f"{model}.pt"),
         "batches": a.batch,
         "median": a.lengths,
-        "largest": [what for what in ("batch", "seq") if getattr(a, f"largest_{what}")] if a.gpus == 1 else [],
+        "largest": [what for what in ("batch", "seq") if getattr(a, f"largest_{what}")] if not apart else [],
         "trial": False,
         "trace": str(folder / "trace.json") if a.profile else None,
         "trace_steps": TRACE_STEPS,
@@ -356,9 +358,9 @@ def measure(a: argparse.Namespace, model: str, variant: str, folder: Path, peak:
         rows.append(common | {"batch": a.batch[len(rows)], "failed": found["failed"]})
     elif found["failed"] and (searched := [what for what in spec["largest"] if f"largest_{what}" in rows[0]]):  # it failed in the last of these searches
         rows[0][f"largest_{searched[-1]}_limit"] = found["failed"]
-    if a.largest_batch and (a.gpus > 1 or (rows[0]["failed"] == "out of memory")):
+    if a.largest_batch and (apart or (rows[0]["failed"] == "out of memory")):
         rows[0] |= _largest("batch", spec | {"trace": None}, folder)
-    if a.largest_seq and a.gpus > 1:
+    if a.largest_seq and apart:
         rows[0] |= _largest("seq", spec | {"trace": None}, folder)
     return rows
 

@@ -332,8 +332,7 @@ class Training:
             self.optimizer.zero_grad()
             gc.collect()
             torch.cuda.empty_cache()
-        kept = self.spec["offload"]  # Unsloth keeps buffers for the longest row that it has seen
-        if self.memory.now() > 1.02 * held + 0.1 and not kept:
+        if self.memory.now() > 1.02 * held + 0.1:
             raise RuntimeError(f"{self.memory.now():.1f} GB are held after a step that did not fit, {held:.1f} before it: what fits cannot be told")
         return None
 

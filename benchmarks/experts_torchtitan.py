@@ -1,11 +1,12 @@
 """Training steps of torchtitan's Qwen3-30B-A3B, beside those that ``benchmarks/several_gpus.sh OUT experts`` measures.
 
     pip download torchtitan==0.2.2 --no-deps && unzip torchtitan-0.2.2-*.whl -d DIR
-    python benchmarks/experts_torchtitan.py OUT.csv --torchtitan DIR --gpus 4 [--batch 4] [--seq 2048] [--steps 5] [--warmup 3] [--variants fsdp2+ep fsdp2]
+    python benchmarks/experts_torchtitan.py OUT.csv --torchtitan DIR --gpus 4 [--batch 4] [--seq 2048] [--steps 5] [--warmup 3] [--variants fsdp2+ep fsdp2 ...]
     python benchmarks/experts_torchtitan.py OUT.csv --torchtitan DIR --gpus 2 --batch 2 --seq 64 --smoke     a tiny model over gloo, without a GPU
 
     fsdp2+ep    each GPU has its part of every layer's experts, and tokens are exchanged; FSDP2 shards all other weights
     fsdp2       FSDP2 shards all weights, and gathers the experts of a layer
+    +compile    torchtitan's ``--compile.enable`` on top: torch.compile of the parts of a layer, and of the loss
 
 torchtitan 0.2.2 is the newest release that PyTorch 2.11 can import. The model, the parallelism with full activation checkpointing, the loss and the collection
 of garbage are its own; by its default there is no torch.compile. The rest is as in ``liger bench step``: weights, gradients and their sums over GPUs in bf16
@@ -37,7 +38,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 COLUMNS = ("variant", "gpus", "batch", "seq", "step_ms", "spread", "tokens_per_s", "peak_allocated_gb", "losses", "gpu", "torch", "torchtitan")
-VARIANTS = ("fsdp2+ep", "fsdp2")
+VARIANTS = ("fsdp2+ep", "fsdp2", "fsdp2+ep+compile", "fsdp2+compile")
 UNUSED = ("datasets", "datasets.distributed", "tokenizers", "torch.utils.tensorboard", "torchdata", "torchdata.stateful_dataloader", "tyro")
 BATCHES = 4  # distinct batches, which steps use in turn
 IGNORED = -100
@@ -82,7 +83,7 @@ def measure(variant: str, a: argparse.Namespace) -> dict[str, Any]:
     vars(sys.modules["tyro"])["constructors"] = StandIn("tyro.constructors")
     if a.smoke:
         without_gpu()
-    from torchtitan.components.loss import cross_entropy_loss
+    from torchtitan.components.loss import build_cross_entropy_loss
     from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
     from torchtitan.distributed import ParallelDims
     from torchtitan.distributed import utils as distributed
@@ -94,9 +95,10 @@ def measure(variant: str, a: argparse.Namespace) -> dict[str, Any]:
         torch.cuda.set_device(device)
     config = JobConfig()
     config.training.dtype = config.training.mixed_precision_param = config.training.mixed_precision_reduce = "bfloat16"
+    config.compile.enable = "compile" in variant.split("+")
     config.training.seq_len, config.activation_checkpoint.mode, config.debug.seed, config.comm.trace_buf_size = a.seq, "full", 0, 0
     ranks = distributed.init_distributed(config.comm)
-    dims = ParallelDims(dp_replicate=1, dp_shard=-1, cp=1, tp=1, pp=1, ep=ranks if variant == "fsdp2+ep" else 1, etp=1, world_size=ranks)
+    dims = ParallelDims(dp_replicate=1, dp_shard=-1, cp=1, tp=1, pp=1, ep=ranks if "ep" in variant.split("+") else 1, etp=1, world_size=ranks)
     distributed.set_determinism(dims, device, config.debug, distinct_seed_mesh_dims=["pp"])
     sizes = qwen3_args["debugmodel_moe" if a.smoke else "30B-A3B"]
     if a.smoke:
@@ -114,13 +116,14 @@ def measure(variant: str, a: argparse.Namespace) -> dict[str, Any]:
         module.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply while it sums; the factor is 1
     optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-4, fused=True)
     losses: list[Tensor] = []
+    cross_entropy = build_cross_entropy_loss(config)
     data, garbage = batches(a.batch, a.seq, sizes.vocab_size, device), GarbageCollection(config.training.gc_freq)
 
     def step() -> None:
         garbage.run(len(losses))
         ids, labels = data[len(losses) % BATCHES]
         logits = model(ids)
-        loss = cross_entropy_loss(logits, labels) / (a.batch * (a.seq - 1) * ranks)
+        loss = cross_entropy(logits, labels) / (a.batch * (a.seq - 1) * ranks)
         del logits  # as torchtitan does, for the backward to free them
         loss.backward()
         optimizer.step()
@@ -181,11 +184,11 @@ def main() -> int:
                 row = elastic_launch(ranks, measure)(variant, a)[0]
             except ChildFailedError as error:
                 failed = True
-                print(f"{variant:9} failed: {error}", flush=True)
+                print(f"{variant:16} failed: {error}", flush=True)
                 continue
             peak = "" if a.smoke else f"{row['peak_allocated_gb']:.2f} GB, "
             said = f"{row['step_ms']:,.1f} ms ±{row['spread']:.1%}, {row['tokens_per_s']:,.0f} tokens/s, {peak}losses {row['losses']}"
-            print(f"{variant:9} {a.gpus} GPUs, {a.batch} x {a.seq}: {said}", flush=True)
+            print(f"{variant:16} {a.gpus} GPUs, {a.batch} x {a.seq}: {said}", flush=True)
             table.writerow({key: f"{value:.6g}" if isinstance(value, float) else value for key, value in row.items()})
             file.flush()
     return int(failed)

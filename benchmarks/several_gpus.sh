@@ -47,12 +47,12 @@ large() { # stock without checkpointing needs what the weights of those that wai
 }
 
 experts() { # TRANSFORMERS is a folder with Transformers 5.23, unless it is installed
-    local step="--model qwen3-30b-a3b --gpus $gpus --optimizer adamw --batch 4 --seq 2048 --checkpointing --steps 5 --warmup 3"
+    local step="--model qwen3-30b-a3b --gpus $gpus --optimizer adamw --batch 4 --seq 2048 --checkpointing --steps 8 --warmup 4"
     printf '%s\n' "$step --parallel fsdp2 --against stock,ours" "$step --parallel ep --against stock,ours" |
         PYTHONPATH=${TRANSFORMERS:+$TRANSFORMERS:}$PYTHONPATH beside experts
     if [ -n "${TORCHTITAN:-}" ]; then
         echo "== experts, torchtitan"
-        timeout "${PATIENCE:-3600}" python benchmarks/experts_torchtitan.py "$out/experts-torchtitan.csv" --torchtitan "$TORCHTITAN" --gpus "$gpus" || echo "torchtitan: exit code $?"
+        timeout "${PATIENCE:-3600}" python benchmarks/experts_torchtitan.py "$out/experts-torchtitan.csv" --torchtitan "$TORCHTITAN" --gpus "$gpus" --steps 8 --warmup 4 || echo "torchtitan: exit code $?"
     fi
 }
 

@@ -27,7 +27,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-PREEMPTED = 75
+PREEMPTED, TERMINATED = 75, 143  # told to stop, and everything is saved; or, while Python was loading, what the newest checkpoint has
 TURN = 30  # seconds
 
 
@@ -138,7 +138,7 @@ def main() -> int:
                     scraper.look()
                 if found := opened(rank_of(runs[calm])):
                     counted.append(found)
-        if runs[disturbed].poll() == PREEMPTED:
+        if runs[disturbed].poll() in (PREEMPTED, TERMINATED):
             runs[disturbed] = start(disturbed, flags)
         if now < strike or runs[disturbed].poll() is not None:
             continue
@@ -173,7 +173,7 @@ def main() -> int:
         loss=[lines[calm][0]["loss"], lines[calm][-1]["loss"]] if lines[calm] else None,
     )  # fmt: skip
     print(json.dumps(report), flush=True)
-    return 0 if both and not differ and whole and set(codes.values()) <= {0, PREEMPTED} else 1
+    return 0 if both and not differ and whole and set(codes.values()) <= {0, PREEMPTED, TERMINATED} else 1
 
 
 if __name__ == "__main__":

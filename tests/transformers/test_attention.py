@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import inspect
 import json
+import sys
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from hf_models import assert_same_bits, assert_same_learning, make, step
 from quick import further
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from liger_kernel.testing import assert_as_accurate
@@ -320,6 +322,65 @@ def test_other_compiled_models_are_left_alone(compiler):
     stock, backend = packing_model("llama", attends="sdpa"), compiler("eager")
     torch.compile(stock, backend=backend)(**of_length(7), use_cache=False)
     assert have_masks(backend) == [True], "transformers leaves the mask out by itself: attention.unmasked can go"
+
+
+class ScalarsRead(TorchDispatchMode):
+    """Counts what the host reads of tensors, for which it waits on a GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def scalars_read(model, **batch) -> int:
+    with ScalarsRead() as seen:
+        model(**batch, use_cache=False).loss.backward()
+    return seen.count
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_the_host_reads_no_scalar(model_type):
+    """A batch that says nothing of positions has none to compare; one that does is as in stock."""
+    stock, patched = packing_model(model_type, attends="sdpa"), packing_model(model_type, patched=True, attends="sdpa")
+    assert scalars_read(stock, **of_length(7)), "transformers asks no more: attention.unmasked need not answer"
+    assert scalars_read(patched, **of_length(7)) == 0
+    of_documents = scalars_read(patched, **of_length(7, position_ids=DOCUMENTS))
+    assert of_documents == scalars_read(stock, **of_length(7, position_ids=DOCUMENTS)) > 0
+    counted = of_length(7, position_ids=torch.arange(7).expand(2, 7))
+    assert_same_bits(step(patched, of_length(7))[1], step(patched, counted)[1])
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_the_host_reads_no_scalar_of_documents(model_type, dense_masks):
+    """The bounds of documents say how many there are; with as many as rows, only positions say whether a row has several."""
+    packed = rows().batch([0, 1, 2], 0)
+    models = (packing_model(model_type, patched=True, attends=attends) for attends in (attention.NAME, "sdpa"))
+    for model in models:
+        assert scalars_read(model, **packed) == 0
+    assert scalars_read(model, **{k: v for k, v in packed.items() if k != "cu_seq_lens_q"}) > 0
+    alone = rows([[5], [5]]).batch([0, 1], 0)
+    assert "cu_seq_lens_q" in alone and scalars_read(model, **alone) > 0
+
+
+@pytest.mark.parametrize("model_type, numbers", [("llama", True), ("qwen3", True), ("gemma3", True), ("opt", False), ("qwen2_vl", False), ("bloom", False)])
+def test_families_that_number_tokens_themselves(model_type, numbers):
+    assert attention.numbers_tokens(sys.modules[type(make(model_type)).__module__]) == numbers
+
+
+class OwnPositions(transformers.LlamaModel):
+    def forward(self, *args, position_ids=None, **kwargs):
+        return super().forward(*args, position_ids=DOCUMENTS, **kwargs)
+
+
+def test_positions_of_a_model_inside():
+    """Another class makes the positions, so nobody knows them."""
+    model, told = (packing_model("llama", patched=True, attends="sdpa") for _ in range(2))
+    model.model.__class__ = OwnPositions
+    assert_same_bits(step(model, of_length(7))[1], step(told, of_length(7, position_ids=DOCUMENTS))[1])
 
 
 @pytest.mark.parametrize("model_type", ["falcon", "bloom", "qwen3_next"])  # asks whether it is sdpa; its own; bounds are for its linear layers

@@ -6,6 +6,10 @@ batch, each document is a sequence of its own.
 
 The mask of packed rows is a ``LazyMask``: a layer that runs the kernel does not make it.
 
+Transformers looks in the positions of every batch without a mask whether there are several documents in a row, and the host waits for the answer until the
+GPU has done all work before. ``unmasked`` gives the answer if it is known: one, if the model numbers the tokens itself, and several, if ``cu_seq_lens_q`` has
+more documents than the batch has rows.
+
 ``liger_causal`` is "sdpa" without a mask. Inside ``torch.compile``, Transformers writes out the mask of every batch, because it may not look at positions
 there, and attention then takes nearly three times as long. In eager mode it finds that such a batch needs no mask.
 
@@ -15,8 +19,10 @@ there, and attention then takes nearly three times as long. In eager mode it fin
 from __future__ import annotations
 
 import ast
+import contextvars
 import functools
 import inspect
+import re
 import sys
 import types
 from collections.abc import Callable, Mapping
@@ -25,7 +31,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -141,16 +147,86 @@ def masks_as_told(module: types.ModuleType) -> bool:
     return "create_causal_mask" in makers <= _MASKS and not special and not made and _by_interface(source)
 
 
+# How models number the tokens of a batch: from 0 on, or after those in a cache
+_NUMBERED = re.compile(
+    r"torch\.arange\((past_seen_tokens, past_seen_tokens \+ )?inputs_embeds\.shape\[1\], device=inputs_embeds\.device\)( \+ past_seen_tokens)?"
+    r"|(position_ids|cache_position)\.unsqueeze\(0\)"
+)
+
+
+@functools.cache
+def numbers_tokens(module: types.ModuleType) -> bool:
+    """Whether the models of a Python module, given no positions, number the tokens of each row one after another, and all of them do so alike."""
+    try:
+        nodes = list(ast.walk(ast.parse(inspect.getsource(module))))
+    except (OSError, TypeError):  # not from a file
+        return False
+    names = {"position_ids", "cache_position"}
+    assigned = [(t.id, n.value) for n in nodes if isinstance(n, (ast.Assign, ast.AnnAssign)) and n.value for t in _targets(n) if t.id in names]
+    passed = [n.value for n in nodes if isinstance(n, ast.keyword) and n.arg in names]
+    alike = all(_NUMBERED.fullmatch(ast.unparse(value)) for _, value in assigned) and all(isinstance(n, ast.Name) and n.id in names for n in passed)
+    return alike and any(name == "position_ids" for name, _ in assigned)
+
+
+def _targets(n: ast.Assign | ast.AnnAssign) -> list[ast.Name]:
+    return [t for t in (n.targets if isinstance(n, ast.Assign) else [n.target]) if isinstance(t, ast.Name)]
+
+
+ONE, SEVERAL = "one", "several"
+_documents: contextvars.ContextVar[str | None] = contextvars.ContextVar("liger_documents", default=None)  # in each row, or in some row, of the batch that runs
+
+
+@functools.cache
+def _answer() -> None:
+    """Let Transformers take its answer from ``_documents``. Where that says nothing, nothing changes."""
+    look = getattr(masking_utils, "find_packed_sequence_indices", None)
+    if look is None:
+        return
+
+    @functools.wraps(look)
+    def find_packed_sequence_indices(position_ids: Tensor) -> Tensor | None:
+        known = None if torch.compiler.is_compiling() else _documents.get()  # a compiler sees no context
+        if known is None:
+            return look(position_ids)
+        if known == ONE:
+            return None
+        return (position_ids.diff(prepend=position_ids[:, :1] - 1, dim=-1) != 1).cumsum(-1)
+
+    masking_utils.find_packed_sequence_indices = find_packed_sequence_indices
+
+
+def _module_of(model: Any) -> str:
+    """Where the class of a model is defined, below those that FSDP2 puts above it."""
+    return next(c.__module__ for c in type(model).__mro__ if not c.__module__.startswith("torch.distributed."))
+
+
 def unmasked(forward: Callable) -> Callable:
-    """Wrap the ``forward`` of a model with a head: inside ``torch.compile``, it omits the mask if the same batch has none in eager mode."""
+    """Wrap the ``forward`` of a model with a head, so that no mask costs more than it must.
+
+    In eager mode, the host does not ask the GPU how many documents there are if it knows. Inside ``torch.compile``, the forward omits the mask if the same
+    batch has none in eager mode.
+    """
     module, names = sys.modules.get(forward.__module__), list(inspect.signature(forward).parameters)
-    if module is None or not masks_as_told(module):
+    told, numbers = module is not None and masks_as_told(module), module is not None and numbers_tokens(module)
+    if not (told or numbers):
         return forward
+    _answer()
 
     @functools.wraps(forward)
     def called(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        config = getattr(self, "config", None)
-        if not torch.compiler.is_compiling() or not needs_no_mask(config, dict(zip(names[1:], args)) | kwargs):
+        config, given = getattr(self, "config", None), dict(zip(names[1:], args)) | kwargs
+        if not torch.compiler.is_compiling():
+            known = None
+            if _says_nothing(given):
+                known = ONE if numbers and _module_of(getattr(self, "base_model", None)) == module.__name__ else None
+            elif _has_more_documents_than_rows(given):
+                known = SEVERAL
+            token = _documents.set(known)
+            try:
+                return forward(self, *args, **kwargs)
+            finally:
+                _documents.reset(token)
+        if not told or not needs_no_mask(config, given):
             return forward(self, *args, **kwargs)
         config._attn_implementation = CAUSAL  # while it is traced: who runs sees "sdpa". The property, as PyTorch 2.11 does not see through it
         try:
@@ -161,12 +237,21 @@ def unmasked(forward: Callable) -> Callable:
     return called
 
 
+def _says_nothing(given: Mapping[str, Any]) -> bool:
+    return all(given.get(name) is None for name in _SAYS)
+
+
+def _has_more_documents_than_rows(given: Mapping[str, Any]) -> bool:
+    bounds, ids = given.get("cu_seq_lens_q"), given.get("input_ids")
+    return isinstance(bounds, Tensor) and isinstance(ids, Tensor) and given.get("attention_mask") is None and len(bounds) - 1 > len(ids)
+
+
 def needs_no_mask(config: Any, given: Mapping[str, Any]) -> bool:
     """Whether Transformers' sdpa gets no mask for this batch in eager mode: no argument restricts what tokens see, and there is no window."""
     window = getattr(config, "sliding_window", None) or set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
     sdpa = getattr(config, "_attn_implementation_internal", None) == "sdpa" and not getattr(config, "is_encoder_decoder", False)
     nested = getattr(config, "sub_configs", None)  # setting the outer one's would set theirs
-    return sdpa and not nested and not window and all(given.get(name) is None for name in _SAYS)
+    return sdpa and not nested and not window and _says_nothing(given)
 
 
 AttentionInterface.register(NAME, attention)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import pickle
 import re
 import types
+import weakref
 from pathlib import Path
 
 import pytest
@@ -22,7 +24,7 @@ from peft.tuners.lora import layer as lora_layer  # noqa: E402
 
 import liger_kernel.transformers as ours  # noqa: E402
 from liger_kernel.ops._core import operator as _op  # noqa: E402
-from liger_kernel.ops.projections.weights import Weight  # noqa: E402
+from liger_kernel.ops.projections.weights import Dequantized, Weight  # noqa: E402
 from liger_kernel.transformers import projections_report, restore  # noqa: E402
 from liger_kernel.transformers.patching import fusions  # noqa: E402
 from liger_kernel.transformers.recognise import projections  # noqa: E402
@@ -471,6 +473,114 @@ def test_reasons(change, reason):
     change(lora(model, "q_proj"))
     (layer,) = projections_report(model).stock
     assert (layer.name.rpartition(".")[2], layer.reason) == ("q_proj", reason)
+
+
+def parts_of(m: nn.Module) -> dict[str, nn.Module]:
+    return {"layer": m, "base": m.base_layer} | {kind: getattr(m, f"lora_{kind}")["default"] for kind in ("A", "B", "dropout")}
+
+
+class Double(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+@contextlib.contextmanager
+def of_the_class(owner, name, value):
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    yield
+    setattr(owner, name, before)
+
+
+CHANGES = {
+    "off": lambda m: m.enable_adapters(False),
+    "another": lambda m: m.set_adapter("other"),
+    "both": lambda m: m.set_adapter(["default", "other"]),
+    "gone": lambda m: m.delete_adapter("default"),
+    "merged": lambda m: m.merge(),
+    "scale": lambda m: m.scale_layer(0.5),
+    "bias of an adapter": lambda m: setattr(m.lora_B["default"], "bias", nn.Parameter(torch.ones(m.out_features))),
+    "bias of A": lambda m: setattr(m.lora_A["default"], "bias", nn.Parameter(torch.ones(4))),
+    "bias of the base": lambda m: setattr(m.base_layer, "bias", nn.Parameter(torch.ones(m.out_features))),
+    "weight": lambda m: setattr(m.base_layer, "weight", nn.Parameter(m.base_layer.weight.detach().clone())),
+    "shape": lambda m: setattr(m.base_layer.weight, "data", m.base_layer.weight.data[:2]),
+    "dtype": lambda m: m.base_layer.double(),
+    "class of the weight": lambda m: setattr(m.base_layer, "weight", nn.Parameter(m.base_layer.weight.detach().as_subclass(type("Own", (torch.Tensor,), {})))),
+    "weight of A": lambda m: setattr(m.lora_A["default"], "weight", nn.Parameter(m.lora_A["default"].weight.detach().clone())),
+    "dtype of A": lambda m: m.lora_A["default"].double(),
+    "A": lambda m: m.lora_A.update({"default": nn.Linear(m.in_features, 4, bias=False)}),
+    "class of B": lambda m: setattr(m.lora_B["default"], "__class__", Double),
+    "dropout": lambda m: m.lora_dropout.update({"default": nn.Dropout(0.25)}),
+    "class of dropout": lambda m: m.lora_dropout.update({"default": nn.AlphaDropout(0.5)}),
+    "p": lambda m: setattr(m.lora_dropout["default"], "p", 0.75),
+    "evaluation": lambda m: m.eval(),
+    "casts": lambda m: (m.lora_A.double(), m.lora_B.double(), setattr(m, "cast_input_dtype_enabled", False)),
+    "direction": lambda m: setattr(m, "fan_in_fan_out", True),
+    "variant": lambda m: m.lora_variant.update({"default": peft.tuners.lora.variants.ALoraLinearVariant()}),
+    "base": lambda m: setattr(m, "base_layer", nn.Linear(m.in_features, m.out_features, bias=False)),
+    "class of the base": lambda m: setattr(m.base_layer, "__class__", Double),
+    "ZeRO": lambda m: setattr(m.base_layer.weight, "ds_id", 1),
+    "ZeRO of B": lambda m: setattr(m.lora_B["default"].weight, "ds_id", 1),
+    **{f"hook of {part}": lambda m, part=part: parts_of(m)[part].register_forward_hook(print) and None for part in ("layer", "base", "A", "B", "dropout")},
+    **{f"forward of {part}": lambda m, part=part: setattr(parts_of(m)[part], "forward", print) for part in ("layer", "base", "A", "B", "dropout")},
+    "backward hook": lambda m: m.base_layer.register_full_backward_pre_hook(print) and None,
+    "hook of all modules": lambda m: nn.modules.module.register_module_forward_hook(lambda *a: None),
+    "forward of the class": lambda m: of_the_class(type(m), "forward", lambda self, x: x),
+    "forward of linear layers": lambda m: of_the_class(nn.Linear, "forward", lambda self, x: x),
+}
+
+
+def answer(found) -> tuple:
+    if isinstance(found, projections.Left):
+        return ("left", str(found))
+    adapters = [(id(a.a), id(a.b), id(a.bias), a.scale, a.dropout) for a in found.adapters]
+    return (type(found.weight), found.weight.shape, id(found.weight.learnable), id(found.bias), id(found.magnitude), adapters)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_layer_is_read_again_when_it_has_changed(change):
+    model = adapted(targets=["q_proj"], lora_dropout=0.5)
+    model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    m = lora(model, "q_proj")
+    read = lambda: projections.projection(m, torch.float32)
+    first = read()
+    assert read() is first and read().adapters  # nothing has changed
+    undo = CHANGES[change](m)
+    with undo if hasattr(undo, "__enter__") else contextlib.nullcontext():
+        try:
+            found = answer(read())
+            projections._read.clear()
+            assert answer(read()) == found != answer(first)
+        finally:
+            if hasattr(undo, "remove"):
+                undo.remove()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_layer_in_four_bits_is_read_again_when_it_has_changed():
+    m = lora(quantised("nf4 double"), "q_proj")
+    read = lambda: projections.projection(m, torch.float32)
+    first, state = read(), m.base_layer.weight.quant_state
+    assert read() is first
+    m.base_layer.weight.quant_state = copy.deepcopy(state)
+    assert read() is not first and isinstance(read(), projections.Projection)
+    m.base_layer.compute_dtype = torch.bfloat16
+    assert "computes in torch.bfloat16" in read().weight.why
+    m.base_layer.compute_dtype = torch.float32
+    assert isinstance(read().weight, Dequantized)
+    m.base_layer.weight.quant_state = None
+    assert "without its state" in read().weight.why
+
+
+def test_what_was_read_goes_with_its_layer():
+    model = adapted(targets=["q_proj"])
+    m = lora(model, "q_proj")
+    projections.projection(m, torch.float32)
+    assert m in projections._read
+    count, weight = len(projections._read), weakref.ref(m.base_layer.weight)
+    del m, model
+    gc.collect()
+    assert len(projections._read) < count and weight() is None
 
 
 def test_tensors_elsewhere_stay():

@@ -147,12 +147,12 @@ def op(*, reference: Callable, cases: Sequence[Case], cost: Callable[..., Cost])
     return declare
 
 
-def use_kernels(x: Tensor, *, fusible: bool = False) -> bool:
-    """Whether kernels run on ``x``. The reference runs for other devices, fp64, DTensors (which PyTorch splits), inside transforms of ``torch.func``, and,
-    inside ``torch.compile``, for operators that Inductor fuses better."""
+def use_kernels(x: Tensor, dtype: torch.dtype | None = None, *, fusible: bool = False) -> bool:
+    """Whether kernels run on ``x``, which makes a result in ``dtype`` if that is given. The reference runs for other devices, fp64, DTensors (which PyTorch
+    splits), inside transforms of ``torch.func``, and, inside ``torch.compile``, for operators that Inductor fuses better."""
     if is_sharded(x):
         return False
-    if x.device.type not in _KERNEL_DEVICES or x.dtype not in _KERNEL_DTYPES:
+    if x.device.type not in _KERNEL_DEVICES or (dtype or x.dtype) not in _KERNEL_DTYPES:
         return False
     return not fusible if torch.compiler.is_compiling() else _transforms() is None
 

@@ -37,7 +37,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-COLUMNS = ("variant", "gpus", "batch", "seq", "step_ms", "spread", "tokens_per_s", "peak_allocated_gb", "losses", "gpu", "torch", "torchtitan")
+COLUMNS = ("variant", "gpus", "batch", "seq", "step_ms", "spread", "tokens_per_s", "peak_gb", "losses", "gpu", "torch", "torchtitan")
 VARIANTS = ("fsdp2+ep", "fsdp2", "fsdp2+ep+compile", "fsdp2+compile")
 UNUSED = ("datasets", "datasets.distributed", "tokenizers", "torch.utils.tensorboard", "torchdata", "torchdata.stateful_dataloader", "tyro")
 BATCHES = 4  # distinct batches, which steps use in turn
@@ -156,7 +156,7 @@ def measure(variant: str, a: argparse.Namespace) -> dict[str, Any]:
     *times, peak = slowest.tolist()
     low, ms, high = statistics.quantiles(times, n=4)
     row = dict(variant=variant, gpus=ranks, batch=a.batch, seq=a.seq, step_ms=ms, spread=(high - low) / ms, tokens_per_s=1e3 * a.batch * a.seq * ranks / ms)
-    row |= dict(peak_allocated_gb=None if a.smoke else peak, losses=" ".join(f"{loss:.4f}" for loss in first.tolist()))
+    row |= dict(peak_gb=None if a.smoke else peak, losses=" ".join(f"{loss:.4f}" for loss in first.tolist()))
     row |= dict(gpu="CPU" if a.smoke else torch.cuda.get_device_name(), torch=torch.__version__, torchtitan=importlib.metadata.version("torchtitan"))
     dist.destroy_process_group()
     return row
@@ -186,7 +186,7 @@ def main() -> int:
                 failed = True
                 print(f"{variant:16} failed: {error}", flush=True)
                 continue
-            peak = "" if a.smoke else f"{row['peak_allocated_gb']:.2f} GB, "
+            peak = "" if a.smoke else f"{row['peak_gb']:.2f} GB, "
             said = f"{row['step_ms']:,.1f} ms ±{row['spread']:.1%}, {row['tokens_per_s']:,.0f} tokens/s, {peak}losses {row['losses']}"
             print(f"{variant:16} {a.gpus} GPUs, {a.batch} x {a.seq}: {said}", flush=True)
             table.writerow({key: f"{value:.6g}" if isinstance(value, float) else value for key, value in row.items()})

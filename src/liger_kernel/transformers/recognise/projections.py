@@ -263,12 +263,14 @@ def _findings(m: Any, dtype: torch.dtype) -> list[Any] | None:
     if kind is nn.Linear and w.dtype is dtype:
         found = [w.shape]
     elif kind is _class("bitsandbytes.nn.modules", "Linear4bit") and base.compute_dtype in (None, dtype):
-        state = getattr(w, "quant_state", None)
-        found = [None, state, getattr(state, "packing_format_for_cpu", None)]
+        state = vars(w).get("quant_state")  # not getattr: the class intercepts it
+        if state is None:
+            return None
+        found = [None, state, vars(state).get("packing_format_for_cpu")]
     else:  # what it computes depends on autocast, or on more
         return None
     own = m.__dict__
-    found += (dtype, type(m).forward, own.get("fan_in_fan_out"), own.get("cast_input_dtype_enabled"), base, kind.forward, w, type(w), bias, type(bias), _FORWARD)
+    found += (dtype, type(m).forward, own.get("fan_in_fan_out"), own.get("cast_input_dtype_enabled"), base, kind.forward, w, type(w), bias, type(bias))
     modules, tensors = [m, base], [w, bias]
     As, Bs, dropouts = (parts[name]._modules for name in ("lora_A", "lora_B", "lora_dropout"))
     for name in m.active_adapters:

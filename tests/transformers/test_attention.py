@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import inspect
 import json
-import sys
 
 import pytest
 import torch
@@ -366,9 +365,16 @@ def test_the_host_reads_no_scalar_of_documents(model_type, dense_masks):
     assert "cu_seq_lens_q" in alone and scalars_read(model, **alone) > 0
 
 
-@pytest.mark.parametrize("model_type, numbers", [("llama", True), ("qwen3", True), ("gemma3", True), ("opt", False), ("qwen2_vl", False), ("bloom", False)])
+@pytest.mark.parametrize(
+    "model_type, numbers",
+    [
+        *(("llama", True), ("qwen3", True), ("gemma3_text", True), ("gemma4_text", True), ("qwen3_5_text", True)),
+        *(("gemma3", False), ("qwen3_5", False), ("opt", False), ("bloom", False)),
+    ],
+)
 def test_families_that_number_tokens_themselves(model_type, numbers):
-    assert attention.numbers_tokens(sys.modules[type(make(model_type)).__module__]) == numbers
+    config = transformers.AutoConfig.for_model(model_type)
+    assert attention.numbers_tokens(transformers.AutoModel._model_mapping[type(config)]) == numbers
 
 
 class OwnPositions(transformers.LlamaModel):
@@ -376,10 +382,23 @@ class OwnPositions(transformers.LlamaModel):
         return super().forward(*args, position_ids=DOCUMENTS, **kwargs)
 
 
-def test_positions_of_a_model_inside():
-    """Another class makes the positions, so nobody knows them."""
+@pytest.mark.parametrize("by", ["class", "forward", "hook", "method"])
+def test_positions_of_a_model_inside(by, monkeypatch):
+    """Other code makes the positions, so nobody knows them."""
     model, told = (packing_model("llama", patched=True, attends="sdpa") for _ in range(2))
-    model.model.__class__ = OwnPositions
+    gives = lambda m, args, kwargs: (args, kwargs | dict(position_ids=DOCUMENTS))
+    stock = model.model.forward
+    match by:
+        case "class":
+            model.model.__class__ = OwnPositions
+        case "forward":
+            model.model.forward = lambda *args, position_ids=None, **kwargs: stock(*args, position_ids=DOCUMENTS, **kwargs)
+        case "hook":
+            model.model.register_forward_pre_hook(gives, with_kwargs=True)
+        case "method":
+            of_class = transformers.LlamaModel.forward
+            own = functools.wraps(of_class)(lambda self, *args, position_ids=None, **kwargs: of_class(self, *args, position_ids=DOCUMENTS, **kwargs))
+            monkeypatch.setattr(transformers.LlamaModel, "forward", own)
     assert_same_bits(step(model, of_length(7))[1], step(told, of_length(7, position_ids=DOCUMENTS))[1])
 
 

@@ -24,6 +24,7 @@ import functools
 import inspect
 import re
 import sys
+import textwrap
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -147,29 +148,59 @@ def masks_as_told(module: types.ModuleType) -> bool:
     return "create_causal_mask" in makers <= _MASKS and not special and not made and _by_interface(source)
 
 
-# How models number the tokens of a batch: from 0 on, or after those in a cache
+# How models number the tokens of a batch: from 0 on, or after those in a cache; for rotations of several axes once for each
 _NUMBERED = re.compile(
     r"torch\.arange\((past_seen_tokens, past_seen_tokens \+ )?inputs_embeds\.shape\[1\], device=inputs_embeds\.device\)( \+ past_seen_tokens)?"
     r"|(position_ids|cache_position)\.unsqueeze\(0\)"
+    r"|position_ids\.view\(1, 1, -1\)\.expand\(\d, inputs_embeds\.shape\[0\], -1\)"
+    r"|position_ids\[None, \.\.\.\]\.expand\(\d, position_ids\.shape\[0\], -1\)|position_ids\[0\]|position_ids\[1:\]|None"
 )
+_POSITIONS = {"position_ids", "text_position_ids", "cache_position"}
 
 
-@functools.cache
-def numbers_tokens(module: types.ModuleType) -> bool:
-    """Whether the models of a Python module, given no positions, number the tokens of each row one after another, and all of them do so alike."""
+def _numbers(code: Any) -> bool | None:
+    """Whether all positions in this code number the tokens of each row one after another; None if it has none of its own, and passes on those it is given."""
     try:
-        nodes = list(ast.walk(ast.parse(inspect.getsource(module))))
+        nodes = list(ast.walk(ast.parse(textwrap.dedent(inspect.getsource(code)))))
     except (OSError, TypeError):  # not from a file
         return False
-    names = {"position_ids", "cache_position"}
-    assigned = [(t.id, n.value) for n in nodes if isinstance(n, (ast.Assign, ast.AnnAssign)) and n.value for t in _targets(n) if t.id in names]
-    passed = [n.value for n in nodes if isinstance(n, ast.keyword) and n.arg in names]
-    alike = all(_NUMBERED.fullmatch(ast.unparse(value)) for _, value in assigned) and all(isinstance(n, ast.Name) and n.id in names for n in passed)
-    return alike and any(name == "position_ids" for name, _ in assigned)
+    assigned = [n.value for n in nodes if isinstance(n, (ast.Assign, ast.AnnAssign)) and n.value and any(name in _POSITIONS for name in _targets(n))]
+    passed = [n.value for n in nodes if isinstance(n, ast.keyword) and n.arg in _POSITIONS]
+    passed += [v for n in nodes if isinstance(n, ast.Dict) for k, v in zip(n.keys, n.values) if isinstance(k, ast.Constant) and k.value in _POSITIONS]
+    if not all(isinstance(n, ast.Name) and n.id in _POSITIONS for n in passed):
+        return False
+    return all(_NUMBERED.fullmatch(ast.unparse(value)) for value in assigned) if assigned else None
 
 
-def _targets(n: ast.Assign | ast.AnnAssign) -> list[ast.Name]:
-    return [t for t in (n.targets if isinstance(n, ast.Assign) else [n.target]) if isinstance(t, ast.Name)]
+def _targets(n: ast.Assign | ast.AnnAssign) -> list[str]:
+    return [t.id for t in (n.targets if isinstance(n, ast.Assign) else [n.target]) if isinstance(t, ast.Name)]
+
+
+def numbers_tokens(cls: type) -> bool:
+    """Whether the forward of this class, given no positions, numbers the tokens of each row one after another."""
+    return _numbers_tokens(getattr(cls, "forward", None))
+
+
+@functools.lru_cache(1024)
+def _numbers_tokens(forward: Any) -> bool:
+    while hasattr(forward, "__wrapped__"):  # of Transformers' decorators
+        if not getattr(forward, "__globals__", {}).get("__name__", "").startswith("transformers."):
+            return False
+        forward = forward.__wrapped__
+    return bool(_numbers(forward))
+
+
+def _numbering(model: nn.Module) -> type | None:
+    """The class of the model inside a model with a head, if calls of it run no code of others that may give it positions."""
+    base: Any = getattr(model, "base_model", None)
+    if base is None or base is model:
+        return None
+    own = vars(base).get("forward")
+    if own is not None and not type(own).__module__.startswith("liger_kernel."):
+        return None
+    if not all((getattr(hook, "__module__", None) or "").startswith("torch.") for hook in base._forward_pre_hooks.values()):
+        return None
+    return next(c for c in type(base).__mro__ if not c.__module__.startswith("torch.distributed."))  # below the class that FSDP2 puts above it
 
 
 ONE, SEVERAL = "one", "several"
@@ -195,11 +226,6 @@ def _answer() -> None:
     masking_utils.find_packed_sequence_indices = find_packed_sequence_indices
 
 
-def _module_of(model: Any) -> str:
-    """Where the class of a model is defined, below those that FSDP2 puts above it."""
-    return next(c.__module__ for c in type(model).__mro__ if not c.__module__.startswith("torch.distributed."))
-
-
 def unmasked(forward: Callable) -> Callable:
     """Wrap the ``forward`` of a model with a head, so that no mask costs more than it must.
 
@@ -207,8 +233,8 @@ def unmasked(forward: Callable) -> Callable:
     batch has none in eager mode.
     """
     module, names = sys.modules.get(forward.__module__), list(inspect.signature(forward).parameters)
-    told, numbers = module is not None and masks_as_told(module), module is not None and numbers_tokens(module)
-    if not (told or numbers):
+    told, passes = module is not None and masks_as_told(module), _numbers(forward) is None
+    if module is None or not (told or passes):
         return forward
     _answer()
 
@@ -218,7 +244,8 @@ def unmasked(forward: Callable) -> Callable:
         if not torch.compiler.is_compiling():
             known = None
             if _says_nothing(given):
-                known = ONE if numbers and _module_of(getattr(self, "base_model", None)) == module.__name__ else None
+                inside = _numbering(self) if passes else None
+                known = ONE if inside is not None and inside.__module__ == module.__name__ and numbers_tokens(inside) else None
             elif _has_more_documents_than_rows(given):
                 known = SEVERAL
             token = _documents.set(known)

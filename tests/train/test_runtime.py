@@ -42,6 +42,7 @@ from liger_kernel.train.rows import share
 
 STEPS = 8
 DEVICE = os.environ.get("LIGER_TEST_DEVICE", "cpu")  # cuda: NCCL, where there is a GPU for each of two ranks
+PATIENCE = 120 if DEVICE == "cpu" else 300  # seconds for a run; on GPUs each rank imports everything anew
 TEXT = "def add(a, b):\n    return a + b\n\n"
 
 
@@ -151,7 +152,7 @@ def run(config, world=2, fault=None, **elsewhere):
     for worker in workers:
         worker.start()
     for worker in workers:
-        worker.join(120)
+        worker.join(PATIENCE)
     hung = [worker for worker in workers if worker.is_alive()]
     for worker in hung:
         worker.kill()

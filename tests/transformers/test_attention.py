@@ -377,6 +377,16 @@ def test_families_that_number_tokens_themselves(model_type, numbers):
     assert attention.numbers_tokens(transformers.AutoModel._model_mapping[type(config)]) == numbers
 
 
+class Elsewhere(transformers.LlamaModel):
+    def forward(self, *args, position_ids=None, **kwargs):
+        position_ids = None
+        return super().forward(*args, position_ids=position_ids, **kwargs)
+
+
+def test_a_forward_that_only_drops_positions_numbers_no_tokens():
+    assert not attention.numbers_tokens(Elsewhere)
+
+
 class OwnPositions(transformers.LlamaModel):
     def forward(self, *args, position_ids=None, **kwargs):
         return super().forward(*args, position_ids=DOCUMENTS, **kwargs)

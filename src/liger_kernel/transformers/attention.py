@@ -169,7 +169,8 @@ def _numbers(code: Any) -> bool | None:
     passed += [v for n in nodes if isinstance(n, ast.Dict) for k, v in zip(n.keys, n.values) if isinstance(k, ast.Constant) and k.value in _POSITIONS]
     if not all(isinstance(n, ast.Name) and n.id in _POSITIONS for n in passed):
         return False
-    return all(_NUMBERED.fullmatch(ast.unparse(value)) for value in assigned) if assigned else None
+    said = [ast.unparse(value) for value in assigned]
+    return all(map(_NUMBERED.fullmatch, said)) and any(value.startswith("torch.arange(") for value in said) if said else None
 
 
 def _targets(n: ast.Assign | ast.AnnAssign) -> list[str]:

@@ -57,7 +57,6 @@ def dense_four_bits(
 
 def dequantize(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
     """The dense weight of ``packed`` and its ``QuantState``."""
-    packed = packed.as_subclass(Tensor)  # a plain tensor: the parameter class of bitsandbytes intercepts every operation
     nested = state.state2
     if use_kernels(packed, dtype) and state.dtype in (dtype, torch.float32) and packed.dtype == torch.uint8 and packed.is_contiguous():
         absmax2, code2, offset, blocksize2 = (None, None, None, 1) if nested is None else (nested.absmax, nested.code, state.offset, nested.blocksize)
@@ -69,6 +68,7 @@ def dequantize(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
 
 def four_bits(packed: Tensor, state: Any, transposed: bool = False) -> Dequantized:
     """A weight of bitsandbytes, or the weights of experts, from its data and its ``QuantState``. ``transposed``: it is stored as (..., K, N)."""
+    packed = packed.as_subclass(Tensor)  # a plain tensor: the parameter class of bitsandbytes intercepts every operation
     *lead, N, K = state.shape
     made = functools.partial(dequantize, packed, state)
     if transposed:

@@ -1,9 +1,8 @@
 """What a live linear layer computes at the moment of a call: its stored weight, and the adapters that PEFT would add now.
 
 ``projection(module, dtype)`` returns the ``Projection`` that a call of ``module`` computes, or a short reason why the module itself must run. It reads at each
-call what PEFT's own forward reads, because adapters may be activated, disabled or merged at any time; if it finds the objects that it found in the last
-call, the answer is that of the last call. This module imports no other package: if a package is not imported yet, no module can be an instance of its
-classes.
+call what PEFT's own forward reads, because adapters may be activated, disabled or merged at any time. This module imports no other package: if a package
+is not imported yet, no module can be an instance of its classes.
 
 The base layer inside a PEFT layer may be anything. If its storage is unknown, if it has hooks, or if it has its own forward, it is called for its product,
 and the node computes only what the adapters add.
@@ -13,10 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import operator
 import sys
 import types
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -247,68 +244,11 @@ def _magnitude(m: Any, name: str, adapter: Adapter, active: int) -> Tensor | Lef
     return Left(f"adapter {name!r} has a magnitude and a bias") if adapter.bias is not None else holder.weight
 
 
-_read: weakref.WeakKeyDictionary[nn.Module, tuple[list[Any], Projection]] = weakref.WeakKeyDictionary()  # of each layer: what was found, and the answer
-
-
-def _findings(m: Any, dtype: torch.dtype) -> list[Any] | None:
-    """All that ``_peft`` reads of a layer with plain LoRA adapters beside a dense or 4-bit base. It answers the same as long as these are the same objects.
-
-    The first is a shape, which is compared by its value. None if there is more to read, such as hooks or a magnitude.
-    """
-    parts = m._modules
-    base = parts["base_layer"]
-    kind, w, bias = type(base), base._parameters.get("weight"), base._parameters.get("bias")
-    if m.disable_adapters or m.merged or m.lora_variant or w is None:
-        return None
-    if kind is nn.Linear and w.dtype is dtype:
-        found = [w.shape]
-    elif kind is _class("bitsandbytes.nn.modules", "Linear4bit") and base.compute_dtype in (None, dtype):
-        state = vars(w).get("quant_state")  # not getattr: the class intercepts it
-        if state is None:
-            return None
-        found = [None, state, vars(state).get("packing_format_for_cpu")]
-    else:  # what it computes depends on autocast, or on more
-        return None
-    own = m.__dict__
-    found += (dtype, type(m).forward, own.get("fan_in_fan_out"), own.get("cast_input_dtype_enabled"), base, kind.forward, w, type(w), bias, type(bias))
-    modules, tensors = [m, base], [w, bias]
-    As, Bs, dropouts = (parts[name]._modules for name in ("lora_A", "lora_B", "lora_dropout"))
-    for name in m.active_adapters:
-        a, b, dropout = As.get(name), Bs.get(name), dropouts.get(name)
-        if a is None or b is None or dropout is None:
-            return None
-        wa, wb, bb = a._parameters.get("weight"), b._parameters.get("weight"), b._parameters.get("bias")
-        if wa is None or wb is None:
-            return None
-        found += (a, b, type(a), type(b), wa, wb, type(wa), type(wb), wa.dtype, wb.dtype, bb, type(bb), a._parameters.get("bias"))
-        found += (dropout, type(dropout), dropout.training, dropout.__dict__.get("p"), m.scaling[name])
-        modules += (a, b, dropout)
-        tensors += (wa, wb, bb)
-    if nn.Linear.forward is not _FORWARD or not all(map(_own, modules)) or any(t is not None and "ds_id" in t.__dict__ for t in tensors):
-        return None
-    return found
-
-
-def _peft_again(m: Any, dtype: torch.dtype) -> Projection | Left | None:
-    """``_peft``, which is asked only if something has changed since the last call; None if ``m`` is no layer of PEFT as it ships it."""
-    now = _findings(m, dtype)
-    if now is not None and (last := _read.get(m)) is not None:
-        before, answer = last
-        if len(now) == len(before) and now[0] == before[0] and all(map(operator.is_, now[1:], before[1:])):
-            return answer
-    if not _of_package(type(m), "peft."):
-        return None
-    found = _peft(m, dtype)
-    if now is not None and isinstance(found, Projection):
-        _read[m] = now, found
-    return found
-
-
 def projection(m: Any, dtype: torch.dtype) -> Projection | Left:
     """What ``m`` computes from an input of this dtype, if our engine can run it; otherwise the reason."""
     cls = type(m)
-    if _of_peft(cls) and (found := _peft_again(m, dtype)) is not None:
-        return found
+    if _of_peft(cls) and _of_package(cls, "peft."):
+        return _peft(m, dtype)
     if cls not in _ALONE and hasattr(m, "base_layer"):
         return Left(f"a layer of class {cls.__module__}.{cls.__name__}")
     weight = _weight(m, dtype)

@@ -6,8 +6,9 @@ With `--connections 200` the calm run's metrics are scraped twice a second, besi
 report has the largest number of its open files and threads in the first half of the time, in the second, and the last one, the scrapes that failed, and the
 median times of a step with and without.
 
-What follows `--` goes to `liger train`. When the time is over both runs write a checkpoint; the same command goes on. Prints one line of JSON a call, and
-exits with 1 if a step is missing or differs, or a run ended otherwise.
+What follows `--` goes to `liger train`. When the time is over both runs write a checkpoint; the same command goes on. Prints a line of JSON every five minutes,
+so that a machine that is lost does not take all that was seen with it, and one at the end; exits with 1 if a step is missing or differs, or a run ended
+otherwise.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from typing import Any
 
 PREEMPTED, TERMINATED = 75, 143  # told to stop, and everything is saved; or, while Python was loading, what the newest checkpoint has
 TURN = 30  # seconds
+BETWEEN = 300  # seconds from one report to the next
 
 
 def start(out: Path, flags: list[str]) -> subprocess.Popen:
@@ -124,10 +126,35 @@ def main() -> int:
     runs = {calm: start(calm, [*flags, *(["--metrics-port", str(a.port)] if scraper else [])]), disturbed: start(disturbed, flags)}
     counted: list[tuple[int, int]] = []
     began, kills, preemptions, memory = time.monotonic(), 0, 0, []
-    strike = began + draw.expovariate(1 / a.kill_every)
+    strike, told = began + draw.expovariate(1 / a.kill_every), began
+
+    def report(codes: dict[str, int | None]) -> dict[str, Any]:
+        lines = {out: lines_of(out) for out in runs}
+        losses = {out: {line["step"]: (line["loss"], line["grad_norm"]) for line in found} for out, found in lines.items()}
+        both = losses[calm].keys() & losses[disturbed].keys()
+        differ = sum(losses[calm][step] != losses[disturbed][step] for step in both)
+        once = all([line["step"] for line in found] == list(range(1, len(found) + 1)) for found in lines.values())
+        late = [rss for at, rss in memory if at > memory[0][0] + (memory[-1][0] - memory[0][0]) / 4]  # allocators have grown by then
+        tenth = max(1, len(late) // 10)
+        device = [line["memory"] for line in lines[calm] if "memory" in line]
+        scraped: dict[str, Any] = dict(scrapes=scraper.scrapes, scrapes_failed=scraper.failed, step_ms=scraper.times(lines[calm])) if scraper else {}
+        if counted:
+            half = len(counted) // 2
+            scraped["files_and_threads"] = [max(counted[:half]), max(counted[half:]), counted[-1]]
+        return dict(
+            minutes=round((time.monotonic() - began) / 60, 1), kills=kills, preemptions=preemptions, exit_codes=codes,
+            steps={out.name: len(found) for out, found in losses.items()}, compared=len(both), differ=differ, each_step_once=once,
+            host_mb=[round(sum(part) / len(part), 1) for part in (late[:tenth], late[-tenth:]) if part],
+            memory_gb=[round(m / 1e9, 3) for m in device[:1] + device[-1:]], **scraped,
+            loss=[lines[calm][0]["loss"], lines[calm][-1]["loss"]] if lines[calm] else None,
+        )  # fmt: skip
+
     while time.monotonic() < began + 60 * a.minutes and any(run.poll() is None for run in runs.values()):
         time.sleep(0.5)
         now = time.monotonic()
+        if now > told + BETWEEN:
+            print(json.dumps(report({out.name: run.poll() for out, run in runs.items()})), flush=True)
+            told = now
         if (calm / "metrics.jsonl").exists() and (rss := resident(rank_of(runs[calm]))):  # it trains
             memory.append((now, rss))
             if scraper:
@@ -153,27 +180,10 @@ def main() -> int:
         if run.poll() is None:
             run.terminate()
     codes = {out.name: run.wait(300) for out, run in runs.items()}
-    lines = {out: lines_of(out) for out in runs}
-    losses = {out: {line["step"]: (line["loss"], line["grad_norm"]) for line in found} for out, found in lines.items()}
-    both = losses[calm].keys() & losses[disturbed].keys()
-    differ = sum(losses[calm][step] != losses[disturbed][step] for step in both)
-    whole = all([line["step"] for line in found] == list(range(1, len(found) + 1)) for found in lines.values())
-    late = [rss for at, rss in memory if at > memory[0][0] + (memory[-1][0] - memory[0][0]) / 4]  # allocators have grown by then
-    tenth = max(1, len(late) // 10)
-    device = [line["memory"] for line in lines[calm] if "memory" in line]
-    scraped: dict[str, Any] = dict(scrapes=scraper.scrapes, scrapes_failed=scraper.failed, step_ms=scraper.times(lines[calm])) if scraper else {}
-    if counted:
-        half = len(counted) // 2
-        scraped["files_and_threads"] = [max(counted[:half]), max(counted[half:]), counted[-1]]
-    report: dict[str, Any] = dict(
-        minutes=round((time.monotonic() - began) / 60, 1), kills=kills, preemptions=preemptions, exit_codes=codes,
-        steps={out.name: len(found) for out, found in losses.items()}, compared=len(both), differ=differ, each_step_once=whole,
-        host_mb=[round(sum(part) / len(part), 1) for part in (late[:tenth], late[-tenth:]) if part],
-        memory_gb=[round(m / 1e9, 3) for m in device[:1] + device[-1:]], **scraped,
-        loss=[lines[calm][0]["loss"], lines[calm][-1]["loss"]] if lines[calm] else None,
-    )  # fmt: skip
-    print(json.dumps(report), flush=True)
-    return 0 if both and not differ and whole and set(codes.values()) <= {0, PREEMPTED, TERMINATED} else 1
+    end = report(codes)
+    print(json.dumps(end), flush=True)
+    right = end["compared"] and not end["differ"] and end["each_step_once"]
+    return 0 if right and set(codes.values()) <= {0, PREEMPTED, TERMINATED} else 1
 
 
 if __name__ == "__main__":

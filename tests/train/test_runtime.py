@@ -1277,13 +1277,20 @@ def test_a_lost_machine_costs_a_restart(base, undisturbed, tmp_path, user_env):
     assert rows(config) == [[6 * i, 6 * i + 6] for i in range(30)]
 
 
+MOMENTS = [("killed", step) for step in (1, 3, 5, 6, 8)] + [("killed in save", number) for number in (1, 2, 3)]
+
+
+@pytest.fixture(scope="module", params=["ddp", "fsdp2"])
+def calm(request, base, tmp_path_factory):
+    config = place(base, tmp_path_factory.mktemp("calm"), parallel=request.param)
+    assert run(config) == [0, 0], log(config)
+    return config
+
+
 @pytest.mark.elastic
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
-@pytest.mark.parametrize("fault", [("killed", step) for step in (1, 3, 5, 6, 8)] + [("killed in save", number) for number in (1, 2, 3)])
-def test_no_moment_is_a_bad_one_to_be_killed_in(parallel, fault, base, tmp_path):
-    calm, config = place(base, tmp_path / "calm", parallel=parallel), place(base, tmp_path / "killed", parallel=parallel)
-    (tmp_path / "calm").mkdir(), (tmp_path / "killed").mkdir()
-    assert run(calm) == [0, 0], log(calm)
+@pytest.mark.parametrize("fault", MOMENTS, ids=lambda fault: f"{fault[0]}-{fault[1]}".replace(" ", "-"))
+def test_no_moment_is_a_bad_one_to_be_killed_in(fault, calm, base, tmp_path):
+    config = place(base, tmp_path, parallel=calm.parallel)
     assert run(config, fault=fault)[1] == -signal.SIGKILL, log(config)
     assert run(config) == [0, 0], log(config)
     same_run(config, calm)

@@ -46,7 +46,11 @@ KUBERNETES = ["kubernetes==37.0.2", "charset-normalizer", "durationpy", "oauthli
 ENVIRONMENTS: dict[str, tuple[list[str], list[str], list[str]]] = {
     "torch-2.11": (TORCH, [], ["torch==2.11.0", "triton==3.6.0"]),
     "torch-2.15": (TORCH, [], ["torch==2.15.0", "triton==3.9.0"]),
-    "transformers-5.17": ([*FAMILIES, "hf_trainer", "hf_adapters", "calls"], ["transformers==5.17.0"], []),
+    "transformers-5.17": (
+        [*FAMILIES, "hf_trainer", "hf_adapters", "calls", "attention", "changed_models", "experts_in_fp8", "heads", "projections", "slots"],
+        ["transformers==5.17.0"],
+        [],
+    ),
     "transformers-4.57": ([*FAMILIES, "hf_trainer", "hf_adapters", "calls"], ["transformers==4.57.6", "datasets<4.6"], []),
     "trl": (["trl", "trl_adapters", "examples"], ["requests"], ["trl==1.16.0"]),
     "trl-1.12": (["trl", "trl_adapters", "examples"], ["requests"], ["trl==1.12.0"]),

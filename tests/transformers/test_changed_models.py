@@ -268,7 +268,7 @@ def test_what_is_saved_loads_where_nothing_is_patched(absent, tmp_path):
     torch.save(patched(model), tmp_path / "model.pt")
     torch.save(BATCH, tmp_path / "batch.pt")
 
-    code = "import sys, torch\n" + "sys.modules['liger_kernel'] = None" * absent + UNPICKLED + PATCHED_AGAIN * (not absent)
+    code = "import sys, torch\n" + ("sys.modules['liger_kernel'] = None" if absent else "import interpreted\n") + UNPICKLED + PATCHED_AGAIN * (not absent)
     code += "print(any('_liger_stock' in x.__dict__ for x in m.modules()))"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -96,7 +96,7 @@ def _tile(N: int) -> tuple[int, dict[str, int]]:
 
 @launcher("(Tensor index, Tensor w) -> Tensor")
 def embedding_fwd(index: Tensor, w: Tensor) -> Tensor:
-    (V, N), M = w.shape, len(index)
+    (V, N), M = w.shape, index.shape[0]
     y = w.new_empty(M, N)
     blocks, tile = _tile(N)
     launch(_fwd, (cdiv(M, tile["BLOCK_M"]) * blocks,), index, w, y, M, V, N, w.stride(0), **tile)

@@ -164,7 +164,7 @@ def modulated_rms_norm_fwd(x: Tensor, w: Tensor | None, scale: Tensor, shift: Te
     M, N = x.shape
     y, rstd = x.new_empty(M, N), x.new_empty(M, dtype=torch.float32)
     c = config.tile("modulated_rms_norm_fwd", N, x.itemsize, elements=4096)
-    numbers = M, N, M // max(len(scale), 1), x.stride(0), scale.stride(0), 0 if shift is None else shift.stride(0), eps, offset
+    numbers = M, N, M // max(scale.shape[0], 1), x.stride(0), scale.stride(0), 0 if shift is None else shift.stride(0), eps, offset
     flags = dict(HAS_W=w is not None, HAS_SHIFT=shift is not None, CASTING=casting)
     launch(_fwd, (cdiv(M, c.block_m),), x, w, scale, shift, y, rstd, *numbers, **flags, **c.tile)
     return y, rstd
@@ -176,7 +176,7 @@ def modulated_rms_norm_fwd(x: Tensor, w: Tensor | None, scale: Tensor, shift: Te
 )
 def modulated_rms_norm_bwd(dy, x, w, scale, rstd, offset, need_dx, need_dw, need_dscale, shift) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients, that of shift in the dtype ``shift``; gradients that are not needed are empty."""
-    (M, N), S, need_dshift = x.shape, len(scale), shift is not None
+    (M, N), S, need_dshift = x.shape, scale.shape[0], shift is not None
     per_row = S == M and S > 1
     samples, R = (1, M) if per_row else (S, M // max(S, 1))
     # half of rms_norm's tile: 32 numbers per thread and a scale for each row do not fit in the registers of sm90

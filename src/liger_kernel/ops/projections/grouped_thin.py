@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops._core import config
-from liger_kernel.ops._core.operator import launch, launcher
+from liger_kernel.ops._core.operator import launch, launcher, tracing
 from liger_kernel.ops._core.tl import cdiv, jit, next_power_of_2, tl
 from liger_kernel.ops.projections.grouped_mm import _product
 
@@ -104,6 +104,8 @@ def _tile(a: Tensor, rows: int, cols: int, depth: int) -> dict:
 
 def _launch_rows(a: Tensor, order: Tensor | None, top_k: int, b: Tensor, y: Tensor, offs: Tensor, scale: float, add: bool) -> None:
     """y (M, N) = scale a_e b[e], with b (E, K, N)."""
+    if tracing(a):  # tiles are chosen by numbers
+        return
     (M, N), (E, K) = y.shape, b.shape[:2]
     tile = _tile(a, M, N, K)
     grid = max(1, cdiv(M, tile["BLOCK_M"]) + min(E, M)), cdiv(N, tile["BLOCK_N"])
@@ -111,7 +113,7 @@ def _launch_rows(a: Tensor, order: Tensor | None, top_k: int, b: Tensor, y: Tens
     launch(_rows, grid, a, order, b, y, offs, E, K, N, top_k, scale, a.stride(0), *b.stride(), **flags, **tile)
 
 
-@launcher("(Tensor rows, Tensor? order, int top_k, Tensor a, Tensor offs, float scale) -> Tensor")
+@launcher("(Tensor rows, Tensor? order, SymInt top_k, Tensor a, Tensor offs, float scale) -> Tensor")
 def thin_rows(rows: Tensor, order: Tensor | None, top_k: int, a: Tensor, offs: Tensor, scale: float) -> Tensor:
     y = rows.new_empty(rows.shape[0] if order is None else order.shape[0], a.shape[1])
     _launch_rows(rows, order, top_k, a.mT, y, offs, scale, False)
@@ -123,10 +125,12 @@ def add_thin_(y: Tensor, t: Tensor, b: Tensor, offs: Tensor, scale: float) -> No
     _launch_rows(t, None, 1, b, y, offs, scale, True)
 
 
-@launcher("(Tensor t, Tensor rows, Tensor? order, int top_k, Tensor offs, float scale, ScalarType dtype) -> Tensor")
+@launcher("(Tensor t, Tensor rows, Tensor? order, SymInt top_k, Tensor offs, float scale, ScalarType dtype) -> Tensor")
 def thin_outer(t: Tensor, rows: Tensor, order: Tensor | None, top_k: int, offs: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     (M, r), N, E = t.shape, rows.shape[1], offs.shape[0]
     y = t.new_empty(E, r, N, dtype=dtype)
+    if tracing(t):
+        return y
     tile = _tile(t, r, N, M)
     grid = cdiv(N, tile["BLOCK_N"]), E, cdiv(r, tile["BLOCK_M"])
     launch(_outer, grid, t, rows, order, y, offs, r, N, top_k, scale, rows.stride(0), GATHER=order is not None, **tile)

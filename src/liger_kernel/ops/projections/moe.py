@@ -244,9 +244,12 @@ def _glu_bwd(
 def moe_route(index: Tensor, E: int) -> tuple[Tensor, Tensor, Tensor]:
     """The assignments, stably sorted by expert; the place of each assignment in that order; and the end of each expert's rows."""
     M, block_m = index.numel(), ROUTED if on_gpu(index) else 32
-    blocks, tile = max(1, cdiv(M, block_m)), dict(BLOCK_M=block_m, BLOCK_E=next_power_of_2(E + 2), num_warps=4)
     new = lambda n: index.new_empty(n, dtype=torch.int32)
-    order, position, offs, counts = new(M), new(M), new(E), new((E + 1) * blocks)
+    order, position, offs = new(M), new(M), new(E)
+    if tracing(index):
+        return order, position, offs
+    blocks, tile = max(1, cdiv(M, block_m)), dict(BLOCK_M=block_m, BLOCK_E=next_power_of_2(E + 2), num_warps=4)
+    counts = new((E + 1) * blocks)
     launch(_count, (blocks,), index, counts, M, E, **tile)
     launch(_place, (blocks,), index, counts.cumsum(0, dtype=torch.int32), order, position, offs, M, E, **tile)
     return order, position, offs

@@ -650,7 +650,7 @@ def test_kept_attention_under_compile(compiled):
 
 transformers = pytest.importorskip("transformers")
 
-from hf_models import assert_same_bits, assert_untouched, everything_of, make, served_by_kernels_or_references, snapshot, step, tokens  # noqa: E402
+from hf_models import assert_same_bits, assert_untouched, everything_of, make, recognised, served_by_kernels_or_references, snapshot, step, tokens  # noqa: E402
 
 import liger_kernel.transformers as ours  # noqa: E402
 from liger_kernel.transformers import restore  # noqa: E402
@@ -777,7 +777,7 @@ def test_saved_bytes_of_a_layer():
 def test_experts_compute_again(monkeypatch):
     """At level "mlp"; gradients have the same bits."""
     model, asked, found = make("qwen3_moe", num_hidden_layers=1), [], []
-    patched(model, False)  # so that recognition, which tries functions where Transformers is another than the table's, is over
+    recognised("qwen3_moe")
     monkeypatch.setattr(experts, "moe", lambda *args, recompute, of=experts.moe, **how: asked.append(recompute) or of(*args, recompute=recompute, **how))
     for level in (False, True, "mlp"):
         found.append(step(patched(model, level))[1])

@@ -16,14 +16,14 @@ peft = pytest.importorskip("peft", minversion="0.17")
 pytest.importorskip("transformers.integrations.moe", reason="this version has one implementation of experts")
 
 from adapters import drawn  # noqa: E402
-from hf_models import DEVICE, assert_same_learning, make, step, tokens  # noqa: E402
+from hf_models import DEVICE, assert_same_learning, make, recognised, step, tokens  # noqa: E402
 
 import liger_kernel.transformers as ours  # noqa: E402
 from liger_kernel.nn import float8 as stored  # noqa: E402
 from liger_kernel.ops._core import operator as _op  # noqa: E402
 from liger_kernel.ops.projections import float8  # noqa: E402
 from liger_kernel.transformers import projections_report, quantize_base, restore  # noqa: E402
-from liger_kernel.transformers.recognise import adapted_experts, experts, rows  # noqa: E402
+from liger_kernel.transformers.recognise import adapted_experts, experts  # noqa: E402
 from liger_kernel.transformers.recognise.projections import Left  # noqa: E402
 
 needs_kernels = pytest.mark.skipif(not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call")
@@ -51,8 +51,7 @@ def cast_by_pytorch(monkeypatch):
 @pytest.fixture
 def ran(monkeypatch) -> list[str]:
     """Which function multiplied at each call by the engine, from now on."""
-    for each in ("qwen3_moe", "mixtral", "gpt_oss"):
-        rows.family(each)  # with another Transformers than the table's, recognition tries these functions
+    recognised("qwen3_moe", "mixtral", "gpt_oss")
     calls: list[str] = []
     for module, name in ((adapted_experts, "adapted_moe"), (experts, "adapted_moe"), (experts, "moe")):
         where = "alone" if module is experts else "adapted"

@@ -9,7 +9,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from hf_models import DEVICE, assert_same_bits, assert_same_learning, batch_of, make, served_by_kernels_or_references, step  # noqa: E402
+from hf_models import DEVICE, assert_same_bits, assert_same_learning, batch_of, make, recognised, served_by_kernels_or_references, step  # noqa: E402
 from transformers.models.qwen3_moe import modeling_qwen3_moe  # noqa: E402
 
 from liger_kernel.ops import expert_load  # noqa: E402
@@ -37,6 +37,7 @@ def _restored():
 @pytest.fixture
 def calls(monkeypatch) -> list[int]:
     """The number of layers in each call of our loss."""
+    recognised("qwen3_moe")
     found: list[int] = []
     ours = routers.load_balancing_loss
     monkeypatch.setattr(routers, "load_balancing_loss", lambda logits, *rest: (found.append(len(logits)), ours(logits, *rest))[1])

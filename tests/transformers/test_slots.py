@@ -26,6 +26,7 @@ from hf_models import (  # noqa: E402
     assert_same_learning,
     batch_of,
     make,
+    recognised,
     served_by_kernels_or_references,
     step,
     tokens,
@@ -205,6 +206,7 @@ choices = pytest.mark.skipif(interface is None, reason="this version has one imp
 @pytest.fixture
 def ran(monkeypatch) -> list[str]:
     """Which implementations of experts have run."""
+    recognised("qwen3_moe", "qwen3_vl_moe", "deepseek_v3", "deepseek_v4", "gpt_oss")
     calls: list[str] = []
 
     def noted(name, fn):

@@ -90,7 +90,7 @@ def test_a_head_with_adapters(whole, chunk_rows, compact, dtype):
         return with_entropy(Tokens(logp, entropy), 0, B)
 
     pairs = [(found(stock, seed, dtype), found(stock, seed, dtype, exact=True)) for seed in range(6)]
-    assert_as_accurate(found(ours, 0, dtype), *pairs[0], *pairs[1:])
+    assert_as_accurate(found(ours, 0, dtype), *pairs[0], *pairs[1:], again=lambda seed: found(ours, seed, dtype))
 
 
 def test_three_products_and_no_full_logits(monkeypatch):

@@ -197,15 +197,20 @@ def column_major(t: Tensor) -> Tensor:
     return t.movedim(-1, 0).contiguous().movedim(0, -1) if t.ndim else t
 
 
+def noise(t: Tensor) -> float | bool | int:
+    """What must not be read: NaN, True or the largest integer."""
+    return math.nan if t.is_floating_point() else True if t.dtype == torch.bool else torch.iinfo(t.dtype).max
+
+
 def row_padded(t: Tensor) -> Tensor:
-    """Rows further apart than they are long, NaN between them."""
-    wide = t.new_full((*t.shape[:-1], t.shape[-1] + 3), float("nan") if t.is_floating_point() else torch.iinfo(t.dtype).max)
+    """Rows further apart than they are long, noise between them."""
+    wide = t.new_full((*t.shape[:-1], t.shape[-1] + 3), noise(t))
     return wide[..., : t.shape[-1]].copy_(t)
 
 
 def every_other(t: Tensor) -> Tensor:
-    """Columns two apart, those of vectors too, NaN between them."""
-    wide = t.new_full((*t.shape, 2), float("nan") if t.is_floating_point() else torch.iinfo(t.dtype).max)
+    """Columns two apart, those of vectors too, noise between them."""
+    wide = t.new_full((*t.shape, 2), noise(t))
     return wide[..., 0].copy_(t)
 
 

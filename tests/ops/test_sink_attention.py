@@ -34,6 +34,15 @@ def test_is_attention_with_one_more_key(dtype):
     assert_as_accurate(ours(0), *expected[0], *expected[1:], again=ours)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_rounds_the_output_does_not_reach_the_gradients(dtype):
+    """The gradient of an fp32 sink over one key, whose probability is not rounded, is that of an fp32 output."""
+    args = {k: v.detach().to(dtype) for k, v in heads(K=4, T=1).items()} | dict(sinks=torch.full((4,), -2.0, device=DEVICE, requires_grad=True))
+    args = {k: v.requires_grad_() for k, v in (args | dict(k=args["q"].clone())).items()}
+    expected = run(reference, like(args, torch.float64))["dsinks"]
+    torch.testing.assert_close(run(sink_attention, args)["dsinks"].double(), expected, rtol=0, atol=1e-4 * expected.abs().max().item())
+
+
 @pytest.mark.parametrize("sink", [-float("inf"), -1e4, 1e4])
 def test_extreme_sinks(sink):
     args = heads() | dict(sinks=torch.full((4,), sink, device=DEVICE, requires_grad=True))

@@ -246,6 +246,8 @@ def test_a_recorded_step(unrecorded, fast):
     patch(model=model, fp8="tensorwise", fp8_filter=lambda layer, name: "lm_head" not in name)
     assert in_fp8(model) and in_fp8(model) == in_fp8(eager)
     data, found = tokens(6), {}
+    later = torch.ones(1, 1, 12, 12, device=DEVICE, dtype=torch.bool).triu(1)  # which some Transformers copy from the host
+    data["attention_mask"] = torch.zeros(6, 1, 12, 12, device=DEVICE, dtype=torch.bfloat16).masked_fill(later, -3e38)
     stream = torch.cuda.Stream()
     for name, m in (("eager", eager), ("recorded", model)):
         optimizer = torch.optim.AdamW(m.parameters(), lr=torch.tensor(1e-2, device=DEVICE), fused=True, capturable=True)

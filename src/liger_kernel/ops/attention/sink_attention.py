@@ -452,8 +452,7 @@ def _stops(first: Tensor, block: int) -> Tensor:
 
 
 @launcher(
-    "(Tensor q, Tensor k, Tensor v, Tensor sinks, int? window, Tensor? first, Tensor? valid, float scale)"
-    " -> (Tensor o, Tensor lse, Tensor share, Tensor lost)"
+    "(Tensor q, Tensor k, Tensor v, Tensor sinks, int? window, Tensor? first, Tensor? valid, float scale) -> (Tensor o, Tensor lse, Tensor share, Tensor lost)"
 )
 def sink_attention_fwd(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, window: int | None, first: Tensor | None, valid: Tensor | None, scale: float

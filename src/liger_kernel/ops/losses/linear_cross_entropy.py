@@ -45,10 +45,12 @@ def all_logits(x: Tensor, w: Tensor, bias: Tensor | None, xa: Tensor | None, wb:
 
 
 def reference(
-    x, w, target, bias, class_weight, *, ignore_index, reduction, label_smoothing, z_loss, logit_scale, softcap, token_scaling, stats, num_items, xa, wb, fp8,
-    **how,
+    x, w, target, bias, class_weight, *, ignore_index, reduction, label_smoothing, z_loss, logit_scale, softcap, token_scaling, stats, num_items, compact,
+    xa, wb, fp8, **how,
 ):  # fmt: skip  # tensors, the loss, how it is computed
     numbers = (ignore_index, reduction, label_smoothing, z_loss, logit_scale, softcap, token_scaling, stats)
+    if fp8 is not None and compact:  # the scale of x is that of the rows that are left
+        x = x.masked_fill((target == ignore_index)[:, None], 0)
     z = all_logits(x, w, bias, xa, wb, fp8)
     return cross_entropy_reference(z, target, class_weight, num_items=num_items, **dict(zip(Loss.__dataclass_fields__, numbers)))
 

@@ -27,8 +27,7 @@ MAKERS = ("create_causal_mask", "create_sliding_window_causal_mask")  # of the m
 def has_sinks(name: str, candidate: Any) -> bool:
     """Whether this is the eager attention of a family with sinks whose models make the masks of their layers by ``MAKERS``.
 
-    Not if it computes scores in fp32 whatever the dtype, as Flint's does: from an output that is rounded to 16 bits, our backward would find gradients of
-    large scores with more than twice its error.
+    Not if it computes scores in fp32 whatever the dtype, as Flint's does: under autocast it takes them from queries and keys in fp32, and ours in 16 bits.
     """
     names = candidate.__code__.co_names if name == "eager_attention_forward" and inspect.isfunction(candidate) else ()
     if "sinks" not in names or "float" in names:

@@ -13,8 +13,11 @@ from unittest import mock
 
 import torch
 
-SETTING_UP = ["interpreted", "test_memory_safety", "peft", "warmed"]
 PRELOADED = [
+    "interpreted",
+    "test_memory_safety",
+    "peft",
+    "warmed",
     "transformers.models.llama.modeling_llama",
     "liger_kernel.transformers",
     "liger_kernel.model_sizes",
@@ -24,13 +27,16 @@ PRELOADED = [
 
 @functools.cache
 def forkserver() -> multiprocessing.context.BaseContext:
-    """Processes forked from one, the same for all tests, that has imported all they need: what is not there is skipped."""
+    """Processes forked from one, the same for all tests, that has imported all they need: what is not there is skipped. They see no GPU.
+
+    What they import asks for GPUs, and after that a fork cannot use them; nor can an optimizer step on the CPU, for which PyTorch 2.11 asks CUDA.
+    """
     from multiprocessing import forkserver
 
     context = multiprocessing.get_context("forkserver")
-    # these ask for GPUs; where there are some, what is forked after that cannot use them
-    context.set_forkserver_preload(PRELOADED if torch.cuda.is_available() else SETTING_UP + PRELOADED)
-    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # before Python 3.13 the server does not see sys.path
+    context.set_forkserver_preload(PRELOADED)
+    # before Python 3.13 the server does not see sys.path
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path), CUDA_VISIBLE_DEVICES=""):
         forkserver.ensure_running()
     return context
 

@@ -231,6 +231,7 @@ def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("LIGER_TRACEBACK", raising=False)
     monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", _unreachable)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)  # then it is not even asked
 
 
 def _unreachable(self, *args, **kwargs):

@@ -26,6 +26,7 @@ FAMILIES = ["families", "deferred", "convergence", "fusions"]
 TORCH = [
     "interpreter",
     "warmup",
+    "compile_targets",
     "memory",
     "offloading",
     "long_rows",

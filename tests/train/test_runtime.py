@@ -147,7 +147,7 @@ def as_users_run_it():
 def run(config, world=2, fault=None, **elsewhere):
     """Exit codes of ``world`` ranks, the last of which has the ``fault``; a negative one is a signal. Survivors are ended as torchrun does."""
     port = free_port()
-    context = multiprocessing.get_context("spawn") if DEVICE == "cuda" else forkserver()  # what the server imports may set up CUDA, which cannot be forked
+    context = multiprocessing.get_context("spawn") if DEVICE == "cuda" else forkserver()
     workers = [context.Process(target=work, args=(rank, world, port, config, fault, elsewhere)) for rank in range(world)]
     for worker in workers:
         worker.start()

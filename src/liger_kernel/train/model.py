@@ -100,7 +100,9 @@ def _base(config: TrainConfig, name: str | None, tokenizer: Any, device: torch.d
     import transformers
 
     options: dict[str, Any] = {"dtype": dtype_of(config, precision), **attention_of(config)}
-    quantized = {"quantization_config": adapters.quantization(config, precision), "device_map": {"": device}}
+    quantization = adapters.quantization(config, precision)
+    # where quantised weights are loaded is where they stay
+    quantized: dict[str, Any] = {"device_map": {"": device}} | ({"quantization_config": quantization} if quantization else {})
     model: Any
     if name:
         on_hub(name)
@@ -108,10 +110,11 @@ def _base(config: TrainConfig, name: str | None, tokenizer: Any, device: torch.d
         if name:
             if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
                 raise UserError(f"{name} holds no model: it has no config.json")
-            model = transformers.AutoModelForCausalLM.from_pretrained(name, **options, **(quantized if quantized["quantization_config"] else {}))
+            already = config.lora and hasattr(transformers.AutoConfig.from_pretrained(name), "quantization_config")
+            model = transformers.AutoModelForCausalLM.from_pretrained(name, **options, **(quantized if quantization or already else {}))
         else:
             model = transformers.AutoModelForCausalLM.from_config(small_llama(config, tokenizer), **options)
-            if quantized["quantization_config"]:
+            if quantization:
                 model = type(model).from_pretrained(None, config=model.config, state_dict=model.state_dict(), **options, **quantized)
     except (torch.OutOfMemoryError, UserError):
         raise
@@ -120,7 +123,7 @@ def _base(config: TrainConfig, name: str | None, tokenizer: Any, device: torch.d
     if getattr(model, "is_quantized", False):
         if not config.lora:
             raise UserError(f"{name} is quantised, so it cannot be trained as a whole: give --lora RANK")
-        return adapters.unchanging(adapters.without_adapters(model))  # where it is loaded is where it stays
+        return adapters.unchanging(adapters.without_adapters(model))
     return (adapters.without_adapters(model) if config.lora else model).to(device)
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops._core.operator import acc, counted, intercepted, on_gpu, tracing
+from liger_kernel.ops._core.products import add_mm
 from liger_kernel.ops._core.reduce import scale_
 
 Body = Callable[[Tensor, slice, Tensor | None], "Tensor | None"]
@@ -56,16 +57,6 @@ def chunks_of(M: int, step: int) -> list[slice]:
     """The rows of each chunk. The remainder comes first, because the last summand is rounded least often."""
     first = M % step
     return [slice(0, first)] * (first > 0) + [slice(start, start + step) for start in range(first, M, step)]
-
-
-def add_mm(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
-    """total (+)= a b, accumulated in the dtype of ``total``."""
-    if total.dtype == a.dtype:
-        torch.mm(a, b, out=total) if first else torch.addmm(total, a, b, out=total)
-    elif on_gpu(a):
-        torch.mm(a, b, out_dtype=total.dtype, out=total) if first else torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    else:
-        torch.mm(a.to(total.dtype), b.to(total.dtype), out=total) if first else total.addmm_(a.to(total.dtype), b.to(total.dtype))
 
 
 def logits(z: Tensor, x: Tensor, w: Tensor, xa: Tensor | None, wb: Tensor | None) -> None:

@@ -22,9 +22,10 @@ from torch import Tensor
 
 from liger_kernel.ops._core.impl import only_ours
 from liger_kernel.ops._core.operator import Case, Cost, T, acc, is_recorded, launcher, nbytes, on_gpu, once_differentiable, op, rows_of, tracing
+from liger_kernel.ops._core.products import add_mm
 from liger_kernel.ops._core.reduce import divided, scaled
 from liger_kernel.ops._core.shards import is_sharded
-from liger_kernel.ops.losses.chunks import Kept, add_mm, auto_chunk_rows, chunk_gradients, logits, values
+from liger_kernel.ops.losses.chunks import Kept, auto_chunk_rows, chunk_gradients, logits, values
 from liger_kernel.ops.losses.cross_entropy import items, positive, published, targets
 from liger_kernel.ops.losses.cross_entropy_rows import LOSS_SCHEMA, Loss, Rows, check, normaliser, row_kernel
 from liger_kernel.ops.losses.cross_entropy_rows import reference as cross_entropy_reference
@@ -333,10 +334,11 @@ def linear_cross_entropy(
     Returns like ``cross_entropy``; ``num_items`` is what "mean" divides by instead of the number of tokens that count.
 
     compact: leave ignored tokens out of all products. True waits once for their number; a ``Kept(target, ignore_index)`` made when the labels came
-    does not. ``chunk_rows`` tokens a chunk (default: ``auto_chunk_rows``). dw is summed over chunks in ``accum_dtype`` (default: fp32 in fp16 and
-    beyond 5 or 6 chunks, else w's dtype), or straight into ``dw_into`` (V, H), a ``w.grad`` or ``w.main_grad`` of any dtype: then w gets no
-    gradient of its own, and the upstream gradient of a reduced loss must be 1 (else ``dw_into`` becomes NaN), so that no loss scaler saves
-    small fp16 gradients of a mean from underflow. fp32_logits: logits are not rounded to x's dtype, for 6 bytes a logit of a chunk instead of 2.
+    does not; ``torch.compile`` and CUDA graphs compute all tokens. ``chunk_rows`` tokens a chunk (default: ``auto_chunk_rows``). dw is summed over
+    chunks in ``accum_dtype`` (default: fp32 in fp16 and beyond 5 or 6 chunks, else w's dtype), or straight into ``dw_into`` (V, H), a ``w.grad`` or
+    ``w.main_grad`` of any dtype: then w gets no gradient of its own, and the upstream gradient of a reduced loss must be 1 (else ``dw_into``
+    becomes NaN), so that no loss scaler saves small fp16 gradients of a mean from underflow. fp32_logits: logits are not rounded to x's dtype, for
+    6 bytes a logit of a chunk instead of 2.
     xa (M, R), wb (V, R): of ``x @ w.T + xa @ wb.T + bias``, a head with adapters, in the dtype of x and w. If w needs no gradient nothing of its size exists.
     fp8: "tensorwise" or "rowwise", the scales of x and w in the logits' product: all three products run in FP8 (``float8_head``), with at most the memory of
     16 bits. The loss differs by about 1e-3 of itself, gradients by 2 or 3 %. The GPU must have FP8; a CPU emulates. Not with fp32_logits, xa, or

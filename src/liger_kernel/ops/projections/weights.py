@@ -13,7 +13,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core.operator import on_gpu, results_are_kept
+from liger_kernel.ops._core.operator import results_are_kept
+from liger_kernel.ops._core.products import add_mm
 
 
 def add_product(y: Tensor | None, a: Tensor, b: Tensor, scale: float = 1.0, out: Tensor | None = None) -> Tensor:
@@ -126,13 +127,7 @@ class Dense(Weight):
         return replace(self, learnable=self.dense(dtype))
 
     def add_gradient(self, total: Tensor, dy: Rows, x: Rows) -> None:
-        a, b = dy.rows.t(), x.rows
-        if total.dtype == a.dtype:
-            total.addmm_(a, b)
-        elif on_gpu(a):
-            torch.addmm(total, a, b, out_dtype=total.dtype, out=total)  # by the tensor cores, without a copy of the product
-        else:
-            total.add_(a @ b)
+        add_mm(total, dy.rows.t(), x.rows)
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,8 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_kernel.ops._core.operator import Case, Cost, T, acc, launcher, nbytes, on_gpu, once_differentiable, op, rows_of
+from liger_kernel.ops._core.products import add_mm
 from liger_kernel.ops._core.reduce import divided, scaled
-from liger_kernel.ops.losses.chunks import Kept, add_mm, auto_chunk_rows, chunk_gradients, values
+from liger_kernel.ops.losses.chunks import Kept, auto_chunk_rows, chunk_gradients, values
 from liger_kernel.ops.losses.cross_entropy import items, targets
 from liger_kernel.ops.losses.cross_entropy_rows import REDUCTIONS, check
 from liger_kernel.ops.losses.cross_entropy_rows import reference as cross_entropy_reference

@@ -18,9 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_kernel.ops._core.operator import Case, Cost, T, acc, launcher, nbytes, on_gpu, once_differentiable, op, rows_of, tracing, use_kernels
+from liger_kernel.ops._core.products import add_mm
 from liger_kernel.ops._core.reduce import divided, scaled
 from liger_kernel.ops._core.tl import cdiv
-from liger_kernel.ops.losses.chunks import add_mm, auto_chunk_rows, chunks_of, rounded_sums
+from liger_kernel.ops.losses.chunks import auto_chunk_rows, chunks_of, rounded_sums
 from liger_kernel.ops.losses.cross_entropy import targets
 from liger_kernel.ops.losses.cross_entropy_rows import check
 from liger_kernel.ops.losses.vocab_parallel.cross_entropy import PART_SCHEMA, Part, gathered, merge, of_slice, part_of, process_group, row_grad, row_stats

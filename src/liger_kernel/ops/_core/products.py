@@ -1,0 +1,23 @@
+"""Matrix products that add to their output, shared by operators."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from liger_kernel.ops._core.operator import intercepted, on_gpu
+
+
+def add_mm(total: Tensor, a: Tensor, b: Tensor, first: bool = False) -> None:
+    """total (M, N) (+)= a (M, K) b (K, N), accumulated in the dtype of ``total``: on a GPU by the tensor cores, without a copy of the product."""
+    if total.dtype == a.dtype:
+        torch.mm(a, b, out=total) if first else torch.addmm(total, a, b, out=total)
+    elif not on_gpu(a):
+        a, b = a.to(total.dtype), b.to(total.dtype)
+        torch.mm(a, b, out=total) if first else total.addmm_(a, b)
+    elif first:
+        torch.mm(a, b, out_dtype=total.dtype, out=total)
+    elif torch.compiler.is_compiling():  # PyTorch 2.11 cannot trace an addmm with out_dtype, nor tell its shape
+        total.add_(torch.mm(a, b, out_dtype=total.dtype))
+    elif not intercepted():
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)

@@ -62,6 +62,7 @@ def on_a_gpu(monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: type("GPU", (), {"total_memory": 10**9}))
     monkeypatch.setattr(module, "device_name", lambda device: "a GPU")
+    monkeypatch.setattr("liger_kernel.train.fit._arch", lambda: "sm90")  # nor is a GPU of this machine asked
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config_of(MODELS["llama-3.2-1b"]), dtype=torch.bfloat16)
     data = type("Rows", (), {"train": range(10), "eval": []})()

@@ -21,6 +21,10 @@ transformers = pytest.importorskip("transformers")
 from hf_models import DEVICE, assert_same_learning, make, served_by_kernels_or_references, step, tokens  # noqa: E402
 from transformers import LlamaForCausalLM  # noqa: E402
 
+from liger_kernel.nn import LigerCrossEntropyLoss, liger_cross_entropy  # noqa: E402
+from liger_kernel.ops import cross_entropy, fused_ce_tvd, logit_divergence, softmax, sparsemax, vocab_parallel_cross_entropy  # noqa: E402
+from liger_kernel.ops._core import operator as _op  # noqa: E402
+from liger_kernel.ops.losses.grpo_loss import triton_grpo_loss  # noqa: E402
 from liger_kernel.transformers import class_patches, instance_patches, restore  # noqa: E402
 from liger_kernel.transformers.head import forward as head_forward  # noqa: E402
 from liger_kernel.transformers.head import loss as head_loss  # noqa: E402
@@ -109,6 +113,34 @@ COMPUTED = {
     "matmul": lambda x: (x @ torch.ones(V, device=DEVICE)).sum(),
     "argmax": lambda x: F.cross_entropy(x.view(-1, V), x.argmax(-1).view(-1)),
 }  # fmt: skip
+
+
+EVEN = torch.zeros(B, T, V, device=DEVICE)
+# our own functions, which kernels serve where there is a GPU; the first two run together with the head
+OURS = {
+    "liger_cross_entropy": lambda x: liger_cross_entropy(x.view(-1, V), TARGET, label_smoothing=0.1),
+    "LigerCrossEntropyLoss": lambda x: LigerCrossEntropyLoss(reduction="sum")(x.view(-1, V), TARGET),
+    "with a z-loss": lambda x: LigerCrossEntropyLoss(lse_square_scale=0.1)(x.view(-1, V), TARGET),
+    "with an accuracy": lambda x: liger_cross_entropy(x.view(-1, V), TARGET, return_token_accuracy=True).loss,
+    "of channels": lambda x: liger_cross_entropy(x.transpose(1, 2), TARGET.view(B, T)),
+    "cross_entropy": lambda x: cross_entropy(x.view(-1, V), TARGET),
+    "logit_divergence": lambda x: logit_divergence(x, EVEN) + logit_divergence(EVEN, x, kind="forward_kl"),
+    "fused_ce_tvd": lambda x: torch.stack(fused_ce_tvd(x.view(-1, V), EVEN.view(-1, V), TARGET)).sum(),
+    "vocab_parallel_cross_entropy": lambda x: vocab_parallel_cross_entropy(x, TARGET.view(B, T)),
+    "triton_grpo_loss": lambda x: triton_grpo_loss(x, None, None, TARGET.view(B, T)[:, 1:].clamp(min=0), torch.ones(B, device=DEVICE), beta=0.0)[0].sum(),
+    "softmax": lambda x: softmax(x)[..., 0].sum(),
+    "sparsemax": lambda x: sparsemax(x).square().sum(),
+}
+RECORDED |= {name: OURS[name] for name in list(OURS)[:2]}
+COMPUTED |= {name: OURS[name] for name in list(OURS)[2:]}
+
+
+@pytest.mark.skipif(not _op.HAS_TRITON, reason="Triton is not installed: references serve every call")
+@pytest.mark.parametrize("name", OURS)
+def test_our_functions_take_a_recipe(name, computed):
+    """Also where kernels serve them, which are functions of autograd."""
+    _op._KERNEL_DEVICES.add(DEVICE)
+    test_a_recipe_is_its_logits(name, computed)
 
 
 @pytest.mark.parametrize("name", RECORDED | COMPUTED)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from liger_kernel.nn.options import WithOptions
 from liger_kernel.ops.losses.chunks import Kept
@@ -83,6 +84,10 @@ def liger_cross_entropy(
     Inputs of other shapes and class probabilities go to PyTorch, because frameworks replace PyTorch's function by this one. ``size_average`` and ``reduce``
     have PyTorch's meaning. Returns a ``CrossEntropyOutput`` if one of the ``return_*`` is set.
     """
+    if has_torch_function_unary(input):  # as PyTorch's function does: the logits of a patched model have a cross entropy of their own
+        numbers = weight, size_average, ignore_index, reduce, reduction, label_smoothing, lse_square_scale, softcap
+        said = return_z_loss, return_token_accuracy, return_predicted_tokens
+        return handle_torch_function(liger_cross_entropy, (input,), input, target, *numbers, *said)
     if size_average is not None or reduce is not None:
         reduction = "none" if reduce is False else "sum" if size_average is False else "mean"
     stats = return_z_loss or return_token_accuracy or return_predicted_tokens

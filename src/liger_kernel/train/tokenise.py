@@ -196,7 +196,7 @@ class Draft:
         """Rows of at most ``length`` tokens; ``NoRows``: there are none."""
         documents = packing == "documents"
         lengths, ids = self._tokens["lengths"].tensor(), self._tokens["ids"]
-        bounds = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        bounds = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
         if self.chats:
             left_out = self._left_out(length)
             if not len(lengths):

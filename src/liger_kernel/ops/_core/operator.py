@@ -398,6 +398,11 @@ def swapped(y: Tensor) -> Tensor:
     return y.transpose(1, 2) if torch.compiler.is_compiling() or results_are_kept() else y.transpose_(1, 2)
 
 
+def computed(x: Tensor) -> Tensor:
+    """``x``; of the logits of a patched model, which are computed when somebody needs them, their ``value()``. For autograd they are no tensor before."""
+    return x if type(x) is Tensor else getattr(x, "value", lambda: x)()
+
+
 def rows_of(x: Tensor) -> Tensor:
     """``x`` as (M, N) with unit column stride: a view if the strides allow it, else a copy."""
     if x.ndim != 2:

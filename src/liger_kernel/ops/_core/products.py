@@ -17,7 +17,5 @@ def add_mm(total: Tensor, a: Tensor, b: Tensor, first: bool = False) -> None:
         torch.mm(a, b, out=total) if first else total.addmm_(a, b)
     elif first:
         torch.mm(a, b, out_dtype=total.dtype, out=total)
-    elif torch.compiler.is_compiling():  # PyTorch 2.11 cannot trace an addmm with out_dtype, nor tell its shape
-        total.add_(torch.mm(a, b, out_dtype=total.dtype))
-    elif not intercepted():
+    elif not intercepted():  # PyTorch 2.11 fails where such a sum has only a shape
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core.operator import Case, Cost, T, launcher, nbytes, once_differentiable, op, rows_of, use_kernels, with_gradients
+from liger_kernel.ops._core.operator import Case, Cost, T, computed, launcher, nbytes, once_differentiable, op, rows_of, use_kernels, with_gradients
 from liger_kernel.ops._core.reduce import scaled
 from liger_kernel.ops.losses.cross_entropy_rows import LOSS_SCHEMA, Loss, Rows, check, normaliser, reference, row_kernel
 
@@ -148,6 +148,7 @@ def cross_entropy(
     not 1, the gradient is multiplied and rounded once more. A target outside [0, V) gives NaN, or raises ``ValueError`` with
     ``LIGER_CHECKS=1`` in the environment.
     """
+    logits = computed(logits)
     if not logits.is_floating_point():
         raise ValueError(f"cross_entropy: logits must be floating point, got {logits.dtype}")
     if logits.ndim != 2:

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_kernel.ops._core.operator import acc
+from liger_kernel.ops._core.operator import acc, computed
 from liger_kernel.ops.losses.cross_entropy import cross_entropy, items
 
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
@@ -330,7 +330,7 @@ def triton_grpo_loss(
     beta is 0) and the share of clipped tokens. ``max_completion_length`` None is T. ``inplace`` has no effect: the logits stay as they are.
     """
     vespo = (vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg)
-    tensors = logits, old_logp, ref_logp, completion_ids, advantages, completion_mask
+    tensors = computed(logits), old_logp, ref_logp, completion_ids, advantages, completion_mask
     numbers = temperature, beta, eps_low, eps_high, inplace, loss_type, max_completion_length, reduce
     form = importance_sampling_level, sapo_temperature_pos, sapo_temperature_neg, vllm_is_ratio, delta, use_bias_correction_kl
     loss, *metrics = GrpoLossFunction.apply(*tensors, *numbers, *form, num_items_in_batch, None, *vespo)

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from liger_kernel import parallel
-from liger_kernel.nn import token_accuracy
+from liger_kernel.nn import liger_cross_entropy, token_accuracy
 from liger_kernel.ops._core.operator import on_gpu
 from liger_kernel.ops.losses.chunks import Kept, auto_chunk_rows
 from liger_kernel.ops.losses.cross_entropy import cross_entropy, items
@@ -126,6 +126,17 @@ def _cross_entropy(
 
 
 LOSSES[F.cross_entropy] = _cross_entropy
+
+
+def _liger_cross_entropy(input: Any, target: Any, *numbers: Any) -> Any:
+    """``liger_cross_entropy`` of a recipe. It may stand where ``F.cross_entropy`` was; with options that this lacks, it reads the logits."""
+    *numbers_of_both, lse_square_scale, softcap = numbers[:-3]
+    if lse_square_scale or softcap or any(numbers[-3:]):
+        return liger_cross_entropy(materialised(input), materialised(target), *numbers)
+    return _cross_entropy(input, target, *numbers_of_both)
+
+
+LOSSES[liger_cross_entropy] = _liger_cross_entropy
 
 
 def _loss(logits: Recipe, target: Tensor, options: LossOptions) -> Tensor:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core.operator import Case, Cost, T, launcher, nbytes, once_differentiable, op, rows_of, use_kernels
+from liger_kernel.ops._core.operator import Case, Cost, T, computed, launcher, nbytes, once_differentiable, op, rows_of, use_kernels
 from liger_kernel.ops.losses.cross_entropy import targets
 from liger_kernel.ops.losses.cross_entropy_rows import check
 from liger_kernel.ops.losses.cross_entropy_rows import reference as cross_entropy_reference
@@ -97,6 +97,7 @@ def fused_ce_tvd(student: Tensor, teacher: Tensor, target: Tensor, *, ignore_ind
     student and teacher (M, V), of any two floating-point dtypes, target (M,) of class indices. The teacher gets no gradient, also if it asks for one.
     ``ValueError`` for other shapes and dtypes.
     """
+    student, teacher = computed(student), computed(teacher)
     if not (student.is_floating_point() and teacher.is_floating_point()):
         raise ValueError(f"fused_ce_tvd: student and teacher must be floating point, got {student.dtype} and {teacher.dtype}")
     if student.ndim != 2:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops._core import config
-from liger_kernel.ops._core.operator import Case, Cost, T, acc, launch, launcher, once_differentiable, op, rows_of, shaped, tracing, use_kernels
+from liger_kernel.ops._core.operator import Case, Cost, T, acc, computed, launch, launcher, once_differentiable, op, rows_of, shaped, tracing, use_kernels
 from liger_kernel.ops._core.reduce import divided, scaled
 from liger_kernel.ops._core.tl import jit, tl
 from liger_kernel.ops.losses.cross_entropy import targets
@@ -327,6 +327,7 @@ def logit_divergence(
     ``kind``: "jsd", "forward_kl", "reverse_kl" or "tvd". Returns fp32: the sum over rows, this sum divided by the number of rows with a label other than
     ``ignore_index`` ("batchmean"), or one per row ("none"). Both arguments get gradients; the teacher's gradient costs the same sweeps again.
     """
+    student, teacher = computed(student), computed(teacher)
     by_element.check("logit_divergence", {"student": student, "teacher": teacher}, shift_labels, reduction, REDUCTIONS)
     if kind not in KINDS:
         raise ValueError(f"logit_divergence: kind must be one of {KINDS}, got {kind!r}")

@@ -30,7 +30,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from liger_kernel.ops._core import config
-from liger_kernel.ops._core.operator import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, rows_of, shaped, tracing, use_kernels
+from liger_kernel.ops._core.operator import (
+    Case,
+    Cost,
+    T,
+    acc,
+    computed,
+    launch,
+    launcher,
+    nbytes,
+    once_differentiable,
+    op,
+    rows_of,
+    shaped,
+    tracing,
+    use_kernels,
+)
 from liger_kernel.ops._core.tl import cdiv, jit, log, tanh, tl
 from liger_kernel.ops.losses.cross_entropy import targets
 from liger_kernel.ops.losses.cross_entropy_rows import check
@@ -445,6 +460,7 @@ def vocab_parallel_cross_entropy(
     Slices follow the ranks and are of equal size, or ``sizes`` lists the classes of every rank; the loss is NaN if they are unequal without it.
     Returns the fp32 loss, 0-dim or like target with ``reduction="none"``, the same on all ranks unless ``mode`` is "partition". No ``group``: one rank.
     """
+    logits = computed(logits)
     if not logits.is_floating_point():
         raise ValueError(f"vocab_parallel_cross_entropy: logits must be floating point, got {logits.dtype}")
     if target.shape != logits.shape[:-1]:

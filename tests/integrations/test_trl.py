@@ -12,7 +12,7 @@ from typing import Any
 import processes
 import pytest
 import torch
-from hf_models import DEVICE, make, served_by_kernels_or_references
+from hf_models import DEVICE, KERNELS, make, served_by_kernels_or_references
 from torch import nn
 
 trl = pytest.importorskip("trl", reason="trl is not installed: make test-integrations")
@@ -184,7 +184,8 @@ def test_dpo_with_references_computed_before(tmp_path):
         with pytest.raises(ValueError, match="precomput"):  # by TRL itself
             taught(tmp_path, "DPOTrainer", "pairs", True, **options)
     else:
-        assert_same(*both(tmp_path, "DPOTrainer", "pairs", **options))
+        # TRL computes them before Trainer patches the model: where kernels serve it, rounding decides which of two equal rewards is larger at the first step
+        assert_same(*both(tmp_path, "DPOTrainer", "pairs", **options), ("rewards/accuracies",) if KERNELS else ())
 
 
 is_patched = lambda model: any("_liger_stock" in m.__dict__ for m in model.modules())

@@ -1,5 +1,6 @@
 """What a user types wrong: one line on stderr that names the nearest right name, exit code 2, and no traceback."""
 
+import dataclasses
 import json
 import os
 import re
@@ -15,7 +16,8 @@ from quick import further
 pytest.importorskip("transformers")
 
 from liger_kernel.cli import COMMANDS, main
-from liger_kernel.nearest import did_you_mean, no_such
+from liger_kernel.nearest import SYNONYMS, did_you_mean, no_such
+from liger_kernel.train.config import TrainConfig
 
 FILES = {
     "one.jsonl": '{"text": "hello"}\n',
@@ -26,6 +28,7 @@ FILES = {
     "bad.parquet": "no parquet",
     "text.txt": "hello",
     "config.yaml": "stepz: 3\n",
+    "others.yaml": "num_train_epochs: 3\n",
     "types.yaml": "steps: many\n",
     "choice.json": '{"precision": "fp23"}',
     "half.yaml": "steps: [",
@@ -54,6 +57,13 @@ TABLE = [
     ("--vresion", r"liger: no flag --vresion; did you mean --version\?"),
     # train: flags
     ("train --batchs 3", r"liger train: no flag --batchs; did you mean --batch\?"),
+    ("train --learning-rate 1e-4", r"liger train: no flag --learning-rate; did you mean --lr\?"),
+    ("train --per_device_train_batch_size=4", r"no flag --per_device_train_batch_size; did you mean --batch\?"),
+    ("train --seq 512", r"no flag --seq; did you mean --length\?"),  # no abbreviation of --sequence-parallel-size
+    ("train --optim adamw", r"no flag --optim; did you mean --optimizer\?"),
+    ("train --load_in_4bit", r"no flag --load_in_4bit; did you mean --quantize nf4\?"),
+    ("bench step --sequence_len 512", r"liger bench step: no flag --sequence_len; did you mean --seq\?"),
+    ("bench step --learning_rate 1", "no flag --learning_rate; liger bench step --help lists the flags$"),
     ("train extra", "liger train: unexpected argument 'extra'; liger train --help lists"),
     ("train --batch x", "liger train: --batch must be a whole number, got 'x'"),
     ("train --lr x", "liger train: --lr must be a number, got 'x'"),
@@ -74,6 +84,7 @@ TABLE = [
     # its config files
     ("train --config confg.yaml", r"cannot read confg.yaml: No such file or directory; did you mean config.yaml\?"),
     ("train --config config.yaml", r"config.yaml: unknown name 'stepz'; did you mean steps\?"),
+    ("train --config others.yaml", r"others.yaml: unknown name 'num_train_epochs'; did you mean steps\?"),
     ("train --config types.yaml", "types.yaml: steps must be of type int, got 'many'"),
     ("train --config choice.json", r"precision must be one of .*; got 'fp23'; did you mean fp32\?"),
     ("train --config half.yaml", "half.yaml is not valid YAML"),
@@ -95,6 +106,9 @@ TABLE = [
     # its model, tokenizer and folders
     ("train --model nope", rf"no model 'nope': {NO_HUB} "),
     ("train --model ./modle", r"no such folder: ./modle; did you mean model\?"),
+    ("train --model model/tuned", "no such folder: model/tuned; if you mean the model on the Hugging Face hub, fetch it first: hf download model/tuned$"),
+    ("train --model nope/", "no such folder: nope/"),
+    ("train --data model/chats", "no such folder: model/chats; if you mean the dataset on .*: hf download --repo-type dataset model/chats$"),
     ("train --model empty", "empty holds no tokenizer: it has no tokenizer.json or tokenizer_config.json"),
     ("train --tokenizer empty --data chats.jsonl", "empty holds no tokenizer"),
     ("train --tokenizer nope --data chats.jsonl", rf"no model 'nope': {NO_HUB} "),
@@ -297,6 +311,9 @@ def test_the_hub_is_asked_once(found, said, here, monkeypatch):
     on_hub("org/cached")
     monkeypatch.setenv("RANK", "0")
     on_hub("org/nope")
+    for path in ("./nope", "model/nope"):  # a path is a path for each rank
+        with pytest.raises(UserError, match=f"no such folder: {path}"):
+            on_hub(path)
     assert asked == ["org/nope"]
 
 
@@ -426,5 +443,12 @@ def test_a_model_type_that_is_nearly_one_is_named():
 def test_nearest():
     assert did_you_mean("RMSNorm", ["rms_norm", "rope"]) == "; did you mean rms_norm?"
     assert did_you_mean("zzz", ["rms_norm"]) == ""
+    flags = [field.name for field in dataclasses.fields(TrainConfig)]
+    for ours, theirs in SYNONYMS.items():
+        own, *value = ours.partition(",")[0].split()
+        right = " ".join([own.replace("-", "_"), *value])
+        for name in theirs.split():  # none is a flag already, or said to be two things
+            assert own.replace("-", "_") in flags and name.replace("-", "_") not in flags
+            assert did_you_mean(name, flags) == f"; did you mean {right}?"
     assert no_such("flag", "zzz", ["a", "b"]) == "no flag 'zzz'; there are a, b"
     assert no_such("flag", "zzz", map(str, range(1000))) == "no flag 'zzz'"

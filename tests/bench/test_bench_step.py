@@ -371,10 +371,10 @@ def test_a_cpu_is_not_filled_up(machine):
         step.main(["--smoke", "--largest-batch"])
 
 
-def test_plots_need_matplotlib(machine, monkeypatch):
+def test_plots_need_matplotlib(machine, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(UserError, match="pip install matplotlib"):
-        step.main(["--smoke", "--plot", "nowhere"])
+        step.main(["--smoke", "--plot", str(tmp_path / "plots")])
 
 
 def test_the_exit_code_says_that_ours_learns_something_else(machine, monkeypatch, capsys):

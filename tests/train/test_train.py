@@ -387,6 +387,7 @@ def test_learning_rate():
     wsd = dataclasses.replace(config, schedule="wsd", steps=20, decay=0.25, min_lr=0.0)
     assert [loop.learning_rate(wsd, step) for step in (1, 2, 14, 15, 19)] == [1.0, 1.0, 1.0, pytest.approx(0.8), 0.0]
     assert TrainConfig().peak_lr == 1e-3 and TrainConfig(model="x").peak_lr == 2e-5
+    assert TrainConfig(model="x", lora=8).peak_lr == TrainConfig(lora=8, quantize="nf4").peak_lr == 2e-4
 
 
 def test_a_run_learns_and_says_what_it_did(config, tmp_path):

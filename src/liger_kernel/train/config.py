@@ -123,7 +123,7 @@ class TrainConfig:
     optimizer_on_cpu: bool = _field(
         False, "optimisation", "keep weights and moments in the CPU's memory, and step there (CPU offload, also for one GPU); needs fsdp2 or ulysses-fsdp2"
     )
-    lr: float | None = _field(None, "optimisation", "peak learning rate of AdamW (default: 1e-3 from random weights, 2e-5 with a model)")
+    lr: float | None = _field(None, "optimisation", "peak learning rate of AdamW (default: 2e-5 with a model, 2e-4 with adapters, 1e-3 from random weights)")
     weight_decay: float = _field(0.1, "optimisation", "weight decay of matrices; vectors have none")
     beta2: float = _field(0.95, "optimisation", "AdamW's decay of the squared gradient")
     grad_clip: float = _field(1.0, "optimisation", "largest gradient norm; 0 does not clip")
@@ -340,7 +340,7 @@ class TrainConfig:
 
     @property
     def peak_lr(self) -> float:
-        return self.lr if self.lr is not None else 2e-5 if self.model else 1e-3
+        return self.lr if self.lr is not None else 2e-4 if self.lora else 2e-5 if self.model else 1e-3
 
     @property
     def reports(self) -> list[str]:

@@ -19,19 +19,27 @@ SECONDS = 10.0  # that the hub has to answer
 def on_hub(name: str, also: Iterable[str] = (), kind: Literal["model", "dataset"] = "model") -> None:
     """``UserError`` if ``name`` is no path, is in no cache, and is not on the hub or the hub cannot be reached; ``also``: other names to suggest.
 
-    A rank of a run that somebody launched does not ask: transformers and datasets are patient with a network that comes back.
+    A path that is not there is never asked for: its folder's name may be that of a stranger on the hub. A rank of a run that somebody launched does not
+    ask either: transformers and datasets are patient with a network that comes back.
     """
-    if Path(name).exists() or "RANK" in os.environ:
+    if Path(name).exists():
         return
     near = beside(name) or did_you_mean(name, also)
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+    if name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1:
         raise UserError(f"no such folder: {name}{near}")
-    import huggingface_hub
-    from huggingface_hub import constants, errors
+    from huggingface_hub import constants
 
-    loaded_before = Path(constants.HF_HUB_CACHE) / f"{kind}s--{name.replace('/', '--')}" / "snapshots"
-    if constants.HF_HUB_OFFLINE or loaded_before.is_dir():
+    if (Path(constants.HF_HUB_CACHE) / f"{kind}s--{name.replace('/', '--')}" / "snapshots").is_dir():
         return
+    owner, _, rest = name.partition("/")
+    if rest and Path(owner).is_dir():
+        fetch = f"hf download {'--repo-type dataset ' * (kind == 'dataset')}{name}"
+        raise UserError(f"no such folder: {name}{near or f'; if you mean the {kind} on the Hugging Face hub, fetch it first: {fetch}'}")
+    if constants.HF_HUB_OFFLINE or "RANK" in os.environ:
+        return
+    import huggingface_hub
+    from huggingface_hub import errors
+
     try:
         huggingface_hub.HfApi().repo_info(name, repo_type=kind, timeout=SECONDS)
     except errors.GatedRepoError:

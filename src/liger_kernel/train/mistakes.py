@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from liger_kernel.nearest import did_you_mean, nearest, no_such
+from liger_kernel.nearest import did_you_mean, meant, nearest, no_such
 from liger_kernel.train.redact import redacted
 
 
@@ -34,8 +34,13 @@ class Parser(argparse.ArgumentParser):
             if not flag.startswith("-"):
                 raise UserError(f"unexpected argument {flag!r}; {self.prog} --help lists what it takes")
             flags = [name for name in self._option_string_actions if name.startswith("--")]
-            raise UserError(f"no flag {flag}{did_you_mean(flag, flags) or f'; {self.prog} --help lists the flags'}")
+            near = "" if meant(flag, flags) == "" else did_you_mean(flag, flags)  # what no flag here does is like none of them
+            raise UserError(f"no flag {flag}{near or f'; {self.prog} --help lists the flags'}")
         return found
+
+    def _get_option_tuples(self, option_string: str) -> Any:
+        """Flags that this abbreviates: none if it is another package's name, as ``--seq`` is no ``--sequence-parallel-size``."""
+        return [] if meant(option_string.partition("=")[0], self._option_string_actions) else super()._get_option_tuples(option_string)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:

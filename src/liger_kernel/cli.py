@@ -44,9 +44,11 @@ def train(argv: list[str]) -> int:
         return ranks.EXIT_PREEMPTED
     if int(os.environ.get("RANK", "0")):
         return 0
-    loss = f"loss {metrics['losses'][-1]:.4f}" if metrics["losses"] else "no step was left to make"
-    rate, memory = metrics["tokens_per_second"], metrics["peak_memory"] / 1e9
-    print(f"{loss}, {rate:,.0f} tokens/s, {memory:.2f} GB at most ({metrics['memory_kind']}); {config.out}/metrics.json")
+    # without steps, as after a restart of a finished run, there are no tokens/s, and without its metrics.json no loss
+    loss = f"loss {metrics['losses'][-1]:.4f}, " if metrics["losses"] else ""
+    rate = f"{metrics['tokens_per_second']:,.0f} tokens/s, " if metrics["tokens_per_second"] else ""
+    memory = f"{metrics['peak_memory'] / 1e9:.2f} GB at most ({metrics['memory_kind']})"
+    print(f"{loss}{rate}{memory}; {config.out}/metrics.json")
     if config.save:
         print(f"{'adapters' if config.lora else 'model'} in {config.save}")
     return 0

@@ -29,7 +29,7 @@ from liger_kernel.train.mistakes import writable
 from liger_kernel.train.model import attend, build, device_and_precision, flops_per_token, mesh_of, save, split
 from liger_kernel.train.optimizer import learning_rate, optimizer_of, require
 from liger_kernel.train.ranks import News, Preempted, Ranks, Stop, Watch, joined, local_rank, restarts, told_to_stop
-from liger_kernel.train.resume import moments, refuse_other, seed_all
+from liger_kernel.train.resume import finished, moments, refuse_other, seed_all
 from liger_kernel.train.rows import Data
 from liger_kernel.train.store import Store, stored
 from liger_kernel.train.summary import summary
@@ -126,6 +126,7 @@ class _Run:
         data.rows.multiple = self.parallel.sequence_ranks
         seed_all(config.seed, self._draws)  # of dropout: other tokens, other draws
         self._resume()
+        self.first = self.step
         if self.in_backward and self.rows > config.batch * self.parallel.data_ranks:
             most = config.batch * self.parallel.data_ranks
             raise UserError(
@@ -162,11 +163,15 @@ class _Run:
                 endpoint.close()
             if self.reports:
                 self.reports.close()
-        return self._metrics()
+        metrics = self._metrics()
+        if self.step == self.first:
+            before = finished(config, self.ranks)
+            return before if before and before["losses"] == metrics["losses"] else metrics  # else of a run with fewer steps
+        return metrics
 
     def _steps(self) -> None:
         config, checkpoints, news = self.config, self.checkpoints, News(self.ranks)
-        first, every = self.step, config.checkpoint_every
+        first, every = self.first, config.checkpoint_every
         self.started = self._clock()
         while self.step < config.steps:
             outcome, line = self._step()

@@ -56,8 +56,10 @@ def accept(config: TrainConfig, data: Data, model: Any, ranks: Ranks, folder: Pa
 
 
 def finished(config: TrainConfig, ranks: Ranks) -> dict[str, Any] | None:
-    """The numbers of the run that made the last step, if this run had no step to make."""
+    """The numbers of the run that made the last step, as this run had no step to make."""
     path = Path(config.out) / "metrics.json"
+    if ranks.first:
+        print("no step was left to make", flush=True)
     found = json.loads(path.read_text(encoding="utf-8")) if ranks.first and path.is_file() else None  # rank 0 writes it again
     return found if found and found["trainer"] == config.trainer else None
 

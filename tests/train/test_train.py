@@ -7,8 +7,10 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import threading
@@ -949,25 +951,51 @@ def test_peak_memory_sees_what_was_freed_and_leaves_pauses_out():
 # -- demo ----------------------------------------------------------------------------------
 
 
+def ended(rates, losses=(4.0, 3.0)):
+    """What a run of the demo says at its end."""
+    return {"losses": losses, "tokens_per_second": statistics.median(rates), "rates": rates, "peak_memory": 2e9, "memory_before_training": 1e9,
+            "precision": "fp32", "parameters": 1, "device": "x", "memory_kind": "y"}  # fmt: skip
+
+
 def test_curves_that_differ_are_called_out():
-    run = {"losses": [4.0, 3.0], "tokens_per_second": 100.0, "peak_memory": 2e9, "memory_before_training": 1e9, "precision": "fp32",
-           "parameters": 1, "device": "x", "memory_kind": "y"}  # fmt: skip
-    other = {**run, "losses": [4.0, 3.0 * (1 + 2 * demo.TOLERANCE["fp32"])], "tokens_per_second": 150.0}
+    run, other = ended([100.0] * 5), ended([150.0] * 5, losses=[4.0, 3.0 * (1 + 2 * demo.TOLERANCE["fp32"])])
     assert demo.compare(run, run)["agree"]
     report = demo.compare(run, other)
     assert not report["agree"] and "DO NOT AGREE" in demo.table(report, other)
-    assert report["tokens_per_second"] == {"stock": 100.0, "ours": 150.0, "ratio": 1.5}
+    assert report["tokens_per_second"].items() >= {"stock": 100.0, "ours": 150.0, "ratio": 1.5, "quartiles": [1.5, 1.5], "clear": True}.items()
+
+
+@pytest.mark.parametrize(
+    "stock, ours, said",
+    [
+        # the machine gets busy: both are slower from then on, one a block earlier
+        ([100.0] * 6 + [10.0] * 5, [110.0] * 5 + [11.0] * 6, r"(100 +110|10 +11) +1.10 \(1.10 to 1.10\)"),
+        ([100.0, 101.0, 100.0] * 3, [101.0, 100.0, 100.0] * 3, r"1.00 \(0.99 to 1.01\)(.|\n)*so no difference shows"),
+        ([100.0, 30.0] * 4, [50.0] * 8, r"unclear +unclear +unclear\n(.|\n)*too busy to tell .* 8 pairs .* are between 0.50 and 1.67"),
+        ([100.0] * 4, [150.0] * 4, r"unclear(.|\n)*too few blocks of steps .*, 4 of at least 5"),
+    ],
+)
+def test_no_speed_without_its_spread(stock, ours, said, tmp_path):
+    runs = {"stock": ended(stock), "ours": ended(ours) | {"model": "llama"}}
+    report = demo.compare(*runs.values())
+    assert re.search(said, shown := demo.table(report, runs["ours"])), shown
+    assert json.loads(json.dumps(report, allow_nan=False)) == report
+    if "few" in shown:  # the one below draws a speed
+        demo.plot(report, runs, tmp_path / "demo.png")
 
 
 def test_the_demo_runs(tmp_path, user_env):
     data = write_jsonl(tmp_path / "text.jsonl", [{"text": TEXT}] * 8)
-    flags = {**TINY, "data": data, "out": tmp_path / "demo", "steps": 4}
+    flags = {**TINY, "data": data, "out": tmp_path / "demo", "steps": 8}
     argv = [part for name, value in flags.items() for part in (f"--{name.replace('_', '-')}", str(value))]
     done = subprocess.run([sys.executable, "-m", "liger_kernel.cli", "demo", *argv], env=user_env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "The loss curves agree" in done.stdout
+    blocks = re.findall(r"^(stock|ours) +step +(\d+)/8 ", done.stdout, re.M)  # the second run begins in its turn, with two blocks
+    assert blocks == [("stock", "1"), ("ours", "1"), *((name, str(step)) for step in range(2, 9) for name in ("ours", "stock"))]
     report = json.loads((tmp_path / "demo" / "demo.json").read_text())
     assert report["agree"] and [run["kernels"] for run in report["runs"].values()] == ["off", "on"]
+    assert report["tokens_per_second"]["pairs"] == 6  # without the first two
     assert all(math.isfinite(report[name]["ratio"]) for name in ("loss", "tokens_per_second", "peak_memory"))
     with contextlib.suppress(ImportError):
         import matplotlib  # noqa: F401

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from liger_kernel import cli
@@ -259,6 +259,28 @@ def test_lightning_is_told_of_several_machines(config, monkeypatch):
         two = by("lightning", config, parallel="ddp")
         lightning.run(two, data.load(two), torch.nn.Linear(1, 1), torch.device("cpu"), "fp32", ranks.Ranks(0, 16, None, None), threading.Event())
     assert told.value.args == (8, 2)
+
+
+@pytest.mark.parametrize("trainer", ["torch", *TRAINERS])
+def test_padding_and_ends_that_a_tokenizer_lacks(trainer, config, tmp_path, capsys):
+    """Chats of several lengths: what they are padded with plays no part, be it nothing, or an id that the model's embedding lacks."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    chats = [[("user", "a " * n), ("assistant", "b c " * n)] for n in range(1, 9)]
+    rows = [json.dumps({"messages": [{"role": role, "content": text} for role, text in chat]}) for chat in chats]
+    Path(config.data).write_text("\n".join(rows) + "\n")
+    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=8, **sizes)).save_pretrained(tmp_path / "model")
+    losses = {}
+    for name, pad, special in (("neither", 7, {}), ("pad", 7, {"pad_token": "P"}), ("end", 7, {"eos_token": "P"}), ("far", 50, {"pad_token": "P"})):
+        words = Tokenizer(models.WordLevel({"?": 0, "a": 1, "b": 2, "c": 3, "P": pad}, unk_token="?"))
+        words.pre_tokenizer = pre_tokenizers.Whitespace()
+        transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?", **special).save_pretrained(tmp_path / name)
+        one = dataclasses.replace(config, model=str(tmp_path / "model"), tokenizer=str(tmp_path / name), out=str(tmp_path / "out" / name),
+                                  trainer=trainer, save=None, steps=2, eval_fraction=0.2)  # fmt: skip
+        losses[name] = [loop.train(one)[curve] for curve in ("losses", "evaluations")]
+        assert ("the tokenizer has no end token" in capsys.readouterr().out) == (name != "end")
+    assert losses["neither"] == losses["pad"] == losses["far"] != losses["end"]  # which an answer learns
 
 
 @pytest.mark.parametrize("trainer", ["torch", *TRAINERS])

@@ -1,13 +1,17 @@
 """``liger demo``: train one small Llama twice from the same weights on the same text, stock and with our kernels, and compare.
 
-Both runs start from random weights (or from ``--model``), each in its own process, so that each has its own peak of memory. The losses of every step
-may differ only by rounding; otherwise the exit code is 1.
+Both runs start from random weights (or from ``--model``), each in its own process, so that each has its own peak of memory. They take turns: while one
+makes the steps up to its next log line, the other waits, so that what else runs on the machine slows down both, and each pair of such blocks has a ratio
+of its own. The losses of every step may differ only by rounding; otherwise the exit code is 1.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import os
+import statistics
 import subprocess
 import sys
 import time
@@ -16,13 +20,20 @@ from typing import Any
 
 from liger_kernel.env_report import environment
 from liger_kernel.train.config import TrainConfig, configured, read_flags
-from liger_kernel.train.mistakes import writable
+from liger_kernel.train.mistakes import UserError, writable
 
 RUNS = {"stock": "off", "ours": "on"}
 
 # Sizes at which the output head weighs what it weighs in real models: most of the memory beyond the weights.
 CPU = TrainConfig(out="runs/demo", hidden=192, heads=3, kv_heads=1, layers=4, vocab=32000, batch=4, steps=40, warmup=5, log_every=2, eval_fraction=0.0)
-GPU = dataclasses.replace(CPU, hidden=1024, heads=16, kv_heads=8, layers=8, length=2048, batch=8, steps=100, warmup=10, log_every=10, lr=6e-4)
+GPU = dataclasses.replace(CPU, hidden=1024, heads=16, kv_heads=8, layers=8, length=2048, batch=8, steps=100, warmup=10, log_every=5, lr=6e-4)
+
+# Turns need one process each, of our own trainer, whose every step is new
+FIXED = ("kernels", "save", "cache", "stream", "trainer") + tuple(
+    field.name for field in dataclasses.fields(TrainConfig) if field.metadata["group"] in ("ranks", "checkpoints")
+)
+PAIRS = 5  # of blocks: fewer say nothing about a spread
+UNCLEAR = 1.25  # the upper quartile of the ratios over the lower one, beyond which they do not tell which run is faster
 
 # Largest relative difference of the two losses at any step. fp32: sums in another order, then amplified by AdamW, whose first steps have the
 # size of the learning rate whatever the size of the gradient; 3e-6 seen. bf16: one rounding is up to 2^-9 = 0.2 %, and thousands of them meet.
@@ -36,12 +47,15 @@ def main(argv: list[str]) -> int:
         "Train a small Llama twice from the same weights on the same text, stock and with our kernels, and compare. The defaults below are those without a "
         f"GPU; with a GPU they are {', '.join(f'{name} {value:g}' for name, value in larger.items())}."
     )
-    flags = read_flags(argv, "liger demo", description, CPU, fixed=("kernels", "save", "cache", "stream"))  # help and mistakes answer before torch is imported
+    flags = read_flags(argv, "liger demo", description, CPU, FIXED)  # help and mistakes answer before torch is imported
     import torch
 
     from liger_kernel.train import data
 
     config = configured(flags, GPU if torch.cuda.is_available() else CPU)
+    for name in FIXED:  # a file may have them
+        if getattr(config, name) != getattr(CPU, name):
+            raise UserError(f"{name} must be {getattr(CPU, name)} in a demo, got {getattr(config, name)}")
     out = Path(config.out)
     writable(folder=out)
     started = time.perf_counter()
@@ -50,16 +64,11 @@ def main(argv: list[str]) -> int:
     print(f"data: {config.data}, {tokens:,} tokens of a vocabulary of {len(prepared.tokenizer):,} ({time.perf_counter() - started:.0f} s)")
     del prepared
 
-    results = {}
-    for name, kernels in RUNS.items():
-        print(f"\n{name}: {'our kernels' if kernels == 'on' else 'as Hugging Face ships it'}", flush=True)
-        run = dataclasses.replace(config, kernels=kernels, out=str(out / name), cache=str(out / "cache"))
-        run.save_to(out / name / "config.json")
-        code = subprocess.run([sys.executable, "-m", "liger_kernel.cli", "train", "--config", str(out / name / "config.json")], check=False).returncode
+    for name, code in _trained(config, out).items():
         if code:
             print(f"the {name} run failed with exit code {code}", file=sys.stderr)
             return 1
-        results[name] = json.loads((out / name / "metrics.json").read_text(encoding="utf-8"))
+    results = {name: json.loads((out / name / "metrics.json").read_text(encoding="utf-8")) for name in RUNS}
 
     report = compare(results["stock"], results["ours"])
     (out / "demo.json").write_text(json.dumps({**report, "config": config.shown(), "environment": environment(), "runs": results}, indent=1) + "\n")
@@ -69,35 +78,112 @@ def main(argv: list[str]) -> int:
     return 0 if report["agree"] else 1
 
 
+CHILD = """
+import sys
+from liger_kernel import cli
+from liger_kernel.train import demo
+demo.take_turns(*sys.argv[2:])
+sys.exit(cli.main(["train", "--config", sys.argv[1]]))
+"""
+
+
+def _trained(config: TrainConfig, out: Path) -> dict[str, int]:
+    """Train both, and return their exit codes. The second run starts when the first one has made a block, or not at all if it could not.
+
+    A byte in a run's pipe says that it is its turn; the end of the pipe, that the other run is over.
+    """
+    (first, second), pipes, processes = RUNS, {name: os.pipe() for name in RUNS}, {}
+    try:
+        for name, other in ((first, second), (second, first)):
+            if name == second and not os.read(pipes[name][0], 1):
+                break
+            print(f"\n{name}: {'our kernels' if RUNS[name] == 'on' else 'as Hugging Face ships it'}", flush=True)
+            run = dataclasses.replace(config, kernels=RUNS[name], out=str(out / name), cache=str(out / "cache"))
+            run.save_to(out / f"{name}.json")
+            ends = pipes[name][0], pipes[other][1]
+            argv = [sys.executable, "-c", CHILD, str(out / f"{name}.json"), name, *map(str, ends)]
+            processes[name] = subprocess.Popen(argv, pass_fds=ends)
+            for end in ends:  # else a run that is over would leave its pipe open
+                os.close(end)
+        return {name: process.wait() for name, process in processes.items()}
+    finally:
+        for process in processes.values():
+            process.kill()
+            process.wait()
+
+
+def take_turns(name: str, turn: str, other: str) -> None:
+    """Let this process's run wait, between two blocks, until there is a byte in the pipe ``turn``, and write one to the ``other`` before."""
+    import torch
+
+    from liger_kernel.train import loop
+
+    own_turn = name != next(iter(RUNS))  # when it starts, and until its second block is made
+
+    def pause() -> None:
+        nonlocal own_turn
+        if own_turn:
+            own_turn = False
+            return
+        if torch.cuda.is_initialized() and torch.cuda.mem_get_info()[0] < torch.cuda.memory_reserved():
+            torch.cuda.empty_cache()  # there may be no room for both
+        with contextlib.suppress(BrokenPipeError):
+            os.write(int(other), b".")
+        os.read(int(turn), 1)
+
+    loop._Run.pause, loop._Progress.label = staticmethod(pause), f"{name:<5} "  # type: ignore[method-assign, assignment]
+
+
 def compare(stock: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
     """The numbers of the table, and whether the loss curves agree."""
     last = min(10, len(stock["losses"]))
     rows = {"loss": {name: sum(run["losses"][-last:]) / last for name, run in (("stock", stock), ("ours", ours))}}
-    for name in ("tokens_per_second", "peak_memory"):
-        rows[name] = {"stock": stock[name], "ours": ours[name]}
+    rows["peak_memory"] = {"stock": stock["peak_memory"], "ours": ours["peak_memory"]}
     rows["training_memory"] = {name: run["peak_memory"] - run["memory_before_training"] for name, run in (("stock", stock), ("ours", ours))}
     for row in rows.values():
         row["ratio"] = row["ours"] / row["stock"]
     difference = max(abs(a - b) / abs(a) for a, b in zip(stock["losses"], ours["losses"]))
     tolerance = TOLERANCE[stock["precision"]]
+    rows["tokens_per_second"] = speed(stock, ours)
     return {**rows, "last_steps": last, "largest_loss_difference": difference, "tolerance": tolerance, "agree": difference <= tolerance}
+
+
+def speed(stock: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
+    """Tokens/s of the pair of blocks, made one after the other, whose ratio is the median; the quartiles of the ratios; why they tell nothing, if so."""
+    pairs = sorted(zip(stock["rates"], ours["rates"]), key=lambda pair: pair[1] / pair[0])
+    if len(pairs) < PAIRS:
+        few = f"There are too few blocks of steps to tell which is faster, {len(pairs)} of at least {PAIRS}: raise --steps or lower --log-every."
+        return {"stock": None, "ours": None, "ratio": None, "quartiles": None, "pairs": len(pairs), "clear": False, "spread": few}
+    a, b = pairs[len(pairs) // 2]  # both of one moment: medians of either run need not be
+    low, _, high = statistics.quantiles([ours / stock for stock, ours in pairs], n=4, method="inclusive")
+    clear = high <= UNCLEAR * low
+    spread = f"half of the ratios of {len(pairs)} pairs of blocks of steps, made in turn, are between {low:.2f} and {high:.2f}"
+    said = f"Speed: {spread}{', so no difference shows' if low <= 1 <= high else ''}."
+    busy = f"This machine is too busy to tell which is faster: {spread}. Run the demo again when nothing else runs."
+    numbers = {"stock": a, "ours": b, "ratio": b / a, "quartiles": [low, high], "pairs": len(pairs)}
+    return {**numbers, "clear": clear, "spread": said if clear else busy}
 
 
 def table(report: dict[str, Any], run: dict[str, Any]) -> str:
     """The table that the terminal shows at the end."""
     rows = [
         (f"loss, mean of the last {report['last_steps']} steps", "loss", lambda x: f"{x:.4f}", ".4f"),
-        ("tokens/s (median)", "tokens_per_second", lambda x: f"{x:,.0f}", ".2f"),
         ("peak memory", "peak_memory", _gb, ".2f"),
         ("peak memory beyond the start", "training_memory", _gb, ".2f"),
     ]
     lines = [f"{'':<32}{'stock':>10}{'ours':>10}{'ours/stock':>12}"]
     for label, name, show, ratio in rows:
         lines.append(f"{label:<32}{show(report[name]['stock']):>10}{show(report[name]['ours']):>10}{report[name]['ratio']:>12{ratio}}")
+    rate = report["tokens_per_second"]
+    told = f"{'unclear':>10}{'unclear':>10}{'unclear':>12}"
+    if rate["clear"]:
+        told = f"{rate['stock']:>10,.0f}{rate['ours']:>10,.0f}{rate['ratio']:>12.2f} ({' to '.join(f'{x:.2f}' for x in rate['quartiles'])})"
+    lines.insert(2, f"{'tokens/s, median pair of blocks':<32}{told}")
     verdict, difference, allowed = "agree" if report["agree"] else "DO NOT AGREE", report["largest_loss_difference"], report["tolerance"]
     lines += [
         "",
         f"The loss curves {verdict}: largest relative difference of a step {difference:.1e}, allowed {allowed:.0e} in {run['precision']}.",
+        rate["spread"],
         f"{run['parameters'] / 1e6:.1f} M parameters on {run['device']}; memory is {run['memory_kind']}; each run has its own process.",
     ]
     return "\n".join(lines)
@@ -131,7 +217,7 @@ def plot(report: dict[str, Any], runs: dict[str, Any], path: Path) -> str:
         }
     )
     title: dict[str, Any] = {"loc": "left", "fontsize": 11, "fontweight": "bold"}
-    figure, (curve, memory, speed) = plt.subplots(1, 3, figsize=(11, 3.8), width_ratios=(2.2, 1, 1), dpi=160)
+    figure, (curve, memory, speeds) = plt.subplots(1, 3, figsize=(11, 3.8), width_ratios=(2.2, 1, 1), dpi=160)
     figure.set_layout_engine("constrained", wspace=0.06)
 
     steps = range(1, len(runs["stock"]["losses"]) + 1)
@@ -142,10 +228,14 @@ def plot(report: dict[str, Any], runs: dict[str, Any], path: Path) -> str:
     curve.set_xlabel("step")
     curve.legend(frameon=False, labelcolor=ink)
 
-    bars = (
-        (memory, "peak_memory", lambda x: f"{x / 1e9:.2f} GB", f"Peak memory: {report['peak_memory']['ratio']:.2f}x"),
-        (speed, "tokens_per_second", lambda x: f"{x:,.0f}", f"Tokens/s: {report['tokens_per_second']['ratio']:.2f}x"),
-    )
+    rate = report["tokens_per_second"]
+    bars = [(memory, "peak_memory", lambda x: f"{x / 1e9:.2f} GB", f"Peak memory: {report['peak_memory']['ratio']:.2f}x")]
+    if rate["clear"]:
+        bars.append((speeds, "tokens_per_second", lambda x: f"{x:,.0f}", f"Tokens/s: {rate['ratio']:.2f}x"))
+        speeds.set_xlabel(f"{rate['quartiles'][0]:.2f}x to {rate['quartiles'][1]:.2f}x, half of {rate['pairs']} pairs", fontsize=8)
+    else:
+        speeds.set_title("Tokens/s: unclear", **title)
+        speeds.axis("off")
     for axes, name, show, heading in bars:
         values = [report[name][run] for run in RUNS]
         drawn = axes.bar(list(RUNS), values, width=0.62, color=[colours[run] for run in RUNS])

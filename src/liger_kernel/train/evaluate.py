@@ -26,6 +26,7 @@ def _evaluated(config: TrainConfig, data: Data, device: torch.device, precision:
     if not data.eval:
         raise UserError("there are no rows to evaluate on: eval_fraction is 0")
     model = build(config, data.tokenizer, device, precision).eval()
+    data.check(model.config.get_text_config().vocab_size)
     attend(config, data.rows, model, device, precision)
     total, tokens = 0.0, 0
     arithmetic = torch.autocast(device.type, torch.bfloat16) if precision == "bf16-mixed" else contextlib.nullcontext()

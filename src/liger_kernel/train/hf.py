@@ -201,7 +201,7 @@ def run(config: TrainConfig, data: Data, model: Any, device: torch.device, preci
                 args=args,
                 train_dataset=_Places(lambda place: data.picks(place, 1, config.seed)[0], config.steps * rows),
                 eval_dataset=_Places(lambda i: data.eval[i], len(data.eval)) if data.eval else None,
-                data_collator=lambda picks: data.rows.batch(picks, data.tokenizer.pad_token_id),
+                data_collator=lambda picks: data.rows.batch(picks, data.pad),
                 callbacks=[lines],
             )
             memory.start()

@@ -111,6 +111,10 @@ def _by(config: TrainConfig, data: Data, model: Any, device: torch.device, preci
 
 
 class _Run:
+    @staticmethod
+    def pause() -> None:
+        """Between two stretches of steps that are timed; ``liger demo`` waits here for its turn."""
+
     def __init__(self, config: TrainConfig, data: Data, model: Any, device: torch.device, precision: str, ranks: Ranks, stop: Stop, store: Store | None = None):
         self.config, self.data, self.device, self.precision, self.ranks, self.stop, self.store = config, data, device, precision, ranks, stop, store
         self.flops = flops_per_token(model, config.length)
@@ -341,6 +345,7 @@ class _Run:
             self.reports.send(state)
         if show:
             self.progress.show(state)
+        self.pause()
         self.started = self._clock()
 
     def _metrics(self) -> dict[str, Any]:
@@ -356,6 +361,7 @@ class _Run:
                 "step_seconds_p50": _percentile(sorted(self.times), 0.5),
                 "step_seconds_p95": _percentile(sorted(self.times), 0.95),
                 "seconds": self.seconds,
+                "rates": self.rates,  # tokens/s of each stretch
                 "kernels_compiled": self.compilations.count,
                 "nonfinite_steps": self.nonfinite,
                 "evaluations": [{"step": line["step"], "loss": line["eval_loss"]} for line in lines if "eval_loss" in line],
@@ -421,9 +427,11 @@ def _percentile(ordered: list[float], part: float) -> float | None:
 class _Progress:
     """A bar on a terminal (with tqdm), lines elsewhere, with the time that the steps which are left need; nothing on ranks that do not ``show``."""
 
+    label = ""  # of one of several runs in a terminal: it has lines, without the time that is left
+
     def __init__(self, steps: int, show: bool):
         self.steps, self.shown, self.bar = steps, show, None
-        if show and sys.stderr.isatty():
+        if show and not self.label and sys.stderr.isatty():
             with contextlib.suppress(ImportError):
                 import tqdm
 
@@ -444,10 +452,10 @@ class _Progress:
             text += f"  MFU {state['mfu']:.1%}"
         if state["nonfinite_steps"]:
             text += f"  {state['nonfinite_steps']} steps skipped"
-        if left := state.get("seconds_left"):  # without evaluations and checkpoints
+        if (left := state.get("seconds_left")) and not self.label:  # without evaluations and checkpoints
             text += f"  ETA {as_clock(left)}"
         if self.bar is None:
-            print(f"step {state['step']:>{len(str(self.steps))}}/{self.steps}  {text}", flush=True)
+            print(f"{self.label}step {state['step']:>{len(str(self.steps))}}/{self.steps}  {text}", flush=True)
         else:
             self.bar.set_postfix_str(text, refresh=False)
             self.bar.update(state["step"] - self.bar.n)

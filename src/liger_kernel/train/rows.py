@@ -131,6 +131,10 @@ class Rows:
         index = torch.tensor(picks)
         return int((self.bounds[index + 1] - self.bounds[index]).sum()), int(self._learnt[index].sum())
 
+    def check(self, vocabulary: int) -> None:
+        if len(self) and int(self.ids.max()) >= vocabulary:
+            raise UserError(f"the tokenizer has ids that the model's vocabulary of {vocabulary} lacks: give the model's own tokenizer")
+
     def row(self, pick: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """Ids, labels and positions of a row."""
         span = slice(int(self.bounds[pick]), int(self.bounds[pick + 1]))
@@ -184,11 +188,6 @@ def together(single: Rows, length: int) -> Rows:
     return Rows.of((joined(single.ids, row), joined(single.labels, row)) for row in rows).of_documents(lengths.cumsum(0) - lengths)
 
 
-def check(rows: Rows, vocabulary: int) -> None:
-    if len(rows) and int(rows.ids.max()) >= vocabulary:
-        raise UserError(f"the tokenizer has ids that the model's vocabulary of {vocabulary} lacks: give the model's own tokenizer")
-
-
 class Data:
     """Rows to train on and rows to evaluate on, split by position, so that the split does not depend on the seed."""
 
@@ -199,10 +198,13 @@ class Data:
         self.eval = [round((i + 0.5) * len(rows) / held - 0.5) for i in range(held)]
         self.train = sorted(set(range(len(rows))) - set(self.eval))
         self._order: tuple[tuple[int, ...], list[int]] = ((), [])
+        # Nothing learns from padding or attends to it, so any id does where the tokenizer has none.
+        self.pad: int = 0 if tokenizer.pad_token_id is None else tokenizer.pad_token_id
 
     def check(self, vocabulary: int) -> None:
-        """Raise ``UserError`` if a model has fewer ids than the data."""
-        check(self.rows, vocabulary)
+        """Raise ``UserError`` if a model has fewer ids than the data; its embedding need not have that of padding."""
+        self.rows.check(vocabulary)
+        self.pad = self.pad if self.pad < vocabulary else 0
 
     def identity(self) -> dict[str, Any]:
         """What must be equal for the order of the data to continue where it stopped."""
@@ -238,13 +240,13 @@ class Data:
 
     def train_batch(self, index: int, size: int, seed: int) -> dict[str, Any]:
         """Training batch number ``index`` of ``size`` rows each."""
-        return self.rows.batch(self.picks(index * size, size, seed), self.tokenizer.pad_token_id)
+        return self.rows.batch(self.picks(index * size, size, seed), self.pad)
 
     def batches(self, picks: list[int], rank: int, world: int, size: int) -> list[dict[str, Any]]:
         """This rank's share of a step's rows, in batches of at most ``size`` rows: as many batches on every rank, where rows are short one without labels."""
         batches = []
         for part in share(picks, rank, world, size):
-            batch = self.rows.batch(part or picks[:1], self.tokenizer.pad_token_id)
+            batch = self.rows.batch(part or picks[:1], self.pad)
             if not part:
                 batch["labels"].fill_(IGNORE)
             batches.append(batch)
@@ -252,7 +254,7 @@ class Data:
 
     def eval_batches(self, size: int) -> Iterator[dict[str, Any]]:
         for start in range(0, len(self.eval), size):
-            yield self.rows.batch(self.eval[start : start + size], self.tokenizer.pad_token_id)
+            yield self.rows.batch(self.eval[start : start + size], self.pad)
 
 
 def share(picks: list[int], rank: int, world: int, size: int) -> list[list[int]]:

@@ -27,7 +27,7 @@ from torch import Tensor
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.ranks import local_rank
 from liger_kernel.train.records import BEGIN, Records, characters
-from liger_kernel.train.rows import Data, Rows, check
+from liger_kernel.train.rows import Data, Rows
 from liger_kernel.train.tokenise import TOKENIZER, NoRows, own_tokenizer, tokenise, tokenizer_of
 
 WIDTH = 1 << 32  # row i of part k is pick k * WIDTH + i
@@ -75,7 +75,7 @@ class Parts(Rows):
     def check(self, vocabulary: int) -> None:
         self._vocabulary = vocabulary
         for rows in self._open.values():
-            check(rows, vocabulary)
+            rows.check(vocabulary)
 
     def part(self, number: int) -> Rows:
         if number not in self._open:
@@ -83,7 +83,7 @@ class Parts(Rows):
                 del self._open[next(k for k in self._open if k)]  # the one opened first; never part 0
             rows = Rows.read(self._stream.wait(number))
             self._stream.compare(number)
-            check(rows, self._vocabulary)
+            rows.check(self._vocabulary)
             self._open[number] = rows
         return self._open[number]
 
@@ -158,9 +158,6 @@ class Stream(Data):
     def _add(self, part: Part) -> None:
         self._parts.append(part)
         self._ends.append(self._ends[-1] + part.rows)
-
-    def check(self, vocabulary: int) -> None:
-        self.rows.check(vocabulary)
 
     def identity(self) -> dict[str, Any]:
         first = self.rows.part(0)

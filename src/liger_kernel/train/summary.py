@@ -18,12 +18,14 @@ from liger_kernel.train.stream import Stream
 
 def summary(config: TrainConfig, data: Data, model: Any, attention: str, device: torch.device, precision: str, world: int) -> str:
     """The lines, on rank 0, of a model that is on its device and patched, and not sharded yet."""
+    ends = data.tokenizer.eos_token_id is not None
+    no_end = "" if ends else "; the tokenizer has no end token: texts are joined without one, and an answer does not learn to end"
     lines = [
         f"model: {_model(config, model)}",
         *([f"adapters: {adapters.described(config, model)}"] if config.lora else []),
         *kernels(config, model),
         f"attention: {attention}",
-        f"data: {_data(config, data, world)}",
+        f"data: {_data(config, data, world)}{no_end}",
         f"device: {device_name(device)}, {precision}{f', {world} ranks ({config.parallel})' if world > 1 else ''}, trainer {config.trainer}",
         f"memory: {_memory(config, model, device, world)}",
     ]

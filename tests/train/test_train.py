@@ -396,7 +396,7 @@ def test_a_run_learns_and_says_what_it_did(config, tmp_path):
     config = dataclasses.replace(config, steps=12, kernels="off", eval_fraction=0.1, eval_every=6, save=str(tmp_path / "model"))
     metrics = loop.train(config)
     assert metrics == json.loads((tmp_path / "run" / "metrics.json").read_text())
-    assert TrainConfig.load(tmp_path / "run" / "config.json") == config
+    assert TrainConfig.load(tmp_path / "run" / "liger-run.json") == config
     assert len(metrics["losses"]) == len(metrics["gradient_norms"]) == len(metrics["learning_rates"]) == 12
     assert metrics["losses"][-1] < 0.8 * metrics["losses"][0]
     assert [e["step"] for e in metrics["evaluations"]] == [6, 12] and metrics["evaluations"][1]["loss"] < metrics["evaluations"][0]["loss"]
@@ -647,7 +647,7 @@ def test_credentials_leave_no_trace(config, tmp_path, monkeypatch, capfd):
     for where, trace in (traces | {"said": said.encode()}).items():
         for secret in (SECRET, SECRET[::-1], "tokentoken"):
             assert secret.encode() not in trace, where
-    assert len(sent) > 6 and json.loads((tmp_path / "run" / "config.json").read_text())["store"] == "memory://***@bucket/run?token=***"
+    assert len(sent) > 6 and json.loads((tmp_path / "run" / "liger-run.json").read_text())["store"] == "memory://***@bucket/run?token=***"
 
 
 def test_a_store_without_its_credentials_is_asked_for(config, tmp_path, monkeypatch):
@@ -686,10 +686,7 @@ def test_a_full_disk_ends_no_run(config, tmp_path, monkeypatch, capsys):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoint.dcp.FileSystemWriter, "write_data", full)
-    opened = Path.open
-    monkeypatch.setattr(
-        Path, "open", lambda path, mode="r", *args, **more: full() if (path.name, mode) == ("metrics.jsonl", "a") else opened(path, mode, *args, **more)
-    )
+    monkeypatch.setattr(metrics, "append", full)
     with pytest.raises(OSError, match="the last checkpoint could not be written"):
         loop.train(dataclasses.replace(config, checkpoint_every=2, save=str(tmp_path / "saved")))
     assert (tmp_path / "saved" / "model.safetensors").is_file()
@@ -925,14 +922,14 @@ def test_a_model_saved_over_adapters_is_alone(config, tmp_path):
 
     base, both = str(tmp_path / "base"), str(tmp_path / "both")
     loop.train(dataclasses.replace(config, save=base, steps=1))
-    loop.train(dataclasses.replace(config, model=base, lora=4, save=both, out=str(tmp_path / "lora")))
+    loop.train(dataclasses.replace(config, model=base, lora=4, save=both, out=str(tmp_path / "tuned")))
     mine = tmp_path / "both" / "rows.safetensors"
     mine.write_text("stays")
-    loop.train(dataclasses.replace(config, model=base, save=both, out=str(tmp_path / "whole")))
+    loop.train(dataclasses.replace(config, model=base, save=both, out=str(tmp_path / "tuned")))
     assert not any("lora" in name for name, _ in transformers.AutoModelForCausalLM.from_pretrained(both).named_parameters())
     assert mine.is_file()
-    # adapters beside the model that they are of leave it there
-    loop.train(dataclasses.replace(config, model=base, lora=4, save=base, out=str(tmp_path / "beside")))
+    # adapters beside the model that they are of leave it there; both are of runs in one folder
+    loop.train(dataclasses.replace(config, model=base, lora=4, save=base))
     assert any("lora" in name for name, _ in transformers.AutoModelForCausalLM.from_pretrained(base).named_parameters())
 
 

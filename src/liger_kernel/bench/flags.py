@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+from pathlib import Path
 
 from liger_kernel.bench.rivals import PACKAGES
 from liger_kernel.train.mistakes import Parser, UserError, at_least, holds, one_of, writable
 
 DTYPES = ("bf16", "fp16", "fp32")
 MODES = ("forward", "backward", "full")
+TITLE = "Benchmarks of liger-kernel"
+# how the files begin that the commands write
+JSON, CSV, MARKDOWN, HTML = r'\s*\{\s*"meta":', "(op|model),", r"\| (op|model) \|", f"(?s:.){{0,300}}<title>{TITLE}"
 VARIANTS = ("ours", "eager", "compile", "torch", "upstream", "cce", "quack", "ao", "base")
 
 
@@ -51,10 +55,19 @@ def operators(argv: list[str]) -> argparse.Namespace:
         raise UserError("--resume needs --json FILE, whose rows it leaves out")
     for name, package in PACKAGES.items():
         holds(package.module.partition(".")[0], getattr(a, f"{name}_path"), f"--{name}-path", package.requirement)
-    for file in (a.json, a.csv):
-        writable(file=file)
-    writable(folder=a.plot)
+    outputs(None if a.resume else a.json, a.csv, a.plot)
     return a
+
+
+def outputs(json: str | None, csv: str | None, plot: str | None, markdown: str | None = None) -> None:
+    """``UserError`` for what cannot be written, or is there and is of something else."""
+    for file, ours in ((json, JSON), (csv, CSV), (markdown, MARKDOWN)):
+        writable(file=file, ours=ours)
+    if plot:
+        page = Path(plot) / "report.html"
+        writable(file=page, ours=HTML)
+        if not page.exists() and (picture := next(Path(plot).glob("*.png"), None)):
+            raise UserError(f"cannot write to {plot}: it holds {picture.name} and no report; give another folder")
 
 
 def tune(argv: list[str]) -> argparse.Namespace:

@@ -30,6 +30,7 @@ from liger_kernel.bench.rows import read, text_table, write_csv
 from liger_kernel.nearest import no_such
 from liger_kernel.ops._core.operator import Case
 from liger_kernel.testing import Named, backward, differentiable, errors, floors, forward, like
+from liger_kernel.train.files import export
 from liger_kernel.train.mistakes import UserError, one_of
 
 DEVICE = "cuda" if clock.GPU else "cpu"
@@ -290,7 +291,7 @@ def run(a: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
                 rows.append(row)
                 result["rows"].append(row)
                 if path:
-                    path.write_text(json.dumps(result, indent=1))
+                    export(path, json.dumps(result, indent=1))
             if why := children[i].error():
                 print(f"{name}: stopped after {len(rows)} rows, because of {why}")
             if rows:
@@ -333,7 +334,6 @@ def main(argv: list[str]) -> int:
         from liger_kernel.bench import plots, report
 
         folder = Path(a.plot)
-        folder.mkdir(parents=True, exist_ok=True)
         images = plots.operators(result, folder)
         print(report.html(folder / "report.html", result, None, images))
     wrong = [r for r in result["rows"] if r["variant"] == "ours" and (r["failed"] or not r["accurate"])]

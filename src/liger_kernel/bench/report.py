@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from liger_kernel.bench.flags import TITLE, outputs
 from liger_kernel.bench.rows import (
     LABELS,
     MEANING,
@@ -36,7 +37,8 @@ from liger_kernel.bench.rows import (
     write_csv,
     write_step_csv,
 )
-from liger_kernel.train.mistakes import Parser, UserError, writable
+from liger_kernel.train.files import export
+from liger_kernel.train.mistakes import Parser, UserError
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,6 @@ def losses(rows: Iterable[Row]) -> list[Loss]:
     return sorted(found, key=lambda loss: (loss.noise, loss.measure.startswith("peak"), -loss.ratio))
 
 
-TITLE = "Benchmarks of liger-kernel"
 STYLE = """
 :root{color-scheme:light dark;--paper:#fff;--ink:#24292f;--quiet:#656d76;--line:#d8dee4;--soft:#f6f8fa;--ours:#0a7d6c;--bad:#b3402e}
 @media(prefers-color-scheme:dark){:root{--paper:#14171b;--ink:#e4e8ec;--quiet:#98a2ad;--line:#31373e;--soft:#1c2025;--ours:#4cc3ae;--bad:#f0907f}
@@ -154,10 +155,7 @@ def html(path: Path | str, operator_json: dict[str, Any] | None = None, step_jso
     head = f'<meta charset="utf-8">\n<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{TITLE}</title>\n<style>{STYLE}</style>'
     body = "\n".join(page)
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(
-        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n{head}\n</head>\n<body>\n{body}\n<script>{SCRIPT}</script>\n</body>\n</html>\n', encoding="utf-8"
-    )
+    export(path, f'<!DOCTYPE html>\n<html lang="en">\n<head>\n{head}\n</head>\n<body>\n{body}\n<script>{SCRIPT}</script>\n</body>\n</html>\n')
     return path
 
 
@@ -331,15 +329,13 @@ def main(argv: list[str]) -> int:
         raise UserError(
             "the files hold rows of operators and of steps: make a report of each kind" if kinds else f"{', '.join(a.json)}: no rows, so there is no table"
         )
-    for file in (a.csv, a.markdown):
-        writable(file=file)
-    writable(folder=a.plot)
+    outputs(None, a.csv, a.plot, a.markdown)
     (steps,) = kinds
     print(text_table(result["rows"]))
     if a.csv:
         (write_step_csv if steps else write_csv)(result, a.csv)
     if a.markdown:
-        Path(a.markdown).write_text(markdown_table(result["rows"]) + "\n")
+        export(a.markdown, markdown_table(result["rows"]) + "\n")
     if a.plot:
         from liger_kernel.bench import plots
 

@@ -7,6 +7,7 @@ failed or is inaccurate, or if our row failed or is inaccurate.
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from liger_kernel.train.files import export
 from liger_kernel.train.mistakes import UserError, existing
 from liger_kernel.train.redact import in_a_line
 
@@ -453,11 +455,11 @@ def write_csv(result: dict[str, Any], path: str) -> None:
     rows = [
         {k: json.dumps(v) if isinstance(v, dict) else f"{v:.6g}" if isinstance(v, float) else v for k, v in (row | about).items()} for row in result["rows"]
     ]
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(dict.fromkeys(k for row in rows for k in row)))
-        writer.writeheader()
-        writer.writerows(rows)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=list(dict.fromkeys(k for row in rows for k in row)))
+    writer.writeheader()
+    writer.writerows(rows)
+    export(path, text.getvalue())
 
 
 def peak_of(timeline: list[tuple[float, float, str]]) -> tuple[float, float, str]:

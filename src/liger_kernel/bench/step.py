@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from liger_kernel.bench import profile
+from liger_kernel.bench.flags import outputs
 from liger_kernel.bench.rows import beyond, headline, noise, parts_of, peak_of, usable, write_step_csv
 from liger_kernel.model_sizes import MODELS, config_of, step_flops
 from liger_kernel.train.adamw import KINDS, check, require
-from liger_kernel.train.mistakes import Parser, UserError, at_least, holds, one_of, writable
+from liger_kernel.train.files import export
+from liger_kernel.train.mistakes import Parser, UserError, at_least, holds, one_of
 
 BASES = ("stock", "upstream", "ours")
 SWITCHED: dict[str, dict[str, Any]] = {  # ours with other flags than the default
@@ -155,9 +157,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         raise UserError(str(error)) from error
     for name, package in (("upstream", "liger_kernel"), ("unsloth", "unsloth")):
         holds(package, getattr(a, f"{name}_path"), f"--{name}-path", GET[name])
-    for file in (a.json, a.csv):
-        writable(file=file)
-    writable(folder=a.plot)
+    outputs(a.json, a.csv, a.plot)
     return a
 
 
@@ -492,8 +492,7 @@ def run(a: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
                     said = rows[-1]["failed"] or f"{rows[-1]['tokens_per_s']:,.0f} tokens/s"
                     print(f"{model} {variant}, {row['batch']} rows: {said}", file=sys.stderr, flush=True)
                 if a.json:
-                    Path(a.json).parent.mkdir(parents=True, exist_ok=True)
-                    Path(a.json).write_text(json.dumps(result, indent=1))
+                    export(a.json, json.dumps(result, indent=1))
             where = f", {a.gpus} x {a.parallel}" if a.parallel else ""
             extras = "".join(f", {part}" for part in parts_of(vars(a)))
             for batch in a.batch:
@@ -530,7 +529,6 @@ def main(argv: list[str]) -> int:
         from liger_kernel.bench import report
 
         folder = Path(a.plot)
-        folder.mkdir(parents=True, exist_ok=True)
         print(report.html(folder / "report.html", None, result, _plots().steps(result, folder)))
     bad = [row for row in result["rows"] if row["variant"].startswith("ours") and (row["failed"] or row["accurate"] is False)]
     return 1 if bad or not result["rows"] else 0

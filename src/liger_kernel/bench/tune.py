@@ -25,6 +25,7 @@ from liger_kernel.ops._core import config
 from liger_kernel.ops._core.config import Tile
 from liger_kernel.ops._core.operator import Case, Op
 from liger_kernel.testing import forward, like
+from liger_kernel.train.files import write as write_file
 from liger_kernel.train.mistakes import UserError, one_of
 
 GAIN = 0.02  # least gain as a share of the operator's device time: less is noise
@@ -113,7 +114,7 @@ def write(found: dict[str, Tile]) -> str:
     path = config.TUNED / f"{config.arch()}.json"
     table = json.loads(path.read_text()) if path.exists() else {}
     table |= {key: dataclasses.asdict(tile) for key, tile in found.items()}
-    path.write_text("{\n" + ",\n".join(f" {json.dumps(key)}: {json.dumps(table[key])}" for key in sorted(table)) + "\n}\n")
+    write_file(path, "{\n" + ",\n".join(f" {json.dumps(key)}: {json.dumps(table[key])}" for key in sorted(table)) + "\n}\n")
     return str(path)
 
 

@@ -8,7 +8,6 @@ import hashlib
 import io
 import json
 import os
-import shutil
 import stat
 import tempfile
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from liger_kernel.train.config import TrainConfig, UserError
+from liger_kernel.train.files import write
 from liger_kernel.train.redact import redacted
 
 METRICS = ("metrics.json", "metrics.jsonl")
@@ -99,7 +99,7 @@ def train(config: TrainConfig, data: Path, kernels: Path, processes: int) -> Pat
             raise RuntimeError(f"liger train ended with {code}")
     if first():
         for name in METRICS:
-            shutil.copyfile(folder / name, folder / "model" / name)
+            write(folder / "model" / name, (folder / name).read_bytes())
     return folder / "model"
 
 
@@ -125,7 +125,7 @@ def export(run: Path, scores: dict[str, Any], target: str) -> str:
         fs, root = fsspec.core.url_to_fs(target)
     except (ImportError, ValueError) as error:
         raise UserError(f"cannot export to {target!r}: {error}") from None  # from None, because the original error may contain credentials
-    (run / "evaluation.json").write_text(json.dumps(scores, indent=1) + "\n")
+    write(run / "evaluation.json", json.dumps(scores, indent=1) + "\n")
     from liger_kernel.train.store import put
 
     for path in sorted(run.iterdir()):

@@ -170,16 +170,24 @@ def described(config: TrainConfig, model: Any) -> str:
 
 
 def identity(config: TrainConfig, model: Any) -> dict[str, Any]:
-    """Return what must be equal for the adapters of a checkpoint to fit. The model must be on its device and not yet sharded."""
-    return config.adapters | ({"digest of base": digest(model)} if config.lora else {})
+    """Return what must be equal for a checkpoint to be of this model and its adapters.
+
+    The model must be on its device, not yet trained or sharded.
+    """
+    if config.lora:
+        return config.adapters | {"digest of base": digest(model)}
+    return config.adapters | ({"digest of weights": digest(model, trained=True)} if config.model else {})
 
 
-def digest(model: nn.Module) -> str:
-    """SHA-256 of some values of every frozen parameter: it differs for other weights, and is equal for the same weights in fp32 and bf16."""
+def digest(model: nn.Module, trained: bool = False) -> str:
+    """SHA-256 of some values of every frozen or ``trained`` parameter.
+
+    It differs for other weights, and is equal for the same weights in fp32 and bf16.
+    """
     sha = hashlib.sha256()
     some: dict[torch.dtype, list[torch.Tensor]] = {}
     for name, p in sorted(model.named_parameters(), key=lambda named: named[0]):
-        if not p.requires_grad:
+        if p.requires_grad == trained:
             flat = p.data.reshape(-1)
             values = flat[:: max(1, flat.numel() // 64)]
             some.setdefault(torch.bfloat16 if p.is_floating_point() else p.dtype, []).append(values.to(torch.bfloat16) if p.is_floating_point() else values)

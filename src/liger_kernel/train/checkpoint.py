@@ -50,6 +50,7 @@ from liger_kernel.train.files import write
 from liger_kernel.train.ranks import Ranks
 
 LATEST = "latest"
+FILE = re.compile(r"\.metadata|[A-Za-z0-9_][A-Za-z0-9_-]*\.(json|distcp)")  # what a checkpoint consists of
 NAME = re.compile(r"step-(?:[0-9]{8}|[1-9][0-9]{8,})")  # what f"step-{step:08d}" writes
 
 

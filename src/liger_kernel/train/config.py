@@ -18,6 +18,7 @@ from typing import Any
 
 from liger_kernel.nearest import did_you_mean
 from liger_kernel.train.adamw import FULLY_SHARDED, KINDS, check
+from liger_kernel.train.files import write
 from liger_kernel.train.mistakes import Parser, beside
 from liger_kernel.train.mistakes import UserError as UserError
 from liger_kernel.train.redact import MARK, in_a_line, redacted
@@ -199,7 +200,7 @@ class TrainConfig:
     metrics_port: int = _field(0, "metrics", "serve metrics for Prometheus on this port plus the local rank; 0: do not")
     metrics_host: str = _field("127.0.0.1", "metrics", "address that metrics are served on")
 
-    out: str = _field("runs/train", "run", "folder for metrics.json, config.json and checkpoints")
+    out: str = _field("runs/train", "run", "folder for metrics.json, liger-run.json (the configuration) and checkpoints")
     cache: str | None = _field(None, "run", "folder for tokenised data (default: cache in the folder of the run)")
     save: str | None = _field(None, "run", "folder for the trained model (safetensors) and its tokenizer, as from_pretrained reads them")
     device: str = _field("auto", "run", "cpu, cuda, cuda:1 ...; auto takes the GPU if there is one")
@@ -373,7 +374,7 @@ class TrainConfig:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         values = self.shown()
-        path.write_text(_yaml().safe_dump(values, sort_keys=False) if _is_yaml(path) else json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        write(path, _yaml().safe_dump(values, sort_keys=False) if _is_yaml(path) else json.dumps(values, indent=2) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> TrainConfig:

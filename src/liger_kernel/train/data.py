@@ -55,8 +55,11 @@ def prepare(config: TrainConfig, folder: str | Path) -> Path:
 
     Files of earlier preparations in the folder are replaced.
     """
-    folder, data = Path(folder), load(dataclasses.replace(config, stream=0))
+    folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / ROWS).is_file() and (other := [path.name for path in sorted(folder.iterdir()) if path.is_file()]):
+        raise UserError(f"{folder} holds {other[0]}, which is not of prepared rows: give another folder")
+    data = load(dataclasses.replace(config, stream=0))
     with tempfile.TemporaryDirectory(dir=folder, prefix=".preparing-", ignore_cleanup_errors=True) as aside:
         new = Path(aside) / "new"
         _write(new, data.rows, data.tokenizer)

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -20,9 +22,14 @@ from typing import Any
 
 from liger_kernel.env_report import environment
 from liger_kernel.train.config import TrainConfig, configured, read_flags
+from liger_kernel.train.files import write
 from liger_kernel.train.mistakes import UserError, writable
 
 RUNS = {"stock": "off", "ours": "on"}
+# its files, and how they begin
+BEGINS = {name: r'{\s*"%s":' % ("loss" if name == "demo.json" else "model") for name in ("stock.json", "ours.json", "demo.json")}
+BEGINS["demo.png"] = "\ufffdPNG"
+BESIDE = re.compile(r"stock|ours|cache(\.lock)?|\..*|.*\.(log|out|err|txt)")
 
 # Sizes at which the output head weighs what it weighs in real models: most of the memory beyond the weights.
 CPU = TrainConfig(out="runs/demo", hidden=192, heads=3, kv_heads=1, layers=4, vocab=32000, batch=4, steps=40, warmup=5, log_every=2, eval_fraction=0.0)
@@ -57,7 +64,10 @@ def main(argv: list[str]) -> int:
         if getattr(config, name) != getattr(CPU, name):
             raise UserError(f"{name} must be {getattr(CPU, name)} in a demo, got {getattr(config, name)}")
     out = Path(config.out)
-    writable(folder=out)
+    if other := [path.name for path in sorted(out.glob("*")) if not (path.name in BEGINS or BESIDE.fullmatch(path.name))]:
+        raise UserError(f"{out} holds {other[0]}, which is not of liger demo: give another --out")
+    for name, begin in BEGINS.items():
+        writable(file=out / name, ours=begin)
     started = time.perf_counter()
     prepared = data.load(dataclasses.replace(config, cache=str(out / "cache")))
     tokens = int(prepared.rows.bounds[-1])
@@ -71,7 +81,8 @@ def main(argv: list[str]) -> int:
     results = {name: json.loads((out / name / "metrics.json").read_text(encoding="utf-8")) for name in RUNS}
 
     report = compare(results["stock"], results["ours"])
-    (out / "demo.json").write_text(json.dumps({**report, "config": config.shown(), "environment": environment(), "runs": results}, indent=1) + "\n")
+    said = {**report, "config": config.shown(), "environment": environment(), "runs": results}
+    write(out / "demo.json", json.dumps(said, indent=1) + "\n")
     print("\n" + table(report, results["ours"]))
     plotted = plot(report, results, out / "demo.png")
     print(f"\n{plotted}{out / 'demo.json'}")
@@ -252,6 +263,8 @@ def plot(report: dict[str, Any], runs: dict[str, Any], path: Path) -> str:
     run = runs["ours"]
     note = f"{run['model']}, {run['parameters'] / 1e6:.0f} M parameters, {run['precision']}, on {run['device']}; memory: {run['memory_kind']}"
     figure.supxlabel(note, fontsize=8, color=quiet, x=0.01, ha="left")
-    figure.savefig(path)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png")
+    write(path, picture.getvalue())
     plt.close(figure)
     return f"{path}, "

@@ -1,22 +1,60 @@
-"""Files that are there whole, whatever ends a run."""
+"""Files that are there whole, whatever ends a run, and nowhere else.
+
+What is written has a fresh name first, so that no link is followed.
+"""
 
 from __future__ import annotations
 
 import os
+import secrets
+import shutil
 from pathlib import Path
+from typing import BinaryIO
+
+NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)  # Windows has none
 
 
-def write(path: Path, text: str) -> None:
-    """All of ``text`` is in ``path``, on the disk, or what was there before."""
-    aside = path.with_name(path.name + ".tmp")
+def create(path: Path) -> BinaryIO:
+    """Open ``path``, empty. What had the name is unlinked, not written to."""
+    path.unlink(missing_ok=True)
+    return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | NOFOLLOW, 0o666), "w+b")
+
+
+def reopen(path: Path) -> BinaryIO:
+    """Open a file that is there, to go on with it."""
+    return os.fdopen(os.open(path, os.O_RDWR | NOFOLLOW), "r+b")
+
+
+def append(path: Path, text: str) -> None:
+    """Add ``text`` to the end of a file."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | NOFOLLOW, 0o666), "ab") as file:
+        file.write(text.encode())
+
+
+def fresh(folder: Path) -> Path:
+    """Make ``folder``, empty. What had the name goes; if it is a link, ``OSError``."""
+    shutil.rmtree(folder, ignore_errors=True)  # which leaves links alone
+    folder.mkdir(parents=True)
+    return folder
+
+
+def aside(path: Path) -> Path:
+    """A new name beside ``path``, for what is to replace it."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+
+
+def write(path: str | Path, content: str | bytes) -> None:
+    """All of ``content`` is in ``path``, on the disk, or what was there before."""
+    path = Path(path)
+    new = aside(path)
     try:
-        with aside.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with create(new) as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(aside, path)
+        os.replace(new, path)
     except OSError:
-        aside.unlink(missing_ok=True)
+        new.unlink(missing_ok=True)
         raise
     if os.name == "posix":  # the name is a part of the directory
         directory = os.open(path.parent, os.O_RDONLY)
@@ -24,3 +62,20 @@ def write(path: Path, text: str) -> None:
             os.fsync(directory)
         finally:
             os.close(directory)
+
+
+def special(path: str | Path) -> bool:
+    """Whether ``path`` is a pipe or a device, such as /dev/stdout, which is written to and not replaced."""
+    path = Path(path)
+    named = str(path).startswith(("/dev/std", "/dev/fd/", "/proc/"))
+    return named or (path.exists() and not path.is_file() and not path.is_dir())
+
+
+def export(path: str | Path, content: str | bytes) -> None:
+    """Write a file that a user has named."""
+    if special(path):
+        with open(path, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+    else:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        write(path, content)

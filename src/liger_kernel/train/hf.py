@@ -5,6 +5,7 @@ Rows, their order, the weight of each token, optimizer and schedule are the same
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import sys
@@ -19,8 +20,10 @@ from torch.utils.data import Dataset, Sampler, SequentialSampler
 
 from liger_kernel.train.checkpoint import torn
 from liger_kernel.train.config import TrainConfig, UserError
+from liger_kernel.train.folder import record
 from liger_kernel.train.measure import Pace, PeakMemory
 from liger_kernel.train.metrics import Endpoint, Reports, of_lines, of_run
+from liger_kernel.train.model import replacing
 from liger_kernel.train.optimizer import optimizer_of, scheduler
 from liger_kernel.train.ranks import News, Preempted, Ranks, Watch, local_rank, restarts
 from liger_kernel.train.resume import UNMOVED, accept, configured, finished, numbers, seed_all
@@ -76,6 +79,7 @@ class _Lines(transformers.TrainerCallback):
         self.preempted = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        record(self.config, self.ranks, state.global_step)
         self.pace.begin(state.global_step)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -215,9 +219,10 @@ def run(config: TrainConfig, data: Data, model: Any, device: torch.device, preci
             if made and data.eval and (not lines.evaluations or lines.evaluations[-1]["step"] != config.steps):
                 trainer.evaluate()
             if config.save:
-                trainer.save_model(config.save)
-                if ranks.first:
-                    data.tokenizer.save_pretrained(config.save)
+                with replacing(config.save) if ranks.first else contextlib.nullcontext() as aside:
+                    trainer.save_model(ranks.agreed(aside))
+                    if ranks.first:
+                        data.tokenizer.save_pretrained(aside)
     finally:
         for open_ in (endpoint, reports):
             if open_:

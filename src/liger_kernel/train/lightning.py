@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from liger_kernel.train.checkpoint import torn
 from liger_kernel.train.config import TrainConfig, UserError
+from liger_kernel.train.folder import record
 from liger_kernel.train.measure import Pace, PeakMemory, as_clock
 from liger_kernel.train.metrics import Endpoint, Reports, of_lines, of_run
 from liger_kernel.train.model import save
@@ -127,6 +128,7 @@ class _Lines(L.Callback):
         self.preempted = False
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
+        record(self.config, self.ranks, trainer.global_step)
         self.seen, self.begun, self.loss, self.started = trainer.global_step, -1, 0.0, time.perf_counter()
         self.pace.begin(trainer.global_step)
         configured(trainer.optimizers[0], trainer.lr_scheduler_configs[0].scheduler, module.numbers)
@@ -165,12 +167,14 @@ class _Lines(L.Callback):
 
     def save(self, trainer: Any) -> None:
         """Write a checkpoint, all of it or none, and remove those beyond ``checkpoint_keep``. Its own callback keeps names that a save by hand upsets."""
-        aside = self.folder / "writing.tmp"
-        trainer.save_checkpoint(aside)
+        new = self.folder / "writing.tmp"
         if self.ranks.first:
-            with aside.open("rb+") as file:
+            new.unlink(missing_ok=True)
+        trainer.save_checkpoint(new)
+        if self.ranks.first:
+            with new.open("rb+") as file:
                 os.fsync(file.fileno())
-            os.replace(aside, self.folder / f"step-{trainer.global_step:08d}.ckpt")
+            os.replace(new, self.folder / f"step-{trainer.global_step:08d}.ckpt")
             for old in checkpoints(self.folder)[: -self.config.checkpoint_keep]:
                 old.unlink()
 

@@ -17,19 +17,28 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from liger_kernel.train.config import UserError
+from liger_kernel.train.config import TrainConfig, UserError
+from liger_kernel.train.files import NOFOLLOW
+from liger_kernel.train.folder import check
+from liger_kernel.train.mistakes import writable
 from liger_kernel.train.ranks import Ranks, restarts
 
 PATIENCE = 5.0  # seconds that a run before has to end; after a restart, whose rank 0 may have been on another machine, twelve times as long
 
 
 @contextlib.contextmanager
-def held(folder: Path, ranks: Ranks) -> Iterator[None]:
-    """Lock the run's folder. Raises ``UserError`` on every rank, with the holder, if another run has locked it."""
+def held(config: TrainConfig, ranks: Ranks) -> Iterator[None]:
+    """Lock the run's folder. Raises ``UserError`` on every rank if the run may not write to it or what it saves to.
+
+    It may not if something else is there, or if another run, which is named, has locked the folder.
+    """
     handle, problem = None, None
     if ranks.first:
         try:
-            handle = _taken(folder, PATIENCE * (12 if restarts() else 1))
+            check(config)
+            for folder in (config.out, config.save, config.cache):
+                writable(folder=folder)
+            handle = _taken(Path(config.out), PATIENCE * (12 if restarts() else 1))
         except UserError as error:
             problem = str(error)
     problem = ranks.agreed(problem)
@@ -49,7 +58,10 @@ def _taken(folder: Path, patience: float) -> int | None:
     import fcntl
 
     folder.mkdir(parents=True, exist_ok=True)
-    handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)  # not inherited by programs that are started
+    handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | NOFOLLOW, 0o666)  # not inherited by programs that are started
+    if os.fstat(handle).st_nlink > 1:  # its content is replaced below
+        os.close(handle)
+        raise UserError(f"{folder / 'lock'} is a file elsewhere, too: remove it")
     end = time.monotonic() + patience
     while True:
         try:

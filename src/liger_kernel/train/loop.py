@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_kernel.train import adamw, adapters
+from liger_kernel.train import adamw, adapters, folder
 from liger_kernel.train.checkpoint import Checkpoints
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.data import load
+from liger_kernel.train.files import write
 from liger_kernel.train.kernels import Compilations, compile_ahead, use_cache
 from liger_kernel.train.lock import held
 from liger_kernel.train.measure import UNTIMED, PeakMemory, StepClock, as_clock, peak_flops
 from liger_kernel.train.metrics import Endpoint, Reports, StepLines, as_json, check_reports, of_lines, of_run
-from liger_kernel.train.mistakes import writable
 from liger_kernel.train.model import attend, build, device_and_precision, flops_per_token, mesh_of, save, split
 from liger_kernel.train.optimizer import learning_rate, optimizer_of, require
 from liger_kernel.train.ranks import News, Preempted, Ranks, Stop, Watch, joined, local_rank, restarts, told_to_stop
@@ -53,28 +53,26 @@ def train(config: TrainConfig) -> dict[str, Any]:
     require(config)
     # without checkpoints there is nothing to save on SIGTERM, which then ends the process as it always does
     stoppable = told_to_stop() if config.checkpoint_every else contextlib.nullcontext(Stop())
-    if int(os.environ.get("RANK", "0")) == 0:  # what cannot be written is better known before training than after it
-        for folder in (config.out, config.save, config.cache):
-            writable(folder=folder)
-    with stoppable as stop, joined(config, device) as ranks, held(out, ranks):
+    with contextlib.ExitStack() as entered:
+        stop, ranks = entered.enter_context(stoppable), entered.enter_context(joined(config, device))
+        entered.enter_context(held(config, ranks))
+        store = entered.enter_context(stored(config, ranks))
+        data = entered.enter_context(contextlib.closing(load(config)))
+        with explaining(config, device, ranks):
+            model = build(config, data.tokenizer, device, precision)
+        attention = attend(config, data.rows, model, device, precision)
+        data.check(model.config.get_text_config().vocab_size)
         if ranks.first:
-            config.save_to(out / "config.json")
-        with stored(config, ranks) as store, contextlib.closing(load(config)) as data:
-            with explaining(config, device, ranks):
-                model = build(config, data.tokenizer, device, precision)
-            attention = attend(config, data.rows, model, device, precision)
-            data.check(model.config.get_text_config().vocab_size)
-            if ranks.first:
-                print(summary(config, data, model, attention, device, precision, ranks.world), flush=True)
-            if device.type == "cuda" and config.kernels == "on":
-                use_cache()
-                compile_ahead(config, model.config, precision, ranks)
-            with explaining(config, device, ranks, model.config):
-                metrics = _by(config, data, model, device, precision, ranks, stop, store)
-            if ranks.first:
-                (out / "metrics.json").write_text(as_json(metrics, indent=1) + "\n", encoding="utf-8")
-            if "problem" in metrics:
-                raise OSError(metrics["problem"])
+            print(summary(config, data, model, attention, device, precision, ranks.world), flush=True)
+        if device.type == "cuda" and config.kernels == "on":
+            use_cache()
+            compile_ahead(config, model.config, precision, ranks)
+        with explaining(config, device, ranks, model.config):
+            metrics = _by(config, data, model, device, precision, ranks, stop, store)
+        if ranks.first:
+            write(out / "metrics.json", as_json(metrics, indent=1) + "\n")
+        if "problem" in metrics:
+            raise OSError(metrics["problem"])
     return metrics
 
 
@@ -146,8 +144,7 @@ class _Run:
 
     def train(self) -> dict[str, Any]:
         config = self.config
-        self.lines = StepLines(self.out / "metrics.jsonl", self.step) if self.ranks.first else None
-        self.reports = Reports(config, config.shown()) if self.ranks.first else None
+        self.lines = self.reports = None
         endpoint = Endpoint(config.metrics_host, config.metrics_port + local_rank(), self.ranks.rank) if config.metrics_port else None
         self.endpoint, self.compilations = endpoint, Compilations()
         self.pending: list[tuple[Tensor, dict[str, Any]]] = []  # (loss, gradient norm) on the device, the rest of its line
@@ -156,6 +153,10 @@ class _Run:
         self.waits: list[float] = []
         self.seconds, self.unlogged = 0.0, 0
         try:
+            folder.record(config, self.ranks, self.step)
+            if self.ranks.first:
+                self.lines = StepLines(self.out / "metrics.jsonl", self.step)
+                self.reports = Reports(config, config.shown())
             with _Progress(config.steps, self.ranks.first) as self.progress, Watch(self.out, self.ranks.rank, config.timeout) as self.watch:
                 if self.device.type == "cuda" and self.step < config.steps:
                     self._rehearse()

@@ -23,6 +23,7 @@ from typing import Any
 
 from liger_kernel.nearest import did_you_mean
 from liger_kernel.train.config import REPORTS, TrainConfig, UserError
+from liger_kernel.train.files import append, write
 from liger_kernel.train.measure import PeakMemory, device_name
 from liger_kernel.train.ranks import beside, restarts
 from liger_kernel.train.redact import in_a_line, redacted
@@ -62,23 +63,23 @@ class StepLines:
         kept = [line for line in self.read() if line["step"] <= step]
         if len(kept) < step:  # no reason not to train
             print(f"{path} has lines of {len(kept)} steps, but the checkpoint was written after step {step}: the lines between are lost", file=sys.stderr)
-        aside = path.with_name(path.name + ".tmp")
-        aside.write_text("".join(as_json(line) + "\n" for line in kept), encoding="utf-8")
-        aside.replace(path)
+        write(path, "".join(as_json(line) + "\n" for line in kept))
 
     def append(self, lines: list[dict[str, Any]]) -> None:
         try:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write("".join(as_json(line) + "\n" for line in lines))
+            append(self.path, "".join(as_json(line) + "\n" for line in lines))
         except OSError as error:  # a full disk must not end a run
             print(f"{self.path} lacks steps {lines[0]['step']} to {lines[-1]['step']}: {error}", file=sys.stderr)
 
     def read(self) -> Iterator[dict[str, Any]]:
         if self.path.is_file():
-            with self.path.open(encoding="utf-8") as file:
+            with self.path.open(encoding="utf-8", errors="replace") as file:
                 for line in file:
-                    with contextlib.suppress(json.JSONDecodeError):  # the end of a run that was killed
-                        yield {name: math.nan if value is None else value for name, value in json.loads(line).items()}
+                    # the end of a run that was killed, or damage
+                    with contextlib.suppress(ValueError, RecursionError, AttributeError):
+                        found = {name: math.nan if value is None else value for name, value in json.loads(line).items()}
+                        if type(found.get("step")) is int:
+                            yield found
 
 
 def as_json(value: Any, **options: Any) -> str:
@@ -221,7 +222,7 @@ class Reports:
 
         path = out / "wandb-id"  # the same after a restart: the run goes on
         if not path.is_file():
-            path.write_text(uuid.uuid4().hex)
+            write(path, uuid.uuid4().hex)
         run = wandb.init(dir=str(out), name=out.name, id=path.read_text(), resume="allow", config=settings)
         self._send.append(lambda step, values: run.log(values, step=step))
         self._close.append(run.finish)

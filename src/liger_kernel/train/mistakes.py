@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from liger_kernel.nearest import did_you_mean, meant, nearest, no_such
+from liger_kernel.train.files import special
 from liger_kernel.train.redact import redacted
 
 
@@ -94,11 +95,21 @@ def holds(module: str, folder: str | None, flag: str, requirement: str) -> None:
         raise UserError(f"{missing}; `pip install --no-deps --target {folder} {requirement}` puts it there")
 
 
-def writable(file: str | Path | None = None, folder: str | Path | None = None) -> None:
-    """``UserError`` if ``file``, or files in ``folder``, cannot be written: better before work of an hour than after it. Makes missing folders."""
+def refuse_link(path: str | Path) -> None:
+    """``UserError`` if ``path`` is a link that another user has made: what is written there could land anywhere."""
+    if hasattr(os, "geteuid") and Path(path).is_symlink() and (owner := os.lstat(path).st_uid) not in (0, os.geteuid()):
+        raise UserError(f"cannot write to {path}: it is a link, which user {owner} has made")
+
+
+def writable(file: str | Path | None = None, folder: str | Path | None = None, ours: str | None = None) -> None:
+    """``UserError`` if ``file``, or files in ``folder``, cannot be written: better before work of an hour than after it.
+
+    Makes missing folders. A file that is there must begin as the regular expression ``ours`` says, as the command's own do.
+    """
     for path, where in ((file, Path(file).parent if file else None), (folder, Path(folder) if folder else None)):
-        if path is None or where is None:
+        if path is None or where is None or (path is file and special(path)):
             continue
+        refuse_link(where)
         try:
             where.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError) as error:
@@ -106,8 +117,19 @@ def writable(file: str | Path | None = None, folder: str | Path | None = None) -
             raise UserError(f"cannot write to {path}: {above} is a file, not a folder") from error
         except OSError as error:
             raise UserError(f"cannot write to {path}: {error.strerror}") from error
-        if path is file and Path(path).is_dir():
-            raise UserError(f"cannot write to {path}: it is a folder")
-        target = Path(path) if path is file and Path(path).exists() else where
-        if not os.access(target, os.W_OK):
+        if path is file:
+            _refuse_other(Path(path), ours)
+        if not os.access(where, os.W_OK):
             raise UserError(f"cannot write to {path}: permission denied")
+
+
+def _refuse_other(file: Path, ours: str | None) -> None:
+    if file.is_dir():
+        raise UserError(f"cannot write to {file}: it is a folder")
+    if file.is_symlink():
+        raise UserError(f"cannot write to {file}: it is a link; give the file itself")
+    if ours and file.exists():
+        with file.open("rb") as there:
+            begin = there.read(1 << 16).decode(errors="replace")
+        if begin and not re.match(ours, begin):
+            raise UserError(f"cannot write to {file}: it holds something else; give another name, or remove it")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -277,9 +278,9 @@ WEIGHTS = (
 
 
 def save(model: Any, tokenizer: Any, folder: str, first: bool = True) -> None:
-    """Save weights as safetensors, configuration and tokenizer for ``from_pretrained``. Sharded weights are gathered: every rank calls, the ``first`` writes.
+    """Save weights as safetensors, configuration and tokenizer for ``from_pretrained``.
 
-    Files are written aside and replace the old ones one by one: a full disk leaves the content of ``folder`` intact.
+    Sharded weights are gathered: every rank calls, the ``first`` writes.
     """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
@@ -287,13 +288,22 @@ def save(model: Any, tokenizer: Any, folder: str, first: bool = True) -> None:
     adapted = hasattr(model, "peft_config")  # whose base is nobody's to gather, or to write
     options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=adapted)
     weights = get_model_state_dict(model, options=options) if sharded else None
-    if not first:
-        return
+    if first:
+        with replacing(folder) as aside:
+            model.save_pretrained(aside, state_dict=weights, **({"save_embedding_layers": False} if adapted else {}))
+            tokenizer.save_pretrained(aside)
+
+
+@contextlib.contextmanager
+def replacing(folder: str) -> Iterator[str]:
+    """Give a folder for the files of a model, which at the end replace those in ``folder`` one by one.
+
+    A full disk leaves the content of ``folder`` intact.
+    """
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target, prefix=".saving-") as aside:
-        model.save_pretrained(aside, state_dict=weights, **({"save_embedding_layers": False} if adapted else {}))
-        tokenizer.save_pretrained(aside)
+        yield aside
         new = sorted(path.name for path in Path(aside).iterdir())
         for name in new:
             os.replace(Path(aside) / name, target / name)

@@ -6,13 +6,16 @@ news of one rank: they are exchanged at every step by an all-reduce on the CPU t
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import faulthandler
 import os
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -30,6 +33,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, g
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
 
 from liger_kernel.train.config import STORE, TrainConfig, UserError
+from liger_kernel.train.files import create
 from liger_kernel.train.redact import in_a_line, redacted
 
 T = TypeVar("T")
@@ -304,8 +308,8 @@ class Watch:
             faulthandler.dump_traceback_later(self._seconds + 5, exit=True, file=2)
             if time.monotonic() - self._last > self._seconds:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
-                with self._path.open("w") as file:
-                    file.write(f"rank {self._rank}: no progress for {self._seconds:.0f} s\n")
+                with create(self._path) as file:
+                    file.write(f"rank {self._rank}: no progress for {self._seconds:.0f} s\n".encode())
                     file.flush()
                     faulthandler.dump_traceback(file)
                 os.write(2, self._path.read_bytes())
@@ -438,7 +442,9 @@ def launch_elastic(config: TrainConfig, command: list[str] | None = None) -> int
     if nodes[1] > 1 and config.rdzv_endpoint == TrainConfig.rdzv_endpoint:
         raise UserError("several machines need --rdzv-endpoint HOST:PORT: the address of one of them, the same on all machines")
     if command is None:
-        path = Path(config.out) / f"launched-{socket.gethostname()}.json"  # machines share the folder, and may start at the same moment
+        folder = tempfile.mkdtemp(prefix="liger-")  # the run's own folder is checked by its first rank
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        path = Path(folder) / "train.json"
         dataclasses.replace(config, nproc=None).save_to(path)
         if config.store_uri:
             os.environ[STORE] = config.store_uri  # of which the file may have lost the credentials

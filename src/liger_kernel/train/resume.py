@@ -26,7 +26,8 @@ def refuse_other(path: Path | None, there: dict[str, Any], here: dict[str, Any])
     later = lambda name: name.startswith("digest of ") or name in ("moments", *ADAPTERS)  # which earlier releases did not write
     wrong = [name for name, value in here.items() if there.get(name) != value and (name in there or not later(name))]
     if wrong:
-        kinds = {**dict.fromkeys(ADAPTERS, "other adapters"), "moments": "another optimizer", "model": "another model", "digest of base": "another model"}
+        models = dict.fromkeys(("model", "digest of base", "digest of weights"), "another model")
+        kinds = {**dict.fromkeys(ADAPTERS, "other adapters"), "moments": "another optimizer", **models}
         kind = kinds.get(wrong[0], "other data")
         raise UserError(f"checkpoint {path} is of {kind}: {'; '.join(f'{name} {there.get(name)} there, {here[name]} here' for name in wrong)}")
 

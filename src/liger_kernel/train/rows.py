@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from liger_kernel.train.config import UserError
+from liger_kernel.train.files import create, reopen
 
 IGNORE = -100
 Tokens = Sequence[int] | np.ndarray
@@ -33,7 +34,7 @@ class TokenFile:
 
     def __init__(self, path: Path | None = None, count: int = 0) -> None:
         # open as long as the tensor
-        self.file: Any = tempfile.TemporaryFile() if path is None else path.open("r+b" if count else "w+b")  # noqa: SIM115
+        self.file: Any = (reopen(path) if count else create(path)) if path else tempfile.TemporaryFile()  # noqa: SIM115
         self.count = count
         self.file.truncate(count * np.dtype(np.int32).itemsize)
         self.file.seek(0, os.SEEK_END)

@@ -7,7 +7,7 @@ training, from a folder that all ranks see (or the only machine's own).
 from __future__ import annotations
 
 import contextlib
-import re
+import os
 import shutil
 import sys
 import threading
@@ -15,13 +15,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from liger_kernel.train.checkpoint import LATEST, NAME, damage, listed, names_in, newest, step_of
+from liger_kernel.train.checkpoint import FILE, LATEST, NAME, damage, listed, names_in, newest, step_of
 from liger_kernel.train.config import TrainConfig, UserError
-from liger_kernel.train.files import write
+from liger_kernel.train.files import aside, fresh, write
 from liger_kernel.train.ranks import Preempted, Ranks, beside
 from liger_kernel.train.redact import in_a_line, redacted
 
-FILE = re.compile(r"\.metadata|[A-Za-z0-9_][A-Za-z0-9_-]*\.(json|distcp)")  # what a checkpoint consists of: nothing else is brought here
 UPLOADING = "uploading"  # beside latest: names of what is being copied there, or was when the run was killed
 PROBE = "probe"
 PERIOD = 2.0  # seconds between looks for a new checkpoint
@@ -86,7 +85,9 @@ class Store:
             why = self._bring(name)
             if why is None:
                 with contextlib.suppress(FileNotFoundError):
-                    self.fs.get_file(f"{self.root}/metrics.jsonl", str(self.out / "metrics.jsonl"))
+                    new = aside(self.out / "metrics.jsonl")
+                    self.fs.get_file(f"{self.root}/metrics.jsonl", str(new))
+                    new.replace(self.out / "metrics.jsonl")
                 write(folder / LATEST, "".join(f"{each}\n" for each in dict.fromkeys((name, *listed(folder)))))
                 return name
             print(f"ignoring checkpoint {self.uri}/checkpoints/{name}: {why}", file=sys.stderr)
@@ -97,21 +98,19 @@ class Store:
 
     def _bring(self, name: str) -> str | None:
         """Copy a checkpoint into the run's folder; what is wrong with it, of which nothing is left there."""
-        aside, target = self.out / "checkpoints" / f"fetching-{name}", self.out / "checkpoints" / name
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
+        new, target = fresh(self.out / "checkpoints" / f"fetching-{name}"), self.out / "checkpoints" / name
         try:
             for path in self.fs.ls(f"{self.root}/checkpoints/{name}", detail=False):
                 file = path.rpartition("/")[2]
                 if FILE.fullmatch(file):
-                    self.fs.get_file(path, str(aside / file))
-            why = damage(aside)
+                    self.fs.get_file(path, str(new / file))
+            why = damage(new)
         except FileNotFoundError:
             why = "it is not there"
         if why is None:
             shutil.rmtree(target, ignore_errors=True)  # damaged, else it would not be fetched
-            aside.rename(target)
-        shutil.rmtree(aside, ignore_errors=True)
+            new.rename(target)
+        shutil.rmtree(new, ignore_errors=True)
         return why
 
     def copy(self) -> bool:
@@ -159,6 +158,8 @@ def _folders(fs: Any, target: str) -> None:
     """Those of ``target``. An object store has no folders, and a bucket that is not there is a mistake, not to be made."""
     if "file" in fs.protocol:
         fs.makedirs(target.rpartition("/")[0], exist_ok=True)
+        if os.path.islink(target):
+            os.unlink(target)
 
 
 @contextlib.contextmanager

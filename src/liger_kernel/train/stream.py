@@ -266,6 +266,7 @@ class Writer:
             raise changed(part, self._parts[part], found)
         path = path_of(self.folder, part)
         unfinished = path.with_suffix(".unfinished")
+        unfinished.unlink(missing_ok=True)
         rows.write(unfinished, {"part": json.dumps(found)})
         unfinished.replace(path)
 

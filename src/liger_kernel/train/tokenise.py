@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from liger_kernel.train.config import TrainConfig, UserError
-from liger_kernel.train.files import write
+from liger_kernel.train.files import fresh, write
 from liger_kernel.train.hub import on_hub
 from liger_kernel.train.records import BEGIN, Place, characters, conversation, text_of, texts_of
 from liger_kernel.train.redact import in_a_line
@@ -282,7 +282,7 @@ def own_tokenizer(records: Iterable[dict[str, Any]], vocab: int, folder: Path | 
     tokenizer = train_bpe(texts_of(records), vocab)
     complete(tokenizer)
     if kept:
-        unfinished = kept.with_suffix(".unfinished")
+        unfinished = fresh(kept.with_suffix(".unfinished"))
         tokenizer.save_pretrained(unfinished)
         unfinished.rename(kept)
     return tokenizer

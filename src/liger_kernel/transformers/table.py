@@ -268,7 +268,7 @@ def write() -> int:
     # in a process that knows the new table
     subprocess.run([sys.executable, "-c", f"from {__name__} import STUB, stub; STUB.write_text(stub())"], check=True)
     docs = Path(families.__file__).parents[4] / "docs"
-    if docs.is_dir():  # a checkout
+    if (docs / "_ext" / "surface.py").is_file():  # a checkout
         (docs / "models.md").write_text(document())
     return 0
 

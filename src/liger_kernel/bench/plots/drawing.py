@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import itertools
 import math
 import re
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from liger_kernel.bench.rows import OURS, Row, digits, ratio, span, speedup, status, times, usable, variant_label, with_ours
+from liger_kernel.train.files import export
 
 Data = dict[str, Any]
 # The same colours as in the plot of ``liger demo``.
@@ -69,8 +71,9 @@ def _figure(path: Path, width: float, height: float, title: str, subtitle: str, 
         figure.text(0.12 / width, 1 - (0.18 + 0.2 * len(lines)) / total, "\n".join(smaller), fontsize=8.5, color=QUIET, va="top", linespacing=1.3)
         figure.text(0.12 / width, 0.1 / total, note, fontsize=7.5, color=QUIET, va="bottom")
         yield figure
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, facecolor=WHITE)
+        picture = io.BytesIO()
+        figure.savefig(picture, format="png", facecolor=WHITE)
+        export(path, picture.getvalue())
 
 
 def _path(out: Path | str, *parts: Any) -> Path:

@@ -1,0 +1,139 @@
+"""The folder of a run: whether the run may write to it and to what else it writes, and the record of its starts.
+
+liger-run.json                    the config of the newest start that was accepted, as ``--config`` reads it
+liger-run-1.json ...              those of earlier starts
+metrics-1.json, metrics-1.jsonl   what the run left that began with that start, where a later one began anew
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from liger_kernel.train.checkpoint import FILE
+from liger_kernel.train.config import TrainConfig, UserError
+from liger_kernel.train.files import write
+from liger_kernel.train.ranks import Ranks
+
+RECORD = "liger-run.json"
+CHECKPOINTS = ("checkpoints", "checkpoints-hf", "checkpoints-lightning")
+# what a start leaves that was refused or ended before it had a record, and what is copied to begin from
+UNRECORDED = re.compile(r"lock|cache(\.lock)?|checkpoints(-hf|-lightning)?|stuck-rank-\d+\.txt|launched-.*\.json")
+OURS = re.compile(rf"{UNRECORDED.pattern}|liger-run(-\d+)?\.json|metrics(-\d+)?\.jsonl?|tensorboard|wandb|wandb-id")
+# what may lie there and is never written
+HIDDEN = re.compile(r"\..*|lost\+found|.*\.log")
+BESIDE = re.compile(rf"{HIDDEN.pattern}|.*\.(out|err|txt|ya?ml)")
+STEP = re.compile(r"(replaced-|fetching-)?step-\d+")
+IN_CHECKPOINTS = re.compile(rf"latest|identity\.json|{STEP.pattern}(\.ckpt)?|last\.ckpt|checkpoint-\d+|.*\.tmp")
+IN_A_STEP = re.compile(rf"{FILE.pattern}|.*\.tmp")
+
+
+def check(config: TrainConfig) -> None:
+    """``UserError`` if a folder that the run would write to holds something else than this run has written there.
+
+    The first rank calls it before the first write.
+    """
+    out = Path(config.out)
+    _refuse_links(out)
+    earlier = list(_records(out))
+    if not earlier and (strange := _strange(config)):
+        raise UserError(f"{out} holds {strange}, which is not of a run of liger train: give another --out")
+    for name in filter(STEP.fullmatch, _entries(out / "checkpoints")):  # of which a run removes some
+        step = out / "checkpoints" / name
+        if strange := _first(_entries(step), IN_A_STEP):
+            raise UserError(f"{step} holds {strange}, which no run has written: move it, or give another --out")
+    if config.save and not any(_same(config.save, values.get("save")) for values in earlier):
+        allowed = re.compile(rf"{HIDDEN.pattern}|{OURS.pattern}") if _same(config.save, out) else HIDDEN
+        files = [name for name in _entries(Path(config.save)) if not (Path(config.save) / name).is_dir()]
+        if strange := _first(files, allowed):
+            raise UserError(f"{config.save} holds {strange}, which this run has not saved: give another --save")
+
+
+def record(config: TrainConfig, ranks: Ranks, step: int) -> None:
+    """Note that the run was accepted and goes on from ``step``, once every rank has come to this.
+
+    What earlier starts have left stays.
+    """
+    ranks.any(False)
+    if not ranks.first:
+        return
+    out = Path(config.out)
+    # what the run has saved it may replace, from whatever folder it is started
+    values = dataclasses.replace(config, save=config.save and str(Path(config.save).absolute())).shown()
+    before = next(_records(out), None)
+    if before == values:
+        return
+    if before is not None:
+        numbers = [re.fullmatch(r"(?:liger-run|metrics)-(\d+)\.jsonl?", name) for name in _entries(out)]
+        number = 1 + max((int(found[1]) for found in numbers if found), default=0)
+        write(out / f"liger-run-{number}.json", json.dumps(before, indent=2) + "\n")
+        for kind in ("json", "jsonl") if step == 0 else ():
+            if (out / f"metrics.{kind}").is_file():
+                os.replace(out / f"metrics.{kind}", out / f"metrics-{number}.{kind}")
+    write(out / RECORD, json.dumps(values, indent=2) + "\n")
+
+
+def _records(out: Path) -> Iterator[dict[str, Any]]:
+    """The configs of accepted starts, the newest first. Earlier releases kept one, as config.json."""
+    known = {field.name for field in dataclasses.fields(TrainConfig)}
+    numbered = [name for name in _entries(out) if re.fullmatch(r"liger-run-\d+\.json", name)]
+    for name in (RECORD, *sorted(numbered, key=lambda name: -int(name[10:-5]))):
+        if (out / name).is_file():
+            yield _json(out / name)
+    values = _json(out / "config.json")
+    if 2 * len(values.keys() & known) > len(values):  # a model's config has other names
+        yield values
+
+
+def _strange(config: TrainConfig) -> str | None:
+    """What there is in the folder of a run without a record that is of no run."""
+    out = Path(config.out)
+    copied = any((out / name).is_dir() for name in CHECKPOINTS)
+    for name in _entries(out):
+        path = out / name
+        if name in CHECKPOINTS:
+            if strange := _first(_entries(path), IN_CHECKPOINTS):
+                return f"{name}/{strange}"
+        elif name in ("lock", "cache.lock"):
+            if path.stat().st_size and "pid" not in _json(path):
+                return name
+        elif UNRECORDED.fullmatch(name) or (name == "metrics.jsonl" and copied):
+            continue
+        elif OURS.fullmatch(name) or not (path.is_dir() or BESIDE.fullmatch(name) or _same(path, config.data)):
+            return name
+    return None
+
+
+def _refuse_links(out: Path) -> None:
+    """A run's folder may be a link, but nothing in it, which may come from somebody else."""
+    for folder in (out, *(out / name for name in (*CHECKPOINTS, "cache"))):
+        for name in _entries(folder):
+            if (folder / name).is_symlink() and (folder != out or OURS.fullmatch(name)):
+                raise UserError(f"{folder / name} is a link, which no run has made: remove it, or give another --out")
+
+
+def _first(names: list[str], allowed: re.Pattern[str]) -> str | None:
+    """The first of the names that is not allowed."""
+    return next((name for name in names if not allowed.fullmatch(name)), None)
+
+
+def _entries(folder: Path) -> list[str]:
+    return sorted(os.listdir(folder)) if folder.is_dir() else []
+
+
+def _same(one: str | Path, other: str | Path | None) -> bool:
+    return other is not None and Path(one).resolve() == Path(other).resolve()
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """The object in a file; empty if there is none."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    except (OSError, ValueError, RecursionError):
+        values = None
+    return values if isinstance(values, dict) else {}

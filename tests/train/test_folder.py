@@ -1,0 +1,386 @@
+"""What a run may write to, the record of its starts, and files that are written whole and through no link."""
+
+import contextlib
+import dataclasses
+import errno
+import importlib.util
+import json
+import os
+import shutil
+import stat
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from liger_kernel.train import data as data_module
+from liger_kernel.train import files, folder, lock, loop, ranks, store
+from liger_kernel.train.config import TrainConfig, UserError
+from liger_kernel.train.metrics import StepLines
+from liger_kernel.train.mistakes import writable
+
+TEXT = "def add(a, b):\n    return a + b\n\n" * 40
+has = lambda name: importlib.util.find_spec(name) is not None
+trainers = pytest.mark.parametrize(
+    "trainer",
+    [
+        "torch",
+        pytest.param("hf", marks=pytest.mark.skipif(not has("accelerate"), reason="accelerate is not installed")),
+        pytest.param("lightning", marks=pytest.mark.skipif(not has("lightning"), reason="lightning is not installed")),
+    ],
+)
+links = pytest.mark.skipif(not hasattr(os, "symlink") or os.name != "posix", reason="links are those of POSIX")
+
+
+@pytest.fixture(autouse=True)
+def as_users_run_it(monkeypatch):
+    """On a CPU, references serve."""
+    from liger_kernel.ops._core import operator as _op
+
+    monkeypatch.setattr(_op, "_KERNEL_DEVICES", _op._KERNEL_DEVICES - {"cpu"})
+
+
+@pytest.fixture
+def config(tmp_path):
+    (tmp_path / "text.jsonl").write_text((json.dumps({"text": TEXT}) + "\n") * 4)
+    return TrainConfig(
+        hidden=16, heads=2, kv_heads=1, layers=1, vocab=300, length=24, batch=4, steps=2, warmup=1, log_every=1, device="cpu", eval_fraction=0.0,
+        kernels="off", data=str(tmp_path / "text.jsonl"), cache=str(tmp_path / "tokens"), out=str(tmp_path / "run"),
+    )  # fmt: skip
+
+
+def content(root):
+    """Every file below a folder, with links as links."""
+    return {str(path): os.readlink(path) if path.is_symlink() else path.read_bytes() for path in Path(root).rglob("*") if not path.is_dir()}
+
+
+def made(root, names):
+    """A folder with these files, which hold something."""
+    for name in names:
+        path = Path(root) / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text('{"model_type": "llama", "hidden_size": 16}')
+    return root
+
+
+# -- what a run may write to ---------------------------------------------------------------
+
+
+OTHERS = {
+    "a model": ["config.json", "model.safetensors", "tokenizer.json"],
+    "adapters": ["adapter_config.json", "adapter_model.safetensors"],
+    "the output of a trainer": ["checkpoint-500/model.safetensors", "trainer_state.json"],
+    "data": ["chats.jsonl"],
+    "a project": [".git/HEAD", "README.md"],
+    "metrics": ["metrics.json"],
+    "lines": ["metrics.jsonl"],
+    "earlier metrics": ["metrics-1.json"],
+    "a lock": ["lock"],
+    "a lock of data": ["cache.lock"],
+    "a tracker's": ["wandb-id"],
+    "checkpoints of something else": ["checkpoints/epoch-1.pt"],
+    "checkpoints of something else in one of ours": ["checkpoints/step-00000001/mine.txt"],
+    "checkpoints for transformers": ["checkpoints-hf/model.safetensors"],
+}
+
+
+@pytest.mark.parametrize("names", OTHERS.values(), ids=OTHERS)
+def test_a_folder_of_something_else_is_no_folder_of_a_run(names, config):
+    made(config.out, names)
+    before = content(config.out)
+    with pytest.raises(UserError, match=rf"{config.out}.* holds .*, which .*: (move it, or )?give another --out$"):
+        loop.train(config)
+    assert content(config.out) == before
+
+
+SAVED = {"a model": OTHERS["a model"], "adapters": OTHERS["adapters"], "a card": ["README.md"], "merges": ["merges.txt"], "data": ["chats.jsonl"]}
+
+
+@pytest.mark.parametrize("names", SAVED.values(), ids=SAVED)
+def test_a_model_is_not_saved_over_something_else(names, config, tmp_path):
+    made(tmp_path / "there", names)
+    before = content(tmp_path / "there")
+    with pytest.raises(UserError, match=r"there holds .*, which this run has not saved: give another --save$"):
+        loop.train(dataclasses.replace(config, save=str(tmp_path / "there")))
+    assert content(tmp_path / "there") == before and not Path(config.out).exists()
+
+
+def test_what_no_run_writes_may_lie_beside_it(config, tmp_path):
+    """Logs, hidden files, the data, and folders, such as that of the model."""
+    made(config.out, ["output.txt", "slurm-1.out", "run.yaml", ".gitignore", "base/config.json", "lost+found/x"])
+    shutil.copy(config.data, Path(config.out) / "text.jsonl")
+    made(tmp_path / "saved", [".gitattributes", "upload.log", "older/model.safetensors"])
+    loop.train(dataclasses.replace(config, data=f"{config.out}/text.jsonl", save=str(tmp_path / "saved"), cache=None))
+    assert (tmp_path / "saved" / "model.safetensors").is_file()
+
+
+def test_a_start_that_was_killed_before_its_record_begins_again(config):
+    made(config.out, ["cache/0123/rows.safetensors", "stuck-rank-0.txt", "launched-here.json"])
+    (Path(config.out) / "lock").write_text(json.dumps({"host": "here", "pid": 1, "since": "now"}))
+    (Path(config.out) / "cache.lock").touch()
+    loop.train(config)
+
+
+def test_a_run_replaces_the_model_that_it_has_saved(config, tmp_path, monkeypatch):
+    """That of another run stays, whatever folder the run is started from."""
+    monkeypatch.chdir(tmp_path)
+    config = dataclasses.replace(config, save="tuned")
+    loop.train(config)
+    first = content("tuned")
+    loop.train(dataclasses.replace(config, seed=1, save=str(tmp_path / "tuned")))
+    assert content("tuned") != first
+    with pytest.raises(UserError, match=r"tuned holds .*, which this run has not saved"):
+        loop.train(dataclasses.replace(config, out=f"{config.out}-2"))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    made("tuned", OTHERS["a model"])
+    with pytest.raises(UserError, match=r"tuned holds config\.json, which this run has not saved"):
+        loop.train(config)
+
+
+def test_a_model_may_be_saved_into_the_folder_of_its_run(config):
+    config = dataclasses.replace(config, save=config.out)
+    loop.train(config)
+    loop.train(dataclasses.replace(config, steps=3))
+    assert json.loads((Path(config.out) / "config.json").read_text())["model_type"] == "llama"
+
+
+def test_the_launcher_writes_nothing_to_the_folder(config, monkeypatch):
+    """Its workers' first rank has not looked at it yet."""
+
+    class Asked(Exception):
+        pass
+
+    monkeypatch.setattr("torch.distributed.elastic.rendezvous.registry.get_rendezvous_handler", lambda *_: (_ for _ in ()).throw(Asked))
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    with pytest.raises(Asked):
+        ranks.launch_elastic(dataclasses.replace(config, nproc=1))
+    assert not Path(config.out).exists()
+
+
+def test_data_are_not_prepared_over_something_else(config, tmp_path):
+    made(tmp_path / "rows", OTHERS["a model"])
+    before = content(tmp_path / "rows")
+    with pytest.raises(UserError, match=r"rows holds config\.json, which is not of prepared rows"):
+        data_module.prepare(config, tmp_path / "rows")
+    assert content(tmp_path / "rows") == before
+
+
+# -- the record of its starts --------------------------------------------------------------
+
+
+def records(config):
+    return {path.name: json.loads(path.read_text()) for path in Path(config.out).glob("liger-run*.json")}
+
+
+def test_starts_that_begin_anew_leave_what_was_there(config):
+    first = loop.train(config)
+    second = loop.train(dataclasses.replace(config, lr=1e-4))
+    out = Path(config.out)
+    assert {name: found["lr"] for name, found in records(config).items()} == {"liger-run.json": 1e-4, "liger-run-1.json": None}
+    assert json.loads((out / "metrics-1.json").read_text()) == first != second == json.loads((out / "metrics.json").read_text())
+    assert len((out / "metrics-1.jsonl").read_text().splitlines()) == 2
+    loop.train(dataclasses.replace(config, lr=1e-4))  # the same run once more
+    assert len(records(config)) == 2 and not list(out.glob("metrics-2*"))
+    loop.train(dataclasses.replace(config, steps=3))
+    assert {name: found["steps"] for name, found in records(config).items()} == {"liger-run.json": 3, "liger-run-1.json": 2, "liger-run-2.json": 2}
+    assert TrainConfig.load(out / "liger-run.json") == dataclasses.replace(config, steps=3)
+
+
+@trainers
+def test_a_start_that_goes_on_keeps_the_record_of_the_one_before(trainer, config):
+    config = dataclasses.replace(config, trainer=trainer, checkpoint_every=1)
+    loop.train(config)
+    loop.train(dataclasses.replace(config, steps=4))
+    assert {name: found["steps"] for name, found in records(config).items()} == {"liger-run.json": 4, "liger-run-1.json": 2}
+    assert not list(Path(config.out).glob("metrics-*"))
+    if trainer == "torch":
+        assert len((Path(config.out) / "metrics.jsonl").read_text().splitlines()) == 4
+
+
+@trainers
+def test_a_refused_start_leaves_the_record_of_the_run(trainer, config, tmp_path, monkeypatch):
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=300, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+    models = [str(tmp_path / name) for name in ("base", "of the same sizes")]
+    tokenizer = data_module.load(config).tokenizer
+    for name in models:
+        transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).save_pretrained(name), tokenizer.save_pretrained(name)
+    (tmp_path / "other.jsonl").write_text((json.dumps({"text": TEXT[::-1]}) + "\n") * 4)
+    config = dataclasses.replace(config, model=models[0], trainer=trainer, checkpoint_every=1)
+    loop.train(config)
+    kept = lambda: {name: text for name, text in content(config.out).items() if Path(name).name.startswith(("liger-run", "metrics"))}
+    before = kept()
+    for changes, said in {
+        "other data": (dict(data=str(tmp_path / "other.jsonl"), steps=9), "is of other data"),
+        "another model": (dict(model=models[1], steps=9), "is of another model: digest of weights"),
+        "another seed": (dict(seed=1), "is of other data: seed"),
+        "not to go on": (dict(resume=False), "holds checkpoints"),
+        "no data": (dict(data=str(tmp_path / "nowhere.jsonl")), "no such file"),
+        "no model": (dict(model=str(tmp_path)), "holds no"),
+        "a port in use": (dict(metrics_port=9400, steps=9), "metrics cannot be served"),
+    }.values():
+        with monkeypatch.context() as patch:
+            patch.setattr("socket.create_server", lambda *_, **__: (_ for _ in ()).throw(OSError(errno.EADDRINUSE, "in use")))
+            with pytest.raises(UserError, match=said):
+                loop.train(dataclasses.replace(config, **changes))
+        assert kept() == before, said
+    assert len(before) >= 2
+    loop.train(dataclasses.replace(config, steps=3))
+
+
+def test_a_run_of_an_earlier_release_goes_on(config, tmp_path):
+    """Its record was config.json, of fewer fields, and its checkpoints know less of the model."""
+    config = dataclasses.replace(config, checkpoint_every=1, save=str(tmp_path / "saved"))
+    loop.train(config)
+    out = Path(config.out)
+    old = json.loads((out / "liger-run.json").read_text())
+    (out / "liger-run.json").unlink()
+    del old["fp8_head"], old["stream"]
+    (out / "config.json").write_text(json.dumps(old))
+    assert len(loop.train(dataclasses.replace(config, steps=3))["losses"]) == 3
+    assert records(config)["liger-run-1.json"] == old == json.loads((out / "config.json").read_text())
+
+
+def test_a_damaged_record_does_not_stop_its_run(config):
+    config = dataclasses.replace(config, checkpoint_every=1)
+    loop.train(config)
+    (Path(config.out) / "liger-run.json").write_bytes(b"\0")
+    assert len(loop.train(dataclasses.replace(config, steps=3))["losses"]) == 3
+
+
+# -- links ---------------------------------------------------------------------------------
+
+NAMES = ["lock", "liger-run.json", "metrics.json", "metrics.jsonl", "checkpoints", "checkpoints/latest", "checkpoints/identity.json.tmp"]
+NAMES += ["checkpoints/step-00000003", "checkpoints-hf", "cache", "cache/0123", "tensorboard", "wandb-id", "stuck-rank-0.txt"]
+
+
+@links
+@pytest.mark.parametrize("name", NAMES)
+def test_links_in_the_folder_of_a_run_are_refused(name, config, tmp_path):
+    loop.train(dataclasses.replace(config, steps=1, checkpoint_every=1, cache=None))
+    there = made(tmp_path / "elsewhere", ["mine"])
+    path = Path(config.out) / name
+    shutil.rmtree(path, ignore_errors=True), path.unlink(missing_ok=True)
+    path.parent.mkdir(exist_ok=True)
+    path.symlink_to(there if "." not in path.name and path.name not in ("lock", "latest", "wandb-id") else there / "mine")
+    before = content(there)
+    with pytest.raises(UserError, match=rf"{path} is a link, which no run has made: remove it, or give another --out$"):
+        loop.train(dataclasses.replace(config, checkpoint_every=1))
+    assert content(there) == before
+
+
+@links
+def test_nothing_is_written_through_a_link_that_comes_later(config, tmp_path, monkeypatch):
+    """While the run trains, each name that it will write becomes a link."""
+    mine = tmp_path / "mine"
+    mine.write_text("mine")
+    out, step = Path(config.out), loop._Run._step
+
+    def after(run):
+        (out / "checkpoints").mkdir(exist_ok=True)
+        for name in ("metrics.json", "metrics.jsonl", "stuck-rank-0.txt", "checkpoints/latest", "checkpoints/step-00000002"):
+            (out / name).unlink(missing_ok=True)
+            (out / name).symlink_to(mine)
+        return step(run)
+
+    monkeypatch.setattr(loop._Run, "_step", after)
+    with pytest.raises(OSError, match="the last checkpoint could not be written"):
+        loop.train(dataclasses.replace(config, checkpoint_every=2))
+    assert mine.read_text() == "mine" and not (out / "metrics.json").is_symlink()
+
+
+@links
+def test_files_of_their_own(tmp_path):
+    mine, link = tmp_path / "mine", tmp_path / "link"
+    mine.write_text("mine")
+    for act in (
+        lambda: files.write(link, "new"),
+        lambda: files.create(link).close(),
+        lambda: files.fresh(link),
+        lambda: files.append(link, "new"),
+        lambda: files.reopen(link),
+        lambda: lock._taken(tmp_path / "locked", 0),
+        lambda: store.put(store.Store(f"file://{tmp_path}", tmp_path).fs, tmp_path / "other", str(link)),
+    ):
+        (tmp_path / "locked").mkdir(exist_ok=True)
+        (tmp_path / "other").write_text("other")
+        for path in (link, tmp_path / "locked" / "lock"):
+            path.unlink(missing_ok=True) if not path.is_dir() or path.is_symlink() else path.rmdir()
+            path.symlink_to(mine)
+        with contextlib.suppress(OSError, UserError):
+            act()
+        assert mine.read_text() == "mine"
+
+
+@links
+def test_a_lock_that_is_a_file_elsewhere_is_not_written_to(config, tmp_path):
+    (tmp_path / "mine").write_text(json.dumps({"pid": 1, "mine": True}))
+    Path(config.out).mkdir()
+    os.link(tmp_path / "mine", Path(config.out) / "lock")
+    with pytest.raises(UserError, match="lock is a file elsewhere, too: remove it"):
+        loop.train(config)
+    assert "mine" in (tmp_path / "mine").read_text()
+
+
+@links
+def test_a_folder_may_be_a_link_of_ones_own(config, tmp_path, monkeypatch):
+    (tmp_path / "disk").mkdir()
+    Path(config.out).symlink_to(tmp_path / "disk")
+    loop.train(config)
+    assert (tmp_path / "disk" / "metrics.json").is_file()
+    mine = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: mine + 1)
+    real = os.lstat
+    fake = lambda path: os.stat_result([*real(path)[:4], mine + 2, *real(path)[5:10]])
+    monkeypatch.setattr(os, "lstat", fake)
+    with pytest.raises(UserError, match=rf"cannot write to .*: it is a link, which user {mine + 2} has made"):
+        writable(folder=config.out)
+
+
+# -- files ---------------------------------------------------------------------------------
+
+
+def test_a_file_is_written_whole_or_stays(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    files.write(path, "before")
+    monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device")))
+    with pytest.raises(OSError, match="No space left"):
+        files.write(path, "after")
+    assert content(tmp_path) == {str(path): b"before"}
+
+
+def test_a_file_has_the_permissions_that_files_have(tmp_path):
+    files.write(tmp_path / "file", "x")
+    (tmp_path / "plain").touch()
+    assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == stat.S_IMODE((tmp_path / "plain").stat().st_mode)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no pipes with names")
+def test_a_pipe_that_a_user_names_is_written_to(tmp_path):
+    pipe, got = tmp_path / "pipe", []
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: got.append(pipe.read_bytes()))
+    reader.start()
+    writable(file=pipe, ours="x")
+    files.export(pipe, "text")
+    reader.join(10)
+    assert got == [b"text"] and stat.S_ISFIFO(pipe.stat().st_mode)
+    files.export("/dev/null", "text")
+    assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
+
+
+@pytest.mark.parametrize("line", [b"[]", b'{"loss": 1}', b'{"step": "x"}', b"\0" * 64, b'{"step": 1, "loss": "\xff', b"5", b"[" * 100_000], ids=range(7))
+def test_damaged_lines_are_left_out(line, tmp_path):
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1, "loss": 2.0}\n' + line + b"\n" + b'{"step": 2, "loss": 1.0}\n')
+    assert [found["step"] for found in StepLines(tmp_path / "metrics.jsonl", 2).read()] == [1, 2]
+
+
+def test_names_of_a_folder_are_those_that_runs_write():
+    """What a run makes beside these would be refused at its next start."""
+    assert folder.OURS.fullmatch(folder.RECORD) and not folder.OURS.fullmatch("config.json")

@@ -21,6 +21,7 @@ import yaml
 from hostile_jobs import FIELDS, hostile
 
 import liger_kernel
+from liger_kernel import cli
 from liger_kernel.deploy import monitoring, steps
 from liger_kernel.deploy.command import submit
 from liger_kernel.deploy.job import API, CACHE, IMAGE_KERNELS, KUBERNETES, SHARED, Job
@@ -56,6 +57,62 @@ def test_the_jobs_that_are_shipped_can_be_rendered(path):
     assert {"ConfigMap", "NetworkPolicy", "PodMonitor", "PrometheusRule", "PyTorchJob"} <= {o["kind"] for o in found}
 
 
+@pytest.mark.parametrize("path", sorted(JOBS.glob("*.yaml")), ids=lambda p: p.stem)
+def test_the_jobs_that_are_shipped_say_where_their_model_will_be(path):
+    made = Job.load(path)
+    assert made.train.save and made.config.save == f"/shared/{made.train.save}" and not made.warnings
+
+
+@pytest.mark.parametrize("form", ["yaml", "train", "kustomize", "helm"])
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ("volume: v\ntrain: {checkpoint_every: 5, out: runs/a}", "train.save is not set: the trained model will be in /shared/runs/a/model\n"),
+        ("volume: v\ntrain: {checkpoint_every: 5, save: tuned}", ""),
+        ("train: {checkpoint_every: 5, store: 's3://b/run', save: tuned}", "without a volume, the trained model is lost with its pod: only .* s3://b/run\n"),
+    ],
+    ids=["default", "set", "no volume"],
+)
+def test_where_the_model_will_be_is_said(lines, said, form, tmp_path, capsys):
+    (tmp_path / "job.yaml").write_text(f"name: run\nimage: r.io/liger:1\ngpus: 1\n{lines}\n")
+    assert cli.main(["deploy", "render", str(tmp_path / "job.yaml"), "--as", form, "--to", str(tmp_path / form)]) == 0
+    assert re.fullmatch(said, capsys.readouterr().err)
+
+
+def test_every_form_of_a_job_saves_its_model():
+    made = job(train=dict(out="runs/a"))
+    forms = {form: "\n".join(render(made, form).values()) for form in ("yaml", "kustomize", "helm", "train")}
+    assert all(re.search(r'"?save"?: .*runs/.*model', text) for text in forms.values())
+
+
+def test_what_is_rendered_replaces_only_what_was(tmp_path):
+    (tmp_path / "run.yaml").write_text("mine")  # such as the job's own file
+    with pytest.raises(UserError, match=r"run.yaml is not as liger deploy has written it: move it, or give another --to"):
+        write(render(job(), "yaml"), tmp_path)
+    assert (tmp_path / "run.yaml").read_text() == "mine" and len(list(tmp_path.iterdir())) == 1
+    (tmp_path / "run.yaml").unlink()
+    for changes in ({}, dict(nodes=3), dict(nodes=3)):
+        write(render(job(**changes), "helm"), tmp_path)
+    values = tmp_path / "values.yaml"
+    values.write_text(values.read_text() + "# mine\n")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(UserError, match=r"values.yaml is not as liger deploy has written it"):
+        write(render(job(nodes=4), "helm"), tmp_path)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.skipif(os.name != "posix", reason="links are those of POSIX")
+def test_nothing_is_rendered_through_a_link(tmp_path):
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "k").mkdir()
+    for name in ("run.yaml", ".liger-deploy.json"):
+        (tmp_path / "k" / name).symlink_to(tmp_path / "mine")
+        with pytest.raises(UserError):
+            write(render(job(), "yaml"), tmp_path / "k")
+        assert (tmp_path / "mine").read_text() == "mine"
+        (tmp_path / "k" / name).unlink()
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -79,6 +136,7 @@ def test_the_jobs_that_are_shipped_can_be_rendered(path):
         (dict(train=dict(checkpoint_every=0, store=None)), r"train\.checkpoint_every must be set"),
         (dict(train=dict(parallel="none")), r"16 processes need train\.parallel"),
         (dict(train=dict(out="/home/me")), r"train\.out must be relative or under /shared"),
+        (dict(train=dict(save="/tmp/model")), r"train\.save must be relative or under /shared"),
         (dict(nodes=1, volume=None, train=dict(store=None)), "the run's folder is lost with its pod"),
     ],
 )
@@ -318,7 +376,7 @@ def test_pods_train_what_liger_train_would(tmp_path, monkeypatch):
     assert (loaded.steps, loaded.nproc, loaded.out, loaded.metrics_port, loaded.metrics_host) == (7, None, "/shared/runs/a", 9400, "0.0.0.0")
     assert dataclasses.replace(loaded, **{n: getattr(made.train, n) for n in ("out", "cache", "save", "metrics_port", "metrics_host", "nproc")}) == made.train
     path.write_text(render(made, "train")["train.json"])
-    assert TrainConfig.load(path) == made.train
+    assert TrainConfig.load(path) == dataclasses.replace(made.train, save="runs/a/model")
 
 
 EXTRAS = dict(

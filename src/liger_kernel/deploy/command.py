@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
 
 from liger_kernel.deploy.job import Job
 from liger_kernel.deploy.render import FORMS, render, write
@@ -25,6 +26,7 @@ def main(argv: list[str]) -> int:
     a = parser.parse_args(argv)
     job = Job.load(a.job)
     if a.command == "submit":
+        print(*job.warnings, sep="", end="", file=sys.stderr, flush=True)
         return submit(job, a.dry_run, a.context)
     files = render(job, a.form)
     if a.to:
@@ -34,6 +36,8 @@ def main(argv: list[str]) -> int:
         raise UserError(f"{a.form} is {len(files)} files: give --to DIR")
     else:
         print(*files.values(), sep="", end="")
+    if a.form not in ("rules", "dashboard"):
+        print(*job.warnings, sep="", end="", file=sys.stderr)
     return 0
 
 

@@ -180,8 +180,9 @@ class Job:
             raise UserError(
                 f"{open_[0]} holds credentials, which would be readable in the manifests: store it in a Secret, and give the Secret's name as secret"
             )
-        if self.volume and config.out.startswith("/") and not config.out.startswith(SHARED + "/"):
-            raise UserError(f"train.out must be relative or under {SHARED}, where the volume is mounted; got {config.out!r}")
+        for name, folder in (("out", config.out), ("save", self.save)):
+            if self.volume and folder.startswith("/") and not folder.startswith(SHARED + "/"):
+                raise UserError(f"train.{name} must be relative or under {SHARED}, where the volume is mounted; got {folder!r}")
 
     def _check_forms(self) -> None:
         """Raise ``UserError`` with the path of a field that has a wrong type or form: a cluster would refuse it or misread it."""
@@ -257,6 +258,20 @@ class Job:
         return self.train.trainer == "torch"
 
     @property
+    def save(self) -> str:
+        """The folder for the trained model, as ``train.out`` is given: in that one, where the job names no other."""
+        return self.train.save or f"{self.train.out}/model"
+
+    @property
+    def warnings(self) -> list[str]:
+        """What a user should know of the job, which can run."""
+        if self.volume is None:
+            return [f"without a volume, the trained model is lost with its pod: only checkpoints are in {self.train.store}\n"]
+        if self.train.save is None:
+            return [f"train.save is not set: the trained model will be in {self.config.save}\n"]
+        return []
+
+    @property
     def config(self) -> TrainConfig:
         """The configuration of ``liger train`` in a pod, without processes, machines and rendezvous, which are separate flags."""
         root = Path(SHARED if self.volume else CACHE)
@@ -267,7 +282,7 @@ class Job:
             rdzv_endpoint=TrainConfig.rdzv_endpoint,
             out=str(root / self.train.out),
             cache=str(root / (self.train.cache or "data")),
-            save=str(root / (self.train.save or f"{self.train.out}/model")),
+            save=str(root / self.save),
             metrics_port=METRICS_PORT if self.metrics else 0,
             metrics_host="0.0.0.0" if self.metrics else TrainConfig.metrics_host,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import hashlib
 import json
 import re
 import uuid
@@ -30,8 +31,10 @@ from liger_kernel.deploy.job import (
     Job,
 )
 from liger_kernel.deploy.manifests import Object, objects
-from liger_kernel.train.config import TrainConfig, UserError, _kinds
+from liger_kernel.train.config import TrainConfig, UserError, _kinds, read_file
+from liger_kernel.train.files import export
 
+WRITTEN = ".liger-deploy.json"  # in a folder with rendered files: the digest of each
 FORMS = ("yaml", "kustomize", "helm", "train", "rules", "dashboard")
 
 
@@ -42,7 +45,7 @@ def render(job: Job, form: str) -> dict[str, str]:
     if form == "helm":
         return helm(job)
     if form == "train":
-        return {"train.json": json.dumps(dataclasses.asdict(job.train), indent=2) + "\n"}
+        return {"train.json": json.dumps(dataclasses.asdict(job.train) | {"save": job.save}, indent=2) + "\n"}
     if form == "rules":
         return {"rules.yaml": _dump([monitoring.rules(job)])}
     if form == "dashboard":
@@ -51,16 +54,23 @@ def render(job: Job, form: str) -> dict[str, str]:
 
 
 def write(files: dict[str, str], folder: str | Path) -> list[Path]:
-    """Write ``files`` below ``folder``; returns their paths."""
-    paths = []
-    for name, text in files.items():
-        path = Path(folder) / name
-        if not path.resolve().is_relative_to(Path(folder).resolve()):
+    """Write ``files`` below ``folder``; returns their paths.
+
+    A file that is there is replaced if it is as it was written before, which a list of digests there says.
+    """
+    folder = Path(folder)
+    written = read_file(folder / WRITTEN) if (folder / WRITTEN).is_file() else {}
+    digests = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in files.items()}
+    for name, new in digests.items():
+        path = folder / name
+        if not path.resolve().is_relative_to(folder.resolve()):
             raise UserError(f"{name} is not below {folder}")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-        paths.append(path)
-    return paths
+        if path.exists() and hashlib.sha256(path.read_bytes()).hexdigest() not in (new, written.get(name)):
+            raise UserError(f"{path} is not as liger deploy has written it: move it, or give another --to")
+    export(folder / WRITTEN, json.dumps(written | digests, indent=1) + "\n")
+    for name, text in files.items():
+        export(folder / name, text)
+    return [folder / name for name in files]
 
 
 def _yaml() -> Any:

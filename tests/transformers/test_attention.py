@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import concurrent.futures
+import contextlib
+import contextvars
 import dataclasses
 import functools
 import inspect
@@ -25,7 +29,8 @@ from liger_kernel.train import model as train_model
 from liger_kernel.train.config import TrainConfig
 from liger_kernel.train.evaluate import evaluate
 from liger_kernel.train.rows import IGNORE, Rows
-from liger_kernel.transformers import _apply_liger_kernel_to_instance, attention, lazy_mask
+from liger_kernel.transformers import _apply_liger_kernel_to_instance, apply_liger_kernel_to_llama, attention, lazy_mask, restore
+from liger_kernel.transformers.patching import fusions, wrappers
 from liger_kernel.transformers.recognise.compare import references
 from liger_kernel.utils import varlen_lacks
 
@@ -374,17 +379,111 @@ def test_the_host_reads_no_scalar_of_documents(model_type, dense_masks):
 )
 def test_families_that_number_tokens_themselves(model_type, numbers):
     config = transformers.AutoConfig.for_model(model_type)
-    assert attention.numbers_tokens(transformers.AutoModel._model_mapping[type(config)]) == numbers
+    forward = wrappers.core(transformers.AutoModel._model_mapping[type(config)].forward)
+    assert (fusions.fused(forward, frozenset({fusions.MASKS})) is not None) == numbers
 
 
-class Elsewhere(transformers.LlamaModel):
-    def forward(self, *args, position_ids=None, **kwargs):
-        position_ids = None
-        return super().forward(*args, position_ids=position_ids, **kwargs)
+FORWARD = """
+def forward(self, x, position_ids=None, **kwargs):
+    if position_ids is None:
+        position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)
+        position_ids = position_ids.unsqueeze(0)
+    CHANGE
+    return create_causal_mask(config=self.config, position_ids=position_ids)
+"""
 
 
-def test_a_forward_that_only_drops_positions_numbers_no_tokens():
-    assert not attention.numbers_tokens(Elsewhere)
+@pytest.mark.parametrize(
+    "change, numbers",
+    [
+        ("pass", True),
+        ("x = self.rope(x, position_ids=position_ids)", True),
+        ("position_ids, x = self.number(x)", False),
+        ("position_ids += x", False),
+        ("position_ids[:, 3] = 0", False),
+        ("position_ids.masked_fill_(x, 1)", False),
+        ("x = self.rope(x, position_ids=position_ids % 4)", False),
+        ("for position_ids in x: pass", False),
+    ],
+)
+def test_forwards_that_number_tokens_themselves(change, numbers):
+    (tree,) = ast.parse(FORWARD.replace("CHANGE", change)).body
+    assert attention.rewrite(tree) == numbers
+    assert ("_liger_given, kwargs)(config" in ast.unparse(tree)) == numbers
+
+
+def positions_in_rows(model) -> Tensor:
+    """What a model computes of rows that its positions divide into documents."""
+    with torch.no_grad():
+        return model(input_ids=of_length(7)["input_ids"], position_ids=DOCUMENTS, use_cache=False)[0].clone()
+
+
+def _in_a_thread(function):
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        context = contextvars.copy_context()  # as code does that goes on elsewhere for its caller
+        pool.submit(context.run, function).result()
+
+
+WHEN = {
+    "a hook of a layer": lambda model, look: model.model.layers[-1].register_forward_hook(lambda *_: look()),
+    "a hook of the embedding": lambda model, look: model.get_input_embeddings().register_forward_hook(lambda *_: look()),
+    "the loss": lambda model, look: setattr(model, "loss_function", lambda logits, labels, **_: (look(), logits.float().mean())[1]),
+    "a thread": lambda model, look: model.model.layers[-1].register_forward_hook(lambda *_: _in_a_thread(look)),
+    "a checkpointed layer": lambda model, look: (
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True}),
+        model.get_input_embeddings().register_forward_hook(lambda m, args, out: out.requires_grad_()),
+        model.model.layers[-1].mlp.register_forward_hook(lambda *_: look()),
+    ),
+}
+
+
+@pytest.mark.parametrize("other", ["stock", "patched", "the same", "the same configuration"])
+@pytest.mark.parametrize("when", WHEN)
+def test_a_model_called_by_another_sees_its_own_documents(when, other):
+    """What a patched model knows of its own rows is true of no other call, be it of the same body."""
+    model = packing_model("llama", patched=True, attends="sdpa")
+    if other == "the same":
+        inner = model.model
+    elif other == "the same configuration":
+        inner = transformers.LlamaModel(model.config)
+    else:
+        inner = packing_model("qwen3", patched=other == "patched", attends="sdpa")
+    found, busy = [], []
+
+    def look():
+        if not busy:  # the inner call runs the same hooks
+            busy.append(True)
+            found.append(positions_in_rows(inner))
+            busy.clear()
+
+    expected = positions_in_rows(inner)
+    WHEN[when](model, look)
+    model(**of_length(7), use_cache=False).loss.backward()
+    assert found and all(torch.equal(y, expected) for y in found)
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_restored_models_ask_again(live):
+    model = packing_model("llama", attends="sdpa")
+    asked = scalars_read(model, **of_length(7))
+    (_apply_liger_kernel_to_instance(model=model) if live else apply_liger_kernel_to_llama())
+    assert scalars_read(model, **of_length(7)) == 0
+    restore(model if live else None)
+    assert scalars_read(model, **of_length(7)) == asked > 0
+
+
+@pytest.mark.parametrize("where", ["a model inside", "adapters", "no gradient", "inference"])
+def test_the_host_reads_no_scalar_wherever_the_model_is(where):
+    model, batch = packing_model("llama", patched=True, attends="sdpa"), of_length(7)
+    if where == "a model inside":
+        model, batch = model.model, dict(input_ids=batch["input_ids"])
+    elif where == "adapters":
+        peft = pytest.importorskip("peft", reason="peft is not installed")
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    mode = {"no gradient": torch.no_grad, "inference": torch.inference_mode}.get(where, contextlib.nullcontext)
+    with mode(), ScalarsRead() as seen:
+        model(**batch, use_cache=False)
+    assert seen.count == 0
 
 
 class OwnPositions(transformers.LlamaModel):

@@ -7,8 +7,8 @@ batch, each document is a sequence of its own.
 The mask of packed rows is a ``LazyMask``: a layer that runs the kernel does not make it.
 
 Transformers looks in the positions of every batch without a mask whether there are several documents in a row, and the host waits for the answer until the
-GPU has done all work before. ``unmasked`` gives the answer if it is known: one, if the model numbers the tokens itself, and several, if ``cu_seq_lens_q`` has
-more documents than the batch has rows.
+GPU has done all work before. ``rewrite`` gives a model's own masks the answer if its call knows it. Nobody else gets
+that answer: not another model that a hook or a loss calls, nor the same model with other positions.
 
 ``liger_causal`` is "sdpa" without a mask. Inside ``torch.compile``, Transformers writes out the mask of every batch, because it may not look at positions
 there, and attention then takes nearly three times as long. In eager mode it finds that such a batch needs no mask.
@@ -24,7 +24,6 @@ import functools
 import inspect
 import re
 import sys
-import textwrap
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -158,69 +157,99 @@ _NUMBERED = re.compile(
 _POSITIONS = {"position_ids", "text_position_ids", "cache_position"}
 
 
-def _numbers(code: Any) -> bool | None:
-    """Whether all positions in this code number the tokens of each row one after another; None if it has none of its own, and passes on those it is given."""
-    try:
-        nodes = list(ast.walk(ast.parse(textwrap.dedent(inspect.getsource(code)))))
-    except (OSError, TypeError):  # not from a file
-        return False
-    assigned = [n.value for n in nodes if isinstance(n, (ast.Assign, ast.AnnAssign)) and n.value and any(name in _POSITIONS for name in _targets(n))]
+def _numbers_tokens(tree: ast.FunctionDef) -> bool:
+    """Whether a forward that is given no positions numbers the tokens of each row one by one."""
+    nodes = list(ast.walk(tree))
+    assigned = [n for n in nodes if isinstance(n, (ast.Assign, ast.AnnAssign)) and n.value and set(_targets(n)) & _POSITIONS]
+    stored = [n for n in nodes if isinstance(n, ast.Name) and n.id in _POSITIONS and not isinstance(n.ctx, ast.Load)]
     passed = [n.value for n in nodes if isinstance(n, ast.keyword) and n.arg in _POSITIONS]
-    passed += [v for n in nodes if isinstance(n, ast.Dict) for k, v in zip(n.keys, n.values) if isinstance(k, ast.Constant) and k.value in _POSITIONS]
-    if not all(isinstance(n, ast.Name) and n.id in _POSITIONS for n in passed):
+    for n in nodes:
+        if isinstance(n, ast.Dict):
+            passed += [v for k, v in zip(n.keys, n.values) if isinstance(k, ast.Constant) and k.value in _POSITIONS]
+    written = (n.value for n in nodes if isinstance(n, ast.Attribute) and n.attr.endswith("_"))
+    items = (n.value for n in nodes if isinstance(n, ast.Subscript) and not isinstance(n.ctx, ast.Load))
+    if any(isinstance(n, ast.Name) and n.id in _POSITIONS for n in (*written, *items)):
         return False
-    said = [ast.unparse(value) for value in assigned]
-    return all(map(_NUMBERED.fullmatch, said)) and any(value.startswith("torch.arange(") for value in said) if said else None
+    if len(stored) != len(assigned) or not all(isinstance(n, ast.Name) and n.id in _POSITIONS for n in passed):
+        return False
+    values = [ast.unparse(n.value) for n in assigned if n.value]
+    return all(map(_NUMBERED.fullmatch, values)) and any(value.startswith("torch.arange(") for value in values)
 
 
 def _targets(n: ast.Assign | ast.AnnAssign) -> list[str]:
     return [t.id for t in (n.targets if isinstance(n, ast.Assign) else [n.target]) if isinstance(t, ast.Name)]
 
 
-def numbers_tokens(cls: type) -> bool:
-    """Whether the forward of this class, given no positions, numbers the tokens of each row one after another."""
-    return _numbers_tokens(getattr(cls, "forward", None))
+def rewrite(tree: ast.FunctionDef) -> bool:
+    """Rewrite the forward of a model that numbers its tokens, so that its masks are made with what this call knows.
+
+    ``create_causal_mask`` becomes ``informed(create_causal_mask, given, kwargs)``. ``given``: whether the caller gave
+    positions, which the first statement finds out, before the forward replaces None.
+    """
+    if not any(isinstance(n, ast.Name) and n.id in _MASKS for n in ast.walk(tree)) or not _numbers_tokens(tree):
+        return False
+    of = tree.args
+    names = sorted({a.arg for a in (*of.posonlyargs, *of.args, *of.kwonlyargs)} & _POSITIONS)
+    _Informed(of.kwarg.arg if of.kwarg else "{}").visit(tree)
+    tree.body[:0] = ast.parse(f"_liger_given = {' or '.join(f'{name} is not None' for name in names) or False}").body
+    return True
 
 
-@functools.lru_cache(1024)
-def _numbers_tokens(forward: Any) -> bool:
-    while hasattr(forward, "__wrapped__"):  # of Transformers' decorators
-        if not getattr(forward, "__globals__", {}).get("__name__", "").startswith("transformers."):
-            return False
-        forward = forward.__wrapped__
-    return bool(_numbers(forward))
+class _Informed(ast.NodeTransformer):
+    """``create_causal_mask`` and its like become ``informed(create_causal_mask, given, more)``."""
+
+    def __init__(self, more: str):
+        self.more = more
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.parse(f"{INFORMED}({node.id}, _liger_given, {self.more})").body[0].value if node.id in _MASKS else node  # type: ignore[attr-defined]
 
 
-def _numbering(model: nn.Module) -> type | None:
-    """The class of the model inside a model with a head, if calls of it run no code of others that may give it positions."""
-    base: Any = getattr(model, "base_model", None)
-    if base is None or base is model:
-        return None
-    own = vars(base).get("forward")
-    if own is not None and not type(own).__module__.startswith("liger_kernel."):
-        return None
-    if not all((getattr(hook, "__module__", None) or "").startswith("torch.") for hook in base._forward_pre_hooks.values()):
-        return None
-    return next(c for c in type(base).__mro__ if not c.__module__.startswith("torch.distributed."))  # below the class that FSDP2 puts above it
+# Inside one call of a function that makes masks: whether no row has several documents, and the positions of the batch
+_documents: contextvars.ContextVar[tuple[bool, Tensor] | None] = contextvars.ContextVar("liger_documents", default=None)
 
 
-ONE, SEVERAL = "one", "several"
-_documents: contextvars.ContextVar[str | None] = contextvars.ContextVar("liger_documents", default=None)  # in each row, or in some row, of the batch that runs
+def informed(make: Callable, given: bool, more: Mapping[str, Any]) -> Callable:
+    """``make``, a function that makes masks, for one call in a model's forward; on a GPU, the host does not wait.
+
+    Each row has one document, if the model numbers the tokens itself. Some row has several, if ``cu_seq_lens_q`` has
+    more documents than the batch has rows.
+    """
+    if torch.compiler.is_compiling():  # a compiler sees no context
+        return make
+
+    def made(*args: Any, **arguments: Any) -> Any:
+        positions, bounds = arguments.get("position_ids"), more.get("cu_seq_lens_q")
+        several = given and isinstance(bounds, Tensor) and positions is not None and len(bounds) - 1 > len(positions)
+        if positions is None or (given and not several):
+            return make(*args, **arguments)
+        _answer()
+        token = _documents.set((not several, positions))
+        try:
+            return make(*args, **arguments)
+        finally:
+            _documents.reset(token)
+
+    return made
+
+
+INFORMED = "_liger_informed"
+HELPERS = {INFORMED: informed}
 
 
 @functools.cache
 def _answer() -> None:
-    """Let Transformers take its answer from ``_documents``. Where that says nothing, nothing changes."""
+    """Let Transformers take its answer from ``_documents``, while that knows these positions."""
     look = getattr(masking_utils, "find_packed_sequence_indices", None)
     if look is None:
         return
 
     @functools.wraps(look)
     def find_packed_sequence_indices(position_ids: Tensor) -> Tensor | None:
-        known = None if torch.compiler.is_compiling() else _documents.get()  # a compiler sees no context
-        if known is None:
+        known = None if torch.compiler.is_compiling() else _documents.get()
+        if known is None or not torch._C._is_alias_of(position_ids, known[1]):  # Transformers expands them
             return look(position_ids)
-        if known == ONE:
+        if known[0]:
             return None
         return (position_ids.diff(prepend=position_ids[:, :1] - 1, dim=-1) != 1).cumsum(-1)
 
@@ -228,33 +257,15 @@ def _answer() -> None:
 
 
 def unmasked(forward: Callable) -> Callable:
-    """Wrap the ``forward`` of a model with a head, so that no mask costs more than it must.
-
-    In eager mode, the host does not ask the GPU how many documents there are if it knows. Inside ``torch.compile``, the forward omits the mask if the same
-    batch has none in eager mode.
-    """
+    """Wrap the ``forward`` of a model with a head, so that it omits masks inside ``torch.compile`` as in eager mode."""
     module, names = sys.modules.get(forward.__module__), list(inspect.signature(forward).parameters)
-    told, passes = module is not None and masks_as_told(module), _numbers(forward) is None
-    if module is None or not (told or passes):
+    if module is None or not masks_as_told(module):
         return forward
-    _answer()
 
     @functools.wraps(forward)
     def called(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        config, given = getattr(self, "config", None), dict(zip(names[1:], args)) | kwargs
-        if not torch.compiler.is_compiling():
-            known = None
-            if _says_nothing(given):
-                inside = _numbering(self) if passes else None
-                known = ONE if inside is not None and inside.__module__ == module.__name__ and numbers_tokens(inside) else None
-            elif _has_more_documents_than_rows(given):
-                known = SEVERAL
-            token = _documents.set(known)
-            try:
-                return forward(self, *args, **kwargs)
-            finally:
-                _documents.reset(token)
-        if not told or not needs_no_mask(config, given):
+        config = getattr(self, "config", None)
+        if not (torch.compiler.is_compiling() and needs_no_mask(config, dict(zip(names[1:], args)) | kwargs)):
             return forward(self, *args, **kwargs)
         config._attn_implementation = CAUSAL  # while it is traced: who runs sees "sdpa". The property, as PyTorch 2.11 does not see through it
         try:
@@ -265,21 +276,12 @@ def unmasked(forward: Callable) -> Callable:
     return called
 
 
-def _says_nothing(given: Mapping[str, Any]) -> bool:
-    return all(given.get(name) is None for name in _SAYS)
-
-
-def _has_more_documents_than_rows(given: Mapping[str, Any]) -> bool:
-    bounds, ids = given.get("cu_seq_lens_q"), given.get("input_ids")
-    return isinstance(bounds, Tensor) and isinstance(ids, Tensor) and given.get("attention_mask") is None and len(bounds) - 1 > len(ids)
-
-
 def needs_no_mask(config: Any, given: Mapping[str, Any]) -> bool:
     """Whether Transformers' sdpa gets no mask for this batch in eager mode: no argument restricts what tokens see, and there is no window."""
     window = getattr(config, "sliding_window", None) or set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
     sdpa = getattr(config, "_attn_implementation_internal", None) == "sdpa" and not getattr(config, "is_encoder_decoder", False)
     nested = getattr(config, "sub_configs", None)  # setting the outer one's would set theirs
-    return sdpa and not nested and not window and _says_nothing(given)
+    return sdpa and not nested and not window and all(given.get(name) is None for name in _SAYS)
 
 
 AttentionInterface.register(NAME, attention)

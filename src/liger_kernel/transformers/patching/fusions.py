@@ -8,6 +8,8 @@ The source of a forward is read, and rewritten where it has literally one of the
     q = self.q_norm(a).transpose(1, 2); k = self.k_norm(b).transpose(1, 2); q, k = apply_rotary_pos_emb(q, k, cos, sin)     (also without transpose)
         ->   q = a.transpose(1, 2); k = b.transpose(1, 2); q, k = qk_norm_rope(self.q_norm, self.k_norm, apply_rotary_pos_emb, q, k, cos, sin)
 
+    create_causal_mask(...)   ->   informed(create_causal_mask, given, kwargs)(...)      (see ``transformers/attention.py``)
+
     x = self.mlp(n); x = r + x; return x   ->   x = last(self.mlp, n); x = r + x; return x      (only sums and tuples of names may follow)
 
 In the second pattern, the norm's backward adds the gradients of r and of the norm's input, for which autograd would need another pass over memory. The new
@@ -33,6 +35,7 @@ from liger_kernel import memory
 from liger_kernel.ops._core.operator import use_kernels
 from liger_kernel.ops.norms.fused_add_rms_norm import fused_add_rms_norm, rms_norm_of_sum
 from liger_kernel.ops.rotary.qk_norm_rope import MAX_D, qk_norm_rope
+from liger_kernel.transformers import attention
 from liger_kernel.transformers.patching import projections
 from liger_kernel.transformers.recognise.plain import plain, unhooked
 from liger_kernel.transformers.recognise.variant import LINEARS, NORM_FORMS, ROPE_FORMS
@@ -110,8 +113,8 @@ def _assignment(targets: list[str], value: ast.expr, at: ast.stmt) -> ast.stmt:
 
 ADD_NORM, NORM_ROPE = "_liger_add_norm", "_liger_norm_rope"
 LAST = "_liger_last"
-HELPERS = {ADD_NORM: add_norm, NORM_ROPE: norm_rope, LAST: memory.last} | projections.HELPERS
-NORMS, PROJECTIONS = "norms", "projections"  # the parts that may be fused
+HELPERS = {ADD_NORM: add_norm, NORM_ROPE: norm_rope, LAST: memory.last} | projections.HELPERS | attention.HELPERS
+NORMS, PROJECTIONS, MASKS = "norms", "projections", "masks"  # the parts that may be fused
 
 
 def _normed(value: Any) -> tuple[ast.expr, ast.expr, bool] | None:
@@ -248,9 +251,9 @@ def _mark_last(body: list[ast.stmt]) -> None:
         return
 
 
-def _fuse(tree: ast.FunctionDef, parts: frozenset[str], methods: frozenset[str] | None) -> tuple[int, frozenset[str]]:
-    """Fuse the patterns of these parts in a function; returns the number of fused norms, and the attributes that are called as linear layers."""
-    found = 0
+def _fuse(tree: ast.FunctionDef, parts: frozenset[str], methods: frozenset[str] | None) -> tuple[bool, frozenset[str]]:
+    """Fuse the patterns of these parts in a function; returns whether there are any but linear layers, and the attributes that are called as such."""
+    found, masks = 0, MASKS in parts and attention.rewrite(tree)
     if NORMS in parts:
         in_place = [node for node in ast.walk(tree) if isinstance(node, ast.AugAssign)]
         if all(isinstance(node.value, ast.Tuple) for node in in_place):  # ``outputs += (weights,)``
@@ -258,7 +261,7 @@ def _fuse(tree: ast.FunctionDef, parts: frozenset[str], methods: frozenset[str] 
     linears = projections.rewrite(tree, methods) if PROJECTIONS in parts and methods is not None else frozenset()
     if found:
         _mark_last(tree.body)  # after the linear layers, which must be found as they are written
-    return found, linears
+    return bool(found) or masks, linears
 
 
 def _class_attributes(forward: types.FunctionType) -> frozenset[str] | None:

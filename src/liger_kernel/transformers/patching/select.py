@@ -15,7 +15,7 @@ from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from liger_kernel import memory
-from liger_kernel.transformers import fp8
+from liger_kernel.transformers import attention, fp8
 from liger_kernel.transformers.head.forward import fused
 from liger_kernel.transformers.lazy_mask import lazily
 from liger_kernel.transformers.patching import exchange, fusions, long_rows, once, projections, wrappers
@@ -66,12 +66,15 @@ class Layer:
 
 @dataclass(frozen=True)
 class Fused:
-    """A patch of another ``forward``: norms of heads run together with their rotation, linear layers together with their adapters."""
+    """A patch of another ``forward``: norms of heads run together with their rotation, linear layers together with their adapters, and masks of a model that
+    numbers its tokens are made without looking at positions.
+    """
 
     parts: frozenset[str]
 
     def __str__(self) -> str:
-        return ", ".join(label for part, label in ((fusions.NORMS, "norm_rope"), (fusions.PROJECTIONS, "projections")) if part in self.parts)
+        labels = ((fusions.NORMS, "norm_rope"), (fusions.PROJECTIONS, "projections"), (fusions.MASKS, "masks"))
+        return ", ".join(label for part, label in labels if part in self.parts)
 
 
 @dataclass(frozen=True)
@@ -158,6 +161,7 @@ def _found(forward: Callable, parts: frozenset[str]) -> frozenset[str]:
     new = fusions.fused(forward, parts) if parts and isinstance(forward, types.FunctionType) else None
     there = set() if new is None else set(new.__code__.co_freevars)
     helpers = {fusions.NORMS: {fusions.ADD_NORM, fusions.NORM_ROPE}, fusions.PROJECTIONS: projections.HELPERS.keys()}
+    helpers |= {fusions.MASKS: attention.HELPERS.keys()}
     return frozenset(part for part in parts if there & helpers[part])
 
 
@@ -223,7 +227,7 @@ def _patches(model_types: Iterable[str], parts: Mapping[str, Any], head: str | N
         level = memory.level_of(parts.get("rematerialise"))
         served = {slot for slot in map(SLOT_OF.__getitem__, row.swapped.values()) if parts.get(slot)}
         wanted = {fusions.NORMS} if "rms_norm" in served else set()
-        wanted |= {fusions.PROJECTIONS} if parts.get("projections") else set()
+        wanted |= {part for part, on in ((fusions.PROJECTIONS, parts.get("projections")), (fusions.MASKS, head)) if on}
         swapped = {vars(module).get(name) for name in row.swapped}  # these handle their linear layers themselves, or their flag is off
         plain = dict.fromkeys(vars(module)[name] for name, why in row.left_alone.items() if tiles and why == PLAIN_MLP and hasattr(module, name))
         for cls, what in _fusible(module, row, frozenset(wanted if "rope" in served else wanted - {fusions.NORMS}), swapped | set(_layers(module))):
@@ -312,7 +316,8 @@ def instance_patches(model: nn.Module, model_type: str, parts: Mapping[str, Any]
         for m in model.modules() if isinstance(p.owner, types.ModuleType) and not p.applied else ():
             for name, f in callers(type(m), p.owner, p.attribute):
                 seen.setdefault((m, name, f), []).append(p)
-    fuse = frozenset({fusions.NORMS} if parts.get("rms_norm") else ()) | ({fusions.PROJECTIONS} if parts.get("projections") else set())
+    choices = (fusions.NORMS, parts.get("rms_norm")), (fusions.PROJECTIONS, parts.get("projections")), (fusions.MASKS, head)
+    fuse = frozenset(part for part, on in choices if on)
     found: list[Patch | None] = []
     compiled: dict[tuple[nn.Module, str], tuple[Callable, list[Patch]]] = {}  # module, method -> what sees the patches
     for (m, name, f), ps in seen.items():

@@ -310,9 +310,16 @@ def _is_from(function: Any, packages: tuple[str, ...]) -> bool:
     return (getattr(getattr(function, "__func__", function), "__module__", None) or "").startswith(packages)
 
 
+HOOKS = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"  # attributes of modules
+
+
 def _hooks(module: nn.Module) -> list[Hook]:
-    kinds = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
-    return [hook for hooks in kinds for hook in hooks.values()]
+    return [hook for name in HOOKS for hook in getattr(module, name).values()]
+
+
+def local(t: Tensor) -> Tensor:
+    """The part of a ``DTensor`` that this rank holds, itself and no view; any other tensor itself."""
+    return t._local_tensor if isinstance(t, DTensor) else t
 
 
 def unsharded_class(module: nn.Module) -> type:
@@ -329,6 +336,11 @@ def is_linear(head: nn.Module) -> bool:
 def is_own_linear(function: Callable) -> bool:
     """Whether ``function``, in the place of ``F.linear``, computes the same: ZeRO-3 has one that keeps less for the backward."""
     return _is_from(function, ("deepspeed.runtime.zero.",))
+
+
+def hooks_of_users(module: nn.Module) -> Iterator[Hook]:
+    """The hooks on ``module`` except those that spread parameters or work over ranks."""
+    return (hook for hook in _hooks(module) if not _is_from(hook, (*_SHARDING, *_TENSOR)))
 
 
 def is_hooked(head: nn.Module) -> bool:
@@ -399,7 +411,7 @@ def received(head: nn.Module, x: Tensor) -> tuple[nn.Module, Tensor] | None:
     For a head that is sharded by vocabulary, the rows are plain and whole on every rank, and their gradient is this rank's term. What the head's own hooks
     gather (for example a sequence that is spread over ranks) is gathered here.
     """
-    if not any(map(_is_tensor_parallel, head.modules())):
+    if not is_tensor_parallel(head):
         return head, x
     if not _is_vocabulary_parallel(head):
         return None
@@ -411,6 +423,11 @@ def received(head: nn.Module, x: Tensor) -> tuple[nn.Module, Tensor] | None:
     if not isinstance(x, DTensor):
         x = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
     return VocabularyParallel(head), x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+
+
+def is_tensor_parallel(head: nn.Module) -> bool:
+    """Whether the work of ``head``, or of a part of it, is spread over ranks."""
+    return any(map(_is_tensor_parallel, head.modules()))
 
 
 def _is_tensor_parallel(module: nn.Module) -> bool:

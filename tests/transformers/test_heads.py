@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import os
 import random
+import warnings
 
 import numpy as np
 import pytest
@@ -23,6 +25,7 @@ from transformers.pytorch_utils import Conv1D  # noqa: E402
 from transformers.utils import ModelOutput  # noqa: E402
 
 from liger_kernel.transformers import instance_patches, restore  # noqa: E402
+from liger_kernel.transformers.head import loss as head_loss  # noqa: E402
 from liger_kernel.transformers.head.recipe import DeferredLogits, Loss, Recipe  # noqa: E402
 
 MOMENTS = int(os.environ.get("LIGER_TEST_PROGRAMS", 120))
@@ -273,19 +276,99 @@ def test_every_call_is_of_its_moment(adapted):
             raise AssertionError(told) from error
 
 
-def test_weights_changed_in_place_between_call_and_loss_raise():
+def _free(head):
+    there = head.weight.data
+    exchange(head.weight)
+    there.untyped_storage().resize_(0)
+
+
+LOST = {
+    "in place": lambda head: torch.no_grad()(head.weight.mul_)(2.0),
+    "loaded": lambda head: head.load_state_dict({"weight": torch.zeros_like(head.weight)}),
+    "exchanged, and the old memory freed": _free,
+}
+
+
+@pytest.mark.parametrize("kind", LOST)
+def test_weights_changed_in_place_between_call_and_loss_raise(kind):
     """Their values of then are gone; logits would have been computed with them."""
 
     class Edited(LlamaForCausalLM):
         def forward(self, input_ids, labels=None, **_):
             logits = self.lm_head(self.model(input_ids).last_hidden_state)
-            with torch.no_grad():
-                self.lm_head.weight.mul_(2.0)
+            LOST[kind](self.lm_head)
             return {"loss": loss_of(logits, labels)}
 
     _, ours = both(cls=Edited)
     with pytest.raises(RuntimeError, match=r"changed in place since it was called: take logits.value\(\) before"):
         ours(**tokens())
+
+
+def exchange(t: torch.Tensor, data: torch.Tensor | None = None) -> torch.Tensor:
+    """Give ``t`` other memory, of twice its values unless given, and return what it had. No version of ``t`` tells."""
+    there = t.data
+    t.data = there * 2 if data is None else data
+    return there
+
+
+class Exchanging(LlamaForCausalLM):
+    def forward(self, input_ids, labels=None, **_):
+        hidden = self.model(input_ids).last_hidden_state
+        first = self.lm_head(hidden)
+        t = hidden if self.name == "rows" else next(p for n, p in self.named_parameters() if n.endswith(self.name))
+        there = exchange(t)
+        second = self.lm_head(hidden)
+        if self.back:
+            exchange(t, there)
+        return {"loss": loss_of(first, labels) - 3 * loss_of(second, labels)}
+
+
+@pytest.mark.parametrize("back", [False, True])
+@pytest.mark.parametrize(
+    "head, name",
+    [
+        *(("linear", "lm_head.weight"), ("linear", "lm_head.bias"), ("linear", "rows"), ("tied", "embed_tokens.weight")),
+        *(("lora", "lm_head.base_layer.weight"), ("lora", "lm_head.lora_A.default.weight"), ("dora", "lm_head.lora_B.default.weight")),
+    ],
+)
+def test_memory_exchanged_between_call_and_loss(head, name, back):
+    """Each loss is that of the weights with which its logits were called; gradients are those of stock, too."""
+    found = []
+    for ours in (False, True):
+        model = make("llama", num_hidden_layers=1, tie_word_embeddings=head == "tied").train()
+        model.__class__, model.name, model.back = Exchanging, name, back
+        torch.manual_seed(1)
+        if head == "linear":
+            model.lm_head = nn.Linear(model.lm_head.in_features, model.lm_head.out_features, device=DEVICE)
+        run = lora(model, use_dora=head == "dora") if head.endswith("ora") else model
+        if ours:
+            patched(model)
+        loss = run(**tokens())["loss"]
+        loss.backward()
+        found.append({n: p.grad for n, p in run.named_parameters() if p.grad is not None} | {"loss": loss.detach()})
+    assert_same_learning(found[1], found[0])
+
+
+@pytest.mark.parametrize("where", ["forward", "loss function"])
+def test_code_that_writes_to_data_between_call_and_loss(where):
+    """No version tells of such a change in place, so the head of a model with such code runs when it is called."""
+
+    class Writing(LlamaForCausalLM):
+        def forward(self, input_ids, labels=None, **_):
+            logits = self.lm_head(self.model(input_ids).last_hidden_state)
+            self.lm_head.weight.data.mul_(2.0)
+            return {"loss": loss_of(logits, labels)}
+
+    def change(model):
+        def custom(logits, labels, vocab_size, **_):
+            model.lm_head.weight.data.mul_(2.0)
+            return loss_of(logits, labels)
+
+        if where != "forward":
+            model.loss_function = custom
+
+    stock, ours = both(change, cls=Writing if where == "forward" else LlamaForCausalLM)
+    torch.testing.assert_close(ours(**tokens())["loss"], stock(**tokens())["loss"])
 
 
 # -- who sees the call ---------------------------------------------------------------------
@@ -315,6 +398,119 @@ def test_hooks_of_the_head_fire_once_on_all_tokens(kind):
     expected = step(stock)[1]
     assert_same_learning(step(ours)[1], expected)
     assert len(seen) == (2 if kind == "counted" else 0) and len(set(seen)) <= 1
+
+
+def _entering(context):
+    """A hook that enters a context before the call, and one that leaves it after, whatever happens."""
+
+    def change(model):
+        entered = []
+        model.lm_head.register_forward_pre_hook(lambda *_: (entered.append(context()), entered[-1].__enter__(), None)[2])
+        model.lm_head.register_forward_hook(lambda *_: (entered.pop().__exit__(None, None, None), None)[1], always_call=True)
+
+    return change
+
+
+def _watch(model):
+    """As trackers of parameters and activations do, with each form of hook."""
+    counts = []
+    for m in model.modules():
+        m.register_forward_hook(lambda m, args, out: counts.append(len(args)))
+        m.register_forward_hook(lambda m, args, kwargs, out: counts.append(len(kwargs)), with_kwargs=True)
+        m.register_forward_pre_hook(lambda m, args, kwargs: None, with_kwargs=True)
+
+
+def _upcast(m, args, out):
+    return out.to(torch.float32)
+
+
+class Method:
+    def seen(self, m, args, out):
+        self.calls = getattr(self, "calls", 0) + 1
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * 2
+
+
+# What hooks may do that leaves the result alone, or only casts it
+QUIET = {
+    "nothing": lambda m: m.lm_head.register_forward_hook(lambda *_: None, always_call=True),
+    "upcast": lambda m: m.lm_head.register_forward_hook(_upcast),
+    "upcast by a method": lambda m: m.lm_head.register_forward_hook(lambda m, args, out: out.float()),
+    "a method": lambda m: m.lm_head.register_forward_hook(Method().seen),
+    "statistics of inputs": lambda m: m.lm_head.register_forward_hook(lambda m, args, out: (args[0].norm(), None)[1]),
+    "every module": _watch,
+    "offloading": _entering(lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)),
+    "compressed": _entering(lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t.bfloat16(), lambda t: t.float())),
+    "autocast": _entering(lambda: torch.autocast(DEVICE, torch.bfloat16)),
+    "other inputs": lambda m: m.lm_head.register_forward_pre_hook(lambda m, args: args[0] * 1.5),
+    "inputs in place": lambda m: m.lm_head.register_forward_pre_hook(lambda m, args: (args[0].mul_(1.5), None)[1]),
+}
+# What hooks may do that needs the logits themselves
+LOUD = {
+    "statistics": lambda m: m.lm_head.register_forward_hook(lambda m, args, out: (out.abs().mean(), None)[1]),
+    "all arguments": lambda m: m.lm_head.register_forward_hook(lambda *args: args[-1] * 1.5),
+    "a function of autograd": lambda m: m.lm_head.register_forward_hook(lambda m, args, out: Twice.apply(out)),
+    "a function of autograd, by a cell": lambda m, f=Twice.apply: m.lm_head.register_forward_hook(lambda m, args, out: f(out)),
+    "an object": lambda m: m.lm_head.register_forward_hook(functools.partial(lambda s, m, args, out: out * s, 1.5)),
+    "gradients of logits": lambda m: m.lm_head.register_forward_hook(lambda m, args, out: (out.register_hook(lambda g: g * 2), None)[1]),
+    "a backward hook": lambda m: m.lm_head.register_full_backward_hook(lambda m, gi, go: (gi[0] * 2,)),
+    "a mode": _entering(lambda: torch.device("meta" if DEVICE == "cpu" else DEVICE)),
+}
+
+
+@pytest.mark.parametrize("kind", QUIET | LOUD)
+def test_hooks_that_leave_the_result_alone_do_not_cost_the_fusion(kind, monkeypatch, computed):
+    fused, whole = [], head_loss.linear_cross_entropy
+    monkeypatch.setattr(head_loss, "linear_cross_entropy", lambda *args, **options: fused.append(1) or whole(*args, **options))
+    stock, ours = both((QUIET | LOUD)[kind])
+    expected = step(stock)[1]
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        found = [step(ours)[1] for _ in range(2)]
+    for learned in found:
+        assert_same_learning(learned, expected, 2e-2 if kind in ("autocast", "compressed") else 1e-5)
+    said = [str(w.message) for w in said if "the output head" in str(w.message)]
+    if kind in QUIET:
+        assert len(fused) == 2 and not computed and not said
+    else:
+        assert not fused and len(said) == (kind != "a mode")
+        assert all("GB in this call) because of a hook that may use or change them: " in text for text in said)
+
+
+def test_hooks_of_all_modules_that_leave_the_result_alone_do_not_cost_the_fusion(computed):
+    (_, ours), seen = both(), []
+    expected = step(both()[0])[1]
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda m, args, out: seen.append(m))
+    try:
+        assert_same_learning(step(ours)[1], expected)
+    finally:
+        handle.remove()
+    assert not computed and seen.count(ours.lm_head) == 1
+
+
+@pytest.mark.parametrize("part", ["the layer", "a part"])
+def test_hooks_of_adapters_on_the_head(part, computed):
+    def learned(model, ours):
+        torch.manual_seed(2)
+        run, calls = lora(model), []
+        m = model.lm_head if part == "the layer" else model.lm_head.lora_A["default"]
+        m.register_forward_hook(lambda *_: calls.append(1))
+        if ours:
+            patched(model)
+        found = step(run)[1]
+        assert len(calls) == 1  # on all tokens at once
+        return found
+
+    assert_same_learning(learned(llama(), True), learned(llama(), False), 1e-5)
+    assert not computed
 
 
 @pytest.mark.parametrize("kind", ["module hook", "module pre-hook", "nn.Linear.forward", "F.linear"])

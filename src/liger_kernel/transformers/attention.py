@@ -202,7 +202,8 @@ class _Informed(ast.NodeTransformer):
         self.more = more
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
-        return ast.parse(f"{INFORMED}({node.id}, _liger_given, {self.more})").body[0].value if node.id in _MASKS else node  # type: ignore[attr-defined]
+        told = f"{INFORMED}({node.id}, _liger_given, {self.more})"
+        return ast.parse(told, mode="eval").body if node.id in _MASKS else node
 
 
 # Inside one call of a function that makes masks: whether no row has several documents, and the positions of the batch

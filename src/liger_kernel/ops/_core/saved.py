@@ -8,13 +8,22 @@ import torch
 
 CHECKPOINT = "torch.utils.checkpoint"
 # Saved-tensor hooks that hold no reference to the tensor afterwards: they return the saved tensor, a copy, or a recomputed tensor
-HARMLESS = {"", "liger_kernel.memory", "liger_kernel.offloading", "torch.autograd.graph", CHECKPOINT}
+HARMLESS = {"", __name__, "liger_kernel.memory", "liger_kernel.offloading", "torch.autograd.graph", CHECKPOINT}
 
 
 def saving_hooks() -> tuple[tuple[Any, Any] | None, str]:
     """The present saved-tensor hooks and the name of their Python module, or None and an empty name."""
     hooks = None if torch.compiler.is_compiling() else torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]  # in no stub
     return hooks, "" if hooks is None else getattr(hooks[1], "__module__", "?")
+
+
+def _itself(t: torch.Tensor) -> torch.Tensor:
+    return t
+
+
+def where_they_are() -> torch.autograd.graph.saved_tensors_hooks:
+    """A context in which other code's hooks for saved tensors see none."""
+    return torch.autograd.graph.saved_tensors_hooks(_itself, _itself)
 
 
 def graph_is_kept() -> bool:

@@ -144,7 +144,7 @@ def _loss(logits: Recipe, target: Tensor, options: LossOptions) -> Tensor:
     asked = logits.loss
     options = options.but(stats=asked.statistics)
     cut = torch.is_grad_enabled() and not logits.learns  # whether a no_grad before this loss has cut the logits from the graph
-    transform = logits.scale_and_cap() if logits.computed is None and not cut else None
+    transform = logits.scale_and_cap() if logits.computed is None and not cut and not logits.exchanged() else None
     if transform is not None and (transform[1] is None or options.softcap is None):
         scale, softcap = transform
         options = options.but(logit_scale=scale) if softcap is None else options.but(logit_scale=scale, softcap=softcap)

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map
 
+from liger_kernel.ops._core.saved import saving_hooks, where_they_are
 from liger_kernel.ops.losses.chunks import Kept
-from liger_kernel.transformers.head.state import HeadState, out_features
+from liger_kernel.transformers.head.state import HeadState, hooks_ran, out_features
 
 IGNORE = -100
 
@@ -85,6 +86,7 @@ class Recipe:
         self.computed: Tensor | None = None
         self.learns = torch.is_grad_enabled()
         self.autocast = _autocast(rows.device.type)
+        self.saving = saving_hooks()[0]
         self.root: Recipe | None = None  # the recipe from which this one was made; kept until the logits are computed
         self.make: Callable[[], Tensor] | None = None
         self.shared = False  # whether another recipe was made from it, or may share its memory
@@ -120,17 +122,31 @@ class Recipe:
 
     def _call_head(self) -> Tensor:
         with self.as_called(), self.in_state():
-            y = self.rows if self.head is None else self.head(self.rows)
+            call = self.head.forward if hooks_ran(self.head) else self.head
+            y = self.rows if call is None else call(self.rows)
         for name, arg in self.tail:  # includes what was done in place
             y = _apply(y, name, arg)
         return y
 
     def as_called(self) -> contextlib.AbstractContextManager:
-        """Restore the autocast state in which the head was called."""
+        """Restore the autocast state in which the head was called.
+
+        If hooks for saved tensors were in place for this call only, such as those by which TRL's offloading keeps what
+        the head saves where it is, hooks that are in place around the call do not get what the loss saves.
+        """
         device = self.rows.device.type
-        if self.head is None or self.autocast == _autocast(device):
+        if self.head is None:
             return contextlib.nullcontext()
-        return torch.autocast(device, dtype=self.autocast, enabled=self.autocast is not None)
+        states = contextlib.ExitStack()
+        if self.autocast != _autocast(device):
+            states.enter_context(torch.autocast(device, dtype=self.autocast, enabled=self.autocast is not None))
+        if self.saving is not None and self.saving != saving_hooks()[0]:
+            states.enter_context(where_they_are())
+        return states
+
+    def exchanged(self) -> bool:
+        """Whether weights or rows are in other memory than when the head was called. Then the logits are computed."""
+        return self.state is not None and self.state.exchanged()
 
     def in_state(self) -> contextlib.AbstractContextManager:
         """Restore the state in which the head was called."""
@@ -140,7 +156,7 @@ class Recipe:
         self.not_in_a_function()
         new = new_recipe(rows, self.head, self.loss, tail, self.state)
         root = self if self.root is None else self.root
-        new.learns, new.autocast, new.root = new.learns and self.learns, self.autocast, root
+        new.learns, new.autocast, new.saving, new.root = new.learns and self.learns, self.autocast, self.saving, root
         new.make = lambda: op(self.value())
         new.shared = self.shared = True
         # while the compiler traces, a strong reference: it removes logits that nobody uses

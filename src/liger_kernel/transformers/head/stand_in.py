@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_kernel import parallel
+from liger_kernel.transformers.head import hooks
 from liger_kernel.transformers.head import loss as loss  # imported so that the losses register themselves before there are recipes
 from liger_kernel.transformers.head.recipe import DeferredLogits, Loss, Recipe, new_recipe
 from liger_kernel.transformers.head.state import HeadState, can_wait, untouched
@@ -52,15 +53,11 @@ class StandIn(nn.Module):
         if call is None:
             return self.head(*args, **kwargs)
         held = None if call.keep_logits or kwargs or len(args) != 1 else _held(self.head, args[0])
-        if held is None:
-            logits = self.head(*args, **kwargs)
-            return new_recipe(logits, None, call.loss) if isinstance(logits, Tensor) else logits
-        head, rows = held
-        if torch.compiler.is_compiling():
-            return Recipe(rows, head, call.loss)
-        recipe = DeferredLogits(rows, head, call.loss, state=None if isinstance(head, parallel.VocabularyParallel) else HeadState(head, rows))
-        call.loss.recipes.append(weakref.ref(recipe))
-        return recipe
+        if held is not None:
+            return _deferred(*held, call.loss)
+        hooked = not call.keep_logits and not torch.compiler.is_compiling() and hooks.there_are(self.head)
+        logits = hooks.call(self.head, call.loss, _deferred, args, kwargs) if hooked else self.head(*args, **kwargs)
+        return new_recipe(logits, None, call.loss) if isinstance(logits, Tensor) and not isinstance(logits, Recipe) else logits
 
     def __getattr__(self, name: str) -> Any:
         if "_modules" in self.__dict__:  # while the compiler traces it
@@ -91,6 +88,14 @@ def _of_head(name: str) -> Callable:
 # Code that visits the modules of a model, to read or change them, finds the head
 for _name in ("state_dict", "named_modules", "apply", "train", "_apply", "requires_grad_", "__repr__"):
     setattr(StandIn, _name, _of_head(_name))
+
+
+def _deferred(head: nn.Module, rows: Tensor, loss: Loss) -> Recipe:
+    if torch.compiler.is_compiling():
+        return Recipe(rows, head, loss)
+    recipe = DeferredLogits(rows, head, loss, state=HeadState(head, rows))
+    loss.recipes.append(weakref.ref(recipe))
+    return recipe
 
 
 def _held(head: nn.Module, x: Any) -> tuple[nn.Module, Tensor] | None:

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.module import _has_any_global_hook
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from liger_kernel import parallel
 from liger_kernel.ops._core.operator import intercepted
@@ -37,12 +39,26 @@ _ADAPTING = (
 )
 
 
+_HOOKS_RAN = "_liger_hooks_ran"  # in the __dict__ of what ``without_hooks`` returns
 FP8 = "_liger_fp8"  # in the __dict__ of a model: the recipe by which its loss multiplies the head
 
 
-def untouched() -> bool:
-    """Whether linear layers are PyTorch's own and no hook on all modules is registered."""
-    return nn.Linear.forward is _LINEAR_FORWARD and (F.linear is _LINEAR or parallel.is_own_linear(F.linear)) and not _has_any_global_hook()
+def untouched(head: nn.Module | None = None) -> bool:
+    """Whether linear layers are PyTorch's own and no hook on all modules is registered that has yet to see ``head``."""
+    if nn.Linear.forward is not _LINEAR_FORWARD or not (F.linear is _LINEAR or parallel.is_own_linear(F.linear)):
+        return False
+    return not _has_any_global_hook() or hooks_ran(head)
+
+
+def without_hooks(head: nn.Module) -> nn.Module:
+    """A module that computes what ``head`` computes, with its parameters, for calls after the hooks of ``head`` ran."""
+    new = type(head).__new__(type(head))
+    new.__dict__.update(head.__dict__ | {name: OrderedDict() for name in parallel.HOOKS} | {_HOOKS_RAN: True})
+    return new
+
+
+def hooks_ran(head: nn.Module | None) -> bool:
+    return head is not None and _HOOKS_RAN in head.__dict__
 
 
 def is_plain(head: nn.Module, within: bool = False) -> bool:
@@ -50,7 +66,7 @@ def is_plain(head: nn.Module, within: bool = False) -> bool:
 
     ``within``: the caller is inside ``parallel.entered``, where sharded parameters are whole.
     """
-    if not parallel.is_linear(head) or "forward" in head.__dict__ or not untouched():
+    if not parallel.is_linear(head) or "forward" in head.__dict__ or not untouched(head):
         return False
     if parallel.is_hooked(head) or (not within and parallel.needs_entering(head)):
         return False
@@ -93,7 +109,10 @@ def out_features(head: nn.Module, x: Tensor, call: Callable | None = None) -> in
 
 
 class HeadState:
-    """The present attributes, hooks and weights of a head and its parts, and the rows with which it is called."""
+    """The present attributes, hooks and weights of a head and its parts, and the rows with which it is called.
+
+    ``.data`` of a tensor may be exchanged without a trace in the tensor, so an alias keeps the memory of the call.
+    """
 
     def __init__(self, head: nn.Module, *rows: Tensor):
         self._sharded = parallel.is_sharded(head)  # then its weights exist only during its calls
@@ -101,10 +120,19 @@ class HeadState:
         weights = [] if self._sharded else list(head.parameters())
         self._tensors = [(t, _version(t)) for t in (*weights, *rows)]
         self._learning = [(p, p.requires_grad) for p in weights]
+        buffers = () if self._sharded else head.buffers()
+        self._aliases = [(t, t.detach()) for t in map(parallel.local, (*weights, *buffers, *rows)) if _has_memory(t)]
 
     def _kept(self, m: nn.Module) -> dict[str, Any]:
         """The attributes of ``m`` that can change its result."""
         return {k: v for k, v in m.__dict__.items() if k != "_parameters" and not isinstance(v, Tensor)} if self._sharded else m.__dict__
+
+    def exchanged(self) -> bool:
+        """Whether a tensor has other memory than when the head was called."""
+        return any(True for _ in self._exchanged())
+
+    def _exchanged(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return ((t, then) for t, then in self._aliases if _has_memory(then) and not t.is_set_to(then))
 
     def _is_now(self, m: nn.Module, then: dict[str, Any]) -> bool:
         now = self._kept(m)
@@ -113,7 +141,9 @@ class HeadState:
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Restore the state for the duration of the context. Raises ``RuntimeError`` if a tensor was changed in place since, as its values are lost."""
-        if any(_version(t) != version for t, version in self._tensors):
+        exchanged = [(t, then, t.data) for t, then in self._exchanged()]
+        freed = any(then.numel() and not then.untyped_storage().nbytes() for _, then, _ in exchanged)
+        if freed or any(_version(t) != version for t, version in self._tensors):
             raise RuntimeError(
                 "the logits of a patched model are computed when they are needed, and the weights or inputs of its head were changed in place since it was "
                 "called: take logits.value() before, or patch the model with fused_linear_cross_entropy=False"
@@ -126,13 +156,22 @@ class HeadState:
             _replace(m, then | {k: v for k, v in m.__dict__.items() if k not in kept})
         for p, there in learning:
             p.requires_grad_(not there)
+        for t, then, _ in exchanged:
+            t.data = then
         try:
             yield
         finally:
+            for t, _, data in exchanged:
+                t.data = data
             for p, there in learning:
                 p.requires_grad_(there)
             for m, attributes in now:
                 _replace(m, attributes)
+
+
+def _has_memory(t: Tensor) -> bool:
+    """Whether ``t`` is a tensor with memory of its own, whose class does not keep it elsewhere."""
+    return not (t.is_meta or isinstance(t, FakeTensor) or is_traceable_wrapper_subclass(t))
 
 
 _CONTAINERS = (dict, OrderedDict, list, set)

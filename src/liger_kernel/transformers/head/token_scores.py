@@ -98,7 +98,7 @@ def scores(out: Any, token_targets: tuple[Tensor, Tensor], kept: Kept | None = N
 
 def _is_fusable(logits: DeferredLogits) -> bool:
     """Whether chunks of tokens may go through the head twice unnoticed: the head is linear, and no hook observes its calls."""
-    if logits.computed is not None or logits.head is None or logits.scale_and_cap() is None:
+    if logits.computed is not None or logits.head is None or logits.scale_and_cap() is None or logits.exchanged():
         return False
     head = parallel.bare(logits.head)
     if isinstance(head, parallel.VocabularyParallel) or (parallel.is_linear(head) and not parallel.is_hooked(head) and "forward" not in head.__dict__):

@@ -50,6 +50,17 @@ def load(config: TrainConfig) -> Data:
     return _read(folder, config, tokenizer)
 
 
+def packs(config: TrainConfig) -> bool:
+    """Whether rows will have several documents that must not see each other."""
+    prepared = Path(config.data) / ROWS
+    if not prepared.is_file():
+        return config.packing == "documents"
+    from safetensors import safe_open
+
+    with safe_open(prepared, "pt") as file:
+        return "positions" in file.keys()  # noqa: SIM118  # it is no dict
+
+
 def prepare(config: TrainConfig, folder: str | Path) -> Path:
     """Tokenise the data of a run into ``folder``, which can then be the ``data`` of runs with this ``length`` or a greater one.
 

@@ -10,7 +10,7 @@ import torch
 
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.data import load
-from liger_kernel.train.model import attend, build, device_and_precision
+from liger_kernel.train.model import attend, build, check_packing, device_and_precision
 from liger_kernel.train.rows import Data, learnt_tokens
 
 
@@ -18,6 +18,7 @@ from liger_kernel.train.rows import Data, learnt_tokens
 def evaluate(config: TrainConfig) -> dict[str, Any]:
     """Mean loss (nats) and perplexity over the learnt tokens of the rows kept back, by ``config.model``, in one process."""
     device, precision = device_and_precision(config)
+    check_packing(config)
     with contextlib.closing(load(config)) as data:
         return _evaluated(config, data, device, precision)
 

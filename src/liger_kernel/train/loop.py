@@ -26,7 +26,7 @@ from liger_kernel.train.kernels import Compilations, compile_ahead, use_cache
 from liger_kernel.train.lock import held
 from liger_kernel.train.measure import UNTIMED, PeakMemory, StepClock, as_clock, peak_flops
 from liger_kernel.train.metrics import Endpoint, Reports, StepLines, as_json, check_reports, of_lines, of_run
-from liger_kernel.train.model import attend, build, device_and_precision, flops_per_token, mesh_of, save, split
+from liger_kernel.train.model import attend, build, check_packing, device_and_precision, flops_per_token, mesh_of, save, split
 from liger_kernel.train.optimizer import learning_rate, optimizer_of, require
 from liger_kernel.train.ranks import News, Preempted, Ranks, Stop, Watch, joined, local_rank, restarts, told_to_stop
 from liger_kernel.train.resume import finished, moments, refuse_other, seed_all
@@ -51,6 +51,7 @@ def train(config: TrainConfig) -> dict[str, Any]:
     device, precision = device_and_precision(config)
     adapters.check(config, device)
     require(config)
+    check_packing(config)
     # without checkpoints there is nothing to save on SIGTERM, which then ends the process as it always does
     stoppable = told_to_stop() if config.checkpoint_every else contextlib.nullcontext(Stop())
     with contextlib.ExitStack() as entered:

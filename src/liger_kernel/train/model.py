@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from functools import partial
@@ -20,6 +21,7 @@ from liger_kernel.nearest import did_you_mean
 from liger_kernel.parallel import Parallel, layers_of, parallelize
 from liger_kernel.train import adapters
 from liger_kernel.train.config import ULYSSES, TrainConfig, UserError
+from liger_kernel.train.data import packs
 from liger_kernel.train.hub import on_hub
 from liger_kernel.train.ranks import local_rank
 from liger_kernel.train.redact import in_a_line
@@ -166,6 +168,34 @@ def attend(config: TrainConfig, rows: Rows, model: Any, device: torch.device, pr
         lacking = attention.use(model)
     rows.bounded = lacking is None
     return f"{plain} with a mask, as {lacking}" if lacking else "varlen_attn, each document by itself"
+
+
+def check_packing(config: TrainConfig) -> None:
+    """Raise ``UserError`` if rows will have several documents and the model has a layer that carries its state from one to
+    the next. Of attention that cannot tell documents apart, say so. No weights are loaded."""
+    name = config.model
+    if name is None or not packs(config):
+        return
+    if config.lora and adapters.holds_adapters(name):
+        name = adapters.base_of(name)
+    import transformers
+
+    from liger_kernel.transformers.documents import joining
+
+    try:
+        form = transformers.AutoConfig.from_pretrained(name)
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(form)
+    except Exception:  # whoever loads the model says why
+        return
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()  # kernels that the tiny model lacks are no news here
+    found = joining(model)
+    transformers.logging.set_verbosity(verbosity)
+    if found is not None and not found.attention:
+        raise UserError(f"packing documents: {found}, so {form.model_type} cannot be trained with several in a row")
+    if found is not None and "flash" not in config.attention and local_rank() == 0:
+        print(f"warning: packing documents: {found}", file=sys.stderr)
 
 
 def recompute(model: Any, what: str) -> None:

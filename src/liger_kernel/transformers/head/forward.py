@@ -22,7 +22,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from liger_kernel.ops._core.operator import is_recorded, transformed
 from liger_kernel.ops.losses.chunks import Kept
-from liger_kernel.transformers import attention
+from liger_kernel.transformers import attention, documents
 from liger_kernel.transformers.head.linear import may_be_linear
 from liger_kernel.transformers.head.loss import LOSS_OPTIONS, STATISTICS
 from liger_kernel.transformers.head.outputs import _output as _output  # older pickles refer to it by this module
@@ -64,6 +64,7 @@ def fused(forward: Callable, *, keep_logits: bool = False, known: bool = True) -
             takes = of_class if of_class[: len(positional)] == positional else positional
         at = takes[: len(args)]  # pass positional arguments on by position
         given = dict(zip(at, args)) | kwargs
+        documents.warn_if_joined(self, given)
         learns = given.get("labels") is not None or given.get("shift_labels") is not None
         if transformed() and not (options or accuracy or predictions):  # torch.func does not see through fused operators
             learns = False

@@ -60,7 +60,7 @@ def _form(both: Tensor) -> str:
 
 
 @contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
+def undisturbed() -> Iterator[None]:
     """Compute on the CPU with PyTorch's defaults, even if the caller uses fake tensors, autocast, inference mode, another device or another default dtype."""
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
@@ -92,7 +92,7 @@ def infer(model_type: str, config: Any = None) -> Family:
     config = CONFIG_MAPPING[model_type]() if config is None else config
     swapped, left_alone = {}, {}
     activations = {str(getattr(c, a, "")) for c in configs_of(config) for a in ("hidden_act", "hidden_activation", "mlp_hidden_act", "activation_function")}
-    with _undisturbed():
+    with undisturbed():
         tables = tables_of(module, config)
         for name, candidate in inspect.getmembers(module):
             if not str(getattr(candidate, "__module__", "")).startswith(PLACE):  # it is not the family's own, nor imported from another family

@@ -106,6 +106,11 @@ def tiny_config(model_type: str, **more: Any) -> PretrainedConfig:
     return _tiny(CONFIG_MAPPING[model_type], more)
 
 
+def tiny_of(config: PretrainedConfig) -> PretrainedConfig:
+    """A tiny configuration with one layer of each kind that ``config`` has."""
+    return _tiny(type(config), {}, config)
+
+
 def _tiny(cls: type[PretrainedConfig], more: dict[str, Any], default: PretrainedConfig | None = None, part: bool = False) -> PretrainedConfig:
     default = default or cls()
     known = set(inspect.signature(cls.__init__).parameters) | set(getattr(cls, "__dataclass_fields__", {})) | {k for k in SIZES if _get(default, k) is not None}
@@ -145,7 +150,8 @@ def _layers(default: PretrainedConfig, values: dict[str, Any]) -> dict[str, Any]
     if name is None:
         return {}
     count = _get(default, name)
-    lists = {k: v for k in list(default.__dict__) if isinstance(v := default.__dict__[k], (list, tuple)) and len(v) == count and count > 2}
+    lists = {k: v for k in list(default.__dict__) if isinstance(v := default.__dict__[k], (list, tuple)) and len(v) == count}
+    lists = {k: v for k, v in lists.items() if count > 2 or k in LAYER_KINDS}
     kinds = next((lists[k] for k in LAYER_KINDS if k in lists), None)
     chosen = [0, count - 1]
     if kinds:
@@ -185,9 +191,9 @@ def tiny_model(model_type: str, *, attention: str = "eager", head: str | None = 
     return model_of(tiny_config(model_type, **more), attention, head)
 
 
-def model_of(config: PretrainedConfig, attention: str = "eager", head: str | None = None) -> PreTrainedModel:
+def model_of(config: PretrainedConfig, attention: str = "eager", head: str | type | None = None) -> PreTrainedModel:
     module = modeling(config.model_type)
-    cls = getattr(module, head or heads_of(config.model_type, module)[0])
+    cls = head if isinstance(head, type) else getattr(module, head or heads_of(config.model_type, module)[0])
     try:
         model = cls._from_config(config, attn_implementation=attention)
     except (AttributeError, ValueError, TypeError):  # this part does not have that attention

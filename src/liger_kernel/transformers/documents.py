@@ -1,0 +1,168 @@
+"""Layers in which the documents of a packed row depend on each other.
+
+Attention ends where positions begin at 0 again. Recurrent layers and convolutions do not read
+positions: what they keep of one document goes on into the next. Which layers do so is seen in a
+tiny model of the same configuration: if the first document of a row changes, the second must not.
+
+``B`` rows, ``T`` tokens per row.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import re
+import warnings
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils._pytree import tree_leaves
+
+from liger_kernel.ops._core.operator import is_recorded, transformed
+from liger_kernel.parallel import unsharded_class
+from liger_kernel.transformers.recognise.infer import undisturbed
+from liger_kernel.transformers.recognise.tiny import model_of, tiny_config, tiny_of
+
+FIRST, SECOND = 5, 7  # tokens of the two documents
+# Part of the largest value that differs by rounding: experts add in another order for other tokens
+NEAR = 2e-5
+_ATTENDS = re.compile(r"softmax|scaled_dot_product|logsumexp|ALL_ATTENTION_FUNCTIONS")
+
+
+@dataclass(frozen=True)
+class Joining:
+    """A layer in which documents depend on each other. A mask (B, 1, T, T) separates them in ``attention``."""
+
+    layer: str
+    attention: bool
+
+    def __str__(self) -> str:
+        if self.attention:
+            return f"{self.layer} sees the documents before a token's own"
+        return f"{self.layer} carries its state from one document to the next"
+
+
+def joining(model: Any) -> Joining | None:
+    """The first layer of ``model`` in which the documents of a packed row depend on each other, attention last.
+
+    None if there is none, or if no tiny model of this configuration runs. The model itself is not
+    called: it may be on the meta device.
+    """
+    found: list[nn.Module] = []
+    # the second, of the type's default configuration, is for one that does not fit tiny sizes
+    for tiny_form in (lambda: tiny_of(model.config), lambda: tiny_config(model.config.model_type)):
+        with contextlib.suppress(Exception), undisturbed(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tiny = model_of(tiny_form(), head=unsharded_class(model)).eval()
+            _looks[tiny] = None
+            found = _joining_layers(tiny)
+            break
+    # Flash Attention reads positions itself
+    flash = "flash" in str(getattr(model.config, "_attn_implementation", None))
+    for attention in (False,) if flash else (False, True):
+        classes = tuple({type(layer) for layer in found if _attends(layer) is attention})
+        for name, m in model.named_modules():
+            if isinstance(m, classes):
+                return Joining(f"{name} ({unsharded_class(m).__name__})", attention)
+    return None
+
+
+def _attends(layer: nn.Module) -> bool:
+    classes = {c for m in layer.modules() for c in type(m).__mro__ if c.__module__.startswith("transformers.models.")}
+    return any(_ATTENDS.search(inspect.getsource(c)) for c in classes)
+
+
+def _joining_layers(tiny: Any) -> list[nn.Module]:
+    """The innermost modules whose output at the second document changes, while their input there does not."""
+    ids = torch.arange(3, 3 + FIRST + SECOND)[None]
+    other = torch.cat((ids[:, :FIRST] + 40, ids[:, FIRST:]), 1)
+    takes = inspect.signature(tiny.forward).parameters.values()
+    reads = any(p.name == "position_ids" or p.kind is p.VAR_KEYWORD for p in takes)
+    places = {"position_ids": torch.cat((torch.arange(FIRST), torch.arange(SECOND)))[None]} if reads else {}
+    calls: list[dict[str, list[tuple[Tensor, Tensor]]]] = []
+
+    def watch(name: str) -> Any:
+        def hook(m: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+            given, made = (_second(value) for value in ((args, kwargs), out))
+            if given is not None and made is not None:
+                calls[-1].setdefault(name, []).append((given, made))
+
+        return hook
+
+    modules = {name: m for name, m in tiny.named_modules() if not type(m).__module__.startswith("torch.")}
+    with contextlib.ExitStack() as hooks, torch.no_grad():
+        for name, m in modules.items():
+            hooks.callback(m.register_forward_hook(watch(name), with_kwargs=True).remove)
+        for tokens in (ids, other):
+            calls.append({})
+            tiny(input_ids=tokens, use_cache=False, **places)
+    before, after = calls
+    joined = [name for name in before if any(map(_joins, before[name], after.get(name, [])))]
+    holds_another = lambda name: any(inner.startswith(f"{name}." if name else "") for inner in joined if inner != name)
+    return [modules[name] for name in joined if not holds_another(name)]
+
+
+def _joins(before: tuple[Tensor, Tensor], after: tuple[Tensor, Tensor]) -> bool:
+    return _near(before[0], after[0]) and not _near(before[1], after[1])
+
+
+def _second(values: Any) -> Tensor | None:
+    """The vectors of the second document's tokens in the first of these tensors that has one for each."""
+    tensors = (t for t in tree_leaves(values) if isinstance(t, Tensor) and t.is_floating_point() and t.ndim >= 3)
+    return next((t[:, FIRST:].clone() for t in tensors if t.shape[:2] == (1, FIRST + SECOND)), None)
+
+
+def _near(a: Tensor, b: Tensor) -> bool:
+    return bool((a - b).abs().max() <= NEAR * b.abs().max())
+
+
+# How often a model's batches were looked at; None where nothing is left to say
+_looks: weakref.WeakKeyDictionary[nn.Module, int | None] = weakref.WeakKeyDictionary()
+
+
+def warn_if_joined(model: nn.Module, given: Mapping[str, Any]) -> None:
+    """Warn once if the batch in ``given`` has several documents in a row that depend on each other in ``model``.
+
+    To look at positions on a GPU, the host waits for it: only at calls 1, 2, 4, 8 and so on with any.
+    """
+    positions, bounds = given.get("position_ids"), given.get("cu_seq_lens_q")
+    if positions is None and bounds is None:
+        return
+    if torch.compiler.is_compiling() or transformed() or torch.jit.is_tracing():
+        return
+    # with seq_idx, kernels of other packages begin anew
+    if (looks := _looks.get(model, 0)) is None or given.get("seq_idx") is not None:
+        return
+    if not _bounded(bounds, given):
+        if type(positions) is not Tensor or positions.is_meta or positions.shape[-1] < 2:
+            return
+        if is_recorded(positions) or _get_current_dispatch_mode() is not None:
+            return
+        _looks[model] = looks + 1
+        if looks & (looks + 1) or not _packed(positions, given.get("attention_mask")):
+            return
+    _looks[model] = None
+    found = joining(model)
+    if found is not None and not (found.attention and getattr(given.get("attention_mask"), "ndim", 2) > 2):
+        name, advice = unsharded_class(model).__name__, "several documents in a row: give each a row of its own"
+        warnings.warn(f"{name}: {found}, and this batch has {advice}", stacklevel=3)
+
+
+def _bounded(bounds: Any, given: Mapping[str, Any]) -> bool:
+    """Whether these bounds, whose number the host knows, are of more documents than the batch has rows."""
+    tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
+    return isinstance(bounds, Tensor) and isinstance(tokens, Tensor) and len(bounds) - 1 > len(tokens)
+
+
+def _packed(positions: Tensor, mask: Any) -> bool:
+    """Whether positions (B, T), or the first of (A, B, T), begin at 0 in a row, at no padding of ``mask`` (B, T)."""
+    positions = positions[0] if positions.ndim == 3 else positions
+    begins = (positions[..., 1:] == 0) & (positions[..., :-1] > 1)  # on the left, padding often has 1
+    if isinstance(mask, Tensor) and mask.shape == positions.shape:
+        begins &= mask[..., 1:] != 0
+    return bool(begins.any())

@@ -1,0 +1,186 @@
+"""Layers in which the documents of a packed row depend on each other, found by what they do."""
+
+import dataclasses
+import json
+import warnings
+
+import pytest
+import torch
+import transformers
+from hf_models import tiny_model
+from quick import further
+from safetensors.torch import save_file
+from transformers import CONFIG_MAPPING
+
+from liger_kernel.train.config import TrainConfig, UserError
+from liger_kernel.train.data import ROWS
+from liger_kernel.train.loop import train
+from liger_kernel.train.model import check_packing
+from liger_kernel.transformers import documents
+from liger_kernel.transformers.patching.apply import _apply_liger_kernel_to_instance
+
+CONV = {"num_hidden_layers": 16, "layer_types": ["full_attention", "conv"] * 8}
+ATTENTION = {"num_hidden_layers": 16, "layer_types": ["full_attention"] * 16}
+# the first layer that carries a state, for configurations with layers of several kinds
+CARRYING = {
+    "qwen3_next": ({}, "model.layers.0.linear_attn (Qwen3NextGatedDeltaNet)"),
+    "lfm2": (CONV, "model.layers.1.conv (Lfm2ShortConv)"),
+    "granitemoehybrid": ({}, "model.layers.0.mamba (GraniteMoeHybridMambaLayer)"),
+    "rwkv": ({}, "rwkv.blocks.0.attention (RwkvSelfAttention)"),
+    "minimax": ({}, "model.layers.1.self_attn (MiniMaxLightningAttention)"),
+}
+CARRYING_TOO = {
+    "bailing_hybrid": "BailingHybridDeltaAttention",
+    "bamba": "BambaMixer",
+    "falcon_h1": "FalconH1Mixer",
+    "falcon_mamba": "FalconMambaMixer",
+    "inkling_text": "InklingShortConvolution",
+    "jamba": "JambaMambaMixer",
+    "kimi_linear": "KimiLinearDeltaAttention",
+    "lfm3": "Lfm3ShortConv",
+    "mamba": "MambaMixer",
+    "mamba2": "Mamba2Mixer",
+    "nemotron_h": "NemotronHMamba2Mixer",
+    "olmo_hybrid": "OlmoHybridGatedDeltaNet",
+    "qwen3_5_moe_text": "Qwen3_5MoeGatedDeltaNet",
+    "qwen3_5_text": "Qwen3_5GatedDeltaNet",
+    "recurrent_gemma": "RecurrentGemmaRecurrentBlock",
+    "xlstm": "xLSTMLayer",
+    "zamba": "ZambaMambaMixer",
+    "zamba2": "Zamba2MambaMixer",
+    "zaya": "ZayaCCAProjection",
+}
+APART = {
+    "llama": {},
+    "gpt2": {},
+    "mixtral": {},
+    "gemma3_text": {},
+    "lfm2": ATTENTION,
+}
+
+
+def untrained(model_type, **config):
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**config))
+
+
+@pytest.mark.parametrize("model_type", CARRYING)
+def test_layers_that_carry_a_state(model_type):
+    config, layer = CARRYING[model_type]
+    found = documents.joining(untrained(model_type, **config))
+    assert (found.layer, found.attention) == (layer, False)
+
+
+@pytest.mark.parametrize("model_type", further(*CARRYING_TOO))
+def test_other_layers_that_carry_a_state(model_type):
+    found = documents.joining(untrained(model_type))
+    assert CARRYING_TOO[model_type] in found.layer and not found.attention
+
+
+@pytest.mark.parametrize("model_type", APART)
+def test_attention_keeps_documents_apart(model_type):
+    assert documents.joining(untrained(model_type, **APART[model_type])) is None
+
+
+@pytest.mark.parametrize("model_type, config", [("opt", {}), ("granitemoehybrid", ATTENTION)])
+def test_attention_that_reads_no_positions(model_type, config):
+    """Masks of these families do not say where documents end."""
+    assert documents.joining(untrained(model_type, **config)).attention
+
+
+IDS = torch.arange(3, 15)[None]
+POSITIONS = torch.cat((torch.arange(5), torch.arange(7)))[None]
+
+
+def said(model, **batch):
+    with warnings.catch_warnings(record=True) as found, torch.no_grad():
+        warnings.simplefilter("always")
+        model(input_ids=IDS, use_cache=False, **batch)
+    return [str(w.message) for w in found if "documents" in str(w.message)]
+
+
+def patched(model_type, **config):
+    model = tiny_model(model_type, **config)
+    _apply_liger_kernel_to_instance(model)
+    return model
+
+
+def test_a_patched_model_warns_once():
+    model = patched("olmo_hybrid")
+    padding = torch.tensor([[0, 0] + 10 * [1]])
+    numbered = torch.arange(12)[None]
+    quiet = [
+        {},
+        dict(position_ids=numbered),
+        dict(position_ids=(padding.cumsum(1) - 1).masked_fill(padding == 0, 1), attention_mask=padding),
+        dict(position_ids=(numbered < 9) * numbered, attention_mask=(numbered < 9).long()),
+    ]
+    assert not any(said(model, **batch) for batch in quiet)
+    (text,) = said(model, position_ids=POSITIONS)
+    assert "OlmoHybridForCausalLM: model.layers.0.linear_attn (OlmoHybridGatedDeltaNet) carries its state" in text
+    assert not said(model, position_ids=POSITIONS)
+
+
+def test_bounds_of_documents_warn_without_a_look_at_positions(monkeypatch):
+    monkeypatch.setattr(documents, "_packed", None)
+    model = patched("lfm2", num_hidden_layers=2, layer_types=["conv", "full_attention"])
+    bounds = torch.tensor([0, 5, 12], dtype=torch.int32)
+    with warnings.catch_warnings():  # kernels of other packages begin anew where seq_idx says so
+        warnings.simplefilter("error")
+        documents.warn_if_joined(model, dict(input_ids=IDS, cu_seq_lens_q=bounds, seq_idx=(POSITIONS == 0).cumsum(1)))
+    assert len(said(model, position_ids=POSITIONS, cu_seq_lens_q=bounds)) == 1
+
+
+def test_a_configuration_without_tiny_sizes(monkeypatch):
+    monkeypatch.setattr(documents, "tiny_of", None)
+    assert "MambaMixer" in documents.joining(untrained("mamba")).layer
+
+
+def test_models_of_attention_do_not_warn():
+    assert not said(patched("llama"), position_ids=POSITIONS)
+
+
+def test_positions_are_seldom_looked_at(monkeypatch):
+    """A look is a wait for the GPU."""
+    looks = []
+    monkeypatch.setattr(documents, "_packed", lambda *_: looks.append(1))
+    model = torch.nn.Linear(1, 1)
+    for _ in range(1000):
+        documents.warn_if_joined(model, {"position_ids": POSITIONS})
+    assert len(looks) == 10
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hybrid")
+    tiny_model("lfm2", num_hidden_layers=2, layer_types=["conv", "full_attention"]).config.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("more", [{}, dict(trainer="hf"), dict(trainer="lightning"), dict(stream=1.0), dict(lora=2)])
+def test_packing_documents_is_refused_before_anything_is_written(hybrid, tmp_path, more):
+    config = TrainConfig(model=str(hybrid), packing="documents", out=str(tmp_path / "out"), device="cpu", **more)
+    with pytest.raises(UserError, match=r"^packing documents: model\.layers\.0\.conv \(Lfm2ShortConv\) carries"):
+        train(config)
+    assert not list(tmp_path.iterdir())
+
+
+def test_documents_that_were_packed_before_are_refused(hybrid, tmp_path):
+    packed = {"ids": torch.ones(4, dtype=torch.int32), "positions": torch.zeros(4, dtype=torch.int32)}
+    save_file(packed, tmp_path / ROWS)
+    config = TrainConfig(model=str(hybrid), data=str(tmp_path))
+    with pytest.raises(UserError, match="Lfm2ShortConv"):
+        check_packing(config)
+    save_file({"ids": packed["ids"]}, tmp_path / ROWS)
+    check_packing(dataclasses.replace(config, packing="documents"))
+
+
+def test_attention_that_reads_no_positions_is_named(tmp_path, capsys):
+    tiny_model("opt").config.save_pretrained(tmp_path)
+    check_packing(TrainConfig(model=str(tmp_path), packing="documents"))
+    assert "OPTAttention" in capsys.readouterr().err
+    adapters = tmp_path / "adapters"
+    adapters.mkdir()
+    (adapters / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(tmp_path)}))
+    check_packing(TrainConfig(model=str(adapters), packing="documents", lora=2))
+    assert "OPTAttention" in capsys.readouterr().err

@@ -43,6 +43,23 @@ def test_any_order_of_magnitudes(first, rest, last, entropy):
     torch.testing.assert_close(torch.autograd.grad(ours[:1].sum(), logits)[0], grad)
 
 
+@pytest.mark.parametrize("dtype, value", [(torch.float32, 2e19), (torch.float32, 1e38), (torch.float64, 1e200)])
+def test_logits_whose_square_overflows(dtype, value):
+    """In fp64, PyTorch's code runs in the place of the kernels."""
+    z = torch.zeros(2, 5, dtype=dtype, device=DEVICE)
+    z[:, 2] = value
+    target, one = torch.tensor([2, -100], device=DEVICE), torch.ones(2, 1, dtype=dtype, device=DEVICE)
+    of_head = lambda fn: lambda z: fn(one, z[0][:, None], target)
+    losses = {"linear_cross_entropy": of_head(OPS["linear_cross_entropy"].fn), "linear_logprobs": of_head(linear_logprobs)}
+    for name in ("cross_entropy", "vocab_parallel_cross_entropy"):
+        losses[name] = lambda z, op=OPS[name]: op.fn(z, target)
+        losses[f"{name}, reference"] = lambda z, op=OPS[name]: op.reference(z, target)
+    for name, loss in losses.items():
+        logits = z.clone().requires_grad_()
+        found = loss(logits)
+        assert not found.any() and not torch.autograd.grad(found.sum(), logits)[0].any(), name
+
+
 @pytest.mark.parametrize("implementation", ["fn", "reference"])
 @pytest.mark.parametrize("name", ["cross_entropy", "vocab_parallel_cross_entropy"])
 def test_a_label_out_of_range_makes_the_gradient_nan(name, implementation):

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from liger_kernel import nn as liger
-from liger_kernel.ops import jsd, kl_div, logit_divergence, tvd
+from liger_kernel.ops import OPS, jsd, kl_div, logit_divergence, tvd
 from liger_kernel.ops.losses.divergence.logit_divergence import KINDS, Divergence, row_kernel
 from liger_kernel.ops.losses.divergence.logit_divergence import reference as of_logits
 from liger_kernel.testing import assert_as_accurate, run
@@ -112,14 +112,20 @@ def test_large_logits_are_as_good_as_small_ones(kind):
     assert_as_accurate(run(logit_divergence, args), run(of_logits, args), run(of_logits, fp64))
 
 
-@pytest.mark.parametrize("fn", [jsd, tvd, logit_divergence])
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean", "batchmean"])
+@pytest.mark.parametrize("name", ["jsd", "tvd", "logit_divergence", "kl_div"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=str)
-def test_nothing_left_to_average(fn, dtype):
-    """NaN, as 0 / 0 is in torch, and no gradient."""
-    x, y = leaves(draw(3, 8, dtype=dtype).log_softmax(-1), draw(3, 8, dtype=dtype, seed=1).log_softmax(-1))
-    loss = fn(x, y, torch.full((3,), -100, device=DEVICE))
-    loss.backward()
-    assert loss.isnan() and not x.grad.any() and not y.grad.any()
+def test_nothing_left_to_average(name, dtype, reduction):
+    """Every row is ignored, or there is none: 0, and no gradient."""
+    if reduction == "mean" and name not in ("tvd", "kl_div"):
+        return
+    for implementation in (OPS[name].fn, OPS[name].reference):
+        for rows in (0,) if name == "kl_div" else (0, 3):
+            x, y = leaves(*(draw(rows, 8, dtype=dtype, seed=s).log_softmax(-1) for s in (0, 1)))
+            labels = () if name == "kl_div" else (torch.full((rows,), -100, device=DEVICE),)
+            loss = implementation(x, y, *labels, reduction=reduction)
+            loss.sum().backward()
+            assert not loss.any() and not x.grad.any() and not y.grad.any()
 
 
 @pytest.mark.parametrize("fn", [jsd, kl_div])

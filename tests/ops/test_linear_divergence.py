@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from liger_kernel.ops import logit_divergence
+from liger_kernel.ops import OPS, logit_divergence
 from liger_kernel.ops.losses.divergence.linear_divergence import linear_divergence, reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -179,12 +179,39 @@ def test_a_label_out_of_range_makes_the_hard_loss_nan(label):
     assert loss.isnan().nonzero().tolist() == hard.isnan().nonzero().tolist() == [[1]] and not soft.isnan().any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_all_labels_ignored(dtype):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("num_items", [None, 0, 3])
+def test_all_labels_ignored(dtype, num_items):
     x, w, tx, tw, target = inputs(dtype=dtype)
+    target = torch.full_like(target, -100)
+    options = dict(weight_hard=0.5, num_items=num_items)
     for compact in (False, True):
-        loss = linear_divergence(x, w, tx, tw, torch.full_like(target, -100), weight_hard=0.5, compact=compact)
-        assert loss.isnan() and not any(g.any() for g in torch.autograd.grad(loss, (x, w)))
+        for loss in (linear_divergence(x, w, tx, tw, target, compact=compact, **options), OPS["linear_divergence"].reference(x, w, tx, tw, target, **options)):
+            assert loss == 0 and not any(g.any() for g in torch.autograd.grad(loss, (x, w)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["kernels", "torch"])
+@pytest.mark.parametrize("tail", [True, False])
+def test_top_k_rows_without_tokens(tail, dtype):
+    """Row 0 has no tokens; row 1 none of any probability, which without a tail is the same. In row 2, the student excludes a token of probability 0."""
+    x, w, tx, tw, _ = inputs(dtype=dtype)
+    bias = torch.zeros(50, dtype=dtype, device=DEVICE)
+    bias[7] = -float("inf")
+    top = topk_of(tx, tw, 5)
+    log_p, index = top.values()
+    index[index == 7] = -1
+    index[0], log_p[1] = -1, -float("inf")
+    index[2, 1], log_p[2, 1] = 7, -float("inf")
+    if not tail:
+        log_p[3] -= 200  # normalised, they are what they were
+    options = dict(kind="forward_kl", tail=tail, bias=bias, reduction="none")
+    loss, truth = linear_divergence(x, w, chunk_rows=5, **options, **top), OPS["linear_divergence"].reference(x, w, **options, **top)
+    torch.testing.assert_close(loss, truth)
+    grads, true = (torch.autograd.grad(t.sum(), (x, w)) for t in (loss, truth))
+    torch.testing.assert_close(grads, true, rtol=1e-5, atol=1e-6)
+    nothing = loss == 0
+    assert nothing.tolist() == [True, not tail, *[False] * 10] and not grads[0][nothing].any() and not true[0][nothing].any()
+    assert not linear_divergence(x, w, **options, **{name: t[:, :0] for name, t in top.items()}).any()
 
 
 def test_fp16_sums_over_tokens_do_not_overflow():

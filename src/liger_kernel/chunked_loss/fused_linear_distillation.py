@@ -5,7 +5,7 @@ is not ``ignore_index``, with s and t the logits divided by ``temperature``,
 
     loss = weight_hard_loss * cross_entropy(s * temperature, target) / n + weight_soft_loss * distillation_loss_fn(s, t) / n
 
-where both sums run over rows, and 0 rows give NaN. The soft loss is not multiplied by temperature^2. The teacher is constant.
+where both sums run over rows, and n is at least 1. The soft loss is not multiplied by temperature^2. The teacher is constant.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from liger_kernel.ops._core.reduce import divided, scaled
 from liger_kernel.ops.losses.chunks import Kept, chunk_gradients
 from liger_kernel.ops.losses.cross_entropy_rows import Loss, Rows, check
 from liger_kernel.ops.losses.cross_entropy_rows import row_kernel as cross_entropy_rows
+from liger_kernel.ops.losses.divergence.by_element import counted
 from liger_kernel.ops.losses.divergence.distillation import check_teacher
 from liger_kernel.ops.losses.divergence.linear_divergence import linear_divergence
 from liger_kernel.ops.losses.linear_cross_entropy import check_head, promoted
@@ -106,7 +107,7 @@ def _any_gradients(fn, x, w, teacher_x, teacher_w, target, bias, teacher_bias, *
     (x, w, bias), (teacher_x, teacher_w, teacher_bias) = promoted(x, w, bias), promoted(teacher_x, teacher_w, teacher_bias)
     kept = Kept(target, ignore_index).rows(least_gain=1e-9)
     y = target if kept is None else target.index_select(0, kept)
-    norm = (target != ignore_index).sum().float()
+    norm = counted(x, target, ignore_index)
     divisor = 1.0 if x.dtype == torch.float16 else norm  # as in ``linear_divergence``
     soft, hard = norm.new_zeros(()), norm.new_zeros(())
 

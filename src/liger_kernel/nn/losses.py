@@ -138,7 +138,7 @@ def liger_fused_linear_cross_entropy(
 
 
 def liger_jsd(input: Tensor, target: Tensor, shift_labels: Tensor | None = None, beta: float = 0.5, ignore_index: int = -100) -> Tensor:
-    """Generalised Jensen-Shannon divergence of log-probabilities log q = input and log p = target, over the rows that are not ignored (NaN if none is left)."""
+    """Generalised Jensen-Shannon divergence of log-probabilities log q = input and log p = target, over the rows that are not ignored (none: 0)."""
     return jsd(input, target, shift_labels, beta=beta, ignore_index=ignore_index)
 
 

@@ -48,7 +48,7 @@ def reference(logits, target, class_weight, *, ignore_index, reduction, label_sm
     loss = -(1 - label_smoothing) * w[y] * log_p_y
     if label_smoothing:
         loss = loss - label_smoothing / V * (w * log_p).sum(-1)
-    z_term = z_loss * lse.square()
+    z_term = z_loss * lse * lse  # in this order: without a z-loss 0, also where lse^2 overflows
     if token_scaling:
         scale = log_p_y.detach().exp()
         loss, z_term = loss * scale, z_term * scale
@@ -399,7 +399,7 @@ class Terms:
 
     def losses(self, s: Loss, out: Rows, wz: Tensor | None) -> None:
         """Fill loss and z-loss of ``out``. wz: the sum over classes of weight times logit, for label smoothing."""
-        row, z_term = self.on * ((self.lse - self.z_y) + self.low).clamp(min=0), s.z_loss * self.lse.square()
+        row, z_term = self.on * ((self.lse - self.z_y) + self.low).clamp(min=0), s.z_loss * self.lse * self.lse
         if wz is not None:
             row += self.smooth * (self.w_sum * self.lse - wz)
         out.loss.copy_((self.factor * (row + z_term)).where(self.valid, 0))

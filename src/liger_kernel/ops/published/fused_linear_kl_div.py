@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops.losses.chunks import Kept
+from liger_kernel.ops.losses.divergence.by_element import counted
 from liger_kernel.ops.losses.divergence.linear_divergence import linear_divergence
 
 REDUCTIONS = ("batchmean", "mean", "sum")
@@ -42,12 +43,9 @@ class LigerFusedLinearKLDivFunction:
         """
         if reduction not in REDUCTIONS:
             raise ValueError(f"fused_linear_kl_div: reduction must be one of {REDUCTIONS}, got {reduction!r}")
-        n = None
-        if reduction != "sum":
-            rows = student_input.new_full((), student_input.shape[0], dtype=torch.float32) if shift_labels is None else (shift_labels != ignore_index).sum()
-            n = rows.clamp(min=1).float() * (student_weight.shape[0] if reduction == "mean" else 1)
+        n = counted(student_input, shift_labels, ignore_index) * student_weight.shape[0] if reduction == "mean" else None
         options = dict(kind="forward_kl", temperature=temperature, eps=eps, ignore_index=ignore_index, accum_dtype=accum_dtype, compact=compact)
-        how = dict(reduction="sum" if n is None else "mean", num_items=n)
+        how = dict(reduction="sum" if reduction == "sum" else "mean", num_items=n)
         loss = linear_divergence(student_input, student_weight, target=shift_labels, teacher_probs=target, **options, **how)
         assert isinstance(loss, Tensor)  # no parts were asked for
         return loss

@@ -8,10 +8,12 @@ A kind is a function of x and y at one element, summed over a row. With q = exp(
   jsd         beta p (y - log m) + (1 - beta) q (x - log m)     beta KL(p || m) + (1 - beta) KL(q || m)
   tvd         |x - y| / 2                                       x and y are probabilities
 
-Where a probability is 0, what it multiplies counts as 0, also where that is infinite.
+Where a probability is 0, what it multiplies counts as 0, also where that is infinite. A mean of no rows is 0.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -48,8 +50,10 @@ def jsd_kind(beta: float) -> str:
 
 
 def counted(x: Tensor, labels: Tensor | None, ignore_index: int) -> Tensor:
-    """The number of rows of x (..., V) that are not ignored: 0-dim fp32, on the device."""
-    return x.new_full((), x.shape[:-1].numel(), dtype=torch.float32) if labels is None else (labels != ignore_index).sum().float()
+    """The rows of x (..., V) that are not ignored, at least 1: a mean of none is 0. 0-dim fp32."""
+    if labels is None:
+        return x.new_full((), max(math.prod(x.shape[:-1]), 1), dtype=torch.float32)
+    return (labels != ignore_index).sum(dtype=torch.float32).clamp_(min=1)
 
 
 def masked(losses: Tensor, labels: Tensor | None, ignore_index: int) -> Tensor:

@@ -28,25 +28,29 @@ KINDS = (*logit_divergence.KINDS, "cosine")
 TINY = 1e-12  # norms below count as this, in "cosine"
 
 
+def _topk_teacher(log_p: Tensor, index: Tensor, V: int, dtype: torch.dtype, tail: bool) -> tuple[Tensor, ...]:
+    """The column of each index (V: no token), log p and p (M, K), and the mass of the others (M,).
+
+    All masses of a row without tokens are 0.
+    """
+    known = (index >= 0) & (index < V)
+    log_p = log_p.to(dtype).where(known, float("-inf"))
+    if not tail:
+        log_p = log_p.log_softmax(-1).where((log_p != float("-inf")).any(-1, keepdim=True), float("-inf"))
+    p, count = log_p.exp(), known.sum(-1)
+    rest = (1 - p.sum(-1)).clamp(min=0).where((count > 0) & (count < V) & tail, 0)
+    return index.where(known, V).long(), log_p, p, rest
+
+
 def topk_forward_kl(z: Tensor, log_p: Tensor, index: Tensor, temperature: float, tail: bool) -> Tensor:
     """The loss (M,) of logits z (M, V) and log-probabilities (M, K), in torch."""
-    V = z.shape[-1]
     s = F.pad(z.to(acc(z.dtype)) / temperature, (0, 1), value=float("-inf"))
-    known = (index >= 0) & (index < V)
-    at = index.where(known, V).long()
-    log_p = log_p.to(s.dtype).where(known, float("-inf"))
+    at, log_p, p, rest = _topk_teacher(log_p, index, z.shape[-1], s.dtype, tail)
     x = s.log_softmax(-1)
-    log_q = x.gather(-1, at).where(known, 0)
-    if not tail:
-        log_p = log_p.log_softmax(-1)
-        p = log_p.exp()
-        return (p * (log_p.where(p > 0, 0) - log_q)).sum(-1)
-    p = log_p.exp()
-    some = known.sum(-1) < V
-    rest = (1 - p.sum(-1)).clamp(min=0).where(some, 0)
+    kl = (p * (log_p - x.gather(-1, at)).where(p != 0, 0)).sum(-1)
+    some = rest != 0
     log_rest = x.scatter(-1, at, float("-inf")).where(some[:, None], 0).logsumexp(-1)
-    kl = (p * (log_p.where(p > 0, 0) - log_q)).sum(-1)
-    return kl + rest * (rest.where(rest > 0, 1).log() - log_rest.where(rest > 0, 0))
+    return kl + rest * (rest.where(some, 1).log() - log_rest.where(some, 0))
 
 
 def given_kl(z: Tensor, p: Tensor, temperature: float, eps: float) -> Tensor:
@@ -325,13 +329,16 @@ def _topk_rows(
             h_others, _w = joined(h_top, h_total)
             h_lse = _with(h_others, z_k)
 
+        rest = 0.0
+        if not TAIL:  # a row without tokens keeps p = 0
+            largest = tl.max(log_p, axis=0)
+            log_p -= tl.where(largest == -float("inf"), 0.0, largest)
+            total_p = tl.sum(tl.exp(log_p), axis=0)
+            log_p -= tl.where(total_p == 0.0, 0.0, tl.log(total_p))
         p = tl.exp(log_p)
         mass = tl.sum(p, axis=0)
-        rest = 0.0
         if TAIL:
             rest = tl.where(tl.sum(known.to(tl.int32), axis=0) < V, tl.maximum(1.0 - mass, 0.0), 0.0)
-        else:
-            p, log_p, mass = p / mass, log_p - tl.log(mass), 1.0
         x_k = s_k - lse
         loss = tl.sum(tl.where(p == 0.0, 0.0, p * (log_p - x_k)), axis=0)
         if TAIL:
@@ -386,7 +393,7 @@ def row_kernel(z: Tensor, t, target, s: Distillation, *, soft, hard, bias=None, 
     stride, numbers = 0 if dz is None else dz.stride(0), (scale, s.weight_hard, s.weight_soft)
     if topk:
         (log_p, index), K = t, t[1].shape[1]
-        flags |= dict(TAIL=s.tail, BLOCK_K=next_power_of_2(K))
+        flags |= dict(TAIL=s.tail, BLOCK_K=next_power_of_2(max(K, 1)))
         launch(_topk_rows, (M,), z, log_p, index, given(bias), *upstream, *results, V, K, z.stride(0), stride, s.ignore_index, *numbers, **flags)
     else:
         tensors = t, given(bias), given(teacher_bias), *upstream, given(g_hard), *results
@@ -444,11 +451,7 @@ def _topk_in_torch(z: Tensor, log_p: Tensor, index: Tensor, s: Distillation, sof
     if dz is None:
         return
     V = z.shape[-1]
-    known = (index >= 0) & (index < V)
-    at = index.where(known, V).long()
-    p = log_p.to(z.dtype).where(known, float("-inf"))
-    p = p.exp() if s.tail else p.softmax(-1)
-    rest = (1 - p.sum(-1)).clamp(min=0).where(known.sum(-1) < V, 0) if s.tail else p.new_zeros(p.shape[0])
+    at, _, p, rest = _topk_teacher(log_p, index, V, z.dtype, s.tail)
     scaled_z = F.pad(z / s.temperature, (0, 1), value=float("-inf"))
     others = scaled_z.scatter(-1, at, float("-inf")).softmax(-1).nan_to_num(0)
     d = scaled_z.softmax(-1) * (p.sum(-1) + rest)[:, None] - others * rest[:, None]

@@ -6,7 +6,7 @@ Shapes: log_q (the student) and log_p (the teacher) (..., V), shift_labels (...)
 
 which vanishes at beta = 0 and 1. There, the loss is KL(p || q) (forward) or KL(q || p) (reverse) instead.
 Its gradients are (1 - beta) q (log q - log m) to log_q and beta p (log p - log m) to log_p.
-Rows whose label is ``ignore_index`` have loss and gradient 0. "batchmean" divides by the number of the others (0 of them: NaN).
+Rows whose label is ``ignore_index`` have loss and gradient 0. "batchmean" divides by the number of the others (none: 0).
 """
 
 from __future__ import annotations

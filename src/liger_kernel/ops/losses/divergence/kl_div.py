@@ -20,11 +20,16 @@ from liger_kernel.ops.losses.divergence import by_element
 from liger_kernel.ops.losses.divergence.by_element import elements, log_probs, probs
 
 
+def _count(input: Tensor, reduction: str) -> int:
+    """The divisor of the sum; that of nothing stays 0."""
+    return max({"mean": input.numel(), "batchmean": input.shape[0]}.get(reduction, 1), 1)
+
+
 def reference(input: Tensor, target: Tensor, *, reduction: str = "mean", log_target: bool = False, eps: float = 1e-10) -> Tensor:
     loss = elements(input, target, "forward_kl" if log_target else "kl", eps=eps)
     if reduction == "none":
         return loss.to(torch.promote_types(input.dtype, target.dtype))
-    return loss.mean() if reduction == "mean" else loss.sum() / (input.shape[0] if reduction == "batchmean" else 1)
+    return loss.sum() / _count(input, reduction)
 
 
 class LigerKLDivLossFunction(by_element.ByElement):
@@ -32,8 +37,7 @@ class LigerKLDivLossFunction(by_element.ByElement):
 
     @staticmethod
     def forward(ctx, y_pred, y_true, reduction="batchmean", log_target=False, eps=1e-10):
-        count = {"mean": y_pred.numel(), "batchmean": y_pred.shape[0]}.get(reduction)
-        norm = None if count is None else y_pred.new_full((), count, dtype=torch.float32)
+        norm = y_pred.new_full((), _count(y_pred, reduction), dtype=torch.float32) if reduction in ("mean", "batchmean") else None
         out, kind = "elements" if reduction == "none" else "sum", "forward_kl" if log_target else "kl"
         return by_element.forward(ctx, y_pred, y_true, None, norm, out, kind, 0.5, eps, -100)
 

@@ -30,7 +30,7 @@ from liger_kernel.ops.losses.chunks import Kept, auto_chunk_rows, chunk_gradient
 from liger_kernel.ops.losses.cross_entropy import items, targets
 from liger_kernel.ops.losses.cross_entropy_rows import REDUCTIONS, check
 from liger_kernel.ops.losses.cross_entropy_rows import reference as cross_entropy_reference
-from liger_kernel.ops.losses.divergence.by_element import probs
+from liger_kernel.ops.losses.divergence.by_element import counted, probs
 from liger_kernel.ops.losses.divergence.distillation import KINDS, NUMBERS, TINY, Distillation, check_teacher, given_kl, row_kernel, topk_forward_kl
 from liger_kernel.ops.losses.divergence.logit_divergence import reference as divergence_reference
 from liger_kernel.ops.losses.linear_cross_entropy import Options, check_head, kept_rows, promoted
@@ -55,7 +55,7 @@ def reference(
             soft = divergence_reference(z, t, kind=kind, beta=beta, temperature=temperature, reduction="none")
     soft = soft.where(valid, 0)
     hard = cross_entropy_reference(z, target, ignore_index=ignore_index, reduction="none") if weight_hard else torch.zeros_like(soft)
-    n = num_items if num_items is not None else valid.sum()
+    n = counted(x, target, ignore_index) if num_items is None else num_items or 1
     reduce = {"mean": lambda r: r.sum() / n, "sum": torch.sum, "none": lambda r: r}[reduction]
     loss, soft, hard = reduce(weight_hard * hard + weight_soft * soft), reduce(soft), reduce(hard)
     return (loss, soft.detach(), hard.detach()) if parts else loss
@@ -106,8 +106,7 @@ def linear_divergence_fwd(x, w, bias, *rest):
     target, kept, numbers, M = rest[6], rest[7], rest[8 : 8 + _N], x.shape[0]
     s, norm = Distillation(*numbers), None
     if s.reduction == "mean":
-        counted = x.new_full((), M, dtype=torch.float32) if target is None else (target != s.ignore_index).sum().float()
-        norm = counted if num_items is None else num_items.to(torch.float32, copy=True)
+        norm = counted(x, target, s.ignore_index) if num_items is None else num_items.float().where(num_items != 0, 1)
     # fp16 gradients of a mean over many tokens would underflow before a loss scaler reaches them: the backward divides
     soft, hard, *grads = _chunks(x, w, bias, *rest, norm=None if x.dtype == torch.float16 else norm)
     if not s.weight_hard:
@@ -284,8 +283,10 @@ def linear_divergence(
     logits or probabilities require a gradient, the call raises; if its weight does, the weight gets none. The student's tensors are promoted to one dtype,
     and so are the teacher's; under autocast this is autocast's dtype.
 
-    Returns the fp32 loss: "mean" over the rows whose target is not ``ignore_index`` (none: NaN) or divided by ``num_items``, "sum", or (M,) for "none"; with
-    ``parts`` also the soft and the hard loss, not weighted and without gradient. The other options are those of ``linear_cross_entropy``.
+    Returns the fp32 loss: "mean" over the rows whose target is not ``ignore_index`` (none: 0) or
+    divided by ``num_items`` (0: the sum), "sum", or (M,) for "none"; with ``parts`` also the soft
+    and the hard loss, not weighted and without gradient. The other options are those of
+    ``linear_cross_entropy``.
     """
     name = "linear_divergence"
     check_head(name, x, w, bias, chunk_rows)

@@ -14,7 +14,7 @@ scaled logits. As these losses are linear in d, too, they need a sweep for the l
 The teacher's gradient is the student's with their roles exchanged.
 
 Rows whose label is ``ignore_index`` have loss and gradient 0.
-"batchmean" divides by the number of the others (0 of them: NaN).
+"batchmean" divides by the number of the others (none: 0).
 ``bench/cases/divergence.py`` has the shapes of real models and the rivals.
 """
 

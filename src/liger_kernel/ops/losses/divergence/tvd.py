@@ -1,7 +1,7 @@
 """Total variation distance of two distributions given by their probabilities: ``sum |p - q| / 2`` (as in f-distillation, arXiv:2307.15190).
 
 Shapes: p and q (..., V), shift_labels (...).  Its gradient to p is 1/2 where p > q, -1/2 where p < q and 0 where they are equal; to q the opposite.
-Rows whose label is ``ignore_index`` have loss and gradient 0; "mean" and "batchmean" count the others (0 of them: NaN).
+Rows whose label is ``ignore_index`` have loss and gradient 0; "mean" and "batchmean" count the others (none: 0).
 """
 
 from __future__ import annotations

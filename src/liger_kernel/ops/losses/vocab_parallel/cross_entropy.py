@@ -177,7 +177,7 @@ def of_slice(logits: Tensor, target: Tensor, s: Part, reduction: str) -> tuple[T
     if s.mode == "global":
         sum_z = sum_z + (ranks[:, 2].sum(0) - local[2])
     e, K = s.smoothing(N)
-    loss = (1 - e) * (lse - z_y) + s.z_loss * lse.square()
+    loss = (1 - e) * (lse - z_y) + s.z_loss * lse * lse
     if e:
         loss = loss + e * (lse - sum_z / K)
     poison = z.new_ones(()).where(inside | ~valid, float("nan"))  # a factor, so that the gradient is NaN, too

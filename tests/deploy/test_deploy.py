@@ -113,6 +113,10 @@ def test_nothing_is_rendered_through_a_link(tmp_path):
         (tmp_path / "k" / name).unlink()
 
 
+CIRCLE: dict = {}
+CIRCLE["a"] = CIRCLE
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -137,6 +141,25 @@ def test_nothing_is_rendered_through_a_link(tmp_path):
         (dict(train=dict(parallel="none")), r"16 processes need train\.parallel"),
         (dict(train=dict(out="/home/me")), r"train\.out must be relative or under /shared"),
         (dict(train=dict(save="/tmp/model")), r"train\.save must be relative or under /shared"),
+        (dict(train=dict(out="../../etc")), r"train\.out must be a path without \.\., got '\.\./\.\./etc'"),
+        (dict(train=dict(out="/shared/../etc")), r"train\.out must be a path without"),
+        (dict(train=dict(save="a/../../b")), r"train\.save must be a path without"),
+        (dict(extra_volumes=[{"name": "a", "csi": CIRCLE}]), "extra_volumes must be objects of text"),
+        *[
+            (dict(extra_volumes=[{"name": "a", "emptyDir": {}}], extra_mounts=[{"name": "a", "mountPath": "/a"} | mount]), rf"extra_mounts\[0\]\.{said}")
+            for mount, said in (
+                ({"mountPath": "/etc/liger"}, "mountPath must leave /dev/shm, /etc/liger, /tmp, /cache, /shared as they are, got '/etc/liger'"),
+                ({"mountPath": "/etc//liger/x"}, "mountPath must leave"),
+                ({"mountPath": "//etc"}, "mountPath must be an absolute path without"),
+                ({"mountPath": "/etc"}, "mountPath must leave"),
+                ({"mountPath": "/shared/"}, "mountPath must leave"),
+                ({"mountPath": "/"}, r"mountPath must be an absolute path without"),
+                ({"mountPath": "/../etc"}, r"mountPath must be an absolute path without"),
+                ({"mountPath": "/a/.."}, r"mountPath must be an absolute path without"),
+                ({"subPath": "../.."}, r"subPath must be a relative path without"),
+                ({"subPath": "a/../../b"}, r"subPath must be a relative path without"),
+            )
+        ],
         (dict(nodes=1, volume=None, train=dict(store=None)), "the run's folder is lost with its pod"),
     ],
 )
@@ -145,18 +168,34 @@ def test_what_cannot_run_is_refused(changes, said):
         job(**changes)
 
 
+TOKEN = "hf_" + "a" * 34
+
+
 @pytest.mark.parametrize(
     ("changes", "where"),
     [
         (dict(train=dict(store="s3://key:secret@b/run")), "train.store"),
         (dict(environment={"HF_TOKEN": "hf_x"}), "environment.HF_TOKEN"),
         (dict(environment={"HTTPS_PROXY": "http://me:pw@proxy:80"}), "environment.HTTPS_PROXY"),
+        (dict(environment={"PGPASSWORD": "correct-horse"}), "environment.PGPASSWORD"),
+        (dict(annotations={"note": TOKEN}), "annotations.note"),
+        (dict(annotations={"example.com/api-key": "abc"}), "annotations.example.com/api-key"),
+        (dict(labels={"a": TOKEN}), "labels.a"),
+        (dict(labels={TOKEN: "a"}), "labels: a name"),
+        (dict(node_selector={"a": TOKEN}), "node_selector.a"),
+        (dict(monitor_labels={"a": TOKEN}), "monitor_labels.a"),
+        (dict(tolerations=[{"key": "a", "operator": "Equal", "value": TOKEN}]), r"tolerations\[0\].value"),
+        (dict(extra_volumes=[{"name": "q", "csi": {"volumeAttributes": {"password": "x"}}}]), r"extra_volumes\[0\].csi.volumeAttributes.password"),
+        (dict(extra_volumes=[{"name": "q", "nfs": {"options": ["a", f"b={TOKEN}"]}}]), r"extra_volumes\[0\].nfs.options\[1\]"),
+        (dict(image=f"r/i:{TOKEN}"), "image"),
     ],
 )
 def test_credentials_are_for_secrets(changes, where):
     with pytest.raises(UserError, match=f"{where} holds credentials, which would be readable in the manifests"):
         job(**changes)
     job(environment={"TOKENIZERS_PARALLELISM": "false", "GOOGLE_APPLICATION_CREDENTIALS": "/var/run/key.json", "HTTPS_PROXY": "http://proxy:80"})
+    job(environment={"HF_HUB_DISABLE_IMPLICIT_TOKEN": "1", "MAX_TOKENS": "4096"}, tolerations=[{"key": "nvidia.com/gpu", "operator": "Exists"}])
+    job(extra_volumes=[{"name": "q", "secret": {"secretName": "tokens", "items": [{"key": "ca.pem", "path": "ca.pem"}]}}])
 
 
 @pytest.fixture

@@ -593,6 +593,15 @@ HIDDEN = [
     ("gs://b/x?AWSAccessKeyId=a&n=1&x-amz-security-token=b", "gs://b/x?AWSAccessKeyId=***&n=1&x-amz-security-token=***"),
     (f"denied: {SECRET}", "denied: ***"),
     ("hf_" + "a" * 34, "***"),
+    ("-----BEGIN RSA PRIVATE KEY-----\nMIIEv\n-----END RSA PRIVATE KEY-----\nb", "***\nb"),
+    ("key: -----BEGIN PRIVATE KEY-----\nMIIEv, cut", "key: ***"),
+    ("with eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.c2lnbmF0dXJl!", "with ***!"),
+    ("sk-proj-abcdefghijklmnopqrstuvwxyz0123456789", "***"),
+    ("glpat-abcdefghij0123456789, xoxb-123456789012-abcdefghijkl", "***, ***"),
+    ("Authorization: Bearer abcdef0123456789abcdef", "Authorization: Bearer ***"),
+    ("Authorization: Basic dXNlcjpwYXNzd29yZA==", "Authorization: Basic ***"),
+    ("""{"password":"a, b", "n": 1, 'api_key': 'c'}""", """{"password":"***", "n": 1, 'api_key': '***'}"""),
+    ("denied for correct-horse", "denied for ***"),
 ]
 PLAIN = [
     "s3://bucket/run@v1",
@@ -601,12 +610,15 @@ PLAIN = [
     "hf://datasets/user/repo@main",
     "file:///a/b",
     "a@b.c",
+    '{"eos_token": "</s>", "key": "a"}',
+    "bearer of good news, sk-learn, task-force-of-many-words-in-a-name",
 ]
 
 
 @pytest.mark.parametrize("text, shown", HIDDEN + [(text, text) for text in PLAIN])
 def test_credentials_are_hidden_and_nothing_else(text, shown, monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET), monkeypatch.setenv("TOKENIZERS_PARALLELISM", "datasets")
+    monkeypatch.setenv("PGPASSWORD", "correct-horse"), monkeypatch.setenv("SSH_AUTH_SOCK_TYPE", "scheduled")
     assert redact.redacted(text) == redact.redacted(shown) == shown
     assert str(UserError(f"cannot use {text!r}")) == f"cannot use {shown!r}"
 

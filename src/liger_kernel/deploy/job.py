@@ -6,13 +6,14 @@ import dataclasses
 import json
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from liger_kernel.nearest import did_you_mean
 from liger_kernel.train.config import TrainConfig, UserError, checked, read_file
-from liger_kernel.train.redact import redacted, secret_name
+from liger_kernel.train.redact import holds_credential
 
 # API versions of the cluster's operators. No other source file names them (docs/guides/clusters.md says which operators have them)
 API = {
@@ -83,7 +84,8 @@ LIMITS = {  # smallest and largest numbers; a pod has a port and a metrics endpo
 VOLUME = _NAME
 PULL_SECRET = (_DOMAIN, "the name of a Secret")
 RESOURCE = (f"{_DOMAIN}/{_WORD}|ephemeral-storage|hugepages-[1-9][0-9]*[KMG]i", "the name of a resource, such as rdma/ib")
-SUB_PATH = ("[A-Za-z0-9._-][A-Za-z0-9._/-]{0,500}", "a relative path")
+_STEP = r"\.?[A-Za-z0-9_-][A-Za-z0-9._-]*"  # a part of a path: neither . nor ..; Helm's schemas know no lookahead
+SUB_PATH = (f"{_STEP}(/+{_STEP})*/?", "a relative path without ..")
 QUANTITY = ("[1-9][0-9]{0,14}(m|[kMGTPE]|[KMGTPE]i)?", "a quantity, such as 8 or 100Gi, quoted")
 LABEL = (_KEY, "as Kubernetes has them, such as example.com/pool")
 LABEL_VALUE = (f"({_WORD})?", "text of at most 63 letters, digits and -_., quoted where YAML would take it for a number")
@@ -96,7 +98,8 @@ OUR_LABELS = (  # labels that manifests or a chart set
     "kueue.x-k8s.io/queue-name",
 )
 OUR_VOLUMES = ("cache", "tmp", "shm", "config", "shared")
-MOUNT = ("/[A-Za-z0-9._/-]{1,500}", "an absolute path")
+OUR_MOUNTS = ("/dev/shm", str(Path(CONFIG).parent), "/tmp", CACHE, SHARED)  # volumes of a user's may be below the last three
+MOUNT = (f"/{SUB_PATH[0]}", "an absolute path without ..")
 TOLERATION = {
     "key": (_KEY, "a key of a taint"),
     "operator": ("Exists|Equal", "Exists or Equal"),
@@ -175,11 +178,16 @@ class Job:
         if config.parallel == "none" and self.nodes * self.processes > 1:
             raise UserError(f"{self.nodes * self.processes} processes need train.parallel ddp, fsdp2, tp or ulysses")
         open_ = [f"train.{name}" for name, value in config.shown().items() if value != getattr(config, name)]
-        open_ += [f"environment.{n}" for n, v in self.environment.items() if redacted(str(v)) != str(v) or (secret_name(n) and not str(v).startswith("/"))]
+        for name, value in vars(self).items():
+            if name != "train":
+                open_ += _credentials(name, "", value)
         if open_:  # many people can read manifests
             raise UserError(
                 f"{open_[0]} holds credentials, which would be readable in the manifests: store it in a Secret, and give the Secret's name as secret"
             )
+        for name in ("out", "save", "cache"):
+            if ".." in Path(getattr(config, name) or "").parts:
+                raise UserError(f"train.{name} must be a path without .., got {getattr(config, name)!r}")
         for name, folder in (("out", config.out), ("save", self.save)):
             if self.volume and folder.startswith("/") and not folder.startswith(SHARED + "/"):
                 raise UserError(f"train.{name} must be relative or under {SHARED}, where the volume is mounted; got {folder!r}")
@@ -222,6 +230,10 @@ class Job:
             _check_toleration(f"tolerations[{i}]", toleration)
 
     def _check_volumes(self) -> None:
+        try:
+            json.dumps(self.extra_volumes)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise UserError(f"extra_volumes must be objects of text, numbers and lists, quoted where YAML would take them for dates: {error}") from None
         for i, volume in enumerate(self.extra_volumes):
             path = f"extra_volumes[{i}]"
             if not isinstance(volume, dict) or len(volume) != 2 or not all(isinstance(v, dict) for k, v in volume.items() if k != "name"):
@@ -237,6 +249,9 @@ class Job:
             if mount["name"] not in names:
                 raise UserError(f"{path}.name must be one of extra_volumes, got {mount['name']!r:.80}")
             _shaped(f"{path}.mountPath", mount["mountPath"], MOUNT)
+            place = Path(mount["mountPath"])
+            if place.is_relative_to(OUR_MOUNTS[1]) or any(Path(ours).is_relative_to(place) for ours in OUR_MOUNTS):
+                raise UserError(f"{path}.mountPath must leave {', '.join(OUR_MOUNTS)} as they are, got {mount['mountPath']!r:.80}")
             if "subPath" in mount:
                 _shaped(f"{path}.subPath", mount["subPath"], SUB_PATH)
             if type(mount.get("readOnly", True)) is not bool:
@@ -309,6 +324,20 @@ class Job:
 def _shaped(path: str, value: Any, shape: tuple[str, str]) -> None:
     if not isinstance(value, str) or not re.fullmatch(shape[0], value) or len(value) > 1000:
         raise UserError(f"{path} must be {shape[1]}; got {value!r:.80}")
+
+
+def _credentials(path: str, name: str, value: Any) -> Iterator[str]:
+    """The paths of texts below ``path`` that hold a credential, by their form or by ``name``, the user's name for them."""
+    if isinstance(value, dict):
+        for key, part in value.items():
+            # `key` is a name of Kubernetes': of a taint beside `effect`, of what a Secret or ConfigMap holds beside `path`
+            yield from _credentials(f"{path}.{key}", "" if key == "key" and {"path", "effect", "operator"} & value.keys() else str(key), part)
+            yield from _credentials(f"{path}: a name", "", key)
+    elif isinstance(value, list):
+        for i, part in enumerate(value):
+            yield from _credentials(f"{path}[{i}]", name, part)
+    elif holds_credential(name, str(value)):
+        yield path
 
 
 def _check_toleration(path: str, toleration: Any) -> None:

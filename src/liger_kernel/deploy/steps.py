@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import html
 import io
 import json
 import os
@@ -147,7 +148,7 @@ def report(run: Path, scores: dict[str, Any]) -> str:
         "restarts": metrics["restarts"],
         "steps skipped": metrics["nonfinite_steps"],
     }
-    rows = "".join(f"<tr><th align=left>{name}</th><td>{value}</td></tr>" for name, value in shown.items())
+    rows = "".join(f"<tr><th align=left>{name}</th><td>{html.escape(str(value))}</td></tr>" for name, value in shown.items())
     losses = [(line["step"], line["loss"]) for line in lines]
     return f"<h2>liger train</h2><table>{rows}</table>{_svg(losses, 'loss')}{_svg(rates, 'tokens per second')}"
 

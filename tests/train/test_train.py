@@ -26,6 +26,7 @@ import torch
 
 pytest.importorskip("transformers")
 
+from liger_kernel import cli
 from liger_kernel.train import checkpoint, demo, loop, metrics, ranks, records, redact, resume, store
 from liger_kernel.train import data as data_module
 from liger_kernel.train import tokenise as tokenising
@@ -1010,3 +1011,23 @@ def test_the_demo_runs(tmp_path, user_env):
         import matplotlib  # noqa: F401
 
         assert (tmp_path / "demo" / "demo.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+@pytest.mark.parametrize("command", ["train", "fit"])
+def test_code_of_a_model_runs_only_when_asked(trusted, command, config, tmp_path, monkeypatch, capsys):
+    """Without the flag nobody is asked, whatever standard input would answer."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1, vocab_size=300)
+    theirs = {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"}
+    (folder / "config.json").write_text(json.dumps({"model_type": "theirs", "auto_map": theirs} | sizes))
+    (folder / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nfrom transformers import LlamaConfig as C, LlamaForCausalLM as M\n")
+    tokenising.own_tokenizer([{"text": "abc"}], 300, None).save_pretrained(folder)
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    asked = {"train": ["--out", str(tmp_path / "run"), "--steps", "1", "--limit", "20", "--batch", "1"], "fit": ["--gpu", "h100"]}[command]
+    code = cli.main([command, "--model", str(folder), *asked, *["--trust-remote-code"] * trusted])
+    said = capsys.readouterr().err
+    assert (tmp_path / "ran").exists() == trusted
+    if not trusted:
+        assert code and "only if you give --trust-remote-code" in said and "Traceback" not in said

@@ -32,7 +32,7 @@ def model_launches(
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False).train()
 
     def step() -> None:
         with FakeTensorMode():

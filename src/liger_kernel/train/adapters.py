@@ -20,7 +20,7 @@ from torch import nn
 
 from liger_kernel.nearest import did_you_mean
 from liger_kernel.train.config import EVERY_LINEAR, TrainConfig, UserError
-from liger_kernel.train.hub import on_hub
+from liger_kernel.train.hub import on_hub, why
 from liger_kernel.train.redact import in_a_line
 
 SAVED = "adapter_config.json"  # in a folder of adapters
@@ -69,11 +69,13 @@ def _skeleton(config: TrainConfig) -> nn.Module:
     if config.model:
         on_hub(config.model)
     try:
-        form = transformers.AutoConfig.from_pretrained(config.model) if config.model else transformers.LlamaConfig(num_hidden_layers=1)
+        form, trust = transformers.LlamaConfig(num_hidden_layers=1), config.trust_remote_code
+        if config.model:
+            form = transformers.AutoConfig.from_pretrained(config.model, trust_remote_code=trust)
         with torch.device("meta"):
-            return transformers.AutoModelForCausalLM.from_config(form)
+            return transformers.AutoModelForCausalLM.from_config(form, trust_remote_code=trust)
     except (OSError, ValueError, ImportError) as error:
-        raise UserError(f"cannot build the model{f' {config.model}' if config.model else ''}: {in_a_line(error)}") from error
+        raise UserError(f"cannot build the model{f' {config.model}' if config.model else ''}: {why(error)}") from error
 
 
 def _check_targets(targets: str | list[str], model: Any) -> None:

@@ -64,6 +64,9 @@ class TrainConfig:
     """A training run. Each field is a flag of ``liger train``: ``batch`` is ``--batch``, ``grad_clip`` is ``--grad-clip``."""
 
     model: str | None = _field(None, "model", "checkpoint folder or Hugging Face id; without it, a small Llama of the sizes below from random weights")
+    trust_remote_code: bool = _field(
+        False, "model", "run Python code that comes with the model or tokenizer, on every rank and with your rights; without it, such a model is refused"
+    )
     hidden: int = _field(256, "model", "hidden size")
     intermediate: int | None = _field(None, "model", "inner size of the MLP (default: 8/3 of hidden, in steps of 64)")
     layers: int = _field(4, "model", "number of layers")

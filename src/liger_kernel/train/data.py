@@ -109,7 +109,9 @@ def _prepared(config: TrainConfig) -> Data:
 def _read(folder: Path, config: TrainConfig, tokenizer: Any) -> Data:
     import transformers
 
-    return Data(Rows.read(folder / ROWS), tokenizer or transformers.AutoTokenizer.from_pretrained(folder), config.eval_fraction)
+    if tokenizer is None:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
+    return Data(Rows.read(folder / ROWS), tokenizer, config.eval_fraction)
 
 
 def _cache(config: TrainConfig, tokenizer: Any) -> tuple[Path, bool]:

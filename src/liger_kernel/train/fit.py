@@ -52,7 +52,7 @@ GPUS = {
 OWN = 10**9  # bytes of these that a program cannot have: CUDA's own, and the driver's
 # fields of a run that its memory depends on, which are flags of the command under the same names
 FIELDS = (
-    *("model", "attention", "batch", "length", "accumulate", "precision", "trainer"),
+    *("model", "trust_remote_code", "attention", "batch", "length", "accumulate", "precision", "trainer"),
     *("lora", "lora_dropout", "lora_targets", "dora", "quantize", "fp8", "fp8_filter", "fp8_head"),
     *("optimizer", "optimizer_in_backward", "optimizer_on_cpu", "grad_clip"),
     *("parallel", "sequence_parallel_size", "nproc", "nnodes"),
@@ -203,7 +203,7 @@ def main(argv: list[str]) -> int:
         raise UserError(f"give --model, a config.json, a folder with one, a model on the hub, or one of {', '.join(MODELS)}")
     config = TrainConfig(**{"batch": 1, "length": 2048, **a})
     room, arch, name = _gpu(gpu, gigabytes)
-    form = configuration(config.model or "")
+    form = configuration(config.model or "", config.trust_remote_code)
     text = form.get_text_config()
     if getattr(text, "max_position_embeddings", config.length) < config.length:
         text.max_position_embeddings = config.length  # a longer row needs no other memory

@@ -52,7 +52,14 @@ def on_hub(name: str, also: Iterable[str] = (), kind: Literal["model", "dataset"
         raise UserError(f"no {kind} {name!r}: it is no folder here, and the Hugging Face hub cannot be reached ({in_a_line(error)}){near}") from error
 
 
-def configuration(name: str) -> Any:
+def why(error: Exception) -> str:
+    """Why transformers could not load something, in a line."""
+    if "trust_remote_code" in str(error):
+        return "it comes with Python code of its own, which runs on this machine, with your rights, only if you give --trust-remote-code"
+    return in_a_line(error)
+
+
+def configuration(name: str, trust_remote_code: bool = False) -> Any:
     """The transformers configuration of a ``config.json``, a folder that holds one, a model that `liger bench step` knows, or a model on the hub."""
     import transformers
 
@@ -66,8 +73,8 @@ def configuration(name: str) -> Any:
             one_of("model type", values["model_type"], transformers.CONFIG_MAPPING)
             return transformers.AutoConfig.for_model(**values)
         on_hub(name, MODELS)
-        return transformers.AutoConfig.from_pretrained(name)
+        return transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except UserError:
         raise
     except Exception as error:  # transformers checks values with exceptions of several kinds
-        raise UserError(f"cannot read the configuration of {name}: {in_a_line(error)}") from error
+        raise UserError(f"cannot read the configuration of {name}: {why(error)}") from error

@@ -22,9 +22,8 @@ from liger_kernel.parallel import Parallel, layers_of, parallelize
 from liger_kernel.train import adapters
 from liger_kernel.train.config import ULYSSES, TrainConfig, UserError
 from liger_kernel.train.data import packs
-from liger_kernel.train.hub import on_hub
+from liger_kernel.train.hub import on_hub, why
 from liger_kernel.train.ranks import local_rank
-from liger_kernel.train.redact import in_a_line
 from liger_kernel.train.rows import Rows
 from liger_kernel.utils import varlen_lacks
 
@@ -102,7 +101,7 @@ def _base(config: TrainConfig, name: str | None, tokenizer: Any, device: torch.d
     """The model ``name``, or one from random weights, on its device as transformers makes it; quantised if ``config`` says so."""
     import transformers
 
-    options: dict[str, Any] = {"dtype": dtype_of(config, precision), **attention_of(config)}
+    options: dict[str, Any] = {"dtype": dtype_of(config, precision), "trust_remote_code": config.trust_remote_code, **attention_of(config)}
     quantization = adapters.quantization(config, precision)
     # where quantised weights are loaded is where they stay
     quantized: dict[str, Any] = {"device_map": {"": device}} | ({"quantization_config": quantization} if quantization else {})
@@ -113,7 +112,7 @@ def _base(config: TrainConfig, name: str | None, tokenizer: Any, device: torch.d
         if name:
             if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
                 raise UserError(f"{name} holds no model: it has no config.json")
-            already = config.lora and hasattr(transformers.AutoConfig.from_pretrained(name), "quantization_config")
+            already = config.lora and hasattr(transformers.AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code), "quantization_config")
             model = transformers.AutoModelForCausalLM.from_pretrained(name, **options, **(quantized if quantization or already else {}))
         else:
             model = transformers.AutoModelForCausalLM.from_config(small_llama(config, tokenizer), **options)
@@ -122,7 +121,7 @@ def _base(config: TrainConfig, name: str | None, tokenizer: Any, device: torch.d
     except (torch.OutOfMemoryError, UserError):
         raise
     except Exception as error:  # of transformers, safetensors, or a model's own code
-        raise UserError(f"cannot build the model{f' {name}' if name else ''}: {in_a_line(error)}") from error
+        raise UserError(f"cannot build the model{f' {name}' if name else ''}: {why(error)}") from error
     if getattr(model, "is_quantized", False):
         if not config.lora:
             raise UserError(f"{name} is quantised, so it cannot be trained as a whole: give --lora RANK")

@@ -107,7 +107,7 @@ def simulated(
     layers, some = text.num_hidden_layers, SHORT
     if config.activation_offloading:  # a layer's input, at least, is on its way out or back while more than so many bytes are
         some += -(-(offloading.LATE + offloading.AHEAD) // (config.batch * config.length * text.hidden_size * 2))
-    if layers <= 2 * some + 1 or not _alike(form):
+    if layers <= 2 * some + 1 or not _alike(form, config.trust_remote_code):
         phases, cpu = step(form)
         of_a_layer = max(1, cpu[COPIES] // layers)
     else:
@@ -132,14 +132,14 @@ def workspaces(arch: str) -> int:
 _ALIKE: dict[str, bool] = {}
 
 
-def _alike(form: Any) -> bool:
+def _alike(form: Any, trust_remote_code: bool) -> bool:
     """Whether all layers of a model have parameters of the same shapes, and attention of one kind."""
     import transformers
 
     key = form.to_json_string()
     if key not in _ALIKE:
         with torch.device("meta"):
-            layers = layers_of(transformers.AutoModelForCausalLM.from_config(form))
+            layers = layers_of(transformers.AutoModelForCausalLM.from_config(form, trust_remote_code=trust_remote_code))
         shapes = {(type(layer), tuple((name, p.shape) for name, p in layer.named_parameters())) for layer in layers}
         text = form.get_text_config()
         _ALIKE[key] = len(layers) == text.num_hidden_layers and len(shapes) == 1 and len(set(getattr(text, "layer_types", None) or ())) <= 1
@@ -170,7 +170,8 @@ def _on_meta(form: Any, config: TrainConfig, precision: str) -> Any:
     import transformers
 
     with torch.device("meta"):
-        model: Any = transformers.AutoModelForCausalLM.from_config(form, dtype=dtype_of(config, precision), **attention_of(config)).train()
+        options = {"dtype": dtype_of(config, precision), "trust_remote_code": config.trust_remote_code, **attention_of(config)}
+        model: Any = transformers.AutoModelForCausalLM.from_config(form, **options).train()
         if config.kernels == "on":
             patch(model, flags_for(config, form.model_type))
         if config.lora:

@@ -113,7 +113,7 @@ class Stream(Data):
                 import transformers
 
                 self.wait(0)
-                tokenizer = transformers.AutoTokenizer.from_pretrained(folder / TOKENIZER)
+                tokenizer = transformers.AutoTokenizer.from_pretrained(folder / TOKENIZER, trust_remote_code=False)
             rows = Parts(self)
             super().__init__(rows.part(0), tokenizer, config.eval_fraction)  # which of them are held back
             self._parts.append(described(path_of(folder, 0)))

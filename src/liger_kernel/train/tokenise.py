@@ -17,7 +17,7 @@ import torch
 
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.files import fresh, write
-from liger_kernel.train.hub import on_hub
+from liger_kernel.train.hub import on_hub, why
 from liger_kernel.train.records import BEGIN, Place, characters, conversation, text_of, texts_of
 from liger_kernel.train.redact import in_a_line
 from liger_kernel.train.rows import IGNORE, Rows, TokenFile, Tokens, together
@@ -243,9 +243,9 @@ def tokenizer_of(config: TrainConfig) -> Any:
     if Path(source).is_dir() and not any((Path(source) / name).is_file() for name in TOKENIZER_FILES):
         raise UserError(f"{source} holds no tokenizer: it has no tokenizer.json or tokenizer_config.json. Give --tokenizer a folder that has one")
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=config.trust_remote_code)
     except Exception as error:  # of transformers, or of the tokenizers' package for a damaged file
-        raise UserError(f"cannot load the tokenizer {source!r}: {in_a_line(error)}") from error
+        raise UserError(f"cannot load the tokenizer {source!r}: {why(error)}") from error
     complete(tokenizer)
     return tokenizer
 
@@ -278,7 +278,7 @@ def own_tokenizer(records: Iterable[dict[str, Any]], vocab: int, folder: Path | 
 
     kept = folder and folder / TOKENIZER
     if kept and kept.is_dir():
-        return transformers.AutoTokenizer.from_pretrained(kept)
+        return transformers.AutoTokenizer.from_pretrained(kept, trust_remote_code=False)
     tokenizer = train_bpe(texts_of(records), vocab)
     complete(tokenizer)
     if kept:

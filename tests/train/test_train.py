@@ -1,5 +1,6 @@
 """The runtime layer: configs, data and masks, the loop, and the demo."""
 
+import codecs
 import contextlib
 import dataclasses
 import importlib.machinery
@@ -156,12 +157,37 @@ def test_only_kernels_named_are_passed_on():
         ("store: s3://b/run", "store needs trainer torch and checkpoint_every"),
         ("eval_fraction: 1", r"eval_fraction must be in \[0, 1\), got 1.0"),
         ("{cross_entropy: true, fused_linear_cross_entropy: true}", "exclude each other"),
+        ("lr: 1" + "0" * 400, "lr must be of type float, got 10{79}$"),
+        ("weight_decay: .inf", r"weight_decay must be in \[0, 1000000000\], got inf"),
+        ("timeout: 1" + "0" * 400, r"timeout must be in \[1, 1000000000\], got 10{79}$"),
+        ("lr: 1\nlr: 2", "the name 'lr' stands there twice"),
+        ("model: [&a [x], *a]", r"aliases are not read \(\*a\): write the value where it is used"),
+        (r'out: "a\0b"', r"out must be text without NUL and without halves of characters, got 'a\\x00b'"),
+        (r'data: "a\ud800b"', "data must be text without NUL"),
     ],
 )
 def test_mistakes_in_a_config_are_named(text, message, tmp_path):
     (tmp_path / "c.yaml").write_text(text)
     with pytest.raises(UserError, match=message):
         TrainConfig.load(tmp_path / "c.yaml")
+
+
+def test_a_json_file_may_begin_with_a_bom_and_names_nothing_twice(tmp_path):
+    path = tmp_path / "c.json"
+    path.write_bytes(codecs.BOM_UTF8 + b'{"steps": 3}')
+    assert TrainConfig.load(path).steps == 3
+    path.write_text('{"steps": 3, "steps": 4}')
+    with pytest.raises(UserError, match="the name steps stands there twice"):
+        TrainConfig.load(path)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.json", "a.yaml"])
+@pytest.mark.parametrize("kind", ["pipe", "link to a device"])
+def test_what_never_ends_is_not_read(kind, name, tmp_path):
+    os.mkfifo(tmp_path / name) if kind == "pipe" else os.symlink("/dev/zero", tmp_path / name)
+    for read in (records.files_of, lambda _: records.files_of(str(tmp_path))) if name.startswith(("a.jsonl", "a.p")) else (TrainConfig.load,):
+        with pytest.raises(UserError, match=f"{name} is no regular file, but a pipe, a device or a socket"):
+            read(str(tmp_path / name))
 
 
 # -- data ----------------------------------------------------------------------------------
@@ -368,12 +394,20 @@ def test_a_saved_model_scores_as_the_run_that_saved_it(config, tmp_path):
         ('{"text": "x"}', "shorter than one row of 24 tokens"),
         ('{"messages": [{"role": "user", "content": "hi"}]}', "nothing to learn: 1 of 1 conversations have no answer"),
         ('{"messages": [{"role": "user"}]}', "'content'"),
+        ('{"text": "x", "text": "y"}', ":1: not valid JSON: the name text stands there twice"),
+        ('{"text": "x"}\n{"text": "' + "y" * 1_000_000 + '"}', ":2: the line is longer than 1 MB: .* --max-record-mb raises the limit"),
     ],
 )
 def test_mistakes_in_the_data_are_named(lines, message, config, tmp_path):
     (tmp_path / "text.jsonl").write_bytes(lines if isinstance(lines, bytes) else lines.encode())
     with pytest.raises(UserError, match=message):
-        load(config)
+        load(dataclasses.replace(config, max_record_mb=1))
+
+
+def test_a_file_of_records_may_begin_with_a_bom(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}, {"text": "b"}])
+    Path(path).write_bytes(codecs.BOM_UTF8 + Path(path).read_bytes())
+    assert list(Records(TrainConfig(data=path))) == [{"text": "a"}, {"text": "b"}]
 
 
 # -- loop ----------------------------------------------------------------------------------

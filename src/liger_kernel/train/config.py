@@ -19,7 +19,7 @@ from typing import Any
 from liger_kernel.nearest import did_you_mean
 from liger_kernel.train.adamw import FULLY_SHARDED, KINDS, check
 from liger_kernel.train.files import write
-from liger_kernel.train.mistakes import Parser, beside
+from liger_kernel.train.mistakes import Parser, beside, regular, unique
 from liger_kernel.train.mistakes import UserError as UserError
 from liger_kernel.train.redact import MARK, in_a_line, redacted
 
@@ -38,11 +38,13 @@ FP8 = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8_rceil")  # of ops/p
 EVERY_LINEAR = "all-linear"
 # fields that say what is trained beside a frozen base; checkpoints of other adapters do not fit
 ADAPTERS = ("lora", "lora_alpha", "lora_dropout", "lora_targets", "dora", "rslora", "quantize")
+MANY = 10**9  # more than a run has of anything; PyTorch's and the system's integers hold it
 RANGES = (
-    ("hidden intermediate layers heads kv_heads vocab steps batch accumulate global_batch log_every timeout checkpoint_keep limit", 1, math.inf),
-    ("sequence_parallel_size", 1, math.inf),
-    ("length", 2, math.inf),  # the first token of a row is predicted by nothing
-    ("tiled_mlp warmup eval_every grad_clip weight_decay lora nproc max_restarts checkpoint_every stream", 0, math.inf),
+    ("hidden intermediate layers heads kv_heads vocab steps batch accumulate global_batch log_every timeout checkpoint_keep limit", 1, MANY),
+    ("sequence_parallel_size max_record_mb", 1, MANY),
+    ("length", 2, MANY),  # the first token of a row is predicted by nothing
+    ("tiled_mlp warmup eval_every weight_decay lora nproc max_restarts checkpoint_every stream", 0, MANY),
+    ("grad_clip", 0, math.inf),
     ("min_lr", 0, 1),
     ("metrics_port", 0, 2**16 - 1),
     ("seed", 0, 2**32 - 1),  # numpy's
@@ -97,6 +99,7 @@ class TrainConfig:
     split: str = _field("train", "data", "split of a Hugging Face dataset")
     limit: int | None = _field(None, "data", "read at most this many texts")
     tokenizer: str | None = _field(None, "data", "tokenizer folder or id (default: the model's; with neither, a BPE trained on the data)")
+    max_record_mb: int = _field(64, "data", "largest record in MB: a longer line of a .jsonl file is refused before it is read")
     length: int = _field(512, "data", "tokens per row: plain text is packed into rows of this length, conversations are cut to it")
     packing: str = _field(
         "auto",
@@ -220,7 +223,8 @@ class TrainConfig:
             for name in names.split():
                 value = getattr(self, name)
                 if value is not None and not least <= value <= most:  # NaN is in no range
-                    raise UserError(f"{name} must be {f'at least {least}' if most == math.inf else f'in [{least}, {most}]'}, got {value}")
+                    limits = f"at least {least}" if most in (MANY, math.inf) and not value > most else f"in [{least}, {most}]"
+                    raise UserError(f"{name} must be {limits}, got {value!s:.80}")
         for name, wanted, fits in (
             ("lr", "positive", lambda x: x is None or 0 < x < math.inf),
             ("beta2", "in [0, 1)", lambda x: 0 <= x < 1),
@@ -232,6 +236,7 @@ class TrainConfig:
             if not fits(value := getattr(self, name)):
                 raise UserError(f"{name} must be {wanted}, got {value}")
         for field in dataclasses.fields(self):
+            _check_text(field.name, getattr(self, field.name))
             choices = field.metadata["choices"]
             if choices and getattr(self, field.name) not in (*choices, field.default):
                 value = getattr(self, field.name)
@@ -394,8 +399,8 @@ def read_file(path: str | Path) -> dict[str, Any]:
     """The content of a YAML or JSON file: names and values, or ``UserError``."""
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
-        values = _yaml().safe_load(text) if _is_yaml(path) else json.loads(text)
+        text = regular(path).read_text(encoding="utf-8-sig")
+        values = _yaml().load(text, _loader()) if _is_yaml(path) else json.loads(text, object_pairs_hook=unique)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}{'' if path.exists() else beside(path)}") from error
     except UserError:
@@ -412,14 +417,25 @@ def checked(values: dict[str, Any], cls: type, where: str) -> dict[str, Any]:
     kinds = _kinds(cls)
     for name, value in values.items():
         if name not in kinds:
-            raise UserError(f"{where}: unknown name {name!r}{did_you_mean(str(name), kinds)}")
+            raise UserError(f"{where}: unknown name {name!r:.80}{did_you_mean(str(name), kinds)}")
         kind, optional = kinds[name]
         if kind is float and isinstance(value, int | str) and not isinstance(value, bool):
-            with contextlib.suppress(ValueError):  # YAML reads 1e-3 as a string
+            with contextlib.suppress(ValueError, OverflowError):  # YAML reads 1e-3 as a string
                 value = values[name] = float(value)
         if not (type(value) is kind or (value is None and optional)):
-            raise UserError(f"{where}: {name} must be of type {kind.__name__}, got {value!r}")
+            raise UserError(f"{where}: {name} must be of type {kind.__name__}, got {value!r:.80}")
     return values
+
+
+def _check_text(name: str, value: Any) -> None:
+    """``UserError`` for text that no path, command line or environment can hold."""
+    if isinstance(value, str):
+        try:
+            fits = b"\0" not in os.fsencode(value)
+        except UnicodeEncodeError:
+            fits = False
+        if not fits:
+            raise UserError(f"{name} must be text without NUL and without halves of characters, got {value!r:.80}")
 
 
 def _is_yaml(path: Path) -> bool:
@@ -432,6 +448,24 @@ def _yaml() -> Any:
     except ImportError as error:
         raise UserError("YAML configs need pyyaml: pip install pyyaml, or use JSON") from error
     return yaml
+
+
+@functools.cache
+def _loader() -> type:
+    """YAML's safe loader without aliases, of which a few bytes can stand for more than the memory holds, and without names that stand twice."""
+    yaml = _yaml()
+
+    class Loader(yaml.SafeLoader):
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.AliasEvent):
+                raise ValueError(f"aliases are not read (*{self.peek_event().anchor}): write the value where it is used")
+            return super().compose_node(parent, index)
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            unique([(repr(key.value), None) for key, _ in node.value])
+            return super().construct_mapping(node, deep)
+
+    return Loader
 
 
 @functools.cache

@@ -79,13 +79,29 @@ def beside(path: str | Path) -> str:
 
 
 def existing(path: str | Path) -> Path:
-    """``path``, a file that is there; else ``UserError`` with the name that is nearest among its neighbours."""
+    """``path``, a regular file that is there; else ``UserError`` with the name that is nearest among its neighbours."""
     path = Path(path)
+    if not os.path.lexists(path):
+        raise UserError(f"no such file: {path!s:.200}{beside(path)}")
     if path.is_dir():
         raise UserError(f"{path} is a folder: give a file")
-    if not path.exists():
-        raise UserError(f"no such file: {path}{beside(path)}")
+    return regular(path)
+
+
+def regular(path: Path) -> Path:
+    """``path``; ``UserError`` if it is a pipe, a device or a socket, or a link to one, of which reading may never end."""
+    if os.path.exists(path) and not path.is_file() and not path.is_dir():
+        raise UserError(f"{path} is no regular file, but a pipe, a device or a socket")
     return path
+
+
+def unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    """The dict of ``pairs``; ``ValueError`` if a name stands there twice: which of its values is meant is not known."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the name {next(name for name in names if names.count(name) > 1)!s:.80} stands there twice")
+    return found
 
 
 def holds(module: str, folder: str | None, flag: str, requirement: str) -> None:

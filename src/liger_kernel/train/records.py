@@ -8,6 +8,7 @@ Three kinds of record are understood; the keys of the first record decide:
 
 from __future__ import annotations
 
+import codecs
 import json
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
@@ -17,7 +18,7 @@ from typing import Any
 
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.hub import on_hub
-from liger_kernel.train.mistakes import beside
+from liger_kernel.train.mistakes import existing, unique
 from liger_kernel.train.redact import in_a_line
 
 Place = tuple[int, int, int]  # between two records: how many are before it, the file, how many of the file are before it
@@ -64,7 +65,8 @@ class Records:
         if name == "stdlib":
             return [lambda skip: ({"text": text} for text in standard_library()[skip:])]
         if files:
-            return [partial(_jsonl if path.suffix == ".jsonl" else _parquet, path) for path in files]
+            lines = partial(_jsonl, most=self.config.max_record_mb * 10**6)
+            return [partial(lines if path.suffix == ".jsonl" else _parquet, path) for path in files]
         return [partial(_hub, name, self.config.split, bool(self.config.stream))]
 
 
@@ -72,29 +74,31 @@ def files_of(name: str) -> list[Path]:
     """The file with that name, or the ``.jsonl`` and ``.parquet`` files of the folder, in order; nothing if it is not a path."""
     path = Path(name)
     if path.is_dir():
-        files = sorted(f for f in path.iterdir() if f.suffix in (".jsonl", ".parquet"))
+        files = sorted(existing(f) for f in path.iterdir() if f.suffix in (".jsonl", ".parquet"))
         if not files:
             raise UserError(f"no .jsonl or .parquet files in {path}")
         return files
     if path.suffix in (".jsonl", ".parquet"):
-        if not path.is_file():
-            raise UserError(f"no such file: {path}{beside(path)}")
-        return [path]
+        return [existing(path)]
     if path.exists():
         raise UserError(f"data must be a .jsonl or .parquet file or a folder of them, got {path}")
     return []
 
 
-def _jsonl(path: Path, skip: int) -> Iterator[dict[str, Any]]:
+def _jsonl(path: Path, skip: int, most: int) -> Iterator[dict[str, Any]]:
     with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
+        for number, line in enumerate(iter(lambda: lines.readline(most + 1), b""), 1):
+            if len(line) > most:
+                raise UserError(f"{path}:{number}: the line is longer than {most // 10**6} MB: one record a line; --max-record-mb raises the limit")
+            if number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)
             if not line.strip():
                 continue
             if skip:
                 skip -= 1
                 continue
             try:
-                record = json.loads(line.decode())
+                record = json.loads(line.decode(), object_pairs_hook=unique)
                 if b"\\ud" in line or b"\\uD" in line:  # halves of characters, which no tokenizer takes
                     json.dumps(record, ensure_ascii=False).encode()
             except ValueError as error:

@@ -279,6 +279,7 @@ def own_tokenizer(records: Iterable[dict[str, Any]], vocab: int, folder: Path | 
     kept = folder and folder / TOKENIZER
     if kept and kept.is_dir():
         return transformers.AutoTokenizer.from_pretrained(kept, trust_remote_code=False)
+    print(f"training a tokenizer of up to {vocab:,} tokens on the data", file=sys.stderr, flush=True)
     tokenizer = train_bpe(texts_of(records), vocab)
     complete(tokenizer)
     if kept:

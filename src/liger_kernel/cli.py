@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import io
 import os
 import sys
 from collections.abc import Callable
@@ -163,6 +164,9 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code. A mistake of the user gives one line on stderr and 2 (``LIGER_TRACEBACK=1`` adds the traceback)."""
     argv = sys.argv[1:] if argv is None else argv
     name = "liger"
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a name that the terminal's encoding lacks ends no command
     try:
         try:
             command = _command(argv)

@@ -862,6 +862,30 @@ def test_the_endpoint_shows_the_last_numbers_on_the_loopback_address():
     assert TrainConfig().metrics_host == "127.0.0.1" and TrainConfig().metrics_port == 0
 
 
+@pytest.mark.parametrize(
+    "host, asked, status",
+    [
+        ("127.0.0.1", "localhost", 200),
+        ("127.0.0.1", "127.0.0.1:9400", 200),
+        ("127.0.0.1", "evil.example", 403),  # a web page whose name leads here
+        ("127.0.0.1", "[::1", 403),
+        ("localhost", "LOCALHOST:1", 200),
+        ("::1", "[::1]:9400", 200),
+        ("::1", "evil.example:9400", 403),
+        ("0.0.0.0", "run-0.training.svc", 200),
+    ],
+)
+def test_a_loopback_endpoint_answers_only_to_names_of_this_machine(host, asked, status):
+    endpoint = metrics.Endpoint(host, 0, rank=0)
+    try:
+        assert endpoint._answer(f"GET /metrics HTTP/1.1\r\nhost: {asked}\r\n\r\n".encode()).split()[1] == str(status).encode()
+        with socket.create_connection(("::1" if host == "::1" else "127.0.0.1", endpoint.port), 10) as connection:
+            connection.sendall(b"GET /healthz HTTP/1.0\r\n\r\n")
+            assert b"200 OK" in connection.recv(1000)
+    finally:
+        endpoint.close()
+
+
 def test_two_hundred_silent_connections_do_not_keep_a_scrape_away():
     """They are held by one thread, which is idle meanwhile, and closed."""
     before = threading.active_count()
@@ -1009,6 +1033,24 @@ def test_a_cache_of_kernels_can_be_copied_and_read_from_an_image(tmp_path, monke
     assert {name: Path(path).read_text() for name, path in found.items()} == {"kernel.json": "kernel.json", "kernel.cubin": "kernel.cubin"}
     (tmp_path / "image" / "key" / "kernel.cubin").unlink()
     assert Manager("key").get_group("kernel.json") is None  # never half a kernel
+
+
+def test_a_cache_of_kernels_reads_only_its_own_files_and_shares_them_as_the_umask_says(tmp_path, monkeypatch):
+    pytest.importorskip("triton")
+    from triton import knobs
+
+    from liger_kernel.compile.cache import LigerTritonFileCacheManager as Manager
+
+    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
+    before = os.umask(0o027)
+    try:
+        assert os.stat(Manager("key").put(b"x", "a.cubin")).st_mode & 0o777 == 0o640
+    finally:
+        os.umask(before)
+    (tmp_path / "outside").write_text("x")
+    for names in ('{"child_paths": {"../outside": ""}}', '{"child_paths": {"/etc/hostname": ""}}', '{"child_paths": ["a.cubin"]}', "[]", "[" * 100000):
+        Manager("key").put(names, "__grp__kernel.json", binary=False)
+        assert Manager("key").get_group("kernel.json") is None, names[:40]
 
 
 # -- torchrun ----------------------------------------------------------------------------------

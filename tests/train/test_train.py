@@ -23,6 +23,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 
 pytest.importorskip("transformers")
@@ -762,6 +763,69 @@ def test_lines_that_were_lost_do_not_bring_others_twice(tmp_path):
     lines = metrics.StepLines(tmp_path / "metrics.jsonl", 0)
     lines.append([{"step": step} for step in (5, 6, 7, 8)])
     assert [line["step"] for line in metrics.StepLines(tmp_path / "metrics.jsonl", 6).read()] == [5, 6]
+
+
+DAMAGED = [b"[]", b"5", b'{"loss": 1}', b'{"step": "x"}', b"\0" * 4096, b'{"step":1,"loss":"\xff"}', b'{"step": 1' + b"0" * 5000 + b"}", b"[" * 100000]
+STRANGE = [b'{"step": 2, "loss": "x", "grad_norm": 1, "lr": 1}', b'{"step": -1, "loss": 1, "grad_norm": 1, "lr": 1}']
+
+
+def test_damaged_lines_of_metrics_are_left_out(tmp_path, capsys):
+    path = tmp_path / "metrics.jsonl"
+    line = b'{"step": %d, "loss": null, "grad_norm": 1.5, "lr": 0.1}'
+    path.write_bytes(b"\n".join([line % 1, *DAMAGED, *STRANGE, line % 2, b'{"step": 3, "lo']))
+    lines = metrics.StepLines(path, 2)
+    assert "11 damaged lines are left out, the first is line 2" in capsys.readouterr().err
+    assert [(found["step"], math.isnan(found["loss"])) for found in lines.read()] == [(1, True), (2, True)]
+
+
+def test_rows_of_strangers_are_checked_before_a_gpu_reads_them(config, tmp_path):
+    rows = load(config).rows
+    good, path = rows.tensors(), tmp_path / "rows.safetensors"
+    save = lambda **change: safetensors.torch.save_file({name: t.clone().contiguous() for name, t in (good | change).items() if t is not None}, path)
+    last = good["bounds"][-1]
+    for change, said in (
+        (dict(ids=good["ids"].float()), "ids must be .* in int32"),
+        (dict(labels=good["labels"][1:]), "labels must be"),
+        (dict(other=good["ids"]), "it has tensors bounds, ids, labels, other"),
+        (dict(labels=None), "it has tensors bounds, ids"),
+        (dict(bounds=good["bounds"] * 1000), "bounds must rise from 0"),
+        (dict(bounds=good["bounds"].flip(0)), "bounds must rise from 0"),
+        (dict(bounds=good["bounds"][:0]), "bounds must rise from 0"),
+        (dict(bounds=torch.tensor([0, last, last])), "bounds must rise from 0"),
+        (dict(positions=torch.full_like(good["ids"], 10**6)), "positions must lie in their rows"),
+    ):
+        save(**change)
+        with pytest.raises(UserError, match=f"holds no rows of tokens: {said}"):
+            Rows.read(path)
+    path.write_bytes(b"\xff" * 100)
+    with pytest.raises(UserError, match="holds no rows of tokens"):
+        Rows.read(path)
+    for change, said in (
+        (dict(ids=-good["ids"] - 1), "got -"),
+        (dict(labels=torch.full_like(good["ids"], -7)), "got -7"),
+        (dict(labels=torch.full_like(good["ids"], 10**6)), "the model's vocabulary of 300 lacks"),
+    ):
+        save(**change)
+        with pytest.raises(UserError, match=said):
+            Rows.read(path).check(300)
+    save()
+    Rows.read(path).check(300)
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root gives folders away")
+@pytest.mark.parametrize("theirs", ["cache", "entry"])
+def test_a_cache_of_another_user_is_refused(theirs, config, tmp_path):
+    config = dataclasses.replace(config, cache=str(tmp_path / "cache"))
+    load(config)
+    (entry,) = [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
+    os.chown(entry if theirs == "entry" else tmp_path / "cache", 1234, 1234)
+    with pytest.raises(UserError, match="belongs to user 1234, so what is in it may not be this user's"):
+        load(config)
+    os.chown(entry if theirs == "entry" else tmp_path / "cache", 0, 0)
+    load(config)
+    entry.chmod(0o777)
+    with pytest.raises(UserError, match="can be written to by others"):
+        load(config)
 
 
 def test_texts_are_tokenised_together_by_their_length():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import tempfile
+import uuid
 from typing import Any
 
 from triton.runtime.cache import FileCacheManager
@@ -37,7 +37,9 @@ class LigerTritonFileCacheManager(FileCacheManager):
         try:
             with open(path or "") as file:
                 names = json.load(file)["child_paths"]
-        except (OSError, ValueError, KeyError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return None
+        if not isinstance(names, dict) or any(os.path.basename(name) != name for name in names):  # of files beside it
             return None
         paths = {name: self.get_file(name) for name in names}
         return None if None in paths.values() else {name: path for name, path in paths.items() if path}
@@ -47,9 +49,9 @@ class LigerTritonFileCacheManager(FileCacheManager):
         if not self.cache_dir:
             raise RuntimeError("LigerTritonFileCacheManager: there must be a cache directory, got none")
         path = self._make_path(filename)
-        handle, temporary = tempfile.mkstemp(dir=self.cache_dir, prefix=f"tmp.pid_{os.getpid()}_")
+        temporary = os.path.join(self.cache_dir, f"tmp.pid_{os.getpid()}_{uuid.uuid4().hex}")
         try:
-            with os.fdopen(handle, "wb") as file:
+            with open(temporary, "xb") as file:  # with the permissions that the user's other files have
                 file.write(data if isinstance(data, bytes) else str(data).encode())
             os.replace(temporary, path)
         except BaseException:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from liger_kernel.train.config import TrainConfig, UserError
+from liger_kernel.train.mistakes import owned
 from liger_kernel.train.records import BEGIN, Records, files_of
 from liger_kernel.train.rows import Data, Rows
 from liger_kernel.train.stream import Stream
@@ -34,6 +35,8 @@ def load(config: TrainConfig) -> Data:
         return _prepared(config)
     tokenizer = tokenizer_of(config)
     folder, sure = _cache(config, tokenizer)
+    owned(folder.parent)
+    owned(folder, alone=True)
     if config.stream:
         return Stream(config, tokenizer, folder)
     if not sure:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import ipaddress
 import json
 import math
 import selectors
@@ -16,6 +17,7 @@ import socket
 import sys
 import threading
 import time
+import urllib.parse
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -72,14 +74,26 @@ class StepLines:
             print(f"{self.path} lacks steps {lines[0]['step']} to {lines[-1]['step']}: {error}", file=sys.stderr)
 
     def read(self) -> Iterator[dict[str, Any]]:
+        damaged = []
         if self.path.is_file():
             with self.path.open(encoding="utf-8", errors="replace") as file:
-                for line in file:
-                    # the end of a run that was killed, or damage
-                    with contextlib.suppress(ValueError, RecursionError, AttributeError):
-                        found = {name: math.nan if value is None else value for name, value in json.loads(line).items()}
-                        if type(found.get("step")) is int:
-                            yield found
+                for number, line in enumerate(file, 1):
+                    found = None
+                    with contextlib.suppress(ValueError, RecursionError):  # the end of a run that was killed
+                        found = json.loads(line)
+                    if _of_a_step(found):
+                        yield {name: math.nan if value is None else value for name, value in found.items()}
+                    else:
+                        damaged.append(number)
+        if damaged:
+            print(f"{self.path}: {len(damaged)} damaged lines are left out, the first is line {damaged[0]}", file=sys.stderr)
+
+
+def _of_a_step(line: Any) -> bool:
+    """Whether this is a line of metrics: a step and its curves."""
+    if not isinstance(line, dict) or type(line.get("step")) is not int or line["step"] < 1:
+        return False
+    return all(type(line.get(name, 0)) in (int, float, type(None)) for name in CURVES.values())
 
 
 def as_json(value: Any, **options: Any) -> str:
@@ -93,6 +107,9 @@ def as_json(value: Any, **options: Any) -> str:
         return None if isinstance(part, float) and not math.isfinite(part) else part
 
     return json.dumps(plain(value), allow_nan=False, **options)
+
+
+CURVES = {"losses": "loss", "gradient_norms": "grad_norm", "learning_rates": "lr"}  # in metrics.json, and in lines of metrics.jsonl
 
 
 class Endpoint:
@@ -109,9 +126,9 @@ class Endpoint:
     def __init__(self, host: str, port: int, rank: int):
         self.values: dict[str, Any] = {}
         self.progress = time.time()
-        self._rank = rank
+        self._rank, self._host = rank, host.lower()
         try:
-            self._listener = socket.create_server((host, port), backlog=self.most)
+            self._listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=self.most)
         except (OSError, OverflowError) as error:
             raise UserError(f"metrics cannot be served on {host}:{port}: {error}") from error
         self._listener.setblocking(False)
@@ -175,9 +192,21 @@ class Endpoint:
         }
         page = pages.get(path.partition(b"?")[0])
         status = "405 Method Not Allowed" if method != b"GET" else "200 OK" if page else "404 Not Found"
+        if not self._is_ours(request):
+            status, page = "403 Forbidden", None
         body = (page() if page and method == b"GET" else "GET /metrics or /healthz\n").encode()
         head = f"HTTP/1.0 {status}\r\nContent-Type: text/plain; version=0.0.4; charset=utf-8\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
         return head.encode() + body
+
+    def _is_ours(self, request: bytes) -> bool:
+        """Whether the request names this machine. On a loopback address, a name of somebody else's is a web page that asks through the user's browser."""
+        if not ipaddress.ip_address(self._listener.getsockname()[0]).is_loopback:
+            return True
+        hosts = [line.partition(b":")[2].strip().decode("latin-1") for line in request.split(b"\r\n")[1:] if line[:5].lower() == b"host:"]
+        with contextlib.suppress(ValueError):
+            names = [urllib.parse.urlsplit(f"//{host}").hostname or "" for host in hosts]
+            return all(name in ("localhost", self._host) or ipaddress.ip_address(name) for name in names)
+        return False
 
 
 def exposition(values: dict[str, Any], rank: int) -> str:
@@ -277,5 +306,4 @@ def of_run(config: TrainConfig, model: Any, device: Any, precision: str, world: 
 
 def of_lines(lines: list[dict[str, Any]]) -> dict[str, Any]:
     """Its curves."""
-    names = {"losses": "loss", "gradient_norms": "grad_norm", "learning_rates": "lr"}
-    return {name: [line[key] for line in lines] for name, key in names.items()}
+    return {name: [line.get(key, math.nan) for line in lines] for name, key in CURVES.items()}

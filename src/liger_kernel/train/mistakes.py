@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import stat
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -93,6 +95,20 @@ def regular(path: Path) -> Path:
     if os.path.exists(path) and not path.is_file() and not path.is_dir():
         raise UserError(f"{path} is no regular file, but a pipe, a device or a socket")
     return path
+
+
+def owned(folder: Path, alone: bool = False) -> None:
+    """``UserError`` if ``folder`` is there and is another user's, or, with ``alone``, others can write to it: what is in it would be read as this user's."""
+    if not hasattr(os, "geteuid") or not folder.is_dir():
+        return
+    found = folder.stat()
+    mine = found.st_uid in (os.geteuid(), 0)
+    if not mine and os.access(folder, os.W_OK):  # a file system may give this user's files another owner
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            mine = os.fstat(probe.fileno()).st_uid == found.st_uid
+    if not mine or (alone and found.st_mode & stat.S_IWOTH):
+        why = "can be written to by others" if mine else f"belongs to user {found.st_uid}"
+        raise UserError(f"{folder} {why}, so what is in it may not be this user's: give a folder of your own")
 
 
 def unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:

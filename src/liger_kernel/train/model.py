@@ -182,9 +182,9 @@ def check_packing(config: TrainConfig) -> None:
     from liger_kernel.transformers.documents import joining
 
     try:
-        form = transformers.AutoConfig.from_pretrained(name)
+        form = transformers.AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code)
         with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(form)
+            model = transformers.AutoModelForCausalLM.from_config(form, trust_remote_code=config.trust_remote_code)
     except Exception:  # whoever loads the model says why
         return
     verbosity = transformers.logging.get_verbosity()

@@ -96,11 +96,17 @@ class Rows:
 
     @classmethod
     def read(cls, path: Path) -> Rows:
-        """What ``write`` has written."""
-        from safetensors import safe_open
+        """What ``write`` has written; ``UserError`` for anything else, before a GPU reads beside the rows."""
+        from safetensors import SafetensorError, safe_open
         from safetensors.torch import load_file
 
-        rows = cls(**load_file(path))
+        try:
+            found = load_file(path)
+        except SafetensorError as error:
+            raise UserError(f"{path} holds no rows of tokens: {error}") from error
+        if wrong := _wrong(found):
+            raise UserError(f"{path} holds no rows of tokens: {wrong}")
+        rows = cls(**found)
         with safe_open(path, "pt") as file:
             rows._digest = (file.metadata() or {}).get("digest")  # else, as of earlier releases, it takes going through all rows
         return rows
@@ -133,8 +139,14 @@ class Rows:
         return int((self.bounds[index + 1] - self.bounds[index]).sum()), int(self._learnt[index].sum())
 
     def check(self, vocabulary: int) -> None:
-        if len(self) and int(self.ids.max()) >= vocabulary:
-            raise UserError(f"the tokenizer has ids that the model's vocabulary of {vocabulary} lacks: give the model's own tokenizer")
+        """``UserError`` for tokens or labels that a model with so many ids lacks."""
+        for ids, labels in zip(self.ids.split(1 << 24), self.labels.split(1 << 24)):  # parts, as rows may lie in a file
+            learnt = torch.where(labels == IGNORE, 0, labels)
+            least, most = min(int(ids.min()), int(learnt.min())), max(int(ids.max()), int(learnt.max()))
+            if least < 0:
+                raise UserError(f"tokens and labels must be 0 or more, or labels {IGNORE}, got {least}: the file of the rows is damaged, remove it")
+            if most >= vocabulary:
+                raise UserError(f"the tokenizer has ids that the model's vocabulary of {vocabulary} lacks: give the model's own tokenizer")
 
     def row(self, pick: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """Ids, labels and positions of a row."""
@@ -157,6 +169,22 @@ class Rows:
         elif (beyond >= 0).any():
             batch["attention_mask"] = (beyond < 0).long()
         return batch
+
+
+def _wrong(found: dict[str, Tensor]) -> str | None:
+    """What keeps these tensors from being rows."""
+    if not {"ids", "labels", "bounds"} <= found.keys() <= {"ids", "labels", "bounds", "positions"}:
+        return f"it has tensors {', '.join(sorted(found))}"
+    bounds, ids = found.pop("bounds"), found["ids"]
+    other = next((name for name, t in found.items() if t.dtype != torch.int32 or t.shape != (ids.numel(),)), None)
+    found["bounds"] = bounds
+    if other:
+        return f"{other} must be {ids.numel()} numbers in int32"
+    if bounds.dtype != torch.int64 or bounds.ndim != 1 or len(bounds) < 1 or bounds[0] != 0 or bounds[-1] != len(ids) or bool((bounds.diff() < 1).any()):
+        return f"bounds must rise from 0 to {len(ids)} in int64"
+    if "positions" in found and len(ids) and not 0 <= found["positions"].min() <= found["positions"].max() < bounds.diff().max():
+        return "positions must lie in their rows"
+    return None
 
 
 def _bounds(positions: Tensor) -> dict[str, Any]:

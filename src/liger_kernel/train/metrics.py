@@ -78,7 +78,7 @@ class StepLines:
         if self.path.is_file():
             with self.path.open(encoding="utf-8", errors="replace") as file:
                 for number, line in enumerate(file, 1):
-                    found = None
+                    found: Any = None
                     with contextlib.suppress(ValueError, RecursionError):  # the end of a run that was killed
                         found = json.loads(line)
                     if _of_a_step(found):

@@ -17,11 +17,12 @@ from torch import nn
 
 transformers = pytest.importorskip("transformers")
 
-from hf_models import assert_same_bits, assert_same_learning, make, served_by_kernels_or_references, step, tokens  # noqa: E402
+from hf_models import assert_same_bits, assert_same_learning, make, served_by_kernels_or_references, step, stock, tokens  # noqa: E402
 from transformers.models.llama import modeling_llama  # noqa: E402
 
 import liger_kernel.transformers as liger  # noqa: E402
 from liger_kernel.transformers.patching import bound, once  # noqa: E402
+from liger_kernel.transformers.patching.report import patches_report  # noqa: E402
 from liger_kernel.transformers.recognise import rows  # noqa: E402
 
 
@@ -46,6 +47,53 @@ def doubled(function):
         return tuple(2 * t for t in y) if isinstance(y, tuple) else 2 * y
 
     return twice
+
+
+class Uneven(nn.Module):
+    """Rotary tables of the user's own, of which no two columns are equal."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.tables = module.forward
+
+    def forward(self, *args, **kwargs):
+        cos, sin = self.tables(*args, **kwargs)
+        scale = torch.linspace(0.5, 1.5, cos.shape[-1], dtype=cos.dtype, device=cos.device)
+        return cos * scale, sin * scale.flip(-1)
+
+
+def by_module(parent: nn.Module) -> None:
+    parent.rotary_emb = Uneven(parent.rotary_emb)
+
+
+def by_forward(parent: nn.Module) -> None:
+    parent.rotary_emb.forward = Uneven(parent.rotary_emb).forward
+
+
+# halves; of every second column; normed first; neighbours; a part of the head; neighbours taken apart; once; sections
+@pytest.mark.parametrize("family", ["llama", "cohere", "qwen3", "glm4", "stablelm", "deepseek_v3", "gpt_oss", "qwen2_vl"])
+def test_rotary_tables_are_read_as_stock_reads_them(family):
+    """Whatever a module in the place of the model's own returns, and whenever it came there."""
+    with stock(family):
+        plain, ours = make(family), patched(make(family))
+        parents = [m for model in (plain, ours) for m in model.modules() if hasattr(m, "rotary_emb")]
+        assert parents and "rope" in str(patches_report(ours))
+        for parent in parents:
+            by_module(parent)
+        expected = step(plain)[1]
+    assert_same_learning(step(ours)[1], expected)
+
+
+@pytest.mark.parametrize("exchange", [by_module, by_forward])
+@pytest.mark.parametrize("patch", [patched, lambda model: liger.apply_liger_kernel_to_llama() or model], ids=["instance", "class"])
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+def test_rotary_modules_that_are_exchanged(exchange, patch, before):
+    plain, ours = make("llama"), make("llama")
+    exchange(plain.model)
+    expected = step(plain)[1]
+    for change in (lambda m: exchange(m.model), patch) if before else (patch, lambda m: exchange(m.model)):
+        change(ours)
+    assert_same_learning(step(ours)[1], expected)
 
 
 GLOBALS = ["apply_rotary_pos_emb", "eager_attention_forward", "repeat_kv"]

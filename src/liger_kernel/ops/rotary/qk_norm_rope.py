@@ -1,6 +1,7 @@
 """RMSNorm of the heads of queries and keys (arXiv:2010.04245), then rotary embedding, in one pass: ``rope(rms_norm(q, wq), rms_norm(k, wk), cos, sin)``.
 
-Shapes: q (B, Hq, T, D), k (B, Hk, T, D), or with ``unsqueeze_dim=2`` (B, T, H, D); wq, wk (D,), shared by the heads; cos, sin (B or 1, T, R/2).
+Shapes: q (B, Hq, T, D), k (B, Hk, T, D), or with ``unsqueeze_dim=2`` (B, T, H, D); wq, wk (D,), shared by the heads; cos, sin (B or 1, T, R/2)
+or (B or 1, T, 2, R/2), see ``rope``.
 R <= D: the last D - R columns are only normalised.  ``casting`` as in ``rms_norm``, ``layout`` as in ``rope``, ``rope_casting`` as the ``casting`` of ``rope``.
 
 A normalised value is rounded to its dtype before the rotation, as with two separate operators. Per head, with a = dy rotated back,
@@ -25,6 +26,7 @@ from liger_kernel.ops.rotary.rope import CASTING as ROPE_CASTING
 from liger_kernel.ops.rotary.rope import (
     _angles,
     _ids,
+    _of_columns,
     angle_strides,
     checked_tables,
     fusing,
@@ -113,7 +115,7 @@ def _scale(x, rstd, w, X: tl.constexpr, Z: tl.constexpr, CASTING: tl.constexpr):
 
 @jit
 def _fwd_heads(
-    x_ptr, w_ptr, y_ptr, cos, sin, H, x_head, y_head, HALF, D, eps, offset,
+    x_ptr, w_ptr, y_ptr, cos_a, sin_a, cos_b, sin_b, H, x_head, y_head, HALF, D, eps, offset,
     CASTING: tl.constexpr, PAIRS: tl.constexpr, PARTIAL: tl.constexpr, ROUND: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
@@ -131,7 +133,7 @@ def _fwd_heads(
             rstd = rstd.to(X).to(tl.float32)
         a = _scale(a, rstd, w_a, X, Z, CASTING)
         b = _scale(b, rstd, w_b, X, Z, CASTING)
-        a, b = turned(a, b, cos, sin, ROUND, y_ptr.dtype.element_ty)
+        a, b = turned(a, b, cos_a, sin_a, cos_b, sin_b, ROUND, y_ptr.dtype.element_ty)
         store_pairs(y_ptr, a, b, h, y_head, H, HALF, PAIRS, BLOCK_H, BLOCK_R)
         if PARTIAL:
             _store_rest(y_ptr, _scale(c, rstd, w_c, X, Z, CASTING), h, y_head, H, HALF, D, BLOCK_REST)
@@ -141,26 +143,27 @@ def _fwd_heads(
 def _fwd(
     q_ptr, k_ptr, wq_ptr, wk_ptr, cos_ptr, sin_ptr, pos_ptr, yq_ptr, yk_ptr, T, Hq, Hk, L, HALF, D, eps, offset,
     q_batch, q_time, q_head, k_batch, k_time, k_head, yq_batch, yq_time, yq_head, yk_batch, yk_time, yk_head,
-    cos_batch, cos_time, cos_col, sin_batch, sin_time, sin_col, pos_batch, pos_time,
-    HAS_POS: tl.constexpr, CASTING: tl.constexpr, PAIRS: tl.constexpr, PARTIAL: tl.constexpr, ROUND: tl.constexpr,
+    cos_batch, cos_time, cos_second, cos_col, sin_batch, sin_time, sin_second, sin_col, pos_batch, pos_time,
+    HAS_POS: tl.constexpr, BOTH: tl.constexpr, CASTING: tl.constexpr, PAIRS: tl.constexpr, PARTIAL: tl.constexpr, ROUND: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0)
     batch, time = (token // T).to(tl.int64), (token % T).to(tl.int64)
-    cos, sin = load_angles(cos_ptr, sin_ptr, pos_ptr, batch, time, L, HALF, cos_batch, cos_time, cos_col, sin_batch, sin_time, sin_col,
-                           pos_batch, pos_time, HAS_POS, BLOCK_R)  # fmt: skip
-    _fwd_heads(q_ptr + batch * q_batch + time * q_time, wq_ptr, yq_ptr + batch * yq_batch + time * yq_time, cos, sin, Hq, q_head, yq_head, HALF, D,
-               eps, offset, CASTING, PAIRS, PARTIAL, ROUND, BLOCK_Q, BLOCK_R, BLOCK_REST)  # fmt: skip
-    _fwd_heads(k_ptr + batch * k_batch + time * k_time, wk_ptr, yk_ptr + batch * yk_batch + time * yk_time, cos, sin, Hk, k_head, yk_head, HALF, D,
-               eps, offset, CASTING, PAIRS, PARTIAL, ROUND, BLOCK_K, BLOCK_R, BLOCK_REST)  # fmt: skip
+    cos_a, sin_a, cos_b, sin_b = load_angles(
+        cos_ptr, sin_ptr, pos_ptr, batch, time, L, HALF, cos_batch, cos_time, cos_second, cos_col,
+        sin_batch, sin_time, sin_second, sin_col, pos_batch, pos_time, HAS_POS, BOTH, BLOCK_R)  # fmt: skip
+    _fwd_heads(q_ptr + batch * q_batch + time * q_time, wq_ptr, yq_ptr + batch * yq_batch + time * yq_time, cos_a, sin_a, cos_b, sin_b,
+               Hq, q_head, yq_head, HALF, D, eps, offset, CASTING, PAIRS, PARTIAL, ROUND, BLOCK_Q, BLOCK_R, BLOCK_REST)  # fmt: skip
+    _fwd_heads(k_ptr + batch * k_batch + time * k_time, wk_ptr, yk_ptr + batch * yk_batch + time * yk_time, cos_a, sin_a, cos_b, sin_b,
+               Hk, k_head, yk_head, HALF, D, eps, offset, CASTING, PAIRS, PARTIAL, ROUND, BLOCK_K, BLOCK_R, BLOCK_REST)  # fmt: skip
 
 
 @jit
 def _bwd(
     dy_ptr, x_ptr, w_ptr, dx_ptr, dw_ptr, cos_ptr, sin_ptr, pos_ptr, tokens, T, H, L, HALF, D, eps, offset, dw_stride,
     dy_batch, dy_time, dy_head, x_batch, x_time, x_head, dx_batch, dx_time, dx_head,
-    cos_batch, cos_time, cos_col, sin_batch, sin_time, sin_col, pos_batch, pos_time,
-    HAS_POS: tl.constexpr, PAIRS: tl.constexpr, PARTIAL: tl.constexpr, NEED_DX: tl.constexpr, NEED_DW: tl.constexpr,
+    cos_batch, cos_time, cos_second, cos_col, sin_batch, sin_time, sin_second, sin_col, pos_batch, pos_time,
+    HAS_POS: tl.constexpr, BOTH: tl.constexpr, PAIRS: tl.constexpr, PARTIAL: tl.constexpr, NEED_DX: tl.constexpr, NEED_DW: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dx of every so many tiles, each of up to BLOCK_H heads of one token, and their share of dw; of q or of k."""
@@ -177,14 +180,15 @@ def _bwd(
         x_at = x_ptr + batch * x_batch + time * x_time
         dy_at = dy_ptr + batch * dy_batch + time * dy_time
         dx_at = dx_ptr + batch * dx_batch + time * dx_time
-        cos, sin = load_angles(cos_ptr, sin_ptr, pos_ptr, batch, time, L, HALF, cos_batch, cos_time, cos_col, sin_batch, sin_time, sin_col,
-                               pos_batch, pos_time, HAS_POS, BLOCK_R)  # fmt: skip
+        cos_a, sin_a, cos_b, sin_b = load_angles(
+            cos_ptr, sin_ptr, pos_ptr, batch, time, L, HALF, cos_batch, cos_time, cos_second, cos_col,
+            sin_batch, sin_time, sin_second, sin_col, pos_batch, pos_time, HAS_POS, BOTH, BLOCK_R)  # fmt: skip
         a, b = load_pairs(x_at, h, x_head, H, HALF, PAIRS, BLOCK_H, BLOCK_R)
         c = _load_rest(x_at, h, x_head, H, HALF, D, PARTIAL, BLOCK_H, BLOCK_REST)
         dy_a, dy_b = load_pairs(dy_at, h, dy_head, H, HALF, PAIRS, BLOCK_H, BLOCK_R)
         g_c = _load_rest(dy_at, h, dy_head, H, HALF, D, PARTIAL, BLOCK_H, BLOCK_REST)
-        g_a = dy_a * cos[None, :] + dy_b * sin[None, :]
-        g_b = dy_b * cos[None, :] - dy_a * sin[None, :]
+        g_a = dy_a * cos_a[None, :] + dy_b * sin_b[None, :]
+        g_b = dy_b * cos_b[None, :] - dy_a * sin_a[None, :]
         rstd = _rstd(a, b, c, h, H, D, eps, PARTIAL)
         a *= rstd
         b *= rstd
@@ -221,7 +225,7 @@ def _blocks(D: int, half: int) -> tuple[int, int]:
     " str rope_casting) -> (Tensor yq, Tensor yk)"
 )
 def qk_norm_rope_fwd(q, k, wq, wk, cos, sin, position_ids, eps, offset, casting, pairs, rope_casting) -> tuple[Tensor, Tensor]:
-    """q, k as (B, T, H, D) views with unit column stride; cos, sin (B or 1, T, R/2), or tables (1, L, R/2) with position_ids (B or 1, T)."""
+    """q, k as (B, T, H, D) views with unit column stride; cos, sin as for ``rope_turn``, or tables (1, L, R/2) with position_ids (B or 1, T)."""
     normed = [x.dtype if casting == "gemma" else torch.promote_types(x.dtype, w.dtype) for x, w in ((q, wq), (k, wk))]
     yq, yk = (torch.empty_like(x, dtype=turned_dtype(dtype, cos, rope_casting)) for x, dtype in zip((q, k), normed))
     B, T, Hq, D = q.shape
@@ -233,7 +237,7 @@ def qk_norm_rope_fwd(q, k, wq, wk, cos, sin, position_ids, eps, offset, casting,
     rounds = any(rounding(dtype, cos, rope_casting) for dtype in normed)
     args = k, wq, wk, cos, sin, position_ids, yq, yk, T, Hq, Hk, cos.shape[1], half, D, eps, offset
     strides = *q.stride()[:3], *k.stride()[:3], *yq.stride()[:3], *yk.stride()[:3], *angle_strides(cos, sin, position_ids)
-    flags = dict(HAS_POS=position_ids is not None, CASTING=casting, PAIRS=pairs, PARTIAL=2 * half < D, ROUND=rounds, **fusing(rounds))
+    flags = dict(HAS_POS=position_ids is not None, BOTH=cos.ndim == 4, CASTING=casting, PAIRS=pairs, PARTIAL=2 * half < D, ROUND=rounds, **fusing(rounds))
     blocks = dict(BLOCK_Q=block_q, BLOCK_K=block_k, BLOCK_R=block_r, BLOCK_REST=block_rest, num_warps=c.num_warps)
     launch(_fwd, (B * T,), q, *args, *strides, **flags, **blocks)
     return yq, yk
@@ -261,7 +265,7 @@ def qk_norm_rope_bwd(dyq, dyk, q, k, wq, wk, cos, sin, position_ids, eps, offset
         if need_dx or need_dw:
             args = x, w, dx, dw, cos, sin, position_ids, B * T, T, heads, cos.shape[1], half, D, eps, offset, partials.stride(0)
             strides = *dy.stride()[:3], *x.stride()[:3], *dx.stride()[:3], *angle_strides(cos, sin, position_ids)
-            flags = dict(HAS_POS=position_ids is not None, PAIRS=pairs, PARTIAL=2 * half < D, NEED_DX=need_dx, NEED_DW=need_dw, STAGES=c.stages)
+            flags = dict(HAS_POS=position_ids is not None, BOTH=cos.ndim == 4, PAIRS=pairs, PARTIAL=2 * half < D, NEED_DX=need_dx, NEED_DW=need_dw, STAGES=c.stages)
             blocks = dict(BLOCK_H=min(next_power_of_2(heads), c.block_m), BLOCK_R=block_r, BLOCK_REST=block_rest, num_warps=c.num_warps)
             launch(_bwd, (programs,), dy, *args, *strides, **flags, **blocks)
         dxs.append(dx)
@@ -311,6 +315,8 @@ def _qk(B: int, Hq: int, Hk: int, T: int, D: int, half: int, draw=torch.randn, t
         Case("gemma3", _qk(2, 3, 1, 2, 24, 12, offset=1.0, casting="gemma")),
         Case("glm4-moe", dict(q=T_((1, 3, 5, 20)), k=T_((1, 3, 2, 20)), wq=T_((20,)), wk=T_((20,)), **_angles(3, 5), unsqueeze_dim=2)),
         Case("pairs", _qk(2, 3, 2, 2, 20, 6, layout="pairs", position_ids=T_((2, 2), _ids, dtype=torch.int64), tokens=11, offset=0.5)),
+        Case("both-columns", _qk(2, 4, 2, 3, 20, 8) | _of_columns(3, 8)),
+        Case("both-columns-of-pairs", _qk(1, 2, 1, 3, 16, 8, layout="pairs") | _of_columns(3, 8)),
         Case("no-upcast", _qk(1, 2, 1, 2, 16, 8, casting="none", w_dtype=torch.float32)),
         Case("autocast", _qk(1, 2, 1, 2, 20, 8, casting="gemma", rope_casting="none") | _angles(2, 8, dtype=torch.float32)),
         Case("rounded", _qk(2, 4, 2, 3, 20, 8, rope_casting="none")),

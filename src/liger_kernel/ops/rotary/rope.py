@@ -1,10 +1,10 @@
 """Rotary position embedding of queries and keys in one launch (Su et al., arXiv:2104.09864).
 
 Shapes: q (B, Hq, T, D), k (B, Hk, T, D), or with ``unsqueeze_dim=2`` (B, T, H, D); cos, sin (B or 1, T, R/2), or (T, R/2): one angle for each
-rotated pair.  R <= D: the last D - R columns pass through.
+rotated pair; or (B or 1, T, 2, R/2): one for its first column and one for its second.  R <= D: the last D - R columns pass through.
 
-A pair (a, b) becomes (a cos - b sin, b cos + a sin).  ``layout="halves"`` pairs column i with i + R/2, ``"pairs"`` 2i with 2i + 1.
-The backward rotates the other way: the same kernel with -sin.
+A pair (a, b) becomes (a cos_a - b sin_a, b cos_b + a sin_b).  ``layout="halves"`` pairs column i with i + R/2, ``"pairs"`` 2i with 2i + 1.
+The backward rotates the other way: the same kernel with -sin_b for sin_a, and -sin_a for sin_b.
 
 ``casting`` says where the arithmetic is rounded, as models differ in it:
   fp32    everything in fp32, rounded once, to the dtype of x
@@ -38,7 +38,8 @@ def reference(
         cos, sin = (t.reshape(t.shape[:-1].numel(), t.shape[-1])[position_ids] for t in (cos, sin))
     elif cos.ndim == 2:
         cos, sin = cos[None], sin[None]
-    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    cos_a, cos_b = (t.unsqueeze(unsqueeze_dim) for t in columns(cos))
+    sin_a, sin_b = (t.unsqueeze(unsqueeze_dim) for t in columns(sin))
     R = 2 * cos.shape[-1]
 
     def turn(x: Tensor) -> Tensor:
@@ -46,12 +47,17 @@ def reference(
         if casting == "fp32":
             rotated = rotated.to(acc(torch.promote_types(x.dtype, cos.dtype)))
         a, b = rotated.chunk(2, -1) if layout == "halves" else (rotated[..., ::2], rotated[..., 1::2])
-        a, b = a * cos - b * sin, b * cos + a * sin
+        a, b = a * cos_a - b * sin_a, b * cos_b + a * sin_b
         y = torch.cat((a, b), -1) if layout == "halves" else torch.stack((a, b), -1).flatten(-2)
         y = y if casting == "none" else y.to(x.dtype)
         return torch.cat((y, x[..., R:]), -1) if x.shape[-1] > R else y
 
     return turn(q), turn(k)
+
+
+def columns(table: Tensor) -> tuple[Tensor, ...]:
+    """The angles of first and of second columns of pairs (B or 1, T, R/2), which one table without a dimension for them gives to both."""
+    return table.unbind(-2) if table.ndim == 4 else (table, table)
 
 
 def once(table: Tensor, rotary_dim: int | None = None) -> Tensor:
@@ -69,7 +75,11 @@ def of_sections(table: Tensor, sections: Sequence[int]) -> Tensor:
 
     The pairs come in ``sections``; section i turns by the position on axis i modulo A.
     """
-    table = once(table)
+    return by_sections(once(table), sections)
+
+
+def by_sections(table: Tensor, sections: Sequence[int]) -> Tensor:
+    """(B, T, ..., R/2) of (A, B, T, ..., R/2), as ``of_sections`` describes it."""
     if sum(sections) != table.shape[-1]:
         raise ValueError(f"mrope: mrope_section must sum to {table.shape[-1]}, got {tuple(sections)}")
     return torch.cat([part[i % len(part)] for i, part in enumerate(table.split(list(sections), -1))], -1)
@@ -85,10 +95,11 @@ def of_complex(freqs: Tensor) -> tuple[Tensor, Tensor]:
 
 @jit
 def load_angles(
-    cos_ptr, sin_ptr, pos_ptr, batch, time, L, HALF, cos_batch, cos_time, cos_col, sin_batch, sin_time, sin_col, pos_batch, pos_time,
-    HAS_POS: tl.constexpr, BLOCK_R: tl.constexpr,
+    cos_ptr, sin_ptr, pos_ptr, batch, time, L, HALF,
+    cos_batch, cos_time, cos_second, cos_col, sin_batch, sin_time, sin_second, sin_col, pos_batch, pos_time,
+    HAS_POS: tl.constexpr, BOTH: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """cos and sin of one token, a pair each; a position outside the table gives NaN, not a stray read."""
+    """cos and sin of the first, then of the second columns of one token's pairs; a position outside the table gives NaN, not a stray read."""
     r = tl.arange(0, BLOCK_R)
     mask = r < HALF
     if HAS_POS:
@@ -96,12 +107,18 @@ def load_angles(
         batch = batch * 0
         known = (time >= 0) & (time < L)
         mask = mask & known
-    cos = tl.load(cos_ptr + batch * cos_batch + time * cos_time + r * cos_col, mask=mask, other=0.0).to(tl.float32)
-    sin = tl.load(sin_ptr + batch * sin_batch + time * sin_time + r * sin_col, mask=mask, other=0.0).to(tl.float32)
+    cos_ptr += batch * cos_batch + time * cos_time
+    sin_ptr += batch * sin_batch + time * sin_time
+    cos = tl.load(cos_ptr + r * cos_col, mask=mask, other=0.0).to(tl.float32)
+    sin = tl.load(sin_ptr + r * sin_col, mask=mask, other=0.0).to(tl.float32)
     if HAS_POS:
         cos = tl.where(known, cos, float("nan"))
         sin = tl.where(known, sin, float("nan"))
-    return cos, sin
+    cos_b, sin_b = cos, sin
+    if BOTH:
+        cos_b = tl.load(cos_ptr + cos_second + r * cos_col, mask=mask, other=0.0).to(tl.float32)
+        sin_b = tl.load(sin_ptr + sin_second + r * sin_col, mask=mask, other=0.0).to(tl.float32)
+    return cos, sin, cos_b, sin_b
 
 
 @jit
@@ -135,9 +152,9 @@ def store_pairs(y_ptr, a, b, h, y_head, H, HALF, PAIRS: tl.constexpr, BLOCK_H: t
 
 
 @jit
-def turned(a, b, cos, sin, ROUND: tl.constexpr, DTYPE: tl.constexpr):
+def turned(a, b, cos_a, sin_a, cos_b, sin_b, ROUND: tl.constexpr, DTYPE: tl.constexpr):
     """Pairs turned by their angles, products rounded to DTYPE if asked for."""
-    a_cos, a_sin, b_cos, b_sin = a * cos[None, :], a * sin[None, :], b * cos[None, :], b * sin[None, :]
+    a_cos, a_sin, b_cos, b_sin = a * cos_a[None, :], a * sin_b[None, :], b * cos_b[None, :], b * sin_a[None, :]
     if ROUND:
         a_cos, a_sin = a_cos.to(DTYPE).to(tl.float32), a_sin.to(DTYPE).to(tl.float32)
         b_cos, b_sin = b_cos.to(DTYPE).to(tl.float32), b_sin.to(DTYPE).to(tl.float32)
@@ -146,14 +163,14 @@ def turned(a, b, cos, sin, ROUND: tl.constexpr, DTYPE: tl.constexpr):
 
 @jit
 def _turn(
-    x_ptr, y_ptr, cos, sin, H, x_head, y_head, HALF, D,
+    x_ptr, y_ptr, cos_a, sin_a, cos_b, sin_b, H, x_head, y_head, HALF, D,
     PAIRS: tl.constexpr, ROUND: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
     """All heads of one token: pointers to its first head, strides between heads, cos and sin of BLOCK_R angles."""
     for start in range(0, H, BLOCK_H):
         h = (start + tl.arange(0, BLOCK_H)).to(tl.int64)
         a, b = load_pairs(x_ptr, h, x_head, H, HALF, PAIRS, BLOCK_H, BLOCK_R)
-        a, b = turned(a, b, cos, sin, ROUND, y_ptr.dtype.element_ty)
+        a, b = turned(a, b, cos_a, sin_a, cos_b, sin_b, ROUND, y_ptr.dtype.element_ty)
         store_pairs(y_ptr, a, b, h, y_head, H, HALF, PAIRS, BLOCK_H, BLOCK_R)
         if BLOCK_REST > 0:
             rest = 2 * HALF + tl.arange(0, BLOCK_REST)
@@ -166,20 +183,21 @@ def _turn(
 def _rope(
     q_ptr, k_ptr, cos_ptr, sin_ptr, pos_ptr, yq_ptr, yk_ptr, T, Hq, Hk, L, HALF, D,
     q_batch, q_time, q_head, k_batch, k_time, k_head, yq_batch, yq_time, yq_head, yk_batch, yk_time, yk_head,
-    cos_batch, cos_time, cos_col, sin_batch, sin_time, sin_col, pos_batch, pos_time,
-    HAS_POS: tl.constexpr, INVERSE: tl.constexpr, PAIRS: tl.constexpr, ROUND: tl.constexpr,
+    cos_batch, cos_time, cos_second, cos_col, sin_batch, sin_time, sin_second, sin_col, pos_batch, pos_time,
+    HAS_POS: tl.constexpr, BOTH: tl.constexpr, INVERSE: tl.constexpr, PAIRS: tl.constexpr, ROUND: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0)
     batch, time = (token // T).to(tl.int64), (token % T).to(tl.int64)
-    cos, sin = load_angles(cos_ptr, sin_ptr, pos_ptr, batch, time, L, HALF, cos_batch, cos_time, cos_col, sin_batch, sin_time, sin_col,
-                           pos_batch, pos_time, HAS_POS, BLOCK_R)  # fmt: skip
+    cos_a, sin_a, cos_b, sin_b = load_angles(
+        cos_ptr, sin_ptr, pos_ptr, batch, time, L, HALF, cos_batch, cos_time, cos_second, cos_col,
+        sin_batch, sin_time, sin_second, sin_col, pos_batch, pos_time, HAS_POS, BOTH, BLOCK_R)  # fmt: skip
     if INVERSE:
-        sin = 0.0 - sin  # of 0, +0 in every release of Triton
-    _turn(q_ptr + batch * q_batch + time * q_time, yq_ptr + batch * yq_batch + time * yq_time, cos, sin, Hq, q_head, yq_head, HALF, D,
-          PAIRS, ROUND, BLOCK_Q, BLOCK_R, BLOCK_REST)  # fmt: skip
-    _turn(k_ptr + batch * k_batch + time * k_time, yk_ptr + batch * yk_batch + time * yk_time, cos, sin, Hk, k_head, yk_head, HALF, D,
-          PAIRS, ROUND, BLOCK_K, BLOCK_R, BLOCK_REST)  # fmt: skip
+        sin_a, sin_b = 0.0 - sin_b, 0.0 - sin_a  # of 0, +0 in every release of Triton
+    _turn(q_ptr + batch * q_batch + time * q_time, yq_ptr + batch * yq_batch + time * yq_time, cos_a, sin_a, cos_b, sin_b,
+          Hq, q_head, yq_head, HALF, D, PAIRS, ROUND, BLOCK_Q, BLOCK_R, BLOCK_REST)  # fmt: skip
+    _turn(k_ptr + batch * k_batch + time * k_time, yk_ptr + batch * yk_batch + time * yk_time, cos_a, sin_a, cos_b, sin_b,
+          Hk, k_head, yk_head, HALF, D, PAIRS, ROUND, BLOCK_K, BLOCK_R, BLOCK_REST)  # fmt: skip
 
 
 def unit_stride(x: Tensor) -> Tensor:
@@ -189,8 +207,9 @@ def unit_stride(x: Tensor) -> Tensor:
 
 def angle_strides(cos: Tensor, sin: Tensor, position_ids: Tensor | None) -> tuple[int, ...]:
     """The strides for ``load_angles``, from cos_batch to pos_time. A batch of one applies to all."""
-    of = lambda t: (t.stride(0) if t.shape[0] > 1 else 0, *t.stride()[1:])
-    return *of(cos), *of(sin), *((0, 0) if position_ids is None else of(position_ids))
+    first = lambda t: t.stride(0) if t.shape[0] > 1 else 0
+    of = lambda t: (first(t), t.stride(1), t.stride(2) if t.ndim == 4 else 0, t.stride(-1))
+    return *of(cos), *of(sin), *((0, 0) if position_ids is None else (first(position_ids), position_ids.stride(1)))
 
 
 def turned_dtype(dtype: torch.dtype, cos: Tensor, casting: str) -> torch.dtype:
@@ -213,9 +232,9 @@ def fusing(rounds: bool) -> dict[str, bool]:
     " -> (Tensor yq, Tensor yk)"
 )
 def rope_turn(q, k, cos, sin, position_ids, pairs, rounds, inverse, q_dtype, k_dtype) -> tuple[Tensor, Tensor]:
-    """q, k as (B, T, H, D) views; cos, sin (B or 1, T, R/2), or tables (1, L, R/2) with position_ids (B, T); the dtypes are those of the results.
+    """q, k as (B, T, H, D) views; cos, sin (B or 1, T, R/2) or (B or 1, T, 2, R/2), or tables (1, L, R/2) with position_ids (B, T).
 
-    ``rounds``: products to the dtype of the result.
+    The dtypes are those of the results. ``rounds``: products to the dtype of the result.
     """
     q, k = unit_stride(q), unit_stride(k)
     yq, yk = torch.empty_like(q, dtype=q_dtype), torch.empty_like(k, dtype=k_dtype)
@@ -227,7 +246,7 @@ def rope_turn(q, k, cos, sin, position_ids, pairs, rounds, inverse, q_dtype, k_d
     c = config.tile("rope", 2 * block_r + rest, q.itemsize, elements=2048)
     block_q, block_k = (min(next_power_of_2(h), c.block_m) for h in (Hq, Hk))
     strides = *q.stride()[:3], *k.stride()[:3], *yq.stride()[:3], *yk.stride()[:3], *angle_strides(cos, sin, position_ids)
-    flags = dict(HAS_POS=position_ids is not None, INVERSE=inverse, PAIRS=pairs, ROUND=rounds, **fusing(rounds))
+    flags = dict(HAS_POS=position_ids is not None, BOTH=cos.ndim == 4, INVERSE=inverse, PAIRS=pairs, ROUND=rounds, **fusing(rounds))
     blocks = dict(BLOCK_Q=block_q, BLOCK_K=block_k, BLOCK_R=block_r, BLOCK_REST=rest, num_warps=c.num_warps)
     launch(_rope, (B * T,), q, k, cos, sin, position_ids, yq, yk, T, Hq, Hk, cos.shape[1], half, D, *strides, **flags, **blocks)
     return yq, yk
@@ -354,7 +373,8 @@ def checked_tables(
         return cos, sin, position_ids
     if cos.ndim == sin.ndim == 2:
         cos, sin = cos[None], sin[None]
-    if cos.ndim != 3 or cos.shape[0] not in (1, B) or cos.shape[1] != time or cos.shape != sin.shape or 2 * cos.shape[2] > D:
+    fits = cos.ndim == 3 or (cos.ndim == 4 and cos.shape[2] == 2)
+    if not fits or cos.shape[0] not in (1, B) or cos.shape[1] != time or cos.shape != sin.shape or 2 * cos.shape[-1] > D:
         raise ValueError(f"{name}: cos and sin must have shape ({B} or 1, {time}, at most {D // 2}), got {tuple(cos.shape)} and {tuple(sin.shape)}")
     return cos, sin, position_ids
 
@@ -382,6 +402,12 @@ def _flat(T: int, half: int) -> dict[str, T_]:
     return {name: dataclasses.replace(t, shape=(T, half), draw=flat(t.draw)) for name, t in _angles(T, half).items()}
 
 
+def _of_columns(T: int, half: int, B: int = 1) -> dict[str, T_]:
+    """Tables (B, T, 2, R/2): angles of first and of second columns, as views of tables (B, T, R)."""
+    split = lambda draw: lambda B, T, _, half, dtype: draw(B, T, 2 * half, dtype=dtype).view(B, T, 2, half)
+    return {name: dataclasses.replace(t, shape=(B, T, 2, half), draw=split(t.draw)) for name, t in _angles(T, 2 * half, B).items()}
+
+
 def _heads(B: int, Hq: int, Hk: int, T: int, D: int, **options) -> dict:
     return dict(q=T_((B, Hq, T, D)), k=T_((B, Hk, T, D)), **options)
 
@@ -397,6 +423,8 @@ _IDS = T_((2, 5), _ids, dtype=torch.int64)
     reference=reference,
     cases=[
         Case("llama", _heads(2, 4, 2, 7, 16) | _angles(7, 8)),
+        Case("both-columns", _heads(2, 4, 1, 5, 20) | _of_columns(5, 8)),
+        Case("both-columns-of-pairs", _heads(2, 4, 2, 5, 16, layout="pairs", casting="none") | _of_columns(5, 8, B=2)),
         Case("batched-angles", _heads(2, 4, 1, 5, 16) | _angles(5, 8, B=2)),
         Case("partial", _heads(2, 3, 3, 5, 20) | _angles(5, 6)),
         Case("cohere", _heads(2, 4, 2, 5, 16, layout="pairs") | _angles(5, 8)),
@@ -438,8 +466,8 @@ def rope(
 ) -> tuple[Tensor, Tensor]:
     """Rotate queries and keys by the angles of their positions. Returns new tensors with their shapes, in the dtypes that ``casting`` defines.
 
-    q (B, Hq, T, D), k (B, Hk, T, D), or (B, T, H, D) with ``unsqueeze_dim=2``; any strides. cos, sin (B or 1, T, R/2) or (T, R/2) with R <= D; or,
-    with ``position_ids`` (B or 1, T), tables (L, R/2) or (1, L, R/2) that it indexes. If cos or sin require gradients, PyTorch computes everything.
+    q (B, Hq, T, D), k (B, Hk, T, D), or (B, T, H, D) with ``unsqueeze_dim=2``; any strides. cos, sin (B or 1, T, R/2) or (T, R/2) with R <= D;
+    (B or 1, T, 2, R/2) with angles of the first and of the second column of each pair; or, with ``position_ids`` (B or 1, T), tables (L, R/2) or (1, L, R/2) that it indexes. If cos or sin require gradients, PyTorch computes everything.
     A position outside its table gives NaN on a GPU. Elsewhere it raises ``IndexError``, or, if negative, indexes from the end, as in PyTorch.
     """
     if casting not in CASTING:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,15 +12,17 @@ import torch
 from torch import Tensor
 
 from liger_kernel import memory
-from liger_kernel.ops.rotary.rope import CASTING, of_complex, of_sections, once, rope
+from liger_kernel.ops.rotary.rope import CASTING, by_sections, of_complex, rope
 from liger_kernel.transformers.recognise.variant import ROPE_FORMS, StandIns, Variant
 
-# how a rope function's tables hold one angle for each pair of columns
+# How a rope function's tables hold the angles of pairs: once, or for first and second columns, which may differ: a module of the user's own makes what
+# it likes, and may be exchanged after the patch.
 TABLES: dict[str, Callable[[Tensor], Tensor]] = {
     "once": lambda t: t,
-    "twice": lambda t: t[..., : t.shape[-1] // 2],  # cat(angles, angles)
-    "repeated": lambda t: t[..., ::2],  # repeat_interleave(angles, 2)
+    "twice": lambda t: t.view(*t.shape[:-1], 2, t.shape[-1] // 2),  # cat(angles, angles)
+    "repeated": lambda t: t.view(*t.shape[:-1], t.shape[-1] // 2, 2).transpose(-1, -2),  # repeat_interleave(angles, 2)
 }
+FIRST: dict[str, Callable[[Tensor], Tensor]] = {"twice": lambda t: t[..., : t.shape[-1] // 2], "repeated": lambda t: t[..., ::2]}
 ABSENT = object()
 
 
@@ -28,12 +31,24 @@ def _learn(*tables: Tensor) -> bool:
     return (tables[0].requires_grad or tables[-1].requires_grad) and torch.is_grad_enabled()
 
 
+def _angles(tables: str, turn: Callable[[Tensor, Tensor], Any]) -> Callable[[Tensor], Tensor]:
+    """What a rope function ``turn(x, table)`` reads of its tables: all of ``TABLES``, or of first columns alone, as some functions and releases do."""
+    if tables != "once":
+        with contextlib.suppress(Exception), torch.no_grad():  # in a mode of PyTorch's without values; then both, which is never wrong for equal columns
+            table = torch.arange(1.0, 5.0, device="cpu")[None, None]
+            equal = table.clone()
+            TABLES[tables](equal)[..., 1, :] = FIRST[tables](equal)
+            one, other = (turn(table[None], t) for t in (table, equal))
+            if all(map(torch.equal, *((out if isinstance(out, tuple) else (out,)) for out in (one, other)))):
+                return FIRST[tables]
+    return TABLES[tables]
+
+
 def _stand_ins(tables: str) -> StandIns:
     for width in (16, 24):  # 24: the last eight columns pass through
         for batch, unsqueeze_dim in ((1, 1), (3, 1), (3, 2)):
             q, k = (torch.randn((3, heads, 5, width) if unsqueeze_dim == 1 else (3, 5, heads, width)) for heads in (2, 1))
-            angle = torch.randn(batch, 5, 8)
-            angle = {"once": angle, "twice": torch.cat((angle, angle), -1), "repeated": angle.repeat_interleave(2, -1)}[tables]
+            angle = torch.randn(batch, 5, 8 if tables == "once" else 16)
             yield {"unsqueeze_dim": unsqueeze_dim}, (q, k, angle.cos(), angle.sin())
 
 
@@ -57,7 +72,8 @@ class Rope(_OfTables):
         return self.casting, self.layout, self.tables
 
     def __call__(self, stock: Callable) -> Callable:
-        casting, layout, angles = self.casting, self.layout, TABLES[self.tables]
+        casting, layout = self.casting, self.layout
+        angles = _angles(self.tables, lambda x, table: stock(x, x, table, table))
 
         def turn(q: Tensor, k: Any, cos: Tensor, sin: Tensor, position_ids: Any, unsqueeze_dim: int) -> tuple[Tensor, ...]:
             memory.taken()  # the projections have read the value
@@ -100,7 +116,8 @@ class RopeAlone(_OfTables):
         return "alone", "sin first" if self.sin_first else "", self.casting, self.layout, self.tables
 
     def __call__(self, stock: Callable) -> Callable:
-        casting, layout, angles = self.casting, self.layout, TABLES[self.tables]
+        casting, layout = self.casting, self.layout
+        angles = _angles(self.tables, lambda x, table: stock(x, table, table))
 
         def turned(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int) -> Tensor | None:
             if x.ndim != 4 or cos.ndim != 3 or cos.shape[0] not in (1, x.shape[0]) or unsqueeze_dim not in (1, 2) or _learn(cos, sin):
@@ -149,15 +166,15 @@ class RopeOfSections(Variant):
         def apply_multimodal_rotary_pos_emb(q, k, cos, sin, mrope_section, unsqueeze_dim=1):
             if q.ndim != 4 or cos.ndim != 4 or unsqueeze_dim not in (1, 2) or _learn(cos, sin):
                 return stock(q, k, cos, sin, mrope_section, unsqueeze_dim)
-            return rope(q, k, of_sections(cos, mrope_section), of_sections(sin, mrope_section), unsqueeze_dim=unsqueeze_dim, casting=casting)
+            cos, sin = (by_sections(TABLES["twice"](t), mrope_section) for t in (cos, sin))
+            return rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, casting=casting)
 
         return apply_multimodal_rotary_pos_emb
 
     def stand_ins(self) -> StandIns:
         for unsqueeze_dim in (1, 2):
             q, k = (torch.randn((3, heads, 5, 16) if unsqueeze_dim == 1 else (3, 5, heads, 16)) for heads in (2, 1))
-            angle = torch.randn(3, 3, 5, 8)
-            angle = torch.cat((angle, angle), -1)
+            angle = torch.randn(3, 3, 5, 16)
             yield {"unsqueeze_dim": unsqueeze_dim, "mrope_section": [2, 3, 3]}, (q, k, angle.cos(), angle.sin())
 
 
@@ -177,14 +194,14 @@ class FlatRope(Variant):
         def apply_rotary_pos_emb_vision(q, k, cos, sin):
             if q.ndim != 3 or k.ndim != 3 or cos.ndim != 2 or _learn(cos, sin):
                 return stock(q, k, cos, sin)
-            q, k = rope(q[None], k[None], once(cos)[None], once(sin)[None], unsqueeze_dim=2, casting=casting)
+            cos, sin = (TABLES["twice"](t)[None] for t in (cos, sin))
+            q, k = rope(q[None], k[None], cos, sin, unsqueeze_dim=2, casting=casting)
             return q[0], k[0]
 
         return apply_rotary_pos_emb_vision
 
     def stand_ins(self) -> StandIns:
-        angle = torch.randn(5, 8)
-        angle = torch.cat((angle, angle), -1)
+        angle = torch.randn(5, 16)
         yield {}, (torch.randn(5, 2, 16), torch.randn(5, 1, 16), angle.cos(), angle.sin())
 
 

@@ -1086,7 +1086,8 @@ def test_curves_that_differ_are_called_out():
 def test_no_speed_without_its_spread(stock, ours, said, tmp_path):
     runs = {"stock": ended(stock), "ours": ended(ours) | {"model": "llama"}}
     report = demo.compare(*runs.values())
-    assert re.search(said, shown := demo.table(report, runs["ours"])), shown
+    shown = demo.table(report, runs["ours"])
+    assert re.search(said, shown), shown
     assert json.loads(json.dumps(report, allow_nan=False)) == report
     if "few" in shown:  # the one below draws a speed
         demo.plot(report, runs, tmp_path / "demo.png")

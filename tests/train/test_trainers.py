@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from liger_kernel import cli
@@ -264,6 +264,7 @@ def test_lightning_is_told_of_several_machines(config, monkeypatch):
 @pytest.mark.parametrize("trainer", ["torch", *TRAINERS])
 def test_padding_and_ends_that_a_tokenizer_lacks(trainer, config, tmp_path, capsys):
     """Chats of several lengths: what they are padded with plays no part, be it nothing, or an id that the model's embedding lacks."""
+    import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     chats = [[("user", "a " * n), ("assistant", "b c " * n)] for n in range(1, 9)]

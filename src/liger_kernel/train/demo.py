@@ -1,8 +1,9 @@
 """``liger demo``: train one small Llama twice from the same weights on the same text, stock and with our kernels, and compare.
 
-Both runs start from random weights (or from ``--model``), each in its own process, so that each has its own peak of memory. They take turns: while one
-makes the steps up to its next log line, the other waits, so that what else runs on the machine slows down both, and each pair of such blocks has a ratio
-of its own. The losses of every step may differ only by rounding; otherwise the exit code is 1.
+Both runs start from random weights (or from ``--model``), each in its own process, so that each has
+its own peak of memory. They take turns: while one makes the steps up to its next log line, the other
+waits. So what else runs on the machine slows down both, and each pair of such blocks has a ratio of
+its own. The losses of every step may differ only by rounding; otherwise the exit code is 1.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ CPU = TrainConfig(out="runs/demo", hidden=192, heads=3, kv_heads=1, layers=4, vo
 GPU = dataclasses.replace(CPU, hidden=1024, heads=16, kv_heads=8, layers=8, length=2048, batch=8, steps=100, warmup=10, log_every=5, lr=6e-4)
 
 # Turns need one process each, of our own trainer, whose every step is new
-FIXED = ("kernels", "save", "cache", "stream", "trainer") + tuple(
-    field.name for field in dataclasses.fields(TrainConfig) if field.metadata["group"] in ("ranks", "checkpoints")
-)
+_UNUSED = [field.name for field in dataclasses.fields(TrainConfig) if field.metadata["group"] in ("ranks", "checkpoints")]
+FIXED = ("kernels", "save", "cache", "stream", "trainer", *_UNUSED)
 PAIRS = 5  # of blocks: fewer say nothing about a spread
-UNCLEAR = 1.25  # the upper quartile of the ratios over the lower one, beyond which they do not tell which run is faster
+# The upper quartile of the ratios over the lower one, beyond which they do not tell which is faster
+UNCLEAR = 1.25
 
 # Largest relative difference of the two losses at any step. fp32: sums in another order, then amplified by AdamW, whose first steps have the
 # size of the learning rate whatever the size of the gradient; 3e-6 seen. bf16: one rounding is up to 2^-9 = 0.2 %, and thousands of them meet.
@@ -99,9 +100,10 @@ sys.exit(cli.main(["train", "--config", sys.argv[1]]))
 
 
 def _trained(config: TrainConfig, out: Path) -> dict[str, int]:
-    """Train both, and return their exit codes. The second run starts when the first one has made a block, or not at all if it could not.
+    """Train both, and return their exit codes.
 
-    A byte in a run's pipe says that it is its turn; the end of the pipe, that the other run is over.
+    The second run starts when the first one has made a block, or not at all if it could not. A byte
+    in a run's pipe says that it is its turn; the end of the pipe, that the other run is over.
     """
     (first, second), pipes, processes = RUNS, {name: os.pipe() for name in RUNS}, {}
     try:
@@ -124,7 +126,7 @@ def _trained(config: TrainConfig, out: Path) -> dict[str, int]:
 
 
 def take_turns(name: str, turn: str, other: str) -> None:
-    """Let this process's run wait, between two blocks, until there is a byte in the pipe ``turn``, and write one to the ``other`` before."""
+    """Between two blocks, write a byte to the pipe ``other``, and wait for one in the pipe ``turn``."""
     import torch
 
     from liger_kernel.train import loop
@@ -160,17 +162,23 @@ def compare(stock: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
 
 
 def speed(stock: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
-    """Tokens/s of the pair of blocks, made one after the other, whose ratio is the median; the quartiles of the ratios; why they tell nothing, if so."""
+    """Tokens/s of the pair of blocks whose ratio is the median, and the quartiles of all ratios.
+
+    ``spread`` is the line for the user: the quartiles, or why they tell nothing if not ``clear``.
+    """
     pairs = sorted(zip(stock["rates"], ours["rates"]), key=lambda pair: pair[1] / pair[0])
     if len(pairs) < PAIRS:
-        few = f"There are too few blocks of steps to tell which is faster, {len(pairs)} of at least {PAIRS}: raise --steps or lower --log-every."
+        few = f"There are too few blocks of steps to tell which is faster, {len(pairs)} of at least {PAIRS}"
+        few += ": raise --steps or lower --log-every."
         return {"stock": None, "ours": None, "ratio": None, "quartiles": None, "pairs": len(pairs), "clear": False, "spread": few}
     a, b = pairs[len(pairs) // 2]  # both of one moment: medians of either run need not be
     low, _, high = statistics.quantiles([ours / stock for stock, ours in pairs], n=4, method="inclusive")
     clear = high <= UNCLEAR * low
-    spread = f"half of the ratios of {len(pairs)} pairs of blocks of steps, made in turn, are between {low:.2f} and {high:.2f}"
+    spread = f"half of the ratios of {len(pairs)} pairs of blocks of steps, made in turn, are"
+    spread += f" between {low:.2f} and {high:.2f}"
     said = f"Speed: {spread}{', so no difference shows' if low <= 1 <= high else ''}."
-    busy = f"This machine is too busy to tell which is faster: {spread}. Run the demo again when nothing else runs."
+    busy = f"This machine is too busy to tell which is faster: {spread}."
+    busy += " Run the demo again when nothing else runs."
     numbers = {"stock": a, "ours": b, "ratio": b / a, "quartiles": [low, high], "pairs": len(pairs)}
     return {**numbers, "clear": clear, "spread": said if clear else busy}
 
@@ -188,7 +196,8 @@ def table(report: dict[str, Any], run: dict[str, Any]) -> str:
     rate = report["tokens_per_second"]
     told = f"{'unclear':>10}{'unclear':>10}{'unclear':>12}"
     if rate["clear"]:
-        told = f"{rate['stock']:>10,.0f}{rate['ours']:>10,.0f}{rate['ratio']:>12.2f} ({' to '.join(f'{x:.2f}' for x in rate['quartiles'])})"
+        low, high = rate["quartiles"]
+        told = f"{rate['stock']:>10,.0f}{rate['ours']:>10,.0f}{rate['ratio']:>12.2f} ({low:.2f} to {high:.2f})"
     lines.insert(2, f"{'tokens/s, median pair of blocks':<32}{told}")
     verdict, difference, allowed = "agree" if report["agree"] else "DO NOT AGREE", report["largest_loss_difference"], report["tolerance"]
     lines += [
@@ -240,10 +249,12 @@ def plot(report: dict[str, Any], runs: dict[str, Any], path: Path) -> str:
     curve.legend(frameon=False, labelcolor=ink)
 
     rate = report["tokens_per_second"]
-    bars = [(memory, "peak_memory", lambda x: f"{x / 1e9:.2f} GB", f"Peak memory: {report['peak_memory']['ratio']:.2f}x")]
+    saved = f"Peak memory: {report['peak_memory']['ratio']:.2f}x"
+    bars = [(memory, "peak_memory", lambda x: f"{x / 1e9:.2f} GB", saved)]
     if rate["clear"]:
         bars.append((speeds, "tokens_per_second", lambda x: f"{x:,.0f}", f"Tokens/s: {rate['ratio']:.2f}x"))
-        speeds.set_xlabel(f"{rate['quartiles'][0]:.2f}x to {rate['quartiles'][1]:.2f}x, half of {rate['pairs']} pairs", fontsize=8)
+        low, high = rate["quartiles"]
+        speeds.set_xlabel(f"{low:.2f}x to {high:.2f}x, half of {rate['pairs']} pairs", fontsize=8)
     else:
         speeds.set_title("Tokens/s: unclear", **title)
         speeds.axis("off")

@@ -152,10 +152,10 @@ def _fwd(
     cos_a, sin_a, cos_b, sin_b = load_angles(
         cos_ptr, sin_ptr, pos_ptr, batch, time, L, HALF, cos_batch, cos_time, cos_second, cos_col,
         sin_batch, sin_time, sin_second, sin_col, pos_batch, pos_time, HAS_POS, BOTH, BLOCK_R)  # fmt: skip
-    _fwd_heads(q_ptr + batch * q_batch + time * q_time, wq_ptr, yq_ptr + batch * yq_batch + time * yq_time, cos_a, sin_a, cos_b, sin_b,
-               Hq, q_head, yq_head, HALF, D, eps, offset, CASTING, PAIRS, PARTIAL, ROUND, BLOCK_Q, BLOCK_R, BLOCK_REST)  # fmt: skip
-    _fwd_heads(k_ptr + batch * k_batch + time * k_time, wk_ptr, yk_ptr + batch * yk_batch + time * yk_time, cos_a, sin_a, cos_b, sin_b,
-               Hk, k_head, yk_head, HALF, D, eps, offset, CASTING, PAIRS, PARTIAL, ROUND, BLOCK_K, BLOCK_R, BLOCK_REST)  # fmt: skip
+    _fwd_heads(q_ptr + batch * q_batch + time * q_time, wq_ptr, yq_ptr + batch * yq_batch + time * yq_time,
+               cos_a, sin_a, cos_b, sin_b, Hq, q_head, yq_head, HALF, D, eps, offset, CASTING, PAIRS, PARTIAL, ROUND, BLOCK_Q, BLOCK_R, BLOCK_REST)  # fmt: skip
+    _fwd_heads(k_ptr + batch * k_batch + time * k_time, wk_ptr, yk_ptr + batch * yk_batch + time * yk_time,
+               cos_a, sin_a, cos_b, sin_b, Hk, k_head, yk_head, HALF, D, eps, offset, CASTING, PAIRS, PARTIAL, ROUND, BLOCK_K, BLOCK_R, BLOCK_REST)  # fmt: skip
 
 
 @jit
@@ -237,7 +237,8 @@ def qk_norm_rope_fwd(q, k, wq, wk, cos, sin, position_ids, eps, offset, casting,
     rounds = any(rounding(dtype, cos, rope_casting) for dtype in normed)
     args = k, wq, wk, cos, sin, position_ids, yq, yk, T, Hq, Hk, cos.shape[1], half, D, eps, offset
     strides = *q.stride()[:3], *k.stride()[:3], *yq.stride()[:3], *yk.stride()[:3], *angle_strides(cos, sin, position_ids)
-    flags = dict(HAS_POS=position_ids is not None, BOTH=cos.ndim == 4, CASTING=casting, PAIRS=pairs, PARTIAL=2 * half < D, ROUND=rounds, **fusing(rounds))
+    flags = dict(HAS_POS=position_ids is not None, BOTH=cos.ndim == 4, CASTING=casting, PAIRS=pairs, PARTIAL=2 * half < D)
+    flags |= dict(ROUND=rounds, **fusing(rounds))
     blocks = dict(BLOCK_Q=block_q, BLOCK_K=block_k, BLOCK_R=block_r, BLOCK_REST=block_rest, num_warps=c.num_warps)
     launch(_fwd, (B * T,), q, *args, *strides, **flags, **blocks)
     return yq, yk
@@ -265,7 +266,8 @@ def qk_norm_rope_bwd(dyq, dyk, q, k, wq, wk, cos, sin, position_ids, eps, offset
         if need_dx or need_dw:
             args = x, w, dx, dw, cos, sin, position_ids, B * T, T, heads, cos.shape[1], half, D, eps, offset, partials.stride(0)
             strides = *dy.stride()[:3], *x.stride()[:3], *dx.stride()[:3], *angle_strides(cos, sin, position_ids)
-            flags = dict(HAS_POS=position_ids is not None, BOTH=cos.ndim == 4, PAIRS=pairs, PARTIAL=2 * half < D, NEED_DX=need_dx, NEED_DW=need_dw, STAGES=c.stages)
+            flags = dict(HAS_POS=position_ids is not None, BOTH=cos.ndim == 4, PAIRS=pairs, PARTIAL=2 * half < D)
+            flags |= dict(NEED_DX=need_dx, NEED_DW=need_dw, STAGES=c.stages)
             blocks = dict(BLOCK_H=min(next_power_of_2(heads), c.block_m), BLOCK_R=block_r, BLOCK_REST=block_rest, num_warps=c.num_warps)
             launch(_bwd, (programs,), dy, *args, *strides, **flags, **blocks)
         dxs.append(dx)

@@ -1,7 +1,8 @@
 """Rotary position embedding of queries and keys in one launch (Su et al., arXiv:2104.09864).
 
 Shapes: q (B, Hq, T, D), k (B, Hk, T, D), or with ``unsqueeze_dim=2`` (B, T, H, D); cos, sin (B or 1, T, R/2), or (T, R/2): one angle for each
-rotated pair; or (B or 1, T, 2, R/2): one for its first column and one for its second.  R <= D: the last D - R columns pass through.
+rotated pair; or (B or 1, T, 2, R/2): one for its first column and one for its second.
+R <= D: the last D - R columns pass through.
 
 A pair (a, b) becomes (a cos_a - b sin_a, b cos_b + a sin_b).  ``layout="halves"`` pairs column i with i + R/2, ``"pairs"`` 2i with 2i + 1.
 The backward rotates the other way: the same kernel with -sin_b for sin_a, and -sin_a for sin_b.
@@ -56,7 +57,7 @@ def reference(
 
 
 def columns(table: Tensor) -> tuple[Tensor, ...]:
-    """The angles of first and of second columns of pairs (B or 1, T, R/2), which one table without a dimension for them gives to both."""
+    """The angles of first and of second columns of pairs, each (B or 1, T, R/2)."""
     return table.unbind(-2) if table.ndim == 4 else (table, table)
 
 
@@ -99,7 +100,10 @@ def load_angles(
     cos_batch, cos_time, cos_second, cos_col, sin_batch, sin_time, sin_second, sin_col, pos_batch, pos_time,
     HAS_POS: tl.constexpr, BOTH: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """cos and sin of the first, then of the second columns of one token's pairs; a position outside the table gives NaN, not a stray read."""
+    """cos and sin of the first, then of the second columns of one token's pairs.
+
+    A position outside the table gives NaN, not a stray read.
+    """
     r = tl.arange(0, BLOCK_R)
     mask = r < HALF
     if HAS_POS:
@@ -194,10 +198,10 @@ def _rope(
         sin_batch, sin_time, sin_second, sin_col, pos_batch, pos_time, HAS_POS, BOTH, BLOCK_R)  # fmt: skip
     if INVERSE:
         sin_a, sin_b = 0.0 - sin_b, 0.0 - sin_a  # of 0, +0 in every release of Triton
-    _turn(q_ptr + batch * q_batch + time * q_time, yq_ptr + batch * yq_batch + time * yq_time, cos_a, sin_a, cos_b, sin_b,
-          Hq, q_head, yq_head, HALF, D, PAIRS, ROUND, BLOCK_Q, BLOCK_R, BLOCK_REST)  # fmt: skip
-    _turn(k_ptr + batch * k_batch + time * k_time, yk_ptr + batch * yk_batch + time * yk_time, cos_a, sin_a, cos_b, sin_b,
-          Hk, k_head, yk_head, HALF, D, PAIRS, ROUND, BLOCK_K, BLOCK_R, BLOCK_REST)  # fmt: skip
+    _turn(q_ptr + batch * q_batch + time * q_time, yq_ptr + batch * yq_batch + time * yq_time,
+          cos_a, sin_a, cos_b, sin_b, Hq, q_head, yq_head, HALF, D, PAIRS, ROUND, BLOCK_Q, BLOCK_R, BLOCK_REST)  # fmt: skip
+    _turn(k_ptr + batch * k_batch + time * k_time, yk_ptr + batch * yk_batch + time * yk_time,
+          cos_a, sin_a, cos_b, sin_b, Hk, k_head, yk_head, HALF, D, PAIRS, ROUND, BLOCK_K, BLOCK_R, BLOCK_REST)  # fmt: skip
 
 
 def unit_stride(x: Tensor) -> Tensor:
@@ -207,9 +211,12 @@ def unit_stride(x: Tensor) -> Tensor:
 
 def angle_strides(cos: Tensor, sin: Tensor, position_ids: Tensor | None) -> tuple[int, ...]:
     """The strides for ``load_angles``, from cos_batch to pos_time. A batch of one applies to all."""
-    first = lambda t: t.stride(0) if t.shape[0] > 1 else 0
-    of = lambda t: (first(t), t.stride(1), t.stride(2) if t.ndim == 4 else 0, t.stride(-1))
-    return *of(cos), *of(sin), *((0, 0) if position_ids is None else (first(position_ids), position_ids.stride(1)))
+
+    def of(t: Tensor) -> tuple[int, ...]:
+        strides = t.stride()
+        return strides[0] if t.shape[0] > 1 else 0, strides[1], strides[2] if len(strides) == 4 else 0, strides[-1]
+
+    return *of(cos), *of(sin), *((0, 0) if position_ids is None else of(position_ids)[:2])
 
 
 def turned_dtype(dtype: torch.dtype, cos: Tensor, casting: str) -> torch.dtype:
@@ -232,7 +239,7 @@ def fusing(rounds: bool) -> dict[str, bool]:
     " -> (Tensor yq, Tensor yk)"
 )
 def rope_turn(q, k, cos, sin, position_ids, pairs, rounds, inverse, q_dtype, k_dtype) -> tuple[Tensor, Tensor]:
-    """q, k as (B, T, H, D) views; cos, sin (B or 1, T, R/2) or (B or 1, T, 2, R/2), or tables (1, L, R/2) with position_ids (B, T).
+    """q, k as (B, T, H, D) views; cos, sin as for ``rope``, or tables (1, L, R/2) with position_ids (B, T).
 
     The dtypes are those of the results. ``rounds``: products to the dtype of the result.
     """
@@ -246,7 +253,8 @@ def rope_turn(q, k, cos, sin, position_ids, pairs, rounds, inverse, q_dtype, k_d
     c = config.tile("rope", 2 * block_r + rest, q.itemsize, elements=2048)
     block_q, block_k = (min(next_power_of_2(h), c.block_m) for h in (Hq, Hk))
     strides = *q.stride()[:3], *k.stride()[:3], *yq.stride()[:3], *yk.stride()[:3], *angle_strides(cos, sin, position_ids)
-    flags = dict(HAS_POS=position_ids is not None, BOTH=cos.ndim == 4, INVERSE=inverse, PAIRS=pairs, ROUND=rounds, **fusing(rounds))
+    flags = dict(HAS_POS=position_ids is not None, BOTH=cos.ndim == 4, INVERSE=inverse, PAIRS=pairs)
+    flags |= dict(ROUND=rounds, **fusing(rounds))
     blocks = dict(BLOCK_Q=block_q, BLOCK_K=block_k, BLOCK_R=block_r, BLOCK_REST=rest, num_warps=c.num_warps)
     launch(_rope, (B * T,), q, k, cos, sin, position_ids, yq, yk, T, Hq, Hk, cos.shape[1], half, D, *strides, **flags, **blocks)
     return yq, yk
@@ -405,7 +413,8 @@ def _flat(T: int, half: int) -> dict[str, T_]:
 def _of_columns(T: int, half: int, B: int = 1) -> dict[str, T_]:
     """Tables (B, T, 2, R/2): angles of first and of second columns, as views of tables (B, T, R)."""
     split = lambda draw: lambda B, T, _, half, dtype: draw(B, T, 2 * half, dtype=dtype).view(B, T, 2, half)
-    return {name: dataclasses.replace(t, shape=(B, T, 2, half), draw=split(t.draw)) for name, t in _angles(T, 2 * half, B).items()}
+    whole = _angles(T, 2 * half, B)
+    return {name: dataclasses.replace(t, shape=(B, T, 2, half), draw=split(t.draw)) for name, t in whole.items()}
 
 
 def _heads(B: int, Hq: int, Hk: int, T: int, D: int, **options) -> dict:
@@ -466,8 +475,10 @@ def rope(
 ) -> tuple[Tensor, Tensor]:
     """Rotate queries and keys by the angles of their positions. Returns new tensors with their shapes, in the dtypes that ``casting`` defines.
 
-    q (B, Hq, T, D), k (B, Hk, T, D), or (B, T, H, D) with ``unsqueeze_dim=2``; any strides. cos, sin (B or 1, T, R/2) or (T, R/2) with R <= D;
-    (B or 1, T, 2, R/2) with angles of the first and of the second column of each pair; or, with ``position_ids`` (B or 1, T), tables (L, R/2) or (1, L, R/2) that it indexes. If cos or sin require gradients, PyTorch computes everything.
+    q (B, Hq, T, D), k (B, Hk, T, D), or (B, T, H, D) with ``unsqueeze_dim=2``; any strides.
+    cos, sin (B or 1, T, R/2) or (T, R/2) with R <= D; (B or 1, T, 2, R/2) with angles of the first
+    and of the second column of each pair; or, with ``position_ids`` (B or 1, T), tables (L, R/2) or
+    (1, L, R/2) that it indexes. If cos or sin require gradients, PyTorch computes everything.
     A position outside its table gives NaN on a GPU. Elsewhere it raises ``IndexError``, or, if negative, indexes from the end, as in PyTorch.
     """
     if casting not in CASTING:

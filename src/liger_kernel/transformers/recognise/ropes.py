@@ -15,14 +15,18 @@ from liger_kernel import memory
 from liger_kernel.ops.rotary.rope import CASTING, by_sections, of_complex, rope
 from liger_kernel.transformers.recognise.variant import ROPE_FORMS, StandIns, Variant
 
-# How a rope function's tables hold the angles of pairs: once, or for first and second columns, which may differ: a module of the user's own makes what
-# it likes, and may be exchanged after the patch.
+# How a rope function's tables hold the angles of pairs: once, or for first and second columns,
+# which may differ: a module of the user's own makes what it likes, and may be exchanged after the patch.
 TABLES: dict[str, Callable[[Tensor], Tensor]] = {
     "once": lambda t: t,
     "twice": lambda t: t.view(*t.shape[:-1], 2, t.shape[-1] // 2),  # cat(angles, angles)
-    "repeated": lambda t: t.view(*t.shape[:-1], t.shape[-1] // 2, 2).transpose(-1, -2),  # repeat_interleave(angles, 2)
+    # repeat_interleave(angles, 2)
+    "repeated": lambda t: t.view(*t.shape[:-1], t.shape[-1] // 2, 2).transpose(-1, -2),
 }
-FIRST: dict[str, Callable[[Tensor], Tensor]] = {"twice": lambda t: t[..., : t.shape[-1] // 2], "repeated": lambda t: t[..., ::2]}
+FIRST: dict[str, Callable[[Tensor], Tensor]] = {
+    "twice": lambda t: t[..., : t.shape[-1] // 2],
+    "repeated": lambda t: t[..., ::2],
+}
 ABSENT = object()
 
 
@@ -32,14 +36,16 @@ def _learn(*tables: Tensor) -> bool:
 
 
 def _angles(tables: str, turn: Callable[[Tensor, Tensor], Any]) -> Callable[[Tensor], Tensor]:
-    """What a rope function ``turn(x, table)`` reads of its tables: all of ``TABLES``, or of first columns alone, as some functions and releases do."""
+    """What a rope function ``turn(x, table)`` reads of its tables: both columns' angles, or the first's."""
     if tables != "once":
-        with contextlib.suppress(Exception), torch.no_grad():  # in a mode of PyTorch's without values; then both, which is never wrong for equal columns
+        # It may fail where tensors have no values: then both, which is right if they are equal
+        with contextlib.suppress(Exception), torch.no_grad():
             table = torch.arange(1.0, 5.0, device="cpu")[None, None]
             equal = table.clone()
             TABLES[tables](equal)[..., 1, :] = FIRST[tables](equal)
             one, other = (turn(table[None], t) for t in (table, equal))
-            if all(map(torch.equal, *((out if isinstance(out, tuple) else (out,)) for out in (one, other)))):
+            pairs = zip(one, other) if isinstance(one, tuple) else [(one, other)]
+            if all(torch.equal(a, b) for a, b in pairs):
                 return FIRST[tables]
     return TABLES[tables]
 

@@ -11,13 +11,16 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from liger_kernel.ops import OPS, lora_linear
 from liger_kernel.ops._core import operator as _op
+from liger_kernel.ops._core.operator import T
+from liger_kernel.ops.projections import lora
 from liger_kernel.ops.projections.adapted import Adapter, Projection
 from liger_kernel.ops.projections.four_bits import dense_four_bits
+from liger_kernel.ops.projections.linear import linears
 from liger_kernel.ops.projections.lora import _layer
-from liger_kernel.ops.projections.magnitude import dot_columns, times_columns
+from liger_kernel.ops.projections.magnitude import dot_columns, row_norms, times_columns
 from liger_kernel.ops.projections.mlp import adapted_mlp
 from liger_kernel.ops.projections.weights import Dequantized, Weight, dense
-from liger_kernel.testing import differentiable, like, run
+from liger_kernel.testing import assert_as_accurate, differentiable, like, run
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_kernels = pytest.mark.skipif(not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call")
@@ -170,3 +173,60 @@ def test_columns_of_a_magnitude(M, N, dtype):
     torch.testing.assert_close(dot_columns(a, b), (a.double() * b).sum(0).float(), rtol=1e-5, atol=1e-4)
     scale = torch.randn(N, device=DEVICE)
     assert torch.equal(times_columns(a, scale), (a.float() * scale).to(dtype))
+
+
+@pytest.mark.parametrize("magnitude", [False, True])
+@pytest.mark.parametrize(("a", "b"), [(1e5, 1e-6), (1e-6, 1e5)])
+def test_thin_results_beyond_fp16(a, b, magnitude):
+    """A x in the forward, or B^T dy in the backward, of adapters in fp32."""
+    args = dict(x=T((7, 64)), scale=0.5, **_layer(64, 40, 3, dtype=torch.float32))
+    torch.manual_seed(0)
+    args = {k: v.make(torch.float16, DEVICE) if isinstance(v, T) else v for k, v in args.items()}
+    args = {k: v.detach() * {"a": a, "b": b}.get(k, 1) if k in ("x", "a", "b") else v for k, v in args.items()}
+    args = {k: v.detach().requires_grad_() if isinstance(v, torch.Tensor) else v for k, v in args.items()}
+    args["magnitude"] = torch.rand(40, device=DEVICE, requires_grad=True) if magnitude else None
+    thin = lambda x, a, b: args[x].detach().float() @ args[a].detach().t()
+    assert max(thin("x", "a", "b").abs().max(), args["b"].abs().max()) > 65504
+    found, stock = (run(fn, like(args)) for fn in (lora_linear, lora.reference))
+    assert all(t.isfinite().all() for t in stock.values())
+    assert_as_accurate(found, stock, run(lora.reference, like(args, torch.float64)))
+
+
+def test_dropout_of_thin_results_beyond_fp16():
+    x = torch.full((6, 64), 30.0, dtype=torch.float16, device=DEVICE, requires_grad=True)
+    w, a, b = (torch.full(shape, value, device=DEVICE) for shape, value in (((40, 64), 0.0), ((3, 64), 1e3), ((40, 3), 1e-4)))
+    for p, q in ((a, b), (a * 1e-8, b * 1e8)):
+        (y,) = linears(x, [Projection(dense(w.half()), None, (Adapter(p, q, 1.0, 0.5), Adapter(p, q)))])
+        dy = torch.full_like(y, 10.0)
+        z, dz = p.sum(1) @ q[0] * 30, 10 * q.sum(0) @ p[:, 0]
+        assert 0.5 * z < (y.mean() - z) < 1.5 * z and y.isfinite().all()
+        (dx,) = torch.autograd.grad(y, x, dy)
+        assert dx.isfinite().all() and {round(d.item(), 1) for d in (dx / dz).unique()} == {1.0, 3.0}
+
+
+@needs_kernels
+@pytest.mark.parametrize(("w_dtype", "dtype"), [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)])
+@pytest.mark.parametrize(("N", "K", "r"), [(70, 130, 3), (5, 20, 1), (33, 64, 40), (40, 48, 300)])
+def test_norms_of_rows(N, K, r, w_dtype, dtype):
+    """Of rows of which the adapter leaves little or nothing, as exact as by the sum in fp32."""
+    torch.manual_seed(0)
+    w, a, b = torch.randn(N, 2 * K, device=DEVICE).to(w_dtype)[:, ::2], torch.randn(r, K, device=DEVICE).to(dtype), torch.zeros(N, r, device=DEVICE).to(dtype)
+    b[3:] = torch.randn(N - 3, r) / 8
+    a[0] = w[0]
+    for row, left in enumerate((0.0, 2.0**-7, 0.125)):  # numbers of bf16
+        w[row], b[row, 0] = w[0], 2 * (left - 1)
+    named = lambda norms: {f"row {i}": norms[i : i + 1] for i in range(3)} | {"rows": norms[3:]}
+    by_sum = lambda w, a, b: torch.linalg.vector_norm(w + 0.5 * (b @ a), dim=1)
+    stock, truth = (named(by_sum(*(t.to(kind) for t in (w, a, b)))) for kind in (torch.float32, torch.float64))
+    assert_as_accurate(named(row_norms(w, a, b, 0.5)), stock, truth)
+    assert row_norms(w.double(), a.double(), b.double(), 0.5)[:3].tolist() == pytest.approx([t.item() for t in truth.values() if len(t) == 1], rel=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (40,)], ids=str)
+def test_a_scale_that_is_a_tensor(shape):
+    torch.manual_seed(0)
+    args = {k: v.make(torch.float32, DEVICE).detach().requires_grad_() for k, v in dict(x=T((7, 24)), **_layer(24, 40, 3)).items()}
+    args["scale"] = (torch.rand(shape, device=DEVICE) + 0.5).requires_grad_()
+    found = {fn: run(fn, like(args)) for fn in (lora_linear, lora.reference)}
+    assert found[lora_linear]["dscale"].shape == shape
+    assert_as_accurate(found[lora_linear], found[lora.reference], run(lora.reference, like(args, torch.float64)))

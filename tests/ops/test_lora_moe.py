@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_kernel.ops._core import operator as _op
 from liger_kernel.ops.projections import grouped_mm as _grouped_mm
+from liger_kernel.ops.projections import lora_moe as lora_moe_module
 from liger_kernel.ops.projections.adapted import Adapter
 from liger_kernel.ops.projections.lora_moe import _args, adapted_moe, lora_moe, reference
 from liger_kernel.ops.projections.weights import Dequantized
@@ -109,6 +110,23 @@ def test_dtypes_of_adapters():
     narrow, found = run(lora_moe, like(args)), run(lora_moe, like(wide))
     assert all(found[f"d{name}"].dtype == torch.float32 for name in ADAPTERS)
     assert_same_bits({k: v.to(narrow[k].dtype) for k, v in found.items()}, narrow)
+
+
+@needs_kernels
+@pytest.mark.parametrize("of", ["gate_up", "down"])
+@pytest.mark.parametrize(("a", "b"), [(1e4, 1e-4), (1e-4, 2e4)])
+def test_thin_results_beyond_fp16(of, a, b, monkeypatch):
+    """A x in the forward, or B^T dy in the backward. The gradients of adapters in fp32 are in fp32."""
+    thin, thin_rows = [], lora_moe_module.thin_rows
+    monkeypatch.setattr(lora_moe_module, "thin_rows", lambda *args: thin.append(thin_rows(*args)) or thin[-1])
+    args = arguments(dtype=torch.float16, H=64, learn=("x", *ADAPTERS)) | dict.fromkeys(name for name in ADAPTERS if not name.startswith(of))
+    for name, size in ((f"{of}_a", a), (f"{of}_b", b)):
+        args[name] = (args[name].detach().float().abs() * size).requires_grad_()
+    args["x"] = (args["x"].detach().abs() * 4).requires_grad_()
+    found, truth = run(lora_moe, like(args)), run(reference, like(args, torch.float64))
+    assert any((t.abs() > 65504).any() for t in thin)  # not all rows are written
+    for name, t in truth.items():
+        assert found[name].isfinite().all() and (found[name] - t).norm() < 0.01 * t.norm(), name
 
 
 @needs_kernels

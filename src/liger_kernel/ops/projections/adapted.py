@@ -7,7 +7,8 @@ y = m / |W + s B A| * z + bias. The gradient treats the norms of the rows as con
 product with a B is written first, and the large product adds to it in its epilogue. The node saves for the backward: x, the thin x A^T (M, r), the dropout
 masks, z if there is a magnitude, and the adapters in the dtype of the products if they have another. It saves no cast of x and no output of an adapter.
 
-Dtypes: the products with W are in ``dtype``. Without autocast, adapters in 32 bits beside products in 16 bits are multiplied in 32 bits, as in PEFT.
+Dtypes: the products with W are in ``dtype``. Without autocast, adapters in 32 bits beside products in 16 bits are multiplied in 32 bits, as in PEFT. The
+thin results are then cast to 16 bits before the products that add to y and dx; in fp16, whose range they may leave, these products stay in 32 bits.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core.operator import acc, on_gpu, rows_of
+from liger_kernel.ops._core.operator import acc, rows_of
 from liger_kernel.ops.projections.float8_training import search
-from liger_kernel.ops.projections.magnitude import dot_columns, times_columns
+from liger_kernel.ops.projections.magnitude import dot_columns, row_norms, times_columns
 from liger_kernel.ops.projections.weights import Rows, Weight, add_product, added, as_dtype
 
 
@@ -38,6 +39,15 @@ class Adapter:
     scale: float = 1.0
     dropout: float = 0.0
     bias: Tensor | None = None
+
+    @staticmethod
+    def scaled(a: Tensor, b: Tensor, scale: float | Tensor, dropout: float = 0.0, bias: Tensor | None = None) -> Adapter:
+        """An adapter whose scale may be a tensor: of one element, or (N,). Then it multiplies b and bias: autograd computes its gradient, and the host does not
+        wait for its value."""
+        if not isinstance(scale, Tensor):
+            return Adapter(a, b, float(scale), dropout, bias)
+        by_rows = scale.reshape(-1, 1) if scale.ndim == 1 else scale
+        return Adapter(a, (b * by_rows).to(b.dtype), 1.0, dropout, bias if bias is None else (bias * scale).to(bias.dtype))
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,18 +111,9 @@ def _layout(adapters: tuple[tuple[tuple[int, float], ...], ...]) -> tuple[list[_
 _known_layout = functools.lru_cache(256)(_layout)
 
 
-def _norms(p: Projection, dtype: torch.dtype, thin: torch.dtype) -> Tensor:
-    """|W + s B A| of each row, (N,): the root of |W|^2 + 2 s <W A^T, B> + s^2 <B A A^T, B>. W + s B A itself is never stored."""
-    (adapter,) = p.adapters
-    w, wide = p.weight.dense(dtype), acc(dtype)
-    a, b = adapter.a.to(thin).to(wide), adapter.b.to(wide)
-    squares = torch.linalg.vector_norm(w, dim=1, dtype=wide).square()
-    sb = adapter.scale * b
-    if on_gpu(w) and thin == dtype != wide:
-        wa = torch.mm(w, adapter.a.to(thin).t(), out_dtype=wide)  # by the tensor cores, without a copy of W
-    else:
-        wa = w.to(wide) @ a.t()
-    return (squares + (sb * (2 * wa + sb @ (a @ a.t()))).sum(1)).clamp_(min=0).sqrt()
+def may_overflow(dtype: torch.dtype, thin: torch.dtype) -> bool:
+    """Whether thin results may leave the range of ``dtype``, while those of PEFT, in the dtype ``thin``, do not."""
+    return dtype == torch.float16 and thin != dtype
 
 
 class Projections:
@@ -120,6 +121,7 @@ class Projections:
 
     def __init__(self, projections: Sequence[Projection], dtype: torch.dtype, thin: torch.dtype):
         self.projections, self.dtype, self.thin = projections, dtype, thin
+        self.adding = thin if may_overflow(dtype, thin) else dtype  # the dtype of the products of thin tensors that add to y and dx
         layout = _layout if torch.compiler.is_compiling() else _known_layout  # a compiler warns of caches
         self.stacks, self.places = layout(tuple([tuple([(a.a.shape[0], a.dropout) for a in p.adapters]) for p in projections]))
         self.As: list = []
@@ -183,24 +185,35 @@ class Projections:
         search((p.weight, rows) for p in self.projections)
         for i, p in enumerate(self.projections):
             y = None if p.weight.accumulates else p.weight.forward(rows, None)
+            wide: Tensor | None = None
             for adapter, place in zip(p.adapters, self.places[i]):
-                xa = _columns(self.xas[place.stack], place.span)
-                y = add_product(y, as_dtype(xa, self.dtype), as_dtype(self.bs[place.number], self.dtype).t(), adapter.scale, out)
+                xa, b = (as_dtype(t, self.adding) for t in (_columns(self.xas[place.stack], place.span), self.bs[place.number]))
+                if self.adding == self.dtype:
+                    y = add_product(y, xa, b.t(), adapter.scale, out)
+                else:
+                    wide = add_product(wide, xa, b.t(), adapter.scale)
             if p.weight.accumulates:
                 y = p.weight.forward(rows, y)
+            if wide is not None:
+                y = added(y, wide) if p.magnitude is None else y + wide
             if out is not None and y is not out:
                 y = out.copy_(y)
             if p.magnitude is not None:
+                ((stack, span, number),) = self.places[i]
+                a = self.As[stack] if span is None else self.As[stack][span]
                 self.zs.append(y)
-                self.norms.append(_norms(p, self.dtype, self.thin))
-                y = times_columns(y, p.magnitude / self.norms[-1])
+                self.norms.append(row_norms(p.weight.dense(self.dtype), a, self.bs[number], p.adapters[0].scale))
+                y = self._scaled(y, p.magnitude, self.norms[-1])
             ys.append(added(y, _summed_bias(p)))
         return ys
 
     def outputs_again(self) -> list[Tensor]:
         """The y of each projection again, in new memory, from what was saved. Every projection must have a magnitude."""
-        ys = [times_columns(z, p.magnitude / norm) for p, z, norm in zip(self.projections, self.zs, self.norms) if p.magnitude is not None]
+        ys = [self._scaled(z, p.magnitude, norm) for p, z, norm in zip(self.projections, self.zs, self.norms) if p.magnitude is not None]
         return [added(y, _summed_bias(p)) for p, y in zip(self.projections, ys)]
+
+    def _scaled(self, z: Tensor, magnitude: Tensor, norm: Tensor) -> Tensor:
+        return as_dtype(times_columns(z, magnitude / norm), self.dtype)
 
     def input_kept(self, rows: Rows, x: Tensor) -> tuple[Callable[[Sequence[Tensor | None]], Rows], list[Tensor | None]]:
         """What the backward needs from x, and a function that makes the rows from it: x itself, or what trained weights need. Call ``outputs`` first."""
@@ -267,16 +280,20 @@ class Projections:
         for p, dy in zip(self.projections, self.dy_rows):
             if not p.weight.accumulates:
                 dx = p.weight.backward(dy, dx)
+        wide: Tensor | None = None
         for dxa, a, mask in zip(self.dxas, self.As, self.masks):
-            if mask is None:
+            if mask is None and self.adding == self.dtype:
                 dx = add_product(dx, as_dtype(dxa, self.dtype), as_dtype(a, self.dtype), out=out)
+            elif mask is None:
+                wide = add_product(wide, dxa, as_dtype(a, self.adding))
         for p, dy in zip(self.projections, self.dy_rows):
             if p.weight.accumulates:
                 dx = p.weight.backward(dy, dx)
         assert dx is not None
+        dx = added(dx, wide)
         for stack, dxa, a, mask in zip(self.stacks, self.dxas, self.As, self.masks):
             if mask is not None:
-                dx.add_(torch.ops.aten.native_dropout_backward(dxa.to(self.dtype) @ a.to(self.dtype), mask, 1 / (1 - stack.dropout)))
+                dx.add_(torch.ops.aten.native_dropout_backward(as_dtype(dxa, self.adding) @ as_dtype(a, self.adding), mask, 1 / (1 - stack.dropout)))
         return dx if out is None or dx is out else out.copy_(dx)
 
     def weight_gradients(self, x: Rows, need: Sequence[Sequence[bool]], totals: Sequence[Tensor | None] | None = None) -> list[Tensor | None]:

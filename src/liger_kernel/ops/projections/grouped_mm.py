@@ -40,7 +40,7 @@ def _product(
         else:
             a = tl.load(a_tile, mask=rows & (done + k < K)[None, :], other=0.0)
             b = tl.load(b_tile, mask=(done + k < K)[:, None] & cols, other=0.0)
-        total = tl.dot(a, b, total, input_precision=PRECISION)
+        total = tl.dot(a, b.to(a.dtype), total, input_precision=PRECISION)
         a_tile += BLOCK_K
         b_tile += tl.cast(b_stride_k, tl.int64) * BLOCK_K
     return total

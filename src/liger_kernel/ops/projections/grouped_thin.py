@@ -1,7 +1,7 @@
 """Products of rows, sorted by group, with one thin matrix per group: the products of low-rank adapters of experts, forward and backward.
 
 Letters and ``offs`` as in ``grouped_mm``; r is the rank of the adapters.
-  thin_rows    (M, r): scale rows_e a[e]^T, with a (E, r, K)
+  thin_rows    (M, r): scale rows_e a[e]^T, with a (E, r, K); of rows in fp16 in fp32, because they may leave the range of fp16
   add_thin_    y (M, N) += scale t_e b[e], with t (M, r) and b (E, r, N)
   thin_outer   (E, r, N): scale t_e^T rows_e, with t (M, r); zero for an empty group
 
@@ -82,7 +82,7 @@ def _outer(
         here = row < stop
         a = tl.load(a_ptr + row[None, :].to(tl.int64) * rank + r, mask=here[None, :] & (r < rank), other=0.0)
         b_row = _rows_of(order_ptr, row, here, top_k, GATHER)[:, None]
-        b = tl.load(b_ptr + b_row * b_stride + col, mask=here[:, None] & (col < N), other=0.0)
+        b = tl.load(b_ptr + b_row * b_stride + col, mask=here[:, None] & (col < N), other=0.0).to(a.dtype)
         total = tl.dot(a, b, total, input_precision=PRECISION)
     total *= tl.cast(scale, tl.float32)
     y = y_ptr + (group.to(tl.int64) * rank + r) * N + col
@@ -115,7 +115,8 @@ def _launch_rows(a: Tensor, order: Tensor | None, top_k: int, b: Tensor, y: Tens
 
 @launcher("(Tensor rows, Tensor? order, SymInt top_k, Tensor a, Tensor offs, float scale) -> Tensor")
 def thin_rows(rows: Tensor, order: Tensor | None, top_k: int, a: Tensor, offs: Tensor, scale: float) -> Tensor:
-    y = rows.new_empty(rows.shape[0] if order is None else order.shape[0], a.shape[1])
+    dtype = torch.float32 if rows.dtype == torch.float16 else rows.dtype
+    y = rows.new_empty(rows.shape[0] if order is None else order.shape[0], a.shape[1], dtype=dtype)
     _launch_rows(rows, order, top_k, a.mT, y, offs, scale, False)
     return y
 

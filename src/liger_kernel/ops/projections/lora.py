@@ -163,7 +163,7 @@ def lora_linear(x: Tensor, weight: Tensor, a: Tensor, b: Tensor, *, bias: Tensor
             raise ValueError(f"lora_linear: {name} must be on x's device, {x.device}, got {t.device}")
     if not use_kernels(x, fusible=True):
         return reference(x, weight, a, b, bias=bias, magnitude=magnitude, scale=scale)
-    return linears(x, [Projection(dense(weight), bias, (Adapter(a, b, scale),), magnitude)])[0]
+    return linears(x, [Projection(dense(weight), bias, (Adapter.scaled(a, b, scale),), magnitude)])[0]
 
 
 def _cost_qkv(x: Tensor, q: Tensor, k: Tensor, v: Tensor, q_a: Tensor, q_b: Tensor, k_a: Tensor, k_b: Tensor, v_a: Tensor, v_b: Tensor, **_: object) -> Cost:
@@ -197,7 +197,7 @@ def lora_qkv(
         _check("lora_qkv", x, (None, x.shape[-1]), (name, weight), (f"{name}_a", a), (f"{name}_b", b))
     if not use_kernels(x, fusible=True):
         return reference_qkv(x, q, k, v, q_a, q_b, k_a, k_b, v_a, v_b, scale=scale)
-    y = linears(x, [Projection(dense(weight), None, (Adapter(a, b, scale),)) for weight, a, b in names.values()])
+    y = linears(x, [Projection(dense(weight), None, (Adapter.scaled(a, b, scale),)) for weight, a, b in names.values()])
     return y[0], y[1], y[2]
 
 
@@ -243,5 +243,5 @@ def lora_mlp(
     if not use_kernels(x, fusible=True):
         return reference_mlp(x, gate, up, down, gate_a, gate_b, up_a, up_b, down_a, down_b, act=act, scale=scale)
     each = ((gate, gate_a, gate_b), (up, up_a, up_b), (down, down_a, down_b))
-    first, second, last = (Projection(dense(weight), None, (Adapter(a, b, scale),)) for weight, a, b in each)
+    first, second, last = (Projection(dense(weight), None, (Adapter.scaled(a, b, scale),)) for weight, a, b in each)
     return adapted_mlp(x, [first, second], last, act=act)

@@ -4,9 +4,10 @@
 Shapes: as in ``moe``; gate_up_a (E, r, H), gate_up_b (E, 2 I, r), down_a (E, r, I), down_b (E, H, r). The ranks r may differ.
 
 The products with the adapters are thin and grouped by expert. Neither W + scale B A nor the gradient of a frozen weight is ever made. Adapters are multiplied
-in the dtype of x, as in PEFT. The node saves for the backward: x, the output of gate_up with its adapters (M, 2 I), the thin x A^T (M, r), and the adapters as
-the kernels read them, if they have another dtype or order. The pass over the activation in the backward applies the router's weights, so the thin product of
-``down`` is computed again there, from the weighted activation.
+in the dtype of x, as in PEFT. The thin results, which PEFT does not have, may leave the range of fp16, so in fp16 they are in fp32. The node saves for the
+backward: x, the output of gate_up with its adapters (M, 2 I), the thin x A^T (M, r), and the adapters as the kernels read them, if they have another dtype or
+order. The pass over the activation in the backward applies the router's weights, so the thin product of ``down`` is computed again there, from the weighted
+activation.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ def reference(
     def product(rows: Tensor, e: int, weight: Tensor, bias: Tensor | None, a: Tensor | None, b: Tensor | None) -> Tensor:
         z = F.linear(rows, weight[e])
         if a is not None and b is not None:
-            z = z + scale * F.linear(F.linear(rows, a[e].to(rows.dtype)), b[e].to(rows.dtype))
+            wide = torch.float32 if rows.dtype == torch.float16 else rows.dtype
+            a, b = (t[e].to(rows.dtype).to(wide) for t in (a, b))
+            z = (z + scale * F.linear(F.linear(rows.to(wide), a), b)).to(z.dtype)
         return z if bias is None else z + bias[e]
 
     def expert(e: int, rows: Tensor) -> Tensor:
@@ -307,7 +310,7 @@ def lora_moe(
                 raise ValueError(f"lora_moe: {given} must be floating point, got {t.dtype}")
             if t.device != x.device:
                 raise ValueError(f"lora_moe: {given} must be on x's device, {x.device}, got {t.device}")
-        adapters[-1].append(Adapter(a, b, scale))
+        adapters[-1].append(Adapter.scaled(a, b, scale))
     form = dict(gate_up_bias=gate_up_bias, down_bias=down_bias, act=act, interleaved=interleaved, alpha=alpha, limit=limit, offset=offset)
     if not use_kernels(x):
         x, gate_up, down = x.to(dtype), gate_up.to(dtype), down.to(dtype)

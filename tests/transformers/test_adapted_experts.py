@@ -460,6 +460,7 @@ def test_four_bits_without_adapters(ran):
     [
         (lambda m: m.set_experts_implementation("batched_mm"), "Transformers' 'batched_mm', which the model's configuration names"),
         (lambda m: setattr(on(m, "down_proj").get_base_layer(), "act_fn", nn.Softplus()), "an activation that is none of ours"),
+        (lambda m: on(m, "down_proj").scaling.update(default=torch.ones(3, 1, 1)), "adapter 'default' has a scaling that is sharded, or not of one element"),
         (lambda m: setattr(on(m, "down_proj"), "forward", on(m, "down_proj").forward), "hooks, or a forward of its own"),
         (lambda m: m.get_base_model().model.layers[0].mlp.experts.get_base_layer().double(), "there are no kernels for torch.float64 on"),
     ],
@@ -470,9 +471,24 @@ def test_reasons(ran, change, reason):
     change(model)
     (layer,) = projections_report(model).layers
     assert not layer.runs and re.match(re.escape(reason), layer.reason)
-    if "float64" not in reason:
+    if "float64" not in reason and "scaling" not in reason:  # PEFT itself cannot run such a scaling
         step(model, tokens(**BATCH))
     assert not ran
+
+
+@pytest.mark.parametrize("shape", [(), (1,)], ids=str)
+def test_learnt_scalings(ran, shape):
+    """They have the gradients of scalings beside which there is a second adapter: for one alone, PEFT's product takes no tensor with a gradient."""
+    learned = []
+    for patched in (False, True):
+        model = adapted()
+        model.add_adapter("second", peft.LoraConfig(r=2, target_modules=[], target_parameters=BOTH, init_lora_weights=True))
+        model.base_model.set_adapter(["default", "second"])
+        for m in wrappers(model):
+            m.learnt = m.scaling["default"] = nn.Parameter(torch.full(shape, 0.7, device=DEVICE))
+        learned.append(step(patch(model) if patched else model, tokens(**BATCH))[1])
+    assert_same_learning(*reversed(learned), 1e-5)
+    assert ran == [(2, 2)]
 
 
 def test_a_single_expert(ran):

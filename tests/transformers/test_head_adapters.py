@@ -219,6 +219,11 @@ def _other_dropout(run):
 
 
 REASONS = {
+    "shape of scaling": (
+        {},
+        lambda run: run.get_base_model().lm_head.scaling.update(default=torch.ones(1, 1, device=DEVICE)),
+        "adapter 'default' has a scaling that is sharded, or",
+    ),
     "DoRA": (dict(use_dora=True), lambda run: None, "DoRA, which scales"),
     "hook": ({}, _hook(""), "hooks, or a forward of its own"),
     "hook of A": ({}, _hook("lora_A.default"), "parts of adapter 'default' are sharded, hooked or replaced"),
@@ -251,6 +256,34 @@ def test_other_heads_are_called_themselves(name, losses):
     found = with_adapters(ours.get_base_model().lm_head, torch.zeros(1, ours.config.hidden_size, device=DEVICE))
     assert isinstance(found, Left) and found.startswith(reason), found
     assert not losses
+
+
+def learnt_scalings(size: int):
+    def change(run):
+        layer = run.get_base_model().lm_head
+        layer.learnt = layer.scaling["default"] = nn.Parameter(torch.linspace(0.5, 2, size, device=DEVICE))
+
+    return change
+
+
+@pytest.mark.parametrize("size", [1, V])
+def test_learnt_scalings(size, losses):
+    assert_as_stock(change=learnt_scalings(size))
+    assert losses == [True]
+
+
+def test_thin_results_beyond_fp16():
+    """Adapters in fp32 on a head in fp16: its own forward, which multiplies them in fp32."""
+    torch.manual_seed(0)
+    head = lora_head().half()
+    for part, value in ((head.lora_A, 1e5), (head.lora_B, 1e-6)):
+        part.float()["one"].weight.data.normal_(std=value)
+    x, target = torch.randn(5, 32, device=DEVICE).half(), torch.tensor([3, 1, 4, -100, 5], device=DEVICE)
+    assert with_adapters(head, x).startswith("adapters that are not in fp16")
+    with torch.autocast(DEVICE, torch.float16):
+        assert not isinstance(with_adapters(head, x), Left)
+    loss = head_cross_entropy(head, x, target)
+    torch.testing.assert_close(loss, F.cross_entropy(head(x).float(), target), rtol=1e-3, atol=0)
 
 
 # -- memory ----------------------------------------------------------------------------------

@@ -12,13 +12,17 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
 from adapters import EVERY, drawn, nodes_run  # noqa: E402
-from hf_models import DEVICE, assert_same_learning, make, step, tokens  # noqa: E402
+from hf_models import DEVICE, assert_same_bits, assert_same_learning, make, step, tokens  # noqa: E402
+from liger_kernel.transformers.monkey_patch import _patch_layer_norm_module, _patch_rms_norm_module  # noqa: E402
 from peft.tuners.lora import layer as lora_layer  # noqa: E402
+from quick import further  # noqa: E402
+from transformers.models.llama.modeling_llama import LlamaRMSNorm  # noqa: E402
 
 import liger_kernel.transformers as ours  # noqa: E402
 from liger_kernel.ops._core import operator as _op  # noqa: E402
@@ -222,14 +226,40 @@ def test_modules_to_save(ran):
     assert ran == [3, 3]
 
 
+@pytest.mark.parametrize(("hooked", "nodes"), [("", [3, 1, 3]), ("q_proj", [1, 1, 1, 3]), ("k_proj", [1, 1, 1, 3]), ("gate_proj", [3, 1, 1, 1])])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing(ran, reentrant):
+def test_checkpointing(ran, reentrant, hooked, nodes):
+    """With dropout, a few rows without gradients, as in the forward of reentrant checkpoints, run as the recomputation does: it draws the same masks."""
     model = adapted(lora_dropout=0.5)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     model.enable_input_require_grads()
+    if hooked:
+        lora(model, hooked).register_forward_hook(lambda *_: None)
     assert_same(model)
-    # without gradients, as the forward of reentrant checkpoints is, a few rows are left to the modules
-    assert ran == [3, 1, 3] * (1 if reentrant else 2)
+    assert ran == nodes * 2
+
+
+def test_masks_of_sixteen_bits(ran):
+    """On a GPU, and in stock, adapters in fp32 have other masks than ours over bf16: those of the forward are those of the recomputation."""
+    learned = []
+    for reentrant in (False, True):
+        model = patch(adapted(dtype=torch.bfloat16, lora_dropout=0.5))
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+        learned.append(step(model, tokens(**BATCH))[1])
+    assert_same_bits(*learned)
+    assert ran == [3, 1, 3] * 4
+
+
+def test_few_rows_without_gradients(ran):
+    """They run their modules, unless dropout is active in one of them, whatever the mode of the others is."""
+    model = patch(adapted(lora_dropout=0.5))
+    with torch.no_grad():
+        model.eval()(**tokens(**BATCH))
+        assert not ran
+        lora(model, "v_proj").lora_dropout.train()
+        model(**tokens(**BATCH))
+    assert ran == [3]
 
 
 @pytest.mark.parametrize(("family", "products"), [("llama", 7 + 4 + 2), ("gemma2", 7 + 7)])
@@ -266,6 +296,132 @@ def test_adapters(ran, family, more):
     """Dropout draws the masks that it draws in stock."""
     assert_same(adapted(family, **more))
     assert ran in ([3, 1, 3], [3], [3, 1, 3] * 2)
+
+
+def test_dora_of_which_little_is_left(ran):
+    """The adapter takes nearly all of a row away."""
+    model = adapted(targets=["o_proj", "up_proj"], use_dora=True, lora_alpha=4)
+    for name in ("o_proj", "up_proj"):
+        m = lora(model, name)
+        m.lora_A["default"].weight.data[0] = m.base_layer.weight[5]
+        m.lora_B["default"].weight.data[5] = torch.tensor([1e-3 - 1, 0, 0, 0])
+    assert_same(model, tolerance=1e-4)
+    assert ran == [1, 3]
+
+
+def learnt(m: nn.Module, value: torch.Tensor) -> nn.Parameter:
+    m.learnt_scaling = nn.Parameter(value.to(DEVICE))
+    return m.learnt_scaling
+
+
+SCALINGS = {
+    "one": lambda m: torch.tensor(1.5, device=DEVICE),
+    "learnt": lambda m: learnt(m, torch.tensor(1.5)),
+    "learnt, (1,)": lambda m: learnt(m, torch.tensor([1.5])),
+    "integer": lambda m: torch.tensor(2, device=DEVICE),
+    "for each output": lambda m: torch.linspace(0.5, 2, m.out_features, device=DEVICE),
+    "learnt for each output": lambda m: learnt(m, torch.linspace(0.5, 2, m.out_features)),
+    "for each token": lambda m: learnt(m, torch.linspace(0.5, 2, BATCH["length"]).unsqueeze(-1)),
+}
+
+
+@pytest.mark.parametrize(
+    ("more", "scaling"),
+    [
+        *(({}, scaling) for scaling in SCALINGS),
+        *((dict(lora_bias=True), scaling) for scaling in ("learnt", "learnt for each output")),
+        (dict(use_dora=True), "learnt"),  # its norms do not know one for each output
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore")
+def test_scalings_that_are_tensors(ran, scaling, more):
+    """They get their gradients; with any other shape, the layer runs as it is."""
+    model = adapted(**more, targets=["q_proj", "o_proj"] if more else EVERY)
+    for m in model.modules():
+        if hasattr(m, "scaling") and hasattr(m, "lora_A"):
+            m.scaling["default"] = SCALINGS[scaling](m)
+    assert_same(model, tolerance=1e-4 if scaling.startswith("learnt") else 1e-5)  # the gradient of one number is a long sum, which may nearly cancel
+    stock = {layer.reason for layer in projections_report(model).stock}
+    assert bool(ran) == (scaling != "for each token")
+    assert stock == (set() if ran else {"adapter 'default' has a scaling that is sharded, or of neither one element nor one for each output"})
+
+
+def test_no_number_is_read_from_a_tensor(ran):
+    """On a GPU, the host would wait for it. PEFT's hot-swapping makes scalings tensors, and writes to them."""
+    hotswap = pytest.importorskip("peft.utils.hotswap")
+    model = adapted()
+    hotswap.prepare_model_for_compiled_hotswap(model, target_rank=8)
+    for part in ("base_model.model.model.layers.0.self_attn", "base_model.model.model.layers.0.mlp"):
+        patch(model)
+        with Reads() as reads:
+            module, x = model.get_submodule(part), torch.randn(1, 80, model.config.hidden_size, device=DEVICE)
+            found = [projections.projection(m, x.dtype) for m in module.children() if hasattr(m, "lora_A")]
+            projections.linears(x[..., : found[0].weight.shape[1]], found[:2])
+        assert not reads.count and len(found) > 2
+    learned = []
+    for value in (0.5, 2.0):
+        for m in model.modules():
+            if hasattr(m, "scaling") and hasattr(m, "lora_A"):
+                hotswap._update_scaling(m, "default", value)
+        found = step(model, tokens(**BATCH))[1]
+        restore(model)
+        assert_same_learning(found, step(model, tokens(**BATCH))[1], 1e-5)
+        patch(model)
+        learned.append(found["loss"])
+    assert learned[0] != learned[1]
+
+
+NUMBERS = [
+    ("llama", "variance_epsilon", 0.01), ("falcon_h1", "gate_multiplier", 0.7), ("gpt_oss", "alpha", 1.5),
+    *further(
+        ("qwen3", "variance_epsilon", 0.01), ("qwen3_next", "variance_epsilon", 0.01), ("gemma", "eps", 0.01), ("falcon_h1", "down_multiplier", 0.7),
+        ("gpt_oss", "limit", 2.0), ("gpt_oss", "scaling", 0.4), ("granite", "residual_multiplier", 0.5), ("granite", "embedding_multiplier", 2.0),
+        ("cohere", "logit_scale", 0.3),
+    ),
+]  # fmt: skip  # a table
+
+
+@pytest.mark.parametrize(("family", "name", "value"), NUMBERS)
+def test_numbers_of_other_modules_that_are_learnt(family, name, value):
+    """They get their gradients."""
+    model = make(family)
+    owners = [m for m in model.modules() if isinstance(getattr(m, name, None), (int, float)) and not isinstance(m, nn.LayerNorm)]
+    for m in owners:
+        delattr(m, name)
+        m.register_parameter(name, nn.Parameter(torch.tensor(value, device=DEVICE)))
+    expected = step(model, tokens(**BATCH))[1]
+    ours._apply_liger_kernel_to_instance(model)
+    assert_same_learning(step(model, tokens(**BATCH))[1], expected, 1e-4)
+    assert owners and any(n.endswith(name) for n in expected)
+
+
+class Normed(nn.LayerNorm):
+    def forward(self, x):
+        x = x - x.mean(-1, keepdim=True)
+        return self.bias + self.weight * x * (x.square().mean(-1, keepdim=True) + self.variance_epsilon).rsqrt()
+
+
+@pytest.mark.parametrize(("norm", "patch_one"), [(LlamaRMSNorm, _patch_rms_norm_module), (Normed, _patch_layer_norm_module)])
+def test_numbers_of_single_modules_that_are_learnt(norm, patch_one):
+    m, x = norm(8).to(DEVICE), torch.randn(3, 8, device=DEVICE)
+    with torch.no_grad():
+        m.weight.normal_()
+    m.variance_epsilon = nn.Parameter(torch.tensor(0.1, device=DEVICE))
+    expected = torch.autograd.grad(m(x).square().sum(), [*m.parameters()])
+    patch_one(m)
+    for g, t in zip(torch.autograd.grad(m(x).square().sum(), [*m.parameters()]), expected):
+        assert torch.equal(g, t)
+
+
+class Reads(TorchDispatchMode):
+    """How often the host reads a value."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **kwargs or {})
 
 
 def test_dora_with_dropout_is_stock(ran):
@@ -458,6 +614,7 @@ def test_autocast_decides_over_the_dtype_of_four_bits(ran):
         (lambda m: setattr(m, "fan_in_fan_out", True), "a base whose weight lies the other way (Conv1D)"),
         (lambda m: m.lora_dropout.update({"default": nn.AlphaDropout(0.5)}), "the dropout of adapter 'default' is hooked, or a AlphaDropout"),
         (lambda m: m.lora_dropout.update({"default": nn.Dropout(1.0)}), "the dropout of adapter 'default' drops everything"),
+        (lambda m: m.lora_dropout.update({"default": nn.Dropout(torch.tensor(0.5))}), "the dropout of adapter 'default' has a probability that is a tensor"),
         (lambda m: m.lora_A["default"].half(), "the two matrices of adapter 'default' have different dtypes"),
         (lambda m: m.lora_variant.update({"default": peft.tuners.lora.variants.ALoraLinearVariant()}), "adapter 'default' is a ALoraLinearVariant"),
         (lambda m: setattr(m, "forward", m.forward), "hooks, or a forward of its own"),
@@ -595,6 +752,10 @@ def test_report():
     assert str(projections_report(model).layers[-1]).endswith("lm_head: runs (the head, as part of the loss)")
     model.get_base_model().model.layers[0].mlp.act_fn = nn.Softplus()
     assert [layer.reason for layer in projections_report(model).stock][1] == "LlamaMLP has an activation that is none of ours"
+    model = patch(adapted("falcon_h1", targets=["up_proj"]))
+    assert not projections_report(model).stock
+    model.get_base_model().model.layers[0].feed_forward.gate_multiplier = torch.tensor(0.5)
+    assert [layer.reason for layer in projections_report(model).stock] == ["FalconH1MLP has a factor or limit that is a tensor"]
     assert str(projections_report(make("llama"))) == "no linear layer has an adapter, a quantised weight or FP8"
 
 

@@ -70,7 +70,7 @@ def attention(
     """Attention of query, key and value (B, H, T, D); returns (B, T, H, D). Runs ``varlen_attn`` if it supports the input, otherwise Transformers' sdpa."""
     if (said := known(attention_mask)) is not None:
         bounds, longest = kwargs.get("cu_seq_lens_q"), kwargs.get("max_length_q")
-        beyond = dropout or any(kwargs.get(name) is not None for name in ("softcap", "s_aux", "position_bias"))
+        beyond = dropout or isinstance(scaling, Tensor) or any(kwargs.get(name) is not None for name in ("softcap", "s_aux", "position_bias"))
         if bounds is not None and longest is not None and not beyond:
             q, k, v = (_cast(t) for t in (query, key, value))
             window = said.window if said.window is not None and said.window < longest else None

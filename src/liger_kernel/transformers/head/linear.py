@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_kernel import parallel
-from liger_kernel.ops.projections.adapted import Projection
+from liger_kernel.ops.projections.adapted import Projection, may_overflow
+from liger_kernel.ops.projections.linear import dtypes_of
 from liger_kernel.ops.projections.weights import Dense
 from liger_kernel.transformers.head.state import untouched
 from liger_kernel.transformers.recognise.projections import Left, base_of, copy_in_use, product_dtype, projection, trained_rows
@@ -37,15 +38,27 @@ def with_adapters(head: nn.Module, x: Tensor) -> Projection | Left:
     if not untouched():
         return Left("hooks of all modules, or a linear layer of PyTorch that is replaced")
     found = trained_rows(inner := copy_in_use(head), product_dtype(x)) or projection(inner, product_dtype(x))
+    if why := left_out(found, x):
+        return why
+    assert isinstance(found, Projection)
+    if found.weight.shape[1] != x.shape[-1]:
+        return Left(f"a weight of {found.weight.shape[1]} columns beside {x.shape[-1]} of its input")
+    return found
+
+
+def left_out(found: Projection | Left, x: Tensor) -> Left | None:
+    """Why a loss cannot treat a head as a weight plus terms of low rank. ``x``: of the dtype and on the device of its input."""
     if isinstance(found, Left):
         return found
     if not isinstance(found.weight, Dense):
         return Left(getattr(found.weight, "why", "a quantised weight"))
     if found.magnitude is not None:
         return Left("DoRA, which scales rows of the sum of weight and adapter")
-    if found.weight.shape[1] != x.shape[-1]:
-        return Left(f"a weight of {found.weight.shape[1]} columns beside {x.shape[-1]} of its input")
-    return found
+    return (
+        Left("adapters that are not in fp16 beside a weight in fp16, whose range their thin results may leave")
+        if may_overflow(*dtypes_of(x, (found,)))
+        else None
+    )
 
 
 def terms(found: Projection, x: Tensor) -> dict[str, Any]:

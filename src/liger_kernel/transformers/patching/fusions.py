@@ -38,7 +38,7 @@ from liger_kernel.ops.rotary.qk_norm_rope import MAX_D, qk_norm_rope
 from liger_kernel.transformers import attention
 from liger_kernel.transformers.patching import projections
 from liger_kernel.transformers.recognise.plain import plain, unhooked
-from liger_kernel.transformers.recognise.variant import LINEARS, NORM_FORMS, ROPE_FORMS
+from liger_kernel.transformers.recognise.variant import LINEARS, NORM_FORMS, ROPE_FORMS, are_numbers
 
 
 def _form_of(norm: Any, x: Any) -> tuple[float, str, str] | None:
@@ -47,7 +47,8 @@ def _form_of(norm: Any, x: Any) -> tuple[float, str, str] | None:
         return None
     function, w = getattr(norm.forward, "__func__", None), getattr(norm, "weight", None)
     form = None if function is None else NORM_FORMS.get(function)
-    return form if form is not None and unhooked(norm) and plain(w) and w.shape == x.shape[-1:] else None
+    fits = form is not None and unhooked(norm) and plain(w) and w.shape == x.shape[-1:] and are_numbers(getattr(norm, form[2]))
+    return form if fits else None
 
 
 def add_norm(norm: Any, a: Any, b: Any = None) -> tuple[Any, Any]:
@@ -353,5 +354,5 @@ def _compiled(forward: types.FunctionType, tree: ast.FunctionDef, values: dict[s
     for name in ("__module__", "__qualname__", "__doc__"):
         setattr(new, name, getattr(forward, name))
     if linears:
-        LINEARS[new] = linears, ""
+        LINEARS[new] = linears, lambda module: None
     return new

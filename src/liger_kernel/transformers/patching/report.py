@@ -16,15 +16,15 @@ from liger_kernel.nn.float8_training import LigerFloat8TrainingLinear, is_whole
 from liger_kernel.ops._core.operator import use_kernels
 from liger_kernel.ops._core.shards import is_sharded
 from liger_kernel.ops.projections.float8_training import Float8Trained
-from liger_kernel.ops.projections.weights import Dense, Elsewhere
+from liger_kernel.ops.projections.weights import Elsewhere
 from liger_kernel.parallel import unsharded_class
 from liger_kernel.transformers import fp8
+from liger_kernel.transformers.head.linear import left_out
 from liger_kernel.transformers.head.state import FP8
 from liger_kernel.transformers.patching.bound import Bound, is_ours
 from liger_kernel.transformers.patching.flags import HEAD_FLAGS, UNPUBLISHED, flags_of, parts_of
 from liger_kernel.transformers.patching.select import HeadAndFunctions, instance_patches
 from liger_kernel.transformers.patching.values import Patch
-from liger_kernel.transformers.recognise.activations import activation
 from liger_kernel.transformers.recognise.adapted_experts import adapted_experts, experts_of, input_of, is_wrapper
 from liger_kernel.transformers.recognise.experts import DOWN, GATE_UP, subclassed
 from liger_kernel.transformers.recognise.family import Family
@@ -208,20 +208,19 @@ def _reason(m: Any, parent: Any, attribute: str, model: Any, adapted: bool) -> s
     if model is not None:
         if not is_ours(_forward_of(model)):
             return Left(f"the head: {type(model).__name__} is not patched")
-        found = projection(m, _dtype_of(base))
-        if not isinstance(found, Left) and found.magnitude is None and isinstance(found.weight, Dense):
-            return "the head, as part of the loss"
-        return Left(f"the head: {found if isinstance(found, Left) else 'a quantised weight' if found.magnitude is None else 'adapters with a magnitude'}")
+        weight, dtype = _weight_of(base), _dtype_of(base)
+        alone = left_out(projection(m, dtype), torch.empty(0, dtype=dtype, device=None if weight is None else weight.device))
+        return "the head, as part of the loss" if alone is None else Left(f"the head: {alone}")
     if not adapted and not _in_fp8_by_torchao(m):
         return Left("no adapter: its own module runs")
     function = _forward_of(parent)
-    names, act = LINEARS.get(function, (frozenset(), "")) if callable(function) else (frozenset(), "")
+    names, why = (LINEARS.get(function) if callable(function) else None) or (frozenset(), lambda parent: None)
     if is_wrapper(m):
         return _reason_of_experts(m, parent, attribute in names)
     if attribute not in names:
         return Left(f"{type(parent).__name__} is not patched, or its forward does not call it as self.{attribute}(x)")
-    if act and activation(getattr(parent, act, None)) is None:
-        return Left(f"{type(parent).__name__} has an activation that is none of ours")
+    if reason := why(parent):
+        return Left(f"{type(parent).__name__} has {reason}")
     weight, dtype = _weight_of(base), _dtype_of(base)
     if weight is not None and not use_kernels(torch.empty(0, dtype=dtype, device=weight.device), fusible=True):
         return Left(f"there are no kernels for {dtype} on {weight.device.type}")

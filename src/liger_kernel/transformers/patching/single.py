@@ -12,6 +12,7 @@ from liger_kernel.ops.norms.rms_norm import rms_norm
 from liger_kernel.transformers.patching.bound import ours
 from liger_kernel.transformers.patching.select import on_instance
 from liger_kernel.transformers.patching.values import Patches
+from liger_kernel.transformers.recognise.variant import are_numbers
 
 
 def _patch_forward(module: nn.Module, new: Callable, what: str) -> None:
@@ -23,7 +24,9 @@ def _patch_forward(module: nn.Module, new: Callable, what: str) -> None:
 @functools.cache
 def _rms_norm_forward(offset: float, eps: float, casting: str) -> Callable:
     def forward(self, hidden_states):
-        return rms_norm(hidden_states, self.weight, eps=_eps(self, eps), offset=offset, casting=casting)
+        if not are_numbers(epsilon := _eps(self, eps)):
+            return type(self).forward(self, hidden_states)
+        return rms_norm(hidden_states, self.weight, eps=epsilon, offset=offset, casting=casting)
 
     return ours(forward)
 
@@ -31,7 +34,9 @@ def _rms_norm_forward(offset: float, eps: float, casting: str) -> Callable:
 @functools.cache
 def _layer_norm_forward(eps: float) -> Callable:
     def forward(self, hidden_states):
-        return layer_norm(hidden_states, self.weight, self.bias, eps=_eps(self, eps))
+        if not are_numbers(epsilon := _eps(self, eps)):
+            return type(self).forward(self, hidden_states)
+        return layer_norm(hidden_states, self.weight, self.bias, eps=epsilon)
 
     return ours(forward)
 

@@ -25,7 +25,7 @@ from liger_kernel.ops.projections.lora_moe import adapted_moe
 from liger_kernel.ops.projections.weights import Weight
 from liger_kernel.transformers.recognise.experts import DOWN, GATE_UP, Experts, chosen, stored, weights_of
 from liger_kernel.transformers.recognise.plain import plain, unhooked
-from liger_kernel.transformers.recognise.projections import Left, _class, _of_package, _own, product_dtype
+from liger_kernel.transformers.recognise.projections import Left, _class, _of_package, _own, product_dtype, scales
 from liger_kernel.transformers.recognise.projections import _adapters as _active
 from liger_kernel.transformers.recognise.variant import OF_EXPERTS
 
@@ -85,7 +85,9 @@ def _adapters(wrapper: Any, transposed: bool) -> list[Adapter] | Left:
             return Left(f"parts of adapter {name!r} are sharded or replaced")
         lhs, rhs = factors(wrapper, name)
         a, b = (lhs.mT, rhs.mT) if transposed else (rhs, lhs)
-        found.append(Adapter(a, b, float(wrapper.scaling[name])))
+        if not scales(scale := wrapper.scaling[name], 1):
+            return Left(f"adapter {name!r} has a scaling that is sharded, or not of one element")
+        found.append(Adapter.scaled(a, b, scale))
     return found
 
 

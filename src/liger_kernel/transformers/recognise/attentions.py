@@ -19,7 +19,7 @@ from liger_kernel.ops.attention.sink_attention import MAX_D, sink_attention
 from liger_kernel.transformers.lazy_mask import LazyMask, Seen, known
 from liger_kernel.transformers.recognise.plain import plain
 from liger_kernel.transformers.recognise.stand_ins import stand_in
-from liger_kernel.transformers.recognise.variant import Made, StandIns, Variant
+from liger_kernel.transformers.recognise.variant import Made, StandIns, Variant, are_numbers
 
 MAKERS = ("create_causal_mask", "create_sliding_window_causal_mask")  # of the masks that a layer gets
 
@@ -70,7 +70,7 @@ class SinkAttention(Variant):
     def __call__(self, stock: Callable) -> Callable:
         def eager_attention_forward(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
             sinks, said = getattr(module, "sinks", None), known(attention_mask)
-            more = dropout or any(kwargs.get(name) is not None for name in ("softcap", "position_bias", "head_mask"))
+            more = dropout or not are_numbers(scaling) or any(kwargs.get(name) is not None for name in ("softcap", "position_bias", "head_mask"))
             if said is not None and not more and _fits(query, key, value, attention_mask, sinks) and not _watched(module):
                 out = sink_attention(query, key, value, sinks, window=said.window, valid=said.valid, first=said.first, scale=scaling)
                 return out.transpose(1, 2), None

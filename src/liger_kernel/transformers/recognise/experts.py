@@ -24,7 +24,7 @@ from liger_kernel.ops.projections.weights import Weight
 from liger_kernel.transformers.recognise.activations import activation
 from liger_kernel.transformers.recognise.plain import of_a_subclass, plain
 from liger_kernel.transformers.recognise.projections import Left, _class, _own, product_dtype
-from liger_kernel.transformers.recognise.variant import OF_EXPERTS, StandIns, Variant
+from liger_kernel.transformers.recognise.variant import OF_EXPERTS, StandIns, Variant, are_numbers
 
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
 SPREAD = "weights that are spread over ranks"
@@ -148,15 +148,17 @@ class Experts(Variant):
     def keywords(self, experts: Any) -> dict[str, Any] | Left:
         """The options of ``moe`` with which it computes what these experts compute now, or the reason why it cannot."""
         act, options, _ = EXPERT_FORMS[self.form]
-        name = activation(F.silu if act == "F.silu" else getattr(experts, act))
+        name, numbers = activation(F.silu if act == "F.silu" else getattr(experts, act)), options(experts)
         if name is None:
             return Left("an activation that is none of ours")
+        if not are_numbers(*numbers.values()):
+            return Left("a factor or limit that is a tensor")
         bias = dict(gate_up_bias=experts.gate_up_proj_bias, down_bias=experts.down_proj_bias) if self.biased else {}
         if any(map(is_sharded, bias.values())):
             return Left(SPREAD)
         if why := next(filter(None, map(subclassed, bias.values())), None):
             return why
-        return dict(act=name, interleaved=self.interleaved, **bias, **options(experts))
+        return dict(act=name, interleaved=self.interleaved, **bias, **numbers)
 
     def __call__(self, stock: Callable) -> Callable:
         variant, transposed = self, self.transposed

@@ -25,7 +25,7 @@ from liger_kernel.transformers.recognise.activations import activation
 from liger_kernel.transformers.recognise.plain import plain, unhooked
 from liger_kernel.transformers.recognise.projections import beside, fitting, linear, product_dtype, projection, served, shared
 from liger_kernel.transformers.recognise.stand_ins import Halve, InFp32, random_linear
-from liger_kernel.transformers.recognise.variant import LINEARS, StandIns, Variant
+from liger_kernel.transformers.recognise.variant import LINEARS, StandIns, Variant, are_numbers
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,7 @@ GLU_FORMS = {
         exact=False,
     ),
 }
+NO_ACTIVATION = "an activation that is none of ours"
 _LINEAR: Any = nn.Linear.forward
 
 
@@ -163,6 +164,9 @@ class GLU(Variant):
     def __call__(self, stock: Callable, tiles: bool | int = False) -> Callable:
         gate, up, down, act, form = self.gate, self.up, self.down, self.act, GLU_FORMS[self.form]
 
+        activation_of = lambda self: activation(F.silu if act == "F.silu" else getattr(self, act))
+        stays_stock = lambda self: None if are_numbers(*form.options(self).values()) else "a factor or limit that is a tensor"
+
         def whole(self, x, name):
             """Run the MLP as one operator; None if it does anything else."""
             projections = [getattr(self, name) for name in dict.fromkeys((gate, up, down))]
@@ -179,7 +183,7 @@ class GLU(Variant):
             """Run the MLP as one node if it has tiles, adapters, or a weight in 8 bits or less; None if it has none of them, or if it does more."""
             projections = [getattr(self, name) for name in dict.fromkeys((gate, up, down))]
             options = form.options(self)
-            if (count == 1 and all(type(p) is nn.Linear for p in projections)) or options.keys() - {"gate_multiplier"} or not served(x):
+            if (count == 1 and all(type(p) is nn.Linear for p in projections)) or options.keys() - {"gate_multiplier"} or not served(x, projections):
                 return None
             dtype = product_dtype(x)
             found = [projection(p, dtype) for p in projections]
@@ -218,14 +222,14 @@ class GLU(Variant):
         def forward(self, x):
             if torch.compiler.is_compiling():  # the compiler gets the plain formula
                 return in_tiles(stock, self, x, tiles)
-            name, count = activation(F.silu if act == "F.silu" else getattr(self, act)), _tiles_of(x, tiles)
+            name, count = None if stays_stock(self) else activation_of(self), _tiles_of(x, tiles)
             y = whole(self, x, name) if count == 1 and name is not None and form.whole else None
             y = adapted(self, x, name, count) if y is None and name is not None and form.whole else y
             if y is None and count > 1:
                 return in_tiles(lambda self, x: run(self, name, x), self, x, tiles)
             return memory.projected(functools.partial(run, self, name), x) if y is None else y
 
-        LINEARS[forward] = frozenset((gate, up, down)), "" if act == "F.silu" else act
+        LINEARS[forward] = frozenset((gate, up, down)), lambda self: stays_stock(self) or (None if activation_of(self) else NO_ACTIVATION)
         return forward
 
     def stand_ins(self) -> StandIns:
@@ -262,7 +266,7 @@ class MLP(Variant):
         def forward(self, x):
             return in_tiles(run, self, x, tiles)
 
-        LINEARS[forward] = frozenset((up, down)), act
+        LINEARS[forward] = frozenset((up, down)), lambda self: None if activation(getattr(self, act)) == "relu2" else NO_ACTIVATION
         return forward
 
     def stand_ins(self) -> StandIns:

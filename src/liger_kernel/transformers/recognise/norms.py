@@ -15,7 +15,7 @@ from liger_kernel.ops.norms.layer_norm import layer_norm
 from liger_kernel.ops.norms.rms_norm import rms_norm
 from liger_kernel.transformers.recognise.activations import activation, named
 from liger_kernel.transformers.recognise.stand_ins import random_weight
-from liger_kernel.transformers.recognise.variant import NORM_FORMS, StandIns, Variant
+from liger_kernel.transformers.recognise.variant import NORM_FORMS, StandIns, Variant, are_numbers
 
 EPS = {"variance_epsilon": 0.03, "eps": 0.11, "rms_norm_eps": 0.4, "norm_eps": 0.23, "epsilon": 0.37}
 OLMO_EPS = 1e-5
@@ -38,10 +38,12 @@ class RMSNorm(Variant):
         offset, casting, eps, weight = self.offset, self.casting, self.eps, self.weight
 
         def forward(self, hidden_states):
+            if not are_numbers(epsilon := getattr(self, eps)):
+                return stock(self, hidden_states)
             w = None if weight == "none" or (weight == "with_scale" and not self.with_scale) else self.weight
             if w is not None and w.ndim == 0:  # one number for all columns
                 w = w.expand(hidden_states.shape[-1])
-            return memory.cheap(rms_norm, hidden_states, w, eps=getattr(self, eps), offset=offset, casting=casting)
+            return memory.cheap(rms_norm, hidden_states, w, eps=epsilon, offset=offset, casting=casting)
 
         if weight == "weight":
             NORM_FORMS[forward] = offset, casting, eps
@@ -80,12 +82,13 @@ class GatedRMSNorm(Variant):
 
         def forward(self, hidden_states, gate=None):
             act = activation(named(self.activation)) if "activation" in self.__dict__ and not torch.compiler.is_compiling() else "silu"
-            if act is None or (torch.compiler.is_compiling() and getattr(self, "activation", "silu") not in ("silu", "swish")):
+            epsilon = getattr(self, eps)
+            if act is None or not are_numbers(epsilon) or (torch.compiler.is_compiling() and getattr(self, "activation", "silu") not in ("silu", "swish")):
                 return stock(self, hidden_states, gate)
             if first == "norm":
                 if gate is None or gate.shape != hidden_states.shape:
                     return stock(self, hidden_states, gate)
-                return gated_rms_norm(hidden_states, gate, self.weight, eps=getattr(self, eps), act=act, casting=casting)
+                return gated_rms_norm(hidden_states, gate, self.weight, eps=epsilon, act=act, casting=casting)
             h, dtype = hidden_states, hidden_states.dtype
             gate = gate if gate is None else gate.float()
             norm_first = first == "norm_before_gate" and self.norm_before_gate
@@ -93,7 +96,7 @@ class GatedRMSNorm(Variant):
             if gate is not None and not norm_first:
                 h = glu(gate, h, act=act)
             size = h.shape[-1] if not groups else self.group_size if groups == "group_size" else h.shape[-1] // self.n_groups
-            h = rms_norm(h.unflatten(-1, (-1, size)), None, eps=getattr(self, eps)).flatten(-2)
+            h = rms_norm(h.unflatten(-1, (-1, size)), None, eps=epsilon).flatten(-2)
             if first == "gate":
                 return self.weight * h.to(dtype)
             h = self.weight * h
@@ -131,13 +134,15 @@ class LayerNorm(Variant):
         def forward(self, hidden_states):
             device = hidden_states.device.type
             autocast = form in ("torch", "1P") and torch.is_autocast_enabled(device)
-            if len(getattr(self, "normalized_shape", (0,))) != 1 or (autocast and form == "1P"):  # a "1P" norm casts by itself
+            epsilon = OLMO_EPS if eps == "constant" else getattr(self, eps)
+            # a "1P" norm casts by itself
+            if len(getattr(self, "normalized_shape", (0,))) != 1 or (autocast and form == "1P") or not are_numbers(epsilon):
                 return stock(self, hidden_states)
             w, b = (getattr(self, name, None) for name in ("weight", "bias"))
             w = w + 1.0 if form == "1P" else w
             if autocast and device == "cuda" and hidden_states.dtype != torch.float64:  # as PyTorch's autocast does on GPUs but not on CPUs
                 hidden_states = hidden_states.float()
-            return memory.cheap(layer_norm, hidden_states, w, b, eps=OLMO_EPS if eps == "constant" else getattr(self, eps))
+            return memory.cheap(layer_norm, hidden_states, w, b, eps=epsilon)
 
         return forward
 

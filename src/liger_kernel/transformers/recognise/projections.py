@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -32,9 +32,12 @@ from liger_kernel.ops.projections.four_bits import four_bits
 from liger_kernel.ops.projections.linear import dtypes_of, linears
 from liger_kernel.ops.projections.weights import Dense, Elsewhere, Weight, dense
 from liger_kernel.transformers.recognise.plain import plain, unhooked
+from liger_kernel.transformers.recognise.variant import are_numbers
 
 _FORWARD = nn.Linear.forward
-_FEW_ROWS = 64  # calls without gradients and with up to so many rows (generation) run the module itself: some have kernels for single tokens
+# Calls without gradients and with up to so many rows (generation) run the modules themselves: some have kernels for single tokens. Not with dropout: a
+# reentrant checkpoint calls them again with gradients, and then the masks must be drawn in the same order and dtype
+_FEW_ROWS = 64
 
 
 class Left(str):
@@ -185,13 +188,22 @@ def _adapter(m: Any, name: str) -> Adapter | Left:
     if type(dropout) not in (nn.Dropout, nn.Identity) or not _own(dropout):
         return Left(f"the dropout of adapter {name!r} is hooked, or a {type(dropout).__name__}")
     if type(dropout) is nn.Dropout and dropout.training:
+        if not are_numbers(dropout.p):
+            return Left(f"the dropout of adapter {name!r} has a probability that is a tensor")
         p = float(dropout.p)
     if p >= 1:
         return Left(f"the dropout of adapter {name!r} drops everything")
     wa, wb = a.weight, b.weight
     if wa.dtype != wb.dtype:
         return Left(f"the two matrices of adapter {name!r} have different dtypes")
-    return Adapter(wa, wb, float(m.scaling[name]), p, b.bias)
+    if not scales(scale := m.scaling[name], wb.shape[0] if name not in m.lora_variant else 1):
+        return Left(f"adapter {name!r} has a scaling that is sharded, or of neither one element nor one for each output")
+    return Adapter.scaled(wa, wb, scale, p, b.bias)
+
+
+def scales(scale: Any, outputs: int) -> bool:
+    """Whether the scaling of an adapter is a number, or a tensor that multiplies all outputs or each of them."""
+    return not isinstance(scale, Tensor) or (plain(scale) and not scale.is_complex() and scale.ndim < 2 and scale.numel() in (1, outputs))
 
 
 def _sharded(m: nn.Module) -> bool:
@@ -338,11 +350,17 @@ def product_dtype(x: Tensor) -> torch.dtype:
     return dtypes_of(x, ())[0]
 
 
-def served(x: Any) -> bool:
-    """Whether the engine can run linear layers on x at all."""
+def served(x: Any, modules: Iterable[Any]) -> bool:
+    """Whether the engine can run these linear layers on x at all."""
     if torch.compiler.is_compiling() or not plain(x) or not x.is_floating_point() or not x.ndim or not x.numel() or not use_kernels(x, fusible=True):
         return False
-    return torch.is_grad_enabled() or x.numel() // x.shape[-1] > _FEW_ROWS
+    return torch.is_grad_enabled() or x.numel() // x.shape[-1] > _FEW_ROWS or any(map(_drops, modules))
+
+
+def _drops(m: nn.Module) -> bool:
+    """Whether the dropout of one of a layer's adapters is active."""
+    dropouts = m._modules.get("lora_dropout")
+    return dropouts is not None and any(d.training and type(d) is not nn.Identity for d in dropouts._modules.values())
 
 
 def fitting(found: Projection, width: int, device: torch.device) -> bool:
@@ -357,13 +375,15 @@ def linear(module: Any, x: Any) -> Any:
 
 def shared(x: Any, *modules: Any) -> tuple[Any, ...]:
     """``tuple(m(x) for m in modules)``, as one node where the engine can."""
-    if all(type(m) is nn.Linear for m in modules) or not served(x):
+    if all(type(m) is nn.Linear for m in modules) or not served(x, modules):
         return tuple(m(x) for m in modules)
     dtype = product_dtype(x)
     found = [projection(m, dtype) for m in modules]
     ours = [p if isinstance(p, Projection) and fitting(p, x.shape[-1], x.device) else None for p in found]
     if not any(p is not None and p.gains for p in ours):
         return tuple(m(x) for m in modules)
+    if len(modules) > 1 and None in ours and any(a.dropout for p in ours if p is not None for a in p.adapters):
+        return tuple(shared(x, m)[0] for m in modules)  # so that masks are drawn in the order of the modules
     memory.needed()
     ys = iter(linears(x, [p for p in ours if p is not None]))
     outputs = tuple(m(x) if p is None else beside(next(ys), p, m, x) for p, m in zip(ours, modules))

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from torch import Tensor, nn
+
 StandIns = Iterator[tuple[dict[str, Any], tuple[Any, ...]]]  # attributes of a module (or options of a function), and inputs
 
 
@@ -52,6 +54,12 @@ class Variant:
         return f"{self.kind}({', '.join(filter(None, dict.fromkeys(self.words())))})"
 
 
+def are_numbers(*values: Any) -> bool:
+    """Whether no value that a forward reads from its module is a tensor. A kernel takes a number, which has no gradient, and to read one from a tensor on a GPU
+    makes the host wait."""
+    return not any(isinstance(value, Tensor) for value in values)
+
+
 def named_as(function: Any, stock: Callable) -> Callable:
     """``function`` with the parameter names of ``stock``, because callers may use them. The names change in its code object, so calls cost nothing more."""
     code = function.__code__
@@ -67,6 +75,6 @@ def named_as(function: Any, stock: Callable) -> Callable:
 # Replacements register here, not by attributes: functools.wraps would copy an attribute to every function that wraps them
 NORM_FORMS: weakref.WeakKeyDictionary[Callable, tuple[float, str, str]] = weakref.WeakKeyDictionary()  # offset, casting, attribute with the eps
 ROPE_FORMS: weakref.WeakKeyDictionary[Callable, tuple[str, Callable, str]] = weakref.WeakKeyDictionary()  # layout, angles of a table, casting
-# The attributes that a forward calls as linear layers of the projection engine, and the attribute with its activation, or "" if that does not matter
-LINEARS: weakref.WeakKeyDictionary[Callable, tuple[frozenset[str], str]] = weakref.WeakKeyDictionary()
+# The attributes that a forward calls as linear layers of the projection engine, and why a module runs its stock forward all the same, or None
+LINEARS: weakref.WeakKeyDictionary[Callable, tuple[frozenset[str], Callable[[nn.Module], str | None]]] = weakref.WeakKeyDictionary()
 OF_EXPERTS: weakref.WeakKeyDictionary[Callable, Variant] = weakref.WeakKeyDictionary()  # the variant whose forward runs experts

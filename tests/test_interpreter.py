@@ -1,17 +1,20 @@
-"""The interpreter that tests run kernels in without a GPU computes what PyTorch computes, to the bit, in the dtype that it does not know."""
+"""Kernels in Triton's interpreter compute what PyTorch computes, to the bit, in the dtype that it does not know; other kernels stay as they are."""
 
 from __future__ import annotations
+
+import subprocess
+import sys
 
 import pytest
 import torch
 
 from liger_kernel.ops._core import operator as _op
-from liger_kernel.ops._core.tl import tl, triton
+from liger_kernel.ops._core.tl import jit, tl
 
 pytestmark = pytest.mark.skipif(not _op.INTERPRET, reason="kernels are not interpreted")
 
 
-@triton.jit
+@jit
 def _all(x_ptr, y_ptr, out_ptr, scalar, BLOCK: tl.constexpr):
     i = tl.arange(0, BLOCK)
     x, y = tl.load(x_ptr + i), tl.load(y_ptr + i)
@@ -25,7 +28,7 @@ def _all(x_ptr, y_ptr, out_ptr, scalar, BLOCK: tl.constexpr):
         tl.store(out_ptr + 6 * BLOCK + i, y / step.to(tl.float32))
 
 
-@triton.jit
+@jit
 def _dot(a_ptr, b_ptr, out_ptr, N: tl.constexpr):
     i, j = tl.arange(0, N)[:, None], tl.arange(0, N)[None, :]
     tl.store(out_ptr + i * N + j, tl.dot(tl.load(a_ptr + i * N + j), tl.load(b_ptr + i * N + j)))
@@ -53,7 +56,7 @@ def test_rounds_to_nearest_even():
     assert torch.equal(out, source.bfloat16())
 
 
-@triton.jit
+@jit
 def _cast(x_ptr, out_ptr, BLOCK: tl.constexpr):
     i = tl.arange(0, BLOCK)
     tl.store(out_ptr + i, tl.load(x_ptr + i))
@@ -64,3 +67,35 @@ def test_dot():
     out = torch.empty(16, 16)
     _dot[(1,)](a, b, out, N=16)
     torch.testing.assert_close(out, a.float() @ b.float())
+
+
+OF_A_USER = """
+import torch
+from triton.runtime import interpreter
+import liger_kernel.ops as ops
+from liger_kernel.testing import assert_as_accurate, like, run
+
+stock = vars(interpreter).copy(), vars(interpreter.InterpreterBuilder).copy()
+for name in ("rms_norm", "layer_norm", "dyt"):
+    op = ops.OPS[name]
+    for dtype in (torch.float32, torch.bfloat16):
+        args = op.cases[0].make(dtype, "cpu")
+        launched = []
+        with ops._op.intercept_launches(lambda *call: launched.append(call)):
+            run(op.fn, args, lambda outs: {k: torch.ones_like(o) for k, o in outs.items()})
+        assert launched, name
+        assert_as_accurate(run(op.fn, args), run(op.reference, like(args)), run(op.reference, like(args, torch.float64)))
+assert stock == (vars(interpreter), vars(interpreter.InterpreterBuilder))
+"""
+
+
+def test_a_user_sets_the_variable(user_env):
+    """Without what these tests do to the interpreter. It is repaired while a kernel of ours runs, and no longer."""
+    done = subprocess.run([sys.executable, "-c", OF_A_USER], env=user_env | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr  # of lanes that a mask discards
+
+
+def test_nobody_sets_the_variable(user_env):
+    code = "import sys, liger_kernel.ops; assert 'liger_kernel.ops._core.interpreter' not in sys.modules and 'triton.runtime.interpreter' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", code], env=user_env).returncode == 0

@@ -24,7 +24,7 @@ from torch import Tensor
 from liger_kernel.ops import OPS
 from liger_kernel.ops._core import operator as _op
 from liger_kernel.ops._core.operator import T
-from liger_kernel.ops._core.tl import tl, triton
+from liger_kernel.ops._core.tl import jit, tl
 from liger_kernel.testing import assert_as_accurate, backward, forward, like, run, upstream
 
 PAGE, PROT_NONE, MAP_NORESERVE = mmap.PAGESIZE, 0, 0x4000
@@ -164,7 +164,7 @@ def check_indices(op) -> None:
                 backward(outs, ours, upstream(outs))
 
 
-@triton.jit
+@jit
 def _unmasked(x_ptr, y_ptr, BLOCK: tl.constexpr):
     col = tl.arange(0, BLOCK)
     tl.store(y_ptr + col, tl.load(x_ptr + col))

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
-from liger_kernel.ops._core import tl as _tl  # noqa: E402
-from liger_kernel.ops._core.tl import tl  # noqa: E402
+from liger_kernel.ops._core import tl as _tl
+from liger_kernel.ops._core.tl import cdiv, jit, tl
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-@triton.jit
+@jit
 def _all(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + at, mask=at < n, other=1.0)
@@ -38,7 +38,7 @@ FUNCTIONS = {  # and the units in the last place by which they may be off; a slo
 def test_accurate_functions():
     x = torch.cat([torch.logspace(-37, 38, 20001), torch.linspace(-87, 87, 40001), torch.linspace(0.5, 2, 9999), torch.linspace(-1, 1, 9999)]).to(DEVICE)
     y = torch.empty(len(FUNCTIONS), len(x), device=DEVICE)
-    _all[(triton.cdiv(len(x), 1024),)](x, y, len(x), BLOCK=1024)
+    _all[(cdiv(len(x), 1024),)](x, y, len(x), BLOCK=1024)
     found = {}
     for (name, (function, _)), ours in zip(FUNCTIONS.items(), y):
         true = function(x.double())

@@ -21,7 +21,7 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from liger_kernel.ops._core.shards import is_sharded
-from liger_kernel.ops._core.tl import HAS_TRITON, triton
+from liger_kernel.ops._core.tl import HAS_TRITON, INTERPRET, triton
 
 if HAS_TRITON:
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -40,7 +40,6 @@ _LAUNCHERS: dict[str, str] = {}  # name -> module
 _KEEPING = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode)  # of selective checkpointing: they have no public name
 _PLAIN = {Tensor, torch.nn.Parameter, type(None), bool, int, float, str, torch.dtype, list, tuple}
 _tracing = contextvars.ContextVar("liger_tracing", default=False)
-INTERPRET = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 _KERNEL_DEVICES = {"cpu"} if INTERPRET else {"cuda"} if HAS_TRITON else set()
 if os.environ.get("LIGER_KERNEL_IMPL") == "torch":
     _KERNEL_DEVICES = set()

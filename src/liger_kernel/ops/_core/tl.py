@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 
 try:
     import triton
@@ -27,6 +28,11 @@ VARYING = (
     "label_stride",
 )  # fmt: skip  # a list of names
 jit = functools.partial(triton.jit, do_not_specialize=VARYING)
+INTERPRET = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
+if INTERPRET:
+    from liger_kernel.ops._core.interpreter import repaired
+
+    jit = repaired(jit)
 
 
 def next_power_of_2(n: int) -> int:

@@ -1,14 +1,16 @@
-# make demo | test | lint set up .venv with the machine's python3 first, each with the extra of pyproject.toml that it needs. Variables:
+# make demo | test | lint set up .venv with the machine's python3 first, each with the extra of pyproject.toml that it needs, in the versions of constraints.txt.
+# Without an NVIDIA or AMD GPU, PyTorch is its build for CPUs, if that build's own index can be reached. Variables:
 #   PYTHON=python3.12     the interpreter that .venv is made of
 #   PY=python3            use this interpreter as it is: no .venv, nothing is installed
 #   VENV_ARGS=--system-site-packages   let .venv see the machine's packages (with CONSTRAINTS= it keeps their versions)
-#   TORCH_INDEX=URL       a package index that has PyTorch for your hardware, such as the CPU one that pytorch.org names under "Get started"
+#   TORCH_INDEX=URL       a package index that has PyTorch for your hardware, of those that pytorch.org names under "Get started"
 #   ARGS="-k rope -x"     further arguments of pytest or of the demo;  JOBS=1  pytest processes
 
 PYTHON ?= python3
 VENV ?= .venv
 VENV_ARGS ?=
 TORCH_INDEX ?=
+CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 CONSTRAINTS ?= constraints.txt
 JOBS ?= 2
 ARGS ?=
@@ -66,10 +68,11 @@ hooks: $(call ready,dev)
 $(VENV)/.ready-%: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "Python 3.10 or newer is needed, $(PYTHON) is not: make PYTHON=/path/to/python3" >&2; exit 1; }
 	@$(PYTHON) -m venv $(VENV_ARGS) $(VENV) || { echo "$(PYTHON) cannot make a virtual environment (Debian and Ubuntu: apt install python3-venv); or use an interpreter that has the packages: make PY=python3" >&2; exit 1; }
-	@if [ "$$(uname)" = Linux ] && [ -z "$(TORCH_INDEX)" ] && ! nvidia-smi >/dev/null 2>&1; then \
-		echo "No NVIDIA GPU here. If pip now fetches nvidia-* packages (several GB, needless), stop it and give TORCH_INDEX (see the Makefile)."; fi
 	$(VENV)/bin/python -m pip install -q $(addprefix -c ,$(CONSTRAINTS)) setuptools
-	$(VENV)/bin/python -m pip install -q --no-compile $(addprefix -c ,$(CONSTRAINTS)) $(addprefix --extra-index-url ,$(TORCH_INDEX)) --no-build-isolation -e '.[$*]'
+	@index='$(TORCH_INDEX)'; if [ -z "$$index" ] && [ "$$(uname)" = Linux ] && [ ! -e /dev/kfd ] && ! nvidia-smi >/dev/null 2>&1; then \
+		if $(VENV)/bin/python -c 'import urllib.request as u; u.urlopen("$(CPU_INDEX)/torch/", timeout=10)' 2>/dev/null; then index='$(CPU_INDEX)'; else \
+			echo "No GPU here, and $(CPU_INDEX) cannot be reached. If pip now fetches nvidia-* packages (several GB, needless), stop it and give TORCH_INDEX (see the Makefile)."; fi; fi; \
+	set -x; $(VENV)/bin/python -m pip install -q --no-compile $(addprefix -c ,$(CONSTRAINTS)) $${index:+--extra-index-url "$$index"} --no-build-isolation -e '.[$*]'
 	@touch $(addprefix $(VENV)/.ready-,$(EXTRAS_$*))
 
 clean:

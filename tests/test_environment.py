@@ -1,9 +1,17 @@
 """docs/environment.md has every environment variable that the source reads, and where."""
 
 import ast
+import functools
+import os
 import re
+import subprocess
+import sys
+import threading
 from collections import defaultdict
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+
+import pytest
 
 from liger_kernel.train.ranks import ELASTIC
 
@@ -63,3 +71,38 @@ def test_the_table_is_what_the_source_reads():
     for row in rows:
         names = re.findall(r"`([^`]+)`", row[0])
         assert set(re.findall(r"`([^`]+)`", row[3])) == set().union(*(source[name] for name in names)), names
+
+
+@pytest.mark.parametrize(
+    "gpu, reached, given, index",
+    [
+        (False, True, "", "CPU"),
+        (False, False, "", ""),
+        (True, True, "", ""),
+        (False, True, "https://rocm", "https://rocm"),
+    ],
+)
+def test_make_takes_the_build_of_pytorch_that_the_machine_needs(tmp_path, gpu, reached, given, index):
+    """Without a GPU that for CPUs, if its index can be reached."""
+    (tmp_path / "torch").mkdir()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(SimpleHTTPRequestHandler, directory=tmp_path))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    page = f"http://127.0.0.1:{server.server_port}" + "/nowhere" * (not reached)
+    for name, code in {
+        "nvidia-smi": f"exit {int(not gpu)}",
+        # makes an environment whose python writes down what pip is asked for
+        "python": f'case "$2" in venv) mkdir -p .venv/bin && cp {tmp_path}/python .venv/bin/python;; '
+        f'pip) echo "$@" >> {tmp_path}/asked;; *) exec {sys.executable} "$@";; esac',
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{code}\n")
+        (tmp_path / name).chmod(0o755)
+    command = ["make", "-f", ROOT / "Makefile", ".venv/.ready-train", f"PYTHON={tmp_path}/python", f"CPU_INDEX={page}"]
+    for file in ("pyproject.toml", "constraints.txt"):
+        (tmp_path / file).write_text("")
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    environment = os.environ | {"PATH": path, "no_proxy": "*"}
+    subprocess.run([*command, f"TORCH_INDEX={given}"], cwd=tmp_path, check=True, env=environment)
+    server.shutdown()
+    server.server_close()
+    asked = (tmp_path / "asked").read_text().splitlines()[-1]
+    assert asked.partition("--extra-index-url ")[2].split(" ")[0] == (page if index == "CPU" else index)

@@ -148,6 +148,8 @@ TABLE = [
     ("bench rms_norm --against quack --quack-path empty", "--quack-path empty holds no quack"),
     ("bench rms_norm --base nope", "--base(: no git revision 'nope'| needs a git checkout| needs git)"),
     ("bench rms_norm --json empty", "cannot write to empty: it is a folder"),
+    ("bench rms_norm --json choice.json", "cannot write to choice.json: it holds something else; give another name, or remove it"),
+    ("bench rms_norm --csv text.txt", "cannot write to text.txt: it holds something else"),
     ("bench rms_norm --csv text.txt/x.csv", "cannot write to text.txt/x.csv: .* is a file, not a folder"),
     ("bench rms_norm --resume", "--resume needs --json FILE"),
     ("bench rms_norm --resume --json text.txt", "text.txt is not valid JSON"),
@@ -163,6 +165,8 @@ TABLE = [
     ("bench report norows.json", "norows.json: no rows, so there is no table"),
     ("bench report operators.json steps.json", "the files hold rows of operators and of steps"),
     ("bench report steps.json --csv text.txt/x", "cannot write to text.txt/x"),
+    ("bench report steps.json --csv config.yaml", "cannot write to config.yaml: it holds something else"),
+    ("bench report steps.json --markdown text.txt", "cannot write to text.txt: it holds something else"),
     # bench step
     ("bench step --model llama-3.2-1", r"liger bench step: no model 'llama-3.2-1'; did you mean llama-3.2-1b\?"),
     ("bench step --against our", r"no variant 'our'; did you mean ours\?"),
@@ -180,6 +184,7 @@ TABLE = [
     ("bench step --gpus 2 --optimizer adamw-bf16", "optimizer adamw-bf16 needs parallel none, fsdp2 or ulysses-fsdp2, got ddp"),
     ("bench step --lora 8 --lora-targets q_prj", r"no linear layer 'q_prj'; did you mean q_proj\?"),
     ("bench step --json empty", "cannot write to empty: it is a folder"),
+    ("bench step --json list.json", "cannot write to list.json: it holds something else"),
     ("bench step more", "unexpected argument 'more'; liger bench step --help lists"),
     # tune
     ("tune", "liger tune: the following arguments are required: op"),

@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 import pytest
 
 from liger_kernel.bench import plots, report
+from liger_kernel.bench.plots import drawing
 
 META = {
     "hardware": "NVIDIA H200", "python": "3.12.3", "torch": "2.11.0+cu130", "triton": "3.6.0", "transformers": "5.17.0", "liger_kernel": "0.8.90",
@@ -135,13 +136,14 @@ def words(monkeypatch):
     from matplotlib.figure import Figure
     from matplotlib.text import Text
 
-    found, save = {}, Figure.savefig
+    found, drawn, save, export = {}, [], Figure.savefig, drawing.export
 
-    def savefig(figure, path, **kwargs):
-        found[path.name] = [text.get_text() for text in figure.findobj(Text) if text.get_text()]
-        save(figure, path, **kwargs)
+    def savefig(figure, file, **kwargs):
+        drawn[:] = [text.get_text() for text in figure.findobj(Text) if text.get_text()]
+        save(figure, file, **kwargs)
 
     monkeypatch.setattr(Figure, "savefig", savefig)
+    monkeypatch.setattr(drawing, "export", lambda path, picture: (found.update({path.name: [*drawn]}), export(path, picture)))
     return found
 
 

@@ -111,6 +111,7 @@ def test_a_model_is_not_saved_over_something_else(names, config, tmp_path):
 def test_what_no_run_writes_may_lie_beside_it(config, tmp_path):
     """Logs, hidden files, the data, and folders, such as that of the model."""
     made(config.out, ["output.txt", "slurm-1.out", "run.yaml", ".gitignore", "base/config.json", "lost+found/x"])
+    (Path(config.out) / "mine.json").write_text('{"steps": 2}')  # a config
     shutil.copy(config.data, Path(config.out) / "text.jsonl")
     made(tmp_path / "saved", [".gitattributes", "upload.log", "older/model.safetensors"])
     loop.train(dataclasses.replace(config, data=f"{config.out}/text.jsonl", save=str(tmp_path / "saved"), cache=None))

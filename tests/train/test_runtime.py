@@ -710,6 +710,15 @@ def test_a_second_run_in_a_folder_is_told_who_has_it(base, here, tmp_path, monke
     loop.train(config)
 
 
+def test_every_rank_is_told_that_the_folder_is_of_something_else(base, tmp_path):
+    config = place(base, tmp_path)
+    shutil.copytree(base.model, config.out)
+    before = {path: path.read_bytes() for path in Path(config.out).iterdir()}
+    assert run(config) == [ranks.EXIT_MISTAKE] * 2, log(config)
+    assert log(config).count("which is not of a run of liger train: give another --out") == 2
+    assert {path: path.read_bytes() for path in Path(config.out).iterdir()} == before
+
+
 HOLDER = """
 import pathlib, sys, time
 from liger_kernel.train import lock

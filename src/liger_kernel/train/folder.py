@@ -80,14 +80,17 @@ def record(config: TrainConfig, ranks: Ranks, step: int) -> None:
 
 def _records(out: Path) -> Iterator[dict[str, Any]]:
     """The configs of accepted starts, the newest first. Earlier releases kept one, as config.json."""
-    known = {field.name for field in dataclasses.fields(TrainConfig)}
     numbered = [name for name in _entries(out) if re.fullmatch(r"liger-run-\d+\.json", name)]
     for name in (RECORD, *sorted(numbered, key=lambda name: -int(name[10:-5]))):
         if (out / name).is_file():
             yield _json(out / name)
-    values = _json(out / "config.json")
-    if 2 * len(values.keys() & known) > len(values):  # a model's config has other names
+    if _is_config(values := _json(out / "config.json")):
         yield values
+
+
+def _is_config(values: dict[str, Any]) -> bool:
+    """Whether an object is a config of a run, perhaps of another release. A model's has other names."""
+    return 2 * len(values.keys() & {field.name for field in dataclasses.fields(TrainConfig)}) > len(values)
 
 
 def _strange(config: TrainConfig) -> str | None:
@@ -102,7 +105,7 @@ def _strange(config: TrainConfig) -> str | None:
         elif name in ("lock", "cache.lock"):
             if path.stat().st_size and "pid" not in _json(path):
                 return name
-        elif UNRECORDED.fullmatch(name) or (name == "metrics.jsonl" and copied):
+        elif UNRECORDED.fullmatch(name) or (name == "metrics.jsonl" and copied) or _is_config(_json(path)):
             continue
         elif OURS.fullmatch(name) or not (path.is_dir() or BESIDE.fullmatch(name) or _same(path, config.data)):
             return name

@@ -211,7 +211,7 @@ def test_trained_tokens_of_a_tied_head(batch, losses, computed):
 
 
 def _hook(path: str):
-    return lambda run: run.get_base_model().lm_head.get_submodule(path).register_forward_hook(lambda m, args, out: out * 1.5)
+    return lambda run: run.get_base_model().lm_head.get_submodule(path).register_forward_hook(lambda m, args, out: out.clone() * 1.5)
 
 
 def _other_dropout(run):

@@ -248,7 +248,8 @@ def _answer() -> None:
     @functools.wraps(look)
     def find_packed_sequence_indices(position_ids: Tensor) -> Tensor | None:
         known = None if torch.compiler.is_compiling() else _documents.get()
-        if known is None or not torch._C._is_alias_of(position_ids, known[1]):  # Transformers expands them
+        # an alias, as Transformers expands them
+        if known is None or not torch._C._is_alias_of(position_ids, known[1]):  # type: ignore[attr-defined]  # in no stub
             return look(position_ids)
         if known[0]:
             return None

@@ -57,7 +57,7 @@ class StandIn(nn.Module):
             return _deferred(*held, call.loss)
         hooked = not call.keep_logits and not torch.compiler.is_compiling() and hooks.there_are(self.head)
         logits = hooks.call(self.head, call.loss, _deferred, args, kwargs) if hooked else self.head(*args, **kwargs)
-        return new_recipe(logits, None, call.loss) if isinstance(logits, Tensor) and not isinstance(logits, Recipe) else logits
+        return logits if isinstance(logits, Recipe) or not isinstance(logits, Tensor) else new_recipe(logits, None, call.loss)
 
     def __getattr__(self, name: str) -> Any:
         if "_modules" in self.__dict__:  # while the compiler traces it

@@ -132,7 +132,7 @@ class HeadState:
         return any(True for _ in self._exchanged())
 
     def _exchanged(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return ((t, then) for t, then in self._aliases if _has_memory(then) and not t.is_set_to(then))
+        return ((t, then) for t, then in self._aliases if _has_memory(then) and not _is_at(t, then))
 
     def _is_now(self, m: nn.Module, then: dict[str, Any]) -> bool:
         now = self._kept(m)
@@ -141,8 +141,8 @@ class HeadState:
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Restore the state for the duration of the context. Raises ``RuntimeError`` if a tensor was changed in place since, as its values are lost."""
-        exchanged = [(t, then, t.data) for t, then in self._exchanged()]
-        freed = any(then.numel() and not then.untyped_storage().nbytes() for _, then, _ in exchanged)
+        exchanged = [(t, before, t.data) for t, before in self._exchanged()]
+        freed = any(t.numel() and not t.untyped_storage().nbytes() for _, t, _ in exchanged)
         if freed or any(_version(t) != version for t, version in self._tensors):
             raise RuntimeError(
                 "the logits of a patched model are computed when they are needed, and the weights or inputs of its head were changed in place since it was "
@@ -156,8 +156,8 @@ class HeadState:
             _replace(m, then | {k: v for k, v in m.__dict__.items() if k not in kept})
         for p, there in learning:
             p.requires_grad_(not there)
-        for t, then, _ in exchanged:
-            t.data = then
+        for t, before, _ in exchanged:
+            t.data = before
         try:
             yield
         finally:
@@ -167,6 +167,10 @@ class HeadState:
                 p.requires_grad_(there)
             for m, attributes in now:
                 _replace(m, attributes)
+
+
+def _is_at(t: Tensor, then: Tensor) -> bool:
+    return _has_memory(t) and (t.dtype, t.device) == (then.dtype, then.device) and t.is_set_to(then)
 
 
 def _has_memory(t: Tensor) -> bool:

@@ -1116,6 +1116,8 @@ def test_the_demo_runs(tmp_path, user_env):
 @pytest.mark.parametrize("command", ["train", "fit"])
 def test_code_of_a_model_runs_only_when_asked(trusted, command, config, tmp_path, monkeypatch, capsys):
     """Without the flag nobody is asked, whatever standard input would answer."""
+    import transformers
+
     folder = tmp_path / "model"
     folder.mkdir()
     sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1, vocab_size=300)
@@ -1124,6 +1126,8 @@ def test_code_of_a_model_runs_only_when_asked(trusted, command, config, tmp_path
     (folder / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nfrom transformers import LlamaConfig as C, LlamaForCausalLM as M\n")
     tokenising.own_tokenizer([{"text": "abc"}], 300, None).save_pretrained(folder)
     monkeypatch.setattr("builtins.input", lambda *_: "y")
+    for theirs in (transformers.LlamaConfig, transformers.LlamaForCausalLM):  # which Transformers marks as code of the model's
+        monkeypatch.setattr(theirs, "_auto_class", None)
     asked = {"train": ["--out", str(tmp_path / "run"), "--steps", "1", "--limit", "20", "--batch", "1"], "fit": ["--gpu", "h100"]}[command]
     code = cli.main([command, "--model", str(folder), *asked, *["--trust-remote-code"] * trusted])
     said = capsys.readouterr().err

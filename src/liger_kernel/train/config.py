@@ -455,7 +455,7 @@ def _loader() -> type:
     """YAML's safe loader without aliases, of which a few bytes can stand for more than the memory holds, and without names that stand twice."""
     yaml = _yaml()
 
-    class Loader(yaml.SafeLoader):  # type: ignore[name-defined]
+    class Loader(yaml.SafeLoader):  # type: ignore[name-defined]  # mypy knows no module that a function returns
         def compose_node(self, parent: Any, index: Any) -> Any:
             if self.check_event(yaml.AliasEvent):
                 raise ValueError(f"aliases are not read (*{self.peek_event().anchor}): write the value where it is used")

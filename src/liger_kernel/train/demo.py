@@ -144,7 +144,7 @@ def take_turns(name: str, turn: str, other: str) -> None:
             os.write(int(other), b".")
         os.read(int(turn), 1)
 
-    loop._Run.pause, loop._Progress.label = staticmethod(pause), f"{name:<5} "  # type: ignore[method-assign, assignment]
+    loop._Run.pause, loop._Progress.label = staticmethod(pause), f"{name:<5} "  # type: ignore[method-assign, assignment]  # in this process alone
 
 
 def compare(stock: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:

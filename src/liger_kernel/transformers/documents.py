@@ -133,7 +133,7 @@ def warn_if_joined(model: nn.Module, given: Mapping[str, Any]) -> None:
     positions, bounds = given.get("position_ids"), given.get("cu_seq_lens_q")
     if positions is None and bounds is None:
         return
-    if torch.compiler.is_compiling() or transformed() or torch.jit.is_tracing():
+    if torch.compiler.is_compiling() or transformed() or torch.jit.is_tracing() or _get_current_dispatch_mode() is not None:
         return
     # with seq_idx, kernels of other packages begin anew
     if (looks := _looks.get(model, 0)) is None or given.get("seq_idx") is not None:
@@ -141,7 +141,7 @@ def warn_if_joined(model: nn.Module, given: Mapping[str, Any]) -> None:
     if not _bounded(bounds, given):
         if type(positions) is not Tensor or positions.is_meta or positions.shape[-1] < 2:
             return
-        if is_recorded(positions) or _get_current_dispatch_mode() is not None:
+        if is_recorded(positions):
             return
         _looks[model] = looks + 1
         if looks & (looks + 1) or not _packed(positions, given.get("attention_mask")):

@@ -47,6 +47,7 @@ KUBERNETES = ["kubernetes==37.0.2", "charset-normalizer", "durationpy", "oauthli
 ENVIRONMENTS: dict[str, tuple[list[str], list[str], list[str]]] = {
     "torch-2.11": (TORCH, [], ["torch==2.11.0", "triton==3.6.0"]),
     "torch-2.15": (TORCH, [], ["torch==2.15.0", "triton==3.9.0"]),
+    "transformers-5.23": ([*FAMILIES, "hf_trainer", "hf_adapters", "calls"], ["transformers==5.23.0"], []),
     "transformers-5.17": (
         [*FAMILIES, "hf_trainer", "hf_adapters", "calls", "attention", "changed_models", "experts_in_fp8", "heads", "projections", "slots"],
         ["transformers==5.17.0"],

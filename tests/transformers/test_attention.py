@@ -638,3 +638,11 @@ def test_a_model_on_a_gpu(model_type, dense_masks):
     assert not dense_masks or "window_size" not in attention._TAKES
     stock, truth = (step(model("sdpa", dtype), packed)[1] for dtype in (torch.bfloat16, torch.float32))
     assert far(found, truth) <= 2 * far(stock, truth)
+
+
+@pytest.mark.parametrize("name", ["past_key_values", "cache"])
+def test_a_cache_says_what_a_token_may_see(name):
+    """It has the second name since Transformers 5.24."""
+    config = transformers.LlamaConfig(attn_implementation="sdpa")
+    assert attention.needs_no_mask(config, {})
+    assert not attention.needs_no_mask(config, {name: transformers.DynamicCache()})

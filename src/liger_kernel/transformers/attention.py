@@ -129,7 +129,8 @@ def use(model: nn.Module) -> str | None:
 
 _MASKS = {"create_causal_mask", "create_sliding_window_causal_mask"}
 _SPECIAL = {"or_mask_function", "and_mask_function", "block_sequence_ids", "allow_is_causal_skip"}
-_SAYS = {"attention_mask", "position_ids", "past_key_values", "cache_position"}  # what a token may see
+# What a token may see; ``cache`` is the name of ``past_key_values`` since Transformers 5.24
+_SAYS = {"attention_mask", "position_ids", "past_key_values", "cache", "cache_position"}
 
 
 @functools.cache

@@ -139,9 +139,7 @@ def warn_if_joined(model: nn.Module, given: Mapping[str, Any]) -> None:
     if (looks := _looks.get(model, 0)) is None or given.get("seq_idx") is not None:
         return
     if not _bounded(bounds, given):
-        if type(positions) is not Tensor or positions.is_meta or positions.shape[-1] < 2:
-            return
-        if is_recorded(positions):
+        if type(positions) is not Tensor or positions.is_meta or positions.shape[-1] < 2 or is_recorded(positions):
             return
         _looks[model] = looks + 1
         if looks & (looks + 1) or not _packed(positions, given.get("attention_mask")):

@@ -42,8 +42,10 @@ IGNORE = -100
 # of a call's arguments: what is cut along dim 1, and tensors of the whole batch that attention reads
 _CUT = ("input_ids", "inputs_embeds", "labels", "shift_labels")
 _WHOLE = ("attention_mask", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "num_items_in_batch")
-_REFUSED = ("past_key_values", "cache", "use_cache", "output_attentions", "logits_to_keep")
-_REFUSED += ("return_token_accuracy", "return_predicted_tokens", "ce_weight")
+_REFUSED = (
+    *("past_key_values", "cache", "use_cache", "output_attentions", "logits_to_keep"),
+    *("return_token_accuracy", "return_predicted_tokens", "ce_weight"),
+)
 _OF_ATTENTION = (*_WHOLE, "shift_labels", "s_aux")  # tensors that attention functions may be given
 
 

@@ -173,10 +173,10 @@ def check_packing(config: TrainConfig) -> None:
     """Raise ``UserError`` if rows will have several documents and the model has a layer that carries its state from one to
     the next. Of attention that cannot tell documents apart, say so. No weights are loaded."""
     name = config.model
-    if name is None or not packs(config):
-        return
-    if config.lora and adapters.holds_adapters(name):
+    if name and config.lora and adapters.holds_adapters(name):
         name = adapters.base_of(name)
+    if not name or not packs(config):
+        return
     import transformers
 
     from liger_kernel.transformers.documents import joining

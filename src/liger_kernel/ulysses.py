@@ -50,20 +50,20 @@ _OF_ATTENTION = (*_WHOLE, "shift_labels", "s_aux")  # tensors that attention fun
 
 
 class Whole:
-    """What the layers get as their attention mask: the mask of whole rows, and their positions if the caller gave any.
+    """What the layers get as their attention mask: the mask of whole rows of T tokens, and their positions if the caller gave any.
 
     It reaches attention through the arguments of the layers, hence also when a checkpointed layer is computed again.
     """
 
-    __slots__ = ("mask", "positions")
+    __slots__ = ("T", "mask", "positions")
 
-    def __init__(self, mask: Any, positions: Tensor | None):
-        self.mask, self.positions = mask, positions
+    def __init__(self, mask: Any, positions: Tensor | None, T: int):
+        self.mask, self.positions, self.T = mask, positions, T
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """The whole batch of the call that is running: its length, positions and padding; ``documents`` says whether the mask follows from the positions, too."""
+    """The batch of the running call, before it is padded: length, positions and padding; ``documents``: whether the mask follows from the positions, too."""
 
     T: int
     positions: Tensor | None
@@ -172,7 +172,8 @@ def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, atte
         key, value = (t if n == 1 else t.repeat_interleave(n, 1) for t in (key, value))
     else:
         raise ValueError(f"ulysses: query must have a multiple of {P} heads, got {query.shape[1]}")
-    query, key, value = (to_heads(t, group) for t in (query, key, value))
+    # without the tokens that make rows divisible: a token that may see nothing looks at all keys
+    query, key, value = (to_heads(t, group)[:, :, : attention_mask.T] for t in (query, key, value))
     if "position_ids" in kwargs:
         kwargs["position_ids"] = attention_mask.positions
     own = _View(module, config=_View(module.config, _attn_implementation=layer.wrapped), num_key_value_groups=query.shape[1] // key.shape[1])
@@ -180,7 +181,9 @@ def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, atte
         kwargs["s_aux"] = kwargs["s_aux"].chunk(P)[dist.get_rank(group)]
     if (sinks := getattr(module, "sinks", None)) is not None:
         own.sinks = sinks.chunk(P)[dist.get_rank(group)]
-    return to_tokens(layer.function(own, query, key, value, attention_mask.mask, **kwargs)[0], group), None
+    out = layer.function(own, query, key, value, attention_mask.mask, **kwargs)[0]
+    more = -attention_mask.T % P
+    return to_tokens(F.pad(out, (0, 0, 0, 0, 0, more)) if more else out, group), None
 
 
 def _check_given(attention_mask: Any, kwargs: dict[str, Any]) -> None:
@@ -221,7 +224,7 @@ def mask(*, config: Any, mask_function: Callable, **arguments: Any) -> Whole:
     arguments |= {"q_length": rows.T, "kv_length": rows.T, "q_offset": 0, "kv_offset": 0, "attention_mask": rows.mask}
     maker = AttentionMaskInterface().get(wrapped)  # None: an attention of the user's that takes no masks
     made = None if maker is None else maker(config=_View(config, _attn_implementation=wrapped), mask_function=mask_function, **arguments)
-    return Whole(made, rows.positions)
+    return Whole(made, rows.positions, rows.T)
 
 
 def _in_documents(mask_function: Callable, positions: Tensor, documents: Tensor) -> Callable:
@@ -273,23 +276,18 @@ class _Cut:
             given.setdefault("num_items_in_batch", (labels != ignored).sum())
             given["labels"] = given["shift_labels"] = F.pad(labels, (0, more), value=ignored)
         padding, positions = given.get("attention_mask"), given.get("position_ids")
-        if padding is not None:
-            padding = F.pad(padding, (0, more))
-        if positions is not None:
-            beyond = torch.arange(1, more + 1, device=positions.device)
-            positions = torch.cat((positions, positions[:, -1:] + beyond), 1)
         for name in _CUT:
             if name in given:
                 value = given[name]
                 if more and name in ("input_ids", "inputs_embeds"):
                     value = F.pad(value, (*(0, 0) * (value.ndim - 2), 0, more))
                 given[name] = value[:, part].contiguous()
-        # clamped, as tables of positions may end with the row
-        own = torch.arange(T + more, device=tokens.device).clamp(max=T - 1)[None] if positions is None else positions
+        own = torch.arange(T, device=tokens.device)[None] if positions is None else positions
+        own = torch.cat((own, own[:, -1:].expand(-1, more)), 1)  # not counted on, as tables of positions may end with the row
         given["position_ids"] = own[:, part].contiguous()
         # of the whole row, so that Transformers looks for documents neither here, nor for the mask's length in the part
-        given["attention_mask"] = torch.ones(B, T + more, dtype=torch.bool, device=tokens.device) if padding is None else padding
-        return _Rows(T + more, positions, None if padding is None else padding.to(tokens.device, torch.bool), self.documents), given
+        given["attention_mask"] = torch.ones(B, T, dtype=torch.bool, device=tokens.device) if padding is None else padding
+        return _Rows(T, positions, None if padding is None else padding.to(tokens.device, torch.bool), self.documents), given
 
 
 def _check_call(given: dict[str, Any]) -> None:
@@ -379,7 +377,7 @@ def _attention_of(model: Any) -> tuple[dict[nn.Module, tuple[int, int]], bool]:
     def no_mask(*, mask_function: Callable, **_: Any) -> Whole:
         told["documents"] |= any(True for _ in _tensors(mask_function))
         told["future"] |= bool(mask_function(*ids.new_tensor([0, 0, 0, 1])))  # of row, head, query and key
-        return Whole(None, None)
+        return Whole(None, None, ids.shape[1])
 
     AttentionInterface.register(PROBE, alone)
     AttentionMaskInterface.register(PROBE, no_mask)

@@ -61,12 +61,16 @@ class Parallel:
     sequence_rank: int = 0
     sequence_ranks: int = 1
 
-    def total(self, count: Tensor | float) -> Tensor:
-        """The sum of a number over all data ranks, in fp64 on the model's device. It costs one small all-reduce."""
+    def total(self, count: Tensor | float, *, sequences: bool = False) -> Tensor:
+        """The sum of a number over all data ranks, with ``sequences`` over all that share rows, too, in fp64 on the model's device.
+
+        It costs one small all-reduce for each dim of the mesh that has several such ranks.
+        """
         device = next(self.module.parameters()).device
         sum_ = torch.as_tensor(count, dtype=torch.float64).to(device, copy=True)
-        if self.mesh is not None and self.data_ranks > 1:
-            dist.all_reduce(sum_, group=self.mesh.get_group(0))
+        for dim, ranks in enumerate((self.data_ranks, self.sequence_ranks if sequences else 1)):
+            if self.mesh is not None and ranks > 1:
+                dist.all_reduce(sum_, group=self.mesh.get_group(dim))
         return sum_
 
     def items(self, tokens: Tensor | float) -> Tensor:

@@ -445,6 +445,8 @@ def test_ranks_that_share_rows_and_shards(more, close, base, tmp_path):
     shared = dataclasses.replace(one, parallel="ulysses-fsdp2", out=str(tmp_path / "shared"), **more)
     assert run(one, 1) == [0] and run(shared) == [0, 0], log(shared)
     assert losses(shared) == pytest.approx(losses(one), rel=close) and losses(shared)[-1] < losses(shared)[0]
+    norms = [json.loads((Path(c.out) / "metrics.json").read_text())["gradient_norms"] for c in (shared, one)]
+    assert norms[0] == pytest.approx(norms[1], rel=10 * close)
 
 
 # -- checkpoints -----------------------------------------------------------------------------

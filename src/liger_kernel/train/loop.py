@@ -242,8 +242,7 @@ class _Run:
     def _update(self, keep: bool = False) -> Tensor:
         """Clip, step and forget the gradients; their norm. Weights and moments stay where it is not finite, or with ``keep``."""
         if self.in_backward:
-            norm = self.in_backward.norm()
-            return self.parallel.total(norm.double().square()).sqrt() if self.parallel.data_ranks > 1 else norm
+            return self.parallel.total(self.in_backward.norm().double().square(), sequences=True).sqrt()
         norm = self.parallel.clip_grad_norm_(self.config.grad_clip or None)
         if self.optimizer.defaults.get("fused"):
             # the fused kernel itself leaves weights and moments alone where this is 1: nobody waits for the norm

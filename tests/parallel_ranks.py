@@ -27,13 +27,15 @@ from hf_models import assert_same_learning, served_by_kernels_or_references, ste
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel, loss_parallel, parallelize_module
 from torch.multiprocessing.spawn import ProcessException
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from liger_kernel import memory
 from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
+from liger_kernel.ops._core.operator import OPS
 from liger_kernel.ops.projections.float8 import lacking
 from liger_kernel.ops.projections.float8_training import RECIPES
 from liger_kernel.parallel import Parallel, VocabularyParallel, by_sharding, call_instead, clip_grad_norm_, parallelize
@@ -132,6 +134,7 @@ FURTHER = (
     else {
         *("ddp_static_graph", "ddp_unused_parameters", "fsdp2_head_with_the_norm", "fsdp2_tied_in_one_group", "fsdp1_layers", "fsdp1_accumulates"),
         *("lora_ddp", "lora_fsdp1", "fp8_accumulates", "fp8_fsdp2_every_linear", "fp8_fsdp2_checkpointed", "fp8_fsdp2_steps", "fp8_fsdp1"),
+        *("tp_compiled_with_logits", "tp_sequence_parallel_compiled"),
         *("ulysses_compiled_layers_of_two_kinds", "experts_of_qwen3_moe_instance", "experts_of_gpt_oss_class"),
     }
 )
@@ -411,10 +414,118 @@ def tp_default_head() -> None:
         logits_stay(seen)
 
 
+def learns_compiled(model: nn.Module, **kwargs: Any) -> None:
+    """What the stock model learns in one process; every rank has the whole batch."""
+    torch._dynamo.reset()
+    placements = {name: p.placements for name, p in model.named_parameters() if isinstance(p, DTensor)}
+    out = torch.compile(model, backend="aot_eager")(**batch(), use_cache=False, **kwargs)
+    out.loss.backward()
+    assert_same_learning({"loss": out.loss.detach()} | gradients(model), expected(**ONE_LAYER), TOLERANCE)
+    found = {name: p.grad.placements for name, p in model.named_parameters() if isinstance(p.grad, DTensor)}
+    assert found == placements, f"gradients are {found}, weights {placements}"
+
+
+ONE_LAYER = dict(num_hidden_layers=1)
+
+
+@check
+def tp_compiled() -> None:
+    """The hidden states leave the graph in which a rank's term of their gradient would be summed."""
+    model = patched(**ONE_LAYER)
+    parallelize_module(model, mesh(), {"lm_head": ColwiseParallel(output_layouts=Replicate())})
+    learns_compiled(model)
+
+
+@check
+def tp_compiled_with_logits() -> None:
+    model = make("llama", **ONE_LAYER)
+    _apply_liger_kernel_to_instance(model=model, fused_linear_cross_entropy=False)
+    parallelize_module(model, mesh(), {"lm_head": ColwiseParallel(output_layouts=Replicate())})
+    learns_compiled(model)
+
+
+@check
+def tp_sequence_parallel_compiled() -> None:
+    model = by_sequence(patched(**ONE_LAYER))
+    learns_compiled(model, position_ids=torch.arange(LENGTH, device=model.device)[None])
+
+
+@check
+def parts_of_dtensors_in_graphs() -> None:
+    """What a graph returns of a DTensor has the gradients that it has without a graph: the sum of the ranks' terms."""
+    from liger_kernel.ops._core.shards import on_own_rows, own_part
+
+    group, device = mesh(), "cuda" if GPUS else "cpu"
+
+    def rows(x: Tensor) -> tuple[Tensor, ...]:
+        h = DTensor.from_local(x.sin(), group, [Replicate()], run_check=False)
+        return own_part(h, [Partial()]), h.to_local()
+
+    def norm(x: Tensor) -> tuple[Tensor, ...]:
+        """A function that leaves the graph between the norm's weight and its use."""
+        w = DTensor.from_local(x.sin(), group, [Replicate()], run_check=False)
+        y: Any = on_own_rows(lambda x, w: (torch._dynamo.graph_break(), x * w)[1], distribute_tensor(torch.ones(RANKS, 3, device=device), group, [Shard(0)]), w)
+        return (y.to_local(),)
+
+    for fn in (rows, norm):
+        found = []
+        for run in (fn, torch.compile(fn, backend="aot_eager")):
+            x = torch.arange(3.0, device=device).requires_grad_()
+            (run(x)[0] * (dist.get_rank() + 1)).sum().backward()
+            found.append(x.grad)
+        assert torch.equal(found[0], torch.arange(3.0, device=device).cos() * sum(range(1, RANKS + 1)))
+        assert torch.equal(*found)
+
+
+@check
+def operators_given_dtensors() -> None:
+    """They compute what they compute of plain tensors, or say what to give them."""
+    group = mesh()
+    spread = lambda t: distribute_tensor(t.detach(), group, [Replicate()]) if isinstance(t, Tensor) else t
+    right = set()
+    for name, op in OPS.items():
+        args = next(case for case in op.cases if not (case.error or case.gpu or case.timed)).make(torch.float32, group.device_type)
+        tensors = [k for k, v in args.items() if any(isinstance(t, Tensor) for t in tree_leaves(v))]
+        for names in (tensors, tensors[:1], tensors[1:]):
+            try:
+                found = op.fn(**args | {k: tree_map(spread, args[k]) for k in names})
+            except ValueError as error:
+                assert "DTensor" in str(error), f"{name}: {error}"
+                continue
+            right.add(name)
+            for ours, theirs in zip(tree_leaves(found), tree_leaves(op.fn(**args)), strict=True):
+                torch.testing.assert_close(whole(ours), theirs, equal_nan=True, msg=lambda said, name=name: f"{name}: {said}")  # type: ignore[misc]
+    assert right >= {"rms_norm", "layer_norm", "glu", "cross_entropy", "softmax"}, right
+
+
+@check
+def logits_sharded_by_classes() -> None:
+    """The unfused cross entropy in ``loss_parallel``, and without it, which gathers the logits."""
+    model = make("llama")
+    _apply_liger_kernel_to_instance(model=model, cross_entropy=True, fused_linear_cross_entropy=False)
+    parallelize_module(model, mesh(), {"lm_head": ColwiseParallel(use_local_output=False)})
+    with loss_parallel():
+        out = model(**batch(), use_cache=False)
+        out.loss.backward()
+    assert_same_learning({"loss": out.loss.detach()} | gradients(model), expected(), TOLERANCE)
+    z, target = torch.randn(5, 2 * RANKS, device=model.device), torch.arange(5, device=model.device) % RANKS
+    dist.broadcast(z, 0)
+    split = distribute_tensor(z, mesh(), [Shard(1)])
+    loss = OPS["cross_entropy"].fn(split, distribute_tensor(target, mesh(), [Replicate()]))
+    torch.testing.assert_close(whole(loss), nn.functional.cross_entropy(z, target))
+
+
 @check
 def tp_sequence_parallel() -> None:
     """Norms on DTensors that are sharded by sequence, and a head that gathers it."""
-    model = patched(**WIDE)
+    model = by_sequence(patched(**WIDE))
+    seen = Collectives()
+    # positions: models count them on the embedding, of which each rank would see its part
+    same(model, expected(**WIDE), head="sliced", ranks=1, seen=seen, position_ids=torch.arange(LENGTH, device=model.device)[None])
+    logits_stay(seen)
+
+
+def by_sequence(model: nn.Module) -> nn.Module:
     sequence = dict(input_layouts=Shard(1), desired_input_layouts=Replicate())
     plan = {
         "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=False),
@@ -433,11 +544,7 @@ def tp_sequence_parallel() -> None:
             at + "self_attn.o_proj": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
             at + "mlp.down_proj": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
         }
-    parallelize_module(model, mesh(), plan)
-    seen = Collectives()
-    # positions: models count them on the embedding, of which each rank would see its part
-    same(model, expected(**WIDE), head="sliced", ranks=1, seen=seen, position_ids=torch.arange(LENGTH, device=model.device)[None])
-    logits_stay(seen)
+    return parallelize_module(model, mesh(), plan)
 
 
 @check
@@ -616,8 +723,7 @@ def padded(length: int = LENGTH, left: bool = False) -> dict[str, Tensor]:
     found = tokens(ROWS, length, ignored=IGNORED)
     at, lengths = torch.arange(length), length - 5 * (torch.arange(ROWS) % 2)[:, None]
     mask = (at >= length - lengths if left else at < lengths).long().to(found["labels"].device)
-    begins = mask.diff(dim=1, prepend=mask[:, :1]) == 1  # a padded token predicts it, which attends to nothing
-    return found | {"labels": found["labels"].masked_fill((mask == 0) | begins, -100), "attention_mask": mask}
+    return found | {"labels": found["labels"].masked_fill(mask == 0, -100), "attention_mask": mask}
 
 
 def same_rows(model_type: str, mode: str, given: dict[str, Tensor], attention: str = "sdpa", change: Callable = lambda model: None, **more: Any) -> Parallel:
@@ -755,6 +861,9 @@ def ulysses_beside_other_ranks() -> None:
                     total += loss.detach()
             assert_same_learning({"loss": (p.total(total) / p.data_ranks).float()} | gradients(p.module), expected(), TOLERANCE)
             torch.testing.assert_close(p.clip_grad_norm_(None), norm, rtol=1e-5, atol=1e-6)
+            if mode == "ulysses-fsdp2":  # as a step in the backward has it
+                squares = sum(w.grad.to_local().square().sum() for w in p.module.parameters() if w.grad is not None)
+                torch.testing.assert_close(p.total(squares, sequences=True).sqrt().float(), norm, rtol=1e-5, atol=1e-6)
 
 
 @check

@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_kernel.ops._core.operator import on_gpu
+from liger_kernel.ops._core.shards import own_part
 from liger_kernel.ops.losses.chunks import auto_chunk_rows
 from liger_kernel.ops.losses.vocab_parallel.linear_cross_entropy import vocab_parallel_linear_cross_entropy
 
@@ -426,7 +427,7 @@ def received(head: nn.Module, x: Tensor) -> tuple[nn.Module, Tensor] | None:
     mesh = _mesh_of(head.weight)
     if not isinstance(x, DTensor):
         x = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
-    return VocabularyParallel(head), x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+    return VocabularyParallel(head), own_part(x.redistribute(placements=[Replicate()]), [Partial()])
 
 
 def is_tensor_parallel(head: nn.Module) -> bool:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from liger_kernel.ops._core.shards import is_sharded
+from liger_kernel.ops._core.shards import attempt, is_sharded
 from liger_kernel.ops._core.tl import HAS_TRITON, INTERPRET, triton
 
 if HAS_TRITON:
@@ -140,6 +140,8 @@ def op(*, reference: Callable, cases: Sequence[Case], cost: Callable[..., Cost])
         how = [p for p in ours.parameters.values() if p.kind is p.KEYWORD_ONLY and p not in named] if len(named) < len(theirs.parameters) else []
         if [p for p in ours.parameters.values() if p not in how] != named:
             raise TypeError(f"{fn.__name__}{ours} and its reference{theirs} differ in signature")
+        # the operator calls its reference by this name: what it says of DTensors costs kernels nothing
+        fn.__globals__[reference.__name__] = functools.partial(attempt, fn.__name__, reference)
         OPS[fn.__name__] = Op(fn.__name__, fn, reference, cases, cost, inspect.getdoc(fn) or "")
         return fn
 
@@ -178,12 +180,13 @@ def launcher(schema: str) -> Callable[[F], F]:
         torch.library.register_fake(f"{NAMESPACE}::{fn.__name__}", fake, lib=_LIB)
         _LAUNCHERS[fn.__name__] = fn.__module__
         registered = getattr(getattr(torch.ops, NAMESPACE), fn.__name__).default
+        name = fn.__name__.removesuffix("_fwd").removesuffix("_bwd")
 
         @functools.wraps(fn)
         def call(*args):
             # only code that observes or traces the call needs PyTorch's dispatcher; a kernel on plain tensors does not
             plain = not torch.compiler.is_compiling() and not torch._C._len_torch_dispatch_stack() and _PLAIN.issuperset(map(type, args))
-            return fn(*args) if plain else registered(*args)
+            return fn(*args) if plain else attempt(name, registered, *args)
 
         return call
 

@@ -16,6 +16,9 @@ import torch
 import torch.utils.checkpoint
 from quick import further
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_kernel.bench.cases import OPS
@@ -402,6 +405,84 @@ def test_second_derivatives_by_inputs_that_others_computed():
     (dx,) = torch.autograd.grad(OPS["glu"].fn(2 * x, 3 * x).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="no second derivatives"):
         torch.autograd.grad(dx.square().sum(), x, allow_unused=True)
+
+
+class Called(torch.nn.Module):
+    """``fn`` with the arguments that are no tensors; ``names`` are those of the others."""
+
+    def __init__(self, fn, args: dict):
+        super().__init__()
+        self.fn, self.names = fn, [k for k, v in args.items() if isinstance(v, Tensor)]
+        self.rest = {k: v for k, v in args.items() if not isinstance(v, Tensor)}
+
+    def forward(self, *tensors: Tensor):
+        return self.fn(**self.rest, **dict(zip(self.names, tensors)))
+
+    def given(self, fn):
+        """``fn`` of the tensors in order, with the arguments of the operator."""
+        return lambda **args: fn(*(args[k] for k in self.names))
+
+
+RECORDERS = {
+    "export": lambda m, tensors: torch.export.export(m, tensors, strict=False).module(),
+    "strict": lambda m, tensors: torch.export.export(m, tensors, strict=True).module(),
+    "make_fx": lambda m, tensors: make_fx(m)(*tensors),
+    "symbolic": lambda m, tensors: make_fx(m, tracing_mode="symbolic")(*tensors),
+    "pre_dispatch": lambda m, tensors: make_fx(m, pre_dispatch=True)(*tensors),
+    "jit.trace": lambda m, tensors: torch.jit.trace(m, tensors, check_trace=False),
+}
+ANY_GRAPH = ("cross_entropy", "linear_cross_entropy", "linear_divergence", "moe", "rms_norm")  # of the others, exported graphs are enough
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize(
+    "op, how",
+    [pytest.param(o, how, id=f"{o.name}-{how}") for o in OPS.values() for how in RECORDERS if how == "export" or o.name in ANY_GRAPH],
+)
+def test_recorded_graphs_have_gradients(op, how):
+    """And only PyTorch's operators: launchers have no autograd, so that a graph of them would leave out gradients."""
+    case = _first(op)[0]
+    module = Called(op.fn, args := case.make(torch.float32, DEVICE))
+    graph = RECORDERS[how](module, tuple(like(args)[k] for k in module.names))
+    assert not re.search(r"ops\.liger|liger::|\^\w", str(graph.graph))
+    assert_accurate(run(module.given(graph), like(args)), op, case)
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+def test_forward_mode_is_that_of_the_reference(op):
+    args = _first(op)[0].make(torch.float64, DEVICE)
+
+    def tangents(fn, dtype: torch.dtype) -> list[Tensor]:
+        moved = {k: torch.ones_like(v) for k, v in differentiable(args).items()}
+        with forward_ad.dual_level():
+            cast = lambda v: v.detach().to(dtype) if v.is_floating_point() else v
+            given = {k: cast(v) if isinstance(v, Tensor) else v for k, v in args.items()}
+            outs = forward(fn, given | {k: forward_ad.make_dual(given[k], t.to(dtype)) for k, t in moved.items()})
+            return [t for o in outs.values() if (t := forward_ad.unpack_dual(o).tangent) is not None]
+
+    found, expected = tangents(op.fn, torch.float32), tangents(op.reference, torch.float64)
+    assert len(found) == len(expected) > 0
+    for ours, true in zip(found, expected):
+        torch.testing.assert_close(ours.double(), true.double(), rtol=1e-3, atol=1e-4 * (1 + true.abs().max().item()))
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+def test_fake_tensors_have_the_shapes_of_results(op):
+    """Also beside real ones, as estimators of memory have them. A backward launches nothing then."""
+    case = _first(op)[0]
+    compact = {"compact": True} if "compact" in inspect.signature(op.fn).parameters else {}
+    args = case.make(torch.float32, DEVICE)
+    expected = run(op.fn, like(args), ones)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        found = run(op.fn, args | compact, ones)
+    assert {k: (v.shape, v.dtype) for k, v in found.items()} == {k: (v.shape, v.dtype) for k, v in expected.items()}
+
+
+@needs_kernels
+def test_functions_are_not_exported():
+    """They have no reference, and a graph of their launchers would have no gradients."""
+    with pytest.raises(ValueError, match="rms_norm_fwd: an exported graph must have PyTorch's operators"):
+        torch.export.export(Called(lambda x: LigerRMSNormFunction.apply(x, None, 1e-6), {"x": torch.ones(2, 4)}), (torch.ones(2, 4, requires_grad=True),))
 
 
 @first

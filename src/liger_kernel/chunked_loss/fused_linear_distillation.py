@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_kernel.nn.options import WithOptions
-from liger_kernel.ops._core.operator import acc, once_differentiable
+from liger_kernel.ops._core.operator import acc, is_fake, once_differentiable, only_pytorch
 from liger_kernel.ops._core.reduce import divided, scaled
 from liger_kernel.ops.losses.chunks import Kept, chunk_gradients
 from liger_kernel.ops.losses.cross_entropy_rows import Loss, Rows, check
@@ -72,6 +72,9 @@ class LigerFusedLinearDistillationBase(torch.autograd.Function):
 
         tensors = student_input, student_weight, teacher_input, teacher_weight, target, student_bias, teacher_bias
         weights: dict[str, Any] = dict(weight_hard=weight_hard_loss if compute_ce_loss else 0.0, weight_soft=weight_soft_loss)
+        if only_pytorch():
+            found = _in_pytorch(soft, *tensors, ignore_index=ignore_index, temperature=temperature, **weights)
+            return found if return_soft_hard_loss else found[0]
         loss, soft_loss, hard_loss, norm, dx, dw, db = _any_gradients(soft, *tensors, ignore_index=ignore_index, temperature=temperature, **weights)
         ctx.save_for_backward(dx, dw, db, norm)
         if not return_soft_hard_loss:
@@ -89,6 +92,8 @@ class LigerFusedLinearDistillationBase(torch.autograd.Function):
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
+        if only_pytorch():
+            return cls.forward(None, *args)  # type: ignore[attr-defined]  # a class method
         if torch.is_grad_enabled():
             return super().apply(*args)
         return super().apply(*(a.detach() if isinstance(a, Tensor) else a for a in args))
@@ -105,7 +110,7 @@ def _any_gradients(fn, x, w, teacher_x, teacher_w, target, bias, teacher_bias, *
         check_teacher("distillation", x.shape[0], w.shape[0], teacher_x=teacher_x, teacher_w=teacher_w, teacher_bias=teacher_bias)
     need: Any = tuple(t is not None and t.requires_grad for t in (x, w, bias))
     (x, w, bias), (teacher_x, teacher_w, teacher_bias) = promoted(x, w, bias), promoted(teacher_x, teacher_w, teacher_bias)
-    kept = Kept(target, ignore_index).rows(least_gain=1e-9)
+    kept = None if is_fake(target) else Kept(target, ignore_index).rows(least_gain=1e-9)
     y = target if kept is None else target.index_select(0, kept)
     norm = counted(x, target, ignore_index)
     divisor = 1.0 if x.dtype == torch.float16 else norm  # as in ``linear_divergence``
@@ -135,6 +140,17 @@ def _any_gradients(fn, x, w, teacher_x, teacher_w, target, bias, teacher_bias, *
     dx, dw, db = chunk_gradients(x, w, body, need=need, kept=kept)
     soft, hard = soft / norm, hard / norm
     return weight_hard * hard + weight_soft * soft, soft, hard, None if divisor is norm else norm, dx, dw, db
+
+
+def _in_pytorch(fn, x, w, teacher_x, teacher_w, target, bias, teacher_bias, *, ignore_index, temperature, weight_hard, weight_soft):
+    """Loss, soft and hard loss by PyTorch's own operators."""
+    (x, w, bias), (teacher_x, teacher_w, teacher_bias) = promoted(x, w, bias), promoted(teacher_x, teacher_w, teacher_bias)
+    valid = target != ignore_index
+    z, t = (F.linear(*head)[valid] for head in ((x, w, bias), (teacher_x, teacher_w, teacher_bias)))
+    z, t, y, n = z.to(acc(z.dtype)), t.to(acc(t.dtype)).detach(), target[valid], valid.sum()
+    soft = fn(z / temperature, t / temperature, y) / n
+    hard = F.cross_entropy(z, y, reduction="sum") / n if weight_hard else soft.new_zeros(())
+    return weight_hard * hard + weight_soft * soft, soft.detach(), hard.detach()
 
 
 class FunctionWithKernel(LigerFusedLinearDistillationBase):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_map
 
-from liger_kernel.ops._core.operator import is_recorded
+from liger_kernel.ops._core.operator import is_recorded, refuse_graphs
 from liger_kernel.ops.projections.float8 import E4, Float8, Float8LinearFunction, cast, float8, transposed
 from liger_kernel.ops.projections.float8_experts import cast_experts, float8_experts
 from liger_kernel.ops.projections.weights import Dequantized
@@ -145,6 +145,8 @@ class LigerFloat8Linear(nn.Linear):
         device = x.device.type
         if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
             x = x.to(torch.get_autocast_dtype(device))
+        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, self.bias)):
+            refuse_graphs("LigerFloat8Linear", "products in FP8 have gradients of their own")
         found = self.stored(backward=torch.is_grad_enabled() and x.requires_grad)
         return Float8LinearFunction.apply(x, self.bias, found.w, found.scale, found.w_t)
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from liger_kernel.ops._core.operator import intercepted, is_recorded
+from liger_kernel.ops._core.operator import intercepted, is_recorded, only_pytorch
 from liger_kernel.ops.projections.adapted import Projection
 from liger_kernel.ops.projections.float8 import lacking
 from liger_kernel.ops.projections.float8_training import RECIPES, Float8Trained, Kept, float8_trained, forget
@@ -59,8 +59,8 @@ class LigerFloat8TrainingLinear(nn.Linear):
     """``x W^T + bias`` whose three products are in FP8: see ``of``. x is (..., K), in bfloat16 or float32; y and dx have its dtype, or autocast's.
 
     The parameters are those of ``nn.Linear``; both sizes of the weight must be multiples of 16 (of 32 with "mxfp8_rceil"). A weight that is sharded when it is
-    multiplied, or quantised, is multiplied by ``F.linear``. Raises ``ValueError`` for other dtypes of x, and on a GPU without FP8. Micikevicius et al.,
-    arXiv:2209.05433.
+    multiplied, or quantised, is multiplied by ``F.linear``, and so is any where PyTorch exports, traces or transforms the call. Raises ``ValueError`` for
+    other dtypes of x, and on a GPU without FP8. Micikevicius et al., arXiv:2209.05433.
     """
 
     recipe: str
@@ -85,7 +85,7 @@ class LigerFloat8TrainingLinear(nn.Linear):
         return self
 
     def forward(self, input: Tensor) -> Tensor:
-        if not is_whole(self.weight) or not input.numel():
+        if only_pytorch() or not is_whole(self.weight) or not input.numel():
             return F.linear(input, self.weight, self.bias)
         if (dtype := dtypes_of(input, ())[0]) not in DTYPES:
             raise ValueError(f"LigerFloat8TrainingLinear: input must be of bfloat16 or float32, under autocast, too, got {dtype}")

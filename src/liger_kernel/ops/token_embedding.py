@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops._core.operator import Case, Cost, T, launch, launcher, nbytes, once_differentiable, op, rows_of, shaped, use_kernels
+from liger_kernel.ops._core.operator import Case, Cost, T, host_can_read, launch, launcher, nbytes, once_differentiable, op, rows_of, shaped, use_kernels
 from liger_kernel.ops._core.tl import cdiv, jit, next_power_of_2, tl
 
 CUT = 256  # tokens a piece has at most: 64 steps of a program; the slots, two rows of fp32 a cut, are a sixty-fourth of dy in bf16
@@ -184,7 +184,7 @@ def embedding(index: Tensor, w: Tensor, *, padding_idx: int | None = None) -> Te
         if not -V <= padding_idx < V:
             raise ValueError(f"embedding: padding_idx must be in [{-V}, {V}), got {padding_idx}")
         padding_idx %= V
-    if os.environ.get("LIGER_CHECKS") == "1" and not torch.compiler.is_compiling():
+    if os.environ.get("LIGER_CHECKS") == "1" and host_can_read(index):
         strays = index[(index < 0) | (index >= V)]
         if len(strays):
             raise ValueError(f"embedding: index must be in [0, {V}), got {strays[0].item()}")

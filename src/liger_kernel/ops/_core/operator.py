@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -43,7 +45,13 @@ _tracing = contextvars.ContextVar("liger_tracing", default=False)
 _KERNEL_DEVICES = {"cpu"} if INTERPRET else {"cuda"} if HAS_TRITON else set()
 if os.environ.get("LIGER_KERNEL_IMPL") == "torch":
     _KERNEL_DEVICES = set()
-_transforms = torch._C._functorch.peek_interpreter_stack
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
+_RECORDING = torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FUNCTIONAL  # modes of make_fx and AOTAutograd
+_pre_dispatch = torch._ops.mode_stack_state_for_pre_dispatch()  # the modes of graphs that are recorded above autograd; they come with a torch function mode
+# read several times in each call of an operator
+_compiling = torch.compiler.is_compiling
+_transforms, _scripted = torch._C._functorch.peek_interpreter_stack, torch._C._is_tracing
+_dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
 _KERNEL_DTYPES = {torch.float32, torch.float16, torch.bfloat16}
 
 
@@ -150,17 +158,47 @@ def op(*, reference: Callable, cases: Sequence[Case], cost: Callable[..., Cost])
 
 def use_kernels(x: Tensor, dtype: torch.dtype | None = None, *, fusible: bool = False) -> bool:
     """Whether kernels run on ``x``, which makes a result in ``dtype`` if that is given. The reference runs for other devices, fp64, DTensors (which PyTorch
-    splits), inside transforms of ``torch.func``, and, inside ``torch.compile``, for operators that Inductor fuses better."""
-    if is_sharded(x):
+    splits), where ``only_pytorch``, and, inside ``torch.compile``, for operators that Inductor fuses better."""
+    if type(x) is not Tensor and is_sharded(x):
         return False
     if x.device.type not in _KERNEL_DEVICES or (dtype or x.dtype) not in _KERNEL_DTYPES:
         return False
-    return not fusible if torch.compiler.is_compiling() else _transforms() is None
+    if _compiling():
+        return not fusible and not torch.compiler._is_exporting_flag
+    return not _observed()
 
 
-def transformed() -> bool:
-    """Whether a transform of ``torch.func`` (grad, vmap, jvp) is active, which needs operators that consist of PyTorch's own."""
-    return not torch.compiler.is_compiling() and _transforms() is not None
+def only_pytorch() -> bool:
+    """Whether only PyTorch's own operators are right: in graphs that are exported or traced, which would hold launchers without their gradients, inside
+    transforms of ``torch.func`` (grad, vmap, jvp), and in forward-mode AD."""
+    # in the Dynamo of some releases, torch.compiler.is_exporting() is always true
+    return torch.compiler._is_exporting_flag if _compiling() else _observed()
+
+
+def _observed() -> bool:
+    if _transforms() is not None or forward_ad._current_level >= 0 or _scripted():
+        return True
+    if _function_modes() and _pre_dispatch.get(0) is not None:
+        return True
+    return _dispatch_modes() > 0 and any(torch._C._get_dispatch_mode(key) is not None for key in _RECORDING)
+
+
+def refuse_graphs(name: str, why: str) -> None:
+    """Raise where ``only_pytorch``, for what consists of other operators."""
+    if only_pytorch():
+        raise ValueError(f"{name}: the call must be one that PyTorch neither exports, traces nor transforms, because {why}")
+
+
+def host_can_read(x: Tensor) -> bool:
+    """Whether the host may wait for values that are computed from ``x`` now: these exist, and no graph or trace records how it goes on."""
+    if torch.compiler.is_compiling() or x.is_meta or is_recorded(x) or only_pytorch():
+        return False
+    return not is_fake(x)
+
+
+def is_fake(x: Tensor) -> bool:
+    """Whether operators on ``x`` compute only shapes, because it is a fake tensor, or because all tensors are treated as such now."""
+    return _intercept is None and (isinstance(x, FakeTensor) or torch._C._get_dispatch_mode(_FAKE) is not None)
 
 
 def launcher(schema: str) -> Callable[[F], F]:
@@ -185,8 +223,12 @@ def launcher(schema: str) -> Callable[[F], F]:
         @functools.wraps(fn)
         def call(*args):
             # only code that observes or traces the call needs PyTorch's dispatcher; a kernel on plain tensors does not
-            plain = not torch.compiler.is_compiling() and not torch._C._len_torch_dispatch_stack() and _PLAIN.issuperset(map(type, args))
-            return fn(*args) if plain else attempt(name, registered, *args)
+            plain = not _compiling() and not _dispatch_modes() and _PLAIN.issuperset(map(type, args))
+            if plain:
+                return fn(*args)
+            if torch.compiler._is_exporting_flag and any(isinstance(a, Tensor) and a.requires_grad for a in args):
+                raise ValueError(f"{fn.__name__}: an exported graph must have PyTorch's operators, got an autograd.Function: call the operator or the module")
+            return attempt(name, registered, *args)
 
         return call
 
@@ -315,6 +357,8 @@ def launch(kernel, grid: tuple[int, ...], x: Tensor, *args, **meta) -> None:
         return
     if _intercept is not None:
         return _intercept(kernel, grid, (x, *args), meta)
+    if type(x) is FakeTensor:  # of a launch outside a launcher
+        return
     device = x.get_device()
     if device < 0:
         if x.device.type not in _KERNEL_DEVICES:

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_kernel.ops._core import config
-from liger_kernel.ops._core.operator import acc, launch, tracing, use_kernels
+from liger_kernel.ops._core.operator import acc, host_can_read, launch, tracing, use_kernels
 from liger_kernel.ops._core.shards import has_split_rows, is_sharded
 from liger_kernel.ops._core.tl import exp_of, jit, log, tanh, tl
 
@@ -463,6 +463,15 @@ def transformed(z: Tensor, bias: Tensor | None, s: Loss) -> tuple[Tensor, Tensor
     return (a if t is None else t * s.softcap), t
 
 
+def statistics(z: Tensor, target: Tensor, s: Loss) -> tuple[Tensor, Tensor]:
+    """Entropy, which is differentiable, and mean of the logits z (M, V) of each row, by PyTorch's operators; empty unless ``s`` asks for them."""
+    a, valid = transformed(z, None, s)[0], target != s.ignore_index
+    log_p = a.log_softmax(-1).clamp(min=-3e38)
+    poison = a.new_ones(()).where(~valid | ((target >= 0) & (target < z.shape[-1])), float("nan"))
+    entropy = (poison * -(log_p.exp() * log_p).sum(-1)).where(valid, 0) if s.entropy else a.new_empty(0)
+    return entropy, a.mean(-1).where(valid, 0).detach() if s.mean else a.new_empty(0)
+
+
 def check(name: str, logits_shape: tuple[int, int], target: Tensor, class_weight: Tensor | None, reduction: str, ignore_index: int = -100) -> None:
     """Raise ``ValueError`` for arguments that have no meaning for losses of (M, V) logits."""
     M, V = logits_shape
@@ -474,7 +483,7 @@ def check(name: str, logits_shape: tuple[int, int], target: Tensor, class_weight
         raise ValueError(f"{name}: class_weight must have shape ({V},), got {tuple(class_weight.shape)}")
     if reduction not in REDUCTIONS:
         raise ValueError(f"{name}: reduction must be one of {REDUCTIONS}, got {reduction!r}")
-    if os.environ.get("LIGER_CHECKS") == "1" and not torch.compiler.is_compiling():
+    if os.environ.get("LIGER_CHECKS") == "1" and host_can_read(target):
         wrong = target[(target != ignore_index) & ((target < 0) | (target >= V))]
         if len(wrong):
             raise ValueError(f"{name}: target must be in [0, {V}) or {ignore_index}, got {wrong[0].item()}")

@@ -21,13 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_kernel.ops._core.impl import only_ours
-from liger_kernel.ops._core.operator import Case, Cost, T, acc, is_recorded, launcher, nbytes, on_gpu, once_differentiable, op, rows_of, tracing
+from liger_kernel.ops._core.operator import Case, Cost, T, acc, host_can_read, launcher, nbytes, on_gpu, once_differentiable, only_pytorch, op, rows_of, tracing
 from liger_kernel.ops._core.products import add_mm
 from liger_kernel.ops._core.reduce import divided, scaled
 from liger_kernel.ops._core.shards import is_sharded
 from liger_kernel.ops.losses.chunks import Kept, auto_chunk_rows, chunk_gradients, logits, values
 from liger_kernel.ops.losses.cross_entropy import items, positive, published, targets
-from liger_kernel.ops.losses.cross_entropy_rows import LOSS_SCHEMA, Loss, Rows, check, normaliser, row_kernel
+from liger_kernel.ops.losses.cross_entropy_rows import LOSS_SCHEMA, Loss, Rows, check, normaliser, row_kernel, statistics
 from liger_kernel.ops.losses.cross_entropy_rows import reference as cross_entropy_reference
 from liger_kernel.ops.losses.float8_head import check_fp8, head_gradients
 from liger_kernel.ops.projections.adapted import Projection
@@ -345,8 +345,8 @@ def linear_cross_entropy(
     ``token_scaling`` of a loss that is not reduced. ``accum_dtype`` has no effect, as dw is not summed over chunks.
     """
     check_head("linear_cross_entropy", x, w, bias, chunk_rows, xa, wb)
-    if dw_into is not None and torch.compiler.is_compiling():
-        raise ValueError("linear_cross_entropy: dw_into must be None under torch.compile")
+    if dw_into is not None and (torch.compiler.is_compiling() or only_pytorch()):
+        raise ValueError("linear_cross_entropy: dw_into must be None under torch.compile and wherever PyTorch traces or transforms the call")
     if dw_into is not None and (dw_into.shape != w.shape or not dw_into.is_contiguous()):
         raise ValueError(f"linear_cross_entropy: dw_into must be contiguous, of shape {tuple(w.shape)}, got {tuple(dw_into.shape)}")
     check("linear_cross_entropy", (x.shape[0], w.shape[0]), target, class_weight, reduction, ignore_index)
@@ -391,13 +391,17 @@ def promoted(x: Tensor, w: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
 
 def kept_rows(compact: bool | Kept, target: Tensor, ignore_index: int) -> Tensor | None:
     """The rows to compute; None means all."""
-    if compact is False or target.is_meta or torch.compiler.is_compiling() or is_recorded(target):
+    if compact is False or not host_can_read(target):
         return None
     return (Kept(target, ignore_index) if compact is True else compact).rows()
 
 
 def apply(x, w, target, bias, class_weight, s: Loss, num_items, compact, accum_dtype, chunk_rows, fp32_logits, dw_into=None, xa=None, wb=None, fp8=None):
     """Apply ``LinearCrossEntropyFunction`` to checked arguments."""
+    if only_pytorch():
+        z = all_logits(x, w, bias, xa, wb, fp8)
+        numbers = dict(zip(Loss.__dataclass_fields__, values(s))) | {"stats": True}
+        return *cross_entropy_reference(z, target, class_weight, num_items=num_items, **numbers), *statistics(z, target, s)
     kept = kept_rows(compact, target, s.ignore_index)
     options = Options(needed(x, w, bias, xa, wb), accum_dtype, chunk_rows, fp32_logits, dw_into, fp8)
     return LinearCrossEntropyFunction.apply(x, w, target, bias, class_weight, num_items, kept, xa, wb, s, options)

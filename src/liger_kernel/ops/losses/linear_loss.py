@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core.operator import acc, is_recorded, on_gpu, once_differentiable, rows_of
+from liger_kernel.ops._core.operator import acc, host_can_read, on_gpu, once_differentiable, only_pytorch, rows_of
 from liger_kernel.ops._core.reduce import scaled
 from liger_kernel.ops.losses.chunks import Kept, auto_chunk_rows, chunk_gradients, chunks_of, values
 from liger_kernel.ops.losses.cross_entropy_rows import Loss, Rows, check, row_kernel
@@ -93,7 +93,7 @@ def linear_loss(
     )
     check_fp8("linear_loss", fp8, x, fp32_logits=fp32_logits, xa=xa)
     o = Options(needed(x, w, bias, xa, wb), accum_dtype, chunk_rows, fp32_logits, fp8=fp8)
-    if torch.compiler.is_compiling() or B == 0:
+    if torch.compiler.is_compiling() or only_pytorch() or B == 0:
         losses, _, best, h, mean = nll(x, w, target, bias, None, s, None, False, accum_dtype, chunk_rows, fp32_logits, xa=xa, wb=wb, fp8=fp8)
         loss, aux = _called(fn, B, group, s, -losses, h, mean, best)
         return loss, tuple(a.detach() for a in aux)
@@ -105,7 +105,7 @@ def linear_loss(
 
 def counted(target: Tensor, ignore_index: int, group: int, compact: bool | Kept = True) -> Kept | None:
     """The ``compact`` for several losses of the same targets: they are counted once, and the host waits once; None where the host must not wait."""
-    if torch.compiler.is_compiling() or target.is_meta or not target.numel() or is_recorded(target):
+    if not target.numel() or not host_can_read(target):
         return None
     return Kept(target, ignore_index, group) if compact is True else compact or None
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from liger_kernel import memory
-from liger_kernel.ops._core.operator import once_differentiable, rows_of, shaped
+from liger_kernel.ops._core.operator import once_differentiable, refuse_graphs, rows_of, shaped
 from liger_kernel.ops.projections.adapted import Projection, Projections
 from liger_kernel.ops.projections.weights import Rows, as_dtype
 
@@ -115,5 +115,6 @@ def stays(x: Tensor) -> bool:
 
 def linears(x: Tensor, projections: Sequence[Projection]) -> tuple[Tensor, ...]:
     """y (..., N) of each projection of x (..., K), in the dtype of autocast if it is on, else in the dtype of x."""
+    refuse_graphs("linears", "products in FP8 have gradients of their own")  # others do not come here then
     dtype, thin = dtypes_of(x, projections)
     return LinearsFunction.apply(as_dtype(x, dtype), tuple(projections), thin, *flat(projections))

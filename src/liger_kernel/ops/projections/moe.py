@@ -20,7 +20,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_kernel.ops._core import config
-from liger_kernel.ops._core.operator import Case, Cost, T, acc, launch, launcher, nbytes, on_gpu, once_differentiable, op, rows_of, tracing, use_kernels
+from liger_kernel.ops._core.operator import (
+    Case,
+    Cost,
+    T,
+    acc,
+    host_can_read,
+    launch,
+    launcher,
+    nbytes,
+    on_gpu,
+    once_differentiable,
+    op,
+    rows_of,
+    tracing,
+    use_kernels,
+)
 from liger_kernel.ops._core.saved import HARMLESS, graph_is_kept, saving_hooks
 from liger_kernel.ops._core.tl import cdiv, jit, next_power_of_2, tl
 from liger_kernel.ops.activations.glu import ACTS, act_and_slope
@@ -58,6 +73,13 @@ def reference(
 def of_experts(expert: Callable[[int, Tensor], Tensor], E: int, x: Tensor, topk_index: Tensor, topk_weight: Tensor) -> Tensor:
     """The weighted sum over k of what ``expert`` makes of each token: it gets the number of an expert and its rows of x."""
     K, wide = topk_index.shape[1], acc(x.dtype)
+    if not host_can_read(topk_index):  # how many rows an expert has cannot be known: each gets all, those of other experts as zeros
+        y = torch.zeros(x.shape, dtype=wide, device=x.device)
+        for e in range(E):
+            chosen = topk_index == e
+            weight = (topk_weight.to(wide) * chosen).sum(1, keepdim=True)
+            y = y + expert(e, x.where(chosen.any(1, keepdim=True), 0)).to(wide) * weight
+        return y.to(x.dtype)
     number, order = topk_index.flatten().sort(stable=True)
     valid = (number >= 0) & (number < E)
     number, order = number[valid], order[valid]

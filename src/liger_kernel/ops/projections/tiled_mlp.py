@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 
-from liger_kernel.ops._core.operator import acc, leaves, once_differentiable
+from liger_kernel.ops._core.operator import acc, leaves, once_differentiable, only_pytorch
 from liger_kernel.ops._core.tl import cdiv
 
 Slot = tuple[nn.Module, str]
@@ -137,6 +137,8 @@ def apply_tiled_mlp(
     if x.ndim < 2:
         raise ValueError(f"apply_tiled_mlp: x must have at least 2 dims, got {x.ndim}")
     shards = max(1, cdiv(x.shape[-2], x.shape[-1]) if num_shards is None else num_shards)
+    if only_pytorch():
+        return torch.cat([fn(mlp_module, tile) for tile in x.chunk(shards, -2)], -2)
     if torch.compiler.is_compiling():
         return torch.cat([checkpoint(fn, mlp_module, tile, use_reentrant=False) for tile in x.chunk(shards, -2)], -2)
     return LigerTiledMLPFunction.apply(fn, mlp_module, x, shards)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from liger_kernel.ops._core.operator import is_recorded, transformed
+from liger_kernel.ops._core.operator import host_can_read, only_pytorch
 from liger_kernel.ops.losses.chunks import Kept
 from liger_kernel.transformers import attention, documents
 from liger_kernel.transformers.head.linear import may_be_linear
@@ -66,7 +66,7 @@ def fused(forward: Callable, *, keep_logits: bool = False, known: bool = True) -
         given = dict(zip(at, args)) | kwargs
         documents.warn_if_joined(self, given)
         learns = given.get("labels") is not None or given.get("shift_labels") is not None
-        if transformed() and not (options or accuracy or predictions):  # torch.func does not see through fused operators
+        if only_pytorch() and not (options or accuracy or predictions):
             learns = False
         if not learns:  # even with skip_logits=True: trainers that keep the labels for their own loss pass it in evaluation
             return without_labels(forward, self, args, kwargs) if standing else forward(self, *args, **kwargs)
@@ -136,7 +136,7 @@ def _kept_early(given: dict[str, Any], head: nn.Module) -> Kept | None:
     labels = given.get("shift_labels")
     if labels is None:
         labels = F.pad(given["labels"], (0, 1), value=IGNORE)[..., 1:]
-    if labels.is_meta or labels.device != head.weight.device or is_recorded(labels):
+    if labels.device != head.weight.device or not host_can_read(labels):
         return None
     return Kept(labels, IGNORE)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from liger_kernel import memory
 from liger_kernel.nn.float8 import LigerFloat8Experts
-from liger_kernel.ops._core.operator import use_kernels
+from liger_kernel.ops._core.operator import only_pytorch, use_kernels
 from liger_kernel.ops._core.shards import is_sharded
 from liger_kernel.ops.projections.four_bits import four_bits
 from liger_kernel.ops.projections.lora_moe import adapted_moe
@@ -164,7 +164,7 @@ class Experts(Variant):
         variant, transposed = self, self.transposed
 
         def forward(self, hidden_states, top_k_index, top_k_weights, **more):
-            if torch.compiler.is_compiling() or more:  # such as the group of ranks, for kernels that exchange tokens
+            if torch.compiler.is_compiling() or only_pytorch() or more:  # such as the group of ranks, for kernels that exchange tokens
                 return stock(self, hidden_states, top_k_index, top_k_weights, **more)
             how = variant.keywords(self)
             found = how if isinstance(how, Left) else weights_of(self, transposed, hidden_states)

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops._core.operator import Case, Cost, T, acc, launcher, nbytes, on_gpu, once_differentiable, op, rows_of
+from liger_kernel.ops._core.operator import Case, Cost, T, acc, launcher, nbytes, on_gpu, once_differentiable, only_pytorch, op, rows_of
 from liger_kernel.ops._core.products import add_mm
 from liger_kernel.ops._core.reduce import divided, scaled
 from liger_kernel.ops.losses.chunks import Kept, auto_chunk_rows, chunk_gradients, values
@@ -323,6 +323,11 @@ def linear_divergence(
     x, w, bias = promoted(x, w, bias)
     if teacher_x is not None and teacher_w is not None:
         teacher_x, teacher_w, teacher_bias = (None if t is None else t.detach() for t in promoted(teacher_x, teacher_w, teacher_bias))
+    if only_pytorch():
+        of_teacher = dict(teacher_logits=teacher_logits, teacher_probs=teacher_probs, topk_log_probs=topk_log_probs, topk_indices=topk_indices)
+        loss = dict(kind=kind, beta=beta, temperature=temperature, weight_hard=weight_hard, weight_soft=weight_soft, tail=tail, eps=eps)
+        loss |= dict(ignore_index=ignore_index, reduction=reduction, parts=parts, num_items=items(num_items, x))
+        return reference(x, w, teacher_x, teacher_w, target, bias, teacher_bias, **of_teacher, **loss)
     if teacher_probs is not None:
         kind, teacher_logits = "kl", teacher_probs  # probabilities use the same argument as logits
     s = Distillation(kind, beta, temperature, weight_hard, weight_soft, tail, ignore_index, reduction, eps)

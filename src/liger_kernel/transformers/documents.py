@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
-from liger_kernel.ops._core.operator import is_recorded, transformed
+from liger_kernel.ops._core.operator import is_recorded, only_pytorch
 from liger_kernel.parallel import unsharded_class
 from liger_kernel.transformers.recognise.infer import undisturbed
 from liger_kernel.transformers.recognise.tiny import model_of, tiny_config, tiny_of
@@ -133,7 +133,7 @@ def warn_if_joined(model: nn.Module, given: Mapping[str, Any]) -> None:
     positions, bounds = given.get("position_ids"), given.get("cu_seq_lens_q")
     if positions is None and bounds is None:
         return
-    if torch.compiler.is_compiling() or transformed() or torch.jit.is_tracing() or _get_current_dispatch_mode() is not None:
+    if torch.compiler.is_compiling() or only_pytorch() or _get_current_dispatch_mode() is not None:
         return
     # with seq_idx, kernels of other packages begin anew
     if (looks := _looks.get(model, 0)) is None or given.get("seq_idx") is not None:

@@ -5,7 +5,7 @@
     python tests/published_names.py --wheel liger_kernel-0.8.5-py3-none-any.whl
 
 A name is public if neither it nor its module begins with an underscore, and it is
- - a class or a function at the top of a module, but for kernels and, of the modules of operators, what only launches them (``LAUNCHERS``);
+ - a class or a function at the top of a module, but for kernels;
  - or imported by a package, or by a module ``functional``, from the package itself;
  - or something else that a package, ``utils`` or ``monkey_patch`` defines.
 What runs on other hardware, or is written in other languages than Triton, is left out.
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import re
 import subprocess
 import sys
 import tempfile
@@ -27,8 +26,6 @@ PACKAGE = "liger_kernel"
 LIST = Path(__file__).with_suffix(".txt")
 # for other hardware, in other languages than Triton, and the package's own tests
 ELSEWHERE = ("ops.backends.", "ops.cute.", "ops.cutedsl.", "ops.cutile.", "testing.")
-# of operators: kernels' launchers and their settings
-LAUNCHERS = re.compile(r"get_|gemm_|.*_(fwd|bwd|triton|dGU|dI)$")
 HEADER = "# What liger-kernel {version} offers: module, then its names with parameters and defaults. Those of a class are its constructor's. By {script}."
 
 
@@ -115,13 +112,11 @@ def is_kernel(f: ast.FunctionDef) -> bool:
 
 
 def names(module: str, package: bool, tree: ast.Module) -> Iterator[str]:
-    operators = module.startswith("ops.") and not package and module != "ops.utils"
     for s in statements(tree.body):
         if isinstance(s, ast.ClassDef) and public(s.name):
             yield from of_class(s)
         elif isinstance(s, ast.FunctionDef) and public(s.name) and not is_kernel(s):
-            if not (operators and LAUNCHERS.match(s.name)):
-                yield f"{s.name}{parameters(s)}"
+            yield f"{s.name}{parameters(s)}"
         elif isinstance(s, ast.ImportFrom) and (package or module.endswith("functional")):
             yield from imports(s)
         elif isinstance(s, (ast.Assign, ast.AnnAssign)) and (package or module.endswith(("utils", "monkey_patch"))):

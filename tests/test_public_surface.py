@@ -60,7 +60,7 @@ PATHS = _names("""
     transformers:liger_llama4_text_rotary_pos_emb transformers:liger_llama4_vision_rotary_pos_emb transformers.group_norm:LigerGroupNorm
     transformers.geglu:LigerGEGLUMLPForGemma4 transformers.swiglu:LigerHunyuanV1SwiGLUMLP transformers.rope:liger_rotary_pos_emb_vision
     transformers.experimental.embedding:LigerEmbedding transformers.qwen2vl_mrope:liger_multimodal_rotary_pos_emb
-    transformers.functional:CrossEntropyOutput
+    transformers.functional:CrossEntropyOutput ops:infer_device
 """)
 FAMILIES = _names("""
     gemma gemma2 gemma3 gemma3_text glm4 glm4v glm4v_moe gpt_oss granite internvl llama llama4 llava mistral mixtral mllama olmo2 paligemma phi3
@@ -223,6 +223,19 @@ def test_the_loss_of_a_trainable_head():
     assert unpack_cross_entropy_result((loss, 1)) == (loss, 1, None, None) and unpack_cross_entropy_result(loss) == (loss, None, None, None)
 
 
+def test_every_form_of_import_finds_a_module():
+    """Unless the module above has an operator of its name. A module may be the one above, too, under another name."""
+    from liger_kernel._legacy import ALIASES
+
+    operators = [path for path in ALIASES if path.startswith("liger_kernel.ops.") and path.count(".") == 2] + ["liger_kernel.backends.dispatch"]
+    for path in ALIASES:
+        above, _, name = path.rpartition(".")
+        for form in (f"import {path} as it", f"from {above} import {name} as it"):
+            scope: dict = {}
+            exec(form, scope)
+            assert scope["it"] is sys.modules[path] or path in operators, form
+
+
 REEXPORTS = _names("""
     transformers.functional:LigerRMSNormFunction transformers.jsd:LigerJSDFunction transformers.swiglu:LigerSiLUMulFunction
     transformers.cross_entropy:CrossEntropyOutput transformers.monkey_patch:LigerRMSNorm transformers.model.mistral:LigerForCausalLMLoss
@@ -285,6 +298,61 @@ def test_pairs_without_autograd(monkeypatch):
     *saved, c = swiglu_forward(x, b, 0.5)
     torch.testing.assert_close(c, want)
     torch.testing.assert_close(swiglu_backward(*saved, dy, 0.5), torch.autograd.grad(want, leaves, dy))
+
+
+@pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
+def test_launchers_without_autograd():
+    """What they return, and the chains that LinkedIn's Functions make of them."""
+    from liger_kernel.ops import dyt, mhc_coeffs, mhc_post_res, mhc_pre, mlp, tvd
+    from liger_kernel.ops.published import launchers
+
+    new = lambda *shape: torch.randn(*shape, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(sum(shape))).requires_grad_()
+    grad, close = torch.autograd.grad, torch.testing.assert_close
+    x, a, g, b, dy = new(2, 5, 8), new(1), new(8), new(8) + 1, new(2, 5, 8).detach()
+    for weights in ((a, g, b), (a, g)):
+        y, padding = dyt(x, *weights), (None,) * (3 - len(weights))
+        close(launchers.liger_dyt_fwd(x, *weights, *padding), y)
+        close(launchers.liger_dyt_bwd(dy, x, *weights, *padding), (*grad(y, (x, *weights), dy), *padding))
+
+    q, p, labels = new(4, 6), new(4, 6).detach().softmax(-1), torch.tensor([0, -100, 1, 2], device=DEVICE)
+    for reduction in ("none", "sum", "mean", "batchmean"):
+        close(launchers.kldiv_forward_triton(q, p.log(), True, reduction, 0.0), torch.nn.functional.kl_div(q, p, reduction=reduction))
+        loss, dq = launchers.tv_distance_forward_triton(q.softmax(-1), p, labels, reduction, -100, True)
+        s = q.softmax(-1).detach().requires_grad_()
+        want = tvd(s, p, labels, reduction=reduction)
+        close((loss, launchers.tvd_backward_triton(torch.tensor(2.0), dq)), (want.detach(), grad(2 * want.sum(), s)[0]))
+    into = torch.empty_like(p)
+    close(launchers.kldiv_backward_triton(p, torch.tensor(3.0), into, False), -3 * p)
+    close(into, -p)
+
+    x, phi, b, alphas = new(7, 2, 16), new(32, 8), new(8), [new(1) * s for s in (1, 2, 3)]
+    of = dict(tmax=3, sinkhorn_eps=1e-6, pre_eps=0.1, post_mult=2.0)
+    want, into = mhc_coeffs(x, phi, b, *alphas, rms_eps=1e-5, **of), torch.empty(7, device=DEVICE)
+    mix, invr = launchers.mhc_mm_norm_fwd(x.flatten(1), phi, 1e-5, out_invr=into)
+    *found, steps = launchers.mhc_split_sinkhorn_fwd(mix, b, *alphas, **of, return_hist=True)
+    close(tuple(found), want)
+    assert invr is into and steps.shape == (7, 3, 2, 2) and torch.equal(steps[:, -1], found[2])
+    d_res = launchers.mhc_sinkhorn_bwd(mix, b, alphas[2], torch.ones_like(found[2]).tril(), tmax=3, sinkhorn_eps=1e-6)
+    dx, dphi, db = grad(want[2].tril().sum(), (x, phi, b), retain_graph=True)
+    d_mix = torch.nn.functional.pad(d_res.flatten(1) * alphas[2], (4, 0))
+    close(d_res.sum(0).flatten(), db[4:])
+    close(launchers.mhc_mm_norm_bwd(x.flatten(1), phi, mix, invr, d_mix), (dx.flatten(1), dphi), rtol=1e-4, atol=1e-5)
+    pre, post, res, f = *(t.detach().requires_grad_() for t in want), new(7, 16)
+    close(launchers.mhc_pre_fwd(x, pre), mhc_pre(x, pre))
+    close(launchers.mhc_pre_bwd(x, pre, f), grad(mhc_pre(x, pre), (x, pre), f))
+    y = mhc_post_res(x, f, post, res)
+    close(launchers.mhc_post_res_fwd(x, f, post, res), y)
+    close(launchers.mhc_post_res_bwd(x, f, post, res, x), grad(y, (x, f, post, res), x))
+
+    x, gate, up, down, dy = new(2, 3, 8), new(12, 8), new(12, 8), new(8, 12), new(2, 3, 8).detach()
+    want = mlp(x, gate, up, down, act="silu", gate_multiplier=0.5, down_multiplier=2.0)
+    agu, config = launchers.gemm_swiglu(x, gate, up, 0.5)
+    close(agu[..., :12] @ down.t() * 2, want)
+    close(launchers.gemm_swiglu(x, gate, up, 0.5, False), (agu[..., :12], None))
+    launchers.swiglu_backward_dGU(dy, down.detach(), agu, config, 0.5, 2.0)
+    close(launchers.swiglu_backward_dI(gate, up, agu), grad(want, x, dy)[0])
+    assert [launchers.get_bucket_m(M) for M in (0, 255, 256, 4095, 9999)] == [0, 7, 10, 39, 40]
+    assert [launchers.get_num_warps(block) for block in (64, 2048, 8192)] == [4, 8, 16]
 
 
 needs_kernels = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")

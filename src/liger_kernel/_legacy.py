@@ -161,7 +161,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         else:
             for path in ALIASES:
                 if path == module.__name__ or path.startswith(f"{module.__name__}."):  # a module has no folder in which Python could find the modules below it
-                    sys.modules[path] = _named(path)
+                    _put(path)
 
 
 def _named(path: str) -> ModuleType:
@@ -170,7 +170,8 @@ def _named(path: str) -> ModuleType:
     rest = _SPLIT.get(module.__name__, [])
     if rest and type(module) is ModuleType:
         module.__class__ = _Split
-    vars(module).setdefault("__getattr__", functools.partial(_elsewhere, module.__name__, beside=(*rest, "liger_kernel.nn", "liger_kernel.ops")))
+    beside = (*rest, "liger_kernel.nn", "liger_kernel.ops", _OPS + "published.launchers")
+    vars(module).setdefault("__getattr__", functools.partial(_elsewhere, module.__name__, beside=beside))
     return module
 
 
@@ -216,10 +217,14 @@ def alias(package: str) -> None:
     """Make the modules of ``ALIASES`` below ``package`` available under these paths, too. Names that the package already has do not change."""
     for path in ALIASES:
         if path.startswith(f"{package}."):
-            sys.modules[path] = _named(path)
-            room, _, name = path.rpartition(".")
-            if room not in ALIASES:
-                vars(importlib.import_module(room)).setdefault(name, sys.modules[path])
+            _put(path)
+
+
+def _put(path: str) -> None:
+    """Make the module for ``path`` available under it, and in the module above: ``import a.b as c`` looks there."""
+    sys.modules[path] = _named(path)
+    above, _, name = path.rpartition(".")
+    vars(importlib.import_module(above)).setdefault(name, sys.modules[path])
 
 
 def _add_forwards(module: ModuleType) -> None:

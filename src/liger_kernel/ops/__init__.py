@@ -135,6 +135,7 @@ from liger_kernel.ops.rotary.rope import rope_backward as rope_backward
 from liger_kernel.ops.rotary.rope import rope_forward as rope_forward
 from liger_kernel.ops.token_embedding import LigerEmbeddingFunction as LigerEmbeddingFunction
 from liger_kernel.ops.token_embedding import embedding as embedding
+from liger_kernel.utils import infer_device as infer_device
 
 if (_impl := os.environ.get("LIGER_KERNEL_IMPL")) and _impl not in OURS:
     warnings.warn(f"LIGER_KERNEL_IMPL={_impl}: the implementations here are triton, which is what runs, and torch", stacklevel=2)

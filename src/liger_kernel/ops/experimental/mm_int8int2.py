@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops._core.operator import launch, use_kernels
-from liger_kernel.ops._core.tl import cdiv, jit, tl
+from liger_kernel.ops._core.tl import cdiv, jit, tl, triton
 
 _A_BYTE = 4
+# for a few rows, which are bound by reading b, and for many; not measured
+_TILE = dict(BLOCK_M=64, BLOCK_N=64, BLOCK_K=64)
 
 
 def pack_weights(intweights: Tensor, bits: int = 2) -> Tensor:
@@ -59,7 +61,11 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
         return (a.double() @ unpack_weights(b).double()).to(torch.int32)  # fp64 holds every such sum
     if c.numel():
         a, b = a if a.stride(1) == 1 else a.contiguous(), b.contiguous()
-        # for a few rows, which are bound by reading b, and for many; not measured
-        grid = (cdiv(a.shape[0], 64) * cdiv(b.shape[1], 64),)
-        launch(_matmul, grid, a, b, c, *c.shape, b.shape[0], a.stride(0), BLOCK_M=64, BLOCK_N=64, BLOCK_K=64, num_warps=4)
+        grid = (cdiv(a.shape[0], _TILE["BLOCK_M"]) * cdiv(b.shape[1], _TILE["BLOCK_N"]),)
+        launch(_matmul, grid, a, b, c, *c.shape, b.shape[0], a.stride(0), **_TILE, num_warps=4)
     return c
+
+
+def get_autotune_config() -> list:
+    """The one ``triton.Config`` of the kernel."""
+    return [triton.Config(_TILE, num_warps=4)]

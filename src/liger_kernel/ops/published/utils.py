@@ -34,13 +34,17 @@ def ensure_contiguous(fn: Callable) -> Callable:
     return wrapper
 
 
+def get_num_warps(BLOCK_SIZE: int) -> int:
+    """Warps for a block of so many columns."""
+    return min(32 if BLOCK_SIZE >= 32768 else 16 if BLOCK_SIZE >= 8192 else 8 if BLOCK_SIZE >= 2048 else 4, config.max_warps())
+
+
 def calculate_settings(n: int) -> tuple[int, int]:
     """A block that holds n columns, and warps for it. ``RuntimeError`` above 65536 columns; our own operators have no such limit."""
     block = next_power_of_2(n)
     if block > MAX_FUSED_SIZE:
         raise RuntimeError(f"calculate_settings: n must be at most {MAX_FUSED_SIZE}, got {n}")
-    warps = 32 if block >= 32768 else 16 if block >= 8192 else 8 if block >= 2048 else 4
-    return block, min(warps, config.max_warps())
+    return block, get_num_warps(block)
 
 
 def compare_version(package: str, operator: Callable, target: str) -> bool:

@@ -36,14 +36,25 @@ def coeffs_reference(x, phi, b, alpha_pre, alpha_post, alpha_res, *, tmax=20, rm
     with contextlib.nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False):
         mix = f @ phi.to(dtype)
     mix = mix * torch.rsqrt(f.square().mean(-1, keepdim=True) + rms_eps)
-    parts = zip(mix.split([H, H, H * H], -1), b.to(dtype).split([H, H, H * H]), (alpha_pre, alpha_post, alpha_res))
-    pre, post, res = (m * a.to(dtype) + bias for m, bias, a in parts)
-    m = torch.softmax(res.unflatten(-1, (H, H)), -1) + sinkhorn_eps
-    m = m / (m.sum(-2, keepdim=True) + sinkhorn_eps)
+    pre, post, steps = coefficients(mix, b, alpha_pre, alpha_post, alpha_res, H, tmax, pre_eps, sinkhorn_eps, post_mult)
+    return pre, post, steps[-1]
+
+
+def coefficients(mix, b, alpha_pre, alpha_post, alpha_res, H, tmax, pre_eps, sinkhorn_eps, post_mult) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """h_pre, h_post, and h_res after each step, of ``mix``, in torch."""
+    parts = zip(mix.split([H, H, H * H], -1), b.to(mix.dtype).split([H, H, H * H]), (alpha_pre, alpha_post, alpha_res))
+    pre, post, res = (m * a.to(mix.dtype) + bias for m, bias, a in parts)
+    return torch.sigmoid(pre) + pre_eps, torch.sigmoid(post) * post_mult, sinkhorn(res.unflatten(-1, (H, H)), tmax, sinkhorn_eps)
+
+
+def sinkhorn(logits: Tensor, tmax: int, eps: float) -> list[Tensor]:
+    """The matrices after each of ``tmax`` steps, in torch."""
+    m = torch.softmax(logits, -1) + eps
+    steps = [m / (m.sum(-2, keepdim=True) + eps)]
     for _ in range(tmax - 1):
-        m = m / (m.sum(-1, keepdim=True) + sinkhorn_eps)
-        m = m / (m.sum(-2, keepdim=True) + sinkhorn_eps)
-    return torch.sigmoid(pre) + pre_eps, torch.sigmoid(post) * post_mult, m
+        m = steps[-1] / (steps[-1].sum(-1, keepdim=True) + eps)
+        steps.append(m / (m.sum(-2, keepdim=True) + eps))
+    return steps
 
 
 def _check(name: str, x: Tensor, **shapes: tuple[Tensor, tuple[int, ...]]) -> None:

@@ -142,9 +142,12 @@ def _any_gradients(fn, x, w, teacher_x, teacher_w, target, bias, teacher_bias, *
     return weight_hard * hard + weight_soft * soft, soft, hard, None if divisor is norm else norm, dx, dw, db
 
 
-def _in_pytorch(fn, x, w, teacher_x, teacher_w, target, bias, teacher_bias, *, ignore_index, temperature, weight_hard, weight_soft):
+def _in_pytorch(
+    fn, x, w, teacher_x, teacher_w, target, bias, teacher_bias, *, ignore_index, temperature, weight_hard, weight_soft
+):  # fmt: skip
     """Loss, soft and hard loss by PyTorch's own operators."""
-    (x, w, bias), (teacher_x, teacher_w, teacher_bias) = promoted(x, w, bias), promoted(teacher_x, teacher_w, teacher_bias)
+    x, w, bias = promoted(x, w, bias)
+    teacher_x, teacher_w, teacher_bias = promoted(teacher_x, teacher_w, teacher_bias)
     valid = target != ignore_index
     z, t = (F.linear(*head)[valid] for head in ((x, w, bias), (teacher_x, teacher_w, teacher_bias)))
     z, t, y, n = z.to(acc(z.dtype)), t.to(acc(t.dtype)).detach(), target[valid], valid.sum()

@@ -59,8 +59,9 @@ class LigerFloat8TrainingLinear(nn.Linear):
     """``x W^T + bias`` whose three products are in FP8: see ``of``. x is (..., K), in bfloat16 or float32; y and dx have its dtype, or autocast's.
 
     The parameters are those of ``nn.Linear``; both sizes of the weight must be multiples of 16 (of 32 with "mxfp8_rceil"). A weight that is sharded when it is
-    multiplied, or quantised, is multiplied by ``F.linear``, and so is any where PyTorch exports, traces or transforms the call. Raises ``ValueError`` for
-    other dtypes of x, and on a GPU without FP8. Micikevicius et al., arXiv:2209.05433.
+    multiplied, or quantised, is multiplied by ``F.linear``; so is every weight where PyTorch
+    exports, traces or transforms the call. Raises ``ValueError`` for other dtypes of x, and on a
+    GPU without FP8. Micikevicius et al., arXiv:2209.05433.
     """
 
     recipe: str

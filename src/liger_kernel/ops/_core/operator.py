@@ -46,8 +46,10 @@ _KERNEL_DEVICES = {"cpu"} if INTERPRET else {"cuda"} if HAS_TRITON else set()
 if os.environ.get("LIGER_KERNEL_IMPL") == "torch":
     _KERNEL_DEVICES = set()
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
-_RECORDING = torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FUNCTIONAL  # modes of make_fx and AOTAutograd
-_pre_dispatch = torch._ops.mode_stack_state_for_pre_dispatch()  # the modes of graphs that are recorded above autograd; they come with a torch function mode
+# modes of make_fx and of AOTAutograd
+_RECORDING = torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FUNCTIONAL
+# those of graphs that are recorded above autograd; they come with a torch function mode
+_pre_dispatch = torch._ops.mode_stack_state_for_pre_dispatch()
 # read several times in each call of an operator
 _compiling = torch.compiler.is_compiling
 _transforms, _scripted = torch._C._functorch.peek_interpreter_stack, torch._C._is_tracing
@@ -169,8 +171,9 @@ def use_kernels(x: Tensor, dtype: torch.dtype | None = None, *, fusible: bool = 
 
 
 def only_pytorch() -> bool:
-    """Whether only PyTorch's own operators are right: in graphs that are exported or traced, which would hold launchers without their gradients, inside
-    transforms of ``torch.func`` (grad, vmap, jvp), and in forward-mode AD."""
+    """Whether only PyTorch's own operators are right: in graphs that are exported or traced, which
+    would hold launchers without their gradients, inside transforms of ``torch.func`` (grad, vmap,
+    jvp), and in forward-mode AD."""
     # in the Dynamo of some releases, torch.compiler.is_exporting() is always true
     return torch.compiler._is_exporting_flag if _compiling() else _observed()
 
@@ -186,18 +189,21 @@ def _observed() -> bool:
 def refuse_graphs(name: str, why: str) -> None:
     """Raise where ``only_pytorch``, for what consists of other operators."""
     if only_pytorch():
-        raise ValueError(f"{name}: the call must be one that PyTorch neither exports, traces nor transforms, because {why}")
+        raise ValueError(
+            f"{name}: the call must be one that PyTorch neither exports, traces nor transforms, because {why}"
+        )  # fmt: skip
 
 
 def host_can_read(x: Tensor) -> bool:
-    """Whether the host may wait for values that are computed from ``x`` now: these exist, and no graph or trace records how it goes on."""
+    """Whether the host may wait for values that are computed from ``x`` now: these exist, and no
+    graph or trace records how it goes on."""
     if torch.compiler.is_compiling() or x.is_meta or is_recorded(x) or only_pytorch():
         return False
     return not is_fake(x)
 
 
 def is_fake(x: Tensor) -> bool:
-    """Whether operators on ``x`` compute only shapes, because it is a fake tensor, or because all tensors are treated as such now."""
+    """Whether operators on ``x`` compute only shapes: it is a fake tensor, or treated as one."""
     return _intercept is None and (isinstance(x, FakeTensor) or torch._C._get_dispatch_mode(_FAKE) is not None)
 
 
@@ -227,7 +233,8 @@ def launcher(schema: str) -> Callable[[F], F]:
             if plain:
                 return fn(*args)
             if torch.compiler._is_exporting_flag and any(isinstance(a, Tensor) and a.requires_grad for a in args):
-                raise ValueError(f"{fn.__name__}: an exported graph must have PyTorch's operators, got an autograd.Function: call the operator or the module")
+                own = "an exported graph must have PyTorch's operators, got an autograd.Function"
+                raise ValueError(f"{fn.__name__}: {own}: call the operator or the module")
             return attempt(name, registered, *args)
 
         return call

@@ -499,6 +499,15 @@ def test_mlp_modules():
         lnn.LigerSwiGLUMLP(config("gelu"))
     with pytest.raises(ValueError, match="LigerGEGLUMLP: activation must be one of"):
         lnn.LigerGEGLUMLP(config("silu"))
+    configured = [cls for cls in vars(lnn).values() if isinstance(cls, type) and "config" in inspect.signature(cls).parameters]
+    assert len(configured) > 10
+    for cls in configured:
+        for wrong in (64, dict(hidden_size=8), types.SimpleNamespace()):
+            with pytest.raises(ValueError, match=rf"{cls.__name__}: config must have .*, got {type(wrong).__name__}$"):
+                cls(wrong)
+    for wrong, lacks in (((64, 256), "hidden_act"), ((types.SimpleNamespace(hidden_act="silu", hidden_size=8),), "intermediate_size")):
+        with pytest.raises(ValueError, match=f"config must have {lacks}, "):
+            lnn.LigerSwiGLUMLP(*wrong)
 
 
 def test_mlp_modules_are_those_of_transformers():

@@ -30,6 +30,16 @@ def _activation_of(self: nn.Module) -> str:
     return f"act={self.act!r}"
 
 
+def _of(owner: nn.Module, config: Any, *names: str) -> Any:
+    """The first of these attributes that ``config`` has and that is not None."""
+    for name in names:
+        if (value := getattr(config, name, None)) is not None:
+            return value
+    example = "types.SimpleNamespace(hidden_size=64, intermediate_size=256, hidden_act='silu')"
+    got = type(config).__name__
+    raise ValueError(f"{type(owner).__name__}: config must have {' or '.join(names)}, as a model's configuration or {example}, got {got}")
+
+
 def _activation(owner: Any, name: str, known: dict[str, str]) -> str:
     if name not in known:
         raise ValueError(f"{type(owner).__name__}: activation must be one of {tuple(known)}, got {name!r}")
@@ -44,7 +54,7 @@ class _GatedMLP(nn.Module):
     def __init__(self, config: Any, act: str, bias: bool, intermediate_size: int | None = None):
         super().__init__()
         self.config, self.act = config, act
-        self.hidden_size, self.intermediate_size = config.hidden_size, intermediate_size or config.intermediate_size
+        self.hidden_size, self.intermediate_size = _of(self, config, "hidden_size"), intermediate_size or _of(self, config, "intermediate_size")
         self.gate_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=bias)
         self.up_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=bias)
         self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias=bias)
@@ -59,7 +69,7 @@ class LigerSwiGLUMLP(_GatedMLP):
     """``down(silu(gate(x)) * up(x))``. ``config`` has hidden_size, intermediate_size and hidden_act, and may have mlp_bias."""
 
     def __init__(self, config: Any, intermediate_size: int | None = None):
-        super().__init__(config, _activation(self, config.hidden_act, SILU), getattr(config, "mlp_bias", False), intermediate_size)
+        super().__init__(config, _activation(self, _of(self, config, "hidden_act"), SILU), getattr(config, "mlp_bias", False), intermediate_size)
 
     def forward(self, x: Tensor) -> Tensor:  # also bound to MLPs of other classes, which have the projections and no more
         return self.down_proj(memory.cheap(glu, self.gate_proj(x), self.up_proj(x), act="silu"))
@@ -69,8 +79,7 @@ class LigerSwiGLUMLPForMuseGlimmer(LigerSwiGLUMLP):
     """``LigerSwiGLUMLP`` without biases, with the activation of ``config.hidden_activation`` (or ``hidden_act``)."""
 
     def __init__(self, config: Any):
-        name = getattr(config, "hidden_activation", None) or config.hidden_act
-        _GatedMLP.__init__(self, config, _activation(self, name, SILU), False)
+        _GatedMLP.__init__(self, config, _activation(self, _of(self, config, "hidden_activation", "hidden_act"), SILU), False)
 
 
 class LigerGEGLUMLP(_GatedMLP):
@@ -111,10 +120,9 @@ class LigerExperts(nn.Module):
 
     def __init__(self, config: Any):
         super().__init__()
-        first = lambda *names: next(getattr(config, n) for n in names if getattr(config, n, None) is not None)
-        self.config, self.act = config, _activation(self, config.hidden_act, SILU | GELU)
-        self.num_experts, self.hidden_dim = first("num_experts", "num_local_experts", "n_routed_experts"), config.hidden_size
-        self.intermediate_dim = first("moe_intermediate_size", "intermediate_size")
+        self.config, self.act = config, _activation(self, _of(self, config, "hidden_act"), SILU | GELU)
+        self.num_experts, self.hidden_dim = _of(self, config, "num_experts", "num_local_experts", "n_routed_experts"), _of(self, config, "hidden_size")
+        self.intermediate_dim = _of(self, config, "moe_intermediate_size", "intermediate_size")
         self.gate_up_proj = nn.Parameter(torch.empty(self.num_experts, 2 * self.intermediate_dim, self.hidden_dim))
         self.down_proj = nn.Parameter(torch.empty(self.num_experts, self.hidden_dim, self.intermediate_dim))
         for p in self.parameters():
@@ -133,14 +141,14 @@ class LigerQwen3MoeSwiGLUMLP(_GatedMLP):
     """``LigerSwiGLUMLP`` without biases, with ``intermediate_size`` if it is given."""
 
     def __init__(self, config: Any, intermediate_size: int | None = None):
-        super().__init__(config, _activation(self, config.hidden_act, SILU), False, intermediate_size)
+        super().__init__(config, _activation(self, _of(self, config, "hidden_act"), SILU), False, intermediate_size)
 
 
 class LigerHunyuanV1SwiGLUMLP(_GatedMLP):
     """``LigerSwiGLUMLP`` without biases; ``layer_idx`` becomes an attribute."""
 
     def __init__(self, config: Any, layer_idx: int | None = None, is_shared_mlp: bool = False):
-        super().__init__(config, _activation(self, config.hidden_act, SILU), False)
+        super().__init__(config, _activation(self, _of(self, config, "hidden_act"), SILU), False)
         self.layer_idx = layer_idx
 
 
@@ -148,8 +156,8 @@ class LigerFalconH1SwiGLUMLP(_GatedMLP):
     """``down(silu(gate(x) m_gate) * up(x)) m_down`` with ``m_gate, m_down = config.mlp_multipliers``."""
 
     def __init__(self, config: Any):
-        super().__init__(config, _activation(self, config.hidden_act, SILU), config.mlp_bias)
-        self.gate_multiplier, self.down_multiplier = config.mlp_multipliers
+        super().__init__(config, _activation(self, _of(self, config, "hidden_act"), SILU), _of(self, config, "mlp_bias"))
+        self.gate_multiplier, self.down_multiplier = _of(self, config, "mlp_multipliers")
 
     def forward(self, x: Tensor) -> Tensor:
         y = memory.cheap(glu, self.gate_proj(x), self.up_proj(x), act=self.act, gate_multiplier=self.gate_multiplier)
@@ -160,7 +168,7 @@ class LigerMLP(_GatedMLP):
     """``LigerSwiGLUMLP`` without biases, as one operator that recomputes the activation in the backward pass."""
 
     def __init__(self, config: Any):
-        super().__init__(config, _activation(self, config.hidden_act, SILU), False)
+        super().__init__(config, _activation(self, _of(self, config, "hidden_act"), SILU), False)
         self.gate_multiplier, self.down_multiplier = 1.0, 1.0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -175,7 +183,7 @@ class LigerFalconH1MLP(LigerMLP):
         if getattr(config, "mlp_bias", False):
             raise ValueError("LigerFalconH1MLP: mlp_bias must be False, got True")
         super().__init__(config)
-        self.gate_multiplier, self.down_multiplier = map(float, config.mlp_multipliers)
+        self.gate_multiplier, self.down_multiplier = map(float, _of(self, config, "mlp_multipliers"))
 
 
 class LigerBlockSparseTop2MLP(nn.Module):
@@ -183,8 +191,8 @@ class LigerBlockSparseTop2MLP(nn.Module):
 
     def __init__(self, config: Any):
         super().__init__()
-        self.config, self.act = config, _activation(self, config.hidden_act, SILU)
-        self.ffn_dim, self.hidden_dim = config.intermediate_size, config.hidden_size
+        self.config, self.act = config, _activation(self, _of(self, config, "hidden_act"), SILU)
+        self.ffn_dim, self.hidden_dim = _of(self, config, "intermediate_size"), _of(self, config, "hidden_size")
         self.w1 = nn.Linear(self.hidden_dim, self.ffn_dim, bias=False)
         self.w2 = nn.Linear(self.ffn_dim, self.hidden_dim, bias=False)
         self.w3 = nn.Linear(self.hidden_dim, self.ffn_dim, bias=False)
@@ -202,9 +210,9 @@ class LigerGEGLUMLPForGemma4(_GatedMLP):
         reuses = False
         if layer_idx is not None and getattr(config, "use_double_wide_mlp", False):
             modes = getattr(config, "kv_sharing_modes", None)
-            first = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", 0) or 0)
+            first = _of(self, config, "num_hidden_layers") - (getattr(config, "num_kv_shared_layers", 0) or 0)
             reuses = modes[layer_idx] == "reuse" if modes is not None else layer_idx >= first > 0
-        super().__init__(config, _activation(self, config.hidden_activation, GELU), False, config.intermediate_size * (1 + reuses))
+        super().__init__(config, _activation(self, _of(self, config, "hidden_activation"), GELU), False, _of(self, config, "intermediate_size") * (1 + reuses))
 
 
 class LigerPhi3SwiGLUMLP(nn.Module):
@@ -212,9 +220,10 @@ class LigerPhi3SwiGLUMLP(nn.Module):
 
     def __init__(self, config: Any):
         super().__init__()
-        self.config, self.act = config, _activation(self, config.hidden_act, SILU)
-        self.gate_up_proj = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.config, self.act = config, _activation(self, _of(self, config, "hidden_act"), SILU)
+        hidden_size, intermediate_size = _of(self, config, "hidden_size"), _of(self, config, "intermediate_size")
+        self.gate_up_proj = nn.Linear(hidden_size, 2 * intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     extra_repr = _activation_of
 

@@ -27,7 +27,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from liger_kernel.ops._core.operator import on_gpu
+from liger_kernel.ops._core.operator import as_index, on_gpu
 from liger_kernel.ops._core.shards import own_part
 from liger_kernel.ops.losses.chunks import auto_chunk_rows
 from liger_kernel.ops.losses.vocab_parallel.linear_cross_entropy import vocab_parallel_linear_cross_entropy
@@ -499,7 +499,7 @@ class VocabularyParallel(nn.Module):
                 return found
             sign = -1.0 if options.get("logit_scale", 1.0) < 0 else 1.0
             best = _best_classes(x.detach(), w.detach(), None if b is None else b.detach(), sign, mesh, sum(self.slices[: mesh.get_local_rank()]))
-            return found, None, best.where(target != ignore_index, -1)
+            return found, None, best.where(as_index(target) != ignore_index, -1)
 
         return entered(self.head, loss, x)
 

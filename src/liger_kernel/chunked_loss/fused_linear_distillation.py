@@ -105,7 +105,7 @@ def _any_gradients(fn, x, w, teacher_x, teacher_w, target, bias, teacher_bias, *
     ``fn(s, t, target)`` of logits over ``temperature`` (n, V), in ``acc`` of their dtype, returns the sum over these rows, and autograd differentiates it.
     """
     check_head("distillation", x, w, bias, None)
-    check("distillation", (x.shape[0], w.shape[0]), target, None, "mean", ignore_index)
+    target = check("distillation", (x.shape[0], w.shape[0]), target, None, "mean", ignore_index)
     with torch.enable_grad():  # gradients are off in a Function's forward; what its inputs ask for is not
         check_teacher("distillation", x.shape[0], w.shape[0], teacher_x=teacher_x, teacher_w=teacher_w, teacher_bias=teacher_bias)
     need: Any = tuple(t is not None and t.requires_grad for t in (x, w, bias))

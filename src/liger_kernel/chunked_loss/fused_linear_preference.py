@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from liger_kernel.ops._core.operator import as_index
 from liger_kernel.ops.losses.linear_loss import Tokens, counted, linear_loss
 
 Found = tuple[Tensor, tuple[Tensor, ...]]
@@ -93,11 +94,12 @@ class LigerFusedLinearPreferenceBase(LossFunction):
         """
         name = cls.__name__
         check_sequences(name, _input, target, pairs=True)
+        target = as_index(target)
         N, T, H = _input.shape
         B = N // 2
         if nll_target is not None and nll_target.shape not in ((B, T), (N, T)):
             raise ValueError(f"{name}: nll_target must have shape {(B, T)} or {(N, T)}, got {tuple(nll_target.shape)}")
-        nll_y = nll_target[:B].reshape(-1) if compute_nll_loss and nll_target is not None else None
+        nll_y = as_index(nll_target[:B].reshape(-1)) if compute_nll_loss and nll_target is not None else None
         paired = lambda t: t.unflatten(0, (2, B)).transpose(0, 1)
         y = paired(target).reshape(N * T)
         head: dict[str, Any] = dict(ignore_index=ignore_index, compact=compact and counted(y, ignore_index, 2 * T), mean_logit=True, whole=whole_batch)

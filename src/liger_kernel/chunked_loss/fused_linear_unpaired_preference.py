@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from liger_kernel.chunked_loss.fused_linear_preference import Found, LossFunction, check_reference, check_sequences, plain_logprobs, reference_logprobs, several
+from liger_kernel.ops._core.operator import as_index
 from liger_kernel.ops.losses.linear_loss import Tokens, counted, linear_loss
 
 
@@ -59,6 +60,7 @@ class LigerFusedLinearUnpairedPreferenceBase(LossFunction):
         """
         name = cls.__name__
         check_sequences(name, _input, target, pairs=False)
+        target = as_index(target)
         (B, T, H), V = _input.shape, weight.shape[0]
         labels = None if preference_labels is None else torch.as_tensor(preference_labels, device=_input.device)
         if labels is None or labels.shape != (B,):

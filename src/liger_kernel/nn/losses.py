@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from liger_kernel.nn.options import WithOptions
+from liger_kernel.ops._core.operator import as_index
 from liger_kernel.ops.losses.chunks import Kept
 from liger_kernel.ops.losses.cross_entropy import cross_entropy
 from liger_kernel.ops.losses.cross_entropy_rows import REDUCTIONS
@@ -45,7 +46,7 @@ class CrossEntropyOutput:
 
 def token_counts(predicted: Tensor, target: Tensor, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
     """Return how many of ``predicted`` equal ``target``, and how many targets are not ignored."""
-    valid = target != ignore_index
+    valid = as_index(target) != ignore_index
     return ((predicted == target) & valid).sum(), valid.sum()
 
 

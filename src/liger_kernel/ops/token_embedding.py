@@ -16,7 +16,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops._core.operator import Case, Cost, T, host_can_read, launch, launcher, nbytes, once_differentiable, op, rows_of, shaped, use_kernels
+from liger_kernel.ops._core.operator import (
+    Case,
+    Cost,
+    T,
+    as_index,
+    host_can_read,
+    launch,
+    launcher,
+    nbytes,
+    once_differentiable,
+    op,
+    rows_of,
+    shaped,
+    use_kernels,
+)
 from liger_kernel.ops._core.tl import cdiv, jit, next_power_of_2, tl
 
 CUT = 256  # tokens a piece has at most: 64 steps of a program; the slots, two rows of fp32 a cut, are a sixty-fourth of dy in bf16
@@ -156,7 +170,7 @@ def _with_strays(*shape: int, dtype: torch.dtype) -> Tensor:
         Case("two-blocks", dict(index=tokens(4, 9), w=T((4, 1100)))),
         Case("strays", dict(index=T((16,), _with_strays, dtype=torch.int64), w=T((9, 16)))),
         Case("one-column", dict(index=tokens(3, 2, 2, 4), w=T((3, 1)))),
-        Case("floats", dict(index=T((4,)), w=T((5, 8))), error="index must be int64 or int32, got torch.float32"),
+        Case("floats", dict(index=T((4,)), w=T((5, 8))), error="index must be integers, got torch.float32"),
         Case("bad-weight", dict(index=tokens(5, 4), w=T((5,))), error="w must have shape (V, N), got (5,)"),
         Case("integers", dict(index=tokens(5, 4), w=T((5, 8), dtype=torch.int64)), error="w must be floating point, got torch.int64"),
         Case("bad-padding", dict(index=tokens(5, 4), w=T((5, 8)), padding_idx=5), error="padding_idx must be in [-5, 5), got 5"),
@@ -170,16 +184,16 @@ def _with_strays(*shape: int, dtype: torch.dtype) -> Tensor:
 def embedding(index: Tensor, w: Tensor, *, padding_idx: int | None = None) -> Tensor:
     """The rows of w that index names, as ``F.embedding``; the gradient of w is the same every time, and its row ``padding_idx`` zero.
 
-    index of any shape, int64 or int32; w (V, N) in fp32, fp16, bf16 or fp64; any strides. Returns index.shape + (N,) in w's dtype. An index outside [0, V)
+    index of any shape, integers; w (V, N) in fp32, fp16, bf16 or fp64; any strides. Returns index.shape + (N,) in w's dtype. An index outside [0, V)
     gives NaN, or a ``ValueError`` with ``LIGER_CHECKS=1`` in the environment.
     """
-    if index.dtype not in (torch.int64, torch.int32):
-        raise ValueError(f"embedding: index must be int64 or int32, got {index.dtype}")
+    if index.is_floating_point() or index.is_complex() or index.dtype == torch.bool:
+        raise ValueError(f"embedding: index must be integers, got {index.dtype}")
     if not w.is_floating_point():
         raise ValueError(f"embedding: w must be floating point, got {w.dtype}")
     if w.ndim != 2:
         raise ValueError(f"embedding: w must have shape (V, N), got {tuple(w.shape)}")
-    V = w.shape[0]
+    V, index = w.shape[0], as_index(index)
     if padding_idx is not None:
         if not -V <= padding_idx < V:
             raise ValueError(f"embedding: padding_idx must be in [{-V}, {V}), got {padding_idx}")

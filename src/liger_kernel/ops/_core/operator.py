@@ -55,6 +55,7 @@ _compiling = torch.compiler.is_compiling
 _transforms, _scripted = torch._C._functorch.peek_interpreter_stack, torch._C._is_tracing
 _dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
 _KERNEL_DTYPES = {torch.float32, torch.float16, torch.bfloat16}
+_NARROW = {torch.int8, torch.uint8, torch.int16, torch.uint16, torch.uint32, torch.uint64}
 
 
 @dataclass(frozen=True)
@@ -205,6 +206,11 @@ def host_can_read(x: Tensor) -> bool:
 def is_fake(x: Tensor) -> bool:
     """Whether operators on ``x`` compute only shapes: it is a fake tensor, or treated as one."""
     return _intercept is None and (isinstance(x, FakeTensor) or torch._C._get_dispatch_mode(_FAKE) is not None)
+
+
+def as_index(index: Tensor) -> Tensor:
+    """Integers of any dtype in one that holds every index and ``ignore_index``: compared with a narrower dtype, -100 would wrap to a class."""
+    return index.long() if index.dtype in _NARROW else index
 
 
 def launcher(schema: str) -> Callable[[F], F]:

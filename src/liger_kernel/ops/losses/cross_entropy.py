@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core.operator import Case, Cost, T, computed, launcher, nbytes, once_differentiable, op, rows_of, use_kernels, with_gradients
+from liger_kernel.ops._core.operator import Case, Cost, T, as_index, computed, launcher, nbytes, once_differentiable, op, rows_of, use_kernels, with_gradients
 from liger_kernel.ops._core.reduce import scaled
 from liger_kernel.ops.losses.cross_entropy_rows import LOSS_SCHEMA, Loss, Rows, check, normaliser, reference, row_kernel
 
@@ -153,7 +153,7 @@ def cross_entropy(
         raise ValueError(f"cross_entropy: logits must be floating point, got {logits.dtype}")
     if logits.ndim != 2:
         raise ValueError(f"cross_entropy: logits must have shape (M, V), got {tuple(logits.shape)}")
-    check("cross_entropy", logits.shape, target, class_weight, reduction, ignore_index)
+    target = check("cross_entropy", logits.shape, target, class_weight, reduction, ignore_index)
     numbers = (ignore_index, reduction, label_smoothing, z_loss, logit_scale, softcap, token_scaling, stats)
     num_items = items(num_items, logits)
     if not use_kernels(logits):
@@ -168,7 +168,7 @@ def published(found: Any, target: Tensor, ignore_index: int, z_loss: bool, accur
     if not (z_loss or accuracy or predictions):
         return found, None, None, None
     loss, z, predicted = found
-    valid = target != ignore_index
+    valid = as_index(target) != ignore_index
     share = ((predicted == target) & valid).sum() / valid.sum() if accuracy else None
     return loss, z if z_loss else None, share, predicted if predictions else None
 

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_kernel.ops._core import config
-from liger_kernel.ops._core.operator import acc, host_can_read, launch, tracing, use_kernels
+from liger_kernel.ops._core.operator import acc, as_index, host_can_read, launch, tracing, use_kernels
 from liger_kernel.ops._core.shards import has_split_rows, is_sharded
 from liger_kernel.ops._core.tl import exp_of, jit, log, tanh, tl
 
@@ -472,10 +472,10 @@ def statistics(z: Tensor, target: Tensor, s: Loss) -> tuple[Tensor, Tensor]:
     return entropy, a.mean(-1).where(valid, 0).detach() if s.mean else a.new_empty(0)
 
 
-def check(name: str, logits_shape: tuple[int, int], target: Tensor, class_weight: Tensor | None, reduction: str, ignore_index: int = -100) -> None:
-    """Raise ``ValueError`` for arguments that have no meaning for losses of (M, V) logits."""
+def check(name: str, logits_shape: tuple[int, int], target: Tensor, class_weight: Tensor | None, reduction: str, ignore_index: int = -100) -> Tensor:
+    """Return ``target`` in a dtype that kernels read. Raise ``ValueError`` for arguments that have no meaning for losses of (M, V) logits."""
     M, V = logits_shape
-    if target.dtype not in (torch.int64, torch.int32):
+    if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
         raise ValueError(f"{name}: target must hold class indices, got {target.dtype} (class probabilities are not supported)")
     if target.shape != (M,):
         raise ValueError(f"{name}: target must have shape ({M},), got {tuple(target.shape)}")
@@ -483,7 +483,9 @@ def check(name: str, logits_shape: tuple[int, int], target: Tensor, class_weight
         raise ValueError(f"{name}: class_weight must have shape ({V},), got {tuple(class_weight.shape)}")
     if reduction not in REDUCTIONS:
         raise ValueError(f"{name}: reduction must be one of {REDUCTIONS}, got {reduction!r}")
+    target = as_index(target)
     if os.environ.get("LIGER_CHECKS") == "1" and host_can_read(target):
         wrong = target[(target != ignore_index) & ((target < 0) | (target >= V))]
         if len(wrong):
             raise ValueError(f"{name}: target must be in [0, {V}) or {ignore_index}, got {wrong[0].item()}")
+    return target

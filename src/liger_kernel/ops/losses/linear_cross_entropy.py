@@ -349,7 +349,7 @@ def linear_cross_entropy(
         raise ValueError("linear_cross_entropy: dw_into must be None under torch.compile and wherever PyTorch traces or transforms the call")
     if dw_into is not None and (dw_into.shape != w.shape or not dw_into.is_contiguous()):
         raise ValueError(f"linear_cross_entropy: dw_into must be contiguous, of shape {tuple(w.shape)}, got {tuple(dw_into.shape)}")
-    check("linear_cross_entropy", (x.shape[0], w.shape[0]), target, class_weight, reduction, ignore_index)
+    target = check("linear_cross_entropy", (x.shape[0], w.shape[0]), target, class_weight, reduction, ignore_index)
     x, w, bias, xa, wb = promoted(x, w, bias, xa, wb)
     numbers = (ignore_index, reduction, label_smoothing, z_loss, logit_scale, softcap, token_scaling, stats)
     check_fp8("linear_cross_entropy", fp8, x, fp32_logits=fp32_logits, xa=xa, token_scaling=token_scaling and reduction == "none")

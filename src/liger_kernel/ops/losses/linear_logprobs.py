@@ -78,7 +78,7 @@ def linear_logprobs(
     if not temperature > 0:
         raise ValueError(f"linear_logprobs: temperature must be positive, got {temperature}")
     check_head("linear_logprobs", x, w, bias, chunk_rows, xa, wb)
-    check("linear_logprobs", (x.shape[0], w.shape[0]), target, None, "none", ignore_index)
+    target = check("linear_logprobs", (x.shape[0], w.shape[0]), target, None, "none", ignore_index)
     x, w, bias, xa, wb = promoted(x, w, bias, xa, wb)
     check_fp8("linear_logprobs", fp8, x, fp32_logits=fp32_logits, xa=xa)
     s = Loss(ignore_index=ignore_index, reduction="none", logit_scale=logit_scale / temperature, softcap=softcap, entropy=return_entropy)

@@ -84,7 +84,7 @@ def linear_loss(
         raise ValueError(f"linear_loss: temperature must be positive, got {temperature}")
     check_head("linear_loss", x, w, bias, chunk_rows, xa, wb)
     (M, V), B = (x.shape[0], w.shape[0]), x.shape[0] // max(group, 1)
-    check("linear_loss", (M, V), target, None, "none", ignore_index)
+    target = check("linear_loss", (M, V), target, None, "none", ignore_index)
     if group < 1 or M % group:
         raise ValueError(f"linear_loss: group must divide the {M} rows of x, got {group}")
     x, w, bias, xa, wb = promoted(x, w, bias, xa, wb)

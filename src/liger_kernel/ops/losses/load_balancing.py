@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_kernel.ops._core import config
-from liger_kernel.ops._core.operator import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, use_kernels
+from liger_kernel.ops._core.operator import Case, Cost, T, acc, as_index, launch, launcher, nbytes, once_differentiable, op, use_kernels
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import cdiv, div, exp_of, jit, tl
 
@@ -168,6 +168,7 @@ def expert_load(logits: Tensor, index: Tensor, weight: Tensor | None = None) -> 
         raise ValueError(f"expert_load: index must be integers of shape ({M}, K), got {index.dtype} {tuple(index.shape)}")
     if weight is not None and weight.shape != (M,):
         raise ValueError(f"expert_load: weight must have shape ({M},), got {tuple(weight.shape)}")
+    index = as_index(index)
     if not use_kernels(logits, fusible=True) or logits.shape[1] > MAX_E:
         return reference(logits, index, weight)
     return ExpertLoadFunction.apply(logits, index, weight)

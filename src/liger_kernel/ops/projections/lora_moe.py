@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops._core.operator import Case, Cost, T, nbytes, once_differentiable, op, rows_of, use_kernels
+from liger_kernel.ops._core.operator import Case, Cost, T, as_index, nbytes, once_differentiable, op, rows_of, use_kernels
 from liger_kernel.ops._core.saved import HARMLESS, graph_is_kept, saving_hooks
 from liger_kernel.ops.projections.adapted import Adapter
 from liger_kernel.ops.projections.grouped_mm import grouped_mm, grouped_sum
@@ -311,6 +311,7 @@ def lora_moe(
             if t.device != x.device:
                 raise ValueError(f"lora_moe: {given} must be on x's device, {x.device}, got {t.device}")
         adapters[-1].append(Adapter.scaled(a, b, scale))
+    topk_index = as_index(topk_index)
     form = dict(gate_up_bias=gate_up_bias, down_bias=down_bias, act=act, interleaved=interleaved, alpha=alpha, limit=limit, offset=offset)
     if not use_kernels(x):
         x, gate_up, down = x.to(dtype), gate_up.to(dtype), down.to(dtype)

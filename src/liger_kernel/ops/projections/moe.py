@@ -25,6 +25,7 @@ from liger_kernel.ops._core.operator import (
     Cost,
     T,
     acc,
+    as_index,
     host_can_read,
     launch,
     launcher,
@@ -551,7 +552,7 @@ def moe(
     repeats the product of x and gate_up.
     """
     dtype = check("moe", x, gate_up, down, topk_index, topk_weight, gate_up_bias, down_bias, act, alpha, limit)
-    x, gate_up, down = x.to(dtype), gate_up.to(dtype), down.to(dtype)
+    x, gate_up, down, topk_index = x.to(dtype), gate_up.to(dtype), down.to(dtype), as_index(topk_index)
     gate_up_bias, down_bias = (b if b is None else b.to(dtype) for b in (gate_up_bias, down_bias))
     form = dict(gate_up_bias=gate_up_bias, down_bias=down_bias, act=act, interleaved=interleaved, alpha=alpha, limit=limit, offset=offset)
     if not use_kernels(x):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops._core.operator import acc
+from liger_kernel.ops._core.operator import acc, as_index
 from liger_kernel.ops.losses.linear_logprobs import linear_logprobs
 from liger_kernel.ops.losses.vocab_parallel.linear_cross_entropy import vocab_parallel_linear_cross_entropy
 
@@ -36,7 +36,7 @@ class LigerFusedLinearScaledCrossEntropyFunction:
     ) -> Tensor | tuple[Tensor, ...]:
         """Negative log-probability of each token of target (...); then, if asked for, the entropies (...), and the log-probabilities of selected_token_ids
         (K,), as (..., K). ``m_tiles_per_cluster`` is accepted and ignored."""
-        x, y = _input.flatten(0, -2), target.reshape(-1)
+        x, y = _input.flatten(0, -2), as_index(target.reshape(-1))
         found = linear_logprobs(x, weight, y, temperature=temperature, ignore_index=ignore_index, return_entropy=return_entropy)
         logp, *entropy = found if isinstance(found, tuple) else (found,)
         outs = [-logp, *entropy]

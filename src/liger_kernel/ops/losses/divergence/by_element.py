@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops._core import config
-from liger_kernel.ops._core.operator import acc, launch, launcher, nbytes, once_differentiable, rows_of, shaped, tracing, use_kernels
+from liger_kernel.ops._core.operator import acc, as_index, launch, launcher, nbytes, once_differentiable, rows_of, shaped, tracing, use_kernels
 from liger_kernel.ops._core.reduce import divided, scaled
 from liger_kernel.ops._core.tl import cdiv, jit, log, tl
 
@@ -264,8 +264,8 @@ class ByElement(torch.autograd.Function):
 REDUCTIONS = ("none", "sum", "mean", "batchmean")
 
 
-def check(name: str, pair: dict[str, Tensor], shift_labels: Tensor | None, reduction: str, reductions: tuple[str, ...] = REDUCTIONS) -> None:
-    """Raise ``ValueError`` for arguments that have no meaning for a divergence of a ``pair`` of tensors."""
+def check(name: str, pair: dict[str, Tensor], shift_labels: Tensor | None, reduction: str, reductions: tuple[str, ...] = REDUCTIONS) -> Tensor | None:
+    """Return ``shift_labels`` in a dtype that kernels read. Raise ``ValueError`` for arguments that have no meaning for a ``pair`` of tensors."""
     (a, x), (b, y) = pair.items()
     if not (x.is_floating_point() and y.is_floating_point()):
         raise ValueError(f"{name}: {a} and {b} must be floating point, got {x.dtype} and {y.dtype}")
@@ -279,6 +279,7 @@ def check(name: str, pair: dict[str, Tensor], shift_labels: Tensor | None, reduc
         raise ValueError(f"{name}: shift_labels must have shape {tuple(x.shape[:-1])}, got {tuple(shift_labels.shape)}")
     if reduction not in reductions:
         raise ValueError(f"{name}: reduction must be one of {reductions}, got {reduction!r}")
+    return None if shift_labels is None else as_index(shift_labels)
 
 
 def served(x: Tensor, y: Tensor) -> bool:

@@ -104,7 +104,7 @@ def fused_ce_tvd(student: Tensor, teacher: Tensor, target: Tensor, *, ignore_ind
         raise ValueError(f"fused_ce_tvd: student must have shape (M, V), got {tuple(student.shape)}")
     if teacher.shape != student.shape:
         raise ValueError(f"fused_ce_tvd: teacher must have shape {tuple(student.shape)}, got {tuple(teacher.shape)}")
-    check("fused_ce_tvd", (student.shape[0], student.shape[1]), target, None, "none", ignore_index)
+    target = check("fused_ce_tvd", (student.shape[0], student.shape[1]), target, None, "none", ignore_index)
     if not (use_kernels(student) and use_kernels(teacher)):
         return reference(student, teacher, target, ignore_index=ignore_index)
     return LigerFusedCETVDFunction.apply(student, teacher, target, ignore_index)

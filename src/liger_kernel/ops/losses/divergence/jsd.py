@@ -77,7 +77,7 @@ def jsd(
     Returns fp32: the sum over rows, this sum divided by the number of rows with a label other than ``ignore_index`` ("batchmean"), or one per row ("none").
     Both arguments get gradients.
     """
-    by_element.check("jsd", {"log_q": log_q, "log_p": log_p}, shift_labels, reduction, REDUCTIONS)
+    shift_labels = by_element.check("jsd", {"log_q": log_q, "log_p": log_p}, shift_labels, reduction, REDUCTIONS)
     if not 0 <= beta <= 1:
         raise ValueError(f"jsd: beta must be between 0 and 1, got {beta}")
     if not by_element.served(log_q, log_p):

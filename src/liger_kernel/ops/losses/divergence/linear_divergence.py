@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops._core.operator import Case, Cost, T, acc, launcher, nbytes, on_gpu, once_differentiable, only_pytorch, op, rows_of
+from liger_kernel.ops._core.operator import Case, Cost, T, acc, as_index, launcher, nbytes, on_gpu, once_differentiable, only_pytorch, op, rows_of
 from liger_kernel.ops._core.products import add_mm
 from liger_kernel.ops._core.reduce import divided, scaled
 from liger_kernel.ops.losses.chunks import Kept, auto_chunk_rows, chunk_gradients, values
@@ -319,7 +319,8 @@ def linear_divergence(
     if reduction not in REDUCTIONS:
         raise ValueError(f"{name}: reduction must be one of {REDUCTIONS}, got {reduction!r}")
     if target is not None:
-        check(name, (M, V), target, None, reduction, ignore_index)
+        target = check(name, (M, V), target, None, reduction, ignore_index)
+    topk_indices = None if topk_indices is None else as_index(topk_indices)
     x, w, bias = promoted(x, w, bias)
     if teacher_x is not None and teacher_w is not None:
         teacher_x, teacher_w, teacher_bias = (None if t is None else t.detach() for t in promoted(teacher_x, teacher_w, teacher_bias))

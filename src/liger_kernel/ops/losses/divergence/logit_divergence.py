@@ -328,7 +328,7 @@ def logit_divergence(
     ``ignore_index`` ("batchmean"), or one per row ("none"). Both arguments get gradients; the teacher's gradient costs the same sweeps again.
     """
     student, teacher = computed(student), computed(teacher)
-    by_element.check("logit_divergence", {"student": student, "teacher": teacher}, shift_labels, reduction, REDUCTIONS)
+    shift_labels = by_element.check("logit_divergence", {"student": student, "teacher": teacher}, shift_labels, reduction, REDUCTIONS)
     if kind not in KINDS:
         raise ValueError(f"logit_divergence: kind must be one of {KINDS}, got {kind!r}")
     if not 0 <= beta <= 1:

@@ -68,7 +68,7 @@ def tvd(p: Tensor, q: Tensor, shift_labels: Tensor | None = None, *, reduction: 
     Returns 0-dim fp32: the sum, or the sum divided by the number of rows with a label other than ``ignore_index`` ("batchmean"), or by the number of
     their elements ("mean"); "none": a tensor of p's shape. Both arguments get gradients.
     """
-    by_element.check("tvd", {"p": p, "q": q}, shift_labels, reduction)
+    shift_labels = by_element.check("tvd", {"p": p, "q": q}, shift_labels, reduction)
     if not by_element.served(p, q):
         return reference(p, q, shift_labels, reduction=reduction, ignore_index=ignore_index)
     return LigerTVDLossFunction.apply(*by_element.without_graph(p, q), shift_labels, reduction, ignore_index)

@@ -467,7 +467,7 @@ def vocab_parallel_cross_entropy(
         raise ValueError(f"vocab_parallel_cross_entropy: target must have shape {tuple(logits.shape[:-1])}, got {tuple(target.shape)}")
     numbers = (ignore_index, label_smoothing, formula, mode, z_loss, logit_scale, softcap)
     V = Part(*part_of("vocab_parallel_cross_entropy", logits.shape[-1], group, sizes, *numbers)).V
-    check("vocab_parallel_cross_entropy", (target.numel(), V), target.reshape(-1), None, reduction, ignore_index)
+    target = check("vocab_parallel_cross_entropy", (target.numel(), V), target.reshape(-1), None, reduction, ignore_index).view(target.shape)
     if not use_kernels(logits):
         options = dict(label_smoothing=label_smoothing, formula=formula, mode=mode, z_loss=z_loss, logit_scale=logit_scale, softcap=softcap, sizes=sizes)
         return reference(logits, target, group, ignore_index=ignore_index, reduction=reduction, **options)

@@ -258,7 +258,7 @@ def vocab_parallel_linear_cross_entropy(
     if entropy and reduction != "none":
         raise ValueError(f"{name}: reduction must be 'none' with entropy, got {reduction!r}")
     part = part_of(name, w.shape[0], group, sizes, ignore_index, label_smoothing, formula, mode, z_loss, logit_scale, softcap, entropy)
-    check(name, (x.shape[0], Part(*part).V), target, None, reduction, ignore_index)
+    target = check(name, (x.shape[0], Part(*part).V), target, None, reduction, ignore_index)
     device = x.device.type
     autocast = device != "meta" and torch.is_autocast_enabled(device) and torch.float64 not in (x.dtype, w.dtype)  # as F.linear has it
     dtype = torch.get_autocast_dtype(device) if autocast else torch.promote_types(x.dtype, w.dtype)

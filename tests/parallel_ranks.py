@@ -27,7 +27,7 @@ from hf_models import assert_same_learning, served_by_kernels_or_references, ste
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel, loss_parallel, parallelize_module
 from torch.multiprocessing.spawn import ProcessException
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -134,7 +134,7 @@ FURTHER = (
     else {
         *("ddp_static_graph", "ddp_unused_parameters", "fsdp2_head_with_the_norm", "fsdp2_tied_in_one_group", "fsdp1_layers", "fsdp1_accumulates"),
         *("lora_ddp", "lora_fsdp1", "fp8_accumulates", "fp8_fsdp2_every_linear", "fp8_fsdp2_checkpointed", "fp8_fsdp2_steps", "fp8_fsdp1"),
-        *("tp_compiled_with_logits", "tp_sequence_parallel_compiled"),
+        *("tp_compiled", "tp_compiled_with_logits", "tp_sequence_parallel_compiled"),
         *("ulysses_compiled_layers_of_two_kinds", "experts_of_qwen3_moe_instance", "experts_of_gpt_oss_class"),
     }
 )
@@ -415,14 +415,16 @@ def tp_default_head() -> None:
 
 
 def learns_compiled(model: nn.Module, **kwargs: Any) -> None:
-    """What the stock model learns in one process; every rank has the whole batch."""
+    """What the stock model learns in one process, with the gradients' placements of eager mode; every rank has the whole batch."""
     torch._dynamo.reset()
-    placements = {name: p.placements for name, p in model.named_parameters() if isinstance(p, DTensor)}
-    out = torch.compile(model, backend="aot_eager")(**batch(), use_cache=False, **kwargs)
-    out.loss.backward()
-    assert_same_learning({"loss": out.loss.detach()} | gradients(model), expected(**ONE_LAYER), TOLERANCE)
-    found = {name: p.grad.placements for name, p in model.named_parameters() if isinstance(p.grad, DTensor)}
-    assert found == placements, f"gradients are {found}, weights {placements}"
+    placements = []
+    for run in (model, torch.compile(model, backend="aot_eager")):
+        model.zero_grad()
+        out = run(**batch(), use_cache=False, **kwargs)
+        out.loss.backward()
+        assert_same_learning({"loss": out.loss.detach()} | gradients(model), expected(**ONE_LAYER), TOLERANCE)
+        placements.append({name: p.grad.placements for name, p in model.named_parameters() if isinstance(p.grad, DTensor)})
+    assert placements[0] == placements[1] and placements[0]["lm_head.weight"] == (Shard(0),), placements
 
 
 ONE_LAYER = dict(num_hidden_layers=1)
@@ -453,13 +455,18 @@ def tp_sequence_parallel_compiled() -> None:
 @check
 def parts_of_dtensors_in_graphs() -> None:
     """What a graph returns of a DTensor has the gradients that it has without a graph: the sum of the ranks' terms."""
-    from liger_kernel.ops._core.shards import on_own_rows, own_part
+    from liger_kernel.ops._core.shards import on_own_rows
+    from liger_kernel.parallel import received
 
     group, device = mesh(), "cuda" if GPUS else "cpu"
+    head = parallelize_module(nn.Linear(3, 2 * RANKS, device=device), group, ColwiseParallel())
 
     def rows(x: Tensor) -> tuple[Tensor, ...]:
-        h = DTensor.from_local(x.sin(), group, [Replicate()], run_check=False)
-        return own_part(h, [Partial()]), h.to_local()
+        """Those of a sharded head, beside the hidden states."""
+        h = x.sin()
+        found = received(head, h)
+        assert found is not None
+        return found[1], h
 
     def norm(x: Tensor) -> tuple[Tensor, ...]:
         """A function that leaves the graph between the norm's weight and its use."""

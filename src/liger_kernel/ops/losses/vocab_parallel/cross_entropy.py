@@ -50,6 +50,9 @@ from liger_kernel.ops._core.tl import cdiv, jit, log, tanh, tl
 from liger_kernel.ops.losses.cross_entropy import targets
 from liger_kernel.ops.losses.cross_entropy_rows import check
 
+if dist.is_available():
+    from torch.distributed._functional_collectives import all_gather_tensor
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
@@ -129,6 +132,8 @@ def gathered(t: Tensor, group: str, async_op: bool = False) -> tuple[Tensor, Any
     """``t`` (n,) of every rank, as (ranks, n), and with ``async_op`` the handle to wait for before reading it."""
     if not group:
         return t[None], None
+    if torch.compiler.is_compiling():  # which knows no groups but by name, and would leave the graph here
+        return all_gather_tensor(t[None], 0, group), None
     ranks = process_group(group)
     out = t.new_empty(ranks.size(), t.shape[0])
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renamed it

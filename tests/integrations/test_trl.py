@@ -12,7 +12,7 @@ from typing import Any
 import processes
 import pytest
 import torch
-from hf_models import DEVICE, KERNELS, make, served_by_kernels_or_references
+from hf_models import DEVICE, make, served_by_kernels_or_references
 from torch import nn
 
 trl = pytest.importorskip("trl", reason="trl is not installed: make test-integrations")
@@ -184,8 +184,51 @@ def test_dpo_with_references_computed_before(tmp_path):
         with pytest.raises(ValueError, match="precomput"):  # by TRL itself
             taught(tmp_path, "DPOTrainer", "pairs", True, **options)
     else:
-        # TRL computes them before Trainer patches the model: where kernels serve it, rounding decides which of two equal rewards is larger at the first step
-        assert_same(*both(tmp_path, "DPOTrainer", "pairs", **options), ("rewards/accuracies",) if KERNELS else ())
+        assert_same(*both(tmp_path, "DPOTrainer", "pairs", **options))
+
+
+@pytest.mark.skipif(Version("1.16") > VERSION, reason="TRL refuses them with the flag, or computes them later")
+@pytest.mark.parametrize("reference", ["policy", smoke("given"), "adapters"])
+@pytest.mark.parametrize("trainer", ["DPOTrainer", smoke("KTOTrainer")])
+def test_references_computed_before_are_those_of_the_patched_model(tmp_path, monkeypatch, trainer, reference):
+    """Also where those of the stock model are cached: here, these are wrong."""
+    cls, kind = trainer_of(trainer), "pairs" if trainer == "DPOTrainer" else "unpaired"
+    compute, calls = cls.compute_ref_log_probs, []
+
+    def spy(self, model, inputs):
+        calls.append(is_patched(model))
+        return tuple(t if t is None or calls[-1] else t + 1 for t in compute(self, model, inputs))
+
+    monkeypatch.setattr(cls, "compute_ref_log_probs", spy)
+
+    def more() -> dict:
+        given = {"eval_dataset": {"some": rows(kind)}}
+        if reference == "given":
+            given["ref_model"] = LlamaForCausalLM.from_pretrained(folder / "model").to(DEVICE)
+        elif reference == "adapters":
+            peft = pytest.importorskip("peft", reason="peft is not installed: make setup")
+            given["peft_config"] = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        return given
+
+    for use in (False, True):
+        folder = tmp_path / str(use)
+        trained, logs, _ = taught(folder, trainer, kind, use, trainer_kwargs=more, precompute_ref_log_probs=True)
+        assert (logs[0]["rewards/chosen"] == 0) == use
+    seen = len(calls)
+    assert True in calls and trained.evaluate()["eval_some_loss"] > 0
+    trained.train()
+    assert len(calls) == seen  # what was trained is no reference
+
+
+def test_a_reference_that_is_gone_is_refused():
+    from types import SimpleNamespace
+
+    from liger_kernel.transformers.patching.reference import compute_references_again
+
+    data, args = datasets.Dataset.from_dict({"ref_chosen_logps": [0.0]}), SimpleNamespace(precompute_ref_log_probs=True)
+    trainer = SimpleNamespace(args=args, train_dataset=data, ref_model=None, model=nn.Linear(1, 1), is_fsdp_enabled=True, _precompute_model_hash="a")
+    with pytest.raises(ValueError, match=r"SimpleNamespace: precompute_ref_log_probs must be False .* or pass ref_model="):
+        compute_references_again(trainer, {})
 
 
 is_patched = lambda model: any("_liger_stock" in m.__dict__ for m in model.modules())

@@ -17,7 +17,7 @@ from liger_kernel.transformers import fp8
 from liger_kernel.transformers.patching import once
 from liger_kernel.transformers.patching.bound import KEY, is_ours
 from liger_kernel.transformers.patching.flags import HEAD_FLAGS, UNPUBLISHED, every_flag, flags_of, parameters_of, parts_of
-from liger_kernel.transformers.patching.reference import references_beside, trainer_of
+from liger_kernel.transformers.patching.reference import compute_references_again, references_beside, trainer_of
 from liger_kernel.transformers.patching.select import class_patches, fused_head, instance_patches
 from liger_kernel.transformers.patching.single import _patch_layer_norm_module as _patch_layer_norm_module
 from liger_kernel.transformers.patching.single import _patch_rms_norm_module as _patch_rms_norm_module
@@ -198,6 +198,7 @@ def _apply_liger_kernel_to_instance(model: nn.Module, **kwargs: Any) -> None:
         raise ValueError("fp8: fp16 of the Trainer must be False, got True: FP8 is trained without a gradient scaler; pass bf16=True")
     for each in (model, *references_beside(model, trainer)):
         _lenient(getattr(getattr(each, "config", None), "model_type", ""), kwargs, each)
+    compute_references_again(trainer, kwargs)
 
 
 def stock_with_fused_head(cls: type) -> Callable:

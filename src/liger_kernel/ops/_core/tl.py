@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 from typing import Any
 
 try:
@@ -28,7 +29,7 @@ VARYING = (
     "M", "M0", "M1", "M2", "M3", "T", "L", "R", "P", "tokens", "n_tokens", "programs", "splits", "ignore_index", "cos_batch", "sin_batch", "pos_batch",
     "label_stride",
 )  # fmt: skip  # a list of names
-jit: Any = functools.partial(triton.jit, do_not_specialize=VARYING)
+jit: Callable[..., Any] = functools.partial(triton.jit, do_not_specialize=VARYING)
 INTERPRET = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRET:
     from liger_kernel.ops._core.interpreter import repaired

@@ -21,6 +21,7 @@ from typing import Any
 # The order says by which path an object is documented
 MODULES = [
     "liger_kernel.transformers",
+    "liger_kernel.utils",
     "liger_kernel.ops",
     "liger_kernel.nn",
     "liger_kernel.functional",
@@ -36,7 +37,6 @@ MODULES = [
     "liger_kernel.deploy",
     "liger_kernel.megatron",
     "liger_kernel.hub.layers",
-    "liger_kernel.utils",
     "liger_kernel.testing",
 ]
 
@@ -171,8 +171,9 @@ def operators_of(value: Any) -> list[str]:
         seen.add(one)
         names = [name for each in (code, *(c for c in code.co_consts if inspect.iscode(c))) for name in each.co_names]
         for name, other in [(name, one.__globals__[name]) for name in names if name in one.__globals__]:
-            if name in OPS and OPS[name].fn is other:
-                found.append(name)
+            operator = OPS.get(getattr(other, "__name__", name))  # it may be imported under another name
+            if operator and operator.fn is other:
+                found.append(operator.name)
             elif inspect.isfunction(other) or inspect.isclass(other):
                 open_.append(other)
     if home_of(value) == "liger_kernel.functional":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from liger_kernel.ops.token_embedding import embedding as rows_of  # a path of LinkedIn's package has a module ``embedding`` here
+from liger_kernel.ops.token_embedding import embedding as look_up  # ``embedding`` is a module here, by a path of LinkedIn's
 
 
 class LigerEmbedding(nn.Module):
@@ -16,7 +16,7 @@ class LigerEmbedding(nn.Module):
         self.num_embeddings, self.embedding_dim, self.padding_idx, self.weight = num_embeddings, embedding_dim, stock.padding_idx, stock.weight
 
     def forward(self, indices: Tensor) -> Tensor:
-        return rows_of(indices, self.weight, padding_idx=self.padding_idx)
+        return look_up(indices, self.weight, padding_idx=self.padding_idx)
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}" + ("" if self.padding_idx is None else f", padding_idx={self.padding_idx}")

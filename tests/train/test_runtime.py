@@ -14,6 +14,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import resource
 import shutil
 import signal
 import socket
@@ -502,6 +503,133 @@ def test_damage_of_any_kind_is_found(corruption, undisturbed, tmp_path, capsys):
         assert f"ignoring checkpoint {tmp_path / name / newest}: " in capsys.readouterr().err
 
 
+def of_the_file(name, change):
+    """A change of a JSON file of a checkpoint."""
+
+    def made(path):
+        values = json.loads((path / name).read_text())
+        change(values)
+        (path / name).write_text(json.dumps(values))
+
+    return made
+
+
+def of_the_metadata(change):
+    def made(path):
+        metadata = pickle.loads((path / ".metadata").read_bytes())
+        change(metadata)
+        (path / ".metadata").write_bytes(pickle.dumps(metadata))
+
+    return made
+
+
+def pipe_at(path):
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+
+def link_at(path, to="/dev/zero"):
+    path.unlink(missing_ok=True)
+    path.symlink_to(to)
+
+
+def everywhere(**values):
+    """All tensors are said to be there."""
+    return of_the_metadata(lambda metadata: [setattr(part, name, value) for part in metadata.storage_data.values() for name, value in values.items()])
+
+
+def lost(metadata):
+    metadata.storage_data.popitem()
+
+
+def huge_memo(path):
+    """A pickle that puts something at place 2 ** 31 of its memory."""
+    (path / ".metadata").write_bytes(b"\x80\x04Nr\xff\xff\xff\x7f.")
+
+
+def class_changed(path):
+    (path / ".metadata").write_bytes(b"\x80\x04ctorch.distributed.checkpoint.metadata\nMetadataIndex\nN}X\x08\x00\x00\x00__hash__Ns\x86b.")
+
+
+# what a stranger's checkpoint may hold with checksums that are right; the last of a name is whether they are made again
+STRANGE = {
+    "sums of a device": of_the_file("sums-0.json", lambda sums: sums.update({"/dev/zero": "0" * 64})),
+    "sums of the folder above": of_the_file("sums-1.json", lambda sums: sums.update({"../latest": "0" * 64})),
+    "sums of a list": lambda path: (path / "sums-0.json").write_text("[]"),
+    **{
+        f"{name} {value!s:.12}": of_the_file("state.json", lambda state, name=name, value=value: state.update({name: value}))
+        for name, values in {
+            "step": ("x", -5, 10**30, 1, True, None, 2.0),
+            "ranks": (0, 10**12, "2", [2]),
+            "position": (-1, 10**30, 0.5),
+            "global_batch": (0, 10**9),
+            "identity": ([],),
+            "data": ({"parts": [[1]]}, {"parts": [[10**30, [0, 0, 0], True]]}, 3),
+        }.items()
+        for value in values
+    },
+    "state is deep": lambda path: (path / "state.json").write_text("[" * 100_000),
+    "state is a pipe": lambda path: pipe_at(path / "state.json"),
+    "state is a device": lambda path: link_at(path / "state.json"),
+    "a pipe beside": lambda path: pipe_at(path / "x.json"),
+    "a link to a file of its own": lambda path: link_at(path / "x.json", path / "state.json"),
+    "generators of three": of_the_file("rank-1.json", lambda states: states.update(python=[3, [1, 2], None])),
+    "generators beside themselves": of_the_file("rank-1.json", lambda states: states["numpy"].__setitem__(2, 10**6)),
+    "generators before themselves": of_the_file("rank-0.json", lambda states: states["numpy"].__setitem__(2, -1)),
+    "generators of PyTorch": of_the_file("rank-0.json", lambda states: states.update(torch="AAAA")),
+    "tensors elsewhere": everywhere(relative_path="../../../elsewhere.distcp", offset=0, length=0),
+    "tensors of a device": everywhere(relative_path="/dev/zero", offset=0, length=-1),
+    "tensors before their file": everywhere(offset=-1_000_000, length=10),
+    "tensors behind their file": everywhere(offset=1 << 40),
+    "tensors of no length": everywhere(length=0),
+    "tensors of half a byte": everywhere(length=0.5),
+    "encoded tensors": everywhere(transform_descriptors=["zstd"]),
+    "a tensor is nowhere": of_the_metadata(lost),
+    "huge memo": huge_memo,
+    "a class is changed": class_changed,
+}
+
+
+@pytest.mark.parametrize("strange", STRANGE)
+def test_what_no_run_writes_into_a_checkpoint_is_said_and_not_read(strange, undisturbed, tmp_path, capsys):
+    shutil.copytree(Path(undisturbed.out) / "checkpoints", tmp_path / "checkpoints")
+    newest, before = latest(undisturbed)
+    path = tmp_path / "checkpoints" / newest
+    STRANGE[strange](path)
+    if not strange.startswith("sums"):
+        for rank in (0, 1):  # a stranger can, too
+            sums = {name: checkpoint.digest(path / name) for name in json.loads((path / f"sums-{rank}.json").read_text()) if (path / name).is_file()}
+            (path / f"sums-{rank}.json").write_text(json.dumps(sums))
+    memory = resource.getrlimit(resource.RLIMIT_AS)
+    here = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() if Path("/proc/self/statm").exists() else 0
+    try:
+        if here:
+            resource.setrlimit(resource.RLIMIT_AS, (here + (1 << 30), memory[1]))
+        assert found_in(tmp_path / "checkpoints") == tmp_path / "checkpoints" / before
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, memory)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith(f"ignoring checkpoint {path}: ") and len(lines[0]) < 500, lines
+    assert "MemoryError" not in lines[0]
+
+
+def test_tensors_that_cannot_be_read_are_passed_over(base, here, tmp_path, capsys):
+    """Their checksums hold, as a stranger's do: the checkpoint before is read over what they have left."""
+    config = place(base, tmp_path, parallel="none", steps=4, checkpoint_every=2, checkpoint_keep=3)
+    first = loop.train(config)["losses"]
+    folder = tmp_path / "run" / "checkpoints"
+    for name, last in (("step-00000004", False), ("step-00000002", True)):
+        (part,) = (folder / name).glob("*.distcp")
+        part.write_bytes(pickle.dumps(print).ljust(part.stat().st_size, b"\0"))
+        checkpoint.write_sums(folder / name, 0)
+        if last:
+            with pytest.raises(UserError, match=r"no checkpoint in .* is complete"):
+                loop.train(config)
+            return
+        assert loop.train(dataclasses.replace(config, checkpoint_every=0))["losses"][2:] == first[2:]
+        assert f"ignoring checkpoint {folder / name}: rank 0: UnpicklingError" in capsys.readouterr().err
+
+
 def as_of_an_earlier_release(path):
     for sums in path.glob("sums-*.json"):
         sums.unlink()
@@ -697,6 +825,39 @@ def memory_store():
 
 
 # -- a run's folder ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strange", ["latest is a device", "latest is a pipe", "metrics is a device", "metrics is a folder", "a file is a link"])
+def test_a_store_of_a_stranger_has_files_alone(strange, tmp_path, capsys):
+    """What is a link, a pipe or a device there is not read."""
+    there, out = tmp_path / "there", tmp_path / "run"
+    step = there / "checkpoints" / "step-00000002"
+    step.mkdir(parents=True)
+    (there / "checkpoints" / "latest").write_text("step-00000002\n")
+    (there / "metrics.jsonl").write_text("{}\n")
+    out.mkdir()
+    match strange:
+        case "latest is a device":
+            link_at(there / "checkpoints" / "latest")
+        case "latest is a pipe":
+            pipe_at(there / "checkpoints" / "latest")
+        case "metrics is a device":
+            link_at(there / "metrics.jsonl")
+        case "metrics is a folder":
+            (there / "metrics.jsonl").unlink()
+            (there / "metrics.jsonl").mkdir()
+        case "a file is a link":
+            link_at(step / "state.json", tmp_path / "secret")
+            (tmp_path / "secret").write_text("{}")
+    copy = store.Store(f"file://{there}", out)
+    with mock.patch.object(store, "damage", lambda path: None):
+        if strange.startswith("metrics"):
+            assert copy.fetch() == "step-00000002" and not (out / "metrics.jsonl").exists()
+        else:
+            with pytest.raises((OSError, UserError), match=r"is no regular file|no checkpoint in the store"):
+                copy.fetch()
+    assert "is no regular file" in capsys.readouterr().err or strange.startswith("latest")
+    assert not list(out.rglob("*.json"))
 
 
 def test_a_second_run_in_a_folder_is_told_who_has_it(base, here, tmp_path, monkeypatch):

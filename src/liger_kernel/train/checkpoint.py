@@ -10,7 +10,8 @@
 a full disk, leaves earlier checkpoints intact. A run continues from the newest named checkpoint whose checksums hold. If there is none, or ``latest`` is
 lost, it continues from the newest intact checkpoint that is not named. It deletes only what ``latest`` has named and what a killed run left unfinished.
 
-Tensors are read by ``torch.load(weights_only=True)``. From the pickle in which DCP stores its metadata, only the types of that metadata are read.
+Tensors are read by ``torch.load(weights_only=True)``. From the pickle in which DCP stores its metadata, only the types of that metadata are read. A checkpoint
+may come from a stranger: nothing in it names another file, and one that is not as we write it is passed over.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import enum
 import hashlib
 import io
 import json
+import os
 import pickle
 import random
 import re
@@ -27,6 +29,7 @@ import shutil
 import sys
 import time
 import zipfile
+from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -35,7 +38,7 @@ import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -46,12 +49,12 @@ from torch.distributed.checkpoint.state_dict import (
 
 from liger_kernel.parallel import plain_parts
 from liger_kernel.train.config import UserError
-from liger_kernel.train.files import write
+from liger_kernel.train.files import read_object, write
 from liger_kernel.train.ranks import Ranks
 
 LATEST = "latest"
 FILE = re.compile(r"\.metadata|[A-Za-z0-9_][A-Za-z0-9_-]*\.(json|distcp)")  # what a checkpoint consists of
-NAME = re.compile(r"step-(?:[0-9]{8}|[1-9][0-9]{8,})")  # what f"step-{step:08d}" writes
+NAME = re.compile(r"step-(?:[0-9]{8}|[1-9][0-9]{8,14})")  # what f"step-{step:08d}" writes
 
 
 class Checkpoints:
@@ -64,6 +67,7 @@ class Checkpoints:
         self._future: Future | None = None
         self._path = folder
         self._kept: list[str] | None = None  # what latest is to name, newest first; None: what it names
+        self._unreadable: set[str] = set()  # whose checksums hold, and whose tensors are none
 
     def latest(self) -> Path | None:
         """Return the newest intact checkpoint, the same on all ranks. Damaged ones give a warning; ``UserError`` if all are damaged."""
@@ -74,7 +78,7 @@ class Checkpoints:
 
     def _newest(self) -> tuple[str | None, str | None]:
         """(its name, or None to begin anew; why the run must do neither)."""
-        found, damaged = newest(self.folder, say=True)
+        found, damaged = newest(self.folder, say=True, without=self._unreadable)
         named = listed(self.folder)
         if found:
             self._kept = named[named.index(found) :] if found in named else [found]
@@ -87,29 +91,49 @@ class Checkpoints:
         left = named or any(not unfinished(self.folder / name) or (self.folder / LATEST).exists() for name in damaged)
         return None, f"no checkpoint in {self.folder} is complete: restore one, or move the folder away to start again" if left else None
 
-    def load(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Read ``path`` into model and optimizer, and this rank's generators if as many ranks wrote it. Returns state.json."""
+    def load(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
+        """Read ``path`` into model and optimizer, and this rank's generators if as many ranks wrote it. Returns state.json.
+
+        None, on all ranks, where the tensors cannot be read: ``latest`` then gives the checkpoint
+        before, which has to be read over what this one has left.
+        """
         tensors, optimizer_state = _tensors(model, optimizer)
-        reader = SafeReader(path)
-        there = reader.read_metadata().state_dict_metadata.keys()
-        if any(name.endswith(".codes") for name in there ^ tensors.keys()):  # which moments are large enough for 8 bits depends on the shards
-            ranks = json.loads((path / "state.json").read_text())["ranks"]
+        reader, state = SafeReader(path), read_object(path / "state.json")
+        there = reader.read_metadata().state_dict_metadata
+        if any(name.endswith(".codes") for name in there.keys() ^ tensors.keys()):  # which moments are large enough for 8 bits depends on the shards
+            ranks = state["ranks"]
             raise UserError(f"checkpoint {path} has 8-bit moments in the blocks of {ranks} ranks: continue with {ranks} ranks, got {self.ranks.world}")
-        beyond = sorted(there - tensors.keys())  # what is not asked for DCP leaves out without a word
-        if beyond:
-            raise UserError(f"checkpoint {path} does not fit this model, which lacks {', '.join(beyond[:3])}{' ...' if len(beyond) > 3 else ''}")
+        for names, who in ((there.keys() - tensors.keys(), ", which"), (tensors.keys() - there.keys(), ": it")):  # DCP leaves out the first without a word
+            if names:
+                some = ", ".join(sorted(names)[:3])[:300] + (" ..." if len(names) > 3 else "")
+                raise UserError(f"checkpoint {path} does not fit this model{who} lacks {some}")
+        for name, tensor in tensors.items():
+            if (shape := getattr(there[name], "size", None)) != tensor.shape:
+                raise UserError(f"checkpoint {path} does not fit this model: {name} has shape {shape} there, {tuple(tensor.shape)} here")
         try:
             dcp.load(tensors, storage_reader=reader, process_group=self.ranks.saving)
-        except dcp.api.CheckpointException as error:
-            raise UserError(f"checkpoint {path} does not fit this model: {_why(error)}") from error
+        except dcp.api.CheckpointException as error:  # on all ranks
+            if any(isinstance(failure, OSError) for failure, _ in error.failures.values()):  # of the file system: another start may read it
+                raise OSError(f"checkpoint {path} cannot be read: {_why(error)}") from error
+            return self._pass_over(path, _why(error))
         model_state: dict[str, Any] = {name[len("model.") :]: tensor for name, tensor in tensors.items() if name.startswith("model.")}
         set_model_state_dict(model, model_state, options=StateDictOptions(strict=False))
         set_optimizer_state_dict(model, optimizer, optimizer_state, options=_FLAT)
-        state = json.loads((path / "state.json").read_text())
         if state["ranks"] == self.ranks.world:
-            set_generators(json.loads((path / f"rank-{self.ranks.rank}.json").read_text()))
+            wrong = None
+            try:
+                set_generators(read_object(path / f"rank-{self.ranks.rank}.json"))
+            except (ValueError, TypeError, RuntimeError) as error:  # of this kind of GPU
+                wrong = f"generators: {error}"
+            if self.ranks.any(wrong is not None):
+                return self._pass_over(path, wrong or "generators of another rank")
         self.step, self.time = state["step"], path.stat().st_mtime
         return state
+
+    def _pass_over(self, path: Path, why: str) -> None:
+        self._unreadable.add(path.name)
+        if self.ranks.first:
+            print(f"ignoring checkpoint {path}: {' '.join(why.split())[:300]}", file=sys.stderr)
 
     def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], wait: bool) -> None:
         """Start a save. When it returns, training may change every tensor. With ``wait`` it is then on disk, or ``failures`` has grown."""
@@ -258,7 +282,10 @@ def names_in(latest: bytes, where: str | None = None) -> list[str]:
 def listed(folder: Path, say: bool = False) -> list[str]:
     """The checkpoints that ``folder``'s ``latest`` names, newest first."""
     path = folder / LATEST
-    return names_in(path.read_bytes(), str(path) if say else None) if path.is_file() else []
+    if not path.is_file():
+        return []
+    with path.open("rb") as file:
+        return names_in(file.read(1 << 20), str(path) if say else None)
 
 
 def present(folder: Path) -> list[str]:
@@ -266,15 +293,15 @@ def present(folder: Path) -> list[str]:
     return sorted((path.name for path in folder.glob("step-*") if NAME.fullmatch(path.name) and path.is_dir()), key=lambda name: -step_of(Path(name)))
 
 
-def newest(folder: Path, say: bool = False) -> tuple[str | None, list[str]]:
+def newest(folder: Path, say: bool = False, without: Collection[str] = ()) -> tuple[str | None, list[str]]:
     """Return (the newest intact checkpoint, the damaged ones before it): first those that ``latest`` names, then the others."""
     named, damaged = listed(folder, say), list[str]()
     for name in dict.fromkeys((*named, *present(folder))):
-        why = damage(folder / name)
-        if why is None:
+        why = None if name in without else damage(folder / name)
+        if why is None and name not in without:
             return name, damaged
         damaged.append(name)
-        if say and (name in named or not unfinished(folder / name)):
+        if why and say and (name in named or not unfinished(folder / name)):
             print(f"ignoring checkpoint {folder / name}: {why}", file=sys.stderr)
     return None, damaged
 
@@ -296,26 +323,78 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[s
 
 
 def damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint, by its checksums and its metadata; None if nothing is."""
+    """What is wrong with a checkpoint, by its checksums, its metadata and the types and ranges of what it says; None if nothing is."""
     try:
-        state = json.loads((path / "state.json").read_text())
-        sums = _sums(path, state["ranks"]) if state.get("sums") or (path / "sums-0.json").exists() else None
+        files = _files(path)
+        state = _state(path)
+        sums = _sums(path, state["ranks"], files) if state.get("sums") or "sums-0.json" in files else None
         if sums is not None and (wrong := _differing(path, sums)):
             return f"{wrong} is not what was written"
         for rank in range(state["ranks"]):
-            json.loads((path / f"rank-{rank}.json").read_text())
-        stored = SafeReader(path).read_metadata().storage_data
-        sizes = {file.name: file.stat().st_size for file in path.iterdir()}
-        for part in stored.values():
-            if sizes.get(part.relative_path, 0) < part.offset + part.length or (sums is not None and part.relative_path not in sums):
-                return f"{part.relative_path} is too short or missing"
+            own = random.Random(), np.random.RandomState(), torch.Generator()
+            set_generators(read_object(path / f"rank-{rank}.json"), *own)
+        return _misplaced(SafeReader(path).read_metadata(), files if sums is None else {name: files[name] for name in sums})
     except Exception as error:  # an unpickler's errors are of any kind
-        return f"{type(error).__name__}: {error}"
+        return f"{type(error).__name__}: {error}".replace(f"{path}/", "")[:300]
+
+
+def _files(folder: Path) -> dict[str, int]:
+    """The sizes of a checkpoint's files; ``ValueError`` if it has something else, such as a link."""
+    with os.scandir(folder) as entries:
+        found = list(entries)
+    for entry in found:
+        if not entry.is_file(follow_symlinks=False):
+            raise ValueError(f"{entry.name} is no regular file")
+    return {entry.name: entry.stat(follow_symlinks=False).st_size for entry in found}
+
+
+# the numbers in state.json and what they may be; rows of a step are listed, positions are multiplied
+RANGES = {name: (0, 1 << 53) for name in ("step", "position", "tokens", "nonfinite", "skips")} | {"ranks": (1, 1 << 24), "global_batch": (1, 1 << 24)}
+
+
+def _state(path: Path) -> dict[str, Any]:
+    """What state.json holds; ``ValueError`` if a run could not go on from it."""
+    state = read_object(path / "state.json")
+    for name, (least, end) in RANGES.items():
+        if type(value := state.get(name)) is not int or not least <= value < end:
+            raise ValueError(f"state.json: {name} must be a whole number from {least} to {end - 1}, got {value!r:.40}")
+    if state["step"] != step_of(path):
+        raise ValueError(f"state.json is of step {state['step']}")
+    data = state.get("data", {})
+    if not isinstance(state.get("identity"), dict) or not isinstance(data, dict) or not all(map(_is_part, data.get("parts", []))):
+        raise ValueError("state.json: identity and data are not those of a run")
+    return state
+
+
+def _is_part(part: Any) -> bool:
+    """Whether this is a part of a stream as JSON has it: [rows, [numbers of its end], whether it is the last, a digest]."""
+    if not isinstance(part, list) or len(part) not in (3, 4) or not isinstance(part[1], list) or len(part[1]) != 3:
+        return False
+    whole = all(type(number) is int and 0 <= number < 1 << 53 for number in (part[0], *part[1]))
+    return whole and type(part[2]) is bool and (part[3:] in ([], [None]) or isinstance(part[3], str))
+
+
+def _misplaced(metadata: Metadata, files: dict[str, int]) -> str | None:
+    """A tensor of the metadata that is not where it should be: inside a file of the checkpoint's own."""
+    parts = metadata.storage_data
+    for name, tensor in metadata.state_dict_metadata.items():
+        for chunk in tensor.chunks:  # type: ignore[union-attr]  # the unpickler refuses the metadata of bytes
+            part = parts.get(MetadataIndex(name, chunk.offsets))
+            if part is None or part.relative_path not in files:
+                return f"the file of {name:.100} is missing"
+    for part in parts.values():
+        begin, size = part.offset, part.length
+        if type(begin) is not int or type(size) is not int or begin < 0 or size < 1 or files.get(part.relative_path, 0) < begin + size:
+            return f"{part.relative_path!s:.100} is too short or missing"
+        if getattr(part, "transform_descriptors", None):
+            return f"{part.relative_path!s:.100} is encoded, as no run does"
     return None
 
 
 def torn(path: Path) -> str | None:
     """What is wrong with a file of ``torch.save``, a zip with a checksum for each part and a table at its end; None if nothing is."""
+    if path.is_symlink() or not path.is_file():
+        return "is no regular file"
     try:
         with zipfile.ZipFile(path) as parts:
             part = parts.testzip()
@@ -339,9 +418,13 @@ def write_sums(folder: Path, rank: int) -> None:
     write(folder / f"sums-{rank}.json", json.dumps({path.name: digest(path) for path in mine}))
 
 
-def _sums(folder: Path, ranks: int) -> dict[str, str]:
-    """File -> checksum, of all ranks."""
-    return {name: sha for rank in range(ranks) for name, sha in json.loads((folder / f"sums-{rank}.json").read_text()).items()}
+def _sums(folder: Path, ranks: int, files: Collection[str]) -> dict[str, str]:
+    """File -> checksum, of all ranks. ``ValueError`` for a name that is not in ``files``."""
+    sums = {name: sha for rank in range(ranks) for name, sha in read_object(folder / f"sums-{rank}.json").items()}
+    for name in sums:
+        if name not in files:
+            raise ValueError(f"{name!r:.100} is missing")
+    return sums
 
 
 def _differing(folder: Path, sums: dict[str, str]) -> str | None:
@@ -354,16 +437,16 @@ def _differing(folder: Path, sums: dict[str, str]) -> str | None:
 
 def summed(path: Path) -> bool:
     """Whether a checkpoint has checksums, which earlier releases did not write."""
-    return bool(json.loads((path / "state.json").read_text()).get("sums"))
+    return bool(read_object(path / "state.json").get("sums"))
 
 
 def unfinished(path: Path) -> bool:
     """Whether the run that wrote a checkpoint was killed before it was complete."""
     try:
-        state = json.loads((path / "state.json").read_text())
+        state = read_object(path / "state.json")
         if state.get("sums"):
             return not all((path / f"sums-{rank}.json").exists() for rank in range(state["ranks"]))
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError):
         return not any(path.glob("sums-*.json"))
     return damage(path) is not None
 
@@ -377,7 +460,7 @@ class SafeReader(dcp.FileSystemReader):
         return metadata
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined,misc]  # the one in C reserves memory for any number that a pickle names
     # Bytes are left out: DCP would unpickle them.
     CHECKPOINT = {"Metadata", "MetadataIndex", "TensorStorageMetadata", "ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING", "StorageMeta"}
 
@@ -395,6 +478,13 @@ class _Unpickler(pickle.Unpickler):
             raise pickle.UnpicklingError(f"checkpoint metadata must not hold {module}.{name}")
         return super().find_class(module, name)
 
+    def _build(self) -> None:
+        if isinstance(self.stack[-2], type):  # which the whole process has
+            raise pickle.UnpicklingError("checkpoint metadata must not change a class")
+        super().load_build()
+
+    dispatch = pickle._Unpickler.dispatch | {pickle.BUILD[0]: _build}  # type: ignore[attr-defined]
+
 
 def _member(kind: Any, name: str) -> enum.Enum:
     """A member of an Enum, which early releases of Python 3.11 pickle as ``getattr(kind, name)``."""
@@ -411,12 +501,14 @@ def generators() -> dict[str, Any]:
     return states | ({"cuda": text(torch.cuda.get_rng_state())} if torch.cuda.is_available() and torch.cuda.is_initialized() else {})
 
 
-def set_generators(states: dict[str, Any]) -> None:
-    """Restore the states that ``generators`` returned."""
+def set_generators(states: dict[str, Any], python: Any = random, numpy: Any = np.random, cpu: torch.Generator | None = None) -> None:
+    """Restore the states that ``generators`` returned, or set other generators to them, of the CPU alone. ``ValueError`` and its like for other states."""
     tensor = lambda text: torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
     version, keys, gauss = states["python"]
-    random.setstate((version, tuple(keys), gauss))
-    np.random.set_state(tuple(states["numpy"]))
-    torch.set_rng_state(tensor(states["torch"]))
-    if "cuda" in states and torch.cuda.is_available():
+    python.setstate((version, tuple(keys), gauss))
+    if type(place := states["numpy"][2]) is not int or not 0 <= place <= 624:  # NumPy reads there, wherever it is
+        raise ValueError(f"a generator of NumPy has 624 numbers, and its place was {place!r:.40}")
+    numpy.set_state(tuple(states["numpy"]))
+    (cpu or torch.default_generator).set_state(tensor(states["torch"]))
+    if cpu is None and "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(tensor(states["cuda"]))

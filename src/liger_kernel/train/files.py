@@ -5,13 +5,16 @@ What is written has a fresh name first, so that no link is followed.
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import shutil
+import stat
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)  # Windows has none
+NOFOLLOW, NONBLOCK = getattr(os, "O_NOFOLLOW", 0), getattr(os, "O_NONBLOCK", 0)  # Windows has none
+MOST = 1 << 28  # bytes of a file of JSON
 
 
 def create(path: Path) -> BinaryIO:
@@ -36,6 +39,26 @@ def fresh(folder: Path) -> Path:
     shutil.rmtree(folder, ignore_errors=True)  # which leaves links alone
     folder.mkdir(parents=True)
     return folder
+
+
+def read_object(path: str | Path) -> dict[str, Any]:
+    """The JSON object that is all of a regular file; ``ValueError`` for anything else.
+
+    A pipe keeps nobody waiting.
+    """
+    with os.fdopen(os.open(path, os.O_RDONLY | NONBLOCK), "rb") as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise ValueError(f"{path} is no regular file")
+        if found.st_size > MOST:
+            raise ValueError(f"{path} is too large: {found.st_size} bytes")
+        try:
+            values = json.loads(file.read())
+        except RecursionError:
+            raise ValueError(f"{path} is nested too deeply") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must hold names and values, got a {type(values).__name__}")
+    return values
 
 
 def aside(path: Path) -> Path:

@@ -7,6 +7,7 @@ metrics-1.json, metrics-1.jsonl   what the run left that began with that start, 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -17,7 +18,7 @@ from typing import Any
 
 from liger_kernel.train.checkpoint import FILE
 from liger_kernel.train.config import TrainConfig, UserError
-from liger_kernel.train.files import write
+from liger_kernel.train.files import read_object, write
 from liger_kernel.train.ranks import Ranks
 
 RECORD = "liger-run.json"
@@ -135,8 +136,6 @@ def _same(one: str | Path, other: str | Path | None) -> bool:
 
 def _json(path: Path) -> dict[str, Any]:
     """The object in a file; empty if there is none."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
-    except (OSError, ValueError, RecursionError):
-        values = None
-    return values if isinstance(values, dict) else {}
+    with contextlib.suppress(OSError, ValueError):
+        return read_object(path)
+    return {}

@@ -6,7 +6,6 @@ Rows, their order, the weight of each token, optimizer and schedule are the same
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import sys
 import threading
@@ -17,15 +16,18 @@ from typing import Any
 import torch
 import transformers
 from torch.utils.data import Dataset, Sampler, SequentialSampler
+from transformers import TrainerState
 
 from liger_kernel.train.checkpoint import torn
 from liger_kernel.train.config import TrainConfig, UserError
+from liger_kernel.train.files import read_object
 from liger_kernel.train.folder import record
 from liger_kernel.train.measure import Pace, PeakMemory
 from liger_kernel.train.metrics import Endpoint, Reports, of_lines, of_run
 from liger_kernel.train.model import replacing
 from liger_kernel.train.optimizer import optimizer_of, scheduler
 from liger_kernel.train.ranks import News, Preempted, Ranks, Watch, local_rank, restarts
+from liger_kernel.train.redact import in_a_line
 from liger_kernel.train.resume import UNMOVED, accept, configured, finished, numbers, seed_all
 from liger_kernel.train.rows import Data
 
@@ -181,9 +183,15 @@ def latest(folder: Path, ranks: Ranks) -> Path | None:
 def damage(path: Path) -> str | None:
     """What is wrong with a checkpoint of Transformers' Trainer, for every backend; None if nothing is."""
     try:
-        json.loads((path / "trainer_state.json").read_text())["global_step"]  # written last
-    except (OSError, ValueError, KeyError) as error:
-        return f"{type(error).__name__}: {error}"
+        other = next((each for each in path.rglob("*") if each.is_symlink() or not (each.is_file() or each.is_dir())), None)
+        if other:
+            raise ValueError(f"{other} is no regular file")
+        step = read_object(path / "trainer_state.json").get("global_step")  # written last
+        if type(step) is not int or step != int(path.name.rpartition("-")[2]):
+            raise ValueError(f"trainer_state.json is of step {step!r:.40}")
+        TrainerState.load_from_json(str(path / "trainer_state.json"))
+    except Exception as error:  # of Transformers, for other names and types
+        return f"{type(error).__name__}: {in_a_line(error)}"
     return next((f"{file.name} {why}" for file in sorted(path.glob("*.pt*")) if (why := torn(file))), None)
 
 

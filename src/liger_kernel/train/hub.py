@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from liger_kernel.model_sizes import MODELS, config_of
 from liger_kernel.nearest import did_you_mean
-from liger_kernel.train.mistakes import UserError, beside, existing, one_of
+from liger_kernel.train.mistakes import UserError, beside, existing, one_of, regular_in
 from liger_kernel.train.redact import in_a_line
 
 SECONDS = 10.0  # that the hub has to answer
@@ -23,7 +23,7 @@ def on_hub(name: str, also: Iterable[str] = (), kind: Literal["model", "dataset"
     ask either: transformers and datasets are patient with a network that comes back.
     """
     if Path(name).exists():
-        return
+        return regular_in(name)
     near = beside(name) or did_you_mean(name, also)
     if name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1:
         raise UserError(f"no such folder: {name}{near}")

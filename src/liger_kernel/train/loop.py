@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import re
@@ -21,7 +20,7 @@ from liger_kernel.train import adamw, adapters, folder
 from liger_kernel.train.checkpoint import Checkpoints
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.data import load
-from liger_kernel.train.files import write
+from liger_kernel.train.files import read_object, write
 from liger_kernel.train.kernels import Compilations, compile_ahead, use_cache
 from liger_kernel.train.lock import held
 from liger_kernel.train.measure import UNTIMED, PeakMemory, StepClock, as_clock, peak_flops
@@ -391,14 +390,16 @@ class _Run:
         self.started = self._clock()
 
     def _resume(self) -> None:
-        path = self.checkpoints.latest()
-        if path is None:
-            return
-        if not self.config.resume and restarts() == 0:
-            raise UserError(f"{self.checkpoints.folder} holds checkpoints: remove them, give another --out, or leave out --no-resume")
-        there = json.loads((path / "state.json").read_text())["identity"]
-        refuse_other(path, {"model": self._identity()["model"]} | there, self._identity())  # which is not in those of earlier releases
-        state = self.checkpoints.load(path, self.parallel.module, self.optimizer)
+        state = None
+        while state is None:
+            path = self.checkpoints.latest()
+            if path is None:
+                return
+            if not self.config.resume and restarts() == 0:
+                raise UserError(f"{self.checkpoints.folder} holds checkpoints: remove them, give another --out, or leave out --no-resume")
+            there = read_object(path / "state.json")["identity"]
+            refuse_other(path, {"model": self._identity()["model"]} | there, self._identity())  # which is not in those of earlier releases
+            state = self.checkpoints.load(path, self.parallel.module, self.optimizer)
         self.step, self.position, self.tokens = state["step"], state["position"], state["tokens"]
         self.nonfinite, self.skips = state["nonfinite"], state["skips"]
         self.data.seek(self.position, state.get("data", {}))

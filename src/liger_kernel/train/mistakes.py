@@ -97,6 +97,13 @@ def regular(path: Path) -> Path:
     return path
 
 
+def regular_in(folder: str | Path) -> None:
+    """``UserError`` if a file in ``folder``, from which a package is to load something, never ends."""
+    if os.path.isdir(folder):
+        for path in Path(folder).iterdir():
+            regular(path)
+
+
 def owned(folder: Path, alone: bool = False) -> None:
     """``UserError`` if ``folder`` is there and is another user's, or, with ``alone``, others can write to it: what is in it would be read as this user's."""
     if not hasattr(os, "geteuid") or not folder.is_dir():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import random
@@ -14,8 +15,9 @@ import torch
 from liger_kernel.train.adamw import KINDS
 from liger_kernel.train.adapters import identity
 from liger_kernel.train.config import ADAPTERS, TrainConfig, UserError
-from liger_kernel.train.files import write
+from liger_kernel.train.files import read_object, write
 from liger_kernel.train.ranks import Ranks, restarts
+from liger_kernel.train.redact import in_a_line
 from liger_kernel.train.rows import Data
 
 UNMOVED: dict[str, Any] = {"tokens_per_second": 0.0, "seconds": 0.0, "evaluations": []}  # of a run that was finished before, whose numbers are gone
@@ -29,7 +31,7 @@ def refuse_other(path: Path | None, there: dict[str, Any], here: dict[str, Any])
         models = dict.fromkeys(("model", "digest of base", "digest of weights"), "another model")
         kinds = {**dict.fromkeys(ADAPTERS, "other adapters"), "moments": "another optimizer", **models}
         kind = kinds.get(wrong[0], "other data")
-        raise UserError(f"checkpoint {path} is of {kind}: {'; '.join(f'{name} {there.get(name)} there, {here[name]} here' for name in wrong)}")
+        raise UserError(f"checkpoint {path} is of {kind}: {'; '.join(f'{name} {there.get(name)!s:.200} there, {here[name]!s:.200} here' for name in wrong)}")
 
 
 def moments(config: TrainConfig) -> dict[str, str]:
@@ -45,7 +47,9 @@ def accept(config: TrainConfig, data: Data, model: Any, ranks: Ranks, folder: Pa
     if last and not config.resume and restarts() == 0:
         raise UserError(f"{folder} holds checkpoints: remove them, give another --out, or leave out --no-resume")
     path = folder / "identity.json"
-    there = ranks.agreed(json.loads(path.read_text()) if ranks.first and last and path.is_file() else None) or {}
+    there, problem = ranks.agreed(_identity(path) if ranks.first and last else ({}, None))
+    if problem:
+        raise UserError(problem)
     rows = config.global_batch or there.get("global_batch") or config.batch * config.accumulate * ranks.world
     here = {"seed": config.seed, "length": config.length} | data.identity() | {"global_batch": rows} | moments(config) | identity(config, model)
     if there:
@@ -56,13 +60,31 @@ def accept(config: TrainConfig, data: Data, model: Any, ranks: Ranks, folder: Pa
     return rows
 
 
+def _identity(path: Path) -> tuple[dict[str, Any], str | None]:
+    """(what identity.json holds, why it cannot be read); earlier releases have not written it."""
+    try:
+        there = read_object(path)
+        if "global_batch" in there and (type(there["global_batch"]) is not int or not 1 <= there["global_batch"] < 1 << 24):
+            raise ValueError(f"global_batch is {there['global_batch']!r:.40}")
+    except FileNotFoundError:
+        return {}, None
+    except (OSError, ValueError) as error:
+        return {}, f"{path}, which says of what data and model the checkpoints are, is damaged ({in_a_line(error, 100)}): restore it, or give another --out"
+    return there, None
+
+
 def finished(config: TrainConfig, ranks: Ranks) -> dict[str, Any] | None:
     """The numbers of the run that made the last step, as this run had no step to make."""
     path = Path(config.out) / "metrics.json"
     if ranks.first:
         print("no step was left to make", flush=True)
-    found = json.loads(path.read_text(encoding="utf-8")) if ranks.first and path.is_file() else None  # rank 0 writes it again
-    return found if found and found["trainer"] == config.trainer else None
+    found: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError):
+        found = read_object(path) if ranks.first else {}  # rank 0 writes it again
+    losses = found.get("losses")
+    numbers = [*(losses if isinstance(losses, list) else [None]), found.get("tokens_per_second"), found.get("peak_memory")]
+    whole = all(type(number) in (int, float) for number in numbers) and isinstance(found.get("memory_kind"), str)
+    return found if whole and found.get("trainer") == config.trainer else None
 
 
 def numbers(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

@@ -23,6 +23,7 @@ from liger_kernel.train.redact import in_a_line, redacted
 
 UPLOADING = "uploading"  # beside latest: names of what is being copied there, or was when the run was killed
 PROBE = "probe"
+MOST = 1 << 20  # bytes of latest and uploading that are read
 PERIOD = 2.0  # seconds between looks for a new checkpoint
 
 
@@ -46,10 +47,17 @@ class Store:
         return self._names(LATEST, say)
 
     def _names(self, file: str, say: bool = False) -> list[str]:
+        path, where = f"{self.root}/checkpoints/{file}", f"{self.uri}/checkpoints/{file}"
         try:
-            return names_in(self.fs.cat_file(f"{self.root}/checkpoints/{file}"), f"{self.uri}/checkpoints/{file}" if say else None)
+            if not self._regular(path):
+                raise OSError(f"{where} is no regular file")
+            return names_in(self.fs.cat_file(path, 0, MOST), where if say else None)
         except FileNotFoundError:
             return []
+
+    def _regular(self, path: str) -> bool:
+        """Whether this is a file, or not there. Folders of machines alone have links, pipes and devices, which a stranger may have made."""
+        return "file" not in self.fs.protocol or not os.path.lexists(path) or (os.path.isfile(path) and not os.path.islink(path))
 
     def _present(self) -> list[str]:
         """The checkpoints of which there is anything, newest first."""
@@ -85,9 +93,12 @@ class Store:
             why = self._bring(name)
             if why is None:
                 with contextlib.suppress(FileNotFoundError):
-                    new = aside(self.out / "metrics.jsonl")
-                    self.fs.get_file(f"{self.root}/metrics.jsonl", str(new))
-                    new.replace(self.out / "metrics.jsonl")
+                    new, lines = aside(self.out / "metrics.jsonl"), f"{self.root}/metrics.jsonl"
+                    if self._regular(lines):
+                        self.fs.get_file(lines, str(new))
+                        new.replace(self.out / "metrics.jsonl")
+                    else:
+                        print(f"{self.uri}/metrics.jsonl is no regular file: ignored", file=sys.stderr)
                 write(folder / LATEST, "".join(f"{each}\n" for each in dict.fromkeys((name, *listed(folder)))))
                 return name
             print(f"ignoring checkpoint {self.uri}/checkpoints/{name}: {why}", file=sys.stderr)
@@ -102,11 +113,15 @@ class Store:
         try:
             for path in self.fs.ls(f"{self.root}/checkpoints/{name}", detail=False):
                 file = path.rpartition("/")[2]
+                if not self._regular(path):
+                    raise UserError(f"{file} is no regular file")
                 if FILE.fullmatch(file):
                     self.fs.get_file(path, str(new / file))
             why = damage(new)
         except FileNotFoundError:
             why = "it is not there"
+        except UserError as error:
+            why = str(error)
         if why is None:
             shutil.rmtree(target, ignore_errors=True)  # damaged, else it would not be fetched
             new.rename(target)
@@ -130,7 +145,7 @@ class Store:
         _folders(self.fs, f"{self.root}/checkpoints/{UPLOADING}")
         self.fs.pipe_file(f"{self.root}/checkpoints/{UPLOADING}", "".join(f"{name}\n" for name in new).encode())
         for name in new:
-            for path in sorted((folder / name).iterdir()):
+            for path in sorted(path for path in (folder / name).iterdir() if path.is_file() and not path.is_symlink()):
                 self._put(path, f"checkpoints/{name}/{path.name}")
         if (self.out / "metrics.jsonl").is_file():
             self._put(self.out / "metrics.jsonl", "metrics.jsonl")

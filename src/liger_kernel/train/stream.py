@@ -141,6 +141,7 @@ class Stream(Data):
         epoch, place = divmod(place, self._ends[-1]) if self._parts[-1].last else (0, place)
         part = bisect.bisect_right(self._ends, place)
         begin = self._ends[part - 1] if part else 0
+        self.rows.part(part)  # before its number of rows is believed
         row = self._shuffled(self._ends[part] - begin, seed, epoch, part)[place - begin]
         return part * WIDTH + (row if part else self.train[row])
 

@@ -1,11 +1,15 @@
 """The ``liger`` command: what it prints, and that mistakes take one line and exit code 2."""
 
+import errno
+import io
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 
 import liger_kernel
+from liger_kernel import cli
 from liger_kernel.cli import COMMANDS, main
 
 
@@ -92,6 +96,28 @@ def test_mistakes_take_one_line(argv, message, capsys, tmp_path, monkeypatch):
     assert main(argv) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith(message) and captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("stream", [io.TextIOWrapper(io.BytesIO(), encoding="ascii"), None])
+def test_a_terminal_without_a_letter_or_a_stream_that_is_closed_ends_no_command(stream, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", stream), monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(cli, "env", lambda argv: print("größe"))
+    assert cli.main(["env"]) == 0 and cli.main(["größe"]) == 2
+    if stream:
+        stream.flush()
+        assert stream.buffer.getvalue().decode("ascii").startswith("gr\\xf6\\xdfe\nliger: ")
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EMFILE, "x"), RuntimeError("loop.cc:48] rv != -1. pipe: Too many open files")])
+def test_too_few_file_descriptors_are_said(error, monkeypatch, capsys):
+    """Packages below have errors of their own for it."""
+    monkeypatch.setattr(cli, "env", mock.Mock(side_effect=error))
+    assert cli.main(["env"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("liger env: this process may not open as many files as it needs: `ulimit -n`") and said.count("\n") == 1
+    monkeypatch.setattr(cli, "env", mock.Mock(side_effect=RuntimeError("another")))
+    with pytest.raises(RuntimeError, match="another"):
+        cli.main(["env"])
 
 
 def test_the_exit_code_reaches_the_shell():

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import liger_kernel
 from liger_kernel.train.config import from_flags
-from liger_kernel.train.mistakes import Parser, UserError, one_of
+from liger_kernel.train.mistakes import Parser, UserError, one_of, sentence
 from liger_kernel.train.redact import in_a_line
 
 COMMANDS = {
@@ -164,9 +164,11 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code. A mistake of the user gives one line on stderr and 2 (``LIGER_TRACEBACK=1`` adds the traceback)."""
     argv = sys.argv[1:] if argv is None else argv
     name = "liger"
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a name that the terminal's encoding lacks ends no command
+    for stream in ("stdout", "stderr"):
+        if getattr(sys, stream) is None:  # closed
+            setattr(sys, stream, open(os.devnull, "w"))  # noqa: SIM115  # until the end
+        elif isinstance(getattr(sys, stream), io.TextIOWrapper):
+            getattr(sys, stream).reconfigure(errors="backslashreplace")  # a name that the terminal's encoding lacks ends no command
     try:
         try:
             command = _command(argv)
@@ -181,12 +183,13 @@ def main(argv: list[str] | None = None) -> int:
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter discards the rest of the buffer at its end
         return PIPE_CLOSED
-    except (UserError, ImportError, OSError) as error:
-        if os.environ.get("LIGER_TRACEBACK") == "1":
+    except Exception as error:
+        known = sentence(error)
+        if os.environ.get("LIGER_TRACEBACK") == "1" or not (known or isinstance(error, (UserError, ImportError, OSError))):
             raise
         more = "" if isinstance(error, UserError) else f" ({type(error).__name__}; LIGER_TRACEBACK=1 shows where)"
-        text = in_a_line(error, None)
-        if isinstance(error, OSError) and error.filename and error.strerror:
+        text = known or in_a_line(error, None)
+        if not known and isinstance(error, OSError) and error.filename and error.strerror:
             text = f"{error.filename}: {error.strerror}"
         print(f"{name}: {text}{more}", file=sys.stderr)
         return 2

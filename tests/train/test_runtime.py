@@ -1249,8 +1249,15 @@ def until(condition, seconds=120):
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("error, code", [(ConnectionError("the file system is away"), 1), (UserError("no such file"), ranks.EXIT_MISTAKE)])
-def test_the_only_worker_tells_a_crash_from_a_mistake(error, code, monkeypatch):
+@pytest.mark.parametrize(
+    "error, code, said",
+    [
+        (ConnectionError("the file system is away"), 1, "rank 0: Traceback (most recent call last)"),
+        (UserError("no such file: gr\udcffe"), ranks.EXIT_MISTAKE, "rank 0: no such file: gr\\udcffe\n"),
+        (RuntimeError("pipe: Too many open files"), 1, "rank 0: this process may not open as many files as it needs"),
+    ],
+)
+def test_the_only_worker_tells_a_crash_from_a_mistake(error, code, said, monkeypatch, capfd):
     """As many do: after a mistake the launcher would not start it again."""
 
     class Ended(BaseException):
@@ -1265,6 +1272,7 @@ def test_the_only_worker_tells_a_crash_from_a_mistake(error, code, monkeypatch):
     with pytest.raises(Ended) as ended:
         cli.main(["train"])
     assert ended.value.args == (code,)
+    assert capfd.readouterr().err.startswith(said)
 
 
 def test_a_run_in_the_current_folder_has_a_name(tmp_path, monkeypatch):

@@ -165,6 +165,7 @@ def test_only_kernels_named_are_passed_on():
         ("model: [&a [x], *a]", r"aliases are not read \(\*a\): write the value where it is used"),
         (r'out: "a\0b"', r"out must be text without NUL and without halves of characters, got 'a\\x00b'"),
         (r'data: "a\ud800b"', "data must be text without NUL"),
+        (r'out: "a\udcffb"', "out must be a name in UTF-8"),
     ],
 )
 def test_mistakes_in_a_config_are_named(text, message, tmp_path):

@@ -436,6 +436,10 @@ def _check_text(name: str, value: Any) -> None:
             fits = False
         if not fits:
             raise UserError(f"{name} must be text without NUL and without halves of characters, got {value!r:.80}")
+        if name in ("out", "save", "cache") and not value.isascii() and value.encode(errors="replace").decode() != value:
+            raise UserError(
+                f"{name} must be a name in UTF-8, as packages that write there need (with a locale that has only ASCII, set PYTHONUTF8=1); got {value!r:.80}"
+            )
 
 
 def _is_yaml(path: Path) -> bool:

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from liger_kernel.train.config import TrainConfig, UserError
-from liger_kernel.train.mistakes import owned, regular_in
+from liger_kernel.train.mistakes import owned
 from liger_kernel.train.records import BEGIN, Records, files_of
 from liger_kernel.train.rows import Data, Rows
 from liger_kernel.train.stream import Stream
-from liger_kernel.train.tokenise import CHAT_TEMPLATE, Draft, own_tokenizer, tokenizer_of
+from liger_kernel.train.tokenise import CHAT_TEMPLATE, Draft, loaded, own_tokenizer, tokenizer_of
 
 ROWS = "rows.safetensors"  # in a folder of tokenised data, beside its tokenizer
 
@@ -110,11 +110,8 @@ def _prepared(config: TrainConfig) -> Data:
 
 
 def _read(folder: Path, config: TrainConfig, tokenizer: Any) -> Data:
-    import transformers
-
     if tokenizer is None:
-        regular_in(folder)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
+        tokenizer = loaded(folder, config.trust_remote_code)
     return Data(Rows.read(folder / ROWS), tokenizer, config.eval_fraction)
 
 

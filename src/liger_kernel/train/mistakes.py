@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import re
 import stat
@@ -21,6 +22,16 @@ class UserError(ValueError):
 
     def __init__(self, text: object = ""):
         super().__init__(redacted(str(text)))
+
+
+def sentence(error: BaseException) -> str | None:
+    """One for an error that is the machine's and has many forms: the packages below raise their own where no file can be opened. None for others."""
+    found: BaseException | None = error
+    while found is not None:
+        if getattr(found, "errno", None) in (errno.EMFILE, errno.ENFILE) or os.strerror(errno.EMFILE) in str(found):
+            return "this process may not open as many files as it needs: `ulimit -n` shows the limit, and `ulimit -n 4096` raises it"
+        found = found.__cause__ or found.__context__
+    return None
 
 
 class Parser(argparse.ArgumentParser):

@@ -34,6 +34,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousPara
 
 from liger_kernel.train.config import STORE, TrainConfig, UserError
 from liger_kernel.train.files import create
+from liger_kernel.train.mistakes import sentence
 from liger_kernel.train.redact import in_a_line, redacted
 
 T = TypeVar("T")
@@ -164,8 +165,8 @@ def reporting(run: Callable[[TrainConfig], T]) -> Callable[[TrainConfig], T]:
         except BaseException as error:  # DCP's is no Exception
             mistake, stack = isinstance(error, UserError), traceback.format_exc()
             get_error_handler().record_exception(error if redacted(stack) == stack else RuntimeError(redacted(stack)))
-            text = f"{error}\n" if mistake else redacted(stack)
-            os.write(2, f"rank {os.environ['RANK']}: {text}".encode())
+            text = f"{error}\n" if mistake else f"{known}\n" if (known := sentence(error)) else redacted(stack)
+            os.write(2, f"rank {os.environ['RANK']}: {text}".encode(errors="backslashreplace"))
             os._exit(EXIT_MISTAKE if mistake else 1)
 
     return main

@@ -28,7 +28,7 @@ from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.ranks import local_rank
 from liger_kernel.train.records import BEGIN, Records, characters
 from liger_kernel.train.rows import Data, Rows
-from liger_kernel.train.tokenise import TOKENIZER, NoRows, own_tokenizer, tokenise, tokenizer_of
+from liger_kernel.train.tokenise import TOKENIZER, NoRows, loaded, own_tokenizer, tokenise, tokenizer_of
 
 WIDTH = 1 << 32  # row i of part k is pick k * WIDTH + i
 KEPT = 3  # parts held open: the first, of which rows are held back, and those that a step can be in
@@ -110,10 +110,8 @@ class Stream(Data):
         self._writer = _start(config, folder) if local_rank() == 0 else None
         try:
             if tokenizer is None:
-                import transformers
-
                 self.wait(0)
-                tokenizer = transformers.AutoTokenizer.from_pretrained(folder / TOKENIZER, trust_remote_code=False)
+                tokenizer = loaded(folder / TOKENIZER)
             rows = Parts(self)
             super().__init__(rows.part(0), tokenizer, config.eval_fraction)  # which of them are held back
             self._parts.append(described(path_of(folder, 0)))

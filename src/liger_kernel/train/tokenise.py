@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import itertools
 import json
 import re
@@ -18,6 +19,7 @@ import torch
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.files import fresh, write
 from liger_kernel.train.hub import on_hub, why
+from liger_kernel.train.mistakes import regular_in
 from liger_kernel.train.records import BEGIN, Place, characters, conversation, text_of, texts_of
 from liger_kernel.train.redact import in_a_line
 from liger_kernel.train.rows import IGNORE, Rows, TokenFile, Tokens, together
@@ -232,22 +234,28 @@ def tokenise(records: Iterable[dict[str, Any]], tokenizer: Any, length: int, pac
 
 def tokenizer_of(config: TrainConfig) -> Any:
     """The tokenizer that the config names; None where one is to be trained on the data."""
-    try:
-        import transformers
-    except ImportError as error:
-        raise UserError("training needs transformers: pip install transformers") from error
+    if importlib.util.find_spec("transformers") is None:
+        raise UserError("training needs transformers: pip install transformers")
     source = config.tokenizer or config.model
     if source is None:
         return None
     on_hub(source)
     if Path(source).is_dir() and not any((Path(source) / name).is_file() for name in TOKENIZER_FILES):
         raise UserError(f"{source} holds no tokenizer: it has no tokenizer.json or tokenizer_config.json. Give --tokenizer a folder that has one")
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=config.trust_remote_code)
-    except Exception as error:  # of transformers, or of the tokenizers' package for a damaged file
-        raise UserError(f"cannot load the tokenizer {source!r}: {why(error)}") from error
+    tokenizer = loaded(source, config.trust_remote_code)
     complete(tokenizer)
     return tokenizer
+
+
+def loaded(source: str | Path, trust_remote_code: bool = False) -> Any:
+    """The tokenizer in a folder, or of the hub."""
+    import transformers
+
+    regular_in(source)
+    try:
+        return transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+    except Exception as error:  # of transformers, or of the tokenizers' package for a damaged file
+        raise UserError(f"cannot load the tokenizer {str(source)!r}: {why(error)}") from error
 
 
 def complete(tokenizer: Any) -> None:
@@ -274,11 +282,9 @@ def train_bpe(texts: Iterable[str], vocab: int) -> Any:
 
 def own_tokenizer(records: Iterable[dict[str, Any]], vocab: int, folder: Path | None) -> Any:
     """A BPE trained on these records; with a folder, it is kept there, and the one that is there is taken."""
-    import transformers
-
     kept = folder and folder / TOKENIZER
     if kept and kept.is_dir():
-        return transformers.AutoTokenizer.from_pretrained(kept, trust_remote_code=False)
+        return loaded(kept)
     print(f"training a tokenizer of up to {vocab:,} tokens on the data", file=sys.stderr, flush=True)
     tokenizer = train_bpe(texts_of(records), vocab)
     complete(tokenizer)

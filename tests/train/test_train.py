@@ -29,7 +29,7 @@ import torch
 pytest.importorskip("transformers")
 
 from liger_kernel import cli
-from liger_kernel.train import checkpoint, demo, loop, metrics, ranks, records, redact, resume, store
+from liger_kernel.train import checkpoint, demo, hub, loop, metrics, ranks, records, redact, resume, store
 from liger_kernel.train import data as data_module
 from liger_kernel.train import tokenise as tokenising
 from liger_kernel.train.config import TrainConfig, UserError, from_flags
@@ -190,6 +190,34 @@ def test_what_never_ends_is_not_read(kind, name, tmp_path):
     for read in (records.files_of, lambda _: records.files_of(str(tmp_path))) if name.startswith(("a.jsonl", "a.p")) else (TrainConfig.load,):
         with pytest.raises(UserError, match=f"{name} is no regular file, but a pipe, a device or a socket"):
             read(str(tmp_path / name))
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "config.json", "other"])
+def test_a_model_or_tokenizer_whose_file_never_ends_is_not_read(name, tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    os.mkfifo(tmp_path / name)
+    for read in (lambda: tokenising.loaded(tmp_path), lambda: hub.configuration(str(tmp_path))):
+        with pytest.raises(UserError, match=f"{name} is no regular file, but a pipe"):
+            read()
+
+
+def test_a_damaged_tokenizer_of_prepared_rows_is_said(tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text("[1]")
+    with pytest.raises(UserError, match="cannot load the tokenizer"):
+        tokenising.loaded(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["[]", "{", "[" * 100_000, '{"global_batch": 0}', '{"global_batch": "x"}', None])
+def test_a_damaged_identity_is_said_and_damaged_numbers_are_no_ones(content, config, tmp_path):
+    path = tmp_path / "identity.json"
+    os.mkfifo(path) if content is None else path.write_text(content)
+    assert re.search("which says of what data and model the checkpoints are, is damaged", resume._identity(path)[1])
+    assert resume._identity(tmp_path / "none") == ({}, None)
+    config = dataclasses.replace(config, out=str(tmp_path))
+    for numbers in (content, json.dumps({"trainer": config.trainer, "losses": ["x"]})):
+        (tmp_path / "metrics.json").unlink(missing_ok=True)
+        os.mkfifo(tmp_path / "metrics.json") if numbers is None else (tmp_path / "metrics.json").write_text(numbers)
+        assert resume.finished(config, mock.Mock(first=True)) is None
 
 
 # -- data ----------------------------------------------------------------------------------

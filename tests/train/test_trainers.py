@@ -21,7 +21,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from liger_kernel import cli
-from liger_kernel.train import loop, ranks
+from liger_kernel.train import checkpoint, hf, loop, ranks
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.optimizer import learning_rate
 
@@ -207,6 +207,33 @@ def test_a_step_keeps_its_rows_when_batches_change(trainer, config):
 
 
 @pytest.mark.skipif(not has("lightning"), reason="lightning is not installed")
+@pytest.mark.parametrize("strange", ["a pipe", "a link", "of another step", "of no number", "deep", "of a list", "an unknown name"])
+def test_checkpoints_of_strangers_are_said_to_be_damaged(strange, tmp_path):
+    path = tmp_path / "checkpoint-4"
+    path.mkdir()
+    state = path / "trainer_state.json"
+    state.write_text('{"global_step": 4}')
+    assert hf.damage(path) is None
+    match strange:
+        case "a pipe":
+            os.mkfifo(path / "optimizer.pt")
+            os.mkfifo(tmp_path / "step-00000001.ckpt")
+            assert checkpoint.torn(tmp_path / "step-00000001.ckpt") == "is no regular file"
+        case "a link":
+            (path / "rng_state.pth").symlink_to("/dev/zero")
+        case _:
+            state.write_text(
+                {
+                    "of another step": '{"global_step": 5}',
+                    "of no number": '{"global_step": "4"}',
+                    "deep": "[" * 100_000,
+                    "of a list": "[4]",
+                    "an unknown name": '{"global_step": 4, "x": 1}',
+                }[strange]
+            )
+    assert hf.damage(path)
+
+
 def test_checkpoints_of_earlier_releases_are_found(config):
     again = by("lightning", config, steps=2, checkpoint_every=2, checkpoint_keep=1, eval_fraction=0.0)
     loop.train(again)

@@ -397,8 +397,8 @@ def read(path: str | Path) -> dict[str, Any]:
     file = existing(path)
     try:
         result = _of_csv(file) if file.suffix == ".csv" else json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON: {in_a_line(error)}") from error
+    except (ValueError, TypeError, RecursionError, csv.Error) as error:
+        raise UserError(f"{path} is not valid {'CSV' if file.suffix == '.csv' else 'JSON'}: {in_a_line(error)}") from error
     rows = result.get("rows") if isinstance(result, dict) and isinstance(result.get("meta"), dict) else None
     named = lambda row: isinstance(row, dict) and "variant" in row and ("model" in row or "op" in row)
     if not isinstance(rows, list) or not all(map(named, rows)):

@@ -420,6 +420,11 @@ def _watch(model):
         m.register_forward_pre_hook(lambda m, args, kwargs: None, with_kwargs=True)
 
 
+def _scaled_for_the_call(model):
+    model.lm_head.register_forward_pre_hook(lambda m, args: (m.weight.data.mul_(2), None)[1])
+    model.lm_head.register_forward_hook(lambda m, *_: (m.weight.data.mul_(0.5), None)[1])
+
+
 def _upcast(m, args, out):
     return out.to(torch.float32)
 
@@ -462,6 +467,8 @@ LOUD = {
     "an object": lambda m: m.lm_head.register_forward_hook(functools.partial(lambda s, m, args, out: out * s, 1.5)),
     "gradients of logits": lambda m: m.lm_head.register_forward_hook(lambda m, args, out: (out.register_hook(lambda g: g * 2), None)[1]),
     "a backward hook": lambda m: m.lm_head.register_full_backward_hook(lambda m, gi, go: (gi[0] * 2,)),
+    "weights for the call": _scaled_for_the_call,
+    "inputs in place, after": lambda m: m.lm_head.register_forward_hook(lambda m, args, out: [a.data.mul_(1.5) for a in args][:0] or None),
     "a mode": _entering(lambda: torch.device("meta" if DEVICE == "cpu" else DEVICE)),
 }
 

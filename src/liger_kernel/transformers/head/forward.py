@@ -29,7 +29,7 @@ from liger_kernel.transformers.head.outputs import _output as _output  # older p
 from liger_kernel.transformers.head.outputs import declare_outputs, settled, settled_in_place
 from liger_kernel.transformers.head.recipe import IGNORE, Loss, LossOptions
 from liger_kernel.transformers.head.stand_in import Call, StandIn, enter, leave, place_of_head, standing, without_labels
-from liger_kernel.transformers.head.state import FP8
+from liger_kernel.transformers.head.state import FP8, uses_data
 
 
 def _positional(forward: Callable) -> tuple[list[str], bool]:
@@ -85,7 +85,7 @@ def fused(forward: Callable, *, keep_logits: bool = False, known: bool = True) -
             loss.causal, loss.num_items = True, given.get("num_items_in_batch")
             if not torch.compiler.is_compiling() and (linear := may_be_linear(head)) is not None:
                 loss.kept = _kept_early(given, linear)
-        at_once = not skip or _uses_data(forward) or _uses_data(getattr(self, "loss_function", None))
+        at_once = not skip or uses_data(forward) or uses_data(getattr(self, "loss_function", None))
         stand_in = enter(parent, name, Call(self, loss, keep_logits=at_once))
         try:
             out = forward(self, *(given[n] for n in at), *args[len(at) :], **{k: v for k, v in given.items() if k not in at})
@@ -109,11 +109,6 @@ def fused(forward: Callable, *, keep_logits: bool = False, known: bool = True) -
     del of_wrapper["__wrapped__"]  # accelerate follows it when it takes its own wrappers off
     of_wrapper["__signature__"] = signature.replace(parameters=[*(p for p in signature.parameters.values() if p not in variadic), skip, *variadic])
     return wrapper
-
-
-def _uses_data(function: Any) -> bool:
-    """Whether the code of a function names ``.data``, by which weights change in place and no version of theirs tells."""
-    return "data" in getattr(getattr(function, "__code__", None), "co_names", ())
 
 
 def _aligned(given: dict[str, Any]) -> dict[str, Any]:

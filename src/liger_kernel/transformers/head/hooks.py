@@ -22,7 +22,7 @@ from torch.nn.modules import module as of_all
 
 from liger_kernel import parallel
 from liger_kernel.transformers.head.recipe import Loss, Recipe
-from liger_kernel.transformers.head.state import can_wait, without_hooks
+from liger_kernel.transformers.head.state import can_wait, uses_data, without_hooks
 from liger_kernel.transformers.recognise.projections import copy_in_use
 
 _CASTS = {"float", "to", "torch", "float32", "bfloat16", "float16"}  # all names in a hook that only casts the result
@@ -88,13 +88,13 @@ def _of_users(head: nn.Module) -> Iterator[Any]:
 
 
 def _leaves_result(hook: Any, with_kwargs: bool) -> bool:
-    """Whether a forward hook does not use the result of the call, or only casts it, as its code shows.
+    """Whether a forward hook does not use the result of the call, or only casts it, and writes no weights, as its code shows.
 
     lambda *_: context.__exit__()        lambda module, args, out: count(args)        lambda module, args, out: out.float()
     """
     bound = inspect.ismethod(hook)
     code = getattr(getattr(hook, "__func__", hook), "__code__", None)
-    if not isinstance(code, types.CodeType):
+    if not isinstance(code, types.CodeType) or uses_data(hook):
         return False
     names = code.co_varnames[: code.co_argcount]
     place = bound + 2 + with_kwargs

@@ -8,6 +8,7 @@ in a ``HeadState`` and restored when it is called; if that is impossible, an err
 from __future__ import annotations
 
 import contextlib
+import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -106,6 +107,14 @@ def out_features(head: nn.Module, x: Tensor, call: Callable | None = None) -> in
         return n
     with torch.no_grad():
         return (call or head)(x.reshape(1, -1, x.shape[-1])[:, :1]).shape[-1]
+
+
+def uses_data(function: Any) -> bool:
+    """Whether the code of a function names ``.data``, by which weights change in place and no version of theirs tells."""
+    codes = [getattr(function, "__code__", None)]
+    for code in codes:
+        codes += [inner for inner in getattr(code, "co_consts", ()) if isinstance(inner, types.CodeType)]
+    return any("data" in getattr(code, "co_names", ()) for code in codes)
 
 
 class HeadState:

@@ -13,6 +13,7 @@ import sys
 
 import pytest
 import torch
+import torch.nn.functional as F
 import torch.utils.checkpoint
 from quick import further
 from torch import Tensor
@@ -22,6 +23,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_kernel.bench.cases import OPS
+from liger_kernel.nn.losses import liger_cross_entropy
 from liger_kernel.ops import LigerRMSNormFunction
 from liger_kernel.ops._core import operator as _op
 from liger_kernel.ops.projections.float8 import lacking
@@ -446,6 +448,14 @@ def test_recorded_graphs_have_gradients(op, how):
     graph = RECORDERS[how](module, tuple(like(args)[k] for k in module.names))
     assert not re.search(r"ops\.liger|liger::|\^\w", str(graph.graph))
     assert_accurate(run(module.given(graph), like(args)), op, case)
+
+
+def test_a_recorded_torch_function_has_gradients():
+    """PyTorch takes the mode of a graph above autograd off while it calls one."""
+    z, target = torch.randn(3, 8, device=DEVICE), torch.tensor([1, -100, 7], device=DEVICE)
+    graph = make_fx(lambda z, target: liger_cross_entropy(z, target), pre_dispatch=True)(z, target)
+    found, expected = (torch.func.grad(fn)(z, target) for fn in (graph, F.cross_entropy))
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)

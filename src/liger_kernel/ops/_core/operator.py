@@ -48,12 +48,12 @@ if os.environ.get("LIGER_KERNEL_IMPL") == "torch":
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 # modes of make_fx and of AOTAutograd
 _RECORDING = torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FUNCTIONAL
-# those of graphs that are recorded above autograd; they come with a torch function mode
+# those of graphs that are recorded above autograd
 _pre_dispatch = torch._ops.mode_stack_state_for_pre_dispatch()
 # read several times in each call of an operator
 _compiling = torch.compiler.is_compiling
 _transforms, _scripted = torch._C._functorch.peek_interpreter_stack, torch._C._is_tracing
-_dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
+_dispatch_modes = torch._C._len_torch_dispatch_stack
 _KERNEL_DTYPES = {torch.float32, torch.float16, torch.bfloat16}
 _NARROW = {torch.int8, torch.uint8, torch.int16, torch.uint16, torch.uint32, torch.uint64}
 
@@ -182,7 +182,7 @@ def only_pytorch() -> bool:
 def _observed() -> bool:
     if _transforms() is not None or forward_ad._current_level >= 0 or _scripted():
         return True
-    if _function_modes() and _pre_dispatch.get(0) is not None:
+    if _pre_dispatch.get(0) is not None:
         return True
     return _dispatch_modes() > 0 and any(torch._C._get_dispatch_mode(key) is not None for key in _RECORDING)
 

@@ -358,10 +358,18 @@ def is_sharded(head: nn.Module) -> bool:
     for m in head.modules():
         if isinstance(m, FullyShardedDataParallel) or any(_is_from(hook, _SHARDING) for hook in _hooks(m)):
             return True
-        # FSDP1 puts views of what it has gathered in the place of parameters, new ones each time
-        if any(isinstance(t, Tensor) and not isinstance(t, nn.Parameter) for t in (*m._parameters.values(), *m.__dict__.values())):
+        # FSDP1 puts views of what it has gathered in the place of parameters, new ones each time; functional_call puts any tensors there
+        if _ranks() and any(map(_is_view, (*m._parameters.values(), *m.__dict__.values()))):
             return True
     return any(hasattr(p, "ds_id") for p in head.parameters())
+
+
+def _ranks() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _is_view(t: Any) -> bool:
+    return isinstance(t, Tensor) and not isinstance(t, nn.Parameter) and (type(t) is not Tensor or t._is_view())
 
 
 def bare(head: nn.Module) -> nn.Module:

@@ -323,6 +323,23 @@ class Exchanging(LlamaForCausalLM):
         return {"loss": loss_of(first, labels) - 3 * loss_of(second, labels)}
 
 
+class Substituting(LlamaForCausalLM):
+    def forward(self, input_ids, labels=None, **_):
+        hidden, w = self.model(input_ids).last_hidden_state, self.lm_head.weight
+        other = {"computed": w * 2, "view": w.flip(0).view(w.shape), "constant": w.detach() * 2}[self.kind]
+        logits = torch.func.functional_call(self.lm_head, {"weight": other}, (hidden,))
+        return {"loss": loss_of(logits, labels)}
+
+
+@pytest.mark.parametrize("kind", ["computed", "view", "constant"])
+def test_weights_that_one_call_is_given(kind):
+    models = both(cls=Substituting)
+    for model in models:
+        model.kind = kind
+    stock, ours = (step(model)[1] for model in models)
+    assert_same_learning(ours, stock)
+
+
 @pytest.mark.parametrize("back", [False, True])
 @pytest.mark.parametrize(
     "head, name",

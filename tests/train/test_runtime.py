@@ -298,7 +298,7 @@ def test_adapters_over_ranks(parallel, precision, rel, base, tmp_path):
     pytest.importorskip("peft")
     sizes = dict(model=None, tokenizer=base.model, hidden=32, layers=2, heads=2, kv_heads=1, precision=precision)
     calm = place(base, tmp_path, parallel=parallel, lora=4, dora=True, **sizes)
-    one = dataclasses.replace(calm, parallel="none", checkpoint_every=0, out=str(tmp_path / "one"))
+    one = dataclasses.replace(calm, parallel="none", checkpoint_every=0, save=None, out=str(tmp_path / "one"))
     config = dataclasses.replace(calm, out=str(tmp_path / "killed"), save=str(tmp_path / "again"))
     assert run(calm) == [0, 0] and run(one, 1) == [0], log(calm)
     assert losses(calm) == pytest.approx(losses(one), rel=rel) and losses(calm)[-1] < losses(calm)[0]
@@ -392,7 +392,7 @@ def test_tokens_weigh_the_same_on_every_rank(parallel, base, tmp_path):
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
     changes = dict(model=None, tokenizer=base.model, hidden=32, heads=2, layers=1, data=str(tmp_path / "chats.jsonl"), length=128, global_batch=5, batch=2)
     one = place(base, tmp_path, **changes, steps=4, parallel="none", log_every=1, checkpoint_every=0)
-    two = dataclasses.replace(one, parallel=parallel, out=str(tmp_path / "two"))
+    two = dataclasses.replace(one, parallel=parallel, save=None, out=str(tmp_path / "two"))
     assert run(one, 1) == [0] and run(two) == [0, 0], log(one)
     assert losses(two) == pytest.approx(losses(one), rel=1e-5)
     of = lambda config: [json.loads(line)["grad_norm"] for line in (Path(config.out) / "metrics.jsonl").read_text().splitlines()]
@@ -443,7 +443,7 @@ def test_ranks_that_share_rows_and_shards(more, close, base, tmp_path):
         pytest.importorskip("torchao")
     sizes = dict(model=None, tokenizer=base.model, hidden=32, layers=2, heads=4, kv_heads=1, checkpoint_every=0, grad_clip=0.0, batch=6)
     one = place(base, tmp_path, parallel="none", **sizes)
-    shared = dataclasses.replace(one, parallel="ulysses-fsdp2", out=str(tmp_path / "shared"), **more)
+    shared = dataclasses.replace(one, parallel="ulysses-fsdp2", save=None, out=str(tmp_path / "shared"), **more)
     assert run(one, 1) == [0] and run(shared) == [0, 0], log(shared)
     assert losses(shared) == pytest.approx(losses(one), rel=close) and losses(shared)[-1] < losses(shared)[0]
     norms = [json.loads((Path(c.out) / "metrics.json").read_text())["gradient_norms"] for c in (shared, one)]
@@ -756,7 +756,7 @@ def here(monkeypatch):
 
 def test_a_full_disk_costs_a_checkpoint_and_no_more(base, here, tmp_path, monkeypatch, capsys):
     calm = place(base, tmp_path / "calm", parallel="none", steps=5, checkpoint_every=2)
-    config = dataclasses.replace(calm, out=str(tmp_path / "full"))
+    config = dataclasses.replace(calm, save=None, out=str(tmp_path / "full"))
     expected = loop.train(calm)
     monkeypatch.setattr(checkpoint.dcp.FileSystemWriter, "write_data", checkpoint.dcp.FileSystemWriter.write_data)
     in_save(2, no_space)
@@ -1090,8 +1090,8 @@ def test_two_hundred_silent_connections_do_not_keep_a_scrape_away():
 @pytest.mark.parametrize(
     ("parts", "status"),
     [
-        ([b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"], b"200 OK"),
-        ([b"GET /met", b"rics?x=1 HTTP/1.1\r\n", b"Host: x\r\n\r", b"\n"], b"200 OK"),
+        ([b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"], b"200 OK"),
+        ([b"GET /met", b"rics?x=1 HTTP/1.1\r\n", b"Host: [::1]:9\r\n\r", b"\n"], b"200 OK"),
         ([b"GET /healthz HTTP/1.0\r\n\r\n"], b"200 OK"),
         ([b"GET / HTTP/1.0\r\n\r\n"], b"404 Not Found"),
         ([b"POST /metrics HTTP/1.0\r\n\r\n"], b"405 Method Not Allowed"),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import types
 
 import pytest
 import torch
@@ -65,7 +66,7 @@ def on_a_gpu(monkeypatch):
     monkeypatch.setattr("liger_kernel.train.fit._arch", lambda: "sm90")  # nor is a GPU of this machine asked
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config_of(MODELS["llama-3.2-1b"]), dtype=torch.bfloat16)
-    data = type("Rows", (), {"train": range(10), "eval": []})()
+    data = types.SimpleNamespace(train=range(10), eval=[], tokenizer=types.SimpleNamespace(eos_token_id=2))
     return lambda world=1, **run: summary(TrainConfig(kernels="off", **run), data, model, "sdpa", torch.device("cuda"), "bf16", world)
 
 

@@ -281,8 +281,10 @@ def _around_too(found: Iterable[Patch], owners: Iterable[Any], parts: Mapping[st
         if id(p.owner) in rest and p.attribute in ("forward", "_old_forward"):
             patched.add(id(p.owner))
             bound = isinstance(p.new, Bound)
-            new = Bound(_around_layers(p.new.function, *how), p.owner, p.new.name, p.new.stock) if bound else _around_layers(p.new, *how)
-            p = Patch(p.owner, p.attribute, new, Also(p.what, label))
+            new = _around_layers(p.new.function if bound else p.new, *how)
+            if bound and new is getattr(type(p.owner), p.attribute, None):
+                continue  # the class is patched so
+            p = Patch(p.owner, p.attribute, Bound(new, p.owner, p.new.name, p.new.stock) if bound else new, Also(p.what, label))
         yield p
     around = lambda forward: _around_layers(forward, *how)
     for owner in (owner for i, owner in rest.items() if i not in patched):

@@ -276,6 +276,16 @@ def test_links_in_the_folder_of_a_run_are_refused(name, config, tmp_path):
     assert content(there) == before
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "metrics.json", "liger-run.json", "lock", "checkpoints/latest", "checkpoints/identity.json"])
+@pytest.mark.parametrize("kind", ["pipe", "folder"])
+def test_pipes_and_folders_in_the_place_of_files_are_refused(kind, name, config):
+    path = Path(config.out) / name
+    path.parent.mkdir(parents=True)
+    path.mkdir() if kind == "folder" else os.mkfifo(path)
+    with pytest.raises(UserError, match=rf"{path} is a {kind}.*, which no run has made: remove it, or give another --out$"):
+        loop.train(config)
+
+
 @links
 def test_nothing_is_written_through_a_link_that_comes_later(config, tmp_path, monkeypatch):
     """While the run trains, each name that it will write becomes a link."""

@@ -29,7 +29,7 @@ import torch
 pytest.importorskip("transformers")
 
 from liger_kernel import cli
-from liger_kernel.train import checkpoint, demo, hub, loop, metrics, ranks, records, redact, resume, store
+from liger_kernel.train import checkpoint, demo, hub, loop, metrics, ranks, records, redact, resume, store, stream
 from liger_kernel.train import data as data_module
 from liger_kernel.train import tokenise as tokenising
 from liger_kernel.train.config import TrainConfig, UserError, from_flags
@@ -205,6 +205,41 @@ def test_a_damaged_tokenizer_of_prepared_rows_is_said(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text("[1]")
     with pytest.raises(UserError, match="cannot load the tokenizer"):
         tokenising.loaded(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "known",
+    [
+        *({name: value} for name, value in (("place", 3), ("place", [0, 0, "x"]), ("ids", "8"), ("ids", -1), ("ids", 10**30), ("lengths", [2]))),
+        [],
+        "[" * 9**6,
+        None,
+    ],
+)
+def test_a_strange_draft_begins_anew(known, tmp_path):
+    for name in ("ids", "labels", "lengths"):
+        (tmp_path / name).write_bytes(bytes(32))
+    whole = {"place": [30, 0, 30], "chats": False, "silent": 0, "late": 0, "ids": 8, "labels": 0, "lengths": 2}
+    (tmp_path / "state.json").write_text(json.dumps(whole))
+    assert tokenising.Draft(tmp_path)._known() == whole
+    (tmp_path / "state.json").unlink()
+    if known is None:
+        os.mkfifo(tmp_path / "state.json")
+    else:
+        (tmp_path / "state.json").write_text(json.dumps(whole | known) if isinstance(known, dict) else known if isinstance(known, str) else json.dumps(known))
+    assert tokenising.Draft(tmp_path).place == records.BEGIN
+
+
+@pytest.mark.parametrize("part", [None, "{", "[1]", "[1, [0, 0, 0], 1]", "[-1, [0, 0, 0], true]", "[" * 100_000, "pipe"])
+def test_a_strange_part_of_a_stream_is_said(part, tmp_path):
+    path = tmp_path / "part-000000.safetensors"
+    safetensors.torch.save_file({"ids": torch.zeros(1)}, path, {"part": part} if part else {"x": "y"})
+    if part == "pipe":
+        path.unlink(), os.mkfifo(path)
+    with pytest.raises(UserError, match=r"holds no part of rows: .*; remove it|is no regular file, but a pipe"):
+        stream.described(path)
+    with pytest.raises(UserError, match=r"holds no rows of tokens|is no regular file, but a pipe"):
+        Rows.read(path)
 
 
 @pytest.mark.parametrize("content", ["[]", "{", "[" * 100_000, '{"global_batch": 0}', '{"global_batch": "x"}', None])

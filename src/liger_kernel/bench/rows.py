@@ -422,7 +422,9 @@ META = ("hardware", "torch", "triton", "transformers", "liger_kernel", "date")
 def _of_csv(path: Path) -> dict[str, Any]:
     """Read a result from its CSV, which has the versions in each row."""
     with open(path, newline="") as file:
-        found = [{name: _parsed(name, text) for name, text in line.items()} for line in csv.DictReader(file)]
+        found = [{name: _parsed(name, text or "") for name, text in line.items()} for line in csv.DictReader(file, strict=True)]
+    if any(None in line for line in found):
+        raise ValueError("a line has more values than there are names")
     rows = []
     for row in found:
         kinds = {name.removesuffix("_ms"): row.pop(name) for name in [name for name in row if name.endswith("_ms") and name not in TIMES]}

@@ -361,12 +361,12 @@ def _state(path: Path) -> dict[str, Any]:
     if state["step"] != step_of(path):
         raise ValueError(f"state.json is of step {state['step']}")
     data = state.get("data", {})
-    if not isinstance(state.get("identity"), dict) or not isinstance(data, dict) or not all(map(_is_part, data.get("parts", []))):
+    if not isinstance(state.get("identity"), dict) or not isinstance(data, dict) or not all(map(is_part, data.get("parts", []))):
         raise ValueError("state.json: identity and data are not those of a run")
     return state
 
 
-def _is_part(part: Any) -> bool:
+def is_part(part: Any) -> bool:
     """Whether this is a part of a stream as JSON has it: [rows, [numbers of its end], whether it is the last, a digest]."""
     if not isinstance(part, list) or len(part) not in (3, 4) or not isinstance(part[1], list) or len(part[1]) != 3:
         return False

@@ -18,7 +18,7 @@ from typing import Any
 
 from liger_kernel.train.checkpoint import FILE
 from liger_kernel.train.config import TrainConfig, UserError
-from liger_kernel.train.files import read_object, write
+from liger_kernel.train.files import read_object, special, write
 from liger_kernel.train.ranks import Ranks
 
 RECORD = "liger-run.json"
@@ -114,11 +114,14 @@ def _strange(config: TrainConfig) -> str | None:
 
 
 def _refuse_links(out: Path) -> None:
-    """A run's folder may be a link, but nothing in it, which may come from somebody else."""
+    """A run's folder may be a link, but nothing in it, which may come from somebody else; nor are there pipes, or folders with names of files."""
     for folder in (out, *(out / name for name in (*CHECKPOINTS, "cache"))):
         for name in _entries(folder):
-            if (folder / name).is_symlink() and (folder != out or OURS.fullmatch(name)):
-                raise UserError(f"{folder / name} is a link, which no run has made: remove it, or give another --out")
+            path = folder / name
+            file = name.endswith((".json", ".jsonl", "lock", "latest", "wandb-id"))
+            kind = "link" if path.is_symlink() else "pipe or a device" if special(path) else "folder" if file and path.is_dir() else None
+            if kind and (folder != out or OURS.fullmatch(name)):
+                raise UserError(f"{path} is a {kind}, which no run has made: remove it, or give another --out")
 
 
 def _first(names: list[str], allowed: re.Pattern[str]) -> str | None:

@@ -24,6 +24,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from liger_kernel.train.config import UserError
 from liger_kernel.train.files import create, reopen
+from liger_kernel.train.mistakes import existing
+from liger_kernel.train.redact import in_a_line
 
 IGNORE = -100
 Tokens = Sequence[int] | np.ndarray
@@ -101,9 +103,9 @@ class Rows:
         from safetensors.torch import load_file
 
         try:
-            found = load_file(path)
+            found = load_file(existing(path))
         except SafetensorError as error:
-            raise UserError(f"{path} holds no rows of tokens: {error}") from error
+            raise UserError(f"{path} holds no rows of tokens: {in_a_line(error)}") from error
         if wrong := _wrong(found):
             raise UserError(f"{path} holds no rows of tokens: {wrong}")
         rows = cls(**found)
@@ -174,7 +176,7 @@ class Rows:
 def _wrong(found: dict[str, Tensor]) -> str | None:
     """What keeps these tensors from being rows."""
     if not {"ids", "labels", "bounds"} <= found.keys() <= {"ids", "labels", "bounds", "positions"}:
-        return f"it has tensors {', '.join(sorted(found))}"
+        return f"it has tensors {', '.join(sorted(found)):.200}"
     bounds, ids = found.pop("bounds"), found["ids"]
     other = next((name for name, t in found.items() if t.dtype != torch.int32 or t.shape != (ids.numel(),)), None)
     found["bounds"] = bounds

@@ -24,9 +24,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from liger_kernel.train.checkpoint import is_part
 from liger_kernel.train.config import TrainConfig, UserError
+from liger_kernel.train.mistakes import existing
 from liger_kernel.train.ranks import local_rank
 from liger_kernel.train.records import BEGIN, Records, characters
+from liger_kernel.train.redact import in_a_line
 from liger_kernel.train.rows import Data, Rows
 from liger_kernel.train.tokenise import TOKENIZER, NoRows, loaded, own_tokenizer, tokenise, tokenizer_of
 
@@ -53,10 +56,16 @@ def path_of(folder: Path, part: int) -> Path:
 
 def described(path: Path) -> Part:
     """A part that has been written."""
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
-    with safe_open(path, "pt") as file:
-        return Part(*json.loads(file.metadata()["part"]))
+    try:
+        with safe_open(existing(path), "pt") as file:
+            part = json.loads((file.metadata() or {})["part"])
+        if not is_part(part):
+            raise ValueError(f"{part!r:.80} is no part")
+    except (SafetensorError, KeyError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} holds no part of rows: {in_a_line(error)}; remove it") from error
+    return Part(*part)
 
 
 def changed(number: int, known: Part, found: Part) -> UserError:

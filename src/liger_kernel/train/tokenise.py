@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from liger_kernel.train.config import TrainConfig, UserError
-from liger_kernel.train.files import fresh, write
+from liger_kernel.train.files import fresh, read_object, write
 from liger_kernel.train.hub import on_hub, why
 from liger_kernel.train.mistakes import regular_in
 from liger_kernel.train.records import BEGIN, Place, characters, conversation, text_of, texts_of
@@ -32,6 +32,7 @@ CHAT_TEMPLATE = (
 )
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 TOKENIZER = "tokenizer"  # in a folder of data that is being tokenised
+DRAFT = ("ids", "labels", "lengths")
 PIECE = 1_000_000  # characters that are tokenised together, each of which takes a tokenizer 150 bytes
 KEEP_EVERY = 1.0  # seconds between two moments at which what is tokenised is synced to the disk
 _BETWEEN_WORDS = re.compile(r"(?<=\S)(?=\s\S)")
@@ -133,16 +134,20 @@ class Draft:
         self.place: Place = tuple(known.get("place", BEGIN))  # behind the last record
         self.chats: bool | None = known.get("chats")  # None: nothing is here yet
         self.silent, self.late = known.get("silent", 0), known.get("late", 0)  # conversations left out
-        self._tokens = {name: TokenFile(folder / name if folder else None, known.get(name, 0)) for name in ("ids", "labels", "lengths")}
+        self._tokens = {name: TokenFile(folder / name if folder else None, known.get(name, 0)) for name in DRAFT}
 
     def _known(self) -> dict[str, Any]:
         """What was tokenised before; nothing if the files are shorter than it says."""
         if self.folder is None:
             return {}
         self.folder.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(OSError, ValueError):
-            known = json.loads((self.folder / "state.json").read_text())
-            if all((self.folder / name).stat().st_size >= 4 * known[name] for name in ("ids", "labels", "lengths")):
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            known = read_object(self.folder / "state.json")
+            whole = lambda number: type(number) is int and 0 <= number < 1 << 53
+            place, counts = known.get("place"), [known.get(name, 0) for name in ("ids", "labels", "lengths", "silent", "late")]
+            if not all(map(whole, counts)) or not isinstance(place, list) or len(place) != 3 or not all(map(whole, place)):
+                return {}
+            if known.get("chats") in (True, False, None) and all((self.folder / name).stat().st_size >= 4 * known[name] for name in DRAFT):
                 return known
         return {}
 

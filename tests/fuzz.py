@@ -266,11 +266,8 @@ class Readers:
             "kernels": Kind(files, "__grp__kernel.json", of_json, self.kernels),
         }
 
-    def records(self, place: Path, rng: random.Random) -> None:
-        (name,) = [name for name in ("text.jsonl", "chat.jsonl") if (place / name).is_file() and (place / name).read_bytes() != self._valid(name)] or [
-            "text.jsonl"
-        ]
-        config = TrainConfig(data=str(place / name), out=str(place / "run"), **SIZES)
+    def records(self, path: Path) -> None:
+        config = TrainConfig(data=str(path), out=str(path.parent / "run"), **SIZES)
         rows = tokenise.tokenise(iter(Records(config)), self.tokenizer, 16)
         rows.check(self.vocabulary)
 

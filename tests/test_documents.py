@@ -113,3 +113,13 @@ def loss_of(label: int) -> float:
 
 def test_labels_that_troubleshooting_explains_give_nan():
     assert math.isnan(loss_of(64)) and math.isnan(loss_of(-100)) and not math.isnan(loss_of(1))
+
+
+def test_what_security_promises_has_the_tests_that_it_names():
+    named = [
+        (file, name)
+        for file, names in re.findall(r"`(tests/\S+\.py)`: ((?:`\w+`(?:, )?)+)", (ROOT / "SECURITY.md").read_text(encoding="utf-8"))
+        for name in re.findall(r"\w+", names)
+    ]
+    assert len(named) > 20
+    assert not [(file, name) for file, name in named if f"def test_{name}" not in (ROOT / file).read_text(encoding="utf-8")]

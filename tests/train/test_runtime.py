@@ -1220,9 +1220,18 @@ def test_a_cache_of_kernels_reads_only_its_own_files_and_shares_them_as_the_umas
     finally:
         os.umask(before)
     (tmp_path / "outside").write_text("x")
-    for names in ('{"child_paths": {"../outside": ""}}', '{"child_paths": {"/etc/hostname": ""}}', '{"child_paths": ["a.cubin"]}', "[]", "[" * 100000):
+    for names in (
+        *(json.dumps({"child_paths": {name: ""}}) for name in ("", ".", "..", "a\0", "../outside")),
+        '{"child_paths": {"/etc/hostname": ""}}',
+        '{"child_paths": ["a.cubin"]}',
+        "[]",
+        "[" * 100000,
+    ):
         Manager("key").put(names, "__grp__kernel.json", binary=False)
         assert Manager("key").get_group("kernel.json") is None, names[:40]
+    path = Path(Manager("key").cache_dir) / "__grp__kernel.json"
+    pipe_at(path)
+    assert Manager("key").get_group("kernel.json") is None
 
 
 # -- torchrun ----------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ class LigerTritonFileCacheManager(FileCacheManager):
     def get_file(self, filename: str) -> str | None:
         """The path of ``filename`` in the cache, or else in the base directory; None if neither has it."""
         folders = [self.cache_dir, *([os.path.join(os.environ[BASE], self.key)] if os.environ.get(BASE) else [])]
-        return next((path for path in (os.path.join(folder, filename) for folder in folders) if os.path.exists(path)), None)
+        return next((path for path in (os.path.join(folder, filename) for folder in folders) if os.path.isfile(path)), None)
 
     def has_file(self, filename: str) -> bool:
         """Whether ``get_file`` finds it."""

@@ -483,7 +483,7 @@ class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined,misc]  # the o
             raise pickle.UnpicklingError("checkpoint metadata must not change a class")
         super().load_build()
 
-    dispatch = pickle._Unpickler.dispatch | {pickle.BUILD[0]: _build}  # type: ignore[attr-defined]
+    dispatch = pickle._Unpickler.dispatch | {pickle.BUILD[0]: _build}  # type: ignore[attr-defined]  # only its subclasses see it
 
 
 def _member(kind: Any, name: str) -> enum.Enum:

@@ -190,9 +190,7 @@ def _observed() -> bool:
 def refuse_graphs(name: str, why: str) -> None:
     """Raise where ``only_pytorch``, for what consists of other operators."""
     if only_pytorch():
-        raise ValueError(
-            f"{name}: the call must be one that PyTorch neither exports, traces nor transforms, because {why}"
-        )  # fmt: skip
+        raise ValueError(f"{name}: the call must be one that PyTorch neither exports, traces nor transforms, because {why}")
 
 
 def host_can_read(x: Tensor) -> bool:

@@ -115,7 +115,8 @@ class Checkpoints:
         except dcp.api.CheckpointException as error:  # on all ranks
             if any(isinstance(failure, OSError) for failure, _ in error.failures.values()):  # of the file system: another start may read it
                 raise OSError(f"checkpoint {path} cannot be read: {_why(error)}") from error
-            return self._pass_over(path, _why(error))
+            self._pass_over(path, _why(error))
+            return None
         model_state: dict[str, Any] = {name[len("model.") :]: tensor for name, tensor in tensors.items() if name.startswith("model.")}
         set_model_state_dict(model, model_state, options=StateDictOptions(strict=False))
         set_optimizer_state_dict(model, optimizer, optimizer_state, options=_FLAT)
@@ -126,7 +127,8 @@ class Checkpoints:
             except (ValueError, TypeError, RuntimeError) as error:  # of this kind of GPU
                 wrong = f"generators: {error}"
             if self.ranks.any(wrong is not None):
-                return self._pass_over(path, wrong or "generators of another rank")
+                self._pass_over(path, wrong or "generators of another rank")
+                return None
         self.step, self.time = state["step"], path.stat().st_mtime
         return state
 
@@ -460,7 +462,10 @@ class SafeReader(dcp.FileSystemReader):
         return metadata
 
 
-class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined,misc]  # the one in C reserves memory for any number that a pickle names
+_IN_PYTHON: Any = getattr(pickle, "_Unpickler")  # noqa: B009  # the one in C reserves memory for any number that a pickle names
+
+
+class _Unpickler(_IN_PYTHON):
     # Bytes are left out: DCP would unpickle them.
     CHECKPOINT = {"Metadata", "MetadataIndex", "TensorStorageMetadata", "ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING", "StorageMeta"}
 
@@ -483,7 +488,7 @@ class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined,misc]  # the o
             raise pickle.UnpicklingError("checkpoint metadata must not change a class")
         super().load_build()
 
-    dispatch = pickle._Unpickler.dispatch | {pickle.BUILD[0]: _build}  # type: ignore[attr-defined]  # only its subclasses see it
+    dispatch = _IN_PYTHON.dispatch | {pickle.BUILD[0]: _build}
 
 
 def _member(kind: Any, name: str) -> enum.Enum:

@@ -99,4 +99,4 @@ def no_such(kind: str, name: str, names: Iterable[str]) -> str:
     """``no operator 'rms_nrm'; did you mean rms_norm?``, or, where no name is near, all of them."""
     names = list(names)
     listed = f"; there are {', '.join(names)}" if len(names) <= MANY else ""
-    return f"no {kind} {name!r}{did_you_mean(name, names) or listed}"
+    return f"no {kind} {name!r:.80}{did_you_mean(name, names) or listed}"

@@ -93,7 +93,8 @@ def _of_a_step(line: Any) -> bool:
     """Whether this is a line of metrics: a step and its curves."""
     if not isinstance(line, dict) or type(line.get("step")) is not int or line["step"] < 1:
         return False
-    return all(type(line.get(name, 0)) in (int, float, type(None)) for name in CURVES.values())
+    values = [line.get(name) for name in CURVES.values()]
+    return all(value is None or type(value) is float or (type(value) is int and abs(value) < 1e300) for value in values)
 
 
 def as_json(value: Any, **options: Any) -> str:

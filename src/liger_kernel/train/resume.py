@@ -83,7 +83,7 @@ def finished(config: TrainConfig, ranks: Ranks) -> dict[str, Any] | None:
         found = read_object(path) if ranks.first else {}  # rank 0 writes it again
     losses = found.get("losses")
     numbers = [*(losses if isinstance(losses, list) else [None]), found.get("tokens_per_second"), found.get("peak_memory")]
-    whole = all(type(number) in (int, float) for number in numbers) and isinstance(found.get("memory_kind"), str)
+    whole = all(type(number) in (int, float) and abs(number) < 1e300 for number in numbers) and isinstance(found.get("memory_kind"), str)
     return found if whole and found.get("trainer") == config.trainer else None
 
 

@@ -248,8 +248,8 @@ def test_a_damaged_identity_is_said_and_damaged_numbers_are_no_ones(content, con
     os.mkfifo(path) if content is None else path.write_text(content)
     assert re.search("which says of what data and model the checkpoints are, is damaged", resume._identity(path)[1])
     assert resume._identity(tmp_path / "none") == ({}, None)
-    config = dataclasses.replace(config, out=str(tmp_path))
-    for numbers in (content, json.dumps({"trainer": config.trainer, "losses": ["x"]})):
+    config, whole = dataclasses.replace(config, out=str(tmp_path)), {"tokens_per_second": 1.0, "peak_memory": 1, "memory_kind": "x"}
+    for numbers in (content, *(json.dumps({"trainer": config.trainer, "losses": [loss], **whole}) for loss in ("x", None, 10**400))):
         (tmp_path / "metrics.json").unlink(missing_ok=True)
         os.mkfifo(tmp_path / "metrics.json") if numbers is None else (tmp_path / "metrics.json").write_text(numbers)
         assert resume.finished(config, mock.Mock(first=True)) is None

@@ -462,10 +462,10 @@ class SafeReader(dcp.FileSystemReader):
         return metadata
 
 
-_IN_PYTHON: Any = getattr(pickle, "_Unpickler")  # noqa: B009  # the one in C reserves memory for any number that a pickle names
+_Python: Any = pickle._Unpickler  # type: ignore[attr-defined]  # the one in C reserves memory for any number that a pickle names
 
 
-class _Unpickler(_IN_PYTHON):
+class _Unpickler(_Python):
     # Bytes are left out: DCP would unpickle them.
     CHECKPOINT = {"Metadata", "MetadataIndex", "TensorStorageMetadata", "ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING", "StorageMeta"}
 
@@ -488,7 +488,7 @@ class _Unpickler(_IN_PYTHON):
             raise pickle.UnpicklingError("checkpoint metadata must not change a class")
         super().load_build()
 
-    dispatch = _IN_PYTHON.dispatch | {pickle.BUILD[0]: _build}
+    dispatch = _Python.dispatch | {pickle.BUILD[0]: _build}
 
 
 def _member(kind: Any, name: str) -> enum.Enum:

@@ -109,7 +109,7 @@ class Checkpoints:
                 raise UserError(f"checkpoint {path} does not fit this model{who} lacks {some}")
         for name, tensor in tensors.items():
             if (shape := getattr(there[name], "size", None)) != tensor.shape:
-                raise UserError(f"checkpoint {path} does not fit this model: {name} has shape {shape} there, {tuple(tensor.shape)} here")
+                raise UserError(f"checkpoint {path} does not fit this model: {name:.100} has shape {shape!s:.100} there, {tuple(tensor.shape)} here")
         try:
             dcp.load(tensors, storage_reader=reader, process_group=self.ranks.saving)
         except dcp.api.CheckpointException as error:  # on all ranks

@@ -206,7 +206,6 @@ def test_a_step_keeps_its_rows_when_batches_change(trainer, config):
     assert found == pytest.approx(expected[3:], rel=1e-5)
 
 
-@pytest.mark.skipif(not has("lightning"), reason="lightning is not installed")
 @pytest.mark.parametrize("strange", ["a pipe", "a link", "of another step", "of no number", "deep", "of a list", "an unknown name"])
 def test_checkpoints_of_strangers_are_said_to_be_damaged(strange, tmp_path):
     path = tmp_path / "checkpoint-4"
@@ -234,6 +233,7 @@ def test_checkpoints_of_strangers_are_said_to_be_damaged(strange, tmp_path):
     assert hf.damage(path)
 
 
+@pytest.mark.skipif(not has("lightning"), reason="lightning is not installed")
 def test_checkpoints_of_earlier_releases_are_found(config):
     again = by("lightning", config, steps=2, checkpoint_every=2, checkpoint_keep=1, eval_fraction=0.0)
     loop.train(again)
